@@ -1,0 +1,18 @@
+/* Failing with a message: the one way in which the library says no. */
+#ifndef TX_CORE_STATUS_H
+#define TX_CORE_STATUS_H
+
+#include "csrc/torch_ext.h"
+
+/* Formats the message into `error` (which may be NULL) and returns `status`, so that callers write
+ * `return tx_fail(error, TX_ERROR_SHAPE, "...")`. Long messages are cut, never overrun. */
+tx_status tx_fail(tx_error *error, tx_status status, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+/* Returns from the calling function when `expression` is not TX_OK. */
+#define TX_FORWARD(expression)                    \
+  do {                                            \
+    const tx_status tx_forward_ = (expression);   \
+    if (tx_forward_ != TX_OK) return tx_forward_; \
+  } while (0)
+
+#endif
