@@ -1,0 +1,41 @@
+/* Checks that every operator makes before it writes. Messages name the argument and the index. */
+#ifndef TX_OPS_CHECK_H
+#define TX_OPS_CHECK_H
+
+#include "csrc/torch_ext.h"
+
+/* One entry of a call's memory: a list (or a single tensor with n = 1), whether the call writes it. */
+typedef struct tx_span {
+  const char *name;
+  const tx_tensor *tensors; /* NULL: the list is absent */
+  int64_t n;
+  int writes;
+} tx_span;
+
+/* For every tensor: numel >= 0, data not NULL unless numel is 0, dtype known. */
+tx_status tx_check_tensors(const tx_span *spans, int64_t n_spans, tx_error *error);
+
+/* No byte is written through two entries, nor written through one and read through another. O(n log n) at worst, O(n)
+ * where lists are in address order. */
+tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error);
+
+/* `tensor` is none, or has exactly `numel` elements of `dtype`; required: it must not be none. */
+tx_status tx_check_fixed(const char *name, tx_tensor tensor, tx_dtype dtype, int64_t numel, int required,
+                         tx_error *error);
+
+/* a[i].numel == b[i].numel for all i; messages name both. */
+tx_status tx_check_same_numel(const char *a_name, const tx_tensor *a, const char *b_name, const tx_tensor *b, int64_t n,
+                              tx_error *error);
+
+/* parallel is NULL or a struct of a known size with a `run` where it has more than one thread. */
+tx_status tx_check_parallel(const tx_parallel *parallel, tx_error *error);
+
+/* 0 nearest, 1 dithered, 2 stochastic. */
+tx_status tx_check_rounding(const char *name, int32_t rounding, tx_error *error);
+
+/* Bytes of an element of one of the operators' dtypes; 0 for a dtype that is none. */
+int64_t tx_element_size(tx_dtype dtype);
+
+static inline int64_t tx_blocks(int64_t numel) { return (numel + TX_BLOCK - 1) / TX_BLOCK; }
+
+#endif

@@ -1,0 +1,81 @@
+/* Finding memory that a call would write twice, or write and read. */
+#include <stdlib.h>
+
+#include "csrc/core/status.h"
+#include "csrc/ops/check.h"
+
+typedef struct range {
+  uintptr_t begin, end;
+  int32_t span;
+  int32_t writes;
+  int64_t index;
+} range;
+
+/* Merges two ascending neighbours [a, b) and [b, c) of `from` into `to`. */
+static void merge(const range *from, range *to, int64_t a, int64_t b, int64_t c) {
+  int64_t i = a, j = b;
+  for (int64_t k = a; k < c; k++) {
+    if (i < b && (j >= c || from[i].begin <= from[j].begin)) {
+      to[k] = from[i++];
+    } else {
+      to[k] = from[j++];
+    }
+  }
+}
+
+static int64_t run_end(const range *r, int64_t at, int64_t n) {
+  while (at + 1 < n && r[at].begin <= r[at + 1].begin) at++;
+  return at + 1 < n ? at + 1 : n;
+}
+
+/* A natural merge sort: tensors mostly come in address order, and then one pass is all. Returns the sorted half. */
+static const range *sort(range *r, range *spare, int64_t n) {
+  for (;;) {
+    int64_t runs = 0;
+    for (int64_t a = 0; a < n; runs++) {
+      const int64_t b = run_end(r, a, n);
+      const int64_t c = b < n ? run_end(r, b, n) : n;
+      if (a == 0 && b == n) return r;
+      merge(r, spare, a, b, c);
+      a = c;
+    }
+    range *other = r;
+    r = spare;
+    spare = other;
+  }
+}
+
+tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error) {
+  int64_t capacity = 0;
+  for (int64_t s = 0; s < n_spans; s++) capacity += spans[s].tensors ? spans[s].n : 0;
+  if (capacity == 0) return TX_OK;
+  range *memory = malloc(2 * (size_t)capacity * sizeof(range));
+  if (!memory) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to check %lld tensors", (long long)capacity);
+  int64_t n = 0;
+  for (int64_t s = 0; s < n_spans; s++) {
+    for (int64_t i = 0; spans[s].tensors && i < spans[s].n; i++) {
+      const tx_tensor t = spans[s].tensors[i];
+      if (t.numel == 0) continue;
+      const uintptr_t begin = (uintptr_t)t.data;
+      memory[n++] = (range){begin, begin + (uintptr_t)(t.numel * tx_element_size(t.dtype)), (int32_t)s,
+                            spans[s].writes, i};
+    }
+  }
+  const range *r = n ? sort(memory, memory + n, n) : memory;
+  const range *written = NULL, *any = NULL; /* of those so far, the one that reaches furthest */
+  tx_status status = TX_OK;
+  for (int64_t i = 0; i < n; i++) {
+    const range *before = r[i].writes ? any : written;
+    if (before && r[i].begin < before->end) {
+      status = tx_fail(error, TX_ERROR_OVERLAP,
+                       "%s[%lld] and %s[%lld] share memory; each tensor that is written needs memory of its own",
+                       spans[before->span].name, (long long)before->index, spans[r[i].span].name,
+                       (long long)r[i].index);
+      break;
+    }
+    if (!any || r[i].end > any->end) any = &r[i];
+    if (r[i].writes && (!written || r[i].end > written->end)) written = &r[i];
+  }
+  free(memory);
+  return status;
+}

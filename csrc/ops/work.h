@@ -1,0 +1,33 @@
+/* Cutting a call over many tensors into units, and running them in one parallel region.
+ *
+ * The tensors of a call are laid end to end, each padded to whole blocks, and cut every TX_UNIT elements: a large tensor
+ * becomes many units and a thousand tiny ones share a unit. Threads claim units from an atomic counter, so a thread that
+ * loses its core delays nobody; results never depend on who takes which. */
+#ifndef TX_OPS_WORK_H
+#define TX_OPS_WORK_H
+
+#include "csrc/torch_ext.h"
+
+/* Elements in a unit: large enough to hide the claim, small enough to balance. A multiple of TX_BLOCK. */
+#define TX_UNIT ((int64_t)16384)
+
+/* Elements [begin, begin + count) of tensor `tensor`; begin is a multiple of TX_BLOCK and so is count unless the piece
+ * ends the tensor. `local` is memory of the running task, zeroed before its first piece; at most one piece uses it at a
+ * time. The floating-point mode is tx_fp_enter's. */
+typedef void (*tx_piece_fn)(void *ctx, void *local, int64_t tensor, int64_t begin, int64_t count);
+/* Called once per task on the calling thread after all pieces are done, in an unspecified order. */
+typedef void (*tx_merge_fn)(void *ctx, const void *local);
+
+typedef struct tx_work {
+  int64_t n;
+  const tx_tensor *tensors; /* only numel is read; a numel of 0 yields no piece */
+  tx_piece_fn piece;
+  tx_merge_fn merge;    /* NULL: nothing to merge */
+  size_t local_bytes;   /* of one task; 0: local is NULL */
+  void *ctx;
+} tx_work;
+
+/* Runs all pieces. Fails only with TX_ERROR_OUT_OF_MEMORY, before any piece ran. */
+tx_status tx_work_run(const tx_work *work, const tx_parallel *parallel, tx_error *error);
+
+#endif
