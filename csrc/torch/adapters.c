@@ -1,0 +1,249 @@
+#include "csrc/torch/adapters.h"
+
+#include <stdint.h>
+
+#include "csrc/core/status.h"
+
+/* -- what the adapters check ----------------------------------------------------------------------------------------
+ */
+
+/* Two tensors of one index have one shape, unless one of them is flat (a shard, a range of a flat buffer) or none; how
+ * many elements they have is compared by the entry. */
+static bool shapes_agree(const tx_shape *a, const tx_shape *b) {
+  if (a->dim <= 1 || b->dim <= 1) return true;
+  if (a->dim != b->dim) return false;
+  for (int64_t d = 0; d < a->dim; d++)
+    if (a->sizes[d] != b->sizes[d]) return false;
+  return true;
+}
+
+static tx_status same_length(const tx_value *a, const tx_value *b, tx_error *error) {
+  if (a->n == b->n) return TX_OK;
+  return tx_fail(error, TX_ERROR_SHAPE, "%s has %lld tensors and %s has %lld; they must have the same length",
+                 a->argument->name, (long long)a->n, b->argument->name, (long long)b->n);
+}
+
+/* Element i of one list belongs to element i of the other. */
+static tx_status paired(const tx_value *a, const tx_value *b, tx_error *error) {
+  TX_FORWARD(same_length(a, b, error));
+  for (int64_t i = 0; i < a->n; i++)
+    if (!shapes_agree(&a->shapes[i], &b->shapes[i]))
+      return tx_fail(error, TX_ERROR_SHAPE,
+                     "%s[%lld] and %s[%lld] differ in shape; pass equal shapes, or one of them flat", a->argument->name,
+                     (long long)i, b->argument->name, (long long)i);
+  return TX_OK;
+}
+
+/* The tensors of a list that may be empty: NULL then. */
+static const tx_tensor *or_null(const tx_value *list) {
+  return list->n ? list->tensors : NULL;
+}
+
+static tx_status paired_or_empty(const tx_value *a, const tx_value *b, tx_error *error) {
+  return b->n == 0 ? TX_OK : paired(a, b, error);
+}
+
+static tx_status same_length_or_empty(const tx_value *a, const tx_value *b, tx_error *error) {
+  return b->n == 0 ? TX_OK : same_length(a, b, error);
+}
+
+/* A table is read as an array of C structs: `columns` values of one dtype to a row (columns == 0: a vector). Gives the
+ * number of rows; 0 for a tensor without elements. */
+static tx_status table_rows(const tx_value *value, tx_dtype dtype, const char *dtype_name, int64_t columns,
+                            int64_t *rows, tx_error *error) {
+  const tx_tensor *table = value->tensors;
+  const tx_shape *shape = value->shapes;
+  *rows = 0;
+  if (table->numel == 0) return TX_OK;
+  const bool shaped = columns ? shape->dim == 2 && shape->sizes[1] == columns : shape->dim == 1;
+  if (table->dtype != dtype || !shaped) {
+    if (columns)
+      return tx_fail(error, TX_ERROR_SHAPE, "%s must be a table of %s with shape [rows, %lld]", value->argument->name,
+                     dtype_name, (long long)columns);
+    return tx_fail(error, TX_ERROR_SHAPE, "%s must be a vector of %s with shape [n]", value->argument->name,
+                   dtype_name);
+  }
+  if ((uintptr_t)table->data % sizeof(int64_t))
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s must begin at a multiple of 8 bytes", value->argument->name);
+  *rows = shape->sizes[0];
+  return TX_OK;
+}
+
+/* A table with one row for each tensor of a list. */
+static tx_status table_of(const tx_value *list, const tx_value *table, tx_dtype dtype, const char *dtype_name,
+                          int64_t columns, tx_error *error) {
+  int64_t rows = 0;
+  TX_FORWARD(table_rows(table, dtype, dtype_name, columns, &rows, error));
+  if (rows == list->n) return TX_OK;
+  return tx_fail(error, TX_ERROR_SHAPE, "%s has %lld rows for the %lld tensors of %s", table->argument->name,
+                 (long long)rows, (long long)list->n, list->argument->name);
+}
+
+static tx_status meta_rows(const tx_value *list, const tx_value *meta, const tx_meta **rows, tx_error *error) {
+  *rows = NULL;
+  if (meta->tensors->numel == 0) return TX_OK;
+  TX_FORWARD(table_of(list, meta, TX_I64, "int64", sizeof(tx_meta) / sizeof(int64_t), error));
+  *rows = meta->tensors->data;
+  return TX_OK;
+}
+
+static tx_status offset_rows(const tx_value *list, const tx_value *offsets, const int64_t **rows, tx_error *error) {
+  TX_FORWARD(table_of(list, offsets, TX_I64, "int64", 0, error));
+  *rows = offsets->tensors->data;
+  return TX_OK;
+}
+
+/* Codes travel as int64; an int32 field must not wrap a nonsense value round to a legal one. Any value outside int32 is
+ * as illegal as INT32_MAX, which the entry refuses. */
+static int32_t code(const tx_value *value) {
+  return value->integer < INT32_MIN || value->integer > INT32_MAX ? INT32_MAX : (int32_t)value->integer;
+}
+
+/* -- one function per operator: the enum is the order of its schema ---------------------------------------------------
+ */
+
+tx_status tx_adapt_adamw(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+  enum {
+    PARAMS,
+    GRADS,
+    EXP_AVGS,
+    EXP_AVG_SQS,
+    MASTERS,
+    SCALES,
+    STEPS,
+    LRS,
+    GROUPS,
+    META,
+    GRAD_SCALE,
+    CLIP_COEF,
+    FOUND_INF,
+    SKIPPED,
+    SEED,
+    MOMENT_ROUNDING,
+    WEIGHT_ROUNDING
+  };
+  tx_adamw_args args = TX_ADAMW_ARGS_INIT;
+  TX_FORWARD(paired(&v[PARAMS], &v[GRADS], error));
+  TX_FORWARD(paired(&v[PARAMS], &v[EXP_AVGS], error));
+  TX_FORWARD(paired(&v[PARAMS], &v[EXP_AVG_SQS], error));
+  TX_FORWARD(paired_or_empty(&v[PARAMS], &v[MASTERS], error));
+  TX_FORWARD(same_length_or_empty(&v[PARAMS], &v[SCALES], error));
+  TX_FORWARD(same_length(&v[PARAMS], &v[STEPS], error));
+  TX_FORWARD(table_rows(&v[GROUPS], TX_F64, "float64", sizeof(tx_adamw_group) / sizeof(double), &args.n_groups, error));
+  TX_FORWARD(meta_rows(&v[PARAMS], &v[META], &args.meta, error));
+  if (v[LRS].n && v[LRS].n != args.n_groups)
+    return tx_fail(error, TX_ERROR_SHAPE, "lrs has %lld tensors for the %lld rows of groups; pass one each, or none",
+                   (long long)v[LRS].n, (long long)args.n_groups);
+  args.n = v[PARAMS].n;
+  args.params = v[PARAMS].tensors;
+  args.grads = v[GRADS].tensors;
+  args.exp_avgs = v[EXP_AVGS].tensors;
+  args.exp_avg_sqs = v[EXP_AVG_SQS].tensors;
+  args.masters = or_null(&v[MASTERS]);
+  args.scales = or_null(&v[SCALES]);
+  args.steps = v[STEPS].tensors;
+  args.groups = v[GROUPS].tensors->data;
+  args.lrs = or_null(&v[LRS]);
+  args.grad_scale = *v[GRAD_SCALE].tensors;
+  args.clip_coef = *v[CLIP_COEF].tensors;
+  args.found_inf = *v[FOUND_INF].tensors;
+  args.skipped = *v[SKIPPED].tensors;
+  args.seed = (uint64_t)v[SEED].integer;
+  args.moment_rounding = code(&v[MOMENT_ROUNDING]);
+  args.weight_rounding = code(&v[WEIGHT_ROUNDING]);
+  return tx_adamw(&args, parallel, error);
+}
+
+tx_status tx_adapt_grad_stats(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+  enum { GRADS, STATS, FIRST_BAD };
+  return tx_grad_stats(v[GRADS].n, v[GRADS].tensors, *v[STATS].tensors, *v[FIRST_BAD].tensors, parallel, error);
+}
+
+tx_status tx_adapt_grad_norm(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+  enum { STATS, GRAD_SCALE, MAX_NORM, NORM, CLIP_COEF, FOUND_INF };
+  (void)parallel;
+  return tx_grad_norm(*v[STATS].tensors, *v[GRAD_SCALE].tensors, v[MAX_NORM].real, *v[NORM].tensors,
+                      *v[CLIP_COEF].tensors, *v[FOUND_INF].tensors, error);
+}
+
+tx_status tx_adapt_bucket_pack(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+  enum { GRADS, OFFSETS, BUCKET, SCALES, SEED, STEP, ROUNDING };
+  tx_bucket_pack_args args = TX_BUCKET_PACK_ARGS_INIT;
+  TX_FORWARD(offset_rows(&v[GRADS], &v[OFFSETS], &args.offsets, error));
+  args.n = v[GRADS].n;
+  args.grads = v[GRADS].tensors;
+  args.bucket = *v[BUCKET].tensors;
+  args.scales = *v[SCALES].tensors;
+  args.seed = (uint64_t)v[SEED].integer;
+  args.step = v[STEP].integer;
+  args.rounding = code(&v[ROUNDING]);
+  return tx_bucket_pack(&args, parallel, error);
+}
+
+tx_status tx_adapt_bucket_accumulate(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+  enum { MAIN_GRADS, GRADS };
+  TX_FORWARD(paired(&v[MAIN_GRADS], &v[GRADS], error));
+  return tx_bucket_accumulate(v[GRADS].n, v[MAIN_GRADS].tensors, v[GRADS].tensors, parallel, error);
+}
+
+tx_status tx_adapt_bucket_reduce(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+  enum { CHUNKS, SCALES, SHARD, STATS, SCALE, ACCUMULATE };
+  tx_bucket_reduce_args args = TX_BUCKET_REDUCE_ARGS_INIT;
+  TX_FORWARD(same_length_or_empty(&v[CHUNKS], &v[SCALES], error));
+  args.n = v[CHUNKS].n;
+  args.chunks = v[CHUNKS].tensors;
+  args.scales = or_null(&v[SCALES]);
+  args.shard = *v[SHARD].tensors;
+  args.stats = *v[STATS].tensors;
+  args.scale = v[SCALE].real;
+  args.accumulate = code(&v[ACCUMULATE]);
+  return tx_bucket_reduce(&args, parallel, error);
+}
+
+tx_status tx_adapt_bucket_unpack(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+  enum { BUCKET, SCALES, OFFSETS, TENSORS };
+  const int64_t *offsets = NULL;
+  TX_FORWARD(offset_rows(&v[TENSORS], &v[OFFSETS], &offsets, error));
+  return tx_bucket_unpack(*v[BUCKET].tensors, *v[SCALES].tensors, v[TENSORS].n, offsets, v[TENSORS].tensors, parallel,
+                          error);
+}
+
+tx_status tx_adapt_cast(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+  enum { SRCS, DSTS, SRC_SCALES, DST_SCALES, META, FORMAT, ROUNDING, SEED, STEP };
+  tx_cast_args args = TX_CAST_ARGS_INIT;
+  TX_FORWARD(paired(&v[SRCS], &v[DSTS], error));
+  TX_FORWARD(same_length_or_empty(&v[SRCS], &v[SRC_SCALES], error));
+  TX_FORWARD(same_length_or_empty(&v[SRCS], &v[DST_SCALES], error));
+  TX_FORWARD(meta_rows(&v[SRCS], &v[META], &args.meta, error));
+  args.n = v[SRCS].n;
+  args.srcs = v[SRCS].tensors;
+  args.dsts = v[DSTS].tensors;
+  args.src_scales = or_null(&v[SRC_SCALES]);
+  args.dst_scales = or_null(&v[DST_SCALES]);
+  args.seed = (uint64_t)v[SEED].integer;
+  args.step = v[STEP].integer;
+  args.format = code(&v[FORMAT]);
+  args.rounding = code(&v[ROUNDING]);
+  return tx_cast(&args, parallel, error);
+}
+
+tx_status tx_adapt_master_encode(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+  enum { MASTERS, PARAMS, REMAINDERS };
+  TX_FORWARD(paired(&v[MASTERS], &v[PARAMS], error));
+  TX_FORWARD(paired(&v[MASTERS], &v[REMAINDERS], error));
+  return tx_master_encode(v[MASTERS].n, v[MASTERS].tensors, v[PARAMS].tensors, v[REMAINDERS].tensors, parallel, error);
+}
+
+tx_status tx_adapt_master_decode(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+  enum { PARAMS, REMAINDERS, MASTERS };
+  TX_FORWARD(paired(&v[PARAMS], &v[REMAINDERS], error));
+  TX_FORWARD(paired(&v[PARAMS], &v[MASTERS], error));
+  return tx_master_decode(v[PARAMS].n, v[PARAMS].tensors, v[REMAINDERS].tensors, v[MASTERS].tensors, parallel, error);
+}
+
+tx_status tx_adapt_master_resync(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+  enum { PARAMS, MASTERS, CHANGED, FORCE };
+  TX_FORWARD(paired(&v[PARAMS], &v[MASTERS], error));
+  return tx_master_resync(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, code(&v[FORCE]), *v[CHANGED].tensors,
+                          parallel, error);
+}

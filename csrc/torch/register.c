@@ -1,0 +1,154 @@
+/* The operators under torch.ops.torch_ext: one table (operators.def) becomes definitions, kernels and registrations. */
+#include <pthread.h>
+#include <stdio.h>
+
+#include "csrc/core/status.h"
+#include "csrc/torch/adapters.h"
+#include "csrc/torch/torch_pool.h"
+
+#define TX_NAMESPACE "torch_ext"
+
+/* The dispatch keys our kernels stand under. The catch-all is there for the messages: without it a call with tensors of
+ * another device, a sparse tensor or empty lists only would end in torch's "could not run". */
+static const char *const kKeys[] = {"CPU", "CompositeExplicitAutograd"};
+#define TX_N_KEYS ((int)(sizeof kKeys / sizeof *kKeys))
+
+typedef struct {
+  const char *name;
+  const char *schema;         /* with the name and the empty return, as torch takes it */
+  const char *argument_types; /* what is between the parentheses */
+  void (*kernel)(StableIValue *slots, uint64_t n_arguments, uint64_t n_outputs);
+  tx_status (*adapter)(const tx_value *values, const tx_parallel *parallel, tx_error *error);
+} operator_row;
+
+/* A boxed kernel gets no context of its own, hence one per row. */
+#define X(entry, name, arguments) \
+  static void boxed_##entry(StableIValue *slots, uint64_t n_arguments, uint64_t n_outputs);
+#include "csrc/torch/operators.def"
+#undef X
+
+static const operator_row kOperators[] = {
+#define X(entry, name, arguments) {name, name "(" arguments ") -> ()", arguments, boxed_##entry, tx_adapt_##entry},
+#include "csrc/torch/operators.def"
+#undef X
+};
+#define TX_N_OPERATORS ((int32_t)(sizeof kOperators / sizeof *kOperators))
+
+enum {
+#define X(entry, name, arguments) ROW_##entry,
+#include "csrc/torch/operators.def"
+#undef X
+};
+
+/* Written by registration, before torch knows a kernel; only read afterwards. */
+static tx_torch_abi abi;
+static struct {
+  tx_argument arguments[TX_MAX_ARGUMENTS];
+  int32_t n;
+} parsed[TX_N_OPERATORS];
+
+static tx_status run_operator(int32_t row, const StableIValue *slots, tx_error *error) {
+  tx_stack stack;
+  tx_torch_pool pool;
+  tx_status status = tx_stack_read(&stack, &abi, parsed[row].arguments, parsed[row].n, slots, error);
+  if (status == TX_OK) {
+    tx_torch_pool_init(&pool, &abi);
+    status = kOperators[row].adapter(stack.values, &pool.parallel, error);
+    if (status == TX_OK && pool.failed)
+      status = tx_fail(error, TX_ERROR_UNAVAILABLE, "torch_parallel_for failed; what was written is incomplete");
+  }
+  tx_stack_release(&stack, slots);
+  return status;
+}
+
+/* The C++ exception that aoti_torch_check throws leaves through these frames (-fexceptions), so it comes last, when
+ * there is nothing left to free. */
+static void run_boxed(int32_t row, const StableIValue *slots) {
+  tx_error error;
+  char message[sizeof error.message + 64];
+  if (run_operator(row, slots, &error) == TX_OK) return;
+  (void)snprintf(message, sizeof message, TX_NAMESPACE "::%s: %s", kOperators[row].name, error.message);
+  abi.aoti_torch_check(false, kOperators[row].name, __FILE__, __LINE__, message);
+}
+
+#define X(entry, name, arguments)                                                            \
+  static void boxed_##entry(StableIValue *slots, uint64_t n_arguments, uint64_t n_outputs) { \
+    (void)n_arguments;                                                                       \
+    (void)n_outputs;                                                                         \
+    run_boxed(ROW_##entry, slots);                                                           \
+  }
+#include "csrc/torch/operators.def"
+#undef X
+
+/* -- registration
+ * ------------------------------------------------------------------------------------------------------ */
+
+/* A handle owns its registrations, so these are never given back once registration succeeded. */
+static TorchLibraryHandle definitions;
+static TorchLibraryHandle implementations[TX_N_KEYS];
+
+static tx_status refused(tx_error *error, const char *what, const char *which) {
+  return tx_fail(error, TX_ERROR_UNAVAILABLE,
+                 "torch refused to %s %s; is another copy of this library registered in this process?", what, which);
+}
+
+static AOTITorchError define(const char *schema) {
+  if (!abi.torch_library_def_with_tags || !abi.torch_tag_pt2_compliant_tag)
+    return abi.aoti_torch_library_def(definitions, schema);
+  const int32_t tag = abi.torch_tag_pt2_compliant_tag();
+  return abi.torch_library_def_with_tags(definitions, schema, &tag, 1);
+}
+
+static tx_status register_all(tx_error *error) {
+  TX_FORWARD(tx_torch_abi_resolve(&abi, error));
+  for (int32_t i = 0; i < TX_N_OPERATORS; i++)
+    TX_FORWARD(tx_schema_parse(kOperators[i].argument_types, parsed[i].arguments, &parsed[i].n, error));
+  if (abi.aoti_torch_library_init_fragment(TX_NAMESPACE, __FILE__, __LINE__, &definitions))
+    return refused(error, "open the namespace", TX_NAMESPACE);
+  for (int32_t i = 0; i < TX_N_OPERATORS; i++)
+    if (define(kOperators[i].schema)) return refused(error, "define", kOperators[i].schema);
+  for (int k = 0; k < TX_N_KEYS; k++) {
+    if (abi.aoti_torch_library_init_impl(TX_NAMESPACE, kKeys[k], __FILE__, __LINE__, &implementations[k]))
+      return refused(error, "open the dispatch key", kKeys[k]);
+    for (int32_t i = 0; i < TX_N_OPERATORS; i++)
+      if (abi.torch_library_impl(implementations[k], kOperators[i].name, kOperators[i].kernel, TX_TORCH_BUILD_VERSION))
+        return refused(error, "take the kernel of", kOperators[i].name);
+  }
+  return TX_OK;
+}
+
+/* Leaves torch as it was found, so that a later attempt can succeed. */
+static void give_back(TorchLibraryHandle *library) {
+  if (*library) (void)abi.aoti_torch_delete_library_object(*library);
+  *library = NULL;
+}
+
+tx_status tx_torch_register(tx_error *error) {
+  static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+  static bool registered;
+  tx_status status = TX_OK;
+  (void)pthread_mutex_lock(&mutex);
+  if (!registered) {
+    status = register_all(error);
+    registered = status == TX_OK;
+    for (int k = 0; !registered && k < TX_N_KEYS; k++)
+      give_back(&implementations[k]);
+    if (!registered) give_back(&definitions);
+  }
+  (void)pthread_mutex_unlock(&mutex);
+  return status;
+}
+
+/* torch.ops.load_library(path) only loads the file: this makes it register. Where it cannot, the caller of
+ * tx_torch_register is told why; a program without torch notices nothing. */
+__attribute__((constructor)) static void register_where_torch_is_loaded(void) {
+  if (tx_torch_is_loaded()) (void)tx_torch_register(NULL);
+}
+
+const char *tx_operator_name(int32_t i) {
+  return i >= 0 && i < TX_N_OPERATORS ? kOperators[i].name : NULL;
+}
+
+const char *tx_operator_schema(int32_t i) {
+  return i >= 0 && i < TX_N_OPERATORS ? kOperators[i].schema : NULL;
+}

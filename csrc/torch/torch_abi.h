@@ -1,0 +1,52 @@
+/* libtorch's stable C ABI in C: torch's own headers are C++ only, so the few functions we call are declared here, and
+ * tests/core/torch_abi_test.cc compares each declaration with torch's. Nothing is linked to torch: the symbols are
+ * looked up in the libtorch_cpu that the process has loaded, which is why one binary serves every torch since the
+ * floor. */
+#ifndef TX_TORCH_ABI_H
+#define TX_TORCH_ABI_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "csrc/torch_ext.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef int32_t AOTITorchError; /* 0: success */
+typedef uint64_t StableIValue;  /* one slot of a boxed stack */
+typedef struct AtenTensorOpaque *AtenTensorHandle;
+typedef struct TorchLibraryOpaque *TorchLibraryHandle;
+typedef struct StableListOpaque *StableListHandle;
+
+/* One function pointer per row of shims.def, named like its symbol. */
+typedef struct tx_torch_abi {
+#define TX_SHIM(result, symbol, parameters, major, minor) result(*symbol) parameters;
+#define TX_SHIM_OPTIONAL(result, symbol, parameters, major, minor) TX_SHIM(result, symbol, parameters, major, minor)
+#define TX_SHIM_DTYPE(dtype, name) TX_SHIM(int32_t, aoti_torch_dtype_##name, (void), 2, 9)
+#include "csrc/torch/shims.def"
+#undef TX_SHIM
+#undef TX_SHIM_OPTIONAL
+#undef TX_SHIM_DTYPE
+} tx_torch_abi;
+
+/* The floor, and the version whose prototypes are declared here: torch converts a boxed stack to the layout of this
+ * version. A fixed number, never the running torch's. */
+#define TX_TORCH_FLOOR_MAJOR 2
+#define TX_TORCH_FLOOR_MINOR 10
+#define TX_TORCH_BUILD_VERSION (((uint64_t)TX_TORCH_FLOOR_MAJOR << 56) | ((uint64_t)TX_TORCH_FLOOR_MINOR << 48))
+
+/* Whether this process has loaded libtorch_cpu. */
+bool tx_torch_is_loaded(void);
+
+/* Looks every symbol up. TX_ERROR_UNAVAILABLE where torch is not loaded or a required symbol is missing; the message
+ * names the symbol, the release that brought it and the running torch. Not thread-safe on one `abi`. */
+tx_status tx_torch_abi_resolve(tx_torch_abi *abi, tx_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
