@@ -1,0 +1,174 @@
+/* Block-scaled states and wire data: up to 128 elements share one power-of-two scale (e8m0, one byte).
+ *
+ * An element is (its code as a small float) * 2^k, the scale byte is k + 127 as in OCP's e8m0, 255 is NaN.
+ *   - k is the least with amax <= MAX * 2^k; where rounding then leaves MAX/2 as the largest code, k is one less and
+ *     the codes are doubled, which is exact. So the largest code is above MAX/2 unless k is at its minimum, and
+ *     encoding a decoded block again gives the same bytes, whatever the rounding.
+ *   - min_exponent keeps every code's value exact in fp32; for formats that store sqrt(v) its square too.
+ *   - A block with a NaN, an Inf or a value above MAX * 2^max_exponent (which is above 0.87 of what fp32 can hold, of
+ *     its root in a sqrt format) has scale 255 and codes 0 and decodes to NaN throughout: the loss is loud.
+ *   - A block of zeros has scale 0 and codes 0.
+ *   - A positive sqrt(v) never gets code 0 but the least code: a v flushed to 0 would make the step huge. A signed
+ *     value may round to zero and keeps its sign. */
+#ifndef TX_MATH_BLOCK_SCALE_H
+#define TX_MATH_BLOCK_SCALE_H
+
+#include "csrc/math/numeric.h"
+
+#define TX_BLOCK_SCALE_NAN 255u
+
+typedef struct tx_block_format {
+  tx_small_float element;
+  uint32_t sign_bit; /* the sign's place in a code; 0: unsigned, and never 0 for a positive value */
+  int32_t min_exponent;
+  int32_t max_exponent;
+} tx_block_format;
+
+/* exp_avg and wire data in 8 bits */
+TX_FN tx_block_format tx_block_e4m3(void) {
+  const tx_block_format f = {tx_small_e4m3(), 0x80u, -126, 119};
+  return f;
+}
+/* sqrt(exp_avg_sq) in 8 bits */
+TX_FN tx_block_format tx_block_root_e4m4(void) {
+  const tx_block_format f = {tx_small_e4m4(), 0u, -64, 55};
+  return f;
+}
+/* exp_avg in fp16: codes are ordinary fp16 numbers */
+TX_FN tx_block_format tx_block_f16(void) {
+  const tx_block_format f = {tx_small_f16(), 0x8000u, -125, 112};
+  return f;
+}
+/* sqrt(exp_avg_sq) in fp16 */
+TX_FN tx_block_format tx_block_root_f16(void) {
+  const tx_block_format f = {tx_small_f16(), 0u, -50, 48};
+  return f;
+}
+
+/* The fp32 bits of MAX * 2^k. */
+TX_FN int32_t tx_block_max_bits(tx_block_format f, int32_t k) {
+  return (int32_t)((f.element.max_code << (23 - f.element.mantissa_bits)) +
+                   ((uint32_t)(127 - f.element.bias + k) << 23));
+}
+
+/* The least k in the format's range with amax <= MAX * 2^k; amax_bits: tx_magnitude_bits of a finite amax. */
+TX_FN int32_t tx_scale_exponent(tx_block_format f, int32_t amax_bits) {
+  const int32_t max_bits = tx_block_max_bits(f, 0);
+  /* A mantissa above MAX's carries into the exponent. */
+  const int32_t k = ((amax_bits + (0x7fffff - (max_bits & 0x7fffff))) >> 23) - (max_bits >> 23);
+  const int32_t raised = k < f.min_exponent ? f.min_exponent : k;
+  return raised > f.max_exponent ? f.max_exponent : raised;
+}
+
+/* What a scale byte multiplies codes with: 2^(byte - 127), NaN for 255. */
+TX_FN float tx_scale_decode(uint8_t byte) {
+  return byte == TX_BLOCK_SCALE_NAN ? tx_f32_from_bits(0x7fc00000u) : tx_exp2i((int32_t)byte - 127);
+}
+
+/* How one block is encoded, decided from amax alone. */
+typedef struct tx_block_plan {
+  int32_t exponent; /* k before a possible doubling */
+  float inverse;    /* 2^-k */
+  uint32_t keep;    /* 0 where all codes are 0 (zeros, not finite), else all ones */
+  uint32_t special; /* the scale byte where keep is 0 */
+} tx_block_plan;
+
+TX_FN tx_block_plan tx_block_plan_from(tx_block_format f, int32_t amax_bits) {
+  tx_block_plan plan;
+  plan.exponent = tx_scale_exponent(f, amax_bits);
+  plan.inverse = tx_exp2i(-plan.exponent);
+  plan.special = amax_bits > tx_block_max_bits(f, f.max_exponent) ? TX_BLOCK_SCALE_NAN : 0u;
+  plan.keep = plan.special != 0u || amax_bits == 0 ? 0u : 0xffffffffu;
+  return plan;
+}
+
+/* The magnitude code of x at 2^-inverse, before the largest code of the block is known. */
+TX_FN uint32_t tx_block_code(tx_block_format f, tx_block_plan plan, float x, int rounded, uint32_t u) {
+  const float scaled = tx_f32_from_bits((uint32_t)tx_magnitude_bits(x)) * plan.inverse;
+  const uint32_t code = rounded ? tx_small_round(f.element, scaled, u) : tx_small_nearest(f.element, scaled);
+  const uint32_t least = f.sign_bit == 0u && x > 0.0f ? 1u : 0u;
+  const uint32_t kept = (int32_t)code < (int32_t)least ? least : code;
+  return kept & plan.keep;
+}
+
+/* 2^mantissa_bits where the block's codes are to be doubled (its largest code is MAX/2's), else 0. */
+TX_FN uint32_t tx_block_doubling(tx_block_format f, tx_block_plan plan, uint32_t largest_code) {
+  const uint32_t one = 1u << f.element.mantissa_bits;
+  return largest_code == f.element.max_code - one && plan.exponent > f.min_exponent ? one : 0u;
+}
+
+/* The code as stored: doubled if need be, with x's sign. */
+TX_FN uint32_t tx_block_finish(tx_block_format f, tx_block_plan plan, float x, uint32_t code, uint32_t doubling) {
+  const uint32_t doubled = code + ((int32_t)code < (int32_t)doubling ? code : doubling);
+  const uint32_t negative = tx_bits_from_f32(x) >> 31;
+  return doubled | (negative * f.sign_bit & plan.keep);
+}
+
+TX_FN uint8_t tx_block_scale_byte(tx_block_plan plan, uint32_t doubling) {
+  const uint32_t byte = (uint32_t)(plan.exponent + 127 - (doubling != 0u ? 1 : 0));
+  return (uint8_t)(plan.keep != 0u ? byte : plan.special);
+}
+
+/* The value of a stored code times `scale` = tx_scale_decode(byte). A sqrt format yields sqrt(v). Exact. */
+TX_FN float tx_block_value(tx_block_format f, uint32_t code, float scale) {
+  const uint32_t sign = (code & f.sign_bit) * (0x80000000u / (f.sign_bit != 0u ? f.sign_bit : 1u));
+  const float value = tx_small_decode(f.element, code & ~f.sign_bit) * scale;
+  return tx_f32_from_bits(tx_bits_from_f32(value) | sign);
+}
+
+/* -- whole blocks ------------------------------------------------------------------------------------------------ */
+
+#define TX_BLOCK_MAX 128
+
+TX_FN int32_t tx_block_amax_bits(const float *x, int32_t n) {
+  int32_t amax = 0;
+  for (int32_t i = 0; i < n; ++i) {
+    const int32_t bits = tx_magnitude_bits(x[i]);
+    amax = bits > amax ? bits : amax;
+  }
+  return amax;
+}
+
+/* Codes of n <= 128 values into `codes`, widened; returns the scale byte. u: n thresholds, or NULL for nearest. */
+TX_FN uint8_t tx_block_encode(tx_block_format f, const float *x, int32_t n, const uint32_t *u, uint32_t *codes) {
+  const tx_block_plan plan = tx_block_plan_from(f, tx_block_amax_bits(x, n));
+  int32_t largest = 0;
+  for (int32_t i = 0; i < n; ++i) {
+    codes[i] = tx_block_code(f, plan, x[i], u != NULL, u != NULL ? u[i] : 0u);
+    largest = (int32_t)codes[i] > largest ? (int32_t)codes[i] : largest;
+  }
+  const uint32_t doubling = tx_block_doubling(f, plan, (uint32_t)largest);
+  for (int32_t i = 0; i < n; ++i)
+    codes[i] = tx_block_finish(f, plan, x[i], codes[i], doubling);
+  return tx_block_scale_byte(plan, doubling);
+}
+
+/* The same into bytes (e4m3, root e4m4) and into 16 bits (f16, root f16). */
+TX_FN uint8_t tx_block_encode_u8(tx_block_format f, const float *x, int32_t n, const uint32_t *u, uint8_t *codes) {
+  uint32_t wide[TX_BLOCK_MAX];
+  const uint8_t scale = tx_block_encode(f, x, n, u, wide);
+  for (int32_t i = 0; i < n; ++i)
+    codes[i] = (uint8_t)wide[i];
+  return scale;
+}
+TX_FN uint8_t tx_block_encode_u16(tx_block_format f, const float *x, int32_t n, const uint32_t *u, uint16_t *codes) {
+  uint32_t wide[TX_BLOCK_MAX];
+  const uint8_t scale = tx_block_encode(f, x, n, u, wide);
+  for (int32_t i = 0; i < n; ++i)
+    codes[i] = (uint16_t)wide[i];
+  return scale;
+}
+
+/* n values from codes and scale byte; sqrt(v) from a sqrt format. */
+TX_FN void tx_block_decode_u8(tx_block_format f, const uint8_t *codes, int32_t n, uint8_t scale, float *x) {
+  const float factor = tx_scale_decode(scale);
+  for (int32_t i = 0; i < n; ++i)
+    x[i] = tx_block_value(f, codes[i], factor);
+}
+TX_FN void tx_block_decode_u16(tx_block_format f, const uint16_t *codes, int32_t n, uint8_t scale, float *x) {
+  const float factor = tx_scale_decode(scale);
+  for (int32_t i = 0; i < n; ++i)
+    x[i] = tx_block_value(f, codes[i], factor);
+}
+
+#endif

@@ -1,0 +1,159 @@
+/* Number formats: bf16, fp16 and the small floats of 8-bit states, to and from fp32.
+ *
+ * Everything is branch-free integer and fp32 arithmetic that vectorises from SSE2 upwards, so every instruction set and
+ * CUDA produce the same bits. Assumed: round to nearest (any MXCSR flush flag is the caller's to clear), no
+ * contraction.
+ *
+ * Two ways to round. `..._from_f32` is nearest, ties to even. `..._round(x, u)` compares with a 32-bit threshold u
+ * (from csrc/math/dither.h): the magnitude goes up when its discarded fraction plus u reaches one unit, so that uniform
+ * u gives the right mean; a value that is representable never moves, whatever u.
+ *
+ * NaN rule: any NaN becomes the one positive quiet NaN of the target (bf16 0x7fc0, fp16 0x7e00), which is c10's
+ * scalar rule for bf16. Sign and payload are dropped because they depend on the operand order a compiler picked. */
+#ifndef TX_MATH_NUMERIC_H
+#define TX_MATH_NUMERIC_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__CUDACC__)
+#define TX_FN static __host__ __device__ __forceinline__
+#else
+#define TX_FN static inline __attribute__((always_inline))
+#endif
+
+TX_FN uint32_t tx_bits_from_f32(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+TX_FN float tx_f32_from_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+/* Bits of |x| as a signed number: signed comparisons exist in every vector instruction set. Above TX_F32_INF: NaN. */
+#define TX_F32_INF 0x7f800000
+TX_FN int32_t tx_magnitude_bits(float x) {
+  return (int32_t)(tx_bits_from_f32(x) & 0x7fffffffu);
+}
+
+/* 2^k for k in [-127, 127]; 2^-127 is subnormal. */
+TX_FN float tx_exp2i(int32_t k) {
+  return tx_f32_from_bits(k > -127 ? (uint32_t)(k + 127) << 23 : 0x00400000u);
+}
+
+/* -- bf16 -------------------------------------------------------------------------------------------------------- */
+
+/* Exact. NaN payloads are kept. */
+TX_FN float tx_f32_from_bf16(uint16_t h) {
+  return tx_f32_from_bits((uint32_t)h << 16);
+}
+
+/* Nearest even; overflow to Inf; Inf stays; NaN to 0x7fc0. */
+TX_FN uint16_t tx_bf16_from_f32(float x) {
+  const uint32_t bits = tx_bits_from_f32(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (uint16_t)(tx_magnitude_bits(x) > TX_F32_INF ? 0x7fc0u : rounded);
+}
+
+/* Threshold. A finite value never becomes Inf (saturates at the largest finite); Inf stays; NaN to 0x7fc0. */
+TX_FN uint16_t tx_bf16_round(float x, uint32_t u) {
+  const uint32_t sign = (tx_bits_from_f32(x) >> 16) & 0x8000u;
+  const int32_t magnitude = tx_magnitude_bits(x);
+  const uint32_t finite = (uint32_t)(magnitude > 0x7f7f0000 ? 0x7f7f0000 : magnitude);
+  const uint32_t rounded = (finite + (u >> 16)) >> 16;
+  const uint32_t code = sign | (magnitude >= TX_F32_INF ? 0x7f80u : rounded);
+  return (uint16_t)(magnitude > TX_F32_INF ? 0x7fc0u : code);
+}
+
+/* -- small floats ------------------------------------------------------------------------------------------------ */
+
+/* A binary float narrower than fp32, magnitudes only: code = exponent field << mantissa_bits | mantissa, field 0 is
+ * subnormal, value of the rest (1 + mantissa / 2^mantissa_bits) * 2^(field - bias). Codes ascend with values, so that
+ * rounding up is + 1. No code here means Inf or NaN. */
+typedef struct tx_small_float {
+  int32_t mantissa_bits;
+  int32_t bias;
+  uint32_t max_code; /* the largest value used, MAX */
+} tx_small_float;
+
+/* e4m3: MAX 448 (0x7e; OCP's NaN, 0x7f, is never written). Unsigned e4m4: MAX 496. fp16: MAX 65504. */
+TX_FN tx_small_float tx_small_e4m3(void) {
+  const tx_small_float f = {3, 7, 0x7eu};
+  return f;
+}
+TX_FN tx_small_float tx_small_e4m4(void) {
+  const tx_small_float f = {4, 7, 0xffu};
+  return f;
+}
+TX_FN tx_small_float tx_small_f16(void) {
+  const tx_small_float f = {10, 15, 0x7bffu};
+  return f;
+}
+
+/* The code of x nearest, ties to even. x >= 0. Above MAX the codes simply go on; NaN gives no meaningful code. */
+TX_FN uint32_t tx_small_nearest(tx_small_float f, float x) {
+  const int32_t s = 23 - f.mantissa_bits;
+  const float least_normal = tx_exp2i(1 - f.bias);
+  /* Below the normals: an addition whose unit in the last place is the subnormal unit rounds for us. */
+  const float unit = tx_exp2i(24 - f.bias - f.mantissa_bits);
+  const uint32_t fixed = tx_bits_from_f32(x + unit) - tx_bits_from_f32(unit);
+  const uint32_t bits = tx_bits_from_f32(x);
+  const uint32_t rebased = bits - ((uint32_t)(127 - f.bias) << 23);
+  const uint32_t floating = (rebased + ((1u << (s - 1)) - 1u) + ((bits >> s) & 1u)) >> s;
+  return x < least_normal ? fixed : floating;
+}
+
+/* The code of x by threshold u: its upper 23 - mantissa_bits bits count. x >= 0. Below the normals the fraction is
+ * first brought to that many bits. */
+TX_FN uint32_t tx_small_round(tx_small_float f, float x, uint32_t u) {
+  const int32_t s = 23 - f.mantissa_bits;
+  const float least_normal = tx_exp2i(1 - f.bias);
+  const uint32_t fixed = tx_bits_from_f32(x + least_normal) - tx_bits_from_f32(least_normal);
+  const uint32_t floating = tx_bits_from_f32(x) - ((uint32_t)(127 - f.bias) << 23);
+  const uint32_t base = x < least_normal ? fixed : floating;
+  return (base + (u >> (32 - s))) >> s;
+}
+
+/* Exact, for any code. */
+TX_FN float tx_small_decode(tx_small_float f, uint32_t code) {
+  const int32_t s = 23 - f.mantissa_bits;
+  const uint32_t bits = (code << s) + ((uint32_t)(127 - f.bias) << 23);
+  /* Read with one exponent more, a subnormal is least_normal too large. */
+  const float subnormal = tx_f32_from_bits(bits + (1u << 23)) - tx_exp2i(1 - f.bias);
+  return (int32_t)code < (1 << f.mantissa_bits) ? subnormal : tx_f32_from_bits(bits);
+}
+
+/* -- fp16 -------------------------------------------------------------------------------------------------------- */
+
+/* Exact. NaN payloads are kept, as they are (the hardware's conversion makes them quiet). */
+TX_FN float tx_f32_from_f16(uint16_t h) {
+  const uint32_t sign = ((uint32_t)h & 0x8000u) << 16;
+  const uint32_t code = (uint32_t)h & 0x7fffu;
+  const uint32_t bits = tx_bits_from_f32(tx_small_decode(tx_small_f16(), code));
+  return tx_f32_from_bits(sign | ((int32_t)code >= 0x7c00 ? bits | (uint32_t)TX_F32_INF : bits));
+}
+
+/* Nearest even; from 65520 on Inf; Inf stays; NaN to 0x7e00. */
+TX_FN uint16_t tx_f16_from_f32(float x) {
+  const uint32_t sign = (tx_bits_from_f32(x) >> 16) & 0x8000u;
+  const int32_t magnitude = tx_magnitude_bits(x);
+  const uint32_t rounded = tx_small_nearest(tx_small_f16(), tx_f32_from_bits((uint32_t)magnitude));
+  const uint32_t code = sign | (magnitude >= 0x477ff000 ? 0x7c00u : rounded);
+  return (uint16_t)(magnitude > TX_F32_INF ? 0x7e00u : code);
+}
+
+/* Threshold. A finite value never becomes Inf (saturates at 65504); Inf stays; NaN to 0x7e00. */
+TX_FN uint16_t tx_f16_round(float x, uint32_t u) {
+  const uint32_t sign = (tx_bits_from_f32(x) >> 16) & 0x8000u;
+  const int32_t magnitude = tx_magnitude_bits(x);
+  const int32_t finite = magnitude > 0x477fe000 ? 0x477fe000 : magnitude;
+  const uint32_t rounded = tx_small_round(tx_small_f16(), tx_f32_from_bits((uint32_t)finite), u);
+  const uint32_t code = sign | (magnitude >= TX_F32_INF ? 0x7c00u : rounded);
+  return (uint16_t)(magnitude > TX_F32_INF ? 0x7e00u : code);
+}
+
+#endif
