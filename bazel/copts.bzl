@@ -1,0 +1,30 @@
+"""How our C is compiled, and the tests that share its inline functions."""
+
+# Arithmetic is the same on every machine: no contraction into fused multiply-adds and no reassociation. Errno and traps
+# of the math library are given up, which changes no result and lets loops with sqrt be vectorised.
+ARITHMETIC = [
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+]
+
+C_OPTS = ARITHMETIC + [
+    "-std=c11",
+    "-Wall",
+    "-Wextra",
+    "-Wconversion",
+    "-Werror",
+    # aoti_torch_check throws a C++ exception through our frames.
+    "-fexceptions",
+    "-fvisibility=hidden",
+]
+
+KERNEL_OPTS = C_OPTS + ["-O3"]
+
+# Tests share inline arithmetic with the library, so they are compiled by the same rules.
+TEST_OPTS = ARITHMETIC + [
+    "-std=c++20",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+]

@@ -1,0 +1,96 @@
+"""Finds the Python interpreter that has torch: it runs the tests, and its torch headers are what the C declarations are
+checked against. The library itself needs neither.
+
+Looked at in this order: $TORCH_EXT_PYTHON, the repository's .venv (made by tests/run.sh and examples/run.sh), python3 on
+the PATH. The first two are believed; the last may have no torch: everything still builds, except what needs its headers.
+"""
+
+# Prints the interpreter's real path and the folder that torch is installed in (empty: no torch) without importing it.
+_PROBE = """
+import importlib.util, os, sys
+spec = importlib.util.find_spec("torch")
+print(sys.executable)
+print(os.path.dirname(spec.origin) if spec and spec.origin else "")
+"""
+
+_BUILD = """
+load("@bazel_tools//tools/python:toolchain.bzl", "py_runtime_pair")
+
+package(default_visibility = ["//visibility:public"])
+
+py_runtime(
+    name = "runtime",
+    interpreter_path = {interpreter},
+    python_version = "PY3",
+    stub_shebang = "#!/usr/bin/env python3",
+)
+
+py_runtime_pair(
+    name = "runtime_pair",
+    py3_runtime = ":runtime",
+)
+
+toolchain(
+    name = "toolchain",
+    toolchain = ":runtime_pair",
+    toolchain_type = "@bazel_tools//tools/python:toolchain_type",
+)
+"""
+
+# torch's own headers, for C++ that compares our declarations with them. Only those it takes to include the shims.
+_HEADERS = """
+cc_library(
+    name = "torch_headers",
+    hdrs = glob([
+        "include/c10/**/*.h",
+        "include/torch/csrc/inductor/aoti_torch/**/*.h",
+        "include/torch/csrc/stable/**/*.h",
+        "include/torch/headeronly/**/*.h",
+    ]),
+    includes = ["include"],
+)
+"""
+
+_NO_HEADERS = """
+genrule(
+    name = "no_torch",
+    outs = ["no_torch.h"],
+    cmd = "echo '{message}' >&2; exit 1",
+)
+
+cc_library(
+    name = "torch_headers",
+    hdrs = [":no_torch"],
+)
+"""
+
+def _candidate(ctx):
+    named = ctx.os.environ.get("TORCH_EXT_PYTHON")
+    if named:
+        if not ctx.path(named).exists:
+            fail("TORCH_EXT_PYTHON names %s, which does not exist." % named)
+        return named
+    venv = ctx.path(Label("//:WORKSPACE")).dirname.get_child(".venv").get_child("bin").get_child("python")
+    if venv.exists:
+        return str(venv)
+    return ctx.which("python3") or fail("No python3 on the PATH; set TORCH_EXT_PYTHON to an interpreter that has torch.")
+
+def _python_with_torch_impl(ctx):
+    probe = ctx.execute([_candidate(ctx), "-c", _PROBE])
+    if probe.return_code != 0:
+        fail("%s does not run: %s" % (_candidate(ctx), probe.stderr))
+    interpreter, torch = probe.stdout.split("\n")[:2]
+    build = _BUILD.format(interpreter = repr(interpreter))
+    if torch:
+        ctx.symlink(torch + "/include", "include")
+        build += _HEADERS
+    else:
+        build += _NO_HEADERS.format(message = "%s has no torch; run tests/run.sh or set TORCH_EXT_PYTHON." % interpreter)
+    ctx.file("WORKSPACE", "workspace(name = %r)\n" % ctx.name)
+    ctx.file("BUILD", build)
+
+python_with_torch = repository_rule(
+    implementation = _python_with_torch_impl,
+    environ = ["TORCH_EXT_PYTHON", "PATH"],
+    local = True,
+)

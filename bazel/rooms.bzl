@@ -1,0 +1,52 @@
+"""The shape that every folder of C sources has: drop a file in and it is built."""
+
+load("//bazel:copts.bzl", "C_OPTS", "TEST_OPTS")
+
+def room(name, deps = [], exclude = [], copts = C_OPTS, **kwargs):
+    """All C files of the folder as one library; `sources` are the same files for the tests that read them.
+
+    Args:
+      name: the library.
+      deps: the rooms below; arrows go down only.
+      exclude: files that the folder's BUILD compiles in another way.
+      copts: compiler options.
+      **kwargs: for cc_library.
+    """
+    native.cc_library(
+        name = name,
+        srcs = native.glob(["*.c"], exclude = exclude),
+        hdrs = native.glob(["*.h"]),
+        textual_hdrs = native.glob(["*.def", "*.inc"]),
+        copts = copts,
+        # Nothing inside the library calls the public functions, and a shared library must keep them.
+        alwayslink = True,
+        linkstatic = True,
+        deps = deps,
+        **kwargs
+    )
+    sources()
+
+def sources():
+    """Every file of the folder, for the tests that look at the sources themselves."""
+    native.filegroup(
+        name = "sources",
+        srcs = native.glob(["**"]),
+    )
+
+def core_tests(deps, by_prefix):
+    """One GoogleTest target for each *_test.cc of the folder, linked with the rooms so that internals can be tested.
+
+    Args:
+      deps: of every test.
+      by_prefix: how a test's name begins -> what it needs besides.
+    """
+    for file in native.glob(["*_test.cc"]):
+        name = file[:-len(".cc")]
+        more = [dep for prefix, labels in by_prefix.items() for dep in labels if name.startswith(prefix)]
+        native.cc_test(
+            name = name,
+            srcs = [file] + native.glob(["*.h"]),
+            copts = TEST_OPTS,
+            linkstatic = True,
+            deps = deps + more + ["@googletest//:gtest_main"],
+        )
