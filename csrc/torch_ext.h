@@ -115,7 +115,328 @@ typedef struct tx_parallel {
  * 2. Decisions
  * ------------------------------------------------------------------------------------------------------------- */
 
-/* -- dtype, policy, layout, tracker, scale: csrc/core ---------------------------------------------------------- */
+/* -- dtypes (names, aliases, sizes: csrc/core/dtypes.def) ------------------------------------------------------- */
+
+/* A dtype from its name: surrounding white space and case do not matter. fp32|float32|float, bf16|bfloat16,
+ * fp16|float16|half, fp8|float8|uint8 (all TX_U8); "auto" gives TX_NONE. Any other name is TX_ERROR_UNKNOWN_DTYPE, and
+ * the message lists the legal ones. */
+TX_API tx_status tx_dtype_parse(const char *text, tx_dtype *dtype, tx_error *error);
+
+/* The value of a configuration key whose name ends in "_dtype": tx_dtype_parse, then tx_dtype_check_key; both messages
+ * name the key, the value and the legal names. */
+TX_API tx_status tx_dtype_coerce(const char *key, const char *text, tx_dtype *dtype, tx_error *error);
+
+/* main_params_dtype is fp32 or fp16; exp_avg_dtype and exp_avg_sq_dtype are fp32, fp16, bf16 or uint8; else
+ * TX_ERROR_ILLEGAL_VALUE. TX_NONE is legal everywhere, and other keys take any dtype. */
+TX_API tx_status tx_dtype_check_key(const char *key, tx_dtype dtype, tx_error *error);
+
+/* "fp32" for TX_F32, "none" for TX_NONE, "unknown dtype" for a code that is none. Static storage. */
+TX_API const char *tx_dtype_name(tx_dtype dtype);
+/* The attribute of the torch module: "float32" for TX_F32; NULL for TX_NONE and for unknown codes. The codes are
+ * 1, 2, ... up to the first NULL. Static storage. */
+TX_API const char *tx_dtype_torch_name(tx_dtype dtype);
+/* 1 for real floating-point types, 0 for all others (TX_U8 too: it holds codes). */
+TX_API int32_t tx_dtype_is_floating(tx_dtype dtype);
+/* Bytes per element. TX_NONE and unknown codes are TX_ERROR_UNKNOWN_DTYPE, never a default. */
+TX_API tx_status tx_dtype_size(tx_dtype dtype, int64_t *bytes, tx_error *error);
+
+/* -- policy (the loader) ---------------------------------------------------------------------------------------- */
+
+/* Which configuration a key belongs to: that of the optimizer, that of the data-parallel buckets, or both. */
+typedef enum tx_side { TX_SIDE_OPTIMIZER = 1, TX_SIDE_DDP = 2 } tx_side;
+
+/* How a field of tx_policy is stored. "None" is NaN in an F64 and TX_NO_INT in an I64. */
+typedef enum tx_field_type {
+  TX_FIELD_F64 = 0,   /* double */
+  TX_FIELD_I64 = 1,   /* int64_t */
+  TX_FIELD_DTYPE = 2, /* int32_t, a tx_dtype */
+  TX_FIELD_BOOL = 3,  /* int32_t, 0 or 1 */
+  TX_FIELD_ENUM = 4,  /* int32_t, the position in `legal` */
+  TX_FIELD_TEXT = 5   /* char[TX_TEXT_CAPACITY], NUL-terminated */
+} tx_field_type;
+#define TX_NO_INT INT64_MIN
+#define TX_TEXT_CAPACITY 32
+
+/* What a model trains with: one field per row of csrc/policy.def, under the key's name and in that order, widest
+ * first, so that there is no padding. Plain data: copy it, compare it, keep it. */
+#define TX_MEMBER_F64(name) double name;
+#define TX_MEMBER_I64(name) int64_t name;
+#define TX_MEMBER_DTYPE(name) int32_t name;
+#define TX_MEMBER_BOOL(name) int32_t name;
+#define TX_MEMBER_ENUM(name) int32_t name;
+#define TX_MEMBER_TEXT(name) char name[TX_TEXT_CAPACITY];
+typedef struct tx_policy {
+  uint64_t size;
+#define TX_ROW(type, name, sides, initial, legal) TX_MEMBER_##type(name)
+#include "policy.def"
+#undef TX_ROW
+} tx_policy;
+#undef TX_MEMBER_F64
+#undef TX_MEMBER_I64
+#undef TX_MEMBER_DTYPE
+#undef TX_MEMBER_BOOL
+#undef TX_MEMBER_ENUM
+#undef TX_MEMBER_TEXT
+#define TX_POLICY_INIT \
+  { .size = sizeof(tx_policy) }
+
+/* TX_POLICY_lr ...: the position of each field; TX_POLICY_FIELDS is their number. */
+typedef enum tx_policy_key {
+#define TX_ROW(type, name, sides, initial, legal) TX_POLICY_##name,
+#include "policy.def"
+#undef TX_ROW
+  TX_POLICY_FIELDS
+} tx_policy_key;
+
+/* Row i of the table, for bindings that build their mirror of tx_policy from it; NULL past the end. Static storage. */
+typedef struct tx_policy_field {
+  const char *name;  /* the key */
+  const char *legal; /* "fp32, fp16", "no_shard, optim, ...", "[0, inf)"; a leading "none, " where None is legal */
+  int64_t offset;    /* in tx_policy */
+  int64_t bytes;
+  int32_t type; /* tx_field_type */
+  int32_t side; /* tx_side bits: which of the two configurations shows it; 0: none, it cannot be set */
+} tx_policy_field;
+TX_API const tx_policy_field *tx_policy_field_at(int32_t i);
+
+/* How gradients, masters and parameters are sharded; the values of data_parallel_sharding_strategy, which takes the
+ * name ("optim_grads") or the number. */
+typedef enum tx_strategy {
+  TX_NO_SHARD = 0,
+  TX_OPTIM = 1,             /* masters and optimizer states */
+  TX_OPTIM_GRADS = 2,       /* gradients too */
+  TX_OPTIM_GRADS_PARAMS = 3 /* parameters too */
+} tx_strategy;
+
+/* One `key: value` of a configuration. A dtype may be given as a name (TX_VALUE_TEXT) or as a code. */
+typedef enum tx_value_kind {
+  TX_VALUE_NONE = 0,
+  TX_VALUE_BOOL = 1,  /* integer: 0 or 1 */
+  TX_VALUE_INT = 2,   /* integer */
+  TX_VALUE_FLOAT = 3, /* number */
+  TX_VALUE_TEXT = 4,  /* text */
+  TX_VALUE_DTYPE = 5  /* integer: a tx_dtype */
+} tx_value_kind;
+typedef struct tx_setting {
+  const char *key;
+  const char *text;
+  double number;
+  int64_t integer;
+  int32_t kind; /* tx_value_kind */
+  int32_t reserved;
+} tx_setting;
+
+/* A hook sees the resolved policy and answers with settings that win over everything else: *settings points to *n
+ * entries that the hook owns and keeps until tx_policy_resolve returns. A status other than TX_OK ends the resolution
+ * with that status; `error` is where the hook may say why (never NULL). */
+typedef tx_status (*tx_policy_hook)(void *ctx, const tx_policy *policy, const tx_setting **settings, int64_t *n,
+                                    tx_error *error);
+
+/* What the user sets on one side. A mapping, a hook, both, or (all zero) neither. */
+typedef struct tx_policy_overrides {
+  int64_t n;
+  const tx_setting *settings;
+  tx_policy_hook hook;
+  void *hook_ctx;
+} tx_policy_overrides;
+
+typedef enum tx_preset {
+  TX_PRESET_SEED = 0,        /* a bf16 model has bf16 moments, gradients and buckets, and fp32 masters */
+  TX_PRESET_CONSERVATIVE = 1 /* every state is fp32 unless asked otherwise */
+} tx_preset;
+
+#define TX_UNSET (-1)
+typedef struct tx_policy_args {
+  uint64_t size;
+  int64_t
+      n_config; /* the optimizer's configuration: lr, min_lr, optimizer, clip_grad, weight_decay ... pass verbatim */
+  const tx_setting *config;
+  tx_policy_overrides optimizer; /* override_optimizer_config */
+  tx_policy_overrides ddp;       /* override_ddp_config */
+  int32_t model_dtype;           /* tx_dtype of most trainable elements: F32, F16 or BF16; TX_NONE: no model is given */
+  int32_t bf16;                  /* 0, 1 or TX_UNSET */
+  int32_t fp16;                  /* 0, 1 or TX_UNSET; wins over bf16 where both are 1 */
+  int32_t preset;                /* tx_preset */
+  int32_t full_shard;            /* 1: distributed optimizer, NaN check, optim_grads_params, overlap; overrides win */
+  int32_t reserved;
+} tx_policy_args;
+#define TX_POLICY_ARGS_INIT \
+  { .size = sizeof(tx_policy_args), .bf16 = TX_UNSET, .fp16 = TX_UNSET }
+
+/* Where a value came from, weakest first. */
+typedef enum tx_source {
+  TX_SOURCE_DEFAULT = 0,  /* the library's default */
+  TX_SOURCE_CONFIG = 1,   /* the optimizer's configuration */
+  TX_SOURCE_DTYPE = 2,    /* the model's dtype */
+  TX_SOURCE_PRESET = 3,   /* the conservative preset, or full_shard */
+  TX_SOURCE_FOLLOWS = 4,  /* gave way to the explicit value of another field: `cause` */
+  TX_SOURCE_OVERRIDE = 5, /* override_optimizer_config, override_ddp_config, a flag */
+  TX_SOURCE_HOOK = 6      /* a hook's answer */
+} tx_source;
+typedef struct tx_origin {
+  int32_t source; /* tx_source */
+  int32_t cause;  /* tx_policy_key whose value this one follows, or -1 */
+} tx_origin;
+
+/* The whole policy from the model's dtype, once, from everything merged. Precedence, low to high: default, config,
+ * dtype, preset, overrides, hooks; each key on its own. Order: resolve; call each hook once; merge the answers as
+ * explicit settings; resolve again; then look for contradictions. Only two explicit values can contradict each other
+ * (TX_ERROR_CONFLICT, both keys named); the model's dtype and the bf16 and fp16 flags count as explicit; any other
+ * value gives way to an explicit one: use_precision_aware_optimizer is off         -> moments fp32; a moment in another
+ * dtype turns it on grad_reduce_in_fp32 is set                   -> main_grads_dtype, grad_comm_dtype: fp32, or
+ * param_dtype for False main_grads_dtype is set                      -> grad_comm_dtype and grad_reduce_in_fp32 follow
+ * it In the result main_grads_dtype and grad_comm_dtype are decided; main_params_dtype TX_NONE means that the weights
+ * are their own masters. policy: written (its size field must be set). origins: NULL, or n_origins entries
+ * (TX_POLICY_FIELDS), written. */
+TX_API tx_status tx_policy_resolve(const tx_policy_args *args, tx_policy *policy, tx_origin *origins, int64_t n_origins,
+                                   tx_error *error);
+
+/* The policy for those parameters of the model that have another dtype (fp32 norms in a bf16 model): explicit values of
+ * `policy` stay, all others are those of a model in `dtype`. origins: those of `policy`, TX_POLICY_FIELDS entries. */
+TX_API tx_status tx_policy_row(const tx_policy *policy, const tx_origin *origins, tx_dtype dtype, tx_policy *row,
+                               tx_error *error);
+
+/* The policy as a table for people: one line "key  value  origin" per field. Writes at most `capacity` bytes, a NUL
+ * included, and returns the length of the whole text without its NUL, as snprintf does. origins: NULL, or
+ * TX_POLICY_FIELDS entries. */
+TX_API int64_t tx_policy_describe(const tx_policy *policy, const tx_origin *origins, char *buffer, int64_t capacity);
+
+/* -- layout (the bucket planner) -------------------------------------------------------------------------------- */
+
+/* Starts of parameters, and edges of shards, are multiples of this many elements: a block of scaled states, of the norm
+ * and of 8-bit wire data never spans two of them. */
+#define TX_LAYOUT_ALIGNMENT 128
+
+typedef struct tx_layout_param {
+  const char *name;     /* for messages and the fingerprint; may be NULL */
+  const int64_t *shape; /* ndim sizes whose product is numel, for the fingerprint; may be NULL */
+  int64_t ndim;
+  int64_t numel;       /* >= 0 */
+  int64_t tied;        /* position of the earlier parameter whose memory this one is, or -1: it is placed once */
+  int64_t key;         /* parameters with different keys never share a buffer; any number */
+  int32_t param_dtype; /* tx_dtype; three that differ never share a buffer either */
+  int32_t grad_dtype;
+  int32_t wire_dtype;
+  int32_t device; /* device index, any number; likewise. Not in the fingerprint: ranks differ in it */
+} tx_layout_param;
+
+typedef struct tx_layout_args {
+  uint64_t size;
+  int64_t n;
+  const tx_layout_param *params; /* in registration order */
+  const int64_t *order; /* NULL: reverse registration order; else a permutation of 0 ... n-1: who comes first */
+  int64_t cap;     /* elements; > 0, or TX_NO_INT for the default: the bytes of max(40e6, 1e6 * world) fp32 elements */
+  int64_t world;   /* ranks that share the buckets, >= 1 */
+  int32_t overlap; /* 0: one bucket per buffer */
+  int32_t high_bandwidth; /* 1: bucket ends are multiples of 2^16 too */
+} tx_layout_args;
+#define TX_LAYOUT_ARGS_INIT \
+  { .size = sizeof(tx_layout_args), .cap = TX_NO_INT, .world = 1, .overlap = 1 }
+
+/* Where a parameter lies: elements [start, start + numel) of buffer `buffer`, in bucket `bucket`. */
+typedef struct tx_layout_place {
+  int64_t buffer;
+  int64_t bucket;
+  int64_t start;
+} tx_layout_place;
+
+/* A bucket: elements [offset, offset + size) of its buffer, of which [offset, offset + used) hold parameters (and the
+ * gaps of alignment between them). Size and offset are multiples of world * TX_LAYOUT_ALIGNMENT. */
+typedef struct tx_layout_bucket {
+  int64_t buffer;
+  int64_t offset;
+  int64_t size;
+  int64_t used;
+  int64_t n_params; /* parameters placed in it; tied ones count once */
+} tx_layout_bucket;
+
+typedef struct tx_layout_summary {
+  int64_t n_buckets; /* numbered from 0, buffer after buffer, in the order in which they fill */
+  int64_t n_buffers;
+  uint64_t fingerprint; /* of names, shapes, dtypes, plan, world and library version: equal on ranks that may talk */
+} tx_layout_summary;
+
+/* Buckets for n parameters: parameters that agree in dtypes, device and key share a buffer; in it they come in `order`,
+ * each start aligned, and a bucket closes after the parameter with which it reaches the cap. Pure arithmetic.
+ * places: n entries, written. buckets: capacity `n_buckets` entries, n is always enough; the first summary->n_buckets
+ * are written. Both NULL: only the summary. */
+TX_API tx_status tx_layout_plan(const tx_layout_args *args, tx_layout_place *places, tx_layout_bucket *buckets,
+                                int64_t n_buckets, tx_layout_summary *summary, tx_error *error);
+
+/* The elements [*begin, *end) of the buffer that `rank` owns of a bucket: equal, aligned, disjoint, covering. */
+TX_API tx_status tx_layout_shard(const tx_layout_bucket *bucket, int64_t world, int64_t rank, int64_t *begin,
+                                 int64_t *end, tx_error *error);
+
+/* The part of a parameter at [start, start + numel) that lies in [begin, end): its elements [*first, *first + result)
+ * of the parameter, counted from the parameter's own begin. 0: none. */
+TX_API int64_t tx_layout_intersect(int64_t start, int64_t numel, int64_t begin, int64_t end, int64_t *first);
+
+/* -- tracker (which bucket is complete) ------------------------------------------------------------------------- */
+
+/* Lives in memory of the caller; no function of it allocates. One thread at a time. A cycle is: mark each parameter
+ * when its gradient is there, finish, reset. */
+typedef struct tx_tracker tx_tracker;
+
+/* Bytes of memory (aligned as for int64_t) that a tracker needs; -1 for negative counts or more than int64_t holds. */
+TX_API int64_t tx_tracker_bytes(int64_t n_params, int64_t n_buckets);
+
+/* bucket_of: the bucket of each parameter (copied), -1 for one that is not waited for (tied to another, frozen). names:
+ * NULL, or n_params names for messages, borrowed for the life of the tracker. allow_unused: a gradient that does not
+ * come counts as zero instead of being an error. *tracker points into `memory`, and dies with it. */
+TX_API tx_status tx_tracker_init(void *memory, int64_t bytes, int64_t n_params, const int64_t *bucket_of,
+                                 int64_t n_buckets, const char *const *names, int32_t allow_unused,
+                                 tx_tracker **tracker, tx_error *error);
+
+/* The gradient of parameter `param` is there. *complete: the bucket that this completed, or -1. A second mark in the
+ * same cycle is TX_ERROR_BAD_STATE: something else may be reading the bucket already. */
+TX_API tx_status tx_tracker_mark(tx_tracker *tracker, int64_t param, int64_t *complete, tx_error *error);
+
+/* The next bucket to send, or -1 while it is not complete. Buckets are handed out in ascending order, each once per
+ * cycle, whatever the order in which they complete: ranks must enter collectives in the same order. */
+TX_API int64_t tx_tracker_next(tx_tracker *tracker);
+
+/* The end of backward: nothing more will come. Where all came, or unused parameters are allowed, every bucket is
+ * complete afterwards (tx_tracker_next hands out the rest). Otherwise TX_ERROR_BAD_STATE names who never came, and the
+ * cycle stays open. missing: NULL, or n_params entries: who never came, ascending, written in both cases, as is
+ * *n_missing (may be NULL). */
+TX_API tx_status tx_tracker_finish(tx_tracker *tracker, int64_t *missing, int64_t *n_missing, tx_error *error);
+
+/* A new cycle: nothing has come yet. */
+TX_API void tx_tracker_reset(tx_tracker *tracker);
+
+/* The order in which gradients came in the first finished cycle, for tx_layout_args.order: a permutation of all
+ * parameters; those that never came are last, in reverse order. Ranks may have seen different orders: take one rank's
+ * for all. TX_ERROR_BAD_STATE before a cycle is finished. order: n_params entries, written. */
+TX_API tx_status tx_tracker_order(const tx_tracker *tracker, int64_t *order, tx_error *error);
+
+/* -- scale (dynamic loss scale) --------------------------------------------------------------------------------- */
+
+/* Plain data: save it and load it as it is. The first six fields configure, the last three move. */
+typedef struct tx_scale {
+  uint64_t size;
+  double growth_factor;    /* > 1 */
+  double backoff_factor;   /* in (0, 1) */
+  double min_scale;        /* > 0: the scale never falls below */
+  int64_t growth_interval; /* >= 1: clean steps in a row before the scale grows */
+  int64_t hysteresis;      /* >= 1: overflows since the last growth (or the start) before the scale falls */
+  double scale;            /* the loss is multiplied by it; >= min_scale, finite as fp32 */
+  int64_t clean_steps;     /* in a row, < growth_interval */
+  int64_t hysteresis_left; /* overflows until the scale falls; <= hysteresis */
+} tx_scale;
+#define TX_SCALE_INIT                                                                                                 \
+  {                                                                                                                   \
+    .size = sizeof(tx_scale), .growth_factor = 2.0, .backoff_factor = 0.5, .min_scale = 1.0, .growth_interval = 1000, \
+    .hysteresis = 2, .scale = 32768.0, .hysteresis_left = 2                                                           \
+  }
+
+/* A fresh scale with the policy's initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis and factors. */
+TX_API tx_status tx_scale_from_policy(const tx_policy *policy, tx_scale *scale, tx_error *error);
+
+/* After a step. found_inf, agreed across ranks, non-zero: the step was skipped; the clean steps start again, and once
+ * `hysteresis` overflows are used up each one multiplies the scale by backoff_factor, not below min_scale. Zero: after
+ * growth_interval clean steps the scale is multiplied by growth_factor (unless fp32 could not hold it), and the
+ * hysteresis is whole again. A state that is not legal (a damaged checkpoint) is an error and stays as it is. */
+TX_API tx_status tx_scale_update(tx_scale *scale, int32_t found_inf, tx_error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------
  * 3. Operators
