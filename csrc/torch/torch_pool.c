@@ -11,8 +11,7 @@ static void run_range(int64_t begin, int64_t end, void *ctx) {
     r->task(r->arg, i);
 }
 
-/* Grain 1: torch hands each thread one contiguous range of tasks, so that the same thread meets the same memory in
- * every step. */
+/* Grain 1: csrc/ops makes as many tasks as there are threads, each worth a thread. */
 static void run(void *ctx, int64_t n, void (*task)(void *arg, int64_t i), void *arg) {
   tx_torch_pool *pool = ctx;
   region r = {task, arg};
