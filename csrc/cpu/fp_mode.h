@@ -13,7 +13,9 @@ static inline tx_fp_mode tx_fp_enter(void) {
   _mm_setcsr(0x1f80u); /* the power-on value */
   return saved;
 }
-static inline void tx_fp_leave(tx_fp_mode saved) { _mm_setcsr(saved); }
+static inline void tx_fp_leave(tx_fp_mode saved) {
+  _mm_setcsr(saved);
+}
 #elif defined(__aarch64__)
 typedef uint64_t tx_fp_mode;
 static inline tx_fp_mode tx_fp_enter(void) {
@@ -23,7 +25,9 @@ static inline tx_fp_mode tx_fp_enter(void) {
   __asm__ volatile("msr fpcr, %0" : : "r"(plain));
   return saved;
 }
-static inline void tx_fp_leave(tx_fp_mode saved) { __asm__ volatile("msr fpcr, %0" : : "r"(saved)); }
+static inline void tx_fp_leave(tx_fp_mode saved) {
+  __asm__ volatile("msr fpcr, %0" : : "r"(saved));
+}
 #else
 #error "say here how this processor sets its floating-point mode"
 #endif

@@ -8,36 +8,71 @@
 #include <stdint.h>
 
 #include "csrc/cpu/combos.h"
+#include "csrc/cpu/forms.h"
+#include "csrc/cpu/noise.h"
 #include "csrc/math/adamw.h"
 #include "csrc/torch_ext.h"
-
-/* Thresholds of a rounded stream: element i of the piece has ramp-or-hash threshold of (base, i). */
-typedef struct tx_noise {
-  uint32_t base; /* lattice: threshold of the piece's first element; stochastic: the stream's key for this step */
-  uint32_t start; /* stochastic: low 32 bits of the logical index of the piece's first element */
-} tx_noise;
 
 typedef struct tx_adamw_piece {
   int64_t n;
   const void *grad;
   void *param;
+  void *master; /* NULL without */
   void *exp_avg;
   void *exp_avg_sq;
-  void *master;              /* NULL without */
   uint8_t *exp_avg_scale;    /* one byte per block; NULL unless exp_avg is F16 or U8 */
   uint8_t *exp_avg_sq_scale; /* likewise */
   const tx_adamw_constants *constants;
   tx_noise exp_avg_noise, exp_avg_sq_noise, param_noise;
-  int32_t moment_rounding; /* dithered or stochastic; the nearest kernels ignore it */
-  int32_t weight_rounding;
+  tx_dtype grad_dtype, param_dtype, master_dtype, exp_avg_dtype, exp_avg_sq_dtype; /* legal together (combos.def) */
+  int32_t moment_rounding, weight_rounding;
 } tx_adamw_piece;
 
 typedef void (*tx_adamw_loop)(const tx_adamw_piece *piece);
 
-/* What the families of loops below need beside these is in their own headers. */
+/* Elements that a caller hands to the loops below at a time: a few blocks, so that buffers stay in the first-level
+ * cache. */
+#define TX_TILE ((int64_t)1024)
+
+/* A run in some form to n <= TX_TILE floats. scales: of the run's blocks; unused where the form has none. */
+typedef void (*tx_load_loop)(const void *from, const uint8_t *scales, int64_t n, float *to);
+/* The other way. The run begins `at` elements into the noise's stream. */
+typedef void (*tx_store_loop)(const float *from, int64_t n, void *to, uint8_t *scales, tx_noise noise, int64_t at,
+                              int32_t rounding);
+
+/* Adds block sums of squares to TX_NORM_LIMBS limbs, carried; returns the number of non-finite elements. */
+typedef int64_t (*tx_stats_loop)(const void *from, int64_t n, int64_t *limbs);
+
+/* shard = [shard +] (chunks[0] + ... + chunks[n_chunks - 1]) * scale */
+typedef struct tx_reduce_piece {
+  int64_t n;
+  int64_t begin; /* of the piece in the chunks; a multiple of TX_BLOCK */
+  int64_t n_chunks;
+  const tx_tensor *chunks;
+  const tx_tensor *scales; /* NULL unless the chunks are scaled */
+  void *shard;             /* of the piece */
+  int64_t *limbs;          /* NULL: no statistics */
+  float scale;
+  int32_t accumulate; /* whether the shard's own value is added */
+} tx_reduce_piece;
+/* Returns the number of non-finite elements that the shard then holds; 0 without limbs. */
+typedef int64_t (*tx_reduce_loop)(const tx_reduce_piece *piece);
+
+typedef void (*tx_encode_master_loop)(const void *master, void *param, void *remainder, int64_t n);
+typedef void (*tx_decode_master_loop)(const void *param, const void *remainder, void *master, int64_t n);
+/* Returns the number of elements that changed. */
+typedef int64_t (*tx_resync_loop)(const void *param, void *master, int64_t n, int force);
+
 typedef struct tx_kernels {
   const char *name;
-  tx_adamw_loop adamw[TX_ADAMW_COMBOS][2]; /* [combination][0: thresholds, 1: nearest moments] */
+  tx_adamw_loop adamw;
+  tx_load_loop load[TX_FORMS];
+  tx_store_loop store[TX_FORMS];
+  tx_stats_loop stats[TX_PLAINS];
+  tx_reduce_loop reduce[TX_WIRES][TX_PLAINS];
+  tx_encode_master_loop encode_master;
+  tx_decode_master_loop decode_master;
+  tx_resync_loop resync[TX_WEIGHTS]; /* NULL in the rows without a master */
 } tx_kernels;
 
 /* The table in use; never NULL. */

@@ -1,0 +1,25 @@
+/* Every loop, for one instruction set: the build compiles this file once per row of isa.def with -DTX_ISA=<name> and
+ * the flags of bazel/copts.bzl. Nothing here differs between them but what the compiler makes of it. */
+#include "csrc/cpu/kernels.h"
+#include "csrc/cpu/loop_adamw.h"
+#include "csrc/cpu/loop_bucket.h"
+#include "csrc/cpu/loop_cast.h"
+#include "csrc/cpu/loop_master.h"
+#include "csrc/cpu/loop_stats.h"
+
+#define TX_JOIN_(a, b) a##b
+#define TX_JOIN(a, b) TX_JOIN_(a, b)
+#define TX_QUOTE_(name) #name
+#define TX_QUOTE(name) TX_QUOTE_(name)
+
+const tx_kernels TX_JOIN(tx_kernels_, TX_ISA) = {
+    .name = TX_QUOTE(TX_ISA),
+    .adamw = tx_adamw_run,
+    .load = {TX_LOAD_LOOPS},
+    .store = {TX_STORE_LOOPS},
+    .stats = {TX_STATS_LOOPS},
+    .reduce = {TX_REDUCE_LOOPS},
+    .encode_master = tx_encode_loop,
+    .decode_master = tx_decode_loop,
+    .resync = {TX_RESYNC_LOOPS},
+};

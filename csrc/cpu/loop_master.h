@@ -1,0 +1,94 @@
+/* fp32 masters beside 16-bit weights: into remainders and back, and made equal to a weight that somebody else wrote. */
+#ifndef TX_CPU_LOOP_MASTER_H
+#define TX_CPU_LOOP_MASTER_H
+
+#include "csrc/cpu/combos.h"
+#include "csrc/cpu/element.h"
+#include "csrc/cpu/kernels.h"
+#include "csrc/math/remainder.h"
+
+static void tx_encode_loop(const void *restrict master, void *restrict param, void *restrict remainder, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const float value = tx_load(master, i, TX_F32);
+    const uint16_t weight = tx_bf16_from_f32(value);
+    ((tx_mem_u16 *)param)[i] = weight;
+    ((tx_mem_u16 *)remainder)[i] = (uint16_t)tx_remainder_encode(value, weight);
+  }
+}
+
+static void tx_decode_loop(const void *restrict param, const void *restrict remainder, void *restrict master,
+                           int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const int16_t missing = (int16_t)((const tx_mem_u16 *)remainder)[i];
+    ((tx_mem_f32 *)master)[i] = tx_remainder_decode(((const tx_mem_u16 *)param)[i], missing);
+  }
+}
+
+/* Whether a 16-bit weight is what `master` rounds to; the zeros are equal, and NaNs are. */
+TX_FN int tx_master_agrees(float master, float weight, const tx_dtype param) {
+  const float nearest =
+      param == TX_BF16 ? tx_f32_from_bf16(tx_bf16_from_f32(master)) : tx_f32_from_f16(tx_f16_from_f32(master));
+  return nearest == weight || (nearest != nearest && weight != weight);
+}
+
+/* Of one element: what the master is to become. */
+TX_FN float tx_master_resynced(float master, float weight, const tx_dtype param, const int force) {
+  return force || !tx_master_agrees(master, weight, param) ? weight : master;
+}
+
+/* Masters mostly agree, and a pass that only reads is half the traffic: a tile is written where it must be. */
+TX_FN int64_t tx_resync_f32(const void *restrict params, void *restrict masters, int64_t n, const tx_dtype param,
+                            const int force) {
+  int64_t changed = 0;
+  for (int64_t at = 0; at < n; at += TX_TILE) {
+    const int64_t end = n - at < TX_TILE ? n : at + TX_TILE;
+    int32_t differ = 0;
+    for (int64_t i = at; i < end; i++) {
+      const float master = tx_load(masters, i, TX_F32);
+      const float wanted = tx_master_resynced(master, tx_load(params, i, param), param, force);
+      differ += tx_bits_from_f32(wanted) != tx_bits_from_f32(master);
+    }
+    for (int64_t i = at; differ && i < end; i++) {
+      const float weight = tx_load(params, i, param);
+      ((tx_mem_f32 *)masters)[i] = tx_master_resynced(tx_load(masters, i, TX_F32), weight, param, force);
+    }
+    changed += differ;
+  }
+  return changed;
+}
+
+/* A weight with a remainder of 0 is its own master. Every remainder is legal beside every weight. */
+TX_FN int64_t tx_resync_i16(void *remainders, int64_t n, const int force) {
+  int64_t changed = 0;
+  for (int64_t i = 0; force && i < n; i++) {
+    changed += ((const tx_mem_u16 *)remainders)[i] != 0;
+    ((tx_mem_u16 *)remainders)[i] = 0;
+  }
+  return changed;
+}
+
+/* A loop for each row of weights that has a master; returns how many elements changed. */
+#define TX_RESYNC_BESIDE_NONE_(param)
+#define TX_RESYNC_BESIDE_F32_(param)                                                                \
+  static int64_t tx_resync_##param##_F32(const void *params, void *masters, int64_t n, int force) { \
+    if (force) return tx_resync_f32(params, masters, n, TX_##param, 1);                             \
+    return tx_resync_f32(params, masters, n, TX_##param, 0);                                        \
+  }
+#define TX_RESYNC_BESIDE_I16_(param)                                                                \
+  static int64_t tx_resync_##param##_I16(const void *params, void *masters, int64_t n, int force) { \
+    (void)params;                                                                                   \
+    return tx_resync_i16(masters, n, force);                                                        \
+  }
+#define TX_RESYNC_LOOP_(index, param, master, ...) TX_RESYNC_BESIDE_##master##_(param)
+TX_FOR_EACH_WEIGHT(TX_RESYNC_LOOP_)
+#undef TX_RESYNC_BESIDE_F32_
+#undef TX_RESYNC_BESIDE_I16_
+
+/* Initialiser of tx_kernels.resync: NULL in the rows without a master. */
+#define TX_RESYNC_ENTRY_NONE_(index, param)
+#define TX_RESYNC_ENTRY_F32_(index, param) [index] = tx_resync_##param##_F32,
+#define TX_RESYNC_ENTRY_I16_(index, param) [index] = tx_resync_##param##_I16,
+#define TX_RESYNC_ENTRY_(index, param, master, ...) TX_RESYNC_ENTRY_##master##_(index, param)
+#define TX_RESYNC_LOOPS TX_FOR_EACH_WEIGHT(TX_RESYNC_ENTRY_)
+
+#endif
