@@ -41,8 +41,9 @@ TX_FN int64_t tx_reduce_run(const tx_reduce_piece *p, const tx_dtype wire_dtype,
       for (int64_t i = 0; i < n; i++)
         tile[i] *= p->scale;
     }
-    for (int64_t i = 0; i < n; i++)
+    for (int64_t i = 0; i < n; i++) {
       tx_store(shard, i, shard_dtype, tx_one_nan(tile[i]));
+    }
     if (p->limbs) non_finite += tx_stats_run(shard, n, p->limbs, shard_dtype);
   }
   return non_finite;

@@ -4,33 +4,42 @@
 
 #include "csrc/cpu/element.h"
 #include "csrc/cpu/forms.h"
+#include "csrc/cpu/kernels.h"
 #include "csrc/math/exact_sum.h"
 #include "csrc/math/reduce.h"
 
-/* Adds one block to the limbs; returns its number of non-finite elements. Finite squares of fp32 numbers cannot
- * overflow in double, so the sum alone tells whether there are any, and they are counted only then. */
-TX_FN int64_t tx_stats_block(const float *x, int32_t n, int64_t *limbs) {
-  if (__builtin_expect(tx_exact_add(limbs, tx_sum_squares(x, n)) == 0, 1)) return 0;
+/* Adds n floats, n <= TX_TILE, to the limbs; returns how many are not finite. Squares of finite fp32 numbers cannot
+ * overflow in double, so a block's sum tells whether there are any, and they are counted only then. One copy for all
+ * loops: the sum's tree unrolls into a kilobyte of code. */
+static __attribute__((noinline)) int64_t tx_stats_tile(const float *x, int64_t n, int64_t *limbs) {
   int64_t non_finite = 0;
-  for (int32_t i = 0; i < n; i++)
-    non_finite += tx_magnitude_bits(x[i]) >= TX_F32_INF;
+  for (int64_t at = 0; at < n; at += TX_BLOCK) {
+    const int64_t count = n - at < TX_BLOCK ? n - at : TX_BLOCK;
+    const float *block = x + at;
+    float padded[TX_BLOCK];
+    if (count < TX_BLOCK) {
+      for (int64_t i = 0; i < TX_BLOCK; i++)
+        padded[i] = i < count ? block[i] : 0.0f;
+      block = padded;
+    }
+    if (__builtin_expect(tx_exact_add(limbs, tx_sum_squares_full(block)), 0)) {
+      for (int64_t i = 0; i < count; i++)
+        non_finite += tx_magnitude_bits(block[i]) >= TX_F32_INF;
+    }
+  }
+  tx_exact_carry(limbs);
   return non_finite;
 }
 
 TX_FN int64_t tx_stats_run(const void *from, int64_t n, int64_t *limbs, const tx_dtype dtype) {
-  int64_t non_finite = 0, at = 0;
-  float x[TX_BLOCK];
-  for (; at + TX_BLOCK <= n; at += TX_BLOCK) {
-    for (int64_t i = 0; i < TX_BLOCK; i++)
-      x[i] = tx_load(from, at + i, dtype);
-    non_finite += tx_stats_block(x, TX_BLOCK, limbs);
+  int64_t non_finite = 0;
+  float tile[TX_TILE];
+  for (int64_t at = 0; at < n; at += TX_TILE) {
+    const int64_t count = n - at < TX_TILE ? n - at : TX_TILE;
+    for (int64_t i = 0; i < count; i++)
+      tile[i] = tx_load(from, at + i, dtype);
+    non_finite += tx_stats_tile(tile, count, limbs);
   }
-  if (at < n) {
-    for (int64_t i = 0; i < n - at; i++)
-      x[i] = tx_load(from, at + i, dtype);
-    non_finite += tx_stats_block(x, (int32_t)(n - at), limbs);
-  }
-  tx_exact_carry(limbs);
   return non_finite;
 }
 

@@ -1,0 +1,119 @@
+/* tx_grad_stats and tx_grad_norm: the global norm in integers, and what follows from it. */
+#include "csrc/ops/stats.h"
+
+#include <math.h>
+
+#include "csrc/core/dtype.h"
+#include "csrc/core/status.h"
+#include "csrc/cpu/fp_mode.h"
+#include "csrc/cpu/kernels.h"
+#include "csrc/math/exact_sum.h"
+#include "csrc/ops/convert.h"
+#include "csrc/ops/tensor.h"
+#include "csrc/ops/work.h"
+
+/* torch.nn.utils.clip_grad_norm_'s guard against a norm of zero */
+#define TX_CLIP_EPS 1e-6
+
+void tx_stats_merge(tx_stats *to, const tx_stats *from) {
+  tx_exact_merge(to->limbs, from->limbs);
+  to->non_finite += from->non_finite;
+  if (from->first_bad && (!to->first_bad || from->first_bad < to->first_bad)) to->first_bad = from->first_bad;
+}
+
+void tx_stats_add_to(tx_tensor tensor, const tx_stats *stats) {
+  if (!tensor.numel) return;
+  tx_stats sum = {0};
+  memcpy(sum.limbs, tensor.data, sizeof sum.limbs);
+  sum.non_finite = tx_get_i64(tensor, TX_NORM_LIMBS);
+  tx_stats_merge(&sum, stats);
+  memcpy(tensor.data, sum.limbs, sizeof sum.limbs);
+  tx_set_i64(tensor, TX_NORM_LIMBS, sum.non_finite);
+}
+
+/* -- tx_grad_stats -------------------------------------------------------------------------------------------- */
+
+typedef struct stats_context {
+  const tx_kernels *kernels;
+  const tx_tensor *grads;
+  tx_stats total;
+} stats_context;
+
+static void stats_piece(void *ctx, void *local, int64_t i, int64_t begin, int64_t count) {
+  const stats_context *c = ctx;
+  tx_stats *stats = local;
+  const tx_stats_loop loop = c->kernels->stats[tx_form_plain(c->grads[i].dtype)];
+  const int64_t non_finite = loop(tx_advanced(c->grads[i], begin), count, stats->limbs);
+  if (non_finite && (!stats->first_bad || i + 1 < stats->first_bad)) stats->first_bad = i + 1;
+  stats->non_finite += non_finite;
+}
+
+static void stats_merge(void *ctx, const void *local) {
+  tx_stats_merge(&((stats_context *)ctx)->total, local);
+}
+
+tx_status tx_grad_stats(int64_t n, const tx_tensor *grads, tx_tensor stats, tx_tensor first_bad,
+                        const tx_parallel *parallel, tx_error *error) {
+  const tx_span spans[] = {{"grads", grads, n, 0}, {"stats", &stats, 1, 1}, {"first_bad", &first_bad, 1, 1}};
+  TX_FORWARD(tx_check_parallel(parallel, error));
+  TX_FORWARD(tx_check_present("grads", grads, n, error));
+  TX_FORWARD(tx_check_tensors(spans, 3, error));
+  TX_FORWARD(tx_check_fixed("stats", stats, TX_I64, TX_STATS_LEN, 1, error));
+  TX_FORWARD(tx_check_fixed("first_bad", first_bad, TX_I64, 1, 0, error));
+  TX_FORWARD(tx_check_plain("grads", grads, n, error));
+  TX_FORWARD(tx_check_overlap(spans, 3, error));
+
+  stats_context context = {tx_kernels_selected(), grads, {{0}, 0, 0}};
+  const tx_work work = {.n = n,
+                        .tensors = grads,
+                        .piece = stats_piece,
+                        .merge = stats_merge,
+                        .local_bytes = sizeof(tx_stats),
+                        .ctx = &context};
+  TX_FORWARD(tx_work_run(&work, parallel, error));
+  tx_stats_add_to(stats, &context.total);
+  const int64_t bad = context.total.first_bad - 1;
+  if (first_bad.numel && bad >= 0 && bad < tx_get_i64(first_bad, 0)) tx_set_i64(first_bad, 0, bad);
+  return TX_OK;
+}
+
+/* -- tx_grad_norm --------------------------------------------------------------------------------------------- */
+
+static void set_norm(tx_tensor stats, tx_tensor grad_scale, double max_norm, tx_tensor norm, tx_tensor clip_coef,
+                     tx_tensor found_inf) {
+  int64_t limbs[TX_NORM_LIMBS];
+  memcpy(limbs, stats.data, sizeof limbs);
+  const int finite_elements = tx_get_i64(stats, TX_NORM_LIMBS) == 0;
+  /* the limbs do not hold blocks with non-finite elements: their root would look like a norm */
+  const double root = finite_elements ? sqrt(tx_exact_double(limbs)) : (double)NAN;
+  const double value = root / (double)tx_get_f32(grad_scale, 1.0f);
+  const double coef = max_norm / (value + TX_CLIP_EPS);
+  const int finite = isfinite(value);
+  tx_set_float(norm, value);
+  tx_set_float(clip_coef, !finite ? 0.0 : coef < 1.0 ? coef : 1.0);
+  tx_set_float(found_inf, finite ? 0.0 : 1.0);
+}
+
+tx_status tx_grad_norm(tx_tensor stats, tx_tensor grad_scale, double max_norm, tx_tensor norm, tx_tensor clip_coef,
+                       tx_tensor found_inf, tx_error *error) {
+  const tx_span spans[] = {{"stats", &stats, 1, 0},
+                           {"grad_scale", &grad_scale, 1, 0},
+                           {"norm", &norm, 1, 1},
+                           {"clip_coef", &clip_coef, 1, 1},
+                           {"found_inf", &found_inf, 1, 1}};
+  TX_FORWARD(tx_check_tensors(spans, 5, error));
+  TX_FORWARD(tx_check_fixed("stats", stats, TX_I64, TX_STATS_LEN, 1, error));
+  TX_FORWARD(tx_check_fixed("grad_scale", grad_scale, TX_F32, 1, 0, error));
+  TX_FORWARD(tx_check_fixed("norm", norm, norm.dtype == TX_F64 ? TX_F64 : TX_F32, 1, 0, error));
+  TX_FORWARD(tx_check_fixed("clip_coef", clip_coef, TX_F32, 1, 0, error));
+  TX_FORWARD(tx_check_fixed("found_inf", found_inf, TX_F32, 1, 0, error));
+  if (!(max_norm > 0)) {
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "max_norm is %g; a number > 0 is legal, infinity for no clipping",
+                   max_norm);
+  }
+  TX_FORWARD(tx_check_overlap(spans, 5, error));
+  const tx_fp_mode saved = tx_fp_enter();
+  set_norm(stats, grad_scale, max_norm, norm, clip_coef, found_inf);
+  tx_fp_leave(saved);
+  return TX_OK;
+}
