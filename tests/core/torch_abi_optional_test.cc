@@ -1,0 +1,34 @@
+// The optional symbols' declarations against torch's headers, as far as the installed headers have them: see
+// torch_abi_test.cc for the required ones.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
+
+#include <type_traits>
+
+#include "csrc/torch/torch_abi.h"
+#include "gtest/gtest.h"
+
+// An optional symbol that came in release x.y is compared where the headers are of that release or later.
+#define TX_SAME(symbol) \
+  static_assert(std::is_same_v<decltype(&::symbol), decltype(tx_torch_abi::symbol)>, #symbol ": prototypes differ")
+
+#if TORCH_ABI_VERSION >= (12ULL << 48 | 2ULL << 56)
+TX_SAME(torch_library_def_with_tags);
+TX_SAME(torch_tag_pt2_compliant_tag);
+constexpr int kCompared = 2;
+#else
+constexpr int kCompared = 0;
+#endif
+
+TEST(TorchAbiOptional, EveryOptionalSymbolIsCompared) {
+  int optional = 0;
+#define TX_SHIM(result, symbol, parameters, major, minor)
+#define TX_SHIM_OPTIONAL(result, symbol, parameters, major, minor) optional++;
+#define TX_SHIM_DTYPE(dtype, name)
+#include "csrc/torch/shims.def"
+#undef TX_SHIM
+#undef TX_SHIM_OPTIONAL
+#undef TX_SHIM_DTYPE
+  if (kCompared == 0) GTEST_SKIP() << "the installed torch's headers are older than every optional symbol";
+  EXPECT_EQ(kCompared, optional);
+}
