@@ -277,6 +277,8 @@ typedef struct tx_origin {
   int32_t source; /* tx_source */
   int32_t cause;  /* tx_policy_key whose value this one follows, or -1 */
 } tx_origin;
+/* "default", "config", "dtype", "preset", "follows", "override", "hook"; "unknown source" for a number that is none. */
+TX_API const char *tx_source_name(tx_source source);
 
 /* The whole policy from the model's dtype, once, from everything merged. Precedence, low to high: default, config,
  * dtype, preset, overrides, hooks; each key on its own. Order: resolve; call each hook once; merge the answers as
@@ -297,8 +299,8 @@ TX_API tx_status tx_policy_row(const tx_policy *policy, const tx_origin *origins
                                tx_error *error);
 
 /* The policy as a table for people: one line "key  value  origin" per field. Writes at most `capacity` bytes, a NUL
- * included, and returns the length of the whole text without its NUL, as snprintf does. origins: NULL, or
- * TX_POLICY_FIELDS entries. */
+ * included, and returns the length of the whole text without its NUL, as snprintf does; -1 where an argument is not
+ * legal. origins: NULL, or TX_POLICY_FIELDS entries. */
 TX_API int64_t tx_policy_describe(const tx_policy *policy, const tx_origin *origins, char *buffer, int64_t capacity);
 
 /* -- layout (the bucket planner) -------------------------------------------------------------------------------- */
@@ -347,7 +349,7 @@ typedef struct tx_layout_bucket {
   int64_t offset;
   int64_t size;
   int64_t used;
-  int64_t n_params; /* parameters placed in it; tied ones count once */
+  int64_t n_params; /* placed in it; tied ones count once. Where all of them are empty, so is the bucket: size 0 */
 } tx_layout_bucket;
 
 typedef struct tx_layout_summary {

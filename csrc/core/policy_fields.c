@@ -1,0 +1,346 @@
+#include "csrc/core/policy_fields.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "csrc/core/dtype.h"
+#include "csrc/core/nearest.h"
+#include "csrc/core/status.h"
+
+enum { NEITHER = 0, OPTIMIZER = TX_SIDE_OPTIMIZER, DDP = TX_SIDE_DDP, BOTH = OPTIMIZER | DDP, COERCED = 4 };
+enum { OPTIMIZER_COERCED = OPTIMIZER | COERCED };
+
+static const tx_policy_field kFields[TX_POLICY_FIELDS] = {
+#define TX_ROW(type, name, sides, initial, legal) \
+  {#name, legal, offsetof(tx_policy, name), sizeof(((tx_policy *)0)->name), TX_FIELD_##type, (sides)&BOTH},
+#include "csrc/policy.def"
+#undef TX_ROW
+};
+
+static const unsigned char kCoerced[TX_POLICY_FIELDS] = {
+#define TX_ROW(type, name, sides, initial, legal) ((sides)&COERCED) != 0,
+#include "csrc/policy.def"
+#undef TX_ROW
+};
+
+/* No padding: what is compared, hashed or mirrored is the fields and nothing else. */
+_Static_assert(sizeof(tx_policy) == sizeof(uint64_t)
+#define TX_ROW(type, name, sides, initial, legal) +sizeof(((tx_policy *)0)->name)
+#include "csrc/policy.def"
+#undef TX_ROW
+                   ,
+               "policy.def: widest fields first, an even number of 4-byte fields");
+
+tx_policy tx_policy_defaults(void) {
+#define NO_F64 ((double)NAN)
+  return (tx_policy){
+      .size = sizeof(tx_policy),
+#define TX_ROW(type, name, sides, initial, legal) .name = initial,
+#include "csrc/policy.def"
+#undef TX_ROW
+  };
+#undef NO_F64
+}
+
+const tx_policy_field *tx_policy_field_at(int32_t i) {
+  return i >= 0 && i < TX_POLICY_FIELDS ? &kFields[i] : NULL;
+}
+
+int32_t tx_policy_find(const char *name) {
+  for (int32_t i = 0; i < TX_POLICY_FIELDS; i++) {
+    if (strcmp(kFields[i].name, name) == 0) return i;
+  }
+  return TX_POLICY_FIELDS;
+}
+
+int tx_policy_is_coerced(int32_t field) {
+  return kCoerced[field];
+}
+
+const char *tx_policy_side_name(int32_t side) {
+  return side & OPTIMIZER ? "override_optimizer_config" : "override_ddp_config";
+}
+
+/* -- access by type --------------------------------------------------------------------------------------------- */
+
+static const void *at(const tx_policy *policy, int32_t field) {
+  return (const char *)policy + kFields[field].offset;
+}
+
+static void *at_mutable(tx_policy *policy, int32_t field) {
+  return (char *)policy + kFields[field].offset;
+}
+
+int tx_policy_equal(const tx_policy *a, const tx_policy *b, int32_t field) {
+  switch ((tx_field_type)kFields[field].type) {
+    case TX_FIELD_F64: {
+      const double x = *(const double *)at(a, field);
+      const double y = *(const double *)at(b, field);
+      return x == y || (isnan(x) && isnan(y)); /* None is None */
+    }
+    case TX_FIELD_TEXT:
+      return strcmp(at(a, field), at(b, field)) == 0;
+    case TX_FIELD_I64:
+    case TX_FIELD_DTYPE:
+    case TX_FIELD_BOOL:
+    case TX_FIELD_ENUM:
+      break;
+  }
+  return memcmp(at(a, field), at(b, field), (size_t)kFields[field].bytes) == 0;
+}
+
+void tx_policy_copy(tx_policy *to, const tx_policy *from, int32_t field) {
+  memcpy(at_mutable(to, field), at(from, field), (size_t)kFields[field].bytes);
+}
+
+/* -- legal sets ------------------------------------------------------------------------------------------------- */
+
+static const char kNone[] = "none, ";
+
+/* The set without its leading "none, ". */
+static const char *values_of(const char *legal) {
+  const size_t n = sizeof kNone - 1;
+  return strncmp(legal, kNone, n) == 0 ? legal + n : legal;
+}
+
+static int none_is_legal(int32_t field) {
+  return values_of(kFields[field].legal) != kFields[field].legal;
+}
+
+/* Whether x lies in "[0, 1)": the brackets say which ends belong to it. False for NaN. */
+static int is_in_interval(const char *interval, double x) {
+  char *end;
+  const double low = strtod(interval + 1, &end);
+  const double high = strtod(end + 1, &end);
+  return (*interval == '[' ? x >= low : x > low) && (*end == ']' ? x <= high : x < high);
+}
+
+/* The position of a word in a list of names, -1 where it is none of them. */
+static int32_t position_in(const char *names, const char *word) {
+  const char *item;
+  int64_t length;
+  for (int32_t i = 0; (length = tx_text_item(&names, ",", &item)) >= 0; i++) {
+    if (tx_text_is(item, length, word)) return i;
+  }
+  return -1;
+}
+
+/* The name at a position, of *length bytes; NULL past the end. */
+static const char *name_at(const char *names, int64_t position, int64_t *length) {
+  const char *item = NULL;
+  for (int64_t i = 0; i <= position; i++) {
+    if ((*length = tx_text_item(&names, ",", &item)) < 0) return NULL;
+  }
+  return item;
+}
+
+int tx_policy_dtype_is_legal(const char *legal, tx_dtype dtype) {
+  const char *names = values_of(legal);
+  const char *item;
+  int64_t length;
+  while ((length = tx_text_item(&names, ",", &item)) >= 0) {
+    tx_dtype named;
+    if (tx_dtype_find(item, (size_t)length, &named) && named == dtype) return 1;
+  }
+  return 0;
+}
+
+/* -- reading a setting ------------------------------------------------------------------------------------------ */
+
+static void format_setting(const tx_setting *setting, tx_text *text) {
+  switch ((tx_value_kind)setting->kind) {
+    case TX_VALUE_NONE:
+      tx_text_add(text, "None");
+      return;
+    case TX_VALUE_BOOL:
+      tx_text_add(text, setting->integer ? "True" : "False");
+      return;
+    case TX_VALUE_INT:
+      tx_text_add(text, "%lld", (long long)setting->integer);
+      return;
+    case TX_VALUE_FLOAT:
+      tx_text_add(text, "%g", setting->number);
+      return;
+    case TX_VALUE_TEXT:
+      tx_text_add(text, "'%.64s'", setting->text);
+      return;
+    case TX_VALUE_DTYPE:
+      tx_text_add(text, "%s", tx_dtype_name((tx_dtype)setting->integer));
+      return;
+  }
+}
+
+static tx_status fail_value(const tx_setting *setting, const char *where, int32_t field, tx_error *error) {
+  char value[128];
+  tx_text text = tx_text_in(value, sizeof value);
+  format_setting(setting, &text);
+  if (kFields[field].type == TX_FIELD_DTYPE && setting->kind == TX_VALUE_TEXT) {
+    tx_dtype dtype;
+    if (!tx_dtype_find(setting->text, strlen(setting->text), &dtype)) {
+      return tx_fail(error, TX_ERROR_UNKNOWN_DTYPE, "%s: %s=%s is not a dtype; legal: %s (of the names %s)", where,
+                     setting->key, value, kFields[field].legal, tx_dtype_choices());
+    }
+  }
+  return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "%s: %s=%s is not legal; legal: %s", where, setting->key, value,
+                 kFields[field].legal);
+}
+
+static tx_status fail_key(const char *key, const char *where, int32_t side, tx_error *error) {
+  const int32_t field = tx_policy_find(key);
+  if (field < TX_POLICY_FIELDS && kFields[field].side != NEITHER) {
+    return tx_fail(error, TX_ERROR_UNKNOWN_KEY, "%s: %s is a key of %s", where, key,
+                   tx_policy_side_name(kFields[field].side));
+  }
+  const char *candidates[TX_POLICY_FIELDS];
+  int64_t n = 0;
+  for (int32_t i = 0; i < TX_POLICY_FIELDS; i++) {
+    if (kFields[i].side != NEITHER) candidates[n++] = kFields[i].name;
+  }
+  const char *nearest = tx_nearest(key, candidates, n);
+  const int32_t nearest_side = kFields[tx_policy_find(nearest)].side;
+  if (nearest_side & side) {
+    return tx_fail(error, TX_ERROR_UNKNOWN_KEY, "%s: unknown key '%.64s'; the nearest is %s", where, key, nearest);
+  }
+  return tx_fail(error, TX_ERROR_UNKNOWN_KEY, "%s: unknown key '%.64s'; the nearest is %s, of %s", where, key, nearest,
+                 tx_policy_side_name(nearest_side));
+}
+
+static int read_f64(const tx_setting *setting, const char *legal, double *value) {
+  if (setting->kind != TX_VALUE_FLOAT && setting->kind != TX_VALUE_INT) return 0;
+  *value = setting->kind == TX_VALUE_INT ? (double)setting->integer : setting->number;
+  return is_in_interval(legal, *value);
+}
+
+/* A float that is a whole number counts as an integer: configuration files write 4e7. */
+static int read_i64(const tx_setting *setting, const char *legal, int64_t *value) {
+  if (setting->kind == TX_VALUE_FLOAT) {
+    if (!(fabs(setting->number) <= 0x1p53) || setting->number != trunc(setting->number)) return 0;
+    *value = (int64_t)setting->number;
+  } else if (setting->kind == TX_VALUE_INT) {
+    *value = setting->integer;
+  } else {
+    return 0;
+  }
+  return is_in_interval(legal, (double)*value);
+}
+
+static int read_dtype(const tx_setting *setting, tx_dtype *dtype) {
+  if (setting->kind == TX_VALUE_TEXT) return tx_dtype_find(setting->text, strlen(setting->text), dtype);
+  if (setting->kind != TX_VALUE_DTYPE || !tx_dtype_is_known(setting->integer)) return 0;
+  *dtype = (tx_dtype)setting->integer;
+  return 1;
+}
+
+static int read_enum(const tx_setting *setting, const char *legal, int32_t *value) {
+  if (setting->kind == TX_VALUE_TEXT) {
+    *value = position_in(legal, setting->text);
+    return *value >= 0;
+  }
+  int64_t length;
+  if (setting->kind != TX_VALUE_INT || setting->integer < 0 || !name_at(legal, setting->integer, &length)) return 0;
+  *value = (int32_t)setting->integer;
+  return 1;
+}
+
+tx_status tx_policy_read(const tx_setting *setting, const char *where, int32_t side, tx_policy *values, int32_t *field,
+                         int *decided, tx_error *error) {
+  if (!setting->key) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s: a key is NULL", where);
+  if (setting->kind < TX_VALUE_NONE || setting->kind > TX_VALUE_DTYPE ||
+      (setting->kind == TX_VALUE_TEXT && !setting->text)) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s: %.64s has a value of no tx_value_kind (%d)", where,
+                   setting->key, (int)setting->kind);
+  }
+  const int32_t f = tx_policy_find(setting->key);
+  if (f == TX_POLICY_FIELDS || !(kFields[f].side & side)) return fail_key(setting->key, where, side, error);
+
+  const tx_policy_field *row = &kFields[f];
+  const char *legal = values_of(row->legal);
+  tx_dtype dtype = TX_NONE;
+  const int is_none = setting->kind == TX_VALUE_NONE ||
+                      (row->type == TX_FIELD_DTYPE && read_dtype(setting, &dtype) && dtype == TX_NONE); /* "auto" */
+  *field = f;
+  *decided = !is_none || none_is_legal(f);
+  if (!*decided) return TX_OK;
+
+  int ok = 0;
+  switch ((tx_field_type)row->type) {
+    case TX_FIELD_F64: {
+      double value = (double)NAN;
+      ok = is_none || read_f64(setting, legal, &value);
+      if (ok) *(double *)at_mutable(values, f) = value;
+      break;
+    }
+    case TX_FIELD_I64: {
+      int64_t value = TX_NO_INT;
+      ok = is_none || read_i64(setting, legal, &value);
+      if (ok) *(int64_t *)at_mutable(values, f) = value;
+      break;
+    }
+    case TX_FIELD_DTYPE:
+      ok = is_none || (read_dtype(setting, &dtype) && tx_policy_dtype_is_legal(legal, dtype));
+      if (ok) *(int32_t *)at_mutable(values, f) = (int32_t)dtype;
+      break;
+    case TX_FIELD_BOOL:
+      ok = setting->kind == TX_VALUE_BOOL && (setting->integer == 0 || setting->integer == 1);
+      if (ok) *(int32_t *)at_mutable(values, f) = (int32_t)setting->integer;
+      break;
+    case TX_FIELD_ENUM: {
+      int32_t value = 0;
+      ok = read_enum(setting, legal, &value);
+      if (ok) *(int32_t *)at_mutable(values, f) = value;
+      break;
+    }
+    case TX_FIELD_TEXT: {
+      const size_t length = setting->kind == TX_VALUE_TEXT ? strlen(setting->text) : 0;
+      ok = length > 0 && length < TX_TEXT_CAPACITY;
+      if (ok) {
+        memset(at_mutable(values, f), 0, TX_TEXT_CAPACITY);
+        memcpy(at_mutable(values, f), setting->text, length);
+      }
+      break;
+    }
+  }
+  return ok ? TX_OK : fail_value(setting, where, f, error);
+}
+
+/* -- printing --------------------------------------------------------------------------------------------------- */
+
+void tx_policy_format(const tx_policy *policy, int32_t field, tx_text *text) {
+  const void *value = at(policy, field);
+  switch ((tx_field_type)kFields[field].type) {
+    case TX_FIELD_F64: {
+      const double number = *(const double *)value;
+      if (isnan(number)) {
+        tx_text_add(text, "None");
+      } else {
+        tx_text_add(text, "%.15g", number);
+      }
+      return;
+    }
+    case TX_FIELD_I64:
+      if (*(const int64_t *)value == TX_NO_INT) {
+        tx_text_add(text, "None");
+      } else {
+        tx_text_add(text, "%lld", (long long)*(const int64_t *)value);
+      }
+      return;
+    case TX_FIELD_DTYPE: {
+      const tx_dtype dtype = (tx_dtype) * (const int32_t *)value;
+      tx_text_add(text, "%s", dtype == TX_NONE ? "None" : tx_dtype_name(dtype));
+      return;
+    }
+    case TX_FIELD_BOOL:
+      tx_text_add(text, *(const int32_t *)value ? "True" : "False");
+      return;
+    case TX_FIELD_ENUM: {
+      int64_t length = 0;
+      const char *name = name_at(kFields[field].legal, *(const int32_t *)value, &length);
+      tx_text_add(text, "%.*s", name ? (int)length : 0, name ? name : "");
+      return;
+    }
+    case TX_FIELD_TEXT:
+      tx_text_add(text, "%.*s", TX_TEXT_CAPACITY - 1, (const char *)value);
+      return;
+  }
+}

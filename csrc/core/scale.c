@@ -1,0 +1,63 @@
+#include <float.h>
+#include <inttypes.h>
+
+#include "csrc/core/status.h"
+
+/* The legal states; the comparisons are written so that NaN is none. */
+static tx_status check(const tx_scale *s, tx_error *error) {
+  if (!s || s->size != sizeof *s) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_scale: a scale must begin with TX_SCALE_INIT");
+  }
+#define REQUIRE(condition, field, format)                                                                      \
+  if (!(condition)) {                                                                                          \
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "loss scale: " #field "=" format " is not legal; legal: %s", \
+                   s->field, #condition);                                                                      \
+  }
+  REQUIRE(s->growth_factor > 1 && s->growth_factor <= FLT_MAX, growth_factor, "%g")
+  REQUIRE(s->backoff_factor > 0 && s->backoff_factor < 1, backoff_factor, "%g")
+  REQUIRE(s->min_scale > 0 && s->min_scale <= FLT_MAX, min_scale, "%g")
+  REQUIRE(s->scale >= s->min_scale && s->scale <= FLT_MAX, scale, "%g")
+  REQUIRE(s->growth_interval >= 1, growth_interval, "%" PRId64)
+  REQUIRE(s->hysteresis >= 1, hysteresis, "%" PRId64)
+  REQUIRE(s->clean_steps >= 0 && s->clean_steps < s->growth_interval, clean_steps, "%" PRId64)
+  REQUIRE(s->hysteresis_left >= 0 && s->hysteresis_left <= s->hysteresis, hysteresis_left, "%" PRId64)
+#undef REQUIRE
+  return TX_OK;
+}
+
+tx_status tx_scale_from_policy(const tx_policy *policy, tx_scale *scale, tx_error *error) {
+  if (!policy || policy->size != sizeof *policy || !scale || scale->size != sizeof *scale) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_scale_from_policy: policy must begin with TX_POLICY_INIT, and scale with TX_SCALE_INIT");
+  }
+  const tx_scale fresh = {.size = sizeof fresh,
+                          .growth_factor = policy->loss_scale_growth_factor,
+                          .backoff_factor = policy->loss_scale_backoff_factor,
+                          .min_scale = policy->min_loss_scale,
+                          .growth_interval = policy->loss_scale_window,
+                          .hysteresis = policy->hysteresis,
+                          .scale = policy->initial_loss_scale,
+                          .hysteresis_left = policy->hysteresis};
+  TX_FORWARD(check(&fresh, error));
+  *scale = fresh;
+  return TX_OK;
+}
+
+tx_status tx_scale_update(tx_scale *s, int32_t found_inf, tx_error *error) {
+  TX_FORWARD(check(s, error));
+  if (found_inf) {
+    s->clean_steps = 0;
+    if (s->hysteresis_left > 0) s->hysteresis_left--;
+    if (s->hysteresis_left == 0) {
+      const double lower = s->scale * s->backoff_factor;
+      s->scale = lower > s->min_scale ? lower : s->min_scale;
+    }
+    return TX_OK;
+  }
+  if (++s->clean_steps < s->growth_interval) return TX_OK;
+  s->clean_steps = 0;
+  s->hysteresis_left = s->hysteresis;
+  const double higher = s->scale * s->growth_factor;
+  if (higher <= FLT_MAX) s->scale = higher;
+  return TX_OK;
+}

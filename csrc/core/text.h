@@ -1,0 +1,28 @@
+/* Text in a buffer of fixed size, for messages and tables. */
+#ifndef TX_CORE_TEXT_H
+#define TX_CORE_TEXT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* `length` counts what was asked for, as snprintf does; what does not fit into `capacity` bytes is cut. */
+typedef struct tx_text {
+  char *data;
+  size_t capacity;
+  size_t length;
+} tx_text;
+
+/* An empty text in `data`; capacity 0 only counts. */
+tx_text tx_text_in(char *data, size_t capacity);
+
+void tx_text_add(tx_text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Walks a list such as "fp32, fp16" or "fp8|float8", split at any of `separators` and the spaces that follow. Returns
+ * the length of the item at *cursor, which *item then points to (not terminated), and moves *cursor on; -1 at the end.
+ */
+int64_t tx_text_item(const char **cursor, const char *separators, const char **item);
+
+/* 1 where the `length` bytes at `item` are the string `word`. */
+int tx_text_is(const char *item, int64_t length, const char *word);
+
+#endif
