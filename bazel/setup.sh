@@ -1,0 +1,115 @@
+# Makes the machine ready to build, test and run: sourced by tests/run.sh and examples/run.sh from the repository's root.
+#
+# Says in one line what it is about to install, says nothing about what is there, and ends the script with one line where
+# it can't. Afterwards $TORCH_EXT_PYTHON is the interpreter that has torch (the build looks there, too), and `quiet_bazel`
+# is Bazel without its chatter. Whoever sets TORCH_EXT_PYTHON beforehand has that interpreter used as it is, and nothing
+# installed into it.
+
+say() { printf 'torch_ext: %s\n' "$*"; }
+die() {
+  printf 'torch_ext: %s\n' "$*" >&2
+  exit 1
+}
+
+quiet_bazel() {
+  local command=$1
+  shift
+  bazel "$command" --noshow_progress --show_result=0 --ui_event_filters=-info,-debug "$@"
+}
+
+# Runs a command that downloads; where it fails, says why in one line. $1: what it does, for the message.
+run_logged() {
+  local what=$1 log why
+  shift
+  log=$(mktemp "${TMPDIR:-/tmp}/torch_ext.XXXXXX") || die "$what: no room for a log file in ${TMPDIR:-/tmp}."
+  if "$@" >"$log" 2>&1; then
+    rm -f "$log"
+    return
+  fi
+  if grep -qi 'no space left' "$log"; then
+    why="the disk is full"
+  elif grep -qiE 'connection|timed out|resolve|network|unreachable' "$log"; then
+    why="the network or the package index can't be reached"
+  else
+    why=$(grep -iE '^(e:|error)' "$log" | tail -n 1)
+  fi
+  die "$what failed: ${why:-see the log} (log: $log)"
+}
+
+# The system's packages. Each is wanted only where what it brings is missing.
+install_packages() {
+  local packages=() as_root=()
+  command -v bazel >/dev/null || packages+=(bazel-bootstrap)
+  [ -d /usr/share/bazel/rules/java ] || packages+=(bazel-rules-java)
+  [ -d /usr/share/bazel/rules/proto ] || packages+=(bazel-rules-proto)
+  [ -d /usr/src/googletest/googletest ] || packages+=(libgtest-dev)
+  command -v gcc >/dev/null || packages+=(gcc)
+  command -v g++ >/dev/null || packages+=(g++)
+  if [ -z "${TORCH_EXT_PYTHON:-}" ] && ! venv_works && [ -z "$(find_python)" ]; then
+    packages+=(python3 python3-venv)
+  fi
+  [ ${#packages[@]} -gt 0 ] || return 0
+
+  command -v apt-get >/dev/null || die "missing: ${packages[*]} (Debian's names), and there is no apt-get to install them with."
+  if [ "$(id -u)" != 0 ]; then
+    command -v sudo >/dev/null || die "missing: ${packages[*]}. Install them as root: apt-get install ${packages[*]}"
+    as_root=(sudo)
+  fi
+  say "installing from the system's packages: ${packages[*]}"
+  run_logged "apt-get update" "${as_root[@]}" apt-get -o DPkg::Lock::Timeout=120 update
+  run_logged "apt-get install ${packages[*]}" \
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 install -y --no-install-recommends \
+    "${packages[@]}"
+}
+
+# Prints a Python 3.10-3.13 that can make virtual environments: the first for which the package index has a CPU build of
+# the pinned torch (for others the same pin means the build with gigabytes of CUDA packages), else the first.
+find_python() {
+  local candidate first=
+  for candidate in python3 python3.11 python3.12 python3.13 python3.10 /usr/bin/python3; do
+    "$candidate" -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null ||
+      continue
+    [ -n "$first" ] || first=$candidate
+    if has_cpu_torch "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "$first"
+}
+
+# Whether the index, as $1's pip is configured, has the pinned torch built for CPU only.
+has_cpu_torch() {
+  "$1" -m pip index versions torch 2>/dev/null | grep -qF "$(sed -n 's/^torch==//p' requirements.txt)+cpu"
+}
+
+venv_works() { .venv/bin/python -m pip --version >/dev/null 2>&1; }
+
+make_venv() {
+  local wanted python torch_size free
+  wanted=$(sha256sum <requirements.txt)
+  [ "$(cat .venv/requirements.sha256 2>/dev/null)" != "$wanted" ] || return 0
+
+  free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
+  [ "$free" -ge 3 ] || die "the virtual environment needs 3 GB of disk, $PWD has $free GB free."
+  if ! venv_works; then
+    python=$(find_python)
+    [ -n "$python" ] || die "no Python 3.10 to 3.13 with the venv module found: install one (Debian: python3 python3-venv)."
+    rm -rf .venv
+    run_logged "making the virtual environment .venv" "$python" -m venv .venv
+  fi
+  torch_size="its CUDA packages, several GB: the package index has no CPU build for this Python"
+  ! has_cpu_torch .venv/bin/python || torch_size="the CPU build, about 200 MB"
+  say "downloading into .venv what requirements.txt lists: $(grep -v '^#' requirements.txt | xargs) (torch: $torch_size)"
+  run_logged "pip install" .venv/bin/python -m pip install --disable-pip-version-check --quiet -r requirements.txt
+  echo "$wanted" >.venv/requirements.sha256
+}
+
+install_packages
+if [ -n "${TORCH_EXT_PYTHON:-}" ]; then
+  [ -x "$TORCH_EXT_PYTHON" ] || die "TORCH_EXT_PYTHON names $TORCH_EXT_PYTHON, which is not there."
+else
+  make_venv
+  TORCH_EXT_PYTHON=$PWD/.venv/bin/python
+fi
+export TORCH_EXT_PYTHON
