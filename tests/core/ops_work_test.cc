@@ -1,0 +1,134 @@
+// tx_work_run: every element exactly once, in pieces on block edges, whatever the tensors and threads.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+extern "C" {
+#include "csrc/ops/work.h"
+}
+#include "tests/core/flush_mode.h"
+#include "tests/core/threads.h"
+
+namespace {
+
+struct Shape {
+  const char *name;
+  std::vector<int64_t> numels;
+};
+
+const std::vector<Shape> kShapes = {
+    {"nothing", {}},
+    {"no_elements", {0, 0, 0}},
+    {"one_element", {1}},
+    {"block_edges", {127, 128, 129}},
+    {"one_unit", {TX_UNIT}},
+    {"just_over_a_unit", {TX_UNIT + 1}},
+    {"just_under_a_unit", {TX_UNIT - 1, 1}},
+    {"large_between_small", {3, 0, 5 * TX_UNIT + 77, 0, 1}},
+    {"ends_with_none", {200, 0}},
+    {"thousand_tiny", std::vector<int64_t>(1000, 64)},
+    {"odd_mix", {1000, 16383, 16385, 1, 0, 40000, 128, 7}},
+};
+
+struct Seen {
+  std::vector<tx_tensor> tensors;
+  std::vector<std::unique_ptr<std::atomic<int>[]>> visits;
+  std::atomic<int> bad_begin{0}, bad_count{0}, dirty_local{0}, pieces{0}, bad_mode{0};
+  int64_t merged = 0, merges = 0;
+
+  explicit Seen(const std::vector<int64_t> &numels) {
+    for (int64_t numel : numels) {
+      tensors.push_back({nullptr, numel, TX_F32, 0});
+      visits.emplace_back(new std::atomic<int>[static_cast<size_t>(numel)]());
+    }
+  }
+};
+
+struct Local {
+  int64_t elements;
+  int64_t magic; /* 0 before the task's first piece */
+};
+
+void Piece(void *ctx, void *local, int64_t tensor, int64_t begin, int64_t count) {
+  Seen &seen = *static_cast<Seen *>(ctx);
+  Local &mine = *static_cast<Local *>(local);
+  const int64_t numel = seen.tensors[tensor].numel;
+  if (begin % TX_BLOCK != 0) seen.bad_begin++;
+  if (count <= 0 || begin + count > numel || (count % TX_BLOCK != 0 && begin + count != numel)) seen.bad_count++;
+  if (mine.magic != 0 && mine.magic != 0x5eed) seen.dirty_local++;
+  if (mine.magic == 0 && mine.elements != 0) seen.dirty_local++;
+  volatile float tiny = 1e-38f; /* half of it is subnormal: lost in flush mode */
+  if (tiny * 0.5f == 0.0f) seen.bad_mode++;
+  mine.magic = 0x5eed;
+  mine.elements += count;
+  for (int64_t i = begin; i < begin + count; i++) seen.visits[tensor][i]++;
+  seen.pieces++;
+}
+
+void Merge(void *ctx, const void *local) {
+  Seen &seen = *static_cast<Seen *>(ctx);
+  seen.merged += static_cast<const Local *>(local)->elements;
+  seen.merges++;
+}
+
+class EveryShape : public testing::TestWithParam<std::tuple<Shape, int64_t>> {};
+
+TEST_P(EveryShape, VisitsEachElementOnceOnBlockEdges) {
+  const auto &[shape, n_threads] = GetParam();
+  Seen seen(shape.numels);
+  Threads threads(n_threads);
+  const tx_work work = {static_cast<int64_t>(seen.tensors.size()), seen.tensors.data(), Piece, Merge, sizeof(Local),
+                        &seen};
+  ASSERT_EQ(tx_work_run(&work, n_threads == 1 ? nullptr : threads.parallel(), nullptr), TX_OK);
+  int64_t total = 0;
+  for (size_t t = 0; t < shape.numels.size(); t++) {
+    total += shape.numels[t];
+    for (int64_t i = 0; i < shape.numels[t]; i++) ASSERT_EQ(seen.visits[t][i], 1) << t << " " << i;
+  }
+  EXPECT_EQ(seen.bad_begin, 0);
+  EXPECT_EQ(seen.bad_count, 0);
+  EXPECT_EQ(seen.dirty_local, 0);
+  EXPECT_EQ(seen.merged, total);
+  EXPECT_LE(seen.merges, n_threads);
+}
+INSTANTIATE_TEST_SUITE_P(Shapes, EveryShape,
+                         testing::Combine(testing::ValuesIn(kShapes), testing::Values(1, 2, 3, 8)),
+                         [](const auto &info) {
+                           return std::string(std::get<0>(info.param).name) + "_" +
+                                  std::to_string(std::get<1>(info.param)) + "_threads";
+                         });
+
+// One region, tasks bounded by the work: tiny calls must not wake threads that have nothing to do.
+TEST(Work, RunsOneRegionWithNoMoreTasksThanUnits) {
+  struct Regions {
+    int64_t calls = 0, tasks = 0;
+    static void Run(void *ctx, int64_t n, void (*task)(void *, int64_t), void *arg) {
+      static_cast<Regions *>(ctx)->calls++;
+      static_cast<Regions *>(ctx)->tasks = n;
+      for (int64_t i = 0; i < n; i++) task(arg, i);
+    }
+  };
+  for (const auto &[numels, calls, tasks] : std::vector<std::tuple<std::vector<int64_t>, int64_t, int64_t>>{
+           {{100, 100}, 0, 0}, {{TX_UNIT + 1}, 1, 2}, {{2 * TX_UNIT, 3 * TX_UNIT}, 1, 4}, {{0}, 0, 0}}) {
+    Regions regions;
+    const tx_parallel parallel = {sizeof(tx_parallel), 4, &regions, &Regions::Run};
+    Seen seen(numels);
+    const tx_work work = {static_cast<int64_t>(numels.size()), seen.tensors.data(), Piece, Merge, sizeof(Local), &seen};
+    ASSERT_EQ(tx_work_run(&work, &parallel, nullptr), TX_OK);
+    EXPECT_EQ(regions.calls, calls);
+    EXPECT_EQ(regions.tasks, tasks);
+  }
+}
+
+TEST(Work, PiecesRunInAKnownFloatingPointMode) {
+  Seen seen({5 * TX_UNIT});
+  const tx_work work = {1, seen.tensors.data(), Piece, Merge, sizeof(Local), &seen};
+  CallInFlushMode([&] { EXPECT_EQ(tx_work_run(&work, nullptr, nullptr), TX_OK); });
+  EXPECT_EQ(seen.bad_mode, 0);
+  EXPECT_GE(seen.pieces, 5);
+}
+
+}  // namespace
