@@ -1,5 +1,5 @@
 /* Every loop, for one instruction set: the build compiles this file once per row of isa.def with -DTX_ISA=<name> and
- * the flags of bazel/copts.bzl. Nothing here differs between them but what the compiler makes of it. */
+ * the flags of bazel/isa.bzl. Nothing here differs between them but what the compiler makes of it. */
 #include "csrc/cpu/kernels.h"
 #include "csrc/cpu/loop_adamw.h"
 #include "csrc/cpu/loop_bucket.h"

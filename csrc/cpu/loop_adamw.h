@@ -21,9 +21,10 @@ TX_FN float tx_load_weight(const tx_adamw_streams *s, int64_t i, const tx_dtype 
   return tx_remainder_decode(((const tx_mem_u16 *)s->param)[i], (int16_t)((const tx_mem_u16 *)s->master)[i]);
 }
 
-TX_FN void tx_store_weight(const tx_adamw_streams *s, int64_t i, const tx_dtype param, const tx_dtype master, float p) {
+TX_FN void tx_store_weight(const tx_adamw_streams *s, int64_t i, const tx_dtype param, const tx_dtype master, float p,
+                           uint32_t u) {
   if (master == TX_NONE) {
-    tx_store_threshold(s->param, i, param, p, tx_dithered(s->param_u, (uint32_t)i));
+    tx_store_threshold(s->param, i, param, p, u);
     return;
   }
   const uint16_t weight = tx_bf16_from_f32(p);
@@ -35,23 +36,25 @@ TX_FN void tx_store_weight(const tx_adamw_streams *s, int64_t i, const tx_dtype 
   }
 }
 
-TX_FN void tx_adamw_body(tx_adamw_constants c, tx_adamw_streams s, int64_t n, const tx_dtype param,
+TX_FN void tx_adamw_body(tx_adamw_constants c, tx_adamw_streams s, int32_t n, const tx_dtype param,
                          const tx_dtype master, const tx_dtype grad, const tx_dtype moment) {
+  /* tx_dithered(0, i), carried along: an addition per vector where the product would be a slow multiplication */
+  uint32_t ramp = 0;
 #pragma GCC ivdep
-  for (int64_t i = 0; i < n; i++) {
+  for (int32_t i = 0; i < n; i++, ramp += TX_LATTICE_ELEMENT) {
     const float p = tx_load_weight(&s, i, param, master);
     const tx_adamw_result r = tx_adamw_element(c, tx_load(s.grad, i, grad), p, tx_load(s.exp_avg, i, moment),
                                                tx_load(s.exp_avg_sq, i, moment));
-    tx_store_threshold(s.exp_avg, i, moment, r.m, tx_dithered(s.exp_avg_u, (uint32_t)i));
-    tx_store_threshold(s.exp_avg_sq, i, moment, r.v, tx_dithered(s.exp_avg_sq_u, (uint32_t)i));
-    tx_store_weight(&s, i, param, master, r.p);
+    tx_store_threshold(s.exp_avg, i, moment, r.m, s.exp_avg_u + ramp);
+    tx_store_threshold(s.exp_avg_sq, i, moment, r.v, s.exp_avg_sq_u + ramp);
+    tx_store_weight(&s, i, param, master, r.p, s.param_u + ramp);
   }
 }
 
-typedef void (*tx_adamw_instance)(tx_adamw_constants c, tx_adamw_streams s, int64_t n);
+typedef void (*tx_adamw_instance)(tx_adamw_constants c, tx_adamw_streams s, int32_t n);
 
 #define TX_ADAMW_DEFINE_M_(m, M, g, G, w, P, W)                                                     \
-  static void tx_adamw_##P##_##W##_##G##_##M(tx_adamw_constants c, tx_adamw_streams s, int64_t n) { \
+  static void tx_adamw_##P##_##W##_##G##_##M(tx_adamw_constants c, tx_adamw_streams s, int32_t n) { \
     tx_adamw_body(c, s, n, TX_##P, TX_##W, TX_##G, TX_##M);                                         \
   }
 #define TX_ADAMW_DEFINE_G_(g, G, ...) TX_FOR_EACH_LOOP_MOMENT(TX_ADAMW_DEFINE_M_, g, G, __VA_ARGS__)
@@ -176,7 +179,7 @@ static void tx_adamw_run(const tx_adamw_piece *a) {
                           .exp_avg_u = tx_dithered(a->exp_avg_noise.lattice, (uint32_t)at),
                           .exp_avg_sq_u = tx_dithered(a->exp_avg_sq_noise.lattice, (uint32_t)at)};
     s.param = param.staged && master ? stepped : tx_stage_in(&param, at, n, p_tile);
-    instance(*a->constants, s, n);
+    instance(*a->constants, s, (int32_t)n);
     tx_stage_out(&m, at, n, m_tile);
     tx_stage_out(&v, at, n, v_tile);
     tx_stage_out(&param, at, n, stepped);

@@ -10,12 +10,6 @@
 #include "csrc/cpu/noise.h"
 #include "csrc/math/block_scale.h"
 
-/* Results of arithmetic: which of two NaN operands an addition hands on is the compiler's choice, so bits that do not
- * depend on it need one NaN. */
-TX_FN float tx_one_nan(float x) {
-  return x == x ? x : tx_f32_from_bits(0x7fc00000u);
-}
-
 TX_FN int64_t tx_block_count(int64_t n, int64_t at) {
   return n - at < TX_BLOCK ? n - at : TX_BLOCK;
 }

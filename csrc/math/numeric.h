@@ -52,21 +52,23 @@ TX_FN float tx_f32_from_bf16(uint16_t h) {
   return tx_f32_from_bits((uint32_t)h << 16);
 }
 
-/* Nearest even; overflow to Inf; Inf stays; NaN to 0x7fc0. */
-TX_FN uint16_t tx_bf16_from_f32(float x) {
-  const uint32_t bits = tx_bits_from_f32(x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return (uint16_t)(tx_magnitude_bits(x) > TX_F32_INF ? 0x7fc0u : rounded);
+/* x, or the one NaN that stands for all. */
+TX_FN float tx_one_nan(float x) {
+  return x == x ? x : tx_f32_from_bits(0x7fc00000u);
 }
 
-/* Threshold. A finite value never becomes Inf (saturates at the largest finite); Inf stays; NaN to 0x7fc0. */
+/* Nearest even; overflow to Inf; Inf stays; NaN to 0x7fc0. */
+TX_FN uint16_t tx_bf16_from_f32(float x) {
+  const uint32_t bits = tx_bits_from_f32(tx_one_nan(x));
+  return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+/* Threshold. A finite value never becomes Inf (saturates at the largest finite); Inf stays; NaN to 0x7fc0. Above the
+ * largest finite bf16 nothing is added, which does all three. */
 TX_FN uint16_t tx_bf16_round(float x, uint32_t u) {
-  const uint32_t sign = (tx_bits_from_f32(x) >> 16) & 0x8000u;
-  const int32_t magnitude = tx_magnitude_bits(x);
-  const uint32_t finite = (uint32_t)(magnitude > 0x7f7f0000 ? 0x7f7f0000 : magnitude);
-  const uint32_t rounded = (finite + (u >> 16)) >> 16;
-  const uint32_t code = sign | (magnitude >= TX_F32_INF ? 0x7f80u : rounded);
-  return (uint16_t)(magnitude > TX_F32_INF ? 0x7fc0u : code);
+  const uint32_t bits = tx_bits_from_f32(tx_one_nan(x));
+  const uint32_t up = tx_magnitude_bits(x) > 0x7f7f0000 ? 0u : u >> 16;
+  return (uint16_t)((bits + up) >> 16);
 }
 
 /* -- small floats ------------------------------------------------------------------------------------------------ */
