@@ -1,0 +1,144 @@
+"""The norm of all gradients, and clipping by it."""
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_ext import _ops, _tensors
+
+if TYPE_CHECKING:
+    from torch_ext._optimizer import Adam
+
+_STATS_LEN = 21  # TX_STATS_LEN
+_NOBODY = 2**63 - 1  # grad_stats_: no tensor has a non-finite element
+_MARK = "_torch_ext_clipping"
+
+
+class Clipping:
+    """What was found out about a set of gradients; one-element tensors on their device.
+
+    It holds for these gradients as they are now. The first of them carries a mark, since identities come again and
+    gradients of the next backward are new tensors; version counters tell that nobody wrote to them.
+    """
+
+    def __init__(self, norm: Tensor, clip_coef: Tensor, found_inf: Tensor, first_bad: Tensor) -> None:
+        self.norm = norm
+        self.clip_coef = clip_coef
+        self.found_inf = found_inf
+        self.first_bad = first_bad  # int64 [1]: index of the first gradient that is not finite
+        self.used = False
+        self._versions: list[int] = []
+
+    def attach(self, grads: Sequence[Tensor]) -> None:
+        """From here on it is known which gradients it belongs to."""
+        self._versions = [g._version for g in grads]
+        if grads:
+            setattr(grads[0], _MARK, self)
+
+    def belongs_to(self, grads: Sequence[Tensor]) -> bool:
+        """Whether these are the gradients; False where they were used up or replaced, RuntimeError where they were
+        changed.
+        """
+        if not grads or getattr(grads[0], _MARK, None) is not self:
+            return False
+        if [g._version for g in grads] == self._versions:
+            return True
+        if self.used:
+            return False
+        raise RuntimeError(
+            "gradients were written between clip_grad_norm_(optimizer, ...) and step(), so the coefficient no longer "
+            "fits "
+            "them: clip last, or clip in place with clip_grad_norm_(parameters, ...); optimizer.zero_grad() forgets a "
+            "clip"
+        )
+
+    def warn_if_skipped(self, members: Sequence[Any]) -> None:
+        """Says which gradient made the step be skipped, where that is known without waiting for a device."""
+        if self.found_inf.device.type == "cpu" and self.found_inf.item() != 0:
+            first = int(self.first_bad.item())
+            who = f"the gradient of {members[first].name}" if first < len(members) else "the norm of the gradients"
+            warnings.warn(f"torch_ext: a step was skipped: {who} is not finite", RuntimeWarning, stacklevel=2)
+
+
+def measure(grads: Sequence[Tensor], max_norm: float, grad_scale: Tensor) -> Clipping:
+    """One pass over the gradients (F32, BF16 or F16 in any memory order, on one device).
+
+    grad_scale: fp32, one element or none: the gradients are that many times too large.
+    """
+    with torch.no_grad():
+        device = grads[0].device if grads else torch.device("cpu")
+        stats = torch.zeros(_STATS_LEN, dtype=torch.int64, device=device)
+        first_bad = torch.full((1,), _NOBODY, dtype=torch.int64, device=device)
+        norm, clip_coef, found_inf = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(3))
+        _ops.call("grad_stats_", [_tensors.contiguous(g.detach()) for g in grads], stats, first_bad)
+        _ops.call("grad_norm_", stats, grad_scale, max_norm, norm, clip_coef, found_inf)
+    return Clipping(norm, clip_coef, found_inf, first_bad)
+
+
+def clip_grad_norm_(
+    optimizer_or_params: "Adam | Tensor | Iterable[Tensor]",
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clips gradients to a total norm; returns the true norm of all of them before, a one-element fp32 tensor.
+
+    Given an optimizer of ours, it only reads: the next step multiplies by the coefficient, max_norm / (norm + 1e-6)
+    where that is below 1, and skips itself where the norm is not finite. The coefficient is forgotten at zero_grad.
+    Given parameters (or one tensor), gradients are multiplied in place, as torch.nn.utils.clip_grad_norm_ does; a norm
+    that is not finite turns all of them into NaN, so that no step can go unnoticed.
+
+    max_norm: > 0; math.inf only measures. norm_type: 2. error_if_nonfinite: RuntimeError instead, gradients untouched.
+    foreach: accepted and without effect: it always is one operator.
+    """
+    if norm_type != 2:
+        raise ValueError(
+            f"norm_type is {norm_type}; 2 is legal: for others use torch.nn.utils.clip_grad_norm_ on the parameters"
+        )
+    max_norm = float(max_norm)
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; a number > 0 is legal (math.inf measures without clipping)")
+    if isinstance(optimizer_or_params, torch.optim.Optimizer):
+        return _clip_at_step(optimizer_or_params, max_norm, error_if_nonfinite)
+    params = [optimizer_or_params] if isinstance(optimizer_or_params, Tensor) else list(optimizer_or_params)
+    grads = [p.grad for p in params if p.grad is not None]
+    clipping = measure(grads, max_norm, _tensors.NONE)
+    _raise_if(error_if_nonfinite, clipping)
+    if grads and max_norm != math.inf:
+        bad = clipping.found_inf != 0
+        coefficient = torch.where(bad, torch.full_like(clipping.clip_coef, math.nan), clipping.clip_coef)
+        with torch.no_grad():
+            torch._foreach_mul_(grads, coefficient)
+    return clipping.norm
+
+
+def _clip_at_step(optimizer: torch.optim.Optimizer, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+    from torch_ext._optimizer import Adam
+
+    if not isinstance(optimizer, Adam):
+        raise TypeError(
+            f"{type(optimizer).__name__} does not apply a clip coefficient in its step; pass the parameters instead "
+            f"of the "
+            "optimizer, or use torch_ext.AdamW"
+        )
+    clipping = optimizer._clip(max_norm)
+    if error_if_nonfinite:
+        try:
+            _raise_if(True, clipping)
+        except RuntimeError:
+            optimizer._clipping = None
+            raise
+    return clipping.norm
+
+
+def _raise_if(wanted: bool, clipping: Clipping) -> None:
+    if wanted and clipping.found_inf.item() != 0:
+        raise RuntimeError(
+            f"the total norm of the gradients is {clipping.norm.item()}, so they cannot be clipped; leave out "
+            "error_if_nonfinite to skip such steps"
+        )

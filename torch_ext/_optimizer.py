@@ -1,0 +1,441 @@
+"""AdamW and Adam: torch.optim.Optimizer on the outside, one adamw_ call per step on the inside."""
+
+import math
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from torch_ext import _checkpoint, _groups, _masters, _state, _tensors
+from torch_ext._clip import Clipping, measure
+from torch_ext._groups import Params
+from torch_ext._masters import Seen
+from torch_ext._plan import Member, Plan
+from torch_ext._policy import Policy
+
+_ON_EXTERNAL_WRITE = ("resync", "error", "ignore")
+# Our own attributes that a pickled or copied optimizer keeps; lists made from tensors are made again.
+_KEPT = ("policy", "skip_nonfinite", "on_external_write", "_skipped", "_step_supports_amp_scaling")
+
+
+class Adam(torch.optim.Optimizer):
+    """Adam (Kingma & Ba 2015) with torch.optim.Adam's arguments and state_dict, in the dtypes of a policy.
+
+    The step is one fused pass over memory whatever `fused` and `foreach` say; `capturable` is accepted; `amsgrad` and
+    `differentiable` are refused. params: parameters, named parameters or groups, as torch takes them. Keyword-only, and
+    beyond torch's:
+
+    policy: of `load_policy`; None: that of the dtype of most trainable elements. Parameters in other dtypes follow
+    their
+        own row of it.
+    moment_rounding: "dithered", "stochastic" or "nearest": how moments are brought to 16 or 8 bits. None: the policy's.
+    weight_rounding: the same for a 16-bit weight without a master.
+    seed: of the rounding thresholds; saved with the state.
+    skip_nonfinite: True: a step with a non-finite gradient is left out and counted, at the price of one more read of
+    the
+        gradients where nothing else has read them (a clip, a loss scale).
+    on_external_write: what to do where a weight is not what its master rounds to, because somebody else wrote it:
+        "resync" (the master becomes the weight), "error", or "ignore" (the master overwrites the weight). A write is
+        noticed by the parameter's version counter and address, and by the identity of its master. Writes through
+        `p.data`, numpy or a storage leave no such trace: call `resync_masters()` after them.
+    """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling to the step; False with fused=False
+    _decoupled: bool | None = None  # None: the group says
+
+    # Derived from parameters, state and groups; None or empty where it has to be made again.
+    _plan: Plan | None
+    _hyper: tuple[list[Any], _groups.Hyper] | None
+    _seen: dict[Tensor, Seen]
+    _clipping: Clipping | None
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        policy: Policy | None = None,
+        moment_rounding: str | None = None,
+        weight_rounding: str | None = None,
+        seed: int = 0,
+        skip_nonfinite: bool = False,
+        on_external_write: str = "resync",
+    ) -> None:
+        if policy is not None and not isinstance(policy, Policy):
+            raise TypeError(f"policy is a {type(policy).__name__}; what torch_ext.load_policy returns is legal")
+        if on_external_write not in _ON_EXTERNAL_WRITE:
+            raise ValueError(f"on_external_write is {on_external_write!r}; {', '.join(_ON_EXTERNAL_WRITE)} are legal")
+        if not isinstance(params, Tensor):  # torch says what is wrong with a single tensor
+            params = cast(Params, list(params))
+        self.policy = _groups.policy_of(params) if policy is None else policy
+        self.skip_nonfinite = skip_nonfinite
+        self.on_external_write = on_external_write
+        self._forget()
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "moment_rounding": self.policy.moment_rounding if moment_rounding is None else moment_rounding,
+            "weight_rounding": self.policy.weight_rounding if weight_rounding is None else weight_rounding,
+            "seed": seed,
+        }
+        _groups.refuse(defaults, "")
+        super().__init__(params, defaults)
+        if fused is False:
+            self._step_supports_amp_scaling = False
+        device = next((p.device for p in self._everyone() if p.requires_grad), torch.device("cpu"))
+        self._skipped = torch.zeros(1, dtype=torch.int64, device=device)
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Refused, with what to do about it: parameters that are twice in it or share memory, complex,
+        sparse, meta and inference tensors, other dtypes than float32, bfloat16 and float16."""
+        before = len(self.param_groups)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "optimizer contains a parameter group with duplicate parameters")
+            try:
+                super().add_param_group(param_group)
+            except UserWarning:
+                raise ValueError("a parameter is twice in one group; pass tied weights once") from None
+        group = self.param_groups[before]
+        try:
+            self._admit(group, f"group {before}: ")
+        except Exception:
+            del self.param_groups[before]
+            raise
+        _groups.fill(group, {}, self._decoupled)
+        self._make_steps(group)
+        self._plan = None
+
+    def _admit(self, group: dict[str, Any], where: str) -> None:
+        _groups.refuse(group, where)
+        _groups.refuse_differing(group, self.param_groups[0], where)
+        names = _groups.names(self.param_groups)
+        trained = [(p, name) for p, name in zip(self._everyone(), names, strict=True) if p.requires_grad]
+        for p, name in trained:
+            _tensors.refuse_param(p, name)
+            _state.kinds_of(self.policy, p.dtype)
+        devices = {p.device: name for p, name in trained}
+        if len(devices) > 1:
+            places = " and ".join(f"{name} on {device}" for device, name in devices.items())
+            raise ValueError(f"parameters are on several devices ({places}); make one optimizer per device")
+        _tensors.refuse_overlap([p for p, _ in trained], [name for _, name in trained])
+
+    def _make_steps(self, group: dict[str, Any]) -> None:
+        """The steps of a group as views of one tensor; zero for trainable parameters that have none."""
+        counted = [p for p in group["params"] if p.requires_grad or "step" in self._state_of(p)]
+        if counted:
+            steps = torch.zeros(len(counted), dtype=torch.float32, device=counted[0].device).unbind()
+            for p, step in zip(counted, steps, strict=True):
+                if "step" in self.state[p]:
+                    step.fill_(float(self.state[p]["step"]))
+                self.state[p]["step"] = step
+
+    def _everyone(self) -> list[Tensor]:
+        return _groups.everyone(self.param_groups)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns the closure's loss, if there is a closure.
+
+        Parameters without a gradient are left alone. Raises RuntimeError where a gradient or a parameter is not what
+        the operator takes, naming it; nothing has been written then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        everyone = [p for group in self.param_groups for p in group["params"]]
+        grads = [p.grad for p in everyone]
+        active = [g is not None for g in grads]
+        present = [g for g in grads if g is not None]
+        if not present:
+            return
+        plan = self._plan
+        if plan is None or not plan.fits(everyone, active, self.state):
+            plan = self._make_plan(everyone, active, present)
+            if plan is None:
+                return
+        hyper = self._current_hyper()
+        clipping = self._current_clipping(present)
+        if (suspects := plan.suspects()) and self.on_external_write != "ignore":
+            check = _masters.resync if self.on_external_write == "resync" else _masters.refuse_written
+            check([plan.members[i] for i in suspects])
+        plan.load_copies()
+        states = (plan.exp_avgs, plan.exp_avg_sqs, plan.masters, plan.scales, plan.steps)
+        scalars = (*self._scalars(clipping), self._skipped)
+        arguments = (*states, hyper.lrs, hyper.groups, plan.meta, *scalars, *hyper.shared)
+        adamw = torch.ops.torch_ext.adamw_.default
+        try:
+            adamw(plan.weights, plan.lay_out(present), *arguments)
+        except RuntimeError:
+            # It refused and wrote nothing. Perhaps the gradients only lie differently than they did so far.
+            try:
+                adamw(plan.weights, plan.lay_out(present, always=True), *arguments)
+            except RuntimeError as refusal:
+                raise RuntimeError(_named(str(refusal), plan)) from None
+        plan.store_copies()
+        torch.autograd.graph.increment_version(plan.params)
+        plan.look()
+        if clipping is not None:
+            clipping.used = True
+            clipping.warn_if_skipped(plan.members)
+
+    def _make_plan(self, everyone: list[Tensor], active: list[bool], grads: list[Tensor]) -> Plan | None:
+        """The argument lists of this step, state included; None for a step that is inert."""
+        if self._plan is not None:
+            self._seen.update(self._plan.seen())
+            self._plan = None
+        present = set(everyone)
+        for gone in [p for p in self.state if isinstance(p, Tensor) and p not in present]:
+            del self.state[gone]
+        self._seen = {p: seen for p, seen in self._seen.items() if p in present}
+        first = not any("exp_avg" in self.state[p] for p in everyone if p in self.state)
+        # DCP calls step with lr 0 and zero gradients to have state made: that is no step (a counter at 1 would make the
+        # first real update 1.34 times too small).
+        inert = first and all(float(g["lr"]) == 0 for g in self.param_groups) and not any(bool(g.any()) for g in grads)
+        members = self._members(everyone, active)
+        if inert:
+            self._seen.clear()  # whatever is written before the first step shall be noticed
+            return None
+        self._plan = Plan(members, everyone, active, self.state, grads, self._seen)
+        return self._plan
+
+    def _members(self, everyone: list[Tensor], wanted: list[bool]) -> list[Member]:
+        """The wanted parameters, with state that is made where it is missing."""
+        names, ids = _groups.names(self.param_groups), _groups.ids(self.param_groups)
+        group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
+        chosen = [i for i, want in enumerate(wanted) if want]
+        for i in chosen:  # all of them before the first state is made
+            _tensors.refuse_param(everyone[i], names[i])
+        members = []
+        for i in chosen:
+            p, state = everyone[i], self.state[everyone[i]]
+            member = Member(p, state, _state.kinds_of(self.policy, p.dtype), ids[i], group_of[i], names[i])
+            if "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            if not _state.complete(state, member.kinds):
+                made = _state.make(p.detach(), member.kinds)
+                state.update({key: value for key, value in made.items() if key not in state})
+                if member.kinds.master is not None:
+                    self._seen[p] = _masters.look(p, member.master)
+            _state.settle(p.detach(), state, member.kinds, names[i])
+            members.append(member)
+        return members
+
+    def _current_hyper(self) -> _groups.Hyper:
+        key = _groups.key_of(self.param_groups)
+        if self._hyper is None or self._hyper[0] != key:
+            self._hyper = (key, _groups.hyper(self.param_groups))
+        return self._hyper[1]
+
+    def _scalars(self, clipping: Clipping | None) -> tuple[Tensor, Tensor, Tensor]:
+        """grad_scale, clip_coef, found_inf; the first and the last are attributes that GradScaler sets for one step."""
+        grad_scale = _one(self.__dict__.get("grad_scale"), self._skipped.device)
+        found_inf = _one(self.__dict__.get("found_inf"), self._skipped.device)
+        if clipping is None:
+            return grad_scale, _tensors.NONE, found_inf
+        both = clipping.found_inf if found_inf.numel() == 0 else found_inf + clipping.found_inf
+        return grad_scale, clipping.clip_coef, both
+
+    def skipped_steps(self) -> int:
+        """Steps left out because a gradient was not finite, since the optimizer was made. Waits for the device."""
+        return int(self._skipped.item())
+
+    # -- clipping -----------------------------------------------------------------------------------------------------
+
+    def _clip(self, max_norm: float) -> Clipping:
+        """Measures the gradients; the next step multiplies by the coefficient. `torch_ext.clip_grad_norm_` calls it."""
+        grads = [p.grad for p in self._everyone() if p.grad is not None]
+        grad_scale = _one(self.__dict__.get("grad_scale"), self._skipped.device)
+        self._clipping = measure(grads, max_norm, grad_scale)
+        self._clipping.attach(grads)
+        return self._clipping
+
+    def _current_clipping(self, grads: list[Tensor]) -> Clipping | None:
+        """The clipping that these gradients were given, or the check that skip_nonfinite asks for."""
+        clipping = self._clipping
+        if clipping is not None and clipping.belongs_to(grads):
+            return clipping
+        self._clipping = None
+        if self.skip_nonfinite and "found_inf" not in self.__dict__:
+            return measure(grads, math.inf, _one(self.__dict__.get("grad_scale"), self._skipped.device))
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. A clip coefficient that no step has applied is forgotten."""
+        self._clipping = None
+        super().zero_grad(set_to_none)
+
+    # -- masters ------------------------------------------------------------------------------------------------------
+
+    def resync_masters(self, force: bool = False) -> int:
+        """Compares every master with its weight and makes it the weight where it no longer rounds to it.
+
+        For weights that were written where nobody can notice (through `p.data`, numpy, a storage). 16-bit remainders
+        are legal beside any weight, so only `force=True`, which makes every master exactly its weight, changes them.
+        Returns the number of elements that changed.
+        """
+        everyone = self._everyone()
+        having = ["master_param" in state or "master_remainder" in state for state in map(self._state_of, everyone)]
+        with torch.no_grad():
+            members = self._members(everyone, having)
+            changed = _masters.resync(members, force)
+        self._seen.update({m.param: _masters.look(m.param, m.master) for m in members})
+        self._plan = None
+        return int(changed.sum())
+
+    def _state_of(self, p: Tensor) -> dict[str, Any]:
+        """What there is, without making an entry."""
+        return self.state.get(p, {})
+
+    # -- saving and loading -------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def state_dict(self) -> dict[str, Any]:
+        """torch's format: step, exp_avg, exp_avg_sq by parameter, and master_param (fp32) where there is a master.
+
+        Logical tensors: 8-bit and 16-bit scaled moments are decoded, masters reconstructed; what is logical at rest is
+        handed out as it is. State that does not exist yet is made, zero, which moves no weight and no counter.
+        """
+        with torch.no_grad():
+            everyone = self._everyone()
+            known = dict(self._seen)
+            self._members(everyone, [p.requires_grad or "exp_avg" in self._state_of(p) for p in everyone])
+            self._seen = known  # what was made now is checked before the first step: a silent write may come between
+        handle = self.register_state_dict_post_hook(
+            cast(Any, _checkpoint.logical), prepend=True
+        )  # before everybody else's
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    @torch.compiler.disable
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` of this class or of torch.optim.AdamW returned, under any policy.
+
+        Masters are not rounded to the parameter's dtype; a missing master is seeded from the weight. Moves no weight: a
+        master that does not round to its weight at the next step becomes the weight (see on_external_write), so model
+        and optimizer may be loaded in any order. Raises ValueError or TypeError, naming the parameter and the key,
+        before anything has changed.
+        """
+        handle = self.register_load_state_dict_pre_hook(cast(Any, _checkpoint.sealed))  # after everybody else's
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {key: self.__dict__[key] for key in _KEPT if key in self.__dict__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for key, value in state["state"].items():
+            if isinstance(value, _checkpoint.Sealed):
+                state["state"][key] = value.at_rest
+        super().__setstate__(state)
+        self._forget()
+        for group in self.param_groups:
+            _groups.fill(group, self.defaults, self._decoupled)
+            self._make_steps(group)
+
+    def _forget(self) -> None:
+        self._plan = None
+        self._hyper = None
+        self._seen = {}
+        self._clipping = None
+
+
+class AdamW(Adam):
+    """AdamW (Loshchilov & Hutter 2019) with torch.optim.AdamW's arguments and state_dict, in the dtypes of a policy.
+
+    See Adam for the arguments.
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        policy: Policy | None = None,
+        moment_rounding: str | None = None,
+        weight_rounding: str | None = None,
+        seed: int = 0,
+        skip_nonfinite: bool = False,
+        on_external_write: str = "resync",
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            policy=policy,
+            moment_rounding=moment_rounding,
+            weight_rounding=weight_rounding,
+            seed=seed,
+            skip_nonfinite=skip_nonfinite,
+            on_external_write=on_external_write,
+        )
+
+
+def _one(value: Any, device: torch.device) -> Tensor:
+    """A scalar that somebody set as a tensor, a number or not at all, as an fp32 tensor of one element or none."""
+    if value is None:
+        return _tensors.NONE
+    return torch.as_tensor(value, dtype=torch.float32, device=device)
+
+
+def _named(message: str, plan: Plan) -> str:
+    """The operator's message, with the parameter it speaks of."""
+    found = re.search(r"\b(params|grads|exp_avgs|exp_avg_sqs|masters|scales|steps|meta)\[(\d+)\]", message)
+    if found is None or int(found[2]) >= len(plan.members):
+        return message
+    return f"{message} (index {found[2]} is {plan.members[int(found[2])].name})"

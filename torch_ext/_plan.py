@@ -1,0 +1,166 @@
+"""The argument lists of one adamw_ call, kept from step to step while what they were made of stays the same.
+
+A step of a thousand small tensors is mostly Python unless Python does next to nothing per tensor: lists are built once,
+and a step only compares identities. Gradients are new tensors in every step and go to the operator unseen; it validates
+everything before it writes, so only where it refuses them are they looked at one by one.
+"""
+
+import operator
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext import _tensors
+from torch_ext._masters import Seen
+from torch_ext._state import Kinds
+
+
+class Member(NamedTuple):
+    """A parameter that has a gradient in this step."""
+
+    param: Tensor
+    state: dict[str, Any]  # at rest, complete
+    kinds: Kinds
+    id: int  # of its rounding thresholds
+    group: int
+    name: str  # for messages
+
+    @property
+    def master(self) -> Tensor:
+        """Of a member that has one."""
+        assert self.kinds.master is not None
+        return self.state[self.kinds.master]
+
+
+def values_of(state: Mapping[Tensor, dict[str, Any]]) -> list[Any]:
+    """Everything the optimizer holds, in one list."""
+    return list(chain.from_iterable(map(dict.values, state.values())))
+
+
+class Plan:
+    def __init__(
+        self,
+        members: list[Member],
+        everyone: list[Tensor],
+        active: list[bool],
+        state: Mapping[Tensor, dict[str, Any]],
+        grads: list[Tensor],
+        seen: Mapping[Tensor, Seen],
+    ) -> None:
+        self.members = members
+        self._everyone = everyone
+        self._active = active
+        self._values = values_of(state)
+
+        self.params = [m.param for m in members]
+        # A parameter that isn't dense is stepped as a contiguous copy. What gradients and state are laid out like:
+        self._orders = [
+            p if _tensors.is_dense(p) else torch.empty_like(p, memory_format=torch.contiguous_format)
+            for p in self.params
+        ]
+        self._copied = [(p, order) for p, order in zip(self.params, self._orders, strict=True) if order is not p]
+        self.weights = [_tensors.flat(order) for order in self._orders]
+        self.exp_avgs = [_tensors.flat(m.state["exp_avg"]) for m in members]
+        self.exp_avg_sqs = [_tensors.flat(m.state["exp_avg_sq"]) for m in members]
+        self.steps = [m.state["step"] for m in members]
+        self.masters = self._optional([m.state[m.kinds.master] if m.kinds.master else None for m in members])
+        self.scales = self._optional([m.state.get("scales") for m in members])
+        self.meta = torch.tensor([[m.id, 0, m.group] for m in members], dtype=torch.int64).reshape(-1, 3)
+
+        # A write by somebody else shows in these two. A weight that is passed as a view of its own must stay where it
+        # is.
+        self._watched = [i for i, m in enumerate(members) if m.kinds.master or self.weights[i] is not m.param]
+        self._watched_params = [self.params[i] for i in self._watched]
+        self._addresses = [p.data_ptr() for p in self._watched_params]
+        self._versions = [
+            self._known_version(i, address, seen) for i, address in zip(self._watched, self._addresses, strict=True)
+        ]
+
+        self._look_at_grads = bool(self._copied) or not all(
+            w is p and g.is_contiguous() for w, p, g in zip(self.weights, self.params, grads, strict=True)
+        )
+
+    @staticmethod
+    def _optional(tensors: list[Tensor | None]) -> list[Tensor]:
+        if all(t is None for t in tensors):
+            return []
+        return [_tensors.NONE if t is None else _tensors.flat(t) for t in tensors]
+
+    def _known_version(self, i: int, address: int, seen: Mapping[Tensor, Seen]) -> int:
+        """The version at which the weight was last seen, or -1, which no tensor has."""
+        member = self.members[i]
+        last = seen.get(member.param)
+        if last is None or member.kinds.master is None:
+            return -1
+        return last.version if last.address == address and last.master is member.master else -1
+
+    def fits(self, everyone: list[Tensor], active: list[bool], state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Whether the same parameters, state and memory take part as when the plan was made."""
+        values = values_of(state)
+        return (
+            len(everyone) == len(self._everyone)
+            and len(values) == len(self._values)
+            and active == self._active
+            and all(map(operator.is_, everyone, self._everyone))
+            and all(map(operator.is_, values, self._values))
+            and [p.data_ptr() for p in self._watched_params] == self._addresses
+        )
+
+    def suspects(self) -> list[int]:
+        """Members with a master whose weight somebody else may have written since it was last seen."""
+        versions = [p._version for p in self._watched_params]
+        if versions == self._versions:
+            return []
+        return [
+            i
+            for i, now, last in zip(self._watched, versions, self._versions, strict=True)
+            if now != last and self.members[i].kinds.master
+        ]
+
+    def look(self) -> None:
+        """From here on the weights are known to be what their masters round to."""
+        self._versions = [p._version for p in self._watched_params]
+
+    def seen(self) -> dict[Tensor, Seen]:
+        record = {}
+        for i, version, address in zip(self._watched, self._versions, self._addresses, strict=True):
+            member = self.members[i]
+            if member.kinds.master and version >= 0:
+                record[member.param] = Seen(version, address, member.master)
+        return record
+
+    def load_copies(self) -> None:
+        for param, scratch in self._copied:
+            scratch.copy_(param)
+
+    def store_copies(self) -> None:
+        for param, scratch in self._copied:
+            param.copy_(scratch)
+
+    def lay_out(self, grads: list[Tensor], always: bool = False) -> list[Tensor]:
+        """The gradients in the memory order of what they step; themselves where all of them are in it already."""
+        self._look_at_grads |= always
+        if not self._look_at_grads:
+            return grads
+        return [self._laid_out(i, g) for i, g in enumerate(grads)]
+
+    def _laid_out(self, i: int, grad: Tensor) -> Tensor:
+        member = self.members[i]
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of {member.name} is sparse ({grad.layout}): torch_ext steps dense gradients; build the "
+                "embedding with sparse=False, or give this parameter to torch.optim.SparseAdam"
+            )
+        if grad.dtype not in _tensors.TRAINED:
+            raise RuntimeError(
+                f"the gradient of {member.name} is in {grad.dtype}; float32, bfloat16 and float16 are legal"
+            )
+        if grad.shape != member.param.shape:
+            raise RuntimeError(
+                f"the gradient of {member.name} has shape {tuple(grad.shape)} and the parameter has "
+                f"{tuple(member.param.shape)}; they must be equal"
+            )
+        return _tensors.in_order_of(self._orders[i], grad)

@@ -1,0 +1,452 @@
+"""The loader: a model's dtype decides every other dtype, overrides win over each decision.
+
+All decisions are made in C (csrc/core/policy.c). Python finds the model's dtype, hands over mappings and hooks, and
+shows the result with torch's dtypes. The fields are the rows of csrc/core/policy.def, read from the library.
+"""
+
+import ctypes
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+
+from torch_ext import _dtypes, _library
+
+if TYPE_CHECKING:
+    from torch_ext._scaler import GradScaler
+
+Overrides: TypeAlias = Mapping[str, Any] | Callable[["Policy"], Mapping[str, Any] | None]
+
+# -- mirrors of the C structs -------------------------------------------------------------------------------------
+
+
+class _Field(_library.Struct):
+    c_name = "tx_policy_field"
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("legal", ctypes.c_char_p),
+        ("offset", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+        ("side", ctypes.c_int32),
+    ]
+
+
+class _Setting(_library.Struct):
+    c_name = "tx_setting"
+    _fields_ = [
+        ("key", ctypes.c_char_p),
+        ("text", ctypes.c_char_p),
+        ("number", ctypes.c_double),
+        ("integer", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+_HOOK = ctypes.CFUNCTYPE(
+    ctypes.c_int32,
+    ctypes.c_void_p,
+    ctypes.c_void_p,  # const tx_policy *
+    ctypes.POINTER(ctypes.POINTER(_Setting)),
+    ctypes.POINTER(ctypes.c_int64),
+    ctypes.POINTER(_library.Error),
+)
+
+
+class _Overrides(_library.Struct):
+    c_name = "tx_policy_overrides"
+    _fields_ = [
+        ("n", ctypes.c_int64),
+        ("settings", ctypes.POINTER(_Setting)),
+        ("hook", _HOOK),
+        ("hook_ctx", ctypes.c_void_p),
+    ]
+
+
+class _Arguments(_library.Struct):
+    c_name = "tx_policy_args"
+    _fields_ = [
+        ("size", ctypes.c_uint64),
+        ("n_config", ctypes.c_int64),
+        ("config", ctypes.POINTER(_Setting)),
+        ("optimizer", _Overrides),
+        ("ddp", _Overrides),
+        ("model_dtype", ctypes.c_int32),
+        ("bf16", ctypes.c_int32),
+        ("fp16", ctypes.c_int32),
+        ("preset", ctypes.c_int32),
+        ("full_shard", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class _Origin(_library.Struct):
+    c_name = "tx_origin"
+    _fields_ = [("source", ctypes.c_int32), ("cause", ctypes.c_int32)]
+
+
+# Pinned values of the header's enums.
+_F64, _I64, _DTYPE, _BOOL, _ENUM, _TEXT = range(6)  # tx_field_type
+_SIDE_OPTIMIZER, _SIDE_DDP = 1, 2  # tx_side
+_VALUE_NONE, _VALUE_BOOL, _VALUE_INT, _VALUE_FLOAT, _VALUE_TEXT, _VALUE_DTYPE = range(6)  # tx_value_kind
+_UNSET = -1
+_NO_INT = -(2**63)
+_INVALID_ARGUMENT = 100
+_PRESETS = {"seed": 0, "conservative": 1}  # tx_preset
+
+
+class _Row(NamedTuple):
+    """A field of tx_policy: how it is stored and read."""
+
+    name: str
+    choices: tuple[str, ...]  # of an enum, by value
+    offset: int
+    type: int
+    side: int
+
+
+_C_TYPES: dict[int, Any] = {_F64: ctypes.c_double, _I64: ctypes.c_int64}
+
+
+@functools.cache
+def rows() -> tuple[_Row, ...]:
+    """The library's table of policy fields, in its order."""
+    field_at = _library.function("tx_policy_field_at", ctypes.c_int32, restype=ctypes.POINTER(_Field))
+    table: list[_Row] = []
+    while field := field_at(len(table)):
+        f = field.contents
+        choices = tuple(part.strip() for part in f.legal.decode().split(","))
+        table.append(_Row(f.name.decode(), choices, f.offset, f.type, f.side))
+    return tuple(table)
+
+
+@functools.cache
+def policy_struct() -> type[_library.Struct]:
+    """The mirror of tx_policy."""
+    field_at = _library.function("tx_policy_field_at", ctypes.c_int32, restype=ctypes.POINTER(_Field))
+    fields: list[tuple[str, Any]] = [("size", ctypes.c_uint64)]
+    for i, row in enumerate(rows()):
+        c_type = _C_TYPES.get(row.type, ctypes.c_int32)
+        fields.append((row.name, ctypes.c_char * field_at(i).contents.bytes if row.type == _TEXT else c_type))
+    mirror = type("_PolicyStruct", (_library.Struct,), {"c_name": "tx_policy", "_fields_": fields})
+    for row in rows():
+        assert getattr(mirror, row.name).offset == row.offset, f"tx_policy.{row.name} is not where the library has it"
+    return mirror
+
+
+# -- the policy ---------------------------------------------------------------------------------------------------
+
+
+class Policy:
+    """What a model trains with. Frozen; made by `load_policy`.
+
+    Attributes are the rows of csrc/core/policy.def under Megatron-LM's names: dtypes are torch dtypes or None
+    (`param_dtype`, `main_params_dtype`, `exp_avg_dtype`, `exp_avg_sq_dtype`, `main_grads_dtype`, `grad_comm_dtype`),
+    choices are names (`moment_rounding == "dithered"`), absent numbers are None. `main_params_dtype` None means that
+    the weights are their own masters. `print(policy)` shows every value and where it came from.
+    """
+
+    __slots__ = ("_origins", "_values")
+    _values: dict[str, Any]
+    _origins: dict[str, tuple[int, int]]
+
+    def __init__(self, values: Mapping[str, Any], origins: Mapping[str, tuple[int, int]]) -> None:
+        object.__setattr__(self, "_values", dict(values))
+        object.__setattr__(self, "_origins", dict(origins))
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and name in self._values:
+            return self._values[name]
+        raise AttributeError(f"a policy has no {name!r}; it has {', '.join(self._values)}" if name[:1] != "_" else name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a policy is frozen: give {name!r} to load_policy as an override")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError("a policy is frozen")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._values})
+
+    def __eq__(self, other: object) -> bool:
+        return self._values == other._values if isinstance(other, Policy) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Policy, (self._values, self._origins)
+
+    def __repr__(self) -> str:
+        return f"Policy({', '.join(f'{key}={value!r}' for key, value in self._values.items())})"
+
+    def __str__(self) -> str:
+        struct, origins = self._as_c()
+        describe = _library.function(
+            "tx_policy_describe",
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_char_p,
+            ctypes.c_int64,
+            restype=ctypes.c_int64,
+        )
+        text = ctypes.create_string_buffer(describe(ctypes.byref(struct), origins, None, 0) + 1)
+        describe(ctypes.byref(struct), origins, text, len(text))
+        return text.value.decode().rstrip("\n")
+
+    @property
+    def optimizer_config(self) -> dict[str, Any]:
+        """The optimizer's keys with plain values (dtypes as names): serialisable, and legal as an override."""
+        return self._config(_SIDE_OPTIMIZER)
+
+    @property
+    def ddp_config(self) -> dict[str, Any]:
+        """The data-parallel buckets' keys with plain values (dtypes as names): serialisable, and legal as an
+        override.
+        """
+        return self._config(_SIDE_DDP)
+
+    def grad_scaler(self, device: str = "cpu") -> "GradScaler":
+        """The dynamic loss scale of this policy, as a torch.amp.GradScaler; disabled unless the policy is fp16.
+
+        device: type of the device that losses and gradients are on.
+        """
+        from torch_ext._scaler import GradScaler
+
+        return GradScaler(self, device=device)
+
+    def row(self, dtype: torch.dtype) -> "Policy":
+        """The policy for those parameters of the model that have another dtype (fp32 norms in a bf16 model).
+
+        Explicit values stay, all others are those of a model in `dtype`. Raises ValueError where there is none.
+        """
+        if dtype == self.param_dtype:
+            return self
+        code = _dtypes.code_of(dtype)
+        if code is None:
+            raise ValueError(f"no policy for parameters of {dtype}; float32, bfloat16 and float16 are legal")
+        struct, origins = self._as_c()
+        row = policy_struct()(size=ctypes.sizeof(policy_struct()))
+        _library.function("tx_policy_row", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)(
+            ctypes.byref(struct), origins, code, ctypes.byref(row)
+        )
+        return Policy(_decode(row), self._origins)
+
+    def _config(self, side: int) -> dict[str, Any]:
+        plain = {row.name: self._values[row.name] for row in rows() if row.side & side}
+        return {k: _dtypes.name_of(v) if isinstance(v, torch.dtype) else v for k, v in plain.items()}
+
+    def _as_c(self) -> tuple[ctypes.Structure, Any]:
+        origins = (_Origin * len(rows()))(*(_Origin(*self._origins[row.name]) for row in rows()))
+        return _encode(self._values), origins
+
+
+def _decode(struct: ctypes.Structure) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for row in rows():
+        value = getattr(struct, row.name)
+        if row.type == _F64:
+            value = None if value != value else value
+        elif row.type == _I64:
+            value = None if value == _NO_INT else value
+        elif row.type == _DTYPE:
+            value = _dtypes.dtype_of(value)
+        elif row.type == _BOOL:
+            value = bool(value)
+        elif row.type == _ENUM:
+            value = row.choices[value]
+        else:
+            value = value.decode("utf-8", "replace")
+        values[row.name] = value
+    return values
+
+
+def _encode(values: Mapping[str, Any]) -> ctypes.Structure:
+    struct = policy_struct()(size=ctypes.sizeof(policy_struct()))
+    for row in rows():
+        value = values[row.name]
+        if row.type == _F64:
+            value = float("nan") if value is None else value
+        elif row.type == _I64:
+            value = _NO_INT if value is None else value
+        elif row.type == _DTYPE:
+            value = 0 if value is None else _dtypes.code_of(value)
+        elif row.type == _ENUM:
+            value = row.choices.index(value)
+        elif row.type == _TEXT:
+            value = value.encode()
+        setattr(struct, row.name, value)
+    return struct
+
+
+# -- the loader ---------------------------------------------------------------------------------------------------
+
+
+def load_policy(
+    model: Any = None,
+    *,
+    bf16: bool | None = None,
+    fp16: bool | None = None,
+    preset: str = "seed",
+    full_shard: bool = False,
+    optimizer_config: Mapping[str, Any] | None = None,
+    override_optimizer_config: Overrides | None = None,
+    override_ddp_config: Overrides | None = None,
+) -> Policy:
+    """Decides every dtype from the model's; see csrc/torch_ext.h, tx_policy_resolve, for the rules.
+
+    model: a Module (the dtype of most of its trainable elements counts), a dtype or its name, None (bf16 unless a flag
+    says
+        otherwise), or any configuration object with `bf16` and `fp16` attributes (an absent one is False).
+    bf16, fp16: flags instead of, or in agreement with, the model; where both are true fp16 wins.
+    preset: "seed": a bf16 model has bf16 moments, gradients and buckets beside fp32 masters; "conservative": every
+    state
+        is fp32 unless asked otherwise.
+    full_shard: the defaults of full sharding (distributed optimizer, NaN check, optim_grads_params, overlap).
+    optimizer_config: passes through (lr, min_lr, clip_grad, weight_decay, optimizer, ...); weaker than the dtype.
+    override_optimizer_config, override_ddp_config: a mapping whose keys win one by one, or a hook: called once with the
+        resolved policy, it returns such a mapping (or None).
+
+    Raises ValueError for unknown keys (naming the nearest), illegal values and explicit values that contradict each
+    other (naming both keys); TypeError for a model that is none. An exception raised by a hook comes out as it is.
+    """
+    if preset not in _PRESETS:
+        raise ValueError(f"preset is {preset!r}; {' and '.join(map(repr, _PRESETS))} are legal")
+    model_dtype, bf16, fp16 = _source(model, bf16, fp16)
+    keep: list[Any] = []  # whatever C borrows until the call returns
+    raised: list[BaseException] = []
+    arguments = _Arguments(
+        size=ctypes.sizeof(_Arguments),
+        optimizer=_overrides("override_optimizer_config", override_optimizer_config, keep, raised),
+        ddp=_overrides("override_ddp_config", override_ddp_config, keep, raised),
+        model_dtype=model_dtype,
+        bf16=_UNSET if bf16 is None else int(bf16),
+        fp16=_UNSET if fp16 is None else int(fp16),
+        preset=_PRESETS[preset],
+        full_shard=int(full_shard),
+    )
+    arguments.n_config, arguments.config = _settings("optimizer_config", optimizer_config, keep)
+    struct = policy_struct()(size=ctypes.sizeof(policy_struct()))
+    origins = (_Origin * len(rows()))()
+    resolve = _library.function(
+        "tx_policy_resolve", ctypes.POINTER(_Arguments), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
+    )
+    try:
+        resolve(ctypes.byref(arguments), ctypes.byref(struct), origins, len(rows()))
+    except (ValueError, RuntimeError):
+        if raised:
+            raise raised[0] from None
+        raise
+    return Policy(_decode(struct), {row.name: (o.source, o.cause) for row, o in zip(rows(), origins, strict=True)})
+
+
+def _source(model: Any, bf16: bool | None, fp16: bool | None) -> tuple[int, bool | None, bool | None]:
+    """The model's tx_dtype (0: none is given) and the flags."""
+    if model is None:
+        return 0, bf16, fp16
+    if isinstance(model, torch.nn.Module):
+        dtype, what = _model_dtype(model), type(model).__name__
+    elif isinstance(model, torch.dtype):
+        dtype, what = model, "model"
+    elif isinstance(model, str):
+        dtype, what = _dtypes.coerce_dtypes({"param_dtype": model})["param_dtype"], "model"
+        if dtype is None:
+            return 0, bf16, fp16
+    elif hasattr(model, "bf16") or hasattr(model, "fp16"):
+        own_bf16, own_fp16 = bool(getattr(model, "bf16", False)), bool(getattr(model, "fp16", False))
+        return 0, own_bf16 if bf16 is None else bf16, own_fp16 if fp16 is None else fp16
+    else:
+        raise TypeError(
+            f"model is a {type(model).__name__}; a torch.nn.Module, a dtype, a dtype's name, or a configuration with "
+            "bf16 and fp16 attributes is legal"
+        )
+    code = _dtypes.code_of(dtype)
+    if code is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{what} is in {dtype}; float32, bfloat16 and float16 are what torch_ext trains")
+    return code, bf16, fp16
+
+
+def _model_dtype(model: torch.nn.Module) -> torch.dtype:
+    """The dtype of most trainable elements (of all floating-point ones where nothing is trainable)."""
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    elements: Counter[torch.dtype] = Counter()
+    for p in [p for p in parameters if p.requires_grad] or parameters:
+        elements[p.dtype] += max(p.numel(), 1)
+    if not elements:
+        raise ValueError(
+            f"{type(model).__name__} has no floating-point parameters to take a dtype from; pass the dtype instead of "
+            f"the "
+            "model"
+        )
+    return elements.most_common(1)[0][0]
+
+
+def _settings(what: str, mapping: Mapping[str, Any] | None, keep: list[Any]) -> tuple[int, Any]:
+    if mapping is None:
+        return 0, None
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"{what} is a {type(mapping).__name__}; a mapping is legal")
+    array = (_Setting * len(mapping))(*(_setting(what, key, value) for key, value in mapping.items()))
+    keep.append(array)
+    return len(mapping), ctypes.cast(array, ctypes.POINTER(_Setting))
+
+
+def _setting(what: str, key: Any, value: Any) -> _Setting:
+    if not isinstance(key, str):
+        raise TypeError(f"{what} has the key {key!r}; keys are names")
+    setting = _Setting(key=_dtypes.c_text(key))
+    if value is None:
+        setting.kind = _VALUE_NONE
+    elif isinstance(value, bool):
+        setting.kind, setting.integer = _VALUE_BOOL, value
+    elif isinstance(value, torch.dtype):
+        code = _dtypes.code_of(value)
+        if code is None:
+            raise ValueError(f"{what}: {key} is {value}, which torch_ext does not know")
+        setting.kind, setting.integer = _VALUE_DTYPE, code
+    elif isinstance(value, str):
+        setting.kind, setting.text = _VALUE_TEXT, _dtypes.c_text(value)
+    elif hasattr(value, "__index__"):
+        integer = value.__index__()
+        if not -(2**63) <= integer < 2**63:
+            raise ValueError(f"{what}: {key} is {value}, which 64 bits do not hold")
+        setting.kind, setting.integer = _VALUE_INT, integer
+    elif hasattr(value, "__float__"):
+        setting.kind, setting.number = _VALUE_FLOAT, float(value)
+    else:
+        raise TypeError(
+            f"{what}: {key} is a {type(value).__name__}; a number, a name, a bool, a torch dtype or None is legal"
+        )
+    return setting
+
+
+def _overrides(what: str, given: Overrides | None, keep: list[Any], raised: list[BaseException]) -> _Overrides:
+    overrides = _Overrides()
+    if callable(given) and not isinstance(given, Mapping):
+        overrides.hook = _hook(what, given, keep, raised)
+        keep.append(overrides.hook)
+    else:
+        overrides.n, overrides.settings = _settings(what, given, keep)
+    return overrides
+
+
+def _hook(what: str, ask: Callable[[Policy], Any], keep: list[Any], raised: list[BaseException]) -> Any:
+    def hook(_ctx: Any, address: Any, settings: Any, n: Any, error: Any) -> int:
+        try:
+            struct = policy_struct().from_address(address)
+            # What a hook sees has been decided, but not yet by whom: the origins are known at the end.
+            answer = ask(Policy(_decode(struct), {row.name: (0, -1) for row in rows()}))
+            count, array = _settings(f"the answer of {what}", answer, keep)
+        except BaseException as problem:  # C has no exceptions: it comes out of load_policy
+            raised.append(problem)
+            error.contents.message = b"the hook raised an exception"
+            return _INVALID_ARGUMENT
+        n[0] = count
+        if count:
+            settings[0] = array
+        return 0
+
+    return _HOOK(hook)

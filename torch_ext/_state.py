@@ -1,0 +1,189 @@
+"""The optimizer's state of one parameter: at rest, as the operators keep it, and logical, as checkpoints hold it.
+
+At rest (`opt.state[p]`)                                   logical (`state_dict()`, torch's keys and one more)
+  step              fp32, one element                        step
+  exp_avg           policy dtype, shape of p                 exp_avg       fp32 where it is block-scaled, else as it is
+  exp_avg_sq        policy dtype, shape of p                 exp_avg_sq    likewise; block-scaled ones hold the root
+  scales            uint8, where a moment is fp16 or uint8: a byte per 128 elements of exp_avg, then of exp_avg_sq
+  master_param      fp32, shape of p                         master_param  fp32
+  master_remainder  int16, shape of p                        master_param  fp32, exactly (weight, remainder)
+At most one of the masters exists. Decoding and encoding again gives the same bytes.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext import _ops, _tensors
+from torch_ext._policy import Policy
+
+BLOCK = 128  # TX_BLOCK
+FORMATS = {"exp_avg": 0, "exp_avg_sq": 1}  # tx_format of each moment where it is block-scaled
+LOGICAL = ("step", "exp_avg", "exp_avg_sq", "master_param")
+
+
+class Kinds(NamedTuple):
+    """What the state of a parameter is made of."""
+
+    exp_avg: torch.dtype
+    exp_avg_sq: torch.dtype
+    master: str | None  # the key of its master: "master_param", "master_remainder"
+
+    def scaled(self, moment: str) -> bool:
+        return getattr(self, moment) in (torch.float16, torch.uint8)
+
+
+def kinds_of(policy: Policy, dtype: torch.dtype) -> Kinds:
+    """What a parameter in `dtype` has under the policy. Raises ValueError for settings that the optimizer refuses."""
+    row = policy.row(dtype)
+    if row.main_params_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"main_params_dtype is {row.main_params_dtype}: a master must hold more than the weight; torch.float32 "
+            f"(or None, "
+            "for no master) is legal"
+        )
+    master = None
+    if dtype != torch.float32 and row.main_params_dtype is not None:
+        remainder = row.store_param_remainders and dtype == torch.bfloat16
+        master = "master_remainder" if remainder else "master_param"
+    return Kinds(row.exp_avg_dtype, row.exp_avg_sq_dtype, master)
+
+
+def blocks(p: Tensor) -> int:
+    return -(-p.numel() // BLOCK)
+
+
+def complete(state: Mapping[str, Any], kinds: Kinds) -> bool:
+    """Whether the state has been made: all of it, or nothing but the step."""
+    return "exp_avg" in state and "exp_avg_sq" in state and (kinds.master is None or kinds.master in state)
+
+
+def settle(p: Tensor, state: dict[str, Any], kinds: Kinds, name: str) -> None:
+    """Sees to it that complete state at rest is that of p as p is now.
+
+    Where p came to lie differently in memory (channels_last, say), the state follows. Raises ValueError where somebody
+    put a state here that p cannot have.
+    """
+    keys = ["exp_avg", "exp_avg_sq"] + ([kinds.master] if kinds.master else [])
+    expected = [kinds.exp_avg, kinds.exp_avg_sq, torch.int16 if kinds.master == "master_remainder" else torch.float32]
+    for key, dtype in zip(keys, expected, strict=False):
+        if state[key].dtype != dtype or state[key].shape != p.shape:
+            raise ValueError(
+                f"{name} is {tuple(p.shape)} in {p.dtype}, so its {key} must be {tuple(p.shape)} in {dtype}; it is "
+                f"{tuple(state[key].shape)} in {state[key].dtype}. A model that was converted after its optimizer took "
+                "steps needs a new optimizer"
+            )
+    contiguous = not _tensors.is_dense(p)
+    for key in keys:
+        if not (state[key].is_contiguous() if contiguous else _tensors.same_order(state[key], p)):
+            state.update(encode(p, decode(p, state, kinds), kinds, {}))
+            return
+
+
+def make(p: Tensor, kinds: Kinds) -> dict[str, Tensor]:
+    """Zero moments, and the weight as its own master; without the step."""
+    state = {"exp_avg": _tensors.like(p, kinds.exp_avg), "exp_avg_sq": _tensors.like(p, kinds.exp_avg_sq)}
+    n_scales = (kinds.scaled("exp_avg") + kinds.scaled("exp_avg_sq")) * blocks(p)
+    if n_scales:
+        state["scales"] = torch.zeros(n_scales, dtype=torch.uint8, device=p.device)
+    if kinds.master == "master_param":
+        state["master_param"] = _tensors.like(p, torch.float32).copy_(p)
+    elif kinds.master == "master_remainder":
+        state["master_remainder"] = _tensors.like(p, torch.int16)  # 0: exactly the weight
+    return state
+
+
+def scale_of(state: Mapping[str, Tensor], kinds: Kinds, moment: str) -> Tensor:
+    """The part of `scales` that belongs to a block-scaled moment (a view)."""
+    half = state["scales"].numel() // (kinds.scaled("exp_avg") + kinds.scaled("exp_avg_sq"))
+    first = half if moment == "exp_avg_sq" and kinds.scaled("exp_avg") else 0
+    return state["scales"][first : first + half]
+
+
+def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
+    """At rest -> logical. Tensors that are logical already are handed out as they are, not copied."""
+    logical: dict[str, Any] = {"step": state["step"]}
+    for moment, form in FORMATS.items():
+        value = state[moment]
+        if kinds.scaled(moment):
+            decoded = torch.empty_like(value, dtype=torch.float32, memory_format=torch.preserve_format)
+            source, target = _tensors.flat(value), _tensors.flat(decoded)
+            _ops.call("cast_", [source], [target], [scale_of(state, kinds, moment)], [], _tensors.NONE, form, 0, 0, 0)
+            value = decoded
+        logical[moment] = value
+    if kinds.master == "master_param":
+        logical["master_param"] = state["master_param"]
+    elif kinds.master == "master_remainder":
+        remainder = state["master_remainder"]
+        master = torch.empty_like(remainder, dtype=torch.float32, memory_format=torch.preserve_format)
+        weight = _tensors.in_order_of(remainder, p.detach())
+        _ops.call("master_decode_", [weight], [_tensors.flat(remainder)], [_tensors.flat(master)])
+        logical["master_param"] = master
+    return logical
+
+
+def encode(p: Tensor, logical: Mapping[str, Any], kinds: Kinds, own: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Logical -> at rest, without the step; a missing master is seeded from the weight.
+
+    Copies, except of tensors that are `own` state already. Touches neither p nor `own`.
+    """
+    state = make(p, kinds)
+    for moment, form in FORMATS.items():
+        value = logical[moment]
+        if kinds.scaled(moment):
+            wide = _tensors.in_order_of(state[moment], value.to(device=p.device, dtype=torch.float32))
+            target = _tensors.flat(state[moment])
+            _ops.call("cast_", [wide], [target], [], [scale_of(state, kinds, moment)], _tensors.NONE, form, 0, 0, 0)
+        else:
+            _install(state, moment, value, own)
+    master = logical.get("master_param")
+    if master is not None and kinds.master == "master_param":
+        _install(state, "master_param", master, own)
+    elif master is not None and kinds.master == "master_remainder":
+        remainder = state["master_remainder"]
+        wide = _tensors.in_order_of(remainder, master.to(device=p.device, dtype=torch.float32))
+        # The operator also writes the weight that the remainder belongs to: not ours, loading moves no weight.
+        weight = torch.empty(wide.shape, dtype=p.dtype, device=p.device)
+        _ops.call("master_encode_", [wide], [weight], [_tensors.flat(remainder)])
+    return state
+
+
+def _install(state: dict[str, Tensor], key: str, value: Tensor, own: Mapping[str, Any]) -> None:
+    mine = own.get(key)
+    if mine is not None and value is mine and mine.dtype == state[key].dtype and mine.device == state[key].device:
+        state[key] = mine
+    else:
+        state[key].copy_(value)
+
+
+def refuse(p: Tensor, logical: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError or TypeError unless `logical` is the state of a parameter like p."""
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        if key not in logical:
+            raise ValueError(
+                f"{where} has no {key!r}; the state of an Adam has {', '.join(LOGICAL[:3])} (and master_param), this "
+                f"one has "
+                f"{', '.join(map(str, logical)) or 'nothing'}"
+            )
+    for key, value in logical.items():
+        if key == "max_exp_avg_sq":
+            raise ValueError(
+                f"{where} was saved with amsgrad=True, which torch_ext does not have; resume with torch.optim"
+            )
+        if key not in LOGICAL:
+            raise ValueError(f"{where} has {key!r}; the state of an Adam has {', '.join(LOGICAL)}")
+        if key == "step":
+            continue
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            found = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{where}: {key} is {found}; a floating-point tensor (a logical state, decoded) is legal")
+        if value.shape != p.shape:
+            raise ValueError(
+                f"{where}: {key} has shape {tuple(value.shape)} and the parameter has {tuple(p.shape)}; they must be "
+                f"equal"
+            )
+    step = float(logical["step"])
+    if not 0 <= step < 2**24 or step != int(step):
+        raise ValueError(f"{where}: step is {step}; a whole number in [0, 2^24) is legal")

@@ -1,0 +1,101 @@
+"""Tensors as the operators take them: contiguous memory, one after the other in memory order."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+
+# "This one has none", inside a list or for a single argument.
+NONE = torch.empty(0)
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether the elements fill one run of memory, each once, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_order(a: Tensor, b: Tensor) -> bool:
+    """Whether two dense tensors have the same shape and the same element at every place in memory."""
+    if a.shape != b.shape:
+        return False
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(size == 1 or x == y for size, x, y in strides)
+
+
+def flat(t: Tensor) -> Tensor:
+    """A dense tensor's memory as a contiguous tensor: itself where it is contiguous, else a one-dimensional view."""
+    return t if t.is_contiguous() else t.detach().as_strided((t.numel(),), (1,), t.storage_offset())
+
+
+def like(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of t's shape, and of its memory order where t is dense."""
+    if is_dense(t):
+        return torch.zeros_like(t, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+    return torch.zeros(t.shape, dtype=dtype, device=t.device)
+
+
+def in_order_of(t: Tensor, values: Tensor) -> Tensor:
+    """`values` as contiguous memory in the order of the dense tensor t: a view where it has that order, else a copy."""
+    if same_order(t, values):
+        return flat(values)
+    copy = torch.empty_like(t, dtype=values.dtype, memory_format=torch.preserve_format, requires_grad=False)
+    return flat(copy.copy_(values))
+
+
+def contiguous(values: Tensor) -> Tensor:
+    """`values` as contiguous memory in whatever order it has: a view where it is dense, else a copy."""
+    return flat(values) if is_dense(values) else values.contiguous()
+
+
+def refuse_param(p: Tensor, name: str) -> None:
+    """Raises where an optimizer of ours cannot train p; the message says what to do instead."""
+    if hasattr(type(p), "__tensor_flatten__"):
+        raise TypeError(
+            f"{name} is a {type(p).__name__}, a tensor that wraps others; pass the local tensors that it holds"
+        )
+    if p.is_complex():
+        raise TypeError(f"{name} is complex ({p.dtype}); optimize torch.view_as_real of it, which shares its memory")
+    if p.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {p.layout}; only dense (strided) parameters are legal: use p.to_dense()")
+    if p.dtype not in TRAINED:
+        raise TypeError(
+            f"{name} is in {p.dtype}; float32, bfloat16 and float16 are legal: convert the model, or leave the "
+            f"parameter out"
+        )
+    if p.is_meta:
+        raise ValueError(
+            f"{name} is a meta tensor, which holds no data; materialise it first (module.to_empty(device=...))"
+        )
+    if p.is_inference():
+        raise ValueError(
+            f"{name} was made under torch.inference_mode(), so nobody can tell when it changes; make the model "
+            f"outside of it"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+        raise ValueError(
+            f"{name} is an expanded tensor, in which several elements share memory; call .contiguous() on it"
+        )
+
+
+def refuse_overlap(params: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Raises where two parameters share memory: each would be stepped with the other's state."""
+    ranges = []
+    for p, name in zip(params, names, strict=True):
+        if p.numel():
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+            ranges.append((str(p.device), p.data_ptr(), p.data_ptr() + extent * p.element_size(), name, is_dense(p)))
+    ranges.sort(key=lambda r: r[:3])
+    for a, b in pairwise(ranges):
+        # Columns of one matrix interleave without sharing an element: only dense ones tell by their ranges.
+        if a[0] == b[0] and b[1] < a[2] and (a[1] == b[1] or (a[4] and b[4])):
+            raise ValueError(
+                f"{a[3]} and {b[3]} share memory; pass tied weights once, and views of one tensor as that tensor"
+            )
