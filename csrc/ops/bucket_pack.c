@@ -8,14 +8,8 @@
 
 /* Bucket and scales belong together, and each range lies in the bucket, on a block edge where there are blocks. */
 static tx_status check_ranges(tx_tensor bucket, tx_tensor scales, int64_t n, const char *name, const tx_tensor *tensors,
-                              const int64_t *offsets, int *form, tx_error *error) {
-  TX_FORWARD(tx_check_form("bucket", "scales", -1, bucket, scales, TX_FORMAT_SIGNED, form, error));
-  if (*form >= TX_WIRES) {
-    return tx_fail(error, TX_ERROR_DTYPE,
-                   "bucket is %s with scales; uint8 is legal with, float32, bfloat16 and float16 "
-                   "without",
-                   tx_dtype_name(bucket.dtype));
-  }
+                              const int64_t *offsets, tx_error *error) {
+  TX_FORWARD(tx_check_wire("bucket", "scales", -1, bucket, scales, error));
   for (int64_t i = 0; i < n; i++) {
     if (offsets[i] < 0 || offsets[i] > bucket.numel || tensors[i].numel > bucket.numel - offsets[i]) {
       return tx_fail(error, TX_ERROR_SHAPE,
@@ -24,7 +18,7 @@ static tx_status check_ranges(tx_tensor bucket, tx_tensor scales, int64_t n, con
                      (long long)i, (long long)offsets[i], (long long)tensors[i].numel, name, (long long)i,
                      (long long)bucket.numel);
     }
-    if (tx_form_is_scaled(*form) && tensors[i].numel && offsets[i] % TX_BLOCK != 0) {
+    if (scales.numel && tensors[i].numel && offsets[i] % TX_BLOCK != 0) {
       return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
                      "offsets[%lld] is %lld; in a uint8 bucket multiples of %d are legal, since its blocks are scaled",
                      (long long)i, (long long)offsets[i], TX_BLOCK);
@@ -89,7 +83,7 @@ static void pack_piece(void *ctx, void *local, int64_t tensor, int64_t begin, in
   }
 }
 
-static tx_status check_pack(const tx_bucket_pack_args *a, const tx_parallel *parallel, int *form, tx_error *error) {
+static tx_status check_pack(const tx_bucket_pack_args *a, const tx_parallel *parallel, tx_error *error) {
   if (!a || a->size != sizeof *a) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "args.size is %llu; %llu is legal (use TX_BUCKET_PACK_ARGS_INIT)",
                    (unsigned long long)(a ? a->size : 0), (unsigned long long)sizeof *a);
@@ -101,7 +95,7 @@ static tx_status check_pack(const tx_bucket_pack_args *a, const tx_parallel *par
   TX_FORWARD(tx_check_present("offsets", a->offsets, a->n, error));
   TX_FORWARD(tx_check_tensors(spans, 3, error));
   TX_FORWARD(tx_check_plain("grads", a->grads, a->n, error));
-  TX_FORWARD(check_ranges(a->bucket, a->scales, a->n, "grads", a->grads, a->offsets, form, error));
+  TX_FORWARD(check_ranges(a->bucket, a->scales, a->n, "grads", a->grads, a->offsets, error));
   for (int64_t i = 1; i < a->n; i++) {
     const int64_t free_from = a->offsets[i - 1] + a->grads[i - 1].numel;
     if (a->offsets[i] >= free_from) continue;
@@ -113,8 +107,8 @@ static tx_status check_pack(const tx_bucket_pack_args *a, const tx_parallel *par
 }
 
 tx_status tx_bucket_pack(const tx_bucket_pack_args *args, const tx_parallel *parallel, tx_error *error) {
-  pack_context context = {args, tx_kernels_selected(), 0};
-  TX_FORWARD(check_pack(args, parallel, &context.form, error));
+  TX_FORWARD(check_pack(args, parallel, error));
+  pack_context context = {args, tx_kernels_selected(), tx_form_of(args->bucket, args->scales, TX_FORMAT_SIGNED)};
   const tx_work work = {.n = 1, .tensors = &args->bucket, .piece = pack_piece, .ctx = &context};
   return tx_work_run(&work, parallel, error);
 }
@@ -139,15 +133,20 @@ static void unpack_piece(void *ctx, void *local, int64_t i, int64_t begin, int64
 
 tx_status tx_bucket_unpack(tx_tensor bucket, tx_tensor scales, int64_t n, const int64_t *offsets,
                            const tx_tensor *tensors, const tx_parallel *parallel, tx_error *error) {
-  unpack_context context = {tx_kernels_selected(), bucket, scales, offsets, tensors, 0};
   const tx_span spans[] = {{"bucket", &bucket, 1, 0}, {"scales", &scales, 1, 0}, {"tensors", tensors, n, 1}};
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_present("offsets", offsets, n, error));
   TX_FORWARD(tx_check_present("tensors", tensors, n, error));
   TX_FORWARD(tx_check_tensors(spans, 3, error));
   TX_FORWARD(tx_check_plain("tensors", tensors, n, error));
-  TX_FORWARD(check_ranges(bucket, scales, n, "tensors", tensors, offsets, &context.form, error));
+  TX_FORWARD(check_ranges(bucket, scales, n, "tensors", tensors, offsets, error));
   TX_FORWARD(tx_check_overlap(spans, 3, error));
+  unpack_context context = {.kernels = tx_kernels_selected(),
+                            .bucket = bucket,
+                            .scales = scales,
+                            .offsets = offsets,
+                            .tensors = tensors,
+                            .form = tx_form_of(bucket, scales, TX_FORMAT_SIGNED)};
   const tx_work work = {.n = n, .tensors = tensors, .piece = unpack_piece, .ctx = &context};
   return tx_work_run(&work, parallel, error);
 }

@@ -78,19 +78,12 @@ static void reduce_merge(void *ctx, const void *local) {
 /* Every chunk is like the first, and as long as the shard. */
 static tx_status check_chunks(const tx_bucket_reduce_args *a, tx_error *error) {
   for (int64_t i = 0; i < a->n; i++) {
-    int form;
     const tx_tensor chunk = a->chunks[i];
     if (chunk.numel != a->shard.numel) {
       return tx_fail(error, TX_ERROR_SHAPE, "chunks[%lld] has %lld elements and shard has %lld; they must be equal",
                      (long long)i, (long long)chunk.numel, (long long)a->shard.numel);
     }
-    TX_FORWARD(
-        tx_check_form("chunks", "scales", i, chunk, tx_at_or_none(a->scales, i), TX_FORMAT_SIGNED, &form, error));
-    if (form >= TX_WIRES) {
-      return tx_fail(error, TX_ERROR_DTYPE,
-                     "chunks[%lld] is %s with scales; uint8 is legal with, float32, bfloat16 and float16 without",
-                     (long long)i, tx_dtype_name(chunk.dtype));
-    }
+    TX_FORWARD(tx_check_wire("chunks", "scales", i, chunk, tx_at_or_none(a->scales, i), error));
     if (chunk.numel && chunk.dtype != a->chunks[0].dtype) {
       return tx_fail(error, TX_ERROR_DTYPE, "chunks[%lld] is %s and chunks[0] is %s; chunks of one dtype are legal",
                      (long long)i, tx_dtype_name(chunk.dtype), tx_dtype_name(a->chunks[0].dtype));
@@ -133,9 +126,7 @@ static tx_status check_reduce(const tx_bucket_reduce_args *a, const tx_parallel 
 tx_status tx_bucket_reduce(const tx_bucket_reduce_args *args, const tx_parallel *parallel, tx_error *error) {
   TX_FORWARD(check_reduce(args, parallel, error));
   if (args->shard.numel == 0) return TX_OK;
-  int wire;
-  (void)tx_check_form("chunks", "scales", 0, args->chunks[0], tx_at_or_none(args->scales, 0), TX_FORMAT_SIGNED, &wire,
-                      NULL);
+  const int wire = tx_form_of(args->chunks[0], tx_at_or_none(args->scales, 0), TX_FORMAT_SIGNED);
   reduce_context context = {args, tx_kernels_selected()->reduce[wire][tx_form_plain(args->shard.dtype)], {{0}, 0, 0}};
   const tx_work work = {.n = 1,
                         .tensors = &args->shard,

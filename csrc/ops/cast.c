@@ -11,18 +11,15 @@ typedef struct cast_context {
   const tx_kernels *kernels;
 } cast_context;
 
-static int form_of(const tx_cast_args *a, tx_tensor tensor, tx_tensor scales) {
-  return scales.numel ? tx_form_scaled(tensor.dtype, (tx_format)a->format) : tx_form_plain(tensor.dtype);
-}
-
 static void cast_piece(void *ctx, void *local, int64_t i, int64_t begin, int64_t count) {
   (void)local;
   const cast_context *c = ctx;
   const tx_cast_args *a = c->args;
   const tx_tensor src_scales = tx_at_or_none(a->src_scales, i), dst_scales = tx_at_or_none(a->dst_scales, i);
   const tx_meta meta = tx_meta_of(a->meta, i);
-  tx_convert(c->kernels, tx_run_at(form_of(a, a->srcs[i], src_scales), a->srcs[i], src_scales, begin),
-             tx_run_at(form_of(a, a->dsts[i], dst_scales), a->dsts[i], dst_scales, begin), count,
+  const tx_format format = (tx_format)a->format;
+  tx_convert(c->kernels, tx_run_at(tx_form_of(a->srcs[i], src_scales, format), a->srcs[i], src_scales, begin),
+             tx_run_at(tx_form_of(a->dsts[i], dst_scales, format), a->dsts[i], dst_scales, begin), count,
              tx_noise_at(a->seed, meta.id, TX_LANE_CAST, a->step, meta.start + begin), a->rounding);
 }
 
@@ -46,12 +43,9 @@ static tx_status check_cast(const tx_cast_args *a, const tx_parallel *parallel, 
   TX_FORWARD(tx_check_tensors(spans, 4, error));
   TX_FORWARD(tx_check_same_numel("srcs", a->srcs, "dsts", a->dsts, a->n, error));
   for (int64_t i = 0; i < a->n; i++) {
-    int form;
     const tx_format format = (tx_format)a->format;
-    TX_FORWARD(
-        tx_check_form("srcs", "src_scales", i, a->srcs[i], tx_at_or_none(a->src_scales, i), format, &form, error));
-    TX_FORWARD(
-        tx_check_form("dsts", "dst_scales", i, a->dsts[i], tx_at_or_none(a->dst_scales, i), format, &form, error));
+    TX_FORWARD(tx_check_form("srcs", "src_scales", i, a->srcs[i], tx_at_or_none(a->src_scales, i), format, error));
+    TX_FORWARD(tx_check_form("dsts", "dst_scales", i, a->dsts[i], tx_at_or_none(a->dst_scales, i), format, error));
     if (tx_meta_of(a->meta, i).start < 0) {
       return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "meta[%lld] has start %lld; start >= 0 is legal", (long long)i,
                      (long long)a->meta[i].start);

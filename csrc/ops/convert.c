@@ -76,22 +76,33 @@ tx_status tx_check_plain(const char *name, const tx_tensor *tensors, int64_t n, 
   return TX_OK;
 }
 
-tx_status tx_check_form(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,
-                        tx_format format, int *form, tx_error *error) {
-  *form = 0;
+/* forms: how many of forms.def's are legal, from the first; scaled_names: the scaled ones among them, for the message.
+ */
+static tx_status check_form(const char *name, const char *scales_name, int64_t index, tx_tensor tensor,
+                            tx_tensor scales, tx_format format, int forms, const char *scaled_names, tx_error *error) {
+  if (tensor.numel == 0 && scales.numel == 0) return TX_OK;
   char at[24] = "";
   if (index >= 0) (void)snprintf(at, sizeof at, "[%lld]", (long long)index);
-  if (tensor.numel == 0 && scales.numel == 0) return TX_OK;
-  *form = scales.numel ? tx_form_scaled(tensor.dtype, format) : tx_form_plain(tensor.dtype);
-  if (*form < 0) {
+  const int form = tx_form_of(tensor, scales, format);
+  if (form < 0 || form >= forms) {
     return tx_fail(error, TX_ERROR_DTYPE,
-                   "%s%s is %s %s scales; float32, bfloat16 and float16 are legal without, uint8 and float16 with %s%s",
-                   name, at, tx_dtype_name(tensor.dtype), scales.numel ? "with" : "without", scales_name, at);
+                   "%s%s is %s %s scales; float32, bfloat16 and float16 are legal without, %s with %s%s", name, at,
+                   tx_dtype_name(tensor.dtype), scales.numel ? "with" : "without", scaled_names, scales_name, at);
   }
-  const int64_t wanted = tx_form_is_scaled(*form) ? tx_blocks(tensor.numel) : 0;
+  const int64_t wanted = tx_form_is_scaled(form) ? tx_blocks(tensor.numel) : 0;
   if (scales.numel == wanted && (wanted == 0 || scales.dtype == TX_U8)) return TX_OK;
   return tx_fail(error, TX_ERROR_SHAPE,
                  "%s%s is %lld elements of %s; %lld of uint8 are legal, one for each block of %d elements of %s%s",
                  scales_name, at, (long long)scales.numel, tx_dtype_name(scales.dtype), (long long)wanted, TX_BLOCK,
                  name, at);
+}
+
+tx_status tx_check_form(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,
+                        tx_format format, tx_error *error) {
+  return check_form(name, scales_name, index, tensor, scales, format, TX_FORMS, "uint8 and float16", error);
+}
+
+tx_status tx_check_wire(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,
+                        tx_error *error) {
+  return check_form(name, scales_name, index, tensor, scales, TX_FORMAT_SIGNED, TX_WIRES, "uint8", error);
 }

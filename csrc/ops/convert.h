@@ -27,9 +27,17 @@ tx_status tx_check_present(const char *name, const void *list, int64_t n, tx_err
 /* Each tensor that has elements is F32, BF16 or F16. */
 tx_status tx_check_plain(const char *name, const tx_tensor *tensors, int64_t n, tx_error *error);
 
-/* The form of name[i] given its scales (none: a plain form), which must be one uint8 per block. An empty tensor is fine
- * in any dtype: *form is then 0. index < 0: a single tensor, messages without an index. */
+/* A tensor whose scales are given (none: it must be plain) has a form, and one uint8 of scale per block. An empty one
+ * is fine in any dtype. index < 0: a single tensor, messages without an index. tx_check_wire is for data that travels:
+ * plain, or U8 in TX_FORMAT_SIGNED. */
 tx_status tx_check_form(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,
-                        tx_format format, int *form, tx_error *error);
+                        tx_format format, tx_error *error);
+tx_status tx_check_wire(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,
+                        tx_error *error);
+
+/* The form itself; -1: there is none. */
+static inline int tx_form_of(tx_tensor tensor, tx_tensor scales, tx_format format) {
+  return scales.numel ? tx_form_scaled(tensor.dtype, format) : tx_form_plain(tensor.dtype);
+}
 
 #endif

@@ -28,8 +28,11 @@ class Array {
     if (n > 0) std::memset(data(), 0, byte_count());
   }
   Array(tx_dtype dtype, const std::vector<float> &values) : Array(dtype, static_cast<int64_t>(values.size())) {
-    for (int64_t i = 0; i < n_; i++) Set(i, values[i]);
+    for (int64_t i = 0; i < n_; i++)
+      Set(i, values[i]);
   }
+
+  Array(tx_dtype dtype, std::initializer_list<float> values) : Array(dtype, std::vector<float>(values)) {}
 
   tx_dtype dtype() const { return dtype_; }
   int64_t size() const { return n_; }
@@ -82,7 +85,8 @@ class Array {
   // Any bytes at all: every NaN, every subnormal.
   Array &FillBytes(uint32_t seed) {
     std::mt19937 generator(seed);
-    for (size_t i = 0; i < byte_count(); i++) data()[i] = static_cast<uint8_t>(generator());
+    for (size_t i = 0; i < byte_count(); i++)
+      data()[i] = static_cast<uint8_t>(generator());
     return *this;
   }
 
@@ -93,35 +97,42 @@ class Array {
   std::vector<uint8_t> raw_;
 };
 
-inline tx_tensor None() { return {nullptr, 0, TX_NONE, 0}; }
+inline tx_tensor None() {
+  return {nullptr, 0, TX_NONE, 0};
+}
 
 // int64 values as a tensor.
 class Counts : public Array {
  public:
   explicit Counts(std::vector<int64_t> values) : Array(TX_I64, static_cast<int64_t>(values.size())) {
-    for (int64_t i = 0; i < size(); i++) SetWord(i, values[i]);
+    for (int64_t i = 0; i < size(); i++)
+      SetWord(i, values[i]);
   }
   int64_t operator[](int64_t i) const { return Word<int64_t>(i); }
 };
 
-inline std::string DtypeName(tx_dtype dtype) { return tx_dtype_name(dtype); }
+inline std::string DtypeName(tx_dtype dtype) {
+  return tx_dtype_name(dtype);
+}
 
 // A call that must fail: `call` takes a tx_error *; `written` may not change by a byte.
 template <typename Call>
 void ExpectRefused(Call call, tx_status status, const std::string &says, const std::vector<const Array *> &written) {
   std::vector<std::vector<uint8_t>> before;
-  for (const Array *array : written) before.push_back(array->raw());
+  for (const Array *array : written)
+    before.push_back(array->raw());
   tx_error error = {};
   EXPECT_EQ(call(&error), status) << error.message;
   EXPECT_NE(std::string(error.message).find(says), std::string::npos) << error.message << "\n  should say: " << says;
   EXPECT_EQ(call(nullptr), status) << "without a message buffer";
-  for (size_t i = 0; i < written.size(); i++) EXPECT_EQ(written[i]->raw(), before[i]) << "array " << i << " changed";
+  for (size_t i = 0; i < written.size(); i++)
+    EXPECT_EQ(written[i]->raw(), before[i]) << "array " << i << " changed";
 }
 
-#define EXPECT_OK(call)                                           \
-  do {                                                            \
-    tx_error error = {};                                          \
-    EXPECT_EQ((call)(&error), TX_OK) << error.message;            \
+#define EXPECT_OK(call)                                \
+  do {                                                 \
+    tx_error error = {};                               \
+    EXPECT_EQ((call)(&error), TX_OK) << error.message; \
   } while (0)
 
 #endif

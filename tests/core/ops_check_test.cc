@@ -13,7 +13,9 @@ extern "C" {
 namespace {
 
 char memory[4096];
-tx_tensor At(int64_t byte, int64_t numel, tx_dtype dtype = TX_U8) { return {memory + byte, numel, dtype, 0}; }
+tx_tensor At(int64_t byte, int64_t numel, tx_dtype dtype = TX_U8) {
+  return {memory + byte, numel, dtype, 0};
+}
 
 TEST(CheckTensors, E10_ElementSizesAreThoseOfTheOperatorsDtypes) {
   for (auto [dtype, size] : std::vector<std::pair<tx_dtype, int64_t>>{
@@ -155,8 +157,10 @@ TEST(CheckParallel, WantsASizeAndSomethingToRun) {
 }
 
 TEST(CheckRounding, KnowsThree) {
-  for (int rounding : {0, 1, 2}) EXPECT_EQ(tx_check_rounding("r", rounding, nullptr), TX_OK);
-  for (int rounding : {-1, 3}) EXPECT_EQ(tx_check_rounding("r", rounding, nullptr), TX_ERROR_ILLEGAL_VALUE);
+  for (int rounding : {0, 1, 2})
+    EXPECT_EQ(tx_check_rounding("r", rounding, nullptr), TX_OK);
+  for (int rounding : {-1, 3})
+    EXPECT_EQ(tx_check_rounding("r", rounding, nullptr), TX_ERROR_ILLEGAL_VALUE);
 }
 
 }  // namespace

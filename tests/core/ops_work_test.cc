@@ -64,7 +64,8 @@ void Piece(void *ctx, void *local, int64_t tensor, int64_t begin, int64_t count)
   if (tiny * 0.5f == 0.0f) seen.bad_mode++;
   mine.magic = 0x5eed;
   mine.elements += count;
-  for (int64_t i = begin; i < begin + count; i++) seen.visits[tensor][i]++;
+  for (int64_t i = begin; i < begin + count; i++)
+    seen.visits[tensor][i]++;
   seen.pieces++;
 }
 
@@ -80,13 +81,14 @@ TEST_P(EveryShape, VisitsEachElementOnceOnBlockEdges) {
   const auto &[shape, n_threads] = GetParam();
   Seen seen(shape.numels);
   Threads threads(n_threads);
-  const tx_work work = {static_cast<int64_t>(seen.tensors.size()), seen.tensors.data(), Piece, Merge, sizeof(Local),
-                        &seen};
+  const tx_work work = {
+      static_cast<int64_t>(seen.tensors.size()), seen.tensors.data(), Piece, Merge, sizeof(Local), &seen};
   ASSERT_EQ(tx_work_run(&work, n_threads == 1 ? nullptr : threads.parallel(), nullptr), TX_OK);
   int64_t total = 0;
   for (size_t t = 0; t < shape.numels.size(); t++) {
     total += shape.numels[t];
-    for (int64_t i = 0; i < shape.numels[t]; i++) ASSERT_EQ(seen.visits[t][i], 1) << t << " " << i;
+    for (int64_t i = 0; i < shape.numels[t]; i++)
+      ASSERT_EQ(seen.visits[t][i], 1) << t << " " << i;
   }
   EXPECT_EQ(seen.bad_begin, 0);
   EXPECT_EQ(seen.bad_count, 0);
@@ -94,8 +96,7 @@ TEST_P(EveryShape, VisitsEachElementOnceOnBlockEdges) {
   EXPECT_EQ(seen.merged, total);
   EXPECT_LE(seen.merges, n_threads);
 }
-INSTANTIATE_TEST_SUITE_P(Shapes, EveryShape,
-                         testing::Combine(testing::ValuesIn(kShapes), testing::Values(1, 2, 3, 8)),
+INSTANTIATE_TEST_SUITE_P(Shapes, EveryShape, testing::Combine(testing::ValuesIn(kShapes), testing::Values(1, 2, 3, 8)),
                          [](const auto &info) {
                            return std::string(std::get<0>(info.param).name) + "_" +
                                   std::to_string(std::get<1>(info.param)) + "_threads";
@@ -108,7 +109,8 @@ TEST(Work, RunsOneRegionWithNoMoreTasksThanUnits) {
     static void Run(void *ctx, int64_t n, void (*task)(void *, int64_t), void *arg) {
       static_cast<Regions *>(ctx)->calls++;
       static_cast<Regions *>(ctx)->tasks = n;
-      for (int64_t i = 0; i < n; i++) task(arg, i);
+      for (int64_t i = 0; i < n; i++)
+        task(arg, i);
     }
   };
   for (const auto &[numels, calls, tasks] : std::vector<std::tuple<std::vector<int64_t>, int64_t, int64_t>>{

@@ -1,0 +1,644 @@
+// tx_bucket_pack, _unpack, _accumulate and _reduce: gradients into wire data, and sums of it.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <vector>
+
+extern "C" {
+#include "csrc/math/block_scale.h"
+#include "csrc/math/dither.h"
+}
+#include "tests/core/arrays.h"
+#include "tests/core/same_bits.h"
+
+namespace {
+
+const float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
+const std::vector<tx_dtype> kWires = {TX_F32, TX_BF16, TX_F16, TX_U8};
+
+Counts NoStats() {
+  return Counts(std::vector<int64_t>(TX_STATS_LEN, 0));
+}
+
+int64_t ScaleBytes(tx_dtype wire, int64_t n) {
+  return wire == TX_U8 ? tx_blocks(n) : 0;
+}
+
+// A bucket, or a chunk of one: data and the scales that go with it.
+struct Wire {
+  Array data, scales;
+  Wire(tx_dtype dtype, int64_t n) : data(dtype, n), scales(TX_U8, ScaleBytes(dtype, n)) {}
+  float Get(int64_t i) const {
+    if (data.dtype() != TX_U8) return data.Get(i);
+    return tx_block_value(tx_block_e4m3(), data.Word<uint8_t>(i), tx_scale_decode(scales.Word<uint8_t>(i / TX_BLOCK)));
+  }
+  tx_tensor scales_or_none() { return scales.size() ? scales.tensor() : None(); }
+  bool operator==(const Wire &other) const {
+    return data.raw() == other.data.raw() && scales.raw() == other.scales.raw();
+  }
+};
+
+// One gradient into a bucket of its size.
+Wire Pack(Array &grad, tx_dtype wire, int32_t rounding = TX_NEAREST) {
+  Wire bucket(wire, grad.size());
+  const int64_t offset = 0;
+  const tx_tensor tensor = grad.tensor();
+  tx_bucket_pack_args args = TX_BUCKET_PACK_ARGS_INIT;
+  args.n = 1;
+  args.grads = &tensor;
+  args.offsets = &offset;
+  args.bucket = bucket.data.tensor();
+  args.scales = bucket.scales_or_none();
+  args.rounding = rounding;
+  tx_error error = {};
+  EXPECT_EQ(tx_bucket_pack(&args, nullptr, &error), TX_OK) << error.message;
+  return bucket;
+}
+
+// -- pack -------------------------------------------------------------------------------------------------------
+
+struct Layout {
+  const char *name;
+  int64_t bucket;
+  std::vector<int64_t> offsets, numels;
+};
+
+const std::vector<Layout> kLayouts = {
+    {"empty", 0, {}, {}},
+    {"only_a_gap", 300, {}, {}},
+    {"one_exact", 256, {0}, {256}},
+    {"one_element", 1, {0}, {1}},
+    {"gap_first", 300, {128}, {172}},
+    {"gap_last", 1000, {0}, {129}},
+    {"gaps_between", 2048, {128, 384, 1024}, {100, 1, 513}},
+    {"F4_golden", 10368, {0, 128}, {100, 10000}},
+    {"E3_unused_in_the_middle", 1024, {0, 256, 512}, {200, 0, 300}},
+    {"all_unused", 1024, {0, 256, 512}, {0, 0, 0}},
+    {"unused_at_the_end", 256, {0, 256}, {256, 0}},
+    {"many_units", 5 * 16384, {0, 16384 - 128, 3 * 16384}, {16000, 25000, 2 * 16384}},
+    {"thousand_tiny", 128000, {}, {}}, /* filled in below */
+};
+
+Layout Filled(Layout layout) {
+  for (int64_t i = 0; layout.bucket == 128000 && i < 1000; i++) {
+    layout.offsets.push_back(128 * i);
+    layout.numels.push_back(i % 3 == 0 ? 0 : 1 + i % 128);
+  }
+  return layout;
+}
+
+struct PackCase {
+  Layout layout;
+  tx_dtype wire;
+};
+
+std::vector<PackCase> PackCases() {
+  std::vector<PackCase> cases;
+  for (const Layout &layout : kLayouts) {
+    for (tx_dtype wire : kWires)
+      cases.push_back({Filled(layout), wire});
+  }
+  return cases;
+}
+
+uint32_t Threshold(int32_t rounding, uint64_t seed, int64_t step, int64_t i) {
+  if (rounding == TX_DITHERED) return tx_lattice_base(seed, 0, TX_LANE_WIRE, step, i);
+  return tx_stochastic(tx_stochastic_key(seed, 0, TX_LANE_WIRE, step), static_cast<uint32_t>(i));
+}
+
+// The bucket as csrc/math's scalar functions make it, from its elements one by one.
+Wire ExpectedBucket(const std::vector<float> &values, tx_dtype wire, int32_t rounding, uint64_t seed, int64_t step) {
+  const int64_t n = static_cast<int64_t>(values.size());
+  Wire bucket(wire, n);
+  if (wire != TX_U8) {
+    for (int64_t i = 0; i < n; i++)
+      bucket.data.Set(i, values[i]);
+    return bucket;
+  }
+  for (int64_t at = 0; at < n; at += TX_BLOCK) {
+    const int32_t count = static_cast<int32_t>(std::min<int64_t>(TX_BLOCK, n - at));
+    uint32_t u[TX_BLOCK];
+    for (int32_t i = 0; i < count; i++)
+      u[i] = Threshold(rounding, seed, step, at + i);
+    bucket.scales.data()[at / TX_BLOCK] = tx_block_encode_u8(
+        tx_block_e4m3(), values.data() + at, count, rounding == TX_NEAREST ? nullptr : u, bucket.data.data() + at);
+  }
+  return bucket;
+}
+
+class EveryLayout : public testing::TestWithParam<PackCase> {};
+
+TEST_P(EveryLayout, E3_PacksWhatIsThereAndZeroesWhatIsNot) {
+  const auto &[layout, wire] = GetParam();
+  for (int32_t rounding : {TX_NEAREST, TX_DITHERED, TX_STOCHASTIC}) {
+    std::vector<Array> grads;
+    std::vector<float> values(static_cast<size_t>(layout.bucket), 0.0f);
+    for (size_t i = 0; i < layout.numels.size(); i++) {
+      grads.emplace_back(Array(kPlain[i % 3], layout.numels[i]).Fill(static_cast<uint32_t>(i), 1e-2f));
+      for (int64_t j = 0; j < layout.numels[i]; j++)
+        values[layout.offsets[i] + j] = grads[i].Get(j);
+    }
+    std::vector<tx_tensor> tensors;
+    for (Array &grad : grads)
+      tensors.push_back(grad.tensor());
+    Wire bucket(wire, layout.bucket);
+    bucket.data.FillBytes(1); /* what the last use left */
+    bucket.scales.FillBytes(2);
+    tx_bucket_pack_args args = TX_BUCKET_PACK_ARGS_INIT;
+    args.n = static_cast<int64_t>(tensors.size());
+    args.grads = tensors.data();
+    args.offsets = layout.offsets.data();
+    args.bucket = bucket.data.tensor();
+    args.scales = bucket.scales_or_none();
+    args.seed = 77;
+    args.step = 5;
+    args.rounding = rounding;
+    tx_error error = {};
+    Threads threads(3);
+    ASSERT_EQ(tx_bucket_pack(&args, threads.parallel(), &error), TX_OK) << error.message;
+    EXPECT_TRUE(bucket == ExpectedBucket(values, wire, rounding, 77, 5)) << "rounding " << rounding;
+
+    /* and back, into tensors of other dtypes; an unused one is passed over */
+    std::vector<Array> back;
+    std::vector<tx_tensor> back_tensors;
+    for (size_t i = 0; i < layout.numels.size(); i++)
+      back.emplace_back(kPlain[(i + 1) % 3], layout.numels[i]);
+    for (Array &array : back)
+      back_tensors.push_back(array.tensor());
+    ASSERT_EQ(tx_bucket_unpack(args.bucket, args.scales, args.n, args.offsets, back_tensors.data(), threads.parallel(),
+                               &error),
+              TX_OK)
+        << error.message;
+    for (size_t i = 0; i < back.size(); i++) {
+      Array expected(back[i].dtype(), back[i].size());
+      for (int64_t j = 0; j < expected.size(); j++)
+        expected.Set(j, bucket.Get(layout.offsets[i] + j));
+      ASSERT_EQ(back[i].raw(), expected.raw()) << i;
+    }
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Layouts, EveryLayout, testing::ValuesIn(PackCases()), [](const auto &info) {
+  return std::string(info.param.layout.name) + "_" + DtypeName(info.param.wire);
+});
+
+// Offsets need block edges only where there are blocks.
+TEST(Pack, PlainBucketsTakeAnyOffset) {
+  Array a(TX_F32, {1, 2, 3}), b(TX_BF16, {4, 5}), bucket(TX_BF16, 8);
+  const tx_tensor grads[] = {a.tensor(), b.tensor()};
+  const int64_t offsets[] = {1, 5};
+  tx_bucket_pack_args args = TX_BUCKET_PACK_ARGS_INIT;
+  args.n = 2;
+  args.grads = grads;
+  args.offsets = offsets;
+  args.bucket = bucket.FillBytes(3).tensor();
+  EXPECT_OK([&](tx_error *e) { return tx_bucket_pack(&args, nullptr, e); });
+  EXPECT_EQ(bucket.raw(), Array(TX_BF16, {0, 1, 2, 3, 0, 4, 5, 0}).raw());
+}
+
+TEST(Pack, SameDtypeKeepsEveryBit) {
+  for (tx_dtype dtype : kPlain) {
+    Array grad(dtype, 5000);
+    grad.FillBytes(8); /* NaN payloads and signalling NaNs included */
+    EXPECT_EQ(Pack(grad, dtype).data.bytes(), grad.bytes()) << DtypeName(dtype);
+  }
+}
+
+// An 8-bit wire loses a NaN's place in its block but not that there was one.
+TEST(Pack, ANonFiniteGradientStaysLoudOnTheWire) {
+  for (tx_dtype wire : kWires) {
+    Array grad(TX_F32, 300);
+    grad.Fill(1).Set(130, kInf);
+    const Wire bucket = Pack(grad, wire);
+    EXPECT_FALSE(std::isfinite(bucket.Get(130))) << DtypeName(wire);
+    EXPECT_TRUE(std::isfinite(bucket.Get(127)) && std::isfinite(bucket.Get(256))) << DtypeName(wire);
+  }
+}
+
+struct Packing {
+  std::vector<tx_tensor> grads;
+  std::vector<int64_t> offsets;
+  tx_bucket_pack_args args = TX_BUCKET_PACK_ARGS_INIT;
+};
+
+TEST(Pack, RefusesWithAMessageAndWritesNothing) {
+  Array grad(TX_F32, 200), wide(TX_F64, 10), bucket(TX_U8, 512), scales(TX_U8, 4), plain(TX_BF16, 512);
+  struct Case {
+    const char *says;
+    tx_status status;
+    void (*spoil)(Packing &);
+  };
+  for (const Case &c : std::vector<Case>{
+           {"args.size is 3", TX_ERROR_INVALID_ARGUMENT, [](Packing &p) { p.args.size = 3; }},
+           {"rounding is 5", TX_ERROR_ILLEGAL_VALUE, [](Packing &p) { p.args.rounding = 5; }},
+           {"n is -1", TX_ERROR_INVALID_ARGUMENT, [](Packing &p) { p.args.n = -1; }},
+           {"offsets is NULL", TX_ERROR_INVALID_ARGUMENT, [](Packing &p) { p.args.offsets = nullptr; }},
+           {"grads is NULL", TX_ERROR_INVALID_ARGUMENT, [](Packing &p) { p.args.grads = nullptr; }},
+           {"grads[1] is", TX_ERROR_DTYPE, [](Packing &p) { p.grads[1].dtype = TX_I16; }},
+           {"offsets[1] is 200; in a uint8 bucket multiples of 128", TX_ERROR_ILLEGAL_VALUE,
+            [](Packing &p) { p.offsets[1] = 200; }},
+           {"offsets[1] is 384, and with the 200 elements of grads[1]", TX_ERROR_SHAPE,
+            [](Packing &p) { p.offsets[1] = 384; }},
+           {"offsets[0] is -128", TX_ERROR_SHAPE, [](Packing &p) { p.offsets[0] = -128; }},
+           {"offsets[1] is 9223372036854775807", TX_ERROR_SHAPE, [](Packing &p) { p.offsets[1] = INT64_MAX; }},
+           {"offsets[1] is 128 and grads[0] ends at 200", TX_ERROR_OVERLAP, [](Packing &p) { p.offsets[1] = 128; }},
+           {"offsets[1] is 0 and grads[0] ends at 456", TX_ERROR_OVERLAP,
+            [](Packing &p) {
+              p.offsets = {256, 0};
+            }},
+           {"bucket is", TX_ERROR_DTYPE, [](Packing &p) { p.args.scales = None(); }},
+           {"bucket is", TX_ERROR_DTYPE, [](Packing &p) { p.args.bucket.dtype = TX_F32; }},
+           {"bucket is", TX_ERROR_DTYPE, [](Packing &p) { p.args.bucket.dtype = TX_F16; }},
+           {"scales is 3 elements", TX_ERROR_SHAPE, [](Packing &p) { p.args.scales.numel = 3; }},
+           {"scales is 4 elements", TX_ERROR_SHAPE, [](Packing &p) { p.args.scales.dtype = TX_I16; }},
+           {"grads[0] and bucket[0] share memory", TX_ERROR_OVERLAP,
+            [](Packing &p) {
+              p.grads[0].data = p.args.bucket.data;
+              p.grads[0].numel = 4;
+            }},
+           {"bucket[0] and scales[0] share memory", TX_ERROR_OVERLAP,
+            [](Packing &p) { p.args.scales.data = static_cast<char *>(p.args.bucket.data) + 100; }},
+       }) {
+    SCOPED_TRACE(c.says);
+    Packing p;
+    p.grads = {grad.tensor(), grad.tensor()};
+    p.offsets = {0, 256};
+    p.args.n = 2;
+    p.args.grads = p.grads.data();
+    p.args.offsets = p.offsets.data();
+    p.args.bucket = bucket.tensor();
+    p.args.scales = scales.tensor();
+    c.spoil(p);
+    if (p.args.offsets) p.args.offsets = p.offsets.data();
+    ExpectRefused([&](tx_error *e) { return tx_bucket_pack(&p.args, nullptr, e); }, c.status, c.says,
+                  {&bucket, &scales});
+  }
+}
+
+TEST(Unpack, RefusesWithAMessageAndWritesNothing) {
+  Array a(TX_F32, 200), b(TX_F32, 200), half(TX_I16, 200), bucket(TX_BF16, 512), codes(TX_U8, 512);
+  const tx_tensor good[] = {a.tensor(), b.tensor()}, twice[] = {a.tensor(), a.tensor()};
+  const tx_tensor dtype[] = {a.tensor(), half.tensor()}, inside[] = {a.tensor(), {bucket.data(), 4, TX_F32, 0}};
+  const int64_t offsets[] = {0, 256}, late[] = {0, 400};
+  struct Case {
+    const char *says;
+    tx_status status;
+    tx_tensor bucket;
+    const int64_t *offsets;
+    const tx_tensor *tensors;
+  };
+  for (const Case &c : {Case{"tensors[1] is", TX_ERROR_DTYPE, bucket.tensor(), offsets, dtype},
+                        {"elements of tensors[1]", TX_ERROR_SHAPE, bucket.tensor(), late, good},
+                        {"offsets is NULL", TX_ERROR_INVALID_ARGUMENT, bucket.tensor(), nullptr, good},
+                        {"tensors is NULL", TX_ERROR_INVALID_ARGUMENT, bucket.tensor(), offsets, nullptr},
+                        {"bucket is", TX_ERROR_DTYPE, codes.tensor(), offsets, good},
+                        {"tensors[0] and tensors[1] share", TX_ERROR_OVERLAP, bucket.tensor(), offsets, twice},
+                        {"bucket[0] and tensors[1] share", TX_ERROR_OVERLAP, bucket.tensor(), offsets, inside}}) {
+    SCOPED_TRACE(c.says);
+    ExpectRefused([&](tx_error *e) { return tx_bucket_unpack(c.bucket, None(), 2, c.offsets, c.tensors, nullptr, e); },
+                  c.status, c.says, {&a, &b, &half, &bucket, &codes});
+  }
+}
+
+// -- accumulate -------------------------------------------------------------------------------------------------
+
+TEST(Accumulate, E3_AddsInFp32AndRoundsOnce) {
+  for (tx_dtype main_dtype : kPlain) {
+    for (tx_dtype grad_dtype : kPlain) {
+      SCOPED_TRACE(DtypeName(main_dtype) + " += " + DtypeName(grad_dtype));
+      std::vector<Array> mains, grads, expected;
+      std::vector<tx_tensor> main_tensors, grad_tensors;
+      for (int64_t n : kSizes) {
+        mains.emplace_back(Array(main_dtype, n).Fill(1));
+        grads.emplace_back(Array(grad_dtype, n).Fill(2));
+        expected.emplace_back(main_dtype, n);
+        for (int64_t i = 0; i < n; i++)
+          expected.back().Set(i, mains.back().Get(i) + grads.back().Get(i));
+      }
+      for (size_t i = 0; i < mains.size(); i++) {
+        main_tensors.push_back(mains[i].tensor());
+        grad_tensors.push_back(grads[i].tensor());
+      }
+      Threads threads(2);
+      tx_error error = {};
+      ASSERT_EQ(tx_bucket_accumulate(static_cast<int64_t>(mains.size()), main_tensors.data(), grad_tensors.data(),
+                                     threads.parallel(), &error),
+                TX_OK)
+          << error.message;
+      for (size_t i = 0; i < mains.size(); i++)
+        EXPECT_EQ(mains[i].raw(), expected[i].raw()) << mains[i].size();
+    }
+  }
+}
+
+TEST(Accumulate, RefusesWithAMessageAndWritesNothing) {
+  Array a(TX_F32, 200), b(TX_BF16, 100), g(TX_F32, 200), h(TX_BF16, 100), wide(TX_F64, 100);
+  const tx_tensor mains[] = {a.tensor(), b.tensor()}, grads[] = {g.tensor(), h.tensor()};
+  const tx_tensor shorter[] = {g.tensor(), {h.data(), 99, TX_BF16, 0}}, wide_grads[] = {g.tensor(), wide.tensor()};
+  const tx_tensor wide_mains[] = {a.tensor(), wide.tensor()}, same[] = {a.tensor(), {a.data(), 100, TX_BF16, 0}};
+  struct Case {
+    const char *says;
+    tx_status status;
+    const tx_tensor *mains, *grads;
+  };
+  for (const Case &c : {Case{"main_grads[1] has 100 elements and grads[1] has 99", TX_ERROR_SHAPE, mains, shorter},
+                        {"grads[1] is", TX_ERROR_DTYPE, mains, wide_grads},
+                        {"main_grads[1] is", TX_ERROR_DTYPE, wide_mains, grads},
+                        {"main_grads is NULL", TX_ERROR_INVALID_ARGUMENT, nullptr, grads},
+                        {"grads is NULL", TX_ERROR_INVALID_ARGUMENT, mains, nullptr},
+                        {"main_grads[0] and main_grads[1] share", TX_ERROR_OVERLAP, same, grads},
+                        {"main_grads[0] and grads[0] share", TX_ERROR_OVERLAP, mains, same}}) {
+    SCOPED_TRACE(c.says);
+    ExpectRefused([&](tx_error *e) { return tx_bucket_accumulate(2, c.mains, c.grads, nullptr, e); }, c.status, c.says,
+                  {&a, &b, &g, &h, &wide});
+  }
+}
+
+// -- reduce -----------------------------------------------------------------------------------------------------
+
+// shard = reduce(chunks), or += it.
+void Reduce(std::vector<Wire> &chunks, Array &shard, double scale, bool accumulate = false, Counts *stats = nullptr) {
+  std::vector<tx_tensor> data, scales;
+  for (Wire &chunk : chunks) {
+    data.push_back(chunk.data.tensor());
+    scales.push_back(chunk.scales_or_none());
+  }
+  tx_bucket_reduce_args args = TX_BUCKET_REDUCE_ARGS_INIT;
+  args.n = static_cast<int64_t>(chunks.size());
+  args.chunks = data.data();
+  args.scales = scales.data();
+  args.shard = shard.tensor();
+  args.stats = stats ? stats->tensor() : None();
+  args.scale = scale;
+  args.accumulate = accumulate;
+  tx_error error = {};
+  EXPECT_EQ(tx_bucket_reduce(&args, nullptr, &error), TX_OK) << error.message;
+  EXPECT_TRUE(shard.GuardsIntact());
+}
+
+std::vector<Wire> Chunks(tx_dtype wire, const std::vector<std::vector<float>> &values) {
+  std::vector<Wire> chunks;
+  for (const auto &chunk : values) {
+    Array grad(TX_F32, chunk);
+    chunks.push_back(Pack(grad, wire));
+  }
+  return chunks;
+}
+
+std::vector<float> Values(const Array &array) {
+  std::vector<float> values;
+  for (int64_t i = 0; i < array.size(); i++)
+    values.push_back(array.Get(i));
+  return values;
+}
+
+class EveryWire : public testing::TestWithParam<tx_dtype> {};
+
+// dp 2, mean, whatever travels; a copy, since adding to the local slice would double it.
+TEST_P(EveryWire, E4_TheShardIsTheMean) {
+  const std::vector<std::vector<float>> g = {{1, 2, 3, 4}, {5, 6, 7, 8}};
+  for (tx_dtype shard_dtype : kPlain) {
+    Array r0(shard_dtype, {1, 2}), r1(shard_dtype, {7, 8}); /* the local slices that are installed over */
+    auto c0 = Chunks(GetParam(), {{1, 2}, {5, 6}}), c1 = Chunks(GetParam(), {{3, 4}, {7, 8}});
+    Reduce(c0, r0, 0.5);
+    Reduce(c1, r1, 0.5);
+    EXPECT_EQ(Values(r0), (std::vector<float>{3, 4}));
+    EXPECT_EQ(Values(r1), (std::vector<float>{5, 6}));
+  }
+}
+
+// Two micro-batches accumulated where they are, reduced once.
+TEST_P(EveryWire, E5_MicroBatchesAreReducedOnce) {
+  Array main[2] = {Array(TX_F32, {1, 2, 3, 4}), Array(TX_F32, {5, 6, 7, 8})};
+  Array second[2] = {Array(TX_BF16, {1, 1, 1, 1}), Array(TX_BF16, {3, 3, 3, 3})};
+  for (int rank = 0; rank < 2; rank++) {
+    const tx_tensor to = main[rank].tensor(), from = second[rank].tensor();
+    ASSERT_EQ(tx_bucket_accumulate(1, &to, &from, nullptr, nullptr), TX_OK);
+  }
+  const auto m0 = Values(main[0]), m1 = Values(main[1]);
+  auto c0 = Chunks(GetParam(), {{m0[0], m0[1]}, {m1[0], m1[1]}}),
+       c1 = Chunks(GetParam(), {{m0[2], m0[3]}, {m1[2], m1[3]}});
+  Array r0(TX_F32, 2), r1(TX_F32, 2);
+  Reduce(c0, r0, 0.5);
+  Reduce(c1, r1, 0.5);
+  EXPECT_EQ(Values(r0), (std::vector<float>{5, 6}));
+  EXPECT_EQ(Values(r1), (std::vector<float>{7, 8}));
+}
+
+// Sharded gradients: shard += reduced at each backward, the same numbers.
+TEST_P(EveryWire, E3_ShardedGradientsAddEachReduction) {
+  Array r0(TX_F32, 2);
+  auto a = Chunks(GetParam(), {{1, 2}, {5, 6}}), b = Chunks(GetParam(), {{1, 1}, {3, 3}});
+  Reduce(a, r0, 0.5, true);
+  Reduce(b, r0, 0.5, true);
+  EXPECT_EQ(Values(r0), (std::vector<float>{5, 6}));
+}
+
+// The sum against double: N - 1 additions, one product and the scale's own rounding in fp32. Scaling in bf16 would be
+// off by 2e-3 for N = 3.
+TEST_P(EveryWire, E6_ScalesInFp32) {
+  for (int64_t n_ranks : {1, 3, 7, 12}) {
+    std::vector<Wire> chunks;
+    std::vector<Array> grads;
+    for (int64_t r = 0; r < n_ranks; r++) {
+      grads.emplace_back(Array(TX_F32, 5000).Fill(static_cast<uint32_t>(r)));
+      chunks.push_back(Pack(grads.back(), GetParam()));
+    }
+    const double scale = n_ranks == 1 ? 0.3 : 1.0 / static_cast<double>(n_ranks); /* a group of one scales too */
+    Array shard(TX_F32, 5000);
+    Reduce(chunks, shard, scale);
+    for (int64_t i = 0; i < 5000; i++) {
+      double sum = 0, magnitude = 0;
+      for (const Wire &chunk : chunks) {
+        sum += chunk.Get(i);
+        magnitude += std::fabs(static_cast<double>(chunk.Get(i)));
+      }
+      ASSERT_NEAR(shard.Get(i), sum * scale, (static_cast<double>(n_ranks) + 1) * 0x1p-24 * magnitude * scale) << i;
+    }
+  }
+}
+
+// Element by element in the stated order: exact equality with scalar fp32 arithmetic.
+TEST_P(EveryWire, AddsInRankOrderAndRoundsOnce) {
+  for (tx_dtype shard_dtype : kPlain) {
+    for (bool accumulate : {false, true}) {
+      for (int64_t n : kSizes) {
+        std::vector<Wire> chunks;
+        for (uint32_t r = 0; r < 5; r++) {
+          Array grad(TX_F32, n);
+          chunks.push_back(Pack(grad.Fill(r), GetParam()));
+        }
+        Array shard(shard_dtype, n), expected(shard_dtype, n);
+        shard.Fill(9);
+        const float scale = 0.2f;
+        for (int64_t i = 0; i < n; i++) {
+          float sum = chunks[0].Get(i);
+          for (size_t r = 1; r < chunks.size(); r++)
+            sum += chunks[r].Get(i);
+          expected.Set(i, accumulate ? shard.Get(i) + sum * scale : sum * scale);
+        }
+        Reduce(chunks, shard, 0.2, accumulate);
+        ASSERT_EQ(shard.raw(), expected.raw()) << DtypeName(shard_dtype) << " " << n << " " << accumulate;
+      }
+    }
+  }
+}
+
+// What the shard holds afterwards, as a pass of tx_grad_stats over it would find.
+TEST_P(EveryWire, StatisticsAreThoseOfWhatIsStored) {
+  for (tx_dtype shard_dtype : kPlain) {
+    for (bool accumulate : {false, true}) {
+      for (int64_t n : kSizes) {
+        std::vector<Wire> chunks;
+        for (uint32_t r = 0; r < 3; r++) {
+          Array grad(TX_F32, n);
+          grad.Fill(r, 1e-2f);
+          if (r == 1 && n > 1000) grad.Set(700, kNan);
+          chunks.push_back(Pack(grad, GetParam()));
+        }
+        Array shard(shard_dtype, n);
+        shard.Fill(9, 1e-2f);
+        if (n > 1000) shard.Set(1, kInf);
+        Counts stats = NoStats(), expected = NoStats();
+        Reduce(chunks, shard, 1.0 / 3, accumulate, &stats);
+        const tx_tensor tensor = shard.tensor();
+        ASSERT_EQ(tx_grad_stats(1, &tensor, expected.tensor(), None(), nullptr, nullptr), TX_OK);
+        EXPECT_EQ(stats.raw(), expected.raw()) << n;
+        if (n > 1000) {
+          EXPECT_EQ(stats[TX_NORM_LIMBS], (GetParam() == TX_U8 ? 128 : 1) + (accumulate ? 1 : 0)) << n;
+        }
+      }
+    }
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Wires, EveryWire, testing::ValuesIn(kWires),
+                         [](const auto &info) { return DtypeName(info.param); });
+
+TEST(Reduce, TheOrderIsTheRanks) {
+  Array shard(TX_F32, 1);
+  auto kept = Chunks(TX_F32, {{0x1p25f}, {-0x1p25f}, {1.0f}}), lost = Chunks(TX_F32, {{0x1p25f}, {1.0f}, {-0x1p25f}});
+  Reduce(kept, shard, 1.0);
+  EXPECT_EQ(shard.Get(0), 1.0f);
+  Reduce(lost, shard, 1.0);
+  EXPECT_EQ(shard.Get(0), 0.0f);
+}
+
+TEST(Reduce, TheFirstChunkIsNotAddedToZero) {
+  for (tx_dtype wire : kWires) {
+    auto chunks = Chunks(wire, {{-0.0f, 1.0f}});
+    Array shard(TX_F32, 2);
+    Reduce(chunks, shard, 1.0);
+    EXPECT_TRUE(std::signbit(shard.Get(0)) || wire == TX_U8) << DtypeName(wire);
+  }
+}
+
+TEST(Bucket, BitsAreTheSameEverywhere) {
+  ExpectSameBits([](const Caller &caller) {
+    Outputs outputs;
+    for (tx_dtype wire : kWires) {
+      Array a(TX_F32, 40000), b(TX_BF16, 3001);
+      a.Fill(1, 1e-6f).Set(17, 1e-40f);
+      b.Fill(2).Set(3000, kNan);
+      const tx_tensor grads[] = {a.tensor(), b.tensor()};
+      const int64_t offsets[] = {128, 40960};
+      Wire bucket(wire, 45000);
+      tx_bucket_pack_args args = TX_BUCKET_PACK_ARGS_INIT;
+      args.n = 2;
+      args.grads = grads;
+      args.offsets = offsets;
+      args.bucket = bucket.data.tensor();
+      args.scales = bucket.scales_or_none();
+      args.seed = 3;
+      args.step = 9;
+      caller([&](const tx_parallel *parallel, tx_error *error) { return tx_bucket_pack(&args, parallel, error); });
+      outputs.push_back(bucket.data.bytes());
+      outputs.push_back(bucket.scales.bytes());
+      for (tx_dtype other : kPlain) {
+        Array main(other, 45000), back(other, 45000);
+        main.Fill(3, 1e-38f);
+        main.FillBytes(4);
+        const tx_tensor to = main.tensor(), from = back.tensor();
+        const int64_t start = 0;
+        caller([&](const tx_parallel *parallel, tx_error *error) {
+          return tx_bucket_unpack(args.bucket, args.scales, 1, &start, &from, parallel, error);
+        });
+        caller([&](const tx_parallel *parallel, tx_error *error) {
+          return tx_bucket_accumulate(1, &to, &from, parallel, error);
+        });
+        Counts stats = NoStats();
+        Array shard(other, 45000);
+        shard.FillBytes(5);
+        const tx_tensor chunks[] = {args.bucket, args.bucket, args.bucket},
+                        scales[] = {args.scales, args.scales, args.scales};
+        tx_bucket_reduce_args reduce = TX_BUCKET_REDUCE_ARGS_INIT;
+        reduce.n = 3;
+        reduce.chunks = chunks;
+        reduce.scales = wire == TX_U8 ? scales : nullptr;
+        reduce.shard = shard.tensor();
+        reduce.stats = stats.tensor();
+        reduce.scale = 1.0 / 3;
+        reduce.accumulate = 1;
+        caller(
+            [&](const tx_parallel *parallel, tx_error *error) { return tx_bucket_reduce(&reduce, parallel, error); });
+        for (const Array *array : {&main, &back, &shard, static_cast<Array *>(&stats)})
+          outputs.push_back(array->bytes());
+      }
+    }
+    return outputs;
+  });
+}
+
+struct Reducing {
+  std::vector<tx_tensor> chunks, scales;
+  tx_bucket_reduce_args args = TX_BUCKET_REDUCE_ARGS_INIT;
+};
+
+TEST(Reduce, RefusesWithAMessageAndWritesNothing) {
+  Array c0(TX_U8, 300), c1(TX_U8, 300), s0(TX_U8, 3), s1(TX_U8, 3), shard(TX_F32, 300);
+  Counts stats = NoStats();
+  struct Case {
+    const char *says;
+    tx_status status;
+    void (*spoil)(Reducing &);
+  };
+  for (const Case &c : std::vector<Case>{
+           {"args.size is 0", TX_ERROR_INVALID_ARGUMENT, [](Reducing &r) { r.args.size = 0; }},
+           {"chunks has 0 entries", TX_ERROR_SHAPE, [](Reducing &r) { r.args.n = 0; }},
+           {"chunks is NULL", TX_ERROR_INVALID_ARGUMENT, [](Reducing &r) { r.args.chunks = nullptr; }},
+           {"chunks[1] has 299 elements and shard has 300", TX_ERROR_SHAPE,
+            [](Reducing &r) { r.chunks[1].numel = 299; }},
+           {"chunks[0] is uint8 without scales", TX_ERROR_DTYPE, [](Reducing &r) { r.args.scales = nullptr; }},
+           {"chunks[1] is uint8 without scales", TX_ERROR_DTYPE, [](Reducing &r) { r.scales[1] = None(); }},
+           {"chunks[1] is", TX_ERROR_DTYPE,
+            [](Reducing &r) {
+              r.chunks[1].dtype = TX_F32;
+              r.scales[1] = None();
+            }},
+           {"chunks[0] is", TX_ERROR_DTYPE, [](Reducing &r) { r.chunks[0].dtype = TX_F16; }},
+           {"scales[1] is 2 elements", TX_ERROR_SHAPE, [](Reducing &r) { r.scales[1].numel = 2; }},
+           {"shard[0] is", TX_ERROR_DTYPE, [](Reducing &r) { r.args.shard.dtype = TX_U8; }},
+           {"scale is nan", TX_ERROR_ILLEGAL_VALUE, [](Reducing &r) { r.args.scale = NAN; }},
+           {"scale is 1e+300", TX_ERROR_ILLEGAL_VALUE, [](Reducing &r) { r.args.scale = 1e300; }},
+           {"accumulate is 2", TX_ERROR_ILLEGAL_VALUE, [](Reducing &r) { r.args.accumulate = 2; }},
+           {"stats has 20", TX_ERROR_SHAPE, [](Reducing &r) { r.args.stats.numel = 20; }},
+           {"shard[0] and chunks[1] share memory", TX_ERROR_OVERLAP,
+            [](Reducing &r) { r.chunks[1].data = static_cast<char *>(r.args.shard.data) + 50; }},
+       }) {
+    SCOPED_TRACE(c.says);
+    Reducing r;
+    r.chunks = {c0.tensor(), c1.tensor()};
+    r.scales = {s0.tensor(), s1.tensor()};
+    r.args.n = 2;
+    r.args.chunks = r.chunks.data();
+    r.args.scales = r.scales.data();
+    r.args.shard = shard.tensor();
+    r.args.stats = stats.tensor();
+    c.spoil(r);
+    ExpectRefused([&](tx_error *e) { return tx_bucket_reduce(&r.args, nullptr, e); }, c.status, c.says,
+                  {&shard, &stats});
+  }
+}
+
+}  // namespace
