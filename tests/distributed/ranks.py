@@ -1,0 +1,124 @@
+"""Runs a function as the ranks of a gloo process group, each rank a process of its own, under a hard time limit.
+
+Processes come from a fork server that has imported torch once, so a test costs a fraction of a second.
+"""
+
+import datetime
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# Before the fork server starts: ranks share two cores, and the host's name need not resolve.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["pytest", "torch.distributed", "torch._dynamo", "torch_ext"])
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A rank's function raised."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+@dataclass(frozen=True)
+class Died:
+    """A rank's process ended without an answer."""
+
+    exit_code: int | None
+
+
+def _rank(
+    body: Callable[..., Any], rank: int, world_size: int, store: str, seconds: float, answer: Any, args: Any
+) -> None:
+    import torch.distributed as dist
+
+    gc.freeze()  # what the fork server imported stays shared memory
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=seconds),
+    )
+    try:
+        answer.send(body(rank, world_size, *args))
+    except Exception as error:
+        answer.send(Raised(type(error).__name__, str(error), traceback.format_exc()))
+        answer.close()
+        os._exit(0)  # as a rank that failed: without a farewell to the others
+    answer.close()
+    dist.destroy_process_group()
+
+
+def outcomes(
+    world_size: int, body: Callable[..., Any], *args: Any, limit: float = 40.0, timeout: float = 20.0
+) -> list[Any]:
+    """What body(rank, world_size, *args) returned on each rank, or Raised, or Died.
+
+    limit: seconds after which every process is killed and the test fails. timeout: of the process group.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(pathlib.Path(folder) / "store")
+        started = []
+        for rank in range(world_size):
+            mine, theirs = _context.Pipe(duplex=False)
+            process = _context.Process(target=_rank, args=(body, rank, world_size, store, timeout, theirs, args))
+            process.start()
+            theirs.close()
+            started.append((process, mine))
+        try:
+            return _collect(started, time.monotonic() + limit)
+        finally:
+            for process, mine in started:
+                process.kill()
+                process.join()
+                mine.close()
+
+
+def _collect(started: list[Any], deadline: float) -> list[Any]:
+    answers: dict[int, Any] = {}
+    pipes = {mine: rank for rank, (_, mine) in enumerate(started)}
+    while pipes:
+        ready = multiprocessing.connection.wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise AssertionError(f"time limit: ranks {sorted(pipes.values())} gave no answer; the others: {answers}")
+        for pipe in ready:
+            rank = pipes.pop(pipe)
+            try:
+                answers[rank] = pipe.recv()
+            except EOFError:
+                process = started[rank][0]
+                process.join(max(0.0, deadline - time.monotonic()))
+                answers[rank] = Died(process.exitcode)
+    for process, _ in started:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.exitcode is None:
+            raise AssertionError("time limit: a rank answered but does not end")
+    for rank, (process, _) in enumerate(started):
+        if process.exitcode != 0 and not isinstance(answers[rank], Died):
+            raise AssertionError(f"rank {rank} answered and then ended with exit status {process.exitcode}")
+    return [answers[rank] for rank in range(len(started))]
+
+
+def run(world_size: int, body: Callable[..., Any], *args: Any, limit: float = 40.0, timeout: float = 20.0) -> list[Any]:
+    """Like `outcomes`, where every rank must return."""
+    answers = outcomes(world_size, body, *args, limit=limit, timeout=timeout)
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, Raised):
+            raise AssertionError(f"rank {rank} raised:\n{answer.trace}")
+        if isinstance(answer, Died):
+            raise AssertionError(f"rank {rank} died with exit status {answer.exit_code}")
+    return answers

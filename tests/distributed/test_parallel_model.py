@@ -1,0 +1,342 @@
+"""What parallelize leaves as it was (class, keys, pickle, copies), and what it refuses."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from gradients import BF16, FP32, Given, policy
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_ext
+
+
+class Net(torch.nn.Module):
+    """Frozen and tied parameters, a buffer, a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 4)
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        self.head = torch.nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+        self.note = "kept"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embed(x)) * self.scale)
+
+
+def _backward(model: torch.nn.Module, rank: int = 0) -> None:
+    model(torch.tensor([1, 2, 3 + rank])).square().mean().backward()
+
+
+def _same_object(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    model = Net()
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    weights = [w.clone() for w in model.state_dict().values()]
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)  # made before, without state: fine
+    assert torch_ext.parallelize(model, policy()) is model
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert isinstance(model, Net) and type(model).__name__ == "Net" and type(model).__qualname__ == "Net"
+    assert type(model).__module__ == Net.__module__ and model.note == "kept"
+    assert rank or all(torch.equal(a, b) for a, b in zip(weights, model.state_dict().values(), strict=True))
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, {k: v.tolist() for k, v in model.state_dict().items()})
+    assert everyone[0] == everyone[1], "rank 0's weights and buffers"
+    _backward(model, rank)
+    optimizer.step()
+    assert model.embed.weight.grad is model.head.weight.grad is not None and model.scale.grad is None
+
+
+def test_the_same_object_with_the_same_names_and_rank_0s_weights() -> None:
+    ranks.run(2, _same_object)
+
+
+def _copies(rank: int, world: int) -> None:
+    model = torch_ext.parallelize(Net(), policy(FP32, FP32, BF16))
+    _backward(model, rank)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    copies = {
+        "deepcopy": copy.deepcopy(model),
+        "copy": copy.copy(model),
+        "torch.save": torch.load(saved, weights_only=False),
+        **{f"pickle {p}": pickle.loads(pickle.dumps(model, p)) for p in range(2, pickle.HIGHEST_PROTOCOL + 1)},
+    }
+    for how, other in copies.items():
+        assert type(other) is Net, how
+        assert list(other.state_dict()) == list(model.state_dict()), how
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True)), how
+        assert other.embed.weight is other.head.weight and other.note == "kept", how
+    assert b"torch_ext" not in pickle.dumps(model)
+    plain = copies["deepcopy"]
+    _backward(plain, rank)
+    assert plain.body[0].weight.grad is not model.body[0].weight.grad
+    plain.zero_grad()
+    again = torch_ext.parallelize(plain, policy())  # a copy is a model like any other
+    _backward(again, rank)
+    model.zero_grad()
+    _backward(model, rank)
+
+
+def test_pickle_and_copies_give_the_plain_model() -> None:
+    ranks.run(2, _copies)
+
+
+def _again(rank: int, world: int) -> None:
+    model = Given([4], BF16)
+    torch_ext.parallelize(model, policy(BF16, FP32))
+    model([torch.ones(4)]).backward()
+    assert model.p0.grad.dtype == FP32
+    kind = type(model)
+    torch_ext.parallelize(model, policy(BF16), gradient_divide_factor=1.0)
+    assert type(model) is kind and model.p0.grad is None
+    model([torch.ones(4)]).backward()
+    assert model.p0.grad.dtype == BF16 and model.p0.grad.tolist() == [2.0] * 4
+
+
+def test_a_second_call_replaces_the_first() -> None:
+    ranks.run(2, _again)
+
+
+def _mixed(rank: int, world: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16(), torch.nn.LayerNorm(8))
+    torch_ext.parallelize(model, torch_ext.load_policy(model))
+    model[1](model[0](torch.ones(2, 8, dtype=BF16)).float()).square().sum().backward()
+    assert model[0].weight.grad.dtype == BF16 and model[1].weight.grad.dtype == FP32
+
+
+def test_a2_parameters_of_another_dtype_follow_their_own_row() -> None:
+    ranks.run(2, _mixed)
+
+
+# -- changes behind the engine's back -----------------------------------------------------------------------------
+
+
+def _assign(model: Any) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+def _thaw(model: Any) -> None:
+    model.scale.requires_grad_(True)
+
+
+def _to_bf16(model: Any) -> None:
+    model.to(BF16)
+
+
+CHANGES = [
+    pytest.param(_assign, "'embed.weight' is another tensor now .*assign=True", id="assign"),
+    pytest.param(_thaw, "'scale' was thawed", id="thawed"),
+    pytest.param(_to_bf16, "became torch.bfloat16 after parallelize", id="to"),
+]
+
+
+def _changed(rank: int, world: int, change: Any, words: str) -> None:
+    model = torch_ext.parallelize(Net(), policy())
+    _backward(model)
+    model.zero_grad()
+    change(model)
+    with pytest.raises(RuntimeError, match=words):
+        _backward(model)
+    model.zero_grad()
+    torch_ext.parallelize(model, torch_ext.load_policy(model))  # what the message says helps
+    _backward(model)
+    with torch.no_grad():
+        change(model)
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES)
+def test_a_parameter_that_is_not_what_it_was_is_named(change: Any, words: str) -> None:
+    ranks.run(2, _changed, change, words)
+
+
+def _harmless(rank: int, world: int) -> None:
+    model = torch_ext.parallelize(Net(), policy())
+    _backward(model)
+    before = model.embed.weight.grad.clone()
+    model.to(torch.float32).to("cpu").train()
+    assert torch.equal(before, model.embed.weight.grad)
+    model.load_state_dict(model.state_dict())
+    model.share_memory()  # moves gradients elsewhere
+    model.zero_grad(set_to_none=False)
+    _backward(model)
+    engine = torch_ext._parallel._engine_of(model)
+    assert all(engine.buffers.holds(i) for i in range(len(engine.params)))
+
+
+def test_changes_that_change_nothing_are_fine() -> None:
+    ranks.run(2, _harmless)
+
+
+def _compiled_module_inside(rank: int, world: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model[0] = torch.compile(model[0], backend="aot_eager")
+    torch_ext.parallelize(model, policy())
+    model(torch.full((2, 4), 1.0 + rank)).sum().backward()
+    assert model[1].bias.grad.tolist() == [2.0, 2.0]
+    grads = [None] * world
+    dist.all_gather_object(grads, [p.grad.tolist() for p in model.parameters()])
+    assert grads[0] == grads[1]
+
+
+def test_a_compiled_module_inside() -> None:
+    ranks.run(2, _compiled_module_inside)
+
+
+def _checkpointed(rank: int, world: int, reentrant: bool) -> None:
+    class Segments(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in list(self.layers)[:-1]:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+            return self.layers[-1](x)
+
+    torch.manual_seed(0)
+    model = torch_ext.parallelize(Segments(), policy(bucket_size=1, overlap_grad_reduce=True))
+    plain = copy.deepcopy(model)
+    inputs = [torch.full((2, 4), 1.0 + r, requires_grad=True) for r in range(world)]
+    model(inputs[rank]).sum().backward()
+    for x in inputs:
+        plain(x).sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(a.grad * world, b.grad, rtol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    ranks.run(2, _checkpointed, reentrant)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+
+
+def _with_state() -> Any:
+    model = Given([2])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model([torch.ones(2)]).backward()
+    optimizer.step()
+    model.zero_grad()
+    model.keep = [optimizer]
+    return model
+
+
+def _frozen() -> Any:
+    return Given([2]).requires_grad_(False)
+
+
+def _part_of_another() -> Any:
+    inner = torch.nn.Linear(2, 2)
+    outer = torch_ext.parallelize(torch.nn.Sequential(inner), policy())
+    other = torch.nn.Sequential(inner)
+    other.keep = [outer]
+    return other
+
+
+REFUSED: list[Any] = [
+    pytest.param(lambda: Given([2]), {"strategy": "zero3"}, ValueError, ["'zero3'", "'no_shard' (0)", "'optim_grads_params' (3)"], id="E2-unknown name"),
+    pytest.param(lambda: Given([2]), {"strategy": 4}, ValueError, ["4", "'no_shard' (0)", "'optim' (1)"], id="E2-4"),
+    pytest.param(lambda: Given([2]), {"strategy": -1}, ValueError, ["-1", "'no_shard' (0)"], id="E2-minus 1"),
+    pytest.param(lambda: Given([2]), {"strategy": True}, ValueError, ["True", "'no_shard' (0)"], id="E2-True"),
+    pytest.param(lambda: Given([2]), {"strategy": "optim"}, ValueError, ["'optim'", "supports 'no_shard'"], id="E2-optim"),
+    pytest.param(lambda: Given([2]), {"strategy": 3}, ValueError, ["'optim_grads_params'", "supports 'no_shard'"], id="E2-3"),
+    pytest.param(lambda: Given([2]), {"gradient_divide_factor": 0.0}, ValueError, ["0.0", "> 0"], id="divide by zero"),
+    pytest.param(lambda: Given([2]), {"gradient_divide_factor": float("nan")}, ValueError, ["nan", "> 0"], id="divide by nan"),
+    pytest.param(_frozen, {}, ValueError, ["Given", "no trainable parameter"], id="nothing trainable"),
+    pytest.param(_with_state, {}, RuntimeError, ["AdamW", "'p0'", "before the first step"], id="optimizer with state"),
+    pytest.param(_part_of_another, {}, RuntimeError, ["'0.weight'", "another parallelized model"], id="two engines"),
+    pytest.param(lambda: Given([2], torch.float64), {}, TypeError, ["'p0'", "float64"], id="float64"),
+    pytest.param(lambda: DistributedDataParallel(Given([2])), {}, TypeError, ["register_comm_hook"], id="DDP"),
+    pytest.param(lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")), {}, ValueError, ["'0.weight' is on cpu", "'1.weight' on meta"], id="mixed devices"),
+    pytest.param(lambda: torch.nn.Linear(2, 2, device="meta"), {}, ValueError, ["meta", "cpu"], id="meta"),
+]  # fmt: skip
+
+
+def _refuses(rank: int, world: int, cases: list[Any]) -> list[tuple[str, str]]:
+    messages = []
+    for make, options in cases:
+        model = make()
+        before = type(model)
+        try:
+            torch_ext.parallelize(model, policy(), **options)
+        except Exception as error:
+            messages.append((type(error).__name__, str(error)))
+        else:
+            messages.append(("", "nothing was raised"))
+        assert type(model) is before
+    return messages
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)), ids=[case.id for case in REFUSED])
+def test_what_is_refused(case: int, refusals: list[tuple[str, str]]) -> None:
+    _, _, kind, words = REFUSED[case].values
+    assert refusals[case][0] == kind.__name__
+    for word in words:
+        assert word in refusals[case][1]
+
+
+def _refuses_all(rank: int, world: int) -> list[tuple[str, str]]:
+    return _refuses(rank, world, [case.values[:2] for case in REFUSED])
+
+
+@pytest.fixture(scope="module")
+def refusals() -> list[tuple[str, str]]:
+    (messages,) = ranks.run(1, _refuses_all)
+    return messages
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", 0, None])
+def test_e2_strategies_that_are_supported(strategy: Any) -> None:
+    ranks.run(1, _accepts, strategy)
+
+
+def _accepts(rank: int, world: int, strategy: Any) -> None:
+    torch_ext.parallelize(Given([2]), policy(), strategy=strategy)
+
+
+def test_a_process_group_that_is_not_initialised() -> None:
+    with pytest.raises(RuntimeError, match=r"init_process_group"):
+        torch_ext.parallelize(Given([2]), policy())
+
+
+def test_a_comm_hook_wants_ddp() -> None:
+    with pytest.raises(TypeError, match="a DistributedDataParallel is expected"):
+        torch_ext.register_comm_hook(Given([2]), policy())  # type: ignore[arg-type]
+
+
+def _sparse(rank: int, world: int) -> None:
+    model = torch_ext.parallelize(torch.nn.Embedding(5, 2, sparse=True), policy())
+    with pytest.raises(RuntimeError, match="'weight' has a sparse gradient.*sparse=False"):
+        model(torch.tensor([1])).sum().backward()
+
+
+def test_a_sparse_gradient_is_named() -> None:
+    ranks.run(1, _sparse)
+
+
+def test_e9_a_temporary_bucket_is_of_the_dtype_and_size_it_was_made_with() -> None:
+    from torch_ext._temporary import TemporaryBuckets
+
+    buckets = TemporaryBuckets(torch.device("cpu"))
+    tensor = buckets.take(3, 256, BF16)
+    assert tensor.shape == (256,) and tensor.dtype == BF16 and buckets.take(3, 256, BF16) is tensor
+    for numel, dtype in ((128, BF16), (256, FP32)):
+        with pytest.raises(RuntimeError, match="bucket 3 has 256 elements of torch.bfloat16 in use"):
+            buckets.take(3, numel, dtype)
+    assert buckets.take(4, 128, FP32).dtype == FP32 and len(buckets) == 2
+    buckets.give_back(3)
+    assert buckets.take(3, 128, FP32).numel() == 128
+    buckets.give_back(3), buckets.give_back(4)
+    assert len(buckets) == 0

@@ -1,0 +1,89 @@
+"""Flat buffers of gradients, and the rule that a parameter's `.grad` is its view of one."""
+
+from collections.abc import Sequence
+
+import torch
+
+from torch_ext._layout import BucketPlan
+
+
+class GradientBuffers:
+    """One flat tensor in main_grads_dtype for each buffer of the plan.
+
+    `.grad` starts as None, as after zero_grad(), and becomes the view when the first gradient arrives. From then on
+    backward accumulates in place, and whoever clips or unscales `.grad` works on the buffer.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
+        self.params = params
+        self.plan = plan
+        device = params[0].device
+        self.flats = [
+            torch.zeros(buckets[-1].start + buckets[-1].numel, dtype=buckets[-1].main_grads_dtype, device=device)
+            for buckets in plan.buffers
+        ]
+        self.buckets = [self.flats[b.buffer][b.start : b.start + b.numel] for b in plan.buckets]
+        self.members = [plan.in_bucket(b) for b in range(len(plan.buckets))]
+        self._views = [self._view(i) for i in range(len(params))]
+        self._bytes = [p.start * self.flats[p.buffer].element_size() for p in plan.parameters]
+        for param, planned in zip(params, plan.parameters, strict=True):
+            if planned.main_grads_dtype != planned.param_dtype:
+                param.grad_dtype = planned.main_grads_dtype
+
+    def _view(self, i: int) -> torch.Tensor:
+        p = self.plan.parameters[i]
+        return self.flats[p.buffer][p.start : p.start + p.numel].view(p.shape)
+
+    def _moved(self, i: int) -> bool:
+        """Whether somebody gave our view other memory, as model.to() does with every `.grad`."""
+        view, planned = self._views[i], self.plan.parameters[i]
+        return planned.numel > 0 and view.data_ptr() != self.flats[planned.buffer].data_ptr() + self._bytes[i]
+
+    def holds(self, i: int) -> bool:
+        """Whether `.grad` of parameter i is its view."""
+        return self.params[i].grad is self._views[i] and not self._moved(i)
+
+    def view(self, i: int) -> torch.Tensor:
+        """The gradient of parameter i in its buffer, shaped like the parameter."""
+        if self._moved(i):
+            self._views[i] = self._view(i)
+        return self._views[i]
+
+    def take(self, i: int) -> None:
+        """Makes `.grad` of parameter i, whatever it is, the content of the buffer, and the view `.grad`.
+
+        zero_grad(set_to_none=True), create_graph=True and assignments leave a `.grad` that is a tensor of its own. It
+        is the whole gradient, what was in the buffer before included or dropped, so it replaces the content.
+        """
+        if self.holds(i):
+            return
+        param, planned = self.params[i], self.plan.parameters[i]
+        grad = param.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"parameter {planned.name!r} has a sparse gradient; buckets are dense: build the layer with "
+                "sparse=False"
+            )
+        with torch.no_grad():
+            grad = grad.detach()
+            self.view(i).copy_(grad)
+            param.grad = self._views[i]
+
+    def install(self, i: int) -> None:
+        """Makes the view `.grad` of parameter i: the buffer holds its gradient."""
+        view = self.view(i)
+        if self.params[i].grad is not view:
+            self.params[i].grad = view
+
+    def drop(self, i: int) -> None:
+        """Zeroes what the buffer holds of a parameter that has no gradient."""
+        with torch.no_grad():
+            self.view(i).zero_()
+
+    def release(self) -> None:
+        """Gives the parameters back as they were, without gradients."""
+        for param, planned in zip(self.params, self.plan.parameters, strict=True):
+            param.grad = None
+            if planned.main_grads_dtype != planned.param_dtype:
+                param.grad_dtype = param.dtype

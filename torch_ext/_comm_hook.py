@@ -1,0 +1,136 @@
+"""`register_comm_hook`: the exchange inside stock DistributedDataParallel."""
+
+import concurrent.futures
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_ext import _ops
+from torch_ext._agreement import agree
+from torch_ext._exchange import MAX_BUCKETS, exchange_over, tag
+from torch_ext._layout import plan_buckets
+from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
+from torch_ext._policy import Policy
+
+
+class CommHook:
+    """One registered hook. Its state is kept by parameter: DDP renumbers its buckets after the first backward."""
+
+    def __init__(self, ddp: DistributedDataParallel, policy: Policy, divide_factor: float | None) -> None:
+        named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
+        self._exchange = exchange_over(ddp.process_group, named[0][1].device)
+        world_size = self._exchange.world_size
+        self._divide_factor = float(world_size if divide_factor is None else divide_factor)
+        plan, failure = None, None
+        try:
+            if not 0.0 < self._divide_factor < float("inf"):
+                raise ValueError(f"gradient_divide_factor is {divide_factor}; a finite number > 0 is legal")
+            plan = plan_buckets(named, policy, world_size)
+        except (ValueError, TypeError, RuntimeError) as error:
+            failure = error
+        self._number = agree(
+            self._exchange,
+            caller="register_comm_hook",
+            fingerprint=0 if plan is None else plan.fingerprint,
+            lines=[f"divide by {self._divide_factor}, NaN check {policy.check_for_nan_in_grad}"]
+            + ([] if plan is None else plan.lines()),
+            failure=failure,
+        )
+        assert plan is not None
+        self._check_for_nan: bool = policy.check_for_nan_in_grad
+        self._names = [name for name, _ in named]
+        self._position = {p: i for i, (_, p) in enumerate(named)}
+        self._wire = [p.grad_comm_dtype for p in plan.parameters]
+        self._cycle = 0
+        self._nonfinite = ALL_FINITE
+        self._bytes_before, self._bytes = 0, 0
+
+    def wire_bytes(self) -> int:
+        """Bytes that this rank sent in the last backward that reduced."""
+        return self._bytes
+
+    def reduce(self, bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
+        """The hook: DDP's bucket becomes the sum over ranks divided by the factor, rounded once to the wire's dtype."""
+        grads, members = bucket.buffer(), [self._position[p] for p in bucket.parameters()]
+        if bucket.index() == 0:
+            self._bytes_before, self._nonfinite = self._exchange.bytes_sent, ALL_FINITE
+        if self._check_for_nan:
+            self._look_for_nan(bucket, members)
+        # DDP's bucket has one dtype, so its parameters have one on the wire; its length is no multiple of anything.
+        block = 128 * self._exchange.world_size
+        wire = torch.empty(-(-grads.numel() // block) * block, dtype=self._wire[members[0]], device=grads.device)
+        none, begin = grads.new_empty(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+        _ops.call("bucket_pack_", [grads], begin, wire, none)
+        first, last = self._names[members[0]], self._names[members[-1]]
+        handle = self._exchange.all_reduce(
+            wire,
+            tag=tag(self._number, self._cycle, bucket.index()),
+            scale=1.0 / self._divide_factor,
+            what=f"gradients of cycle {self._cycle}, DDP bucket {bucket.index()} ({first!r} ... {last!r})",
+            then=lambda: _ops.call("bucket_unpack_", wire, none, begin, [grads]),
+        )
+        if bucket.is_last():
+            self._cycle += 1
+            self._bytes = self._exchange.bytes_sent - self._bytes_before
+        return _torch_future(handle, grads)
+
+    def _look_for_nan(self, bucket: dist.GradBucket, members: list[int]) -> None:
+        if self._nonfinite == ALL_FINITE:
+            bad = first_nonfinite(bucket.gradients())
+            self._nonfinite = ALL_FINITE if bad == ALL_FINITE else members[bad]
+        if not bucket.is_last():
+            return
+        report = torch.tensor([self._nonfinite], device=self._exchange.device).view(torch.uint8)
+        end = tag(self._number, self._cycle, MAX_BUCKETS)
+        reports = self._exchange.all_gather(report, tag=end, what=f"end of gradient cycle {self._cycle}")()
+        bad_by_rank = {rank: int(r.view(torch.int64)) for rank, r in enumerate(reports)}
+        found = [f"{self._names[i]!r} on rank {rank}" for rank, i in bad_by_rank.items() if i != ALL_FINITE]
+        if found:
+            raise RuntimeError(
+                f"gradients with NaN or Inf before communication (check_for_nan_in_grad): {', '.join(found)}"
+            )
+
+
+def _torch_future(handle: object, value: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+    def settle(done: "concurrent.futures.Future[None]") -> None:
+        error = done.exception()
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+
+    if isinstance(handle, concurrent.futures.Future):
+        handle.add_done_callback(settle)
+    else:
+        handle.result()  # type: ignore[attr-defined]
+        future.set_result(value)
+    return future
+
+
+# DDP looks at the parameter's name and at the annotations.
+def _hook(state: CommHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state.reduce(bucket)
+
+
+def register_comm_hook(
+    ddp: DistributedDataParallel, policy: Policy, *, gradient_divide_factor: float | None = None
+) -> CommHook:
+    """Keeps stock DistributedDataParallel with our exchange in it; every rank calls it, before the first backward.
+
+    Each of DDP's buckets is packed in the policy's grad_comm_dtype, exchanged, summed in fp32 in rank order, divided by
+    gradient_divide_factor (None: the number of ranks) and rounded once: the bits of `parallelize` with no_shard.
+    Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part.
+
+    Returns the hook's state, whose wire_bytes() counts what this rank sent. Raises TypeError, ValueError or
+    RuntimeError, on every rank, for what is not legal or not equal on all ranks.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"ddp is a {type(ddp).__name__}; a DistributedDataParallel is expected (plain modules: parallelize)"
+        )
+    state = CommHook(ddp, policy, gradient_divide_factor)
+    ddp.register_comm_hook(state, _hook)
+    return state

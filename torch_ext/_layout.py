@@ -1,0 +1,254 @@
+"""The bucket plan: which gradient lies where. The planner is C (tx_layout_plan); here it meets torch's tensors."""
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_ext import _dtypes, _library
+from torch_ext._policy import Policy
+
+_NO_INT = -(2**63)  # TX_NO_INT
+
+
+class _Param(_library.Struct):
+    c_name = "tx_layout_param"
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("ndim", ctypes.c_int64),
+        ("numel", ctypes.c_int64),
+        ("tied", ctypes.c_int64),
+        ("key", ctypes.c_int64),
+        ("param_dtype", ctypes.c_int32),
+        ("grad_dtype", ctypes.c_int32),
+        ("wire_dtype", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+    ]
+
+
+class _Args(_library.Struct):
+    c_name = "tx_layout_args"
+    _fields_ = [
+        ("size", ctypes.c_uint64),
+        ("n", ctypes.c_int64),
+        ("params", ctypes.POINTER(_Param)),
+        ("order", ctypes.POINTER(ctypes.c_int64)),
+        ("cap", ctypes.c_int64),
+        ("world", ctypes.c_int64),
+        ("overlap", ctypes.c_int32),
+        ("high_bandwidth", ctypes.c_int32),
+    ]
+
+
+class _Place(_library.Struct):
+    c_name = "tx_layout_place"
+    _fields_ = [("buffer", ctypes.c_int64), ("bucket", ctypes.c_int64), ("start", ctypes.c_int64)]
+
+
+class _Bucket(_library.Struct):
+    c_name = "tx_layout_bucket"
+    _fields_ = [
+        ("buffer", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("used", ctypes.c_int64),
+        ("n_params", ctypes.c_int64),
+    ]
+
+
+class _Summary(_library.Struct):
+    c_name = "tx_layout_summary"
+    _fields_ = [("n_buckets", ctypes.c_int64), ("n_buffers", ctypes.c_int64), ("fingerprint", ctypes.c_uint64)]
+
+
+@dataclass(frozen=True)
+class PlannedParameter:
+    """A parameter's gradient: elements [start, start + numel) of buffer `buffer`, in bucket `bucket`."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    param_dtype: torch.dtype
+    main_grads_dtype: torch.dtype
+    grad_comm_dtype: torch.dtype
+    buffer: int
+    bucket: int
+    start: int
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """Elements [start, start + numel) of its buffer travel together; the first `used` of them belong to parameters.
+
+    `start` and `numel` are multiples of 128 times the number of ranks.
+    """
+
+    buffer: int
+    start: int
+    numel: int
+    used: int
+    main_grads_dtype: torch.dtype
+    grad_comm_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """What `plan_buckets` returns: parameters in registration order, buckets in the order in which they fill."""
+
+    parameters: tuple[PlannedParameter, ...]
+    buckets: tuple[PlannedBucket, ...]
+    world_size: int
+    fingerprint: int
+
+    @property
+    def buffers(self) -> tuple[tuple[PlannedBucket, ...], ...]:
+        """The buckets of each flat buffer, which they cover without gaps."""
+        n = 1 + max((bucket.buffer for bucket in self.buckets), default=-1)
+        return tuple(tuple(b for b in self.buckets if b.buffer == i) for i in range(n))
+
+    def in_bucket(self, bucket: int) -> list[int]:
+        """The positions of a bucket's parameters, by their place in it."""
+        members = [i for i, p in enumerate(self.parameters) if p.bucket == bucket]
+        return sorted(members, key=lambda i: self.parameters[i].start)
+
+    def __str__(self) -> str:
+        return "\n".join([f"layout {self.fingerprint:016x}", *self.lines()])
+
+    def lines(self) -> list[str]:
+        """The layout for people, without its fingerprint."""
+        lines = [f"{len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)} over {self.world_size} ranks"]
+        for i, b in enumerate(self.buckets):
+            padding = b.numel - b.used
+            lines.append(
+                f"bucket {i}: buffer {b.buffer} [{b.start}, {b.start + b.numel}) {_short(b.main_grads_dtype)}, "
+                f"{_short(b.grad_comm_dtype)} on the wire, {padding} padding"
+            )
+            for j in self.in_bucket(i):
+                p = self.parameters[j]
+                lines.append(f"  [{p.start}, {p.start + p.numel}) {p.name} {list(p.shape)} {_short(p.param_dtype)}")
+        return lines
+
+
+def plan_buckets(
+    params_or_numels: Iterable[Any] | Mapping[str, Any],
+    policy: Policy,
+    world_size: int,
+    *,
+    order: Sequence[int] | None = None,
+) -> BucketPlan:
+    """The layout that `parallelize` uses: pure arithmetic, no process group, nothing allocated.
+
+    params_or_numels: in registration order, tensors, (name, tensor) pairs such as `model.named_parameters()`, or
+        element counts (of the policy's param_dtype); or a mapping of names to either. A tensor given twice is placed
+        once.
+    policy: of `load_policy`; its dtypes, bucket_size (elements), overlap_grad_reduce and
+        pad_buckets_for_high_nccl_busbw. Without overlap there is one bucket for each buffer.
+    world_size: ranks that share the buckets.
+    order: a permutation of the positions, who is placed first; None: reverse registration order.
+
+    Parameters that agree in dtypes and device share a flat buffer; starts are aligned to 128 elements, bucket ends to
+    128 times the number of ranks. Raises ValueError or TypeError for what is not legal.
+    """
+    named = list(_named(params_or_numels, policy.param_dtype))
+    dtypes = [_dtypes_of(policy, name, tensor) for name, tensor in named]
+    c_params = (_Param * max(1, len(named)))()
+    first: dict[int, int] = {}
+    devices: dict[torch.device, int] = {}
+    for i, (name, tensor) in enumerate(named):
+        shape = (ctypes.c_int64 * max(1, tensor.dim()))(*tensor.shape)
+        c_params[i] = _Param(
+            name=_dtypes.c_text(name),
+            shape=ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)),
+            ndim=tensor.dim(),
+            numel=tensor.numel(),
+            tied=-1 if first.setdefault(id(tensor), i) == i else first[id(tensor)],
+            key=0,
+            device=devices.setdefault(tensor.device, len(devices)),
+            **{field: _dtypes.code_of(dtype) for field, dtype in zip(_DTYPE_FIELDS, dtypes[i], strict=True)},
+        )
+    if order is not None and len(order) != len(named):
+        raise ValueError(f"order has {len(order)} entries for {len(named)} parameters; it is a permutation of them")
+    args = _Args(
+        size=ctypes.sizeof(_Args),
+        n=len(named),
+        params=c_params,
+        order=None if order is None else (ctypes.c_int64 * max(1, len(order)))(*order),
+        cap=_NO_INT if policy.bucket_size is None else policy.bucket_size,
+        world=world_size,
+        overlap=int(policy.overlap_grad_reduce),
+        high_bandwidth=int(policy.pad_buckets_for_high_nccl_busbw),
+    )
+    places = (_Place * max(1, len(named)))()
+    buckets = (_Bucket * max(1, len(named)))()
+    summary = _Summary()
+    plan = _library.function(
+        "tx_layout_plan",
+        ctypes.POINTER(_Args),
+        ctypes.POINTER(_Place),
+        ctypes.POINTER(_Bucket),
+        ctypes.c_int64,
+        ctypes.POINTER(_Summary),
+    )
+    plan(ctypes.byref(args), places, buckets, len(buckets), ctypes.byref(summary))
+    parameters = tuple(
+        PlannedParameter(
+            name, tuple(t.shape), t.numel(), *dtypes[i], places[i].buffer, places[i].bucket, places[i].start
+        )
+        for i, (name, t) in enumerate(named)
+    )
+    of_bucket = {p.bucket: p for p in parameters}
+    return BucketPlan(
+        parameters,
+        tuple(
+            PlannedBucket(
+                b.buffer, b.offset, b.size, b.used, of_bucket[i].main_grads_dtype, of_bucket[i].grad_comm_dtype
+            )
+            for i, b in enumerate(buckets[: summary.n_buckets])
+        ),
+        world_size,
+        summary.fingerprint,
+    )
+
+
+_DTYPE_FIELDS = ("param_dtype", "grad_dtype", "wire_dtype")
+
+
+def _named(given: Any, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]:
+    items = given.items() if isinstance(given, Mapping) else given
+    for i, item in enumerate(items):
+        name, value = item if isinstance(item, tuple) else (str(i), item)
+        if isinstance(value, int) and not isinstance(value, bool):
+            if value < 0:
+                raise ValueError(f"parameter {name!r}: {value} elements; a count is >= 0")
+            value = torch.empty(value, dtype=dtype, device="meta")
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"parameter {name!r}: {type(value).__name__}; a tensor or a number of elements is expected")
+        yield name, value
+
+
+def _dtypes_of(policy: Policy, name: str, tensor: torch.Tensor) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Of the parameter, of its gradient in the buffer, of its gradient on the wire."""
+    try:
+        row = policy.row(tensor.dtype)
+    except ValueError as error:
+        raise TypeError(f"parameter {name!r}: {error}") from None
+    main = row.main_grads_dtype or tensor.dtype
+    wire = row.grad_comm_dtype or main
+    for field, dtype in (("dtype", tensor.dtype), ("main_grads_dtype", main), ("grad_comm_dtype", wire)):
+        if dtype not in CARRIED:
+            raise TypeError(
+                f"parameter {name!r}: {field} {_short(dtype)} cannot lie in a bucket; "
+                f"supported: {', '.join(_short(d) for d in CARRIED)}"
+            )
+    return tensor.dtype, main, wire
+
+
+CARRIED = (torch.float32, torch.bfloat16, torch.float16)
+"""What gradients may be in a buffer and on the wire."""
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

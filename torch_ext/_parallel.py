@@ -1,0 +1,300 @@
+"""`parallelize`: data parallelism in place. Validates, agrees with the other ranks, then attaches an engine."""
+
+import copyreg
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torch_ext import _policy, _registry
+from torch_ext._agreement import agree
+from torch_ext._broadcast import broadcast
+from torch_ext._engine import Engine
+from torch_ext._exchange import MAX_BUCKETS, exchange_over
+from torch_ext._layout import BucketPlan, plan_buckets
+from torch_ext._policy import Policy
+
+_SUPPORTED = ("no_shard",)
+_DEVICES = ("cpu",)
+
+# Not an attribute of the module, which would be pickled and copied with it.
+_engines: "weakref.WeakKeyDictionary[torch.nn.Module, _Attached]" = weakref.WeakKeyDictionary()
+
+
+class _Attached:
+    """What a parallelized module has besides its own: an engine, and where its parameters were found."""
+
+    def __init__(self, engine: Engine, module: torch.nn.Module) -> None:
+        self.engine = engine
+        # The folder, the key and the parameter: parameters are replaced there (assign=True), or frozen and thawed.
+        self.places = [
+            (owner._parameters, key, param, param.requires_grad)
+            for owner in module.modules()
+            for key, param in owner._parameters.items()
+            if param is not None
+        ]
+
+    def check(self, module: torch.nn.Module) -> None:
+        """RuntimeError where a parameter is not the one whose gradient the engine reduces."""
+        for folder, key, param, trainable in self.places:
+            now = folder.get(key)
+            if (trainable and now is not param) or (not trainable and now is not None and now.requires_grad):
+                names = [n for n, p in module.named_parameters(remove_duplicate=False) if p is now] or [key]
+                how = "was thawed" if now is param else "is another tensor now (load_state_dict(assign=True)?)"
+                raise RuntimeError(
+                    f"parameter {names[0]!r} {how}, so nobody reduces its gradient: call parallelize again after "
+                    "such a change"
+                )
+
+
+class ParallelModule(torch.nn.Module):
+    """What `parallelize` adds to a model's class, which keeps its name; pickle and deepcopy give the plain model."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            attached = _engines.get(self)
+            if attached is not None:
+                attached.check(self)
+        return super().__call__(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside accumulate without reducing; the next one outside reduces everything once.
+
+        Unlike DistributedDataParallel's, only the backward has to be inside. Nests with `sync`, restores what was set.
+        """
+        return _engine_of(self).synchronizing(False)
+
+    def sync(self) -> AbstractContextManager[None]:
+        """Backwards inside reduce, even inside `no_sync`. Nests, restores what was set."""
+        return _engine_of(self).synchronizing(True)
+
+    def wire_bytes(self) -> int:
+        """Bytes that this rank sent for the last reduction, all messages together."""
+        return _engine_of(self).wire_bytes
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        plain = _plain_class(type(self))
+        arguments = tuple(plain if a is type(self) else a for a in reduced[1])
+        # pickle insists that copyreg.__newobj__ makes an object of the pickled one's class; this makes the same one.
+        if reduced[0] is copyreg.__newobj__ and len(arguments) == 1:  # type: ignore[attr-defined]
+            return (copyreg._reconstructor, (plain, object, None), *reduced[2:])  # type: ignore[attr-defined]
+        return (reduced[0], arguments, *reduced[2:])
+
+
+def parallelize(
+    model: torch.nn.Module,
+    policy: Policy,
+    *,
+    strategy: str | int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    find_unused_parameters: bool = False,
+    gradient_divide_factor: float | None = None,
+) -> torch.nn.Module:
+    """Makes the model data parallel, in place; returns the same object. Every rank of the group calls it.
+
+    Gradients lie in flat buffers of the policy's main_grads_dtype, of which `.grad` is a view. Buckets of them are
+    summed over the ranks during backward: grad_comm_dtype on the wire, fp32 in rank order in the sum. When
+    `loss.backward()` returns, `.grad` is the mean over the ranks, rounded once to the wire's dtype, with the same bits
+    everywhere. The training loop stays as it is; `model.no_sync()` and `model.sync()` control accumulation.
+
+    model: on one device. Weights and buffers become rank 0's; later changes of buffers stay local. Optimizers made
+        before are fine as long as they have no state.
+    policy: of `load_policy`; besides dtypes: bucket_size, overlap_grad_reduce, check_for_nan_in_grad.
+    strategy: "no_shard" or 0; None: the policy's data_parallel_sharding_strategy.
+    process_group: None: the default group.
+    find_unused_parameters: a parameter without a gradient counts as zero on that rank, and where no rank has one
+        `.grad` stays as it was; else it is an error, on every rank, that names it.
+    gradient_divide_factor: sums are divided by it in fp32; None: the number of ranks; 1: a sum.
+
+    A second call replaces what the first one did. Raises ValueError, TypeError or RuntimeError, on every rank, before
+    anything is changed: for what is not legal here or on another rank, and where the ranks' models or policies differ.
+    """
+    group = _group(process_group)
+    # A model on no real device is an error, which all ranks are told about.
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    exchange = exchange_over(group, device)
+    factor = float(exchange.world_size if gradient_divide_factor is None else gradient_divide_factor)
+    plan, failure = None, None
+    try:
+        plan = _validated_plan(model, policy, strategy, exchange.world_size, factor)
+    except (ValueError, TypeError, RuntimeError) as error:
+        failure = error
+    options = (
+        f"divide by {factor}, unused parameters {find_unused_parameters}, NaN check {policy.check_for_nan_in_grad}"
+    )
+    tensors = list(model.named_parameters()) + list(model.named_buffers())
+    lines = [options, *(f"{name} {list(t.shape)} {t.dtype}, trainable {t.requires_grad}" for name, t in tensors)]
+    if plan is not None:
+        lines += plan.lines()
+    number = agree(
+        exchange,
+        caller="parallelize",
+        fingerprint=0 if plan is None else plan.fingerprint,
+        lines=lines,
+        failure=failure,
+    )
+    assert plan is not None
+    broadcast([t for _, t in tensors], group)
+    before = _engines.pop(model, None)
+    if before is not None:
+        before.engine.close()
+    engine = Engine(
+        [p for _, p in _trainable(model)],
+        plan,
+        exchange,
+        number,
+        divide_factor=factor,
+        check_for_nan=policy.check_for_nan_in_grad,
+        find_unused_parameters=find_unused_parameters,
+    )
+    if not isinstance(model, ParallelModule):
+        model.__class__ = _parallel_class(type(model))
+    _engines[model] = _Attached(engine, model)
+    _watch_optimizers()
+    return model
+
+
+# -- what is legal ------------------------------------------------------------------------------------------------
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group() first (under torchrun, "
+            "or with world_size=1 for a process of its own)"
+        )
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise RuntimeError("this rank is not a member of the process group, so it has nothing to reduce over it")
+    return group
+
+
+def _trainable(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+
+
+def _validated_plan(
+    model: torch.nn.Module, policy: Policy, strategy: str | int | None, world_size: int, factor: float
+) -> BucketPlan:
+    _check_strategy(policy.data_parallel_sharding_strategy if strategy is None else strategy)
+    if not 0.0 < factor < float("inf"):
+        raise ValueError(f"gradient_divide_factor is {factor}; a finite number > 0 is legal")
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError("the model is in DistributedDataParallel, which reduces already: use register_comm_hook on it")
+    named = list(_trainable(model))
+    if not named:
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameter: parallelize reduces gradients, and none would come"
+        )
+    _check_devices([*model.named_parameters(), *model.named_buffers()])
+    for name, param in named:
+        owner = _registry.engine_of(param)
+        attached = _engines.get(model)
+        if owner is not None and (attached is None or owner is not attached.engine):
+            raise RuntimeError(
+                f"parameter {name!r} is part of another parallelized model, which reduces its gradient already"
+            )
+        if type(param) is not torch.nn.Parameter:
+            raise TypeError(f"parameter {name!r} is a {type(param).__name__}; no_shard takes plain parameters")
+        if param.grad is not None and owner is None:
+            raise RuntimeError(f"parameter {name!r} has a gradient: call zero_grad() before parallelize")
+    _check_optimizers(named)
+    plan = plan_buckets(named, policy, world_size)
+    if len(plan.buckets) > MAX_BUCKETS:
+        raise ValueError(f"{len(plan.buckets)} buckets; at most {MAX_BUCKETS} are legal: raise bucket_size")
+    return plan
+
+
+def _check_strategy(strategy: str | int) -> None:
+    names = next(row.choices for row in _policy.rows() if row.name == "data_parallel_sharding_strategy")
+    legal = ", ".join(f"{name!r} ({i})" for i, name in enumerate(names))
+    if isinstance(strategy, int) and not isinstance(strategy, bool) and 0 <= strategy < len(names):
+        strategy = names[strategy]
+    if strategy not in names:
+        raise ValueError(f"strategy is {strategy!r}; legal are {legal}")
+    if strategy not in _SUPPORTED:
+        raise ValueError(
+            f"strategy {strategy!r} is not part of this version of torch_ext; "
+            f"it supports {', '.join(map(repr, _SUPPORTED))}"
+        )
+
+
+def _check_devices(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    (first, tensor), *rest = named
+    for name, other in rest:
+        if other.device != tensor.device:
+            raise ValueError(
+                f"{first!r} is on {tensor.device} and {name!r} on {other.device}; a model is on one device"
+            )
+    if tensor.device.type not in _DEVICES:
+        raise ValueError(f"the model is on {tensor.device}; this library has operators for {', '.join(_DEVICES)}")
+
+
+def _check_optimizers(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    names = {id(p): name for name, p in named}
+    # Optimizers know parameters, not the other way round. type(): isinstance would call into lazy objects of others.
+    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
+        state = getattr(optimizer, "state", None) or {}
+        for param in [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]:
+            # A step counter alone, at zero, is no state yet.
+            of_param = dict(state.get(param) or {})
+            if id(param) in names and (of_param.pop("step", 0) or of_param):
+                raise RuntimeError(
+                    f"an optimizer ({type(optimizer).__name__}) has state for parameter {names[id(param)]!r}: it "
+                    "would not follow rank 0's weights. Call parallelize before the first step; a saved state is "
+                    "loaded afterwards."
+                )
+
+
+# -- the class ----------------------------------------------------------------------------------------------------
+
+
+_classes: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
+
+
+def _parallel_class(plain: type) -> type:
+    """One subclass per class, so that models of one class stay of one class."""
+    made = _classes.get(plain)
+    if made is None:
+        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+        made = _classes[plain] = type(plain)(plain.__name__, (ParallelModule, plain), names)
+    return made
+
+
+def _plain_class(parallel: type) -> type:
+    return parallel.__bases__[1]
+
+
+def _engine_of(model: torch.nn.Module) -> Engine:
+    attached = _engines.get(model)
+    if attached is None:
+        raise RuntimeError(
+            "this model is not parallelized (a copy made by its own class, perhaps): call parallelize on it"
+        )
+    return attached.engine
+
+
+# -- optimizers ---------------------------------------------------------------------------------------------------
+
+_watching: Any = None
+
+
+def _watch_optimizers() -> None:
+    """Once per process, from the first parallelize on: every optimizer's step asks the engines of its parameters."""
+    global _watching
+    if _watching is None:
+        _watching = register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for engine in _registry.engines_of(p for group in optimizer.param_groups for p in group["params"]):
+        engine.before_step()
