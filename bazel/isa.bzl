@@ -6,7 +6,7 @@ The names are the rows of csrc/cpu/isa.def; a row whose name is not here does no
 ISAS = {
     "base": [],
     "avx2": ["-mavx2", "-mf16c", "-mfma"],
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"],
 }
 
 # Those that every processor has; the others are x86-64's.

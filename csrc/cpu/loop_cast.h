@@ -38,53 +38,83 @@ TX_FN void tx_load_scaled(const void *from, const uint8_t *scales, int64_t n, fl
   }
 }
 
-/* Thresholds of the block that begins `at` elements into the noise's stream. */
-TX_FN void tx_thresholds_fill(tx_noise noise, int64_t at, int32_t rounding, uint32_t u[TX_BLOCK]) {
-  uint32_t ramp[TX_BLOCK], hashed[TX_BLOCK];
-  tx_lattice_ramp(ramp);
-  const tx_thresholds t = tx_noise_block(noise, at, rounding, ramp, hashed);
-  for (int64_t i = 0; i < TX_BLOCK; i++)
-    u[i] = t.base + t.ramp[i];
+TX_FN void tx_store_plain_rounded(const float *from, int32_t n, void *to, tx_noise noise, uint32_t at,
+                                  const int32_t rounding, const tx_dtype dtype) {
+  uint32_t ramp = 0;
+  for (int32_t i = 0; i < n; i++, ramp += TX_LATTICE_ELEMENT) {
+    if (rounding == TX_NEAREST) {
+      tx_store(to, i, dtype, from[i]);
+    } else {
+      tx_store_threshold(to, i, dtype, from[i], tx_threshold(noise, at, (uint32_t)i, ramp, rounding));
+    }
+  }
 }
 
 TX_FN void tx_store_plain(const float *from, int64_t n, void *to, tx_noise noise, int64_t at, int32_t rounding,
                           const tx_dtype dtype) {
   if (dtype == TX_F32 || rounding == TX_NEAREST) {
-    for (int64_t i = 0; i < n; i++)
-      tx_store(to, i, dtype, from[i]);
-    return;
-  }
-  for (int64_t b = 0; b < n; b += TX_BLOCK) {
-    const int64_t count = tx_block_count(n, b);
-    uint32_t u[TX_BLOCK];
-    tx_thresholds_fill(noise, at + b, rounding, u);
-    for (int64_t i = 0; i < count; i++)
-      tx_store_threshold(to, b + i, dtype, from[b + i], u[i]);
+    tx_store_plain_rounded(from, (int32_t)n, to, noise, (uint32_t)at, TX_NEAREST, dtype);
+  } else if (rounding == TX_DITHERED) {
+    tx_store_plain_rounded(from, (int32_t)n, to, noise, (uint32_t)at, TX_DITHERED, dtype);
+  } else {
+    tx_store_plain_rounded(from, (int32_t)n, to, noise, (uint32_t)at, TX_STOCHASTIC, dtype);
   }
 }
 
-TX_FN void tx_store_scaled(const float *from, int64_t n, void *to, uint8_t *scales, tx_noise noise, int64_t at,
-                           int32_t rounding, const tx_dtype dtype, const tx_format format) {
+/* One pass over a block's codes; returns the largest magnitude. */
+TX_FN int32_t tx_store_codes(const float *x, int32_t n, void *to, tx_noise noise, uint32_t at, tx_block_plan plan,
+                             uint32_t doubling, const int32_t rounding, const tx_dtype dtype, const tx_format format) {
+  const tx_block_format f = tx_block_format_of(dtype, format);
+  int32_t largest = 0;
+  uint32_t ramp = 0;
+  for (int32_t i = 0; i < n; i++, ramp += TX_LATTICE_ELEMENT) {
+    const uint32_t u = tx_threshold(noise, at, (uint32_t)i, ramp, rounding);
+    const uint32_t code = tx_block_code(f, plan, x[i], rounding != TX_NEAREST, u);
+    const uint32_t finished = tx_block_finish(f, plan, x[i], code, doubling);
+    largest = (int32_t)code > largest ? (int32_t)code : largest;
+    if (dtype == TX_U8) {
+      ((uint8_t *)to)[i] = (uint8_t)finished;
+    } else {
+      ((tx_mem_u16 *)to)[i] = (uint16_t)finished;
+    }
+  }
+  return largest;
+}
+
+/* Codes are doubled only where the largest one turns out to be half of the format's; then the pass is made again. */
+TX_FN void tx_store_blocks(const float *from, int64_t n, void *to, uint8_t *scales, tx_noise noise, int64_t at,
+                           const int32_t rounding, const tx_dtype dtype, const tx_format format, const int roots) {
   const tx_block_format f = tx_block_format_of(dtype, format);
   for (int64_t b = 0; b < n; b += TX_BLOCK) {
-    const int64_t count = tx_block_count(n, b);
-    float x[TX_BLOCK];
-    uint32_t u[TX_BLOCK], codes[TX_BLOCK];
-    for (int64_t i = 0; i < count; i++)
-      x[i] = format == TX_FORMAT_SQRT ? sqrtf(from[b + i]) : from[b + i];
-    if (rounding == TX_NEAREST) {
-      scales[b / TX_BLOCK] = tx_block_encode(f, x, (int32_t)count, NULL, codes);
-    } else {
-      tx_thresholds_fill(noise, at + b, rounding, u);
-      scales[b / TX_BLOCK] = tx_block_encode(f, x, (int32_t)count, u, codes);
+    const int32_t count = (int32_t)tx_block_count(n, b);
+    char *codes = (char *)to + b * (dtype == TX_U8 ? 1 : 2);
+    float buffer[TX_BLOCK];
+    const float *x = from + b;
+    if (!roots && format == TX_FORMAT_SQRT) {
+      for (int32_t i = 0; i < count; i++)
+        buffer[i] = sqrtf(x[i]);
+      x = buffer;
     }
-    for (int64_t i = 0; i < count; i++) {
-      if (dtype == TX_U8) {
-        ((uint8_t *)to)[b + i] = (uint8_t)codes[i];
-      } else {
-        ((tx_mem_u16 *)to)[b + i] = (uint16_t)codes[i];
-      }
+    const tx_block_plan plan = tx_block_plan_from(f, tx_block_amax_bits(x, count));
+    const uint32_t first = (uint32_t)(at + b);
+    const int32_t largest = tx_store_codes(x, count, codes, noise, first, plan, 0, rounding, dtype, format);
+    const uint32_t doubling = tx_block_doubling(f, plan, (uint32_t)largest);
+    if (__builtin_expect(doubling != 0, 0)) {
+      (void)tx_store_codes(x, count, codes, noise, first, plan, doubling, rounding, dtype, format);
     }
+    scales[b / TX_BLOCK] = tx_block_scale_byte(plan, doubling);
+  }
+}
+
+/* roots: a sqrt format is given sqrt(v) itself. */
+TX_FN void tx_store_scaled(const float *from, int64_t n, void *to, uint8_t *scales, tx_noise noise, int64_t at,
+                           int32_t rounding, const tx_dtype dtype, const tx_format format, const int roots) {
+  if (rounding == TX_NEAREST) {
+    tx_store_blocks(from, n, to, scales, noise, at, TX_NEAREST, dtype, format, roots);
+  } else if (rounding == TX_DITHERED) {
+    tx_store_blocks(from, n, to, scales, noise, at, TX_DITHERED, dtype, format, roots);
+  } else {
+    tx_store_blocks(from, n, to, scales, noise, at, TX_STOCHASTIC, dtype, format, roots);
   }
 }
 
@@ -105,12 +135,22 @@ TX_FN void tx_store_scaled(const float *from, int64_t n, void *to, uint8_t *scal
   }                                                                                                               \
   static void tx_store_##name##_##format(const float *from, int64_t n, void *to, uint8_t *scales, tx_noise noise, \
                                          int64_t at, int32_t rounding) {                                          \
-    tx_store_scaled(from, n, to, scales, noise, at, rounding, TX_##name, TX_FORMAT_##format);                     \
+    tx_store_scaled(from, n, to, scales, noise, at, rounding, TX_##name, TX_FORMAT_##format, 0);                  \
   }
 TX_FOR_EACH_PLAIN(TX_PLAIN_LOOPS_)
 TX_FOR_EACH_SCALED(TX_SCALED_LOOPS_)
 #undef TX_PLAIN_LOOPS_
 #undef TX_SCALED_LOOPS_
+
+/* Stores of a sqrt format from sqrt(v), which the step has at hand. */
+#define TX_ROOT_LOOPS_(name)                                                                                 \
+  static void tx_store_roots_##name(const float *from, int64_t n, void *to, uint8_t *scales, tx_noise noise, \
+                                    int64_t at, int32_t rounding) {                                          \
+    tx_store_scaled(from, n, to, scales, noise, at, rounding, TX_##name, TX_FORMAT_SQRT, 1);                 \
+  }
+TX_ROOT_LOOPS_(U8)
+TX_ROOT_LOOPS_(F16)
+#undef TX_ROOT_LOOPS_
 
 /* Initialisers of tx_kernels.load and .store. */
 #define TX_LOAD_ENTRY_(index, name, format, ...) [index] = tx_load_##name##_##format,

@@ -1,15 +1,11 @@
-/* The rounding thresholds of a stream of elements, a block at a time.
- *
- * On the lattice the threshold of element i is base + ramp[i], one vector addition; the ramp is the same for every
- * block and stream. Stochastic thresholds are hashed into a buffer that stands in for the ramp, with a base of 0, so
- * that the loops know one form. */
+/* The rounding thresholds of a run of elements within the stream of one (parameter, lane, step). */
 #ifndef TX_CPU_NOISE_H
 #define TX_CPU_NOISE_H
 
-#include "csrc/cpu/element.h"
 #include "csrc/math/dither.h"
+#include "csrc/torch_ext.h"
 
-/* One stream (tx_meta.id, lane, step) from a given element on. */
+/* The stream from a given element on. */
 typedef struct tx_noise {
   uint32_t lattice; /* dithered threshold of the first element */
   tx_noise_key key; /* of the stochastic ones */
@@ -21,27 +17,11 @@ static inline tx_noise tx_noise_at(uint64_t seed, int64_t id, tx_lane lane, int6
                     (uint32_t)start};
 }
 
-/* Thresholds of one block: element i's is base + ramp[i]. */
-typedef struct tx_thresholds {
-  uint32_t base;
-  const uint32_t *ramp;
-} tx_thresholds;
-
-TX_FN void tx_lattice_ramp(uint32_t ramp[TX_BLOCK]) {
-  for (uint32_t i = 0; i < TX_BLOCK; i++)
-    ramp[i] = tx_dithered(0, i);
-}
-
-/* Of the block that begins `at` elements into the stream. hashed: TX_BLOCK words of scratch, used where stochastic. */
-TX_FN tx_thresholds tx_noise_block(tx_noise noise, int64_t at, int32_t rounding, const uint32_t *ramp,
-                                   uint32_t *hashed) {
-  if (rounding != TX_STOCHASTIC) {
-    return (tx_thresholds){tx_dithered(noise.lattice, (uint32_t)at), ramp};
-  }
-  const uint32_t first = noise.start + (uint32_t)at;
-  for (uint32_t i = 0; i < TX_BLOCK; i++)
-    hashed[i] = tx_stochastic(noise.key, first + i);
-  return (tx_thresholds){0, hashed};
+/* The threshold of element at + i of the stream; ramp = tx_dithered(0, i), which loops carry along: an addition per
+ * vector where the product would be a slow multiplication. rounding is known when the loops are compiled. */
+TX_FN uint32_t tx_threshold(tx_noise noise, uint32_t at, uint32_t i, uint32_t ramp, const int32_t rounding) {
+  if (rounding == TX_STOCHASTIC) return tx_stochastic(noise.key, noise.start + at + i);
+  return tx_dithered(noise.lattice, at) + ramp;
 }
 
 #endif
