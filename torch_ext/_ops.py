@@ -15,7 +15,7 @@ NAMESPACE = "torch_ext"
 
 class _Operator(NamedTuple):
     overload: Any  # torch._ops.OpOverload
-    written: tuple[int, ...]  # positions of the arguments that the schema marks as written
+    written: tuple[tuple[int, str], ...]  # position and name of the arguments that the schema marks as written
 
 
 def _fake(name: str) -> Any:
@@ -47,7 +47,7 @@ def _register() -> tuple[dict[str, _Operator], list[torch.library.Library]]:
         arguments = overload._schema.arguments
         table[name] = _Operator(
             overload,
-            tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write),
+            tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write),
         )
     return table, [fakes, autograd]
 
@@ -63,12 +63,17 @@ def call(name: str, *arguments: Any) -> None:
     fine. Raises RuntimeError with the library's message, after which nothing was written.
     """
     operator = _OPERATORS[name]
-    operator.overload(*arguments)
     written: list[torch.Tensor] = []
-    for i in operator.written:
+    for i, argument_name in operator.written:
         value = arguments[i]
-        if isinstance(value, torch.Tensor):
-            written.append(value)
-        else:
-            written.extend(value)
+        targets = [value] if isinstance(value, torch.Tensor) else value
+        if not torch.is_inference_mode_enabled():
+            for k, target in enumerate(targets):
+                if target.is_inference():
+                    raise RuntimeError(
+                        f"{NAMESPACE}::{name}: {argument_name if targets is not value else f'{argument_name}[{k}]'} is an "
+                        "inference tensor, which is read-only outside of torch.inference_mode(); pass a clone"
+                    )
+        written.extend(targets)
+    operator.overload(*arguments)
     torch.autograd.graph.increment_version(written)

@@ -1,0 +1,249 @@
+"""Legal calls of every operator, as data: opcheck, tracing, leaks and wrong calls are all tested from these.
+
+A sample makes fresh arguments each time, in the order of the operator's schema, from a fixed seed.
+"""
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+U8, I16, I64 = torch.uint8, torch.int16, torch.int64
+BLOCK, LIMBS = 128, 20
+GROUP = (1e-2, 0.9, 0.999, 1e-8, 0.1, 0.0, 1.0)  # lr, beta1, beta2, eps, weight_decay, maximize, decoupled
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    operator: str
+    name: str
+    make: Callable[[], list[Any]]
+
+    @property
+    def id(self) -> str:
+        return f"{self.operator}-{self.name}"
+
+
+def none(dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype)
+
+
+def one(value: float, dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.full((1,), value, dtype=dtype)
+
+
+def randoms(numels: Sequence[int], dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(n, generator=generator) * scale).to(dtype) for n in numels]
+
+
+def scale_bytes(numel: int, moments: int) -> torch.Tensor:
+    return torch.full((moments * -(-numel // BLOCK),), 127, dtype=U8)  # e8m0: 2^0
+
+
+def adamw(
+    numels: Sequence[int] = (5, 130, 0, 1),
+    param: torch.dtype = F32,
+    grad: torch.dtype | None = None,
+    exp_avg: torch.dtype | None = None,
+    exp_avg_sq: torch.dtype | None = None,
+    master: torch.dtype | None = None,
+    groups: Sequence[Sequence[float]] = (GROUP,),
+    requires_grad: bool = False,
+    extras: bool = False,
+) -> list[Any]:
+    exp_avg = exp_avg or (F32 if param is F32 else BF16)
+    exp_avg_sq = exp_avg_sq or exp_avg
+    params = randoms(numels, param, 1)
+    masters = []
+    if master is F32:
+        masters = [p.float() for p in params]
+    elif master is I16:
+        masters = [torch.zeros(n, dtype=I16) for n in numels]
+    scaled = [d in (F16, U8) for d in (exp_avg, exp_avg_sq)].count(True)
+    exp_avgs = [torch.zeros(n, dtype=exp_avg) for n in numels]
+    exp_avg_sqs = [torch.zeros(n, dtype=exp_avg_sq) for n in numels]
+    meta = torch.tensor([[1000 + i, 0, i % len(groups)] for i in range(len(numels))], dtype=I64)
+    return [
+        [p.requires_grad_(requires_grad) for p in params],
+        randoms(numels, grad or param, 2),
+        exp_avgs,
+        exp_avg_sqs,
+        masters,
+        [scale_bytes(n, scaled) for n in numels] if scaled else [],
+        [one(3.0) for _ in numels],
+        [one(g[0], F64) for g in groups] if extras else [],
+        torch.tensor([list(g) for g in groups], dtype=F64),
+        meta.reshape(-1, 3) if extras or len(groups) > 1 else none(I64),
+        one(4.0) if extras else none(),
+        one(0.5) if extras else none(),
+        one(0.0) if extras else none(),
+        torch.zeros(1, dtype=I64) if extras else none(I64),
+        7,
+        1,
+        1,
+    ]
+
+
+def adamw_skipped() -> list[Any]:
+    arguments = adamw(extras=True)
+    arguments[12] = one(1.0)
+    return arguments
+
+
+def grad_stats(numels: Sequence[int] = (5, 300, 0), dtype: torch.dtype = F32, first_bad: bool = True) -> list[Any]:
+    return [
+        randoms(numels, dtype),
+        torch.zeros(LIMBS + 1, dtype=I64),
+        torch.full((1,), 2**63 - 1, dtype=I64) if first_bad else none(I64),
+    ]
+
+
+def stats_of(grads: list[torch.Tensor]) -> torch.Tensor:
+    stats = torch.zeros(LIMBS + 1, dtype=I64)
+    torch.ops.torch_ext.grad_stats_(grads, stats, none(I64))
+    return stats
+
+
+def grad_norm(max_norm: float = 1.0, norm: torch.dtype = F64, absent: bool = False) -> list[Any]:
+    stats = stats_of(randoms((5, 300), F32))
+    if absent:
+        return [stats, none(), max_norm, one(-1, norm), none(), none()]
+    return [stats, one(2.0), max_norm, one(-1, norm), one(-1), one(-1)]
+
+
+def bucket_pack(
+    dtype: torch.dtype = F32, wire: torch.dtype = BF16, numels: Sequence[int] = (5, 130, 0, 1)
+) -> list[Any]:
+    offsets, end = [], 0
+    for n in numels:
+        offsets.append(end)
+        end = -(-(end + n) // BLOCK) * BLOCK
+    scales = scale_bytes(end, 1) if wire is U8 else none(U8)
+    bucket = torch.full((end,), 1, dtype=wire)
+    return [randoms(numels, dtype), torch.tensor(offsets, dtype=I64), bucket, scales, 3, 2, 1]
+
+
+def bucket_accumulate(main: torch.dtype = F32, grad: torch.dtype = BF16) -> list[Any]:
+    return [randoms((5, 130, 0, 1), main, 1), randoms((5, 130, 0, 1), grad, 2)]
+
+
+def bucket_reduce(
+    wire: torch.dtype = BF16, shard: torch.dtype = F32, stats: bool = True, accumulate: bool = False
+) -> list[Any]:
+    chunks, scales = randoms((130, 130, 130), BF16 if wire is U8 else wire), []
+    if wire is U8:
+        chunks = [torch.arange(130, dtype=U8) % 100 for _ in range(3)]
+        scales = [scale_bytes(130, 1) for _ in range(3)]
+    total = torch.zeros(LIMBS + 1, dtype=I64) if stats else none(I64)
+    return [chunks, scales, randoms((130,), shard, 9)[0], total, 1 / 3, accumulate]
+
+
+def bucket_unpack(wire: torch.dtype = BF16, dtype: torch.dtype = F32) -> list[Any]:
+    _, offsets, bucket, scales, *_ = bucket_pack(wire=wire)
+    bucket.copy_(torch.arange(bucket.numel()) % 100)
+    return [bucket, scales, offsets, [torch.zeros(n, dtype=dtype) for n in (5, 130, 0, 1)]]
+
+
+def cast(
+    src: torch.dtype = F32, dst: torch.dtype = BF16, scaled: bool = False, rounding: int = 0, meta: bool = False
+) -> list[Any]:
+    numels = (5, 130, 0, 1)
+    table = torch.tensor([[i, 128 * i, 0] for i in range(len(numels))], dtype=I64) if meta else none(I64)
+    scales = [scale_bytes(n, 1) for n in numels] if scaled else []
+    return [randoms(numels, src), [torch.zeros(n, dtype=dst) for n in numels], [], scales, table, 0, rounding, 5, 6]
+
+
+def master_encode() -> list[Any]:
+    numels = (5, 130, 0, 1)
+    return [
+        randoms(numels, F32),
+        [torch.zeros(n, dtype=BF16) for n in numels],
+        [torch.zeros(n, dtype=I16) for n in numels],
+    ]
+
+
+def master_decode() -> list[Any]:
+    numels = (5, 130, 0, 1)
+    remainders = [torch.arange(n, dtype=I16) * 300 for n in numels]
+    return [randoms(numels, BF16), remainders, [torch.zeros(n) for n in numels]]
+
+
+def master_resync(
+    param: torch.dtype = BF16, master: torch.dtype = F32, changed: bool = True, force: bool = False
+) -> list[Any]:
+    numels = (5, 130, 0, 1)
+    masters = [torch.full((n,), 3, dtype=master) for n in numels]
+    return [randoms(numels, param), masters, torch.zeros(len(numels), dtype=I64) if changed else none(I64), force]
+
+
+TWO_GROUPS = (GROUP, (5e-3, 0.8, 0.99, 1e-6, 0.0, 1.0, 0.0))
+
+SAMPLES = [
+    Sample("adamw_", "float32", adamw),
+    Sample("adamw_", "leaves_that_require_grad", lambda: adamw(requires_grad=True)),
+    Sample("adamw_", "bfloat16", lambda: adamw(param=BF16)),
+    Sample("adamw_", "bfloat16_with_masters", lambda: adamw(param=BF16, master=F32, extras=True)),
+    Sample("adamw_", "bfloat16_with_remainders", lambda: adamw(param=BF16, master=I16, groups=TWO_GROUPS, extras=True)),
+    Sample(
+        "adamw_", "float16_states_of_8_and_16_bits", lambda: adamw(param=F16, exp_avg=U8, exp_avg_sq=F16, master=F32)
+    ),
+    Sample("adamw_", "skipped", adamw_skipped),
+    Sample("adamw_", "no_tensors", lambda: adamw(numels=())),
+    Sample("grad_stats_", "float32", grad_stats),
+    Sample("grad_stats_", "bfloat16_without_first_bad", lambda: grad_stats(dtype=BF16, first_bad=False)),
+    Sample("grad_norm_", "clipped", grad_norm),
+    Sample("grad_norm_", "unclipped", lambda: grad_norm(float("inf"), F32)),
+    Sample("grad_norm_", "only_the_norm", lambda: grad_norm(absent=True)),
+    Sample("bucket_pack_", "float32_to_bfloat16", bucket_pack),
+    Sample("bucket_pack_", "bfloat16_to_8_bits", lambda: bucket_pack(BF16, U8)),
+    Sample("bucket_pack_", "nothing", lambda: bucket_pack(numels=())),
+    Sample("bucket_accumulate_", "bfloat16_to_float32", bucket_accumulate),
+    Sample("bucket_accumulate_", "float16", lambda: bucket_accumulate(F16, F16)),
+    Sample("bucket_reduce_", "bfloat16_to_float32", bucket_reduce),
+    Sample("bucket_reduce_", "8_bits_added_to_bfloat16", lambda: bucket_reduce(U8, BF16, False, True)),
+    Sample("bucket_unpack_", "bfloat16_to_float32", bucket_unpack),
+    Sample("bucket_unpack_", "8_bits_to_bfloat16", lambda: bucket_unpack(U8, BF16)),
+    Sample("cast_", "float32_to_bfloat16", cast),
+    Sample("cast_", "stochastic_with_meta", lambda: cast(rounding=2, meta=True)),
+    Sample("cast_", "bfloat16_to_8_bits", lambda: cast(BF16, U8, scaled=True, rounding=1)),
+    Sample("master_encode_", "split", master_encode),
+    Sample("master_decode_", "join", master_decode),
+    Sample("master_resync_", "float32_beside_bfloat16", master_resync),
+    Sample("master_resync_", "forced_remainders", lambda: master_resync(BF16, I16, False, True)),
+]
+
+
+def overload(operator: str) -> Any:
+    return getattr(torch.ops.torch_ext, operator).default
+
+
+def tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
+    """Every tensor among the arguments, in order."""
+    flat: list[torch.Tensor] = []
+    for argument in arguments:
+        flat.extend(
+            [argument] if isinstance(argument, torch.Tensor) else argument if isinstance(argument, list) else []
+        )
+    return flat
+
+
+def bits(arguments: Sequence[Any]) -> list[bytes]:
+    """Every byte behind the arguments: whole storages, so that a write beside a view shows too."""
+    storages = [t.untyped_storage() for t in tensors(arguments) if t.layout is torch.strided and t.device.type == "cpu"]
+    return [ctypes.string_at(s.data_ptr(), s.nbytes()) if s.nbytes() else b"" for s in storages]
+
+
+def copy(arguments: Sequence[Any]) -> list[Any]:
+    """The same values in other memory."""
+
+    def fresh(t: torch.Tensor) -> torch.Tensor:
+        return t.detach().clone().requires_grad_(t.requires_grad)
+
+    return [
+        fresh(a) if isinstance(a, torch.Tensor) else [fresh(t) for t in a] if isinstance(a, list) else a
+        for a in arguments
+    ]

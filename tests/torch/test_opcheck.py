@@ -1,0 +1,19 @@
+"""torch.library.opcheck, all of its tests, for every operator and kind of call."""
+
+import operator_samples
+import pytest
+import torch
+
+import torch_ext._library
+import torch_ext._ops  # noqa: F401
+
+
+@pytest.mark.parametrize("sample", operator_samples.SAMPLES, ids=lambda s: s.id)
+def test_opcheck(sample: operator_samples.Sample) -> None:
+    results = torch.library.opcheck(operator_samples.overload(sample.operator), tuple(sample.make()))
+    assert set(results.values()) == {"SUCCESS"}
+    assert len(results) >= 4
+
+
+def test_every_operator_has_samples() -> None:
+    assert {s.operator for s in operator_samples.SAMPLES} == set(torch_ext._library.operators())

@@ -1,0 +1,605 @@
+"""torch.ops.torch_ext.*: arguments arrive where they belong, wrong calls say what is wrong and change nothing."""
+
+import ctypes
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import operator_samples as samples
+import pytest
+import torch
+from operator_samples import BF16, F16, F32, F64, I16, I64, U8, bits, copy, none, one, overload
+
+import torch_ext._ops
+
+ops = torch.ops.torch_ext
+
+
+def run(operator: str, arguments: list[Any]) -> list[Any]:
+    overload(operator)(*arguments)
+    return arguments
+
+
+# -- arguments arrive where they belong: results against a few lines of torch --------------------------------------------
+
+
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+def test_adamw_matches_torch(decoupled: bool) -> None:
+    group = (1e-2, 0.8, 0.95, 1e-6, 0.1, 1.0, float(decoupled))
+    params, grads, exp_avgs, exp_avg_sqs, *_ = arguments = samples.adamw((5, 130, 1), groups=(group,))
+    reference = [p.clone().requires_grad_() for p in params]
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    theirs = kind(reference, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, maximize=True)
+    for p, g in zip(reference, grads, strict=True):
+        p.grad = g.clone()
+        theirs.state[p] = {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(g), "exp_avg_sq": torch.zeros_like(g)}
+    run("adamw_", arguments)
+    theirs.step()
+    for p, q, m, v, step in zip(params, reference, exp_avgs, exp_avg_sqs, arguments[6], strict=True):
+        torch.testing.assert_close(p, q.detach(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(m, theirs.state[q]["exp_avg"], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(v, theirs.state[q]["exp_avg_sq"], rtol=1e-6, atol=1e-7)
+        assert step.item() == 4
+
+
+def test_adamw_reads_scale_clip_lr_and_group() -> None:
+    first, second = (1e-2, 0.9, 0.999, 1e-8, 0.0, 0.0, 1.0), (1e-3, 0.5, 0.9, 1e-4, 0.2, 0.0, 1.0)
+    together = samples.adamw((5, 130), groups=(first, second), extras=True)
+    alone = [samples.adamw((5, 130), groups=(group,)) for group in (first, second)]
+    together[7] = [one(0.5, F64), one(0.25, F32)]
+    run("adamw_", together)
+    for i, arguments in enumerate(alone):
+        arguments[1] = [g * 0.5 / 4.0 for g in arguments[1]]
+        arguments[8][0, 0] = (0.5, 0.25)[i]
+        run("adamw_", arguments)
+        for position in (0, 2, 3):
+            assert torch.equal(together[position][i], arguments[position][i])
+
+
+def test_adamw_skips_and_counts() -> None:
+    arguments = samples.adamw_skipped()
+    before = bits(arguments[:13])
+    run("adamw_", arguments)
+    assert bits(arguments[:13]) == before
+    assert arguments[13].item() == 1
+
+
+@pytest.mark.parametrize(
+    "position, value", [(14, 8), (15, 2), (16, 0)], ids=["seed", "moment_rounding", "weight_rounding"]
+)
+def test_adamw_integers_matter(position: int, value: int) -> None:
+    one_way = run("adamw_", samples.adamw(param=BF16))
+    arguments = samples.adamw(param=BF16)
+    arguments[position] = value
+    other_way = run("adamw_", arguments)
+    lists = (2, 3) if position == 15 else (0,) if position == 16 else (0, 2, 3)
+    for i in lists:
+        assert not torch.equal(one_way[i][1], other_way[i][1])
+
+
+def test_a_masters_weight_is_its_rounding() -> None:
+    params, *_, masters = run("adamw_", samples.adamw(param=BF16, master=F32))[:5]
+    for p, m in zip(params, masters, strict=True):
+        assert torch.equal(p, m.to(BF16))
+
+
+def test_grad_stats_and_norm() -> None:
+    grads, stats, first_bad = run("grad_stats_", samples.grad_stats((5, 300, 0, 70000)))
+    norm, clip, found = one(0, F64), one(0), one(0)
+    ops.grad_norm_(stats, one(2.0), 1.5, norm, clip, found)
+    exact = math.sqrt(sum(float((g.double() ** 2).sum()) for g in grads)) / 2
+    assert norm.item() == pytest.approx(exact, rel=1e-6)
+    assert clip.item() == pytest.approx(1.5 / (exact + 1e-6), rel=1e-6)
+    assert found.item() == 0 and first_bad.item() == 2**63 - 1
+
+
+def test_grad_stats_finds_the_first_bad_tensor() -> None:
+    grads, stats, first_bad = samples.grad_stats((5, 300, 7))
+    grads[1][3], grads[2][0] = math.inf, math.nan
+    found = one(0)
+    ops.grad_stats_(grads, stats, first_bad)
+    ops.grad_norm_(stats, none(), math.inf, none(), none(), found)
+    assert (first_bad.item(), stats[-1].item(), found.item()) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("wire", [F32, BF16, F16], ids=str)
+def test_bucket_pack_and_unpack(wire: torch.dtype) -> None:
+    grads, offsets, bucket, scales, *_ = run("bucket_pack_", samples.bucket_pack(F32, wire))
+    expected = torch.zeros_like(bucket)
+    for g, at in zip(grads, offsets.tolist(), strict=True):
+        expected[at : at + g.numel()] = g.to(wire)
+    assert torch.equal(bucket, expected)
+    back = [torch.ones_like(g) for g in grads]
+    ops.bucket_unpack_(bucket, scales, offsets, back)
+    for g, b in zip(grads, back, strict=True):
+        assert torch.equal(b, g.to(wire).float())
+
+
+def test_bucket_of_8_bits_comes_back_within_its_precision() -> None:
+    grads, offsets, bucket, scales, *_ = run("bucket_pack_", samples.bucket_pack(F32, U8))
+    back = [torch.ones_like(g) for g in grads]
+    ops.bucket_unpack_(bucket, scales, offsets, back)
+    for g, b in zip(grads, back, strict=True):
+        torch.testing.assert_close(b, g, rtol=0.125, atol=0.02)
+
+
+def test_bucket_accumulate() -> None:
+    mains, grads = samples.bucket_accumulate(F32, BF16)
+    expected = [m + g.float() for m, g in zip(mains, grads, strict=True)]
+    ops.bucket_accumulate_(mains, grads)
+    assert all(torch.equal(m, e) for m, e in zip(mains, expected, strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["copy", "add"])
+def test_bucket_reduce(accumulate: bool) -> None:
+    chunks, scales, shard, stats, scale, _ = samples.bucket_reduce(BF16, F32)
+    mean = ((chunks[0].float() + chunks[1].float()) + chunks[2].float()) * torch.tensor(scale, dtype=F32)
+    expected = shard + mean if accumulate else mean
+    ops.bucket_reduce_(chunks, scales, shard, stats, scale, accumulate)
+    assert torch.equal(shard, expected)
+    norm = one(0, F64)
+    ops.grad_norm_(stats, none(), math.inf, norm, none(), none())
+    assert norm.item() == pytest.approx(shard.double().norm().item(), rel=1e-6)
+
+
+def test_cast() -> None:
+    srcs, dsts, *_ = run("cast_", samples.cast())
+    assert all(torch.equal(d, s.to(BF16)) for s, d in zip(srcs, dsts, strict=True))
+
+
+@pytest.mark.parametrize("position", [4, 7, 8], ids=["meta", "seed", "step"])
+def test_cast_thresholds_depend_on(position: int) -> None:
+    one_way = run("cast_", samples.cast(rounding=2, meta=True))
+    arguments = samples.cast(rounding=2, meta=True)
+    arguments[position] = arguments[position] + 1 if isinstance(arguments[position], int) else arguments[4] + 2
+    other_way = run("cast_", arguments)
+    assert not torch.equal(one_way[1][1], other_way[1][1])
+    assert torch.equal(run("cast_", samples.cast(rounding=2, meta=True))[1][1], one_way[1][1])
+
+
+def test_cast_format_is_passed_on() -> None:
+    values = [torch.rand(130)]
+    signed, square = ([torch.zeros(130, dtype=U8)] for _ in range(2))
+    scales = [[samples.scale_bytes(130, 1)] for _ in range(2)]
+    ops.cast_(values, signed, [], scales[0], none(I64), 0)
+    ops.cast_(values, square, [], scales[1], none(I64), 1)
+    assert not torch.equal(signed[0], square[0])
+    back = [torch.zeros(130)]
+    ops.cast_(square, back, scales[1], [], none(I64), 1)
+    torch.testing.assert_close(back[0], values[0], rtol=0.13, atol=1e-2)
+
+
+def test_masters_split_and_join() -> None:
+    masters, params, remainders = run("master_encode_", samples.master_encode())
+    back = [torch.zeros_like(m) for m in masters]
+    ops.master_decode_(params, remainders, back)
+    for m, p, b in zip(masters, params, back, strict=True):
+        assert torch.equal(p, m.to(BF16)) and torch.equal(b, m)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_master_resync(force: bool) -> None:
+    params, masters, changed, _ = samples.master_resync()
+    masters[1] = params[1].float() * (1 + 2**-12)  # still rounds to its weight
+    ops.master_resync_(params, masters, changed, force)
+    assert torch.equal(masters[0], params[0].float())
+    assert torch.equal(masters[1], params[1].float()) == force
+    assert changed.tolist() == [5, int((params[1] != 0).sum()) if force else 0, 0, 1]
+
+
+# -- what is not an error --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", samples.SAMPLES, ids=lambda s: s.id)
+def test_unaligned_memory_gives_the_same_bits(sample: samples.Sample) -> None:
+    arguments = sample.make()
+    keep: list[Any] = []
+
+    def unaligned(t: torch.Tensor) -> torch.Tensor:
+        if t.numel() == 0:
+            return t
+        memory = bytearray(b"\0") + bytearray(t.detach().reshape(-1).view(U8).tolist())
+        keep.append(memory)
+        moved = torch.frombuffer(memory, dtype=t.dtype, offset=1).reshape(t.shape)
+        assert moved.data_ptr() % 2 == 1 or t.element_size() == 1
+        return moved
+
+    schema = overload(sample.operator)._schema.arguments
+    moved = [
+        a if spec.name in ("groups", "meta", "offsets") else unaligned(a) if isinstance(a, torch.Tensor)
+        else [unaligned(t) for t in a] if isinstance(a, list) else a
+        for spec, a in zip(schema, arguments, strict=True)
+    ]  # fmt: skip
+    run(sample.operator, arguments)
+    run(sample.operator, moved)
+    for a, b in zip(samples.tensors(arguments), samples.tensors(moved), strict=True):
+        assert bits([a.detach().clone()]) == bits([b.clone()])
+
+
+def test_unaligned_tables_are_refused() -> None:
+    table = torch.frombuffer(bytearray(57), dtype=F64, offset=1).reshape(1, 7)
+    arguments = samples.adamw()
+    arguments[8] = table
+    with pytest.raises(RuntimeError, match="groups must begin at a multiple of 8 bytes"):
+        run("adamw_", arguments)
+
+
+@pytest.mark.parametrize(
+    "operator, arguments",
+    [
+        ("bucket_accumulate_", [[], []]),
+        ("master_encode_", [[], [], []]),
+        ("master_decode_", [[], [], []]),
+        ("master_resync_", [[], [], none(I64)]),
+        ("grad_stats_", [[], torch.zeros(21, dtype=I64), none(I64)]),
+        ("cast_", [[], [], [], [], none(I64)]),
+        ("bucket_unpack_", [torch.zeros(128), none(U8), none(I64), []]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_empty_lists_do_nothing(operator: str, arguments: list[Any]) -> None:
+    before = bits(arguments)
+    run(operator, arguments)
+    torch_ext._ops.call(operator, *arguments)
+    assert bits(arguments) == before
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_bits_do_not_depend_on_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    expected = run("adamw_", samples.adamw((50000, 3, 40000), param=BF16, master=F32))
+    try:
+        torch.set_num_threads(threads)
+        found = run("adamw_", samples.adamw((50000, 3, 40000), param=BF16, master=F32))
+    finally:
+        torch.set_num_threads(before)
+    assert bits(found) == bits(expected)
+
+
+def test_more_tensors_than_fit_the_callers_stack() -> None:
+    numels = [1 + i % 5 for i in range(700)]
+    arguments = samples.bucket_accumulate()
+    arguments = [samples.randoms(numels, F32, 1), samples.randoms(numels, BF16, 2)]
+    expected = [m + g.float() for m, g in zip(*arguments, strict=True)]
+    run("bucket_accumulate_", arguments)
+    assert all(torch.equal(m, e) for m, e in zip(arguments[0], expected, strict=True))
+
+
+def test_a_flat_range_stands_for_a_shaped_tensor() -> None:
+    flat = torch.zeros(6)
+    ops.bucket_accumulate_([flat], [torch.ones(2, 3)])
+    assert flat.tolist() == [1.0] * 6
+
+
+def test_views_into_a_flat_buffer() -> None:
+    flat = torch.zeros(10)
+    ops.bucket_accumulate_([flat[1:4], flat[4:9].view(5, 1)], [torch.ones(3), torch.full((5, 1), 2.0)])
+    assert flat.tolist() == [0, 1, 1, 1, 2, 2, 2, 2, 2, 0]
+
+
+def test_memory_shared_until_written_is_copied_first() -> None:
+    original = torch.zeros(5)
+    lazy = torch._lazy_clone(original)
+    ops.bucket_accumulate_([lazy], [torch.ones(5)])
+    assert original.tolist() == [0.0] * 5 and lazy.tolist() == [1.0] * 5
+
+
+def test_defaults_of_the_schema() -> None:
+    arguments = samples.adamw(param=BF16)
+    arguments[14] = 0
+    assert bits(run("adamw_", arguments)) == bits(run("adamw_", samples.adamw(param=BF16)[:14] + [0, 1, 1]))
+    short = samples.adamw(param=BF16)[:14]
+    assert bits(run("adamw_", short)) == bits(arguments[:14])
+
+
+# -- wrong calls -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    operator: str
+    name: str
+    spoil: Callable[[list[Any]], None]
+    says: tuple[str, ...]
+    make: Callable[[], list[Any]] | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.operator}-{self.name}"
+
+    def arguments(self) -> list[Any]:
+        make = self.make or next(s.make for s in samples.SAMPLES if s.operator == self.operator)
+        arguments = make()
+        self.spoil(arguments)
+        return arguments
+
+
+def put(position: int, value: Any, index: int | None = None) -> Callable[[list[Any]], None]:
+    def spoil(arguments: list[Any]) -> None:
+        if index is None:
+            arguments[position] = value() if callable(value) else value
+        else:
+            arguments[position][index] = value() if callable(value) else value
+
+    return spoil
+
+
+def put_hyper(column: int, value: float) -> Callable[[list[Any]], None]:
+    def spoil(arguments: list[Any]) -> None:
+        arguments[8][0, column] = value
+
+    return spoil
+
+
+def alias(target: tuple[int, int], source: tuple[int, int]) -> Callable[[list[Any]], None]:
+    def spoil(arguments: list[Any]) -> None:
+        arguments[target[0]][target[1]] = arguments[source[0]][source[1]]
+
+    return spoil
+
+
+def with_extras() -> list[Any]:
+    return samples.adamw(extras=True)
+
+
+def overlapping_views(arguments: list[Any]) -> None:
+    memory = torch.zeros(134)
+    arguments[0][0], arguments[0][1] = memory[:5], memory[4:]
+
+
+WRONG = [
+    # hyper-parameters
+    Wrong("adamw_", "negative_lr", put_hyper(0, -1e-3), ("groups[0]", "lr", "-0.001", ">= 0")),
+    Wrong("adamw_", "nan_lr", put_hyper(0, math.nan), ("groups[0]", "lr", "nan")),
+    Wrong("adamw_", "negative_tensor_lr", put(7, lambda: one(-1.0), 0), ("lr", "-1"), with_extras),
+    Wrong("adamw_", "beta1_of_1", put_hyper(1, 1.0), ("beta1", "[0, 1)")),
+    Wrong("adamw_", "negative_beta2", put_hyper(2, -0.1), ("beta2", "[0, 1)")),
+    Wrong("adamw_", "nan_beta2", put_hyper(2, math.nan), ("beta2", "nan")),
+    Wrong("adamw_", "negative_eps", put_hyper(3, -1e-8), ("eps", ">= 0")),
+    Wrong("adamw_", "negative_weight_decay", put_hyper(4, -0.1), ("weight_decay", ">= 0")),
+    Wrong("adamw_", "half_maximize", put_hyper(5, 0.5), ("maximize", "0 or 1")),
+    Wrong("adamw_", "unknown_rounding", put(15, 7), ("moment_rounding", "7", "stochastic")),
+    Wrong("adamw_", "a_code_beyond_32_bits", put(16, 2**32 + 1), ("weight_rounding", "stochastic")),
+    Wrong("cast_", "a_code_below_32_bits", put(6, -(2**40)), ("rounding", "stochastic")),
+    Wrong("cast_", "unknown_format", put(5, 2), ("format", "square root")),
+    Wrong("grad_norm_", "max_norm_of_0", put(2, 0.0), ("max_norm", "> 0")),
+    Wrong("grad_norm_", "negative_max_norm", put(2, -1.0), ("max_norm", "-1")),
+    Wrong("grad_norm_", "nan_max_norm", put(2, math.nan), ("max_norm", "nan")),
+    Wrong("bucket_reduce_", "nan_scale", put(4, math.nan), ("scale", "nan")),
+    # tables
+    Wrong("adamw_", "groups_in_float32", lambda a: put(8, a[8].float())(a), ("groups", "float64", "[rows, 7]")),
+    Wrong("adamw_", "groups_of_6_columns", put(8, lambda: torch.zeros(1, 6, dtype=F64)), ("groups", "[rows, 7]")),
+    Wrong("adamw_", "flat_groups", put(8, lambda: torch.zeros(7, dtype=F64)), ("groups", "[rows, 7]")),
+    Wrong("adamw_", "no_groups", put(8, lambda: none(F64)), ("groups", "0 rows")),
+    Wrong("adamw_", "lrs_of_another_length", put(7, lambda: [one(0.1)] * 2), ("lrs", "2", "groups")),
+    Wrong("adamw_", "meta_in_int32", lambda a: put(9, a[9].int())(a), ("meta", "int64", "[rows, 3]"), with_extras),
+    Wrong("adamw_", "meta_with_a_row_too_many", put(9, lambda: torch.zeros(5, 3, dtype=I64)), ("meta", "5", "params")),
+    Wrong("adamw_", "unknown_group", lambda a: a[9][0].__setitem__(2, 1), ("meta[0]", "group 1"), with_extras),
+    Wrong("adamw_", "negative_start", lambda a: a[9][1].__setitem__(1, -1), ("meta[1]", "start -1"), with_extras),
+    Wrong("cast_", "meta_with_a_row_too_few", put(4, lambda: torch.zeros(3, 3, dtype=I64)), ("meta", "3 rows", "srcs")),
+    Wrong("bucket_pack_", "offsets_in_int32", lambda a: put(1, a[1].int())(a), ("offsets", "int64", "[n]")),
+    Wrong("bucket_pack_", "offsets_too_few", lambda a: put(1, a[1][:3])(a), ("offsets", "3 rows", "grads")),
+    Wrong("bucket_pack_", "no_offsets", put(1, lambda: none(I64)), ("offsets", "0 rows", "grads")),
+    Wrong("bucket_pack_", "offsets_that_overlap", lambda a: a[1].__setitem__(1, 4), ("offsets[1]", "overlap")),
+    Wrong("bucket_pack_", "offset_beyond_the_end", lambda a: a[1].__setitem__(3, 10**6), ("offsets[3]", "leaves")),
+    Wrong("bucket_pack_", "negative_offset", lambda a: a[1].__setitem__(0, -1), ("offsets[0]", "-1")),
+    Wrong("bucket_unpack_", "offset_beyond_the_end", lambda a: a[2].__setitem__(3, 10**6), ("offsets[3]", "leaves")),
+    # one-element tensors and counters
+    Wrong("adamw_", "two_steps_for_one_tensor", put(6, lambda: torch.zeros(2), 1), ("steps[1]", "2 elements")),
+    Wrong("adamw_", "steps_in_float64", put(6, lambda: one(1, F64), 0), ("steps[0]", "float64")),
+    Wrong("adamw_", "negative_step", put(6, lambda: one(-1), 0), ("steps[0]", "-1")),
+    Wrong("adamw_", "nan_step", put(6, lambda: one(math.nan), 0), ("steps[0]", "nan")),
+    Wrong("adamw_", "skipped_in_int32", put(13, lambda: torch.zeros(1, dtype=torch.int32)), ("skipped", "int32")),
+    Wrong("adamw_", "grad_scale_of_2", put(10, lambda: torch.ones(2)), ("grad_scale", "2 elements")),
+    Wrong("adamw_", "found_inf_in_int64", put(12, lambda: one(0, I64)), ("found_inf", "int64")),
+    Wrong("grad_stats_", "stats_of_20", put(1, lambda: torch.zeros(20, dtype=I64)), ("stats", "20", "21")),
+    Wrong("grad_norm_", "stats_in_float32", put(0, lambda: torch.zeros(21)), ("stats",)),
+    Wrong("master_resync_", "changed_of_another_length", put(2, lambda: torch.zeros(3, dtype=I64)), ("changed", "3")),
+    # shapes
+    Wrong("adamw_", "numels_that_differ", put(1, lambda: torch.zeros(6), 0), ("grads[0]", "6", "params[0]", "5")),
+    Wrong(
+        "adamw_", "transposed_shapes",
+        lambda a: (put(0, torch.zeros(2, 3), 0)(a), put(1, torch.zeros(3, 2), 0)(a)),
+        ("params[0]", "grads[0]", "differ in shape"),
+    ),
+    Wrong("adamw_", "masters_of_another_size", put(4, lambda: torch.zeros(4), 0), ("masters[0]", "4", "params[0]"),
+          lambda: samples.adamw(param=BF16, master=F32)),
+    Wrong("adamw_", "scales_missing", put(5, list), ("scales[0]", "uint8"), lambda: samples.adamw(exp_avg=U8)),
+    Wrong("adamw_", "scales_of_another_size", put(5, lambda: none(U8), 1), ("scales[1]", "4"),
+          lambda: samples.adamw(exp_avg=U8, exp_avg_sq=U8)),
+    Wrong("bucket_reduce_", "a_chunk_too_short", put(0, lambda: torch.zeros(129, dtype=BF16), 1), ("chunks[1]", "129")),
+    Wrong("bucket_reduce_", "no_chunks", put(0, list), ("chunks", "at least 1")),
+    Wrong("bucket_accumulate_", "numels_that_differ", put(1, lambda: torch.zeros(6), 0), ("main_grads[0]", "grads[0]", "6")),
+    # dtypes that are not in the table: the message names the combination and what is legal
+    Wrong("adamw_", "params_in_float64", put(0, lambda: torch.zeros(5, dtype=F64), 0), ("params[0]", "float64", "may be")),
+    Wrong("adamw_", "grads_in_int16", put(1, lambda: torch.zeros(5, dtype=I16), 0), ("grads[0]", "int16", "may be")),
+    Wrong("adamw_", "exp_avgs_in_int64", put(2, lambda: torch.zeros(5, dtype=I64), 0), ("exp_avgs[0]", "int64", "may be")),
+    Wrong("adamw_", "masters_beside_float32", put(4, lambda: [torch.zeros(n) for n in (5, 130, 0, 1)]), ("masters[0]", "may be")),
+    Wrong("adamw_", "remainders_beside_float16", lambda a: None, ("masters[0]", "int16", "may be"),
+          lambda: samples.adamw(param=F16, master=I16)),
+    Wrong("adamw_", "complex_params", put(0, lambda: torch.zeros(5, dtype=torch.complex64), 0), ("params[0]",)),
+    Wrong("grad_stats_", "integers", put(0, lambda: torch.zeros(5, dtype=I64), 0), ("grads[0]", "int64")),
+    Wrong("cast_", "from_bool", put(0, lambda: torch.zeros(5, dtype=torch.bool), 0), ("srcs[0]",)),
+    Wrong("cast_", "8_bits_without_scales", put(1, lambda: torch.zeros(5, dtype=U8), 0), ("dsts[0]", "dst_scales")),
+    Wrong("bucket_pack_", "bucket_in_int16", lambda a: put(2, a[2].to(I16))(a), ("bucket", "int16")),
+    Wrong("bucket_reduce_", "chunks_of_two_dtypes", put(0, lambda: torch.zeros(130), 1), ("chunks[1]", "chunks[0]")),
+    Wrong("master_encode_", "float16_weights", put(1, lambda: torch.zeros(5, dtype=F16), 0), ("params[0]", "legal")),
+    Wrong("master_resync_", "float64_masters", put(1, lambda: torch.zeros(5, dtype=F64), 0), ("masters[0]",)),
+    # memory written twice
+    Wrong("adamw_", "a_parameter_twice", lambda a: (alias((0, 1), (0, 0))(a), put(1, a[1][0].clone(), 1)(a),
+          put(2, torch.zeros(5), 1)(a), put(3, torch.zeros(5), 1)(a)), ("params[0]", "params[1]")),
+    Wrong("adamw_", "params_that_overlap", overlapping_views, ("params[0]", "params[1]")),
+    Wrong("adamw_", "grad_is_the_parameter", alias((1, 1), (0, 1)), ("grads[1]", "params[1]")),
+    Wrong("adamw_", "one_step_for_two", alias((6, 1), (6, 0)), ("steps[0]", "steps[1]")),
+    Wrong("bucket_accumulate_", "a_gradient_added_to_itself", alias((1, 0), (0, 0)), ("main_grads[0]", "grads[0]")),
+    Wrong("bucket_unpack_", "into_the_bucket", lambda a: put(3, a[0][:5], 0)(a), ("bucket", "tensors[0]")),
+    Wrong("cast_", "in_place", alias((1, 0), (0, 0)), ("srcs[0]", "dsts[0]")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda c: c.id)
+def test_wrong_calls_say_what_and_change_nothing(case: Wrong) -> None:
+    check_refused(case.operator, case.arguments(), case.says)
+
+
+def check_refused(operator: str, arguments: list[Any], says: tuple[str, ...]) -> None:
+    before = bits(arguments)
+    with pytest.raises(RuntimeError) as refusal:
+        run(operator, arguments)
+    message = str(refusal.value)
+    assert message.startswith(f"torch_ext::{operator}: "), message
+    assert all(words in message for words in says), message
+    assert bits(arguments) == before
+
+
+# The following are made from the schemas: each tensor argument of each operator is spoiled in each way.
+
+
+# The only list of these operators, so that any length of it is legal.
+ALONE = {("grad_stats_", "grads"), ("bucket_reduce_", "chunks")}
+
+
+def argument_cases(kinds: str, at_least: int = 1, alone: bool = True) -> list[Any]:
+    """The first tensor of `at_least` elements of every argument ("tensors") or every list ("lists")."""
+    cases = []
+    for sample in {s.operator: s for s in reversed(samples.SAMPLES)}.values():
+        arguments = sample.make()
+        for position, (spec, argument) in enumerate(
+            zip(overload(sample.operator)._schema.arguments, arguments, strict=True)
+        ):
+            is_list = isinstance(argument, list)
+            if not (is_list if kinds == "lists" else isinstance(argument, list | torch.Tensor)):
+                continue
+            index = next((i for i, t in enumerate(argument) if t.numel() >= at_least), None) if is_list else None
+            if (is_list and index is None) or (not is_list and argument.numel() < at_least):
+                continue
+            if not alone and (sample.operator, spec.name) in ALONE:
+                continue
+            cases.append(pytest.param(sample, position, index, spec.name, id=f"{sample.operator}-{spec.name}"))
+    return cases
+
+
+def spoiled(
+    sample: samples.Sample, position: int, index: int | None, by: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Any]:
+    arguments = sample.make()
+    if index is None:
+        arguments[position] = by(arguments[position])
+    else:
+        arguments[position][index] = by(arguments[position][index])
+    return arguments
+
+
+def label(name: str, index: int | None) -> str:
+    return name if index is None else f"{name}[{index}]"
+
+
+@pytest.mark.parametrize("sample, position, index, name", argument_cases("tensors", at_least=2))
+def test_memory_that_is_not_contiguous_is_refused(sample: Any, position: int, index: int | None, name: str) -> None:
+    def strided(t: torch.Tensor) -> torch.Tensor:
+        return torch.stack([t, t], dim=-1)[..., 0]
+
+    arguments = spoiled(sample, position, index, strided)
+    check_refused(sample.operator, arguments, (label(name, index), "is not contiguous", "pass a contiguous tensor"))
+
+
+@pytest.mark.parametrize("sample, position, index, name", argument_cases("tensors", at_least=2))
+def test_expanded_memory_is_refused(sample: Any, position: int, index: int | None, name: str) -> None:
+    arguments = spoiled(sample, position, index, lambda t: t.reshape(-1)[:1].clone().expand(t.shape))
+    check_refused(sample.operator, arguments, (label(name, index), "is not contiguous"))
+
+
+@pytest.mark.parametrize("sample, position, index, name", argument_cases("tensors"))
+def test_sparse_tensors_are_refused(sample: Any, position: int, index: int | None, name: str) -> None:
+    arguments = spoiled(sample, position, index, lambda t: t.to_sparse())
+    check_refused(sample.operator, arguments, (label(name, index), "is not strided", "dense"))
+
+
+@pytest.mark.parametrize("sample, position, index, name", argument_cases("tensors"))
+def test_meta_tensors_are_refused(sample: Any, position: int, index: int | None, name: str) -> None:
+    arguments = spoiled(sample, position, index, lambda t: t.to("meta"))
+    check_refused(sample.operator, arguments, ("meta tensors hold no data", "to_empty"))
+
+
+@pytest.mark.parametrize("sample, position, index, name", argument_cases("tensors"))
+def test_dtypes_nobody_knows_are_refused(sample: Any, position: int, index: int | None, name: str) -> None:
+    arguments = spoiled(sample, position, index, lambda t: torch.zeros(t.shape, dtype=torch.uint16))
+    check_refused(sample.operator, arguments, (label(name, index), "a dtype that this library does not know"))
+
+
+@pytest.mark.parametrize("sample, position, index, name", argument_cases("lists", alone=False))
+def test_lists_of_another_length_are_refused(sample: Any, position: int, index: int, name: str) -> None:
+    arguments = sample.make()
+    arguments[position].append(arguments[position][index].clone())
+    check_refused(sample.operator, arguments, (name,))
+
+
+# -- torch's side: autograd, inference mode, fake tensors ------------------------------------------------------------------
+
+
+def test_call_bumps_the_version_of_what_is_written_and_of_nothing_else() -> None:
+    arguments = samples.adamw(param=BF16, master=F32, extras=True, requires_grad=True)
+    before = [t._version for t in samples.tensors(arguments)]
+    torch_ext._ops.call("adamw_", *arguments)
+    schema = overload("adamw_")._schema.arguments
+    position = 0
+    for spec, argument in zip(schema, arguments, strict=True):
+        for t in samples.tensors([argument]):
+            written = spec.alias_info is not None and spec.alias_info.is_write
+            assert (t._version > before[position]) == written, spec.name
+            position += 1
+
+
+def test_a_backward_through_an_overwritten_value_is_an_error() -> None:
+    w = torch.ones(3, requires_grad=True)
+    loss = (w * w).sum()
+    torch_ext._ops.call("bucket_accumulate_", [w], [torch.ones(3)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_call_refuses_inference_tensors_outside_inference_mode() -> None:
+    with torch.inference_mode():
+        frozen = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"main_grads\[1\] is an inference tensor"):
+        torch_ext._ops.call("bucket_accumulate_", [torch.zeros(3), frozen], [torch.ones(3), torch.ones(3)])
+    assert frozen.tolist() == [0.0] * 3
+    with torch.inference_mode():
+        torch_ext._ops.call("bucket_accumulate_", [frozen], [torch.ones(3)])
+    assert frozen.tolist() == [1.0] * 3
+
+
+def test_nothing_is_recorded_for_backward() -> None:
+    arguments = samples.adamw(requires_grad=True)
+    run("adamw_", arguments)
+    assert all(p.grad_fn is None and p.requires_grad and p.is_leaf for p in arguments[0])
+
+
+def test_wrong_types_are_torchs_own_errors() -> None:
+    with pytest.raises(RuntimeError, match="Expected a value of type"):
+        ops.bucket_accumulate_([torch.zeros(3)], torch.zeros(3).tolist())
+
+
+def test_a_copy_of_the_arguments_gives_the_same_bits() -> None:
+    arguments = samples.adamw(param=BF16, master=I16)
+    twin = copy(arguments)
+    assert bits(run("adamw_", arguments)) == bits(run("adamw_", twin))
+
+
+def test_errors_in_many_threads_at_once() -> None:
+    """The message belongs to its call: threads do not see each other's."""
+    import concurrent.futures
+
+    def fail(n: int) -> str:
+        with pytest.raises(RuntimeError) as refusal:
+            ops.bucket_accumulate_([torch.zeros(n)], [torch.zeros(n + 1)])
+        return str(refusal.value)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for n, message in zip(range(1, 200), pool.map(fail, range(1, 200)), strict=True):
+            assert f" {n} elements" in message and f" {n + 1}" in message
+
+
+def test_pointer_size_is_as_the_stack_reader_assumes() -> None:
+    assert ctypes.sizeof(ctypes.c_void_p) == 8
