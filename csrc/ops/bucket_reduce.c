@@ -104,7 +104,7 @@ static tx_status check_reduce(const tx_bucket_reduce_args *a, const tx_parallel 
                    (long long)a->n);
   }
   if (!isfinite((float)a->scale)) {
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "scale is %g; a finite float32 is legal (1 / world_size for a mean)",
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "scale is %g; a finite fp32 is legal (1 / world_size for a mean)",
                    a->scale);
   }
   if (a->accumulate != 0 && a->accumulate != 1) {

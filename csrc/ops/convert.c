@@ -70,7 +70,7 @@ tx_status tx_check_present(const char *name, const void *list, int64_t n, tx_err
 tx_status tx_check_plain(const char *name, const tx_tensor *tensors, int64_t n, tx_error *error) {
   for (int64_t i = 0; i < n; i++) {
     if (tensors[i].numel == 0 || tx_form_plain(tensors[i].dtype) >= 0) continue;
-    return tx_fail(error, TX_ERROR_DTYPE, "%s[%lld] is %s; float32, bfloat16 and float16 are legal", name, (long long)i,
+    return tx_fail(error, TX_ERROR_DTYPE, "%s[%lld] is %s; fp32, bf16 and fp16 are legal", name, (long long)i,
                    tx_dtype_name(tensors[i].dtype));
   }
   return TX_OK;
@@ -85,9 +85,9 @@ static tx_status check_form(const char *name, const char *scales_name, int64_t i
   if (index >= 0) (void)snprintf(at, sizeof at, "[%lld]", (long long)index);
   const int form = tx_form_of(tensor, scales, format);
   if (form < 0 || form >= forms) {
-    return tx_fail(error, TX_ERROR_DTYPE,
-                   "%s%s is %s %s scales; float32, bfloat16 and float16 are legal without, %s with %s%s", name, at,
-                   tx_dtype_name(tensor.dtype), scales.numel ? "with" : "without", scaled_names, scales_name, at);
+    return tx_fail(error, TX_ERROR_DTYPE, "%s%s is %s %s scales; fp32, bf16 and fp16 are legal without, %s with %s%s",
+                   name, at, tx_dtype_name(tensor.dtype), scales.numel ? "with" : "without", scaled_names, scales_name,
+                   at);
   }
   const int64_t wanted = tx_form_is_scaled(form) ? tx_blocks(tensor.numel) : 0;
   if (scales.numel == wanted && (wanted == 0 || scales.dtype == TX_U8)) return TX_OK;
@@ -99,7 +99,7 @@ static tx_status check_form(const char *name, const char *scales_name, int64_t i
 
 tx_status tx_check_form(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,
                         tx_format format, tx_error *error) {
-  return check_form(name, scales_name, index, tensor, scales, format, TX_FORMS, "uint8 and float16", error);
+  return check_form(name, scales_name, index, tensor, scales, format, TX_FORMS, "uint8 and fp16", error);
 }
 
 tx_status tx_check_wire(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,

@@ -105,9 +105,9 @@ static void resync_merge(void *ctx, const void *local) {
 /* The dtypes of masters that may stand beside a weight, in words. */
 static void list_masters(tx_dtype param, char *list, size_t size) {
   size_t at = 0;
-#define TX_APPEND_(index, param_name, master_name, ...)                                                       \
-  if (TX_##param_name == param && TX_##master_name != TX_NONE && at < size) {                                 \
-    at += (size_t)snprintf(list + at, size - at, "%s%s", at ? " and " : "", tx_dtype_name(TX_##master_name)); \
+#define TX_APPEND_(index, param_name, master_name, ...)                                                      \
+  if (TX_##param_name == param && TX_##master_name != TX_NONE && at < size) {                                \
+    at += (size_t)snprintf(list + at, size - at, "%s%s", at ? " or " : "", tx_dtype_name(TX_##master_name)); \
   }
   TX_FOR_EACH_WEIGHT(TX_APPEND_)
 #undef TX_APPEND_
@@ -125,7 +125,7 @@ static tx_status check_masters(int64_t n, const tx_tensor *params, const tx_tens
     if (weight_row(params[i].dtype, masters[i].dtype) >= 0) continue;
     char legal[64];
     list_masters(params[i].dtype, legal, sizeof legal);
-    return tx_fail(error, TX_ERROR_DTYPE, "masters[%lld] is %s beside params[%lld] of %s; %s is legal there",
+    return tx_fail(error, TX_ERROR_DTYPE, "masters[%lld] is %s beside params[%lld] of %s; %s may stand there",
                    (long long)i, tx_dtype_name(masters[i].dtype), (long long)i, tx_dtype_name(params[i].dtype), legal);
   }
   return TX_OK;
