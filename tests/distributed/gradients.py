@@ -32,11 +32,15 @@ def noise(seed: int, rank: int, shapes: Sequence[Any], dtype: torch.dtype = FP32
     return [(torch.randn(s, generator=common) + torch.randn(s, generator=own)).to(dtype) for s in shapes]
 
 
-def policy(param: torch.dtype = FP32, main: Any = None, wire: Any = None, **ddp: Any) -> Any:
+def policy(
+    param: torch.dtype = FP32, main: Any = None, wire: Any = None, loss_scale: float | None = None, **ddp: Any
+) -> Any:
     """The policy of a model in `param`, gradients in `main`, wire in `wire`."""
     if wire is not None:
         ddp["grad_comm_dtype"] = wire
-    optimizer = {} if main is None else {"main_grads_dtype": main}
+    optimizer: dict[str, Any] = {} if main is None else {"main_grads_dtype": main}
+    if loss_scale is not None:
+        optimizer["initial_loss_scale"] = loss_scale
     return torch_ext.load_policy(param, override_optimizer_config=optimizer, override_ddp_config=ddp)
 
 
