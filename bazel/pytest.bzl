@@ -2,23 +2,25 @@
 
 load("//bazel:rooms.bzl", "sources")
 
-def pytest_files(data = [], timeout = "moderate", tags = []):
-    """Tests see the repository's layout: the package, the library, the examples and the oracle at their places.
+def pytest_files(data = [], data_of = {}, threads = 2, timeout = "moderate"):
+    """Tests see the repository's layout: the package, the library and the files below at their places.
 
     Args:
-      data: what the tests read besides.
+      data: what every test reads besides.
+      data_of: test name -> what it alone reads.
+      threads: of torch's pool in one process.
       timeout: of each file.
-      tags: of each file.
     """
     helpers = native.glob(["*.py"], exclude = ["test_*.py"])
     for file in native.glob(["test_*.py"]):
+        name = file[:-len(".py")]
         native.py_test(
-            name = file[:-len(".py")],
+            name = name,
             srcs = [file, "//tests:pytest_main.py"] + helpers,
             args = ["$(rootpath %s)" % file],
-            data = data,
+            data = data + data_of.get(name, []),
+            env = {"OMP_NUM_THREADS": str(threads)},
             main = "//tests:pytest_main.py",
-            tags = tags,
             timeout = timeout,
             deps = ["//:torch_ext", "//tests:helpers"],
         )

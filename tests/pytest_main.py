@@ -4,24 +4,23 @@ Passes and skips are written case by case to $XML_OUTPUT_FILE, from which tests/
 without a single test is a failure (pytest's exit status 5).
 """
 
+import importlib.util
 import os
-import pathlib
 import sys
 
 import pytest
 
-# abspath, not resolve: under Bazel this file is a link in the runfiles, and the library lies beside the link.
-ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
+# abspath, not realpath: under Bazel this file is a link in the runfiles, and the library lies beside the link.
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def main() -> int:
-    # The repository's root for torch_ext and examples, tests/ for the oracle; for this process and those it starts.
-    # tests/ comes last because it has a folder named torch.
-    for path in (str(ROOT), str(ROOT / "tests")):
-        if path not in sys.path:
-            sys.path.append(path)
-    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p and not p.startswith((sys.prefix, sys.base_prefix)))
-    options = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-ra"]
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:  # without an origin it is a folder of that name, such as tests/torch
+        sys.exit(
+            f"{sys.executable} has no torch: set TORCH_EXT_PYTHON to an interpreter that has, or call tests/run.sh."
+        )
+    options = ["--rootdir", _ROOT, "-c", os.path.join(_ROOT, "pyproject.toml"), "-p", "no:cacheprovider"]
     if "XML_OUTPUT_FILE" in os.environ:
         options.append("--junitxml=" + os.environ["XML_OUTPUT_FILE"])
     return pytest.main(options + sys.argv[1:])
