@@ -26,8 +26,8 @@ def _fake(name: str) -> Any:
             torch.library.get_ctx()  # raises outside of tracing, where meta tensors are somebody's mistake
         except RuntimeError:
             raise RuntimeError(
-                f"{NAMESPACE}::{name}: meta tensors hold no data, so there is nothing to update; materialise them first "
-                "(module.to_empty(device=...))"
+                f"{NAMESPACE}::{name}: meta tensors hold no data, so there is nothing to update; materialise them "
+                "first (module.to_empty(device=...))"
             ) from None
 
     return kernel
@@ -67,13 +67,15 @@ def call(name: str, *arguments: Any) -> None:
     for i, argument_name in operator.written:
         value = arguments[i]
         targets = [value] if isinstance(value, torch.Tensor) else value
-        if not torch.is_inference_mode_enabled():
-            for k, target in enumerate(targets):
-                if target.is_inference():
-                    raise RuntimeError(
-                        f"{NAMESPACE}::{name}: {argument_name if targets is not value else f'{argument_name}[{k}]'} is an "
-                        "inference tensor, which is read-only outside of torch.inference_mode(); pass a clone"
-                    )
         written.extend(targets)
+        if torch.is_inference_mode_enabled():
+            continue
+        for k, target in enumerate(targets):
+            if target.is_inference():
+                which = f"{argument_name}[{k}]" if targets is value else argument_name
+                raise RuntimeError(
+                    f"{NAMESPACE}::{name}: {which} is an inference tensor, which is read-only outside of "
+                    "torch.inference_mode(); pass a clone"
+                )
     operator.overload(*arguments)
     torch.autograd.graph.increment_version(written)

@@ -26,13 +26,13 @@ def test_all_operators_in_one_graph_through_inductor() -> None:
     traced = [copy(arguments) for arguments in eager]
 
     def run(calls: list[list[object]]) -> None:
-        for sample, arguments in zip(samples, calls):
+        for sample, arguments in zip(samples, calls, strict=True):
             overload(sample.operator)(*arguments)
 
     before = [bits(c) for c in eager]
     run(eager)
     torch.compile(run, fullgraph=True)(traced)
-    for sample, a, b, c in zip(samples, traced, eager, before):
+    for sample, a, b, c in zip(samples, traced, eager, before, strict=True):
         assert bits(a) == bits(b), sample.id
         assert bits(b) != c, sample.id
 

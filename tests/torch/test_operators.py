@@ -21,7 +21,7 @@ def run(operator: str, arguments: list[Any]) -> list[Any]:
     return arguments
 
 
-# -- arguments arrive where they belong: results against a few lines of torch --------------------------------------------
+# -- arguments arrive where they belong: results against a few lines of torch ------------------------------------------
 
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
@@ -188,7 +188,7 @@ def test_master_resync(force: bool) -> None:
     assert changed.tolist() == [5, int((params[1] != 0).sum()) if force else 0, 0, 1]
 
 
-# -- what is not an error --------------------------------------------------------------------------------------------------
+# -- what is not an error ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sample", samples.SAMPLES, ids=lambda s: s.id)
@@ -293,7 +293,7 @@ def test_defaults_of_the_schema() -> None:
     assert bits(run("adamw_", short)) == bits(arguments[:14])
 
 
-# -- wrong calls -----------------------------------------------------------------------------------------------------------
+# -- wrong calls -------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,25 +399,55 @@ WRONG = [
     # shapes
     Wrong("adamw_", "numels_that_differ", put(1, lambda: torch.zeros(6), 0), ("grads[0]", "6", "params[0]", "5")),
     Wrong(
-        "adamw_", "transposed_shapes",
+        "adamw_",
+        "transposed_shapes",
         lambda a: (put(0, torch.zeros(2, 3), 0)(a), put(1, torch.zeros(3, 2), 0)(a)),
         ("params[0]", "grads[0]", "differ in shape"),
     ),
-    Wrong("adamw_", "masters_of_another_size", put(4, lambda: torch.zeros(4), 0), ("masters[0]", "4", "params[0]"),
-          lambda: samples.adamw(param=BF16, master=F32)),
+    Wrong(
+        "adamw_",
+        "masters_of_another_size",
+        put(4, lambda: torch.zeros(4), 0),
+        ("masters[0]", "4", "params[0]"),
+        lambda: samples.adamw(param=BF16, master=F32),
+    ),
     Wrong("adamw_", "scales_missing", put(5, list), ("scales[0]", "uint8"), lambda: samples.adamw(exp_avg=U8)),
-    Wrong("adamw_", "scales_of_another_size", put(5, lambda: none(U8), 1), ("scales[1]", "4"),
-          lambda: samples.adamw(exp_avg=U8, exp_avg_sq=U8)),
+    Wrong(
+        "adamw_",
+        "scales_of_another_size",
+        put(5, lambda: none(U8), 1),
+        ("scales[1]", "4"),
+        lambda: samples.adamw(exp_avg=U8, exp_avg_sq=U8),
+    ),
     Wrong("bucket_reduce_", "a_chunk_too_short", put(0, lambda: torch.zeros(129, dtype=BF16), 1), ("chunks[1]", "129")),
     Wrong("bucket_reduce_", "no_chunks", put(0, list), ("chunks", "at least 1")),
-    Wrong("bucket_accumulate_", "numels_that_differ", put(1, lambda: torch.zeros(6), 0), ("main_grads[0]", "grads[0]", "6")),
+    Wrong(
+        "bucket_accumulate_",
+        "numels_that_differ",
+        put(1, lambda: torch.zeros(6), 0),
+        ("main_grads[0]", "grads[0]", "6"),
+    ),
     # dtypes that are not in the table: the message names the combination and what is legal
-    Wrong("adamw_", "params_in_float64", put(0, lambda: torch.zeros(5, dtype=F64), 0), ("params[0]", "float64", "may be")),
+    Wrong(
+        "adamw_", "params_in_float64", put(0, lambda: torch.zeros(5, dtype=F64), 0), ("params[0]", "float64", "may be")
+    ),
     Wrong("adamw_", "grads_in_int16", put(1, lambda: torch.zeros(5, dtype=I16), 0), ("grads[0]", "int16", "may be")),
-    Wrong("adamw_", "exp_avgs_in_int64", put(2, lambda: torch.zeros(5, dtype=I64), 0), ("exp_avgs[0]", "int64", "may be")),
-    Wrong("adamw_", "masters_beside_float32", put(4, lambda: [torch.zeros(n) for n in (5, 130, 0, 1)]), ("masters[0]", "may be")),
-    Wrong("adamw_", "remainders_beside_float16", lambda a: None, ("masters[0]", "int16", "may be"),
-          lambda: samples.adamw(param=F16, master=I16)),
+    Wrong(
+        "adamw_", "exp_avgs_in_int64", put(2, lambda: torch.zeros(5, dtype=I64), 0), ("exp_avgs[0]", "int64", "may be")
+    ),
+    Wrong(
+        "adamw_",
+        "masters_beside_float32",
+        put(4, lambda: [torch.zeros(n) for n in (5, 130, 0, 1)]),
+        ("masters[0]", "may be"),
+    ),
+    Wrong(
+        "adamw_",
+        "remainders_beside_float16",
+        lambda a: None,
+        ("masters[0]", "int16", "may be"),
+        lambda: samples.adamw(param=F16, master=I16),
+    ),
     Wrong("adamw_", "complex_params", put(0, lambda: torch.zeros(5, dtype=torch.complex64), 0), ("params[0]",)),
     Wrong("grad_stats_", "integers", put(0, lambda: torch.zeros(5, dtype=I64), 0), ("grads[0]", "int64")),
     Wrong("cast_", "from_bool", put(0, lambda: torch.zeros(5, dtype=torch.bool), 0), ("srcs[0]",)),
@@ -427,15 +457,24 @@ WRONG = [
     Wrong("master_encode_", "float16_weights", put(1, lambda: torch.zeros(5, dtype=F16), 0), ("params[0]", "legal")),
     Wrong("master_resync_", "float64_masters", put(1, lambda: torch.zeros(5, dtype=F64), 0), ("masters[0]",)),
     # memory written twice
-    Wrong("adamw_", "a_parameter_twice", lambda a: (alias((0, 1), (0, 0))(a), put(1, a[1][0].clone(), 1)(a),
-          put(2, torch.zeros(5), 1)(a), put(3, torch.zeros(5), 1)(a)), ("params[0]", "params[1]")),
+    Wrong(
+        "adamw_",
+        "a_parameter_twice",
+        lambda a: (
+            alias((0, 1), (0, 0))(a),
+            put(1, a[1][0].clone(), 1)(a),
+            put(2, torch.zeros(5), 1)(a),
+            put(3, torch.zeros(5), 1)(a),
+        ),
+        ("params[0]", "params[1]"),
+    ),
     Wrong("adamw_", "params_that_overlap", overlapping_views, ("params[0]", "params[1]")),
     Wrong("adamw_", "grad_is_the_parameter", alias((1, 1), (0, 1)), ("grads[1]", "params[1]")),
     Wrong("adamw_", "one_step_for_two", alias((6, 1), (6, 0)), ("steps[0]", "steps[1]")),
     Wrong("bucket_accumulate_", "a_gradient_added_to_itself", alias((1, 0), (0, 0)), ("main_grads[0]", "grads[0]")),
     Wrong("bucket_unpack_", "into_the_bucket", lambda a: put(3, a[0][:5], 0)(a), ("bucket", "tensors[0]")),
     Wrong("cast_", "in_place", alias((1, 0), (0, 0)), ("srcs[0]", "dsts[0]")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda c: c.id)
@@ -535,7 +574,7 @@ def test_lists_of_another_length_are_refused(sample: Any, position: int, index: 
     check_refused(sample.operator, arguments, (name,))
 
 
-# -- torch's side: autograd, inference mode, fake tensors ------------------------------------------------------------------
+# -- torch's side: autograd, inference mode, fake tensors --------------------------------------------------------------
 
 
 def test_call_bumps_the_version_of_what_is_written_and_of_nothing_else() -> None:

@@ -1,0 +1,138 @@
+"""What must agree across languages: ctypes mirrors and the header, the schemas of C and torch, schemas now and then."""
+
+import ctypes
+import importlib
+import pathlib
+import pkgutil
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+import torch_ext
+from torch_ext import _library
+
+HEADERS = pathlib.Path(_library.__file__).parent.parent / "csrc"
+
+
+def mirrors() -> list[type[_library.Struct]]:
+    """Every ctypes mirror of the package."""
+    for module in pkgutil.iter_modules(torch_ext.__path__):
+        if not module.name.startswith("__"):
+            importlib.import_module(f"torch_ext.{module.name}")
+    found: list[type[_library.Struct]] = []
+    waiting: list[type[_library.Struct]] = [_library.Struct]
+    while waiting:
+        for kind in waiting.pop().__subclasses__():
+            waiting.append(kind)
+            found.append(kind)
+    return found
+
+
+MIRRORS = mirrors()
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
+    """(offset, size) of every mirrored field as the C compiler sees it, and (0, size) of every struct."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to compare the structs with the header")
+    folder = tmp_path_factory.mktemp("layout")
+    lines = ["#include <stdio.h>", '#include "csrc/torch_ext.h"', "int main(void) {"]
+    for kind in MIRRORS:
+        lines.append(f'  printf("{kind.c_name} 0 %zu\\n", sizeof({kind.c_name}));')
+        for name, *_ in kind._fields_:
+            where, size = f"offsetof({kind.c_name}, {name})", f"sizeof((({kind.c_name} *)0)->{name})"
+            lines.append(f'  printf("{kind.c_name}.{name} %zu %zu\\n", {where}, {size});')
+    (folder / "layout.c").write_text("\n".join([*lines, "  return 0;", "}", ""]))
+    subprocess.run([compiler, "-I", HEADERS.parent, "-o", folder / "layout", folder / "layout.c"], check=True)
+    text = subprocess.run([folder / "layout"], check=True, capture_output=True, text=True).stdout
+    return {name: (int(offset), int(size)) for name, offset, size in (line.split() for line in text.splitlines())}
+
+
+@pytest.mark.parametrize("kind", MIRRORS, ids=lambda k: k.c_name)
+def test_a_mirror_agrees_with_the_header_field_by_field(
+    kind: type[_library.Struct], layout: dict[str, tuple[int, int]]
+) -> None:
+    assert ctypes.sizeof(kind) == layout[kind.c_name][1]
+    for name, *_ in kind._fields_:
+        field = getattr(kind, name)
+        assert (field.offset, field.size) == layout[f"{kind.c_name}.{name}"], name
+
+
+@pytest.mark.parametrize("kind", MIRRORS, ids=lambda k: k.c_name)
+def test_a_mirror_leaves_no_field_out(kind: type[_library.Struct]) -> None:
+    """Bytes that no field covers are padding before a larger one or at the end, never a forgotten field."""
+    end = 0
+    for name, *_ in kind._fields_:
+        field = getattr(kind, name)
+        assert field.offset - end < 8, f"a gap of {field.offset - end} bytes before {name}"
+        end = field.offset + field.size
+    assert ctypes.sizeof(kind) - end < ctypes.alignment(kind)
+
+
+def test_mirrors_are_found() -> None:
+    assert "tx_error" in {kind.c_name for kind in MIRRORS}
+
+
+# -- schemas -----------------------------------------------------------------------------------------------------------
+
+# What was published. Rows and trailing arguments with defaults may come; nothing that stands here ever changes.
+PUBLISHED = """
+adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] masters, Tensor(e!)[] scales, Tensor(f!)[] steps, Tensor[] lrs, Tensor groups, Tensor meta, Tensor grad_scale, Tensor clip_coef, Tensor found_inf, Tensor(g!) skipped, int seed=0, int moment_rounding=1, int weight_rounding=1
+grad_stats_(Tensor[] grads, Tensor(a!) stats, Tensor(b!) first_bad
+grad_norm_(Tensor stats, Tensor grad_scale, float max_norm, Tensor(a!) norm, Tensor(b!) clip_coef, Tensor(c!) found_inf
+bucket_pack_(Tensor[] grads, Tensor offsets, Tensor(a!) bucket, Tensor(b!) scales, int seed=0, int step=0, int rounding=1
+bucket_accumulate_(Tensor(a!)[] main_grads, Tensor[] grads
+bucket_reduce_(Tensor[] chunks, Tensor[] scales, Tensor(a!) shard, Tensor(b!) stats, float scale=1.0, bool accumulate=False
+bucket_unpack_(Tensor bucket, Tensor scales, Tensor offsets, Tensor(a!)[] tensors
+cast_(Tensor[] srcs, Tensor(a!)[] dsts, Tensor[] src_scales, Tensor(b!)[] dst_scales, Tensor meta, int format=0, int rounding=0, int seed=0, int step=0
+master_encode_(Tensor[] masters, Tensor(a!)[] params, Tensor(b!)[] remainders
+master_decode_(Tensor[] params, Tensor[] remainders, Tensor(a!)[] masters
+master_resync_(Tensor[] params, Tensor(a!)[] masters, Tensor(b!) changed, bool force=False
+""".strip().split("\n")  # noqa: E501
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda p: p.split("(")[0])
+def test_schemas_only_grow(published: str) -> None:
+    schema = _library.operators()[published.split("(")[0]]
+    assert schema.startswith(published)
+    added = schema[len(published) :].removesuffix(") -> ()")
+    assert all("=" in argument for argument in added.split(", ")[1:]), f"a new argument without a default: {added}"
+
+
+@pytest.mark.parametrize("name", _library.operators())
+def test_torch_knows_the_schema_of_the_table(name: str) -> None:
+    overload = getattr(torch.ops.torch_ext, name).default
+    assert overload._schema == torch._C.parse_schema("torch_ext::" + _library.operators()[name])
+    assert not any(str(a.type).startswith("Optional") or a.name == "self" for a in overload._schema.arguments)
+
+
+def test_operators_carry_the_compile_tag_where_torch_can_set_it() -> None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    for name in _library.operators():
+        tags = getattr(torch.ops.torch_ext, name).default.tags
+        assert (torch.Tag.pt2_compliant_tag in tags) == (version >= (2, 12))
+
+
+# -- the helper that turns statuses into exceptions --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "status, kind",
+    [
+        (100, ValueError),
+        (102, ValueError),
+        (200, ValueError),
+        (201, TypeError),
+        (205, RuntimeError),
+        (300, MemoryError),
+        (302, RuntimeError),
+    ],
+)
+def test_a_status_becomes_an_exception_with_the_message(status: int, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="what and where"):
+        _library.check(status, _library.Error(b"what and where"))
+    _library.check(0, _library.Error())

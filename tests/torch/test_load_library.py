@@ -1,0 +1,145 @@
+"""How the library comes to its torch: every order of loading, one registration, and a clear word where it cannot."""
+
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import pytest
+
+from torch_ext import _library
+
+ROOT = pathlib.Path(_library.__file__).parent.parent
+CALL = "import torch; x = torch.zeros(3); torch.ops.torch_ext.bucket_accumulate_([x], [x + 1]); assert x.sum() == 3\n"
+REGISTER = """
+import ctypes
+class Error(ctypes.Structure):
+    _fields_ = [("message", ctypes.c_char * 1024)]
+def register(library):
+    error = Error()
+    return library.tx_torch_register(ctypes.byref(error)), error.message.decode()
+"""
+
+
+def run(code: str, *arguments: str) -> str:
+    """In a process of its own, without torch_ext unless the code imports it."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True, timeout=300
+    ).stdout.strip()
+
+
+LOAD = f"import torch; torch.ops.load_library({_library.library_path()!r})\n"
+PACKAGE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import torch_ext\n"
+
+
+def test_load_library_alone_registers_and_the_package_may_follow() -> None:
+    run(LOAD + CALL + PACKAGE + CALL)
+
+
+def test_load_library_after_the_package_does_nothing_more() -> None:
+    run(PACKAGE + "import torch; torch.ops.load_library(torch_ext.library_path())\n" + LOAD + CALL)
+
+
+def test_without_torch_the_library_loads_and_says_what_is_missing() -> None:
+    message = run(REGISTER + "import sys; print(*register(ctypes.CDLL(sys.argv[1])))", _library.library_path())
+    assert message.startswith("301 ") and "import torch first" in message
+
+
+def test_torch_imported_after_the_library() -> None:
+    code = "library = ctypes.CDLL(sys.argv[1]); assert register(library)[0] == 301\n"
+    code += "import torch; assert register(library) == (0, ''); assert register(library) == (0, '')\n"
+    run("import sys\n" + REGISTER + code + CALL, _library.library_path())
+
+
+def test_many_threads_register_once() -> None:
+    code = """
+import sys, concurrent.futures
+library = ctypes.CDLL(sys.argv[1])
+import torch
+with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    assert list(pool.map(lambda _: register(library), range(64))) == [(0, "")] * 64
+"""
+    run(REGISTER + code + CALL, _library.library_path())
+
+
+def test_a_second_copy_of_the_library_is_refused_and_the_first_still_works(tmp_path: pathlib.Path) -> None:
+    copy = shutil.copy(_library.library_path(), tmp_path)
+    code = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+status, message = register(ctypes.CDLL(sys.argv[2]))
+print(status, message)
+"""
+    message = run(REGISTER + code + CALL, _library.library_path(), str(copy))
+    assert message.startswith("301 ") and "another copy of this library" in message
+
+
+def fake_torch(folder: pathlib.Path, source: str) -> str:
+    """A libtorch_cpu.so that exports only what `source` defines."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to make an old torch with")
+    (folder / "old.c").write_text("#include <stdint.h>\n" + source)
+    path = folder / "libtorch_cpu.so"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-Wl,-soname,libtorch_cpu.so", "-o", path, folder / "old.c"], check=True
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "source, says",
+    [
+        (
+            "uint64_t aoti_torch_abi_version(void) { return 2ull << 56 | 9ull << 48 | 1ull << 40; }",
+            ["torch 2.9.1", "has no symbol", "torch >= 2.10 is needed"],
+        ),
+        ("int nothing;", ["has no symbol aoti_torch_abi_version", "torch >= 2.10 is needed"]),
+    ],
+    ids=["2.9", "older_than_the_version_symbol"],
+)
+def test_a_torch_that_is_too_old_is_named(tmp_path: pathlib.Path, source: str, says: Sequence[str]) -> None:
+    code = "import sys; old = ctypes.CDLL(sys.argv[2]); print(*register(ctypes.CDLL(sys.argv[1])))"
+    message = run(REGISTER + code, _library.library_path(), fake_torch(tmp_path, source))
+    assert message.startswith("301 ") and all(words in message for words in says), message
+
+
+def finder(folder: pathlib.Path) -> ModuleType:
+    """_library.py as it is when the package lies in `folder`."""
+    (folder / "torch_ext").mkdir()
+    file = shutil.copy(_library.__file__, folder / "torch_ext")
+    spec = importlib.util.spec_from_file_location("finder", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("place", ["torch_ext", ".", "bazel-bin"], ids=["package", "runfiles", "bazel-bin"])
+def test_the_library_is_found_in_each_place(tmp_path: pathlib.Path, place: str) -> None:
+    module = finder(tmp_path)
+    (tmp_path / place).mkdir(exist_ok=True)
+    expected = shutil.copy(_library.library_path(), tmp_path / place)
+    assert os.path.samefile(module.library_path(), expected)
+
+
+def test_a_library_that_was_not_built_is_an_import_error_that_says_how(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ImportError, match="libtorch_ext.so is in none of .*bazel build //:torch_ext"):
+        finder(tmp_path).library_path()
+
+
+def test_the_library_links_to_no_torch_and_no_python() -> None:
+    readelf = shutil.which("readelf")
+    if readelf is None:
+        pytest.skip("no readelf to look at the library with")
+    dynamic = subprocess.run(
+        [readelf, "-d", _library.library_path()], check=True, capture_output=True, text=True
+    ).stdout
+    needed = [line.split("[")[1].rstrip("]") for line in dynamic.splitlines() if "(NEEDED)" in line]
+    assert needed and all(
+        name.startswith(("libc.", "libm.", "libdl.", "libpthread.", "ld-linux", "libgcc_s")) for name in needed
+    )
