@@ -1,5 +1,7 @@
 /* Block-scaled states and wire data: up to 128 elements share one power-of-two scale (e8m0, one byte).
  *
+ * To encode: a plan from the block's amax; codes and the largest of them; whether codes are doubled; codes with sign.
+ *
  * An element is (its code as a small float) * 2^k, the scale byte is k + 127 as in OCP's e8m0, 255 is NaN.
  *   - k is the least with amax <= MAX * 2^k; where rounding then leaves MAX/2 as the largest code, k is one less and
  *     the codes are doubled, which is exact. So the largest code is above MAX/2 unless k is at its minimum, and
@@ -7,7 +9,8 @@
  *   - min_exponent keeps every code's value exact in fp32; for formats that store sqrt(v) its square too.
  *   - A block with a NaN, an Inf or a value above MAX * 2^max_exponent (which is above 0.87 of what fp32 can hold, of
  *     its root in a sqrt format) has scale 255 and codes 0 and decodes to NaN throughout: the loss is loud.
- *   - A block of zeros has scale 0 and codes 0.
+ *   - A block of zeros has scale 0 and codes 0; so has a signed one of which nothing reaches the least code at
+ *     min_exponent (for e4m3 2^-135, for fp16 fp32's own least).
  *   - A positive sqrt(v) never gets code 0 but the least code: a v flushed to 0 would make the step huge. A signed
  *     value may round to zero and keeps its sign. */
 #ifndef TX_MATH_BLOCK_SCALE_H
@@ -60,6 +63,13 @@ TX_FN int32_t tx_scale_exponent(tx_block_format f, int32_t amax_bits) {
   return raised > f.max_exponent ? f.max_exponent : raised;
 }
 
+/* The fp32 bits of the least amax that does not make a block of zeros: of a signed format the least code's value at
+ * min_exponent (so that some code of every other block is not 0), of an unsigned one any positive number. */
+TX_FN int32_t tx_block_least_bits(tx_block_format f) {
+  const int32_t place = 150 - f.element.bias - f.element.mantissa_bits + f.min_exponent;
+  return f.sign_bit != 0u ? 1 << place : 1;
+}
+
 /* What a scale byte multiplies codes with: 2^(byte - 127), NaN for 255. */
 TX_FN float tx_scale_decode(uint8_t byte) {
   return byte == TX_BLOCK_SCALE_NAN ? tx_f32_from_bits(0x7fc00000u) : tx_exp2i((int32_t)byte - 127);
@@ -78,11 +88,11 @@ TX_FN tx_block_plan tx_block_plan_from(tx_block_format f, int32_t amax_bits) {
   plan.exponent = tx_scale_exponent(f, amax_bits);
   plan.inverse = tx_exp2i(-plan.exponent);
   plan.special = amax_bits > tx_block_max_bits(f, f.max_exponent) ? TX_BLOCK_SCALE_NAN : 0u;
-  plan.keep = plan.special != 0u || amax_bits == 0 ? 0u : 0xffffffffu;
+  plan.keep = plan.special != 0u || amax_bits < tx_block_least_bits(f) ? 0u : 0xffffffffu;
   return plan;
 }
 
-/* The magnitude code of x at 2^-inverse, before the largest code of the block is known. */
+/* The magnitude code of x at 2^k, before the block's largest code is known. rounded: by threshold u, else nearest. */
 TX_FN uint32_t tx_block_code(tx_block_format f, tx_block_plan plan, float x, int rounded, uint32_t u) {
   const float scaled = tx_f32_from_bits((uint32_t)tx_magnitude_bits(x)) * plan.inverse;
   const uint32_t code = rounded ? tx_small_round(f.element, scaled, u) : tx_small_nearest(f.element, scaled);
@@ -116,10 +126,7 @@ TX_FN float tx_block_value(tx_block_format f, uint32_t code, float scale) {
   return tx_f32_from_bits(tx_bits_from_f32(value) | sign);
 }
 
-/* -- whole blocks ------------------------------------------------------------------------------------------------ */
-
-#define TX_BLOCK_MAX 128
-
+/* tx_magnitude_bits of the largest of n values, a NaN's where there is one. */
 TX_FN int32_t tx_block_amax_bits(const float *x, int32_t n) {
   int32_t amax = 0;
   for (int32_t i = 0; i < n; ++i) {
@@ -127,48 +134,6 @@ TX_FN int32_t tx_block_amax_bits(const float *x, int32_t n) {
     amax = bits > amax ? bits : amax;
   }
   return amax;
-}
-
-/* Codes of n <= 128 values into `codes`, widened; returns the scale byte. u: n thresholds, or NULL for nearest. */
-TX_FN uint8_t tx_block_encode(tx_block_format f, const float *x, int32_t n, const uint32_t *u, uint32_t *codes) {
-  const tx_block_plan plan = tx_block_plan_from(f, tx_block_amax_bits(x, n));
-  int32_t largest = 0;
-  for (int32_t i = 0; i < n; ++i) {
-    codes[i] = tx_block_code(f, plan, x[i], u != NULL, u != NULL ? u[i] : 0u);
-    largest = (int32_t)codes[i] > largest ? (int32_t)codes[i] : largest;
-  }
-  const uint32_t doubling = tx_block_doubling(f, plan, (uint32_t)largest);
-  for (int32_t i = 0; i < n; ++i)
-    codes[i] = tx_block_finish(f, plan, x[i], codes[i], doubling);
-  return tx_block_scale_byte(plan, doubling);
-}
-
-/* The same into bytes (e4m3, root e4m4) and into 16 bits (f16, root f16). */
-TX_FN uint8_t tx_block_encode_u8(tx_block_format f, const float *x, int32_t n, const uint32_t *u, uint8_t *codes) {
-  uint32_t wide[TX_BLOCK_MAX];
-  const uint8_t scale = tx_block_encode(f, x, n, u, wide);
-  for (int32_t i = 0; i < n; ++i)
-    codes[i] = (uint8_t)wide[i];
-  return scale;
-}
-TX_FN uint8_t tx_block_encode_u16(tx_block_format f, const float *x, int32_t n, const uint32_t *u, uint16_t *codes) {
-  uint32_t wide[TX_BLOCK_MAX];
-  const uint8_t scale = tx_block_encode(f, x, n, u, wide);
-  for (int32_t i = 0; i < n; ++i)
-    codes[i] = (uint16_t)wide[i];
-  return scale;
-}
-
-/* n values from codes and scale byte; sqrt(v) from a sqrt format. */
-TX_FN void tx_block_decode_u8(tx_block_format f, const uint8_t *codes, int32_t n, uint8_t scale, float *x) {
-  const float factor = tx_scale_decode(scale);
-  for (int32_t i = 0; i < n; ++i)
-    x[i] = tx_block_value(f, codes[i], factor);
-}
-TX_FN void tx_block_decode_u16(tx_block_format f, const uint16_t *codes, int32_t n, uint8_t scale, float *x) {
-  const float factor = tx_scale_decode(scale);
-  for (int32_t i = 0; i < n; ++i)
-    x[i] = tx_block_value(f, codes[i], factor);
 }
 
 #endif
