@@ -26,12 +26,11 @@ TEST_P(DtypeNameTest, C2_parses) {
   EXPECT_EQ(dtype, GetParam().dtype);
 }
 
-INSTANTIATE_TEST_SUITE_P(Names, DtypeNameTest,
-                         testing::Values(Name{"fp32", TX_F32}, Name{"float32", TX_F32}, Name{"float", TX_F32},
-                                         Name{"bf16", TX_BF16}, Name{"bfloat16", TX_BF16}, Name{"fp16", TX_F16},
-                                         Name{"float16", TX_F16}, Name{"half", TX_F16}, Name{"fp8", TX_U8},
-                                         Name{"float8", TX_U8}, Name{"uint8", TX_U8}, Name{"auto", TX_NONE},
-                                         Name{"  BF16\t\n", TX_BF16}, Name{"Half", TX_F16}, Name{" AUTO ", TX_NONE}));
+const Name kNames[] = {{"fp32", TX_F32},        {"float32", TX_F32}, {"float", TX_F32},   {"bf16", TX_BF16},
+                       {"bfloat16", TX_BF16},   {"fp16", TX_F16},    {"float16", TX_F16}, {"half", TX_F16},
+                       {"fp8", TX_U8},          {"float8", TX_U8},   {"uint8", TX_U8},    {"auto", TX_NONE},
+                       {"  BF16\t\n", TX_BF16}, {"Half", TX_F16},    {" AUTO ", TX_NONE}};
+INSTANTIATE_TEST_SUITE_P(Names, DtypeNameTest, testing::ValuesIn(kNames));
 
 class DtypeUnknownNameTest : public testing::TestWithParam<const char *> {};
 
@@ -49,10 +48,16 @@ TEST_P(DtypeUnknownNameTest, C4_names_value_and_legal_names) {
   EXPECT_EQ(tx_dtype_parse(GetParam(), &dtype, nullptr), TX_ERROR_UNKNOWN_DTYPE) << "without a buffer";
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Names, DtypeUnknownNameTest,
-    testing::Values("int4", "", "   ", "fp32 bf16", "f32", "float64", "bf16,", "bf16|bfloat16",
-                    "fp32float32floatfp32float32floatfp32float32floatfp32float32floatfp32float32"));
+const char *const kUnknownNames[] = {"int4",
+                                     "",
+                                     "   ",
+                                     "fp32 bf16",
+                                     "f32",
+                                     "float64",
+                                     "bf16,",
+                                     "bf16|bfloat16",
+                                     "fp32float32floatfp32float32floatfp32float32floatfp32float32floatfp32float32"};
+INSTANTIATE_TEST_SUITE_P(Names, DtypeUnknownNameTest, testing::ValuesIn(kUnknownNames));
 
 struct Size {
   tx_dtype dtype;
@@ -141,17 +146,22 @@ TEST_P(DtypeKeyTest, C3_C4) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Cases, DtypeKeyTest,
-    testing::Values(Key{"main_params_dtype", "fp32", TX_OK}, Key{"main_params_dtype", "half", TX_OK},
-                    Key{"main_params_dtype", "auto", TX_OK}, Key{"main_params_dtype", "bf16", TX_ERROR_ILLEGAL_VALUE},
-                    Key{"main_params_dtype", "fp8", TX_ERROR_ILLEGAL_VALUE}, Key{"exp_avg_dtype", "fp32", TX_OK},
-                    Key{"exp_avg_dtype", "fp16", TX_OK}, Key{"exp_avg_dtype", "bf16", TX_OK},
-                    Key{"exp_avg_dtype", "fp8", TX_OK}, Key{"exp_avg_sq_dtype", "uint8", TX_OK},
-                    Key{"exp_avg_sq_dtype", "bf17", TX_ERROR_UNKNOWN_DTYPE},
-                    Key{"exp_avg_dtype", "double", TX_ERROR_UNKNOWN_DTYPE}, Key{"params_dtype", "fp8", TX_OK},
-                    Key{"anything_at_all_dtype", "bf16", TX_OK},
-                    Key{"anything_at_all_dtype", "word", TX_ERROR_UNKNOWN_DTYPE}));
+const Key kKeys[] = {{"main_params_dtype", "fp32", TX_OK},
+                     {"main_params_dtype", "half", TX_OK},
+                     {"main_params_dtype", "auto", TX_OK},
+                     {"main_params_dtype", "bf16", TX_ERROR_ILLEGAL_VALUE},
+                     {"main_params_dtype", "fp8", TX_ERROR_ILLEGAL_VALUE},
+                     {"exp_avg_dtype", "fp32", TX_OK},
+                     {"exp_avg_dtype", "fp16", TX_OK},
+                     {"exp_avg_dtype", "bf16", TX_OK},
+                     {"exp_avg_dtype", "fp8", TX_OK},
+                     {"exp_avg_sq_dtype", "uint8", TX_OK},
+                     {"exp_avg_sq_dtype", "bf17", TX_ERROR_UNKNOWN_DTYPE},
+                     {"exp_avg_dtype", "double", TX_ERROR_UNKNOWN_DTYPE},
+                     {"params_dtype", "fp8", TX_OK},
+                     {"anything_at_all_dtype", "bf16", TX_OK},
+                     {"anything_at_all_dtype", "word", TX_ERROR_UNKNOWN_DTYPE}};
+INSTANTIATE_TEST_SUITE_P(Cases, DtypeKeyTest, testing::ValuesIn(kKeys));
 
 TEST(DtypeKey, C3_codes_without_a_name_are_checked_too) {
   tx_error error;

@@ -379,50 +379,44 @@ constexpr int64_t kBeyond[] = {0, 1, 3};
 constexpr int64_t kShape[] = {299};
 constexpr int64_t kHuge[] = {INT64_MAX, 4};
 
-INSTANTIATE_TEST_SUITE_P(
-    Cases, LayoutBadTest,
-    testing::Values(
-        Bad{"cap_zero", TX_ERROR_INVALID_ARGUMENT, "cap 0", [](Params &, tx_layout_args &args) { args.cap = 0; }},
-        Bad{"cap_negative", TX_ERROR_INVALID_ARGUMENT, "cap -5", [](Params &, tx_layout_args &args) { args.cap = -5; }},
-        Bad{"world_zero", TX_ERROR_INVALID_ARGUMENT, "world size 0",
-            [](Params &, tx_layout_args &args) { args.world = 0; }},
-        Bad{"world_huge", TX_ERROR_INVALID_ARGUMENT, "world size",
-            [](Params &, tx_layout_args &args) { args.world = INT64_MAX; }},
-        Bad{"numel_negative", TX_ERROR_INVALID_ARGUMENT, "head.weight",
-            [](Params &p, tx_layout_args &) { p[1].numel = -1; }},
-        Bad{"numel_overflows", TX_ERROR_INVALID_ARGUMENT, "head.weight",
-            [](Params &p, tx_layout_args &) { p[1].numel = INT64_MAX; }},
-        Bad{"sum_overflows", TX_ERROR_INVALID_ARGUMENT, "beyond",
-            [](Params &p, tx_layout_args &) { p[0].numel = p[1].numel = INT64_MAX / 16 - 1000; }},
-        Bad{"dtype_none", TX_ERROR_UNKNOWN_DTYPE, "head.weight",
-            [](Params &p, tx_layout_args &) { p[1].wire_dtype = TX_NONE; }},
-        Bad{"dtype_unknown", TX_ERROR_UNKNOWN_DTYPE, "99", [](Params &p, tx_layout_args &) { p[1].param_dtype = 99; }},
-        Bad{"tied_to_itself", TX_ERROR_INVALID_ARGUMENT, "tied", [](Params &p, tx_layout_args &) { p[1].tied = 1; }},
-        Bad{"tied_to_a_later_one", TX_ERROR_INVALID_ARGUMENT, "tied",
-            [](Params &p, tx_layout_args &) { p[1].tied = 2; }},
-        Bad{"tied_below_minus_one", TX_ERROR_INVALID_ARGUMENT, "tied",
-            [](Params &p, tx_layout_args &) { p[1].tied = -2; }},
-        Bad{"tied_of_another_size", TX_ERROR_SHAPE, "tied", [](Params &p, tx_layout_args &) { p[1].tied = 0; }},
-        Bad{"shape_of_another_size", TX_ERROR_SHAPE, "head.weight",
-            [](Params &p, tx_layout_args &) {
-              p[1].shape = kShape;
-              p[1].ndim = 1;
-            }},
-        Bad{"shape_overflows", TX_ERROR_SHAPE, "head.weight",
-            [](Params &p, tx_layout_args &) {
-              p[1].shape = kHuge;
-              p[1].ndim = 2;
-            }},
-        Bad{"order_twice", TX_ERROR_INVALID_ARGUMENT, "twice",
-            [](Params &, tx_layout_args &args) { args.order = kTwice; }},
-        Bad{"order_beyond", TX_ERROR_INVALID_ARGUMENT, "order[2]",
-            [](Params &, tx_layout_args &args) { args.order = kBeyond; }},
-        Bad{"n_negative", TX_ERROR_INVALID_ARGUMENT, "-1", [](Params &, tx_layout_args &args) { args.n = -1; }},
-        Bad{"params_null", TX_ERROR_INVALID_ARGUMENT, "3 parameters",
-            [](Params &, tx_layout_args &args) { args.params = nullptr; }},
-        Bad{"size_unset", TX_ERROR_INVALID_ARGUMENT, "TX_LAYOUT_ARGS_INIT",
-            [](Params &, tx_layout_args &args) { args.size = 0; }}),
-    [](const auto &info) { return std::string(info.param.id); });
+const Bad kBad[] = {
+    {"cap_zero", TX_ERROR_INVALID_ARGUMENT, "cap 0", [](Params &, tx_layout_args &args) { args.cap = 0; }},
+    {"cap_negative", TX_ERROR_INVALID_ARGUMENT, "cap -5", [](Params &, tx_layout_args &args) { args.cap = -5; }},
+    {"world_zero", TX_ERROR_INVALID_ARGUMENT, "world size 0", [](Params &, tx_layout_args &args) { args.world = 0; }},
+    {"world_huge", TX_ERROR_INVALID_ARGUMENT, "world size",
+     [](Params &, tx_layout_args &args) { args.world = INT64_MAX; }},
+    {"numel_negative", TX_ERROR_INVALID_ARGUMENT, "head.weight", [](Params &p, tx_layout_args &) { p[1].numel = -1; }},
+    {"numel_overflows", TX_ERROR_INVALID_ARGUMENT, "head.weight",
+     [](Params &p, tx_layout_args &) { p[1].numel = INT64_MAX; }},
+    {"sum_overflows", TX_ERROR_INVALID_ARGUMENT, "beyond",
+     [](Params &p, tx_layout_args &) { p[0].numel = p[1].numel = INT64_MAX / 16 - 1000; }},
+    {"dtype_none", TX_ERROR_UNKNOWN_DTYPE, "head.weight",
+     [](Params &p, tx_layout_args &) { p[1].wire_dtype = TX_NONE; }},
+    {"dtype_unknown", TX_ERROR_UNKNOWN_DTYPE, "99", [](Params &p, tx_layout_args &) { p[1].param_dtype = 99; }},
+    {"tied_to_itself", TX_ERROR_INVALID_ARGUMENT, "tied", [](Params &p, tx_layout_args &) { p[1].tied = 1; }},
+    {"tied_to_a_later_one", TX_ERROR_INVALID_ARGUMENT, "tied", [](Params &p, tx_layout_args &) { p[1].tied = 2; }},
+    {"tied_below_minus_one", TX_ERROR_INVALID_ARGUMENT, "tied", [](Params &p, tx_layout_args &) { p[1].tied = -2; }},
+    {"tied_of_another_size", TX_ERROR_SHAPE, "tied", [](Params &p, tx_layout_args &) { p[1].tied = 0; }},
+    {"shape_of_another_size", TX_ERROR_SHAPE, "head.weight",
+     [](Params &p, tx_layout_args &) {
+       p[1].shape = kShape;
+       p[1].ndim = 1;
+     }},
+    {"shape_overflows", TX_ERROR_SHAPE, "head.weight",
+     [](Params &p, tx_layout_args &) {
+       p[1].shape = kHuge;
+       p[1].ndim = 2;
+     }},
+    {"order_twice", TX_ERROR_INVALID_ARGUMENT, "twice", [](Params &, tx_layout_args &args) { args.order = kTwice; }},
+    {"order_beyond", TX_ERROR_INVALID_ARGUMENT, "order[2]",
+     [](Params &, tx_layout_args &args) { args.order = kBeyond; }},
+    {"n_negative", TX_ERROR_INVALID_ARGUMENT, "-1", [](Params &, tx_layout_args &args) { args.n = -1; }},
+    {"params_null", TX_ERROR_INVALID_ARGUMENT, "3 parameters",
+     [](Params &, tx_layout_args &args) { args.params = nullptr; }},
+    {"size_unset", TX_ERROR_INVALID_ARGUMENT, "TX_LAYOUT_ARGS_INIT",
+     [](Params &, tx_layout_args &args) { args.size = 0; }}};
+INSTANTIATE_TEST_SUITE_P(Cases, LayoutBadTest, testing::ValuesIn(kBad),
+                         [](const auto &info) { return std::string(info.param.id); });
 
 TEST(Layout, room_for_too_few_buckets_is_refused) {
   const std::vector<tx_layout_param> params(3, Param(128));

@@ -1,11 +1,20 @@
-// A call of tx_policy_resolve written as a value, so that cases can be data.
+// Calls of tx_policy_resolve as plain text, so that cases are data (and compile in no time under sanitizers).
+//
+// A load is settings with spaces between them: model=bf16, bf16=1, fp16=0, preset=conservative, full_shard=1, and keys
+// of a configuration: config.lr=0.1, opt.exp_avg_dtype=fp32, ddp.bucket_size=5, and of a hook's answer: opt_hook.lr=1,
+// ddp_hook.bucket_size=5. Values: True, False, None, numbers (1 an integer, 1.0 a float), dtype:float64 a dtype code,
+// and anything else text; 'quotes' make text of what would be something else.
 #ifndef TX_TESTS_CORE_POLICY_LOAD_H
 #define TX_TESTS_CORE_POLICY_LOAD_H
 
+#include <gtest/gtest.h>
+
+#include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <string>
-#include <variant>
+#include <utility>
 #include <vector>
 
 extern "C" {
@@ -13,43 +22,32 @@ extern "C" {
 }
 #include "csrc/torch_ext.h"
 
-struct None {};
-using Value = std::variant<None, bool, int, double, const char *, tx_dtype>;
-struct Setting {
-  const char *key;
-  Value value;
-};
-using Settings = std::vector<Setting>;
-
-inline std::vector<tx_setting> ToC(const Settings &settings) {
-  std::vector<tx_setting> list;
-  for (const Setting &s : settings) {
-    tx_setting c = {};
-    c.key = s.key;
-    c.kind = static_cast<int32_t>(s.value.index());
-    if (const auto *v = std::get_if<bool>(&s.value)) c.integer = *v;
-    if (const auto *v = std::get_if<int>(&s.value)) c.integer = *v;
-    if (const auto *v = std::get_if<double>(&s.value)) c.number = *v;
-    if (const auto *v = std::get_if<const char *>(&s.value)) c.text = *v;
-    if (const auto *v = std::get_if<tx_dtype>(&s.value)) c.integer = *v;
-    list.push_back(c);
+inline std::vector<std::string> Split(const std::string &text, const std::string &separator) {
+  std::vector<std::string> parts;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find(separator, begin), text.size());
+    parts.push_back(text.substr(begin, end - begin));
+    begin = end + separator.size();
   }
-  return list;
+  return parts;
 }
 
-// What tx_policy_resolve is called with; aggregate, so that cases name only what they set.
-struct Load {
-  tx_dtype model = TX_NONE;
-  int bf16 = TX_UNSET;
-  int fp16 = TX_UNSET;
-  tx_preset preset = TX_PRESET_SEED;
-  bool full_shard = false;
-  Settings config = {};
-  Settings optimizer = {};
-  Settings ddp = {};
-  Settings optimizer_hook = {};  // hooks that answer so, whatever they see; none where empty
-  Settings ddp_hook = {};
-};
+// "a=1 b=2" -> {a: 1, b: 2}; the last of equal names counts.
+inline std::map<std::string, std::string> Pairs(const std::string &text) {
+  std::map<std::string, std::string> pairs;
+  for (const std::string &pair : Split(text, " ")) {
+    const size_t equals = pair.find('=');
+    pairs[pair.substr(0, equals)] = pair.substr(equals + 1);
+  }
+  return pairs;
+}
+
+inline int32_t DtypeCode(const std::string &name) {
+  for (int32_t code = 0; code <= TX_F8_E5M2; code++) {
+    if (name == tx_dtype_name(static_cast<tx_dtype>(code))) return code;
+  }
+  return std::atoi(name.c_str());
+}
 
 struct Hook {
   std::vector<tx_setting> answer;
@@ -66,21 +64,23 @@ struct Hook {
   }
 };
 
+// The outcome of a load.
 struct Resolved {
-  tx_status status;
+  tx_status status = TX_OK;
   tx_policy policy = TX_POLICY_INIT;
   tx_origin origins[TX_POLICY_FIELDS] = {};
   tx_error error = {};
-  Hook hooks[2];
+  Hook hooks[2];  // of the optimizer, of ddp
 
-  // "bf16", "True", ...: a field as people read it.
+  // A field as people read it: "bf16", "True".
   std::string operator[](const std::string &field) const {
     char buffer[64];
     tx_text text = tx_text_in(buffer, sizeof buffer);
     tx_policy_format(&policy, tx_policy_find(field.c_str()), &text);
     return buffer;
   }
-  // "override", "follows main_grads_dtype", ...
+
+  // "override", "follows main_grads_dtype".
   std::string Origin(const std::string &field) const {
     const tx_origin &origin = origins[tx_policy_find(field.c_str())];
     std::string text = tx_source_name(static_cast<tx_source>(origin.source));
@@ -89,25 +89,103 @@ struct Resolved {
   }
 };
 
-inline Resolved Resolve(const Load &load, tx_status hook_status = TX_OK) {
+inline tx_setting ParseSetting(const std::string &key, const std::string &value, std::deque<std::string> *storage) {
+  tx_setting s = {};
+  s.key = storage->emplace_back(key).c_str();
+  char *end;
+  if (value == "None") {
+    s.kind = TX_VALUE_NONE;
+  } else if (value == "True" || value == "False") {
+    s.kind = TX_VALUE_BOOL;
+    s.integer = value == "True";
+  } else if (value.rfind("dtype:", 0) == 0) {
+    s.kind = TX_VALUE_DTYPE;
+    s.integer = DtypeCode(value.substr(6));
+  } else if (s.integer = std::strtoll(value.c_str(), &end, 10); !*end && end != value.c_str()) {
+    s.kind = TX_VALUE_INT;
+  } else if (s.number = std::strtod(value.c_str(), &end); !*end && end != value.c_str()) {
+    s.kind = TX_VALUE_FLOAT;
+  } else {
+    s.kind = TX_VALUE_TEXT;
+    s.text = storage->emplace_back(value[0] == '\'' ? value.substr(1, value.size() - 2) : value).c_str();
+  }
+  return s;
+}
+
+inline Resolved Resolve(const std::string &load, tx_status hook_status = TX_OK) {
   Resolved r;
-  const std::vector<tx_setting> config = ToC(load.config), optimizer = ToC(load.optimizer), ddp = ToC(load.ddp);
-  r.hooks[0].answer = ToC(load.optimizer_hook);
-  r.hooks[1].answer = ToC(load.ddp_hook);
-  r.hooks[0].status = hook_status;
+  std::deque<std::string> storage;
+  std::map<std::string, std::vector<tx_setting>> lists;
   tx_policy_args args = TX_POLICY_ARGS_INIT;
-  args.n_config = static_cast<int64_t>(config.size());
-  args.config = config.data();
-  args.optimizer = {static_cast<int64_t>(optimizer.size()), optimizer.data(),
-                    load.optimizer_hook.empty() ? nullptr : Hook::Call, &r.hooks[0]};
-  args.ddp = {static_cast<int64_t>(ddp.size()), ddp.data(), load.ddp_hook.empty() ? nullptr : Hook::Call, &r.hooks[1]};
-  args.model_dtype = load.model;
-  args.bf16 = load.bf16;
-  args.fp16 = load.fp16;
-  args.preset = load.preset;
-  args.full_shard = load.full_shard;
+  for (const std::string &token : Split(load, " ")) {
+    const size_t equals = token.find('=');
+    const std::string name = token.substr(0, equals), value = token.substr(equals + 1);
+    const size_t dot = name.find('.');
+    if (dot != std::string::npos) {
+      lists[name.substr(0, dot)].push_back(ParseSetting(name.substr(dot + 1), value, &storage));
+    } else if (name == "model") {
+      args.model_dtype = DtypeCode(value);
+    } else if (name == "bf16") {
+      args.bf16 = std::stoi(value);
+    } else if (name == "fp16") {
+      args.fp16 = std::stoi(value);
+    } else if (name == "full_shard") {
+      args.full_shard = std::stoi(value);
+    } else if (name == "preset") {
+      args.preset = value == "conservative" ? TX_PRESET_CONSERVATIVE : std::atoi(value.c_str());
+    } else {
+      ADD_FAILURE() << "what is " << token << " in " << load << "?";
+    }
+  }
+  const auto list = [&](const char *name, int64_t *n, const tx_setting **settings) {
+    *n = static_cast<int64_t>(lists[name].size());
+    *settings = lists[name].data();
+  };
+  list("config", &args.n_config, &args.config);
+  list("opt", &args.optimizer.n, &args.optimizer.settings);
+  list("ddp", &args.ddp.n, &args.ddp.settings);
+  r.hooks[0].answer = lists["opt_hook"];
+  r.hooks[1].answer = lists["ddp_hook"];
+  tx_policy_overrides *sides[2] = {&args.optimizer, &args.ddp};
+  for (int i = 0; i < 2; i++) {
+    r.hooks[i].status = hook_status;
+    sides[i]->hook = r.hooks[i].answer.empty() ? nullptr : Hook::Call;
+    sides[i]->hook_ctx = &r.hooks[i];
+  }
   r.status = tx_policy_resolve(&args, &r.policy, r.origins, TX_POLICY_FIELDS, &r.error);
   return r;
 }
+
+template <class Case>
+std::string Id(const testing::TestParamInfo<Case> &info) {
+  return info.param.id;
+}
+
+// The rows of A2, as fields.
+#define BF16                                                                                                        \
+  "param_dtype=bf16 main_params_dtype=fp32 exp_avg_dtype=bf16 exp_avg_sq_dtype=bf16 main_grads_dtype=bf16 "         \
+  "grad_comm_dtype=bf16 grad_reduce_in_fp32=False use_precision_aware_optimizer=True store_param_remainders=False " \
+  "bf16=True fp16=False"
+#define FP16                                                                                                       \
+  "param_dtype=fp16 main_params_dtype=fp32 exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32 main_grads_dtype=fp32 "        \
+  "grad_comm_dtype=fp32 grad_reduce_in_fp32=True use_precision_aware_optimizer=True store_param_remainders=False " \
+  "initial_loss_scale=32768 min_loss_scale=1 bf16=False fp16=True"
+#define FP32                                                                                                \
+  "param_dtype=fp32 main_params_dtype=fp32 exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32 main_grads_dtype=fp32 " \
+  "grad_comm_dtype=fp32 grad_reduce_in_fp32=True use_precision_aware_optimizer=False bf16=False fp16=False"
+
+// A7: every state.
+#define ALL_FP32                                                                                                \
+  "main_params_dtype=fp32 exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32 main_grads_dtype=fp32 grad_comm_dtype=fp32 " \
+  "grad_reduce_in_fp32=True preset=conservative"
+
+// A8: the five keys that pass through verbatim, on a side ("config.") or as fields ("").
+#define FIVE(side) \
+  side "optimizer=lion " side "lr=1.5e-06 " side "min_lr=0 " side "clip_grad=0.7 " side "weight_decay=0.33"
+
+// B1: what one flag sets.
+#define FULL_SHARD                                                                                                \
+  "use_distributed_optimizer=True check_for_nan_in_grad=True data_parallel_sharding_strategy=optim_grads_params " \
+  "overlap_grad_reduce=True overlap_param_gather=True"
 
 #endif

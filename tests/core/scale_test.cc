@@ -46,24 +46,23 @@ TEST_P(ScaleSequenceTest, G3) {
   EXPECT_EQ(s.hysteresis_left, GetParam().hysteresis_left);
 }
 
-INSTANTIATE_TEST_SUITE_P(Sequences, ScaleSequenceTest,
-                         testing::Values(Sequence{"nothing", Make(8, 1, 3, 2), "", 8, 0, 2},
-                                         Sequence{"grows_at_the_interval", Make(8, 1, 3, 2), "...", 16, 0, 2},
-                                         Sequence{"not_before", Make(8, 1, 3, 2), "..", 8, 2, 2},
-                                         Sequence{"grows_each_interval", Make(8, 1, 3, 2), ".......", 32, 1, 2},
-                                         Sequence{"first_overflow_is_forgiven", Make(8, 1, 3, 2), "x", 8, 0, 1},
-                                         Sequence{"second_overflow_halves", Make(8, 1, 3, 2), "xx", 4, 0, 0},
-                                         Sequence{"then_each_overflow_halves", Make(8, 1, 3, 2), "xxx", 2, 0, 0},
-                                         Sequence{"clean_steps_alone_do_not_forgive", Make(8, 1, 3, 2), "x.x", 4, 0, 0},
-                                         Sequence{"overflow_starts_the_count_again", Make(8, 1, 3, 2), "..x..", 8, 2,
-                                                  1},
-                                         Sequence{"growth_makes_hysteresis_whole", Make(8, 1, 3, 2), "x...x", 16, 0, 1},
-                                         Sequence{"hysteresis_1_halves_at_once", Make(8, 1, 3, 1), "x", 4, 0, 0},
-                                         Sequence{"minimum", Make(8, 3, 3, 1), "xx", 3, 0, 0},
-                                         Sequence{"stays_at_minimum", Make(8, 3, 3, 1), "xxxx", 3, 0, 0},
-                                         Sequence{"interval_1", Make(8, 1, 1, 1), "..", 32, 0, 1},
-                                         Sequence{"recovers_from_minimum", Make(2, 1, 2, 1), "xx..", 2, 0, 1},
-                                         Sequence{"never_beyond_fp32", Make(0x1p127, 1, 1, 1), "..", 0x1p127, 0, 1}),
+const Sequence kSequences[] = {{"nothing", Make(8, 1, 3, 2), "", 8, 0, 2},
+                               {"grows_at_the_interval", Make(8, 1, 3, 2), "...", 16, 0, 2},
+                               {"not_before", Make(8, 1, 3, 2), "..", 8, 2, 2},
+                               {"grows_each_interval", Make(8, 1, 3, 2), ".......", 32, 1, 2},
+                               {"first_overflow_is_forgiven", Make(8, 1, 3, 2), "x", 8, 0, 1},
+                               {"second_overflow_halves", Make(8, 1, 3, 2), "xx", 4, 0, 0},
+                               {"then_each_overflow_halves", Make(8, 1, 3, 2), "xxx", 2, 0, 0},
+                               {"clean_steps_alone_do_not_forgive", Make(8, 1, 3, 2), "x.x", 4, 0, 0},
+                               {"overflow_starts_the_count_again", Make(8, 1, 3, 2), "..x..", 8, 2, 1},
+                               {"growth_makes_hysteresis_whole", Make(8, 1, 3, 2), "x...x", 16, 0, 1},
+                               {"hysteresis_1_halves_at_once", Make(8, 1, 3, 1), "x", 4, 0, 0},
+                               {"minimum", Make(8, 3, 3, 1), "xx", 3, 0, 0},
+                               {"stays_at_minimum", Make(8, 3, 3, 1), "xxxx", 3, 0, 0},
+                               {"interval_1", Make(8, 1, 1, 1), "..", 32, 0, 1},
+                               {"recovers_from_minimum", Make(2, 1, 2, 1), "xx..", 2, 0, 1},
+                               {"never_beyond_fp32", Make(0x1p127, 1, 1, 1), "..", 0x1p127, 0, 1}};
+INSTANTIATE_TEST_SUITE_P(Sequences, ScaleSequenceTest, testing::ValuesIn(kSequences),
                          [](const auto &info) { return std::string(info.param.id); });
 
 TEST(Scale, G3_doubles_after_1000_clean_steps_by_default) {
