@@ -43,9 +43,8 @@ def sealed(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[str, Any]:
     lengths, saved_lengths = ([len(g["params"]) for g in groups] for groups in (own, saved))
     if lengths != saved_lengths:
         raise ValueError(
-            f"loaded state dict has parameter groups of {saved_lengths} parameters and the optimizer of {lengths}; "
-            f"they "
-            "must be equal"
+            f"loaded state dict has parameter groups of {saved_lengths} parameters; the optimizer's, of "
+            f"{lengths}, are legal"
         )
     filled = [optimizer.defaults | group for group in saved]
     for i, group in enumerate(filled):

@@ -40,8 +40,8 @@ class Clipping:
             setattr(grads[0], _MARK, self)
 
     def belongs_to(self, grads: Sequence[Tensor]) -> bool:
-        """Whether these are the gradients; False where they were used up or replaced, RuntimeError where they were
-        changed.
+        """Whether these are the gradients: False for others or used ones, RuntimeError where they were written
+        since.
         """
         if not grads or getattr(grads[0], _MARK, None) is not self:
             return False
@@ -50,9 +50,9 @@ class Clipping:
         if self.used:
             return False
         raise RuntimeError(
-            "gradients were written between clip_grad_norm_(optimizer, ...) and step(), so the coefficient no longer "
-            "fits "
-            "them: clip last, or clip in place with clip_grad_norm_(parameters, ...); optimizer.zero_grad() forgets a "
+            "gradients were written between clip_grad_norm_(optimizer, ...) and step(): the coefficient does not fit "
+            "them "
+            "any more. Clip last, or in place with clip_grad_norm_(parameters, ...); optimizer.zero_grad() forgets a "
             "clip"
         )
 
@@ -122,9 +122,8 @@ def _clip_at_step(optimizer: torch.optim.Optimizer, max_norm: float, error_if_no
 
     if not isinstance(optimizer, Adam):
         raise TypeError(
-            f"{type(optimizer).__name__} does not apply a clip coefficient in its step; pass the parameters instead "
-            f"of the "
-            "optimizer, or use torch_ext.AdamW"
+            f"{type(optimizer).__name__} does not apply a clip coefficient in its step; pass the parameters instead, "
+            "or use torch_ext.AdamW"
         )
     clipping = optimizer._clip(max_norm)
     if error_if_nonfinite:

@@ -126,9 +126,8 @@ def refuse_differing(group: Group, first: Group, where: str) -> None:
     for key in SHARED:
         if group[key] != first[key]:
             raise ValueError(
-                f"{where}{key} is {group[key]!r} and in group 0 it is {first[key]!r}; it is one value per optimizer: "
-                f"make "
-                "a second optimizer"
+                f"{where}{key} is {group[key]!r} and in group 0 it is {first[key]!r}; it is one per optimizer: make "
+                "a second one"
             )
 
 

@@ -377,9 +377,7 @@ def _model_dtype(model: torch.nn.Module) -> torch.dtype:
         elements[p.dtype] += max(p.numel(), 1)
     if not elements:
         raise ValueError(
-            f"{type(model).__name__} has no floating-point parameters to take a dtype from; pass the dtype instead of "
-            f"the "
-            "model"
+            f"{type(model).__name__} has no floating-point parameters to take a dtype from; pass the dtype instead"
         )
     return elements.most_common(1)[0][0]
 

@@ -98,9 +98,8 @@ class GradScaler(torch.amp.GradScaler):
         narrow = [g for g in grads if g.dtype == torch.float16]
         if narrow and not _unscales_itself(optimizer):
             raise ValueError(
-                "fp16 gradients would underflow when they are unscaled in place; use an optimizer of torch_ext with "
-                "fused not "
-                "False (it divides as it steps), or keep gradients in fp32"
+                "fp16 gradients would underflow when they are unscaled in place; use an optimizer of torch_ext without "
+                "fused=False (it divides as it steps), or keep gradients in fp32"
             )
         visit = self._visits[id(optimizer)] = _Visit(optimizer, self._found_inf(grads))
         visit.unscaled = True

@@ -57,7 +57,9 @@ def blocks(p: Tensor) -> int:
 
 def complete(state: Mapping[str, Any], kinds: Kinds) -> bool:
     """Whether the state has been made: all of it, or nothing but the step."""
-    return "exp_avg" in state and "exp_avg_sq" in state and (kinds.master is None or kinds.master in state)
+    scaled = kinds.scaled("exp_avg") or kinds.scaled("exp_avg_sq")
+    wanted = ("exp_avg", "exp_avg_sq", "scales" if scaled else None, kinds.master)
+    return all(key is None or key in state for key in wanted)
 
 
 def settle(p: Tensor, state: dict[str, Any], kinds: Kinds, name: str) -> None:
@@ -85,9 +87,9 @@ def settle(p: Tensor, state: dict[str, Any], kinds: Kinds, name: str) -> None:
 def make(p: Tensor, kinds: Kinds) -> dict[str, Tensor]:
     """Zero moments, and the weight as its own master; without the step."""
     state = {"exp_avg": _tensors.like(p, kinds.exp_avg), "exp_avg_sq": _tensors.like(p, kinds.exp_avg_sq)}
-    n_scales = (kinds.scaled("exp_avg") + kinds.scaled("exp_avg_sq")) * blocks(p)
-    if n_scales:
-        state["scales"] = torch.zeros(n_scales, dtype=torch.uint8, device=p.device)
+    scaled = kinds.scaled("exp_avg") + kinds.scaled("exp_avg_sq")
+    if scaled:
+        state["scales"] = torch.zeros(scaled * blocks(p), dtype=torch.uint8, device=p.device)
     if kinds.master == "master_param":
         state["master_param"] = _tensors.like(p, torch.float32).copy_(p)
     elif kinds.master == "master_remainder":
@@ -97,9 +99,9 @@ def make(p: Tensor, kinds: Kinds) -> dict[str, Tensor]:
 
 def scale_of(state: Mapping[str, Tensor], kinds: Kinds, moment: str) -> Tensor:
     """The part of `scales` that belongs to a block-scaled moment (a view)."""
-    half = state["scales"].numel() // (kinds.scaled("exp_avg") + kinds.scaled("exp_avg_sq"))
-    first = half if moment == "exp_avg_sq" and kinds.scaled("exp_avg") else 0
-    return state["scales"][first : first + half]
+    count = blocks(state[moment])
+    first = count if moment == "exp_avg_sq" and kinds.scaled("exp_avg") else 0
+    return state["scales"][first : first + count]
 
 
 def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
@@ -164,8 +166,7 @@ def refuse(p: Tensor, logical: Mapping[str, Any], where: str) -> None:
         if key not in logical:
             raise ValueError(
                 f"{where} has no {key!r}; the state of an Adam has {', '.join(LOGICAL[:3])} (and master_param), this "
-                f"one has "
-                f"{', '.join(map(str, logical)) or 'nothing'}"
+                f"one has {', '.join(map(str, logical)) or 'nothing'}"
             )
     for key, value in logical.items():
         if key == "max_exp_avg_sq":
@@ -181,8 +182,8 @@ def refuse(p: Tensor, logical: Mapping[str, Any], where: str) -> None:
             raise TypeError(f"{where}: {key} is {found}; a floating-point tensor (a logical state, decoded) is legal")
         if value.shape != p.shape:
             raise ValueError(
-                f"{where}: {key} has shape {tuple(value.shape)} and the parameter has {tuple(p.shape)}; they must be "
-                f"equal"
+                f"{where}: {key} has shape {tuple(value.shape)} and the parameter has {tuple(p.shape)}; equal "
+                "shapes are legal"
             )
     step = float(logical["step"])
     if not 0 <= step < 2**24 or step != int(step):

@@ -1,0 +1,71 @@
+"""What the optimizer's tests train: the policies, parameters of awkward sizes, and gradients that depend on nothing."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+import torch_ext
+
+# name -> (dtype of the parameters, override_optimizer_config)
+POLICIES: dict[str, tuple[torch.dtype, dict[str, object]]] = {
+    "fp32": (torch.float32, {}),
+    "a": (torch.bfloat16, {}),
+    "b": (torch.bfloat16, {"store_param_remainders": True}),
+    "c": (torch.bfloat16, {"store_param_remainders": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}),
+    "no master": (torch.bfloat16, {"main_params_dtype": None}),
+    "fp32 moments": (torch.bfloat16, {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}),
+    "fp16": (torch.float16, {}),
+    "fp16 moments": (torch.float16, {"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"}),
+    "mixed moments": (torch.bfloat16, {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}),
+}
+WITH_MASTER = [name for name, (dtype, config) in POLICIES.items() if dtype != torch.float32 and name != "no master"]
+
+SHAPES = [(130, 37), (130,), (3, 5, 7), (1,), (), (0,), (129,), (256,)]
+
+
+def policy_of(name: str) -> torch_ext.Policy:
+    dtype, config = POLICIES[name]
+    return torch_ext.load_policy(dtype, override_optimizer_config=config)
+
+
+def params_of(name: str, shapes: Iterable[tuple[int, ...]] = SHAPES, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(POLICIES[name][0])) for shape in shapes]
+
+
+def set_grads(params: Iterable[Tensor], step: int, dtype: torch.dtype | None = None) -> None:
+    """Gradients of this step: a function of the step alone."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for p in params:
+        grad = torch.randn(p.shape, generator=generator) * 0.1
+        p.grad = grad.to(p.dtype if dtype is None else dtype)
+
+
+def train(optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in steps:
+        set_grads(params, step)
+        optimizer.step()
+    for p in params:
+        p.grad = None
+
+
+def bits(t: Tensor) -> bytes:
+    return t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def everything(optimizer: torch.optim.Optimizer) -> list[dict[str, bytes]]:
+    """The bytes of every parameter and of all of its state at rest."""
+    found = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            found.append({"param": bits(p)} | {key: bits(value) for key, value in sorted(state.items())})
+    return found
+
+
+def ulp(x: Tensor) -> Tensor:
+    """The distance of fp32 numbers at the magnitude of x, in float64."""
+    exponent = torch.floor(torch.log2(x.double().abs().clamp_min(2.0**-126)))
+    return torch.exp2(exponent - 23)
