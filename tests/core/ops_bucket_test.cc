@@ -12,6 +12,7 @@ extern "C" {
 #include "csrc/math/dither.h"
 }
 #include "tests/core/arrays.h"
+#include "tests/core/blocks.h"
 #include "tests/core/same_bits.h"
 
 namespace {
@@ -123,8 +124,11 @@ Wire ExpectedBucket(const std::vector<float> &values, tx_dtype wire, int32_t rou
     uint32_t u[TX_BLOCK];
     for (int32_t i = 0; i < count; i++)
       u[i] = Threshold(rounding, seed, step, at + i);
-    bucket.scales.data()[at / TX_BLOCK] = tx_block_encode_u8(
-        tx_block_e4m3(), values.data() + at, count, rounding == TX_NEAREST ? nullptr : u, bucket.data.data() + at);
+    uint32_t codes[TX_BLOCK];
+    bucket.scales.data()[at / TX_BLOCK] =
+        EncodeBlock(tx_block_e4m3(), values.data() + at, count, rounding == TX_NEAREST ? nullptr : u, codes);
+    for (int32_t i = 0; i < count; i++)
+      bucket.data.SetWord(at + i, static_cast<uint8_t>(codes[i]));
   }
   return bucket;
 }

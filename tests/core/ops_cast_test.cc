@@ -12,6 +12,7 @@ extern "C" {
 #include "csrc/math/dither.h"
 }
 #include "tests/core/arrays.h"
+#include "tests/core/blocks.h"
 #include "tests/core/same_bits.h"
 
 namespace {
@@ -67,8 +68,7 @@ struct Formed {
       }
       if (form.scaled) {
         const uint32_t *thresholds = rounding == TX_NEAREST ? nullptr : u;
-        scales.data()[at / TX_BLOCK] =
-            tx_block_encode(block_format(), x, static_cast<int32_t>(count), thresholds, codes);
+        scales.data()[at / TX_BLOCK] = EncodeBlock(block_format(), x, static_cast<int32_t>(count), thresholds, codes);
       }
       for (int64_t i = 0; i < count; i++) {
         if (form.scaled && form.dtype == TX_U8) {
