@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_ext import _ops
 from torch_ext._agreement import agree
-from torch_ext._exchange import MAX_BUCKETS, exchange_over, tag
+from torch_ext._exchange import MAX_BUCKETS, divide_factor, exchange_over, tag
 from torch_ext._layout import plan_buckets
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
 from torch_ext._policy import Policy
@@ -17,15 +17,14 @@ from torch_ext._policy import Policy
 class CommHook:
     """One registered hook. Its state is kept by parameter: DDP renumbers its buckets after the first backward."""
 
-    def __init__(self, ddp: DistributedDataParallel, policy: Policy, divide_factor: float | None) -> None:
+    def __init__(self, ddp: DistributedDataParallel, policy: Policy, given_factor: float | None) -> None:
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
         self._exchange = exchange_over(ddp.process_group, named[0][1].device)
         world_size = self._exchange.world_size
-        self._divide_factor = float(world_size if divide_factor is None else divide_factor)
         plan, failure = None, None
+        self._divide_factor = 0.0
         try:
-            if not 0.0 < self._divide_factor < float("inf"):
-                raise ValueError(f"gradient_divide_factor is {divide_factor}; a finite number > 0 is legal")
+            self._divide_factor = divide_factor(given_factor, world_size)
             plan = plan_buckets(named, policy, world_size)
         except (ValueError, TypeError, RuntimeError) as error:
             failure = error

@@ -26,6 +26,14 @@ def tag(engine: int, cycle: int, bucket: int) -> int:
     return _OURS | (engine % _ENGINES) << 25 | (cycle % _CYCLES) << 17 | bucket << 1
 
 
+def divide_factor(given: float | None, world_size: int) -> float:
+    """What sums are divided by: the number of ranks where None is given. ValueError for what is no divisor."""
+    factor = float(world_size if given is None else given)
+    if not 0.0 < factor < float("inf"):
+        raise ValueError(f"gradient_divide_factor is {given}; a finite number > 0 is legal")
+    return factor
+
+
 class Handle(Protocol):
     """What a started exchange returns (concurrent.futures.Future is one)."""
 

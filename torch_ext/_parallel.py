@@ -16,7 +16,7 @@ from torch_ext import _policy, _registry
 from torch_ext._agreement import agree
 from torch_ext._broadcast import broadcast
 from torch_ext._engine import Engine
-from torch_ext._exchange import MAX_BUCKETS, exchange_over
+from torch_ext._exchange import MAX_BUCKETS, divide_factor, exchange_over
 from torch_ext._layout import BucketPlan, plan_buckets
 from torch_ext._policy import Policy
 
@@ -122,10 +122,10 @@ def parallelize(
     # A model on no real device is an error, which all ranks are told about.
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     exchange = exchange_over(group, device)
-    factor = float(exchange.world_size if gradient_divide_factor is None else gradient_divide_factor)
-    plan, failure = None, None
+    plan, failure, factor = None, None, 0.0
     try:
-        plan = _validated_plan(model, policy, strategy, exchange.world_size, factor)
+        factor = divide_factor(gradient_divide_factor, exchange.world_size)
+        plan = _validated_plan(model, policy, strategy, exchange.world_size)
     except (ValueError, TypeError, RuntimeError) as error:
         failure = error
     options = (
@@ -182,12 +182,8 @@ def _trainable(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter
     return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
 
-def _validated_plan(
-    model: torch.nn.Module, policy: Policy, strategy: str | int | None, world_size: int, factor: float
-) -> BucketPlan:
+def _validated_plan(model: torch.nn.Module, policy: Policy, strategy: str | int | None, world_size: int) -> BucketPlan:
     _check_strategy(policy.data_parallel_sharding_strategy if strategy is None else strategy)
-    if not 0.0 < factor < float("inf"):
-        raise ValueError(f"gradient_divide_factor is {factor}; a finite number > 0 is legal")
     if isinstance(model, DistributedDataParallel):
         raise TypeError("the model is in DistributedDataParallel, which reduces already: use register_comm_hook on it")
     named = list(_trainable(model))

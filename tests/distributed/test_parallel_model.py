@@ -3,14 +3,16 @@
 import copy
 import io
 import pickle
+import threading
+import time
+import weakref
 from typing import Any
 
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint
-from gradients import BF16, FP32, Given, policy
+from gradients import BF16, FP32, Given, on_all_ranks, policy
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
@@ -48,8 +50,7 @@ def _same_object(rank: int, world: int) -> None:
     assert isinstance(model, Net) and type(model).__name__ == "Net" and type(model).__qualname__ == "Net"
     assert type(model).__module__ == Net.__module__ and model.note == "kept"
     assert rank or all(torch.equal(a, b) for a, b in zip(weights, model.state_dict().values(), strict=True))
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, {k: v.tolist() for k, v in model.state_dict().items()})
+    everyone = on_all_ranks({k: v.tolist() for k, v in model.state_dict().items()})
     assert everyone[0] == everyone[1], "rank 0's weights and buffers"
     _backward(model, rank)
     optimizer.step()
@@ -178,19 +179,42 @@ def test_changes_that_change_nothing_are_fine() -> None:
     ranks.run(2, _harmless)
 
 
-def _compiled_module_inside(rank: int, world: int) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    model[0] = torch.compile(model[0], backend="aot_eager")
-    torch_ext.parallelize(model, policy())
-    model(torch.full((2, 4), 1.0 + rank)).sum().backward()
+def _ends(rank: int, world: int) -> None:
+    threads = threading.active_count()
+    model = torch_ext.parallelize(Given([4]), policy())
+    model([torch.ones(4)]).backward()
+    engine = weakref.ref(torch_ext._parallel._engine_of(model))
+    parameters = list(model.parameters())
+    assert threading.active_count() > threads or world == 1
+    del model
+    assert engine() is None, "neither hooks nor parameters keep it"
+    deadline = time.monotonic() + 5.0
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads
+    parameters[0].grad = None
+    parameters[0].sum().backward()  # the hooks left behind do nothing
+
+
+def test_an_engine_ends_with_its_model() -> None:
+    ranks.run(2, _ends)
+
+
+def _compiled(rank: int, world: int, what: str) -> None:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    if what == "a module inside":
+        model[0] = torch.compile(model[0], backend="aot_eager")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True) if what.startswith("the model") else model
+    torch_ext.parallelize(compiled if what == "the model before" else model, policy())
+    compiled(torch.full((2, 4), 1.0 + rank)).sum().backward()
     assert model[1].bias.grad.tolist() == [2.0, 2.0]
-    grads = [None] * world
-    dist.all_gather_object(grads, [p.grad.tolist() for p in model.parameters()])
+    grads = on_all_ranks([p.grad.tolist() for p in model.parameters()])
     assert grads[0] == grads[1]
 
 
-def test_a_compiled_module_inside() -> None:
-    ranks.run(2, _compiled_module_inside)
+@pytest.mark.parametrize("what", ["a module inside", "the model before", "the model afterwards"])
+def test_torch_compile(what: str) -> None:
+    ranks.run(2, _compiled, what)
 
 
 def _checkpointed(rank: int, world: int, reentrant: bool) -> None:
