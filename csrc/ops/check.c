@@ -66,8 +66,8 @@ tx_status tx_check_same_numel(const char *a_name, const tx_tensor *a, const char
                               tx_error *error) {
   for (int64_t i = 0; i < n; i++) {
     if (a[i].numel == b[i].numel) continue;
-    return tx_fail(error, TX_ERROR_SHAPE, "%s[%lld] has %lld elements and %s[%lld] has %lld; they must be equal", a_name,
-                   (long long)i, (long long)a[i].numel, b_name, (long long)i, (long long)b[i].numel);
+    return tx_fail(error, TX_ERROR_SHAPE, "%s[%lld] has %lld elements and %s[%lld] has %lld; they must be equal",
+                   a_name, (long long)i, (long long)a[i].numel, b_name, (long long)i, (long long)b[i].numel);
   }
   return TX_OK;
 }
@@ -87,6 +87,6 @@ tx_status tx_check_parallel(const tx_parallel *parallel, tx_error *error) {
 
 tx_status tx_check_rounding(const char *name, int32_t rounding, tx_error *error) {
   if (rounding >= TX_NEAREST && rounding <= TX_STOCHASTIC) return TX_OK;
-  return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "%s is %d; 0 (nearest), 1 (dithered) and 2 (stochastic) are legal", name,
-                 (int)rounding);
+  return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "%s is %d; 0 (nearest), 1 (dithered) and 2 (stochastic) are legal",
+                 name, (int)rounding);
 }

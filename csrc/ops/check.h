@@ -36,6 +36,8 @@ tx_status tx_check_rounding(const char *name, int32_t rounding, tx_error *error)
 /* Bytes of an element of one of the operators' dtypes; 0 for a dtype that is none. */
 int64_t tx_element_size(tx_dtype dtype);
 
-static inline int64_t tx_blocks(int64_t numel) { return (numel + TX_BLOCK - 1) / TX_BLOCK; }
+static inline int64_t tx_blocks(int64_t numel) {
+  return (numel + TX_BLOCK - 1) / TX_BLOCK;
+}
 
 #endif

@@ -24,7 +24,8 @@ static void merge(const range *from, range *to, int64_t a, int64_t b, int64_t c)
 }
 
 static int64_t run_end(const range *r, int64_t at, int64_t n) {
-  while (at + 1 < n && r[at].begin <= r[at + 1].begin) at++;
+  while (at + 1 < n && r[at].begin <= r[at + 1].begin)
+    at++;
   return at + 1 < n ? at + 1 : n;
 }
 
@@ -47,7 +48,8 @@ static const range *sort(range *r, range *spare, int64_t n) {
 
 tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error) {
   int64_t capacity = 0;
-  for (int64_t s = 0; s < n_spans; s++) capacity += spans[s].tensors ? spans[s].n : 0;
+  for (int64_t s = 0; s < n_spans; s++)
+    capacity += spans[s].tensors ? spans[s].n : 0;
   if (capacity == 0) return TX_OK;
   range *memory = malloc(2 * (size_t)capacity * sizeof(range));
   if (!memory) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to check %lld tensors", (long long)capacity);
@@ -57,8 +59,8 @@ tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *erro
       const tx_tensor t = spans[s].tensors[i];
       if (t.numel == 0) continue;
       const uintptr_t begin = (uintptr_t)t.data;
-      memory[n++] = (range){begin, begin + (uintptr_t)(t.numel * tx_element_size(t.dtype)), (int32_t)s,
-                            spans[s].writes, i};
+      memory[n++] =
+          (range){begin, begin + (uintptr_t)(t.numel * tx_element_size(t.dtype)), (int32_t)s, spans[s].writes, i};
     }
   }
   const range *r = n ? sort(memory, memory + n, n) : memory;
@@ -67,10 +69,10 @@ tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *erro
   for (int64_t i = 0; i < n; i++) {
     const range *before = r[i].writes ? any : written;
     if (before && r[i].begin < before->end) {
-      status = tx_fail(error, TX_ERROR_OVERLAP,
-                       "%s[%lld] and %s[%lld] share memory; each tensor that is written needs memory of its own",
-                       spans[before->span].name, (long long)before->index, spans[r[i].span].name,
-                       (long long)r[i].index);
+      status =
+          tx_fail(error, TX_ERROR_OVERLAP,
+                  "%s[%lld] and %s[%lld] share memory; each tensor that is written needs memory of its own",
+                  spans[before->span].name, (long long)before->index, spans[r[i].span].name, (long long)r[i].index);
       break;
     }
     if (!any || r[i].end > any->end) any = &r[i];

@@ -21,7 +21,9 @@ typedef struct run {
   _Atomic int64_t next;
 } run;
 
-static int64_t padded(int64_t numel) { return (numel + TX_BLOCK - 1) / TX_BLOCK * TX_BLOCK; }
+static int64_t padded(int64_t numel) {
+  return (numel + TX_BLOCK - 1) / TX_BLOCK * TX_BLOCK;
+}
 
 static void run_unit(const run *r, void *local, int64_t unit) {
   const tx_work *w = r->work;
@@ -63,7 +65,8 @@ static void cut(const tx_work *w, unit_start *units) {
 
 tx_status tx_work_run(const tx_work *work, const tx_parallel *parallel, tx_error *error) {
   int64_t total = 0;
-  for (int64_t i = 0; i < work->n; i++) total += padded(work->tensors[i].numel);
+  for (int64_t i = 0; i < work->n; i++)
+    total += padded(work->tensors[i].numel);
   if (total == 0) return TX_OK;
   const int64_t n_units = (total + TX_UNIT - 1) / TX_UNIT;
   int64_t tasks = parallel && parallel->run && parallel->num_threads > 1 ? parallel->num_threads : 1;
@@ -92,7 +95,8 @@ tx_status tx_work_run(const tx_work *work, const tx_parallel *parallel, tx_error
     run_task(&r, 0);
   }
   if (work->merge) {
-    for (int64_t i = 0; i < tasks; i++) work->merge(work->ctx, locals + (size_t)i * stride);
+    for (int64_t i = 0; i < tasks; i++)
+      work->merge(work->ctx, locals + (size_t)i * stride);
   }
   free(memory);
   return TX_OK;

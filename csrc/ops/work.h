@@ -1,8 +1,8 @@
 /* Cutting a call over many tensors into units, and running them in one parallel region.
  *
- * The tensors of a call are laid end to end, each padded to whole blocks, and cut every TX_UNIT elements: a large tensor
- * becomes many units and a thousand tiny ones share a unit. Threads claim units from an atomic counter, so a thread that
- * loses its core delays nobody; results never depend on who takes which. */
+ * The tensors of a call are laid end to end, each padded to whole blocks, and cut every TX_UNIT elements: a large
+ * tensor becomes many units and a thousand tiny ones share a unit. Threads claim units from an atomic counter, so a
+ * thread that loses its core delays nobody; results never depend on who takes which. */
 #ifndef TX_OPS_WORK_H
 #define TX_OPS_WORK_H
 
@@ -22,8 +22,8 @@ typedef struct tx_work {
   int64_t n;
   const tx_tensor *tensors; /* only numel is read; a numel of 0 yields no piece */
   tx_piece_fn piece;
-  tx_merge_fn merge;    /* NULL: nothing to merge */
-  size_t local_bytes;   /* of one task; 0: local is NULL */
+  tx_merge_fn merge;  /* NULL: nothing to merge */
+  size_t local_bytes; /* of one task; 0: local is NULL */
   void *ctx;
 } tx_work;
 
