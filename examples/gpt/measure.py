@@ -1,0 +1,67 @@
+"""What the table of the main job is measured with: bytes in memory, bytes on the wire."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+# struct tcp_info of linux/tcp.h: tcpi_bytes_acked, uint64 at byte 120 (Linux 4.1 and later).
+_BYTES_ACKED = 120
+
+
+def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def resident_bytes(optimizer: Optimizer) -> dict[str, int]:
+    """Bytes that the optimizer keeps alive between steps, by what they are for: the parameters, their gradients and
+    each kind of state. Whole storages, each counted once, so a flat buffer with padding counts with its padding."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    seen: set[int] = set()
+    sizes = {
+        "weights": _bytes(params, seen),
+        "gradients": _bytes((p.grad for p in params if p.grad is not None), seen),
+    }
+    kinds: dict[str, list[Tensor]] = {}
+    for p in params:
+        state: Mapping[str, object] = optimizer.state[p]
+        for kind, value in state.items():
+            if isinstance(value, Tensor):
+                kinds.setdefault(kind, []).append(value)
+    for kind, tensors in kinds.items():
+        sizes[kind] = _bytes(tensors, seen)
+    return sizes
+
+
+def bytes_sent() -> int | None:
+    """Bytes that the peers of this process's TCP connections have acknowledged so far; None where the kernel does not
+    tell. The process group's connections are all that a training process has."""
+    total, known = 0, False
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)
+        except OSError:
+            continue  # closed meanwhile, or not TCP
+        if len(info) == _BYTES_ACKED + 8:
+            known = True
+            total += struct.unpack_from("=Q", info, _BYTES_ACKED)[0]
+    return total if known else None
+
+
+def parameter_count(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,60 @@
+"""The text of the main job: Python's own standard library, which every machine that runs Python has.
+
+The files are named, so that the text is the same wherever the Python is the same: single files that every Python from
+3.10 to 3.13 has, sorted by name. No file is in both lists. The bytes are taken as they are; there is no tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TRAINING = """
+_collections_abc _pydecimal _pyio argparse ast asyncio/base_events asyncio/streams asyncio/tasks base64 bdb cmd codecs
+collections/__init__ compileall concurrent/futures/_base contextlib copy csv dataclasses difflib dis doctest
+email/_header_value_parser email/message enum fileinput fractions ftplib functools gettext gzip heapq http/client
+http/cookiejar http/cookies http/server imaplib inspect json/decoder json/encoder locale logging/__init__
+logging/config logging/handlers mimetypes modulefinder multiprocessing/managers multiprocessing/pool ntpath optparse os
+pdb pickle pickletools pkgutil platform plistlib posixpath pprint pstats pydoc queue random selectors shlex shutil site
+smtplib socket socketserver ssl statistics subprocess tarfile tempfile textwrap threading timeit tokenize trace
+traceback turtle typing unittest/case unittest/mock urllib/parse urllib/request uuid warnings weakref webbrowser
+xml/dom/minidom xmlrpc/client
+""".split()
+HELD_OUT = "calendar configparser ipaddress mailbox".split()
+
+
+def read(names: list[str]) -> Tensor:
+    """The named files one after the other, as one uint8 tensor."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    missing = [name for name in names if not (folder / f"{name}.py").is_file()]
+    if missing:
+        raise SystemExit(f"the text needs {missing[0]}.py in {folder}: install this Python's standard library whole")
+    joined = bytearray().join((folder / f"{name}.py").read_bytes() for name in sorted(names))
+    return torch.frombuffer(joined, dtype=torch.uint8)
+
+
+def held_out(context: int, sequences: int) -> Tensor:
+    """The first `sequences` windows of the held-out text, uint8 [sequences, context + 1]. Each predicts `context`
+    bytes; together they predict every byte but the first once."""
+    text = read(HELD_OUT)
+    if len(text) <= context * sequences:
+        raise SystemExit(f"the held-out text has {len(text)} bytes; {context * sequences + 1} are needed")
+    return text.unfold(0, context + 1, context)[:sequences]
+
+
+def batch(text: Tensor, context: int, size: int, *, seed: int, step: int, rank: int, world: int) -> Tensor:
+    """What `rank` reads at `step`: `size` random windows, uint8 [size, context + 1]. A pure function of its arguments,
+    so a run that resumes in a new process reads on where the first one stopped."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(text) - context, (world, size), generator=generator)[rank]
+    return text[starts[:, None] + torch.arange(context + 1)]
+
+
+def fingerprint() -> str:
+    """Eight hexadecimal digits that tell one Python's text from another's."""
+    digest = hashlib.sha256(bytes(read(TRAINING)) + bytes(read(HELD_OUT)))
+    return digest.hexdigest()[:8]
