@@ -1,5 +1,7 @@
 """One wheel for every Python and every torch: the package's sources and the library, packed without a network."""
 
+_MACHINES = ["aarch64", "x86_64"]
+
 def wheel(name, version, package, library, license, readme, version_header):
     """Makes torch_ext-VERSION-py3-none-PLATFORM.whl.
 
@@ -12,7 +14,7 @@ def wheel(name, version, package, library, license, readme, version_header):
       readme: the long description.
       version_header: the header that has TX_VERSION_*.
     """
-    for machine in ["x86_64", "aarch64"]:
+    for machine in _MACHINES:
         native.genrule(
             name = "%s_%s" % (name, machine),
             srcs = package + [library, license, readme, version_header],
@@ -24,13 +26,11 @@ def wheel(name, version, package, library, license, readme, version_header):
                 "--header=$(execpath %s)" % version_header,
                 "--library=$(execpath %s)" % library,
             ] + ["$(execpath %s)" % file for file in package]),
-            target_compatible_with = ["@platforms//cpu:" + machine],
+            # One of them is right for the machine at hand: `name`.
+            tags = ["manual"],
             tools = ["//bazel:make_wheel"],
         )
     native.alias(
         name = name,
-        actual = select({
-            "@platforms//cpu:x86_64": ":%s_x86_64" % name,
-            "@platforms//cpu:aarch64": ":%s_aarch64" % name,
-        }),
+        actual = select({"//bazel:" + machine: ":%s_%s" % (name, machine) for machine in _MACHINES}),
     )
