@@ -1,5 +1,6 @@
 """parallelize with no_shard: the life of a gradient (E3), one reduction per cycle (E5), the scale (E6), sync (E8)."""
 
+import time
 from typing import Any
 
 import pytest
@@ -217,6 +218,30 @@ def _freezes_later(rank: int, world: int) -> None:
 
 def test_f5_a_parameter_frozen_later_is_not_waited_for() -> None:
     ranks.run(2, _freezes_later)
+
+
+def _overlaps(rank: int, world: int, overlap: bool) -> bool:
+    """Whether the sum of the bucket that left first is there while backward is still busy with the last parameter."""
+    model = Given([300, 300, 300])
+    torch_ext.parallelize(model, policy(FP32, FP32, BF16, bucket_size=300, overlap_grad_reduce=overlap))
+    engine = torch_ext._parallel._engine_of(model)
+    seen = []
+
+    def busy(grad: torch.Tensor) -> None:
+        deadline = time.monotonic() + (10.0 if overlap else 0.1)
+        while time.monotonic() < deadline and not (engine._handles and engine._handles[0].done()):
+            time.sleep(0.001)
+        seen.append(model.p2.grad.unique().tolist())
+
+    model.p0.register_hook(busy)
+    model([torch.full((300,), 1.0 + rank)] * 3).backward()
+    assert model.p0.grad.unique().tolist() == [1.5]
+    return seen == [[1.5]]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_buckets_are_reduced_while_backward_goes_on(overlap: bool) -> None:
+    assert ranks.run(2, _overlaps, overlap) == [overlap] * 2
 
 
 def _bytes_on_the_wire(rank: int, world: int) -> int:

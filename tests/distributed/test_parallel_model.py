@@ -270,22 +270,40 @@ def _part_of_another() -> Any:
 
 
 REFUSED: list[Any] = [
-    pytest.param(lambda: Given([2]), {"strategy": "zero3"}, ValueError, ["'zero3'", "'no_shard' (0)", "'optim_grads_params' (3)"], id="E2-unknown name"),
+    pytest.param(
+        lambda: Given([2]),
+        {"strategy": "zero3"},
+        ValueError,
+        ["'zero3'", "'no_shard' (0)", "'optim_grads_params' (3)"],
+        id="E2-unknown name",
+    ),
     pytest.param(lambda: Given([2]), {"strategy": 4}, ValueError, ["4", "'no_shard' (0)", "'optim' (1)"], id="E2-4"),
     pytest.param(lambda: Given([2]), {"strategy": -1}, ValueError, ["-1", "'no_shard' (0)"], id="E2-minus 1"),
     pytest.param(lambda: Given([2]), {"strategy": True}, ValueError, ["True", "'no_shard' (0)"], id="E2-True"),
-    pytest.param(lambda: Given([2]), {"strategy": "optim"}, ValueError, ["'optim'", "supports 'no_shard'"], id="E2-optim"),
-    pytest.param(lambda: Given([2]), {"strategy": 3}, ValueError, ["'optim_grads_params'", "supports 'no_shard'"], id="E2-3"),
+    pytest.param(
+        lambda: Given([2]), {"strategy": "optim"}, ValueError, ["'optim'", "supports 'no_shard'"], id="E2-optim"
+    ),
+    pytest.param(
+        lambda: Given([2]), {"strategy": 3}, ValueError, ["'optim_grads_params'", "supports 'no_shard'"], id="E2-3"
+    ),
     pytest.param(lambda: Given([2]), {"gradient_divide_factor": 0.0}, ValueError, ["0.0", "> 0"], id="divide by zero"),
-    pytest.param(lambda: Given([2]), {"gradient_divide_factor": float("nan")}, ValueError, ["nan", "> 0"], id="divide by nan"),
+    pytest.param(
+        lambda: Given([2]), {"gradient_divide_factor": float("nan")}, ValueError, ["nan", "> 0"], id="divide by nan"
+    ),
     pytest.param(_frozen, {}, ValueError, ["Given", "no trainable parameter"], id="nothing trainable"),
     pytest.param(_with_state, {}, RuntimeError, ["AdamW", "'p0'", "before the first step"], id="optimizer with state"),
     pytest.param(_part_of_another, {}, RuntimeError, ["'0.weight'", "another parallelized model"], id="two engines"),
     pytest.param(lambda: Given([2], torch.float64), {}, TypeError, ["'p0'", "float64"], id="float64"),
     pytest.param(lambda: DistributedDataParallel(Given([2])), {}, TypeError, ["register_comm_hook"], id="DDP"),
-    pytest.param(lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")), {}, ValueError, ["'0.weight' is on cpu", "'1.weight' on meta"], id="mixed devices"),
+    pytest.param(
+        lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")),
+        {},
+        ValueError,
+        ["'0.weight' is on cpu", "'1.weight' on meta"],
+        id="mixed devices",
+    ),
     pytest.param(lambda: torch.nn.Linear(2, 2, device="meta"), {}, ValueError, ["meta", "cpu"], id="meta"),
-]  # fmt: skip
+]
 
 
 def _refuses(rank: int, world: int, cases: list[Any]) -> list[tuple[str, str]]:
