@@ -69,6 +69,9 @@ def measure(grads: Sequence[Tensor], max_norm: float, grad_scale: Tensor) -> Cli
 
     grad_scale: fp32, one element or none: the gradients are that many times too large.
     """
+    for i, grad in enumerate(grads):
+        if grad.layout is not torch.strided:
+            raise RuntimeError(f"gradient {i} is sparse ({grad.layout}); build the embedding with sparse=False")
     with torch.no_grad():
         device = grads[0].device if grads else torch.device("cpu")
         stats = torch.zeros(_STATS_LEN, dtype=torch.int64, device=device)

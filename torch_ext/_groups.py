@@ -143,6 +143,8 @@ def key_of(groups: list[Group]) -> list[Any]:
             g["weight_decay"],
             g["maximize"],
             g["decoupled_weight_decay"],
+            g["amsgrad"],
+            g["differentiable"],
             g["seed"],
             g["moment_rounding"],
             g["weight_rounding"],

@@ -180,13 +180,13 @@ class Adam(torch.optim.Optimizer):
         present = [g for g in grads if g is not None]
         if not present:
             return
+        hyper = self._current_hyper()
+        clipping = self._current_clipping(present)
         plan = self._plan
         if plan is None or not plan.fits(everyone, active, self.state):
             plan = self._make_plan(everyone, active, present)
             if plan is None:
                 return
-        hyper = self._current_hyper()
-        clipping = self._current_clipping(present)
         if (suspects := plan.suspects()) and self.on_external_write != "ignore":
             check = _masters.resync if self.on_external_write == "resync" else _masters.refuse_written
             check([plan.members[i] for i in suspects])

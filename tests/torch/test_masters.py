@@ -1,0 +1,205 @@
+"""Masters beside their weights: always-holds 2, and writes by somebody else (semantics.md, D3, D6, D7)."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import POLICIES, WITH_MASTER, bits, everything, params_of, policy_of, set_grads, train
+
+import torch_ext
+
+
+def optimizer_of(name: str, **options: object) -> torch_ext.AdamW:
+    params = params_of(name)
+    return torch_ext.AdamW(params, lr=1e-2, weight_decay=0.0, policy=policy_of(name), **options)
+
+
+def masters(optimizer: torch_ext.AdamW) -> list[Tensor]:
+    return [entry["master_param"].clone() for entry in optimizer.state_dict()["state"].values()]
+
+
+def params(optimizer: torch_ext.AdamW) -> list[nn.Parameter]:
+    return optimizer.param_groups[0]["params"]
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_weight_is_the_rounded_master_in_every_step(name: str) -> None:
+    optimizer = optimizer_of(name)
+    for step in range(5):
+        train(optimizer, [step])
+        for p, master in zip(params(optimizer), masters(optimizer), strict=True):
+            assert bits(master.to(p.dtype)) == bits(p)
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_master_begins_as_the_weight(name: str) -> None:
+    optimizer = optimizer_of(name)
+    assert [bits(m) for m in masters(optimizer)] == [bits(p.float()) for p in params(optimizer)]
+
+
+def test_G4_remainder_configuration_follows_the_fp32_master() -> None:
+    """Bit for bit in the weights; in the masters but for the one pattern per even weight that is stored an ulp
+    lower.
+    """
+    a, b = optimizer_of("a"), optimizer_of("b")
+    for optimizer in (a, b):
+        train(optimizer, range(20))
+    assert [bits(p) for p in params(a)] == [bits(p) for p in params(b)]
+    differing = 0
+    for master, other in zip(masters(a), masters(b), strict=True):
+        distance = (master.view(torch.int32) - other.view(torch.int32)).abs()
+        assert (distance <= 1).all()
+        differing += int((distance > 0).sum())
+    assert differing <= 5
+
+
+# -- writes by somebody else --------------------------------------------------------------------------------------
+
+
+def new_weights(optimizer: torch_ext.AdamW) -> list[Tensor]:
+    return [p.detach().clone() for p in params_of_like(optimizer)]
+
+
+def params_of_like(optimizer: torch_ext.AdamW) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(77)
+    return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in params(optimizer)]
+
+
+@torch.no_grad()
+def copy_in(optimizer: torch_ext.AdamW, weights: list[Tensor]) -> None:
+    for p, weight in zip(params(optimizer), weights, strict=True):
+        p.copy_(weight)
+
+
+def load_module(optimizer: torch_ext.AdamW, weights: list[Tensor]) -> None:
+    module = nn.ParameterList(params(optimizer))
+    module.load_state_dict({str(i): weight for i, weight in enumerate(weights)})
+
+
+def set_data(optimizer: torch_ext.AdamW, weights: list[Tensor]) -> None:
+    for p, weight in zip(params(optimizer), weights, strict=True):
+        p.data = weight.clone()
+
+
+def from_vector(optimizer: torch_ext.AdamW, weights: list[Tensor]) -> None:
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(weights), params(optimizer))
+
+
+def data_copy(optimizer: torch_ext.AdamW, weights: list[Tensor]) -> None:
+    for p, weight in zip(params(optimizer), weights, strict=True):
+        p.data.copy_(weight)
+
+
+NOTICED = {"copy_": copy_in, "load_state_dict": load_module, "p.data =": set_data, "vector_to_parameters": from_vector}
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+@pytest.mark.parametrize("write", NOTICED)
+def test_D3_D7_weights_written_between_steps_take_effect(write: str, name: str) -> None:
+    """Load, step with zero gradients and no decay: the weights equal what was loaded."""
+    optimizer = optimizer_of(name)
+    train(optimizer, range(3))
+    for p in params(optimizer):  # else the moments go on moving the weights
+        optimizer.state[p]["exp_avg"].zero_()
+    weights = new_weights(optimizer)
+    NOTICED[write](optimizer, weights)
+    for p in params(optimizer):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert [bits(p) for p in params(optimizer)] == [bits(w) for w in weights]
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_D3_model_loaded_after_the_optimizer_was_built(name: str) -> None:
+    for state_first in (False, True):
+        optimizer = optimizer_of(name)
+        if state_first:
+            optimizer.state_dict()  # masters exist, seeded from the weights of before
+        weights = new_weights(optimizer)
+        data_copy(optimizer, weights)  # a write that leaves no trace
+        for p in params(optimizer):
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        expected = [bits(w) for w in weights]
+        assert [bits(p) for p in params(optimizer)] == expected
+        if not state_first:
+            assert [bits(m) for m in masters(optimizer)] == [bits(w.float()) for w in weights]
+
+
+@pytest.mark.parametrize("name", ["a", "fp16"])
+def test_D7_write_without_a_trace_needs_resync_masters(name: str) -> None:
+    optimizer = optimizer_of(name)
+    train(optimizer, range(3))
+    weights = new_weights(optimizer)
+    data_copy(optimizer, weights)
+    before = masters(optimizer)
+    assert optimizer.resync_masters() > 0
+    for old, master, weight in zip(before, masters(optimizer), weights, strict=True):
+        fits = old.to(weight.dtype) == weight
+        assert bits(master) == bits(torch.where(fits, old, weight.float()))
+    assert optimizer.resync_masters() == 0
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_D6_force_makes_every_master_exactly_its_weight(name: str) -> None:
+    optimizer = optimizer_of(name)
+    train(optimizer, range(3))
+    weights = [bits(p) for p in params(optimizer)]
+    assert [bits(m) for m in masters(optimizer)] != [bits(p.float()) for p in params(optimizer)]
+    optimizer.resync_masters(force=True)
+    assert [bits(m) for m in masters(optimizer)] == [bits(p.float()) for p in params(optimizer)]
+    assert [bits(p) for p in params(optimizer)] == weights
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_masters_stay_bit_for_bit_where_weights_are_written_with_what_they_are(name: str) -> None:
+    """A resume, or an EMA swapped in and out again around a save."""
+    swapped, plain = optimizer_of(name), optimizer_of(name)
+    for optimizer in (swapped, plain):
+        train(optimizer, range(3))
+    original = [p.detach().clone() for p in params(swapped)]
+    copy_in(swapped, new_weights(swapped))
+    if POLICIES[name][1].get("store_param_remainders") is None:
+        saved = copy.deepcopy(swapped.state_dict())
+        assert [bits(e["master_param"]) for e in saved["state"].values()] == [bits(m) for m in masters(plain)]
+    copy_in(swapped, original)
+    for optimizer in (swapped, plain):
+        train(optimizer, range(3, 5))
+    assert everything(swapped) == everything(plain)
+
+
+def test_error_says_which_parameter_and_leaves_everything() -> None:
+    optimizer = optimizer_of("a", on_external_write="error")
+    train(optimizer, range(3))
+    copy_in(optimizer, [p.detach().clone() for p in params(optimizer)])  # counters move, content does not
+    train(optimizer, range(3, 4))
+    with torch.no_grad():
+        params(optimizer)[2].view(-1)[3] += 1
+    before = everything(optimizer)
+    set_grads(params(optimizer), 4)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameter 2 of group 0 \(1 elements\).*resync_masters"):
+            optimizer.step()
+    assert everything(optimizer) == before
+    assert optimizer.resync_masters() == 1
+    optimizer.step()
+
+
+def test_ignore_lets_the_master_overwrite_the_weight() -> None:
+    ignoring, plain = optimizer_of("a", on_external_write="ignore"), optimizer_of("a")
+    for optimizer in (ignoring, plain):
+        train(optimizer, range(3))
+    copy_in(ignoring, new_weights(ignoring))
+    for optimizer in (ignoring, plain):
+        train(optimizer, range(3, 4))
+    assert everything(ignoring) == everything(plain)
+
+
+def test_own_steps_are_nobody_elses_writes() -> None:
+    optimizer = optimizer_of("a", on_external_write="error")
+    train(optimizer, range(3))
+    set_grads(params(optimizer), 3)
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    assert not any("resync" in event.key for event in profile.key_averages())

@@ -1,0 +1,299 @@
+"""The loss scale (semantics.md, G3): the rule of csrc/core/scale under torch.amp.GradScaler's interface, and
+torch's own.
+"""
+
+import copy
+import math
+import multiprocessing
+import os
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from training import everything, params_of, policy_of
+
+import torch_ext
+
+FP16 = {"loss_scale_window": 3, "hysteresis": 2, "initial_loss_scale": 1024.0}
+
+
+def scaler_of(**overrides: object) -> torch_ext.GradScaler:
+    return torch_ext.load_policy(torch.float16, override_optimizer_config=FP16 | overrides).grad_scaler()
+
+
+def model_and_optimizer(dtype: torch.dtype = torch.float16, **options: object) -> tuple[nn.Module, torch_ext.AdamW]:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4).to(dtype)
+    return model, torch_ext.AdamW(model.named_parameters(), lr=1e-2, **options)
+
+
+def backward(model: nn.Module, scaler: torch.amp.GradScaler, step: int, bad: float | None = None) -> None:
+    weight = model.weight
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(weight.dtype)
+    model.zero_grad()
+    scaler.scale(model(x).float().square().mean()).backward()
+    if bad is not None:
+        weight.grad.view(-1)[3] = bad
+
+
+def test_G3_fp16_policy_scales_from_32768_and_others_do_not() -> None:
+    scaler = policy_of("fp16").grad_scaler()
+    assert isinstance(scaler, torch.amp.GradScaler)
+    assert scaler.is_enabled()
+    assert scaler.get_scale() == 32768
+    assert scaler.get_growth_interval() == 1000
+    for name in ("fp32", "a"):
+        disabled = policy_of(name).grad_scaler()
+        assert not disabled.is_enabled()
+        assert disabled.get_scale() == 1
+        assert disabled.state_dict() == {}
+        p = params_of("fp32")[0]
+        optimizer = torch_ext.AdamW([p])
+        disabled.scale(p.sum()).backward()
+        disabled.unscale_(optimizer)
+        assert (p.grad == 1).all()
+        disabled.step(optimizer)
+        disabled.update()
+        assert float(optimizer.state[p]["step"]) == 1
+
+
+# o: a clean step, x: an overflow. window 3, hysteresis 2, factors 2 and 1/2, minimum 256
+SCALES = {
+    "ooo": [1024, 1024, 2048],
+    "xx": [1024, 512],
+    "xxxxx": [1024, 512, 256, 256, 256],
+    "xoox": [1024, 1024, 1024, 512],
+    "xoooxx": [1024, 1024, 1024, 2048, 2048, 1024],
+    "ooxooo": [1024, 1024, 1024, 1024, 1024, 2048],
+}
+
+
+@pytest.mark.parametrize("events", SCALES)
+def test_G3_scale_grows_falls_waits_and_has_a_floor(events: str) -> None:
+    scaler = scaler_of(min_loss_scale=256.0)
+    model, optimizer = model_and_optimizer()
+    scales = []
+    for step, event in enumerate(events):
+        backward(model, scaler, step, math.inf if event == "x" else None)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == SCALES[events]
+    assert optimizer.skipped_steps() == events.count("x")
+    assert [float(state["step"]) for state in optimizer.state.values()] == [float(events.count("o"))] * 2
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("with_unscale", [False, True], ids=["step", "unscale_ and step"])
+def test_G3_skipped_step_changes_nothing(bad: float, with_unscale: bool) -> None:
+    scaler = scaler_of()
+    model, optimizer = model_and_optimizer()
+    for step in range(3):
+        before = everything(optimizer)
+        backward(model, scaler, step, bad if step == 2 else None)
+        if with_unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert (everything(optimizer) == before) == (step == 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("way", ["plain", "ours", "ours, unscale_", "torch's"])
+def test_G3_scaled_steps_equal_unscaled_ones(way: str, dtype: torch.dtype) -> None:
+    """Scales are powers of two: where nothing under- or overflows, the same bits as without a scale."""
+    model, optimizer = model_and_optimizer(dtype)
+    plain_model, plain = model_and_optimizer(dtype)
+    enabled = way != "plain"
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if way == "torch's" else scaler_of(initial_loss_scale=64.0)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    for step in range(5):
+        backward(model, scaler if enabled else off, step)
+        backward(plain_model, off, step)
+        for own, other in zip(model.parameters(), plain_model.parameters(), strict=True):
+            if enabled:  # what the scale saves from underflow aside: the same gradients, scaled
+                own.grad.copy_(other.grad * scaler.get_scale())
+        if way == "ours, unscale_":
+            scaler.unscale_(optimizer)
+        (scaler if enabled else off).step(optimizer)
+        plain.step()
+        if enabled:
+            scaler.update()
+    assert everything(optimizer) == everything(plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_G3_clip_between_unscale_and_step_knows_the_scale(dtype: torch.dtype) -> None:
+    model, optimizer = model_and_optimizer(dtype)
+    plain_model, plain = model_and_optimizer(dtype)
+    scaler, off = scaler_of(initial_loss_scale=64.0), torch.amp.GradScaler("cpu", enabled=False)
+    for step in range(3):
+        backward(model, scaler, step)
+        backward(plain_model, off, step)
+        for own, other in zip(model.parameters(), plain_model.parameters(), strict=True):
+            own.grad.copy_(other.grad * scaler.get_scale())
+        scaler.unscale_(optimizer)
+        norms = [torch_ext.clip_grad_norm_(o, 0.1).item() for o in (optimizer, plain)]
+        assert norms[0] == norms[1] > 0.1
+        scaler.step(optimizer)
+        scaler.update()
+        plain.step()
+    assert everything(optimizer) == everything(plain)
+
+
+def test_G3_fp16_gradients_may_not_be_written_while_they_are_scaled() -> None:
+    model, optimizer = model_and_optimizer()
+    scaler = scaler_of()
+    backward(model, scaler, 0)
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match=r"torch_ext\.clip_grad_norm_"):
+        scaler.step(optimizer)
+    scaler.update()
+    assert not hasattr(optimizer, "grad_scale")
+
+
+def test_G3_other_optimizers() -> None:
+    model, _ = model_and_optimizer(torch.float32)
+    reference, _ = model_and_optimizer(torch.float32)
+    scaler = scaler_of()
+    sgd, plain = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        backward(model, scaler, step, math.inf if step == 1 else None)
+        backward(reference, torch.amp.GradScaler("cpu", enabled=False), step)
+        scaler.step(sgd)
+        scaler.update()
+        if step != 1:
+            plain.step()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-6)
+    model, _ = model_and_optimizer(torch.float16)
+    backward(model, scaler, 0)
+    with pytest.raises(ValueError, match=r"optimizer of torch_ext"):
+        scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_G3_fused_false_leaves_unscaling_to_the_scaler() -> None:
+    """What Lightning and Accelerate look at: where it is True they refuse to clip under 16-mixed."""
+    _, optimizer = model_and_optimizer(torch.float32)
+    assert optimizer._step_supports_amp_scaling
+    model, optimizer = model_and_optimizer(torch.float32, fused=False)
+    assert not optimizer._step_supports_amp_scaling
+    assert not copy.deepcopy(optimizer)._step_supports_amp_scaling
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    backward(model, scaler, 0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert float(optimizer.state[model.weight]["step"]) == 1
+
+
+def test_G3_torchs_scaler_skips_our_step_too() -> None:
+    model, optimizer = model_and_optimizer()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(3):
+        before = everything(optimizer)
+        backward(model, scaler, step, math.nan if step == 2 else None)
+        scaler.step(optimizer)
+        scaler.update()
+        assert (everything(optimizer) == before) == (step == 2)
+    assert scaler.get_scale() == 32
+
+
+def test_state_goes_on_where_it_was() -> None:
+    scaler = scaler_of()
+    model, optimizer = model_and_optimizer()
+    for step, bad in enumerate((None, math.inf, None)):
+        backward(model, scaler, step, bad)
+        scaler.step(optimizer)
+        scaler.update()
+    saved = scaler.state_dict()
+    assert saved["_growth_tracker"] == 1
+    assert saved["_hysteresis_left"] == 1
+    fresh = scaler_of()
+    fresh.load_state_dict(saved)
+    for other in (fresh, copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert other.state_dict() == saved
+        backward(model, other, 4, math.inf)
+        other.step(optimizer)
+        other.update()
+        assert other.get_scale() == 512, "the second overflow"
+    torchs = torch.amp.GradScaler("cpu")
+    torchs.load_state_dict({key: saved[key] for key in torchs.state_dict()})
+    fresh.load_state_dict(torchs.state_dict())
+    with pytest.raises(ValueError, match="min_scale"):
+        fresh.load_state_dict(saved | {"min_scale": -1.0})
+    with pytest.raises(ValueError, match="scael"):
+        fresh.load_state_dict(saved | {"scael": 1.0})
+    with pytest.raises(RuntimeError, match="empty"):
+        fresh.load_state_dict({})
+
+
+def test_setters_and_new_scale() -> None:
+    scaler = scaler_of()
+    model, optimizer = model_and_optimizer()
+    scaler.set_growth_factor(4.0)
+    scaler.set_growth_interval(1)
+    backward(model, scaler, 0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4096
+    scaler.update(8.0)
+    assert scaler.get_scale() == 8
+    for call in (
+        lambda: scaler.set_backoff_factor(1.5),
+        lambda: scaler.set_growth_factor(0.5),
+        lambda: scaler.update(-1.0),
+    ):
+        with pytest.raises(ValueError, match="loss scale"):
+            call()
+    assert scaler.state_dict()["growth_factor"] == 4
+
+
+ORDER = {
+    "step before scale": (lambda s, o: s.step(o), "scale"),
+    "update before scale": (lambda s, o: s.update(), "update"),
+    "step twice": (lambda s, o: (s.scale(torch.ones(1)), s.step(o), s.step(o)), "already"),
+    "unscale_ twice": (lambda s, o: (s.scale(torch.ones(1)), s.unscale_(o), s.unscale_(o)), "already"),
+    "unscale_ after step": (lambda s, o: (s.scale(torch.ones(1)), s.step(o), s.unscale_(o)), "step"),
+    "closure": (lambda s, o: (s.scale(torch.ones(1)), s.step(o, closure=lambda: None)), "closure"),
+}
+
+
+@pytest.mark.parametrize("case", ORDER)
+def test_calls_out_of_order(case: str) -> None:
+    model, optimizer = model_and_optimizer()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    call, message = ORDER[case]
+    with pytest.raises(RuntimeError, match=message):
+        call(scaler_of(), optimizer)
+
+
+def rank_with_an_overflow(rank: int, store: str, results: "multiprocessing.Queue[tuple[int, list[float]]]") -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    scaler = scaler_of(hysteresis=1)
+    model, optimizer = model_and_optimizer()
+    found = []
+    for step in range(3):
+        backward(model, scaler, step, math.inf if (rank, step) == (1, 1) else None)
+        if step == 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        found += [float(optimizer.state[model.weight]["step"]), scaler.get_scale()]
+    torch.distributed.destroy_process_group()
+    results.put((rank, found))
+
+
+def test_G3_ranks_agree_on_an_overflow(tmp_path: object) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=rank_with_an_overflow, args=(r, f"{tmp_path}/store", results)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    found = dict(results.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join(timeout=60)
+    assert found[0] == found[1] == [1, 1024, 1, 512, 2, 512]
