@@ -15,7 +15,7 @@ NAMESPACE = "torch_ext"
 
 class _Operator(NamedTuple):
     overload: Any  # torch._ops.OpOverload
-    written: tuple[tuple[int, str], ...]  # position and name of the arguments that the schema marks as written
+    written: tuple[int, ...]  # positions of the arguments that the schema marks as written
 
 
 def _fake(name: str) -> Any:
@@ -47,7 +47,7 @@ def _register() -> tuple[dict[str, _Operator], list[torch.library.Library]]:
         arguments = overload._schema.arguments
         table[name] = _Operator(
             overload,
-            tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write),
+            tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write),
         )
     return table, [fakes, autograd]
 
@@ -64,18 +64,27 @@ def call(name: str, *arguments: Any) -> None:
     """
     operator = _OPERATORS[name]
     written: list[torch.Tensor] = []
-    for i, argument_name in operator.written:
+    for i in operator.written:
         value = arguments[i]
-        targets = [value] if isinstance(value, torch.Tensor) else value
-        written.extend(targets)
-        if torch.is_inference_mode_enabled():
-            continue
-        for k, target in enumerate(targets):
-            if target.is_inference():
-                which = f"{argument_name}[{k}]" if targets is value else argument_name
-                raise RuntimeError(
-                    f"{NAMESPACE}::{name}: {which} is an inference tensor, which is read-only outside of "
-                    "torch.inference_mode(); pass a clone"
-                )
+        if isinstance(value, torch.Tensor):
+            written.append(value)
+        else:
+            written.extend(value)
+        if i == operator.written[0]:
+            _refuse_inference_tensors(operator, i, written)
     operator.overload(*arguments)
     torch.autograd.graph.increment_version(written)
+
+
+def _refuse_inference_tensors(operator: _Operator, position: int, targets: list[torch.Tensor]) -> None:
+    """What torch says to `tensor.add_(1)`. Looked at only in the first argument that is written, which is the caller's
+    (the others are state beside it): it takes as long as a tensor's way through the operator."""
+    if torch.is_inference_mode_enabled() or not any(map(torch.Tensor.is_inference, targets)):
+        return
+    index = [t.is_inference() for t in targets].index(True)
+    argument = operator.overload._schema.arguments[position]
+    which = argument.name if str(argument.type) == "Tensor" else f"{argument.name}[{index}]"
+    raise RuntimeError(
+        f"{operator.overload._schema.name}: {which} is an inference tensor, which is read-only outside of "
+        "torch.inference_mode(); pass a clone"
+    )
