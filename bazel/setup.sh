@@ -80,7 +80,7 @@ find_python() {
 
 # Whether the index, as $1's pip is configured, has the pinned torch built for CPU only.
 has_cpu_torch() {
-  "$1" -m pip index versions torch 2>/dev/null | grep -qF "$(sed -n 's/^torch==//p' requirements.txt)+cpu"
+  "$1" -m pip --retries 1 --timeout 15 index versions torch 2>/dev/null | grep -qF "$(sed -n 's/^torch==//p' requirements.txt)+cpu"
 }
 
 venv_works() { .venv/bin/python -m pip --version >/dev/null 2>&1; }
