@@ -126,7 +126,7 @@ static int32_t position_in(const char *names, const char *word) {
   return -1;
 }
 
-/* The name at a position, of *length bytes; NULL past the end. */
+/* The name at a position, of *length bytes; NULL where the list has none. */
 static const char *name_at(const char *names, int64_t position, int64_t *length) {
   const char *item = NULL;
   for (int64_t i = 0; i <= position; i++) {
@@ -238,7 +238,7 @@ static int read_enum(const tx_setting *setting, const char *legal, int32_t *valu
     return *value >= 0;
   }
   int64_t length;
-  if (setting->kind != TX_VALUE_INT || setting->integer < 0 || !name_at(legal, setting->integer, &length)) return 0;
+  if (setting->kind != TX_VALUE_INT || !name_at(legal, setting->integer, &length)) return 0;
   *value = (int32_t)setting->integer;
   return 1;
 }

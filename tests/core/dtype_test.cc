@@ -1,13 +1,10 @@
-// csrc/core/dtype, dtype_key, nearest: names, sizes, and what a configuration may say (C2-C4, E10).
+// csrc/core/dtype, dtype_key: names, sizes, and what a configuration may say (C2-C4, E10).
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <set>
 #include <string>
 
-extern "C" {
-#include "csrc/core/nearest.h"
-}
 #include "csrc/torch_ext.h"
 
 namespace {
@@ -171,43 +168,6 @@ TEST(DtypeKey, C3_codes_without_a_name_are_checked_too) {
   EXPECT_EQ(tx_dtype_check_key("other_dtype", TX_F64, &error), TX_OK);
   EXPECT_EQ(tx_dtype_check_key("other_dtype", static_cast<tx_dtype>(77), &error), TX_ERROR_UNKNOWN_DTYPE);
   EXPECT_EQ(tx_dtype_check_key(nullptr, TX_F32, &error), TX_ERROR_INVALID_ARGUMENT);
-}
-
-struct Distance {
-  const char *a, *b;
-  int64_t distance;
-};
-
-TEST(Nearest, edit_distance) {
-  const Distance cases[] = {
-      {"", "", 0},         {"", "abc", 3},           {"abc", "abc", 0}, {"abc", "abd", 1},           {"ab", "ba", 1},
-      {"lr", "min_lr", 4}, {"kitten", "sitting", 3}, {"ca", "abc", 3},  {"exp_avg", "exp_avg_sq", 3}};
-  for (const Distance &c : cases) {
-    EXPECT_EQ(tx_edit_distance(c.a, c.b), c.distance) << c.a << " " << c.b;
-    EXPECT_EQ(tx_edit_distance(c.b, c.a), c.distance) << c.b << " " << c.a;
-  }
-  const std::string long_name(5000, 'x');
-  EXPECT_EQ(tx_edit_distance(long_name.c_str(), ""), 63) << "long names are cut, not overrun";
-}
-
-TEST(Nearest, first_among_equals_and_none_of_nothing) {
-  const char *const names[] = {"beta", "bets", "zeta"};
-  EXPECT_STREQ(tx_nearest("betx", names, 3), "beta");
-  EXPECT_STREQ(tx_nearest("zta", names, 3), "zeta");
-  EXPECT_EQ(tx_nearest("x", names, 0), nullptr);
-}
-
-TEST(ParamId, is_63_bits_stable_and_spread) {
-  std::set<int64_t> ids;
-  for (int i = 0; i < 10000; i++) {
-    const int64_t id = tx_param_id(("layers." + std::to_string(i) + ".weight").c_str());
-    EXPECT_GE(id, 0);
-    ids.insert(id);
-  }
-  EXPECT_EQ(ids.size(), 10000u);
-  EXPECT_EQ(tx_param_id(nullptr), tx_param_id(""));
-  // Saved in checkpoints: the value of a name never changes.
-  EXPECT_EQ(tx_param_id("weight"), INT64_C(8806187764047091366));
 }
 
 }  // namespace

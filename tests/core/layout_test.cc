@@ -316,6 +316,17 @@ TEST(Layout, F6_fingerprint_changes_with_every_input_that_ranks_must_share) {
   EXPECT_EQ(all.size(), std::size(different) + 1);
 }
 
+TEST(Layout, F6_fingerprint_sees_what_the_plan_does_not_show) {
+  std::vector<tx_layout_param> params = {Param(1024), Param(1024), Param(1024)};
+  const auto fingerprint = [&](int64_t world) { return Plan(Args(params, world)).summary.fingerprint; };
+  EXPECT_EQ(Plan(Args(params, 4)).buckets[0].size, Plan(Args(params, 8)).buckets[0].size);
+  EXPECT_NE(fingerprint(4), fingerprint(8)) << "world";
+  params[2].tied = 0;
+  const uint64_t tied_to_first = fingerprint(4);
+  params[2].tied = 1;
+  EXPECT_NE(fingerprint(4), tied_to_first) << "who is tied to whom";
+}
+
 TEST(Layout, empty_things_are_no_errors) {
   const Plan nothing(Args({}, 4));
   EXPECT_EQ(nothing.summary.n_buckets, 0);

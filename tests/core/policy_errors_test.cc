@@ -89,6 +89,8 @@ constexpr Illegal kA6Contradictions[] = {
      "initial_loss_scale=2 | min_loss_scale=4"},
     {"A4_config_that_the_dtype_would_swallow", "config.exp_avg_dtype=fp32", TX_ERROR_CONFLICT,
      "optimizer_config exp_avg_dtype=fp32 | the dtype's exp_avg_dtype=bf16 | override_optimizer_config"},
+    {"A4_config_that_fp16_would_swallow", "fp16=1 config.store_param_remainders=True", TX_ERROR_CONFLICT,
+     "store_param_remainders=True | override_optimizer_config"},
     {"A4_config_that_full_shard_would_swallow", "full_shard=1 config.use_distributed_optimizer=False",
      TX_ERROR_CONFLICT, "use_distributed_optimizer=False | override_optimizer_config"},
 };
@@ -134,6 +136,7 @@ constexpr Illegal kKeysAndValues[] = {
     {"bucket_size_zero", "ddp.bucket_size=0", TX_ERROR_ILLEGAL_VALUE, "bucket_size=0 | [1, inf)"},
     {"bucket_size_negative", "ddp.bucket_size=-5", TX_ERROR_ILLEGAL_VALUE, "bucket_size=-5"},
     {"bucket_size_fraction", "ddp.bucket_size=0.5", TX_ERROR_ILLEGAL_VALUE, "bucket_size=0.5"},
+    {"bucket_size_and_a_half", "ddp.bucket_size=2.5", TX_ERROR_ILLEGAL_VALUE, "bucket_size=2.5"},
     {"bucket_size_huge", "ddp.bucket_size=1e300", TX_ERROR_ILLEGAL_VALUE, "bucket_size=1e+300"},
     {"bool_from_a_number", "ddp.overlap_grad_reduce=1", TX_ERROR_ILLEGAL_VALUE, "overlap_grad_reduce=1 | True, False"},
     {"bool_from_text", "ddp.overlap_grad_reduce=yes", TX_ERROR_ILLEGAL_VALUE, "'yes'"},

@@ -29,21 +29,28 @@ TEST(PolicyOrigin, tells_each_source) {
     EXPECT_EQ(r.Origin(field), origin) << field;
 }
 
-TEST(PolicyOrigin, A8_the_dtype_branch_leaves_what_it_does_not_name) {
-  const Resolved bf16 = Resolve("bf16=1");
+std::set<std::string> PinnedByDtype(const char *load) {
+  const Resolved r = Resolve(load);
   std::set<std::string> pinned;
   for (int32_t f = 0; f < TX_POLICY_FIELDS; f++) {
-    if (bf16.origins[f].source == TX_SOURCE_DTYPE) pinned.insert(tx_policy_field_at(f)->name);
+    if (r.origins[f].source == TX_SOURCE_DTYPE) pinned.insert(tx_policy_field_at(f)->name);
   }
-  EXPECT_EQ(pinned,
-            (std::set<std::string>{"param_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype",
-                                   "grad_comm_dtype", "grad_reduce_in_fp32", "use_precision_aware_optimizer", "fp16"}));
-  EXPECT_EQ(bf16.Origin("bf16"), "override");
-  const Resolved fp32 = Resolve("bf16=0");
-  for (const char *field : {"main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype",
-                            "grad_comm_dtype", "use_precision_aware_optimizer"}) {
-    EXPECT_EQ(fp32.Origin(field), "default") << field;
-  }
+  return pinned;
+}
+
+TEST(PolicyOrigin, A8_the_dtype_branch_leaves_what_it_does_not_name) {
+  using Names = std::set<std::string>;
+  const Names mode = {"param_dtype", "bf16", "fp16"};
+  EXPECT_EQ(PinnedByDtype("model=fp32"), mode);
+  Names bf16 = {"exp_avg_dtype",   "exp_avg_sq_dtype",    "main_grads_dtype",
+                "grad_comm_dtype", "grad_reduce_in_fp32", "use_precision_aware_optimizer"};
+  bf16.insert(mode.begin(), mode.end());
+  EXPECT_EQ(PinnedByDtype("model=bf16"), bf16);
+  Names fp16 = {"use_precision_aware_optimizer", "store_param_remainders", "initial_loss_scale", "min_loss_scale"};
+  fp16.insert(mode.begin(), mode.end());
+  EXPECT_EQ(PinnedByDtype("model=fp16"), fp16);
+  EXPECT_EQ(Resolve("bf16=1").Origin("bf16"), "override");
+  EXPECT_EQ(Resolve("bf16=1 fp16=1").Origin("bf16"), "dtype") << "it lost";
 }
 
 TEST(PolicyDescribe, is_one_line_per_field_and_never_overruns) {

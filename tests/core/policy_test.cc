@@ -67,6 +67,9 @@ constexpr Legal kA3A4Overrides[] = {
     {"A4_8_bit_wire", "ddp.grad_comm_dtype=fp8", BF16 " grad_comm_dtype=uint8"},
     {"A4_narrow_wire_leaves_fp32_gradients", "fp16=1 ddp.grad_comm_dtype=bf16",
      FP16 " grad_comm_dtype=bf16 grad_reduce_in_fp32=False"},
+    {"A4_narrow_wire_that_says_so_twice_leaves_fp32_gradients",
+     "fp16=1 ddp.grad_reduce_in_fp32=False ddp.grad_comm_dtype=bf16",
+     FP16 " grad_comm_dtype=bf16 grad_reduce_in_fp32=False"},
     {"A4_fp32_wire_leaves_bf16_gradients", "ddp.grad_comm_dtype=fp32",
      BF16 " grad_comm_dtype=fp32 grad_reduce_in_fp32=True"},
     {"A4_fp32_model_may_say_that_its_wire_is_its_own_dtype", "bf16=0 ddp.grad_reduce_in_fp32=False",
@@ -231,6 +234,8 @@ constexpr Legal kA5Hooks[] = {
     {"A5_a_hook_settles_what_two_mappings_disagree_on",
      "opt.use_distributed_optimizer=True ddp.use_distributed_optimizer=False ddp_hook.use_distributed_optimizer=False",
      "use_distributed_optimizer=False"},
+    {"A5_a_hook_of_one_side_wins_over_a_mapping_of_the_other",
+     "opt_hook.use_distributed_optimizer=True ddp.use_distributed_optimizer=False", "use_distributed_optimizer=True"},
     {"A5_None_is_no_answer", "opt.exp_avg_dtype=fp32 opt_hook.exp_avg_dtype=None", BF16 " exp_avg_dtype=fp32"},
 };
 INSTANTIATE_TEST_SUITE_P(A5_hooks, PolicyTest, testing::ValuesIn(kA5Hooks), Id<Legal>);
