@@ -85,9 +85,10 @@ typedef struct tx_block_plan {
 
 TX_FN tx_block_plan tx_block_plan_from(tx_block_format f, int32_t amax_bits) {
   tx_block_plan plan;
-  plan.exponent = tx_scale_exponent(f, amax_bits);
+  const int32_t largest = tx_block_max_bits(f, f.max_exponent);
+  plan.exponent = tx_scale_exponent(f, amax_bits < largest ? amax_bits : largest);
   plan.inverse = tx_exp2i(-plan.exponent);
-  plan.special = amax_bits > tx_block_max_bits(f, f.max_exponent) ? TX_BLOCK_SCALE_NAN : 0u;
+  plan.special = amax_bits > largest ? TX_BLOCK_SCALE_NAN : 0u;
   plan.keep = plan.special != 0u || amax_bits < tx_block_least_bits(f) ? 0u : 0xffffffffu;
   return plan;
 }
