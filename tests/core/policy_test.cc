@@ -204,7 +204,7 @@ constexpr Legal kB1FullShard[] = {
     {"B1_defaults", "full_shard=1", FULL_SHARD " " BF16},
     {"B1_without_the_flag", "",
      "use_distributed_optimizer=False check_for_nan_in_grad=False data_parallel_sharding_strategy=no_shard "
-     "overlap_grad_reduce=False overlap_param_gather=False"},
+     "overlap_grad_reduce=True overlap_param_gather=False"},
     {"B1_use_distributed_optimizer", "full_shard=1 ddp.use_distributed_optimizer=False",
      FULL_SHARD " use_distributed_optimizer=False"},
     {"B1_check_for_nan_in_grad", "full_shard=1 ddp.check_for_nan_in_grad=False",
