@@ -201,8 +201,12 @@ TEST(BlockScale, ARoundedDownMaximumDoublesTheCodes) {
   const Block f16 = Encode(tx_block_f16(), {32753.0f, 0x1p-24f}, {});
   EXPECT_EQ(f16, (Block{126, {0x7bffu, 0x0002u}}));
   // At the least exponent there is no lower one.
-  const float least = std::ldexp(200.0f, -126);
-  EXPECT_EQ(Encode(tx_block_e4m3(), {least}, {}).scale, 1);
+  for (const Format &c : kFormats) {
+    const float least = std::ldexp(static_cast<float>(c.reference.max) / 2, c.format.min_exponent);
+    const uint32_t half = c.format.element.max_code - (1u << c.reference.mantissa_bits);
+    EXPECT_EQ(Encode(c.format, {least}, {}), (Block{static_cast<uint8_t>(c.format.min_exponent + 127), {half}}))
+        << c.name;
+  }
 }
 
 TEST(BlockScale, ZerosAreScaleAndCodesZero) {

@@ -120,7 +120,8 @@ TEST(ExactSum, OrderSplitAndCarriesChangeNoLimb) {
 TEST(ExactSum, RoundsOnceToNearestEven) {
   const double u = 0x1p-53; /* half a unit in the last place of 1 */
   EXPECT_EQ(Sum({1.0, u}), 1.0);
-  EXPECT_EQ(Sum({1.0, u, 0x1p-298}), 1.0 + 2 * u);
+  for (int e = -54; e >= -298; --e)
+    EXPECT_EQ(Sum({1.0, u, std::ldexp(1.0, e)}), 1.0 + 2 * u) << e;
   EXPECT_EQ(Sum({1.0, 2 * u, u}), 1.0 + 4 * u);
   EXPECT_EQ(Sum({1.0, 2 * u, u / 2, u / 4}), 1.0 + 2 * u);
   EXPECT_EQ(Sum({2.0 - 2 * u, u}), 2.0); /* a carry through the whole mantissa */
