@@ -14,7 +14,9 @@ import sys
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the repository's root; not needed when installed
+sys.path.insert(
+    0, str(pathlib.Path(__file__).absolute().parents[1])
+)  # the repository's root; not needed when installed
 from torch_ext import library_path
 
 torch.ops.load_library(library_path())  # registers torch.ops.torch_ext

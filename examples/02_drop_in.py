@@ -12,7 +12,9 @@ import sys
 import torch
 from torch import nn
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the repository's root; not needed when installed
+sys.path.insert(
+    0, str(pathlib.Path(__file__).absolute().parents[1])
+)  # the repository's root; not needed when installed
 import torch_ext
 
 STEPS, LR = 300, 5e-4

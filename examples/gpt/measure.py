@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-# struct tcp_info of linux/tcp.h: tcpi_bytes_acked, uint64 at byte 120 (Linux 4.1 and later).
-_BYTES_ACKED = 120
+# struct tcp_info of linux/tcp.h: tcpi_bytes_sent, uint64 at byte 200 (Linux 4.19 and later).
+_BYTES_SENT = 200
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
@@ -46,20 +46,20 @@ def resident_bytes(optimizer: Optimizer) -> dict[str, int]:
 
 
 def bytes_sent() -> int | None:
-    """Bytes that the peers of this process's TCP connections have acknowledged so far; None where the kernel does not
-    tell. The process group's connections are all that a training process has."""
+    """Bytes of payload that this process's open TCP connections have sent so far; None where the kernel does not tell.
+    The process group's connections are all that a training process has."""
     total, known = 0, False
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as copy:
-                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 8)
         except OSError:
             continue  # closed meanwhile, or not TCP
-        if len(info) == _BYTES_ACKED + 8:
+        if len(info) == _BYTES_SENT + 8:
             known = True
-            total += struct.unpack_from("=Q", info, _BYTES_ACKED)[0]
+            total += struct.unpack_from("=Q", info, _BYTES_SENT)[0]
     return total if known else None
 
 

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root; not needed where it is installed
+sys.path.insert(0, str(Path(__file__).absolute().parents[2]))  # the repository's root; not needed where it is installed
 import measure
 import text
 from model import GPT, Config
@@ -47,10 +47,10 @@ class Job:
     config: Config
     batch: int
     steps: int
+    warmup: int
+    peak_lr: float
     held_out: int  # sequences of `context` bytes
     validate_every: int
-    peak_lr: float = 2e-3
-    warmup: int = 20
     weight_decay: float = 0.1
     max_norm: float = 1.0
 
@@ -62,8 +62,24 @@ class Job:
         return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-FULL = Job(Config(layers=3, heads=4, width=256, context=128), batch=8, steps=200, held_out=1600, validate_every=20)
-QUICK = Job(Config(layers=2, heads=2, width=64, context=64), batch=4, steps=20, held_out=50, validate_every=5, warmup=4)
+FULL = Job(
+    Config(layers=3, heads=4, width=256, context=128),
+    batch=8,
+    steps=200,
+    warmup=40,
+    peak_lr=1e-3,
+    held_out=1600,
+    validate_every=20,
+)
+QUICK = Job(
+    Config(layers=2, heads=2, width=64, context=64),
+    batch=4,
+    steps=20,
+    warmup=4,
+    peak_lr=2e-3,
+    held_out=50,
+    validate_every=5,
+)
 
 
 def prepare(recipe: str, model: GPT, job: Job) -> tuple[nn.Module, Optimizer, Callable[[], Tensor]]:
