@@ -2,14 +2,13 @@
 
 load("//bazel:rooms.bzl", "sources")
 
-def pytest_files(data = [], data_of = {}, threads = 2, timeout = "moderate"):
+def pytest_files(data = [], data_of = {}, threads = 2):
     """Tests see the repository's layout: the package, the library and the files below at their places.
 
     Args:
       data: what every test reads besides.
       data_of: test name -> what it alone reads.
       threads: of torch's pool in one process.
-      timeout: of each file.
     """
     helpers = native.glob(["*.py"], exclude = ["test_*.py"])
     for file in native.glob(["test_*.py"]):
@@ -21,7 +20,7 @@ def pytest_files(data = [], data_of = {}, threads = 2, timeout = "moderate"):
             data = data + data_of.get(name, []),
             env = {"OMP_NUM_THREADS": str(threads)},
             main = "//tests:pytest_main.py",
-            timeout = timeout,
+            timeout = "long",
             deps = ["//:torch_ext", "//tests:helpers"],
         )
     sources()

@@ -48,5 +48,6 @@ def core_tests(deps, by_prefix):
             srcs = [file] + native.glob(["*.h"]),
             copts = TEST_OPTS,
             linkstatic = True,
+            timeout = "long",
             deps = deps + more + ["@googletest//:gtest_main"],
         )

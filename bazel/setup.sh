@@ -12,9 +12,10 @@ die() {
 }
 
 quiet_bazel() {
-  local command=$1
+  local command=$1 progress=--noshow_progress
   shift
-  bazel "$command" --noshow_progress --show_result=0 --ui_event_filters=-info,-debug "$@"
+  [ ! -t 2 ] || progress=--show_progress # lines that a terminal wipes away
+  bazel "$command" "$progress" --show_result=0 --ui_event_filters=-info,-debug "$@"
 }
 
 # Runs a command that downloads; where it fails, says why in one line. $1: what it does, for the message.

@@ -20,6 +20,7 @@ run_tests() {
 }
 
 bazel query @cuda_toolkit//:nvcc >/dev/null 2>&1 || say "CUDA targets skipped: nvcc not found."
+say "building and testing; the first time takes minutes"
 run_tests . tests //...
 say "the C tests again, under the address and undefined-behaviour sanitizers"
 run_tests . sanitizers --config=asan //tests/core/...
