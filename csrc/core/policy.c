@@ -59,7 +59,7 @@ static tx_status read_flag(int32_t flag, const char *name, int32_t field, settin
     to->values.bf16 = flag;
   }
   to->source[field] = TX_SOURCE_OVERRIDE;
-  to->where[field] = "argument";
+  to->where[field] = "the argument";
   return TX_OK;
 }
 
@@ -325,7 +325,8 @@ static tx_status check_config(const inputs *in, const draft *d, tx_error *error)
     if (tx_policy_equal(&d->p, &in->config.values, f)) continue;
     char reason[128];
     tx_text text = tx_text_in(reason, sizeof reason);
-    tx_text_add(&text, "to keep the former put it into %s", tx_policy_side_name(tx_policy_field_at(f)->side));
+    tx_text_add(&text, "the latter is stronger, and %s is stronger than both",
+                tx_policy_side_name(tx_policy_field_at(f)->side));
     return fail_conflict(in->config.where[f], &in->config.values, f,
                          source == TX_SOURCE_DTYPE ? "the dtype's" : "the preset's", &d->p, f, reason, error);
   }
