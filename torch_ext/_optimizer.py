@@ -177,7 +177,7 @@ class Adam(torch.optim.Optimizer):
         everyone = [p for group in self.param_groups for p in group["params"]]
         grads = [p.grad for p in everyone]
         active = [g is not None for g in grads]
-        present = [g for g in grads if g is not None]
+        present = cast(list[Tensor], grads) if all(active) else [g for g in grads if g is not None]
         if not present:
             return
         hyper = self._current_hyper()
