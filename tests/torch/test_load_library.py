@@ -78,6 +78,21 @@ print(status, message)
     assert message.startswith("301 ") and "another copy of this library" in message
 
 
+def test_a_registration_that_failed_half_way_leaves_nothing_behind() -> None:
+    code = """
+import sys, torch
+theirs = torch.library.Library("torch_ext", "FRAGMENT")
+theirs.define("cast_(Tensor x) -> ()")
+library = ctypes.CDLL(sys.argv[1])
+status, message = register(library)
+assert status == 301 and "cast_" in message, message
+assert not hasattr(torch.ops.torch_ext, "adamw_")
+theirs._destroy()
+assert register(library) == (0, "")
+"""
+    run(REGISTER + code + CALL, _library.library_path())
+
+
 def fake_torch(folder: pathlib.Path, source: str) -> str:
     """A libtorch_cpu.so that exports only what `source` defines."""
     compiler = shutil.which("gcc") or shutil.which("cc")
