@@ -5,6 +5,7 @@ import functools
 import math
 import operator
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -75,6 +76,14 @@ def fill(group: Group, defaults: dict[str, Any], decoupled: bool | None) -> None
         group.setdefault(key, default)
     # "name" or "position". Saved, so that a run that resumes under other circumstances rounds as it did.
     group.setdefault("param_id", "name" if "param_names" in group else "position")
+    if group["param_id"] == "name" and "param_names" not in group:
+        warnings.warn(
+            "torch_ext: the loaded state was rounded by parameter names, which this optimizer does not know: it "
+            "rounds by "
+            "position from now on. Make it from model.named_parameters() to go on as before",
+            stacklevel=2,
+        )
+        group["param_id"] = "position"
     if decoupled is not None:
         group["decoupled_weight_decay"] = decoupled
 
@@ -132,12 +141,12 @@ def refuse_differing(group: Group, first: Group, where: str) -> None:
 
 
 def key_of(groups: list[Group]) -> list[Any]:
-    """Equal keys mean equal tables. Tensors of lr count by identity: the table refers to them."""
+    """Equal keys mean equal tables. An lr that is a tensor counts by its address: the table shares its memory."""
     key: list[Any] = []
     for g in groups:
         lr = g["lr"]
         key += (
-            lr if type(lr) is float else id(lr) if isinstance(lr, Tensor) else float(lr),
+            lr if type(lr) is float else lr.data_ptr() if isinstance(lr, Tensor) else float(lr),
             *(float(b) if isinstance(b, Tensor) else b for b in g["betas"]),
             g["eps"],
             g["weight_decay"],
@@ -163,7 +172,10 @@ def hyper(groups: list[Group]) -> Hyper:
         rows.append([float(x) for x in row])
     lrs: list[Tensor] = []
     if any(isinstance(g["lr"], Tensor) for g in groups):
-        lrs = [torch.as_tensor(g["lr"] if isinstance(g["lr"], Tensor) else float(g["lr"])).detach() for g in groups]
+        lrs = [
+            g["lr"].detach() if isinstance(g["lr"], Tensor) else torch.tensor(g["lr"], dtype=torch.float64)
+            for g in groups
+        ]
     first = groups[0]
     shared = (first["seed"], ROUNDINGS[first["moment_rounding"]], ROUNDINGS[first["weight_rounding"]])
     return Hyper(torch.tensor(rows, dtype=torch.float64), lrs, shared)

@@ -296,6 +296,22 @@ def test_tensor_lr_beside_a_float_and_tensor_betas() -> None:
         assert torch.allclose(p, q, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("replace", [False, True], ids=["in place", "another tensor"])
+def test_tensor_lr_may_change_between_steps(replace: bool) -> None:
+    ours, theirs = params_of("fp32"), params_of("fp32")
+    a = torch_ext.AdamW([{"params": ours[:3], "lr": torch.tensor(0.5)}, {"params": ours[3:], "lr": 0.1}])
+    b = torch_ext.AdamW([{"params": theirs[:3], "lr": 0.5}, {"params": theirs[3:], "lr": 0.1}])
+    for step in range(4):
+        train(a, [step])
+        train(b, [step])
+        b.param_groups[0]["lr"] /= 2
+        if replace:
+            a.param_groups[0]["lr"] = a.param_groups[0]["lr"] / 2
+        else:
+            a.param_groups[0]["lr"].div_(2)
+    assert everything(a) == everything(b)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
 def test_copies_go_on_alike_and_on_their_own(name: str, how: object) -> None:

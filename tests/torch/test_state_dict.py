@@ -204,6 +204,17 @@ def test_named_parameters_travel_and_decide_the_thresholds() -> None:
     assert everything(nameless) == everything(first)
 
 
+def test_thresholds_by_names_that_got_lost_say_so() -> None:
+    named = torch_ext.AdamW([("w", p) for p in params_of("a", [(3,)])])
+    train(named, range(1))
+    saved = copy.deepcopy(named.state_dict())
+    del saved["param_groups"][0]["param_names"]
+    nameless = optimizer_of("a", params_of("a", [(3,)]))
+    with pytest.warns(UserWarning, match="named_parameters"):
+        nameless.load_state_dict(saved)
+    train(nameless, range(1))
+
+
 def test_per_parameter_step_counters_survive() -> None:
     first = optimizer_of("a")
     for step in range(4):
