@@ -30,7 +30,8 @@ def sources():
     """Every file of the folder, for the tests that look at the sources themselves."""
     native.filegroup(
         name = "sources",
-        srcs = native.glob(["**"], exclude = ["**/__pycache__/**"]),
+        # Without what tools leave behind.
+        srcs = native.glob(["**"], exclude = ["**/__pycache__/**", "**/.*/**"]),
     )
 
 def core_tests(deps, by_prefix):

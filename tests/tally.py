@@ -30,7 +30,8 @@ def first_line(text: str | None) -> str:
 def count_report(report: bytes, where: str, tally: Tally) -> None:
     """Every test case of a JUnit report. GoogleTest says "skipped" or "suppressed" (disabled) in an attribute, too."""
     for case in ElementTree.fromstring(report).iter("testcase"):
-        name = f"{where} {case.get('classname', '')}.{case.get('name', '')}".replace(" .", " ")
+        suite = case.get("classname", "").split(".")[-1]
+        name = f"{where} {suite}.{case.get('name', '')}".replace(" .", " ")
         bad = case.find("failure") if case.find("failure") is not None else case.find("error")
         skip = case.find("skipped")
         if bad is not None:
@@ -60,9 +61,10 @@ def count_call(events: pathlib.Path, tally: Tally) -> None:
         where = f"{call} {of.get('label', '')}"
         if kind == "testResult":
             failed = len(tally.failed)
-            for report in reports(event):
-                count_report(report, where, tally)
             outcome = event["testResult"].get("status")
+            if outcome != "TIMEOUT":
+                for report in reports(event):
+                    count_report(report, where, tally)
             if outcome != "PASSED" and len(tally.failed) == failed:
                 tally.failed.append(f"{where}: {outcome}")
         elif kind == "targetCompleted" and not event.get("completed", {}).get("success"):

@@ -22,7 +22,9 @@ FIXED_NAMES = {"BUILD", "WORKSPACE", "README.md", "__init__.py", ".bazelrc", "ru
 
 
 def sources(folder: str) -> list[pathlib.Path]:
-    return sorted(path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    """Without what tools leave behind: __pycache__ and hidden folders."""
+    files = sorted(path for path in (ROOT / folder).rglob("*") if path.is_file())
+    return [path for path in files if not re.search(r"/(\.|__pycache__)[^/]*/", f"/{path.relative_to(ROOT)}")]
 
 
 def includes(path: pathlib.Path) -> list[str]:
