@@ -224,7 +224,7 @@ TEST(BlockScale, ZerosAreScaleAndCodesZero) {
 TEST(BlockScale, ANonFiniteValueOrOneTooLargeMakesTheWholeBlockNan) {
   for (const Format &c : kFormats) {
     const float largest = std::ldexp(static_cast<float>(c.reference.max), c.format.max_exponent);
-    for (const float bad : {NAN, -NAN, INFINITY, std::nextafter(largest, INFINITY)}) {
+    for (const float bad : {NAN, -NAN, tx_f32_from_bits(0x7fffffffu), INFINITY, std::nextafter(largest, INFINITY)}) {
       for (const Thresholds &u : {Thresholds{}, Thresholds{0, 0, 0}, Thresholds{~0u, ~0u, ~0u}}) {
         const Block block = Encode(c.format, {1.0f, bad, 3.0f}, u);
         ASSERT_EQ(block, (Block{255, {0, 0, 0}})) << c.name << " " << bad;
