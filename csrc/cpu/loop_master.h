@@ -24,16 +24,23 @@ static void tx_decode_loop(const void *restrict param, const void *restrict rema
   }
 }
 
-/* Whether a 16-bit weight is what `master` rounds to; the zeros are equal, and NaNs are. */
-TX_FN int tx_master_agrees(float master, float weight, const tx_dtype param) {
-  const float nearest =
-      param == TX_BF16 ? tx_f32_from_bf16(tx_bf16_from_f32(master)) : tx_f32_from_f16(tx_f16_from_f32(master));
-  return nearest == weight || (nearest != nearest && weight != weight);
+/* Whether a 16-bit weight is not what `master` rounds to; the zeros are equal, and NaNs are. In integers and without
+ * branches: comparisons of floats kept gcc 12 from vectorising. */
+TX_FN uint32_t tx_master_strays(float master, uint32_t weight, const tx_dtype param) {
+  const uint32_t nearest = param == TX_BF16 ? tx_bf16_from_f32(master) : tx_f16_from_f32(master);
+  const int32_t infinity = param == TX_BF16 ? 0x7f80 : 0x7c00;
+  const int32_t a = (int32_t)(nearest & 0x7fffu), b = (int32_t)(weight & 0x7fffu);
+  const uint32_t zeros = (a | b) == 0 ? 1u : 0u;
+  const uint32_t nans = (a < b ? a : b) > infinity ? 1u : 0u;
+  return (nearest != weight ? 1u : 0u) & ~(zeros | nans);
 }
 
-/* Of one element: what the master is to become. */
-TX_FN float tx_master_resynced(float master, float weight, const tx_dtype param, const int force) {
-  return force || !tx_master_agrees(master, weight, param) ? weight : master;
+/* Bits of one element's master as they are to become. */
+TX_FN uint32_t tx_master_resynced(const void *params, const void *masters, int64_t i, const tx_dtype param,
+                                  const int force) {
+  const float master = tx_load(masters, i, TX_F32);
+  const uint32_t becomes = tx_bits_from_f32(tx_load(params, i, param)), is = tx_bits_from_f32(master);
+  return force || tx_master_strays(master, ((const tx_mem_u16 *)params)[i], param) ? becomes : is;
 }
 
 /* Masters mostly agree, and a pass that only reads is half the traffic: a tile is written where it must be. */
@@ -43,15 +50,10 @@ TX_FN int64_t tx_resync_f32(const void *restrict params, void *restrict masters,
   for (int64_t at = 0; at < n; at += TX_TILE) {
     const int64_t end = n - at < TX_TILE ? n : at + TX_TILE;
     int32_t differ = 0;
-    for (int64_t i = at; i < end; i++) {
-      const float master = tx_load(masters, i, TX_F32);
-      const float wanted = tx_master_resynced(master, tx_load(params, i, param), param, force);
-      differ += tx_bits_from_f32(wanted) != tx_bits_from_f32(master);
-    }
-    for (int64_t i = at; differ && i < end; i++) {
-      const float weight = tx_load(params, i, param);
-      ((tx_mem_f32 *)masters)[i] = tx_master_resynced(tx_load(masters, i, TX_F32), weight, param, force);
-    }
+    for (int64_t i = at; i < end; i++)
+      differ += tx_master_resynced(params, masters, i, param, force) != ((const tx_mem_u32 *)masters)[i];
+    for (int64_t i = at; differ && i < end; i++)
+      ((tx_mem_u32 *)masters)[i] = tx_master_resynced(params, masters, i, param, force);
     changed += differ;
   }
   return changed;

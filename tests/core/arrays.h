@@ -17,7 +17,12 @@ extern "C" {
 }
 
 // Sizes around lanes and blocks, and one that several threads share.
-inline const std::vector<int64_t> kSizes = {0, 1, 3, 4, 5, 15, 16, 17, 127, 128, 129, 1023, 1025, 2 * 16384 + 333};
+#ifdef TX_SANITIZED
+inline constexpr int64_t kLarge = 16384 + 333;
+#else
+inline constexpr int64_t kLarge = 2 * 16384 + 333;
+#endif
+inline const std::vector<int64_t> kSizes = {0, 1, 3, 4, 5, 15, 16, 17, 127, 128, 129, 1023, 1025, kLarge};
 
 inline const std::vector<tx_dtype> kPlain = {TX_F32, TX_BF16, TX_F16};
 
