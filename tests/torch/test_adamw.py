@@ -471,20 +471,27 @@ def test_memory_layout_does_not_matter(layout: str, grad_layout: str, name: str)
     assert {k: bits(v) for k, v in saved[0].items()} == {k: bits(v) for k, v in saved[1].items()}
 
 
-@pytest.mark.parametrize("name", ["a", "c"])
+@pytest.mark.parametrize("name", ["fp32", "a", "b", "c"])
 def test_state_follows_a_model_that_becomes_channels_last(name: str) -> None:
-    model = nn.Conv2d(3, 8, 3).to(POLICIES[name][0])
-    optimizer = torch_ext.AdamW(model.parameters(), lr=1e-2, policy=policy_of(name))
-    train(optimizer, range(2))
-    before = optimizer.state_dict()["state"][0]["exp_avg"].clone()
-    model.to(memory_format=torch.channels_last)
-    set_grads(model.parameters(), 3)
-    for p in model.parameters():
-        p.grad.zero_()
-    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
-    optimizer.step()
-    after = optimizer.state_dict()["state"][0]["exp_avg"]
-    assert torch.allclose(after.float(), before.float() / 2, rtol=0.15, atol=1e-3)
+    """With nearest rounding the same bits as without; 8-bit blocks hold other elements then, so (c) only comes
+    close.
+    """
+    models = [nn.Conv2d(3, 8, 3).to(POLICIES[name][0]) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [
+        torch_ext.AdamW(m.parameters(), lr=1e-2, policy=policy_of(name), moment_rounding="nearest") for m in models
+    ]
+    for step in range(4):
+        if step == 2:
+            models[1].to(memory_format=torch.channels_last)
+            assert not models[1].weight.is_contiguous()
+        for optimizer in optimizers:
+            train(optimizer, [step])
+    if name == "c":
+        weights = [m.weight.detach().float() for m in models]
+        assert torch.allclose(*weights, rtol=0, atol=5e-3)
+    else:
+        assert everything(optimizers[0]) == everything(optimizers[1])
 
 
 def test_expanded_gradient() -> None:
