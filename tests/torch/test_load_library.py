@@ -40,6 +40,24 @@ def test_load_library_alone_registers_and_the_package_may_follow() -> None:
     run(LOAD + CALL + PACKAGE + CALL)
 
 
+@pytest.mark.parametrize(
+    "grads, says",
+    [
+        ("torch.ones(3)", "grads[0] is on cpu and main_grads[0] on meta; all tensors of a call must be on one device"),
+        ("torch.ones(3, device='meta')", "main_grads[0] is a meta tensor, which holds no data"),
+    ],
+    ids=["devices_that_differ", "meta"],
+)
+def test_the_kernels_name_devices_without_the_package_too(grads: str, says: str) -> None:
+    code = f"""
+try:
+    torch.ops.torch_ext.bucket_accumulate_([torch.zeros(3, device="meta")], [{grads}])
+except RuntimeError as refusal:
+    print(refusal)
+"""
+    assert says in run(LOAD + code)
+
+
 def test_load_library_after_the_package_does_nothing_more() -> None:
     run(PACKAGE + "import torch; torch.ops.load_library(torch_ext.library_path())\n" + LOAD + CALL)
 
