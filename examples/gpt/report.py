@@ -143,10 +143,10 @@ def draw_losses(axes: Axes, runs: list[Run]) -> None:
             axes.axvline(run.resumed_at, ymax=0.34, color=QUIET, lw=0.8, ls=":")
             note = {"color": QUIET, "fontsize": 8, "transform": axes.get_xaxis_transform()}
             axes.text(run.resumed_at, 0.03, "  ours resumes in a new process", **note)
-    inset.set_title("held-out text", fontsize=9, loc="left")
+    inset.set_title("a tenth of the held-out text", fontsize=9, loc="left")
     plain(inset, 8)
     axes.set_xlabel("step")
-    axes.set_title("Loss, nats per byte", loc="left", fontsize=11, pad=12)
+    axes.set_title("Training loss, nats per byte (smoothed)", loc="left", fontsize=11, pad=12)
     axes.margins(x=0.01)
 
 
