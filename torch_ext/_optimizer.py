@@ -182,33 +182,33 @@ class Adam(torch.optim.Optimizer):
             return
         hyper = self._current_hyper()
         clipping = self._current_clipping(present)
-        plan = self._plan
-        if plan is None or not plan.fits(everyone, active, self.state):
-            plan = self._make_plan(everyone, active, present)
-            if plan is None:
-                return
-        if (suspects := plan.suspects()) and self.on_external_write != "ignore":
-            check = _masters.resync if self.on_external_write == "resync" else _masters.refuse_written
-            check([plan.members[i] for i in suspects])
-        plan.load_copies()
-        states = (plan.exp_avgs, plan.exp_avg_sqs, plan.masters, plan.scales, plan.steps)
-        scalars = (*self._scalars(clipping), self._skipped)
-        arguments = (*states, hyper.lrs, hyper.groups, plan.meta, *scalars, *hyper.shared)
-        adamw = torch.ops.torch_ext.adamw_.default
-        try:
-            adamw(plan.weights, plan.lay_out(present), *arguments)
-        except RuntimeError:
-            # It refused and wrote nothing. Perhaps the gradients only lie differently than they did so far.
+        for again in (False, True):
+            plan = self._plan
+            if again or plan is None or not plan.fits(everyone, active, self.state):
+                plan = self._make_plan(everyone, active, present)
+                if plan is None:
+                    return
+            if (suspects := plan.suspects()) and self.on_external_write != "ignore":
+                check = _masters.resync if self.on_external_write == "resync" else _masters.refuse_written
+                check([plan.members[i] for i in suspects])
+            plan.load_copies()
+            states = (plan.exp_avgs, plan.exp_avg_sqs, plan.masters, plan.scales, plan.steps)
+            scalars = (*self._scalars(clipping), self._skipped)
+            arguments = (*states, hyper.lrs, hyper.groups, plan.meta, *scalars, *hyper.shared)
             try:
-                adamw(plan.weights, plan.lay_out(present, always=True), *arguments)
+                torch.ops.torch_ext.adamw_.default(plan.weights, plan.lay_out(present, always=again), *arguments)
             except RuntimeError as refusal:
-                raise RuntimeError(_named(str(refusal), plan)) from None
-        plan.store_copies()
-        torch.autograd.graph.increment_version(plan.params)
-        plan.look()
-        if clipping is not None:
-            clipping.used = True
-            clipping.warn_if_skipped(plan.members)
+                # It wrote nothing. Once more: parameters or gradients may only lie differently than they did so far.
+                if again:
+                    raise RuntimeError(_named(str(refusal), plan)) from None
+            else:
+                plan.store_copies()
+                torch.autograd.graph.increment_version(plan.params)
+                plan.look()
+                if clipping is not None:
+                    clipping.used = True
+                    clipping.warn_if_skipped(plan.members)
+                return
 
     def _make_plan(self, everyone: list[Tensor], active: list[bool], grads: list[Tensor]) -> Plan | None:
         """The argument lists of this step, state included; None for a step that is inert."""
