@@ -207,6 +207,25 @@ TEST_P(EveryFp32Master, ZerosAreEqualAndNansAre) {
     EXPECT_EQ(master.raw() != before, c.changes) << c.name;
   }
 }
+
+// NaN equals NaN whatever the sign and payload, in 16 bits as in 32; the smallest NaN is next to Inf.
+TEST_P(EveryFp32Master, AnyNanWeightIsThatOfAnyNanMaster) {
+  const uint16_t infinity = GetParam() == TX_BF16 ? 0x7f80 : 0x7c00;
+  for (int code : {infinity + 1, 0x7fff, 0x8001 + infinity, 0xffff}) {
+    const auto weight = static_cast<uint16_t>(code);
+    for (uint32_t bits : {0x7f800001u, 0x7fc00000u, 0xffffffffu}) {
+      Array param(GetParam(), 1), master(TX_F32, 1);
+      param.SetWord(0, weight);
+      master.SetWord(0, bits);
+      EXPECT_EQ(Resync(param, master, 0), 0) << std::hex << weight << " " << bits;
+      EXPECT_EQ(master.Word<uint32_t>(0), bits);
+    }
+    Array param(GetParam(), 1), master(TX_F32, {kInf});
+    param.SetWord(0, weight);
+    EXPECT_EQ(Resync(param, master, 0), 1) << std::hex << weight;
+    EXPECT_TRUE(std::isnan(master.Get(0)));
+  }
+}
 INSTANTIATE_TEST_SUITE_P(Dtypes, EveryFp32Master, testing::Values(TX_BF16, TX_F16),
                          [](const auto &info) { return DtypeName(info.param); });
 
