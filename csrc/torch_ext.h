@@ -486,8 +486,9 @@ typedef struct tx_adamw_group {
  *   g  = grad * clip_coef / grad_scale   (negated for maximize; + weight_decay * p where not decoupled)
  *   m  = m + (1 - beta1) * (g - m),  v = v + (1 - beta2) * (g * g - v)
  *   p  = p - (lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps) + lr * weight_decay * p)
- * in fp32, bias corrections in double; the update reads m and v before they are rounded to their storage. p is the
- * master where there is one; the weight is then the master rounded to nearest even.
+ * in fp32 (the averages taken from the side that weighs more), bias corrections in double; the update reads m and v
+ * before they are rounded to their storage. p is the master where there is one; the weight is then the master rounded
+ * to nearest even.
  *
  * Arrays have n entries; entries of one index have the same numel. Legal dtypes are the rows of csrc/cpu/combos.def:
  *   params       F32, BF16, F16

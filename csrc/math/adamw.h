@@ -1,13 +1,14 @@
 /* The AdamW step of one element (Loshchilov & Hutter 2019, Algorithm 2), in one place for every back end.
  *
  *   g  = factor * grad + l2 * p                    factor = clip_coef / grad_scale, negative to maximize
- *   m' = m + (1 - beta1) * (g - m)
- *   v' = v + (1 - beta2) * (g * g - v)
+ *   m' = m + (1 - beta1) * (g - m)                 or, for beta1 < 1/2, g + beta1 * (m - g)
+ *   v' = v + (1 - beta2) * (g * g - v)             likewise
  *   p' = p - (step_size * (m' / (sqrt(v') * rsqrt_bc2 + eps)) + decay * p)
  *
  * with step_size = lr / (1 - beta1^t), rsqrt_bc2 = 1 / sqrt(1 - beta2^t); decay = lr * weight_decay and l2 = 0 where
  * the decay is decoupled (AdamW), decay = 0 and l2 = weight_decay where it is not (Adam). Elements in fp32, in this
- * order of operations, without contraction; constants in double and rounded once. */
+ * order of operations, without contraction; constants in double and rounded once. An average is taken from the side
+ * that weighs more: from the other one a large old value would cancel and leave its rounding error behind. */
 #ifndef TX_MATH_ADAMW_H
 #define TX_MATH_ADAMW_H
 
@@ -16,11 +17,30 @@
 #include "csrc/math/numeric.h"
 #include "csrc/torch_ext.h"
 
+/* How old and new are averaged: from + weight * (to - from), from the one that weighs more. */
+typedef struct tx_average {
+  float weight;     /* of the other one, <= 1/2 */
+  int32_t from_new; /* beta < 1/2 */
+} tx_average;
+
+TX_FN tx_average tx_average_of(double beta) {
+  const tx_average a = {(float)(beta < 0.5 ? beta : 1.0 - beta), beta < 0.5};
+  return a;
+}
+
+/* old, added >= 0 give a result >= 0: rounding is monotone, so fl(to - from) >= -from, its product with a weight in
+ * [0, 1] is >= -from too, and from plus that is >= 0. */
+TX_FN float tx_averaged(tx_average a, float old, float added) {
+  const float from = a.from_new ? added : old;
+  const float to = a.from_new ? old : added;
+  return from + a.weight * (to - from);
+}
+
 typedef struct tx_adamw_constants {
   float factor;
   float l2;
-  float one_minus_beta1;
-  float one_minus_beta2;
+  tx_average exp_avg;
+  tx_average exp_avg_sq;
   float rsqrt_bc2;
   float eps;
   float step_size;
@@ -45,8 +65,8 @@ TX_FN tx_adamw_constants tx_adamw_prepare(const tx_adamw_group *group, double lr
   tx_adamw_constants c;
   c.factor = (float)(group->maximize != 0.0 ? -factor : factor);
   c.l2 = (float)(decoupled ? 0.0 : group->weight_decay);
-  c.one_minus_beta1 = (float)(1.0 - group->beta1);
-  c.one_minus_beta2 = (float)(1.0 - group->beta2);
+  c.exp_avg = tx_average_of(group->beta1);
+  c.exp_avg_sq = tx_average_of(group->beta2);
   c.rsqrt_bc2 = (float)(1.0 / sqrt(1.0 - tx_power(group->beta2, step)));
   c.eps = (float)group->eps;
   c.step_size = (float)(lr / (1.0 - tx_power(group->beta1, step)));
@@ -62,13 +82,12 @@ typedef struct tx_adamw_result {
   float root;
 } tx_adamw_result;
 
-/* v >= 0 gives v' >= 0: rounding is monotone, so fl(g*g - v) >= -v, its product with a factor in [0, 1] is >= -v too,
- * and v plus that is >= 0. Non-finite gradients give non-finite results: they are kept out before this point. */
+/* Non-finite gradients give non-finite results: they are kept out before this point. */
 TX_FN tx_adamw_result tx_adamw_element(tx_adamw_constants c, float grad, float p, float m, float v) {
   tx_adamw_result r;
   const float g = c.factor * grad + c.l2 * p;
-  r.m = m + c.one_minus_beta1 * (g - m);
-  r.v = v + c.one_minus_beta2 * (g * g - v);
+  r.m = tx_averaged(c.exp_avg, m, g);
+  r.v = tx_averaged(c.exp_avg_sq, v, g * g);
   r.root = sqrtf(r.v);
   r.p = p - (c.step_size * (r.m / (r.root * c.rsqrt_bc2 + c.eps)) + c.decay * p);
   return r;

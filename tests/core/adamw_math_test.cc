@@ -156,6 +156,25 @@ TEST(AdamwMath, VNeverBecomesNegative) {
   }
 }
 
+// G1: a large old value that hardly counts leaves no rounding error behind.
+TEST(AdamwMath, G1_SmallBetasForgetALargeState) {
+  for (const double beta : {0.0, 0.1, 0.25, 0.49}) {
+    tx_adamw_group group{};
+    group.beta1 = group.beta2 = beta;
+    group.decoupled = 1;
+    const tx_adamw_constants c = tx_adamw_prepare(&group, 1e-3, 2, 1.0, 1.0);
+    const double m = beta * 1e-3 + (1 - beta) * 0.01, v = beta * 1e-6 + (1 - beta) * 1e-4;
+    const tx_adamw_result r = tx_adamw_element(c, 0.01f, 0.0f, 1e-3f, 1e-6f);
+    EXPECT_NEAR(r.m, m, 2e-7 * m) << beta;
+    EXPECT_NEAR(r.v, v, 2e-7 * v) << beta;
+  }
+  tx_adamw_group group{};
+  group.decoupled = 1;
+  const tx_adamw_result r = tx_adamw_element(tx_adamw_prepare(&group, 1e-3, 2, 1.0, 1.0), 0.01f, 0.0f, 1000.0f, 1e6f);
+  EXPECT_EQ(r.m, 0.01f);
+  EXPECT_EQ(r.v, 0.01f * 0.01f);
+}
+
 // G1: beta^t by repeated squaring in double, 1 - beta^t accurate enough at every step that is taken.
 TEST(AdamwMath, G1_PowersAndBiasCorrections) {
   EXPECT_EQ(tx_power(0.0, 0), 1.0);
@@ -178,7 +197,7 @@ TEST(AdamwMath, G1_PowersAndBiasCorrections) {
   }
   // In float 1 - beta2 would be off by 1.3e-5.
   const tx_adamw_group group = Group(0.0, true);
-  EXPECT_EQ(tx_adamw_prepare(&group, 1.0, 1, 1.0, 1.0).one_minus_beta2, 0.001f);
+  EXPECT_EQ(tx_adamw_prepare(&group, 1.0, 1, 1.0, 1.0).exp_avg_sq.weight, 0.001f);
 }
 
 TEST(AdamwMath, LossScaleAndClipCoefficientAreOneFactor) {
