@@ -23,8 +23,8 @@ class Tally:
     skipped: list[str] = field(default_factory=list)
 
 
-def first_line(text: str | None) -> str:
-    return (text or "").strip().split("\n")[0][:200]
+def one_line(text: str | None) -> str:
+    return " ".join((text or "").split())[:200]
 
 
 def count_report(report: bytes, where: str, tally: Tally) -> None:
@@ -35,10 +35,10 @@ def count_report(report: bytes, where: str, tally: Tally) -> None:
         bad = case.find("failure") if case.find("failure") is not None else case.find("error")
         skip = case.find("skipped")
         if bad is not None:
-            tally.failed.append(f"{name}: {first_line(bad.get('message') or bad.text)}")
+            tally.failed.append(f"{name}: {one_line(bad.get('message') or bad.text)}")
         elif skip is not None or case.get("result") in ("skipped", "suppressed") or case.get("status") == "notrun":
             reason = skip is not None and (skip.get("message") or skip.text)
-            tally.skipped.append(f"{name}: {first_line(reason or 'disabled')}")
+            tally.skipped.append(f"{name}: {one_line(reason or 'disabled')}")
         else:
             tally.passed += 1
 

@@ -77,5 +77,5 @@ def test_nothing_ran_is_a_failure(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
 def test_failures_and_skips_are_named(tmp_path: pathlib.Path) -> None:
     counts = tally.Tally()
     tally.count_report(PYTEST_REPORT.encode(), "//t", counts)
-    assert counts.failed == ["//t test_a.bad: 1 != 2", "//t test_a.broken: no fixture"]
+    assert counts.failed == ["//t test_a.bad: 1 != 2 more", "//t test_a.broken: no fixture"]
     assert counts.skipped == ["//t test_a.absent: no GPU"]
