@@ -58,7 +58,7 @@ static tx_status check_groups(const tx_adamw_args *a, tx_error *error) {
     if (a->lrs) {
       const tx_tensor lr = a->lrs[i];
       if (lr.numel != 1 || !lr.data || (lr.dtype != TX_F32 && lr.dtype != TX_F64)) {
-        return tx_fail(error, TX_ERROR_SHAPE, "lrs[%lld] is %lld elements of %s; one float32 or float64 is legal",
+        return tx_fail(error, TX_ERROR_SHAPE, "lrs[%lld] is %lld elements of %s; one fp32 or float64 is legal",
                        (long long)i, (long long)lr.numel, tx_dtype_name(lr.dtype));
       }
     }
@@ -75,8 +75,12 @@ static tx_status check_groups(const tx_adamw_args *a, tx_error *error) {
   return TX_OK;
 }
 
-/* Appends the names of one list of combos.def, for messages. */
-#define TX_APPEND_(index, name, list) strcat(list, index ? ", " #name : #name);
+/* The legal dtypes of one stream, from the lists of combos.def, for messages. `list` has room for all of them. */
+static void append(char *list, tx_dtype dtype) {
+  if (*list) strcat(list, ", ");
+  strcat(list, dtype == TX_NONE ? "none" : tx_dtype_name(dtype));
+}
+#define TX_APPEND_(index, name, list) append(list, TX_##name);
 static void list_grads(char *list) {
   TX_FOR_EACH_GRAD(TX_APPEND_, list)
 }
@@ -84,8 +88,14 @@ static void list_moments(char *list) {
   TX_FOR_EACH_MOMENT(TX_APPEND_, list)
 }
 #undef TX_APPEND_
+#define TX_APPEND_(index, param, master, list) \
+  if (TX_##master == TX_NONE) append(list, TX_##param);
+static void list_params(char *list) {
+  TX_FOR_EACH_WEIGHT(TX_APPEND_, list)
+}
+#undef TX_APPEND_
 #define TX_APPEND_(index, param, master, wanted, list) \
-  if (TX_##param == (wanted)) strcat(strcat(list, *(list) ? ", " : ""), #master);
+  if (TX_##param == (wanted)) append(list, TX_##master);
 static void list_masters(tx_dtype param, char *list) {
   TX_FOR_EACH_WEIGHT(TX_APPEND_, param, list)
 }
@@ -98,7 +108,7 @@ static tx_status fail_combo(const tx_adamw_args *a, int64_t i, tx_error *error) 
   char legal[128] = "", what[128];
   if (tx_combo_weight(param, TX_NONE) < 0) {
     (void)snprintf(what, sizeof what, "params[%lld]", (long long)i);
-    (void)strcat(legal, "F32, BF16, F16");
+    list_params(legal);
   } else if (tx_combo_grad(grad) < 0) {
     (void)snprintf(what, sizeof what, "grads[%lld]", (long long)i);
     list_grads(legal);
@@ -137,12 +147,12 @@ static tx_status check_tensor(const tx_adamw_args *a, int64_t i, tx_error *error
     return tx_fail(
         error, TX_ERROR_SHAPE,
         "scales[%lld] is %lld elements of %s; %lld of uint8 are legal (a byte per block of %d for each moment "
-        "in float16 or uint8)",
+        "in fp16 or uint8)",
         (long long)i, (long long)scales.numel, tx_dtype_name(scales.dtype), (long long)wanted, TX_BLOCK);
   }
   const tx_tensor step = a->steps[i];
   if (step.numel != 1 || step.dtype != TX_F32) {
-    return tx_fail(error, TX_ERROR_SHAPE, "steps[%lld] is %lld elements of %s; one float32 is legal", (long long)i,
+    return tx_fail(error, TX_ERROR_SHAPE, "steps[%lld] is %lld elements of %s; one fp32 is legal", (long long)i,
                    (long long)step.numel, tx_dtype_name(step.dtype));
   }
   const float t = one_f32(step, 0.0f);

@@ -40,7 +40,7 @@ tx_status tx_check_tensors(const tx_span *spans, int64_t n_spans, tx_error *erro
       }
       if (tx_element_size(t->dtype) == 0) {
         return tx_fail(error, TX_ERROR_DTYPE,
-                       "%s[%lld] is %s; operators take float32, bfloat16, float16, float64, uint8, int16 and int64",
+                       "%s[%lld] is %s; operators take fp32, bf16, fp16, float64, uint8, int16 and int64",
                        spans[s].name, (long long)i, tx_dtype_name(t->dtype));
       }
     }
