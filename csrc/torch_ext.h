@@ -537,17 +537,17 @@ TX_API tx_status tx_grad_stats(int64_t n, const tx_tensor *grads, tx_tensor stat
                                const tx_parallel *parallel, tx_error *error);
 
 /* From (all-reduced) stats: norm = sqrt(sum of squares) / grad_scale; clip_coef = min(1, max_norm / (norm + 1e-6));
- * found_inf = 1 where an element or the norm is not finite (clip_coef is then 0), else 0. max_norm: > 0, INFINITY for
- * no clipping. grad_scale: F32 one element or none (1). norm: F32 or F64; clip_coef, found_inf: F32; one element each,
- * each may be none. */
+ * found_inf = 1 where an element or the norm is not finite (clip_coef is then 0, and the norm NaN where an element is
+ * not finite), else 0. max_norm: > 0, INFINITY for no clipping. grad_scale: F32 one element or none (1). norm: F32 or
+ * F64; clip_coef, found_inf: F32; one element each, each may be none. */
 TX_API tx_status tx_grad_norm(tx_tensor stats, tx_tensor grad_scale, double max_norm, tx_tensor norm,
                               tx_tensor clip_coef, tx_tensor found_inf, tx_error *error);
 
 /* Gradients into a bucket of wire dtype. bucket: F32, BF16, F16, or U8 (e4m3 with one e8m0 scale per block in `scales`,
  * ceil(bucket.numel / 128) bytes; offsets are then multiples of 128). offsets[i]: where grads[i] begins in the bucket,
- * ascending, not overlapping. Every element of the bucket that no gradient covers is zeroed; a gradient of numel 0 is
- * "none". rounding applies to U8 buckets (thresholds from seed, step and the index in the bucket); others round to
- * nearest. */
+ * ascending, not overlapping, inside the bucket (of absent gradients too). Every element of the bucket that no gradient
+ * covers is zeroed; a gradient of numel 0 is "none". rounding applies to U8 buckets (thresholds from seed, step and the
+ * index in the bucket); others round to nearest. */
 typedef struct tx_bucket_pack_args {
   uint64_t size;
   int64_t n;
@@ -569,9 +569,9 @@ TX_API tx_status tx_bucket_accumulate(int64_t n, const tx_tensor *main_grads, co
                                       const tx_parallel *parallel, tx_error *error);
 
 /* shard = (chunks[0] + chunks[1] + ... + chunks[n-1]) * scale, added in that order in fp32, then rounded once to the
- * shard's dtype; accumulate: shard += that, in fp32. Chunks (F32, BF16, F16, or U8 with scales) all have the shard's
- * numel; shard is F32, BF16 or F16. stats (TX_STATS_LEN int64 or none) receives the statistics of what the shard holds
- * afterwards. */
+ * shard's dtype; accumulate: shard += that, in fp32. n >= 1. Chunks are of one dtype (F32, BF16, F16, or U8 with
+ * scales) and have the shard's numel; shard is F32, BF16 or F16. stats (TX_STATS_LEN int64 or none) receives the
+ * statistics of what the shard holds afterwards. */
 typedef struct tx_bucket_reduce_args {
   uint64_t size;
   int64_t n;
@@ -626,7 +626,7 @@ TX_API tx_status tx_master_decode(int64_t n, const tx_tensor *params, const tx_t
 
 /* Where a master no longer rounds to its weight (-0 equals +0, NaN equals NaN) it becomes the weight; with `force`,
  * everywhere. masters: F32 beside BF16 or F16 params, or I16 remainders beside BF16 (any remainder is legal beside any
- * weight, so only `force` changes them). changed: I64 [n], added to: elements that changed; may be none. */
+ * weight, so only `force` changes them). changed: I64 [n], added to: elements whose bits changed; may be none. */
 TX_API tx_status tx_master_resync(int64_t n, const tx_tensor *params, const tx_tensor *masters, int32_t force,
                                   tx_tensor changed, const tx_parallel *parallel, tx_error *error);
 

@@ -38,19 +38,20 @@ TX_FN void tx_load_scaled(const void *from, const uint8_t *scales, int64_t n, fl
   }
 }
 
-TX_FN void tx_store_plain_rounded(const float *from, int32_t n, void *to, tx_noise noise, uint32_t at,
+/* from: may be a master, which lies at any address. */
+TX_FN void tx_store_plain_rounded(const void *from, int32_t n, void *to, tx_noise noise, uint32_t at,
                                   const int32_t rounding, const tx_dtype dtype) {
   uint32_t ramp = 0;
   for (int32_t i = 0; i < n; i++, ramp += TX_LATTICE_ELEMENT) {
     if (rounding == TX_NEAREST) {
-      tx_store(to, i, dtype, from[i]);
+      tx_store(to, i, dtype, tx_load(from, i, TX_F32));
     } else {
-      tx_store_threshold(to, i, dtype, from[i], tx_threshold(noise, at, (uint32_t)i, ramp, rounding));
+      tx_store_threshold(to, i, dtype, tx_load(from, i, TX_F32), tx_threshold(noise, at, (uint32_t)i, ramp, rounding));
     }
   }
 }
 
-TX_FN void tx_store_plain(const float *from, int64_t n, void *to, tx_noise noise, int64_t at, int32_t rounding,
+TX_FN void tx_store_plain(const void *from, int64_t n, void *to, tx_noise noise, int64_t at, int32_t rounding,
                           const tx_dtype dtype) {
   if (dtype == TX_F32 || rounding == TX_NEAREST) {
     tx_store_plain_rounded(from, (int32_t)n, to, noise, (uint32_t)at, TX_NEAREST, dtype);

@@ -7,36 +7,22 @@
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/cpu/noise.h"
-#include "csrc/ops/check.h"
+#include "csrc/ops/tensor.h"
 #include "csrc/ops/work.h"
 
 /* 2^24: the largest count of which an fp32 step still knows the next one. */
 #define TX_MAX_STEP 16777216.0f
 
-static tx_tensor at_or_none(const tx_tensor *tensors, int64_t i) {
-  return tensors ? tensors[i] : (tx_tensor){NULL, 0, TX_NONE, 0};
-}
-
-static float one_f32(tx_tensor tensor, float otherwise) {
-  float value = otherwise;
-  if (tensor.numel) memcpy(&value, tensor.data, sizeof value);
-  return value;
-}
-
 static double lr_of(const tx_adamw_args *a, int64_t group) {
   if (!a->lrs) return a->groups[group].lr;
-  if (a->lrs[group].dtype == TX_F32) return (double)one_f32(a->lrs[group], 0.0f);
+  if (a->lrs[group].dtype == TX_F32) return (double)tx_get_f32(a->lrs[group], 0.0f);
   double lr;
   memcpy(&lr, a->lrs[group].data, sizeof lr);
   return lr;
 }
 
-static tx_meta meta_of(const tx_adamw_args *a, int64_t i) {
-  return a->meta ? a->meta[i] : (tx_meta){i, 0, 0};
-}
-
 static tx_dtype master_dtype(const tx_adamw_args *a, int64_t i) {
-  const tx_tensor master = at_or_none(a->masters, i);
+  const tx_tensor master = tx_at_or_none(a->masters, i);
   return master.numel ? master.dtype : TX_NONE;
 }
 
@@ -104,7 +90,7 @@ static void list_masters(tx_dtype param, char *list) {
 static tx_status fail_combo(const tx_adamw_args *a, int64_t i, tx_error *error) {
   const tx_dtype param = a->params[i].dtype, grad = a->grads[i].dtype;
   const tx_dtype exp_avg = a->exp_avgs[i].dtype, exp_avg_sq = a->exp_avg_sqs[i].dtype;
-  const tx_tensor master = at_or_none(a->masters, i);
+  const tx_tensor master = tx_at_or_none(a->masters, i);
   char legal[128] = "", what[128];
   if (tx_combo_weight(param, TX_NONE) < 0) {
     (void)snprintf(what, sizeof what, "params[%lld]", (long long)i);
@@ -134,14 +120,14 @@ static tx_status check_tensor(const tx_adamw_args *a, int64_t i, tx_error *error
   const int64_t numel = a->params[i].numel;
   /* an empty parameter has no dtype to honour: there is nothing to step */
   if (numel > 0 && !is_legal(a, i)) return fail_combo(a, i, error);
-  const tx_tensor master = at_or_none(a->masters, i);
+  const tx_tensor master = tx_at_or_none(a->masters, i);
   if (master.numel != 0 && master.numel != numel) {
     return tx_fail(error, TX_ERROR_SHAPE,
                    "masters[%lld] has %lld elements and params[%lld] has %lld; equal or 0 is legal", (long long)i,
                    (long long)master.numel, (long long)i, (long long)numel);
   }
   const int scaled = tx_moment_is_scaled(a->exp_avgs[i].dtype) + tx_moment_is_scaled(a->exp_avg_sqs[i].dtype);
-  const tx_tensor scales = at_or_none(a->scales, i);
+  const tx_tensor scales = tx_at_or_none(a->scales, i);
   const int64_t wanted = scaled * tx_blocks(numel);
   if (scales.numel != wanted || (wanted && scales.dtype != TX_U8)) {
     return tx_fail(
@@ -155,12 +141,12 @@ static tx_status check_tensor(const tx_adamw_args *a, int64_t i, tx_error *error
     return tx_fail(error, TX_ERROR_SHAPE, "steps[%lld] is %lld elements of %s; one fp32 is legal", (long long)i,
                    (long long)step.numel, tx_dtype_name(step.dtype));
   }
-  const float t = one_f32(step, 0.0f);
+  const float t = tx_get_f32(step, 0.0f);
   if (!(t >= 0 && t < TX_MAX_STEP) || t != (float)(int64_t)t) {
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "steps[%lld] is %g; a whole number in [0, 2^24) is legal",
                    (long long)i, (double)t);
   }
-  const tx_meta meta = meta_of(a, i);
+  const tx_meta meta = tx_meta_of(a->meta, i);
   if (meta.start < 0 || meta.group < 0 || meta.group >= a->n_groups) {
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
                    "meta[%lld] has start %lld and group %lld; start >= 0 and a group in [0, %lld) are legal",
@@ -231,26 +217,22 @@ static const tx_adamw_constants *constants_of(const step_context *c, step_local 
   return &local->constants;
 }
 
-static char *advanced(tx_tensor tensor, int64_t begin) {
-  return tensor.numel ? (char *)tensor.data + begin * tx_element_size(tensor.dtype) : NULL;
-}
-
 static void step_piece(void *ctx, void *local, int64_t i, int64_t begin, int64_t count) {
   const step_context *c = ctx;
   const tx_adamw_args *a = c->args;
-  const tx_meta meta = meta_of(a, i);
-  const int64_t step = (int64_t)one_f32(a->steps[i], 0.0f) + 1;
+  const tx_meta meta = tx_meta_of(a->meta, i);
+  const int64_t step = (int64_t)tx_get_f32(a->steps[i], 0.0f) + 1;
   const int64_t start = meta.start + begin;
   uint8_t *scales = a->scales && a->scales[i].numel ? (uint8_t *)a->scales[i].data + begin / TX_BLOCK : NULL;
   const int exp_avg_scaled = tx_moment_is_scaled(a->exp_avgs[i].dtype);
   const int exp_avg_sq_scaled = tx_moment_is_scaled(a->exp_avg_sqs[i].dtype);
   const tx_adamw_piece piece = {
       .n = count,
-      .grad = advanced(a->grads[i], begin),
-      .param = advanced(a->params[i], begin),
-      .exp_avg = advanced(a->exp_avgs[i], begin),
-      .exp_avg_sq = advanced(a->exp_avg_sqs[i], begin),
-      .master = advanced(at_or_none(a->masters, i), begin),
+      .grad = tx_advanced(a->grads[i], begin),
+      .param = tx_advanced(a->params[i], begin),
+      .exp_avg = tx_advanced(a->exp_avgs[i], begin),
+      .exp_avg_sq = tx_advanced(a->exp_avg_sqs[i], begin),
+      .master = tx_advanced(tx_at_or_none(a->masters, i), begin),
       .exp_avg_scale = exp_avg_scaled ? scales : NULL,
       .exp_avg_sq_scale = exp_avg_sq_scaled ? scales + (exp_avg_scaled ? tx_blocks(a->params[i].numel) : 0) : NULL,
       .constants = constants_of(c, local, meta.group, step),
@@ -270,14 +252,9 @@ static void step_piece(void *ctx, void *local, int64_t i, int64_t begin, int64_t
 
 tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error) {
   TX_FORWARD(check(args, parallel, error));
-  const double scale = (double)one_f32(args->grad_scale, 1.0f), clip = (double)one_f32(args->clip_coef, 1.0f);
-  if (one_f32(args->found_inf, 0.0f) != 0.0f || !isfinite(clip / scale)) {
-    if (args->skipped.numel) {
-      int64_t skipped;
-      memcpy(&skipped, args->skipped.data, sizeof skipped);
-      skipped++;
-      memcpy(args->skipped.data, &skipped, sizeof skipped);
-    }
+  const double scale = (double)tx_get_f32(args->grad_scale, 1.0f), clip = (double)tx_get_f32(args->clip_coef, 1.0f);
+  if (tx_get_f32(args->found_inf, 0.0f) != 0.0f || !isfinite(clip / scale)) {
+    if (args->skipped.numel) tx_set_i64(args->skipped, 0, tx_get_i64(args->skipped, 0) + 1);
     return TX_OK;
   }
   step_context context = {args, tx_kernels_selected(), clip, scale};
@@ -285,7 +262,7 @@ tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_er
       .n = args->n, .tensors = args->params, .piece = step_piece, .local_bytes = sizeof(step_local), .ctx = &context};
   TX_FORWARD(tx_work_run(&work, parallel, error));
   for (int64_t i = 0; i < args->n; i++) {
-    const float completed = one_f32(args->steps[i], 0.0f) + 1.0f;
+    const float completed = tx_get_f32(args->steps[i], 0.0f) + 1.0f;
     memcpy(args->steps[i].data, &completed, sizeof completed);
   }
   return TX_OK;

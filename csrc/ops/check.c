@@ -3,6 +3,8 @@
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
 
+#define TX_MAX_NUMEL (INT64_C(1) << 56)
+
 int64_t tx_element_size(tx_dtype dtype) {
   switch (dtype) {
     case TX_F64:
@@ -31,6 +33,10 @@ tx_status tx_check_tensors(const tx_span *spans, int64_t n_spans, tx_error *erro
       const tx_tensor *t = &spans[s].tensors[i];
       if (t->numel < 0) {
         return tx_fail(error, TX_ERROR_SHAPE, "%s[%lld] has numel %lld; a count is never negative", spans[s].name,
+                       (long long)i, (long long)t->numel);
+      }
+      if (t->numel > TX_MAX_NUMEL) { /* so that no size in bytes overflows */
+        return tx_fail(error, TX_ERROR_SHAPE, "%s[%lld] has numel %lld; at most 2^56 is legal", spans[s].name,
                        (long long)i, (long long)t->numel);
       }
       if (t->numel == 0) continue;
