@@ -1,18 +1,51 @@
-"""python -m torch_ext info: what was found on this machine."""
+"""python -m torch_ext: info, what was found on this machine; bench, the step against the memory and its peers."""
 
 import argparse
 import sys
+from collections.abc import Callable
 
 from torch_ext import _info
 
+Run = Callable[[argparse.Namespace], int]
+
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m torch_ext", description="What torch_ext finds on this machine.")
+    """`arguments`: those of the process where None. Returns the exit status; leaves by SystemExit(2) where they are not
+    legal."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="python -m torch_ext", description="What torch_ext is, and does, here.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, instruction sets, threads, operators, the library's path, CUDA")
-    parser.parse_args(arguments)
+    info = commands.add_parser("info", help="versions, instruction sets, threads, operators, the library's path, CUDA")
+    info.set_defaults(run=_print_info)
+    bench = commands.add_parser("bench", help="the step against the memory and against its peers, as ratios")
+    bench.add_argument("--quality", action="store_true", help="what the roundings cost instead; it has its own options")
+    if arguments[:1] == ["bench"]:
+        bench.set_defaults(run=_add_bench(bench, quality="--quality" in arguments))
+    options = parser.parse_args(arguments)
+    run: Run = options.run
+    try:
+        return run(options)
+    except RuntimeError as refusal:
+        print(f"torch_ext: {refusal}", file=sys.stderr)
+        return 1
+
+
+def _print_info(_options: argparse.Namespace) -> int:
     print(_info.text())
     return 0
+
+
+def _add_bench(parser: argparse.ArgumentParser, quality: bool) -> Run:
+    """The options of a benchmark, which is imported only now that it is wanted."""
+    if quality:
+        from torch_ext import _bench_quality
+
+        _bench_quality.add_arguments(parser)
+        return _bench_quality.run
+    from torch_ext import _bench
+
+    _bench.add_arguments(parser)
+    return _bench.run
 
 
 if __name__ == "__main__":

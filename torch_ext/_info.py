@@ -21,7 +21,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "library", _library.library_path()
     yield "torch", f"{torch.__version__} ({'.'.join(torch.__path__)})"
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield "instruction sets", f"{', '.join(isas())}; in use: {_string('tx_isa_selected')}"
+    yield "instruction sets", f"{', '.join(isas())}; in use: {selected_isa()}"
     yield "threads", f"{torch.get_num_threads()} (torch.get_num_threads)"
     yield "operators", ", ".join(_library.operators())
     yield "CUDA", cuda()
@@ -42,6 +42,12 @@ def isas() -> list[str]:
     return names
 
 
+def selected_isa() -> str:
+    """The one of them that steps run on."""
+    value = _library.function("tx_isa_selected", restype=ctypes.c_char_p)()
+    return value.decode() if value else "none"
+
+
 def cuda() -> str:
     """Why there is none, or the devices that torch sees."""
     if not torch.backends.cuda.is_built():
@@ -50,8 +56,3 @@ def cuda() -> str:
         return "none: torch finds no device or no driver"
     devices = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return f"{devices}; the operators run on the CPU only"
-
-
-def _string(function: str) -> str:
-    value = _library.function(function, restype=ctypes.c_char_p)()
-    return value.decode() if value else "none"

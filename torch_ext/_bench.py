@@ -1,0 +1,83 @@
+"""python -m torch_ext bench: the step against the memory and against its peers, every figure a ratio of one run."""
+
+import argparse
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from torch_ext import _bench_pictures, _bench_report, _bench_tensors, _info
+from torch_ext._bench_figures import Findings
+from torch_ext._bench_rows import ISAS, ROWS, Bench
+
+_PARAMS, _ROUNDS = 64_000_000, 30
+_QUICK_PARAMS, _QUICK_ROUNDS = 1 << 16, 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--params", type=_positive, help=f"of the flat tensor; {_PARAMS:,} unless given")
+    parser.add_argument("--rounds", type=_positive, help=f"that a median is taken of; {_ROUNDS} unless given")
+    parser.add_argument("--threads", type=_positive, default=torch.get_num_threads())
+    legal = sorted({*ISAS, *_info.isas()})
+    parser.add_argument(
+        "--isa", nargs="+", choices=legal, default=list(ISAS), metavar="ISA", help=f"of row wall: {', '.join(legal)}"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all figures and the seconds they were made from")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="bytes against time (of row peers; matplotlib)")
+    parser.add_argument("--quick", action="store_true", help="small sizes: whether it runs; the figures say nothing")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}; a number >= 1 is legal")
+    return number
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the figures as they come; the exit status does not depend on them."""
+    if options.pictures:
+        _bench_pictures.require_matplotlib()
+    torch.set_num_threads(options.threads)
+    facts = _bench_report.machine(options.threads, options.seed)
+    print(_bench_report.facts(facts))
+    findings = Findings()
+    bench = Bench(
+        params=options.params or (_QUICK_PARAMS if options.quick else _PARAMS),
+        model=_bench_tensors.gpt2(16, 503, 32) if options.quick else _bench_tensors.gpt2(),
+        rounds=options.rounds or (_QUICK_ROUNDS if options.quick else _ROUNDS),
+        threads=options.threads,
+        isas=options.isa,
+        seed=options.seed,
+        findings=findings,
+    )
+    if options.quick:
+        print("quick: small sizes, these figures are no claims")
+    print(f"{bench.params:,} parameters in one tensor, {bench.rounds} rounds\n\n{_bench_report.header()}", flush=True)
+    for row in options.rows:
+        _run_row(bench, row)
+    print(_bench_report.closing(findings))
+    if options.json:
+        settings = {"rows": options.rows, "params": bench.params, "rounds": bench.rounds, "quick": options.quick}
+        found = _bench_report.as_json(facts, settings, findings)
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.pictures:
+        print(_bench_pictures.bytes_against_time(findings.points, facts, options.pictures))
+    return 0
+
+
+def _run_row(bench: Bench, row: str) -> None:
+    print(f"-- {row}")
+    findings = bench.findings
+    figures, skips = len(findings.figures), len(findings.skips)
+    ROWS[row](bench)
+    gc.collect()  # the row's tensors: optimizers are in cycles
+    for figure in findings.figures[figures:]:
+        print(_bench_report.figure_line(figure))
+    for skip in findings.skips[skips:]:
+        print(_bench_report.skip_line(skip))
+    sys.stdout.flush()

@@ -1,0 +1,103 @@
+"""The time that a kernel needs where memory costs nothing: on a block that stays in the first-level cache."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ext import _bench_configurations, _dtypes, _library
+from torch_ext._bench_configurations import Configuration
+
+# Elements of a call. The widest configuration has 16 bytes an element: 20 KB of 32 or more.
+_SMALL, _LARGE = 256, 1280
+_CALLS = 1000
+
+
+class TensorArgument(_library.Struct):
+    c_name = "tx_tensor"
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class GroupArgument(_library.Struct):
+    c_name = "tx_adamw_group"
+    _fields_ = [
+        (name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "decoupled")
+    ]
+
+
+class AdamWArguments(_library.Struct):
+    c_name = "tx_adamw_args"
+    _fields_ = [
+        ("size", ctypes.c_uint64),
+        ("n", ctypes.c_int64),
+        *((name, ctypes.POINTER(TensorArgument)) for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")),
+        *((name, ctypes.POINTER(TensorArgument)) for name in ("masters", "scales", "steps")),
+        ("n_groups", ctypes.c_int64),
+        ("groups", ctypes.POINTER(GroupArgument)),
+        ("lrs", ctypes.POINTER(TensorArgument)),
+        ("meta", ctypes.c_void_p),
+        *((name, TensorArgument) for name in ("grad_scale", "clip_coef", "found_inf", "skipped")),
+        ("seed", ctypes.c_uint64),
+        ("moment_rounding", ctypes.c_int32),
+        ("weight_rounding", ctypes.c_int32),
+    ]
+
+
+class InCache:
+    """Two contenders, `small` and `large`: the same number of calls of tx_adamw on one thread. What they differ in is
+    the time of the elements alone."""
+
+    def __init__(self, configuration: Configuration, seed: int) -> None:
+        self._adamw = _library.function("tx_adamw", *[ctypes.c_void_p] * 3, restype=ctypes.c_int32)
+        self._owned: list[Any] = []  # what the structs point to
+        self.small = self._repeated(configuration, _SMALL, seed)
+        self.large = self._repeated(configuration, _LARGE, seed)
+
+    def _repeated(self, configuration: Configuration, numel: int, seed: int) -> Callable[[], None]:
+        training = _bench_configurations.ours(configuration, [(numel,)], seed)
+        training.step()  # makes the state
+        (p,) = training.params
+        state = training.optimizer.state[p]
+        master = state.get("master_param", state.get("master_remainder"))
+        pointed = [p, p.grad, state["exp_avg"], state["exp_avg_sq"], master, state.get("scales"), state["step"]]
+        arguments = AdamWArguments(
+            ctypes.sizeof(AdamWArguments),
+            1,
+            *(ctypes.pointer(_argument(t)) for t in pointed),
+            1,
+            ctypes.pointer(GroupArgument(1e-6, 0.9, 0.999, 1e-8, 0.01, 0, 1)),
+            seed=seed,
+            moment_rounding=1,
+            weight_rounding=1,
+        )
+        error = _library.Error()
+        self._owned += [training, arguments, error]
+        adamw, where, message = self._adamw, ctypes.byref(arguments), ctypes.byref(error)
+
+        def steps() -> None:
+            status = 0
+            for _ in range(_CALLS):
+                status |= adamw(where, None, message)
+            _library.check(status, error)
+
+        return steps
+
+    @staticmethod
+    def ns_per_element(small: float, large: float) -> float:
+        """From the seconds of one call of each contender."""
+        return (large - small) / (_CALLS * (_LARGE - _SMALL)) * 1e9
+
+
+def _argument(t: Tensor | None) -> TensorArgument:
+    if t is None:
+        return TensorArgument(None, 0, 0, 0)
+    dtype = _dtypes.code_of(t.dtype)
+    assert dtype is not None and t.is_contiguous() and t.device == torch.device("cpu")
+    return TensorArgument(t.data_ptr(), t.numel(), dtype, 0)

@@ -1,0 +1,35 @@
+"""A neighbour who keeps one core busy while steps are timed."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# It looks at who its parent is, so that it ends with us even where we are killed.
+_BUSY = """
+import os, sys
+parent, core = int(sys.argv[1]), int(sys.argv[2])
+os.sched_setaffinity(0, [core])
+print("busy", flush=True)
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
+
+
+@contextmanager
+def busy() -> Iterator[int]:
+    """A process that spins on the last core we may use, for as long as the context lasts; its core."""
+    core = max(os.sched_getaffinity(0))
+    command = [sys.executable, "-c", _BUSY, str(os.getpid()), str(core)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        if process.stdout.readline() != "busy\n":
+            raise RuntimeError(f"the neighbour process ended with status {process.wait()} before it was busy")
+        yield core
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

@@ -1,0 +1,41 @@
+"""The benchmark's picture: bytes against time. Needs matplotlib."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from torch_ext._bench_figures import Point
+
+
+def require_matplotlib() -> None:
+    """Raises RuntimeError, saying what to do, where pictures cannot be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RuntimeError("--pictures needs matplotlib, which is not installed: pip install matplotlib")
+
+
+def bytes_against_time(points: list[Point], facts: dict[str, Any], folder: Path) -> Path:
+    """Draws resident bytes against the time of a step, per parameter, into a file of the folder, and returns it."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file, no display
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    for point in points:
+        x, y = point.bytes_per_parameter, point.ns_per_parameter
+        name = f"ours ({point.who})" if point.ours else point.who
+        axes.plot(x, y, "o" if point.ours else "s", color="tab:blue" if point.ours else "tab:gray")
+        axes.annotate(f"{name}\n{x:.2f} B, {y:.2f} ns", (x, y), xytext=(7, -3), textcoords="offset points", fontsize=8)
+    axes.set_xlabel("resident bytes per parameter: parameters, gradients, state")
+    axes.set_ylabel("ns per parameter and step, median")
+    axes.set_xlim(left=6, right=max((p.bytes_per_parameter for p in points), default=20) * 1.3)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(
+        f"{facts['processor']}, {facts['threads']} threads, {facts['in use']}, torch {facts['torch']}", fontsize=9
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "bytes_against_time.png"
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path

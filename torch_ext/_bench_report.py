@@ -1,0 +1,94 @@
+"""The benchmark's findings for people and as JSON."""
+
+import os
+import platform
+from collections import Counter
+from typing import Any
+
+import torch
+
+from torch_ext import _info
+from torch_ext._bench_figures import FIGURES, Bar, Figure, Findings, Skip
+
+_WIDTH = 66  # of what a figure is of
+
+
+def machine(threads: int, seed: int) -> dict[str, Any]:
+    """What every figure depends on."""
+    return {
+        "torch_ext": _info.version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "instruction sets": _info.isas(),
+        "in use": _info.selected_isa(),
+        "threads": threads,
+        "seed": seed,
+        "huge pages": _huge_pages(),
+        "load before": round(os.getloadavg()[0], 2),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def _huge_pages() -> str:
+    """For ordinary allocations: "always", "madvise" (only where asked for) or "never"."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+            return file.read().partition("[")[2].partition("]")[0]
+    except OSError:
+        return "unknown"
+
+
+def facts(values: dict[str, Any]) -> str:
+    """One line per fact, in columns."""
+    width = max(map(len, values))
+    texts = {key: ", ".join(map(str, v)) if isinstance(v, list) else str(v) for key, v in values.items()}
+    return "\n".join(f"{key:<{width}}  {text}" for key, text in texts.items())
+
+
+def header() -> str:
+    return f"{'figure':<{_WIDTH}} {'median':>7}  {'(min .. max)':<17} {'at least':>8} {'goal':>6}  verdict"
+
+
+def figure_line(figure: Figure) -> str:
+    value = figure.value
+    between = f"({value.least:.3f} .. {value.most:.3f})"
+    text = f"{figure.what:<{_WIDTH}} {value.median:>7.3f}  {between:<17} {_asked(figure.bar):>15}  {figure.verdict}"
+    if figure.beside:
+        text += "\n    " + "; ".join(f"{name} {number:.4g}" for name, number in figure.beside.items())
+    return text
+
+
+def skip_line(skip: Skip) -> str:
+    return f"{skip.what:<{_WIDTH}} SKIPPED: {skip.why}"
+
+
+def _asked(bar: Bar | None) -> str:
+    return "" if bar is None else f"{'<= ' if bar.lower_is_better else ''}{bar.at_least:g} {bar.goal:>6g}"
+
+
+def closing(findings: Findings) -> str:
+    """How many figures reached what, and how many are missing."""
+    count = Counter(figure.verdict for figure in findings.figures)
+    verdicts = ", ".join(f"{count[verdict]} {verdict}" for verdict in FIGURES)
+    return f"{len(findings.figures)} figures: {verdicts}; {len(findings.skips)} skipped"
+
+
+def as_json(facts: dict[str, Any], options: dict[str, Any], findings: Findings) -> dict[str, Any]:
+    return {
+        "machine": facts,
+        "options": options,
+        "figures": [figure.as_json() for figure in findings.figures],
+        "skips": [vars(skip) for skip in findings.skips],
+        "points": [point._asdict() for point in findings.points],
+        "seconds": findings.times,
+    }

@@ -1,0 +1,229 @@
+"""The rows of the benchmark: what runs against what in one interleaved run, and what is asked of the ratios."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from torch_ext import (
+    _bench_configurations,
+    _bench_measure,
+    _bench_memory,
+    _bench_neighbour,
+    _bench_peers,
+    _bench_tensors,
+)
+from torch_ext._bench_configurations import CONFIGURATIONS, Configuration, Stepper
+from torch_ext._bench_figures import Bar, Figure, Findings, Point, Skip
+from torch_ext._bench_l1 import InCache
+from torch_ext._bench_measure import Spread
+from torch_ext._bench_tensors import Shapes
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured on. Everything is made for its row and dropped after it."""
+
+    params: int  # of one flat tensor
+    model: Shapes  # GPT-2 small, or something of its form
+    rounds: int
+    threads: int
+    isas: list[str]
+    seed: int
+    findings: Findings
+
+    @property
+    def flat(self) -> Shapes:
+        return [(self.params,)]
+
+    def run(self, name: str, contenders: dict[str, Callable[[], object]], rounds: int) -> _bench_measure.Times:
+        times = _bench_measure.interleave(contenders, rounds)
+        self.findings.times[name] = times
+        return times
+
+    def add(
+        self, row: str, what: str, value: Spread, bar: Bar | None = None, beside: dict[str, float] | None = None
+    ) -> None:
+        self.findings.figures.append(Figure(row, what, value, bar, beside or {}))
+
+    def skip(self, row: str, what: str, why: object) -> None:
+        self.findings.skips.append(Skip(row, what, str(why)))
+
+
+# -- wall: the share of the memory's speed, and of the kernel's own ------------------------------------------------------
+
+ISAS = ("avx2", "avx512", "avx512bf16")
+_WALL_BARS = {"avx2": Bar(0.80, 0.92), "avx512": Bar(0.85, 0.95), "avx512bf16": Bar(0.85, 0.95)}
+# Of (c) with AVX-512 on two threads, in ns per parameter: asked of it where it is the kernel that bounds, not the memory.
+_C_NS, _C_NS_THREADS, _C_NS_ISAS = Bar(0.45, 0.33, lower_is_better=True), 2, ("avx512", "avx512bf16")
+
+
+def wall(bench: Bench) -> None:
+    present = [isa for isa in bench.isas if _bench_configurations.has_isa(isa)]
+    for isa in bench.isas:
+        if isa not in present:
+            bench.skip("wall", isa, "this processor does not have it, or the library was not built for it")
+    with _bench_configurations.default_isa():
+        for configuration in CONFIGURATIONS.values():
+            if present:
+                _wall_of(bench, configuration, present)
+
+
+def _wall_of(bench: Bench, configuration: Configuration, isas: list[str]) -> None:
+    training = _bench_configurations.ours(configuration, bench.flat, bench.seed)
+    cached = InCache(configuration, bench.seed)
+
+    def under(isa: str, step: Callable[[], None]) -> Callable[[], None]:
+        def selected() -> None:
+            _bench_configurations.select_isa(isa)
+            step()
+
+        return selected
+
+    contenders: dict[str, Callable[[], object]] = {
+        "wall": _bench_configurations.wall(configuration.traffic, bench.params)
+    }
+    for isa in isas:
+        contenders[isa] = under(isa, training.step)
+        contenders[f"{isa}, in L1, small"] = under(isa, cached.small)
+        contenders[f"{isa}, in L1, large"] = under(isa, cached.large)
+    times = bench.run(f"wall, {configuration.name}", contenders, bench.rounds)
+
+    scale = 1e9 / bench.params
+    for isa in isas:
+        pairs = zip(times[f"{isa}, in L1, small"], times[f"{isa}, in L1, large"], strict=True)
+        in_l1 = statistics.median(cached.ns_per_element(*pair) for pair in pairs) / bench.threads
+        ours = [seconds * scale for seconds in times[isa]]
+        bounds = [max(seconds * scale, in_l1) for seconds in times["wall"]]
+        of_bound = statistics.median(bound / own for bound, own in zip(bounds, ours, strict=True))
+        ns, wall_ns = statistics.median(ours), statistics.median(times["wall"]) * scale
+        beside = {"ns": ns, "wall ns": wall_ns, "L1 ns": in_l1, "of the bound": of_bound}
+        what = f"{configuration.name}, {isa}: share of the wall"
+        bench.add("wall", what, _bench_measure.ratio(times, "wall", isa), _WALL_BARS.get(isa), beside)
+        if configuration.name == "c" and isa in _C_NS_ISAS:
+            bar = _C_NS if bench.threads == _C_NS_THREADS and in_l1 > wall_ns else None
+            bench.add("wall", f"c, {isa}: ns per parameter", _bench_measure.spread(ours), bar)
+
+
+# -- gpt2: many tensors against one --------------------------------------------------------------------------------------
+
+
+def gpt2(bench: Bench) -> None:
+    for configuration in CONFIGURATIONS.values():
+        _gpt2_of(bench, configuration)
+
+
+def _gpt2_of(bench: Bench, configuration: Configuration) -> None:
+    total = _bench_tensors.numel(bench.model)
+    model = _bench_configurations.ours(configuration, bench.model, bench.seed)
+    flat = _bench_configurations.ours(configuration, [(total,)], bench.seed)
+    times = bench.run(f"gpt2, {configuration.name}", {"flat": flat.step, "model": model.step}, bench.rounds)
+    what = f"{configuration.name}: {len(bench.model)} tensors, speed relative to one"
+    ns = statistics.median(times["model"]) * 1e9 / total
+    bench.add("gpt2", what, _bench_measure.ratio(times, "flat", "model"), Bar(0.95, 0.99), {"ns": ns})
+
+
+# -- peers: whoever else steps a flat tensor -----------------------------------------------------------------------------
+
+
+class Peer(NamedTuple):
+    what: str
+    make: Callable[..., Stepper]  # from shapes and a seed
+    ours: str  # the configuration that it stands beside
+    bar: Bar
+
+
+PEERS = (
+    Peer("torch fused, fp32", partial(_bench_peers.torch_fused, dtype=torch.float32), "fp32", Bar(0.97, 1.03)),
+    Peer("mixed recipe around torch fused", _bench_peers.MixedRecipe, "a", Bar(2.0, 3.0)),
+    Peer("mixed recipe in one pass, torch.compile", _bench_peers.Compiled, "a", Bar(1.3, 1.7)),
+    Peer(
+        "torch fused, all bf16, no master", partial(_bench_peers.torch_fused, dtype=torch.bfloat16), "c", Bar(1.5, 3.0)
+    ),
+    Peer("DeepSpeed CPUAdam, fp32 states, no master", _bench_peers.deepspeed, "b", Bar(1.0, 1.3)),
+)
+
+
+def peers(bench: Bench) -> None:
+    contenders: dict[str, Stepper] = {}
+    for peer in PEERS:
+        try:
+            contenders[peer.what] = peer.make(bench.flat, seed=bench.seed)
+        except _bench_peers.Unavailable as why:
+            bench.skip("peers", peer.what, why)
+        if peer.ours not in contenders:
+            contenders[peer.ours] = _bench_configurations.ours(CONFIGURATIONS[peer.ours], bench.flat, bench.seed)
+    times = bench.run("peers", {name: c.step for name, c in contenders.items()}, bench.rounds)
+    for peer in PEERS:
+        if peer.what in contenders:
+            what = f"{peer.what} / ours ({peer.ours})"
+            bench.add("peers", what, _bench_measure.ratio(times, peer.what, peer.ours), peer.bar)
+    for name, contender in contenders.items():
+        ns = statistics.median(times[name]) * 1e9 / bench.params
+        size = _bench_configurations.resident(contender, bench.params)
+        bench.findings.points.append(Point(name, size, ns, name in CONFIGURATIONS))
+
+
+# -- small: a thousand small tensors -------------------------------------------------------------------------------------
+
+_SMALL: Shapes = [(64,)] * 1000
+_SMALL_STEPS = 10  # in one timing, which would be short of a millisecond otherwise
+
+
+def small(bench: Bench) -> None:
+    theirs = _bench_peers.torch_fused(_SMALL, seed=bench.seed, dtype=torch.float32)
+    own = _bench_configurations.ours(CONFIGURATIONS["fp32"], _SMALL, bench.seed)
+
+    def several(step: Callable[[], None]) -> Callable[[], None]:
+        def steps() -> None:
+            for _ in range(_SMALL_STEPS):
+                step()
+
+        return steps
+
+    contenders: dict[str, Callable[[], object]] = {"torch fused": several(theirs.step), "ours": several(own.step)}
+    times = bench.run("small", contenders, bench.rounds)
+    us = {who: statistics.median(times[who]) / _SMALL_STEPS / len(_SMALL) * 1e6 for who in contenders}
+    beside = {"ours, us a tensor": us["ours"], "torch fused, us a tensor": us["torch fused"]}
+    value = _bench_measure.ratio(times, "torch fused", "ours")
+    bench.add("small", "1000 tensors of 64, fp32: torch fused / ours", value, Bar(2.5, 4.0), beside)
+
+
+# -- neighbour: the longest of many steps while another process keeps one core busy --------------------------------------
+
+_NEIGHBOUR_STEPS = 50
+
+
+def neighbour(bench: Bench) -> None:
+    shapes = {f"one tensor of {bench.params}": bench.flat, f"{len(bench.model)} tensors": bench.model}
+    contenders: dict[str, Callable[[], object]] = {}
+    for what, each in shapes.items():
+        contenders[f"a, {what}"] = _bench_configurations.ours(CONFIGURATIONS["a"], each, bench.seed).step
+        contenders[f"torch fused fp32, {what}"] = _bench_peers.torch_fused(
+            each, seed=bench.seed, dtype=torch.float32
+        ).step
+    with _bench_neighbour.busy():
+        times = bench.run("neighbour", contenders, _NEIGHBOUR_STEPS)
+    for who in contenders:
+        bar = Bar(3, 1.5, lower_is_better=True) if who.startswith("a,") else None
+        beside = {"median ms": statistics.median(times[who]) * 1e3}
+        worst = _bench_measure.worst(times, who)
+        bench.add("neighbour", f"{who}: longest of {_NEIGHBOUR_STEPS} steps / median", worst, bar, beside)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+_MEMORY_BARS = {"a": Bar(12.1, 12.0, True), "b": Bar(10.1, 10.0, True), "c": Bar(8.1, 8.02, True)}
+
+
+def memory(bench: Bench) -> None:
+    for name, bar in _MEMORY_BARS.items():
+        found = _bench_memory.measure(name, bench.flat, bench.seed, bench.threads)
+        value = Spread(*[round(found.storage, 2)] * 3)  # to what is asked: a step of 4 bytes per tensor is no matter
+        bench.add("memory", f"{name}: resident bytes per parameter", value, bar, {"peak RSS": found.peak_rss})
+
+
+ROWS: dict[str, Callable[[Bench], None]] = {row.__name__: row for row in (wall, gpt2, peers, small, neighbour, memory)}

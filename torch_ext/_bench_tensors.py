@@ -1,0 +1,64 @@
+"""What the benchmark trains: shapes, and parameters with gradients whose values are like those of a training run."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+Shapes = Sequence[tuple[int, ...]]
+
+_CHUNK = 1 << 18  # elements drawn once and used again, each time with another magnitude
+
+
+def gpt2(width: int = 768, vocabulary: int = 50257, context: int = 1024, layers: int = 12) -> Shapes:
+    """The 148 tensors of GPT-2 small (the head is tied to wte), 124.4 million parameters."""
+    block: list[tuple[int, ...]] = [
+        *[(width,), (width,)],  # ln_1
+        *[(width, 3 * width), (3 * width,), (width, width), (width,)],  # attention
+        *[(width,), (width,)],  # ln_2
+        *[(width, 4 * width), (4 * width,), (4 * width, width), (width,)],  # mlp
+    ]
+    return [(vocabulary, width), (context, width), *(block * layers), (width,), (width,)]
+
+
+def numel(shapes: Shapes) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def make(shapes: Shapes, dtype: torch.dtype, seed: int) -> list[nn.Parameter]:
+    """Parameters of about 0.02 with gradients in the same dtype, both written everywhere.
+
+    Gradients are normal values whose magnitude varies between 1e-5 and 1e-2 along a tensor and from tensor to tensor;
+    no value or square of one is subnormal.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(_CHUNK, generator=generator)
+    values[values.abs() < 1e-6] = 1.0
+    params = []
+    for shape in shapes:
+        p = nn.Parameter(torch.empty(shape, dtype=dtype))
+        p.grad = torch.empty(shape, dtype=dtype)
+        _fill(p, values, [0.02], generator)
+        _fill(p.grad, values, [1e-2, 1e-3, 1e-4, 1e-5], generator)
+        params.append(p)
+    return params
+
+
+def grads(params: Iterable[Tensor]) -> list[Tensor]:
+    return [p.grad for p in params if p.grad is not None]
+
+
+@torch.no_grad()
+def _fill(t: Tensor, values: Tensor, magnitudes: list[float], generator: torch.Generator) -> None:
+    """Chunk by chunk, so that no second copy of the tensor is made; the chunks begin at random places of `values`."""
+    flat = t.view(-1)
+    for begin in range(0, t.numel(), _CHUNK // 2):
+        part = flat[begin : begin + _CHUNK // 2]
+        first, which = (int(torch.randint(n, (1,), generator=generator)) for n in (_CHUNK // 2, len(magnitudes)))
+        part.copy_(values[first : first + part.numel()]).mul_(magnitudes[which])
+
+
+def unique_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of the storages of the tensors, each counted once and whole."""
+    storages = (t.untyped_storage() for t in tensors)
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
