@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext import _bench_configurations, _dtypes, _library
-from torch_ext._bench_configurations import Configuration
+from torch_ext import _bench_configurations, _dtypes, _groups, _library
+from torch_ext._bench_configurations import Configuration, Training
 
 # Elements of a call. The widest configuration has 16 bytes an element: 20 KB of 32 or more.
 _SMALL, _LARGE = 256, 1280
@@ -56,29 +56,27 @@ class InCache:
 
     def __init__(self, configuration: Configuration, seed: int) -> None:
         self._adamw = _library.function("tx_adamw", *[ctypes.c_void_p] * 3, restype=ctypes.c_int32)
-        self._owned: list[Any] = []  # what the structs point to
-        self.small = self._repeated(configuration, _SMALL, seed)
-        self.large = self._repeated(configuration, _LARGE, seed)
+        self._owned: list[Any] = []  # what the calls point to
+        self.trainings = [_bench_configurations.ours(configuration, [(n,)], seed) for n in (_SMALL, _LARGE)]
+        self.small, self.large = map(self._repeated, self.trainings)
 
-    def _repeated(self, configuration: Configuration, numel: int, seed: int) -> Callable[[], None]:
-        training = _bench_configurations.ours(configuration, [(numel,)], seed)
+    def _repeated(self, training: Training) -> Callable[[], None]:
         training.step()  # makes the state
         (p,) = training.params
         state = training.optimizer.state[p]
         master = state.get("master_param", state.get("master_remainder"))
         pointed = [p, p.grad, state["exp_avg"], state["exp_avg_sq"], master, state.get("scales"), state["step"]]
+        hyper = _groups.hyper(training.optimizer.param_groups)
         arguments = AdamWArguments(
             ctypes.sizeof(AdamWArguments),
             1,
             *(ctypes.pointer(_argument(t)) for t in pointed),
             1,
-            ctypes.pointer(GroupArgument(1e-6, 0.9, 0.999, 1e-8, 0.01, 0, 1)),
-            seed=seed,
-            moment_rounding=1,
-            weight_rounding=1,
+            ctypes.pointer(GroupArgument(*hyper.groups[0].tolist())),
+            **dict(zip(("seed", "moment_rounding", "weight_rounding"), hyper.shared, strict=True)),
         )
         error = _library.Error()
-        self._owned += [training, arguments, error]
+        self._owned += [arguments, error]
         adamw, where, message = self._adamw, ctypes.byref(arguments), ctypes.byref(error)
 
         def steps() -> None:

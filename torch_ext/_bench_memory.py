@@ -1,5 +1,6 @@
-"""Resident bytes of a configuration, measured in a process of its own: python -m torch_ext._bench_memory."""
+"""Resident bytes of configurations, measured in a process of its own: python -m torch_ext._bench_memory."""
 
+import gc
 import json
 import os
 import subprocess
@@ -20,31 +21,37 @@ class Memory(NamedTuple):
     peak_rss: float  # the most that was resident while they were made and stepped, less what was there before
 
 
-def measure(configuration: str, shapes: Shapes, seed: int, threads: int) -> Memory:
-    """In a fresh process, so that nothing else that was ever allocated counts. Raises RuntimeError where it fails."""
-    question = json.dumps([configuration, shapes, seed, threads])
+def measure(configurations: list[str], shapes: Shapes, seed: int, threads: int) -> dict[str, Memory]:
+    """In a fresh process, where nothing that was ever allocated for something else counts. Raises RuntimeError where it
+    fails."""
+    question = json.dumps([configurations, shapes, seed, threads])
     command = [sys.executable, "-m", "torch_ext._bench_memory"]
     # The package that answers is the one that asks.
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    run = subprocess.run(
-        command, input=question, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
+    environment = {**os.environ, "PYTHONPATH": path}
+    run = subprocess.run(command, input=question, capture_output=True, text=True, env=environment)
     if run.returncode:
-        raise RuntimeError(f"measuring the memory of {configuration} failed: {run.stderr.strip()[-500:]}")
-    return Memory(*json.loads(run.stdout))
+        raise RuntimeError(f"measuring memory failed: {run.stderr.strip()[-500:]}")
+    return {name: Memory(*values) for name, values in json.loads(run.stdout).items()}
 
 
-def _answer(configuration: str, shapes: Shapes, seed: int, threads: int) -> Memory:
+def _answer(configurations: list[str], shapes: Shapes, seed: int, threads: int) -> dict[str, Memory]:
     torch.set_num_threads(threads)
-    params = _bench_tensors.numel(shapes)
-    _bench_configurations.ours(CONFIGURATIONS[configuration], [(1 << 16,)], seed).step()  # starts threads, loads code
+    for name in configurations:  # starts threads, loads code
+        _measure_one(name, [(1 << 16,)], seed)
+    return {name: _measure_one(name, shapes, seed) for name in configurations}
+
+
+def _measure_one(name: str, shapes: Shapes, seed: int) -> Memory:
+    gc.collect()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak is from now on
     before = _status("VmRSS")
-    training = _bench_configurations.ours(CONFIGURATIONS[configuration], shapes, seed)
+    training = _bench_configurations.ours(CONFIGURATIONS[name], shapes, seed)
     for _ in range(3):
         training.step()
+    params = _bench_tensors.numel(shapes)
     return Memory(_bench_configurations.resident(training, params), (_status("VmHWM") - before) / params)
 
 

@@ -20,7 +20,7 @@ while os.getppid() == parent:
 
 @contextmanager
 def busy() -> Iterator[int]:
-    """A process that spins on the last core we may use, for as long as the context lasts; its core."""
+    """A process that spins on the last core we may use, for as long as the context lasts; its process id."""
     core = max(os.sched_getaffinity(0))
     command = [sys.executable, "-c", _BUSY, str(os.getpid()), str(core)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -28,7 +28,7 @@ def busy() -> Iterator[int]:
     try:
         if process.stdout.readline() != "busy\n":
             raise RuntimeError(f"the neighbour process ended with status {process.wait()} before it was busy")
-        yield core
+        yield process.pid
     finally:
         process.kill()
         process.wait()

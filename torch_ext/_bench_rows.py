@@ -220,10 +220,11 @@ _MEMORY_BARS = {"a": Bar(12.1, 12.0, True), "b": Bar(10.1, 10.0, True), "c": Bar
 
 
 def memory(bench: Bench) -> None:
+    found = _bench_memory.measure(list(_MEMORY_BARS), bench.flat, bench.seed, bench.threads)
     for name, bar in _MEMORY_BARS.items():
-        found = _bench_memory.measure(name, bench.flat, bench.seed, bench.threads)
-        value = Spread(*[round(found.storage, 2)] * 3)  # to what is asked: a step of 4 bytes per tensor is no matter
-        bench.add("memory", f"{name}: resident bytes per parameter", value, bar, {"peak RSS": found.peak_rss})
+        storage = round(found[name].storage, 2)  # as it is asked for: the step's 4 bytes per tensor are no matter
+        beside = {"peak RSS": found[name].peak_rss}
+        bench.add("memory", f"{name}: resident bytes per parameter", Spread(*[storage] * 3), bar, beside)
 
 
 ROWS: dict[str, Callable[[Bench], None]] = {row.__name__: row for row in (wall, gpt2, peers, small, neighbour, memory)}

@@ -1,0 +1,295 @@
+"""python -m torch_ext bench, in small: every row is there, the figures are what the times say, and peers do the work."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from torch_ext import __main__ as command
+from torch_ext import (
+    _bench_configurations,
+    _bench_measure,
+    _bench_memory,
+    _bench_neighbour,
+    _bench_peers,
+    _bench_pictures,
+    _bench_rows,
+    _bench_tensors,
+    _info,
+)
+from torch_ext._bench_configurations import CONFIGURATIONS
+from torch_ext._bench_figures import Bar, Findings
+from torch_ext._bench_l1 import InCache
+from torch_ext._bench_rows import ISAS, PEERS, ROWS
+
+
+class Ran(NamedTuple):
+    text: str
+    found: dict[str, Any]
+    picture: pathlib.Path
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    folder = tmp_path_factory.mktemp("bench")
+    output = io.StringIO()
+    arguments = ["bench", "--quick", "--threads", "1", "--seed", "3", "--json", str(folder / "bench.json")]
+    with contextlib.redirect_stdout(output):
+        assert command.main([*arguments, "--pictures", str(folder / "pictures")]) == 0
+    found = json.loads((folder / "bench.json").read_text())
+    return Ran(output.getvalue(), found, folder / "pictures" / "bytes_against_time.png")
+
+
+def test_every_row_has_its_figures(ran: Ran) -> None:
+    """A figure, or a skip that says why."""
+    there = [f["what"] for f in ran.found["figures"]] + [s["what"] for s in ran.found["skips"]]
+    assert {f["row"] for f in ran.found["figures"]} == set(ROWS)
+    present = [isa for isa in ISAS if _bench_configurations.has_isa(isa)]
+    wanted = [f"{name}, {isa}: share of the wall" for name in CONFIGURATIONS for isa in present]
+    wanted += [isa for isa in ISAS if isa not in present]
+    wanted += [f"{name}: 148 tensors, speed relative to one" for name in CONFIGURATIONS]
+    wanted += [f"{name}: resident bytes per parameter" for name in "abc"]
+    assert [what for what in wanted if what not in there] == []
+    assert [peer.what for peer in PEERS if not any(what.startswith(peer.what) for what in there)] == []
+
+
+def test_figures_are_finite_and_between_their_extremes(ran: Ran) -> None:
+    for figure in ran.found["figures"]:
+        numbers = [figure["least"], figure["median"], figure["most"], *figure["beside"].values()]
+        assert all(map(math.isfinite, numbers)), figure
+        assert 0 < figure["least"] <= figure["median"] <= figure["most"], figure
+
+
+def test_machine_and_settings_come_first(ran: Ran) -> None:
+    assert set(ran.found) == {"machine", "options", "figures", "skips", "points", "seconds"}
+    machine = ran.found["machine"]
+    assert (machine["seed"], machine["threads"], machine["in use"]) == (3, 1, _info.selected_isa())
+    before_figures = ran.text.split("verdict")[0]
+    for key in ("processor", "in use", "threads", "torch", "seed"):
+        assert f"{machine[key]}" in before_figures
+    assert "no claims" in before_figures
+
+
+def test_everything_is_printed_and_counted(ran: Ran) -> None:
+    lines = ran.text.splitlines()
+    for figure in ran.found["figures"]:
+        assert any(line.startswith(figure["what"]) and line.endswith(figure["verdict"]) for line in lines)
+    for skip in ran.found["skips"]:
+        assert any(line.startswith(skip["what"]) and line.endswith(skip["why"]) for line in lines)
+    figures, skips = len(ran.found["figures"]), len(ran.found["skips"])
+    (closing,) = (line for line in lines if line.endswith(" skipped"))
+    assert closing.startswith(f"{figures} figures: ") and closing.endswith(f"; {skips} skipped")
+
+
+def test_figures_follow_from_the_seconds(ran: Ran) -> None:
+    def figure(what: str) -> float:
+        (found,) = (f["median"] for f in ran.found["figures"] if f["what"] == what)
+        return found
+
+    seconds = ran.found["seconds"]
+
+    def ratio(run: str, of: str, to: str) -> float:
+        return statistics.median(a / b for a, b in zip(seconds[run][of], seconds[run][to], strict=True))
+
+    assert figure("torch fused, fp32 / ours (fp32)") == ratio("peers", "torch fused, fp32", "fp32")
+    assert figure("a: 148 tensors, speed relative to one") == ratio("gpt2, a", "flat", "model")
+    steps = seconds["neighbour"]["a, 148 tensors"]
+    assert len(steps) == 50
+    assert figure("a, 148 tensors: longest of 50 steps / median") == max(steps) / statistics.median(steps)
+
+
+def test_bytes_per_parameter(ran: Ran) -> None:
+    sizes = {f["what"][0]: f["median"] for f in ran.found["figures"] if f["row"] == "memory"}
+    assert sizes == {"a": 12.0, "b": 10.0, "c": 8.02}
+    points = {p["who"]: p["bytes_per_parameter"] for p in ran.found["points"]}
+    assert points["fp32"] == pytest.approx(16, abs=0.01)
+    assert points["torch fused, fp32"] == pytest.approx(16, abs=0.01)
+    assert points["mixed recipe around torch fused"] == pytest.approx(20, abs=0.01)
+
+
+def test_picture(ran: Ran) -> None:
+    assert ran.picture.read_bytes().startswith(b"\x89PNG")
+    assert str(ran.picture) in ran.text
+
+
+# -- the parts -----------------------------------------------------------------------------------------------------------
+
+VERDICTS = [
+    (Bar(0.85, 0.95), 0.95, "goal"),
+    (Bar(0.85, 0.95), 0.9499, "met"),
+    (Bar(0.85, 0.95), 0.85, "met"),
+    (Bar(0.85, 0.95), 0.8499, "below"),
+    (Bar(3, 1.5, lower_is_better=True), 1.5, "goal"),
+    (Bar(3, 1.5, lower_is_better=True), 1.51, "met"),
+    (Bar(3, 1.5, lower_is_better=True), 3.0, "met"),
+    (Bar(3, 1.5, lower_is_better=True), 3.01, "below"),
+]
+
+
+@pytest.mark.parametrize(("bar", "value", "verdict"), VERDICTS)
+def test_verdict(bar: Bar, value: float, verdict: str) -> None:
+    assert bar.verdict(value) == verdict
+
+
+def test_contenders_take_turns() -> None:
+    calls: list[str] = []
+    contenders = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    times = _bench_measure.interleave(contenders, 3)
+    assert "".join(calls) == "aabbcc" + "abc" + "cba" + "abc"
+    assert {name: len(seconds) for name, seconds in times.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    """A machine that becomes ten times slower in the middle changes no ratio."""
+    times = {"theirs": [2.0, 20.0, 30.0], "ours": [1.0, 10.0, 10.0]}
+    assert _bench_measure.ratio(times, "theirs", "ours") == (2.0, 2.0, 3.0)
+    assert _bench_measure.worst({"x": [1.0, 2.0, 8.0]}, "x") == (4.0, 0.5, 4.0)
+
+
+def test_an_isa_that_is_not_there_is_a_named_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_bench_configurations, "has_isa", lambda name: name != "avx2")
+    findings = Findings()
+    bench = _bench_rows.Bench(1000, [(10,)], 1, 1, ["avx2", "base"], 0, findings)
+    _bench_rows.wall(bench)
+    assert [(skip.row, skip.what) for skip in findings.skips] == [("wall", "avx2")]
+    assert {f.what for f in findings.figures} == {f"{name}, base: share of the wall" for name in CONFIGURATIONS}
+    assert all(f.bar is None for f in findings.figures)
+
+
+def test_the_isa_is_given_back() -> None:
+    before = _info.selected_isa()
+    with pytest.raises(ZeroDivisionError), _bench_configurations.default_isa():
+        _bench_configurations.select_isa("base")
+        assert _info.selected_isa() == "base"
+        raise ZeroDivisionError
+    assert _info.selected_isa() == before
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_kernel_in_cache_is_the_step(name: str) -> None:
+    """What is timed through the C interface leaves the bits of the same number of steps of the optimizer."""
+    cached = InCache(CONFIGURATIONS[name], seed=0)
+    own = _bench_configurations.ours(CONFIGURATIONS[name], [(256,)], seed=0)
+    cached.small()
+    for _ in range(1001):  # one made the state
+        own.step()
+    for a, b in zip(cached.trainings[0].tensors(), own.tensors(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gpt2_is_gpt2() -> None:
+    shapes = _bench_tensors.gpt2()
+    assert (len(shapes), _bench_tensors.numel(shapes)) == (148, 124_439_808)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_normal_and_of_several_magnitudes(dtype: torch.dtype) -> None:
+    (p,) = _bench_tensors.make([(2_000_003,)], dtype, seed=0)
+    assert p.grad is not None and p.grad.dtype == dtype
+    g = p.grad.float().abs()
+    assert bool((g * g > torch.finfo(torch.float32).tiny).all()) and bool(p.ne(0).all())
+    chunks = [float(chunk.mean()) for chunk in g.split(1 << 17)]
+    assert max(chunks) > 50 * min(chunks)
+
+
+def test_peers_take_the_step_that_ours_takes() -> None:
+    """From one seed: after 20 steps masters agree to a fiftieth of how far they moved (the moments are bf16)."""
+    shapes = [(1000,), (7, 9)]
+    start = [p.detach().float() for p in _bench_tensors.make(shapes, torch.bfloat16, 5)]
+    own = _bench_configurations.ours(CONFIGURATIONS["a"], shapes, 5)
+    mixed, compiled = _bench_peers.MixedRecipe(shapes, 5), _bench_peers.Compiled(shapes, 5)  # which has made one step
+    for _ in range(19):
+        compiled.step()
+    for _ in range(20):
+        own.step()
+        mixed.step()
+    for i, (p, first) in enumerate(zip(own.params, start, strict=True)):
+        master = own.optimizer.state[p]["master_param"]
+        moved = (master - first).abs().mean()
+        assert moved > 1e-3
+        for theirs, weight in ((mixed.masters, mixed.model), (compiled.lists[4], compiled.lists[0])):
+            assert (theirs[i] - master).abs().max() < moved / 50
+            assert torch.equal(weight[i], theirs[i].bfloat16())
+
+
+def test_a_peer_that_is_not_there_is_a_named_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(shapes: object, seed: int) -> None:
+        raise _bench_peers.Unavailable("not on this machine")
+
+    monkeypatch.setattr(_bench_rows, "PEERS", (PEERS[0], PEERS[-1]._replace(make=absent)))
+    findings = Findings()
+    _bench_rows.peers(_bench_rows.Bench(1000, [(10,)], 1, 1, [], 0, findings))
+    assert [(skip.what, skip.why) for skip in findings.skips] == [(PEERS[-1].what, "not on this machine")]
+    assert [f.what for f in findings.figures] == ["torch fused, fp32 / ours (fp32)"]
+
+
+def test_memory_counts_what_is_resident() -> None:
+    """With enough parameters the process's own peak is the storages and little more."""
+    params = 8_000_000
+    (found,) = _bench_memory.measure(["c"], [(params,)], seed=0, threads=1).values()
+    assert found.storage == pytest.approx(8 + 2 / 128, abs=1e-4)
+    assert found.storage < found.peak_rss < found.storage + 1
+
+
+def gone(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_the_neighbour_is_busy_on_one_core_and_leaves() -> None:
+    with pytest.raises(ZeroDivisionError), _bench_neighbour.busy() as pid:
+        (core,) = os.sched_getaffinity(pid)
+        assert core in os.sched_getaffinity(0)
+        time.sleep(0.3)
+        assert pathlib.Path(f"/proc/{pid}/stat").read_text().split()[2] == "R"
+        raise ZeroDivisionError
+    assert gone(pid)
+
+
+def test_the_neighbour_leaves_when_we_are_killed() -> None:
+    code = (
+        "import os, signal\nfrom torch_ext import _bench_neighbour\n"
+        "with _bench_neighbour.busy() as pid:\n"
+        "    print(pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert run.returncode == -signal.SIGKILL
+    assert gone(int(run.stdout))
+
+
+# -- options -------------------------------------------------------------------------------------------------------------
+
+REFUSED = [["--rows", "walls"], ["--isa", "sse9"], ["--rounds", "0"], ["--params", "-1"], ["--threads", "x"]]
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
+def test_options_that_are_not_legal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["bench", *arguments])
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_pictures_without_matplotlib_say_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(_bench_pictures.importlib.util, "find_spec", lambda name: None)
+    assert command.main(["bench", "--quick", "--pictures", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert "matplotlib" in err and out == ""
