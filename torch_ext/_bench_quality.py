@@ -27,7 +27,7 @@ from torch_ext._bench_rounding import (
 _KINDS = [("fp32", "any")] + [(state, rounding) for state in STATES if state != "fp32" for rounding in ROUNDINGS]
 _WEIGHT_STEPS = (200, 2000)
 _REMAINDER_STEPS, _REMAINDER_SEEDS = 3000, 4
-_QUICK_ELEMENTS, _QUICK_REMAINDER_STEPS = 1024, 300
+_QUICK_DECAY, _QUICK_WEIGHT_STEPS, _QUICK_REMAINDER_STEPS = Decay(elements=1024, warmup=200, decay=2400), (20, 200), 300
 # Of the repository; a wheel does not have it.
 _LOSS = Path(__file__).absolute().parents[1] / "examples" / "gpt" / "configurations.py"
 
@@ -52,10 +52,10 @@ def run(options: argparse.Namespace) -> int:
     print(_bench_report.facts(_bench_report.machine(options.threads, options.seed)))
     if options.quick:
         print("quick: small sizes, these figures are no claims")
-    decay = Decay(elements=_QUICK_ELEMENTS) if options.quick else Decay()
+    decay = _QUICK_DECAY if options.quick else Decay()
     tracks, exact = follow_moments(decay, _KINDS, options.seed)
     print(_moments(decay, tracks), flush=True)
-    print(_weights(options.seed, _QUICK_ELEMENTS if options.quick else decay.elements), flush=True)
+    print(_weights(options.seed, _QUICK_WEIGHT_STEPS if options.quick else _WEIGHT_STEPS, decay.elements), flush=True)
     text, right = _remainders(options.seed, options.quick)
     print(text, flush=True)
     if options.pictures:
@@ -91,10 +91,10 @@ def _moments(decay: Decay, tracks: Sequence[Track]) -> str:
     return head + _table(rows, left=2)
 
 
-def _weights(seed: int, elements: int) -> str:
-    rows = [["rounding", *(f"after {step} steps" for step in _WEIGHT_STEPS)]]
-    for error in follow_weights(_WEIGHT_STEPS, seed, elements):
-        rows.append([error.rounding, *(f"{error.shares[step]:.3f}" for step in _WEIGHT_STEPS)])
+def _weights(seed: int, steps: Sequence[int], elements: int) -> str:
+    rows = [["rounding", *(f"after {step} steps" for step in steps)]]
+    for error in follow_weights(steps, seed, elements):
+        rows.append([error.rounding, *(f"{error.shares[step]:.3f}" for step in steps)])
     head = (
         f"\nbf16 weights without a master, {elements:,} of N(0, 1), lr 1e-4, steady direction: rms error as a share of "
         "the update.\nfloor: the exact weight, rounded once.\n"
