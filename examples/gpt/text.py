@@ -56,5 +56,5 @@ def batch(text: Tensor, context: int, size: int, *, seed: int, step: int, rank: 
 
 def fingerprint() -> str:
     """Eight hexadecimal digits that tell one Python's text from another's."""
-    digest = hashlib.sha256(bytes(read(TRAINING)) + bytes(read(HELD_OUT)))
+    digest = hashlib.sha256(read(TRAINING).numpy().tobytes() + read(HELD_OUT).numpy().tobytes())
     return digest.hexdigest()[:8]
