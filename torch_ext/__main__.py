@@ -23,11 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         bench.set_defaults(run=_add_bench(bench, quality="--quality" in arguments))
     options = parser.parse_args(arguments)
     run: Run = options.run
-    try:
-        return run(options)
-    except RuntimeError as refusal:
-        print(f"torch_ext: {refusal}", file=sys.stderr)
-        return 1
+    return run(options)
 
 
 def _print_info(_options: argparse.Namespace) -> int:

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--isa", nargs="+", choices=legal, default=list(ISAS), metavar="ISA", help=f"of row wall: {', '.join(legal)}"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all figures and the seconds they were made from")
-    parser.add_argument("--pictures", type=Path, metavar="DIR", help="bytes against time (of row peers; matplotlib)")
+    parser.add_argument("--json", type=_file, metavar="FILE", help="all figures and the seconds they were made from")
+    parser.add_argument("--pictures", type=_folder, metavar="DIR", help="bytes against time (of row peers; matplotlib)")
     parser.add_argument("--quick", action="store_true", help="small sizes: whether it runs; the figures say nothing")
 
 
@@ -38,10 +38,21 @@ def _positive(text: str) -> int:
     return number
 
 
+def _file(text: str) -> Path:
+    """Looked at before minutes of measuring, not after them."""
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is in a folder that does not exist; make it first")
+    return path
+
+
+def _folder(text: str) -> Path:
+    _bench_pictures.require_matplotlib()
+    return Path(text)
+
+
 def run(options: argparse.Namespace) -> int:
     """Prints the figures as they come; the exit status does not depend on them."""
-    if options.pictures:
-        _bench_pictures.require_matplotlib()
     torch.set_num_threads(options.threads)
     facts = _bench_report.machine(options.threads, options.seed)
     print(_bench_report.facts(facts))
@@ -58,13 +69,13 @@ def run(options: argparse.Namespace) -> int:
     if options.quick:
         print("quick: small sizes, these figures are no claims")
     print(f"{bench.params:,} parameters in one tensor, {bench.rounds} rounds\n\n{_bench_report.header()}", flush=True)
+    keys = ("rows", "isa", "quick")
+    settings = {"params": bench.params, "rounds": bench.rounds, **{key: getattr(options, key) for key in keys}}
     for row in options.rows:
         _run_row(bench, row)
+        if options.json:  # after each of them: what took minutes is kept where a later row fails
+            options.json.write_text(json.dumps(_bench_report.as_json(facts, settings, findings), indent=1) + "\n")
     print(_bench_report.closing(findings))
-    if options.json:
-        settings = {"rows": options.rows, "params": bench.params, "rounds": bench.rounds, "quick": options.quick}
-        found = _bench_report.as_json(facts, settings, findings)
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
     if options.pictures:
         print(_bench_pictures.bytes_against_time(findings.points, facts, options.pictures))
     return 0

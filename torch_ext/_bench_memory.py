@@ -1,5 +1,6 @@
 """Resident bytes of configurations, measured in a process of its own: python -m torch_ext._bench_memory."""
 
+import ctypes
 import gc
 import json
 import os
@@ -45,6 +46,7 @@ def _answer(configurations: list[str], shapes: Shapes, seed: int, threads: int) 
 
 def _measure_one(name: str, shapes: Shapes, seed: int) -> Memory:
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier runs left in the heap counts neither before nor after
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak is from now on
     before = _status("VmRSS")

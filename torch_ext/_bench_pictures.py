@@ -8,9 +8,9 @@ from torch_ext._bench_figures import Point
 
 
 def require_matplotlib() -> None:
-    """Raises RuntimeError, saying what to do, where pictures cannot be drawn."""
+    """Ends the command, saying what to do, where pictures cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise RuntimeError("--pictures needs matplotlib, which is not installed: pip install matplotlib")
+        raise SystemExit("torch_ext: --pictures needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def bytes_against_time(points: list[Point], facts: dict[str, Any], folder: Path) -> Path:

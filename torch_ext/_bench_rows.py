@@ -74,7 +74,7 @@ def wall(bench: Bench) -> None:
 
 def _wall_of(bench: Bench, configuration: Configuration, isas: list[str]) -> None:
     training = _bench_configurations.ours(configuration, bench.flat, bench.seed)
-    cached = InCache(configuration, bench.seed)
+    cached = {isa: InCache(configuration, bench.seed) for isa in isas}
 
     def under(isa: str, step: Callable[[], None]) -> Callable[[], None]:
         def selected() -> None:
@@ -88,14 +88,12 @@ def _wall_of(bench: Bench, configuration: Configuration, isas: list[str]) -> Non
     }
     for isa in isas:
         contenders[isa] = under(isa, training.step)
-        contenders[f"{isa}, in L1, small"] = under(isa, cached.small)
-        contenders[f"{isa}, in L1, large"] = under(isa, cached.large)
+        contenders[f"{isa}, in L1"] = under(isa, cached[isa].step)
     times = bench.run(f"wall, {configuration.name}", contenders, bench.rounds)
 
     scale = 1e9 / bench.params
     for isa in isas:
-        pairs = zip(times[f"{isa}, in L1, small"], times[f"{isa}, in L1, large"], strict=True)
-        in_l1 = statistics.median(cached.ns_per_element(*pair) for pair in pairs) / bench.threads
+        in_l1 = statistics.median(cached[isa].found) / bench.threads
         ours = [seconds * scale for seconds in times[isa]]
         bounds = [max(seconds * scale, in_l1) for seconds in times["wall"]]
         of_bound = statistics.median(bound / own for bound, own in zip(bounds, ours, strict=True))
@@ -198,7 +196,7 @@ _NEIGHBOUR_STEPS = 50
 
 
 def neighbour(bench: Bench) -> None:
-    shapes = {f"one tensor of {bench.params}": bench.flat, f"{len(bench.model)} tensors": bench.model}
+    shapes = {"one tensor": bench.flat, f"{len(bench.model)} tensors": bench.model}
     contenders: dict[str, Callable[[], object]] = {}
     for what, each in shapes.items():
         contenders[f"a, {what}"] = _bench_configurations.ours(CONFIGURATIONS["a"], each, bench.seed).step

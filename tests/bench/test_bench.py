@@ -181,11 +181,12 @@ def test_the_kernel_in_cache_is_the_step(name: str) -> None:
     """What is timed through the C interface leaves the bits of the same number of steps of the optimizer."""
     cached = InCache(CONFIGURATIONS[name], seed=0)
     own = _bench_configurations.ours(CONFIGURATIONS[name], [(256,)], seed=0)
-    cached.small()
+    cached.step()
     for _ in range(1001):  # one made the state
         own.step()
     for a, b in zip(cached.trainings[0].tensors(), own.tensors(), strict=True):
         assert torch.equal(a, b)
+    assert len(cached.found) == 1 and math.isfinite(cached.found[0])
 
 
 def test_gpt2_is_gpt2() -> None:
@@ -239,7 +240,7 @@ def test_memory_counts_what_is_resident() -> None:
     params = 8_000_000
     (found,) = _bench_memory.measure(["c"], [(params,)], seed=0, threads=1).values()
     assert found.storage == pytest.approx(8 + 2 / 128, abs=1e-4)
-    assert found.storage < found.peak_rss < found.storage + 1
+    assert found.storage - 0.05 < found.peak_rss < found.storage + 0.5
 
 
 def gone(pid: int) -> bool:
@@ -264,19 +265,27 @@ def test_the_neighbour_is_busy_on_one_core_and_leaves() -> None:
 
 def test_the_neighbour_leaves_when_we_are_killed() -> None:
     code = (
-        "import os, signal\nfrom torch_ext import _bench_neighbour\n"
-        "with _bench_neighbour.busy() as pid:\n"
+        "import os, runpy, signal, sys\n"
+        "with runpy.run_path(sys.argv[1])['busy']() as pid:\n"  # the file alone: importing torch takes seconds
         "    print(pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code, _bench_neighbour.__file__]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     assert run.returncode == -signal.SIGKILL
     assert gone(int(run.stdout))
 
 
 # -- options -------------------------------------------------------------------------------------------------------------
 
-REFUSED = [["--rows", "walls"], ["--isa", "sse9"], ["--rounds", "0"], ["--params", "-1"], ["--threads", "x"]]
+REFUSED = [
+    ["--rows", "walls"],
+    ["--isa", "sse9"],
+    ["--rounds", "0"],
+    ["--params", "-1"],
+    ["--threads", "x"],
+    ["--json", "/nowhere/bench.json"],
+]
 
 
 @pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
@@ -290,6 +299,16 @@ def test_pictures_without_matplotlib_say_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
     monkeypatch.setattr(_bench_pictures.importlib.util, "find_spec", lambda name: None)
-    assert command.main(["bench", "--quick", "--pictures", str(tmp_path)]) == 1
-    out, err = capsys.readouterr()
-    assert "matplotlib" in err and out == ""
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
+        command.main(["bench", "--quick", "--pictures", str(tmp_path)])
+    assert capsys.readouterr().out == ""
+
+
+def test_quality_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["bench", "--quality", "--help"])
+    assert "--rows" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["bench", "--help"])
+    shown = capsys.readouterr().out
+    assert "--rows" in shown and "--quality" in shown
