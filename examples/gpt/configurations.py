@@ -75,7 +75,7 @@ class Job:
 
 
 FULL = Job(
-    Config(layers=2, heads=2, width=64, context=64), batch=8, steps=3000, warmup=100, peak_lr=3e-3, held_out=2000
+    Config(layers=2, heads=2, width=64, context=64), batch=8, steps=2500, warmup=100, peak_lr=3e-3, held_out=2000
 )
 QUICK = Job(Config(layers=1, heads=2, width=32, context=32), batch=4, steps=20, warmup=4, peak_lr=3e-3, held_out=50)
 
