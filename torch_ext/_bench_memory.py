@@ -40,11 +40,12 @@ def measure(configurations: list[str], shapes: Shapes, seed: int, threads: int) 
 def _answer(configurations: list[str], shapes: Shapes, seed: int, threads: int) -> dict[str, Memory]:
     torch.set_num_threads(threads)
     for name in configurations:  # starts threads, loads code
-        _measure_one(name, [(1 << 16,)], seed)
-    return {name: _measure_one(name, shapes, seed) for name in configurations}
+        measure_here(name, [(1 << 16,)], seed)
+    return {name: measure_here(name, shapes, seed) for name in configurations}
 
 
-def _measure_one(name: str, shapes: Shapes, seed: int) -> Memory:
+def measure_here(name: str, shapes: Shapes, seed: int) -> Memory:
+    """In this process; memory that is freed while it is measured makes the peak too small."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what earlier runs left in the heap counts neither before nor after
     with open("/proc/self/clear_refs", "w") as file:

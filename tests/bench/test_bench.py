@@ -236,9 +236,9 @@ def test_a_peer_that_is_not_there_is_a_named_skip(monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_counts_what_is_resident() -> None:
-    """With enough parameters the process's own peak is the storages and little more."""
+    """With enough parameters the process's peak is the storages and little more."""
     params = 8_000_000
-    (found,) = _bench_memory.measure(["c"], [(params,)], seed=0, threads=1).values()
+    found = _bench_memory.measure_here("c", [(params,)], seed=0)
     assert found.storage == pytest.approx(8 + 2 / 128, abs=1e-4)
     assert found.storage - 0.05 < found.peak_rss < found.storage + 0.5
 
