@@ -19,7 +19,11 @@ C_OPTS = ARITHMETIC + [
     "-fvisibility=hidden",
 ]
 
-KERNEL_OPTS = C_OPTS + ["-O3"]
+# Jump threading (gcc) pulls one select apart into several masked moves before the loops are vectorised.
+KERNEL_OPTS = C_OPTS + [
+    "-O3",
+    "-fno-thread-jumps",
+]
 
 # Tests share inline arithmetic with the library, so they are compiled by the same rules.
 TEST_OPTS = ARITHMETIC + [

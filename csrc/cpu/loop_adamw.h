@@ -1,72 +1,46 @@
-/* The step's loops. One body, instantiated for the streams that combos.def lists as read and written in place; every
- * other legal combination runs through the same instances: its odd streams are brought to fp32 a tile at a time, in L1,
- * and rounded from there. Which way a stream goes changes no bit. Included by kernels_isa.c only. */
+/* The step. Streams that combos.def lists as compiled are read and written in place; every other legal combination runs
+ * through the same instances: its odd streams are brought to fp32 a tile at a time, in L1, and rounded from there.
+ * Which way a stream goes changes no bit. Included by kernels_isa.c only. */
 #ifndef TX_CPU_LOOP_ADAMW_H
 #define TX_CPU_LOOP_ADAMW_H
 
 #include "csrc/cpu/kernels.h"
 #include "csrc/cpu/loop_cast.h"
-#include "csrc/math/remainder.h"
+#include "csrc/cpu/loop_master.h"
+#include "csrc/cpu/step_blocks.h"
+#include "csrc/cpu/step_pairs.h"
 
-/* What one instance works on. Dithered thresholds are those of the first element. */
-typedef struct tx_adamw_streams {
-  const void *grad;
-  void *param, *master, *exp_avg, *exp_avg_sq;
-  uint32_t param_u, exp_avg_u, exp_avg_sq_u;
-} tx_adamw_streams;
+typedef void (*tx_step_instance)(const tx_adamw_constants *c, const tx_step_streams *s, int32_t n);
 
-TX_FN float tx_load_weight(const tx_adamw_streams *s, int64_t i, const tx_dtype param, const tx_dtype master) {
-  if (master == TX_F32) return tx_load(s->master, i, TX_F32);
-  if (master == TX_NONE) return tx_load(s->param, i, param);
-  return tx_remainder_decode(((const tx_mem_u16 *)s->param)[i], (int16_t)((const tx_mem_u16 *)s->master)[i]);
+#define TX_STEP_DEFINE_M_(m, M, g, G, w, P, W)                                                                  \
+  static void tx_step_##P##_##W##_##G##_##M(const tx_adamw_constants *c, const tx_step_streams *s, int32_t n) { \
+    if (TX_##M == TX_U8) {                                                                                      \
+      tx_step_blocks(*c, *s, n, TX_##P, TX_##W, TX_##G);                                                        \
+    } else if (TX_##P == TX_F32 && TX_##G == TX_F32 && TX_##M == TX_F32) {                                      \
+      tx_step_fp32(*c, *s, n, 1, 0);                                                                            \
+    } else {                                                                                                    \
+      tx_step_pairs(*c, *s, n, TX_##P, TX_##W, TX_##G, TX_##M);                                                 \
+    }                                                                                                           \
+  }
+#define TX_STEP_DEFINE_G_(g, G, ...) TX_FOR_EACH_LOOP_MOMENT(TX_STEP_DEFINE_M_, g, G, __VA_ARGS__)
+#define TX_STEP_DEFINE_W_(w, P, W, ...) TX_FOR_EACH_LOOP_GRAD(TX_STEP_DEFINE_G_, w, P, W)
+TX_FOR_EACH_LOOP_WEIGHT(TX_STEP_DEFINE_W_, )
+
+#define TX_STEP_ENTRY_M_(m, M, g, G, w, P, W) [w][g][m] = tx_step_##P##_##W##_##G##_##M,
+#define TX_STEP_ENTRY_G_(g, G, ...) TX_FOR_EACH_LOOP_MOMENT(TX_STEP_ENTRY_M_, g, G, __VA_ARGS__)
+#define TX_STEP_ENTRY_W_(w, P, W, ...) TX_FOR_EACH_LOOP_GRAD(TX_STEP_ENTRY_G_, w, P, W)
+static const tx_step_instance tx_step_instances[TX_LOOP_WEIGHTS][TX_LOOP_GRADS][TX_LOOP_MOMENTS] = {
+    TX_FOR_EACH_LOOP_WEIGHT(TX_STEP_ENTRY_W_, )};
+
+/* For what no row has in place: everything in fp32, whatever the constants. */
+static void tx_step_staged(const tx_adamw_constants *c, const tx_step_streams *s, int32_t n) {
+  tx_step_fp32(*c, *s, n, 0, 0);
+}
+static void tx_step_staged_root(const tx_adamw_constants *c, const tx_step_streams *s, int32_t n) {
+  tx_step_fp32(*c, *s, n, 0, 1);
 }
 
-TX_FN void tx_store_weight(const tx_adamw_streams *s, int64_t i, const tx_dtype param, const tx_dtype master, float p,
-                           uint32_t u) {
-  if (master == TX_NONE) {
-    tx_store_threshold(s->param, i, param, p, u);
-    return;
-  }
-  const uint16_t weight = tx_bf16_from_f32(p);
-  ((tx_mem_u16 *)s->param)[i] = weight;
-  if (master == TX_F32) {
-    ((tx_mem_f32 *)s->master)[i] = p;
-  } else {
-    ((tx_mem_u16 *)s->master)[i] = (uint16_t)tx_remainder_encode(p, weight);
-  }
-}
-
-TX_FN void tx_adamw_body(tx_adamw_constants c, tx_adamw_streams s, int32_t n, const tx_dtype param,
-                         const tx_dtype master, const tx_dtype grad, const tx_dtype moment, const int root) {
-  uint32_t ramp = 0; /* tx_dithered(0, i), as in noise.h */
-#pragma GCC ivdep
-  for (int32_t i = 0; i < n; i++, ramp += TX_LATTICE_ELEMENT) {
-    const float p = tx_load_weight(&s, i, param, master);
-    const tx_adamw_result r = tx_adamw_element(c, tx_load(s.grad, i, grad), p, tx_load(s.exp_avg, i, moment),
-                                               tx_load(s.exp_avg_sq, i, moment));
-    tx_store_threshold(s.exp_avg, i, moment, r.m, s.exp_avg_u + ramp);
-    tx_store_threshold(s.exp_avg_sq, i, moment, root ? r.root : r.v, s.exp_avg_sq_u + ramp);
-    tx_store_weight(&s, i, param, master, r.p, s.param_u + ramp);
-  }
-}
-
-typedef void (*tx_adamw_instance)(tx_adamw_constants c, tx_adamw_streams s, int32_t n);
-
-#define TX_ADAMW_DEFINE_M_(m, M, dtype, root, g, G, w, P, W)                                        \
-  static void tx_adamw_##P##_##W##_##G##_##M(tx_adamw_constants c, tx_adamw_streams s, int32_t n) { \
-    tx_adamw_body(c, s, n, TX_##P, TX_##W, TX_##G, TX_##dtype, root);                               \
-  }
-#define TX_ADAMW_DEFINE_G_(g, G, ...) TX_FOR_EACH_LOOP_MOMENT(TX_ADAMW_DEFINE_M_, g, G, __VA_ARGS__)
-#define TX_ADAMW_DEFINE_W_(w, P, W, ...) TX_FOR_EACH_LOOP_GRAD(TX_ADAMW_DEFINE_G_, w, P, W)
-TX_FOR_EACH_LOOP_WEIGHT(TX_ADAMW_DEFINE_W_, )
-
-#define TX_ADAMW_ENTRY_M_(m, M, dtype, root, g, G, w, P, W) [w][g][m] = tx_adamw_##P##_##W##_##G##_##M,
-#define TX_ADAMW_ENTRY_G_(g, G, ...) TX_FOR_EACH_LOOP_MOMENT(TX_ADAMW_ENTRY_M_, g, G, __VA_ARGS__)
-#define TX_ADAMW_ENTRY_W_(w, P, W, ...) TX_FOR_EACH_LOOP_GRAD(TX_ADAMW_ENTRY_G_, w, P, W)
-static const tx_adamw_instance tx_adamw_instances[TX_LOOP_WEIGHTS][TX_LOOP_GRADS][TX_LOOP_MOMENTS] = {
-    TX_FOR_EACH_LOOP_WEIGHT(TX_ADAMW_ENTRY_W_, )};
-
-/* Positions in the loops' lists; -1: no loop has the stream in place. */
+/* Positions in the lists of compiled rows; -1: no row has the stream in place. */
 static int tx_loop_weight(tx_dtype param, tx_dtype master) {
 #define TX_MATCH_(w, P, W, ...) \
   if (param == TX_##P && master == TX_##W) return w;
@@ -81,9 +55,9 @@ static int tx_loop_grad(tx_dtype grad) {
 #undef TX_MATCH_
   return -1;
 }
-static int tx_loop_moment(tx_dtype moment, int wants_root) {
-#define TX_MATCH_(m, M, dtype, root, ...) \
-  if (moment == TX_##dtype && wants_root == root) return m;
+static int tx_loop_moment(tx_dtype moment) {
+#define TX_MATCH_(m, M, ...) \
+  if (moment == TX_##M) return m;
   TX_FOR_EACH_LOOP_MOMENT(TX_MATCH_, )
 #undef TX_MATCH_
   return -1;
@@ -96,8 +70,9 @@ static const tx_store_loop tx_store_loops[TX_FORMS] = {TX_STORE_LOOPS};
 typedef struct tx_stage {
   char *memory;
   uint8_t *scales;
+  char *remainders; /* beside a weight: together they are the stream */
   int64_t element_size;
-  tx_load_loop load; /* NULL: read and written in place */
+  tx_load_loop load; /* NULL, as store: read and written in place */
   tx_store_loop store;
   tx_noise noise;
   int32_t rounding;
@@ -106,15 +81,23 @@ typedef struct tx_stage {
 /* The `n` elements from `at` on, in the form that the loop reads. */
 static void *tx_stage_in(const tx_stage *s, int64_t at, int64_t n, float *tile) {
   char *memory = s->memory + at * s->element_size;
-  if (!s->load) return memory;
-  s->load(memory, s->scales ? s->scales + at / TX_BLOCK : NULL, n, tile);
+  if (s->remainders) {
+    tx_decode_loop(memory, s->remainders + 2 * at, tile, n);
+  } else if (s->load) {
+    s->load(memory, s->scales ? s->scales + at / TX_BLOCK : NULL, n, tile);
+  } else {
+    return memory;
+  }
   return tile;
 }
 
 static void tx_stage_out(const tx_stage *s, int64_t at, int64_t n, const float *tile) {
-  if (!s->load) return;
-  s->store(tile, n, s->memory + at * s->element_size, s->scales ? s->scales + at / TX_BLOCK : NULL, s->noise, at,
-           s->rounding);
+  char *memory = s->memory + at * s->element_size;
+  if (s->remainders) {
+    tx_encode_loop(tile, memory, s->remainders + 2 * at, n);
+  } else if (s->store) {
+    s->store(tile, n, memory, s->scales ? s->scales + at / TX_BLOCK : NULL, s->noise, at, s->rounding);
+  }
 }
 
 static int64_t tx_size_in_loop(tx_dtype dtype) {
@@ -137,20 +120,18 @@ static tx_stage tx_staged(const void *memory, uint8_t *scales, tx_dtype dtype, t
                     .rounding = rounding};
 }
 
-/* How one piece's streams reach which loop. */
+/* How one piece's streams reach which instance. */
 typedef struct tx_adamw_route {
   tx_stage grad, param, exp_avg, exp_avg_sq;
-  tx_adamw_instance instance;
-  int steps_master; /* the loop steps the fp32 master itself; the parameter is rounded from it afterwards */
+  tx_step_instance instance;
+  int32_t width;    /* the instance takes a multiple of so many elements */
+  int steps_master; /* it steps the fp32 master itself; the parameter is rounded from it afterwards */
   int staged;
 } tx_adamw_route;
 
-static int tx_route_moments(const tx_adamw_piece *a, tx_adamw_route *route) {
+/* Moments, through tiles. */
+static void tx_stage_moments(const tx_adamw_piece *a, tx_adamw_route *route) {
   const tx_dtype m = a->exp_avg_dtype, v = a->exp_avg_sq_dtype;
-  route->exp_avg = tx_in_place(a->exp_avg, m);
-  route->exp_avg_sq = tx_in_place(a->exp_avg_sq, v);
-  const int in_place = tx_loop_moment(m, 0);
-  if (m == v && in_place >= 0 && (m == TX_F32 || a->moment_rounding == TX_DITHERED)) return in_place;
   if (m != TX_F32) {
     route->exp_avg = tx_staged(a->exp_avg, a->exp_avg_scale, m, TX_FORMAT_SIGNED, a->exp_avg_noise, a->moment_rounding);
   }
@@ -158,36 +139,85 @@ static int tx_route_moments(const tx_adamw_piece *a, tx_adamw_route *route) {
     route->exp_avg_sq =
         tx_staged(a->exp_avg_sq, a->exp_avg_sq_scale, v, TX_FORMAT_SQRT, a->exp_avg_sq_noise, a->moment_rounding);
   }
-  if (!a->exp_avg_sq_scale) return tx_loop_moment(TX_F32, 0);
-  route->exp_avg_sq.store = v == TX_U8 ? tx_store_roots_U8 : tx_store_roots_F16;
-  return tx_loop_moment(TX_F32, 1);
+  if (a->exp_avg_sq_scale) route->exp_avg_sq.store = v == TX_U8 ? tx_store_roots_U8 : tx_store_roots_F16;
 }
 
-static int tx_route_grad(const tx_adamw_piece *a, tx_adamw_route *route) {
-  route->grad = tx_in_place(a->grad, a->grad_dtype);
-  const int in_place = tx_loop_grad(a->grad_dtype);
-  if (in_place >= 0) return in_place;
+static void tx_stage_grad(const tx_adamw_piece *a, tx_adamw_route *route) {
+  if (a->grad_dtype == TX_F32) return;
   route->grad = tx_staged(a->grad, NULL, a->grad_dtype, TX_FORMAT_SIGNED, (tx_noise){0}, TX_NEAREST);
-  return tx_loop_grad(TX_F32);
 }
 
-static int tx_route_weight(const tx_adamw_piece *a, tx_adamw_route *route) {
-  route->param = tx_in_place(a->param, a->param_dtype);
-  const int rounds = a->master_dtype == TX_NONE && a->param_dtype != TX_F32;
-  const int in_place = tx_loop_weight(a->param_dtype, a->master_dtype);
-  if (in_place >= 0 && (!rounds || a->weight_rounding == TX_DITHERED)) return in_place;
+static void tx_stage_weight(const tx_adamw_piece *a, tx_adamw_route *route) {
+  if (a->param_dtype == TX_F32) return;
+  const int rounds = a->master_dtype == TX_NONE;
   route->param = tx_staged(a->param, NULL, a->param_dtype, TX_FORMAT_SIGNED, a->param_noise,
                            rounds ? a->weight_rounding : TX_NEAREST);
-  route->steps_master = !rounds;
-  return tx_loop_weight(TX_F32, TX_NONE);
+  if (a->master_dtype == TX_I16) route->param.remainders = a->master;
+  route->steps_master = a->master_dtype == TX_F32;
 }
 
 static tx_adamw_route tx_route(const tx_adamw_piece *a) {
-  tx_adamw_route route = {0};
-  const int moment = tx_route_moments(a, &route), grad = tx_route_grad(a, &route), weight = tx_route_weight(a, &route);
-  route.instance = tx_adamw_instances[weight][grad][moment];
-  route.staged = route.grad.load || route.param.load || route.exp_avg.load || route.exp_avg_sq.load;
+  tx_adamw_route route = {.width = 1};
+  route.grad = tx_in_place(a->grad, a->grad_dtype);
+  route.param = tx_in_place(a->param, a->param_dtype);
+  route.exp_avg = tx_in_place(a->exp_avg, a->exp_avg_dtype);
+  route.exp_avg_sq = tx_in_place(a->exp_avg_sq, a->exp_avg_sq_dtype);
+
+  const int dithered = a->moment_rounding == TX_DITHERED || a->exp_avg_dtype == TX_F32;
+  int moment = a->exp_avg_dtype == a->exp_avg_sq_dtype && dithered ? tx_loop_moment(a->exp_avg_dtype) : -1;
+  const int root = moment < 0 && a->exp_avg_sq_scale;
+  const int fp32_only = root || !tx_adamw_is_usual(a->constants);
+  int grad = fp32_only ? -1 : tx_loop_grad(a->grad_dtype);
+  const int rounds = a->master_dtype == TX_NONE && a->param_dtype != TX_F32;
+  int weight =
+      fp32_only || (rounds && a->weight_rounding != TX_DITHERED) ? -1 : tx_loop_weight(a->param_dtype, a->master_dtype);
+  if (fp32_only || moment < 0) tx_stage_moments(a, &route);
+  if (grad < 0) tx_stage_grad(a, &route);
+  if (weight < 0) tx_stage_weight(a, &route);
+  route.staged = route.grad.store || route.param.store || route.exp_avg.store || route.exp_avg_sq.store;
+  if (fp32_only) {
+    route.instance = a->exp_avg_sq_scale ? tx_step_staged_root : tx_step_staged;
+    return route;
+  }
+  /* what has no row in place comes as fp32 */
+  if (moment < 0) moment = tx_loop_moment(TX_F32);
+  if (grad < 0) grad = tx_loop_grad(TX_F32);
+  if (weight < 0) weight = tx_loop_weight(TX_F32, TX_NONE);
+  route.instance = tx_step_instances[weight][grad][moment];
+  route.width = moment == tx_loop_moment(TX_U8) ? TX_BLOCK : 2;
   return route;
+}
+
+/* The streams `n` elements further on; n: a multiple of TX_BLOCK where there are scales. */
+static void tx_advance(tx_step_streams *s, const int64_t sizes[5], int64_t n) {
+  s->grad = (const char *)s->grad + n * sizes[0];
+  s->param = (char *)s->param + n * sizes[1];
+  if (s->master) s->master = (char *)s->master + n * sizes[2];
+  s->exp_avg = (char *)s->exp_avg + n * sizes[3];
+  s->exp_avg_sq = (char *)s->exp_avg_sq + n * sizes[4];
+  if (s->exp_avg_scale) s->exp_avg_scale += n / TX_BLOCK;
+  if (s->exp_avg_sq_scale) s->exp_avg_sq_scale += n / TX_BLOCK;
+  s->param_u = tx_dithered(s->param_u, (uint32_t)n);
+  s->exp_avg_u = tx_dithered(s->exp_avg_u, (uint32_t)n);
+  s->exp_avg_sq_u = tx_dithered(s->exp_avg_sq_u, (uint32_t)n);
+}
+
+/* n elements of the streams by way of padded copies: the instance takes `width` > n. */
+static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants *c, const tx_step_streams *s,
+                           const int64_t sizes[5], int32_t n) {
+  char padded[5][TX_BLOCK * sizeof(float)] = {{0}};
+  void *const streams[5] = {(void *)(uintptr_t)s->grad, s->param, s->master, s->exp_avg, s->exp_avg_sq};
+  tx_step_streams copy = *s;
+  copy.grad = padded[0];
+  copy.param = padded[1];
+  copy.master = s->master ? padded[2] : NULL;
+  copy.exp_avg = padded[3];
+  copy.exp_avg_sq = padded[4];
+  for (int i = 0; i < 5; i++)
+    if (streams[i]) memcpy(padded[i], streams[i], (size_t)(n * sizes[i]));
+  route->instance(c, &copy, route->width);
+  for (int i = 1; i < 5; i++)
+    if (streams[i]) memcpy(streams[i], padded[i], (size_t)(n * sizes[i]));
 }
 
 /* One piece, of any legal combination. */
@@ -196,21 +226,32 @@ static void tx_adamw_run(const tx_adamw_piece *a) {
   const int64_t master_size = tx_size_in_loop(a->master_dtype);
   const int64_t tile = route.staged ? TX_TILE : a->n;
   float g_tile[TX_TILE], m_tile[TX_TILE], v_tile[TX_TILE], p_tile[TX_TILE];
+  const int64_t sizes[5] = {
+      route.grad.load ? 4 : route.grad.element_size, route.param.load ? 4 : route.param.element_size, master_size,
+      route.exp_avg.load ? 4 : route.exp_avg.element_size, route.exp_avg_sq.load ? 4 : route.exp_avg_sq.element_size};
   for (int64_t at = 0; at < a->n; at += tile) {
     const int64_t n = a->n - at < tile ? a->n - at : tile;
     void *master = a->master ? (char *)a->master + at * master_size : NULL;
-    const tx_adamw_streams s = {.grad = tx_stage_in(&route.grad, at, n, g_tile),
-                                .param = route.steps_master ? master : tx_stage_in(&route.param, at, n, p_tile),
-                                .master = master,
-                                .exp_avg = tx_stage_in(&route.exp_avg, at, n, m_tile),
-                                .exp_avg_sq = tx_stage_in(&route.exp_avg_sq, at, n, v_tile),
-                                .param_u = tx_dithered(a->param_noise.lattice, (uint32_t)at),
-                                .exp_avg_u = tx_dithered(a->exp_avg_noise.lattice, (uint32_t)at),
-                                .exp_avg_sq_u = tx_dithered(a->exp_avg_sq_noise.lattice, (uint32_t)at)};
-    route.instance(*a->constants, s, (int32_t)n);
+    tx_step_streams s = {.grad = tx_stage_in(&route.grad, at, n, g_tile),
+                         .param = route.steps_master ? master : tx_stage_in(&route.param, at, n, p_tile),
+                         .master = route.steps_master || route.param.remainders ? NULL : master,
+                         .exp_avg = tx_stage_in(&route.exp_avg, at, n, m_tile),
+                         .exp_avg_sq = tx_stage_in(&route.exp_avg_sq, at, n, v_tile),
+                         .exp_avg_scale = a->exp_avg_scale ? a->exp_avg_scale + at / TX_BLOCK : NULL,
+                         .exp_avg_sq_scale = a->exp_avg_sq_scale ? a->exp_avg_sq_scale + at / TX_BLOCK : NULL,
+                         .param_u = tx_dithered(a->param_noise.lattice, (uint32_t)at),
+                         .exp_avg_u = tx_dithered(a->exp_avg_noise.lattice, (uint32_t)at),
+                         .exp_avg_sq_u = tx_dithered(a->exp_avg_sq_noise.lattice, (uint32_t)at)};
+    const void *stepped = s.param;
+    const int32_t whole = (int32_t)n / route.width * route.width;
+    if (whole > 0) route.instance(a->constants, &s, whole);
+    if (whole < n) {
+      tx_advance(&s, sizes, whole);
+      tx_step_padded(&route, a->constants, &s, sizes, (int32_t)n - whole);
+    }
     tx_stage_out(&route.exp_avg, at, n, m_tile);
     tx_stage_out(&route.exp_avg_sq, at, n, v_tile);
-    tx_stage_out(&route.param, at, n, s.param);
+    tx_stage_out(&route.param, at, n, stepped);
   }
 }
 

@@ -29,7 +29,7 @@ TX_FN void tx_load_scaled(const void *from, const uint8_t *scales, int64_t n, fl
   const tx_block_format f = tx_block_format_of(dtype, format);
   for (int64_t at = 0; at < n; at += TX_BLOCK) {
     const int64_t count = tx_block_count(n, at);
-    const float scale = tx_scale_decode(scales[at / TX_BLOCK]);
+    const tx_block_scale scale = tx_scale_decode(f, scales[at / TX_BLOCK]);
     for (int64_t i = at; i < at + count; i++) {
       const uint32_t code = dtype == TX_U8 ? ((const uint8_t *)from)[i] : ((const tx_mem_u16 *)from)[i];
       const float value = tx_block_value(f, code, scale);

@@ -9,10 +9,9 @@
 
 static void tx_encode_loop(const void *restrict master, void *restrict param, void *restrict remainder, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
-    const float value = tx_load(master, i, TX_F32);
-    const uint16_t weight = tx_bf16_from_f32(value);
-    ((tx_mem_u16 *)param)[i] = weight;
-    ((tx_mem_u16 *)remainder)[i] = (uint16_t)tx_remainder_encode(value, weight);
+    const tx_remainder_halves halves = tx_remainder_split(tx_load(master, i, TX_F32));
+    ((tx_mem_u16 *)param)[i] = (uint16_t)(halves.upper >> 16);
+    ((tx_mem_u16 *)remainder)[i] = (uint16_t)halves.lower;
   }
 }
 

@@ -1,6 +1,6 @@
 /* The AdamW step of one element (Loshchilov & Hutter 2019, Algorithm 2), in one place for every back end.
  *
- *   g  = factor * grad + l2 * p                    factor = clip_coef / grad_scale, negative to maximize
+ *   g  = factor * grad [+ l2 * p if l2 != 0]       factor = clip_coef / grad_scale, negative to maximize
  *   m' = m + (1 - beta1) * (g - m)                 or, for beta1 < 1/2, g + beta1 * (m - g)
  *   v' = v + (1 - beta2) * (g * g - v)             likewise
  *   p' = p - (step_size * (m' / (sqrt(v') * rsqrt_bc2 + eps)) + decay * p)
@@ -74,23 +74,34 @@ TX_FN tx_adamw_constants tx_adamw_prepare(const tx_adamw_group *group, double lr
   return c;
 }
 
-/* A state after the step, unrounded. root = sqrt(v), which is what 8- and 16-bit states store. */
-typedef struct tx_adamw_result {
-  float p;
+/* Whether the constants are those of nearly every run: no l2 term, averages taken from the old value. */
+TX_FN int tx_adamw_is_usual(const tx_adamw_constants *c) {
+  return c->l2 == 0.0f && !c->exp_avg.from_new && !c->exp_avg_sq.from_new;
+}
+
+/* The moments after the step, unrounded. root = sqrt(v), which is what 8- and 16-bit states store. */
+typedef struct tx_adamw_moments {
   float m;
   float v;
   float root;
-} tx_adamw_result;
+} tx_adamw_moments;
 
-/* Non-finite gradients give non-finite results: they are kept out before this point. */
-TX_FN tx_adamw_result tx_adamw_element(tx_adamw_constants c, float grad, float p, float m, float v) {
-  tx_adamw_result r;
-  const float g = c.factor * grad + c.l2 * p;
+/* The step's first half. usual: tx_adamw_is_usual, or 0; known when a loop is compiled, it changes no bit; where it is
+ * 1 p is not looked at. Non-finite gradients give non-finite results: they are kept out before this point. */
+TX_FN tx_adamw_moments tx_adamw_average(tx_adamw_constants c, const int usual, float grad, float p, float m, float v) {
+  tx_adamw_moments r;
+  if (usual) c.exp_avg.from_new = c.exp_avg_sq.from_new = 0;
+  float g = c.factor * grad;
+  if (!usual && c.l2 != 0.0f) g += c.l2 * p;
   r.m = tx_averaged(c.exp_avg, m, g);
   r.v = tx_averaged(c.exp_avg_sq, v, g * g);
   r.root = sqrtf(r.v);
-  r.p = p - (c.step_size * (r.m / (r.root * c.rsqrt_bc2 + c.eps)) + c.decay * p);
   return r;
+}
+
+/* The second half, from the unrounded moments: p after the step. */
+TX_FN float tx_adamw_update(tx_adamw_constants c, float p, float m, float root) {
+  return p - (c.step_size * (m / (root * c.rsqrt_bc2 + c.eps)) + c.decay * p);
 }
 
 #endif

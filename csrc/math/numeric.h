@@ -57,18 +57,25 @@ TX_FN float tx_one_nan(float x) {
   return x == x ? x : tx_f32_from_bits(0x7fc00000u);
 }
 
-/* Nearest even; overflow to Inf; Inf stays; NaN to 0x7fc0. */
-TX_FN uint16_t tx_bf16_from_f32(float x) {
+/* The bf16 of x is the upper half; what the lower half holds means nothing. Nearest even; overflow to Inf; Inf stays;
+ * NaN to 0x7fc0. */
+TX_FN uint32_t tx_bf16_nearest_upper(float x) {
   const uint32_t bits = tx_bits_from_f32(tx_one_nan(x));
-  return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  return bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+TX_FN uint16_t tx_bf16_from_f32(float x) {
+  return (uint16_t)(tx_bf16_nearest_upper(x) >> 16);
 }
 
 /* Threshold. A finite value never becomes Inf (saturates at the largest finite); Inf stays; NaN to 0x7fc0. Above the
- * largest finite bf16 nothing is added, which does all three. */
-TX_FN uint16_t tx_bf16_round(float x, uint32_t u) {
+ * largest finite bf16 nothing is added, which does all three. The bf16 is the upper half. */
+TX_FN uint32_t tx_bf16_round_upper(float x, uint32_t u) {
   const uint32_t bits = tx_bits_from_f32(tx_one_nan(x));
   const uint32_t up = tx_magnitude_bits(x) > 0x7f7f0000 ? 0u : u >> 16;
-  return (uint16_t)((bits + up) >> 16);
+  return bits + up;
+}
+TX_FN uint16_t tx_bf16_round(float x, uint32_t u) {
+  return (uint16_t)(tx_bf16_round_upper(x, u) >> 16);
 }
 
 /* -- small floats ------------------------------------------------------------------------------------------------ */
@@ -109,24 +116,42 @@ TX_FN uint32_t tx_small_nearest(tx_small_float f, float x) {
   return x < least_normal ? fixed : floating;
 }
 
-/* The code of x by threshold u: its upper 23 - mantissa_bits bits count. x >= 0. Below the normals the fraction is
- * first brought to that many bits. */
-TX_FN uint32_t tx_small_round(tx_small_float f, float x, uint32_t u) {
-  const int32_t s = 23 - f.mantissa_bits;
-  const float least_normal = tx_exp2i(1 - f.bias);
-  const uint32_t fixed = tx_bits_from_f32(x + least_normal) - tx_bits_from_f32(least_normal);
-  const uint32_t floating = tx_bits_from_f32(x) - ((uint32_t)(127 - f.bias) << 23);
-  const uint32_t base = x < least_normal ? fixed : floating;
-  return (base + (u >> (32 - s))) >> s;
+/* Where the codes of f, times 2^k, lie among the fp32 patterns: code << (23 - mantissa_bits), plus rebase, is the
+ * value's pattern from least_normal on. Legal: 1 - f.bias + k in [-126, 127]. */
+typedef struct tx_small_place {
+  uint32_t rebase;
+  float least_normal;
+} tx_small_place;
+
+TX_FN tx_small_place tx_small_at(tx_small_float f, int32_t k) {
+  const uint32_t rebase = (uint32_t)(127 - f.bias + k) << 23;
+  const tx_small_place place = {rebase, tx_f32_from_bits(rebase + (1u << 23))};
+  return place;
 }
 
-/* Exact, for any code. */
-TX_FN float tx_small_decode(tx_small_float f, uint32_t code) {
-  const int32_t s = 23 - f.mantissa_bits;
-  const uint32_t bits = (code << s) + ((uint32_t)(127 - f.bias) << 23);
-  /* Read with one exponent more, a subnormal is least_normal too large. */
-  const float subnormal = tx_f32_from_bits(bits + (1u << 23)) - tx_exp2i(1 - f.bias);
-  return (int32_t)code < (1 << f.mantissa_bits) ? subnormal : tx_f32_from_bits(bits);
+/* The code of x by threshold u, in units of 1 << (23 - mantissa_bits); what is below them is to be cut off. u's upper
+ * 23 - mantissa_bits bits count. x >= 0. Below the normals the fraction is brought to that many bits by an addition;
+ * there its pattern, less an exponent, is above that of x itself, from there on below. */
+TX_FN uint32_t tx_small_sum(tx_small_float f, tx_small_place at, float x, uint32_t u) {
+  const int32_t fixed = (int32_t)(tx_bits_from_f32(x + at.least_normal) - (1u << 23));
+  const int32_t floating = (int32_t)tx_bits_from_f32(x);
+  const uint32_t base = (uint32_t)(fixed > floating ? fixed : floating);
+  return base + (u >> (9 + f.mantissa_bits)) - at.rebase;
+}
+TX_FN uint32_t tx_small_round(tx_small_float f, tx_small_place at, float x, uint32_t u) {
+  return tx_small_sum(f, at, x, u) >> (23 - f.mantissa_bits);
+}
+
+/* The value of `bits` = code << (23 - mantissa_bits). Exact, for any code. Read with one exponent more and less
+ * least_normal a subnormal is right and any other value too large; read as it is a subnormal is too large. */
+TX_FN float tx_small_read(tx_small_place at, uint32_t bits) {
+  const float normal = tx_f32_from_bits(bits + at.rebase);
+  const int32_t subnormal = (int32_t)tx_bits_from_f32((normal + normal) - at.least_normal);
+  const int32_t read = (int32_t)tx_bits_from_f32(normal);
+  return tx_f32_from_bits((uint32_t)(subnormal < read ? subnormal : read));
+}
+TX_FN float tx_small_decode(tx_small_float f, tx_small_place at, uint32_t code) {
+  return tx_small_read(at, code << (23 - f.mantissa_bits));
 }
 
 /* -- fp16 -------------------------------------------------------------------------------------------------------- */
@@ -135,7 +160,7 @@ TX_FN float tx_small_decode(tx_small_float f, uint32_t code) {
 TX_FN float tx_f32_from_f16(uint16_t h) {
   const uint32_t sign = ((uint32_t)h & 0x8000u) << 16;
   const uint32_t code = (uint32_t)h & 0x7fffu;
-  const uint32_t bits = tx_bits_from_f32(tx_small_decode(tx_small_f16(), code));
+  const uint32_t bits = tx_bits_from_f32(tx_small_decode(tx_small_f16(), tx_small_at(tx_small_f16(), 0), code));
   return tx_f32_from_bits(sign | ((int32_t)code >= 0x7c00 ? bits | (uint32_t)TX_F32_INF : bits));
 }
 
@@ -153,7 +178,8 @@ TX_FN uint16_t tx_f16_round(float x, uint32_t u) {
   const uint32_t sign = (tx_bits_from_f32(x) >> 16) & 0x8000u;
   const int32_t magnitude = tx_magnitude_bits(x);
   const int32_t finite = magnitude > 0x477fe000 ? 0x477fe000 : magnitude;
-  const uint32_t rounded = tx_small_round(tx_small_f16(), tx_f32_from_bits((uint32_t)finite), u);
+  const uint32_t rounded =
+      tx_small_round(tx_small_f16(), tx_small_at(tx_small_f16(), 0), tx_f32_from_bits((uint32_t)finite), u);
   const uint32_t code = sign | (magnitude >= TX_F32_INF ? 0x7c00u : rounded);
   return (uint16_t)(magnitude > TX_F32_INF ? 0x7e00u : code);
 }

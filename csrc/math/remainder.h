@@ -11,26 +11,41 @@
 
 #include "csrc/math/numeric.h"
 
-/* The remainder of `master` beside `weight` = tx_bf16_from_f32(master). */
-TX_FN int16_t tx_remainder_encode(float master, uint16_t weight) {
-  const int32_t missing = (int32_t)(tx_bits_from_f32(tx_one_nan(master)) - ((uint32_t)weight << 16));
-  /* The upper tie of a weight that is not zero; of the zeros it is magnitude 0x8000. */
-  const int32_t inexact = missing == 0x8000 && tx_magnitude_bits(master) != 0x8000 ? 1 : 0;
-  return (int16_t)(missing - inexact);
+/* A master as stored: the weight is the upper half of `upper`, the remainder the lower half of `lower`. */
+typedef struct tx_remainder_halves {
+  uint32_t upper;
+  uint32_t lower;
+} tx_remainder_halves;
+
+/* The remainder's 16 bits are those of the master, lowered where it is the inexact pattern; without that pattern a tie
+ * is always up, and half a unit added rounds to nearest even. */
+TX_FN tx_remainder_halves tx_remainder_split(float master) {
+  const uint32_t bits = tx_bits_from_f32(tx_one_nan(master));
+  const uint32_t lowered = (bits & 0x1ffffu) == 0x8000u ? bits - 1u : bits;
+  const tx_remainder_halves halves = {lowered + 0x8000u, (bits & 0x7fffffffu) == 0x8000u ? bits : lowered};
+  return halves;
+}
+
+/* The remainder of `master` beside tx_bf16_from_f32(master). */
+TX_FN int16_t tx_remainder_encode(float master) {
+  return (int16_t)tx_remainder_split(master).lower;
 }
 
 /* The master of a pair. Every pair of patterns with a finite weight gives a master that rounds to the weight, also
- * those that tx_remainder_encode never writes: an odd weight's -32768, the lower tie, belongs to its even neighbour and
+ * those that tx_remainder_split never gives: an odd weight's -32768, the lower tie, belongs to its even neighbour and
  * is read as -32767; beside a zero the sign is passed over (0x8000, the upper tie, is its own magnitude). An Inf with a
- * positive remainder, never written either, is NaN. */
-TX_FN float tx_remainder_decode(uint16_t weight, int16_t remainder) {
-  const int32_t upper = (int32_t)((uint32_t)weight << 16);
-  const int32_t code = remainder;
-  const int32_t lowest = (weight & 1) - 32768;
-  const int32_t raised = code < lowest ? lowest : code;
+ * positive remainder, never written either, is NaN. upper: the weight in the upper half, the lower one 0.
+ * remainder: likewise, the lower half does not matter. */
+TX_FN float tx_remainder_join(uint32_t upper, int32_t remainder) {
+  const int32_t lowest = (int32_t)((upper & 0x10000u) | 0x80000000u);
+  const int32_t code = remainder >> 16;
+  const int32_t raised = (remainder < lowest ? lowest : remainder) >> 16;
   const int32_t size = code < 0 ? -code : code;
-  const int32_t missing = (upper & 0x7fffffff) == 0 ? size : raised;
-  return tx_f32_from_bits((uint32_t)upper + (uint32_t)missing);
+  const int32_t missing = (upper & 0x7fffffffu) == 0u ? size : raised;
+  return tx_f32_from_bits(upper + (uint32_t)missing);
+}
+TX_FN float tx_remainder_decode(uint16_t weight, int16_t remainder) {
+  return tx_remainder_join((uint32_t)weight << 16, (int32_t)((uint32_t)remainder << 16));
 }
 
 #endif

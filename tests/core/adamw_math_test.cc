@@ -4,7 +4,7 @@
 #include <cmath>
 #include <random>
 
-#include "csrc/math/adamw.h"
+#include "tests/core/adamw_element.h"
 
 namespace {
 
@@ -61,7 +61,7 @@ TEST(AdamwMath, G1_OneStepIsWithinAFewUlpOfExtendedPrecision) {
       const float root = t == 1 ? 0 : 0.2f * normal(random), v = root * root;
       const float grad = normal(random) * static_cast<float>(c.scale / c.clip);
       const tx_adamw_constants k = tx_adamw_prepare(&c.group, c.group.lr, t, c.clip, c.scale);
-      const tx_adamw_result r = tx_adamw_element(k, grad, p, m, v);
+      const Stepped r = Element(k, grad, p, m, v);
       const Exact exact =
           Reference(c.group, t, static_cast<long double>(c.clip) / static_cast<long double>(c.scale), grad, {p, m, v});
       // What m and v are sums of; each term carries a few roundings, the sum one.
@@ -91,7 +91,7 @@ TEST(AdamwMath, G1_TheFirstStepIsTheSignOfTheGradientTimesLr) {
   const tx_adamw_group group = Group(0.0, true);
   const tx_adamw_constants k = tx_adamw_prepare(&group, group.lr, 1, 1.0, 1.0);
   for (const float g : {1e-3f, -1e-3f, 5.0f, -70000.0f}) {
-    const tx_adamw_result r = tx_adamw_element(k, g, 0.0f, 0.0f, 0.0f);
+    const Stepped r = Element(k, g, 0.0f, 0.0f, 0.0f);
     EXPECT_NEAR(r.p, -std::copysign(3e-4, g), 3e-4 * 1.2e-5) << g; /* eps / |g| at 1e-3 */
   }
 }
@@ -103,7 +103,7 @@ TEST(AdamwMath, ZeroGradientsAndNoDecayLeaveTheWeightExactly) {
     for (const int64_t t : {int64_t{1}, int64_t{2}, int64_t{1000000}}) {
       const tx_adamw_constants k = tx_adamw_prepare(&group, group.lr, t, 1.0, 1.0);
       for (const float p : {0.0f, -0.0f, 1.0f, -3.7e-5f, 0x1p-149f, 0x1.fffffep127f}) {
-        const tx_adamw_result r = tx_adamw_element(k, 0.0f, p, 0.0f, 0.0f);
+        const Stepped r = Element(k, 0.0f, p, 0.0f, 0.0f);
         EXPECT_EQ(r.p, p);
         EXPECT_EQ(r.m, 0.0f);
         EXPECT_EQ(r.v, 0.0f);
@@ -117,7 +117,7 @@ TEST(AdamwMath, DecoupledDecayIsLrTimesDecayTimesTheWeight) {
   const tx_adamw_constants k = tx_adamw_prepare(&group, 0.5, 1, 1.0, 1.0);
   EXPECT_EQ(k.decay, 0.05f);
   EXPECT_EQ(k.l2, 0.0f);
-  EXPECT_EQ(tx_adamw_element(k, 0.0f, 1.0f, 0.0f, 0.0f).p, 1.0f - 0.05f);
+  EXPECT_EQ(Element(k, 0.0f, 1.0f, 0.0f, 0.0f).p, 1.0f - 0.05f);
   const tx_adamw_group coupled = Group(0.1, false);
   const tx_adamw_constants l2 = tx_adamw_prepare(&coupled, 0.5, 1, 1.0, 1.0);
   EXPECT_EQ(l2.decay, 0.0f);
@@ -133,7 +133,7 @@ TEST(AdamwMath, AscentOnAGradientIsDescentOnItsNegative) {
     const tx_adamw_constants kd = tx_adamw_prepare(&down, down.lr, 5, 0.5, 1024.0);
     for (int i = 0; i < 1000; ++i) {
       const float g = normal(random) * 1024.0f, p = normal(random), m = normal(random), v = std::fabs(normal(random));
-      const tx_adamw_result a = tx_adamw_element(ku, g, p, m, v), b = tx_adamw_element(kd, -g, p, m, v);
+      const Stepped a = Element(ku, g, p, m, v), b = Element(kd, -g, p, m, v);
       ASSERT_EQ(a.p, b.p);
       ASSERT_EQ(a.m, b.m);
       ASSERT_EQ(a.v, b.v);
@@ -150,7 +150,7 @@ TEST(AdamwMath, VNeverBecomesNegative) {
     for (int i = 0; i < 200000; ++i) {
       const float v = tx_f32_from_bits(static_cast<uint32_t>(random()) % 0x7f800000u);
       const float g = i % 2 == 0 ? 0.0f : tx_f32_from_bits(static_cast<uint32_t>(random()) % 0x5f800000u);
-      const float next = tx_adamw_element(k, g, 0.0f, 0.0f, v).v;
+      const float next = Element(k, g, 0.0f, 0.0f, v).v;
       ASSERT_GE(next, 0.0f) << beta2 << " " << v << " " << g;
     }
   }
@@ -164,13 +164,13 @@ TEST(AdamwMath, G1_SmallBetasForgetALargeState) {
     group.decoupled = 1;
     const tx_adamw_constants c = tx_adamw_prepare(&group, 1e-3, 2, 1.0, 1.0);
     const double m = beta * 1e-3 + (1 - beta) * 0.01, v = beta * 1e-6 + (1 - beta) * 1e-4;
-    const tx_adamw_result r = tx_adamw_element(c, 0.01f, 0.0f, 1e-3f, 1e-6f);
+    const Stepped r = Element(c, 0.01f, 0.0f, 1e-3f, 1e-6f);
     EXPECT_NEAR(r.m, m, 2e-7 * m) << beta;
     EXPECT_NEAR(r.v, v, 2e-7 * v) << beta;
   }
   tx_adamw_group group{};
   group.decoupled = 1;
-  const tx_adamw_result r = tx_adamw_element(tx_adamw_prepare(&group, 1e-3, 2, 1.0, 1.0), 0.01f, 0.0f, 1000.0f, 1e6f);
+  const Stepped r = Element(tx_adamw_prepare(&group, 1e-3, 2, 1.0, 1.0), 0.01f, 0.0f, 1000.0f, 1e6f);
   EXPECT_EQ(r.m, 0.01f);
   EXPECT_EQ(r.v, 0.01f * 0.01f);
 }
@@ -206,8 +206,8 @@ TEST(AdamwMath, LossScaleAndClipCoefficientAreOneFactor) {
   const tx_adamw_constants scaled = tx_adamw_prepare(&group, 1.0, 1, 1.0, 65536.0);
   const tx_adamw_constants plain = tx_adamw_prepare(&group, 1.0, 1, 1.0, 1.0);
   for (const float g : {1.5f, -3e-7f, 0.1f}) {
-    const tx_adamw_result a = tx_adamw_element(scaled, g * 65536.0f, 0.5f, 0.1f, 0.01f);
-    const tx_adamw_result b = tx_adamw_element(plain, g, 0.5f, 0.1f, 0.01f);
+    const Stepped a = Element(scaled, g * 65536.0f, 0.5f, 0.1f, 0.01f);
+    const Stepped b = Element(plain, g, 0.5f, 0.1f, 0.01f);
     EXPECT_EQ(a.p, b.p);
     EXPECT_EQ(a.v, b.v);
   }

@@ -125,14 +125,14 @@ TYPED_TEST(HalfFormat, ThresholdRoundingOfFiniteValuesSaturates) {
 TEST(SmallFloat, EveryCodeDecodesExactlyAndStays) {
   for (const SmallCase &c : kSmallCases) {
     for (uint32_t code = 0; code <= c.format.max_code; ++code) {
-      const float x = tx_small_decode(c.format, code);
+      const float x = tx_small_decode(c.format, tx_small_at(c.format, 0), code);
       ASSERT_EQ(x, ReferenceValue(c.reference, code)) << c.name << " " << code;
       ASSERT_EQ(tx_small_nearest(c.format, x), code) << c.name;
       for (const uint32_t u : {0u, 1u, 0x7fffffffu, 0x80000000u, 0xffffffffu}) {
-        ASSERT_EQ(tx_small_round(c.format, x, u), code) << c.name;
+        ASSERT_EQ(tx_small_round(c.format, tx_small_at(c.format, 0), x, u), code) << c.name;
       }
     }
-    EXPECT_EQ(tx_small_decode(c.format, c.format.max_code), c.reference.max) << c.name;
+    EXPECT_EQ(tx_small_decode(c.format, tx_small_at(c.format, 0), c.format.max_code), c.reference.max) << c.name;
   }
 }
 
@@ -154,7 +154,9 @@ void ExpectSmallFloatRoundsEveryPattern() {
       "");
   EXPECT_EQ(
       Describe(WrongCodes(
-          [=](uint32_t pattern, uint32_t u) { return tx_small_round(format(), tx_f32_from_bits(pattern), u); },
+          [=](uint32_t pattern, uint32_t u) {
+            return tx_small_round(format(), tx_small_at(format(), 0), tx_f32_from_bits(pattern), u);
+          },
           [&](uint32_t pattern, uint32_t u) { return static_cast<uint16_t>(table.Threshold(Magnitude(pattern), u)); },
           end)),
       "");
@@ -183,10 +185,10 @@ TEST(Threshold, TheShareThatRoundsUpIsTheFraction) {
     for (const float unit : {0x1p-3f, std::ldexp(1.0f, c.reference.min_exponent - c.format.mantissa_bits)}) {
       const float x = 1.25f * unit; /* a quarter, between two normal codes or two subnormal ones */
       const float value = unit == 0x1p-3f ? 0x1p-3f * static_cast<float>(1 << c.format.mantissa_bits) + x : x;
-      const uint32_t below = tx_small_round(c.format, value, 0u);
+      const uint32_t below = tx_small_round(c.format, tx_small_at(c.format, 0), value, 0u);
       uint32_t up = 0;
       for (uint32_t u = 0; u < 1u << bits; ++u)
-        up += tx_small_round(c.format, value, u << (32 - bits)) - below;
+        up += tx_small_round(c.format, tx_small_at(c.format, 0), value, u << (32 - bits)) - below;
       EXPECT_EQ(up, 1u << (bits - 2)) << c.name << " " << value;
     }
   }

@@ -18,6 +18,7 @@ extern "C" {
 #include "csrc/math/dither.h"
 #include "csrc/math/remainder.h"
 }
+#include "tests/core/adamw_element.h"
 #include "tests/core/blocks.h"
 #include "tests/core/threads.h"
 
@@ -206,7 +207,8 @@ std::vector<float> GetMoment(Bytes &from, const uint8_t *scales, tx_dtype dtype,
     }
     uint32_t code = from.data()[i * Size(dtype)];
     if (dtype == TX_F16) code |= static_cast<uint32_t>(from.data()[2 * i + 1]) << 8;
-    const float value = tx_block_value(Format(dtype, root), code, tx_scale_decode(scales[i / 128]));
+    const float value =
+        tx_block_value(Format(dtype, root), code, tx_scale_decode(Format(dtype, root), scales[i / 128]));
     x[i] = root ? value * value : value;
   }
   return x;
@@ -231,12 +233,12 @@ void ReferenceStep(Param &p, const Call &call, int64_t id) {
       std::memcpy(&remainder, p.master.data() + 2 * i, 2);
       w = tx_remainder_decode(weight, remainder);
     }
-    const tx_adamw_result r = tx_adamw_element(c, Get(p.combo.grad, p.grad.data(), i), w, m[i], v[i]);
+    const Stepped r = Element(c, Get(p.combo.grad, p.grad.data(), i), w, m[i], v[i]);
     m[i] = r.m;
     v[i] = r.v;
     if (p.combo.master == TX_F32) std::memcpy(p.master.data() + 4 * i, &r.p, 4);
     if (p.combo.master == TX_I16) {
-      remainder = tx_remainder_encode(r.p, tx_bf16_from_f32(r.p));
+      remainder = tx_remainder_encode(r.p);
       std::memcpy(p.master.data() + 2 * i, &remainder, 2);
     }
     PutPlain(p.param.data(), i, p.combo.param, r.p, p.combo.master ? TX_NEAREST : a.weight_rounding,

@@ -34,7 +34,8 @@ struct Wire {
   Wire(tx_dtype dtype, int64_t n) : data(dtype, n), scales(TX_U8, ScaleBytes(dtype, n)) {}
   float Get(int64_t i) const {
     if (data.dtype() != TX_U8) return data.Get(i);
-    return tx_block_value(tx_block_e4m3(), data.Word<uint8_t>(i), tx_scale_decode(scales.Word<uint8_t>(i / TX_BLOCK)));
+    return tx_block_value(tx_block_e4m3(), data.Word<uint8_t>(i),
+                          tx_scale_decode(tx_block_e4m3(), scales.Word<uint8_t>(i / TX_BLOCK)));
   }
   tx_tensor scales_or_none() { return scales.size() ? scales.tensor() : None(); }
   bool operator==(const Wire &other) const {

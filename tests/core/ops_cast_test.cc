@@ -48,7 +48,8 @@ struct Formed {
   float Get(int64_t i) const {
     if (!form.scaled) return data.Get(i);
     const uint32_t code = form.dtype == TX_U8 ? data.Word<uint8_t>(i) : data.Word<uint16_t>(i);
-    const float value = tx_block_value(block_format(), code, tx_scale_decode(scales.Word<uint8_t>(i / TX_BLOCK)));
+    const float value =
+        tx_block_value(block_format(), code, tx_scale_decode(block_format(), scales.Word<uint8_t>(i / TX_BLOCK)));
     return format == TX_FORMAT_SQRT ? value * value : value;
   }
 

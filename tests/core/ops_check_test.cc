@@ -91,6 +91,9 @@ const OverlapCase kOverlaps[] = {
     {"by_one_byte", {At(0, 4, TX_F32), At(15, 4)}, {}, {"outs[0]", "outs[1]"}},
     {"inside", {At(0, 100), At(40, 2)}, {}, {"outs[0]", "outs[1]"}},
     {"read_what_is_written", {At(0, 10)}, {At(100, 5), At(9, 5)}, {"outs[0]", "ins[1]"}},
+    {"inside_the_third_of_neighbours", {At(0, 9), At(9, 9), At(18, 9), At(20, 1)}, {}, {"outs[2]", "outs[3]"}},
+    {"across_an_edge_of_neighbours", {At(8, 2)}, {At(0, 9), At(9, 9), At(18, 9)}, {"outs[0]", "ins[0]"}},
+    {"in_the_last_of_read_neighbours", {At(19, 2)}, {At(0, 9), At(9, 9), At(18, 9)}, {"outs[0]", "ins[2]"}},
     {"written_inside_a_long_read", {At(50, 2)}, {At(0, 100), At(10, 2)}, {"outs[0]", "ins[0]"}},
 };
 INSTANTIATE_TEST_SUITE_P(Cases, Overlap, testing::ValuesIn(kOverlaps),

@@ -54,7 +54,7 @@ TEST(Remainder, G4_TheWeightIsTheNearestAndThePairTheMaster) {
     for (int64_t i = 0; i < masters[k].size(); i++) {
       const float master = masters[k].Word<float>(i);
       ASSERT_EQ(params[k].Word<uint16_t>(i), tx_bf16_from_f32(master));
-      ASSERT_EQ(remainders[k].Word<int16_t>(i), tx_remainder_encode(master, tx_bf16_from_f32(master)));
+      ASSERT_EQ(remainders[k].Word<int16_t>(i), tx_remainder_encode(master));
       const uint32_t was = masters[k].Word<uint32_t>(i), is = back[k].Word<uint32_t>(i);
       if (std::isnan(master)) {
         ASSERT_EQ(is, 0x7fc00000u);

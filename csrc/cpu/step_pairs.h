@@ -1,0 +1,120 @@
+/* The step on streams of fp32 and bf16 that are read and written in place, two elements of each to a lane-wide word.
+ * Included by loop_adamw.h. */
+#ifndef TX_CPU_STEP_PAIRS_H
+#define TX_CPU_STEP_PAIRS_H
+
+#include "csrc/cpu/lanes.h"
+#include "csrc/math/adamw.h"
+#include "csrc/math/dither.h"
+#include "csrc/math/remainder.h"
+
+/* What one instance works on: elements from a block's edge on. Dithered thresholds are those of the first element;
+ * block scales only where the moments have them. */
+typedef struct tx_step_streams {
+  const void *grad;
+  void *param, *master, *exp_avg, *exp_avg_sq;
+  uint8_t *exp_avg_scale, *exp_avg_sq_scale;
+  uint32_t param_u, exp_avg_u, exp_avg_sq_u;
+} tx_step_streams;
+
+TX_FN float tx_weight_lane(tx_step_streams s, int32_t pair, const int k, const tx_dtype param, const tx_dtype master) {
+  if (master == TX_NONE) return tx_load_lane(s.param, pair, k, param);
+  if (master == TX_F32) return tx_load_lane(s.master, pair, k, TX_F32);
+  return tx_remainder_join(tx_upper(tx_word(s.param, pair), k), (int32_t)tx_upper_unmasked(tx_word(s.master, pair), k));
+}
+
+/* u: threshold of the pair's first element. */
+TX_FN void tx_store_weights(tx_step_streams s, int32_t pair, const tx_dtype param, const tx_dtype master,
+                            const float p[2], uint32_t u) {
+  if (master == TX_I16) {
+    const tx_remainder_halves a = tx_remainder_split(p[0]), b = tx_remainder_split(p[1]);
+    tx_put_word(s.param, pair, tx_join_upper(a.upper, b.upper));
+    tx_put_word(s.master, pair, tx_join_lower(a.lower, b.lower));
+  } else if (master == TX_F32) {
+    tx_put_word(s.master, 2 * pair, tx_bits_from_f32(p[0]));
+    tx_put_word(s.master, 2 * pair + 1, tx_bits_from_f32(p[1]));
+    tx_put_word(s.param, pair, tx_join_upper(tx_bf16_nearest_upper(p[0]), tx_bf16_nearest_upper(p[1])));
+  } else {
+    const uint32_t lanes[2] = {tx_round_lane(param, p[0], u), tx_round_lane(param, p[1], u + TX_LATTICE_ELEMENT)};
+    tx_store_lanes(s.param, pair, param, lanes);
+  }
+}
+
+/* The step goes over a tile twice: a loop for the moments up to the square root, one for the weights from the division
+ * on. With both in one loop the many instructions that wait for a result of the divider fill the processor's scheduler,
+ * and it runs at half its speed. Tiles are small against the first-level cache. */
+#define TX_STEP_TILE 256
+
+/* Unrounded results of the first loop; element 2 * i + k at [k][i]. */
+typedef struct tx_step_tile {
+  float m[2][TX_STEP_TILE / 2];
+  float root[2][TX_STEP_TILE / 2];
+} tx_step_tile;
+
+TX_FN void tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs, tx_step_tile *tile,
+                                const tx_dtype grad, const tx_dtype moment) {
+  uint32_t ramp = tx_dithered(0, 2 * (uint32_t)at);
+#pragma GCC ivdep
+  for (int32_t i = 0; i < pairs; i++, ramp += 2 * TX_LATTICE_ELEMENT) {
+    uint32_t m[2], v[2];
+    for (int k = 0; k < 2; k++) {
+      const uint32_t u = ramp + (k ? TX_LATTICE_ELEMENT : 0u);
+      const tx_adamw_moments r =
+          tx_adamw_average(c, 1, tx_load_lane(s.grad, at + i, k, grad), 0.0f,
+                           tx_load_lane(s.exp_avg, at + i, k, moment), tx_load_lane(s.exp_avg_sq, at + i, k, moment));
+      m[k] = tx_round_lane(moment, r.m, s.exp_avg_u + u);
+      v[k] = tx_round_lane(moment, r.v, s.exp_avg_sq_u + u);
+      tile->m[k][i] = r.m;
+      tile->root[k][i] = r.root;
+    }
+    tx_store_lanes(s.exp_avg, at + i, moment, m);
+    tx_store_lanes(s.exp_avg_sq, at + i, moment, v);
+  }
+}
+
+TX_FN void tx_step_pair_weights(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                const tx_step_tile *tile, const tx_dtype param, const tx_dtype master) {
+  uint32_t u = tx_dithered(s.param_u, 2 * (uint32_t)at);
+#pragma GCC ivdep
+  for (int32_t i = 0; i < pairs; i++, u += 2 * TX_LATTICE_ELEMENT) {
+    float p[2];
+    for (int k = 0; k < 2; k++)
+      p[k] = tx_adamw_update(c, tx_weight_lane(s, at + i, k, param, master), tile->m[k][i], tile->root[k][i]);
+    tx_store_weights(s, at + i, param, master, p, u);
+  }
+}
+
+/* n: even. */
+TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
+                         const tx_dtype master, const tx_dtype grad, const tx_dtype moment) {
+  tx_step_tile tile;
+  for (int32_t at = 0; at < n / 2; at += TX_STEP_TILE / 2) {
+    const int32_t pairs = n / 2 - at < TX_STEP_TILE / 2 ? n / 2 - at : TX_STEP_TILE / 2;
+    tx_step_pair_moments(c, s, at, pairs, &tile, grad, moment);
+    tx_step_pair_weights(c, s, at, pairs, &tile, param, master);
+  }
+}
+
+/* Everything in fp32. root: exp_avg_sq leaves as its square root. */
+TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, const int usual, const int root) {
+  float roots[TX_STEP_TILE];
+  for (int32_t at = 0; at < n; at += TX_STEP_TILE) {
+    const int32_t count = n - at < TX_STEP_TILE ? n - at : TX_STEP_TILE;
+#pragma GCC ivdep
+    for (int32_t i = 0; i < count; i++) {
+      const tx_adamw_moments r =
+          tx_adamw_average(c, usual, tx_load(s.grad, at + i, TX_F32), tx_load(s.param, at + i, TX_F32),
+                           tx_load(s.exp_avg, at + i, TX_F32), tx_load(s.exp_avg_sq, at + i, TX_F32));
+      tx_store(s.exp_avg, at + i, TX_F32, r.m);
+      tx_store(s.exp_avg_sq, at + i, TX_F32, root ? r.root : r.v);
+      roots[i] = r.root;
+    }
+#pragma GCC ivdep
+    for (int32_t i = 0; i < count; i++) {
+      const float m = tx_load(s.exp_avg, at + i, TX_F32);
+      tx_store(s.param, at + i, TX_F32, tx_adamw_update(c, tx_load(s.param, at + i, TX_F32), m, roots[i]));
+    }
+  }
+}
+
+#endif

@@ -1,0 +1,16 @@
+// Both halves of the step of one element, as the loops compute them for any constants.
+#ifndef TESTS_CORE_ADAMW_ELEMENT_H
+#define TESTS_CORE_ADAMW_ELEMENT_H
+
+#include "csrc/math/adamw.h"
+
+struct Stepped {
+  float p, m, v, root;
+};
+
+inline Stepped Element(tx_adamw_constants c, float grad, float p, float m, float v) {
+  const tx_adamw_moments r = tx_adamw_average(c, 0, grad, p, m, v);
+  return {tx_adamw_update(c, p, r.m, r.root), r.m, r.v, r.root};
+}
+
+#endif
