@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_ext import _groups, _state, _tensors
+from torch_ext import _groups, _kept, _state, _tensors
 
 if TYPE_CHECKING:
     from torch_ext._optimizer import Adam
@@ -66,10 +66,11 @@ def sealed(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[str, Any]:
         _state.refuse(p, entry, f"loaded state dict, state of {name}")
     state: dict[Any, Any] = {}
     with torch.no_grad():
-        for index, entry in state_dict["state"].items():
-            p = targets[index][0]
-            kinds = _state.kinds_of(optimizer.policy, p.dtype)
-            at_rest = _state.encode(p.detach(), entry, kinds, optimizer.state.get(p, {}))
+        params = [targets[index][0] for index in state_dict["state"]]
+        wanted = [(p.detach(), _state.kinds_of(optimizer.policy, p.dtype)) for p in params]
+        made = zip(state_dict["state"].items(), params, wanted, _state.make(wanted), strict=True)
+        for (index, entry), p, (weight, kinds), at_rest in made:
+            _state.encode(weight, entry, kinds, _kept.peek(optimizer.state, p), at_rest)
             step = torch.tensor(float(entry["step"]), dtype=torch.float32, device=p.device)
             state[index] = Sealed({"step": step, **at_rest})
     return {**state_dict, "state": state}

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torch_ext import _checkpoint, _groups, _masters, _state, _tensors
+from torch_ext import _checkpoint, _groups, _kept, _masters, _state, _tensors
 from torch_ext._clip import Clipping, measure
 from torch_ext._groups import Params
 from torch_ext._masters import Seen
@@ -102,6 +102,7 @@ class Adam(torch.optim.Optimizer):
         }
         _groups.refuse(defaults, "")
         super().__init__(params, defaults)
+        self.state = _kept.Kept.of(self.state, handed_out=False)
         if fused is False:
             self._step_supports_amp_scaling = False
         device = next((p.device for p in self._everyone() if p.requires_grad), torch.device("cpu"))
@@ -145,13 +146,14 @@ class Adam(torch.optim.Optimizer):
 
     def _make_steps(self, group: dict[str, Any]) -> None:
         """The steps of a group as views of one tensor; zero for trainable parameters that have none."""
-        counted = [p for p in group["params"] if p.requires_grad or "step" in self._state_of(p)]
+        counted = [p for p in group["params"] if p.requires_grad or "step" in _kept.peek(self.state, p)]
         if counted:
             steps = torch.zeros(len(counted), dtype=torch.float32, device=counted[0].device).unbind()
             for p, step in zip(counted, steps, strict=True):
-                if "step" in self.state[p]:
-                    step.fill_(float(self.state[p]["step"]))
-                self.state[p]["step"] = step
+                entry = _kept.entry(self.state, p)
+                if "step" in entry:
+                    step.fill_(float(entry["step"]))
+                entry["step"] = step
 
     def _everyone(self) -> list[Tensor]:
         return _groups.everyone(self.param_groups)
@@ -192,11 +194,10 @@ class Adam(torch.optim.Optimizer):
                 check = _masters.resync if self.on_external_write == "resync" else _masters.refuse_written
                 check([plan.members[i] for i in suspects])
             plan.load_copies()
-            states = (plan.exp_avgs, plan.exp_avg_sqs, plan.masters, plan.scales, plan.steps)
             scalars = (*self._scalars(clipping), self._skipped)
-            arguments = (*states, hyper.lrs, hyper.groups, plan.meta, *scalars, *hyper.shared)
+            arguments = (plan.states, plan.slices, hyper.lrs, hyper.groups, plan.meta, *scalars, *hyper.shared)
             try:
-                torch.ops.torch_ext.adamw_.default(plan.weights, plan.lay_out(present, always=again), *arguments)
+                torch.ops.torch_ext.adamw_flat_.default(plan.weights, plan.lay_out(present, always=again), *arguments)
             except RuntimeError as refusal:
                 # It wrote nothing. Once more: parameters or gradients may only lie differently than they did so far.
                 if again:
@@ -217,9 +218,9 @@ class Adam(torch.optim.Optimizer):
             self._plan = None
         present = set(everyone)
         for gone in [p for p in self.state if isinstance(p, Tensor) and p not in present]:
-            del self.state[gone]
+            dict.pop(self.state, gone)
         self._seen = {p: seen for p, seen in self._seen.items() if p in present}
-        first = not any("exp_avg" in self.state[p] for p in everyone if p in self.state)
+        first = not any("exp_avg" in _kept.peek(self.state, p) for p in everyone)
         # DCP calls step with lr 0 and zero gradients to have state made: that is no step (a counter at 1 would make the
         # first real update 1.34 times too small).
         inert = first and all(float(g["lr"]) == 0 for g in self.param_groups) and not any(bool(g.any()) for g in grads)
@@ -237,19 +238,19 @@ class Adam(torch.optim.Optimizer):
         chosen = [i for i, want in enumerate(wanted) if want]
         for i in chosen:  # all of them before the first state is made
             _tensors.refuse_param(everyone[i], names[i])
-        members = []
-        for i in chosen:
-            p, state = everyone[i], self.state[everyone[i]]
-            member = Member(p, state, _state.kinds_of(self.policy, p.dtype), ids[i], group_of[i], names[i])
-            if "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            if not _state.complete(state, member.kinds):
-                made = _state.make(p.detach(), member.kinds)
-                state.update({key: value for key, value in made.items() if key not in state})
-                if member.kinds.master is not None:
-                    self._seen[p] = _masters.look(p, member.master)
-            _state.settle(p.detach(), state, member.kinds, names[i])
-            members.append(member)
+        members = [
+            Member(p, _kept.entry(self.state, p), _state.kinds_of(self.policy, p.dtype), ids[i], group_of[i], names[i])
+            for i, p in ((i, everyone[i]) for i in chosen)
+        ]
+        missing = [m for m in members if not _state.complete(m.state, m.kinds)]
+        for m, made in zip(missing, _state.make([(m.param.detach(), m.kinds) for m in missing]), strict=True):
+            m.state.update({key: value for key, value in made.items() if key not in m.state})
+            if m.kinds.master is not None:
+                self._seen[m.param] = _masters.look(m.param, m.master)
+        for m in members:
+            if "step" not in m.state:
+                m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.param.device)
+            _state.settle(m.param.detach(), m.state, m.kinds, m.name)
         return members
 
     def _current_hyper(self) -> _groups.Hyper:
@@ -306,17 +307,14 @@ class Adam(torch.optim.Optimizer):
         Returns the number of elements that changed.
         """
         everyone = self._everyone()
-        having = ["master_param" in state or "master_remainder" in state for state in map(self._state_of, everyone)]
+        at_rest = [_kept.peek(self.state, p) for p in everyone]
+        having = ["master_param" in state or "master_remainder" in state for state in at_rest]
         with torch.no_grad():
             members = self._members(everyone, having)
             changed = _masters.resync(members, force)
         self._seen.update({m.param: _masters.look(m.param, m.master) for m in members})
         self._plan = None
         return int(changed.sum())
-
-    def _state_of(self, p: Tensor) -> dict[str, Any]:
-        """What there is, without making an entry."""
-        return self.state.get(p, {})
 
     # -- saving and loading -------------------------------------------------------------------------------------------
 
@@ -330,7 +328,7 @@ class Adam(torch.optim.Optimizer):
         with torch.no_grad():
             everyone = self._everyone()
             known = dict(self._seen)
-            self._members(everyone, [p.requires_grad or "exp_avg" in self._state_of(p) for p in everyone])
+            self._members(everyone, [p.requires_grad or "exp_avg" in _kept.peek(self.state, p) for p in everyone])
             self._seen = known  # what was made now is checked before the first step: a silent write may come between
         handle = self.register_state_dict_post_hook(
             cast(Any, _checkpoint.logical), prepend=True
@@ -359,10 +357,15 @@ class Adam(torch.optim.Optimizer):
         return super().__getstate__() | {key: self.__dict__[key] for key in _KEPT if key in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for key, value in state["state"].items():
+        before, entries = self.__dict__.get("state", {}), state["state"]
+        loaded = all(isinstance(value, _checkpoint.Sealed) for value in entries.values())
+        for key, value in entries.items():
             if isinstance(value, _checkpoint.Sealed):
-                state["state"][key] = value.at_rest
+                entries[key] = value.at_rest
         super().__setstate__(state)
+        if not isinstance(entries, _kept.Kept):  # a shallow copy of an optimizer shares its state
+            # What was loaded is ours alone, unless it was handed out by us before.
+            self.state = _kept.Kept.of(entries, handed_out=not loaded or (bool(before) and _kept.handed_out(before)))
         self._forget()
         for group in self.param_groups:
             _groups.fill(group, self.defaults, self._decoupled)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext import _tensors
+from torch_ext import _kept, _tensors
 from torch_ext._masters import Seen
 from torch_ext._state import Kinds
 
@@ -34,10 +34,34 @@ class Member(NamedTuple):
         assert self.kinds.master is not None
         return self.state[self.kinds.master]
 
+    def at_rest(self) -> list[Tensor | None]:
+        """Its state in the order of a row of `slices` of adamw_flat_."""
+        master = self.state[self.kinds.master] if self.kinds.master else None
+        return [self.state["exp_avg"], self.state["exp_avg_sq"], master, self.state.get("scales"), self.state["step"]]
 
-def values_of(state: Mapping[Tensor, dict[str, Any]]) -> list[Any]:
+
+def values_of(state: dict[Tensor, dict[str, Any]]) -> list[Any]:
     """Everything the optimizer holds, in one list."""
-    return list(chain.from_iterable(map(dict.values, state.values())))
+    return list(chain.from_iterable(map(dict.values, _kept.entries(state))))
+
+
+def _memories(rows: list[list[Tensor | None]]) -> tuple[list[Tensor], Tensor]:
+    """Whole memories, each once, and where in them the (dense) tensors of each row lie: int64 [rows, 3 each]."""
+    memories: list[Tensor] = []
+    known: dict[tuple[int, torch.dtype], int] = {}
+    slices: list[list[int]] = []
+    for row in rows:
+        slices.append([])
+        for t in row:
+            if t is None or t.numel() == 0:
+                slices[-1] += (0, 0, 0)
+                continue
+            storage = t.untyped_storage()
+            index = known.setdefault((storage.data_ptr(), t.dtype), len(memories))
+            if index == len(memories):
+                memories.append(t.detach().as_strided((storage.nbytes() // t.element_size(),), (1,), 0))
+            slices[-1] += (index, int(t.storage_offset()), t.numel())
+    return memories, torch.tensor(slices, dtype=torch.int64).reshape(len(rows), -1)
 
 
 class Plan:
@@ -46,13 +70,14 @@ class Plan:
         members: list[Member],
         everyone: list[Tensor],
         active: list[bool],
-        state: Mapping[Tensor, dict[str, Any]],
+        state: dict[Tensor, dict[str, Any]],
         grads: list[Tensor],
         seen: Mapping[Tensor, Seen],
     ) -> None:
         self.members = members
         self._everyone = everyone
         self._active = active
+        self._state = state
         self._values = values_of(state)
 
         self.params = [m.param for m in members]
@@ -63,11 +88,9 @@ class Plan:
         ]
         self._copied = [(p, order) for p, order in zip(self.params, self._orders, strict=True) if order is not p]
         self.weights = [_tensors.flat(order) for order in self._orders]
-        self.exp_avgs = [_tensors.flat(m.state["exp_avg"]) for m in members]
-        self.exp_avg_sqs = [_tensors.flat(m.state["exp_avg_sq"]) for m in members]
-        self.steps = [m.state["step"] for m in members]
-        self.masters = self._optional([m.state[m.kinds.master] if m.kinds.master else None for m in members])
-        self.scales = self._optional([m.state.get("scales") for m in members])
+        self.states, self.slices = _memories([m.at_rest() for m in members])
+        self._held = [t for m in members for t in m.at_rest() if t is not None]
+        self._places = list(map(Tensor.data_ptr, self._held))
         self.meta = torch.tensor([[m.id, 0, m.group] for m in members], dtype=torch.int64).reshape(-1, 3)
 
         # A write by somebody else shows in these two. A weight that is passed as a view of its own must stay where it
@@ -83,12 +106,6 @@ class Plan:
             w is p and g.is_contiguous() for w, p, g in zip(self.weights, self.params, grads, strict=True)
         )
 
-    @staticmethod
-    def _optional(tensors: list[Tensor | None]) -> list[Tensor]:
-        if all(t is None for t in tensors):
-            return []
-        return [_tensors.NONE if t is None else _tensors.flat(t) for t in tensors]
-
     def _known_version(self, i: int, address: int, seen: Mapping[Tensor, Seen]) -> int:
         """The version at which the weight was last seen, or -1, which no tensor has."""
         member = self.members[i]
@@ -97,16 +114,22 @@ class Plan:
             return -1
         return last.version if last.address == address and last.master is member.master else -1
 
-    def fits(self, everyone: list[Tensor], active: list[bool], state: Mapping[Tensor, dict[str, Any]]) -> bool:
+    def fits(self, everyone: list[Tensor], active: list[bool], state: dict[Tensor, dict[str, Any]]) -> bool:
         """Whether the same parameters, state and memory take part as when the plan was made."""
-        values = values_of(state)
         return (
             len(everyone) == len(self._everyone)
-            and len(values) == len(self._values)
             and active == self._active
             and all(map(operator.is_, everyone, self._everyone))
+            and list(map(Tensor.data_ptr, self._watched_params)) == self._addresses
+            and (self._state is state and not _kept.handed_out(state) or self._holds(state))
+        )
+
+    def _holds(self, state: dict[Tensor, dict[str, Any]]) -> bool:
+        values = values_of(state)
+        return (
+            len(values) == len(self._values)
             and all(map(operator.is_, values, self._values))
-            and [p.data_ptr() for p in self._watched_params] == self._addresses
+            and list(map(Tensor.data_ptr, self._held)) == self._places
         )
 
     def suspects(self) -> list[int]:

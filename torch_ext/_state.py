@@ -10,17 +10,18 @@ At rest (`opt.state[p]`)                                   logical (`state_dict(
 At most one of the masters exists. Decoding and encoding again gives the same bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_ext import _ops, _tensors
+from torch_ext import _ops, _shared, _tensors
 from torch_ext._policy import Policy
 
 BLOCK = 128  # TX_BLOCK
 FORMATS = {"exp_avg": 0, "exp_avg_sq": 1}  # tx_format of each moment where it is block-scaled
+MASTERS = {"master_param": torch.float32, "master_remainder": torch.int16}  # at rest; at most one of them
 LOGICAL = ("step", "exp_avg", "exp_avg_sq", "master_param")
 
 
@@ -69,8 +70,8 @@ def settle(p: Tensor, state: dict[str, Any], kinds: Kinds, name: str) -> None:
     put a state here that p cannot have.
     """
     keys = ["exp_avg", "exp_avg_sq"] + ([kinds.master] if kinds.master else [])
-    expected = [kinds.exp_avg, kinds.exp_avg_sq, torch.int16 if kinds.master == "master_remainder" else torch.float32]
-    for key, dtype in zip(keys, expected, strict=False):
+    expected = [kinds.exp_avg, kinds.exp_avg_sq] + ([MASTERS[kinds.master]] if kinds.master else [])
+    for key, dtype in zip(keys, expected, strict=True):
         if state[key].dtype != dtype or state[key].shape != p.shape:
             raise ValueError(
                 f"{name} is {tuple(p.shape)} in {p.dtype}, so its {key} must be {tuple(p.shape)} in {dtype}; it is "
@@ -80,21 +81,39 @@ def settle(p: Tensor, state: dict[str, Any], kinds: Kinds, name: str) -> None:
     contiguous = not _tensors.is_dense(p)
     for key in keys:
         if not (state[key].is_contiguous() if contiguous else _tensors.same_order(state[key], p)):
-            state.update(encode(p, decode(p, state, kinds), kinds, {}))
+            (settled,) = make([(p, kinds)])
+            encode(p, decode(p, state, kinds), kinds, {}, settled)
+            state.update(settled)
             return
 
 
-def make(p: Tensor, kinds: Kinds) -> dict[str, Tensor]:
-    """Zero moments, and the weight as its own master; without the step."""
-    state = {"exp_avg": _tensors.like(p, kinds.exp_avg), "exp_avg_sq": _tensors.like(p, kinds.exp_avg_sq)}
+def _parts(p: Tensor, kinds: Kinds) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """What the state of p has beside the step: the dtype of each, and a tensor of its shape."""
+    parts = {"exp_avg": (p, kinds.exp_avg), "exp_avg_sq": (p, kinds.exp_avg_sq)}
     scaled = kinds.scaled("exp_avg") + kinds.scaled("exp_avg_sq")
     if scaled:
-        state["scales"] = torch.zeros(scaled * blocks(p), dtype=torch.uint8, device=p.device)
-    if kinds.master == "master_param":
-        state["master_param"] = _tensors.like(p, torch.float32).copy_(p)
-    elif kinds.master == "master_remainder":
-        state["master_remainder"] = _tensors.like(p, torch.int16)  # 0: exactly the weight
-    return state
+        parts["scales"] = (torch.empty(1, device=p.device).expand(scaled * blocks(p)), torch.uint8)
+    if kinds.master:
+        parts[kinds.master] = (p, MASTERS[kinds.master])
+    return parts
+
+
+def make(wanted: Sequence[tuple[Tensor, Kinds]]) -> list[dict[str, Tensor]]:
+    """Zero moments, and the weight as its own master, without the step: the state of each parameter.
+
+    Those of small parameters share their memory (see `_shared`).
+    """
+    states: list[dict[str, Tensor]] = [{} for _ in wanted]
+    parts = [_parts(p, kinds) for p, kinds in wanted]
+    # Kind by kind, so that one kind's tensors follow each other in memory: the operator's checks take them as one.
+    order = [(i, key) for key in ("exp_avg", "exp_avg_sq", "scales", *MASTERS) for i in range(len(wanted))]
+    present = [(i, key) for i, key in order if key in parts[i]]
+    for (i, key), made in zip(present, _shared.zeros_like([parts[i][key] for i, key in present]), strict=True):
+        states[i][key] = made
+    for (p, _), state in zip(wanted, states, strict=True):
+        if "master_param" in state:
+            state["master_param"].copy_(p)  # a remainder of 0 is exactly the weight
+    return states
 
 
 def scale_of(state: Mapping[str, Tensor], kinds: Kinds, moment: str) -> Tensor:
@@ -126,12 +145,13 @@ def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
     return logical
 
 
-def encode(p: Tensor, logical: Mapping[str, Any], kinds: Kinds, own: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Logical -> at rest, without the step; a missing master is seeded from the weight.
+def encode(
+    p: Tensor, logical: Mapping[str, Any], kinds: Kinds, own: Mapping[str, Any], state: dict[str, Tensor]
+) -> None:
+    """Logical -> at rest, without the step, into `state` as it was made; a missing master stays seeded from the weight.
 
-    Copies, except of tensors that are `own` state already. Touches neither p nor `own`.
+    Copies, except of tensors that are `own` state already: they take their place. Touches neither p nor `own`.
     """
-    state = make(p, kinds)
     for moment, form in FORMATS.items():
         value = logical[moment]
         if kinds.scaled(moment):
@@ -149,7 +169,6 @@ def encode(p: Tensor, logical: Mapping[str, Any], kinds: Kinds, own: Mapping[str
         # The operator also writes the weight that the remainder belongs to: not ours, loading moves no weight.
         weight = torch.empty(wide.shape, dtype=p.dtype, device=p.device)
         _ops.call("master_encode_", [wide], [weight], [_tensors.flat(remainder)])
-    return state
 
 
 def _install(state: dict[str, Tensor], key: str, value: Tensor, own: Mapping[str, Any]) -> None:

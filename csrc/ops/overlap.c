@@ -46,6 +46,44 @@ static const range *sort(range *r, range *spare, int64_t n) {
   }
 }
 
+/* The memory of every tensor, in the order of the lists; `join`: neighbours in a list that touch are one range, known by
+ * the first. Returns the number of ranges. */
+static int64_t collect(const tx_span *spans, int64_t n_spans, int join, range *ranges) {
+  int64_t n = 0;
+  for (int64_t s = 0; s < n_spans; s++) {
+    const int64_t first = n;
+    for (int64_t i = 0; spans[s].tensors && i < spans[s].n; i++) {
+      const tx_tensor *t = &spans[s].tensors[i];
+      if (t->numel == 0) continue;
+      const uintptr_t begin = (uintptr_t)t->data;
+      const uintptr_t end = begin + (uintptr_t)(t->numel * tx_element_size(t->dtype));
+      if (join && n > first && ranges[n - 1].end == begin) {
+        ranges[n - 1].end = end;
+      } else {
+        ranges[n++] = (range){begin, end, (int32_t)s, spans[s].writes, i};
+      }
+    }
+  }
+  return n;
+}
+
+/* Sorts the ranges, for which memory has room twice, and looks for two that share memory that is written. */
+static int find_overlap(range *memory, int64_t n, range found[2]) {
+  const range *r = n ? sort(memory, memory + n, n) : memory;
+  const range *written = NULL, *any = NULL; /* of those so far, the one that reaches furthest */
+  for (int64_t i = 0; i < n; i++) {
+    const range *before = r[i].writes ? any : written;
+    if (before && r[i].begin < before->end) {
+      found[0] = *before;
+      found[1] = r[i];
+      return 1;
+    }
+    if (!any || r[i].end > any->end) any = &r[i];
+    if (r[i].writes && (!written || r[i].end > written->end)) written = &r[i];
+  }
+  return 0;
+}
+
 tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error) {
   int64_t capacity = 0;
   for (int64_t s = 0; s < n_spans; s++)
@@ -53,30 +91,15 @@ tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *erro
   if (capacity == 0) return TX_OK;
   range *memory = malloc(2 * (size_t)capacity * sizeof(range));
   if (!memory) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to check %lld tensors", (long long)capacity);
-  int64_t n = 0;
-  for (int64_t s = 0; s < n_spans; s++) {
-    for (int64_t i = 0; spans[s].tensors && i < spans[s].n; i++) {
-      const tx_tensor t = spans[s].tensors[i];
-      if (t.numel == 0) continue;
-      const uintptr_t begin = (uintptr_t)t.data;
-      memory[n++] =
-          (range){begin, begin + (uintptr_t)(t.numel * tx_element_size(t.dtype)), (int32_t)s, spans[s].writes, i};
-    }
-  }
-  const range *r = n ? sort(memory, memory + n, n) : memory;
-  const range *written = NULL, *any = NULL; /* of those so far, the one that reaches furthest */
+  /* States kept flat are a few ranges when joined. Where there is overlap, once more without: to name the tensors. */
+  range found[2];
   tx_status status = TX_OK;
-  for (int64_t i = 0; i < n; i++) {
-    const range *before = r[i].writes ? any : written;
-    if (before && r[i].begin < before->end) {
-      status =
-          tx_fail(error, TX_ERROR_OVERLAP,
-                  "%s[%lld] and %s[%lld] share memory; each tensor that is written needs memory of its own",
-                  spans[before->span].name, (long long)before->index, spans[r[i].span].name, (long long)r[i].index);
-      break;
-    }
-    if (!any || r[i].end > any->end) any = &r[i];
-    if (r[i].writes && (!written || r[i].end > written->end)) written = &r[i];
+  if (find_overlap(memory, collect(spans, n_spans, 1, memory), found) &&
+      find_overlap(memory, collect(spans, n_spans, 0, memory), found)) {
+    status = tx_fail(error, TX_ERROR_OVERLAP,
+                     "%s[%lld] and %s[%lld] share memory; each tensor that is written needs memory of its own",
+                     spans[found[0].span].name, (long long)found[0].index, spans[found[1].span].name,
+                     (long long)found[1].index);
   }
   free(memory);
   return status;

@@ -1,8 +1,10 @@
 #include "csrc/torch/adapters.h"
 
 #include <stdint.h>
+#include <stdlib.h>
 
 #include "csrc/core/status.h"
+#include "csrc/ops/tensor.h"
 
 /* -- what the adapters check ----------------------------------------------------------------------------------------
  */
@@ -102,26 +104,29 @@ static int32_t code(const tx_value *value) {
 /* -- one function per operator: the enum is the order of its schema ---------------------------------------------------
  */
 
+/* The arguments from lrs on, which both forms of the step end in: v begins with lrs. */
+static tx_status adamw_tail(const tx_value *params, const tx_value *v, tx_adamw_args *args, tx_error *error) {
+  enum { LRS, GROUPS, META, GRAD_SCALE, CLIP_COEF, FOUND_INF, SKIPPED, SEED, MOMENT_ROUNDING, WEIGHT_ROUNDING };
+  TX_FORWARD(
+      table_rows(&v[GROUPS], TX_F64, "float64", sizeof(tx_adamw_group) / sizeof(double), &args->n_groups, error));
+  TX_FORWARD(meta_rows(params, &v[META], &args->meta, error));
+  if (v[LRS].n && v[LRS].n != args->n_groups)
+    return tx_fail(error, TX_ERROR_SHAPE, "lrs has %lld tensors for the %lld rows of groups; pass one each, or none",
+                   (long long)v[LRS].n, (long long)args->n_groups);
+  args->groups = v[GROUPS].tensors->data;
+  args->lrs = or_null(&v[LRS]);
+  args->grad_scale = *v[GRAD_SCALE].tensors;
+  args->clip_coef = *v[CLIP_COEF].tensors;
+  args->found_inf = *v[FOUND_INF].tensors;
+  args->skipped = *v[SKIPPED].tensors;
+  args->seed = (uint64_t)v[SEED].integer;
+  args->moment_rounding = code(&v[MOMENT_ROUNDING]);
+  args->weight_rounding = code(&v[WEIGHT_ROUNDING]);
+  return TX_OK;
+}
+
 tx_status tx_adapt_adamw(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
-  enum {
-    PARAMS,
-    GRADS,
-    EXP_AVGS,
-    EXP_AVG_SQS,
-    MASTERS,
-    SCALES,
-    STEPS,
-    LRS,
-    GROUPS,
-    META,
-    GRAD_SCALE,
-    CLIP_COEF,
-    FOUND_INF,
-    SKIPPED,
-    SEED,
-    MOMENT_ROUNDING,
-    WEIGHT_ROUNDING
-  };
+  enum { PARAMS, GRADS, EXP_AVGS, EXP_AVG_SQS, MASTERS, SCALES, STEPS, TAIL };
   tx_adamw_args args = TX_ADAMW_ARGS_INIT;
   TX_FORWARD(paired(&v[PARAMS], &v[GRADS], error));
   TX_FORWARD(paired(&v[PARAMS], &v[EXP_AVGS], error));
@@ -129,11 +134,7 @@ tx_status tx_adapt_adamw(const tx_value *v, const tx_parallel *parallel, tx_erro
   TX_FORWARD(paired_or_empty(&v[PARAMS], &v[MASTERS], error));
   TX_FORWARD(same_length_or_empty(&v[PARAMS], &v[SCALES], error));
   TX_FORWARD(same_length(&v[PARAMS], &v[STEPS], error));
-  TX_FORWARD(table_rows(&v[GROUPS], TX_F64, "float64", sizeof(tx_adamw_group) / sizeof(double), &args.n_groups, error));
-  TX_FORWARD(meta_rows(&v[PARAMS], &v[META], &args.meta, error));
-  if (v[LRS].n && v[LRS].n != args.n_groups)
-    return tx_fail(error, TX_ERROR_SHAPE, "lrs has %lld tensors for the %lld rows of groups; pass one each, or none",
-                   (long long)v[LRS].n, (long long)args.n_groups);
+  TX_FORWARD(adamw_tail(&v[PARAMS], &v[TAIL], &args, error));
   args.n = v[PARAMS].n;
   args.params = v[PARAMS].tensors;
   args.grads = v[GRADS].tensors;
@@ -142,16 +143,72 @@ tx_status tx_adapt_adamw(const tx_value *v, const tx_parallel *parallel, tx_erro
   args.masters = or_null(&v[MASTERS]);
   args.scales = or_null(&v[SCALES]);
   args.steps = v[STEPS].tensors;
-  args.groups = v[GROUPS].tensors->data;
-  args.lrs = or_null(&v[LRS]);
-  args.grad_scale = *v[GRAD_SCALE].tensors;
-  args.clip_coef = *v[CLIP_COEF].tensors;
-  args.found_inf = *v[FOUND_INF].tensors;
-  args.skipped = *v[SKIPPED].tensors;
-  args.seed = (uint64_t)v[SEED].integer;
-  args.moment_rounding = code(&v[MOMENT_ROUNDING]);
-  args.weight_rounding = code(&v[WEIGHT_ROUNDING]);
   return tx_adamw(&args, parallel, error);
+}
+
+/* A row of `slices` of adamw_flat_ is one of these for each kind of state. */
+enum { EXP_AVG, EXP_AVG_SQ, MASTER, SCALE, STEP, KINDS };
+static const char *const kKinds[KINDS] = {"exp_avg", "exp_avg_sq", "master", "scales", "step"};
+typedef struct slice {
+  int64_t state;
+  int64_t first;
+  int64_t numel;
+} slice;
+
+/* The slices of n parameters as lists of tensors: kind k of parameter i at [k * n + i]. Bit k of *present: some
+ * parameter has that kind. */
+static tx_status cut_slices(const tx_value *states, const slice *slices, int64_t n, tx_tensor *tensors,
+                            unsigned *present, tx_error *error) {
+  *present = 0;
+  for (int64_t i = 0; i < n; i++) {
+    for (int k = 0; k < KINDS; k++) {
+      const slice *s = &slices[i * KINDS + k];
+      tx_tensor *tensor = &tensors[k * n + i];
+      if (s->numel == 0) {
+        *tensor = tx_none();
+        continue;
+      }
+      const int known = s->state >= 0 && s->state < states->n;
+      const int64_t numel = known ? states->tensors[s->state].numel : 0;
+      if (!known || s->first < 0 || s->numel < 0 || s->numel > numel || s->first > numel - s->numel)
+        return tx_fail(error, TX_ERROR_SHAPE,
+                       "slices[%lld]: %s is %lld elements from %lld of states[%lld], which has %lld (of %lld states); "
+                       "slices inside a state are legal",
+                       (long long)i, kKinds[k], (long long)s->numel, (long long)s->first, (long long)s->state,
+                       (long long)numel, (long long)states->n);
+      *tensor = states->tensors[s->state];
+      tensor->data = tx_advanced(*tensor, s->first);
+      tensor->numel = s->numel;
+      *present |= 1u << k;
+    }
+  }
+  return TX_OK;
+}
+
+tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+  enum { PARAMS, GRADS, STATES, SLICES, TAIL };
+  tx_adamw_args args = TX_ADAMW_ARGS_INIT;
+  const int64_t n = v[PARAMS].n;
+  TX_FORWARD(paired(&v[PARAMS], &v[GRADS], error));
+  TX_FORWARD(table_of(&v[PARAMS], &v[SLICES], TX_I64, "int64", KINDS * sizeof(slice) / sizeof(int64_t), error));
+  TX_FORWARD(adamw_tail(&v[PARAMS], &v[TAIL], &args, error));
+  tx_tensor *tensors = malloc(((size_t)n * KINDS + 1) * sizeof *tensors);
+  if (!tensors) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory for the states of %lld params", (long long)n);
+  unsigned present;
+  tx_status status = cut_slices(&v[STATES], v[SLICES].tensors->data, n, tensors, &present, error);
+  if (status == TX_OK) {
+    args.n = n;
+    args.params = v[PARAMS].tensors;
+    args.grads = v[GRADS].tensors;
+    args.exp_avgs = tensors + EXP_AVG * n;
+    args.exp_avg_sqs = tensors + EXP_AVG_SQ * n;
+    args.masters = present & 1u << MASTER ? tensors + MASTER * n : NULL;
+    args.scales = present & 1u << SCALE ? tensors + SCALE * n : NULL;
+    args.steps = tensors + STEP * n;
+    status = tx_adamw(&args, parallel, error);
+  }
+  free(tensors);
+  return status;
 }
 
 tx_status tx_adapt_grad_stats(const tx_value *v, const tx_parallel *parallel, tx_error *error) {

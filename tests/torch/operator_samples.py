@@ -94,6 +94,21 @@ def adamw_skipped() -> list[Any]:
     return arguments
 
 
+def adamw_flat(**options: Any) -> list[Any]:
+    """The same call with all states of a kind in one memory, of which the first element belongs to nobody."""
+    params, grads, *kinds_and_rest = adamw(**options)
+    kinds, rest = kinds_and_rest[:5], kinds_and_rest[5:]
+    states: list[torch.Tensor] = []
+    rows: list[list[int]] = [[] for _ in params]
+    for tensors in (kind or [none() for _ in params] for kind in kinds):
+        end = 1
+        for row, t in zip(rows, tensors, strict=True):
+            row += (len(states), end, t.numel())
+            end += t.numel()
+        states.append(torch.cat([torch.full((1,), 7, dtype=tensors[0].dtype), *tensors]) if tensors else none())
+    return [params, grads, states, torch.tensor(rows, dtype=I64).reshape(-1, 15), *rest]
+
+
 def grad_stats(numels: Sequence[int] = (5, 300, 0), dtype: torch.dtype = F32, first_bad: bool = True) -> list[Any]:
     return [
         randoms(numels, dtype),
@@ -193,6 +208,10 @@ SAMPLES = [
     ),
     Sample("adamw_", "skipped", adamw_skipped),
     Sample("adamw_", "no_tensors", lambda: adamw(numels=())),
+    Sample("adamw_flat_", "float32", adamw_flat),
+    Sample("adamw_flat_", "bfloat16_with_masters", lambda: adamw_flat(param=BF16, master=F32, extras=True)),
+    Sample("adamw_flat_", "float16_states_of_8_bits", lambda: adamw_flat(param=F16, exp_avg=U8, master=F32)),
+    Sample("adamw_flat_", "no_tensors", lambda: adamw_flat(numels=())),
     Sample("grad_stats_", "float32", grad_stats),
     Sample("grad_stats_", "bfloat16_without_first_bad", lambda: grad_stats(dtype=BF16, first_bad=False)),
     Sample("grad_norm_", "clipped", grad_norm),

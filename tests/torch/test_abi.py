@@ -93,6 +93,7 @@ cast_(Tensor[] srcs, Tensor(a!)[] dsts, Tensor[] src_scales, Tensor(b!)[] dst_sc
 master_encode_(Tensor[] masters, Tensor(a!)[] params, Tensor(b!)[] remainders
 master_decode_(Tensor[] params, Tensor[] remainders, Tensor(a!)[] masters
 master_resync_(Tensor[] params, Tensor(a!)[] masters, Tensor(b!) changed, bool force=False
+adamw_flat_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states, Tensor slices, Tensor[] lrs, Tensor groups, Tensor meta, Tensor grad_scale, Tensor clip_coef, Tensor found_inf, Tensor(c!) skipped, int seed=0, int moment_rounding=1, int weight_rounding=1
 """.strip().split("\n")  # noqa: E501
 
 

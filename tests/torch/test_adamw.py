@@ -160,7 +160,7 @@ def test_one_operator_call_per_step_for_all_groups() -> None:
     with torch.profiler.profile() as profile:
         optimizer.step()
     calls = {event.key: event.count for event in profile.key_averages() if event.key.startswith("torch_ext::")}
-    assert calls == {"torch_ext::adamw_": 1}
+    assert calls == {"torch_ext::adamw_flat_": 1}
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

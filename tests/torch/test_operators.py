@@ -43,6 +43,28 @@ def test_adamw_matches_torch(decoupled: bool) -> None:
         assert step.item() == 4
 
 
+FLAT: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "two_groups": dict(groups=samples.TWO_GROUPS, extras=True),
+    "bfloat16": dict(param=BF16),
+    "masters": dict(param=BF16, master=F32),
+    "remainders": dict(param=BF16, master=I16),
+    "8_and_16_bits": dict(param=F16, exp_avg=U8, exp_avg_sq=F16, master=F32),
+}
+
+
+@pytest.mark.parametrize("options", FLAT.values(), ids=FLAT.keys())
+def test_adamw_flat_is_adamw(options: dict[str, Any]) -> None:
+    arguments = run("adamw_", samples.adamw(**options))
+    params, grads, states, slices, *rest = run("adamw_flat_", samples.adamw_flat(**options))
+    assert bits([params, grads, *rest]) == bits([*arguments[:2], *arguments[7:]])
+    for k, tensors in enumerate(arguments[2:7]):
+        for i, t in enumerate(tensors):
+            state, first, numel = slices[i, 3 * k : 3 * k + 3].tolist()
+            assert torch.equal(states[state][first : first + numel].view(U8), t.view(U8)), (k, i)
+    assert all(state[0] == 7 for state in states), "what no slice names stays as it is"
+
+
 def test_adamw_reads_scale_clip_lr_and_group() -> None:
     first, second = (1e-2, 0.9, 0.999, 1e-8, 0.0, 0.0, 1.0), (1e-3, 0.5, 0.9, 1e-4, 0.2, 0.0, 1.0)
     together = samples.adamw((5, 130), groups=(first, second), extras=True)
@@ -207,7 +229,7 @@ def test_unaligned_memory_gives_the_same_bits(sample: samples.Sample) -> None:
 
     schema = overload(sample.operator)._schema.arguments
     moved = [
-        a if spec.name in ("groups", "meta", "offsets") else unaligned(a) if isinstance(a, torch.Tensor)
+        a if spec.name in ("groups", "meta", "offsets", "slices") else unaligned(a) if isinstance(a, torch.Tensor)
         else [unaligned(t) for t in a] if isinstance(a, list) else a
         for spec, a in zip(schema, arguments, strict=True)
     ]  # fmt: skip
@@ -339,6 +361,13 @@ def alias(target: tuple[int, int], source: tuple[int, int]) -> Callable[[list[An
     return spoil
 
 
+def put_slice(row: int, column: int, value: int) -> Callable[[list[Any]], None]:
+    def spoil(arguments: list[Any]) -> None:
+        arguments[3][row, column] = value
+
+    return spoil
+
+
 def with_extras() -> list[Any]:
     return samples.adamw(extras=True)
 
@@ -377,6 +406,19 @@ WRONG = [
     Wrong("adamw_", "meta_with_a_row_too_many", put(9, lambda: torch.zeros(5, 3, dtype=I64)), ("meta", "5", "params")),
     Wrong("adamw_", "unknown_group", lambda a: a[9][0].__setitem__(2, 1), ("meta[0]", "group 1"), with_extras),
     Wrong("adamw_", "negative_start", lambda a: a[9][1].__setitem__(1, -1), ("meta[1]", "start -1"), with_extras),
+    Wrong("adamw_flat_", "slices_in_int32", lambda a: put(3, a[3].int())(a), ("slices", "int64", "[rows, 15]")),
+    Wrong("adamw_flat_", "slices_of_5_columns", put(3, lambda: torch.zeros(4, 5, dtype=I64)), ("slices", "[rows, 15]")),
+    Wrong("adamw_flat_", "slices_too_few", lambda a: put(3, a[3][:3])(a), ("slices", "3 rows", "params")),
+    Wrong("adamw_flat_", "no_such_state", put_slice(1, 0, 5), ("slices[1]", "exp_avg ", "states[5]", "of 5 states")),
+    Wrong("adamw_flat_", "a_state_before_the_first", put_slice(1, 3, -1), ("slices[1]", "exp_avg_sq", "states[-1]")),
+    Wrong("adamw_flat_", "a_slice_before_its_state", put_slice(0, 1, -1), ("slices[0]", "5 elements from -1")),
+    Wrong("adamw_flat_", "a_slice_beyond_its_state", put_slice(1, 1, 8), ("slices[1]", "130 elements from 8", "137")),
+    Wrong("adamw_flat_", "a_slice_of_2_to_the_63", put_slice(3, 14, 2**63 - 1), ("slices[3]", "step is 9223372036854")),
+    Wrong("adamw_flat_", "a_slice_of_negative_length", put_slice(3, 14, -1), ("slices[3]", "-1 elements")),
+    Wrong("adamw_flat_", "a_slice_too_short", put_slice(1, 2, 129), ("exp_avgs[1]", "129", "params[1]", "130")),
+    Wrong("adamw_flat_", "slices_that_overlap", put_slice(1, 1, 5), ("exp_avgs[0]", "exp_avgs[1]", "share memory")),
+    Wrong("adamw_flat_", "moments_that_are_one", put_slice(1, 3, 0), ("exp_avgs[1]", "exp_avg_sqs[1]", "share memory")),
+    Wrong("adamw_flat_", "a_parameter_without_step", put_slice(0, 14, 0), ("steps[0]", "0 elements")),
     Wrong("cast_", "meta_with_a_row_too_few", put(4, lambda: torch.zeros(3, 3, dtype=I64)), ("meta", "3 rows", "srcs")),
     Wrong("bucket_pack_", "offsets_in_int32", lambda a: put(1, a[1].int())(a), ("offsets", "int64", "[n]")),
     Wrong("bucket_pack_", "offsets_too_few", lambda a: put(1, a[1][:3])(a), ("offsets", "3 rows", "grads")),
@@ -496,7 +538,7 @@ def check_refused(operator: str, arguments: list[Any], says: tuple[str, ...]) ->
 
 
 # The only list of these operators, so that any length of it is legal.
-ALONE = {("grad_stats_", "grads"), ("bucket_reduce_", "chunks")}
+ALONE = {("adamw_flat_", "states"), ("grad_stats_", "grads"), ("bucket_reduce_", "chunks")}
 
 
 def argument_cases(kinds: str, at_least: int = 1, alone: bool = True) -> list[Any]:

@@ -1,0 +1,72 @@
+"""opt.state, which knows whether anybody else may have changed what is in it.
+
+A step of a thousand small tensors must not look at three thousand states to see that they are still the ones that it
+knows. As long as nobody was handed an entry nobody can have changed one.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+Entry: TypeAlias = dict[str, Any]
+
+
+def _handing_out(name: str) -> Callable[..., Any]:
+    method = getattr(defaultdict, name)
+
+    def marked(self: "Kept", *arguments: Any, **options: Any) -> Any:
+        self.handed_out = True
+        return method(self, *arguments, **options)
+
+    marked.__name__, marked.__doc__ = name, method.__doc__
+    return marked
+
+
+class Kept(defaultdict[Tensor, Entry]):
+    """A defaultdict(dict), as torch's. Keys may be looked at; whoever gets at an entry, or puts one, is noticed.
+
+    The optimizer itself uses `entry`, `peek` and `entries`, which nobody notices, and which work on any dict that
+    somebody put in the place of this one.
+    """
+
+    handed_out = True  # of a copy, which somebody asked for
+
+    @classmethod
+    def of(cls, entries: dict[Tensor, Entry], handed_out: bool) -> "Kept":
+        kept = cls(dict, entries)
+        kept.handed_out = handed_out
+        return kept
+
+    # With this, C code that copies a dict, as {**d} does, asks for keys and items instead of reading past us.
+    def __iter__(self) -> Iterator[Tensor]:
+        return super().__iter__()
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__or__", "__ror__", "__ior__", "__copy__", "copy", "get", "items"),
+    *("values", "pop", "popitem", "setdefault", "update", "clear"),
+):
+    setattr(Kept, _name, _handing_out(_name))
+
+
+def entry(state: dict[Tensor, Entry], p: Tensor) -> Entry:
+    """The entry of p, made where there is none."""
+    return dict.setdefault(state, p, {})
+
+
+def peek(state: dict[Tensor, Entry], p: Tensor) -> Entry:
+    """The entry of p, or an empty one that is not kept."""
+    return dict.get(state, p, {})
+
+
+def entries(state: dict[Tensor, Entry]) -> list[Entry]:
+    return list(dict.values(state))
+
+
+def handed_out(state: dict[Tensor, Entry]) -> bool:
+    return not isinstance(state, Kept) or state.handed_out
