@@ -56,7 +56,8 @@ class InCache:
     """Calls of tx_adamw on one thread, on few and on more elements: what they differ in is the time of the elements
     alone. Each step is a round of both, and leaves its ns per element in `found`.
 
-    Of a round's batches the fastest counts: a batch is short enough for the scheduler to leave some of them alone.
+    Of a round's batches the fastest counts: a batch is short enough for the scheduler to leave some of them alone. What
+    several threads need is at least this time divided by their number, and more where two of them share a core.
     """
 
     def __init__(self, configuration: Configuration, seed: int) -> None:

@@ -218,7 +218,11 @@ _MEMORY_BARS = {"a": Bar(12.1, 12.0, True), "b": Bar(10.1, 10.0, True), "c": Bar
 
 
 def memory(bench: Bench) -> None:
-    found = _bench_memory.measure(list(_MEMORY_BARS), bench.flat, bench.seed, bench.threads)
+    try:
+        found = _bench_memory.measure(list(_MEMORY_BARS), bench.flat, bench.seed, bench.threads)
+    except RuntimeError as failure:
+        bench.skip("memory", "resident bytes per parameter", failure)
+        return
     for name, bar in _MEMORY_BARS.items():
         storage = round(found[name].storage, 2)  # as it is asked for: the step's 4 bytes per tensor are no matter
         beside = {"peak RSS": found[name].peak_rss}
