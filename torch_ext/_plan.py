@@ -1,7 +1,8 @@
-"""The argument lists of one adamw_ call, kept from step to step while what they were made of stays the same.
+"""The arguments of one adamw_flat_ call, kept from step to step while what they were made of stays the same.
 
-A step of a thousand small tensors is mostly Python unless Python does next to nothing per tensor: lists are built once,
-and a step only compares identities. Gradients are new tensors in every step and go to the operator unseen; it validates
+A step of a thousand small tensors is mostly Python, and torch's handing over of tensors, unless there is next to
+nothing to do per tensor: lists are built once, a step only compares identities, and states go as the few memories that
+they lie in. Those are looked at only where somebody else can have changed them (`_kept`). Gradients are new tensors in every step and go to the operator unseen; it validates
 everything before it writes, so only where it refuses them are they looked at one by one.
 """
 
@@ -88,9 +89,10 @@ class Plan:
         ]
         self._copied = [(p, order) for p, order in zip(self.params, self._orders, strict=True) if order is not p]
         self.weights = [_tensors.flat(order) for order in self._orders]
-        self.states, self.slices = _memories([m.at_rest() for m in members])
-        self._held = [t for m in members for t in m.at_rest() if t is not None]
-        self._places = list(map(Tensor.data_ptr, self._held))
+        at_rest = [m.at_rest() for m in members]
+        self.states, self.slices = _memories(at_rest)
+        self._held = [t for row in at_rest for t in row if t is not None]
+        self._places = list(map(Tensor.data_ptr, self._held))  # the operator no longer sees where a state moved to
         self.meta = torch.tensor([[m.id, 0, m.group] for m in members], dtype=torch.int64).reshape(-1, 3)
 
         # A write by somebody else shows in these two. A weight that is passed as a view of its own must stay where it

@@ -46,8 +46,8 @@ static const range *sort(range *r, range *spare, int64_t n) {
   }
 }
 
-/* The memory of every tensor, in the order of the lists; `join`: neighbours in a list that touch are one range, known by
- * the first. Returns the number of ranges. */
+/* The memory of every tensor, in the order of the lists; `join`: neighbours in a list that touch are one range, known
+ * by the first. Returns the number of ranges. */
 static int64_t collect(const tx_span *spans, int64_t n_spans, int join, range *ranges) {
   int64_t n = 0;
   for (int64_t s = 0; s < n_spans; s++) {
