@@ -7,6 +7,7 @@ ISAS = {
     "base": [],
     "avx2": ["-mavx2", "-mf16c", "-mfma"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"],
+    "avx512bf16": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mprefer-vector-width=512"],
 }
 
 # Those that every processor has; the others are x86-64's.

@@ -7,6 +7,7 @@
 
 #include "csrc/cpu/element.h"
 #include "csrc/cpu/forms.h"
+#include "csrc/cpu/nearest_bf16.h"
 #include "csrc/cpu/noise.h"
 #include "csrc/math/block_scale.h"
 
@@ -53,7 +54,9 @@ TX_FN void tx_store_plain_rounded(const void *from, int32_t n, void *to, tx_nois
 
 TX_FN void tx_store_plain(const void *from, int64_t n, void *to, tx_noise noise, int64_t at, int32_t rounding,
                           const tx_dtype dtype) {
-  if (dtype == TX_F32 || rounding == TX_NEAREST) {
+  if (dtype == TX_BF16 && rounding == TX_NEAREST) {
+    tx_nearest_bf16(from, n, to);
+  } else if (dtype == TX_F32 || rounding == TX_NEAREST) {
     tx_store_plain_rounded(from, (int32_t)n, to, noise, (uint32_t)at, TX_NEAREST, dtype);
   } else if (rounding == TX_DITHERED) {
     tx_store_plain_rounded(from, (int32_t)n, to, noise, (uint32_t)at, TX_DITHERED, dtype);

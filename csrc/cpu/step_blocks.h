@@ -130,6 +130,7 @@ TX_FN void tx_step_block(tx_adamw_constants c, tx_step_streams s, const tx_dtype
     tx_step_quad_weight(c, s, w, 0, &m, &root, u, param, master);
     tx_step_quad_weight(c, s, w, 2, &m, &root, u, param, master);
   }
+  tx_round_weights(s, 0, TX_BLOCK, master);
   *s.exp_avg_scale = tx_store_quads(mf, m_plan, m_amax, &m, s.exp_avg_u, s.exp_avg);
   *s.exp_avg_sq_scale = tx_store_quads(vf, root_plan, root_amax, &root, s.exp_avg_sq_u, s.exp_avg_sq);
 }
@@ -140,6 +141,7 @@ TX_FN void tx_step_blocks(tx_adamw_constants c, tx_step_streams s, int32_t n, co
   const int64_t param_bytes = (param == TX_F32 ? 4 : 2) * TX_BLOCK, grad_bytes = (grad == TX_F32 ? 4 : 2) * TX_BLOCK;
   const int64_t master_bytes = (master == TX_F32 ? 4 : master == TX_I16 ? 2 : 0) * TX_BLOCK;
   for (int32_t at = 0; at < n; at += TX_BLOCK) {
+    tx_ask_streams(s, 0, param_bytes / TX_BLOCK, master_bytes / TX_BLOCK, grad_bytes / TX_BLOCK, 1);
     tx_step_block(c, s, param, master, grad);
     s.grad = (const char *)s.grad + grad_bytes;
     s.param = (char *)s.param + param_bytes;
