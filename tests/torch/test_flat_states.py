@@ -70,16 +70,27 @@ def test_memory_of_their_own_gives_the_same_bits(name: str) -> None:
 
 # -- who changes a state is noticed --------------------------------------------------------------------------------
 
+
+def updated(state: dict[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+    found: dict[Tensor, dict[str, Any]] = {}
+    found.update(state)
+    return found
+
+
+def starred(state: dict[Tensor, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    return {"before": {}, **state}
+
+
 # How somebody can get at the entry of a parameter.
 WAYS: dict[str, Callable[[torch.optim.Optimizer, Tensor], dict[str, Any]]] = {
     "item": lambda o, p: o.state[p],
-    "get": lambda o, p: o.state.get(p),
+    "get": lambda o, p: o.state.get(p) or {},
     "setdefault": lambda o, p: o.state.setdefault(p, {}),
     "values": lambda o, p: list(o.state.values())[1],
     "items": lambda o, p: dict(o.state.items())[p],
     "dict": lambda o, p: dict(o.state)[p],
-    "two stars": lambda o, p: {**{"a": 1}, **o.state}[p],
-    "update": lambda o, p: (found := {}, found.update(o.state))[0][p],
+    "two stars": lambda o, p: starred(o.state)[p],
+    "update": lambda o, p: updated(o.state)[p],
     "copy": lambda o, p: o.state.copy()[p],
     "copy.copy": lambda o, p: copy.copy(o.state)[p],
     "or": lambda o, p: (o.state | {})[p],
