@@ -82,12 +82,15 @@ TX_FN int64_t tx_lane_bytes(const tx_dtype dtype) {
 /* Unrounded results of the first loop; element 2 * i + k at [k][i]. */
 typedef struct tx_step_tile {
   float m[2][TX_STEP_TILE / 2];
+  float v[2][TX_STEP_TILE / 2];
   float root[2][TX_STEP_TILE / 2];
 } tx_step_tile;
 
-TX_FN void tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs, tx_step_tile *tile,
-                                const tx_dtype grad, const tx_dtype moment) {
-  uint32_t ramp = tx_dithered(0, 2 * (uint32_t)at);
+/* Unrounded moments. Those in bf16 are rounded as if none were NaN, Inf or beyond bf16's largest number. Returns
+ * whether that was so: the comparisons for a tile cost less than the selections for an element. */
+TX_FN int tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs, tx_step_tile *tile,
+                               const tx_dtype grad, const tx_dtype moment) {
+  uint32_t ramp = tx_dithered(0, 2 * (uint32_t)at), largest = 0;
 #pragma GCC ivdep
   for (int32_t i = 0; i < pairs; i++, ramp += 2 * TX_LATTICE_ELEMENT) {
     uint32_t m[2], v[2];
@@ -96,13 +99,35 @@ TX_FN void tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t
       const tx_adamw_moments r =
           tx_adamw_average(c, 1, tx_load_lane(s.grad, at + i, k, grad), 0.0f,
                            tx_load_lane(s.exp_avg, at + i, k, moment), tx_load_lane(s.exp_avg_sq, at + i, k, moment));
-      m[k] = tx_round_lane(moment, r.m, s.exp_avg_u + u);
-      v[k] = tx_round_lane(moment, r.v, s.exp_avg_sq_u + u);
       tile->m[k][i] = r.m;
       tile->root[k][i] = r.root;
+      m[k] = tx_bits_from_f32(r.m);
+      v[k] = tx_bits_from_f32(r.v);
+      if (moment == TX_BF16) {
+        tile->v[k][i] = r.v;
+        largest = (m[k] & 0x7fffffffu) > largest ? m[k] & 0x7fffffffu : largest;
+        largest = v[k] > largest ? v[k] : largest; /* v >= 0, or NaN */
+        m[k] += (s.exp_avg_u + u) >> 16;
+        v[k] += (s.exp_avg_sq_u + u) >> 16;
+      }
     }
     tx_store_lanes(s.exp_avg, at + i, moment, m);
     tx_store_lanes(s.exp_avg_sq, at + i, moment, v);
+  }
+  return largest <= TX_BF16_LARGEST;
+}
+
+/* bf16 moments of a tile again, whatever they are. */
+static __attribute__((noinline)) void tx_round_moments(tx_step_streams s, int32_t at, int32_t pairs,
+                                                       const tx_step_tile *tile) {
+  uint32_t ramp = tx_dithered(0, 2 * (uint32_t)at);
+  for (int32_t i = 0; i < pairs; i++, ramp += 2 * TX_LATTICE_ELEMENT) {
+    for (uint32_t k = 0; k < 2; k++) {
+      const uint32_t u = ramp + k * TX_LATTICE_ELEMENT;
+      const int64_t element = 2 * (int64_t)(at + i) + k;
+      tx_store_threshold(s.exp_avg, element, TX_BF16, tile->m[k][i], s.exp_avg_u + u);
+      tx_store_threshold(s.exp_avg_sq, element, TX_BF16, tile->v[k][i], s.exp_avg_sq_u + u);
+    }
   }
 }
 
@@ -125,7 +150,8 @@ TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, con
   for (int32_t at = 0; at < n / 2; at += TX_STEP_TILE / 2) {
     const int32_t pairs = n / 2 - at < TX_STEP_TILE / 2 ? n / 2 - at : TX_STEP_TILE / 2;
     tx_ask_streams(s, 2 * at, tx_lane_bytes(param), tx_lane_bytes(master), tx_lane_bytes(grad), tx_lane_bytes(moment));
-    tx_step_pair_moments(c, s, at, pairs, &tile, grad, moment);
+    const int ordinary = tx_step_pair_moments(c, s, at, pairs, &tile, grad, moment);
+    if (moment == TX_BF16 && __builtin_expect(!ordinary, 0)) tx_round_moments(s, at, pairs, &tile);
     tx_step_pair_weights(c, s, at, pairs, &tile, param, master);
     tx_round_weights(s, 2 * at, 2 * pairs, master);
   }

@@ -67,11 +67,14 @@ TX_FN uint16_t tx_bf16_from_f32(float x) {
   return (uint16_t)(tx_bf16_nearest_upper(x) >> 16);
 }
 
+/* The fp32 pattern of the largest finite bf16. */
+#define TX_BF16_LARGEST 0x7f7f0000
+
 /* Threshold. A finite value never becomes Inf (saturates at the largest finite); Inf stays; NaN to 0x7fc0. Above the
  * largest finite bf16 nothing is added, which does all three. The bf16 is the upper half. */
 TX_FN uint32_t tx_bf16_round_upper(float x, uint32_t u) {
   const uint32_t bits = tx_bits_from_f32(tx_one_nan(x));
-  const uint32_t up = tx_magnitude_bits(x) > 0x7f7f0000 ? 0u : u >> 16;
+  const uint32_t up = tx_magnitude_bits(x) > TX_BF16_LARGEST ? 0u : u >> 16;
   return bits + up;
 }
 TX_FN uint16_t tx_bf16_round(float x, uint32_t u) {
