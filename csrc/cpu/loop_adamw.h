@@ -157,7 +157,7 @@ static void tx_stage_weight(const tx_adamw_piece *a, tx_adamw_route *route) {
 }
 
 static tx_adamw_route tx_route(const tx_adamw_piece *a) {
-  tx_adamw_route route = {.width = 1};
+  tx_adamw_route route = {.width = 2 * TX_GROUP};
   route.grad = tx_in_place(a->grad, a->grad_dtype);
   route.param = tx_in_place(a->param, a->param_dtype);
   route.exp_avg = tx_in_place(a->exp_avg, a->exp_avg_dtype);
@@ -184,7 +184,7 @@ static tx_adamw_route tx_route(const tx_adamw_piece *a) {
   if (grad < 0) grad = tx_loop_grad(TX_F32);
   if (weight < 0) weight = tx_loop_weight(TX_F32, TX_NONE);
   route.instance = tx_step_instances[weight][grad][moment];
-  route.width = moment == tx_loop_moment(TX_U8) ? TX_BLOCK : 2;
+  if (moment == tx_loop_moment(TX_U8)) route.width = TX_BLOCK;
   return route;
 }
 

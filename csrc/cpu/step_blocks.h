@@ -120,7 +120,12 @@ TX_FN void tx_step_block(tx_adamw_constants c, tx_step_streams s, const tx_dtype
                          const tx_dtype grad) {
   const tx_block_format mf = tx_block_e4m3(), vf = tx_block_root_e4m4();
   tx_quads m, root;
+  tx_ask(s.grad, 0, TX_BLOCK, grad);
+  tx_ask(s.exp_avg, 0, TX_BLOCK, TX_U8);
+  tx_ask(s.exp_avg_sq, 0, TX_BLOCK, TX_U8);
   tx_step_quad_moments(c, s, &m, &root, grad);
+  tx_ask(s.param, 0, TX_BLOCK, param);
+  if (master != TX_NONE) tx_ask(s.master, 0, TX_BLOCK, master);
   /* The plans take long to come out of the block's last results; the weights do not wait for them. */
   const int32_t m_amax = tx_quads_amax(&m, 0), root_amax = tx_quads_amax(&root, 1);
   const tx_block_plan m_plan = tx_block_plan_from(mf, m_amax), root_plan = tx_block_plan_from(vf, root_amax);
@@ -141,7 +146,6 @@ TX_FN void tx_step_blocks(tx_adamw_constants c, tx_step_streams s, int32_t n, co
   const int64_t param_bytes = (param == TX_F32 ? 4 : 2) * TX_BLOCK, grad_bytes = (grad == TX_F32 ? 4 : 2) * TX_BLOCK;
   const int64_t master_bytes = (master == TX_F32 ? 4 : master == TX_I16 ? 2 : 0) * TX_BLOCK;
   for (int32_t at = 0; at < n; at += TX_BLOCK) {
-    tx_ask_streams(s, 0, param_bytes / TX_BLOCK, master_bytes / TX_BLOCK, grad_bytes / TX_BLOCK, 1);
     tx_step_block(c, s, param, master, grad);
     s.grad = (const char *)s.grad + grad_bytes;
     s.param = (char *)s.param + param_bytes;

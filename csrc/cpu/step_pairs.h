@@ -55,28 +55,22 @@ TX_FN void tx_round_weights(tx_step_streams s, int64_t at, int64_t n, const tx_d
 /* The step goes over a tile twice: a loop for the moments up to the square root, one for the weights from the division
  * on. With both in one loop the many instructions that wait for a result of the divider fill the processor's scheduler,
  * and it runs at half its speed. Tiles are small against the first-level cache. */
-#define TX_STEP_TILE 128
+#define TX_STEP_TILE 256
 
-/* How many elements ahead memory is asked for. The hardware's own prefetching alone, thrown back at each page of five
- * streams, left a quarter of the bandwidth unused. */
+/* A tile is walked over in groups of a few vectors, of so many pairs, and memory is asked for group by group, so many
+ * elements ahead. The hardware's own prefetching alone, thrown back at each page of five streams, left a quarter of the
+ * bandwidth unused; asking for a tile at once fills the buffers for outstanding lines. */
+#define TX_GROUP 16
 #define TX_AHEAD 256
 
-TX_FN void tx_ask(const void *stream, int64_t at, const int64_t size) {
-  const char *from = (const char *)stream + (at + TX_AHEAD) * size;
-  for (int64_t byte = 0; byte < TX_STEP_TILE * size; byte += 64)
-    __builtin_prefetch(from + byte, 1);
-}
-/* A tile's worth of every stream; sizes in bytes, of both moments. Past the end of a tensor it does nothing. */
-TX_FN void tx_ask_streams(tx_step_streams s, int64_t at, const int64_t param, const int64_t master, const int64_t grad,
-                          const int64_t moment) {
-  tx_ask(s.grad, at, grad);
-  tx_ask(s.exp_avg, at, moment);
-  tx_ask(s.exp_avg_sq, at, moment);
-  tx_ask(s.param, at, param);
-  if (master != 0) tx_ask(s.master, at, master);
-}
 TX_FN int64_t tx_lane_bytes(const tx_dtype dtype) {
   return dtype == TX_F32 ? 4 : dtype == TX_NONE ? 0 : dtype == TX_U8 ? 1 : 2;
+}
+/* The lines of `count` elements of a stream, TX_AHEAD from element `at`. Past the end of a tensor it does nothing. */
+TX_FN void tx_ask(const void *stream, int64_t at, const int64_t count, const tx_dtype dtype) {
+  const char *from = (const char *)stream + (at + TX_AHEAD) * tx_lane_bytes(dtype);
+  for (int64_t byte = 0; byte < count * tx_lane_bytes(dtype); byte += 64)
+    __builtin_prefetch(from + byte);
 }
 
 /* Unrounded results of the first loop; element 2 * i + k at [k][i]. */
@@ -86,45 +80,55 @@ typedef struct tx_step_tile {
   float root[2][TX_STEP_TILE / 2];
 } tx_step_tile;
 
-/* Unrounded moments. Those in bf16 are rounded as if none were NaN, Inf or beyond bf16's largest number. Returns
- * whether that was so: the comparisons for a tile cost less than the selections for an element. */
+/* Unrounded moments of `pairs` pairs from pair `at` on. Those in bf16 are rounded as if none were NaN, Inf or beyond
+ * bf16's largest number. Returns whether that was so: the comparisons for a tile cost less than the selections for an
+ * element. */
 TX_FN int tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs, tx_step_tile *tile,
                                const tx_dtype grad, const tx_dtype moment) {
-  uint32_t ramp = tx_dithered(0, 2 * (uint32_t)at), largest = 0;
+  uint32_t largest[TX_GROUP] = {0};
+  for (int32_t group = 0; group < pairs; group += TX_GROUP) {
+    const uint32_t ramp = tx_dithered(0, 2 * (uint32_t)(at + group));
+    tx_ask(s.grad, 2 * (at + group), 2 * TX_GROUP, grad);
+    tx_ask(s.exp_avg, 2 * (at + group), 2 * TX_GROUP, moment);
+    tx_ask(s.exp_avg_sq, 2 * (at + group), 2 * TX_GROUP, moment);
 #pragma GCC ivdep
-  for (int32_t i = 0; i < pairs; i++, ramp += 2 * TX_LATTICE_ELEMENT) {
-    uint32_t m[2], v[2];
-    for (int k = 0; k < 2; k++) {
-      const uint32_t u = ramp + (k ? TX_LATTICE_ELEMENT : 0u);
-      const tx_adamw_moments r =
-          tx_adamw_average(c, 1, tx_load_lane(s.grad, at + i, k, grad), 0.0f,
-                           tx_load_lane(s.exp_avg, at + i, k, moment), tx_load_lane(s.exp_avg_sq, at + i, k, moment));
-      tile->m[k][i] = r.m;
-      tile->root[k][i] = r.root;
-      m[k] = tx_bits_from_f32(r.m);
-      v[k] = tx_bits_from_f32(r.v);
-      if (moment == TX_BF16) {
-        tile->v[k][i] = r.v;
-        largest = (m[k] & 0x7fffffffu) > largest ? m[k] & 0x7fffffffu : largest;
-        largest = v[k] > largest ? v[k] : largest; /* v >= 0, or NaN */
-        m[k] += (s.exp_avg_u + u) >> 16;
-        v[k] += (s.exp_avg_sq_u + u) >> 16;
+    for (int32_t j = 0; j < TX_GROUP; j++) {
+      const int32_t i = group + j;
+      uint32_t m[2], v[2];
+      for (int k = 0; k < 2; k++) {
+        const uint32_t u = (2 * (uint32_t)j + (uint32_t)k) * TX_LATTICE_ELEMENT;
+        const tx_adamw_moments r =
+            tx_adamw_average(c, 1, tx_load_lane(s.grad, at + i, k, grad), 0.0f,
+                             tx_load_lane(s.exp_avg, at + i, k, moment), tx_load_lane(s.exp_avg_sq, at + i, k, moment));
+        tile->m[k][i] = r.m;
+        tile->root[k][i] = r.root;
+        m[k] = tx_bits_from_f32(r.m);
+        v[k] = tx_bits_from_f32(r.v);
+        if (moment == TX_BF16) {
+          tile->v[k][i] = r.v;
+          largest[j] = (m[k] & 0x7fffffffu) > largest[j] ? m[k] & 0x7fffffffu : largest[j];
+          largest[j] = v[k] > largest[j] ? v[k] : largest[j]; /* v >= 0, or NaN */
+          m[k] += (s.exp_avg_u + ramp + u) >> 16;
+          v[k] += (s.exp_avg_sq_u + ramp + u) >> 16;
+        }
       }
+      tx_store_lanes(s.exp_avg, at + i, moment, m);
+      tx_store_lanes(s.exp_avg_sq, at + i, moment, v);
     }
-    tx_store_lanes(s.exp_avg, at + i, moment, m);
-    tx_store_lanes(s.exp_avg_sq, at + i, moment, v);
   }
-  return largest <= TX_BF16_LARGEST;
+  uint32_t all = 0;
+  for (int32_t j = 0; j < TX_GROUP; j++)
+    all = largest[j] > all ? largest[j] : all;
+  return all <= TX_BF16_LARGEST;
 }
 
 /* bf16 moments of a tile again, whatever they are. */
 static __attribute__((noinline)) void tx_round_moments(tx_step_streams s, int32_t at, int32_t pairs,
                                                        const tx_step_tile *tile) {
-  uint32_t ramp = tx_dithered(0, 2 * (uint32_t)at);
-  for (int32_t i = 0; i < pairs; i++, ramp += 2 * TX_LATTICE_ELEMENT) {
-    for (uint32_t k = 0; k < 2; k++) {
-      const uint32_t u = ramp + k * TX_LATTICE_ELEMENT;
-      const int64_t element = 2 * (int64_t)(at + i) + k;
+  for (int32_t i = 0; i < pairs; i++) {
+    for (int k = 0; k < 2; k++) {
+      const int32_t element = 2 * (at + i) + k;
+      const uint32_t u = tx_dithered(0, (uint32_t)element);
       tx_store_threshold(s.exp_avg, element, TX_BF16, tile->m[k][i], s.exp_avg_u + u);
       tx_store_threshold(s.exp_avg_sq, element, TX_BF16, tile->v[k][i], s.exp_avg_sq_u + u);
     }
@@ -133,23 +137,27 @@ static __attribute__((noinline)) void tx_round_moments(tx_step_streams s, int32_
 
 TX_FN void tx_step_pair_weights(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
                                 const tx_step_tile *tile, const tx_dtype param, const tx_dtype master) {
-  uint32_t u = tx_dithered(s.param_u, 2 * (uint32_t)at);
+  for (int32_t group = 0; group < pairs; group += TX_GROUP) {
+    const uint32_t u = tx_dithered(s.param_u, 2 * (uint32_t)(at + group));
+    tx_ask(s.param, 2 * (at + group), 2 * TX_GROUP, param);
+    if (master != TX_NONE) tx_ask(s.master, 2 * (at + group), 2 * TX_GROUP, master);
 #pragma GCC ivdep
-  for (int32_t i = 0; i < pairs; i++, u += 2 * TX_LATTICE_ELEMENT) {
-    float p[2];
-    for (int k = 0; k < 2; k++)
-      p[k] = tx_adamw_update(c, tx_weight_lane(s, at + i, k, param, master), tile->m[k][i], tile->root[k][i]);
-    tx_store_weights(s, at + i, param, master, p, u);
+    for (int32_t j = 0; j < TX_GROUP; j++) {
+      const int32_t i = group + j;
+      float p[2];
+      for (int k = 0; k < 2; k++)
+        p[k] = tx_adamw_update(c, tx_weight_lane(s, at + i, k, param, master), tile->m[k][i], tile->root[k][i]);
+      tx_store_weights(s, at + i, param, master, p, u + 2 * (uint32_t)j * TX_LATTICE_ELEMENT);
+    }
   }
 }
 
-/* n: even. */
+/* n: a multiple of 2 * TX_GROUP. */
 TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
                          const tx_dtype master, const tx_dtype grad, const tx_dtype moment) {
   tx_step_tile tile;
   for (int32_t at = 0; at < n / 2; at += TX_STEP_TILE / 2) {
     const int32_t pairs = n / 2 - at < TX_STEP_TILE / 2 ? n / 2 - at : TX_STEP_TILE / 2;
-    tx_ask_streams(s, 2 * at, tx_lane_bytes(param), tx_lane_bytes(master), tx_lane_bytes(grad), tx_lane_bytes(moment));
     const int ordinary = tx_step_pair_moments(c, s, at, pairs, &tile, grad, moment);
     if (moment == TX_BF16 && __builtin_expect(!ordinary, 0)) tx_round_moments(s, at, pairs, &tile);
     tx_step_pair_weights(c, s, at, pairs, &tile, param, master);
@@ -157,25 +165,33 @@ TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, con
   }
 }
 
-/* Everything in fp32. root: exp_avg_sq leaves as its square root. */
+/* Everything in fp32. root: exp_avg_sq leaves as its square root. n: a multiple of 2 * TX_GROUP. */
 TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, const int usual, const int root) {
   float roots[TX_STEP_TILE];
   for (int32_t at = 0; at < n; at += TX_STEP_TILE) {
-    const int32_t count = n - at < TX_STEP_TILE ? n - at : TX_STEP_TILE;
-    tx_ask_streams(s, at, 4, 0, 4, 4);
+    const int32_t end = n - at < TX_STEP_TILE ? n : at + TX_STEP_TILE;
+    for (int32_t group = at; group < end; group += 2 * TX_GROUP) {
+      tx_ask(s.grad, group, 2 * TX_GROUP, TX_F32);
+      tx_ask(s.exp_avg, group, 2 * TX_GROUP, TX_F32);
+      tx_ask(s.exp_avg_sq, group, 2 * TX_GROUP, TX_F32);
 #pragma GCC ivdep
-    for (int32_t i = 0; i < count; i++) {
-      const tx_adamw_moments r =
-          tx_adamw_average(c, usual, tx_load(s.grad, at + i, TX_F32), tx_load(s.param, at + i, TX_F32),
-                           tx_load(s.exp_avg, at + i, TX_F32), tx_load(s.exp_avg_sq, at + i, TX_F32));
-      tx_store(s.exp_avg, at + i, TX_F32, r.m);
-      tx_store(s.exp_avg_sq, at + i, TX_F32, root ? r.root : r.v);
-      roots[i] = r.root;
+      for (int32_t j = 0; j < 2 * TX_GROUP; j++) {
+        const int32_t i = group + j;
+        const tx_adamw_moments r = tx_adamw_average(c, usual, tx_load(s.grad, i, TX_F32), tx_load(s.param, i, TX_F32),
+                                                    tx_load(s.exp_avg, i, TX_F32), tx_load(s.exp_avg_sq, i, TX_F32));
+        tx_store(s.exp_avg, i, TX_F32, r.m);
+        tx_store(s.exp_avg_sq, i, TX_F32, root ? r.root : r.v);
+        roots[i - at] = r.root;
+      }
     }
+    for (int32_t group = at; group < end; group += 2 * TX_GROUP) {
+      tx_ask(s.param, group, 2 * TX_GROUP, TX_F32);
 #pragma GCC ivdep
-    for (int32_t i = 0; i < count; i++) {
-      const float m = tx_load(s.exp_avg, at + i, TX_F32);
-      tx_store(s.param, at + i, TX_F32, tx_adamw_update(c, tx_load(s.param, at + i, TX_F32), m, roots[i]));
+      for (int32_t j = 0; j < 2 * TX_GROUP; j++) {
+        const int32_t i = group + j;
+        const float m = tx_load(s.exp_avg, i, TX_F32);
+        tx_store(s.param, i, TX_F32, tx_adamw_update(c, tx_load(s.param, i, TX_F32), m, roots[i - at]));
+      }
     }
   }
 }
