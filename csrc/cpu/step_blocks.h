@@ -123,9 +123,9 @@ TX_FN void tx_step_block(tx_adamw_constants c, tx_step_streams s, const tx_dtype
   tx_ask(s.grad, 0, TX_BLOCK, grad);
   tx_ask(s.exp_avg, 0, TX_BLOCK, TX_U8);
   tx_ask(s.exp_avg_sq, 0, TX_BLOCK, TX_U8);
-  tx_step_quad_moments(c, s, &m, &root, grad);
   tx_ask(s.param, 0, TX_BLOCK, param);
   if (master != TX_NONE) tx_ask(s.master, 0, TX_BLOCK, master);
+  tx_step_quad_moments(c, s, &m, &root, grad);
   /* The plans take long to come out of the block's last results; the weights do not wait for them. */
   const int32_t m_amax = tx_quads_amax(&m, 0), root_amax = tx_quads_amax(&root, 1);
   const tx_block_plan m_plan = tx_block_plan_from(mf, m_amax), root_plan = tx_block_plan_from(vf, root_amax);
