@@ -116,6 +116,16 @@ TX_FN void tx_step_quad_weight(tx_adamw_constants c, tx_step_streams s, int32_t 
   tx_store_weights(s, pair, param, master, p, u + (uint32_t)k * TX_LATTICE_ELEMENT);
 }
 
+TX_FN void tx_step_quad_weights(tx_adamw_constants c, tx_step_streams s, const tx_quads *m, const tx_quads *root,
+                                const tx_dtype param, const tx_dtype master) {
+  uint32_t u = s.param_u;
+#pragma GCC ivdep
+  for (int32_t w = 0; w < TX_QUADS; w++, u += 4 * TX_LATTICE_ELEMENT) {
+    tx_step_quad_weight(c, s, w, 0, m, root, u, param, master);
+    tx_step_quad_weight(c, s, w, 2, m, root, u, param, master);
+  }
+}
+
 TX_FN void tx_step_block(tx_adamw_constants c, tx_step_streams s, const tx_dtype param, const tx_dtype master,
                          const tx_dtype grad) {
   const tx_block_format mf = tx_block_e4m3(), vf = tx_block_root_e4m4();
@@ -129,12 +139,7 @@ TX_FN void tx_step_block(tx_adamw_constants c, tx_step_streams s, const tx_dtype
   /* The plans take long to come out of the block's last results; the weights do not wait for them. */
   const int32_t m_amax = tx_quads_amax(&m, 0), root_amax = tx_quads_amax(&root, 1);
   const tx_block_plan m_plan = tx_block_plan_from(mf, m_amax), root_plan = tx_block_plan_from(vf, root_amax);
-  uint32_t u = s.param_u;
-#pragma GCC ivdep
-  for (int32_t w = 0; w < TX_QUADS; w++, u += 4 * TX_LATTICE_ELEMENT) {
-    tx_step_quad_weight(c, s, w, 0, &m, &root, u, param, master);
-    tx_step_quad_weight(c, s, w, 2, &m, &root, u, param, master);
-  }
+  tx_step_quad_weights(c, s, &m, &root, param, master);
   tx_round_weights(s, 0, TX_BLOCK, master);
   *s.exp_avg_scale = tx_store_quads(mf, m_plan, m_amax, &m, s.exp_avg_u, s.exp_avg);
   *s.exp_avg_sq_scale = tx_store_quads(vf, root_plan, root_amax, &root, s.exp_avg_sq_u, s.exp_avg_sq);

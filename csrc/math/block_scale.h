@@ -7,8 +7,8 @@
  *     the codes are doubled, which is exact. So the largest code is above MAX/2 unless k is at its minimum, and
  *     encoding a decoded block again gives the same bytes, whatever the rounding.
  *   - min_exponent keeps a code's least normal value a normal fp32; for formats that store sqrt(v) its square too.
- *   - A block with a NaN, an Inf or a value above MAX * 2^max_exponent (which is above 0.87 of what fp32 can hold, of
- *     its root in a sqrt format) has scale 255 and codes 0 and decodes to NaN throughout: the loss is loud.
+ *   - A block with a NaN, an Inf or a value above MAX * 2^max_exponent (which is above 0.43 of what fp32 can hold;
+ *     0.87 of its root in a sqrt format) has scale 255 and codes 0 and decodes to NaN throughout: the loss is loud.
  *   - A block of zeros has scale 0 and codes 0; so has a signed one of which nothing reaches the least code at
  *     min_exponent (for e4m3 2^-128, for fp16 2^-135).
  *   - A positive sqrt(v) never gets code 0 but the least code: a v flushed to 0 would make the step huge. A signed
@@ -29,7 +29,7 @@ typedef struct tx_block_format {
 
 /* exp_avg and wire data in 8 bits */
 TX_FN tx_block_format tx_block_e4m3(void) {
-  const tx_block_format f = {tx_small_e4m3(), 0x80u, -119, 119};
+  const tx_block_format f = {tx_small_e4m3(), 0x80u, -119, 118};
   return f;
 }
 /* sqrt(exp_avg_sq) in 8 bits */
@@ -39,7 +39,7 @@ TX_FN tx_block_format tx_block_root_e4m4(void) {
 }
 /* exp_avg in fp16: codes are ordinary fp16 numbers */
 TX_FN tx_block_format tx_block_f16(void) {
-  const tx_block_format f = {tx_small_f16(), 0x8000u, -111, 112};
+  const tx_block_format f = {tx_small_f16(), 0x8000u, -111, 111};
   return f;
 }
 /* sqrt(exp_avg_sq) in fp16 */

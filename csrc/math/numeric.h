@@ -133,13 +133,12 @@ TX_FN tx_small_place tx_small_at(tx_small_float f, int32_t k) {
 }
 
 /* The code of x by threshold u, in units of 1 << (23 - mantissa_bits); what is below them is to be cut off. u's upper
- * 23 - mantissa_bits bits count. x >= 0. Below the normals the fraction is brought to that many bits by an addition;
- * there its pattern, less an exponent, is above that of x itself, from there on below. */
+ * 23 - mantissa_bits bits count. 0 <= x < 2^127. From the normals on the sum is 2 x, below them x + least_normal, which
+ * brings the fraction to fixed point: either has the pattern of its code one exponent up. */
 TX_FN uint32_t tx_small_sum(tx_small_float f, tx_small_place at, float x, uint32_t u) {
-  const int32_t fixed = (int32_t)(tx_bits_from_f32(x + at.least_normal) - (1u << 23));
-  const int32_t floating = (int32_t)tx_bits_from_f32(x);
-  const uint32_t base = (uint32_t)(fixed > floating ? fixed : floating);
-  return base + (u >> (9 + f.mantissa_bits)) - at.rebase;
+  const int32_t bits = (int32_t)tx_bits_from_f32(x), least = (int32_t)tx_bits_from_f32(at.least_normal);
+  const float sum = x + tx_f32_from_bits((uint32_t)(bits > least ? bits : least));
+  return tx_bits_from_f32(sum) + (u >> (9 + f.mantissa_bits)) - (at.rebase + (1u << 23));
 }
 TX_FN uint32_t tx_small_round(tx_small_float f, tx_small_place at, float x, uint32_t u) {
   return tx_small_sum(f, at, x, u) >> (23 - f.mantissa_bits);

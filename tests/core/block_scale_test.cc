@@ -244,8 +244,8 @@ TEST(BlockScale, ANonFiniteValueOrOneTooLargeMakesTheWholeBlockNan) {
       EXPECT_TRUE(std::isnan(x)) << c.name;
     const Block fits = Encode(c.format, {largest, 0.0f}, {~0u, ~0u});
     EXPECT_EQ(Decode(c.format, fits)[0], largest) << c.name;
-    // fp32 itself ends within an eighth of it (of its square, for a root).
-    EXPECT_GT(static_cast<double>(largest) * (c.root ? static_cast<double>(largest) : 1.0), 0x1.fffffep127 * 0.87)
+    // fp32 itself ends within a little more than a factor of two (its root, for a root within an eighth of the square).
+    EXPECT_GT(static_cast<double>(largest) * (c.root ? static_cast<double>(largest) : 2.0), 0x1.fffffep127 * 0.87)
         << c.name;
   }
 }

@@ -465,6 +465,38 @@ TEST(Adamw, NonFiniteAndHugeMomentsAreRoundedAsTheReferenceDoes) {
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
 }
 
+// Weights and remainders that no step writes, or hardly ever: ties, a negative remainder beside zero, Inf, NaN; among
+// ordinary ones, and so that each is met in its own tile. A step of nearly nothing writes ties, too.
+TEST(Adamw, RarePairsOfWeightAndRemainderAreSteppedAsTheReferenceDoes) {
+  const uint16_t weights[] = {0x0000, 0x8000, 0x0001, 0x3f80, 0x3f81, 0xbf81, 0x7f7f, 0x7f80, 0xff80, 0x7fc0, 0xffff};
+  const int16_t remainders[] = {-32768, -32767, -1, 0, 1, 32767};
+  for (const Combo &c : {kRemainder, kBlocks}) {
+    for (const double lr : {1e-2, 1e-9, 0.0}) {
+      for (int32_t isa = 0; tx_isa_name(isa); isa++) {
+        ASSERT_EQ(tx_isa_select(tx_isa_name(isa), nullptr), TX_OK);
+        const int64_t n = 66 * 256 + 77;
+        Param ours(c, n), theirs(c, n);
+        for (Param *p : {&ours, &theirs}) {
+          p->Fill(11);
+          for (int64_t i = 0; i < 66; i++) {
+            std::memcpy(p->param.data() + 2 * (256 * i + i), &weights[i % 11], 2);
+            std::memcpy(p->master.data() + 2 * (256 * i + i), &remainders[i / 11], 2);
+          }
+        }
+        for (int step = 0; step < 2; step++) {
+          Call call, reference;
+          call.group.lr = reference.group.lr = lr;
+          call.Add(ours);
+          ASSERT_EQ(tx_adamw(call.Args(), nullptr, nullptr), TX_OK);
+          ReferenceStep(theirs, reference, 7);
+          ASSERT_EQ(ours.State(), theirs.State()) << Name(c) << " " << tx_isa_name(isa) << " lr " << lr;
+        }
+      }
+    }
+  }
+  ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
+}
+
 // G4: beside the remainder the weights are those of the fp32 master, until a master meets the one pattern that the
 // remainder stores an ulp lower.
 TEST(Adamw, G4_RemainderFollowsTheFp32Master) {
