@@ -49,6 +49,8 @@ def core_tests(deps, by_prefix):
             srcs = [file] + native.glob(["*.h"]),
             copts = TEST_OPTS,
             linkstatic = True,
+            # alone, for it takes most of the memory
+            tags = ["exclusive"] if "huge" in name else [],
             timeout = "long",
             deps = deps + more + ["@googletest//:gtest_main"],
         )

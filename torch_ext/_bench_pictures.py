@@ -25,12 +25,13 @@ def bytes_against_time(points: list[Point], facts: dict[str, Any], folder: Path)
         x, y = point.bytes_per_parameter, point.ns_per_parameter
         name = f"ours ({point.who})" if point.ours else point.who
         axes.plot(x, y, "o" if point.ours else "s", color="tab:blue" if point.ours else "tab:gray")
-        place, side = ((-7, -3), "right") if point.ours else ((7, -3), "left")  # a peer may be close to ours
-        text = f"{name}, {y:.2f} ns"
-        axes.annotate(text, (x, y), xytext=place, textcoords="offset points", ha=side, fontsize=8)
+        # a peer may be close to ours: theirs above, ours below
+        place, side = ((0, -13), "top") if point.ours else ((0, 6), "bottom")
+        text = f"{name}\n{y:.2f} ns"
+        axes.annotate(text, (x, y), xytext=place, textcoords="offset points", ha="center", va=side, fontsize=8)
     axes.set_xlabel("resident bytes per parameter: parameters, gradients, state")
     axes.set_ylabel("ns per parameter and step, median")
-    axes.set_xlim(left=5, right=max((p.bytes_per_parameter for p in points), default=20) * 1.3)
+    axes.set_xlim(left=4, right=max((p.bytes_per_parameter for p in points), default=20) * 1.3)
     axes.set_ylim(0, max((p.ns_per_parameter for p in points), default=1) * 1.15)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(

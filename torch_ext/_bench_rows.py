@@ -53,7 +53,7 @@ class Bench:
         self.findings.skips.append(Skip(row, what, str(why)))
 
 
-# -- wall: the share of the memory's speed, and of the kernel's own ------------------------------------------------------
+# -- wall: the share of the bound, which is the memory or, where that is slower, the kernel in the first-level cache -----
 
 ISAS = ("avx2", "avx512", "avx512bf16")
 _WALL_BARS = {"avx2": Bar(0.80, 0.92), "avx512": Bar(0.85, 0.95), "avx512bf16": Bar(0.85, 0.95)}
@@ -96,11 +96,11 @@ def _wall_of(bench: Bench, configuration: Configuration, isas: list[str]) -> Non
         in_l1 = statistics.median(cached[isa].found) / bench.threads
         ours = [seconds * scale for seconds in times[isa]]
         bounds = [max(seconds * scale, in_l1) for seconds in times["wall"]]
-        of_bound = statistics.median(bound / own for bound, own in zip(bounds, ours, strict=True))
+        of_bound = _bench_measure.spread([bound / own for bound, own in zip(bounds, ours, strict=True)])
+        of_wall = _bench_measure.ratio(times, "wall", isa).median
         ns, wall_ns = statistics.median(ours), statistics.median(times["wall"]) * scale
-        beside = {"ns": ns, "wall ns": wall_ns, "L1 ns": in_l1, "of the bound": of_bound}
-        what = f"{configuration.name}, {isa}: share of the wall"
-        bench.add("wall", what, _bench_measure.ratio(times, "wall", isa), _WALL_BARS.get(isa), beside)
+        beside = {"ns": ns, "wall ns": wall_ns, "L1 ns": in_l1, "of the wall": of_wall}
+        bench.add("wall", f"{configuration.name}, {isa}: share of the bound", of_bound, _WALL_BARS.get(isa), beside)
         if configuration.name == "c" and isa in _C_NS_ISAS:
             bar = _C_NS if bench.threads == _C_NS_THREADS and in_l1 > wall_ns else None
             bench.add("wall", f"c, {isa}: ns per parameter", _bench_measure.spread(ours), bar)

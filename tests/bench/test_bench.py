@@ -56,7 +56,7 @@ def test_every_row_has_its_figures(ran: Ran) -> None:
     there = [f["what"] for f in ran.found["figures"]] + [s["what"] for s in ran.found["skips"]]
     assert {f["row"] for f in ran.found["figures"]} == set(ROWS)
     present = [isa for isa in ISAS if _bench_configurations.has_isa(isa)]
-    wanted = [f"{name}, {isa}: share of the wall" for name in CONFIGURATIONS for isa in present]
+    wanted = [f"{name}, {isa}: share of the bound" for name in CONFIGURATIONS for isa in present]
     wanted += [isa for isa in ISAS if isa not in present]
     wanted += [f"{name}: 148 tensors, speed relative to one" for name in CONFIGURATIONS]
     wanted += [f"{name}: resident bytes per parameter" for name in "abc"]
@@ -163,7 +163,7 @@ def test_an_isa_that_is_not_there_is_a_named_skip(monkeypatch: pytest.MonkeyPatc
     bench = _bench_rows.Bench(1000, [(10,)], 1, 1, ["avx2", "base"], 0, findings)
     _bench_rows.wall(bench)
     assert [(skip.row, skip.what) for skip in findings.skips] == [("wall", "avx2")]
-    assert {f.what for f in findings.figures} == {f"{name}, base: share of the wall" for name in CONFIGURATIONS}
+    assert {f.what for f in findings.figures} == {f"{name}, base: share of the bound" for name in CONFIGURATIONS}
     assert all(f.bar is None for f in findings.figures)
 
 
