@@ -61,8 +61,8 @@ TX_FN uint32_t tx_largest_code(tx_block_format f, const void *codes) {
 }
 
 /* One moment of a block to its codes; returns its scale byte. */
-TX_FN uint8_t tx_store_quads(tx_block_format f, tx_block_plan plan, int32_t amax_bits, const tx_quads *from, uint32_t u,
-                             void *to) {
+TX_FN uint8_t tx_store_quads(tx_block_format f, int32_t amax_bits, const tx_quads *from, uint32_t u, void *to) {
+  const tx_block_plan plan = tx_block_plan_from(f, amax_bits);
   if (__builtin_expect(plan.keep == 0u, 0)) {
     memset(to, 0, TX_BLOCK);
     return tx_block_scale_byte(plan, 0);
@@ -126,42 +126,119 @@ TX_FN void tx_step_quad_weights(tx_adamw_constants c, tx_step_streams s, const t
   }
 }
 
-TX_FN void tx_step_block(tx_adamw_constants c, tx_step_streams s, const tx_dtype param, const tx_dtype master,
-                         const tx_dtype grad) {
-  const tx_block_format mf = tx_block_e4m3(), vf = tx_block_root_e4m4();
+/* How many blocks go through each loop before the next: what a loop needs to begin is then little beside its work, and
+ * a block's plan, which takes long to come out of its last results, is there when its codes are made. */
+#define TX_BLOCKS_AT_ONCE 4
+
+/* Of each of them: its moments, and the words that the fast way beside remainders read (step_pairs.h). */
+typedef struct tx_step_block {
   tx_quads m, root;
-  tx_ask(s.grad, 0, TX_BLOCK, grad);
-  tx_ask(s.exp_avg, 0, TX_BLOCK, TX_U8);
-  tx_ask(s.exp_avg_sq, 0, TX_BLOCK, TX_U8);
-  tx_ask(s.param, 0, TX_BLOCK, param);
-  if (master != TX_NONE) tx_ask(s.master, 0, TX_BLOCK, master);
-  tx_step_quad_moments(c, s, &m, &root, grad);
-  /* The plans take long to come out of the block's last results; the weights do not wait for them. */
-  const int32_t m_amax = tx_quads_amax(&m, 0), root_amax = tx_quads_amax(&root, 1);
-  const tx_block_plan m_plan = tx_block_plan_from(mf, m_amax), root_plan = tx_block_plan_from(vf, root_amax);
-  tx_step_quad_weights(c, s, &m, &root, param, master);
-  tx_round_weights(s, 0, TX_BLOCK, master);
-  *s.exp_avg_scale = tx_store_quads(mf, m_plan, m_amax, &m, s.exp_avg_u, s.exp_avg);
-  *s.exp_avg_sq_scale = tx_store_quads(vf, root_plan, root_amax, &root, s.exp_avg_sq_u, s.exp_avg_sq);
+  uint32_t param[2][TX_QUADS], remainder[2][TX_QUADS];
+} tx_step_block;
+
+TX_FN void tx_step_quad_remainder(tx_adamw_constants c, tx_step_streams s, int32_t w, const int h, tx_step_block *b,
+                                  tx_watch *watch) {
+  const float m[2] = {b->m.x[2 * h][w], b->m.x[2 * h + 1][w]};
+  const float root[2] = {b->root.x[2 * h][w], b->root.x[2 * h + 1][w]};
+  tx_step_remainders(c, (tx_mem_u32 *)s.param + 2 * w + h, (tx_mem_u32 *)s.master + 2 * w + h, m, root, watch, w,
+                     &b->param[h][w], &b->remainder[h][w]);
+}
+
+static __attribute__((noinline)) void tx_step_quad_weights_again(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                                 const tx_step_block *b) {
+  for (int32_t pair = 0; pair < 2 * TX_QUADS; pair++) {
+    tx_put_word(s->param, pair, b->param[pair % 2][pair / 2]);
+    tx_put_word(s->master, pair, b->remainder[pair % 2][pair / 2]);
+  }
+  tx_step_quad_weights(*c, *s, &b->m, &b->root, TX_BF16, TX_I16);
+}
+
+/* The streams n blocks further on. */
+TX_FN tx_step_streams tx_blocks_on(tx_step_streams s, int32_t n, const tx_dtype param, const tx_dtype master,
+                                   const tx_dtype grad) {
+  const int64_t elements = (int64_t)n * TX_BLOCK;
+  const uint32_t ramp = tx_dithered(0, (uint32_t)elements);
+  s.grad = (const char *)s.grad + elements * tx_lane_bytes(grad);
+  s.param = (char *)s.param + elements * tx_lane_bytes(param);
+  if (master != TX_NONE) s.master = (char *)s.master + elements * tx_lane_bytes(master);
+  s.exp_avg = (char *)s.exp_avg + elements;
+  s.exp_avg_sq = (char *)s.exp_avg_sq + elements;
+  s.exp_avg_scale += n;
+  s.exp_avg_sq_scale += n;
+  s.param_u += ramp;
+  s.exp_avg_u += ramp;
+  s.exp_avg_sq_u += ramp;
+  return s;
+}
+
+TX_FN void tx_step_block_remainders(tx_adamw_constants c, tx_step_streams s, int32_t count, tx_step_block *blocks,
+                                    const tx_dtype grad) {
+  tx_watch watch = {{0}, {0}, {0}};
+  for (int32_t i = 0; i < count; i++) {
+    const tx_step_streams at = tx_blocks_on(s, i, TX_BF16, TX_I16, grad);
+    tx_ask(at.param, 0, TX_BLOCK, TX_BF16);
+    tx_ask(at.master, 0, TX_BLOCK, TX_I16);
+#pragma GCC ivdep
+    for (int32_t w = 0; w < TX_QUADS; w++) {
+      tx_step_quad_remainder(c, at, w, 0, &blocks[i], &watch);
+      tx_step_quad_remainder(c, at, w, 1, &blocks[i], &watch);
+    }
+  }
+  if (__builtin_expect(tx_watch_is_quiet(&watch), 1)) return;
+  for (int32_t i = 0; i < count; i++) {
+    const tx_step_streams at = tx_blocks_on(s, i, TX_BF16, TX_I16, grad);
+    tx_step_quad_weights_again(&c, &at, &blocks[i]);
+  }
+}
+
+TX_FN void tx_step_block_weights(tx_adamw_constants c, tx_step_streams s, int32_t count, const tx_step_block *blocks,
+                                 const tx_dtype param, const tx_dtype master, const tx_dtype grad) {
+  for (int32_t i = 0; i < count; i++) {
+    const tx_step_streams at = tx_blocks_on(s, i, param, master, grad);
+    tx_ask(at.param, 0, TX_BLOCK, param);
+    if (master != TX_NONE) tx_ask(at.master, 0, TX_BLOCK, master);
+    tx_step_quad_weights(c, at, &blocks[i].m, &blocks[i].root, param, master);
+    tx_round_weights(at, 0, TX_BLOCK, master);
+  }
+}
+
+/* count <= TX_BLOCKS_AT_ONCE blocks. */
+TX_FN void tx_step_some_blocks(tx_adamw_constants c, tx_step_streams s, int32_t count, const tx_dtype param,
+                               const tx_dtype master, const tx_dtype grad) {
+  const tx_block_format mf = tx_block_e4m3(), vf = tx_block_root_e4m4();
+  tx_step_block blocks[TX_BLOCKS_AT_ONCE];
+  int32_t m_amax[TX_BLOCKS_AT_ONCE], root_amax[TX_BLOCKS_AT_ONCE];
+  for (int32_t i = 0; i < count; i++) {
+    const tx_step_streams at = tx_blocks_on(s, i, param, master, grad);
+    tx_ask(at.grad, 0, TX_BLOCK, grad);
+    tx_ask(at.exp_avg, 0, TX_BLOCK, TX_U8);
+    tx_ask(at.exp_avg_sq, 0, TX_BLOCK, TX_U8);
+    tx_step_quad_moments(c, at, &blocks[i].m, &blocks[i].root, grad);
+    m_amax[i] = tx_quads_amax(&blocks[i].m, 0);
+    root_amax[i] = tx_quads_amax(&blocks[i].root, 1);
+  }
+  if (master == TX_I16) {
+    tx_step_block_remainders(c, s, count, blocks, grad);
+  } else {
+    tx_step_block_weights(c, s, count, blocks, param, master, grad);
+  }
+  for (int32_t i = 0; i < count; i++) {
+    const tx_step_streams at = tx_blocks_on(s, i, param, master, grad);
+    *at.exp_avg_scale = tx_store_quads(mf, m_amax[i], &blocks[i].m, at.exp_avg_u, at.exp_avg);
+  }
+  for (int32_t i = 0; i < count; i++) {
+    const tx_step_streams at = tx_blocks_on(s, i, param, master, grad);
+    *at.exp_avg_sq_scale = tx_store_quads(vf, root_amax[i], &blocks[i].root, at.exp_avg_sq_u, at.exp_avg_sq);
+  }
 }
 
 /* n: a multiple of TX_BLOCK. */
 TX_FN void tx_step_blocks(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
                           const tx_dtype master, const tx_dtype grad) {
-  const int64_t param_bytes = (param == TX_F32 ? 4 : 2) * TX_BLOCK, grad_bytes = (grad == TX_F32 ? 4 : 2) * TX_BLOCK;
-  const int64_t master_bytes = (master == TX_F32 ? 4 : master == TX_I16 ? 2 : 0) * TX_BLOCK;
-  for (int32_t at = 0; at < n; at += TX_BLOCK) {
-    tx_step_block(c, s, param, master, grad);
-    s.grad = (const char *)s.grad + grad_bytes;
-    s.param = (char *)s.param + param_bytes;
-    if (master != TX_NONE) s.master = (char *)s.master + master_bytes;
-    s.exp_avg = (char *)s.exp_avg + TX_BLOCK;
-    s.exp_avg_sq = (char *)s.exp_avg_sq + TX_BLOCK;
-    s.exp_avg_scale++;
-    s.exp_avg_sq_scale++;
-    s.param_u += TX_BLOCK * TX_LATTICE_ELEMENT;
-    s.exp_avg_u += TX_BLOCK * TX_LATTICE_ELEMENT;
-    s.exp_avg_sq_u += TX_BLOCK * TX_LATTICE_ELEMENT;
+  for (int32_t left = n / TX_BLOCK; left > 0; left -= TX_BLOCKS_AT_ONCE) {
+    const int32_t count = left < TX_BLOCKS_AT_ONCE ? left : TX_BLOCKS_AT_ONCE;
+    tx_step_some_blocks(c, s, count, param, master, grad);
+    s = tx_blocks_on(s, count, param, master, grad);
   }
 }
 
