@@ -1,0 +1,295 @@
+// tx_adamw: which bits come out, of every combination, instruction set, thread count, split and address.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/core/adamw_call.h"
+#include "tests/core/threads.h"
+
+namespace {
+
+using namespace adamw_call;
+
+class EveryCombo : public testing::TestWithParam<Combo> {};
+
+// On every instruction set this processor has; the summary names those it lacks (tests/core/cpu_isa_test.cc).
+TEST_P(EveryCombo, EqualsTheReferenceBitForBit) {
+  for (int32_t isa = 0; tx_isa_name(isa); isa++) {
+    ASSERT_EQ(tx_isa_select(tx_isa_name(isa), nullptr), TX_OK);
+    for (int rounding : {TX_DITHERED, TX_NEAREST, TX_STOCHASTIC}) {
+      for (int64_t n : {1, 127, 129, 2500}) {
+        Param ours(GetParam(), n, n % 2), theirs(GetParam(), n);
+        ours.Fill(11);
+        theirs.Fill(11);
+        for (int step = 0; step < 3; step++) {
+          ours.FillGrad(100 + step);
+          theirs.FillGrad(100 + step);
+          Call call, reference;
+          call.args.seed = reference.args.seed = 5;
+          call.args.moment_rounding = reference.args.moment_rounding = rounding;
+          call.args.weight_rounding = reference.args.weight_rounding = rounding;
+          call.Add(ours);
+          tx_error error;
+          ASSERT_EQ(tx_adamw(call.Args(), nullptr, &error), TX_OK) << error.message;
+          ReferenceStep(theirs, reference, 7);
+        }
+        ASSERT_EQ(ours.State(), theirs.State()) << tx_isa_name(isa) << " n " << n << " rounding " << rounding;
+      }
+    }
+  }
+  ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
+}
+
+// The weight at its full precision: the master, or the parameter where there is none.
+double Weight(Param &p, int64_t i) {
+  if (p.combo.master == TX_F32) return Get(TX_F32, p.master.data(), i);
+  if (p.combo.master == TX_NONE) return Get(p.combo.param, p.param.data(), i);
+  uint16_t weight;
+  int16_t remainder;
+  std::memcpy(&weight, p.param.data() + 2 * i, 2);
+  std::memcpy(&remainder, p.master.data() + 2 * i, 2);
+  return tx_remainder_decode(weight, remainder);
+}
+
+// G1 against arithmetic in double that shares nothing with csrc/math. Bounds: two ulp of fp32 at the weight (the last
+// subtraction, and a remainder's inexact tie), 4e-7 of the update (its dozen fp32 operations), and where the weight is
+// stored in 16 bits without a master less than one ulp of that.
+TEST_P(EveryCombo, G1_FirstStepFollowsTheFloat64Oracle) {
+  const Combo c = GetParam();
+  Param p(c, 1000);
+  p.Fill(3);
+  Call call;
+  call.Add(p);
+  std::vector<double> before(1000);
+  for (int64_t i = 0; i < p.n; i++)
+    before[i] = Weight(p, i);
+  ASSERT_EQ(tx_adamw(call.Args(), nullptr, nullptr), TX_OK);
+  const int bits = c.master || c.param == TX_F32 ? 23 : c.param == TX_BF16 ? 7 : 10;
+  for (int64_t i = 0; i < p.n; i++) {
+    const double g = Get(c.grad, p.grad.data(), i);
+    const double m = (1 - 0.9) * g, v = (1 - 0.999) * g * g;
+    const double update = 1e-2 * ((m / (1 - 0.9)) / (std::sqrt(v / (1 - 0.999)) + 1e-8) + 0.1 * before[i]);
+    const double want = before[i] - update;
+    const int exponent = std::max(-14, std::ilogb(std::max(std::fabs(before[i]), std::fabs(want))));
+    const double storage = bits == 23 ? 0 : std::ldexp(1.0, exponent - bits);
+    const double bound = storage + std::ldexp(2.0, exponent - 23) + 4e-7 * std::fabs(update);
+    ASSERT_NEAR(Weight(p, i), want, bound) << i;
+  }
+}
+
+// Threads, neighbours in the call, splits at block edges and addresses change nothing.
+TEST_P(EveryCombo, BitsDoNotDependOnThreadsSplitsOrAddresses) {
+  const int64_t n = 3 * 16384 + 777, cut = 16384 + 128 * 5;
+  Param whole(GetParam(), n);
+  whole.Fill(21);
+  Param left(GetParam(), cut, 1), right(GetParam(), n - cut, 3);
+  auto slice = [&](Bytes &from, Bytes &to, int64_t begin) {
+    std::memcpy(to.data(), from.data() + begin, static_cast<size_t>(to.size()));
+  };
+  for (auto [part, begin] : {std::pair<Param *, int64_t>{&left, 0}, {&right, cut}}) {
+    slice(whole.param, part->param, begin * Size(GetParam().param));
+    slice(whole.grad, part->grad, begin * Size(GetParam().grad));
+    if (GetParam().master) slice(whole.master, part->master, begin * Size(GetParam().master));
+  }
+  Threads threads(3);
+  for (int step = 0; step < 2; step++) {
+    Call one, two;
+    one.Add(whole);
+    two.Add(right, 7, cut);
+    two.Add(left, 7, 0);
+    ASSERT_EQ(tx_adamw(one.Args(), nullptr, nullptr), TX_OK);
+    ASSERT_EQ(tx_adamw(two.Args(), threads.parallel(), nullptr), TX_OK);
+  }
+  auto equal = [&](Bytes &all, Bytes &part, int64_t begin) {
+    return part.size() == 0 || std::memcmp(all.data() + begin, part.data(), static_cast<size_t>(part.size())) == 0;
+  };
+  const Combo c = GetParam();
+  for (auto [part, begin] : {std::pair<Param *, int64_t>{&left, 0}, {&right, cut}}) {
+    EXPECT_TRUE(equal(whole.param, part->param, begin * Size(c.param)));
+    EXPECT_TRUE(equal(whole.exp_avg, part->exp_avg, begin * Size(c.exp_avg)));
+    EXPECT_TRUE(equal(whole.exp_avg_sq, part->exp_avg_sq, begin * Size(c.exp_avg_sq)));
+    EXPECT_TRUE(equal(whole.master, part->master, c.master ? begin * Size(c.master) : 0));
+  }
+}
+
+#ifdef TX_SANITIZED
+std::vector<Combo> Grid() {
+  std::vector<Combo> all = Combos(), some;
+  for (size_t i = 0; i < all.size(); i += 7)
+    some.push_back(all[i]);
+  return some;
+}
+#else
+std::vector<Combo> Grid() {
+  return Combos();
+}
+#endif
+INSTANTIATE_TEST_SUITE_P(Combos, EveryCombo, testing::ValuesIn(Grid()),
+                         [](const auto &info) { return Name(info.param); });
+
+// Several tensors and groups of constants, so that every instance, its tails and the way through tiles are met.
+struct Training {
+  std::vector<Param> params;
+  explicit Training(const Combo &c) {
+    int64_t n = 1;
+    for (const int64_t length : {0, 1, 31, 32, 33, 127, 128, 129, 255, 257, 1000, 40001}) {
+      params.emplace_back(c, length, n % 3);
+      params.back().Fill(static_cast<uint32_t>(n++));
+    }
+  }
+  void Step(int64_t step, const tx_adamw_group &group, const tx_parallel *parallel) {
+    Call call;
+    call.group = group;
+    int64_t id = 0;
+    for (Param &p : params) {
+      p.FillGrad(static_cast<uint32_t>(1000 * step + id), step < 20 ? 1e-2f : 1e-4f);
+      call.Add(p, id++);
+    }
+    tx_error error;
+    ASSERT_EQ(tx_adamw(call.Args(), parallel, &error), TX_OK) << error.message;
+  }
+  std::vector<std::vector<std::vector<uint8_t>>> State() const {
+    std::vector<std::vector<std::vector<uint8_t>>> all;
+    for (const Param &p : params)
+      all.push_back(p.State());
+    return all;
+  }
+};
+
+class ManySteps : public testing::TestWithParam<std::tuple<Combo, const char *>> {};
+
+// Whole states, forced instruction sets, 1, 2, 3 and 8 threads. What runs here is compared; cpu_isa_test names the
+// rest.
+TEST_P(ManySteps, EveryInstructionSetAndNumberOfThreadsLeavesTheSameState) {
+  const auto [combo, constants] = GetParam();
+  tx_adamw_group group = {1e-2, 0.9, 0.999, 1e-8, 0.1, 0, 1};
+  if (std::string(constants) == "l2") group.decoupled = 0;
+  if (std::string(constants) == "small_beta") group.beta1 = 0.3;
+  const int64_t steps = 40;
+  ASSERT_EQ(tx_isa_select("base", nullptr), TX_OK);
+  Training expected(combo);
+  for (int64_t step = 0; step < steps; step++)
+    expected.Step(step, group, nullptr);
+  for (int32_t isa = 0; tx_isa_name(isa); isa++) {
+    ASSERT_EQ(tx_isa_select(tx_isa_name(isa), nullptr), TX_OK);
+    for (const int64_t count : {1, 2, 3, 8}) {
+      Threads threads(count);
+      Training ours(combo);
+      for (int64_t step = 0; step < steps; step++)
+        ours.Step(step, group, threads.parallel());
+      ASSERT_TRUE(ours.State() == expected.State()) << tx_isa_name(isa) << ", threads " << count;
+    }
+  }
+  ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
+}
+INSTANTIATE_TEST_SUITE_P(
+    Configurations, ManySteps,
+    testing::Combine(testing::Values(kF32, kBf16, kRemainder, kBlocks, Combo{TX_F16, TX_F32, TX_F16, TX_F16, TX_F16}),
+                     testing::Values("usual", "l2", "small_beta")),
+    [](const auto &info) { return Name(std::get<0>(info.param)) + "_" + std::get<1>(info.param); });
+
+// Gradients that make moments NaN, infinite or too large for bf16, in some tiles and blocks and not in others, are
+// rounded as the reference does it. Combinations in which every stream but the gradient is narrow: an fp32 NaN keeps
+// whatever sign and payload the processor gave it.
+TEST(Adamw, NonFiniteAndHugeMomentsAreRoundedAsTheReferenceDoes) {
+  const float odd[] = {NAN, -NAN, INFINITY, -INFINITY, 3.4e38f, -3.4e38f, 1e20f, 1e-40f, 0.0f};
+  for (const Combo &c : Combos()) {
+    if (c.grad == TX_F16 || c.param == TX_F32 || c.master == TX_F32 || c.exp_avg == TX_F32 || c.exp_avg_sq == TX_F32) {
+      continue;
+    }
+    for (int32_t isa = 0; tx_isa_name(isa); isa++) {
+      ASSERT_EQ(tx_isa_select(tx_isa_name(isa), nullptr), TX_OK);
+      Param ours(c, 1500), theirs(c, 1500);
+      ours.Fill(11);
+      theirs.Fill(11);
+      for (int step = 0; step < 3; step++) {
+        for (Param *p : {&ours, &theirs}) {
+          p->FillGrad(100 + static_cast<uint32_t>(step));
+          for (int64_t i = 0; i < 9; i++)
+            tx_store(p->grad.data(), 300 + 131 * i, c.grad, odd[(i + step) % 9]);
+        }
+        Call call, reference;
+        call.Add(ours);
+        ASSERT_EQ(tx_adamw(call.Args(), nullptr, nullptr), TX_OK);
+        ReferenceStep(theirs, reference, 7);
+        ASSERT_EQ(ours.State(), theirs.State()) << Name(c) << " " << tx_isa_name(isa) << " step " << step;
+      }
+    }
+  }
+  ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
+}
+
+// Weights and remainders that no step writes, or hardly ever: ties, a negative remainder beside zero, Inf, NaN; among
+// ordinary ones, and so that each is met in its own tile. A step of nearly nothing writes ties, too.
+TEST(Adamw, RarePairsOfWeightAndRemainderAreSteppedAsTheReferenceDoes) {
+  const uint16_t weights[] = {0x0000, 0x8000, 0x0001, 0x3f80, 0x3f81, 0xbf81, 0x7f7f, 0x7f80, 0xff80, 0x7fc0, 0xffff};
+  const int16_t remainders[] = {-32768, -32767, -1, 0, 1, 32767};
+  for (const Combo &c : {kRemainder, kBlocks}) {
+    for (const double lr : {1e-2, 1e-9, 0.0}) {
+      for (int32_t isa = 0; tx_isa_name(isa); isa++) {
+        ASSERT_EQ(tx_isa_select(tx_isa_name(isa), nullptr), TX_OK);
+        const int64_t n = 66 * 256 + 77;
+        Param ours(c, n), theirs(c, n);
+        for (Param *p : {&ours, &theirs}) {
+          p->Fill(11);
+          for (int64_t i = 0; i < 66; i++) {
+            std::memcpy(p->param.data() + 2 * (256 * i + i), &weights[i % 11], 2);
+            std::memcpy(p->master.data() + 2 * (256 * i + i), &remainders[i / 11], 2);
+          }
+        }
+        for (int step = 0; step < 2; step++) {
+          Call call, reference;
+          call.group.lr = reference.group.lr = lr;
+          call.Add(ours);
+          ASSERT_EQ(tx_adamw(call.Args(), nullptr, nullptr), TX_OK);
+          ReferenceStep(theirs, reference, 7);
+          ASSERT_EQ(ours.State(), theirs.State()) << Name(c) << " " << tx_isa_name(isa) << " lr " << lr;
+        }
+      }
+    }
+  }
+  ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
+}
+
+// G4: beside the remainder the weights are those of the fp32 master, until a master meets the one pattern that the
+// remainder stores an ulp lower.
+TEST(Adamw, G4_RemainderFollowsTheFp32Master) {
+  Param a(kBf16, 5000), b(kRemainder, 5000);
+  a.Fill(1);
+  b.Fill(1);
+  for (int64_t i = 0; i < a.n; i++) {  // both begin from the rounded weight
+    const float w = Get(TX_BF16, a.param.data(), i);
+    std::memcpy(a.master.data() + 4 * i, &w, 4);
+  }
+  for (int step = 0; step < 50; step++) {
+    a.FillGrad(step);
+    b.FillGrad(step);
+    Call ca, cb;
+    ca.Add(a);
+    cb.Add(b);
+    ASSERT_EQ(tx_adamw(ca.Args(), nullptr, nullptr), TX_OK);
+    ASSERT_EQ(tx_adamw(cb.Args(), nullptr, nullptr), TX_OK);
+    for (int64_t i = 0; i < a.n; i++) {
+      uint16_t w;
+      int16_t r;
+      float master;
+      std::memcpy(&w, b.param.data() + 2 * i, 2);
+      std::memcpy(&r, b.master.data() + 2 * i, 2);
+      std::memcpy(&master, a.master.data() + 4 * i, 4);
+      if (tx_bits_from_f32(master) - (static_cast<uint32_t>(tx_bf16_from_f32(master)) << 16) == 0x8000u) {
+        const float lower = tx_remainder_decode(w, r);  // keep both in step after the inexact pattern
+        std::memcpy(a.master.data() + 4 * i, &lower, 4);
+        continue;
+      }
+      ASSERT_EQ(tx_bits_from_f32(tx_remainder_decode(w, r)), tx_bits_from_f32(master)) << step << " " << i;
+    }
+    ASSERT_EQ(a.param.copy(), b.param.copy()) << step;
+  }
+}
+
+}  // namespace
