@@ -55,8 +55,8 @@ class Bench:
 
 # -- wall: the share of the bound, which is the memory or, where that is slower, the kernel in the first-level cache -----
 
-ISAS = ("avx2", "avx512", "avx512bf16")
 _WALL_BARS = {"avx2": Bar(0.80, 0.92), "avx512": Bar(0.85, 0.95), "avx512bf16": Bar(0.85, 0.95)}
+ISAS = tuple(_WALL_BARS)
 # Of (c) with AVX-512 on two threads, in ns per parameter: asked of it where it is the kernel that bounds, not the memory.
 _C_NS, _C_NS_THREADS, _C_NS_ISAS = Bar(0.45, 0.33, lower_is_better=True), 2, ("avx512", "avx512bf16")
 

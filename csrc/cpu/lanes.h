@@ -12,6 +12,11 @@
 #error "element 0 of a word is taken to be its lowest bits"
 #endif
 
+/* Bytes of an element of a stream; 0 where there is none. */
+TX_FN int64_t tx_lane_bytes(const tx_dtype dtype) {
+  return dtype == TX_F32 ? 4 : dtype == TX_NONE ? 0 : dtype == TX_U8 ? 1 : 2;
+}
+
 TX_FN uint32_t tx_word(const void *p, int32_t w) {
   return ((const tx_mem_u32 *)p)[w];
 }

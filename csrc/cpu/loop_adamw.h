@@ -100,12 +100,8 @@ static void tx_stage_out(const tx_stage *s, int64_t at, int64_t n, const float *
   }
 }
 
-static int64_t tx_size_in_loop(tx_dtype dtype) {
-  return dtype == TX_F32 ? 4 : dtype == TX_U8 ? 1 : 2;
-}
-
 static tx_stage tx_in_place(const void *memory, tx_dtype dtype) {
-  return (tx_stage){.memory = (char *)(uintptr_t)memory, .element_size = tx_size_in_loop(dtype)};
+  return (tx_stage){.memory = (char *)(uintptr_t)memory, .element_size = tx_lane_bytes(dtype)};
 }
 
 static tx_stage tx_staged(const void *memory, uint8_t *scales, tx_dtype dtype, tx_format format, tx_noise noise,
@@ -113,7 +109,7 @@ static tx_stage tx_staged(const void *memory, uint8_t *scales, tx_dtype dtype, t
   const int form = scales ? tx_form_scaled(dtype, format) : tx_form_plain(dtype);
   return (tx_stage){.memory = (char *)(uintptr_t)memory,
                     .scales = scales,
-                    .element_size = tx_size_in_loop(dtype),
+                    .element_size = tx_lane_bytes(dtype),
                     .load = tx_load_loops[form],
                     .store = tx_store_loops[form],
                     .noise = noise,
@@ -223,7 +219,7 @@ static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants
 /* One piece, of any legal combination. */
 static void tx_adamw_run(const tx_adamw_piece *a) {
   const tx_adamw_route route = tx_route(a);
-  const int64_t master_size = tx_size_in_loop(a->master_dtype);
+  const int64_t master_size = tx_lane_bytes(a->master_dtype);
   const int64_t tile = route.staged ? TX_TILE : a->n;
   float g_tile[TX_TILE], m_tile[TX_TILE], v_tile[TX_TILE], p_tile[TX_TILE];
   const int64_t sizes[5] = {

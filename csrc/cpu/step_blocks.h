@@ -1,5 +1,5 @@
-/* The step on 8-bit moments in place, a block of 128 elements at a time: first the step itself, whose moments stay in
- * L1 as fp32, then, their largest values known, the codes. Four codes to a lane-wide word. Included by loop_adamw.h. */
+/* The step on 8-bit moments in place, a few blocks of 128 elements at a time: their moments, which stay in L1 as fp32;
+ * the weights; then, the largest values known, the codes. Four codes to a lane-wide word. Included by loop_adamw.h. */
 #ifndef TX_CPU_STEP_BLOCKS_H
 #define TX_CPU_STEP_BLOCKS_H
 
@@ -41,7 +41,7 @@ TX_FN void tx_encode_quads(tx_block_format f, tx_block_plan plan, const tx_quads
   }
 }
 
-/* Codes doubled in place: those of a word at a time. */
+/* The codes of a block doubled in place; rare. */
 TX_FN void tx_double_quads(tx_block_format f, void *to) {
   const uint32_t one = 1u << f.element.mantissa_bits;
   uint8_t *codes = to;

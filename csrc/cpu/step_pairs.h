@@ -63,9 +63,6 @@ TX_FN void tx_round_weights(tx_step_streams s, int64_t at, int64_t n, const tx_d
 #define TX_GROUP 16
 #define TX_AHEAD 256
 
-TX_FN int64_t tx_lane_bytes(const tx_dtype dtype) {
-  return dtype == TX_F32 ? 4 : dtype == TX_NONE ? 0 : dtype == TX_U8 ? 1 : 2;
-}
 /* The lines of `count` elements of a stream, TX_AHEAD from element `at`. Past the end of a tensor it does nothing. */
 TX_FN void tx_ask(const void *stream, int64_t at, const int64_t count, const tx_dtype dtype) {
   const char *from = (const char *)stream + (at + TX_AHEAD) * tx_lane_bytes(dtype);

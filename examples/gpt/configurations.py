@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).absolute().parents[2]))  # the repository'
 import text
 from model import GPT, Config
 from tqdm import tqdm
+from train import Job
 
 import torch_ext
 
@@ -55,29 +56,26 @@ CONFIGURATIONS = [
 ]
 
 
-@dataclass(frozen=True)
-class Job:
-    config: Config
-    batch: int
-    steps: int
-    warmup: int
-    peak_lr: float
-    held_out: int  # sequences of `context` bytes
-    weight_decay: float = 0.1
-    max_norm: float = 1.0
-
-    def lr(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to a hundredth: where updates are small, rounding shows."""
-        if step < self.warmup:
-            return self.peak_lr * (step + 1) / self.warmup
-        done = (step - self.warmup) / (self.steps - self.warmup)
-        return self.peak_lr * (0.01 + 0.495 * (1 + math.cos(math.pi * done)))
-
-
+# Down to a hundredth of the learning rate: where updates are small, rounding shows.
 FULL = Job(
-    Config(layers=2, heads=2, width=64, context=64), batch=8, steps=2500, warmup=100, peak_lr=3e-3, held_out=2000
+    Config(layers=2, heads=2, width=64, context=64),
+    batch=8,
+    steps=2500,
+    warmup=100,
+    peak_lr=3e-3,
+    held_out=2000,
+    validate_every=2500,
+    least_lr_factor=0.01,
 )
-QUICK = Job(Config(layers=1, heads=2, width=32, context=32), batch=4, steps=20, warmup=4, peak_lr=3e-3, held_out=50)
+QUICK = replace(
+    FULL,
+    config=Config(layers=1, heads=2, width=32, context=32),
+    batch=4,
+    steps=20,
+    warmup=4,
+    held_out=50,
+    validate_every=20,
+)
 
 
 def train(index: int, seed: int, job: Job) -> float:
@@ -92,7 +90,7 @@ def train(index: int, seed: int, job: Job) -> float:
     )
     training = text.read(text.TRAINING)
     for step in range(job.steps):
-        optimizer.param_groups[0]["lr"] = job.lr(step)
+        optimizer.param_groups[0]["lr"] = job.peak_lr * job.lr_factor(step)
         model(text.batch(training, context, job.batch, seed=seed, step=step, rank=0, world=1)).backward()
         torch_ext.clip_grad_norm_(optimizer, job.max_norm)
         optimizer.step()

@@ -53,13 +53,15 @@ class Job:
     validate_every: int
     weight_decay: float = 0.1
     max_norm: float = 1.0
+    least_lr_factor: float = 0.1
 
     def lr_factor(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to a tenth."""
+        """Linear warm-up, then a cosine down to `least_lr_factor`."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
+        least = self.least_lr_factor
+        return least + (1 - least) / 2 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 FULL = Job(
