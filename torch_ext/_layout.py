@@ -145,7 +145,8 @@ def plan_buckets(
         element counts (of the policy's param_dtype); or a mapping of names to either. A tensor given twice is placed
         once.
     policy: of `load_policy`; its dtypes, bucket_size (elements), overlap_grad_reduce and
-        pad_buckets_for_high_nccl_busbw. Without overlap there is one bucket for each buffer.
+        pad_buckets_for_high_nccl_busbw. Where bucket_size is None the cap follows the buffer's bytes on the wire and
+        the number of ranks (csrc/torch_ext.h, tx_layout_args). Without overlap there is one bucket for each buffer.
     world_size: ranks that share the buckets.
     order: a permutation of the positions, who is placed first; None: reverse registration order.
 
@@ -230,24 +231,14 @@ def _named(given: Any, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]
 
 
 def _dtypes_of(policy: Policy, name: str, tensor: torch.Tensor) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Of the parameter, of its gradient in the buffer, of its gradient on the wire."""
+    """Of the parameter, of its gradient in the buffer, of its gradient on the wire (uint8: 8-bit blocks); what may be
+    what is the policy's to refuse."""
     try:
         row = policy.row(tensor.dtype)
     except ValueError as error:
         raise TypeError(f"parameter {name!r}: {error}") from None
     main = row.main_grads_dtype or tensor.dtype
-    wire = row.grad_comm_dtype or main
-    for field, dtype in (("dtype", tensor.dtype), ("main_grads_dtype", main), ("grad_comm_dtype", wire)):
-        if dtype not in CARRIED:
-            raise TypeError(
-                f"parameter {name!r}: {field} {_short(dtype)} cannot lie in a bucket; "
-                f"supported: {', '.join(_short(d) for d in CARRIED)}"
-            )
-    return tensor.dtype, main, wire
-
-
-CARRIED = (torch.float32, torch.bfloat16, torch.float16)
-"""What gradients may be in a buffer and on the wire."""
+    return tensor.dtype, main, row.grad_comm_dtype or main
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -100,3 +100,7 @@ tx_status tx_dtype_size(tx_dtype dtype, int64_t *bytes, tx_error *error) {
   *bytes = kRows[dtype].bytes;
   return TX_OK;
 }
+
+int64_t tx_wire_block_bytes(tx_dtype dtype) {
+  return tx_dtype_is_known(dtype) ? TX_BLOCK * kRows[dtype].bytes + (dtype == TX_U8) : 0;
+}

@@ -16,4 +16,7 @@ int tx_dtype_find(const char *text, size_t length, tx_dtype *dtype);
 /* 1 where the code is TX_NONE or a row of dtypes.def. */
 int tx_dtype_is_known(int64_t code);
 
+/* Bytes that TX_BLOCK elements take on the wire: TX_U8 brings its e8m0 scale along. 0 for what has no element size. */
+int64_t tx_wire_block_bytes(tx_dtype dtype);
+
 #endif

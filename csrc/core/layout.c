@@ -2,6 +2,7 @@
  * number fits and once to write. */
 #include <inttypes.h>
 
+#include "csrc/core/dtype.h"
 #include "csrc/core/hash.h"
 #include "csrc/core/status.h"
 #include "csrc/core/text.h"
@@ -9,13 +10,10 @@
 /* Offsets stay below this, so that bytes of the widest dtype (16) fit into int64 too. */
 static const int64_t kLimit = INT64_MAX / 16;
 
-static const int64_t kHighBandwidth = 1 << 16; /* NCCL's bus bandwidth falls off for sizes that are no multiple of it */
+/* What the default cap aims at: so much of a buffer is on its way when backward has ended. */
+static const int64_t kBucketsPerBuffer = 16;
 
-/* Megatron-LM's default cap, max(40e6, 1e6 * world), counts fp32 elements; half the bytes want twice the elements. */
-static int64_t default_cap(int64_t world, int64_t wire_bytes) {
-  const int64_t elements = world > 40 ? world * INT64_C(1000000) : INT64_C(40000000);
-  return elements * 4 / wire_bytes;
-}
+static const int64_t kHighBandwidth = 1 << 16; /* NCCL's bus bandwidth falls off for sizes that are no multiple of it */
 
 /* "parameter 3 ('layers.0.weight')", for messages. */
 static void add_param(tx_text *text, const tx_layout_args *args, int64_t i) {
@@ -156,6 +154,36 @@ static int opens_buffer(const tx_layout_args *args, int64_t k) {
   return 1;
 }
 
+/* Bytes on the wire below which a bucket is cut into messages too small for the link. */
+static int64_t least_cap_bytes(int64_t world) {
+  const int64_t beyond_node = world > 8 ? world - 8 : 0;
+  return (INT64_C(1) << 20) + beyond_node * (INT64_C(3) << 18);
+}
+
+static int64_t megatron_cap_bytes(int64_t world) {
+  const int64_t elements = world > 40 ? world * INT64_C(1000000) : INT64_C(40000000);
+  return elements * 4;
+}
+
+/* The elements of a bucket where the caller names none: the rule is with tx_layout_args in the public header. `first`
+ * is the first of the buffer's parameters. */
+static int64_t default_cap(const tx_layout_args *args, int64_t first) {
+  const tx_layout_param *like = &args->params[nth(args, first)];
+  const int64_t block_bytes = tx_wire_block_bytes((tx_dtype)like->wire_dtype);
+  int64_t blocks = 0;
+  for (int64_t k = first; k < args->n; k++) {
+    const tx_layout_param *p = &args->params[nth(args, k)];
+    if (p->tied != -1 || !share_buffer(like, p)) continue;
+    blocks += (p->numel + TX_LAYOUT_ALIGNMENT - 1) / TX_LAYOUT_ALIGNMENT;
+    /* The plan will not fit either, and says so. */
+    if (blocks > kLimit / TX_LAYOUT_ALIGNMENT) return INT64_MAX;
+  }
+  int64_t bytes = blocks * block_bytes / kBucketsPerBuffer;
+  if (bytes < least_cap_bytes(args->world)) bytes = least_cap_bytes(args->world);
+  if (bytes > megatron_cap_bytes(args->world)) bytes = megatron_cap_bytes(args->world);
+  return bytes / block_bytes * TX_LAYOUT_ALIGNMENT;
+}
+
 /* Where the walk writes; the pointers may be NULL. */
 typedef struct output {
   tx_layout_place *places;
@@ -179,11 +207,7 @@ static tx_status plan_buffer(const tx_layout_args *args, int64_t first, output *
   const tx_layout_param *like = &args->params[nth(args, first)];
   const int64_t shards = args->world * TX_LAYOUT_ALIGNMENT;
   const int64_t alignment = args->high_bandwidth ? shards / gcd(shards, kHighBandwidth) * kHighBandwidth : shards;
-  int64_t wire_bytes = 0;
-  TX_FORWARD(tx_dtype_size((tx_dtype)like->wire_dtype, &wire_bytes, error));
-  const int64_t cap = !args->overlap           ? INT64_MAX
-                      : args->cap != TX_NO_INT ? args->cap
-                                               : default_cap(args->world, wire_bytes);
+  const int64_t cap = !args->overlap ? INT64_MAX : args->cap != TX_NO_INT ? args->cap : default_cap(args, first);
 
   tx_layout_bucket bucket = {.buffer = out->summary.n_buffers};
   for (int64_t k = first; k < args->n; k++) {

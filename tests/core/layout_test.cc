@@ -117,21 +117,65 @@ TEST(Layout, F1_a_tied_parameter_is_placed_once) {
   EXPECT_EQ(plan.buckets[0].used, 1128);
 }
 
-TEST(Layout, F2_default_cap_counts_wire_bytes) {
-  const struct {
-    tx_dtype wire;
-    int64_t world, cap;
-  } cases[] = {{TX_F32, 1, 40000000},  {TX_BF16, 1, 80000000},  {TX_U8, 1, 160000000},     {TX_F32, 40, 40000000},
-               {TX_F32, 64, 64000000}, {TX_F16, 64, 128000000}, {TX_F32, 1024, 1024000000}};
-  for (const auto &c : cases) {
-    std::vector<tx_layout_param> params = {Param(1, TX_F32), Param(c.cap - 1, TX_F32)};
-    for (tx_layout_param &p : params) {
-      p.wire_dtype = c.wire;
-    }
-    EXPECT_EQ(Plan(Args(params, c.world)).summary.n_buckets, 1) << c.cap << " - 1 does not close a bucket";
-    params[1].numel = c.cap;
-    EXPECT_EQ(Plan(Args(params, c.world)).summary.n_buckets, 2) << c.cap << " does";
+struct DefaultCap {
+  const char *id;
+  tx_dtype wire;
+  int64_t world, numel, cap;  // elements of the buffer and of a bucket
+};
+
+void PrintTo(const DefaultCap &c, std::ostream *out) {
+  *out << c.id;
+}
+
+class LayoutDefaultCapTest : public testing::TestWithParam<DefaultCap> {};
+
+TEST_P(LayoutDefaultCapTest, F2_closes_a_bucket_and_an_element_less_does_not) {
+  const DefaultCap &c = GetParam();
+  std::vector<tx_layout_param> params = {Param(c.numel - c.cap - 128), Param(128), Param(c.cap)};
+  for (tx_layout_param &p : params)
+    p.wire_dtype = c.wire;
+  EXPECT_EQ(Plan(Args(params, c.world)).places[1].bucket, 1);
+  params[2].numel--;
+  EXPECT_EQ(Plan(Args(params, c.world)).places[1].bucket, 0);
+}
+
+const DefaultCap kDefaultCaps[] = {
+    {"sixteenth_of_19_MB", TX_BF16, 2, 9500032, 593664},
+    {"sixteenth_counts_wire_bytes", TX_F32, 2, 9500032, 593664},
+    {"sixteenth_of_126_MB", TX_BF16, 4, 63000064, 3937408},
+    {"sixteenth_of_8_bit_blocks", TX_U8, 4, 63000064, 3937408},
+    {"least_1_MiB", TX_BF16, 1, 1280000, 524288},
+    {"least_1_MiB_fp32", TX_F32, 8, 1280000, 262144},
+    {"least_1_MiB_of_8_bit_blocks", TX_U8, 2, 9500032, 8128 * 128},
+    {"least_grows_past_eight_ranks", TX_BF16, 9, 1280000, 917504},
+    {"least_of_64_ranks_is_43_MiB", TX_F32, 64, 128000000, 11272192},
+    {"least_of_1024_ranks_is_763_MiB", TX_BF16, 1024, 1280000000, 400031744},
+    {"most_is_megatrons", TX_F32, 8, INT64_C(7000000000), 40000000},
+    {"most_of_16_bits", TX_BF16, 40, INT64_C(7000000000), 80000000},
+    {"most_of_8_bit_blocks", TX_U8, 8, INT64_C(7000000000), 1240310 * 128},
+    {"most_of_64_ranks", TX_F16, 64, INT64_C(70000000000), 128000000},
+    {"most_of_1024_ranks", TX_F32, 1024, INT64_C(70000000000), 1024000000},
+    {"most_of_the_largest_buffer", TX_C128, 1, INT64_MAX / 16 / 128 * 128, 10000000},
+};
+INSTANTIATE_TEST_SUITE_P(Cases, LayoutDefaultCapTest, testing::ValuesIn(kDefaultCaps),
+                         [](const auto &info) { return std::string(info.param.id); });
+
+TEST(Layout, F2_default_cap_is_that_of_each_buffer) {
+  // 2.56 MB are three buckets of at least 1 MiB where they are alone, and so they are before 32 times as many numbers
+  // of another dtype, and where each is tied to others.
+  std::vector<tx_layout_param> params(20, Param(64000));
+  ASSERT_EQ(Plan(Args(params, 1)).summary.n_buckets, 3);
+  params.insert(params.end(), 20, Param(32 * 64000, TX_F32));
+  for (int64_t i = 0; i < 2000; i++) {
+    params.push_back(params[0]);
+    params.back().tied = i % 20;
   }
+  std::vector<int64_t> order(params.size());
+  std::iota(order.begin(), order.end(), 0);
+  tx_layout_args args = Args(params, 1);
+  args.order = order.data();
+  const Plan plan(args);
+  EXPECT_EQ(std::count_if(plan.buckets.begin(), plan.buckets.end(), [](const auto &b) { return b.buffer == 0; }), 3);
 }
 
 TEST(Layout, F2_no_overlap_is_one_bucket_per_buffer) {
@@ -401,6 +445,11 @@ const Bad kBad[] = {
      [](Params &p, tx_layout_args &) { p[1].numel = INT64_MAX; }},
     {"sum_overflows", TX_ERROR_INVALID_ARGUMENT, "beyond",
      [](Params &p, tx_layout_args &) { p[0].numel = p[1].numel = INT64_MAX / 16 - 1000; }},
+    {"sum_overflows_under_the_default_cap", TX_ERROR_INVALID_ARGUMENT, "beyond",
+     [](Params &p, tx_layout_args &args) {
+       p[0].numel = p[1].numel = p[2].numel = INT64_MAX / 16;
+       args.cap = TX_NO_INT;
+     }},
     {"dtype_none", TX_ERROR_UNKNOWN_DTYPE, "head.weight",
      [](Params &p, tx_layout_args &) { p[1].wire_dtype = TX_NONE; }},
     {"dtype_unknown", TX_ERROR_UNKNOWN_DTYPE, "99", [](Params &p, tx_layout_args &) { p[1].param_dtype = 99; }},

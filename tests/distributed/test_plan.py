@@ -40,6 +40,18 @@ def test_f2_no_overlap_one_bucket() -> None:
     assert len(torch_ext.plan_buckets(sizes, policy(bucket_size=5000, overlap_grad_reduce=False), 2).buckets) == 1
 
 
+def test_f2_default_cap_follows_the_model_and_the_ranks() -> None:
+    def buckets(layers: int, world: int, wire: Any = None, size: int | None = None) -> int:
+        plan = torch_ext.plan_buckets([65536] * layers, policy(BF16, wire=wire, bucket_size=size), world)
+        return len(plan.buckets)
+
+    assert buckets(8, 2) == 1 and buckets(64, 2) == 8  # of 1 MiB
+    assert buckets(160, 2) == 16  # of 1.25 MiB
+    assert buckets(64, 2, wire=FP32) == 16 and buckets(64, 2, wire="fp8") == 4
+    assert buckets(64, 16) == 2  # of 7 MiB
+    assert buckets(64, 2, size=65536) == 64
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_f3_alignment(world: int) -> None:
     plan = torch_ext.plan_buckets([1, 127, 128, 129, 0, 5], policy(bucket_size=128, overlap_grad_reduce=True), world)
@@ -103,6 +115,8 @@ def test_a_bucket_cap_of_zero_is_refused(cap: int) -> None:
         policy(bucket_size=cap)
 
 
-def test_the_fp8_wire_is_named_as_not_supported() -> None:
-    with pytest.raises(TypeError, match="grad_comm_dtype uint8.*supported: float32, bfloat16, float16"):
-        torch_ext.plan_buckets([3], policy(wire="fp8"), 1)
+def test_the_8_bit_wire_is_planned_and_gradients_of_8_bits_are_refused() -> None:
+    (bucket,) = torch_ext.plan_buckets([300], policy(BF16, wire="fp8"), 2).buckets
+    assert (bucket.main_grads_dtype, bucket.grad_comm_dtype, bucket.numel) == (BF16, torch.uint8, 512)
+    with pytest.raises(ValueError, match="main_grads_dtype='fp8' is not legal; legal: none, fp32, fp16, bf16"):
+        policy(main="fp8")
