@@ -1,4 +1,4 @@
-"""python -m torch_ext: info, what was found on this machine; bench, the step against the memory and its peers."""
+"""python -m torch_ext: info, what was found on this machine; bench, the step and the exchange against their peers."""
 
 import argparse
 import sys
@@ -17,10 +17,20 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, instruction sets, threads, operators, the library's path, CUDA")
     info.set_defaults(run=_print_info)
-    bench = commands.add_parser("bench", help="the step against the memory and against its peers, as ratios")
-    bench.add_argument("--quality", action="store_true", help="what the roundings cost instead; it has its own options")
+    bench = commands.add_parser("bench", help="ours against its peers, as ratios: the step, or the exchange")
+    comm = arguments[:2] == ["bench", "comm"]
+    bench.add_argument(
+        "what",
+        nargs="?",
+        choices=["comm"],
+        help="the data-parallel exchange instead of the step; it has its own options",
+    )
+    if not comm:
+        bench.add_argument(
+            "--quality", action="store_true", help="what the roundings cost instead; it has its own options"
+        )
     if arguments[:1] == ["bench"]:
-        bench.set_defaults(run=_add_bench(bench, quality="--quality" in arguments))
+        bench.set_defaults(run=_add_bench(bench, comm, quality="--quality" in arguments))
     options = parser.parse_args(arguments)
     run: Run = options.run
     return run(options)
@@ -31,8 +41,13 @@ def _print_info(_options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_bench(parser: argparse.ArgumentParser, quality: bool) -> Run:
+def _add_bench(parser: argparse.ArgumentParser, comm: bool, quality: bool) -> Run:
     """The options of a benchmark, which is imported only now that it is wanted."""
+    if comm:
+        from torch_ext import _bench_comm
+
+        _bench_comm.add_arguments(parser)
+        return _bench_comm.run
     if quality:
         from torch_ext import _bench_quality
 

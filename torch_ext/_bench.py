@@ -3,7 +3,6 @@
 import argparse
 import gc
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -18,27 +17,27 @@ _QUICK_PARAMS, _QUICK_ROUNDS = 1 << 16, 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--params", type=_positive, help=f"of the flat tensor; {_PARAMS:,} unless given")
-    parser.add_argument("--rounds", type=_positive, help=f"that a median is taken of; {_ROUNDS} unless given")
-    parser.add_argument("--threads", type=_positive, default=torch.get_num_threads())
+    parser.add_argument("--params", type=positive, help=f"of the flat tensor; {_PARAMS:,} unless given")
+    parser.add_argument("--rounds", type=positive, help=f"that a median is taken of; {_ROUNDS} unless given")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     legal = sorted({*ISAS, *_info.isas()})
     parser.add_argument(
         "--isa", nargs="+", choices=legal, default=list(ISAS), metavar="ISA", help=f"of row wall: {', '.join(legal)}"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=_file, metavar="FILE", help="all figures and the seconds they were made from")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="all figures and the seconds they were made from")
     parser.add_argument("--pictures", type=_folder, metavar="DIR", help="bytes against time (of row peers; matplotlib)")
     parser.add_argument("--quick", action="store_true", help="small sizes: whether it runs; the figures say nothing")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number}; a number >= 1 is legal")
     return number
 
 
-def _file(text: str) -> Path:
+def new_file(text: str) -> Path:
     """Looked at before minutes of measuring, not after them."""
     path = Path(text)
     if not path.absolute().parent.is_dir():
@@ -87,8 +86,4 @@ def _run_row(bench: Bench, row: str) -> None:
     figures, skips = len(findings.figures), len(findings.skips)
     ROWS[row](bench)
     gc.collect()  # the row's tensors: optimizers are in cycles
-    for figure in findings.figures[figures:]:
-        print(_bench_report.figure_line(figure))
-    for skip in findings.skips[skips:]:
-        print(_bench_report.skip_line(skip))
-    sys.stdout.flush()
+    print(_bench_report.lines(findings.figures[figures:], findings.skips[skips:]), flush=True)

@@ -27,14 +27,16 @@ def measure(configurations: list[str], shapes: Shapes, seed: int, threads: int) 
     fails."""
     question = json.dumps([configurations, shapes, seed, threads])
     command = [sys.executable, "-m", "torch_ext._bench_memory"]
-    # The package that answers is the one that asks.
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    run = subprocess.run(command, input=question, capture_output=True, text=True, env=environment)
+    run = subprocess.run(command, input=question, capture_output=True, text=True, env=environment())
     if run.returncode:
         raise RuntimeError(f"measuring memory failed: {run.stderr.strip()[-500:]}")
     return {name: Memory(*values) for name, values in json.loads(run.stdout).items()}
+
+
+def environment() -> dict[str, str]:
+    """Of a process whose package is this one."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
 def _answer(configurations: list[str], shapes: Shapes, seed: int, threads: int) -> dict[str, Memory]:

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,6 +71,10 @@ def figure_line(figure: Figure) -> str:
 
 def skip_line(skip: Skip) -> str:
     return f"{skip.what:<{_WIDTH}} SKIPPED: {skip.why}"
+
+
+def lines(figures: Sequence[Figure], skips: Sequence[Skip]) -> str:
+    return "\n".join([*map(figure_line, figures), *map(skip_line, skips)])
 
 
 def _asked(bar: Bar | None) -> str:

@@ -1,0 +1,192 @@
+"""The rows of `bench comm`: who is compared with whom, over which network, and what is asked of the ratio."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch_ext import _bench_measure
+from torch_ext._bench_comm_contenders import BUCKETS
+from torch_ext._bench_comm_measure import Answer
+from torch_ext._bench_comm_networks import LINKS
+from torch_ext._bench_figures import Bar
+from torch_ext._bench_measure import Spread, Times
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ranks found in one job."""
+
+    link: str
+    seconds: Times  # of a step, one per round: the slowest rank's
+    sent: Times  # bytes of a step that a rank sent, the mean over the ranks
+    wire_bytes: dict[str, float]  # the same by our own count, of ours alone
+    errors: dict[str, float]
+    refused: dict[str, str]
+
+
+def found(link: str, answers: Sequence[Answer], shared: bool) -> Found:
+    """Of the ranks' answers. shared: each rank counted the bytes of all."""
+    first = answers[0]
+    share = len(answers) ** (2 if shared else 1)
+    return Found(
+        link,
+        {who: [max(each) for each in zip(*(a.seconds[who] for a in answers), strict=True)] for who in first.seconds},
+        {who: [sum(each) / share for each in zip(*(a.sent[who] for a in answers), strict=True)] for who in first.sent},
+        {who: statistics.mean(a.wire_bytes[who] or 0 for a in answers) for who, n in first.wire_bytes.items() if n},
+        first.errors,
+        first.refused,
+    )
+
+
+class Versus(NamedTuple):
+    ours: str
+    theirs: tuple[str, ...] = ()  # several are one peer in different settings, of which the best counts
+    bar: Bar | None = None
+
+
+class Value(NamedTuple):
+    spread: Spread
+    theirs: str  # the one that was compared with
+    beside: dict[str, float]
+
+
+# -- what is compared ----------------------------------------------------------------------------------------------------
+
+
+def _time(f: Found, versus: Versus) -> Value:
+    theirs = _best(f.seconds, versus.theirs)
+    beside = {"ms": _ms(f.seconds[versus.ours]), "theirs ms": _ms(f.seconds[theirs])}
+    link = LINKS[f.link]
+    if link is not None:  # what the link alone needs, were it busy all the time
+        beside["link's ms"] = statistics.median(f.sent[versus.ours]) * 8 / link.bits_per_second * 1e3
+    return Value(_bench_measure.ratio(f.seconds, versus.ours, theirs), theirs, beside)
+
+
+def _bytes(f: Found, versus: Versus) -> Value:
+    """Rounded as what is asked of it."""
+    theirs = _best(f.sent, versus.theirs)
+    exact = _bench_measure.ratio(f.sent, versus.ours, theirs)
+    beside = {"ratio": exact.median}
+    beside |= {
+        f"{who}MB": statistics.median(f.sent[name]) / 1e6 for who, name in (("", versus.ours), ("theirs ", theirs))
+    }
+    if versus.ours in f.wire_bytes:
+        beside["wire_bytes() MB"] = f.wire_bytes[versus.ours] / 1e6
+    return Value(Spread(*(round(value, 2) for value in exact)), theirs, beside)
+
+
+_LEAST_EXPOSED = 1e-4  # seconds; a difference of two times that is less says nothing
+
+
+def _exposed(f: Found, versus: Versus) -> Value:
+    """What a step takes more than one that exchanges nothing."""
+    exposed = {
+        who: [max(t - alone, _LEAST_EXPOSED) for t, alone in zip(times, f.seconds[ALONE], strict=True)]
+        for who, times in f.seconds.items()
+    }
+    theirs = _best(exposed, versus.theirs)
+    beside = {"ms": _ms(exposed[versus.ours]), ALONE + " ms": _ms(f.seconds[ALONE])}
+    beside |= {f"{who} ms": _ms(exposed[who]) for who in versus.theirs if who in exposed}
+    return Value(_bench_measure.ratio(exposed, versus.ours, theirs), theirs, beside)
+
+
+def _error(f: Found, versus: Versus) -> Value:
+    error = f.errors[versus.ours]
+    beside = {"error": error} | {f"{who}, error": f.errors[who] for who in versus.theirs}
+    value = error / f.errors[versus.theirs[0]] if versus.theirs else error
+    return Value(Spread(value, value, value), versus.theirs[0] if versus.theirs else "", beside)
+
+
+def _best(values: Times, who: Sequence[str]) -> str:
+    return min((name for name in who if name in values), key=lambda name: statistics.median(values[name]))
+
+
+def _ms(seconds: Sequence[float]) -> float:
+    return statistics.median(seconds) * 1e3
+
+
+# -- the table -----------------------------------------------------------------------------------------------------------
+
+ALONE = "alone"
+
+
+@dataclass(frozen=True)
+class Row:
+    links: tuple[str, ...]
+    ranks: tuple[int, ...]
+    value: Callable[[Found, Versus], Value]
+    versus: tuple[Versus, ...]
+    kind: str = "timing"  # of job
+    compute: float = 0.0  # seconds slept in a backward
+    besides: tuple[str, ...] = field(default=())  # contenders whom every comparison needs
+
+    @property
+    def contenders(self) -> list[str]:
+        return [*self.besides, *(who for versus in self.versus for who in (versus.ours, *versus.theirs))]
+
+
+def _less(at_least: float, goal: float) -> Bar:
+    return Bar(at_least, goal, lower_is_better=True)
+
+
+_BF16, _FP32 = ("DDP bf16",), ("DDP fp32",)
+_ONE_GIGABIT: tuple[tuple[str, ...], tuple[int, ...]] = (("1 Gbit/s",), (2, 4))
+
+ROWS: dict[str, Row] = {
+    "bytes": Row(
+        ("loopback",),
+        (2,),
+        _bytes,
+        (
+            Versus("no_shard bf16", _FP32, _less(0.51, 0.50)),
+            Versus("optim fp8", _FP32, _less(0.40, 0.38)),
+            Versus("no_shard fp8", _FP32, _less(0.28, 0.26)),
+        ),
+    ),
+    "ddp_bf16": Row(
+        *_ONE_GIGABIT,
+        _time,
+        (
+            Versus("no_shard bf16", _BF16, _less(1.03, 0.97)),
+            Versus("no_shard fp8", _BF16, _less(0.80, 0.60)),
+        ),
+    ),
+    "ddp_fp32": Row(*_ONE_GIGABIT, _time, (Versus("no_shard bf16", _FP32, _less(0.57, 0.52)),)),
+    "zero": Row(*_ONE_GIGABIT, _time, (Versus("optim bf16", ("ZeRO on DDP bf16",), _less(0.62, 0.52)),)),
+    "fsdp2": Row(
+        *_ONE_GIGABIT,
+        _time,
+        (Versus("optim_grads_params bf16", ("FSDP2 fp32 reduction",), _less(0.80, 0.60)),),
+    ),
+    "exposed": Row(
+        *_ONE_GIGABIT,
+        _exposed,
+        (Versus("no_shard bf16", tuple(BUCKETS), _less(1.0, 0.8)),),
+        compute=0.15,
+        besides=(ALONE,),
+    ),
+    "loopback": Row(("loopback",), (2,), _time, (Versus("no_shard bf16", _BF16, _less(1.05, 0.90)),)),
+    "ten": Row(
+        ("10 Gbit/s",),
+        (2,),
+        _time,
+        (
+            Versus("no_shard bf16", _BF16),
+            Versus("no_shard bf16", _FP32),
+            Versus("no_shard fp8", _BF16),
+            Versus("optim bf16", ("ZeRO on DDP bf16",)),
+            Versus("optim_grads_params bf16", ("FSDP2 fp32 reduction",)),
+        ),
+    ),
+    "accuracy": Row(
+        ("loopback",),
+        (4,),
+        _error,
+        (
+            Versus("optim, 1 micro-batch", (), _less(1e-6, 1e-7)),
+            Versus("optim, 16 micro-batches", ("DDP bf16, 16 micro-batches",), _less(1 / 2, 1 / 3)),
+        ),
+        kind="accuracy",
+    ),
+}
