@@ -4,7 +4,8 @@
  *
  * How it reads:
  *   1. Conventions       status, messages, dtypes, tensors, threads
- *   2. Decisions         policy (the loader), layout (bucket planner), tracker (readiness), scale (loss scale)
+ *   2. Decisions         policy (the loader), layout (bucket planner), memory (bytes per rank), tracker (readiness),
+ *                        scale (loss scale)
  *   3. Operators         the step, gradient statistics, buckets, casts, masters
  *   4. torch             registration of the operators under torch.ops.torch_ext
  *
@@ -377,6 +378,69 @@ TX_API tx_status tx_layout_shard(const tx_layout_bucket *bucket, int64_t world, 
 /* The part of a parameter at [start, start + numel) that lies in [begin, end): its elements [*first, *first + result)
  * of the parameter, counted from the parameter's own begin. 0: none. */
 TX_API int64_t tx_layout_intersect(int64_t start, int64_t numel, int64_t begin, int64_t end, int64_t *first);
+
+/* -- memory (bytes per rank) ------------------------------------------------------------------------------------ */
+
+/* What the optimizer keeps per element of a parameter. */
+typedef struct tx_memory_state {
+  int32_t exp_avg_dtype; /* F32, BF16; F16 and U8 with a scale byte per TX_BLOCK elements */
+  int32_t exp_avg_sq_dtype;
+  int32_t master_dtype; /* TX_NONE: the weights are their own masters; F32; I16: remainders */
+  int32_t reserved;
+} tx_memory_state;
+
+/* Parameters that optim_grads_params gathers at a time. */
+typedef struct tx_memory_unit {
+  int64_t numel;
+  int32_t param_dtype;
+  int32_t reserved;
+} tx_memory_unit;
+
+typedef struct tx_memory_args {
+  uint64_t size;
+  const tx_layout_args *layout;    /* the trainable parameters, their dtypes and the ranks */
+  const tx_layout_place *places;   /* what tx_layout_plan made of them: layout->n entries */
+  const tx_layout_bucket *buckets; /* and n_buckets */
+  int64_t n_buckets;
+  const tx_memory_state *states; /* layout->n entries; equal within a buffer */
+  int64_t n_units;
+  const tx_memory_unit *units; /* for optim_grads_params; the two largest count */
+  int64_t frozen_bytes;        /* of parameters that are not trained */
+  int64_t in_flight;           /* buckets that are exchanged at a time, at most; >= 1 */
+  int32_t strategy;            /* tx_strategy */
+  int32_t reserved;
+} tx_memory_args;
+#define TX_MEMORY_ARGS_INIT \
+  { .size = sizeof(tx_memory_args), .in_flight = 1 }
+
+/* Bytes of one rank. Activations, buffers of modules and what allocators and transports keep for themselves are not in
+ * it. */
+typedef struct tx_memory {
+  int64_t params;
+  int64_t grads;
+  int64_t masters;
+  int64_t moments;
+  int64_t scales;    /* of moments in blocks */
+  int64_t steps;     /* fp32, one per parameter */
+  int64_t transient; /* while buckets travel, at most */
+  int64_t total;     /* of all but the transient */
+  int64_t peak;      /* total + transient */
+} tx_memory;
+
+/* The memory of a training step under a strategy. In elements, where a buffer of the layout has T of them, padding
+ * included, and a rank's share of it is S = T / world:
+ *
+ *                       params      grads    masters, moments    transient
+ *   no_shard            their own   T        their own           per bucket: received, packed
+ *   optim               T           T        S                   per bucket: received, packed
+ *   optim_grads         T           S        S                   per bucket: received, packed; a bucket of gradients
+ *   optim_grads_params  S           S        S                   two units of parameters and gradients: a lower bound
+ *
+ * received: memory for a bucket from the wire; packed: a bucket to be sent, where it is not sent from the gradients'
+ * own buffer (optim_grads: always; else where wire_dtype is not grad_dtype). They count for the in_flight largest
+ * buckets. The bucket of gradients is the one that backward is filling, in param_dtype. frozen_bytes are whole but for
+ * optim_grads_params, which shards them. */
+TX_API tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error);
 
 /* -- tracker (which bucket is complete) ------------------------------------------------------------------------- */
 

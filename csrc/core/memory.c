@@ -1,0 +1,247 @@
+/* How many bytes a rank needs. Sums that int64 does not hold stay at INT64_MAX, which is noticed once, at the end. */
+#include <inttypes.h>
+
+#include "csrc/core/dtype.h"
+#include "csrc/core/status.h"
+
+/* sum + count * bytes, for what is not negative. */
+static int64_t add(int64_t sum, int64_t count, int64_t bytes) {
+  int64_t product;
+  return __builtin_mul_overflow(count, bytes, &product) || __builtin_add_overflow(sum, product, &sum) ? INT64_MAX : sum;
+}
+
+/* 0 for TX_NONE. */
+static int64_t size_of(int32_t dtype) {
+  int64_t bytes = 0;
+  return tx_dtype_size((tx_dtype)dtype, &bytes, NULL) == TX_OK ? bytes : 0;
+}
+
+static int is_scaled(int32_t dtype) {
+  return dtype == TX_F16 || dtype == TX_U8;
+}
+
+/* -- checking --------------------------------------------------------------------------------------------------- */
+
+static int is_moment(int32_t dtype) {
+  return dtype == TX_F32 || dtype == TX_BF16 || is_scaled(dtype);
+}
+
+static tx_status check_state(const tx_memory_args *args, int64_t i, tx_error *error) {
+  const tx_memory_state *state = &args->states[i];
+  if (!is_moment(state->exp_avg_dtype) || !is_moment(state->exp_avg_sq_dtype)) {
+    return tx_fail(error, TX_ERROR_DTYPE,
+                   "memory: states[%" PRId64 "] has moments in %s and %s; legal: fp32, bf16, fp16, uint8", i,
+                   tx_dtype_name((tx_dtype)state->exp_avg_dtype), tx_dtype_name((tx_dtype)state->exp_avg_sq_dtype));
+  }
+  if (state->master_dtype != TX_NONE && state->master_dtype != TX_F32 && state->master_dtype != TX_I16) {
+    return tx_fail(error, TX_ERROR_DTYPE, "memory: states[%" PRId64 "] has a master in %s; legal: none, fp32, int16", i,
+                   tx_dtype_name((tx_dtype)state->master_dtype));
+  }
+  return TX_OK;
+}
+
+static tx_status check_unit(const tx_memory_args *args, int64_t u, tx_error *error) {
+  const tx_memory_unit *unit = &args->units[u];
+  if (unit->numel >= 0 && size_of(unit->param_dtype) > 0) return TX_OK;
+  return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                 "memory: units[%" PRId64 "] has %" PRId64 " elements of %s; legal: >= 0 of a dtype", u, unit->numel,
+                 tx_dtype_name((tx_dtype)unit->param_dtype));
+}
+
+/* That places and buckets are those of the layout, as far as anything below depends on it. */
+static tx_status check_plan(const tx_memory_args *args, tx_error *error) {
+  const tx_layout_args *layout = args->layout;
+  tx_layout_summary summary;
+  TX_FORWARD(tx_layout_plan(layout, NULL, NULL, 0, &summary, error));
+  int fits = args->n_buckets == summary.n_buckets;
+  for (int64_t b = 0; fits && b < args->n_buckets; b++) {
+    const tx_layout_bucket *bucket = &args->buckets[b];
+    const int64_t before = b == 0 ? -1 : args->buckets[b - 1].buffer;
+    fits = bucket->size >= 0 && bucket->size % (layout->world * TX_LAYOUT_ALIGNMENT) == 0 && bucket->used >= 0 &&
+           bucket->used <= bucket->size && (bucket->buffer == before || bucket->buffer == before + 1);
+  }
+  if (fits && args->n_buckets > 0) fits = args->buckets[args->n_buckets - 1].buffer + 1 == summary.n_buffers;
+  for (int64_t i = 0; fits && i < layout->n; i++)
+    fits = args->places[i].buffer >= 0 && args->places[i].buffer < summary.n_buffers;
+  if (fits) return TX_OK;
+  return tx_fail(error, TX_ERROR_MISMATCH,
+                 "memory: places and buckets are not what tx_layout_plan makes of this layout (%" PRId64
+                 " buckets in %" PRId64 " buffers)",
+                 summary.n_buckets, summary.n_buffers);
+}
+
+static tx_status check_args(const tx_memory_args *args, const tx_memory *memory, tx_error *error) {
+  if (!args || args->size != sizeof *args || !memory) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_memory_plan: args must begin with TX_MEMORY_ARGS_INIT, and memory must not be NULL");
+  }
+  const tx_layout_args *layout = args->layout;
+  if (!layout || (layout->n > 0 && (!args->places || !args->buckets || !args->states)) || args->n_units < 0 ||
+      (args->n_units > 0 && !args->units)) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_memory_plan: layout, places, buckets, states and units (of n_units >= 0) must not be NULL");
+  }
+  if (args->strategy < TX_NO_SHARD || args->strategy > TX_OPTIM_GRADS_PARAMS) {
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "memory: strategy %" PRId32 " is not legal; legal: 0 ... 3 (%s)",
+                   args->strategy, tx_policy_field_at(TX_POLICY_data_parallel_sharding_strategy)->legal);
+  }
+  if (args->in_flight < 1 || args->frozen_bytes < 0) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "memory: in_flight %" PRId64 ", frozen_bytes %" PRId64 "; legal: >= 1, >= 0", args->in_flight,
+                   args->frozen_bytes);
+  }
+  for (int64_t u = 0; u < args->n_units; u++)
+    TX_FORWARD(check_unit(args, u, error));
+  TX_FORWARD(check_plan(args, error));
+  for (int64_t i = 0; i < layout->n; i++)
+    TX_FORWARD(check_state(args, i, error));
+  return TX_OK;
+}
+
+/* -- what stays ------------------------------------------------------------------------------------------------- */
+
+/* A buffer in elements. */
+typedef struct extent {
+  int64_t n_params;
+  int64_t numel;  /* of the parameters themselves */
+  int64_t blocks; /* of each parameter, the last one begun counting as one */
+  int64_t padded; /* of the whole buffer */
+} extent;
+
+/* The first parameter of a buffer, whose dtypes are those of all; -1: none is there. */
+static int64_t first_in(const tx_memory_args *args, int64_t buffer) {
+  for (int64_t i = 0; i < args->layout->n; i++) {
+    if (args->places[i].buffer == buffer) return i;
+  }
+  return -1;
+}
+
+static tx_status measure(const tx_memory_args *args, int64_t buffer, int64_t like, extent *whole, tx_error *error) {
+  *whole = (extent){0};
+  for (int64_t b = 0; b < args->n_buckets; b++) {
+    if (args->buckets[b].buffer == buffer) whole->padded = add(whole->padded, 1, args->buckets[b].size);
+  }
+  const tx_memory_state *a = &args->states[like];
+  for (int64_t i = like; i < args->layout->n; i++) {
+    const tx_layout_param *p = &args->layout->params[i];
+    if (args->places[i].buffer != buffer || p->tied != -1) continue;
+    const tx_memory_state *b = &args->states[i];
+    if (a->exp_avg_dtype != b->exp_avg_dtype || a->exp_avg_sq_dtype != b->exp_avg_sq_dtype ||
+        a->master_dtype != b->master_dtype) {
+      return tx_fail(
+          error, TX_ERROR_CONFLICT,
+          "memory: states[%" PRId64 "] and states[%" PRId64
+          "] differ, but their parameters share a buffer; legal: equal ones, or different keys in the layout",
+          like, i);
+    }
+    whole->n_params++;
+    whole->numel = add(whole->numel, 1, p->numel);
+    whole->blocks = add(whole->blocks, 1, (p->numel + TX_BLOCK - 1) / TX_BLOCK);
+  }
+  return TX_OK;
+}
+
+static tx_status add_buffer(const tx_memory_args *args, int64_t buffer, tx_memory *memory, tx_error *error) {
+  const int64_t like = first_in(args, buffer);
+  if (like == -1) {
+    return tx_fail(error, TX_ERROR_MISMATCH, "memory: places has no parameter in buffer %" PRId64 " of the layout",
+                   buffer);
+  }
+  extent whole;
+  TX_FORWARD(measure(args, buffer, like, &whole, error));
+  const tx_memory_state *state = &args->states[like];
+  const tx_layout_param *param = &args->layout->params[like];
+  const int64_t shard = whole.padded / args->layout->world;
+  const int own = args->strategy == TX_NO_SHARD;
+  const int64_t stepped = own ? whole.numel : shard;
+  const int64_t params = own ? whole.numel : args->strategy == TX_OPTIM_GRADS_PARAMS ? shard : whole.padded;
+  const int64_t grads = args->strategy >= TX_OPTIM_GRADS ? shard : whole.padded;
+  memory->params = add(memory->params, params, size_of(param->param_dtype));
+  memory->grads = add(memory->grads, grads, size_of(param->grad_dtype));
+  memory->masters = add(memory->masters, stepped, size_of(state->master_dtype));
+  memory->moments = add(memory->moments, stepped, size_of(state->exp_avg_dtype) + size_of(state->exp_avg_sq_dtype));
+  memory->scales = add(memory->scales, own ? whole.blocks : shard / TX_BLOCK,
+                       is_scaled(state->exp_avg_dtype) + is_scaled(state->exp_avg_sq_dtype));
+  memory->steps = add(memory->steps, whole.n_params, size_of(TX_F32));
+  return TX_OK;
+}
+
+/* -- what comes and goes ---------------------------------------------------------------------------------------- */
+
+/* What a bucket takes while it travels. like: a parameter of its buffer. */
+static int64_t travelling(const tx_memory_args *args, const tx_layout_param *like, const tx_layout_bucket *bucket) {
+  const int packed = args->strategy == TX_OPTIM_GRADS || like->wire_dtype != like->grad_dtype;
+  return add(0, bucket->size / TX_BLOCK, (1 + packed) * tx_wire_block_bytes((tx_dtype)like->wire_dtype));
+}
+
+/* The sum over the in_flight buckets that take most, found one after the other; and in *filling the most that the
+ * gradients of one bucket take in tensors of their own. */
+static int64_t exchanged(const tx_memory_args *args, int64_t *filling) {
+  int64_t sum = 0, last = -1, last_bytes = INT64_MAX;
+  *filling = 0;
+  for (int64_t taken = 0; taken < args->in_flight && taken < args->n_buckets; taken++) {
+    const tx_layout_param *like = NULL;
+    int64_t next = -1, next_bytes = -1;
+    for (int64_t b = 0; b < args->n_buckets; b++) {
+      const tx_layout_bucket *bucket = &args->buckets[b];
+      if (b == 0 || bucket->buffer != args->buckets[b - 1].buffer)
+        like = &args->layout->params[first_in(args, bucket->buffer)];
+      const int64_t bytes = travelling(args, like, bucket);
+      if (bytes > next_bytes && (bytes < last_bytes || (bytes == last_bytes && b > last))) {
+        next = b;
+        next_bytes = bytes;
+      }
+      const int64_t grads = add(0, bucket->used, size_of(like->param_dtype));
+      if (grads > *filling) *filling = grads;
+    }
+    last = next;
+    last_bytes = next_bytes;
+    sum = add(sum, 1, next_bytes);
+  }
+  return sum;
+}
+
+/* Parameters and gradients of the two largest units. */
+static int64_t gathered(const tx_memory_args *args) {
+  int64_t most = 0, second = 0;
+  for (int64_t u = 0; u < args->n_units; u++) {
+    const int64_t bytes = add(0, args->units[u].numel, 2 * size_of(args->units[u].param_dtype));
+    if (bytes > most) {
+      second = most;
+      most = bytes;
+    } else if (bytes > second) {
+      second = bytes;
+    }
+  }
+  return add(most, 1, second);
+}
+
+static int64_t transient(const tx_memory_args *args) {
+  if (args->strategy == TX_OPTIM_GRADS_PARAMS) return gathered(args);
+  int64_t filling;
+  const int64_t exchange = exchanged(args, &filling);
+  return args->strategy == TX_OPTIM_GRADS ? add(exchange, 1, filling) : exchange;
+}
+
+/* -- both ------------------------------------------------------------------------------------------------------- */
+
+tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error) {
+  TX_FORWARD(check_args(args, memory, error));
+  tx_memory sums = {0};
+  for (int64_t b = 0; b < args->n_buckets; b++) {
+    if (b == 0 || args->buckets[b].buffer != args->buckets[b - 1].buffer)
+      TX_FORWARD(add_buffer(args, args->buckets[b].buffer, &sums, error));
+  }
+  const int64_t world = args->strategy == TX_OPTIM_GRADS_PARAMS ? args->layout->world : 1;
+  sums.params = add(sums.params, 1, args->frozen_bytes / world + (args->frozen_bytes % world != 0));
+  sums.transient = transient(args);
+  const int64_t parts[] = {sums.params, sums.grads, sums.masters, sums.moments, sums.scales, sums.steps};
+  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+    sums.total = add(sums.total, 1, parts[i]);
+  sums.peak = add(sums.total, 1, sums.transient);
+  if (sums.peak == INT64_MAX) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "memory: more bytes than an int64 can count");
+  }
+  *memory = sums;
+  return TX_OK;
+}

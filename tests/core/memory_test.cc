@@ -1,0 +1,376 @@
+// csrc/core/memory: bytes of one rank under each strategy (E1-E3).
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "csrc/torch_ext.h"
+
+namespace {
+
+constexpr int64_t kLargest = INT64_MAX / 16;  // elements that a buffer may have
+
+tx_layout_param Param(int64_t numel, tx_dtype dtype = TX_BF16, tx_dtype grad = TX_NONE, tx_dtype wire = TX_NONE) {
+  tx_layout_param p = {};
+  p.numel = numel;
+  p.tied = -1;
+  p.param_dtype = dtype;
+  p.grad_dtype = grad == TX_NONE ? dtype : grad;
+  p.wire_dtype = wire == TX_NONE ? p.grad_dtype : wire;
+  return p;
+}
+
+constexpr tx_memory_state State(tx_dtype exp_avg, tx_dtype exp_avg_sq, tx_dtype master) {
+  return {exp_avg, exp_avg_sq, master, 0};
+}
+
+constexpr tx_memory_state kMixed = State(TX_BF16, TX_BF16, TX_F32);
+
+// A model, what is asked of it, and the parts of the answer. What is left out is 0.
+struct Case {
+  const char *id;
+  std::vector<tx_layout_param> params;
+  tx_memory_state state;
+  int64_t world, cap;
+  tx_strategy strategy;
+  tx_memory bytes;  // without total and peak
+  std::vector<tx_memory_unit> units = {};
+  int64_t frozen_bytes = 0;
+  int64_t in_flight = 4;
+};
+
+void PrintTo(const Case &c, std::ostream *out) {
+  *out << c.id;
+}
+
+// A layout and everything that tx_memory_plan wants of it.
+struct Question {
+  explicit Question(const Case &c) : params(c.params), units(c.units) {
+    layout = TX_LAYOUT_ARGS_INIT;
+    layout.n = static_cast<int64_t>(params.size());
+    layout.params = params.data();
+    layout.world = c.world;
+    layout.cap = c.cap;
+    places.resize(params.size());
+    buckets.resize(params.size());
+    states.assign(params.size(), c.state);
+    tx_layout_summary summary = {};
+    tx_error error;
+    EXPECT_EQ(tx_layout_plan(&layout, places.data(), buckets.data(), layout.n, &summary, &error), TX_OK)
+        << error.message;
+    args = TX_MEMORY_ARGS_INIT;
+    args.layout = &layout;
+    args.places = places.data();
+    args.buckets = buckets.data();
+    args.n_buckets = summary.n_buckets;
+    args.states = states.data();
+    args.n_units = static_cast<int64_t>(units.size());
+    args.units = units.data();
+    args.frozen_bytes = c.frozen_bytes;
+    args.in_flight = c.in_flight;
+    args.strategy = c.strategy;
+  }
+  Question(const Question &) = delete;
+  Question &operator=(const Question &) = delete;
+
+  std::vector<tx_layout_param> params;
+  std::vector<tx_memory_unit> units;
+  std::vector<tx_layout_place> places;
+  std::vector<tx_layout_bucket> buckets;
+  std::vector<tx_memory_state> states;
+  tx_layout_args layout;
+  tx_memory_args args;
+};
+
+class MemoryTest : public testing::TestWithParam<Case> {};
+
+TEST_P(MemoryTest, part_by_part) {
+  const Case &c = GetParam();
+  const Question question(c);
+  tx_memory memory = {};
+  tx_error error;
+  ASSERT_EQ(tx_memory_plan(&question.args, &memory, &error), TX_OK) << error.message;
+  EXPECT_EQ(memory.params, c.bytes.params);
+  EXPECT_EQ(memory.grads, c.bytes.grads);
+  EXPECT_EQ(memory.masters, c.bytes.masters);
+  EXPECT_EQ(memory.moments, c.bytes.moments);
+  EXPECT_EQ(memory.scales, c.bytes.scales);
+  EXPECT_EQ(memory.steps, c.bytes.steps);
+  EXPECT_EQ(memory.transient, c.bytes.transient);
+  const int64_t total = memory.params + memory.grads + memory.masters + memory.moments + memory.scales + memory.steps;
+  EXPECT_EQ(memory.total, total);
+  EXPECT_EQ(memory.peak, total + memory.transient);
+}
+
+// Four ranks and a cap of 1000: 38400 elements in a bucket of 38400, then 1000 in one of 1024: 39400 in 39424, whose
+// quarter is 9856.
+const std::vector<tx_layout_param> kModel = {Param(1000), Param(38400)};
+const std::vector<tx_layout_param> kWide = {Param(1000, TX_BF16, TX_F32, TX_BF16),
+                                            Param(38400, TX_BF16, TX_F32, TX_BF16)};
+const std::vector<tx_layout_param> kCoded = {Param(1000, TX_BF16, TX_BF16, TX_U8),
+                                             Param(38400, TX_BF16, TX_BF16, TX_U8)};
+
+// params, grads, masters, moments, scales, steps, transient
+const Case kCases[] = {
+    {"no_shard", kModel, kMixed, 4, 1000, TX_NO_SHARD, {39400 * 2, 39424 * 2, 39400 * 4, 39400 * 4, 0, 8, 39424 * 2}},
+    {"optim", kModel, kMixed, 4, 1000, TX_OPTIM, {39424 * 2, 39424 * 2, 9856 * 4, 9856 * 4, 0, 8, 39424 * 2}},
+    {"optim_grads_packs_and_fills",
+     kModel,
+     kMixed,
+     4,
+     1000,
+     TX_OPTIM_GRADS,
+     {39424 * 2, 9856 * 2, 9856 * 4, 9856 * 4, 0, 8, 2 * 39424 * 2 + 38400 * 2}},
+    {"optim_grads_params_gathers_the_two_largest_units",
+     kModel,
+     kMixed,
+     4,
+     1000,
+     TX_OPTIM_GRADS_PARAMS,
+     {9856 * 2, 9856 * 2, 9856 * 4, 9856 * 4, 0, 8, 2 * (300 * 4 + 500 * 2)},
+     {{500, TX_BF16, 0}, {100, TX_BF16, 0}, {300, TX_F32, 0}, {499, TX_BF16, 0}}},
+    {"one_unit_is_enough",
+     kModel,
+     kMixed,
+     4,
+     1000,
+     TX_OPTIM_GRADS_PARAMS,
+     {9856 * 2, 9856 * 2, 9856 * 4, 9856 * 4, 0, 8, 2 * 500 * 2},
+     {{500, TX_BF16, 0}}},
+    {"wide_gradients_are_packed",
+     kWide,
+     kMixed,
+     4,
+     1000,
+     TX_NO_SHARD,
+     {39400 * 2, 39424 * 4, 39400 * 4, 39400 * 4, 0, 8, 2 * 39424 * 2}},
+    {"wide_gradients_are_packed_once_under_optim_grads",
+     kWide,
+     kMixed,
+     4,
+     1000,
+     TX_OPTIM_GRADS,
+     {39424 * 2, 9856 * 4, 9856 * 4, 9856 * 4, 0, 8, 2 * 39424 * 2 + 38400 * 2}},
+    {"an_8_bit_wire_brings_its_scales",
+     kCoded,
+     kMixed,
+     4,
+     1000,
+     TX_OPTIM,
+     {39424 * 2, 39424 * 2, 9856 * 4, 9856 * 4, 0, 8, 2 * (39424 + 308)}},
+    {"gradients_being_filled_are_not_on_the_wire_yet",
+     kCoded,
+     kMixed,
+     4,
+     1000,
+     TX_OPTIM_GRADS,
+     {39424 * 2, 9856 * 2, 9856 * 4, 9856 * 4, 0, 8, 2 * (39424 + 308) + 38400 * 2}},
+    {"moments_of_8_bits_have_a_scale_per_block_of_a_parameter",
+     kModel,
+     State(TX_U8, TX_U8, TX_I16),
+     4,
+     1000,
+     TX_NO_SHARD,
+     {39400 * 2, 39424 * 2, 39400 * 2, 39400 * 2, 2 * (8 + 300), 8, 39424 * 2}},
+    {"moments_of_8_bits_have_a_scale_per_block_of_a_shard",
+     kModel,
+     State(TX_U8, TX_U8, TX_I16),
+     4,
+     1000,
+     TX_OPTIM,
+     {39424 * 2, 39424 * 2, 9856 * 2, 9856 * 2, 2 * 77, 8, 39424 * 2}},
+    {"one_moment_of_16_bits_with_scales",
+     kModel,
+     State(TX_F32, TX_F16, TX_NONE),
+     4,
+     1000,
+     TX_OPTIM,
+     {39424 * 2, 39424 * 2, 0, 9856 * 6, 77, 8, 39424 * 2}},
+    {"the_other_moment_of_16_bits_with_scales",
+     kModel,
+     State(TX_F16, TX_BF16, TX_NONE),
+     4,
+     1000,
+     TX_OPTIM,
+     {39424 * 2, 39424 * 2, 0, 9856 * 4, 77, 8, 39424 * 2}},
+    {"fp32_weights_are_their_own_masters",
+     {Param(1000, TX_F32)},
+     State(TX_F32, TX_F32, TX_NONE),
+     1,
+     1000,
+     TX_OPTIM,
+     {1024 * 4, 1024 * 4, 0, 1024 * 8, 0, 4, 1024 * 4}},
+    {"fewer_buckets_in_flight_than_there_are_the_largest_of_any_buffer",
+     {Param(256), Param(128), Param(640, TX_F32), Param(384)},
+     State(TX_BF16, TX_BF16, TX_NONE),
+     1,
+     1,
+     TX_NO_SHARD,
+     {768 * 2 + 640 * 4, 768 * 2 + 640 * 4, 0, 1408 * 4, 0, 16, 640 * 4 + 384 * 2},
+     {},
+     0,
+     2},
+    {"equal_buckets_are_told_apart",
+     {Param(128), Param(128), Param(128)},
+     State(TX_BF16, TX_BF16, TX_NONE),
+     1,
+     1,
+     TX_NO_SHARD,
+     {384 * 2, 384 * 2, 0, 384 * 4, 0, 12, 256 * 2},
+     {},
+     0,
+     2},
+    {"the_gradients_being_filled_are_those_of_the_bucket_with_most_bytes",
+     {Param(300), Param(200, TX_F32)},
+     State(TX_BF16, TX_BF16, TX_NONE),
+     1,
+     1,
+     TX_OPTIM_GRADS,
+     {384 * 2 + 256 * 4, 384 * 2 + 256 * 4, 0, 640 * 4, 0, 8, 2 * (384 * 2 + 256 * 4) + 200 * 4}},
+    {"frozen_parameters_are_whole",
+     {Param(128)},
+     State(TX_BF16, TX_BF16, TX_NONE),
+     4,
+     1,
+     TX_OPTIM_GRADS,
+     {512 * 2 + 1001, 128 * 2, 0, 128 * 4, 0, 4, 2 * 512 * 2 + 128 * 2},
+     {},
+     1001},
+    {"frozen_parameters_are_sharded_with_the_others",
+     {Param(128)},
+     State(TX_BF16, TX_BF16, TX_NONE),
+     4,
+     1,
+     TX_OPTIM_GRADS_PARAMS,
+     {128 * 2 + 251, 128 * 2, 0, 128 * 4, 0, 4, 0},
+     {},
+     1001},
+    {"nothing", {}, kMixed, 4, 1, TX_OPTIM, {}},
+    {"a_parameter_without_elements", {Param(0)}, kMixed, 4, 1, TX_OPTIM, {0, 0, 0, 0, 0, 4, 0}},
+    {"the_largest_buffer",
+     {Param(kLargest / 128 * 128, TX_BF16)},
+     State(TX_BF16, TX_BF16, TX_NONE),
+     1,
+     1,
+     TX_NO_SHARD,
+     {kLargest / 128 * 256, kLargest / 128 * 256, 0, kLargest / 128 * 512, 0, 4, kLargest / 128 * 256}},
+};
+INSTANTIATE_TEST_SUITE_P(Cases, MemoryTest, testing::ValuesIn(kCases),
+                         [](const auto &info) { return std::string(info.param.id); });
+
+TEST(Memory, a_tied_parameter_counts_once) {
+  Case c = kCases[0];
+  c.params.push_back(c.params[1]);
+  c.params[2].tied = 1;
+  const Question question(c);
+  tx_memory memory = {};
+  ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+  EXPECT_EQ(memory.params, c.bytes.params);
+  EXPECT_EQ(memory.steps, c.bytes.steps);
+}
+
+TEST(Memory, each_buffer_has_its_own_states) {
+  Case c = kCases[0];
+  c.params.push_back(Param(256, TX_F32));
+  Question question(c);
+  question.states[2] = State(TX_F32, TX_F32, TX_NONE);
+  tx_memory memory = {};
+  ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+  EXPECT_EQ(memory.masters, c.bytes.masters);
+  EXPECT_EQ(memory.moments, c.bytes.moments + 256 * 8);
+}
+
+TEST(Memory, more_ranks_never_need_more) {
+  for (const tx_strategy strategy : {TX_OPTIM, TX_OPTIM_GRADS, TX_OPTIM_GRADS_PARAMS}) {
+    int64_t before = INT64_MAX;
+    for (const int64_t world : {1, 2, 4, 8, 64}) {
+      Case c = kCases[0];
+      c.params = {Param(1 << 20), Param(1 << 20)};
+      c.strategy = strategy;
+      c.world = world;
+      const Question question(c);
+      tx_memory memory = {};
+      ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+      EXPECT_LT(memory.total, before) << strategy << " over " << world;
+      before = memory.total;
+    }
+  }
+}
+
+struct Bad {
+  const char *id;
+  tx_status status;
+  const char *says;
+  void (*change)(Question &);
+};
+
+void PrintTo(const Bad &c, std::ostream *out) {
+  *out << c.id;
+}
+
+class MemoryBadTest : public testing::TestWithParam<Bad> {};
+
+TEST_P(MemoryBadTest, is_refused_and_nothing_is_written) {
+  Case c = kCases[0];
+  c.units = {{5, TX_BF16, 0}};
+  Question question(c);
+  GetParam().change(question);
+  tx_memory memory = {};
+  memory.peak = -7;
+  tx_error error;
+  ASSERT_EQ(tx_memory_plan(&question.args, &memory, &error), GetParam().status);
+  EXPECT_NE(std::string(error.message).find(GetParam().says), std::string::npos) << error.message;
+  EXPECT_EQ(memory.peak, -7);
+}
+
+const Bad kBad[] = {
+    {"size_unset", TX_ERROR_INVALID_ARGUMENT, "TX_MEMORY_ARGS_INIT", [](Question &q) { q.args.size = 0; }},
+    {"layout_null", TX_ERROR_INVALID_ARGUMENT, "layout", [](Question &q) { q.args.layout = nullptr; }},
+    {"places_null", TX_ERROR_INVALID_ARGUMENT, "places", [](Question &q) { q.args.places = nullptr; }},
+    {"buckets_null", TX_ERROR_INVALID_ARGUMENT, "buckets", [](Question &q) { q.args.buckets = nullptr; }},
+    {"states_null", TX_ERROR_INVALID_ARGUMENT, "states", [](Question &q) { q.args.states = nullptr; }},
+    {"units_null", TX_ERROR_INVALID_ARGUMENT, "units", [](Question &q) { q.args.units = nullptr; }},
+    {"units_negative", TX_ERROR_INVALID_ARGUMENT, "n_units", [](Question &q) { q.args.n_units = -1; }},
+    {"unit_negative", TX_ERROR_INVALID_ARGUMENT, "units[0] has -5", [](Question &q) { q.units[0].numel = -5; }},
+    {"unit_of_no_dtype", TX_ERROR_INVALID_ARGUMENT, "none", [](Question &q) { q.units[0].param_dtype = TX_NONE; }},
+    {"strategy_unknown", TX_ERROR_ILLEGAL_VALUE, "optim_grads_params", [](Question &q) { q.args.strategy = 4; }},
+    {"strategy_negative", TX_ERROR_ILLEGAL_VALUE, "-1", [](Question &q) { q.args.strategy = -1; }},
+    {"in_flight_zero", TX_ERROR_INVALID_ARGUMENT, "in_flight 0", [](Question &q) { q.args.in_flight = 0; }},
+    {"frozen_negative", TX_ERROR_INVALID_ARGUMENT, "frozen_bytes -1", [](Question &q) { q.args.frozen_bytes = -1; }},
+    {"moment_of_no_dtype", TX_ERROR_DTYPE, "states[1] has moments in none",
+     [](Question &q) { q.states[1].exp_avg_dtype = TX_NONE; }},
+    {"moment_of_another_dtype", TX_ERROR_DTYPE, "int64", [](Question &q) { q.states[1].exp_avg_sq_dtype = TX_I64; }},
+    {"master_of_another_dtype", TX_ERROR_DTYPE, "master in fp16",
+     [](Question &q) { q.states[0].master_dtype = TX_F16; }},
+    {"states_that_differ_in_a_buffer", TX_ERROR_CONFLICT, "states[0] and states[1] differ",
+     [](Question &q) { q.states[1].master_dtype = TX_NONE; }},
+    {"layout_that_is_not_legal", TX_ERROR_INVALID_ARGUMENT, "cap 0", [](Question &q) { q.layout.cap = 0; }},
+    {"buckets_of_another_layout", TX_ERROR_MISMATCH, "1 buckets in 1 buffers",
+     [](Question &q) { q.layout.cap = 100000; }},
+    {"buckets_of_another_world", TX_ERROR_MISMATCH, "2 buckets", [](Question &q) { q.layout.world = 5; }},
+    {"bucket_overfull", TX_ERROR_MISMATCH, "2 buckets", [](Question &q) { q.buckets[0].used = 38401; }},
+    {"bucket_of_another_buffer", TX_ERROR_MISMATCH, "1 buffers", [](Question &q) { q.buckets[1].buffer = 1; }},
+    {"place_of_no_buffer", TX_ERROR_MISMATCH, "1 buffers", [](Question &q) { q.places[1].buffer = -1; }},
+    {"place_of_another_buffer", TX_ERROR_MISMATCH, "1 buffers", [](Question &q) { q.places[0].buffer = 1; }},
+    {"buffer_without_a_parameter", TX_ERROR_MISMATCH, "no parameter in buffer 1",
+     [](Question &q) {
+       q.params[0] = Param(1000, TX_F32);
+       q.buckets[0].buffer = 0;
+       q.buckets[1].buffer = 1;
+     }},
+    {"more_than_int64_counts", TX_ERROR_INVALID_ARGUMENT, "int64",
+     [](Question &q) { q.units[0].numel = INT64_MAX / 2, q.args.strategy = TX_OPTIM_GRADS_PARAMS; }},
+    {"more_frozen_than_int64_counts", TX_ERROR_INVALID_ARGUMENT, "int64",
+     [](Question &q) { q.args.frozen_bytes = INT64_MAX; }},
+};
+INSTANTIATE_TEST_SUITE_P(Cases, MemoryBadTest, testing::ValuesIn(kBad),
+                         [](const auto &info) { return std::string(info.param.id); });
+
+TEST(Memory, no_memory_to_write_is_refused) {
+  const Question question(kCases[0]);
+  EXPECT_EQ(tx_memory_plan(&question.args, nullptr, nullptr), TX_ERROR_INVALID_ARGUMENT);
+  tx_memory memory = {};
+  EXPECT_EQ(tx_memory_plan(nullptr, &memory, nullptr), TX_ERROR_INVALID_ARGUMENT);
+}
+
+}  // namespace
