@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torch_ext import _tensors
 from torch_ext._layout import BucketPlan
 
 
@@ -23,7 +24,6 @@ class GradientBuffers:
             for buckets in plan.buffers
         ]
         self.buckets = [self.flats[b.buffer][b.start : b.start + b.numel] for b in plan.buckets]
-        self.members = [plan.in_bucket(b) for b in range(len(plan.buckets))]
         self._views = [self._view(i) for i in range(len(params))]
         self._bytes = [p.start * self.flats[p.buffer].element_size() for p in plan.parameters]
         for param, planned in zip(params, plan.parameters, strict=True):
@@ -31,8 +31,9 @@ class GradientBuffers:
                 param.grad_dtype = planned.main_grads_dtype
 
     def _view(self, i: int) -> torch.Tensor:
+        """In the memory order of the parameter, so that one index is one element in both."""
         p = self.plan.parameters[i]
-        return self.flats[p.buffer][p.start : p.start + p.numel].view(p.shape)
+        return _tensors.view_like(self.params[i], self.flats[p.buffer], p.start)
 
     def _moved(self, i: int) -> bool:
         """Whether somebody gave our view other memory, as model.to() does with every `.grad`."""

@@ -2,20 +2,21 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torch_ext import _ops, _tensors
+from torch_ext import _ops, _stats, _tensors
 
 if TYPE_CHECKING:
     from torch_ext._optimizer import Adam
 
-_STATS_LEN = 21  # TX_STATS_LEN
-_NOBODY = 2**63 - 1  # grad_stats_: no tensor has a non-finite element
 _MARK = "_torch_ext_clipping"
+
+Groups: TypeAlias = Mapping[tuple[Any, ...], Sequence[int]]
+"""Process groups, and the positions of the gradients whose statistics are added up over them."""
 
 
 class Clipping:
@@ -64,22 +65,36 @@ class Clipping:
             warnings.warn(f"torch_ext: a step was skipped: {who} is not finite", RuntimeWarning, stacklevel=2)
 
 
-def measure(grads: Sequence[Tensor], max_norm: float, grad_scale: Tensor) -> Clipping:
+def measure(grads: Sequence[Tensor], max_norm: float, grad_scale: Tensor, groups: Groups | None = None) -> Clipping:
     """One pass over the gradients (F32, BF16 or F16 in any memory order, on one device).
 
-    grad_scale: fp32, one element or none: the gradients are that many times too large.
+    grad_scale: fp32, one element or none: the gradients are that many times too large. groups: which of them are parts
+    of gradients that other ranks hold the rest of, by the process groups over which their statistics are added up; then
+    a collective call. None: each is whole.
     """
     for i, grad in enumerate(grads):
         if grad.layout is not torch.strided:
             raise RuntimeError(f"gradient {i} is sparse ({grad.layout}); build the embedding with sparse=False")
     with torch.no_grad():
         device = grads[0].device if grads else torch.device("cpu")
-        stats = torch.zeros(_STATS_LEN, dtype=torch.int64, device=device)
-        first_bad = torch.full((1,), _NOBODY, dtype=torch.int64, device=device)
         norm, clip_coef, found_inf = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(3))
-        _ops.call("grad_stats_", [_tensors.contiguous(g.detach()) for g in grads], stats, first_bad)
+        runs = [_tensors.contiguous(g.detach()) for g in grads]
+        stats, first_bad = _stats.of(runs, device) if groups is None else _summed(runs, groups, device)
         _ops.call("grad_norm_", stats, grad_scale, max_norm, norm, clip_coef, found_inf)
     return Clipping(norm, clip_coef, found_inf, first_bad)
+
+
+def _summed(runs: Sequence[Tensor], groups: Groups, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Statistics over all ranks: integers, so that their sum has the same bits for every split."""
+    stats, first_bad = _stats.zeros(device), _stats.nobody(device)
+    for each, chosen in groups.items():
+        own, first = _stats.of([runs[i] for i in chosen], device)
+        for group in each:
+            torch.distributed.all_reduce(own, group=group)
+        stats += own
+        position = torch.tensor([*chosen, _stats.NOBODY], device=device)[first.clamp(max=len(chosen))]
+        first_bad = torch.minimum(first_bad, position)
+    return stats, first_bad
 
 
 def clip_grad_norm_(

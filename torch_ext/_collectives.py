@@ -9,40 +9,74 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from torch_ext._exchange import Exchange
+from torch_ext._exchange import Exchange, Install
+from torch_ext._wire import Wire
 
 
 class _Reduction:
     """A bucket whose all-to-all is under way."""
 
-    def __init__(self, exchange: Exchange, bucket: torch.Tensor, scale: float, then: Callable[[], None] | None) -> None:
-        self.exchange, self.bucket, self.scale, self.then = exchange, bucket, scale, then
-        self.received = torch.empty_like(bucket)
-        self.work = dist.all_to_all_single(
-            self.received.view(torch.uint8), bucket.view(torch.uint8), group=exchange.group, async_op=True
-        )
+    def __init__(
+        self, exchange: Exchange, wire: Wire, install: Install, result: Wire | None, then: Callable[[], None] | None
+    ) -> None:
+        self.exchange, self.install, self.gathered, self.then = exchange, install, result, then
+        self.received = wire.like()
+        self.works: list[dist.Work] | None = [
+            dist.all_to_all_single(into, sent, group=exchange.group, async_op=True)
+            for into, sent in zip(self.received.messages(), wire.messages(), strict=True)
+        ]
 
     def result(self) -> None:
-        """Once."""
-        self.work.wait()
-        exchange = self.exchange
-        shard = self.bucket.chunk(exchange.world_size)[exchange.rank]
-        exchange.reduce_shard(list(self.received.chunk(exchange.world_size)), shard, self.scale)
-        # A copy, because gather's input may not lie in its output on every back end; received is free by now.
-        own = self.received[: shard.numel()].copy_(shard)
-        dist.all_gather_into_tensor(self.bucket.view(torch.uint8), own.view(torch.uint8), group=exchange.group)
+        if self.works is None:
+            return
+        for work in self.works:
+            work.wait()
+        self.works = None
+        self.install(self.received.parts(self.exchange.world_size))
+        if self.gathered is not None:
+            _gather(self.exchange, self.gathered)
         if self.then is not None:
             self.then()
+
+
+class _Gathering:
+    def __init__(self, exchange: Exchange, gathered: Wire) -> None:
+        self.exchange = exchange
+        self.gathered: Wire | None = gathered
+
+    def result(self) -> None:
+        if self.gathered is not None:
+            _gather(self.exchange, self.gathered)
+        self.gathered = None
+
+
+def _gather(exchange: Exchange, gathered: Wire) -> None:
+    own = gathered.parts(exchange.world_size)[exchange.rank]
+    for into, sent in zip(gathered.messages(), own.messages(), strict=True):
+        # A copy, because gather's input may not lie in its output on every back end.
+        dist.all_gather_into_tensor(into, sent.clone(), group=exchange.group)
 
 
 class Collectives(Exchange):
     """See the module's first lines. A timeout is reported by the back end, in its own words."""
 
-    def all_reduce(
-        self, bucket: torch.Tensor, *, tag: int, scale: float, what: str, then: Callable[[], None] | None = None
+    def reduce(
+        self,
+        wire: Wire,
+        install: Install,
+        *,
+        result: Wire | None = None,
+        tag: int,
+        what: str,
+        then: Callable[[], None] | None = None,
     ) -> _Reduction:
-        self.bytes_sent += 2 * (bucket.nbytes // self.world_size) * (self.world_size - 1)
-        return _Reduction(self, bucket, scale, then)
+        self._count(wire)
+        self._count(result)
+        return _Reduction(self, wire, install, result, then)
+
+    def gather(self, result: Wire, *, tag: int, what: str) -> _Gathering:
+        self._count(result)
+        return _Gathering(self, result)
 
     def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
         self.bytes_sent += payload.nbytes * (self.world_size - 1)

@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_ext import _ops
 from torch_ext._agreement import agree
 from torch_ext._exchange import MAX_BUCKETS, divide_factor, exchange_over, tag
 from torch_ext._layout import plan_buckets
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
 from torch_ext._policy import Policy
+from torch_ext._wire import Piece, Seeds, Wire, add_up, pack, unpack
 
 
 class CommHook:
@@ -58,16 +58,18 @@ class CommHook:
             self._look_for_nan(bucket, members)
         # DDP's bucket has one dtype, so its parameters have one on the wire; its length is no multiple of anything.
         block = 128 * self._exchange.world_size
-        wire = torch.empty(-(-grads.numel() // block) * block, dtype=self._wire[members[0]], device=grads.device)
-        none, begin = grads.new_empty(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
-        _ops.call("bucket_pack_", [grads], begin, wire, none)
+        numel = -(-grads.numel() // block) * block
+        wire = Wire.empty(numel, self._wire[members[0]], grads.device)
+        pack([grads], [Piece(0, 0, grads.numel(), 0)], [0], wire, Seeds.of_parts(self._exchange.rank, self._cycle))
+        own = wire.parts(self._exchange.world_size)[self._exchange.rank]
         first, last = self._names[members[0]], self._names[members[-1]]
-        handle = self._exchange.all_reduce(
+        handle = self._exchange.reduce(
             wire,
+            lambda chunks: add_up(chunks, own.data, 1.0 / self._divide_factor),
+            result=wire,
             tag=tag(self._number, self._cycle, bucket.index()),
-            scale=1.0 / self._divide_factor,
             what=f"gradients of cycle {self._cycle}, DDP bucket {bucket.index()} ({first!r} ... {last!r})",
-            then=lambda: _ops.call("bucket_unpack_", wire, none, begin, [grads]),
+            then=lambda: unpack(wire, grads),
         )
         if bucket.is_last():
             self._cycle += 1

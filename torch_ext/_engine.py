@@ -7,7 +7,7 @@ which gradients came and whether one was not finite: an error is one on every ra
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from torch_ext import _ops, _registry
-from torch_ext._buffers import GradientBuffers
-from torch_ext._exchange import MAX_BUCKETS, Exchange, Handle, tag
-from torch_ext._layout import BucketPlan
+from torch_ext import _registry
+from torch_ext._exchange import MAX_BUCKETS, Handle, tag
+from torch_ext._local import Local
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
-from torch_ext._temporary import TemporaryBuckets
+from torch_ext._stores import Store
 from torch_ext._tracker import Tracker
+from torch_ext._weights import ParameterBuffers
+from torch_ext._wire import Wire
 
 # What a rank says of a parameter at the end of a cycle.
 _ABSENT, _CAME, _FROZEN = range(3)
@@ -39,48 +40,42 @@ class _BackwardEnd:
             engine.backward_ended(self._task)
 
 
-class Engine:
-    """Keeps gradients in flat buffers and reduces them (strategy no_shard)."""
+class Engine(_registry.Owner):
+    """Runs the cycles of one model's gradients, which lie in a store (see `_stores`: the strategies)."""
 
     def __init__(
         self,
-        params: Sequence[torch.nn.Parameter],
-        plan: BucketPlan,
-        exchange: Exchange,
+        store: Store,
         number: int,
         *,
-        divide_factor: float,
         check_for_nan: bool,
         find_unused_parameters: bool,
     ) -> None:
-        """params: those of the plan, in its order. number: of `agree`. divide_factor: sums are divided by it."""
-        self.params, self.plan, self.exchange = list(params), plan, exchange
-        self.names = [p.name for p in plan.parameters]
-        self.buffers = GradientBuffers(self.params, plan)
-        self.temporary = TemporaryBuckets(exchange.device)
+        """number: of `agree`."""
+        self.store, self.plan, self.exchange = store, store.plan, store.exchange
+        self.params = list(store.params)
+        self.names = [p.name for p in self.plan.parameters]
+        self.weights = ParameterBuffers(self.params, self.plan) if store.sharded else None
         self.sync = True
         self.wire_bytes = 0
-        self._number, self._cycle = number, 0
-        self._divide_factor, self._check_for_nan, self._find_unused = (
-            divide_factor,
-            check_for_nan,
-            find_unused_parameters,
-        )
-        self._tracker = Tracker(self.names, [p.bucket for p in plan.parameters], len(plan.buckets))
+        self._number, self._cycle, self._gathers = number, 0, 0
+        self._check_for_nan, self._find_unused = check_for_nan, find_unused_parameters
+        self._tracker = Tracker(self.names, [p.bucket for p in self.plan.parameters], len(self.plan.buckets))
         self._tasks: dict[int, weakref.ref[_BackwardEnd]] = {}  # backwards that have not ended, the outermost first
         self._reducing = False
         self._handles: list[Handle] = []
-        self._came = bytearray(len(params))  # in this cycle
+        self._came = bytearray(len(self.params))  # in this cycle
         self._nonfinite = ALL_FINITE
         self._bytes_before = 0
         self._failure: str | None = None
-        # What the last cycle left in the buffers is the same on all ranks already. Where sums are not divided by the
-        # number of ranks it must not be added up again: see _carry.
-        self._global = bytearray(len(params))
+        # What the last cycle left is a sum over ranks already: it must not be added up again (Store.carry).
+        self._global = bytearray(len(self.params))
+        self._broken = False  # a backward raised after some of its sums were added to shards
+        self._position = {id(p): i for i, p in self._each()}
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(_on_grad, weakref.ref(self), i)) for i, p in self._each()
         ]
-        if divide_factor != exchange.world_size:
+        if store.carries:
             self._hooks += [p.register_hook(partial(_before_grad, weakref.ref(self), i)) for i, p in self._each()]
         _registry.register(self, self.params)
 
@@ -92,7 +87,9 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         _registry.unregister(self)
-        self.buffers.release()
+        self.store.release()
+        if self.weights is not None:
+            self.weights.release()
 
     @contextmanager
     def synchronizing(self, enabled: bool) -> Iterator[None]:
@@ -105,13 +102,55 @@ class Engine:
 
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where they are still this rank's own."""
-        for i, param in self._each():
-            if self._came[i] and param.grad is not None:
+        if self._broken:
+            raise RuntimeError(
+                "step() after a backward that raised when some of its sums were added already: call zero_grad() and "
+                "repeat the micro-batches"
+            )
+        for i, _ in self._each():
+            if self._came[i] and self.store.unreduced(i):
                 raise RuntimeError(
                     f"step() with gradients that no rank has reduced (parameter {self.names[i]!r} and perhaps others): "
                     "the last backward ran under no_sync(). Leave no_sync() for the last micro-batch, or call "
                     "zero_grad() to drop them."
                 )
+
+    # -- for optimizers: see _registry.Owner -----------------------------------------------------------------------
+
+    @property
+    def sharded(self) -> bool:
+        return self.store.sharded
+
+    def local(self, param: torch.Tensor) -> Local:
+        i = self._position[id(param)]
+        if self.weights is None:
+            return Local(param, 0, (), None)
+        self.weights.check(i)
+        planned = self.plan.parameters[i]
+        flat = self.weights.flats[planned.buffer]
+        if i not in self.store.owned:
+            return Local(flat[:0], 0, (self.exchange.group,), planned.bucket)
+        bucket, piece = self.store.owned[i]
+        begin = planned.start + piece.first
+        return Local(flat[begin : begin + piece.numel], piece.first, (self.exchange.group,), bucket)
+
+    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        return self.store.grad(self._position[id(param)])
+
+    def gather(self, bucket: int) -> Handle:
+        assert self.weights is not None
+        self._gathers += 1
+        return self.exchange.gather(
+            Wire.of(self.weights.buckets[bucket]),
+            tag=tag(self._number, self._gathers, bucket),
+            what=f"weights of bucket {bucket} of {len(self.plan.buckets)} ({self._members(bucket)})",
+        )
+
+    def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
+        chosen = [i for p in params if (i := self._position.get(id(p))) is not None]
+        self.store.zero(chosen)
+        if len(chosen) == len(self.params):
+            self._broken = False
 
     # -- during backward ------------------------------------------------------------------------------------------
 
@@ -119,14 +158,16 @@ class Engine:
         """Autograd has accumulated into `.grad` of parameter i."""
         self._enter_backward()
         self._check_parameter(i)
-        self.buffers.take(i)
+        self.store.came(i)
         self._came[i] = _CAME
         if self._reducing and self._tracker.mark(i):
             self._send_complete()
 
     def gradient_comes(self, i: int) -> None:
         """Autograd is about to accumulate into `.grad` of parameter i."""
-        self._carry(i)
+        if self._global[i]:
+            self._global[i] = False
+            self.store.carry(i)
 
     def _enter_backward(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -137,7 +178,8 @@ class Engine:
         if not self._tasks:
             if self._failure is not None:
                 raise RuntimeError(f"gradients cannot be reduced any more: {self._failure}")
-            self._reducing = self.sync
+            self._reducing = self.sync or self.store.every_backward
+            self.store.begin(self._reducing)
             self._bytes_before = self.exchange.bytes_sent
             self._nonfinite = ALL_FINITE
             self._tracker.reset()
@@ -151,6 +193,7 @@ class Engine:
         handles, self._handles = self._handles, []
         if self._reducing:
             self._reducing = False
+            self._broken = self.store.every_backward and bool(handles)
             self._cycle += 1
             self._wait(handles)
 
@@ -162,54 +205,23 @@ class Engine:
                 "convert the model first, or call parallelize again"
             )
 
-    def _carry(self, i: int) -> None:
-        """Counts what an earlier reduction left in `.grad` once in the next sum: rank 0 alone brings it."""
-        if not self._global[i]:
-            return
-        self._global[i] = False
-        if self.buffers.holds(i):
-            with torch.no_grad():
-                self.buffers.view(i).mul_(self._divide_factor if self.exchange.rank == 0 else 0.0)
-
     def _send_complete(self) -> None:
         while (bucket := self._tracker.next()) is not None:
             self._send(bucket)
 
     def _send(self, b: int) -> None:
-        planned, main = self.plan.buckets[b], self.buffers.buckets[b]
-        if self._check_for_nan:
-            self._look_for_nan(b)
-        wire: torch.Tensor = main
-        install: Callable[[], None] | None = None
-        if planned.grad_comm_dtype != planned.main_grads_dtype:
-            wire = self.temporary.take(b, main.numel(), planned.grad_comm_dtype)
-            none, begin = main.new_empty(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
-            _ops.call("bucket_pack_", [main], begin, wire, none)
+        if self._check_for_nan and self._nonfinite == ALL_FINITE:
+            grads = self.store.grads(b)
+            bad = first_nonfinite([grad for _, grad in grads])
+            self._nonfinite = ALL_FINITE if bad == ALL_FINITE else grads[bad][0]
+        bucket = f"bucket {b} of {len(self.plan.buckets)} ({self._members(b)})"
+        what = f"gradients of cycle {self._cycle}, {bucket}"
+        self._handles.append(self.store.send(b, cycle=self._cycle, tag=tag(self._number, self._cycle, b), what=what))
 
-            def install() -> None:
-                _ops.call("bucket_unpack_", wire, none, begin, [main])
-                self.temporary.give_back(b)
-
-        handle = self.exchange.all_reduce(
-            wire,
-            tag=tag(self._number, self._cycle, b),
-            scale=1.0 / self._divide_factor,
-            what=self._bucket_name(b),
-            then=install,
-        )
-        self._handles.append(handle)
-
-    def _bucket_name(self, b: int) -> str:
-        members = self.buffers.members[b]
+    def _members(self, b: int) -> str:
+        members = self.plan.in_bucket(b)
         first, last = self.names[members[0]], self.names[members[-1]]
-        names = repr(first) if first == last else f"{first!r} ... {last!r}"
-        return f"gradients of cycle {self._cycle}, bucket {b} of {len(self.plan.buckets)} ({names})"
-
-    def _look_for_nan(self, b: int) -> None:
-        if self._nonfinite == ALL_FINITE:
-            members = self.buffers.members[b]
-            bad = first_nonfinite([self.buffers.view(i) for i in members])
-            self._nonfinite = ALL_FINITE if bad == ALL_FINITE else members[bad]
+        return repr(first) if first == last else f"{first!r} ... {last!r}"
 
     # -- at its end -----------------------------------------------------------------------------------------------
 
@@ -229,12 +241,8 @@ class Engine:
         """Parameter i did not come in this backward: its range of the bucket becomes what its `.grad` says."""
         if not self._came[i] and not self.params[i].requires_grad:
             self._came[i] = _FROZEN
-        if self.params[i].grad is None:
-            self.buffers.drop(i)
-            return
-        if self._divide_factor != self.exchange.world_size:
-            self._carry(i)
-        self.buffers.take(i)
+        reduced, self._global[i] = bool(self._global[i]), False
+        self.store.absent(i, reduced)
 
     def _close_cycle(self) -> list[torch.Tensor]:
         """Exchanges this rank's report, waits for the buckets, installs the sums; every rank's report."""
@@ -254,12 +262,7 @@ class Engine:
         self._came = bytearray(len(self.params))
         self._global = bytearray(b"\1" * len(self.params))
         self.wire_bytes = self.exchange.bytes_sent - self._bytes_before
-        # The exchange writes behind autograd's back.
-        torch.autograd.graph.increment_version(self.buffers.flats)
-        anywhere = torch.stack(reports)[:, header.numel() :].eq(_CAME).any(dim=0).tolist()
-        for i, came in enumerate(anywhere):
-            if came:  # a parameter that came nowhere keeps its `.grad`, None included
-                self.buffers.install(i)
+        self.store.closed(torch.stack(reports)[:, header.numel() :].eq(_CAME).any(dim=0).tolist())
         return reports
 
     def _wait(self, handles: Sequence[Handle]) -> None:

@@ -1,24 +1,30 @@
-"""The all-reduce of one bucket: all-to-all of the shards as bytes, a sum in C, an all-gather.
+"""How buckets travel: an all-to-all of the parts as bytes, a sum in C, an all-gather of the sums.
 
-The sum is bucket_reduce_: fp32, in rank order, scaled in fp32, rounded once to the wire's dtype. So the bits of the
-result depend on no bucket size, algorithm, topology or back end, and only bytes travel, which every back end can carry
-in any dtype. Two transports serve one interface: point to point (gloo) and collectives (all others).
+The sum is bucket_reduce_: fp32, in rank order, scaled in fp32, rounded once to the dtype of where it goes. So the bits
+of the result depend on no bucket size, algorithm, topology or back end, and only bytes travel, which every back end can
+carry in any dtype. Two transports serve one interface: point to point (gloo) and collectives (all others).
 """
 
 import abc
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from torch_ext import _ops
+from torch_ext._wire import Wire
 
 # Tags of point-to-point messages: bit 30, so that a user's own small tags on the same group are never ours; then who
 # (engine), when (cycle), what (bucket) and which half. Messages of one tag between two ranks arrive in order.
 _OURS = 1 << 30
 _ENGINES, _CYCLES, MAX_BUCKETS = 32, 256, 65535
 AGREEMENT_TAG = _OURS | (_OURS - 1)
+
+IN_FLIGHT = 4
+"""Buckets that are under way at a time, each with memory to receive into; the others wait for their turn."""
+
+Install: TypeAlias = Callable[[Sequence[Wire]], None]
+"""Adds up the chunks that came, by rank, and puts the sum where it belongs. Any thread."""
 
 
 def tag(engine: int, cycle: int, bucket: int) -> int:
@@ -38,7 +44,7 @@ class Handle(Protocol):
     """What a started exchange returns (concurrent.futures.Future is one)."""
 
     def result(self) -> None:
-        """Waits until the bucket holds the sum on this rank and `then` has run; RuntimeError if it never will."""
+        """Waits until everything has arrived and `then` has run; RuntimeError if it never will."""
 
 
 class Exchange(abc.ABC):
@@ -57,23 +63,36 @@ class Exchange(abc.ABC):
         self.bytes_sent = 0
 
     @abc.abstractmethod
-    def all_reduce(
-        self, bucket: torch.Tensor, *, tag: int, scale: float, what: str, then: Callable[[], None] | None = None
+    def reduce(
+        self,
+        wire: Wire,
+        install: Install,
+        *,
+        result: Wire | None = None,
+        tag: int,
+        what: str,
+        then: Callable[[], None] | None = None,
     ) -> Handle:
-        """Starts bucket <- round((sum of all ranks' buckets, in rank order) * scale).
+        """Starts a bucket: part r of every rank's wire comes to rank r, where `install` adds up; a reduce-scatter.
 
-        bucket: flat, contiguous, numel a multiple of the world size; not to be touched before the handle's result. what
-        names the bucket in messages. then runs when the sum is there, perhaps on another thread.
+        result: where `install` puts the sum into this rank's part; the other parts come from the other ranks then: an
+        all-reduce. It may be `wire` itself. wire: numel a multiple of 128 * world_size. Nothing of both is to be
+        touched before the handle's result. what names the bucket in messages. then runs at the end, perhaps on another
+        thread.
         """
+
+    @abc.abstractmethod
+    def gather(self, result: Wire, *, tag: int, what: str) -> Handle:
+        """Starts an all-gather in place: each rank brings its own part of `result` and gets the others'."""
 
     @abc.abstractmethod
     def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
         """Starts the exchange of a few bytes (uint8, one size everywhere); the result waits and gives every rank's."""
 
-    def reduce_shard(self, chunks: list[torch.Tensor], shard: torch.Tensor, scale: float) -> None:
-        """shard <- round(sum of chunks in rank order * scale)."""
-        none = torch.empty(0, dtype=torch.int64, device=shard.device)
-        _ops.call("bucket_reduce_", chunks, [], shard, none, scale, False)
+    def _count(self, wire: Wire | None) -> None:
+        """A half of an exchange: every other rank is sent a part."""
+        if wire is not None:
+            self.bytes_sent += wire.nbytes // self.world_size * (self.world_size - 1)
 
 
 def exchange_over(group: dist.ProcessGroup, device: torch.device) -> Exchange:

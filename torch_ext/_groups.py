@@ -54,10 +54,15 @@ def ids(groups: list[Group]) -> list[int]:
     found: list[int] = []
     for group in groups:
         if group["param_id"] == "name":
-            found += [_param_id()(_dtypes.c_text(_logical_name(name))) for name in group["param_names"]]
+            found += ids_of(group["param_names"])
         else:
             found += range(len(found), len(found) + len(group["params"]))
     return found
+
+
+def ids_of(names: Iterable[str]) -> list[int]:
+    """What seeds the rounding thresholds of parameters whose names are known."""
+    return [_param_id()(_dtypes.c_text(_logical_name(name))) for name in names]
 
 
 @functools.cache

@@ -20,8 +20,8 @@ class Seen(NamedTuple):
     master: Tensor
 
 
-def look(p: Tensor, master: Tensor) -> Seen:
-    return Seen(p._version, p.data_ptr(), master)
+def look(member: "Member") -> Seen:
+    return Seen(member.version, member.place.data_ptr(), member.master)
 
 
 def resync(members: Sequence["Member"], force: bool = False) -> Tensor:
@@ -31,7 +31,7 @@ def resync(members: Sequence["Member"], force: bool = False) -> Tensor:
     """
     masters = [m.master for m in members]
     changed = torch.zeros(len(members), dtype=torch.int64, device=masters[0].device if masters else None)
-    weights = [_tensors.in_order_of(master, m.param.detach()) for master, m in zip(masters, members, strict=True)]
+    weights = [_tensors.in_order_of(master, m.weight.detach()) for master, m in zip(masters, members, strict=True)]
     if members:
         _ops.call("master_resync_", weights, [_tensors.flat(master) for master in masters], changed, force)
     return changed

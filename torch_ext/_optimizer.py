@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torch_ext import _checkpoint, _groups, _kept, _masters, _state, _tensors
-from torch_ext._clip import Clipping, measure
+from torch_ext import _checkpoint, _groups, _kept, _local, _masters, _registry, _state, _tensors
+from torch_ext._clip import Clipping, Groups, measure
 from torch_ext._groups import Params
 from torch_ext._masters import Seen
 from torch_ext._plan import Member, Plan
@@ -51,6 +51,7 @@ class Adam(torch.optim.Optimizer):
     _hyper: tuple[list[Any], _groups.Hyper] | None
     _seen: dict[Tensor, Seen]
     _clipping: Clipping | None
+    _locals: _local.Locals | None
 
     def __init__(
         self,
@@ -136,13 +137,13 @@ class Adam(torch.optim.Optimizer):
         names = _groups.names(self.param_groups)
         trained = [(p, name) for p, name in zip(self._everyone(), names, strict=True) if p.requires_grad]
         for p, name in trained:
-            _tensors.refuse_param(p, name)
+            _tensors.refuse_param(_local.tensor_of(p), name)
             _state.kinds_of(self.policy, p.dtype)
         devices = {p.device: name for p, name in trained}
         if len(devices) > 1:
             places = " and ".join(f"{name} on {device}" for device, name in devices.items())
             raise ValueError(f"parameters are on several devices ({places}); make one optimizer per device")
-        _tensors.refuse_overlap([p for p, _ in trained], [name for _, name in trained])
+        _tensors.refuse_overlap([_local.tensor_of(p) for p, _ in trained], [name for _, name in trained])
 
     def _make_steps(self, group: dict[str, Any]) -> None:
         """The steps of a group as views of one tensor; zero for trainable parameters that have none."""
@@ -177,13 +178,13 @@ class Adam(torch.optim.Optimizer):
 
     def _step(self) -> None:
         everyone = [p for group in self.param_groups for p in group["params"]]
-        grads = [p.grad for p in everyone]
+        grads = self._current_locals(everyone).grads()
         active = [g is not None for g in grads]
         present = cast(list[Tensor], grads) if all(active) else [g for g in grads if g is not None]
         if not present:
             return
         hyper = self._current_hyper()
-        clipping = self._current_clipping(present)
+        clipping = self._current_clipping(present, active)
         for again in (False, True):
             plan = self._plan
             if again or plan is None or not plan.fits(everyone, active, self.state):
@@ -194,11 +195,9 @@ class Adam(torch.optim.Optimizer):
                 check = _masters.resync if self.on_external_write == "resync" else _masters.refuse_written
                 check([plan.members[i] for i in suspects])
             plan.load_copies()
-            scalars = (*self._scalars(clipping), self._skipped)
-            arguments = (plan.states, plan.slices, hyper.lrs, hyper.groups, plan.meta, *scalars, *hyper.shared)
             try:
-                torch.ops.torch_ext.adamw_flat_.default(plan.weights, plan.lay_out(present, always=again), *arguments)
-            except RuntimeError as refusal:
+                self._run(plan, plan.lay_out(present, always=again), hyper, self._scalars(clipping))
+            except _Refused as refusal:
                 # It wrote nothing. Once more: parameters or gradients may only lie differently than they did so far.
                 if again:
                     raise RuntimeError(_named(str(refusal), plan)) from None
@@ -210,6 +209,33 @@ class Adam(torch.optim.Optimizer):
                     clipping.used = True
                     clipping.warn_if_skipped(plan.members)
                 return
+
+    def _run(self, plan: Plan, grads: list[Tensor], hyper: _groups.Hyper, scalars: tuple[Tensor, ...]) -> None:
+        """The operator, on each chunk; weights travel while later chunks are stepped, and are there afterwards."""
+        skipped, under_way = self._skipped, []
+        for chunk in plan.chunks:
+            arguments = (plan.states, chunk.slices, hyper.lrs, hyper.groups, chunk.meta, *scalars, skipped)
+            try:
+                torch.ops.torch_ext.adamw_flat_.default(chunk.weights, chunk.of(grads), *arguments, *hyper.shared)
+            except RuntimeError as refusal:
+                raise _Refused(str(refusal)) from None
+            skipped = _tensors.NONE  # a step is counted once
+            if chunk.gather is not None:
+                owner, bucket = chunk.gather
+                under_way.append(owner.gather(bucket))
+        for handle in under_way:
+            handle.result()
+
+    def _current_locals(self, everyone: list[Tensor]) -> _local.Locals:
+        """Where this rank's parts of the parameters are."""
+        if self._locals is None or not self._locals.fits(everyone, _registry.generation):
+            self._locals = _local.Locals(everyone, list(map(_registry.owner_of, everyone)), _registry.generation)
+            self._plan = None
+        return self._locals
+
+    def _present_grads(self) -> list[Tensor]:
+        """The gradients that a step would read now."""
+        return [g for g in self._current_locals(self._everyone()).grads() if g is not None]
 
     def _make_plan(self, everyone: list[Tensor], active: list[bool], grads: list[Tensor]) -> Plan | None:
         """The argument lists of this step, state included; None for a step that is inert."""
@@ -223,34 +249,61 @@ class Adam(torch.optim.Optimizer):
         first = not any("exp_avg" in _kept.peek(self.state, p) for p in everyone)
         # DCP calls step with lr 0 and zero gradients to have state made: that is no step (a counter at 1 would make the
         # first real update 1.34 times too small).
-        inert = first and all(float(g["lr"]) == 0 for g in self.param_groups) and not any(bool(g.any()) for g in grads)
+        inert = first and all(float(g["lr"]) == 0 for g in self.param_groups) and self._all_zero(grads, active)
         members = self._members(everyone, active)
         if inert:
             self._seen.clear()  # whatever is written before the first step shall be noticed
             return None
-        self._plan = Plan(members, everyone, active, self.state, grads, self._seen)
+        owners = [owner for owner, there in zip(self._current_locals(everyone).owners, active, strict=True) if there]
+        self._plan = Plan(members, everyone, active, self.state, grads, self._seen, owners)
         return self._plan
+
+    def _all_zero(self, grads: list[Tensor], active: list[bool]) -> bool:
+        """On every rank that holds a part of them."""
+        something = torch.zeros(1)
+        if any(bool(g.any()) for g in grads):
+            something.fill_(1)
+        groups = self._norm_groups(active) or {}
+        something = something.to(grads[0].device)
+        for group in dict.fromkeys(group for each in groups for group in each):
+            torch.distributed.all_reduce(something, op=torch.distributed.ReduceOp.MAX, group=group)
+        return not bool(something)
+
+    def _norm_groups(self, active: list[bool]) -> Groups | None:
+        """Over whom statistics of the gradients that are there are added up; None where all of them are whole."""
+        assert self._locals is not None
+        return None if self._locals.plain else self._locals.groups(active)
 
     def _members(self, everyone: list[Tensor], wanted: list[bool]) -> list[Member]:
         """The wanted parameters, with state that is made where it is missing."""
         names, ids = _groups.names(self.param_groups), _groups.ids(self.param_groups)
         group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
         chosen = [i for i, want in enumerate(wanted) if want]
+        locals_ = self._current_locals(everyone)
+        local = {i: locals_.of(i) for i in chosen}
         for i in chosen:  # all of them before the first state is made
-            _tensors.refuse_param(everyone[i], names[i])
+            _tensors.refuse_param(local[i].weight, names[i])
         members = [
-            Member(p, _kept.entry(self.state, p), _state.kinds_of(self.policy, p.dtype), ids[i], group_of[i], names[i])
-            for i, p in ((i, everyone[i]) for i in chosen)
+            Member(
+                everyone[i],
+                local[i],
+                _kept.entry(self.state, everyone[i]),
+                _state.kinds_of(self.policy, everyone[i].dtype),
+                ids[i],
+                group_of[i],
+                names[i],
+            )
+            for i in chosen
         ]
         missing = [m for m in members if not _state.complete(m.state, m.kinds)]
-        for m, made in zip(missing, _state.make([(m.param.detach(), m.kinds) for m in missing]), strict=True):
+        for m, made in zip(missing, _state.make([(m.weight.detach(), m.kinds) for m in missing]), strict=True):
             m.state.update({key: value for key, value in made.items() if key not in m.state})
             if m.kinds.master is not None:
-                self._seen[m.param] = _masters.look(m.param, m.master)
+                self._seen[m.param] = _masters.look(m)
         for m in members:
             if "step" not in m.state:
-                m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.param.device)
-            _state.settle(m.param.detach(), m.state, m.kinds, m.name)
+                m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.weight.device)
+            _state.settle(m.weight.detach(), m.state, m.kinds, m.name)
         return members
 
     def _current_hyper(self) -> _groups.Hyper:
@@ -276,26 +329,40 @@ class Adam(torch.optim.Optimizer):
 
     def _clip(self, max_norm: float) -> Clipping:
         """Measures the gradients; the next step multiplies by the coefficient. `torch_ext.clip_grad_norm_` calls it."""
-        grads = [p.grad for p in self._everyone() if p.grad is not None]
-        grad_scale = _one(self.__dict__.get("grad_scale"), self._skipped.device)
-        self._clipping = measure(grads, max_norm, grad_scale)
+        everyone = self._everyone()
+        for owner in _registry.owners_of(everyone):
+            owner.before_step()
+        found = self._current_locals(everyone).grads()
+        grads = [g for g in found if g is not None]
+        self._clipping = self._measure(grads, [g is not None for g in found], max_norm)
         self._clipping.attach(grads)
         return self._clipping
 
-    def _current_clipping(self, grads: list[Tensor]) -> Clipping | None:
+    def _measure(self, grads: list[Tensor], active: list[bool], max_norm: float) -> Clipping:
+        grad_scale = _one(self.__dict__.get("grad_scale"), self._skipped.device)
+        return measure(grads, max_norm, grad_scale, self._norm_groups(active))
+
+    def _current_clipping(self, grads: list[Tensor], active: list[bool]) -> Clipping | None:
         """The clipping that these gradients were given, or the check that skip_nonfinite asks for."""
         clipping = self._clipping
         if clipping is not None and clipping.belongs_to(grads):
             return clipping
         self._clipping = None
+        assert self._locals is not None
+        # Whoever clips sharded gradients by a function of their own clips by this rank's norm.
+        if self.policy.clip_grad and not self._locals.plain:
+            return self._measure(grads, active, self.policy.clip_grad)
         if self.skip_nonfinite and "found_inf" not in self.__dict__:
-            return measure(grads, math.inf, _one(self.__dict__.get("grad_scale"), self._skipped.device))
+            return self._measure(grads, active, math.inf)
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. A clip coefficient that no step has applied is forgotten."""
+        """As torch's, shards of gradients included. A clip coefficient that no step has applied is forgotten."""
         self._clipping = None
         super().zero_grad(set_to_none)
+        everyone = self._everyone()
+        for owner in _registry.owners_of(everyone):
+            owner.zero_grad(everyone)
 
     # -- masters ------------------------------------------------------------------------------------------------------
 
@@ -312,7 +379,7 @@ class Adam(torch.optim.Optimizer):
         with torch.no_grad():
             members = self._members(everyone, having)
             changed = _masters.resync(members, force)
-        self._seen.update({m.param: _masters.look(m.param, m.master) for m in members})
+        self._seen.update({m.param: _masters.look(m) for m in members})
         self._plan = None
         return int(changed.sum())
 
@@ -376,6 +443,7 @@ class Adam(torch.optim.Optimizer):
         self._hyper = None
         self._seen = {}
         self._clipping = None
+        self._locals = None
 
 
 class AdamW(Adam):
@@ -427,6 +495,10 @@ class AdamW(Adam):
             skip_nonfinite=skip_nonfinite,
             on_external_write=on_external_write,
         )
+
+
+class _Refused(Exception):
+    """The operator took no argument and wrote nothing."""
 
 
 def _one(value: Any, device: torch.device) -> Tensor:

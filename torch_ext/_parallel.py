@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_ext import _policy, _registry
+from torch_ext import _groups, _policy, _registry
 from torch_ext._agreement import agree
 from torch_ext._broadcast import broadcast
 from torch_ext._engine import Engine
 from torch_ext._exchange import MAX_BUCKETS, divide_factor, exchange_over
 from torch_ext._layout import BucketPlan, plan_buckets
+from torch_ext._optimizer import Adam
 from torch_ext._policy import Policy
+from torch_ext._stores import STORES
 
-_SUPPORTED = ("no_shard",)
 _DEVICES = ("cpu",)
 
 # Not an attribute of the module, which would be pickled and copied with it.
@@ -74,6 +75,13 @@ class ParallelModule(torch.nn.Module):
         """Backwards inside reduce, even inside `no_sync`. Nests, restores what was set."""
         return _engine_of(self).synchronizing(True)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, gradient shards included."""
+        super().zero_grad(set_to_none)
+        attached = _engines.get(self)
+        if attached is not None:
+            attached.engine.zero_grad(attached.engine.params)
+
     def wire_bytes(self) -> int:
         """Bytes that this rank sent for the last reduction, all messages together."""
         return _engine_of(self).wire_bytes
@@ -122,15 +130,14 @@ def parallelize(
     # A model on no real device is an error, which all ranks are told about.
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     exchange = exchange_over(group, device)
-    plan, failure, factor = None, None, 0.0
+    plan, failure, factor, name = None, None, 0.0, ""
     try:
         factor = divide_factor(gradient_divide_factor, exchange.world_size)
-        plan = _validated_plan(model, policy, strategy, exchange.world_size)
+        name = _strategy(policy.data_parallel_sharding_strategy if strategy is None else strategy)
+        plan = _validated_plan(model, policy, name, exchange.world_size)
     except (ValueError, TypeError, RuntimeError) as error:
         failure = error
-    options = (
-        f"divide by {factor}, unused parameters {find_unused_parameters}, NaN check {policy.check_for_nan_in_grad}"
-    )
+    options = f"strategy {name}, divide by {factor}, unused parameters {find_unused_parameters}, NaN check {policy.check_for_nan_in_grad}"
     tensors = list(model.named_parameters()) + list(model.named_buffers())
     lines = [options, *(f"{name} {list(t.shape)} {t.dtype}, trainable {t.requires_grad}" for name, t in tensors)]
     if plan is not None:
@@ -147,12 +154,11 @@ def parallelize(
     before = _engines.pop(model, None)
     if before is not None:
         before.engine.close()
+    named = list(_trainable(model))
+    store = STORES[name]([p for _, p in named], plan, exchange, _groups.ids_of([n for n, _ in named]), factor, None)
     engine = Engine(
-        [p for _, p in _trainable(model)],
-        plan,
-        exchange,
+        store,
         number,
-        divide_factor=factor,
         check_for_nan=policy.check_for_nan_in_grad,
         find_unused_parameters=find_unused_parameters,
     )
@@ -182,8 +188,7 @@ def _trainable(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter
     return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
 
-def _validated_plan(model: torch.nn.Module, policy: Policy, strategy: str | int | None, world_size: int) -> BucketPlan:
-    _check_strategy(policy.data_parallel_sharding_strategy if strategy is None else strategy)
+def _validated_plan(model: torch.nn.Module, policy: Policy, strategy: str, world_size: int) -> BucketPlan:
     if isinstance(model, DistributedDataParallel):
         raise TypeError("the model is in DistributedDataParallel, which reduces already: use register_comm_hook on it")
     named = list(_trainable(model))
@@ -193,14 +198,14 @@ def _validated_plan(model: torch.nn.Module, policy: Policy, strategy: str | int 
         )
     _check_devices([*model.named_parameters(), *model.named_buffers()])
     for name, param in named:
-        owner = _registry.engine_of(param)
+        owner = _registry.owner_of(param)
         attached = _engines.get(model)
         if owner is not None and (attached is None or owner is not attached.engine):
             raise RuntimeError(
                 f"parameter {name!r} is part of another parallelized model, which reduces its gradient already"
             )
         if type(param) is not torch.nn.Parameter:
-            raise TypeError(f"parameter {name!r} is a {type(param).__name__}; no_shard takes plain parameters")
+            raise TypeError(f"parameter {name!r} is a {type(param).__name__}; {strategy} takes plain parameters")
         if param.grad is not None and owner is None:
             raise RuntimeError(f"parameter {name!r} has a gradient: call zero_grad() before parallelize")
     _check_optimizers(named)
@@ -210,18 +215,20 @@ def _validated_plan(model: torch.nn.Module, policy: Policy, strategy: str | int 
     return plan
 
 
-def _check_strategy(strategy: str | int) -> None:
+def _strategy(given: str | int) -> str:
+    """The strategy's name. ValueError, with the legal ones, where it has none."""
     names = next(row.choices for row in _policy.rows() if row.name == "data_parallel_sharding_strategy")
-    legal = ", ".join(f"{name!r} ({i})" for i, name in enumerate(names))
-    if isinstance(strategy, int) and not isinstance(strategy, bool) and 0 <= strategy < len(names):
-        strategy = names[strategy]
-    if strategy not in names:
-        raise ValueError(f"strategy is {strategy!r}; legal are {legal}")
-    if strategy not in _SUPPORTED:
+    if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(names):
+        given = names[given]
+    if given not in names:
+        legal = ", ".join(f"{name!r} ({i})" for i, name in enumerate(names))
+        raise ValueError(f"strategy is {given!r}; legal are {legal}")
+    assert isinstance(given, str)
+    if given not in STORES:
         raise ValueError(
-            f"strategy {strategy!r} is not part of this version of torch_ext; "
-            f"it supports {', '.join(map(repr, _SUPPORTED))}"
+            f"strategy {given!r} is not part of this version of torch_ext; it supports {', '.join(map(repr, STORES))}"
         )
+    return given
 
 
 def _check_devices(named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -292,5 +299,10 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    for engine in _registry.engines_of(p for group in optimizer.param_groups for p in group["params"]):
-        engine.before_step()
+    for owner in _registry.owners_of(p for group in optimizer.param_groups for p in group["params"]):
+        if owner.sharded and not isinstance(optimizer, Adam):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} would step all of every parameter by gradients of which this rank has its "
+                "part only: under a sharded strategy use torch_ext.AdamW (or torch_ext.Adam), or strategy 'no_shard'"
+            )
+        owner.before_step()

@@ -7,27 +7,48 @@ everything before it writes, so only where it refuses them are they looked at on
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_ext import _kept, _tensors
+from torch_ext._local import Local, is_dtensor
 from torch_ext._masters import Seen
 from torch_ext._state import Kinds
+
+if TYPE_CHECKING:
+    from torch_ext._registry import Owner
 
 
 class Member(NamedTuple):
     """A parameter that has a gradient in this step."""
 
     param: Tensor
-    state: dict[str, Any]  # at rest, complete
+    local: Local  # what of it this rank steps
+    state: dict[str, Any]  # at rest, complete, of the local part
     kinds: Kinds
     id: int  # of its rounding thresholds
     group: int
     name: str  # for messages
+
+    @property
+    def weight(self) -> Tensor:
+        """What is stepped."""
+        return self.local.weight
+
+    @property
+    def place(self) -> Tensor:
+        """Whose address shows whether the weight is where it was."""
+        return self.weight if is_dtensor(self.param) else self.param
+
+    @property
+    def version(self) -> int:
+        """Which changes when somebody writes to the parameter."""
+        # Operations on a DTensor count on it, those on its local tensor there.
+        return self.param._version + (self.weight._version if is_dtensor(self.param) else 0)
 
     @property
     def master(self) -> Tensor:
@@ -65,6 +86,36 @@ def _memories(rows: list[list[Tensor | None]]) -> tuple[list[Tensor], Tensor]:
     return memories, torch.tensor(slices, dtype=torch.int64).reshape(len(rows), -1)
 
 
+class Chunk(NamedTuple):
+    """What one call of the operator steps."""
+
+    rows: list[int] | None  # which members; None: all of them
+    weights: list[Tensor]
+    slices: Tensor
+    meta: Tensor
+    gather: "tuple[Owner, int] | None"  # the bucket whose weights travel afterwards
+
+    def of(self, grads: list[Tensor]) -> list[Tensor]:
+        return grads if self.rows is None else [grads[i] for i in self.rows]
+
+
+def _chunks(plan: "Plan", owners: "Sequence[Owner | None]") -> list[Chunk]:
+    """One for each bucket that is gathered after its step, so that gathers overlap with the steps of later ones."""
+    rows: dict[tuple[int, int | None], list[int]] = {}
+    for i, (member, owner) in enumerate(zip(plan.members, owners, strict=True)):
+        rows.setdefault((id(owner), member.local.bucket), []).append(i)
+    if all(bucket is None for _, bucket in rows):
+        return [Chunk(None, plan.weights, plan.slices, plan.meta, None)]
+    chunks = []
+    # Buckets in ascending order, as on every other rank; what nobody gathers comes last.
+    for (_, bucket), chosen in sorted(rows.items(), key=lambda item: (item[0][1] is None, item[1][0])):
+        owner = owners[chosen[0]]
+        gather = None if owner is None or bucket is None else (owner, bucket)
+        weights = [plan.weights[i] for i in chosen]
+        chunks.append(Chunk(chosen, weights, plan.slices[chosen], plan.meta[chosen], gather))
+    return chunks
+
+
 class Plan:
     def __init__(
         self,
@@ -74,7 +125,9 @@ class Plan:
         state: dict[Tensor, dict[str, Any]],
         grads: list[Tensor],
         seen: Mapping[Tensor, Seen],
+        owners: "Sequence[Owner | None]",
     ) -> None:
+        """grads, owners: of the members."""
         self.members = members
         self._everyone = everyone
         self._active = active
@@ -82,30 +135,33 @@ class Plan:
         self._values = values_of(state)
 
         self.params = [m.param for m in members]
-        # A parameter that isn't dense is stepped as a contiguous copy. What gradients and state are laid out like:
+        stepped = [m.weight for m in members]
+        # A weight that isn't dense is stepped as a contiguous copy. What gradients and state are laid out like:
         self._orders = [
-            p if _tensors.is_dense(p) else torch.empty_like(p, memory_format=torch.contiguous_format)
-            for p in self.params
+            w if _tensors.is_dense(w) else torch.empty_like(w, memory_format=torch.contiguous_format) for w in stepped
         ]
-        self._copied = [(p, order) for p, order in zip(self.params, self._orders, strict=True) if order is not p]
+        self._copied = [(w, order) for w, order in zip(stepped, self._orders, strict=True) if order is not w]
         self.weights = [_tensors.flat(order) for order in self._orders]
         at_rest = [m.at_rest() for m in members]
         self.states, self.slices = _memories(at_rest)
         self._held = [t for row in at_rest for t in row if t is not None]
         self._places = list(map(Tensor.data_ptr, self._held))  # the operator no longer sees where a state moved to
-        self.meta = torch.tensor([[m.id, 0, m.group] for m in members], dtype=torch.int64).reshape(-1, 3)
+        self.meta = torch.tensor([[m.id, m.local.start, m.group] for m in members], dtype=torch.int64).reshape(-1, 3)
+        self.chunks = _chunks(self, owners)
 
         # A write by somebody else shows in these two. A weight that is passed as a view of its own must stay where it
         # is.
         self._watched = [i for i, m in enumerate(members) if m.kinds.master or self.weights[i] is not m.param]
         self._watched_params = [self.params[i] for i in self._watched]
-        self._addresses = [p.data_ptr() for p in self._watched_params]
+        self._places_watched = [members[i].place for i in self._watched]
+        self._wrapped = any(map(is_dtensor, self._watched_params))
+        self._addresses = [t.data_ptr() for t in self._places_watched]
         self._versions = [
             self._known_version(i, address, seen) for i, address in zip(self._watched, self._addresses, strict=True)
         ]
 
         self._look_at_grads = bool(self._copied) or not all(
-            w is p and g.is_contiguous() for w, p, g in zip(self.weights, self.params, grads, strict=True)
+            w is p and g.is_contiguous() for w, p, g in zip(self.weights, stepped, grads, strict=True)
         )
 
     def _known_version(self, i: int, address: int, seen: Mapping[Tensor, Seen]) -> int:
@@ -122,7 +178,7 @@ class Plan:
             len(everyone) == len(self._everyone)
             and active == self._active
             and all(map(operator.is_, everyone, self._everyone))
-            and list(map(Tensor.data_ptr, self._watched_params)) == self._addresses
+            and list(map(Tensor.data_ptr, self._places_watched)) == self._addresses
             and (self._state is state and not _kept.handed_out(state) or self._holds(state))
         )
 
@@ -136,7 +192,7 @@ class Plan:
 
     def suspects(self) -> list[int]:
         """Members with a master whose weight somebody else may have written since it was last seen."""
-        versions = [p._version for p in self._watched_params]
+        versions = self._versions_now()
         if versions == self._versions:
             return []
         return [
@@ -147,7 +203,12 @@ class Plan:
 
     def look(self) -> None:
         """From here on the weights are known to be what their masters round to."""
-        self._versions = [p._version for p in self._watched_params]
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        if self._wrapped:
+            return [self.members[i].version for i in self._watched]
+        return [p._version for p in self._watched_params]
 
     def seen(self) -> dict[Tensor, Seen]:
         record = {}
@@ -183,9 +244,9 @@ class Plan:
             raise RuntimeError(
                 f"the gradient of {member.name} is in {grad.dtype}; float32, bfloat16 and float16 are legal"
             )
-        if grad.shape != member.param.shape:
+        if grad.shape != member.weight.shape:
             raise RuntimeError(
                 f"the gradient of {member.name} has shape {tuple(grad.shape)} and the parameter has "
-                f"{tuple(member.param.shape)}; they must be equal"
+                f"{tuple(member.weight.shape)}; they must be equal"
             )
         return _tensors.in_order_of(self._orders[i], grad)

@@ -7,17 +7,22 @@ of our part r, so the bytes that its sum overwrites in our bucket have left.
 gloo moves the data on threads of its own, but tells nobody when: somebody has to wait. One lane waits for a bucket's
 parts, adds them and sends the sum; a second one waits for the others' sums. Were it one lane, a rank waiting for the
 last sums of one bucket could not add up the next.
+
+Buckets beyond IN_FLIGHT are started by the lane that ends an earlier one, so memory to receive into is bounded; it is
+used again by the next bucket.
 """
 
 import concurrent.futures
+import threading
+from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from torch_ext._exchange import Exchange
+from torch_ext._exchange import IN_FLIGHT, Exchange, Install
 from torch_ext._lane import Lane
+from torch_ext._wire import Wire
 
 _Works = list[tuple[int, dist.Work]]
 
@@ -47,61 +52,121 @@ def _wait(works: _Works, what: str) -> None:
         )
 
 
-class _Reduction:
+class _Job:
     """One bucket on its way."""
 
-    def __init__(self, exchange: "PointToPoint", bucket: torch.Tensor, tag: int, scale: float, what: str) -> None:
-        self.exchange, self.scale, self.what = exchange, scale, what
-        self.tag = tag
-        self.parts = list(bucket.chunk(exchange.world_size))
-        self.chunks = list(torch.empty_like(bucket).chunk(exchange.world_size))
+    def __init__(
+        self,
+        exchange: "PointToPoint",
+        wire: Wire | None,
+        install: Install | None,
+        result: Wire | None,
+        tag: int,
+        what: str,
+        then: Callable[[], None] | None,
+    ) -> None:
+        self.exchange, self.install, self.then, self.tag, self.what = exchange, install, then, tag, what
+        world_size = exchange.world_size
+        self.parts = wire.parts(world_size) if wire is not None else []
+        self.results = result.parts(world_size) if result is not None else []
+        self.received: torch.Tensor | None = None
+        self.chunks: list[Wire] = []
         self.future: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.reduced: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.arrivals: _Works = []
-        self.sums: _Works = []
+        self.gathers: _Works = []
         self.sends: _Works = []
 
     def start(self) -> None:
-        """On the caller's thread."""
+        """In the order in which jobs were given. Any thread."""
         try:
             exchange = self.exchange
-            self.arrivals = exchange.receive(self.chunks, self.tag, self.what)
-            self.sums = exchange.receive(self.parts, self.tag + 1, self.what)
-            self.sends = exchange.send(self.parts, self.tag, self.what)
-            # bucket_reduce_ takes no memory that it reads and writes in one call.
-            self.chunks[exchange.rank].copy_(self.parts[exchange.rank])
-        except Exception:
+            if self.parts:
+                self.received, self.chunks = exchange.memory.take(self.parts, exchange.rank)
+                self.arrivals = exchange.receive(self.chunks, self.tag, self.what)
+            if self.results:
+                self.gathers = exchange.receive(self.results, self.tag + 1, self.what)
+            if self.parts:
+                self.sends = exchange.send(self.parts, self.tag, self.what)
+        except Exception as error:
             _ABANDONED.append(self)
-            raise
+            self.reduced.set_exception(error)
 
     def reduce(self) -> None:
         """The first lane's task."""
+        if self.reduced.done():
+            return
         try:
             _wait(self.arrivals, self.what)
             exchange = self.exchange
-            exchange.reduce_shard(self.chunks, self.parts[exchange.rank], self.scale)
+            if self.install is not None:
+                self.install(self.chunks)
             self.chunks = []
-            self.sends += exchange.send([self.parts[exchange.rank]] * exchange.world_size, self.tag + 1, self.what)
+            if self.received is not None:
+                exchange.memory.give_back(self.received)
+                self.received = None
+            if self.results:
+                own = self.results[exchange.rank]
+                self.sends += exchange.send([own] * exchange.world_size, self.tag + 1, self.what)
             self.reduced.set_result(None)
         except Exception as error:
             _ABANDONED.append(self)
             self.reduced.set_exception(error)
 
-    def complete(self, then: Callable[[], None] | None) -> None:
+    def complete(self) -> None:
         """The second lane's task."""
+        failure: Exception | None = None
         try:
             self.reduced.result()
-            _wait(self.sums, self.what)
+            _wait(self.gathers, self.what)
             _wait(self.sends, self.what)
-            if then is not None:
-                then()
-            # Nothing of the bucket outlives its exchange, whoever keeps the handle.
-            self.parts, self.sums, self.sends, self.arrivals = [], [], [], []
+            if self.then is not None:
+                self.then()
         except Exception as error:
             _ABANDONED.append(self)
-            self.future.set_exception(error)
+            failure = error
         else:
+            # Nothing of the bucket outlives its exchange, whoever keeps the handle.
+            self.parts, self.results, self.gathers, self.sends, self.arrivals = [], [], [], [], []
+            self.install = self.then = None
+        self.exchange.ended()
+        if failure is None:
             self.future.set_result(None)
+        else:
+            self.future.set_exception(failure)
+
+
+class _Memory:
+    """What buckets are received into, kept for the next ones: as many memories as are used at a time. Any thread."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, parts: list[Wire], rank: int) -> tuple[torch.Tensor, list[Wire]]:
+        """A chunk for every rank, this rank's own filled: bucket_reduce_ takes no memory that it reads and writes."""
+        own, world_size = parts[rank], len(parts)
+        codes, scales = own.data.nbytes * world_size, own.scales.nbytes * world_size
+        memory = self._fitting(codes + scales, own.data.device)
+        whole = Wire(memory[:codes].view(own.data.dtype), memory[codes : codes + scales])
+        chunks = whole.parts(world_size)
+        for into, value in zip(chunks[rank], own, strict=True):
+            into.copy_(value)
+        return memory, chunks
+
+    def _fitting(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        with self._lock:
+            self._free.sort(key=torch.Tensor.numel)
+            for i, memory in enumerate(self._free):
+                if memory.numel() >= nbytes:
+                    return self._free.pop(i)
+            if self._free:  # too small: it makes room for the one that is needed
+                self._free.pop()
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        with self._lock:
+            self._free.append(memory)
 
 
 class PointToPoint(Exchange):
@@ -111,49 +176,83 @@ class PointToPoint(Exchange):
         super().__init__(group, device)
         # Each rank begins with its successor, so that not all of them send to rank 0 first.
         self._peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+        self.memory = _Memory()
         self._reducing = Lane("torch_ext reduce")
         self._completing = Lane("torch_ext gather")
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._waiting: deque[_Job] = deque()
 
-    def receive(self, tensors: list[torch.Tensor], tag: int, what: str) -> _Works:
-        """Posts tensors[peer] <- peer for every peer."""
-        return self._post(
-            lambda peer: dist.irecv(_bytes(tensors[peer]), group=self.group, group_src=peer, tag=tag), what
-        )
+    def receive(self, wires: list[Wire], tag: int, what: str) -> _Works:
+        """Posts wires[peer] <- peer for every peer."""
+        return self._post(lambda peer, m: dist.irecv(m, group=self.group, group_src=peer, tag=tag), wires, what)
 
-    def send(self, tensors: list[torch.Tensor], tag: int, what: str) -> _Works:
-        """Posts tensors[peer] -> peer for every peer."""
-        return self._post(
-            lambda peer: dist.isend(_bytes(tensors[peer]), group=self.group, group_dst=peer, tag=tag), what
-        )
+    def send(self, wires: list[Wire], tag: int, what: str) -> _Works:
+        """Posts wires[peer] -> peer for every peer."""
+        return self._post(lambda peer, m: dist.isend(m, group=self.group, group_dst=peer, tag=tag), wires, what)
 
-    def _post(self, post: Callable[[int], dist.Work | None], what: str) -> _Works:
+    def _post(self, post: Callable[[int, torch.Tensor], dist.Work | None], wires: list[Wire], what: str) -> _Works:
         works: _Works = []
         for peer in self._peers:
-            try:
-                work = post(peer)
-            except RuntimeError as error:
-                _ABANDONED.append(works)
-                raise RuntimeError(f"{what}: rank {peer} cannot be reached ({str(error).splitlines()[0]})") from None
-            assert work is not None  # None is for ranks outside of the group
-            works.append((peer, work))
+            for message in wires[peer].messages():
+                try:
+                    work = post(peer, message)
+                except RuntimeError as error:
+                    _ABANDONED.append(works)
+                    raise RuntimeError(
+                        f"{what}: rank {peer} cannot be reached ({str(error).splitlines()[0]})"
+                    ) from None
+                assert work is not None  # None is for ranks outside of the group
+                works.append((peer, work))
         return works
 
-    def all_reduce(
-        self, bucket: torch.Tensor, *, tag: int, scale: float, what: str, then: Callable[[], None] | None = None
+    def _submit(self, job: _Job) -> "concurrent.futures.Future[None]":
+        with self._lock:
+            if self._under_way == IN_FLIGHT:
+                self._waiting.append(job)
+            else:
+                self._under_way += 1
+                self._start(job)
+        return job.future
+
+    def _start(self, job: _Job) -> None:
+        """Under the lock: the lanes get jobs in the order in which they were given."""
+        job.start()
+        self._reducing.submit(job.reduce)
+        self._completing.submit(job.complete)
+
+    def ended(self) -> None:
+        """A job ended, well or not; the next one's turn."""
+        with self._lock:
+            if self._waiting:
+                self._start(self._waiting.popleft())
+            else:
+                self._under_way -= 1
+
+    def reduce(
+        self,
+        wire: Wire,
+        install: Install,
+        *,
+        result: Wire | None = None,
+        tag: int,
+        what: str,
+        then: Callable[[], None] | None = None,
     ) -> "concurrent.futures.Future[None]":
-        self.bytes_sent += 2 * (bucket.nbytes // self.world_size) * len(self._peers)
-        reduction = _Reduction(self, bucket, tag, scale, what)
-        reduction.start()
-        self._reducing.submit(reduction.reduce)
-        self._completing.submit(partial(reduction.complete, then))
-        return reduction.future
+        self._count(wire)
+        self._count(result)
+        return self._submit(_Job(self, wire, install, result, tag, what, then))
+
+    def gather(self, result: Wire, *, tag: int, what: str) -> "concurrent.futures.Future[None]":
+        self._count(result)
+        return self._submit(_Job(self, None, None, result, tag, what, None))
 
     def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
         self.bytes_sent += payload.nbytes * len(self._peers)
         gathered = [torch.empty_like(payload) for _ in range(self.world_size)]
         gathered[self.rank].copy_(payload)
-        works = self.receive(gathered, tag, what)
-        sends = self.send([payload] * self.world_size, tag, what)
+        works = self.receive([Wire.of(g) for g in gathered], tag, what)
+        sends = self.send([Wire.of(payload)] * self.world_size, tag, what)
 
         def wait() -> list[torch.Tensor]:
             try:
@@ -165,7 +264,3 @@ class PointToPoint(Exchange):
             return gathered
 
         return wait
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)

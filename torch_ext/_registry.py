@@ -1,50 +1,90 @@
-"""Which engine reduces a parameter's gradient: how optimizers find it, since they know parameters only."""
+"""Who reduces a parameter's gradient, and what an optimizer can ask them: optimizers know parameters only."""
 
+import abc
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
+from torch_ext._local import Local
+
 if TYPE_CHECKING:
-    from torch_ext._engine import Engine
+    from torch_ext._exchange import Handle
+
+
+class Owner(abc.ABC):
+    """Reduces the gradients of a model's parameters, and lays out what each rank steps of them."""
+
+    @property
+    @abc.abstractmethod
+    def sharded(self) -> bool:
+        """Whether each rank steps its own parts only."""
+
+    @abc.abstractmethod
+    def before_step(self) -> None:
+        """An optimizer is about to read the gradients: RuntimeError where it must not."""
+
+    @abc.abstractmethod
+    def local(self, param: torch.Tensor) -> Local:
+        """What this rank steps of the parameter; RuntimeError where the parameter is no longer where it was laid."""
+
+    @abc.abstractmethod
+    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Its gradient there, of the weight's numel; None on all ranks or on none."""
+
+    @abc.abstractmethod
+    def gather(self, bucket: int) -> "Handle":
+        """This rank's parts of a bucket's weights were stepped (Local.bucket): starts to bring the others' parts."""
+
+    @abc.abstractmethod
+    def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
+        """Forgets the gradients of these parameters as far as they are not `.grad`."""
+
 
 # Not an attribute of the parameter, which would be pickled with it.
-_engines: "dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Engine]]]" = {}
+_owners: "dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Owner]]]" = {}
+
+generation = 0
+"""Changes whenever a parameter gets another owner."""
 
 
-def register(engine: "Engine", params: Iterable[torch.Tensor]) -> None:
-    """The engine reduces these parameters, until `unregister` or its end."""
+def register(owner: Owner, params: Iterable[torch.Tensor]) -> None:
+    """The owner reduces these parameters, until `unregister` or its end."""
+    global generation
+    generation += 1
     keys = []
     for param in params:
-        _engines[id(param)] = (weakref.ref(param), weakref.ref(engine))
+        _owners[id(param)] = (weakref.ref(param), weakref.ref(owner))
         keys.append(id(param))
-    weakref.finalize(engine, _forget, keys, weakref.ref(engine))
+    weakref.finalize(owner, _forget, keys, weakref.ref(owner))
 
 
-def unregister(engine: "Engine") -> None:
-    """Forgets the engine's parameters."""
-    _forget([key for key, (_, owner) in _engines.items() if owner() is engine], weakref.ref(engine))
+def unregister(owner: Owner) -> None:
+    """Forgets the owner's parameters."""
+    _forget([key for key, (_, known) in _owners.items() if known() is owner], weakref.ref(owner))
 
 
-def _forget(keys: "list[int]", engine: "weakref.ref[Engine]") -> None:
+def _forget(keys: "list[int]", owner: "weakref.ref[Owner]") -> None:
+    global generation
+    generation += 1
     for key in keys:
-        entry = _engines.get(key)
-        if entry is not None and entry[1]() in (None, engine()):
-            del _engines[key]
+        entry = _owners.get(key)
+        if entry is not None and entry[1]() in (None, owner()):
+            del _owners[key]
 
 
-def engine_of(param: torch.Tensor) -> "Engine | None":
-    """The engine that reduces the parameter's gradient; None where nobody of ours does."""
-    entry = _engines.get(id(param))
+def owner_of(param: torch.Tensor) -> Owner | None:
+    """Who reduces the parameter's gradient; None where nobody of ours does."""
+    entry = _owners.get(id(param))
     return entry[1]() if entry is not None and entry[0]() is param else None
 
 
-def engines_of(params: Iterable[torch.Tensor]) -> "Iterator[Engine]":
-    """Each engine once."""
+def owners_of(params: Iterable[torch.Tensor]) -> Iterator[Owner]:
+    """Each owner once."""
     seen: set[int] = set()
     for param in params:
-        engine = engine_of(param)
-        if engine is not None and id(engine) not in seen:
-            seen.add(id(engine))
-            yield engine
+        owner = owner_of(param)
+        if owner is not None and id(owner) not in seen:
+            seen.add(id(owner))
+            yield owner

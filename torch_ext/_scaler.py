@@ -234,6 +234,11 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What this rank's step reads."""
+    from torch_ext._optimizer import Adam
+
+    if isinstance(optimizer, Adam):
+        return optimizer._present_grads()
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 

@@ -1,34 +1,36 @@
-"""Wire buckets: made just before a bucket travels, freed as soon as its sum is installed."""
+"""Buckets in other dtypes than the buffers': made just before a bucket travels, freed as soon as its sum is installed."""
 
 import torch
 
+from torch_ext._wire import Wire
+
 
 class TemporaryBuckets:
-    """At most one tensor per bucket at a time."""
+    """For each bucket at most one that leaves and one that sums are gathered in, at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tensors: dict[int, torch.Tensor] = {}
+        self._wires: dict[tuple[int, bool], Wire] = {}
 
     def __len__(self) -> int:
         """How many have not been given back."""
-        return len(self._tensors)
+        return len(self._wires)
 
-    def take(self, bucket: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The bucket's tensor, uninitialised when it is made by this call.
+    def take(self, bucket: int, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> Wire:
+        """The bucket's memory, of no particular content.
 
         Raises RuntimeError where the bucket has one of another size or dtype: somebody still reads it.
         """
-        tensor = self._tensors.get(bucket)
-        if tensor is None:
-            tensor = self._tensors[bucket] = torch.empty(numel, dtype=dtype, device=self._device)
-        if tensor.numel() != numel or tensor.dtype != dtype:
+        wire = self._wires.get((bucket, gathered))
+        if wire is None:
+            wire = self._wires[bucket, gathered] = Wire.empty(numel, dtype, self._device)
+        if wire.data.numel() != numel or wire.data.dtype != dtype:
             raise RuntimeError(
-                f"bucket {bucket} has {tensor.numel()} elements of {tensor.dtype} in use; it cannot be had as "
+                f"bucket {bucket} has {wire.data.numel()} elements of {wire.data.dtype} in use; it cannot be had as "
                 f"{numel} of {dtype} before it is given back"
             )
-        return tensor
+        return wire
 
-    def give_back(self, bucket: int) -> None:
-        """Frees the bucket's tensor. Any thread."""
-        self._tensors.pop(bucket, None)
+    def give_back(self, bucket: int, *, gathered: bool = False) -> None:
+        """Frees the bucket's memory, if it has any. Any thread."""
+        self._wires.pop((bucket, gathered), None)

@@ -42,6 +42,13 @@ def like(t: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(t.shape, dtype=dtype, device=t.device)
 
 
+def view_like(t: Tensor, flat: Tensor, start: int) -> Tensor:
+    """The elements of a flat tensor from `start` on as a tensor of t's shape, and of its memory order if t is dense."""
+    if not is_dense(t):
+        return flat[start : start + t.numel()].view(t.shape)
+    return flat.as_strided(t.shape, t.stride(), flat.storage_offset() + start)
+
+
 def in_order_of(t: Tensor, values: Tensor) -> Tensor:
     """`values` as contiguous memory in the order of the dense tensor t: a view where it has that order, else a copy."""
     if same_order(t, values):

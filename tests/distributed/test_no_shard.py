@@ -74,13 +74,13 @@ def _life(rank: int, world: int, wire: torch.dtype | None) -> None:
     torch_ext.parallelize(model, policy(BF16, FP32, wire, bucket_size=130), find_unused_parameters=True)
     engine = torch_ext._parallel._engine_of(model)
     assert all(p.grad is None for p in model.parameters()), "E11: nothing is there before the first gradient"
-    buffers = {f.untyped_storage().data_ptr() for f in engine.buffers.flats}
+    buffers = {f.untyped_storage().data_ptr() for f in engine.store.buffers.flats}
     for step in range(3):
         grads: list[Any] = noise(step, rank, shapes, BF16)
         grads[1] = None if rank == 1 else grads[1]  # unused on one rank
         grads[2] = None  # unused everywhere
         model(grads).backward()
-        assert len(engine.temporary) == 0, "E3: a wire bucket is always freed"
+        assert len(engine.store.temporary) == 0, "E3: a wire bucket is always freed"
         for name, p in model.named_parameters():
             if name == "p2":
                 assert p.grad is None, "E3: unused everywhere: untouched"

@@ -172,7 +172,7 @@ def _harmless(rank: int, world: int) -> None:
     model.zero_grad(set_to_none=False)
     _backward(model)
     engine = torch_ext._parallel._engine_of(model)
-    assert all(engine.buffers.holds(i) for i in range(len(engine.params)))
+    assert all(engine.store.buffers.holds(i) for i in range(len(engine.params)))
 
 
 def test_changes_that_change_nothing_are_fine() -> None:
@@ -280,12 +280,6 @@ REFUSED: list[Any] = [
     pytest.param(lambda: Given([2]), {"strategy": 4}, ValueError, ["4", "'no_shard' (0)", "'optim' (1)"], id="E2-4"),
     pytest.param(lambda: Given([2]), {"strategy": -1}, ValueError, ["-1", "'no_shard' (0)"], id="E2-minus 1"),
     pytest.param(lambda: Given([2]), {"strategy": True}, ValueError, ["True", "'no_shard' (0)"], id="E2-True"),
-    pytest.param(
-        lambda: Given([2]), {"strategy": "optim"}, ValueError, ["'optim'", "supports 'no_shard'"], id="E2-optim"
-    ),
-    pytest.param(
-        lambda: Given([2]), {"strategy": 3}, ValueError, ["'optim_grads_params'", "supports 'no_shard'"], id="E2-3"
-    ),
     pytest.param(lambda: Given([2]), {"gradient_divide_factor": 0.0}, ValueError, ["0.0", "> 0"], id="divide by zero"),
     pytest.param(
         lambda: Given([2]), {"gradient_divide_factor": float("nan")}, ValueError, ["nan", "> 0"], id="divide by nan"
@@ -339,13 +333,22 @@ def refusals() -> list[tuple[str, str]]:
     return messages
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", 0, None])
-def test_e2_strategies_that_are_supported(strategy: Any) -> None:
-    ranks.run(1, _accepts, strategy)
+def _accepts(rank: int, world: int) -> None:
+    for strategy, name in [("no_shard", "Replicated"), (0, "Replicated"), (None, "Replicated")] + [
+        ("optim", "OptimizerShards"),
+        (1, "OptimizerShards"),
+        ("optim_grads", "GradientShards"),
+        (2, "GradientShards"),
+    ]:
+        model = torch_ext.parallelize(Given([2]), policy(), strategy=strategy)
+        assert type(torch_ext._parallel._engine_of(model).store).__name__ == name
+    by_policy = policy(data_parallel_sharding_strategy="optim")
+    model = torch_ext.parallelize(Given([2]), by_policy)
+    assert type(torch_ext._parallel._engine_of(model).store).__name__ == "OptimizerShards"
 
 
-def _accepts(rank: int, world: int, strategy: Any) -> None:
-    torch_ext.parallelize(Given([2]), policy(), strategy=strategy)
+def test_e2_strategies_by_name_number_and_policy() -> None:
+    ranks.run(1, _accepts)
 
 
 def test_a_process_group_that_is_not_initialised() -> None:
@@ -372,13 +375,15 @@ def test_e9_a_temporary_bucket_is_of_the_dtype_and_size_it_was_made_with() -> No
     from torch_ext._temporary import TemporaryBuckets
 
     buckets = TemporaryBuckets(torch.device("cpu"))
-    tensor = buckets.take(3, 256, BF16)
-    assert tensor.shape == (256,) and tensor.dtype == BF16 and buckets.take(3, 256, BF16) is tensor
-    for numel, dtype in ((128, BF16), (256, FP32)):
+    wire = buckets.take(3, 256, BF16)
+    assert wire.data.shape == (256,) and wire.data.dtype == BF16 and buckets.take(3, 256, BF16) is wire
+    for numel, dtype in ((128, BF16), (256, FP32), (256, torch.uint8)):
         with pytest.raises(RuntimeError, match="bucket 3 has 256 elements of torch.bfloat16 in use"):
             buckets.take(3, numel, dtype)
-    assert buckets.take(4, 128, FP32).dtype == FP32 and len(buckets) == 2
+    assert buckets.take(3, 256, FP32, gathered=True).data.dtype == FP32, "what is gathered lies elsewhere"
+    codes = buckets.take(4, 256, torch.uint8)
+    assert codes.data.dtype == torch.uint8 and codes.scales.numel() == 2 and len(buckets) == 3
     buckets.give_back(3)
-    assert buckets.take(3, 128, FP32).numel() == 128
-    buckets.give_back(3), buckets.give_back(4)
+    assert buckets.take(3, 128, FP32).data.numel() == 128
+    buckets.give_back(3), buckets.give_back(4), buckets.give_back(3, gathered=True)
     assert len(buckets) == 0

@@ -1,0 +1,125 @@
+"""What of a parameter this rank steps: all of it, its part under a sharded strategy, or a DTensor's local tensor."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from torch_ext._registry import Owner
+
+
+class Local(NamedTuple):
+    """A parameter as this rank's optimizer sees it."""
+
+    weight: Tensor
+    """The elements to step; maybe none."""
+    start: int
+    """Where they begin in the logical parameter."""
+    groups: "tuple[dist.ProcessGroup, ...]"
+    """Over which statistics of the gradients are added up, one group after the other."""
+    bucket: int | None
+    """What is gathered after the step (Owner.gather)."""
+
+
+def is_dtensor(t: Tensor) -> bool:
+    """Looks at the name first: the module of DTensor is not to be imported where nobody uses it."""
+    return any(kind.__name__ == "DTensor" for kind in type(t).__mro__[:-1])
+
+
+def tensor_of(p: Any) -> Tensor:
+    """A DTensor's local tensor; any other tensor itself."""
+    if not is_dtensor(p):
+        return p
+    with torch.no_grad():
+        return p.to_local()
+
+
+def of_dtensor(p: Any) -> Local:
+    """A DTensor's local tensor. TypeError where it stands for a sum that was not made."""
+    weight = tensor_of(p)
+    return Local(weight, _start(p, weight), _sharding_groups(p), None)
+
+
+def _sharding_groups(p: Any) -> "tuple[dist.ProcessGroup, ...]":
+    placements = p.placements
+    if any(placement.is_partial() for placement in placements):
+        raise TypeError(f"a DTensor with placements {tuple(placements)} is a sum that was not made: redistribute it")
+    return tuple(
+        p.device_mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
+    )
+
+
+def _start(p: Any, weight: Tensor) -> int:
+    """The index of the local tensor's first element; 0 where the local elements are not consecutive ones."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    if not offset or weight.numel() == 0 or tuple(weight.shape[1:]) != tuple(p.shape[1:]):
+        return 0
+    return int(offset[0]) * (p.numel() // p.shape[0])
+
+
+class Locals:
+    """The local parts of an optimizer's parameters, and where their gradients are found."""
+
+    def __init__(self, params: Sequence[Tensor], owners: "Sequence[Owner | None]", generation: int) -> None:
+        self.params, self.generation = list(params), generation
+        self.owners: list[Owner | None] = [o if o is not None and o.sharded else None for o in owners]
+        self._dtensors = [owner is None and is_dtensor(p) for p, owner in zip(params, self.owners, strict=True)]
+        self.plain = not any(self._dtensors) and not any(owner is not None for owner in self.owners)
+        """Whether every parameter is stepped as it is."""
+        self._tensors = [self._local_tensor(i) for i, is_one in enumerate(self._dtensors) if is_one]
+
+    def _local_tensor(self, i: int) -> Tensor:
+        return tensor_of(self.params[i])
+
+    def fits(self, params: Sequence[Tensor], generation: int) -> bool:
+        """Whether nothing moved since these were found."""
+        if generation != self.generation or len(params) != len(self.params):
+            return False
+        if not all(a is b for a, b in zip(params, self.params, strict=True)):
+            return False
+        if self._tensors:
+            now = [self._local_tensor(i) for i, is_one in enumerate(self._dtensors) if is_one]
+            return all(a.data_ptr() == b.data_ptr() for a, b in zip(now, self._tensors, strict=True))
+        return True
+
+    def of(self, i: int) -> Local:
+        owner = self.owners[i]
+        if owner is not None:
+            return owner.local(self.params[i])
+        if self._dtensors[i]:
+            return of_dtensor(self.params[i])
+        return Local(self.params[i], 0, (), None)
+
+    def grads(self) -> list[Tensor | None]:
+        """The gradient of each parameter's local part; None where it has none."""
+        if self.plain:
+            return [p.grad for p in self.params]
+        return [self._grad(i) for i in range(len(self.params))]
+
+    def _grad(self, i: int) -> Tensor | None:
+        param, owner = self.params[i], self.owners[i]
+        if owner is not None:
+            return owner.grad(param)
+        grad: Any = param.grad
+        if grad is None or not self._dtensors[i]:
+            return grad
+        if tuple(grad.placements) != tuple(param.placements):  # type: ignore[attr-defined]
+            grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+        local: Tensor = grad.to_local()
+        return local
+
+    def groups(self, present: Sequence[bool]) -> "dict[tuple[dist.ProcessGroup, ...], list[int]]":
+        """Which of the gradients that are there are added up over which groups; positions among those that are."""
+        found: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+        at = 0
+        for i, there in enumerate(present):
+            if there:
+                found.setdefault(self.of(i).groups, []).append(at)
+                at += 1
+        return found

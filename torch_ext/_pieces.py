@@ -1,0 +1,36 @@
+"""Which elements of which parameter lie in a part of a bucket."""
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+from torch_ext import _library
+from torch_ext._layout import BucketPlan
+from torch_ext._wire import Piece
+
+
+@functools.cache
+def _intersect() -> Callable[..., int]:
+    int64 = ctypes.c_int64
+    return _library.function(
+        "tx_layout_intersect", int64, int64, int64, int64, ctypes.POINTER(ctypes.c_int64), restype=ctypes.c_int64
+    )
+
+
+def pieces(plan: BucketPlan, bucket: int, begin: int, end: int) -> list[Piece]:
+    """The parameters' runs in elements [begin, end) of the bucket's buffer, by their place; empty ones left out."""
+    found = []
+    first = ctypes.c_int64()
+    for i in plan.in_bucket(bucket):
+        p = plan.parameters[i]
+        numel = _intersect()(p.start, p.numel, begin, end, ctypes.byref(first))
+        if numel:
+            found.append(Piece(i, first.value, numel, p.start + first.value - begin))
+    return found
+
+
+def part_of(plan: BucketPlan, bucket: int, rank: int) -> tuple[int, int]:
+    """The elements [begin, end) of its buffer that a rank owns of a bucket (tx_layout_shard: parts are equal)."""
+    b = plan.buckets[bucket]
+    numel = b.numel // plan.world_size
+    return b.start + numel * rank, b.start + numel * (rank + 1)

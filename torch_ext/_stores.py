@@ -1,0 +1,385 @@
+"""Where gradients lie between backward and step, and how a bucket of them travels: one class for each strategy.
+
+| | no_shard, optim | optim_grads |
+|---|---|---|
+| a gradient came | `.grad` is a view of a flat, unsharded buffer in main_grads_dtype | kept until its bucket is complete |
+| a bucket leaves | from the buffer, through a bucket of the wire's dtype where that differs | from such a bucket |
+| its sum goes | to every rank, rounded once (no_shard); into this rank's part of the buffer (optim) | added to the shard |
+
+In all three the sum is fp32, in rank order; what the optimizer reads is in main_grads_dtype.
+"""
+
+import abc
+from collections.abc import Sequence
+
+import torch
+
+from torch_ext import _stats, _tensors
+from torch_ext._buffers import GradientBuffers
+from torch_ext._exchange import IN_FLIGHT, Exchange, Handle
+from torch_ext._layout import BucketPlan
+from torch_ext._pieces import part_of, pieces
+from torch_ext._temporary import TemporaryBuckets
+from torch_ext._wire import CODES, Piece, Seeds, Wire, add_up, pack, unpack
+
+
+class Store(abc.ABC):
+    """The gradients of one engine's parameters. Positions i are the plan's, buckets b too."""
+
+    sharded = True
+    """Whether each rank steps its own parts of the parameters only."""
+    every_backward = False
+    """Whether every backward reduces, those under no_sync() too."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        plan: BucketPlan,
+        exchange: Exchange,
+        ids: Sequence[int],
+        divide_factor: float,
+        gather_dtype: torch.dtype | None,
+    ) -> None:
+        """ids: of each parameter, for the thresholds of an 8-bit wire. gather_dtype: what no_shard gathers sums in;
+        None: bf16 beside an 8-bit wire, else the wire's dtype."""
+        self.params, self.plan, self.exchange, self.ids = params, plan, exchange, ids
+        self.divide_factor, self.gather_dtype = divide_factor, gather_dtype
+        self.temporary = TemporaryBuckets(exchange.device)
+        self.members = [
+            pieces(plan, b, bucket.start, bucket.start + bucket.numel) for b, bucket in enumerate(plan.buckets)
+        ]
+        self.owned: dict[int, tuple[int, Piece]] = {}  # by parameter: the bucket, and the run in this rank's part
+        for b in range(len(plan.buckets)):
+            for piece in pieces(plan, b, *part_of(plan, b, exchange.rank)):
+                self.owned[piece.param] = (b, piece)
+        self.stats = _stats.zeros(exchange.device)
+        """Of what this rank's parts hold since the last reduction (sharded strategies)."""
+
+    @property
+    def carries(self) -> bool:
+        """Whether `carry` does anything."""
+        return False
+
+    # -- during backward
+
+    def begin(self, reducing: bool) -> None:
+        """A backward begins."""
+        if reducing:
+            self.stats.zero_()
+
+    @abc.abstractmethod
+    def carry(self, i: int) -> None:
+        """A gradient is about to be added to parameter i's, which an earlier reduction left."""
+
+    @abc.abstractmethod
+    def came(self, i: int) -> None:
+        """`.grad` of parameter i is this rank's whole gradient."""
+
+    @abc.abstractmethod
+    def absent(self, i: int, reduced: bool) -> None:
+        """In a backward that reduces, nothing came for parameter i. reduced: what it has is a sum over ranks already."""
+
+    @abc.abstractmethod
+    def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
+        """This rank's gradients of a complete bucket, with their positions."""
+
+    @abc.abstractmethod
+    def send(self, b: int, *, cycle: int, tag: int, what: str) -> Handle:
+        """Starts the exchange of a complete bucket."""
+
+    # -- between backwards
+
+    @abc.abstractmethod
+    def closed(self, anywhere: Sequence[bool]) -> None:
+        """A cycle ended well; anywhere: for which parameters a gradient came on some rank."""
+
+    @abc.abstractmethod
+    def unreduced(self, i: int) -> bool:
+        """Whether parameter i, for which a gradient came under no_sync, still has it."""
+
+    @abc.abstractmethod
+    def grad(self, i: int) -> torch.Tensor | None:
+        """What this rank's optimizer reads of parameter i: flat, of its own part (maybe empty); None: no gradient."""
+
+    @abc.abstractmethod
+    def versions(self) -> list[int]:
+        """Which change when somebody writes to a gradient."""
+
+    @abc.abstractmethod
+    def zero(self, params: Sequence[int]) -> None:
+        """zero_grad() of these parameters; `.grad` itself is the caller's."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Gives the parameters back as they were, without gradients."""
+
+    def _wire_of(self, b: int, values: Sequence[torch.Tensor], members: Sequence[Piece], cycle: int) -> Wire:
+        """A temporary bucket in the wire's dtype with these values."""
+        planned = self.plan.buckets[b]
+        wire = self.temporary.take(b, planned.numel, planned.grad_comm_dtype)
+        pack(values, members, self.ids, wire, Seeds.of_parts(self.exchange.rank, cycle))
+        return wire
+
+    def _scale(self) -> float:
+        return 1.0 / self.divide_factor
+
+
+class _Buffered(Store):
+    """Gradients accumulate in flat, unsharded buffers of main_grads_dtype."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.buffers = GradientBuffers(self.params, self.plan)
+
+    def came(self, i: int) -> None:
+        self.buffers.take(i)
+
+    def absent(self, i: int, reduced: bool) -> None:
+        if self.params[i].grad is None:
+            self.buffers.drop(i)
+            return
+        if reduced:
+            self.carry(i)
+        self.buffers.take(i)
+
+    def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
+        return [(p.param, self.buffers.view(p.param)) for p in self.members[b]]
+
+    def _packed(self, b: int, cycle: int) -> Wire:
+        """The bucket as it travels: itself, or a temporary one."""
+        planned, main = self.plan.buckets[b], self.buffers.buckets[b]
+        if planned.grad_comm_dtype == planned.main_grads_dtype:
+            return Wire.of(main)
+        if planned.grad_comm_dtype == CODES:
+            members = self.members[b]
+            return self._wire_of(b, [main[p.at : p.at + p.numel] for p in members], members, cycle)
+        return self._wire_of(b, [main], [Piece(0, 0, main.numel(), 0)], cycle)
+
+    def closed(self, anywhere: Sequence[bool]) -> None:
+        # The exchange writes behind autograd's back.
+        torch.autograd.graph.increment_version(self.buffers.flats)
+        for i, came in enumerate(anywhere):
+            if came:  # a parameter that came nowhere keeps its `.grad`, None included
+                self.buffers.install(i)
+
+    def unreduced(self, i: int) -> bool:
+        return self.params[i].grad is not None
+
+    def versions(self) -> list[int]:
+        return [flat._version for flat in self.buffers.flats]
+
+    def zero(self, params: Sequence[int]) -> None:
+        """`.grad` is all there is."""
+
+    def release(self) -> None:
+        self.buffers.release()
+
+
+class Replicated(_Buffered):
+    """no_shard: `.grad` becomes the mean over the ranks, rounded once to the dtype in which sums are gathered."""
+
+    sharded = False
+
+    @property
+    def carries(self) -> bool:
+        # The mean of equal gradients is the gradient.
+        return self.divide_factor != self.exchange.world_size
+
+    def carry(self, i: int) -> None:
+        """Counts what an earlier reduction left in `.grad` once in the next sum: rank 0 alone brings it."""
+        if self.carries and self.buffers.holds(i):
+            with torch.no_grad():
+                self.buffers.view(i).mul_(self.divide_factor if self.exchange.rank == 0 else 0.0)
+
+    def send(self, b: int, *, cycle: int, tag: int, what: str) -> Handle:
+        main, wire = self.buffers.buckets[b], self._packed(b, cycle)
+        gathered = self._gathered(b, wire)
+
+        def install(chunks: Sequence[Wire]) -> None:
+            own = gathered.parts(self.exchange.world_size)[self.exchange.rank]
+            if not gathered.coded:
+                add_up(chunks, own.data, self._scale())
+                return
+            total = torch.empty(own.data.numel(), dtype=torch.float32, device=main.device)
+            add_up(chunks, total, self._scale())
+            mine = pieces(self.plan, b, *part_of(self.plan, b, self.exchange.rank))
+            pack([total[p.at : p.at + p.numel] for p in mine], mine, self.ids, own, Seeds.of_sums(cycle))
+
+        def then() -> None:
+            if gathered.data is not main:
+                unpack(gathered, main)
+            self.temporary.give_back(b)
+            self.temporary.give_back(b, gathered=True)
+
+        return self.exchange.reduce(wire, install, result=gathered, tag=tag, what=what, then=then)
+
+    def _gathered(self, b: int, wire: Wire) -> Wire:
+        """Where the sums of all ranks come together."""
+        planned, main = self.plan.buckets[b], self.buffers.buckets[b]
+        dtype = self.gather_dtype or (torch.bfloat16 if wire.coded else planned.grad_comm_dtype)
+        if dtype == planned.grad_comm_dtype:
+            return wire
+        if dtype == planned.main_grads_dtype:
+            return Wire.of(main)
+        return self.temporary.take(b, planned.numel, dtype, gathered=True)
+
+    def grad(self, i: int) -> torch.Tensor | None:
+        return self.params[i].grad
+
+
+class OptimizerShards(_Buffered):
+    """optim: the sum goes straight into this rank's part of the buffer; the rest of it keeps the local gradient."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self._views = {i: self._owned_view(i) for i in range(len(self.params))}
+
+    def _owned_view(self, i: int) -> torch.Tensor:
+        flat = self.buffers.flats[self.plan.parameters[i].buffer]
+        if i not in self.owned:
+            return flat[:0]
+        _, piece = self.owned[i]
+        begin = self.plan.parameters[i].start + piece.first
+        return flat[begin : begin + piece.numel]
+
+    @property
+    def carries(self) -> bool:
+        return True
+
+    def carry(self, i: int) -> None:
+        """What an earlier reduction left counts once in the next sum: each element is brought by the rank that has it.
+
+        The other ranks have their own gradients there still, which are in the sum already.
+        """
+        if self.params[i].grad is None:
+            return
+        self.buffers.take(i)
+        planned = self.plan.parameters[i]
+        whole = self.buffers.flats[planned.buffer][planned.start : planned.start + planned.numel]
+        _, piece = self.owned.get(i, (0, Piece(i, 0, 0, 0)))
+        with torch.no_grad():
+            whole[: piece.first].zero_()
+            whole[piece.first : piece.first + piece.numel].mul_(self.divide_factor)
+            whole[piece.first + piece.numel :].zero_()
+
+    def send(self, b: int, *, cycle: int, tag: int, what: str) -> Handle:
+        shard = self.buffers.buckets[b].chunk(self.exchange.world_size)[self.exchange.rank]
+        wire = self._packed(b, cycle)
+
+        def install(chunks: Sequence[Wire]) -> None:
+            add_up(chunks, shard, self._scale(), stats=self.stats)
+
+        return self.exchange.reduce(wire, install, tag=tag, what=what, then=lambda: self.temporary.give_back(b))
+
+    def grad(self, i: int) -> torch.Tensor | None:
+        if self.params[i].grad is None:
+            return None
+        self.buffers.take(i)
+        return self._views[i]
+
+
+class GradientShards(Store):
+    """optim_grads: every backward reduces; sums are added to this rank's shard; `.grad` is None between backwards."""
+
+    every_backward = True
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        world_size, device = self.exchange.world_size, self.exchange.device
+        self.shards = [
+            torch.zeros(
+                (buckets[-1].start + buckets[-1].numel) // world_size, dtype=buckets[-1].main_grads_dtype, device=device
+            )
+            for buckets in self.plan.buffers
+        ]
+        self._parts = [
+            self.shards[b.buffer][b.start // world_size : (b.start + b.numel) // world_size] for b in self.plan.buckets
+        ]
+        self._views = [self._owned_view(i) for i in range(len(self.params))]
+        self._present = [False] * len(self.params)  # has a gradient, on some rank
+        self._held: dict[int, torch.Tensor] = {}
+        self._under_way: list[Handle] = []
+        self._holding = False  # whether the shards hold anything
+
+    def begin(self, reducing: bool) -> None:
+        super().begin(reducing)
+        # Of a backward that raised.
+        self._held.clear()
+        self._under_way.clear()
+
+    def carry(self, i: int) -> None:
+        """Sums are added to the shard, never to `.grad`."""
+
+    def _owned_view(self, i: int) -> torch.Tensor:
+        if i not in self.owned:
+            return self.shards[self.plan.parameters[i].buffer][:0]
+        b, piece = self.owned[i]
+        return self._parts[b][piece.at : piece.at + piece.numel]
+
+    def came(self, i: int) -> None:
+        param = self.params[i]
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"parameter {self.plan.parameters[i].name!r} has a sparse gradient; buckets are dense: build the layer "
+                "with sparse=False"
+            )
+        self._held[i] = grad.detach()
+
+    def absent(self, i: int, reduced: bool) -> None:
+        grad = self.params[i].grad
+        if grad is not None:  # somebody assigned it between two backwards
+            self.came(i)
+
+    def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
+        return [(p.param, self._held[p.param]) for p in self.members[b] if p.param in self._held]
+
+    def send(self, b: int, *, cycle: int, tag: int, what: str) -> Handle:
+        members = [p for p in self.members[b] if p.param in self._held]
+        values = [_tensors.in_order_of(self.params[p.param], self._held.pop(p.param)) for p in members]
+        # At most so many buckets exist, however slow the network is: backward waits for the oldest.
+        if len(self._under_way) >= IN_FLIGHT:
+            self._under_way.pop(0).result()
+        wire = self._wire_of(b, values, members, cycle)
+        del values
+        accumulate, part = self._holding, self._parts[b]
+
+        def install(chunks: Sequence[Wire]) -> None:
+            add_up(chunks, part, self._scale(), accumulate=accumulate, stats=self.stats)
+
+        handle = self.exchange.reduce(wire, install, tag=tag, what=what, then=lambda: self.temporary.give_back(b))
+        self._under_way.append(handle)
+        return handle
+
+    def closed(self, anywhere: Sequence[bool]) -> None:
+        self._under_way.clear()
+        torch.autograd.graph.increment_version(self.shards)
+        self._holding = True
+        self._present = [a or b for a, b in zip(self._present, anywhere, strict=True)]
+
+    def unreduced(self, i: int) -> bool:
+        return False
+
+    def grad(self, i: int) -> torch.Tensor | None:
+        return self._views[i] if self._present[i] else None
+
+    def versions(self) -> list[int]:
+        return [shard._version for shard in self.shards]
+
+    def zero(self, params: Sequence[int]) -> None:
+        for i in params:
+            self._present[i] = False
+        if not any(self._present):
+            self._holding = False
+            return
+        with torch.no_grad():
+            for i in params:
+                self._views[i].zero_()
+
+    def release(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+STORES: dict[str, type[Store]] = {"no_shard": Replicated, "optim": OptimizerShards, "optim_grads": GradientShards}

@@ -1,0 +1,44 @@
+"""Flat buffers of parameters: under a sharded strategy a rank steps its parts, and all-gathers write in place."""
+
+from collections.abc import Sequence
+
+import torch
+
+from torch_ext import _tensors
+from torch_ext._layout import BucketPlan
+
+
+class ParameterBuffers:
+    """One flat tensor for each buffer of the plan, of which the parameters are views from here on, weights kept."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
+        self.params, self.plan = params, plan
+        device = params[0].device
+        dtypes = {p.buffer: p.param_dtype for p in plan.parameters}
+        self.flats = [
+            torch.zeros(buckets[-1].start + buckets[-1].numel, dtype=dtypes[i], device=device)
+            for i, buckets in enumerate(plan.buffers)
+        ]
+        self.buckets = [self.flats[b.buffer][b.start : b.start + b.numel] for b in plan.buckets]
+        self._addresses: list[int] = []
+        for param, planned in zip(params, plan.parameters, strict=True):
+            view = _tensors.view_like(param, self.flats[planned.buffer], planned.start)
+            view.copy_(param.detach())
+            param.data = view
+            self._addresses.append(param.data_ptr())
+
+    def check(self, i: int) -> None:
+        """RuntimeError where parameter i no longer is its view."""
+        param, planned = self.params[i], self.plan.parameters[i]
+        if planned.numel and (param.dtype != planned.param_dtype or param.data_ptr() != self._addresses[i]):
+            raise RuntimeError(
+                f"parameter {planned.name!r} left the flat buffer that parallelize laid it into (model.to(...), "
+                "share_memory(), `p.data = ...`): what is written there nobody steps and gathers. Write into it "
+                "(`p.copy_(...)` under no_grad), or convert the model before parallelize"
+            )
+
+    def release(self) -> None:
+        """Gives every parameter memory of its own again."""
+        for i, param in enumerate(self.params):
+            if param.data_ptr() == self._addresses[i]:
+                param.data = param.detach().clone(memory_format=torch.preserve_format)
