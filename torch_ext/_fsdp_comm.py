@@ -1,0 +1,67 @@
+"""What FSDP2 calls instead of its own collectives (set_custom_reduce_scatter, set_custom_all_gather).
+
+Both only start: FSDP2 waits for a gather where it needs the weights, so that the next unit's travels while this one
+computes, and for a reduction nobody waits before the end of backward.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from torch_ext._exchange import Handle
+
+if TYPE_CHECKING:
+    from torch_ext._fsdp_engine import FsdpEngine
+    from torch_ext._fsdp_reduction import UnitPlan
+
+
+class _Comm:
+    def __init__(self, engine: "FsdpEngine", unit: "UnitPlan") -> None:
+        self.engine, self.unit = engine, unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer that FSDP2 is about to use."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ReduceScatter(_Comm):
+    """torch's protocol of the same name."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        self.engine.reduce_scatter(self.unit, output_tensor, input_tensor, group, op)
+
+
+class AllGather(_Comm):
+    """torch's protocol of the same name."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work:
+        return Gathering(self.engine, self.unit, self.engine.all_gather(self.unit, output_tensor, input_tensor, group))
+
+
+class Gathering(dist.Work):
+    """Weights on their way; whether FSDP2 asked for an asynchronous operation or not, it waits for it."""
+
+    def __init__(self, engine: "FsdpEngine", unit: "UnitPlan", handle: Handle) -> None:
+        super().__init__()
+        self._engine, self._unit, self._handle = engine, unit, handle
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._engine.gathered(self._unit)
+        self._handle.result()
+        return True
