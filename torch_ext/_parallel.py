@@ -5,14 +5,14 @@ import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_ext import _groups, _policy, _registry
+from torch_ext import _groups, _local, _policy, _registry
 from torch_ext._agreement import agree
 from torch_ext._broadcast import broadcast
 from torch_ext._engine import Engine
@@ -22,7 +22,11 @@ from torch_ext._optimizer import Adam
 from torch_ext._policy import Policy
 from torch_ext._stores import STORES
 
+if TYPE_CHECKING:
+    from torch_ext._fsdp_engine import FsdpEngine
+
 _DEVICES = ("cpu",)
+_FULLY = "optim_grads_params"  # FSDP2 keeps the parameters; the other strategies are stores of ours
 
 # Not an attribute of the module, which would be pickled and copied with it.
 _engines: "weakref.WeakKeyDictionary[torch.nn.Module, _Attached]" = weakref.WeakKeyDictionary()
@@ -31,7 +35,7 @@ _engines: "weakref.WeakKeyDictionary[torch.nn.Module, _Attached]" = weakref.Weak
 class _Attached:
     """What a parallelized module has besides its own: an engine, and where its parameters were found."""
 
-    def __init__(self, engine: Engine, module: torch.nn.Module) -> None:
+    def __init__(self, engine: "Engine | FsdpEngine", module: torch.nn.Module) -> None:
         self.engine = engine
         # The folder, the key and the parameter: parameters are replaced there (assign=True), or frozen and thawed.
         self.places = [
@@ -45,6 +49,8 @@ class _Attached:
         """RuntimeError where a parameter is not the one whose gradient the engine reduces."""
         for folder, key, param, trainable in self.places:
             now = folder.get(key)
+            if now is not None and _local.is_dtensor(param) and not _local.is_dtensor(now):
+                continue  # FSDP2 puts the whole parameter there while it is gathered
             if (trainable and now is not param) or (not trainable and now is not None and now.requires_grad):
                 names = [n for n, p in module.named_parameters(remove_duplicate=False) if p is now] or [key]
                 how = "was thawed" if now is param else "is another tensor now (load_state_dict(assign=True)?)"
@@ -130,38 +136,53 @@ def parallelize(
     # A model on no real device is an error, which all ranks are told about.
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     exchange = exchange_over(group, device)
-    plan, failure, factor, name = None, None, 0.0, ""
+    plan, failure, factor, name, details = None, None, 0.0, "", []
     try:
         factor = divide_factor(gradient_divide_factor, exchange.world_size)
         name = _strategy(policy.data_parallel_sharding_strategy if strategy is None else strategy)
-        plan = _validated_plan(model, policy, name, exchange.world_size)
+        _validate(model, name)
+        if name == _FULLY:
+            from torch_ext import _fsdp  # loads FSDP2, for those who use it
+
+            details = _fsdp.describe(model, policy, group)
+        else:
+            plan = _planned(model, policy, exchange.world_size)
+            details = plan.lines()
     except (ValueError, TypeError, RuntimeError) as error:
         failure = error
     options = f"strategy {name}, divide by {factor}, unused parameters {find_unused_parameters}, NaN check {policy.check_for_nan_in_grad}"
     tensors = list(model.named_parameters()) + list(model.named_buffers())
-    lines = [options, *(f"{name} {list(t.shape)} {t.dtype}, trainable {t.requires_grad}" for name, t in tensors)]
-    if plan is not None:
-        lines += plan.lines()
+    shown = [f"{name} {list(t.shape)} {t.dtype}, trainable {t.requires_grad}" for name, t in tensors]
     number = agree(
         exchange,
         caller="parallelize",
         fingerprint=0 if plan is None else plan.fingerprint,
-        lines=lines,
+        lines=[options, *shown, *details],
         failure=failure,
     )
-    assert plan is not None
-    broadcast([t for _, t in tensors], group)
     before = _engines.pop(model, None)
     if before is not None:
         before.engine.close()
-    named = list(_trainable(model))
-    store = STORES[name]([p for _, p in named], plan, exchange, _groups.ids_of([n for n, _ in named]), factor, None)
-    engine = Engine(
-        store,
-        number,
-        check_for_nan=policy.check_for_nan_in_grad,
-        find_unused_parameters=find_unused_parameters,
-    )
+    engine: Engine | FsdpEngine
+    if plan is None:
+        engine = _fsdp.shard_fully(
+            model,
+            policy,
+            exchange,
+            number,
+            divide_factor=gradient_divide_factor,
+            find_unused_parameters=find_unused_parameters,
+        )
+    else:
+        broadcast([t for _, t in tensors], group)
+        named = list(_trainable(model))
+        ids = _groups.ids_of([n for n, _ in named])
+        engine = Engine(
+            STORES[name]([p for _, p in named], plan, exchange, ids, factor, None),
+            number,
+            check_for_nan=policy.check_for_nan_in_grad,
+            find_unused_parameters=find_unused_parameters,
+        )
     if not isinstance(model, ParallelModule):
         model.__class__ = _parallel_class(type(model))
     _engines[model] = _Attached(engine, model)
@@ -188,7 +209,7 @@ def _trainable(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter
     return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
 
-def _validated_plan(model: torch.nn.Module, policy: Policy, strategy: str, world_size: int) -> BucketPlan:
+def _validate(model: torch.nn.Module, strategy: str) -> None:
     if isinstance(model, DistributedDataParallel):
         raise TypeError("the model is in DistributedDataParallel, which reduces already: use register_comm_hook on it")
     named = list(_trainable(model))
@@ -204,12 +225,15 @@ def _validated_plan(model: torch.nn.Module, policy: Policy, strategy: str, world
             raise RuntimeError(
                 f"parameter {name!r} is part of another parallelized model, which reduces its gradient already"
             )
-        if type(param) is not torch.nn.Parameter:
+        if type(param) is not torch.nn.Parameter and not (strategy == _FULLY and _local.is_dtensor(param)):
             raise TypeError(f"parameter {name!r} is a {type(param).__name__}; {strategy} takes plain parameters")
         if param.grad is not None and owner is None:
             raise RuntimeError(f"parameter {name!r} has a gradient: call zero_grad() before parallelize")
     _check_optimizers(named)
-    plan = plan_buckets(named, policy, world_size)
+
+
+def _planned(model: torch.nn.Module, policy: Policy, world_size: int) -> BucketPlan:
+    plan = plan_buckets(list(_trainable(model)), policy, world_size)
     if len(plan.buckets) > MAX_BUCKETS:
         raise ValueError(f"{len(plan.buckets)} buckets; at most {MAX_BUCKETS} are legal: raise bucket_size")
     return plan
@@ -224,10 +248,6 @@ def _strategy(given: str | int) -> str:
         legal = ", ".join(f"{name!r} ({i})" for i, name in enumerate(names))
         raise ValueError(f"strategy is {given!r}; legal are {legal}")
     assert isinstance(given, str)
-    if given not in STORES:
-        raise ValueError(
-            f"strategy {given!r} is not part of this version of torch_ext; it supports {', '.join(map(repr, STORES))}"
-        )
     return given
 
 
@@ -277,7 +297,7 @@ def _plain_class(parallel: type) -> type:
     return parallel.__bases__[1]
 
 
-def _engine_of(model: torch.nn.Module) -> Engine:
+def _engine_of(model: torch.nn.Module) -> "Engine | FsdpEngine":
     attached = _engines.get(model)
     if attached is None:
         raise RuntimeError(
