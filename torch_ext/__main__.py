@@ -1,4 +1,4 @@
-"""python -m torch_ext: info, what was found on this machine; bench, the step and the exchange against their peers."""
+"""python -m torch_ext: info, what was found here; plan, bytes per rank; bench, the step or the exchange and its peers."""
 
 import argparse
 import sys
@@ -17,6 +17,11 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, instruction sets, threads, operators, the library's path, CUDA")
     info.set_defaults(run=_print_info)
+    plan = commands.add_parser(
+        "plan", help="bytes per rank of a model under each strategy, before anything is allocated"
+    )
+    if arguments[:1] == ["plan"]:
+        plan.set_defaults(run=_add_plan(plan))
     bench = commands.add_parser("bench", help="ours against its peers, as ratios: the step, or the exchange")
     comm = arguments[:2] == ["bench", "comm"]
     bench.add_argument(
@@ -39,6 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _print_info(_options: argparse.Namespace) -> int:
     print(_info.text())
     return 0
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> Run:
+    from torch_ext import _memory_report
+
+    _memory_report.add_arguments(parser)
+    return _memory_report.run
 
 
 def _add_bench(parser: argparse.ArgumentParser, comm: bool, quality: bool) -> Run:

@@ -29,7 +29,7 @@ class _Param(_library.Struct):
     ]
 
 
-class _Args(_library.Struct):
+class LayoutArgs(_library.Struct):
     c_name = "tx_layout_args"
     _fields_ = [
         ("size", ctypes.c_uint64),
@@ -43,12 +43,12 @@ class _Args(_library.Struct):
     ]
 
 
-class _Place(_library.Struct):
+class Place(_library.Struct):
     c_name = "tx_layout_place"
     _fields_ = [("buffer", ctypes.c_int64), ("bucket", ctypes.c_int64), ("start", ctypes.c_int64)]
 
 
-class _Bucket(_library.Struct):
+class Bucket(_library.Struct):
     c_name = "tx_layout_bucket"
     _fields_ = [
         ("buffer", ctypes.c_int64),
@@ -153,8 +153,65 @@ def plan_buckets(
     Parameters that agree in dtypes and device share a flat buffer; starts are aligned to 128 elements, bucket ends to
     128 times the number of ranks. Raises ValueError or TypeError for what is not legal.
     """
-    named = list(_named(params_or_numels, policy.param_dtype))
-    dtypes = [_dtypes_of(policy, name, tensor) for name, tensor in named]
+    made = CLayout(params_or_numels, policy, world_size, order)
+    parameters = tuple(
+        PlannedParameter(name, tuple(t.shape), t.numel(), *dtypes, place.buffer, place.bucket, place.start)
+        for (name, t), dtypes, place in zip(made.named, made.dtypes, made.places, strict=False)
+    )
+    of_bucket = {p.bucket: p for p in parameters}
+    return BucketPlan(
+        parameters,
+        tuple(
+            PlannedBucket(
+                b.buffer, b.offset, b.size, b.used, of_bucket[i].main_grads_dtype, of_bucket[i].grad_comm_dtype
+            )
+            for i, b in enumerate(made.buckets[: made.n_buckets])
+        ),
+        world_size,
+        made.fingerprint,
+    )
+
+
+class CLayout:
+    """What tx_layout_plan is given and what it writes, for whoever hands both on to another C function.
+
+    The arrays have one entry at least. Arguments and errors are those of `plan_buckets`.
+    """
+
+    def __init__(
+        self, params_or_numels: Any, policy: Policy, world_size: int, order: Sequence[int] | None = None
+    ) -> None:
+        self.named = named = list(_named(params_or_numels, policy.param_dtype))
+        self.dtypes = dtypes = [_dtypes_of(policy, name, tensor) for name, tensor in named]
+        if order is not None and len(order) != len(named):
+            raise ValueError(f"order has {len(order)} entries for {len(named)} parameters; it is a permutation of them")
+        self.args = LayoutArgs(
+            size=ctypes.sizeof(LayoutArgs),
+            n=len(named),
+            params=_c_params(named, dtypes),
+            order=None if order is None else (ctypes.c_int64 * max(1, len(order)))(*order),
+            cap=_NO_INT if policy.bucket_size is None else policy.bucket_size,
+            world=world_size,
+            overlap=int(policy.overlap_grad_reduce),
+            high_bandwidth=int(policy.pad_buckets_for_high_nccl_busbw),
+        )
+        self.places = (Place * max(1, len(named)))()
+        self.buckets = (Bucket * max(1, len(named)))()
+        summary = _Summary()
+        plan = _library.function(
+            "tx_layout_plan",
+            ctypes.POINTER(LayoutArgs),
+            ctypes.POINTER(Place),
+            ctypes.POINTER(Bucket),
+            ctypes.c_int64,
+            ctypes.POINTER(_Summary),
+        )
+        plan(ctypes.byref(self.args), self.places, self.buckets, len(self.buckets), ctypes.byref(summary))
+        self.n_buckets: int = summary.n_buckets
+        self.fingerprint: int = summary.fingerprint
+
+
+def _c_params(named: Sequence[tuple[str, torch.Tensor]], dtypes: Sequence[tuple[torch.dtype, ...]]) -> Any:
     c_params = (_Param * max(1, len(named)))()
     first: dict[int, int] = {}
     devices: dict[torch.device, int] = {}
@@ -170,48 +227,7 @@ def plan_buckets(
             device=devices.setdefault(tensor.device, len(devices)),
             **{field: _dtypes.code_of(dtype) for field, dtype in zip(_DTYPE_FIELDS, dtypes[i], strict=True)},
         )
-    if order is not None and len(order) != len(named):
-        raise ValueError(f"order has {len(order)} entries for {len(named)} parameters; it is a permutation of them")
-    args = _Args(
-        size=ctypes.sizeof(_Args),
-        n=len(named),
-        params=c_params,
-        order=None if order is None else (ctypes.c_int64 * max(1, len(order)))(*order),
-        cap=_NO_INT if policy.bucket_size is None else policy.bucket_size,
-        world=world_size,
-        overlap=int(policy.overlap_grad_reduce),
-        high_bandwidth=int(policy.pad_buckets_for_high_nccl_busbw),
-    )
-    places = (_Place * max(1, len(named)))()
-    buckets = (_Bucket * max(1, len(named)))()
-    summary = _Summary()
-    plan = _library.function(
-        "tx_layout_plan",
-        ctypes.POINTER(_Args),
-        ctypes.POINTER(_Place),
-        ctypes.POINTER(_Bucket),
-        ctypes.c_int64,
-        ctypes.POINTER(_Summary),
-    )
-    plan(ctypes.byref(args), places, buckets, len(buckets), ctypes.byref(summary))
-    parameters = tuple(
-        PlannedParameter(
-            name, tuple(t.shape), t.numel(), *dtypes[i], places[i].buffer, places[i].bucket, places[i].start
-        )
-        for i, (name, t) in enumerate(named)
-    )
-    of_bucket = {p.bucket: p for p in parameters}
-    return BucketPlan(
-        parameters,
-        tuple(
-            PlannedBucket(
-                b.buffer, b.offset, b.size, b.used, of_bucket[i].main_grads_dtype, of_bucket[i].grad_comm_dtype
-            )
-            for i, b in enumerate(buckets[: summary.n_buckets])
-        ),
-        world_size,
-        summary.fingerprint,
-    )
+    return c_params
 
 
 _DTYPE_FIELDS = ("param_dtype", "grad_dtype", "wire_dtype")

@@ -1,0 +1,270 @@
+"""Bytes per rank: what is planned is what is allocated, and what `python -m torch_ext plan` prints and refuses.
+
+The arithmetic itself is tested in C.
+"""
+
+import io
+import pathlib
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from gradients import BF16, FP32, Given, noise, policy
+
+import torch_ext
+from torch_ext import __main__ as command
+from torch_ext import _memory_plan, _parallel
+from torch_ext._local import tensor_of
+from torch_ext._memory_plan import plan_memory
+
+# -- against what is allocated ------------------------------------------------------------------------------------
+
+WORLD = 2
+SHAPES: list[Any] = [(7,), (300, 1000), (512,), (200, 512), (1,), (130, 1000)]
+POLICIES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "bf16, fp32 gradients": {"optimizer": {"main_grads_dtype": "fp32"}},
+    "bf16, 8-bit moments, remainders": {
+        "optimizer": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8", "store_param_remainders": True}
+    },
+    "bf16, fp16 moment, no masters": {"optimizer": {"exp_avg_dtype": "fp16", "main_params_dtype": None}},
+    "fp32": {"dtype": FP32},
+}
+
+
+def _policy(case: dict[str, Any]) -> Any:
+    return torch_ext.load_policy(
+        case.get("dtype", BF16),
+        override_optimizer_config=case.get("optimizer"),
+        override_ddp_config={"bucket_size": 200_000},
+    )
+
+
+def _storages(tensors: Iterable[Any]) -> int:
+    """Bytes of the distinct memories in which tensors, or the local ones of DTensors, lie."""
+    storages = [tensor_of(t).untyped_storage() for t in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def _allocated(rank: int, world: int, strategy: str) -> dict[str, int]:
+    """Bytes after a step under each policy."""
+    found = {}
+    for name, case in POLICIES.items():
+        chosen = _policy(case)
+        model: Any = Given(SHAPES, chosen.param_dtype)
+        torch_ext.parallelize(model, chosen, strategy=strategy)
+        optimizer = torch_ext.AdamW(model.parameters(), policy=chosen)
+        model(noise(1, rank, SHAPES, chosen.param_dtype)).backward()
+        optimizer.step()
+        params = list(model.parameters())
+        engine = _parallel._engine_of(model)
+        grads = [engine.grad(p) for p in params]
+        states = [t for state in optimizer.state.values() for t in state.values()]
+        found[name] = sum(_storages(tensors) for tensors in (params, grads, states))
+    return found
+
+
+@pytest.mark.parametrize("strategy", _memory_plan.strategies())
+def test_the_plan_is_what_is_allocated(strategy: str) -> None:
+    for allocated in ranks.run(WORLD, _allocated, strategy):
+        for name, case in POLICIES.items():
+            shapes = {f"p{i}": torch.empty(s, dtype=case.get("dtype", BF16)) for i, s in enumerate(SHAPES)}
+            (plan,) = plan_memory(shapes, _policy(case), WORLD, [strategy])
+            assert plan.total == pytest.approx(allocated[name], rel=0.01), name
+
+
+# -- models -------------------------------------------------------------------------------------------------------
+
+
+class Blocks(torch.nn.Module):
+    """Two blocks in a list, each with a list of its own, and an embedding that the head shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(10, 4)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(4, size), torch.nn.Linear(size, 4)) for size in (3, 5)
+        )
+        self.norm = torch.nn.LayerNorm(4, dtype=BF16)
+        self.head = torch.nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_units_are_the_members_of_lists_and_the_rest() -> None:
+    units = _memory_plan.units_of(Blocks())
+    assert [(u.name, u.numel, u.dtype) for u in units] == [
+        ("blocks.0", 4 * 3 + 3 + 3 * 4 + 4, FP32),
+        ("blocks.1", 4 * 5 + 5 + 5 * 4 + 4, FP32),
+        ("Blocks", 40, FP32),
+        ("Blocks", 8, BF16),
+    ]
+
+
+def test_units_decide_what_full_sharding_gathers() -> None:
+    model = Blocks()
+    units = _memory_plan.units_of(model)
+    (by_units,) = plan_memory(_memory_plan.trainable(model), policy(), 2, ["optim_grads_params"], units=units)
+    assert by_units.transient == 2 * 4 * (49 + 40)
+    (least,) = plan_memory(_memory_plan.trainable(model), policy(), 2, ["optim_grads_params"])
+    assert least.transient == 2 * 4 * (40 + 20)
+
+
+def test_frozen_parameters_are_counted() -> None:
+    model = Blocks()
+    trained = [plan.params for plan in plan_memory(_memory_plan.trainable(model), policy(), 2)]
+    model.blocks.requires_grad_(False)
+    params, frozen = _memory_plan.trainable(model), _memory_plan.frozen_bytes(model)
+    assert [name for name, _ in params] == ["embedding.weight", "norm.weight", "norm.bias"]
+    assert frozen == 4 * (31 + 49)
+    without = [plan.params for plan in plan_memory(params, policy(), 2)]
+    counted = [plan.params for plan in plan_memory(params, policy(), 2, frozen_bytes=frozen)]
+    assert [b - a for a, b in zip(without, counted, strict=True)] == [frozen, frozen, frozen, frozen // 2]
+    assert counted[0] == trained[0]
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(ValueError, match="'zero'.*no_shard, optim, optim_grads, optim_grads_params"):
+        plan_memory([5], policy(), 1, ["zero"])
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert command.main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def rows(text: str) -> dict[str, list[float]]:
+    """Strategy -> the figures of its row."""
+    found = (re.match(r"(\w+)((?: +[\d.]+){8})$", line) for line in text.splitlines())
+    return {row[1]: [float(x) for x in row[2].split()] for row in found if row}
+
+
+def test_plan_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(capsys, "--params", "7e9", "--world-size", "8")
+    table = rows(text)
+    assert list(table) == list(_memory_plan.strategies())
+    gib = 7e9 / 2**30
+    assert table["no_shard"][:6] == pytest.approx([2 * gib, 2 * gib, 4 * gib, 4 * gib, 0, 12 * gib], abs=0.01)
+    assert table["optim"][:6] == pytest.approx([2 * gib, 2 * gib, gib / 2, gib / 2, 0, 5 * gib], abs=0.01)
+    assert [row[7] for row in table.values()] == sorted((row[7] for row in table.values()), reverse=True)
+    assert "7,000,000,000 trainable parameters" in text and "8 ranks" in text and "a lower bound" in text
+    assert "bf16: gradients bf16, wire bf16, exp_avg bf16, exp_avg_sq bf16, master fp32" in text
+
+
+def test_plan_follows_dtype_overrides_and_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["exp_avg_dtype=fp8", "exp_avg_sq_dtype=fp8", "store_param_remainders=true", "grad_comm_dtype=fp8"]
+    text = plan(capsys, "--params", "1e9", "--strategy", "no_shard", "--override", *overrides)
+    assert "wire uint8, exp_avg uint8, exp_avg_sq uint8, master int16" in text and "lower bound" not in text
+    (row,) = rows(text).values()
+    gib = 1e9 / 2**30
+    assert row[2:5] == pytest.approx([2 * gib, 2 * gib, 2 * gib / 128], abs=0.01)
+    text = plan(
+        capsys, "--params", "1000", "--dtype", "fp32", "--strategy", "optim_grads_params", "--override", "bucket_size=3"
+    )
+    assert "fp32: gradients fp32" in text and "256 buckets" in text and "buckets on their way" not in text
+    assert list(rows(text)) == ["optim_grads_params"]
+
+
+@pytest.mark.parametrize("source", ["file", "input"])
+def test_plan_reads_numbers_of_elements(
+    source: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "embedding 1e6\n\n  # layers\n500000\nnorm 1000 # one\n"
+    (tmp_path / "numels").write_text(lines)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    text = plan(capsys, "--numels", "-" if source == "input" else str(tmp_path / "numels"))
+    assert "1,501,000 trainable parameters (3 tensors" in text and "1 rank\n" in text
+    assert rows(text)["no_shard"][0] == pytest.approx(1501000 * 2 / 2**20, abs=0.01)
+
+
+MODULE = """
+import torch
+
+def build():
+    torch.empty(1 << 50)  # nothing is allocated
+    model = torch.nn.Sequential(torch.nn.Linear(1 << 20, 1 << 10, bias=False), torch.nn.LayerNorm(1 << 10))
+    model[0].requires_grad_(False)
+    return model
+
+class Zoo:
+    frozen = staticmethod(lambda: build().requires_grad_(False))
+
+def broken():
+    raise KeyError("no configuration")
+
+def words():
+    return "a model"
+"""
+
+
+@pytest.fixture
+def module(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "planned_models.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "planned_models"
+
+
+def test_plan_builds_a_model_on_the_meta_device(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(capsys, "--model", f"{module}:build", "--world-size", "4")
+    assert "2,048 trainable parameters (Sequential), 4 ranks" in text and "fp32: gradients fp32" in text
+    assert rows(text)["optim"][0] == pytest.approx(4.0, abs=0.01), "GiB, nearly all of it frozen"
+    assert rows(text)["optim_grads_params"][0] == pytest.approx(1.0, abs=0.01)
+    text = plan(capsys, "--model", f"{module}:build", "--dtype", "bf16")
+    assert rows(text)["no_shard"][0] == pytest.approx(2.0, abs=0.01) and "bf16: gradients bf16" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param([], "one of the arguments --params --numels --model is required", id="nothing"),
+        pytest.param(["--params", "1", "--model", "a:b"], "not allowed with", id="two"),
+        pytest.param(["--params", "7B"], "'7B' is not a number", id="no number"),
+        pytest.param(["--params", "1.5"], "'1.5'; a whole number", id="no whole number"),
+        pytest.param(["--params", "0"], "a whole number from 1", id="zero"),
+        pytest.param(["--params", "1e30"], r"to 2\^63", id="too many"),
+        pytest.param(["--params", "9e18"], "int64", id="too many bytes"),
+        pytest.param(["--params", "1", "--world-size", "-2"], "--world-size.*'-2'", id="ranks"),
+        pytest.param(["--params", "1", "--strategy", "zero"], "optim_grads_params", id="strategy"),
+        pytest.param(["--params", "1", "--dtype", "fp64"], "fp64", id="unknown dtype"),
+        pytest.param(["--params", "1", "--dtype", "fp8"], "uint8", id="dtype that is not trained"),
+        pytest.param(["--params", "1", "--override", "bucket_size"], "KEY=VALUE", id="override without a value"),
+        pytest.param(["--params", "1", "--override", "exp_avg_dtyp=fp8"], "exp_avg_dtype", id="unknown key"),
+        pytest.param(["--params", "1", "--override", "bucket_size=0"], "bucket_size=0 is not legal", id="bad value"),
+        pytest.param(["--params", "1", "--override", "main_params_dtype=fp16"], "main_params_dtype", id="bad master"),
+        pytest.param(["--numels", "/nowhere/numels"], "/nowhere/numels", id="no file"),
+        pytest.param(["--model", "build"], "MODULE:CALLABLE", id="no callable"),
+        pytest.param(["--model", "nowhere:build"], "nowhere:build.*No module", id="no module"),
+        pytest.param(["--model", "planned_models:nothing"], "no attribute 'nothing'", id="no attribute"),
+        pytest.param(["--model", "planned_models:broken"], "KeyError: 'no configuration'", id="raises"),
+        pytest.param(["--model", "planned_models:words"], "returns a str", id="no module returned"),
+        pytest.param(["--model", "planned_models:Zoo.frozen"], "no trainable parameter", id="nothing trainable"),
+    ],
+)
+def test_what_plan_refuses(arguments: list[str], words: str, module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["plan", *arguments])
+    captured = capsys.readouterr()
+    assert re.search(words, captured.err) and captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        pytest.param("5\nmany\n", "line 2: 'many' is not a number", id="no number"),
+        pytest.param("w 3 4\n", 'line 1: 3 words; "elements" or "name elements"', id="a shape"),
+        pytest.param("# nothing\n", "no line with a number of elements", id="empty"),
+    ],
+)
+def test_what_is_no_list_of_numbers(
+    lines: str, words: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "numels").write_text(lines)
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["plan", "--numels", str(tmp_path / "numels")])
+    assert words in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""Bytes per rank before anything is allocated. The arithmetic is C (tx_memory_plan); here it meets models."""
+
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torch_ext import _dtypes, _library, _policy, _state
+from torch_ext._exchange import IN_FLIGHT
+from torch_ext._layout import Bucket, CLayout, LayoutArgs, Place
+from torch_ext._policy import Policy
+
+
+class _MemoryState(_library.Struct):
+    c_name = "tx_memory_state"
+    _fields_ = [
+        ("exp_avg_dtype", ctypes.c_int32),
+        ("exp_avg_sq_dtype", ctypes.c_int32),
+        ("master_dtype", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class _MemoryUnit(_library.Struct):
+    c_name = "tx_memory_unit"
+    _fields_ = [("numel", ctypes.c_int64), ("param_dtype", ctypes.c_int32), ("reserved", ctypes.c_int32)]
+
+
+class _MemoryArgs(_library.Struct):
+    c_name = "tx_memory_args"
+    _fields_ = [
+        ("size", ctypes.c_uint64),
+        ("layout", ctypes.POINTER(LayoutArgs)),
+        ("places", ctypes.POINTER(Place)),
+        ("buckets", ctypes.POINTER(Bucket)),
+        ("n_buckets", ctypes.c_int64),
+        ("states", ctypes.POINTER(_MemoryState)),
+        ("n_units", ctypes.c_int64),
+        ("units", ctypes.POINTER(_MemoryUnit)),
+        ("frozen_bytes", ctypes.c_int64),
+        ("in_flight", ctypes.c_int64),
+        ("strategy", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+_PARTS = ("params", "grads", "masters", "moments", "scales", "steps", "transient", "total", "peak")
+
+
+class _Memory(_library.Struct):
+    c_name = "tx_memory"
+    _fields_ = [(part, ctypes.c_int64) for part in _PARTS]
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes of one rank; csrc/torch_ext.h, tx_memory_plan, says what is in each."""
+
+    strategy: str
+    params: int
+    grads: int
+    masters: int
+    moments: int
+    scales: int
+    steps: int
+    transient: int
+    total: int
+    peak: int
+
+
+class Unit(NamedTuple):
+    """Parameters of one dtype that full sharding gathers together."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+
+
+def strategies() -> tuple[str, ...]:
+    return next(row.choices for row in _policy.rows() if row.name == "data_parallel_sharding_strategy")
+
+
+def plan_memory(
+    params_or_numels: Iterable[Any] | Mapping[str, Any],
+    policy: Policy,
+    world_size: int,
+    chosen: Sequence[str] | None = None,
+    *,
+    units: Sequence[Unit] | None = None,
+    frozen_bytes: int = 0,
+) -> list[MemoryPlan]:
+    """The memory of each chosen strategy (None: of all), for the layout of `plan_buckets`, whose arguments these are.
+
+    units: what optim_grads_params gathers at a time; None: every parameter by itself, which is the least that it can.
+    frozen_bytes: of parameters that are not trained. Raises ValueError or TypeError for what is not legal.
+    """
+    layout = CLayout(params_or_numels, policy, world_size)
+    if units is None:
+        units = [Unit(name, tensor.numel(), tensor.dtype) for name, tensor in layout.named]
+    kinds = {dtype: _state_of(policy, dtype) for dtype in {tensor.dtype for _, tensor in layout.named}}
+    args = _MemoryArgs(
+        size=ctypes.sizeof(_MemoryArgs),
+        layout=ctypes.pointer(layout.args),
+        places=layout.places,
+        buckets=layout.buckets,
+        n_buckets=layout.n_buckets,
+        states=(_MemoryState * max(1, len(layout.named)))(*(kinds[tensor.dtype] for _, tensor in layout.named)),
+        n_units=len(units),
+        units=(_MemoryUnit * max(1, len(units)))(*(_MemoryUnit(u.numel, _dtypes.code_of(u.dtype)) for u in units)),
+        frozen_bytes=frozen_bytes,
+        in_flight=IN_FLIGHT,
+    )
+    plan = _library.function("tx_memory_plan", ctypes.POINTER(_MemoryArgs), ctypes.POINTER(_Memory))
+    plans = []
+    for strategy in strategies() if chosen is None else chosen:
+        if strategy not in strategies():
+            raise ValueError(f"strategy is {strategy!r}; legal are {', '.join(strategies())}")
+        args.strategy = strategies().index(strategy)
+        memory = _Memory()
+        plan(ctypes.byref(args), ctypes.byref(memory))
+        plans.append(MemoryPlan(strategy, *(getattr(memory, part) for part in _PARTS)))
+    return plans
+
+
+def _state_of(policy: Policy, dtype: torch.dtype) -> _MemoryState:
+    kinds = _state.kinds_of(policy, dtype)
+    master = 0 if kinds.master is None else _dtypes.code_of(_state.MASTERS[kinds.master])
+    return _MemoryState(_dtypes.code_of(kinds.exp_avg), _dtypes.code_of(kinds.exp_avg_sq), master)
+
+
+# -- models -------------------------------------------------------------------------------------------------------
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def frozen_bytes(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The usual units of full sharding: each module of an outermost list, and what is in none of them."""
+    seen: set[int] = set()
+    units: list[Unit] = []
+    for name, module in [*_repeated("", model), ("", model)]:
+        elements: dict[torch.dtype, int] = {}
+        for p in module.parameters():
+            if id(p) not in seen:
+                seen.add(id(p))
+                elements[p.dtype] = elements.get(p.dtype, 0) + p.numel()
+        units += (Unit(name or type(model).__name__, numel, dtype) for dtype, numel in elements.items())
+    return units
+
+
+def _repeated(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            yield prefix + name, child
+        else:
+            yield from _repeated(f"{prefix}{name}.", child)
