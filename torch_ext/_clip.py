@@ -2,21 +2,30 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_ext import _ops, _stats, _tensors
+from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
 
 if TYPE_CHECKING:
     from torch_ext._optimizer import Adam
 
 _MARK = "_torch_ext_clipping"
 
-Groups: TypeAlias = Mapping[tuple[Any, ...], Sequence[int]]
-"""Process groups, and the positions of the gradients whose statistics are added up over them."""
+
+class Part(NamedTuple):
+    """Gradients whose statistics are added up over the same process groups."""
+
+    groups: tuple[Any, ...]
+    """One after the other; none: every gradient is whole."""
+    positions: list[int]
+    """Which of the gradients."""
+    stats: Tensor | None
+    """Their statistics on this rank, where the reduction found them on its way; they are not read once more then."""
 
 
 class Clipping:
@@ -57,20 +66,23 @@ class Clipping:
             "clip"
         )
 
-    def warn_if_skipped(self, members: Sequence[Any]) -> None:
+    def warn_if_skipped(self, members: Sequence[Any], grads: Sequence[Tensor]) -> None:
         """Says which gradient made the step be skipped, where that is known without waiting for a device."""
         if self.found_inf.device.type == "cpu" and self.found_inf.item() != 0:
             first = int(self.first_bad.item())
-            who = f"the gradient of {members[first].name}" if first < len(members) else "the norm of the gradients"
+            if first >= len(members):  # the statistics came with a reduction, which does not name
+                first = first_nonfinite(grads)
+            who = f"the gradient of {members[first].name}" if first != ALL_FINITE else "the norm of the gradients"
             warnings.warn(f"torch_ext: a step was skipped: {who} is not finite", RuntimeWarning, stacklevel=2)
 
 
-def measure(grads: Sequence[Tensor], max_norm: float, grad_scale: Tensor, groups: Groups | None = None) -> Clipping:
+def measure(
+    grads: Sequence[Tensor], max_norm: float, grad_scale: Tensor, parts: Sequence[Part] | None = None
+) -> Clipping:
     """One pass over the gradients (F32, BF16 or F16 in any memory order, on one device).
 
-    grad_scale: fp32, one element or none: the gradients are that many times too large. groups: which of them are parts
-    of gradients that other ranks hold the rest of, by the process groups over which their statistics are added up; then
-    a collective call. None: each is whole.
+    grad_scale: fp32, one element or none: the gradients are that many times too large. parts: where some of them are
+    parts of gradients that other ranks hold the rest of; then a collective call. None: each is whole.
     """
     for i, grad in enumerate(grads):
         if grad.layout is not torch.strided:
@@ -79,21 +91,25 @@ def measure(grads: Sequence[Tensor], max_norm: float, grad_scale: Tensor, groups
         device = grads[0].device if grads else torch.device("cpu")
         norm, clip_coef, found_inf = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(3))
         runs = [_tensors.contiguous(g.detach()) for g in grads]
-        stats, first_bad = _stats.of(runs, device) if groups is None else _summed(runs, groups, device)
+        stats, first_bad = _stats.of(runs, device) if parts is None else _summed(runs, parts, device)
         _ops.call("grad_norm_", stats, grad_scale, max_norm, norm, clip_coef, found_inf)
     return Clipping(norm, clip_coef, found_inf, first_bad)
 
 
-def _summed(runs: Sequence[Tensor], groups: Groups, device: torch.device) -> tuple[Tensor, Tensor]:
+def _summed(runs: Sequence[Tensor], parts: Sequence[Part], device: torch.device) -> tuple[Tensor, Tensor]:
     """Statistics over all ranks: integers, so that their sum has the same bits for every split."""
     stats, first_bad = _stats.zeros(device), _stats.nobody(device)
-    for each, chosen in groups.items():
-        own, first = _stats.of([runs[i] for i in chosen], device)
-        for group in each:
+    for part in parts:
+        own = part.stats
+        if own is None:
+            own, first = _stats.of([runs[i] for i in part.positions], device)
+            position = torch.tensor([*part.positions, _stats.NOBODY], device=device)[
+                first.clamp(max=len(part.positions))
+            ]
+            first_bad = torch.minimum(first_bad, position)
+        for group in part.groups:
             torch.distributed.all_reduce(own, group=group)
         stats += own
-        position = torch.tensor([*chosen, _stats.NOBODY], device=device)[first.clamp(max=len(chosen))]
-        first_bad = torch.minimum(first_bad, position)
     return stats, first_bad
 
 

@@ -61,15 +61,16 @@ class CommHook:
         numel = -(-grads.numel() // block) * block
         wire = Wire.empty(numel, self._wire[members[0]], grads.device)
         pack([grads], [Piece(0, 0, grads.numel(), 0)], [0], wire, Seeds.of_parts(self._exchange.rank, self._cycle))
-        own = wire.parts(self._exchange.world_size)[self._exchange.rank]
+        gathered = Wire.empty(numel, torch.bfloat16, grads.device) if wire.coded else wire
+        own = gathered.parts(self._exchange.world_size)[self._exchange.rank]
         first, last = self._names[members[0]], self._names[members[-1]]
         handle = self._exchange.reduce(
             wire,
             lambda chunks: add_up(chunks, own.data, 1.0 / self._divide_factor),
-            result=wire,
+            result=gathered,
             tag=tag(self._number, self._cycle, bucket.index()),
             what=f"gradients of cycle {self._cycle}, DDP bucket {bucket.index()} ({first!r} ... {last!r})",
-            then=lambda: unpack(wire, grads),
+            then=lambda: unpack(gathered, grads),
         )
         if bucket.is_last():
             self._cycle += 1
@@ -122,7 +123,8 @@ def register_comm_hook(
     """Keeps stock DistributedDataParallel with our exchange in it; every rank calls it, before the first backward.
 
     Each of DDP's buckets is packed in the policy's grad_comm_dtype, exchanged, summed in fp32 in rank order, divided by
-    gradient_divide_factor (None: the number of ranks) and rounded once: the bits of `parallelize` with no_shard.
+    gradient_divide_factor (None: the number of ranks) and rounded once: the bits of `parallelize` with no_shard (but
+    for an 8-bit wire, whose blocks begin where DDP's buckets do; its sums are gathered in bf16).
     Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part.
 
     Returns the hook's state, whose wire_bytes() counts what this rank sent. Raises TypeError, ValueError or

@@ -70,6 +70,7 @@ class Engine(_registry.Owner):
         self._failure: str | None = None
         # What the last cycle left is a sum over ranks already: it must not be added up again (Store.carry).
         self._global = bytearray(len(self.params))
+        self._versions: list[int] = []  # of the gradients, when the last cycle ended
         self._broken = False  # a backward raised after some of its sums were added to shards
         self._position = {id(p): i for i, p in self._each()}
         self._hooks = [
@@ -137,6 +138,13 @@ class Engine(_registry.Owner):
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
         return self.store.grad(self._position[id(param)])
 
+    def stats(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        if self.store.versions() != self._versions or len(params) != sum(
+            self.store.grad(i) is not None for i, _ in self._each()
+        ):
+            return None
+        return self.store.stats.clone()
+
     def gather(self, bucket: int) -> Handle:
         assert self.weights is not None
         self._gathers += 1
@@ -193,7 +201,7 @@ class Engine(_registry.Owner):
         handles, self._handles = self._handles, []
         if self._reducing:
             self._reducing = False
-            self._broken = self.store.every_backward and bool(handles)
+            self._broken |= self.store.every_backward and bool(handles)
             self._cycle += 1
             self._wait(handles)
 
@@ -263,6 +271,7 @@ class Engine(_registry.Owner):
         self._global = bytearray(b"\1" * len(self.params))
         self.wire_bytes = self.exchange.bytes_sent - self._bytes_before
         self.store.closed(torch.stack(reports)[:, header.numel() :].eq(_CAME).any(dim=0).tolist())
+        self._versions = self.store.versions()
         return reports
 
     def _wait(self, handles: Sequence[Handle]) -> None:

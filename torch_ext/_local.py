@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_ext._clip import Part
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -114,12 +116,22 @@ class Locals:
         local: Tensor = grad.to_local()
         return local
 
-    def groups(self, present: Sequence[bool]) -> "dict[tuple[dist.ProcessGroup, ...], list[int]]":
-        """Which of the gradients that are there are added up over which groups; positions among those that are."""
-        found: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    def parts(self, present: Sequence[bool]) -> list[Part]:
+        """The gradients that are there by who adds up their statistics; positions are among those that are there."""
+        found: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         at = 0
         for i, there in enumerate(present):
             if there:
-                found.setdefault(self.of(i).groups, []).append(at)
+                owner = self.owners[i]
+                key = self.of(i).groups if owner is None else (owner,)
+                found.setdefault(key, []).append((at, i))
                 at += 1
-        return found
+        return [self._part(key, members) for key, members in found.items()]
+
+    def _part(self, key: tuple[Any, ...], members: list[tuple[int, int]]) -> Part:
+        positions = [at for at, _ in members]
+        first = members[0][1]
+        owner = self.owners[first]
+        if owner is None:
+            return Part(key, positions, None)
+        return Part(self.of(first).groups, positions, owner.stats([self.params[i] for _, i in members]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_ext import _checkpoint, _groups, _kept, _local, _masters, _registry, _state, _tensors
-from torch_ext._clip import Clipping, Groups, measure
+from torch_ext._clip import Clipping, measure
 from torch_ext._groups import Params
 from torch_ext._masters import Seen
 from torch_ext._plan import Member, Plan
@@ -207,7 +207,7 @@ class Adam(torch.optim.Optimizer):
                 plan.look()
                 if clipping is not None:
                     clipping.used = True
-                    clipping.warn_if_skipped(plan.members)
+                    clipping.warn_if_skipped(plan.members, present)
                 return
 
     def _run(self, plan: Plan, grads: list[Tensor], hyper: _groups.Hyper, scalars: tuple[Tensor, ...]) -> None:
@@ -263,16 +263,11 @@ class Adam(torch.optim.Optimizer):
         something = torch.zeros(1)
         if any(bool(g.any()) for g in grads):
             something.fill_(1)
-        groups = self._norm_groups(active) or {}
+        assert self._locals is not None
         something = something.to(grads[0].device)
-        for group in dict.fromkeys(group for each in groups for group in each):
+        for group in dict.fromkeys(group for part in self._locals.parts(active) for group in part.groups):
             torch.distributed.all_reduce(something, op=torch.distributed.ReduceOp.MAX, group=group)
         return not bool(something)
-
-    def _norm_groups(self, active: list[bool]) -> Groups | None:
-        """Over whom statistics of the gradients that are there are added up; None where all of them are whole."""
-        assert self._locals is not None
-        return None if self._locals.plain else self._locals.groups(active)
 
     def _members(self, everyone: list[Tensor], wanted: list[bool]) -> list[Member]:
         """The wanted parameters, with state that is made where it is missing."""
@@ -340,7 +335,8 @@ class Adam(torch.optim.Optimizer):
 
     def _measure(self, grads: list[Tensor], active: list[bool], max_norm: float) -> Clipping:
         grad_scale = _one(self.__dict__.get("grad_scale"), self._skipped.device)
-        return measure(grads, max_norm, grad_scale, self._norm_groups(active))
+        assert self._locals is not None
+        return measure(grads, max_norm, grad_scale, None if self._locals.plain else self._locals.parts(active))
 
     def _current_clipping(self, grads: list[Tensor], active: list[bool]) -> Clipping | None:
         """The clipping that these gradients were given, or the check that skip_nonfinite asks for."""

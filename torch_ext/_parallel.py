@@ -150,7 +150,10 @@ def parallelize(
             details = plan.lines()
     except (ValueError, TypeError, RuntimeError) as error:
         failure = error
-    options = f"strategy {name}, divide by {factor}, unused parameters {find_unused_parameters}, NaN check {policy.check_for_nan_in_grad}"
+    options = (
+        f"strategy {name}, divide by {factor}, unused parameters {find_unused_parameters}, "
+        f"NaN check {policy.check_for_nan_in_grad}, sums gathered in {policy.grad_gather_dtype}"
+    )
     tensors = list(model.named_parameters()) + list(model.named_buffers())
     shown = [f"{name} {list(t.shape)} {t.dtype}, trainable {t.requires_grad}" for name, t in tensors]
     number = agree(
@@ -178,7 +181,7 @@ def parallelize(
         named = list(_trainable(model))
         ids = _groups.ids_of([n for n, _ in named])
         engine = Engine(
-            STORES[name]([p for _, p in named], plan, exchange, ids, factor, None),
+            STORES[name]([p for _, p in named], plan, exchange, ids, factor, policy.grad_gather_dtype),
             number,
             check_for_nan=policy.check_for_nan_in_grad,
             find_unused_parameters=find_unused_parameters,

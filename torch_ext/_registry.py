@@ -2,7 +2,7 @@
 
 import abc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +32,11 @@ class Owner(abc.ABC):
     @abc.abstractmethod
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
         """Its gradient there, of the weight's numel; None on all ranks or on none."""
+
+    def stats(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The statistics (grad_stats_) of this rank's parts of these gradients, the caller's to write to, if they are
+        known without reading them: the reduction found them, and nobody wrote to them since."""
+        return None
 
     @abc.abstractmethod
     def gather(self, bucket: int) -> "Handle":
