@@ -74,8 +74,7 @@ def shard_fully(
     )
     for module, unit in units:
         _install(module, unit, engine, find_unused_parameters)
-    if own:
-        engine.prefetch(model, [module for module, _ in units])
+    engine.attach(model, [module for module, _ in units], prefetch=own)
     return engine
 
 

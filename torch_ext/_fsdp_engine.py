@@ -88,8 +88,8 @@ class FsdpEngine(_registry.Owner):
         self._grads: dict[int, Any] = {}  # by parameter, the DTensor over its shard, where `.grad` can be it
         self._position = {id(p): i for i, p in enumerate(self.params)}
         self._gathering: set[int] = set()  # units whose weights FSDP2 has not asked for yet
-        self._order: list[int] | None = []  # of units in the first forward
-        self._prefetching: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._order: list[int] | None = None  # of units in the first forward, where they are to be prefetched
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(_on_grad, weakref.ref(self), i))
             for i, p in enumerate(self.params)
@@ -119,6 +119,10 @@ class FsdpEngine(_registry.Owner):
 
     def before_step(self) -> None:
         self._notice_abandoned()
+        # Whole weights that an evaluation has left behind would be old ones in the next forward.
+        for unit in self.units:
+            if (module := self._module(unit.number)) is not None:
+                module.reshard()
 
     def local(self, param: torch.Tensor) -> Local:
         return _local.of_dtensor(param)
@@ -148,10 +152,16 @@ class FsdpEngine(_registry.Owner):
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def prefetch(self, model: torch.nn.Module, modules: Sequence[FSDPModule]) -> None:
-        """modules: of the units. From the second forward on, each one's weights travel while the one before runs."""
-        self._prefetching = {i: weakref.ref(cast(torch.nn.Module, m)) for i, m in enumerate(modules)}
+    def attach(self, model: torch.nn.Module, modules: Sequence[FSDPModule], prefetch: bool) -> None:
+        """modules: of the units. prefetch: from the second forward on, each one's weights travel while the one before
+        runs."""
+        self._modules = [weakref.ref(cast(torch.nn.Module, module)) for module in modules]
+        self._order = [] if prefetch else None
         self._hooks.append(model.register_forward_hook(partial(_on_forward, weakref.ref(self))))
+
+    def _module(self, unit: int) -> Any:
+        """An FSDPModule; None where it is gone."""
+        return self._modules[unit]() if self._modules else None
 
     def all_gather(self, unit: UnitPlan, output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Handle:
         """Starts to bring every rank's part of a unit's weights; `output` has this rank's already."""
@@ -172,20 +182,17 @@ class FsdpEngine(_registry.Owner):
     def forward_ended(self) -> None:
         """Weights that were gathered for a unit which did not run after all would be old ones in the next forward."""
         for i in sorted(self._gathering):
-            module: Any = self._prefetching[i]() if i in self._prefetching else None
-            if module is not None:
+            if (module := self._module(i)) is not None:
                 module.unshard()
                 module.reshard()
 
     def _prefetch_in_order(self) -> None:
         order, self._order = self._order, None
-        if order is None or not self._prefetching:
+        if order is None:
             return
         root = 0  # runs first, whether or not it has weights of its own
-        order = [root, *(i for i in order if i != root)]
-        for before, after in pairwise(order):
-            first: Any = self._prefetching[before]()
-            second: Any = self._prefetching[after]()
+        for before, after in pairwise([root, *(i for i in order if i != root)]):
+            first, second = self._module(before), self._module(after)
             if first is not None and second is not None:
                 first.set_modules_to_forward_prefetch([second])
 

@@ -1,0 +1,225 @@
+"""optim_grads_params: the sum of each shard is bucket_reduce_'s, to the bit, and stays in main_grads_dtype (E3, E6)."""
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from gradients import BF16, FP16, FP32, bits, noise, policy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from units import SHAPES, Blocks, accumulated, grad_shards, mean_of_ranks, shard_of
+
+import torch_ext
+from torch_ext import _exchange
+
+STRATEGY = "optim_grads_params"
+DTYPES = [
+    pytest.param((FP32, FP32, FP32), id="fp32"),
+    pytest.param((FP32, FP32, BF16), id="fp32-wire-bf16"),
+    pytest.param((BF16, BF16, BF16), id="bf16"),
+    pytest.param((BF16, FP32, BF16), id="bf16-main-fp32-wire-bf16"),
+    pytest.param((BF16, FP32, FP32), id="bf16-main-fp32-wire-fp32"),
+    pytest.param((FP16, FP32, FP32), id="fp16"),
+]
+
+
+def _check(model: torch.nn.Module, expected: list[torch.Tensor], what: Any) -> None:
+    for (name, param), grad, whole in zip(model.named_parameters(), grad_shards(model), expected, strict=True):
+        assert isinstance(param, DTensor)
+        want = shard_of(param, whole)
+        assert grad is not None and grad.dtype == want.dtype, (name, what)
+        assert grad.shape == param.to_local().shape == want.shape, (name, what)
+        assert bits([grad]) == bits([want]), (name, what)
+
+
+def _sums(rank: int, world: int, dtypes: Any, microbatches: int, factor: float | None) -> int:
+    model = Blocks(dtypes[0])
+    of_model = policy(*dtypes)
+    torch_ext.parallelize(model, of_model, strategy=STRATEGY, gradient_divide_factor=factor)
+    everyone = range(world)
+    for step in range(3):
+        seeds = [10 * step + i for i in range(microbatches)]
+        for seed in seeds:
+            model(noise(seed, rank, SHAPES, dtypes[0])).backward()
+        means = [mean_of_ranks(seed, everyone, dtypes, factor) for seed in seeds]
+        _check(model, accumulated(means, dtypes[1]), f"step {step}")
+        for param in model.parameters():
+            # E3: nothing unsharded is left, and the shard is `.grad` where it has the dtype for it.
+            assert (param.grad is None) == (dtypes[0] != dtypes[1])
+        model.zero_grad()
+        assert all(g is None for g in grad_shards(model))
+    return model.wire_bytes()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_sums_are_fp32_in_rank_order(world: int, dtypes: Any) -> None:
+    for microbatches, factor in ((1, None), (3, None), (2, 1.5)):
+        sent = ranks.run(world, _sums, dtypes, microbatches, factor)
+        assert (min(sent) > 0) == (world > 1)
+
+
+def _collectives(rank: int, world: int, dtypes: Any) -> int:
+    _exchange.backend = lambda group, device: "none that is known"  # type: ignore[assignment]
+    return _sums(rank, world, dtypes, 2, None)
+
+
+def test_the_bits_depend_on_no_transport() -> None:
+    ranks.run(2, _collectives, (BF16, FP32, BF16))
+
+
+def _bytes_sent(rank: int, world: int, wire: Any) -> int:
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False, dtype=BF16) for _ in range(4)))
+    torch_ext.parallelize(model, policy(BF16, FP32, wire), strategy=STRATEGY)
+    for _ in range(2):
+        model(torch.ones(1, 128, dtype=BF16)).float().sum().backward()
+    return model.wire_bytes()
+
+
+def test_the_wire_has_the_policys_dtype() -> None:
+    """Per backward: half of the gradients on the wire; half of the bf16 weights for the first block's ... backward."""
+    bf16, fp8 = (ranks.run(2, _bytes_sent, wire)[0] for wire in (BF16, "fp8"))
+    elements = 4 * 128 * 128 // 2
+    assert bf16 - fp8 == elements * 2 - (elements + elements // 128)
+
+
+def _shards_of_masters(rank: int, world: int) -> None:
+    """fp32 parameters under a policy for bf16: bf16 is gathered and computed in, the fp32 shards are the masters."""
+    model = Blocks(FP32)
+    torch_ext.parallelize(model, policy(BF16), strategy=STRATEGY)
+    seen: list[torch.dtype] = []
+    model.blocks[0].register_forward_pre_hook(lambda m, args: seen.append(m.p0.dtype))
+    for seed in (1, 2):
+        model(noise(seed, rank, SHAPES, BF16)).backward()
+    assert seen == [BF16, BF16] and model.own.dtype == FP32
+    means = [mean_of_ranks(seed, range(world), (BF16, FP32, BF16)) for seed in (1, 2)]
+    _check(model, accumulated(means, FP32), "masters")
+    assert all(p.grad is not None and p.grad.dtype == FP32 for p in model.parameters())
+
+
+def test_fp32_shards_as_masters() -> None:
+    ranks.run(2, _shards_of_masters)
+
+
+def _by_hand(rank: int, world: int, reduce_dtype: torch.dtype | None) -> None:
+    """The user's own units, among them one that is not a block of a container, and precisions."""
+    model = Blocks(BF16)
+    mesh = init_device_mesh("cpu", (world,))
+    precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    before = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    torch_ext.parallelize(model, policy(BF16, FP32), strategy=STRATEGY)
+    assert [name for name, m in model.named_modules() if isinstance(m, FSDPModule)] == before
+    for step in range(2):
+        for i in range(3):
+            model(noise(3 * step + i, rank, SHAPES, BF16)).backward()
+        means = [mean_of_ranks(3 * step + i, range(world), (BF16, FP32, BF16)) for i in range(3)]
+        _check(model, accumulated(means, FP32), f"step {step}")
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, FP32], ids=["reduced as computed", "reduced in fp32"])
+def test_the_users_units_stay(reduce_dtype: torch.dtype | None) -> None:
+    ranks.run(2, _by_hand, reduce_dtype)
+
+
+def _hybrid(rank: int, world: int, deferred: bool) -> list[bytes]:
+    """HSDP: two replicas of two shards."""
+    torch.manual_seed(rank)
+    model = Blocks(BF16)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    precision = MixedPrecisionPolicy(reduce_dtype=FP32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    torch_ext.parallelize(model, policy(BF16, FP32), strategy=STRATEGY)
+    weights = bits([p.to_local() for p in model.parameters()])
+    dtypes = (BF16, FP32, BF16)
+    for step in range(2):
+        seeds = [3 * step + i for i in range(3)]
+        for i, seed in enumerate(seeds):
+            if deferred:
+                model.set_requires_all_reduce(i == 2)
+            model(noise(seed, rank, SHAPES, BF16)).backward()
+        halves = [[mean_of_ranks(seed, pair, dtypes) for seed in seeds] for pair in ((0, 1), (2, 3))]
+        if deferred:  # FSDP2 adds micro-batches up, then replicas
+            sums = [accumulated(half, FP32) for half in halves]
+            means = [[(a + b) / 2 for a, b in zip(*sums, strict=True)]]
+        else:
+            means = [[(a + b) / 2 for a, b in zip(*pair, strict=True)] for pair in zip(*halves, strict=True)]
+        _check(model, accumulated(means, FP32), f"step {step}")
+        model.zero_grad()
+    return weights
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["all-reduced every time", "all-reduced at the end"])
+def test_replicated_shards(deferred: bool) -> None:
+    weights = ranks.run(4, _hybrid, deferred)
+    assert weights[0] == weights[2] and weights[1] == weights[3], "replicas begin with the same weights"
+
+
+def _microbatch_error(rank: int, world: int, microbatches: int) -> tuple[float, float]:
+    """Of the fp32 shard, and of bf16 throughout, against float64."""
+    shapes, errors = [(40, 50)], []
+    batches = [[noise(b, r, shapes, BF16)[0] for r in range(world)] for b in range(microbatches)]
+    exact = torch.stack([torch.stack([g.double() for g in batch]).mean(0) for batch in batches]).sum(0)
+    for main in (FP32, BF16):
+        model = torch.nn.Sequential(torch.nn.Linear(50, 40, bias=False, dtype=BF16))
+        torch_ext.parallelize(model, policy(BF16, main, BF16), strategy=STRATEGY)
+        for batch in batches:
+            # The gradient of W x summed with weights g is g^T x; x are unit vectors.
+            out = model(torch.eye(50, dtype=BF16))
+            (out * batch[rank].T).sum().backward()
+        (param,) = model.parameters()
+        (grad,) = grad_shards(model)
+        assert isinstance(param, DTensor) and grad is not None
+        mine = shard_of(param, exact)
+        errors.append(float((grad.double() - mine).norm() / mine.norm()))
+    return errors[0], errors[1]
+
+
+def test_error_of_the_fp32_shard() -> None:
+    (fp32, _), _ = ranks.run(2, _microbatch_error, 1)
+    assert fp32 < 1e-7
+    for fp32, bf16 in ranks.run(2, _microbatch_error, 16):
+        assert fp32 < 2e-7 and bf16 > 1000 * fp32
+
+
+def _given_grads(rank: int, world: int) -> None:
+    """What is in `.grad` counts: None and zeros as nothing, somebody else's tensor as itself."""
+    model = Blocks(FP32)
+    torch_ext.parallelize(model, policy(FP32), strategy=STRATEGY)
+    dtypes = (FP32, FP32, FP32)
+
+    def backward(seed: int) -> list[torch.Tensor]:
+        model(noise(seed, rank, SHAPES)).backward()
+        return mean_of_ranks(seed, range(world), dtypes)
+
+    backward(1)
+    for p in model.parameters():
+        p.grad = None
+    _check(model, backward(2), "None")
+    model.zero_grad(set_to_none=False)
+    third = backward(3)
+    _check(model, third, "zeros")
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad = p.grad * 2
+    _check(model, [2 * a + b for a, b in zip(third, backward(4), strict=True)], "another tensor")
+    with model.no_sync():  # E8: there is no place for gradients that are not reduced
+        fifth = backward(5)
+    means = [[2 * a for a in third], mean_of_ranks(4, range(world), dtypes), fifth]
+    _check(model, accumulated(means, FP32), "no_sync reduces")
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
+    whole = torch.cat([grad.flatten() for grad in accumulated(means, FP32)])
+    assert torch.allclose(norm, whole.norm()), "other people's clipping sees them too"
+
+
+def test_what_is_in_grad_counts() -> None:
+    ranks.run(2, _given_grads)

@@ -1,0 +1,294 @@
+"""optim_grads_params in the whole loop: the bits of no_shard, clipping, states, checkpoints, all kinds of models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from gradients import BF16, FP16, FP32, bits, policy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import torch_ext
+
+FULLY = "optim_grads_params"
+
+
+class _Out(torch.nn.Module):
+    """A tensor of its own, not a view, which FSDP2 warns of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+
+class Net(torch.nn.Module):
+    """An embedding, blocks, a norm and a head; odd sizes, so that shards are uneven and some are empty."""
+
+    def __init__(self, tied: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 9)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(9, 33), torch.nn.GELU(), torch.nn.Linear(33, 9), _Out())
+            for _ in range(3)
+        )
+        self.norm = torch.nn.LayerNorm(9)
+        self.head = torch.nn.Linear(9, 11, bias=False)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.checkpointed = checkpointed
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+        return self.head(self.norm(x) * self.scale)  # type: ignore[no-any-return]
+
+
+def _net(dtype: torch.dtype, **options: Any) -> Net:
+    torch.manual_seed(7)
+    return Net(**options).to(dtype)
+
+
+def _loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+    tokens = torch.randint(11, (8, 6), generator=torch.Generator().manual_seed(100 * step + rank))
+    logits = model(tokens).float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), (tokens * 3 + 1).remainder(11).flatten())
+
+
+def _whole(model: torch.nn.Module) -> list[bytes]:
+    return bits([p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()])
+
+
+def _run(
+    rank: int,
+    dtypes: Any,
+    strategy: str,
+    microbatches: int = 1,
+    steps: int = 6,
+    prepare: Callable[[Net], object] | None = None,
+    **options: Any,
+) -> tuple[list[bytes], float, list[float]]:
+    model = _net(dtypes[0], **options)
+    if prepare is not None:
+        prepare(model)
+    of_model = policy(*dtypes, loss_scale=64.0 if dtypes[0] == FP16 else None)
+    torch_ext.parallelize(model, of_model, strategy=strategy)
+    optimizer = torch_ext.AdamW(model.named_parameters(), lr=3e-3, policy=of_model)
+    scaler = of_model.grad_scaler()
+    losses, norms = [], []
+    for step in range(steps):
+        for i in range(microbatches):
+            with model.sync() if i == microbatches - 1 else model.no_sync():
+                loss = _loss(model, step * microbatches + i, rank)
+                scaler.scale(loss / microbatches).backward()
+        scaler.unscale_(optimizer)
+        norms.append(float(torch_ext.clip_grad_norm_(optimizer, float("inf"))))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return _whole(model), losses[-1], norms
+
+
+DTYPES = [
+    pytest.param((FP32, FP32, FP32), id="fp32"),
+    pytest.param((BF16, BF16, BF16), id="bf16"),
+    pytest.param((BF16, FP32, FP32), id="bf16-main-fp32"),
+    pytest.param((FP16, FP32, FP32), id="fp16"),
+]
+
+
+def _same_bits(rank: int, world: int, dtypes: Any, options: dict[str, Any]) -> None:
+    ours, reference = (_run(rank, dtypes, strategy, **options) for strategy in (FULLY, "no_shard"))
+    # On one rank nothing travels, so nothing is rounded to the wire; gradients in bf16 travel as such anyway.
+    assert ours[0] == reference[0]
+    for norm, other in zip(ours[2], reference[2], strict=True):
+        assert abs(norm - other) <= 2**-23 * other
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_the_bits_of_no_shard(world: int, dtypes: Any) -> None:
+    ranks.run(world, _same_bits, dtypes, {})
+
+
+@pytest.mark.parametrize(
+    "options", [{"tied": True}, {"checkpointed": True}], ids=["tied weights", "activation checkpointing"]
+)
+def test_kinds_of_models(options: dict[str, Any]) -> None:
+    ranks.run(2, _same_bits, (BF16, BF16, BF16), options)
+
+
+def _clipped(rank: int, world: int) -> None:
+    """The norm is that of all ranks' shards, replicas counted once, and the policy's clip_grad applies by itself."""
+    norms = {}
+    for how in ("no_shard", FULLY, "hybrid"):
+        model = _net(BF16)
+        if how == "hybrid":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))
+        of_model = policy(BF16, FP32)
+        torch_ext.parallelize(model, of_model, strategy="no_shard" if how == "no_shard" else FULLY)
+        optimizer = torch_ext.AdamW(model.parameters(), lr=1e-3, policy=of_model)
+        _loss(model, 0, rank).backward()
+        norms[how] = float(torch_ext.clip_grad_norm_(optimizer, 1e-3))
+    # no_shard's gradients are rounded to bf16 once more; replicas are added in another order.
+    assert abs(norms[FULLY] - norms["no_shard"]) < 2**-8 * norms[FULLY]
+    assert abs(norms[FULLY] - norms["hybrid"]) < 1e-6 * norms[FULLY]
+
+
+def test_the_norm_of_all_shards() -> None:
+    ranks.run(4, _clipped)
+
+
+def _before(rank: int, world: int, kind: str) -> None:
+    """An optimizer that was made before has the model's parameters afterwards."""
+    model = _net(FP32)
+    of_model = policy(FP32)
+    if kind == "ours":
+        optimizer: torch.optim.Optimizer = torch_ext.AdamW(model.parameters(), lr=1e-2, policy=of_model)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch_ext.parallelize(model, of_model, strategy=FULLY)
+    for step in range(3):
+        _loss(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    later = _net(FP32)
+    torch_ext.parallelize(later, of_model, strategy=FULLY)
+    other = type(optimizer)(later.parameters(), lr=1e-2)
+    for step in range(3):
+        _loss(later, step, rank).backward()
+        other.step()
+        other.zero_grad()
+    assert _whole(model) == _whole(later)
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch's"])
+def test_an_optimizer_made_before(kind: str) -> None:
+    ranks.run(2, _before, kind)
+
+
+def _mixed(rank: int, world: int) -> None:
+    """fp32 norms in a bf16 model are units of their own; frozen parameters have no gradient and no state."""
+    model = _net(BF16)
+    model.norm.float()
+    for block in model.blocks:
+        block.insert(0, torch.nn.LayerNorm(9).float())
+        block.insert(1, _ToBf16())
+    model.norm = torch.nn.Sequential(_ToFp32(), model.norm, _ToBf16())
+    model.embedding.weight.requires_grad_(False)
+    frozen = model.embedding.weight.detach().clone()
+    for block in model.blocks:
+        block.insert(0, _ToFp32())
+    of_model = policy(BF16, FP32)
+    torch_ext.parallelize(model, of_model, strategy=FULLY)
+    assert {p.dtype for m in model.modules() if isinstance(m, torch.nn.LayerNorm) for p in m.parameters()} == {FP32}
+    optimizer = torch_ext.AdamW(model.parameters(), lr=1e-2, policy=of_model)
+    losses = []
+    for _ in range(30):
+        loss = _loss(model, 0, 0)
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+    assert torch.equal(model.embedding.weight.full_tensor(), frozen)
+
+
+class _ToBf16(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(BF16)
+
+
+class _ToFp32(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(FP32)
+
+
+def test_several_dtypes_and_frozen_parameters() -> None:
+    ranks.run(2, _mixed)
+
+
+def _several(rank: int, world: int) -> None:
+    """Two models at once; one of them on a group of its own; one parallelized twice."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    mine = pairs[0] if rank < 2 else pairs[1]
+    models = [_net(BF16), _net(BF16)]
+    of_model = policy(BF16)
+    torch_ext.parallelize(models[0], of_model, strategy=FULLY)
+    torch_ext.parallelize(models[1], of_model, strategy=FULLY, process_group=mine)
+    torch_ext.parallelize(models[0], of_model, strategy=FULLY)
+    optimizers = [torch_ext.AdamW(m.named_parameters(), lr=1e-2, policy=of_model) for m in models]
+    for step in range(4):
+        sum(_loss(m, step, rank) for m in models).backward()  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = [_whole(m) for m in models]
+    others: list[Any] = [None] * world
+    dist.all_gather_object(others, weights)
+    assert others[0][0] == others[1][0] == others[2][0]
+    assert others[0][1] == others[1][1] != others[2][1]
+
+
+def test_several_models_and_groups() -> None:
+    ranks.run(3, _several)
+
+
+def _prefetched(rank: int, world: int) -> list[list[str]]:
+    """Weights travel while the unit before runs; those of a unit that is then left out are not kept for later."""
+    model = _net(BF16)
+    torch_ext.parallelize(model, policy(BF16), strategy=FULLY)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=1e-1, policy=policy(BF16))
+    started: list[str] = []
+    engine = torch_ext._parallel._engine_of(model)
+    real = engine.all_gather
+
+    def all_gather(unit: Any, *arguments: Any) -> Any:
+        started.append(unit.name)
+        return real(unit, *arguments)
+
+    engine.all_gather = all_gather  # type: ignore[method-assign, union-attr]
+    for name, block in model.blocks.named_children():
+        block.register_forward_pre_hook(lambda m, args, name=name: started.append(f"run {name}"))
+    seen = []
+    for step in range(2):
+        _loss(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(started.copy())
+        started.clear()
+    blocks = model.blocks
+    with torch.no_grad():
+        model.blocks = torch.nn.ModuleList([blocks[0]])  # blocks.1 is prefetched, and does not run
+        _loss(model, 0, rank)
+        model.blocks = blocks
+    assert "blocks.1" in started
+    _loss(model, 2, rank).backward()
+    with torch.no_grad():
+        _loss(model, 0, 0)  # leaves the root's weights whole, until the step
+        optimizer.step()
+        after = float(_loss(model, 3, 0))
+    model.reshard()
+    plain = _net(BF16)
+    with torch.no_grad():
+        for mine, whole in zip(plain.parameters(), model.parameters(), strict=True):
+            assert isinstance(whole, DTensor)
+            mine.copy_(whole.full_tensor())
+        assert after == float(_loss(plain, 3, 0))
+    return seen
+
+
+def test_prefetch() -> None:
+    for first, second in ranks.run(2, _prefetched):
+        # Forwards: the first one learns the order.
+        assert first[:7] == ["", "blocks.0", "run 0", "blocks.1", "run 1", "blocks.2", "run 2"]
+        assert second[:7] == ["", "blocks.0", "blocks.1", "run 0", "blocks.2", "run 1", "run 2"]
+        # Backwards: FSDP2 itself goes one ahead, since our gathers do not block.
+        assert first[7:] == second[7:] == ["blocks.2", "blocks.1", "blocks.0"]
