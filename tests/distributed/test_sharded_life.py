@@ -1,0 +1,203 @@
+"""The life of gradients and weights under optim and optim_grads: E3's table row by row, E8, and what is noticed."""
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from gradients import BF16, FP16, FP32, Given, noise, policy
+
+import torch_ext
+
+SHAPES: list[Any] = [(3, 5), (130,), (7,), (2, 200)]
+
+
+def _engine(model: Any) -> Any:
+    return torch_ext._parallel._engine_of(model)
+
+
+def _parallel(strategy: str, *dtypes: Any, **ddp: Any) -> Any:
+    chosen = policy(*dtypes, bucket_size=130, **ddp)
+    return torch_ext.parallelize(Given(SHAPES, dtypes[0]), chosen, strategy=strategy, find_unused_parameters=True)
+
+
+def _mean(step: int, world: int, param: int, dtype: torch.dtype, absent: int | None = None) -> torch.Tensor:
+    each = [noise(step, r, SHAPES, dtype)[param].double() for r in range(world) if r != absent]
+    return torch.stack(each).sum(0).reshape(-1) / world
+
+
+def _life_of_optim(rank: int, world: int, wire: Any) -> None:
+    model = _parallel("optim", BF16, FP32, wire)
+    engine = _engine(model)
+    flats = {flat.untyped_storage().data_ptr() for flat in engine.store.buffers.flats}
+    for step in range(3):
+        grads: list[Any] = noise(step, rank, SHAPES, BF16)
+        grads[1] = None if rank == 1 else grads[1]
+        grads[2] = None
+        with model.no_sync():
+            model(grads).backward()
+        assert engine.wire_bytes == 0 or step, "E5: nothing travels under no_sync"
+        model(grads).backward()
+        assert len(engine.store.temporary) == 0, "E3: a wire bucket is always freed"
+        for i, p in enumerate(model.parameters()):
+            if i == 2:
+                assert p.grad is None and engine.grad(p) is None, "E3: unused everywhere: untouched"
+                continue
+            assert p.grad.dtype == FP32 and p.grad.untyped_storage().data_ptr() in flats
+            own, local = engine.grad(p), engine.local(p)
+            part = 2 * _mean(step, world, i, BF16, 1 if i == 1 else None)[local.start : local.start + own.numel()]
+            assert torch.allclose(own.double(), part, rtol=2**-7 if wire == BF16 else 1e-3, atol=1e-6)
+        model.zero_grad(set_to_none=step % 2 == 0)
+
+
+def _life_of_optim_grads(rank: int, world: int, wire: Any) -> None:
+    model = _parallel("optim_grads", BF16, FP32, wire)
+    engine = _engine(model)
+    for step in range(3):
+        grads: list[Any] = noise(step, rank, SHAPES, BF16)
+        grads[1] = None if rank == 1 else grads[1]
+        grads[2] = None
+        for microbatch in range(2):
+            with model.no_sync():
+                model(grads).backward()
+            assert world == 1 or engine.wire_bytes > 0, "E8: gradients are reduced in every backward, no_sync or not"
+            assert all(p.grad is None for p in model.parameters()), "E3: the shard has it"
+            assert len(engine.store.temporary) == 0 and not engine.store._held
+            for i, p in enumerate(model.parameters()):
+                own, local = engine.grad(p), engine.local(p)
+                if i == 2:
+                    assert own is None
+                    continue
+                mean = (microbatch + 1) * _mean(step, world, i, BF16, 1 if i == 1 else None)
+                part = mean[local.start : local.start + own.numel()]
+                assert own.dtype == FP32
+                assert torch.allclose(own.double(), part, rtol=2**-7 if wire == BF16 else 1e-3, atol=1e-6)
+        model.zero_grad()
+        assert all(engine.grad(p) is None for p in model.parameters())
+
+
+def _lives(rank: int, world: int) -> None:
+    for wire in (None, BF16, FP16):
+        _life_of_optim(rank, world, wire)
+        _life_of_optim_grads(rank, world, wire)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_e3_gradient_life_cycle(world: int) -> None:
+    ranks.run(world, _lives)
+
+
+def _equal_dtypes(rank: int, world: int) -> None:
+    """E1: what is equal in dtype is allocated once."""
+    model = _parallel("optim", FP32)
+    taken: list[Any] = []
+    engine = _engine(model)
+    engine.store.temporary.take = lambda *a, **k: taken.append(a)
+    model(noise(0, rank, SHAPES)).backward()
+    assert not taken
+    optimizer = torch_ext.AdamW(model.parameters())
+    optimizer.step()
+    assert all("master_param" not in optimizer.state[p] for p in model.parameters())
+
+
+def test_e1_equal_dtypes_allocate_nothing_extra() -> None:
+    ranks.run(2, _equal_dtypes)
+
+
+def _sizes(rank: int, world: int, strategy: str) -> dict[str, int]:
+    model = torch_ext.parallelize(Given([(4096,), (1000,)], BF16), policy(BF16), strategy=strategy)
+    optimizer = torch_ext.AdamW(model.parameters())
+    model(noise(0, rank, [(4096,), (1000,)], BF16)).backward()
+    optimizer.step()
+    state = [t for p in model.parameters() for t in optimizer.state[p].values() if t.numel() > 1]
+    store = _engine(model).store
+    grads = store.shards if strategy == "optim_grads" else store.buffers.flats
+    return {
+        "state": sum(t.nbytes for t in state),
+        "grads": sum(t.nbytes for t in grads),
+        "elements": sum(_engine(model).local(p).weight.numel() for p in model.parameters()),
+    }
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_e2_what_is_sharded(strategy: str) -> None:
+    numel, padded = 5096, 5376  # 128 * 3 * 14
+    by_rank = ranks.run(3, _sizes, strategy)
+    assert sum(sizes["elements"] for sizes in by_rank) == numel, "every element is stepped by one rank"
+    for sizes in by_rank:
+        assert sizes["state"] == 8 * sizes["elements"], "bf16 moments and fp32 masters of this rank's part"
+        assert sizes["grads"] == 2 * (padded // 3 if strategy == "optim_grads" else padded)
+
+
+def _written(rank: int, world: int, strategy: str) -> None:
+    """Statistics that came with the reduction are those of the gradients, and forgotten when somebody writes."""
+    model = _parallel(strategy, BF16, FP32)
+    engine = _engine(model)
+    params = [p for i, p in enumerate(model.parameters()) if i != 2]
+    optimizer = torch_ext.AdamW(params)
+    grads: list[Any] = noise(0, rank, SHAPES, BF16)
+    grads[2] = None
+    model(grads).backward()
+    assert engine.stats(params) is not None and engine.stats(params[:2]) is None
+    known = torch_ext.clip_grad_norm_(optimizer, 1.0)
+    with torch.no_grad():
+        engine.grad(params[0]).mul_(1.0)
+    assert engine.stats(params) is None
+    optimizer.zero_grad()
+    model(grads).backward()
+    engine.store.stats += 1  # were it used, the norm would be another
+    with torch.no_grad():
+        engine.grad(params[0]).mul_(1.0)
+    assert torch.equal(known, torch_ext.clip_grad_norm_(optimizer, 1.0))
+    whole = torch.cat([_mean(0, world, i, BF16) for i in (0, 1, 3)])
+    assert torch.allclose(known.double(), whole.norm(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_norms_that_come_with_the_reduction(strategy: str) -> None:
+    ranks.run(2, _written, strategy)
+
+
+def _weights(rank: int, world: int, strategy: str) -> None:
+    model = _parallel(strategy, BF16)
+    engine = _engine(model)
+    flats = {flat.untyped_storage().data_ptr() for flat in engine.weights.flats}
+    assert all(p.untyped_storage().data_ptr() in flats for p in model.parameters())
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+    for moved in (False, True):
+        model(noise(0, rank, SHAPES, BF16)).backward()
+        if moved:
+            model.p1.data = model.p1.data.clone()
+            with pytest.raises(RuntimeError, match=r"'p1' left the flat buffer .*p\.copy_"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    torch_ext.parallelize(Given(SHAPES), policy())  # another model, to go on with
+    engine.close()
+    assert all(p.untyped_storage().data_ptr() not in flats for p in model.parameters()), "memory of their own again"
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_weights_are_views_and_a_parameter_that_moved_is_named(strategy: str) -> None:
+    ranks.run(2, _weights, strategy)
+
+
+def _channels_last(rank: int, world: int, strategy: str) -> list[Any]:
+    torch.manual_seed(1)
+    convolution = torch.nn.Conv2d(5, 7, 3).to(memory_format=torch.channels_last)
+    model = torch_ext.parallelize(torch.nn.Sequential(convolution), policy(), strategy=strategy)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(2, 5, 6, 6)).square().mean().backward()
+        torch_ext.clip_grad_norm_(optimizer, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    return model[0].weight.detach().tolist()
+
+
+def test_memory_formats_survive() -> None:
+    found = [ranks.run(2, _channels_last, strategy) for strategy in ("no_shard", "optim", "optim_grads")]
+    assert all(answer == found[0][0] for answers in found for answer in answers)
