@@ -84,10 +84,9 @@ def run(options: argparse.Namespace) -> int:
     print(_bench_report.facts(facts))
     if options.quick:
         print("quick: small sizes on loopback, these figures are no claims")
-    parameters = plan.size.layers * plan.size.width * (plan.size.width + 1)
-    print(f"{parameters:,} parameters, {plan.rounds} rounds, a thread per rank; lower is better\n")
+    print(f"{plan.size.parameters:,} parameters, {plan.rounds} rounds, a thread per rank; lower is better\n")
     print(_bench_report.header(), flush=True)
-    settings = {"parameters": parameters, "rounds": plan.rounds, "rows": options.rows, "quick": options.quick}
+    settings = {"parameters": plan.size.parameters, "rounds": plan.rounds, "rows": options.rows, "quick": options.quick}
     findings = Findings()
     with _ended_as_by_ctrl_c():
         for where, names in plan.networks().items():

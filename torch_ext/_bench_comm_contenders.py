@@ -19,14 +19,17 @@ from torch_ext._parallel import parallelize
 from torch_ext._policy import load_policy
 
 _LR = 1e-4
-_BATCH = 4  # rows: the layers' weights are read, and little is computed with them
 
 
 class Size(NamedTuple):
-    """Of the model: `layers` linear layers of width x width."""
+    """Of the model: `layers` layers, each with a weight of width x width and a bias."""
 
     layers: int
     width: int
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.width * (self.width + 1)
 
 
 FULL, QUICK = Size(24, 628), Size(4, 64)  # 9.48 million parameters, and few
@@ -42,46 +45,62 @@ class Task:
     seed: int
 
     def model(self, dtype: torch.dtype) -> "Stack":
+        """The same weights everywhere, gradients of the rank's own."""
+        generator = torch.Generator().manual_seed(self.seed + dist.get_rank(self.group))
+        grads = [torch.randn(shape, generator=generator) for shape in _shapes(self.size.width)]
         torch.manual_seed(self.seed)
-        return Stack(self.size, self.compute).to(dtype)
+        return Stack(self.size, [grad.to(dtype) for grad in grads], self.compute).to(dtype)
 
 
-class _Pause(torch.autograd.Function):
-    """Backward sleeps: compute that needs no core."""
+def _shapes(width: int) -> list[tuple[int, ...]]:
+    return [(width, width), (width,)]
+
+
+class _Apply(torch.autograd.Function):
+    """Identity with parameters: backward sleeps, which is compute that needs no core, and writes their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: Tensor, layer: "_Layer", *params: Tensor) -> Tensor:
+        ctx.layer, ctx.dtypes = layer, [p.dtype for p in params]
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layer: _Layer = ctx.layer
+        if layer.pause:
+            time.sleep(layer.pause)
+        return grads[0], None, *(g.to(dtype, copy=True) for g, dtype in zip(layer.grads, ctx.dtypes, strict=True))
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, grads: list[Tensor], pause: float) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(0.02 * torch.randn(shape)) for shape in _shapes(width))
+        self.grads, self.pause = grads, pause
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Apply.apply(x, self, self.weight, self.bias)
+        return out
 
 
 class Stack(nn.Module):
-    """Many layers that communicate more than they compute."""
+    """Layers whose gradients cost no more than to be written: what remains of a step is the exchange."""
 
-    def __init__(self, size: Size, compute: float) -> None:
+    def __init__(self, size: Size, grads: list[Tensor], compute: float) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(size.width, size.width) for _ in range(size.layers))
-        self._pause = compute / size.layers
+        self.layers = nn.ModuleList(_Layer(size.width, grads, compute / size.layers) for _ in range(size.layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.relu(layer(x))
-            if self._pause:
-                x = _Pause.apply(x, self._pause)
-        return x.float().square().mean()
+            x = layer(x)
+        return x.sum()
 
 
 class Loop:
     """A training loop."""
 
-    def __init__(self, task: Task, model: nn.Module, dtype: torch.dtype, optimizer: Any = None) -> None:
-        generator = torch.Generator().manual_seed(task.seed + dist.get_rank(task.group))  # each rank has its own data
-        self._x = torch.randn(_BATCH, task.size.width, generator=generator).to(dtype)
+    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
+        self._x = torch.zeros(1, requires_grad=True)
         self._model, self._optimizer = model, optimizer
 
     def step(self) -> None:
@@ -103,12 +122,12 @@ class Loop:
 
 
 def _alone(task: Task) -> Loop:
-    return Loop(task, task.model(torch.bfloat16), torch.bfloat16)
+    return Loop(task.model(torch.bfloat16))
 
 
 def _ddp(task: Task, dtype: torch.dtype, megabytes: float | None = None) -> Loop:
     ddp = DistributedDataParallel(task.model(dtype), process_group=task.group, bucket_cap_mb=megabytes)
-    return Loop(task, ddp, dtype)
+    return Loop(ddp)
 
 
 def _zero(task: Task) -> Loop:
@@ -116,7 +135,7 @@ def _zero(task: Task) -> Loop:
     optimizer = ZeroRedundancyOptimizer(
         ddp.parameters(), optimizer_class=torch.optim.AdamW, process_group=task.group, lr=_LR, fused=True
     )
-    return Loop(task, ddp, torch.bfloat16, optimizer)
+    return Loop(ddp, optimizer)
 
 
 def _fsdp2(task: Task) -> Loop:
@@ -126,14 +145,14 @@ def _fsdp2(task: Task) -> Loop:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
-    return Loop(task, model, torch.bfloat16, torch.optim.AdamW(model.parameters(), lr=_LR, fused=True))
+    return Loop(model, torch.optim.AdamW(model.parameters(), lr=_LR, fused=True))
 
 
 def _ours(task: Task, strategy: str, wire: str, step: bool) -> Loop:
     model = task.model(torch.bfloat16)
     policy = load_policy(model, override_ddp_config={"grad_comm_dtype": wire})
     parallelize(model, policy, strategy=strategy, process_group=task.group)
-    return Loop(task, model, torch.bfloat16, AdamW(model.parameters(), lr=_LR, policy=policy) if step else None)
+    return Loop(model, AdamW(model.parameters(), lr=_LR, policy=policy) if step else None)
 
 
 Make = Callable[[Task], Loop]

@@ -65,6 +65,7 @@ class Answer:
     """What a rank found, by contender."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)  # of a step, one per round
+    cpu: dict[str, list[float]] = field(default_factory=dict)  # seconds of a step on all threads, the kernel's included
     sent: dict[str, list[float]] = field(default_factory=dict)  # bytes of a step, by the interface
     wire_bytes: dict[str, int | None] = field(default_factory=dict)  # of the last step, by our own count
     errors: dict[str, float] = field(default_factory=dict)  # of the gradient, relative
@@ -91,32 +92,37 @@ def _time(question: Question, job: Job) -> Answer:
             answer.refused[name] = why
         else:
             loops[name] = loop
-            answer.seconds[name], answer.sent[name] = [], []
     turn = list(loops.items())
     gc.collect()
     gc.disable()
     for _ in range(job.rounds):
         for name, loop in turn:
-            seconds, sent = _turn(loop, question.interface)
-            answer.seconds[name].append(seconds)
-            answer.sent[name].append(sent)
+            step = _turn(loop, question.interface)
+            answer.seconds.setdefault(name, []).append(step.seconds)
+            answer.cpu.setdefault(name, []).append(step.cpu)
+            answer.sent.setdefault(name, []).append(step.sent)
             answer.wire_bytes[name] = loop.wire_bytes
         turn.reverse()
     gc.enable()
     return answer
 
 
-def _turn(loop: Loop, interface: str) -> tuple[float, float]:
-    """Seconds and bytes of a step."""
+class _Step(NamedTuple):
+    seconds: float
+    cpu: float
+    sent: float
+
+
+def _turn(loop: Loop, interface: str) -> _Step:
     loop.step()
     before = _sent_by_all(interface)
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     for _ in range(_STEPS):
         loop.step()
-    seconds = time.perf_counter() - begin
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
     sent = _sent_by_all(interface) - before
     loop.finish()
-    return seconds / _STEPS, sent / _STEPS
+    return _Step(seconds / _STEPS, cpu / _STEPS, sent / _STEPS)
 
 
 def _sent_by_all(interface: str) -> int:

@@ -19,6 +19,7 @@ class Found:
 
     link: str
     seconds: Times  # of a step, one per round: the slowest rank's
+    cpu: Times  # seconds of a step on all of a rank's threads, the mean over the ranks
     sent: Times  # bytes of a step that a rank sent, the mean over the ranks
     wire_bytes: dict[str, float]  # the same by our own count, of ours alone
     errors: dict[str, float]
@@ -27,12 +28,16 @@ class Found:
 
 def found(link: str, answers: Sequence[Answer], shared: bool) -> Found:
     """Of the ranks' answers. shared: each rank counted the bytes of all."""
-    first = answers[0]
-    share = len(answers) ** (2 if shared else 1)
+    first, ranks = answers[0], len(answers)
+
+    def rounds(of_rank: list[Times], combine: Callable[[tuple[float, ...]], float]) -> Times:
+        return {who: [combine(each) for each in zip(*(r[who] for r in of_rank), strict=True)] for who in of_rank[0]}
+
     return Found(
         link,
-        {who: [max(each) for each in zip(*(a.seconds[who] for a in answers), strict=True)] for who in first.seconds},
-        {who: [sum(each) / share for each in zip(*(a.sent[who] for a in answers), strict=True)] for who in first.sent},
+        rounds([a.seconds for a in answers], max),
+        rounds([a.cpu for a in answers], statistics.mean),
+        rounds([a.sent for a in answers], lambda each: statistics.mean(each) / (ranks if shared else 1)),
         {who: statistics.mean(a.wire_bytes[who] or 0 for a in answers) for who, n in first.wire_bytes.items() if n},
         first.errors,
         first.refused,
@@ -56,7 +61,9 @@ class Value(NamedTuple):
 
 def _time(f: Found, versus: Versus) -> Value:
     theirs = _best(f.seconds, versus.theirs)
-    beside = {"ms": _ms(f.seconds[versus.ours]), "theirs ms": _ms(f.seconds[theirs])}
+    beside = {}
+    for whose, who in (("", versus.ours), ("theirs ", theirs)):
+        beside |= {f"{whose}ms": _ms(f.seconds[who]), f"{whose}CPU ms": _ms(f.cpu[who])}
     link = LINKS[f.link]
     if link is not None:  # what the link alone needs, were it busy all the time
         beside["link's ms"] = statistics.median(f.sent[versus.ours]) * 8 / link.bits_per_second * 1e3
