@@ -71,7 +71,7 @@ class Engine(_registry.Owner):
         # What the last cycle left is a sum over ranks already: it must not be added up again (Store.carry).
         self._global = bytearray(len(self.params))
         self._versions: list[int] = []  # of the gradients, when the last cycle ended
-        self._broken = False  # a backward raised after some of its sums were added to shards
+        self._broken: set[int] = set()  # a backward raised after some of its sums were added to these one's shards
         self._position = {id(p): i for i, p in self._each()}
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(_on_grad, weakref.ref(self), i)) for i, p in self._each()
@@ -103,6 +103,9 @@ class Engine(_registry.Owner):
 
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where they are still this rank's own."""
+        self._notice_abandoned()
+        if self._failure is not None:
+            raise RuntimeError(f"step() after an exchange that failed: {self._failure}")
         if self._broken:
             raise RuntimeError(
                 "step() after a backward that raised when some of its sums were added already: call zero_grad() and "
@@ -112,8 +115,8 @@ class Engine(_registry.Owner):
             if self._came[i] and self.store.unreduced(i):
                 raise RuntimeError(
                     f"step() with gradients that no rank has reduced (parameter {self.names[i]!r} and perhaps others): "
-                    "the last backward ran under no_sync(). Leave no_sync() for the last micro-batch, or call "
-                    "zero_grad() to drop them."
+                    "the last backward ran under no_sync(), or raised. Leave no_sync() for the last micro-batch, or "
+                    "call zero_grad() to drop them."
                 )
 
     # -- for optimizers: see _registry.Owner -----------------------------------------------------------------------
@@ -148,17 +151,20 @@ class Engine(_registry.Owner):
     def gather(self, bucket: int) -> Handle:
         assert self.weights is not None
         self._gathers += 1
-        return self.exchange.gather(
+        handle = self.exchange.gather(
             Wire.of(self.weights.buckets[bucket]),
             tag=tag(self._number, self._gathers, bucket),
             what=f"weights of bucket {bucket} of {len(self.plan.buckets)} ({self._members(bucket)})",
         )
+        return _Gathering(self, handle)
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
+        self._notice_abandoned()  # sums that are still on their way would be written to what is zero now
         chosen = [i for p in params if (i := self._position.get(id(p))) is not None]
         self.store.zero(chosen)
-        if len(chosen) == len(self.params):
-            self._broken = False
+        for i in chosen:
+            self._came[i] = _ABSENT
+        self._broken.difference_update(chosen)
 
     # -- during backward ------------------------------------------------------------------------------------------
 
@@ -181,8 +187,7 @@ class Engine(_registry.Owner):
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
-        if any(end() is None for end in self._tasks.values()):
-            self._abandon_backward()
+        self._notice_abandoned()
         if not self._tasks:
             if self._failure is not None:
                 raise RuntimeError(f"gradients cannot be reduced any more: {self._failure}")
@@ -195,13 +200,18 @@ class Engine(_registry.Owner):
         Variable._execution_engine.queue_callback(end)
         self._tasks[task] = weakref.ref(end)
 
-    def _abandon_backward(self) -> None:
-        """The last backward raised. What it sent is waited for, as the other ranks sent it too, and worth nothing."""
+    def _notice_abandoned(self) -> None:
+        """If the last backward raised: what it sent is waited for, as the other ranks sent it too, and worth nothing."""
+        ended = not self._tasks and not self._reducing
+        if ended or (self._tasks and all(end() is not None for end in self._tasks.values())):
+            return
         self._tasks.clear()
         handles, self._handles = self._handles, []
         if self._reducing:
             self._reducing = False
-            self._broken |= self.store.every_backward and bool(handles)
+            if self.store.every_backward:
+                self._came = bytearray(len(self.params))
+                self._broken.update(range(len(self.params)) if handles else ())
             self._cycle += 1
             self._wait(handles)
 
@@ -322,6 +332,16 @@ class Engine(_registry.Owner):
             "after parallelize, or checkpointing runs with use_reentrant=True. If parameters may be unused, call "
             "parallelize(..., find_unused_parameters=True): they then count as zero. Call zero_grad() before going on."
         )
+
+
+class _Gathering:
+    """Weights that travel: a failure is the engine's."""
+
+    def __init__(self, engine: Engine, handle: Handle) -> None:
+        self._engine, self._handle = engine, handle
+
+    def result(self) -> None:
+        self._engine._guarded(self._handle.result)
 
 
 # Hooks hold the engine weakly: the parameters must not keep it alive.
