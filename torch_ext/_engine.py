@@ -10,13 +10,15 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import Variable
 
 from torch_ext import _registry
+from torch_ext._agreement import agree
 from torch_ext._exchange import MAX_BUCKETS, Handle, tag
+from torch_ext._layout import BucketPlan
 from torch_ext._local import Local
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
 from torch_ext._stores import Store
@@ -26,6 +28,10 @@ from torch_ext._wire import Wire
 
 # What a rank says of a parameter at the end of a cycle.
 _ABSENT, _CAME, _FROZEN = range(3)
+
+
+Replan: TypeAlias = Callable[[Sequence[int]], BucketPlan]
+"""From a permutation of the parameters, who is placed first, to a plan."""
 
 
 class _BackwardEnd:
@@ -50,17 +56,23 @@ class Engine(_registry.Owner):
         *,
         check_for_nan: bool,
         find_unused_parameters: bool,
+        replan: Replan,
+        may_replan: Callable[[], bool],
     ) -> None:
-        """number: of `agree`."""
-        self.store, self.plan, self.exchange = store, store.plan, store.exchange
+        """number: of `agree`. replan: the plan for another order of the parameters. may_replan: whether on this rank
+        nothing depends on which part of a parameter it has."""
+        self.store, self.exchange = store, store.exchange
         self.params = list(store.params)
-        self.names = [p.name for p in self.plan.parameters]
-        self.weights = ParameterBuffers(self.params, self.plan) if store.sharded else None
+        self.names = [p.name for p in store.plan.parameters]
+        self.weights = ParameterBuffers(self.params, store.plan) if store.sharded else None
         self.sync = True
         self.wire_bytes = 0
         self._number, self._cycle, self._gathers = number, 0, 0
         self._check_for_nan, self._find_unused = check_for_nan, find_unused_parameters
-        self._tracker = Tracker(self.names, [p.bucket for p in self.plan.parameters], len(self.plan.buckets))
+        self._replan, self._may_replan = replan, may_replan
+        self._tracker = self._new_tracker()
+        # The first cycle that reduces shows in which order gradients come: its buckets leave at its end, laid out anew.
+        self._learning = store.movable and self.exchange.world_size > 1 and len(self.plan.buckets) > 1
         self._tasks: dict[int, weakref.ref[_BackwardEnd]] = {}  # backwards that have not ended, the outermost first
         self._reducing = False
         self._handles: list[Handle] = []
@@ -79,6 +91,13 @@ class Engine(_registry.Owner):
         if store.carries:
             self._hooks += [p.register_hook(partial(_before_grad, weakref.ref(self), i)) for i, p in self._each()]
         _registry.register(self, self.params)
+
+    @property
+    def plan(self) -> BucketPlan:
+        return self.store.plan
+
+    def _new_tracker(self) -> Tracker:
+        return Tracker(self.names, [p.bucket for p in self.plan.parameters], len(self.plan.buckets))
 
     def _each(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
         return enumerate(self.params)
@@ -174,7 +193,7 @@ class Engine(_registry.Owner):
         self._check_parameter(i)
         self.store.came(i)
         self._came[i] = _CAME
-        if self._reducing and self._tracker.mark(i):
+        if self._reducing and self._tracker.mark(i) and not self._learning:
             self._send_complete()
 
     def gradient_comes(self, i: int) -> None:
@@ -251,6 +270,9 @@ class Engine(_registry.Owner):
         # First the parameters that did not come, since their buckets are about to leave.
         for i in self._tracker.finish():
             self._settle(i)
+        if self._learning:
+            self._guarded(self._learn)
+            self._learning = False
         self._send_complete()
         reports = self._close_cycle()
         self._check_reports(reports)
@@ -261,6 +283,26 @@ class Engine(_registry.Owner):
             self._came[i] = _FROZEN
         reduced, self._global[i] = bool(self._global[i]), False
         self.store.absent(i, reduced)
+
+    def _learn(self) -> None:
+        """Lays the buckets out in the order in which gradients came on rank 0, if that is another one than planned."""
+        words = torch.tensor([self._may_replan(), *self._tracker.order()], dtype=torch.int64)
+        payload = words.view(torch.uint8).to(self.exchange.device)
+        what = f"the order of gradients in cycle {self._cycle}"
+        gathered = self.exchange.all_gather(payload, tag=tag(self._number, self._cycle, MAX_BUCKETS), what=what)()
+        rows = [row.cpu().view(torch.int64).tolist() for row in gathered]
+        if not all(may for may, *_ in rows):
+            return
+        plan = self._replan(rows[0][1:])
+        if plan.fingerprint == self.plan.fingerprint:
+            return
+        agree(self.exchange, caller="the new plan", fingerprint=plan.fingerprint, lines=plan.lines(), failure=None)
+        if self.weights is not None:
+            self.weights = ParameterBuffers(self.params, plan)
+        self.store = self.store.moved(plan)
+        _registry.changed()
+        self._tracker = self._new_tracker()
+        self._tracker.finish()
 
     def _close_cycle(self) -> list[torch.Tensor]:
         """Exchanges this rank's report, waits for the buckets, installs the sums; every rank's report."""

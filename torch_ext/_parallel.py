@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,6 +186,8 @@ def parallelize(
             number,
             check_for_nan=policy.check_for_nan_in_grad,
             find_unused_parameters=find_unused_parameters,
+            replan=partial(_replanned, named, policy, exchange.world_size),
+            may_replan=lambda: name == "no_shard" or not _has_state(named),
         )
     if not isinstance(model, ParallelModule):
         model.__class__ = _parallel_class(type(model))
@@ -263,6 +266,20 @@ def _check_devices(named: Sequence[tuple[str, torch.Tensor]]) -> None:
             )
     if tensor.device.type not in _DEVICES:
         raise ValueError(f"the model is on {tensor.device}; this library has operators for {', '.join(_DEVICES)}")
+
+
+def _replanned(
+    named: Sequence[tuple[str, torch.Tensor]], policy: Policy, world_size: int, order: Sequence[int]
+) -> BucketPlan:
+    return plan_buckets(named, policy, world_size, order=order)
+
+
+def _has_state(named: Sequence[tuple[str, torch.nn.Parameter]]) -> bool:
+    try:
+        _check_optimizers(named)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _check_optimizers(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:

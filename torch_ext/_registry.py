@@ -51,13 +51,18 @@ class Owner(abc.ABC):
 _owners: "dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Owner]]]" = {}
 
 generation = 0
-"""Changes whenever a parameter gets another owner."""
+"""Changes whenever a parameter gets another owner, or its owner lays it out anew."""
+
+
+def changed() -> None:
+    """What optimizers know of owners holds no longer."""
+    global generation
+    generation += 1
 
 
 def register(owner: Owner, params: Iterable[torch.Tensor]) -> None:
     """The owner reduces these parameters, until `unregister` or its end."""
-    global generation
-    generation += 1
+    changed()
     keys = []
     for param in params:
         _owners[id(param)] = (weakref.ref(param), weakref.ref(owner))
@@ -71,8 +76,7 @@ def unregister(owner: Owner) -> None:
 
 
 def _forget(keys: "list[int]", owner: "weakref.ref[Owner]") -> None:
-    global generation
-    generation += 1
+    changed()
     for key in keys:
         entry = _owners.get(key)
         if entry is not None and entry[1]() in (None, owner()):

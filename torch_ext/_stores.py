@@ -28,6 +28,8 @@ class Store(abc.ABC):
 
     sharded = True
     """Whether each rank steps its own parts of the parameters only."""
+    movable = True
+    """Whether gradients that were not sent yet can be laid out anew."""
     every_backward = False
     """Whether every backward reduces, those under no_sync() too."""
 
@@ -54,6 +56,10 @@ class Store(abc.ABC):
                 self.owned[piece.param] = (b, piece)
         self.stats = _stats.zeros(exchange.device)
         """Of what this rank's parts hold since the last reduction (sharded strategies)."""
+
+    def moved(self, plan: BucketPlan) -> "Store":
+        """A store with another plan for the same parameters, and the gradients of this one, which is done with."""
+        raise NotImplementedError
 
     @property
     def carries(self) -> bool:
@@ -130,6 +136,13 @@ class _Buffered(Store):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self.buffers = GradientBuffers(self.params, self.plan)
+
+    def moved(self, plan: BucketPlan) -> "Store":
+        other = type(self)(self.params, plan, self.exchange, self.ids, self.divide_factor, self.gather_dtype)
+        for i, param in enumerate(self.params):
+            if param.grad is not None:
+                other.came(i)
+        return other
 
     def came(self, i: int) -> None:
         self.buffers.take(i)
@@ -281,6 +294,7 @@ class OptimizerShards(_Buffered):
 class GradientShards(Store):
     """optim_grads: every backward reduces; sums are added to this rank's shard; `.grad` is None between backwards."""
 
+    movable = False  # all of them would have to be there at a time
     every_backward = True
 
     def __init__(self, *args: object) -> None:

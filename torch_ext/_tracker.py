@@ -13,7 +13,7 @@ class Tracker:
     """Learns during backward which gradients came; hands out buckets in ascending order, each once per cycle."""
 
     def __init__(self, names: Sequence[str], bucket_of: Sequence[int], n_buckets: int) -> None:
-        n = len(names)
+        self._n = n = len(names)
         bytes_of = _library.function("tx_tracker_bytes", ctypes.c_int64, ctypes.c_int64, restype=ctypes.c_int64)
         size = bytes_of(n, n_buckets)
         self._memory = (ctypes.c_int64 * (size // 8 + 1))()
@@ -48,6 +48,7 @@ class Tracker:
         self._next = _library.function("tx_tracker_next", _Pointer, restype=ctypes.c_int64)
         self._finish = _library.function("tx_tracker_finish", _Pointer, _Int64s, _Int64s)
         self._reset = _library.function("tx_tracker_reset", _Pointer, restype=None)
+        self._order = _library.function("tx_tracker_order", _Pointer, _Int64s)
 
     def mark(self, param: int) -> bool:
         """The gradient is there; whether it completed its bucket. RuntimeError where it came before in this cycle."""
@@ -64,6 +65,12 @@ class Tracker:
         n = ctypes.c_int64()
         self._finish(self._tracker, self._missing, ctypes.byref(n))
         return list(self._missing[: n.value])
+
+    def order(self) -> list[int]:
+        """A permutation of all parameters: how they came in the first finished cycle, those that did not come last."""
+        order = (ctypes.c_int64 * max(1, len(self._names)))()
+        self._order(self._tracker, order)
+        return list(order)[: self._n]
 
     def reset(self) -> None:
         """A new cycle."""

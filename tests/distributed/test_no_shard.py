@@ -74,13 +74,13 @@ def _life(rank: int, world: int, wire: torch.dtype | None) -> None:
     torch_ext.parallelize(model, policy(BF16, FP32, wire, bucket_size=130), find_unused_parameters=True)
     engine = torch_ext._parallel._engine_of(model)
     assert all(p.grad is None for p in model.parameters()), "E11: nothing is there before the first gradient"
-    buffers = {f.untyped_storage().data_ptr() for f in engine.store.buffers.flats}
     for step in range(3):
         grads: list[Any] = noise(step, rank, shapes, BF16)
         grads[1] = None if rank == 1 else grads[1]  # unused on one rank
         grads[2] = None  # unused everywhere
         model(grads).backward()
         assert len(engine.store.temporary) == 0, "E3: a wire bucket is always freed"
+        buffers = {f.untyped_storage().data_ptr() for f in engine.store.buffers.flats}
         for name, p in model.named_parameters():
             if name == "p2":
                 assert p.grad is None, "E3: unused everywhere: untouched"
@@ -233,6 +233,8 @@ def _overlaps(rank: int, world: int, overlap: bool) -> bool:
             time.sleep(0.001)
         seen.append(model.p2.grad.unique().tolist())
 
+    model([torch.ones(300)] * 3).backward()  # the order is learnt
+    model.zero_grad()
     model.p0.register_hook(busy)
     model([torch.full((300,), 1.0 + rank)] * 3).backward()
     assert model.p0.grad.unique().tolist() == [1.5]

@@ -29,7 +29,6 @@ def _mean(step: int, world: int, param: int, dtype: torch.dtype, absent: int | N
 def _life_of_optim(rank: int, world: int, wire: Any) -> None:
     model = _parallel("optim", BF16, FP32, wire)
     engine = _engine(model)
-    flats = {flat.untyped_storage().data_ptr() for flat in engine.store.buffers.flats}
     for step in range(3):
         grads: list[Any] = noise(step, rank, SHAPES, BF16)
         grads[1] = None if rank == 1 else grads[1]
@@ -39,6 +38,7 @@ def _life_of_optim(rank: int, world: int, wire: Any) -> None:
         assert engine.wire_bytes == 0 or step, "E5: nothing travels under no_sync"
         model(grads).backward()
         assert len(engine.store.temporary) == 0, "E3: a wire bucket is always freed"
+        flats = {flat.untyped_storage().data_ptr() for flat in engine.store.buffers.flats}
         for i, p in enumerate(model.parameters()):
             if i == 2:
                 assert p.grad is None and engine.grad(p) is None, "E3: unused everywhere: untouched"
@@ -161,11 +161,11 @@ def test_norms_that_come_with_the_reduction(strategy: str) -> None:
 def _weights(rank: int, world: int, strategy: str) -> None:
     model = _parallel(strategy, BF16)
     engine = _engine(model)
-    flats = {flat.untyped_storage().data_ptr() for flat in engine.weights.flats}
-    assert all(p.untyped_storage().data_ptr() in flats for p in model.parameters())
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
     for moved in (False, True):
         model(noise(0, rank, SHAPES, BF16)).backward()
+        flats = {flat.untyped_storage().data_ptr() for flat in engine.weights.flats}
+        assert all(p.untyped_storage().data_ptr() in flats for p in model.parameters())
         if moved:
             model.p1.data = model.p1.data.clone()
             with pytest.raises(RuntimeError, match=r"'p1' left the flat buffer .*p\.copy_"):
@@ -201,3 +201,63 @@ def _channels_last(rank: int, world: int, strategy: str) -> list[Any]:
 def test_memory_formats_survive() -> None:
     found = [ranks.run(2, _channels_last, strategy) for strategy in ("no_shard", "optim", "optim_grads")]
     assert all(answer == found[0][0] for answers in found for answer in answers)
+
+
+# -- the order is learnt ------------------------------------------------------------------------------------------
+
+
+class InOrder(torch.nn.Module):
+    """A chain whose gradients come in a given order, and the same numbers whatever it is."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(200, dtype=dtype)) for _ in range(5))
+
+    def forward(self, order: list[int], grads: list[torch.Tensor]) -> torch.Tensor:
+        x = torch.ones((), dtype=grads[0].dtype)
+        for i in reversed(order):  # the last of the chain has its gradient first
+            x = x + (self.weights[i] * grads[i]).sum()
+        return x
+
+
+def _learns(rank: int, world: int, strategy: str) -> Any:
+    """Rank 0's order is everybody's; the sums are what they would be without."""
+    orders = [[2, 4, 0, 3, 1], [4, 3, 2, 1, 0]]
+    shapes = [(200,)] * 5
+    model = torch_ext.parallelize(InOrder(BF16), policy(BF16, FP32, bucket_size=1), strategy=strategy)
+    engine = _engine(model)
+    planned = [p.bucket for p in engine.plan.parameters]
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1, policy=policy(BF16, FP32))
+    came: list[int] = []
+    for i, p in enumerate(model.parameters()):
+        p.register_post_accumulate_grad_hook(lambda _, i=i: came.append(i))
+    for step in range(3):
+        came.clear()
+        model(orders[rank], noise(step, rank, shapes, BF16)).backward()
+        for i, p in enumerate(model.parameters()):
+            own, local = engine.grad(p), engine.local(p)
+            part = _mean_of(step, world, shapes, i)[local.start : local.start + own.numel()]
+            assert torch.allclose(own.reshape(-1).double(), part, rtol=1e-5, atol=1e-6)
+        torch_ext.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    learnt = [p.bucket for p in engine.plan.parameters]
+    assert planned == [4, 3, 2, 1, 0]
+    return came, learnt, engine.plan.fingerprint, [p.detach().tolist() for p in model.parameters()]
+
+
+def _mean_of(step: int, world: int, shapes: list[Any], param: int) -> torch.Tensor:
+    return torch.stack([noise(step, r, shapes, BF16)[param].double() for r in range(world)]).sum(0) / world
+
+
+def test_buckets_follow_the_order_in_which_gradients_came_on_rank_0() -> None:
+    weights = []
+    for strategy in ("no_shard", "optim", "optim_grads"):
+        first, second = ranks.run(2, _learns, strategy)
+        assert first[1:] == second[1:] and first[0] != second[0]
+        if strategy == "optim_grads":  # it would have to keep all gradients at a time
+            assert first[1] == [4, 3, 2, 1, 0]
+        else:
+            assert [first[1][i] for i in first[0]] == [0, 1, 2, 3, 4]
+        weights.append(first[3])
+    assert weights[1] == weights[2]
