@@ -16,7 +16,7 @@ from torch_ext._dtypes import coerce_dtypes
 from torch_ext._layout import plan_buckets
 from torch_ext._library import library_path
 from torch_ext._optimizer import Adam, AdamW
-from torch_ext._parallel import parallelize
+from torch_ext._parallel import parallelize, sync_parameters
 from torch_ext._policy import Policy, load_policy
 from torch_ext._scaler import GradScaler
 
@@ -32,4 +32,5 @@ __all__ = [
     "parallelize",
     "plan_buckets",
     "register_comm_hook",
+    "sync_parameters",
 ]

@@ -120,9 +120,13 @@ class FsdpEngine(_registry.Owner):
     def before_step(self) -> None:
         self._notice_abandoned()
         # Whole weights that an evaluation has left behind would be old ones in the next forward.
+        self.sync_parameters()
+
+    def sync_parameters(self) -> bool:
         for unit in self.units:
             if (module := self._module(unit.number)) is not None:
                 module.reshard()
+        return True
 
     def local(self, param: torch.Tensor) -> Local:
         return _local.of_dtensor(param)

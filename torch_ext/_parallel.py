@@ -3,7 +3,7 @@
 import copyreg
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -194,6 +194,19 @@ def parallelize(
     _engines[model] = _Attached(engine, model)
     _watch_optimizers()
     return model
+
+
+def sync_parameters(chunks: torch.nn.Module | Iterable[torch.nn.Module]) -> bool:
+    """Call it on every rank after writing to the parameters of parallelized models (a load, an average, a swap).
+
+    chunks: a model, or its chunks (pipeline stages, say); every one is visited, and those that were not parallelized
+    are skipped. Under optim_grads_params whole weights that are still in memory are dropped, so that the next forward
+    gathers what the shards hold now; the other strategies have nothing that could be old. Returns whether any chunk
+    was synchronised.
+    """
+    each = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
+    attached = [_engines.get(chunk) for chunk in each]
+    return any([one is not None and one.engine.sync_parameters() for one in attached])  # a list: no short circuit
 
 
 # -- what is legal ------------------------------------------------------------------------------------------------

@@ -42,6 +42,10 @@ class Owner(abc.ABC):
     def gather(self, bucket: int) -> "Handle":
         """This rank's parts of a bucket's weights were stepped (Local.bucket): starts to bring the others' parts."""
 
+    def sync_parameters(self) -> bool:
+        """Sees to it that the next forward uses what is in the parameters; whether there was anything to see to."""
+        return False
+
     @abc.abstractmethod
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
         """Forgets the gradients of these parameters as far as they are not `.grad`."""

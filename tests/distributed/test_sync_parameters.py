@@ -1,0 +1,72 @@
+"""B2: sync_parameters visits every chunk and says whether one was synchronised."""
+
+from typing import Any
+
+import ranks
+import torch
+
+import torch_ext
+
+CASES: list[tuple[list[str | None], bool]] = [
+    (["optim_grads_params", "optim_grads_params"], True),
+    (["optim_grads", "optim_grads_params"], True),
+    (["optim_grads_params", "optim_grads"], True),
+    (["optim_grads"], False),
+    ([], False),
+    ([None, "optim_grads_params", None], True),
+    ([None], False),
+]
+
+
+def _chunk(strategy: str | None) -> Any:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    if strategy is None:
+        return model
+    return torch_ext.parallelize(model, torch_ext.load_policy(model), strategy=strategy)
+
+
+def _synced(rank: int, world: int) -> None:
+    for strategies, expected in CASES:
+        chunks = [_chunk(strategy) for strategy in strategies]
+        visited: list[int] = []
+        for i, chunk in enumerate(chunks):
+            attached = torch_ext._parallel._engines.get(chunk)
+            if attached is not None:
+                own = attached.engine.sync_parameters
+                attached.engine.sync_parameters = lambda i=i, own=own, seen=visited: (seen.append(i), own())[1]  # type: ignore[method-assign]
+        assert torch_ext.sync_parameters(chunks) is expected, strategies
+        assert visited == [i for i, s in enumerate(strategies) if s is not None], "no short circuit, nobody skipped"
+        if len(chunks) == 1:
+            assert torch_ext.sync_parameters(chunks[0]) is expected
+
+
+def _fresh(rank: int, world: int) -> None:
+    """What was written to the shards while whole weights were in memory is what the next forward uses."""
+    model = _chunk("optim_grads_params")
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+        for module in model.modules():
+            if hasattr(module, "unshard"):
+                module.unshard()
+                module.set_reshard_after_forward(False)
+        model(torch.ones(1, 4))
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            for p in module.parameters(recurse=False):
+                if hasattr(p, "to_local"):
+                    raise AssertionError("whole weights are what this test needs")
+    shards = [p for unit in [torch_ext._parallel._engines[model].engine] for p in unit.params]
+    with torch.no_grad():
+        for p in shards:
+            p.to_local().zero_()
+    assert torch_ext.sync_parameters(model)
+    with torch.no_grad():
+        assert not model(torch.ones(1, 4)).any()
+
+
+def test_b2_every_chunk_is_visited() -> None:
+    ranks.run(2, _synced)
+
+
+def test_b2_the_next_forward_uses_what_is_in_the_shards() -> None:
+    ranks.run(2, _fresh)
