@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch_ext._optimizer import Adam
 
 _MARK = "_torch_ext_clipping"
+_AGREED = "_torch_ext_agreed"
 
 
 class Part(NamedTuple):
@@ -111,6 +112,17 @@ def _summed(runs: Sequence[Tensor], parts: Sequence[Part], device: torch.device)
             torch.distributed.all_reduce(own, group=group)
         stats += own
     return stats, first_bad
+
+
+def mark_agreed(found_inf: Tensor) -> Tensor:
+    """The tensor, whose value all ranks have agreed on."""
+    setattr(found_inf, _AGREED, True)
+    return found_inf
+
+
+def is_agreed(found_inf: object) -> bool:
+    """Whether `mark_agreed` was given it."""
+    return bool(getattr(found_inf, _AGREED, False))
 
 
 def clip_grad_norm_(

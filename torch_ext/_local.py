@@ -74,6 +74,8 @@ class Locals:
         self._dtensors = [owner is None and is_dtensor(p) for p, owner in zip(params, self.owners, strict=True)]
         self.plain = not any(self._dtensors) and not any(owner is not None for owner in self.owners)
         """Whether every parameter is stepped as it is."""
+        self.sharded = any(owner is not None for owner in self.owners)
+        """Whether gradients of some are elsewhere than in `.grad`."""
         self._tensors = [self._local_tensor(i) for i, is_one in enumerate(self._dtensors) if is_one]
 
     def _local_tensor(self, i: int) -> Tensor:

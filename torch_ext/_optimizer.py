@@ -4,17 +4,20 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from torch_ext import _checkpoint, _groups, _kept, _local, _masters, _registry, _state, _tensors
-from torch_ext._clip import Clipping, measure
+from torch_ext._clip import Clipping, is_agreed, measure
 from torch_ext._groups import Params
 from torch_ext._masters import Seen
 from torch_ext._plan import Member, Plan
 from torch_ext._policy import Policy
+
+if TYPE_CHECKING:
+    from torch_ext._exchange import Handle
 
 _ON_EXTERNAL_WRITE = ("resync", "error", "ignore")
 # Our own attributes that a pickled or copied optimizer keeps; lists made from tensors are made again.
@@ -172,6 +175,8 @@ class Adam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            for owner in _registry.owners_of(self._everyone()):
+                owner.before_step()
         with torch.no_grad():
             self._step()
         return loss
@@ -179,6 +184,7 @@ class Adam(torch.optim.Optimizer):
     def _step(self) -> None:
         everyone = [p for group in self.param_groups for p in group["params"]]
         grads = self._current_locals(everyone).grads()
+        self._refuse_scaler()
         active = [g is not None for g in grads]
         present = cast(list[Tensor], grads) if all(active) else [g for g in grads if g is not None]
         if not present:
@@ -212,12 +218,15 @@ class Adam(torch.optim.Optimizer):
 
     def _run(self, plan: Plan, grads: list[Tensor], hyper: _groups.Hyper, scalars: tuple[Tensor, ...]) -> None:
         """The operator, on each chunk; weights travel while later chunks are stepped, and are there afterwards."""
-        skipped, under_way = self._skipped, []
+        skipped = self._skipped
+        under_way: list[Handle] = []
         for chunk in plan.chunks:
             arguments = (plan.states, chunk.slices, hyper.lrs, hyper.groups, chunk.meta, *scalars, skipped)
             try:
                 torch.ops.torch_ext.adamw_flat_.default(chunk.weights, chunk.of(grads), *arguments, *hyper.shared)
             except RuntimeError as refusal:
+                if under_way:  # what was stepped already must not be stepped once more
+                    raise RuntimeError(_named(str(refusal), plan)) from None
                 raise _Refused(str(refusal)) from None
             skipped = _tensors.NONE  # a step is counted once
             if chunk.gather is not None:
@@ -225,6 +234,19 @@ class Adam(torch.optim.Optimizer):
                 under_way.append(owner.gather(bucket))
         for handle in under_way:
             handle.result()
+
+    def _refuse_scaler(self) -> None:
+        """RuntimeError where somebody looked for overflow in `.grad`, which is not what is stepped."""
+        assert self._locals is not None
+        found_inf = self.__dict__.get("found_inf")
+        if found_inf is not None and self._locals.sharded and not is_agreed(found_inf):
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise RuntimeError(
+                "torch.amp.GradScaler looks for overflow in `.grad`, but under a sharded strategy each rank steps other "
+                "gradients, so that ranks would skip different steps: use policy.grad_scaler(), which agrees with "
+                "the other ranks"
+            )
 
     def _current_locals(self, everyone: list[Tensor]) -> _local.Locals:
         """Where this rank's parts of the parameters are."""
@@ -355,10 +377,10 @@ class Adam(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, shards of gradients included. A clip coefficient that no step has applied is forgotten."""
         self._clipping = None
-        super().zero_grad(set_to_none)
         everyone = self._everyone()
         for owner in _registry.owners_of(everyone):
             owner.zero_grad(everyone)
+        super().zero_grad(set_to_none)
 
     # -- masters ------------------------------------------------------------------------------------------------------
 

@@ -103,12 +103,14 @@ def _chunks(plan: "Plan", owners: "Sequence[Owner | None]") -> list[Chunk]:
     """One for each bucket that is gathered after its step, so that gathers overlap with the steps of later ones."""
     rows: dict[tuple[int, int | None], list[int]] = {}
     for i, (member, owner) in enumerate(zip(plan.members, owners, strict=True)):
-        rows.setdefault((id(owner), member.local.bucket), []).append(i)
+        bucket = member.local.bucket
+        rows.setdefault((0 if bucket is None else id(owner), bucket), []).append(i)
     if all(bucket is None for _, bucket in rows):
         return [Chunk(None, plan.weights, plan.slices, plan.meta, None)]
     chunks = []
-    # Buckets in ascending order, as on every other rank; what nobody gathers comes last.
-    for (_, bucket), chosen in sorted(rows.items(), key=lambda item: (item[0][1] is None, item[1][0])):
+    # Buckets in the order of the parameters, as on every other rank. What nobody gathers comes first: it may be refused
+    # and stepped again when it has been laid out anew, which is too late once a bucket is on its way.
+    for (_, bucket), chosen in sorted(rows.items(), key=lambda item: (item[0][1] is not None, item[1][0])):
         owner = owners[chosen[0]]
         gather = None if owner is None or bucket is None else (owner, bucket)
         weights = [plan.weights[i] for i in chosen]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_ext import _library, _tensors
-from torch_ext._clip import measure
+from torch_ext._clip import mark_agreed, measure
 from torch_ext._policy import Policy
 
 
@@ -230,7 +230,7 @@ class GradScaler(torch.amp.GradScaler):
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized():
             distributed.all_reduce(found_inf, op=distributed.ReduceOp.MAX, group=self._process_group)
-        return found_inf
+        return mark_agreed(found_inf)
 
 
 def _grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
