@@ -137,7 +137,8 @@ def clip_grad_norm_(
     Given an optimizer of ours, it only reads: the next step multiplies by the coefficient, max_norm / (norm + 1e-6)
     where that is below 1, and skips itself where the norm is not finite. The coefficient is forgotten at zero_grad.
     Given parameters (or one tensor), gradients are multiplied in place, as torch.nn.utils.clip_grad_norm_ does; a norm
-    that is not finite turns all of them into NaN, so that no step can go unnoticed.
+    that is not finite turns all of them into NaN, so that no step can go unnoticed. Where gradients are sharded, both
+    are collective.
 
     max_norm: > 0; math.inf only measures. norm_type: 2. error_if_nonfinite: RuntimeError instead, gradients untouched.
     foreach: accepted and without effect: it always is one operator.
@@ -152,8 +153,7 @@ def clip_grad_norm_(
     if isinstance(optimizer_or_params, torch.optim.Optimizer):
         return _clip_at_step(optimizer_or_params, max_norm, error_if_nonfinite)
     params = [optimizer_or_params] if isinstance(optimizer_or_params, Tensor) else list(optimizer_or_params)
-    grads = [p.grad for p in params if p.grad is not None]
-    clipping = measure(grads, max_norm, _tensors.NONE)
+    clipping, grads = _measured(params, max_norm)
     _raise_if(error_if_nonfinite, clipping)
     if grads and max_norm != math.inf:
         bad = clipping.found_inf != 0
@@ -161,6 +161,23 @@ def clip_grad_norm_(
         with torch.no_grad():
             torch._foreach_mul_(grads, coefficient)
     return clipping.norm
+
+
+def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list[Tensor]]:
+    """The norm of these parameters' gradients, and what to multiply: `.grad`, or the shard that an owner has."""
+    from torch_ext import _local, _registry
+
+    for owner in _registry.owners_of(params):
+        owner.before_step()
+    found = _local.Locals(params, list(map(_registry.owner_of, params)), _registry.generation)
+    grads = found.grads()
+    present = [grad is not None for grad in grads]
+    parts = None if found.plain else found.parts(present)
+    clipping = measure([grad for grad in grads if grad is not None], max_norm, _tensors.NONE, parts)
+    owned = zip(params, found.owners, grads, strict=True)
+    return clipping, [
+        grad if owner is not None else _local.tensor_of(p.grad) for p, owner, grad in owned if grad is not None
+    ]
 
 
 def _clip_at_step(optimizer: torch.optim.Optimizer, max_norm: float, error_if_nonfinite: bool) -> Tensor:
