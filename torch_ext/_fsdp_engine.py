@@ -90,6 +90,8 @@ class FsdpEngine(_registry.Owner):
         self._gathering: set[int] = set()  # units whose weights FSDP2 has not asked for yet
         self._order: list[int] | None = None  # of units in the first forward, where they are to be prefetched
         self._modules: list[weakref.ref[torch.nn.Module]] = []
+        self._roots: list[int] = []  # units that are inside no other
+        self._cleanings: list[_Cleaning] = []
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(_on_grad, weakref.ref(self), i))
             for i, p in enumerate(self.params)
@@ -118,7 +120,7 @@ class FsdpEngine(_registry.Owner):
         return not all(map(self._visible, range(len(self.params))))
 
     def before_step(self) -> None:
-        self._notice_abandoned()
+        self._recover()
         # Whole weights that an evaluation has left behind would be old ones in the next forward.
         self.sync_parameters()
 
@@ -141,11 +143,17 @@ class FsdpEngine(_registry.Owner):
         raise NotImplementedError("FSDP2 gathers weights itself")
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
+        recovered = self._recover()
         for param in params:
             i = self._position.get(id(param))
             if i is not None:
-                self._shards.pop(i, None)
-                self._grads.pop(i, None)
+                self._forget(i)
+                if recovered:
+                    param.grad = None
+
+    def _forget(self, i: int) -> None:
+        self._shards.pop(i, None)
+        self._grads.pop(i, None)
 
     def _visible(self, i: int) -> bool:
         """Whether the gradient shard can be `.grad`, which has the parameter's dtype."""
@@ -161,7 +169,13 @@ class FsdpEngine(_registry.Owner):
         runs."""
         self._modules = [weakref.ref(cast(torch.nn.Module, module)) for module in modules]
         self._order = [] if prefetch else None
-        self._hooks.append(model.register_forward_hook(partial(_on_forward, weakref.ref(self))))
+        self._cleanings = [_Cleaning() for _ in modules]
+        for cleaning, module in zip(self._cleanings, modules, strict=True):
+            self._hooks.append(cast(torch.nn.Module, module).register_forward_pre_hook(cleaning))
+        names = [unit.name for unit in self.units]
+        self._roots = [i for i, name in enumerate(names) if not any(_is_inside(name, other) for other in names)]
+        self._hooks.append(model.register_forward_pre_hook(partial(_before_forward, weakref.ref(self)), prepend=True))
+        self._hooks.append(model.register_forward_hook(partial(_after_forward, weakref.ref(self))))
 
     def _module(self, unit: int) -> Any:
         """An FSDPModule; None where it is gone."""
@@ -182,6 +196,10 @@ class FsdpEngine(_registry.Owner):
     def gathered(self, unit: UnitPlan) -> None:
         """FSDP2 takes the unit's weights."""
         self._gathering.discard(unit.number)
+
+    def forward_begins(self) -> None:
+        """Of the model."""
+        self._recover()
 
     def forward_ended(self) -> None:
         """Weights that were gathered for a unit which did not run after all would be old ones in the next forward."""
@@ -326,7 +344,7 @@ class FsdpEngine(_registry.Owner):
         return wire
 
     def _enter_backward(self) -> None:
-        self._notice_abandoned()
+        self._recover()
         if self._end is not None:
             return
         if self._failure is not None:
@@ -345,7 +363,7 @@ class FsdpEngine(_registry.Owner):
         """FSDP2 would add to what is in `.grad`, before there is anything to add."""
         grad, param.grad = param.grad, None
         if grad is None:
-            self.zero_grad([param])
+            self._forget(i)
         elif grad is not self._grads.get(i):  # somebody else's
             local = tensor_of(grad)
             if self._visible(i):
@@ -355,16 +373,29 @@ class FsdpEngine(_registry.Owner):
             else:
                 self._shards[i] = local.to(self._unit(i).main_grads_dtype)
 
-    def _notice_abandoned(self) -> None:
-        """The last backward raised. What it sent is waited for, as the other ranks sent it too, and worth nothing."""
+    def _recover(self) -> bool:
+        """Where the last backward raised, which is the answer. What it sent is waited for, as the other ranks sent it too, and is worth
+        nothing; gradient shards are what they were before it."""
         if self._end is None or self._end() is not None:
-            return
+            return False
         reductions = self._close()
         self._cycle += 1
         self._show()
         for reduction in reductions:
             if reduction.handle is not None:
                 self._guarded(reduction.handle.result)
+        for cleaning in self._cleanings:
+            cleaning.wanted = True
+        for unit in self._roots:
+            root = self._module(unit)
+            if not hasattr(root, "reset_iter_state"):
+                self._failure = (
+                    "a backward raised, after which FSDP2 of this torch cannot go on (torch >= 2.13 can): make the "
+                    "model anew"
+                )
+                raise RuntimeError(self._failure)
+            root.reset_iter_state()
+        return True
 
     # -- at its end ---------------------------------------------------------------------------------------------------
 
@@ -527,7 +558,33 @@ def _on_grad(engine: "weakref.ref[FsdpEngine]", i: int, _param: torch.Tensor) ->
         alive.gradient_came(i)
 
 
-def _on_forward(engine: "weakref.ref[FsdpEngine]", _module: Any, _inputs: Any, _outputs: Any) -> None:
+def _before_forward(engine: "weakref.ref[FsdpEngine]", _module: Any, _inputs: Any) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.forward_begins()
+
+
+def _after_forward(engine: "weakref.ref[FsdpEngine]", _module: Any, _inputs: Any, _outputs: Any) -> None:
     alive = engine()
     if alive is not None:
         alive.forward_ended()
+
+
+class _Cleaning:
+    """A hook of a unit's module, behind FSDP2's, which puts whole parameters into it. After a backward that raised,
+    those have gradients that FSDP2 did not reduce any more, and would add to the next ones."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    def __call__(self, module: torch.nn.Module, _inputs: Any) -> None:
+        if self.wanted:
+            self.wanted = False
+            for param in module.parameters():
+                if not _local.is_dtensor(param):
+                    param.grad = None
+
+
+def _is_inside(name: str, other: str) -> bool:
+    """Of modules: whether the name is that of one inside the other."""
+    return name != other and (other == "" or name.startswith(other + "."))

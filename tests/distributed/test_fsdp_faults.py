@@ -1,0 +1,316 @@
+"""optim_grads_params: what goes wrong on one rank is a message on every rank, and training goes on where it can."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from gradients import BF16, FP16, FP32, bits, noise, policy
+from ranks import Died, Raised
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from units import SHAPES, Blocks, accumulated, grad_shards, mean_of_ranks, shard_of
+
+import torch_ext
+
+FULLY = "optim_grads_params"
+RECOVERS = hasattr(FSDPModule, "reset_iter_state")
+UNUSED_COUNT_AS_ZERO = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+def _parallel(dtype: torch.dtype = FP32, main: Any = FP32, **options: Any) -> Any:
+    return torch_ext.parallelize(Blocks(dtype), policy(dtype, main), strategy=FULLY, **options)
+
+
+def _grads(rank: int, seed: int = 1, without: int | None = None) -> list[Any]:
+    grads: list[Any] = noise(seed, rank, SHAPES)
+    if without is not None:
+        grads[without] = None
+    return grads
+
+
+def _error(call: Callable[[], object]) -> str:
+    with pytest.raises((RuntimeError, ValueError, TypeError)) as raised:
+        call()
+    return str(raised.value)
+
+
+def _check(model: torch.nn.Module, seeds: list[int], world: int, main: torch.dtype = FP32) -> None:
+    means = [mean_of_ranks(seed, range(world), (FP32, main, main)) for seed in seeds]
+    for param, grad, whole in zip(model.parameters(), grad_shards(model), accumulated(means, main), strict=True):
+        assert grad is not None and bits([grad]) == bits([shard_of(param, whole)])  # type: ignore[arg-type]
+
+
+# -- not a number (E7) --------------------------------------------------------------------------------------------
+
+
+def _nan(rank: int, world: int, dtype: torch.dtype) -> str:
+    checked = policy(dtype, FP32, check_for_nan_in_grad=True)
+    model = torch_ext.parallelize(Blocks(dtype), checked, strategy=FULLY)
+    grads = _grads(rank)
+    if rank == world - 1:
+        grads[7][100] = float("nan")  # of the last block's third parameter, which leaves first
+        grads[1][4, 2] = float("-inf")
+    message = _error(lambda: model(grads).backward())
+    model.zero_grad()
+    model(_grads(rank, 2)).backward()
+    if dtype == FP32:
+        _check(model, [2], world)
+    return message
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16-main-fp32"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_e7_a_gradient_that_is_not_finite_stops_every_rank(world: int, dtype: torch.dtype) -> None:
+    messages = ranks.run(world, _nan, dtype)
+    assert len(set(messages)) == 1
+    assert "NaN or Inf before communication" in messages[0]
+    assert f"'blocks.2.p2' on rank {world - 1}" in messages[0] or f"'blocks.0.p0' on rank {world - 1}" in messages[0]
+
+
+# -- parameters that are not used (F5) ------------------------------------------------------------------------------
+
+
+def _unused(rank: int, world: int, who: tuple[int, ...], find: bool) -> Any:
+    model = _parallel(find_unused_parameters=find)
+    started = time.monotonic()
+    try:
+        for seed in (1, 2):
+            model(_grads(rank, seed, 6 if rank in who else None)).backward()
+    except RuntimeError as error:
+        assert time.monotonic() - started < 10, "long before the timeout"
+        return str(error)
+    return [bits([grad]) if grad is not None else None for grad in grad_shards(model)]
+
+
+@pytest.mark.parametrize("who", [(1,), (0, 1)], ids=["on one rank", "on all ranks"])
+def test_f5_a_parameter_without_a_gradient_is_named(who: tuple[int, ...]) -> None:
+    first, second = ranks.run(2, _unused, who, False)
+    assert first == second
+    assert ("unit 'blocks.2'" in first) if len(who) == 1 else first.startswith("no gradient came for 'blocks.2.p1'.")
+    assert "find_unused_parameters=True" in first
+
+
+@pytest.mark.parametrize("who", [(1,), (0, 1)], ids=["on one rank", "on all ranks"])
+def test_unused_parameters_count_as_zero(who: tuple[int, ...]) -> None:
+    answers = ranks.run(2, _unused, who, True)
+    if len(who) == 1 and not UNUSED_COUNT_AS_ZERO:
+        assert "torch >= 2.13" in answers[0]
+        return
+    for rank, answer in enumerate(answers):
+        assert isinstance(answer, list), answer
+        sums = sum(0.5 * noise(seed, r, SHAPES)[6] for seed in (1, 2) for r in range(2) if r not in who)
+        if isinstance(sums, int):
+            assert answer[6] is None or not any(answer[6][0]), "zeros at most"
+        else:
+            assert answer[6] == bits([sums[5 * rank : 5 * rank + 5]])
+
+
+def _skips_a_unit(rank: int, world: int) -> str:
+    model = _parallel()
+    grads = _grads(rank)
+    if rank == 0:
+        grads[4] = None  # all that the second block has
+    return _error(lambda: model(grads).backward())
+
+
+def test_f5_a_rank_that_skips_a_unit() -> None:
+    first, second = ranks.run(2, _skips_a_unit)
+    assert first == second and "unit 'blocks.1' (rank 0 0 elements in 0 reductions, rank 1 16 elements in 1" in first
+
+
+# -- ranks that are lost --------------------------------------------------------------------------------------------
+
+
+def _dies(rank: int, world: int) -> None:
+    model = _parallel()
+    model(_grads(rank)).backward()
+    if rank == 1:
+        model.blocks[0].register_full_backward_hook(lambda *_: os._exit(7))
+    for _ in range(2):
+        model(_grads(rank)).backward()
+
+
+def test_a_rank_that_dies_in_backward_is_a_message_on_the_others() -> None:
+    answers = ranks.outcomes(3, _dies)
+    assert answers[1] == Died(7)
+    for answer in (answers[0], answers[2]):
+        assert isinstance(answer, Raised) and answer.kind == "RuntimeError"
+        assert "rank 1" in answer.message
+        assert "did not come" in answer.message or "cannot be reached" in answer.message
+        assert any(what in answer.message for what in ("weights of unit", "gradients of cycle", "end of gradient"))
+
+
+def _lags(rank: int, world: int) -> str:
+    model = _parallel()
+    model(_grads(rank)).backward()
+    if rank == 1:
+        time.sleep(6.0)
+    message = _error(lambda: model(_grads(rank)).backward())
+    return message
+
+
+def test_a_rank_that_lags_beyond_the_timeout_is_named() -> None:
+    first, _, third = ranks.run(3, _lags, timeout=2.0)
+    for message in (first, third):
+        assert "weights of unit '': rank 1 did not come" in message and "Timed out" in message
+
+
+# -- exceptions in user code ----------------------------------------------------------------------------------------
+
+
+def _goes_on(rank: int, world: int, then: str, main: torch.dtype) -> str:
+    model = _parallel(FP32, main)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.0)
+    model(_grads(rank, 1)).backward()
+
+    def fail(*_: Any) -> None:
+        raise KeyError
+
+    handle = model.blocks[0].register_full_backward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        model(_grads(rank, 2)).backward()
+    handle.remove()
+    if not RECOVERS:
+        return _error(optimizer.zero_grad)
+    if then == "step":
+        optimizer.step()  # with the first micro-batch: the one that failed is lost
+        _check(model, [1], world, main)
+    if then != "next":
+        optimizer.zero_grad() if then == "step" else model.zero_grad()
+        model(_grads(rank, 3)).backward()
+        _check(model, [3], world, main)
+    else:
+        model(_grads(rank, 3)).backward()
+        _check(model, [1, 3], world, main)
+    return ""
+
+
+@pytest.mark.parametrize("main", [FP32, BF16], ids=["in .grad", "kept by the engine"])
+@pytest.mark.parametrize("then", ["step", "zero_grad", "next"])
+def test_training_goes_on_after_an_exception(then: str, main: torch.dtype) -> None:
+    for answer in ranks.run(2, _goes_on, then, main):
+        assert answer == "" if RECOVERS else "torch >= 2.13" in answer
+
+
+# -- changes that would lose gradients ------------------------------------------------------------------------------
+
+
+def _changes(rank: int, world: int, what: str) -> str:
+    model = Blocks()
+    model.blocks[1].p0.requires_grad_(what != "thaw")
+    torch_ext.parallelize(model, policy(), strategy=FULLY)
+    model(_grads(rank)).backward()
+    model.zero_grad()
+    if what == "thaw":
+        model.blocks[1].p0.requires_grad_(True)
+    elif what == "assign":
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    elif what == "hook":
+        model.blocks[0].set_all_reduce_hook(lambda output: None)
+    elif what == "factor":
+        model.blocks[0].set_gradient_divide_factor(4.0)
+        model.blocks[0].set_force_sum_reduction_for_comms(True)
+    return _error(lambda: model(_grads(rank)).backward())
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("thaw", "'blocks.1.p0' was thawed"),
+        ("assign", "'own' is another tensor now"),
+        ("hook", "set_all_reduce_hook"),
+        ("factor", "gradient_divide_factor"),
+    ],
+)
+def test_a_change_that_would_lose_gradients_is_named(what: str, message: str) -> None:
+    for answer in ranks.run(2, _changes, what):
+        assert message in answer
+
+
+# -- what is not legal ----------------------------------------------------------------------------------------------
+
+
+def _replicas_in_bf16(rank: int, world: int) -> Any:
+    model = Blocks(BF16)
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh)
+    torch_ext.parallelize(model, policy(BF16), strategy=FULLY)
+    model(_grads(rank)).backward()
+
+
+def _scaled_in_fp16(rank: int, world: int) -> Any:
+    model = Blocks(FP16)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    torch_ext.parallelize(model, policy(FP16), strategy=FULLY)
+    model(_grads(rank)).backward()
+
+
+def _half_sharded(rank: int, world: int) -> Any:
+    model = Blocks()
+    fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (world,)))
+    torch_ext.parallelize(model, policy(), strategy=FULLY)
+
+
+def _sharded_elsewhere(rank: int, world: int) -> Any:
+    model = Blocks()
+    groups = [torch.distributed.new_group([2 * i, 2 * i + 1]) for i in range(2)]
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    torch_ext.parallelize(model, policy(), strategy=FULLY, process_group=groups[rank // 2])
+
+
+def _two_dtypes_in_a_module(rank: int, world: int) -> Any:
+    model = Blocks(BF16)
+    model.blocks[0].p1 = torch.nn.Parameter(torch.zeros(4))
+    torch_ext.parallelize(model, policy(BF16), strategy=FULLY)
+
+
+def _sharded_already(rank: int, world: int) -> Any:
+    torch_ext.parallelize(_parallel(), policy(), strategy="no_shard")
+
+
+def _has_state(rank: int, world: int) -> Any:
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(_grads(rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch_ext.parallelize(model, policy(), strategy=FULLY)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (_replicas_in_bf16, ["unit ''", "2 replicas in torch.bfloat16", "reduce_dtype=torch.float32"]),
+        (_scaled_in_fp16, ["unit ''", "in torch.float16", "reduce_dtype=torch.float32"]),
+        (_half_sharded, ["'own' is not sharded", "fully_shard"]),
+        (_sharded_elsewhere, ["'own' is sharded over ranks [0, 1, 2, 3]", "process_group"]),
+        (_two_dtypes_in_a_module, ["Block", "torch.bfloat16 and torch.float32"]),
+        (_sharded_already, ["'own' is a", "no_shard takes plain parameters"]),
+        (_has_state, ["an optimizer (AdamW) has state for parameter 'own'"]),
+    ],
+)
+def test_what_is_not_legal_says_so_on_every_rank(body: Any, words: list[str]) -> None:
+    for answer in ranks.outcomes(4, body):
+        assert isinstance(answer, Raised), answer
+        for word in words:
+            assert word in answer.message
+
+
+def _unlike(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    model = Blocks()
+    for block in model.blocks[rank:]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    torch_ext.parallelize(model, policy(), strategy=FULLY)
+
+
+def test_ranks_with_other_units() -> None:
+    for answer in ranks.outcomes(2, _unlike):
+        assert isinstance(answer, Raised) and "rank 1 differs" in answer.message
+        assert "rank 0 has \"unit 'blocks.0'" in answer.message
