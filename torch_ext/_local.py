@@ -76,6 +76,8 @@ class Locals:
         """Whether every parameter is stepped as it is."""
         self.sharded = any(owner is not None for owner in self.owners)
         """Whether gradients of some are elsewhere than in `.grad`."""
+        self.cut = any(o is not None and not is_dtensor(p) for p, o in zip(params, self.owners, strict=True))
+        """Whether some are stepped in flat parts, which have no name of their own outside of this process."""
         self._tensors = [self._local_tensor(i) for i, is_one in enumerate(self._dtensors) if is_one]
 
     def _local_tensor(self, i: int) -> Tensor:

@@ -408,8 +408,31 @@ class Adam(torch.optim.Optimizer):
         """torch's format: step, exp_avg, exp_avg_sq by parameter, and master_param (fp32) where there is a master.
 
         Logical tensors: 8-bit and 16-bit scaled moments are decoded, masters reconstructed; what is logical at rest is
-        handed out as it is. State that does not exist yet is made, zero, which moves no weight and no counter.
+        handed out as it is. State that does not exist yet is made, zero, which moves no weight and no counter. Of
+        DTensors state is DTensors. Never collective: where parameters are cut over the ranks (strategies optim and
+        optim_grads) this is a RuntimeError that names `consolidate_state_dict`.
         """
+        everyone = self._everyone()
+        if self._current_locals(everyone).cut:
+            raise RuntimeError(
+                "state_dict() of an optimizer whose states are cut over the ranks: what this rank has is no checkpoint. "
+                "Call consolidate_state_dict(to=0) on every rank, and save what rank 0 gets; load_state_dict takes it "
+                "on every rank, under any strategy and number of ranks"
+            )
+        return self._logical_state_dict()
+
+    @torch.compiler.disable
+    def consolidate_state_dict(self, to: int | None = 0) -> dict[str, Any] | None:
+        """`state_dict()` of whole tensors, put together from all ranks' parts, with the bits of an optimizer that is
+        not sharded. Collective: every rank of the parameters' process groups calls it.
+
+        to: the global rank that gets it, the others get None; None: every rank gets it. One parameter at a time, so a
+        rank that gets nothing needs memory for one more parameter only.
+        """
+        return _checkpoint.consolidated(self, self._logical_state_dict(), to)
+
+    def _logical_state_dict(self) -> dict[str, Any]:
+        """Of this rank's parts."""
         with torch.no_grad():
             everyone = self._everyone()
             known = dict(self._seen)
