@@ -408,7 +408,7 @@ typedef struct tx_memory_args {
   int64_t frozen_bytes;        /* of parameters that are not trained */
   int64_t in_flight;           /* buckets that are exchanged at a time, at most; >= 1 */
   int32_t strategy;            /* tx_strategy */
-  int32_t reserved;
+  int32_t gather_dtype;        /* of the policy: grad_gather_dtype */
 } tx_memory_args;
 #define TX_MEMORY_ARGS_INIT \
   { .size = sizeof(tx_memory_args), .in_flight = 1 }
@@ -431,15 +431,15 @@ typedef struct tx_memory {
  * included, and a rank's share of it is S = T / world:
  *
  *                       params      grads    masters, moments    transient
- *   no_shard            their own   T        their own           per bucket: received, packed
+ *   no_shard            their own   T        their own           per bucket: received, packed, gathered
  *   optim               T           T        S                   per bucket: received, packed
  *   optim_grads         T           S        S                   per bucket: received, packed; a bucket of gradients
  *   optim_grads_params  S           S        S                   two units of parameters and gradients: a lower bound
  *
  * received: memory for a bucket from the wire; packed: a bucket to be sent, where it is not sent from the gradients'
- * own buffer (optim_grads: always; else where wire_dtype is not grad_dtype). They count for the in_flight largest
- * buckets. The bucket of gradients is the one that backward is filling, in param_dtype. frozen_bytes are whole but for
- * optim_grads_params, which shards them. */
+ * own buffer (optim_grads: always; else where wire_dtype is not grad_dtype); gathered: the sums of all ranks, where
+ * their dtype is neither of the two. They count for the in_flight largest buckets. The bucket of gradients is the one
+ * that backward is filling, in param_dtype. frozen_bytes are whole but for optim_grads_params, which shards them. */
 TX_API tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error);
 
 /* -- tracker (which bucket is complete) ------------------------------------------------------------------------- */

@@ -1,4 +1,5 @@
-"""python -m torch_ext: info, what was found here; plan, bytes per rank; bench, the step or the exchange and its peers."""
+"""python -m torch_ext: info, what was found on this machine; plan, the bytes of a model per rank; bench, the step or the
+exchange against their peers."""
 
 import argparse
 import sys

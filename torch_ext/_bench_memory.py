@@ -50,17 +50,22 @@ def measure_here(name: str, shapes: Shapes, seed: int) -> Memory:
     """In this process; memory that is freed while it is measured makes the peak too small."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what earlier runs left in the heap counts neither before nor after
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak is from now on
-    before = _status("VmRSS")
+    reset_peak()
+    before = status("VmRSS")
     training = _bench_configurations.ours(CONFIGURATIONS[name], shapes, seed)
     for _ in range(3):
         training.step()
     params = _bench_tensors.numel(shapes)
-    return Memory(_bench_configurations.resident(training, params), (_status("VmHWM") - before) / params)
+    return Memory(_bench_configurations.resident(training, params), (status("VmHWM") - before) / params)
 
 
-def _status(key: str) -> int:
+def reset_peak() -> None:
+    """VmHWM is the most that is resident from now on."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def status(key: str) -> int:
     """A line of /proc/self/status, in bytes."""
     with open("/proc/self/status") as file:
         (line,) = (line for line in file if line.startswith(key + ":"))

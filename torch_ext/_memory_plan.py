@@ -1,7 +1,8 @@
 """Bytes per rank before anything is allocated. The arithmetic is C (tx_memory_plan); here it meets models."""
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class _MemoryArgs(_library.Struct):
         ("frozen_bytes", ctypes.c_int64),
         ("in_flight", ctypes.c_int64),
         ("strategy", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("gather_dtype", ctypes.c_int32),
     ]
 
 
@@ -110,6 +111,7 @@ def plan_memory(
         units=(_MemoryUnit * max(1, len(units)))(*(_MemoryUnit(u.numel, _dtypes.code_of(u.dtype)) for u in units)),
         frozen_bytes=frozen_bytes,
         in_flight=IN_FLIGHT,
+        gather_dtype=0 if policy.grad_gather_dtype is None else _dtypes.code_of(policy.grad_gather_dtype),
     )
     plan = _library.function("tx_memory_plan", ctypes.POINTER(_MemoryArgs), ctypes.POINTER(_Memory))
     plans = []
@@ -141,22 +143,20 @@ def frozen_bytes(model: nn.Module) -> int:
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """The usual units of full sharding: each module of an outermost list, and what is in none of them."""
+    """The units that `parallelize` gives to full sharding, frozen parameters included, inner ones first.
+
+    ValueError where full sharding refuses the model.
+    """
+    from torch_ext import _fsdp_units  # brings torch's FSDP along
+
+    names = {id(module): name for name, module in model.named_modules()}
     seen: set[int] = set()
     units: list[Unit] = []
-    for name, module in [*_repeated("", model), ("", model)]:
-        elements: dict[torch.dtype, int] = {}
+    for module, _ in _fsdp_units.units_of(model):
+        elements: Counter[torch.dtype] = Counter()
         for p in module.parameters():
             if id(p) not in seen:
                 seen.add(id(p))
-                elements[p.dtype] = elements.get(p.dtype, 0) + p.numel()
-        units += (Unit(name or type(model).__name__, numel, dtype) for dtype, numel in elements.items())
+                elements[p.dtype] += p.numel()
+        units += (Unit(names[id(module)], numel, dtype) for dtype, numel in elements.items())
     return units
-
-
-def _repeated(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            yield prefix + name, child
-        else:
-            yield from _repeated(f"{prefix}{name}.", child)

@@ -16,6 +16,7 @@ from torch_ext._layout import BucketPlan, plan_buckets
 from torch_ext._memory_plan import MemoryPlan, Unit
 from torch_ext._policy import Policy, load_policy
 
+_FULL = "optim_grads_params"
 _TENSORS = 256  # that a bare number of parameters is thought to be in
 
 
@@ -24,6 +25,7 @@ class _Asked(NamedTuple):
 
     params: list[tuple[str, Any]]  # as plan_buckets takes them
     units: list[Unit] | None
+    refusal: str | None  # why the model has no units: full sharding refuses it
     frozen_bytes: int
     of_dtype: Any  # as load_policy takes it
     what: str
@@ -112,11 +114,11 @@ def _asked(options: argparse.Namespace) -> _Asked:
     if options.params:
         tensors = min(_TENSORS, options.params)
         numels = [options.params // tensors + (i < options.params % tensors) for i in range(tensors)]
-        return _Asked([(str(i), n) for i, n in enumerate(numels)], None, 0, dtype, f"{tensors} equal tensors")
+        return _Asked([(str(i), n) for i, n in enumerate(numels)], None, None, 0, dtype, f"{tensors} equal tensors")
     params = list(_lines(options.numels))
     if not params:
         raise ValueError(f"{options.numels} has no line with a number of elements")
-    return _Asked(params, None, 0, dtype, f"{len(params)} tensors of {options.numels}")
+    return _Asked(params, None, None, 0, dtype, f"{len(params)} tensors of {options.numels}")
 
 
 def _lines(file: str) -> Iterator[tuple[str, int]]:
@@ -156,9 +158,13 @@ def _of_model(text: str, dtype: str | None) -> _Asked:
     params = _memory_plan.trainable(model)
     if not params:
         raise ValueError(f"--model {text}: {type(model).__name__} has no trainable parameter")
-    return _Asked(
-        params, _memory_plan.units_of(model), _memory_plan.frozen_bytes(model), model, f"{type(model).__name__}"
-    )
+    units: list[Unit] | None = None
+    refusal: str | None = None
+    try:
+        units = _memory_plan.units_of(model)
+    except ValueError as error:
+        refusal = str(error)
+    return _Asked(params, units, refusal, _memory_plan.frozen_bytes(model), model, type(model).__name__)
 
 
 # -- the table ----------------------------------------------------------------------------------------------------
@@ -171,13 +177,13 @@ def _text(options: argparse.Namespace) -> str:
     asked = _asked(options)
     policy = _policy_of(options, asked.of_dtype)
     layout = plan_buckets(asked.params, policy, options.world_size)
+    chosen = list(options.strategy or _memory_plan.strategies())
+    if asked.refusal is not None and _FULL in chosen:
+        if chosen == [_FULL]:
+            raise ValueError(f"{_FULL}: {asked.refusal}")
+        chosen.remove(_FULL)
     plans = _memory_plan.plan_memory(
-        asked.params,
-        policy,
-        options.world_size,
-        options.strategy,
-        units=asked.units,
-        frozen_bytes=asked.frozen_bytes,
+        asked.params, policy, options.world_size, chosen, units=asked.units, frozen_bytes=asked.frozen_bytes
     )
     return "\n".join([*_facts(asked, policy, layout), "", *_table(plans), "", *_notes(asked, plans)])
 
@@ -215,8 +221,10 @@ def _table(plans: Sequence[MemoryPlan]) -> list[str]:
 
 def _notes(asked: _Asked, plans: Sequence[MemoryPlan]) -> Iterator[str]:
     yield "Of one rank. Not in it: activations, buffers of modules, what allocators and transports keep for themselves."
-    if any(plan.strategy != "optim_grads_params" for plan in plans):
+    if any(plan.strategy != _FULL for plan in plans):
         yield f"transient: at most {IN_FLIGHT} buckets on their way at a time."
-    if any(plan.strategy == "optim_grads_params" for plan in plans):
+    if asked.refusal is not None:
+        yield f"{_FULL} is not for this model: {asked.refusal}"
+    elif any(plan.strategy == _FULL for plan in plans):
         units = "parameters" if asked.units is None else "units"
-        yield f"transient of optim_grads_params, a lower bound: the two largest {units}, gathered, and their gradients."
+        yield f"transient of {_FULL}, a lower bound: the two largest {units}, gathered, and their gradients."

@@ -85,6 +85,10 @@ static tx_status check_args(const tx_memory_args *args, const tx_memory *memory,
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "memory: strategy %" PRId32 " is not legal; legal: 0 ... 3 (%s)",
                    args->strategy, tx_policy_field_at(TX_POLICY_data_parallel_sharding_strategy)->legal);
   }
+  if (!tx_dtype_is_known(args->gather_dtype)) {
+    return tx_fail(error, TX_ERROR_UNKNOWN_DTYPE, "memory: gather_dtype has an unknown dtype code: %" PRId32,
+                   args->gather_dtype);
+  }
   if (args->in_flight < 1 || args->frozen_bytes < 0) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
                    "memory: in_flight %" PRId64 ", frozen_bytes %" PRId64 "; legal: >= 1, >= 0", args->in_flight,
@@ -168,10 +172,18 @@ static tx_status add_buffer(const tx_memory_args *args, int64_t buffer, tx_memor
 
 /* -- what comes and goes ---------------------------------------------------------------------------------------- */
 
+/* What no_shard gathers sums in (csrc/policy.def, grad_gather_dtype). */
+static int32_t gather_dtype(const tx_memory_args *args, int32_t wire) {
+  return args->gather_dtype != TX_NONE ? args->gather_dtype : wire == TX_U8 ? TX_BF16 : wire;
+}
+
 /* What a bucket takes while it travels. like: a parameter of its buffer. */
 static int64_t travelling(const tx_memory_args *args, const tx_layout_param *like, const tx_layout_bucket *bucket) {
-  const int packed = args->strategy == TX_OPTIM_GRADS || like->wire_dtype != like->grad_dtype;
-  return add(0, bucket->size / TX_BLOCK, (1 + packed) * tx_wire_block_bytes((tx_dtype)like->wire_dtype));
+  const int32_t wire = like->wire_dtype, gather = gather_dtype(args, wire);
+  const int packed = args->strategy == TX_OPTIM_GRADS || wire != like->grad_dtype;
+  const int gathered = args->strategy == TX_NO_SHARD && gather != wire && gather != like->grad_dtype;
+  return add(0, bucket->size / TX_BLOCK,
+             (1 + packed) * tx_wire_block_bytes((tx_dtype)wire) + gathered * tx_wire_block_bytes((tx_dtype)gather));
 }
 
 /* The sum over the in_flight buckets that take most, found one after the other; and in *filling the most that the

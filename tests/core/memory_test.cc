@@ -37,6 +37,7 @@ struct Case {
   std::vector<tx_memory_unit> units = {};
   int64_t frozen_bytes = 0;
   int64_t in_flight = 4;
+  tx_dtype gather = TX_NONE;
 };
 
 void PrintTo(const Case &c, std::ostream *out) {
@@ -69,6 +70,7 @@ struct Question {
     args.frozen_bytes = c.frozen_bytes;
     args.in_flight = c.in_flight;
     args.strategy = c.strategy;
+    args.gather_dtype = c.gather;
   }
   Question(const Question &) = delete;
   Question &operator=(const Question &) = delete;
@@ -109,6 +111,9 @@ const std::vector<tx_layout_param> kWide = {Param(1000, TX_BF16, TX_F32, TX_BF16
                                             Param(38400, TX_BF16, TX_F32, TX_BF16)};
 const std::vector<tx_layout_param> kCoded = {Param(1000, TX_BF16, TX_BF16, TX_U8),
                                              Param(38400, TX_BF16, TX_BF16, TX_U8)};
+
+const std::vector<tx_layout_param> kCodedWide = {Param(1000, TX_BF16, TX_F32, TX_U8),
+                                                 Param(38400, TX_BF16, TX_F32, TX_U8)};
 
 // params, grads, masters, moments, scales, steps, transient
 const Case kCases[] = {
@@ -165,6 +170,61 @@ const Case kCases[] = {
      1000,
      TX_OPTIM_GRADS,
      {39424 * 2, 9856 * 2, 9856 * 4, 9856 * 4, 0, 8, 2 * (39424 + 308) + 38400 * 2}},
+    {"sums_of_8_bits_are_gathered_into_16_bit_gradients",
+     kCoded,
+     State(TX_BF16, TX_BF16, TX_NONE),
+     4,
+     1000,
+     TX_NO_SHARD,
+     {39400 * 2, 39424 * 2, 0, 39400 * 4, 0, 8, 2 * (39424 + 308)},
+     {},
+     0,
+     4,
+     TX_NONE},
+    {"sums_of_8_bits_are_gathered_beside_wide_gradients",
+     kCodedWide,
+     State(TX_BF16, TX_BF16, TX_NONE),
+     4,
+     1000,
+     TX_NO_SHARD,
+     {39400 * 2, 39424 * 4, 0, 39400 * 4, 0, 8, 2 * (39424 + 308) + 39424 * 2},
+     {},
+     0,
+     4,
+     TX_NONE},
+    {"sums_gathered_in_8_bits_use_the_packed_bucket",
+     kCodedWide,
+     State(TX_BF16, TX_BF16, TX_NONE),
+     4,
+     1000,
+     TX_NO_SHARD,
+     {39400 * 2, 39424 * 4, 0, 39400 * 4, 0, 8, 2 * (39424 + 308)},
+     {},
+     0,
+     4,
+     TX_U8},
+    {"sums_gathered_in_8_bits_beside_16_on_the_wire",
+     kModel,
+     State(TX_BF16, TX_BF16, TX_NONE),
+     4,
+     1000,
+     TX_NO_SHARD,
+     {39400 * 2, 39424 * 2, 0, 39400 * 4, 0, 8, 39424 * 2 + 39424 + 308},
+     {},
+     0,
+     4,
+     TX_U8},
+    {"optim_gathers_no_sums",
+     kCodedWide,
+     State(TX_BF16, TX_BF16, TX_NONE),
+     4,
+     1000,
+     TX_OPTIM,
+     {39424 * 2, 39424 * 4, 0, 9856 * 4, 0, 8, 2 * (39424 + 308)},
+     {},
+     0,
+     4,
+     TX_F16},
     {"moments_of_8_bits_have_a_scale_per_block_of_a_parameter",
      kModel,
      State(TX_U8, TX_U8, TX_I16),
@@ -335,6 +395,7 @@ const Bad kBad[] = {
     {"unit_of_no_dtype", TX_ERROR_INVALID_ARGUMENT, "none", [](Question &q) { q.units[0].param_dtype = TX_NONE; }},
     {"strategy_unknown", TX_ERROR_ILLEGAL_VALUE, "optim_grads_params", [](Question &q) { q.args.strategy = 4; }},
     {"strategy_negative", TX_ERROR_ILLEGAL_VALUE, "-1", [](Question &q) { q.args.strategy = -1; }},
+    {"gather_dtype_unknown", TX_ERROR_UNKNOWN_DTYPE, "99", [](Question &q) { q.args.gather_dtype = 99; }},
     {"in_flight_zero", TX_ERROR_INVALID_ARGUMENT, "in_flight 0", [](Question &q) { q.args.in_flight = 0; }},
     {"frozen_negative", TX_ERROR_INVALID_ARGUMENT, "frozen_bytes -1", [](Question &q) { q.args.frozen_bytes = -1; }},
     {"moment_of_no_dtype", TX_ERROR_DTYPE, "states[1] has moments in none",

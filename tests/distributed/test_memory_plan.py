@@ -3,6 +3,8 @@
 The arithmetic itself is tested in C.
 """
 
+import ctypes
+import gc
 import io
 import pathlib
 import re
@@ -17,7 +19,7 @@ from gradients import BF16, FP32, Given, noise, policy
 
 import torch_ext
 from torch_ext import __main__ as command
-from torch_ext import _memory_plan, _parallel
+from torch_ext import _bench_memory, _memory_plan, _parallel
 from torch_ext._local import tensor_of
 from torch_ext._memory_plan import plan_memory
 
@@ -77,6 +79,61 @@ def test_the_plan_is_what_is_allocated(strategy: str) -> None:
             assert plan.total == pytest.approx(allocated[name], rel=0.01), name
 
 
+# -- against what is resident -------------------------------------------------------------------------------------
+
+LAYERS = 32
+
+
+class Layers(torch.nn.Module):
+    """A megabyte of bf16 each."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 512, bias=False, dtype=BF16) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.pad(layer(x), (0, 512))
+        return x
+
+
+def _train(layers: int, strategy: str) -> Any:
+    model: Any = Layers(layers)
+    chosen = torch_ext.load_policy(model)
+    torch_ext.parallelize(model, chosen, strategy=strategy)
+    optimizer = torch_ext.AdamW(model.parameters(), policy=chosen)
+    for _ in range(4):
+        model(torch.ones(4, 1024, dtype=BF16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def _resident(rank: int, world: int, strategy: str) -> int:
+    """The most bytes that a training has resident, beside what was there before."""
+    threshold = -3  # M_MMAP_THRESHOLD: what is freed is the system's again at once, so that what is left is in use
+    ctypes.CDLL(None).mallopt(threshold, 1 << 16)
+    _train(2, strategy)  # starts threads, loads code
+    gc.collect()
+    before = _bench_memory.status("VmRSS")
+    _bench_memory.reset_peak()
+    optimizer = _train(LAYERS, strategy)
+    del optimizer
+    return _bench_memory.status("VmHWM") - before
+
+
+@pytest.mark.parametrize("strategy", _memory_plan.strategies())
+def test_the_peak_is_planned(strategy: str) -> None:
+    model = Layers(LAYERS)
+    units = _memory_plan.units_of(model)
+    (plan,) = plan_memory(_memory_plan.trainable(model), torch_ext.load_policy(model), WORLD, [strategy], units=units)
+    for peak in ranks.run(WORLD, _resident, strategy):
+        if strategy == "optim_grads_params":
+            assert plan.peak <= 1.01 * peak, "a lower bound"
+        else:  # how many buckets are on their way at a time depends on the moment
+            assert 0.99 * plan.total <= peak <= 1.05 * plan.peak
+
+
 # -- models -------------------------------------------------------------------------------------------------------
 
 
@@ -99,8 +156,8 @@ def test_units_are_the_members_of_lists_and_the_rest() -> None:
     assert [(u.name, u.numel, u.dtype) for u in units] == [
         ("blocks.0", 4 * 3 + 3 + 3 * 4 + 4, FP32),
         ("blocks.1", 4 * 5 + 5 + 5 * 4 + 4, FP32),
-        ("Blocks", 40, FP32),
-        ("Blocks", 8, BF16),
+        ("norm", 8, BF16),
+        ("", 40, FP32),
     ]
 
 
@@ -198,6 +255,12 @@ class Zoo:
 def broken():
     raise KeyError("no configuration")
 
+class Mixed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = torch.nn.Parameter(torch.zeros(1000))
+        self.narrow = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+
 def words():
     return "a model"
 """
@@ -217,6 +280,14 @@ def test_plan_builds_a_model_on_the_meta_device(module: str, capsys: pytest.Capt
     assert rows(text)["optim_grads_params"][0] == pytest.approx(1.0, abs=0.01)
     text = plan(capsys, "--model", f"{module}:build", "--dtype", "bf16")
     assert rows(text)["no_shard"][0] == pytest.approx(2.0, abs=0.01) and "bf16: gradients bf16" in text
+
+
+def test_plan_leaves_out_full_sharding_where_it_refuses_the_model(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = plan(capsys, "--model", f"{module}:Mixed")
+    assert list(rows(text)) == ["no_shard", "optim", "optim_grads"]
+    assert "optim_grads_params is not for this model: Mixed has trainable parameters in" in text
 
 
 @pytest.mark.parametrize(
@@ -243,6 +314,11 @@ def test_plan_builds_a_model_on_the_meta_device(module: str, capsys: pytest.Capt
         pytest.param(["--model", "planned_models:nothing"], "no attribute 'nothing'", id="no attribute"),
         pytest.param(["--model", "planned_models:broken"], "KeyError: 'no configuration'", id="raises"),
         pytest.param(["--model", "planned_models:words"], "returns a str", id="no module returned"),
+        pytest.param(
+            ["--model", "planned_models:Mixed", "--strategy", "optim_grads_params"],
+            "optim_grads_params: Mixed has trainable parameters in",
+            id="nothing is left",
+        ),
         pytest.param(["--model", "planned_models:Zoo.frozen"], "no trainable parameter", id="nothing trainable"),
     ],
 )
