@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from torch_ext import _registry
 from torch_ext._agreement import agree
@@ -74,6 +75,7 @@ class Engine(_registry.Owner):
         # The first cycle that reduces shows in which order gradients come: its buckets leave at its end, laid out anew.
         self._learning = store.movable and self.exchange.world_size > 1 and len(self.plan.buckets) > 1
         self._tasks: dict[int, weakref.ref[_BackwardEnd]] = {}  # backwards that have not ended, the outermost first
+        self._began = False  # the first gradient of a backward came
         self._reducing = False
         self._handles: list[Handle] = []
         self._came = bytearray(len(self.params))  # in this cycle
@@ -83,6 +85,7 @@ class Engine(_registry.Owner):
         # What the last cycle left is a sum over ranks already: it must not be added up again (Store.carry).
         self._global = bytearray(len(self.params))
         self._versions: list[int] = []  # of the gradients, when the last cycle ended
+        self._poisoned: set[int] = set()  # what the check for NaN named, until zero_grad
         self._broken: set[int] = set()  # a backward raised after some of its sums were added to these one's shards
         self._position = {id(p): i for i, p in self._each()}
         self._hooks = [
@@ -130,6 +133,11 @@ class Engine(_registry.Owner):
                 "step() after a backward that raised when some of its sums were added already: call zero_grad() and "
                 "repeat the micro-batches"
             )
+        if poisoned := [self.names[i] for i in sorted(self._poisoned) if self._is_poisoned(i)]:
+            raise RuntimeError(
+                f"step() with gradients that have NaN or Inf ({', '.join(map(repr, poisoned))} and perhaps others), as "
+                "backward said (check_for_nan_in_grad): call zero_grad() first"
+            )
         for i, _ in self._each():
             if self._came[i] and self.store.unreduced(i):
                 raise RuntimeError(
@@ -137,6 +145,11 @@ class Engine(_registry.Owner):
                     "the last backward ran under no_sync(), or raised. Leave no_sync() for the last micro-batch, or "
                     "call zero_grad() to drop them."
                 )
+
+    def _is_poisoned(self, i: int) -> bool:
+        """The same on every rank: a mean that all of them have can be looked at, the parts of one that is sharded not."""
+        grad = self.store.grad(i)
+        return grad is not None and (self.store.sharded or first_nonfinite([grad]) != ALL_FINITE)
 
     # -- for optimizers: see _registry.Owner -----------------------------------------------------------------------
 
@@ -184,6 +197,7 @@ class Engine(_registry.Owner):
         for i in chosen:
             self._came[i] = _ABSENT
         self._broken.difference_update(chosen)
+        self._poisoned.difference_update(chosen)
 
     # -- during backward ------------------------------------------------------------------------------------------
 
@@ -198,33 +212,47 @@ class Engine(_registry.Owner):
 
     def gradient_comes(self, i: int) -> None:
         """Autograd is about to accumulate into `.grad` of parameter i."""
+        self._enter_backward()
         if self._global[i]:
             self._global[i] = False
             self.store.carry(i)
 
+    def expect(self, outputs: Any) -> None:
+        """A backward that comes through these tensors begins there: reentrant checkpoints may hold every parameter."""
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                output.register_hook(partial(_on_output, weakref.ref(self)))
+
     def _enter_backward(self) -> None:
+        self.enter_task()
+        if self._began:
+            return
+        if self._failure is not None:
+            raise RuntimeError(f"gradients cannot be reduced any more: {self._failure}")
+        self._began = True
+        self._reducing = self.sync or self.store.every_backward
+        self.store.begin(self._reducing)
+        self._bytes_before = self.exchange.bytes_sent
+        self._nonfinite = ALL_FINITE
+        self._tracker.reset()
+
+    def enter_task(self) -> None:
+        """A graph task, in which gradients may come."""
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
         self._notice_abandoned()
-        if not self._tasks:
-            if self._failure is not None:
-                raise RuntimeError(f"gradients cannot be reduced any more: {self._failure}")
-            self._reducing = self.sync or self.store.every_backward
-            self.store.begin(self._reducing)
-            self._bytes_before = self.exchange.bytes_sent
-            self._nonfinite = ALL_FINITE
-            self._tracker.reset()
         end = _BackwardEnd(self, task)
         Variable._execution_engine.queue_callback(end)
         self._tasks[task] = weakref.ref(end)
 
     def _notice_abandoned(self) -> None:
         """If the last backward raised: what it sent is waited for, as the other ranks sent it too, and worth nothing."""
-        ended = not self._tasks and not self._reducing
+        ended = not self._tasks and not self._began
         if ended or (self._tasks and all(end() is not None for end in self._tasks.values())):
             return
         self._tasks.clear()
+        self._began = False
         handles, self._handles = self._handles, []
         if self._reducing:
             self._reducing = False
@@ -233,6 +261,8 @@ class Engine(_registry.Owner):
                 self._broken.update(range(len(self.params)) if handles else ())
             self._cycle += 1
             self._wait(handles)
+            for i, p in enumerate(self.plan.parameters):
+                self._global[i] |= p.bucket < len(handles)  # buckets leave in ascending order
 
     def _check_parameter(self, i: int) -> None:
         dtype, planned = self.params[i].dtype, self.plan.parameters[i].param_dtype
@@ -266,6 +296,7 @@ class Engine(_registry.Owner):
         """Of one graph task; a nested one (reentrant checkpointing) leaves the end to the outermost."""
         self._tasks.pop(task, None)
         if self._tasks or not self._reducing:
+            self._began &= bool(self._tasks)
             return
         # First the parameters that did not come, since their buckets are about to leave.
         for i in self._tracker.finish():
@@ -317,7 +348,7 @@ class Engine(_registry.Owner):
             raise
         self._wait(handles)
         reports = [r.cpu() for r in self._guarded(gather)]
-        self._reducing = False
+        self._began = self._reducing = False
         self._cycle += 1
         self._came = bytearray(len(self.params))
         self._global = bytearray(b"\1" * len(self.params))
@@ -349,6 +380,7 @@ class Engine(_registry.Owner):
                 )
                 raise RuntimeError(self._failure)
             if nonfinite != ALL_FINITE:
+                self._poisoned.add(nonfinite)
                 found.append(f"{self.names[nonfinite]!r} on rank {rank}")
         if found:
             raise RuntimeError(
@@ -393,6 +425,12 @@ def _on_grad(engine: "weakref.ref[Engine]", i: int, _param: torch.Tensor) -> Non
     alive = engine()
     if alive is not None:
         alive.gradient_came(i)
+
+
+def _on_output(engine: "weakref.ref[Engine]", _grad: torch.Tensor) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.enter_task()
 
 
 def _before_grad(engine: "weakref.ref[Engine]", i: int, _grad: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_ext import _groups, _local, _policy, _registry
+from torch_ext import _groups, _local, _policy, _registry, _tensors
 from torch_ext._agreement import agree
 from torch_ext._broadcast import broadcast
 from torch_ext._engine import Engine
@@ -65,11 +65,15 @@ class ParallelModule(torch.nn.Module):
     """What `parallelize` adds to a model's class, which keeps its name; pickle and deepcopy give the plain model."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            attached = _engines.get(self)
-            if attached is not None:
-                attached.check(self)
-        return super().__call__(*args, **kwargs)
+        watched = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        attached = _engines.get(self) if watched else None
+        if attached is None:
+            return super().__call__(*args, **kwargs)
+        attached.check(self)
+        outputs = super().__call__(*args, **kwargs)
+        if isinstance(attached.engine, Engine):
+            attached.engine.expect(outputs)
+        return outputs
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside accumulate without reducing; the next one outside reduces everything once.
@@ -84,10 +88,10 @@ class ParallelModule(torch.nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, gradient shards included."""
-        super().zero_grad(set_to_none)
         attached = _engines.get(self)
         if attached is not None:
             attached.engine.zero_grad(attached.engine.params)
+        super().zero_grad(set_to_none)
 
     def wire_bytes(self) -> int:
         """Bytes that this rank sent for the last reduction, all messages together."""
@@ -248,6 +252,8 @@ def _validate(model: torch.nn.Module, strategy: str) -> None:
             raise TypeError(f"parameter {name!r} is a {type(param).__name__}; {strategy} takes plain parameters")
         if param.grad is not None and owner is None:
             raise RuntimeError(f"parameter {name!r} has a gradient: call zero_grad() before parallelize")
+    if strategy in STORES and STORES[strategy].sharded:  # they would be torn apart, each laid out on its own
+        _tensors.refuse_overlap([p for _, p in named], [repr(name) for name, _ in named])
     _check_optimizers(named)
 
 

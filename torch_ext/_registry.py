@@ -76,7 +76,8 @@ def register(owner: Owner, params: Iterable[torch.Tensor]) -> None:
 
 def unregister(owner: Owner) -> None:
     """Forgets the owner's parameters."""
-    _forget([key for key, (_, known) in _owners.items() if known() is owner], weakref.ref(owner))
+    entries = list(_owners.items())  # an owner may end, and be forgotten, while they are looked at
+    _forget([key for key, (_, known) in entries if known() is owner], weakref.ref(owner))
 
 
 def _forget(keys: "list[int]", owner: "weakref.ref[Owner]") -> None:
