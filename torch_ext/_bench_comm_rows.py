@@ -149,6 +149,7 @@ ROWS: dict[str, Row] = {
             Versus("no_shard bf16", _FP32, _less(0.51, 0.50)),
             Versus("optim fp8", _FP32, _less(0.40, 0.38)),
             Versus("no_shard fp8", _FP32, _less(0.28, 0.26)),
+            Versus("no_shard fp8, bf16 sums", _FP32),
         ),
     ),
     "ddp_bf16": Row(
@@ -157,6 +158,7 @@ ROWS: dict[str, Row] = {
         (
             Versus("no_shard bf16", _BF16, _less(1.03, 0.97)),
             Versus("no_shard fp8", _BF16, _less(0.80, 0.60)),
+            Versus("no_shard fp8, bf16 sums", _BF16),
         ),
     ),
     "ddp_fp32": Row(*_ONE_GIGABIT, _time, (Versus("no_shard bf16", _FP32, _less(0.57, 0.52)),)),
