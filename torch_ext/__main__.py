@@ -2,12 +2,17 @@
 exchange against their peers."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable
 
 from torch_ext import _info
 
 Run = Callable[[argparse.Namespace], int]
+
+# What `bench` measures -> who does. Each has its own options.
+_BENCHES = {"step": "_bench", "comm": "_bench_comm", "accuracy": "_bench_accuracy"}
+_QUALITY = "_bench_quality"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,20 +28,21 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if arguments[:1] == ["plan"]:
         plan.set_defaults(run=_add_plan(plan))
-    bench = commands.add_parser("bench", help="ours against its peers, as ratios: the step, or the exchange")
-    comm = arguments[:2] == ["bench", "comm"]
+    bench = commands.add_parser("bench", help="ours against its peers, as ratios: the step, or something else")
+    what = next((word for word in arguments[1:2] if word in _BENCHES), "step")
     bench.add_argument(
         "what",
         nargs="?",
-        choices=["comm"],
-        help="the data-parallel exchange instead of the step; it has its own options",
+        choices=_BENCHES,
+        default="step",
+        help="the optimizer's step unless given; the data-parallel exchange; the accuracy of sums. Each has its options",
     )
-    if not comm:
+    if what == "step":
         bench.add_argument(
             "--quality", action="store_true", help="what the roundings cost instead; it has its own options"
         )
     if arguments[:1] == ["bench"]:
-        bench.set_defaults(run=_add_bench(bench, comm, quality="--quality" in arguments))
+        bench.set_defaults(run=_add_bench(bench, _QUALITY if "--quality" in arguments else _BENCHES[what]))
     options = parser.parse_args(arguments)
     run: Run = options.run
     return run(options)
@@ -54,22 +60,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> Run:
     return _memory_report.run
 
 
-def _add_bench(parser: argparse.ArgumentParser, comm: bool, quality: bool) -> Run:
+def _add_bench(parser: argparse.ArgumentParser, module: str) -> Run:
     """The options of a benchmark, which is imported only now that it is wanted."""
-    if comm:
-        from torch_ext import _bench_comm
-
-        _bench_comm.add_arguments(parser)
-        return _bench_comm.run
-    if quality:
-        from torch_ext import _bench_quality
-
-        _bench_quality.add_arguments(parser)
-        return _bench_quality.run
-    from torch_ext import _bench
-
-    _bench.add_arguments(parser)
-    return _bench.run
+    bench = importlib.import_module(f"torch_ext.{module}")
+    bench.add_arguments(parser)
+    run: Run = bench.run
+    return run
 
 
 if __name__ == "__main__":

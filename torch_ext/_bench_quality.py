@@ -88,7 +88,7 @@ def _moments(decay: Decay, tracks: Sequence[Track]) -> str:
         f"{decay.warmup} steps\ntimes {DROP}: then / 2000 / {decay.decay} steps later, and the worst of all these steps. 8-bit: the "
         "root in unsigned e4m4, a scale per 128. Step: 1/sqrt(v).\n"
     )
-    return head + _table(rows, left=2)
+    return head + _bench_report.table(rows, left=2)
 
 
 def _weights(seed: int, steps: Sequence[int], elements: int) -> str:
@@ -99,7 +99,7 @@ def _weights(seed: int, steps: Sequence[int], elements: int) -> str:
         f"\nbf16 weights without a master, {elements:,} of N(0, 1), lr 1e-4, steady direction: rms error as a share of "
         "the update.\nfloor: the exact weight, rounded once.\n"
     )
-    return head + _table(rows, left=1)
+    return head + _bench_report.table(rows, left=1)
 
 
 def _remainders(seed: int, quick: bool) -> tuple[str, bool]:
@@ -117,18 +117,7 @@ def _remainders(seed: int, quick: bool) -> tuple[str, bool]:
         "that differ from fp32 masters to which the rule is\ndone by hand; and, of those that have not met it, from "
         "plain fp32 masters:\n"
     )
-    return head + _table(rows, left=0), right
-
-
-def _table(rows: list[list[str]], left: int) -> str:
-    """Markdown, aligned for reading as it is; the first `left` columns to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    lines = []
-    for row in [rows[0], rule, *rows[1:]]:
-        cells = [f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return head + _bench_report.table(rows, left=0), right
 
 
 _COLOURS = {"nearest": "#d1603d", "stochastic": "#e3b66b", "dithered": "#0b7a75"}

@@ -88,6 +88,17 @@ def closing(findings: Findings) -> str:
     return f"{len(findings.figures)} figures: {verdicts}; {len(findings.skips)} skipped"
 
 
+def table(rows: list[list[str]], left: int) -> str:
+    """Markdown, aligned for reading as it is; the first `left` columns to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    lines = []
+    for row in [rows[0], rule, *rows[1:]]:
+        cells = [f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def as_json(facts: dict[str, Any], options: dict[str, Any], findings: Findings) -> dict[str, Any]:
     return {
         "machine": facts,
