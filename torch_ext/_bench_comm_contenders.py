@@ -148,11 +148,13 @@ def _fsdp2(task: Task) -> Loop:
     return Loop(model, torch.optim.AdamW(model.parameters(), lr=_LR, fused=True))
 
 
-def _ours(task: Task, strategy: str, wire: str, step: bool, gather: str | None = None) -> Loop:
+def _ours(task: Task, strategy: str, wire: str, gather: str | None = None) -> Loop:
+    """gather: what no_shard gathers its sums in; None: the default. Where the state is sharded the step is part of it."""
     model = task.model(torch.bfloat16)
     policy = load_policy(model, override_ddp_config={"grad_comm_dtype": wire, "grad_gather_dtype": gather})
     parallelize(model, policy, strategy=strategy, process_group=task.group)
-    return Loop(model, AdamW(model.parameters(), lr=_LR, policy=policy) if step else None)
+    sharded = strategy != "no_shard"
+    return Loop(model, AdamW(model.parameters(), lr=_LR, policy=policy) if sharded else None)
 
 
 Make = Callable[[Task], Loop]
@@ -168,11 +170,11 @@ PEERS: dict[str, Make] = {
     "FSDP2 fp32 reduction": _fsdp2,
 }
 OURS: dict[str, Make] = {
-    "no_shard bf16": partial(_ours, strategy="no_shard", wire="bf16", step=False),
-    "no_shard fp8": partial(_ours, strategy="no_shard", wire="fp8", step=False, gather="fp8"),
-    "no_shard fp8, bf16 sums": partial(_ours, strategy="no_shard", wire="fp8", step=False),
-    "optim bf16": partial(_ours, strategy="optim", wire="bf16", step=True),
-    "optim fp8": partial(_ours, strategy="optim", wire="fp8", step=True),
-    "optim_grads_params bf16": partial(_ours, strategy="optim_grads_params", wire="bf16", step=True),
+    "no_shard bf16": partial(_ours, strategy="no_shard", wire="bf16"),
+    "no_shard fp8": partial(_ours, strategy="no_shard", wire="fp8", gather="fp8"),
+    "no_shard fp8, bf16 sums": partial(_ours, strategy="no_shard", wire="fp8"),
+    "optim bf16": partial(_ours, strategy="optim", wire="bf16"),
+    "optim fp8": partial(_ours, strategy="optim", wire="fp8"),
+    "optim_grads_params bf16": partial(_ours, strategy="optim_grads_params", wire="bf16"),
 }
 CONTENDERS = {**PEERS, **OURS}

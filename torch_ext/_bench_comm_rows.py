@@ -59,14 +59,19 @@ class Value(NamedTuple):
 # -- what is compared ----------------------------------------------------------------------------------------------------
 
 
+# What a link carries to what the interface counts: that counts segments of 64 KB before they are cut into packets.
+_FRAMING = 1514 / 1448
+
+
 def _time(f: Found, versus: Versus) -> Value:
+    """Beside it, what the link alone needs, were it busy all the time."""
     theirs = _best(f.seconds, versus.theirs)
-    beside = {}
+    beside: dict[str, float] = {}
     for whose, who in (("", versus.ours), ("theirs ", theirs)):
         beside |= {f"{whose}ms": _ms(f.seconds[who]), f"{whose}CPU ms": _ms(f.cpu[who])}
     link = LINKS[f.link]
-    if link is not None:  # what the link alone needs, were it busy all the time
-        beside["link's ms"] = statistics.median(f.sent[versus.ours]) * 8 / link.bits_per_second * 1e3
+    if link is not None:
+        beside["link's ms"] = _FRAMING * statistics.median(f.sent[versus.ours]) * 8 / link.bits_per_second * 1e3
     return Value(_bench_measure.ratio(f.seconds, versus.ours, theirs), theirs, beside)
 
 
