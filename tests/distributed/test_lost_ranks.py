@@ -1,0 +1,196 @@
+"""A rank that is lost, lags, or raises alone: a message on every other rank, within the timeout; nothing hangs."""
+
+import datetime
+import os
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from gradients import Given, policy
+from ranks import Died, Raised
+from strategies import SHARDED, STRATEGIES
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_ext
+
+SHAPES = [(4,), (200,), (3,)]
+
+
+def _parallel(strategy: str, **options: Any) -> Any:
+    chosen = policy(bucket_size=1, overlap_grad_reduce=True)
+    return torch_ext.parallelize(Given(SHAPES), chosen, strategy=strategy, **options)
+
+
+def _ones() -> list[torch.Tensor]:
+    return [torch.ones(s) for s in SHAPES]
+
+
+# -- killed -------------------------------------------------------------------------------------------------------
+
+
+def _dies_in_backward(rank: int, world: int, how: str) -> None:
+    model: Any
+    if how == "hook":
+        # Two buckets after the first backward: the rank dies with one of them sent.
+        model = DistributedDataParallel(Given(SHAPES), bucket_cap_mb=0.0001)
+        torch_ext.register_comm_hook(model, policy())
+        parameter = model.module.p0
+    else:
+        model = _parallel(how)
+        parameter = model.p0
+    for _ in range(2):
+        model.zero_grad()
+        model(_ones()).backward()
+    if rank == 1:
+        parameter.register_hook(lambda grad: os._exit(7))
+    model(_ones()).backward()
+
+
+@pytest.mark.parametrize("how", [*STRATEGIES, "hook"])
+def test_a_rank_that_dies_in_backward_is_a_message_on_the_others(how: str) -> None:
+    answers = ranks.outcomes(3, _dies_in_backward, how)
+    assert answers[1] == Died(7)
+    for answer in (answers[0], answers[2]):
+        assert isinstance(answer, Raised) and answer.kind == "RuntimeError"
+        assert "did not come" in answer.message or "cannot be reached" in answer.message
+        assert "gradients of cycle 2" in answer.message or "end of gradient cycle 2" in answer.message
+
+
+def _dies_in_step(rank: int, world: int, strategy: str) -> list[str]:
+    model = _parallel(strategy)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(_ones()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(_ones()).backward()
+    if rank == 1:  # with one bucket of weights sent
+        engine = torch_ext._parallel._engine_of(model)
+        gather = engine.gather
+        engine.gather = lambda bucket: os._exit(7) if bucket == 1 else gather(bucket)  # type: ignore[method-assign]
+    messages = []
+    for attempt in (optimizer.step, optimizer.step, lambda: model(_ones()).backward()):
+        with pytest.raises(RuntimeError) as raised:
+            attempt()
+        messages.append(str(raised.value))
+    return messages
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_rank_that_dies_while_weights_travel_is_a_message_on_the_others(strategy: str) -> None:
+    answers = ranks.outcomes(3, _dies_in_step, strategy)
+    assert answers[1] == Died(7)
+    for first, again, backward in (answers[0], answers[2]):
+        assert "weights of bucket" in first and ("did not come" in first or "cannot be reached" in first)
+        assert "step() after an exchange that failed: weights of bucket" in again
+        assert "gradients cannot be reduced any more: weights of bucket" in backward
+
+
+# -- late ---------------------------------------------------------------------------------------------------------
+
+TIMEOUT = 1.5
+LATER = 1.0 + len(STRATEGIES) * TIMEOUT
+
+
+def _of_its_own(strategy: str) -> Any:
+    """A model on a process group of its own, so that one failure leaves the next model alone."""
+    return _parallel(strategy, process_group=dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT)))
+
+
+def _lags_in_backward(rank: int, world: int) -> dict[str, str]:
+    models = {strategy: _of_its_own(strategy) for strategy in STRATEGIES}
+    for model in models.values():
+        model(_ones()).backward()
+        model.zero_grad()
+    if rank == 1:
+        time.sleep(LATER)
+    messages = {}
+    for strategy, model in models.items():
+        optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError) as raised:
+            model(_ones()).backward()
+        messages[strategy] = str(raised.value)
+        with pytest.raises(RuntimeError, match="an exchange that failed"):
+            optimizer.step()
+        assert not any(p.any() for p in model.parameters())
+        with pytest.raises(RuntimeError, match="cannot be reduced any more"):
+            model(_ones()).backward()
+    return messages
+
+
+def test_a_rank_that_lags_in_backward_beyond_the_timeout_is_named() -> None:
+    first, _, third = ranks.run(3, _lags_in_backward)
+    for message in (*first.values(), *third.values()):
+        assert "rank 1 did not come" in message and "Timed out" in message
+        assert "cycle 1, bucket 0 of 3 ('p2')" in message
+
+
+def _lags_in_step(rank: int, world: int) -> dict[str, str]:
+    models = {strategy: _of_its_own(strategy) for strategy in SHARDED}
+    optimizers = {strategy: torch_ext.AdamW(model.parameters(), lr=0.1) for strategy, model in models.items()}
+    for model in models.values():
+        model(_ones()).backward()
+    if rank == 1:
+        time.sleep(LATER)
+    messages = {}
+    for strategy, optimizer in optimizers.items():
+        with pytest.raises(RuntimeError) as raised:
+            optimizer.step()
+        messages[strategy] = str(raised.value)
+    return messages
+
+
+def test_a_rank_that_lags_in_step_beyond_the_timeout_is_named() -> None:
+    first, _, third = ranks.run(3, _lags_in_step)
+    for message in (*first.values(), *third.values()):
+        assert "weights of bucket 2 of 3 ('p0'): rank 1 did not come" in message and "Timed out" in message
+
+
+def _never_parallelizes(rank: int, world: int, how: str) -> str:
+    subgroup = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=TIMEOUT))
+    if how == "another world":
+        if rank < 2:
+            return str(_parallel("optim", process_group=subgroup)(_ones()).backward())
+    elif rank == 2:
+        time.sleep(LATER)
+        return ""
+    with pytest.raises(RuntimeError) as raised:
+        _parallel("optim")
+    return str(raised.value)
+
+
+def test_a_rank_that_does_not_call_parallelize_is_named() -> None:
+    first, second, _ = ranks.run(3, _never_parallelizes, "does not", timeout=TIMEOUT)
+    for message in (first, second):
+        assert "parallelize: comparing the ranks' plans: rank 2 did not come" in message
+
+
+def test_a_rank_in_another_world_is_told_who_did_not_come() -> None:
+    *_, third = ranks.run(3, _never_parallelizes, "another world", timeout=TIMEOUT)
+    assert "parallelize: comparing the ranks' plans: rank" in third and "did not come" in third
+
+
+# -- an exception on one rank -------------------------------------------------------------------------------------
+
+
+class _Oops(Exception):
+    pass
+
+
+def _raises_alone(rank: int, world: int, strategy: str) -> None:
+    model = _parallel(strategy)
+    model(_ones()).backward()
+    model.zero_grad()
+    if rank == 1:
+        model.p1.register_hook(lambda grad: (_ for _ in ()).throw(_Oops("in user code")))
+    model(_ones()).backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_exception_on_one_rank_ends_the_others_with_a_message(strategy: str) -> None:
+    first, second = ranks.outcomes(2, _raises_alone, strategy)
+    assert isinstance(second, Raised) and second.kind == "_Oops"
+    assert isinstance(first, Raised) and ("rank 1 did not come" in first.message or "rank 1 cannot be" in first.message)
