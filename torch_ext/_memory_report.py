@@ -43,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="of the parameters; bf16, or what the model is in, unless given")
     parser.add_argument("--world-size", type=_count, default=1, metavar="RANKS")
     parser.add_argument(
-        "--strategy", nargs="+", choices=_memory_plan.strategies(), help="all, unless given", metavar="STRATEGY"
+        "--strategy",
+        nargs="+",
+        type=_strategy,
+        metavar="STRATEGY",
+        help=f"{', '.join(_memory_plan.strategies())}, or their numbers from 0; all, unless given",
     )
     parser.add_argument(
         "--override",
@@ -78,6 +82,15 @@ def _count(text: str) -> int:
     if not 1 <= number < 2**63 or number != int(number):
         raise argparse.ArgumentTypeError(f"{text!r}; a whole number from 1 to 2^63 is legal")
     return int(number)
+
+
+def _strategy(text: str) -> str:
+    names = _memory_plan.strategies()
+    name = names[int(text)] if text in map(str, range(len(names))) else text
+    if name not in names:
+        legal = ", ".join(f"{name} ({i})" for i, name in enumerate(names))
+        raise argparse.ArgumentTypeError(f"{text!r}; legal are {legal}")
+    return name
 
 
 def _override(text: str) -> tuple[str, Any]:

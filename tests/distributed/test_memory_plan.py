@@ -152,7 +152,7 @@ class Blocks(torch.nn.Module):
 
 
 def test_units_are_the_members_of_lists_and_the_rest() -> None:
-    units = _memory_plan.units_of(Blocks())
+    units = _memory_plan.units_of(Blocks(), 1)
     assert [(u.name, u.numel, u.dtype) for u in units] == [
         ("blocks.0", 4 * 3 + 3 + 3 * 4 + 4, FP32),
         ("blocks.1", 4 * 5 + 5 + 5 * 4 + 4, FP32),
@@ -163,7 +163,7 @@ def test_units_are_the_members_of_lists_and_the_rest() -> None:
 
 def test_units_decide_what_full_sharding_gathers() -> None:
     model = Blocks()
-    units = _memory_plan.units_of(model)
+    units = _memory_plan.units_of(model, 1)
     (by_units,) = plan_memory(_memory_plan.trainable(model), policy(), 2, ["optim_grads_params"], units=units)
     assert by_units.transient == 2 * 4 * (49 + 40)
     (least,) = plan_memory(_memory_plan.trainable(model), policy(), 2, ["optim_grads_params"])
@@ -216,9 +216,9 @@ def test_plan_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plan_follows_dtype_overrides_and_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["exp_avg_dtype=fp8", "exp_avg_sq_dtype=fp8", "store_param_remainders=true", "grad_comm_dtype=fp8"]
-    text = plan(capsys, "--params", "1e9", "--strategy", "no_shard", "--override", *overrides)
+    text = plan(capsys, "--params", "1e9", "--strategy", "0", "--override", *overrides)
     assert "wire uint8, exp_avg uint8, exp_avg_sq uint8, master int16" in text and "lower bound" not in text
-    (row,) = rows(text).values()
+    row = rows(text)["no_shard"]
     gib = 1e9 / 2**30
     assert row[2:5] == pytest.approx([2 * gib, 2 * gib, 2 * gib / 128], abs=0.01)
     text = plan(
@@ -301,7 +301,7 @@ def test_plan_leaves_out_full_sharding_where_it_refuses_the_model(
         pytest.param(["--params", "1e30"], r"to 2\^63", id="too many"),
         pytest.param(["--params", "9e18"], "int64", id="too many bytes"),
         pytest.param(["--params", "1", "--world-size", "-2"], "--world-size.*'-2'", id="ranks"),
-        pytest.param(["--params", "1", "--strategy", "zero"], "optim_grads_params", id="strategy"),
+        pytest.param(["--params", "1", "--strategy", "4"], r"'4'; legal are no_shard \(0\), optim", id="strategy"),
         pytest.param(["--params", "1", "--dtype", "fp64"], "fp64", id="unknown dtype"),
         pytest.param(["--params", "1", "--dtype", "fp8"], "uint8", id="dtype that is not trained"),
         pytest.param(["--params", "1", "--override", "bucket_size"], "KEY=VALUE", id="override without a value"),
