@@ -1,0 +1,433 @@
+"""What user code does wrong is an error that names it, or the right result; training goes on afterwards, on all ranks."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import strategies
+import torch
+from gradients import FP16, Given, bits, noise, policy
+from strategies import SHARDED, STRATEGIES, gradient, part
+
+import torch_ext
+
+SHAPES = [(4,), (200,), (3,)]
+
+
+def _parallel(strategy: str, **options: Any) -> Any:
+    chosen = policy(bucket_size=1, overlap_grad_reduce=True)
+    return torch_ext.parallelize(Given(SHAPES), chosen, strategy=strategy, **options)
+
+
+def _ones(factor: float = 1.0) -> list[torch.Tensor]:
+    return [torch.full(s, factor) for s in SHAPES]
+
+
+def _is(model: Any, values: list[torch.Tensor], **tolerance: float) -> bool:
+    """Whether the gradients are these, as far as this rank has them."""
+    found = [gradient(model, p) for p in model.parameters()]
+    parts = [part(model, p, v) for p, v in zip(model.parameters(), values, strict=True)]
+    return all(g is not None and torch.allclose(g, v, **tolerance) for g, v in zip(found, parts, strict=True))
+
+
+def _mean(step: int, world: int) -> list[torch.Tensor]:
+    each = [noise(step, r, SHAPES) for r in range(world)]
+    return [torch.stack(grads).sum(0) / world for grads in zip(*each, strict=True)]
+
+
+# -- exceptions in user code --------------------------------------------------------------------------------------
+
+
+class _Oops(Exception):
+    pass
+
+
+def _oops(_grad: torch.Tensor) -> None:
+    raise _Oops
+
+
+def _raises_in_backward(model: Any, grads: list[torch.Tensor]) -> None:
+    """With the bucket of p2 sent and two not."""
+    handle = model.p1.register_hook(_oops)
+    with pytest.raises(_Oops):
+        model(grads).backward()
+    handle.remove()
+
+
+def _between_microbatches(model: Any, rank: int) -> None:
+    with pytest.raises(_Oops), model.no_sync():
+        model(_ones()).backward()
+        raise _Oops
+
+
+def _on_one_rank(model: Any, rank: int) -> None:
+    if rank == 1:
+        with pytest.raises(_Oops), model.no_sync():
+            raise _Oops
+
+
+def _in_the_first(model: Any, rank: int) -> None:
+    _raises_in_backward(model, _ones())
+
+
+def _in_the_second(model: Any, rank: int) -> None:
+    model(_ones()).backward()
+    _raises_in_backward(model, _ones())
+
+
+def _in_the_second_of_no_sync(model: Any, rank: int) -> None:
+    with model.no_sync():
+        model(_ones()).backward()
+        _raises_in_backward(model, _ones())
+
+
+def _twice_in_a_row(model: Any, rank: int) -> None:
+    _raises_in_backward(model, _ones())
+    _raises_in_backward(model, _ones())
+
+
+EXCEPTIONS: dict[str, Callable[[Any, int], None]] = {
+    "between micro-batches": _between_microbatches,
+    "between micro-batches, on one rank": _on_one_rank,
+    "in the first backward": _in_the_first,
+    "in the second backward": _in_the_second,
+    "in the second backward under no_sync": _in_the_second_of_no_sync,
+    "in two backwards": _twice_in_a_row,
+}
+ZEROING: dict[str, Callable[[Any, Any], None]] = {
+    "model": lambda model, _: model.zero_grad(),
+    "optimizer": lambda _, optimizer: optimizer.zero_grad(),
+    "optimizer, to zeros": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+}
+
+
+def _goes_on(rank: int, world: int, strategy: str) -> None:
+    for fails in EXCEPTIONS.values():
+        for zero in ZEROING.values():
+            model = _parallel(strategy)
+            optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+            for p in (None, model.p2):  # in the very first backward, and later
+                if p is not None:
+                    model(_ones()).backward()
+                    optimizer.step()
+                    zero(model, optimizer)
+                fails(model, rank)
+                zero(model, optimizer)
+                for step in range(2):
+                    model(noise(step, rank, SHAPES)).backward()
+                    assert _is(model, _mean(step, world))
+                    optimizer.step()
+                    zero(model, optimizer)
+
+
+def test_training_goes_on_after_an_exception() -> None:
+    strategies.run(2, _goes_on)
+
+
+def _without_zeroing(rank: int, world: int, strategy: str) -> None:
+    """Gradients that came before the exception count, as torch's do; what was reduced already counts once."""
+    for factor, scale in ((None, 0.5), (1.0, 1.0)):
+        model = _parallel(strategy, gradient_divide_factor=factor)
+        optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+        model(_ones()).backward()
+        model.zero_grad()
+        model(_ones(1.0 + rank)).backward()
+        _raises_in_backward(model, _ones(10.0))
+        model(_ones(100.0 * (1 + rank))).backward()
+        if strategy == "optim_grads":
+            with pytest.raises(RuntimeError, match="a backward that raised when some of its sums were added already"):
+                optimizer.step()
+            continue
+        added = [303.0 * scale, 303.0 * scale, 303.0 * scale + 20.0 * scale]
+        assert _is(model, [torch.full(s, a) for s, a in zip(SHAPES, added, strict=True)])
+        optimizer.step()
+
+
+def test_going_on_without_zero_grad_adds_what_came() -> None:
+    strategies.run(2, _without_zeroing)
+
+
+def _steps_after(rank: int, world: int, strategy: str) -> list[str]:
+    model = _parallel(strategy)
+    halves = [torch_ext.AdamW([model.p0, model.p1], lr=0.1), torch_ext.AdamW([model.p2], lr=0.1)]
+    model(_ones()).backward()
+    _raises_in_backward(model, _ones())
+    messages = []
+    for optimizer in halves:
+        with pytest.raises(RuntimeError) as raised:
+            optimizer.step()
+        messages.append(str(raised.value))
+        with pytest.raises(RuntimeError):
+            torch_ext.clip_grad_norm_(optimizer, 1.0)
+    assert not any(p.any() for p in model.parameters())
+    halves[0].zero_grad()
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        halves[1].step()
+    halves[1].zero_grad()
+    model(_ones()).backward()
+    for optimizer in halves:
+        optimizer.step()
+    assert all(torch.allclose(p, torch.tensor(-0.1)) for p in model.parameters())
+    return messages
+
+
+def test_step_after_a_backward_that_raised_is_an_error() -> None:
+    words = {"no_shard": "no_sync(), or raised", "optim": "no_sync(), or raised", "optim_grads": "repeat the micro-bat"}
+    for strategy, answers in strategies.run(2, _steps_after).items():
+        for message in (message for messages in answers for message in messages):
+            assert words[strategy] in message and "zero_grad()" in message
+
+
+# -- steps and changes that would lose gradients ------------------------------------------------------------------
+
+
+def _steps_unreduced(rank: int, world: int, strategy: str) -> None:
+    model = _parallel(strategy)
+    optimizers: list[Any] = [torch_ext.AdamW(model.parameters(), lr=0.1)]
+    if strategy == "no_shard":
+        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+    for optimizer in optimizers:
+        model.zero_grad()
+        before = model.p0.detach().clone()
+
+        def closure(optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            with model.no_sync():
+                model(_ones(1.0 + rank)).backward()
+
+        with model.no_sync():
+            model(_ones(1.0 + rank)).backward()
+            if strategy == "optim_grads":
+                optimizer.step()  # every backward was reduced: nothing is lost
+                assert not torch.equal(model.p0, before)
+                optimizer.step(closure)
+                continue
+            with pytest.raises(RuntimeError, match="'p0'.*no_sync"):
+                optimizer.step()
+        if isinstance(optimizer, torch_ext.AdamW):
+            with pytest.raises(RuntimeError, match="'p0'.*no_sync"):
+                optimizer.step(closure)
+            with pytest.raises(RuntimeError, match="'p0'.*no_sync"):
+                torch_ext.clip_grad_norm_(model.parameters(), 1.0)
+        assert torch.equal(model.p0, before)
+        model(_ones()).backward()
+        optimizer.step()
+        assert not torch.equal(model.p0, before)
+        for set_to_none in (True, False):
+            with model.no_sync():
+                model(_ones()).backward()
+            model.zero_grad(set_to_none)
+            optimizer.step()  # nothing to lose
+
+
+def test_e8_step_with_gradients_of_no_sync_is_an_error() -> None:
+    strategies.run(2, _steps_unreduced)
+
+
+def _second_backward(rank: int, world: int, strategy: str) -> None:
+    """Two losses, one after the other, on one graph."""
+    for factor, scale in ((None, 1.0), (1.0, 2.0)):
+        model = _parallel(strategy, gradient_divide_factor=factor)
+        loss = model(noise(5, rank, SHAPES))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert _is(model, [2 * scale * mean for mean in _mean(5, world)])
+
+
+def test_e5_a_second_backward_without_a_step_loses_nothing() -> None:
+    strategies.run(2, _second_backward)
+
+
+# -- optimizers ---------------------------------------------------------------------------------------------------
+
+
+def _of_others(rank: int, world: int, strategy: str) -> None:
+    model = _parallel(strategy)
+    model(_ones()).backward()
+    for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad):
+        with pytest.raises(RuntimeError, match=f"{make.__name__} would step all .*torch_ext.AdamW"):
+            make(model.parameters(), lr=0.1).step()
+        with pytest.raises(TypeError, match="use torch_ext.AdamW"):
+            torch_ext.clip_grad_norm_(make(model.parameters(), lr=0.1), 1.0)  # type: ignore[arg-type]
+    assert not any(p.any() for p in model.parameters())
+    torch_ext.AdamW(model.parameters(), lr=0.1).step()
+    assert all(torch.allclose(p, torch.tensor(-0.1)) for p in model.parameters())
+
+
+def test_an_optimizer_of_others_on_sharded_gradients_is_an_error() -> None:
+    strategies.run(2, _of_others, chosen=SHARDED)
+
+
+def _made_before(rank: int, world: int, strategy: str) -> None:
+    model = Given(SHAPES)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+    chosen = policy(bucket_size=1, overlap_grad_reduce=True)
+    torch_ext.parallelize(model, chosen, strategy=strategy)
+    model(_ones()).backward()
+    optimizer.step()
+    assert all(torch.allclose(p, torch.tensor(-0.1)) for p in model.parameters())
+    for state in (True, False):
+        copy = Given(SHAPES)
+        early = torch_ext.AdamW(copy.parameters(), lr=0.1)
+        if state:
+            copy(_ones()).backward()
+            early.step()
+            early.zero_grad()
+        else:
+            early.state_dict()  # makes state, of the size of the whole
+        with pytest.raises(RuntimeError, match=r"AdamW\) has state for parameter 'p0'.*before the first step"):
+            torch_ext.parallelize(copy, chosen, strategy=strategy)
+        assert type(copy) is Given
+
+
+def test_an_optimizer_made_before_parallelize_is_fine_without_state() -> None:
+    strategies.run(2, _made_before)
+
+
+def _beside_plain_parameters(rank: int, world: int, strategy: str) -> list[Any]:
+    """An optimizer of a sharded model and of a parameter that is nobody's, whose gradient changes its memory order."""
+    model = _parallel(strategy)
+    own = torch.nn.Parameter(torch.zeros(4, 6))
+    optimizer = torch_ext.AdamW([model.p0, own, model.p1, model.p2], lr=0.1)
+    for transposed in (False, True, False):
+        model(noise(int(transposed), rank, SHAPES)).backward()
+        grad = torch.arange(24.0).reshape(4, 6)
+        own.grad = grad.t().contiguous().t() if transposed else grad
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [float(optimizer.state[p]["step"]) for p in (model.p0, model.p1, model.p2, own)] == [3.0] * 4
+    return [p.tolist() for p in (*model.parameters(), own)]
+
+
+def test_a_gradient_laid_out_anew_steps_nothing_twice() -> None:
+    answers = strategies.run(2, _beside_plain_parameters)
+    assert all(answer == answers["no_shard"][0] for by_rank in answers.values() for answer in by_rank)
+
+
+# -- clipping -----------------------------------------------------------------------------------------------------
+
+
+def _clips(rank: int, world: int, strategy: str) -> tuple[list[bytes], list[float]]:
+    """Clipped by an optimizer's norm, by parameters, and by the policy in step: the same numbers."""
+    found = []
+    for how in ("optimizer", "parameters", "policy"):
+        chosen = policy(bucket_size=1, overlap_grad_reduce=True)
+        by_policy = torch_ext.load_policy(torch.float32, override_optimizer_config={"clip_grad": 0.5})
+        model = torch_ext.parallelize(Given(SHAPES), chosen, strategy=strategy)
+        used = by_policy if how == "policy" and strategy != "no_shard" else chosen
+        optimizer = torch_ext.AdamW(model.parameters(), lr=0.1, policy=used)
+        norms = []
+        for step in range(3):
+            model([g * 10**step for g in noise(step, rank, SHAPES)]).backward()
+            if how == "parameters":
+                norms.append(float(torch_ext.clip_grad_norm_(model.parameters(), 0.5)))
+                assert float(torch_ext.clip_grad_norm_(optimizer, float("inf"))) == pytest.approx(0.5, rel=1e-5)
+            elif used is chosen:
+                norms.append(float(torch_ext.clip_grad_norm_(optimizer, 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((how, norms, [p.detach().clone() for p in model.parameters()]))
+    (_, norms, weights), (_, again, by_parameters), (_, _, in_step) = found
+    assert norms == again, "the true norm, whoever asks"
+    assert bits(weights) == bits(in_step), "the policy's clip_grad counts where nobody clipped"
+    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(weights, by_parameters, strict=True))
+    return bits(weights), norms
+
+
+def test_the_global_norm_under_every_strategy() -> None:
+    answers = strategies.run(3, _clips)
+    assert all(answer == answers["no_shard"][0] for by_rank in answers.values() for answer in by_rank)
+
+
+# -- not finite on one rank ---------------------------------------------------------------------------------------
+
+
+def _skips(rank: int, world: int, strategy: str, how: str) -> Any:
+    model = _parallel(strategy)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1, skip_nonfinite=how == "skip_nonfinite")
+    grads = _ones()
+    if rank == min(1, world - 1):
+        grads[1][150] = float("nan")
+    model(grads).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if how == "clip_grad_norm_":
+            assert torch_ext.clip_grad_norm_(optimizer, 1.0).isnan()
+        optimizer.step()
+    assert any("a step was skipped" in str(w.message) for w in caught)
+    assert not any(p.any() for p in model.parameters()) and optimizer.skipped_steps() == 1
+    optimizer.zero_grad()
+    model(_ones()).backward()
+    optimizer.step()
+    assert all(torch.allclose(p, torch.tensor(-0.1)) for p in model.parameters()) and optimizer.skipped_steps() == 1
+    if how == "clip_grad_norm_":
+        model(grads).backward()
+        with pytest.raises(RuntimeError, match="the total norm of the gradients is nan"):
+            torch_ext.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
+        with pytest.raises(RuntimeError, match="the total norm of the gradients is nan"):
+            torch_ext.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    return float(optimizer.state[model.p1]["step"])
+
+
+@pytest.mark.parametrize("how", ["clip_grad_norm_", "skip_nonfinite"])
+def test_nan_on_one_rank_is_skipped_on_all(how: str) -> None:
+    for steps in strategies.run(3, _skips, how).values():
+        assert steps == [1.0] * 3
+
+
+def _overflows(rank: int, world: int, strategy: str, scaler_of: str, unscale: bool) -> Any:
+    chosen = policy(FP16, loss_scale=16.0, bucket_size=1, overlap_grad_reduce=True)
+    model = torch_ext.parallelize(Given([(600,), (5,)], FP16), chosen, strategy=strategy)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1, policy=chosen)
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=16.0) if scaler_of == "torch" else chosen.grad_scaler()
+
+    def step(value: float) -> None:
+        grads = [torch.ones(600), torch.ones(5)]
+        if rank == 1:  # the element lies in the part of rank 0
+            grads[0][3] = value
+        scaler.scale(model(grads)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+
+    if scaler_of == "torch" and strategy in SHARDED:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"policy\.grad_scaler\(\)"):
+                step(1.0)
+            assert not any(p.any() for p in model.parameters()) and "found_inf" not in vars(optimizer)
+            optimizer.zero_grad()
+            scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        model([torch.ones(600), torch.ones(5)]).backward()
+        optimizer.step()  # without a scaler
+        return None
+    for _ in range(3):  # of more than hysteresis tolerates
+        step(60000.0)
+        scaler.update()
+        optimizer.zero_grad()
+    assert not any(p.any() for p in model.parameters())
+    assert scaler.get_scale() < 16.0
+    step(1.0)
+    scaler.update()
+    assert all(torch.allclose(p.float(), torch.tensor(-0.1), rtol=1e-3) for p in model.parameters())
+    return scaler.get_scale(), bits(list(model.parameters()))
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale, step"])
+@pytest.mark.parametrize("scaler_of", ["policy", "torch"])
+def test_overflow_on_one_rank_is_skipped_on_all(scaler_of: str, unscale: bool) -> None:
+    answers = strategies.run(3, _overflows, scaler_of, unscale)
+    stepping = STRATEGIES if scaler_of == "policy" else ["no_shard"]
+    assert all(answer == answers["no_shard"][0] for strategy in stepping for answer in answers[strategy])
+
+
+def _alone(rank: int, world: int) -> None:
+    """A world of one is told the same."""
+    for strategy in STRATEGIES:
+        _steps_after(rank, world, strategy)
+        _skips(rank, world, strategy, "clip_grad_norm_")
+
+
+def test_a_world_of_one_is_no_exception() -> None:
+    ranks.run(1, _alone)
