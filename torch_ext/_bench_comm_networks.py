@@ -111,7 +111,8 @@ def _ip(namespace: str, arguments: str) -> None:
 def _call(tool: str, arguments: str) -> None:
     run = subprocess.run([tool, *arguments.split()], capture_output=True, text=True)
     if run.returncode:
+        words = " ".join(run.stderr.split())
         raise Unavailable(
-            f"`{tool} {arguments}` failed ({run.stderr.strip()}): the kernel needs network namespaces, veth, bridge and "
+            f"`{tool} {arguments}` failed ({words}): the kernel needs network namespaces, veth, bridge and "
             "sch_tbf, and the process CAP_SYS_ADMIN and CAP_NET_ADMIN"
         )
