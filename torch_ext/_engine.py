@@ -171,7 +171,9 @@ class Engine(_registry.Owner):
         return Local(flat[begin : begin + piece.numel], piece.first, (self.exchange.group,), bucket)
 
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        return self.store.grad(self._position[id(param)])
+        i = self._position[id(param)]
+        self._check_parameter(i)
+        return self.store.grad(i)
 
     def stats(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if self.store.versions() != self._versions or len(params) != sum(

@@ -20,25 +20,29 @@ class ParameterBuffers:
             for i, buckets in enumerate(plan.buffers)
         ]
         self.buckets = [self.flats[b.buffer][b.start : b.start + b.numel] for b in plan.buckets]
-        self._addresses: list[int] = []
         for param, planned in zip(params, plan.parameters, strict=True):
             view = _tensors.view_like(param, self.flats[planned.buffer], planned.start)
             view.copy_(param.detach())
             param.data = view
-            self._addresses.append(param.data_ptr())
+
+    def _holds(self, i: int) -> bool:
+        """Whether parameter i is its view. The buffer itself may move (share_memory()) and takes its views along."""
+        param, planned = self.params[i], self.plan.parameters[i]
+        flat = self.flats[planned.buffer]
+        address = flat.data_ptr() + planned.start * flat.element_size()
+        return not planned.numel or (param.dtype == planned.param_dtype and param.data_ptr() == address)
 
     def check(self, i: int) -> None:
         """RuntimeError where parameter i no longer is its view."""
-        param, planned = self.params[i], self.plan.parameters[i]
-        if planned.numel and (param.dtype != planned.param_dtype or param.data_ptr() != self._addresses[i]):
+        if not self._holds(i):
             raise RuntimeError(
-                f"parameter {planned.name!r} left the flat buffer that parallelize laid it into (model.to(...), "
-                "share_memory(), `p.data = ...`): what is written there nobody steps and gathers. Write into it "
+                f"parameter {self.plan.parameters[i].name!r} left the flat buffer that parallelize laid it into "
+                "(model.to(...), `p.data = ...`): what is written there nobody steps and gathers. Write into it "
                 "(`p.copy_(...)` under no_grad), or convert the model before parallelize"
             )
 
     def release(self) -> None:
         """Gives every parameter memory of its own again."""
         for i, param in enumerate(self.params):
-            if param.data_ptr() == self._addresses[i]:
+            if self._holds(i):
                 param.data = param.detach().clone(memory_format=torch.preserve_format)
