@@ -1,7 +1,7 @@
 """Strategy optim_grads_params: torch's FSDP2, with this library's exchange in it."""
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,13 +27,13 @@ def describe(model: nn.Module, policy: Policy, group: dist.ProcessGroup) -> list
     Raises ValueError or TypeError, naming the parameter or the module, for what FSDP2 or this library cannot shard.
     """
     if not fsdp_modules(model):
-        units = _fsdp_units.units_of(model)
-        names = {id(module): name for name, module in model.named_modules()}
-        return [f"unit {names[id(unit.module)]!r} of {unit.dtype}" for unit in units]
+        units = _fsdp_units.units_of(model, policy.bucket_size)
+        names = {module: name for name, module in model.named_modules()}
+        return [f"unit {', '.join(repr(names[m]) for m in unit.modules)} of {unit.dtype}" for unit in units]
     _check_sharded(model, group)
     return [
         f"unit {unit.name!r}: {unit.main_grads_dtype} from {unit.grad_comm_dtype}, {unit.replicas} replicas"
-        for _, unit in _plan_units(model, policy)
+        for _, unit in _plan_units(model, policy, _of_user(model))
     ]
 
 
@@ -57,11 +57,15 @@ def shard_fully(
     _same_weights(model, group)
     if own:
         before = {id(p): name for name, p in model.named_parameters()}
-        _fsdp_units.shard(_fsdp_units.units_of(model), policy, group, control.device)
+        made = _fsdp_units.units_of(model, policy.bucket_size)
+        _fsdp_units.shard(made, policy, group, control.device)
         _replace_in_optimizers(before, dict(model.named_parameters()))
-    units = _plan_units(model, policy)
+        modules = [[cast(FSDPModule, m) for m in unit.modules] for unit in [made[-1], *made[:-1]]]
+    else:
+        modules = _of_user(model)
+    units = _plan_units(model, policy, modules)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    unit_of = {id(p): unit.number for module, unit in units for p in cast(nn.Module, module).parameters()}
+    unit_of = _unit_of(modules)
     engine = FsdpEngine(
         named,
         [unit for _, unit in units],
@@ -72,9 +76,9 @@ def shard_fully(
         check_for_nan=policy.check_for_nan_in_grad,
         find_unused_parameters=find_unused_parameters,
     )
-    for module, unit in units:
-        _install(module, unit, engine, find_unused_parameters)
-    engine.attach(model, [module for module, _ in units], prefetch=own)
+    for of_unit, unit in units:
+        _install(of_unit[0], unit, engine, find_unused_parameters)
+    engine.attach(model, modules, prefetch=own)
     return engine
 
 
@@ -87,21 +91,33 @@ def _install(module: FSDPModule, unit: UnitPlan, engine: FsdpEngine, find_unused
         module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def _plan_units(model: nn.Module, policy: Policy) -> list[tuple[FSDPModule, UnitPlan]]:
-    """The units, outer ones before those inside them."""
-    found = fsdp_modules(model)
+def _of_user(model: nn.Module) -> list[list[FSDPModule]]:
+    """Of several modules that the user gave to fully_shard together, FSDP2 asks one; which, it does not tell."""
+    return [[module] for _, module in fsdp_modules(model)]
+
+
+def _unit_of(units: Sequence[Sequence[FSDPModule]]) -> dict[int, int]:
+    """The unit of each parameter; units come before those that are inside them."""
+    return {id(p): i for i, unit in enumerate(units) for module in unit for p in cast(nn.Module, module).parameters()}
+
+
+def _plan_units(
+    model: nn.Module, policy: Policy, units: Sequence[Sequence[FSDPModule]]
+) -> list[tuple[Sequence[FSDPModule], UnitPlan]]:
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
     of_unit: dict[int, list[Any]] = {}
-    unit_of = {id(p): i for i, (_, module) in enumerate(found) for p in cast(nn.Module, module).parameters()}
+    unit_of = _unit_of(units)
     for p in model.parameters():
         of_unit.setdefault(unit_of.get(id(p), -1), []).append(p)
     plans = []
-    for i, (name, module) in enumerate(found):
+    for i, modules in enumerate(units):
         params = of_unit.get(i, [])
         dtype = next((p.dtype for p in params if p.requires_grad), policy.param_dtype)
         row = policy.row(dtype)
         main = row.main_grads_dtype or dtype
         replicas = max((_replicas(p) for p in params), default=1)
-        plans.append((module, UnitPlan(i, name, main, row.grad_comm_dtype or main, replicas)))
+        name = " ... ".join(dict.fromkeys(names[m] for m in (modules[0], modules[-1])))
+        plans.append((modules, UnitPlan(i, name, main, row.grad_comm_dtype or main, replicas)))
     return plans
 
 

@@ -164,16 +164,17 @@ class FsdpEngine(_registry.Owner):
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def attach(self, model: torch.nn.Module, modules: Sequence[FSDPModule], prefetch: bool) -> None:
-        """modules: of the units. prefetch: from the second forward on, each one's weights travel while the one before
-        runs."""
-        self._modules = [weakref.ref(cast(torch.nn.Module, module)) for module in modules]
+    def attach(self, model: torch.nn.Module, units: Sequence[Sequence[FSDPModule]], prefetch: bool) -> None:
+        """units: the modules of each. prefetch: from the second forward on, each one's weights travel while the one
+        before runs."""
+        modules = [[cast(torch.nn.Module, m) for m in unit] for unit in units]
+        self._modules = [weakref.ref(unit[0]) for unit in modules]
         self._order = [] if prefetch else None
-        self._cleanings = [_Cleaning() for _ in modules]
-        for cleaning, module in zip(self._cleanings, modules, strict=True):
-            self._hooks.append(cast(torch.nn.Module, module).register_forward_pre_hook(cleaning))
-        names = [unit.name for unit in self.units]
-        self._roots = [i for i, name in enumerate(names) if not any(_is_inside(name, other) for other in names)]
+        inside = {m for unit in modules for module in unit for m in module.modules() if m is not module}
+        self._roots = [i for i, unit in enumerate(modules) if unit[0] not in inside]
+        for module in (m for unit in modules for m in unit):
+            self._cleanings.append(_Cleaning())
+            self._hooks.append(module.register_forward_pre_hook(self._cleanings[-1]))
         self._hooks.append(model.register_forward_pre_hook(partial(_before_forward, weakref.ref(self)), prepend=True))
         self._hooks.append(model.register_forward_hook(partial(_after_forward, weakref.ref(self))))
 
@@ -583,8 +584,3 @@ class _Cleaning:
             for param in module.parameters():
                 if not _local.is_dtensor(param):
                     param.grad = None
-
-
-def _is_inside(name: str, other: str) -> bool:
-    """Of modules: whether the name is that of one inside the other."""
-    return name != other and (other == "" or name.startswith(other + "."))

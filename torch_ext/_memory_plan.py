@@ -142,21 +142,22 @@ def frozen_bytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters() if not p.requires_grad)
 
 
-def units_of(model: nn.Module) -> list[Unit]:
+def units_of(model: nn.Module, bucket_size: int | None = None) -> list[Unit]:
     """The units that `parallelize` gives to full sharding, frozen parameters included, inner ones first.
 
-    ValueError where full sharding refuses the model.
+    bucket_size: the policy's. ValueError where full sharding refuses the model.
     """
     from torch_ext import _fsdp_units  # brings torch's FSDP along
 
     names = {id(module): name for name, module in model.named_modules()}
     seen: set[int] = set()
     units: list[Unit] = []
-    for module, _ in _fsdp_units.units_of(model):
+    for unit in _fsdp_units.units_of(model, bucket_size):
         elements: Counter[torch.dtype] = Counter()
-        for p in module.parameters():
+        for p in (p for module in unit.modules for p in module.parameters()):
             if id(p) not in seen:
                 seen.add(id(p))
                 elements[p.dtype] += p.numel()
-        units += (Unit(names[id(module)], numel, dtype) for dtype, numel in elements.items())
+        name = ", ".join(names[id(module)] for module in unit.modules)
+        units += (Unit(name, numel, dtype) for dtype, numel in elements.items())
     return units

@@ -122,7 +122,7 @@ def _policy_of(options: argparse.Namespace, of_dtype: Any) -> Policy:
 
 def _asked(options: argparse.Namespace) -> _Asked:
     if options.model:
-        return _of_model(options.model, options.dtype)
+        return _of_model(options)
     dtype = options.dtype or "bf16"
     if options.params:
         tensors = min(_TENSORS, options.params)
@@ -149,7 +149,8 @@ def _lines(file: str) -> Iterator[tuple[str, int]]:
             raise ValueError(f'{file}, line {number}: {error}; "elements" or "name elements" is legal') from None
 
 
-def _of_model(text: str, dtype: str | None) -> _Asked:
+def _of_model(options: argparse.Namespace) -> _Asked:
+    text, dtype = options.model, options.dtype
     module, colon, name = text.partition(":")
     if not module or not colon or not name:
         raise ValueError(f"--model is {text!r}; MODULE:CALLABLE is legal, such as my_package.model:build")
@@ -174,7 +175,7 @@ def _of_model(text: str, dtype: str | None) -> _Asked:
     units: list[Unit] | None = None
     refusal: str | None = None
     try:
-        units = _memory_plan.units_of(model)
+        units = _memory_plan.units_of(model, _policy_of(options, model).bucket_size)
     except ValueError as error:
         refusal = str(error)
     return _Asked(params, units, refusal, _memory_plan.frozen_bytes(model), model, type(model).__name__)

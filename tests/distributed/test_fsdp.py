@@ -34,9 +34,11 @@ def _check(model: torch.nn.Module, expected: list[torch.Tensor], what: Any) -> N
         assert bits([grad]) == bits([want]), (name, what)
 
 
-def _sums(rank: int, world: int, dtypes: Any, microbatches: int, factor: float | None) -> int:
+def _sums(
+    rank: int, world: int, dtypes: Any, microbatches: int, factor: float | None, bucket_size: int | None = 1
+) -> int:
     model = Blocks(dtypes[0])
-    of_model = policy(*dtypes)
+    of_model = policy(*dtypes, bucket_size=bucket_size)
     torch_ext.parallelize(model, of_model, strategy=STRATEGY, gradient_divide_factor=factor)
     everyone = range(world)
     for step in range(3):
@@ -59,6 +61,11 @@ def test_sums_are_fp32_in_rank_order(world: int, dtypes: Any) -> None:
     for microbatches, factor in ((1, None), (3, None), (2, 1.5)):
         sent = ranks.run(world, _sums, dtypes, microbatches, factor)
         assert (min(sent) > 0) == (world > 1)
+
+
+@pytest.mark.parametrize("bucket_size", [20, None], ids=["two units", "one unit and the root's"])
+def test_the_bits_depend_on_no_units(bucket_size: int | None) -> None:
+    ranks.run(2, _sums, (BF16, FP32, BF16), 2, None, bucket_size)
 
 
 def _collectives(rank: int, world: int, dtypes: Any) -> int:
@@ -88,7 +95,7 @@ def test_the_wire_has_the_policys_dtype() -> None:
 def _shards_of_masters(rank: int, world: int) -> None:
     """fp32 parameters under a policy for bf16: bf16 is gathered and computed in, the fp32 shards are the masters."""
     model = Blocks(FP32)
-    torch_ext.parallelize(model, policy(BF16), strategy=STRATEGY)
+    torch_ext.parallelize(model, policy(BF16, bucket_size=1), strategy=STRATEGY)
     seen: list[torch.dtype] = []
     model.blocks[0].register_forward_pre_hook(lambda m, args: seen.append(m.p0.dtype))
     for seed in (1, 2):

@@ -22,7 +22,7 @@ UNUSED_COUNT_AS_ZERO = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def _parallel(dtype: torch.dtype = FP32, main: Any = FP32, **options: Any) -> Any:
-    return torch_ext.parallelize(Blocks(dtype), policy(dtype, main), strategy=FULLY, **options)
+    return torch_ext.parallelize(Blocks(dtype), policy(dtype, main, bucket_size=1), strategy=FULLY, **options)
 
 
 def _grads(rank: int, seed: int = 1, without: int | None = None) -> list[Any]:
@@ -48,7 +48,7 @@ def _check(model: torch.nn.Module, seeds: list[int], world: int, main: torch.dty
 
 
 def _nan(rank: int, world: int, dtype: torch.dtype) -> str:
-    checked = policy(dtype, FP32, check_for_nan_in_grad=True)
+    checked = policy(dtype, FP32, bucket_size=1, check_for_nan_in_grad=True)
     model = torch_ext.parallelize(Blocks(dtype), checked, strategy=FULLY)
     grads = _grads(rank)
     if rank == world - 1:
@@ -202,7 +202,7 @@ def test_training_goes_on_after_an_exception(then: str, main: torch.dtype) -> No
 def _changes(rank: int, world: int, what: str) -> str:
     model = Blocks()
     model.blocks[1].p0.requires_grad_(what != "thaw")
-    torch_ext.parallelize(model, policy(), strategy=FULLY)
+    torch_ext.parallelize(model, policy(bucket_size=1), strategy=FULLY)
     model(_grads(rank)).backward()
     model.zero_grad()
     if what == "thaw":

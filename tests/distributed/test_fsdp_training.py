@@ -76,7 +76,7 @@ def _run(
     model = _net(dtypes[0], **options)
     if prepare is not None:
         prepare(model)
-    of_model = policy(*dtypes, loss_scale=64.0 if dtypes[0] == FP16 else None)
+    of_model = policy(*dtypes, loss_scale=64.0 if dtypes[0] == FP16 else None, bucket_size=1)
     torch_ext.parallelize(model, of_model, strategy=strategy)
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=3e-3, policy=of_model)
     scaler = of_model.grad_scaler()
@@ -244,7 +244,7 @@ def test_several_models_and_groups() -> None:
 def _prefetched(rank: int, world: int) -> list[list[str]]:
     """Weights travel while the unit before runs; those of a unit that is then left out are not kept for later."""
     model = _net(BF16)
-    torch_ext.parallelize(model, policy(BF16), strategy=FULLY)
+    torch_ext.parallelize(model, policy(BF16, bucket_size=1), strategy=FULLY)
     optimizer = torch_ext.AdamW(model.parameters(), lr=1e-1, policy=policy(BF16))
     started: list[str] = []
     engine = torch_ext._parallel._engine_of(model)

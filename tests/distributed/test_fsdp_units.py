@@ -1,0 +1,146 @@
+"""Which modules become FSDP2's units where the user leaves it to parallelize."""
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from gradients import BF16, FP16, FP32, policy
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import torch_ext
+from torch_ext import _fsdp_units
+
+
+def _linear(numel: int, dtype: torch.dtype = FP32) -> nn.Module:
+    return nn.Linear(numel, 1, bias=False, dtype=dtype)
+
+
+class Net(nn.Module):
+    """Of named parts."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+class Gated(nn.Module):
+    """Has a parameter of its own beside a module."""
+
+    def __init__(self, own: torch.dtype, inner: torch.dtype) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(1, dtype=own))
+        self.inner = _linear(8, inner)
+
+
+def _tied() -> Net:
+    blocks = [nn.Sequential(_linear(4), _linear(4)) for _ in range(3)]
+    head: Any = _linear(4)
+    head.weight = blocks[1][0].weight
+    return Net(layers=nn.ModuleList(blocks), head=head)
+
+
+def _frozen() -> Net:
+    net = Net(layers=nn.ModuleList([_linear(4), _linear(4, BF16)]))
+    net.layers[1].requires_grad_(False)  # type: ignore[index, union-attr]
+    return net
+
+
+@pytest.mark.parametrize(
+    ("model", "bucket_size", "expected"),
+    [
+        pytest.param(
+            Net(layers=nn.ModuleList(_linear(4) for _ in range(3))),
+            1,
+            [("layers.0",), ("layers.1",), ("layers.2",), ("",)],
+            id="each block",
+        ),
+        pytest.param(
+            Net(layers=nn.ModuleList(_linear(4) for _ in range(5))),
+            8,
+            [("layers.0", "layers.1"), ("layers.2", "layers.3", "layers.4"), ("",)],
+            id="small ones share, the rest joins the last",
+        ),
+        pytest.param(
+            Net(layers=nn.ModuleList([_linear(9), _linear(4), _linear(4), _linear(9)])),
+            8,
+            [("layers.0",), ("layers.1", "layers.2"), ("layers.3",), ("",)],
+            id="a large one stays alone",
+        ),
+        pytest.param(
+            Net(layers=nn.ModuleList(_linear(4) for _ in range(3))),
+            None,
+            [("layers.0", "layers.1", "layers.2"), ("",)],
+            id="a small model",
+        ),
+        pytest.param(
+            Net(layers=nn.ModuleList(nn.Linear(1024, 1024, device="meta") for _ in range(3))),
+            None,
+            [("layers.0",), ("layers.1",), ("layers.2",), ("",)],
+            id="blocks of a million",
+        ),
+        pytest.param(
+            nn.Sequential(
+                _linear(4), nn.ReLU(), nn.ModuleList([_linear(4), _linear(4)]), nn.ModuleDict({"a": _linear(4)})
+            ),
+            1,
+            [("2.0",), ("2.1",), ("3.a",), ("0",), ("",)],
+            id="containers that cannot run are not units",
+        ),
+        pytest.param(Net(a=Net(b=nn.Sequential(_linear(4))), c=_linear(4)), 1, [("a.b.0",), ("",)], id="nested"),
+        pytest.param(_linear(4), 1, [("",)], id="no container"),
+        pytest.param(_tied(), 1, [("layers.0",), ("layers.2",), ("",)], id="tied weights belong to the root"),
+        pytest.param(
+            Net(layers=nn.ModuleList(Net(norm=_linear(2), mlp=_linear(8, BF16)) for _ in range(2)), norm=_linear(2)),
+            1,
+            [("layers.0.norm",), ("layers.0",), ("layers.1.norm",), ("layers.1",), ("",)],
+            id="other dtypes",
+        ),
+        pytest.param(
+            Net(layers=nn.ModuleList(Net(norm=_linear(2), mlp=_linear(8, BF16)) for _ in range(2))),
+            20,
+            [("layers.0.norm", "layers.1.norm"), ("layers.0", "layers.1"), ("",)],
+            id="other dtypes of blocks that share",
+        ),
+        pytest.param(
+            Net(layers=nn.ModuleList([Gated(FP32, BF16)])),
+            1,
+            [("layers.0.inner",), ("layers.0",), ("",)],
+            id="a module's own parameters decide",
+        ),
+        pytest.param(
+            Net(
+                top=_linear(2, FP16),
+                a=nn.ModuleList([Net(x=_linear(4), y=Net(z=_linear(2, BF16)))]),
+                b=_linear(9, BF16),
+            ),
+            1,
+            [("a.0.y",), ("a.0",), ("top",), ("",)],
+            id="three dtypes",
+        ),
+        pytest.param(_frozen(), 1, [("layers.0",), ("layers.1",), ("",)], id="frozen parameters of another dtype"),
+    ],
+)
+def test_units(model: nn.Module, bucket_size: int | None, expected: list[tuple[str, ...]]) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    units = _fsdp_units.units_of(model, bucket_size)
+    assert [tuple(names[module] for module in unit.modules) for unit in units] == expected
+
+
+def test_a_module_with_several_dtypes_is_refused() -> None:
+    mixed = nn.Linear(4, 4)
+    mixed.bias = nn.Parameter(torch.zeros(4, dtype=BF16))
+    with pytest.raises(ValueError, match="Linear has trainable parameters in torch.bfloat16 and torch.float32"):
+        _fsdp_units.units_of(Net(layers=nn.ModuleList([mixed])), 1)
+
+
+def _sharded(rank: int, world: int) -> list[str]:
+    model = Net(layers=nn.ModuleList(_linear(4) for _ in range(5)), head=_linear(4))
+    torch_ext.parallelize(model, policy(bucket_size=8), strategy="optim_grads_params")
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def test_parallelize_makes_these_units() -> None:
+    assert ranks.run(2, _sharded) == [["", *(f"layers.{i}" for i in range(5))]] * 2
