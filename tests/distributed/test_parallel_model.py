@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import ranks
+import strategies
 import torch
-import torch.utils.checkpoint
 from gradients import BF16, FP32, Given, on_all_ranks, policy
+from strategies import SHARDED, STRATEGIES, gradient
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
@@ -38,13 +39,13 @@ def _backward(model: torch.nn.Module, rank: int = 0) -> None:
     model(torch.tensor([1, 2, 3 + rank])).square().mean().backward()
 
 
-def _same_object(rank: int, world: int) -> None:
+def _same_object(rank: int, world: int, strategy: str) -> None:
     torch.manual_seed(rank)
     model = Net()
     keys, parameters = list(model.state_dict()), list(model.parameters())
     weights = [w.clone() for w in model.state_dict().values()]
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)  # made before, without state: fine
-    assert torch_ext.parallelize(model, policy()) is model
+    assert torch_ext.parallelize(model, policy(), strategy=strategy) is model
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert isinstance(model, Net) and type(model).__name__ == "Net" and type(model).__qualname__ == "Net"
@@ -52,18 +53,23 @@ def _same_object(rank: int, world: int) -> None:
     assert rank or all(torch.equal(a, b) for a, b in zip(weights, model.state_dict().values(), strict=True))
     everyone = on_all_ranks({k: v.tolist() for k, v in model.state_dict().items()})
     assert everyone[0] == everyone[1], "rank 0's weights and buffers"
+    assert model.head.weight is model.embed.weight
     _backward(model, rank)
     optimizer.step()
-    assert model.embed.weight.grad is model.head.weight.grad is not None and model.scale.grad is None
+    assert model.embed.weight.grad is model.head.weight.grad and model.scale.grad is None
+    assert (model.embed.weight.grad is None) == (strategy == "optim_grads")
+    everyone = on_all_ranks([p.tolist() for p in model.parameters()])
+    assert everyone[0] == everyone[1] != [w.tolist() for w in weights]
 
 
 def test_the_same_object_with_the_same_names_and_rank_0s_weights() -> None:
-    ranks.run(2, _same_object)
+    strategies.run(2, _same_object)
 
 
-def _copies(rank: int, world: int) -> None:
-    model = torch_ext.parallelize(Net(), policy(FP32, FP32, BF16))
+def _copies(rank: int, world: int, strategy: str) -> None:
+    model = torch_ext.parallelize(Net(), policy(FP32, FP32, BF16), strategy=strategy)
     _backward(model, rank)
+    torch_ext.AdamW(model.parameters()).step()
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
@@ -78,46 +84,71 @@ def _copies(rank: int, world: int) -> None:
         assert list(other.state_dict()) == list(model.state_dict()), how
         assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True)), how
         assert other.embed.weight is other.head.weight and other.note == "kept", how
+        assert (other.embed.weight is model.embed.weight) == (how == "copy"), how
     assert b"torch_ext" not in pickle.dumps(model)
-    plain = copies["deepcopy"]
-    _backward(plain, rank)
-    assert plain.body[0].weight.grad is not model.body[0].weight.grad
-    plain.zero_grad()
-    again = torch_ext.parallelize(plain, policy())  # a copy is a model like any other
-    _backward(again, rank)
+    for how in ("deepcopy", "torch.save"):
+        plain = copies[how]
+        _backward(plain, rank)
+        assert plain.body[0].weight.grad is not None is not model.body[0].weight.grad or strategy == "optim_grads"
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        assert not torch.equal(plain.body[0].weight, model.body[0].weight)
+        plain.zero_grad()
+        again = torch_ext.parallelize(plain, policy(), strategy=strategy)  # a copy is a model like any other
+        _backward(again, rank)
+    weights = io.BytesIO()
+    torch.save(model.state_dict(), weights)
+    weights.seek(0)
+    loaded = Net()
+    loaded.load_state_dict(torch.load(weights))
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
     model.zero_grad()
     _backward(model, rank)
 
 
 def test_pickle_and_copies_give_the_plain_model() -> None:
-    ranks.run(2, _copies)
+    strategies.run(2, _copies)
 
 
-def _again(rank: int, world: int) -> None:
-    model = Given([4], BF16)
-    torch_ext.parallelize(model, policy(BF16, FP32))
-    model([torch.ones(4)]).backward()
-    assert model.p0.grad.dtype == FP32
-    kind = type(model)
-    torch_ext.parallelize(model, policy(BF16), gradient_divide_factor=1.0)
-    assert type(model) is kind and model.p0.grad is None
-    model([torch.ones(4)]).backward()
-    assert model.p0.grad.dtype == BF16 and model.p0.grad.tolist() == [2.0] * 4
+def _again(rank: int, world: int, strategy: str) -> None:
+    """The engine is made anew, under every other strategy, with gradients in the old one and without."""
+    for following in STRATEGIES:
+        model = Given([(4,), (300,)], BF16)
+        torch_ext.parallelize(model, policy(BF16, FP32), strategy=strategy)
+        kind = type(model)
+        for _ in range(2):
+            model([torch.ones(4), torch.ones(300)]).backward()
+            grad = gradient(model, model.p0)
+            assert grad is not None and grad.dtype == FP32
+            model.zero_grad()
+        model([torch.ones(4), torch.ones(300)]).backward()
+        torch_ext.parallelize(model, policy(BF16), gradient_divide_factor=1.0, strategy=following)
+        assert type(model) is kind and model.p0.grad is None
+        model([torch.ones(4), torch.ones(300)]).backward()
+        grad = gradient(model, model.p1)
+        assert grad is not None and grad.dtype == BF16 and grad.eq(2.0).all()
+        optimizer = torch_ext.AdamW(model.parameters(), lr=0.125)
+        optimizer.step()
+        assert model.p1.tolist() == [-0.125] * 300
+        del optimizer
+        torch_ext.parallelize(model, policy(BF16), strategy=strategy)
+        assert model.p1.tolist() == [-0.125] * 300, "weights are kept"
 
 
 def test_a_second_call_replaces_the_first() -> None:
-    ranks.run(2, _again)
+    strategies.run(2, _again)
 
 
-def _mixed(rank: int, world: int) -> None:
+def _mixed(rank: int, world: int, strategy: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16(), torch.nn.LayerNorm(8))
-    torch_ext.parallelize(model, torch_ext.load_policy(model))
+    torch_ext.parallelize(model, torch_ext.load_policy(model), strategy=strategy)
     model[1](model[0](torch.ones(2, 8, dtype=BF16)).float()).square().sum().backward()
-    assert model[0].weight.grad.dtype == BF16 and model[1].weight.grad.dtype == FP32
+    dtypes = [grad.dtype for p in model.parameters() for grad in [gradient(model, p)] if grad is not None]
+    assert dtypes == [BF16, BF16, FP32, FP32]
+    torch_ext.AdamW(model.parameters()).step()
 
 
 def test_a2_parameters_of_another_dtype_follow_their_own_row() -> None:
-    ranks.run(2, _mixed)
+    strategies.run(2, _mixed)
 
 
 # -- changes behind the engine's back -----------------------------------------------------------------------------
@@ -142,47 +173,85 @@ CHANGES = [
 ]
 
 
-def _changed(rank: int, world: int, change: Any, words: str) -> None:
-    model = torch_ext.parallelize(Net(), policy())
+def _changed(rank: int, world: int, strategy: str, change: Any, words: str) -> None:
+    model = torch_ext.parallelize(Net(), policy(), strategy=strategy)
     _backward(model)
     model.zero_grad()
     change(model)
     with pytest.raises(RuntimeError, match=words):
         _backward(model)
     model.zero_grad()
-    torch_ext.parallelize(model, torch_ext.load_policy(model))  # what the message says helps
+    torch_ext.parallelize(model, torch_ext.load_policy(model), strategy=strategy)  # what the message says helps
     _backward(model)
+    torch_ext.AdamW(model.parameters()).step()
     with torch.no_grad():
         change(model)
 
 
 @pytest.mark.parametrize(("change", "words"), CHANGES)
 def test_a_parameter_that_is_not_what_it_was_is_named(change: Any, words: str) -> None:
-    ranks.run(2, _changed, change, words)
+    strategies.run(2, _changed, change, words)
 
 
-def _harmless(rank: int, world: int) -> None:
-    model = torch_ext.parallelize(Net(), policy())
+def _left(rank: int, world: int, strategy: str) -> None:
+    """What no backward sees is noticed by step."""
+    model = torch_ext.parallelize(Net(), policy(), strategy=strategy)
+    optimizer = torch_ext.AdamW(model.parameters())
     _backward(model)
-    before = model.embed.weight.grad.clone()
-    model.to(torch.float32).to("cpu").train()
-    assert torch.equal(before, model.embed.weight.grad)
-    model.load_state_dict(model.state_dict())
-    model.share_memory()  # moves gradients elsewhere
-    model.zero_grad(set_to_none=False)
+    model.to(BF16)
+    with pytest.raises(RuntimeError, match="'embed.weight' became torch.bfloat16 .*call parallelize again"):
+        optimizer.step()
+    model.zero_grad()
+    del optimizer
+    torch_ext.parallelize(model, torch_ext.load_policy(model), strategy=strategy)
+    optimizer = torch_ext.AdamW(model.parameters())
+    for moved in (False, True):
+        _backward(model)
+        if moved:
+            model.embed.weight.data = model.embed.weight.data.clone()
+            with pytest.raises(RuntimeError, match="'embed.weight' left the flat buffer .*before parallelize"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+def test_a_weight_that_is_not_where_it_was_is_named() -> None:
+    strategies.run(2, _left, chosen=SHARDED)
+
+
+def _harmless(rank: int, world: int, strategy: str) -> None:
+    model = torch_ext.parallelize(Net(), policy(), strategy=strategy)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        _backward(model)
+        before = gradient(model, model.embed.weight)
+        model.to(torch.float32).to("cpu").train()
+        model.share_memory()  # moves weights and gradients elsewhere
+        after = gradient(model, model.embed.weight)
+        assert before is not None and after is not None and torch.equal(before, after)
+        assert model.embed.weight.is_shared()
+        optimizer.step()
+        everyone = on_all_ranks([p.tolist() for p in model.parameters()])
+        assert everyone[0] == everyone[1]
+        model.load_state_dict(model.state_dict())
+        model.zero_grad(set_to_none=False)
     _backward(model)
     engine = torch_ext._parallel._engine_of(model)
-    assert all(engine.store.buffers.holds(i) for i in range(len(engine.params)))
+    if strategy != "optim_grads":
+        assert all(engine.store.buffers.holds(i) for i in range(len(engine.params)))  # type: ignore[union-attr]
 
 
 def test_changes_that_change_nothing_are_fine() -> None:
-    ranks.run(2, _harmless)
+    strategies.run(2, _harmless)
 
 
-def _ends(rank: int, world: int) -> None:
+def _ends(rank: int, world: int, strategy: str) -> None:
     threads = threading.active_count()
-    model = torch_ext.parallelize(Given([4]), policy())
+    model = torch_ext.parallelize(Given([4]), policy(), strategy=strategy)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
     model([torch.ones(4)]).backward()
+    optimizer.step()
+    del optimizer
     engine = weakref.ref(torch_ext._parallel._engine_of(model))
     parameters = list(model.parameters())
     assert threading.active_count() > threads or world == 1
@@ -197,51 +266,7 @@ def _ends(rank: int, world: int) -> None:
 
 
 def test_an_engine_ends_with_its_model() -> None:
-    ranks.run(2, _ends)
-
-
-def _compiled(rank: int, world: int, what: str) -> None:
-    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    if what == "a module inside":
-        model[0] = torch.compile(model[0], backend="aot_eager")
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True) if what.startswith("the model") else model
-    torch_ext.parallelize(compiled if what == "the model before" else model, policy())
-    compiled(torch.full((2, 4), 1.0 + rank)).sum().backward()
-    assert model[1].bias.grad.tolist() == [2.0, 2.0]
-    grads = on_all_ranks([p.grad.tolist() for p in model.parameters()])
-    assert grads[0] == grads[1]
-
-
-@pytest.mark.parametrize("what", ["a module inside", "the model before", "the model afterwards"])
-def test_torch_compile(what: str) -> None:
-    ranks.run(2, _compiled, what)
-
-
-def _checkpointed(rank: int, world: int, reentrant: bool) -> None:
-    class Segments(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in list(self.layers)[:-1]:
-                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
-            return self.layers[-1](x)
-
-    torch.manual_seed(0)
-    model = torch_ext.parallelize(Segments(), policy(bucket_size=1, overlap_grad_reduce=True))
-    plain = copy.deepcopy(model)
-    inputs = [torch.full((2, 4), 1.0 + r, requires_grad=True) for r in range(world)]
-    model(inputs[rank]).sum().backward()
-    for x in inputs:
-        plain(x).sum().backward()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(a.grad * world, b.grad, rtol=1e-6)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool) -> None:
-    ranks.run(2, _checkpointed, reentrant)
+    strategies.run(2, _ends)
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------
