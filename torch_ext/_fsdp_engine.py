@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from torch_ext import _local, _ops, _registry
-from torch_ext._exchange import MAX_BUCKETS, Exchange, Handle, exchange_over, tag
+from torch_ext._exchange import IN_FLIGHT, MAX_BUCKETS, Exchange, Handle, exchange_over, tag
 from torch_ext._fsdp_reduction import Reduction, Slice, UnitPlan
 from torch_ext._local import Local, tensor_of
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
@@ -86,6 +86,9 @@ class FsdpEngine(_registry.Owner):
         self._words = [0] * len(self.units)
         self._shards: dict[int, torch.Tensor] = {}  # by parameter, of its local tensor's shape, in main_grads_dtype
         self._grads: dict[int, Any] = {}  # by parameter, the DTensor over its shard, where `.grad` can be it
+        self._added: set[int] = set()  # to these one's shards, sums of this backward
+        self._broken: set[int] = set()  # the same, of a backward that raised then
+        self._poisoned: set[int] = set()  # what the check for NaN named, until zero_grad
         self._position = {id(p): i for i, p in enumerate(self.params)}
         self._gathering: set[int] = set()  # units whose weights FSDP2 has not asked for yet
         self._order: list[int] | None = None  # of units in the first forward, where they are to be prefetched
@@ -121,6 +124,18 @@ class FsdpEngine(_registry.Owner):
 
     def before_step(self) -> None:
         self._recover()
+        if self._failure is not None:
+            raise RuntimeError(f"step() after an exchange that failed: {self._failure}")
+        if self._broken:
+            raise RuntimeError(
+                "step() after a backward that raised when some of its sums were added already: call zero_grad() and "
+                "repeat the micro-batches"
+            )
+        if poisoned := [self.names[i] for i in sorted(self._poisoned) if self.grad(self.params[i]) is not None]:
+            raise RuntimeError(
+                f"step() with gradients that have NaN or Inf ({', '.join(map(repr, poisoned))} and perhaps others), as "
+                "backward said (check_for_nan_in_grad): call zero_grad() first"
+            )
         # Whole weights that an evaluation has left behind would be old ones in the next forward.
         self.sync_parameters()
 
@@ -154,6 +169,8 @@ class FsdpEngine(_registry.Owner):
     def _forget(self, i: int) -> None:
         self._shards.pop(i, None)
         self._grads.pop(i, None)
+        self._broken.discard(i)
+        self._poisoned.discard(i)
 
     def _visible(self, i: int) -> bool:
         """Whether the gradient shard can be `.grad`, which has the parameter's dtype."""
@@ -244,6 +261,7 @@ class FsdpEngine(_registry.Owner):
         self._refuse(unit, output, op)
         self._enter_backward()
         self._current = None
+        self._make_room()
         self._words[unit.number] += _CALL + given.numel()
         exchange = self._exchange(group, "reduce")
         rows = given.view(exchange.world_size, -1)
@@ -320,6 +338,12 @@ class FsdpEngine(_registry.Owner):
                 "policy's"
             )
 
+    def _make_room(self) -> None:
+        """As many units are under way as the exchange serves at a time; the gradients of more would pile up."""
+        under_way = [reduction for reduction in self._reductions if reduction.handle is not None]
+        for reduction in under_way[: max(0, len(under_way) - IN_FLIGHT + 1)]:
+            self._settle(reduction)
+
     def _scale(self, unit: UnitPlan, shards: int) -> float:
         # FSDP2 takes the mean over the replicas.
         return 1.0 / shards if self._divide_factor is None else unit.replicas / self._divide_factor
@@ -352,6 +376,7 @@ class FsdpEngine(_registry.Owner):
             raise RuntimeError(f"gradients cannot be reduced any more: {self._failure}")
         self._prefetch_in_order()
         self._bytes_before = self._bytes_sent()
+        self._added = set()
         for i, param in enumerate(self.params):
             if param.grad is not None or i in self._grads:
                 self._take(i, param)
@@ -383,8 +408,8 @@ class FsdpEngine(_registry.Owner):
         self._cycle += 1
         self._show()
         for reduction in reductions:
-            if reduction.handle is not None:
-                self._guarded(reduction.handle.result)
+            reduction.wait(self._guarded)
+        self._broken |= self._added
         for cleaning in self._cleanings:
             cleaning.wanted = True
         for unit in self._roots:
@@ -417,7 +442,8 @@ class FsdpEngine(_registry.Owner):
         words = [row[: header.nbytes].view(torch.int64).tolist() for row in reports]
         self._check_places(words)
         for reduction in reductions:
-            self._settle(reduction)
+            if not reduction.settled:
+                self._settle(reduction)
         self._show()
         self.wire_bytes = self._bytes_sent() - self._bytes_before
         self._check_finite([row[1] for row in words])
@@ -434,9 +460,9 @@ class FsdpEngine(_registry.Owner):
 
     def _settle(self, reduction: Reduction) -> None:
         """The sums become gradient shards, or are added to them."""
-        if reduction.handle is not None:
-            self._guarded(reduction.handle.result)
+        reduction.wait(self._guarded)
         self._check_covered(reduction)
+        reduction.settled = True
         later: list[tuple[int, torch.Tensor]] = []
         for one in reduction.slices:
             value = reduction.sum_of(one, tensor_of(self.params[one.param]).shape)
@@ -445,6 +471,7 @@ class FsdpEngine(_registry.Owner):
             else:
                 self._first(one, value)
         self._accumulate(later)
+        self._added.update(one.param for one in reduction.slices)
 
     def _first(self, one: Slice, value: torch.Tensor) -> None:
         main = self._unit(one.param).main_grads_dtype
@@ -494,7 +521,10 @@ class FsdpEngine(_registry.Owner):
         return torch.Size(shape).numel()
 
     def _bytes_sent(self) -> int:
-        return self.control.bytes_sent + sum(e.bytes_sent for e in self._exchanges.values())
+        """For reductions."""
+        return self.control.bytes_sent + sum(
+            e.bytes_sent for (_, what), e in self._exchanges.items() if what == "reduce"
+        )
 
     def _guarded(self, wait: Callable[[], Any]) -> Any:
         try:
@@ -528,6 +558,7 @@ class FsdpEngine(_registry.Owner):
     def _check_finite(self, nonfinite: Sequence[int]) -> None:
         found = [f"{self.names[i]!r} on rank {rank}" for rank, i in enumerate(nonfinite) if i != ALL_FINITE]
         if found:
+            self._poisoned.update(i for i in nonfinite if i != ALL_FINITE)
             raise RuntimeError(
                 f"gradients with NaN or Inf before communication (check_for_nan_in_grad): {', '.join(found)}. "
                 "Nothing was stepped; call zero_grad() before going on."

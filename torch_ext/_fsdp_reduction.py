@@ -1,5 +1,6 @@
 """One reduce-scatter of one unit of FSDP2: where its sum goes, and which gradients lie in it."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,12 +37,20 @@ class Reduction:
         """output: where FSDP2 expects the sum. sums: where it will be, flat, of output's numel; maybe output itself."""
         self.unit, self.output, self.sums, self.handle = unit, output, sums, handle
         self.slices: list[Slice] = []
+        self.settled = False
+        """Whether the sums were added to the gradient shards."""
         self.suspect: Tensor | None = None
         """What this rank handed over, [ranks, output's numel], where an element of it is not finite."""
 
     def add(self, param: int, begin: int, grad: Any) -> None:
         """FSDP2 says that the gradient of the parameter's shard begins there."""
         self.slices.append(Slice(param, begin, grad))
+
+    def wait(self, guarded: Callable[[Callable[[], None]], None]) -> None:
+        """Until the sums are there. guarded: calls what it is given."""
+        if self.handle is not None:
+            guarded(self.handle.result)
+            self.handle = None
 
     def sum_of(self, one: Slice, shape: torch.Size) -> Tensor:
         """A view."""

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from units import SHAPES, Blocks, accumulated, grad_shards, mean_of_ranks, shard_of
 
 import torch_ext
+from torch_ext import _fsdp_engine
 
 FULLY = "optim_grads_params"
 RECOVERS = hasattr(FSDPModule, "reset_iter_state")
@@ -55,7 +56,10 @@ def _nan(rank: int, world: int, dtype: torch.dtype) -> str:
         grads[7][100] = float("nan")  # of the last block's third parameter, which leaves first
         grads[1][4, 2] = float("-inf")
     message = _error(lambda: model(grads).backward())
+    optimizer = torch_ext.AdamW(model.parameters())
+    assert "call zero_grad() first" in _error(optimizer.step)
     model.zero_grad()
+    optimizer.step()
     model(_grads(rank, 2)).backward()
     if dtype == FP32:
         _check(model, [2], world)
@@ -194,6 +198,33 @@ def _goes_on(rank: int, world: int, then: str, main: torch.dtype) -> str:
 def test_training_goes_on_after_an_exception(then: str, main: torch.dtype) -> None:
     for answer in ranks.run(2, _goes_on, then, main):
         assert answer == "" if RECOVERS else "torch >= 2.13" in answer
+
+
+def _some_were_added(rank: int, world: int) -> None:
+    """Where as many units as may be are on their way, sums are added before backward ends."""
+    _fsdp_engine.IN_FLIGHT = 1
+    model = _parallel()
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.0)
+    model(_grads(rank, 1)).backward()
+
+    def fail(*_: Any) -> None:
+        raise KeyError
+
+    handle = model.blocks[0].register_full_backward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        model(_grads(rank, 2)).backward()
+    handle.remove()
+    if RECOVERS:
+        assert "repeat the micro-batches" in _error(optimizer.step)
+        optimizer.zero_grad()
+        optimizer.step()
+        model(_grads(rank, 3)).backward()
+        _check(model, [3], world)
+        optimizer.step()
+
+
+def test_a_sum_that_was_added_to_is_not_stepped() -> None:
+    ranks.run(2, _some_were_added)
 
 
 # -- changes that would lose gradients ------------------------------------------------------------------------------
