@@ -436,10 +436,11 @@ typedef struct tx_memory {
  *   optim_grads         T           S        S                   per bucket: received, packed; a bucket of gradients
  *   optim_grads_params  S           S        S                   two units of parameters and gradients: a lower bound
  *
- * received: memory for a bucket from the wire; packed: a bucket to be sent, where it is not sent from the gradients'
- * own buffer (optim_grads: always; else where wire_dtype is not grad_dtype); gathered: the sums of all ranks, where
- * their dtype is neither of the two. They count for the in_flight largest buckets. The bucket of gradients is the one
- * that backward is filling, in param_dtype. frozen_bytes are whole but for optim_grads_params, which shards them. */
+ * received: the other ranks' parts of a bucket, from the wire; packed: a bucket to be sent, where it is not sent from
+ * the gradients' own buffer (optim_grads: always; else where wire_dtype is not grad_dtype); gathered: the sums of all
+ * ranks, where their dtype is neither of the two. They count for the in_flight largest buckets. The bucket of gradients
+ * is the one that backward is filling, in param_dtype. frozen_bytes are whole but for optim_grads_params, which shards
+ * them. */
 TX_API tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error);
 
 /* -- tracker (which bucket is complete) ------------------------------------------------------------------------- */
@@ -639,7 +640,8 @@ TX_API tx_status tx_bucket_accumulate(int64_t n, const tx_tensor *main_grads, co
 
 /* shard = (chunks[0] + chunks[1] + ... + chunks[n-1]) * scale, added in that order in fp32, then rounded once to the
  * shard's dtype; accumulate: shard += that, in fp32. n >= 1. Chunks are of one dtype (F32, BF16, F16, or U8 with
- * scales) and have the shard's numel; shard is F32, BF16 or F16. stats (TX_STATS_LEN int64 or none) receives the
+ * scales) and have the shard's numel; shard is F32, BF16 or F16. Where it does not accumulate, one of the chunks may be
+ * the shard: the same memory in the same dtype. stats (TX_STATS_LEN int64 or none) receives the
  * statistics of what the shard holds afterwards. */
 typedef struct tx_bucket_reduce_args {
   uint64_t size;

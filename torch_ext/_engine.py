@@ -71,7 +71,7 @@ class Engine(_registry.Owner):
         self._number, self._cycle, self._gathers = number, 0, 0
         self._check_for_nan, self._find_unused = check_for_nan, find_unused_parameters
         self._replan, self._may_replan = replan, may_replan
-        self._tracker = self._new_tracker()
+        self._tracker, self._bucket_names = self._new_tracker(), self._names_of_buckets()
         # The first cycle that reduces shows in which order gradients come: its buckets leave at its end, laid out anew.
         self._learning = store.movable and self.exchange.world_size > 1 and len(self.plan.buckets) > 1
         self._tasks: dict[int, weakref.ref[_BackwardEnd]] = {}  # backwards that have not ended, the outermost first
@@ -188,7 +188,7 @@ class Engine(_registry.Owner):
         handle = self.exchange.gather(
             Wire.of(self.weights.buckets[bucket]),
             tag=tag(self._number, self._gathers, bucket),
-            what=f"weights of bucket {bucket} of {len(self.plan.buckets)} ({self._members(bucket)})",
+            what=f"weights of {self._bucket_names[bucket]}",
         )
         return _Gathering(self, handle)
 
@@ -283,14 +283,18 @@ class Engine(_registry.Owner):
             grads = self.store.grads(b)
             bad = first_nonfinite([grad for _, grad in grads])
             self._nonfinite = ALL_FINITE if bad == ALL_FINITE else grads[bad][0]
-        bucket = f"bucket {b} of {len(self.plan.buckets)} ({self._members(b)})"
-        what = f"gradients of cycle {self._cycle}, {bucket}"
+        what = f"gradients of cycle {self._cycle}, {self._bucket_names[b]}"
         self._handles.append(self.store.send(b, cycle=self._cycle, tag=tag(self._number, self._cycle, b), what=what))
 
-    def _members(self, b: int) -> str:
-        members = self.plan.in_bucket(b)
-        first, last = self.names[members[0]], self.names[members[-1]]
-        return repr(first) if first == last else f"{first!r} ... {last!r}"
+    def _names_of_buckets(self) -> list[str]:
+        """For messages."""
+        found = []
+        for b in range(len(self.plan.buckets)):
+            members = self.plan.in_bucket(b)
+            first, last = self.names[members[0]], self.names[members[-1]]
+            names = repr(first) if first == last else f"{first!r} ... {last!r}"
+            found.append(f"bucket {b} of {len(self.plan.buckets)} ({names})")
+        return found
 
     # -- at its end -----------------------------------------------------------------------------------------------
 
@@ -334,7 +338,7 @@ class Engine(_registry.Owner):
             self.weights = ParameterBuffers(self.params, plan)
         self.store = self.store.moved(plan)
         _registry.changed()
-        self._tracker = self._new_tracker()
+        self._tracker, self._bucket_names = self._new_tracker(), self._names_of_buckets()
         self._tracker.finish()
 
     def _close_cycle(self) -> list[torch.Tensor]:

@@ -144,14 +144,13 @@ class _Memory:
         self._lock = threading.Lock()
 
     def take(self, parts: list[Wire], rank: int) -> tuple[torch.Tensor, list[Wire]]:
-        """A chunk for every rank, this rank's own filled: bucket_reduce_ takes no memory that it reads and writes."""
-        own, world_size = parts[rank], len(parts)
-        codes, scales = own.data.nbytes * world_size, own.scales.nbytes * world_size
+        """A chunk for every rank; this rank's own is its part, where it lies."""
+        own, others = parts[rank], len(parts) - 1
+        codes, scales = own.data.nbytes * others, own.scales.nbytes * others
         memory = self._fitting(codes + scales, own.data.device)
         whole = Wire(memory[:codes].view(own.data.dtype), memory[codes : codes + scales])
-        chunks = whole.parts(world_size)
-        for into, value in zip(chunks[rank], own, strict=True):
-            into.copy_(value)
+        chunks = whole.parts(others) if others else []
+        chunks.insert(rank, own)
         return memory, chunks
 
     def _fitting(self, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -185,13 +184,13 @@ class PointToPoint(Exchange):
 
     def receive(self, wires: list[Wire], tag: int, what: str) -> _Works:
         """Posts wires[peer] <- peer for every peer."""
-        return self._post(lambda peer, m: dist.irecv(m, group=self.group, group_src=peer, tag=tag), wires, what)
+        return self._post(lambda peer, m: self.group.recv([m], peer, tag), wires, what)
 
     def send(self, wires: list[Wire], tag: int, what: str) -> _Works:
         """Posts wires[peer] -> peer for every peer."""
-        return self._post(lambda peer, m: dist.isend(m, group=self.group, group_dst=peer, tag=tag), wires, what)
+        return self._post(lambda peer, m: self.group.send([m], peer, tag), wires, what)
 
-    def _post(self, post: Callable[[int, torch.Tensor], dist.Work | None], wires: list[Wire], what: str) -> _Works:
+    def _post(self, post: Callable[[int, torch.Tensor], dist.Work], wires: list[Wire], what: str) -> _Works:
         works: _Works = []
         for peer in self._peers:
             for message in wires[peer].messages():
@@ -202,7 +201,6 @@ class PointToPoint(Exchange):
                     raise RuntimeError(
                         f"{what}: rank {peer} cannot be reached ({str(error).splitlines()[0]})"
                     ) from None
-                assert work is not None  # None is for ranks outside of the group
                 works.append((peer, work))
         return works
 

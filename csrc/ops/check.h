@@ -19,6 +19,9 @@ tx_status tx_check_tensors(const tx_span *spans, int64_t n_spans, tx_error *erro
  * where lists are in address order. */
 tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error);
 
+/* The same, but for one entry of a list, which is passed over; NULL: none. */
+tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, tx_error *error);
+
 /* `tensor` is none, or has exactly `numel` elements of `dtype`; required: it must not be none. */
 tx_status tx_check_fixed(const char *name, tx_tensor tensor, tx_dtype dtype, int64_t numel, int required,
                          tx_error *error);

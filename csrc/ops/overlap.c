@@ -48,13 +48,13 @@ static const range *sort(range *r, range *spare, int64_t n) {
 
 /* The memory of every tensor, in the order of the lists; `join`: neighbours in a list that touch are one range, known
  * by the first. Returns the number of ranges. */
-static int64_t collect(const tx_span *spans, int64_t n_spans, int join, range *ranges) {
+static int64_t collect(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, int join, range *ranges) {
   int64_t n = 0;
   for (int64_t s = 0; s < n_spans; s++) {
     const int64_t first = n;
     for (int64_t i = 0; spans[s].tensors && i < spans[s].n; i++) {
       const tx_tensor *t = &spans[s].tensors[i];
-      if (t->numel == 0) continue;
+      if (t->numel == 0 || t == left_out) continue;
       const uintptr_t begin = (uintptr_t)t->data;
       const uintptr_t end = begin + (uintptr_t)(t->numel * tx_element_size(t->dtype));
       if (join && n > first && ranges[n - 1].end == begin) {
@@ -85,6 +85,10 @@ static int find_overlap(range *memory, int64_t n, range found[2]) {
 }
 
 tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error) {
+  return tx_check_overlap_but(spans, n_spans, NULL, error);
+}
+
+tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, tx_error *error) {
   int64_t capacity = 0;
   for (int64_t s = 0; s < n_spans; s++)
     capacity += spans[s].tensors ? spans[s].n : 0;
@@ -94,8 +98,8 @@ tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *erro
   /* States kept flat are a few ranges when joined. Where there is overlap, once more without: to name the tensors. */
   range found[2];
   tx_status status = TX_OK;
-  if (find_overlap(memory, collect(spans, n_spans, 1, memory), found) &&
-      find_overlap(memory, collect(spans, n_spans, 0, memory), found)) {
+  if (find_overlap(memory, collect(spans, n_spans, left_out, 1, memory), found) &&
+      find_overlap(memory, collect(spans, n_spans, left_out, 0, memory), found)) {
     status = tx_fail(error, TX_ERROR_OVERLAP,
                      "%s[%lld] and %s[%lld] share memory; each tensor that is written needs memory of its own",
                      spans[found[0].span].name, (long long)found[0].index, spans[found[1].span].name,

@@ -595,6 +595,33 @@ TEST(Bucket, BitsAreTheSameEverywhere) {
   });
 }
 
+TEST(Reduce, AChunkMayBeTheShard) {
+  const int64_t numel = 5000;
+  for (tx_dtype dtype : kPlain) {
+    for (int own = 0; own < 3; own++) {
+      std::vector<Array> chunks;
+      for (int i = 0; i < 3; i++) {
+        chunks.emplace_back(dtype, numel);
+        chunks.back().Fill(20 + i, 1.0f);
+      }
+      Array apart(dtype, numel);
+      std::vector<tx_tensor> given;
+      for (Array &chunk : chunks)
+        given.push_back(chunk.tensor());
+      tx_bucket_reduce_args args = TX_BUCKET_REDUCE_ARGS_INIT;
+      args.n = 3;
+      args.chunks = given.data();
+      args.scale = 1.0 / 3;
+      args.shard = apart.tensor();
+      ASSERT_EQ(tx_bucket_reduce(&args, nullptr, nullptr), TX_OK);
+      args.shard = given[own];
+      tx_error error = {};
+      ASSERT_EQ(tx_bucket_reduce(&args, nullptr, &error), TX_OK) << error.message;
+      EXPECT_EQ(chunks[own].bytes(), apart.bytes()) << tx_dtype_name(dtype) << " chunk " << own;
+    }
+  }
+}
+
 struct Reducing {
   std::vector<tx_tensor> chunks, scales;
   tx_bucket_reduce_args args = TX_BUCKET_REDUCE_ARGS_INIT;
@@ -630,6 +657,19 @@ TEST(Reduce, RefusesWithAMessageAndWritesNothing) {
            {"stats has 20", TX_ERROR_SHAPE, [](Reducing &r) { r.args.stats.numel = 20; }},
            {"shard[0] and chunks[1] share memory", TX_ERROR_OVERLAP,
             [](Reducing &r) { r.chunks[1].data = static_cast<char *>(r.args.shard.data) + 50; }},
+           {"chunks[1] and shard[0] share memory", TX_ERROR_OVERLAP, /* codes are no sums */
+            [](Reducing &r) { r.chunks[1].data = r.args.shard.data; }},
+           {"chunks[0] and shard[0] share memory", TX_ERROR_OVERLAP, /* it would be counted twice */
+            [](Reducing &r) {
+              r.args.scales = nullptr;
+              r.args.accumulate = 1;
+              r.chunks = {r.args.shard, r.args.shard};
+            }},
+           {"chunks[1] and shard[0] share memory", TX_ERROR_OVERLAP, /* one of the chunks, not two */
+            [](Reducing &r) {
+              r.args.scales = nullptr;
+              r.chunks = {r.args.shard, r.args.shard};
+            }},
        }) {
     SCOPED_TRACE(c.says);
     Reducing r;
