@@ -191,7 +191,8 @@ def _came_earlier(rank: int, world: int, strategy: str) -> Any:
             model(last).backward()
         return None
     model(last).backward()
-    return [float(part.mean()) if part.numel() else None for p in model.parameters() for part in [gradient(model, p)]]
+    grads: list[Any] = [gradient(model, p) for p in model.parameters()]
+    return [float(grad.mean()) if grad.numel() else None for grad in grads]
 
 
 def test_f5_a_gradient_of_an_earlier_microbatch_has_come() -> None:

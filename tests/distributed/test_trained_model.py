@@ -65,30 +65,30 @@ def _stack() -> torch.nn.Module:
 
 
 def _with_compiled() -> torch.nn.Module:
-    model = _stack()
-    model[2] = torch.compile(model[2], backend="aot_eager")  # type: ignore[operator]
+    model: Any = _stack()
+    model[2] = torch.compile(model[2], backend="aot_eager")
     return model
 
 
 def _square(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
-    return model(x).square().sum()  # type: ignore[no-any-return]
+    return model(x).square().sum()
 
 
 def _penalty(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
     """A backward inside, through the model to its input, and one through that."""
     out = model(x).square().sum()
     (grad,) = torch.autograd.grad(out, x, create_graph=True)
-    return out + grad.square().sum()  # type: ignore[no-any-return]
+    return out + grad.square().sum()
 
 
 def _twice(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
-    return (model(x).square() * model(2 * x)).sum()  # type: ignore[no-any-return]
+    return (model(x).square() * model(2 * x)).sum()
 
 
 def _parts(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
     """Without the last layer in odd steps."""
     hidden = model[1](model[0](x))
-    return (model[3](model[2](hidden)) if step % 2 == 0 else model[2](hidden)).square().sum()  # type: ignore[no-any-return]
+    return (model[3](model[2](hidden)) if step % 2 == 0 else model[2](hidden)).square().sum()
 
 
 def _freeze(model: Any, step: int) -> None:
@@ -184,7 +184,7 @@ def _trained(rank: int, world: int, strategy: str, case: Case) -> list[bytes]:
     everyone = on_all_ranks(bits(list(model.parameters())))
     assert all(each == everyone[0] for each in everyone), "the same weights on every rank"
     assert everyone[0] != bits(list(case.make().to(case.dtype).parameters()))
-    return everyone[0]  # type: ignore[no-any-return]
+    return everyone[0]
 
 
 def _all_trained(rank: int, world: int, strategy: str) -> dict[str, Any]:
