@@ -172,10 +172,11 @@ def _of_model(options: argparse.Namespace) -> _Asked:
     params = _memory_plan.trainable(model)
     if not params:
         raise ValueError(f"--model {text}: {type(model).__name__} has no trainable parameter")
+    policy = _policy_of(options, model)
     units: list[Unit] | None = None
     refusal: str | None = None
     try:
-        units = _memory_plan.units_of(model, _policy_of(options, model).bucket_size)
+        units = _memory_plan.units_of(model, policy.bucket_size)
     except ValueError as error:
         refusal = str(error)
     return _Asked(params, units, refusal, _memory_plan.frozen_bytes(model), model, type(model).__name__)

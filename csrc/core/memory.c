@@ -182,8 +182,10 @@ static int64_t travelling(const tx_memory_args *args, const tx_layout_param *lik
   const int32_t wire = like->wire_dtype, gather = gather_dtype(args, wire);
   const int packed = args->strategy == TX_OPTIM_GRADS || wire != like->grad_dtype;
   const int gathered = args->strategy == TX_NO_SHARD && gather != wire && gather != like->grad_dtype;
-  return add(0, bucket->size / TX_BLOCK,
-             (1 + packed) * tx_wire_block_bytes((tx_dtype)wire) + gathered * tx_wire_block_bytes((tx_dtype)gather));
+  const int64_t blocks = bucket->size / TX_BLOCK, others = blocks - blocks / args->layout->world;
+  const int64_t wire_bytes = tx_wire_block_bytes((tx_dtype)wire);
+  const int64_t received = add(0, others, wire_bytes);
+  return add(received, blocks, packed * wire_bytes + gathered * tx_wire_block_bytes((tx_dtype)gather));
 }
 
 /* The sum over the in_flight buckets that take most, found one after the other; and in *filling the most that the
