@@ -117,8 +117,7 @@ class Locals:
             return grad
         if tuple(grad.placements) != tuple(param.placements):  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
-        local: Tensor = grad.to_local()
-        return local
+        return tensor_of(grad)  # the same object every time: a clipping knows its gradients by it
 
     def parts(self, present: Sequence[bool]) -> list[Part]:
         """The gradients that are there by who adds up their statistics; positions are among those that are there."""

@@ -70,6 +70,7 @@ def _run(
     strategy: str,
     microbatches: int = 1,
     steps: int = 6,
+    max_norm: float = float("inf"),
     prepare: Callable[[Net], object] | None = None,
     **options: Any,
 ) -> tuple[list[bytes], float, list[float]]:
@@ -87,7 +88,7 @@ def _run(
                 loss = _loss(model, step * microbatches + i, rank)
                 scaler.scale(loss / microbatches).backward()
         scaler.unscale_(optimizer)
-        norms.append(float(torch_ext.clip_grad_norm_(optimizer, float("inf"))))
+        norms.append(float(torch_ext.clip_grad_norm_(optimizer, max_norm)))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -118,9 +119,11 @@ def test_the_bits_of_no_shard(world: int, dtypes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"tied": True}, {"checkpointed": True}], ids=["tied weights", "activation checkpointing"]
+    "options",
+    [{"tied": True}, {"checkpointed": True}, {"max_norm": 0.01}],
+    ids=["tied weights", "activation checkpointing", "clipped"],
 )
-def test_kinds_of_models(options: dict[str, Any]) -> None:
+def test_the_bits_of_no_shard_in_other_loops(options: dict[str, Any]) -> None:
     ranks.run(2, _same_bits, (BF16, BF16, BF16), options)
 
 
