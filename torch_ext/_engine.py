@@ -78,6 +78,7 @@ class Engine(_registry.Owner):
         self._began = False  # the first gradient of a backward came
         self._reducing = False
         self._handles: list[Handle] = []
+        self._report: Callable[[], list[torch.Tensor]] | None = None  # which is under way at the end of a cycle
         self._came = bytearray(len(self.params))  # in this cycle
         self._nonfinite = ALL_FINITE
         self._bytes_before = 0
@@ -139,11 +140,11 @@ class Engine(_registry.Owner):
                 "backward said (check_for_nan_in_grad): call zero_grad() first"
             )
         for i, _ in self._each():
-            if self._came[i] and self.store.unreduced(i):
+            if (self._came[i] or self.store.every_backward) and self.store.unreduced(i):
                 raise RuntimeError(
                     f"step() with gradients that no rank has reduced (parameter {self.names[i]!r} and perhaps others): "
-                    "the last backward ran under no_sync(), or raised. Leave no_sync() for the last micro-batch, or "
-                    "call zero_grad() to drop them."
+                    "the last backward ran under no_sync(), or raised, or `.grad` was assigned where gradients are "
+                    "sharded. Leave no_sync() for the last micro-batch, or call zero_grad() to drop them."
                 )
 
     def _is_poisoned(self, i: int) -> bool:
@@ -262,7 +263,11 @@ class Engine(_registry.Owner):
                 self._came = bytearray(len(self.params))
                 self._broken.update(range(len(self.params)) if handles else ())
             self._cycle += 1
-            self._wait(handles)
+            report, self._report = self._report, None
+            if self._failure is None:
+                self._wait(handles)
+                if report is not None:
+                    self._guarded(report)
             for i, p in enumerate(self.plan.parameters):
                 self._global[i] |= p.bucket < len(handles)  # buckets leave in ascending order
 
@@ -345,15 +350,15 @@ class Engine(_registry.Owner):
         """Exchanges this rank's report, waits for the buckets, installs the sums; every rank's report."""
         header = torch.tensor([self._cycle, self._nonfinite], dtype=torch.int64).view(torch.uint8)
         report = torch.cat([header, torch.frombuffer(self._came, dtype=torch.uint8)]).to(self.exchange.device)
-        handles, self._handles = self._handles, []
         try:
             what = f"end of gradient cycle {self._cycle}"
-            gather = self.exchange.all_gather(report, tag=tag(self._number, self._cycle, MAX_BUCKETS), what=what)
+            self._report = self.exchange.all_gather(report, tag=tag(self._number, self._cycle, MAX_BUCKETS), what=what)
         except RuntimeError as error:
             self._failure = str(error)
             raise
-        self._wait(handles)
-        reports = [r.cpu() for r in self._guarded(gather)]
+        self._wait(self._handles)
+        reports = [r.cpu() for r in self._guarded(self._report)]
+        self._handles, self._report = [], None
         self._began = self._reducing = False
         self._cycle += 1
         self._came = bytearray(len(self.params))

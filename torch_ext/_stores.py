@@ -101,7 +101,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def unreduced(self, i: int) -> bool:
-        """Whether parameter i, for which a gradient came under no_sync, still has it."""
+        """Whether parameter i has a gradient that is this rank's own, if one came since the last reduction."""
 
     @abc.abstractmethod
     def grad(self, i: int) -> torch.Tensor | None:
@@ -373,7 +373,7 @@ class GradientShards(Store):
         self._present = [a or b for a, b in zip(self._present, anywhere, strict=True)]
 
     def unreduced(self, i: int) -> bool:
-        return False
+        return self.params[i].grad is not None  # assigned by somebody
 
     def grad(self, i: int) -> torch.Tensor | None:
         return self._views[i] if self._present[i] else None

@@ -1,5 +1,7 @@
 """What user code does wrong is an error that names it, or the right result; training goes on afterwards, on all ranks."""
 
+import random
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +10,7 @@ import pytest
 import ranks
 import strategies
 import torch
-from gradients import FP16, Given, bits, noise, policy
+from gradients import FP16, Given, bits, noise, on_all_ranks, policy
 from strategies import SHARDED, STRATEGIES, gradient, part
 
 import torch_ext
@@ -126,6 +128,82 @@ def test_training_goes_on_after_an_exception() -> None:
     strategies.run(2, _goes_on)
 
 
+def _interrupted(rank: int, world: int, strategy: str) -> None:
+    """While backward waits for the other ranks, as by Ctrl-C on all of them."""
+    model = _parallel(strategy)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+    model(_ones()).backward()
+    optimizer.zero_grad()
+    engine: Any = torch_ext._parallel._engine_of(model)
+    wait = engine._wait
+
+    def interrupt(handles: Any) -> None:
+        engine._wait = wait
+        raise KeyboardInterrupt
+
+    engine._wait = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model(_ones()).backward()
+    with pytest.raises(RuntimeError, match="step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    for step in range(2):
+        model(noise(step, rank, SHAPES)).backward()
+        assert _is(model, _mean(step, world))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_training_goes_on_after_an_interrupt() -> None:
+    strategies.run(2, _interrupted)
+
+
+def _jitters(rank: int, world: int, strategy: str) -> None:
+    """Many buckets, ranks that are now ahead and now behind, and an exception now and then: on all ranks, anywhere."""
+    shapes = [(130 + 17 * i,) for i in range(12)]
+    model: Any = torch_ext.parallelize(
+        Given(shapes), policy(bucket_size=1, overlap_grad_reduce=True), strategy=strategy
+    )
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+    own, common = random.Random(rank), random.Random(world)
+    failing = -1
+
+    def hook(i: int) -> Callable[[torch.Tensor], None]:
+        def jitter(grad: torch.Tensor) -> None:
+            if own.random() < 0.1:
+                time.sleep(own.random() * 0.01)
+            if i == failing:
+                raise _Oops
+
+        return jitter
+
+    for i, p in enumerate(model.parameters()):
+        p.register_hook(hook(i))
+    for step in range(10):
+        failing = common.randrange(len(shapes)) if common.random() < 0.4 else -1
+        grads = noise(step, rank, shapes)
+        if failing >= 0:
+            with pytest.raises(_Oops):
+                model(grads).backward()
+            optimizer.zero_grad()
+            failing = -1
+        for _ in range(2):
+            model(grads).backward()
+        each = [noise(step, r, shapes) for r in range(world)]
+        for p, of_ranks in zip(model.parameters(), zip(*each, strict=True), strict=True):
+            found, whole = gradient(model, p), 2 * torch.stack(of_ranks).sum(0) / world
+            assert found is not None and torch.allclose(found, part(model, p, whole), rtol=1e-5, atol=1e-6)
+        if own.random() < 0.3:
+            time.sleep(own.random() * 0.02)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert on_all_ranks(bits(list(model.parameters())))[0] == bits(list(model.parameters()))
+
+
+def test_ranks_that_are_now_ahead_and_now_behind() -> None:
+    strategies.run(3, _jitters)
+
+
 def _without_zeroing(rank: int, world: int, strategy: str) -> None:
     """Gradients that came before the exception count, as torch's do; what was reduced already counts once."""
     for factor, scale in ((None, 0.5), (1.0, 1.0)):
@@ -224,6 +302,26 @@ def _steps_unreduced(rank: int, world: int, strategy: str) -> None:
 
 def test_e8_step_with_gradients_of_no_sync_is_an_error() -> None:
     strategies.run(2, _steps_unreduced)
+
+
+def _assigned(rank: int, world: int, strategy: str) -> None:
+    """`.grad` beside a shard is not what a step reads: it is added by the next backward, and no step passes it over."""
+    model = _parallel(strategy)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+    model(_ones()).backward()
+    model.p1.grad = torch.full((200,), 2.0 + rank)
+    with pytest.raises(RuntimeError, match=r"'p1'.*`\.grad` was assigned where gradients are sharded"):
+        optimizer.step()
+    model(_ones()).backward()
+    assert _is(model, [torch.full((4,), 2.0), torch.full((200,), 4.5), torch.full((3,), 2.0)])
+    optimizer.step()
+    model.p1.grad = torch.ones(200)
+    model.zero_grad()
+    optimizer.step()
+
+
+def test_a_grad_assigned_beside_its_shard_is_not_passed_over() -> None:
+    strategies.run(2, _assigned, chosen=["optim_grads"])
 
 
 def _second_backward(rank: int, world: int, strategy: str) -> None:
