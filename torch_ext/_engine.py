@@ -57,6 +57,7 @@ class Engine(_registry.Owner):
         *,
         check_for_nan: bool,
         find_unused_parameters: bool,
+        step_in_backward: bool,
         replan: Replan,
         may_replan: Callable[[], bool],
     ) -> None:
@@ -70,6 +71,9 @@ class Engine(_registry.Owner):
         self.wire_bytes = 0
         self._number, self._cycle, self._gathers = number, 0, 0
         self._check_for_nan, self._find_unused = check_for_nan, find_unused_parameters
+        self._step_in_backward = step_in_backward
+        self._steppers: weakref.WeakSet[_registry.Stepper] = weakref.WeakSet()
+        self._early: list[Callable[[int], None]] = []  # what steps a bucket of this backward whose sum is there
         self._replan, self._may_replan = replan, may_replan
         self._tracker, self._bucket_names = self._new_tracker(), self._names_of_buckets()
         # The first cycle that reduces shows in which order gradients come: its buckets leave at its end, laid out anew.
@@ -176,6 +180,13 @@ class Engine(_registry.Owner):
         self._check_parameter(i)
         return self.store.grad(i)
 
+    def part(self, param: torch.Tensor) -> torch.Tensor:
+        return self.store.part(self._position[id(param)])
+
+    def offer(self, stepper: _registry.Stepper) -> None:
+        if self._step_in_backward:
+            self._steppers.add(stepper)
+
     def stats(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if self.store.versions() != self._versions or len(params) != sum(
             self.store.grad(i) is not None for i, _ in self._each()
@@ -238,6 +249,13 @@ class Engine(_registry.Owner):
         self._bytes_before = self.exchange.bytes_sent
         self._nonfinite = ALL_FINITE
         self._tracker.reset()
+        self._early = self._steps_of_this_backward()
+
+    def _steps_of_this_backward(self) -> list[Callable[[int], None]]:
+        # Under no_sync() shards are reduced, too, but more is to come; a frozen parameter is not to be stepped.
+        if not self.sync or self._learning or not all(p.requires_grad for p in self.params):
+            return []
+        return [step for one in self._steppers if (step := one.begin_early(self)) is not None]
 
     def enter_task(self) -> None:
         """A graph task, in which gradients may come."""
@@ -289,7 +307,9 @@ class Engine(_registry.Owner):
             bad = first_nonfinite([grad for _, grad in grads])
             self._nonfinite = ALL_FINITE if bad == ALL_FINITE else grads[bad][0]
         what = f"gradients of cycle {self._cycle}, {self._bucket_names[b]}"
-        self._handles.append(self.store.send(b, cycle=self._cycle, tag=tag(self._number, self._cycle, b), what=what))
+        after = partial(_step_early, self._early, b) if self._early else None
+        number = tag(self._number, self._cycle, b)
+        self._handles.append(self.store.send(b, cycle=self._cycle, tag=number, what=what, after=after))
 
     def _names_of_buckets(self) -> list[str]:
         """For messages."""
@@ -427,6 +447,11 @@ class _Gathering:
 
     def result(self) -> None:
         self._engine._guarded(self._handle.result)
+
+
+def _step_early(steps: Sequence[Callable[[int], None]], bucket: int) -> None:
+    for step in steps:
+        step(bucket)
 
 
 # Hooks hold the engine weakly: the parameters must not keep it alive.

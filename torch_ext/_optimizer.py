@@ -13,7 +13,7 @@ from torch_ext import _checkpoint, _groups, _kept, _local, _masters, _registry, 
 from torch_ext._clip import Clipping, is_agreed, measure
 from torch_ext._groups import Params
 from torch_ext._masters import Seen
-from torch_ext._plan import Member, Plan
+from torch_ext._plan import Chunk, Member, Plan
 from torch_ext._policy import Policy
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class Adam(torch.optim.Optimizer):
     _seen: dict[Tensor, Seen]
     _clipping: Clipping | None
     _locals: _local.Locals | None
+    _early: set[
+        tuple[_registry.Owner, int] | None
+    ]  # buckets that were stepped since the last step() (see Chunk.gather)
 
     def __init__(
         self,
@@ -191,15 +194,15 @@ class Adam(torch.optim.Optimizer):
             return
         hyper = self._current_hyper()
         clipping = self._current_clipping(present, active)
+        if self._early:
+            self._refuse_after_early(everyone, active, clipping)
         for again in (False, True):
             plan = self._plan
             if again or plan is None or not plan.fits(everyone, active, self.state):
                 plan = self._make_plan(everyone, active, present)
                 if plan is None:
                     return
-            if (suspects := plan.suspects()) and self.on_external_write != "ignore":
-                check = _masters.resync if self.on_external_write == "resync" else _masters.refuse_written
-                check([plan.members[i] for i in suspects])
+            self._notice_writes(plan)
             plan.load_copies()
             try:
                 self._run(plan, plan.lay_out(present, always=again), hyper, self._scalars(clipping))
@@ -216,14 +219,16 @@ class Adam(torch.optim.Optimizer):
                     clipping.warn_if_skipped(plan.members, present)
                 return
 
-    def _run(self, plan: Plan, grads: list[Tensor], hyper: _groups.Hyper, scalars: tuple[Tensor, ...]) -> None:
+    def _run(
+        self, plan: Plan, grads: list[Tensor], hyper: _groups.Hyper, scalars: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
         """The operator, on each chunk; weights travel while later chunks are stepped, and are there afterwards."""
         skipped = self._skipped
         under_way: list[Handle] = []
         for chunk in plan.chunks:
-            arguments = (plan.states, chunk.slices, hyper.lrs, hyper.groups, chunk.meta, *scalars, skipped)
             try:
-                torch.ops.torch_ext.adamw_flat_.default(chunk.weights, chunk.of(grads), *arguments, *hyper.shared)
+                if chunk.gather not in self._early:
+                    _call(plan, chunk, chunk.of(grads), hyper, (*scalars, skipped))
             except RuntimeError as refusal:
                 if under_way:  # what was stepped already must not be stepped once more
                     raise RuntimeError(_named(str(refusal), plan)) from None
@@ -234,6 +239,66 @@ class Adam(torch.optim.Optimizer):
                 under_way.append(owner.gather(bucket))
         for handle in under_way:
             handle.result()
+        self._early.clear()
+
+    def _notice_writes(self, plan: Plan) -> None:
+        if (suspects := plan.suspects()) and self.on_external_write != "ignore":
+            check = _masters.resync if self.on_external_write == "resync" else _masters.refuse_written
+            check([plan.members[i] for i in suspects])
+
+    # -- step_in_backward ---------------------------------------------------------------------------------------------
+
+    def begin_early(self, owner: _registry.Owner) -> Callable[[int], None] | None:
+        """See _registry.Stepper: buckets are stepped as their sums come, with what groups say now; step() gathers."""
+        if self._early:
+            raise RuntimeError(
+                "a second backward before step(): step_in_backward=True, so the first one's gradients were applied "
+                "already. Accumulate under no_sync(), or call step() and zero_grad() first"
+            )
+        if self.skip_nonfinite:
+            raise RuntimeError("step_in_backward=True steps before skip_nonfinite=True can look: leave out one of them")
+        everyone = self._everyone()
+        self._current_locals(everyone)
+        plan = self._plan
+        if plan is None or not all(plan.active) or not plan.fits(everyone, plan.active, self.state):
+            return None
+        with torch.no_grad():
+            self._notice_writes(plan)
+        hyper = self._current_hyper()
+        chunks = {c.gather[1]: c for c in plan.chunks if c.gather is not None and c.gather[0] is owner}
+        none = (_tensors.NONE,) * 4
+
+        def step(bucket: int) -> None:
+            chunk = chunks.get(bucket)
+            if chunk is not None and chunk.rows is not None and chunk.gather is not None:
+                parts = [owner.part(plan.members[i].param) for i in chunk.rows]
+                self._early.add(chunk.gather)
+                _call(plan, chunk, parts, hyper, none)
+
+        return step
+
+    def _refuse_after_early(self, everyone: list[Tensor], active: list[bool], clipping: Clipping | None) -> None:
+        """RuntimeError where step() would do something else than what backward did already."""
+        if clipping is not None or "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
+            raise RuntimeError("step_in_backward=True: gradients were applied before they were clipped or unscaled")
+        if self._plan is None or not self._plan.fits(everyone, active, self.state):
+            raise RuntimeError(
+                "step_in_backward=True: parameters, their gradients or opt.state were replaced between backward and "
+                "step(), when some of them had been stepped already"
+            )
+
+    def _end_early(self) -> None:
+        """No step() follows: what was stepped stays stepped, everywhere."""
+        if self._early and self._plan is not None:
+            for handle in [
+                owner.gather(bucket) for owner, bucket in filter(None, (c.gather for c in self._plan.chunks))
+            ]:
+                handle.result()
+            torch.autograd.graph.increment_version(self._plan.params)
+            self._plan.look()
+        self._early.clear()
+
+    # -- arguments ----------------------------------------------------------------------------------------------------
 
     def _refuse_scaler(self) -> None:
         """RuntimeError where somebody looked for overflow in `.grad`, which is not what is stepped."""
@@ -278,6 +343,9 @@ class Adam(torch.optim.Optimizer):
             return None
         owners = [owner for owner, there in zip(self._current_locals(everyone).owners, active, strict=True) if there]
         self._plan = Plan(members, everyone, active, self.state, grads, self._seen, owners)
+        for owner in set(owners):
+            if owner is not None:
+                owner.offer(self)
         return self._plan
 
     def _all_zero(self, grads: list[Tensor], active: list[bool]) -> bool:
@@ -346,6 +414,8 @@ class Adam(torch.optim.Optimizer):
 
     def _clip(self, max_norm: float) -> Clipping:
         """Measures the gradients; the next step multiplies by the coefficient. `torch_ext.clip_grad_norm_` calls it."""
+        if self._early:
+            raise RuntimeError("step_in_backward=True: gradients were applied before they were clipped")
         everyone = self._everyone()
         for owner in _registry.owners_of(everyone):
             owner.before_step()
@@ -377,6 +447,8 @@ class Adam(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, shards of gradients included. A clip coefficient that no step has applied is forgotten."""
         self._clipping = None
+        if self._early:
+            self._end_early()
         everyone = self._everyone()
         for owner in _registry.owners_of(everyone):
             owner.zero_grad(everyone)
@@ -485,6 +557,7 @@ class Adam(torch.optim.Optimizer):
         self._seen = {}
         self._clipping = None
         self._locals = None
+        self._early = set()
 
 
 class AdamW(Adam):
@@ -536,6 +609,14 @@ class AdamW(Adam):
             skip_nonfinite=skip_nonfinite,
             on_external_write=on_external_write,
         )
+
+
+def _call(
+    plan: Plan, chunk: Chunk, grads: list[Tensor], hyper: _groups.Hyper, scalars: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> None:
+    """The operator. scalars: grad_scale, clip_coef, found_inf, skipped."""
+    arguments = (plan.states, chunk.slices, hyper.lrs, hyper.groups, chunk.meta, *scalars, *hyper.shared)
+    torch.ops.torch_ext.adamw_flat_.default(chunk.weights, grads, *arguments)
 
 
 class _Refused(Exception):

@@ -146,6 +146,7 @@ def parallelize(
         factor = divide_factor(gradient_divide_factor, exchange.world_size)
         name = _strategy(policy.data_parallel_sharding_strategy if strategy is None else strategy)
         _validate(model, name)
+        _check_step_in_backward(policy, name, find_unused_parameters)
         if name == _FULLY:
             from torch_ext import _fsdp  # loads FSDP2, for those who use it
 
@@ -190,6 +191,7 @@ def parallelize(
             number,
             check_for_nan=policy.check_for_nan_in_grad,
             find_unused_parameters=find_unused_parameters,
+            step_in_backward=policy.step_in_backward,
             replan=partial(_replanned, named, policy, exchange.world_size),
             may_replan=lambda: name == "no_shard" or not _has_state(named),
         )
@@ -285,6 +287,26 @@ def _check_devices(named: Sequence[tuple[str, torch.Tensor]]) -> None:
             )
     if tensor.device.type not in _DEVICES:
         raise ValueError(f"the model is on {tensor.device}; this library has operators for {', '.join(_DEVICES)}")
+
+
+def _check_step_in_backward(policy: Policy, strategy: str, find_unused_parameters: bool) -> None:
+    """ValueError for what would have to be known before the first bucket is stepped."""
+    if not policy.step_in_backward:
+        return
+    if strategy not in ("optim", "optim_grads"):
+        raise ValueError(f"step_in_backward=True with strategy {strategy!r}; legal with 'optim' and 'optim_grads'")
+    wanted = {
+        "find_unused_parameters": find_unused_parameters,
+        "check_for_nan_in_grad": policy.check_for_nan_in_grad,
+        "clip_grad": policy.clip_grad,
+        "fp16 (a loss scale)": policy.fp16,
+    }
+    for what, value in wanted.items():
+        if value:
+            raise ValueError(
+                f"step_in_backward=True and {what}={value}: it is known at the end of backward only, when buckets have "
+                "been stepped already; leave out one of the two"
+            )
 
 
 def _replanned(

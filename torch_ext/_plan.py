@@ -174,6 +174,11 @@ class Plan:
             return -1
         return last.version if last.address == address and last.master is member.master else -1
 
+    @property
+    def active(self) -> list[bool]:
+        """Which of all parameters take part."""
+        return self._active
+
     def fits(self, everyone: list[Tensor], active: list[bool], state: dict[Tensor, dict[str, Any]]) -> bool:
         """Whether the same parameters, state and memory take part as when the plan was made."""
         return (

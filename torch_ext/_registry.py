@@ -2,8 +2,8 @@
 
 import abc
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -11,6 +11,14 @@ from torch_ext._local import Local
 
 if TYPE_CHECKING:
     from torch_ext._exchange import Handle
+
+
+class Stepper(Protocol):
+    """An optimizer that can step a bucket before its step() is called."""
+
+    def begin_early(self, owner: "Owner") -> Callable[[int], None] | None:
+        """A backward begins after which the owner's gradients are whole. Returns what steps a bucket of them whose sum
+        is there, on any thread; None: nothing can be stepped before step()."""
 
 
 class Owner(abc.ABC):
@@ -37,6 +45,14 @@ class Owner(abc.ABC):
         """The statistics (grad_stats_) of this rank's parts of these gradients, the caller's to write to, if they are
         known without reading them: the reduction found them, and nobody wrote to them since."""
         return None
+
+    def part(self, param: torch.Tensor) -> torch.Tensor:
+        """The memory in which `grad` finds the gradient, one there or not."""
+        raise NotImplementedError
+
+    def offer(self, stepper: Stepper) -> None:
+        """The optimizer has states for these parameters: from now on it may be asked to step in backward."""
+        return  # not every owner asks
 
     @abc.abstractmethod
     def gather(self, bucket: int) -> "Handle":

@@ -10,7 +10,7 @@ In all three the sum is fp32, in rank order; what the optimizer reads is in main
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -90,8 +90,9 @@ class Store(abc.ABC):
         """This rank's gradients of a complete bucket, with their positions."""
 
     @abc.abstractmethod
-    def send(self, b: int, *, cycle: int, tag: int, what: str) -> Handle:
-        """Starts the exchange of a complete bucket."""
+    def send(self, b: int, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Handle:
+        """Starts the exchange of a complete bucket. after: called when this rank's part holds the sum (sharded
+        strategies); any thread."""
 
     # -- between backwards
 
@@ -106,6 +107,10 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def grad(self, i: int) -> torch.Tensor | None:
         """What this rank's optimizer reads of parameter i: flat, of its own part (maybe empty); None: no gradient."""
+
+    @abc.abstractmethod
+    def part(self, i: int) -> torch.Tensor:
+        """Where `grad` finds it, a gradient there or not."""
 
     @abc.abstractmethod
     def versions(self) -> list[int]:
@@ -204,7 +209,7 @@ class Replicated(_Buffered):
             with torch.no_grad():
                 self.buffers.view(i).mul_(self.divide_factor if self.exchange.rank == 0 else 0.0)
 
-    def send(self, b: int, *, cycle: int, tag: int, what: str) -> Handle:
+    def send(self, b: int, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Handle:
         main, wire = self.buffers.buckets[b], self._packed(b, cycle)
         gathered = self._gathered(b, wire)
 
@@ -238,6 +243,9 @@ class Replicated(_Buffered):
 
     def grad(self, i: int) -> torch.Tensor | None:
         return self.params[i].grad
+
+    def part(self, i: int) -> torch.Tensor:
+        return self.buffers.view(i)
 
 
 class OptimizerShards(_Buffered):
@@ -275,12 +283,14 @@ class OptimizerShards(_Buffered):
             whole[piece.first : piece.first + piece.numel].mul_(self.divide_factor)
             whole[piece.first + piece.numel :].zero_()
 
-    def send(self, b: int, *, cycle: int, tag: int, what: str) -> Handle:
+    def send(self, b: int, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Handle:
         shard = self.buffers.buckets[b].chunk(self.exchange.world_size)[self.exchange.rank]
         wire = self._packed(b, cycle)
 
         def install(chunks: Sequence[Wire]) -> None:
             add_up(chunks, shard, self._scale(), stats=self.stats)
+            if after is not None:
+                after()
 
         return self.exchange.reduce(wire, install, tag=tag, what=what, then=lambda: self.temporary.give_back(b))
 
@@ -288,6 +298,9 @@ class OptimizerShards(_Buffered):
         if self.params[i].grad is None:
             return None
         self.buffers.take(i)
+        return self._views[i]
+
+    def part(self, i: int) -> torch.Tensor:
         return self._views[i]
 
 
@@ -349,7 +362,7 @@ class GradientShards(Store):
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
         return [(p.param, self._held[p.param]) for p in self.members[b] if p.param in self._held]
 
-    def send(self, b: int, *, cycle: int, tag: int, what: str) -> Handle:
+    def send(self, b: int, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Handle:
         members = [p for p in self.members[b] if p.param in self._held]
         values = [_tensors.in_order_of(self.params[p.param], self._held.pop(p.param)) for p in members]
         # At most so many buckets exist, however slow the network is: backward waits for the oldest.
@@ -361,6 +374,8 @@ class GradientShards(Store):
 
         def install(chunks: Sequence[Wire]) -> None:
             add_up(chunks, part, self._scale(), accumulate=accumulate, stats=self.stats)
+            if after is not None:
+                after()
 
         handle = self.exchange.reduce(wire, install, tag=tag, what=what, then=lambda: self.temporary.give_back(b))
         self._under_way.append(handle)
@@ -377,6 +392,9 @@ class GradientShards(Store):
 
     def grad(self, i: int) -> torch.Tensor | None:
         return self._views[i] if self._present[i] else None
+
+    def part(self, i: int) -> torch.Tensor:
+        return self._views[i]
 
     def versions(self) -> list[int]:
         return [shard._version for shard in self.shards]

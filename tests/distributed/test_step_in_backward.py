@@ -1,0 +1,133 @@
+"""step_in_backward: each bucket is stepped as soon as its sum is there, with the bits of a step at the end."""
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from gradients import BF16, FP32, Given, bits, noise
+
+import torch_ext
+
+SHAPES: list[Any] = [(3, 5), (700,), (0,), (129,), (16, 130), (1,)]
+
+
+def _policy(early: bool, **options: Any) -> Any:
+    return torch_ext.load_policy(
+        BF16,
+        override_optimizer_config={"main_grads_dtype": FP32, **options.pop("optimizer", {})},
+        override_ddp_config={"step_in_backward": early, "bucket_size": 1, **options},
+    )
+
+
+def _made(strategy: str, early: bool, **optimizer: Any) -> tuple[Any, Any]:
+    torch.manual_seed(7)
+    model: Any = Given(SHAPES, BF16)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape))
+    chosen = _policy(early)
+    torch_ext.parallelize(model, chosen, strategy=strategy)
+    groups = [{"params": list(model.named_parameters())[:3], "lr": 0.1}, {"params": list(model.named_parameters())[3:]}]
+    return model, torch_ext.AdamW(groups, lr=0.01, policy=chosen, **optimizer)
+
+
+def _trained(rank: int, strategy: str, early: bool, microbatches: int) -> tuple[list[bytes], list[float]]:
+    """Weights after four steps under a schedule, and how much of a weight had changed when backward returned."""
+    model, optimizer = _made(strategy, early)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    engine, changed = torch_ext._parallel._engine_of(model), []
+    for step in range(4):
+        for microbatch in range(microbatches):
+            before = [engine.local(p).weight.clone() for p in model.parameters()]
+            with model.sync() if microbatch == microbatches - 1 else model.no_sync():
+                model(noise(10 * step + microbatch, rank, SHAPES, BF16)).backward()
+            after = [engine.local(p).weight for p in model.parameters()]
+            same = [torch.equal(a, b) for a, b in zip(before, after, strict=True) if a.numel()]
+            last = microbatch == microbatches - 1
+            assert all(same) or (early and last and step > 0), "nothing is stepped that more is to come for"
+            changed.append(same.count(False) / max(1, len(same)))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    assert all(optimizer.state[p]["step"] == 4 for p in model.parameters())
+    return bits(list(model.parameters())), changed
+
+
+def _compared(rank: int, world: int, strategy: str) -> None:
+    for microbatches in (1, 2):
+        late, _ = _trained(rank, strategy, False, microbatches)
+        early, changed = _trained(rank, strategy, True, microbatches)
+        assert late == early
+        assert changed[-1] > 0.5 and changed[0] == 0.0, "states are made by the first step()"
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_bits_of_a_step_in_backward(strategy: str) -> None:
+    ranks.run(3, _compared, strategy)
+
+
+def _backward(model: Any, rank: int, step: int = 0) -> None:
+    model(noise(step, rank, SHAPES, BF16)).backward()
+
+
+def _wrong(rank: int, world: int) -> None:
+    model, optimizer = _made("optim", True)
+    _backward(model, rank)
+    torch_ext.clip_grad_norm_(optimizer, 1.0)  # nothing was applied yet
+    optimizer.step()
+    optimizer.zero_grad()
+    _backward(model, rank)
+    with pytest.raises(RuntimeError, match="applied before they were clipped"):
+        torch_ext.clip_grad_norm_(optimizer, 1.0)
+    with pytest.raises(RuntimeError, match="second backward before step"):
+        _backward(model, rank)
+
+
+def _left_out(rank: int, world: int) -> None:
+    """zero_grad() in place of step(): every rank has the weights that were stepped."""
+    model, optimizer = _made("optim", True)
+    for step in range(2):
+        _backward(model, rank, step)
+        if step == 0:
+            optimizer.step()
+        optimizer.zero_grad()
+    other, late = _made("optim", False)
+    for step in range(2):
+        _backward(other, rank, step)
+        late.step()
+        late.zero_grad()
+    assert bits(list(model.parameters())) == bits(list(other.parameters()))
+
+
+def _skips(rank: int, world: int) -> None:
+    model, optimizer = _made("optim", True, skip_nonfinite=True)
+    _backward(model, rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="skip_nonfinite=True"):
+        _backward(model, rank)
+
+
+@pytest.mark.parametrize("body", [_wrong, _left_out, _skips], ids=["clip and backward", "zero_grad", "skip_nonfinite"])
+def test_what_comes_too_late(body: Any) -> None:
+    ranks.run(2, body)
+
+
+REFUSED: list[Any] = [
+    ("no_shard", {}, {}, "'no_shard'"),
+    ("optim_grads_params", {}, {}, "'optim_grads_params'"),
+    ("optim", {"check_for_nan_in_grad": True}, {}, "check_for_nan_in_grad=True"),
+    ("optim", {"optimizer": {"clip_grad": 1.0}}, {}, "clip_grad=1.0"),
+    ("optim", {}, {"find_unused_parameters": True}, "find_unused_parameters=True"),
+]
+
+
+def _refuses(rank: int, world: int) -> None:
+    for strategy, options, arguments, words in REFUSED:
+        with pytest.raises(ValueError, match=f"step_in_backward=True.*{words}"):
+            torch_ext.parallelize(Given(SHAPES, BF16), _policy(True, **dict(options)), strategy=strategy, **arguments)
+
+
+def test_what_would_have_to_be_known_before() -> None:
+    ranks.run(1, _refuses)
