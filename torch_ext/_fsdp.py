@@ -17,6 +17,7 @@ from torch_ext._fsdp_comm import AllGather, ReduceScatter
 from torch_ext._fsdp_engine import FsdpEngine
 from torch_ext._fsdp_reduction import UnitPlan
 from torch_ext._fsdp_units import fsdp_modules
+from torch_ext._fsdp_weights import Weights
 from torch_ext._local import tensor_of
 from torch_ext._policy import Policy
 
@@ -26,6 +27,11 @@ def describe(model: nn.Module, policy: Policy, group: dist.ProcessGroup) -> list
 
     Raises ValueError or TypeError, naming the parameter or the module, for what FSDP2 or this library cannot shard.
     """
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.numel() == 0:
+            raise ValueError(
+                f"parameter {name!r} has no elements, which FSDP2 cannot reduce: freeze it, or leave it out"
+            )
     if not fsdp_modules(model):
         units = _fsdp_units.units_of(model, policy.bucket_size)
         names = {module: name for name, module in model.named_modules()}
@@ -76,16 +82,18 @@ def shard_fully(
         check_for_nan=policy.check_for_nan_in_grad,
         find_unused_parameters=find_unused_parameters,
     )
+    weights = engine.attach(model, [[cast(nn.Module, m) for m in of_unit] for of_unit in modules], prefetch=own)
     for of_unit, unit in units:
-        _install(of_unit[0], unit, engine, find_unused_parameters)
-    engine.attach(model, modules, prefetch=own)
+        _install(of_unit[0], unit, engine, weights, find_unused_parameters)
     return engine
 
 
-def _install(module: FSDPModule, unit: UnitPlan, engine: FsdpEngine, find_unused_parameters: bool) -> None:
+def _install(
+    module: FSDPModule, unit: UnitPlan, engine: FsdpEngine, weights: Weights, find_unused_parameters: bool
+) -> None:
     module.set_force_sum_reduction_for_comms(False)
     module.set_custom_reduce_scatter(cast(Any, ReduceScatter(engine, unit)))
-    module.set_custom_all_gather(cast(Any, AllGather(engine, unit)))
+    module.set_custom_all_gather(cast(Any, AllGather(weights, unit)))
     module.set_all_reduce_hook(lambda output: engine.reduced(unit, output))
     if find_unused_parameters and hasattr(module, "set_reduce_scatter_unused_params"):  # torch >= 2.13
         module.set_reduce_scatter_unused_params(True, recurse=False)

@@ -16,19 +16,20 @@ from torch_ext._exchange import Handle
 if TYPE_CHECKING:
     from torch_ext._fsdp_engine import FsdpEngine
     from torch_ext._fsdp_reduction import UnitPlan
+    from torch_ext._fsdp_weights import Weights
 
 
 class _Comm:
-    def __init__(self, engine: "FsdpEngine", unit: "UnitPlan") -> None:
-        self.engine, self.unit = engine, unit
-
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer that FSDP2 is about to use."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class ReduceScatter(_Comm):
-    """torch's protocol of the same name."""
+    """torch's protocol of the same name, for one unit."""
+
+    def __init__(self, engine: "FsdpEngine", unit: "UnitPlan") -> None:
+        self._engine, self._unit = engine, unit
 
     def __call__(
         self,
@@ -38,11 +39,14 @@ class ReduceScatter(_Comm):
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> None:
-        self.engine.reduce_scatter(self.unit, output_tensor, input_tensor, group, op)
+        self._engine.reduce_scatter(self._unit, output_tensor, input_tensor, group, op)
 
 
 class AllGather(_Comm):
-    """torch's protocol of the same name."""
+    """torch's protocol of the same name, for one unit."""
+
+    def __init__(self, weights: "Weights", unit: "UnitPlan") -> None:
+        self._weights, self._unit = weights, unit
 
     def __call__(
         self,
@@ -51,17 +55,18 @@ class AllGather(_Comm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work:
-        return Gathering(self.engine, self.unit, self.engine.all_gather(self.unit, output_tensor, input_tensor, group))
+        handle = self._weights.all_gather(self._unit, output_tensor, input_tensor, group)
+        return Gathering(self._weights, self._unit, handle)
 
 
 class Gathering(dist.Work):
     """Weights on their way; whether FSDP2 asked for an asynchronous operation or not, it waits for it."""
 
-    def __init__(self, engine: "FsdpEngine", unit: "UnitPlan", handle: Handle) -> None:
+    def __init__(self, weights: "Weights", unit: "UnitPlan", handle: Handle) -> None:
         super().__init__()
-        self._engine, self._unit, self._handle = engine, unit, handle
+        self._weights, self._unit, self._handle = weights, unit, handle
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._engine.gathered(self._unit)
+        self._weights.gathered(self._unit)
         self._handle.result()
         return True

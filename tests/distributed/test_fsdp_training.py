@@ -250,14 +250,14 @@ def _prefetched(rank: int, world: int) -> list[list[str]]:
     torch_ext.parallelize(model, policy(BF16, bucket_size=1), strategy=FULLY)
     optimizer = torch_ext.AdamW(model.parameters(), lr=1e-1, policy=policy(BF16))
     started: list[str] = []
-    engine = torch_ext._parallel._engine_of(model)
-    real = engine.all_gather
+    weights = torch_ext._parallel._engine_of(model).weights
+    real = weights.all_gather
 
     def all_gather(unit: Any, *arguments: Any) -> Any:
         started.append(unit.name)
         return real(unit, *arguments)
 
-    engine.all_gather = all_gather  # type: ignore[method-assign, union-attr]
+    weights.all_gather = all_gather  # type: ignore[method-assign]
     for name, block in model.blocks.named_children():
         block.register_forward_pre_hook(lambda m, args, name=name: started.append(f"run {name}"))
     seen = []

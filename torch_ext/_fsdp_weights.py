@@ -1,0 +1,102 @@
+"""The weights of a model sharded by FSDP2: gathers that do not block, and whole weights that would be old ones."""
+
+import weakref
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_ext import _local
+from torch_ext._exchange import Handle
+from torch_ext._fsdp_exchanges import GATHER, Exchanges
+from torch_ext._fsdp_reduction import UnitPlan
+from torch_ext._wire import Wire
+
+
+class _Cleaning:
+    """A hook of a unit's module, behind FSDP2's, which puts whole parameters into it. After a backward that raised,
+    those have gradients that FSDP2 did not reduce any more, and would add to the next ones."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    def __call__(self, module: nn.Module, _inputs: Any) -> None:
+        if self.wanted:
+            self.wanted = False
+            for param in module.parameters():
+                if not _local.is_dtensor(param):
+                    param.grad = None
+
+
+class Weights:
+    """Knows the units by their modules, which it does not keep alive."""
+
+    def __init__(self, units: Sequence[Sequence[nn.Module]], exchanges: Exchanges, prefetch: bool) -> None:
+        """units: the modules of each. prefetch: from the second forward on, each unit's weights travel while the one
+        before runs."""
+        self._exchanges = exchanges
+        self._modules = [weakref.ref(unit[0]) for unit in units]
+        self._gathering: set[int] = set()  # units whose weights FSDP2 has not asked for yet
+        self._order: list[int] | None = [] if prefetch else None  # of units in the first forward
+        inside = {m for unit in units for module in unit for m in module.modules() if m is not module}
+        self._roots = [i for i, unit in enumerate(units) if unit[0] not in inside]
+        self._cleanings = [(_Cleaning(), module) for unit in units for module in unit]
+        self.hooks = [module.register_forward_pre_hook(cleaning) for cleaning, module in self._cleanings]
+
+    def _module(self, unit: int) -> Any:
+        """An FSDPModule; None where it is gone."""
+        return self._modules[unit]()
+
+    def all_gather(self, unit: UnitPlan, output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Handle:
+        """Starts to bring every rank's part of a unit's weights; part: this rank's, in `output` or not."""
+        if self._order is not None and unit.number not in self._order:
+            self._order.append(unit.number)
+        self._gathering.add(unit.number)
+        exchange = self._exchanges.of(group, GATHER)
+        own = output.chunk(exchange.world_size)[exchange.rank]
+        if own.data_ptr() != part.data_ptr():
+            own.copy_(part)
+        number = self._exchanges.tag(0, GATHER, unit, output.nbytes)
+        return exchange.gather(Wire.of(output), tag=number, what=f"weights of unit {unit.name!r}")
+
+    def gathered(self, unit: UnitPlan) -> None:
+        """FSDP2 takes the unit's weights."""
+        self._gathering.discard(unit.number)
+
+    def forward_ended(self) -> None:
+        """What was gathered for a unit that did not run after all would be old in the next forward."""
+        for i in sorted(self._gathering):
+            if (module := self._module(i)) is not None:
+                module.unshard()
+                module.reshard()
+
+    def reshard(self) -> None:
+        """Drops whole weights, which an evaluation may have left behind: they would be old after a step."""
+        for i in range(len(self._modules)):
+            if (module := self._module(i)) is not None:
+                module.reshard()
+
+    def prefetch_in_order(self) -> None:
+        """The first forward has shown in which order units run."""
+        order, self._order = self._order, None
+        if order is None:
+            return
+        root = 0  # runs first, whether or not it has weights of its own
+        for before, after in pairwise([root, *(i for i in order if i != root)]):
+            first, second = self._module(before), self._module(after)
+            if first is not None and second is not None:
+                first.set_modules_to_forward_prefetch([second])
+
+    def recover(self) -> bool:
+        """After a backward that raised, FSDP2 forgets about it; whether it can."""
+        for cleaning, _ in self._cleanings:
+            cleaning.wanted = True
+        roots = [module for i in self._roots if (module := self._module(i)) is not None]
+        if not all(hasattr(module, "reset_iter_state") for module in roots):  # torch >= 2.13
+            return False
+        for module in roots:
+            module.reset_iter_state()
+        return True
