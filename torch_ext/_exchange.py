@@ -17,7 +17,8 @@ from torch_ext._wire import Wire
 # Tags of point-to-point messages: bit 30, so that a user's own small tags on the same group are never ours; then who
 # (engine), when (cycle), what (bucket) and which half. Messages of one tag between two ranks arrive in order.
 _OURS = 1 << 30
-_ENGINES, _CYCLES, MAX_BUCKETS = 32, 256, 65535
+# Two engines of one number on one group would take each other's messages; ranks are at most a cycle apart.
+_ENGINES, _CYCLES, MAX_BUCKETS = 512, 16, 65535
 AGREEMENT_TAG = _OURS | (_OURS - 1)
 
 IN_FLIGHT = 4
@@ -29,7 +30,7 @@ Install: TypeAlias = Callable[[Sequence[Wire]], None]
 
 def tag(engine: int, cycle: int, bucket: int) -> int:
     """The even tag of a bucket's all-to-all; its all-gather has the odd one above. Bucket MAX_BUCKETS: the report."""
-    return _OURS | (engine % _ENGINES) << 25 | (cycle % _CYCLES) << 17 | bucket << 1
+    return _OURS | (engine % _ENGINES) << 21 | (cycle % _CYCLES) << 17 | bucket << 1
 
 
 def divide_factor(given: float | None, world_size: int) -> float:

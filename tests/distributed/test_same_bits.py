@@ -190,8 +190,8 @@ def test_training_loop_equals_ddp(world: int) -> None:
 def test_engine_has_an_own_name_for_every_message() -> None:
     tags = [
         _exchange.tag(engine, cycle, bucket) + half
-        for engine in (0, 1, 31)
-        for cycle in (0, 1, 255)
+        for engine in (0, 1, _exchange._ENGINES - 1)
+        for cycle in (0, 1, _exchange._CYCLES - 1)
         for bucket in (0, 1, _exchange.MAX_BUCKETS)
         for half in (0, 1)
     ]
