@@ -1,5 +1,6 @@
 """optim_grads_params in the whole loop: the bits of no_shard, clipping, states, checkpoints, all kinds of models."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ class _Out(torch.nn.Module):
 class Net(torch.nn.Module):
     """An embedding, blocks, a norm and a head; odd sizes, so that shards are uneven and some are empty."""
 
-    def __init__(self, tied: bool = False, checkpointed: bool = False) -> None:
+    def __init__(self, tied: bool = False, checkpointed: str = "") -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(11, 9)
         self.blocks = torch.nn.ModuleList(
@@ -45,7 +46,10 @@ class Net(torch.nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+            if self.checkpointed:
+                x = x + checkpoint(block, x, use_reentrant=self.checkpointed == "reentrant")
+            else:
+                x = x + block(x)
         return self.head(self.norm(x) * self.scale)  # type: ignore[no-any-return]
 
 
@@ -54,10 +58,47 @@ def _net(dtype: torch.dtype, **options: Any) -> Net:
     return Net(**options).to(dtype)
 
 
-def _loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
-    tokens = torch.randint(11, (8, 6), generator=torch.Generator().manual_seed(100 * step + rank))
+def _tokens(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(11, (8, 6), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _loss(model: Any, step: int, rank: int) -> torch.Tensor:
+    tokens = _tokens(step, rank)
     logits = model(tokens).float()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), (tokens * 3 + 1).remainder(11).flatten())
+
+
+def _loss_of_two(model: Any, step: int, rank: int) -> torch.Tensor:
+    return _loss(model, step, rank) * _loss(model, step + 50, rank)
+
+
+def _backward(loss: torch.Tensor) -> None:
+    loss.backward()
+
+
+def _backward_on_a_thread(loss: torch.Tensor) -> None:
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+
+
+def _nothing(model: Any, step: int) -> None:
+    pass
+
+
+def _freeze(model: Any, step: int) -> None:
+    model.blocks[1].requires_grad_(step not in (1, 2))
+    model.blocks[0][0].bias.requires_grad_(step != 2)
+
+
+def _evaluate(model: Any, step: int) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(_tokens(step, 0))
+    model.train()
+    (model(_tokens(step, 0)).sum() * 0).detach()  # a graph that nobody goes back through
+    hidden = torch.ones(1, 9, dtype=model.norm.weight.dtype, requires_grad=True)
+    torch.autograd.grad(model.blocks[0](hidden).sum(), hidden)
 
 
 def _whole(model: torch.nn.Module) -> list[bytes]:
@@ -71,22 +112,23 @@ def _run(
     microbatches: int = 1,
     steps: int = 6,
     max_norm: float = float("inf"),
-    prepare: Callable[[Net], object] | None = None,
+    loss_of: Callable[[Any, int, int], torch.Tensor] = _loss,
+    backward: Callable[[torch.Tensor], None] = _backward,
+    before: Callable[[Any, int], None] = _nothing,
     **options: Any,
 ) -> tuple[list[bytes], float, list[float]]:
     model = _net(dtypes[0], **options)
-    if prepare is not None:
-        prepare(model)
     of_model = policy(*dtypes, loss_scale=64.0 if dtypes[0] == FP16 else None, bucket_size=1)
     torch_ext.parallelize(model, of_model, strategy=strategy)
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=3e-3, policy=of_model)
     scaler = of_model.grad_scaler()
     losses, norms = [], []
     for step in range(steps):
+        before(model, step)
         for i in range(microbatches):
             with model.sync() if i == microbatches - 1 else model.no_sync():
-                loss = _loss(model, step * microbatches + i, rank)
-                scaler.scale(loss / microbatches).backward()
+                loss = loss_of(model, step * microbatches + i, rank)
+                backward(scaler.scale(loss / microbatches))
         scaler.unscale_(optimizer)
         norms.append(float(torch_ext.clip_grad_norm_(optimizer, max_norm)))
         scaler.step(optimizer)
@@ -120,8 +162,16 @@ def test_the_bits_of_no_shard(world: int, dtypes: Any) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"tied": True}, {"checkpointed": True}, {"max_norm": 0.01}],
-    ids=["tied weights", "activation checkpointing", "clipped"],
+    [
+        pytest.param({"max_norm": 0.01}, id="clipped"),
+        pytest.param({"tied": True}, id="tied weights"),
+        pytest.param({"checkpointed": "not reentrant"}, id="checkpoints"),
+        pytest.param({"checkpointed": "reentrant"}, id="reentrant checkpoints"),
+        pytest.param({"loss_of": _loss_of_two}, id="the model used twice"),
+        pytest.param({"before": _freeze}, id="frozen and thawed"),
+        pytest.param({"before": _evaluate}, id="evaluated between"),
+        pytest.param({"backward": _backward_on_a_thread}, id="backward on a thread"),
+    ],
 )
 def test_the_bits_of_no_shard_in_other_loops(options: dict[str, Any]) -> None:
     ranks.run(2, _same_bits, (BF16, BF16, BF16), options)
