@@ -124,9 +124,15 @@ class GradShards:
 
 def _padded_numel(param: Any) -> int:
     """Of a shard, the largest: all ranks' are padded to it."""
+    # Those of tensor parallelism come after FSDP2's, and were made before it.
+    sharding = [(i, placement) for i, placement in enumerate(param.placements) if not placement.is_replicate()]
+    if not sharding:
+        return int(tensor_of(param).numel())
+    (mesh_dim, first), *others = sharding
+    rows = param.shape[first.dim]
+    for other_dim, other in others:
+        if other.dim == first.dim:
+            rows = -(-rows // param.device_mesh.size(other_dim))
     shape = list(tensor_of(param).shape)
-    for dim, placement in enumerate(param.placements):
-        if placement.is_shard():
-            shape[placement.dim] = -(-param.shape[placement.dim] // param.device_mesh.size(dim))
-            break
+    shape[first.dim] = -(-rows // param.device_mesh.size(mesh_dim))
     return torch.Size(shape).numel()

@@ -166,7 +166,7 @@ def test_a_rank_that_lags_beyond_the_timeout_is_named() -> None:
 # -- exceptions in user code ----------------------------------------------------------------------------------------
 
 
-def _goes_on(rank: int, world: int, then: str, main: torch.dtype) -> str:
+def _goes_on(rank: int, world: int, then: str, main: torch.dtype, where: str) -> str:
     model = _parallel(FP32, main)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.0)
     model(_grads(rank, 1)).backward()
@@ -174,10 +174,15 @@ def _goes_on(rank: int, world: int, then: str, main: torch.dtype) -> str:
     def fail(*_: Any) -> None:
         raise KeyError
 
-    handle = model.blocks[0].register_full_backward_pre_hook(fail)
+    if where == "at once":
+        loss = model(_grads(rank, 2))
+        loss.register_hook(fail)
+    else:
+        handle = model.blocks[0].register_full_backward_pre_hook(fail)
+        loss = model(_grads(rank, 2))
+        handle.remove()
     with pytest.raises(KeyError):
-        model(_grads(rank, 2)).backward()
-    handle.remove()
+        loss.backward()
     if not RECOVERS:
         return _error(optimizer.zero_grad)
     if then == "step":
@@ -195,8 +200,9 @@ def _goes_on(rank: int, world: int, then: str, main: torch.dtype) -> str:
 
 @pytest.mark.parametrize("main", [FP32, BF16], ids=["in .grad", "kept by the engine"])
 @pytest.mark.parametrize("then", ["step", "zero_grad", "next"])
-def test_training_goes_on_after_an_exception(then: str, main: torch.dtype) -> None:
-    for answer in ranks.run(2, _goes_on, then, main):
+@pytest.mark.parametrize("where", ["at once", "with units on their way"])
+def test_training_goes_on_after_an_exception(where: str, then: str, main: torch.dtype) -> None:
+    for answer in ranks.run(2, _goes_on, then, main, where):
         assert answer == "" if RECOVERS else "torch >= 2.13" in answer
 
 

@@ -1,5 +1,6 @@
 """optim_grads_params in the whole loop: the bits of no_shard, clipping, states, checkpoints, all kinds of models."""
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from gradients import BF16, FP16, FP32, bits, policy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext
@@ -345,3 +347,58 @@ def test_prefetch() -> None:
         assert second[:7] == ["", "blocks.0", "blocks.1", "run 0", "blocks.2", "run 1", "run 2"]
         # Backwards: FSDP2 itself goes one ahead, since our gathers do not block.
         assert first[7:] == second[7:] == ["blocks.2", "blocks.1", "blocks.0"]
+
+
+def _remainders(rank: int, world: int) -> None:
+    """bf16 shards whose fp32 masters are 16-bit remainders beside them."""
+    of_model = torch_ext.load_policy(
+        BF16,
+        override_optimizer_config={"store_param_remainders": True, "main_grads_dtype": FP32},
+        override_ddp_config={"grad_comm_dtype": FP32},
+    )
+    weights, masters = [], []
+    for strategy in (FULLY, "no_shard"):
+        model = torch_ext.parallelize(_net(BF16), of_model, strategy=strategy)
+        optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-3, policy=of_model)
+        for step in range(5):
+            _loss(model, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(_whole(model))
+        masters.append({key for state in optimizer.state.values() for key in state if "master" in key})
+    assert weights[0] == weights[1]
+    assert masters == [{"master_remainder"}] * 2
+
+
+def test_remainders_beside_bf16_shards() -> None:
+    ranks.run(2, _remainders)
+
+
+def _beside_tensor_parallelism(rank: int, world: int) -> None:
+    """Two shards of a model that two ranks each compute together."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))
+    model: Any = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model[0], mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    torch_ext.parallelize(model, policy(FP32), strategy=FULLY)
+    optimizers = [torch_ext.AdamW(m.parameters(), lr=1e-2, policy=policy(FP32)) for m in (model, plain)]
+    for step in range(3):
+        for half in range(2):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * step + half))
+            if half == mesh["shard"].get_local_rank():
+                model(x).square().sum().backward()
+            (plain(x).square().sum() / 2).backward()
+        norms = [float(torch_ext.clip_grad_norm_(optimizer, 1.0)) for optimizer in optimizers]
+        assert abs(norms[0] - norms[1]) < 1e-5 * norms[1]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(ours.full_tensor(), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_beside_tensor_parallelism() -> None:
+    ranks.run(4, _beside_tensor_parallelism)
