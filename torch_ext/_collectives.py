@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from torch_ext._exchange import Exchange, Install
+from torch_ext._exchange import Exchange, Install, Opening
 from torch_ext._wire import Wire
 
 
@@ -62,7 +62,7 @@ class Collectives(Exchange):
 
     def reduce(
         self,
-        wire: Wire,
+        wire: Wire | Opening,
         install: Install,
         *,
         result: Wire | None = None,
@@ -70,6 +70,8 @@ class Collectives(Exchange):
         what: str,
         then: Callable[[], None] | None = None,
     ) -> _Reduction:
+        if not isinstance(wire, Wire):
+            wire, result = wire()
         self._count(wire)
         self._count(result)
         return _Reduction(self, wire, install, result, then)

@@ -27,6 +27,9 @@ IN_FLIGHT = 4
 Install: TypeAlias = Callable[[Sequence[Wire]], None]
 """Adds up the chunks that came, by rank, and puts the sum where it belongs. Any thread."""
 
+Opening: TypeAlias = Callable[[], tuple[Wire, Wire | None]]
+"""Makes the wire that leaves, and where sums are gathered (see `reduce`), when the bucket's turn comes. Any thread."""
+
 
 def tag(engine: int, cycle: int, bucket: int) -> int:
     """The even tag of a bucket's all-to-all; its all-gather has the odd one above. Bucket MAX_BUCKETS: the report."""
@@ -66,7 +69,7 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     def reduce(
         self,
-        wire: Wire,
+        wire: Wire | Opening,
         install: Install,
         *,
         result: Wire | None = None,
@@ -78,8 +81,9 @@ class Exchange(abc.ABC):
 
         result: where `install` puts the sum into this rank's part; the other parts come from the other ranks then: an
         all-reduce. It may be `wire` itself. wire: numel a multiple of 128 * world_size. Nothing of both is to be
-        touched before the handle's result. what names the bucket in messages. then runs at the end, perhaps on another
-        thread.
+        touched before the handle's result. An Opening makes both (`result` is left out then): memory that exists for
+        the travel alone is made for buckets that are under way, not for those that wait. what names the bucket in
+        messages. then runs at the end, perhaps on another thread.
         """
 
     @abc.abstractmethod
@@ -91,7 +95,7 @@ class Exchange(abc.ABC):
         """Starts the exchange of a few bytes (uint8, one size everywhere); the result waits and gives every rank's."""
 
     def _count(self, wire: Wire | None) -> None:
-        """A half of an exchange: every other rank is sent a part."""
+        """A half of an exchange: every other rank is sent a part. One thread at a time."""
         if wire is not None:
             self.bytes_sent += wire.nbytes // self.world_size * (self.world_size - 1)
 

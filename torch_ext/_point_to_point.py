@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from torch_ext._exchange import IN_FLIGHT, Exchange, Install
+from torch_ext._exchange import IN_FLIGHT, Exchange, Install, Opening
 from torch_ext._lane import Lane
 from torch_ext._wire import Wire
 
@@ -58,7 +58,7 @@ class _Job:
     def __init__(
         self,
         exchange: "PointToPoint",
-        wire: Wire | None,
+        wire: Wire | Opening | None,
         install: Install | None,
         result: Wire | None,
         tag: int,
@@ -66,9 +66,9 @@ class _Job:
         then: Callable[[], None] | None,
     ) -> None:
         self.exchange, self.install, self.then, self.tag, self.what = exchange, install, then, tag, what
-        world_size = exchange.world_size
-        self.parts = wire.parts(world_size) if wire is not None else []
-        self.results = result.parts(world_size) if result is not None else []
+        self.wire, self.result = wire, result
+        self.parts: list[Wire] = []
+        self.results: list[Wire] = []
         self.received: torch.Tensor | None = None
         self.chunks: list[Wire] = []
         self.future: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -81,6 +81,7 @@ class _Job:
         """In the order in which jobs were given. Any thread."""
         try:
             exchange = self.exchange
+            self._open()
             if self.parts:
                 self.received, self.chunks = exchange.memory.take(self.parts, exchange.rank)
                 self.arrivals = exchange.receive(self.chunks, self.tag, self.what)
@@ -91,6 +92,16 @@ class _Job:
         except Exception as error:
             _ABANDONED.append(self)
             self.reduced.set_exception(error)
+
+    def _open(self) -> None:
+        wire, result, world_size = self.wire, self.result, self.exchange.world_size
+        if wire is not None and not isinstance(wire, Wire):
+            wire, result = wire()
+        self.wire = self.result = None
+        for one, parts in ((wire, self.parts), (result, self.results)):
+            if one is not None:
+                self.exchange._count(one)
+                parts += one.parts(world_size)
 
     def reduce(self) -> None:
         """The first lane's task."""
@@ -229,7 +240,7 @@ class PointToPoint(Exchange):
 
     def reduce(
         self,
-        wire: Wire,
+        wire: Wire | Opening,
         install: Install,
         *,
         result: Wire | None = None,
@@ -237,16 +248,14 @@ class PointToPoint(Exchange):
         what: str,
         then: Callable[[], None] | None = None,
     ) -> "concurrent.futures.Future[None]":
-        self._count(wire)
-        self._count(result)
         return self._submit(_Job(self, wire, install, result, tag, what, then))
 
     def gather(self, result: Wire, *, tag: int, what: str) -> "concurrent.futures.Future[None]":
-        self._count(result)
         return self._submit(_Job(self, None, None, result, tag, what, None))
 
     def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
-        self.bytes_sent += payload.nbytes * len(self._peers)
+        with self._lock:
+            self.bytes_sent += payload.nbytes * len(self._peers)
         gathered = [torch.empty_like(payload) for _ in range(self.world_size)]
         gathered[self.rank].copy_(payload)
         works = self.receive([Wire.of(g) for g in gathered], tag, what)

@@ -210,8 +210,14 @@ class Replicated(_Buffered):
                 self.buffers.view(i).mul_(self.divide_factor if self.exchange.rank == 0 else 0.0)
 
     def send(self, b: int, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Handle:
-        main, wire = self.buffers.buckets[b], self._packed(b, cycle)
-        gathered = self._gathered(b, wire)
+        main = self.buffers.buckets[b]
+        gathered = Wire.of(main)
+
+        def leave() -> tuple[Wire, Wire]:
+            nonlocal gathered
+            wire = self._packed(b, cycle)
+            gathered = self._gathered(b, wire)
+            return wire, gathered
 
         def install(chunks: Sequence[Wire]) -> None:
             own = gathered.parts(self.exchange.world_size)[self.exchange.rank]
@@ -229,7 +235,7 @@ class Replicated(_Buffered):
             self.temporary.give_back(b)
             self.temporary.give_back(b, gathered=True)
 
-        return self.exchange.reduce(wire, install, result=gathered, tag=tag, what=what, then=then)
+        return self.exchange.reduce(leave, install, tag=tag, what=what, then=then)
 
     def _gathered(self, b: int, wire: Wire) -> Wire:
         """Where the sums of all ranks come together."""
@@ -285,14 +291,16 @@ class OptimizerShards(_Buffered):
 
     def send(self, b: int, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Handle:
         shard = self.buffers.buckets[b].chunk(self.exchange.world_size)[self.exchange.rank]
-        wire = self._packed(b, cycle)
+
+        def leave() -> tuple[Wire, None]:
+            return self._packed(b, cycle), None
 
         def install(chunks: Sequence[Wire]) -> None:
             add_up(chunks, shard, self._scale(), stats=self.stats)
             if after is not None:
                 after()
 
-        return self.exchange.reduce(wire, install, tag=tag, what=what, then=lambda: self.temporary.give_back(b))
+        return self.exchange.reduce(leave, install, tag=tag, what=what, then=lambda: self.temporary.give_back(b))
 
     def grad(self, i: int) -> torch.Tensor | None:
         if self.params[i].grad is None:

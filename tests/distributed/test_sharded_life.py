@@ -1,5 +1,6 @@
 """The life of gradients and weights under optim and optim_grads: E3's table row by row, E8, and what is noticed."""
 
+import time
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from gradients import BF16, FP16, FP32, Given, noise, policy
 
 import torch_ext
+from torch_ext import _stores
+from torch_ext._exchange import IN_FLIGHT
 
 SHAPES: list[Any] = [(3, 5), (130,), (7,), (2, 200)]
 
@@ -261,3 +264,35 @@ def test_buckets_follow_the_order_in_which_gradients_came_on_rank_0() -> None:
             assert [first[1][i] for i in first[0]] == [0, 1, 2, 3, 4]
         weights.append(first[3])
     assert weights[1] == weights[2]
+
+
+# -- memory on the way --------------------------------------------------------------------------------------------
+
+
+def _slow(rank: int, world: int, strategy: str) -> int:
+    """How many buckets in the wire's dtype there were at a time, when sums take longer than backward."""
+    model = torch_ext.parallelize(
+        Given([(200,)] * 16, BF16), policy(BF16, FP32, BF16, bucket_size=1), strategy=strategy
+    )
+    temporary = _engine(model).store.temporary
+    own, most = _stores.add_up, 0
+
+    def add_up(*arguments: Any, **options: Any) -> None:
+        nonlocal most
+        time.sleep(0.01)
+        most = max(most, len(temporary))
+        own(*arguments, **options)
+
+    _stores.add_up = add_up
+    for step in range(2):
+        model(noise(step, rank, [(200,)] * 16, BF16)).backward()
+        temporary = _engine(model).store.temporary
+        model.zero_grad()
+    assert len(temporary) == 0
+    return most
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_buckets_on_their_way_are_bounded(strategy: str) -> None:
+    for most in ranks.run(2, _slow, strategy):
+        assert 1 < most <= IN_FLIGHT

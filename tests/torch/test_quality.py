@@ -106,3 +106,15 @@ def test_losses_of_every_configuration() -> None:
     assert sum("fp32 model" in row for row in rows) == 3
     assert sum("(c) 8-bit moments, remainders" in row for row in rows) == 1
     assert "3 seeds of fp32 are up to" in result.stdout
+
+
+def test_losses_of_every_wire(tmp_path: pathlib.Path) -> None:
+    """In seconds: that each one trains and is reported. What they come to takes minutes."""
+    script = [sys.executable, "examples/gpt/wires.py", "--quick"]
+    environment = os.environ | {"OUT_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [line for line in result.stdout.splitlines() if line.startswith("| ")]
+    assert sum(row.startswith("| fp32 wire") for row in rows) == 3
+    assert sum(row.startswith("| 8-bit wire") for row in rows) == 3
+    assert (tmp_path / "wires.png").stat().st_size > 10_000
