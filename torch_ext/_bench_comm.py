@@ -18,7 +18,7 @@ from torch_ext._bench_comm_rows import ROWS, Found, Row, Versus
 from torch_ext._bench_figures import Figure, Findings, Skip
 
 _ROUNDS, _QUICK_ROUNDS = 10, 2
-_LIMIT = 600.0
+_LIMIT = 900.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +40,13 @@ class _Where(NamedTuple):
         return f"{self.link}, N = {self.ranks}"
 
 
+class _Key(NamedTuple):
+    """Of a job: rows with the same one are compared in one run."""
+
+    kind: str
+    compute: float  # seconds slept in a backward
+
+
 class _Plan(NamedTuple):
     """What is measured with."""
 
@@ -59,15 +66,14 @@ class _Plan(NamedTuple):
                 networks.setdefault(_Where(*place), []).append(name)
         return networks
 
-    def job_of(self, row: Row) -> tuple[str, float]:
-        """Rows with the same answer are compared in one run."""
-        return row.kind, row.compute / 10 if self.quick else row.compute
+    def job_of(self, row: Row) -> _Key:
+        return _Key(row.kind, row.compute / 10 if self.quick else row.compute)
 
     def jobs(self, names: list[str]) -> list[Job]:
-        contenders: dict[tuple[str, float], dict[str, None]] = {}  # as ordered sets
+        contenders: dict[_Key, dict[str, None]] = {}  # as ordered sets
         for row in (self.rows[name] for name in names):
             contenders.setdefault(self.job_of(row), {}).update(dict.fromkeys(row.contenders))
-        return [Job(kind, list(who), self.rounds, compute) for (kind, compute), who in contenders.items()]
+        return [Job(key.kind, list(who), self.rounds, key.compute) for key, who in contenders.items()]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -86,54 +92,65 @@ def run(options: argparse.Namespace) -> int:
         print("quick: small sizes on loopback, these figures are no claims")
     print(f"{plan.size.parameters:,} parameters, {plan.rounds} rounds, a thread per rank; lower is better\n")
     print(_bench_report.header(), flush=True)
-    settings = {"parameters": plan.size.parameters, "rounds": plan.rounds, "rows": options.rows, "quick": options.quick}
+    loads: dict[str, float] = {}
+    settings = {
+        "parameters": plan.size.parameters,
+        "rounds": plan.rounds,
+        "rows": options.rows,
+        "quick": options.quick,
+        "loads before": loads,
+    }
     findings = Findings()
     with _ended_as_by_ctrl_c():
         for where, names in plan.networks().items():
-            _measure(plan, where, names, findings)
-            if options.json:
+            loads[str(where)] = round(os.getloadavg()[0], 2)
+            print(f"-- {where}; load before {loads[str(where)]}", flush=True)
+            found, why = _find(plan, where, plan.jobs(names))
+            slept = {key: f", {key.compute:g} s slept" * bool(key.compute) for key in found}
+            findings.times |= {f"{where}{slept[key]}": f.seconds for key, f in found.items() if f.seconds}
+            before = len(findings.figures), len(findings.skips)
+            for name in names:
+                _judge(plan, where, name, found, why, findings)
+            figures, skips = findings.figures[before[0] :], findings.skips[before[1] :]
+            print(_bench_report.lines(figures, skips), flush=True)
+            if options.json:  # after each network: what took minutes is kept
                 text = json.dumps(_bench_report.as_json(facts, settings, findings), indent=1)
                 options.json.write_text(text + "\n")
     print(_bench_report.closing(findings))
     return 0
 
 
-def _measure(plan: _Plan, where: _Where, names: list[str], findings: Findings) -> None:
-    print(f"-- {where}; load before {os.getloadavg()[0]:.2f}", flush=True)
-    jobs = plan.jobs(names)
-    found: dict[tuple[str, float], Found] = {}
+def _find(plan: _Plan, where: _Where, jobs: list[Job]) -> tuple[dict[_Key, Found], str]:
+    """What the ranks found, by job, and why that is not all."""
     try:
         with network(where.link, where.ranks) as places:
             place = places[0]
+            if not place.command:
+                print("without a namespace of its own: whatever else is on this machine's loopback is counted, too")
             question = Question(where.ranks, place.interface, plan.size, plan.seed, jobs)
             answers, why = _bench_comm_ranks.ask(question, places, plan.limit)
-        for job, of_job in zip(jobs, answers, strict=False):
-            found[job.kind, job.compute] = _bench_comm_rows.found(where.link, of_job, place.shared)
     except Unavailable as unavailable:
-        why = str(unavailable)
-    for (kind, compute), f in found.items():
-        slept = f", {compute:g} s slept" * bool(compute)
-        findings.times |= {f"{where}{slept}": f.seconds} if kind == "timing" else {}
-    figures, skips = [], []
-    for name in names:
-        row = plan.rows[name]
-        for versus in row.versus:
-            what = f"{name}: {versus.ours}"
-            ending = f", N = {where.ranks}"
-            if plan.job_of(row) not in found:
-                skips.append(Skip(name, what + ending, why))
-                continue
-            f = found[plan.job_of(row)]
-            missing = _missing(f, row, versus)
-            if missing:
-                skips.append(Skip(name, what + ending, missing))
-                continue
-            value = row.value(f, versus)
-            against = f" / {value.theirs}" * bool(value.theirs)
-            figures.append(Figure(name, what + against + ending, value.spread, versus.bar, value.beside))
-    findings.figures += figures
-    findings.skips += skips
-    print(_bench_report.lines(figures, skips), flush=True)
+        return {}, str(unavailable)
+    pairs = zip(jobs, answers, strict=False)  # those that were done
+    return {
+        _Key(job.kind, job.compute): _bench_comm_rows.found(where.link, of_ranks, place.shared)
+        for job, of_ranks in pairs
+    }, why
+
+
+def _judge(plan: _Plan, where: _Where, name: str, found: dict[_Key, Found], why: str, findings: Findings) -> None:
+    """A figure, or a skip that says why not, for every comparison of a row."""
+    row = plan.rows[name]
+    f = found.get(plan.job_of(row))
+    for versus in row.versus:
+        missing = why if f is None else _missing(f, row, versus)
+        if f is None or missing:
+            findings.skips.append(Skip(name, f"{name}: {versus.ours}, N = {where.ranks}", missing))
+            continue
+        value = row.value(f, versus)
+        against = f" / {value.theirs}" * bool(value.theirs)
+        what = f"{name}: {versus.ours}{against}, N = {where.ranks}"
+        findings.figures.append(Figure(name, what, value.spread, versus.bar, value.beside))
 
 
 def _missing(f: Found, row: Row, versus: Versus) -> str:

@@ -371,7 +371,7 @@ def test_contenders_do_the_work(tmp_path: pathlib.Path) -> None:
     try:
         for process in ranks:
             process.start()
-        found = {rank: rest for rank, *rest in (answers.get(timeout=100) for _ in ranks)}
+        found = {rank: rest for rank, *rest in (answers.get(timeout=240) for _ in ranks)}
     finally:
         for process in ranks:
             process.kill()
