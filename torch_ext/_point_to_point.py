@@ -5,8 +5,8 @@ half the link. Receives can be posted that early because nothing overtakes: rank
 of our part r, so the bytes that its sum overwrites in our bucket have left.
 
 gloo moves the data on threads of its own, but tells nobody when: somebody has to wait. One lane waits for a bucket's
-parts, adds them and sends the sum; a second one waits for the others' sums. Were it one lane, a rank waiting for the
-last sums of one bucket could not add up the next.
+parts, adds them and sends the sum. For the others' sums whoever wants them waits, or a second lane where something is
+to be done with them: were it the first, a rank waiting for the last sums of one bucket could not add up the next.
 
 Buckets beyond IN_FLIGHT are started by the lane that ends an earlier one, so memory to receive into is bounded; it is
 used again by the next bucket.
@@ -52,99 +52,146 @@ def _wait(works: _Works, what: str) -> None:
         )
 
 
-class _Job:
-    """One bucket on its way."""
+class _Travel:
+    """Messages on their way: receives are posted, and at the end everything is waited for by whoever asks first."""
+
+    def __init__(self, exchange: "PointToPoint", tag: int, what: str) -> None:
+        self.exchange, self.tag, self.what = exchange, tag, what
+        self.results: list[Wire] = []  # by rank: this rank's own leaves, the others' come
+        self.gathers: _Works = []
+        self.sends: _Works = []
+
+    def receive_results(self) -> None:
+        self.gathers = self.exchange.receive(self.results, self.tag + 1, self.what)
+
+    def send_result(self) -> None:
+        if self.results:
+            own = self.results[self.exchange.rank]
+            self.sends += self.exchange.send([own] * self.exchange.world_size, self.tag + 1, self.what)
+
+    def arrive(self) -> None:
+        """Waits; nothing of it outlives that, whoever keeps the handle."""
+        try:
+            _wait(self.gathers, self.what)
+            _wait(self.sends, self.what)
+        except Exception:
+            _ABANDONED.append((self.gathers, self.sends, self.results))
+            raise
+        finally:
+            self.gathers, self.sends, self.results = [], [], []
+
+    def is_there(self) -> bool:
+        return all(work.is_completed() for _, work in (*self.gathers, *self.sends))
+
+
+class _Gather(_Travel):
+    """Needs no memory and no lane: it leaves at once, and who wants the result waits for it."""
+
+    def __init__(self, exchange: "PointToPoint", result: Wire, tag: int, what: str) -> None:
+        super().__init__(exchange, tag, what)
+        self.results = result.parts(exchange.world_size)
+        self.receive_results()
+        self.send_result()
+
+    def result(self) -> None:
+        self.arrive()
+
+
+class _Reduction(_Travel):
+    """One bucket on its way to its sum."""
 
     def __init__(
         self,
         exchange: "PointToPoint",
-        wire: Wire | Opening | None,
-        install: Install | None,
-        result: Wire | None,
+        opening: Opening,
+        install: Install,
         tag: int,
         what: str,
         then: Callable[[], None] | None,
     ) -> None:
-        self.exchange, self.install, self.then, self.tag, self.what = exchange, install, then, tag, what
-        self.wire, self.result = wire, result
+        super().__init__(exchange, tag, what)
+        self.opening: Opening | None = opening
+        self.install: Install | None = install
+        self.then = then
         self.parts: list[Wire] = []
-        self.results: list[Wire] = []
         self.received: torch.Tensor | None = None
         self.chunks: list[Wire] = []
-        self.future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.reduced: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.arrivals: _Works = []
-        self.gathers: _Works = []
-        self.sends: _Works = []
+        self.reduced: concurrent.futures.Future[None] = concurrent.futures.Future()
+        # Where something is to be done at the end, a lane does it; else whoever asks for the result waits itself.
+        self.future: concurrent.futures.Future[None] | None = None if then is None else concurrent.futures.Future()
 
     def start(self) -> None:
-        """In the order in which jobs were given. Any thread."""
+        """In the order in which buckets were given. Any thread."""
         try:
+            assert self.opening is not None
             exchange = self.exchange
-            self._open()
-            if self.parts:
-                self.received, self.chunks = exchange.memory.take(self.parts, exchange.rank)
-                self.arrivals = exchange.receive(self.chunks, self.tag, self.what)
-            if self.results:
-                self.gathers = exchange.receive(self.results, self.tag + 1, self.what)
-            if self.parts:
-                self.sends = exchange.send(self.parts, self.tag, self.what)
+            (wire, result), self.opening = self.opening(), None
+            exchange._count(wire)
+            exchange._count(result)
+            self.parts = wire.parts(exchange.world_size)
+            self.received, self.chunks = exchange.memory.take(self.parts, exchange.rank)
+            self.arrivals = exchange.receive(self.chunks, self.tag, self.what)
+            if result is not None:
+                self.results = result.parts(exchange.world_size)
+                self.receive_results()
+            self.sends = exchange.send(self.parts, self.tag, self.what)
         except Exception as error:
-            _ABANDONED.append(self)
-            self.reduced.set_exception(error)
+            self._fail(error)
 
-    def _open(self) -> None:
-        wire, result, world_size = self.wire, self.result, self.exchange.world_size
-        if wire is not None and not isinstance(wire, Wire):
-            wire, result = wire()
-        self.wire = self.result = None
-        for one, parts in ((wire, self.parts), (result, self.results)):
-            if one is not None:
-                self.exchange._count(one)
-                parts += one.parts(world_size)
+    def _fail(self, error: Exception) -> None:
+        # gloo may still write into these.
+        _ABANDONED.append(
+            (self.arrivals, self.chunks, self.received, self.parts, self.gathers, self.results, self.sends)
+        )
+        self.reduced.set_exception(error)
 
     def reduce(self) -> None:
         """The first lane's task."""
-        if self.reduced.done():
-            return
-        try:
-            _wait(self.arrivals, self.what)
-            exchange = self.exchange
-            if self.install is not None:
+        if not self.reduced.done():
+            try:
+                _wait(self.arrivals, self.what)
+                assert self.install is not None and self.received is not None
                 self.install(self.chunks)
-            self.chunks = []
-            if self.received is not None:
-                exchange.memory.give_back(self.received)
-                self.received = None
-            if self.results:
-                own = self.results[exchange.rank]
-                self.sends += exchange.send([own] * exchange.world_size, self.tag + 1, self.what)
-            self.reduced.set_result(None)
-        except Exception as error:
-            _ABANDONED.append(self)
-            self.reduced.set_exception(error)
+                self.exchange.memory.give_back(self.received)
+                self.chunks, self.arrivals, self.received, self.install = [], [], None, None
+                self.send_result()
+                self.reduced.set_result(None)
+            except Exception as error:
+                self._fail(error)
+        if self.future is None:
+            self.exchange.ended()
 
     def complete(self) -> None:
-        """The second lane's task."""
+        """The second lane's task, where there is a future."""
+        assert self.future is not None and self.then is not None
         failure: Exception | None = None
         try:
-            self.reduced.result()
-            _wait(self.gathers, self.what)
-            _wait(self.sends, self.what)
-            if self.then is not None:
-                self.then()
+            self._arrive()
+            self.then()
         except Exception as error:
-            _ABANDONED.append(self)
             failure = error
-        else:
-            # Nothing of the bucket outlives its exchange, whoever keeps the handle.
-            self.parts, self.results, self.gathers, self.sends, self.arrivals = [], [], [], [], []
-            self.install = self.then = None
+        self.then = None
         self.exchange.ended()
         if failure is None:
             self.future.set_result(None)
         else:
             self.future.set_exception(failure)
+
+    def _arrive(self) -> None:
+        self.reduced.result()
+        self.arrive()
+        self.parts = []
+
+    def result(self) -> None:
+        if self.future is not None:
+            self.future.result()
+        else:
+            self._arrive()
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self.future.done() if self.future is not None else self.reduced.done() and self.is_there()
 
 
 class _Memory:
@@ -191,7 +238,7 @@ class PointToPoint(Exchange):
         self._completing = Lane("torch_ext gather")
         self._lock = threading.Lock()
         self._under_way = 0
-        self._waiting: deque[_Job] = deque()
+        self._waiting: deque[_Reduction] = deque()
 
     def receive(self, wires: list[Wire], tag: int, what: str) -> _Works:
         """Posts wires[peer] <- peer for every peer."""
@@ -215,23 +262,15 @@ class PointToPoint(Exchange):
                 works.append((peer, work))
         return works
 
-    def _submit(self, job: _Job) -> "concurrent.futures.Future[None]":
-        with self._lock:
-            if self._under_way == IN_FLIGHT:
-                self._waiting.append(job)
-            else:
-                self._under_way += 1
-                self._start(job)
-        return job.future
-
-    def _start(self, job: _Job) -> None:
-        """Under the lock: the lanes get jobs in the order in which they were given."""
-        job.start()
-        self._reducing.submit(job.reduce)
-        self._completing.submit(job.complete)
+    def _start(self, reduction: _Reduction) -> None:
+        """Under the lock: the lanes get buckets in the order in which they were given."""
+        reduction.start()
+        self._reducing.submit(reduction.reduce)
+        if reduction.future is not None:
+            self._completing.submit(reduction.complete)
 
     def ended(self) -> None:
-        """A job ended, well or not; the next one's turn."""
+        """A bucket needs its memory no longer; the next one's turn."""
         with self._lock:
             if self._waiting:
                 self._start(self._waiting.popleft())
@@ -247,11 +286,21 @@ class PointToPoint(Exchange):
         tag: int,
         what: str,
         then: Callable[[], None] | None = None,
-    ) -> "concurrent.futures.Future[None]":
-        return self._submit(_Job(self, wire, install, result, tag, what, then))
+    ) -> "concurrent.futures.Future[None] | _Reduction":
+        opening = (lambda: (wire, result)) if isinstance(wire, Wire) else wire
+        reduction = _Reduction(self, opening, install, tag, what, then)
+        with self._lock:
+            if self._under_way == IN_FLIGHT:
+                self._waiting.append(reduction)
+            else:
+                self._under_way += 1
+                self._start(reduction)
+        return reduction if reduction.future is None else reduction.future
 
-    def gather(self, result: Wire, *, tag: int, what: str) -> "concurrent.futures.Future[None]":
-        return self._submit(_Job(self, None, None, result, tag, what, None))
+    def gather(self, result: Wire, *, tag: int, what: str) -> _Gather:
+        with self._lock:
+            self._count(result)
+        return _Gather(self, result, tag, what)
 
     def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
         with self._lock:

@@ -11,6 +11,7 @@ In all three the sum is fp32, in rank order; what the optimizer reads is in main
 
 import abc
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -235,7 +236,9 @@ class Replicated(_Buffered):
             self.temporary.give_back(b)
             self.temporary.give_back(b, gathered=True)
 
-        return self.exchange.reduce(leave, install, tag=tag, what=what, then=then)
+        planned = self.plan.buckets[b]
+        in_place = {planned.grad_comm_dtype, self.gather_dtype or planned.grad_comm_dtype} == {planned.main_grads_dtype}
+        return self.exchange.reduce(leave, install, tag=tag, what=what, then=None if in_place else then)
 
     def _gathered(self, b: int, wire: Wire) -> Wire:
         """Where the sums of all ranks come together."""
@@ -300,7 +303,10 @@ class OptimizerShards(_Buffered):
             if after is not None:
                 after()
 
-        return self.exchange.reduce(leave, install, tag=tag, what=what, then=lambda: self.temporary.give_back(b))
+        planned = self.plan.buckets[b]
+        in_place = planned.grad_comm_dtype == planned.main_grads_dtype
+        then = None if in_place else partial(self.temporary.give_back, b)
+        return self.exchange.reduce(leave, install, tag=tag, what=what, then=then)
 
     def grad(self, i: int) -> torch.Tensor | None:
         if self.params[i].grad is None:
