@@ -149,12 +149,10 @@ class FsdpEngine(_registry.Owner):
         raise NotImplementedError("FSDP2 gathers weights itself")
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
-        recovered = self._recover()
+        self._recover()
         chosen = [i for p in params if (i := self._position.get(id(p))) is not None]
         for i in chosen:
             self.shards.forget(i)
-            if recovered:  # which brought back what the caller has just dropped
-                self.params[i].grad = None
         self._broken.difference_update(chosen)
         self._poisoned.difference_update(chosen)
 
@@ -282,11 +280,11 @@ class FsdpEngine(_registry.Owner):
         Variable._execution_engine.queue_callback(end)
         self._end = weakref.ref(end)
 
-    def _recover(self) -> bool:
-        """Where the last backward raised, which is the answer. What it sent is waited for, as the other ranks sent it
-        too, and is worth nothing; gradient shards are what they were before it."""
+    def _recover(self) -> None:
+        """Where the last backward raised: what it sent is waited for, as the other ranks sent it too, and is worth
+        nothing; gradient shards are what they were before it."""
         if self._end is None or self._end() is not None:
-            return False
+            return
         reductions, _ = self._close()
         for reduction in reductions:
             reduction.wait(self._guarded)
@@ -297,7 +295,6 @@ class FsdpEngine(_registry.Owner):
                 "anew"
             )
             raise RuntimeError(self._failure)
-        return True
 
     # -- at its end ---------------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class GradShards:
     def settle(self, reduction: Reduction, guarded: Callable[[Callable[[], None]], None]) -> None:
         """Waits for the sums, which become the shards or are added to them. guarded: calls what it is given."""
         reduction.wait(guarded)
-        if not reduction.slices:
+        if not reduction.slices and reduction.unit.replicas > 1:
             return  # FSDP2 keeps the sum to itself, for a later backward (set_requires_all_reduce)
         self._check_covered(reduction)
         reduction.settled = True

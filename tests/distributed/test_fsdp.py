@@ -134,7 +134,7 @@ def test_the_users_units_stay(reduce_dtype: torch.dtype | None) -> None:
     ranks.run(2, _by_hand, reduce_dtype)
 
 
-def _hybrid(rank: int, world: int, deferred: bool) -> list[bytes]:
+def _hybrid(rank: int, world: int, deferred: bool, factor: float | None = None) -> list[bytes]:
     """HSDP: two replicas of two shards."""
     torch.manual_seed(rank)
     model = Blocks(BF16)
@@ -146,7 +146,7 @@ def _hybrid(rank: int, world: int, deferred: bool) -> list[bytes]:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
-    torch_ext.parallelize(model, policy(BF16, FP32), strategy=STRATEGY)
+    torch_ext.parallelize(model, policy(BF16, FP32), strategy=STRATEGY, gradient_divide_factor=factor)
     weights = bits([p.to_local() for p in model.parameters()])
     dtypes = (BF16, FP32, BF16)
     for step in range(2):
@@ -155,7 +155,9 @@ def _hybrid(rank: int, world: int, deferred: bool) -> list[bytes]:
             if deferred:
                 model.set_requires_all_reduce(i == 2)
             model(noise(seed, rank, SHAPES, BF16)).backward()
-        halves = [[mean_of_ranks(seed, pair, dtypes) for seed in seeds] for pair in ((0, 1), (2, 3))]
+        # FSDP2 takes the mean over the replicas.
+        of_pair = None if factor is None else factor / 2
+        halves = [[mean_of_ranks(seed, pair, dtypes, of_pair) for seed in seeds] for pair in ((0, 1), (2, 3))]
         if deferred:  # FSDP2 adds micro-batches up, then replicas
             sums = [accumulated(half, FP32) for half in halves]
             means = [[(a + b) / 2 for a, b in zip(*sums, strict=True)]]
@@ -166,9 +168,16 @@ def _hybrid(rank: int, world: int, deferred: bool) -> list[bytes]:
     return weights
 
 
-@pytest.mark.parametrize("deferred", [False, True], ids=["all-reduced every time", "all-reduced at the end"])
-def test_replicated_shards(deferred: bool) -> None:
-    weights = ranks.run(4, _hybrid, deferred)
+@pytest.mark.parametrize(
+    ("deferred", "factor"),
+    [
+        pytest.param(False, None, id="all-reduced every time"),
+        pytest.param(True, None, id="all-reduced at the end"),
+        pytest.param(False, 3.0, id="divided by three"),
+    ],
+)
+def test_replicated_shards(deferred: bool, factor: float | None) -> None:
+    weights = ranks.run(4, _hybrid, deferred, factor)
     assert weights[0] == weights[2] and weights[1] == weights[3], "replicas begin with the same weights"
 
 
@@ -231,3 +240,17 @@ def _given_grads(rank: int, world: int) -> None:
 
 def test_what_is_in_grad_counts() -> None:
     ranks.run(2, _given_grads)
+
+
+def _weights_of(rank: int, world: int) -> list[bytes]:
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
+    with torch.no_grad():
+        model(torch.randn(9, 5))  # buffers that differ
+    torch_ext.parallelize(model, policy(), strategy=STRATEGY)
+    return bits([p.full_tensor() for p in model.parameters()]) + bits(list(model.buffers()))  # type: ignore[attr-defined]
+
+
+def test_weights_and_buffers_become_rank_0s() -> None:
+    alone, (first, second) = ranks.run(1, _weights_of)[0], ranks.run(2, _weights_of)
+    assert alone == first == second

@@ -238,12 +238,18 @@ def test_a_sum_that_was_added_to_is_not_stepped() -> None:
 
 def _changes(rank: int, world: int, what: str) -> str:
     model = Blocks()
-    model.blocks[1].p0.requires_grad_(what != "thaw")
+    model.blocks[1].p0.requires_grad_("thaw" not in what)
     torch_ext.parallelize(model, policy(bucket_size=1), strategy=FULLY)
     model(_grads(rank)).backward()
     model.zero_grad()
     if what == "thaw":
         model.blocks[1].p0.requires_grad_(True)
+    elif what == "thaw in forward":  # behind parallelize's own look
+
+        def thaw(*_: Any) -> None:
+            model.blocks[1].p0.requires_grad_(True)
+
+        model.blocks[0].register_forward_pre_hook(thaw)
     elif what == "assign":
         state = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(state, assign=True)
@@ -259,6 +265,7 @@ def _changes(rank: int, world: int, what: str) -> str:
     ("what", "message"),
     [
         ("thaw", "'blocks.1.p0' was thawed"),
+        ("thaw in forward", "a parameter of unit 'blocks.1' that parallelize did not see"),
         ("assign", "'own' is another tensor now"),
         ("hook", "set_all_reduce_hook"),
         ("factor", "gradient_divide_factor"),

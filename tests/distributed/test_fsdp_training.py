@@ -319,15 +319,13 @@ def _prefetched(rank: int, world: int) -> list[list[str]]:
         optimizer.zero_grad()
         seen.append(started.copy())
         started.clear()
+    _loss(model, 2, rank).backward()
     blocks = model.blocks
     with torch.no_grad():
         model.blocks = torch.nn.ModuleList([blocks[0]])  # blocks.1 is prefetched, and does not run
-        _loss(model, 0, rank)
+        _loss(model, 0, rank)  # and leaves the root's weights whole, until the step
         model.blocks = blocks
-    assert "blocks.1" in started
-    _loss(model, 2, rank).backward()
-    with torch.no_grad():
-        _loss(model, 0, 0)  # leaves the root's weights whole, until the step
+        assert "blocks.1" in started
         optimizer.step()
         after = float(_loss(model, 3, 0))
     model.reshard()
