@@ -120,15 +120,24 @@ def parallelize(
 ) -> torch.nn.Module:
     """Makes the model data parallel, in place; returns the same object. Every rank of the group calls it.
 
-    Gradients lie in flat buffers of the policy's main_grads_dtype, of which `.grad` is a view. Buckets of them are
-    summed over the ranks during backward: grad_comm_dtype on the wire, fp32 in rank order in the sum. When
-    `loss.backward()` returns, `.grad` is the mean over the ranks, rounded once to the wire's dtype, with the same bits
-    everywhere. The training loop stays as it is; `model.no_sync()` and `model.sync()` control accumulation.
+    Buckets of gradients travel during backward: grad_comm_dtype on the wire, fp32 in rank order in the sum, divided by
+    the number of ranks. The training loop stays as it is; `model.no_sync()` and `model.sync()` control accumulation.
+    What becomes of the sum is the strategy's:
+
+    no_shard (0): gradients lie in flat buffers of the policy's main_grads_dtype, of which `.grad` is a view. When
+        `loss.backward()` returns, `.grad` is the mean over the ranks, rounded once to the dtype in which sums are
+        gathered (grad_gather_dtype; the wire's, and bf16 beside an 8-bit wire), with the same bits everywhere.
+    optim (1): the sum goes into this rank's parts of the same buffers, unrounded but for main_grads_dtype; torch_ext's
+        optimizer steps these parts of the parameters, which become views of flat buffers, too, and `step()` gathers the
+        others'. What else is in `.grad` is this rank's own.
+    optim_grads (2): every backward adds its sum to a shard; `.grad` is None between backwards.
+    optim_grads_params (3): torch's FSDP2, its units chosen here unless the model was `fully_shard`-ed before, with our
+        reduce-scatter and our optimizer. Sums are added up in main_grads_dtype on the shard.
 
     model: on one device. Weights and buffers become rank 0's; later changes of buffers stay local. Optimizers made
         before are fine as long as they have no state.
-    policy: of `load_policy`; besides dtypes: bucket_size, overlap_grad_reduce, check_for_nan_in_grad.
-    strategy: "no_shard" or 0; None: the policy's data_parallel_sharding_strategy.
+    policy: of `load_policy`; besides dtypes: bucket_size, overlap_grad_reduce, check_for_nan_in_grad, step_in_backward.
+    strategy: its name or number; None: the policy's data_parallel_sharding_strategy.
     process_group: None: the default group.
     find_unused_parameters: a parameter without a gradient counts as zero on that rank, and where no rank has one
         `.grad` stays as it was; else it is an error, on every rank, that names it.
@@ -158,7 +167,8 @@ def parallelize(
         failure = error
     options = (
         f"strategy {name}, divide by {factor}, unused parameters {find_unused_parameters}, "
-        f"NaN check {policy.check_for_nan_in_grad}, sums gathered in {policy.grad_gather_dtype}"
+        f"NaN check {policy.check_for_nan_in_grad}, sums gathered in {policy.grad_gather_dtype}, "
+        f"step in backward {policy.step_in_backward}"
     )
     tensors = list(model.named_parameters()) + list(model.named_buffers())
     shown = [f"{name} {list(t.shape)} {t.dtype}, trainable {t.requires_grad}" for name, t in tensors]
