@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from training import everything, params_of, policy_of, set_grads, train
 
 import torch_ext
