@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torch_ext import _fsdp_units
+from torch_ext import _fsdp_units, _registry
 from torch_ext._broadcast import broadcast
 from torch_ext._exchange import Exchange
 from torch_ext._fsdp_comm import AllGather, ReduceScatter
@@ -146,6 +146,11 @@ def _check_sharded(model: nn.Module, group: dist.ProcessGroup) -> None:
                     "model itself too, without ignored_params, or leave all of fully_shard to parallelize"
                 )
             continue
+        if getattr(param, "_post_accumulate_grad_hooks", None) and _registry.owner_of(param) is None:
+            raise ValueError(
+                f"parameter {name!r} has hooks of register_post_accumulate_grad_hook, which FSDP2 would call before the "
+                "sum has come: remove them, or work on the gradients after backward"
+            )
         members = set(param.device_mesh.mesh.flatten().tolist())
         if not members <= ranks:
             raise ValueError(

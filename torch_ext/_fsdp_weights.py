@@ -43,8 +43,9 @@ class Weights:
         self._order: list[int] | None = [] if prefetch else None  # of units in the first forward
         inside = {m for unit in units for module in unit for m in module.modules() if m is not module}
         self._roots = [i for i, unit in enumerate(units) if unit[0] not in inside]
-        self._cleanings = [(_Cleaning(), module) for unit in units for module in unit]
-        self.hooks = [module.register_forward_pre_hook(cleaning) for cleaning, module in self._cleanings]
+        modules = [module for unit in units for module in unit]
+        self._cleanings = [_Cleaning() for _ in modules]
+        self.hooks = [m.register_forward_pre_hook(c) for m, c in zip(modules, self._cleanings, strict=True)]
 
     def _module(self, unit: int) -> Any:
         """An FSDPModule; None where it is gone."""
@@ -92,7 +93,7 @@ class Weights:
 
     def recover(self) -> bool:
         """After a backward that raised, FSDP2 forgets about it; whether it can."""
-        for cleaning, _ in self._cleanings:
+        for cleaning in self._cleanings:
             cleaning.wanted = True
         roots = [module for i in self._roots if (module := self._module(i)) is not None]
         if not all(hasattr(module, "reset_iter_state") for module in roots):  # torch >= 2.13

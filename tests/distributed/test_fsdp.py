@@ -111,7 +111,7 @@ def test_fp32_shards_as_masters() -> None:
     ranks.run(2, _shards_of_masters)
 
 
-def _by_hand(rank: int, world: int, reduce_dtype: torch.dtype | None) -> None:
+def _by_hand(rank: int, world: int, reduce_dtype: torch.dtype | None, main: torch.dtype) -> None:
     """The user's own units, among them one that is not a block of a container, and precisions."""
     model = Blocks(BF16)
     mesh = init_device_mesh("cpu", (world,))
@@ -119,19 +119,20 @@ def _by_hand(rank: int, world: int, reduce_dtype: torch.dtype | None) -> None:
     fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     before = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
-    torch_ext.parallelize(model, policy(BF16, FP32), strategy=STRATEGY)
+    torch_ext.parallelize(model, policy(BF16, main), strategy=STRATEGY)
     assert [name for name, m in model.named_modules() if isinstance(m, FSDPModule)] == before
     for step in range(2):
         for i in range(3):
             model(noise(3 * step + i, rank, SHAPES, BF16)).backward()
-        means = [mean_of_ranks(3 * step + i, range(world), (BF16, FP32, BF16)) for i in range(3)]
-        _check(model, accumulated(means, FP32), f"step {step}")
+        means = [mean_of_ranks(3 * step + i, range(world), (BF16, main, BF16)) for i in range(3)]
+        _check(model, accumulated(means, main), f"step {step}")
         model.zero_grad()
 
 
+@pytest.mark.parametrize("main", [BF16, FP32], ids=["bf16 shards", "fp32 shards"])
 @pytest.mark.parametrize("reduce_dtype", [None, FP32], ids=["reduced as computed", "reduced in fp32"])
-def test_the_users_units_stay(reduce_dtype: torch.dtype | None) -> None:
-    ranks.run(2, _by_hand, reduce_dtype)
+def test_the_users_units_stay(reduce_dtype: torch.dtype | None, main: torch.dtype) -> None:
+    ranks.run(2, _by_hand, reduce_dtype, main)
 
 
 def _hybrid(rank: int, world: int, deferred: bool, factor: float | None = None) -> list[bytes]:

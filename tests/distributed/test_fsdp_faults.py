@@ -307,6 +307,19 @@ def _sharded_elsewhere(rank: int, world: int) -> Any:
     torch_ext.parallelize(model, policy(), strategy=FULLY, process_group=groups[rank // 2])
 
 
+def _hooked(rank: int, world: int) -> Any:
+    model = Blocks()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    model.own.register_post_accumulate_grad_hook(lambda param: None)
+    torch_ext.parallelize(model, policy(), strategy=FULLY)
+
+
+def _empty(rank: int, world: int) -> Any:
+    model = Blocks()
+    model.blocks[0].p1 = torch.nn.Parameter(torch.zeros(0, 3))
+    torch_ext.parallelize(model, policy(), strategy=FULLY)
+
+
 def _two_dtypes_in_a_module(rank: int, world: int) -> Any:
     model = Blocks(BF16)
     model.blocks[0].p1 = torch.nn.Parameter(torch.zeros(4))
@@ -333,6 +346,8 @@ def _has_state(rank: int, world: int) -> Any:
         (_scaled_in_fp16, ["unit ''", "in torch.float16", "reduce_dtype=torch.float32"]),
         (_half_sharded, ["'own' is not sharded", "fully_shard"]),
         (_sharded_elsewhere, ["'own' is sharded over ranks [0, 1, 2, 3]", "process_group"]),
+        (_hooked, ["'own' has hooks", "after backward"]),
+        (_empty, ["'blocks.0.p1' has no elements"]),
         (_two_dtypes_in_a_module, ["Block", "torch.bfloat16 and torch.float32"]),
         (_sharded_already, ["'own' is a", "no_shard takes plain parameters"]),
         (_has_state, ["an optimizer (AdamW) has state for parameter 'own'"]),

@@ -1,7 +1,9 @@
 """optim_grads_params in the whole loop: the bits of no_shard, clipping, states, checkpoints, all kinds of models."""
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -400,3 +402,19 @@ def _beside_tensor_parallelism(rank: int, world: int) -> None:
 
 def test_beside_tensor_parallelism() -> None:
     ranks.run(4, _beside_tensor_parallelism)
+
+
+def _dropped(rank: int, world: int) -> None:
+    model = torch_ext.parallelize(_net(BF16), policy(BF16, FP32), strategy=FULLY)
+    engine = weakref.ref(torch_ext._parallel._engine_of(model))
+    shards = [weakref.ref(p) for p in model.parameters()]
+    _loss(model, 0, rank).backward()
+    ended = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ended() is None and engine() is None
+    assert all(shard() is None for shard in shards)
+
+
+def test_an_engine_ends_with_its_model() -> None:
+    ranks.run(2, _dropped)
