@@ -11,9 +11,10 @@ from torch import Tensor
 
 from torch_ext import _checkpoint, _groups, _kept, _local, _masters, _registry, _state, _tensors
 from torch_ext._clip import Clipping, is_agreed, measure
+from torch_ext._early import Early
 from torch_ext._groups import Params
 from torch_ext._masters import Seen
-from torch_ext._plan import Chunk, Member, Plan
+from torch_ext._plan import Member, Plan, run
 from torch_ext._policy import Policy
 
 if TYPE_CHECKING:
@@ -55,9 +56,7 @@ class Adam(torch.optim.Optimizer):
     _seen: dict[Tensor, Seen]
     _clipping: Clipping | None
     _locals: _local.Locals | None
-    _early: set[
-        tuple[_registry.Owner, int] | None
-    ]  # buckets that were stepped since the last step() (see Chunk.gather)
+    _early: Early
 
     def __init__(
         self,
@@ -195,7 +194,10 @@ class Adam(torch.optim.Optimizer):
         hyper = self._current_hyper()
         clipping = self._current_clipping(present, active)
         if self._early:
-            self._refuse_after_early(everyone, active, clipping)
+            fits = self._plan is not None and self._plan.fits(everyone, active, self.state)
+            self._early.refuse_otherwise(
+                fits, clipping is not None or not {"grad_scale", "found_inf"}.isdisjoint(vars(self))
+            )
         for again in (False, True):
             plan = self._plan
             if again or plan is None or not plan.fits(everyone, active, self.state):
@@ -228,7 +230,7 @@ class Adam(torch.optim.Optimizer):
         for chunk in plan.chunks:
             try:
                 if chunk.gather not in self._early:
-                    _call(plan, chunk, chunk.of(grads), hyper, (*scalars, skipped))
+                    run(plan, chunk, chunk.of(grads), hyper, (*scalars, skipped))
             except RuntimeError as refusal:
                 if under_way:  # what was stepped already must not be stepped once more
                     raise RuntimeError(_named(str(refusal), plan)) from None
@@ -246,17 +248,11 @@ class Adam(torch.optim.Optimizer):
             check = _masters.resync if self.on_external_write == "resync" else _masters.refuse_written
             check([plan.members[i] for i in suspects])
 
-    # -- step_in_backward ---------------------------------------------------------------------------------------------
-
     def begin_early(self, owner: _registry.Owner) -> Callable[[int], None] | None:
         """See _registry.Stepper: buckets are stepped as their sums come, with what groups say now; step() gathers."""
-        if self._early:
-            raise RuntimeError(
-                "a second backward before step(): step_in_backward=True, so the first one's gradients were applied "
-                "already. Accumulate under no_sync(), or call step() and zero_grad() first"
-            )
         if self.skip_nonfinite:
             raise RuntimeError("step_in_backward=True steps before skip_nonfinite=True can look: leave out one of them")
+        self._early.refuse_again()
         everyone = self._everyone()
         self._current_locals(everyone)
         plan = self._plan
@@ -264,39 +260,7 @@ class Adam(torch.optim.Optimizer):
             return None
         with torch.no_grad():
             self._notice_writes(plan)
-        hyper = self._current_hyper()
-        chunks = {c.gather[1]: c for c in plan.chunks if c.gather is not None and c.gather[0] is owner}
-        none = (_tensors.NONE,) * 4
-
-        def step(bucket: int) -> None:
-            chunk = chunks.get(bucket)
-            if chunk is not None and chunk.rows is not None and chunk.gather is not None:
-                parts = [owner.part(plan.members[i].param) for i in chunk.rows]
-                self._early.add(chunk.gather)
-                _call(plan, chunk, parts, hyper, none)
-
-        return step
-
-    def _refuse_after_early(self, everyone: list[Tensor], active: list[bool], clipping: Clipping | None) -> None:
-        """RuntimeError where step() would do something else than what backward did already."""
-        if clipping is not None or "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
-            raise RuntimeError("step_in_backward=True: gradients were applied before they were clipped or unscaled")
-        if self._plan is None or not self._plan.fits(everyone, active, self.state):
-            raise RuntimeError(
-                "step_in_backward=True: parameters, their gradients or opt.state were replaced between backward and "
-                "step(), when some of them had been stepped already"
-            )
-
-    def _end_early(self) -> None:
-        """No step() follows: what was stepped stays stepped, everywhere."""
-        if self._early and self._plan is not None:
-            for handle in [
-                owner.gather(bucket) for owner, bucket in filter(None, (c.gather for c in self._plan.chunks))
-            ]:
-                handle.result()
-            torch.autograd.graph.increment_version(self._plan.params)
-            self._plan.look()
-        self._early.clear()
+        return self._early.begin(owner, plan, self._current_hyper())
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 
@@ -414,8 +378,7 @@ class Adam(torch.optim.Optimizer):
 
     def _clip(self, max_norm: float) -> Clipping:
         """Measures the gradients; the next step multiplies by the coefficient. `torch_ext.clip_grad_norm_` calls it."""
-        if self._early:
-            raise RuntimeError("step_in_backward=True: gradients were applied before they were clipped")
+        self._early.refuse_clipping()
         everyone = self._everyone()
         for owner in _registry.owners_of(everyone):
             owner.before_step()
@@ -447,8 +410,8 @@ class Adam(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, shards of gradients included. A clip coefficient that no step has applied is forgotten."""
         self._clipping = None
-        if self._early:
-            self._end_early()
+        if self._early and self._plan is not None:
+            self._early.end(self._plan)
         everyone = self._everyone()
         for owner in _registry.owners_of(everyone):
             owner.zero_grad(everyone)
@@ -557,7 +520,7 @@ class Adam(torch.optim.Optimizer):
         self._seen = {}
         self._clipping = None
         self._locals = None
-        self._early = set()
+        self._early = Early()
 
 
 class AdamW(Adam):
@@ -609,14 +572,6 @@ class AdamW(Adam):
             skip_nonfinite=skip_nonfinite,
             on_external_write=on_external_write,
         )
-
-
-def _call(
-    plan: Plan, chunk: Chunk, grads: list[Tensor], hyper: _groups.Hyper, scalars: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> None:
-    """The operator. scalars: grad_scale, clip_coef, found_inf, skipped."""
-    arguments = (plan.states, chunk.slices, hyper.lrs, hyper.groups, chunk.meta, *scalars, *hyper.shared)
-    torch.ops.torch_ext.adamw_flat_.default(chunk.weights, grads, *arguments)
 
 
 class _Refused(Exception):

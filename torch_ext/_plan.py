@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_ext import _kept, _tensors
+from torch_ext._groups import Hyper
 from torch_ext._local import Local, is_dtensor
 from torch_ext._masters import Seen
 from torch_ext._state import Kinds
@@ -257,3 +258,11 @@ class Plan:
                 f"{tuple(member.weight.shape)}; they must be equal"
             )
         return _tensors.in_order_of(self._orders[i], grad)
+
+
+def run(
+    plan: Plan, chunk: Chunk, grads: list[Tensor], hyper: Hyper, scalars: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> None:
+    """The operator. grads: of the chunk. scalars: grad_scale, clip_coef, found_inf, skipped."""
+    arguments = (plan.states, chunk.slices, hyper.lrs, hyper.groups, chunk.meta, *scalars, *hyper.shared)
+    torch.ops.torch_ext.adamw_flat_.default(chunk.weights, grads, *arguments)
