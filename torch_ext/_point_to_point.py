@@ -26,7 +26,7 @@ from torch_ext._wire import Wire
 
 _Works = list[tuple[int, dist.Work]]
 
-# A receive that was posted and never answered: gloo may still write into its memory, so it is never freed.
+# Messages on their way that nobody waits for: gloo may still write into their memory, so it is never freed.
 _ABANDONED: list[object] = []
 
 
@@ -74,11 +74,17 @@ class _Travel:
         try:
             _wait(self.gathers, self.what)
             _wait(self.sends, self.what)
-        except Exception:
+        except BaseException:  # an interrupt, too
             _ABANDONED.append((self.gathers, self.sends, self.results))
             raise
         finally:
             self.gathers, self.sends, self.results = [], [], []
+
+    def __del__(self, abandoned: list[object] = _ABANDONED) -> None:
+        # Nobody asked (a model that went after an exception, say): gloo blocks a connection of which a message is
+        # withdrawn, and what it has it moves by itself.
+        if self.gathers or self.sends:
+            abandoned.append((self.gathers, self.sends, self.results))
 
     def is_there(self) -> bool:
         return all(work.is_completed() for _, work in (*self.gathers, *self.sends))
@@ -307,16 +313,12 @@ class PointToPoint(Exchange):
             self.bytes_sent += payload.nbytes * len(self._peers)
         gathered = [torch.empty_like(payload) for _ in range(self.world_size)]
         gathered[self.rank].copy_(payload)
-        works = self.receive([Wire.of(g) for g in gathered], tag, what)
-        sends = self.send([Wire.of(payload)] * self.world_size, tag, what)
+        travel = _Travel(self, tag, what)
+        travel.gathers = self.receive([Wire.of(g) for g in gathered], tag, what)
+        travel.sends = self.send([Wire.of(payload)] * self.world_size, tag, what)
 
         def wait() -> list[torch.Tensor]:
-            try:
-                _wait(works, what)
-                _wait(sends, what)
-            except RuntimeError:
-                _ABANDONED.append((works, sends, gathered, payload))
-                raise
+            travel.arrive()
             return gathered
 
         return wait
