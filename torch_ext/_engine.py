@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
@@ -162,6 +163,10 @@ class Engine(_registry.Owner):
     def sharded(self) -> bool:
         return self.store.sharded
 
+    @property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(dist.get_process_group_ranks(self.exchange.group))
+
     def local(self, param: torch.Tensor) -> Local:
         i = self._position[id(param)]
         if self.weights is None:
@@ -286,8 +291,17 @@ class Engine(_registry.Owner):
                 self._wait(handles)
                 if report is not None:
                     self._guarded(report)
+            self._notice_partly_stepped(bool(handles))
             for i, p in enumerate(self.plan.parameters):
                 self._global[i] |= p.bucket < len(handles)  # buckets leave in ascending order
+
+    def _notice_partly_stepped(self, sent: bool) -> None:
+        """A backward that ends in an error cannot be taken back where its first buckets were stepped."""
+        if sent and self._early and self._failure is None:
+            self._failure = (
+                "a backward raised when some of its buckets had been stepped already (step_in_backward=True): weights "
+                "are partly those of the next step. Load a checkpoint"
+            )
 
     def _check_parameter(self, i: int) -> None:
         dtype, planned = self.params[i].dtype, self.plan.parameters[i].param_dtype
@@ -337,7 +351,11 @@ class Engine(_registry.Owner):
             self._learning = False
         self._send_complete()
         reports = self._close_cycle()
-        self._check_reports(reports)
+        try:
+            self._check_reports(reports)
+        except RuntimeError:
+            self._notice_partly_stepped(sent=True)
+            raise
 
     def _settle(self, i: int) -> None:
         """Parameter i did not come in this backward: its range of the bucket becomes what its `.grad` says."""

@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from torch_ext import _local, _registry
-from torch_ext._exchange import IN_FLIGHT, Exchange, Handle
+from torch_ext._exchange import Exchange, Handle
 from torch_ext._fsdp_exchanges import REDUCE, Exchanges, wire_of
 from torch_ext._fsdp_reduction import Reduction, UnitPlan
 from torch_ext._fsdp_report import CAME, FROZEN, Report, Reports
@@ -31,6 +31,10 @@ from torch_ext._fsdp_weights import Weights
 from torch_ext._local import Local, tensor_of
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
 from torch_ext._wire import Wire, add_up
+
+# Units whose gradients are on their way at a time; those of more would pile up where computation is faster than the
+# link. A unit is large enough for one to keep the link busy while the next one is handed over.
+UNDER_WAY = 2
 
 
 class _BackwardEnd:
@@ -112,6 +116,10 @@ class FsdpEngine(_registry.Owner):
         yield
 
     # -- for optimizers: see _registry.Owner -----------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(dist.get_process_group_ranks(self.exchanges.control.group))
 
     @property
     def sharded(self) -> bool:
@@ -253,9 +261,8 @@ class FsdpEngine(_registry.Owner):
             )
 
     def _make_room(self) -> None:
-        """As many units are under way as the exchange serves at a time; the gradients of more would pile up."""
         under_way = [reduction for reduction in self._reductions if reduction.handle is not None]
-        for reduction in under_way[: max(0, len(under_way) - IN_FLIGHT + 1)]:
+        for reduction in under_way[: max(0, len(under_way) - UNDER_WAY + 1)]:
             self.shards.settle(reduction, self._guarded)
 
     def _scale(self, unit: UnitPlan, shards: int) -> float:

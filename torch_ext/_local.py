@@ -79,6 +79,17 @@ class Locals:
         self.cut = any(o is not None and not is_dtensor(p) for p, o in zip(params, self.owners, strict=True))
         """Whether some are stepped in flat parts, which have no name of their own outside of this process."""
         self._tensors = [self._local_tensor(i) for i, is_one in enumerate(self._dtensors) if is_one]
+        self._ranks = {o.ranks for o in set(owners) if o is not None}
+
+    def refuse_mixed(self) -> None:
+        """RuntimeError where a norm would be another one on other ranks, and with it what they step."""
+        if len(self._ranks) > 1:
+            sets = " and ".join(str(sorted(ranks)) for ranks in sorted(self._ranks, key=sorted))
+            raise RuntimeError(
+                f"this optimizer has parameters whose gradients are reduced over ranks {sets}: their norm, and whether "
+                "it is finite, would be another one on other ranks. Make an optimizer for the parameters of each process "
+                "group and clip them one by one"
+            )
 
     def _local_tensor(self, i: int) -> Tensor:
         return tensor_of(self.params[i])

@@ -391,6 +391,7 @@ class Adam(torch.optim.Optimizer):
     def _measure(self, grads: list[Tensor], active: list[bool], max_norm: float) -> Clipping:
         grad_scale = _one(self.__dict__.get("grad_scale"), self._skipped.device)
         assert self._locals is not None
+        self._locals.refuse_mixed()
         return measure(grads, max_norm, grad_scale, None if self._locals.plain else self._locals.parts(active))
 
     def _current_clipping(self, grads: list[Tensor], active: list[bool]) -> Clipping | None:

@@ -29,6 +29,11 @@ class Owner(abc.ABC):
     def sharded(self) -> bool:
         """Whether each rank steps its own parts only."""
 
+    @property
+    @abc.abstractmethod
+    def ranks(self) -> frozenset[int]:
+        """The global ranks over which gradients are reduced."""
+
     @abc.abstractmethod
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where it must not."""

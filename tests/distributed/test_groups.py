@@ -281,3 +281,30 @@ def _ends_at_once(rank: int, world: int) -> None:
 
 def test_a_process_that_ends_after_an_exception() -> None:
     ranks.run(2, _ends_at_once)
+
+
+def _mixed_norms(rank: int, world: int, chosen: tuple[str, str]) -> None:
+    """One optimizer for what all four ranks share and what pairs share: a norm would differ from pair to pair."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dense = torch_ext.parallelize(Given([300]), policy(), strategy=chosen[0])
+    experts = torch_ext.parallelize(Given([300]), policy(), strategy=chosen[1], process_group=pairs[rank // 2])
+    optimizer = torch_ext.AdamW([*dense.parameters(), *experts.parameters()])
+    for step in range(2):
+        for model in (dense, experts):
+            model(noise(step, rank, [300])).backward()
+        if step == 0:
+            optimizer.step()  # without a norm they can be stepped together
+            optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"over ranks \[.*\] and \[.*one by one"):
+        torch_ext.clip_grad_norm_(optimizer, 1.0)
+    apart = [torch_ext.AdamW(model.parameters()) for model in (dense, experts)]
+    assert all(torch_ext.clip_grad_norm_(one, 1.0) > 0 for one in apart)
+
+
+def _all_mixed_norms(rank: int, world: int) -> None:
+    for chosen in (("no_shard", "no_shard"), ("optim", "optim"), ("no_shard", "optim_grads")):
+        _mixed_norms(rank, world, chosen)
+
+
+def test_one_norm_over_different_groups_is_refused() -> None:
+    ranks.run(4, _all_mixed_norms)

@@ -109,7 +109,29 @@ def _skips(rank: int, world: int) -> None:
         _backward(model, rank)
 
 
-@pytest.mark.parametrize("body", [_wrong, _left_out, _skips], ids=["clip and backward", "zero_grad", "skip_nonfinite"])
+def _raises(rank: int, world: int) -> None:
+    """A backward that raises after buckets were stepped leaves weights that nobody can go on with: it is said."""
+    model, optimizer = _made("optim", True)
+    for step in range(2):
+        _backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    model.p0.register_hook(fail)  # whose gradient comes last
+    with pytest.raises(ZeroDivisionError):
+        _backward(model, rank, 2)
+    for go_on in (optimizer.step, lambda: _backward(model, rank, 3)):
+        with pytest.raises(RuntimeError, match="partly those of the next step. Load a checkpoint"):
+            go_on()
+
+
+BODIES = {"clip and backward": _wrong, "zero_grad": _left_out, "skip_nonfinite": _skips, "an exception": _raises}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_what_comes_too_late(body: Any) -> None:
     ranks.run(2, body)
 
