@@ -1,4 +1,4 @@
-"""optim_grads_params in the whole loop: the bits of no_shard, clipping, states, checkpoints, all kinds of models."""
+"""optim_grads_params in the whole loop: the bits of no_shard, clipping, prefetch, all kinds of models."""
 
 import copy
 import gc
