@@ -4,9 +4,12 @@ gloo's own all-to-all and all-gather send first and then run half duplex as soon
 half the link. Receives can be posted that early because nothing overtakes: rank r sends its sum only after it has all
 of our part r, so the bytes that its sum overwrites in our bucket have left.
 
-gloo moves the data on threads of its own, but tells nobody when: somebody has to wait. One lane waits for a bucket's
-parts, adds them and sends the sum. For the others' sums whoever wants them waits, or a second lane where something is
-to be done with them: were it the first, a rank waiting for the last sums of one bucket could not add up the next.
+gloo writes what the socket takes while a message is posted, on the thread that posts it, and other threads of a busy
+machine may hold that up: so a lane posts, not the thread that runs backward.
+
+gloo moves the rest on threads of its own, but tells nobody when: somebody has to wait. A second lane waits for a bucket's
+parts, adds them and sends the sum. For the others' sums whoever wants them waits, or a third lane where something is
+to be done with them: were it the second, a rank waiting for the last sums of one bucket could not add up the next.
 
 Buckets beyond IN_FLIGHT are started by the lane that ends an earlier one, so memory to receive into is bounded; it is
 used again by the next bucket.
@@ -133,8 +136,6 @@ class _Reduction(_Travel):
             assert self.opening is not None
             exchange = self.exchange
             (wire, result), self.opening = self.opening(), None
-            exchange._count(wire)
-            exchange._count(result)
             self.parts = wire.parts(exchange.world_size)
             self.received, self.chunks = exchange.memory.take(self.parts, exchange.rank)
             self.arrivals = exchange.receive(self.chunks, self.tag, self.what)
@@ -240,6 +241,7 @@ class PointToPoint(Exchange):
         # Each rank begins with its successor, so that not all of them send to rank 0 first.
         self._peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
         self.memory = _Memory()
+        self._posting = Lane("torch_ext post")
         self._reducing = Lane("torch_ext reduce")
         self._completing = Lane("torch_ext gather")
         self._lock = threading.Lock()
@@ -270,10 +272,14 @@ class PointToPoint(Exchange):
 
     def _start(self, reduction: _Reduction) -> None:
         """Under the lock: the lanes get buckets in the order in which they were given."""
-        reduction.start()
-        self._reducing.submit(reduction.reduce)
-        if reduction.future is not None:
-            self._completing.submit(reduction.complete)
+
+        def post() -> None:
+            reduction.start()
+            self._reducing.submit(reduction.reduce)
+            if reduction.future is not None:
+                self._completing.submit(reduction.complete)
+
+        self._posting.submit(post)
 
     def ended(self) -> None:
         """A bucket needs its memory no longer; the next one's turn."""
@@ -293,7 +299,12 @@ class PointToPoint(Exchange):
         what: str,
         then: Callable[[], None] | None = None,
     ) -> "concurrent.futures.Future[None] | _Reduction":
-        opening = (lambda: (wire, result)) if isinstance(wire, Wire) else wire
+        if isinstance(wire, Wire):
+            wires = self._counted(wire, result)  # now: whoever reads bytes_sent need not wait for the bucket's turn
+            opening: Opening = lambda: wires  # noqa: E731
+        else:
+            given = wire
+            opening = lambda: self._counted(*given())  # noqa: E731
         reduction = _Reduction(self, opening, install, tag, what, then)
         with self._lock:
             if self._under_way == IN_FLIGHT:
@@ -302,6 +313,12 @@ class PointToPoint(Exchange):
                 self._under_way += 1
                 self._start(reduction)
         return reduction if reduction.future is None else reduction.future
+
+    def _counted(self, wire: Wire, result: Wire | None) -> tuple[Wire, Wire | None]:
+        with self._lock:
+            self._count(wire)
+            self._count(result)
+        return wire, result
 
     def gather(self, result: Wire, *, tag: int, what: str) -> _Gather:
         with self._lock:

@@ -11,7 +11,7 @@
 static const int64_t kLimit = INT64_MAX / 16;
 
 /* What the default cap aims at: so much of a buffer is on its way when backward has ended. */
-static const int64_t kBucketsPerBuffer = 16;
+static const int64_t kBucketsPerBuffer = 24;
 
 static const int64_t kHighBandwidth = 1 << 16; /* NCCL's bus bandwidth falls off for sizes that are no multiple of it */
 
@@ -157,7 +157,7 @@ static int opens_buffer(const tx_layout_args *args, int64_t k) {
 /* Bytes on the wire below which a bucket is cut into messages too small for the link. */
 static int64_t least_cap_bytes(int64_t world) {
   const int64_t beyond_node = world > 8 ? world - 8 : 0;
-  return (INT64_C(1) << 20) + beyond_node * (INT64_C(3) << 18);
+  return (INT64_C(1) << 19) + beyond_node * (INT64_C(3) << 18);
 }
 
 static int64_t megatron_cap_bytes(int64_t world) {

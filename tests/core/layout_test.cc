@@ -140,16 +140,16 @@ TEST_P(LayoutDefaultCapTest, F2_closes_a_bucket_and_an_element_less_does_not) {
 }
 
 const DefaultCap kDefaultCaps[] = {
-    {"sixteenth_of_19_MB", TX_BF16, 2, 9500032, 593664},
-    {"sixteenth_counts_wire_bytes", TX_F32, 2, 9500032, 593664},
-    {"sixteenth_of_126_MB", TX_BF16, 4, 63000064, 3937408},
-    {"sixteenth_of_8_bit_blocks", TX_U8, 4, 63000064, 3937408},
-    {"least_1_MiB", TX_BF16, 1, 1280000, 524288},
-    {"least_1_MiB_fp32", TX_F32, 8, 1280000, 262144},
-    {"least_1_MiB_of_8_bit_blocks", TX_U8, 2, 9500032, 8128 * 128},
-    {"least_grows_past_eight_ranks", TX_BF16, 9, 1280000, 917504},
-    {"least_of_64_ranks_is_43_MiB", TX_F32, 64, 128000000, 11272192},
-    {"least_of_1024_ranks_is_763_MiB", TX_BF16, 1024, 1280000000, 400031744},
+    {"one_of_24_of_19_MB", TX_BF16, 2, 9500032, 395776},
+    {"one_of_24_counts_wire_bytes", TX_F32, 2, 9500032, 395776},
+    {"one_of_24_of_126_MB", TX_BF16, 4, 63000064, 2624896},
+    {"one_of_24_of_8_bit_blocks", TX_U8, 4, 63000064, 2624896},
+    {"least_512_KiB", TX_BF16, 1, 1280000, 262144},
+    {"least_512_KiB_fp32", TX_F32, 8, 1280000, 131072},
+    {"least_512_KiB_of_8_bit_blocks", TX_U8, 2, 9500032, 4064 * 128},
+    {"least_grows_past_eight_ranks", TX_BF16, 9, 1280000, 655360},
+    {"least_of_64_ranks_is_42_MiB", TX_F32, 64, 128000000, 11141120},
+    {"least_of_1024_ranks_is_762_MiB", TX_BF16, 1024, 1280000000, 399769600},
     {"most_is_megatrons", TX_F32, 8, INT64_C(7000000000), 40000000},
     {"most_of_16_bits", TX_BF16, 40, INT64_C(7000000000), 80000000},
     {"most_of_8_bit_blocks", TX_U8, 8, INT64_C(7000000000), 1240310 * 128},
@@ -161,10 +161,10 @@ INSTANTIATE_TEST_SUITE_P(Cases, LayoutDefaultCapTest, testing::ValuesIn(kDefault
                          [](const auto &info) { return std::string(info.param.id); });
 
 TEST(Layout, F2_default_cap_is_that_of_each_buffer) {
-  // 2.56 MB are three buckets of at least 1 MiB where they are alone, and so they are before 32 times as many numbers
+  // 2.56 MB are four buckets of at least 512 KiB where they are alone, and so they are before 32 times as many numbers
   // of another dtype, and where each is tied to others.
   std::vector<tx_layout_param> params(20, Param(64000));
-  ASSERT_EQ(Plan(Args(params, 1)).summary.n_buckets, 3);
+  ASSERT_EQ(Plan(Args(params, 1)).summary.n_buckets, 4);
   params.insert(params.end(), 20, Param(32 * 64000, TX_F32));
   for (int64_t i = 0; i < 2000; i++) {
     params.push_back(params[0]);
@@ -175,7 +175,7 @@ TEST(Layout, F2_default_cap_is_that_of_each_buffer) {
   tx_layout_args args = Args(params, 1);
   args.order = order.data();
   const Plan plan(args);
-  EXPECT_EQ(std::count_if(plan.buckets.begin(), plan.buckets.end(), [](const auto &b) { return b.buffer == 0; }), 3);
+  EXPECT_EQ(std::count_if(plan.buckets.begin(), plan.buckets.end(), [](const auto &b) { return b.buffer == 0; }), 4);
 }
 
 TEST(Layout, F2_no_overlap_is_one_bucket_per_buffer) {
