@@ -11,7 +11,7 @@
 static const int64_t kLimit = INT64_MAX / 16;
 
 /* What the default cap aims at: so much of a buffer is on its way when backward has ended. */
-static const int64_t kBucketsPerBuffer = 24;
+static const int64_t kBucketsPerBuffer = 32;
 
 static const int64_t kHighBandwidth = 1 << 16; /* NCCL's bus bandwidth falls off for sizes that are no multiple of it */
 
@@ -180,6 +180,7 @@ static int64_t default_cap(const tx_layout_args *args, int64_t first) {
   }
   int64_t bytes = blocks * block_bytes / kBucketsPerBuffer;
   if (bytes < least_cap_bytes(args->world)) bytes = least_cap_bytes(args->world);
+  if (like->wire_dtype == TX_U8) bytes *= 2;
   if (bytes > megatron_cap_bytes(args->world)) bytes = megatron_cap_bytes(args->world);
   return bytes / block_bytes * TX_LAYOUT_ALIGNMENT;
 }

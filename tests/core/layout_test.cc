@@ -140,13 +140,13 @@ TEST_P(LayoutDefaultCapTest, F2_closes_a_bucket_and_an_element_less_does_not) {
 }
 
 const DefaultCap kDefaultCaps[] = {
-    {"one_of_24_of_19_MB", TX_BF16, 2, 9500032, 395776},
-    {"one_of_24_counts_wire_bytes", TX_F32, 2, 9500032, 395776},
-    {"one_of_24_of_126_MB", TX_BF16, 4, 63000064, 2624896},
-    {"one_of_24_of_8_bit_blocks", TX_U8, 4, 63000064, 2624896},
+    {"one_of_32_of_19_MB", TX_BF16, 2, 9500032, 296832},
+    {"one_of_32_counts_wire_bytes", TX_F32, 2, 9500032, 296832},
+    {"one_of_32_of_126_MB", TX_BF16, 4, 63000064, 1968640},
+    {"one_of_16_of_8_bit_blocks", TX_U8, 4, 63000064, 3937408},
     {"least_512_KiB", TX_BF16, 1, 1280000, 262144},
     {"least_512_KiB_fp32", TX_F32, 8, 1280000, 131072},
-    {"least_512_KiB_of_8_bit_blocks", TX_U8, 2, 9500032, 4064 * 128},
+    {"least_1_MiB_of_8_bit_blocks", TX_U8, 2, 9500032, 8128 * 128},
     {"least_grows_past_eight_ranks", TX_BF16, 9, 1280000, 655360},
     {"least_of_64_ranks_is_42_MiB", TX_F32, 64, 128000000, 11141120},
     {"least_of_1024_ranks_is_762_MiB", TX_BF16, 1024, 1280000000, 399769600},

@@ -46,8 +46,8 @@ def test_f2_default_cap_follows_the_model_and_the_ranks() -> None:
         return len(plan.buckets)
 
     assert buckets(4, 2) == 1 and buckets(64, 2) == 16  # of 512 KiB
-    assert buckets(192, 2) == 24  # of 1 MiB
-    assert buckets(192, 2, wire=FP32) == 24 and buckets(64, 2, wire="fp8") == 8
+    assert buckets(192, 2) == 32  # of 768 KiB
+    assert buckets(192, 2, wire=FP32) == 32 and buckets(64, 2, wire="fp8") == 4
     assert buckets(64, 16) == 2  # of 6.5 MiB
     assert buckets(64, 2, size=65536) == 64
 
