@@ -334,8 +334,8 @@ typedef struct tx_layout_args {
   int32_t high_bandwidth; /* 1: bucket ends are multiples of 2^16 too */
 } tx_layout_args;
 /* The default cap, in bytes on the wire: one part of 32 of the buffer, as that is what backward leaves uncovered; at
- * least 512 KiB and, since a bucket is cut into `world` messages, 3/4 MiB more for each rank past the eighth; twice that
- * for 8-bit blocks (with their scales), of which the processor makes fewer a second than the link takes; at most
+ * least 512 KiB and, since a bucket is cut into `world` messages, 3/4 MiB more for each rank past the eighth; twice
+ * that for 8-bit blocks (with their scales), of which the processor makes fewer a second than the link takes; at most
  * Megatron-LM's default, the bytes of max(40e6, 1e6 * world) fp32 elements. Measured with 19 MB at 1 Gbit/s beside
  * 150 ms of computation: uncovered are 26 ms with buckets of 0.8 MB, 31 with 1.6, 35 with 2.4. Modelled for nodes of 8
  * GPUs: a reduce-scatter reaches half of the bandwidth with 51 MB at 64 ranks, 192 MB at 256, 757 MB at 1024. */
