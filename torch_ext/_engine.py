@@ -23,14 +23,11 @@ from torch_ext._exchange import MAX_BUCKETS, Handle, tag
 from torch_ext._layout import BucketPlan
 from torch_ext._local import Local
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
+from torch_ext._refusals import ABSENT, CAME, FROZEN, names_of, refuse_nonfinite, refuse_step
 from torch_ext._stores import Store
 from torch_ext._tracker import Tracker
 from torch_ext._weights import ParameterBuffers
 from torch_ext._wire import Wire
-
-# What a rank says of a parameter at the end of a cycle.
-_ABSENT, _CAME, _FROZEN = range(3)
-
 
 Replan: TypeAlias = Callable[[Sequence[int]], BucketPlan]
 """From a permutation of the parameters, who is placed first, to a plan."""
@@ -132,18 +129,8 @@ class Engine(_registry.Owner):
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where they are still this rank's own."""
         self._notice_abandoned()
-        if self._failure is not None:
-            raise RuntimeError(f"step() after an exchange that failed: {self._failure}")
-        if self._broken:
-            raise RuntimeError(
-                "step() after a backward that raised when some of its sums were added already: call zero_grad() and "
-                "repeat the micro-batches"
-            )
-        if poisoned := [self.names[i] for i in sorted(self._poisoned) if self._is_poisoned(i)]:
-            raise RuntimeError(
-                f"step() with gradients that have NaN or Inf ({', '.join(map(repr, poisoned))} and perhaps others), as "
-                "backward said (check_for_nan_in_grad): call zero_grad() first"
-            )
+        poisoned = [self.names[i] for i in sorted(self._poisoned) if self._is_poisoned(i)]
+        refuse_step(self._failure, bool(self._broken), poisoned)
         for i, _ in self._each():
             if (self._came[i] or self.store.every_backward) and self.store.unreduced(i):
                 raise RuntimeError(
@@ -214,7 +201,7 @@ class Engine(_registry.Owner):
         chosen = [i for p in params if (i := self._position.get(id(p))) is not None]
         self.store.zero(chosen)
         for i in chosen:
-            self._came[i] = _ABSENT
+            self._came[i] = ABSENT
         self._broken.difference_update(chosen)
         self._poisoned.difference_update(chosen)
 
@@ -225,7 +212,7 @@ class Engine(_registry.Owner):
         self._enter_backward()
         self._check_parameter(i)
         self.store.came(i)
-        self._came[i] = _CAME
+        self._came[i] = CAME
         if self._reducing and self._tracker.mark(i) and not self._learning:
             self._send_complete()
 
@@ -360,7 +347,7 @@ class Engine(_registry.Owner):
     def _settle(self, i: int) -> None:
         """Parameter i did not come in this backward: its range of the bucket becomes what its `.grad` says."""
         if not self._came[i] and not self.params[i].requires_grad:
-            self._came[i] = _FROZEN
+            self._came[i] = FROZEN
         reduced, self._global[i] = bool(self._global[i]), False
         self.store.absent(i, reduced)
 
@@ -402,7 +389,7 @@ class Engine(_registry.Owner):
         self._came = bytearray(len(self.params))
         self._global = bytearray(b"\1" * len(self.params))
         self.wire_bytes = self.exchange.bytes_sent - self._bytes_before
-        self.store.closed(torch.stack(reports)[:, header.numel() :].eq(_CAME).any(dim=0).tolist())
+        self.store.closed(torch.stack(reports)[:, header.numel() :].eq(CAME).any(dim=0).tolist())
         self._versions = self.store.versions()
         return reports
 
@@ -420,36 +407,25 @@ class Engine(_registry.Owner):
 
     def _check_reports(self, reports: Sequence[torch.Tensor]) -> None:
         header = 2 * 8
-        found: list[str] = []
-        for rank, report in enumerate(reports):
-            cycle, nonfinite = report[:header].view(torch.int64).tolist()
+        rows = [report[:header].view(torch.int64).tolist() for report in reports]
+        for rank, (cycle, _) in enumerate(rows):
             if cycle != self._cycle - 1:
                 self._failure = (
                     f"rank {rank} is in gradient cycle {cycle} and rank {self.exchange.rank} in {self._cycle - 1}"
                 )
                 raise RuntimeError(self._failure)
-            if nonfinite != ALL_FINITE:
-                self._poisoned.add(nonfinite)
-                found.append(f"{self.names[nonfinite]!r} on rank {rank}")
-        if found:
-            raise RuntimeError(
-                f"gradients with NaN or Inf before communication (check_for_nan_in_grad): {', '.join(found)}. "
-                "Nothing was stepped; call zero_grad() before going on."
-            )
+        nonfinite = [i for _, i in rows]
+        self._poisoned.update(i for i in nonfinite if i != ALL_FINITE)
+        refuse_nonfinite(self.names, nonfinite)
         if not self._find_unused:
             self._check_all_came([report[header:] for report in reports])
 
     def _check_all_came(self, came: Sequence[torch.Tensor]) -> None:
-        absent = {rank: states.eq(_ABSENT).nonzero().flatten().tolist() for rank, states in enumerate(came)}
+        absent = {rank: states.eq(ABSENT).nonzero().flatten().tolist() for rank, states in enumerate(came)}
         absent = {rank: params for rank, params in absent.items() if params}
         if not absent:
             return
-        shown = 8
-        parts = []
-        for rank, params in absent.items():
-            names = ", ".join(repr(self.names[i]) for i in params[:shown])
-            more = f" and {len(params) - shown} more" if len(params) > shown else ""
-            parts.append(f"{names}{more} on rank {rank}")
+        parts = [f"{names_of(self.names, params)} on rank {rank}" for rank, params in absent.items()]
         raise RuntimeError(
             f"no gradient came for {'; '.join(parts)}. The loss does not depend on the parameter, or it was replaced "
             "after parallelize, or checkpointing runs with use_reentrant=True. If parameters may be unused, call "

@@ -25,11 +25,12 @@ from torch_ext import _local, _registry
 from torch_ext._exchange import Exchange, Handle
 from torch_ext._fsdp_exchanges import REDUCE, Exchanges, wire_of
 from torch_ext._fsdp_reduction import Reduction, UnitPlan
-from torch_ext._fsdp_report import CAME, FROZEN, Report, Reports
+from torch_ext._fsdp_report import Report, Reports
 from torch_ext._fsdp_shards import GradShards
 from torch_ext._fsdp_weights import Weights
 from torch_ext._local import Local, tensor_of
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
+from torch_ext._refusals import CAME, FROZEN, refuse_step
 from torch_ext._wire import Wire, add_up
 
 # Units whose gradients are on their way at a time; those of more would pile up where computation is faster than the
@@ -128,18 +129,8 @@ class FsdpEngine(_registry.Owner):
 
     def before_step(self) -> None:
         self._recover()
-        if self._failure is not None:
-            raise RuntimeError(f"step() after an exchange that failed: {self._failure}")
-        if self._broken:
-            raise RuntimeError(
-                "step() after a backward that raised when some of its sums were added already: call zero_grad() and "
-                "repeat the micro-batches"
-            )
-        if poisoned := [self.names[i] for i in sorted(self._poisoned) if self.shards.of(i) is not None]:
-            raise RuntimeError(
-                f"step() with gradients that have NaN or Inf ({', '.join(map(repr, poisoned))} and perhaps others), as "
-                "backward said (check_for_nan_in_grad): call zero_grad() first"
-            )
+        poisoned = [self.names[i] for i in sorted(self._poisoned) if self.shards.of(i) is not None]
+        refuse_step(self._failure, bool(self._broken), poisoned)
         self.sync_parameters()
 
     def sync_parameters(self) -> bool:

@@ -6,12 +6,9 @@ import torch
 
 from torch_ext._fsdp_reduction import UnitPlan
 from torch_ext._nonfinite import ALL_FINITE
-
-# What a rank says of a parameter.
-ABSENT, CAME, FROZEN = range(3)
+from torch_ext._refusals import ABSENT, names_of, refuse_nonfinite
 
 _CALL = 1 << 48  # a unit's word: reductions above, elements below
-_SHOWN = 8
 
 
 class Report:
@@ -62,20 +59,13 @@ class Reports:
                 )
 
     def check_finite(self) -> None:
-        found = [f"{self._names[i]!r} on rank {rank}" for rank, i in enumerate(self.nonfinite) if i != ALL_FINITE]
-        if found:
-            raise RuntimeError(
-                f"gradients with NaN or Inf before communication (check_for_nan_in_grad): {', '.join(found)}. "
-                "Nothing was stepped; call zero_grad() before going on."
-            )
+        refuse_nonfinite(self._names, self.nonfinite)
 
     def check_all_came(self) -> None:
         absent = sorted({i for states in self._came for i in states.eq(ABSENT).nonzero().flatten().tolist()})
         if absent:
-            names = ", ".join(repr(self._names[i]) for i in absent[:_SHOWN])
-            more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
             raise RuntimeError(
-                f"no gradient came for {names}{more}. The loss does not depend on the parameter, or it was replaced "
+                f"no gradient came for {names_of(self._names, absent)}. The loss does not depend on the parameter, or it was replaced "
                 "after parallelize. If parameters may be unused, call parallelize(..., find_unused_parameters=True). "
                 "Call zero_grad() before going on."
             )

@@ -1,0 +1,43 @@
+"""What ranks are told of gradients that are no good: the same words under every strategy."""
+
+from collections.abc import Sequence
+
+from torch_ext._nonfinite import ALL_FINITE
+
+# What a rank says of a parameter at the end of a backward that reduces.
+ABSENT, CAME, FROZEN = range(3)
+
+_SHOWN = 8
+
+
+def refuse_step(failure: str | None, broken: bool, poisoned: Sequence[str]) -> None:
+    """RuntimeError where gradients must not be stepped. failure: why no exchange works any more; broken: a backward
+    raised when some of its sums were added to shards; poisoned: parameters that the check for NaN named."""
+    if failure is not None:
+        raise RuntimeError(f"step() after an exchange that failed: {failure}")
+    if broken:
+        raise RuntimeError(
+            "step() after a backward that raised when some of its sums were added already: call zero_grad() and "
+            "repeat the micro-batches"
+        )
+    if poisoned:
+        raise RuntimeError(
+            f"step() with gradients that have NaN or Inf ({', '.join(map(repr, poisoned))} and perhaps others), as "
+            "backward said (check_for_nan_in_grad): call zero_grad() first"
+        )
+
+
+def refuse_nonfinite(names: Sequence[str], by_rank: Sequence[int]) -> None:
+    """RuntimeError where a rank found a gradient that is not finite. by_rank: its position, or ALL_FINITE."""
+    found = [f"{names[i]!r} on rank {rank}" for rank, i in enumerate(by_rank) if i != ALL_FINITE]
+    if found:
+        raise RuntimeError(
+            f"gradients with NaN or Inf before communication (check_for_nan_in_grad): {', '.join(found)}. "
+            "Nothing was stepped; call zero_grad() before going on."
+        )
+
+
+def names_of(names: Sequence[str], positions: Sequence[int]) -> str:
+    """The first of them by name, the others by their number."""
+    more = f" and {len(positions) - _SHOWN} more" if len(positions) > _SHOWN else ""
+    return ", ".join(repr(names[i]) for i in positions[:_SHOWN]) + more
