@@ -10,7 +10,7 @@ At rest (`opt.state[p]`)                                   logical (`state_dict(
 At most one of the masters exists. Decoding and encoding again gives the same bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ BLOCK = 128  # TX_BLOCK
 FORMATS = {"exp_avg": 0, "exp_avg_sq": 1}  # tx_format of each moment where it is block-scaled
 MASTERS = {"master_param": torch.float32, "master_remainder": torch.int16}  # at rest; at most one of them
 LOGICAL = ("step", "exp_avg", "exp_avg_sq", "master_param")
+GRAIN = BLOCK  # elements that are encoded together: a part of a state begins at a multiple of it
 
 
 class Kinds(NamedTuple):
@@ -34,6 +35,11 @@ class Kinds(NamedTuple):
 
     def scaled(self, moment: str) -> bool:
         return getattr(self, moment) in (torch.float16, torch.uint8)
+
+    def logical(self) -> dict[str, bool]:
+        """What checkpoints hold beside the step, and whether it has to be decoded."""
+        found = {moment: self.scaled(moment) for moment in FORMATS}
+        return found | ({"master_param": self.master != "master_param"} if self.master else {})
 
 
 def kinds_of(policy: Policy, dtype: torch.dtype) -> Kinds:
@@ -116,17 +122,34 @@ def make(wanted: Sequence[tuple[Tensor, Kinds]]) -> list[dict[str, Tensor]]:
     return states
 
 
+def _scale_rows(state: Mapping[str, Tensor], kinds: Kinds) -> Tensor:
+    """`scales` by moment (a view)."""
+    return state["scales"].view(kinds.scaled("exp_avg") + kinds.scaled("exp_avg_sq"), blocks(state["exp_avg"]))
+
+
 def scale_of(state: Mapping[str, Tensor], kinds: Kinds, moment: str) -> Tensor:
     """The part of `scales` that belongs to a block-scaled moment (a view)."""
-    count = blocks(state[moment])
-    first = count if moment == "exp_avg_sq" and kinds.scaled("exp_avg") else 0
-    return state["scales"][first : first + count]
+    return _scale_rows(state, kinds)[int(moment == "exp_avg_sq" and kinds.scaled("exp_avg"))]
 
 
-def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
-    """At rest -> logical. Tensors that are logical already are handed out as they are, not copied."""
-    logical: dict[str, Any] = {"step": state["step"]}
+def part(state: Mapping[str, Any], kinds: Kinds, begin: int, end: int) -> dict[str, Tensor]:
+    """Views of complete state at rest, without the step: that of elements [begin, end) in memory order, which `decode`
+    and `encode` take beside that part of the weight. Both are multiples of GRAIN; end may be that of the parameter."""
+    parts = {key: _tensors.flat(state[key]).view(-1)[begin:end] for key in FORMATS}
+    if kinds.master:
+        parts[kinds.master] = _tensors.flat(state[kinds.master]).view(-1)[begin:end]
+    if "scales" in state:
+        parts["scales"] = _scale_rows(state, kinds)[:, begin // BLOCK : -(-end // BLOCK)]
+    return parts
+
+
+def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds, wanted: Collection[str] = LOGICAL) -> dict[str, Any]:
+    """At rest -> logical: of the wanted keys, those that there are. Tensors that are logical already are handed out as
+    they are, not copied."""
+    logical: dict[str, Any] = {"step": state["step"]} if "step" in wanted else {}
     for moment, form in FORMATS.items():
+        if moment not in wanted:
+            continue
         value = state[moment]
         if kinds.scaled(moment):
             decoded = torch.empty_like(value, dtype=torch.float32, memory_format=torch.preserve_format)
@@ -134,6 +157,8 @@ def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
             _ops.call("cast_", [source], [target], [scale_of(state, kinds, moment)], [], _tensors.NONE, form, 0, 0, 0)
             value = decoded
         logical[moment] = value
+    if "master_param" not in wanted:
+        return logical
     if kinds.master == "master_param":
         logical["master_param"] = state["master_param"]
     elif kinds.master == "master_remainder":
@@ -148,12 +173,14 @@ def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
 def encode(
     p: Tensor, logical: Mapping[str, Any], kinds: Kinds, own: Mapping[str, Any], state: dict[str, Tensor]
 ) -> None:
-    """Logical -> at rest, without the step, into `state` as it was made; a missing master stays seeded from the weight.
+    """Logical -> at rest, without the step, into `state` as it was made. What is missing stays as it was made: a master
+    is seeded from the weight.
 
     Copies, except of tensors that are `own` state already: they take their place. Touches neither p nor `own`.
     """
     for moment, form in FORMATS.items():
-        value = logical[moment]
+        if (value := logical.get(moment)) is None:
+            continue
         if kinds.scaled(moment):
             wide = _tensors.in_order_of(state[moment], value.to(device=p.device, dtype=torch.float32))
             target = _tensors.flat(state[moment])
