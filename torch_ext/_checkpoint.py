@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_ext import _groups, _kept, _local, _state, _tensors
+from torch_ext import _groups, _local, _state, _tensors
 
 if TYPE_CHECKING:
     from torch_ext._optimizer import Adam
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Sealed:
     """State at rest on its way through torch's load_state_dict, which leaves alone what it does not know."""
 
-    def __init__(self, at_rest: dict[str, Any]) -> None:
-        self.at_rest = at_rest
+    def __init__(self, at_rest: dict[str, Any], host: bool) -> None:
+        self.at_rest, self.host = at_rest, host
 
 
 def logical(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def logical(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[str, Any]:
     locals_ = optimizer._current_locals(everyone)
     with torch.no_grad():
         for index, p in enumerate(everyone):
-            at_rest = rest.pop(index, {})
+            at_rest = optimizer._host.peek(p, rest.pop(index, {}))
             if "exp_avg" in at_rest:
                 kinds = _state.kinds_of(optimizer.policy, p.dtype)
                 entry = _state.decode(locals_.of(index).weight, at_rest, kinds)
@@ -136,11 +136,17 @@ def sealed(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
         params = [targets[index][0] for index in state_dict["state"]]
         local = [locals_.of(position[id(p)]) for p in params]
-        wanted = [(one.weight.detach(), _state.kinds_of(optimizer.policy, one.weight.dtype)) for one in local]
-        made = zip(state_dict["state"].items(), params, local, wanted, _state.make(wanted), strict=True)
-        for (index, entry), p, one, (weight, kinds), at_rest in made:
+        host = optimizer._on_host(everyone)
+        on_host = [host[position[id(p)]] for p in params]
+        weights = [
+            one.weight.detach().cpu() if there else one.weight.detach()
+            for one, there in zip(local, on_host, strict=True)
+        ]
+        wanted = [(weight, _state.kinds_of(optimizer.policy, weight.dtype)) for weight in weights]
+        made = zip(state_dict["state"].items(), params, local, on_host, wanted, _state.make(wanted), strict=True)
+        for (index, entry), p, one, there, (weight, kinds), at_rest in made:
             parts = {key: value if key == "step" else _part(p, one, value) for key, value in entry.items()}
-            _state.encode(weight, parts, kinds, _kept.peek(optimizer.state, p), at_rest)
+            _state.encode(weight, parts, kinds, optimizer._at_rest(p), at_rest)
             step = torch.tensor(float(entry["step"]), dtype=torch.float32, device=weight.device)
-            state[index] = Sealed({"step": step, **at_rest})
+            state[index] = Sealed({"step": step, **at_rest}, there)
     return {**state_dict, "state": state}

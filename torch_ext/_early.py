@@ -30,8 +30,14 @@ class Early:
         self._stepped.clear()
 
     def begin(self, owner: "Owner", plan: Plan, hyper: Hyper) -> Callable[[int], None]:
-        """What steps a bucket of the owner whose sum is there. Any thread."""
-        chunks = {c.gather[1]: c for c in plan.chunks if c.gather is not None and c.gather[0] is owner}
+        """What steps a bucket of the owner whose sum is there. Any thread. A bucket of which a part is stepped on the host
+        is left to step()."""
+        shared = () if plan.host is None else plan.host.gathers
+        chunks = {
+            c.gather[1]: c
+            for c in plan.chunks
+            if c.gather is not None and c.gather[0] is owner and c.gather not in shared
+        }
         none = (_tensors.NONE,) * 4
 
         def step(bucket: int) -> None:

@@ -31,7 +31,10 @@ def resync(members: Sequence["Member"], force: bool = False) -> Tensor:
     """
     masters = [m.master for m in members]
     changed = torch.zeros(len(members), dtype=torch.int64, device=masters[0].device if masters else None)
-    weights = [_tensors.in_order_of(master, m.weight.detach()) for master, m in zip(masters, members, strict=True)]
+    weights = [
+        _tensors.in_order_of(master, m.weight.detach().to(master.device))
+        for master, m in zip(masters, members, strict=True)
+    ]
     if members:
         _ops.call("master_resync_", weights, [_tensors.flat(master) for master in masters], changed, force)
     return changed

@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,8 +13,9 @@ from torch_ext import _checkpoint, _groups, _kept, _local, _masters, _registry, 
 from torch_ext._clip import Clipping, is_agreed, measure
 from torch_ext._early import Early
 from torch_ext._groups import Params
+from torch_ext._host_part import HostPart
 from torch_ext._masters import Seen
-from torch_ext._plan import Member, Plan, run
+from torch_ext._plan import Gather, Member, Plan, gather_of, gathers_in_order, run
 from torch_ext._policy import Policy
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _ON_EXTERNAL_WRITE = ("resync", "error", "ignore")
 # Our own attributes that a pickled or copied optimizer keeps; lists made from tensors are made again.
-_KEPT = ("policy", "skip_nonfinite", "on_external_write", "_skipped", "_step_supports_amp_scaling")
+_KEPT = ("policy", "skip_nonfinite", "on_external_write", "_skipped", "_step_supports_amp_scaling", "_host")
 
 
 class Adam(torch.optim.Optimizer):
@@ -45,6 +46,11 @@ class Adam(torch.optim.Optimizer):
         "resync" (the master becomes the weight), "error", or "ignore" (the master overwrites the weight). A write is
         noticed by the parameter's version counter and address, and by the identity of its master. Writes through
         `p.data`, numpy or a storage leave no such trace: call `resync_masters()` after them.
+    offload_fraction: in [0, 1]: the share of the bytes of states and masters that lies on the host, where its
+        parameters are stepped while the device steps the others: gradients are copied down and weights up beside both.
+        Whole parameters, or this rank's parts of them: the largest first, as long as they fit, so that the share is off
+        by half of the smallest one left out at most; 0 and 1 are exact. The weights, and everything this optimizer
+        returns and takes, are the same for every fraction; what lies on the host is not in `opt.state`.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling to the step; False with fused=False
@@ -79,6 +85,7 @@ class Adam(torch.optim.Optimizer):
         seed: int = 0,
         skip_nonfinite: bool = False,
         on_external_write: str = "resync",
+        offload_fraction: float = 0.0,
     ) -> None:
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy is a {type(policy).__name__}; what torch_ext.load_policy returns is legal")
@@ -89,6 +96,7 @@ class Adam(torch.optim.Optimizer):
         self.policy = _groups.policy_of(params) if policy is None else policy
         self.skip_nonfinite = skip_nonfinite
         self.on_external_write = on_external_write
+        self._host = HostPart(offload_fraction)
         self._forget()
         defaults = {
             "lr": lr,
@@ -204,10 +212,13 @@ class Adam(torch.optim.Optimizer):
                 plan = self._make_plan(everyone, active, present)
                 if plan is None:
                     return
-            self._notice_writes(plan)
-            plan.load_copies()
+            scalars = self._scalars(clipping)
             try:
-                self._run(plan, plan.lay_out(present, always=again), hyper, self._scalars(clipping))
+                if plan.host is not None:
+                    plan.host.begin(plan.theirs(present), hyper, scalars, sample=self.on_external_write != "ignore")
+                self._notice_writes(plan)
+                plan.load_copies()
+                self._run(plan, plan.lay_out(plan.own(present), always=again), hyper, scalars)
             except _Refused as refusal:
                 # It wrote nothing. Once more: parameters or gradients may only lie differently than they did so far.
                 if again:
@@ -218,8 +229,11 @@ class Adam(torch.optim.Optimizer):
                 plan.look()
                 if clipping is not None:
                     clipping.used = True
-                    clipping.warn_if_skipped(plan.members, present)
+                    clipping.warn_if_skipped(plan.everybody, present)
                 return
+            finally:
+                if plan.host is not None:
+                    plan.host.end()
 
     def _run(
         self, plan: Plan, grads: list[Tensor], hyper: _groups.Hyper, scalars: tuple[Tensor, Tensor, Tensor]
@@ -235,18 +249,35 @@ class Adam(torch.optim.Optimizer):
                 if under_way:  # what was stepped already must not be stepped once more
                     raise RuntimeError(_named(str(refusal), plan)) from None
                 raise _Refused(str(refusal)) from None
-            skipped = _tensors.NONE  # a step is counted once
+            if chunk.weights:
+                skipped = _tensors.NONE  # a step is counted once
+            self._run_host(plan, chunk.gather)
             if chunk.gather is not None:
                 owner, bucket = chunk.gather
                 under_way.append(owner.gather(bucket))
         for handle in under_way:
             handle.result()
         self._early.clear()
+        if plan.host is not None and plan.host.skipped and skipped is self._skipped:
+            skipped += 1
+
+    @staticmethod
+    def _run_host(plan: Plan, gather: Gather) -> None:
+        """What is stepped on the host of a bucket, if anything is."""
+        if plan.host is not None:
+            try:
+                plan.host.step(gather)
+            except RuntimeError as refusal:  # after gradients and states were looked at: something was stepped already
+                raise RuntimeError(f"{refusal} (of what is stepped on the host)") from None
 
     def _notice_writes(self, plan: Plan) -> None:
-        if (suspects := plan.suspects()) and self.on_external_write != "ignore":
-            check = _masters.resync if self.on_external_write == "resync" else _masters.refuse_written
+        if self.on_external_write == "ignore":
+            return
+        check = _masters.resync if self.on_external_write == "resync" else _masters.refuse_written
+        if suspects := plan.suspects():
             check([plan.members[i] for i in suspects])
+        if plan.host is not None and (strays := plan.host.suspects()):
+            check(strays)
 
     def begin_early(self, owner: _registry.Owner) -> Callable[[int], None] | None:
         """See _registry.Stepper: buckets are stepped as their sums come, with what groups say now; step() gathers."""
@@ -296,8 +327,9 @@ class Adam(torch.optim.Optimizer):
         present = set(everyone)
         for gone in [p for p in self.state if isinstance(p, Tensor) and p not in present]:
             dict.pop(self.state, gone)
+        self._host.gone(present)
         self._seen = {p: seen for p, seen in self._seen.items() if p in present}
-        first = not any("exp_avg" in _kept.peek(self.state, p) for p in everyone)
+        first = not any("exp_avg" in self._at_rest(p) for p in everyone)
         # DCP calls step with lr 0 and zero gradients to have state made: that is no step (a counter at 1 would make the
         # first real update 1.34 times too small).
         inert = first and all(float(g["lr"]) == 0 for g in self.param_groups) and self._all_zero(grads, active)
@@ -306,7 +338,20 @@ class Adam(torch.optim.Optimizer):
             self._seen.clear()  # whatever is written before the first step shall be noticed
             return None
         owners = [owner for owner, there in zip(self._current_locals(everyone).owners, active, strict=True) if there]
-        self._plan = Plan(members, everyone, active, self.state, grads, self._seen, owners)
+        gathers = [gather_of(member, owner) for member, owner in zip(members, owners, strict=True)]
+        order = gathers_in_order(gathers)
+        own = [i for i, member in enumerate(members) if not member.host]
+        self._plan = Plan(
+            [members[i] for i in own],
+            everyone,
+            active,
+            self.state,
+            [grads[i] for i in own],
+            self._seen,
+            [gathers[i] for i in own],
+            order,
+        )
+        self._plan.share(members, self._host.plan(members, gathers, order, self._seen))
         for owner in set(owners):
             if owner is not None:
                 owner.offer(self)
@@ -332,20 +377,22 @@ class Adam(torch.optim.Optimizer):
         local = {i: locals_.of(i) for i in chosen}
         for i in chosen:  # all of them before the first state is made
             _tensors.refuse_param(local[i].weight, names[i])
+        on_host = self._on_host(everyone)
         members = [
             Member(
                 everyone[i],
                 local[i],
-                _kept.entry(self.state, everyone[i]),
+                self._host.entry(self.state, everyone[i], on_host[i]),
                 _state.kinds_of(self.policy, everyone[i].dtype),
                 ids[i],
                 group_of[i],
                 names[i],
+                on_host[i],
             )
             for i in chosen
         ]
         missing = [m for m in members if not _state.complete(m.state, m.kinds)]
-        for m, made in zip(missing, _state.make([(m.weight.detach(), m.kinds) for m in missing]), strict=True):
+        for m, made in zip(missing, _state.make([(m.beside, m.kinds) for m in missing]), strict=True):
             m.state.update({key: value for key, value in made.items() if key not in m.state})
             if m.kinds.master is not None:
                 self._seen[m.param] = _masters.look(m)
@@ -354,6 +401,22 @@ class Adam(torch.optim.Optimizer):
                 m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.weight.device)
             _state.settle(m.weight.detach(), m.state, m.kinds, m.name)
         return members
+
+    def _at_rest(self, p: Tensor) -> Mapping[str, Any]:
+        """The state of p, wherever it lies; empty where there is none."""
+        return self._host.peek(p, _kept.peek(self.state, p))
+
+    def _on_host(self, everyone: list[Tensor]) -> list[bool]:
+        """Which parameters are stepped on the host."""
+
+        def size(i: int) -> int:
+            p = everyone[i]
+            if not p.requires_grad and "exp_avg" not in self._at_rest(p):
+                return 0
+            return _state.nbytes(locals_.of(i).weight, _state.kinds_of(self.policy, p.dtype))
+
+        locals_ = self._current_locals(everyone)
+        return self._host.choose(len(everyone), size)
 
     def _current_hyper(self) -> _groups.Hyper:
         key = _groups.key_of(self.param_groups)
@@ -428,7 +491,7 @@ class Adam(torch.optim.Optimizer):
         Returns the number of elements that changed.
         """
         everyone = self._everyone()
-        at_rest = [_kept.peek(self.state, p) for p in everyone]
+        at_rest = [self._at_rest(p) for p in everyone]
         having = ["master_param" in state or "master_remainder" in state for state in at_rest]
         with torch.no_grad():
             members = self._members(everyone, having)
@@ -472,7 +535,7 @@ class Adam(torch.optim.Optimizer):
         with torch.no_grad():
             everyone = self._everyone()
             known = dict(self._seen)
-            self._members(everyone, [p.requires_grad or "exp_avg" in _kept.peek(self.state, p) for p in everyone])
+            self._members(everyone, [p.requires_grad or "exp_avg" in self._at_rest(p) for p in everyone])
             self._seen = known  # what was made now is checked before the first step: a silent write may come between
         handle = self.register_state_dict_post_hook(
             cast(Any, _checkpoint.logical), prepend=True
@@ -503,9 +566,11 @@ class Adam(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         before, entries = self.__dict__.get("state", {}), state["state"]
         loaded = all(isinstance(value, _checkpoint.Sealed) for value in entries.values())
+        if loaded and before:
+            self._host.forget_all()
         for key, value in entries.items():
             if isinstance(value, _checkpoint.Sealed):
-                entries[key] = value.at_rest
+                entries[key] = self._host.put(key, value.at_rest) if value.host else value.at_rest
         super().__setstate__(state)
         if not isinstance(entries, _kept.Kept):  # a shallow copy of an optimizer shares its state
             # What was loaded is ours alone, unless it was handed out by us before.
@@ -552,6 +617,7 @@ class AdamW(Adam):
         seed: int = 0,
         skip_nonfinite: bool = False,
         on_external_write: str = "resync",
+        offload_fraction: float = 0.0,
     ) -> None:
         super().__init__(
             params,
@@ -572,6 +638,7 @@ class AdamW(Adam):
             seed=seed,
             skip_nonfinite=skip_nonfinite,
             on_external_write=on_external_write,
+            offload_fraction=offload_fraction,
         )
 
 

@@ -9,7 +9,7 @@ everything before it writes, so only where it refuses them are they looked at on
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch_ext._masters import Seen
 from torch_ext._state import Kinds
 
 if TYPE_CHECKING:
+    from torch_ext._host_plan import HostPlan
     from torch_ext._registry import Owner
 
 
@@ -34,11 +35,17 @@ class Member(NamedTuple):
     id: int  # of its rounding thresholds
     group: int
     name: str  # for messages
+    host: bool = False  # whether its state lies on the host, where it is stepped
 
     @property
     def weight(self) -> Tensor:
         """What is stepped."""
         return self.local.weight
+
+    @property
+    def beside(self) -> Tensor:
+        """Its values where its state lies."""
+        return self.weight.detach().cpu() if self.host else self.weight.detach()
 
     @property
     def place(self) -> Tensor:
@@ -68,9 +75,9 @@ def values_of(state: dict[Tensor, dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, _kept.entries(state))))
 
 
-def _memories(rows: list[list[Tensor | None]]) -> tuple[list[Tensor], Tensor]:
+def memories(rows: list[list[Tensor | None]]) -> tuple[list[Tensor], Tensor]:
     """Whole memories, each once, and where in them the (dense) tensors of each row lie: int64 [rows, 3 each]."""
-    memories: list[Tensor] = []
+    found: list[Tensor] = []
     known: dict[tuple[int, torch.dtype], int] = {}
     slices: list[list[int]] = []
     for row in rows:
@@ -80,11 +87,25 @@ def _memories(rows: list[list[Tensor | None]]) -> tuple[list[Tensor], Tensor]:
                 slices[-1] += (0, 0, 0)
                 continue
             storage = t.untyped_storage()
-            index = known.setdefault((storage.data_ptr(), t.dtype), len(memories))
-            if index == len(memories):
-                memories.append(t.detach().as_strided((storage.nbytes() // t.element_size(),), (1,), 0))
+            index = known.setdefault((storage.data_ptr(), t.dtype), len(found))
+            if index == len(found):
+                found.append(t.detach().as_strided((storage.nbytes() // t.element_size(),), (1,), 0))
             slices[-1] += (index, int(t.storage_offset()), t.numel())
-    return memories, torch.tensor(slices, dtype=torch.int64).reshape(len(rows), -1)
+    return found, torch.tensor(slices, dtype=torch.int64).reshape(len(rows), -1 if rows else 0)
+
+
+# The bucket whose weights are gathered after a step; None: nobody gathers them.
+Gather: TypeAlias = Union["tuple[Owner, int]", None]
+
+
+def gather_of(member: Member, owner: "Owner | None") -> Gather:
+    bucket = member.local.bucket
+    return None if owner is None or bucket is None else (owner, bucket)
+
+
+def gathers_in_order(gathers: Sequence[Gather]) -> list[Gather]:
+    """Each once, in the order of the parameters, as on every other rank; what nobody gathers comes first."""
+    return sorted(dict.fromkeys(gathers), key=lambda gather: gather is not None)
 
 
 class Chunk(NamedTuple):
@@ -94,29 +115,25 @@ class Chunk(NamedTuple):
     weights: list[Tensor]
     slices: Tensor
     meta: Tensor
-    gather: "tuple[Owner, int] | None"  # the bucket whose weights travel afterwards
+    gather: Gather  # the bucket whose weights travel afterwards
 
     def of(self, grads: list[Tensor]) -> list[Tensor]:
         return grads if self.rows is None else [grads[i] for i in self.rows]
 
 
-def _chunks(plan: "Plan", owners: "Sequence[Owner | None]") -> list[Chunk]:
+def _chunks(plan: "Plan", gathers: Sequence[Gather], order: Sequence[Gather]) -> list[Chunk]:
     """One for each bucket that is gathered after its step, so that gathers overlap with the steps of later ones."""
-    rows: dict[tuple[int, int | None], list[int]] = {}
-    for i, (member, owner) in enumerate(zip(plan.members, owners, strict=True)):
-        bucket = member.local.bucket
-        rows.setdefault((0 if bucket is None else id(owner), bucket), []).append(i)
-    if all(bucket is None for _, bucket in rows):
+    if all(gather is None for gather in order):
         return [Chunk(None, plan.weights, plan.slices, plan.meta, None)]
-    chunks = []
-    # Buckets in the order of the parameters, as on every other rank. What nobody gathers comes first: it may be refused
-    # and stepped again when it has been laid out anew, which is too late once a bucket is on its way.
-    for (_, bucket), chosen in sorted(rows.items(), key=lambda item: (item[0][1] is not None, item[1][0])):
-        owner = owners[chosen[0]]
-        gather = None if owner is None or bucket is None else (owner, bucket)
-        weights = [plan.weights[i] for i in chosen]
-        chunks.append(Chunk(chosen, weights, plan.slices[chosen], plan.meta[chosen], gather))
-    return chunks
+    rows: dict[Gather, list[int]] = {gather: [] for gather in order}
+    for i, gather in enumerate(gathers):
+        rows[gather].append(i)
+    # What nobody gathers comes first: it may be refused and stepped again when it has been laid out anew, which is too
+    # late once a bucket is on its way.
+    return [
+        Chunk(chosen, [plan.weights[i] for i in chosen], plan.slices[chosen], plan.meta[chosen], gather)
+        for gather, chosen in rows.items()
+    ]
 
 
 class Plan:
@@ -128,15 +145,18 @@ class Plan:
         state: dict[Tensor, dict[str, Any]],
         grads: list[Tensor],
         seen: Mapping[Tensor, Seen],
-        owners: "Sequence[Owner | None]",
+        gathers: Sequence[Gather],
+        order: Sequence[Gather],
     ) -> None:
-        """grads, owners: of the members."""
+        """grads, gathers: of the members. order: of all gathers, some of which may have no member here."""
         self.members = members
         self._everyone = everyone
         self._active = active
         self._state = state
         self._values = values_of(state)
 
+        self.everybody = members
+        self.host: HostPlan | None = None
         self.params = [m.param for m in members]
         stepped = [m.weight for m in members]
         # A weight that isn't dense is stepped as a contiguous copy. What gradients and state are laid out like:
@@ -146,11 +166,11 @@ class Plan:
         self._copied = [(w, order) for w, order in zip(stepped, self._orders, strict=True) if order is not w]
         self.weights = [_tensors.flat(order) for order in self._orders]
         at_rest = [m.at_rest() for m in members]
-        self.states, self.slices = _memories(at_rest)
+        self.states, self.slices = memories(at_rest)
         self._held = [t for row in at_rest for t in row if t is not None]
         self._places = list(map(Tensor.data_ptr, self._held))  # the operator no longer sees where a state moved to
         self.meta = torch.tensor([[m.id, m.local.start, m.group] for m in members], dtype=torch.int64).reshape(-1, 3)
-        self.chunks = _chunks(self, owners)
+        self.chunks = _chunks(self, gathers, order)
 
         # A write by somebody else shows in these two. A weight that is passed as a view of its own must stay where it
         # is.
@@ -175,6 +195,19 @@ class Plan:
             return -1
         return last.version if last.address == address and last.master is member.master else -1
 
+    def share(self, everybody: list[Member], host: "HostPlan | None") -> None:
+        """Some of the members of a step are stepped on the host."""
+        self.everybody, self.host = everybody, host
+        self.params = [m.param for m in everybody]
+
+    def own(self, grads: list[Tensor]) -> list[Tensor]:
+        """Of everybody's, those that are stepped here."""
+        return grads if self.host is None else [g for m, g in zip(self.everybody, grads, strict=True) if not m.host]
+
+    def theirs(self, grads: list[Tensor]) -> list[Tensor]:
+        """Those that are stepped on the host."""
+        return [g for m, g in zip(self.everybody, grads, strict=True) if m.host]
+
     @property
     def active(self) -> list[bool]:
         """Which of all parameters take part."""
@@ -187,6 +220,7 @@ class Plan:
             and active == self._active
             and all(map(operator.is_, everyone, self._everyone))
             and list(map(Tensor.data_ptr, self._places_watched)) == self._addresses
+            and (self.host is None or self.host.fits())
             and (self._state is state and not _kept.handed_out(state) or self._holds(state))
         )
 
@@ -212,6 +246,8 @@ class Plan:
     def look(self) -> None:
         """From here on the weights are known to be what their masters round to."""
         self._versions = self._versions_now()
+        if self.host is not None:
+            self.host.look()
 
     def _versions_now(self) -> list[int]:
         if self._wrapped:
@@ -224,7 +260,7 @@ class Plan:
             member = self.members[i]
             if member.kinds.master and version >= 0:
                 record[member.param] = Seen(version, address, member.master)
-        return record
+        return record if self.host is None else record | self.host.seen()
 
     def load_copies(self) -> None:
         for param, scratch in self._copied:
@@ -243,26 +279,31 @@ class Plan:
 
     def _laid_out(self, i: int, grad: Tensor) -> Tensor:
         member = self.members[i]
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"the gradient of {member.name} is sparse ({grad.layout}): torch_ext steps dense gradients; build the "
-                "embedding with sparse=False, or give this parameter to torch.optim.SparseAdam"
-            )
-        if grad.dtype not in _tensors.TRAINED:
-            raise RuntimeError(
-                f"the gradient of {member.name} is in {grad.dtype}; float32, bfloat16 and float16 are legal"
-            )
-        if grad.shape != member.weight.shape:
-            raise RuntimeError(
-                f"the gradient of {member.name} has shape {tuple(grad.shape)} and the parameter has "
-                f"{tuple(member.weight.shape)}; they must be equal"
-            )
+        refuse_grad(member, grad)
         return _tensors.in_order_of(self._orders[i], grad)
+
+
+def refuse_grad(member: Member, grad: Tensor) -> None:
+    """RuntimeError for a gradient that no step takes."""
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"the gradient of {member.name} is sparse ({grad.layout}): torch_ext steps dense gradients; build the "
+            "embedding with sparse=False, or give this parameter to torch.optim.SparseAdam"
+        )
+    if grad.dtype not in _tensors.TRAINED:
+        raise RuntimeError(f"the gradient of {member.name} is in {grad.dtype}; float32, bfloat16 and float16 are legal")
+    if grad.shape != member.weight.shape:
+        raise RuntimeError(
+            f"the gradient of {member.name} has shape {tuple(grad.shape)} and the parameter has "
+            f"{tuple(member.weight.shape)}; they must be equal"
+        )
 
 
 def run(
     plan: Plan, chunk: Chunk, grads: list[Tensor], hyper: Hyper, scalars: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> None:
-    """The operator. grads: of the chunk. scalars: grad_scale, clip_coef, found_inf, skipped."""
+    """The operator, where there is something to step. grads: of the chunk. scalars: grad_scale, clip_coef, found_inf, skipped."""
+    if not chunk.weights:
+        return
     arguments = (plan.states, chunk.slices, hyper.lrs, hyper.groups, chunk.meta, *scalars, *hyper.shared)
     torch.ops.torch_ext.adamw_flat_.default(chunk.weights, grads, *arguments)

@@ -87,6 +87,7 @@ def settle(p: Tensor, state: dict[str, Any], kinds: Kinds, name: str) -> None:
     contiguous = not _tensors.is_dense(p)
     for key in keys:
         if not (state[key].is_contiguous() if contiguous else _tensors.same_order(state[key], p)):
+            p = p.to(state[key].device)  # the state may lie on the host
             (settled,) = make([(p, kinds)])
             encode(p, decode(p, state, kinds), kinds, {}, settled)
             state.update(settled)
@@ -102,6 +103,11 @@ def _parts(p: Tensor, kinds: Kinds) -> dict[str, tuple[Tensor, torch.dtype]]:
     if kinds.master:
         parts[kinds.master] = (p, MASTERS[kinds.master])
     return parts
+
+
+def nbytes(p: Tensor, kinds: Kinds) -> int:
+    """Bytes of the state of p, without the step."""
+    return sum(shaped.numel() * dtype.itemsize for shaped, dtype in _parts(p, kinds).values())
 
 
 def make(wanted: Sequence[tuple[Tensor, Kinds]]) -> list[dict[str, Tensor]]:
@@ -164,7 +170,7 @@ def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds, wanted: Collection
     elif kinds.master == "master_remainder":
         remainder = state["master_remainder"]
         master = torch.empty_like(remainder, dtype=torch.float32, memory_format=torch.preserve_format)
-        weight = _tensors.in_order_of(remainder, p.detach())
+        weight = _tensors.in_order_of(remainder, p.detach().to(remainder.device))
         _ops.call("master_decode_", [weight], [_tensors.flat(remainder)], [_tensors.flat(master)])
         logical["master_param"] = master
     return logical

@@ -1,0 +1,106 @@
+"""How the parameters that are stepped on the host are cut into batches, each stepped by one call of the operator.
+
+Small parameters share a batch and large ones are cut, so that a batch is a few megabytes: copies of one batch run beside
+the step of another, and what was just copied is still in the cache when it is stepped.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext import _state, _tensors
+
+if TYPE_CHECKING:
+    from torch_ext._plan import Gather, Member
+
+_ALIGNMENT = 64  # bytes, of everything in a buffer: a cache line
+
+
+class Piece(NamedTuple):
+    """Elements [begin, begin + numel) of a member's weight, in memory order."""
+
+    member: int
+    begin: int  # a multiple of _state.GRAIN
+    numel: int
+    whole: bool
+
+
+class Batch(NamedTuple):
+    pieces: list[Piece]
+    gather: "Gather"
+    """The bucket that is gathered after it; None: none is."""
+
+
+def cut(members: "Sequence[Member]", gathers: "Sequence[Gather]", order: "Sequence[Gather]", numel: int) -> list[Batch]:
+    """Batches of about `numel` elements, bucket by bucket in that order. gathers: of each member.
+
+    What is in a batch has the same kind of master, since its weights are brought down, or not, together. A weight that
+    is not dense is never cut.
+    """
+    batches: list[Batch] = []
+    of: dict[tuple[Gather, str | None], list[int]] = {}
+    for i, (member, gather) in enumerate(zip(members, gathers, strict=True)):
+        of.setdefault((gather, member.kinds.master), []).append(i)
+    for (gather, _), chosen in sorted(of.items(), key=lambda item: order.index(item[0][0])):
+        room = 0
+        for i in chosen:
+            weight = members[i].weight
+            for piece in _pieces(i, weight.numel(), numel if _tensors.is_dense(weight) else weight.numel()):
+                if room < max(piece.numel, 1):
+                    batches.append(Batch([], gather))
+                    room = max(numel, piece.numel)
+                batches[-1].pieces.append(piece)
+                room -= piece.numel
+    return batches
+
+
+def _pieces(i: int, numel: int, most: int) -> list[Piece]:
+    if numel <= most:
+        return [Piece(i, 0, numel, True)]
+    return [Piece(i, begin, min(most, numel - begin), False) for begin in range(0, numel, most)]
+
+
+class Layout:
+    """Where in a buffer the tensors of a batch lie, one after the other."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def place(self, numel: int, dtype: torch.dtype) -> slice:
+        """The bytes of a tensor."""
+        begin = self.nbytes
+        end = begin + numel * dtype.itemsize
+        self.nbytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return slice(begin, end)
+
+
+class SplitScales:
+    """The scales of a part of a parameter with two scaled moments, which lie apart: brought together for the step."""
+
+    def __init__(self, there: Tensor) -> None:
+        """there: a row for each moment, as in `_state.part`."""
+        self.there = there
+        self.here = torch.empty_like(there, memory_format=torch.contiguous_format)
+
+    def load(self) -> None:
+        self.here.copy_(self.there)
+
+    def store(self) -> None:
+        self.there.copy_(self.here)
+
+
+def state_of(member: "Member", piece: Piece, step: Tensor) -> tuple[list[Tensor | None], SplitScales | None]:
+    """A piece's part of the state in the order of Member.at_rest; `step` is its own count."""
+    if piece.whole:
+        return member.at_rest(), None
+    part = _state.part(member.state, member.kinds, piece.begin, piece.begin + piece.numel) | {"step": step}
+    split = None
+    if "scales" in part:
+        rows = part["scales"]
+        if len(rows) > 1:
+            split = SplitScales(rows)
+            rows = split.here
+        part["scales"] = rows.view(-1)
+    return member._replace(state=part).at_rest(), split

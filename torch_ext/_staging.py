@@ -1,0 +1,126 @@
+"""Copies between the device and the host, which run beside both: the one place that knows the device.
+
+`lanes_of` gives a lane for each direction. On a machine whose parameters lie in host memory the same copies are made at
+once, between ordinary memories.
+"""
+
+import abc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Lane(abc.ABC):
+    """Copies one after the other, in the order in which they were asked for."""
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Copies from here on see what the device was told to do so far."""
+
+    @abc.abstractmethod
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Pairs of equal shapes. Neither is touched by anybody until `wait` of a later mark, or `end`, came back."""
+
+    @abc.abstractmethod
+    def mark(self) -> Any:
+        """Stands for everything that was asked for so far."""
+
+    @abc.abstractmethod
+    def follow(self, mark: Any) -> None:
+        """Copies from here on come after what the mark, maybe of another lane, stands for."""
+
+    @abc.abstractmethod
+    def wait(self, mark: Any) -> None:
+        """The host waits until it is done."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """The device goes on when everything is done."""
+
+
+class HostLane(Lane):
+    """Host memory in the place of a device's."""
+
+    def begin(self) -> None: ...
+
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    def mark(self) -> Any:
+        return None
+
+    def follow(self, mark: Any) -> None: ...
+
+    def wait(self, mark: Any) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class CudaLane(Lane):
+    """A stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def begin(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        with torch.cuda.stream(self.stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Any:
+        return self.stream.record_event()
+
+    def follow(self, mark: Any) -> None:
+        self.stream.wait_event(mark)
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def end(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+
+class Lanes(NamedTuple):
+    down: Lane
+    up: Lane
+    slots: int
+    """How many batches are under way at a time."""
+    numel: int
+    """Elements of a batch: as few as a copy needs to be fast."""
+    pinned: bool
+    """Whether the host's buffers are memory that the device reads and writes by itself."""
+
+    def buffer(self, numel: int) -> Tensor:
+        """Host memory for copies: bytes."""
+        return torch.empty(numel, dtype=torch.uint8, pin_memory=self.pinned)
+
+
+def lanes_of(device: torch.device) -> Lanes:
+    """The lanes to and from a device. ValueError where there are none."""
+    if device.type == "cpu":
+        return Lanes(HostLane(), HostLane(), slots=2, numel=1 << 19, pinned=False)
+    if device.type == "cuda":
+        return Lanes(CudaLane(device), CudaLane(device), slots=3, numel=1 << 22, pinned=True)
+    raise ValueError(f"offload_fraction: parameters are on {device}; cpu and cuda are legal")
+
+
+class Buffers:
+    """Host memory for copies, made once: of the largest size that was asked for so far."""
+
+    def __init__(self, lanes: Lanes, device: torch.device) -> None:
+        self.lanes, self.device = lanes, device
+        self._made: dict[tuple[str, int], Tensor] = {}
+
+    def take(self, what: str, slot: int, nbytes: int) -> Tensor:
+        """At least so many bytes; the same ones whenever the same is asked for."""
+        made = self._made.get((what, slot))
+        if made is None or made.numel() < nbytes:
+            made = self._made[what, slot] = self.lanes.buffer(nbytes)
+        return made
