@@ -69,7 +69,7 @@ def consolidated(optimizer: "Adam", state_dict: dict[str, Any], to: int | None) 
     everyone = _groups.everyone(optimizer.param_groups)
     locals_ = optimizer._current_locals(everyone)
     whole: dict[Any, Any] = {}
-    receives = to is None or torch.distributed.get_rank() == to
+    receives = to is None or to == _rank()
     with torch.no_grad():
         for index, entry in state_dict["state"].items():
             p = everyone[index] if isinstance(index, int) and index < len(everyone) else None
@@ -80,6 +80,11 @@ def consolidated(optimizer: "Adam", state_dict: dict[str, Any], to: int | None) 
             if receives:
                 whole[index] = made
     return {**state_dict, "state": whole} if receives else None
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _whole(p: Any, local: _local.Local, value: Any, to: int | None) -> Tensor:

@@ -134,7 +134,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clips gradients to a total norm; returns the true norm of all of them before, a one-element fp32 tensor.
 
-    Given an optimizer of ours, it only reads: the next step multiplies by the coefficient, max_norm / (norm + 1e-6)
+    Given an optimizer of ours, or a framework's wrapper of one, it only reads: the next step multiplies by the coefficient, max_norm / (norm + 1e-6)
     where that is below 1, and skips itself where the norm is not finite. The coefficient is forgotten at zero_grad.
     Given parameters (or one tensor), gradients are multiplied in place, as torch.nn.utils.clip_grad_norm_ does; a norm
     that is not finite turns all of them into NaN, so that no step can go unnoticed. Where gradients are sharded, both
@@ -145,7 +145,8 @@ def clip_grad_norm_(
     """
     if norm_type != 2:
         raise ValueError(
-            f"norm_type is {norm_type}; 2 is legal: for others use torch.nn.utils.clip_grad_norm_ on the parameters"
+            f"norm_type is {norm_type}; 2 is legal: for others use torch.nn.utils.clip_grad_norm_ on the parameters, "
+            "where gradients are not sharded"
         )
     max_norm = float(max_norm)
     if not max_norm > 0:
@@ -161,6 +162,13 @@ def clip_grad_norm_(
         with torch.no_grad():
             torch._foreach_mul_(grads, coefficient)
     return clipping.norm
+
+
+def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that a framework (Accelerate, Lightning) wrapped in one of its own."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list[Tensor]]:
@@ -183,6 +191,7 @@ def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list
 def _clip_at_step(optimizer: torch.optim.Optimizer, max_norm: float, error_if_nonfinite: bool) -> Tensor:
     from torch_ext._optimizer import Adam
 
+    optimizer = innermost(optimizer)
     if not isinstance(optimizer, Adam):
         raise TypeError(
             f"{type(optimizer).__name__} does not apply a clip coefficient in its step; pass the parameters instead, "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_ext import _checkpoint, _groups, _kept, _local, _masters, _registry, _state, _tensors
-from torch_ext._clip import Clipping, is_agreed, measure
+from torch_ext._clip import Clipping, innermost, is_agreed, measure
 from torch_ext._early import Early
 from torch_ext._groups import Params
 from torch_ext._host_part import HostPart
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _ON_EXTERNAL_WRITE = ("resync", "error", "ignore")
 # Our own attributes that a pickled or copied optimizer keeps; lists made from tensors are made again.
-_KEPT = ("policy", "skip_nonfinite", "on_external_write", "_skipped", "_step_supports_amp_scaling", "_host")
+_KEPT = ("policy", "skip_nonfinite", "on_external_write", "_skipped", "_host")
 
 
 class Adam(torch.optim.Optimizer):
@@ -53,7 +53,6 @@ class Adam(torch.optim.Optimizer):
         returns and takes, are the same for every fraction; what lies on the host is not in `opt.state`.
     """
 
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling to the step; False with fused=False
     _decoupled: bool | None = None  # None: the group says
 
     # Derived from parameters, state and groups; None or empty where it has to be made again.
@@ -61,6 +60,7 @@ class Adam(torch.optim.Optimizer):
     _hyper: tuple[list[Any], _groups.Hyper] | None
     _seen: dict[Tensor, Seen]
     _clipping: Clipping | None
+    _consolidated: dict[str, Any] | None  # handed out by the next state_dict(), until the next step
     _locals: _local.Locals | None
     _early: Early
 
@@ -117,8 +117,6 @@ class Adam(torch.optim.Optimizer):
         _groups.refuse(defaults, "")
         super().__init__(params, defaults)
         self.state = _kept.Kept.of(self.state, handed_out=False)
-        if fused is False:
-            self._step_supports_amp_scaling = False
         device = next((p.device for p in self._everyone() if p.requires_grad), torch.device("cpu"))
         self._skipped = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -194,6 +192,7 @@ class Adam(torch.optim.Optimizer):
     def _step(self) -> None:
         everyone = [p for group in self.param_groups for p in group["params"]]
         grads = self._current_locals(everyone).grads()
+        self._consolidated = None
         self._refuse_scaler()
         active = [g is not None for g in grads]
         present = cast(list[Tensor], grads) if all(active) else [g for g in grads if g is not None]
@@ -437,6 +436,26 @@ class Adam(torch.optim.Optimizer):
         """Steps left out because a gradient was not finite, since the optimizer was made. Waits for the device."""
         return int(self._skipped.item())
 
+    @property
+    def unscales_in_step(self) -> bool:
+        """Whether policy.grad_scaler() leaves gradients as they are until the step; not with fused=False."""
+        return self.defaults["fused"] is not False
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch.amp.GradScaler leaves unscaling to the step; frameworks that clip refuse to where it does.
+
+        As of torch's optimizers with fused=True. And where unscale_ does not know what to do: gradients in fp16, and
+        those that are not in `.grad`.
+        """
+        everyone = self._everyone()
+        if any(owner.sharded for owner in _registry.owners_of(everyone)):
+            return True
+        fused = self.defaults["fused"]
+        if fused is not None:
+            return bool(fused)
+        return any((p if p.grad is None else p.grad).dtype == torch.float16 for p in everyone if p.requires_grad)
+
     # -- clipping -----------------------------------------------------------------------------------------------------
 
     def _clip(self, max_norm: float) -> Clipping:
@@ -473,6 +492,8 @@ class Adam(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, shards of gradients included. A clip coefficient that no step has applied is forgotten."""
+        if (wrapped := innermost(self)) is not self:  # Lightning's wrapper has our methods, and writes of its own
+            return cast(Adam, wrapped).zero_grad(set_to_none)
         self._clipping = None
         if self._early and self._plan is not None:
             self._early.end(self._plan)
@@ -511,6 +532,9 @@ class Adam(torch.optim.Optimizer):
         DTensors state is DTensors. Never collective: where parameters are cut over the ranks (strategies optim and
         optim_grads) this is a RuntimeError that names `consolidate_state_dict`.
         """
+        if self._consolidated is not None:
+            whole, self._consolidated = self._consolidated, None
+            return whole
         everyone = self._everyone()
         if self._current_locals(everyone).cut:
             raise RuntimeError(
@@ -526,9 +550,13 @@ class Adam(torch.optim.Optimizer):
         not sharded. Collective: every rank of the parameters' process groups calls it.
 
         to: the global rank that gets it, the others get None; None: every rank gets it. One parameter at a time, so a
-        rank that gets nothing needs memory for one more parameter only.
+        rank that gets nothing needs memory for one more parameter only. Where states are cut the next `state_dict()`,
+        if it comes before the next step, hands out the same once more, as of torch's ZeroRedundancyOptimizer: so
+        frameworks save that know of it (Lightning).
         """
-        return _checkpoint.consolidated(self, self._logical_state_dict(), to)
+        whole = _checkpoint.consolidated(self, self._logical_state_dict(), to)
+        self._consolidated = whole if self._current_locals(self._everyone()).cut else None
+        return whole
 
     def _logical_state_dict(self) -> dict[str, Any]:
         """Of this rank's parts."""
@@ -585,6 +613,7 @@ class Adam(torch.optim.Optimizer):
         self._hyper = None
         self._seen = {}
         self._clipping = None
+        self._consolidated = None
         self._locals = None
         self._early = Early()
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_ext import _groups, _local, _policy, _registry, _tensors
+from torch_ext import _foreign, _groups, _local, _policy, _registry, _tensors
 from torch_ext._agreement import agree
 from torch_ext._broadcast import broadcast
 from torch_ext._engine import Engine
@@ -208,7 +209,7 @@ def parallelize(
     if not isinstance(model, ParallelModule):
         model.__class__ = _parallel_class(type(model))
     _engines[model] = _Attached(engine, model)
-    _watch_optimizers()
+    _watch(sharded=name != "no_shard")
     return model
 
 
@@ -377,16 +378,20 @@ def _engine_of(model: torch.nn.Module) -> "Engine | FsdpEngine":
     return attached.engine
 
 
-# -- optimizers ---------------------------------------------------------------------------------------------------
+# -- other people.s code ------------------------------------------------------------------------------------------
 
 _watching: Any = None
 
 
-def _watch_optimizers() -> None:
-    """Once per process, from the first parallelize on: every optimizer's step asks the engines of its parameters."""
+def _watch(sharded: bool) -> None:
+    """Once per process, from the first parallelize on: every optimizer's step asks the engines of its parameters, and
+    other people's code finds what lies elsewhere than it expects (see _foreign)."""
     global _watching
     if _watching is None:
         _watching = register_optimizer_step_pre_hook(_before_step)
+        register_module_module_registration_hook(_foreign.refuse_ddp)
+    if sharded:
+        _foreign.route_clipping()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

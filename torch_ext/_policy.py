@@ -209,14 +209,15 @@ class Policy:
         """
         return self._config(_SIDE_DDP)
 
-    def grad_scaler(self, device: str = "cpu") -> "GradScaler":
+    def grad_scaler(self, device: str = "cpu", process_group: Any = None) -> "GradScaler":
         """The dynamic loss scale of this policy, as a torch.amp.GradScaler; disabled unless the policy is fp16.
 
-        device: type of the device that losses and gradients are on.
+        device: type of the device that losses and gradients are on. process_group: of the ranks that skip the same
+        steps: all that hold replicas or parts of the model; None: the default group, where there is one.
         """
         from torch_ext._scaler import GradScaler
 
-        return GradScaler(self, device=device)
+        return GradScaler(self, device=device, process_group=process_group)
 
     def row(self, dtype: torch.dtype) -> "Policy":
         """The policy for those parameters of the model that have another dtype (fp32 norms in a bf16 model).

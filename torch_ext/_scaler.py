@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext import _library, _tensors
+from torch_ext import _library, _local, _registry, _tensors
 from torch_ext._clip import mark_agreed, measure
 from torch_ext._policy import Policy
 
@@ -56,13 +56,19 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    Where a process group is initialised, `unscale_` (or `step`, where it was not called) is collective: one
-    all-reduce, so that all ranks skip the same steps. Optimizers of torch_ext unscale within their step. `unscale_` of
-    fp16 gradients, which torch refuses because they would underflow, leaves them scaled for such an optimizer: its
-    clip_grad_norm_ and its step take the scale into account; writing to them before the step is an error.
+    Where torch.distributed is initialised, `unscale_` (or `step`, where it was not called) is collective: one
+    all-reduce over `process_group`, so that all its ranks skip the same steps. Optimizers of torch_ext unscale within
+    their step. `unscale_` of fp16 gradients, which torch refuses because they would underflow, leaves them scaled for
+    such an optimizer: its clip_grad_norm_ and its step take the scale into account; writing to them before the step is
+    an error. Where a gradient is not finite `optimizer.step` is not called: no counter, hook or average sees the step.
+
+    Also where frameworks make their own: Lightning's MixedPrecision(..., scaler=scaler), Accelerate's
+    `accelerator.scaler = scaler` before `prepare`.
     """
 
     def __init__(self, policy: Policy, device: str = "cpu", process_group: Any = None) -> None:
+        if process_group is not None and torch.distributed.get_rank(process_group) < 0:
+            raise ValueError("this rank is not a member of process_group, so that it has nothing to agree on there")
         self._machine = _Scale(size=ctypes.sizeof(_Scale))
         struct, _ = policy._as_c()
         _library.function("tx_scale_from_policy", ctypes.c_void_p, ctypes.POINTER(_Scale))(
@@ -114,7 +120,7 @@ class GradScaler(torch.amp.GradScaler):
         """optimizer.step(*args, **kwargs) with unscaled gradients, unless one of them, on any rank, is not finite."""
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)
-        if "closure" in kwargs or args:
+        if any(closure is not None for closure in (*args, kwargs.get("closure"))):  # Accelerate passes None
             raise RuntimeError(
                 "a closure cannot be used with a loss scale: its gradients would need to be unscaled inside"
             )
@@ -133,15 +139,17 @@ class GradScaler(torch.amp.GradScaler):
             if not visit.unscaled:
                 optimizer.grad_scale = scale  # type: ignore[attr-defined]
             optimizer.found_inf = visit.found_inf  # type: ignore[attr-defined]
-            try:
+        elif visit is None:
+            self.unscale_(optimizer)
+            visit = self._visits[id(optimizer)]
+        result = None
+        try:
+            if visit.found_inf.item() != 0:  # update() waits for it anyway
+                _skip(optimizer)
+            else:
                 result = optimizer.step(*args, **kwargs)
-            finally:
-                _release(optimizer)
-        else:
-            if visit is None:
-                self.unscale_(optimizer)
-                visit = self._visits[id(optimizer)]
-            result = None if visit.found_inf.item() else optimizer.step(*args, **kwargs)
+        finally:
+            _release(optimizer)
         visit.stepped = True
         return result
 
@@ -204,6 +212,8 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         if self._visits:
             raise RuntimeError("a GradScaler can be pickled before unscale_() and step(), or after update()")
+        if self._process_group is not None:
+            raise RuntimeError("a GradScaler with a process_group cannot be pickled or copied: save its state_dict()")
         return super().__getstate__()
 
     def _try(self, **fields: Any) -> None:
@@ -237,13 +247,30 @@ def _grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What this rank's step reads."""
     from torch_ext._optimizer import Adam
 
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    for owner in _registry.owners_of(everyone):
+        owner.before_step()
     if isinstance(optimizer, Adam):
         return optimizer._present_grads()
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [_local.tensor_of(p.grad) for p in everyone if p.grad is not None]
 
 
 def _unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
+    from torch_ext._optimizer import Adam
+
+    if isinstance(optimizer, Adam):
+        return optimizer.unscales_in_step
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _skip(optimizer: torch.optim.Optimizer) -> None:
+    """What a step that isn't made leaves behind."""
+    from torch_ext._optimizer import Adam
+
+    if isinstance(optimizer, Adam):
+        optimizer._skipped += 1
+    # Where LR schedulers look whether they are called before the optimizer is: they are not.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _release(optimizer: torch.optim.Optimizer) -> None:

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -174,18 +175,112 @@ def test_G3_other_optimizers() -> None:
         scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_G3_fused_false_leaves_unscaling_to_the_scaler() -> None:
-    """What Lightning and Accelerate look at: where it is True they refuse to clip under 16-mixed."""
-    _, optimizer = model_and_optimizer(torch.float32)
-    assert optimizer._step_supports_amp_scaling
-    model, optimizer = model_and_optimizer(torch.float32, fused=False)
-    assert not optimizer._step_supports_amp_scaling
-    assert not copy.deepcopy(optimizer)._step_supports_amp_scaling
+# dtype, options of the optimizer -> what Lightning and Accelerate look at: where it is True they refuse to clip
+UNSCALES = {
+    "fp32": (torch.float32, {}, False),
+    "bf16": (torch.bfloat16, {}, False),
+    "fp32, fused": (torch.float32, {"fused": True}, True),
+    "fp16, which unscale_ refuses": (torch.float16, {}, True),
+    "fp16, not fused": (torch.float16, {"fused": False}, False),
+}
+
+
+@pytest.mark.parametrize("case", UNSCALES)
+def test_G3_step_supports_amp_scaling_where_torchs_does_and_where_unscale_cannot(case: str) -> None:
+    dtype, options, expected = UNSCALES[case]
+    _, optimizer = model_and_optimizer(dtype, **options)
+    torchs = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], **options)
+    for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert one._step_supports_amp_scaling is expected
+    if dtype != torch.float16:
+        assert getattr(torchs, "_step_supports_amp_scaling", False) is expected
+
+
+@pytest.mark.parametrize("case", [case for case in UNSCALES if case != "fp16, not fused"])
+def test_G3_torchs_scaler_unscales_or_leaves_it_to_the_step(case: str) -> None:
+    dtype, options, in_step = UNSCALES[case]
+    model, optimizer = model_and_optimizer(dtype, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    backward(model, scaler, 0)
-    scaler.step(optimizer)
+    for step in range(3):
+        before = everything(optimizer)
+        backward(model, scaler, step, math.inf if step == 1 else None)
+        if not in_step:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        assert (everything(optimizer) == before) == (step == 1)
+    assert float(optimizer.state[model.weight]["step"]) == 2
+    assert scaler.get_scale() == 32
+
+
+def test_G3_skipped_step_is_none_for_hooks_averages_and_schedules() -> None:
+    """Nobody else counts it either: neither hooks of the step nor frameworks that watch whether it was called."""
+    scaler = scaler_of(hysteresis=1)
+    model, optimizer = model_and_optimizer()
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append("hook"))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # LR schedulers warn where no step of the optimizer came before theirs
+        backward(model, scaler, 0, math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+    assert called == [] and optimizer.skipped_steps() == 1
+    backward(model, scaler, 1)
+    scaler.step(optimizer, None)  # as Accelerate calls it
     scaler.update()
-    assert float(optimizer.state[model.weight]["step"]) == 1
+    assert called == ["hook"] and optimizer.skipped_steps() == 1
+
+
+@pytest.mark.parametrize("overflow", [(), (1,), (0, 1)], ids=["none", "second", "both"])
+def test_G3_several_optimizers_with_one_scaler(overflow: tuple[int, ...]) -> None:
+    """Each skips its own overflow; the scale moves once for all of them."""
+    scaler = scaler_of(hysteresis=1)
+    pairs = [model_and_optimizer() for _ in range(2)]
+    losses = []
+    for i, (model, _) in enumerate(pairs):
+        losses.append(model(torch.ones(2, 16, dtype=torch.float16)).float().square().mean() * (i + 1))
+    for scaled in scaler.scale(losses):
+        scaled.backward()
+    for i in overflow:
+        pairs[i][0].weight.grad[0, 0] = math.inf
+    for model, optimizer in pairs:
+        scaler.unscale_(optimizer)
+        torch_ext.clip_grad_norm_(optimizer, 0.1)
+        scaler.step(optimizer)
+        assert float(optimizer.state[model.weight]["step"]) == float(pairs.index((model, optimizer)) not in overflow)
+    scaler.update()
+    assert scaler.get_scale() == (512 if overflow else 1024)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_G3_accumulation_with_a_clip_equals_the_unscaled_run(dtype: torch.dtype) -> None:
+    runs = []
+    for scale in (1.0, 64.0):
+        model, optimizer = model_and_optimizer(dtype)
+        scaler = scaler_of(initial_loss_scale=scale, loss_scale_window=1000)
+        for step in range(3):
+            for part in range(4):
+                x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + part)).to(dtype)
+                scaler.scale(model(x).float().square().mean() / 4).backward()
+            for p in model.parameters():  # what the scale saves from underflow would differ: round as with scale 1
+                p.grad.copy_((p.grad.float() / scale * 1024).round() / 1024 * scale)
+            scaler.unscale_(optimizer)
+            norm = torch_ext.clip_grad_norm_(optimizer, 0.1)
+            assert norm > 0.1
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        runs.append(everything(optimizer))
+    assert runs[0] == runs[1]
+
+
+def test_a_process_group_of_which_this_rank_is_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: -1)
+    with pytest.raises(ValueError, match="not a member"):
+        policy_of("fp16").grad_scaler(process_group=object())
 
 
 def test_G3_torchs_scaler_skips_our_step_too() -> None:

@@ -1,0 +1,84 @@
+"""What other people's code does to models that were parallelized: clipping by torch's functions, and wrapping in DDP.
+
+Where a strategy shards gradients `.grad` is None, or this rank's own. A norm taken of it would be another one on each
+rank, or zero, and nothing would be clipped without a word. Frameworks call torch's functions and have no place to ask
+for others, so these functions see to such parameters from the first sharded `parallelize` on; all others they treat as
+before.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_ext import _local, _registry
+from torch_ext._clip import clip_grad_norm_
+
+Function: TypeAlias = Callable[..., Any]
+
+_ROUTED = "_torch_ext_routed"
+
+
+def _clip_value(params: list[Tensor], clip_value: float, foreach: bool | None = None) -> None:
+    """Elements are clamped where they are: each on the rank that steps it."""
+    found = _local.Locals(params, list(map(_registry.owner_of, params)), _registry.generation)
+    for owner in _registry.owners_of(params):
+        owner.before_step()
+    bound = float(clip_value)
+    with torch.no_grad():
+        for grad in found.grads():
+            if grad is not None:
+                grad.clamp_(-bound, bound)
+
+
+def _clip_with_norm(params: list[Tensor], *_args: Any, **_options: Any) -> None:
+    raise RuntimeError(
+        "torch.nn.utils.clip_grads_with_norm_ on parameters whose gradients are sharded: no other function could have "
+        "found their norm. Call torch_ext.clip_grad_norm_(optimizer, max_norm)"
+    )
+
+
+# torch's function of that name -> ours, where a gradient is elsewhere than in `.grad`.
+_OURS: dict[str, Function] = {
+    "clip_grad_norm_": clip_grad_norm_,
+    "clip_grad_value_": _clip_value,
+    "clip_grads_with_norm_": _clip_with_norm,
+}
+
+
+def route_clipping() -> None:
+    """torch.nn.utils.clip_grad_norm_ and clip_grad_value_ find sharded gradients from here on."""
+    for name, ours in _OURS.items():
+        theirs = getattr(torch.nn.utils, name, None)
+        if theirs is not None and not hasattr(theirs, _ROUTED):
+            routed = _routed(theirs, ours)
+            for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+                if getattr(module, name, None) is theirs:
+                    setattr(module, name, routed)
+
+
+def _routed(theirs: Function, ours: Function) -> Function:
+    @functools.wraps(theirs)
+    def function(parameters: Tensor | Iterable[Tensor], *args: Any, **options: Any) -> Any:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        sharded = any(owner.sharded for owner in _registry.owners_of(params))
+        return (ours if sharded else theirs)(params, *args, **options)
+
+    setattr(function, _ROUTED, True)
+    return function
+
+
+def refuse_ddp(outer: torch.nn.Module, _name: str, inner: torch.nn.Module | None) -> None:
+    """A hook of `register_module_module_registration_hook`: RuntimeError where gradients would be reduced twice."""
+    if isinstance(outer, DistributedDataParallel) and inner is not None:
+        for name, param in inner.named_parameters():
+            if _registry.owner_of(param) is not None:
+                raise RuntimeError(
+                    f"DistributedDataParallel around a model that was parallelized (parameter {name!r}): both would "
+                    "reduce its gradients. Keep one of them: hand the model over without a wrapper (Accelerate: "
+                    "prepare_model(model, evaluation_mode=True), or leave the model out of prepare), or leave out "
+                    "parallelize and call torch_ext.register_comm_hook(ddp, policy) on what the framework wrapped"
+                )
