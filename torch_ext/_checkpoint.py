@@ -1,42 +1,65 @@
-"""Between opt.state and state_dict: the hooks by which torch's own saving and loading carry our state.
+"""Between opt.state and state_dict: the hook by which torch's own saving carries our state (`_loading`: its loading).
 
-torch's state_dict hands out what is at rest and its load_state_dict casts tensors to the parameter's dtype, which would
-round masters. Both run hooks for everybody; ours come closest to the optimizer.
+torch's state_dict hands out what is at rest. It runs hooks for everybody; ours comes closest to the optimizer.
 """
 
-from itertools import chain
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torch_ext import _groups, _local, _state, _tensors
+from torch_ext import _groups, _local, _sharded, _state, _tensors
+from torch_ext._sharded import StateTensor
+from torch_ext._sources import AtRest, Stored, stretches
 
 if TYPE_CHECKING:
     from torch_ext._optimizer import Adam
 
 
-class Sealed:
-    """State at rest on its way through torch's load_state_dict, which leaves alone what it does not know."""
-
-    def __init__(self, at_rest: dict[str, Any], host: bool) -> None:
-        self.at_rest, self.host = at_rest, host
-
-
 def logical(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[str, Any]:
     """At rest -> logical. Parameters that never were trained have no entry, as in torch."""
-    decoded: dict[Any, Any] = {}
+    found: dict[Any, Any] = {}
     rest = dict(state_dict["state"])
-    everyone = _groups.everyone(optimizer.param_groups)
+    everyone, names = _groups.everyone(optimizer.param_groups), _groups.names(optimizer.param_groups)
     locals_ = optimizer._current_locals(everyone)
     with torch.no_grad():
-        for index, p in enumerate(everyone):
+        for index, (p, name) in enumerate(zip(everyone, names, strict=True)):
             at_rest = optimizer._host.peek(p, rest.pop(index, {}))
             if "exp_avg" in at_rest:
                 kinds = _state.kinds_of(optimizer.policy, p.dtype)
-                entry = _state.decode(locals_.of(index).weight, at_rest, kinds)
-                decoded[index] = {key: _like(p, value) if key != "step" else value for key, value in entry.items()}
-    return {**state_dict, "state": {**decoded, **rest}}
+                found[index] = _entry(p, locals_.of(index), at_rest, kinds, name)
+    return {**state_dict, "state": {**found, **rest}}
+
+
+def _entry(p: Any, local: _local.Local, at_rest: Mapping[str, Any], kinds: _state.Kinds, name: str) -> dict[str, Any]:
+    """The logical state of one parameter: what is logical at rest as it is, what is not as state tensors."""
+    weight, cut = local.weight.detach(), is_cut(p, local)
+    entry = {"step": at_rest["step"]}
+    lazily = cut or _tensors.same_order(at_rest["exp_avg"], weight)
+    state = {key: value for key, value in at_rest.items() if key != "step"}
+    for key, encoded in kinds.logical().items():
+        if not encoded and not cut:
+            entry[key] = _like(p, at_rest[key])
+        elif not lazily:
+            entry[key] = _like(p, _state.decode(weight, at_rest, kinds, (key,))[key])
+        else:
+            source = AtRest(weight, state, kinds, key) if encoded else Stored(_tensors.flat(at_rest[key]).view(-1))
+            entry[key] = _like(p, part_of(p, local, source, f"{key} of {name}"))
+    return entry
+
+
+def is_cut(p: Any, local: _local.Local) -> bool:
+    """Whether this rank steps a flat part of p."""
+    return local.weight is not p and not _local.is_dtensor(p)
+
+
+def part_of(p: Any, local: _local.Local, source: _sharded.Source, what: str) -> StateTensor:
+    """source: of this rank's elements of p, or of its state."""
+    if is_cut(p, local):
+        return _sharded.tensor_of(source, p, local.start, (0,) * p.ndim, what)
+    origin = _local.origin(p) if _local.is_dtensor(p) else (0,) * p.ndim
+    return _sharded.tensor_of(source, local.weight, 0, origin, what)
 
 
 def _like(p: Any, value: Tensor) -> Any:
@@ -48,20 +71,21 @@ def _like(p: Any, value: Tensor) -> Any:
     return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-def _part(p: Any, local: _local.Local, value: Tensor) -> Tensor:
-    """This rank's part of a whole tensor of p's shape."""
-    if _local.is_dtensor(value):
-        if tuple(value.placements) != tuple(p.placements):  # type: ignore[attr-defined]
-            value = value.redistribute(placements=p.placements)  # type: ignore[attr-defined]
-        return _local.tensor_of(value)
-    if _local.is_dtensor(p):
-        from torch.distributed.tensor import distribute_tensor
-
-        value = value.to(p.device_mesh.device_type)
-        return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None).to_local()
-    if local.weight is p:
-        return value
-    return _tensors.in_order_of(p, value).view(-1)[local.start : local.start + local.weight.numel()]
+def masters(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[Any, Any]:
+    """The master of each parameter in a logical state_dict; the weight, as state is cut, where it is its own."""
+    everyone, names = _groups.everyone(optimizer.param_groups), _groups.names(optimizer.param_groups)
+    keys = [
+        key for group in optimizer.param_groups for key in group.get("param_names") or [None] * len(group["params"])
+    ]
+    locals_ = optimizer._current_locals(everyone)
+    found: dict[Any, Any] = {}
+    for index, p in enumerate(everyone):
+        local, entry = locals_.of(index), state_dict["state"].get(index, {})
+        master = entry.get("master_param")
+        if master is None and is_cut(p, local):
+            master = part_of(p, local, Stored(local.weight.detach()), names[index])
+        found[index if keys[index] is None else keys[index]] = p.detach() if master is None else master
+    return found
 
 
 def consolidated(optimizer: "Adam", state_dict: dict[str, Any], to: int | None) -> dict[str, Any] | None:
@@ -90,11 +114,12 @@ def _rank() -> int:
 def _whole(p: Any, local: _local.Local, value: Any, to: int | None) -> Tensor:
     if _local.is_dtensor(value):
         return value.full_tensor()
-    if local.weight is p:
+    if not is_cut(p, local):
         return value
     whole = _tensors.like(p, value.dtype)
-    flat = _tensors.flat(whole).view(-1)
-    flat[local.start : local.start + value.numel()] = value
+    flat, source = _tensors.flat(whole).view(-1), value._held.source
+    for begin, end in stretches(source.numel):
+        flat[local.start + begin : local.start + end] = source.read(begin, end)
     # Every element is one rank's, and zero bits on the others: bytes can be added.
     for group in local.groups:
         if to is None:
@@ -102,56 +127,3 @@ def _whole(p: Any, local: _local.Local, value: Any, to: int | None) -> Tensor:
         else:
             torch.distributed.reduce(flat.view(torch.uint8), dst=to, group=group)
     return whole
-
-
-def sealed(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Checks everything, then logical -> at rest. Changes nothing of the optimizer."""
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ValueError(f"this is no optimizer's state_dict: of {key!r} there is none in {list(state_dict)}")
-    saved, own = state_dict["param_groups"], optimizer.param_groups
-    lengths, saved_lengths = ([len(g["params"]) for g in groups] for groups in (own, saved))
-    if lengths != saved_lengths:
-        raise ValueError(
-            f"loaded state dict has parameter groups of {saved_lengths} parameters; the optimizer's, of "
-            f"{lengths}, are legal"
-        )
-    filled = [optimizer.defaults | group for group in saved]
-    for i, group in enumerate(filled):
-        where = f"loaded state dict, group {i}: "
-        _groups.refuse(group, where)
-        _groups.refuse_differing(group, filled[0], where)
-    targets = dict(
-        zip(
-            chain.from_iterable(g["params"] for g in saved),
-            zip(_groups.everyone(own), _groups.names(own), strict=True),
-            strict=True,
-        )
-    )
-    for index, entry in state_dict["state"].items():
-        if index not in targets:
-            raise ValueError(f"loaded state dict has state for {index!r}, which none of its groups has")
-        p, name = targets[index]
-        _tensors.refuse_param(_local.tensor_of(p), name)
-        _state.refuse(p, entry, f"loaded state dict, state of {name}")
-    state: dict[Any, Any] = {}
-    everyone = _groups.everyone(own)
-    position = {id(p): i for i, p in enumerate(everyone)}
-    locals_ = optimizer._current_locals(everyone)
-    with torch.no_grad():
-        params = [targets[index][0] for index in state_dict["state"]]
-        local = [locals_.of(position[id(p)]) for p in params]
-        host = optimizer._on_host(everyone)
-        on_host = [host[position[id(p)]] for p in params]
-        weights = [
-            one.weight.detach().cpu() if there else one.weight.detach()
-            for one, there in zip(local, on_host, strict=True)
-        ]
-        wanted = [(weight, _state.kinds_of(optimizer.policy, weight.dtype)) for weight in weights]
-        made = zip(state_dict["state"].items(), params, local, on_host, wanted, _state.make(wanted), strict=True)
-        for (index, entry), p, one, there, (weight, kinds), at_rest in made:
-            parts = {key: value if key == "step" else _part(p, one, value) for key, value in entry.items()}
-            _state.encode(weight, parts, kinds, optimizer._at_rest(p), at_rest)
-            step = torch.tensor(float(entry["step"]), dtype=torch.float32, device=weight.device)
-            state[index] = Sealed({"step": step, **at_rest}, there)
-    return {**state_dict, "state": state}

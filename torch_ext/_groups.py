@@ -62,7 +62,7 @@ def ids(groups: list[Group]) -> list[int]:
 
 def ids_of(names: Iterable[str]) -> list[int]:
     """What seeds the rounding thresholds of parameters whose names are known."""
-    return [_param_id()(_dtypes.c_text(_logical_name(name))) for name in names]
+    return [_param_id()(_dtypes.c_text(logical_name(name))) for name in names]
 
 
 @functools.cache
@@ -70,7 +70,7 @@ def _param_id() -> Callable[[bytes], int]:
     return _library.function("tx_param_id", ctypes.c_char_p, restype=ctypes.c_int64)
 
 
-def _logical_name(name: str) -> str:
+def logical_name(name: str) -> str:
     """Without what wrappers (torch.compile, DistributedDataParallel, ...) put in front: same name, same bits."""
     return _WRAPPERS.sub("", name.removeprefix("module."))
 

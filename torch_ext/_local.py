@@ -57,12 +57,18 @@ def _sharding_groups(p: Any) -> "tuple[dist.ProcessGroup, ...]":
 
 def _start(p: Any, weight: Tensor) -> int:
     """The index of the local tensor's first element; 0 where the local elements are not consecutive ones."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    offset = origin(p)
     if not offset or weight.numel() == 0 or tuple(weight.shape[1:]) != tuple(p.shape[1:]):
         return 0
     return int(offset[0]) * (p.numel() // p.shape[0])
+
+
+def origin(p: Any) -> tuple[int, ...]:
+    """Where a DTensor's local tensor begins in it, by dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return tuple(offset)
 
 
 class Locals:

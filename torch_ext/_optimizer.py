@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from torch_ext import _checkpoint, _groups, _kept, _local, _masters, _registry, _state, _tensors
+from torch_ext import _checkpoint, _groups, _kept, _loading, _local, _masters, _registry, _state, _tensors
 from torch_ext._clip import Clipping, innermost, is_agreed, measure
 from torch_ext._early import Early
 from torch_ext._groups import Params
@@ -528,21 +528,27 @@ class Adam(torch.optim.Optimizer):
         """torch's format: step, exp_avg, exp_avg_sq by parameter, and master_param (fp32) where there is a master.
 
         Logical tensors: 8-bit and 16-bit scaled moments are decoded, masters reconstructed; what is logical at rest is
-        handed out as it is. State that does not exist yet is made, zero, which moves no weight and no counter. Of
-        DTensors state is DTensors. Never collective: where parameters are cut over the ranks (strategies optim and
-        optim_grads) this is a RuntimeError that names `consolidate_state_dict`.
+        handed out as it is, what is not is decoded where it is read: until then it goes with the training. State that
+        does not exist yet is made, zero, which moves no weight and no counter.
+
+        Never collective. Of DTensors state is DTensors; where parameters are cut over the ranks (strategies optim and
+        optim_grads) it is tensors of the parameter's shape of which this rank has its part: for
+        torch.distributed.checkpoint, which saves and loads them under any strategy and number of ranks. Whatever needs
+        whole tensors of them (torch.save, arithmetic) raises RuntimeError that names `consolidate_state_dict`.
         """
         if self._consolidated is not None:
             whole, self._consolidated = self._consolidated, None
             return whole
-        everyone = self._everyone()
-        if self._current_locals(everyone).cut:
-            raise RuntimeError(
-                "state_dict() of an optimizer whose states are cut over the ranks: what this rank has is no checkpoint. "
-                "Call consolidate_state_dict(to=0) on every rank, and save what rank 0 gets; load_state_dict takes it "
-                "on every rank, under any strategy and number of ranks"
-            )
         return self._logical_state_dict()
+
+    @torch.compiler.disable
+    def master_state_dict(self) -> dict[str | int, Any]:
+        """What is trained, in full precision: of each parameter the fp32 master, or the weight where it is its own.
+
+        By parameter name; by position where the optimizer does not know names. Tensors as those of `state_dict()`, to
+        be read, not written.
+        """
+        return _checkpoint.masters(self, self._logical_state_dict())
 
     @torch.compiler.disable
     def consolidate_state_dict(self, to: int | None = 0) -> dict[str, Any] | None:
@@ -577,12 +583,13 @@ class Adam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of this class or of torch.optim.AdamW returned, under any policy.
 
-        Masters are not rounded to the parameter's dtype; a missing master is seeded from the weight. Moves no weight: a
-        master that does not round to its weight at the next step becomes the weight (see on_external_write), so model
-        and optimizer may be loaded in any order. Raises ValueError or TypeError, naming the parameter and the key,
-        before anything has changed.
+        Masters are not rounded to the parameter's dtype; a missing master is seeded from the weight. What the policy
+        keeps less of than was saved, and masters that were missing, are named in one warning. Moves no weight: a master
+        that does not round to its weight at the next step becomes the weight (see on_external_write), so model and
+        optimizer may be loaded in any order. Raises ValueError or TypeError, naming the parameter and the key, before
+        anything has changed.
         """
-        handle = self.register_load_state_dict_pre_hook(cast(Any, _checkpoint.sealed))  # after everybody else's
+        handle = self.register_load_state_dict_pre_hook(cast(Any, _loading.sealed))  # after everybody else's
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -593,11 +600,11 @@ class Adam(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before, entries = self.__dict__.get("state", {}), state["state"]
-        loaded = all(isinstance(value, _checkpoint.Sealed) for value in entries.values())
+        loaded = all(isinstance(value, _loading.Sealed) for value in entries.values())
         if loaded and before:
             self._host.forget_all()
         for key, value in entries.items():
-            if isinstance(value, _checkpoint.Sealed):
+            if isinstance(value, _loading.Sealed):
                 entries[key] = self._host.put(key, value.at_rest) if value.host else value.at_rest
         super().__setstate__(state)
         if not isinstance(entries, _kept.Kept):  # a shallow copy of an optimizer shares its state

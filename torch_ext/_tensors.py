@@ -30,6 +30,11 @@ def same_order(a: Tensor, b: Tensor) -> bool:
     return all(size == 1 or x == y for size, x, y in strides)
 
 
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same elements at the same addresses."""
+    return a.dtype == b.dtype and a.device == b.device and a.data_ptr() == b.data_ptr() and same_order(a, b)
+
+
 def flat(t: Tensor) -> Tensor:
     """A dense tensor's memory as a contiguous tensor: itself where it is contiguous, else a one-dimensional view."""
     return t if t.is_contiguous() else t.detach().as_strided((t.numel(),), (1,), t.storage_offset())
