@@ -15,6 +15,7 @@ from torch_ext._comm_hook import register_comm_hook
 from torch_ext._dtypes import coerce_dtypes
 from torch_ext._layout import plan_buckets
 from torch_ext._library import library_path
+from torch_ext._offload import offload, onload
 from torch_ext._optimizer import Adam, AdamW
 from torch_ext._parallel import parallelize, sync_parameters
 from torch_ext._policy import Policy, load_policy
@@ -29,6 +30,8 @@ __all__ = [
     "coerce_dtypes",
     "library_path",
     "load_policy",
+    "offload",
+    "onload",
     "parallelize",
     "plan_buckets",
     "register_comm_hook",

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from torch_ext import _registry
+from torch_ext import _away, _registry
 from torch_ext._agreement import agree
 from torch_ext._exchange import MAX_BUCKETS, Handle, tag
 from torch_ext._layout import BucketPlan
 from torch_ext._local import Local
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
-from torch_ext._refusals import ABSENT, CAME, FROZEN, names_of, refuse_nonfinite, refuse_step
+from torch_ext._refusals import ABSENT, CAME, FROZEN, names_of, refuse_busy, refuse_nonfinite, refuse_step
 from torch_ext._stores import Store
 from torch_ext._tracker import Tracker
 from torch_ext._weights import ParameterBuffers
@@ -196,10 +196,29 @@ class Engine(_registry.Owner):
         )
         return _Gathering(self, handle)
 
+    def refuse_moving(self, doing: str) -> None:
+        self._notice_abandoned()
+        refuse_busy(doing, self.forwards, bool(self._tasks) or self._began or bool(self._handles))
+        if any(stepper.stepped_early() for stepper in self._steppers):
+            raise RuntimeError(
+                f"{doing} between a backward that stepped (step_in_backward=True) and step(), which brings the other "
+                "ranks' weights: call step() first"
+            )
+
+    def gradient_memory(self) -> Sequence[torch.Tensor]:
+        return self.store.memory
+
+    def gradients_dropped(self) -> None:
+        self._forget(range(len(self.params)))
+
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
         self._notice_abandoned()  # sums that are still on their way would be written to what is zero now
         chosen = [i for p in params if (i := self._position.get(id(p))) is not None]
         self.store.zero(chosen)
+        self._forget(chosen)
+
+    def _forget(self, chosen: Iterable[int]) -> None:
+        """What happened to these gradients: they are zero now."""
         for i in chosen:
             self._came[i] = ABSENT
         self._broken.difference_update(chosen)
@@ -254,6 +273,7 @@ class Engine(_registry.Owner):
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
+        _away.refuse_backward(self.params)
         self._notice_abandoned()
         end = _BackwardEnd(self, task)
         Variable._execution_engine.queue_callback(end)

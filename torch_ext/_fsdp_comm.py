@@ -48,6 +48,10 @@ class AllGather(_Comm):
     def __init__(self, weights: "Weights", unit: "UnitPlan") -> None:
         self._weights, self._unit = weights, unit
 
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self._weights.refuse_away()  # before FSDP2 reads the shards
+        return super().allocate(size, dtype=dtype, device=device)
+
     def __call__(
         self,
         output_tensor: torch.Tensor,

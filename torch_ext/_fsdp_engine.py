@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from torch_ext import _local, _registry
+from torch_ext import _away, _local, _registry
 from torch_ext._exchange import Exchange, Handle
 from torch_ext._fsdp_exchanges import REDUCE, Exchanges, wire_of
 from torch_ext._fsdp_reduction import Reduction, UnitPlan
@@ -30,7 +30,7 @@ from torch_ext._fsdp_shards import GradShards
 from torch_ext._fsdp_weights import Weights
 from torch_ext._local import Local, tensor_of
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
-from torch_ext._refusals import CAME, FROZEN, refuse_step
+from torch_ext._refusals import CAME, FROZEN, refuse_busy, refuse_step
 from torch_ext._wire import Wire, add_up
 
 # Units whose gradients are on their way at a time; those of more would pile up where computation is faster than the
@@ -96,9 +96,11 @@ class FsdpEngine(_registry.Owner):
 
     def attach(self, model: torch.nn.Module, units: Sequence[Sequence[torch.nn.Module]], prefetch: bool) -> Weights:
         """units: the modules of each; prefetch: see Weights, which this engine has from here on."""
-        self.weights = Weights(units, self.exchanges, prefetch)
+        self.weights = Weights(self.params, units, self.exchanges, prefetch)
         self._hooks += self.weights.hooks
         self._hooks.append(model.register_forward_pre_hook(partial(_before_forward, weakref.ref(self)), prepend=True))
+        # Before FSDP2's hooks of the same tensors: nothing has begun yet when it is refused.
+        self._hooks.append(model.register_forward_hook(partial(_before_outputs, weakref.ref(self)), prepend=True))
         self._hooks.append(model.register_forward_hook(partial(_after_forward, weakref.ref(self))))
         return self.weights
 
@@ -147,6 +149,17 @@ class FsdpEngine(_registry.Owner):
     def gather(self, bucket: int) -> Handle:
         raise NotImplementedError("FSDP2 gathers weights itself")
 
+    def refuse_moving(self, doing: str) -> None:
+        self._recover()
+        refuse_busy(doing, self.forwards, self._end is not None)
+
+    def gradient_memory(self) -> Sequence[torch.Tensor]:
+        return self.shards.memory
+
+    def gradients_dropped(self) -> None:
+        self._broken.clear()
+        self._poisoned.clear()
+
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
         self._recover()
         chosen = [i for p in params if (i := self._position.get(id(p))) is not None]
@@ -165,9 +178,8 @@ class FsdpEngine(_registry.Owner):
         """A backward that comes through these tensors begins there: reentrant checkpoints may hold every parameter."""
         if self.weights is not None:
             self.weights.forward_ended()
-        for output in tree_leaves(outputs):
-            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-                output.register_hook(partial(_on_output, weakref.ref(self)))
+        for output in _with_graph(outputs):
+            output.register_hook(partial(_on_output, weakref.ref(self)))
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -267,16 +279,17 @@ class FsdpEngine(_registry.Owner):
             return
         if self._failure is not None:
             raise RuntimeError(f"gradients cannot be reduced any more: {self._failure}")
+        end = _BackwardEnd(self)
+        # After FSDP2's own, which reduces the units whose inputs need no gradient.
+        Variable._execution_engine.queue_callback(end)
+        self._end = weakref.ref(end)
+        _away.refuse_backward(self.params)  # which is recovered from like any backward that raised
         if self.weights is not None:
             self.weights.prefetch_in_order()
         self._bytes_before = self.exchanges.bytes_sent()
         gone = self.shards.hide()
         self._broken.difference_update(gone)
         self._poisoned.difference_update(gone)
-        end = _BackwardEnd(self)
-        # After FSDP2's own, which reduces the units whose inputs need no gradient.
-        Variable._execution_engine.queue_callback(end)
-        self._end = weakref.ref(end)
 
     def _recover(self) -> None:
         """Where the last backward raised: what it sent is waited for, as the other ranks sent it too, and is worth
@@ -346,6 +359,10 @@ def _add_up(sums: torch.Tensor, scale: float, chunks: Sequence[Wire]) -> None:
     add_up(chunks, sums, scale)
 
 
+def _with_graph(outputs: Any) -> Iterator[torch.Tensor]:
+    return (t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn is not None)
+
+
 # Hooks hold the engine weakly: the parameters and modules must not keep it alive.
 
 
@@ -353,6 +370,17 @@ def _on_grad(engine: "weakref.ref[FsdpEngine]", i: int, _param: torch.Tensor) ->
     alive = engine()
     if alive is not None:
         alive.gradient_came(i)
+
+
+def _before_outputs(engine: "weakref.ref[FsdpEngine]", _module: Any, _inputs: Any, outputs: Any) -> None:
+    for output in _with_graph(outputs):
+        output.register_hook(partial(_refuse_away, engine))
+
+
+def _refuse_away(engine: "weakref.ref[FsdpEngine]", _grad: torch.Tensor) -> None:
+    alive = engine()
+    if alive is not None:
+        _away.refuse_backward(alive.params)
 
 
 def _on_output(engine: "weakref.ref[FsdpEngine]", _grad: torch.Tensor) -> None:

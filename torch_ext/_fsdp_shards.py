@@ -33,6 +33,11 @@ class GradShards:
         grad = self.params[i].grad
         return None if grad is None else tensor_of(grad)
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """Where gradients lie."""
+        return list(self._shards.values())
+
     def dtype_of_sums(self, unit: UnitPlan) -> torch.dtype:
         """The first sum of a cycle becomes the shard; later ones are added to it, and not rounded before."""
         first = not any(self._unit_of[i] == unit.number for i in self._shards)

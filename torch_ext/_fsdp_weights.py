@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_ext import _local
+from torch_ext import _away, _local
 from torch_ext._exchange import Handle
 from torch_ext._fsdp_exchanges import GATHER, Exchanges
 from torch_ext._fsdp_reduction import UnitPlan
@@ -34,10 +34,16 @@ class _Cleaning:
 class Weights:
     """Knows the units by their modules, which it does not keep alive."""
 
-    def __init__(self, units: Sequence[Sequence[nn.Module]], exchanges: Exchanges, prefetch: bool) -> None:
-        """units: the modules of each. prefetch: from the second forward on, each unit's weights travel while the one
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        units: Sequence[Sequence[nn.Module]],
+        exchanges: Exchanges,
+        prefetch: bool,
+    ) -> None:
+        """params: the shards. units: the modules of each. prefetch: from the second forward on, each unit's weights travel while the one
         before runs."""
-        self._exchanges = exchanges
+        self._params, self._exchanges = params, exchanges
         self._modules = [weakref.ref(unit[0]) for unit in units]
         self._gathering: set[int] = set()  # units whose weights FSDP2 has not asked for yet
         self._order: list[int] | None = [] if prefetch else None  # of units in the first forward
@@ -50,6 +56,14 @@ class Weights:
     def _module(self, unit: int) -> Any:
         """An FSDPModule; None where it is gone."""
         return self._modules[unit]()
+
+    def refuse_away(self) -> None:
+        """RuntimeError where there are no shards to gather (see `_offload`)."""
+        try:
+            _away.params.refuse(self._params, "FSDP2 gathers weights")
+        except RuntimeError:
+            self.recover()  # it is in the middle of a backward
+            raise
 
     def all_gather(self, unit: UnitPlan, output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Handle:
         """Starts to bring every rank's part of a unit's weights; part: this rank's, in `output` or not."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from torch_ext import _checkpoint, _groups, _kept, _loading, _local, _masters, _registry, _state, _tensors
+from torch_ext import _away, _checkpoint, _groups, _kept, _loading, _local, _masters, _registry, _state, _tensors
 from torch_ext._clip import Clipping, innermost, is_agreed, measure
 from torch_ext._early import Early
 from torch_ext._groups import Params
@@ -292,6 +292,19 @@ class Adam(torch.optim.Optimizer):
             self._notice_writes(plan)
         return self._early.begin(owner, plan, self._current_hyper())
 
+    def stepped_early(self) -> bool:
+        """See _registry.Stepper."""
+        return bool(self._early)
+
+    def set_aside(self, grads: bool) -> None:
+        """Memory went to the host (see _offload), that of gradients among it or not: nothing holds any more that was
+        made for what it contained."""
+        if self._plan is not None:
+            self._seen.update(self._plan.seen())
+            self._plan = None
+        if grads:
+            self._clipping = None
+
     # -- arguments ----------------------------------------------------------------------------------------------------
 
     def _refuse_scaler(self) -> None:
@@ -309,6 +322,7 @@ class Adam(torch.optim.Optimizer):
 
     def _current_locals(self, everyone: list[Tensor]) -> _local.Locals:
         """Where this rank's parts of the parameters are."""
+        _away.refuse_optimizer(self, everyone)
         if self._locals is None or not self._locals.fits(everyone, _registry.generation):
             self._locals = _local.Locals(everyone, list(map(_registry.owner_of, everyone)), _registry.generation)
             self._plan = None
@@ -462,6 +476,7 @@ class Adam(torch.optim.Optimizer):
         """Measures the gradients; the next step multiplies by the coefficient. `torch_ext.clip_grad_norm_` calls it."""
         self._early.refuse_clipping()
         everyone = self._everyone()
+        _away.grads.refuse(everyone, "clip_grad_norm_()")
         for owner in _registry.owners_of(everyone):
             owner.before_step()
         found = self._current_locals(everyone).grads()

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_ext import _foreign, _groups, _local, _policy, _registry, _tensors
+from torch_ext import _away, _foreign, _groups, _local, _policy, _registry, _tensors
 from torch_ext._agreement import agree
 from torch_ext._broadcast import broadcast
 from torch_ext._engine import Engine
@@ -66,13 +66,18 @@ class ParallelModule(torch.nn.Module):
     """What `parallelize` adds to a model's class, which keeps its name; pickle and deepcopy give the plain model."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        watched = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        attached = _engines.get(self) if watched else None
+        attached = None if torch.compiler.is_compiling() else _engines.get(self)
         if attached is None:
             return super().__call__(*args, **kwargs)
-        attached.check(self)
-        outputs = super().__call__(*args, **kwargs)
-        if isinstance(attached.engine, Engine):
+        trains = torch.is_grad_enabled()
+        if trains:
+            attached.check(self)
+        attached.engine.forwards += 1
+        try:
+            outputs = super().__call__(*args, **kwargs)
+        finally:
+            attached.engine.forwards -= 1
+        if trains and isinstance(attached.engine, Engine):
             attached.engine.expect(outputs)
         return outputs
 
@@ -249,6 +254,8 @@ def _validate(model: torch.nn.Module, strategy: str) -> None:
     if isinstance(model, DistributedDataParallel):
         raise TypeError("the model is in DistributedDataParallel, which reduces already: use register_comm_hook on it")
     named = list(_trainable(model))
+    _away.params.refuse(model.parameters(), "parallelize")
+    _away.grads.refuse(model.parameters(), "parallelize")
     if not named:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter: parallelize reduces gradients, and none would come"
@@ -363,6 +370,11 @@ def _parallel_class(plain: type) -> type:
         names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
         made = _classes[plain] = type(plain)(plain.__name__, (ParallelModule, plain), names)
     return made
+
+
+def engines_in(model: torch.nn.Module) -> "list[Engine | FsdpEngine]":
+    """Of the model and its modules, as far as they were parallelized."""
+    return [attached.engine for module in model.modules() if (attached := _engines.get(module)) is not None]
 
 
 def _plain_class(parallel: type) -> type:

@@ -27,6 +27,12 @@ def refuse_step(failure: str | None, broken: bool, poisoned: Sequence[str]) -> N
         )
 
 
+def refuse_busy(doing: str, forwards: int, backward: bool) -> None:
+    """RuntimeError where a forward or a backward of the model is under way."""
+    if forwards or backward:
+        raise RuntimeError(f"{doing} during a {'backward' if backward else 'forward'}: call it between steps")
+
+
 def refuse_nonfinite(names: Sequence[str], by_rank: Sequence[int]) -> None:
     """RuntimeError where a rank found a gradient that is not finite. by_rank: its position, or ALL_FINITE."""
     found = [f"{names[i]!r} on rank {rank}" for rank, i in enumerate(by_rank) if i != ALL_FINITE]

@@ -20,9 +20,17 @@ class Stepper(Protocol):
         """A backward begins after which the owner's gradients are whole. Returns what steps a bucket of them whose sum
         is there, on any thread; None: nothing can be stepped before step()."""
 
+    def stepped_early(self) -> bool:
+        """Whether something was stepped in backward, and step() is still to come."""
+
 
 class Owner(abc.ABC):
     """Reduces the gradients of a model's parameters, and lays out what each rank steps of them."""
+
+    params: Sequence[torch.nn.Parameter]
+    """All of them."""
+    forwards = 0
+    """Forwards of the model that are under way."""
 
     @property
     @abc.abstractmethod
@@ -66,6 +74,18 @@ class Owner(abc.ABC):
     def sync_parameters(self) -> bool:
         """Sees to it that the next forward uses what is in the parameters; whether there was anything to see to."""
         return False
+
+    @abc.abstractmethod
+    def refuse_moving(self, doing: str) -> None:
+        """RuntimeError where a forward, a backward, an exchange or a step is under way: no memory may go now."""
+
+    @abc.abstractmethod
+    def gradient_memory(self) -> Sequence[torch.Tensor]:
+        """Everything in which gradients lie between backwards, besides tensors that are `.grad` only."""
+
+    @abc.abstractmethod
+    def gradients_dropped(self) -> None:
+        """Their memory went, and will be zero when it comes back: nothing is to be reduced or repaired any more."""
 
     @abc.abstractmethod
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:

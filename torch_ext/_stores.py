@@ -20,6 +20,7 @@ from torch_ext._buffers import GradientBuffers
 from torch_ext._exchange import IN_FLIGHT, Exchange, Handle
 from torch_ext._layout import BucketPlan
 from torch_ext._pieces import part_of, pieces
+from torch_ext._storages import is_released
 from torch_ext._temporary import TemporaryBuckets
 from torch_ext._wire import CODES, Piece, Seeds, Wire, add_up, pack, unpack
 
@@ -61,6 +62,11 @@ class Store(abc.ABC):
     def moved(self, plan: BucketPlan) -> "Store":
         """A store with another plan for the same parameters, and the gradients of this one, which is done with."""
         raise NotImplementedError
+
+    @property
+    @abc.abstractmethod
+    def memory(self) -> list[torch.Tensor]:
+        """Where gradients lie between backwards."""
 
     @property
     def carries(self) -> bool:
@@ -143,6 +149,10 @@ class _Buffered(Store):
         super().__init__(*args)  # type: ignore[arg-type]
         self.buffers = GradientBuffers(self.params, self.plan)
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return self.buffers.flats
+
     def moved(self, plan: BucketPlan) -> "Store":
         other = type(self)(self.params, plan, self.exchange, self.ids, self.divide_factor, self.gather_dtype)
         for i, param in enumerate(self.params):
@@ -185,7 +195,7 @@ class _Buffered(Store):
         return self.params[i].grad is not None
 
     def versions(self) -> list[int]:
-        return [flat._version for flat in self.buffers.flats]
+        return [flat._version for flat in self.memory]
 
     def zero(self, params: Sequence[int]) -> None:
         """`.grad` is all there is."""
@@ -342,6 +352,10 @@ class GradientShards(Store):
         self._under_way: list[Handle] = []
         self._holding = False  # whether the shards hold anything
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return self.shards
+
     def begin(self, reducing: bool) -> None:
         super().begin(reducing)
         # Of a backward that raised.
@@ -411,7 +425,7 @@ class GradientShards(Store):
         return self._views[i]
 
     def versions(self) -> list[int]:
-        return [shard._version for shard in self.shards]
+        return [shard._version for shard in self.memory]
 
     def zero(self, params: Sequence[int]) -> None:
         for i in params:
@@ -421,7 +435,8 @@ class GradientShards(Store):
             return
         with torch.no_grad():
             for i in params:
-                self._views[i].zero_()
+                if not is_released(self._views[i]):  # what is away comes back zero
+                    self._views[i].zero_()
 
     def release(self) -> None:
         for param in self.params:

@@ -1,0 +1,315 @@
+"""B4 under every strategy: between steps everything leaves and comes back, and training does not notice."""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from gradients import BF16, FP32, bits, policy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_ext
+from torch_ext import _kept, _local, _registry
+
+OURS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+SETUPS = ("none", *OURS, "fsdp alone", "ddp", "ddp, gradients are views")
+DTYPES = {"bf16": (BF16, BF16, BF16), "bf16, gradients fp32": (BF16, FP32, BF16), "fp32": (FP32, FP32, FP32)}
+
+
+class Net(torch.nn.Module):
+    """Frozen weights, a buffer, tied weights and odd sizes: shards are uneven and some are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 9)
+        self.frozen = torch.nn.Linear(9, 9).requires_grad_(False)
+        self.block = torch.nn.Sequential(torch.nn.Linear(9, 33), torch.nn.GELU(), torch.nn.Linear(33, 9))
+        self.head = torch.nn.Linear(9, 11, bias=False)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("shift", torch.full((11,), 0.125))
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * self.scale
+        x = x + self.block(self.frozen(x))
+        return self.head(x) + self.shift  # type: ignore[no-any-return]
+
+
+def made(setup: str, dtypes: Any, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(7)
+    model: Any = Net().to(dtypes[0])
+    chosen = policy(*dtypes, bucket_size=200, **options)
+    if setup in OURS:
+        torch_ext.parallelize(model, chosen, strategy=setup)
+    elif setup == "fsdp alone":
+        fully_shard(model.block)
+        fully_shard(model)
+    elif setup.startswith("ddp"):
+        model = DistributedDataParallel(model, gradient_as_bucket_view="views" in setup)
+        torch_ext.register_comm_hook(model, chosen)
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return model, torch_ext.AdamW(trainable, lr=1e-2, policy=chosen)
+
+
+def loss_of(model: Any, step: int, rank: int) -> Tensor:
+    tokens = torch.randint(11, (8, 6), generator=torch.Generator().manual_seed(100 * step + rank))
+    logits = model(tokens).float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), (tokens * 3 + 1).remainder(11).flatten())
+
+
+def one_step(model: Any, optimizer: Any, step: int, rank: int) -> None:
+    optimizer.zero_grad()
+    for microbatch in range(2):
+        last = microbatch == 1
+        with model.no_sync() if hasattr(model, "no_sync") and not last else nullcontext():
+            loss_of(model, 2 * step + microbatch, rank).backward()
+    torch_ext.clip_grad_norm_(optimizer, 0.5)
+    optimizer.step()
+
+
+def on_device(model: Any, optimizer: Any) -> dict[str, list[Tensor]]:
+    """Everything that this rank has of each kind."""
+    params = list(model.parameters())
+    grads = [_local.tensor_of(p.grad) for p in params if p.grad is not None]
+    for owner in _registry.owners_of(params):
+        grads += owner.gradient_memory()
+    kept = [t for entry in _kept.entries(optimizer.state) for key, t in entry.items() if key != "step"]
+    return {"params": list(map(_local.tensor_of, [*params, *model.buffers()])), "grads": grads, "states": kept}
+
+
+def memory(tensors: Iterable[Tensor]) -> int:
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def content(model: Any, optimizer: Any) -> list[bytes]:
+    held = on_device(model, optimizer)
+    steps = [entry["step"] for entry in _kept.entries(optimizer.state)]
+    return bits([t.clone() for t in [*held["params"], *held["states"], *steps]])
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+AWAY: dict[str, list[dict[str, bool]]] = {
+    "everything": [{}],
+    "states, then the rest": [{"params": False, "grads": False}, {}],
+    "all but weights": [{"params": False}],
+}
+
+
+def cycle(model: Any, optimizer: Any, calls: list[dict[str, bool]]) -> None:
+    held = on_device(model, optimizer)
+    sizes = {kind: memory(tensors) for kind, tensors in held.items()}
+    gradients = [p.grad for p in model.parameters()]
+    for kinds in calls:
+        torch_ext.offload(model, optimizer, **kinds)
+        torch_ext.offload(model, optimizer, **kinds)
+        for kind, tensors in held.items():
+            if kinds.get(kind, True):
+                assert memory(tensors) == 0, kind
+    torch_ext.onload(model, optimizer)
+    assert {kind: memory(tensors) for kind, tensors in held.items()} == sizes
+    assert all(g.count_nonzero() == 0 for g in held["grads"]), "gradients come back zero"
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+
+
+def _trained(rank: int, setup: str, dtypes: Any, away: str | None, zeroed: bool) -> list[bytes]:
+    model, optimizer = made(setup, dtypes)
+    for step in range(4):
+        one_step(model, optimizer, step, rank)
+        if away is not None:
+            if zeroed:
+                optimizer.zero_grad()
+            cycle(model, optimizer, AWAY[away])
+    assert loss_of(model, 50, rank).isfinite()
+    torch_ext.offload(model, optimizer)  # an evaluation came before: whole weights may be there
+    torch_ext.onload(model, optimizer)
+    return content(model, optimizer)
+
+
+def _goes_on(rank: int, world: int, setups: tuple[str, ...], dtypes: Any) -> None:
+    for setup in setups:
+        expected = _trained(rank, setup, dtypes, None, True)
+        for away in AWAY:
+            for zeroed in (True, False):
+                assert _trained(rank, setup, dtypes, away, zeroed) == expected, (setup, away, zeroed)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_B4_training_goes_on_with_the_same_bits(world: int, name: str) -> None:
+    setups = SETUPS if name != "bf16, gradients fp32" else ("none", *OURS)
+    ranks.run(world, _goes_on, setups, DTYPES[name], limit=120.0)
+
+
+# -- while it is away --------------------------------------------------------------------------------------------------
+
+
+def refused(act: Callable[[], object], words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        act()
+
+
+def _refuses(rank: int, world: int, setups: tuple[str, ...]) -> None:
+    for setup in setups:
+        ends = []
+        for away in (False, True):
+            model, optimizer = made(setup, DTYPES["bf16"])
+            one_step(model, optimizer, 0, rank)
+            optimizer.zero_grad()
+            if away:
+                _use_everything(model, optimizer, rank, setup)
+            one_step(model, optimizer, 1, rank)
+            one_step(model, optimizer, 2, rank)
+            ends.append(content(model, optimizer))
+        assert ends[0] == ends[1], setup
+
+
+def _use_everything(model: Any, optimizer: Any, rank: int, setup: str) -> None:
+    torch_ext.offload(model, optimizer)
+    for act in (
+        lambda: loss_of(model, 0, rank),
+        optimizer.step,
+        lambda: torch_ext.clip_grad_norm_(optimizer, 1.0),
+        lambda: torch_ext.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: optimizer.consolidate_state_dict(),
+        model.state_dict,
+        optimizer.resync_masters,
+    ):
+        refused(act, r"torch_ext\.onload")
+    optimizer.zero_grad(set_to_none=False)
+    model.zero_grad()
+    if setup in OURS:
+        refused(lambda: torch_ext.parallelize(model, policy(BF16), strategy=setup), r"parallelize.*onload")
+    torch_ext.onload(model, optimizer, states=False)
+    refused(optimizer.step, r"states of this optimizer.*torch_ext\.onload")
+    torch_ext.onload(model, optimizer)
+    if setup not in ("fsdp alone",):  # whose backward nobody of ours sees
+        torch_ext.offload(model, optimizer, params=False, states=False)
+        loss = loss_of(model, 0, rank)
+        refused(loss.backward, r"backward: .*torch_ext\.onload")
+        torch_ext.onload(model, optimizer)
+        assert all(p.grad is None for p in model.parameters())
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_B4_uses_while_away(world: int) -> None:
+    ranks.run(world, _refuses, ("none", *OURS, "fsdp alone"))
+
+
+def _one_parameter(rank: int, world: int, strategy: str) -> None:
+    """zero_grad of an optimizer that has a part of the model only."""
+    model, _ = made(strategy, DTYPES["bf16"])
+    optimizer = torch_ext.AdamW([model.scale], policy=policy(BF16))
+    loss_of(model, 0, rank).backward()
+    torch_ext.offload(model, optimizer)
+    optimizer.zero_grad()
+    torch_ext.onload(model, optimizer)
+    assert all(g.count_nonzero() == 0 for g in on_device(model, optimizer)["grads"])
+
+
+def test_B4_zero_grad_of_some_while_away() -> None:
+    for strategy in OURS:
+        ranks.run(1, _one_parameter, strategy)
+
+
+# -- in flight ---------------------------------------------------------------------------------------------------------
+
+
+def _in_flight(rank: int, world: int) -> None:
+    for setup in OURS:
+        ends = []
+        for tried in (False, True):
+            model, optimizer = made(setup, DTYPES["bf16"])
+            one_step(model, optimizer, 0, rank)
+            said: list[str] = []
+
+            def attempt(where: str, model: Any = model, optimizer: Any = optimizer, said: Any = said) -> None:
+                for call in (torch_ext.offload, torch_ext.onload):
+                    refused(partial(call, model, optimizer), f"during a {where}: call it between steps")
+                    said.append(where)
+
+            handles = []
+            if tried:
+                inner = model.block[1]
+                handles = [
+                    inner.register_forward_hook(lambda *_, attempt=attempt: attempt("forward")),
+                    inner.register_full_backward_hook(lambda *_, attempt=attempt: attempt("backward")),
+                ]
+            one_step(model, optimizer, 1, rank)
+            for handle in handles:
+                handle.remove()
+            assert set(said) == ({"forward", "backward"} if tried else set())
+            one_step(model, optimizer, 2, rank)
+            ends.append(content(model, optimizer))
+        assert ends[0] == ends[1], setup
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_B4_in_flight(world: int) -> None:
+    ranks.run(world, _in_flight)
+
+
+def _stepped_in_backward(rank: int, world: int, strategy: str) -> None:
+    ends = []
+    for tried in (False, True):
+        model, optimizer = made(strategy, DTYPES["bf16"], step_in_backward=True)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            if tried and step in (2, 4):
+                refused(partial(torch_ext.offload, model, optimizer), r"step_in_backward=True.*step\(\) first")
+            optimizer.step()
+            if tried and step == 2:  # the next backward steps nothing: the optimizer plans anew
+                torch_ext.offload(model, optimizer)
+                torch_ext.onload(model, optimizer)
+        ends.append(content(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_B4_between_a_backward_that_stepped_and_step(strategy: str) -> None:
+    ranks.run(2, _stepped_in_backward, strategy)
+
+
+def _part(rank: int, world: int, strategy: str) -> None:
+    model, optimizer = made(strategy, DTYPES["bf16"])
+    before = content(model, optimizer)
+    refused(lambda: torch_ext.offload(model.block, optimizer), r"part of a parallelized model.*pass the model")
+    assert content(model, optimizer) == before
+    wrapped = torch.nn.Sequential(model, torch.nn.Linear(11, 2).bfloat16())
+    torch_ext.offload(wrapped, optimizer)
+    torch_ext.onload(wrapped, optimizer)
+    assert content(model, optimizer) == before
+
+
+def test_B4_a_part_of_a_parallelized_model_is_refused() -> None:
+    for strategy in OURS:
+        ranks.run(1, _part, strategy)
+
+
+def _graph_from_before(rank: int, world: int, inner: bool) -> None:
+    """inner: the loss is that of a part, of which parallelize sees no output."""
+    for setup in ("none", *OURS):
+        model, optimizer = made(setup, DTYPES["bf16"])
+        one_step(model, optimizer, 0, rank)
+        optimizer.zero_grad()
+        outputs: list[Tensor] = []
+        handle = model.block.register_forward_hook(lambda _m, _i, output, kept=outputs: kept.append(output * 1))
+        loss = loss_of(model, 1, rank)
+        handle.remove()
+        torch_ext.offload(model, optimizer)
+        refused(outputs[0].sum().backward if inner else loss.backward, r"torch_ext\.onload|inplace operation")
+        torch_ext.onload(model, optimizer)
+        optimizer.zero_grad()
+        one_step(model, optimizer, 1, rank)
+
+
+@pytest.mark.parametrize(("world", "inner"), [(1, False), (2, False), (2, True)])
+def test_B4_a_graph_from_before_is_refused(world: int, inner: bool) -> None:
+    ranks.run(world, _graph_from_before, inner)
