@@ -67,10 +67,10 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, everyone: Sequence[Tensor
     params.refuse(everyone, doing)
 
 
-def refuse_backward(parameters: Iterable[Tensor]) -> None:
-    """RuntimeError where gradients of these cannot be taken."""
-    params.refuse(parameters, "backward")
-    grads.refuse(parameters, "backward")
+def refuse_gradients(parameters: Sequence[Tensor], doing: str) -> None:
+    """RuntimeError where gradients of these can be neither taken nor read."""
+    params.refuse(parameters, doing)
+    grads.refuse(parameters, doing)
 
 
 def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -78,5 +78,4 @@ def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if optimizers or params or grads:
         everyone = [p for group in optimizer.param_groups for p in group["params"]]
         refuse_states(optimizer, "step()")
-        params.refuse(everyone, "step()")
-        grads.refuse(everyone, "step()")
+        refuse_gradients(everyone, "step()")

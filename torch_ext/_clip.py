@@ -175,8 +175,7 @@ def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list
     """The norm of these parameters' gradients, and what to multiply: `.grad`, or the shard that an owner has."""
     from torch_ext import _away, _local, _registry
 
-    _away.params.refuse(params, "clip_grad_norm_()")
-    _away.grads.refuse(params, "clip_grad_norm_()")
+    _away.refuse_gradients(params, "clip_grad_norm_()")
     for owner in _registry.owners_of(params):
         owner.before_step()
     found = _local.Locals(params, list(map(_registry.owner_of, params)), _registry.generation)

@@ -273,7 +273,7 @@ class Engine(_registry.Owner):
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
-        _away.refuse_backward(self.params)
+        _away.refuse_gradients(self.params, "backward")
         self._notice_abandoned()
         end = _BackwardEnd(self, task)
         Variable._execution_engine.queue_callback(end)

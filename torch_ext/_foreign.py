@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_ext import _local, _registry
+from torch_ext import _away, _local, _registry
 from torch_ext._clip import clip_grad_norm_
 
 Function: TypeAlias = Callable[..., Any]
@@ -24,6 +24,7 @@ _ROUTED = "_torch_ext_routed"
 
 def _clip_value(params: list[Tensor], clip_value: float, foreach: bool | None = None) -> None:
     """Elements are clamped where they are: each on the rank that steps it."""
+    _away.refuse_gradients(params, "torch.nn.utils.clip_grad_value_()")
     found = _local.Locals(params, list(map(_registry.owner_of, params)), _registry.generation)
     for owner in _registry.owners_of(params):
         owner.before_step()

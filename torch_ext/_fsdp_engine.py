@@ -283,7 +283,7 @@ class FsdpEngine(_registry.Owner):
         # After FSDP2's own, which reduces the units whose inputs need no gradient.
         Variable._execution_engine.queue_callback(end)
         self._end = weakref.ref(end)
-        _away.refuse_backward(self.params)  # which is recovered from like any backward that raised
+        _away.refuse_gradients(self.params, "backward")  # which is recovered from like any backward that raised
         if self.weights is not None:
             self.weights.prefetch_in_order()
         self._bytes_before = self.exchanges.bytes_sent()
@@ -380,7 +380,7 @@ def _before_outputs(engine: "weakref.ref[FsdpEngine]", _module: Any, _inputs: An
 def _refuse_away(engine: "weakref.ref[FsdpEngine]", _grad: torch.Tensor) -> None:
     alive = engine()
     if alive is not None:
-        _away.refuse_backward(alive.params)
+        _away.refuse_gradients(alive.params, "backward")
 
 
 def _on_output(engine: "weakref.ref[FsdpEngine]", _grad: torch.Tensor) -> None:

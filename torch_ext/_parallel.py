@@ -254,8 +254,7 @@ def _validate(model: torch.nn.Module, strategy: str) -> None:
     if isinstance(model, DistributedDataParallel):
         raise TypeError("the model is in DistributedDataParallel, which reduces already: use register_comm_hook on it")
     named = list(_trainable(model))
-    _away.params.refuse(model.parameters(), "parallelize")
-    _away.grads.refuse(model.parameters(), "parallelize")
+    _away.refuse_gradients(list(model.parameters()), "parallelize")
     if not named:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter: parallelize reduces gradients, and none would come"

@@ -176,11 +176,14 @@ def _use_everything(model: Any, optimizer: Any, rank: int, setup: str) -> None:
         optimizer.step,
         lambda: torch_ext.clip_grad_norm_(optimizer, 1.0),
         lambda: torch_ext.clip_grad_norm_(model.parameters(), 1.0),
-        lambda: optimizer.consolidate_state_dict(),
+        optimizer.consolidate_state_dict,
         model.state_dict,
         optimizer.resync_masters,
     ):
         refused(act, r"torch_ext\.onload")
+    if setup in ("optim", "optim_grads"):  # whose gradients torch's own functions are led to
+        refused(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), r"torch_ext\.onload")
+        refused(lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0), r"torch_ext\.onload")
     optimizer.zero_grad(set_to_none=False)
     model.zero_grad()
     if setup in OURS:
