@@ -2,7 +2,8 @@
 #
 # Says in one line what it is about to install, says nothing about what is there, and ends the script with one line where
 # it can't. Afterwards $TORCH_EXT_PYTHON is the interpreter that has torch (the build looks there, too), and `quiet_bazel`
-# is Bazel without its chatter. Whoever sets TORCH_EXT_PYTHON beforehand has that interpreter used as it is, and nothing
+# is Bazel without its chatter. $more_requirements, an array, names lists of packages that are installed beside
+# requirements.txt. Whoever sets TORCH_EXT_PYTHON beforehand has that interpreter used as it is, and nothing
 # installed into it.
 
 say() { printf 'torch_ext: %s\n' "$*"; }
@@ -86,10 +87,14 @@ has_cpu_torch() {
 
 venv_works() { .venv/bin/python -m pip --version >/dev/null 2>&1; }
 
+# Installs the lists $* into .venv, unless those of them that are there already are as they were.
 make_venv() {
-  local wanted python torch_size free
-  wanted=$(sha256sum <requirements.txt)
-  [ "$(cat .venv/requirements.sha256 2>/dev/null)" != "$wanted" ] || return 0
+  local list python note= free missing=() options=()
+  for list in "$@"; do
+    options+=(-r "$list")
+    [ "$(cat ".venv/${list//\//-}.sha256" 2>/dev/null)" = "$(sha256sum <"$list")" ] || missing+=("$list")
+  done
+  [ ${#missing[@]} -gt 0 ] || return 0
 
   free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
   [ "$free" -ge 3 ] || die "the virtual environment needs 3 GB of disk, $PWD has $free GB free."
@@ -98,19 +103,25 @@ make_venv() {
     [ -n "$python" ] || die "no Python 3.10 to 3.13 with the venv module found: install one (Debian: python3 python3-venv)."
     rm -rf .venv
     run_logged "making the virtual environment .venv" "$python" -m venv .venv
+    missing=("$@")
   fi
-  torch_size="its CUDA packages, several GB: the package index has no CPU build for this Python"
-  ! has_cpu_torch .venv/bin/python || torch_size="the CPU build, about 200 MB"
-  say "downloading into .venv what requirements.txt lists: $(grep -v '^#' requirements.txt | xargs) (torch: $torch_size)"
-  run_logged "pip install" .venv/bin/python -m pip install --disable-pip-version-check --quiet -r requirements.txt
-  echo "$wanted" >.venv/requirements.sha256
+  if grep -q '^torch==' "${missing[@]}"; then
+    note=" (torch: its CUDA packages, several GB: the package index has no CPU build for this Python)"
+    ! has_cpu_torch .venv/bin/python || note=" (torch: the CPU build, about 200 MB)"
+  fi
+  say "downloading into .venv what ${missing[*]} lists: $(grep -hv '^#' "${missing[@]}" | xargs)$note"
+  # All lists together, so that a later one does not change what an earlier one pinned.
+  run_logged "pip install" .venv/bin/python -m pip install --disable-pip-version-check --quiet "${options[@]}"
+  for list in "$@"; do
+    sha256sum <"$list" >".venv/${list//\//-}.sha256"
+  done
 }
 
 install_packages
 if [ -n "${TORCH_EXT_PYTHON:-}" ]; then
   [ -x "$TORCH_EXT_PYTHON" ] || die "TORCH_EXT_PYTHON names $TORCH_EXT_PYTHON, which is not there."
 else
-  make_venv
+  make_venv requirements.txt ${more_requirements[@]+"${more_requirements[@]}"}
   TORCH_EXT_PYTHON=$PWD/.venv/bin/python
 fi
 export TORCH_EXT_PYTHON

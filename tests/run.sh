@@ -5,6 +5,7 @@
 #     bash tests/run.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
+more_requirements=(tests/requirements.txt) # the frameworks
 . bazel/setup.sh
 
 logs=$(mktemp -d "${TMPDIR:-/tmp}/torch_ext.XXXXXX")

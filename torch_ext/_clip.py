@@ -36,11 +36,14 @@ class Clipping:
     gradients of the next backward are new tensors; version counters tell that nobody wrote to them.
     """
 
-    def __init__(self, norm: Tensor, clip_coef: Tensor, found_inf: Tensor, first_bad: Tensor) -> None:
+    def __init__(
+        self, norm: Tensor, clip_coef: Tensor, found_inf: Tensor, first_bad: Tensor, only_measured: bool
+    ) -> None:
         self.norm = norm
         self.clip_coef = clip_coef
         self.found_inf = found_inf
         self.first_bad = first_bad  # int64 [1]: index of the first gradient that is not finite
+        self.only_measured = only_measured  # with no limit: nothing is lost where gradients are written afterwards
         self.used = False
         self._versions: list[int] = []
 
@@ -58,7 +61,7 @@ class Clipping:
             return False
         if [g._version for g in grads] == self._versions:
             return True
-        if self.used:
+        if self.used or self.only_measured:
             return False
         raise RuntimeError(
             "gradients were written between clip_grad_norm_(optimizer, ...) and step(): the coefficient does not fit "
@@ -94,7 +97,7 @@ def measure(
         runs = [_tensors.contiguous(g.detach()) for g in grads]
         stats, first_bad = _stats.of(runs, device) if parts is None else _summed(runs, parts, device)
         _ops.call("grad_norm_", stats, grad_scale, max_norm, norm, clip_coef, found_inf)
-    return Clipping(norm, clip_coef, found_inf, first_bad)
+    return Clipping(norm, clip_coef, found_inf, first_bad, only_measured=max_norm == math.inf)
 
 
 def _summed(runs: Sequence[Tensor], parts: Sequence[Part], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -268,7 +268,10 @@ def _validate(model: torch.nn.Module, strategy: str) -> None:
                 f"parameter {name!r} is part of another parallelized model, which reduces its gradient already"
             )
         if type(param) is not torch.nn.Parameter and not (strategy == _FULLY and _local.is_dtensor(param)):
-            raise TypeError(f"parameter {name!r} is a {type(param).__name__}; {strategy} takes plain parameters")
+            sharded = f"; strategy={_FULLY!r} takes what fully_shard made" if _local.is_dtensor(param) else ""
+            raise TypeError(
+                f"parameter {name!r} is a {type(param).__name__}; {strategy} takes plain parameters{sharded}"
+            )
         if param.grad is not None and owner is None:
             raise RuntimeError(f"parameter {name!r} has a gradient: call zero_grad() before parallelize")
     if strategy in STORES and STORES[strategy].sharded:  # they would be torn apart, each laid out on its own

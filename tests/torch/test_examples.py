@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import frameworks
 import pytest
 
 ROOT = pathlib.Path(os.path.abspath(__file__)).parents[2]
@@ -27,6 +28,24 @@ def test_numbered_examples_are_found() -> None:
 @pytest.mark.parametrize("name", NUMBERED)
 def test_numbered_example(name: str) -> None:
     run(sys.executable, f"examples/{name}", OMP_NUM_THREADS="1")
+
+
+# What each example of examples/frameworks imports.
+FRAMEWORKS = {
+    "accelerate_loop.py": ["accelerate"],
+    "fsdp2.py": [],
+    "lightning_module.py": ["pytorch_lightning"],
+    "trainer.py": ["transformers", "accelerate"],
+}
+
+
+def test_framework_examples_are_found() -> None:
+    assert sorted(path.name for path in (ROOT / "examples/frameworks").glob("*.py")) == sorted(FRAMEWORKS)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=frameworks.needs(*m)) for n, m in FRAMEWORKS.items()])
+def test_framework_example(name: str) -> None:
+    run(sys.executable, f"examples/frameworks/{name}", OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(scope="module")

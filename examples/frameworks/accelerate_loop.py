@@ -1,0 +1,64 @@
+"""Accelerate: the optimizer is made in one line, and `prepare` takes it as it takes any other.
+
+With several processes (`accelerate launch`) `prepare` wraps the model in DistributedDataParallel. One more line puts this
+library's exchange into that: gradients travel in the policy's dtype, and are summed in fp32 in the order of the ranks.
+
+    python -m pip install -r tests/requirements.txt
+    python examples/frameworks/accelerate_loop.py
+"""
+
+import pathlib
+import sys
+import tempfile
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+sys.path.insert(
+    0, str(pathlib.Path(__file__).absolute().parents[2])
+)  # the repository's root; not needed when installed
+import torch_ext
+
+STEPS = 200
+
+
+def train(accelerator: Accelerator, folder: str, resume: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 1)).bfloat16()
+    policy = torch_ext.load_policy(model)
+    optimizer = torch_ext.AdamW(model.named_parameters(), lr=2e-3, policy=policy)  # was: torch.optim.AdamW(...)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    if accelerator.num_processes > 1:
+        torch_ext.register_comm_hook(model, policy)  # what `prepare` returned, which is in DDP
+    if resume:
+        accelerator.load_state(folder)
+    for step in range(STEPS // 2 if resume else 0, STEPS):
+        x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step)).bfloat16()
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(x)[:, 0].float(), x.float().abs().sum(1))
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 10.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if step + 1 == STEPS // 2 and not resume:
+            accelerator.save_state(folder)
+        if step % 50 == 0:
+            accelerator.print(f"step {step:3} loss {loss.item():.3f}")
+    return model
+
+
+def main() -> None:
+    accelerator = Accelerator(cpu=True)
+    with tempfile.TemporaryDirectory() as folder:
+        whole = train(accelerator, folder, resume=False)
+        accelerator.free_memory()
+        resumed = train(accelerator, folder, resume=True)
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b), "a resumed run no longer has the bits of the other"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The frameworks of tests/requirements.txt: there, or a reason to skip that names them."""
+
+import importlib
+import importlib.util
+import os
+import pathlib
+import types
+from typing import Any
+
+import pytest
+
+# Before one of them is imported: nothing is looked up in the network, no bar is drawn, nothing is reported.
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_DISABLE_TELEMETRY="1")
+
+_PINS = pathlib.Path(os.path.abspath(__file__)).parent / "requirements.txt"
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    """Skips tests where one of the modules is not installed."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    why = f"{', '.join(missing)} not installed (python -m pip install -r {_PINS.parent.name}/{_PINS.name})"
+    return pytest.mark.skipif(bool(missing), reason=why)
+
+
+def module(name: str) -> Any:
+    """The module; where it is not installed an empty one, for tests that `needs` skips."""
+    if importlib.util.find_spec(name) is None:
+        return types.ModuleType(name)
+    return importlib.import_module(name)

@@ -1,0 +1,214 @@
+"""Lightning with the optimizer of this library: closures, precisions, clipping, checkpoints, averages of weights."""
+
+import pathlib
+import warnings
+from typing import Any
+
+import frameworks
+import pytest
+import torch
+from training import POLICIES, everything
+
+import torch_ext
+
+lightning = frameworks.module("pytorch_lightning")
+pytestmark = [
+    frameworks.needs("pytorch_lightning"),
+    pytest.mark.filterwarnings("ignore:.*treespec.*", "ignore:.*exists and is not empty.*|.*no `val_dataloader`.*"),
+]
+
+BATCHES, EPOCHS, MAX_NORM = 3, 2, 0.05
+
+
+def module_of(dtype: torch.dtype, manual: bool = False, **options: Any) -> Any:
+    """A LightningModule; `norms` are those that were clipped."""
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 1)).to(dtype)
+            self.automatic_optimization = not manual
+            self.norms: list[float] = []
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch_ext.AdamW(self.named_parameters(), lr=1e-2, **options)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, BATCHES * EPOCHS)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def loss(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.net(x)[:, 0].float() - x.float().abs().sum(1)).square().mean()
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            assert torch.isfinite(self.loss(batch[0]))
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            (x,) = batch
+            loss = self.loss(x)
+            if manual:
+                optimizer = self.optimizers()
+                self.manual_backward(loss / 2)  # of a backward whose gradients are clipped and then dropped
+                torch_ext.clip_grad_norm_(optimizer, MAX_NORM)
+                optimizer.zero_grad(set_to_none=index == 0)
+                self.manual_backward(self.loss(x))
+                self.norms.append(float(torch_ext.clip_grad_norm_(optimizer, MAX_NORM)))
+                optimizer.step()
+                self.lr_schedulers().step()
+            return loss
+
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
+        ) -> None:
+            self.norms.append(float(torch_ext.clip_grad_norm_(optimizer, float("inf"))))
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    return Module()
+
+
+def fit(
+    folder: pathlib.Path,
+    module: Any,
+    epochs: int,
+    resume: bool = False,
+    callbacks: Any = (),
+    validate: bool = False,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """The Trainer and its optimizer after `epochs`; resumed from what an earlier one left in the folder or not."""
+    dtype = next(module.parameters()).dtype
+    x = torch.randn(4 * BATCHES, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=4)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    saving = lightning.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    clip = {} if not module.automatic_optimization else {"gradient_clip_val": MAX_NORM}
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[saving, *callbacks], **quiet, **(clip | options)
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*torch_ext.*|.*lr_scheduler.*|.*optimizer.*")
+        trainer.fit(
+            module, loader, loader if validate else None, ckpt_path=str(folder / "epoch=0.ckpt") if resume else None
+        )
+    return trainer, trainer.optimizers[0]
+
+
+def mixed_16(settings: Any = None) -> dict[str, Any]:
+    """16-mixed: on a CPU Lightning takes it only with a scaler that it is given."""
+    chosen = {"initial_loss_scale": 64.0, "loss_scale_window": 2} | (settings or {})
+    scaler = torch_ext.load_policy(torch.float16, override_optimizer_config=chosen).grad_scaler()
+    return {"plugins": [lightning.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+# dtype of the module, options of the module, options of the Trainer
+CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {
+    "32-true": (FP32, {}, {}),
+    "bf16 model": (BF16, {}, {}),
+    "bf16-true": (FP32, {}, {"precision": "bf16-true"}),
+    "bf16-mixed": (FP32, {}, {"precision": "bf16-mixed"}),
+    "16-mixed, our scaler": (FP32, {}, {"scaled": True}),
+    "accumulation": (BF16, {}, {"accumulate_grad_batches": 3}),
+    "manual optimization": (BF16, {"manual": True}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_D4_lightning_resumes_bit_for_bit(tmp_path: pathlib.Path, case: str) -> None:
+    dtype, of_module, of_trainer = CASES[case]
+
+    def options() -> dict[str, Any]:
+        rest = {key: value for key, value in of_trainer.items() if key != "scaled"}
+        return rest | (mixed_16() if of_trainer.get("scaled") else {})
+
+    module = module_of(dtype, **of_module)
+    whole, optimizer = fit(tmp_path, module, EPOCHS, **options())
+    resumed, later = fit(tmp_path, module_of(dtype, **of_module), EPOCHS, resume=True, **options())
+    assert isinstance(optimizer, torch_ext.AdamW)
+    assert everything(optimizer) == everything(later)
+    assert min(module.norms) > MAX_NORM, "every step is clipped"
+    parts = of_trainer.get("accumulate_grad_batches", 1)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {float(EPOCHS * BATCHES // parts)}
+    if of_trainer.get("scaled"):
+        assert whole.scaler.state_dict() == resumed.scaler.state_dict()
+        assert whole.scaler.get_scale() == 64.0 * 2 ** (EPOCHS * BATCHES // 2)
+
+
+@pytest.mark.parametrize("name", ["fp32", "a", "b", "c"])
+def test_D4_average_that_is_swapped_in_validated_and_saved_leaves_the_masters(
+    tmp_path: pathlib.Path, name: str
+) -> None:
+    """Lightning's EMA callback writes through `.data` around each validation, and saves the average as the model."""
+    dtype, config = POLICIES[name]
+    policy = torch_ext.load_policy(dtype, override_optimizer_config=config)
+
+    def average() -> list[Any]:
+        return [lightning.callbacks.EMAWeightAveraging(decay=0.5)]
+
+    def states(optimizer: Any) -> list[dict[str, bytes]]:
+        return [{key: value for key, value in entry.items() if key != "param"} for entry in everything(optimizer)]
+
+    _, alone = fit(tmp_path / "alone", module_of(dtype, policy=policy), EPOCHS)
+    module = module_of(dtype, policy=policy)
+    _, optimizer = fit(tmp_path, module, EPOCHS, callbacks=average(), validate=True)
+    assert states(optimizer) == states(alone)
+    _, later = fit(tmp_path, module_of(dtype, policy=policy), EPOCHS, True, average(), validate=True)
+    assert everything(later) == everything(optimizer), "the averaged weights included, which end in the model"
+    saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
+    pairs = zip(saved["state_dict"].values(), saved["current_model_state"].values(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs), "the average was saved, and the model beside it"
+
+
+class Overflow:
+    """A gradient of Inf in the step of that number."""
+
+    def __new__(cls, step: int) -> Any:
+        class Callback(lightning.Callback):
+            def on_after_backward(self, trainer: Any, module: Any) -> None:
+                if trainer.global_step == step:
+                    module.net[0].weight.grad[0, 0] = float("inf")
+
+        return Callback()
+
+
+def test_G3_lightning_skips_an_overflow(tmp_path: pathlib.Path) -> None:
+    module = module_of(FP32)
+    trainer, optimizer = fit(
+        tmp_path, module, 1, callbacks=[Overflow(1)], **mixed_16({"hysteresis": 1, "loss_scale_window": 1000})
+    )
+    assert optimizer.skipped_steps() == 1
+    assert {float(state["step"]) for state in optimizer.state.values()} == {float(BATCHES - 1)}
+    assert trainer.scaler.get_scale() == 32.0
+
+
+def test_G3_lightning_refuses_to_clip_where_the_step_unscales(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        fit(tmp_path, module_of(FP32, fused=True), 1, **mixed_16())
+
+
+def test_two_optimizers_that_are_toggled(tmp_path: pathlib.Path) -> None:
+    """toggle_optimizer freezes the other one's parameters for a while: their state stays, and so do they."""
+
+    class Two(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.nets = torch.nn.ModuleList(torch.nn.Linear(16, 16).bfloat16() for _ in range(2))
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch_ext.AdamW(net.named_parameters(), lr=1e-2) for net in self.nets]
+
+        def training_step(self, batch: Any, index: int) -> None:
+            for i, optimizer in enumerate(self.optimizers()):
+                other = everything(self.optimizers()[1 - i].optimizer)
+                self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(self.nets[1](self.nets[0](batch[0])).float().square().mean())
+                torch_ext.clip_grad_norm_(optimizer, MAX_NORM)
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+                assert everything(self.optimizers()[1 - i].optimizer) == other
+
+    trainer, _ = fit(tmp_path, Two(), 1)
+    for optimizer in trainer.optimizers:
+        assert {float(state["step"]) for state in optimizer.state.values()} == {float(BATCHES)}

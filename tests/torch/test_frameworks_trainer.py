@@ -1,0 +1,122 @@
+"""Hugging Face's Trainer with the optimizer of this library: trains, clips, saves, and resumes bit for bit."""
+
+import pathlib
+import warnings
+from typing import Any
+
+import frameworks
+import pytest
+import torch
+from training import POLICIES, bits, everything
+
+import torch_ext
+
+transformers = frameworks.module("transformers")
+pytestmark = frameworks.needs("transformers", "accelerate")
+
+STEPS, HALF = 6, 3
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def llama(dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=32, **sizes)
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def arguments(folder: pathlib.Path, **options: Any) -> Any:
+    settings: dict[str, Any] = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "max_grad_norm": 0.5,
+        "save_steps": HALF,
+        "logging_steps": 1,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": [],
+    }
+    return transformers.TrainingArguments(output_dir=str(folder), **settings | options)
+
+
+def trained(folder: pathlib.Path, name: str, way: str, resume: bool = False, **options: Any) -> Any:
+    """A Trainer after its last step; its run resumed at HALF or not."""
+    dtype, config = POLICIES[name]
+    model = llama(dtype)
+    policy = torch_ext.load_policy(model, override_optimizer_config=config)
+    chosen: dict[str, Any] = {"optimizer_cls_and_kwargs": (torch_ext.AdamW, {"lr": 1e-2, "policy": policy})}
+    if way == "optimizers":
+        chosen = {"optimizers": (torch_ext.AdamW(model.named_parameters(), lr=1e-2, policy=policy), None)}
+    trainer = transformers.Trainer(
+        model=model, args=arguments(folder, **options), train_dataset=Tokens(), processing_class=None, **chosen
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*torch_ext.*|.*lr_scheduler.*|.*optimizer.*")
+        trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{HALF}") if resume else None)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [*(("optimizers", name) for name in ("fp32", "a", "b", "c")), ("optimizer_cls_and_kwargs", "a")],
+)
+def test_D4_trainer_resumes_bit_for_bit(tmp_path: pathlib.Path, way: str, name: str) -> None:
+    whole = trained(tmp_path, name, way)
+    resumed = trained(tmp_path, name, way, resume=True)
+    assert isinstance(whole.optimizer.optimizer, torch_ext.AdamW)
+    assert everything(whole.optimizer.optimizer) == everything(resumed.optimizer.optimizer)
+    logged = [entry for entry in whole.state.log_history if "grad_norm" in entry]
+    assert len(logged) == STEPS
+    assert all(float(entry["grad_norm"]) > 0.5 for entry in logged), "every step is clipped"
+    assert logged[HALF:] == [entry for entry in resumed.state.log_history if "grad_norm" in entry][HALF:]
+    assert {float(state["step"]) for state in whole.optimizer.state.values()} == {float(STEPS)}
+
+
+def test_trainer_clips_and_accumulates_as_a_plain_loop_does(tmp_path: pathlib.Path) -> None:
+    trainer = trained(tmp_path, "a", "optimizers", gradient_accumulation_steps=2)
+    plain = llama(torch.bfloat16)
+    optimizer = torch_ext.AdamW(plain.named_parameters(), lr=1e-2)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, STEPS)
+    # The Trainer's own order of the data set, and its own loss: a mean over the tokens of all micro-batches.
+    for batches in orders(trainer):
+        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+        for batch in batches:
+            plain(**batch, num_items_in_batch=count).loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    assert [bits(p) for p in plain.parameters()] == [bits(p) for p in trainer.model.parameters()]
+
+
+def orders(trainer: Any) -> list[list[dict[str, torch.Tensor]]]:
+    """The micro-batches of each step, in the Trainer's order."""
+    transformers.set_seed(trainer.args.seed)
+    loader = trainer.get_train_dataloader()
+    batches = [batch for _ in range(2) for batch in loader]
+    return [batches[2 * i : 2 * i + 2] for i in range(STEPS)]
+
+
+def test_model_of_a_checkpoint_alone_seeds_the_masters(tmp_path: pathlib.Path) -> None:
+    """save_only_model: there is no optimizer to resume, so masters are the loaded weights (D2)."""
+    trained(tmp_path, "a", "optimizers", save_only_model=True)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / f"checkpoint-{HALF}", dtype=torch.bfloat16)
+    model = llama(torch.bfloat16)
+    optimizer = torch_ext.AdamW(model.named_parameters(), lr=0.0, weight_decay=0.0)
+    model.load_state_dict(loaded.state_dict())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for p, q in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(optimizer.state[p]["master_param"], q.float())
