@@ -56,9 +56,9 @@ def order_of(shape: Sequence[int], strides: Sequence[int]) -> Index:
 
 
 def _cover(shape: Sequence[int], start: int, stop: int, limit: int) -> Iterator[tuple[Index, Index]]:
-    """Offsets and sizes of boxes that cover the elements [start, stop) of a contiguous tensor, which are some."""
+    """Offsets and sizes of boxes that cover the elements [start, stop) of a contiguous tensor."""
     if not shape:
-        yield (), ()
+        yield from [((), ())] * (stop - start)
         return
     rest = tuple(shape[1:])
     row, at = prod(rest), start

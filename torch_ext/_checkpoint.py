@@ -33,14 +33,18 @@ def logical(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entry(p: Any, local: _local.Local, at_rest: Mapping[str, Any], kinds: _state.Kinds, name: str) -> dict[str, Any]:
-    """The logical state of one parameter: what is logical at rest as it is, what is not as state tensors."""
-    weight, cut = local.weight.detach(), is_cut(p, local)
+    """The logical state of one parameter: what is logical at rest as it is, what is not as state tensors.
+
+    State tensors are in DTensors, too: torch takes one whose local tensor does not begin its storage for a tensor with
+    memory of its own, where it copies it (deepcopy, async_save), and small states of ours share theirs.
+    """
+    weight, cut, dtensor = local.weight.detach(), is_cut(p, local), _local.is_dtensor(p)
     entry = {"step": at_rest["step"]}
     lazily = cut or _tensors.same_order(at_rest["exp_avg"], weight)
     state = {key: value for key, value in at_rest.items() if key != "step"}
     for key, encoded in kinds.logical().items():
-        if not encoded and not cut:
-            entry[key] = _like(p, at_rest[key])
+        if not encoded and not cut and not dtensor:
+            entry[key] = at_rest[key]
         elif not lazily:
             entry[key] = _like(p, _state.decode(weight, at_rest, kinds, (key,))[key])
         else:

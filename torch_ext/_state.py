@@ -212,6 +212,16 @@ def _install(state: dict[str, Tensor], key: str, value: Tensor, own: Mapping[str
         state[key].copy_(value)
 
 
+def _hint(value: Any) -> str:
+    # torch looks into opt.state for the keys of a flattened state dict, and makes {} of those that it does not find.
+    if value != {}:
+        return ""
+    return (
+        ". State that is encoded at rest (8-bit, fp16, 16-bit remainders) cannot be loaded with StateDictOptions("
+        "flatten_optimizer_state_dict=True): leave that out"
+    )
+
+
 def refuse(p: Tensor, logical: Mapping[str, Any], where: str) -> None:
     """Raises ValueError or TypeError unless `logical` is the state of a parameter like p."""
     for key in ("step", "exp_avg", "exp_avg_sq"):
@@ -226,7 +236,7 @@ def refuse(p: Tensor, logical: Mapping[str, Any], where: str) -> None:
                 f"{where} was saved with amsgrad=True, which torch_ext does not have; resume with torch.optim"
             )
         if key not in LOGICAL:
-            raise ValueError(f"{where} has {key!r}; the state of an Adam has {', '.join(LOGICAL)}")
+            raise ValueError(f"{where} has {key!r}; the state of an Adam has {', '.join(LOGICAL)}{_hint(value)}")
         if key == "step":
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point():
