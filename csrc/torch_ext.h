@@ -553,6 +553,23 @@ typedef struct tx_adamw_group {
   double decoupled; /* 1: AdamW; 0: weight decay is added to the gradient (Adam) */
 } tx_adamw_group;
 
+/* What to do about weights beside masters that somebody else wrote to since the last step. Witnesses, 64-bit checksums
+ * of the weights as the last step left them, tell.
+ *   I16 masters  One for each TX_WITNESS weights. Every remainder is legal beside every weight, so where a witness is
+ *                another one the remainders of its block become 0, which makes these weights their own masters.
+ *   F32 masters  One for each TX_SAMPLED weights, of a sample: 32 of every 2048 (a parameter with up to TX_SAMPLED
+ *                weights: all of them). Where one is another, the whole parameter's masters are compared with its
+ *                weights, and those that don't round to them become them. Writes between the samples are not seen. */
+typedef enum tx_external_write {
+  TX_EXTERNAL_IGNORE = 0, /* nobody looks: the master overwrites the weight */
+  TX_EXTERNAL_RESYNC = 1, /* masters become the weights before they are stepped */
+  TX_EXTERNAL_CHECK = 2   /* looks, and steps nothing: TX_ERROR_BAD_STATE where a weight was written */
+} tx_external_write;
+
+/* Counted from the first element of the tensor that is passed. */
+#define TX_WITNESS ((int64_t)1024)
+#define TX_SAMPLED ((int64_t)4096)
+
 /* One AdamW (or Adam) step over n tensors; Loshchilov & Hutter 2019, Algorithm 2, with
  *   g  = grad * clip_coef / grad_scale   (negated for maximize; + weight_decay * p where not decoupled)
  *   m  = m + (1 - beta1) * (g - m),  v = v + (1 - beta2) * (g * g - v)
@@ -570,6 +587,8 @@ typedef struct tx_adamw_group {
  *   scales       U8, the e8m0 scales of exp_avg's blocks, then of exp_avg_sq's: ceil(numel / 128) for each of the two
  *                that is F16 or U8; none otherwise
  *   steps        F32, one element: completed steps. The call adds one and steps with the sum
+ *   witnesses    none; I64 beside masters: ceil(numel / TX_WITNESS) beside I16, ceil(numel / TX_SAMPLED) beside F32, as
+ *                tx_master_witness made them; the step renews them
  * A non-zero found_inf makes the call write nothing at all except `skipped += 1`. */
 typedef struct tx_adamw_args {
   uint64_t size;
@@ -590,8 +609,12 @@ typedef struct tx_adamw_args {
   tx_tensor found_inf;  /* F32, one element or none: non-zero skips the step */
   tx_tensor skipped;    /* I64, one element or none: counts the steps skipped */
   uint64_t seed;
-  int32_t moment_rounding; /* tx_rounding of exp_avg and exp_avg_sq */
-  int32_t weight_rounding; /* tx_rounding of a 16-bit weight without a master */
+  int32_t moment_rounding;    /* tx_rounding of exp_avg and exp_avg_sq */
+  int32_t weight_rounding;    /* tx_rounding of a 16-bit weight without a master */
+  const tx_tensor *witnesses; /* updated; NULL: none has one */
+  tx_tensor resynced;         /* I64, one element or none: counts the elements whose master became the weight */
+  int32_t on_external_write;  /* tx_external_write */
+  int32_t reserved;
 } tx_adamw_args;
 #define TX_ADAMW_ARGS_INIT \
   { .size = sizeof(tx_adamw_args), .moment_rounding = TX_DITHERED, .weight_rounding = TX_DITHERED }
@@ -696,11 +719,30 @@ TX_API tx_status tx_master_encode(int64_t n, const tx_tensor *masters, const tx_
 TX_API tx_status tx_master_decode(int64_t n, const tx_tensor *params, const tx_tensor *remainders,
                                   const tx_tensor *masters, const tx_parallel *parallel, tx_error *error);
 
-/* Where a master no longer rounds to its weight (-0 equals +0, NaN equals NaN) it becomes the weight; with `force`,
- * everywhere. masters: F32 beside BF16 or F16 params, or I16 remainders beside BF16 (any remainder is legal beside any
- * weight, so only `force` changes them). changed: I64 [n], added to: elements whose bits changed; may be none. */
-TX_API tx_status tx_master_resync(int64_t n, const tx_tensor *params, const tx_tensor *masters, int32_t force,
+typedef enum tx_resync_mode {
+  TX_RESYNC_STRAYS = 0, /* masters that no longer round to their weight (-0 equals +0, NaN equals NaN) become it */
+  TX_RESYNC_ALL = 1,    /* all become their weights */
+  TX_RESYNC_COUNT = 2   /* as STRAYS, but only counts: masters are not written */
+} tx_resync_mode;
+
+/* masters: F32 beside BF16 or F16 params, or I16 remainders beside BF16 (every remainder is legal beside every weight,
+ * so only TX_RESYNC_ALL changes them; who wrote to such weights, tx_master_witness knows). changed: I64 [n], added to:
+ * elements whose bits change; may be none. */
+TX_API tx_status tx_master_resync(int64_t n, const tx_tensor *params, const tx_tensor *masters, int32_t mode,
                                   tx_tensor changed, const tx_parallel *parallel, tx_error *error);
+
+typedef enum tx_witness_mode {
+  TX_WITNESS_CHECK = 0,  /* only counts */
+  TX_WITNESS_RESYNC = 1, /* where a witness is another one masters become weights, and it is renewed */
+  TX_WITNESS_RENEW = 2   /* witnesses become those of the weights as they are; masters stay */
+} tx_witness_mode;
+
+/* Weights against their witnesses (tx_external_write). params, masters, witnesses: as of tx_adamw; an entry whose
+ * witnesses are none is passed over. strays: I64 [n], added to: the elements whose masters become, or would become,
+ * their weights (beside I16: all of a block); may be none. */
+TX_API tx_status tx_master_witness(int64_t n, const tx_tensor *params, const tx_tensor *masters,
+                                   const tx_tensor *witnesses, int32_t mode, tx_tensor strays,
+                                   const tx_parallel *parallel, tx_error *error);
 
 /* The instruction sets this library was built for and this processor has, slowest first; index into it with i, NULL
  * past the end. tx_isa_select picks one by name ("base", ...; NULL: the fastest, or what TORCH_EXT_ISA says) for calls

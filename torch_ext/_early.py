@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from torch_ext import _tensors
 from torch_ext._groups import Hyper
@@ -29,23 +30,23 @@ class Early:
         """step() has seen to the rest."""
         self._stepped.clear()
 
-    def begin(self, owner: "Owner", plan: Plan, hyper: Hyper) -> Callable[[int], None]:
+    def begin(self, owner: "Owner", plan: Plan, hyper: Hyper, counts: Tensor, external: int) -> Callable[[int], None]:
         """What steps a bucket of the owner whose sum is there. Any thread. A bucket of which a part is stepped on the host
-        is left to step()."""
+        is left to step(). counts, external: see `run`."""
         shared = () if plan.host is None else plan.host.gathers
         chunks = {
             c.gather[1]: c
             for c in plan.chunks
             if c.gather is not None and c.gather[0] is owner and c.gather not in shared
         }
-        none = (_tensors.NONE,) * 4
+        scalars = (_tensors.NONE, _tensors.NONE, _tensors.NONE, counts)
 
         def step(bucket: int) -> None:
             chunk = chunks.get(bucket)
             if chunk is not None and chunk.rows is not None:
                 parts = [owner.part(plan.members[i].param) for i in chunk.rows]
                 self._stepped.add(chunk.gather)
-                run(plan, chunk, parts, hyper, none)
+                run(plan, chunk, parts, hyper, scalars, external)
 
         return step
 

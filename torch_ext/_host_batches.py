@@ -94,7 +94,10 @@ class SplitScales:
 def state_of(member: "Member", piece: Piece, step: Tensor) -> tuple[list[Tensor | None], SplitScales | None]:
     """A piece's part of the state in the order of Member.at_rest; `step` is its own count."""
     if piece.whole:
-        return member.at_rest(), None
+        row = member.at_rest()
+        if member.kinds.master == "master_param":
+            row[-1] = None  # its weight does not come down, so the operator cannot look at it
+        return row, None
     part = _state.part(member.state, member.kinds, piece.begin, piece.begin + piece.numel) | {"step": step}
     split = None
     if "scales" in part:

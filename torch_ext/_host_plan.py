@@ -87,7 +87,8 @@ class HostPlan:
         self._mastered = [i for i, m in enumerate(members) if m.kinds.master == "master_param"]
         self._versions = [self._known_version(i, seen) for i in self._mastered]
         self._sample = Sample([self.members[i] for i in self._mastered], buffers)
-        self._skips = torch.zeros(1, dtype=torch.int64)
+        self._counts = torch.zeros(2, dtype=torch.int64)  # see Adam._counts
+        self._external = 0
         self.skipped = False
         """Whether the operator left the step out; it does so in its first call."""
         self._grads: list[Tensor] = []  # during a step
@@ -108,6 +109,11 @@ class HostPlan:
         states, slices = memories(rows)
         comes_down = self.members[batch.pieces[0].member].kinds.master != "master_param"
         return _Call(states, slices, torch.tensor(meta, dtype=torch.int64), scales, weights, comes_down)
+
+    @property
+    def resynced(self) -> int:
+        """Elements beside remainders that somebody else had written to, in the last step."""
+        return int(self._counts[1])
 
     @property
     def gathers(self) -> "Iterable[Gather]":
@@ -147,10 +153,16 @@ class HostPlan:
     # -- the step
 
     def begin(
-        self, grads: Sequence[Tensor], hyper: Hyper, scalars: tuple[Tensor, Tensor, Tensor], *, sample: bool
+        self,
+        grads: Sequence[Tensor],
+        hyper: Hyper,
+        scalars: tuple[Tensor, Tensor, Tensor],
+        *,
+        sample: bool,
+        external: int,
     ) -> None:
         """First gradients leave for the host, behind a sample of the weights if one is wanted. grads: of the members.
-        scalars: grad_scale, clip_coef, found_inf. Raises RuntimeError, naming it, for a gradient that no step takes."""
+        scalars: grad_scale, clip_coef, found_inf. external: tx_external_write, of those beside remainders. Raises RuntimeError, naming it, for a gradient that no step takes."""
         for member, grad in zip(self.members, grads, strict=True):
             refuse_grad(member, grad)
         if [g.dtype for g in grads] != self._dtypes:
@@ -166,7 +178,8 @@ class HostPlan:
             for step in steps:
                 step.copy_(self.members[i].state["step"])
         self.skipped = False
-        self._skips.zero_()
+        self._counts.zero_()
+        self._external = external
         self._next, self._marks, self._free = 0, [], {}
         self._grads = list(grads)
         for i in self._split:
@@ -240,7 +253,7 @@ class HostPlan:
         if slot in self._free:
             up.wait(self._free[slot])
         self._operate(k)
-        if int(self._skips):
+        if int(self._counts[0]):
             self.skipped = True  # nothing was written
             return
         up.copy(self._calls[k].weights, self._stages[k].weights_in)
@@ -260,8 +273,9 @@ class HostPlan:
             hyper.groups,
             call.meta,
             *self._scalars,
-            self._skips,
+            self._counts,
             *hyper.shared,
+            self._external,
         )
         for scales in call.scales:
             scales.store()

@@ -1,12 +1,12 @@
 """fp32 masters and the weights beside them: who was written by somebody else, and what to do about it."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_ext import _ops, _tensors
+from torch_ext import _ops, _state, _tensors
 
 if TYPE_CHECKING:
     from torch_ext._plan import Member
@@ -24,31 +24,60 @@ def look(member: "Member") -> Seen:
     return Seen(member.version, member.place.data_ptr(), member.master)
 
 
+IGNORE, RESYNC, CHECK = 0, 1, 2  # tx_external_write: what the step's operator does about writes by somebody else
+MODES = {"ignore": IGNORE, "resync": RESYNC, "error": IGNORE}  # of the step; before it, "error" checks
+
+_STRAYS, _RENEW = 1, 2  # tx_witness_mode
+
+
 def resync(members: Sequence["Member"], force: bool = False) -> Tensor:
-    """Makes masters their weights where they don't round to them (everywhere with `force`).
+    """Makes masters their weights where they don't round to them (everywhere with `force`). Beside remainders, of which
+    every one is legal: where the weights of a block are not those that its witness stands for.
 
     members: each with a master. Returns how many elements of each changed: int64 [members].
     """
-    masters = [m.master for m in members]
-    changed = torch.zeros(len(members), dtype=torch.int64, device=masters[0].device if masters else None)
-    weights = [
-        _tensors.in_order_of(master, m.weight.detach().to(master.device))
-        for master, m in zip(masters, members, strict=True)
-    ]
-    if members:
-        _ops.call("master_resync_", weights, [_tensors.flat(master) for master in masters], changed, force)
+    changed = _counts(members)
+    if force:
+        _call("master_resync_", members, _state.MASTERS, changed, True)
+    else:
+        _call("master_resync_", members, ("master_param",), changed)
+        _call("master_witness_", members, ("master_remainder",), changed, _STRAYS)
+    _call("master_witness_", members, _state.MASTERS, _counts(members), _RENEW)
     return changed
+
+
+def written(members: Sequence["Member"]) -> Tensor:
+    """How many elements of each `resync` would change. Changes nothing."""
+    found = _counts(members)
+    _call("master_resync_", members, ("master_param",), found, False, True)
+    _call("master_witness_", members, ("master_remainder",), found)
+    return found
+
+
+def _call(name: str, members: Sequence["Member"], among: Container[str], counts: Tensor, *options: Any) -> None:
+    """The operator on the members whose master is `among` these kinds; adds to their counts."""
+    rows = [_row(m) if m.kinds.master in among else (_tensors.NONE,) * 3 for m in members]
+    if any(weight.numel() for weight, _, _ in rows):
+        weights, masters, witnesses = (list(column) for column in zip(*rows, strict=True))
+        _ops.call(name, weights, masters, *([witnesses] if name == "master_witness_" else []), counts, *options)
+
+
+def _row(m: "Member") -> tuple[Tensor, Tensor, Tensor]:
+    return _tensors.in_order_of(m.master, m.weight.detach()), _tensors.flat(m.master), m.state["witness"]
+
+
+def _counts(members: Sequence["Member"]) -> Tensor:
+    return torch.zeros(len(members), dtype=torch.int64, device=members[0].weight.device if members else None)
 
 
 def refuse_written(members: Sequence["Member"]) -> None:
     """RuntimeError, naming them, where weights are not what their masters round to. By content, not by the counters: a
     load of the same weights is no error.
     """
-    copies = [m._replace(state={m.kinds.master: m.master.clone()}) for m in members if m.kinds.master]
-    counts = resync(copies).tolist()
-    written = [f"{m.name} ({n} elements)" for m, n in zip(members, counts, strict=True) if n]
-    if written:
+    counts = written(members).tolist()
+    found = [f"{m.name} ({n} elements)" for m, n in zip(members, counts, strict=True) if n]
+    if found:
         raise RuntimeError(
-            f"on_external_write='error': {', '.join(written)} no longer what the master rounds to: written by somebody "
+            f"on_external_write='error': {', '.join(found)} no longer what the master rounds to: written by somebody "
             "else since the last step. Call resync_masters() to take the weights over"
         )

@@ -15,7 +15,7 @@ from torch_ext._early import Early
 from torch_ext._groups import Params
 from torch_ext._host_part import HostPart
 from torch_ext._masters import Seen
-from torch_ext._plan import Gather, Member, Plan, gather_of, gathers_in_order, run
+from torch_ext._plan import Chunk, Gather, Member, Plan, gather_of, gathers_in_order, run
 from torch_ext._policy import Policy
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _ON_EXTERNAL_WRITE = ("resync", "error", "ignore")
 # Our own attributes that a pickled or copied optimizer keeps; lists made from tensors are made again.
-_KEPT = ("policy", "skip_nonfinite", "on_external_write", "_skipped", "_host")
+_KEPT = ("policy", "skip_nonfinite", "on_external_write", "_counts", "_host")
 
 
 class Adam(torch.optim.Optimizer):
@@ -44,8 +44,10 @@ class Adam(torch.optim.Optimizer):
         gradients where nothing else has read them (a clip, a loss scale).
     on_external_write: what to do where a weight is not what its master rounds to, because somebody else wrote it:
         "resync" (the master becomes the weight), "error", or "ignore" (the master overwrites the weight). A write is
-        noticed by the parameter's version counter and address, and by the identity of its master. Writes through
-        `p.data`, numpy or a storage leave no such trace: call `resync_masters()` after them.
+        noticed by the parameter's version counter and address, by the identity of its master, and by what the weights
+        are: beside fp32 masters in a sample of 16 in every 1024 elements, beside remainders in all of them (there a
+        block of 1024 is taken over at a time). What is not seen is a write through `p.data`, numpy or a storage to
+        fewer than 1024 neighbours beside fp32 masters: call `resync_masters()` after it.
     offload_fraction: in [0, 1]: the share of the bytes of states and masters that lies on the host, where its
         parameters are stepped while the device steps the others: gradients are copied down and weights up beside both.
         Whole parameters, or this rank's parts of them: the largest first, as long as they fit, so that the share is off
@@ -118,7 +120,9 @@ class Adam(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.state = _kept.Kept.of(self.state, handed_out=False)
         device = next((p.device for p in self._everyone() if p.requires_grad), torch.device("cpu"))
-        self._skipped = torch.zeros(1, dtype=torch.int64, device=device)
+        # Steps skipped, elements whose master became the weight: by the first call of the operator in a step, by others
+        # (which skip the same step once more).
+        self._counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -214,14 +218,16 @@ class Adam(torch.optim.Optimizer):
             scalars = self._scalars(clipping)
             try:
                 if plan.host is not None:
-                    plan.host.begin(plan.theirs(present), hyper, scalars, sample=self.on_external_write != "ignore")
+                    external = _masters.MODES[self.on_external_write]
+                    sample = self.on_external_write != "ignore"
+                    plan.host.begin(plan.theirs(present), hyper, scalars, sample=sample, external=external)
                 self._notice_writes(plan)
                 plan.load_copies()
                 self._run(plan, plan.lay_out(plan.own(present), always=again), hyper, scalars)
             except _Refused as refusal:
                 # It wrote nothing. Once more: parameters or gradients may only lie differently than they did so far.
                 if again:
-                    raise RuntimeError(_named(str(refusal), plan)) from None
+                    raise RuntimeError(str(refusal)) from None
             else:
                 plan.store_copies()
                 torch.autograd.graph.increment_version(plan.params)
@@ -238,18 +244,21 @@ class Adam(torch.optim.Optimizer):
         self, plan: Plan, grads: list[Tensor], hyper: _groups.Hyper, scalars: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         """The operator, on each chunk; weights travel while later chunks are stepped, and are there afterwards."""
-        skipped = self._skipped
+        external = _masters.MODES[self.on_external_write]
+        if self.on_external_write == "error":
+            self._refuse_written(plan, grads, hyper, scalars)
+        row = 0  # of the counters: a step that is skipped is counted once
         under_way: list[Handle] = []
         for chunk in plan.chunks:
             try:
                 if chunk.gather not in self._early:
-                    run(plan, chunk, chunk.of(grads), hyper, (*scalars, skipped))
+                    run(plan, chunk, chunk.of(grads), hyper, (*scalars, self._counts[row]), external)
             except RuntimeError as refusal:
                 if under_way:  # what was stepped already must not be stepped once more
-                    raise RuntimeError(_named(str(refusal), plan)) from None
-                raise _Refused(str(refusal)) from None
+                    raise RuntimeError(_named(str(refusal), plan, chunk)) from None
+                raise _Refused(_named(str(refusal), plan, chunk)) from None
             if chunk.weights:
-                skipped = _tensors.NONE  # a step is counted once
+                row = 1
             self._run_host(plan, chunk.gather)
             if chunk.gather is not None:
                 owner, bucket = chunk.gather
@@ -257,8 +266,9 @@ class Adam(torch.optim.Optimizer):
         for handle in under_way:
             handle.result()
         self._early.clear()
-        if plan.host is not None and plan.host.skipped and skipped is self._skipped:
-            skipped += 1
+        if plan.host is not None:
+            self._counts[1, 1] += plan.host.resynced
+            self._counts[0, 0] += int(plan.host.skipped and row == 0)
 
     @staticmethod
     def _run_host(plan: Plan, gather: Gather) -> None:
@@ -270,13 +280,29 @@ class Adam(torch.optim.Optimizer):
                 raise RuntimeError(f"{refusal} (of what is stepped on the host)") from None
 
     def _notice_writes(self, plan: Plan) -> None:
+        """What counters, addresses and identities tell; what only the weights themselves do, the operator sees."""
         if self.on_external_write == "ignore":
             return
-        check = _masters.resync if self.on_external_write == "resync" else _masters.refuse_written
-        if suspects := plan.suspects():
-            check([plan.members[i] for i in suspects])
-        if plan.host is not None and (strays := plan.host.suspects()):
-            check(strays)
+        suspects = plan.suspects()
+        if plan.host is not None:
+            suspects += plan.host.suspects()
+        if self.on_external_write == "error":
+            _masters.refuse_written(suspects)
+        elif suspects:
+            self._counts[1, 1] += _masters.resync(suspects).sum()
+
+    def _refuse_written(
+        self, plan: Plan, grads: list[Tensor], hyper: _groups.Hyper, scalars: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """RuntimeError where the operator finds weights that somebody else wrote; nothing is stepped."""
+        if plan.host is not None:
+            _masters.refuse_written([m for m in plan.host.members if m.kinds.master == "master_remainder"])
+        for chunk in plan.chunks:
+            try:
+                run(plan, chunk, chunk.of(grads), hyper, (*scalars, _tensors.NONE), _masters.CHECK)
+            except RuntimeError as refusal:
+                _masters.refuse_written([m for m in plan.members if m.kinds.master])
+                raise _Refused(_named(str(refusal), plan, chunk)) from None
 
     def begin_early(self, owner: _registry.Owner) -> Callable[[int], None] | None:
         """See _registry.Stepper: buckets are stepped as their sums come, with what groups say now; step() gathers."""
@@ -290,7 +316,10 @@ class Adam(torch.optim.Optimizer):
             return None
         with torch.no_grad():
             self._notice_writes(plan)
-        return self._early.begin(owner, plan, self._current_hyper())
+            if self.on_external_write == "error":
+                _masters.refuse_written([m for m in plan.members if m.kinds.master])
+        external = _masters.MODES[self.on_external_write]
+        return self._early.begin(owner, plan, self._current_hyper(), self._counts[1], external)
 
     def stepped_early(self) -> bool:
         """See _registry.Stepper."""
@@ -439,8 +468,8 @@ class Adam(torch.optim.Optimizer):
 
     def _scalars(self, clipping: Clipping | None) -> tuple[Tensor, Tensor, Tensor]:
         """grad_scale, clip_coef, found_inf; the first and the last are attributes that GradScaler sets for one step."""
-        grad_scale = _one(self.__dict__.get("grad_scale"), self._skipped.device)
-        found_inf = _one(self.__dict__.get("found_inf"), self._skipped.device)
+        grad_scale = _one(self.__dict__.get("grad_scale"), self._counts.device)
+        found_inf = _one(self.__dict__.get("found_inf"), self._counts.device)
         if clipping is None:
             return grad_scale, _tensors.NONE, found_inf
         both = clipping.found_inf if found_inf.numel() == 0 else found_inf + clipping.found_inf
@@ -448,7 +477,13 @@ class Adam(torch.optim.Optimizer):
 
     def skipped_steps(self) -> int:
         """Steps left out because a gradient was not finite, since the optimizer was made. Waits for the device."""
-        return int(self._skipped.item())
+        return int(self._counts[0, 0])
+
+    def external_writes(self) -> int:
+        """Elements of this rank whose masters became their weights because somebody else had written to these, since the
+        optimizer was made; in whole blocks of 1024 beside remainders. What `resync_masters` did is not in it. Waits for
+        the device."""
+        return int(self._counts[:, 1].sum())
 
     @property
     def unscales_in_step(self) -> bool:
@@ -486,7 +521,7 @@ class Adam(torch.optim.Optimizer):
         return self._clipping
 
     def _measure(self, grads: list[Tensor], active: list[bool], max_norm: float) -> Clipping:
-        grad_scale = _one(self.__dict__.get("grad_scale"), self._skipped.device)
+        grad_scale = _one(self.__dict__.get("grad_scale"), self._counts.device)
         assert self._locals is not None
         self._locals.refuse_mixed()
         return measure(grads, max_norm, grad_scale, None if self._locals.plain else self._locals.parts(active))
@@ -704,9 +739,10 @@ def _one(value: Any, device: torch.device) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float32, device=device)
 
 
-def _named(message: str, plan: Plan) -> str:
+def _named(message: str, plan: Plan, chunk: Chunk) -> str:
     """The operator's message, with the parameter it speaks of."""
-    found = re.search(r"\b(params|grads|exp_avgs|exp_avg_sqs|masters|scales|steps|meta)\[(\d+)\]", message)
-    if found is None or int(found[2]) >= len(plan.members):
+    found = re.search(r"\b(params|grads|exp_avgs|exp_avg_sqs|masters|scales|steps|meta|witnesses)\[(\d+)\]", message)
+    if found is None or int(found[2]) >= len(chunk.weights):
         return message
-    return f"{message} (index {found[2]} is {plan.members[int(found[2])].name})"
+    index = int(found[2]) if chunk.rows is None else chunk.rows[int(found[2])]
+    return f"{message} (index {found[2]} is {plan.members[index].name})"

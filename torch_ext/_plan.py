@@ -67,7 +67,8 @@ class Member(NamedTuple):
     def at_rest(self) -> list[Tensor | None]:
         """Its state in the order of a row of `slices` of adamw_flat_."""
         master = self.state[self.kinds.master] if self.kinds.master else None
-        return [self.state["exp_avg"], self.state["exp_avg_sq"], master, self.state.get("scales"), self.state["step"]]
+        state = self.state
+        return [*map(state.get, ("exp_avg", "exp_avg_sq")), master, *map(state.get, ("scales", "step", "witness"))]
 
 
 def values_of(state: dict[Tensor, dict[str, Any]]) -> list[Any]:
@@ -232,15 +233,16 @@ class Plan:
             and list(map(Tensor.data_ptr, self._held)) == self._places
         )
 
-    def suspects(self) -> list[int]:
-        """Members with a master whose weight somebody else may have written since it was last seen."""
+    def suspects(self) -> list[Member]:
+        """Members with an fp32 master whose weight somebody else may have written since it was last seen. Remainders
+        have witnesses, which the step itself compares."""
         versions = self._versions_now()
         if versions == self._versions:
             return []
         return [
-            i
+            self.members[i]
             for i, now, last in zip(self._watched, versions, self._versions, strict=True)
-            if now != last and self.members[i].kinds.master
+            if now != last and self.members[i].kinds.master == "master_param"
         ]
 
     def look(self) -> None:
@@ -299,11 +301,10 @@ def refuse_grad(member: Member, grad: Tensor) -> None:
         )
 
 
-def run(
-    plan: Plan, chunk: Chunk, grads: list[Tensor], hyper: Hyper, scalars: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> None:
-    """The operator, where there is something to step. grads: of the chunk. scalars: grad_scale, clip_coef, found_inf, skipped."""
+def run(plan: Plan, chunk: Chunk, grads: list[Tensor], hyper: Hyper, scalars: Sequence[Tensor], external: int) -> None:
+    """The operator. grads: of the chunk. scalars: grad_scale, clip_coef, found_inf, and two counters (see
+    `Adam._counts`). external: tx_external_write."""
     if not chunk.weights:
         return
-    arguments = (plan.states, chunk.slices, hyper.lrs, hyper.groups, chunk.meta, *scalars, *hyper.shared)
+    arguments = (plan.states, chunk.slices, hyper.lrs, hyper.groups, chunk.meta, *scalars, *hyper.shared, external)
     torch.ops.torch_ext.adamw_flat_.default(chunk.weights, grads, *arguments)

@@ -7,6 +7,7 @@ At rest (`opt.state[p]`)                                   logical (`state_dict(
   scales            uint8, where a moment is fp16 or uint8: a byte per 128 elements of exp_avg, then of exp_avg_sq
   master_param      fp32, shape of p                         master_param  fp32
   master_remainder  int16, shape of p                        master_param  fp32, exactly (weight, remainder)
+  witness           int64, beside a master: checksums of the weights, by which writes of others to them are noticed
 At most one of the masters exists. Decoding and encoding again gives the same bytes.
 """
 
@@ -22,8 +23,12 @@ from torch_ext._policy import Policy
 BLOCK = 128  # TX_BLOCK
 FORMATS = {"exp_avg": 0, "exp_avg_sq": 1}  # tx_format of each moment where it is block-scaled
 MASTERS = {"master_param": torch.float32, "master_remainder": torch.int16}  # at rest; at most one of them
+WITNESSED = {"master_param": 4096, "master_remainder": 1024}  # weights per witness: TX_SAMPLED, TX_WITNESS
+_NO_COUNT = torch.empty(0, dtype=torch.int64)
 LOGICAL = ("step", "exp_avg", "exp_avg_sq", "master_param")
-GRAIN = BLOCK  # elements that are encoded together: a part of a state begins at a multiple of it
+GRAIN = WITNESSED[
+    "master_remainder"
+]  # elements that are encoded together: a part of a state begins at a multiple of it
 
 
 class Kinds(NamedTuple):
@@ -65,7 +70,8 @@ def blocks(p: Tensor) -> int:
 def complete(state: Mapping[str, Any], kinds: Kinds) -> bool:
     """Whether the state has been made: all of it, or nothing but the step."""
     scaled = kinds.scaled("exp_avg") or kinds.scaled("exp_avg_sq")
-    wanted = ("exp_avg", "exp_avg_sq", "scales" if scaled else None, kinds.master)
+    witness = "witness" if kinds.master else None
+    wanted = ("exp_avg", "exp_avg_sq", "scales" if scaled else None, kinds.master, witness)
     return all(key is None or key in state for key in wanted)
 
 
@@ -102,6 +108,8 @@ def _parts(p: Tensor, kinds: Kinds) -> dict[str, tuple[Tensor, torch.dtype]]:
         parts["scales"] = (torch.empty(1, device=p.device).expand(scaled * blocks(p)), torch.uint8)
     if kinds.master:
         parts[kinds.master] = (p, MASTERS[kinds.master])
+        count = -(-p.numel() // WITNESSED[kinds.master])
+        parts["witness"] = (torch.empty(1, device=p.device).expand(count), torch.int64)
     return parts
 
 
@@ -118,19 +126,40 @@ def make(wanted: Sequence[tuple[Tensor, Kinds]]) -> list[dict[str, Tensor]]:
     states: list[dict[str, Tensor]] = [{} for _ in wanted]
     parts = [_parts(p, kinds) for p, kinds in wanted]
     # Kind by kind, so that one kind's tensors follow each other in memory: the operator's checks take them as one.
-    order = [(i, key) for key in ("exp_avg", "exp_avg_sq", "scales", *MASTERS) for i in range(len(wanted))]
+    kept = ("exp_avg", "exp_avg_sq", "scales", *MASTERS, "witness")
+    order = [(i, key) for key in kept for i in range(len(wanted))]
     present = [(i, key) for i, key in order if key in parts[i]]
     for (i, key), made in zip(present, _shared.zeros_like([parts[i][key] for i, key in present]), strict=True):
         states[i][key] = made
-    for (p, _), state in zip(wanted, states, strict=True):
-        if "master_param" in state:
+    for (p, kinds), state in zip(wanted, states, strict=True):
+        if kinds.master == "master_param":
             state["master_param"].copy_(p)  # a remainder of 0 is exactly the weight
+        if kinds.master:
+            renew_witness(_tensors.in_order_of(state[kinds.master], p.detach()), state, kinds)
     return states
 
 
 def _scale_rows(state: Mapping[str, Tensor], kinds: Kinds) -> Tensor:
     """`scales` by moment (a view)."""
     return state["scales"].view(kinds.scaled("exp_avg") + kinds.scaled("exp_avg_sq"), blocks(state["exp_avg"]))
+
+
+def renew_witness(weight: Tensor, state: Mapping[str, Any], kinds: Kinds) -> None:
+    """The witness becomes that of `weight`, which is contiguous in the master's memory order."""
+    assert kinds.master is not None
+    _ops.call("master_witness_", [weight], [_tensors.flat(state[kinds.master])], [state["witness"]], _NO_COUNT, 2)
+
+
+def _own_remainder(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """The remainders that belong to the weight as it is: 0, which makes a weight its own master, in blocks that
+    somebody else wrote to (an average that was swapped in, say)."""
+    remainder, strays = state["master_remainder"], torch.zeros(1, dtype=torch.int64, device=weight.device)
+    _ops.call("master_witness_", [weight], [_tensors.flat(remainder)], [state["witness"]], strays, 0)
+    if not int(strays):
+        return remainder
+    remainder, witness = remainder.clone(), state["witness"].clone()
+    _ops.call("master_witness_", [weight], [_tensors.flat(remainder)], [witness], _NO_COUNT, 1)
+    return remainder
 
 
 def scale_of(state: Mapping[str, Tensor], kinds: Kinds, moment: str) -> Tensor:
@@ -144,6 +173,8 @@ def part(state: Mapping[str, Any], kinds: Kinds, begin: int, end: int) -> dict[s
     parts = {key: _tensors.flat(state[key]).view(-1)[begin:end] for key in FORMATS}
     if kinds.master:
         parts[kinds.master] = _tensors.flat(state[kinds.master]).view(-1)[begin:end]
+    if kinds.master == "master_remainder":
+        parts["witness"] = state["witness"][begin // GRAIN : -(-end // GRAIN)]
     if "scales" in state:
         parts["scales"] = _scale_rows(state, kinds)[:, begin // BLOCK : -(-end // BLOCK)]
     return parts
@@ -168,9 +199,9 @@ def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds, wanted: Collection
     if kinds.master == "master_param":
         logical["master_param"] = state["master_param"]
     elif kinds.master == "master_remainder":
-        remainder = state["master_remainder"]
+        weight = _tensors.in_order_of(state["master_remainder"], p.detach().to(state["master_remainder"].device))
+        remainder = _own_remainder(weight, state)
         master = torch.empty_like(remainder, dtype=torch.float32, memory_format=torch.preserve_format)
-        weight = _tensors.in_order_of(remainder, p.detach().to(remainder.device))
         _ops.call("master_decode_", [weight], [_tensors.flat(remainder)], [_tensors.flat(master)])
         logical["master_param"] = master
     return logical
@@ -202,6 +233,7 @@ def encode(
         # The operator also writes the weight that the remainder belongs to: not ours, loading moves no weight.
         weight = torch.empty(wide.shape, dtype=p.dtype, device=p.device)
         _ops.call("master_encode_", [wide], [weight], [_tensors.flat(remainder)])
+        renew_witness(weight, state, kinds)
 
 
 def _install(state: dict[str, Tensor], key: str, value: Tensor, own: Mapping[str, Any]) -> None:

@@ -17,7 +17,10 @@ typedef struct tx_adamw_piece {
   int64_t n;
   const void *grad;
   void *param;
-  void *master; /* NULL without */
+  void *master;    /* NULL without */
+  void *witnesses; /* of the piece's blocks, renewed; NULL without */
+  int resyncs;     /* where a witness is another one the remainders of its block are dropped before the step */
+  int whole;       /* see tx_sample_loop */
   void *exp_avg;
   void *exp_avg_sq;
   uint8_t *exp_avg_scale;    /* one byte per block; NULL unless exp_avg is F16 or U8 */
@@ -28,7 +31,8 @@ typedef struct tx_adamw_piece {
   int32_t moment_rounding, weight_rounding;
 } tx_adamw_piece;
 
-typedef void (*tx_adamw_loop)(const tx_adamw_piece *piece);
+/* Returns how many weights are in blocks of remainders that were dropped. */
+typedef int64_t (*tx_adamw_loop)(const tx_adamw_piece *piece);
 
 /* Elements that a caller hands to the loops below at a time: a few blocks, so that buffers stay in the first-level
  * cache. */
@@ -60,8 +64,16 @@ typedef int64_t (*tx_reduce_loop)(const tx_reduce_piece *piece);
 
 typedef void (*tx_encode_master_loop)(const void *master, void *param, void *remainder, int64_t n);
 typedef void (*tx_decode_master_loop)(const void *param, const void *remainder, void *master, int64_t n);
-/* Returns the number of elements that changed. */
-typedef int64_t (*tx_resync_loop)(const void *param, void *master, int64_t n, int force);
+/* mode: tx_resync_mode. Returns the number of elements that change. */
+typedef int64_t (*tx_resync_loop)(const void *param, void *master, int64_t n, int32_t mode);
+
+/* Weights of a tensor, from a multiple of TX_WITNESS on, against the witnesses of their blocks. mode: tx_witness_mode.
+ * Returns how many weights are in blocks whose witness is another; 0 for TX_WITNESS_RENEW. */
+typedef int64_t (*tx_witness_loop)(const void *param, void *remainder, void *witnesses, int64_t n, int32_t mode);
+
+/* The sampled witnesses of 16-bit weights beside fp32 masters, from a multiple of TX_SAMPLED on: renewed, or (any other
+ * mode) compared only. whole: the tensor is so small that its sample is all of it. Returns how many are others. */
+typedef int64_t (*tx_sample_loop)(const void *param, void *witnesses, int64_t n, int whole, int32_t mode);
 
 typedef struct tx_kernels {
   const char *name;
@@ -73,6 +85,8 @@ typedef struct tx_kernels {
   tx_encode_master_loop encode_master;
   tx_decode_master_loop decode_master;
   tx_resync_loop resync[TX_WEIGHTS]; /* NULL in the rows without a master */
+  tx_witness_loop witness;
+  tx_sample_loop sample;
 } tx_kernels;
 
 /* The table in use; never NULL. */

@@ -4,6 +4,7 @@
 #include "csrc/cpu/loop_adamw.h"
 #include "csrc/cpu/loop_bucket.h"
 #include "csrc/cpu/loop_cast.h"
+#include "csrc/cpu/loop_external.h"
 #include "csrc/cpu/loop_master.h"
 #include "csrc/cpu/loop_stats.h"
 
@@ -22,4 +23,6 @@ const tx_kernels TX_JOIN(tx_kernels_, TX_ISA) = {
     .encode_master = tx_encode_loop,
     .decode_master = tx_decode_loop,
     .resync = {TX_RESYNC_LOOPS},
+    .witness = tx_witness_run,
+    .sample = tx_sample_run,
 };

@@ -6,6 +6,7 @@
 
 #include "csrc/cpu/kernels.h"
 #include "csrc/cpu/loop_cast.h"
+#include "csrc/cpu/loop_external.h"
 #include "csrc/cpu/loop_master.h"
 #include "csrc/cpu/step_blocks.h"
 #include "csrc/cpu/step_pairs.h"
@@ -216,11 +217,21 @@ static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants
     if (streams[i]) memcpy(streams[i], padded[i], (size_t)(n * sizes[i]));
 }
 
+/* A tile's weights against their witness, or its witness anew. Tiles are witnessed blocks: in front of the step the
+ * weights are on their way into the cache (TX_AHEAD), behind it they are there. */
+_Static_assert(TX_TILE == TX_WITNESS, "a tile has one witness");
+static int64_t tx_witness_tile(const tx_adamw_piece *a, int64_t at, int64_t n, tx_witness_mode mode) {
+  if (!a->witnesses || a->master_dtype != TX_I16) return 0;
+  return tx_witness_run((const char *)a->param + 2 * at, (char *)a->master + 2 * at,
+                        (char *)a->witnesses + at / TX_WITNESS * (int64_t)sizeof(uint64_t), n, mode);
+}
+
 /* One piece, of any legal combination. */
-static void tx_adamw_run(const tx_adamw_piece *a) {
+static int64_t tx_adamw_run(const tx_adamw_piece *a) {
   const tx_adamw_route route = tx_route(a);
   const int64_t master_size = tx_lane_bytes(a->master_dtype);
-  const int64_t tile = route.staged ? TX_TILE : a->n;
+  const int64_t tile = route.staged || (a->witnesses && a->master_dtype == TX_I16) ? TX_TILE : a->n;
+  int64_t strays = 0;
   float g_tile[TX_TILE], m_tile[TX_TILE], v_tile[TX_TILE], p_tile[TX_TILE];
   const int64_t sizes[5] = {
       route.grad.load ? 4 : route.grad.element_size, route.param.load ? 4 : route.param.element_size, master_size,
@@ -228,6 +239,7 @@ static void tx_adamw_run(const tx_adamw_piece *a) {
   for (int64_t at = 0; at < a->n; at += tile) {
     const int64_t n = a->n - at < tile ? a->n - at : tile;
     void *master = a->master ? (char *)a->master + at * master_size : NULL;
+    if (a->resyncs) strays += tx_witness_tile(a, at, n, TX_WITNESS_RESYNC);
     tx_step_streams s = {.grad = tx_stage_in(&route.grad, at, n, g_tile),
                          .param = route.steps_master ? master : tx_stage_in(&route.param, at, n, p_tile),
                          .master = route.steps_master || route.param.remainders ? NULL : master,
@@ -248,7 +260,12 @@ static void tx_adamw_run(const tx_adamw_piece *a) {
     tx_stage_out(&route.exp_avg, at, n, m_tile);
     tx_stage_out(&route.exp_avg_sq, at, n, v_tile);
     tx_stage_out(&route.param, at, n, stepped);
+    (void)tx_witness_tile(a, at, n, TX_WITNESS_RENEW);
   }
+  if (a->witnesses && a->master_dtype == TX_F32) {
+    (void)tx_sample_run(a->param, a->witnesses, a->n, a->whole, TX_WITNESS_RENEW);
+  }
+  return strays;
 }
 
 #endif

@@ -44,14 +44,14 @@ TX_FN uint32_t tx_master_resynced(const void *params, const void *masters, int64
 
 /* Masters mostly agree, and a pass that only reads is half the traffic: a tile is written where it must be. */
 TX_FN int64_t tx_resync_f32(const void *restrict params, void *restrict masters, int64_t n, const tx_dtype param,
-                            const int force) {
+                            const int force, const int writes) {
   int64_t changed = 0;
   for (int64_t at = 0; at < n; at += TX_TILE) {
     const int64_t end = n - at < TX_TILE ? n : at + TX_TILE;
     int32_t differ = 0;
     for (int64_t i = at; i < end; i++)
       differ += tx_master_resynced(params, masters, i, param, force) != ((const tx_mem_u32 *)masters)[i];
-    for (int64_t i = at; differ && i < end; i++)
+    for (int64_t i = at; writes && differ && i < end; i++)
       ((tx_mem_u32 *)masters)[i] = tx_master_resynced(params, masters, i, param, force);
     changed += differ;
   }
@@ -59,9 +59,9 @@ TX_FN int64_t tx_resync_f32(const void *restrict params, void *restrict masters,
 }
 
 /* A weight with a remainder of 0 is its own master. Every remainder is legal beside every weight. */
-TX_FN int64_t tx_resync_i16(void *remainders, int64_t n, const int force) {
+TX_FN int64_t tx_resync_i16(void *remainders, int64_t n, int32_t mode) {
   int64_t changed = 0;
-  for (int64_t i = 0; force && i < n; i++) {
+  for (int64_t i = 0; mode == TX_RESYNC_ALL && i < n; i++) {
     changed += ((const tx_mem_u16 *)remainders)[i] != 0;
     ((tx_mem_u16 *)remainders)[i] = 0;
   }
@@ -70,15 +70,16 @@ TX_FN int64_t tx_resync_i16(void *remainders, int64_t n, const int force) {
 
 /* A loop for each row of weights that has a master; returns how many elements changed. */
 #define TX_RESYNC_BESIDE_NONE_(param)
-#define TX_RESYNC_BESIDE_F32_(param)                                                                \
-  static int64_t tx_resync_##param##_F32(const void *params, void *masters, int64_t n, int force) { \
-    if (force) return tx_resync_f32(params, masters, n, TX_##param, 1);                             \
-    return tx_resync_f32(params, masters, n, TX_##param, 0);                                        \
+#define TX_RESYNC_BESIDE_F32_(param)                                                                   \
+  static int64_t tx_resync_##param##_F32(const void *params, void *masters, int64_t n, int32_t mode) { \
+    if (mode == TX_RESYNC_ALL) return tx_resync_f32(params, masters, n, TX_##param, 1, 1);             \
+    if (mode == TX_RESYNC_COUNT) return tx_resync_f32(params, masters, n, TX_##param, 0, 0);           \
+    return tx_resync_f32(params, masters, n, TX_##param, 0, 1);                                        \
   }
-#define TX_RESYNC_BESIDE_I16_(param)                                                                \
-  static int64_t tx_resync_##param##_I16(const void *params, void *masters, int64_t n, int force) { \
-    (void)params;                                                                                   \
-    return tx_resync_i16(masters, n, force);                                                        \
+#define TX_RESYNC_BESIDE_I16_(param)                                                                   \
+  static int64_t tx_resync_##param##_I16(const void *params, void *masters, int64_t n, int32_t mode) { \
+    (void)params;                                                                                      \
+    return tx_resync_i16(masters, n, mode);                                                            \
   }
 #define TX_RESYNC_LOOP_(index, param, master, ...) TX_RESYNC_BESIDE_##master##_(param)
 TX_FOR_EACH_WEIGHT(TX_RESYNC_LOOP_)

@@ -7,6 +7,7 @@
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/cpu/noise.h"
+#include "csrc/ops/external.h"
 #include "csrc/ops/tensor.h"
 #include "csrc/ops/work.h"
 
@@ -136,6 +137,7 @@ static tx_status check_tensor(const tx_adamw_args *a, int64_t i, tx_error *error
         "in fp16 or uint8)",
         (long long)i, (long long)scales.numel, tx_dtype_name(scales.dtype), (long long)wanted, TX_BLOCK);
   }
+  TX_FORWARD(tx_check_witnesses(a->masters, a->witnesses, i, error));
   const tx_tensor step = a->steps[i];
   if (step.numel != 1 || step.dtype != TX_F32) {
     return tx_fail(error, TX_ERROR_SHAPE, "steps[%lld] is %lld elements of %s; one fp32 is legal", (long long)i,
@@ -163,6 +165,11 @@ static tx_status check(const tx_adamw_args *a, const tx_parallel *parallel, tx_e
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_rounding("moment_rounding", a->moment_rounding, error));
   TX_FORWARD(tx_check_rounding("weight_rounding", a->weight_rounding, error));
+  if (a->on_external_write < TX_EXTERNAL_IGNORE || a->on_external_write > TX_EXTERNAL_CHECK) {
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
+                   "on_external_write is %d; 0 (ignore), 1 (resync) and 2 (check) are legal",
+                   (int)a->on_external_write);
+  }
   if (a->n > 0 && !(a->params && a->grads && a->exp_avgs && a->exp_avg_sqs && a->steps)) {
     return tx_fail(
         error, TX_ERROR_INVALID_ARGUMENT,
@@ -176,6 +183,7 @@ static tx_status check(const tx_adamw_args *a, const tx_parallel *parallel, tx_e
       {"steps", a->steps, a->n, 1},         {"lrs", a->lrs, a->n_groups, 0},
       {"grad_scale", &a->grad_scale, 1, 0}, {"clip_coef", &a->clip_coef, 1, 0},
       {"found_inf", &a->found_inf, 1, 0},   {"skipped", &a->skipped, 1, 1},
+      {"witnesses", a->witnesses, a->n, 1}, {"resynced", &a->resynced, 1, 1},
   };
   const int64_t n_spans = (int64_t)(sizeof spans / sizeof *spans);
   TX_FORWARD(tx_check_tensors(spans, n_spans, error));
@@ -183,6 +191,7 @@ static tx_status check(const tx_adamw_args *a, const tx_parallel *parallel, tx_e
   TX_FORWARD(tx_check_fixed("clip_coef", a->clip_coef, TX_F32, 1, 0, error));
   TX_FORWARD(tx_check_fixed("found_inf", a->found_inf, TX_F32, 1, 0, error));
   TX_FORWARD(tx_check_fixed("skipped", a->skipped, TX_I64, 1, 0, error));
+  TX_FORWARD(tx_check_fixed("resynced", a->resynced, TX_I64, 1, 0, error));
   TX_FORWARD(check_groups(a, error));
   TX_FORWARD(tx_check_same_numel("grads", a->grads, "params", a->params, a->n, error));
   TX_FORWARD(tx_check_same_numel("exp_avgs", a->exp_avgs, "params", a->params, a->n, error));
@@ -198,6 +207,7 @@ typedef struct step_context {
   const tx_adamw_args *args;
   const tx_kernels *kernels;
   double clip_coef, grad_scale;
+  int64_t resynced; /* elements whose master became the weight */
 } step_context;
 
 /* The constants of the last (group, step) that a task met: neighbours mostly share them. */
@@ -205,6 +215,7 @@ typedef struct step_local {
   tx_adamw_constants constants;
   int64_t group;
   int64_t step; /* 0: nothing is cached */
+  int64_t resynced;
 } step_local;
 
 static const tx_adamw_constants *constants_of(const step_context *c, step_local *local, int64_t group, int64_t step) {
@@ -217,9 +228,11 @@ static const tx_adamw_constants *constants_of(const step_context *c, step_local 
   return &local->constants;
 }
 
-static void step_piece(void *ctx, void *local, int64_t i, int64_t begin, int64_t count) {
+static void step_piece(void *ctx, void *memory, int64_t i, int64_t begin, int64_t count) {
   const step_context *c = ctx;
+  step_local *local = memory;
   const tx_adamw_args *a = c->args;
+  const tx_tensor witnesses = tx_at_or_none(a->witnesses, i);
   const tx_meta meta = tx_meta_of(a->meta, i);
   const int64_t step = (int64_t)tx_get_f32(a->steps[i], 0.0f) + 1;
   const int64_t start = meta.start + begin;
@@ -233,6 +246,9 @@ static void step_piece(void *ctx, void *local, int64_t i, int64_t begin, int64_t
       .exp_avg = tx_advanced(a->exp_avgs[i], begin),
       .exp_avg_sq = tx_advanced(a->exp_avg_sqs[i], begin),
       .master = tx_advanced(tx_at_or_none(a->masters, i), begin),
+      .witnesses = tx_advanced(witnesses, begin / (master_dtype(a, i) == TX_I16 ? TX_WITNESS : TX_SAMPLED)),
+      .whole = a->params[i].numel <= TX_SAMPLED,
+      .resyncs = a->on_external_write == TX_EXTERNAL_RESYNC,
       .exp_avg_scale = exp_avg_scaled ? scales : NULL,
       .exp_avg_sq_scale = exp_avg_sq_scaled ? scales + (exp_avg_scaled ? tx_blocks(a->params[i].numel) : 0) : NULL,
       .constants = constants_of(c, local, meta.group, step),
@@ -247,23 +263,44 @@ static void step_piece(void *ctx, void *local, int64_t i, int64_t begin, int64_t
       .moment_rounding = a->moment_rounding,
       .weight_rounding = a->weight_rounding,
   };
-  c->kernels->adamw(&piece);
+  local->resynced += c->kernels->adamw(&piece);
+}
+
+static void step_merge(void *ctx, const void *memory) {
+  step_context *c = ctx;
+  const step_local *local = memory;
+  c->resynced += local->resynced;
+}
+
+static void count(tx_tensor counter, int64_t by) {
+  if (counter.numel) tx_set_i64(counter, 0, tx_get_i64(counter, 0) + by);
 }
 
 tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error) {
   TX_FORWARD(check(args, parallel, error));
+  int64_t resynced = 0;
+  if (args->on_external_write == TX_EXTERNAL_CHECK) return tx_notice_external(args, &resynced, parallel, error);
   const double scale = (double)tx_get_f32(args->grad_scale, 1.0f), clip = (double)tx_get_f32(args->clip_coef, 1.0f);
   if (tx_get_f32(args->found_inf, 0.0f) != 0.0f || !isfinite(clip / scale)) {
-    if (args->skipped.numel) tx_set_i64(args->skipped, 0, tx_get_i64(args->skipped, 0) + 1);
+    count(args->skipped, 1);
     return TX_OK;
   }
-  step_context context = {args, tx_kernels_selected(), clip, scale};
-  const tx_work work = {
-      .n = args->n, .tensors = args->params, .piece = step_piece, .local_bytes = sizeof(step_local), .ctx = &context};
+  if (args->on_external_write == TX_EXTERNAL_RESYNC) {
+    TX_FORWARD(tx_notice_external(args, &resynced, parallel, error));
+  }
+  step_context context = {args, tx_kernels_selected(), clip, scale, resynced};
+  const tx_work work = {.n = args->n,
+                        .tensors = args->params,
+                        .piece = step_piece,
+                        .merge = step_merge,
+                        .local_bytes = sizeof(step_local),
+                        .alignment = args->witnesses ? TX_SAMPLED : TX_BLOCK,
+                        .ctx = &context};
   TX_FORWARD(tx_work_run(&work, parallel, error));
   for (int64_t i = 0; i < args->n; i++) {
     const float completed = tx_get_f32(args->steps[i], 0.0f) + 1.0f;
     memcpy(args->steps[i].data, &completed, sizeof completed);
   }
+  count(args->resynced, context.resynced);
   return TX_OK;
 }

@@ -84,7 +84,7 @@ typedef struct resync_context {
   const tx_kernels *kernels;
   const tx_tensor *params, *masters;
   tx_tensor changed;
-  int force;
+  int32_t mode;
 } resync_context;
 
 static void resync_piece(void *ctx, void *local, int64_t i, int64_t begin, int64_t count) {
@@ -92,7 +92,7 @@ static void resync_piece(void *ctx, void *local, int64_t i, int64_t begin, int64
   int64_t *changed = local;
   const int row = weight_row(c->params[i].dtype, c->masters[i].dtype);
   changed[i] +=
-      c->kernels->resync[row](tx_advanced(c->params[i], begin), tx_advanced(c->masters[i], begin), count, c->force);
+      c->kernels->resync[row](tx_advanced(c->params[i], begin), tx_advanced(c->masters[i], begin), count, c->mode);
 }
 
 static void resync_merge(void *ctx, const void *local) {
@@ -131,20 +131,21 @@ static tx_status check_masters(int64_t n, const tx_tensor *params, const tx_tens
   return TX_OK;
 }
 
-tx_status tx_master_resync(int64_t n, const tx_tensor *params, const tx_tensor *masters, int32_t force,
+tx_status tx_master_resync(int64_t n, const tx_tensor *params, const tx_tensor *masters, int32_t mode,
                            tx_tensor changed, const tx_parallel *parallel, tx_error *error) {
-  const tx_span spans[] = {{"params", params, n, 0}, {"masters", masters, n, 1}, {"changed", &changed, 1, 1}};
+  const tx_span spans[] = {
+      {"params", params, n, 0}, {"masters", masters, n, mode != TX_RESYNC_COUNT}, {"changed", &changed, 1, 1}};
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_present("params", params, n, error));
   TX_FORWARD(tx_check_present("masters", masters, n, error));
-  if (force != 0 && force != 1) {
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "force is %d; 0 and 1 are legal", (int)force);
+  if (mode < TX_RESYNC_STRAYS || mode > TX_RESYNC_COUNT) {
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "mode is %d; 0 (strays), 1 (all) and 2 (count) are legal", (int)mode);
   }
   TX_FORWARD(tx_check_tensors(spans, 3, error));
   TX_FORWARD(tx_check_fixed("changed", changed, TX_I64, n, 0, error));
   TX_FORWARD(check_masters(n, params, masters, error));
   TX_FORWARD(tx_check_overlap(spans, 3, error));
-  resync_context context = {tx_kernels_selected(), params, masters, changed, force};
+  resync_context context = {tx_kernels_selected(), params, masters, changed, mode};
   const tx_work work = {.n = n,
                         .tensors = masters,
                         .piece = resync_piece,

@@ -21,8 +21,9 @@ typedef struct run {
   _Atomic int64_t next;
 } run;
 
-static int64_t padded(int64_t numel) {
-  return (numel + TX_BLOCK - 1) / TX_BLOCK * TX_BLOCK;
+static int64_t padded(const tx_work *w, int64_t i) {
+  const int64_t alignment = w->alignment ? w->alignment : TX_BLOCK;
+  return (w->tensors[i].numel + alignment - 1) / alignment * alignment;
 }
 
 static void run_unit(const run *r, void *local, int64_t unit) {
@@ -53,7 +54,7 @@ static void run_task(void *arg, int64_t task) {
 static void cut(const tx_work *w, unit_start *units) {
   int64_t unit = 0, position = 0; /* position: where the tensor begins in the padded sequence */
   for (int64_t i = 0; i < w->n; i++) {
-    const int64_t length = padded(w->tensors[i].numel);
+    const int64_t length = padded(w, i);
     while (unit * TX_UNIT < position + length) {
       units[unit] = (unit_start){i, unit * TX_UNIT - position};
       unit++;
@@ -66,7 +67,7 @@ static void cut(const tx_work *w, unit_start *units) {
 tx_status tx_work_run(const tx_work *work, const tx_parallel *parallel, tx_error *error) {
   int64_t total = 0;
   for (int64_t i = 0; i < work->n; i++)
-    total += padded(work->tensors[i].numel);
+    total += padded(work, i);
   if (total == 0) return TX_OK;
   const int64_t n_units = (total + TX_UNIT - 1) / TX_UNIT;
   int64_t tasks = parallel && parallel->run && parallel->num_threads > 1 ? parallel->num_threads : 1;

@@ -11,9 +11,9 @@
 /* Elements in a unit: large enough to hide the claim, small enough to balance. A multiple of TX_BLOCK. */
 #define TX_UNIT ((int64_t)16384)
 
-/* Elements [begin, begin + count) of tensor `tensor`; begin is a multiple of TX_BLOCK and so is count unless the piece
- * ends the tensor. `local` is memory of the running task, zeroed before its first piece; at most one piece uses it at a
- * time. The floating-point mode is tx_fp_enter's. */
+/* Elements [begin, begin + count) of tensor `tensor`; begin is a multiple of the work's alignment and so is count
+ * unless the piece ends the tensor. `local` is memory of the running task, zeroed before its first piece; at most one
+ * piece uses it at a time. The floating-point mode is tx_fp_enter's. */
 typedef void (*tx_piece_fn)(void *ctx, void *local, int64_t tensor, int64_t begin, int64_t count);
 /* Called once per task on the calling thread after all pieces are done, in an unspecified order. */
 typedef void (*tx_merge_fn)(void *ctx, const void *local);
@@ -24,6 +24,7 @@ typedef struct tx_work {
   tx_piece_fn piece;
   tx_merge_fn merge;  /* NULL: nothing to merge */
   size_t local_bytes; /* of one task; 0: local is NULL */
+  int64_t alignment;  /* of pieces in a tensor, in elements: divides TX_UNIT; 0: TX_BLOCK */
   void *ctx;
 } tx_work;
 

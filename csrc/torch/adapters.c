@@ -104,9 +104,23 @@ static int32_t code(const tx_value *value) {
 /* -- one function per operator: the enum is the order of its schema ---------------------------------------------------
  */
 
-/* The arguments from lrs on, which both forms of the step end in: v begins with lrs. */
+/* The arguments from lrs on, which both forms of the step share. */
+enum {
+  LRS,
+  GROUPS,
+  META,
+  GRAD_SCALE,
+  CLIP_COEF,
+  FOUND_INF,
+  SKIPPED,
+  SEED,
+  MOMENT_ROUNDING,
+  WEIGHT_ROUNDING,
+  ADAMW_TAIL
+};
+
+/* v begins with lrs. */
 static tx_status adamw_tail(const tx_value *params, const tx_value *v, tx_adamw_args *args, tx_error *error) {
-  enum { LRS, GROUPS, META, GRAD_SCALE, CLIP_COEF, FOUND_INF, SKIPPED, SEED, MOMENT_ROUNDING, WEIGHT_ROUNDING };
   TX_FORWARD(
       table_rows(&v[GROUPS], TX_F64, "float64", sizeof(tx_adamw_group) / sizeof(double), &args->n_groups, error));
   TX_FORWARD(meta_rows(params, &v[META], &args->meta, error));
@@ -147,22 +161,23 @@ tx_status tx_adapt_adamw(const tx_value *v, const tx_parallel *parallel, tx_erro
 }
 
 /* A row of `slices` of adamw_flat_ is one of these for each kind of state. */
-enum { EXP_AVG, EXP_AVG_SQ, MASTER, SCALE, STEP, KINDS };
-static const char *const kKinds[KINDS] = {"exp_avg", "exp_avg_sq", "master", "scales", "step"};
+enum { EXP_AVG, EXP_AVG_SQ, MASTER, SCALE, STEP, WITNESS, KINDS };
+static const char *const kKinds[KINDS] = {"exp_avg", "exp_avg_sq", "master", "scales", "step", "witnesses"};
 typedef struct slice {
   int64_t state;
   int64_t first;
   int64_t numel;
 } slice;
+#define WORDS ((int64_t)(sizeof(slice) / sizeof(int64_t)))
 
-/* The slices of n parameters as lists of tensors: kind k of parameter i at [k * n + i]. Bit k of *present: some
- * parameter has that kind. */
-static tx_status cut_slices(const tx_value *states, const slice *slices, int64_t n, tx_tensor *tensors,
+/* The slices of n parameters as lists of tensors: kind k of parameter i at [k * n + i]. kinds: slices in a row. Bit k
+ * of *present: some parameter has that kind. */
+static tx_status cut_slices(const tx_value *states, const slice *slices, int64_t n, int kinds, tx_tensor *tensors,
                             unsigned *present, tx_error *error) {
   *present = 0;
   for (int64_t i = 0; i < n; i++) {
-    for (int k = 0; k < KINDS; k++) {
-      const slice *s = &slices[i * KINDS + k];
+    for (int k = 0; k < kinds; k++) {
+      const slice *s = &slices[i * kinds + k];
       tx_tensor *tensor = &tensors[k * n + i];
       if (s->numel == 0) {
         *tensor = tx_none();
@@ -186,16 +201,24 @@ static tx_status cut_slices(const tx_value *states, const slice *slices, int64_t
 }
 
 tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
-  enum { PARAMS, GRADS, STATES, SLICES, TAIL };
+  enum { PARAMS, GRADS, STATES, SLICES, TAIL, ON_EXTERNAL_WRITE = TAIL + ADAMW_TAIL };
   tx_adamw_args args = TX_ADAMW_ARGS_INIT;
   const int64_t n = v[PARAMS].n;
   TX_FORWARD(paired(&v[PARAMS], &v[GRADS], error));
-  TX_FORWARD(table_of(&v[PARAMS], &v[SLICES], TX_I64, "int64", KINDS * sizeof(slice) / sizeof(int64_t), error));
+  const tx_shape *shape = v[SLICES].shapes;
+  const int kinds = shape->dim == 2 && shape->sizes[1] == KINDS * WORDS ? KINDS : WITNESS;
+  TX_FORWARD(table_of(&v[PARAMS], &v[SLICES], TX_I64, "int64", kinds * WORDS, error));
   TX_FORWARD(adamw_tail(&v[PARAMS], &v[TAIL], &args, error));
+  if (args.skipped.numel == 2) { /* two counters */
+    args.resynced = args.skipped;
+    args.skipped.numel = args.resynced.numel = 1;
+    args.resynced.data = (char *)args.skipped.data + sizeof(int64_t);
+  }
+  args.on_external_write = code(&v[ON_EXTERNAL_WRITE]);
   tx_tensor *tensors = malloc(((size_t)n * KINDS + 1) * sizeof *tensors);
   if (!tensors) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory for the states of %lld params", (long long)n);
   unsigned present;
-  tx_status status = cut_slices(&v[STATES], v[SLICES].tensors->data, n, tensors, &present, error);
+  tx_status status = cut_slices(&v[STATES], v[SLICES].tensors->data, n, kinds, tensors, &present, error);
   if (status == TX_OK) {
     args.n = n;
     args.params = v[PARAMS].tensors;
@@ -205,6 +228,7 @@ tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_parallel *parallel, tx
     args.masters = present & 1u << MASTER ? tensors + MASTER * n : NULL;
     args.scales = present & 1u << SCALE ? tensors + SCALE * n : NULL;
     args.steps = tensors + STEP * n;
+    args.witnesses = present & 1u << WITNESS ? tensors + WITNESS * n : NULL;
     status = tx_adamw(&args, parallel, error);
   }
   free(tensors);
@@ -299,8 +323,19 @@ tx_status tx_adapt_master_decode(const tx_value *v, const tx_parallel *parallel,
 }
 
 tx_status tx_adapt_master_resync(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
-  enum { PARAMS, MASTERS, CHANGED, FORCE };
+  enum { PARAMS, MASTERS, CHANGED, FORCE, CHECK };
   TX_FORWARD(paired(&v[PARAMS], &v[MASTERS], error));
-  return tx_master_resync(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, code(&v[FORCE]), *v[CHANGED].tensors,
-                          parallel, error);
+  const int32_t mode = v[FORCE].integer ? TX_RESYNC_ALL : v[CHECK].integer ? TX_RESYNC_COUNT : TX_RESYNC_STRAYS;
+  if (v[FORCE].integer && v[CHECK].integer)
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "force writes and check does not: one of them is legal");
+  return tx_master_resync(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, mode, *v[CHANGED].tensors, parallel,
+                          error);
+}
+
+tx_status tx_adapt_master_witness(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+  enum { PARAMS, MASTERS, WITNESSES, STRAYS, MODE };
+  TX_FORWARD(paired(&v[PARAMS], &v[MASTERS], error));
+  TX_FORWARD(same_length(&v[PARAMS], &v[WITNESSES], error));
+  return tx_master_witness(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, v[WITNESSES].tensors, code(&v[MODE]),
+                           *v[STRAYS].tensors, parallel, error);
 }
