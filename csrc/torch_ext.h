@@ -414,8 +414,8 @@ typedef struct tx_memory_args {
 #define TX_MEMORY_ARGS_INIT \
   { .size = sizeof(tx_memory_args), .in_flight = 1 }
 
-/* Bytes of one rank. Activations, buffers of modules and what allocators and transports keep for themselves are not in
- * it. */
+/* Bytes of one rank. Activations, buffers of modules, what allocators and transports keep for themselves, and witnesses
+ * (8 bytes for TX_WITNESS or TX_SAMPLED weights) are not in it. */
 typedef struct tx_memory {
   int64_t params;
   int64_t grads;

@@ -49,6 +49,10 @@ class AdamWArguments(_library.Struct):
         ("seed", ctypes.c_uint64),
         ("moment_rounding", ctypes.c_int32),
         ("weight_rounding", ctypes.c_int32),
+        ("witnesses", ctypes.POINTER(TensorArgument)),
+        ("resynced", TensorArgument),
+        ("on_external_write", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
     ]
 
 

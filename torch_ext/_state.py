@@ -90,6 +90,8 @@ def settle(p: Tensor, state: dict[str, Any], kinds: Kinds, name: str) -> None:
                 f"{tuple(state[key].shape)} in {state[key].dtype}. A model that was converted after its optimizer took "
                 "steps needs a new optimizer"
             )
+    if kinds.master:
+        _fit_witness(p, state, kinds)
     contiguous = not _tensors.is_dense(p)
     for key in keys:
         if not (state[key].is_contiguous() if contiguous else _tensors.same_order(state[key], p)):
@@ -148,6 +150,15 @@ def renew_witness(weight: Tensor, state: Mapping[str, Any], kinds: Kinds) -> Non
     """The witness becomes that of `weight`, which is contiguous in the master's memory order."""
     assert kinds.master is not None
     _ops.call("master_witness_", [weight], [_tensors.flat(state[kinds.master])], [state["witness"]], _NO_COUNT, 2)
+
+
+def _fit_witness(p: Tensor, state: dict[str, Any], kinds: Kinds) -> None:
+    """Anew where somebody cut the state to another shape of the parameter, as pruning does."""
+    count = _parts(p, kinds)["witness"][0].numel()
+    if state["witness"].shape != (count,):
+        state["witness"] = torch.zeros(count, dtype=torch.int64, device=state["witness"].device)
+        weight = p.detach().to(state["witness"].device)
+        renew_witness(_tensors.in_order_of(state[kinds.master or ""], weight), state, kinds)
 
 
 def _own_remainder(weight: Tensor, state: Mapping[str, Any]) -> Tensor:

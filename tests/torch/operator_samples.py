@@ -94,10 +94,22 @@ def adamw_skipped() -> list[Any]:
     return arguments
 
 
-def adamw_flat(**options: Any) -> list[Any]:
-    """The same call with all states of a kind in one memory, of which the first element belongs to nobody."""
+def witnesses_of(params: list[torch.Tensor], masters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of the weights as they are."""
+    per = {F32: 4096, I16: 1024}
+    made = [torch.zeros(-(-m.numel() // per[m.dtype]), dtype=I64) for m in masters]
+    torch.ops.torch_ext.master_witness_(params, masters, made, none(I64), 2)
+    return made
+
+
+def adamw_flat(external: int = 0, **options: Any) -> list[Any]:
+    """The same call with all states of a kind in one memory, of which the first element belongs to nobody. external:
+    on_external_write; witnesses are there then."""
     params, grads, *kinds_and_rest = adamw(**options)
     kinds, rest = kinds_and_rest[:5], kinds_and_rest[5:]
+    if external:
+        kinds.append(witnesses_of(params, kinds[2]))
+        rest[-4] = torch.zeros(2, dtype=I64)
     states: list[torch.Tensor] = []
     rows: list[list[int]] = [[] for _ in params]
     for tensors in (kind or [none() for _ in params] for kind in kinds):
@@ -106,7 +118,8 @@ def adamw_flat(**options: Any) -> list[Any]:
             row += (len(states), end, t.numel())
             end += t.numel()
         states.append(torch.cat([torch.full((1,), 7, dtype=tensors[0].dtype), *tensors]) if tensors else none())
-    return [params, grads, states, torch.tensor(rows, dtype=I64).reshape(-1, 15), *rest]
+    table = torch.tensor(rows, dtype=I64).reshape(-1, 3 * len(kinds))
+    return [params, grads, states, table, *rest, external]
 
 
 def grad_stats(numels: Sequence[int] = (5, 300, 0), dtype: torch.dtype = F32, first_bad: bool = True) -> list[Any]:
@@ -192,7 +205,24 @@ def master_resync(
 ) -> list[Any]:
     numels = (5, 130, 0, 1)
     masters = [torch.full((n,), 3, dtype=master) for n in numels]
-    return [randoms(numels, param), masters, torch.zeros(len(numels), dtype=I64) if changed else none(I64), force]
+    return [
+        randoms(numels, param),
+        masters,
+        torch.zeros(len(numels), dtype=I64) if changed else none(I64),
+        force,
+        False,
+    ]
+
+
+def master_witness(master: torch.dtype = F32, mode: int = 0) -> list[Any]:
+    """Two of the tensors were written to."""
+    numels = (5, 1030, 0, 4100)
+    params = randoms(numels, BF16)
+    masters = [p.float() if master is F32 else torch.ones(p.numel(), dtype=I16) for p in params]
+    witnesses = witnesses_of(params, masters)
+    for p in params:
+        p[-1:] += 1
+    return [params, masters, witnesses, torch.zeros(len(numels), dtype=I64), mode]
 
 
 TWO_GROUPS = (GROUP, (5e-3, 0.8, 0.99, 1e-6, 0.0, 1.0, 0.0))
@@ -211,6 +241,9 @@ SAMPLES = [
     Sample("adamw_flat_", "float32", adamw_flat),
     Sample("adamw_flat_", "bfloat16_with_masters", lambda: adamw_flat(param=BF16, master=F32, extras=True)),
     Sample("adamw_flat_", "float16_states_of_8_bits", lambda: adamw_flat(param=F16, exp_avg=U8, master=F32)),
+    Sample("adamw_flat_", "witnesses", lambda: adamw_flat(1, param=BF16, master=F32)),
+    Sample("adamw_flat_", "witnesses_of_remainders", lambda: adamw_flat(1, param=BF16, master=I16, extras=True)),
+    Sample("adamw_flat_", "only_a_check", lambda: adamw_flat(2, param=BF16, master=I16)),
     Sample("adamw_flat_", "no_tensors", lambda: adamw_flat(numels=())),
     Sample("grad_stats_", "float32", grad_stats),
     Sample("grad_stats_", "bfloat16_without_first_bad", lambda: grad_stats(dtype=BF16, first_bad=False)),
@@ -233,6 +266,10 @@ SAMPLES = [
     Sample("master_decode_", "join", master_decode),
     Sample("master_resync_", "float32_beside_bfloat16", master_resync),
     Sample("master_resync_", "forced_remainders", lambda: master_resync(BF16, I16, False, True)),
+    Sample("master_resync_", "only_a_check", lambda: [*master_resync()[:4], True]),
+    Sample("master_witness_", "checked", master_witness),
+    Sample("master_witness_", "remainders_resynced", lambda: master_witness(I16, 1)),
+    Sample("master_witness_", "renewed", lambda: master_witness(F32, 2)),
 ]
 
 

@@ -92,8 +92,9 @@ bucket_unpack_(Tensor bucket, Tensor scales, Tensor offsets, Tensor(a!)[] tensor
 cast_(Tensor[] srcs, Tensor(a!)[] dsts, Tensor[] src_scales, Tensor(b!)[] dst_scales, Tensor meta, int format=0, int rounding=0, int seed=0, int step=0
 master_encode_(Tensor[] masters, Tensor(a!)[] params, Tensor(b!)[] remainders
 master_decode_(Tensor[] params, Tensor[] remainders, Tensor(a!)[] masters
-master_resync_(Tensor[] params, Tensor(a!)[] masters, Tensor(b!) changed, bool force=False
-adamw_flat_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states, Tensor slices, Tensor[] lrs, Tensor groups, Tensor meta, Tensor grad_scale, Tensor clip_coef, Tensor found_inf, Tensor(c!) skipped, int seed=0, int moment_rounding=1, int weight_rounding=1
+master_resync_(Tensor[] params, Tensor(a!)[] masters, Tensor(b!) changed, bool force=False, bool check=False
+adamw_flat_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states, Tensor slices, Tensor[] lrs, Tensor groups, Tensor meta, Tensor grad_scale, Tensor clip_coef, Tensor found_inf, Tensor(c!) skipped, int seed=0, int moment_rounding=1, int weight_rounding=1, int on_external_write=0
+master_witness_(Tensor[] params, Tensor(a!)[] masters, Tensor(b!)[] witnesses, Tensor(c!) strays, int action=0
 """.strip().split("\n")  # noqa: E501
 
 

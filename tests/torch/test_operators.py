@@ -202,12 +202,49 @@ def test_masters_split_and_join() -> None:
 
 @pytest.mark.parametrize("force", [False, True])
 def test_master_resync(force: bool) -> None:
-    params, masters, changed, _ = samples.master_resync()
+    params, masters, changed, *_ = samples.master_resync()
     masters[1] = params[1].float() * (1 + 2**-12)  # still rounds to its weight
     ops.master_resync_(params, masters, changed, force)
     assert torch.equal(masters[0], params[0].float())
     assert torch.equal(masters[1], params[1].float()) == force
     assert changed.tolist() == [5, int((params[1] != 0).sum()) if force else 0, 0, 1]
+
+
+def test_master_resync_only_counts_where_it_checks() -> None:
+    params, masters, changed, *_ = samples.master_resync()
+    before = bits(masters)
+    ops.master_resync_(params, masters, changed, False, True)
+    assert bits(masters) == before and changed.tolist() == [5, 130, 0, 1]
+
+
+@pytest.mark.parametrize("master, counts", [(F32, [1, 1, 0, 1]), (I16, [5, 6, 0, 4])], ids=["fp32", "remainders"])
+def test_master_witness(master: torch.dtype, counts: list[int]) -> None:
+    """Beside remainders all of a block is taken over: of 1030 weights the last 6, of 4100 the last 4."""
+    params, masters, witnesses, strays, _ = samples.master_witness(master)
+    before, old = bits(masters), [m.clone() for m in masters]
+    ops.master_witness_(params, masters, witnesses, strays, 0)
+    assert strays.tolist() == counts and bits(masters) == before
+    ops.master_witness_(params, masters, witnesses, strays, 1)
+    assert strays.tolist() == [2 * n for n in counts]
+    for p, m, o in zip(params, masters, old, strict=True):
+        assert torch.equal(m[-1:].float(), p[-1:].float() if master is F32 else torch.zeros(len(m[-1:])))
+        assert torch.equal(m[:1024], o[:1024]) or len(m) < 1024
+    ops.master_witness_(params, masters, witnesses, strays, 1)
+    assert strays.tolist() == [2 * n for n in counts]
+
+
+def test_a_sample_of_a_large_tensor_is_32_of_every_2048() -> None:
+    p = samples.randoms((3 * 4096 + 100,), BF16)
+    masters = [p[0].float()]
+    witnesses = samples.witnesses_of(p, masters)
+    for i in range(p[0].numel()):
+        if i % 2048 in (0, 31, 32, 1024, 2047) or i > 3 * 4096 + 90:
+            strays = torch.zeros(1, dtype=I64)
+            old = p[0][i].clone()
+            p[0][i] += 1
+            ops.master_witness_(p, masters, witnesses, strays, 0)
+            p[0][i] = old
+            assert int(strays) == int(i % 2048 < 32), i
 
 
 # -- what is not an error ----------------------------------------------------------------------------------------------
@@ -254,6 +291,7 @@ def test_unaligned_tables_are_refused() -> None:
         ("master_encode_", [[], [], []]),
         ("master_decode_", [[], [], []]),
         ("master_resync_", [[], [], none(I64)]),
+        ("master_witness_", [[], [], [], none(I64)]),
         ("grad_stats_", [[], torch.zeros(21, dtype=I64), none(I64)]),
         ("cast_", [[], [], [], [], none(I64)]),
         ("bucket_unpack_", [torch.zeros(128), none(U8), none(I64), []]),
@@ -497,6 +535,20 @@ WRONG = [
     Wrong("bucket_pack_", "bucket_in_int16", lambda a: put(2, a[2].to(I16))(a), ("bucket", "int16")),
     Wrong("bucket_reduce_", "chunks_of_two_dtypes", put(0, lambda: torch.zeros(130), 1), ("chunks[1]", "chunks[0]")),
     Wrong("master_encode_", "float16_weights", put(1, lambda: torch.zeros(5, dtype=F16), 0), ("params[0]", "legal")),
+    Wrong("master_resync_", "force_and_check", lambda a: put(4, True)(put(3, True)(a) or a), ("force", "check")),
+    Wrong(
+        "master_witness_", "witnesses_too_few", put(2, lambda: torch.zeros(1, dtype=I64), 3), ("witnesses[3]", "2 of")
+    ),
+    Wrong("master_witness_", "witnesses_in_float64", put(2, lambda: torch.zeros(1, dtype=F64), 0), ("witnesses[0]",)),
+    Wrong("master_witness_", "unknown_mode", put(4, 3), ("mode is 3", "2 (renew)")),
+    Wrong(
+        "master_witness_",
+        "float16_beside_remainders",
+        put(0, lambda: torch.zeros(5, dtype=F16), 0),
+        ("params[0]",),
+        lambda: samples.master_witness(I16),
+    ),
+    Wrong("adamw_flat_", "unknown_on_external_write", put(14, 3), ("on_external_write is 3", "2 (check)")),
     Wrong("master_resync_", "float64_masters", put(1, lambda: torch.zeros(5, dtype=F64), 0), ("masters[0]",)),
     # memory written twice
     Wrong(
