@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_ext._storages import is_released
+
 REMEDY = "call torch_ext.onload(model, optimizer) first"
 
 
@@ -71,6 +73,12 @@ def refuse_gradients(parameters: Sequence[Tensor], doing: str) -> None:
     """RuntimeError where gradients of these can be neither taken nor read."""
     params.refuse(parameters, doing)
     grads.refuse(parameters, doing)
+
+
+def refuse_released(t: Tensor, what: str) -> None:
+    """RuntimeError where the tensor's memory is away."""
+    if is_released(t):
+        raise RuntimeError(f"{what} is in host memory since offload(); {REMEDY}")
 
 
 def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

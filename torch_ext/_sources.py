@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext import _state, _tensors
+from torch_ext import _away, _state, _tensors
 from torch_ext._state import GRAIN, Kinds
 
 STRETCH = 1 << 20  # elements that are decoded at a time where all of them are wanted: 4 MiB
 assert STRETCH % GRAIN == 0
+
+_WHAT = "an optimizer state that was handed out before"  # for messages
 
 
 class Stored:
@@ -40,9 +42,11 @@ class Stored:
 
     def read(self, begin: int, end: int) -> Tensor:
         """A view."""
+        _away.refuse_released(self.flat, _WHAT)
         return self.flat[begin:end]
 
     def write(self, begin: int, values: Tensor) -> None:
+        _away.refuse_released(self.flat, _WHAT)
         self.flat[begin : begin + values.numel()].copy_(values)
 
     def settle(self) -> None:
@@ -82,6 +86,8 @@ class AtRest:
         return self.weight.numel()
 
     def _part(self, begin: int, end: int) -> tuple[Tensor, dict[str, Tensor]]:
+        _away.refuse_released(self.weight, _WHAT)
+        _away.refuse_released(self.state["exp_avg"], _WHAT)
         weight = _tensors.flat(self.weight).view(-1)[begin:end].to(self.device)
         return weight, _state.part(self.state, self.kinds, begin, end)
 

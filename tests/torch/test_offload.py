@@ -434,6 +434,21 @@ def test_B4_torch_optimizers_neither_save_nor_load_what_is_away() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("kind", ["params", "states"])
+def test_B4_a_state_that_was_handed_out_before_is_not_read(kind: str) -> None:
+    """8-bit moments and remainders are decoded when they are read."""
+    params = training.params_of("c")
+    model, optimizer = nn.ParameterList(params), torch_ext.AdamW(params, policy=training.policy_of("c"))
+    training.train(optimizer, [0])
+    entry = optimizer.state_dict()["state"][0]
+    before = {key: value.clone() for key, value in entry.items()}
+    torch_ext.offload(model, optimizer, **{k: k == kind for k in KINDS})
+    with pytest.raises(RuntimeError, match=r"handed out before.*torch_ext\.onload"):
+        entry["master_param"].clone()
+    torch_ext.onload(model, optimizer)
+    assert all(torch.equal(value, before[key]) for key, value in entry.items())
+
+
 def test_B4_zero_grad_is_fine_while_away() -> None:
     model, optimizer = trained()
     torch_ext.offload(model, optimizer)
