@@ -13,6 +13,7 @@ from torch_ext import (
     _bench_measure,
     _bench_memory,
     _bench_neighbour,
+    _bench_offload,
     _bench_peers,
     _bench_tensors,
 )
@@ -229,4 +230,32 @@ def memory(bench: Bench) -> None:
         bench.add("memory", f"{name}: resident bytes per parameter", Spread(*[storage] * 3), bar, beside)
 
 
-ROWS: dict[str, Callable[[Bench], None]] = {row.__name__: row for row in (wall, gpt2, peers, small, neighbour, memory)}
+# -- offload: weights and states to the host and back, against a plain copy of as many bytes --------------------------------
+
+
+def offload(bench: Bench) -> None:
+    for what, shapes in {"one tensor": bench.flat, f"{len(bench.model)} tensors": bench.model}.items():
+        trip = _bench_offload.Trip(shapes, bench.seed)
+        contenders: dict[str, Callable[[], object]] = {
+            "offload + onload": trip.there_and_back,
+            "plain copy": _bench_offload.plain_copy(trip.nbytes, fresh=True),
+            "plain copy, nothing released": _bench_offload.plain_copy(trip.nbytes, fresh=False),
+        }
+        times = bench.run(f"offload, {what}", contenders, bench.rounds)
+        both = statistics.median(times["offload + onload"])
+        beside = {
+            "GB": trip.nbytes / 1e9,
+            "GB/s both ways": 2e-9 * trip.nbytes / both,
+            "GB/s down": 1e-9 * trip.nbytes / statistics.median(trip.down),
+            "of a copy that releases nothing": _bench_measure.ratio(
+                times, "plain copy, nothing released", "offload + onload"
+            ).median,
+        }
+        value = _bench_measure.ratio(times, "plain copy", "offload + onload")
+        bench.add("offload", f"offload + onload, {what}: fraction of a plain copy", value, Bar(0.8, 0.95), beside)
+        del trip, contenders
+
+
+ROWS: dict[str, Callable[[Bench], None]] = {
+    row.__name__: row for row in (wall, gpt2, peers, small, neighbour, memory, offload)
+}

@@ -60,6 +60,7 @@ def test_every_row_has_its_figures(ran: Ran) -> None:
     wanted += [isa for isa in ISAS if isa not in present]
     wanted += [f"{name}: 148 tensors, speed relative to one" for name in CONFIGURATIONS]
     wanted += [f"{name}: resident bytes per parameter" for name in "abc"]
+    wanted += [f"offload + onload, {what}: fraction of a plain copy" for what in ("one tensor", "148 tensors")]
     assert [what for what in wanted if what not in there] == []
     assert [peer.what for peer in PEERS if not any(what.startswith(peer.what) for what in there)] == []
 
