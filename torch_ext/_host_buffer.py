@@ -4,10 +4,12 @@ This is the one place that knows what kind of memory a device copies from and to
 accelerator host memory stands in for the device's: the same code runs, and nothing has to be pinned.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from torch_ext import _copies
 
 SLAB = 1 << 28
 """Bytes of a slab at most. Pinned memory comes in powers of two, so one buffer of all bytes could take twice as many."""
@@ -42,21 +44,27 @@ class HostBuffer:
             self._slabs.append(slab)
             self.capacity += slab.numel()
 
-    def store(self, at: int, source: Tensor) -> None:
-        """Bytes (uint8, one dimension, any device) -> bytes from `at` on. Does not wait for an accelerator."""
-        for host, begin in self._runs(at, source.numel()):
-            host.copy_(source[begin : begin + host.numel()], non_blocking=self._pinned)
+    def store(self, sources: Iterable[tuple[int, Tensor]]) -> None:
+        """Memories (uint8, one dimension, any device) -> bytes from the number on that stands before each. Does not
+        wait for an accelerator."""
+        self._copy([(host, source[run]) for at, source in sources for host, run in self._runs(at, source.numel())])
 
-    def load(self, at: int, target: Tensor) -> None:
-        """Bytes from `at` on -> `target`, likewise."""
-        for host, begin in self._runs(at, target.numel()):
-            target[begin : begin + host.numel()].copy_(host, non_blocking=self._pinned)
+    def load(self, targets: Iterable[tuple[int, Tensor]]) -> None:
+        """The way back, likewise."""
+        self._copy([(target[run], host) for at, target in targets for host, run in self._runs(at, target.numel())])
 
-    def _runs(self, at: int, nbytes: int) -> Iterator[tuple[Tensor, int]]:
-        """Bytes [at, at + nbytes) slab by slab, and where each run begins among them."""
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if not self._pinned:
+            _copies.copy(pairs)
+            return
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+
+    def _runs(self, at: int, nbytes: int) -> Iterator[tuple[Tensor, slice]]:
+        """Bytes [at, at + nbytes) slab by slab, and which of them each run is."""
         start = 0
         for slab in self._slabs:
             first, last = max(at, start), min(at + nbytes, start + slab.numel())
             if first < last:
-                yield slab[first - start : last - start], first - at
+                yield slab[first - start : last - start], slice(first - at, last - at)
             start += slab.numel()

@@ -9,7 +9,7 @@ Until `release` nothing has changed that anybody could see, and until `fill` not
 """
 
 import abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,8 +31,8 @@ class Luggage(abc.ABC):
         self._away: list[_Piece] = []
 
     @abc.abstractmethod
-    def _fill(self, piece: _Piece) -> None:
-        """Memory that came gets its content."""
+    def _fill(self, pieces: Sequence[_Piece]) -> None:
+        """Memories that came get their content."""
 
     def memories(self) -> Iterator[Memory]:
         """Those that are away."""
@@ -58,10 +58,10 @@ class Luggage(abc.ABC):
     def take_back(self) -> None:
         """What was packed, released or not, is here."""
         packed, self._packed = self._packed, []
-        for piece in packed:
-            if piece.memory.storage.nbytes() == 0:
-                piece.memory.storage.resize_(piece.memory.nbytes)
-                self._fill(piece)
+        gone = [piece for piece in packed if piece.memory.storage.nbytes() == 0]
+        for memory, _ in gone:
+            memory.storage.resize_(memory.nbytes)
+        self._fill(gone)
 
     def allocate(self) -> None:
         """Memory for everything that is away."""
@@ -74,8 +74,7 @@ class Luggage(abc.ABC):
             memory.storage.resize_(0)
 
     def fill(self) -> None:
-        for piece in self._away:
-            self._fill(piece)
+        self._fill(self._away)
 
     def arrived(self) -> None:
         """Everything is here; copies are done."""
@@ -92,11 +91,10 @@ class Carried(Luggage):
     def pack(self, memories: Iterable[Memory]) -> None:
         super().pack(memories)
         self.buffer.reserve(max(map(_end, self._packed), default=0))
-        for memory, at in self._packed:
-            self.buffer.store(at, _storages.bytes_of(memory.storage))
+        self.buffer.store((at, _storages.bytes_of(memory.storage)) for memory, at in self._packed)
 
-    def _fill(self, piece: _Piece) -> None:
-        self.buffer.load(piece.at, _storages.bytes_of(piece.memory.storage))
+    def _fill(self, pieces: Sequence[_Piece]) -> None:
+        self.buffer.load((at, _storages.bytes_of(memory.storage)) for memory, at in pieces)
 
 
 class Dropped(Luggage):
@@ -107,8 +105,9 @@ class Dropped(Luggage):
         super().__init__()
         self._aside: list[tuple[Tensor, Tensor]] = []  # parameters and what was their `.grad`
 
-    def _fill(self, piece: _Piece) -> None:
-        _storages.bytes_of(piece.memory.storage).zero_()
+    def _fill(self, pieces: Sequence[_Piece]) -> None:
+        for memory, _ in pieces:
+            _storages.bytes_of(memory.storage).zero_()
 
     def set_aside(self, params: Iterable[Tensor]) -> None:
         """Of these parameters the gradients were released."""

@@ -13,7 +13,7 @@ import training
 from torch import Tensor, nn
 
 import torch_ext
-from torch_ext import _bench_memory, _host_buffer, _luggage
+from torch_ext import _bench_memory, _copies, _host_buffer, _luggage
 
 KINDS = ("params", "grads", "states")
 STEPS = 3
@@ -306,19 +306,21 @@ def test_B4_host_memory_grows_by_what_is_new() -> None:
     assert model_bytes == 0 and bits(weights(model)) == before
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("slab", [4096, 1 << 28], ids=["many slabs", "one slab"])
-def test_host_buffer_gives_back_what_was_put_in(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_buffer_gives_back_what_was_put_in(slab: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_host_buffer, "SLAB", slab)
+    monkeypatch.setattr(_copies, "CHUNK", 1000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     buffer = _host_buffer.HostBuffer(pinned=False)
     content = torch.randint(0, 256, (20_000,), dtype=torch.uint8)
     for end in (5_000, 20_000):
         buffer.reserve(end)
         assert buffer.capacity >= end
-    for begin, end in ((0, 1), (1, 4096), (4096, 4097), (4097, 4097), (4097, 20_000)):
-        buffer.store(begin, content[begin:end])
+    cuts = ((0, 1), (1, 4096), (4096, 4097), (4097, 4097), (4097, 20_000))
+    buffer.store((begin, content[begin:end]) for begin, end in cuts)
     back = torch.zeros(20_000, dtype=torch.uint8)
-    for begin, end in ((0, 9_000), (9_000, 20_000)):
-        buffer.load(begin, back[begin:end])
+    buffer.load((begin, back[begin:end]) for begin, end in ((0, 9_000), (9_000, 20_000)))
     assert torch.equal(back, content)
 
 
