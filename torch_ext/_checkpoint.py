@@ -78,9 +78,7 @@ def _like(p: Any, value: Tensor) -> Any:
 def masters(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[Any, Any]:
     """The master of each parameter in a logical state_dict; the weight, as state is cut, where it is its own."""
     everyone, names = _groups.everyone(optimizer.param_groups), _groups.names(optimizer.param_groups)
-    keys = [
-        key for group in optimizer.param_groups for key in group.get("param_names") or [None] * len(group["params"])
-    ]
+    keys = _groups.keys(optimizer.param_groups)
     locals_ = optimizer._current_locals(everyone)
     found: dict[Any, Any] = {}
     for index, p in enumerate(everyone):
@@ -88,7 +86,7 @@ def masters(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[Any, Any]:
         master = entry.get("master_param")
         if master is None and is_cut(p, local):
             master = part_of(p, local, Stored(local.weight.detach()), names[index])
-        found[index if keys[index] is None else keys[index]] = p.detach() if master is None else master
+        found[keys[index]] = p.detach() if master is None else master
     return found
 
 

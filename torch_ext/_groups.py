@@ -49,6 +49,12 @@ def names(groups: list[Group]) -> list[str]:
     return found
 
 
+def keys(groups: list[Group]) -> list[str | int]:
+    """By which parameters are found in what is handed out: their names where they are known, else their positions."""
+    known = [name for group in groups for name in group.get("param_names") or [None] * len(group["params"])]
+    return [position if name is None else name for position, name in enumerate(known)]
+
+
 def ids(groups: list[Group]) -> list[int]:
     """What seeds each parameter's rounding thresholds: its name, or its place, as the group's "param_id" says."""
     found: list[int] = []

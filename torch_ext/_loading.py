@@ -209,7 +209,7 @@ def _encode(target: _Target, entry: Mapping[str, Any], at_rest: dict[str, Tensor
         if key not in entry:
             losses.seeded(name)
             continue
-        value = _part(target.param, local, entry[key])
+        value = part(target.param, local, entry[key])
         _state.encode(weight, {key: value}, kinds, {}, at_rest)
         if not _survived(weight, at_rest, kinds, key, encoded, value):
             losses.rounded(key, name)
@@ -219,7 +219,7 @@ def _encode(target: _Target, entry: Mapping[str, Any], at_rest: dict[str, Tensor
             losses.dropped(name)
 
 
-def _part(p: Any, local: _local.Local, value: Any) -> Tensor:
+def part(p: Any, local: _local.Local, value: Any) -> Tensor:
     """This rank's part of what was loaded for p, as a plain tensor that lies like local.weight."""
     if _local.is_dtensor(value):
         if tuple(value.placements) != tuple(p.placements):

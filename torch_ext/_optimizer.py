@@ -1,15 +1,28 @@
 """AdamW and Adam: torch.optim.Optimizer on the outside, one adamw_flat_ call per step on the inside."""
 
+import contextlib
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from torch_ext import _away, _checkpoint, _groups, _kept, _loading, _local, _masters, _registry, _state, _tensors
+from torch_ext import (
+    _away,
+    _checkpoint,
+    _groups,
+    _kept,
+    _loading,
+    _local,
+    _master_access,
+    _masters,
+    _registry,
+    _state,
+    _tensors,
+)
 from torch_ext._clip import Clipping, innermost, is_agreed, measure
 from torch_ext._early import Early
 from torch_ext._groups import Params
@@ -65,6 +78,8 @@ class Adam(torch.optim.Optimizer):
     _consolidated: dict[str, Any] | None  # handed out by the next state_dict(), until the next step
     _locals: _local.Locals | None
     _early: Early
+    _open: bool  # within master_weights()
+    _warned: bool
 
     def __init__(
         self,
@@ -194,6 +209,7 @@ class Adam(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
+        self._refuse_open("step()")
         everyone = [p for group in self.param_groups for p in group["params"]]
         grads = self._current_locals(everyone).grads()
         self._consolidated = None
@@ -201,6 +217,7 @@ class Adam(torch.optim.Optimizer):
         active = [g is not None for g in grads]
         present = cast(list[Tensor], grads) if all(active) else [g for g in grads if g is not None]
         if not present:
+            self._warn_of_orphans()
             return
         hyper = self._current_hyper()
         clipping = self._current_clipping(present, active)
@@ -239,6 +256,21 @@ class Adam(torch.optim.Optimizer):
             finally:
                 if plan.host is not None:
                     plan.host.end()
+
+    def _warn_of_orphans(self) -> None:
+        """A module that loads with assign=True, or is made anew, has other parameters: nobody trains these."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"torch_ext: step() found no gradient for any of {len(self._everyone())} parameters, so nothing was "
+                "stepped. If the model's parameters were replaced after this optimizer was made (load_state_dict(assign="
+                "True), to_empty(), a copy of the model), make it from the new ones",
+                stacklevel=4,
+            )
+
+    def _refuse_open(self, doing: str) -> None:
+        if self._open:
+            raise RuntimeError(f"{doing} within master_weights(): parameters are their masters there; leave it first")
 
     def _run(
         self, plan: Plan, grads: list[Tensor], hyper: _groups.Hyper, scalars: tuple[Tensor, Tensor, Tensor]
@@ -554,22 +586,70 @@ class Adam(torch.optim.Optimizer):
 
     # -- masters ------------------------------------------------------------------------------------------------------
 
-    def resync_masters(self, force: bool = False) -> int:
+    def resync_masters(self, state_dict: Mapping[str, Any] | None = None, force: bool = False) -> int:
         """Compares every master with its weight and makes it the weight where it no longer rounds to it.
 
-        For weights that were written where nobody can notice (through `p.data`, numpy, a storage). 16-bit remainders
-        are legal beside any weight, so only `force=True`, which makes every master exactly its weight, changes them.
-        Returns the number of elements that changed.
+        For weights that were written where nobody can notice (see on_external_write). 16-bit remainders are legal beside
+        any weight: they are dropped in blocks of 1024 weights of which one was written. force: every master becomes
+        exactly its weight, remainders included.
+
+        state_dict: a model's in higher precision, from which the weights that are there now were rounded (load it into
+        the model first). Masters are taken from it, by parameter name: what rounding to the weight lost is kept.
+        ValueError or TypeError, naming the parameter, where it does not fit; nothing has changed then.
+
+        Returns the number of elements that changed, of this rank.
         """
+        if state_dict is not None and force:
+            raise ValueError("resync_masters(): force=True takes masters from the weights, state_dict from elsewhere")
+        self._refuse_open("resync_masters()")
         everyone = self._everyone()
         at_rest = [self._at_rest(p) for p in everyone]
         having = ["master_param" in state or "master_remainder" in state for state in at_rest]
+        if state_dict is not None:  # masters are made where they are still to come
+            having = [p.requires_grad and _state.kinds_of(self.policy, p.dtype).master is not None for p in everyone]
         with torch.no_grad():
             members = self._members(everyone, having)
-            changed = _masters.resync(members, force)
+            if state_dict is None:
+                changed = int(_masters.resync(members, force).sum())
+            else:
+                changed = _master_access.seed(members, self._keys(having), state_dict)
+        self._masters_known(members)
+        return changed
+
+    @contextlib.contextmanager
+    def master_weights(self) -> Iterator[dict[str | int, Tensor]]:
+        """Full precision while the block runs (under no_grad): to constrain weights, average them, or read them.
+
+            with opt.master_weights() as masters:
+                for p in model.parameters(): p.clamp_(-1, 1)
+
+        Each parameter that has a master *is* its master (fp32) then, and afterwards becomes its nearest in the model's
+        dtype again. `masters` has the same tensors by parameter name (position where names are not known): of
+        parameters that are cut over the ranks, which stay as they are, this rank's part, and DTensors' local tensors;
+        what is written there is taken over as well. Where parameters are cut every rank enters, and leaving is
+        collective. A step inside is a RuntimeError.
+        """
+        self._refuse_open("master_weights()")
+        everyone = self._everyone()
+        with torch.no_grad():
+            trained = [p.requires_grad for p in everyone]
+            members = self._members(everyone, trained)
+            _masters.resync([m for m in members if m.kinds.master])
+            self._open = True
+            try:
+                with _master_access.opened(members, self._keys(trained)) as masters:
+                    yield masters
+            finally:
+                self._open = False
+                self._masters_known([m for m in members if m.kinds.master])
+
+    def _keys(self, wanted: list[bool]) -> list[str | int]:
+        return [key for key, want in zip(_groups.keys(self.param_groups), wanted, strict=True) if want]
+
+    def _masters_known(self, members: list[Member]) -> None:
+        """To be what their weights are the nearest of."""
         self._seen.update({m.param: _masters.look(m) for m in members})
         self._plan = None
-        return int(changed.sum())
 
     # -- saving and loading -------------------------------------------------------------------------------------------
 
@@ -586,6 +666,7 @@ class Adam(torch.optim.Optimizer):
         torch.distributed.checkpoint, which saves and loads them under any strategy and number of ranks. Whatever needs
         whole tensors of them (torch.save, arithmetic) raises RuntimeError that names `consolidate_state_dict`.
         """
+        self._refuse_open("state_dict()")
         if self._consolidated is not None:
             whole, self._consolidated = self._consolidated, None
             return whole
@@ -639,6 +720,7 @@ class Adam(torch.optim.Optimizer):
         optimizer may be loaded in any order. Raises ValueError or TypeError, naming the parameter and the key, before
         anything has changed.
         """
+        self._refuse_open("load_state_dict()")
         handle = self.register_load_state_dict_pre_hook(cast(Any, _loading.sealed))  # after everybody else's
         try:
             super().load_state_dict(state_dict)
@@ -673,6 +755,8 @@ class Adam(torch.optim.Optimizer):
         self._consolidated = None
         self._locals = None
         self._early = Early()
+        self._open = False
+        self._warned = False
 
 
 class AdamW(Adam):

@@ -140,7 +140,7 @@ def test_D3_model_loaded_after_the_optimizer_was_built(before: str, name: str) -
 
 
 @pytest.mark.parametrize("name", ["a", "fp16"])
-def test_D7_write_without_a_trace_needs_resync_masters(name: str) -> None:
+def test_D7_resync_masters_takes_over_what_does_not_round_to_its_weight(name: str) -> None:
     optimizer = optimizer_of(name)
     train(optimizer, range(3))
     weights = new_weights(optimizer)

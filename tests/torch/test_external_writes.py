@@ -1,0 +1,478 @@
+"""Weights that somebody else writes between steps (semantics.md, D7): every way of writing, what is not a write, and
+masters that are opened, seeded or swapped on purpose (D5, D6)."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from training import WITH_MASTER, bits, everything, params_of, policy_of, set_grads, train
+
+import torch_ext
+
+LARGE = [(5, 4096), (130, 37), (7,), (3, 5, 7), (), (1,)]
+
+
+class Model(nn.Module):
+    """Parameters of several sizes, the first of several samples."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(params_of(name, LARGE))
+
+
+def made(name: str, **options: object) -> tuple[Model, torch_ext.AdamW]:
+    model = Model(name)
+    options = {"lr": 1e-2, "weight_decay": 0.0, "policy": policy_of(name)} | options
+    optimizer = torch_ext.AdamW(model.named_parameters(), **options)
+    train(optimizer, range(3))
+    return model, optimizer
+
+
+def others(model: nn.Module) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in model.parameters()]
+
+
+def quiet_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Zero gradients, and first moments of zero: a step that moves nothing."""
+    for p in model.parameters():
+        optimizer.state[p]["exp_avg"].zero_()
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+
+
+# -- every way of writing -------------------------------------------------------------------------------------------
+
+
+def in_numpy(p: Tensor, value: Tensor) -> None:
+    bytes_of = p.detach().view(-1).view(torch.uint8).numpy()
+    bytes_of[:] = value.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def in_storage(p: Tensor, value: Tensor) -> None:
+    p.untyped_storage().copy_(value.contiguous().untyped_storage())
+
+
+def broadcast(p: Tensor, value: Tensor) -> None:
+    value = value.contiguous()
+    dist.broadcast(value, 0)
+    p.data.copy_(value)
+    dist.broadcast(p.data, 0)
+
+
+def in_place(p: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        p.copy_(value)
+
+
+def new_memory(p: nn.Parameter, value: Tensor) -> None:
+    p.data = value.clone()
+
+
+WRITES: dict[str, Callable[[nn.Parameter, Tensor], None]] = {
+    "p.data.copy_": lambda p, value: p.data.copy_(value),
+    "p.data.mul_": lambda p, value: p.data.mul_(0).add_(value),
+    "p.data =": new_memory,
+    "p.copy_": in_place,
+    "numpy": in_numpy,
+    "storage": in_storage,
+    "dist.broadcast": broadcast,
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", WITH_MASTER)
+@pytest.mark.parametrize("write", WRITES)
+def test_D7_every_write_takes_effect_without_a_call(write: str, name: str) -> None:
+    model, optimizer = made(name)
+    values = others(model)
+    for p, value in zip(model.parameters(), values, strict=True):
+        WRITES[write](p, value)
+    quiet_step(model, optimizer)
+    assert [bits(p) for p in model.parameters()] == [bits(value) for value in values]
+    assert optimizer.external_writes() > 0
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_D7_vector_to_parameters(name: str) -> None:
+    model, optimizer = made(name)
+    values = others(model)
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(values), model.parameters())
+    quiet_step(model, optimizer)
+    assert [bits(p) for p in model.parameters()] == [bits(value) for value in values]
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_D7_a_flat_buffer_that_parameters_view(name: str) -> None:
+    model = Model(name)
+    params = list(model.parameters())
+    flat = torch.cat([p.detach().view(-1) for p in params])
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.data = part.view(p.shape)
+    optimizer = torch_ext.AdamW(params, lr=1e-2, weight_decay=0.0, policy=policy_of(name))
+    train(optimizer, range(3))
+    flat.uniform_(-1, 1)
+    expected = [bits(p) for p in params]
+    quiet_step(model, optimizer)
+    assert [bits(p) for p in params] == expected
+
+
+def test_D7_assign_leaves_an_orphan_and_says_so() -> None:
+    model, optimizer = made("a")
+    model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
+    model.weights[0].grad = torch.zeros_like(model.weights[0])
+    with pytest.warns(UserWarning, match=r"no gradient for any of 6 parameters.*assign=True"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # says it once
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("way", ["copy_", "to_local().mul_", "to_local().copy_ without a trace"])
+def test_D7_dtensors(way: str, name: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    whole = params_of(name, [(4, 4096)])[0]
+    p = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]))
+    optimizer = torch_ext.AdamW([p], lr=1e-2, weight_decay=0.0, policy=policy_of(name))
+
+    def step(factor: float) -> None:
+        grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(3)).to(p.dtype) * factor
+        p.grad = distribute_tensor(grad, mesh, [Shard(0)])
+        optimizer.step()
+
+    step(1.0)
+    optimizer.state[p]["exp_avg"].zero_()
+    before = optimizer.external_writes()
+    with torch.no_grad():
+        if way == "copy_":
+            p.copy_(distribute_tensor(torch.ones_like(whole), mesh, [Shard(0)]))
+        elif way == "to_local().mul_":
+            p.to_local().mul_(0.5)
+        else:
+            p.to_local().data.copy_(torch.ones_like(whole))
+        expected = bits(p.to_local())
+    step(0.0)
+    assert bits(p.to_local()) == expected
+    assert optimizer.external_writes() > before
+
+
+# -- how much of a write is seen -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 1, 31, 32, 2000, 4096, 9000, 18431])
+def test_D7_2048_neighbours_beside_fp32_masters_are_seen_wherever_they_are(start: int) -> None:
+    model, optimizer = made("a")
+    p = model.weights[0]
+    p.data.view(-1)[start : start + 2048] += 1
+    expected = bits(p)
+    quiet_step(model, optimizer)
+    assert bits(p) == expected
+
+
+@pytest.mark.parametrize("name, seen", [("a", False), ("b", True), ("c", True)])
+def test_D7_one_element_between_the_samples_needs_the_call(name: str, seen: bool) -> None:
+    """The documented limit: beside fp32 masters a write that leaves no trace to less than the samples' distance."""
+    model, optimizer = made(name)
+    p = model.weights[0]
+    p.data.view(-1)[1000] += 1
+    expected, stale = bits(p), optimizer.external_writes()
+    if not seen:
+        assert optimizer.resync_masters() == 1
+    quiet_step(model, optimizer)
+    assert bits(p) == expected
+    assert optimizer.external_writes() - stale == (1024 if seen else 0)
+
+
+def test_D7_a_counter_is_enough_for_one_element() -> None:
+    model, optimizer = made("a")
+    with torch.no_grad():
+        model.weights[0].view(-1)[1000] += 1
+    expected = bits(model.weights[0])
+    quiet_step(model, optimizer)
+    assert bits(model.weights[0]) == expected and optimizer.external_writes() == 1
+
+
+def test_D7_only_the_block_that_was_written_loses_its_remainders() -> None:
+    written, plain = (made("b") for _ in range(2))
+    written[0].weights[0].data.view(-1)[5000] += 1
+    for _, optimizer in (written, plain):
+        set_grads([p for g in optimizer.param_groups for p in g["params"]], 3)
+        optimizer.step()
+    masters = [o.state_dict()["state"][0]["master_param"].view(-1) for _, o in (written, plain)]
+    same = masters[0] == masters[1]
+    assert same[:4096].all() and same[5120:].all() and not same[4096:5120].all()
+
+
+# -- what is no write -------------------------------------------------------------------------------------------------
+
+
+def resumed(model: Model, optimizer: torch_ext.AdamW) -> None:
+    """Saves, loads both ways round, goes on."""
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    model.load_state_dict(weights)
+
+
+def clipped(model: Model, optimizer: torch_ext.AdamW) -> None:
+    set_grads(model.parameters(), 3)
+    torch_ext.clip_grad_norm_(optimizer, 0.1)
+
+
+def swapped(model: Model, optimizer: torch_ext.AdamW) -> None:
+    """An average goes in, is saved, and comes out again."""
+    own = [p.detach().clone() for p in model.parameters()]
+    for p, value in zip(model.parameters(), others(model), strict=True):
+        p.data.copy_(value)
+    copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    for p, value in zip(model.parameters(), own, strict=True):
+        p.data.copy_(value)
+
+
+def swapped_memory(model: Model, optimizer: torch_ext.AdamW) -> None:
+    own = [p.data for p in model.parameters()]
+    for p, value in zip(model.parameters(), others(model), strict=True):
+        p.data = value
+    optimizer.state_dict()
+    for p, value in zip(model.parameters(), own, strict=True):
+        p.data = value
+
+
+OWN: dict[str, Callable[[Model, torch_ext.AdamW], object]] = {
+    "nothing": lambda model, optimizer: None,
+    "gradients that are dropped": lambda model, optimizer: (set_grads(model.parameters(), 9), optimizer.zero_grad()),
+    "a clip": clipped,
+    "a resume": resumed,
+    "state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "reading opt.state": lambda model, optimizer: [optimizer.state[p] for p in model.parameters()],
+    "an average swapped in, saved, swapped out": swapped,
+    "the same by pointers": swapped_memory,
+    "a forward under no_grad": lambda model, optimizer: [p.detach().float().sum() for p in model.parameters()],
+    "copies of the model": lambda model, optimizer: copy.deepcopy(model),
+}
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+@pytest.mark.parametrize("what", OWN)
+def test_what_is_no_write_changes_no_bit(what: str, name: str) -> None:
+    (model, optimizer), (_, plain) = made(name), made(name)
+    for step in range(3, 6):
+        OWN[what](model, optimizer)
+        train(optimizer, [step])
+        train(plain, [step]) if what != "a clip" else None
+    assert optimizer.external_writes() == 0
+    if what != "a clip":
+        assert everything(optimizer) == everything(plain)
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_saved_masters_during_a_swap(name: str) -> None:
+    """fp32 masters are those of the weights that come back; a remainder has no meaning beside another weight, so the
+    weight that is there is saved as its own master."""
+    model, optimizer = made(name)
+    kept = [e["master_param"].clone() for e in optimizer.state_dict()["state"].values()]
+    values = others(model)
+    for p, value in zip(model.parameters(), values, strict=True):
+        p.data.copy_(value)
+    saved = [e["master_param"] for e in copy.deepcopy(optimizer.state_dict())["state"].values()]
+    expected = kept if "master_param" in optimizer.state[model.weights[0]] else [v.float() for v in values]
+    assert [bits(m) for m in saved] == [bits(m) for m in expected]
+
+
+# -- "error" and "ignore" ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_error_names_a_silent_write_and_changes_nothing(name: str) -> None:
+    model, optimizer = made(name, on_external_write="error")
+    train(optimizer, range(3, 5))
+    model.weights[1].data.mul_(1.5)
+    before = everything(optimizer)
+    set_grads(model.parameters(), 5)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'weights.1' \(\d+ elements\) no longer.*resync_masters"):
+            optimizer.step()
+        assert everything(optimizer) == before
+    assert optimizer.resync_masters() > 0
+    optimizer.step()
+    assert optimizer.external_writes() == 0
+
+
+def test_ignore_lets_the_master_overwrite_a_silent_write() -> None:
+    (model, ignoring), (_, plain) = made("a", on_external_write="ignore"), made("a")
+    for p in model.parameters():
+        p.data.zero_()
+    for optimizer in (ignoring, plain):
+        train(optimizer, [3])
+    assert everything(ignoring) == everything(plain)
+
+
+# -- seeding masters (D5) and looking at them --------------------------------------------------------------------------
+
+
+def precise(model: nn.Module, seed: int = 5) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {key: torch.randn(p.shape, generator=generator) for key, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
+@pytest.mark.parametrize("when", ["before the first step", "after some"])
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_D5_masters_from_a_state_of_higher_precision(name: str, when: str, prefix: str) -> None:
+    model = Model(name)
+    optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-2, policy=policy_of(name))
+    if when == "after some":
+        train(optimizer, range(2))
+    wide = precise(model)
+    model.load_state_dict(wide)
+    changed = optimizer.resync_masters(state_dict={prefix + key: value for key, value in wide.items()} | {"buffer": 1})
+    assert changed > 0
+    found = optimizer.master_state_dict()
+    for key, value in wide.items():
+        # a remainder cannot hold the upper tie of an even weight: one fp32 ulp (G4)
+        distance = (found[key].view(torch.int32) - value.view(torch.int32)).abs()
+        assert int(distance.max()) <= (1 if name in ("b", "c") else 0)
+    train(optimizer, [5])
+    assert optimizer.external_writes() == 0
+
+
+REFUSED = {
+    "missing": (lambda s: s.pop("weights.2"), ValueError, r"no 'weights.2' in it"),
+    "another shape": (lambda s: s.update({"weights.2": torch.zeros(8)}), ValueError, r"'weights.2' has shape \(8,\)"),
+    "no tensor": (lambda s: s.update({"weights.2": 1}), TypeError, "'weights.2' is int"),
+    "integers": (lambda s: s.update({"weights.2": torch.zeros(7, dtype=torch.int64)}), TypeError, "torch.int64"),
+    "others than the weights": (
+        lambda s: s["weights.0"].view(-1)[3].add_(1),
+        ValueError,
+        r"1 elements of 'weights.0'.*model first",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_D5_a_state_that_does_not_fit_changes_nothing(what: str, name: str) -> None:
+    spoil, kind, message = REFUSED[what]
+    model, optimizer = made(name)
+    wide = precise(model)
+    model.load_state_dict(wide)
+    optimizer.resync_masters()
+    before = everything(optimizer)
+    spoil(wide)
+    with pytest.raises(kind, match=message):
+        optimizer.resync_masters(state_dict=wide)
+    assert everything(optimizer) == before
+    with pytest.raises(ValueError, match="force=True"):
+        optimizer.resync_masters(state_dict=precise(model), force=True)
+
+
+def test_D5_names_are_needed() -> None:
+    model = Model("a")
+    optimizer = torch_ext.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="named_parameters"):
+        optimizer.resync_masters(state_dict=precise(model))
+
+
+@pytest.mark.parametrize("name", ["b", "c"])
+def test_D6_remainders_are_dropped_where_weights_are_loaded(name: str) -> None:
+    model, optimizer = made(name)
+    model.load_state_dict(precise(model))
+    assert optimizer.resync_masters() > 0
+    found = optimizer.master_state_dict()
+    expected = {key: bits(p.float()) for key, p in model.named_parameters()}
+    assert {key: bits(value) for key, value in found.items()} == expected
+    assert optimizer.resync_masters() == 0
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_opened_masters_are_the_parameters_and_their_weights_follow(name: str) -> None:
+    model, optimizer = made(name)
+    before = {key: value.clone() for key, value in optimizer.master_state_dict().items()}
+    places = [p.data_ptr() for p in model.parameters()]
+    with optimizer.master_weights() as masters:
+        assert list(masters) == [key for key, _ in model.named_parameters()]
+        for key, p in model.named_parameters():
+            assert p.dtype == torch.float32 and bits(p) == bits(before[key]) == bits(masters[key])
+            p.clamp_(-0.5, 0.5)
+    assert [p.data_ptr() for p in model.parameters()] == places
+    for key, p in model.named_parameters():
+        assert bits(p) == bits(before[key].clamp(-0.5, 0.5).to(p.dtype))
+    found = optimizer.master_state_dict()
+    distance = [
+        (found[k].view(torch.int32) - m.clamp(-0.5, 0.5).view(torch.int32)).abs().max() for k, m in before.items()
+    ]
+    assert max(map(int, distance)) <= (1 if name in ("b", "c") else 0)
+    train(optimizer, [7])
+    assert optimizer.external_writes() == 0
+
+
+@pytest.mark.parametrize("how", ["read", "the mapping", "p.data =", "an exception"])
+@pytest.mark.parametrize("name", ["a", "b", "no master", "fp32"])
+def test_opened_masters(name: str, how: str) -> None:
+    (model, optimizer), (_, plain) = made(name), made(name)
+    try:
+        with optimizer.master_weights() as masters:
+            if how == "the mapping":
+                for value in masters.values():
+                    value.zero_()
+            elif how == "p.data =":
+                for p in model.parameters():
+                    p.data = torch.zeros_like(p)
+            elif how == "an exception":
+                raise KeyError("theirs")
+    except KeyError:
+        assert how == "an exception"
+    if how in ("the mapping", "p.data ="):
+        assert not any(p.any() for p in model.parameters())
+        assert not any(value.any() for value in optimizer.master_state_dict().values())
+    else:
+        for o in (optimizer, plain):
+            train(o, [3])
+        assert everything(optimizer) == everything(plain)
+
+
+@pytest.mark.parametrize("what", ["step", "state_dict", "resync_masters", "load_state_dict", "master_weights"])
+def test_opened_masters_are_closed_before_anything_else(what: str) -> None:
+    model, optimizer = made("a")
+    state = optimizer.state_dict()
+    before = everything(optimizer)
+    set_grads(model.parameters(), 4)
+    with optimizer.master_weights(), pytest.raises(RuntimeError, match=rf"{what}\(\) within master_weights"):
+        getattr(optimizer, what)(*([state] if what == "load_state_dict" else [])).__enter__()
+    assert everything(optimizer) == before
+    optimizer.step()
+
+
+def test_average_of_masters_is_finer_than_that_of_weights() -> None:
+    model, optimizer = made("a", lr=1e-4)
+    ema = {key: value.clone() for key, value in optimizer.master_state_dict().items()}
+    exact = {key: value.double() for key, value in ema.items()}
+    rough = {key: p.detach().clone() for key, p in model.named_parameters()}
+    for step in range(3, 13):
+        train(optimizer, [step])
+        with optimizer.master_weights():
+            for key, p in model.named_parameters():
+                ema[key].lerp_(p, 0.1)
+                exact[key].lerp_(p.double(), 0.1)
+        for key, p in model.named_parameters():
+            rough[key].lerp_(p.detach(), 0.1)
+    for key in ("weights.0", "weights.1"):
+        errors = [(average[key].double() - exact[key]).abs().mean() for average in (ema, rough)]
+        assert errors[0] < errors[1] / 1000
