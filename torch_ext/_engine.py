@@ -204,6 +204,8 @@ class Engine(_registry.Owner):
                 f"{doing} between a backward that stepped (step_in_backward=True) and step(), which brings the other "
                 "ranks' weights: call step() first"
             )
+        if self.weights is not None:
+            self.weights.refuse_lent(doing)
 
     def gradient_memory(self) -> Sequence[torch.Tensor]:
         return self.store.memory

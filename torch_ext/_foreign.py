@@ -79,7 +79,7 @@ def refuse_ddp(outer: torch.nn.Module, _name: str, inner: torch.nn.Module | None
             if _registry.owner_of(param) is not None:
                 raise RuntimeError(
                     f"DistributedDataParallel around a model that was parallelized (parameter {name!r}): both would "
-                    "reduce its gradients. Keep one of them: hand the model over without a wrapper (Accelerate: "
-                    "prepare_model(model, evaluation_mode=True), or leave the model out of prepare), or leave out "
-                    "parallelize and call torch_ext.register_comm_hook(ddp, policy) on what the framework wrapped"
+                    "reduce its gradients. Keep one of them: leave out parallelize and call "
+                    "torch_ext.register_comm_hook(ddp, policy) on what the framework wrapped, or hand it the model "
+                    "without a wrapper (Accelerate: prepare_model(model, evaluation_mode=True)) and then parallelize it"
                 )

@@ -99,6 +99,15 @@ class ParallelModule(torch.nn.Module):
             attached.engine.zero_grad(attached.engine.params)
         super().zero_grad(set_to_none)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's. Under optim and optim_grads its tensors are the weights' memory, but have storages of their own:
+        the version counters of the parameters do not count what is written to them."""
+        found = super().state_dict(*args, **kwargs)
+        attached = _engines.get(self)
+        if attached is not None and isinstance(attached.engine, Engine) and attached.engine.weights is not None:
+            attached.engine.weights.alone(found)
+        return found
+
     def wire_bytes(self) -> int:
         """Bytes that this rank sent for the last reduction, all messages together."""
         return _engine_of(self).wire_bytes

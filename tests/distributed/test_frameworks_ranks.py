@@ -1,0 +1,163 @@
+"""Frameworks on several ranks: in their DistributedDataParallel, and with models that `parallelize` got beforehand."""
+
+import os
+import pathlib
+import socket
+import warnings
+from typing import Any
+
+import frameworks
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from gradients import bits
+from torch.distributed.tensor import DTensor
+
+import torch_ext
+
+WORLD, STEPS, HALF, MAX_NORM = 2, 4, 2, 0.05
+BF16 = torch.bfloat16
+
+
+def _environment(rank: int, world: int) -> None:
+    """What a launcher tells a framework; the process group is there already."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="localhost")
+    os.environ["MASTER_PORT"] = str(port)
+
+
+def _net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.GELU(), torch.nn.Linear(33, 1)).to(BF16)
+
+
+def _batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(WORLD * step + dist.get_rank())).to(BF16)
+
+
+def _loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return (model(x)[:, 0].float() - x.float().abs().sum(1)).square().mean()
+
+
+def _whole(model: Any) -> list[bytes]:
+    return bits([p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()])
+
+
+# -- Accelerate -------------------------------------------------------------------------------------------------------
+
+
+def _accelerated(accelerator: Any, way: str) -> tuple[Any, Any]:
+    """way: DistributedDataParallel as it is, with our exchange in it, or a strategy of `parallelize`."""
+    model = _net()
+    policy = torch_ext.load_policy(model)
+    if way in ("DDP", "DDP, register_comm_hook"):
+        model, optimizer = accelerator.prepare(model, torch_ext.AdamW(model.named_parameters(), lr=1e-2, policy=policy))
+        if way != "DDP":
+            torch_ext.register_comm_hook(model, policy)
+        return model, optimizer
+    model = accelerator.prepare_model(model, evaluation_mode=True)  # without a wrapper
+    torch_ext.parallelize(model, policy, strategy=way)
+    optimizer = accelerator.prepare(torch_ext.AdamW(model.named_parameters(), lr=1e-2, policy=policy))
+    accelerator.register_save_state_pre_hook(lambda *_: optimizer.optimizer.consolidate_state_dict())
+    return model, optimizer
+
+
+def _run(accelerator: Any, model: Any, optimizer: Any, steps: range) -> list[float]:
+    norms = []
+    for step in range(2 * steps.start, 2 * steps.stop):
+        with accelerator.accumulate(model):
+            accelerator.backward(_loss(model, _batch(step)))
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+def _accelerate(rank: int, world: int, ways: list[str], folder: str) -> dict[str, Any]:
+    from accelerate import Accelerator
+
+    _environment(rank, world)
+    answers = {}
+    for way in ways:
+        runs: list[Any] = []
+        for resumed in (False, True):
+            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            accelerator.free_memory()
+            model, optimizer = _accelerated(accelerator, way)
+            if resumed:
+                accelerator.load_state(f"{folder}/{way}")
+                norms = runs[0][0][:HALF]
+            else:
+                norms = _run(accelerator, model, optimizer, range(HALF))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    accelerator.save_state(f"{folder}/{way}")
+                accelerator.wait_for_everyone()
+            norms = norms + _run(accelerator, model, optimizer, range(HALF, STEPS))
+            parts = [t.clone() for state in optimizer.optimizer.state.values() for t in state.values()]
+            runs.append((norms, _whole(model), bits(parts)))
+        first, second = runs
+        answers[way] = first[0], first[1], first == second
+    return answers
+
+
+@frameworks.needs("accelerate")
+def test_D4_accelerate_on_two_ranks_resumes_bit_for_bit(tmp_path: pathlib.Path) -> None:
+    ways = ["DDP", "DDP, register_comm_hook", "no_shard", "optim", "optim_grads"]
+    zero, one = ranks.run(WORLD, _accelerate, ways, str(tmp_path), limit=100)
+    for way in ways:
+        norms, weights, resumed = zero[way]
+        assert (norms, weights) == one[way][:2], f"{way}: norms and weights are equal on both ranks"
+        assert resumed and one[way][2], way
+        assert min(norms) > MAX_NORM, "every step is clipped"
+        # Gradients are rounded to bf16 here and there: the first norm before anything else has happened.
+        assert norms[0] == pytest.approx(zero["DDP"][0][0], rel=0.02), way
+
+
+@frameworks.needs("accelerate")
+def test_accelerate_saves_every_weight_of_flat_buffers(tmp_path: pathlib.Path) -> None:
+    """It takes tensors of one storage for tied weights, and keeps one of them."""
+    ranks.run(WORLD, _saves, str(tmp_path))
+
+
+def _saves(rank: int, world: int, folder: str) -> None:
+    from accelerate import Accelerator
+    from safetensors.torch import load_file, load_model, save_model
+
+    _environment(rank, world)
+    for strategy in ("optim", "optim_grads"):
+        model = torch_ext.parallelize(_net(), torch_ext.load_policy(BF16), strategy=strategy)
+        there = f"{folder}/{strategy}-{rank}"
+        Accelerator(cpu=True).save(model.state_dict(), there + ".accelerate", safe_serialization=True)
+        save_model(model, there + ".safetensors")
+        kept = {key: value.clone() for key, value in model.state_dict().items()}
+        for file in (there + ".accelerate", there + ".safetensors"):
+            if os.path.exists(file):  # Accelerate saves on the main process only
+                saved = load_file(file)
+                assert sorted(saved) == sorted(kept)
+                assert all(torch.equal(saved[key], kept[key]) for key in kept)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        load_model(model, there + ".safetensors")
+        assert all(torch.equal(value, kept[key]) for key, value in model.state_dict().items())
+
+
+def _refused(rank: int, world: int) -> str:
+    from accelerate import Accelerator
+
+    _environment(rank, world)
+    model = torch_ext.parallelize(_net(), torch_ext.load_policy(BF16), strategy="optim")
+    with pytest.raises(RuntimeError, match="prepare_model"):
+        Accelerator(cpu=True).prepare(model)
+    return type(model).__name__
+
+
+@frameworks.needs("accelerate")
+def test_accelerate_around_a_parallelized_model_says_what_to_do() -> None:
+    assert ranks.run(WORLD, _refused) == ["Sequential"] * WORLD
