@@ -3,7 +3,7 @@
 A checkpoint is `.metadata`, which names the data files, one or more of each rank. torch overwrites them in place, so
 that a process killed meanwhile leaves neither the former checkpoint nor the new one. Here each save's files have names
 of their own, `.metadata` is replaced at once when all of them are on the disk, and then the former files go. Each file
-ends in the name of its save, so that one of another save is noticed. torch's own reader reads these folders too.
+ends in its name, so that one of another save or rank is noticed. torch's own reader reads these folders too.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torch_ext._files import sync_folder
 
-_END = b"torch_ext save "  # and the save's name: the last bytes of a data file
+_END = b"torch_ext saved this as "  # and the file's name, which has the rank's and the save's: its last bytes
 _DATA = "*.distcp"
 
 
@@ -31,10 +31,9 @@ class _Replacing(FileSystem):
 
 @dataclasses.dataclass
 class _Part:
-    """What the coordinator tells each rank."""
+    """What the coordinator tells each rank, under the name by which torch looks for it."""
 
-    prefix: str  # of its files, for torch
-    save_id: str
+    prefix: str  # of its files
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -55,16 +54,16 @@ class CheckpointWriter(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        name = self.save_id
         return [
-            dataclasses.replace(plan, storage_data=_Part(f"__{rank}_{name}_", name)) for rank, plan in enumerate(plans)
+            dataclasses.replace(plan, storage_data=_Part(f"__{rank}_{self.save_id}_"))
+            for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         written = super().write_data(plan, planner)
         for name in {result.storage_data.relative_path for result in written.value()}:
             with open(Path(self.path) / name, "ab") as file:
-                file.write(_end_of(plan.storage_data.save_id))
+                file.write(_end_of(name))
                 file.flush()
                 os.fsync(file.fileno())
         sync_folder(self.path)
@@ -105,7 +104,7 @@ class CheckpointReader(FileSystemReader):
         items = sorted(items)
         if not file.is_file():
             raise ValueError(f"{file} is missing: it has {items[0][1]!r} and {len(items) - 1} more of this checkpoint")
-        end = _end_of(save_id) if save_id is not None and save_id in file.name else b""  # torch's files have none
+        end = _end_of(file.name) if save_id is not None and save_id in file.name else b""  # torch's files have none
         wanted, size = items[-1][0] + len(end), file.stat().st_size
         if size < wanted:
             cut = next((key for stop, key in items if stop > size), items[-1][1])
@@ -115,10 +114,10 @@ class CheckpointReader(FileSystemReader):
             found = stream.read(len(end) + 1)
         if end and found != end:
             raise ValueError(
-                f"{file} is of another save than .metadata, which says where in it {items[0][1]!r} and "
+                f"{file} is of another save or rank than .metadata, which says where in it {items[0][1]!r} and "
                 f"{len(items) - 1} more are: a checkpoint mixed from several cannot be loaded"
             )
 
 
-def _end_of(save_id: str) -> bytes:
-    return _END + save_id.encode()
+def _end_of(name: str) -> bytes:
+    return _END + name.encode()

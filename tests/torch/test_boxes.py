@@ -1,0 +1,65 @@
+"""A run of memory as boxes: every element once, in memory order, in as few boxes as there can be."""
+
+import random
+from math import prod
+
+import pytest
+import torch
+
+from torch_ext._boxes import Run, order_of
+
+NO_LIMIT = 1 << 60
+# shape, dimensions in memory order, elements, and the boxes
+CASES = {
+    "a vector": ((10,), (0,), (2, 7), [((2,), (5,))]),
+    "inside of a row": ((4, 10), (0, 1), (12, 17), [((1, 2), (1, 5))]),
+    "two rows, both in part": ((4, 10), (0, 1), (15, 23), [((1, 5), (1, 5)), ((2, 0), (1, 3))]),
+    "head, rows and tail": ((4, 10), (0, 1), (5, 32), [((0, 5), (1, 5)), ((1, 0), (2, 10)), ((3, 0), (1, 2))]),
+    "by columns": ((4, 10), (1, 0), (2, 9), [((2, 0), (2, 1)), ((0, 1), (4, 1)), ((0, 2), (1, 1))]),
+    "a scalar": ((), (), (0, 1), [((), ())]),
+    "a scalar, elsewhere": ((), (), (0, 0), []),
+    "nothing of it": ((4, 10), (0, 1), (40, 40), []),
+    "a tensor without elements": ((0, 3), (0, 1), (0, 0), [((0, 0), (0, 3))]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_boxes_of_a_run(case: str) -> None:
+    shape, order, (start, stop), boxes = CASES[case]
+    assert Run(shape, order, start, stop).boxes(NO_LIMIT) == boxes
+
+
+@pytest.mark.parametrize("limit", [NO_LIMIT, 1, 2, 7, 20])
+def test_every_element_once_in_memory_order_and_at_most_2k_minus_1_boxes(limit: int) -> None:
+    draw = random.Random(limit)
+    for _ in range(1500):
+        dims = draw.randint(0, 4)
+        shape = tuple(draw.randint(1, 5) for _ in range(dims))
+        order = tuple(draw.sample(range(dims), dims))
+        start = draw.randint(0, prod(shape) - 1)
+        run = Run(shape, order, start, draw.randint(start, prod(shape)))
+        boxes = run.boxes(limit)
+        if limit == NO_LIMIT:
+            assert len(boxes) <= max(2 * dims - 1, 1)
+        memory = torch.arange(prod(shape)).as_strided(shape, run.strides())
+        found = []
+        for box in boxes:
+            part = memory[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
+            assert part.shape == box.sizes and 0 < part.numel() <= limit
+            found += part.permute(order).reshape(-1).tolist()
+        assert found == list(range(run.start, run.stop))
+
+
+def test_order_of_dense_tensors() -> None:
+    image = torch.empty(2, 3, 4, 5)
+    for t in (
+        image,
+        image.to(memory_format=torch.channels_last),
+        image.permute(3, 1, 0, 2),
+        image[:1],
+        torch.empty(()),
+    ):
+        dense = torch.empty_like(t, memory_format=torch.preserve_format)
+        run = Run(tuple(t.shape), order_of(t.shape, dense.stride()), 0, t.numel())
+        strides = zip(t.shape, run.strides(), dense.stride(), strict=True)
+        assert all(a == b for size, a, b in strides if size > 1)
