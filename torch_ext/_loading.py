@@ -44,10 +44,11 @@ class _Target(NamedTuple):
 def sealed(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[str, Any]:
     """Checks everything, then logical -> at rest. Changes nothing of the optimizer."""
     targets = _targets(optimizer, state_dict)
-    entries = state_dict["state"]
-    for index, entry in entries.items():
+    entries = {}
+    for index, given in state_dict["state"].items():
         target = targets[index]
         where = f"loaded state dict, state of {target.name}"
+        entries[index] = entry = _without_keys_at_rest(target, given, where)
         _tensors.refuse_param(_local.tensor_of(target.param), target.name)
         _state.refuse(target.param, entry, where)
         _refuse_cut_otherwise(target, entry, where)
@@ -72,6 +73,18 @@ def sealed(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[str, Any]:
             state[index] = Sealed({"step": step, **at_rest}, target.host)
     losses.warn()
     return {**state_dict, "state": state}
+
+
+def _without_keys_at_rest(target: _Target, entry: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """torch looks into opt.state for the keys of a flattened state dict, and makes {} of those that it does not find.
+    ValueError where it found one too few."""
+    found = {key: value for key, value in entry.items() if key in _state.LOGICAL or value != {}}
+    if len(found) != len(entry) and (absent := [key for key in target.kinds.logical() if key not in found]):
+        raise ValueError(
+            f"{where} has no {absent[0]!r}: state that is encoded at rest cannot be loaded with "
+            "StateDictOptions(flatten_optimizer_state_dict=True), leave that out"
+        )
+    return found
 
 
 def _targets(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[Any, _Target]:

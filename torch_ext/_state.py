@@ -26,9 +26,8 @@ MASTERS = {"master_param": torch.float32, "master_remainder": torch.int16}  # at
 WITNESSED = {"master_param": 4096, "master_remainder": 1024}  # weights per witness: TX_SAMPLED, TX_WITNESS
 _NO_COUNT = torch.empty(0, dtype=torch.int64)
 LOGICAL = ("step", "exp_avg", "exp_avg_sq", "master_param")
-GRAIN = WITNESSED[
-    "master_remainder"
-]  # elements that are encoded together: a part of a state begins at a multiple of it
+GRAIN = WITNESSED["master_remainder"]
+"""Elements that are encoded together: a part of a state begins at a multiple of it."""
 
 
 class Kinds(NamedTuple):
@@ -255,16 +254,6 @@ def _install(state: dict[str, Tensor], key: str, value: Tensor, own: Mapping[str
         state[key].copy_(value)
 
 
-def _hint(value: Any) -> str:
-    # torch looks into opt.state for the keys of a flattened state dict, and makes {} of those that it does not find.
-    if value != {}:
-        return ""
-    return (
-        ". State that is encoded at rest (8-bit, fp16, 16-bit remainders) cannot be loaded with StateDictOptions("
-        "flatten_optimizer_state_dict=True): leave that out"
-    )
-
-
 def refuse(p: Tensor, logical: Mapping[str, Any], where: str) -> None:
     """Raises ValueError or TypeError unless `logical` is the state of a parameter like p."""
     for key in ("step", "exp_avg", "exp_avg_sq"):
@@ -279,7 +268,7 @@ def refuse(p: Tensor, logical: Mapping[str, Any], where: str) -> None:
                 f"{where} was saved with amsgrad=True, which torch_ext does not have; resume with torch.optim"
             )
         if key not in LOGICAL:
-            raise ValueError(f"{where} has {key!r}; the state of an Adam has {', '.join(LOGICAL)}{_hint(value)}")
+            raise ValueError(f"{where} has {key!r}; the state of an Adam has {', '.join(LOGICAL)}")
         if key == "step":
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point():

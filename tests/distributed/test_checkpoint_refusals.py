@@ -79,10 +79,13 @@ BROKEN: dict[str, tuple[Callable[[pathlib.Path, pathlib.Path], None], str]] = {
     "a file that ends too early": (truncated(1000), r"__1_\S+\.distcp is truncated: it has \d+ bytes of \d+.*'\S+'"),
     "a file without its last byte": (truncated(1), r"__1_\S+\.distcp is truncated"),
     "a file that is missing": (missing, r"__1_\S+\.distcp is missing: it has '\S+' and \d+ more"),
-    "another step's file": (file_of("later", 1), r"__1_\S+\.distcp is of another save than \.metadata"),
-    "another policy's file": (file_of("another policy", 1), r"__1_\S+\.distcp is (of another save|truncated)"),
-    "another strategy's file": (file_of("another strategy", 1), r"__1_\S+\.distcp is (of another save|truncated)"),
-    "another rank's file": (file_of("former", 0), r"__1_\S+\.distcp is (truncated|of another)"),
+    "another step's file": (file_of("later", 1), r"__1_\S+\.distcp is of another save or rank than \.metadata"),
+    "another policy's file": (file_of("another policy", 1), r"__1_\S+\.distcp is (of another save or rank|truncated)"),
+    "another strategy's file": (
+        file_of("another strategy", 1),
+        r"__1_\S+\.distcp is (of another save or rank|truncated)",
+    ),
+    "another rank's file": (file_of("former", 0), r"__1_\S+\.distcp is (truncated|of another save or rank)"),
     "another save's metadata": (metadata_of("later"), r"\.distcp is missing"),
     "metadata that is none": (text, r"metadata"),
 }
