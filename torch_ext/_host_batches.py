@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from torch_ext._plan import Gather, Member
 
 _ALIGNMENT = 64  # bytes, of everything in a buffer: a cache line
+_GRAIN = 4096  # elements: a piece begins at a multiple of it, as the state's parts do
 
 
 class Piece(NamedTuple):
     """Elements [begin, begin + numel) of a member's weight, in memory order."""
 
     member: int
-    begin: int  # a multiple of _state.GRAIN
+    begin: int  # a multiple of _GRAIN
     numel: int
     whole: bool
 
@@ -57,9 +58,12 @@ def cut(members: "Sequence[Member]", gathers: "Sequence[Gather]", order: "Sequen
 
 
 def _pieces(i: int, numel: int, most: int) -> list[Piece]:
-    if numel <= most:
+    """About equal ones of at most `most` elements, or one grain more."""
+    count = -(-numel // max(most, 1))
+    if count <= 1:
         return [Piece(i, 0, numel, True)]
-    return [Piece(i, begin, min(most, numel - begin), False) for begin in range(0, numel, most)]
+    size = -(-numel // count // _GRAIN) * _GRAIN
+    return [Piece(i, begin, min(size, numel - begin), False) for begin in range(0, numel, size)]
 
 
 class Layout:

@@ -25,6 +25,7 @@ def choose(sizes: Sequence[int], fraction: float) -> list[bool]:
         else:
             left_out.append(i)
     # All that were left out are larger than what is missing, or they would have fitted.
-    if left_out and wanted > 0 and abs(wanted - sizes[left_out[-1]]) < wanted:
-        chosen[left_out[-1]] = True
+    smallest = min(left_out, key=lambda i: (sizes[i], i), default=None)
+    if smallest is not None and sizes[smallest] - wanted < wanted:
+        chosen[smallest] = True
     return chosen

@@ -1,0 +1,545 @@
+"""`offload_fraction`: the part of the optimizer that is on the host changes no bit of anything (D1-D3, D7, D8)."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import host_parts
+import pytest
+import torch
+from torch import Tensor, nn
+from training import POLICIES, WITH_MASTER, bits, params_of, policy_of, set_grads
+
+import torch_ext
+from torch_ext._host_choice import choose
+
+FRACTIONS = [0.0, 0.5, 1.0]
+# Parts of several batches, odd sizes, none, one.
+SHAPES = [(130, 137), (130,), (3, 5, 7), (1,), (), (0,), (129,), (4096 * 5,), (9001,), (64, 64)]
+
+
+def optimizer_of(name: str, fraction: float, shapes: Any = SHAPES, **options: Any) -> torch_ext.AdamW:
+    options = {"lr": 1e-2} | options
+    return torch_ext.AdamW(params_of(name, shapes), policy=policy_of(name), offload_fraction=fraction, **options)
+
+
+def params(optimizer: torch_ext.AdamW) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def train(optimizer: torch_ext.AdamW, steps: Any) -> None:
+    for step in steps:
+        set_grads(params(optimizer), step)
+        optimizer.step()
+
+
+def everything(optimizer: torch_ext.AdamW) -> list[Any]:
+    """The bits of every weight and of the logical state beside it."""
+    state = optimizer.state_dict()["state"]
+    logical = [{key: bits(torch.as_tensor(value)) for key, value in state[i].items()} for i in sorted(state)]
+    return [bits(p) for p in params(optimizer)], logical
+
+
+def held(optimizer: torch_ext.AdamW) -> dict[Tensor, dict[str, Tensor]]:
+    return optimizer._host._states
+
+
+# -- the choice ---------------------------------------------------------------------------------------------------
+
+CHOICES = {
+    "nothing": ([5, 7], 0.0, []),
+    "everything": ([5, 7, 3], 1.0, [0, 1, 2]),
+    "what has no size stays": ([5, 0, 3], 1.0, [0, 2]),
+    "nobody": ([], 0.5, []),
+    "largest first": ([1, 4, 2, 1], 0.5, [1]),
+    "the first of equal ones": ([2, 2, 2, 2], 0.5, [0, 1]),
+    "larger ones that do not fit are passed over": ([10, 3, 2, 1], 0.25, [1, 3]),
+    "one too many is nearer than one too few": ([10, 10, 10], 0.6, [0, 1]),
+    "as near either way: less": ([2, 2], 0.25, []),
+    "one, below a half": ([8], 0.4, []),
+    "one, above a half": ([8], 0.6, [0]),
+    "a fraction that no binary number is": ([1] * 10, 0.3, [0, 1, 2]),
+    "beyond 2^53": ([2**60 + 1, 2**60], 0.5, [1]),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_choice_is_a_function_of_sizes_and_fraction(case: str) -> None:
+    sizes, fraction, chosen = CHOICES[case]
+    assert [i for i, one in enumerate(choose(sizes, fraction)) if one] == chosen
+
+
+def test_choice_is_off_by_half_of_the_smallest_left_out_at_most() -> None:
+    generator = torch.Generator().manual_seed(5)
+    for case in range(300):
+        sizes = torch.randint(1, 10 ** (1 + case % 6), (1 + case % 37,), generator=generator).tolist()
+        fraction = float(torch.rand((), generator=generator, dtype=torch.float64))
+        chosen = choose(sizes, fraction)
+        assert chosen == choose(list(sizes), fraction)
+        share = sum(size for size, one in zip(sizes, chosen, strict=True) if one)
+        left_out = [size for size, one in zip(sizes, chosen, strict=True) if not one]
+        assert 2 * abs(share - fraction * sum(sizes)) <= min(left_out, default=max(sizes)) + 1e-6
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan"), float("inf"), "half", None, True])
+def test_fraction_outside_of_0_to_1_is_refused(fraction: Any) -> None:
+    with pytest.raises(ValueError, match=r"offload_fraction is .*\[0, 1\] is legal"):
+        optimizer_of("a", fraction)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.5, 0.75, 1.0])
+def test_share_is_of_the_bytes_of_states_and_masters(fraction: float) -> None:
+    shapes = [(1000,)] * 40 + [(20000,)]
+    optimizer = optimizer_of("a", fraction, shapes)
+    train(optimizer, range(2))
+    there = sum(t.nbytes for state in held(optimizer).values() for key, t in state.items() if key != "step")
+    of_moments = 8 * sum(p.numel() for p in params(optimizer))
+    witnesses = sum(state["witness"].nbytes for state in held(optimizer).values() if "witness" in state)
+    assert abs(there - witnesses - fraction * of_moments) <= 8000 / 2
+    for p in params(optimizer):
+        assert set(optimizer.state[p]) == {"step"} if p in held(optimizer) else "exp_avg" in optimizer.state[p]
+
+
+# -- bits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["prompt", "late"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_bits_equal_those_of_an_optimizer_without_a_host_part(name: str, kind: str) -> None:
+    reference = optimizer_of(name, 0.0)
+    train(reference, range(6))
+    for fraction in FRACTIONS[1:]:
+        with host_parts.lanes(kind):
+            optimizer = optimizer_of(name, fraction)
+            train(optimizer, range(6))
+        assert len(held(optimizer)) >= 2
+        if fraction == 1:
+            assert any(not piece.whole for batch in optimizer._plan.host.batches for piece in batch.pieces)
+        assert everything(optimizer) == everything(reference)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels_last": lambda t: t.view(4, 6, 30, 20).contiguous(memory_format=torch.channels_last),
+    "transposed": lambda t: t.view(120, 120).t(),
+    "not dense": lambda t: t.view(120, 120)[:, :77],
+    "reversed dimensions, odd": lambda t: t[:9009].view(9, 11, 91).permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("gradient", ["like the weight", "contiguous"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["fp32", "a", "b", "c"])
+def test_bits_of_weights_in_other_memory_orders(name: str, layout: str, gradient: str) -> None:
+    def trained(fraction: float) -> torch_ext.AdamW:
+        values = torch.randn(14400, generator=torch.Generator().manual_seed(3)).to(POLICIES[name][0])
+        weights = [nn.Parameter(LAYOUTS[layout](values)), nn.Parameter(values[:300].clone())]
+        optimizer = torch_ext.AdamW(weights, lr=1e-2, policy=policy_of(name), offload_fraction=fraction)
+        for step in range(3):
+            set_grads(weights, step)
+            for p in weights:
+                if gradient == "like the weight":
+                    p.grad = torch.empty_like(p).copy_(p.grad)
+            optimizer.step()
+        return optimizer
+
+    reference = everything(trained(0.0))
+    for kind in ("prompt", "late"):
+        with host_parts.lanes(kind):
+            assert everything(trained(1.0)) == reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bits_of_gradients_in_other_dtypes_that_change(dtype: torch.dtype) -> None:
+    found = []
+    for fraction in FRACTIONS:
+        with host_parts.lanes("late"):
+            optimizer = optimizer_of("fp32" if dtype != torch.float16 else "fp16", fraction)
+            train(optimizer, range(2))
+            for step in range(2, 5):
+                set_grads(params(optimizer), step)
+                for p in params(optimizer)[:: 1 + step % 2]:
+                    p.grad = None
+                    p.grad_dtype = None
+                    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(dtype)
+                optimizer.step()
+            found.append(everything(optimizer))
+    assert found[1] == found[0] and found[2] == found[0]
+
+
+@pytest.mark.parametrize("name", ["fp32", "a", "b", "c"])
+def test_D8_a_parameter_without_a_gradient_is_left_alone(name: str) -> None:
+    def trained(fraction: float) -> torch_ext.AdamW:
+        optimizer = optimizer_of(name, fraction)
+        for step in range(7):
+            set_grads(params(optimizer), step)
+            for p in params(optimizer)[step % 3 :: 3]:
+                p.grad = None
+            before = {p: bits(p) for p in params(optimizer) if p.grad is None}
+            optimizer.step()
+            assert all(bits(p) == was for p, was in before.items())
+        return optimizer
+
+    reference = everything(trained(0.0))
+    for fraction in FRACTIONS[1:]:
+        with host_parts.lanes("late"):
+            assert everything(trained(fraction)) == reference
+
+
+def test_lr_as_a_tensor_and_groups_of_their_own() -> None:
+    found = []
+    for fraction in FRACTIONS:
+        ours = params_of("a", SHAPES)
+        groups = [{"params": ours[:4], "lr": torch.tensor(1e-2)}, {"params": ours[4:], "weight_decay": 0.3}]
+        optimizer = torch_ext.AdamW(groups, lr=3e-3, policy=policy_of("a"), offload_fraction=fraction)
+        for step in range(4):
+            optimizer.param_groups[0]["lr"].mul_(0.9)
+            optimizer.param_groups[1]["lr"] *= 0.8
+            set_grads(ours, step)
+            optimizer.step()
+        found.append(everything(optimizer))
+    assert found[1] == found[0] and found[2] == found[0]
+
+
+# -- what is beside a step ----------------------------------------------------------------------------------------
+
+
+def clipped(optimizer: torch_ext.AdamW, step: int) -> None:
+    set_grads(params(optimizer), step)
+    torch_ext.clip_grad_norm_(optimizer, 0.5)
+    optimizer.step()
+
+
+def scaled(optimizer: torch_ext.AdamW, step: int) -> None:
+    set_grads(params(optimizer), step)
+    optimizer.grad_scale = torch.full((), 8.0)
+    optimizer.found_inf = torch.full((), float(step % 3 == 1))
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
+
+
+def nonfinite(optimizer: torch_ext.AdamW, step: int) -> None:
+    set_grads(params(optimizer), step)
+    if step % 2:
+        params(optimizer)[step % 3].grad.view(-1)[0] = torch.inf
+        with pytest.warns(RuntimeWarning, match=f"the gradient of parameter {step % 3} of group 0 is not finite"):
+            optimizer.step()
+    else:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", [clipped, scaled, nonfinite])
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_clipping_scales_and_skipped_steps(name: str, how: Callable[[torch_ext.AdamW, int], None]) -> None:
+    found = []
+    for fraction in FRACTIONS:
+        with host_parts.lanes("late"):
+            optimizer = optimizer_of(name, fraction, skip_nonfinite=how is nonfinite)
+            for step in range(6):
+                how(optimizer, step)
+            found.append((everything(optimizer), optimizer.skipped_steps()))
+    assert found[1] == found[0] and found[2] == found[0]
+    assert found[0][1] == {clipped: 0, scaled: 2, nonfinite: 3}[how]
+
+
+def sparse(p: Tensor) -> Tensor:
+    return torch.zeros_like(p).to_sparse()
+
+
+def integral(p: Tensor) -> Tensor:
+    return torch.zeros_like(p, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("bad", "says"), [(sparse, "is sparse"), (integral, "float64")])
+def test_gradient_that_no_step_takes_is_named_and_changes_nothing(bad: Any, says: str) -> None:
+    with host_parts.lanes("late"):
+        optimizer = optimizer_of("fp32", 0.5)
+        train(optimizer, range(2))
+        before = everything(optimizer)
+        chosen = next(i for i, p in enumerate(params(optimizer)) if p in held(optimizer))
+        set_grads(params(optimizer), 2)
+        p = params(optimizer)[chosen]
+        p.grad = None
+        p.grad_dtype = None
+        p.grad = bad(p)
+        with pytest.raises(RuntimeError, match=f"gradient of parameter {chosen} of group 0 .*{says}"):
+            optimizer.step()
+        assert everything(optimizer) == before
+        set_grads(params(optimizer), 2)
+        optimizer.step()
+        reference = optimizer_of("fp32", 0.0)
+        train(reference, range(3))
+        assert everything(optimizer) == everything(reference)
+
+
+def test_buffers_are_made_once() -> None:
+    with host_parts.lanes("prompt") as made:
+        optimizer = optimizer_of("c", 1.0)
+        train(optimizer, range(2))
+        first = len(made)
+        assert 0 < first <= 8 and sum(made) < 20 * host_parts.NUMEL, "a few batches, however large the parameters are"
+        for step in range(2, 12):
+            set_grads(params(optimizer), step)
+            params(optimizer)[step % 5].grad = None  # another plan
+            optimizer.step()
+        assert len(made) == first
+
+
+# -- weights that somebody else wrote (D1-D3, D7) -----------------------------------------------------------------
+
+
+def constant(optimizer: torch_ext.AdamW) -> list[Tensor]:
+    return [torch.full_like(p, 0.37 + i) for i, p in enumerate(params(optimizer))]
+
+
+@torch.no_grad()
+def copy_in(optimizer: torch_ext.AdamW, weights: list[Tensor]) -> None:
+    for p, weight in zip(params(optimizer), weights, strict=True):
+        p.copy_(weight)
+
+
+def load_module(optimizer: torch_ext.AdamW, weights: list[Tensor]) -> None:
+    nn.ParameterList(params(optimizer)).load_state_dict({str(i): weight for i, weight in enumerate(weights)})
+
+
+def set_data(optimizer: torch_ext.AdamW, weights: list[Tensor]) -> None:
+    for p, weight in zip(params(optimizer), weights, strict=True):
+        p.data = weight.clone()
+
+
+def data_copy(optimizer: torch_ext.AdamW, weights: list[Tensor]) -> None:
+    for p, weight in zip(params(optimizer), weights, strict=True):
+        p.data.copy_(weight)
+
+
+WRITES = [copy_in, load_module, set_data, data_copy]
+
+
+def zero_step(optimizer: torch_ext.AdamW) -> None:
+    for p in params(optimizer):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+
+
+def forget_moments(optimizer: torch_ext.AdamW) -> None:
+    """So that a step with zero gradients moves nothing."""
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        entry["exp_avg"].zero_()
+    optimizer.load_state_dict(saved)
+
+
+BEFORE: dict[str, Callable[[torch_ext.AdamW], Any]] = {
+    "made": lambda optimizer: None,
+    "asked for its state": lambda optimizer: optimizer.state_dict(),
+    "took steps": lambda optimizer: (train(optimizer, range(3)), forget_moments(optimizer), zero_step(optimizer)),
+}
+
+
+def mixed(name: str) -> list[nn.Parameter]:
+    """Native fp32 parameters between those of the policy."""
+    ours, native = params_of(name, SHAPES), params_of("fp32", SHAPES, seed=9)
+    return [p for pair in zip(ours, native, strict=True) for p in pair]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_D1_D2_D3_weights_loaded_behind_the_optimizer_take_effect(
+    fraction: float, before: str, write: Callable[..., None]
+) -> None:
+    for name in WITH_MASTER:
+        for kind in ("prompt", "late"):
+            with host_parts.lanes(kind):
+                optimizer = torch_ext.AdamW(
+                    mixed(name), lr=1e-2, weight_decay=0.0, policy=policy_of(name), offload_fraction=fraction
+                )
+                BEFORE[before](optimizer)
+                weights = constant(optimizer)
+                write(optimizer, weights)
+                for _ in range(3):  # "loss fine at step 1, ruined at step 2"
+                    zero_step(optimizer)
+                    assert [bits(p) for p in params(optimizer)] == [bits(w) for w in weights]
+                state = optimizer.state_dict()["state"]
+                for i, weight in enumerate(weights):
+                    if "master_param" in state[i]:
+                        assert bits(state[i]["master_param"]) == bits(weight.float())
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("name", ["fp32", "a", "b", "no master"])
+def test_D7_training_goes_on_from_what_was_written(name: str, fraction: float) -> None:
+    """Bit for bit as without a host part."""
+    found = []
+    for of in (0.0, fraction):
+        with host_parts.lanes("late"):
+            optimizer = optimizer_of(name, of)
+            train(optimizer, range(3))
+            copy_in(optimizer, constant(optimizer))
+            train(optimizer, range(3, 5))
+            data_copy(optimizer, [w * 0.5 for w in constant(optimizer)])
+            train(optimizer, range(5, 7))
+            found.append(everything(optimizer))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS[1:])
+def test_D7_error_names_what_was_written_and_changes_nothing(fraction: float) -> None:
+    with host_parts.lanes("late"):
+        optimizer = optimizer_of("a", fraction, on_external_write="error")
+        train(optimizer, range(3))
+        copy_in(optimizer, [p.detach().clone() for p in params(optimizer)])  # counters move, content does not
+        train(optimizer, range(3, 4))
+        chosen = next(i for i, p in enumerate(params(optimizer)) if p in held(optimizer))
+        params(optimizer)[chosen].data.fill_(3)
+        before = everything(optimizer)
+        set_grads(params(optimizer), 4)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=rf"parameter {chosen} of group 0 \(.*resync_masters"):
+                optimizer.step()
+        assert everything(optimizer) == before
+        assert optimizer.resync_masters() > 0
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS[1:])
+def test_ignore_lets_the_master_overwrite_the_weight(fraction: float) -> None:
+    ignoring, plain = optimizer_of("a", fraction, on_external_write="ignore"), optimizer_of("a", 0.0)
+    for optimizer in (ignoring, plain):
+        train(optimizer, range(3))
+    data_copy(ignoring, constant(ignoring))
+    for optimizer in (ignoring, plain):
+        train(optimizer, range(3, 4))
+    assert everything(ignoring) == everything(plain)
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_D5_D6_resync_masters_sees_those_on_the_host(name: str) -> None:
+    found = []
+    for fraction in FRACTIONS:
+        optimizer = optimizer_of(name, fraction)
+        train(optimizer, range(3))
+        data_copy(optimizer, constant(optimizer))
+        changed = optimizer.resync_masters(force=True)
+        assert optimizer.resync_masters() == 0
+        found.append((changed, everything(optimizer)))
+    assert found[0][0] > 0 and found[1] == found[0] and found[2] == found[0]
+
+
+# -- checkpoints, copies, groups ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_D4_a_checkpoint_moves_between_fractions_bit_for_bit(name: str) -> None:
+    straight = optimizer_of(name, 0.0)
+    train(straight, range(8))
+    for first in FRACTIONS:
+        for second in FRACTIONS:
+            optimizer = optimizer_of(name, first)
+            train(optimizer, range(4))
+            file = io.BytesIO()
+            torch.save({"optimizer": optimizer.state_dict(), "weights": params(optimizer)}, file)
+            resumed = optimizer_of(name, second)
+            train(resumed, range(50, 52))
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+            resumed.load_state_dict(saved["optimizer"])
+            copy_in(resumed, saved["weights"])
+            train(resumed, range(4, 8))
+            assert everything(resumed) == everything(straight)
+
+
+def test_checkpoints_of_torch_are_loaded() -> None:
+    theirs = torch.optim.AdamW(params_of("fp32", SHAPES), lr=1e-2)
+    for step in range(3):
+        set_grads(theirs.param_groups[0]["params"], step)
+        theirs.step()
+    found = []
+    for fraction in FRACTIONS:
+        optimizer = optimizer_of("fp32", fraction)
+        copy_in(optimizer, theirs.param_groups[0]["params"])
+        optimizer.load_state_dict(theirs.state_dict())
+        train(optimizer, range(3, 5))
+        found.append(everything(optimizer))
+    assert found[1] == found[0] and found[2] == found[0]
+
+
+def pickled(optimizer: torch_ext.AdamW) -> torch_ext.AdamW:
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_copies_of_an_optimizer_have_a_host_part_of_their_own(name: str, how: Any) -> None:
+    optimizer, reference = optimizer_of(name, 0.5), optimizer_of(name, 0.0)
+    for one in (optimizer, reference):
+        train(one, range(3))
+    other = how(optimizer)
+    assert len(held(other)) == len(held(optimizer))
+    train(optimizer, range(3, 5))
+    before = everything(optimizer)
+    train(other, range(3, 5))
+    train(reference, range(3, 5))
+    assert everything(other) == everything(reference) == before == everything(optimizer)
+
+
+def test_groups_added_later_change_the_choice_and_no_bit() -> None:
+    found = []
+    for fraction in FRACTIONS:
+        optimizer = optimizer_of("a", fraction, [(1000,), (900,)])
+        train(optimizer, range(3))
+        before = set(held(optimizer))
+        optimizer.add_param_group({"params": params_of("a", [(1900,)], seed=4)})
+        train(optimizer, range(3, 6))
+        if fraction == 0.5:
+            first, second, third = params(optimizer)
+            assert before == {second} and set(held(optimizer)) == {third}, "what no longer belongs there moved away"
+            assert "exp_avg" in optimizer.state[second]
+        found.append(everything(optimizer))
+    assert found[1] == found[0] and found[2] == found[0]
+
+
+def test_state_of_a_parameter_that_left_is_dropped() -> None:
+    optimizer = optimizer_of("a", 1.0)
+    train(optimizer, range(2))
+    gone = optimizer.param_groups[0]["params"].pop(0)
+    assert gone in held(optimizer)
+    train(optimizer, range(2, 3))
+    assert gone not in held(optimizer) and gone not in optimizer.state
+
+
+def test_E11_asking_for_state_moves_nothing() -> None:
+    optimizer, reference = optimizer_of("a", 0.5), optimizer_of("a", 0.0)
+    weights = [bits(p) for p in params(optimizer)]
+    state = optimizer.state_dict()
+    assert [bits(p) for p in params(optimizer)] == weights
+    assert all(float(entry["step"]) == 0 for entry in state["state"].values())
+    for one in (optimizer, reference):
+        train(one, range(2))
+    assert everything(optimizer) == everything(reference)
+
+
+def test_device_without_lanes_is_refused() -> None:
+    from torch_ext import _staging
+
+    with pytest.raises(ValueError, match="meta; cpu and cuda are legal"):
+        _staging.lanes_of(torch.device("meta"))
+
+
+def test_cuda_lanes_copy_both_ways() -> None:
+    from torch_ext import _staging
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device: its streams and pinned buffers are not looked at")
+    lanes = _staging.lanes_of(torch.device("cuda"))
+    there, here = torch.arange(1 << 20, device="cuda", dtype=torch.float32), lanes.buffer(1 << 22).view(torch.float32)
+    lanes.down.begin()
+    lanes.down.copy([here], [there])
+    lanes.down.wait(lanes.down.mark())
+    assert bool((here == torch.arange(1 << 20)).all()) and here.is_pinned()
+    here += 1
+    lanes.up.begin()
+    lanes.up.copy([there], [here])
+    lanes.up.end()
+    assert bool((there.cpu() == torch.arange(1 << 20) + 1).all())
