@@ -41,6 +41,10 @@ CONFIGURATIONS = {
     )
 }
 
+# Bytes that copies read and write per parameter beside the step, where that is on the host: the gradient comes down and
+# the weight goes up (2 bytes read and 2 written each); beside remainders the weight comes down as well.
+COPIED = {"a": 8, "b": 12}
+
 
 class Stepper(Protocol):
     """Whatever steps parameters: ours or a peer."""
@@ -74,9 +78,11 @@ class Training:
             yield from (t for t in self.optimizer.state[p].values() if isinstance(t, Tensor))
 
 
-def ours(configuration: Configuration, shapes: Shapes, seed: int) -> Training:
+def ours(configuration: Configuration, shapes: Shapes, seed: int, **options: Any) -> Training:
+    """options: of AdamW."""
     policy = load_policy(configuration.dtype, override_optimizer_config=configuration.overrides)
-    return Training(AdamW(_bench_tensors.make(shapes, configuration.dtype, seed), lr=1e-4, policy=policy, seed=seed))
+    params = _bench_tensors.make(shapes, configuration.dtype, seed)
+    return Training(AdamW(params, lr=1e-4, policy=policy, seed=seed, **options))
 
 
 def wall(traffic: float, params: int) -> Callable[[], None]:

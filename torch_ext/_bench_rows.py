@@ -107,6 +107,28 @@ def _wall_of(bench: Bench, configuration: Configuration, isas: list[str]) -> Non
             bench.add("wall", f"c, {isa}: ns per parameter", _bench_measure.spread(ours), bar)
 
 
+# -- host: the part of the optimizer that is stepped on the host, all of it, with the host in the device's place ------
+
+_HOST_BAR = Bar(0.80, 0.92)
+
+
+def host(bench: Bench) -> None:
+    for name, copied in _bench_configurations.COPIED.items():
+        configuration = CONFIGURATIONS[name]
+        counted = configuration.traffic + copied
+        plain = _bench_configurations.ours(configuration, bench.flat, bench.seed)
+        offloaded = _bench_configurations.ours(configuration, bench.flat, bench.seed, offload_fraction=1.0)
+        contenders: dict[str, Callable[[], object]] = {
+            "wall": _bench_configurations.wall(counted, bench.params),
+            "in place": plain.step,
+            "on the host": offloaded.step,
+        }
+        times = bench.run(f"host, {name}", contenders, bench.rounds)
+        ns = {f"{who} ns": statistics.median(times[who]) * 1e9 / bench.params for who in contenders}
+        what = f"{name}: offload_fraction=1, share of the wall of {counted:g} bytes"
+        bench.add("host", what, _bench_measure.ratio(times, "wall", "on the host"), _HOST_BAR, ns)
+
+
 # -- gpt2: many tensors against one --------------------------------------------------------------------------------------
 
 
@@ -257,5 +279,5 @@ def offload(bench: Bench) -> None:
 
 
 ROWS: dict[str, Callable[[Bench], None]] = {
-    row.__name__: row for row in (wall, gpt2, peers, small, neighbour, memory, offload)
+    row.__name__: row for row in (wall, gpt2, peers, small, neighbour, memory, offload, host)
 }

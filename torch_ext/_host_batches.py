@@ -5,6 +5,7 @@ the step of another, and what was just copied is still in the cache when it is s
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -58,12 +59,12 @@ def cut(members: "Sequence[Member]", gathers: "Sequence[Gather]", order: "Sequen
 
 
 def _pieces(i: int, numel: int, most: int) -> list[Piece]:
-    """About equal ones of at most `most` elements, or one grain more."""
-    count = -(-numel // max(most, 1))
+    """About equal ones of about `most` elements."""
+    count = min(-(-numel // max(most, 1)), numel // _GRAIN)
     if count <= 1:
         return [Piece(i, 0, numel, True)]
-    size = -(-numel // count // _GRAIN) * _GRAIN
-    return [Piece(i, begin, min(size, numel - begin), False) for begin in range(0, numel, size)]
+    ends = [numel // _GRAIN * k // count * _GRAIN for k in range(count)] + [numel]
+    return [Piece(i, begin, end - begin, False) for begin, end in pairwise(ends)]
 
 
 class Layout:

@@ -242,10 +242,11 @@ class HostPlan:
         self._marks.append(down.mark())
 
     def step(self, gather: "Gather") -> None:
-        """Steps what is gathered with this bucket; weights are on their way up then."""
+        """Steps what is gathered with this bucket. What the device does next, a gather say, sees the weights."""
         for k in self._of.get(gather, ()):
             if not self.skipped:
                 self._step_batch(k)
+        self._lanes.up.end()
 
     def _step_batch(self, k: int) -> None:
         slot, up = k % self._lanes.slots, self._lanes.up
@@ -281,11 +282,10 @@ class HostPlan:
             scales.store()
 
     def end(self) -> None:
-        """The gradients are free to go, and what the device does next sees the weights."""
+        """The gradients are free to go."""
         if not self._grads:
             return
         self._lanes.down.wait(self._marks[-1])
-        self._lanes.up.end()
         for i, steps in self._split.items():
             self.members[i].state["step"].copy_(steps[0])
         self._grads = []

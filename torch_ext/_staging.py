@@ -105,7 +105,8 @@ class Lanes(NamedTuple):
 def lanes_of(device: torch.device) -> Lanes:
     """The lanes to and from a device. ValueError where there are none."""
     if device.type == "cpu":
-        return Lanes(HostLane(), HostLane(), slots=2, numel=1 << 19, pinned=False)
+        # Copies are done when they are asked for: another batch in advance would only take room in the cache.
+        return Lanes(HostLane(), HostLane(), slots=1, numel=1 << 20, pinned=False)
     if device.type == "cuda":
         return Lanes(CudaLane(device), CudaLane(device), slots=3, numel=1 << 22, pinned=True)
     raise ValueError(f"offload_fraction: parameters are on {device}; cpu and cuda are legal")
