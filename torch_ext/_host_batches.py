@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from torch_ext._plan import Gather, Member
 
 _ALIGNMENT = 64  # bytes, of everything in a buffer: a cache line
-_GRAIN = 4096  # elements: a piece begins at a multiple of it, as the state's parts do
+# Elements: a piece begins at a multiple of it, and has more, or as a whole parameter with a sampled witness its witness
+# would be of all of its weights.
+_GRAIN = _state.WITNESSED["master_param"]
 
 
 class Piece(NamedTuple):
@@ -60,7 +62,7 @@ def cut(members: "Sequence[Member]", gathers: "Sequence[Gather]", order: "Sequen
 
 def _pieces(i: int, numel: int, most: int) -> list[Piece]:
     """About equal ones of about `most` elements."""
-    count = min(-(-numel // max(most, 1)), numel // _GRAIN)
+    count = min(-(-numel // max(most, 1)), numel // (2 * _GRAIN))
     if count <= 1:
         return [Piece(i, 0, numel, True)]
     ends = [numel // _GRAIN * k // count * _GRAIN for k in range(count)] + [numel]
@@ -99,11 +101,11 @@ class SplitScales:
 def state_of(member: "Member", piece: Piece, step: Tensor) -> tuple[list[Tensor | None], SplitScales | None]:
     """A piece's part of the state in the order of Member.at_rest; `step` is its own count."""
     if piece.whole:
-        row = member.at_rest()
-        if member.kinds.master == "master_param":
-            row[-1] = None  # its weight does not come down, so the operator cannot look at it
-        return row, None
+        return member.at_rest(), None
     part = _state.part(member.state, member.kinds, piece.begin, piece.begin + piece.numel) | {"step": step}
+    if member.kinds.master == "master_param":
+        begin, end = piece.begin // _GRAIN, -(-(piece.begin + piece.numel) // _GRAIN)
+        part["witness"] = member.state["witness"][begin:end]
     split = None
     if "scales" in part:
         rows = part["scales"]

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext import _host_batches, _tensors
+from torch_ext import _host_batches, _masters, _tensors
 from torch_ext._groups import Hyper
 from torch_ext._host_batches import Batch, Layout, Piece, SplitScales
-from torch_ext._host_sample import Sample
+from torch_ext._host_sample import sample_of
 from torch_ext._masters import Seen
 from torch_ext._plan import Member, memories, refuse_grad
 from torch_ext._staging import Buffers
@@ -86,7 +86,7 @@ class HostPlan:
 
         self._mastered = [i for i, m in enumerate(members) if m.kinds.master == "master_param"]
         self._versions = [self._known_version(i, seen) for i in self._mastered]
-        self._sample = Sample([self.members[i] for i in self._mastered], buffers)
+        self._sample = sample_of([self.members[i] for i in self._mastered], buffers)
         self._counts = torch.zeros(2, dtype=torch.int64)  # see Adam._counts
         self._external = 0
         self.skipped = False
@@ -162,7 +162,8 @@ class HostPlan:
         external: int,
     ) -> None:
         """First gradients leave for the host, behind a sample of the weights if one is wanted. grads: of the members.
-        scalars: grad_scale, clip_coef, found_inf. external: tx_external_write, of those beside remainders. Raises RuntimeError, naming it, for a gradient that no step takes."""
+        scalars: grad_scale, clip_coef, found_inf. external: tx_external_write, of weights that come down. Raises
+        RuntimeError, naming it, for a gradient that no step takes."""
         for member, grad in zip(self.members, grads, strict=True):
             refuse_grad(member, grad)
         if [g.dtype for g in grads] != self._dtypes:
@@ -276,7 +277,7 @@ class HostPlan:
             *self._scalars,
             self._counts,
             *hyper.shared,
-            self._external,
+            self._external if call.comes_down else _masters.IGNORE,
         )
         for scales in call.scales:
             scales.store()

@@ -1,23 +1,71 @@
-"""Whether somebody else wrote to weights whose masters lie on the host: a sample of the weights is brought there."""
+"""Whether somebody else wrote to weights whose fp32 masters lie on the host.
 
+Weights do not come down for a step then: of each a sample is looked at, the one that its witness is of (TX_SAMPLED). The
+operator does that where the device's memory is the host's. Elsewhere the sample is brought down and compared with what
+the masters round to.
+"""
+
+import abc
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_ext import _ops, _tensors
+from torch_ext import _ops, _state, _tensors
 from torch_ext._host_batches import Layout
 from torch_ext._plan import Member
 from torch_ext._staging import Buffers
 
-# A large parameter's sample is 16 of every 1024 elements, as in adamw_flat_; what is as small as this is compared whole.
-_RUN, _STRIDE, _WHOLE = 16, 1024, 4096
+
+class Sample(abc.ABC):
+    @abc.abstractmethod
+    def bring(self) -> None:
+        """It leaves for the host, to be looked at by the next `strays`."""
+
+    @abc.abstractmethod
+    def strays(self) -> list[bool]:
+        """For each member, whether somebody else wrote to it; of nobody where no sample was brought."""
 
 
-class Sample:
-    """Of weights beside fp32 masters, wherever those are: which of them are no longer what their master rounds to."""
+def sample_of(members: Sequence[Member], buffers: Buffers) -> Sample:
+    """members: each with an fp32 master."""
+    return Witnessed(members) if buffers.lanes.shared else Brought(members, buffers)
 
+
+class Witnessed(Sample):
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+        self._wanted = False
+        self._dense = all(_tensors.is_dense(m.weight) for m in members)
+        self._masters = [_tensors.flat(m.master) for m in members]
+        self._weights = self._flat()
+        self._witnesses = [m.state["witness"] for m in members]
+        self._found = torch.zeros(len(members), dtype=torch.int64)
+
+    def _flat(self) -> list[Tensor]:
+        return [_tensors.in_order_of(m.master, m.weight.detach()) for m in self._members]
+
+    def bring(self) -> None:
+        self._wanted = True
+
+    def strays(self) -> list[bool]:
+        if self._wanted and self._members:
+            weights = self._weights if self._dense else self._flat()
+            self._found.zero_()
+            _ops.call("master_witness_", weights, self._masters, self._witnesses, self._found, _CHECK)
+            self._wanted = False
+            return list(map(bool, self._found.tolist()))
+        return [False] * len(self._members)
+
+
+_CHECK = 0  # tx_witness_mode
+
+# The sample of TX_SAMPLED: 32 of every 2048 weights; of parameters that are as small as this, all.
+_RUN, _STRIDE, _WHOLE = 32, 2048, _state.WITNESSED["master_param"]
+
+
+class Brought(Sample):
     def __init__(self, members: Sequence[Member], buffers: Buffers) -> None:
         self._lanes = buffers.lanes
         weights = [_sampled(m.weight.detach(), m.weight) for m in members]
@@ -31,26 +79,21 @@ class Sample:
         self._here = [memory[where].view(t.dtype).view(t.shape) for t, where in zip(self._there, ranges, strict=True)]
         self._changed = torch.zeros(len(self._there), dtype=torch.int64)
         self._mark: Any = None
-        self._brought = False
 
     def bring(self) -> None:
-        """It leaves for the host."""
         self._lanes.down.copy(self._here, self._there)
-        self._mark, self._brought = self._lanes.down.mark(), True
+        self._mark = self._lanes.down.mark()
 
     def strays(self) -> list[bool]:
-        """For each member; none strays where no sample was brought."""
-        if not self._brought or not self._there:
-            return [False] * self._n
-        self._brought = False
-        self._lanes.down.wait(self._mark)
-        self._changed.zero_()
-        # What is resynced is a copy of the masters: only the counts are of interest.
-        copies = [master.clone(memory_format=torch.contiguous_format) for master in self._masters]
-        _ops.call("master_resync_", self._here, copies, self._changed, False)
         found = [False] * self._n
-        for owner, count in zip(self._owner, self._changed.tolist(), strict=True):
-            found[owner] |= bool(count)
+        if self._mark is not None and self._there:
+            self._lanes.down.wait(self._mark)
+            self._mark = None
+            self._changed.zero_()
+            masters = [master.contiguous() for master in self._masters]
+            _ops.call("master_resync_", self._here, masters, self._changed, False, True)  # only counts
+            for owner, count in zip(self._owner, self._changed.tolist(), strict=True):
+                found[owner] |= bool(count)
         return found
 
 

@@ -1,5 +1,6 @@
 """fp32 masters and the weights beside them: who was written by somebody else, and what to do about it."""
 
+import itertools
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,14 +57,20 @@ def written(members: Sequence["Member"]) -> Tensor:
 
 def _call(name: str, members: Sequence["Member"], among: Container[str], counts: Tensor, *options: Any) -> None:
     """The operator on the members whose master is `among` these kinds; adds to their counts."""
-    rows = [_row(m) if m.kinds.master in among else (_tensors.NONE,) * 3 for m in members]
-    if any(weight.numel() for weight, _, _ in rows):
-        weights, masters, witnesses = (list(column) for column in zip(*rows, strict=True))
-        _ops.call(name, weights, masters, *([witnesses] if name == "master_witness_" else []), counts, *options)
+    chosen = [m.kinds.master in among for m in members]
+    for device in dict.fromkeys(m.master.device for m in itertools.compress(members, chosen)):
+        here = [one and m.master.device == device for m, one in zip(members, chosen, strict=True)]
+        rows = [_row(m) if one else (_tensors.NONE,) * 3 for m, one in zip(members, here, strict=True)]
+        if any(weight.numel() for weight, _, _ in rows):
+            weights, masters, witnesses = (list(column) for column in zip(*rows, strict=True))
+            found = torch.zeros_like(counts, device=device)
+            _ops.call(name, weights, masters, *([witnesses] if name == "master_witness_" else []), found, *options)
+            counts += found.to(counts.device)
 
 
 def _row(m: "Member") -> tuple[Tensor, Tensor, Tensor]:
-    return _tensors.in_order_of(m.master, m.weight.detach()), _tensors.flat(m.master), m.state["witness"]
+    weight = m.weight.detach().to(m.master.device)  # the host, of a member that is stepped there
+    return _tensors.in_order_of(m.master, weight), _tensors.flat(m.master), m.state["witness"]
 
 
 def _counts(members: Sequence["Member"]) -> Tensor:

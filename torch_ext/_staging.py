@@ -94,21 +94,21 @@ class Lanes(NamedTuple):
     """How many batches are under way at a time."""
     numel: int
     """Elements of a batch: as few as a copy needs to be fast."""
-    pinned: bool
-    """Whether the host's buffers are memory that the device reads and writes by itself."""
+    shared: bool
+    """Whether the device's memory is the host's: what is only looked at need not be copied then."""
 
     def buffer(self, numel: int) -> Tensor:
         """Host memory for copies: bytes."""
-        return torch.empty(numel, dtype=torch.uint8, pin_memory=self.pinned)
+        return torch.empty(numel, dtype=torch.uint8, pin_memory=not self.shared)
 
 
 def lanes_of(device: torch.device) -> Lanes:
     """The lanes to and from a device. ValueError where there are none."""
     if device.type == "cpu":
         # Copies are done when they are asked for: another batch in advance would only take room in the cache.
-        return Lanes(HostLane(), HostLane(), slots=1, numel=1 << 20, pinned=False)
+        return Lanes(HostLane(), HostLane(), slots=1, numel=1 << 20, shared=True)
     if device.type == "cuda":
-        return Lanes(CudaLane(device), CudaLane(device), slots=3, numel=1 << 22, pinned=True)
+        return Lanes(CudaLane(device), CudaLane(device), slots=3, numel=1 << 22, shared=False)
     raise ValueError(f"offload_fraction: parameters are on {device}; cpu and cuda are legal")
 
 
