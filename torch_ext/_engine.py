@@ -196,7 +196,7 @@ class Engine(_registry.Owner):
         )
         return _Gathering(self, handle)
 
-    def refuse_moving(self, doing: str) -> None:
+    def refuse_moving(self, doing: str, weights: bool) -> None:
         self._notice_abandoned()
         refuse_busy(doing, self.forwards, bool(self._tasks) or self._began or bool(self._handles))
         if any(stepper.stepped_early() for stepper in self._steppers):
@@ -204,7 +204,7 @@ class Engine(_registry.Owner):
                 f"{doing} between a backward that stepped (step_in_backward=True) and step(), which brings the other "
                 "ranks' weights: call step() first"
             )
-        if self.weights is not None:
+        if weights and self.weights is not None:
             self.weights.refuse_lent(doing)
 
     def gradient_memory(self) -> Sequence[torch.Tensor]:

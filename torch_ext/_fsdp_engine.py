@@ -149,7 +149,7 @@ class FsdpEngine(_registry.Owner):
     def gather(self, bucket: int) -> Handle:
         raise NotImplementedError("FSDP2 gathers weights itself")
 
-    def refuse_moving(self, doing: str) -> None:
+    def refuse_moving(self, doing: str, weights: bool) -> None:
         self._recover()
         refuse_busy(doing, self.forwards, self._end is not None)
 

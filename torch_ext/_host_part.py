@@ -3,7 +3,7 @@
 There is one master of each of these parameters, here; opt.state has the step only. Weights are the device's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -54,6 +54,10 @@ class HostPart:
         if "step" in entry:
             entry["step"] = held["step"] = entry["step"].cpu()
         return held
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All of them."""
+        return (t for held in self._states.values() for t in held.values() if isinstance(t, Tensor))
 
     def put(self, p: Tensor, at_rest: dict[str, Any]) -> dict[str, Any]:
         """Keeps a state that was loaded; returns what opt.state has of it."""

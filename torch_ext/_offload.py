@@ -73,9 +73,13 @@ class _Trip:
     """One call: the models and the optimizer that it is about, and what is known of them."""
 
     def __init__(
-        self, doing: str, model: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer | None
+        self,
+        doing: str,
+        model: nn.Module | Iterable[nn.Module],
+        optimizer: torch.optim.Optimizer | None,
+        weights: bool = False,
     ) -> None:
-        """doing: for messages. RuntimeError where somebody works with the memory that is about to move."""
+        """doing: for messages. weights: they are to leave. RuntimeError where somebody works with the memory that is about to move."""
         self.models = list(model) if isinstance(model, Iterable) and not isinstance(model, nn.Module) else [model]
         for one in self.models:
             if not isinstance(one, nn.Module):
@@ -89,7 +93,9 @@ class _Trip:
             raise RuntimeError(f"{doing} during a backward: call it between steps")
         for one in self.models:
             for engine in _parallel.engines_in(one):
-                engine.refuse_moving(doing)
+                engine.refuse_moving(doing, weights)
+        if isinstance(optimizer, Adam):
+            optimizer.refuse_moving(doing)
         _reshard(self.models)
         self.weights: Named = [named for one in self.models for named in _weights(one)]
         self.params = [p for one in self.models for p in one.parameters()]
@@ -160,7 +166,8 @@ def offload(
     params: weights are copied to host memory.
     grads: gradients are dropped: `.grad` is None until onload, and what was there comes back as the same tensors, zero.
         Buffers and shards of a parallelized model go, too; those of DistributedDataParallel are its own and stay.
-    states: of the optimizer, masters included, are copied to host memory; the step counters stay.
+    states: of the optimizer, masters included, are copied to host memory; the step counters stay, and what
+        offload_fraction keeps on the host is there already.
 
     Host memory is allocated once, pinned where the device is an accelerator, and kept for the next time, as long as the
     model and the optimizer live. Without an accelerator host memory stands in for the device's: the same code releases
@@ -174,13 +181,14 @@ def offload(
     ends the process. A graph that was made before cannot be backpropagated through any more, not after onload either.
 
     Raises RuntimeError, and has changed nothing, for a backward, a forward or an exchange under way; for gradients that
-    were stepped in backward and no step() since; for memory that is not torch's alone (`.numpy()`, share_memory_(), a
-    mapped file) and where there is not enough host memory.
+    were stepped in backward and no step() since; within master_weights(); for memory that is not torch's alone
+    (`.numpy()`, share_memory_(), a mapped file, a state_dict of a model with flat buffers that is held still), and where
+    there is not enough host memory.
     """
-    trip = _Trip("offload", model, optimizer)
+    trip = _Trip("offload", model, optimizer, weights=params)
     accounts, of_optimizer = trip.accounts(), trip.account_of_optimizer()
     trip.refuse_strangers([account.params for _, account in accounts])
-    known: set[int] = set()
+    known = set(_storages.found(("", t) for t in optimizer.stays())) if isinstance(optimizer, Adam) else set()
     leaving: list[tuple[Luggage, list[Memory]]] = []
     # Memory that is of two kinds is of the first of them.
     found = [trip.memories(_weights(one), known) for one in trip.models]

@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -357,6 +357,14 @@ class Adam(torch.optim.Optimizer):
         """See _registry.Stepper."""
         return bool(self._early)
 
+    def refuse_moving(self, doing: str) -> None:
+        """RuntimeError where memory of parameters or states must stay (see _offload)."""
+        self._refuse_open(doing)
+
+    def stays(self) -> Iterable[Tensor]:
+        """States that live on the host, and do not move."""
+        return self._host.tensors()
+
     def set_aside(self, grads: bool) -> None:
         """Memory went to the host (see _offload), that of gradients among it or not: nothing holds any more that was
         made for what it contained."""
@@ -465,11 +473,12 @@ class Adam(torch.optim.Optimizer):
             )
             for i in chosen
         ]
-        missing = [m for m in members if not _state.complete(m.state, m.kinds)]
-        for m, made in zip(missing, _state.make([(m.beside, m.kinds) for m in missing]), strict=True):
-            m.state.update({key: value for key, value in made.items() if key not in m.state})
-            if m.kinds.master is not None:
-                self._seen[m.param] = _masters.look(m)
+        for host in (False, True):  # not in one memory, which may leave the device (see _offload)
+            missing = [m for m in members if m.host == host and not _state.complete(m.state, m.kinds)]
+            for m, made in zip(missing, _state.make([(m.beside, m.kinds) for m in missing]), strict=True):
+                m.state.update({key: value for key, value in made.items() if key not in m.state})
+                if m.kinds.master is not None:
+                    self._seen[m.param] = _masters.look(m)
         for m in members:
             if "step" not in m.state:
                 m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.weight.device)

@@ -76,8 +76,9 @@ class Owner(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def refuse_moving(self, doing: str) -> None:
-        """RuntimeError where a forward, a backward, an exchange or a step is under way: no memory may go now."""
+    def refuse_moving(self, doing: str, weights: bool) -> None:
+        """RuntimeError where a forward, a backward, an exchange or a step is under way: no memory may go now.
+        weights: theirs is about to."""
 
     @abc.abstractmethod
     def gradient_memory(self) -> Sequence[torch.Tensor]:

@@ -40,7 +40,7 @@ class Net(torch.nn.Module):
         return self.head(x) + self.shift  # type: ignore[no-any-return]
 
 
-def made(setup: str, dtypes: Any, **options: Any) -> tuple[Any, Any]:
+def made(setup: str, dtypes: Any, fraction: float = 0.0, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(7)
     model: Any = Net().to(dtypes[0])
     chosen = policy(*dtypes, bucket_size=200, **options)
@@ -53,7 +53,7 @@ def made(setup: str, dtypes: Any, **options: Any) -> tuple[Any, Any]:
         model = DistributedDataParallel(model, gradient_as_bucket_view="views" in setup)
         torch_ext.register_comm_hook(model, chosen)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return model, torch_ext.AdamW(trainable, lr=1e-2, policy=chosen)
+    return model, torch_ext.AdamW(trainable, lr=1e-2, policy=chosen, offload_fraction=fraction)
 
 
 def loss_of(model: Any, step: int, rank: int) -> Tensor:
@@ -117,8 +117,8 @@ def cycle(model: Any, optimizer: Any, calls: list[dict[str, bool]]) -> None:
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
 
 
-def _trained(rank: int, setup: str, dtypes: Any, away: str | None, zeroed: bool) -> list[bytes]:
-    model, optimizer = made(setup, dtypes)
+def _trained(rank: int, setup: str, dtypes: Any, away: str | None, zeroed: bool, fraction: float = 0.0) -> list[bytes]:
+    model, optimizer = made(setup, dtypes, fraction)
     for step in range(4):
         one_step(model, optimizer, step, rank)
         if away is not None:
@@ -137,6 +137,17 @@ def _goes_on(rank: int, world: int, setups: tuple[str, ...], dtypes: Any) -> Non
         for away in AWAY:
             for zeroed in (True, False):
                 assert _trained(rank, setup, dtypes, away, zeroed) == expected, (setup, away, zeroed)
+
+
+def _goes_on_with_a_host_part(rank: int, world: int) -> None:
+    for setup in ("none", *OURS):
+        for fraction in (0.5, 1.0):
+            ends = [_trained(rank, setup, DTYPES["bf16"], away, True, fraction) for away in (None, "everything")]
+            assert ends[0] == ends[1], (setup, fraction)
+
+
+def test_B4_part_of_the_optimizer_on_the_host() -> None:
+    ranks.run(2, _goes_on_with_a_host_part)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -278,6 +289,26 @@ def _stepped_in_backward(rank: int, world: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_B4_between_a_backward_that_stepped_and_step(strategy: str) -> None:
     ranks.run(2, _stepped_in_backward, strategy)
+
+
+def _held(rank: int, world: int, strategy: str) -> None:
+    """Tensors of a state_dict are the weights' own memory: it must not go under them. The rest may."""
+    model, optimizer = made(strategy, DTYPES["bf16"])
+    one_step(model, optimizer, 0, rank)
+    before = content(model, optimizer)
+    held = model.state_dict()
+    refused(partial(torch_ext.offload, model, optimizer), r"offload while a state_dict\(\).*held")
+    torch_ext.offload(model, optimizer, params=False)
+    torch_ext.onload(model, optimizer)
+    del held
+    torch_ext.offload(model, optimizer)
+    torch_ext.onload(model, optimizer)
+    assert content(model, optimizer) == before
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_B4_while_a_state_dict_is_held(strategy: str) -> None:
+    ranks.run(1, _held, strategy)
 
 
 def _part(rank: int, world: int, strategy: str) -> None:

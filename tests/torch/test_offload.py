@@ -166,6 +166,22 @@ def test_B4_whole_loop_in_any_order(order: str, zeroed: bool) -> None:
         assert everything(model, optimizer) == everything(expected, reference), step
 
 
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_B4_states_that_live_on_the_host_stay_there(fraction: float) -> None:
+    model, optimizer = trained(offload_fraction=fraction)
+    expected, reference = trained()
+    held = [t for entry in optimizer._host._states.values() for key, t in entry.items() if key != "step"]
+    assert held and (fraction == 1.0) == (not states(optimizer))
+    for step in range(1, STEPS):
+        optimizer.zero_grad()
+        torch_ext.offload(model, optimizer)
+        assert memory(held) > 0 and memory(states(optimizer)) == memory(weights(model)) == 0
+        torch_ext.onload(model, optimizer)
+        one_step(model, optimizer, step)
+        one_step(expected, reference, step)
+    assert bits(weights(model)) == bits(weights(expected))
+
+
 def test_B4_tensors_stay_the_objects_that_they_are() -> None:
     model, optimizer = trained()
     before = [*weights(model), *states(optimizer)]
@@ -486,6 +502,16 @@ def test_B4_during_a_backward(call: Callable[..., None]) -> None:
     loss_of(model.eval(), 1).backward()
     handle.remove()
     assert said and everything(model, optimizer) == before
+
+
+@pytest.mark.parametrize("call", [torch_ext.offload, torch_ext.onload])
+def test_B4_within_master_weights(call: Callable[..., None]) -> None:
+    model, optimizer = trained()
+    before = everything(model, optimizer)
+    with optimizer.master_weights():
+        with pytest.raises(RuntimeError, match=r"within master_weights\(\)"):
+            call(model, optimizer)
+    assert everything(model, optimizer) == before
 
 
 FIXED: dict[str, Callable[[nn.Parameter, pathlib.Path], object]] = {
