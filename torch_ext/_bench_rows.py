@@ -10,6 +10,7 @@ import torch
 
 from torch_ext import (
     _bench_configurations,
+    _bench_external,
     _bench_measure,
     _bench_memory,
     _bench_neighbour,
@@ -278,6 +279,28 @@ def offload(bench: Bench) -> None:
         del trip, contenders
 
 
+# -- external: noticing what others write to weights beside masters --------------------------------------------------------
+
+_NOTICING = {"a": Bar(4, 1, True), "b": Bar(6, 2, True), "c": Bar(6, 2, True)}
+
+
+def external(bench: Bench) -> None:
+    for what, shapes in {"one tensor": bench.flat, f"{len(bench.model)} tensors": bench.model}.items():
+        for name, bar in _NOTICING.items():
+            times = bench.run(
+                f"external, {name}, {what}", _bench_external.noticing(name, shapes, bench.seed), bench.rounds
+            )
+            more = _bench_measure.ratio(times, "with", "without")
+            percent = Spread(*(100 * (value - 1) for value in more))
+            bench.add("external", f"{name}, {what}: % of the step to notice writes by others", percent, bar)
+    for name in _bench_external.READ:
+        times = bench.run(
+            f"external, resync, {name}", _bench_external.resyncing(name, bench.flat, bench.seed), bench.rounds
+        )
+        value = _bench_measure.ratio(times, "read", "resync")
+        bench.add("external", f"{name}: one read / resync_masters()", value, Bar(0.8, 0.95))
+
+
 ROWS: dict[str, Callable[[Bench], None]] = {
-    row.__name__: row for row in (wall, gpt2, peers, small, neighbour, memory, offload, host)
+    row.__name__: row for row in (wall, gpt2, peers, small, neighbour, memory, external, offload, host)
 }

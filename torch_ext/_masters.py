@@ -42,8 +42,9 @@ def resync(members: Sequence["Member"], force: bool = False) -> Tensor:
         _call("master_resync_", members, _state.MASTERS, changed, True)
     else:
         _call("master_resync_", members, ("master_param",), changed)
-        _call("master_witness_", members, ("master_remainder",), changed, _STRAYS)
-    _call("master_witness_", members, _state.MASTERS, _counts(members), _RENEW)
+        _call("master_witness_", members, ("master_remainder",), changed, _STRAYS)  # renews them
+    renewed = _state.MASTERS if force else ("master_param",)
+    _call("master_witness_", members, renewed, _counts(members), _RENEW)
     return changed
 
 
