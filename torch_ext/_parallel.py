@@ -417,11 +417,27 @@ def _watch(sharded: bool) -> None:
         _foreign.route_clipping()
 
 
-def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    for owner in _registry.owners_of(p for group in optimizer.param_groups for p in group["params"]):
-        if owner.sharded and not isinstance(optimizer, Adam):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} would step all of every parameter by gradients of which this rank has its "
-                "part only: under a sharded strategy use torch_ext.AdamW (or torch_ext.Adam), or strategy 'no_shard'"
-            )
-        owner.before_step()
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """args, kwargs: of step, the optimizer first. Returns others in their place, or None."""
+    owners = list(_registry.owners_of(p for group in optimizer.param_groups for p in group["params"]))
+    if any(owner.sharded for owner in owners) and not isinstance(optimizer, Adam):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} would step all of every parameter by gradients of which this rank has its "
+            "part only: under a sharded strategy use torch_ext.AdamW (or torch_ext.Adam), or strategy 'no_shard'"
+        )
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        for owner in owners:
+            owner.before_step()
+        return None
+    if not owners or isinstance(optimizer, Adam):  # which asks for itself
+        return None
+
+    def checked() -> Any:
+        """The backward is in there: what was accumulated until now need not be reduced yet."""
+        loss = closure()
+        for owner in owners:
+            owner.before_step()
+        return loss
+
+    return args[:1], kwargs | {"closure": checked}

@@ -161,3 +161,154 @@ def _refused(rank: int, world: int) -> str:
 @frameworks.needs("accelerate")
 def test_accelerate_around_a_parallelized_model_says_what_to_do() -> None:
     assert ranks.run(WORLD, _refused) == ["Sequential"] * WORLD
+
+
+# -- Trainer ----------------------------------------------------------------------------------------------------------
+
+
+def _trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
+    import transformers
+
+    _environment(rank, world)
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _net()
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": _loss(self.net, x)}
+
+    class Batches(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+            return {"x": torch.randn(16, generator=torch.Generator().manual_seed(i)).to(BF16)}
+
+    def train(way: str, resumed: bool) -> Any:
+        model = Net()
+        policy = torch_ext.load_policy(model)
+        optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-2, policy=policy)
+        arguments = transformers.TrainingArguments(
+            f"{folder}/{way}",
+            max_steps=STEPS,
+            save_steps=HALF,
+            logging_steps=1,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            max_grad_norm=MAX_NORM,
+            ddp_backend="gloo",
+            use_cpu=True,
+            disable_tqdm=True,
+            report_to=[],
+        )
+
+        class Exchange(transformers.TrainerCallback):
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                if way != "DDP":
+                    torch_ext.register_comm_hook(trainer.model_wrapped, policy)
+
+        trainer: Any = transformers.Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=Batches(),
+            optimizers=(optimizer, None),
+            callbacks=[Exchange()],
+        )
+        if way == "parallelize":
+            torch_ext.parallelize(model, policy, strategy="optim")
+        trainer.train(resume_from_checkpoint=f"{folder}/{way}/checkpoint-{HALF}" if resumed else None)
+        assert isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+        norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
+        return norms, _whole(model), bits([t for state in optimizer.state.values() for t in state.values()])
+
+    answers = {way: (train(way, False), train(way, True)) for way in ("DDP", "DDP, register_comm_hook")}
+    with pytest.raises(RuntimeError, match="register_comm_hook"):
+        train("parallelize", False)
+    return answers
+
+
+@frameworks.needs("transformers", "accelerate")
+def test_D4_trainer_on_two_ranks_resumes_bit_for_bit(tmp_path: pathlib.Path) -> None:
+    zero, one = ranks.run(WORLD, _trainer, str(tmp_path), limit=100)
+    for way, (first, second) in zero.items():
+        assert first == second == one[way][0] == one[way][1], way
+        assert len(first[0]) == STEPS and min(first[0]) > MAX_NORM, "every step is clipped"
+
+
+# -- Lightning --------------------------------------------------------------------------------------------------------
+
+
+def _lightning(rank: int, world: int, folder: str) -> dict[str, Any]:
+    import pytorch_lightning as lightning
+    from pytorch_lightning.strategies import DDPStrategy
+
+    _environment(rank, world)
+
+    class Parallel(DDPStrategy):
+        """DDP's processes and saving, with `parallelize` in the place of its wrapper."""
+
+        def __init__(self, policy: Any, way: str) -> None:
+            super().__init__(process_group_backend="gloo")
+            self.policy, self.way = policy, way
+
+        def configure_ddp(self) -> None:
+            torch_ext.parallelize(self.model, self.policy, strategy=self.way)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.norms = _net(), []
+
+        def configure_optimizers(self) -> Any:
+            return torch_ext.AdamW(self.named_parameters(), lr=1e-2)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return _loss(self.net, batch[0])
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.norms.append(float(torch_ext.clip_grad_norm_(optimizer, float("inf"))))
+
+        def on_train_start(self) -> None:
+            if self.trainer.strategy.__class__ is DDPStrategy and self.exchange is not None:
+                torch_ext.register_comm_hook(self.trainer.model, self.exchange)
+
+        exchange: Any = None
+
+    def train(way: str, resumed: bool) -> Any:
+        module = Module()
+        policy = torch_ext.load_policy(module)
+        module.exchange = policy if way == "DDP, register_comm_hook" else None
+        own = way in ("no_shard", "optim", "optim_grads")
+        x = torch.randn(48, 16, generator=torch.Generator().manual_seed(0)).to(BF16)
+        saving = lightning.callbacks.ModelCheckpoint(f"{folder}/{way}", "{epoch}", save_top_k=-1)
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=world,
+            strategy=Parallel(policy, way) if own else DDPStrategy(process_group_backend="gloo"),
+            max_epochs=2,
+            gradient_clip_val=MAX_NORM,
+            accumulate_grad_batches=2,
+            callbacks=[saving],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=4)
+        trainer.fit(module, loader, ckpt_path=f"{folder}/{way}/epoch=0.ckpt" if resumed else None)
+        states = [t for state in trainer.optimizers[0].state.values() for t in state.values()]
+        return module.norms[-3:], _whole(module), bits(states)
+
+    ways = ("DDP", "DDP, register_comm_hook", "no_shard", "optim", "optim_grads")
+    return {way: (train(way, False), train(way, True)) for way in ways}
+
+
+@frameworks.needs("pytorch_lightning")
+def test_D4_lightning_on_two_ranks_resumes_bit_for_bit(tmp_path: pathlib.Path) -> None:
+    zero, one = ranks.run(WORLD, _lightning, str(tmp_path), limit=100)
+    for way, (first, second) in zero.items():
+        assert first == second, way
+        assert one[way][0] == one[way][1], way
+        assert first[:2] == one[way][0][:2], f"{way}: norms and weights are equal on both ranks"
+        assert min(first[0]) > MAX_NORM, "every step is clipped"

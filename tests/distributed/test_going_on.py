@@ -284,9 +284,10 @@ def _steps_unreduced(rank: int, world: int, strategy: str) -> None:
                 continue
             with pytest.raises(RuntimeError, match="'p0'.*no_sync"):
                 optimizer.step()
-        if isinstance(optimizer, torch_ext.AdamW):
+        for call in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):  # noqa: B023
             with pytest.raises(RuntimeError, match="'p0'.*no_sync"):
-                optimizer.step(closure)
+                call()
+        if isinstance(optimizer, torch_ext.AdamW):
             with pytest.raises(RuntimeError, match="'p0'.*no_sync"):
                 torch_ext.clip_grad_norm_(model.parameters(), 1.0)
         assert torch.equal(model.p0, before)
@@ -302,6 +303,30 @@ def _steps_unreduced(rank: int, world: int, strategy: str) -> None:
 
 def test_e8_step_with_gradients_of_no_sync_is_an_error() -> None:
     strategies.run(2, _steps_unreduced)
+
+
+def _closes(rank: int, world: int, strategy: str) -> None:
+    """The closure's backward ends a cycle that began before the step, as Lightning accumulates."""
+    steppers: list[Any] = [torch_ext.AdamW]
+    if strategy == "no_shard":
+        steppers.append(torch.optim.AdamW)
+    for stepper in steppers:
+        for by_name in (False, True):
+            model = _parallel(strategy)
+            optimizer = stepper(model.parameters(), lr=0.1)
+
+            def closure(model: Any = model) -> float:
+                model(_ones()).backward()
+                return 4.0
+
+            with model.no_sync():
+                model(_ones(-3.0)).backward()
+            assert (optimizer.step(closure=closure) if by_name else optimizer.step(closure)) == 4.0
+            assert (model.p0 > 0.05).all(), "both backwards count, the larger one most"
+
+
+def test_e8_closure_of_a_step_may_end_what_no_sync_began() -> None:
+    strategies.run(2, _closes)
 
 
 def _assigned(rank: int, world: int, strategy: str) -> None:
