@@ -117,12 +117,12 @@ def cycle(model: Any, optimizer: Any, calls: list[dict[str, bool]]) -> None:
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
 
 
-def _trained(rank: int, setup: str, dtypes: Any, away: str | None, zeroed: bool, fraction: float = 0.0) -> list[bytes]:
+def _trained(rank: int, setup: str, dtypes: Any, away: str | None, fraction: float = 0.0) -> list[bytes]:
     model, optimizer = made(setup, dtypes, fraction)
     for step in range(4):
         one_step(model, optimizer, step, rank)
         if away is not None:
-            if zeroed:
+            if step % 2:  # gradients are there, or not
                 optimizer.zero_grad()
             cycle(model, optimizer, AWAY[away])
     assert loss_of(model, 50, rank).isfinite()
@@ -133,21 +133,19 @@ def _trained(rank: int, setup: str, dtypes: Any, away: str | None, zeroed: bool,
 
 def _goes_on(rank: int, world: int, setups: tuple[str, ...], dtypes: Any) -> None:
     for setup in setups:
-        expected = _trained(rank, setup, dtypes, None, True)
+        expected = _trained(rank, setup, dtypes, None)
         for away in AWAY:
-            for zeroed in (True, False):
-                assert _trained(rank, setup, dtypes, away, zeroed) == expected, (setup, away, zeroed)
+            assert _trained(rank, setup, dtypes, away) == expected, (setup, away)
 
 
 def _goes_on_with_a_host_part(rank: int, world: int) -> None:
     for setup in ("none", *OURS):
-        for fraction in (0.5, 1.0):
-            ends = [_trained(rank, setup, DTYPES["bf16"], away, True, fraction) for away in (None, "everything")]
-            assert ends[0] == ends[1], (setup, fraction)
+        ends = [_trained(rank, setup, DTYPES["bf16"], away, 0.5) for away in (None, "everything")]
+        assert ends[0] == ends[1], setup
 
 
 def test_B4_part_of_the_optimizer_on_the_host() -> None:
-    ranks.run(2, _goes_on_with_a_host_part)
+    ranks.run(2, _goes_on_with_a_host_part, limit=120.0)
 
 
 @pytest.mark.parametrize("name", DTYPES)
