@@ -214,6 +214,30 @@ def test_B4_uses_while_away(world: int) -> None:
     ranks.run(world, _refuses, ("none", *OURS, "fsdp alone"))
 
 
+def _unreduced(rank: int, world: int, strategy: str) -> None:
+    """Gradients that no rank has reduced, or that must not be stepped, are dropped like others."""
+    model, optimizer = made(strategy, DTYPES["bf16"], check_for_nan_in_grad=True)
+    one_step(model, optimizer, 0, rank)
+    optimizer.zero_grad()
+    with model.no_sync():
+        loss_of(model, 1, rank).backward()
+    torch_ext.offload(model, optimizer)
+    torch_ext.onload(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    refused((loss_of(model, 2, rank) * float("nan")).backward, "NaN")
+    refused(optimizer.step, "NaN")
+    torch_ext.offload(model, optimizer, params=False, states=False)
+    torch_ext.onload(model, optimizer)
+    optimizer.step()
+    assert all(t.isfinite().all() for t in on_device(model, optimizer)["params"])
+
+
+@pytest.mark.parametrize("strategy", OURS)
+def test_B4_dropped_gradients_are_no_longer_in_the_way(strategy: str) -> None:
+    ranks.run(2, _unreduced, strategy)
+
+
 def _one_parameter(rank: int, world: int, strategy: str) -> None:
     """zero_grad of an optimizer that has a part of the model only."""
     model, _ = made(strategy, DTYPES["bf16"])

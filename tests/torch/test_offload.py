@@ -322,6 +322,19 @@ def test_B4_host_memory_grows_by_what_is_new() -> None:
     assert model_bytes == 0 and bits(weights(model)) == before
 
 
+def test_B4_what_is_new_joins_what_is_away() -> None:
+    model = Net()
+    torch_ext.offload(model)
+    model.add_module("more", nn.Linear(50, 50))
+    new = bits(weights(model.get_submodule("more")))
+    torch_ext.offload(model)
+    assert memory(weights(model)) == 0
+    torch_ext.onload(model)
+    assert bits(weights(model.get_submodule("more"))) == new
+    del model.more
+    assert bits(weights(model)) == bits(weights(Net()))
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("slab", [4096, 1 << 28], ids=["many slabs", "one slab"])
 def test_host_buffer_gives_back_what_was_put_in(slab: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
