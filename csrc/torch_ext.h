@@ -760,6 +760,10 @@ TX_API tx_status tx_isa_select(const char *name, tx_error *error);
  * torch's version. */
 TX_API tx_status tx_torch_register(tx_error *error);
 
+/* Whether operators that this thread calls run on it alone instead of on torch's pool: for threads of a caller that step
+ * something each, beside each other. Returns what it was before; 0 in every new thread. The bits are the same. */
+TX_API int32_t tx_torch_alone(int32_t alone);
+
 /* The operator table: name ("adamw_") and schema ("adamw_(Tensor(a!)[] params, ...) -> ()") of row i; NULL past the
  * end. Static storage. */
 TX_API const char *tx_operator_name(int32_t i);

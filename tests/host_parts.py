@@ -1,5 +1,6 @@
 """Devices for the tests of `offload_fraction`: the host in a device's place, with copies that are late."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,24 +20,27 @@ class LateLane(Lane):
     def __init__(self) -> None:
         self.asked: list[Callable[[], Any]] = []
         self.done = 0
-        self.follows = False
+        self.lock = threading.RLock()
+        self.own = threading.local()  # of each thread: whether what it copies follows something
 
     def begin(self) -> None: ...
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            if not self.follows:  # else somebody may read it still
-                target.detach().fill_(-77)
-            self.asked.append(lambda target=target, source=source: target.copy_(source))
+        with self.lock:
+            for target, source in zip(targets, sources, strict=True):
+                if not getattr(self.own, "follows", False):  # else somebody may read it still
+                    target.detach().fill_(-77)
+                self.asked.append(lambda target=target, source=source: target.copy_(source))
 
     def mark(self) -> Any:
-        self.follows = False
+        self.own.follows = False
         return self, len(self.asked)
 
     def follow(self, mark: Any) -> None:
         lane, upto = mark
-        self.follows = True
-        self.asked.append(lambda: lane._work(upto))
+        self.own.follows = True
+        with self.lock:
+            self.asked.append(lambda: lane._work(upto))
 
     def wait(self, mark: Any) -> None:
         lane, upto = mark
@@ -46,15 +50,16 @@ class LateLane(Lane):
         self._work(len(self.asked))
 
     def _work(self, upto: int) -> None:
-        while self.done < upto:
-            at, self.done = self.done, self.done + 1
-            self.asked[at]()
+        with self.lock:
+            while self.done < upto:
+                at, self.done = self.done, self.done + 1
+                self.asked[at]()
 
 
 @contextmanager
-def lanes(kind: str, numel: int = NUMEL, slots: int = 2) -> Iterator[list[int]]:
-    """Optimizers that take their first step here have these lanes: "prompt", "late". Yields the sizes of the buffers
-    that are made."""
+def lanes(kind: str) -> Iterator[list[int]]:
+    """Optimizers that take their first step here have these lanes, and two threads: "prompt", "late". Yields the sizes
+    of the buffers that are made."""
     made: list[int] = []
     before = _host_part.lanes_of
 
@@ -64,9 +69,9 @@ def lanes(kind: str, numel: int = NUMEL, slots: int = 2) -> Iterator[list[int]]:
             return torch.empty(numel, dtype=torch.uint8)
 
     def lanes_of(device: torch.device) -> Lanes:
-        own = _staging.lanes_of(device)._replace(numel=numel, slots=slots)
+        own = _staging.lanes_of(device)._replace(workers=2, numel=NUMEL)
         if kind == "late":
-            own = own._replace(down=LateLane(), up=LateLane(), shared=False)
+            own = own._replace(down=LateLane(), up=LateLane(), slots=2, shared=False)
         return Counted(*own)
 
     _host_part.lanes_of = lanes_of

@@ -16,7 +16,6 @@ from torch_ext import _state, _tensors
 if TYPE_CHECKING:
     from torch_ext._plan import Gather, Member
 
-_ALIGNMENT = 64  # bytes, of everything in a buffer: a cache line
 # Elements: a piece begins at a multiple of it, and has more, or as a whole parameter with a sampled witness its witness
 # would be of all of its weights.
 _GRAIN = _state.WITNESSED["master_param"]
@@ -61,26 +60,14 @@ def cut(members: "Sequence[Member]", gathers: "Sequence[Gather]", order: "Sequen
 
 
 def _pieces(i: int, numel: int, most: int) -> list[Piece]:
-    """About equal ones of about `most` elements."""
-    count = min(-(-numel // max(most, 1)), numel // (2 * _GRAIN))
-    if count <= 1:
+    """Of `most` elements each, and a last one of the rest."""
+    size = most // _GRAIN * _GRAIN
+    if numel <= most or size == 0:
         return [Piece(i, 0, numel, True)]
-    ends = [numel // _GRAIN * k // count * _GRAIN for k in range(count)] + [numel]
-    return [Piece(i, begin, end - begin, False) for begin, end in pairwise(ends)]
-
-
-class Layout:
-    """Where in a buffer the tensors of a batch lie, one after the other."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def place(self, numel: int, dtype: torch.dtype) -> slice:
-        """The bytes of a tensor."""
-        begin = self.nbytes
-        end = begin + numel * dtype.itemsize
-        self.nbytes = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return slice(begin, end)
+    begins = list(range(0, numel, size))
+    if numel - begins[-1] <= _GRAIN:
+        begins.pop()
+    return [Piece(i, begin, end - begin, False) for begin, end in pairwise([*begins, numel])]
 
 
 class SplitScales:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from torch_ext import _ops, _state, _tensors
-from torch_ext._host_batches import Layout
 from torch_ext._plan import Member
-from torch_ext._staging import Buffers
+from torch_ext._staging import Buffers, Layout
 
 
 class Sample(abc.ABC):

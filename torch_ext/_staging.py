@@ -5,6 +5,7 @@ once, between ordinary memories.
 """
 
 import abc
+import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 
 class Lane(abc.ABC):
-    """Copies one after the other, in the order in which they were asked for."""
+    """Copies one after the other, in the order in which they were asked for, by any thread."""
 
     @abc.abstractmethod
     def begin(self) -> None:
@@ -41,13 +42,17 @@ class Lane(abc.ABC):
 
 
 class HostLane(Lane):
-    """Host memory in the place of a device's."""
+    """Host memory in the place of a device's: a copy is done when `copy` comes back."""
 
     def begin(self) -> None: ...
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+            if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
+                # On this thread alone, where copy_ would wait for torch's pool; without the interpreter's lock.
+                ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+            else:
+                target.copy_(source)
 
     def mark(self) -> Any:
         return None
@@ -90,10 +95,12 @@ class CudaLane(Lane):
 class Lanes(NamedTuple):
     down: Lane
     up: Lane
+    workers: int
+    """How many threads step batches beside each other."""
     slots: int
-    """How many batches are under way at a time."""
+    """How many batches each of them has under way."""
     numel: int
-    """Elements of a batch: as few as a copy needs to be fast."""
+    """Elements of a batch: few, so that what was copied is still in the cache when it is stepped."""
     shared: bool
     """Whether the device's memory is the host's: what is only looked at need not be copied then."""
 
@@ -102,14 +109,37 @@ class Lanes(NamedTuple):
         return torch.empty(numel, dtype=torch.uint8, pin_memory=not self.shared)
 
 
+# Threads get their batches one after the other, for which the interpreter has a lock: many threads need larger ones.
+_NUMEL, _NUMEL_OF_THREAD = 1 << 18, 1 << 16
+
+
 def lanes_of(device: torch.device) -> Lanes:
-    """The lanes to and from a device. ValueError where there are none."""
+    """The lanes to and from a device, and what they are best used with. ValueError where there are none."""
+    workers = torch.get_num_threads()
+    numel = max(_NUMEL, workers * _NUMEL_OF_THREAD)
     if device.type == "cpu":
         # Copies are done when they are asked for: another batch in advance would only take room in the cache.
-        return Lanes(HostLane(), HostLane(), slots=1, numel=1 << 20, shared=True)
+        return Lanes(HostLane(), HostLane(), workers, slots=1, numel=numel, shared=True)
     if device.type == "cuda":
-        return Lanes(CudaLane(device), CudaLane(device), slots=3, numel=1 << 22, shared=False)
+        return Lanes(CudaLane(device), CudaLane(device), workers, slots=3, numel=numel, shared=False)
     raise ValueError(f"offload_fraction: parameters are on {device}; cpu and cuda are legal")
+
+
+_ALIGNMENT = 64  # bytes, of everything in a buffer: a cache line
+
+
+class Layout:
+    """Where in a buffer tensors lie, one after the other."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def place(self, numel: int, dtype: torch.dtype) -> slice:
+        """The bytes of a tensor."""
+        begin = self.nbytes
+        end = begin + numel * dtype.itemsize
+        self.nbytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return slice(begin, end)
 
 
 class Buffers:

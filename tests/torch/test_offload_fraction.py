@@ -278,7 +278,7 @@ def test_buffers_are_made_once() -> None:
         optimizer = optimizer_of("c", 1.0)
         train(optimizer, range(2))
         first = len(made)
-        assert 0 < first <= 8 and sum(made) < 20 * host_parts.NUMEL, "a few batches, however large the parameters are"
+        assert 0 < first <= 8 and sum(made) < 20 * host_parts.NUMEL, "a batch for each thread, however large the model"
         for step in range(2, 12):
             set_grads(params(optimizer), step)
             params(optimizer)[step % 5].grad = None  # another plan

@@ -1,0 +1,94 @@
+"""The threads of `offload_fraction`: every batch once, slots of their own, and what happens when one fails."""
+
+import threading
+from ctypes import c_int32
+from typing import Any
+
+import pytest
+import torch
+
+from torch_ext import _library, _staging
+from torch_ext._host_workers import Workers
+
+
+class Recorder:
+    """Notes what is done to batches, and that a slot has one of them at a time."""
+
+    def __init__(self, threads: int = 1, fails: int = -1, skips: int = -1) -> None:
+        """threads: that wait for each other in their first batch."""
+        self.fails, self.skips = fails, skips
+        self.all_here = threading.Barrier(max(threads, 1))
+        self.operated: list[int] = []
+        self.threads: dict[int, set[int]] = {}  # by slot
+        self.inside: dict[int, int] = {}
+        self.alone: set[int] = set()
+
+    def bring(self, k: int, slot: int, free: Any) -> Any:
+        assert slot not in self.inside, "the slot is in use"
+        self.inside[slot] = k
+        return None
+
+    def operate(self, k: int, slot: int) -> bool:
+        assert self.inside[slot] == k
+        assert not torch.is_grad_enabled()
+        if not any(threading.get_ident() in threads for threads in self.threads.values()):
+            self.threads.setdefault(slot, set()).add(threading.get_ident())
+            self.all_here.wait(20)
+        self.threads.setdefault(slot, set()).add(threading.get_ident())
+        self.alone.add(alone(0))
+        alone(max(self.alone))
+        if k == self.fails:
+            raise RuntimeError(f"batch {k}")
+        self.operated.append(k)
+        return k == self.skips
+
+    def send(self, k: int, slot: int) -> Any:
+        del self.inside[slot]
+        return None
+
+
+def alone(value: int) -> int:
+    return int(_library.function("tx_torch_alone", c_int32, restype=c_int32)(value))
+
+
+def lanes(workers: int, slots: int) -> _staging.Lanes:
+    return _staging.lanes_of(torch.device("cpu"))._replace(workers=workers, slots=slots)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("batches", [0, 1, 2, 40])
+def test_every_batch_once(workers: int, slots: int, batches: int) -> None:
+    recorder = Recorder(min(workers, batches))
+    Workers(recorder, lanes(workers, slots)).run(range(batches))
+    assert sorted(recorder.operated) == list(range(batches)) and not recorder.inside
+    if batches == 40:
+        assert all(len(threads) == 1 for threads in recorder.threads.values()), "a slot is one thread's"
+        assert len(set().union(*recorder.threads.values())) == workers, "all of them had some"
+        assert recorder.alone == {int(workers > 1)}, "several threads leave torch's pool alone"
+
+
+def test_a_failure_is_raised_when_all_threads_ended() -> None:
+    recorder = Recorder(3, fails=4)
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="batch 4"):
+        Workers(recorder, lanes(3, 2)).run(range(40))
+    assert threading.active_count() == before and len(recorder.operated) < 40
+
+
+def test_a_skipped_step_ends_early() -> None:
+    workers = Workers(Recorder(skips=0), lanes(2, 1))
+    workers.begin()
+    workers.run(range(40))
+    assert workers.skipped
+    workers.begin()
+    assert not workers.skipped
+
+
+def test_threads_are_alone_for_themselves() -> None:
+    assert alone(1) == 0
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(alone(0)))
+    thread.start()
+    thread.join()
+    assert found == [0] and alone(0) == 1 and alone(0) == 0
