@@ -1,9 +1,10 @@
-"""What other people's code does to models that were parallelized: clipping by torch's functions, and wrapping in DDP.
+"""What other people's code does to models that were parallelized: clipping by torch's functions, torch's loss scale, and
+wrapping in DDP.
 
 Where a strategy shards gradients `.grad` is None, or this rank's own. A norm taken of it would be another one on each
 rank, or zero, and nothing would be clipped without a word. Frameworks call torch's functions and have no place to ask
 for others, so these functions see to such parameters from the first sharded `parallelize` on; all others they treat as
-before.
+before. torch's GradScaler refuses such parameters from then on.
 """
 
 import functools
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_ext import _away, _local, _registry
 from torch_ext._clip import clip_grad_norm_
+from torch_ext._refusals import FOREIGN_SCALER
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -50,8 +52,9 @@ _OURS: dict[str, Function] = {
 }
 
 
-def route_clipping() -> None:
-    """torch.nn.utils.clip_grad_norm_ and clip_grad_value_ find sharded gradients from here on."""
+def find_shards() -> None:
+    """From here on torch.nn.utils.clip_grad_norm_ and clip_grad_value_ find sharded gradients, and torch's own loss scale
+    refuses them. Again and again is as good as once."""
     for name, ours in _OURS.items():
         theirs = getattr(torch.nn.utils, name, None)
         if theirs is not None and not hasattr(theirs, _ROUTED):
@@ -59,6 +62,25 @@ def route_clipping() -> None:
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
                 if getattr(module, name, None) is theirs:
                     setattr(module, name, routed)
+
+    for name in ("unscale_", "step"):
+        method = getattr(torch.amp.GradScaler, name)
+        if not hasattr(method, _ROUTED):
+            setattr(torch.amp.GradScaler, name, _refusing(method))
+
+
+def _refusing(method: Function) -> Function:
+    """A method of torch.amp.GradScaler; ours has its own."""
+
+    @functools.wraps(method)
+    def function(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if scaler.is_enabled() and any(owner.sharded for owner in _registry.owners_of(params)):
+            raise RuntimeError(FOREIGN_SCALER)
+        return method(scaler, optimizer, *args, **options)
+
+    setattr(function, _ROUTED, True)
+    return function
 
 
 def _routed(theirs: Function, ours: Function) -> Function:

@@ -19,6 +19,7 @@ from torch_ext import (
     _local,
     _master_access,
     _masters,
+    _refusals,
     _registry,
     _state,
     _tensors,
@@ -383,11 +384,7 @@ class Adam(torch.optim.Optimizer):
         if found_inf is not None and self._locals.sharded and not is_agreed(found_inf):
             for name in ("grad_scale", "found_inf"):
                 self.__dict__.pop(name, None)
-            raise RuntimeError(
-                "torch.amp.GradScaler looks for overflow in `.grad`, but under a sharded strategy each rank steps other "
-                "gradients, so that ranks would skip different steps: use policy.grad_scaler(), which agrees with "
-                "the other ranks"
-            )
+            raise RuntimeError(_refusals.FOREIGN_SCALER)
 
     def _current_locals(self, everyone: list[Tensor]) -> _local.Locals:
         """Where this rank's parts of the parameters are."""
@@ -535,16 +532,13 @@ class Adam(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch.amp.GradScaler leaves unscaling to the step; frameworks that clip refuse to where it does.
 
-        As of torch's optimizers with fused=True. And where unscale_ does not know what to do: gradients in fp16, and
-        those that are not in `.grad`.
+        As of torch's optimizers with fused=True. And where its unscale_ refuses to: of gradients in fp16.
         """
-        everyone = self._everyone()
-        if any(owner.sharded for owner in _registry.owners_of(everyone)):
-            return True
         fused = self.defaults["fused"]
         if fused is not None:
             return bool(fused)
-        return any((p if p.grad is None else p.grad).dtype == torch.float16 for p in everyone if p.requires_grad)
+        trained = [p for p in self._everyone() if p.requires_grad]
+        return any((p if p.grad is None else p.grad).dtype == torch.float16 for p in trained)
 
     # -- clipping -----------------------------------------------------------------------------------------------------
 

@@ -414,7 +414,7 @@ def _watch(sharded: bool) -> None:
         _watching = register_optimizer_step_pre_hook(_before_step)
         register_module_module_registration_hook(_foreign.refuse_ddp)
     if sharded:
-        _foreign.route_clipping()
+        _foreign.find_shards()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -257,15 +257,15 @@ def _lightning(rank: int, world: int, folder: str) -> dict[str, Any]:
             torch_ext.parallelize(self.model, self.policy, strategy=self.way)
 
     class Module(lightning.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self, dtype: torch.dtype) -> None:
             super().__init__()
-            self.net, self.norms = _net(), []
+            self.net, self.norms, self.dtype_of_batches = _net().to(dtype), [], dtype
 
         def configure_optimizers(self) -> Any:
             return torch_ext.AdamW(self.named_parameters(), lr=1e-2)
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            return _loss(self.net, batch[0])
+            return _loss(self.net, batch[0].to(self.dtype_of_batches))
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             self.norms.append(float(torch_ext.clip_grad_norm_(optimizer, float("inf"))))
@@ -277,16 +277,19 @@ def _lightning(rank: int, world: int, folder: str) -> dict[str, Any]:
         exchange: Any = None
 
     def train(way: str, resumed: bool) -> Any:
-        module = Module()
+        strategy, _, precision = way.partition(", ")
+        mixed = precision == "bf16-mixed"
+        module = Module(torch.float32 if mixed else BF16)
         policy = torch_ext.load_policy(module)
         module.exchange = policy if way == "DDP, register_comm_hook" else None
-        own = way in ("no_shard", "optim", "optim_grads")
+        own = strategy != "DDP"
         x = torch.randn(48, 16, generator=torch.Generator().manual_seed(0)).to(BF16)
         saving = lightning.callbacks.ModelCheckpoint(f"{folder}/{way}", "{epoch}", save_top_k=-1)
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=world,
-            strategy=Parallel(policy, way) if own else DDPStrategy(process_group_backend="gloo"),
+            precision="bf16-mixed" if mixed else None,
+            strategy=Parallel(policy, strategy) if own else DDPStrategy(process_group_backend="gloo"),
             max_epochs=2,
             gradient_clip_val=MAX_NORM,
             accumulate_grad_batches=2,
@@ -300,7 +303,7 @@ def _lightning(rank: int, world: int, folder: str) -> dict[str, Any]:
         states = [t for state in trainer.optimizers[0].state.values() for t in state.values()]
         return module.norms[-3:], _whole(module), bits(states)
 
-    ways = ("DDP", "DDP, register_comm_hook", "no_shard", "optim", "optim_grads")
+    ways = ("DDP", "DDP, register_comm_hook", "no_shard", "optim", "optim_grads", "optim_grads, bf16-mixed")
     return {way: (train(way, False), train(way, True)) for way in ways}
 
 
