@@ -86,33 +86,40 @@ def _hosts(stack: ExitStack, link: Link, ranks: int) -> list[Place]:
     return places
 
 
+def tool(name: str) -> str | None:
+    """Where it is, if it is here: also where PATHs of users, and Bazel's, do not lead."""
+    return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin")))
+
+
 def _namespace(stack: ExitStack, what: str) -> str:
     """A new one, removed with the stack. Its name is nobody else's, whatever another run left."""
-    missing = [tool for tool in _IP_AND_TC if shutil.which(tool) is None]
+    missing = [name for name in _IP_AND_TC if tool(name) is None]
     if missing:
         raise Unavailable(f"no {' and no '.join(missing)} here: install iproute2, and run as root")
     if os.geteuid() != 0:
         raise Unavailable("network namespaces are root's: run as root")
     name = f"torch_ext-{os.getpid()}-{secrets.token_hex(3)}-{what}"
     # Before it is there: what was begun is removed, too.
-    stack.callback(subprocess.run, ["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False)
+    stack.callback(
+        subprocess.run, [tool("ip") or "ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False
+    )
     _call("ip", f"netns add {name}")
     return name
 
 
 def _inside(namespace: str) -> tuple[str, ...]:
-    return ("ip", "netns", "exec", namespace)
+    return (tool("ip") or "ip", "netns", "exec", namespace)
 
 
 def _ip(namespace: str, arguments: str) -> None:
     _call("ip", f"-n {namespace} {arguments}")
 
 
-def _call(tool: str, arguments: str) -> None:
-    run = subprocess.run([tool, *arguments.split()], capture_output=True, text=True)
+def _call(name: str, arguments: str) -> None:
+    run = subprocess.run([tool(name) or name, *arguments.split()], capture_output=True, text=True)
     if run.returncode:
         words = " ".join(run.stderr.split())
         raise Unavailable(
-            f"`{tool} {arguments}` failed ({words}): the kernel needs network namespaces, veth, bridge and "
+            f"`{name} {arguments}` failed ({words}): the kernel needs network namespaces, veth, bridge and "
             "sch_tbf, and the process CAP_SYS_ADMIN and CAP_NET_ADMIN"
         )

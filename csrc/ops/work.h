@@ -24,8 +24,8 @@ typedef struct tx_work {
   tx_piece_fn piece;
   tx_merge_fn merge;  /* NULL: nothing to merge */
   size_t local_bytes; /* of one task; 0: local is NULL */
-  int64_t alignment;  /* of pieces in a tensor, in elements: divides TX_UNIT; 0: TX_BLOCK */
   void *ctx;
+  int64_t alignment; /* of pieces in a tensor, in elements: divides TX_UNIT; 0: TX_BLOCK */
 } tx_work;
 
 /* Runs all pieces. Fails only with TX_ERROR_OUT_OF_MEMORY, before any piece ran. */

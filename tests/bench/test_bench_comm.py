@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import os
 import pathlib
-import shutil
 import signal
 import statistics
 import subprocess
@@ -109,9 +108,9 @@ needs_links = pytest.mark.skipif(bool(WHY_NO_LINKS), reason=WHY_NO_LINKS)
 
 
 def namespaces(pid: int) -> list[str]:
-    if shutil.which("ip") is None:
+    if (ip := _bench_comm_networks.tool("ip")) is None:
         return []
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run([ip, "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line for line in listed.splitlines() if line.startswith(f"torch_ext-{pid}-")]
 
 
@@ -185,10 +184,10 @@ def test_what_was_begun_is_removed_where_the_rest_fails(monkeypatch: pytest.Monk
 def test_without_iproute2_or_root_links_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(_bench_comm_networks.os, "geteuid", lambda: 1000)
-        patch.setattr(_bench_comm_networks.shutil, "which", lambda tool: tool)
+        patch.setattr(_bench_comm_networks, "tool", lambda name: name)
         with pytest.raises(Unavailable, match="run as root"), network("1 Gbit/s", 2):
             pass
-    monkeypatch.setattr(_bench_comm_networks.shutil, "which", lambda tool: None)
+    monkeypatch.setattr(_bench_comm_networks, "tool", lambda name: None)
     with pytest.raises(Unavailable, match="no ip and no tc here: install iproute2"), network("10 Gbit/s", 2):
         pass
     with network("loopback", 2) as places:  # the machine's own
@@ -310,7 +309,7 @@ def test_who_does_not_take_part_is_a_named_skip(
 def test_without_links_their_rows_are_skipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_bench_comm_networks.shutil, "which", lambda tool: None)
+    monkeypatch.setattr(_bench_comm_networks, "tool", lambda name: None)
     assert command.main(["bench", "comm", "--rows", "zero", "ten"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "SKIPPED" in line]
     assert len(lines) == 2 + len(ROWS["ten"].versus)

@@ -271,7 +271,7 @@ TEST(Master, BitsAreTheSameEverywhere) {
     caller([&](const tx_parallel *p, tx_error *e) { return Encode(masters, params, remainders, p, e); });
     caller([&](const tx_parallel *p, tx_error *e) { return Decode(params, remainders, back, p, e); });
     Outputs outputs = {params[0].bytes(), remainders[0].bytes(), back[0].bytes()};
-    for (int32_t force : {0, 1}) {
+    for (int32_t mode : {TX_RESYNC_STRAYS, TX_RESYNC_ALL, TX_RESYNC_COUNT}) {
       for (const Row &row : kRows) {
         Array param(row.param, 50001), master(row.master, 50001);
         param.FillBytes(2);
@@ -279,7 +279,7 @@ TEST(Master, BitsAreTheSameEverywhere) {
         Counts changed({0});
         const tx_tensor p = param.tensor(), m = master.tensor();
         caller([&](const tx_parallel *parallel, tx_error *error) {
-          return tx_master_resync(1, &p, &m, force, changed.tensor(), parallel, error);
+          return tx_master_resync(1, &p, &m, mode, changed.tensor(), parallel, error);
         });
         outputs.push_back(master.bytes());
         outputs.push_back(changed.bytes());
@@ -300,12 +300,12 @@ TEST(Resync, RefusesWithAMessageAndWritesNothing) {
     const char *says;
     tx_status status;
     const tx_tensor *params, *masters;
-    int32_t force;
+    int32_t mode;
     tx_tensor changed;
   };
   const tx_tensor c1 = changed.tensor();
   for (const Case &c :
-       {Case{"force is 2", TX_ERROR_ILLEGAL_VALUE, &p, &m, 2, c1},
+       {Case{"mode is 3", TX_ERROR_ILLEGAL_VALUE, &p, &m, 3, c1},
         {"params is NULL", TX_ERROR_INVALID_ARGUMENT, nullptr, &m, 0, c1},
         {"masters is NULL", TX_ERROR_INVALID_ARGUMENT, &p, nullptr, 0, c1},
         {"masters[0] has 99 elements and params[0] has 100", TX_ERROR_SHAPE, &p, &shorter, 0, c1},
@@ -315,7 +315,7 @@ TEST(Resync, RefusesWithAMessageAndWritesNothing) {
         {"changed has 2 elements; 1", TX_ERROR_SHAPE, &p, &m, 0, two.tensor()},
         {"share memory", TX_ERROR_OVERLAP, &p, &m, 0, {master.data() + 8, 1, TX_I64, 0}}}) {
     SCOPED_TRACE(c.says);
-    ExpectRefused([&](tx_error *e) { return tx_master_resync(1, c.params, c.masters, c.force, c.changed, nullptr, e); },
+    ExpectRefused([&](tx_error *e) { return tx_master_resync(1, c.params, c.masters, c.mode, c.changed, nullptr, e); },
                   c.status, c.says, {&param, &master, &half, &remainder, &plain, &changed, &two});
   }
 }

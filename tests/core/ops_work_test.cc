@@ -37,7 +37,7 @@ struct Seen {
   std::vector<tx_tensor> tensors;
   std::vector<std::unique_ptr<std::atomic<int>[]>> visits;
   std::atomic<int> bad_begin{0}, bad_count{0}, dirty_local{0}, pieces{0}, bad_mode{0};
-  int64_t merged = 0, merges = 0;
+  int64_t merged = 0, merges = 0, alignment = TX_BLOCK;
 
   explicit Seen(const std::vector<int64_t> &numels) {
     for (int64_t numel : numels) {
@@ -56,8 +56,8 @@ void Piece(void *ctx, void *local, int64_t tensor, int64_t begin, int64_t count)
   Seen &seen = *static_cast<Seen *>(ctx);
   Local &mine = *static_cast<Local *>(local);
   const int64_t numel = seen.tensors[tensor].numel;
-  if (begin % TX_BLOCK != 0) seen.bad_begin++;
-  if (count <= 0 || begin + count > numel || (count % TX_BLOCK != 0 && begin + count != numel)) seen.bad_count++;
+  if (begin % seen.alignment != 0) seen.bad_begin++;
+  if (count <= 0 || begin + count > numel || (count % seen.alignment != 0 && begin + count != numel)) seen.bad_count++;
   if (mine.magic != 0 && mine.magic != 0x5eed) seen.dirty_local++;
   if (mine.magic == 0 && mine.elements != 0) seen.dirty_local++;
   volatile float tiny = 1e-38f; /* half of it is subnormal: lost in flush mode */
@@ -75,14 +75,15 @@ void Merge(void *ctx, const void *local) {
   seen.merges++;
 }
 
-class EveryShape : public testing::TestWithParam<std::tuple<Shape, int64_t>> {};
+class EveryShape : public testing::TestWithParam<std::tuple<Shape, int64_t, int64_t>> {};
 
-TEST_P(EveryShape, VisitsEachElementOnceOnBlockEdges) {
-  const auto &[shape, n_threads] = GetParam();
+TEST_P(EveryShape, VisitsEachElementOnceOnAlignedEdges) {
+  const auto &[shape, n_threads, alignment] = GetParam();
   Seen seen(shape.numels);
+  seen.alignment = alignment ? alignment : TX_BLOCK;
   Threads threads(n_threads);
   const tx_work work = {
-      static_cast<int64_t>(seen.tensors.size()), seen.tensors.data(), Piece, Merge, sizeof(Local), &seen};
+      static_cast<int64_t>(seen.tensors.size()), seen.tensors.data(), Piece, Merge, sizeof(Local), &seen, alignment};
   ASSERT_EQ(tx_work_run(&work, n_threads == 1 ? nullptr : threads.parallel(), nullptr), TX_OK);
   int64_t total = 0;
   for (size_t t = 0; t < shape.numels.size(); t++) {
@@ -96,10 +97,13 @@ TEST_P(EveryShape, VisitsEachElementOnceOnBlockEdges) {
   EXPECT_EQ(seen.merged, total);
   EXPECT_LE(seen.merges, n_threads);
 }
-INSTANTIATE_TEST_SUITE_P(Shapes, EveryShape, testing::Combine(testing::ValuesIn(kShapes), testing::Values(1, 2, 3, 8)),
+INSTANTIATE_TEST_SUITE_P(Shapes, EveryShape,
+                         testing::Combine(testing::ValuesIn(kShapes), testing::Values(1, 2, 3, 8),
+                                          testing::Values(0, 128, 4096)),
                          [](const auto &info) {
                            return std::string(std::get<0>(info.param).name) + "_" +
-                                  std::to_string(std::get<1>(info.param)) + "_threads";
+                                  std::to_string(std::get<1>(info.param)) + "_threads_" +
+                                  std::to_string(std::get<2>(info.param));
                          });
 
 // One region, tasks bounded by the work: tiny calls must not wake threads that have nothing to do.
