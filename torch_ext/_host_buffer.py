@@ -47,15 +47,19 @@ class HostBuffer:
     def store(self, sources: Iterable[tuple[int, Tensor]]) -> None:
         """Memories (uint8, one dimension, any device) -> bytes from the number on that stands before each. Does not
         wait for an accelerator."""
-        self._copy([(host, source[run]) for at, source in sources for host, run in self._runs(at, source.numel())])
+        self._copy(
+            [(host, source[run]) for at, source in sources for host, run in self._runs(at, source.numel())], False
+        )
 
     def load(self, targets: Iterable[tuple[int, Tensor]]) -> None:
         """The way back, likewise."""
-        self._copy([(target[run], host) for at, target in targets for host, run in self._runs(at, target.numel())])
+        self._copy(
+            [(target[run], host) for at, target in targets for host, run in self._runs(at, target.numel())], True
+        )
 
-    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], fresh: bool) -> None:
         if not self._pinned:
-            _copies.copy(pairs)
+            _copies.copy(pairs, fresh=fresh)
             return
         for target, source in pairs:
             target.copy_(source, non_blocking=True)
