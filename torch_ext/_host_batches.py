@@ -27,7 +27,12 @@ class Piece(NamedTuple):
     member: int
     begin: int  # a multiple of _GRAIN
     numel: int
-    whole: bool
+    part: int | None
+    """Which of the member's pieces; None: it is the whole member."""
+
+    @property
+    def whole(self) -> bool:
+        return self.part is None
 
 
 class Batch(NamedTuple):
@@ -63,11 +68,11 @@ def _pieces(i: int, numel: int, most: int) -> list[Piece]:
     """Of `most` elements each, and a last one of the rest."""
     size = most // _GRAIN * _GRAIN
     if numel <= most or size == 0:
-        return [Piece(i, 0, numel, True)]
+        return [Piece(i, 0, numel, None)]
     begins = list(range(0, numel, size))
     if numel - begins[-1] <= _GRAIN:
         begins.pop()
-    return [Piece(i, begin, end - begin, False) for begin, end in pairwise([*begins, numel])]
+    return [Piece(i, begin, end - begin, part) for part, (begin, end) in enumerate(pairwise([*begins, numel]))]
 
 
 class SplitScales:

@@ -59,21 +59,16 @@ class HostPlan:
         self.params = [m.param for m in members]
         self._places = [m.place for m in members]
         self._addresses = list(map(Tensor.data_ptr, self._places))
-        self._flat = [
-            _tensors.flat(m.weight.detach()).view(-1) if _tensors.is_dense(m.weight) else None for m in members
-        ]
-
         self.batches = _host_batches.cut(members, gathers, order, self._lanes.numel)
         self._of: dict[Gather, list[int]] = {}
         for k, batch in enumerate(self.batches):
             self._of.setdefault(batch.gather, []).append(k)
         split = [piece for batch in self.batches for piece in batch.pieces if not piece.whole]
         self._steps = torch.zeros(len(split), dtype=torch.float32)  # of pieces: each call counts for itself
-        own_steps = dict(zip(((p.member, p.begin) for p in split), self._steps.unbind(), strict=True))
-        self._split: dict[int, list[Tensor]] = {}
-        for piece in split:
-            self._split.setdefault(piece.member, []).append(own_steps[piece.member, piece.begin])
-        self._calls = [self._call(batch, own_steps) for batch in self.batches]
+        self._split: dict[int, list[tuple[int, Tensor]]] = {}  # members in pieces: size and step of each
+        for piece, step in zip(split, self._steps.unbind(), strict=True):
+            self._split.setdefault(piece.member, []).append((piece.numel, step))
+        self._calls = [self._call(batch) for batch in self.batches]
         self._workers = Workers(self, self._lanes)
         self._dtypes: list[torch.dtype] = []
 
@@ -84,18 +79,21 @@ class HostPlan:
         self._counts = torch.zeros(self._lanes.workers * self._lanes.slots, 2, dtype=torch.int64)
         self._external = 0
         self._grads: list[Tensor] = []  # during a step
+        self._parts: dict[int, tuple[Tensor, ...]] = {}  # of gradients of members in pieces
 
-    def _call(self, batch: Batch, own_steps: Mapping[tuple[int, int], Tensor]) -> _Call:
+    def _call(self, batch: Batch) -> _Call:
         rows, scales, meta, weights = [], [], [], []
         for piece in batch.pieces:
-            member = self.members[piece.member]
-            step = own_steps.get((piece.member, piece.begin), member.state["step"])
+            member, weight = self.members[piece.member], self.members[piece.member].weight.detach()
+            step = member.state["step"]
+            if piece.part is not None:
+                step = self._split[piece.member][piece.part][1]
+                weight = _tensors.flat(weight).view(-1)[piece.begin : piece.begin + piece.numel]
             row, split = _host_batches.state_of(member, piece, step)
             rows.append(row)
             scales += [split] if split else []
             meta.append([member.id, member.local.start + piece.begin, member.group])
-            flat = self._flat[piece.member]
-            weights.append(member.weight.detach() if piece.whole or flat is None else _cut(flat, piece))
+            weights.append(weight)
         states, slices = memories(rows)
         comes_down = self.members[batch.pieces[0].member].kinds.master != "master_param"
         return _Call(states, slices, torch.tensor(meta, dtype=torch.int64), scales, weights, comes_down)
@@ -156,7 +154,8 @@ class HostPlan:
         sample: bool,
         external: int,
     ) -> None:
-        """First gradients leave for the host, behind a sample of the weights if one is wanted. grads: of the members.
+        """What a step needs before its batches leaves for the host: a sample of the weights, if one is wanted. grads: of
+        the members, whose memory must stay until `end`.
         scalars: grad_scale, clip_coef, found_inf. external: tx_external_write, of weights that come down. Raises
         RuntimeError, naming it, for a gradient that no step takes."""
         for member, grad in zip(self.members, grads, strict=True):
@@ -171,15 +170,15 @@ class HostPlan:
         self._hyper = hyper._replace(lrs=[lr.cpu() for lr in hyper.lrs])
         if sample:
             self._sample.bring()
-        for i, steps in self._split.items():
-            for step in steps:
+        for i, pieces in self._split.items():
+            for _, step in pieces:
                 step.copy_(self.members[i].state["step"])
+            flat = _tensors.in_order_of(self.members[i].weight, grads[i]).view(-1)
+            self._parts[i] = flat.split([numel for numel, _ in pieces])
         self._counts.zero_()
         self._external = external
         self._workers.begin()
         self._grads = list(grads)
-        for i in self._split:
-            self._grads[i] = _tensors.in_order_of(self.members[i].weight, grads[i]).view(-1)
 
     def _brought(self, scalars: Sequence[Tensor]) -> list[Tensor]:
         """Scalars of the step, on the host."""
@@ -197,13 +196,15 @@ class HostPlan:
     def bring(self, k: int, slot: int, free: Any) -> Any:
         """The gradients of a batch, and its weights if it needs them, leave for the host. See _host_workers.Stepper."""
         call, stage, down = self._calls[k], self._stages.at(k, slot), self._lanes.down
-        grads = [(self._grads[piece.member], piece) for piece in self.batches[k].pieces]
-        down.copy(stage.grads_in, [grad if piece.whole else _cut(grad, piece) for grad, piece in grads])
+        down.copy(stage.grads_in, [self._grad(piece) for piece in self.batches[k].pieces])
         if call.comes_down:
             if free is not None:
                 down.follow(free)
             down.copy(stage.weights_in, call.weights)
         return down.mark()
+
+    def _grad(self, piece: Piece) -> Tensor:
+        return self._grads[piece.member] if piece.part is None else self._parts[piece.member][piece.part]
 
     def send(self, k: int, slot: int) -> Any:
         """The weights of a batch leave for the device."""
@@ -238,10 +239,6 @@ class HostPlan:
             return
         self._lanes.down.wait(self._lanes.down.mark())
         self._lanes.up.end()
-        for i, steps in self._split.items():
-            self.members[i].state["step"].copy_(steps[0])
-        self._grads = []
-
-
-def _cut(flat: Tensor, piece: Piece) -> Tensor:
-    return flat[piece.begin : piece.begin + piece.numel]
+        for i, ((_, step), *_) in self._split.items():
+            self.members[i].state["step"].copy_(step)
+        self._grads, self._parts = [], {}

@@ -110,7 +110,7 @@ class Lanes(NamedTuple):
 
 
 # Threads get their batches one after the other, for which the interpreter has a lock: many threads need larger ones.
-_NUMEL, _NUMEL_OF_THREAD = 1 << 18, 1 << 16
+_NUMEL, _NUMEL_OF_THREAD = 1 << 19, 1 << 16
 
 
 def lanes_of(device: torch.device) -> Lanes:
