@@ -189,7 +189,8 @@ class HostPlan:
         return brought
 
     def step(self, gather: "Gather") -> None:
-        """Steps what is gathered with this bucket. What the device does next, a gather say, sees the weights."""
+        """Steps what is gathered with this bucket. What the device does next, a gather say, sees the weights. Raises
+        RuntimeError where the operator takes no argument of a batch; others may have been stepped then."""
         self._workers.run(self._of.get(gather, ()))
         self._lanes.up.end()
 
@@ -216,19 +217,13 @@ class HostPlan:
         call, stage, hyper, counts = self._calls[k], self._stages.at(k, slot), self._hyper, self._counts[slot]
         for scales in call.scales:
             scales.load()
-        torch.ops.torch_ext.adamw_flat_.default(
-            stage.weights,
-            stage.grads,
-            call.states,
-            call.slices,
-            hyper.lrs,
-            hyper.groups,
-            call.meta,
-            *self._scalars,
-            counts,
-            *hyper.shared,
-            self._external if call.comes_down else _masters.IGNORE,
-        )
+        external = self._external if call.comes_down else _masters.IGNORE
+        settings = (hyper.lrs, hyper.groups, call.meta, *self._scalars, counts, *hyper.shared, external)
+        try:
+            torch.ops.torch_ext.adamw_flat_.default(stage.weights, stage.grads, call.states, call.slices, *settings)
+        except RuntimeError as refusal:
+            names = ", ".join(dict.fromkeys(self.members[piece.member].name for piece in self.batches[k].pieces))
+            raise RuntimeError(f"{refusal} (in the step on the host of {names})") from None
         for scales in call.scales:
             scales.store()
         return self._skippable and bool(counts[0])

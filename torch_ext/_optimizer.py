@@ -29,7 +29,7 @@ from torch_ext._early import Early
 from torch_ext._groups import Params
 from torch_ext._host_part import HostPart
 from torch_ext._masters import Seen
-from torch_ext._plan import Chunk, Gather, Member, Plan, gather_of, gathers_in_order, run
+from torch_ext._plan import Chunk, Member, Plan, gather_of, gathers_in_order, run
 from torch_ext._policy import Policy
 
 if TYPE_CHECKING:
@@ -282,17 +282,27 @@ class Adam(torch.optim.Optimizer):
             self._refuse_written(plan, grads, hyper, scalars)
         row = 0  # of the counters: a step that is skipped is counted once
         under_way: list[Handle] = []
-        for chunk in plan.chunks:
+
+        def step_own(chunk: Chunk) -> None:
+            nonlocal row
             try:
                 if chunk.gather not in self._early:
                     run(plan, chunk, chunk.of(grads), hyper, (*scalars, self._counts[row]), external)
             except RuntimeError as refusal:
-                if under_way:  # what was stepped already must not be stepped once more
+                if row or under_way:  # what was stepped already must not be stepped once more
                     raise RuntimeError(_named(str(refusal), plan, chunk)) from None
                 raise _Refused(_named(str(refusal), plan, chunk)) from None
             if chunk.weights:
                 row = 1
-            self._run_host(plan, chunk.gather)
+
+        if plan.host is not None:  # the device has all of its own to do while the host does its part
+            for chunk in plan.chunks:
+                step_own(chunk)
+        for chunk in plan.chunks:
+            if plan.host is None:
+                step_own(chunk)
+            else:
+                plan.host.step(chunk.gather)
             if chunk.gather is not None:
                 owner, bucket = chunk.gather
                 under_way.append(owner.gather(bucket))
@@ -302,15 +312,6 @@ class Adam(torch.optim.Optimizer):
         if plan.host is not None:
             self._counts[1, 1] += plan.host.resynced
             self._counts[0, 0] += int(plan.host.skipped and row == 0)
-
-    @staticmethod
-    def _run_host(plan: Plan, gather: Gather) -> None:
-        """What is stepped on the host of a bucket, if anything is."""
-        if plan.host is not None:
-            try:
-                plan.host.step(gather)
-            except RuntimeError as refusal:  # after gradients and states were looked at: something was stepped already
-                raise RuntimeError(f"{refusal} (of what is stepped on the host)") from None
 
     def _notice_writes(self, plan: Plan) -> None:
         """What counters, addresses and identities tell; what only the weights themselves do, the operator sees."""
