@@ -1,10 +1,11 @@
 """Accelerate: the optimizer is made in one line, and `prepare` takes it as it takes any other.
 
-With several processes (`accelerate launch`) `prepare` wraps the model in DistributedDataParallel. One more line puts this
-library's exchange into that: gradients travel in the policy's dtype, and are summed in fp32 in the order of the ranks.
+With several processes `prepare` wraps the model in DistributedDataParallel. One more line puts this library's exchange
+into that: gradients travel in the policy's dtype, and are summed in fp32 in the order of the ranks.
 
     python -m pip install -r tests/requirements.txt
     python examples/frameworks/accelerate_loop.py
+    torchrun --nproc-per-node 2 examples/frameworks/accelerate_loop.py
 """
 
 import pathlib
@@ -13,6 +14,7 @@ import tempfile
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import nn
 
 sys.path.insert(
@@ -35,7 +37,8 @@ def train(accelerator: Accelerator, folder: str, resume: bool) -> nn.Module:
     if resume:
         accelerator.load_state(folder)
     for step in range(STEPS // 2 if resume else 0, STEPS):
-        x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step)).bfloat16()
+        seed = step * accelerator.num_processes + accelerator.process_index
+        x = torch.randn(64, 16, generator=torch.Generator().manual_seed(seed)).bfloat16()
         with accelerator.accumulate(model):
             loss = nn.functional.mse_loss(model(x)[:, 0].float(), x.float().abs().sum(1))
             accelerator.backward(loss)
@@ -51,11 +54,14 @@ def train(accelerator: Accelerator, folder: str, resume: bool) -> nn.Module:
 
 
 def main() -> None:
-    accelerator = Accelerator(cpu=True)
-    with tempfile.TemporaryDirectory() as folder:
+    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)  # else once for each process
+    with tempfile.TemporaryDirectory() as own:
+        (folder,) = broadcast_object_list([own])  # the main process's
         whole = train(accelerator, folder, resume=False)
         accelerator.free_memory()
+        accelerator.wait_for_everyone()
         resumed = train(accelerator, folder, resume=True)
+        accelerator.wait_for_everyone()
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b), "a resumed run no longer has the bits of the other"
 
