@@ -12,6 +12,7 @@ from training import POLICIES, everything
 import torch_ext
 
 lightning = frameworks.module("pytorch_lightning")
+lightning_fabric = frameworks.module("lightning_fabric")
 pytestmark = [
     frameworks.needs("pytorch_lightning"),
     pytest.mark.filterwarnings("ignore:.*treespec.*", "ignore:.*exists and is not empty.*|.*no `val_dataloader`.*"),
@@ -212,3 +213,36 @@ def test_two_optimizers_that_are_toggled(tmp_path: pathlib.Path) -> None:
     trainer, _ = fit(tmp_path, Two(), 1)
     for optimizer in trainer.optimizers:
         assert {float(state["step"]) for state in optimizer.state.values()} == {float(BATCHES)}
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["fabric.clip_gradients", "torch_ext.clip_grad_norm_"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_D4_fabric_resumes_bit_for_bit(tmp_path: pathlib.Path, precision: str, ours: bool) -> None:
+    """Under bf16-true the weights become bf16 after the optimizer was made: it follows."""
+
+    def made() -> tuple[Any, Any, Any]:
+        fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1, precision=precision)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
+        return fabric, *fabric.setup(model, torch_ext.AdamW(model.named_parameters(), lr=1e-2))
+
+    def run(fabric: Any, model: Any, optimizer: Any, steps: range) -> list[float]:
+        norms = []
+        for step in steps:
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            fabric.backward((model(x)[:, 0].float() - x.abs().sum(1)).square().mean())
+            clip = torch_ext.clip_grad_norm_(optimizer, MAX_NORM) if ours else None
+            norms.append(float(clip if ours else fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    whole = made()
+    run(*whole, range(2))
+    whole[0].save(tmp_path / "checkpoint", {"model": whole[1], "optimizer": whole[2]})
+    norms = run(*whole, range(2, 4))
+    resumed = made()
+    resumed[0].load(tmp_path / "checkpoint", {"model": resumed[1], "optimizer": resumed[2]})
+    assert run(*resumed, range(2, 4)) == norms and min(norms) > MAX_NORM
+    assert everything(whole[2].optimizer) == everything(resumed[2].optimizer)
+    assert ("master_param" in next(iter(whole[2].optimizer.state.values()))) == (precision == "bf16-true")

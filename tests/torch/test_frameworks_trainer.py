@@ -66,13 +66,24 @@ def trained(folder: pathlib.Path, name: str, way: str, resume: bool = False, **o
     return trainer
 
 
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [*(("optimizers", name) for name in ("fp32", "a", "b", "c")), ("optimizer_cls_and_kwargs", "a")],
-)
-def test_D4_trainer_resumes_bit_for_bit(tmp_path: pathlib.Path, way: str, name: str) -> None:
-    whole = trained(tmp_path, name, way)
-    resumed = trained(tmp_path, name, way, resume=True)
+# how the Trainer gets the optimizer, policy, what the Trainer does besides
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "fp32": ("optimizers", "fp32", {}),
+    "bf16, masters": ("optimizers", "a", {}),
+    "bf16, made by the Trainer": ("optimizer_cls_and_kwargs", "a", {}),
+    "bf16, remainders": ("optimizers", "b", {}),
+    "8-bit moments": ("optimizers", "c", {}),
+    "fp32, bf16 autocast": ("optimizers", "fp32", {"bf16": True}),
+    "bf16, compiled": ("optimizers", "a", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+    "bf16, checkpointed activations": ("optimizers", "a", {"gradient_checkpointing": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_D4_trainer_resumes_bit_for_bit(tmp_path: pathlib.Path, case: str) -> None:
+    way, name, options = CASES[case]
+    whole = trained(tmp_path, name, way, **options)
+    resumed = trained(tmp_path, name, way, resume=True, **options)
     assert isinstance(whole.optimizer.optimizer, torch_ext.AdamW)
     assert everything(whole.optimizer.optimizer) == everything(resumed.optimizer.optimizer)
     logged = [entry for entry in whole.state.log_history if "grad_norm" in entry]
