@@ -8,7 +8,8 @@ before. torch's GradScaler refuses such parameters from then on.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -56,13 +57,7 @@ def find_shards() -> None:
     """From here on torch.nn.utils.clip_grad_norm_ and clip_grad_value_ find sharded gradients, and torch's own loss scale
     refuses them. Again and again is as good as once."""
     for name, ours in _OURS.items():
-        theirs = getattr(torch.nn.utils, name, None)
-        if theirs is not None and not hasattr(theirs, _ROUTED):
-            routed = _routed(theirs, ours)
-            for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-                if getattr(module, name, None) is theirs:
-                    setattr(module, name, routed)
-
+        _route([torch.nn.utils, torch.nn.utils.clip_grad], name, ours)
     for name in ("unscale_", "step"):
         method = getattr(torch.amp.GradScaler, name)
         if not hasattr(method, _ROUTED):
@@ -81,6 +76,23 @@ def _refusing(method: Function) -> Function:
 
     setattr(function, _ROUTED, True)
     return function
+
+
+def _route(modules: Sequence[types.ModuleType], name: str, ours: Function) -> None:
+    """Whoever imported the function by its name has it already, so it is replaced inside of the decorator that torch
+    has around it; where there is none, in the modules that users import it from."""
+    theirs = getattr(modules[0], name, None)
+    if theirs is None:
+        return
+    cell = dict(zip(theirs.__code__.co_freevars, theirs.__closure__ or (), strict=True)).get("func")
+    if cell is not None:
+        if not hasattr(cell.cell_contents, _ROUTED):
+            cell.cell_contents = _routed(cell.cell_contents, ours)
+    elif not hasattr(theirs, _ROUTED):
+        routed = _routed(theirs, ours)
+        for module in modules:
+            if getattr(module, name, None) is theirs:
+                setattr(module, name, routed)
 
 
 def _routed(theirs: Function, ours: Function) -> Function:

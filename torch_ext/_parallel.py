@@ -158,6 +158,10 @@ def parallelize(
         `.grad` stays as it was; else it is an error, on every rank, that names it.
     gradient_divide_factor: sums are divided by it in fp32; None: the number of ranks; 1: a sum.
 
+    Where gradients are sharded, torch.nn.utils.clip_grad_norm_ and clip_grad_value_, which frameworks call, are sent to
+    `clip_grad_norm_` and to the shards; what cannot be right there is refused by name: torch.amp.GradScaler, norms
+    that somebody else took, DistributedDataParallel around the model.
+
     A second call replaces what the first one did. Raises ValueError, TypeError or RuntimeError, on every rank, before
     anything is changed: for what is not legal here or on another rank, and where the ranks' models or policies differ.
     """

@@ -1,5 +1,6 @@
 """torch's own clipping functions, and its DDP, on models that were parallelized: right, or an error that names ours."""
 
+import types
 from typing import Any
 
 import pytest
@@ -7,8 +8,10 @@ import ranks
 import torch
 from gradients import BF16, FP32, Given, bits, policy
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
 
 import torch_ext
+from torch_ext import _foreign
 
 SHAPES = [(6, 100), (5, 2)]
 WAYS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -21,6 +24,10 @@ def _norm(params: Any) -> float:
 
 def _norm_by_its_other_name(params: Any) -> float:
     return float(torch.nn.utils.clip_grad.clip_grad_norm_(parameters=params, max_norm=0.5))
+
+
+def _imported(params: Any) -> float:
+    return float(clip_grad_norm_(params, 0.5))  # a name from before parallelize
 
 
 def _measured(params: Any) -> float:
@@ -43,6 +50,7 @@ def _one_by_one(params: Any) -> list[float]:
 CLIPS = {
     "clip_grad_norm_": _norm,
     "clip_grad.clip_grad_norm_": _norm_by_its_other_name,
+    "from torch.nn.utils import clip_grad_norm_": _imported,
     "clip_grad_norm_(inf)": _measured,
     "clip_grad_value_": _value,
     "clip_grad_norm_(one tensor)": _one_by_one,
@@ -71,7 +79,7 @@ def _trained(rank: int, world: int, name: str) -> None:
         assert torch.allclose(torch.tensor(told), torch.tensor(whole), rtol=1e-6), way
         if name in ("clip_grad_norm_(inf)", "clip_grad_value_"):
             assert weights == whole_weights, way
-        if CLIPS[name] in (_norm, _norm_by_its_other_name):
+        if CLIPS[name] in (_norm, _norm_by_its_other_name, _imported):
             assert (told, weights) == _train(rank, way, _ours), way
             assert min(told) > 1.0, "something was clipped"
 
@@ -106,6 +114,25 @@ def _refusals(rank: int, world: int) -> None:
 
 def test_norms_that_others_took_are_refused_where_gradients_are_sharded() -> None:
     ranks.run(2, _refusals)
+
+
+@pytest.mark.parametrize("decorated", [True, False])
+def test_a_function_is_replaced_in_its_decorator_or_in_its_modules(decorated: bool) -> None:
+    def plain(parameters: Any, scale: float) -> tuple[int, float]:
+        return len(parameters), scale
+
+    def decorator(func: Any) -> Any:
+        return lambda *args, **options: func(*args, **options)
+
+    home, other = types.ModuleType("home"), types.ModuleType("other")
+    home.clip = other.clip = decorator(plain) if decorated else plain
+    imported = home.clip
+    for _ in range(2):  # the second time changes nothing
+        _foreign._route([home, other], "clip", lambda params, scale: None)
+    assert (home.clip is imported) == decorated
+    assert home.clip is other.clip
+    assert home.clip(iter([torch.ones(1), torch.ones(1)]), scale=2.0) == (2, 2.0)
+    _foreign._route([home, other], "absent", plain)
 
 
 def _wrapped(rank: int, world: int) -> None:
