@@ -235,7 +235,8 @@ def test_clipping_scales_and_skipped_steps(name: str, how: Callable[[torch_ext.A
     found = []
     for fraction in FRACTIONS:
         with host_parts.lanes("late"):
-            optimizer = optimizer_of(name, fraction, skip_nonfinite=how is nonfinite)
+            shapes = [shape for shape in SHAPES if shape != (0,)]  # with fraction 1 the device has nothing to step
+            optimizer = optimizer_of(name, fraction, shapes, skip_nonfinite=how is nonfinite)
             for step in range(6):
                 how(optimizer, step)
             found.append((everything(optimizer), optimizer.skipped_steps()))
@@ -379,6 +380,41 @@ def test_D7_training_goes_on_from_what_was_written(name: str, fraction: float) -
     assert found[0] == found[1]
 
 
+@torch.no_grad()
+def one_element(optimizer: torch_ext.AdamW) -> None:
+    """Where no sample looks, but counted."""
+    for p in params(optimizer):
+        if p.numel() > 8192:
+            p.view(-1)[1000] += 3
+
+
+@torch.no_grad()
+def one_element_elsewhere(optimizer: torch_ext.AdamW) -> None:
+    """In other memory."""
+    for p in params(optimizer):
+        if p.numel() > 8192:
+            weight = p.detach().clone()
+            weight.view(-1)[1000] += 3
+            p.data = weight
+
+
+@pytest.mark.parametrize("kind", ["prompt", "late"])
+@pytest.mark.parametrize("write", [one_element, one_element_elsewhere])
+def test_D7_counters_and_addresses_tell_of_what_no_sample_sees(write: Callable[..., None], kind: str) -> None:
+    found = []
+    for fraction in FRACTIONS:
+        with host_parts.lanes(kind):
+            optimizer = optimizer_of("a", fraction)
+            train(optimizer, range(3))
+            write(optimizer)
+            train(optimizer, range(3, 5))
+            found.append(everything(optimizer))
+    assert found[1] == found[0] and found[2] == found[0]
+    undisturbed = optimizer_of("a", 0.0)
+    train(undisturbed, range(5))
+    assert found[0] != everything(undisturbed)
+
+
 @pytest.mark.parametrize("fraction", FRACTIONS[1:])
 def test_D7_error_names_what_was_written_and_changes_nothing(fraction: float) -> None:
     with host_parts.lanes("late"):
@@ -443,6 +479,19 @@ def test_D4_a_checkpoint_moves_between_fractions_bit_for_bit(name: str) -> None:
             copy_in(resumed, saved["weights"])
             train(resumed, range(4, 8))
             assert everything(resumed) == everything(straight)
+
+
+def test_a_checkpoint_without_states_leaves_none() -> None:
+    found = []
+    for fraction in FRACTIONS:
+        optimizer = optimizer_of("a", fraction)
+        empty = {**copy.deepcopy(optimizer.state_dict()), "state": {}}
+        train(optimizer, range(3))
+        optimizer.load_state_dict(empty)
+        assert not held(optimizer)
+        train(optimizer, range(3, 5))
+        found.append(everything(optimizer))
+    assert found[1] == found[0] and found[2] == found[0]
 
 
 def test_checkpoints_of_torch_are_loaded() -> None:
