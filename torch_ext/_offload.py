@@ -16,11 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from torch_ext import _away, _guards, _host_buffer, _kept, _local, _parallel, _registry, _storages
+from torch_ext._clip import innermost
 from torch_ext._luggage import Carried, Dropped, Luggage
 from torch_ext._optimizer import Adam
 from torch_ext._storages import Memory
 
 Named: TypeAlias = list[tuple[str, Tensor]]
+
+_HOST = ("cpu", "meta")  # no accelerator's
 
 
 class _ModelAccount:
@@ -79,7 +82,8 @@ class _Trip:
         optimizer: torch.optim.Optimizer | None,
         weights: bool = False,
     ) -> None:
-        """doing: for messages. weights: they are to leave. RuntimeError where somebody works with the memory that is about to move."""
+        """doing: for messages. weights: they are to leave. RuntimeError where somebody works with the memory that is
+        about to move."""
         self.models = list(model) if isinstance(model, Iterable) and not isinstance(model, nn.Module) else [model]
         for one in self.models:
             if not isinstance(one, nn.Module):
@@ -88,7 +92,8 @@ class _Trip:
                 )
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer or None is legal")
-        self.doing, self.optimizer = doing, optimizer
+        self.doing = doing
+        self.optimizer = optimizer = None if optimizer is None else innermost(optimizer)
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"{doing} during a backward: call it between steps")
         for one in self.models:
@@ -103,8 +108,8 @@ class _Trip:
         self._refuse_parts()
         everything = [*(t for _, t in self.weights), *(t for _, t in _states(optimizer))]
         # Where there is an accelerator, what is in host memory already stays there; else it stands in for a device's.
-        self.accelerated = any(t.device.type not in ("cpu", "meta") for t in everything)
-        self.devices = {t.device for t in everything if t.device.type != "cpu"}
+        self.accelerated = any(t.device.type not in _HOST for t in everything)
+        self.devices = {t.device for t in everything if t.device.type not in _HOST}
 
     def account_of(self, model: nn.Module) -> _ModelAccount:
         account = _models.get(model)
@@ -160,9 +165,9 @@ def offload(
 ) -> None:
     """Moves weights, gradients and optimizer states out of the device's memory, until `onload`. Call it between steps.
 
-    model: a module, parallelized or not, or several (the chunks of a pipeline, models with tied weights). Its weights
-        are parameters, frozen ones too, and buffers.
-    optimizer: ours or any of torch's form; None, or one that has no state yet, is fine.
+    model: a module, parallelized or not, or several (the chunks of a pipeline, models with tied weights); what
+        torch.compile returned, if that is called. Its weights are parameters, frozen ones too, and buffers.
+    optimizer: ours or any of torch's form, in a framework's wrapper or not; None, or one that has no state yet, is fine.
     params: weights are copied to host memory.
     grads: gradients are dropped: `.grad` is None until onload, and what was there comes back as the same tensors, zero.
         Buffers and shards of a parallelized model go, too; those of DistributedDataParallel are its own and stay.
@@ -188,7 +193,8 @@ def offload(
     trip = _Trip("offload", model, optimizer, weights=params)
     accounts, of_optimizer = trip.accounts(), trip.account_of_optimizer()
     trip.refuse_strangers([account.params for _, account in accounts])
-    known = set(_storages.found(("", t) for t in optimizer.stays())) if isinstance(optimizer, Adam) else set()
+    stays = trip.optimizer.stays() if isinstance(trip.optimizer, Adam) else ()
+    known = set(_storages.found(("", t) for t in stays))
     leaving: list[tuple[Luggage, list[Memory]]] = []
     # Memory that is of two kinds is of the first of them.
     found = [trip.memories(_weights(one), known) for one in trip.models]
@@ -198,12 +204,12 @@ def offload(
     if grads:
         leaving += [(account.grads, memories) for (_, account), memories in zip(accounts, found, strict=True)]
     if states and of_optimizer is not None:
-        leaving.append((of_optimizer.states, trip.memories(_states(optimizer), known)))
+        leaving.append((of_optimizer.states, trip.memories(_states(trip.optimizer), known)))
     _storages.refuse_fixed(memory for _, memories in leaving for memory in memories)
     _leave(leaving, trip.devices)
 
-    if isinstance(optimizer, Adam):
-        optimizer.set_aside(grads)
+    if isinstance(trip.optimizer, Adam):
+        trip.optimizer.set_aside(grads)
     for one, account in accounts:
         account.params_away |= params
         account.grads_away |= grads
@@ -216,9 +222,9 @@ def offload(
     if params:  # whoever kept a weight for a backward notices
         plain = [p for p in trip.params if not _local.is_dtensor(p) and not p.is_inference()]
         torch.autograd.graph.increment_version(plain)
-    if states and of_optimizer is not None and optimizer is not None:
+    if states and of_optimizer is not None and trip.optimizer is not None:
         of_optimizer.away = True
-        of_optimizer.guard(optimizer)
+        of_optimizer.guard(trip.optimizer)
     _watch_steps()
 
 
@@ -273,9 +279,9 @@ def onload(
     if grads:
         for owner in trip.owners:
             torch.autograd.graph.increment_version(owner.gradient_memory())
-    if states and of_optimizer is not None and optimizer is not None:
+    if states and of_optimizer is not None and trip.optimizer is not None:
         of_optimizer.away = False
-        of_optimizer.guard(optimizer)
+        of_optimizer.guard(trip.optimizer)
 
 
 def _arrive(coming: Sequence[Luggage], devices: Iterable[torch.device]) -> None:

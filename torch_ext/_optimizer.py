@@ -732,6 +732,7 @@ class Adam(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
+        _away.refuse_states(self, "an optimizer is pickled or copied")
         return super().__getstate__() | {key: self.__dict__[key] for key in _KEPT if key in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -426,6 +426,7 @@ USES: dict[str, tuple[str, Callable[[nn.Module, Any], object]]] = {
         "ps",
         lambda _, optimizer: optimizer.load_state_dict(trained()[1].state_dict()),
     ),
+    "a copy of the optimizer": ("s", lambda _, optimizer: copy.copy(optimizer)),
     "resync_masters": ("ps", lambda _, optimizer: optimizer.resync_masters()),
 }
 
@@ -478,6 +479,29 @@ def test_B4_a_state_that_was_handed_out_before_is_not_read(kind: str) -> None:
         entry["master_param"].clone()
     torch_ext.onload(model, optimizer)
     assert all(torch.equal(value, before[key]) for key, value in entry.items())
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As frameworks wrap an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_B4_wrapped_and_compiled() -> None:
+    model, optimizer = trained()
+    wrapped, compiled = Wrapped(optimizer), torch.compile(model, backend="eager")
+    before = everything(model, optimizer)
+    loss_of(compiled.eval(), 0)
+    torch_ext.offload(compiled, wrapped)
+    assert memory(weights(model)) == memory(states(optimizer)) == 0
+    with pytest.raises(RuntimeError, match=r"torch_ext\.onload"):
+        loss_of(compiled, 0)
+    with pytest.raises(RuntimeError, match=r"torch_ext\.onload"):
+        optimizer.step()
+    torch_ext.onload(compiled, wrapped)
+    assert everything(model, optimizer) == before
+    loss_of(compiled, 0)
 
 
 def test_B4_zero_grad_is_fine_while_away() -> None:
