@@ -7,7 +7,7 @@ from typing import Any
 import frameworks
 import pytest
 import torch
-from training import POLICIES, everything
+from training import POLICIES, bits, everything
 
 import torch_ext
 
@@ -98,6 +98,26 @@ def test_D4_state_of_accelerate_goes_on_bit_for_bit(tmp_path: pathlib.Path, case
     if scaled:
         assert whole[0].scaler.state_dict() == resumed[0].scaler.state_dict()
         assert whole[0].scaler.get_scale() == 64.0 * 2 ** (STEPS // 2)
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_D4_part_of_the_optimizer_on_the_host_goes_on_bit_for_bit(tmp_path: pathlib.Path, fraction: float) -> None:
+    """And as if it were on the device: its state is in checkpoints, not in `optimizer.state`."""
+
+    def found(made: Any) -> list[bytes]:
+        states = made[2].state_dict()["state"].values()
+        return [bits(t) for t in (*made[1].parameters(), *(t for state in states for t in state.values()))]
+
+    alone = prepared("a", "no")
+    run(alone, range(STEPS))
+    whole = prepared("a", "no", offload_fraction=fraction)
+    run(whole, range(HALF))
+    whole[0].save_state(str(tmp_path))
+    run(whole, range(HALF, STEPS))
+    resumed = prepared("a", "no", offload_fraction=fraction)
+    resumed[0].load_state(str(tmp_path))
+    run(resumed, range(HALF, STEPS))
+    assert found(whole) == found(resumed) == found(alone)
 
 
 def test_prepare_moves_no_weight_and_no_counter() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from training import everything, params_of, policy_of
+from training import bits, everything, params_of, policy_of
 
 import torch_ext
 
@@ -324,6 +324,30 @@ def test_state_goes_on_where_it_was() -> None:
         fresh.load_state_dict(saved | {"scael": 1.0})
     with pytest.raises(RuntimeError, match="empty"):
         fresh.load_state_dict({})
+
+
+@pytest.mark.parametrize("scaler", ["policy", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_G3_part_of_the_optimizer_on_the_host_skips_and_unscales_too(dtype: torch.dtype, scaler: str) -> None:
+    runs = []
+    for fraction in (0.0, 0.5, 1.0):
+        model, optimizer = model_and_optimizer(dtype, offload_fraction=fraction)
+        ours = scaler == "policy"
+        chosen = scaler_of(initial_loss_scale=64.0, hysteresis=1) if ours else torch.amp.GradScaler("cpu", 64.0)
+        for step in range(4):
+            backward(model, chosen, step, math.inf if step == 2 else None)
+            if ours or dtype == torch.float32:
+                chosen.unscale_(optimizer)
+            if ours:
+                torch_ext.clip_grad_norm_(optimizer, 0.1)
+            chosen.step(optimizer)
+            chosen.update()
+        states = optimizer.state_dict()["state"].values()
+        assert {float(state["step"]) for state in states} == {3.0}
+        found = [bits(t) for t in (*model.parameters(), *(t for state in states for t in state.values()))]
+        runs.append((found, chosen.get_scale()))
+    assert runs[0] == runs[1] == runs[2]
+    assert runs[0][1] == 32.0
 
 
 def by_torch_save(scaler: torch_ext.GradScaler, fresh: torch_ext.GradScaler, path: pathlib.Path) -> None:
