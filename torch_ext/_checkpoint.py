@@ -44,7 +44,7 @@ def _entry(p: Any, local: _local.Local, at_rest: Mapping[str, Any], kinds: _stat
     state = {key: value for key, value in at_rest.items() if key != "step"}
     for key, encoded in kinds.logical().items():
         if not encoded and not cut and not dtensor:
-            entry[key] = at_rest[key]
+            entry[key] = _sharded.in_boxes(at_rest[key], f"{key} of {name}")
         elif not lazily:
             entry[key] = _like(p, _state.decode(weight, at_rest, kinds, (key,))[key])
         else:

@@ -4,6 +4,7 @@ torch.distributed.checkpoint saves and loads them by boxes, one at a time; any o
 if this rank has all of them. What is written to one is written to the optimizer's state.
 """
 
+import gc
 from collections.abc import Callable
 from itertools import product
 from math import prod
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from torch_ext import _tensors
 from torch_ext._boxes import Box, Index, Run, order_of
-from torch_ext._sources import STRETCH, AtRest, Stored, stretches
+from torch_ext._sources import AtRest, Stored, stretches
 
 Source: TypeAlias = Stored | AtRest
+BOX = 1 << 19  # elements that torch.distributed.checkpoint is given at a time
 aten = torch.ops.aten
 
 
@@ -56,10 +59,48 @@ class Held:
         return whole
 
 
-class StateTensor(Tensor):
-    """A logical state tensor: of a parameter's shape, in fp32 or the dtype that it has at rest."""
+class _InBoxes:
+    """What torch.distributed.checkpoint asks a tensor for that it saves and loads in boxes."""
 
     _held: Held
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(self._in_checkpoint(box.offsets)), sizes=torch.Size(box.sizes))
+            for box in self._held.run.boxes(BOX)
+        ]
+
+    def __create_write_items__(self, fqn: str, object: Tensor) -> list[Any]:
+        """object: this, or the DTensor of which it is the local part."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties(dtype=self._held.source.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=object.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        # Each torch.save leaves a cycle behind that holds what it wrote: here that is memory of its own for each box.
+        gc.collect(1)
+        for box in self._held.run.boxes(BOX):
+            if index.offset is None or self._in_checkpoint(box.offsets) == tuple(index.offset):
+                return BoxTensor(self._held, box)
+        raise ValueError(f"{index.fqn}: this rank has no part of {self._held.what} that begins at {index.offset}")
+
+    def _in_checkpoint(self, offsets: Index) -> Index:
+        return tuple(a + b for a, b in zip(self._held.origin, offsets, strict=True))
+
+
+class StateTensor(_InBoxes, Tensor):
+    """A logical state tensor: of a parameter's shape, in fp32 or the dtype that it has at rest."""
 
     @staticmethod
     def __new__(cls, held: Held) -> "StateTensor":
@@ -78,40 +119,6 @@ class StateTensor(Tensor):
         found = handler(*args, **(kwargs or {})) if handler is not None else NotImplemented
         return _on_values(func, args, kwargs or {}) if found is NotImplemented else found
 
-    # -- torch.distributed.checkpoint
-
-    def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(self._in_checkpoint(box.offsets)), sizes=torch.Size(box.sizes))
-            for box in self._held.run.boxes(STRETCH)
-        ]
-
-    def __create_write_items__(self, fqn: str, object: Tensor) -> list[Any]:
-        """object: this, or the DTensor of which it is the local part."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=object.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        for box in self._held.run.boxes(STRETCH):
-            if index.offset is None or self._in_checkpoint(box.offsets) == tuple(index.offset):
-                return BoxTensor(self._held, box)
-        raise ValueError(f"{index.fqn}: this rank has no part of {self._held.what} that begins at {index.offset}")
-
-    def _in_checkpoint(self, offsets: Index) -> Index:
-        return tuple(a + b for a, b in zip(self._held.origin, offsets, strict=True))
-
     # -- where torch looks at memory
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -121,6 +128,13 @@ class StateTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = copied = self.clone()
         return copied
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Of encoded values always a copy: another optimizer goes on with it."""
+        held = self._held
+        if held.run.whole and isinstance(held.source, AtRest):
+            return held.decoded().to(*args, **kwargs)
+        return super().to(*args, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
         return self._held.decoded().numpy(force=force)
@@ -137,6 +151,20 @@ class StateTensor(Tensor):
             f"StateTensor({self._held.what}, shape={tuple(run.shape)}, dtype={self.dtype}, "
             f"elements=[{run.start}, {run.stop}))"
         )
+
+
+class LargeTensor(_InBoxes, Tensor):
+    """A tensor like any other, which torch.distributed.checkpoint does not have to hold twice."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Files hold plain tensors."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = self.clone()
+        return copied
 
 
 class BoxTensor(Tensor):
@@ -162,10 +190,10 @@ class BoxTensor(Tensor):
         return _on_values(func, args, kwargs or {}) if found is NotImplemented else found
 
     def decoded(self) -> Tensor:
-        """A contiguous copy."""
+        """Contiguous, with memory of its own."""
         first, last = self._span()
         values = self._held.source.read(first, last)
-        copied = torch.empty(self._box.sizes, dtype=self.dtype, device=self.device)
+        copied = _tensors.unpooled(self._box.sizes, self.dtype, self.device)
         if copied.numel():
             copied.copy_(values.as_strided(self._box.sizes, self._held.run.strides(), values.storage_offset()))
         return copied
@@ -219,6 +247,16 @@ def tensor_of(source: Source, like: Tensor, start: int, origin: Index, what: str
     """What source has of a tensor of the shape and memory order of `like`, which is dense, from element start on."""
     run = Run(tuple(like.shape), order_of(like.shape, like.stride()), start, start + source.numel)
     return StateTensor(Held(source, run, origin, what))
+
+
+def in_boxes(t: Tensor, what: str) -> Tensor:
+    """A dense tensor, which shares the memory of t where that is large."""
+    if t.numel() <= BOX:
+        return t
+    made = t.as_subclass(LargeTensor)
+    run = Run(tuple(t.shape), order_of(t.shape, t.stride()), 0, t.numel())
+    made._held = Held(Stored(_tensors.flat(t).view(-1)), run, (0,) * t.ndim, what)
+    return made
 
 
 # -- operators: of state tensors, then of boxes

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_ext import _away, _state, _tensors
 from torch_ext._state import GRAIN, Kinds
 
-STRETCH = 1 << 20  # elements that are decoded at a time where all of them are wanted: 4 MiB
+STRETCH = 1 << 18  # elements that are decoded or encoded at a time where there are many
 assert STRETCH % GRAIN == 0
 
 _WHAT = "an optimizer state that was handed out before"  # for messages

@@ -199,7 +199,7 @@ def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds, wanted: Collection
             continue
         value = state[moment]
         if kinds.scaled(moment):
-            decoded = torch.empty_like(value, dtype=torch.float32, memory_format=torch.preserve_format)
+            decoded = _tensors.unpooled_like(value, torch.float32)
             source, target = _tensors.flat(value), _tensors.flat(decoded)
             _ops.call("cast_", [source], [target], [scale_of(state, kinds, moment)], [], _tensors.NONE, form, 0, 0, 0)
             value = decoded
@@ -211,7 +211,7 @@ def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds, wanted: Collection
     elif kinds.master == "master_remainder":
         weight = _tensors.in_order_of(state["master_remainder"], p.detach().to(state["master_remainder"].device))
         remainder = _own_remainder(weight, state)
-        master = torch.empty_like(remainder, dtype=torch.float32, memory_format=torch.preserve_format)
+        master = _tensors.unpooled_like(remainder, torch.float32)
         _ops.call("master_decode_", [weight], [_tensors.flat(remainder)], [_tensors.flat(master)])
         logical["master_param"] = master
     return logical

@@ -1,11 +1,14 @@
 """Tensors as the operators take them: contiguous memory, one after the other in memory order."""
 
+import mmap
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 
 import torch
 from torch import Tensor
 
+_UNPOOLED = 1 << 17  # bytes
 TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 # "This one has none", inside a list or for a single argument.
@@ -45,6 +48,20 @@ def like(t: Tensor, dtype: torch.dtype) -> Tensor:
     if is_dense(t):
         return torch.zeros_like(t, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
     return torch.zeros(t.shape, dtype=dtype, device=t.device)
+
+
+def unpooled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised. On the host, memory that goes back to the system as soon as it is let go: where many large tensors
+    come and go between small ones, malloc's heap would get holes as large as all of them together."""
+    numel = prod(shape)
+    if device.type != "cpu" or numel * dtype.itemsize < _UNPOOLED:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def unpooled_like(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uninitialised (see `unpooled`), of the shape and the memory order of the dense tensor t."""
+    return unpooled((t.numel(),), dtype, t.device).as_strided(t.shape, t.stride())
 
 
 def view_like(t: Tensor, flat: Tensor, start: int) -> Tensor:
