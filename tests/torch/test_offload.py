@@ -335,13 +335,18 @@ def test_B4_what_is_new_joins_what_is_away() -> None:
     assert bits(weights(model)) == bits(weights(Net()))
 
 
+@pytest.mark.parametrize("pinned", [False, True], ids=["", "as with an accelerator"])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("slab", [4096, 1 << 28], ids=["many slabs", "one slab"])
-def test_host_buffer_gives_back_what_was_put_in(slab: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_buffer_gives_back_what_was_put_in(
+    slab: int, threads: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = _host_buffer.allocate  # there may be no accelerator to pin for
+    monkeypatch.setattr(_host_buffer, "allocate", lambda nbytes, _pinned: allocate(nbytes, False))
     monkeypatch.setattr(_host_buffer, "SLAB", slab)
     monkeypatch.setattr(_copies, "CHUNK", 1000)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    buffer = _host_buffer.HostBuffer(pinned=False)
+    buffer = _host_buffer.HostBuffer(pinned)
     content = torch.randint(0, 256, (20_000,), dtype=torch.uint8)
     for end in (5_000, 20_000):
         buffer.reserve(end)
@@ -358,6 +363,15 @@ def test_pinned_memory_is_asked_for_where_there_is_an_accelerator(monkeypatch: p
     monkeypatch.setattr(torch, "empty", lambda *a, **k: asked.append((a, k)))
     _host_buffer.allocate(4096, pinned=True)
     assert asked == [((4096,), {"dtype": torch.uint8, "pin_memory": True})]
+
+
+def test_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that are under way still read what is about to be released."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    devices = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
+    _host_buffer.wait(devices)
+    assert waited == devices[1:]
 
 
 # -- tolerated ---------------------------------------------------------------------------------------------------------
