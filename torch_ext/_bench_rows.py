@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from torch_ext import (
+    _bench_checkpoint,
     _bench_configurations,
     _bench_external,
     _bench_measure,
@@ -301,6 +302,25 @@ def external(bench: Bench) -> None:
         bench.add("external", f"{name}: one read / resync_masters()", value, Bar(0.8, 0.95))
 
 
+# -- checkpoint: the most that is resident while an optimizer's state is saved and loaded, over the state itself ---------
+
+
+def checkpoint(bench: Bench) -> None:
+    for name, way in (("a", "dcp"), ("c", "dcp"), ("c", "file")):
+        try:
+            saving, loading = _bench_checkpoint.measure(name, way, bench.model, bench.seed)
+        except RuntimeError as failure:
+            bench.skip("checkpoint", f"{name}, {way}: peak memory", failure)
+            continue
+        over = "state and decoded state" if way == "file" else "state"
+        peaks = {"save": saving.state + saving.extra, "load": max(loading.extra, loading.state)}
+        for what, peak in peaks.items():
+            value = peak / (saving.state + (saving.decoded if way == "file" else 0))
+            beside = {"state MB": saving.state / 1e6, "decoded MB": saving.decoded / 1e6}
+            name_of_it = f"{name}, {way}, {what}: peak memory / {over}"
+            bench.add("checkpoint", name_of_it, Spread(*[value] * 3), Bar(1.1, 1.02, True), beside)
+
+
 ROWS: dict[str, Callable[[Bench], None]] = {
-    row.__name__: row for row in (wall, gpt2, peers, small, neighbour, memory, external, offload, host)
+    row.__name__: row for row in (wall, gpt2, peers, small, neighbour, memory, external, offload, host, checkpoint)
 }
