@@ -7,7 +7,7 @@ from typing import Any
 import frameworks
 import pytest
 import torch
-from training import POLICIES, everything
+from training import POLICIES, everything, params_of, set_grads
 
 import torch_ext
 
@@ -91,6 +91,25 @@ def fit(
             module, loader, loader if validate else None, ckpt_path=str(folder / "epoch=0.ckpt") if resume else None
         )
     return trainer, trainer.optimizers[0]
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_lightning_clips_as_a_plain_loop_does(tmp_path: pathlib.Path, manual: bool) -> None:
+    module = module_of(torch.bfloat16, manual=manual)
+    _, optimizer = fit(tmp_path, module, EPOCHS)
+    plain = module_of(torch.bfloat16)
+    reference = plain.configure_optimizers()
+    x = torch.randn(4 * BATCHES, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for batch in (*x.split(4), *x.split(4)):
+        plain.loss(batch).backward()
+        if manual:
+            torch_ext.clip_grad_norm_(reference["optimizer"], MAX_NORM)
+        else:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
+        reference["optimizer"].step()
+        reference["lr_scheduler"]["scheduler"].step()
+        reference["optimizer"].zero_grad()
+    assert everything(optimizer) == everything(reference["optimizer"])
 
 
 def mixed_16(settings: Any = None) -> dict[str, Any]:
@@ -246,3 +265,35 @@ def test_D4_fabric_resumes_bit_for_bit(tmp_path: pathlib.Path, precision: str, o
     assert run(*resumed, range(2, 4)) == norms and min(norms) > MAX_NORM
     assert everything(whole[2].optimizer) == everything(resumed[2].optimizer)
     assert ("master_param" in next(iter(whole[2].optimizer.state.values()))) == (precision == "bf16-true")
+
+
+WRAPPERS = {
+    "Lightning": lambda optimizer: lightning.core.optimizer.LightningOptimizer(optimizer),
+    "Fabric": lambda optimizer: lightning_fabric.wrappers._FabricOptimizer(optimizer, None),
+    "none": lambda optimizer: optimizer,
+}
+
+
+@pytest.mark.parametrize("wrapper", ["Lightning", "Fabric"])
+@pytest.mark.parametrize("dropped", [False, True], ids=["clip", "clip, zero_grad"])
+def test_what_is_done_to_a_wrapper_is_done_to_the_optimizer(wrapper: str, dropped: bool) -> None:
+    """Wrappers have our methods, and attributes of their own: what a method sets there the step would never see."""
+    runs = []
+    for name in (wrapper, "none"):
+        params = params_of("a")
+        optimizer = torch_ext.AdamW(params, lr=1e-2)
+        wrapped = WRAPPERS[name](optimizer)
+        for step in range(3):
+            grads = [p.grad for p in params]
+            set_grads(params, step)
+            for p, grad in zip(params, grads, strict=True):  # as a backward adds to what zero_grad left
+                if grad is not None:
+                    p.grad = grad.copy_(p.grad)
+            torch_ext.clip_grad_norm_(wrapped, 0.01)
+            if dropped:
+                wrapped.zero_grad(set_to_none=False)
+                for p in params:
+                    p.grad.fill_(1.0)
+            optimizer.step()
+        runs.append(everything(optimizer))
+    assert runs[0] == runs[1]
