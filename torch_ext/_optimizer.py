@@ -1,11 +1,12 @@
 """AdamW and Adam: torch.optim.Optimizer on the outside, one adamw_flat_ call per step on the inside."""
 
 import contextlib
+import functools
 import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +39,20 @@ if TYPE_CHECKING:
 _ON_EXTERNAL_WRITE = ("resync", "error", "ignore")
 # Our own attributes that a pickled or copied optimizer keeps; lists made from tensors are made again.
 _KEPT = ("policy", "skip_nonfinite", "on_external_write", "_counts", "_host")
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _of_the_innermost(method: Method) -> Method:
+    """Lightning's wrapper has our methods, but writes of its own, which the step would never see: called on it, the
+    method is called on the optimizer inside."""
+
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **options: Any) -> Any:
+        return method(innermost(self), *args, **options)
+
+    return cast(Method, called)
 
 
 class Adam(torch.optim.Optimizer):
@@ -576,10 +591,9 @@ class Adam(torch.optim.Optimizer):
             return self._measure(grads, active, math.inf)
         return None
 
+    @_of_the_innermost
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, shards of gradients included. A clip coefficient that no step has applied is forgotten."""
-        if (wrapped := innermost(self)) is not self:  # Lightning's wrapper has our methods, and writes of its own
-            return cast(Adam, wrapped).zero_grad(set_to_none)
         self._clipping = None
         if self._early and self._plan is not None:
             self._early.end(self._plan)
@@ -590,6 +604,7 @@ class Adam(torch.optim.Optimizer):
 
     # -- masters ------------------------------------------------------------------------------------------------------
 
+    @_of_the_innermost
     def resync_masters(self, state_dict: Mapping[str, Any] | None = None, force: bool = False) -> int:
         """Compares every master with its weight and makes it the weight where it no longer rounds to it.
 
@@ -620,6 +635,7 @@ class Adam(torch.optim.Optimizer):
         self._masters_known(members)
         return changed
 
+    @_of_the_innermost
     @contextlib.contextmanager
     def master_weights(self) -> Iterator[dict[str | int, Tensor]]:
         """Full precision while the block runs (under no_grad): to constrain weights, average them, or read them.
@@ -657,6 +673,7 @@ class Adam(torch.optim.Optimizer):
 
     # -- saving and loading -------------------------------------------------------------------------------------------
 
+    @_of_the_innermost
     @torch.compiler.disable
     def state_dict(self) -> dict[str, Any]:
         """torch's format: step, exp_avg, exp_avg_sq by parameter, and master_param (fp32) where there is a master.
@@ -676,6 +693,7 @@ class Adam(torch.optim.Optimizer):
             return whole
         return self._logical_state_dict()
 
+    @_of_the_innermost
     @torch.compiler.disable
     def master_state_dict(self) -> dict[str | int, Any]:
         """What is trained, in full precision: of each parameter the fp32 master, or the weight where it is its own.
@@ -685,6 +703,7 @@ class Adam(torch.optim.Optimizer):
         """
         return _checkpoint.masters(self, self._logical_state_dict())
 
+    @_of_the_innermost
     @torch.compiler.disable
     def consolidate_state_dict(self, to: int | None = 0) -> dict[str, Any] | None:
         """`state_dict()` of whole tensors, put together from all ranks' parts, with the bits of an optimizer that is
@@ -714,6 +733,7 @@ class Adam(torch.optim.Optimizer):
         finally:
             handle.remove()
 
+    @_of_the_innermost
     @torch.compiler.disable
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of this class or of torch.optim.AdamW returned, under any policy.

@@ -297,3 +297,29 @@ def test_what_is_done_to_a_wrapper_is_done_to_the_optimizer(wrapper: str, droppe
             optimizer.step()
         runs.append(everything(optimizer))
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("wrapper", ["Lightning", "Fabric"])
+def test_state_and_masters_are_reached_through_a_wrapper(wrapper: str) -> None:
+    trained = torch_ext.AdamW(params_of("a"), lr=1e-2)
+    for step in range(2):
+        set_grads(trained.param_groups[0]["params"], step)
+        trained.step()
+    params = params_of("a")
+    optimizer = torch_ext.AdamW(params, lr=1e-2)
+    wrapped = WRAPPERS[wrapper](optimizer)
+    wrapped.load_state_dict(trained.state_dict())
+    assert [state["step"] for state in optimizer.state.values()] == [2.0] * len(params)
+    for p in params:
+        p.data.fill_(2.0)
+    assert wrapped.resync_masters(force=True) > 0
+    with wrapped.master_weights() as masters:
+        assert all((master == 2.0).all() for master in masters.values())
+        for master in masters.values():
+            master.fill_(3.0)
+    set_grads(params, 2)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert all((p == 3.0).all() for p in params)
+    assert all((t == 3.0).all() for t in wrapped.master_state_dict().values())
