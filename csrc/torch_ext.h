@@ -744,6 +744,10 @@ TX_API tx_status tx_master_witness(int64_t n, const tx_tensor *params, const tx_
                                    const tx_tensor *witnesses, int32_t mode, tx_tensor strays,
                                    const tx_parallel *parallel, tx_error *error);
 
+/* memcpy of much memory that is not in the cache, on this thread: asks for what it will write ahead of writing it, which
+ * takes a quarter less time where that is not in the cache. */
+TX_API void tx_copy(void *to, const void *from, int64_t bytes);
+
 /* The instruction sets this library was built for and this processor has, slowest first; index into it with i, NULL
  * past the end. tx_isa_select picks one by name ("base", ...; NULL: the fastest, or what TORCH_EXT_ISA says) for calls
  * that begin afterwards. */

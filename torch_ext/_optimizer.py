@@ -81,7 +81,8 @@ class Adam(torch.optim.Optimizer):
         parameters are stepped while the device steps the others: gradients are copied down and weights up beside both.
         Whole parameters, or this rank's parts of them: the largest first, as long as they fit, so that the share is off
         by half of the smallest one left out at most; 0 and 1 are exact. The weights, and everything this optimizer
-        returns and takes, are the same for every fraction; what lies on the host is not in `opt.state`.
+        returns and takes, are the same for every fraction; what lies on the host is not in `opt.state`, which has its
+        step only. With step_in_backward buckets of which a part is on the host are left to step().
     """
 
     _decoupled: bool | None = None  # None: the group says

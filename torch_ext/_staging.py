@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_ext import _library
+
 
 class Lane(abc.ABC):
     """Copies one after the other, in the order in which they were asked for, by any thread."""
@@ -44,13 +46,17 @@ class Lane(abc.ABC):
 class HostLane(Lane):
     """Host memory in the place of a device's: a copy is done when `copy` comes back."""
 
+    def __init__(self) -> None:
+        pointer, nbytes = ctypes.c_void_p, ctypes.c_int64
+        self._copy = _library.function("tx_copy", pointer, pointer, nbytes, restype=None)
+
     def begin(self) -> None: ...
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
             if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
                 # On this thread alone, where copy_ would wait for torch's pool; without the interpreter's lock.
-                ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+                self._copy(target.data_ptr(), source.data_ptr(), target.nbytes)
             else:
                 target.copy_(source)
 

@@ -458,6 +458,22 @@ def test_D5_D6_resync_masters_sees_those_on_the_host(name: str) -> None:
     assert found[0][0] > 0 and found[1] == found[0] and found[2] == found[0]
 
 
+@pytest.mark.parametrize("name", ["fp32", "a", "b"])
+def test_masters_on_the_host_can_be_opened_and_read(name: str) -> None:
+    found = []
+    for fraction in FRACTIONS:
+        optimizer = optimizer_of(name, fraction)
+        train(optimizer, range(3))
+        with optimizer.master_weights() as masters:
+            for p in params(optimizer):
+                p.mul_(1.001)
+            seen = [bits(master) for master in masters.values()]
+        train(optimizer, range(3, 5))
+        read = [bits(torch.as_tensor(value)) for value in optimizer.master_state_dict().values()]
+        found.append((seen, read, everything(optimizer)))
+    assert found[1] == found[0] and found[2] == found[0]
+
+
 # -- checkpoints, copies, groups ----------------------------------------------------------------------------------
 
 
