@@ -72,7 +72,7 @@ class CheckpointWriter(FileSystemWriter):
     def finish(self, metadata: Any, results: Any) -> None:
         super().finish(metadata, results)
         sync_folder(self.path)
-        current = {info.relative_path for info in metadata.storage_data.values()}
+        current = {result.storage_data.relative_path for of_rank in results for result in of_rank}
         for file in Path(self.path).glob(_DATA):
             if file.name not in current:
                 file.unlink()
