@@ -744,8 +744,8 @@ TX_API tx_status tx_master_witness(int64_t n, const tx_tensor *params, const tx_
                                    const tx_tensor *witnesses, int32_t mode, tx_tensor strays,
                                    const tx_parallel *parallel, tx_error *error);
 
-/* memcpy of much memory that is not in the cache, on this thread: asks for what it will write ahead of writing it, which
- * takes a quarter less time where that is not in the cache. */
+/* memcpy of much memory that is not in the cache, on this thread: asks for what it will write ahead of writing it,
+ * which takes a quarter less time where that is not in the cache. */
 TX_API void tx_copy(void *to, const void *from, int64_t bytes);
 
 /* The instruction sets this library was built for and this processor has, slowest first; index into it with i, NULL
@@ -764,8 +764,8 @@ TX_API tx_status tx_isa_select(const char *name, tx_error *error);
  * torch's version. */
 TX_API tx_status tx_torch_register(tx_error *error);
 
-/* Whether operators that this thread calls run on it alone instead of on torch's pool: for threads of a caller that step
- * something each, beside each other. Returns what it was before; 0 in every new thread. The bits are the same. */
+/* Whether operators that this thread calls run on it alone instead of on torch's pool: for threads of a caller that
+ * step something each, beside each other. Returns what it was before; 0 in every new thread. The bits are the same. */
 TX_API int32_t tx_torch_alone(int32_t alone);
 
 /* The operator table: name ("adamw_") and schema ("adamw_(Tensor(a!)[] params, ...) -> ()") of row i; NULL past the

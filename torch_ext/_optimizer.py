@@ -74,9 +74,9 @@ class Adam(torch.optim.Optimizer):
     on_external_write: what to do where a weight is not what its master rounds to, because somebody else wrote it:
         "resync" (the master becomes the weight), "error", or "ignore" (the master overwrites the weight). A write is
         noticed by the parameter's version counter and address, by the identity of its master, and by what the weights
-        are: beside fp32 masters in a sample of 16 in every 1024 elements, beside remainders in all of them (there a
+        are: beside fp32 masters in a sample of 32 in every 2048 elements, beside remainders in all of them (there a
         block of 1024 is taken over at a time). What is not seen is a write through `p.data`, numpy or a storage to
-        fewer than 1024 neighbours beside fp32 masters: call `resync_masters()` after it.
+        fewer than 2048 neighbours beside fp32 masters: call `resync_masters()` after it.
     offload_fraction: in [0, 1]: the share of the bytes of states and masters that lies on the host, where its
         parameters are stepped while the device steps the others: gradients are copied down and weights up beside both.
         Whole parameters, or this rank's parts of them: the largest first, as long as they fit, so that the share is off

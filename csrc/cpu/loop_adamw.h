@@ -217,9 +217,9 @@ static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants
     if (streams[i]) memcpy(streams[i], padded[i], (size_t)(n * sizes[i]));
 }
 
-/* A tile's weights against their witness, or its witness anew. Tiles are witnessed blocks: in front of the step the
- * weights are on their way into the cache (TX_AHEAD), behind it they are there. */
-_Static_assert(TX_TILE == TX_WITNESS, "a tile has one witness");
+/* A tile's weights against their witnesses, or these anew. In front of the step the weights are on their way into the
+ * cache (TX_LOOKED_AT), behind it they are there. */
+_Static_assert(TX_TILE % TX_WITNESS == 0 && TX_LOOKED_AT % TX_WITNESS == 0, "a tile has whole witnesses");
 static int64_t tx_witness_tile(const tx_adamw_piece *a, int64_t at, int64_t n, tx_witness_mode mode) {
   if (!a->witnesses || a->master_dtype != TX_I16) return 0;
   return tx_witness_run((const char *)a->param + 2 * at, (char *)a->master + 2 * at,
@@ -230,7 +230,7 @@ static int64_t tx_witness_tile(const tx_adamw_piece *a, int64_t at, int64_t n, t
 static int64_t tx_adamw_run(const tx_adamw_piece *a) {
   const tx_adamw_route route = tx_route(a);
   const int64_t master_size = tx_lane_bytes(a->master_dtype);
-  const int64_t tile = route.staged || (a->witnesses && a->master_dtype == TX_I16) ? TX_TILE : a->n;
+  const int64_t tile = route.staged ? TX_TILE : a->witnesses && a->master_dtype == TX_I16 ? TX_LOOKED_AT : a->n;
   int64_t strays = 0;
   float g_tile[TX_TILE], m_tile[TX_TILE], v_tile[TX_TILE], p_tile[TX_TILE];
   const int64_t sizes[5] = {

@@ -8,47 +8,50 @@
 #include "csrc/cpu/kernels.h"
 #include "csrc/math/numeric.h"
 
-#define TX_SAMPLE_RUNS 2
-/* Lanes of a sum, and of the sum of its partial sums, in which the order of the words counts (Fletcher 1982); lanes are
- * told apart at the end. */
+/* Lanes of a sum, and of the sum of its partial sums, in which the order of the words counts (Fletcher 1982). */
 #define TX_WITNESS_LANES 16
 typedef uint32_t tx_witness_lanes __attribute__((vector_size(4 * TX_WITNESS_LANES)));
 
-/* Odd numbers below 2^32: multiples of the golden ratio's. */
-TX_FN uint64_t tx_witness_factor(uint32_t i) {
-  return (uint32_t)((2u * i + 1u) * 0x9e3779b1u);
-}
+/* What tells lanes apart, multiples of the golden ratio's: odd for sums, even for their sums, so that no change of a
+ * single word can cancel. */
+#define TX_LANE_(i) (2u * (i) + 1u) * 0x9e3779b1u
+#define TX_LANES_4_(i) TX_LANE_(i), TX_LANE_(i + 1u), TX_LANE_(i + 2u), TX_LANE_(i + 3u)
+#define TX_LANES_16_(i) TX_LANES_4_(i), TX_LANES_4_(i + 4u), TX_LANES_4_(i + 8u), TX_LANES_4_(i + 12u)
+static const uint32_t tx_witness_factors[2 * TX_WITNESS_LANES] = {TX_LANES_16_(0u), TX_LANES_16_(16u)};
+#undef TX_LANE_
+#undef TX_LANES_4_
+#undef TX_LANES_16_
 
-typedef struct tx_checksum {
-  tx_witness_lanes sum, order;
-} tx_checksum;
+/* The next vector of 16-bit weights into the sums, or fewer of them: n <= 2 * TX_WITNESS_LANES. A macro, because sums
+ * that somebody has the address of stay in memory, where each addition waits for the one before to be stored. */
+#define TX_WITNESS_TAKE(sum, order, weights, n)  \
+  do {                                           \
+    tx_witness_lanes words_ = {0};               \
+    memcpy(&words_, (weights), 2 * (size_t)(n)); \
+    (sum) += words_;                             \
+    (order) += (sum);                            \
+  } while (0)
 
-/* Takes up to a vector of 16-bit weights; n <= 2 * TX_WITNESS_LANES of them. */
-TX_FN void tx_checksum_add(tx_checksum *c, const void *weights, int64_t n) {
-  tx_witness_lanes words = {0};
-  memcpy(&words, weights, 2 * (size_t)n);
-  c->sum += words;
-  c->order += c->sum;
-}
-
-TX_FN uint64_t tx_checksum_value(const tx_checksum *c) {
-  uint32_t sums[TX_WITNESS_LANES], orders[TX_WITNESS_LANES];
-  memcpy(sums, &c->sum, sizeof sums);
-  memcpy(orders, &c->order, sizeof orders);
-  uint64_t value = 0;
-  for (uint32_t i = 0; i < TX_WITNESS_LANES; i++)
-    value += sums[i] * tx_witness_factor(i) + orders[i] * tx_witness_factor(TX_WITNESS_LANES + i);
+TX_FN uint64_t tx_witness_value(tx_witness_lanes sum, tx_witness_lanes order) {
+  tx_witness_lanes of_sum, of_order;
+  memcpy(&of_sum, tx_witness_factors, sizeof of_sum);
+  memcpy(&of_order, tx_witness_factors + TX_WITNESS_LANES, sizeof of_order);
+  const tx_witness_lanes mixed = sum * of_sum + 2u * (order * of_order);
+  uint64_t pairs[TX_WITNESS_LANES / 2], value = 0;
+  memcpy(pairs, &mixed, sizeof pairs);
+  for (int32_t i = 0; i < TX_WITNESS_LANES / 2; i++)
+    value += pairs[i];
   return value;
 }
 
 /* Of n 16-bit weights; any change of one word shows, any other with all but certainty. */
 TX_FN uint64_t tx_witness_of(const void *weights, int64_t n) {
-  tx_checksum c = {{0}, {0}};
+  tx_witness_lanes sum = {0}, order = {0};
   int64_t at = 0;
   for (; at + 2 * TX_WITNESS_LANES <= n; at += 2 * TX_WITNESS_LANES)
-    tx_checksum_add(&c, (const char *)weights + 2 * at, 2 * TX_WITNESS_LANES);
-  if (at < n) tx_checksum_add(&c, (const char *)weights + 2 * at, n - at);
-  return tx_checksum_value(&c);
+    TX_WITNESS_TAKE(sum, order, (const char *)weights + 2 * at, 2 * TX_WITNESS_LANES);
+  if (at < n) TX_WITNESS_TAKE(sum, order, (const char *)weights + 2 * at, n - at);
+  return tx_witness_value(sum, order);
 }
 
 TX_FN uint64_t tx_witness_at(const void *witnesses, int64_t i) {
@@ -79,6 +82,7 @@ static int64_t tx_witness_run(const void *weights, void *remainders, void *witne
 /* -- beside fp32 masters: a sample ------------------------------------------------------------------------------ */
 
 /* In each TX_SAMPLED weights runs of as many as a vector (and a cache line) has. */
+#define TX_SAMPLE_RUNS 2
 #define TX_SAMPLE_RUN (2 * TX_WITNESS_LANES)
 #define TX_SAMPLE_STRIDE (TX_SAMPLED / TX_SAMPLE_RUNS)
 
@@ -87,17 +91,17 @@ static int64_t tx_witness_run(const void *weights, void *remainders, void *witne
 
 /* Of the sample of n <= TX_SAMPLED weights. */
 TX_FN uint64_t tx_sample_of(const void *weights, int64_t n) {
-  tx_checksum c = {{0}, {0}};
+  tx_witness_lanes sum = {0}, order = {0};
   for (int64_t at = 0; at < n; at += TX_SAMPLE_STRIDE) {
     const char *run = (const char *)weights + 2 * at;
     __builtin_prefetch(run + 2 * TX_SAMPLE_AHEAD * TX_SAMPLED);
     if (n - at >= TX_SAMPLE_RUN) {
-      tx_checksum_add(&c, run, TX_SAMPLE_RUN);
+      TX_WITNESS_TAKE(sum, order, run, TX_SAMPLE_RUN);
     } else {
-      tx_checksum_add(&c, run, n - at);
+      TX_WITNESS_TAKE(sum, order, run, n - at);
     }
   }
-  return tx_checksum_value(&c);
+  return tx_witness_value(sum, order);
 }
 
 /* See tx_sample_loop. */

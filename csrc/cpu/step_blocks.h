@@ -176,7 +176,7 @@ TX_FN void tx_step_block_remainders(tx_adamw_constants c, tx_step_streams s, int
   tx_watch watch = {{0}, {0}, {0}};
   for (int32_t i = 0; i < count; i++) {
     const tx_step_streams at = tx_blocks_on(s, i, TX_BF16, TX_I16, grad);
-    tx_ask(at.param, TX_WITNESS, TX_BLOCK, TX_BF16); /* see tx_step_pair_remainders */
+    tx_ask(at.param, TX_LOOKED_AT, TX_BLOCK, TX_BF16);
     tx_ask(at.master, 0, TX_BLOCK, TX_I16);
 #pragma GCC ivdep
     for (int32_t w = 0; w < TX_QUADS; w++) {

@@ -211,14 +211,17 @@ static __attribute__((noinline)) void tx_step_pair_weights_again(const tx_adamw_
   tx_step_pair_weights(*c, *s, at, pairs, tile, TX_BF16, TX_I16);
 }
 
-/* Weights are asked for a witnessed block further ahead: their witness is looked at before the block is stepped. */
+/* Weights beside remainders are asked for so many elements further ahead: as many at a time are compared with their
+ * witnesses before they are stepped. Of fewer at a time what a call of the step needs to begin shows. */
+#define TX_LOOKED_AT 4096
+
 TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
                                    const tx_step_tile *tile) {
   tx_watch watch = {{0}, {0}, {0}};
   tx_kept kept;
   tx_mem_u32 *param = (tx_mem_u32 *)s.param + at, *remainder = (tx_mem_u32 *)s.master + at;
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
-    tx_ask(s.param, 2 * (at + group) + TX_WITNESS, 2 * TX_GROUP, TX_BF16);
+    tx_ask(s.param, 2 * (at + group) + TX_LOOKED_AT, 2 * TX_GROUP, TX_BF16);
     tx_ask(s.master, 2 * (at + group), 2 * TX_GROUP, TX_I16);
 #pragma GCC ivdep
     for (int32_t j = 0; j < TX_GROUP; j++) {
