@@ -36,4 +36,5 @@ def test_exports_are_exactly_the_public_header() -> None:
 def test_no_library_is_needed_but_libc_and_libm() -> None:
     dynamic = run("readelf", "--dynamic", "--wide", torch_ext.library_path())
     needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic))
+    needed = {name for name in needed if not name.startswith("ld-linux")}  # libc's loader: where threads' variables are
     assert needed <= {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0"}
