@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ranks
 import torch.distributed.checkpoint as dcp
-from test_checkpoint_sharded import EIGHT_BIT, made, steps, whole
+from checkpointed import EIGHT_BIT, made, steps, whole
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import torch_ext

@@ -10,7 +10,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed.checkpoint as dcp
-from gradients import BF16, FP32, Given, bits, noise
+from checkpointed import EIGHT_BIT, SHAPES, made, steps, whole
+from gradients import BF16, FP32, Given, bits
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -19,43 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import torch_ext
-
-SHAPES: list[Any] = [(3, 5), (700,), (), (0,), (129,), (16, 130)]
-EIGHT_BIT = {"store_param_remainders": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
-
-
-def made(strategy: str, config: dict[str, Any] | None = None, seed: int = 7) -> tuple[Any, Any]:
-    chosen = torch_ext.load_policy(
-        BF16,
-        override_optimizer_config={"main_grads_dtype": FP32, "use_precision_aware_optimizer": True, **(config or {})},
-        override_ddp_config={"grad_comm_dtype": FP32, "bucket_size": 900},
-    )
-    shapes = [s for s in SHAPES if s not in ((), (0,))] if strategy == "optim_grads_params" else SHAPES
-    model: Any = Given(shapes, BF16)
-    weights = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=weights))
-    torch_ext.parallelize(model, chosen, strategy=strategy)
-    return model, torch_ext.AdamW(model.named_parameters(), lr=0.1, policy=chosen)
-
-
-def steps(model: Any, optimizer: Any, which: range) -> None:
-    for step in which:
-        model(noise(step, 0, [p.shape for p in model.parameters()], BF16)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def whole(optimizer: Any) -> dict[Any, dict[str, bytes]]:
-    """The bits of the logical state, on every rank."""
-    consolidated = optimizer.consolidate_state_dict(to=None)
-    optimizer.state_dict()  # that it hands the same out once more is not what is tested here
-    return {
-        index: dict(zip(entry, bits([v.clone() for v in entry.values()]), strict=True))
-        for index, entry in consolidated["state"].items()
-    }
-
 
 # -- whole tensors are asked for, and there are none
 
