@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_ext import _ops, _stats, _tensors
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
+from torch_ext._wrappers import innermost
 
 if TYPE_CHECKING:
     from torch_ext._optimizer import Adam
@@ -165,13 +166,6 @@ def clip_grad_norm_(
         with torch.no_grad():
             torch._foreach_mul_(grads, coefficient)
     return clipping.norm
-
-
-def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that a framework (Accelerate, Lightning) wrapped in one of its own."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer
 
 
 def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list[Tensor]]:

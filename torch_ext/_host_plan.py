@@ -75,7 +75,7 @@ class HostPlan:
         self._mastered = [i for i, m in enumerate(members) if m.kinds.master == "master_param"]
         self._versions = [self._known_version(i, seen) for i in self._mastered]
         self._sample = sample_of([self.members[i] for i in self._mastered], buffers)
-        # For each slot those of Adam._counts: threads don't share one.
+        # For each slot those of Measured._counts: threads don't share one.
         self._counts = torch.zeros(self._lanes.workers * self._lanes.slots, 2, dtype=torch.int64)
         self._external = 0
         self._grads: list[Tensor] = []  # during a step

@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from torch_ext import _away, _guards, _host_buffer, _kept, _local, _parallel, _registry, _storages
-from torch_ext._clip import innermost
 from torch_ext._luggage import Carried, Dropped, Luggage
 from torch_ext._optimizer import Adam
 from torch_ext._storages import Memory
+from torch_ext._wrappers import innermost
 
 Named: TypeAlias = list[tuple[str, Tensor]]
 

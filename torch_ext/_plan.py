@@ -303,7 +303,7 @@ def refuse_grad(member: Member, grad: Tensor) -> None:
 
 def run(plan: Plan, chunk: Chunk, grads: list[Tensor], hyper: Hyper, scalars: Sequence[Tensor], external: int) -> None:
     """The operator. grads: of the chunk. scalars: grad_scale, clip_coef, found_inf, and two counters (see
-    `Adam._counts`). external: tx_external_write."""
+    `Measured._counts`). external: tx_external_write."""
     if not chunk.weights:
         return
     arguments = (plan.states, chunk.slices, hyper.lrs, hyper.groups, chunk.meta, *scalars, *hyper.shared, external)

@@ -1,0 +1,160 @@
+"""What is trained: parameters and their groups, where this rank's parts of them lie, and their state at rest."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ext import _away, _groups, _kept, _local, _masters, _registry, _state, _tensors
+from torch_ext._groups import Params
+from torch_ext._host_part import HostPart
+from torch_ext._masters import Seen
+from torch_ext._plan import Member
+from torch_ext._policy import Policy
+
+
+class Trained(torch.optim.Optimizer):
+    """Knows the parameters, makes and finds their state; steps nothing."""
+
+    _decoupled: bool | None = None  # None: the group says
+
+    # Derived from parameters, state and groups; None or empty where it has to be made again.
+    _seen: dict[Tensor, Seen]
+    _locals: _local.Locals | None
+    _consolidated: dict[str, Any] | None  # handed out by the next state_dict(), until the next step
+    _open: bool  # within master_weights()
+
+    def __init__(self, params: Params, defaults: dict[str, Any], policy: Policy, offload_fraction: float) -> None:
+        self.policy = policy
+        self._host = HostPart(offload_fraction)
+        self._forget()
+        _groups.refuse(defaults, "")
+        super().__init__(params, defaults)
+        self.state = _kept.Kept.of(self.state, handed_out=False)
+
+    def _forget(self) -> None:
+        """All that is derived."""
+        self._seen = {}
+        self._locals = None
+        self._consolidated = None
+        self._open = False
+
+    def _rearranged(self) -> None:
+        """Parameters, or this rank's parts of them, are others than they were: argument lists hold no longer."""
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Refused, with what to do about it: parameters that are twice in it or share memory, complex,
+        sparse, meta and inference tensors, other dtypes than float32, bfloat16 and float16."""
+        before = len(self.param_groups)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "optimizer contains a parameter group with duplicate parameters")
+            try:
+                super().add_param_group(param_group)
+            except UserWarning:
+                raise ValueError("a parameter is twice in one group; pass tied weights once") from None
+        group = self.param_groups[before]
+        try:
+            self._admit(group, f"group {before}: ")
+        except Exception:
+            del self.param_groups[before]
+            raise
+        _groups.fill(group, {}, self._decoupled)
+        self._make_steps(group)
+        self._rearranged()
+
+    def _admit(self, group: dict[str, Any], where: str) -> None:
+        _groups.refuse(group, where)
+        _groups.refuse_differing(group, self.param_groups[0], where)
+        names = _groups.names(self.param_groups)
+        trained = [(p, name) for p, name in zip(self._everyone(), names, strict=True) if p.requires_grad]
+        for p, name in trained:
+            _tensors.refuse_param(_local.tensor_of(p), name)
+            _state.kinds_of(self.policy, p.dtype)
+        devices = {p.device: name for p, name in trained}
+        if len(devices) > 1:
+            places = " and ".join(f"{name} on {device}" for device, name in devices.items())
+            raise ValueError(f"parameters are on several devices ({places}); make one optimizer per device")
+        _tensors.refuse_overlap([_local.tensor_of(p) for p, _ in trained], [name for _, name in trained])
+
+    def _make_steps(self, group: dict[str, Any]) -> None:
+        """The steps of a group as views of one tensor; zero for trainable parameters that have none."""
+        counted = [p for p in group["params"] if p.requires_grad or "step" in _kept.peek(self.state, p)]
+        if counted:
+            steps = torch.zeros(len(counted), dtype=torch.float32, device=counted[0].device).unbind()
+            for p, step in zip(counted, steps, strict=True):
+                entry = _kept.entry(self.state, p)
+                if "step" in entry:
+                    step.fill_(float(entry["step"]))
+                entry["step"] = step
+
+    def _everyone(self) -> list[Tensor]:
+        return _groups.everyone(self.param_groups)
+
+    def _current_locals(self, everyone: list[Tensor]) -> _local.Locals:
+        """Where this rank's parts of the parameters are."""
+        _away.refuse_optimizer(self, everyone)
+        if self._locals is None or not self._locals.fits(everyone, _registry.generation):
+            self._locals = _local.Locals(everyone, list(map(_registry.owner_of, everyone)), _registry.generation)
+            self._rearranged()
+        return self._locals
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def _members(self, everyone: list[Tensor], wanted: list[bool]) -> list[Member]:
+        """The wanted parameters, with state that is made where it is missing."""
+        names, ids = _groups.names(self.param_groups), _groups.ids(self.param_groups)
+        group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
+        chosen = [i for i, want in enumerate(wanted) if want]
+        locals_ = self._current_locals(everyone)
+        local = {i: locals_.of(i) for i in chosen}
+        for i in chosen:  # all of them before the first state is made
+            _tensors.refuse_param(local[i].weight, names[i])
+        on_host = self._on_host(everyone)
+        members = [
+            Member(
+                everyone[i],
+                local[i],
+                self._host.entry(self.state, everyone[i], on_host[i]),
+                _state.kinds_of(self.policy, everyone[i].dtype),
+                ids[i],
+                group_of[i],
+                names[i],
+                on_host[i],
+            )
+            for i in chosen
+        ]
+        for host in (False, True):  # not in one memory, which may leave the device (see _offload)
+            missing = [m for m in members if m.host == host and not _state.complete(m.state, m.kinds)]
+            for m, made in zip(missing, _state.make([(m.beside, m.kinds) for m in missing]), strict=True):
+                m.state.update({key: value for key, value in made.items() if key not in m.state})
+                if m.kinds.master is not None:
+                    self._seen[m.param] = _masters.look(m)
+        for m in members:
+            if "step" not in m.state:
+                m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.weight.device)
+            _state.settle(m.weight.detach(), m.state, m.kinds, m.name)
+        return members
+
+    def _at_rest(self, p: Tensor) -> Mapping[str, Any]:
+        """The state of p, wherever it lies; empty where there is none."""
+        return self._host.peek(p, _kept.peek(self.state, p))
+
+    def _on_host(self, everyone: list[Tensor]) -> list[bool]:
+        """Which parameters are stepped on the host."""
+
+        def size(i: int) -> int:
+            p = everyone[i]
+            if not p.requires_grad and "exp_avg" not in self._at_rest(p):
+                return 0
+            return _state.nbytes(locals_.of(i).weight, _state.kinds_of(self.policy, p.dtype))
+
+        locals_ = self._current_locals(everyone)
+        return self._host.choose(len(everyone), size)
+
+    def _refuse_open(self, doing: str) -> None:
+        if self._open:
+            raise RuntimeError(f"{doing} within master_weights(): parameters are their masters there; leave it first")
