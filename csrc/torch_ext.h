@@ -578,7 +578,7 @@ typedef enum tx_external_write {
  * before they are rounded to their storage. p is the master where there is one; the weight is then the master rounded
  * to nearest even.
  *
- * Arrays have n entries; entries of one index have the same numel. Legal dtypes are the rows of csrc/cpu/combos.def:
+ * Arrays have n entries; entries of one index have the same numel. Legal dtypes are the rows of csrc/core/combos.def:
  *   params       F32, BF16, F16
  *   grads        F32, BF16, F16
  *   exp_avgs     F32, BF16; F16 and U8 (e4m3) with block scales

@@ -7,10 +7,10 @@
 
 #include <stdint.h>
 
-#include "csrc/cpu/combos.h"
-#include "csrc/cpu/forms.h"
-#include "csrc/cpu/noise.h"
+#include "csrc/core/combos.h"
+#include "csrc/core/forms.h"
 #include "csrc/math/adamw.h"
+#include "csrc/math/noise.h"
 #include "csrc/torch_ext.h"
 
 typedef struct tx_adamw_piece {

@@ -5,11 +5,11 @@
 
 #include <math.h>
 
+#include "csrc/core/forms.h"
 #include "csrc/cpu/element.h"
-#include "csrc/cpu/forms.h"
 #include "csrc/cpu/nearest_bf16.h"
-#include "csrc/cpu/noise.h"
 #include "csrc/math/block_scale.h"
+#include "csrc/math/noise.h"
 
 TX_FN int64_t tx_block_count(int64_t n, int64_t at) {
   return n - at < TX_BLOCK ? n - at : TX_BLOCK;

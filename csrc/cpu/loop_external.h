@@ -6,19 +6,14 @@
 #include <string.h>
 
 #include "csrc/cpu/kernels.h"
-#include "csrc/math/numeric.h"
+#include "csrc/math/witness.h"
 
-/* Lanes of a sum, and of the sum of its partial sums, in which the order of the words counts (Fletcher 1982). */
-#define TX_WITNESS_LANES 16
 typedef uint32_t tx_witness_lanes __attribute__((vector_size(4 * TX_WITNESS_LANES)));
 
-/* What tells lanes apart, multiples of the golden ratio's: odd for sums, even for their sums, so that no change of a
- * single word can cancel. */
-#define TX_LANE_(i) (2u * (i) + 1u) * 0x9e3779b1u
-#define TX_LANES_4_(i) TX_LANE_(i), TX_LANE_(i + 1u), TX_LANE_(i + 2u), TX_LANE_(i + 3u)
+#define TX_LANES_4_(i) \
+  TX_WITNESS_FACTOR(i), TX_WITNESS_FACTOR(i + 1u), TX_WITNESS_FACTOR(i + 2u), TX_WITNESS_FACTOR(i + 3u)
 #define TX_LANES_16_(i) TX_LANES_4_(i), TX_LANES_4_(i + 4u), TX_LANES_4_(i + 8u), TX_LANES_4_(i + 12u)
 static const uint32_t tx_witness_factors[2 * TX_WITNESS_LANES] = {TX_LANES_16_(0u), TX_LANES_16_(16u)};
-#undef TX_LANE_
 #undef TX_LANES_4_
 #undef TX_LANES_16_
 
@@ -32,6 +27,7 @@ static const uint32_t tx_witness_factors[2 * TX_WITNESS_LANES] = {TX_LANES_16_(0
     (order) += (sum);                            \
   } while (0)
 
+/* tx_witness_share of all lanes, added up. */
 TX_FN uint64_t tx_witness_value(tx_witness_lanes sum, tx_witness_lanes order) {
   tx_witness_lanes of_sum, of_order;
   memcpy(&of_sum, tx_witness_factors, sizeof of_sum);
@@ -80,11 +76,6 @@ static int64_t tx_witness_run(const void *weights, void *remainders, void *witne
 }
 
 /* -- beside fp32 masters: a sample ------------------------------------------------------------------------------ */
-
-/* In each TX_SAMPLED weights runs of as many as a vector (and a cache line) has. */
-#define TX_SAMPLE_RUNS 2
-#define TX_SAMPLE_RUN (2 * TX_WITNESS_LANES)
-#define TX_SAMPLE_STRIDE (TX_SAMPLED / TX_SAMPLE_RUNS)
 
 /* Blocks ahead that memory is asked for: each run lies in a page of its own. */
 #define TX_SAMPLE_AHEAD 4

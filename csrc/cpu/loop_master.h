@@ -2,7 +2,7 @@
 #ifndef TX_CPU_LOOP_MASTER_H
 #define TX_CPU_LOOP_MASTER_H
 
-#include "csrc/cpu/combos.h"
+#include "csrc/core/combos.h"
 #include "csrc/cpu/element.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/math/remainder.h"

@@ -2,8 +2,8 @@
 #ifndef TX_CPU_LOOP_STATS_H
 #define TX_CPU_LOOP_STATS_H
 
+#include "csrc/core/forms.h"
 #include "csrc/cpu/element.h"
-#include "csrc/cpu/forms.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/math/exact_sum.h"
 #include "csrc/math/reduce.h"

@@ -6,7 +6,7 @@
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
-#include "csrc/cpu/noise.h"
+#include "csrc/math/noise.h"
 #include "csrc/ops/external.h"
 #include "csrc/ops/tensor.h"
 #include "csrc/ops/work.h"

@@ -11,7 +11,7 @@
 
 extern "C" {
 #include "csrc/core/dtype.h"
-#include "csrc/cpu/combos.h"
+#include "csrc/core/combos.h"
 #include "csrc/cpu/element.h"
 #include "csrc/math/adamw.h"
 #include "csrc/math/block_scale.h"

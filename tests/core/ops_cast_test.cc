@@ -7,7 +7,7 @@
 #include <vector>
 
 extern "C" {
-#include "csrc/cpu/forms.h"
+#include "csrc/core/forms.h"
 #include "csrc/math/block_scale.h"
 #include "csrc/math/dither.h"
 }

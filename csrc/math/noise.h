@@ -1,6 +1,6 @@
 /* The rounding thresholds of a run of elements within the stream of one (parameter, lane, step). */
-#ifndef TX_CPU_NOISE_H
-#define TX_CPU_NOISE_H
+#ifndef TX_MATH_NOISE_H
+#define TX_MATH_NOISE_H
 
 #include "csrc/math/dither.h"
 #include "csrc/torch_ext.h"
@@ -12,9 +12,10 @@ typedef struct tx_noise {
   uint32_t start;   /* low 32 bits of the first element's logical index */
 } tx_noise;
 
-static inline tx_noise tx_noise_at(uint64_t seed, int64_t id, tx_lane lane, int64_t step, int64_t start) {
-  return (tx_noise){tx_lattice_base(seed, id, lane, step, start), tx_stochastic_key(seed, id, lane, step),
-                    (uint32_t)start};
+TX_FN tx_noise tx_noise_at(uint64_t seed, int64_t id, tx_lane lane, int64_t step, int64_t start) {
+  const tx_noise noise = {tx_lattice_base(seed, id, lane, step, start), tx_stochastic_key(seed, id, lane, step),
+                          (uint32_t)start};
+  return noise;
 }
 
 /* The threshold of element at + i of the stream; ramp = tx_dithered(0, i), which loops carry along: an addition per

@@ -1,8 +1,8 @@
 /* Looking dtypes up in the lists of combos.def. */
-#ifndef TX_CPU_COMBOS_H
-#define TX_CPU_COMBOS_H
+#ifndef TX_CORE_COMBOS_H
+#define TX_CORE_COMBOS_H
 
-#include "csrc/cpu/combos.def"
+#include "csrc/core/combos.def"
 #include "csrc/torch_ext.h"
 
 /* Position in the list; -1: not in it. */

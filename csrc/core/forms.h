@@ -1,8 +1,8 @@
 /* Numbering the forms of forms.def. */
-#ifndef TX_CPU_FORMS_H
-#define TX_CPU_FORMS_H
+#ifndef TX_CORE_FORMS_H
+#define TX_CORE_FORMS_H
 
-#include "csrc/cpu/forms.def"
+#include "csrc/core/forms.def"
 #include "csrc/torch_ext.h"
 
 /* The form of a dtype without block scales; -1: there is none. */
