@@ -111,6 +111,7 @@ class Adam(Stepping):
         if state_dict is not None and force:
             raise ValueError("resync_masters(): force=True takes masters from the weights, state_dict from elsewhere")
         self._refuse_open("resync_masters()")
+        self._consolidated = None
         everyone = self._everyone()
         at_rest = [self._at_rest(p) for p in everyone]
         having = ["master_param" in state or "master_remainder" in state for state in at_rest]
@@ -140,6 +141,7 @@ class Adam(Stepping):
         collective. A step inside is a RuntimeError.
         """
         self._refuse_open("master_weights()")
+        self._consolidated = None  # its masters may become others now
         everyone = self._everyone()
         with torch.no_grad():
             trained = [p.requires_grad for p in everyone]
@@ -177,11 +179,10 @@ class Adam(Stepping):
         torch.distributed.checkpoint, which saves and loads them under any strategy and number of ranks. Whatever needs
         whole tensors of them (torch.save, arithmetic) raises RuntimeError that names `consolidate_state_dict`.
         """
-        self._refuse_open("state_dict()")
         if self._consolidated is not None:
             whole, self._consolidated = self._consolidated, None
             return whole
-        return self._logical_state_dict()
+        return self._logical_state_dict("state_dict()")
 
     @of_the_innermost
     @torch.compiler.disable
@@ -191,7 +192,7 @@ class Adam(Stepping):
         By parameter name; by position where the optimizer does not know names. Tensors as those of `state_dict()`, to
         be read, not written.
         """
-        return _checkpoint.masters(self, self._logical_state_dict())
+        return _checkpoint.masters(self, self._logical_state_dict("master_state_dict()"))
 
     @of_the_innermost
     @torch.compiler.disable
@@ -201,15 +202,16 @@ class Adam(Stepping):
 
         to: the global rank that gets it, the others get None; None: every rank gets it. One parameter at a time, so a
         rank that gets nothing needs memory for one more parameter only. Where states are cut the next `state_dict()`,
-        if it comes before the next step, hands out the same once more, as of torch's ZeroRedundancyOptimizer: so
+        if it comes before masters change, hands out the same once more, as of torch's ZeroRedundancyOptimizer: so
         frameworks save that know of it (Lightning).
         """
-        whole = _checkpoint.consolidated(self, self._logical_state_dict(), to)
+        whole = _checkpoint.consolidated(self, self._logical_state_dict("consolidate_state_dict()"), to)
         self._consolidated = whole if self._current_locals(self._everyone()).cut else None
         return whole
 
-    def _logical_state_dict(self) -> dict[str, Any]:
+    def _logical_state_dict(self, doing: str) -> dict[str, Any]:
         """Of this rank's parts."""
+        self._refuse_open(doing)
         with torch.no_grad():
             everyone = self._everyone()
             known = dict(self._seen)

@@ -23,7 +23,7 @@ class Trained(torch.optim.Optimizer):
     # Derived from parameters, state and groups; None or empty where it has to be made again.
     _seen: dict[Tensor, Seen]
     _locals: _local.Locals | None
-    _consolidated: dict[str, Any] | None  # handed out by the next state_dict(), until the next step
+    _consolidated: dict[str, Any] | None  # handed out by the next state_dict(), until masters change
     _open: bool  # within master_weights()
 
     def __init__(self, params: Params, defaults: dict[str, Any], policy: Policy, offload_fraction: float) -> None:

@@ -85,6 +85,10 @@ def _handed_out(rank: int, world: int) -> None:
         assert _is_cut(optimizer), "not after a step"
         optimizer.load_state_dict(optimizer.consolidate_state_dict(to=None))
         assert _is_cut(optimizer), "not after a load"
+        optimizer.consolidate_state_dict(to=None)
+        with optimizer.master_weights() as masters:
+            next(iter(masters.values())).zero_()
+        assert _is_cut(optimizer), "not after masters were written"
 
 
 def _is_cut(optimizer: Any) -> bool:

@@ -448,7 +448,18 @@ def test_opened_masters(name: str, how: str) -> None:
         assert everything(optimizer) == everything(plain)
 
 
-@pytest.mark.parametrize("what", ["step", "state_dict", "resync_masters", "load_state_dict", "master_weights"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "step",
+        "state_dict",
+        "master_state_dict",
+        "consolidate_state_dict",
+        "load_state_dict",
+        "resync_masters",
+        "master_weights",
+    ],
+)
 def test_opened_masters_are_closed_before_anything_else(what: str) -> None:
     model, optimizer = made("a")
     state = optimizer.state_dict()
