@@ -9,7 +9,8 @@ import torch
 
 from torch_ext import _bench_pictures, _bench_report, _bench_tensors, _info
 from torch_ext._bench_figures import Findings
-from torch_ext._bench_rows import ISAS, ROWS, Bench
+from torch_ext._bench_row import Bench
+from torch_ext._bench_rows import ISAS, ROWS
 
 _PARAMS, _ROUNDS = 64_000_000, 30
 _QUICK_PARAMS, _QUICK_ROUNDS = 1 << 16, 3

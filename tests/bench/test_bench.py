@@ -31,6 +31,7 @@ from torch_ext import (
 from torch_ext._bench_configurations import CONFIGURATIONS
 from torch_ext._bench_figures import Bar, Findings
 from torch_ext._bench_l1 import InCache
+from torch_ext._bench_row import Bench
 from torch_ext._bench_rows import ISAS, PEERS, ROWS
 
 
@@ -162,7 +163,7 @@ def test_ratios_are_taken_round_by_round() -> None:
 def test_an_isa_that_is_not_there_is_a_named_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_bench_configurations, "has_isa", lambda name: name != "avx2")
     findings = Findings()
-    bench = _bench_rows.Bench(1000, [(10,)], 1, 1, ["avx2", "base"], 0, findings)
+    bench = Bench(1000, [(10,)], 1, 1, ["avx2", "base"], 0, findings)
     _bench_rows.wall(bench)
     assert [(skip.row, skip.what) for skip in findings.skips] == [("wall", "avx2")]
     assert {f.what for f in findings.figures} == {f"{name}, base: share of the bound" for name in CONFIGURATIONS}
@@ -232,7 +233,7 @@ def test_a_peer_that_is_not_there_is_a_named_skip(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(_bench_rows, "PEERS", (PEERS[0], PEERS[-1]._replace(make=absent)))
     findings = Findings()
-    _bench_rows.peers(_bench_rows.Bench(1000, [(10,)], 1, 1, [], 0, findings))
+    _bench_rows.peers(Bench(1000, [(10,)], 1, 1, [], 0, findings))
     assert [(skip.what, skip.why) for skip in findings.skips] == [(PEERS[-1].what, "not on this machine")]
     assert [f.what for f in findings.figures] == ["torch fused, fp32 / ours (fp32)"]
 
