@@ -1,207 +1,14 @@
-/* tx_adamw: validate everything, decide whether the step is skipped, run the pieces, count. */
+/* tx_adamw: decide whether the step is skipped, run the pieces, count. */
 #include <math.h>
-#include <stdio.h>
 #include <string.h>
 
-#include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/math/noise.h"
+#include "csrc/ops/checks.h"
 #include "csrc/ops/external.h"
 #include "csrc/ops/tensor.h"
 #include "csrc/ops/work.h"
-
-/* 2^24: the largest count of which an fp32 step still knows the next one. */
-#define TX_MAX_STEP 16777216.0f
-
-static double lr_of(const tx_adamw_args *a, int64_t group) {
-  if (!a->lrs) return a->groups[group].lr;
-  if (a->lrs[group].dtype == TX_F32) return (double)tx_get_f32(a->lrs[group], 0.0f);
-  double lr;
-  memcpy(&lr, a->lrs[group].data, sizeof lr);
-  return lr;
-}
-
-static tx_dtype master_dtype(const tx_adamw_args *a, int64_t i) {
-  const tx_tensor master = tx_at_or_none(a->masters, i);
-  return master.numel ? master.dtype : TX_NONE;
-}
-
-/* -- validation ----------------------------------------------------------------------------------------------- */
-
-static tx_status check_number(int64_t group, const char *name, double value, int legal, const char *rule,
-                              tx_error *error) {
-  if (legal) return TX_OK;
-  return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "groups[%lld]: %s is %g; %s is legal", (long long)group, name, value,
-                 rule);
-}
-
-static tx_status check_groups(const tx_adamw_args *a, tx_error *error) {
-  if (a->n_groups < 1 || !a->groups) {
-    return tx_fail(error, TX_ERROR_SHAPE, "groups has %lld rows; at least 1 is legal", (long long)a->n_groups);
-  }
-  for (int64_t i = 0; i < a->n_groups; i++) {
-    const tx_adamw_group *g = &a->groups[i];
-    if (a->lrs) {
-      const tx_tensor lr = a->lrs[i];
-      if (lr.numel != 1 || !lr.data || (lr.dtype != TX_F32 && lr.dtype != TX_F64)) {
-        return tx_fail(error, TX_ERROR_SHAPE, "lrs[%lld] is %lld elements of %s; one fp32 or float64 is legal",
-                       (long long)i, (long long)lr.numel, tx_dtype_name(lr.dtype));
-      }
-    }
-    const double lr = lr_of(a, i);
-    TX_FORWARD(check_number(i, "lr", lr, isfinite(lr) && lr >= 0, "finite and >= 0", error));
-    TX_FORWARD(check_number(i, "beta1", g->beta1, g->beta1 >= 0 && g->beta1 < 1, "in [0, 1)", error));
-    TX_FORWARD(check_number(i, "beta2", g->beta2, g->beta2 >= 0 && g->beta2 < 1, "in [0, 1)", error));
-    TX_FORWARD(check_number(i, "eps", g->eps, isfinite(g->eps) && g->eps >= 0, "finite and >= 0", error));
-    TX_FORWARD(check_number(i, "weight_decay", g->weight_decay, isfinite(g->weight_decay) && g->weight_decay >= 0,
-                            "finite and >= 0", error));
-    TX_FORWARD(check_number(i, "maximize", g->maximize, g->maximize == 0 || g->maximize == 1, "0 or 1", error));
-    TX_FORWARD(check_number(i, "decoupled", g->decoupled, g->decoupled == 0 || g->decoupled == 1, "0 or 1", error));
-  }
-  return TX_OK;
-}
-
-/* The legal dtypes of one stream, from the lists of combos.def, for messages. `list` has room for all of them. */
-static void append(char *list, tx_dtype dtype) {
-  if (*list) strcat(list, ", ");
-  strcat(list, dtype == TX_NONE ? "none" : tx_dtype_name(dtype));
-}
-#define TX_APPEND_(index, name, list) append(list, TX_##name);
-static void list_grads(char *list) {
-  TX_FOR_EACH_GRAD(TX_APPEND_, list)
-}
-static void list_moments(char *list) {
-  TX_FOR_EACH_MOMENT(TX_APPEND_, list)
-}
-#undef TX_APPEND_
-#define TX_APPEND_(index, param, master, list) \
-  if (TX_##master == TX_NONE) append(list, TX_##param);
-static void list_params(char *list) {
-  TX_FOR_EACH_WEIGHT(TX_APPEND_, list)
-}
-#undef TX_APPEND_
-#define TX_APPEND_(index, param, master, wanted, list) \
-  if (TX_##param == (wanted)) append(list, TX_##master);
-static void list_masters(tx_dtype param, char *list) {
-  TX_FOR_EACH_WEIGHT(TX_APPEND_, param, list)
-}
-#undef TX_APPEND_
-
-static tx_status fail_combo(const tx_adamw_args *a, int64_t i, tx_error *error) {
-  const tx_dtype param = a->params[i].dtype, grad = a->grads[i].dtype;
-  const tx_dtype exp_avg = a->exp_avgs[i].dtype, exp_avg_sq = a->exp_avg_sqs[i].dtype;
-  const tx_tensor master = tx_at_or_none(a->masters, i);
-  char legal[128] = "", what[128];
-  if (tx_combo_weight(param, TX_NONE) < 0) {
-    (void)snprintf(what, sizeof what, "params[%lld]", (long long)i);
-    list_params(legal);
-  } else if (tx_combo_grad(grad) < 0) {
-    (void)snprintf(what, sizeof what, "grads[%lld]", (long long)i);
-    list_grads(legal);
-  } else if (tx_combo_moment(exp_avg) < 0 || tx_combo_moment(exp_avg_sq) < 0) {
-    (void)snprintf(what, sizeof what, "exp_avg%s[%lld]", tx_combo_moment(exp_avg) < 0 ? "s" : "_sqs", (long long)i);
-    list_moments(legal);
-  } else {
-    (void)snprintf(what, sizeof what, "masters[%lld] beside params of %s", (long long)i, tx_dtype_name(param));
-    list_masters(param, legal);
-  }
-  return tx_fail(error, TX_ERROR_DTYPE,
-                 "no step for params %s, grads %s, exp_avgs %s, exp_avg_sqs %s, masters %s: %s may be %s",
-                 tx_dtype_name(param), tx_dtype_name(grad), tx_dtype_name(exp_avg), tx_dtype_name(exp_avg_sq),
-                 master.numel ? tx_dtype_name(master.dtype) : "none", what, legal);
-}
-
-static int is_legal(const tx_adamw_args *a, int64_t i) {
-  return tx_combo_weight(a->params[i].dtype, master_dtype(a, i)) >= 0 && tx_combo_grad(a->grads[i].dtype) >= 0 &&
-         tx_combo_moment(a->exp_avgs[i].dtype) >= 0 && tx_combo_moment(a->exp_avg_sqs[i].dtype) >= 0;
-}
-
-static tx_status check_tensor(const tx_adamw_args *a, int64_t i, tx_error *error) {
-  const int64_t numel = a->params[i].numel;
-  /* an empty parameter has no dtype to honour: there is nothing to step */
-  if (numel > 0 && !is_legal(a, i)) return fail_combo(a, i, error);
-  const tx_tensor master = tx_at_or_none(a->masters, i);
-  if (master.numel != 0 && master.numel != numel) {
-    return tx_fail(error, TX_ERROR_SHAPE,
-                   "masters[%lld] has %lld elements and params[%lld] has %lld; equal or 0 is legal", (long long)i,
-                   (long long)master.numel, (long long)i, (long long)numel);
-  }
-  const int scaled = tx_moment_is_scaled(a->exp_avgs[i].dtype) + tx_moment_is_scaled(a->exp_avg_sqs[i].dtype);
-  const tx_tensor scales = tx_at_or_none(a->scales, i);
-  const int64_t wanted = scaled * tx_blocks(numel);
-  if (scales.numel != wanted || (wanted && scales.dtype != TX_U8)) {
-    return tx_fail(
-        error, TX_ERROR_SHAPE,
-        "scales[%lld] is %lld elements of %s; %lld of uint8 are legal (a byte per block of %d for each moment "
-        "in fp16 or uint8)",
-        (long long)i, (long long)scales.numel, tx_dtype_name(scales.dtype), (long long)wanted, TX_BLOCK);
-  }
-  TX_FORWARD(tx_check_witnesses(a->masters, a->witnesses, i, error));
-  const tx_tensor step = a->steps[i];
-  if (step.numel != 1 || step.dtype != TX_F32) {
-    return tx_fail(error, TX_ERROR_SHAPE, "steps[%lld] is %lld elements of %s; one fp32 is legal", (long long)i,
-                   (long long)step.numel, tx_dtype_name(step.dtype));
-  }
-  const float t = tx_get_f32(step, 0.0f);
-  if (!(t >= 0 && t < TX_MAX_STEP) || t != (float)(int64_t)t) {
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "steps[%lld] is %g; a whole number in [0, 2^24) is legal",
-                   (long long)i, (double)t);
-  }
-  const tx_meta meta = tx_meta_of(a->meta, i);
-  if (meta.start < 0 || meta.group < 0 || meta.group >= a->n_groups) {
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
-                   "meta[%lld] has start %lld and group %lld; start >= 0 and a group in [0, %lld) are legal",
-                   (long long)i, (long long)meta.start, (long long)meta.group, (long long)a->n_groups);
-  }
-  return TX_OK;
-}
-
-static tx_status check(const tx_adamw_args *a, const tx_parallel *parallel, tx_error *error) {
-  if (!a || a->size != sizeof *a) {
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "args.size is %llu; %llu is legal (use TX_ADAMW_ARGS_INIT)",
-                   (unsigned long long)(a ? a->size : 0), (unsigned long long)sizeof *a);
-  }
-  TX_FORWARD(tx_check_parallel(parallel, error));
-  TX_FORWARD(tx_check_rounding("moment_rounding", a->moment_rounding, error));
-  TX_FORWARD(tx_check_rounding("weight_rounding", a->weight_rounding, error));
-  if (a->on_external_write < TX_EXTERNAL_IGNORE || a->on_external_write > TX_EXTERNAL_CHECK) {
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
-                   "on_external_write is %d; 0 (ignore), 1 (resync) and 2 (check) are legal",
-                   (int)a->on_external_write);
-  }
-  if (a->n > 0 && !(a->params && a->grads && a->exp_avgs && a->exp_avg_sqs && a->steps)) {
-    return tx_fail(
-        error, TX_ERROR_INVALID_ARGUMENT,
-        "params, grads, exp_avgs, exp_avg_sqs and steps are needed; only masters, scales, lrs and meta may be "
-        "NULL");
-  }
-  const tx_span spans[] = {
-      {"params", a->params, a->n, 1},       {"grads", a->grads, a->n, 0},
-      {"exp_avgs", a->exp_avgs, a->n, 1},   {"exp_avg_sqs", a->exp_avg_sqs, a->n, 1},
-      {"masters", a->masters, a->n, 1},     {"scales", a->scales, a->n, 1},
-      {"steps", a->steps, a->n, 1},         {"lrs", a->lrs, a->n_groups, 0},
-      {"grad_scale", &a->grad_scale, 1, 0}, {"clip_coef", &a->clip_coef, 1, 0},
-      {"found_inf", &a->found_inf, 1, 0},   {"skipped", &a->skipped, 1, 1},
-      {"witnesses", a->witnesses, a->n, 1}, {"resynced", &a->resynced, 1, 1},
-  };
-  const int64_t n_spans = (int64_t)(sizeof spans / sizeof *spans);
-  TX_FORWARD(tx_check_tensors(spans, n_spans, error));
-  TX_FORWARD(tx_check_fixed("grad_scale", a->grad_scale, TX_F32, 1, 0, error));
-  TX_FORWARD(tx_check_fixed("clip_coef", a->clip_coef, TX_F32, 1, 0, error));
-  TX_FORWARD(tx_check_fixed("found_inf", a->found_inf, TX_F32, 1, 0, error));
-  TX_FORWARD(tx_check_fixed("skipped", a->skipped, TX_I64, 1, 0, error));
-  TX_FORWARD(tx_check_fixed("resynced", a->resynced, TX_I64, 1, 0, error));
-  TX_FORWARD(check_groups(a, error));
-  TX_FORWARD(tx_check_same_numel("grads", a->grads, "params", a->params, a->n, error));
-  TX_FORWARD(tx_check_same_numel("exp_avgs", a->exp_avgs, "params", a->params, a->n, error));
-  TX_FORWARD(tx_check_same_numel("exp_avg_sqs", a->exp_avg_sqs, "params", a->params, a->n, error));
-  for (int64_t i = 0; i < a->n; i++)
-    TX_FORWARD(check_tensor(a, i, error));
-  return tx_check_overlap(spans, n_spans, error);
-}
-
-/* -- the step ------------------------------------------------------------------------------------------------- */
 
 typedef struct step_context {
   const tx_adamw_args *args;
@@ -221,7 +28,7 @@ typedef struct step_local {
 static const tx_adamw_constants *constants_of(const step_context *c, step_local *local, int64_t group, int64_t step) {
   if (local->step != step || local->group != group) {
     local->constants =
-        tx_adamw_prepare(&c->args->groups[group], lr_of(c->args, group), step, c->clip_coef, c->grad_scale);
+        tx_adamw_prepare(&c->args->groups[group], tx_lr_of(c->args, group), step, c->clip_coef, c->grad_scale);
     local->group = group;
     local->step = step;
   }
@@ -246,7 +53,7 @@ static void step_piece(void *ctx, void *memory, int64_t i, int64_t begin, int64_
       .exp_avg = tx_advanced(a->exp_avgs[i], begin),
       .exp_avg_sq = tx_advanced(a->exp_avg_sqs[i], begin),
       .master = tx_advanced(tx_at_or_none(a->masters, i), begin),
-      .witnesses = tx_advanced(witnesses, begin / (master_dtype(a, i) == TX_I16 ? TX_WITNESS : TX_SAMPLED)),
+      .witnesses = tx_advanced(witnesses, begin / (tx_master_dtype(a, i) == TX_I16 ? TX_WITNESS : TX_SAMPLED)),
       .whole = a->params[i].numel <= TX_SAMPLED,
       .resyncs = a->on_external_write == TX_EXTERNAL_RESYNC,
       .exp_avg_scale = exp_avg_scaled ? scales : NULL,
@@ -257,7 +64,7 @@ static void step_piece(void *ctx, void *memory, int64_t i, int64_t begin, int64_
       .param_noise = tx_noise_at(a->seed, meta.id, TX_LANE_PARAM, step, start),
       .grad_dtype = a->grads[i].dtype,
       .param_dtype = a->params[i].dtype,
-      .master_dtype = master_dtype(a, i),
+      .master_dtype = tx_master_dtype(a, i),
       .exp_avg_dtype = a->exp_avgs[i].dtype,
       .exp_avg_sq_dtype = a->exp_avg_sqs[i].dtype,
       .moment_rounding = a->moment_rounding,
@@ -277,7 +84,8 @@ static void count(tx_tensor counter, int64_t by) {
 }
 
 tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error) {
-  TX_FORWARD(check(args, parallel, error));
+  TX_FORWARD(tx_check_parallel(parallel, error));
+  TX_FORWARD(tx_check_adamw(args, 1, error));
   int64_t resynced = 0;
   if (args->on_external_write == TX_EXTERNAL_CHECK) return tx_notice_external(args, &resynced, parallel, error);
   const double scale = (double)tx_get_f32(args->grad_scale, 1.0f), clip = (double)tx_get_f32(args->clip_coef, 1.0f);

@@ -1,31 +1,10 @@
 /* tx_bucket_pack and tx_bucket_unpack: between tensors and their ranges of a bucket. */
-#include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
+#include "csrc/ops/checks.h"
 #include "csrc/ops/convert.h"
 #include "csrc/ops/tensor.h"
 #include "csrc/ops/work.h"
-
-/* Bucket and scales belong together, and each range lies in the bucket, on a block edge where there are blocks. */
-static tx_status check_ranges(tx_tensor bucket, tx_tensor scales, int64_t n, const char *name, const tx_tensor *tensors,
-                              const int64_t *offsets, tx_error *error) {
-  TX_FORWARD(tx_check_wire("bucket", "scales", -1, bucket, scales, error));
-  for (int64_t i = 0; i < n; i++) {
-    if (offsets[i] < 0 || offsets[i] > bucket.numel || tensors[i].numel > bucket.numel - offsets[i]) {
-      return tx_fail(error, TX_ERROR_SHAPE,
-                     "offsets[%lld] is %lld, and with the %lld elements of %s[%lld] that leaves the bucket; ranges in "
-                     "[0, %lld) are legal",
-                     (long long)i, (long long)offsets[i], (long long)tensors[i].numel, name, (long long)i,
-                     (long long)bucket.numel);
-    }
-    if (scales.numel && tensors[i].numel && offsets[i] % TX_BLOCK != 0) {
-      return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
-                     "offsets[%lld] is %lld; in a uint8 bucket multiples of %d are legal, since its blocks are scaled",
-                     (long long)i, (long long)offsets[i], TX_BLOCK);
-    }
-  }
-  return TX_OK;
-}
 
 /* -- pack ----------------------------------------------------------------------------------------------------- */
 
@@ -83,31 +62,9 @@ static void pack_piece(void *ctx, void *local, int64_t tensor, int64_t begin, in
   }
 }
 
-static tx_status check_pack(const tx_bucket_pack_args *a, const tx_parallel *parallel, tx_error *error) {
-  if (!a || a->size != sizeof *a) {
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "args.size is %llu; %llu is legal (use TX_BUCKET_PACK_ARGS_INIT)",
-                   (unsigned long long)(a ? a->size : 0), (unsigned long long)sizeof *a);
-  }
-  const tx_span spans[] = {{"grads", a->grads, a->n, 0}, {"bucket", &a->bucket, 1, 1}, {"scales", &a->scales, 1, 1}};
-  TX_FORWARD(tx_check_parallel(parallel, error));
-  TX_FORWARD(tx_check_rounding("rounding", a->rounding, error));
-  TX_FORWARD(tx_check_present("grads", a->grads, a->n, error));
-  TX_FORWARD(tx_check_present("offsets", a->offsets, a->n, error));
-  TX_FORWARD(tx_check_tensors(spans, 3, error));
-  TX_FORWARD(tx_check_plain("grads", a->grads, a->n, error));
-  TX_FORWARD(check_ranges(a->bucket, a->scales, a->n, "grads", a->grads, a->offsets, error));
-  for (int64_t i = 1; i < a->n; i++) {
-    const int64_t free_from = a->offsets[i - 1] + a->grads[i - 1].numel;
-    if (a->offsets[i] >= free_from) continue;
-    return tx_fail(error, TX_ERROR_OVERLAP,
-                   "offsets[%lld] is %lld and grads[%lld] ends at %lld; ascending ranges that do not overlap are legal",
-                   (long long)i, (long long)a->offsets[i], (long long)(i - 1), (long long)free_from);
-  }
-  return tx_check_overlap(spans, 3, error);
-}
-
 tx_status tx_bucket_pack(const tx_bucket_pack_args *args, const tx_parallel *parallel, tx_error *error) {
-  TX_FORWARD(check_pack(args, parallel, error));
+  TX_FORWARD(tx_check_parallel(parallel, error));
+  TX_FORWARD(tx_check_bucket_pack(args, error));
   pack_context context = {args, tx_kernels_selected(), tx_form_of(args->bucket, args->scales, TX_FORMAT_SIGNED)};
   const tx_work work = {.n = 1, .tensors = &args->bucket, .piece = pack_piece, .ctx = &context};
   return tx_work_run(&work, parallel, error);
@@ -133,14 +90,8 @@ static void unpack_piece(void *ctx, void *local, int64_t i, int64_t begin, int64
 
 tx_status tx_bucket_unpack(tx_tensor bucket, tx_tensor scales, int64_t n, const int64_t *offsets,
                            const tx_tensor *tensors, const tx_parallel *parallel, tx_error *error) {
-  const tx_span spans[] = {{"bucket", &bucket, 1, 0}, {"scales", &scales, 1, 0}, {"tensors", tensors, n, 1}};
   TX_FORWARD(tx_check_parallel(parallel, error));
-  TX_FORWARD(tx_check_present("offsets", offsets, n, error));
-  TX_FORWARD(tx_check_present("tensors", tensors, n, error));
-  TX_FORWARD(tx_check_tensors(spans, 3, error));
-  TX_FORWARD(tx_check_plain("tensors", tensors, n, error));
-  TX_FORWARD(check_ranges(bucket, scales, n, "tensors", tensors, offsets, error));
-  TX_FORWARD(tx_check_overlap(spans, 3, error));
+  TX_FORWARD(tx_check_bucket_unpack(bucket, scales, n, offsets, tensors, error));
   unpack_context context = {.kernels = tx_kernels_selected(),
                             .bucket = bucket,
                             .scales = scales,

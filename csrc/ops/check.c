@@ -54,6 +54,14 @@ tx_status tx_check_tensors(const tx_span *spans, int64_t n_spans, tx_error *erro
   return TX_OK;
 }
 
+tx_status tx_check_present(const char *name, const void *list, int64_t n, tx_error *error) {
+  if (n < 0) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "n is %lld; a count is never negative", (long long)n);
+  }
+  if (n == 0 || list) return TX_OK;
+  return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s is NULL; a list of %lld is needed", name, (long long)n);
+}
+
 tx_status tx_check_fixed(const char *name, tx_tensor tensor, tx_dtype dtype, int64_t numel, int required,
                          tx_error *error) {
   if (tensor.numel == 0 && !required) return TX_OK;

@@ -22,6 +22,9 @@ tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *erro
 /* The same, but for one entry of a list, which is passed over; NULL: none. */
 tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, tx_error *error);
 
+/* The list is not absent, unless n is 0. */
+tx_status tx_check_present(const char *name, const void *list, int64_t n, tx_error *error);
+
 /* `tensor` is none, or has exactly `numel` elements of `dtype`; required: it must not be none. */
 tx_status tx_check_fixed(const char *name, tx_tensor tensor, tx_dtype dtype, int64_t numel, int required,
                          tx_error *error);
@@ -29,6 +32,17 @@ tx_status tx_check_fixed(const char *name, tx_tensor tensor, tx_dtype dtype, int
 /* a[i].numel == b[i].numel for all i; messages name both. */
 tx_status tx_check_same_numel(const char *a_name, const tx_tensor *a, const char *b_name, const tx_tensor *b, int64_t n,
                               tx_error *error);
+
+/* Each tensor that has elements is F32, BF16 or F16. */
+tx_status tx_check_plain(const char *name, const tx_tensor *tensors, int64_t n, tx_error *error);
+
+/* A tensor whose scales are given (none: it must be plain) has a form, and one uint8 of scale per block. An empty one
+ * is fine in any dtype. index < 0: a single tensor, messages without an index. tx_check_wire is for data that travels:
+ * plain, or U8 in TX_FORMAT_SIGNED. */
+tx_status tx_check_form(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,
+                        tx_format format, tx_error *error);
+tx_status tx_check_wire(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,
+                        tx_error *error);
 
 /* parallel is NULL or a struct of a known size with a `run` where it has more than one thread. */
 tx_status tx_check_parallel(const tx_parallel *parallel, tx_error *error);

@@ -2,32 +2,11 @@
 
 #include <stdlib.h>
 
-#include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
-#include "csrc/ops/convert.h"
+#include "csrc/ops/checks.h"
 #include "csrc/ops/tensor.h"
 #include "csrc/ops/work.h"
-
-/* -- what belongs together ------------------------------------------------------------------------------------ */
-
-static int64_t witnesses_of(tx_tensor master) {
-  const int64_t weights = master.dtype == TX_I16 ? TX_WITNESS : TX_SAMPLED;
-  return master.dtype == TX_I16 || master.dtype == TX_F32 ? (master.numel + weights - 1) / weights : 0;
-}
-
-tx_status tx_check_witnesses(const tx_tensor *masters, const tx_tensor *witnesses, int64_t i, tx_error *error) {
-  const tx_tensor witness = tx_at_or_none(witnesses, i), master = tx_at_or_none(masters, i);
-  if (witness.numel == 0) return TX_OK;
-  const int64_t wanted = witnesses_of(master);
-  if (witness.dtype == TX_I64 && witness.numel == wanted) return TX_OK;
-  return tx_fail(error, TX_ERROR_SHAPE,
-                 "witnesses[%lld] is %lld elements of %s beside %lld masters in %s; none, or %lld of int64 are legal "
-                 "(one for %d weights beside int16, for %d beside fp32)",
-                 (long long)i, (long long)witness.numel, tx_dtype_name(witness.dtype), (long long)master.numel,
-                 master.numel ? tx_dtype_name(master.dtype) : "none", (long long)wanted, (int)TX_WITNESS,
-                 (int)TX_SAMPLED);
-}
 
 static int has(const tx_tensor *witnesses, const tx_tensor *masters, int64_t i, tx_dtype dtype) {
   return tx_at_or_none(witnesses, i).numel > 0 && masters[i].dtype == dtype;
@@ -161,42 +140,10 @@ tx_status tx_notice_external(const tx_adamw_args *args, int64_t *resynced, const
 
 /* -- tx_master_witness ------------------------------------------------------------------------------------------ */
 
-static tx_status check_pair(const tx_tensor *params, const tx_tensor *masters, int64_t i, tx_error *error) {
-  if (masters[i].numel == 0 || tx_combo_weight(params[i].dtype, masters[i].dtype) >= 0) return TX_OK;
-  return tx_fail(
-      error, TX_ERROR_DTYPE,
-      "params[%lld] is %s and masters[%lld] is %s; bf16 beside fp32 or int16, and fp16 beside fp32 are legal",
-      (long long)i, tx_dtype_name(params[i].dtype), (long long)i, tx_dtype_name(masters[i].dtype));
-}
-
-static tx_status check_witness_call(int64_t n, const tx_tensor *params, const tx_tensor *masters,
-                                    const tx_tensor *witnesses, int32_t mode, tx_tensor strays,
-                                    const tx_parallel *parallel, tx_error *error) {
-  const tx_span spans[] = {{"params", params, n, 0},
-                           {"masters", masters, n, mode == TX_WITNESS_RESYNC},
-                           {"witnesses", witnesses, n, mode != TX_WITNESS_CHECK},
-                           {"strays", &strays, 1, 1}};
-  TX_FORWARD(tx_check_parallel(parallel, error));
-  TX_FORWARD(tx_check_present("params", params, n, error));
-  TX_FORWARD(tx_check_present("masters", masters, n, error));
-  TX_FORWARD(tx_check_present("witnesses", witnesses, n, error));
-  if (mode < TX_WITNESS_CHECK || mode > TX_WITNESS_RENEW) {
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "mode is %d; 0 (check), 1 (resync) and 2 (renew) are legal",
-                   (int)mode);
-  }
-  TX_FORWARD(tx_check_tensors(spans, 4, error));
-  TX_FORWARD(tx_check_fixed("strays", strays, TX_I64, n, 0, error));
-  TX_FORWARD(tx_check_same_numel("masters", masters, "params", params, n, error));
-  for (int64_t i = 0; i < n; i++) {
-    TX_FORWARD(check_pair(params, masters, i, error));
-    TX_FORWARD(tx_check_witnesses(masters, witnesses, i, error));
-  }
-  return tx_check_overlap(spans, 4, error);
-}
-
 tx_status tx_master_witness(int64_t n, const tx_tensor *params, const tx_tensor *masters, const tx_tensor *witnesses,
                             int32_t mode, tx_tensor strays, const tx_parallel *parallel, tx_error *error) {
-  TX_FORWARD(check_witness_call(n, params, masters, witnesses, mode, strays, parallel, error));
+  TX_FORWARD(tx_check_parallel(parallel, error));
+  TX_FORWARD(tx_check_master_witness(n, params, masters, witnesses, mode, strays, error));
   const pass all = {.kernels = tx_kernels_selected(),
                     .n = n,
                     .params = params,

@@ -4,9 +4,6 @@
 
 #include "csrc/torch_ext.h"
 
-/* TX_OK where parameter i has as many witnesses as its master asks for, or none. */
-tx_status tx_check_witnesses(const tx_tensor *masters, const tx_tensor *witnesses, int64_t i, tx_error *error);
-
 /* Before a step whose args are valid, by args->on_external_write: RESYNC looks at the samples beside fp32 masters and
  * resyncs parameters whose sample is another (remainders are left to the step, which looks at them on its way), and
  * adds the elements to *resynced; CHECK looks at everything and fails where a weight was written. */

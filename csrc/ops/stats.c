@@ -3,12 +3,11 @@
 
 #include <math.h>
 
-#include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
 #include "csrc/cpu/fp_mode.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/math/exact_sum.h"
-#include "csrc/ops/convert.h"
+#include "csrc/ops/checks.h"
 #include "csrc/ops/tensor.h"
 #include "csrc/ops/work.h"
 
@@ -54,15 +53,8 @@ static void stats_merge(void *ctx, const void *local) {
 
 tx_status tx_grad_stats(int64_t n, const tx_tensor *grads, tx_tensor stats, tx_tensor first_bad,
                         const tx_parallel *parallel, tx_error *error) {
-  const tx_span spans[] = {{"grads", grads, n, 0}, {"stats", &stats, 1, 1}, {"first_bad", &first_bad, 1, 1}};
   TX_FORWARD(tx_check_parallel(parallel, error));
-  TX_FORWARD(tx_check_present("grads", grads, n, error));
-  TX_FORWARD(tx_check_tensors(spans, 3, error));
-  TX_FORWARD(tx_check_fixed("stats", stats, TX_I64, TX_STATS_LEN, 1, error));
-  TX_FORWARD(tx_check_fixed("first_bad", first_bad, TX_I64, 1, 0, error));
-  TX_FORWARD(tx_check_plain("grads", grads, n, error));
-  TX_FORWARD(tx_check_overlap(spans, 3, error));
-
+  TX_FORWARD(tx_check_grad_stats(n, grads, stats, first_bad, error));
   stats_context context = {tx_kernels_selected(), grads, {{0}, 0, 0}};
   const tx_work work = {.n = n,
                         .tensors = grads,
@@ -96,22 +88,7 @@ static void set_norm(tx_tensor stats, tx_tensor grad_scale, double max_norm, tx_
 
 tx_status tx_grad_norm(tx_tensor stats, tx_tensor grad_scale, double max_norm, tx_tensor norm, tx_tensor clip_coef,
                        tx_tensor found_inf, tx_error *error) {
-  const tx_span spans[] = {{"stats", &stats, 1, 0},
-                           {"grad_scale", &grad_scale, 1, 0},
-                           {"norm", &norm, 1, 1},
-                           {"clip_coef", &clip_coef, 1, 1},
-                           {"found_inf", &found_inf, 1, 1}};
-  TX_FORWARD(tx_check_tensors(spans, 5, error));
-  TX_FORWARD(tx_check_fixed("stats", stats, TX_I64, TX_STATS_LEN, 1, error));
-  TX_FORWARD(tx_check_fixed("grad_scale", grad_scale, TX_F32, 1, 0, error));
-  TX_FORWARD(tx_check_fixed("norm", norm, norm.dtype == TX_F64 ? TX_F64 : TX_F32, 1, 0, error));
-  TX_FORWARD(tx_check_fixed("clip_coef", clip_coef, TX_F32, 1, 0, error));
-  TX_FORWARD(tx_check_fixed("found_inf", found_inf, TX_F32, 1, 0, error));
-  if (!(max_norm > 0)) {
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "max_norm is %g; a number > 0 is legal, infinity for no clipping",
-                   max_norm);
-  }
-  TX_FORWARD(tx_check_overlap(spans, 5, error));
+  TX_FORWARD(tx_check_grad_norm(stats, grad_scale, max_norm, norm, clip_coef, found_inf, error));
   const tx_fp_mode saved = tx_fp_enter();
   set_norm(stats, grad_scale, max_norm, norm, clip_coef, found_inf);
   tx_fp_leave(saved);

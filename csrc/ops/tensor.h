@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include "csrc/core/forms.h"
 #include "csrc/ops/check.h"
 
 static inline tx_tensor tx_none(void) {
@@ -13,6 +14,11 @@ static inline tx_tensor tx_none(void) {
 /* Entry i of a list that may be absent. */
 static inline tx_tensor tx_at_or_none(const tx_tensor *tensors, int64_t i) {
   return tensors ? tensors[i] : tx_none();
+}
+
+/* The form itself; -1: there is none. */
+static inline int tx_form_of(tx_tensor tensor, tx_tensor scales, tx_format format) {
+  return scales.numel ? tx_form_scaled(tensor.dtype, format) : tx_form_plain(tensor.dtype);
 }
 
 /* Row i of a table that may be absent. */
@@ -50,6 +56,21 @@ static inline void tx_set_float(tx_tensor tensor, double value) {
   } else {
     memcpy(tensor.data, &narrow, sizeof narrow);
   }
+}
+
+/* The learning rate of a group. The memory is read: it is the host's. */
+static inline double tx_lr_of(const tx_adamw_args *a, int64_t group) {
+  if (!a->lrs) return a->groups[group].lr;
+  if (a->lrs[group].dtype == TX_F32) return (double)tx_get_f32(a->lrs[group], 0.0f);
+  double lr;
+  memcpy(&lr, a->lrs[group].data, sizeof lr);
+  return lr;
+}
+
+/* TX_NONE: parameter i has no master. */
+static inline tx_dtype tx_master_dtype(const tx_adamw_args *a, int64_t i) {
+  const tx_tensor master = tx_at_or_none(a->masters, i);
+  return master.numel ? master.dtype : TX_NONE;
 }
 
 #endif

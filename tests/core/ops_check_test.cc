@@ -7,6 +7,7 @@
 
 extern "C" {
 #include "csrc/ops/check.h"
+#include "csrc/ops/checks.h"
 }
 #include "tests/core/arrays.h"
 
@@ -164,6 +165,65 @@ TEST(CheckRounding, KnowsThree) {
     EXPECT_EQ(tx_check_rounding("r", rounding, nullptr), TX_OK);
   for (int rounding : {-1, 3})
     EXPECT_EQ(tx_check_rounding("r", rounding, nullptr), TX_ERROR_ILLEGAL_VALUE);
+}
+
+// -- memory that is a device's ----------------------------------------------------------------------------------
+
+// Addresses at which nothing can be read.
+tx_tensor Device(int page, int64_t numel, tx_dtype dtype) {
+  return {reinterpret_cast<void *>(static_cast<uintptr_t>(page) * 4096), numel, dtype, 0};
+}
+
+struct DeviceStep {
+  tx_tensor param = Device(1, 8, TX_F32), grad = Device(2, 8, TX_F32), exp_avg = Device(3, 8, TX_F32),
+            exp_avg_sq = Device(4, 8, TX_F32), step = Device(5, 1, TX_F32), lr = Device(6, 1, TX_F32);
+  tx_adamw_group group = {1e-3, 0.9, 0.999, 1e-8, 0.0, 0, 1};
+  tx_adamw_args args = TX_ADAMW_ARGS_INIT;
+  DeviceStep() {
+    args.n = args.n_groups = 1;
+    args.params = &param;
+    args.grads = &grad;
+    args.exp_avgs = &exp_avg;
+    args.exp_avg_sqs = &exp_avg_sq;
+    args.steps = &step;
+    args.lrs = &lr;
+    args.groups = &group;
+  }
+};
+
+TEST(CheckAdamw, LooksAtNoMemoryWhereItIsADevices) {
+  DeviceStep call;
+  tx_error error = {};
+  EXPECT_EQ(tx_check_adamw(&call.args, 0, &error), TX_OK) << error.message;
+}
+
+TEST(CheckAdamw, StillChecksWhatTheHostKnowsOfADevicesTensors) {
+  tx_error error = {};
+  DeviceStep wide;
+  wide.step.dtype = TX_F64;
+  EXPECT_EQ(tx_check_adamw(&wide.args, 0, &error), TX_ERROR_SHAPE);
+  EXPECT_STREQ(error.message, "steps[0] is 1 elements of float64; one fp32 is legal");
+  DeviceStep uphill;
+  uphill.args.lrs = nullptr;
+  uphill.group.lr = -1;
+  EXPECT_EQ(tx_check_adamw(&uphill.args, 0, &error), TX_ERROR_ILLEGAL_VALUE);
+  EXPECT_STREQ(error.message, "groups[0]: lr is -1; finite and >= 0 is legal");
+  DeviceStep shared;
+  shared.grad = shared.exp_avg;
+  EXPECT_EQ(tx_check_adamw(&shared.args, 0, &error), TX_ERROR_OVERLAP);
+}
+
+TEST(CheckAdamw, ReadsStepsAndLrsOfTheHost) {
+  DeviceStep call;
+  tx_error error = {};
+  float step = 0.5f, lr = -1.0f;
+  call.step.data = &step;
+  call.lr.data = &lr;
+  EXPECT_EQ(tx_check_adamw(&call.args, 1, &error), TX_ERROR_ILLEGAL_VALUE);
+  EXPECT_STREQ(error.message, "groups[0]: lr is -1; finite and >= 0 is legal");
+  lr = 1.0f;
+  EXPECT_EQ(tx_check_adamw(&call.args, 1, &error), TX_ERROR_ILLEGAL_VALUE);
+  EXPECT_STREQ(error.message, "steps[0] is 0.5; a whole number in [0, 2^24) is legal");
 }
 
 }  // namespace
