@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext import _bench, _bench_report, _ops, _wire
+from torch_ext import _bench, _bench_report, _header, _ops, _wire
 from torch_ext._wire import Piece, Seeds, Wire
 
 _RANKS = (8, 64, 512, 1024, 4096)
@@ -129,8 +129,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _blocks(text: str) -> int:
     number = _bench.positive(text)
-    if number % _wire.BLOCK:
-        raise argparse.ArgumentTypeError(f"{number}; a multiple of {_wire.BLOCK}, a block of the 8-bit wire, is legal")
+    if number % _header.BLOCK:
+        raise argparse.ArgumentTypeError(
+            f"{number}; a multiple of {_header.BLOCK}, a block of the 8-bit wire, is legal"
+        )
     return number
 
 

@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from torch_ext._exchange import MAX_BUCKETS, Exchange, exchange_over, tag
 from torch_ext._fsdp_reduction import UnitPlan
-from torch_ext._wire import BLOCK, CODES, Piece, Seeds, Wire, pack
+from torch_ext._header import BLOCK
+from torch_ext._wire import CODES, Piece, Seeds, Wire, pack
 
 GATHER, REDUCE = "gather", "reduce"
 """Purposes: what computation waits for, a gather, shall not wait for reductions before it."""

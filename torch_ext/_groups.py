@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torch_ext import _dtypes, _library, _tensors
+from torch_ext import _dtypes, _header, _library, _tensors
 from torch_ext._policy import Policy, load_policy
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 Group: TypeAlias = dict[str, Any]
 
-ROUNDINGS = {"nearest": 0, "dithered": 1, "stochastic": 2}  # tx_rounding
+ROUNDINGS = {"nearest": _header.NEAREST, "dithered": _header.DITHERED, "stochastic": _header.STOCHASTIC}
 # One value for all groups: the operator takes one of each per call.
 SHARED = ("seed", "moment_rounding", "weight_rounding")
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")

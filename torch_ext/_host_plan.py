@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext import _host_batches, _masters, _tensors
+from torch_ext import _header, _host_batches, _tensors
 from torch_ext._groups import Hyper
 from torch_ext._host_batches import Batch, Piece, SplitScales
 from torch_ext._host_sample import sample_of
@@ -217,7 +217,7 @@ class HostPlan:
         call, stage, hyper, counts = self._calls[k], self._stages.at(k, slot), self._hyper, self._counts[slot]
         for scales in call.scales:
             scales.load()
-        external = self._external if call.comes_down else _masters.IGNORE
+        external = self._external if call.comes_down else _header.EXTERNAL_IGNORE
         settings = (hyper.lrs, hyper.groups, call.meta, *self._scalars, counts, *hyper.shared, external)
         try:
             torch.ops.torch_ext.adamw_flat_.default(stage.weights, stage.grads, call.states, call.slices, *settings)

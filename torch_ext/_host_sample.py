@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext import _ops, _state, _tensors
+from torch_ext import _header, _ops, _tensors
 from torch_ext._plan import Member
 from torch_ext._staging import Buffers, Layout
 
@@ -52,16 +52,10 @@ class Witnessed(Sample):
         if self._wanted and self._members:
             weights = self._weights if self._dense else self._flat()
             self._found.zero_()
-            _ops.call("master_witness_", weights, self._masters, self._witnesses, self._found, _CHECK)
+            _ops.call("master_witness_", weights, self._masters, self._witnesses, self._found, _header.WITNESS_CHECK)
             self._wanted = False
             return list(map(bool, self._found.tolist()))
         return [False] * len(self._members)
-
-
-_CHECK = 0  # tx_witness_mode
-
-# The sample of TX_SAMPLED: 32 of every 2048 weights; of parameters that are as small as this, all.
-_RUN, _STRIDE, _WHOLE = 32, 2048, _state.WITNESSED["master_param"]
 
 
 class Brought(Sample):
@@ -100,11 +94,12 @@ def _sampled(t: Tensor, weight: Tensor) -> list[Tensor]:
     """Views of what is compared of a weight, or of its master, which has the same memory order if the weight is dense."""
     if weight.numel() == 0:
         return []
-    if weight.numel() <= _WHOLE or not _tensors.is_dense(weight):
+    if weight.numel() <= _header.SAMPLED or not _tensors.is_dense(weight):
         return [t]
     flat = _tensors.flat(t).view(-1)
-    runs = flat.numel() // _STRIDE
-    parts = [flat[: runs * _STRIDE].view(runs, _STRIDE)[:, :_RUN]]
-    if flat.numel() % _STRIDE:
-        parts.append(flat[runs * _STRIDE :][:_RUN])
+    run, stride = _header.SAMPLE_RUN, _header.SAMPLE_STRIDE
+    runs = flat.numel() // stride
+    parts = [flat[: runs * stride].view(runs, stride)[:, :run]]
+    if flat.numel() % stride:
+        parts.append(flat[runs * stride :][:run])
     return parts

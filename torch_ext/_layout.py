@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from torch_ext import _dtypes, _library
+from torch_ext import _dtypes, _header, _library
 from torch_ext._policy import Policy
-
-_NO_INT = -(2**63)  # TX_NO_INT
 
 
 class _Param(_library.Struct):
@@ -190,7 +188,7 @@ class CLayout:
             n=len(named),
             params=_c_params(named, dtypes),
             order=None if order is None else (ctypes.c_int64 * max(1, len(order)))(*order),
-            cap=_NO_INT if policy.bucket_size is None else policy.bucket_size,
+            cap=_header.NO_INT if policy.bucket_size is None else policy.bucket_size,
             world=world_size,
             overlap=int(policy.overlap_grad_reduce),
             high_bandwidth=int(policy.pad_buckets_for_high_nccl_busbw),

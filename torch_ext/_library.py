@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from torch_ext import _header
+
 FILE_NAME = "libtorch_ext.so"
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))  # not realpath: under Bazel the library lies beside the link
@@ -55,7 +57,12 @@ class Status:
 
 
 # By the hundreds of tx_status, with the exceptions to the rule first.
-_EXCEPTIONS: dict[int, type[Exception]] = {201: TypeError, 204: RuntimeError, 205: RuntimeError, 300: MemoryError}
+_EXCEPTIONS: dict[int, type[Exception]] = {
+    _header.ERROR_DTYPE: TypeError,
+    _header.ERROR_DEVICE: RuntimeError,
+    _header.ERROR_BAD_STATE: RuntimeError,
+    _header.ERROR_OUT_OF_MEMORY: MemoryError,
+}
 _EXCEPTIONS_BY_GROUP: dict[int, type[Exception]] = {1: ValueError, 2: ValueError, 3: RuntimeError}
 
 

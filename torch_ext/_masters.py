@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext import _ops, _state, _tensors
+from torch_ext import _header, _ops, _state, _tensors
 
 if TYPE_CHECKING:
     from torch_ext._plan import Member
@@ -25,10 +25,12 @@ def look(member: "Member") -> Seen:
     return Seen(member.version, member.place.data_ptr(), member.master)
 
 
-IGNORE, RESYNC, CHECK = 0, 1, 2  # tx_external_write: what the step's operator does about writes by somebody else
-MODES = {"ignore": IGNORE, "resync": RESYNC, "error": IGNORE}  # of the step; before it, "error" checks
-
-_STRAYS, _RENEW = 1, 2  # tx_witness_mode
+# What the step's operator does about writes by somebody else; before the step, "error" checks.
+MODES = {
+    "ignore": _header.EXTERNAL_IGNORE,
+    "resync": _header.EXTERNAL_RESYNC,
+    "error": _header.EXTERNAL_IGNORE,
+}
 
 
 def resync(members: Sequence["Member"], force: bool = False) -> Tensor:
@@ -42,9 +44,9 @@ def resync(members: Sequence["Member"], force: bool = False) -> Tensor:
         _call("master_resync_", members, _state.MASTERS, changed, True)
     else:
         _call("master_resync_", members, ("master_param",), changed)
-        _call("master_witness_", members, ("master_remainder",), changed, _STRAYS)  # renews them
+        _call("master_witness_", members, ("master_remainder",), changed, _header.WITNESS_RESYNC)  # renews them
     renewed = _state.MASTERS if force else ("master_param",)
-    _call("master_witness_", members, renewed, _counts(members), _RENEW)
+    _call("master_witness_", members, renewed, _counts(members), _header.WITNESS_RENEW)
     return changed
 
 
@@ -52,7 +54,7 @@ def written(members: Sequence["Member"]) -> Tensor:
     """How many elements of each `resync` would change. Changes nothing."""
     found = _counts(members)
     _call("master_resync_", members, ("master_param",), found, False, True)
-    _call("master_witness_", members, ("master_remainder",), found)
+    _call("master_witness_", members, ("master_remainder",), found, _header.WITNESS_CHECK)
     return found
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from torch_ext import _dtypes, _library
+from torch_ext import _dtypes, _header, _library
 
 if TYPE_CHECKING:
     from torch_ext._scaler import GradScaler
@@ -88,14 +88,7 @@ class _Origin(_library.Struct):
     _fields_ = [("source", ctypes.c_int32), ("cause", ctypes.c_int32)]
 
 
-# Pinned values of the header's enums.
-_F64, _I64, _DTYPE, _BOOL, _ENUM, _TEXT = range(6)  # tx_field_type
-_SIDE_OPTIMIZER, _SIDE_DDP = 1, 2  # tx_side
-_VALUE_NONE, _VALUE_BOOL, _VALUE_INT, _VALUE_FLOAT, _VALUE_TEXT, _VALUE_DTYPE = range(6)  # tx_value_kind
-_UNSET = -1
-_NO_INT = -(2**63)
-_INVALID_ARGUMENT = 100
-_PRESETS = {"seed": 0, "conservative": 1}  # tx_preset
+_PRESETS = {"seed": _header.PRESET_SEED, "conservative": _header.PRESET_CONSERVATIVE}
 
 
 class _Row(NamedTuple):
@@ -108,7 +101,7 @@ class _Row(NamedTuple):
     side: int
 
 
-_C_TYPES: dict[int, Any] = {_F64: ctypes.c_double, _I64: ctypes.c_int64}
+_C_TYPES: dict[int, Any] = {_header.FIELD_F64: ctypes.c_double, _header.FIELD_I64: ctypes.c_int64}
 
 
 @functools.cache
@@ -130,7 +123,9 @@ def policy_struct() -> type[_library.Struct]:
     fields: list[tuple[str, Any]] = [("size", ctypes.c_uint64)]
     for i, row in enumerate(rows()):
         c_type = _C_TYPES.get(row.type, ctypes.c_int32)
-        fields.append((row.name, ctypes.c_char * field_at(i).contents.bytes if row.type == _TEXT else c_type))
+        fields.append(
+            (row.name, ctypes.c_char * field_at(i).contents.bytes if row.type == _header.FIELD_TEXT else c_type)
+        )
     mirror = type("_PolicyStruct", (_library.Struct,), {"c_name": "tx_policy", "_fields_": fields})
     for row in rows():
         assert getattr(mirror, row.name).offset == row.offset, f"tx_policy.{row.name} is not where the library has it"
@@ -200,14 +195,14 @@ class Policy:
     @property
     def optimizer_config(self) -> dict[str, Any]:
         """The optimizer's keys with plain values (dtypes as names): serialisable, and legal as an override."""
-        return self._config(_SIDE_OPTIMIZER)
+        return self._config(_header.SIDE_OPTIMIZER)
 
     @property
     def ddp_config(self) -> dict[str, Any]:
         """The data-parallel buckets' keys with plain values (dtypes as names): serialisable, and legal as an
         override.
         """
-        return self._config(_SIDE_DDP)
+        return self._config(_header.SIDE_DDP)
 
     def grad_scaler(self, device: str = "cpu", process_group: Any = None) -> "GradScaler":
         """The dynamic loss scale of this policy, as a torch.amp.GradScaler; disabled unless the policy is fp16.
@@ -249,15 +244,15 @@ def _decode(struct: ctypes.Structure) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for row in rows():
         value = getattr(struct, row.name)
-        if row.type == _F64:
+        if row.type == _header.FIELD_F64:
             value = None if value != value else value
-        elif row.type == _I64:
-            value = None if value == _NO_INT else value
-        elif row.type == _DTYPE:
+        elif row.type == _header.FIELD_I64:
+            value = None if value == _header.NO_INT else value
+        elif row.type == _header.FIELD_DTYPE:
             value = _dtypes.dtype_of(value)
-        elif row.type == _BOOL:
+        elif row.type == _header.FIELD_BOOL:
             value = bool(value)
-        elif row.type == _ENUM:
+        elif row.type == _header.FIELD_ENUM:
             value = row.choices[value]
         else:
             value = value.decode("utf-8", "replace")
@@ -269,15 +264,15 @@ def _encode(values: Mapping[str, Any]) -> ctypes.Structure:
     struct = policy_struct()(size=ctypes.sizeof(policy_struct()))
     for row in rows():
         value = values[row.name]
-        if row.type == _F64:
+        if row.type == _header.FIELD_F64:
             value = float("nan") if value is None else value
-        elif row.type == _I64:
-            value = _NO_INT if value is None else value
-        elif row.type == _DTYPE:
+        elif row.type == _header.FIELD_I64:
+            value = _header.NO_INT if value is None else value
+        elif row.type == _header.FIELD_DTYPE:
             value = 0 if value is None else _dtypes.code_of(value)
-        elif row.type == _ENUM:
+        elif row.type == _header.FIELD_ENUM:
             value = row.choices.index(value)
-        elif row.type == _TEXT:
+        elif row.type == _header.FIELD_TEXT:
             value = value.encode()
         setattr(struct, row.name, value)
     return struct
@@ -324,8 +319,8 @@ def load_policy(
         optimizer=_overrides("override_optimizer_config", override_optimizer_config, keep, raised),
         ddp=_overrides("override_ddp_config", override_ddp_config, keep, raised),
         model_dtype=model_dtype,
-        bf16=_UNSET if bf16 is None else int(bf16),
-        fp16=_UNSET if fp16 is None else int(fp16),
+        bf16=_header.UNSET if bf16 is None else int(bf16),
+        fp16=_header.UNSET if fp16 is None else int(fp16),
         preset=_PRESETS[preset],
         full_shard=int(full_shard),
     )
@@ -398,23 +393,23 @@ def _setting(what: str, key: Any, value: Any) -> _Setting:
         raise TypeError(f"{what} has the key {key!r}; keys are names")
     setting = _Setting(key=_dtypes.c_text(key))
     if value is None:
-        setting.kind = _VALUE_NONE
+        setting.kind = _header.VALUE_NONE
     elif isinstance(value, bool):
-        setting.kind, setting.integer = _VALUE_BOOL, value
+        setting.kind, setting.integer = _header.VALUE_BOOL, value
     elif isinstance(value, torch.dtype):
         code = _dtypes.code_of(value)
         if code is None:
             raise ValueError(f"{what}: {key} is {value}, which torch_ext does not know")
-        setting.kind, setting.integer = _VALUE_DTYPE, code
+        setting.kind, setting.integer = _header.VALUE_DTYPE, code
     elif isinstance(value, str):
-        setting.kind, setting.text = _VALUE_TEXT, _dtypes.c_text(value)
+        setting.kind, setting.text = _header.VALUE_TEXT, _dtypes.c_text(value)
     elif hasattr(value, "__index__"):
         integer = value.__index__()
         if not -(2**63) <= integer < 2**63:
             raise ValueError(f"{what}: {key} is {value}, which 64 bits do not hold")
-        setting.kind, setting.integer = _VALUE_INT, integer
+        setting.kind, setting.integer = _header.VALUE_INT, integer
     elif hasattr(value, "__float__"):
-        setting.kind, setting.number = _VALUE_FLOAT, float(value)
+        setting.kind, setting.number = _header.VALUE_FLOAT, float(value)
     else:
         raise TypeError(
             f"{what}: {key} is a {type(value).__name__}; a number, a name, a bool, a torch dtype or None is legal"
@@ -442,7 +437,7 @@ def _hook(what: str, ask: Callable[[Policy], Any], keep: list[Any], raised: list
         except BaseException as problem:  # C has no exceptions: it comes out of load_policy
             raised.append(problem)
             error.contents.message = b"the hook raised an exception"
-            return _INVALID_ARGUMENT
+            return _header.ERROR_INVALID_ARGUMENT
         n[0] = count
         if count:
             settings[0] = array

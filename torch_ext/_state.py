@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext import _ops, _shared, _tensors
+from torch_ext import _header, _ops, _shared, _tensors
 from torch_ext._policy import Policy
 
-BLOCK = 128  # TX_BLOCK
-FORMATS = {"exp_avg": 0, "exp_avg_sq": 1}  # tx_format of each moment where it is block-scaled
+# Of each moment where it is block-scaled.
+FORMATS = {"exp_avg": _header.FORMAT_SIGNED, "exp_avg_sq": _header.FORMAT_SQRT}
 MASTERS = {"master_param": torch.float32, "master_remainder": torch.int16}  # at rest; at most one of them
-WITNESSED = {"master_param": 4096, "master_remainder": 1024}  # weights per witness: TX_SAMPLED, TX_WITNESS
+WITNESSED = {"master_param": _header.SAMPLED, "master_remainder": _header.WITNESS}  # weights per witness
 _NO_COUNT = torch.empty(0, dtype=torch.int64)
 LOGICAL = ("step", "exp_avg", "exp_avg_sq", "master_param")
 GRAIN = WITNESSED["master_remainder"]
@@ -63,7 +63,7 @@ def kinds_of(policy: Policy, dtype: torch.dtype) -> Kinds:
 
 
 def blocks(p: Tensor) -> int:
-    return -(-p.numel() // BLOCK)
+    return -(-p.numel() // _header.BLOCK)
 
 
 def complete(state: Mapping[str, Any], kinds: Kinds) -> bool:
@@ -148,7 +148,14 @@ def _scale_rows(state: Mapping[str, Tensor], kinds: Kinds) -> Tensor:
 def renew_witness(weight: Tensor, state: Mapping[str, Any], kinds: Kinds) -> None:
     """The witness becomes that of `weight`, which is contiguous in the master's memory order."""
     assert kinds.master is not None
-    _ops.call("master_witness_", [weight], [_tensors.flat(state[kinds.master])], [state["witness"]], _NO_COUNT, 2)
+    _ops.call(
+        "master_witness_",
+        [weight],
+        [_tensors.flat(state[kinds.master])],
+        [state["witness"]],
+        _NO_COUNT,
+        _header.WITNESS_RENEW,
+    )
 
 
 def _fit_witness(p: Tensor, state: dict[str, Any], kinds: Kinds) -> None:
@@ -164,11 +171,13 @@ def _own_remainder(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
     """The remainders that belong to the weight as it is: 0, which makes a weight its own master, in blocks that
     somebody else wrote to (an average that was swapped in, say)."""
     remainder, strays = state["master_remainder"], torch.zeros(1, dtype=torch.int64, device=weight.device)
-    _ops.call("master_witness_", [weight], [_tensors.flat(remainder)], [state["witness"]], strays, 0)
+    _ops.call(
+        "master_witness_", [weight], [_tensors.flat(remainder)], [state["witness"]], strays, _header.WITNESS_CHECK
+    )
     if not int(strays):
         return remainder
     remainder, witness = remainder.clone(), state["witness"].clone()
-    _ops.call("master_witness_", [weight], [_tensors.flat(remainder)], [witness], _NO_COUNT, 1)
+    _ops.call("master_witness_", [weight], [_tensors.flat(remainder)], [witness], _NO_COUNT, _header.WITNESS_RESYNC)
     return remainder
 
 
@@ -186,7 +195,7 @@ def part(state: Mapping[str, Any], kinds: Kinds, begin: int, end: int) -> dict[s
     if kinds.master == "master_remainder":
         parts["witness"] = state["witness"][begin // GRAIN : -(-end // GRAIN)]
     if "scales" in state:
-        parts["scales"] = _scale_rows(state, kinds)[:, begin // BLOCK : -(-end // BLOCK)]
+        parts["scales"] = _scale_rows(state, kinds)[:, begin // _header.BLOCK : -(-end // _header.BLOCK)]
     return parts
 
 
@@ -201,7 +210,18 @@ def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds, wanted: Collection
         if kinds.scaled(moment):
             decoded = _tensors.unpooled_like(value, torch.float32)
             source, target = _tensors.flat(value), _tensors.flat(decoded)
-            _ops.call("cast_", [source], [target], [scale_of(state, kinds, moment)], [], _tensors.NONE, form, 0, 0, 0)
+            _ops.call(
+                "cast_",
+                [source],
+                [target],
+                [scale_of(state, kinds, moment)],
+                [],
+                _tensors.NONE,
+                form,
+                _header.NEAREST,
+                0,
+                0,
+            )
             value = decoded
         logical[moment] = value
     if "master_param" not in wanted:
@@ -231,7 +251,18 @@ def encode(
         if kinds.scaled(moment):
             wide = _tensors.in_order_of(state[moment], value.to(device=p.device, dtype=torch.float32))
             target = _tensors.flat(state[moment])
-            _ops.call("cast_", [wide], [target], [], [scale_of(state, kinds, moment)], _tensors.NONE, form, 0, 0, 0)
+            _ops.call(
+                "cast_",
+                [wide],
+                [target],
+                [],
+                [scale_of(state, kinds, moment)],
+                _tensors.NONE,
+                form,
+                _header.NEAREST,
+                0,
+                0,
+            )
         else:
             _install(state, moment, value, own)
     master = logical.get("master_param")

@@ -4,15 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_ext import _ops
+from torch_ext import _header, _ops
 
-LENGTH = 21  # TX_STATS_LEN
-NONFINITE = 20  # TX_NORM_LIMBS: the word behind the limbs of the norm counts non-finite elements
+NONFINITE = _header.NORM_LIMBS  # the word behind the limbs of the norm counts non-finite elements
 NOBODY = torch.iinfo(torch.int64).max  # first_bad where every element of every tensor is finite
 
 
 def zeros(device: torch.device) -> torch.Tensor:
-    return torch.zeros(LENGTH, dtype=torch.int64, device=device)
+    return torch.zeros(_header.STATS_LEN, dtype=torch.int64, device=device)
 
 
 def nobody(device: torch.device) -> torch.Tensor:

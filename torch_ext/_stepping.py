@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from torch_ext import _groups, _masters, _registry, _tensors
+from torch_ext import _groups, _header, _masters, _registry, _tensors
 from torch_ext._clip import Clipping
 from torch_ext._early import Early
 from torch_ext._groups import Params
@@ -194,7 +194,7 @@ class Stepping(Measured):
             _masters.refuse_written([m for m in plan.host.members if m.kinds.master == "master_remainder"])
         for chunk in plan.chunks:
             try:
-                run(plan, chunk, chunk.of(grads), hyper, (*scalars, _tensors.NONE), _masters.CHECK)
+                run(plan, chunk, chunk.of(grads), hyper, (*scalars, _tensors.NONE), _header.EXTERNAL_CHECK)
             except RuntimeError as refusal:
                 _masters.refuse_written([m for m in plan.members if m.kinds.master])
                 raise _Refused(_named(str(refusal), plan, chunk)) from None

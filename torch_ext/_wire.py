@@ -6,12 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext import _ops
+from torch_ext import _header, _ops
+from torch_ext._header import BLOCK
 
-BLOCK = 128  # TX_BLOCK
 CODES = torch.uint8  # the dtype of an 8-bit wire: e4m3 codes beside e8m0 scales
-
-_SIGNED, _DITHERED = 0, 1  # tx_format, tx_rounding
 
 # The first words of the thresholds' seeds: the ranks' errors must not be one and the same, or no mean would lessen
 # them; nor those of the way there and of the way back.
@@ -99,7 +97,9 @@ def pack(values: Sequence[Tensor], pieces: Sequence[Piece], ids: Sequence[int], 
     codes = [wire.data[p.at : p.at + p.numel] for p in pieces]
     scales = [wire.scales[p.at // BLOCK : -(-(p.at + p.numel) // BLOCK)] for p in pieces]
     meta = torch.tensor([[ids[p.param], p.first, 0] for p in pieces], dtype=torch.int64).reshape(-1, 3)
-    _ops.call("cast_", list(values), codes, [], scales, meta, _SIGNED, _DITHERED, seeds.seed, seeds.cycle)
+    _ops.call(
+        "cast_", list(values), codes, [], scales, meta, _header.FORMAT_SIGNED, _header.DITHERED, seeds.seed, seeds.cycle
+    )
 
 
 def unpack(wire: Wire, tensor: Tensor) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import importlib
 import pathlib
 import pkgutil
+import re
 import shutil
 import subprocess
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import torch_ext
-from torch_ext import _library, _policy
+from torch_ext import _header, _library, _policy
 
 HEADERS = pathlib.Path(_library.__file__).parent.parent / "csrc"
 
@@ -32,25 +33,33 @@ def mirrors() -> list[type[_library.Struct]]:
 
 
 MIRRORS = mirrors()
+NUMBERS = {name: value for name, value in vars(_header).items() if name.isupper()}
+
+
+def printed(folder: pathlib.Path, lines: list[str]) -> list[list[str]]:
+    """The words of each line that a C program with the headers and these statements prints."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to compare the package with the header")
+    includes = ["<stdio.h>", '"csrc/torch_ext.h"', '"csrc/math/witness.h"']
+    text = [*(f"#include {file}" for file in includes), "int main(void) {", *lines, "  return 0;", "}", ""]
+    (folder / "print.c").write_text("\n".join(text))
+    subprocess.run([compiler, "-I", HEADERS.parent, "-o", folder / "print", folder / "print.c"], check=True)
+    output = subprocess.run([folder / "print"], check=True, capture_output=True, text=True).stdout
+    return [line.split() for line in output.splitlines()]
 
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
     """(offset, size) of every mirrored field as the C compiler sees it, and (0, size) of every struct."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler to compare the structs with the header")
-    folder = tmp_path_factory.mktemp("layout")
-    lines = ["#include <stdio.h>", '#include "csrc/torch_ext.h"', "int main(void) {"]
+    lines = []
     for kind in MIRRORS:
         lines.append(f'  printf("{kind.c_name} 0 %zu\\n", sizeof({kind.c_name}));')
         for name, *_ in kind._fields_:
             where, size = f"offsetof({kind.c_name}, {name})", f"sizeof((({kind.c_name} *)0)->{name})"
             lines.append(f'  printf("{kind.c_name}.{name} %zu %zu\\n", {where}, {size});')
-    (folder / "layout.c").write_text("\n".join([*lines, "  return 0;", "}", ""]))
-    subprocess.run([compiler, "-I", HEADERS.parent, "-o", folder / "layout", folder / "layout.c"], check=True)
-    text = subprocess.run([folder / "layout"], check=True, capture_output=True, text=True).stdout
-    return {name: (int(offset), int(size)) for name, offset, size in (line.split() for line in text.splitlines())}
+    found = printed(tmp_path_factory.mktemp("layout"), lines)
+    return {name: (int(offset), int(size)) for name, offset, size in found}
 
 
 @pytest.mark.parametrize("kind", MIRRORS, ids=lambda k: k.c_name)
@@ -76,6 +85,24 @@ def test_a_mirror_leaves_no_field_out(kind: type[_library.Struct]) -> None:
 
 def test_mirrors_are_found() -> None:
     assert {"tx_error", "tx_policy", "tx_layout_args", "tx_scale"} <= {kind.c_name for kind in MIRRORS}
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_agree_with_the_header(tmp_path: pathlib.Path) -> None:
+    lines = [f'  printf("{name} %lld\\n", (long long)TX_{name});' for name in NUMBERS]
+    assert {name: int(value) for name, value in printed(tmp_path, lines)} == NUMBERS
+
+
+def test_every_number_of_an_enum_is_there() -> None:
+    """Of enums that the package has numbers of: a value that the header adds is added there too."""
+    header = re.sub(r"/\*.*?\*/", "", (HEADERS / "torch_ext.h").read_text(), flags=re.DOTALL)
+    enums = [
+        set(re.findall(r"\bTX_(\w+) = ", body)) for body in re.findall(r"typedef enum \w+ \{(.*?)\}", header, re.DOTALL)
+    ]
+    known = [names for names in enums if names & NUMBERS.keys() and "OK" not in names]
+    assert known and all(names <= NUMBERS.keys() for names in known)
 
 
 # -- schemas -----------------------------------------------------------------------------------------------------------

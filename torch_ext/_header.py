@@ -1,0 +1,25 @@
+"""Numbers of csrc/torch_ext.h, under its names without TX_; tests/torch/test_abi.py compares every one with it."""
+
+ERROR_INVALID_ARGUMENT, ERROR_DTYPE, ERROR_DEVICE, ERROR_BAD_STATE, ERROR_OUT_OF_MEMORY = 100, 201, 204, 205, 300
+
+UNSET, NO_INT = -1, -(2**63)
+"""A flag, and an integer of the policy, that nobody gave."""
+PRESET_SEED, PRESET_CONSERVATIVE = 0, 1
+SIDE_OPTIMIZER, SIDE_DDP = 1, 2
+FIELD_F64, FIELD_I64, FIELD_DTYPE, FIELD_BOOL, FIELD_ENUM, FIELD_TEXT = range(6)
+VALUE_NONE, VALUE_BOOL, VALUE_INT, VALUE_FLOAT, VALUE_TEXT, VALUE_DTYPE = range(6)
+
+NEAREST, DITHERED, STOCHASTIC = 0, 1, 2
+FORMAT_SIGNED, FORMAT_SQRT = 0, 1
+BLOCK = 128
+"""Elements per scale."""
+
+NORM_LIMBS, STATS_LEN = 20, 21
+
+EXTERNAL_IGNORE, EXTERNAL_RESYNC, EXTERNAL_CHECK = 0, 1, 2
+WITNESS_CHECK, WITNESS_RESYNC, WITNESS_RENEW = 0, 1, 2
+WITNESS, SAMPLED = 1024, 4096
+"""Weights per witness: beside remainders, beside fp32 masters."""
+SAMPLE_RUN, SAMPLE_STRIDE = 32, 2048
+"""The sample of SAMPLED weights (csrc/math/witness.h): the first so many of every so many. Where there are no more than
+SAMPLED, all of them."""
