@@ -5,14 +5,13 @@ once, between ordinary memories.
 """
 
 import abc
-import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_ext import _library
+from torch_ext import _copies
 
 
 class Lane(abc.ABC):
@@ -47,15 +46,14 @@ class HostLane(Lane):
     """Host memory in the place of a device's: a copy is done when `copy` comes back."""
 
     def __init__(self) -> None:
-        pointer, nbytes = ctypes.c_void_p, ctypes.c_int64
-        self._copy = _library.function("tx_copy", pointer, pointer, nbytes, restype=None)
+        self._copy = _copies.on_this_thread()
 
     def begin(self) -> None: ...
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
             if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
-                # On this thread alone, where copy_ would wait for torch's pool; without the interpreter's lock.
+                # copy_ would wait for torch's pool.
                 self._copy(target.data_ptr(), source.data_ptr(), target.nbytes)
             else:
                 target.copy_(source)
