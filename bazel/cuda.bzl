@@ -1,6 +1,24 @@
-"""Finds the CUDA compiler: @cuda_toolkit//:nvcc, a target that only exists where nvcc does.
+"""Finds the CUDA toolkit: @cuda_toolkit//:found.bzl says whether it is there, and where it is, @cuda_toolkit//:nvcc and
+@cuda_toolkit//:cudart are its compiler and its runtime as a static library.
 
 Everything else builds without it; tests/run.sh says so.
+"""
+
+# nvcc looks for its parts beside itself, so it is called where it lies.
+_NVCC = """#!/bin/sh
+exec {nvcc} "$@"
+"""
+
+_BUILD = """
+package(default_visibility = ["//visibility:public"])
+
+exports_files(["nvcc"])
+
+cc_library(
+    name = "cudart",
+    srcs = ["libcudart_static.a"],
+    linkopts = ["-ldl", "-lrt", "-lpthread"],
+)
 """
 
 def _cuda_toolkit_impl(ctx):
@@ -8,11 +26,20 @@ def _cuda_toolkit_impl(ctx):
     nvcc = ctx.path(home + "/bin/nvcc")
     if not nvcc.exists:
         nvcc = ctx.which("nvcc")  # None where there is none
-    ctx.file("WORKSPACE", "workspace(name = %r)\n" % ctx.name)
-
+    runtime = None
     if nvcc:
-        ctx.symlink(nvcc, "nvcc")
-    ctx.file("BUILD", "exports_files(['nvcc'])\n" if nvcc else "")
+        nvcc = ctx.path(nvcc).realpath
+        for folder in ["lib64", "lib"]:
+            candidate = nvcc.dirname.dirname.get_child(folder).get_child("libcudart_static.a")
+            if candidate.exists and not runtime:
+                runtime = candidate
+    found = bool(nvcc and runtime)
+    ctx.file("WORKSPACE", "workspace(name = %r)\n" % ctx.name)
+    ctx.file("found.bzl", '"""Whether there is a CUDA toolkit."""\n\nCUDA_FOUND = %s\n' % found)
+    ctx.file("BUILD", _BUILD if found else "")
+    if found:
+        ctx.file("nvcc", _NVCC.format(nvcc = nvcc), executable = True)
+        ctx.symlink(runtime, "libcudart_static.a")
 
 cuda_toolkit = repository_rule(
     implementation = _cuda_toolkit_impl,

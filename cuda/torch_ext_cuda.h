@@ -44,8 +44,8 @@ typedef struct tx_cuda_about {
   int32_t driver_version;  /* newest CUDA that the driver runs; 0: there is no driver */
   int32_t n_devices;       /* 0 where there is no driver, or no device */
   int32_t reserved;
-  char architectures[64]; /* "sm_80 sm_90 sm_100, PTX of 10.0" */
-  char why_not[256];      /* why no device can be used; empty where one can */
+  char architectures[64]; /* "sm_80 sm_90 sm_100 and PTX of 10.0" */
+  char why_not[1024];     /* why no device can be used; empty where one can */
 } tx_cuda_about;
 #define TX_CUDA_ABOUT_INIT \
   { sizeof(tx_cuda_about) }

@@ -1,0 +1,95 @@
+"""CUDA sources: compiled by nvcc for devices, and by the host's compiler as what a test runs without one."""
+
+load("//bazel:copts.bzl", "TEST_OPTS")
+
+# Compute capabilities that code is made for, ascending; PTX of the last serves whatever comes after it.
+ARCHITECTURES = [80, 90, 100]
+
+# Arithmetic as bazel/copts.bzl has it for the host: no contraction, subnormals kept, division and square root rounded
+# to nearest.
+_ARITHMETIC = ["--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"]
+
+_GENERATE = [
+    "-gencode=arch=compute_%d,code=%s" % (a, "[sm_%d,compute_%d]" % (a, a) if a == ARCHITECTURES[-1] else "sm_%d" % a)
+    for a in ARCHITECTURES
+]
+
+def _nvcc_objects_impl(ctx):
+    headers = depset(ctx.files.hdrs, transitive = [dep[CcInfo].compilation_context.headers for dep in ctx.attr.deps])
+    objects = []
+    for source in ctx.files.srcs:
+        object = ctx.actions.declare_file(source.basename[:-len(".cu")] + ".cu.o")
+        objects.append(object)
+        ctx.actions.run(
+            executable = ctx.executable._nvcc,
+            arguments = _ARITHMETIC + _GENERATE + [
+                "-std=c++17",
+                "-O3",
+                "-I.",
+                "-Icsrc",
+                "-Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-Wall,-Wextra,-Werror",
+                "-Werror=all-warnings",
+                "-c",
+                source.path,
+                "-o",
+                object.path,
+            ],
+            inputs = depset([source], transitive = [headers]),
+            mnemonic = "Nvcc",
+            outputs = [object],
+            progress_message = "Compiling %s for the GPU" % source.short_path,
+            tools = [ctx.executable._nvcc],
+            use_default_shell_env = True,
+        )
+    return [DefaultInfo(files = depset(objects))]
+
+nvcc_objects = rule(
+    implementation = _nvcc_objects_impl,
+    doc = "One object, for all ARCHITECTURES, of each .cu file.",
+    attrs = {
+        "srcs": attr.label_list(allow_files = [".cu"]),
+        "hdrs": attr.label_list(allow_files = True),
+        "deps": attr.label_list(providers = [CcInfo]),
+        "_nvcc": attr.label(
+            default = "@cuda_toolkit//:nvcc",
+            allow_single_file = True,
+            cfg = "host",
+            executable = True,
+        ),
+    },
+)
+
+def emulated_cuda(name, srcs, hdrs, deps, runtime):
+    """The same sources as C++ for the host, with `runtime` in the place of CUDA's.
+
+    Args:
+      name: of the cc_library.
+      srcs: .cu files.
+      hdrs: what they include beside deps.
+      deps: as of the real ones.
+      runtime: a cc_library with a cuda_runtime.h.
+    """
+    for source in srcs:
+        native.genrule(
+            name = "%s_%s" % (name, source),
+            srcs = [source],
+            outs = ["%s_%s.cc" % (name, source[:-len(".cu")])],
+            cmd = "echo '#include \"$(location %s)\"' >$@" % source,
+        )
+    native.cc_library(
+        name = name,
+        testonly = True,
+        srcs = ["%s_%s.cc" % (name, source[:-len(".cu")]) for source in srcs],
+        hdrs = hdrs,
+        copts = TEST_OPTS + [
+            "-O2",
+            "-fno-strict-aliasing",
+            "-Wno-unknown-pragmas",
+            "-D__CUDA_ARCH_LIST__=%s" % ",".join(["%d" % (10 * a) for a in ARCHITECTURES]),
+        ],
+        linkstatic = True,
+        alwayslink = True,
+        textual_hdrs = srcs,
+        deps = deps + [runtime],
+        visibility = ["//visibility:public"],
+    )

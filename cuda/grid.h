@@ -1,0 +1,76 @@
+/* Which elements a thread works on: index arithmetic alone, the same for every kernel, so that a host can prove that
+ * each element of each tensor is visited exactly once (tests/cuda/grid_test.cc).
+ *
+ * A launch's tensors are each cut into tiles, numbered through; the last tile of a tensor may be short. Warp w of W, W
+ * being all that were launched, takes tiles w, w + W, w + 2 W, ... A tile is walked over in rounds of TX_ROUND
+ * elements, TX_VECTOR consecutive ones to a lane: 16 bytes of a 16-bit stream. So 16 neighbouring lanes hold a block of
+ * 128, a round holds two, and four rounds hold the weights of a witness. */
+#ifndef TX_CUDA_GRID_H
+#define TX_CUDA_GRID_H
+
+#include "csrc/math/numeric.h"
+
+#define TX_WARP 32
+#define TX_VECTOR 8
+#define TX_ROUND (TX_WARP * TX_VECTOR)
+
+/* Tiles of a tensor. tile: a multiple of TX_ROUND. */
+TX_FN int64_t tx_tiles(int64_t numel, int64_t tile) {
+  return (numel + tile - 1) / tile;
+}
+
+/* The tensor that has tile number `number`: the last i with first_tile[i] <= number. first_tile: ascending, n + 1 of
+ * them, the last one the number of all tiles; number is below it. Tensors without elements have no tiles. */
+TX_FN int32_t tx_tensor_of_tile(const int64_t *first_tile, int32_t n, int64_t number) {
+  int32_t low = 0, high = n;
+  while (high - low > 1) {
+    const int32_t middle = low + (high - low) / 2;
+    if (first_tile[middle] <= number) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/* Elements [begin, begin + count) of a tensor. */
+typedef struct tx_tile {
+  int64_t begin;
+  int32_t tensor;
+  int32_t count;
+} tx_tile;
+
+/* numels: stride bytes apart. */
+TX_FN tx_tile tx_tile_at(const int64_t *first_tile, int32_t n, int64_t number, int64_t tile, const void *numels,
+                         int64_t stride) {
+  tx_tile t;
+  t.tensor = tx_tensor_of_tile(first_tile, n, number);
+  t.begin = (number - first_tile[t.tensor]) * tile;
+  const int64_t numel = *(const int64_t *)((const char *)numels + t.tensor * stride);
+  const int64_t left = numel - t.begin;
+  t.count = (int32_t)(left < tile ? left : tile);
+  return t;
+}
+
+/* A lane's elements in one round of a tile: [first, first + count) of the tile; count is TX_VECTOR but at the tensor's
+ * end, where it may be 0. */
+typedef struct tx_share {
+  int32_t first;
+  int32_t count;
+} tx_share;
+
+TX_FN tx_share tx_share_of_tile(int32_t tile_count, int32_t round, uint32_t lane) {
+  tx_share share;
+  share.first = round * TX_ROUND + (int32_t)lane * TX_VECTOR;
+  const int32_t left = tile_count - share.first;
+  share.count = left < 0 ? 0 : left < TX_VECTOR ? left : TX_VECTOR;
+  return share;
+}
+
+/* Rounds of a tile; the same for all lanes, so that all of them come to every shuffle. */
+TX_FN int32_t tx_rounds(int32_t tile_count) {
+  return (tile_count + TX_ROUND - 1) / TX_ROUND;
+}
+
+#endif

@@ -1,0 +1,169 @@
+#include <atomic>
+#include <cstdio>
+
+#include "cuda/launch.h"
+
+namespace {
+
+/* Compute capabilities times 100, ascending: nvcc defines the list from what it was told to compile for. */
+constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};
+constexpr int kNewest = kArchitectures[sizeof kArchitectures / sizeof *kArchitectures - 1];
+constexpr int32_t kMaxDevices = 64;
+
+/* Set once a device was found fit; the number of its processors. */
+std::atomic<int32_t> fit[kMaxDevices];
+
+/* Only its image is asked for: whether this library has one for the device. */
+__global__ void image_probe() {}
+
+void list_architectures(char *text, size_t size) {
+  size_t at = 0;
+  for (const int architecture : kArchitectures) {
+    const int written = snprintf(text + at, size - at, "sm_%d ", architecture / 10);
+    at += written > 0 && (size_t)written < size - at ? (size_t)written : 0;
+  }
+  (void)snprintf(text + at, size - at, "and PTX of %d.%d", kNewest / 100, kNewest % 100 / 10);
+}
+
+/* Whether what was built runs on compute capability major.minor: the same major, no older minor; PTX of the
+ * newest on everything newer. */
+bool runs_on(int major, int minor) {
+  for (const int architecture : kArchitectures)
+    if (architecture / 100 == major && architecture % 100 / 10 <= minor) return true;
+  return 100 * major + 10 * minor >= kNewest;
+}
+
+tx_status check_driver(tx_error *error) {
+  int driver = 0;
+  (void)cudaDriverGetVersion(&driver);
+  if (driver == 0)
+    return tx_fail(error, TX_ERROR_UNAVAILABLE,
+                   "there is no CUDA driver on this machine; this library was built with CUDA %d.%d and needs one that "
+                   "runs it",
+                   CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+  /* A driver runs what was built with any minor version of its major one. */
+  if (driver / 1000 < CUDART_VERSION / 1000)
+    return tx_fail(error, TX_ERROR_UNAVAILABLE,
+                   "the driver runs CUDA %d.%d and this library was built with CUDA %d.%d; a driver for CUDA %d.0 or "
+                   "newer is needed",
+                   driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10,
+                   CUDART_VERSION / 1000);
+  return TX_OK;
+}
+
+tx_status check_nothing_left(tx_error *error) {
+  const cudaError_t left = cudaPeekAtLastError();
+  if (left == cudaSuccess) return TX_OK;
+  return tx_fail(error, TX_ERROR_BAD_STATE,
+                 "earlier work on this device failed with %s (%s), and nothing was launched now; look for it with "
+                 "CUDA_LAUNCH_BLOCKING=1",
+                 cudaGetErrorName(left), cudaGetErrorString(left));
+}
+
+tx_status check_device(int32_t device, tx_error *error) {
+  int n = 0, major = 0, minor = 0, processors = 0;
+  char built[96];
+  if (device >= 0 && device < kMaxDevices && fit[device].load(std::memory_order_relaxed)) return TX_OK;
+  TX_FORWARD(check_driver(error));
+  const cudaError_t counted = cudaGetDeviceCount(&n);
+  if (counted == cudaErrorNoDevice || (counted == cudaSuccess && n == 0))
+    return tx_fail(error, TX_ERROR_UNAVAILABLE, "there is no CUDA device on this machine");
+  TX_FORWARD(tx_cuda_answered(counted, "counting devices", error));
+  if (device < 0 || device >= n || device >= kMaxDevices)
+    return tx_fail(error, TX_ERROR_DEVICE, "device is %d; this machine has devices 0 to %d", (int)device, n - 1);
+  TX_FORWARD(tx_cuda_answered(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+                              "asking for the architecture", error));
+  TX_FORWARD(tx_cuda_answered(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
+                              "asking for the architecture", error));
+  TX_FORWARD(tx_cuda_answered(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+                              "asking for the number of processors", error));
+  list_architectures(built, sizeof built);
+  if (!runs_on(major, minor))
+    return tx_fail(error, TX_ERROR_UNAVAILABLE, "device %d is sm_%d%d; this library was built for %s", (int)device,
+                   major, minor, built);
+  fit[device].store(processors, std::memory_order_relaxed);
+  return TX_OK;
+}
+
+}  // namespace
+
+uint32_t tx_cuda_version(void) {
+  return (uint32_t)TX_VERSION_MAJOR << 16 | (uint32_t)TX_VERSION_MINOR << 8 | (uint32_t)TX_VERSION_PATCH;
+}
+
+tx_status tx_cuda_answered(cudaError_t answer, const char *what, tx_error *error) {
+  if (answer == cudaSuccess) return TX_OK;
+  (void)cudaGetLastError(); /* told here, so not left behind for the next caller of CUDA; a fatal one stays */
+  return tx_fail(error, TX_ERROR_UNAVAILABLE, "%s failed with %s (%s)", what, cudaGetErrorName(answer),
+                 cudaGetErrorString(answer));
+}
+
+tx_status tx_cuda_about_this(tx_cuda_about *about, tx_error *error) {
+  if (!about || about->size != sizeof *about)
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "about.size is %llu; %llu is legal (use TX_CUDA_ABOUT_INIT)",
+                   (unsigned long long)(about ? about->size : 0), (unsigned long long)sizeof *about);
+  tx_error why;
+  int driver = 0, n = 0;
+  (void)cudaDriverGetVersion(&driver);
+  if (driver == 0 || cudaGetDeviceCount(&n) != cudaSuccess) n = 0;
+  about->runtime_version = CUDART_VERSION;
+  about->driver_version = driver;
+  about->n_devices = n;
+  about->reserved = 0;
+  list_architectures(about->architectures, sizeof about->architectures);
+  about->why_not[0] = '\0';
+  for (int32_t device = 0; device == 0 || device < n; device++) {
+    if (check_device(device, &why) == TX_OK) {
+      about->why_not[0] = '\0';
+      break;
+    }
+    if (device == 0) (void)snprintf(about->why_not, sizeof about->why_not, "%s", why.message);
+  }
+  return TX_OK;
+}
+
+tx_status tx_cuda_check_device(int32_t device, tx_error *error) {
+  int before = 0;
+  TX_FORWARD(check_device(device, error));
+  TX_FORWARD(check_nothing_left(error));
+  TX_FORWARD(tx_cuda_answered(cudaGetDevice(&before), "asking for the device", error));
+  TX_FORWARD(tx_cuda_answered(cudaSetDevice(device), "making the device current", error));
+  cudaFuncAttributes attributes;
+  const cudaError_t image = cudaFuncGetAttributes(&attributes, image_probe);
+  (void)cudaSetDevice(before);
+  return tx_cuda_answered(image, "looking for this library's kernels on the device", error);
+}
+
+tx_status tx_cuda_enter(const tx_cuda_call *call, tx_cuda_scope *scope, tx_error *error) {
+  int before = 0;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (!call || call->size != sizeof *call)
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "call.size is %llu; %llu is legal (use TX_CUDA_CALL_INIT)",
+                   (unsigned long long)(call ? call->size : 0), (unsigned long long)sizeof *call);
+  TX_FORWARD(check_device(call->device, error));
+  TX_FORWARD(check_nothing_left(error));
+  TX_FORWARD(tx_cuda_answered(cudaGetDevice(&before), "asking for the device", error));
+  if (before != call->device)
+    TX_FORWARD(tx_cuda_answered(cudaSetDevice(call->device), "making the device current", error));
+  scope->stream = (cudaStream_t)call->stream;
+  scope->device = call->device;
+  scope->before = before;
+  scope->processors = fit[call->device].load(std::memory_order_relaxed);
+  scope->capturing = 0;
+  const tx_status status =
+      tx_cuda_answered(cudaStreamIsCapturing(scope->stream, &capture), "looking at the stream", error);
+  if (status != TX_OK) return tx_cuda_leave(scope, status);
+  scope->capturing = capture != cudaStreamCaptureStatusNone;
+  return TX_OK;
+}
+
+tx_status tx_cuda_leave(const tx_cuda_scope *scope, tx_status status) {
+  if (scope->before != scope->device) (void)cudaSetDevice(scope->before);
+  return status;
+}
+
+uint32_t tx_cuda_blocks(const tx_cuda_scope *scope, int64_t tiles, int32_t per_processor) {
+  const int64_t wanted = (tiles + TX_BLOCK_WARPS - 1) / TX_BLOCK_WARPS;
+  const int64_t at_a_time = (int64_t)scope->processors * (per_processor > 0 ? per_processor : 1);
+  return (uint32_t)(wanted < at_a_time ? wanted : at_a_time);
+}

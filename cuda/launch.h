@@ -1,0 +1,64 @@
+/* Launching on the caller's stream: device, errors, the size of the grid. */
+#ifndef TX_CUDA_LAUNCH_H
+#define TX_CUDA_LAUNCH_H
+
+#include <cuda_runtime.h>
+
+extern "C" {
+#include "csrc/core/status.h"
+}
+#include "cuda/table.h"
+#include "cuda/torch_ext_cuda.h"
+
+#define TX_BLOCK_THREADS 256
+#define TX_BLOCK_WARPS (TX_BLOCK_THREADS / TX_WARP)
+
+/* One call's hold on its device. */
+typedef struct tx_cuda_scope {
+  cudaStream_t stream;
+  int32_t device;
+  int32_t before;     /* the device that was current */
+  int32_t processors; /* of the device */
+  int32_t capturing;  /* the stream is being captured */
+} tx_cuda_scope;
+
+/* Checks the call, its device and that no earlier work left an error; makes the device current. Ended by tx_cuda_leave
+ * where it succeeds, which hands `status` on. */
+tx_status tx_cuda_enter(const tx_cuda_call *call, tx_cuda_scope *scope, tx_error *error);
+tx_status tx_cuda_leave(const tx_cuda_scope *scope, tx_status status);
+
+/* What a CUDA call answered, as ours; `what` was being done. */
+tx_status tx_cuda_answered(cudaError_t answer, const char *what, tx_error *error);
+
+/* How many blocks are worth launching for `tiles` tiles: as many as run at a time (per_processor on each), or fewer
+ * where there is not a tile for each warp. At least 1. */
+uint32_t tx_cuda_blocks(const tx_cuda_scope *scope, int64_t tiles, int32_t per_processor);
+
+/* Launches kernel(table) for all tiles of the table; nothing where there are none. */
+template <class Table>
+static tx_status tx_cuda_launch(const tx_cuda_scope *scope, void (*kernel)(Table), const Table &table, const char *name,
+                                tx_error *error) {
+  const int64_t tiles = tx_table_tiles(table);
+  int per_processor = 0;
+  if (tiles == 0) return TX_OK;
+  TX_FORWARD(tx_cuda_answered(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, TX_BLOCK_THREADS, 0), name, error));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(tx_cuda_blocks(scope, tiles, per_processor));
+  config.blockDim = dim3(TX_BLOCK_THREADS);
+  config.stream = scope->stream;
+  return tx_cuda_answered(cudaLaunchKernelEx(&config, kernel, table), name, error);
+}
+
+/* The tiles of the calling warp: for (int64_t tile = tx_first_tile(); tile < tiles; tile += tx_tile_step()). */
+static __device__ __forceinline__ int64_t tx_first_tile() {
+  return (int64_t)blockIdx.x * (blockDim.x / TX_WARP) + threadIdx.x / TX_WARP;
+}
+static __device__ __forceinline__ int64_t tx_tile_step() {
+  return (int64_t)gridDim.x * (blockDim.x / TX_WARP);
+}
+static __device__ __forceinline__ uint32_t tx_lane_id() {
+  return threadIdx.x % TX_WARP;
+}
+
+#endif

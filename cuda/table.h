@@ -1,0 +1,55 @@
+/* The tensors of one launch, by value: a kernel parameter of up to 32 KiB, so that a launch needs no memory of its own,
+ * nothing is copied beforehand, and a captured graph owns its tables. */
+#ifndef TX_CUDA_TABLE_H
+#define TX_CUDA_TABLE_H
+
+#include "cuda/grid.h"
+
+/* What a kernel's parameters may take from CUDA 12.1 on, on sm_70 and newer. */
+#define TX_PARAMETER_BYTES 32764
+
+/* Entry: what a kernel knows of one tensor; has a field `int64_t numel`. Common: of all of them.
+ * Filled in by tx_table_begin and tx_table_add. */
+template <class Common, class Entry>
+struct tx_table {
+  static constexpr int32_t kCapacity =
+      (int32_t)((TX_PARAMETER_BYTES - sizeof(Common) - 4 * sizeof(int64_t)) / (sizeof(Entry) + sizeof(int64_t)));
+  Common common;
+  int64_t tile; /* elements of a whole tile; a multiple of TX_ROUND */
+  int32_t n;
+  int32_t reserved;
+  int64_t first_tile[kCapacity + 1];
+  Entry entries[kCapacity];
+};
+
+template <class Common, class Entry>
+static inline void tx_table_begin(tx_table<Common, Entry> *table, int64_t tile) {
+  static_assert(sizeof *table <= TX_PARAMETER_BYTES, "a table is one kernel parameter");
+  table->tile = tile;
+  table->n = 0;
+  table->reserved = 0;
+  table->first_tile[0] = 0;
+}
+
+/* Returns whether there was room; entries without elements take none. */
+template <class Common, class Entry>
+static inline bool tx_table_add(tx_table<Common, Entry> *table, const Entry &entry) {
+  if (entry.numel == 0) return true;
+  if (table->n == table->kCapacity) return false;
+  table->entries[table->n] = entry;
+  table->first_tile[table->n + 1] = table->first_tile[table->n] + tx_tiles(entry.numel, table->tile);
+  table->n++;
+  return true;
+}
+
+template <class Common, class Entry>
+TX_FN int64_t tx_table_tiles(const tx_table<Common, Entry> &table) {
+  return table.first_tile[table.n];
+}
+
+template <class Common, class Entry>
+TX_FN tx_tile tx_table_tile(const tx_table<Common, Entry> &table, int64_t number) {
+  return tx_tile_at(table.first_tile, table.n, number, table.tile, &table.entries[0].numel, sizeof(Entry));
+}
+
+#endif

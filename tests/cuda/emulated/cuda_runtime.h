@@ -1,0 +1,230 @@
+// CUDA on the host, as far as cuda/ uses it: the very same .cu files, compiled as C++ with this header in the place of
+// the toolkit's, run on an ordinary processor. Every thread of a block is a fiber, so that shuffles, votes, barriers
+// and atomics do what they do on a device; blocks run one after the other. Slow, exact, and under AddressSanitizer it
+// sees every byte that a kernel touches outside its tensors.
+//
+// A shuffle or barrier that not all threads of the warp (or block) reach ends the program with a message.
+#ifndef TX_EMULATED_CUDA_RUNTIME_H
+#define TX_EMULATED_CUDA_RUNTIME_H
+
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <type_traits>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
+extern thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+// -- the world that a test arranges ------------------------------------------------------------------------------
+
+typedef int cudaError_t;
+enum {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInsufficientDriver = 35,
+  cudaErrorNoDevice = 100,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorIllegalAddress = 700,
+  cudaErrorLaunchFailure = 719
+};
+typedef struct CUstream_st *cudaStream_t;
+
+namespace emulated {
+struct World {
+  int devices = 1;
+  int current = 0;
+  int driver = 13000;
+  int runtime = 13000;
+  int major = 9, minor = 0;
+  int processors = 3;  // odd, so that tiles do not fall evenly
+  int blocks_per_processor = 2;
+  cudaError_t sticky = cudaSuccess;    // left behind by somebody else's work
+  cudaError_t no_image = cudaSuccess;  // what looking up a kernel says
+  bool capturing = false;
+  int launches = 0;
+  int synchronisations = 0;
+  int64_t largest_parameters = 0;  // bytes of a launch
+};
+extern World world;
+// Runs body once for each thread of each block.
+void Run(dim3 grid, dim3 block, const std::function<void()> &body);
+}  // namespace emulated
+
+// -- inside kernels ----------------------------------------------------------------------------------------------
+
+namespace emulated {
+// The 64-bit values that the lanes of the calling thread's warp bring; returns lane `from`'s, or the caller's own where
+// there is no such lane. Waits for all lanes that have not returned.
+uint64_t Exchange(uint64_t value, unsigned from);
+uint32_t Vote(bool value);
+void SyncThreads();
+void SyncWarp();
+unsigned Lane();
+
+template <class T>
+T Shuffle(T value, unsigned from) {
+  static_assert(sizeof(T) <= 8, "");
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  bits = Exchange(bits, from);
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+}  // namespace emulated
+
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask, int = 32) {
+  return emulated::Shuffle(value, emulated::Lane() ^ static_cast<unsigned>(mask));
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int from, int = 32) {
+  return emulated::Shuffle(value, static_cast<unsigned>(from) & 31u);
+}
+template <class T>
+T __shfl_down_sync(unsigned, T value, unsigned by, int = 32) {
+  return emulated::Shuffle(value, emulated::Lane() + by);
+}
+inline uint32_t __ballot_sync(unsigned, int value) {
+  return emulated::Vote(value != 0);
+}
+inline int __any_sync(unsigned, int value) {
+  return emulated::Vote(value != 0) != 0u;
+}
+inline void __syncthreads() {
+  emulated::SyncThreads();
+}
+inline void __syncwarp(unsigned = ~0u) {
+  emulated::SyncWarp();
+}
+inline void __threadfence() {}
+
+template <class T>
+T atomicAdd(T *to, T by) {
+  const T old = *to;
+  *to += by;
+  return old;
+}
+template <class T>
+T atomicMin(T *to, T with) {
+  const T old = *to;
+  if (with < old) *to = with;
+  return old;
+}
+template <class T>
+T atomicMax(T *to, T with) {
+  const T old = *to;
+  if (with > old) *to = with;
+  return old;
+}
+template <class T>
+T atomicExch(T *to, T with) {
+  const T old = *to;
+  *to = with;
+  return old;
+}
+inline unsigned atomicInc(unsigned *to, unsigned last) {
+  const unsigned old = *to;
+  *to = old >= last ? 0 : old + 1;
+  return old;
+}
+inline unsigned atomicOr(unsigned *to, unsigned with) {
+  const unsigned old = *to;
+  *to |= with;
+  return old;
+}
+inline int __popc(unsigned x) {
+  return __builtin_popcount(x);
+}
+inline int __ffs(int x) {
+  return __builtin_ffs(x);
+}
+
+// -- the runtime -------------------------------------------------------------------------------------------------
+
+#define CUDART_VERSION 13000
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76
+};
+enum cudaStreamCaptureStatus {
+  cudaStreamCaptureStatusNone = 0,
+  cudaStreamCaptureStatusActive = 1,
+  cudaStreamCaptureStatusInvalidated = 2
+};
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
+struct cudaFuncAttributes {
+  int numRegs;
+};
+struct cudaLaunchAttribute;
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute *attrs;
+  unsigned numAttrs;
+};
+
+const char *cudaGetErrorName(cudaError_t error);
+const char *cudaGetErrorString(cudaError_t error);
+cudaError_t cudaGetLastError();
+cudaError_t cudaPeekAtLastError();
+cudaError_t cudaGetDeviceCount(int *n);
+cudaError_t cudaGetDevice(int *device);
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaDriverGetVersion(int *version);
+cudaError_t cudaRuntimeGetVersion(int *version);
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream);
+
+template <class T>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, T *) {
+  attributes->numRegs = 64;
+  return emulated::world.no_image;
+}
+template <class T>
+cudaError_t cudaGetSymbolAddress(void **address, T &symbol) {
+  *address = &symbol;
+  return cudaSuccess;
+}
+template <class T>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T, int, size_t) {
+  *blocks = emulated::world.blocks_per_processor;
+  return cudaSuccess;
+}
+template <class... Parameters>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Parameters...),
+                               const std::remove_reference_t<Parameters> &...arguments) {
+  if (emulated::world.sticky != cudaSuccess) return emulated::world.sticky;
+  emulated::world.launches++;
+  const int64_t bytes = (static_cast<int64_t>(sizeof arguments) + ... + 0);
+  if (bytes > emulated::world.largest_parameters) emulated::world.largest_parameters = bytes;
+  if (bytes > 32764) return cudaErrorInvalidValue;
+  emulated::Run(config->gridDim, config->blockDim, [&] { kernel(arguments...); });
+  return cudaSuccess;
+}
+
+#endif

@@ -1,0 +1,327 @@
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "tests/cuda/emulated/cuda_runtime.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulated {
+World world;
+
+namespace {
+
+constexpr unsigned kWarp = 32;
+constexpr size_t kStack = 256 * 1024;
+
+// Where a fiber stopped.
+struct Context {
+#if defined(__x86_64__)
+  void *stack_pointer = nullptr;
+#else
+  ucontext_t context;
+#endif
+};
+
+#if defined(__x86_64__)
+// The registers that a call keeps, and the stack. (Kernels do not change the floating-point mode.)
+__asm__(
+    ".text\n.p2align 4\n.type tx_emulated_switch,@function\ntx_emulated_switch:\n"
+    "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\n"
+    "movq %rsp,(%rdi)\nmovq (%rsi),%rsp\n"
+    "popq %r15\npopq %r14\npopq %r13\npopq %r12\npopq %rbx\npopq %rbp\nret\n"
+    ".size tx_emulated_switch,.-tx_emulated_switch\n");
+extern "C" void tx_emulated_switch(Context *from, const Context *to);
+#else
+void tx_emulated_switch(Context *from, const Context *to) {
+  swapcontext(&from->context, &to->context);
+}
+#endif
+
+// A meeting point of all threads of a warp, or of a block, that have not returned.
+struct Barrier {
+  unsigned arrived = 0;
+  unsigned live = 0;
+  uint64_t generation = 0;
+  const char *what = nullptr;
+
+  void ReleaseIfAll() {
+    if (arrived == 0 || arrived < live) return;
+    arrived = 0;
+    what = nullptr;
+    generation++;
+  }
+};
+
+struct Warp {
+  Barrier barrier;
+  uint64_t values[2][kWarp] = {};  // of two successive exchanges: a lane is never more than one ahead
+};
+
+struct Fiber {
+  Context context;
+  dim3 thread;
+  unsigned lane = 0;
+  Warp *warp = nullptr;
+  uint64_t exchanges = 0;
+  bool done = false;
+  std::unique_ptr<char[]> stack{new char[kStack]};
+#if defined(__SANITIZE_ADDRESS__)
+  void *fake_stack = nullptr;
+#endif
+};
+
+// The block that is running.
+struct Block {
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Warp> warps;
+  Barrier barrier;
+  Context scheduler;
+  Fiber *current = nullptr;
+  const std::function<void()> *body = nullptr;
+#if defined(__SANITIZE_ADDRESS__)
+  void *scheduler_fake_stack = nullptr;
+  const void *scheduler_stack = nullptr;
+  size_t scheduler_stack_size = 0;
+#endif
+};
+Block block;
+
+[[noreturn]] void Fail(const char *what) {
+  std::fprintf(stderr, "emulated CUDA: %s, block %u, thread %u\n", what, blockIdx.x,
+               block.current ? block.current->thread.x : 0u);
+  std::abort();
+}
+
+void ToScheduler(bool finished) {
+  Fiber *self = block.current;
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(finished ? nullptr : &self->fake_stack, block.scheduler_stack,
+                                 block.scheduler_stack_size);
+#else
+  (void)finished;
+#endif
+  tx_emulated_switch(&self->context, &block.scheduler);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(self->fake_stack, &block.scheduler_stack, &block.scheduler_stack_size);
+#endif
+}
+
+void ToFiber(Fiber *fiber) {
+  block.current = fiber;
+  threadIdx = fiber->thread;
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(&block.scheduler_fake_stack, fiber->stack.get(), kStack);
+#endif
+  tx_emulated_switch(&block.scheduler, &fiber->context);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(block.scheduler_fake_stack, nullptr, nullptr);
+#endif
+}
+
+extern "C" void tx_emulated_entry() {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(nullptr, &block.scheduler_stack, &block.scheduler_stack_size);
+#endif
+  (*block.body)();
+  Fiber *self = block.current;
+  self->done = true;
+  for (Barrier *barrier : {&self->warp->barrier, &block.barrier}) {
+    barrier->live--;
+    barrier->ReleaseIfAll();
+  }
+  ToScheduler(true);
+  Fail("a thread that returned went on");
+}
+
+void Prepare(Fiber *fiber) {
+  fiber->done = false;
+  fiber->exchanges = 0;
+#if defined(__SANITIZE_ADDRESS__)
+  __asan_unpoison_memory_region(fiber->stack.get(), kStack); // the last block's frames
+#endif
+#if defined(__x86_64__)
+  // As if tx_emulated_switch had been called from the entry: six registers, the return address, an aligned stack.
+  auto top = reinterpret_cast<uintptr_t>(fiber->stack.get() + kStack) & ~uintptr_t{15};
+  auto *stack = reinterpret_cast<void **>(top);
+  *--stack = nullptr;
+  *--stack = reinterpret_cast<void *>(&tx_emulated_entry);
+  for (int i = 0; i < 6; i++)
+    *--stack = nullptr;
+  fiber->context.stack_pointer = stack;
+#else
+  getcontext(&fiber->context.context);
+  fiber->context.context.uc_stack.ss_sp = fiber->stack.get();
+  fiber->context.context.uc_stack.ss_size = kStack;
+  fiber->context.context.uc_link = nullptr;
+  makecontext(&fiber->context.context, &tx_emulated_entry, 0);
+#endif
+}
+
+void Wait(Barrier *barrier, const char *what) {
+  if (barrier->what && std::strcmp(barrier->what, what) != 0) Fail("threads of a warp diverge at a collective");
+  barrier->what = what;
+  barrier->arrived++;
+  const uint64_t generation = barrier->generation;
+  barrier->ReleaseIfAll();
+  while (barrier->generation == generation)
+    ToScheduler(false);
+}
+
+void RunBlock() {
+  unsigned live = static_cast<unsigned>(block.fibers.size());
+  for (Warp &warp : block.warps)
+    warp = Warp();
+  block.barrier = Barrier();
+  block.barrier.live = live;
+  for (auto &fiber : block.fibers) {
+    Prepare(fiber.get());
+    fiber->warp->barrier.live++;
+  }
+  for (int idle = 0; live > 0;) {
+    const uint64_t before = block.barrier.generation;
+    uint64_t warps_before = 0, warps_after = 0;
+    const unsigned live_before = live;
+    for (Warp &warp : block.warps)
+      warps_before += warp.barrier.generation;
+    for (auto &fiber : block.fibers) {
+      if (fiber->done) continue;
+      ToFiber(fiber.get());
+      if (fiber->done) live--;
+    }
+    for (Warp &warp : block.warps)
+      warps_after += warp.barrier.generation;
+    const bool moved = live != live_before || before != block.barrier.generation || warps_before != warps_after;
+    idle = moved ? 0 : idle + 1;
+    if (idle > 2) Fail("threads wait for each other at different collectives");
+  }
+}
+
+}  // namespace
+
+void Run(dim3 grid, dim3 threads, const std::function<void()> &body) {
+  const unsigned n = threads.x;
+  if (n % kWarp != 0 || threads.y != 1 || threads.z != 1 || grid.y != 1 || grid.z != 1)
+    Fail("only whole warps in one dimension are emulated");
+  block.warps.assign(n / kWarp, Warp());
+  while (block.fibers.size() < n)
+    block.fibers.push_back(std::make_unique<Fiber>());
+  block.fibers.resize(n);
+  for (unsigned i = 0; i < n; i++) {
+    block.fibers[i]->thread = dim3(i);
+    block.fibers[i]->lane = i % kWarp;
+    block.fibers[i]->warp = &block.warps[i / kWarp];
+  }
+  block.body = &body;
+  blockDim = threads;
+  gridDim = grid;
+  for (unsigned b = 0; b < grid.x; b++) {
+    blockIdx = dim3(b);
+    RunBlock();
+  }
+  block.current = nullptr;
+}
+
+unsigned Lane() {
+  return block.current->lane;
+}
+
+uint64_t Exchange(uint64_t value, unsigned from) {
+  Fiber *self = block.current;
+  const unsigned turn = self->exchanges++ & 1u;
+  self->warp->values[turn][self->lane] = value;
+  Wait(&self->warp->barrier, "shuffle or vote");
+  const uint64_t result = from < kWarp ? self->warp->values[turn][from] : value;
+  return result;
+}
+
+uint32_t Vote(bool value) {
+  Fiber *self = block.current;
+  const unsigned turn = self->exchanges++ & 1u;
+  self->warp->values[turn][self->lane] = value;
+  Wait(&self->warp->barrier, "shuffle or vote");
+  uint32_t votes = 0;
+  for (unsigned i = 0; i < kWarp; i++)
+    votes |= self->warp->values[turn][i] != 0 ? 1u << i : 0u;
+  return votes;
+}
+
+void SyncWarp() {
+  Wait(&block.current->warp->barrier, "__syncwarp");
+}
+
+void SyncThreads() {
+  Wait(&block.barrier, "__syncthreads");
+}
+
+}  // namespace emulated
+
+// -- the runtime -------------------------------------------------------------------------------------------------
+
+using emulated::world;
+
+const char *cudaGetErrorName(cudaError_t error) {
+  return error == cudaSuccess ? "cudaSuccess" : "cudaErrorEmulated";
+}
+const char *cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : "an emulated error";
+}
+cudaError_t cudaGetLastError() {
+  return world.sticky;
+}
+cudaError_t cudaPeekAtLastError() {
+  return world.sticky;
+}
+cudaError_t cudaGetDeviceCount(int *n) {
+  *n = world.devices;
+  return world.driver == 0 ? cudaErrorInsufficientDriver : world.devices ? cudaSuccess : cudaErrorNoDevice;
+}
+cudaError_t cudaGetDevice(int *device) {
+  *device = world.current;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= world.devices) return cudaErrorInvalidDevice;
+  world.current = device;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int *version) {
+  *version = world.driver;
+  return cudaSuccess;
+}
+cudaError_t cudaRuntimeGetVersion(int *version) {
+  *version = world.runtime;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
+  if (device < 0 || device >= world.devices) return cudaErrorInvalidDevice;
+  *value = attribute == cudaDevAttrMultiProcessorCount      ? world.processors
+           : attribute == cudaDevAttrComputeCapabilityMajor ? world.major
+                                                            : world.minor;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
+  *status = world.capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return world.sticky;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  world.synchronisations++;
+  return world.sticky;
+}
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  std::memcpy(to, from, bytes);
+  return world.sticky;
+}
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
+  std::memset(to, value, bytes);
+  return world.sticky;
+}

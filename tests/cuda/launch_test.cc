@@ -1,0 +1,94 @@
+// What a call says of its device before it launches anything.
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include "cuda/torch_ext_cuda.h"
+#include "tests/core/arrays.h"
+
+namespace {
+
+class Launch : public testing::Test {
+ protected:
+  void SetUp() override { emulated::world = emulated::World(); }
+  void TearDown() override { emulated::world = emulated::World(); }
+
+  // A call that would write to main_grads.
+  tx_status Accumulate(int32_t device = 0, uint64_t size = sizeof(tx_cuda_call)) {
+    tx_cuda_call call = TX_CUDA_CALL_INIT;
+    call.device = device;
+    call.size = size;
+    const tx_tensor main = main_.tensor(), grad = grad_.tensor();
+    return tx_cuda_bucket_accumulate(1, &main, &grad, &call, &error_);
+  }
+  std::string Message() const { return error_.message; }
+  bool Untouched() { return main_.Get(0) == 1.0f && emulated::world.launches == 0; }
+
+  Array main_{TX_F32, {1.0f}}, grad_{TX_BF16, {2.0f}};
+  tx_error error_ = {};
+};
+
+TEST_F(Launch, RunsOnTheDeviceOfTheCallAndPutsTheCurrentOneBack) {
+  emulated::world.devices = 4;
+  emulated::world.current = 2;
+  ASSERT_EQ(Accumulate(3), TX_OK) << Message();
+  EXPECT_EQ(main_.Get(0), 3.0f);
+  EXPECT_EQ(emulated::world.current, 2);
+  EXPECT_EQ(emulated::world.launches, 1);
+  EXPECT_EQ(emulated::world.synchronisations, 0);
+}
+
+// Devices that were found fit are not looked at again, so each of these has an ordinal of its own.
+TEST_F(Launch, ADeviceWithoutABuiltArchitectureIsNamedWithThoseBuilt) {
+  emulated::world.devices = 10;
+  emulated::world.major = 7;
+  emulated::world.minor = 5;
+  EXPECT_EQ(Accumulate(5), TX_ERROR_UNAVAILABLE);
+  EXPECT_EQ(Message(), "device 5 is sm_75; this library was built for sm_80 sm_90 sm_100 and PTX of 10.0");
+  EXPECT_TRUE(Untouched());
+  emulated::world.major = 8;
+  emulated::world.minor = 9;  // runs what was built for 8.0
+  EXPECT_EQ(Accumulate(6), TX_OK) << Message();
+  emulated::world.major = 12;  // runs the PTX
+  EXPECT_EQ(Accumulate(7), TX_OK) << Message();
+}
+
+TEST_F(Launch, ADriverThatIsTooOldIsNamedWithTheCudaBuiltWith) {
+  emulated::world.devices = 10;
+  emulated::world.driver = 12080;
+  EXPECT_EQ(Accumulate(8), TX_ERROR_UNAVAILABLE);
+  EXPECT_NE(Message().find("the driver runs CUDA 12.8 and this library was built with CUDA 13.0"), std::string::npos);
+  emulated::world.driver = 0;
+  EXPECT_EQ(Accumulate(8), TX_ERROR_UNAVAILABLE);
+  EXPECT_NE(Message().find("there is no CUDA driver"), std::string::npos);
+  EXPECT_TRUE(Untouched());
+}
+
+TEST_F(Launch, AnErrorOfEarlierWorkIsReportedAsSuch) {
+  emulated::world.sticky = cudaErrorIllegalAddress;
+  EXPECT_EQ(Accumulate(), TX_ERROR_BAD_STATE);
+  EXPECT_NE(Message().find("earlier work on this device failed"), std::string::npos);
+  EXPECT_TRUE(Untouched());
+}
+
+TEST_F(Launch, ACallOfAnotherSizeOrDeviceIsRefused) {
+  EXPECT_EQ(Accumulate(0, 8), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(Accumulate(50), TX_ERROR_DEVICE);
+  EXPECT_EQ(Message(), "device is 50; this machine has devices 0 to 0");
+  EXPECT_EQ(Accumulate(-1), TX_ERROR_DEVICE);
+  EXPECT_TRUE(Untouched());
+}
+
+TEST_F(Launch, AboutNamesVersionsArchitecturesAndWhyNot) {
+  tx_cuda_about about = TX_CUDA_ABOUT_INIT;
+  ASSERT_EQ(tx_cuda_about_this(&about, nullptr), TX_OK);
+  EXPECT_EQ(about.runtime_version, CUDART_VERSION);
+  EXPECT_EQ(about.driver_version, 13000);
+  EXPECT_EQ(about.n_devices, 1);
+  EXPECT_STREQ(about.architectures, "sm_80 sm_90 sm_100 and PTX of 10.0");
+  EXPECT_STREQ(about.why_not, "");
+  about.size = 1;
+  EXPECT_EQ(tx_cuda_about_this(&about, &error_), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(tx_cuda_version(), tx_version());
+}
+
+}  // namespace
