@@ -27,7 +27,7 @@ def _nvcc_objects_impl(ctx):
                 "-O3",
                 "-I.",
                 "-Icsrc",
-                "-Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-Wall,-Wextra,-Werror",
+                "-Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-threadsafe-statics,-Wall,-Wextra,-Werror",
                 "-Werror=all-warnings",
                 "-c",
                 source.path,

@@ -10,8 +10,8 @@
 #include <vector>
 
 extern "C" {
-#include "csrc/core/dtype.h"
 #include "csrc/core/combos.h"
+#include "csrc/core/dtype.h"
 #include "csrc/cpu/element.h"
 #include "csrc/math/adamw.h"
 #include "csrc/math/block_scale.h"

@@ -1,8 +1,11 @@
-"""libtorch_ext.so shows the public header's functions and nothing else, and asks for no library but libc and libm."""
+"""The libraries show their public headers' functions and nothing else, and ask for no library but libc and libm."""
 
 import pathlib
 import re
 import subprocess
+from typing import NamedTuple
+
+import pytest
 
 import torch_ext
 
@@ -13,28 +16,48 @@ def run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def declared() -> set[str]:
-    """The functions that csrc/torch_ext.h marks TX_API."""
-    header = (ROOT / "csrc/torch_ext.h").read_text()
+class Library(NamedTuple):
+    header: str
+    path: pathlib.Path
+    function: str  # one that it has
+
+
+LIBRARIES = {
+    "cpu": Library("csrc/torch_ext.h", pathlib.Path(torch_ext.library_path()), "tx_adamw"),
+    "cuda": Library("cuda/torch_ext_cuda.h", ROOT / "cuda/libtorch_ext_cuda.so", "tx_cuda_adamw"),
+}
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> Library:
+    found = LIBRARIES[request.param]
+    if not found.path.exists():
+        pytest.skip(f"{found.path.name} is not built: there is no nvcc on this machine")
+    return found
+
+
+def declared(library: Library) -> set[str]:
+    """The functions that the library's header marks TX_API."""
+    header = (ROOT / library.header).read_text()
     without_comments = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
     return set(re.findall(r"^TX_API\b[^;(]*?(tx_\w+)\(", without_comments, flags=re.MULTILINE))
 
 
-def exported() -> set[str]:
-    symbols = run("nm", "--dynamic", "--defined-only", "--format=posix", torch_ext.library_path())
+def exported(library: Library) -> set[str]:
+    symbols = run("nm", "--dynamic", "--defined-only", "--format=posix", str(library.path))
     return {line.split()[0] for line in symbols.splitlines()}
 
 
-def test_the_header_declares_functions() -> None:
-    assert "tx_adamw" in declared()
+def test_the_header_declares_functions(library: Library) -> None:
+    assert library.function in declared(library)
 
 
-def test_exports_are_exactly_the_public_header() -> None:
-    assert exported() == declared()
+def test_exports_are_exactly_the_public_header(library: Library) -> None:
+    assert exported(library) == declared(library)
 
 
-def test_no_library_is_needed_but_libc_and_libm() -> None:
-    dynamic = run("readelf", "--dynamic", "--wide", torch_ext.library_path())
+def test_no_library_is_needed_but_libc_and_libm(library: Library) -> None:
+    dynamic = run("readelf", "--dynamic", "--wide", str(library.path))
     needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic))
     needed = {name for name in needed if not name.startswith("ld-linux")}  # libc's loader: where threads' variables are
-    assert needed <= {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0"}
+    assert needed <= {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"}

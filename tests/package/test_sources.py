@@ -10,12 +10,14 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 
 # Room -> the rooms whose headers it may include, beside its own and the public header.
 ARROWS = {
-    "core": set(),
-    "math": set(),
-    "cpu": {"core", "math"},
-    "ops": {"core", "cpu", "math"},
-    "torch": {"core", "ops"},
+    "csrc/core": set(),
+    "csrc/math": set(),
+    "csrc/cpu": {"csrc/core", "csrc/math"},
+    "csrc/ops": {"csrc/core", "csrc/cpu", "csrc/math"},
+    "csrc/torch": {"csrc/core", "csrc/ops"},
+    "cuda": {"csrc/core", "csrc/math", "csrc/ops"},
 }
+C_SUFFIXES = (".c", ".h", ".def", ".inc", ".cu")
 
 # Names that tools give to one file per folder.
 FIXED_NAMES = {"BUILD", "WORKSPACE", "README.md", "__init__.py", ".bazelrc", "run.sh", "conftest.py"}
@@ -33,28 +35,39 @@ def includes(path: pathlib.Path) -> list[str]:
 
 @pytest.mark.parametrize("room", ARROWS)
 def test_includes_go_down_only(room: str) -> None:
-    files = [path for path in sources(f"csrc/{room}") if path.suffix in (".c", ".h", ".def", ".inc")]
+    files = [path for path in sources(room) if path.suffix in C_SUFFIXES]
     assert files
     upwards = []
     for path in files:
         for name in includes(path):
-            below = re.match(r"csrc/(\w+)/", name)
+            below = re.match(r"(csrc/\w+|cuda)/", name)
             if below and below[1] not in ARROWS[room] | {room}:
                 upwards.append(f"{path.relative_to(ROOT)} includes {name}")
     assert not upwards
 
 
-def test_the_public_header_stands_alone() -> None:
-    assert set(includes(ROOT / "csrc/torch_ext.h")) <= {"stddef.h", "stdint.h", "policy.def"}
+@pytest.mark.parametrize(
+    ("header", "may_include"),
+    [("csrc/torch_ext.h", {"stddef.h", "stdint.h", "policy.def"}), ("cuda/torch_ext_cuda.h", {"torch_ext.h"})],
+)
+def test_the_public_headers_stand_alone(header: str, may_include: set[str]) -> None:
+    assert set(includes(ROOT / header)) <= may_include
 
 
-@pytest.mark.parametrize("room", ["core", "math", "cpu"])
+def test_the_cuda_library_has_the_checks_of_the_operators_and_not_what_runs_them() -> None:
+    found = {name for path in sources("cuda") if path.suffix in C_SUFFIXES for name in includes(path)}
+    assert {name for name in found if name.startswith("csrc/ops/")} <= {
+        "csrc/ops/check.h",
+        "csrc/ops/checks.h",
+        "csrc/ops/tensor.h",
+    }
+
+
+@pytest.mark.parametrize("room", ["csrc/core", "csrc/math", "csrc/cpu"])
 def test_rooms_below_torch_use_libc_alone(room: str) -> None:
     """Neither threads, nor dlopen, nor printing: the caller brings the threads, and messages go into tx_error."""
     forbidden = {"pthread.h", "threads.h", "dlfcn.h", "omp.h"}
-    found = [
-        f"{p.relative_to(ROOT)}: {name}" for p in sources(f"csrc/{room}") for name in includes(p) if name in forbidden
-    ]
+    found = [f"{p.relative_to(ROOT)}: {name}" for p in sources(room) for name in includes(p) if name in forbidden]
     assert not found
 
 
@@ -62,8 +75,8 @@ def test_the_library_prints_and_exits_nowhere() -> None:
     calls = re.compile(r"\b(printf|puts|putchar|fprintf|perror|exit|abort|_Exit)\s*\(")
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in sources("csrc")
-        if path.suffix in (".c", ".h")
+        for path in sources("csrc") + sources("cuda")
+        if path.suffix in C_SUFFIXES
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if calls.search(line)
     ]
@@ -71,7 +84,7 @@ def test_the_library_prints_and_exits_nowhere() -> None:
 
 
 def test_file_names_are_unique() -> None:
-    folders = ["bazel", "csrc", "examples", "tests", "torch_ext"]
+    folders = ["bazel", "csrc", "cuda", "examples", "tests", "torch_ext"]
     by_name = collections.defaultdict(list)
     for folder in folders:
         for path in sources(folder):

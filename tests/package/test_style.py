@@ -9,7 +9,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-C_SUFFIXES = {".c", ".h", ".cc"}
+C_SUFFIXES = {".c", ".h", ".cc", ".cu"}
 
 
 def tool(name: str) -> str:
@@ -41,7 +41,8 @@ def test_clang_format() -> None:
     version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
     if " 14." not in version:
         pytest.skip(f"formatted by clang-format 14, found {version.strip()}")
-    check(program, "--dry-run", "-Werror", "--style=file", *sources(["csrc", "examples/c", "tests/core"], C_SUFFIXES))
+    folders = ["csrc", "cuda", "examples/c", "tests/core", "tests/cuda"]
+    check(program, "--dry-run", "-Werror", "--style=file", *sources(folders, C_SUFFIXES))
 
 
 def test_ruff_format() -> None:

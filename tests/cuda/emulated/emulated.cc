@@ -147,7 +147,7 @@ void Prepare(Fiber *fiber) {
   fiber->done = false;
   fiber->exchanges = 0;
 #if defined(__SANITIZE_ADDRESS__)
-  __asan_unpoison_memory_region(fiber->stack.get(), kStack); // the last block's frames
+  __asan_unpoison_memory_region(fiber->stack.get(), kStack);  // the last block's frames
 #endif
 #if defined(__x86_64__)
   // As if tx_emulated_switch had been called from the entry: six registers, the return address, an aligned stack.
