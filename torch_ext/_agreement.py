@@ -66,9 +66,7 @@ def _signed(word: int) -> int:
 
 
 def _gather(exchange: Exchange, payload: torch.Tensor, caller: str) -> list[torch.Tensor]:
-    device = exchange.device
-    rows = exchange.all_gather(payload.to(device), tag=AGREEMENT_TAG, what=f"{caller}: comparing the ranks' plans")()
-    return [row.cpu() for row in rows]
+    return exchange.all_gather(payload, tag=AGREEMENT_TAG, what=f"{caller}: comparing the ranks' plans")()
 
 
 def _gather_texts(exchange: Exchange, text: str, caller: str) -> list[str]:

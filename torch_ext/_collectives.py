@@ -1,64 +1,131 @@
-"""The exchange over any back end that has all-to-all and all-gather.
+"""The exchange over any back end that has all-to-all and all-gather, NCCL above all.
 
-Collectives have no tags: the order of calls is their name. So each is issued by the thread that runs backward, the
-all-to-all when a bucket is started, the rest when its result is asked for, and the caller keeps one order on all ranks.
+Collectives have no tags: the order of calls is their name. So each is issued by the thread that runs backward, and all
+ranks keep one order: a bucket's all-to-all when it is started, its sum and all-gather when the next bucket has left (on
+a device, where that only gives work to a stream) or when its result is asked for (on a CPU, where it would wait).
+
+On a device nothing here waits on the host: see `_streams`. Reports between buckets and cycles travel from host to host,
+over gloo, since reading what a device received would wait for the device.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from torch_ext._exchange import Exchange, Install, Opening
-from torch_ext._wire import Wire
+from torch_ext import _control
+from torch_ext._exchange import Exchange, Handle, Install, Opening
+from torch_ext._streams import Event, Slot, Slots
+from torch_ext._transport import TorchTransport, Transport, Work
+from torch_ext._wire import BLOCK, CODES, Wire
 
 
 class _Reduction:
-    """A bucket whose all-to-all is under way."""
+    """A bucket between its all-to-all and its sum."""
 
     def __init__(
-        self, exchange: Exchange, wire: Wire, install: Install, result: Wire | None, then: Callable[[], None] | None
+        self,
+        exchange: "Collectives",
+        opening: Opening,
+        install: Install,
+        what: str,
+        then: Callable[[], None] | None,
     ) -> None:
-        self.exchange, self.install, self.gathered, self.then = exchange, install, result, then
-        self.received = wire.like()
-        self.works: list[dist.Work] | None = [
-            dist.all_to_all_single(into, sent, group=exchange.group, async_op=True)
-            for into, sent in zip(self.received.messages(), wire.messages(), strict=True)
-        ]
+        self.exchange, self.install, self.what, self.then = exchange, install, what, then
+        # Reads memory that others allocated, which has to live until `result`.
+        self.opening: Opening | None = opening
+        self.event = exchange.take_event()
+        self.failure: Exception | None = None
+        with exchange.ordering.leave():
+            self.wire, self.gathered = opening()
+            self.received, self.slot = exchange.lend(self.wire.data.numel(), self.wire.data.dtype, "received")
+            self.works = exchange.transport.all_to_all(self.received.messages(), self.wire.messages(), what)
+
+    def advance(self) -> None:
+        """Gives the device the rest to do; a CPU does it."""
+        try:
+            self._advance()
+        except Exception as error:
+            self.failure = error  # whoever advances need not be who asks for the result
+            raise
+
+    def _advance(self) -> None:
+        exchange = self.exchange
+        with exchange.ordering.arrive():
+            _wait(self.works)
+            self.install(self.received.parts(exchange.world_size))
+            exchange.slots.give_back(self.slot)
+            if self.gathered is not None:
+                _wait(exchange.transport.all_gather(self.gathered.messages(), exchange.rank, self.what))
+            if self.then is not None:
+                self.then()
+            exchange.ordering.arrived(self.event)
 
     def result(self) -> None:
-        if self.works is None:
+        if self.opening is None:
             return
-        for work in self.works:
-            work.wait()
-        self.works = None
-        self.install(self.received.parts(self.exchange.world_size))
-        if self.gathered is not None:
-            _gather(self.exchange, self.gathered)
-        if self.then is not None:
-            self.then()
+        self.exchange.advance_to(self)
+        if self.failure is not None:
+            raise self.failure
+        self.exchange.ordering.join(self.event)
+        self.exchange.events.append(self.event)
+        del self.wire, self.gathered, self.received, self.slot, self.works, self.install, self.then
+        self.opening = None
 
 
 class _Gathering:
-    def __init__(self, exchange: Exchange, gathered: Wire) -> None:
-        self.exchange = exchange
-        self.gathered: Wire | None = gathered
+    """Weights on their way."""
+
+    def __init__(self, gathered: Wire, works: list[Work]) -> None:
+        self._gathered: Wire | None = gathered  # kept while it is written
+        self._works = works
 
     def result(self) -> None:
-        if self.gathered is not None:
-            _gather(self.exchange, self.gathered)
-        self.gathered = None
+        works, self._works = self._works, []
+        _wait(works)
+        self._gathered = None
 
 
-def _gather(exchange: Exchange, gathered: Wire) -> None:
-    own = gathered.parts(exchange.world_size)[exchange.rank]
-    for into, sent in zip(gathered.messages(), own.messages(), strict=True):
-        # A copy, because gather's input may not lie in its output on every back end.
-        dist.all_gather_into_tensor(into, sent.clone(), group=exchange.group)
+def _wait(works: list[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 class Collectives(Exchange):
     """See the module's first lines. A timeout is reported by the back end, in its own words."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, transport: Transport | None = None, in_place: bool = False
+    ) -> None:
+        """transport: None: the group itself. in_place: see TorchTransport."""
+        super().__init__(group, device)
+        self.transport = TorchTransport(group, in_place) if transport is None else transport
+        self.slots = Slots(self.ordering.streams, device)
+        self.events: list[Event] = []  # of buckets that are done with
+        self._lent: dict[int, Slot] = {}  # by address
+        self._control: Exchange | None = None
+        self._under_way: deque[_Reduction] = deque()  # which have not advanced
+
+    def take_event(self) -> Event:
+        return self.events.pop() if self.events else self.ordering.streams.event()
+
+    def lend(self, numel: int, dtype: torch.dtype, role: str) -> tuple[Wire, Slot]:
+        """Memory of a slot. Where both of its class are in use, the oldest bucket is finished first, on every rank."""
+        blocks = numel // BLOCK if dtype == CODES else 0
+        nbytes = numel * dtype.itemsize + blocks
+        while (slot := self.slots.take(role, nbytes)) is None:
+            self._under_way.popleft().advance()
+        codes = slot.memory[: numel * dtype.itemsize].view(dtype)
+        return Wire(codes, slot.memory[codes.nbytes : nbytes]), slot
+
+    def borrow(self, numel: int, dtype: torch.dtype, role: str) -> Wire:
+        wire, slot = self.lend(numel, dtype, role)
+        self._lent[wire.data.data_ptr()] = slot
+        return wire
+
+    def give_back(self, wire: Wire) -> None:
+        self.slots.give_back(self._lent.pop(wire.data.data_ptr()))
 
     def reduce(
         self,
@@ -69,18 +136,31 @@ class Collectives(Exchange):
         tag: int,
         what: str,
         then: Callable[[], None] | None = None,
-    ) -> _Reduction:
-        if not isinstance(wire, Wire):
-            wire, result = wire()
-        self._count(wire)
-        self._count(result)
-        return _Reduction(self, wire, install, result, then)
+    ) -> Handle:
+        wires = (wire, result) if isinstance(wire, Wire) else None
+        opening: Opening = wire if not isinstance(wire, Wire) else lambda: wires  # type: ignore[assignment, return-value]
+        reduction = _Reduction(self, opening, install, what, then)
+        self._count(reduction.wire)
+        self._count(reduction.gathered)
+        if self.deferring and self._under_way:
+            self.advance_to(self._under_way[-1])
+        self._under_way.append(reduction)
+        return reduction
 
-    def gather(self, result: Wire, *, tag: int, what: str) -> _Gathering:
+    def advance_to(self, reduction: _Reduction) -> None:
+        """In the order in which buckets left."""
+        while reduction in self._under_way:
+            self._under_way.popleft().advance()
+
+    def gather(self, result: Wire, *, tag: int, what: str) -> Handle:
         self._count(result)
-        return _Gathering(self, result)
+        return _Gathering(result, self.transport.all_gather(result.messages(), self.rank, what))
 
     def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
+        if self.device.type != "cpu":
+            if self._control is None:
+                self._control = _control.beside(self.group)
+            return self._control.all_gather(payload, tag=tag, what=what)
         self.bytes_sent += payload.nbytes * (self.world_size - 1)
         gathered = [torch.empty_like(payload) for _ in range(self.world_size)]
         work = dist.all_gather(gathered, payload, group=self.group, async_op=True)

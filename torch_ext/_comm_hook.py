@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_ext._agreement import agree
-from torch_ext._exchange import MAX_BUCKETS, divide_factor, exchange_over, tag
+from torch_ext._exchange import MAX_BUCKETS, Handle, divide_factor, exchange_over, tag
 from torch_ext._layout import plan_buckets
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
 from torch_ext._policy import Policy
@@ -44,6 +44,7 @@ class CommHook:
         self._cycle = 0
         self._nonfinite = ALL_FINITE
         self._bytes_before, self._bytes = 0, 0
+        self._pending: list[tuple[Handle, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
 
     def wire_bytes(self) -> int:
         """Bytes that this rank sent in the last backward that reduced."""
@@ -54,6 +55,9 @@ class CommHook:
         grads, members = bucket.buffer(), [self._position[p] for p in bucket.parameters()]
         if bucket.index() == 0:
             self._bytes_before, self._nonfinite = self._exchange.bytes_sent, ALL_FINITE
+            abandoned, self._pending = self._pending, []  # of a backward that raised; the other ranks sent it too
+            for one, _, _ in abandoned:
+                one.result()
         if self._check_for_nan:
             self._look_for_nan(bucket, members)
         # DDP's bucket has one dtype, so its parameters have one on the wire; its length is no multiple of anything.
@@ -75,7 +79,28 @@ class CommHook:
         if bucket.is_last():
             self._cycle += 1
             self._bytes = self._exchange.bytes_sent - self._bytes_before
-        return _torch_future(handle, grads)
+        if isinstance(handle, concurrent.futures.Future):
+            return _torch_future(handle, grads)
+        return self._settle(handle, grads, bucket.is_last())
+
+    def _settle(self, handle: Handle, grads: torch.Tensor, last: bool) -> "torch.futures.Future[torch.Tensor]":
+        """Results are asked for when the last bucket has left: until then backward goes on."""
+        device = grads.device
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=None if device.type == "cpu" else [device]
+        )
+        self._pending.append((handle, grads, future))
+        if last:
+            pending, self._pending = self._pending, []
+            for one, value, settled in pending:
+                try:
+                    one.result()
+                    settled.set_result(
+                        value
+                    )  # on a device: when the current stream, which waits for it, has come there
+                except RuntimeError as error:
+                    settled.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+        return future
 
     def _look_for_nan(self, bucket: dist.GradBucket, members: list[int]) -> None:
         if self._nonfinite == ALL_FINITE:
@@ -83,7 +108,7 @@ class CommHook:
             self._nonfinite = ALL_FINITE if bad == ALL_FINITE else members[bad]
         if not bucket.is_last():
             return
-        report = torch.tensor([self._nonfinite], device=self._exchange.device).view(torch.uint8)
+        report = torch.tensor([self._nonfinite]).view(torch.uint8)
         end = tag(self._number, self._cycle, MAX_BUCKETS)
         reports = self._exchange.all_gather(report, tag=end, what=f"end of gradient cycle {self._cycle}")()
         bad_by_rank = {rank: int(r.view(torch.int64)) for rank, r in enumerate(reports)}
@@ -94,7 +119,9 @@ class CommHook:
             )
 
 
-def _torch_future(handle: object, value: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
+def _torch_future(
+    handle: "concurrent.futures.Future[None]", value: torch.Tensor
+) -> "torch.futures.Future[torch.Tensor]":
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
     def settle(done: "concurrent.futures.Future[None]") -> None:
@@ -104,11 +131,7 @@ def _torch_future(handle: object, value: torch.Tensor) -> "torch.futures.Future[
         else:
             future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
 
-    if isinstance(handle, concurrent.futures.Future):
-        handle.add_done_callback(settle)
-    else:
-        handle.result()  # type: ignore[attr-defined]
-        future.set_result(value)
+    handle.add_done_callback(settle)
     return future
 
 

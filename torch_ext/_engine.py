@@ -233,6 +233,7 @@ class Engine(_registry.Owner):
         self._enter_backward()
         self._check_parameter(i)
         self.store.came(i)
+        self.exchange.ordering.wrote()
         self._came[i] = CAME
         if self._reducing and self._tracker.mark(i) and not self._learning:
             self._send_complete()
@@ -327,6 +328,7 @@ class Engine(_registry.Owner):
     def _send(self, b: int) -> None:
         if self._check_for_nan and self._nonfinite == ALL_FINITE:
             grads = self.store.grads(b)
+            self.exchange.ordering.catch_up()
             bad = first_nonfinite([grad for _, grad in grads])
             self._nonfinite = ALL_FINITE if bad == ALL_FINITE else grads[bad][0]
         what = f"gradients of cycle {self._cycle}, {self._bucket_names[b]}"
@@ -376,10 +378,10 @@ class Engine(_registry.Owner):
     def _learn(self) -> None:
         """Lays the buckets out in the order in which gradients came on rank 0, if that is another one than planned."""
         words = torch.tensor([self._may_replan(), *self._tracker.order()], dtype=torch.int64)
-        payload = words.view(torch.uint8).to(self.exchange.device)
+        payload = words.view(torch.uint8)
         what = f"the order of gradients in cycle {self._cycle}"
         gathered = self.exchange.all_gather(payload, tag=tag(self._number, self._cycle, MAX_BUCKETS), what=what)()
-        rows = [row.cpu().view(torch.int64).tolist() for row in gathered]
+        rows = [row.view(torch.int64).tolist() for row in gathered]
         if not all(may for may, *_ in rows):
             return
         plan = self._replan(rows[0][1:])
@@ -396,7 +398,7 @@ class Engine(_registry.Owner):
     def _close_cycle(self) -> list[torch.Tensor]:
         """Exchanges this rank's report, waits for the buckets, installs the sums; every rank's report."""
         header = torch.tensor([self._cycle, self._nonfinite], dtype=torch.int64).view(torch.uint8)
-        report = torch.cat([header, torch.frombuffer(self._came, dtype=torch.uint8)]).to(self.exchange.device)
+        report = torch.cat([header, torch.frombuffer(self._came, dtype=torch.uint8)])
         try:
             what = f"end of gradient cycle {self._cycle}"
             self._report = self.exchange.all_gather(report, tag=tag(self._number, self._cycle, MAX_BUCKETS), what=what)
@@ -404,7 +406,8 @@ class Engine(_registry.Owner):
             self._failure = str(error)
             raise
         self._wait(self._handles)
-        reports = [r.cpu() for r in self._guarded(self._report)]
+        reports: list[torch.Tensor] = self._guarded(self._report)
+        self.exchange.ordering.forget_writers()
         self._handles, self._report = [], None
         self._began = self._reducing = False
         self._cycle += 1

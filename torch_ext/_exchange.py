@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
+from torch_ext._streams import Ordering, streams_of
 from torch_ext._wire import Wire
 
 # Tags of point-to-point messages: bit 30, so that a user's own small tags on the same group are never ours; then who
@@ -63,8 +64,23 @@ class Exchange(abc.ABC):
         self.device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.ordering = Ordering(streams_of(device))
         # Counted when an exchange is started, for both its halves.
         self.bytes_sent = 0
+
+    @property
+    def deferring(self) -> bool:
+        """Whether what is started happens later, in the order of streams: an Opening then reads memory until the
+        result."""
+        return not self.ordering.streams.blocks
+
+    @abc.abstractmethod
+    def borrow(self, numel: int, dtype: torch.dtype, role: str) -> Wire:
+        """Memory for a bucket that travels, of no particular content. role: "wire" or "gathered"."""
+
+    @abc.abstractmethod
+    def give_back(self, wire: Wire) -> None:
+        """What was borrowed. Any thread; where work is deferred, from `then`."""
 
     @abc.abstractmethod
     def reduce(
@@ -92,7 +108,8 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
-        """Starts the exchange of a few bytes (uint8, one size everywhere); the result waits and gives every rank's."""
+        """Starts the exchange of a few bytes (uint8, host memory, one size everywhere); the result waits and gives every
+        rank's."""
 
     def _count(self, wire: Wire | None) -> None:
         """A half of an exchange: every other rank is sent a part. One thread at a time."""
@@ -105,7 +122,8 @@ def exchange_over(group: dist.ProcessGroup, device: torch.device) -> Exchange:
     from torch_ext._collectives import Collectives
     from torch_ext._point_to_point import PointToPoint
 
-    return (PointToPoint if backend(group, device) == "gloo" else Collectives)(group, device)
+    name = backend(group, device)
+    return PointToPoint(group, device) if name == "gloo" else Collectives(group, device, in_place=name == "nccl")
 
 
 def backend(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -321,10 +321,10 @@ class FsdpEngine(_registry.Owner):
         for i, param in enumerate(self.params):
             if not report.came[i] and not param.requires_grad:
                 report.came[i] = FROZEN
-        payload = report.encode(cycle).to(control.device)
+        payload = report.encode(cycle)
         number, what = self.exchanges.report_tag(cycle), f"end of gradient cycle {cycle}"
         gather = self._guarded(lambda: control.all_gather(payload, tag=number, what=what))
-        reports = Reports([row.cpu() for row in self._guarded(gather)], self.names, self.units)
+        reports = Reports(self._guarded(gather), self.names, self.units)
         self._guarded(lambda: reports.check_places(control.rank))
         for reduction in reductions:
             if not reduction.settled:

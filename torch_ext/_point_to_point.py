@@ -248,6 +248,12 @@ class PointToPoint(Exchange):
         self._under_way = 0
         self._waiting: deque[_Reduction] = deque()
 
+    def borrow(self, numel: int, dtype: torch.dtype, role: str) -> Wire:
+        return Wire.empty(numel, dtype, self.device)
+
+    def give_back(self, wire: Wire) -> None:
+        """It is freed when nobody has it any more."""
+
     def receive(self, wires: list[Wire], tag: int, what: str) -> _Works:
         """Posts wires[peer] <- peer for every peer."""
         return self._post(lambda peer, m: self.group.recv([m], peer, tag), wires, what)

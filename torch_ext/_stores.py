@@ -17,7 +17,7 @@ import torch
 
 from torch_ext import _stats, _tensors
 from torch_ext._buffers import GradientBuffers
-from torch_ext._exchange import IN_FLIGHT, Exchange, Handle
+from torch_ext._exchange import IN_FLIGHT, Exchange, Handle, Opening
 from torch_ext._layout import BucketPlan
 from torch_ext._pieces import part_of, pieces
 from torch_ext._storages import is_released
@@ -48,7 +48,7 @@ class Store(abc.ABC):
         None: bf16 beside an 8-bit wire, else the wire's dtype."""
         self.params, self.plan, self.exchange, self.ids = params, plan, exchange, ids
         self.divide_factor, self.gather_dtype = divide_factor, gather_dtype
-        self.temporary = TemporaryBuckets(exchange.device)
+        self.temporary = TemporaryBuckets(exchange)
         self.members = [
             pieces(plan, b, bucket.start, bucket.start + bucket.numel) for b, bucket in enumerate(plan.buckets)
         ]
@@ -396,8 +396,14 @@ class GradientShards(Store):
         # At most so many buckets exist, however slow the network is: backward waits for the oldest.
         if len(self._under_way) >= IN_FLIGHT:
             self._under_way.pop(0).result()
-        wire = self._wire_of(b, values, members, cycle)
-        del values
+
+        def leave() -> tuple[Wire, None]:
+            return self._wire_of(b, values, members, cycle), None
+
+        # Gradients are free as soon as they are packed, unless a device packs them later.
+        opening: Opening | Wire = leave if self.exchange.deferring else leave()[0]
+        if not self.exchange.deferring:
+            values.clear()
         accumulate, part = self._holding, self._parts[b]
 
         def install(chunks: Sequence[Wire]) -> None:
@@ -405,7 +411,7 @@ class GradientShards(Store):
             if after is not None:
                 after()
 
-        handle = self.exchange.reduce(wire, install, tag=tag, what=what, then=lambda: self.temporary.give_back(b))
+        handle = self.exchange.reduce(opening, install, tag=tag, what=what, then=lambda: self.temporary.give_back(b))
         self._under_way.append(handle)
         return handle
 

@@ -2,14 +2,16 @@
 
 import torch
 
+from torch_ext._exchange import Exchange
 from torch_ext._wire import Wire
 
 
 class TemporaryBuckets:
     """For each bucket at most one that leaves and one that sums are gathered in, at a time."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, exchange: Exchange) -> None:
+        """exchange: which lends the memory."""
+        self._exchange = exchange
         self._wires: dict[tuple[int, bool], Wire] = {}
 
     def __len__(self) -> int:
@@ -23,7 +25,9 @@ class TemporaryBuckets:
         """
         wire = self._wires.get((bucket, gathered))
         if wire is None:
-            wire = self._wires[bucket, gathered] = Wire.empty(numel, dtype, self._device)
+            wire = self._wires[bucket, gathered] = self._exchange.borrow(
+                numel, dtype, "gathered" if gathered else "wire"
+            )
         if wire.data.numel() != numel or wire.data.dtype != dtype:
             raise RuntimeError(
                 f"bucket {bucket} has {wire.data.numel()} elements of {wire.data.dtype} in use; it cannot be had as "
@@ -33,4 +37,6 @@ class TemporaryBuckets:
 
     def give_back(self, bucket: int, *, gathered: bool = False) -> None:
         """Frees the bucket's memory, if it has any. Any thread."""
-        self._wires.pop((bucket, gathered), None)
+        wire = self._wires.pop((bucket, gathered), None)
+        if wire is not None:
+            self._exchange.give_back(wire)

@@ -422,10 +422,12 @@ def test_a_sparse_gradient_is_named() -> None:
     ranks.run(1, _sparse)
 
 
-def test_e9_a_temporary_bucket_is_of_the_dtype_and_size_it_was_made_with() -> None:
+def _temporary(rank: int, world: int, back_end: str) -> None:
+    from torch_ext import _exchange
     from torch_ext._temporary import TemporaryBuckets
 
-    buckets = TemporaryBuckets(torch.device("cpu"))
+    _exchange.backend = lambda group, device: back_end
+    buckets = TemporaryBuckets(_exchange.exchange_over(torch.distributed.group.WORLD, torch.device("cpu")))
     wire = buckets.take(3, 256, BF16)
     assert wire.data.shape == (256,) and wire.data.dtype == BF16 and buckets.take(3, 256, BF16) is wire
     for numel, dtype in ((128, BF16), (256, FP32), (256, torch.uint8)):
@@ -440,3 +442,8 @@ def test_e9_a_temporary_bucket_is_of_the_dtype_and_size_it_was_made_with() -> No
     buckets.give_back(4)
     buckets.give_back(3, gathered=True)
     assert len(buckets) == 0
+
+
+@pytest.mark.parametrize("back_end", ["gloo", "none that is known"])
+def test_e9_a_temporary_bucket_is_of_the_dtype_and_size_it_was_made_with(back_end: str) -> None:
+    ranks.run(1, _temporary, back_end)

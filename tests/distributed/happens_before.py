@@ -1,0 +1,216 @@
+"""A device that is pretended: who of its streams reads and writes which memory when, and whether an event orders them.
+
+Every operator runs at once, on the CPU, and is noted as given to the stream that is current. Streams have vector clocks:
+of two accesses to one byte, one of them a write, the earlier must be known to the stream of the later one. Memory goes
+back to the stream that was current when it was made: when that makes other memory, it must know of every access.
+
+The collectives of a group run on a stream of the group's own, as NCCL's do: they follow the stream that is current when
+they are started, and who waits for one makes the current stream follow it.
+"""
+
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torch_ext._streams import Streams
+
+Clock = dict[str, int]
+
+
+class _Access(NamedTuple):
+    stream: str
+    time: int
+    begin: int
+    end: int
+    writes: bool
+    what: str
+
+
+class _Memory:
+    def __init__(self, tensor: torch.Tensor, owner: str) -> None:
+        self.alive = StorageWeakRef(tensor.untyped_storage())
+        self.owner = owner
+        self.accesses: list[_Access] = []
+
+
+class FakeStreams(Streams):
+    """Implements torch_ext's interface."""
+
+    def __init__(self) -> None:
+        self.races: list[str] = []
+        self.used: set[str] = set()
+        self._current = ["compute"]
+        self._made = 0
+        self._clocks: dict[str, Clock] = {"compute": {"compute": 0}}
+        self._memories: dict[int, _Memory] = {}
+        self._freed: dict[str, list[_Access]] = {}  # accesses to memory that its stream may hand out again
+
+    # -- torch_ext's interface
+
+    def current(self) -> str:
+        return self._current[-1]
+
+    def new(self) -> str:
+        self._made += 1
+        return f"side {self._made}"
+
+    @contextlib.contextmanager
+    def on(self, stream: str) -> Iterator[None]:  # type: ignore[override]
+        self._current.append(stream)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    def event(self) -> list[Clock]:
+        return []
+
+    def record(self, event: list[Clock], stream: str) -> None:
+        self._free()
+        event[:] = [dict(self._clock(stream))]
+
+    def wait(self, stream: str, event: list[Clock]) -> None:
+        self._free()
+        for passed in event:
+            self._follow(stream, passed)
+
+    # -- the model
+
+    def _clock(self, stream: str) -> Clock:
+        return self._clocks.setdefault(stream, {stream: 0})
+
+    def _follow(self, stream: str, passed: Clock) -> None:
+        clock = self._clock(stream)
+        for other, time in passed.items():
+            clock[other] = max(clock.get(other, 0), time)
+
+    def touch(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str) -> None:
+        """The current stream is given an operator."""
+        self._free()
+        stream = self.current()
+        self.used.add(stream)
+        clock = self._clock(stream)
+        clock[stream] += 1
+        for tensors, written in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                if tensor.numel():
+                    self._access(tensor, stream, clock, written, what)
+
+    def _access(self, tensor: torch.Tensor, stream: str, clock: Clock, written: bool, what: str) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._memories:
+            self._memories[storage._cdata] = _Memory(tensor, stream)
+            self._hand_out(stream)
+        memory = self._memories[storage._cdata]
+        begin = tensor.storage_offset() * tensor.element_size()
+        span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        new = _Access(stream, clock[stream], begin, begin + span * tensor.element_size(), written, what)
+        kept = []
+        for old in memory.accesses:
+            overlaps = old.begin < new.end and new.begin < old.end
+            known = clock.get(old.stream, 0) >= old.time
+            if overlaps and (old.writes or written) and not known:
+                self.races.append(f"{new.what} on {stream} does not follow {old.what} on {old.stream}")
+            covered = new.begin <= old.begin and old.end <= new.end
+            if not (known and covered and (written or not old.writes)):
+                kept.append(old)
+        memory.accesses = [*kept, new]
+
+    def _free(self) -> None:
+        """Memory that nobody has any more is its stream's again."""
+        for key, memory in list(self._memories.items()):
+            if memory.alive.expired():
+                del self._memories[key]
+                self._freed.setdefault(memory.owner, []).extend(memory.accesses)
+
+    def _hand_out(self, owner: str) -> None:
+        clock = self._clock(owner)
+        for access in self._freed.pop(owner, []):
+            if clock.get(access.stream, 0) < access.time:
+                self.races.append(f"memory of {owner} is handed out again before {access.what} on {access.stream}")
+
+    def end(self) -> None:
+        """Streams of exchanges that are gone are used again, by whoever asks for some."""
+        gc.collect()
+        self._free()
+        for owner in list(self._freed):
+            if owner.startswith("side"):
+                self._hand_out(owner)
+
+
+class Recording(TorchDispatchMode):
+    """Notes every operator that runs inside."""
+
+    def __init__(self, streams: FakeStreams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        outputs = func(*args, **kwargs)
+        if func.namespace == "c10d":
+            return outputs
+        written: list[torch.Tensor] = []
+        read: list[torch.Tensor] = []
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            if argument.name in named:
+                found = [t for t in tree_leaves(named[argument.name]) if isinstance(t, torch.Tensor)]
+                (written if argument.alias_info is not None and argument.alias_info.is_write else read).extend(found)
+        makes_views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if makes_views and not written:
+            return outputs
+        if func._schema.name.startswith(("aten::new_", "aten::empty_like")):
+            read = []  # asks for the shape
+        made = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+        self._streams.touch(read, [*written, *made], str(func._schema.name))
+        return outputs
+
+
+class _Work:
+    """Of one collective: it has run, on the group's stream."""
+
+    def __init__(self, streams: FakeStreams, event: list[Clock]) -> None:
+        self._streams, self._event = streams, event
+
+    def wait(self) -> None:
+        self._streams.wait(self._streams.current(), self._event)
+
+
+def _on_stream_of_group(streams: FakeStreams, kind: str, run: Any) -> Any:
+    def collective(into: torch.Tensor, sent: torch.Tensor, *, group: Any, async_op: bool) -> _Work:
+        before, after = streams.event(), streams.event()
+        streams.record(before, streams.current())
+        with streams.on(f"group {dist.get_rank(group)}"):
+            streams.wait(streams.current(), before)
+            streams.touch([sent], [into], kind)
+            run(into, sent.clone(), group=group)
+            streams.record(after, streams.current())
+        return _Work(streams, after)
+
+    return collective
+
+
+@contextlib.contextmanager
+def pretended(streams: FakeStreams) -> Iterator[None]:
+    """Exchanges that are made inside are over a device like that, in this process; gloo moves the bytes."""
+    from torch_ext import _exchange
+
+    saved = _exchange.streams_of, _exchange.backend, dist.all_to_all_single, dist.all_gather_into_tensor
+    _exchange.streams_of = lambda device: streams
+    _exchange.backend = lambda group, device: "nccl"
+    dist.all_to_all_single = _on_stream_of_group(streams, "all_to_all", saved[2])
+    dist.all_gather_into_tensor = _on_stream_of_group(streams, "all_gather", saved[3])
+    try:
+        with Recording(streams):
+            yield
+        streams.end()
+    finally:
+        _exchange.streams_of, _exchange.backend, dist.all_to_all_single, dist.all_gather_into_tensor = saved

@@ -1,0 +1,233 @@
+"""The exchange over streams: every read of memory that travels is ordered after its write, every reuse after its last
+read, and the bits are those of the exchange over gloo. The device is pretended (happens_before.py)."""
+
+import contextlib
+from typing import Any
+
+import happens_before
+import pytest
+import ranks
+import strategies
+import torch
+import torch.distributed as dist
+from gradients import BF16, FP32, Given, bits, noise, policy
+from happens_before import FakeStreams
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_ext
+from torch_ext import _collectives, _control, _exchange, _streams
+from torch_ext._wire import Wire, add_up
+
+SHAPES: list[Any] = [(300,), (1,), (129, 3), (5, 5, 5), (2000,), (2,), (700,), (640,), (650,)]
+DTYPES = {
+    "fp32": (FP32, FP32, FP32),
+    "wire-bf16": (FP32, FP32, BF16),
+    "bf16-main-fp32": (BF16, FP32, BF16),
+    "wire-8-bit": (BF16, FP32, torch.uint8),
+}
+
+
+def _trained(rank: int, strategy: str, dtypes: Any) -> list[bytes]:
+    chosen = policy(*dtypes, bucket_size=300, overlap_grad_reduce=True)
+    model: Any = Given(SHAPES, dtypes[0])
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.fill_(0.5 + i)
+    if strategy == "ddp hook":
+        model = DistributedDataParallel(model, bucket_cap_mb=0.002)
+        torch_ext.register_comm_hook(model, chosen)
+    else:
+        torch_ext.parallelize(model, chosen, strategy=strategy)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.01, policy=chosen)
+    for step in range(3):
+        for microbatch in range(2):
+            with model.no_sync() if microbatch == 0 else contextlib.nullcontext():
+                model(noise(10 * step + microbatch, rank, SHAPES, dtypes[0])).backward()
+        torch_ext.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return bits([p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()])
+
+
+def _ordered(rank: int, world: int, strategy: str) -> None:
+    for name, dtypes in DTYPES.items():
+        expected = _trained(rank, strategy, dtypes)
+        streams = FakeStreams()
+        with happens_before.pretended(streams):
+            found = _trained(rank, strategy, dtypes)
+        assert not streams.races, (name, streams.races[:5])
+        assert found == expected, name
+        assert {s.split()[0] for s in streams.used} >= {"compute", "side", "group"}
+
+
+@pytest.mark.parametrize("strategy", [*strategies.STRATEGIES, "ddp hook"])
+def test_every_access_is_ordered_and_the_bits_are_those_of_gloo(strategy: str) -> None:
+    ranks.run(2, _ordered, strategy, limit=80.0)
+
+
+def _as_fsdp2_calls(streams: FakeStreams, call: Any) -> Any:
+    """FSDP2 calls custom collectives on streams of its own, which follow the computation before and are followed after
+    (a reduce-scatter: at the end of backward)."""
+
+    def on_its_own(*args: Any, **kwargs: Any) -> Any:
+        before, after = streams.event(), streams.event()
+        streams.record(before, "compute")
+        with streams.on("fsdp2"):
+            streams.wait("fsdp2", before)
+            found = call(*args, **kwargs)
+            streams.record(after, "fsdp2")
+        streams.wait("compute", after)
+        return found
+
+    return on_its_own
+
+
+def _fsdp2(rank: int, world: int) -> None:
+    from torch_ext import _fsdp_comm
+
+    plain = {kind: kind.__call__ for kind in (_fsdp_comm.ReduceScatter, _fsdp_comm.AllGather)}
+    for name, dtypes in DTYPES.items():
+        expected = _trained(rank, "optim_grads_params", dtypes)
+        streams = FakeStreams()
+        for kind, call in plain.items():
+            kind.__call__ = _as_fsdp2_calls(streams, call)
+        with happens_before.pretended(streams):
+            found = _trained(rank, "optim_grads_params", dtypes)
+        assert not streams.races, (name, streams.races[:5])
+        assert found == expected, name
+        assert {s.split()[0] for s in streams.used} >= {"compute", "side", "group", "fsdp2"}
+        for kind, call in plain.items():
+            kind.__call__ = call
+
+
+def test_the_same_under_fsdp2() -> None:
+    ranks.run(2, _fsdp2, limit=80.0)
+
+
+def _nothing(*_args: Any) -> None:
+    pass
+
+
+def _without(monkeypatch: Any, cls: Any, name: str) -> None:
+    monkeypatch.setattr(cls, name, _nothing)
+
+
+def _slots_at_once(monkeypatch: Any) -> None:
+    take = _streams.Slots.take
+
+    def early(self: Any, role: str, nbytes: int) -> Any:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(FakeStreams, "wait", _nothing)
+            return take(self, role, nbytes)
+
+    monkeypatch.setattr(_streams.Slots, "take", early)
+
+
+def _forgetful(monkeypatch: Any) -> None:
+    """What was packed is dropped before it is known to have been packed."""
+    made = _collectives._Reduction.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        made(self, *args)
+        self.opening = _nothing
+
+    monkeypatch.setattr(_collectives._Reduction, "__init__", init)
+
+
+# What is left out -> what the checker then says.
+BROKEN = {
+    "a bucket leaves at once": (lambda m: _without(m, _streams.Ordering, "_follow_writers"), "does not follow"),
+    "a slot is used again at once": (_slots_at_once, "does not follow"),
+    "a sum waits for no bytes": (lambda m: m.setattr(happens_before._Work, "wait", _nothing), "does not follow"),
+    "nobody waits for the sum": (lambda m: _without(m, _streams.Ordering, "join"), "does not follow"),
+    "the sum's event is not recorded": (lambda m: _without(m, _streams.Ordering, "arrived"), "does not follow"),
+    "gradients are freed at once": (_forgetful, "memory of compute is handed out again"),
+}
+
+
+def _broken(rank: int, world: int) -> dict[str, list[str]]:
+    found = {}
+    for name, (breaks, _) in BROKEN.items():
+        streams = FakeStreams()
+        with pytest.MonkeyPatch.context() as monkeypatch, happens_before.pretended(streams):
+            breaks(monkeypatch)
+            _trained(rank, "optim_grads", DTYPES["bf16-main-fp32"])
+        found[name] = streams.races
+    return found
+
+
+def test_what_is_left_out_is_noticed() -> None:
+    for races in ranks.run(2, _broken, limit=80.0):
+        for name, (_, says) in BROKEN.items():
+            assert any(says in race for race in races[name]), (name, races[name][:3])
+
+
+def _writers(rank: int, world: int, told: bool) -> list[str]:
+    """Two streams write into a bucket that a third one sends."""
+    streams = FakeStreams()
+    with happens_before.pretended(streams):
+        exchange = _exchange.exchange_over(dist.group.WORLD, torch.device("cpu"))
+        for bucket in range(5):
+            main = torch.zeros(256)
+            made = streams.event()
+            streams.record(made, streams.current())
+            for half, stream in enumerate(("forward 1", "forward 2")):
+                with streams.on(stream):
+                    streams.wait(stream, made)
+                    main[128 * half : 128 * half + 128] += 1.0 + rank
+                    if told:
+                        exchange.ordering.wrote()
+            handle = exchange.reduce(
+                Wire.of(main),
+                lambda chunks, own=main[128 * rank : 128 * rank + 128]: add_up(chunks, own, 1.0),
+                result=Wire.of(main),
+                tag=2 * bucket,
+                what="a bucket",
+            )
+            handle.result()
+            assert (main + 0.0).eq(3.0).all()
+            exchange.ordering.forget_writers()
+    return streams.races
+
+
+def test_a_bucket_waits_for_every_stream_that_wrote_into_it() -> None:
+    assert ranks.run(2, _writers, True) == [[], []]
+    assert all("forward 2" in " ".join(races) for races in ranks.run(2, _writers, False))
+
+
+def _reports(rank: int, world: int) -> None:
+    """Beside groups that have no back end for the host, the halves of the world and all of it."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    _exchange.backend = _control.backend = lambda group, device: "nccl"
+    for group, members in ((dist.group.WORLD, [0, 1, 2, 3]), (groups[rank % 2], [rank % 2, rank % 2 + 2])):
+        for _ in range(2):
+            control = _control.beside(group)
+            assert control.group is not group and dist.get_process_group_ranks(control.group) == members
+            got = control.all_gather(torch.tensor([rank], dtype=torch.uint8), tag=4, what="a report")()
+            assert [int(r) for r in got] == members
+    assert len(_control._groups) == 2
+
+
+def test_reports_travel_between_hosts_beside_groups_for_devices_only() -> None:
+    ranks.run(4, _reports)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_two_slots_for_each_size_class(most: int) -> None:
+    slots = _streams.Slots(_streams.HostStreams(), torch.device("cpu"))
+    for nbytes in (700, 1000 * most):
+        first, second = slots.take("wire", nbytes), slots.take("wire", nbytes)
+        assert first is not None and second is not None and first.memory.numel() >= nbytes
+        assert slots.take("wire", nbytes) is None and slots.take("received", nbytes) is not None
+        slots.give_back(second)
+        slots.give_back(first)
+        assert slots.take("wire", nbytes) is second, "the one that has been free for longest"
+
+
+def test_a_size_class_is_not_less_and_at_most_a_quarter_more() -> None:
+    classes = set()
+    for nbytes in [*range(1, 5000), 2**20 - 1, 2**20, 2**20 + 1, 10**9]:
+        found = _streams.size_class(nbytes)
+        classes.add(found)
+        assert nbytes <= found and (found == 512 or found < 1.25 * nbytes) and _streams.size_class(found) == found
+    assert {512, 640, 768, 896, 1024, 1280} <= classes and len(classes) < 20

@@ -1,0 +1,32 @@
+"""Words between hosts beside a group whose back end moves device memory only."""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from torch_ext._exchange import Exchange, backend
+from torch_ext._point_to_point import PointToPoint
+
+# One for each group that is there: gloo has threads for each of its own.
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+
+_HOST = torch.device("cpu")
+
+
+def beside(group: dist.ProcessGroup) -> Exchange:
+    """A gloo exchange between the group's ranks for host memory.
+
+    Every rank of the group asks for the first time at the same place. Raises RuntimeError where this torch has no gloo.
+    """
+    if backend(group, _HOST) == "gloo":
+        return PointToPoint(group, _HOST)
+    if group not in _groups:
+        if not dist.is_gloo_available():
+            raise RuntimeError(
+                "the process group moves device memory only, and this torch has no gloo for what ranks tell each other: "
+                "use a torch that has it"
+            )
+        ranks = dist.get_process_group_ranks(group)
+        _groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return PointToPoint(_groups[group], _HOST)

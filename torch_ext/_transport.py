@@ -1,0 +1,49 @@
+"""Who moves bytes for `_collectives`: torch.distributed, or (transport="nccl") this library's own communicator."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Work(Protocol):
+    """Bytes on their way."""
+
+    def wait(self) -> Any:
+        """What the current stream is given from here on finds them there; a CPU waits."""
+
+
+class Transport(Protocol):
+    """Messages are uint8, contiguous; all ranks give the same ones in the same order. Both only start."""
+
+    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[Work]:
+        """Part r of each message goes to rank r, whose i-th part comes from rank i. Reads and writes behind what the
+        current stream was given so far."""
+
+    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[Work]:
+        """Brings every rank's part of each message to all; this rank's lies in its place."""
+
+
+class TorchTransport:
+    """Through the process group: its watchdog, flight recorder and elastic restart keep working."""
+
+    def __init__(self, group: dist.ProcessGroup, in_place: bool) -> None:
+        """in_place: whether the back end gathers where the own part lies in the result."""
+        self._group, self._in_place = group, in_place
+        self._world_size = dist.get_world_size(group)
+
+    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[Work]:
+        return [
+            dist.all_to_all_single(to, message, group=self._group, async_op=True)
+            for to, message in zip(into, sent, strict=True)
+        ]
+
+    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[Work]:
+        owns = [message.chunk(self._world_size)[rank] for message in whole]
+        return [
+            dist.all_gather_into_tensor(
+                message, own if self._in_place else own.clone(), group=self._group, async_op=True
+            )
+            for message, own in zip(whole, owns, strict=True)
+        ]
