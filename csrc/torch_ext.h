@@ -768,6 +768,12 @@ TX_API tx_status tx_torch_register(tx_error *error);
  * step something each, beside each other. Returns what it was before; 0 in every new thread. The bits are the same. */
 TX_API int32_t tx_torch_alone(int32_t alone);
 
+/* Where libtorch_ext_cuda.so is, which has the operators for tensors on GPUs: beside this library, or what the
+ * environment variable TORCH_EXT_CUDA_LIBRARY names. It is loaded by this call or by the first operator that meets a
+ * tensor on a GPU, and never otherwise. path: `size` bytes, gets a NUL-terminated name. TX_ERROR_UNAVAILABLE says where
+ * it was looked for and how to get it, or which version was found. */
+TX_API tx_status tx_torch_cuda_library(char *path, int64_t size, tx_error *error);
+
 /* The operator table: name ("adamw_") and schema ("adamw_(Tensor(a!)[] params, ...) -> ()") of row i; NULL past the
  * end. Static storage. */
 TX_API const char *tx_operator_name(int32_t i);

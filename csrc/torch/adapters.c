@@ -139,7 +139,7 @@ static tx_status adamw_tail(const tx_value *params, const tx_value *v, tx_adamw_
   return TX_OK;
 }
 
-tx_status tx_adapt_adamw(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_adapt_adamw(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { PARAMS, GRADS, EXP_AVGS, EXP_AVG_SQS, MASTERS, SCALES, STEPS, TAIL };
   tx_adamw_args args = TX_ADAMW_ARGS_INIT;
   TX_FORWARD(paired(&v[PARAMS], &v[GRADS], error));
@@ -157,7 +157,7 @@ tx_status tx_adapt_adamw(const tx_value *v, const tx_parallel *parallel, tx_erro
   args.masters = or_null(&v[MASTERS]);
   args.scales = or_null(&v[SCALES]);
   args.steps = v[STEPS].tensors;
-  return tx_adamw(&args, parallel, error);
+  return target->backend->adamw(&args, target, error);
 }
 
 /* A row of `slices` of adamw_flat_ is one of these for each kind of state. */
@@ -200,7 +200,7 @@ static tx_status cut_slices(const tx_value *states, const slice *slices, int64_t
   return TX_OK;
 }
 
-tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { PARAMS, GRADS, STATES, SLICES, TAIL, ON_EXTERNAL_WRITE = TAIL + ADAMW_TAIL };
   tx_adamw_args args = TX_ADAMW_ARGS_INIT;
   const int64_t n = v[PARAMS].n;
@@ -229,25 +229,25 @@ tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_parallel *parallel, tx
     args.scales = present & 1u << SCALE ? tensors + SCALE * n : NULL;
     args.steps = tensors + STEP * n;
     args.witnesses = present & 1u << WITNESS ? tensors + WITNESS * n : NULL;
-    status = tx_adamw(&args, parallel, error);
+    status = target->backend->adamw(&args, target, error);
   }
   free(tensors);
   return status;
 }
 
-tx_status tx_adapt_grad_stats(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_adapt_grad_stats(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { GRADS, STATS, FIRST_BAD };
-  return tx_grad_stats(v[GRADS].n, v[GRADS].tensors, *v[STATS].tensors, *v[FIRST_BAD].tensors, parallel, error);
+  return target->backend->grad_stats(v[GRADS].n, v[GRADS].tensors, *v[STATS].tensors, *v[FIRST_BAD].tensors, target,
+                                     error);
 }
 
-tx_status tx_adapt_grad_norm(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_adapt_grad_norm(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { STATS, GRAD_SCALE, MAX_NORM, NORM, CLIP_COEF, FOUND_INF };
-  (void)parallel;
-  return tx_grad_norm(*v[STATS].tensors, *v[GRAD_SCALE].tensors, v[MAX_NORM].real, *v[NORM].tensors,
-                      *v[CLIP_COEF].tensors, *v[FOUND_INF].tensors, error);
+  return target->backend->grad_norm(*v[STATS].tensors, *v[GRAD_SCALE].tensors, v[MAX_NORM].real, *v[NORM].tensors,
+                                    *v[CLIP_COEF].tensors, *v[FOUND_INF].tensors, target, error);
 }
 
-tx_status tx_adapt_bucket_pack(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_adapt_bucket_pack(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { GRADS, OFFSETS, BUCKET, SCALES, SEED, STEP, ROUNDING };
   tx_bucket_pack_args args = TX_BUCKET_PACK_ARGS_INIT;
   TX_FORWARD(offset_rows(&v[GRADS], &v[OFFSETS], &args.offsets, error));
@@ -258,16 +258,16 @@ tx_status tx_adapt_bucket_pack(const tx_value *v, const tx_parallel *parallel, t
   args.seed = (uint64_t)v[SEED].integer;
   args.step = v[STEP].integer;
   args.rounding = code(&v[ROUNDING]);
-  return tx_bucket_pack(&args, parallel, error);
+  return target->backend->bucket_pack(&args, target, error);
 }
 
-tx_status tx_adapt_bucket_accumulate(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_adapt_bucket_accumulate(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { MAIN_GRADS, GRADS };
   TX_FORWARD(paired(&v[MAIN_GRADS], &v[GRADS], error));
-  return tx_bucket_accumulate(v[GRADS].n, v[MAIN_GRADS].tensors, v[GRADS].tensors, parallel, error);
+  return target->backend->bucket_accumulate(v[GRADS].n, v[MAIN_GRADS].tensors, v[GRADS].tensors, target, error);
 }
 
-tx_status tx_adapt_bucket_reduce(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_adapt_bucket_reduce(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { CHUNKS, SCALES, SHARD, STATS, SCALE, ACCUMULATE };
   tx_bucket_reduce_args args = TX_BUCKET_REDUCE_ARGS_INIT;
   TX_FORWARD(same_length_or_empty(&v[CHUNKS], &v[SCALES], error));
@@ -278,18 +278,18 @@ tx_status tx_adapt_bucket_reduce(const tx_value *v, const tx_parallel *parallel,
   args.stats = *v[STATS].tensors;
   args.scale = v[SCALE].real;
   args.accumulate = code(&v[ACCUMULATE]);
-  return tx_bucket_reduce(&args, parallel, error);
+  return target->backend->bucket_reduce(&args, target, error);
 }
 
-tx_status tx_adapt_bucket_unpack(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_adapt_bucket_unpack(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { BUCKET, SCALES, OFFSETS, TENSORS };
   const int64_t *offsets = NULL;
   TX_FORWARD(offset_rows(&v[TENSORS], &v[OFFSETS], &offsets, error));
-  return tx_bucket_unpack(*v[BUCKET].tensors, *v[SCALES].tensors, v[TENSORS].n, offsets, v[TENSORS].tensors, parallel,
-                          error);
+  return target->backend->bucket_unpack(*v[BUCKET].tensors, *v[SCALES].tensors, v[TENSORS].n, offsets,
+                                        v[TENSORS].tensors, target, error);
 }
 
-tx_status tx_adapt_cast(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_adapt_cast(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { SRCS, DSTS, SRC_SCALES, DST_SCALES, META, FORMAT, ROUNDING, SEED, STEP };
   tx_cast_args args = TX_CAST_ARGS_INIT;
   TX_FORWARD(paired(&v[SRCS], &v[DSTS], error));
@@ -305,37 +305,39 @@ tx_status tx_adapt_cast(const tx_value *v, const tx_parallel *parallel, tx_error
   args.step = v[STEP].integer;
   args.format = code(&v[FORMAT]);
   args.rounding = code(&v[ROUNDING]);
-  return tx_cast(&args, parallel, error);
+  return target->backend->cast(&args, target, error);
 }
 
-tx_status tx_adapt_master_encode(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_adapt_master_encode(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { MASTERS, PARAMS, REMAINDERS };
   TX_FORWARD(paired(&v[MASTERS], &v[PARAMS], error));
   TX_FORWARD(paired(&v[MASTERS], &v[REMAINDERS], error));
-  return tx_master_encode(v[MASTERS].n, v[MASTERS].tensors, v[PARAMS].tensors, v[REMAINDERS].tensors, parallel, error);
+  return target->backend->master_encode(v[MASTERS].n, v[MASTERS].tensors, v[PARAMS].tensors, v[REMAINDERS].tensors,
+                                        target, error);
 }
 
-tx_status tx_adapt_master_decode(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_adapt_master_decode(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { PARAMS, REMAINDERS, MASTERS };
   TX_FORWARD(paired(&v[PARAMS], &v[REMAINDERS], error));
   TX_FORWARD(paired(&v[PARAMS], &v[MASTERS], error));
-  return tx_master_decode(v[PARAMS].n, v[PARAMS].tensors, v[REMAINDERS].tensors, v[MASTERS].tensors, parallel, error);
+  return target->backend->master_decode(v[PARAMS].n, v[PARAMS].tensors, v[REMAINDERS].tensors, v[MASTERS].tensors,
+                                        target, error);
 }
 
-tx_status tx_adapt_master_resync(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_adapt_master_resync(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { PARAMS, MASTERS, CHANGED, FORCE, CHECK };
   TX_FORWARD(paired(&v[PARAMS], &v[MASTERS], error));
   const int32_t mode = v[FORCE].integer ? TX_RESYNC_ALL : v[CHECK].integer ? TX_RESYNC_COUNT : TX_RESYNC_STRAYS;
   if (v[FORCE].integer && v[CHECK].integer)
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "force writes and check does not: one of them is legal");
-  return tx_master_resync(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, mode, *v[CHANGED].tensors, parallel,
-                          error);
+  return target->backend->master_resync(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, mode, *v[CHANGED].tensors,
+                                        target, error);
 }
 
-tx_status tx_adapt_master_witness(const tx_value *v, const tx_parallel *parallel, tx_error *error) {
+tx_status tx_adapt_master_witness(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { PARAMS, MASTERS, WITNESSES, STRAYS, MODE };
   TX_FORWARD(paired(&v[PARAMS], &v[MASTERS], error));
   TX_FORWARD(same_length(&v[PARAMS], &v[WITNESSES], error));
-  return tx_master_witness(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, v[WITNESSES].tensors, code(&v[MODE]),
-                           *v[STRAYS].tensors, parallel, error);
+  return target->backend->master_witness(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, v[WITNESSES].tensors,
+                                         code(&v[MODE]), *v[STRAYS].tensors, target, error);
 }

@@ -10,7 +10,7 @@
 
 /* The dispatch keys our kernels stand under. The catch-all is there for the messages: without it a call with tensors of
  * another device, a sparse tensor or empty lists only would end in torch's "could not run". */
-static const char *const kKeys[] = {"CPU", "CompositeExplicitAutograd"};
+static const char *const kKeys[] = {"CPU", "CUDA", "CompositeExplicitAutograd"};
 #define TX_N_KEYS ((int)(sizeof kKeys / sizeof *kKeys))
 
 typedef struct {
@@ -18,7 +18,7 @@ typedef struct {
   const char *schema;         /* with the name and the empty return, as torch takes it */
   const char *argument_types; /* what is between the parentheses */
   void (*kernel)(StableIValue *slots, uint64_t n_arguments, uint64_t n_outputs);
-  tx_status (*adapter)(const tx_value *values, const tx_parallel *parallel, tx_error *error);
+  tx_status (*adapter)(const tx_value *values, const tx_target *target, tx_error *error);
 } operator_row;
 
 /* A boxed kernel gets no context of its own, hence one per row. */
@@ -47,16 +47,25 @@ static struct {
   int32_t n;
 } parsed[TX_N_OPERATORS];
 
+static tx_status run_on_cpu(int32_t row, const tx_stack *stack, tx_error *error) {
+  tx_torch_pool pool;
+  tx_torch_pool_init(&pool, &abi);
+  const tx_target target = tx_cpu_target(&pool.parallel);
+  TX_FORWARD(kOperators[row].adapter(stack->values, &target, error));
+  if (!pool.failed) return TX_OK;
+  return tx_fail(error, TX_ERROR_UNAVAILABLE, "torch_parallel_for failed; what was written is incomplete");
+}
+
+static tx_status run_on_cuda(int32_t row, const tx_stack *stack, tx_error *error) {
+  tx_target target;
+  TX_FORWARD(tx_cuda_target(&abi, stack->device, &target, error));
+  return kOperators[row].adapter(stack->values, &target, error);
+}
+
 static tx_status run_operator(int32_t row, const StableIValue *slots, tx_error *error) {
   tx_stack stack;
-  tx_torch_pool pool;
   tx_status status = tx_stack_read(&stack, &abi, parsed[row].arguments, parsed[row].n, slots, error);
-  if (status == TX_OK) {
-    tx_torch_pool_init(&pool, &abi);
-    status = kOperators[row].adapter(stack.values, &pool.parallel, error);
-    if (status == TX_OK && pool.failed)
-      status = tx_fail(error, TX_ERROR_UNAVAILABLE, "torch_parallel_for failed; what was written is incomplete");
-  }
+  if (status == TX_OK) status = stack.on_cuda ? run_on_cuda(row, &stack, error) : run_on_cpu(row, &stack, error);
   tx_stack_release(&stack, slots);
   return status;
 }

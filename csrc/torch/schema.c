@@ -26,6 +26,14 @@ static bool take_type(const char **cursor, tx_argument *argument) {
   return true;
 }
 
+/* Tables that the host reads; operators.def says which they are. */
+static bool is_table(const char *name) {
+  static const char *const kTables[] = {"groups", "meta", "slices", "offsets"};
+  for (size_t i = 0; i < sizeof kTables / sizeof *kTables; i++)
+    if (strcmp(name, kTables[i]) == 0) return true;
+  return false;
+}
+
 tx_status tx_schema_parse(const char *text, tx_argument arguments[TX_MAX_ARGUMENTS], int32_t *n, tx_error *error) {
   const char *cursor = text;
   for (*n = 0; *cursor; (*n)++) {
@@ -42,6 +50,7 @@ tx_status tx_schema_parse(const char *text, tx_argument arguments[TX_MAX_ARGUMEN
       return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "an argument's name of %d characters in a schema: %s",
                      (int)length, text);
     memcpy(argument->name, cursor, length);
+    argument->on_host = is_table(argument->name);
     cursor += length + strcspn(cursor + length, ",");
     (void)take(&cursor, ", ");
   }

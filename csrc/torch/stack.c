@@ -60,10 +60,24 @@ typedef struct {
   label tensor;
 } seen_device;
 
+/* Tables are the host's on every device. */
+static tx_status check_table(const tx_torch_abi *abi, const tx_argument *argument, AtenTensorHandle handle,
+                             tx_error *error) {
+  int32_t type = 0;
+  int32_t index = 0;
+  (void)abi->aoti_torch_get_device_type(handle, &type);
+  if (type == abi->aoti_torch_device_type_cpu()) return TX_OK;
+  (void)abi->aoti_torch_get_device_index(handle, &index);
+  return tx_fail(error, TX_ERROR_DEVICE,
+                 "%s is on %s; it is a table, which is on the cpu wherever the other tensors are", argument->name,
+                 device_label(abi, type, index).text);
+}
+
 static tx_status check_device(const tx_torch_abi *abi, const tx_argument *argument, int64_t i, AtenTensorHandle handle,
                               seen_device *seen, tx_error *error) {
   int32_t type = 0;
   int32_t index = 0;
+  if (argument->on_host) return check_table(abi, argument, handle, error);
   (void)abi->aoti_torch_get_device_type(handle, &type);
   if (seen->known && seen->type == type && type == abi->aoti_torch_device_type_cpu()) return TX_OK;
   (void)abi->aoti_torch_get_device_index(handle, &index);
@@ -77,12 +91,16 @@ static tx_status check_device(const tx_torch_abi *abi, const tx_argument *argume
                  device_label(abi, seen->type, seen->index).text);
 }
 
-static tx_status check_reachable(const tx_torch_abi *abi, const seen_device *seen, tx_error *error) {
-  if (!seen->known || seen->type == abi->aoti_torch_device_type_cpu()) return TX_OK;
+/* Which of our back ends has the device. */
+static tx_status set_device(tx_stack *stack, const seen_device *seen, tx_error *error) {
+  const tx_torch_abi *abi = stack->abi;
+  stack->on_cuda = seen->known && seen->type == abi->aoti_torch_device_type_cuda();
+  stack->device = seen->index;
+  if (!seen->known || stack->on_cuda || seen->type == abi->aoti_torch_device_type_cpu()) return TX_OK;
   if (seen->type == abi->aoti_torch_device_type_meta())
     return tx_fail(error, TX_ERROR_DEVICE, "%s is a meta tensor, which holds no data; materialise it first (to_empty)",
                    seen->tensor.text);
-  return tx_fail(error, TX_ERROR_DEVICE, "%s is on %s; this library has kernels for cpu", seen->tensor.text,
+  return tx_fail(error, TX_ERROR_DEVICE, "%s is on %s; this library has kernels for cpu and cuda", seen->tensor.text,
                  device_label(abi, seen->type, seen->index).text);
 }
 
@@ -118,7 +136,8 @@ static tx_status read_tensor(const tx_torch_abi *abi, const tx_argument *argumen
     failed = failed || abi->torch_get_const_data_ptr(handle, &data);
     memcpy(&tensor->data, &data, sizeof data); /* tx_tensor has no const twin; who writes is settled by the schema */
   }
-  if (failed || (!tensor->data && seen->type == abi->aoti_torch_device_type_cpu()))
+  const bool meta = !argument->on_host && seen->type == abi->aoti_torch_device_type_meta(); /* refused by set_device */
+  if (failed || (!tensor->data && !meta))
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s has no memory of its own (a fake, functional or freed tensor)",
                    tensor_label(argument, i).text);
   shape->sizes = sizes;
@@ -196,7 +215,7 @@ tx_status tx_stack_read(tx_stack *stack, const tx_torch_abi *abi, const tx_argum
       }
     }
   }
-  return check_reachable(abi, &seen, error);
+  return set_device(stack, &seen, error);
 }
 
 void tx_stack_release(tx_stack *stack, const StableIValue *slots) {

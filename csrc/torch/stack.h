@@ -29,13 +29,16 @@ typedef struct tx_stack {
   const tx_torch_abi *abi;
   const tx_argument *arguments;
   int32_t n;
-  void *heap; /* NULL while `small` is enough */
+  void *heap;   /* NULL while `small` is enough */
+  bool on_cuda; /* where the tensors are: on the CPU, or on the GPU `device` */
+  int32_t device;
   tx_value values[TX_MAX_ARGUMENTS];
   _Alignas(16) unsigned char small[6144];
 } tx_stack;
 
 /* Reads slots[0 .. n) into stack->values. Checked for every tensor that has elements: strided, of a known dtype,
- * contiguous, on the CPU and all on one device, with memory of its own. Written tensors are asked for their memory as
+ * contiguous, with memory of its own, and all on one device, the CPU or a GPU, but for tables, which are on the CPU.
+ * Written tensors are asked for their memory as
  * such (a copy-on-write tensor is copied then). Nothing is consumed: tx_stack_release follows in every case. */
 tx_status tx_stack_read(tx_stack *stack, const tx_torch_abi *abi, const tx_argument *arguments, int32_t n,
                         const StableIValue *slots, tx_error *error);

@@ -32,6 +32,10 @@ typedef struct tx_torch_abi {
 #undef TX_SHIM_DTYPE
 } tx_torch_abi;
 
+/* aoti_torch_get_current_cuda_stream, the one function of libtorch_cuda.so: it is looked up when a GPU is first used.
+ */
+typedef AOTITorchError (*tx_torch_current_stream)(int32_t device_index, void **stream);
+
 /* The floor, and the version whose prototypes are declared here: torch converts a boxed stack to the layout of this
  * version. A fixed number, never the running torch's. */
 #define TX_TORCH_FLOOR_MAJOR 2

@@ -1,5 +1,6 @@
 // The optional symbols' declarations against torch's headers, as far as the installed headers have them: see
-// torch_abi_test.cc for the required ones.
+// torch_abi_test.cc for the required ones. libtorch_cuda.so's functions are declared where the headers are told of it.
+#define USE_CUDA
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
 
@@ -7,6 +8,8 @@
 
 #include "csrc/torch/torch_abi.h"
 #include "gtest/gtest.h"
+
+static_assert(std::is_same_v<decltype(&::aoti_torch_get_current_cuda_stream), tx_torch_current_stream>);
 
 // An optional symbol that came in release x.y is compared where the headers are of that release or later.
 #define TX_SAME(symbol) \

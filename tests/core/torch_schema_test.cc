@@ -33,6 +33,16 @@ TEST(TorchSchema, EveryKindOfArgument) {
   }
 }
 
+TEST(TorchSchema, TablesAreTheHosts) {
+  tx_argument a[TX_MAX_ARGUMENTS];
+  int32_t n = 0;
+  ASSERT_EQ(tx_schema_parse("Tensor groups, Tensor meta, Tensor slices, Tensor offsets, Tensor[] lrs, Tensor step", a,
+                            &n, nullptr),
+            TX_OK);
+  for (int i = 0; i < n; i++)
+    EXPECT_EQ(a[i].on_host, i < 4) << a[i].name;
+}
+
 TEST(TorchSchema, EveryOperatorParses) {
   for (int32_t i = 0; tx_operator_schema(i); i++) {
     const std::string schema = tx_operator_schema(i);

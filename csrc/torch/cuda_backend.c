@@ -1,0 +1,101 @@
+/* The functions of libtorch_ext_cuda.so as a back end: torch's current stream, and torch's memory where they want some.
+ */
+#include <dlfcn.h>
+#include <pthread.h>
+#include <string.h>
+
+#include "csrc/core/status.h"
+#include "csrc/torch/backend.h"
+#include "csrc/torch/cuda_library.h"
+
+#define TX_LIBTORCH_CUDA "libtorch_cuda.so"
+
+/* -- torch's stream --------------------------------------------------------------------------------------------------
+ */
+
+static tx_torch_current_stream current_stream;
+static pthread_once_t looked_for_stream = PTHREAD_ONCE_INIT;
+
+/* Tensors on a GPU exist, so torch's library is loaded by now if it ever is. */
+static void look_for_stream(void) {
+  void *library = dlopen(TX_LIBTORCH_CUDA, RTLD_NOW | RTLD_NOLOAD);
+  if (!library) return;
+  void *symbol = dlsym(library, "aoti_torch_get_current_cuda_stream");
+  memcpy(&current_stream, &symbol, sizeof symbol);
+  dlclose(library); /* only our count */
+}
+
+static tx_status stream_of(int32_t device, void **stream, tx_error *error) {
+  (void)pthread_once(&looked_for_stream, look_for_stream);
+  if (!current_stream)
+    return tx_fail(error, TX_ERROR_UNAVAILABLE,
+                   "this torch has no CUDA: no aoti_torch_get_current_cuda_stream in " TX_LIBTORCH_CUDA
+                   ", or no such file loaded (a build for ROCm?)");
+  if (current_stream(device, stream))
+    return tx_fail(error, TX_ERROR_UNAVAILABLE, "torch could not tell its current stream of cuda:%d", (int)device);
+  return TX_OK;
+}
+
+/* -- torch's memory --------------------------------------------------------------------------------------------------
+ */
+
+/* Memory from torch's caching allocator, on the current stream. Given back right after the launch: whoever gets it next
+ * on this stream comes later, and so does a captured graph's replay. */
+static tx_status take_workspace(const tx_target *target, int64_t bytes, AtenTensorHandle *tensor, tx_cuda_call *call,
+                                tx_error *error) {
+  const tx_torch_abi *abi = target->abi;
+  const int64_t stride = 1;
+  if (abi->aoti_torch_empty_strided(1, &bytes, &stride, abi->aoti_torch_dtype_uint8(),
+                                    abi->aoti_torch_device_type_cuda(), target->device, tensor))
+    return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "torch has no %lld bytes for a workspace on cuda:%d",
+                   (long long)bytes, (int)target->device);
+  call->workspace_bytes = bytes;
+  if (!abi->torch_get_mutable_data_ptr(*tensor, &call->workspace)) return TX_OK;
+  return tx_fail(error, TX_ERROR_UNAVAILABLE, "torch gave a workspace on cuda:%d without memory", (int)target->device);
+}
+
+/* Only samples of weights beside fp32 masters are looked at ahead of the step. */
+static bool needs_workspace(int64_t n, const tx_tensor *masters, const tx_tensor *witnesses) {
+  for (int64_t i = 0; masters && witnesses && i < n; i++)
+    if (witnesses[i].numel && masters[i].numel && masters[i].dtype == TX_F32) return true;
+  return false;
+}
+
+/* -- the table -------------------------------------------------------------------------------------------------------
+ */
+
+static tx_cuda_call call_of(const tx_target *target) {
+  tx_cuda_call call = TX_CUDA_CALL_INIT;
+  call.stream = target->stream;
+  call.device = target->device;
+  return call;
+}
+
+#define TX_ENTRY(entry, parameters, arguments)                                                 \
+  static tx_status run_##entry(TX_LIST parameters, const tx_target *target, tx_error *error) { \
+    const tx_cuda_call call = call_of(target);                                                 \
+    return target->library->entry(TX_LIST arguments, &call, error);                            \
+  }
+#define TX_ENTRY_WORKS(entry, parameters, arguments, count, masters, witnesses)                     \
+  static tx_status run_##entry(TX_LIST parameters, const tx_target *target, tx_error *error) {      \
+    tx_cuda_call call = call_of(target);                                                            \
+    AtenTensorHandle workspace = NULL;                                                              \
+    tx_status status = TX_OK;                                                                       \
+    if (needs_workspace(count, masters, witnesses))                                                 \
+      status = take_workspace(target, target->library->workspace(count), &workspace, &call, error); \
+    if (status == TX_OK) status = target->library->entry(TX_LIST arguments, &call, error);          \
+    if (workspace) (void)target->abi->aoti_torch_delete_tensor_object(workspace);                   \
+    return status;                                                                                  \
+  }
+#include "csrc/torch/entries.def"
+
+static const tx_backend kBackend = {
+#define TX_ENTRY(entry, parameters, arguments) .entry = run_##entry,
+#include "csrc/torch/entries.def"
+};
+
+tx_status tx_cuda_target(const tx_torch_abi *abi, int32_t device, tx_target *target, tx_error *error) {
+  *target = (tx_target){.backend = &kBackend, .abi = abi, .device = device};
+  TX_FORWARD(tx_cuda_library_load(&target->library, error));
+  return stream_of(device, &target->stream, error);
+}
