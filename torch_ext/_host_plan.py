@@ -12,6 +12,7 @@ their way down and the weights of earlier ones on their way up. What travels, pe
                                           somebody else wrote to it
 """
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,6 +75,7 @@ class HostPlan:
 
         self._mastered = [i for i, m in enumerate(members) if m.kinds.master == "master_param"]
         self._versions = [self._known_version(i, seen) for i in self._mastered]
+        self._master_versions = self._master_versions_now()
         self._sample = sample_of([self.members[i] for i in self._mastered], buffers)
         # For each slot those of Measured._counts: threads don't share one.
         self._counts = torch.zeros(self._lanes.workers * self._lanes.slots, 2, dtype=torch.int64)
@@ -121,25 +123,28 @@ class HostPlan:
 
     def _known_version(self, i: int, seen: Mapping[Tensor, Seen]) -> int:
         member, last = self.members[i], seen.get(self.members[i].param)
-        if last is None or last.address != self._addresses[i] or last.master is not member.master:
-            return -1
-        return last.version
+        return last.version if last is not None and last.fits(member, self._addresses[i]) else -1
 
     def suspects(self) -> list[Member]:
-        """Those beside fp32 masters that somebody else may have written to since they were seen last."""
+        """Those of which somebody else may have written to the weight or the fp32 master since they were last seen."""
         strays = self._sample.strays()
-        known = zip(self._mastered, self._versions, strays, strict=True)
-        return [self.members[i] for i, version, stray in known if stray or self.members[i].version != version]
+        masters = map(operator.ne, self._master_versions_now(), self._master_versions)
+        known = zip(self._mastered, self._versions, strays, masters, strict=True)
+        return [self.members[i] for i, version, *hints in known if any(hints) or self.members[i].version != version]
 
     def look(self) -> None:
         """From here on the weights are known to be what their masters round to."""
         self._versions = [self.members[i].version for i in self._mastered]
+        self._master_versions = self._master_versions_now()
+
+    def _master_versions_now(self) -> list[int]:
+        return [self.members[i].master._version for i in self._mastered]
 
     def seen(self) -> dict[Tensor, Seen]:
         """What is known of them, for the next plan."""
         return {
-            self.params[i]: Seen(version, self._addresses[i], self.members[i].master)
-            for i, version in zip(self._mastered, self._versions, strict=True)
+            self.params[i]: Seen(version, self._addresses[i], self.members[i].master, master_version)
+            for i, version, master_version in zip(self._mastered, self._versions, self._master_versions, strict=True)
             if version >= 0
         }
 

@@ -54,7 +54,7 @@ def sealed(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[str, Any]:
         _refuse_cut_otherwise(target, entry, where)
         _refuse_master(target, entry, where)
     losses = Losses()
-    with torch.no_grad():
+    with _tensors.to_stay():
         kept = {index: _own(targets[index], entry) for index, entry in entries.items()}
         missing = [index for index, at_rest in kept.items() if at_rest is None]
         for index, made in zip(

@@ -19,10 +19,16 @@ class Seen(NamedTuple):
     version: int  # of the parameter
     address: int
     master: Tensor
+    master_version: int  # a checkpoint may be loaded into it
+
+    def fits(self, member: "Member", address: int) -> bool:
+        """Whether weight and master are where they were, and nobody wrote to the master."""
+        master = member.master
+        return self.address == address and self.master is master and self.master_version == master._version
 
 
 def look(member: "Member") -> Seen:
-    return Seen(member.version, member.place.data_ptr(), member.master)
+    return Seen(member.version, member.place.data_ptr(), member.master, member.master._version)
 
 
 # What the step's operator does about writes by somebody else; before the step, "error" checks.

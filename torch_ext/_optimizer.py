@@ -34,10 +34,11 @@ class Adam(Stepping):
         the gradients where nothing else has read them (a clip, a loss scale).
     on_external_write: what to do where a weight is not what its master rounds to, because somebody else wrote it:
         "resync" (the master becomes the weight), "error", or "ignore" (the master overwrites the weight). A write is
-        noticed by the parameter's version counter and address, by the identity of its master, and by what the weights
-        are: beside fp32 masters in a sample of 32 in every 2048 elements, beside remainders in all of them (there a
-        block of 1024 is taken over at a time). What is not seen is a write through `p.data`, numpy or a storage to
-        fewer than 2048 neighbours beside fp32 masters: call `resync_masters()` after it.
+        noticed by the parameter's version counter and address, by its master's identity and version counter, and by
+        what the weights are: beside fp32 masters in a sample of 32 in every 2048 elements, beside remainders in all of
+        them (there a block of 1024 is taken over at a time). What is not seen is a write through `p.data`, numpy or a
+        storage to fewer than 2048 neighbours beside fp32 masters: call `resync_masters()` after it. So it is the weight
+        that counts: masters are written within `master_weights()`.
     offload_fraction: in [0, 1]: the share of the bytes of states and masters that lies on the host, where its
         parameters are stepped while the device steps the others: gradients are copied down and weights up beside both.
         Whole parameters, or this rank's parts of them: the largest first, as long as they fit, so that the share is off
@@ -172,7 +173,9 @@ class Adam(Stepping):
 
         Logical tensors: 8-bit and 16-bit scaled moments are decoded, masters reconstructed; what is logical at rest is
         handed out as it is, what is not is decoded where it is read: until then it goes with the training. State that
-        does not exist yet is made, zero, which moves no weight and no counter.
+        does not exist yet is made, zero, which moves no weight and no counter. What is written to these tensors in
+        place, as torch.distributed.checkpoint.load does, is the optimizer's state from then on, and that is as good as
+        `load_state_dict` with them: no weight moves, and the model is loaded as well.
 
         Never collective. Of DTensors state is DTensors; where parameters are cut over the ranks (strategies optim and
         optim_grads) it is tensors of the parameter's shape of which this rank has its part: for

@@ -183,6 +183,8 @@ class Plan:
         self._versions = [
             self._known_version(i, address, seen) for i, address in zip(self._watched, self._addresses, strict=True)
         ]
+        self._masters = [m.master if m.kinds.master else _tensors.NONE for m in map(members.__getitem__, self._watched)]
+        self._master_versions = self._master_versions_now()
 
         self._look_at_grads = bool(self._copied) or not all(
             w is p and g.is_contiguous() for w, p, g in zip(self.weights, stepped, grads, strict=True)
@@ -194,7 +196,7 @@ class Plan:
         last = seen.get(member.param)
         if last is None or member.kinds.master is None:
             return -1
-        return last.version if last.address == address and last.master is member.master else -1
+        return last.version if last.fits(member, address) else -1
 
     def share(self, everybody: list[Member], host: "HostPlan | None") -> None:
         """Some of the members of a step are stepped on the host."""
@@ -234,20 +236,25 @@ class Plan:
         )
 
     def suspects(self) -> list[Member]:
-        """Members with an fp32 master whose weight somebody else may have written since it was last seen. Remainders
-        have witnesses, which the step itself compares."""
-        versions = self._versions_now()
-        if versions == self._versions:
+        """Members of which somebody else may have written to the weight or the fp32 master since they were last seen.
+        Remainders have witnesses, which the step itself compares."""
+        versions, masters = self._versions_now(), self._master_versions
+        if _kept.handed_out(self._state):  # else nobody wrote to a master
+            masters = self._master_versions_now()
+        if versions == self._versions and masters == self._master_versions:
             return []
+        now, last = zip(versions, masters, strict=True), zip(self._versions, self._master_versions, strict=True)
         return [
             self.members[i]
-            for i, now, last in zip(self._watched, versions, self._versions, strict=True)
-            if now != last and self.members[i].kinds.master == "master_param"
+            for i, here, there in zip(self._watched, now, last, strict=True)
+            if here != there and self.members[i].kinds.master == "master_param"
         ]
 
     def look(self) -> None:
         """From here on the weights are known to be what their masters round to."""
         self._versions = self._versions_now()
+        if _kept.handed_out(self._state):
+            self._master_versions = self._master_versions_now()
         if self.host is not None:
             self.host.look()
 
@@ -256,12 +263,16 @@ class Plan:
             return [self.members[i].version for i in self._watched]
         return [p._version for p in self._watched_params]
 
+    def _master_versions_now(self) -> list[int]:
+        return [master._version for master in self._masters]
+
     def seen(self) -> dict[Tensor, Seen]:
         record = {}
-        for i, version, address in zip(self._watched, self._versions, self._addresses, strict=True):
+        places = zip(self._addresses, self._masters, self._master_versions, strict=True)
+        for i, version, (address, master, written) in zip(self._watched, self._versions, places, strict=True):
             member = self.members[i]
             if member.kinds.master and version >= 0:
-                record[member.param] = Seen(version, address, member.master)
+                record[member.param] = Seen(version, address, master, written)
         return record if self.host is None else record | self.host.seen()
 
     def load_copies(self) -> None:

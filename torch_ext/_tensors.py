@@ -1,7 +1,8 @@
 """Tensors as the operators take them: contiguous memory, one after the other in memory order."""
 
+import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -13,6 +14,14 @@ TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 # "This one has none", inside a list or for a single argument.
 NONE = torch.empty(0)
+
+
+@contextlib.contextmanager
+def to_stay() -> Iterator[None]:
+    """Within it tensors are made that training goes on with: no inference tensors, whatever mode the caller is in, and
+    nothing is recorded."""
+    with torch.inference_mode(False), torch.no_grad():  # in this order: the first one turns recording on
+        yield
 
 
 def is_dense(t: Tensor) -> bool:

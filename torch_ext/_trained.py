@@ -80,6 +80,7 @@ class Trained(torch.optim.Optimizer):
             raise ValueError(f"parameters are on several devices ({places}); make one optimizer per device")
         _tensors.refuse_overlap([_local.tensor_of(p) for p, _ in trained], [name for _, name in trained])
 
+    @_tensors.to_stay()
     def _make_steps(self, group: dict[str, Any]) -> None:
         """The steps of a group as views of one tensor; zero for trainable parameters that have none."""
         counted = [p for p in group["params"] if p.requires_grad or "step" in _kept.peek(self.state, p)]
@@ -104,6 +105,7 @@ class Trained(torch.optim.Optimizer):
 
     # -- state --------------------------------------------------------------------------------------------------------
 
+    @_tensors.to_stay()
     def _members(self, everyone: list[Tensor], wanted: list[bool]) -> list[Member]:
         """The wanted parameters, with state that is made where it is missing."""
         names, ids = _groups.names(self.param_groups), _groups.ids(self.param_groups)

@@ -2,11 +2,14 @@
 
 import copy
 import io
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from training import POLICIES, bits, everything, params_of, policy_of, set_grads, train
+from training import POLICIES, WITH_MASTER, bits, everything, params_of, policy_of, set_grads, train
 
 import torch_ext
 
@@ -40,6 +43,11 @@ def dcp_initialises(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def under_inference_mode(method: Any) -> Any:
+    with torch.inference_mode():
+        return method()
+
+
 INERT = {
     "saving": lambda o: o.state_dict(),
     "saving twice": lambda o: (o.state_dict(), o.state_dict()),
@@ -48,6 +56,10 @@ INERT = {
     "DCP's step": dcp_initialises,
     "pickling": lambda o: copy.deepcopy(o).state_dict(),
     "resync": lambda o: o.resync_masters(),
+    "saving under inference_mode": lambda o: under_inference_mode(o.state_dict),
+    "loading under inference_mode": lambda o: under_inference_mode(
+        lambda: o.load_state_dict(copy.deepcopy(o.state_dict()))
+    ),
 }
 
 
@@ -195,6 +207,34 @@ def test_D4_model_and_optimizer_load_in_any_order(name: str, order: str) -> None
     for optimizer in (first, resumed):
         train(optimizer, range(5, 7))
     assert everything(resumed) == everything(first)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_E11_state_loaded_in_place_moves_no_weight(name: str, fraction: float, tmp_path: Path) -> None:
+    """torch.distributed.checkpoint writes to what state_dict() handed out: that is as good as load_state_dict."""
+    first = optimizer_of(name, params_of(name, seed=9), weight_decay=0.0)
+    train(first, range(2))
+    dcp.save(first.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    found = []
+    for way in ("in place", "load_state_dict"):
+        resumed = optimizer_of(name, weight_decay=0.0, offload_fraction=fraction)
+        train(resumed, range(20, 22))
+        params = resumed.param_groups[0]["params"]
+        before = [bits(p) for p in params]
+        saved = resumed.state_dict()
+        dcp.load(saved, checkpoint_id=tmp_path, no_dist=True)
+        if way == "load_state_dict":
+            resumed.load_state_dict(saved)
+        for p, state in zip(params, resumed.state_dict()["state"].values(), strict=True):
+            state["exp_avg"].zero_()
+            p.grad = torch.zeros_like(p)
+        resumed.step()
+        assert [bits(p) for p in params] == before, way
+        assert resumed.external_writes() > 0
+        train(resumed, range(22, 24))
+        found.append(everything(resumed))
+    assert found[0] == found[1]
 
 
 def test_named_parameters_travel_and_decide_the_thresholds() -> None:
