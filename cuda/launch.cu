@@ -51,13 +51,37 @@ tx_status check_driver(tx_error *error) {
   return TX_OK;
 }
 
+/* Errors after which nothing runs on the device any more; whatever asks next is told of them. */
+bool is_fatal(cudaError_t error) {
+  switch (error) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorECCUncorrectable:
+      return true;
+    default:
+      return false;
+  }
+}
+
+tx_status fail_of_earlier_work(cudaError_t left, tx_error *error) {
+  return tx_fail(
+      error, TX_ERROR_BAD_STATE,
+      "earlier work on this device failed with %s (%s), and nothing was launched now; CUDA_LAUNCH_BLOCKING=1 "
+      "shows whose work it was",
+      cudaGetErrorName(left), cudaGetErrorString(left));
+}
+
+/* An error that is not fatal is told once: afterwards calls go on. */
 tx_status check_nothing_left(tx_error *error) {
-  const cudaError_t left = cudaPeekAtLastError();
-  if (left == cudaSuccess) return TX_OK;
-  return tx_fail(error, TX_ERROR_BAD_STATE,
-                 "earlier work on this device failed with %s (%s), and nothing was launched now; look for it with "
-                 "CUDA_LAUNCH_BLOCKING=1",
-                 cudaGetErrorName(left), cudaGetErrorString(left));
+  const cudaError_t left = cudaGetLastError();
+  return left == cudaSuccess ? TX_OK : fail_of_earlier_work(left, error);
 }
 
 tx_status check_device(int32_t device, tx_error *error) {
@@ -94,6 +118,7 @@ uint32_t tx_cuda_version(void) {
 tx_status tx_cuda_answered(cudaError_t answer, const char *what, tx_error *error) {
   if (answer == cudaSuccess) return TX_OK;
   (void)cudaGetLastError(); /* told here, so not left behind for the next caller of CUDA; a fatal one stays */
+  if (is_fatal(answer)) return fail_of_earlier_work(answer, error);
   return tx_fail(error, TX_ERROR_UNAVAILABLE, "%s failed with %s (%s)", what, cudaGetErrorName(answer),
                  cudaGetErrorString(answer));
 }

@@ -70,6 +70,15 @@ TEST_F(Launch, AnErrorOfEarlierWorkIsReportedAsSuch) {
   EXPECT_TRUE(Untouched());
 }
 
+// Some error that somebody never asked for, and that stops nothing.
+TEST_F(Launch, AnErrorThatIsNotFatalIsToldOnce) {
+  emulated::world.left = cudaErrorPeerAccessAlreadyEnabled;
+  EXPECT_EQ(Accumulate(), TX_ERROR_BAD_STATE);
+  EXPECT_NE(Message().find("earlier work on this device failed"), std::string::npos);
+  EXPECT_TRUE(Untouched());
+  EXPECT_EQ(Accumulate(), TX_OK) << Message();
+}
+
 TEST_F(Launch, ACallOfAnotherSizeOrDeviceIsRefused) {
   EXPECT_EQ(Accumulate(0, 8), TX_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(Accumulate(50), TX_ERROR_DEVICE);

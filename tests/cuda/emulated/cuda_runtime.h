@@ -44,7 +44,16 @@ enum {
   cudaErrorNoDevice = 100,
   cudaErrorInvalidDevice = 101,
   cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorECCUncorrectable = 214,
+  cudaErrorPeerAccessAlreadyEnabled = 704,
   cudaErrorIllegalAddress = 700,
+  cudaErrorLaunchTimeout = 702,
+  cudaErrorAssert = 710,
+  cudaErrorHardwareStackError = 714,
+  cudaErrorIllegalInstruction = 715,
+  cudaErrorMisalignedAddress = 716,
+  cudaErrorInvalidAddressSpace = 717,
+  cudaErrorInvalidPc = 718,
   cudaErrorLaunchFailure = 719
 };
 typedef struct CUstream_st *cudaStream_t;
@@ -59,6 +68,7 @@ struct World {
   int processors = 3;  // odd, so that tiles do not fall evenly
   int blocks_per_processor = 2;
   cudaError_t sticky = cudaSuccess;    // left behind by somebody else's work
+  cudaError_t left = cudaSuccess;      // the last error, until it is asked for
   cudaError_t no_image = cudaSuccess;  // what looking up a kernel says
   bool capturing = false;
   int launches = 0;

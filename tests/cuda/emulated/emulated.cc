@@ -275,11 +275,13 @@ const char *cudaGetErrorName(cudaError_t error) {
 const char *cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "an emulated error";
 }
-cudaError_t cudaGetLastError() {
-  return world.sticky;
-}
 cudaError_t cudaPeekAtLastError() {
-  return world.sticky;
+  return world.sticky != cudaSuccess ? world.sticky : world.left;
+}
+cudaError_t cudaGetLastError() {
+  const cudaError_t last = cudaPeekAtLastError();
+  world.left = cudaSuccess;
+  return last;
 }
 cudaError_t cudaGetDeviceCount(int *n) {
   *n = world.devices;
