@@ -34,6 +34,17 @@ tx_status tx_cuda_answered(cudaError_t answer, const char *what, tx_error *error
  * where there is not a tile for each warp. At least 1. */
 uint32_t tx_cuda_blocks(const tx_cuda_scope *scope, int64_t tiles, int32_t per_processor);
 
+/* Launches one block of `threads` threads: what a single thread, or warp, has to do. */
+template <class Arguments>
+static tx_status tx_cuda_launch_one(const tx_cuda_scope *scope, void (*kernel)(Arguments), const Arguments &arguments,
+                                    uint32_t threads, const char *name, tx_error *error) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(threads);
+  config.stream = scope->stream;
+  return tx_cuda_answered(cudaLaunchKernelEx(&config, kernel, arguments), name, error);
+}
+
 /* Launches kernel(table) for all tiles of the table; nothing where there are none. */
 template <class Table>
 static tx_status tx_cuda_launch(const tx_cuda_scope *scope, void (*kernel)(Table), const Table &table, const char *name,

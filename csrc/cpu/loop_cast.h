@@ -15,11 +15,6 @@ TX_FN int64_t tx_block_count(int64_t n, int64_t at) {
   return n - at < TX_BLOCK ? n - at : TX_BLOCK;
 }
 
-TX_FN tx_block_format tx_block_format_of(const tx_dtype dtype, const tx_format format) {
-  if (dtype == TX_U8) return format == TX_FORMAT_SQRT ? tx_block_root_e4m4() : tx_block_e4m3();
-  return format == TX_FORMAT_SQRT ? tx_block_root_f16() : tx_block_f16();
-}
-
 TX_FN void tx_load_plain(const void *from, int64_t n, float *restrict to, const tx_dtype dtype) {
   for (int64_t i = 0; i < n; i++)
     to[i] = tx_load(from, i, dtype);

@@ -17,6 +17,7 @@
 #define TX_MATH_BLOCK_SCALE_H
 
 #include "csrc/math/numeric.h"
+#include "csrc/torch_ext.h"
 
 #define TX_BLOCK_SCALE_NAN 255u
 
@@ -46,6 +47,12 @@ TX_FN tx_block_format tx_block_f16(void) {
 TX_FN tx_block_format tx_block_root_f16(void) {
   const tx_block_format f = {tx_small_f16(), 0u, -50, 48};
   return f;
+}
+
+/* The format of a tensor with block scales; dtype: U8 or F16. */
+TX_FN tx_block_format tx_block_format_of(const tx_dtype dtype, const tx_format format) {
+  if (dtype == TX_U8) return format == TX_FORMAT_SQRT ? tx_block_root_e4m4() : tx_block_e4m3();
+  return format == TX_FORMAT_SQRT ? tx_block_root_f16() : tx_block_f16();
 }
 
 /* The fp32 bits of MAX * 2^k. */
