@@ -86,7 +86,7 @@ class InCache:
         state = training.optimizer.state[p]
         master = state.get("master_param", state.get("master_remainder"))
         pointed = [p, p.grad, state["exp_avg"], state["exp_avg_sq"], master, state.get("scales"), state["step"]]
-        hyper = _groups.hyper(training.optimizer.param_groups)
+        hyper = _groups.hyper(training.optimizer.param_groups, torch.device("cpu"))
         arguments = AdamWArguments(
             ctypes.sizeof(AdamWArguments),
             1,

@@ -108,9 +108,8 @@ def _summed(runs: Sequence[Tensor], parts: Sequence[Part], device: torch.device)
         own = part.stats
         if own is None:
             own, first = _stats.of([runs[i] for i in part.positions], device)
-            position = torch.tensor([*part.positions, _stats.NOBODY], device=device)[
-                first.clamp(max=len(part.positions))
-            ]
+            positions = torch.tensor([*part.positions, _stats.NOBODY]).to(device, non_blocking=True)
+            position = positions[first.clamp(max=len(part.positions))]
             first_bad = torch.minimum(first_bad, position)
         for group in part.groups:
             torch.distributed.all_reduce(own, group=group)

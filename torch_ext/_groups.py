@@ -110,8 +110,8 @@ def policy_of(params: Any) -> Policy:
     return load_policy(elements.most_common(1)[0][0] if elements else torch.float32)
 
 
-def refuse(group: Group, where: str) -> None:
-    """Raises for hyper-parameters that no group may have."""
+def refuse(group: Group, where: str, waits: bool = True) -> None:
+    """Raises for hyper-parameters that no group may have. waits: for a GPU, to read an lr that is there."""
     if group["amsgrad"]:
         raise ValueError(
             f"{where}amsgrad=True is not supported: leave it out (the default of torch too), or use torch.optim.AdamW"
@@ -129,7 +129,7 @@ def refuse(group: Group, where: str) -> None:
     if len(betas) != 2:
         raise ValueError(f"{where}betas has {len(betas)} values; 2 are legal")
     for key, value in (("lr", lr), ("eps", group["eps"]), ("weight_decay", group["weight_decay"])):
-        if not 0 <= float(value) < math.inf:
+        if (waits or not _is_away(value)) and not 0 <= float(value) < math.inf:
             raise ValueError(f"{where}{key} is {float(value)}; a finite number >= 0 is legal")
     for i, beta in enumerate(betas):
         if not 0 <= float(beta) < 1:
@@ -151,14 +151,25 @@ def refuse_differing(group: Group, first: Group, where: str) -> None:
             )
 
 
-def key_of(groups: list[Group]) -> list[Any]:
-    """Equal keys mean equal tables. An lr that is a tensor counts by its address: the table shares its memory."""
+def _is_away(value: Any) -> bool:
+    """A tensor whose value the host would have to wait for."""
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def _is_handed_over(lr: Any, device: torch.device) -> bool:
+    """Whether the operator gets the tensor: one on the CPU is read, which waits for nothing, where parameters are not."""
+    return isinstance(lr, Tensor) and (device.type == "cpu" or _is_away(lr))
+
+
+def key_of(groups: list[Group], device: torch.device) -> list[Any]:
+    """Equal keys mean equal tables for parameters on the device. An lr that is handed over counts by its address: the
+    table shares its memory. Other tensors on a GPU count by address and version: reading them would wait for it."""
     key: list[Any] = []
     for g in groups:
         lr = g["lr"]
         key += (
-            lr if type(lr) is float else lr.data_ptr() if isinstance(lr, Tensor) else float(lr),
-            *(float(b) if isinstance(b, Tensor) else b for b in g["betas"]),
+            lr if type(lr) is float else lr.data_ptr() if _is_handed_over(lr, device) else float(lr),
+            *((b.data_ptr(), b._version) if _is_away(b) else float(b) for b in g["betas"]),
             g["eps"],
             g["weight_decay"],
             g["maximize"],
@@ -172,19 +183,22 @@ def key_of(groups: list[Group]) -> list[Any]:
     return key
 
 
-def hyper(groups: list[Group]) -> Hyper:
-    """The table. Raises ValueError, naming the group, for values that are not legal."""
+def hyper(groups: list[Group], device: torch.device) -> Hyper:
+    """The table, for parameters on the device. Raises ValueError, naming the group, for values that are not legal; an
+    lr on a GPU is not read."""
     rows = []
     for i, g in enumerate(groups):
-        refuse(g, f"group {i}: ")
+        refuse(g, f"group {i}: ", waits=False)
         refuse_differing(g, groups[0], f"group {i}: ")
-        lr = 0.0 if isinstance(g["lr"], Tensor) else g["lr"]  # lrs stand for it
+        lr = 0.0 if _is_handed_over(g["lr"], device) else g["lr"]  # lrs stand for it
         row = (lr, *g["betas"], g["eps"], g["weight_decay"], g["maximize"], g["decoupled_weight_decay"])
         rows.append([float(x) for x in row])
     lrs: list[Tensor] = []
-    if any(isinstance(g["lr"], Tensor) for g in groups):
+    if any(_is_handed_over(g["lr"], device) for g in groups):
         lrs = [
-            g["lr"].detach() if isinstance(g["lr"], Tensor) else torch.tensor(g["lr"], dtype=torch.float64)
+            g["lr"].detach()
+            if _is_handed_over(g["lr"], device)
+            else torch.full((), float(g["lr"]), dtype=torch.float64, device=device)
             for g in groups
         ]
     first = groups[0]

@@ -32,6 +32,11 @@ class Measured(Trained):
         super()._forget()
         self._clipping = None
 
+    def _follow_params(self) -> None:
+        super()._follow_params()
+        device = next((p.device for p in self._everyone() if p.requires_grad), torch.device("cpu"))
+        self._counts = self._counts.to(device)
+
     def _present_grads(self) -> list[Tensor]:
         """The gradients that a step would read now."""
         return [g for g in self._current_locals(self._everyone()).grads() if g is not None]
@@ -110,4 +115,6 @@ def _one(value: Any, device: torch.device) -> Tensor:
     """A scalar that somebody set as a tensor, a number or not at all, as an fp32 tensor of one element or none."""
     if value is None:
         return _tensors.NONE
-    return torch.as_tensor(value, dtype=torch.float32, device=device)
+    if not isinstance(value, Tensor):  # a copy to a GPU would wait for it, where filling does not
+        return torch.full((), value, dtype=torch.float32, device=device)
+    return value.to(device, torch.float32)

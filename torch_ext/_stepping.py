@@ -270,9 +270,10 @@ class Stepping(Measured):
         return not bool(something)
 
     def _current_hyper(self) -> _groups.Hyper:
-        key = _groups.key_of(self.param_groups)
+        device = self._counts.device
+        key = _groups.key_of(self.param_groups, device)
         if self._hyper is None or self._hyper[0] != key:
-            self._hyper = (key, _groups.hyper(self.param_groups))
+            self._hyper = (key, _groups.hyper(self.param_groups, device))
         return self._hyper[1]
 
     def _clip(self, max_norm: float) -> Clipping:

@@ -92,6 +92,13 @@ class Trained(torch.optim.Optimizer):
                     step.fill_(float(entry["step"]))
                 entry["step"] = step
 
+    def _follow_params(self) -> None:
+        """To where they are now, before there is other state: a model may move after its optimizer was made."""
+        for group in self.param_groups:
+            entries = [(p, _kept.entry(self.state, p)) for p in group["params"] if p.requires_grad]
+            if any("step" in entry and entry["step"].device != p.device for p, entry in entries):
+                self._make_steps(group)
+
     def _everyone(self) -> list[Tensor]:
         return _groups.everyone(self.param_groups)
 
@@ -101,6 +108,8 @@ class Trained(torch.optim.Optimizer):
         if self._locals is None or not self._locals.fits(everyone, _registry.generation):
             self._locals = _local.Locals(everyone, list(map(_registry.owner_of, everyone)), _registry.generation)
             self._rearranged()
+            if not any("exp_avg" in self._at_rest(p) for p in everyone):
+                self._follow_params()
         return self._locals
 
     # -- state --------------------------------------------------------------------------------------------------------

@@ -7,13 +7,16 @@ own.
 """
 
 import ctypes
+import functools
 import pathlib
 import shutil
 import subprocess
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from torch_ext import _library
 
@@ -76,6 +79,30 @@ def libtorch_cuda(folder: pathlib.Path) -> pathlib.Path:
     return compile_library(folder, "libtorch_cuda.so", _LIBTORCH_CUDA)
 
 
+# c10 asks the device of a tensor to be made current around many operators.
+_GUARDS = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace {
+struct Guards final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  c10::DeviceIndex deviceCount() const noexcept override { return 2; }
+};
+}
+C10_REGISTER_GUARD_IMPL(CUDA, Guards)
+"""
+
+
+def device_guards(folder: pathlib.Path) -> pathlib.Path:
+    """Guards that do nothing, for a torch that has none for CUDA. Skips the test where they cannot be compiled."""
+    compiler, torch_folder = shutil.which("g++"), pathlib.Path(torch.__file__).parent
+    if compiler is None or torch.backends.cuda.is_built():
+        pytest.skip("no C++ compiler, or a torch that has its own device guards")
+    path = folder / "libguards.so"
+    (folder / "guards.cc").write_text(_GUARDS)
+    options = ["-std=c++20", "-shared", "-fPIC", "-I", torch_folder / "include", "-L", torch_folder / "lib", "-lc10"]
+    subprocess.run([compiler, "-o", path, folder / "guards.cc", *options], check=True)
+    return path
+
+
 class _DLTensor(ctypes.Structure):
     """DLManagedTensor of dlpack.h, without its nesting."""
 
@@ -95,27 +122,31 @@ class _DLTensor(ctypes.Structure):
     ]
 
 
-_CUDA = 2
+_CPU, _CUDA = 1, 2
 _CODES = {  # dtype -> kind and bits
     torch.float32: (2, 32),
     torch.float64: (2, 64),
     torch.float16: (2, 16),
     torch.bfloat16: (4, 16),
     torch.int64: (0, 64),
+    torch.int32: (0, 32),
     torch.int16: (0, 16),
+    torch.bool: (6, 8),
     torch.uint8: (1, 8),
 }
 _kept: list[Any] = []  # what tensors on the stand-in read: nobody tells when they are gone
 
 
 def as_cuda(host: torch.Tensor, index: int = 0) -> torch.Tensor:
-    """A tensor on cuda:`index` in the memory of a contiguous CPU tensor."""
-    shape = (ctypes.c_int64 * max(1, host.dim()))(*host.shape)
-    strides = (ctypes.c_int64 * max(1, host.dim()))(*host.stride())
-    managed = _DLTensor(
-        host.data_ptr(), _CUDA, index, host.dim(), *_CODES[host.dtype], 1, shape, strides, 0, None, None
-    )
-    _kept.append((host, shape, strides, managed))
+    """A tensor on cuda:`index` in the memory of a CPU tensor."""
+    return _on(_CUDA, index, host)
+
+
+def _on(device_type: int, index: int, t: torch.Tensor) -> torch.Tensor:
+    shape = (ctypes.c_int64 * max(1, t.dim()))(*t.shape)
+    strides = (ctypes.c_int64 * max(1, t.dim()))(*t.stride())
+    managed = _DLTensor(t.data_ptr(), device_type, index, t.dim(), *_CODES[t.dtype], 1, shape, strides, 0, None, None)
+    _kept.append((t, shape, strides, managed))
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     tensor: torch.Tensor = torch._C._from_dlpack(new(ctypes.addressof(managed), b"dltensor", None))
@@ -130,21 +161,89 @@ class Call(NamedTuple):
     workspace_bytes: int
 
 
-class StandIn:
-    """The libraries at the given paths, loaded; from then on torch makes tensors on `cuda`."""
+def as_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor in the memory of one on the stand-in."""
+    return _on(_CPU, 0, tensor)
 
-    def __init__(self, library: str, torch_library: str) -> None:
+
+class StandIn:
+    """The libraries at the given paths, loaded; from then on torch makes tensors on `cuda`.
+
+    guards: of `device_guards`; with it every operator of torch runs on `cuda`, too (but for autograd's backward), and
+    `waits` lists those that made the host wait for the device.
+    """
+
+    def __init__(self, library: str, torch_library: str, guards: str | None = None) -> None:
         self._torch_library = ctypes.CDLL(torch_library)
         self._library = ctypes.CDLL(library)
         self._library.stand_in_calls.restype = ctypes.c_char_p
         self._kernels = torch.library.Library("aten", "IMPL")
-        self._kernels.impl("empty_strided", self._empty_strided, "CUDA")
         self.allocated: list[torch.Tensor] = []
+        self.waits: list[str] = []
         torch.cuda._lazy_init = lambda: None  # type: ignore[assignment]
+        if guards is None:
+            self._kernels.impl("empty_strided", self._empty_strided, "CUDA")
+        else:
+            self._guards = ctypes.CDLL(guards)
+            self._register_everything()
 
     def _empty_strided(self, size: Any, _stride: Any, *, dtype: Any, device: Any, **_options: Any) -> torch.Tensor:
         self.allocated.append(torch.zeros(*size, dtype=dtype))
         return as_cuda(self.allocated[-1], device.index)
+
+    def _register_everything(self) -> None:
+        """The CPU's kernels for operators that have none of their own for this key, and instead of those that any
+        device shares: they would look for a GPU's deeper down."""
+        self._fallback = torch.library.Library("_", "IMPL")
+        self._fallback.fallback(self._on_the_cpu, "CUDA")
+        kept = {"aten::detach", "aten::alias", "aten::_to_copy", "aten::lift_fresh"}  # made of others, or of no memory
+        shared = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch names each kernel that is replaced
+            for name in torch._C._dispatch_get_all_op_names():
+                if not name.startswith("aten::") or name in kept or has(name, "CompositeImplicitAutograd"):
+                    continue
+                if any(has(name, key) for key in shared):
+                    base, _, overload = name.removeprefix("aten::").partition(".")
+                    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+                    self._kernels.impl(name.removeprefix("aten::"), functools.partial(self._on_the_cpu, op), "CUDA")
+
+    def _on_the_cpu(self, op: Any, *args: Any, **options: Any) -> Any:
+        device: torch.device | None = None  # where results are
+        twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        kinds = set()
+
+        def down(a: Any) -> Any:
+            nonlocal device
+            if isinstance(a, torch.device):
+                device = a
+                return torch.device("cpu")
+            if isinstance(a, torch.Tensor):
+                kinds.add(a.device.type)
+                if a.device.type == "cuda":
+                    device = a.device if device is None else device
+                    twin = as_host(a)
+                    twins[id(twin)] = twin, a
+                    return twin
+            return a
+
+        def up(result: Any) -> Any:
+            if not isinstance(result, torch.Tensor) or (device is not None and device.type == "cpu"):
+                return result
+            if id(result) in twins:
+                return twins[id(result)][1]
+            return as_cuda(result, (device.index or 0) if device is not None else 0)
+
+        given, named = tree_map(down, (args, options))
+        copies = op is torch.ops.aten.copy_.default and len(kinds) == 2
+        if copies and device is not None and args[0].device.type == "cpu":
+            device = torch.device("cpu")
+        if op is torch.ops.aten._local_scalar_dense.default or (copies and not (*args[2:], False)[0]):
+            self.waits.append(f"{op}")
+        with torch.no_grad():
+            result = op(*given, **named)
+        return args[0] if copies else tree_map(up, result)
 
     def calls(self) -> list[Call]:
         """All so far. Every one brought the struct of its version."""

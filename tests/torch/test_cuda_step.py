@@ -1,0 +1,170 @@
+"""What Python does around a step on a GPU: where it puts tensors, and that it waits for none of them.
+
+On a stand-in (see gpu_stand_in.py) whose arithmetic is the CPU's: bits, devices and waiting are the real thing, time is
+not.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import gpu_stand_in
+import pytest
+
+HELPERS = pathlib.Path(gpu_stand_in.__file__).parent
+BEGIN = f"""
+import json, sys, warnings
+sys.path[:0] = {[str(HELPERS), str(gpu_stand_in.ROOT)]!r}
+import torch
+from gpu_stand_in import StandIn
+stand_in = StandIn(*sys.argv[1:])
+import torch_ext
+
+def params(dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype).to(device)) for n in (5, 300, 4097, 1)]
+
+def steps(opt, device, n=4, clip=True, before=lambda opt, i: None, grad=None, begin=0):
+    # What each clip and step waited for.
+    waited = []
+    for i in range(begin, begin + n):
+        generator = torch.Generator().manual_seed(i)
+        for p in opt.param_groups[0]["params"]:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype).to(device)
+        if grad is not None:
+            grad(opt, i)
+        before(opt, i)
+        stand_in.waits.clear()
+        if clip:
+            torch_ext.clip_grad_norm_(opt, 1.0)
+        opt.step()
+        waited.append(list(stand_in.waits))
+        opt.zero_grad()
+    return waited
+
+def weights(opt):
+    return [p.detach().cpu() for group in opt.param_groups for p in group["params"]]
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process with the stand-in saw."""
+    folder = tmp_path_factory.mktemp("stand_in")
+    library = gpu_stand_in.cuda_library(folder)
+    arguments = [library, gpu_stand_in.libtorch_cuda(folder), gpu_stand_in.device_guards(folder)]
+    environment = dict(os.environ) | {"TORCH_EXT_CUDA_LIBRARY": str(library)}
+    command = [sys.executable, "-c", BEGIN + RUN, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr
+    seen: dict[str, Any] = json.loads(result.stdout)
+    return seen
+
+
+# name -> how the optimizer is made (d: the device), and what happens before each step (opt, i)
+WAYS = {
+    "float_lr": ("lr=1e-2", "None"),
+    "scheduled_float_lr": ("lr=1e-2", "opt.param_groups[0].update(lr=1e-2 / (i + 1))"),
+    "tensor_lr_capturable": ("lr=torch.tensor(1e-2, device=d), capturable=True", "None"),
+    "tensor_lr_on_the_cpu": ("lr=torch.tensor(1e-2)", "opt.param_groups[0]['lr'].fill_(1e-2 / (i + 1))"),
+    "tensor_lr_written_in_place": (
+        "lr=torch.tensor(1e-2, device=d), capturable=True",
+        "opt.param_groups[0]['lr'].fill_(1e-2 / (i + 1))",
+    ),
+    "tensor_lr_and_changing_decay": (
+        "lr=torch.tensor(1e-2, device=d), capturable=True",
+        "opt.param_groups[0].update(weight_decay=0.1 * i)",
+    ),
+    "tensor_betas": ("lr=1e-2, betas=(torch.tensor(0.8, device=d), torch.tensor(0.99, device=d))", "None"),
+    "skip_nonfinite": ("lr=1e-2, skip_nonfinite=True", "None"),
+    "scaled_loss": ("lr=1e-2", "setattr(opt, 'grad_scale', torch.full((), 4.0, device=opt._counts.device))"),
+    "scale_that_is_a_number": ("lr=1e-2", "setattr(opt, 'grad_scale', 4.0)"),
+    "ignoring_writes": ("lr=1e-2, on_external_write='ignore'", "None"),
+}
+DTYPES = ["float32", "bfloat16", "float16"]
+RUN = (
+    "found = {}\n"
+    + "".join(
+        f"""
+def make(d, dtype):
+    return torch_ext.AdamW(params(dtype, d), {options})
+for dtype in {DTYPES!r}:
+    here, there = make("cpu", getattr(torch, dtype)), make("cuda:1", getattr(torch, dtype))
+    before = lambda opt, i: {before}
+    steps(here, "cpu", before=before)
+    waited = steps(there, "cuda:1", before=before)
+    devices = {{str(t.device) for state in there.state.values() for t in state.values()}}
+    found[{name!r} + "-" + dtype] = same(here, there), waited[1:], sorted(devices)
+"""
+        for name, (options, before) in WAYS.items()
+    )
+    + """
+def spoil(opt, i):
+    if i == 2:
+        opt.param_groups[0]["params"][1].grad[7] = float("inf")
+opt = torch_ext.AdamW(params(torch.float32, "cuda"), lr=1e-2)
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    waited = steps(opt, "cuda", grad=spoil)
+found["skipped"] = waited[1:], opt.skipped_steps(), [float(s["step"]) for s in opt.state.values()]
+
+here = torch_ext.AdamW(params(torch.bfloat16, "cpu"), lr=1e-2)
+model = torch.nn.ParameterList(params(torch.bfloat16, "cpu"))
+there = torch_ext.AdamW(model.parameters(), lr=1e-2)
+model.to("cuda:1")
+steps(here, "cpu")
+steps(there, "cuda:1")
+found["moved"] = same(here, there), sorted({str(t.device) for s in there.state.values() for t in s.values()})
+
+saved = there.state_dict()
+again = torch_ext.AdamW(params(torch.bfloat16, "cuda:1"), lr=1e-2)
+with torch.no_grad():
+    for p, q in zip(model.parameters(), again.param_groups[0]["params"], strict=True):
+        q.copy_(p)
+again.load_state_dict(saved)
+steps(again, "cuda:1", begin=4)
+steps(here, "cpu", begin=4)
+found["loaded"] = same(here, again), sorted({str(t.device) for s in again.state.values() for t in s.values()})
+
+groups = [{"params": params(torch.float32, "cuda")}, {"params": params(torch.float32, "cuda"), "lr": 1e-3}]
+two = torch_ext.AdamW(groups, lr=torch.tensor(1e-2, device="cuda"), capturable=True)
+def other(opt, i):
+    for p, q in zip(opt.param_groups[0]["params"], opt.param_groups[1]["params"], strict=True):
+        q.grad = p.grad.clone()
+    opt.param_groups[1]["lr"] = 1e-3 * (i + 1)
+found["groups"] = steps(two, "cuda", before=other)[1:]
+print(json.dumps(found))
+"""
+)
+
+
+@pytest.mark.parametrize("way", [f"{name}-{dtype}" for name in WAYS for dtype in DTYPES])
+def test_a_step_on_a_gpu_waits_for_nothing_and_has_the_cpus_bits(way: str, found: dict[str, Any]) -> None:
+    same, waited, devices = found[way]
+    assert same
+    assert waited == [[], [], []], "every step but the first, in which state is made"
+    assert devices == ["cuda:1"]
+
+
+def test_A_skipped_step_is_counted_on_the_device_and_told_when_somebody_asks(found: dict[str, Any]) -> None:
+    waited, skipped, steps = found["skipped"]
+    assert waited == [[], [], []]
+    assert (skipped, steps) == (1, [3.0] * 4)
+
+
+def test_a_model_may_move_after_its_optimizer_was_made(found: dict[str, Any]) -> None:
+    assert found["moved"] == [True, ["cuda:1"]]
+
+
+def test_a_loaded_state_goes_to_the_parameters_device(found: dict[str, Any]) -> None:
+    assert found["loaded"] == [True, ["cuda:1"]]
+
+
+def test_a_float_lr_beside_a_tensor_lr_becomes_a_tensor_without_waiting(found: dict[str, Any]) -> None:
+    assert found["groups"] == [[], [], []]
