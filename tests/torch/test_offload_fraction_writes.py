@@ -1,0 +1,191 @@
+"""`offload_fraction`: weights that somebody else wrote, whose masters are on the host (D1-D3, D5-D7)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import host_parts
+import pytest
+import torch
+from host_fraction import FRACTIONS, SHAPES, copy_in, everything, held, optimizer_of, params, train
+from torch import Tensor, nn
+from training import WITH_MASTER, bits, params_of, policy_of, set_grads
+
+import torch_ext
+
+
+def constant(optimizer: torch_ext.AdamW) -> list[Tensor]:
+    return [torch.full_like(p, 0.37 + i) for i, p in enumerate(params(optimizer))]
+
+
+def load_module(optimizer: torch_ext.AdamW, weights: list[Tensor]) -> None:
+    nn.ParameterList(params(optimizer)).load_state_dict({str(i): weight for i, weight in enumerate(weights)})
+
+
+def set_data(optimizer: torch_ext.AdamW, weights: list[Tensor]) -> None:
+    for p, weight in zip(params(optimizer), weights, strict=True):
+        p.data = weight.clone()
+
+
+def data_copy(optimizer: torch_ext.AdamW, weights: list[Tensor]) -> None:
+    for p, weight in zip(params(optimizer), weights, strict=True):
+        p.data.copy_(weight)
+
+
+WRITES = [copy_in, load_module, set_data, data_copy]
+
+
+def zero_step(optimizer: torch_ext.AdamW) -> None:
+    for p in params(optimizer):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+
+
+BEFORE: dict[str, Callable[[torch_ext.AdamW], Any]] = {
+    "made": lambda optimizer: None,
+    "asked for its state": lambda optimizer: optimizer.state_dict(),
+    "took steps": lambda optimizer: train(optimizer, range(3)),
+}
+
+
+def mixed(name: str) -> list[nn.Parameter]:
+    """Native fp32 parameters between those of the policy."""
+    ours, native = params_of(name, SHAPES), params_of("fp32", SHAPES, seed=9)
+    return [p for pair in zip(ours, native, strict=True) for p in pair]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_D1_D2_D3_weights_loaded_behind_the_optimizer_take_effect(
+    fraction: float, before: str, write: Callable[..., None]
+) -> None:
+    for name in WITH_MASTER:
+        for kind in ("prompt", "late"):
+            with host_parts.lanes(kind):
+                options: dict[str, Any] = {"betas": (0.0, 0.999), "weight_decay": 0.0}  # no gradient moves nothing
+                optimizer = torch_ext.AdamW(
+                    mixed(name), lr=1e-2, policy=policy_of(name), offload_fraction=fraction, **options
+                )
+                BEFORE[before](optimizer)
+                weights = constant(optimizer)
+                write(optimizer, weights)
+                for _ in range(3):  # "loss fine at step 1, ruined at step 2"
+                    zero_step(optimizer)
+                    assert [bits(p) for p in params(optimizer)] == [bits(w) for w in weights]
+                state = optimizer.state_dict()["state"]
+                for i, weight in enumerate(weights):
+                    if "master_param" in state[i]:
+                        # Of a master that rounds to it nothing shows that somebody wrote the weight.
+                        master = state[i]["master_param"].to(weight.dtype if before == "took steps" else torch.float32)
+                        assert bits(master) == bits(weight.to(master.dtype))
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("name", ["fp32", "a", "b", "no master"])
+def test_D7_training_goes_on_from_what_was_written(name: str, fraction: float) -> None:
+    """Bit for bit as without a host part."""
+    found = []
+    for of in (0.0, fraction):
+        with host_parts.lanes("late"):
+            optimizer = optimizer_of(name, of)
+            train(optimizer, range(3))
+            copy_in(optimizer, constant(optimizer))
+            train(optimizer, range(3, 5))
+            data_copy(optimizer, [w * 0.5 for w in constant(optimizer)])
+            train(optimizer, range(5, 7))
+            found.append(everything(optimizer))
+    assert found[0] == found[1]
+
+
+@torch.no_grad()
+def one_element(optimizer: torch_ext.AdamW) -> None:
+    """Where no sample looks, but counted."""
+    for p in params(optimizer):
+        if p.numel() > 8192:
+            p.view(-1)[1000] += 3
+
+
+@torch.no_grad()
+def one_element_elsewhere(optimizer: torch_ext.AdamW) -> None:
+    """In other memory."""
+    for p in params(optimizer):
+        if p.numel() > 8192:
+            weight = p.detach().clone()
+            weight.view(-1)[1000] += 3
+            p.data = weight
+
+
+@pytest.mark.parametrize("kind", ["prompt", "late"])
+@pytest.mark.parametrize("write", [one_element, one_element_elsewhere])
+def test_D7_counters_and_addresses_tell_of_what_no_sample_sees(write: Callable[..., None], kind: str) -> None:
+    found = []
+    for fraction in FRACTIONS:
+        with host_parts.lanes(kind):
+            optimizer = optimizer_of("a", fraction)
+            train(optimizer, range(3))
+            write(optimizer)
+            train(optimizer, range(3, 5))
+            found.append(everything(optimizer))
+    assert found[1] == found[0] and found[2] == found[0]
+    undisturbed = optimizer_of("a", 0.0)
+    train(undisturbed, range(5))
+    assert found[0] != everything(undisturbed)
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS[1:])
+def test_D7_error_names_what_was_written_and_changes_nothing(fraction: float) -> None:
+    with host_parts.lanes("late"):
+        optimizer = optimizer_of("a", fraction, on_external_write="error")
+        train(optimizer, range(3))
+        copy_in(optimizer, [p.detach().clone() for p in params(optimizer)])  # counters move, content does not
+        train(optimizer, range(3, 4))
+        chosen = next(i for i, p in enumerate(params(optimizer)) if p in held(optimizer))
+        params(optimizer)[chosen].data.fill_(3)
+        before = everything(optimizer)
+        set_grads(params(optimizer), 4)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=rf"parameter {chosen} of group 0 \(.*resync_masters"):
+                optimizer.step()
+        assert everything(optimizer) == before
+        assert optimizer.resync_masters() > 0
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS[1:])
+def test_ignore_lets_the_master_overwrite_the_weight(fraction: float) -> None:
+    ignoring, plain = optimizer_of("a", fraction, on_external_write="ignore"), optimizer_of("a", 0.0)
+    for optimizer in (ignoring, plain):
+        train(optimizer, range(3))
+    data_copy(ignoring, constant(ignoring))
+    for optimizer in (ignoring, plain):
+        train(optimizer, range(3, 4))
+    assert everything(ignoring) == everything(plain)
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_D5_D6_resync_masters_sees_those_on_the_host(name: str) -> None:
+    found = []
+    for fraction in FRACTIONS:
+        optimizer = optimizer_of(name, fraction)
+        train(optimizer, range(3))
+        data_copy(optimizer, constant(optimizer))
+        changed = optimizer.resync_masters(force=True)
+        assert optimizer.resync_masters() == 0
+        found.append((changed, everything(optimizer)))
+    assert found[0][0] > 0 and found[1] == found[0] and found[2] == found[0]
+
+
+@pytest.mark.parametrize("name", ["fp32", "a", "b"])
+def test_masters_on_the_host_can_be_opened_and_read(name: str) -> None:
+    found = []
+    for fraction in FRACTIONS:
+        optimizer = optimizer_of(name, fraction)
+        train(optimizer, range(3))
+        with optimizer.master_weights() as masters:
+            for p in params(optimizer):
+                p.mul_(1.001)
+            seen = [bits(master) for master in masters.values()]
+        train(optimizer, range(3, 5))
+        read = [bits(torch.as_tensor(value)) for value in optimizer.master_state_dict().values()]
+        found.append((seen, read, everything(optimizer)))
+    assert found[1] == found[0] and found[2] == found[0]
