@@ -34,20 +34,35 @@ def sources():
         srcs = native.glob(["**"], exclude = ["**/__pycache__/**", "**/.*/**"]),
     )
 
-def core_tests(deps, by_prefix):
+# Most tests spend more on being compiled, checks included, than on running; sweeps are the other way round.
+_MOST_OPTS = select({
+    "//bazel:sanitized": ["-O0"],
+    "//conditions:default": ["-O1"],
+})
+_SWEEP_OPTS = select({
+    "//bazel:sanitized": ["-O1"],
+    "//conditions:default": ["-O2"],
+})
+
+def core_tests(deps, by_prefix, sweeps):
     """One GoogleTest target for each *_test.cc of the folder, linked with the rooms so that internals can be tested.
 
     Args:
       deps: of every test.
       by_prefix: how a test's name begins -> what it needs besides.
+      sweeps: names of the tests that go through all patterns and want an optimised loop.
     """
-    for file in native.glob(["*_test.cc"]):
+    files = native.glob(["*_test.cc"])
+    for name in sweeps:
+        if name + ".cc" not in files:
+            fail("%s.cc is not there" % name)
+    for file in files:
         name = file[:-len(".cc")]
         more = [dep for prefix, labels in by_prefix.items() for dep in labels if name.startswith(prefix)]
         native.cc_test(
             name = name,
             srcs = [file] + native.glob(["*.h"]),
-            copts = TEST_OPTS,
+            copts = TEST_OPTS + (_SWEEP_OPTS if name in sweeps else _MOST_OPTS),
             linkstatic = True,
             # alone, for it takes most of the memory
             tags = ["exclusive"] if "huge" in name else [],
