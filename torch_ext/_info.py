@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torch_ext import _library
+from torch_ext import _cuda_library, _library
 
 
 def text() -> str:
@@ -24,7 +24,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "instruction sets", f"{', '.join(isas())}; in use: {selected_isa()}"
     yield "threads", f"{torch.get_num_threads()} (torch.get_num_threads)"
     yield "operators", ", ".join(_library.operators())
-    yield "CUDA", cuda()
+    yield from _cuda()
+    yield "NCCL", nccl()
 
 
 def version() -> str:
@@ -48,11 +49,38 @@ def selected_isa() -> str:
     return value.decode() if value else "none"
 
 
+def _cuda() -> Iterator[tuple[str, str]]:
+    try:
+        about = _cuda_library.about()
+    except RuntimeError as refusal:
+        yield "CUDA library", f"none: {refusal}"
+    else:
+        yield "CUDA library", f"{about.path}: built with CUDA {about.built_with} for {about.architectures}"
+        driver = f"runs CUDA {about.driver}; devices: {about.devices}" if about.driver else "none"
+        yield "CUDA driver", driver + (f"; the library runs on none of them: {about.why_not}" if about.why_not else "")
+    yield "CUDA in torch", cuda()
+
+
 def cuda() -> str:
     """Why there is none, or the devices that torch sees."""
     if not torch.backends.cuda.is_built():
         return "none: this torch is built without CUDA"
+    built = f"built with CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
-        return "none: torch finds no device or no driver"
-    devices = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return f"{devices}; the operators run on the CPU only"
+        return f"{built}; no device: torch finds none, or no driver"
+    return f"{built}; {', '.join(map(_device, range(torch.cuda.device_count())))}"
+
+
+def _device(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"cuda:{index} {torch.cuda.get_device_name(index)} (sm_{major}{minor})"
+
+
+def nccl() -> str:
+    """Why there is none, or the version that torch was built with and the file that is loaded."""
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return "none: this torch is built without NCCL"
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    with open("/proc/self/maps") as maps:
+        files = sorted({line.split()[-1] for line in maps if "libnccl" in line})
+    return f"{version}: {', '.join(files) or 'inside torch'}"

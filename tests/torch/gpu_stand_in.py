@@ -68,10 +68,10 @@ def compile_library(folder: pathlib.Path, name: str, source: str, *options: str)
     return path
 
 
-def cuda_library(folder: pathlib.Path, version: str = "tx_version()") -> pathlib.Path:
-    """version: what it says of itself, in C."""
+def cuda_library(folder: pathlib.Path, version: str = "tx_version()", more: str = "") -> pathlib.Path:
+    """version: what it says of itself, in C. more: functions besides the operators."""
     return compile_library(
-        folder, "libtorch_ext_cuda.so", _CUDA_LIBRARY, f"-DVERSION=({version})", _library.library_path()
+        folder, "libtorch_ext_cuda.so", _CUDA_LIBRARY + more, f"-DVERSION=({version})", _library.library_path()
     )
 
 

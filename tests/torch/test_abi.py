@@ -41,10 +41,12 @@ def printed(folder: pathlib.Path, lines: list[str]) -> list[list[str]]:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to compare the package with the header")
-    includes = ["<stdio.h>", '"csrc/torch_ext.h"', '"csrc/math/witness.h"']
+    includes = ["<stdio.h>", '"csrc/torch_ext.h"', '"csrc/math/witness.h"', '"cuda/torch_ext_cuda.h"']
     text = [*(f"#include {file}" for file in includes), "int main(void) {", *lines, "  return 0;", "}", ""]
     (folder / "print.c").write_text("\n".join(text))
-    subprocess.run([compiler, "-I", HEADERS.parent, "-o", folder / "print", folder / "print.c"], check=True)
+    subprocess.run(
+        [compiler, "-I", HEADERS.parent, "-I", HEADERS, "-o", folder / "print", folder / "print.c"], check=True
+    )
     output = subprocess.run([folder / "print"], check=True, capture_output=True, text=True).stdout
     return [line.split() for line in output.splitlines()]
 

@@ -1,8 +1,11 @@
 """python -m torch_ext info."""
 
+import os
+import pathlib
 import subprocess
 import sys
 
+import gpu_stand_in
 import pytest
 import torch
 
@@ -19,8 +22,51 @@ def test_info_says_what_was_found() -> None:
     assert "adamw_" in facts["operators"]
     assert "master_resync_" in facts["operators"]
     assert "get_num_threads" in facts["threads"]
-    assert "CUDA" in facts
+    assert "CUDA library" in facts
+    if not torch.backends.cuda.is_built():
+        assert "built without CUDA" in facts["CUDA in torch"]
+    if not torch.distributed.is_nccl_available():
+        assert "built without NCCL" in facts["NCCL"]
     assert run.stderr == ""
+
+
+def facts_with(**variables: str) -> dict[str, str]:
+    command = [sys.executable, "-m", "torch_ext", "info"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | variables).stdout
+    return {line.split("  ")[0]: line for line in output.splitlines()}
+
+
+def test_info_says_why_there_is_no_cuda_library() -> None:
+    facts = facts_with(TORCH_EXT_CUDA_LIBRARY="/nowhere/lib.so")
+    assert facts["CUDA library"].endswith("none: TORCH_EXT_CUDA_LIBRARY names /nowhere/lib.so, which cannot be read")
+    assert "CUDA driver" not in facts
+
+
+@pytest.mark.parametrize(
+    "driver, devices, why_not, says",
+    [
+        (13010, 2, "", "runs CUDA 13.1; devices: 2"),
+        (0, 0, "no driver", "none; the library runs on none of them: no driver"),
+    ],
+    ids=["two_devices", "no_driver"],
+)
+def test_info_says_what_the_cuda_library_is_for_and_what_runs_it(
+    driver: int, devices: int, why_not: str, says: str, tmp_path: pathlib.Path
+) -> None:
+    about = f"""
+TX_API tx_status tx_cuda_about_this(tx_cuda_about *about, tx_error *error) {{
+  (void)error;
+  if (about->size != sizeof *about) return TX_ERROR_INVALID_ARGUMENT;
+  about->runtime_version = 13000, about->driver_version = {driver}, about->n_devices = {devices};
+  strcpy(about->architectures, "sm_80 sm_90");
+  strcpy(about->why_not, "{why_not}");
+  return TX_OK;
+}}
+"""
+    library = gpu_stand_in.cuda_library(tmp_path, more=about)
+    facts = facts_with(TORCH_EXT_CUDA_LIBRARY=str(library))
+    assert facts["CUDA library"].endswith(f"{library}: built with CUDA 13.0 for sm_80 sm_90")
+    assert facts["CUDA driver"].endswith(says)
 
 
 def test_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
