@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--header", required=True, help="torch_ext.h, whose version has to be the same")
     parser.add_argument("--license", required=True)
     parser.add_argument("--readme", required=True)
-    parser.add_argument("--library", required=True)
+    parser.add_argument("--library", required=True, action="append", help="once for each")
     parser.add_argument("files", nargs="+", help="torch_ext/*")
     args = parser.parse_args()
 
@@ -71,7 +71,7 @@ def main() -> None:
 
     tag = os.path.basename(args.out).removesuffix(".whl").split("-", 2)[2]
     info = f"torch_ext-{args.version}.dist-info"
-    contents = {f"torch_ext/{os.path.basename(path)}": read(path) for path in [*args.files, args.library]}
+    contents = {f"torch_ext/{os.path.basename(path)}": read(path) for path in [*args.files, *args.library]}
     contents[f"{info}/LICENSE"] = read(args.license)
     contents[f"{info}/METADATA"] = METADATA.format(version=args.version, readme=read(args.readme).decode()).encode()
     contents[f"{info}/WHEEL"] = WHEEL.format(tag=tag).encode()

@@ -33,11 +33,14 @@ def test_is_for_every_python_and_torch(wheel: pathlib.Path) -> None:
     assert "Requires-Python: >=3.10\n" in metadata
 
 
-def test_holds_the_package_and_the_library(wheel: pathlib.Path) -> None:
+def test_holds_the_package_and_the_libraries(wheel: pathlib.Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if name.startswith("torch_ext/")}
     package = {f"torch_ext/{path.name}" for path in (ROOT / "torch_ext").iterdir() if path.is_file()}
-    assert names == package | {"torch_ext/libtorch_ext.so", "torch_ext/py.typed"}
+    libraries = {"torch_ext/libtorch_ext.so"}
+    if (ROOT / "cuda/libtorch_ext_cuda.so").exists():  # built where there is a CUDA toolkit
+        libraries.add("torch_ext/libtorch_ext_cuda.so")
+    assert names == package | libraries | {"torch_ext/py.typed"}
 
 
 def test_installs_and_steps_from_an_empty_folder(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
