@@ -44,7 +44,7 @@ _SWEEP_OPTS = select({
     "//conditions:default": ["-O2"],
 })
 
-def core_tests(deps, by_prefix, sweeps):
+def core_tests(deps, by_prefix, sweeps = []):
     """One GoogleTest target for each *_test.cc of the folder, linked with the rooms so that internals can be tested.
 
     Args:

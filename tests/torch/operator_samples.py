@@ -300,6 +300,20 @@ def bits(arguments: Sequence[Any]) -> list[bytes]:
     return [ctypes.string_at(s.data_ptr(), s.nbytes()) if s.nbytes() else b"" for s in storages]
 
 
+TABLES = {"groups", "meta", "slices", "offsets"}  # on the CPU wherever the other tensors are
+
+
+def moved(operator: str, arguments: Sequence[Any], move: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    """The call with its tensors on another device, as `move` makes them."""
+
+    def one(name: str, a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return a if name in TABLES else move(a.detach())
+        return [move(t.detach()) for t in a] if isinstance(a, list) else a
+
+    return [one(a.name, value) for a, value in zip(overload(operator)._schema.arguments, arguments, strict=True)]
+
+
 def copy(arguments: Sequence[Any]) -> list[Any]:
     """The same values in other memory."""
 

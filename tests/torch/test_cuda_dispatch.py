@@ -31,16 +31,9 @@ def refusal(function):
     except RuntimeError as error:
         return str(error).splitlines()[0]
 """
-# The arguments of a call as they are on a GPU: all tensors but the tables.
 MOVE = """
 def moved(operator, arguments, index=0):
-    names = [a.name for a in operator_samples.overload(operator)._schema.arguments]
-    tables = {"groups", "meta", "slices", "offsets"}
-    def move(name, a):
-        if isinstance(a, torch.Tensor):
-            return a if name in tables else as_cuda(a.detach(), index)
-        return [as_cuda(t.detach(), index) for t in a] if isinstance(a, list) else a
-    return [move(name, a) for name, a in zip(names, arguments)]
+    return operator_samples.moved(operator, arguments, lambda t: as_cuda(t, index))
 """
 
 
