@@ -64,7 +64,8 @@ cc_library(
 )
 """
 
-def _candidate(ctx):
+def python_candidate(ctx):
+    """The interpreter's path, for a repository rule."""
     named = ctx.os.environ.get("TORCH_EXT_PYTHON")
     if named:
         if not ctx.path(named).exists:
@@ -76,9 +77,9 @@ def _candidate(ctx):
     return ctx.which("python3") or fail("No python3 on the PATH; set TORCH_EXT_PYTHON to an interpreter that has torch.")
 
 def _python_with_torch_impl(ctx):
-    probe = ctx.execute([_candidate(ctx), "-c", _PROBE])
+    probe = ctx.execute([python_candidate(ctx), "-c", _PROBE])
     if probe.return_code != 0:
-        fail("%s does not run: %s" % (_candidate(ctx), probe.stderr))
+        fail("%s does not run: %s" % (python_candidate(ctx), probe.stderr))
     interpreter, torch = probe.stdout.split("\n")[:2]
     build = _BUILD.format(interpreter = repr(interpreter))
     if torch:

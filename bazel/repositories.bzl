@@ -4,6 +4,7 @@ A workspace that depends on @torch_ext calls torch_ext_repositories() as well (e
 """
 
 load("//bazel:cuda.bzl", "cuda_toolkit")
+load("//bazel:nccl.bzl", "nccl")
 load("//bazel:python.bzl", "python_with_torch")
 load("//bazel:system.bzl", "system_repository", "text_repository")
 
@@ -67,5 +68,6 @@ def torch_ext_repositories():
         path = "/usr/src/googletest/googletest",
     )
     cuda_toolkit(name = "cuda_toolkit")
+    nccl(name = "nccl")
     python_with_torch(name = "python_with_torch")
     native.register_toolchains("@python_with_torch//:toolchain")

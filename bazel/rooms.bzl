@@ -44,13 +44,14 @@ _SWEEP_OPTS = select({
     "//conditions:default": ["-O2"],
 })
 
-def core_tests(deps, by_prefix, sweeps = []):
+def core_tests(deps, by_prefix, sweeps = [], data_by_prefix = {}):
     """One GoogleTest target for each *_test.cc of the folder, linked with the rooms so that internals can be tested.
 
     Args:
       deps: of every test.
       by_prefix: how a test's name begins -> what it needs besides.
       sweeps: names of the tests that go through all patterns and want an optimised loop.
+      data_by_prefix: how a test's name begins -> the files that it opens.
     """
     files = native.glob(["*_test.cc"])
     for name in sweeps:
@@ -58,10 +59,12 @@ def core_tests(deps, by_prefix, sweeps = []):
             fail("%s.cc is not there" % name)
     for file in files:
         name = file[:-len(".cc")]
+        data = [each for prefix, opened in data_by_prefix.items() for each in opened if name.startswith(prefix)]
         more = [dep for prefix, labels in by_prefix.items() for dep in labels if name.startswith(prefix)]
         native.cc_test(
             name = name,
             srcs = [file] + native.glob(["*.h"]),
+            data = data,
             copts = TEST_OPTS + (_SWEEP_OPTS if name in sweeps else _MOST_OPTS),
             linkstatic = True,
             # alone, for it takes most of the memory

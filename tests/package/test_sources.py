@@ -13,6 +13,7 @@ ARROWS = {
     "csrc/core": set(),
     "csrc/math": set(),
     "csrc/cpu": {"csrc/core", "csrc/math"},
+    "csrc/nccl": {"csrc/core"},
     "csrc/ops": {"csrc/core", "csrc/cpu", "csrc/math"},
     "csrc/torch": {"csrc/core", "csrc/ops"},
     "cuda": {"csrc/core", "csrc/math", "csrc/ops"},

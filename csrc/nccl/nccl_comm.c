@@ -1,0 +1,161 @@
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* clock_gettime, nanosleep */
+#endif
+#include "csrc/nccl/nccl_comm.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "csrc/core/status.h"
+
+static double now(void) {
+  struct timespec t;
+  (void)clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* From a microsecond to a millisecond: most answers come at once, and a rank that is late is late by much. */
+static void nap(long *nanoseconds) {
+  const struct timespec t = {0, *nanoseconds};
+  (void)nanosleep(&t, NULL);
+  if (*nanoseconds < 1000000) *nanoseconds *= 2;
+}
+
+/* Under the lock. */
+static void kill_comm(tx_nccl_comm *comm, const char *why) {
+  if (!comm->comm) return;
+  (void)snprintf(comm->why, sizeof comm->why, "%s", why);
+  (void)comm->library->call.ncclCommAbort(comm->comm);
+  comm->comm = NULL;
+}
+
+static tx_status refuse_dead(const tx_nccl_comm *comm, const char *what, tx_error *error) {
+  return tx_fail(error, TX_ERROR_BAD_STATE,
+                 "%s: this communicator was aborted and cannot be used any more; end the process on every rank. The "
+                 "reason: %s",
+                 what, comm->why);
+}
+
+/* Under the lock: aborts with the message, and fails with it. */
+static tx_status abort_with(tx_nccl_comm *comm, tx_error *error, const char *message) {
+  kill_comm(comm, message);
+  return tx_fail(error, TX_ERROR_UNAVAILABLE, "%s", message);
+}
+
+static tx_status fail_with(tx_nccl_comm *comm, int result, const char *what, tx_error *error) {
+  const tx_nccl_table *call = &comm->library->call;
+  char message[768];
+  (void)snprintf(message, sizeof message, "%s on rank %d of %d: NCCL says: %s (%s)", what, comm->rank, comm->n_ranks,
+                 call->ncclGetErrorString(result), call->ncclGetLastError(comm->comm));
+  return abort_with(comm, error, message);
+}
+
+/* Until NCCL has done what it began. */
+static tx_status settle(tx_nccl_comm *comm, int result, const char *what, tx_error *error) {
+  const double deadline = now() + comm->timeout_seconds;
+  tx_status status = TX_OK;
+  long nanoseconds = 1000;
+  while (result == TX_NCCL_IN_PROGRESS) {
+    if (now() > deadline) {
+      char message[512];
+      (void)snprintf(message, sizeof message,
+                     "%s on rank %d of %d: not done after %g s. A rank did not come, or is that far behind", what,
+                     comm->rank, comm->n_ranks, comm->timeout_seconds);
+      return abort_with(comm, error, message);
+    }
+    (void)pthread_mutex_unlock(&comm->lock);
+    nap(&nanoseconds);
+    (void)pthread_mutex_lock(&comm->lock);
+    if (!comm->comm) return refuse_dead(comm, what, error);
+    int state = TX_NCCL_IN_PROGRESS;
+    const int asked = comm->library->call.ncclCommGetAsyncError(comm->comm, &state);
+    result = asked != TX_NCCL_SUCCESS ? asked : state;
+  }
+  if (result != TX_NCCL_SUCCESS) status = fail_with(comm, result, what, error);
+  return status;
+}
+
+tx_status tx_nccl_run(tx_nccl_comm *comm, tx_nccl_step step, void *arg, const char *what, tx_error *error) {
+  (void)pthread_mutex_lock(&comm->lock);
+  const tx_status status = comm->comm ? settle(comm, step(comm, arg), what, error) : refuse_dead(comm, what, error);
+  (void)pthread_mutex_unlock(&comm->lock);
+  return status;
+}
+
+static tx_status check_args(const tx_nccl_comm_args *args, tx_nccl_comm **comm, tx_error *error) {
+  if (!args || !comm || args->size != sizeof *args || !args->library || !args->id)
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_nccl_comm_new: args, comm, args.library or args.id is NULL, or args.size is not "
+                   "TX_NCCL_COMM_ARGS_INIT's");
+  if (args->n_ranks < 1 || args->rank < 0 || args->rank >= args->n_ranks)
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_nccl_comm_new: rank %d of %d; legal is 0 <= rank < n_ranks",
+                   args->rank, args->n_ranks);
+  if (!(args->timeout_seconds > 0))
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_nccl_comm_new: timeout_seconds is %g; > 0 is legal",
+                   args->timeout_seconds);
+  return TX_OK;
+}
+
+static int begin(tx_nccl_comm *comm, const tx_nccl_comm_args *args) {
+  tx_nccl_config config = TX_NCCL_CONFIG_INIT;
+  config.blocking = 0;
+  if (args->copy_engines && comm->library->version >= TX_NCCL_CODE(2, 28)) config.cta_policy = TX_NCCL_CTA_POLICY_ZERO;
+  tx_nccl_id id;
+  memcpy(id.internal, args->id, sizeof id.internal);
+  return comm->library->call.ncclCommInitRankConfig(&comm->comm, args->n_ranks, id, args->rank, &config);
+}
+
+tx_status tx_nccl_comm_new(const tx_nccl_comm_args *args, tx_nccl_comm **comm, tx_error *error) {
+  TX_FORWARD(check_args(args, comm, error));
+  *comm = NULL;
+  tx_nccl_comm *made = calloc(1, sizeof *made);
+  if (!made) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "tx_nccl_comm_new: out of memory");
+  made->library = args->library;
+  made->rank = args->rank;
+  made->n_ranks = args->n_ranks;
+  made->timeout_seconds = args->timeout_seconds;
+  (void)pthread_mutex_init(&made->lock, NULL);
+  (void)pthread_mutex_lock(&made->lock);
+  const tx_status status = settle(made, begin(made, args), "making a communicator", error);
+  (void)pthread_mutex_unlock(&made->lock);
+  if (status != TX_OK) {
+    tx_nccl_comm_free(made);
+    return status;
+  }
+  *comm = made;
+  return TX_OK;
+}
+
+static int finalize(tx_nccl_comm *comm, void *arg) {
+  (void)arg;
+  return comm->library->call.ncclCommFinalize(comm->comm);
+}
+
+void tx_nccl_comm_free(tx_nccl_comm *comm) {
+  if (!comm) return;
+  if (comm->comm && tx_nccl_run(comm, finalize, NULL, "ending a communicator", NULL) == TX_OK)
+    (void)comm->library->call.ncclCommDestroy(comm->comm);
+  (void)pthread_mutex_destroy(&comm->lock);
+  free(comm);
+}
+
+void tx_nccl_comm_abort(tx_nccl_comm *comm, const char *why) {
+  if (!comm) return;
+  (void)pthread_mutex_lock(&comm->lock);
+  kill_comm(comm, why ? why : "no reason given");
+  (void)pthread_mutex_unlock(&comm->lock);
+}
+
+static int nothing(tx_nccl_comm *comm, void *arg) {
+  (void)arg;
+  int state = TX_NCCL_SUCCESS;
+  const int asked = comm->library->call.ncclCommGetAsyncError(comm->comm, &state);
+  return asked != TX_NCCL_SUCCESS ? asked : state;
+}
+
+tx_status tx_nccl_comm_check(tx_nccl_comm *comm, tx_error *error) {
+  if (!comm) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_nccl_comm_check: comm is NULL");
+  return tx_nccl_run(comm, nothing, NULL, "communication under way", error);
+}

@@ -1,0 +1,47 @@
+/* Memory that every rank's NCCL may read and write directly. */
+#include "csrc/core/status.h"
+#include "csrc/nccl/nccl_comm.h"
+
+typedef struct {
+  tx_nccl_memory *memory;
+  void *window; /* NCCL may write it after its call has returned */
+} registration;
+
+static int allocate(tx_nccl_comm *comm, void *arg) {
+  tx_nccl_memory *memory = arg;
+  return comm->library->call.ncclMemAlloc(&memory->data, (size_t)memory->bytes);
+}
+
+static int enter(tx_nccl_comm *comm, void *arg) {
+  registration *r = arg;
+  return comm->library->call.ncclCommWindowRegister(comm->comm, r->memory->data, (size_t)r->memory->bytes, &r->window,
+                                                    TX_NCCL_WIN_COLL_SYMMETRIC);
+}
+
+static int leave(tx_nccl_comm *comm, void *arg) {
+  tx_nccl_memory *memory = arg;
+  return comm->library->call.ncclCommWindowDeregister(comm->comm, memory->window);
+}
+
+tx_status tx_nccl_memory_new(tx_nccl_comm *comm, tx_nccl_memory *memory, tx_error *error) {
+  if (!comm || !memory || memory->size != sizeof *memory || memory->bytes < 1)
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_nccl_memory_new: comm or memory is NULL, memory.size is not TX_NCCL_MEMORY_INIT's, or "
+                   "memory.bytes is not > 0");
+  memory->data = memory->window = NULL;
+  TX_FORWARD(tx_nccl_run(comm, allocate, memory, "allocating memory", error));
+  if (!tx_nccl_has_windows(comm->library)) return TX_OK;
+  registration r = {memory, NULL};
+  const tx_status status = tx_nccl_run(comm, enter, &r, "registering memory", error);
+  memory->window = r.window;
+  if (status != TX_OK) tx_nccl_memory_free(comm, memory);
+  return status;
+}
+
+void tx_nccl_memory_free(tx_nccl_comm *comm, tx_nccl_memory *memory) {
+  if (!comm || !memory || !memory->data) return;
+  /* An aborted communicator has no windows any more, but the memory is ours. */
+  if (memory->window) (void)tx_nccl_run(comm, leave, memory, "unregistering memory", NULL);
+  (void)comm->library->call.ncclMemFree(memory->data);
+  memory->data = memory->window = NULL;
+}

@@ -1,0 +1,265 @@
+// A libnccl.so.2 that is pretended, for tests of the protocol around it: ranks are threads, "device" memory is the
+// host's, and an operation happens when the last rank has issued it. What it does wrong is asked for with fake_nccl_*.
+// Declarations are written out here, not taken from the code under test.
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#ifndef FAKE_NCCL_VERSION
+#define FAKE_NCCL_VERSION 22809
+#endif
+
+namespace {
+
+enum { kSuccess = 0, kSystemError = 2, kInvalidArgument = 4, kRemoteError = 6, kInProgress = 7 };
+
+std::mutex lock;
+std::condition_variable changed;
+
+struct Part {
+  const char *from;
+  char *to;
+  size_t bytes;
+  int peer;
+};
+struct Operation {
+  std::vector<Part> sends, receives;
+};
+struct Clique {
+  int n_ranks = 0, came = 0;
+  std::map<int, std::deque<Operation>> queues;
+  int done = 0;
+};
+struct Id {
+  char internal[128];
+};
+
+// What tests ask for, and what they count.
+int slow_polls, init_result = kSuccess, async_error = kSuccess, group_result = kSuccess;
+int aborts, destroys, finalizes, windows, memories, groups;
+long ids;
+std::map<std::string, std::shared_ptr<Clique>> cliques;
+
+}  // namespace
+
+struct ncclComm {
+  std::shared_ptr<Clique> clique;
+  int rank, n_ranks, polls;
+  bool finalizing;
+};
+
+namespace {
+
+thread_local Operation group;
+thread_local ncclComm *group_comm;
+thread_local bool in_group;
+
+// Under the lock: whatever all ranks have issued happens.
+void progress(Clique &clique) {
+  for (;;) {
+    for (int r = 0; r < clique.n_ranks; r++)
+      if (clique.queues[r].empty()) return;
+    for (int r = 0; r < clique.n_ranks; r++)
+      for (const Part &receive : clique.queues[r].front().receives) {
+        std::deque<Operation> &theirs = clique.queues[receive.peer];
+        std::vector<Part> &sends = theirs.front().sends;
+        for (size_t i = 0; i < sends.size(); i++)
+          if (sends[i].peer == r && sends[i].bytes == receive.bytes) {
+            memmove(receive.to, sends[i].from, receive.bytes);
+            sends.erase(sends.begin() + static_cast<long>(i));
+            break;
+          }
+      }
+    for (int r = 0; r < clique.n_ranks; r++)
+      clique.queues[r].pop_front();
+    clique.done++;
+    changed.notify_all();
+  }
+}
+
+void end_group() {
+  if (!group_comm) return;
+  Clique &clique = *group_comm->clique;
+  clique.queues[group_comm->rank].push_back(group);
+  group = {};
+  group_comm = nullptr;
+  progress(clique);
+}
+
+}  // namespace
+
+extern "C" {
+
+void fake_nccl_reset() {
+  std::lock_guard<std::mutex> hold(lock);
+  slow_polls = 0;
+  init_result = async_error = group_result = kSuccess;
+  aborts = destroys = finalizes = windows = memories = groups = 0;
+  cliques.clear();
+}
+void fake_nccl_slow_init(int polls) {
+  slow_polls = polls;
+}
+void fake_nccl_init_error(int result) {
+  init_result = result;
+}
+void fake_nccl_async_error(int result) {
+  std::lock_guard<std::mutex> hold(lock);
+  async_error = result;
+}
+void fake_nccl_group_result(int result) {
+  std::lock_guard<std::mutex> hold(lock);
+  group_result = result;
+}
+// aborts, destroys, finalizes, windows that are registered, memories that are allocated, groups
+void fake_nccl_counts(int *counts) {
+  std::lock_guard<std::mutex> hold(lock);
+  const int found[] = {aborts, destroys, finalizes, windows, memories, groups};
+  memcpy(counts, found, sizeof found);
+}
+// Waits until so many operations of the only clique happened; whether they did within a few seconds.
+int fake_nccl_wait(int operations) {
+  std::unique_lock<std::mutex> hold(lock);
+  return changed.wait_for(hold, std::chrono::seconds(20),
+                          [&] { return !cliques.empty() && cliques.begin()->second->done >= operations; });
+}
+
+int ncclGetVersion(int *version) {
+  *version = FAKE_NCCL_VERSION;
+  return kSuccess;
+}
+const char *ncclGetErrorString(int result) {
+  return result == kRemoteError ? "remote error" : result == kSystemError ? "unhandled system error" : "some result";
+}
+const char *ncclGetLastError(ncclComm *) {
+  return "the fake's last words";
+}
+int ncclGetUniqueId(Id *id) {
+  std::lock_guard<std::mutex> hold(lock);
+  memset(id, 0, sizeof *id);
+  const std::string text = "id " + std::to_string(++ids);
+  memcpy(id->internal, text.c_str(), text.size());
+  return kSuccess;
+}
+int ncclCommInitRankConfig(ncclComm **comm, int n_ranks, Id id, int rank, void *config) {
+  std::lock_guard<std::mutex> hold(lock);
+  struct {
+    size_t size;
+    unsigned magic, version;
+    int blocking;
+  } head;
+  memcpy(&head, config, sizeof head);
+  if (head.magic != 0xcafebeef || head.blocking != 0) return kInvalidArgument;
+  if (init_result != kSuccess) return init_result;
+  std::shared_ptr<Clique> &clique = cliques[std::string(id.internal)];
+  if (!clique) clique = std::make_shared<Clique>();
+  clique->n_ranks = n_ranks;
+  clique->came++;
+  *comm = new ncclComm{clique, rank, n_ranks, slow_polls, false};
+  return kInProgress;
+}
+int ncclCommGetAsyncError(ncclComm *comm, int *result) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (comm->polls > 0) comm->polls--;
+  const bool waits = comm->polls > 0 || comm->clique->came < comm->n_ranks;
+  *result = async_error != kSuccess ? async_error : waits ? kInProgress : kSuccess;
+  return kSuccess;
+}
+#ifndef FAKE_NCCL_LACKS
+int ncclCommFinalize(ncclComm *) {
+  std::lock_guard<std::mutex> hold(lock);
+  finalizes++;
+  return kInProgress;
+}
+#endif
+int ncclCommDestroy(ncclComm *comm) {
+  std::lock_guard<std::mutex> hold(lock);
+  destroys++;
+  delete comm;
+  return kSuccess;
+}
+int ncclCommAbort(ncclComm *comm) {
+  std::lock_guard<std::mutex> hold(lock);
+  aborts++;
+  delete comm;
+  return kSuccess;
+}
+int ncclGroupStart() {
+  in_group = true;
+  return kSuccess;
+}
+int ncclGroupEnd() {
+  std::lock_guard<std::mutex> hold(lock);
+  in_group = false;
+  groups++;
+  if (group_result != kSuccess && group_result != kInProgress) return group_result;
+  end_group();
+  return group_result;
+}
+int ncclSend(const void *data, size_t count, int dtype, int peer, ncclComm *comm, void *) {
+  if (dtype != 1 || !in_group) return kInvalidArgument;
+  group_comm = comm;
+  group.sends.push_back({static_cast<const char *>(data), nullptr, count, peer});
+  return kSuccess;
+}
+int ncclRecv(void *data, size_t count, int dtype, int peer, ncclComm *comm, void *) {
+  if (dtype != 1 || !in_group) return kInvalidArgument;
+  group_comm = comm;
+  group.receives.push_back({nullptr, static_cast<char *>(data), count, peer});
+  return kSuccess;
+}
+int ncclAllGather(const void *sent, void *received, size_t count, int dtype, ncclComm *comm, void *stream) {
+  int result = kSuccess;
+  for (int r = 0; r < comm->n_ranks && result == kSuccess; r++) {
+    result = ncclSend(sent, count, dtype, r, comm, stream);
+    if (result == kSuccess)
+      result = ncclRecv(static_cast<char *>(received) + static_cast<size_t>(r) * count, count, dtype, r, comm, stream);
+  }
+  return result;
+}
+int ncclMemAlloc(void **memory, size_t bytes) {
+  std::lock_guard<std::mutex> hold(lock);
+  memories++;
+  *memory = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  return kSuccess;
+}
+int ncclMemFree(void *memory) {
+  std::lock_guard<std::mutex> hold(lock);
+  memories--;
+  free(memory);
+  return kSuccess;
+}
+#if FAKE_NCCL_VERSION >= 22700
+int ncclCommWindowRegister(ncclComm *, void *memory, size_t, void **window, int flags) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (flags != 1 || *window) return kInvalidArgument;
+  windows++;
+  *window = memory;
+  return kInProgress;
+}
+int ncclCommWindowDeregister(ncclComm *, void *) {
+  std::lock_guard<std::mutex> hold(lock);
+  windows--;
+  return kSuccess;
+}
+#endif
+#if FAKE_NCCL_VERSION >= 22800
+int ncclAlltoAll(const void *sent, void *received, size_t count, int dtype, ncclComm *comm, void *stream) {
+  int result = kSuccess;
+  for (int r = 0; r < comm->n_ranks && result == kSuccess; r++) {
+    const size_t at = static_cast<size_t>(r) * count;
+    result = ncclSend(static_cast<const char *>(sent) + at, count, dtype, r, comm, stream);
+    if (result == kSuccess) result = ncclRecv(static_cast<char *>(received) + at, count, dtype, r, comm, stream);
+  }
+  return result;
+}
+#endif
+
+}  // extern "C"

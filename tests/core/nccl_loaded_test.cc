@@ -1,0 +1,19 @@
+// Of several, the NCCL that the process has loaded is taken. Alone in its process: what is loaded may stay for ever.
+#include "csrc/torch_ext.h"
+#include "fake_nccl.h"
+
+TEST(NcclLoaded, TheOneThatTheProcessHasIsTaken) {
+  tx_nccl *library = nullptr;
+  tx_nccl_about about = TX_NCCL_ABOUT_INIT;
+  ASSERT_EQ(tx_nccl_open(fake_nccl_path("fake_nccl_plain.so").c_str(), &library, nullptr), TX_OK);
+  ASSERT_EQ(tx_nccl_about_this(library, &about, nullptr), TX_OK);
+  EXPECT_EQ(about.version, 22105) << about.path;
+  tx_nccl_close(library);
+  const FakeNccl loaded("libnccl.so.2");
+  ASSERT_EQ(tx_nccl_open(fake_nccl_path("fake_nccl_plain.so").c_str(), &library, nullptr), TX_OK);
+  ASSERT_EQ(tx_nccl_about_this(library, &about, nullptr), TX_OK);
+  EXPECT_EQ(about.version, 22809) << about.path;
+  EXPECT_STREQ(about.path, loaded.path.c_str());
+  tx_nccl_close(library);
+  tx_nccl_close(nullptr);
+}
