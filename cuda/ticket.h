@@ -1,12 +1,12 @@
 /* What the blocks of a launch do together: counters that all of them add to, and something that the last one does when
  * the others are done, without a second launch, without memory of the caller's and without a host that waits.
  *
- * Each launch takes a ticket, a counter of the blocks that are done, which the last one leaves at 0. Tickets come from a
- * ring, and a kernel that is still running must not meet its ticket again: between two launches with the same one lie
- * TX_TICKETS - 1 launches from the same .cu file, so only a stream that falls so far behind another one could. Launches
- * of a captured stream have a ring of their own, since a graph keeps its tickets for ever: two of more than TX_TICKETS
- * captured launches may share one, and so do two instances of one captured graph; these must not run at the same
- * time. */
+ * Each launch takes a ticket, a counter of the blocks that are done, which the last one leaves at 0. Tickets come from
+ * a ring, and a kernel that is still running must not meet its ticket again. Eager launches: between two with the same
+ * one lie TX_TICKETS - 1 others from the same .cu file, as many as a device queues, so only a stream that falls so far
+ * behind another one could. Launches of a captured stream have a ring of their own, since a graph keeps its tickets for
+ * ever: two of more than TX_CAPTURED_TICKETS captured launches may share one, and so do two instances of one captured
+ * graph; these must not run at the same time. */
 #ifndef TX_CUDA_TICKET_H
 #define TX_CUDA_TICKET_H
 
@@ -14,16 +14,18 @@
 
 #include "cuda/launch.h"
 
-#define TX_TICKETS 4096
+#define TX_TICKETS 1024
+#define TX_CAPTURED_TICKETS 4096
 
-/* Of eager launches, then of captured ones. */
-static __device__ uint32_t tx_tickets[2 * TX_TICKETS];
+static __device__ uint32_t tx_tickets[TX_TICKETS + TX_CAPTURED_TICKETS];
 
 /* The ticket of the next launch from this .cu file. */
 static inline int32_t tx_take_ticket(const tx_cuda_scope *scope) {
-  static std::atomic<uint32_t> taken[2];
-  const int captured = scope->capturing ? 1 : 0;
-  return (int32_t)(taken[captured].fetch_add(1, std::memory_order_relaxed) % TX_TICKETS) + captured * TX_TICKETS;
+  static std::atomic<uint32_t> eager, captured;
+  if (scope->capturing) {
+    return (int32_t)(TX_TICKETS + captured.fetch_add(1, std::memory_order_relaxed) % TX_CAPTURED_TICKETS);
+  }
+  return (int32_t)(eager.fetch_add(1, std::memory_order_relaxed) % TX_TICKETS);
 }
 
 /* Whether the calling block is the last of the launch to come here; what the others wrote before they came can then be

@@ -12,6 +12,9 @@
  * Tables of tensors travel by value as kernel parameters (32 KiB, CUDA 12.1 and newer), so that a call needs no memory
  * of its own and a captured graph owns all it needs. One launch takes about 200 tensors of one dtype combination.
  *
+ * Tensors need only the alignment of one byte, except those of int64 that many blocks add to (stats, first_bad,
+ * changed, strays, resynced ...): multiples of 8, else TX_ERROR_INVALID_ARGUMENT.
+ *
  * A CUDA error left behind by somebody else's earlier work is reported as such and not as this call's. */
 #ifndef TORCH_EXT_CUDA_H
 #define TORCH_EXT_CUDA_H
@@ -71,6 +74,8 @@ TX_API tx_status tx_cuda_grad_norm(tx_tensor stats, tx_tensor grad_scale, double
 TX_API tx_status tx_cuda_bucket_pack(const tx_bucket_pack_args *args, const tx_cuda_call *call, tx_error *error);
 TX_API tx_status tx_cuda_bucket_accumulate(int64_t n, const tx_tensor *main_grads, const tx_tensor *grads,
                                            const tx_cuda_call *call, tx_error *error);
+/* Chunks of one call: their addresses travel by value. */
+#define TX_CUDA_MAX_CHUNKS 2000
 TX_API tx_status tx_cuda_bucket_reduce(const tx_bucket_reduce_args *args, const tx_cuda_call *call, tx_error *error);
 TX_API tx_status tx_cuda_bucket_unpack(tx_tensor bucket, tx_tensor scales, int64_t n, const int64_t *offsets,
                                        const tx_tensor *tensors, const tx_cuda_call *call, tx_error *error);

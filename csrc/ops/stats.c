@@ -1,18 +1,13 @@
 /* tx_grad_stats and tx_grad_norm: the global norm in integers, and what follows from it. */
 #include "csrc/ops/stats.h"
 
-#include <math.h>
-
 #include "csrc/core/status.h"
 #include "csrc/cpu/fp_mode.h"
 #include "csrc/cpu/kernels.h"
-#include "csrc/math/exact_sum.h"
+#include "csrc/math/norm.h"
 #include "csrc/ops/checks.h"
 #include "csrc/ops/tensor.h"
 #include "csrc/ops/work.h"
-
-/* torch.nn.utils.clip_grad_norm_'s guard against a norm of zero */
-#define TX_CLIP_EPS 1e-6
 
 void tx_stats_merge(tx_stats *to, const tx_stats *from) {
   tx_exact_merge(to->limbs, from->limbs);
@@ -75,15 +70,10 @@ static void set_norm(tx_tensor stats, tx_tensor grad_scale, double max_norm, tx_
                      tx_tensor found_inf) {
   int64_t limbs[TX_NORM_LIMBS];
   memcpy(limbs, stats.data, sizeof limbs);
-  const int finite_elements = tx_get_i64(stats, TX_NORM_LIMBS) == 0;
-  /* the limbs do not hold blocks with non-finite elements: their root would look like a norm */
-  const double root = finite_elements ? sqrt(tx_exact_double(limbs)) : (double)NAN;
-  const double value = root / (double)tx_get_f32(grad_scale, 1.0f);
-  const double coef = max_norm / (value + TX_CLIP_EPS);
-  const int finite = isfinite(value);
-  tx_set_float(norm, value);
-  tx_set_float(clip_coef, !finite ? 0.0 : coef < 1.0 ? coef : 1.0);
-  tx_set_float(found_inf, finite ? 0.0 : 1.0);
+  const tx_norm n = tx_norm_of(limbs, tx_get_i64(stats, TX_NORM_LIMBS), (double)tx_get_f32(grad_scale, 1.0f), max_norm);
+  tx_set_float(norm, n.norm);
+  tx_set_float(clip_coef, n.clip_coef);
+  tx_set_float(found_inf, n.found_inf);
 }
 
 tx_status tx_grad_norm(tx_tensor stats, tx_tensor grad_scale, double max_norm, tx_tensor norm, tx_tensor clip_coef,

@@ -1,0 +1,100 @@
+/* Statistics of gradients; see tx_grad_stats. */
+#include "cuda/stats.h"
+
+extern "C" {
+#include "csrc/ops/checks.h"
+}
+
+namespace {
+
+/* Rounds of a tile, all of which are read before the first is looked at. */
+constexpr int kRounds = 4;
+
+struct entry {
+  int64_t numel;
+  const void *grad;
+  int64_t index;
+  uint32_t alignment;
+  int32_t dtype;
+};
+struct common {
+  int64_t *stats;
+  long long *first_bad; /* NULL: none */
+  int32_t ticket;       /* -1: not the call's last launch */
+};
+typedef tx_table<common, entry> table;
+
+/* Returns whether an element of the tile is not finite. */
+template <tx_dtype DTYPE>
+__device__ __forceinline__ bool add_tile(tx_warp_stats *stats, const entry &e, const tx_tile &tile) {
+  constexpr int kBytes = DTYPE == TX_F32 ? 4 : 2;
+  tx_raw raw[kRounds];
+  float x[TX_VECTOR];
+  double partial[kRounds];
+#pragma unroll
+  for (int round = 0; round < kRounds; round++) {
+    const tx_share share = tx_share_of_tile(tile.count, round, tx_lane_id());
+    tx_read_raw(raw[round], e.grad, kBytes, e.alignment, tile.begin + share.first, share.count);
+  }
+#pragma unroll
+  for (int round = 0; round < kRounds; round++) {
+    tx_plain_floats(x, raw[round], DTYPE);
+    partial[round] = tx_partial_squares(x);
+  }
+  if (!tx_add_partials(stats, partial)) return false;
+#pragma unroll
+  for (int round = 0; round < kRounds; round++) {
+    tx_plain_floats(x, raw[round], DTYPE);
+    stats->non_finite += tx_count_non_finite(x);
+  }
+  return true;
+}
+
+__global__ void __launch_bounds__(TX_BLOCK_THREADS) grad_stats(const __grid_constant__ table t) {
+  const int64_t tiles = tx_table_tiles(t);
+  tx_warp_stats stats = {0, 0};
+  for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
+    const tx_tile tile = tx_table_tile(t, number);
+    const entry &e = t.entries[tile.tensor];
+    const bool bad = e.dtype == TX_F32    ? add_tile<TX_F32>(&stats, e, tile)
+                     : e.dtype == TX_BF16 ? add_tile<TX_BF16>(&stats, e, tile)
+                                          : add_tile<TX_F16>(&stats, e, tile);
+    if (bad && t.common.first_bad && tx_lane_id() == 0) (void)atomicMin(t.common.first_bad, (long long)e.index);
+  }
+  tx_add_block_stats(stats, t.common.stats, t.common.ticket);
+}
+
+/* What remains of a call without elements. */
+__global__ void carry(int64_t *stats) {
+  if (threadIdx.x == 0) tx_carry_stats(stats);
+}
+
+tx_status run(const tx_cuda_scope *scope, int64_t n, const tx_tensor *grads, tx_tensor stats, tx_tensor first_bad,
+              tx_error *error) {
+  const char *name = "gathering statistics of gradients";
+  table t;
+  t.common = {(int64_t *)stats.data, first_bad.numel ? (long long *)first_bad.data : nullptr, -1};
+  tx_table_begin(&t, kRounds * TX_ROUND);
+  for (int64_t i = 0; i < n; i++) {
+    const entry e = {grads[i].numel, grads[i].data, i, tx_alignment_of(grads[i].data), grads[i].dtype};
+    if (tx_table_add(&t, e)) continue;
+    TX_FORWARD(tx_cuda_launch(scope, grad_stats, t, name, error));
+    tx_table_begin(&t, kRounds * TX_ROUND);
+    (void)tx_table_add(&t, e);
+  }
+  if (tx_table_tiles(t) == 0) return tx_cuda_launch_one(scope, carry, t.common.stats, TX_WARP, name, error);
+  t.common.ticket = tx_take_ticket(scope);
+  return tx_cuda_launch(scope, grad_stats, t, name, error);
+}
+
+}  // namespace
+
+tx_status tx_cuda_grad_stats(int64_t n, const tx_tensor *grads, tx_tensor stats, tx_tensor first_bad,
+                             const tx_cuda_call *call, tx_error *error) {
+  tx_cuda_scope scope;
+  TX_FORWARD(tx_check_grad_stats(n, grads, stats, first_bad, error));
+  TX_FORWARD(tx_cuda_check_counter("stats", stats, error));
+  TX_FORWARD(tx_cuda_check_counter("first_bad", first_bad, error));
+  TX_FORWARD(tx_cuda_enter(call, &scope, error));
+  return tx_cuda_leave(&scope, run(&scope, n, grads, stats, first_bad, error));
+}

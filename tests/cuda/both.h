@@ -1,0 +1,71 @@
+// One operator on the GPU (emulated) and on the CPU, on copies of the same tensors: bytes, guards and messages equal.
+#ifndef TX_TESTS_CUDA_BOTH_H
+#define TX_TESTS_CUDA_BOTH_H
+
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "cuda/torch_ext_cuda.h"
+#include "tests/core/arrays.h"
+
+// How many processors a device has, and how many blocks run on each: no bit may depend on them.
+struct Grid {
+  int processors, blocks_per_processor;
+};
+inline const std::vector<Grid> kGrids = {{1, 1}, {3, 2}, {7, 4}};
+
+inline void Arrange(const Grid &grid = {3, 2}) {
+  emulated::world = emulated::World();
+  emulated::world.processors = grid.processors;
+  emulated::world.blocks_per_processor = grid.blocks_per_processor;
+}
+
+inline std::vector<tx_tensor> Tensors(std::vector<Array> &arrays) {
+  std::vector<tx_tensor> tensors;
+  for (Array &array : arrays)
+    tensors.push_back(array.tensor());
+  return tensors;
+}
+
+inline void ExpectSameBytes(const std::vector<Array> &ours, const std::vector<Array> &theirs) {
+  ASSERT_EQ(ours.size(), theirs.size());
+  for (size_t i = 0; i < ours.size(); i++)
+    ASSERT_EQ(ours[i].raw(), theirs[i].raw()) << "tensor " << i << " of " << ours[i].size() << " elements";
+}
+
+// int64 values at an address that atomics take.
+class AlignedCounts : public Array {
+ public:
+  explicit AlignedCounts(const std::vector<int64_t> &values) : Array(TX_I64, static_cast<int64_t>(values.size()), 0) {
+    for (int64_t i = 0; i < size(); i++)
+      SetWord(i, values[static_cast<size_t>(i)]);
+  }
+  int64_t operator[](int64_t i) const { return Word<int64_t>(i); }
+};
+
+inline AlignedCounts NoStats() {
+  return AlignedCounts(std::vector<int64_t>(TX_STATS_LEN, 0));
+}
+
+// Calls that must fail alike: each takes a tx_error *. Nothing is launched, `written` does not change by a byte.
+template <typename Ours, typename Theirs>
+void ExpectRefusedAlike(Ours ours, Theirs theirs, const std::vector<const Array *> &written) {
+  std::vector<std::vector<uint8_t>> before;
+  for (const Array *array : written)
+    before.push_back(array->raw());
+  tx_error our_error = {}, their_error = {};
+  emulated::world.launches = 0;
+  const tx_status status = theirs(&their_error);
+  EXPECT_NE(status, TX_OK);
+  EXPECT_EQ(ours(&our_error), status);
+  EXPECT_STREQ(our_error.message, their_error.message);
+  EXPECT_EQ(ours(nullptr), status) << "without a message buffer";
+  EXPECT_EQ(emulated::world.launches, 0);
+  for (size_t i = 0; i < written.size(); i++)
+    EXPECT_EQ(written[i]->raw(), before[i]) << "array " << i << " changed";
+}
+
+#endif
