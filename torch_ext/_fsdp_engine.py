@@ -147,7 +147,7 @@ class FsdpEngine(_registry.Owner):
         return self.shards.of(self._position[id(param)])
 
     def gather(self, bucket: int) -> Handle:
-        raise NotImplementedError("FSDP2 gathers weights itself")
+        raise NotImplementedError("FSDP2 gathers weights itself")  # no Local of its has a bucket: nobody asks
 
     def refuse_moving(self, doing: str, weights: bool) -> None:
         self._recover()

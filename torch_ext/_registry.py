@@ -60,7 +60,8 @@ class Owner(abc.ABC):
         return None
 
     def part(self, param: torch.Tensor) -> torch.Tensor:
-        """The memory in which `grad` finds the gradient, one there or not."""
+        """The memory in which `grad` finds the gradient, one there or not. Only owners that call `begin_early` are
+        asked."""
         raise NotImplementedError
 
     def offer(self, stepper: Stepper) -> None:

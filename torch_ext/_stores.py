@@ -60,7 +60,8 @@ class Store(abc.ABC):
         """Of what this rank's parts hold since the last reduction (sharded strategies)."""
 
     def moved(self, plan: BucketPlan) -> "Store":
-        """A store with another plan for the same parameters, and the gradients of this one, which is done with."""
+        """A store with another plan for the same parameters, and the gradients of this one, which is done with.
+        Stores that are not `movable` are not asked."""
         raise NotImplementedError
 
     @property
