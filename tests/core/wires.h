@@ -22,7 +22,8 @@ inline int64_t ScaleBytes(tx_dtype wire, int64_t n) {
 // A bucket, or a chunk of one: data and the scales that go with it.
 struct Wire {
   Array data, scales;
-  Wire(tx_dtype dtype, int64_t n) : data(dtype, n), scales(TX_U8, ScaleBytes(dtype, n)) {}
+  Wire(tx_dtype dtype, int64_t n, int64_t misalign = 1)
+      : data(dtype, n, misalign), scales(TX_U8, ScaleBytes(dtype, n), misalign) {}
   float Get(int64_t i) const {
     if (data.dtype() != TX_U8) return data.Get(i);
     return tx_block_value(tx_block_e4m3(), data.Word<uint8_t>(i),

@@ -46,7 +46,7 @@ class AlignedCounts : public Array {
   int64_t operator[](int64_t i) const { return Word<int64_t>(i); }
 };
 
-inline AlignedCounts NoStats() {
+inline AlignedCounts ZeroStats() {
   return AlignedCounts(std::vector<int64_t>(TX_STATS_LEN, 0));
 }
 

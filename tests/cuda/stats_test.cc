@@ -9,7 +9,7 @@ const float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_l
 const tx_cuda_call kCall = TX_CUDA_CALL_INIT;
 
 struct Found {
-  AlignedCounts stats = NoStats();
+  AlignedCounts stats = ZeroStats();
   AlignedCounts first_bad = AlignedCounts({INT64_MAX});
 };
 
@@ -128,7 +128,7 @@ TEST(GradStats, FirstBadKeepsTheSmallerAndMayBeNone) {
     ExpectSameStats(arrays, found);
   }
   Arrange();
-  AlignedCounts ours = NoStats(), theirs = NoStats();
+  AlignedCounts ours = ZeroStats(), theirs = ZeroStats();
   const std::vector<tx_tensor> grads = Tensors(arrays);
   EXPECT_OK([&](tx_error *e) { return tx_cuda_grad_stats(3, grads.data(), ours.tensor(), None(), &kCall, e); });
   EXPECT_OK([&](tx_error *e) { return tx_grad_stats(3, grads.data(), theirs.tensor(), None(), nullptr, e); });
@@ -172,7 +172,7 @@ TEST(GradStats, TicketsComeBack) {
 TEST(GradStats, RefusesAsTheCpuDoes) {
   Arrange();
   Array grad(TX_F32, 5), wide(TX_F64, 5);
-  AlignedCounts stats = NoStats(), first_bad({INT64_MAX}), short_stats({1, 2, 3});
+  AlignedCounts stats = ZeroStats(), first_bad({INT64_MAX}), short_stats({1, 2, 3});
   const tx_tensor good[] = {grad.tensor(), grad.tensor()}, bad_dtype[] = {grad.tensor(), wide.tensor()};
   const tx_tensor negative[] = {{grad.data(), -1, TX_F32, 0}}, inside[] = {{stats.data() + 8, 2, TX_F32, 0}};
   const tx_tensor s = stats.tensor(), f = first_bad.tensor();
@@ -200,7 +200,7 @@ TEST(GradStats, RefusesCountersThatAtomicsDoNotTake) {
   Array grad(TX_F32, 5);
   const tx_tensor g = grad.tensor();
   Counts odd_stats(std::vector<int64_t>(TX_STATS_LEN, 0)), odd_first_bad({INT64_MAX});
-  AlignedCounts stats = NoStats();
+  AlignedCounts stats = ZeroStats();
   ExpectRefused([&](tx_error *e) { return tx_cuda_grad_stats(1, &g, odd_stats.tensor(), None(), &kCall, e); },
                 TX_ERROR_INVALID_ARGUMENT, "stats begins at", {&odd_stats});
   ExpectRefused(
@@ -264,7 +264,7 @@ TEST(GradNorm, TakesLimbsAsAnAllReduceLeavesThem) {
 
 TEST(GradNorm, EachOutputMayBeNone) {
   Arrange();
-  AlignedCounts stats = NoStats();
+  AlignedCounts stats = ZeroStats();
   EXPECT_OK(
       [&](tx_error *e) { return tx_cuda_grad_norm(stats.tensor(), None(), 1.0, None(), None(), None(), &kCall, e); });
   Array coef(TX_F32, 1);
@@ -276,7 +276,7 @@ TEST(GradNorm, EachOutputMayBeNone) {
 
 TEST(GradNorm, RefusesAsTheCpuDoes) {
   Arrange();
-  AlignedCounts stats = NoStats();
+  AlignedCounts stats = ZeroStats();
   Array scale(TX_F32, {2.0f}), norm(TX_F64, 1), coef(TX_F32, 1), found_inf(TX_F32, 1), two(TX_F32, 2), half(TX_F16, 1);
   const tx_tensor s = stats.tensor(), g = scale.tensor(), n = norm.tensor(), c = coef.tensor(), f = found_inf.tensor();
   struct Case {
