@@ -100,8 +100,8 @@ class Collectives(Exchange):
     ) -> None:
         """transport: None: the group itself. in_place: see TorchTransport."""
         super().__init__(group, device)
-        self.transport = TorchTransport(group, in_place) if transport is None else transport
-        self.slots = Slots(self.ordering.streams, device)
+        self.transport = TorchTransport(group, device, in_place) if transport is None else transport
+        self.slots = Slots(self.ordering.streams, self.transport.allocate)
         self.events: list[Event] = []  # of buckets that are done with
         self._lent: dict[int, Slot] = {}  # by address
         self._control: Exchange | None = None
@@ -157,10 +157,10 @@ class Collectives(Exchange):
         return _Gathering(result, self.transport.all_gather(result.messages(), self.rank, what))
 
     def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
-        if self.device.type != "cpu":
+        if self.deferring:
             if self._control is None:
                 self._control = _control.beside(self.group)
-            return self._control.all_gather(payload, tag=tag, what=what)
+            return self._reports(self._control, payload, tag, what)
         self.bytes_sent += payload.nbytes * (self.world_size - 1)
         gathered = [torch.empty_like(payload) for _ in range(self.world_size)]
         work = dist.all_gather(gathered, payload, group=self.group, async_op=True)
@@ -168,5 +168,20 @@ class Collectives(Exchange):
         def wait() -> list[torch.Tensor]:
             work.wait()
             return gathered
+
+        return wait
+
+    def _reports(
+        self, control: Exchange, payload: torch.Tensor, tag: int, what: str
+    ) -> Callable[[], list[torch.Tensor]]:
+        digest = self.transport.digest()
+        numel = payload.numel()
+        gather = control.all_gather(torch.cat([payload.view(-1), digest]), tag=tag, what=what)
+
+        def wait() -> list[torch.Tensor]:
+            rows = gather()
+            if any(not torch.equal(row[numel:], digest) for row in rows):
+                self.transport.explain(tag)
+            return [row[:numel] for row in rows]
 
         return wait

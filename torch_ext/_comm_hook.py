@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ext._agreement import agree
 from torch_ext._exchange import MAX_BUCKETS, Handle, divide_factor, exchange_over, tag
 from torch_ext._layout import plan_buckets
+from torch_ext._nccl_transport import refuse
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
 from torch_ext._policy import Policy
 from torch_ext._wire import Piece, Seeds, Wire, add_up, pack, unpack
@@ -17,13 +18,17 @@ from torch_ext._wire import Piece, Seeds, Wire, add_up, pack, unpack
 class CommHook:
     """One registered hook. Its state is kept by parameter: DDP renumbers its buckets after the first backward."""
 
-    def __init__(self, ddp: DistributedDataParallel, policy: Policy, given_factor: float | None) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, policy: Policy, given_factor: float | None, transport: str
+    ) -> None:
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
-        self._exchange = exchange_over(ddp.process_group, named[0][1].device)
+        device = named[0][1].device
+        self._exchange = exchange_over(ddp.process_group, device, transport if device.type == "cuda" else "torch")
         world_size = self._exchange.world_size
         plan, failure = None, None
         self._divide_factor = 0.0
         try:
+            refuse(transport, device)
             self._divide_factor = divide_factor(given_factor, world_size)
             plan = plan_buckets(named, policy, world_size)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -32,7 +37,7 @@ class CommHook:
             self._exchange,
             caller="register_comm_hook",
             fingerprint=0 if plan is None else plan.fingerprint,
-            lines=[f"divide by {self._divide_factor}, NaN check {policy.check_for_nan_in_grad}"]
+            lines=[f"divide by {self._divide_factor}, NaN check {policy.check_for_nan_in_grad}, transport {transport}"]
             + ([] if plan is None else plan.lines()),
             failure=failure,
         )
@@ -141,14 +146,18 @@ def _hook(state: CommHook, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 
 def register_comm_hook(
-    ddp: DistributedDataParallel, policy: Policy, *, gradient_divide_factor: float | None = None
+    ddp: DistributedDataParallel,
+    policy: Policy,
+    *,
+    gradient_divide_factor: float | None = None,
+    transport: str = "torch",
 ) -> CommHook:
     """Keeps stock DistributedDataParallel with our exchange in it; every rank calls it, before the first backward.
 
     Each of DDP's buckets is packed in the policy's grad_comm_dtype, exchanged, summed in fp32 in rank order, divided by
     gradient_divide_factor (None: the number of ranks) and rounded once: the bits of `parallelize` with no_shard (but
     for an 8-bit wire, whose blocks begin where DDP's buckets do; its sums are gathered in bf16).
-    Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part.
+    Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part. transport: as in `parallelize`.
 
     Returns the hook's state, whose wire_bytes() counts what this rank sent. Raises TypeError, ValueError or
     RuntimeError, on every rank, for what is not legal or not equal on all ranks.
@@ -157,6 +166,6 @@ def register_comm_hook(
         raise TypeError(
             f"ddp is a {type(ddp).__name__}; a DistributedDataParallel is expected (plain modules: parallelize)"
         )
-    state = CommHook(ddp, policy, gradient_divide_factor)
+    state = CommHook(ddp, policy, gradient_divide_factor, transport)
     ddp.register_comm_hook(state, _hook)
     return state

@@ -59,6 +59,8 @@ class Exchange(abc.ABC):
     caller's to agree on beforehand (_agreement.py): a size that differs ends a gloo process without a message.
     """
 
+    transport_name = "torch"
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.device = device
@@ -117,11 +119,21 @@ class Exchange(abc.ABC):
             self.bytes_sent += wire.nbytes // self.world_size * (self.world_size - 1)
 
 
-def exchange_over(group: dist.ProcessGroup, device: torch.device) -> Exchange:
-    """The exchange for tensors on `device` over the group: point to point where its back end there is gloo."""
+def exchange_over(group: dist.ProcessGroup, device: torch.device, transport: str = "torch") -> Exchange:
+    """The exchange for tensors on `device` over the group: point to point where its back end there is gloo.
+
+    transport: "torch", the group itself; "nccl", a communicator of this library's own between the same ranks, made when
+    the first bucket leaves.
+    """
     from torch_ext._collectives import Collectives
     from torch_ext._point_to_point import PointToPoint
 
+    if transport == "nccl":
+        from torch_ext._nccl_transport import transport_of
+
+        made = Collectives(group, device, transport_of(group, device, streams_of(device)))
+        made.transport_name = transport
+        return made
     name = backend(group, device)
     return PointToPoint(group, device) if name == "gloo" else Collectives(group, device, in_place=name == "nccl")
 

@@ -23,7 +23,7 @@ class Exchanges:
 
     def of(self, group: dist.ProcessGroup, purpose: str) -> Exchange:
         if (group, purpose) not in self._made:
-            self._made[group, purpose] = exchange_over(group, self.control.device)
+            self._made[group, purpose] = exchange_over(group, self.control.device, self.control.transport_name)
         return self._made[group, purpose]
 
     def tag(self, cycle: int, purpose: str, unit: UnitPlan, nbytes: int) -> int:

@@ -20,6 +20,7 @@ from torch_ext._broadcast import broadcast
 from torch_ext._engine import Engine
 from torch_ext._exchange import MAX_BUCKETS, divide_factor, exchange_over
 from torch_ext._layout import BucketPlan, plan_buckets
+from torch_ext._nccl_transport import refuse
 from torch_ext._optimizer import Adam
 from torch_ext._policy import Policy
 from torch_ext._stores import STORES
@@ -132,6 +133,7 @@ def parallelize(
     process_group: dist.ProcessGroup | None = None,
     find_unused_parameters: bool = False,
     gradient_divide_factor: float | None = None,
+    transport: str = "torch",
 ) -> torch.nn.Module:
     """Makes the model data parallel, in place; returns the same object. Every rank of the group calls it.
 
@@ -157,6 +159,10 @@ def parallelize(
     find_unused_parameters: a parameter without a gradient counts as zero on that rank, and where no rank has one
         `.grad` stays as it was; else it is an error, on every rank, that names it.
     gradient_divide_factor: sums are divided by it in fp32; None: the number of ranks; 1: a sum.
+    transport: who moves buckets between GPUs. "torch": the process group, whose watchdog and flight recorder keep
+        working. "nccl": a communicator of this library's own between the same ranks (NCCL 2.19 or newer), with one
+        group call per bucket, symmetric windows where NCCL has them, and records by which ranks that parted are told
+        the bucket's name instead of waiting for each other.
 
     Where gradients are sharded, torch.nn.utils.clip_grad_norm_ and clip_grad_value_, which frameworks call, are sent to
     `clip_grad_norm_` and to the shards; what cannot be right there is refused by name: torch.amp.GradScaler, norms
@@ -168,9 +174,10 @@ def parallelize(
     group = _group(process_group)
     # A model on no real device is an error, which all ranks are told about.
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    exchange = exchange_over(group, device)
+    exchange = exchange_over(group, device, transport if device.type == "cuda" else "torch")
     plan, failure, factor, name, details = None, None, 0.0, "", []
     try:
+        refuse(transport, device)
         factor = divide_factor(gradient_divide_factor, exchange.world_size)
         name = _strategy(policy.data_parallel_sharding_strategy if strategy is None else strategy)
         _validate(model, name)
@@ -187,7 +194,7 @@ def parallelize(
     options = (
         f"strategy {name}, divide by {factor}, unused parameters {find_unused_parameters}, "
         f"NaN check {policy.check_for_nan_in_grad}, sums gathered in {policy.grad_gather_dtype}, "
-        f"step in backward {policy.step_in_backward}"
+        f"step in backward {policy.step_in_backward}, transport {transport}"
     )
     tensors = list(model.named_parameters()) + list(model.named_buffers())
     shown = [f"{name} {list(t.shape)} {t.dtype}, trainable {t.requires_grad}" for name, t in tensors]

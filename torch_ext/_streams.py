@@ -11,6 +11,7 @@ its own is trivial. `Ordering` and `Slots` are the rules, which are the same for
 """
 
 import abc
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -49,6 +50,18 @@ class Streams(abc.ABC):
     def wait(self, stream: Stream, event: Event) -> None:
         """What is given to the stream from here on runs after the event, as it was last recorded."""
 
+    @abc.abstractmethod
+    def passed(self, event: Event) -> bool:
+        """Whether it has, as it was last recorded. Any thread."""
+
+    @abc.abstractmethod
+    def pointer(self, stream: Stream) -> int:
+        """For C."""
+
+    @abc.abstractmethod
+    def device(self) -> AbstractContextManager[Any]:
+        """Makes it the current device inside."""
+
 
 class HostStreams(Streams):
     """A CPU's: when a call returns, it has happened."""
@@ -72,6 +85,15 @@ class HostStreams(Streams):
 
     def wait(self, stream: Stream, event: Event) -> None:
         """It has passed."""
+
+    def passed(self, event: Event) -> bool:
+        return True
+
+    def pointer(self, stream: Stream) -> int:
+        return 0
+
+    def device(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 class CudaStreams(Streams):
@@ -98,6 +120,15 @@ class CudaStreams(Streams):
 
     def wait(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)
+
+    def passed(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def pointer(self, stream: Stream) -> int:
+        return int(stream.cuda_stream)
+
+    def device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device)
 
 
 def streams_of(device: torch.device) -> Streams:
@@ -165,8 +196,9 @@ class Slots:
 
     EACH = 2
 
-    def __init__(self, streams: Streams, device: torch.device) -> None:
-        self._streams, self._device = streams, device
+    def __init__(self, streams: Streams, allocate: Callable[[int], torch.Tensor]) -> None:
+        """allocate: so many bytes of device memory, uint8."""
+        self._streams, self._allocate = streams, allocate
         self._free: dict[tuple[str, int], list[Slot]] = {}
         self._made: dict[tuple[str, int], int] = {}
 
@@ -179,8 +211,7 @@ class Slots:
             if self._made.get(key, 0) == self.EACH:
                 return None
             self._made[key] = self._made.get(key, 0) + 1
-            memory = torch.empty(key[1], dtype=torch.uint8, device=self._device)
-            return Slot(memory, self._streams.event(), key)
+            return Slot(self._allocate(key[1]), self._streams.event(), key)
         slot = free.pop(0)
         self._streams.wait(self._streams.current(), slot.free)
         return slot

@@ -24,13 +24,22 @@ class Transport(Protocol):
     def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[Work]:
         """Brings every rank's part of each message to all; this rank's lies in its place."""
 
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory of slots, uint8: every rank asks for the same, in one order."""
+
+    def digest(self) -> torch.Tensor:
+        """Of what was issued, uint8; ranks add it to their reports. Empty where the back end sees to that itself."""
+
+    def explain(self, tag: int) -> None:
+        """RuntimeError: in what ranks with different digests differ. Every rank calls it."""
+
 
 class TorchTransport:
     """Through the process group: its watchdog, flight recorder and elastic restart keep working."""
 
-    def __init__(self, group: dist.ProcessGroup, in_place: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, in_place: bool) -> None:
         """in_place: whether the back end gathers where the own part lies in the result."""
-        self._group, self._in_place = group, in_place
+        self._group, self._device, self._in_place = group, device, in_place
         self._world_size = dist.get_world_size(group)
 
     def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[Work]:
@@ -47,3 +56,12 @@ class TorchTransport:
             )
             for message, own in zip(whole, owns, strict=True)
         ]
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def digest(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def explain(self, tag: int) -> None:
+        raise AssertionError("empty digests do not differ")

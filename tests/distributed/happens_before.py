@@ -81,6 +81,15 @@ class FakeStreams(Streams):
         for passed in event:
             self._follow(stream, passed)
 
+    def passed(self, event: list[Clock]) -> bool:
+        return True
+
+    def pointer(self, stream: str) -> int:
+        return 0
+
+    def device(self) -> Any:
+        return contextlib.nullcontext()
+
     # -- the model
 
     def _clock(self, stream: str) -> Clock:

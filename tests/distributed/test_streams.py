@@ -214,7 +214,7 @@ def test_reports_travel_between_hosts_beside_groups_for_devices_only() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_two_slots_for_each_size_class(most: int) -> None:
-    slots = _streams.Slots(_streams.HostStreams(), torch.device("cpu"))
+    slots = _streams.Slots(_streams.HostStreams(), lambda n: torch.empty(n, dtype=torch.uint8))
     for nbytes in (700, 1000 * most):
         first, second = slots.take("wire", nbytes), slots.take("wire", nbytes)
         assert first is not None and second is not None and first.memory.numel() >= nbytes

@@ -1,0 +1,155 @@
+"""transport="nccl" over a pretended libnccl.so.2 (tests/core/fake_nccl.cc) and a pretended device (happens_before.py):
+the engine through a communicator of its own, what ranks say that parted, and what is found and refused."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import time
+from typing import Any
+
+import happens_before
+import pytest
+import ranks
+import strategies
+import test_streams
+import torch
+import torch.distributed as dist
+from gradients import Given, policy
+from happens_before import FakeStreams
+
+import torch_ext
+from torch_ext import _comm_hook, _exchange, _nccl, _nccl_transport, _parallel
+
+SOURCE = pathlib.Path(__file__).parent.parent / "core/fake_nccl.cc"
+VARIANTS = {"newest": [], "plain": ["-DFAKE_NCCL_VERSION=22105"], "old": ["-DFAKE_NCCL_VERSION=21803"]}
+
+
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The path of each variant."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to build the pretended NCCL with")
+    folder, made = tmp_path_factory.mktemp("nccl"), {}
+    for name, options in VARIANTS.items():
+        made[name] = str(folder / f"{name}.so")
+        subprocess.run([compiler, "-std=c++20", "-fPIC", "-shared", *options, "-o", made[name], SOURCE], check=True)
+    return made
+
+
+def _with(path: str) -> None:
+    os.environ[_nccl.PATH_VARIABLE] = path
+    _nccl.find.cache_clear()
+
+
+def _through(rank: int, world: int, path: str, strategy: str) -> None:
+    _with(path)
+    over = _exchange.exchange_over
+    made: list[Any] = []
+    plain = _nccl.Comm.__init__
+    _nccl.Comm.__init__ = lambda self, *args: (made.append(self), plain(self, *args))[1]  # type: ignore[assignment]
+    for name, dtypes in test_streams.DTYPES.items():
+        expected = test_streams._trained(rank, strategy, dtypes)
+        with pytest.MonkeyPatch.context() as patch, happens_before.pretended(FakeStreams()):
+            for module in (_parallel, _comm_hook):
+                patch.setattr(module, "exchange_over", lambda group, device, transport="": over(group, device, "nccl"))
+            assert test_streams._trained(rank, strategy, dtypes) == expected, name
+    (comm,) = made
+    assert comm.digest()[0] > 50 and comm._memories, "one for each process group; memory of slots is NCCL's"
+
+
+@pytest.mark.parametrize("strategy", [*strategies.STRATEGIES, "ddp hook"])
+def test_a_training_through_it_has_the_bits_of_gloo(fakes: dict[str, str], strategy: str) -> None:
+    ranks.run(1, _through, fakes["newest" if strategy != "optim" else "plain"], strategy, limit=80.0)
+
+
+def _parted(rank: int, world: int, path: str) -> str:
+    """Each rank's communicator has itself alone, which says the same of what it issues."""
+    _with(path)
+    made = _nccl.Comm
+    patch = pytest.MonkeyPatch()
+    patch.setattr(_nccl, "Comm", lambda _id, _rank, _world, timeout: made(_nccl.unique_id(), 0, 1, timeout))
+    patch.setattr(_exchange, "streams_of", lambda device: FakeStreams())
+    exchange: Any = _exchange.exchange_over(dist.group.WORLD, torch.device("cpu"), "nccl")
+    payload = torch.tensor([rank], dtype=torch.uint8)
+    sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    for cycle in range(3):
+        for bucket in range(2):
+            exchange.transport.all_to_all([into], [sent], f"bucket {bucket}")
+        reports = exchange.all_gather(payload, tag=2 * cycle, what="end")()
+        assert [r.tolist() for r in reports] == [[0], [1]]
+    exchange.transport.all_to_all([into], [sent], f"bucket {rank} of cycle 3")
+    with pytest.raises(RuntimeError) as first:
+        exchange.all_gather(payload, tag=6, what="end")()
+    with pytest.raises(RuntimeError, match="was aborted and cannot be used any more"):
+        exchange.transport.all_to_all([into], [sent], "bucket 9")
+    return str(first.value)
+
+
+def test_ranks_that_parted_are_told_where_with_both_hashes(fakes: dict[str, str]) -> None:
+    one, other = ranks.run(2, _parted, fakes["newest"])
+    assert one == other and "operation 7 is all-to-all of bucket 1 of cycle 3 (hash " in one
+    assert "on rank 1 and all-to-all of bucket 0 of cycle 3 (hash " in one
+
+
+class _Hanging(FakeStreams):
+    def passed(self, event: Any) -> bool:
+        return False
+
+
+def _watched(rank: int, world: int, path: str) -> None:
+    _with(path)
+    for streams, now, ends in ((FakeStreams(), 1e9, False), (_Hanging(), 0.0, False), (_Hanging(), 1e9, True)):
+        comm = _nccl.Comm(_nccl.unique_id(), 0, 1, 5.0)
+        dog = _nccl_transport.Watchdog(streams, comm)
+        dog.watch(_nccl_transport._Issued(streams, streams.event(), "all-to-all of bucket 3", time.monotonic() + 5.0))
+        assert dog.look(time.monotonic() + now) is not ends
+        if ends:
+            with pytest.raises(RuntimeError, match="all-to-all of bucket 3 was not done after 600 s: a rank was lost"):
+                comm.check()
+            assert dog.look(0.0) is False, "it ends with its communicator"
+        comm.close()
+
+
+def test_what_does_not_end_is_aborted_by_name(fakes: dict[str, str]) -> None:
+    ranks.run(1, _watched, fakes["newest"])
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    said = []
+    for transport in ("nccl", "mpi", "nccl" if rank == 0 else "torch"):
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            torch_ext.parallelize(Given([4]), policy(), transport=transport)
+        said.append(str(error.value))
+    model = torch.nn.parallel.DistributedDataParallel(Given([4]))
+    with pytest.raises(ValueError, match="transport='nccl' moves memory of GPUs, and the model is on cpu"):
+        torch_ext.register_comm_hook(model, policy(), transport="nccl")
+    return said
+
+
+def test_a_transport_that_is_not_legal_here_is_refused_on_every_rank() -> None:
+    for cpu, unknown, mixed in ranks.run(2, _refused):
+        assert "transport='nccl' moves memory of GPUs, and the model is on cpu; legal is 'torch'" in cpu
+        assert unknown == "transport is 'mpi'; legal are 'torch' and 'nccl'"
+        assert "moves memory of GPUs" in mixed
+
+
+def _described(rank: int, world: int, path: str) -> list[tuple[str, str]]:
+    _with(path)
+    return _nccl.describe()
+
+
+@pytest.mark.parametrize(
+    ("variant", "says"),
+    [
+        ("newest", "2.28.9 ({path}), symmetric windows"),
+        ("plain", "2.21.5 ({path}), no symmetric windows (2.27 has them)"),
+        ("old", "none: NCCL 2.18.3, found as {path}, is too old; 2.19 is needed: install one "),
+        ("absent", "none: no NCCL was found ({path}: cannot open shared object file"),
+    ],
+)
+def test_info_says_what_was_found_or_why_nothing(fakes: dict[str, str], variant: str, says: str) -> None:
+    path = fakes.get(variant, "/no/libnccl.so.2")
+    ((found,),) = ranks.run(1, _described, path)
+    assert found[0] == "NCCL" and found[1].startswith(says.format(path=path))
