@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from torch_ext import _bench_pictures, _bench_report, _bench_tensors, _info
+from torch_ext import _bench_cuda, _bench_pictures, _bench_report, _bench_tensors, _info
 from torch_ext._bench_figures import Findings
 from torch_ext._bench_row import Bench
 from torch_ext._bench_rows import ISAS, ROWS
@@ -18,6 +18,7 @@ _QUICK_PARAMS, _QUICK_ROUNDS = 1 << 16, 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: rows of its own, all of them")
     parser.add_argument("--params", type=positive, help=f"of the flat tensor; {_PARAMS:,} unless given")
     parser.add_argument("--rounds", type=positive, help=f"that a median is taken of; {_ROUNDS} unless given")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
@@ -53,6 +54,8 @@ def _folder(text: str) -> Path:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the figures as they come; the exit status does not depend on them."""
+    if options.device == "cuda":
+        return _bench_cuda.run(options)
     torch.set_num_threads(options.threads)
     facts = _bench_report.machine(options.threads, options.seed)
     print(_bench_report.facts(facts))

@@ -78,10 +78,10 @@ class Training:
             yield from (t for t in self.optimizer.state[p].values() if isinstance(t, Tensor))
 
 
-def ours(configuration: Configuration, shapes: Shapes, seed: int, **options: Any) -> Training:
+def ours(configuration: Configuration, shapes: Shapes, seed: int, device: str = "cpu", **options: Any) -> Training:
     """options: of AdamW."""
     policy = load_policy(configuration.dtype, override_optimizer_config=configuration.overrides)
-    params = _bench_tensors.make(shapes, configuration.dtype, seed)
+    params = _bench_tensors.make(shapes, configuration.dtype, seed, device)
     return Training(AdamW(params, lr=1e-4, policy=policy, seed=seed, **options))
 
 

@@ -25,16 +25,18 @@ class Unavailable(Exception):
     """A peer that this machine cannot run; the message says why."""
 
 
-def torch_fused(shapes: Shapes, dtype: torch.dtype, seed: int) -> Training:
+def torch_fused(shapes: Shapes, dtype: torch.dtype, seed: int, device: str = "cpu") -> Training:
     """torch.optim.AdamW(fused=True) on parameters, gradients and states of one dtype."""
-    return Training(torch.optim.AdamW(_bench_tensors.make(shapes, dtype, seed), lr=LR, weight_decay=DECAY, fused=True))
+    return Training(
+        torch.optim.AdamW(_bench_tensors.make(shapes, dtype, seed, device), lr=LR, weight_decay=DECAY, fused=True)
+    )
 
 
 class MixedRecipe(Training):
     """bf16 model, fp32 masters that torch's fused AdamW steps: gradients cast up, weights copied back."""
 
-    def __init__(self, shapes: Shapes, seed: int) -> None:
-        params = _bench_tensors.make(shapes, torch.bfloat16, seed)
+    def __init__(self, shapes: Shapes, seed: int, device: str = "cpu") -> None:
+        params = _bench_tensors.make(shapes, torch.bfloat16, seed, device)
         masters = [torch.nn.Parameter(p.detach().float()) for p in params]
         for master in masters:
             master.grad = torch.zeros_like(master)

@@ -1,6 +1,6 @@
 """What a row of the benchmark measures on, and where it puts what it found."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch_ext import _bench_measure
@@ -25,7 +25,7 @@ class Bench:
     def flat(self) -> Shapes:
         return [(self.params,)]
 
-    def run(self, name: str, contenders: dict[str, Callable[[], object]], rounds: int) -> _bench_measure.Times:
+    def run(self, name: str, contenders: Mapping[str, Callable[[], object]], rounds: int) -> _bench_measure.Times:
         times = _bench_measure.interleave(contenders, rounds)
         self.findings.times[name] = times
         return times

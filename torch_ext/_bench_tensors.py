@@ -25,7 +25,7 @@ def numel(shapes: Shapes) -> int:
     return sum(torch.Size(shape).numel() for shape in shapes)
 
 
-def make(shapes: Shapes, dtype: torch.dtype, seed: int) -> list[nn.Parameter]:
+def make(shapes: Shapes, dtype: torch.dtype, seed: int, device: str = "cpu") -> list[nn.Parameter]:
     """Parameters of about 0.02 with gradients in the same dtype, both written everywhere.
 
     Gradients are normal values whose magnitude varies between 1e-5 and 1e-2 along a tensor and from tensor to tensor;
@@ -36,8 +36,8 @@ def make(shapes: Shapes, dtype: torch.dtype, seed: int) -> list[nn.Parameter]:
     values[values.abs() < 1e-6] = 1.0
     params = []
     for shape in shapes:
-        p = nn.Parameter(torch.empty(shape, dtype=dtype))
-        p.grad = torch.empty(shape, dtype=dtype)
+        p = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        p.grad = torch.empty(shape, dtype=dtype, device=device)
         _fill(p, values, [0.02], generator)
         _fill(p.grad, values, [1e-2, 1e-3, 1e-4, 1e-5], generator)
         params.append(p)

@@ -1,0 +1,112 @@
+"""Streams, several devices, launches, and errors that somebody else left behind."""
+
+import subprocess
+import sys
+
+import operator_samples as samples
+import pytest
+import torch
+from test_gpu_operators import values
+from test_gpu_training import DEVICE, assert_same, optimizer, set_grads, train
+
+import torch_ext
+from torch_ext import _bench_tensors
+
+
+def test_work_goes_to_the_current_stream() -> None:
+    """What a stream is still to write is read afterwards, and the default stream has nothing to do with it."""
+    stream, n = torch.cuda.Stream(), 1 << 20
+    main, grad = torch.zeros(n, device=DEVICE), torch.zeros(n, device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # cycles
+        grad.fill_(3)
+        torch.ops.torch_ext.bucket_accumulate_([main], [grad])
+        assert not stream.query(), "the call returns before the work is done"
+    stream.synchronize()
+    assert torch.equal(main, torch.full_like(main, 3))
+
+
+def test_workspaces_of_several_streams_do_not_meet() -> None:
+    here, there = optimizer("a", "cpu"), optimizer("a", DEVICE)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    train(here)
+    for i in range(6):
+        with torch.cuda.stream(streams[i % 3]):
+            if i:
+                streams[i % 3].wait_stream(streams[(i - 1) % 3])
+            train(there, 1, i)
+    torch.cuda.synchronize()
+    assert_same(here, there)
+
+
+def several() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU; two are needed")
+
+
+@pytest.mark.parametrize("sample", samples.SAMPLES, ids=lambda s: s.id)
+def test_tensors_need_not_be_on_the_current_device(sample: samples.Sample) -> None:
+    several()
+    here = sample.make()
+    there = samples.moved(sample.operator, sample.make(), lambda t: t.to("cuda:1", copy=True))
+    with torch.cuda.device(0):
+        samples.overload(sample.operator)(*here)
+        samples.overload(sample.operator)(*there)
+        assert torch.cuda.current_device() == 0
+    torch.cuda.synchronize(1)
+    assert values(here) == values(there)
+
+
+def test_tensors_on_two_gpus_are_refused_with_both() -> None:
+    several()
+    a, b = torch.zeros(3, device="cuda:0"), torch.zeros(3, device="cuda:1")
+    with pytest.raises(RuntimeError, match="cuda:[01] and .* cuda:[01]; all tensors of a call must be on one device"):
+        torch.ops.torch_ext.bucket_accumulate_([a], [b])
+
+
+def test_a_tensor_on_the_cpu_beside_one_on_the_gpu_is_refused_with_both() -> None:
+    with pytest.raises(RuntimeError, match="all tensors of a call must be on one device") as refusal:
+        torch.ops.torch_ext.bucket_accumulate_([torch.zeros(3, device=DEVICE)], [torch.zeros(3)])
+    assert "cpu" in str(refusal.value) and DEVICE in str(refusal.value)
+
+
+def test_an_error_of_somebody_elses_work_is_reported_as_such() -> None:
+    code = """
+import torch, torch_ext
+x, y = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+torch.cuda.synchronize()
+x[torch.tensor([7], device="cuda")] = 1  # out of bounds: a device-side assert, which poisons the process
+try:
+    torch.cuda.synchronize()
+except RuntimeError:
+    pass
+try:
+    torch.ops.torch_ext.bucket_accumulate_([x], [y])
+except RuntimeError as error:
+    print(str(error).splitlines()[0])
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert "earlier" in said, said
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["step", "clip_and_step"])
+def test_a_step_of_148_tensors_is_one_launch(clips: bool) -> None:
+    """Of one dtype combination; two more for statistics and norm."""
+    policy = torch_ext.load_policy(torch.float32)
+    params = [
+        torch.nn.Parameter(torch.randn(shape, device=DEVICE) * 0.02) for shape in _bench_tensors.gpt2(64, 503, 32)
+    ]
+    assert len(params) == 148
+    opt = torch_ext.AdamW(params, lr=1e-4, policy=policy)
+    for _ in range(2):
+        set_grads(opt, 0)
+        opt.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        if clips:
+            torch_ext.clip_grad_norm_(opt, 1.0)
+        opt.step()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    ours = [name for name in names if "Memset" not in name and "Memcpy" not in name and "at::native" not in name]
+    assert len(ours) == (3 if clips else 1), names

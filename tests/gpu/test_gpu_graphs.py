@@ -1,0 +1,86 @@
+"""clip and step captured into a CUDA graph and replayed, against the same steps one by one."""
+
+import pytest
+import torch
+from test_gpu_training import DEVICE, POLICIES, assert_same, optimizer, set_grads, train
+
+import torch_ext
+
+WARM_UP = 3
+
+
+def static_grads(opt: torch_ext.AdamW) -> list[torch.Tensor]:
+    """Of the memory that the graph reads, which stays."""
+    set_grads(opt, 0)
+    return [p.grad for p in opt.param_groups[0]["params"]]
+
+
+def fill(opt: torch_ext.AdamW, grads: list[torch.Tensor], i: int) -> None:
+    set_grads(opt, i)
+    for p, grad in zip(opt.param_groups[0]["params"], grads, strict=True):
+        grad.copy_(p.grad)
+        p.grad = grad
+
+
+def clip_and_step(opt: torch_ext.AdamW) -> torch.Tensor:
+    norm = torch_ext.clip_grad_norm_(opt, 1.0)
+    opt.step()
+    return norm
+
+
+def warmed_up(policy: str, **options: object) -> tuple[torch_ext.AdamW, list[torch.Tensor]]:
+    opt = optimizer(policy, DEVICE, **options)
+    grads = static_grads(opt)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in range(WARM_UP):
+            fill(opt, grads, i)
+            clip_and_step(opt)
+    torch.cuda.current_stream().wait_stream(side)
+    return opt, grads
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replayed_step_has_the_cpus_bits(policy: str) -> None:
+    """With an lr that changes between replays, and one step that is skipped on the device."""
+    lr = torch.tensor(1e-2, dtype=torch.float64, device=DEVICE)
+    here, (there, grads) = optimizer(policy, "cpu"), warmed_up(policy, lr=lr, capturable=True)
+    train(here, WARM_UP)
+    graph = torch.cuda.CUDAGraph()
+    fill(there, grads, WARM_UP)
+    with torch.cuda.graph(graph):
+        norm = clip_and_step(there)
+    for i in range(WARM_UP, WARM_UP + 4):
+        here.param_groups[0]["lr"] = 1e-2 / i
+        lr.fill_(1e-2 / i)
+        fill(there, grads, i)
+        set_grads(here, i)
+        if i == WARM_UP + 1:
+            for opt in (here, there):
+                opt.param_groups[0]["params"][2].grad[5] = float("inf")
+        graph.replay()
+        expected = torch_ext.clip_grad_norm_(here, 1.0)
+        here.step()
+        here.zero_grad()
+        assert torch.equal(norm.cpu(), expected) or i == WARM_UP + 1
+    assert here.skipped_steps() == there.skipped_steps() == 1
+    assert_same(here, there)
+
+
+def test_a_capture_with_an_lr_of_the_host_is_refused_with_what_to_pass() -> None:
+    opt, grads = warmed_up("a")
+    before = [p.detach().clone() for p in opt.param_groups[0]["params"]]
+    fill(opt, grads, WARM_UP)
+    with pytest.raises(RuntimeError, match="lrs"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        opt.step()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, before, opt.param_groups[0]["params"]))
+
+
+def test_a_capture_that_looks_for_writes_by_waiting_is_refused() -> None:
+    lr = torch.tensor(1e-2, device=DEVICE)
+    opt, grads = warmed_up("b", lr=lr, capturable=True, on_external_write="error")
+    fill(opt, grads, WARM_UP)
+    with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        opt.step()
