@@ -45,20 +45,26 @@ static tx_status tx_cuda_launch_one(const tx_cuda_scope *scope, void (*kernel)(A
   return tx_cuda_answered(cudaLaunchKernelEx(&config, kernel, arguments), name, error);
 }
 
-/* Launches kernel(table) for all tiles of the table; nothing where there are none. */
+/* Launches kernel(table) for all tiles of the table, at least one block. */
 template <class Table>
-static tx_status tx_cuda_launch(const tx_cuda_scope *scope, void (*kernel)(Table), const Table &table, const char *name,
-                                tx_error *error) {
+static tx_status tx_cuda_launch_always(const tx_cuda_scope *scope, void (*kernel)(Table), const Table &table,
+                                       const char *name, tx_error *error) {
   const int64_t tiles = tx_table_tiles(table);
   int per_processor = 0;
-  if (tiles == 0) return TX_OK;
   TX_FORWARD(tx_cuda_answered(
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, TX_BLOCK_THREADS, 0), name, error));
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(tx_cuda_blocks(scope, tiles, per_processor));
+  config.gridDim = dim3(tx_cuda_blocks(scope, tiles > 0 ? tiles : 1, per_processor));
   config.blockDim = dim3(TX_BLOCK_THREADS);
   config.stream = scope->stream;
   return tx_cuda_answered(cudaLaunchKernelEx(&config, kernel, table), name, error);
+}
+
+/* The same, but nothing where there are no tiles. */
+template <class Table>
+static tx_status tx_cuda_launch(const tx_cuda_scope *scope, void (*kernel)(Table), const Table &table, const char *name,
+                                tx_error *error) {
+  return tx_table_tiles(table) == 0 ? TX_OK : tx_cuda_launch_always(scope, kernel, table, name, error);
 }
 
 /* The tiles of the calling warp: for (int64_t tile = tx_first_tile(); tile < tiles; tile += tx_tile_step()). */

@@ -31,15 +31,20 @@ static inline void tx_table_begin(tx_table<Common, Entry> *table, int64_t tile) 
   table->first_tile[0] = 0;
 }
 
-/* Returns whether there was room; entries without elements take none. */
+/* Returns whether there was room. An entry without elements has no tiles. */
 template <class Common, class Entry>
-static inline bool tx_table_add(tx_table<Common, Entry> *table, const Entry &entry) {
-  if (entry.numel == 0) return true;
+static inline bool tx_table_append(tx_table<Common, Entry> *table, const Entry &entry) {
   if (table->n == table->kCapacity) return false;
   table->entries[table->n] = entry;
   table->first_tile[table->n + 1] = table->first_tile[table->n] + tx_tiles(entry.numel, table->tile);
   table->n++;
   return true;
+}
+
+/* The same, but entries without elements take no room. */
+template <class Common, class Entry>
+static inline bool tx_table_add(tx_table<Common, Entry> *table, const Entry &entry) {
+  return entry.numel == 0 || tx_table_append(table, entry);
 }
 
 template <class Common, class Entry>

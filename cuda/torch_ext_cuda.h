@@ -13,7 +13,7 @@
  * of its own and a captured graph owns all it needs. One launch takes about 200 tensors of one dtype combination.
  *
  * Tensors need only the alignment of one byte, except those of int64 that many blocks add to (stats, first_bad,
- * changed, strays, resynced ...): multiples of 8, else TX_ERROR_INVALID_ARGUMENT.
+ * changed, strays, skipped, resynced): multiples of 8, else TX_ERROR_INVALID_ARGUMENT.
  *
  * A CUDA error left behind by somebody else's earlier work is reported as such and not as this call's. */
 #ifndef TORCH_EXT_CUDA_H
@@ -59,8 +59,9 @@ TX_API tx_status tx_cuda_about_this(tx_cuda_about *about, tx_error *error);
  * makes this check, once per device. */
 TX_API tx_status tx_cuda_check_device(int32_t device, tx_error *error);
 
-/* Bytes of workspace that tx_cuda_adamw and tx_cuda_master_witness need for n tensors, where some of them have fp32
- * masters with witnesses; no other call needs any. */
+/* Bytes of workspace for n tensors, which are needed where fp32 masters have witnesses that are looked at, by
+ * tx_cuda_adamw (on_external_write is not 0) and tx_cuda_master_witness (unless it renews), and beside any masters with
+ * witnesses by TX_EXTERNAL_CHECK; no other call needs any. */
 TX_API int64_t tx_cuda_workspace(int64_t n);
 
 /* The operators; see torch_ext.h. In a stream that is being captured, host values that change from step to step would

@@ -6,6 +6,7 @@
 #include "csrc/cpu/element.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/math/remainder.h"
+#include "csrc/math/stray.h"
 
 static void tx_encode_loop(const void *restrict master, void *restrict param, void *restrict remainder, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
@@ -21,17 +22,6 @@ static void tx_decode_loop(const void *restrict param, const void *restrict rema
     const int16_t missing = (int16_t)((const tx_mem_u16 *)remainder)[i];
     ((tx_mem_f32 *)master)[i] = tx_remainder_decode(((const tx_mem_u16 *)param)[i], missing);
   }
-}
-
-/* Whether a 16-bit weight is not what `master` rounds to; the zeros are equal, and NaNs are. In integers and without
- * branches: comparisons of floats kept gcc 12 from vectorising. */
-TX_FN uint32_t tx_master_strays(float master, uint32_t weight, const tx_dtype param) {
-  const uint32_t nearest = param == TX_BF16 ? tx_bf16_from_f32(master) : tx_f16_from_f32(master);
-  const int32_t infinity = param == TX_BF16 ? 0x7f80 : 0x7c00;
-  const int32_t a = (int32_t)(nearest & 0x7fffu), b = (int32_t)(weight & 0x7fffu);
-  const uint32_t zeros = (a | b) == 0 ? 1u : 0u;
-  const uint32_t nans = (a < b ? a : b) > infinity ? 1u : 0u;
-  return (nearest != weight ? 1u : 0u) & ~(zeros | nans);
 }
 
 /* Bits of one element's master as they are to become. */

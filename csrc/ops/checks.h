@@ -32,4 +32,7 @@ tx_status tx_check_master_witness(int64_t n, const tx_tensor *params, const tx_t
 /* TX_OK where parameter i has as many witnesses as its master asks for, or none. */
 tx_status tx_check_witnesses(const tx_tensor *masters, const tx_tensor *witnesses, int64_t i, tx_error *error);
 
+/* TX_ERROR_BAD_STATE: what TX_EXTERNAL_CHECK says of parameter i, `strays` elements of which were written. */
+tx_status tx_fail_written(int64_t i, int64_t strays, tx_error *error);
+
 #endif

@@ -126,12 +126,7 @@ tx_status tx_notice_external(const tx_adamw_args *args, int64_t *resynced, const
   tx_status status = look_at_samples(&all, &l, parallel, error);
   if (status == TX_OK && check) status = look_at_remainders(&all, &l, parallel, error);
   for (int64_t i = 0; status == TX_OK && i < args->n; i++) {
-    if (check && l.counts[i]) {
-      status = tx_fail(error, TX_ERROR_BAD_STATE,
-                       "params[%lld]: %lld elements are not what their masters round to: somebody else wrote to them "
-                       "since the last step; resync the masters first",
-                       (long long)i, (long long)l.counts[i]);
-    }
+    if (check && l.counts[i]) status = tx_fail_written(i, l.counts[i], error);
     *resynced += l.counts[i];
   }
   free(l.counts);

@@ -141,3 +141,10 @@ tx_status tx_check_master_witness(int64_t n, const tx_tensor *params, const tx_t
   }
   return tx_check_overlap(spans, 4, error);
 }
+
+tx_status tx_fail_written(int64_t i, int64_t strays, tx_error *error) {
+  return tx_fail(error, TX_ERROR_BAD_STATE,
+                 "params[%lld]: %lld elements are not what their masters round to: somebody else wrote to them since "
+                 "the last step; resync the masters first",
+                 (long long)i, (long long)strays);
+}

@@ -1,0 +1,247 @@
+/* tx_cuda_adamw: which launches a call is. */
+#include <stdlib.h>
+
+#include "cuda/adamw.h"
+#include "cuda/external.h"
+#include "cuda/lanes.h"
+#include "cuda/ticket.h"
+
+extern "C" {
+#include "csrc/ops/check.h"
+#include "csrc/ops/checks.h"
+}
+
+namespace {
+
+constexpr int kInstances = TX_WEIGHTS * TX_MOMENT_KINDS;
+
+constexpr tx_dtype kMasters[TX_WEIGHTS] = {
+#define TX_ENTRY_(index, param, master, ...) TX_##master,
+    TX_FOR_EACH_WEIGHT(TX_ENTRY_)
+#undef TX_ENTRY_
+};
+
+constexpr tx_step_launch kLaunches[TX_MOMENT_KINDS] = {tx_step_launch_f32, tx_step_launch_bf16, tx_step_launch_u8,
+                                                       tx_step_launch_any};
+
+tx_tensor at_or_none(const tx_tensor *tensors, int64_t i) {
+  return tensors ? tensors[i] : tx_tensor{NULL, 0, TX_NONE, 0};
+}
+
+/* NULL for none. */
+void *data_of(tx_tensor tensor) {
+  return tensor.numel ? tensor.data : NULL;
+}
+
+tx_meta meta_of(const tx_adamw_args *a, int64_t i) {
+  return a->meta ? a->meta[i] : tx_meta{i, 0, 0};
+}
+
+int moments_of(tx_dtype exp_avg, tx_dtype exp_avg_sq) {
+  if (exp_avg != exp_avg_sq || exp_avg == TX_F16) return TX_MOMENTS_ANY;
+  return exp_avg == TX_F32 ? TX_MOMENTS_F32 : exp_avg == TX_BF16 ? TX_MOMENTS_BF16 : TX_MOMENTS_U8;
+}
+
+/* Parameters without elements have none: any launch may count their steps. */
+constexpr int kEmpty = -1;
+
+int instance_of(const tx_adamw_args *a, int64_t i) {
+  if (a->params[i].numel == 0) return kEmpty;
+  const tx_tensor master = at_or_none(a->masters, i);
+  const int weight = tx_combo_weight((tx_dtype)a->params[i].dtype, master.numel ? (tx_dtype)master.dtype : TX_NONE);
+  return weight * TX_MOMENT_KINDS + moments_of((tx_dtype)a->exp_avgs[i].dtype, (tx_dtype)a->exp_avg_sqs[i].dtype);
+}
+
+/* An alignment of whole vectors is as good as any. */
+bool has_aligned_vectors(tx_tensor tensor) {
+  const int64_t bytes = TX_VECTOR * tx_element_size((tx_dtype)tensor.dtype);
+  return tensor.numel == 0 || (int64_t)tx_alignment_of(tensor.data) >= (bytes < 16 ? bytes : 16);
+}
+
+tx_step_entry entry_of(const tx_adamw_args *a, int64_t i) {
+  const tx_tensor param = a->params[i], grad = a->grads[i], m = a->exp_avgs[i], v = a->exp_avg_sqs[i];
+  const tx_tensor master = at_or_none(a->masters, i);
+  const tx_meta meta = meta_of(a, i);
+  tx_step_entry e;
+  e.numel = param.numel;
+  e.param = param.data;
+  e.grad = grad.data;
+  e.exp_avg = m.data;
+  e.exp_avg_sq = v.data;
+  e.master = data_of(master);
+  e.scales = (uint8_t *)data_of(at_or_none(a->scales, i));
+  e.witnesses = data_of(at_or_none(a->witnesses, i));
+  e.step = a->steps[i].data;
+  e.id = meta.id;
+  e.start = (uint32_t)meta.start;
+  e.group = 0;
+  e.aligned = has_aligned_vectors(param) && has_aligned_vectors(grad) && has_aligned_vectors(m) &&
+              has_aligned_vectors(v) && has_aligned_vectors(master);
+  e.grad_dtype = (uint8_t)grad.dtype;
+  e.exp_avg_dtype = (uint8_t)m.dtype;
+  e.exp_avg_sq_dtype = (uint8_t)v.dtype;
+  e.param_alignment = (uint8_t)tx_alignment_of(param.data);
+  e.grad_alignment = (uint8_t)tx_alignment_of(grad.data);
+  e.exp_avg_alignment = (uint8_t)tx_alignment_of(m.data);
+  e.exp_avg_sq_alignment = (uint8_t)tx_alignment_of(v.data);
+  e.master_alignment = (uint8_t)tx_alignment_of(e.master);
+  return e;
+}
+
+unsigned long long *counter(tx_tensor tensor) {
+  return (unsigned long long *)data_of(tensor);
+}
+
+tx_step_gate gate_of(const tx_adamw_args *a) {
+  const tx_step_gate gate = {data_of(a->grad_scale), data_of(a->clip_coef), data_of(a->found_inf)};
+  return gate;
+}
+
+/* The launches of one call, one after another. */
+struct launches {
+  const tx_cuda_scope *scope;
+  const tx_adamw_args *args;
+  bool samples;  /* some fp32 masters have witnesses, which one warp must see all of */
+  bool is_first; /* the next launch counts that the step is skipped, and the steps of empty parameters */
+  int instance;
+  tx_step_table table;
+};
+
+void begin(launches *l, int instance) {
+  tx_step_common *c = &l->table.common;
+  const tx_adamw_args *a = l->args;
+  l->instance = instance;
+  tx_table_begin(&l->table, l->samples && kMasters[instance / TX_MOMENT_KINDS] == TX_F32 ? TX_SAMPLED : TX_WITNESS);
+  c->gate = gate_of(a);
+  c->skipped = l->is_first ? counter(a->skipped) : NULL;
+  c->resynced = counter(a->resynced);
+  c->seed = a->seed;
+  c->moment_rounding = a->moment_rounding;
+  c->weight_rounding = a->weight_rounding;
+  c->resyncs = a->on_external_write == TX_EXTERNAL_RESYNC;
+  c->n_groups = 0;
+}
+
+/* The place of a group in the launch's table, from now on; -1: there is no room. */
+int32_t place_of_group(launches *l, int64_t group, int64_t *places) {
+  tx_step_common *c = &l->table.common;
+  for (int32_t i = c->n_groups; i-- > 0;)
+    if (places[i] == group) return i;
+  if (c->n_groups == TX_STEP_GROUPS) return -1;
+  tx_step_group *g = &c->groups[c->n_groups];
+  const tx_adamw_args *a = l->args;
+  g->group = a->groups[group];
+  g->lr = a->lrs ? a->lrs[group].data : NULL;
+  g->lr_dtype = a->lrs ? a->lrs[group].dtype : TX_NONE;
+  places[c->n_groups] = group;
+  return c->n_groups++;
+}
+
+bool add(launches *l, int64_t i, int64_t *places) {
+  tx_step_entry e = entry_of(l->args, i);
+  const int32_t place = place_of_group(l, meta_of(l->args, i).group, places);
+  if (place < 0) return false;
+  e.group = (uint16_t)place;
+  return tx_table_append(&l->table, e);
+}
+
+tx_status launch(launches *l, tx_error *error) {
+  l->is_first = false;
+  return kLaunches[l->instance % TX_MOMENT_KINDS](l->scope, l->instance / TX_MOMENT_KINDS, l->table, error);
+}
+
+tx_status step_some(launches *l, int instance, bool takes_empty, tx_error *error) {
+  int64_t places[TX_STEP_GROUPS];
+  begin(l, instance);
+  for (int64_t i = 0; i < l->args->n; i++) {
+    const int of = instance_of(l->args, i);
+    if (of != instance && !(of == kEmpty && takes_empty)) continue;
+    if (add(l, i, places)) continue;
+    TX_FORWARD(launch(l, error));
+    begin(l, instance);
+    (void)add(l, i, places);
+  }
+  return launch(l, error);
+}
+
+tx_status step_all(const tx_cuda_scope *scope, const tx_adamw_args *a, bool samples, tx_error *error) {
+  launches l;
+  uint32_t present = 0;
+  static_assert(kInstances <= 32, "instances are bits");
+  l.scope = scope;
+  l.args = a;
+  l.samples = samples;
+  l.is_first = true;
+  for (int64_t i = 0; i < a->n; i++)
+    present |= a->params[i].numel ? 1u << instance_of(a, i) : 0u;
+  /* Nobody to step; steps, and whether that is skipped, are counted all the same. */
+  if (!present && (a->n > 0 || a->skipped.numel > 0)) present = 1u << TX_MOMENTS_F32;
+  for (int instance = 0; instance < kInstances; instance++)
+    if (present >> instance & 1u) TX_FORWARD(step_some(&l, instance, l.is_first, error));
+  return TX_OK;
+}
+
+/* What somebody else wrote to weights beside fp32 masters, before they are stepped. */
+tx_status resync(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_external_lists &lists,
+                 const tx_cuda_call *call, tx_error *error) {
+  tx_external_notes notes;
+  TX_FORWARD(tx_external_notes_begin(scope, call, a->n, &notes, error));
+  TX_FORWARD(tx_external_look_at_samples(scope, lists, gate_of(a), &notes, TX_WITNESS_RESYNC, error));
+  return tx_resync_masters(scope, a->n, a->params, a->masters, TX_RESYNC_STRAYS, notes.suspect, counter(a->resynced), 0,
+                           error);
+}
+
+/* TX_EXTERNAL_CHECK: looks at everything, waits and says what was found. */
+tx_status check(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_external_lists &lists,
+                const tx_cuda_call *call, tx_error *error) {
+  tx_external_notes notes;
+  const size_t bytes = (size_t)a->n * sizeof(int64_t);
+  TX_FORWARD(tx_external_notes_begin(scope, call, a->n, &notes, error));
+  TX_FORWARD(tx_external_look_at_samples(scope, lists, tx_step_gate{}, &notes, TX_WITNESS_CHECK, error));
+  TX_FORWARD(
+      tx_resync_masters(scope, a->n, a->params, a->masters, TX_RESYNC_COUNT, notes.suspect, notes.counts, 1, error));
+  TX_FORWARD(tx_external_look_at_remainders(scope, lists, notes.counts, TX_WITNESS_CHECK, error));
+  int64_t *const counts = (int64_t *)malloc(bytes);
+  if (!counts) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to look at %lld params", (long long)a->n);
+  tx_status status = tx_cuda_answered(
+      cudaMemcpyAsync(counts, notes.counts, bytes, cudaMemcpyDeviceToHost, scope->stream), "copying counts", error);
+  if (status == TX_OK) status = tx_cuda_answered(cudaStreamSynchronize(scope->stream), "waiting for counts", error);
+  for (int64_t i = 0; status == TX_OK && i < a->n; i++)
+    if (counts[i]) status = tx_fail_written(i, counts[i], error);
+  free(counts);
+  return status;
+}
+
+tx_status run(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_cuda_call *call, tx_error *error) {
+  const tx_external_lists lists = {a->n, a->params, a->masters, a->witnesses};
+  const bool samples = tx_external_has_any(lists, TX_F32), all = tx_external_has_any(lists, TX_I16);
+  if (a->on_external_write == TX_EXTERNAL_CHECK) {
+    if (scope->capturing)
+      return tx_fail(error, TX_ERROR_BAD_STATE,
+                     "on_external_write is 2 (check), which waits for the device, and the stream is being captured; 0 "
+                     "(ignore) and 1 (resync) are legal there");
+    if (!samples && !all) return TX_OK;
+    TX_FORWARD(tx_external_check_workspace(call, a->n, "on_external_write = 2 (check)", error));
+    return check(scope, a, lists, call, error);
+  }
+  if (scope->capturing && !a->lrs)
+    return tx_fail(error, TX_ERROR_BAD_STATE,
+                   "the stream is being captured, and lr would stay what it is now in every replay; pass it as a "
+                   "tensor in lrs");
+  if (a->on_external_write == TX_EXTERNAL_RESYNC && samples) {
+    TX_FORWARD(tx_external_check_workspace(call, a->n, "on_external_write = 1 (resync) beside fp32 masters", error));
+    TX_FORWARD(resync(scope, a, lists, call, error));
+  }
+  return step_all(scope, a, samples, error);
+}
+
+}  // namespace
+
+tx_status tx_cuda_adamw(const tx_adamw_args *args, const tx_cuda_call *call, tx_error *error) {
+  tx_cuda_scope scope;
+  TX_FORWARD(tx_check_adamw(args, 0, error));
+  TX_FORWARD(tx_cuda_check_counter("skipped", args->skipped, error));
+  TX_FORWARD(tx_cuda_check_counter("resynced", args->resynced, error));
+  TX_FORWARD(tx_cuda_enter(call, &scope, error));
+  return tx_cuda_leave(&scope, run(&scope, args, call, error));
+}

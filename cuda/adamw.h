@@ -1,0 +1,85 @@
+/* One launch of the step: what its kernels know of a call and of each tensor.
+ *
+ * Kernels are compiled for each row of weights and each kind of moments; everything else (the gradient's dtype,
+ * rounding, whether the constants are usual) is the same for all lanes of a warp and branched on as they run. */
+#ifndef TX_CUDA_ADAMW_H
+#define TX_CUDA_ADAMW_H
+
+#include "cuda/launch.h"
+#include "cuda/table.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#include "csrc/core/combos.h"
+#ifdef __cplusplus
+}
+#endif
+
+/* Kinds of moments that kernels are compiled for. */
+enum tx_moments {
+  TX_MOMENTS_F32 = 0,  /* both */
+  TX_MOMENTS_BF16 = 1, /* both */
+  TX_MOMENTS_U8 = 2,   /* both */
+  TX_MOMENTS_ANY = 3,  /* everything else, told apart as it runs */
+  TX_MOMENT_KINDS = 4
+};
+
+/* Hyper-parameters of one group; lr, where it is not NULL, is one fp32 or double in device memory that stands for
+ * group.lr. */
+struct tx_step_group {
+  tx_adamw_group group;
+  const void *lr;
+  int64_t lr_dtype;
+};
+
+struct tx_step_entry {
+  int64_t numel;
+  void *param;
+  const void *grad;
+  void *exp_avg;
+  void *exp_avg_sq;
+  void *master;    /* NULL without */
+  uint8_t *scales; /* exp_avg's, then exp_avg_sq's */
+  void *witnesses; /* NULL without */
+  void *step;      /* one fp32 */
+  int64_t id;
+  uint32_t start;  /* the low half of tx_meta.start: thresholds hang on no more of it */
+  uint16_t group;  /* of those in the launch's table */
+  uint8_t aligned; /* whole vectors of every stream are aligned to their size */
+  uint8_t grad_dtype, exp_avg_dtype, exp_avg_sq_dtype;
+  uint8_t param_alignment, grad_alignment, exp_avg_alignment, exp_avg_sq_alignment, master_alignment;
+};
+
+/* Values in device memory that every kernel of a call reads before anything else; NULL where there is none. */
+struct tx_step_gate {
+  const void *grad_scale, *clip_coef, *found_inf; /* one fp32 each */
+};
+
+#define TX_STEP_GROUPS 64
+
+struct tx_step_common {
+  tx_step_gate gate;
+  unsigned long long *skipped; /* NULL in all launches of a call but one, or where nobody counts */
+  unsigned long long *resynced;
+  uint64_t seed;
+  int32_t moment_rounding, weight_rounding;
+  int32_t resyncs; /* remainders of blocks whose witness is another are dropped */
+  int32_t n_groups;
+  int32_t ticket; /* the launch's own, taken where its kernel is */
+  int32_t reserved;
+  tx_step_group groups[TX_STEP_GROUPS];
+};
+
+typedef tx_table<tx_step_common, tx_step_entry> tx_step_table;
+static_assert(tx_step_table::kCapacity >= 200, "a model of 200 tensors is one launch");
+
+/* Launches the kernel for row `weight` of TX_FOR_EACH_WEIGHT and one kind of moments, each in a file of its own. There
+ * is at least one block, also where the table has no tiles. */
+typedef tx_status (*tx_step_launch)(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error);
+tx_status tx_step_launch_f32(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error);
+tx_status tx_step_launch_bf16(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error);
+tx_status tx_step_launch_u8(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error);
+tx_status tx_step_launch_any(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error);
+
+#endif

@@ -1,0 +1,42 @@
+/* Single values in device memory: aligned to one byte, as every tensor may be. */
+#ifndef TX_CUDA_SCALARS_H
+#define TX_CUDA_SCALARS_H
+
+#include <cuda_runtime.h>
+
+#include "csrc/math/numeric.h"
+#include "csrc/torch_ext.h"
+#include "cuda/ticket.h"
+
+template <class Value>
+static __device__ __forceinline__ Value tx_read_value(const void *from) {
+  Value value;
+  if ((uintptr_t)from % sizeof value == 0) return *(const Value *)from;
+  memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <class Value>
+static __device__ __forceinline__ void tx_write_value(void *to, Value value) {
+  if ((uintptr_t)to % sizeof value == 0) {
+    *(Value *)to = value;
+  } else {
+    memcpy(to, &value, sizeof value);
+  }
+}
+
+static __device__ __forceinline__ float tx_read_float_or(const void *from, float otherwise) {
+  return from ? tx_read_value<float>(from) : otherwise;
+}
+
+/* An fp32 or a double. */
+static __device__ __forceinline__ double tx_read_double(const void *from, int64_t dtype) {
+  return dtype == TX_F32 ? (double)tx_read_value<float>(from) : tx_read_value<double>(from);
+}
+
+/* Into a counter that lies at a multiple of 8; nothing where there is none. */
+static __device__ __forceinline__ void tx_count(unsigned long long *counter, int64_t by) {
+  if (counter && by) tx_add_i64(counter, by);
+}
+
+#endif

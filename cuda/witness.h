@@ -1,0 +1,79 @@
+/* Witnesses (csrc/math/witness.h) of weights in device memory, by the lanes of a warp together: all of them call, and
+ * all of them are told.
+ *
+ * A lane holds four words of 16, so of each vector of the definition it has a fixed quarter. What a lane of the
+ * definition adds is linear modulo 2^32 in its sums, so partial sums are mixed first and added up afterwards. */
+#ifndef TX_CUDA_WITNESS_H
+#define TX_CUDA_WITNESS_H
+
+#include "csrc/math/witness.h"
+#include "cuda/lanes.h"
+#include "cuda/scalars.h"
+
+struct tx_witness_sums {
+  uint32_t sum[4], order[4];
+};
+
+/* words: a quarter of a vector that `left` vectors, itself among them, are left from. */
+static __device__ __forceinline__ void tx_witness_take(tx_witness_sums &s, const uint32_t (&words)[4], uint32_t left) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    s.sum[k] += words[k];
+    s.order[k] += left * words[k];
+  }
+}
+
+static __device__ __forceinline__ uint64_t tx_witness_value(const tx_witness_sums &s, uint32_t lane) {
+  uint64_t value = 0;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const uint32_t odd = k & 1;
+    uint32_t mixed = (uint32_t)(tx_witness_share(lane % 4 * 4 + k, s.sum[k], s.order[k]) >> (32u * odd));
+#pragma unroll
+    for (int by = 4; by < TX_WARP; by *= 2)
+      mixed += __shfl_xor_sync(0xffffffffu, mixed, by);
+    value += (uint64_t)mixed << (32u * odd);
+  }
+  value += __shfl_xor_sync(0xffffffffu, value, 1);
+  value += __shfl_xor_sync(0xffffffffu, value, 2);
+  return value;
+}
+
+/* Of `count` 16-bit weights. */
+static __device__ __forceinline__ uint64_t tx_witness_of(const void *weights, uint32_t alignment, int32_t count,
+                                                         uint32_t lane) {
+  tx_witness_sums s = {};
+  const int32_t vectors = (count + 2 * TX_WITNESS_LANES - 1) / (2 * TX_WITNESS_LANES);
+  for (int32_t round = 0; round < tx_rounds(count); round++) {
+    const tx_share share = tx_share_of_tile(count, round, lane);
+    uint32_t words[4];
+    tx_read_vector<2>(words, (const char *)weights + 2 * share.first, alignment, share.count);
+    tx_witness_take(s, words, (uint32_t)(vectors - share.first / (2 * TX_WITNESS_LANES)));
+  }
+  return tx_witness_value(s, lane);
+}
+
+/* Of the sample of `count` <= TX_SAMPLED weights: a run to four lanes. */
+static __device__ __forceinline__ uint64_t tx_sample_of(const void *weights, uint32_t alignment, int32_t count,
+                                                        uint32_t lane) {
+  static_assert(TX_SAMPLE_RUN == 4 * TX_VECTOR, "four lanes hold a run");
+  tx_witness_sums s = {};
+  uint32_t words[4];
+  const int32_t run = (int32_t)lane / 4;
+  const int32_t runs = (count + (int32_t)TX_SAMPLE_STRIDE - 1) / (int32_t)TX_SAMPLE_STRIDE;
+  const int32_t first = run * (int32_t)TX_SAMPLE_STRIDE + (int32_t)lane % 4 * TX_VECTOR;
+  const int32_t left = run < runs ? count - first : 0;
+  tx_read_vector<2>(words, (const char *)weights + 2 * first, alignment,
+                    left < 0           ? 0
+                    : left < TX_VECTOR ? left
+                                       : TX_VECTOR);
+  tx_witness_take(s, words, (uint32_t)(runs - run));
+  return tx_witness_value(s, lane);
+}
+
+/* Whether the witness at `at` is another one. */
+static __device__ __forceinline__ bool tx_witness_differs(const void *at, uint64_t witness) {
+  return tx_read_value<uint64_t>(at) != witness;
+}
+
+#endif
