@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torch_ext import _cuda_library, _library
+from torch_ext import _cuda_library, _library, _nccl
 
 
 def text() -> str:
@@ -25,7 +25,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "threads", f"{torch.get_num_threads()} (torch.get_num_threads)"
     yield "operators", ", ".join(_library.operators())
     yield from _cuda()
-    yield "NCCL", nccl()
+    yield "NCCL in torch", nccl()
+    yield from _nccl.describe()
 
 
 def version() -> str:

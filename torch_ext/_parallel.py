@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_ext import _away, _foreign, _groups, _local, _policy, _registry, _tensors
+from torch_ext import _away, _cuda_library, _foreign, _groups, _local, _policy, _registry, _tensors
 from torch_ext._agreement import agree
 from torch_ext._broadcast import broadcast
 from torch_ext._engine import Engine
@@ -28,7 +28,7 @@ from torch_ext._stores import STORES
 if TYPE_CHECKING:
     from torch_ext._fsdp_engine import FsdpEngine
 
-_DEVICES = ("cpu",)
+_DEVICES = ("cpu", "cuda")
 _FULLY = "optim_grads_params"  # FSDP2 keeps the parameters; the other strategies are stores of ours
 
 # Not an attribute of the module, which would be pickled and copied with it.
@@ -160,8 +160,8 @@ def parallelize(
         `.grad` stays as it was; else it is an error, on every rank, that names it.
     gradient_divide_factor: sums are divided by it in fp32; None: the number of ranks; 1: a sum.
     transport: who moves buckets between GPUs. "torch": the process group, whose watchdog and flight recorder keep
-        working. "nccl": a communicator of this library's own between the same ranks (NCCL 2.19 or newer), with one
-        group call per bucket, symmetric windows where NCCL has them, and records by which ranks that parted are told
+        working. "nccl": a communicator of this library's own between the same ranks (NCCL 2.19 or newer: torch's, else
+        the file that TORCH_EXT_NCCL names, else the Python package's, else the system's), with one group call per bucket, symmetric windows where NCCL has them, and records by which ranks that parted are told
         the bucket's name instead of waiting for each other.
 
     Where gradients are sharded, torch.nn.utils.clip_grad_norm_ and clip_grad_value_, which frameworks call, are sent to
@@ -327,6 +327,8 @@ def _check_devices(named: Sequence[tuple[str, torch.Tensor]]) -> None:
             )
     if tensor.device.type not in _DEVICES:
         raise ValueError(f"the model is on {tensor.device}; this library has operators for {', '.join(_DEVICES)}")
+    if tensor.device.type == "cuda" and (why_not := _cuda_library.about().why_not):
+        raise RuntimeError(f"the model is on {tensor.device}, and no GPU here runs this library's operators: {why_not}")
 
 
 def _check_step_in_backward(policy: Policy, strategy: str, find_unused_parameters: bool) -> None:

@@ -19,7 +19,7 @@ from gradients import Given, policy
 from happens_before import FakeStreams
 
 import torch_ext
-from torch_ext import _comm_hook, _exchange, _nccl, _nccl_transport, _parallel
+from torch_ext import _comm_hook, _cuda_library, _exchange, _nccl, _nccl_transport, _parallel
 
 SOURCE = pathlib.Path(__file__).parent.parent / "core/fake_nccl.cc"
 VARIANTS = {"newest": [], "plain": ["-DFAKE_NCCL_VERSION=22105"], "old": ["-DFAKE_NCCL_VERSION=21803"]}
@@ -133,6 +133,35 @@ def test_a_transport_that_is_not_legal_here_is_refused_on_every_rank() -> None:
         assert "transport='nccl' moves memory of GPUs, and the model is on cpu; legal is 'torch'" in cpu
         assert unknown == "transport is 'mpi'; legal are 'torch' and 'nccl'"
         assert "moves memory of GPUs" in mixed
+
+
+class _On:
+    """A tensor as far as its device goes."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "why_not", "says"),
+    [
+        ("cuda:0", "", None),
+        ("cuda:0", "no driver", "the model is on cuda:0, and no GPU here runs this library's operators: no driver"),
+        ("meta", "", "the model is on meta; this library has operators for cpu, cuda"),
+    ],
+)
+def test_a_model_is_where_the_operators_are(
+    device: str, why_not: str, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = _cuda_library.About("a path", "13.0", "13.1", 1, "sm_90", why_not)
+    monkeypatch.setattr(_cuda_library, "about", lambda: about)
+    named: Any = [("w", _On(device)), ("b", _On(device))]
+    if says is None:
+        _parallel._check_devices(named)
+        return
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        _parallel._check_devices(named)
+    assert str(error.value) == says
 
 
 def _described(rank: int, world: int, path: str) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ def test_info_says_what_was_found() -> None:
     if not torch.backends.cuda.is_built():
         assert "built without CUDA" in facts["CUDA in torch"]
     if not torch.distributed.is_nccl_available():
-        assert "built without NCCL" in facts["NCCL"]
+        assert "built without NCCL" in facts["NCCL in torch"]
     assert run.stderr == ""
 
 
@@ -34,6 +34,13 @@ def facts_with(**variables: str) -> dict[str, str]:
     command = [sys.executable, "-m", "torch_ext", "info"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | variables).stdout
     return {line.split("  ")[0]: line for line in output.splitlines()}
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="torch brings an NCCL, which is taken")
+def test_info_says_why_there_is_no_nccl() -> None:
+    facts = facts_with(TORCH_EXT_NCCL="/nowhere/libnccl.so.2")
+    assert "none: no NCCL was found (/nowhere/libnccl.so.2" in facts["NCCL"]
+    assert "2.19 is needed" in facts["NCCL"]
 
 
 def test_info_says_why_there_is_no_cuda_library() -> None:
