@@ -27,13 +27,15 @@ struct Reducing {
   }
 };
 
-// What `n_ranks` ranks sent. Sizes differ, so that the order of additions tells; rank 1 has a NaN.
+// What `n_ranks` ranks sent. Sizes differ, so that the order of additions tells; rank 1 has a NaN, rank 2 an Inf at the
+// very end, where a block of codes is NaN beyond the tensor, too.
 std::vector<Wire> Chunks(tx_dtype wire, int64_t n, int64_t misalign, uint32_t n_ranks) {
   std::vector<Wire> chunks;
   for (uint32_t rank = 0; rank < n_ranks; rank++) {
     Array grad(TX_F32, n);
     grad.Fill(rank + 1, rank % 2 ? 1e-2f : 1.0f);
     if (rank == 1 && n > 1000) grad.Set(700, kNan);
+    if (rank == 2 && n > 1000) grad.Set(n - 1, kInf);
     chunks.emplace_back(wire, n, misalign);
     const tx_tensor src = grad.tensor(), dst = chunks.back().data.tensor(), scales = chunks.back().scales_or_none();
     tx_cast_args cast = TX_CAST_ARGS_INIT;
