@@ -43,25 +43,61 @@ def _with(path: str) -> None:
     _nccl.find.cache_clear()
 
 
-def _through(rank: int, world: int, path: str, strategy: str) -> None:
+def _note_accesses(streams: FakeStreams, patch: pytest.MonkeyPatch) -> None:
+    """NCCL reads and writes behind torch's back: what it is given is noted for the stream that it is given to."""
+    transport = _nccl_transport.NcclTransport
+    given: list[Any] = []
+    plain = {kind: getattr(transport, kind) for kind in ("all_to_all", "all_gather", "_issue")}
+
+    def all_to_all(self: Any, into: Any, sent: Any, what: str) -> Any:
+        given[:] = [sent, into]
+        return plain["all_to_all"](self, into, sent, what)
+
+    def all_gather(self: Any, whole: Any, rank: int, what: str) -> Any:
+        given[:] = [[], whole]
+        return plain["all_gather"](self, whole, rank, what)
+
+    def issue(self: Any, call: Any, messages: Any, what: str) -> Any:
+        def noted(what: str, messages: Any, stream: int) -> None:
+            with streams.on(self._stream):
+                streams.touch(*given, what)
+            call(what, messages, stream)
+
+        return plain["_issue"](self, noted, messages, what)
+
+    for kind, function in {"all_to_all": all_to_all, "all_gather": all_gather, "_issue": issue}.items():
+        patch.setattr(transport, kind, function)
+
+
+def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = False) -> list[str]:
     _with(path)
-    over = _exchange.exchange_over
+    over, streams = _exchange.exchange_over, FakeStreams()
     made: list[Any] = []
     plain = _nccl.Comm.__init__
     _nccl.Comm.__init__ = lambda self, *args: (made.append(self), plain(self, *args))[1]  # type: ignore[assignment]
     for name, dtypes in test_streams.DTYPES.items():
         expected = test_streams._trained(rank, strategy, dtypes)
-        with pytest.MonkeyPatch.context() as patch, happens_before.pretended(FakeStreams()):
+        with pytest.MonkeyPatch.context() as patch, happens_before.pretended(streams):
+            _note_accesses(streams, patch)
+            if breaks:
+                patch.setattr(_nccl_transport._Issued, "wait", lambda self: None)
             for module in (_parallel, _comm_hook):
                 patch.setattr(module, "exchange_over", lambda group, device, transport="": over(group, device, "nccl"))
             assert test_streams._trained(rank, strategy, dtypes) == expected, name
     (comm,) = made
     assert comm.digest()[0] > 50 and comm._memories, "one for each process group; memory of slots is NCCL's"
+    return streams.races
 
 
 @pytest.mark.parametrize("strategy", [*strategies.STRATEGIES, "ddp hook"])
 def test_a_training_through_it_has_the_bits_of_gloo(fakes: dict[str, str], strategy: str) -> None:
-    ranks.run(1, _through, fakes["newest" if strategy != "optim" else "plain"], strategy, limit=80.0)
+    variant = "newest" if strategy != "optim" else "plain"
+    assert ranks.run(1, _through, fakes[variant], strategy, limit=80.0) == [[]]
+
+
+def test_a_sum_that_does_not_wait_for_nccl_is_noticed(fakes: dict[str, str]) -> None:
+    (races,) = ranks.run(1, _through, fakes["newest"], "optim", True, limit=80.0)
+    assert any("does not follow gradients of cycle" in race for race in races), races[:3]
 
 
 def _parted(rank: int, world: int, path: str) -> str:
