@@ -1,26 +1,43 @@
-"""One py_test for each test_*.py of a folder, run by tests/pytest_main.py."""
+"""py_tests of the test_*.py of a folder, run by tests/pytest_main.py."""
 
 load("//bazel:rooms.bzl", "sources")
 
-def pytest_files(data = [], data_of = {}, threads = 2):
+def pytest_files(data = [], data_of = {}, threads = 2, groups = 0, alone = []):
     """Tests see the repository's layout: the package, the library and the files below at their places.
+
+    A py_test for each file, by its name, and with `groups` some that each run several files in one process, for
+    importing torch takes longer than many a file. `//...` means the groups and the files that are in none.
 
     Args:
       data: what every test reads besides.
       data_of: test name -> what it alone reads.
       threads: of torch's pool in one process.
+      groups: how many there are; files are dealt out to them in turn.
+      alone: names of the tests that are in no group.
     """
-    helpers = native.glob(["*.py"], exclude = ["test_*.py"])
-    for file in native.glob(["test_*.py"]):
-        name = file[:-len(".py")]
-        native.py_test(
-            name = name,
-            srcs = [file, "//tests:pytest_main.py"] + helpers,
-            args = ["$(rootpath %s)" % file],
-            data = data + data_of.get(name, []),
-            env = {"OMP_NUM_THREADS": str(threads)},
-            main = "//tests:pytest_main.py",
-            timeout = "long",
-            deps = ["//:torch_ext", "//tests:helpers"],
-        )
+    names = [file[:-len(".py")] for file in native.glob(["test_*.py"])]
+    for name in alone:
+        if name not in names:
+            fail("%s.py is not there" % name)
+    grouped = [name for name in names if groups and name not in alone]
+    for name in names:
+        _pytest(name, [name], data + data_of.get(name, []), threads, ["manual"] if name in grouped else [])
+    for i in range(groups):
+        members = grouped[i::groups]
+        more = [label for name in members for label in data_of.get(name, [])]
+        _pytest("group_%d" % (i + 1), members, data + more, threads, [])
     sources()
+
+def _pytest(name, members, data, threads, tags):
+    files = [member + ".py" for member in members]
+    native.py_test(
+        name = name,
+        srcs = files + ["//tests:pytest_main.py"] + native.glob(["*.py"], exclude = ["test_*.py"]),
+        args = ["$(rootpath %s)" % file for file in files],
+        data = data,
+        env = {"OMP_NUM_THREADS": str(threads)},
+        main = "//tests:pytest_main.py",
+        tags = tags,
+        timeout = "long",
+        deps = ["//:torch_ext", "//tests:helpers"],
+    )

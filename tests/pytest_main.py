@@ -4,6 +4,7 @@ Passes and skips are written case by case to $XML_OUTPUT_FILE, from which tests/
 without a single test is a failure (pytest's exit status 5).
 """
 
+import gc
 import importlib.util
 import os
 import sys
@@ -12,6 +13,14 @@ import pytest
 
 # abspath, not realpath: under Bazel this file is a link in the runfiles, and the library lies beside the link.
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class _Frozen:
+    """What torch and pytest are made of stays: no collection has to look at it again."""
+
+    def pytest_collection_finish(self) -> None:
+        gc.collect()
+        gc.freeze()
 
 
 def main() -> int:
@@ -23,7 +32,7 @@ def main() -> int:
     options = ["--rootdir", _ROOT, "-c", os.path.join(_ROOT, "pyproject.toml"), "-p", "no:cacheprovider"]
     if "XML_OUTPUT_FILE" in os.environ:
         options.append("--junitxml=" + os.environ["XML_OUTPUT_FILE"])
-    return pytest.main(options + sys.argv[1:])
+    return pytest.main(options + sys.argv[1:], plugins=[_Frozen()])
 
 
 if __name__ == "__main__":

@@ -64,11 +64,12 @@ def _rank(
 
 
 def outcomes(
-    world_size: int, body: Callable[..., Any], *args: Any, limit: float = 40.0, timeout: float = 20.0
+    world_size: int, body: Callable[..., Any], *args: Any, limit: float = 120.0, timeout: float = 20.0
 ) -> list[Any]:
     """What body(rank, world_size, *args) returned on each rank, or Raised, or Died.
 
-    limit: seconds after which every process is killed and the test fails. timeout: of the process group.
+    limit: seconds after which every process is killed and the test fails: far beyond what a busy machine needs.
+    timeout: of the process group.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = str(pathlib.Path(folder) / "store")
@@ -113,7 +114,9 @@ def _collect(started: list[Any], deadline: float) -> list[Any]:
     return [answers[rank] for rank in range(len(started))]
 
 
-def run(world_size: int, body: Callable[..., Any], *args: Any, limit: float = 40.0, timeout: float = 20.0) -> list[Any]:
+def run(
+    world_size: int, body: Callable[..., Any], *args: Any, limit: float = 120.0, timeout: float = 20.0
+) -> list[Any]:
     """Like `outcomes`, where every rank must return."""
     answers = outcomes(world_size, body, *args, limit=limit, timeout=timeout)
     for rank, answer in enumerate(answers):
