@@ -1,3 +1,6 @@
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* dladdr, PATH_MAX */
+#endif
 #include "csrc/torch/cuda_library.h"
 
 #include <dlfcn.h>
