@@ -54,10 +54,10 @@ static tx_status take_workspace(const tx_target *target, int64_t bytes, AtenTens
   return tx_fail(error, TX_ERROR_UNAVAILABLE, "torch gave a workspace on cuda:%d without memory", (int)target->device);
 }
 
-/* Only samples of weights beside fp32 masters are looked at ahead of the step. */
-static bool needs_workspace(int64_t n, const tx_tensor *masters, const tx_tensor *witnesses) {
+/* Samples of weights beside fp32 masters are looked at ahead of the step; a check only looks, at all of them. */
+static bool needs_workspace(int64_t n, const tx_tensor *masters, const tx_tensor *witnesses, int checks) {
   for (int64_t i = 0; masters && witnesses && i < n; i++)
-    if (witnesses[i].numel && masters[i].numel && masters[i].dtype == TX_F32) return true;
+    if (witnesses[i].numel && masters[i].numel && (checks || masters[i].dtype == TX_F32)) return true;
   return false;
 }
 
@@ -76,12 +76,12 @@ static tx_cuda_call call_of(const tx_target *target) {
     const tx_cuda_call call = call_of(target);                                                 \
     return target->library->entry(TX_LIST arguments, &call, error);                            \
   }
-#define TX_ENTRY_WORKS(entry, parameters, arguments, count, masters, witnesses)                     \
+#define TX_ENTRY_WORKS(entry, parameters, arguments, count, masters, witnesses, checks)             \
   static tx_status run_##entry(TX_LIST parameters, const tx_target *target, tx_error *error) {      \
     tx_cuda_call call = call_of(target);                                                            \
     AtenTensorHandle workspace = NULL;                                                              \
     tx_status status = TX_OK;                                                                       \
-    if (needs_workspace(count, masters, witnesses))                                                 \
+    if (needs_workspace(count, masters, witnesses, checks))                                         \
       status = take_workspace(target, target->library->workspace(count), &workspace, &call, error); \
     if (status == TX_OK) status = target->library->entry(TX_LIST arguments, &call, error);          \
     if (workspace) (void)target->abi->aoti_torch_delete_tensor_object(workspace);                   \

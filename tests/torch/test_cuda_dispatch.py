@@ -106,7 +106,12 @@ print(json.dumps(found))
 
 ALL = [s.id for s in operator_samples.SAMPLES]
 EMPTY = ("no_tensors", "nothing")  # calls without an element, which are on no device
-WORKING = ["adamw_flat_-witnesses", "master_witness_-checked", "master_witness_-renewed"]  # fp32 masters with witnesses
+WORKING = [
+    "adamw_flat_-only_a_check",
+    "adamw_flat_-witnesses",
+    "master_witness_-checked",
+    "master_witness_-renewed",
+]  # fp32 masters with witnesses
 
 
 @pytest.mark.parametrize("sample", ALL)
