@@ -1,6 +1,6 @@
 /* main_grads[i] += grads[i]; see tx_bucket_accumulate. */
-#include "cuda/lanes.h"
 #include "cuda/launch.h"
+#include "cuda/vectors.h"
 
 extern "C" {
 #include "csrc/ops/checks.h"

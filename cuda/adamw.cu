@@ -1,10 +1,10 @@
 /* tx_cuda_adamw: which launches a call is. */
 #include <stdlib.h>
 
-#include "cuda/adamw.h"
-#include "cuda/external.h"
-#include "cuda/lanes.h"
+#include "cuda/adamw_table.h"
+#include "cuda/external_notes.h"
 #include "cuda/ticket.h"
+#include "cuda/vectors.h"
 
 extern "C" {
 #include "csrc/ops/check.h"

@@ -2,8 +2,8 @@
 #ifndef TX_CUDA_ADAMW_GATE_H
 #define TX_CUDA_ADAMW_GATE_H
 
-#include "cuda/adamw.h"
-#include "cuda/scalars.h"
+#include "cuda/adamw_table.h"
+#include "cuda/device_scalars.h"
 
 struct tx_step_admission {
   double clip_coef, grad_scale;

@@ -6,7 +6,7 @@
 
 #include "cuda/adamw_round.h"
 #include "cuda/ticket.h"
-#include "cuda/witness.h"
+#include "cuda/warp_witness.h"
 
 namespace {
 

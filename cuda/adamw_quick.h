@@ -5,7 +5,7 @@
 #define TX_CUDA_ADAMW_QUICK_H
 
 #include "csrc/math/remainder.h"
-#include "cuda/forms.h"
+#include "cuda/vector_forms.h"
 
 /* Bits 15 and 31 are set where a half of `word` is 0, and perhaps above such a half; other bits mean nothing. */
 static __device__ __forceinline__ uint32_t tx_zero_halves(uint32_t word) {

@@ -1,6 +1,6 @@
 /* Between tensors and their ranges of a bucket; see tx_bucket_pack and tx_bucket_unpack. The host cuts the bucket into
  * runs: ranges of gradients, and the gaps between them. */
-#include "cuda/convert.h"
+#include "cuda/conversions.h"
 
 extern "C" {
 #include "csrc/ops/check.h"

@@ -1,5 +1,5 @@
 /* The chunks of all ranks added up; see tx_bucket_reduce. */
-#include "cuda/stats.h"
+#include "cuda/warp_stats.h"
 
 extern "C" {
 #include "csrc/core/forms.h"

@@ -1,5 +1,5 @@
 /* From any form to any other; see tx_cast. */
-#include "cuda/convert.h"
+#include "cuda/conversions.h"
 
 extern "C" {
 #include "csrc/ops/checks.h"

@@ -1,6 +1,6 @@
 #include <math.h>
 
-#include "cuda/convert.h"
+#include "cuda/conversions.h"
 
 namespace {
 

@@ -1,8 +1,8 @@
 /* tx_cuda_master_witness, and looking at witnesses for a step. */
 #include "cuda/adamw_gate.h"
-#include "cuda/external.h"
+#include "cuda/external_notes.h"
 #include "cuda/ticket.h"
-#include "cuda/witness.h"
+#include "cuda/warp_witness.h"
 
 extern "C" {
 #include "csrc/ops/checks.h"

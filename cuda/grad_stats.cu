@@ -1,5 +1,5 @@
 /* Statistics of gradients; see tx_grad_stats. */
-#include "cuda/stats.h"
+#include "cuda/warp_stats.h"
 
 extern "C" {
 #include "csrc/ops/checks.h"

@@ -1,7 +1,7 @@
 /* fp32 masters <-> bf16 weights and 16-bit remainders; see tx_master_encode and tx_master_decode. */
 #include "csrc/math/remainder.h"
-#include "cuda/lanes.h"
 #include "cuda/launch.h"
+#include "cuda/vectors.h"
 
 extern "C" {
 #include "csrc/ops/checks.h"

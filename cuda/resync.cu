@@ -1,9 +1,9 @@
 /* tx_cuda_master_resync, and its pass for a step. */
 #include "csrc/math/stray.h"
-#include "cuda/external.h"
-#include "cuda/lanes.h"
-#include "cuda/scalars.h"
+#include "cuda/device_scalars.h"
+#include "cuda/external_notes.h"
 #include "cuda/ticket.h"
+#include "cuda/vectors.h"
 
 extern "C" {
 #include "csrc/ops/checks.h"

@@ -1,12 +1,12 @@
 /* The forms of csrc/core/forms.def between memory and a thread's registers, TX_VECTOR elements to a lane. A block of
  * TX_BLOCK is held by 16 neighbouring lanes (grid.h), which find its scale together: where a function below says so,
  * every lane of the warp must call it, also one beyond the tensor's end. */
-#ifndef TX_CUDA_FORMS_H
-#define TX_CUDA_FORMS_H
+#ifndef TX_CUDA_VECTOR_FORMS_H
+#define TX_CUDA_VECTOR_FORMS_H
 
 #include "csrc/math/block_scale.h"
 #include "csrc/math/noise.h"
-#include "cuda/lanes.h"
+#include "cuda/vectors.h"
 
 /* Lanes that hold one block. */
 #define TX_BLOCK_LANES (TX_BLOCK / TX_VECTOR)

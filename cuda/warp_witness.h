@@ -3,12 +3,12 @@
  *
  * A lane holds four words of 16, so of each vector of the definition it has a fixed quarter. What a lane of the
  * definition adds is linear modulo 2^32 in its sums, so partial sums are mixed first and added up afterwards. */
-#ifndef TX_CUDA_WITNESS_H
-#define TX_CUDA_WITNESS_H
+#ifndef TX_CUDA_WARP_WITNESS_H
+#define TX_CUDA_WARP_WITNESS_H
 
 #include "csrc/math/witness.h"
-#include "cuda/lanes.h"
-#include "cuda/scalars.h"
+#include "cuda/device_scalars.h"
+#include "cuda/vectors.h"
 
 struct tx_witness_sums {
   uint32_t sum[4], order[4];

@@ -2,8 +2,8 @@
  *
  * Whole vectors move in the widest words that the stream's alignment allows, 16 bytes nearly always; a tensor's last
  * elements one by one. Streams carry their alignment with them (tx_alignment_of), the same for all their vectors. */
-#ifndef TX_CUDA_LANES_H
-#define TX_CUDA_LANES_H
+#ifndef TX_CUDA_VECTORS_H
+#define TX_CUDA_VECTORS_H
 
 #include <cuda_runtime.h>
 

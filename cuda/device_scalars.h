@@ -1,6 +1,6 @@
 /* Single values in device memory: aligned to one byte, as every tensor may be. */
-#ifndef TX_CUDA_SCALARS_H
-#define TX_CUDA_SCALARS_H
+#ifndef TX_CUDA_DEVICE_SCALARS_H
+#define TX_CUDA_DEVICE_SCALARS_H
 
 #include <cuda_runtime.h>
 

@@ -1,12 +1,12 @@
 /* Runs of elements from any form to any other, many in one launch: what casts, packing and unpacking are made of. */
-#ifndef TX_CUDA_CONVERT_H
-#define TX_CUDA_CONVERT_H
+#ifndef TX_CUDA_CONVERSIONS_H
+#define TX_CUDA_CONVERSIONS_H
 
 extern "C" {
 #include "csrc/core/forms.h"
 }
-#include "cuda/forms.h"
 #include "cuda/launch.h"
+#include "cuda/vector_forms.h"
 
 /* A form beside those of forms.def: zeros, which lie nowhere. */
 #define TX_FORM_ZEROS TX_FORMS

@@ -2,8 +2,8 @@
  *
  * Kernels are compiled for each row of weights and each kind of moments; everything else (the gradient's dtype,
  * rounding, whether the constants are usual) is the same for all lanes of a warp and branched on as they run. */
-#ifndef TX_CUDA_ADAMW_H
-#define TX_CUDA_ADAMW_H
+#ifndef TX_CUDA_ADAMW_TABLE_H
+#define TX_CUDA_ADAMW_TABLE_H
 
 #include "cuda/launch.h"
 #include "cuda/table.h"

@@ -1,8 +1,8 @@
 /* Whether somebody else wrote to weights beside masters, on the device. */
-#ifndef TX_CUDA_EXTERNAL_H
-#define TX_CUDA_EXTERNAL_H
+#ifndef TX_CUDA_EXTERNAL_NOTES_H
+#define TX_CUDA_EXTERNAL_NOTES_H
 
-#include "cuda/adamw.h"
+#include "cuda/adamw_table.h"
 
 /* A call's workspace, zeroed on the stream: int64 [n] each. */
 struct tx_external_notes {

@@ -7,13 +7,13 @@
  * After them a lane has one of 16 partial sums, number 8 (l % 2) + k with k = l / 2 (bits 3, 2, 1 of the lane as bits
  * 2, 1, 0 of k); the folds 8, 4, 2 and 1 apart are between lanes that differ in bits 0, 3, 2 and 1. There, of several
  * rounds, the two lanes keep some each. */
-#ifndef TX_CUDA_STATS_H
-#define TX_CUDA_STATS_H
+#ifndef TX_CUDA_WARP_STATS_H
+#define TX_CUDA_WARP_STATS_H
 
 #include "csrc/math/exact_sum.h"
 #include "csrc/math/reduce.h"
-#include "cuda/forms.h"
 #include "cuda/ticket.h"
+#include "cuda/vector_forms.h"
 
 /* What a warp has gathered: limb i of the sum is lane i's, not carried. A block's sum changes it by less than 2^32, so
  * it holds 2^31 of them. */
