@@ -24,7 +24,9 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
   }
   for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
     const tx_share share = tx_share_of_tile(tile.count, i, lane);
-    const tx_here here = {tile.begin + share.first, share.count, e.aligned && tile.count - i * TX_ROUND >= TX_ROUND};
+    /* The pairs of moments that few have go one way: every other doubles what there is to compile. */
+    const bool whole = MOMENTS != TX_MOMENTS_ANY && e.aligned && tile.count - i * TX_ROUND >= TX_ROUND;
+    const tx_here here = {tile.begin + share.first, share.count, whole};
     round_of<WEIGHT, MOMENTS>::round(t, e, w, here, drops);
   }
   if (kMaster != TX_NONE && e.witnesses) {
