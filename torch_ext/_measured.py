@@ -78,6 +78,7 @@ class Measured(Trained):
 
     # -- clipping -----------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def _clip(self, max_norm: float) -> Clipping:
         """Measures the gradients; the next step multiplies by the coefficient. `torch_ext.clip_grad_norm_` calls it."""
         everyone = self._everyone()

@@ -276,6 +276,7 @@ class Stepping(Measured):
             self._hyper = (key, _groups.hyper(self.param_groups, device))
         return self._hyper[1]
 
+    @torch.compiler.disable
     def _clip(self, max_norm: float) -> Clipping:
         self._early.refuse_clipping()
         return super()._clip(max_norm)
