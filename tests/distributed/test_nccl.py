@@ -12,7 +12,7 @@ import happens_before
 import pytest
 import ranks
 import strategies
-import test_streams
+import streamed
 import torch
 import torch.distributed as dist
 from gradients import Given, policy
@@ -75,15 +75,15 @@ def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = Fal
     made: list[Any] = []
     plain = _nccl.Comm.__init__
     _nccl.Comm.__init__ = lambda self, *args: (made.append(self), plain(self, *args))[1]  # type: ignore[assignment]
-    for name, dtypes in test_streams.DTYPES.items():
-        expected = test_streams._trained(rank, strategy, dtypes)
+    for name, dtypes in streamed.DTYPES.items():
+        expected = streamed.trained(rank, strategy, dtypes)
         with pytest.MonkeyPatch.context() as patch, happens_before.pretended(streams):
             _note_accesses(streams, patch)
             if breaks:
                 patch.setattr(_nccl_transport._Issued, "wait", lambda self: None)
             for module in (_parallel, _comm_hook):
                 patch.setattr(module, "exchange_over", lambda group, device, transport="": over(group, device, "nccl"))
-            assert test_streams._trained(rank, strategy, dtypes) == expected, name
+            assert streamed.trained(rank, strategy, dtypes) == expected, name
     (comm,) = made
     assert comm.digest()[0] > 50 and comm._memories, "one for each process group; memory of slots is NCCL's"
     return streams.races

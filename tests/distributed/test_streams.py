@@ -1,7 +1,6 @@
 """The exchange over streams: every read of memory that travels is ordered after its write, every reuse after its last
 read, and the bits are those of the exchange over gloo. The device is pretended (happens_before.py)."""
 
-import contextlib
 from typing import Any
 
 import happens_before
@@ -10,51 +9,19 @@ import ranks
 import strategies
 import torch
 import torch.distributed as dist
-from gradients import BF16, FP32, Given, bits, noise, policy
 from happens_before import FakeStreams
-from torch.nn.parallel import DistributedDataParallel
+from streamed import DTYPES, trained
 
-import torch_ext
 from torch_ext import _collectives, _control, _exchange, _streams
 from torch_ext._wire import Wire, add_up
-
-SHAPES: list[Any] = [(300,), (1,), (129, 3), (5, 5, 5), (2000,), (2,), (700,), (640,), (650,)]
-DTYPES = {
-    "fp32": (FP32, FP32, FP32),
-    "wire-bf16": (FP32, FP32, BF16),
-    "bf16-main-fp32": (BF16, FP32, BF16),
-    "wire-8-bit": (BF16, FP32, torch.uint8),
-}
-
-
-def _trained(rank: int, strategy: str, dtypes: Any) -> list[bytes]:
-    chosen = policy(*dtypes, bucket_size=300, overlap_grad_reduce=True)
-    model: Any = Given(SHAPES, dtypes[0])
-    with torch.no_grad():
-        for i, p in enumerate(model.parameters()):
-            p.fill_(0.5 + i)
-    if strategy == "ddp hook":
-        model = DistributedDataParallel(model, bucket_cap_mb=0.002)
-        torch_ext.register_comm_hook(model, chosen)
-    else:
-        torch_ext.parallelize(model, chosen, strategy=strategy)
-    optimizer = torch_ext.AdamW(model.parameters(), lr=0.01, policy=chosen)
-    for step in range(3):
-        for microbatch in range(2):
-            with model.no_sync() if microbatch == 0 else contextlib.nullcontext():
-                model(noise(10 * step + microbatch, rank, SHAPES, dtypes[0])).backward()
-        torch_ext.clip_grad_norm_(optimizer, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return bits([p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()])
 
 
 def _ordered(rank: int, world: int, strategy: str) -> None:
     for name, dtypes in DTYPES.items():
-        expected = _trained(rank, strategy, dtypes)
+        expected = trained(rank, strategy, dtypes)
         streams = FakeStreams()
         with happens_before.pretended(streams):
-            found = _trained(rank, strategy, dtypes)
+            found = trained(rank, strategy, dtypes)
         assert not streams.races, (name, streams.races[:5])
         assert found == expected, name
         assert {s.split()[0] for s in streams.used} >= {"compute", "side", "group"}
@@ -87,12 +54,12 @@ def _fsdp2(rank: int, world: int) -> None:
 
     plain = {kind: kind.__call__ for kind in (_fsdp_comm.ReduceScatter, _fsdp_comm.AllGather)}
     for name, dtypes in DTYPES.items():
-        expected = _trained(rank, "optim_grads_params", dtypes)
+        expected = trained(rank, "optim_grads_params", dtypes)
         streams = FakeStreams()
         for kind, call in plain.items():
             kind.__call__ = _as_fsdp2_calls(streams, call)
         with happens_before.pretended(streams):
-            found = _trained(rank, "optim_grads_params", dtypes)
+            found = trained(rank, "optim_grads_params", dtypes)
         assert not streams.races, (name, streams.races[:5])
         assert found == expected, name
         assert {s.split()[0] for s in streams.used} >= {"compute", "side", "group", "fsdp2"}
@@ -151,7 +118,7 @@ def _broken(rank: int, world: int) -> dict[str, list[str]]:
         streams = FakeStreams()
         with pytest.MonkeyPatch.context() as monkeypatch, happens_before.pretended(streams):
             breaks(monkeypatch)
-            _trained(rank, "optim_grads", DTYPES["bf16-main-fp32"])
+            trained(rank, "optim_grads", DTYPES["bf16-main-fp32"])
         found[name] = streams.races
     return found
 
