@@ -9,6 +9,7 @@
 extern "C" {
 #include "csrc/ops/check.h"
 #include "csrc/ops/checks.h"
+#include "csrc/ops/tensor.h"
 }
 
 namespace {
@@ -24,17 +25,9 @@ constexpr tx_dtype kMasters[TX_WEIGHTS] = {
 constexpr tx_step_launch kLaunches[TX_MOMENT_KINDS] = {tx_step_launch_f32, tx_step_launch_bf16, tx_step_launch_u8,
                                                        tx_step_launch_any};
 
-tx_tensor at_or_none(const tx_tensor *tensors, int64_t i) {
-  return tensors ? tensors[i] : tx_tensor{NULL, 0, TX_NONE, 0};
-}
-
 /* NULL for none. */
 void *data_of(tx_tensor tensor) {
   return tensor.numel ? tensor.data : NULL;
-}
-
-tx_meta meta_of(const tx_adamw_args *a, int64_t i) {
-  return a->meta ? a->meta[i] : tx_meta{i, 0, 0};
 }
 
 int moments_of(tx_dtype exp_avg, tx_dtype exp_avg_sq) {
@@ -47,7 +40,7 @@ constexpr int kEmpty = -1;
 
 int instance_of(const tx_adamw_args *a, int64_t i) {
   if (a->params[i].numel == 0) return kEmpty;
-  const tx_tensor master = at_or_none(a->masters, i);
+  const tx_tensor master = tx_at_or_none(a->masters, i);
   const int weight = tx_combo_weight((tx_dtype)a->params[i].dtype, master.numel ? (tx_dtype)master.dtype : TX_NONE);
   return weight * TX_MOMENT_KINDS + moments_of((tx_dtype)a->exp_avgs[i].dtype, (tx_dtype)a->exp_avg_sqs[i].dtype);
 }
@@ -60,8 +53,8 @@ bool has_aligned_vectors(tx_tensor tensor) {
 
 tx_step_entry entry_of(const tx_adamw_args *a, int64_t i) {
   const tx_tensor param = a->params[i], grad = a->grads[i], m = a->exp_avgs[i], v = a->exp_avg_sqs[i];
-  const tx_tensor master = at_or_none(a->masters, i);
-  const tx_meta meta = meta_of(a, i);
+  const tx_tensor master = tx_at_or_none(a->masters, i);
+  const tx_meta meta = tx_meta_of(a->meta, i);
   tx_step_entry e;
   e.numel = param.numel;
   e.param = param.data;
@@ -69,8 +62,8 @@ tx_step_entry entry_of(const tx_adamw_args *a, int64_t i) {
   e.exp_avg = m.data;
   e.exp_avg_sq = v.data;
   e.master = data_of(master);
-  e.scales = (uint8_t *)data_of(at_or_none(a->scales, i));
-  e.witnesses = data_of(at_or_none(a->witnesses, i));
+  e.scales = (uint8_t *)data_of(tx_at_or_none(a->scales, i));
+  e.witnesses = data_of(tx_at_or_none(a->witnesses, i));
   e.step = a->steps[i].data;
   e.id = meta.id;
   e.start = (uint32_t)meta.start;
@@ -139,7 +132,7 @@ int32_t place_of_group(launches *l, int64_t group, int64_t *places) {
 
 bool add(launches *l, int64_t i, int64_t *places) {
   tx_step_entry e = entry_of(l->args, i);
-  const int32_t place = place_of_group(l, meta_of(l->args, i).group, places);
+  const int32_t place = place_of_group(l, tx_meta_of(l->args->meta, i).group, places);
   if (place < 0) return false;
   e.group = (uint16_t)place;
   return tx_table_append(&l->table, e);
