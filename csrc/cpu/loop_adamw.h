@@ -263,7 +263,7 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
     (void)tx_witness_tile(a, at, n, TX_WITNESS_RENEW);
   }
   if (a->witnesses && a->master_dtype == TX_F32) {
-    (void)tx_sample_run(a->param, a->witnesses, a->n, a->whole, TX_WITNESS_RENEW);
+    (void)tx_sample_blocks(a->param, a->witnesses, a->n, a->whole, TX_WITNESS_RENEW, 0);
   }
   return strays;
 }

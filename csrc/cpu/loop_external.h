@@ -81,12 +81,13 @@ static int64_t tx_witness_run(const void *weights, void *remainders, void *witne
  * 1.47, 1.30, 1.31 ms with 4, 10, 20, 32.) */
 #define TX_SAMPLE_AHEAD 20
 
-/* Of the sample of n <= TX_SAMPLED weights. */
-TX_FN uint64_t tx_sample_of(const void *weights, int64_t n) {
+/* Of the sample of n <= TX_SAMPLED weights. ahead: in blocks, that memory is asked for; 0 where the weights were just
+ * written. */
+TX_FN uint64_t tx_sample_of(const void *weights, int64_t n, const int64_t ahead) {
   tx_witness_lanes sum = {0}, order = {0};
   for (int64_t at = 0; at < n; at += TX_SAMPLE_STRIDE) {
     const char *run = (const char *)weights + 2 * at;
-    __builtin_prefetch(run + 2 * TX_SAMPLE_AHEAD * TX_SAMPLED);
+    if (ahead > 0) __builtin_prefetch(run + 2 * ahead * TX_SAMPLED);
     if (n - at >= TX_SAMPLE_RUN) {
       TX_WITNESS_TAKE(sum, order, run, TX_SAMPLE_RUN);
     } else {
@@ -96,13 +97,14 @@ TX_FN uint64_t tx_sample_of(const void *weights, int64_t n) {
   return tx_witness_value(sum, order);
 }
 
-/* See tx_sample_loop. */
-static int64_t tx_sample_run(const void *weights, void *witnesses, int64_t n, int whole, int32_t mode) {
+/* See tx_sample_loop; ahead: see tx_sample_of. */
+TX_FN int64_t tx_sample_blocks(const void *weights, void *witnesses, int64_t n, int whole, int32_t mode,
+                               const int64_t ahead) {
   int64_t strays = 0;
   for (int64_t at = 0; at < n; at += TX_SAMPLED) {
     const int64_t count = n - at < TX_SAMPLED ? n - at : TX_SAMPLED;
     const void *block = (const char *)weights + 2 * at;
-    const uint64_t witness = whole ? tx_witness_of(block, count) : tx_sample_of(block, count);
+    const uint64_t witness = whole ? tx_witness_of(block, count) : tx_sample_of(block, count, ahead);
     if (mode == TX_WITNESS_RENEW) {
       tx_witness_put(witnesses, at / TX_SAMPLED, witness);
     } else {
@@ -110,6 +112,10 @@ static int64_t tx_sample_run(const void *weights, void *witnesses, int64_t n, in
     }
   }
   return strays;
+}
+
+static int64_t tx_sample_run(const void *weights, void *witnesses, int64_t n, int whole, int32_t mode) {
+  return tx_sample_blocks(weights, witnesses, n, whole, mode, TX_SAMPLE_AHEAD);
 }
 
 #endif

@@ -51,12 +51,17 @@ static void run_task(void *arg, int64_t task) {
   tx_fp_leave(saved);
 }
 
+static int64_t unit_of(const tx_work *w) {
+  return w->unit ? w->unit : TX_UNIT;
+}
+
 static void cut(const tx_work *w, unit_start *units) {
+  const int64_t length_of_unit = unit_of(w);
   int64_t unit = 0, position = 0; /* position: where the tensor begins in the padded sequence */
   for (int64_t i = 0; i < w->n; i++) {
     const int64_t length = padded(w, i);
-    while (unit * TX_UNIT < position + length) {
-      units[unit] = (unit_start){i, unit * TX_UNIT - position};
+    while (unit * length_of_unit < position + length) {
+      units[unit] = (unit_start){i, unit * length_of_unit - position};
       unit++;
     }
     position += length;
@@ -69,7 +74,7 @@ tx_status tx_work_run(const tx_work *work, const tx_parallel *parallel, tx_error
   for (int64_t i = 0; i < work->n; i++)
     total += padded(work, i);
   if (total == 0) return TX_OK;
-  const int64_t n_units = (total + TX_UNIT - 1) / TX_UNIT;
+  const int64_t n_units = (total + unit_of(work) - 1) / unit_of(work);
   int64_t tasks = parallel && parallel->run && parallel->num_threads > 1 ? parallel->num_threads : 1;
   if (tasks > n_units) tasks = n_units;
 

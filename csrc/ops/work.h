@@ -26,6 +26,7 @@ typedef struct tx_work {
   size_t local_bytes; /* of one task; 0: local is NULL */
   void *ctx;
   int64_t alignment; /* of pieces in a tensor, in elements: divides TX_UNIT; 0: TX_BLOCK */
+  int64_t unit;      /* elements, a multiple of TX_UNIT; 0: TX_UNIT */
 } tx_work;
 
 /* Runs all pieces. Fails only with TX_ERROR_OUT_OF_MEMORY, before any piece ran. */
