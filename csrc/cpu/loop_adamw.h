@@ -217,9 +217,8 @@ static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants
     if (streams[i]) memcpy(streams[i], padded[i], (size_t)(n * sizes[i]));
 }
 
-/* A tile's weights against their witnesses, or these anew. In front of the step the weights are on their way into the
- * cache (TX_LOOKED_AT), behind it they are there. */
-_Static_assert(TX_TILE % TX_WITNESS == 0 && TX_LOOKED_AT % TX_WITNESS == 0, "a tile has whole witnesses");
+/* The witnesses of n weights that no instance looks at itself. */
+_Static_assert(TX_TILE % TX_WITNESS == 0, "a tile has whole witnesses");
 static int64_t tx_witness_tile(const tx_adamw_piece *a, int64_t at, int64_t n, tx_witness_mode mode) {
   if (!a->witnesses || a->master_dtype != TX_I16) return 0;
   return tx_witness_run((const char *)a->param + 2 * at, (char *)a->master + 2 * at,
@@ -230,7 +229,8 @@ static int64_t tx_witness_tile(const tx_adamw_piece *a, int64_t at, int64_t n, t
 static int64_t tx_adamw_run(const tx_adamw_piece *a) {
   const tx_adamw_route route = tx_route(a);
   const int64_t master_size = tx_lane_bytes(a->master_dtype);
-  const int64_t tile = route.staged ? TX_TILE : a->witnesses && a->master_dtype == TX_I16 ? TX_LOOKED_AT : a->n;
+  const int64_t tile = route.staged ? TX_TILE : a->n;
+  const int own = !route.staged && a->witnesses && a->master_dtype == TX_I16; /* the instance knows witnesses */
   int64_t strays = 0;
   float g_tile[TX_TILE], m_tile[TX_TILE], v_tile[TX_TILE], p_tile[TX_TILE];
   const int64_t sizes[5] = {
@@ -239,7 +239,8 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
   for (int64_t at = 0; at < a->n; at += tile) {
     const int64_t n = a->n - at < tile ? a->n - at : tile;
     void *master = a->master ? (char *)a->master + at * master_size : NULL;
-    if (a->resyncs) strays += tx_witness_tile(a, at, n, TX_WITNESS_RESYNC);
+    const int32_t blocks = own ? (int32_t)(n / TX_WITNESS * TX_WITNESS) : 0;
+    if (a->resyncs) strays += tx_witness_tile(a, at + blocks, n - blocks, TX_WITNESS_RESYNC);
     tx_step_streams s = {.grad = tx_stage_in(&route.grad, at, n, g_tile),
                          .param = route.steps_master ? master : tx_stage_in(&route.param, at, n, p_tile),
                          .master = route.steps_master || route.param.remainders ? NULL : master,
@@ -249,18 +250,25 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
                          .exp_avg_sq_scale = a->exp_avg_sq_scale ? a->exp_avg_sq_scale + at / TX_BLOCK : NULL,
                          .param_u = tx_dithered(a->param_noise.lattice, (uint32_t)at),
                          .exp_avg_u = tx_dithered(a->exp_avg_noise.lattice, (uint32_t)at),
-                         .exp_avg_sq_u = tx_dithered(a->exp_avg_sq_noise.lattice, (uint32_t)at)};
+                         .exp_avg_sq_u = tx_dithered(a->exp_avg_sq_noise.lattice, (uint32_t)at),
+                         .witnesses = blocks > 0 ? a->witnesses : NULL,
+                         .strays = a->resyncs ? &strays : NULL};
     const void *stepped = s.param;
-    const int32_t whole = (int32_t)n / route.width * route.width;
+    if (blocks > 0) {
+      route.instance(a->constants, &s, blocks);
+      tx_advance(&s, sizes, blocks);
+      s.witnesses = NULL;
+    }
+    const int32_t rest = (int32_t)n - blocks, whole = rest / route.width * route.width;
     if (whole > 0) route.instance(a->constants, &s, whole);
-    if (whole < n) {
+    if (whole < rest) {
       tx_advance(&s, sizes, whole);
-      tx_step_padded(&route, a->constants, &s, sizes, (int32_t)n - whole);
+      tx_step_padded(&route, a->constants, &s, sizes, rest - whole);
     }
     tx_stage_out(&route.exp_avg, at, n, m_tile);
     tx_stage_out(&route.exp_avg_sq, at, n, v_tile);
     tx_stage_out(&route.param, at, n, stepped);
-    (void)tx_witness_tile(a, at, n, TX_WITNESS_RENEW);
+    (void)tx_witness_tile(a, at + blocks, n - blocks, TX_WITNESS_RENEW);
   }
   if (a->witnesses && a->master_dtype == TX_F32) {
     (void)tx_sample_blocks(a->param, a->witnesses, a->n, a->whole, TX_WITNESS_RENEW, 0);

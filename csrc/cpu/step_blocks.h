@@ -176,7 +176,7 @@ TX_FN void tx_step_block_remainders(tx_adamw_constants c, tx_step_streams s, int
   tx_watch watch = {{0}, {0}, {0}};
   for (int32_t i = 0; i < count; i++) {
     const tx_step_streams at = tx_blocks_on(s, i, TX_BF16, TX_I16, grad);
-    tx_ask(at.param, TX_LOOKED_AT, TX_BLOCK, TX_BF16);
+    tx_ask(at.param, TX_WITNESS, TX_BLOCK, TX_BF16);
     tx_ask(at.master, 0, TX_BLOCK, TX_I16);
 #pragma GCC ivdep
     for (int32_t w = 0; w < TX_QUADS; w++) {
@@ -232,13 +232,20 @@ TX_FN void tx_step_some_blocks(tx_adamw_constants c, tx_step_streams s, int32_t 
   }
 }
 
-/* n: a multiple of TX_BLOCK. */
+_Static_assert(TX_WITNESS % (TX_BLOCKS_AT_ONCE * TX_BLOCK) == 0, "a witness is of whole turns of the loop");
+
+/* n: a multiple of TX_BLOCK, and of TX_WITNESS where there are witnesses. */
 TX_FN void tx_step_blocks(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
                           const tx_dtype master, const tx_dtype grad) {
-  for (int32_t left = n / TX_BLOCK; left > 0; left -= TX_BLOCKS_AT_ONCE) {
-    const int32_t count = left < TX_BLOCKS_AT_ONCE ? left : TX_BLOCKS_AT_ONCE;
+  const int witnessed = master == TX_I16 && s.witnesses;
+  const tx_step_streams all = s;
+  for (int32_t at = 0; at < n; at += TX_BLOCKS_AT_ONCE * TX_BLOCK) {
+    const int32_t left = (n - at) / TX_BLOCK, count = left < TX_BLOCKS_AT_ONCE ? left : TX_BLOCKS_AT_ONCE;
+    if (witnessed && at % TX_WITNESS == 0) tx_look_at_block(all, at);
     tx_step_some_blocks(c, s, count, param, master, grad);
     s = tx_blocks_on(s, count, param, master, grad);
+    const int32_t end = at + count * TX_BLOCK;
+    if (witnessed && end % TX_WITNESS == 0) tx_renew_block(all, end - TX_WITNESS);
   }
 }
 

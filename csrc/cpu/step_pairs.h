@@ -4,6 +4,7 @@
 #define TX_CPU_STEP_PAIRS_H
 
 #include "csrc/cpu/lanes.h"
+#include "csrc/cpu/loop_external.h"
 #include "csrc/cpu/nearest_bf16.h"
 #include "csrc/math/adamw.h"
 #include "csrc/math/dither.h"
@@ -16,6 +17,8 @@ typedef struct tx_step_streams {
   void *param, *master, *exp_avg, *exp_avg_sq;
   uint8_t *exp_avg_scale, *exp_avg_sq_scale;
   uint32_t param_u, exp_avg_u, exp_avg_sq_u;
+  void *witnesses; /* beside remainders, of whole blocks of TX_WITNESS weights; NULL: the instance has none to renew */
+  int64_t *strays; /* NULL: it does not compare them first */
 } tx_step_streams;
 
 TX_FN float tx_weight_lane(tx_step_streams s, int32_t pair, const int k, const tx_dtype param, const tx_dtype master) {
@@ -211,9 +214,18 @@ static __attribute__((noinline)) void tx_step_pair_weights_again(const tx_adamw_
   tx_step_pair_weights(*c, *s, at, pairs, tile, TX_BF16, TX_I16);
 }
 
-/* Weights beside remainders are asked for so many elements further ahead: as many at a time are compared with their
- * witnesses before they are stepped. Of fewer at a time what a call of the step needs to begin shows. */
-#define TX_LOOKED_AT 4096
+/* A block's weights beside remainders against their witness before they are stepped, from element `at` on. They are
+ * asked for a block further ahead: here they are looked at for the first time, and stay in L1 until the step. */
+TX_FN void tx_look_at_block(tx_step_streams s, int64_t at) {
+  if (!s.strays) return;
+  *s.strays += tx_witness_run((const char *)s.param + 2 * at, (char *)s.master + 2 * at,
+                              (char *)s.witnesses + at / TX_WITNESS * 8, TX_WITNESS, TX_WITNESS_RESYNC);
+}
+
+/* The witness of a block that was stepped. */
+TX_FN void tx_renew_block(tx_step_streams s, int64_t at) {
+  tx_witness_put(s.witnesses, at / TX_WITNESS, tx_witness_of((const char *)s.param + 2 * at, TX_WITNESS));
+}
 
 TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
                                    const tx_step_tile *tile) {
@@ -221,7 +233,7 @@ TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int3
   tx_kept kept;
   tx_mem_u32 *param = (tx_mem_u32 *)s.param + at, *remainder = (tx_mem_u32 *)s.master + at;
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
-    tx_ask(s.param, 2 * (at + group) + TX_LOOKED_AT, 2 * TX_GROUP, TX_BF16);
+    tx_ask(s.param, 2 * (at + group) + TX_WITNESS, 2 * TX_GROUP, TX_BF16);
     tx_ask(s.master, 2 * (at + group), 2 * TX_GROUP, TX_I16);
 #pragma GCC ivdep
     for (int32_t j = 0; j < TX_GROUP; j++) {
@@ -235,12 +247,14 @@ TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int3
   }
 }
 
-/* n: a multiple of 2 * TX_GROUP. */
+/* n: a multiple of 2 * TX_GROUP, and of TX_WITNESS where there are witnesses. */
 TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
                          const tx_dtype master, const tx_dtype grad, const tx_dtype moment) {
   tx_step_tile tile;
   for (int32_t at = 0; at < n / 2; at += TX_STEP_TILE / 2) {
     const int32_t pairs = n / 2 - at < TX_STEP_TILE / 2 ? n / 2 - at : TX_STEP_TILE / 2;
+    const int witnessed = master == TX_I16 && s.witnesses;
+    if (witnessed && 2 * at % TX_WITNESS == 0) tx_look_at_block(s, 2 * at);
     const int ordinary = tx_step_pair_moments(c, s, at, pairs, &tile, grad, moment);
     if (moment == TX_BF16 && __builtin_expect(!ordinary, 0)) tx_round_moments(s, at, pairs, &tile);
     if (master == TX_I16) {
@@ -249,6 +263,7 @@ TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, con
       tx_step_pair_weights(c, s, at, pairs, &tile, param, master);
     }
     tx_round_weights(s, 2 * at, 2 * pairs, master);
+    if (witnessed && 2 * (at + pairs) % TX_WITNESS == 0) tx_renew_block(s, 2 * (at + pairs) - TX_WITNESS);
   }
 }
 

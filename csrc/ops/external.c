@@ -46,8 +46,8 @@ static void pass_merge(void *ctx, const void *local) {
 /* Below so many elements waking other threads takes longer than a look at a sample of them. */
 #define ALONE ((int64_t)1 << 20)
 
-/* A look at samples touches a line or two in a page: long runs, so that the thread that asks for a page ahead is the one
- * that comes to it. */
+/* A look at samples touches a line or two in a page: long runs, so that the thread that asks for a page ahead is the
+ * one that comes to it. */
 #define LOOK_UNIT (16 * TX_UNIT)
 
 /* looked_at: scratch of n tensors. */

@@ -104,24 +104,24 @@ TEST_P(Kinds, EveryInstructionSetAndEverySplitSeesTheSameWitnesses) {
 }
 
 TEST_P(Kinds, AWriteBecomesTheMasterBeforeTheStep) {
-  const int64_t n = 3 * 4096 + 200, at = 2 * 4096 + 5; /* in a sample */
-  Watched w(GetParam(), n);
-  ASSERT_EQ(w.Step(TX_EXTERNAL_RESYNC), TX_OK);
-  w.Write(at);
-  Watched expected = w; /* what the step makes of the weight as its own master */
-  const int64_t block = at / Block(GetParam()) * Block(GetParam());
-  for (int64_t i = 0; i < n; i++) {
-    if (GetParam().master == TX_I16 && i >= block && i < block + TX_WITNESS)
-      std::memset(expected.param.master.data() + 2 * i, 0, 2);
-    if (GetParam().master == TX_F32 && i == at) {
+  const int64_t n = 3 * 4096 + 200, whole = Block(GetParam());
+  for (int64_t at : {0, 31, 2048 + 7, 2 * 4096 + 5, 3 * 4096 + 3}) { /* in samples; the last in a block's beginning */
+    Watched w(GetParam(), n);
+    ASSERT_EQ(w.Step(TX_EXTERNAL_RESYNC), TX_OK);
+    w.Write(at);
+    Watched expected = w; /* what the step makes of the weight as its own master */
+    const int64_t block = at / whole * whole, end = std::min(block + whole, n);
+    if (GetParam().master == TX_I16) {
+      std::memset(expected.param.master.data() + 2 * block, 0, static_cast<size_t>(2 * (end - block)));
+    } else {
       const float weight = adamw_call::Get(GetParam().param, w.param.param.data(), at);
       std::memcpy(expected.param.master.data() + 4 * at, &weight, 4);
     }
+    ASSERT_EQ(expected.Step(TX_EXTERNAL_IGNORE), TX_OK);
+    ASSERT_EQ(w.Step(TX_EXTERNAL_RESYNC), TX_OK);
+    EXPECT_EQ(w.State(), expected.State()) << at;
+    EXPECT_EQ(w.resynced, GetParam().master == TX_I16 ? end - block : 1) << at;
   }
-  ASSERT_EQ(expected.Step(TX_EXTERNAL_IGNORE), TX_OK);
-  ASSERT_EQ(w.Step(TX_EXTERNAL_RESYNC), TX_OK);
-  EXPECT_EQ(w.State(), expected.State());
-  EXPECT_EQ(w.resynced, GetParam().master == TX_I16 ? TX_WITNESS : 1);
 }
 
 TEST_P(Kinds, ACheckNamesTheParameterAndWritesNothing) {
