@@ -2,7 +2,7 @@
  *
  *   g  = factor * grad [+ l2 * p if l2 != 0]       factor = clip_coef / grad_scale, negative to maximize
  *   m' = m + (1 - beta1) * (g - m)                 or, for beta1 < 1/2, g + beta1 * (m - g)
- *   v' = v + (1 - beta2) * (g * g - v)             likewise
+ *   v' = v + (1 - beta2) * (g * g - v)             likewise; 1 - beta2 a little less for 8-bit codes (dither_lag.h)
  *   p' = p - (step_size * (m' / (sqrt(v') * rsqrt_bc2 + eps)) + decay * p)
  *
  * with step_size = lr / (1 - beta1^t), rsqrt_bc2 = 1 / sqrt(1 - beta2^t); decay = lr * weight_decay and l2 = 0 where
@@ -57,16 +57,17 @@ TX_FN double tx_power(double base, int64_t n) {
   return power;
 }
 
-/* step: t, the step about to be taken, >= 1. lr stands for group->lr. The caller has checked 0 <= beta < 1. */
+/* step: t, the step about to be taken, >= 1. lr stands for group->lr. lag: what v's weight is shortened by
+ * (dither_lag.h). The caller has checked 0 <= beta < 1. */
 TX_FN tx_adamw_constants tx_adamw_prepare(const tx_adamw_group *group, double lr, int64_t step, double clip_coef,
-                                          double grad_scale) {
+                                          double grad_scale, double lag) {
   const double factor = clip_coef / grad_scale;
   const int decoupled = group->decoupled != 0.0;
   tx_adamw_constants c;
   c.factor = (float)(group->maximize != 0.0 ? -factor : factor);
   c.l2 = (float)(decoupled ? 0.0 : group->weight_decay);
   c.exp_avg = tx_average_of(group->beta1);
-  c.exp_avg_sq = tx_average_of(group->beta2);
+  c.exp_avg_sq = tx_average_of(group->beta2 + lag * (1.0 - group->beta2));
   c.rsqrt_bc2 = (float)(1.0 / sqrt(1.0 - tx_power(group->beta2, step)));
   c.eps = (float)group->eps;
   c.step_size = (float)(lr / (1.0 - tx_power(group->beta1, step)));

@@ -4,6 +4,7 @@
 
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
+#include "csrc/math/dither_lag.h"
 #include "csrc/math/noise.h"
 #include "csrc/ops/checks.h"
 #include "csrc/ops/external.h"
@@ -17,20 +18,24 @@ typedef struct step_context {
   int64_t resynced; /* elements whose master became the weight */
 } step_context;
 
-/* The constants of the last (group, step) that a task met: neighbours mostly share them. */
+/* The constants of the last (group, step, lag) that a task met: neighbours mostly share them. */
 typedef struct step_local {
   tx_adamw_constants constants;
   int64_t group;
   int64_t step; /* 0: nothing is cached */
+  double lag;
   int64_t resynced;
 } step_local;
 
-static const tx_adamw_constants *constants_of(const step_context *c, step_local *local, int64_t group, int64_t step) {
-  if (local->step != step || local->group != group) {
-    local->constants =
-        tx_adamw_prepare(&c->args->groups[group], tx_lr_of(c->args, group), step, c->clip_coef, c->grad_scale);
+static const tx_adamw_constants *constants_of(const step_context *c, step_local *local, int64_t i, int64_t group,
+                                              int64_t step) {
+  const tx_adamw_args *a = c->args;
+  const double lag = tx_dither_lag(a->exp_avg_sqs[i].dtype, a->moment_rounding, a->groups[group].beta2, step);
+  if (local->step != step || local->group != group || local->lag != lag) {
+    local->constants = tx_adamw_prepare(&a->groups[group], tx_lr_of(a, group), step, c->clip_coef, c->grad_scale, lag);
     local->group = group;
     local->step = step;
+    local->lag = lag;
   }
   return &local->constants;
 }
@@ -58,7 +63,7 @@ static void step_piece(void *ctx, void *memory, int64_t i, int64_t begin, int64_
       .resyncs = a->on_external_write == TX_EXTERNAL_RESYNC,
       .exp_avg_scale = exp_avg_scaled ? scales : NULL,
       .exp_avg_sq_scale = exp_avg_sq_scaled ? scales + (exp_avg_scaled ? tx_blocks(a->params[i].numel) : 0) : NULL,
-      .constants = constants_of(c, local, meta.group, step),
+      .constants = constants_of(c, local, i, meta.group, step),
       .exp_avg_noise = tx_noise_at(a->seed, meta.id, TX_LANE_EXP_AVG, step, start),
       .exp_avg_sq_noise = tx_noise_at(a->seed, meta.id, TX_LANE_EXP_AVG_SQ, step, start),
       .param_noise = tx_noise_at(a->seed, meta.id, TX_LANE_PARAM, step, start),

@@ -16,6 +16,7 @@ extern "C" {
 #include "csrc/math/adamw.h"
 #include "csrc/math/block_scale.h"
 #include "csrc/math/dither.h"
+#include "csrc/math/dither_lag.h"
 #include "csrc/math/remainder.h"
 }
 
@@ -219,7 +220,8 @@ inline void ReferenceStep(Param &p, const Call &call, int64_t id) {
   float t;
   std::memcpy(&t, p.step.data(), 4);
   const int64_t step = static_cast<int64_t>(t) + 1;
-  const tx_adamw_constants c = tx_adamw_prepare(&call.group, call.group.lr, step, 1.0, 1.0);
+  const double lag = tx_dither_lag(p.combo.exp_avg_sq, a.moment_rounding, call.group.beta2, step);
+  const tx_adamw_constants c = tx_adamw_prepare(&call.group, call.group.lr, step, 1.0, 1.0, lag);
   uint8_t *v_scales = p.scales.data() + (tx_moment_is_scaled(p.combo.exp_avg) ? (p.n + 127) / 128 : 0);
   std::vector<float> m = GetMoment(p.exp_avg, p.scales.data(), p.combo.exp_avg, 0, p.n);
   std::vector<float> v = GetMoment(p.exp_avg_sq, v_scales, p.combo.exp_avg_sq, 1, p.n);

@@ -60,7 +60,7 @@ TEST(AdamwMath, G1_OneStepIsWithinAFewUlpOfExtendedPrecision) {
       const float p = normal(random), m = t == 1 ? 0 : 0.1f * normal(random);
       const float root = t == 1 ? 0 : 0.2f * normal(random), v = root * root;
       const float grad = normal(random) * static_cast<float>(c.scale / c.clip);
-      const tx_adamw_constants k = tx_adamw_prepare(&c.group, c.group.lr, t, c.clip, c.scale);
+      const tx_adamw_constants k = tx_adamw_prepare(&c.group, c.group.lr, t, c.clip, c.scale, 0.0);
       const Stepped r = Element(k, grad, p, m, v);
       const Exact exact =
           Reference(c.group, t, static_cast<long double>(c.clip) / static_cast<long double>(c.scale), grad, {p, m, v});
@@ -89,7 +89,7 @@ TEST(AdamwMath, G1_OneStepIsWithinAFewUlpOfExtendedPrecision) {
 
 TEST(AdamwMath, G1_TheFirstStepIsTheSignOfTheGradientTimesLr) {
   const tx_adamw_group group = Group(0.0, true);
-  const tx_adamw_constants k = tx_adamw_prepare(&group, group.lr, 1, 1.0, 1.0);
+  const tx_adamw_constants k = tx_adamw_prepare(&group, group.lr, 1, 1.0, 1.0, 0.0);
   for (const float g : {1e-3f, -1e-3f, 5.0f, -70000.0f}) {
     const Stepped r = Element(k, g, 0.0f, 0.0f, 0.0f);
     EXPECT_NEAR(r.p, -std::copysign(3e-4, g), 3e-4 * 1.2e-5) << g; /* eps / |g| at 1e-3 */
@@ -101,7 +101,7 @@ TEST(AdamwMath, ZeroGradientsAndNoDecayLeaveTheWeightExactly) {
   for (const bool decoupled : {true, false}) {
     const tx_adamw_group group = Group(0.0, decoupled);
     for (const int64_t t : {int64_t{1}, int64_t{2}, int64_t{1000000}}) {
-      const tx_adamw_constants k = tx_adamw_prepare(&group, group.lr, t, 1.0, 1.0);
+      const tx_adamw_constants k = tx_adamw_prepare(&group, group.lr, t, 1.0, 1.0, 0.0);
       for (const float p : {0.0f, -0.0f, 1.0f, -3.7e-5f, 0x1p-149f, 0x1.fffffep127f}) {
         const Stepped r = Element(k, 0.0f, p, 0.0f, 0.0f);
         EXPECT_EQ(r.p, p);
@@ -114,12 +114,12 @@ TEST(AdamwMath, ZeroGradientsAndNoDecayLeaveTheWeightExactly) {
 
 TEST(AdamwMath, DecoupledDecayIsLrTimesDecayTimesTheWeight) {
   const tx_adamw_group group = Group(0.1, true);
-  const tx_adamw_constants k = tx_adamw_prepare(&group, 0.5, 1, 1.0, 1.0);
+  const tx_adamw_constants k = tx_adamw_prepare(&group, 0.5, 1, 1.0, 1.0, 0.0);
   EXPECT_EQ(k.decay, 0.05f);
   EXPECT_EQ(k.l2, 0.0f);
   EXPECT_EQ(Element(k, 0.0f, 1.0f, 0.0f, 0.0f).p, 1.0f - 0.05f);
   const tx_adamw_group coupled = Group(0.1, false);
-  const tx_adamw_constants l2 = tx_adamw_prepare(&coupled, 0.5, 1, 1.0, 1.0);
+  const tx_adamw_constants l2 = tx_adamw_prepare(&coupled, 0.5, 1, 1.0, 1.0, 0.0);
   EXPECT_EQ(l2.decay, 0.0f);
   EXPECT_EQ(l2.l2, 0.1f);
 }
@@ -129,8 +129,8 @@ TEST(AdamwMath, AscentOnAGradientIsDescentOnItsNegative) {
   std::normal_distribution<float> normal;
   for (const bool decoupled : {true, false}) {
     const tx_adamw_group up = Group(0.01, decoupled, true), down = Group(0.01, decoupled);
-    const tx_adamw_constants ku = tx_adamw_prepare(&up, up.lr, 5, 0.5, 1024.0);
-    const tx_adamw_constants kd = tx_adamw_prepare(&down, down.lr, 5, 0.5, 1024.0);
+    const tx_adamw_constants ku = tx_adamw_prepare(&up, up.lr, 5, 0.5, 1024.0, 0.0);
+    const tx_adamw_constants kd = tx_adamw_prepare(&down, down.lr, 5, 0.5, 1024.0, 0.0);
     for (int i = 0; i < 1000; ++i) {
       const float g = normal(random) * 1024.0f, p = normal(random), m = normal(random), v = std::fabs(normal(random));
       const Stepped a = Element(ku, g, p, m, v), b = Element(kd, -g, p, m, v);
@@ -146,7 +146,7 @@ TEST(AdamwMath, VNeverBecomesNegative) {
   for (const double beta2 : {0.0, 0.5, 0.9, 0.999, 0.9999999, 1.0 - 0x1p-53}) {
     tx_adamw_group group = Group(0.0, true);
     group.beta2 = beta2;
-    const tx_adamw_constants k = tx_adamw_prepare(&group, group.lr, 3, 1.0, 1.0);
+    const tx_adamw_constants k = tx_adamw_prepare(&group, group.lr, 3, 1.0, 1.0, 0.0);
     for (int i = 0; i < 200000; ++i) {
       const float v = tx_f32_from_bits(static_cast<uint32_t>(random()) % 0x7f800000u);
       const float g = i % 2 == 0 ? 0.0f : tx_f32_from_bits(static_cast<uint32_t>(random()) % 0x5f800000u);
@@ -162,7 +162,7 @@ TEST(AdamwMath, G1_SmallBetasForgetALargeState) {
     tx_adamw_group group{};
     group.beta1 = group.beta2 = beta;
     group.decoupled = 1;
-    const tx_adamw_constants c = tx_adamw_prepare(&group, 1e-3, 2, 1.0, 1.0);
+    const tx_adamw_constants c = tx_adamw_prepare(&group, 1e-3, 2, 1.0, 1.0, 0.0);
     const double m = beta * 1e-3 + (1 - beta) * 0.01, v = beta * 1e-6 + (1 - beta) * 1e-4;
     const Stepped r = Element(c, 0.01f, 0.0f, 1e-3f, 1e-6f);
     EXPECT_NEAR(r.m, m, 2e-7 * m) << beta;
@@ -170,7 +170,7 @@ TEST(AdamwMath, G1_SmallBetasForgetALargeState) {
   }
   tx_adamw_group group{};
   group.decoupled = 1;
-  const Stepped r = Element(tx_adamw_prepare(&group, 1e-3, 2, 1.0, 1.0), 0.01f, 0.0f, 1000.0f, 1e6f);
+  const Stepped r = Element(tx_adamw_prepare(&group, 1e-3, 2, 1.0, 1.0, 0.0), 0.01f, 0.0f, 1000.0f, 1e6f);
   EXPECT_EQ(r.m, 0.01f);
   EXPECT_EQ(r.v, 0.01f * 0.01f);
 }
@@ -190,21 +190,21 @@ TEST(AdamwMath, G1_PowersAndBiasCorrections) {
       ASSERT_NEAR((1.0 - tx_power(beta, t)) / static_cast<double>(exact), 1.0, 1e-11) << beta << " " << t;
       tx_adamw_group group = Group(0.0, true);
       group.beta1 = group.beta2 = beta;
-      const tx_adamw_constants k = tx_adamw_prepare(&group, 1.0, t, 1.0, 1.0);
+      const tx_adamw_constants k = tx_adamw_prepare(&group, 1.0, t, 1.0, 1.0, 0.0);
       ASSERT_NEAR(k.step_size * static_cast<double>(exact), 1.0, 0x1p-23) << beta << " " << t;
       ASSERT_NEAR(k.rsqrt_bc2 * static_cast<double>(std::sqrt(exact)), 1.0, 0x1p-23) << beta << " " << t;
     }
   }
   // In float 1 - beta2 would be off by 1.3e-5.
   const tx_adamw_group group = Group(0.0, true);
-  EXPECT_EQ(tx_adamw_prepare(&group, 1.0, 1, 1.0, 1.0).exp_avg_sq.weight, 0.001f);
+  EXPECT_EQ(tx_adamw_prepare(&group, 1.0, 1, 1.0, 1.0, 0.0).exp_avg_sq.weight, 0.001f);
 }
 
 TEST(AdamwMath, LossScaleAndClipCoefficientAreOneFactor) {
   const tx_adamw_group group = Group(0.0, true);
-  EXPECT_EQ(tx_adamw_prepare(&group, 1.0, 1, 0.5, 65536.0).factor, 0x1p-17f);
-  const tx_adamw_constants scaled = tx_adamw_prepare(&group, 1.0, 1, 1.0, 65536.0);
-  const tx_adamw_constants plain = tx_adamw_prepare(&group, 1.0, 1, 1.0, 1.0);
+  EXPECT_EQ(tx_adamw_prepare(&group, 1.0, 1, 0.5, 65536.0, 0.0).factor, 0x1p-17f);
+  const tx_adamw_constants scaled = tx_adamw_prepare(&group, 1.0, 1, 1.0, 65536.0, 0.0);
+  const tx_adamw_constants plain = tx_adamw_prepare(&group, 1.0, 1, 1.0, 1.0, 0.0);
   for (const float g : {1.5f, -3e-7f, 0.1f}) {
     const Stepped a = Element(scaled, g * 65536.0f, 0.5f, 0.1f, 0.01f);
     const Stepped b = Element(plain, g, 0.5f, 0.1f, 0.01f);
