@@ -78,8 +78,12 @@ def function(name: str, *argtypes: Any, restype: Any = Status) -> Callable[..., 
 
     With the default restype the function's last C parameter is the tx_error: leave it out of `argtypes` and of calls; a
     status other than TX_OK raises ValueError, TypeError (dtypes), MemoryError or RuntimeError with the message.
+    Raises ImportError where the library has no such function.
     """
-    symbol = _library()[name]
+    try:
+        symbol = _library()[name]
+    except AttributeError:
+        raise other_build(name) from None
     if restype is not Status:
         symbol.argtypes, symbol.restype = argtypes, restype
         return symbol
@@ -92,6 +96,14 @@ def function(name: str, *argtypes: Any, restype: Any = Status) -> Callable[..., 
 
     call.__name__ = name
     return call
+
+
+def other_build(name: str) -> ImportError:
+    """What to raise where this package calls something that the library lacks."""
+    return ImportError(
+        f"{library_path()} has no {name}: it was built from other sources than the package in {_PACKAGE}. Build it again "
+        "with `bazel build //:torch_ext`, or install the wheel anew."
+    )
 
 
 @functools.cache

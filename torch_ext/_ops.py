@@ -62,7 +62,10 @@ def call(name: str, *arguments: Any) -> None:
     that saved the old value fails instead of using the new one; the bare operators cannot do that. Empty lists are
     fine. Raises RuntimeError with the library's message, after which nothing was written.
     """
-    operator = _OPERATORS[name]
+    try:
+        operator = _OPERATORS[name]
+    except KeyError:
+        raise _library.other_build(f"{NAMESPACE}::{name}") from None
     written: list[torch.Tensor] = []
     for i in operator.written:
         value = arguments[i]

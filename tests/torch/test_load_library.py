@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from torch_ext import _library
+from torch_ext import _library, _ops
 
 ROOT = pathlib.Path(_library.__file__).parent.parent
 CALL = "import torch; x = torch.zeros(3); torch.ops.torch_ext.bucket_accumulate_([x], [x + 1]); assert x.sum() == 3\n"
@@ -176,3 +176,13 @@ def test_the_library_links_to_no_torch_and_no_python() -> None:
     assert needed and all(
         name.startswith(("libc.", "libm.", "libdl.", "libpthread.", "ld-linux", "libgcc_s")) for name in needed
     )
+
+
+def test_a_library_of_another_build_is_named() -> None:
+    for call, name in (
+        (lambda: _library.function("tx_of_later"), "tx_of_later"),
+        (lambda: _ops.call("of_later_"), "torch_ext::of_later_"),
+    ):
+        with pytest.raises(ImportError, match="built from other sources") as refusal:
+            call()
+        assert f"{_library.library_path()} has no {name}: " in str(refusal.value)
