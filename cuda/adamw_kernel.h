@@ -27,7 +27,8 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
     /* The pairs of moments that few have go one way: every other doubles what there is to compile. */
     const bool whole = MOMENTS != TX_MOMENTS_ANY && e.aligned && tile.count - i * TX_ROUND >= TX_ROUND;
     const tx_here here = {tile.begin + share.first, share.count, whole};
-    round_of<WEIGHT, MOMENTS>::round(t, e, w, here, drops);
+    uint32_t written[4];
+    round_of<WEIGHT, MOMENTS>::round(t, e, w, here, drops, written);
   }
   if (kMaster != TX_NONE && e.witnesses) {
     __syncwarp();

@@ -18,7 +18,7 @@ constexpr tx_dtype kMasters[TX_WEIGHTS] = {
 #undef TX_ENTRY_
 };
 
-/* A lane's elements of one round. */
+/* A lane's elements of one round, as they lie in memory. */
 struct in_round {
   tx_raw grad, param, master, exp_avg, exp_avg_sq;
   uint8_t exp_avg_scale, exp_avg_sq_scale; /* 0 where the lane has no elements */
@@ -27,6 +27,8 @@ struct in_round {
 template <int WEIGHT, int MOMENTS>
 struct round_of {
   static constexpr tx_dtype kParam = kParams[WEIGHT], kMaster = kMasters[WEIGHT];
+  /* Pairs of moments that few have go the ordinary way alone: there is half as much to compile. */
+  static constexpr bool kQuick = MOMENTS != TX_MOMENTS_ANY;
 
   static __device__ __forceinline__ tx_dtype moment(uint8_t dtype) {
     return MOMENTS == TX_MOMENTS_F32    ? TX_F32
@@ -56,58 +58,95 @@ struct round_of {
     }
   }
 
-  static __device__ __forceinline__ void floats_of_moment(float (&x)[TX_VECTOR], const tx_raw &raw,
-                                                          const tx_dtype dtype, const tx_format format, uint8_t scale) {
+  static __device__ __forceinline__ void write(const in_round &r, const tx_step_entry &e, const bool whole,
+                                               const tx_here &here) {
+    tx_put(r.param, e.param, kParam, whole, e.param_alignment, here);
+    if (kMaster != TX_NONE) tx_put(r.master, e.master, kMaster, whole, e.master_alignment, here);
+    tx_put(r.exp_avg, e.exp_avg, moment(e.exp_avg_dtype), whole, e.exp_avg_alignment, here);
+    tx_put(r.exp_avg_sq, e.exp_avg_sq, moment(e.exp_avg_sq_dtype), whole, e.exp_avg_sq_alignment, here);
+  }
+
+  /* The values of a moment. quick: as far as they are quickly had; returns whether they were. */
+  static __device__ __forceinline__ bool floats_of_moment(float (&x)[TX_VECTOR], const tx_raw &raw,
+                                                          const tx_dtype dtype, const tx_format format, uint8_t scale,
+                                                          const bool quick) {
+    bool right = true;
     if (dtype == TX_F32) {
       tx_plain_floats(x, raw, TX_F32);
     } else if (dtype == TX_BF16) {
       tx_plain_floats(x, raw, TX_BF16);
     } else {
-      if (dtype == TX_U8) {
-        tx_quick_values(x, raw, scale, format);
-      } else {
+      if (dtype == TX_F16) {
         tx_block_values(x, raw, scale, TX_F16, format);
+      } else if (quick) {
+        right = tx_quick_values(x, raw, scale, format);
+      } else {
+        tx_block_values(x, raw, scale, TX_U8, format);
       }
 #pragma unroll
       for (int i = 0; i < TX_VECTOR; i++)
         x[i] = format == TX_FORMAT_SQRT ? x[i] * x[i] : x[i];
     }
+    return right;
   }
 
-  static __device__ __forceinline__ void store_weight(const float (&p)[TX_VECTOR], const tx_step_entry &e,
-                                                      const tx_here &here, const tx_noise &noise, int32_t rounding) {
-    const tx_rounded to_master = {e.master, NULL, e.master_alignment, TX_NEAREST};
-    const tx_rounded to_param = {e.param, NULL, e.param_alignment, kMaster == TX_NONE ? rounding : (int32_t)TX_NEAREST};
-    if (kMaster == TX_I16) {
-      tx_raw weights, remainders;
-      tx_quick_split(weights, remainders, p);
-      tx_put(weights, e.param, kParam, e.param_alignment, here);
-      tx_put(remainders, e.master, TX_I16, e.master_alignment, here);
-      return;
-    }
-    if (kMaster == TX_F32) tx_put_plain(p, TX_F32, to_master, here, noise);
-    tx_put_plain(p, kParam, to_param, here, noise);
-  }
-
-  /* x: the moment, or its square root where that is what is stored. */
-  static __device__ __forceinline__ void store_moment(const float (&plain)[TX_VECTOR], const float (&x)[TX_VECTOR],
-                                                      const tx_dtype dtype, const tx_format format,
-                                                      const tx_rounded &to, const tx_here &here,
-                                                      const tx_noise &noise) {
+  /* What a moment is stored as, unless it has scales. */
+  static __device__ __forceinline__ void raw_of_moment(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
+                                                       int32_t rounding, const bool quick, const tx_here &here,
+                                                       const tx_noise &noise) {
     if (dtype == TX_F32) {
-      tx_put_plain(plain, TX_F32, to, here, noise);
+      tx_round_plain(raw, x, TX_F32, rounding, quick, here, noise);
     } else if (dtype == TX_BF16) {
-      tx_put_plain(plain, TX_BF16, to, here, noise);
-    } else if (dtype == TX_U8) {
-      tx_put_scaled(x, TX_U8, format, to, here, noise);
-    } else {
-      tx_put_scaled(x, TX_F16, format, to, here, noise);
+      tx_round_plain(raw, x, TX_BF16, rounding, quick, here, noise);
     }
   }
 
-  /* drops: remainders are read as zeros. */
+  /* The step of what was read, in x and, but for moments with scales, in r. Returns whether it is right, which it
+   * always is where it is not quick; r changes only if so. */
+  static __device__ __forceinline__ bool update(in_round &r, tx_stepped &x, const tx_step_table &t,
+                                                const tx_step_entry &e, const of_tensor &w, const tx_here &here,
+                                                const float (&g)[TX_VECTOR], const bool quick) {
+    const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
+    const int32_t rounding = t.common.moment_rounding;
+    uint32_t odd = 0;
+    if (kMaster != TX_I16) {
+      tx_plain_floats(x.p, kMaster == TX_F32 ? r.master : r.param, kMaster == TX_F32 ? TX_F32 : kParam);
+    } else if (quick) {
+      odd = tx_quick_join(x.p, r.param, r.master);
+    } else {
+      tx_join(x.p, r.param, r.master);
+    }
+    bool right = floats_of_moment(x.m, r.exp_avg, m_dtype, TX_FORMAT_SIGNED, r.exp_avg_scale, quick);
+    right = floats_of_moment(x.v, r.exp_avg_sq, v_dtype, TX_FORMAT_SQRT, r.exp_avg_sq_scale, quick) && right;
+    if (quick) {
+      right = tx_quick_update(x, g, w.constants) && right;
+    } else {
+      tx_update(x, g, w.constants);
+    }
+    tx_raw param, master;
+    if (kMaster != TX_I16) {
+      tx_round_plain(param, x.p, kParam, kMaster == TX_NONE ? t.common.weight_rounding : (int32_t)TX_NEAREST, quick,
+                     here, w.param);
+      if (kMaster == TX_F32) tx_round_plain(master, x.p, TX_F32, TX_NEAREST, quick, here, w.param);
+    } else if (quick) {
+      odd |= tx_quick_split(param, master, x.p);
+    } else {
+      tx_split(param, master, x.p);
+    }
+    if (quick && (!right || tx_is_half_way(odd))) return false;
+#pragma unroll
+    for (int i = 0; i < TX_VECTOR_WORDS(4); i++) {
+      r.param[i] = param[i];
+      r.master[i] = master[i];
+    }
+    raw_of_moment(r.exp_avg, x.m, m_dtype, rounding, quick, here, w.exp_avg);
+    raw_of_moment(r.exp_avg_sq, x.v, v_dtype, rounding, quick, here, w.exp_avg_sq);
+    return true;
+  }
+
+  /* drops: remainders are read as zeros. weights: as they were written, zeros behind the tensor's end. */
   static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const of_tensor &w,
-                                               const tx_here &here, bool drops) {
+                                               const tx_here &here, bool drops, uint32_t (&weights)[4]) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
     in_round r;
     if (here.whole) {
@@ -120,7 +159,8 @@ struct round_of {
       for (int i = 0; i < TX_VECTOR / 2; i++)
         r.master[i] = 0;
     }
-    float g[TX_VECTOR], p[TX_VECTOR], m[TX_VECTOR], v[TX_VECTOR], root[TX_VECTOR];
+    float g[TX_VECTOR];
+    tx_stepped x;
     if (e.grad_dtype == TX_F32) {
       tx_plain_floats(g, r.grad, TX_F32);
     } else if (e.grad_dtype == TX_BF16) {
@@ -128,39 +168,29 @@ struct round_of {
     } else {
       tx_plain_floats(g, r.grad, TX_F16);
     }
-    if (kMaster == TX_I16) {
-      tx_quick_join(p, r.param, r.master);
-    } else {
-      tx_plain_floats(p, kMaster == TX_F32 ? r.master : r.param, kMaster == TX_F32 ? TX_F32 : kParam);
-    }
-    floats_of_moment(m, r.exp_avg, m_dtype, TX_FORMAT_SIGNED, r.exp_avg_scale);
-    floats_of_moment(v, r.exp_avg_sq, v_dtype, TX_FORMAT_SQRT, r.exp_avg_sq_scale);
-    if (w.usual) {
-      average(g, p, m, v, root, w.constants, 1);
-    } else {
-      average(g, p, m, v, root, w.constants, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < TX_VECTOR; i++)
-      p[i] = tx_adamw_update(w.constants, p[i], m[i], root[i]);
-    store_weight(p, e, here, w.param, t.common.weight_rounding);
+    const bool quick = kQuick && w.quick && update(r, x, t, e, w, here, g, true);
+    if (!quick) update(r, x, t, e, w, here, g, false);
+    uint8_t m_scale = 0, v_scale = 0;
     const int32_t rounding = t.common.moment_rounding;
-    const tx_rounded to_m = {e.exp_avg, e.scales, e.exp_avg_alignment, rounding};
-    const tx_rounded to_v = {e.exp_avg_sq, root_scales(e), e.exp_avg_sq_alignment, rounding};
-    store_moment(m, m, m_dtype, TX_FORMAT_SIGNED, to_m, here, w.exp_avg);
-    store_moment(v, root, v_dtype, TX_FORMAT_SQRT, to_v, here, w.exp_avg_sq);
-  }
-
-  static __device__ __forceinline__ void average(const float (&g)[TX_VECTOR], const float (&p)[TX_VECTOR],
-                                                 float (&m)[TX_VECTOR], float (&v)[TX_VECTOR], float (&root)[TX_VECTOR],
-                                                 const tx_adamw_constants &c, const int usual) {
-#pragma unroll
-    for (int i = 0; i < TX_VECTOR; i++) {
-      const tx_adamw_moments s = tx_adamw_average(c, usual, g[i], p[i], m[i], v[i]);
-      m[i] = s.m;
-      v[i] = s.v;
-      root[i] = s.root;
+    if (m_dtype == TX_U8) {
+      m_scale = tx_round_scaled(r.exp_avg, x.m, TX_U8, TX_FORMAT_SIGNED, rounding, quick, x.m_amax, here, w.exp_avg);
+    } else if (m_dtype == TX_F16) {
+      m_scale = tx_round_scaled(r.exp_avg, x.m, TX_F16, TX_FORMAT_SIGNED, rounding, quick, 0, here, w.exp_avg);
     }
+    if (v_dtype == TX_U8) {
+      v_scale = tx_round_scaled(r.exp_avg_sq, x.root, TX_U8, TX_FORMAT_SQRT, rounding, quick, x.root_amax, here,
+                                w.exp_avg_sq);
+    } else if (v_dtype == TX_F16) {
+      v_scale = tx_round_scaled(r.exp_avg_sq, x.root, TX_F16, TX_FORMAT_SQRT, rounding, quick, 0, here, w.exp_avg_sq);
+    }
+    if (here.whole) {
+      write(r, e, true, here);
+    } else {
+      write(r, e, false, here);
+    }
+    if (scaled(m_dtype)) tx_write_scale(e.scales, m_scale, here.first, here.count);
+    if (scaled(v_dtype)) tx_write_scale(root_scales(e), v_scale, here.first, here.count);
+    (void)weights;
   }
 };
 

@@ -1,5 +1,5 @@
-/* The step's streams between memory and registers: on the way in as they are stored, all of a round's asked for before
- * any is looked at; on the way out rounded into their storage. */
+/* The step's streams between memory and registers, as they are stored: all of a round's asked for before any is looked
+ * at; and values rounded into what is stored. */
 #ifndef TX_CUDA_ADAMW_STREAMS_H
 #define TX_CUDA_ADAMW_STREAMS_H
 
@@ -23,13 +23,9 @@ static __device__ __forceinline__ void tx_get(tx_raw &raw, const void *data, con
   tx_read_raw(raw, data, tx_bytes_of(dtype), whole ? 16u : alignment, here.first, whole ? TX_VECTOR : here.count);
 }
 
-static __device__ __forceinline__ void tx_put(const tx_raw &raw, void *data, const tx_dtype dtype, uint32_t alignment,
-                                              const tx_here &here) {
-  if (here.whole) {
-    tx_write_raw(raw, data, tx_bytes_of(dtype), 16u, here.first, TX_VECTOR);
-  } else {
-    tx_write_raw(raw, data, tx_bytes_of(dtype), alignment, here.first, here.count);
-  }
+static __device__ __forceinline__ void tx_put(const tx_raw &raw, void *data, const tx_dtype dtype, const bool whole,
+                                              uint32_t alignment, const tx_here &here) {
+  tx_write_raw(raw, data, tx_bytes_of(dtype), whole ? 16u : alignment, here.first, whole ? TX_VECTOR : here.count);
 }
 
 /* The block that a lane's elements are in. */
@@ -37,46 +33,39 @@ static __device__ __forceinline__ int64_t tx_block_at(const tx_here &here) {
   return (int64_t)((uint64_t)here.first / TX_BLOCK);
 }
 
-/* A stream that is rounded on its way out. */
-struct tx_rounded {
-  void *data;
-  uint8_t *scales; /* of its first block; NULL unless scaled */
-  uint32_t alignment;
-  int32_t rounding;
-};
-
-/* x as it is stored, F32, BF16 or F16. */
-static __device__ __forceinline__ void tx_put_plain(const float (&x)[TX_VECTOR], const tx_dtype dtype,
-                                                    const tx_rounded &to, const tx_here &here, const tx_noise &noise) {
-  tx_raw raw;
-  if (dtype == TX_F32 || to.rounding == TX_NEAREST) {
-    const uint32_t none[TX_VECTOR] = {};
-    if (dtype != TX_BF16 || !tx_quick_bf16_nearest(raw, x)) tx_plain_raw(raw, x, none, 0, dtype);
-  } else {
-    uint32_t u[TX_VECTOR];
-    tx_thresholds(u, noise, (uint32_t)here.first, to.rounding);
-    if (dtype != TX_BF16 || !tx_quick_bf16_round(raw, x, u)) tx_plain_raw(raw, x, u, 1, dtype);
+/* x as it is stored, F32, BF16 or F16. quick: nothing is NaN or reaches 2^127. */
+static __device__ __forceinline__ void tx_round_plain(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
+                                                      int32_t rounding, const bool quick, const tx_here &here,
+                                                      const tx_noise &noise) {
+  uint32_t u[TX_VECTOR] = {};
+  if (dtype == TX_F32 || rounding == TX_NEAREST) {
+    if (quick && dtype == TX_BF16) {
+      tx_quick_bf16_nearest(raw, x);
+    } else {
+      tx_plain_raw(raw, x, u, 0, dtype);
+    }
+    return;
   }
-  tx_put(raw, to.data, dtype, to.alignment, here);
+  tx_thresholds(u, noise, (uint32_t)here.first, rounding);
+  if (quick && dtype == TX_BF16) {
+    tx_quick_bf16_round(raw, x, u);
+  } else {
+    tx_plain_raw(raw, x, u, 1, dtype);
+  }
 }
 
-/* x in blocks with scales, U8 or F16. Every lane of the warp calls it. */
-static __device__ __forceinline__ void tx_put_scaled(const float (&x)[TX_VECTOR], const tx_dtype dtype,
-                                                     const tx_format format, const tx_rounded &to, const tx_here &here,
-                                                     const tx_noise &noise) {
-  uint32_t u[TX_VECTOR];
-  tx_raw raw;
+/* x in a block with a scale, U8 or F16; returns the scale byte. quick, amax_bits: as tx_quick_encode's. Every lane of the
+ * warp calls it. */
+static __device__ __forceinline__ uint8_t tx_round_scaled(tx_raw &raw, const float (&x)[TX_VECTOR],
+                                                          const tx_dtype dtype, const tx_format format,
+                                                          int32_t rounding, bool quick, uint32_t amax_bits,
+                                                          const tx_here &here, const tx_noise &noise) {
   uint8_t scale;
-  tx_thresholds(u, noise, (uint32_t)here.first, to.rounding);
-  if (to.rounding == TX_NEAREST) {
-    scale = tx_encode_block(raw, x, u, 0, dtype, format);
-  } else if (dtype == TX_U8) {
-    scale = tx_quick_encode(raw, x, u, format);
-  } else {
-    scale = tx_encode_block(raw, x, u, 1, dtype, format);
-  }
-  tx_write_scale(to.scales, scale, here.first, here.count);
-  tx_put(raw, to.data, dtype, to.alignment, here);
+  uint32_t u[TX_VECTOR];
+  tx_thresholds(u, noise, (uint32_t)here.first, rounding);
+  if (rounding == TX_NEAREST) return tx_encode_block(raw, x, u, 0, dtype, format);
+  if (dtype == TX_U8 && tx_quick_encode(raw, &scale, x, amax_bits, u, quick, format)) return scale;
+  return tx_encode_block(raw, x, u, 1, dtype, format);
 }
 
 #endif

@@ -6,6 +6,7 @@
 #include "csrc/math/dither_lag.h"
 #include "csrc/math/noise.h"
 #include "cuda/adamw_gate.h"
+#include "cuda/adamw_quick.h"
 
 namespace {
 
@@ -15,7 +16,7 @@ struct of_tensor {
   int64_t step;
   double lag;
   tx_adamw_constants constants;
-  bool usual;
+  bool quick; /* tx_quick_constants */
   tx_noise exp_avg, exp_avg_sq, param;
 };
 
@@ -29,7 +30,7 @@ __device__ __forceinline__ void enter_tensor(of_tensor &w, const tx_step_table &
   if (w.tensor < 0 || w.group != e.group || w.step != step || w.lag != lag) {
     const double lr = g.lr ? tx_read_double(g.lr, g.lr_dtype) : g.group.lr;
     w.constants = tx_adamw_prepare(&g.group, lr, step, admitted.clip_coef, admitted.grad_scale, lag);
-    w.usual = tx_adamw_is_usual(&w.constants);
+    w.quick = tx_quick_constants(w.constants);
     w.group = e.group;
     w.step = step;
     w.lag = lag;

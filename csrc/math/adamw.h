@@ -100,9 +100,12 @@ TX_FN tx_adamw_moments tx_adamw_average(tx_adamw_constants c, const int usual, f
   return r;
 }
 
-/* The second half, from the unrounded moments: p after the step. */
+/* The second half: p after the step. quotient: m / (root * rsqrt_bc2 + eps), of the unrounded moments. */
+TX_FN float tx_adamw_moved(tx_adamw_constants c, float p, float quotient) {
+  return p - (c.step_size * quotient + c.decay * p);
+}
 TX_FN float tx_adamw_update(tx_adamw_constants c, float p, float m, float root) {
-  return p - (c.step_size * (m / (root * c.rsqrt_bc2 + c.eps)) + c.decay * p);
+  return tx_adamw_moved(c, p, m / (root * c.rsqrt_bc2 + c.eps));
 }
 
 #endif
