@@ -22,19 +22,25 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
     const void *witness = (const char *)e.witnesses + tile.begin / TX_WITNESS * 8;
     drops = tx_witness_differs(witness, tx_witness_of(weights, e.param_alignment, tile.count, lane));
   }
+  const bool renews = kMaster != TX_NONE && e.witnesses;
+  tx_witness_sums written = {}; /* of the weights beside remainders, as they are stored */
   for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
     const tx_share share = tx_share_of_tile(tile.count, i, lane);
-    /* The pairs of moments that few have go one way: every other doubles what there is to compile. */
-    const bool whole = MOMENTS != TX_MOMENTS_ANY && e.aligned && tile.count - i * TX_ROUND >= TX_ROUND;
+    const bool whole = round_of<WEIGHT, MOMENTS>::kQuick && e.aligned && tile.count - i * TX_ROUND >= TX_ROUND;
     const tx_here here = {tile.begin + share.first, share.count, whole};
-    uint32_t written[4];
-    round_of<WEIGHT, MOMENTS>::round(t, e, w, here, drops, written);
+    uint32_t words[4];
+    round_of<WEIGHT, MOMENTS>::round(t, e, w, here, drops, words);
+    if (kMaster == TX_I16 && renews) tx_witness_take(written, words, tx_witness_left(tile.count, share.first));
   }
-  if (kMaster != TX_NONE && e.witnesses) {
-    __syncwarp();
-    const bool samples = kMaster == TX_F32 && e.numel > TX_SAMPLED;
-    const uint64_t witness = samples ? tx_sample_of(weights, e.param_alignment, tile.count, lane)
+  if (renews) {
+    uint64_t witness;
+    if (kMaster == TX_I16) {
+      witness = tx_witness_value(written, lane);
+    } else {
+      __syncwarp();
+      witness = e.numel > TX_SAMPLED ? tx_sample_of(weights, e.param_alignment, tile.count, lane)
                                      : tx_witness_of(weights, e.param_alignment, tile.count, lane);
+    }
     const int64_t unit = kMaster == TX_F32 ? TX_SAMPLED : TX_WITNESS;
     if (lane == 0) tx_write_value((char *)e.witnesses + tile.begin / unit * 8, witness);
   }
@@ -49,7 +55,7 @@ __device__ __forceinline__ void count_steps(const tx_step_table &t) {
 }
 
 template <int WEIGHT, int MOMENTS>
-__global__ void __launch_bounds__(TX_BLOCK_THREADS) step(const __grid_constant__ tx_step_table t) {
+__global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constant__ tx_step_table t) {
   const tx_step_admission admitted = tx_step_admitted(t.common.gate);
   if (admitted.skips) {
     if (blockIdx.x == 0 && threadIdx.x == 0) tx_count(t.common.skipped, 1);

@@ -101,9 +101,9 @@ struct round_of {
     }
   }
 
-  /* The step of what was read, in x and, but for moments with scales, in r. Returns whether it is right, which it
-   * always is where it is not quick; r changes only if so. */
-  static __device__ __forceinline__ bool update(in_round &r, tx_stepped &x, const tx_step_table &t,
+  /* The step of what was read in r, into x and, but for moments with scales, `to`. Returns whether it is right, which
+   * it always is where it is not quick. */
+  static __device__ __forceinline__ bool update(const in_round &r, in_round &to, tx_stepped &x, const tx_step_table &t,
                                                 const tx_step_entry &e, const of_tensor &w, const tx_here &here,
                                                 const float (&g)[TX_VECTOR], const bool quick) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
@@ -123,33 +123,26 @@ struct round_of {
     } else {
       tx_update(x, g, w.constants);
     }
-    tx_raw param, master;
     if (kMaster != TX_I16) {
-      tx_round_plain(param, x.p, kParam, kMaster == TX_NONE ? t.common.weight_rounding : (int32_t)TX_NEAREST, quick,
+      tx_round_plain(to.param, x.p, kParam, kMaster == TX_NONE ? t.common.weight_rounding : (int32_t)TX_NEAREST, quick,
                      here, w.param);
-      if (kMaster == TX_F32) tx_round_plain(master, x.p, TX_F32, TX_NEAREST, quick, here, w.param);
+      if (kMaster == TX_F32) tx_round_plain(to.master, x.p, TX_F32, TX_NEAREST, quick, here, w.param);
     } else if (quick) {
-      odd |= tx_quick_split(param, master, x.p);
+      odd |= tx_quick_split(to.param, to.master, x.p);
     } else {
-      tx_split(param, master, x.p);
+      tx_split(to.param, to.master, x.p);
     }
-    if (quick && (!right || tx_is_half_way(odd))) return false;
-#pragma unroll
-    for (int i = 0; i < TX_VECTOR_WORDS(4); i++) {
-      r.param[i] = param[i];
-      r.master[i] = master[i];
-    }
-    raw_of_moment(r.exp_avg, x.m, m_dtype, rounding, quick, here, w.exp_avg);
-    raw_of_moment(r.exp_avg_sq, x.v, v_dtype, rounding, quick, here, w.exp_avg_sq);
-    return true;
+    raw_of_moment(to.exp_avg, x.m, m_dtype, rounding, quick, here, w.exp_avg);
+    raw_of_moment(to.exp_avg_sq, x.v, v_dtype, rounding, quick, here, w.exp_avg_sq);
+    return right && !tx_is_half_way(odd);
   }
 
-  /* drops: remainders are read as zeros. weights: as they were written, zeros behind the tensor's end. */
-  static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const of_tensor &w,
-                                               const tx_here &here, bool drops, uint32_t (&weights)[4]) {
-    const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
+  /* Reads and steps; whether it is right, as update says. drops: remainders are read as zeros. */
+  static __device__ __forceinline__ bool take(in_round &to, tx_stepped &x, const tx_step_table &t,
+                                              const tx_step_entry &e, const of_tensor &w, const tx_here &here,
+                                              bool drops, const bool quick) {
     in_round r;
-    if (here.whole) {
+    if (quick && here.whole) {
       read(r, e, true, here);
     } else {
       read(r, e, false, here);
@@ -160,7 +153,6 @@ struct round_of {
         r.master[i] = 0;
     }
     float g[TX_VECTOR];
-    tx_stepped x;
     if (e.grad_dtype == TX_F32) {
       tx_plain_floats(g, r.grad, TX_F32);
     } else if (e.grad_dtype == TX_BF16) {
@@ -168,29 +160,47 @@ struct round_of {
     } else {
       tx_plain_floats(g, r.grad, TX_F16);
     }
-    const bool quick = kQuick && w.quick && update(r, x, t, e, w, here, g, true);
-    if (!quick) update(r, x, t, e, w, here, g, false);
+    return update(r, to, x, t, e, w, here, g, quick);
+  }
+
+  /* weights: 16-bit ones as they were written, zeros behind the tensor's end. */
+  static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const of_tensor &w,
+                                               const tx_here &here, bool drops, uint32_t (&weights)[4]) {
+    const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
+    in_round to;
+    tx_stepped x;
+    const bool quick = kQuick && w.quick && take(to, x, t, e, w, here, drops, true);
+    if (!quick) {
+      /* Nothing is written yet, so that it can be read again: kept for this it would take registers from all others. */
+      tx_read_again();
+      (void)take(to, x, t, e, w, here, drops, false);
+    }
     uint8_t m_scale = 0, v_scale = 0;
     const int32_t rounding = t.common.moment_rounding;
     if (m_dtype == TX_U8) {
-      m_scale = tx_round_scaled(r.exp_avg, x.m, TX_U8, TX_FORMAT_SIGNED, rounding, quick, x.m_amax, here, w.exp_avg);
+      m_scale = tx_round_scaled(to.exp_avg, x.m, TX_U8, TX_FORMAT_SIGNED, rounding, quick, x.m_amax, here, w.exp_avg);
     } else if (m_dtype == TX_F16) {
-      m_scale = tx_round_scaled(r.exp_avg, x.m, TX_F16, TX_FORMAT_SIGNED, rounding, quick, 0, here, w.exp_avg);
+      m_scale = tx_round_scaled(to.exp_avg, x.m, TX_F16, TX_FORMAT_SIGNED, rounding, quick, 0, here, w.exp_avg);
     }
     if (v_dtype == TX_U8) {
-      v_scale = tx_round_scaled(r.exp_avg_sq, x.root, TX_U8, TX_FORMAT_SQRT, rounding, quick, x.root_amax, here,
+      v_scale = tx_round_scaled(to.exp_avg_sq, x.root, TX_U8, TX_FORMAT_SQRT, rounding, quick, x.root_amax, here,
                                 w.exp_avg_sq);
     } else if (v_dtype == TX_F16) {
-      v_scale = tx_round_scaled(r.exp_avg_sq, x.root, TX_F16, TX_FORMAT_SQRT, rounding, quick, 0, here, w.exp_avg_sq);
+      v_scale = tx_round_scaled(to.exp_avg_sq, x.root, TX_F16, TX_FORMAT_SQRT, rounding, quick, 0, here, w.exp_avg_sq);
     }
     if (here.whole) {
-      write(r, e, true, here);
+      write(to, e, true, here);
     } else {
-      write(r, e, false, here);
+      write(to, e, false, here);
+#pragma unroll
+      for (int i = 0; i < TX_VECTOR / 2; i++)
+        to.param[i] &= (here.count > 2 * i ? 0xffffu : 0u) | (here.count > 2 * i + 1 ? 0xffff0000u : 0u);
     }
+#pragma unroll
+    for (int i = 0; i < TX_VECTOR / 2; i++)
+      weights[i] = to.param[i];
     if (scaled(m_dtype)) tx_write_scale(e.scales, m_scale, here.first, here.count);
     if (scaled(v_dtype)) tx_write_scale(root_scales(e), v_scale, here.first, here.count);
-    (void)weights;
   }
 };
 

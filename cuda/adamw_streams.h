@@ -17,6 +17,11 @@ static __device__ __forceinline__ constexpr int tx_bytes_of(const tx_dtype dtype
   return dtype == TX_F32 ? 4 : dtype == TX_U8 ? 1 : 2;
 }
 
+/* What was read from memory before is not kept for reading it after. */
+static __device__ __forceinline__ void tx_read_again() {
+  asm volatile("" ::: "memory");
+}
+
 /* dtype and whole: mostly known when the kernel is compiled. */
 static __device__ __forceinline__ void tx_get(tx_raw &raw, const void *data, const tx_dtype dtype, const bool whole,
                                               uint32_t alignment, const tx_here &here) {

@@ -39,16 +39,31 @@ static __device__ __forceinline__ uint64_t tx_witness_value(const tx_witness_sum
   return value;
 }
 
+/* Vectors of the definition in `count` weights, and how many of them are left from the one that element `first` is in. */
+static __device__ __forceinline__ uint32_t tx_witness_left(int32_t count, int32_t first) {
+  return (uint32_t)((count + 2 * TX_WITNESS_LANES - 1) / (2 * TX_WITNESS_LANES) - first / (2 * TX_WITNESS_LANES));
+}
+
 /* Of `count` 16-bit weights. */
 static __device__ __forceinline__ uint64_t tx_witness_of(const void *weights, uint32_t alignment, int32_t count,
                                                          uint32_t lane) {
   tx_witness_sums s = {};
-  const int32_t vectors = (count + 2 * TX_WITNESS_LANES - 1) / (2 * TX_WITNESS_LANES);
+  if (count == TX_WITNESS && alignment >= 16) {
+    constexpr int kRounds = TX_WITNESS / TX_ROUND;
+    uint32_t words[kRounds][4];
+#pragma unroll
+    for (int i = 0; i < kRounds; i++)
+      tx_read_vector<2>(words[i], (const char *)weights + 2 * (i * TX_ROUND + (int32_t)lane * TX_VECTOR), 16, TX_VECTOR);
+#pragma unroll
+    for (int i = 0; i < kRounds; i++)
+      tx_witness_take(s, words[i], tx_witness_left(TX_WITNESS, (int32_t)lane * TX_VECTOR) - i * (TX_ROUND / 32));
+    return tx_witness_value(s, lane);
+  }
   for (int32_t round = 0; round < tx_rounds(count); round++) {
     const tx_share share = tx_share_of_tile(count, round, lane);
     uint32_t words[4];
     tx_read_vector<2>(words, (const char *)weights + 2 * share.first, alignment, share.count);
-    tx_witness_take(s, words, (uint32_t)(vectors - share.first / (2 * TX_WITNESS_LANES)));
+    tx_witness_take(s, words, tx_witness_left(count, share.first));
   }
   return tx_witness_value(s, lane);
 }
