@@ -381,6 +381,38 @@ TX_API tx_status tx_layout_shard(const tx_layout_bucket *bucket, int64_t world, 
  * of the parameter, counted from the parameter's own begin. 0: none. */
 TX_API int64_t tx_layout_intersect(int64_t start, int64_t numel, int64_t begin, int64_t end, int64_t *first);
 
+/* -- coalescing (which buckets travel together) ------------------------------------------------------------------ */
+
+/* What joined buckets may take on the wire, at most, in bytes; and the part of their buffer, as its divisor. */
+#define TX_COALESCE_BYTES (INT64_C(8) << 20)
+#define TX_COALESCE_PARTS 4
+
+typedef struct tx_coalesce_args {
+  uint64_t size;
+  int64_t n_buckets;
+  const int64_t *bytes;  /* of each bucket on the wire; >= 0 */
+  const int64_t *buffer; /* of each bucket; those of a buffer follow each other */
+  int64_t n_ranks;
+  /* By rank, in microseconds from the moment at which the rank's first bucket was complete, means over some backwards:
+   * when each bucket was complete (n_ranks rows of n_buckets), and when the last sum had come (n_ranks entries). */
+  const int64_t *ready;
+  const int64_t *ended;
+} tx_coalesce_args;
+#define TX_COALESCE_ARGS_INIT \
+  { .size = sizeof(tx_coalesce_args) }
+
+/* Which neighbours of a buffer the ranks join into one message: ends[i] is the bucket after message i's last one.
+ * n_buckets entries are always enough; *n_messages are written. Where a rank measured nothing (an `ended` that is not
+ * positive) every bucket is a message.
+ *
+ * A message costs the processors about half a millisecond, whatever is in it. Behind a long backward on a slow link
+ * that hides behind the wire, and buckets that leave one by one leave the least uncovered; where backward is done long
+ * before the wire is, it is what the step waits for. So the exchange is replayed, on a wire as fast as it was: when it
+ * is free, and everything that is left is complete on all ranks, all of it is joined; while more is to come, half of
+ * what is complete, the other half keeping the wire busy meanwhile. Buckets that the wire carries in less than 6 ms are
+ * joined until they are worth a message, and none is longer than 16 ms, in which its cost is lost. */
+TX_API tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error);
+
 /* -- memory (bytes per rank) ------------------------------------------------------------------------------------ */
 
 /* What the optimizer keeps per element of a parameter. */
@@ -440,9 +472,10 @@ typedef struct tx_memory {
  *
  * received: the other ranks' parts of a bucket, from the wire; packed: a bucket to be sent, where it is not sent from
  * the gradients' own buffer (optim_grads: always; else where wire_dtype is not grad_dtype); gathered: the sums of all
- * ranks, where their dtype is neither of the two. They count for the in_flight largest buckets. The bucket of gradients
- * is the one that backward is filling, in param_dtype. frozen_bytes are whole but for optim_grads_params, which shards
- * them. */
+ * ranks, where their dtype is neither of the two. They count for the in_flight largest buckets, and under no_shard for
+ * two messages of joined ones (tx_coalesce), if that is more and the layout's cap is the default. The bucket of
+ * gradients is the one that backward is filling, in param_dtype. frozen_bytes are whole but for optim_grads_params,
+ * which shards them. */
 TX_API tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error);
 
 /* -- tracker (which bucket is complete) ------------------------------------------------------------------------- */

@@ -135,6 +135,7 @@ class Collectives(Exchange):
         result: Wire | None = None,
         tag: int,
         what: str,
+        places: int = 1,
         then: Callable[[], None] | None = None,
     ) -> Handle:
         wires = (wire, result) if isinstance(wire, Wire) else None

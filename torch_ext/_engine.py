@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_ext import _away, _registry
 from torch_ext._agreement import agree
+from torch_ext._coalescing import Coalescing
 from torch_ext._exchange import MAX_BUCKETS, Handle, tag
 from torch_ext._layout import BucketPlan
 from torch_ext._local import Local
@@ -56,10 +57,11 @@ class Engine(_registry.Owner):
         check_for_nan: bool,
         find_unused_parameters: bool,
         step_in_backward: bool,
+        coalesce: bool,
         replan: Replan,
         may_replan: Callable[[], bool],
     ) -> None:
-        """number: of `agree`. replan: the plan for another order of the parameters. may_replan: whether on this rank
+        """number: of `agree`. coalesce: whether neighbouring buckets may travel together. replan: the plan for another order of the parameters. may_replan: whether on this rank
         nothing depends on which part of a parameter it has."""
         self.store, self.exchange = store, store.exchange
         self.params = list(store.params)
@@ -73,7 +75,8 @@ class Engine(_registry.Owner):
         self._steppers: weakref.WeakSet[_registry.Stepper] = weakref.WeakSet()
         self._early: list[Callable[[int], None]] = []  # what steps a bucket of this backward whose sum is there
         self._replan, self._may_replan = replan, may_replan
-        self._tracker, self._bucket_names = self._new_tracker(), self._names_of_buckets()
+        self._may_coalesce = coalesce and store.joins and self.exchange.world_size > 1 and not self.exchange.deferring
+        self._follow_plan()
         # The first cycle that reduces shows in which order gradients come: its buckets leave at its end, laid out anew.
         self._learning = store.movable and self.exchange.world_size > 1 and len(self.plan.buckets) > 1
         self._tasks: dict[int, weakref.ref[_BackwardEnd]] = {}  # backwards that have not ended, the outermost first
@@ -102,8 +105,10 @@ class Engine(_registry.Owner):
     def plan(self) -> BucketPlan:
         return self.store.plan
 
-    def _new_tracker(self) -> Tracker:
-        return Tracker(self.names, [p.bucket for p in self.plan.parameters], len(self.plan.buckets))
+    def _follow_plan(self) -> None:
+        self._tracker = Tracker(self.names, [p.bucket for p in self.plan.parameters], len(self.plan.buckets))
+        self._coalescing = Coalescing(self.plan, self._may_coalesce)
+        self._names_of_buckets: dict[range, str] = {}
 
     def _each(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
         return enumerate(self.params)
@@ -192,7 +197,7 @@ class Engine(_registry.Owner):
         handle = self.exchange.gather(
             Wire.of(self.weights.buckets[bucket]),
             tag=tag(self._number, self._gathers, bucket),
-            what=f"weights of {self._bucket_names[bucket]}",
+            what=f"weights of {self._name(range(bucket, bucket + 1))}",
         )
         return _Gathering(self, handle)
 
@@ -263,6 +268,7 @@ class Engine(_registry.Owner):
         self._bytes_before = self.exchange.bytes_sent
         self._nonfinite = ALL_FINITE
         self._tracker.reset()
+        self._coalescing.reset()
         self._early = self._steps_of_this_backward()
 
     def _steps_of_this_backward(self) -> list[Callable[[int], None]]:
@@ -300,10 +306,10 @@ class Engine(_registry.Owner):
             if self._failure is None:
                 self._wait(handles)
                 if report is not None:
-                    self._guarded(report)
+                    self._read(report)
             self._notice_partly_stepped(bool(handles))
             for i, p in enumerate(self.plan.parameters):
-                self._global[i] |= p.bucket < len(handles)  # buckets leave in ascending order
+                self._global[i] |= p.bucket < self._coalescing.sent  # buckets leave in ascending order
 
     def _notice_partly_stepped(self, sent: bool) -> None:
         """A backward that ends in an error cannot be taken back where its first buckets were stepped."""
@@ -323,28 +329,34 @@ class Engine(_registry.Owner):
 
     def _send_complete(self) -> None:
         while (bucket := self._tracker.next()) is not None:
-            self._send(bucket)
+            self._look_for_nonfinite(bucket)
+            if (together := self._coalescing.complete(bucket)) is not None:
+                self._send(together)
 
-    def _send(self, b: int) -> None:
+    def _look_for_nonfinite(self, b: int) -> None:
         if self._check_for_nan and self._nonfinite == ALL_FINITE:
             grads = self.store.grads(b)
             self.exchange.ordering.catch_up()
             bad = first_nonfinite([grad for _, grad in grads])
             self._nonfinite = ALL_FINITE if bad == ALL_FINITE else grads[bad][0]
-        what = f"gradients of cycle {self._cycle}, {self._bucket_names[b]}"
+
+    def _send(self, buckets: range) -> None:
+        b = buckets.start
+        what = f"gradients of cycle {self._cycle}, {self._name(buckets)}"
         after = partial(_step_early, self._early, b) if self._early else None
         number = tag(self._number, self._cycle, b)
-        self._handles.append(self.store.send(b, cycle=self._cycle, tag=number, what=what, after=after))
+        self._handles.append(self.store.send(buckets, cycle=self._cycle, tag=number, what=what, after=after))
 
-    def _names_of_buckets(self) -> list[str]:
+    def _name(self, buckets: range) -> str:
         """For messages."""
-        found = []
-        for b in range(len(self.plan.buckets)):
-            members = self.plan.in_bucket(b)
+        name = self._names_of_buckets.get(buckets)
+        if name is None:
+            members = [i for b in buckets for i in self.plan.in_bucket(b)]
             first, last = self.names[members[0]], self.names[members[-1]]
+            which = f"bucket {buckets[0]}" if len(buckets) == 1 else f"buckets {buckets[0]} to {buckets[-1]}"
             names = repr(first) if first == last else f"{first!r} ... {last!r}"
-            found.append(f"bucket {b} of {len(self.plan.buckets)} ({names})")
-        return found
+            name = self._names_of_buckets[buckets] = f"{which} of {len(self.plan.buckets)} ({names})"
+        return name
 
     # -- at its end -----------------------------------------------------------------------------------------------
 
@@ -357,11 +369,11 @@ class Engine(_registry.Owner):
         # First the parameters that did not come, since their buckets are about to leave.
         for i in self._tracker.finish():
             self._settle(i)
-        if self._learning:
+        at_once, self._learning = self._learning, False
+        if at_once:
             self._guarded(self._learn)
-            self._learning = False
         self._send_complete()
-        reports = self._close_cycle()
+        reports = self._close_cycle(at_once)
         try:
             self._check_reports(reports)
         except RuntimeError:
@@ -392,21 +404,24 @@ class Engine(_registry.Owner):
             self.weights = ParameterBuffers(self.params, plan)
         self.store = self.store.moved(plan)
         _registry.changed()
-        self._tracker, self._bucket_names = self._new_tracker(), self._names_of_buckets()
+        self._follow_plan()
         self._tracker.finish()
 
-    def _close_cycle(self) -> list[torch.Tensor]:
-        """Exchanges this rank's report, waits for the buckets, installs the sums; every rank's report."""
-        header = torch.tensor([self._cycle, self._nonfinite], dtype=torch.int64).view(torch.uint8)
-        report = torch.cat([header, torch.frombuffer(self._came, dtype=torch.uint8)])
+    def _close_cycle(self, at_once: bool) -> list["_Report"]:
+        """Exchanges this rank's report, waits for the buckets, installs the sums; every rank's report. at_once: whether
+        all buckets were kept until the end."""
+        report = _Report.of(self._cycle, self._nonfinite, self._coalescing.words(), self._came)
         try:
             what = f"end of gradient cycle {self._cycle}"
-            self._report = self.exchange.all_gather(report, tag=tag(self._number, self._cycle, MAX_BUCKETS), what=what)
+            number = tag(self._number, self._cycle, MAX_BUCKETS)
+            self._report = self.exchange.all_gather(report, tag=number, what=what)
         except RuntimeError as error:
             self._failure = str(error)
             raise
         self._wait(self._handles)
-        reports: list[torch.Tensor] = self._guarded(self._report)
+        if not at_once:
+            self._coalescing.ended()
+        reports = self._read(self._report)
         self.exchange.ordering.forget_writers()
         self._handles, self._report = [], None
         self._began = self._reducing = False
@@ -414,8 +429,14 @@ class Engine(_registry.Owner):
         self._came = bytearray(len(self.params))
         self._global = bytearray(b"\1" * len(self.params))
         self.wire_bytes = self.exchange.bytes_sent - self._bytes_before
-        self.store.closed(torch.stack(reports)[:, header.numel() :].eq(CAME).any(dim=0).tolist())
+        self.store.closed(torch.stack([report.came for report in reports]).eq(CAME).any(dim=0).tolist())
         self._versions = self.store.versions()
+        return reports
+
+    def _read(self, gathered: Callable[[], list[torch.Tensor]]) -> list["_Report"]:
+        """Every rank's report, and what there is to learn from them for the next cycle."""
+        reports = [_Report.read(row, len(self.params)) for row in self._guarded(gathered)]
+        self._coalescing.learn([report.words for report in reports])
         return reports
 
     def _wait(self, handles: Sequence[Handle]) -> None:
@@ -430,20 +451,19 @@ class Engine(_registry.Owner):
             self._failure = str(error)
             raise
 
-    def _check_reports(self, reports: Sequence[torch.Tensor]) -> None:
-        header = 2 * 8
-        rows = [report[:header].view(torch.int64).tolist() for report in reports]
-        for rank, (cycle, _) in enumerate(rows):
-            if cycle != self._cycle - 1:
+    def _check_reports(self, reports: Sequence["_Report"]) -> None:
+        for rank, report in enumerate(reports):
+            if report.cycle != self._cycle - 1:
                 self._failure = (
-                    f"rank {rank} is in gradient cycle {cycle} and rank {self.exchange.rank} in {self._cycle - 1}"
+                    f"rank {rank} is in gradient cycle {report.cycle} and rank {self.exchange.rank} in "
+                    f"{self._cycle - 1}"
                 )
                 raise RuntimeError(self._failure)
-        nonfinite = [i for _, i in rows]
+        nonfinite = [report.nonfinite for report in reports]
         self._poisoned.update(i for i in nonfinite if i != ALL_FINITE)
         refuse_nonfinite(self.names, nonfinite)
         if not self._find_unused:
-            self._check_all_came([report[header:] for report in reports])
+            self._check_all_came([report.came for report in reports])
 
     def _check_all_came(self, came: Sequence[torch.Tensor]) -> None:
         absent = {rank: states.eq(ABSENT).nonzero().flatten().tolist() for rank, states in enumerate(came)}
@@ -456,6 +476,27 @@ class Engine(_registry.Owner):
             "after parallelize, or checkpointing runs with use_reentrant=True. If parameters may be unused, call "
             "parallelize(..., find_unused_parameters=True): they then count as zero. Call zero_grad() before going on."
         )
+
+
+class _Report(NamedTuple):
+    """What a rank tells the others at the end of a cycle."""
+
+    cycle: int
+    nonfinite: int  # the position of a parameter, or ALL_FINITE
+    words: torch.Tensor  # of `Coalescing`
+    came: torch.Tensor  # uint8, by parameter
+
+    @staticmethod
+    def of(cycle: int, nonfinite: int, words: torch.Tensor, came: bytearray) -> torch.Tensor:
+        """As it travels."""
+        numbers = torch.cat([torch.tensor([cycle, nonfinite], dtype=torch.int64), words])
+        return torch.cat([numbers.view(torch.uint8), torch.frombuffer(came, dtype=torch.uint8)])
+
+    @classmethod
+    def read(cls, row: torch.Tensor, n_params: int) -> "_Report":
+        numbers, came = row[: row.numel() - n_params].view(torch.int64), row[row.numel() - n_params :]
+        cycle, nonfinite = numbers[:2].tolist()
+        return cls(cycle, nonfinite, numbers[2:], came)
 
 
 class _Gathering:

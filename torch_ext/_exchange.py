@@ -93,6 +93,7 @@ class Exchange(abc.ABC):
         result: Wire | None = None,
         tag: int,
         what: str,
+        places: int = 1,
         then: Callable[[], None] | None = None,
     ) -> Handle:
         """Starts a bucket: part r of every rank's wire comes to rank r, where `install` adds up; a reduce-scatter.
@@ -101,7 +102,7 @@ class Exchange(abc.ABC):
         all-reduce. It may be `wire` itself. wire: numel a multiple of 128 * world_size. Nothing of both is to be
         touched before the handle's result. An Opening makes both (`result` is left out then): memory that exists for
         the travel alone is made for buckets that are under way, not for those that wait. what names the bucket in
-        messages. then runs at the end, perhaps on another thread.
+        messages. places: how many of the IN_FLIGHT it takes, at most all. then runs at the end, perhaps on another thread.
         """
 
     @abc.abstractmethod

@@ -228,6 +228,7 @@ def parallelize(
             check_for_nan=policy.check_for_nan_in_grad,
             find_unused_parameters=find_unused_parameters,
             step_in_backward=policy.step_in_backward,
+            coalesce=policy.bucket_size is None,
             replan=partial(_replanned, named, policy, exchange.world_size),
             may_replan=lambda: name == "no_shard" or not _has_state(named),
         )

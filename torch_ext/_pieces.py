@@ -17,11 +17,11 @@ def _intersect() -> Callable[..., int]:
     )
 
 
-def pieces(plan: BucketPlan, bucket: int, begin: int, end: int) -> list[Piece]:
-    """The parameters' runs in elements [begin, end) of the bucket's buffer, by their place; empty ones left out."""
+def pieces(plan: BucketPlan, buckets: range, begin: int, end: int) -> list[Piece]:
+    """The buckets' parameters' runs in elements [begin, end) of the buffer, by their place; empty ones left out."""
     found = []
     first = ctypes.c_int64()
-    for i in plan.in_bucket(bucket):
+    for i in (i for bucket in buckets for i in plan.in_bucket(bucket)):
         p = plan.parameters[i]
         numel = _intersect()(p.start, p.numel, begin, end, ctypes.byref(first))
         if numel:
@@ -29,8 +29,9 @@ def pieces(plan: BucketPlan, bucket: int, begin: int, end: int) -> list[Piece]:
     return found
 
 
-def part_of(plan: BucketPlan, bucket: int, rank: int) -> tuple[int, int]:
-    """The elements [begin, end) of its buffer that a rank owns of a bucket (tx_layout_shard: parts are equal)."""
-    b = plan.buckets[bucket]
-    numel = b.numel // plan.world_size
-    return b.start + numel * rank, b.start + numel * (rank + 1)
+def part_of(plan: BucketPlan, buckets: range, rank: int) -> tuple[int, int]:
+    """The elements [begin, end) of their buffer that a rank has of neighbouring buckets (tx_layout_shard: parts are
+    equal)."""
+    start = plan.buckets[buckets[0]].start
+    numel = sum(plan.buckets[b].numel for b in buckets) // plan.world_size
+    return start + numel * rank, start + numel * (rank + 1)

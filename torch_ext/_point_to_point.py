@@ -116,9 +116,11 @@ class _Reduction(_Travel):
         install: Install,
         tag: int,
         what: str,
+        places: int,
         then: Callable[[], None] | None,
     ) -> None:
         super().__init__(exchange, tag, what)
+        self.places = places
         self.opening: Opening | None = opening
         self.install: Install | None = install
         self.then = then
@@ -167,7 +169,7 @@ class _Reduction(_Travel):
             except Exception as error:
                 self._fail(error)
         if self.future is None:
-            self.exchange.ended()
+            self.exchange.ended(self)
 
     def complete(self) -> None:
         """The second lane's task, where there is a future."""
@@ -179,7 +181,7 @@ class _Reduction(_Travel):
         except Exception as error:
             failure = error
         self.then = None
-        self.exchange.ended()
+        self.exchange.ended(self)
         if failure is None:
             self.future.set_result(None)
         else:
@@ -245,7 +247,7 @@ class PointToPoint(Exchange):
         self._reducing = Lane("torch_ext reduce")
         self._completing = Lane("torch_ext gather")
         self._lock = threading.Lock()
-        self._under_way = 0
+        self._taken = 0  # of the IN_FLIGHT places
         self._waiting: deque[_Reduction] = deque()
 
     def borrow(self, numel: int, dtype: torch.dtype, role: str) -> Wire:
@@ -287,13 +289,17 @@ class PointToPoint(Exchange):
 
         self._posting.submit(post)
 
-    def ended(self) -> None:
+    def ended(self, reduction: _Reduction) -> None:
         """A bucket needs its memory no longer; the next one's turn."""
         with self._lock:
-            if self._waiting:
-                self._start(self._waiting.popleft())
-            else:
-                self._under_way -= 1
+            self._taken -= reduction.places
+            self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """Under the lock: as many as there are places for."""
+        while self._waiting and self._taken + self._waiting[0].places <= IN_FLIGHT:
+            self._taken += self._waiting[0].places
+            self._start(self._waiting.popleft())
 
     def reduce(
         self,
@@ -303,6 +309,7 @@ class PointToPoint(Exchange):
         result: Wire | None = None,
         tag: int,
         what: str,
+        places: int = 1,
         then: Callable[[], None] | None = None,
     ) -> "concurrent.futures.Future[None] | _Reduction":
         if isinstance(wire, Wire):
@@ -311,13 +318,10 @@ class PointToPoint(Exchange):
         else:
             given = wire
             opening = lambda: self._counted(*given())  # noqa: E731
-        reduction = _Reduction(self, opening, install, tag, what, then)
+        reduction = _Reduction(self, opening, install, tag, what, places, then)
         with self._lock:
-            if self._under_way == IN_FLIGHT:
-                self._waiting.append(reduction)
-            else:
-                self._under_way += 1
-                self._start(reduction)
+            self._waiting.append(reduction)
+            self._start_waiting()
         return reduction if reduction.future is None else reduction.future
 
     def _counted(self, wire: Wire, result: Wire | None) -> tuple[Wire, Wire | None]:

@@ -30,6 +30,8 @@ class Store(abc.ABC):
 
     sharded = True
     """Whether each rank steps its own parts of the parameters only."""
+    joins = False
+    """Whether neighbouring buckets may travel as one."""
     movable = True
     """Whether gradients that were not sent yet can be laid out anew."""
     every_backward = False
@@ -50,11 +52,12 @@ class Store(abc.ABC):
         self.divide_factor, self.gather_dtype = divide_factor, gather_dtype
         self.temporary = TemporaryBuckets(exchange)
         self.members = [
-            pieces(plan, b, bucket.start, bucket.start + bucket.numel) for b, bucket in enumerate(plan.buckets)
+            pieces(plan, range(b, b + 1), bucket.start, bucket.start + bucket.numel)
+            for b, bucket in enumerate(plan.buckets)
         ]
         self.owned: dict[int, tuple[int, Piece]] = {}  # by parameter: the bucket, and the run in this rank's part
         for b in range(len(plan.buckets)):
-            for piece in pieces(plan, b, *part_of(plan, b, exchange.rank)):
+            for piece in pieces(plan, range(b, b + 1), *part_of(plan, range(b, b + 1), exchange.rank)):
                 self.owned[piece.param] = (b, piece)
         self.stats = _stats.zeros(exchange.device)
         """Of what this rank's parts hold since the last reduction (sharded strategies)."""
@@ -98,9 +101,11 @@ class Store(abc.ABC):
         """This rank's gradients of a complete bucket, with their positions."""
 
     @abc.abstractmethod
-    def send(self, b: int, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Handle:
-        """Starts the exchange of a complete bucket. after: called when this rank's part holds the sum (sharded
-        strategies); any thread."""
+    def send(
+        self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
+    ) -> Handle:
+        """Starts the exchange of complete buckets that travel as one: neighbours in one buffer, and a single one where
+        the store does not `join`. after: called when this rank's part holds the sum (sharded strategies); any thread."""
 
     # -- between backwards
 
@@ -132,10 +137,10 @@ class Store(abc.ABC):
     def release(self) -> None:
         """Gives the parameters back as they were, without gradients."""
 
-    def _wire_of(self, b: int, values: Sequence[torch.Tensor], members: Sequence[Piece], cycle: int) -> Wire:
+    def _wire_of(self, buckets: range, values: Sequence[torch.Tensor], members: Sequence[Piece], cycle: int) -> Wire:
         """A temporary bucket in the wire's dtype with these values."""
-        planned = self.plan.buckets[b]
-        wire = self.temporary.take(b, planned.numel, planned.grad_comm_dtype)
+        numel = sum(self.plan.buckets[b].numel for b in buckets)
+        wire = self.temporary.take(buckets.start, numel, self.plan.buckets[buckets[0]].grad_comm_dtype)
         pack(values, members, self.ids, wire, Seeds.of_parts(self.exchange.rank, cycle))
         return wire
 
@@ -175,15 +180,24 @@ class _Buffered(Store):
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
         return [(p.param, self.buffers.view(p.param)) for p in self.members[b]]
 
-    def _packed(self, b: int, cycle: int) -> Wire:
-        """The bucket as it travels: itself, or a temporary one."""
-        planned, main = self.plan.buckets[b], self.buffers.buckets[b]
+    def _main(self, buckets: range) -> torch.Tensor:
+        """Of neighbours."""
+        first, last = self.plan.buckets[buckets[0]], self.plan.buckets[buckets[-1]]
+        return self.buffers.flats[first.buffer][first.start : last.start + last.numel]
+
+    def _packed(self, buckets: range, cycle: int) -> Wire:
+        """Neighbours as they travel: themselves, or a temporary bucket."""
+        planned, main = self.plan.buckets[buckets[0]], self._main(buckets)
         if planned.grad_comm_dtype == planned.main_grads_dtype:
             return Wire.of(main)
         if planned.grad_comm_dtype == CODES:
-            members = self.members[b]
-            return self._wire_of(b, [main[p.at : p.at + p.numel] for p in members], members, cycle)
-        return self._wire_of(b, [main], [Piece(0, 0, main.numel(), 0)], cycle)
+            members = [
+                p._replace(at=self.plan.buckets[b].start - planned.start + p.at)
+                for b in buckets
+                for p in self.members[b]
+            ]
+            return self._wire_of(buckets, [main[p.at : p.at + p.numel] for p in members], members, cycle)
+        return self._wire_of(buckets, [main], [Piece(0, 0, main.numel(), 0)], cycle)
 
     def closed(self, anywhere: Sequence[bool]) -> None:
         # The exchange writes behind autograd's back.
@@ -209,6 +223,7 @@ class Replicated(_Buffered):
     """no_shard: `.grad` becomes the mean over the ranks, rounded once to the dtype in which sums are gathered."""
 
     sharded = False
+    joins = True
 
     @property
     def carries(self) -> bool:
@@ -221,14 +236,17 @@ class Replicated(_Buffered):
             with torch.no_grad():
                 self.buffers.view(i).mul_(self.divide_factor if self.exchange.rank == 0 else 0.0)
 
-    def send(self, b: int, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Handle:
-        main = self.buffers.buckets[b]
+    def send(
+        self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
+    ) -> Handle:
+        # Who adds up which part of a mean that all get is nobody's concern: neighbours are one bucket.
+        main = self._main(buckets)
         gathered = Wire.of(main)
 
         def leave() -> tuple[Wire, Wire]:
             nonlocal gathered
-            wire = self._packed(b, cycle)
-            gathered = self._gathered(b, wire)
+            wire = self._packed(buckets, cycle)
+            gathered = self._gathered(buckets, wire, main)
             return wire, gathered
 
         def install(chunks: Sequence[Wire]) -> None:
@@ -238,28 +256,29 @@ class Replicated(_Buffered):
                 return
             total = torch.empty(own.data.numel(), dtype=torch.float32, device=main.device)
             add_up(chunks, total, self._scale())
-            mine = pieces(self.plan, b, *part_of(self.plan, b, self.exchange.rank))
+            mine = pieces(self.plan, buckets, *part_of(self.plan, buckets, self.exchange.rank))
             pack([total[p.at : p.at + p.numel] for p in mine], mine, self.ids, own, Seeds.of_sums(cycle))
 
         def then() -> None:
             if gathered.data is not main:
                 unpack(gathered, main)
-            self.temporary.give_back(b)
-            self.temporary.give_back(b, gathered=True)
+            self.temporary.give_back(buckets.start)
+            self.temporary.give_back(buckets.start, gathered=True)
 
-        planned = self.plan.buckets[b]
+        planned = self.plan.buckets[buckets[0]]
         in_place = {planned.grad_comm_dtype, self.gather_dtype or planned.grad_comm_dtype} == {planned.main_grads_dtype}
-        return self.exchange.reduce(leave, install, tag=tag, what=what, then=None if in_place else then)
+        places = 1 if len(buckets) == 1 else IN_FLIGHT // 2  # joined buckets need more memory
+        return self.exchange.reduce(leave, install, tag=tag, what=what, places=places, then=None if in_place else then)
 
-    def _gathered(self, b: int, wire: Wire) -> Wire:
+    def _gathered(self, buckets: range, wire: Wire, main: torch.Tensor) -> Wire:
         """Where the sums of all ranks come together."""
-        planned, main = self.plan.buckets[b], self.buffers.buckets[b]
+        planned = self.plan.buckets[buckets[0]]
         dtype = self.gather_dtype or (torch.bfloat16 if wire.coded else planned.grad_comm_dtype)
         if dtype == planned.grad_comm_dtype:
             return wire
         if dtype == planned.main_grads_dtype:
             return Wire.of(main)
-        return self.temporary.take(b, planned.numel, dtype, gathered=True)
+        return self.temporary.take(buckets.start, main.numel(), dtype, gathered=True)
 
     def grad(self, i: int) -> torch.Tensor | None:
         return self.params[i].grad
@@ -303,11 +322,14 @@ class OptimizerShards(_Buffered):
             whole[piece.first : piece.first + piece.numel].mul_(self.divide_factor)
             whole[piece.first + piece.numel :].zero_()
 
-    def send(self, b: int, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Handle:
+    def send(
+        self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
+    ) -> Handle:
+        (b,) = buckets
         shard = self.buffers.buckets[b].chunk(self.exchange.world_size)[self.exchange.rank]
 
         def leave() -> tuple[Wire, None]:
-            return self._packed(b, cycle), None
+            return self._packed(buckets, cycle), None
 
         def install(chunks: Sequence[Wire]) -> None:
             add_up(chunks, shard, self._scale(), stats=self.stats)
@@ -316,7 +338,7 @@ class OptimizerShards(_Buffered):
 
         planned = self.plan.buckets[b]
         in_place = planned.grad_comm_dtype == planned.main_grads_dtype
-        then = None if in_place else partial(self.temporary.give_back, b)
+        then = None if in_place else partial(self.temporary.give_back, buckets.start)
         return self.exchange.reduce(leave, install, tag=tag, what=what, then=then)
 
     def grad(self, i: int) -> torch.Tensor | None:
@@ -391,7 +413,10 @@ class GradientShards(Store):
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
         return [(p.param, self._held[p.param]) for p in self.members[b] if p.param in self._held]
 
-    def send(self, b: int, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Handle:
+    def send(
+        self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
+    ) -> Handle:
+        (b,) = buckets
         members = [p for p in self.members[b] if p.param in self._held]
         values = [_tensors.in_order_of(self.params[p.param], self._held.pop(p.param)) for p in members]
         # At most so many buckets exist, however slow the network is: backward waits for the oldest.
@@ -399,7 +424,7 @@ class GradientShards(Store):
             self._under_way.pop(0).result()
 
         def leave() -> tuple[Wire, None]:
-            return self._wire_of(b, values, members, cycle), None
+            return self._wire_of(buckets, values, members, cycle), None
 
         # Gradients are free as soon as they are packed, unless a device packs them later.
         opening: Opening | Wire = leave if self.exchange.deferring else leave()[0]
@@ -412,7 +437,9 @@ class GradientShards(Store):
             if after is not None:
                 after()
 
-        handle = self.exchange.reduce(opening, install, tag=tag, what=what, then=lambda: self.temporary.give_back(b))
+        handle = self.exchange.reduce(
+            opening, install, tag=tag, what=what, then=lambda: self.temporary.give_back(buckets.start)
+        )
         self._under_way.append(handle)
         return handle
 

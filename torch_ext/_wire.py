@@ -35,6 +35,11 @@ class Wire(NamedTuple):
             torch.empty(numel, dtype=dtype, device=device), torch.empty(blocks, dtype=torch.uint8, device=device)
         )
 
+    @staticmethod
+    def size_of(numel: int, dtype: torch.dtype) -> int:
+        """Bytes of as many elements, the scales of codes included."""
+        return numel * dtype.itemsize + (numel // BLOCK if dtype == CODES else 0)
+
     @property
     def nbytes(self) -> int:
         return int(self.data.nbytes + self.scales.nbytes)

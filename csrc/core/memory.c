@@ -215,6 +215,25 @@ static int64_t exchanged(const tx_memory_args *args, int64_t *filling) {
   return sum;
 }
 
+/* What the joined buckets of a buffer take, where nobody gave buckets a size (tx_coalesce): two messages at a time. */
+static int64_t joined(const tx_memory_args *args) {
+  if (args->layout->cap != TX_NO_INT || !args->layout->overlap || args->strategy != TX_NO_SHARD) return 0;
+  int64_t most = 0;
+  for (int64_t first = 0, b = 0; b < args->n_buckets; first = b) {
+    tx_layout_bucket message = {0};
+    for (; b < args->n_buckets && args->buckets[b].buffer == args->buckets[first].buffer; b++)
+      message.size = add(message.size, 1, args->buckets[b].size);
+    const tx_layout_param *like = &args->layout->params[first_in(args, args->buckets[first].buffer)];
+    const int64_t block_bytes = tx_wire_block_bytes((tx_dtype)like->wire_dtype);
+    message.size /= TX_COALESCE_PARTS;
+    if (message.size / TX_BLOCK > TX_COALESCE_BYTES / block_bytes)
+      message.size = TX_COALESCE_BYTES / block_bytes * TX_BLOCK;
+    const int64_t bytes = add(0, 2, travelling(args, like, &message));
+    if (bytes > most) most = bytes;
+  }
+  return most;
+}
+
 /* Parameters and gradients of the two largest units. */
 static int64_t gathered(const tx_memory_args *args) {
   int64_t most = 0, second = 0;
@@ -233,8 +252,9 @@ static int64_t gathered(const tx_memory_args *args) {
 static int64_t transient(const tx_memory_args *args) {
   if (args->strategy == TX_OPTIM_GRADS_PARAMS) return gathered(args);
   int64_t filling;
-  const int64_t exchange = exchanged(args, &filling);
-  return args->strategy == TX_OPTIM_GRADS ? add(exchange, 1, filling) : exchange;
+  const int64_t exchange = exchanged(args, &filling), together = joined(args);
+  if (args->strategy == TX_OPTIM_GRADS) return add(exchange, 1, filling);
+  return exchange > together ? exchange : together;
 }
 
 /* -- both ------------------------------------------------------------------------------------------------------- */

@@ -1,0 +1,109 @@
+/* Which buckets travel together. Ranks compute it each for itself, from the same numbers: IEEE doubles, no contraction.
+ */
+#include <inttypes.h>
+
+#include "csrc/core/status.h"
+
+/* What joined buckets take on the wire, in microseconds: some ten times what any message costs the processors; and no
+ * more than three times that. */
+static const double kShortest = 6e3, kLongest = 16e3;
+
+static tx_status check(const tx_coalesce_args *args, const int64_t *ends, const int64_t *n_messages, tx_error *error) {
+  if (!args || args->size != sizeof *args || !n_messages) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_coalesce: args must begin with TX_COALESCE_ARGS_INIT, and n_messages must not be NULL");
+  }
+  if (args->n_buckets < 0 || args->n_ranks < 1) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "coalesce: %" PRId64 " buckets, %" PRId64 " ranks; legal: >= 0, >= 1", args->n_buckets,
+                   args->n_ranks);
+  }
+  if (args->n_buckets > 0 && (!ends || !args->bytes || !args->buffer || !args->ready || !args->ended)) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_coalesce: ends, bytes, buffer, ready and ended must not be NULL");
+  }
+  for (int64_t b = 0; b < args->n_buckets; b++) {
+    if (args->bytes[b] < 0) {
+      return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                     "coalesce: bucket %" PRId64 " has %" PRId64 " bytes; legal: >= 0", b, args->bytes[b]);
+    }
+  }
+  return TX_OK;
+}
+
+/* When bucket b was complete on the last rank, and so all before it, which leave first. */
+static double complete(const tx_coalesce_args *args, int64_t b, double before) {
+  for (int64_t rank = 0; rank < args->n_ranks; rank++) {
+    const double at = (double)args->ready[rank * args->n_buckets + b];
+    if (at > before) before = at;
+  }
+  return before;
+}
+
+/* Microseconds until everything had come, on the slowest rank; 0: not known. */
+static double whole(const tx_coalesce_args *args) {
+  int64_t most = 0;
+  for (int64_t rank = 0; rank < args->n_ranks; rank++) {
+    if (args->ended[rank] <= 0) return 0;
+    if (args->ended[rank] > most) most = args->ended[rank];
+  }
+  return (double)most;
+}
+
+/* Whether there is a bucket b, and neighbours may have it along. */
+static int same_buffer(const tx_coalesce_args *args, int64_t first, int64_t b) {
+  return b < args->n_buckets && args->buffer[b] == args->buffer[first];
+}
+
+/* The end of a message that begins with bucket `first` at the time `now`; *carried: its bytes. It holds `least` bytes
+ * even if they have to be waited for, and where buckets are joined `limit` at most. */
+static int64_t message(const tx_coalesce_args *args, int64_t first, double now, double least, double limit,
+                       double *carried) {
+  int64_t waiting = 1;
+  double at = now;
+  while (same_buffer(args, first, first + waiting) && (at = complete(args, first + waiting, at)) <= now)
+    waiting++;
+  const int64_t most = same_buffer(args, first, first + waiting) ? waiting / 2 : waiting;
+  int64_t end = first + 1;
+  *carried = (double)args->bytes[first];
+  while (same_buffer(args, first, end) && (end - first < most || *carried < least) &&
+         *carried + (double)args->bytes[end] <= limit)
+    *carried += (double)args->bytes[end++];
+  return end;
+}
+
+/* Bytes of the buffer whose first bucket this is. */
+static double of_buffer(const tx_coalesce_args *args, int64_t first) {
+  double sum = 0;
+  for (int64_t b = first; same_buffer(args, first, b); b++)
+    sum += (double)args->bytes[b];
+  return sum;
+}
+
+tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error) {
+  TX_FORWARD(check(args, ends, n_messages, error));
+  double bytes = 0;
+  for (int64_t b = 0; b < args->n_buckets; b++)
+    bytes += (double)args->bytes[b];
+  const double time = whole(args);
+  const double each = bytes > 0 ? time / bytes : 0; /* microseconds that the wire takes for a byte */
+
+  double now = 0, at = 0, limit = 0;
+  *n_messages = 0;
+  for (int64_t first = 0; first < args->n_buckets;) {
+    if (first == 0 || !same_buffer(args, first - 1, first)) {
+      limit = of_buffer(args, first) / TX_COALESCE_PARTS;
+      if (limit > (double)TX_COALESCE_BYTES) limit = (double)TX_COALESCE_BYTES;
+      if (limit * each > kLongest) limit = kLongest / each;
+      if (time <= 0) limit = 0;
+    }
+    at = complete(args, first, at);
+    double carried;
+    const int64_t end = message(args, first, now > at ? now : at, each > 0 ? kShortest / each : 0, limit, &carried);
+    for (int64_t b = first; b < end; b++)
+      at = complete(args, b, at);
+    now = (now > at ? now : at) + carried * each;
+    ends[(*n_messages)++] = first = end;
+  }
+  return TX_OK;
+}

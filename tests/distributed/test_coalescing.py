@@ -1,0 +1,178 @@
+"""Neighbouring buckets that travel as one message: agreed on by all ranks, and nothing but time depends on it."""
+
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
+
+import torch_ext
+from torch_ext import _coalescing, _engine, _parallel
+
+MILLISECOND = 1_000_000
+SHAPES: list[Any] = [(300,), (5, 77), (300,), (1000,)] * 4  # each is a bucket by itself
+CYCLES = 6  # the fourth is the first whose buckets can have been joined
+WIRES: list[Any] = [
+    pytest.param((BF16, BF16, BF16), {}, id="bf16"),
+    pytest.param((BF16, FP32, BF16), {}, id="wire-bf16"),
+    pytest.param((BF16, BF16, "fp8"), {}, id="fp8"),
+    pytest.param((BF16, FP32, "fp8"), {"grad_gather_dtype": "fp8"}, id="sums-fp8"),
+]
+
+
+class _Clock:
+    """In the place of the module `time`: each look at it takes as long."""
+
+    def __init__(self, each: int) -> None:
+        self.now, self.each = 0, each
+
+    def monotonic_ns(self) -> int:
+        self.now += self.each
+        return self.now
+
+
+def _parallel_model(dtypes: Any, joins: bool = True, **ddp: Any) -> tuple[Any, Any]:
+    """A model with small buckets, which are joined all the same, and its engine."""
+    _engine.Coalescing = lambda plan, enabled: _coalescing.Coalescing(plan, joins)
+    options = {"bucket_size": 300, "overlap_grad_reduce": True, **ddp}
+    model = torch_ext.parallelize(Given(SHAPES, BF16), policy(*dtypes, **options))
+    return model, _parallel._engine_of(model)
+
+
+def _train(rank: int, each: int, dtypes: Any, **options: Any) -> tuple[list[list[bytes]], list[int]]:
+    """The gradients of all cycles, and how many messages the buckets of each made."""
+    _coalescing.time = _Clock(each)
+    model, engine = _parallel_model(dtypes, **options)
+    found, messages = [], []
+    for seed in range(CYCLES):
+        messages.append(len(engine._coalescing.ends))
+        model.zero_grad()
+        model(noise(seed, rank, SHAPES, BF16)).backward()
+        found.append(bits([p.grad for p in model.parameters()]))
+    return found, messages
+
+
+def _joined_and_not(rank: int, world: int, dtypes: Any, ddp: Any) -> None:
+    alone, messages = _train(rank, MILLISECOND // 10, dtypes, joins=False, **ddp)
+    assert messages == [len(SHAPES)] * CYCLES
+    joined, fewer = _train(rank, MILLISECOND // 10, dtypes, **ddp)
+    assert fewer[0] == len(SHAPES) and fewer[-1] < 8
+    assert joined == alone
+    assert on_all_ranks(joined) == [joined] * world
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("dtypes", "ddp"), WIRES)
+def test_bits_do_not_depend_on_what_is_joined(world: int, dtypes: Any, ddp: Any) -> None:
+    ranks.run(world, _joined_and_not, dtypes, ddp)
+
+
+def _paces(rank: int, world: int, paces: list[int]) -> list[int]:
+    return _train(rank, paces[rank], (BF16,))[1]
+
+
+@pytest.mark.parametrize(
+    ("paces", "joined"),
+    [
+        pytest.param([MILLISECOND // 10] * 2, True, id="done-at-once"),
+        pytest.param([30 * MILLISECOND] * 2, False, id="a-long-backward"),
+        pytest.param([MILLISECOND // 10, 30 * MILLISECOND], False, id="long-on-one-rank"),
+    ],
+)
+def test_buckets_are_joined_where_backward_is_done_before_the_wire(paces: list[int], joined: bool) -> None:
+    first, second = ranks.run(2, _paces, paces)
+    assert first == second, "each cycle's messages are the same everywhere"
+    assert (first[-1] < first[0]) == joined
+
+
+def _follows(rank: int, world: int) -> list[int]:
+    """Backward becomes slow, and quick again."""
+    clock = _coalescing.time = _Clock(MILLISECOND // 10)
+    model, engine = _parallel_model((BF16,))
+    grads = [torch.ones(s, dtype=BF16) for s in SHAPES]
+    messages = []
+    for pace, cycles in ((MILLISECOND // 10, 8), (30 * MILLISECOND, 48), (MILLISECOND // 10, 100)):
+        clock.each = pace
+        for _ in range(cycles):
+            model.zero_grad()
+            model(grads).backward()
+        messages.append(len(engine._coalescing.ends))
+    return messages
+
+
+def test_what_is_joined_follows_the_training() -> None:
+    (quick, slow, again), other = ranks.run(2, _follows)
+    assert other == [quick, slow, again]
+    assert quick == again < slow
+
+
+class _Broken(Exception):
+    pass
+
+
+def _raises(rank: int, world: int) -> None:
+    """In the middle of joined buckets, on all ranks; then training goes on with the right sums."""
+    _coalescing.time = _Clock(MILLISECOND // 10)
+    model, engine = _parallel_model((BF16,))
+    for seed in range(CYCLES):
+        model.zero_grad()
+        model(noise(seed, rank, SHAPES, BF16)).backward()
+    assert len(engine._coalescing.ends) < 8
+
+    def broken(grad: torch.Tensor) -> None:
+        raise _Broken
+
+    for at in (3, 10):
+        hook = list(model.parameters())[at].register_hook(broken)
+        with pytest.raises(_Broken):
+            model(noise(7, rank, SHAPES, BF16)).backward()
+        hook.remove()
+        model.zero_grad()
+        model([torch.full(s, 1.0 + rank, dtype=BF16) for s in SHAPES]).backward()
+        assert all(p.grad.unique().tolist() == [1.5] for p in model.parameters())
+
+
+def test_a_backward_that_raises_among_joined_buckets_is_survived() -> None:
+    ranks.run(2, _raises)
+
+
+def _late(rank: int, world: int) -> str:
+    _coalescing.time = _Clock(MILLISECOND // 10)
+    model, _ = _parallel_model((BF16,))
+    for seed in range(CYCLES):
+        model(noise(seed, rank, SHAPES, BF16)).backward()
+    if rank == 1:
+        time.sleep(4)
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        model(noise(7, rank, SHAPES, BF16)).backward()
+    return str(caught.value)
+
+
+def test_a_timeout_names_the_joined_buckets() -> None:
+    message = ranks.run(2, _late, timeout=2.0)[0]
+    assert "gradients of cycle 6, buckets 0 to " in message and "rank 1 did not come" in message
+
+
+def _by_default(rank: int, world: int) -> dict[str, bool]:
+    """Whether a quick backward's buckets are joined."""
+    found = {}
+    for name, strategy, size in (("default", 0, None), ("size given", 0, 262_144), ("sharded", 1, None)):
+        _coalescing.time = _Clock(MILLISECOND // 10)
+        shapes = [262_144] * 10
+        chosen = policy(BF16, bucket_size=size, overlap_grad_reduce=True)
+        model: Any = torch_ext.parallelize(Given(shapes, BF16), chosen, strategy=strategy)
+        engine = _parallel._engine_of(model)
+        for _ in range(CYCLES):
+            model.zero_grad()
+            model([torch.ones(s, dtype=BF16) for s in shapes]).backward()
+        found[name] = len(engine._coalescing.ends) < len(engine.plan.buckets)
+        assert len(engine.plan.buckets) == 10
+    return found
+
+
+def test_a_size_that_is_given_is_kept() -> None:
+    expected = {"default": True, "size given": False, "sharded": False}
+    assert ranks.run(2, _by_default) == [expected] * 2
