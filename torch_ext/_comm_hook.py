@@ -10,7 +10,7 @@ from torch_ext._agreement import agree
 from torch_ext._exchange import MAX_BUCKETS, Handle, divide_factor, exchange_over, tag
 from torch_ext._layout import plan_buckets
 from torch_ext._nccl_transport import refuse
-from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
+from torch_ext._nonfinite import ALL_FINITE, Watch
 from torch_ext._policy import Policy
 from torch_ext._wire import Piece, Seeds, Wire, add_up, pack, unpack
 
@@ -47,7 +47,7 @@ class CommHook:
         self._position = {p: i for i, (_, p) in enumerate(named)}
         self._wire = [p.grad_comm_dtype for p in plan.parameters]
         self._cycle = 0
-        self._nonfinite = ALL_FINITE
+        self._watch = Watch()
         self._bytes_before, self._bytes = 0, 0
         self._pending: list[tuple[Handle, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
 
@@ -59,7 +59,7 @@ class CommHook:
         """The hook: DDP's bucket becomes the sum over ranks divided by the factor, rounded once to the wire's dtype."""
         grads, members = bucket.buffer(), [self._position[p] for p in bucket.parameters()]
         if bucket.index() == 0:
-            self._bytes_before, self._nonfinite = self._exchange.bytes_sent, ALL_FINITE
+            self._bytes_before, self._watch = self._exchange.bytes_sent, Watch()
             abandoned, self._pending = self._pending, []  # of a backward that raised; the other ranks sent it too
             for one, _, _ in abandoned:
                 one.result()
@@ -108,12 +108,11 @@ class CommHook:
         return future
 
     def _look_for_nan(self, bucket: dist.GradBucket, members: list[int]) -> None:
-        if self._nonfinite == ALL_FINITE:
-            bad = first_nonfinite(bucket.gradients())
-            self._nonfinite = ALL_FINITE if bad == ALL_FINITE else members[bad]
+        self._watch.look(bucket.gradients(), members)
         if not bucket.is_last():
             return
-        report = torch.tensor([self._nonfinite]).view(torch.uint8)
+        self._exchange.ordering.catch_up()  # with the streams that earlier buckets were looked at on
+        report = torch.tensor([self._watch.first()]).view(torch.uint8)
         end = tag(self._number, self._cycle, MAX_BUCKETS)
         reports = self._exchange.all_gather(report, tag=end, what=f"end of gradient cycle {self._cycle}")()
         bad_by_rank = {rank: int(r.view(torch.int64)) for rank, r in enumerate(reports)}

@@ -23,7 +23,7 @@ from torch_ext._coalescing import Coalescing
 from torch_ext._exchange import MAX_BUCKETS, Handle, tag
 from torch_ext._layout import BucketPlan
 from torch_ext._local import Local
-from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
+from torch_ext._nonfinite import ALL_FINITE, Watch, first_nonfinite
 from torch_ext._refusals import ABSENT, CAME, FROZEN, names_of, refuse_busy, refuse_nonfinite, refuse_step
 from torch_ext._stores import Store
 from torch_ext._tracker import Tracker
@@ -85,7 +85,7 @@ class Engine(_registry.Owner):
         self._handles: list[Handle] = []
         self._report: Callable[[], list[torch.Tensor]] | None = None  # which is under way at the end of a cycle
         self._came = bytearray(len(self.params))  # in this cycle
-        self._nonfinite = ALL_FINITE
+        self._watch = Watch()
         self._bytes_before = 0
         self._failure: str | None = None
         # What the last cycle left is a sum over ranks already: it must not be added up again (Store.carry).
@@ -266,7 +266,7 @@ class Engine(_registry.Owner):
         self._reducing = self.sync or self.store.every_backward
         self.store.begin(self._reducing)
         self._bytes_before = self.exchange.bytes_sent
-        self._nonfinite = ALL_FINITE
+        self._watch = Watch()
         self._tracker.reset()
         self._coalescing.reset()
         self._early = self._steps_of_this_backward()
@@ -334,11 +334,10 @@ class Engine(_registry.Owner):
                 self._send(together)
 
     def _look_for_nonfinite(self, b: int) -> None:
-        if self._check_for_nan and self._nonfinite == ALL_FINITE:
+        if self._check_for_nan:
             grads = self.store.grads(b)
             self.exchange.ordering.catch_up()
-            bad = first_nonfinite([grad for _, grad in grads])
-            self._nonfinite = ALL_FINITE if bad == ALL_FINITE else grads[bad][0]
+            self._watch.look([grad for _, grad in grads], [i for i, _ in grads])
 
     def _send(self, buckets: range) -> None:
         b = buckets.start
@@ -410,7 +409,9 @@ class Engine(_registry.Owner):
     def _close_cycle(self, at_once: bool) -> list["_Report"]:
         """Exchanges this rank's report, waits for the buckets, installs the sums; every rank's report. at_once: whether
         all buckets were kept until the end."""
-        report = _Report.of(self._cycle, self._nonfinite, self._coalescing.words(), self._came)
+        if self._check_for_nan:
+            self.exchange.ordering.catch_up()
+        report = _Report.of(self._cycle, self._watch.first(), self._coalescing.words(), self._came)
         try:
             what = f"end of gradient cycle {self._cycle}"
             number = tag(self._number, self._cycle, MAX_BUCKETS)

@@ -172,7 +172,7 @@ class HostPlan:
         self._lanes.up.begin()
         self._scalars = self._brought(scalars)
         self._skippable = any(scalar.numel() for scalar in scalars)
-        self._hyper = hyper._replace(lrs=[lr.cpu() for lr in hyper.lrs])
+        self._hyper = hyper._replace(lrs=self._lrs_brought(hyper.lrs))
         if sample:
             self._sample.bring()
         for i, pieces in self._split.items():
@@ -191,6 +191,13 @@ class HostPlan:
         brought = [here[i : i + 1] if scalar.numel() else _tensors.NONE for i, scalar in enumerate(scalars)]
         there = [(to, scalar.view(-1)) for to, scalar in zip(brought, scalars, strict=True) if scalar.numel()]
         self._lanes.down.copy([to for to, _ in there], [scalar for _, scalar in there])
+        return brought
+
+    def _lrs_brought(self, lrs: Sequence[Tensor]) -> list[Tensor]:
+        """Likewise; each has 4 or 8 bytes."""
+        here = self._buffers.take("lrs", 0, 8 * len(lrs)).view(-1, 8) if lrs else ()
+        brought = [row.view(lr.dtype)[:1] for row, lr in zip(here, lrs, strict=True)]
+        self._lanes.down.copy(brought, [lr.view(-1) for lr in lrs])
         return brought
 
     def step(self, gather: "Gather") -> None:

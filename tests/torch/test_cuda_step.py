@@ -139,6 +139,43 @@ def other(opt, i):
         q.grad = p.grad.clone()
     opt.param_groups[1]["lr"] = 1e-3 * (i + 1)
 found["groups"] = steps(two, "cuda", before=other)[1:]
+
+from torch_ext._nonfinite import ALL_FINITE, Watch
+buckets = [[torch.ones(5, device="cuda"), torch.ones(300, device="cuda")], [torch.ones(7, device="cuda")], []]
+seen = []
+for bad in (None, (0, 1), (1, 0)):
+    watch, given = Watch(), [[g.clone() for g in bucket] for bucket in buckets]
+    if bad is not None:
+        given[bad[0]][bad[1]][3] = float("nan")
+    stand_in.waits.clear()
+    for b, grads in enumerate(given):
+        watch.look(grads, [10 * b + i for i in range(len(grads))])
+    looked = list(stand_in.waits)
+    seen.append((looked, watch.first(), len(stand_in.waits), watch.first() == ALL_FINITE))
+found["watched"] = seen
+
+# The part on the host, with copies as they are given to a stream, which is done with each at once.
+from torch_ext import _host_part, _staging
+class Lane(_staging.HostLane):
+    def copy(self, targets, sources):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+class Lanes(_staging.Lanes):
+    def buffer(self, numel):
+        return torch.empty(numel, dtype=torch.uint8)
+_host_part.lanes_of = lambda device: Lanes(Lane(), Lane(), 1, slots=3, numel=1 << 10, shared=False)
+for lr in ("float32", "float64"):
+    made = []
+    for d, more in (("cpu", {}), ("cuda:1", {"offload_fraction": 1.0})):
+        rate = torch.tensor(1e-2, device=d, dtype=getattr(torch, lr))
+        groups = [{"params": params(torch.bfloat16, d)}, {"params": params(torch.bfloat16, d), "lr": 1e-3}]
+        opt = torch_ext.AdamW(groups, lr=rate, capturable=True, **more)
+        def before(opt, i):
+            other(opt, i)
+            opt.param_groups[0]["lr"].fill_(1e-2 / (i + 1))
+        made.append((opt, steps(opt, d, before=before, clip=False)))
+    (here, _), (there, waited) = made
+    found["offloaded_" + lr] = same(here, there), waited[1:]
 print(json.dumps(found))
 """
 )
@@ -168,3 +205,15 @@ def test_a_loaded_state_goes_to_the_parameters_device(found: dict[str, Any]) -> 
 
 def test_a_float_lr_beside_a_tensor_lr_becomes_a_tensor_without_waiting(found: dict[str, Any]) -> None:
     assert found["groups"] == [[], [], []]
+
+
+def test_the_check_for_nan_is_read_from_the_device_once_in_a_cycle(found: dict[str, Any]) -> None:
+    nothing = -1
+    assert found["watched"] == [[[], nothing, 1, True], [[], 1, 1, True], [[], 10, 1, True]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_tensor_lr_comes_down_with_what_the_host_steps(dtype: str, found: dict[str, Any]) -> None:
+    same, waited = found[f"offloaded_{dtype}"]
+    assert same
+    assert waited == [[], [], []]
