@@ -160,7 +160,7 @@ class Collectives(Exchange):
     def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
         if self.deferring:
             if self._control is None:
-                self._control = _control.beside(self.group)
+                self._control = _control.beside(self.group, self.device)
             return self._reports(self._control, payload, tag, what)
         self.bytes_sent += payload.nbytes * (self.world_size - 1)
         gathered = [torch.empty_like(payload) for _ in range(self.world_size)]

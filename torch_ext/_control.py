@@ -1,11 +1,12 @@
 """Words between hosts beside a group whose back end moves device memory only."""
 
+import datetime
 import weakref
 
 import torch
 import torch.distributed as dist
 
-from torch_ext._exchange import Exchange, backend
+from torch_ext._exchange import Exchange, backend, timeout_of
 from torch_ext._point_to_point import PointToPoint
 
 # One for each group that is there: gloo has threads for each of its own.
@@ -14,8 +15,8 @@ _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = wea
 _HOST = torch.device("cpu")
 
 
-def beside(group: dist.ProcessGroup) -> Exchange:
-    """A gloo exchange between the group's ranks for host memory.
+def beside(group: dist.ProcessGroup, device: torch.device) -> Exchange:
+    """A gloo exchange between the group's ranks for host memory; it waits as long as the group does for the device.
 
     Every rank of the group asks for the first time at the same place. Raises RuntimeError where this torch has no gloo.
     """
@@ -28,5 +29,6 @@ def beside(group: dist.ProcessGroup) -> Exchange:
                 "use a torch that has it"
             )
         ranks = dist.get_process_group_ranks(group)
-        _groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        timeout = datetime.timedelta(seconds=timeout_of(group, device))
+        _groups[group] = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
     return PointToPoint(_groups[group], _HOST)

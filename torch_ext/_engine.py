@@ -68,7 +68,7 @@ class Engine(_registry.Owner):
         self.names = [p.name for p in store.plan.parameters]
         self.weights = ParameterBuffers(self.params, store.plan) if store.sharded else None
         self.sync = True
-        self.wire_bytes = 0
+        self._bytes_of_cycle, self._bytes_of_gathers = 0, 0
         self._number, self._cycle, self._gathers = number, 0, 0
         self._check_for_nan, self._find_unused = check_for_nan, find_unused_parameters
         self._step_in_backward = step_in_backward
@@ -122,6 +122,11 @@ class Engine(_registry.Owner):
         if self.weights is not None:
             self.weights.release()
 
+    @property
+    def wire_bytes(self) -> int:
+        """Sent for the last cycle that ended, and for the weights gathered since."""
+        return self._bytes_of_cycle + self._bytes_of_gathers
+
     @contextmanager
     def synchronizing(self, enabled: bool) -> Iterator[None]:
         """Backwards inside reduce, or do not; the setting before is restored."""
@@ -133,7 +138,7 @@ class Engine(_registry.Owner):
 
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where they are still this rank's own."""
-        self._notice_abandoned()
+        self.settle()
         poisoned = [self.names[i] for i in sorted(self._poisoned) if self._is_poisoned(i)]
         refuse_step(self._failure, bool(self._broken), poisoned)
         for i, _ in self._each():
@@ -194,15 +199,17 @@ class Engine(_registry.Owner):
     def gather(self, bucket: int) -> Handle:
         assert self.weights is not None
         self._gathers += 1
+        before = self.exchange.bytes_sent
         handle = self.exchange.gather(
             Wire.of(self.weights.buckets[bucket]),
             tag=tag(self._number, self._gathers, bucket),
             what=f"weights of {self._name(range(bucket, bucket + 1))}",
         )
+        self._bytes_of_gathers += self.exchange.bytes_sent - before
         return _Gathering(self, handle)
 
     def refuse_moving(self, doing: str, weights: bool) -> None:
-        self._notice_abandoned()
+        self.settle()
         refuse_busy(doing, self.forwards, bool(self._tasks) or self._began or bool(self._handles))
         if any(stepper.stepped_early() for stepper in self._steppers):
             raise RuntimeError(
@@ -219,7 +226,7 @@ class Engine(_registry.Owner):
         self._forget(range(len(self.params)))
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
-        self._notice_abandoned()  # sums that are still on their way would be written to what is zero now
+        self.settle()  # sums that are still on their way would be written to what is zero now
         chosen = [i for p in params if (i := self._position.get(id(p))) is not None]
         self.store.zero(chosen)
         self._forget(chosen)
@@ -283,12 +290,12 @@ class Engine(_registry.Owner):
         if task in self._tasks:
             return
         _away.refuse_gradients(self.params, "backward")
-        self._notice_abandoned()
+        self.settle()
         end = _BackwardEnd(self, task)
         Variable._execution_engine.queue_callback(end)
         self._tasks[task] = weakref.ref(end)
 
-    def _notice_abandoned(self) -> None:
+    def settle(self) -> None:
         """If the last backward raised: what it sent is waited for, as the other ranks sent it too, and worth nothing."""
         ended = not self._tasks and not self._began
         if ended or (self._tasks and all(end() is not None for end in self._tasks.values())):
@@ -429,7 +436,7 @@ class Engine(_registry.Owner):
         self._cycle += 1
         self._came = bytearray(len(self.params))
         self._global = bytearray(b"\1" * len(self.params))
-        self.wire_bytes = self.exchange.bytes_sent - self._bytes_before
+        self._bytes_of_cycle, self._bytes_of_gathers = self.exchange.bytes_sent - self._bytes_before, 0
         self.store.closed(torch.stack([report.came for report in reports]).eq(CAME).any(dim=0).tolist())
         self._versions = self.store.versions()
         return reports

@@ -64,12 +64,36 @@ def find_shards() -> None:
             setattr(torch.amp.GradScaler, name, _refusing(method))
 
 
+def settle_before_zeroing() -> None:
+    """From here on zero_grad(set_to_none=False) of optimizers and modules waits for sums that a backward which raised left
+    on their way: they would be written to what is zero then. Again and again is as good as once."""
+    for owner, params_of in ((torch.optim.Optimizer, _of_optimizer), (torch.nn.Module, torch.nn.Module.parameters)):
+        if not hasattr(owner.zero_grad, _ROUTED):
+            owner.zero_grad = _settling(owner.zero_grad, params_of)  # type: ignore[method-assign]
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _settling(method: Function, params_of: Callable[[Any], Iterable[Tensor]]) -> Function:
+    @functools.wraps(method)
+    def zero_grad(self: Any, set_to_none: bool = True) -> Any:
+        if not set_to_none:
+            for owner in _registry.owners_of(params_of(self)):
+                owner.settle()
+        return method(self, set_to_none)
+
+    setattr(zero_grad, _ROUTED, True)
+    return zero_grad
+
+
 def _refusing(method: Function) -> Function:
     """A method of torch.amp.GradScaler; ours has its own."""
 
     @functools.wraps(method)
     def function(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = _of_optimizer(optimizer)
         if scaler.is_enabled() and any(owner.sharded for owner in _registry.owners_of(params)):
             raise RuntimeError(FOREIGN_SCALER)
         return method(scaler, optimizer, *args, **options)

@@ -79,7 +79,7 @@ class FsdpEngine(_registry.Owner):
         self._divide_factor, self._check_for_nan = divide_factor, check_for_nan
         self._find_unused = find_unused_parameters
         self._cycle = 0
-        self._bytes_before = 0
+        self._bytes_before = self.exchanges.bytes_sent()
         self._end: weakref.ref[_BackwardEnd] | None = None
         self._failure: str | None = None
         self._reductions: list[Reduction] = []  # of this backward
@@ -130,7 +130,7 @@ class FsdpEngine(_registry.Owner):
         return not all(map(self.shards.visible, range(len(self.params))))
 
     def before_step(self) -> None:
-        self._recover()
+        self.settle()
         poisoned = [self.names[i] for i in sorted(self._poisoned) if self.shards.of(i) is not None]
         refuse_step(self._failure, bool(self._broken), poisoned)
         self.sync_parameters()
@@ -150,7 +150,7 @@ class FsdpEngine(_registry.Owner):
         raise NotImplementedError("FSDP2 gathers weights itself")  # no Local of its has a bucket: nobody asks
 
     def refuse_moving(self, doing: str, weights: bool) -> None:
-        self._recover()
+        self.settle()
         refuse_busy(doing, self.forwards, self._end is not None)
 
     def gradient_memory(self) -> Sequence[torch.Tensor]:
@@ -161,7 +161,7 @@ class FsdpEngine(_registry.Owner):
         self._poisoned.clear()
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
-        self._recover()
+        self.settle()
         chosen = [i for p in params if (i := self._position.get(id(p))) is not None]
         for i in chosen:
             self.shards.forget(i)
@@ -172,7 +172,7 @@ class FsdpEngine(_registry.Owner):
 
     def forward_begins(self) -> None:
         """Of the model."""
-        self._recover()
+        self.settle()
 
     def forward_ended(self, outputs: Any) -> None:
         """A backward that comes through these tensors begins there: reentrant checkpoints may hold every parameter."""
@@ -274,7 +274,7 @@ class FsdpEngine(_registry.Owner):
 
     def enter_backward(self) -> None:
         """A backward begins, or goes on."""
-        self._recover()
+        self.settle()
         if self._end is not None:
             return
         if self._failure is not None:
@@ -286,12 +286,11 @@ class FsdpEngine(_registry.Owner):
         _away.refuse_gradients(self.params, "backward")  # which is recovered from like any backward that raised
         if self.weights is not None:
             self.weights.prefetch_in_order()
-        self._bytes_before = self.exchanges.bytes_sent()
         gone = self.shards.hide()
         self._broken.difference_update(gone)
         self._poisoned.difference_update(gone)
 
-    def _recover(self) -> None:
+    def settle(self) -> None:
         """Where the last backward raised: what it sent is waited for, as the other ranks sent it too, and is worth
         nothing; gradient shards are what they were before it."""
         if self._end is None or self._end() is not None:
@@ -330,7 +329,8 @@ class FsdpEngine(_registry.Owner):
             if not reduction.settled:
                 self.shards.settle(reduction, self._guarded)
         self.shards.show()
-        self.wire_bytes = self.exchanges.bytes_sent() - self._bytes_before
+        before, self._bytes_before = self._bytes_before, self.exchanges.bytes_sent()
+        self.wire_bytes = self._bytes_before - before
         self._poisoned.update(i for i in reports.nonfinite if i != ALL_FINITE)
         reports.check_finite()
         # What FSDP2 keeps to itself (set_requires_all_reduce) comes in a later backward.

@@ -34,8 +34,7 @@ class Exchanges:
         return tag(self._number, cycle, MAX_BUCKETS)
 
     def bytes_sent(self) -> int:
-        """For reductions."""
-        return self.control.bytes_sent + sum(e.bytes_sent for (_, what), e in self._made.items() if what == REDUCE)
+        return self.control.bytes_sent + sum(e.bytes_sent for e in self._made.values())
 
 
 def wire_of(unit: UnitPlan, rows: torch.Tensor, rank: int, cycle: int) -> Wire:

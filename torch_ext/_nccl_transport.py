@@ -17,12 +17,9 @@ import torch
 import torch.distributed as dist
 
 from torch_ext import _control, _nccl
-from torch_ext._exchange import AGREEMENT_TAG, Exchange
+from torch_ext._exchange import AGREEMENT_TAG, Exchange, timeout_of
 from torch_ext._streams import Event, Streams
 from torch_ext._transport import Work
-
-TIMEOUT = 600.0
-"""Seconds after which a rank that does not come is an error, as torch's own default for NCCL."""
 
 
 class _Issued(NamedTuple):
@@ -31,7 +28,7 @@ class _Issued(NamedTuple):
     streams: Streams
     event: Event
     what: str
-    deadline: float
+    begin: float
 
     def wait(self) -> None:
         self.streams.wait(self.streams.current(), self.event)
@@ -42,8 +39,8 @@ class Watchdog:
 
     PERIOD = 1.0
 
-    def __init__(self, streams: Streams, comm: _nccl.Comm) -> None:
-        self._streams, self._comm = streams, comm
+    def __init__(self, streams: Streams, comm: _nccl.Comm, timeout: float) -> None:
+        self._streams, self._comm, self._timeout = streams, comm, timeout
         self._under_way: deque[_Issued] = deque()
         self._ended = threading.Event()
 
@@ -61,9 +58,10 @@ class Watchdog:
             self._comm.check()
         except RuntimeError:
             return False  # the next call repeats it
-        if self._under_way and now > self._under_way[0].deadline:
+        if self._under_way and now > self._under_way[0].begin + self._timeout:
             self._comm.abort(
-                f"{self._under_way[0].what} was not done after {TIMEOUT:g} s: a rank was lost, or is that far behind"
+                f"{self._under_way[0].what} was not done after {self._timeout:g} s, the process group's timeout: a rank "
+                "was lost, or is that far behind"
             )
             return False
         return True
@@ -79,9 +77,9 @@ class Watchdog:
 class NcclTransport:
     """See the module's first lines; one for each process group, so that one order counts for all its exchanges."""
 
-    def __init__(self, control: Exchange, device: torch.device, streams: Streams) -> None:
-        """control: between the same ranks' hosts."""
-        self._control, self._device, self._streams = control, device, streams
+    def __init__(self, control: Exchange, device: torch.device, streams: Streams, timeout: float) -> None:
+        """control: between the same ranks' hosts. timeout: seconds after which a rank that does not come is an error."""
+        self._control, self._device, self._streams, self._timeout = control, device, streams, timeout
         self._stream = streams.new()
         self._before = streams.event()
         self._comm: _nccl.Comm | None = None
@@ -93,8 +91,10 @@ class NcclTransport:
             payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
             ids = self._control.all_gather(payload, tag=AGREEMENT_TAG, what="the communicator's id")()
             with self._streams.device():
-                self._comm = _nccl.Comm(bytes(ids[0].tolist()), self._control.rank, self._control.world_size, TIMEOUT)
-            self._watchdog = Watchdog(self._streams, self._comm)
+                self._comm = _nccl.Comm(
+                    bytes(ids[0].tolist()), self._control.rank, self._control.world_size, self._timeout
+                )
+            self._watchdog = Watchdog(self._streams, self._comm, self._timeout)
             self._watchdog.start()
             weakref.finalize(self, _close, self._comm, self._watchdog).atexit = False
         return self._comm
@@ -120,7 +120,7 @@ class NcclTransport:
         self._streams.record(self._before, self._streams.current())
         self._streams.wait(self._stream, self._before)
         call(what, messages, self._streams.pointer(self._stream))
-        issued = _Issued(self._streams, self._streams.event(), what, time.monotonic() + TIMEOUT)
+        issued = _Issued(self._streams, self._streams.event(), what, time.monotonic())
         self._streams.record(issued.event, self._stream)
         self._watchdog.watch(issued)
         return [issued]
@@ -175,7 +175,7 @@ _transports: "weakref.WeakKeyDictionary[dist.ProcessGroup, NcclTransport]" = wea
 
 def transport_of(group: dist.ProcessGroup, device: torch.device, streams: Streams) -> NcclTransport:
     if group not in _transports:
-        _transports[group] = NcclTransport(_control.beside(group), device, streams)
+        _transports[group] = NcclTransport(_control.beside(group, device), device, streams, timeout_of(group, device))
     return _transports[group]
 
 

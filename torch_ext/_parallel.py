@@ -110,7 +110,8 @@ class ParallelModule(torch.nn.Module):
         return found
 
     def wire_bytes(self) -> int:
-        """Bytes that this rank sent for the last reduction, all messages together."""
+        """Bytes that this rank sent for the last reduction, all messages together, and for weights: those that steps
+        have gathered since (optim, optim_grads), or forward and backward since the reduction before (FSDP2)."""
         return _engine_of(self).wire_bytes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -427,6 +428,7 @@ def _watch(sharded: bool) -> None:
     if _watching is None:
         _watching = register_optimizer_step_pre_hook(_before_step)
         register_module_module_registration_hook(_foreign.refuse_ddp)
+        _foreign.settle_before_zeroing()
     if sharded:
         _foreign.find_shards()
 

@@ -43,6 +43,10 @@ class Owner(abc.ABC):
         """The global ranks over which gradients are reduced."""
 
     @abc.abstractmethod
+    def settle(self) -> None:
+        """Waits for what a backward that raised left on its way: nothing is written to gradients afterwards."""
+
+    @abc.abstractmethod
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where it must not."""
 

@@ -87,9 +87,8 @@ def train(run: Run, job: Job) -> Result:
     mean = torch.stack(losses).double()
     dist.all_reduce(mean)
     numel = sum(p.numel() for p in model.parameters())
-    gathered = 2 * (WORLD - 1) / WORLD if run.strategy == "optim" else 0.0  # bf16 weights, by the step
     held_out = validation_loss(model, text.held_out(context, job.held_out))
-    return Result(run, (mean / WORLD).tolist(), held_out, model.wire_bytes() / numel + gathered)
+    return Result(run, (mean / WORLD).tolist(), held_out, model.wire_bytes() / numel)
 
 
 def rank_main(rank: int, store: str, job: Job, results: str) -> None:

@@ -90,10 +90,11 @@ def _bytes_sent(rank: int, world: int, wire: Any) -> int:
 
 def test_the_wire_has_the_policys_dtype() -> None:
     elements = 4 * 128 * 128 // 2  # half of the gradients
-    report = sum(ranks.run(2, _bytes_sent, FP32)) // 2 - 4 * 128 * 128 // 2 * 2
+    gathered = 2 * 2 * elements  # bf16 weights, for forward and for backward
+    report = sum(ranks.run(2, _bytes_sent, FP32)) // 2 - 2 * elements - gathered
     assert 0 < report < 200, "bf16 gradients are not widened"
     for wire, nbytes in ((BF16, 2 * elements), ("fp8", elements + elements // 128)):
-        assert ranks.run(2, _bytes_sent, wire) == [nbytes + report] * 2
+        assert ranks.run(2, _bytes_sent, wire) == [nbytes + gathered + report] * 2
 
 
 def _shards_of_masters(rank: int, world: int) -> None:

@@ -58,6 +58,26 @@ def _raises_in_backward(model: Any, grads: list[torch.Tensor]) -> None:
     handle.remove()
 
 
+def _zeroed_by_others(rank: int, world: int, who: str) -> None:
+    """After a backward that raised, while the sums of what it sent are on their way from a rank that is late."""
+    model = _parallel("no_shard")
+    model(_ones()).backward()
+    outer, optimizer = torch.nn.Sequential(model), torch.optim.SGD(model.parameters(), lr=1.0)
+    if rank == 1:
+        time.sleep(1.0)
+    _raises_in_backward(model, _ones())
+    {"an optimizer": optimizer, "a module around it": outer, "the model": model}[who].zero_grad(set_to_none=False)
+    time.sleep(0.5)
+    assert _is(model, [torch.zeros(s) for s in SHAPES])
+    model(_ones(1.0 + rank)).backward()
+    assert _is(model, _ones(1.5))
+
+
+@pytest.mark.parametrize("who", ["an optimizer", "a module around it", "the model"])
+def test_nothing_comes_into_gradients_that_others_zeroed(who: str) -> None:
+    ranks.run(2, _zeroed_by_others, who)
+
+
 def _between_microbatches(model: Any, rank: int) -> None:
     with pytest.raises(_Oops), model.no_sync():
         model(_ones()).backward()

@@ -1,6 +1,7 @@
 """transport="nccl" over a pretended libnccl.so.2 (tests/core/fake_nccl.cc) and a pretended device (happens_before.py):
 the engine through a communicator of its own, what ranks say that parted, and what is found and refused."""
 
+import datetime
 import os
 import pathlib
 import shutil
@@ -19,7 +20,7 @@ from gradients import Given, policy
 from happens_before import FakeStreams
 
 import torch_ext
-from torch_ext import _comm_hook, _cuda_library, _exchange, _nccl, _nccl_transport, _parallel
+from torch_ext import _comm_hook, _control, _cuda_library, _exchange, _nccl, _nccl_transport, _parallel
 
 SOURCE = pathlib.Path(__file__).parent.parent / "core/fake_nccl.cc"
 VARIANTS = {"newest": [], "plain": ["-DFAKE_NCCL_VERSION=22105"], "old": ["-DFAKE_NCCL_VERSION=21803"]}
@@ -136,13 +137,15 @@ class _Hanging(FakeStreams):
 
 def _watched(rank: int, world: int, path: str) -> None:
     _with(path)
-    for streams, now, ends in ((FakeStreams(), 1e9, False), (_Hanging(), 0.0, False), (_Hanging(), 1e9, True)):
+    for streams, now, ends in ((FakeStreams(), 1e9, False), (_Hanging(), 6.0, False), (_Hanging(), 8.0, True)):
         comm = _nccl.Comm(_nccl.unique_id(), 0, 1, 5.0)
-        dog = _nccl_transport.Watchdog(streams, comm)
-        dog.watch(_nccl_transport._Issued(streams, streams.event(), "all-to-all of bucket 3", time.monotonic() + 5.0))
+        dog = _nccl_transport.Watchdog(streams, comm, 7.0)
+        dog.watch(_nccl_transport._Issued(streams, streams.event(), "all-to-all of bucket 3", time.monotonic()))
         assert dog.look(time.monotonic() + now) is not ends
         if ends:
-            with pytest.raises(RuntimeError, match="all-to-all of bucket 3 was not done after 600 s: a rank was lost"):
+            with pytest.raises(
+                RuntimeError, match="all-to-all of bucket 3 was not done after 7 s, the process group's"
+            ):
                 comm.check()
             assert dog.look(0.0) is False, "it ends with its communicator"
         comm.close()
@@ -150,6 +153,45 @@ def _watched(rank: int, world: int, path: str) -> None:
 
 def test_what_does_not_end_is_aborted_by_name(fakes: dict[str, str]) -> None:
     ranks.run(1, _watched, fakes["newest"])
+
+
+def _as_long_as_the_group(rank: int, world: int, path: str) -> tuple[float, str]:
+    _with(path)
+    made, waits = _nccl.Comm, []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(
+        _nccl, "Comm", lambda name, r, n, timeout: (waits.append(timeout), made(_nccl.unique_id(), 0, 1, timeout))[1]
+    )
+    patch.setattr(_exchange, "streams_of", lambda device: _Hanging())
+    group = dist.new_group(timeout=datetime.timedelta(seconds=33))
+    exchange: Any = _exchange.exchange_over(group, torch.device("cpu"), "nccl")
+    sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    exchange.transport.all_to_all([into], [sent], "bucket 3")
+    dog = exchange.transport._watchdog
+    assert dog.look(time.monotonic() + 32.0) and not dog.look(time.monotonic() + 34.0)
+    with pytest.raises(RuntimeError) as error:
+        exchange.transport.all_to_all([into], [sent], "bucket 4")
+    return waits[0], str(error.value)
+
+
+def test_a_communicator_waits_as_long_as_its_process_group(fakes: dict[str, str]) -> None:
+    for waits, message in ranks.run(2, _as_long_as_the_group, fakes["newest"]):
+        assert waits == 33.0 and "bucket 3 was not done after 33 s" in message
+
+
+def _timeouts(rank: int, world: int) -> None:
+    cpu = torch.device("cpu")
+    short = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    assert [_exchange.timeout_of(g, cpu) for g in (dist.group.WORLD, short)] == [20.0, 3.0]
+    assert _exchange.timeout_of(short, torch.device("mps")) == 30 * 60, "no back end for it: torch's default"
+    patch = pytest.MonkeyPatch()
+    patch.setattr(_exchange, "backend", lambda group, device: "none")
+    patch.setattr(_control, "backend", lambda group, device: "none")
+    assert _exchange.timeout_of(_control.beside(short, cpu).group, cpu) == 3.0, "words between hosts, too"
+
+
+def test_a_process_group_says_how_long_it_waits() -> None:
+    ranks.run(2, _timeouts)
 
 
 def _refused(rank: int, world: int) -> list[str]:

@@ -260,6 +260,34 @@ def test_wire_bytes_counts_what_was_sent() -> None:
         assert sent == padded * 2 + 17
 
 
+def _with_the_step(rank: int, world: int, strategy: str) -> list[int]:
+    """After a backward, the step that follows it, another backward and its step."""
+    model = Given([10000], FP32)
+    torch_ext.parallelize(model, policy(FP32, FP32, BF16), strategy=strategy)
+    optimizer = torch_ext.AdamW(model.parameters())
+    found = []
+    for _ in range(2):
+        model([torch.ones(10000)]).backward()
+        found.append(model.wire_bytes())
+        optimizer.step()
+        found.append(model.wire_bytes())
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reduced", "gathered"),
+    [
+        ("no_shard", 10240 * 2, 0),  # parts and sums in bf16
+        ("optim", 10240, 10240 * 2),  # parts in bf16; then half of the weights in fp32
+        ("optim_grads", 10240, 10240 * 2),
+    ],
+)
+def test_wire_bytes_counts_the_weights_that_a_step_gathers(strategy: str, reduced: int, gathered: int) -> None:
+    for found in ranks.run(2, _with_the_step, strategy):
+        assert found == [reduced + 17, reduced + 17 + gathered] * 2
+
+
 def _one_thread_many_steps(rank: int, world: int) -> list[bytes]:
     torch.manual_seed(rank)  # rank 0's weights count
     model = torch.nn.Sequential(

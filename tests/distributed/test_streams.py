@@ -168,7 +168,7 @@ def _reports(rank: int, world: int) -> None:
     _exchange.backend = _control.backend = lambda group, device: "nccl"
     for group, members in ((dist.group.WORLD, [0, 1, 2, 3]), (groups[rank % 2], [rank % 2, rank % 2 + 2])):
         for _ in range(2):
-            control = _control.beside(group)
+            control = _control.beside(group, torch.device("cpu"))
             assert control.group is not group and dist.get_process_group_ranks(control.group) == members
             got = control.all_gather(torch.tensor([rank], dtype=torch.uint8), tag=4, what="a report")()
             assert [int(r) for r in got] == members
