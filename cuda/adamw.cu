@@ -16,12 +16,6 @@ namespace {
 
 constexpr int kInstances = TX_WEIGHTS * TX_MOMENT_KINDS;
 
-constexpr tx_dtype kMasters[TX_WEIGHTS] = {
-#define TX_ENTRY_(index, param, master, ...) TX_##master,
-    TX_FOR_EACH_WEIGHT(TX_ENTRY_)
-#undef TX_ENTRY_
-};
-
 constexpr tx_step_launch kLaunches[TX_MOMENT_KINDS] = {tx_step_launch_f32, tx_step_launch_bf16, tx_step_launch_u8,
                                                        tx_step_launch_any};
 
@@ -38,11 +32,14 @@ int moments_of(tx_dtype exp_avg, tx_dtype exp_avg_sq) {
 /* Parameters without elements have none: any launch may count their steps. */
 constexpr int kEmpty = -1;
 
+int weight_of(const tx_adamw_args *a, int64_t i) {
+  const tx_tensor master = tx_at_or_none(a->masters, i);
+  return tx_combo_weight((tx_dtype)a->params[i].dtype, master.numel ? (tx_dtype)master.dtype : TX_NONE);
+}
+
 int instance_of(const tx_adamw_args *a, int64_t i) {
   if (a->params[i].numel == 0) return kEmpty;
-  const tx_tensor master = tx_at_or_none(a->masters, i);
-  const int weight = tx_combo_weight((tx_dtype)a->params[i].dtype, master.numel ? (tx_dtype)master.dtype : TX_NONE);
-  return weight * TX_MOMENT_KINDS + moments_of((tx_dtype)a->exp_avgs[i].dtype, (tx_dtype)a->exp_avg_sqs[i].dtype);
+  return weight_of(a, i) * TX_MOMENT_KINDS + moments_of((tx_dtype)a->exp_avgs[i].dtype, (tx_dtype)a->exp_avg_sqs[i].dtype);
 }
 
 /* An alignment of whole vectors is as good as any. */
@@ -68,6 +65,7 @@ tx_step_entry entry_of(const tx_adamw_args *a, int64_t i) {
   e.id = meta.id;
   e.start = (uint32_t)meta.start;
   e.group = 0;
+  e.weight = (uint8_t)weight_of(a, i);
   e.aligned = has_aligned_vectors(param) && has_aligned_vectors(grad) && has_aligned_vectors(m) &&
               has_aligned_vectors(v) && has_aligned_vectors(master);
   e.grad_dtype = (uint8_t)grad.dtype;
@@ -104,7 +102,7 @@ void begin(launches *l, int instance) {
   tx_step_common *c = &l->table.common;
   const tx_adamw_args *a = l->args;
   l->instance = instance;
-  tx_table_begin(&l->table, l->samples && kMasters[instance / TX_MOMENT_KINDS] == TX_F32 ? TX_SAMPLED : TX_WITNESS);
+  tx_table_begin(&l->table, l->samples && tx_master_of_weight(instance / TX_MOMENT_KINDS) == TX_F32 ? TX_SAMPLED : TX_WITNESS);
   c->gate = gate_of(a);
   c->skipped = l->is_first ? counter(a->skipped) : NULL;
   c->resynced = counter(a->resynced);

@@ -13,16 +13,16 @@ namespace {
 /* Returns how many weights are in a block of remainders that was dropped. */
 template <int WEIGHT, int MOMENTS>
 __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_tile &tile, const of_tensor &w) {
-  constexpr tx_dtype kMaster = kMasters[WEIGHT];
   const tx_step_entry &e = t.entries[tile.tensor];
+  const tx_dtype master = round_of<WEIGHT, MOMENTS>::master_of(e);
   const uint32_t lane = tx_lane_id();
   const void *const weights = (const char *)e.param + 2 * tile.begin;
   bool drops = false;
-  if (kMaster == TX_I16 && e.witnesses && t.common.resyncs) {
+  if (master == TX_I16 && e.witnesses && t.common.resyncs) {
     const void *witness = (const char *)e.witnesses + tile.begin / TX_WITNESS * 8;
     drops = tx_witness_differs(witness, tx_witness_of(weights, e.param_alignment, tile.count, lane));
   }
-  const bool renews = kMaster != TX_NONE && e.witnesses;
+  const bool renews = master != TX_NONE && e.witnesses;
   tx_witness_sums written = {}; /* of the weights beside remainders, as they are stored */
   for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
     const tx_share share = tx_share_of_tile(tile.count, i, lane);
@@ -30,18 +30,18 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
     const tx_here here = {tile.begin + share.first, share.count, whole};
     uint32_t words[4];
     round_of<WEIGHT, MOMENTS>::round(t, e, w, here, drops, words);
-    if (kMaster == TX_I16 && renews) tx_witness_take(written, words, tx_witness_left(tile.count, share.first));
+    if (master == TX_I16 && renews) tx_witness_take(written, words, tx_witness_left(tile.count, share.first));
   }
   if (renews) {
     uint64_t witness;
-    if (kMaster == TX_I16) {
+    if (master == TX_I16) {
       witness = tx_witness_value(written, lane);
     } else {
       __syncwarp();
       witness = e.numel > TX_SAMPLED ? tx_sample_of(weights, e.param_alignment, tile.count, lane)
                                      : tx_witness_of(weights, e.param_alignment, tile.count, lane);
     }
-    const int64_t unit = kMaster == TX_F32 ? TX_SAMPLED : TX_WITNESS;
+    const int64_t unit = master == TX_F32 ? TX_SAMPLED : TX_WITNESS;
     if (lane == 0) tx_write_value((char *)e.witnesses + tile.begin / unit * 8, witness);
   }
   return drops ? tile.count : 0;
@@ -74,16 +74,21 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
   count_steps(t);
 }
 
-/* tx_step_launch for one kind of moments. */
+/* tx_step_launch by one kernel. */
+tx_status launch_step(const tx_cuda_scope *scope, void (*kernel)(tx_step_table), tx_step_table &table, tx_error *error) {
+  table.common.ticket = tx_take_ticket(scope);
+  return tx_cuda_launch_always(scope, kernel, table, "the step", error);
+}
+
+/* tx_step_launch for one kind of moments, with a kernel for each row of weights. */
 template <int MOMENTS>
-tx_status launch_step(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error) {
+tx_status launch_step_of(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error) {
   static void (*const kernels[TX_WEIGHTS])(tx_step_table) = {
 #define TX_ENTRY_(index, ...) step<index, MOMENTS>,
       TX_FOR_EACH_WEIGHT(TX_ENTRY_)
 #undef TX_ENTRY_
   };
-  table.common.ticket = tx_take_ticket(scope);
-  return tx_cuda_launch_always(scope, kernels[weight], table, "the step", error);
+  return launch_step(scope, kernels[weight], table, error);
 }
 
 }  // namespace

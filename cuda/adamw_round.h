@@ -7,17 +7,6 @@
 
 namespace {
 
-constexpr tx_dtype kParams[TX_WEIGHTS] = {
-#define TX_ENTRY_(index, param, master, ...) TX_##param,
-    TX_FOR_EACH_WEIGHT(TX_ENTRY_)
-#undef TX_ENTRY_
-};
-constexpr tx_dtype kMasters[TX_WEIGHTS] = {
-#define TX_ENTRY_(index, param, master, ...) TX_##master,
-    TX_FOR_EACH_WEIGHT(TX_ENTRY_)
-#undef TX_ENTRY_
-};
-
 /* A lane's elements of one round, as they lie in memory. */
 struct in_round {
   tx_raw grad, param, master, exp_avg, exp_avg_sq;
@@ -26,10 +15,15 @@ struct in_round {
 
 template <int WEIGHT, int MOMENTS>
 struct round_of {
-  static constexpr tx_dtype kParam = kParams[WEIGHT], kMaster = kMasters[WEIGHT];
   /* Pairs of moments that few have go the ordinary way alone: there is half as much to compile. */
   static constexpr bool kQuick = MOMENTS != TX_MOMENTS_ANY;
 
+  static __device__ __forceinline__ tx_dtype param_of(const tx_step_entry &e) {
+    return tx_param_of_weight(WEIGHT == TX_WEIGHT_ANY ? e.weight : WEIGHT);
+  }
+  static __device__ __forceinline__ tx_dtype master_of(const tx_step_entry &e) {
+    return tx_master_of_weight(WEIGHT == TX_WEIGHT_ANY ? e.weight : WEIGHT);
+  }
   static __device__ __forceinline__ tx_dtype moment(uint8_t dtype) {
     return MOMENTS == TX_MOMENTS_F32    ? TX_F32
            : MOMENTS == TX_MOMENTS_BF16 ? TX_BF16
@@ -44,9 +38,9 @@ struct round_of {
 
   static __device__ __forceinline__ void read(in_round &r, const tx_step_entry &e, const bool whole,
                                               const tx_here &here) {
-    const tx_dtype m = moment(e.exp_avg_dtype), v = moment(e.exp_avg_sq_dtype);
-    if (kMaster != TX_F32) tx_get(r.param, e.param, kParam, whole, e.param_alignment, here);
-    if (kMaster != TX_NONE) tx_get(r.master, e.master, kMaster, whole, e.master_alignment, here);
+    const tx_dtype m = moment(e.exp_avg_dtype), v = moment(e.exp_avg_sq_dtype), master = master_of(e);
+    if (master != TX_F32) tx_get(r.param, e.param, param_of(e), whole, e.param_alignment, here);
+    if (master != TX_NONE) tx_get(r.master, e.master, master, whole, e.master_alignment, here);
     tx_get(r.exp_avg, e.exp_avg, m, whole, e.exp_avg_alignment, here);
     tx_get(r.exp_avg_sq, e.exp_avg_sq, v, whole, e.exp_avg_sq_alignment, here);
     r.exp_avg_scale = scaled(m) && here.count > 0 ? e.scales[tx_block_at(here)] : (uint8_t)0;
@@ -58,10 +52,14 @@ struct round_of {
     }
   }
 
-  static __device__ __forceinline__ void write(const in_round &r, const tx_step_entry &e, const bool whole,
-                                               const tx_here &here) {
-    tx_put(r.param, e.param, kParam, whole, e.param_alignment, here);
-    if (kMaster != TX_NONE) tx_put(r.master, e.master, kMaster, whole, e.master_alignment, here);
+  static __device__ __forceinline__ void write_weight(const in_round &r, const tx_step_entry &e, const bool whole,
+                                                      const tx_here &here) {
+    tx_put(r.param, e.param, param_of(e), whole, e.param_alignment, here);
+    if (master_of(e) != TX_NONE) tx_put(r.master, e.master, master_of(e), whole, e.master_alignment, here);
+  }
+
+  static __device__ __forceinline__ void write_moments(const in_round &r, const tx_step_entry &e, const bool whole,
+                                                       const tx_here &here) {
     tx_put(r.exp_avg, e.exp_avg, moment(e.exp_avg_dtype), whole, e.exp_avg_alignment, here);
     tx_put(r.exp_avg_sq, e.exp_avg_sq, moment(e.exp_avg_sq_dtype), whole, e.exp_avg_sq_alignment, here);
   }
@@ -71,10 +69,8 @@ struct round_of {
                                                           const tx_dtype dtype, const tx_format format, uint8_t scale,
                                                           const bool quick) {
     bool right = true;
-    if (dtype == TX_F32) {
-      tx_plain_floats(x, raw, TX_F32);
-    } else if (dtype == TX_BF16) {
-      tx_plain_floats(x, raw, TX_BF16);
+    if (!scaled(dtype)) {
+      tx_floats_of(x, raw, dtype);
     } else {
       if (dtype == TX_F16) {
         tx_block_values(x, raw, scale, TX_F16, format);
@@ -94,11 +90,7 @@ struct round_of {
   static __device__ __forceinline__ void raw_of_moment(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
                                                        int32_t rounding, const bool quick, const tx_here &here,
                                                        const tx_noise &noise) {
-    if (dtype == TX_F32) {
-      tx_round_plain(raw, x, TX_F32, rounding, quick, here, noise);
-    } else if (dtype == TX_BF16) {
-      tx_round_plain(raw, x, TX_BF16, rounding, quick, here, noise);
-    }
+    if (!scaled(dtype)) tx_round_plain(raw, x, dtype, rounding, quick, here, noise);
   }
 
   /* The step of what was read in r, into x and, but for moments with scales, `to`. Returns whether it is right, which
@@ -108,9 +100,12 @@ struct round_of {
                                                 const float (&g)[TX_VECTOR], const bool quick) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
     const int32_t rounding = t.common.moment_rounding;
+    const tx_dtype param = param_of(e), master = master_of(e);
     uint32_t odd = 0;
-    if (kMaster != TX_I16) {
-      tx_plain_floats(x.p, kMaster == TX_F32 ? r.master : r.param, kMaster == TX_F32 ? TX_F32 : kParam);
+    if (master == TX_F32) {
+      tx_plain_floats(x.p, r.master, TX_F32);
+    } else if (master == TX_NONE) {
+      tx_floats_of(x.p, r.param, param);
     } else if (quick) {
       odd = tx_quick_join(x.p, r.param, r.master);
     } else {
@@ -123,10 +118,12 @@ struct round_of {
     } else {
       tx_update(x, g, w.constants);
     }
-    if (kMaster != TX_I16) {
-      tx_round_plain(to.param, x.p, kParam, kMaster == TX_NONE ? t.common.weight_rounding : (int32_t)TX_NEAREST, quick,
-                     here, w.param);
-      if (kMaster == TX_F32) tx_round_plain(to.master, x.p, TX_F32, TX_NEAREST, quick, here, w.param);
+    if (master != TX_I16) {
+      /* Where few come, nothing is kept in registers for it. */
+      const tx_noise noise = kQuick ? w.param : noise_of(t, e, w, TX_LANE_PARAM);
+      tx_round_plain(to.param, x.p, param, master == TX_NONE ? t.common.weight_rounding : (int32_t)TX_NEAREST, quick,
+                     here, noise);
+      if (master == TX_F32) tx_round_plain(to.master, x.p, TX_F32, TX_NEAREST, quick, here, noise);
     } else if (quick) {
       odd |= tx_quick_split(to.param, to.master, x.p);
     } else {
@@ -147,19 +144,13 @@ struct round_of {
     } else {
       read(r, e, false, here);
     }
-    if (kMaster == TX_I16 && drops) {
+    if (master_of(e) == TX_I16 && drops) {
 #pragma unroll
       for (int i = 0; i < TX_VECTOR / 2; i++)
         r.master[i] = 0;
     }
     float g[TX_VECTOR];
-    if (e.grad_dtype == TX_F32) {
-      tx_plain_floats(g, r.grad, TX_F32);
-    } else if (e.grad_dtype == TX_BF16) {
-      tx_plain_floats(g, r.grad, TX_BF16);
-    } else {
-      tx_plain_floats(g, r.grad, TX_F16);
-    }
+    tx_floats_of(g, r.grad, (tx_dtype)e.grad_dtype);
     return update(r, to, x, t, e, w, here, g, quick);
   }
 
@@ -175,6 +166,17 @@ struct round_of {
       tx_read_again();
       (void)take(to, x, t, e, w, here, drops, false);
     }
+    if (here.whole) {
+      write_weight(to, e, true, here);
+    } else {
+      write_weight(to, e, false, here);
+#pragma unroll
+      for (int i = 0; i < TX_VECTOR / 2; i++)
+        to.param[i] &= (here.count > 2 * i ? 0xffffu : 0u) | (here.count > 2 * i + 1 ? 0xffff0000u : 0u);
+    }
+#pragma unroll
+    for (int i = 0; i < TX_VECTOR / 2; i++)
+      weights[i] = to.param[i];
     uint8_t m_scale = 0, v_scale = 0;
     const int32_t rounding = t.common.moment_rounding;
     if (m_dtype == TX_U8) {
@@ -189,16 +191,10 @@ struct round_of {
       v_scale = tx_round_scaled(to.exp_avg_sq, x.root, TX_F16, TX_FORMAT_SQRT, rounding, quick, 0, here, w.exp_avg_sq);
     }
     if (here.whole) {
-      write(to, e, true, here);
+      write_moments(to, e, true, here);
     } else {
-      write(to, e, false, here);
-#pragma unroll
-      for (int i = 0; i < TX_VECTOR / 2; i++)
-        to.param[i] &= (here.count > 2 * i ? 0xffffu : 0u) | (here.count > 2 * i + 1 ? 0xffff0000u : 0u);
+      write_moments(to, e, false, here);
     }
-#pragma unroll
-    for (int i = 0; i < TX_VECTOR / 2; i++)
-      weights[i] = to.param[i];
     if (scaled(m_dtype)) tx_write_scale(e.scales, m_scale, here.first, here.count);
     if (scaled(v_dtype)) tx_write_scale(root_scales(e), v_scale, here.first, here.count);
   }

@@ -38,8 +38,18 @@ static __device__ __forceinline__ int64_t tx_block_at(const tx_here &here) {
   return (int64_t)((uint64_t)here.first / TX_BLOCK);
 }
 
-/* x as it is stored, F32, BF16 or F16. quick: nothing is NaN or reaches 2^127. */
-static __device__ __forceinline__ void tx_round_plain(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
+/* tx_plain_floats of a dtype that is not known when the kernel is compiled. */
+static __device__ __forceinline__ void tx_floats_of(float (&x)[TX_VECTOR], const tx_raw &raw, const tx_dtype dtype) {
+  if (dtype == TX_F32) {
+    tx_plain_floats(x, raw, TX_F32);
+  } else if (dtype == TX_BF16) {
+    tx_plain_floats(x, raw, TX_BF16);
+  } else {
+    tx_plain_floats(x, raw, TX_F16);
+  }
+}
+
+static __device__ __forceinline__ void tx_round_plain_to(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
                                                       int32_t rounding, const bool quick, const tx_here &here,
                                                       const tx_noise &noise) {
   uint32_t u[TX_VECTOR] = {};
@@ -56,6 +66,19 @@ static __device__ __forceinline__ void tx_round_plain(tx_raw &raw, const float (
     tx_quick_bf16_round(raw, x, u);
   } else {
     tx_plain_raw(raw, x, u, 1, dtype);
+  }
+}
+
+/* x as it is stored, F32, BF16 or F16. quick: nothing is NaN or reaches 2^127. */
+static __device__ __forceinline__ void tx_round_plain(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
+                                                      int32_t rounding, const bool quick, const tx_here &here,
+                                                      const tx_noise &noise) {
+  if (dtype == TX_F32) {
+    tx_round_plain_to(raw, x, TX_F32, rounding, quick, here, noise);
+  } else if (dtype == TX_BF16) {
+    tx_round_plain_to(raw, x, TX_BF16, rounding, quick, here, noise);
+  } else {
+    tx_round_plain_to(raw, x, TX_F16, rounding, quick, here, noise);
   }
 }
 

@@ -1,7 +1,8 @@
 /* One launch of the step: what its kernels know of a call and of each tensor.
  *
- * Kernels are compiled for each row of weights and each kind of moments; everything else (the gradient's dtype,
- * rounding, whether the constants are usual) is the same for all lanes of a warp and branched on as they run. */
+ * Kernels are compiled for each row of weights and each pair of moments that many have, and one for all others;
+ * everything else (the gradient's dtype, rounding, whether the constants are usual) is the same for all lanes of a warp
+ * and branched on as they run. */
 #ifndef TX_CUDA_ADAMW_TABLE_H
 #define TX_CUDA_ADAMW_TABLE_H
 
@@ -15,6 +16,25 @@ extern "C" {
 #ifdef __cplusplus
 }
 #endif
+
+/* What stands in the place of a row of TX_FOR_EACH_WEIGHT where it is told apart as the kernel runs, by e.weight. */
+#define TX_WEIGHT_ANY TX_WEIGHTS
+
+/* The dtypes of a row. */
+TX_FN tx_dtype tx_param_of_weight(int weight) {
+#define TX_ENTRY_(index, param, master, ...) \
+  if (weight == index) return TX_##param;
+  TX_FOR_EACH_WEIGHT(TX_ENTRY_)
+#undef TX_ENTRY_
+  return TX_NONE;
+}
+TX_FN tx_dtype tx_master_of_weight(int weight) {
+#define TX_ENTRY_(index, param, master, ...) \
+  if (weight == index) return TX_##master;
+  TX_FOR_EACH_WEIGHT(TX_ENTRY_)
+#undef TX_ENTRY_
+  return TX_NONE;
+}
 
 /* Kinds of moments that kernels are compiled for. */
 enum tx_moments {
@@ -46,6 +66,7 @@ struct tx_step_entry {
   int64_t id;
   uint32_t start;  /* the low half of tx_meta.start: thresholds hang on no more of it */
   uint16_t group;  /* of those in the launch's table */
+  uint8_t weight;  /* row of TX_FOR_EACH_WEIGHT */
   uint8_t aligned; /* whole vectors of every stream are aligned to their size */
   uint8_t grad_dtype, exp_avg_dtype, exp_avg_sq_dtype;
   uint8_t param_alignment, grad_alignment, exp_avg_alignment, exp_avg_sq_alignment, master_alignment;

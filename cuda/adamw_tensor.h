@@ -12,32 +12,38 @@ namespace {
 
 /* Kept while the tensor stays the same. */
 struct of_tensor {
-  int32_t tensor, group;
-  int64_t step;
-  double lag;
+  int32_t tensor;
+  int32_t alike; /* group and what else constants hang on, but for the step */
+  float before;  /* steps that were taken */
   tx_adamw_constants constants;
   bool quick; /* tx_quick_constants */
   tx_noise exp_avg, exp_avg_sq, param;
 };
 
+__device__ __forceinline__ tx_noise noise_of(const tx_step_table &t, const tx_step_entry &e, const of_tensor &w,
+                                             tx_lane lane) {
+  return tx_noise_at(t.common.seed, e.id, lane, (int64_t)w.before + 1, e.start);
+}
+
 __device__ __forceinline__ void enter_tensor(of_tensor &w, const tx_step_table &t, int32_t tensor,
                                              const tx_step_admission &admitted) {
   if (w.tensor == tensor) return;
   const tx_step_entry &e = t.entries[tensor];
-  const int64_t step = (int64_t)tx_read_value<float>(e.step) + 1;
-  const tx_step_group &g = t.common.groups[e.group];
-  const double lag = tx_dither_lag(e.exp_avg_sq_dtype, t.common.moment_rounding, g.group.beta2, step);
-  if (w.tensor < 0 || w.group != e.group || w.step != step || w.lag != lag) {
+  const float before = tx_read_value<float>(e.step);
+  const int64_t step = (int64_t)before + 1;
+  const int32_t alike = (int32_t)e.group << 8 | e.exp_avg_sq_dtype;
+  if (w.tensor < 0 || w.alike != alike || w.before != before) {
+    const tx_step_group &g = t.common.groups[e.group];
     const double lr = g.lr ? tx_read_double(g.lr, g.lr_dtype) : g.group.lr;
+    const double lag = tx_dither_lag(e.exp_avg_sq_dtype, t.common.moment_rounding, g.group.beta2, step);
     w.constants = tx_adamw_prepare(&g.group, lr, step, admitted.clip_coef, admitted.grad_scale, lag);
     w.quick = tx_quick_constants(w.constants);
-    w.group = e.group;
-    w.step = step;
-    w.lag = lag;
+    w.alike = alike;
+    w.before = before;
   }
-  w.exp_avg = tx_noise_at(t.common.seed, e.id, TX_LANE_EXP_AVG, step, e.start);
-  w.exp_avg_sq = tx_noise_at(t.common.seed, e.id, TX_LANE_EXP_AVG_SQ, step, e.start);
-  w.param = tx_noise_at(t.common.seed, e.id, TX_LANE_PARAM, step, e.start);
+  w.exp_avg = noise_of(t, e, w, TX_LANE_EXP_AVG);
+  w.exp_avg_sq = noise_of(t, e, w, TX_LANE_EXP_AVG_SQ);
+  w.param = noise_of(t, e, w, TX_LANE_PARAM);
   w.tensor = tensor;
 }
 

@@ -5,6 +5,7 @@ import gc
 import json
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def why_not() -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the figures as they come. 1 where there is no GPU."""
+    """Prints the figures as they come. 1 where there is no GPU, or where a row failed; the others are measured then."""
     if reason := why_not():
         print(f"bench --device cuda: {reason}")
         return 1
@@ -53,10 +54,16 @@ def run(options: argparse.Namespace) -> int:
     if quick:
         print("quick: small sizes, these figures are no claims")
     print(f"{bench.params:,} parameters in one tensor, {bench.rounds} rounds\n\n{_bench_report.header()}", flush=True)
+    failed = False
     for name, row in ROWS.items():
         print(f"-- {name}")
         figures, skips = len(findings.figures), len(findings.skips)
-        row(bench)
+        try:
+            row(bench)
+        except Exception as error:  # whatever it is, the other rows are worth having
+            traceback.print_exc()
+            failed = True
+            bench.skip(name, "the rest of the row", f"failed with {type(error).__name__}: {_first_line(error)}")
         gc.collect()
         torch.cuda.empty_cache()
         print(_bench_report.lines(findings.figures[figures:], findings.skips[skips:]), flush=True)
@@ -64,7 +71,11 @@ def run(options: argparse.Namespace) -> int:
             settings = {"device": "cuda", "params": bench.params, "rounds": bench.rounds, "quick": quick}
             options.json.write_text(json.dumps(_bench_report.as_json(facts, settings, findings), indent=1) + "\n")
     print(_bench_report.closing(findings))
-    return 0
+    return int(failed)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
 
 
 def _device_facts() -> dict[str, Any]:
@@ -108,7 +119,7 @@ def _wall(bench: Bench) -> None:
             contenders = {"copy": _waited(_copy(configuration.traffic, bench.params), 3), "ours": _waited(ours.step, 3)}
             times = bench.run(f"wall {name}", contenders, bench.rounds)
         except torch.cuda.OutOfMemoryError as error:
-            bench.skip("wall", what, str(error).splitlines()[0])
+            bench.skip("wall", what, _first_line(error))
             continue
         beside = {
             "ns per parameter": statistics.median(times["ours"]) / 3 / bench.params * 1e9,
@@ -153,13 +164,14 @@ def _torch(bench: Bench) -> None:
 
 
 def launches(step: Callable[[], object]) -> list[str]:
-    """The kernels that a step launches, by name."""
+    """The kernels that a step launches, by name. (torch marks the optimizer's step itself on the device's time line.)"""
     step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
         step()
         torch.cuda.synchronize()
-    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = torch.autograd.DeviceType.CUDA
+    events = [e for e in profile.events() if e.device_type == on_device and not e.is_user_annotation]
     return [event.name for event in events if not event.name.startswith(("Memcpy", "Memset"))]
 
 
