@@ -426,7 +426,10 @@ typedef struct tx_memory_state {
 /* Parameters that optim_grads_params gathers at a time. */
 typedef struct tx_memory_unit {
   int64_t numel;
-  int32_t param_dtype;
+  int64_t trained;      /* of them, with a gradient */
+  int32_t param_dtype;  /* that they are gathered and computed in */
+  int32_t reduce_dtype; /* that their gradients are handed to the reduction in */
+  int32_t wire_dtype;   /* and travel in, where that is narrower */
   int32_t reserved;
 } tx_memory_unit;
 
@@ -443,6 +446,8 @@ typedef struct tx_memory_args {
   int64_t in_flight;           /* buckets that are exchanged at a time, at most; >= 1 */
   int32_t strategy;            /* tx_strategy */
   int32_t gather_dtype;        /* of the policy: grad_gather_dtype */
+  int32_t slots;               /* 1: buckets travel in slots, as on GPUs */
+  int32_t reserved;
 } tx_memory_args;
 #define TX_MEMORY_ARGS_INIT \
   { .size = sizeof(tx_memory_args), .in_flight = 1 }
@@ -457,25 +462,37 @@ typedef struct tx_memory {
   int64_t scales;    /* of moments in blocks */
   int64_t steps;     /* fp32, one per parameter */
   int64_t transient; /* while buckets travel, at most */
-  int64_t total;     /* of all but the transient */
-  int64_t peak;      /* total + transient */
+  int64_t moving;    /* what is there twice, beside params and grads, while weights move into their buffers or shards
+                        (parallelize), or both are laid out in the order that the first backward showed */
+  int64_t total;     /* of all but these two */
+  int64_t peak;      /* total + transient; or params, grads and moving, before there are states, if that is more */
 } tx_memory;
 
 /* The memory of a training step under a strategy. In elements, where a buffer of the layout has T of them, padding
  * included, and a rank's share of it is S = T / world:
  *
  *                       params      grads    masters, moments    transient
- *   no_shard            their own   T        their own           per bucket: received, packed, gathered
- *   optim               T           T        S                   per bucket: received, packed
+ *   no_shard            their own   T        their own           per bucket: received, packed, gathered; a gradient
+ *   optim               T           T        S                   per bucket: received, packed; a gradient
  *   optim_grads         T           S        S                   per bucket: received, packed; a bucket of gradients
- *   optim_grads_params  S           S        S                   two units of parameters and gradients: a lower bound
+ *   optim_grads_params  S           S        S                   two units: parameters, gradients, received, packed
  *
  * received: the other ranks' parts of a bucket, from the wire; packed: a bucket to be sent, where it is not sent from
  * the gradients' own buffer (optim_grads: always; else where wire_dtype is not grad_dtype); gathered: the sums of all
  * ranks, where their dtype is neither of the two. They count for the in_flight largest buckets, and under no_shard for
  * two messages of joined ones (tx_coalesce), if that is more and the layout's cap is the default. The bucket of
- * gradients is the one that backward is filling, in param_dtype. frozen_bytes are whole but for optim_grads_params,
- * which shards them. */
+ * gradients is the one that backward is filling, in param_dtype; a gradient, the largest parameter's as backward made
+ * it. frozen_bytes are whole but for optim_grads_params, which shards them.
+ *
+ * With slots a bucket is received whole, and what is received, packed and gathered lies in slots that are kept: for
+ * each of the three and each class of sizes (512 bytes, then four in each doubling) two, or one where the class has one
+ * bucket.
+ *
+ * Of the two largest units optim_grads_params has, while the larger one's gradients are handed over: its parameters,
+ * the other's as they came and as they are used, its gradients, and of both what is reduced, packed and received.
+ *
+ * moving is the weights where they are in buffers; under no_shard and optim the gradients, where there are buckets to
+ * be laid out anew, if they are more; and under optim_grads_params the rest of the weights. */
 TX_API tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error);
 
 /* -- tracker (which bucket is complete) ------------------------------------------------------------------------- */

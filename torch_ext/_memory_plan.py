@@ -26,7 +26,14 @@ class _MemoryState(_library.Struct):
 
 class _MemoryUnit(_library.Struct):
     c_name = "tx_memory_unit"
-    _fields_ = [("numel", ctypes.c_int64), ("param_dtype", ctypes.c_int32), ("reserved", ctypes.c_int32)]
+    _fields_ = [
+        ("numel", ctypes.c_int64),
+        ("trained", ctypes.c_int64),
+        ("param_dtype", ctypes.c_int32),
+        ("reduce_dtype", ctypes.c_int32),
+        ("wire_dtype", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
 
 
 class _MemoryArgs(_library.Struct):
@@ -44,10 +51,12 @@ class _MemoryArgs(_library.Struct):
         ("in_flight", ctypes.c_int64),
         ("strategy", ctypes.c_int32),
         ("gather_dtype", ctypes.c_int32),
+        ("slots", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
     ]
 
 
-_PARTS = ("params", "grads", "masters", "moments", "scales", "steps", "transient", "total", "peak")
+_PARTS = ("params", "grads", "masters", "moments", "scales", "steps", "transient", "moving", "total", "peak")
 
 
 class _Memory(_library.Struct):
@@ -66,6 +75,7 @@ class MemoryPlan(NamedTuple):
     scales: int
     steps: int
     transient: int
+    moving: int
     total: int
     peak: int
 
@@ -75,7 +85,8 @@ class Unit(NamedTuple):
 
     name: str
     numel: int
-    dtype: torch.dtype
+    trained: int  # of them, with a gradient
+    dtype: torch.dtype  # of the parameters
 
 
 def strategies() -> tuple[str, ...]:
@@ -90,15 +101,17 @@ def plan_memory(
     *,
     units: Sequence[Unit] | None = None,
     frozen_bytes: int = 0,
+    slots: bool = False,
 ) -> list[MemoryPlan]:
     """The memory of each chosen strategy (None: of all), for the layout of `plan_buckets`, whose arguments these are.
 
     units: what optim_grads_params gathers at a time; None: every parameter by itself, which is the least that it can.
-    frozen_bytes: of parameters that are not trained. Raises ValueError or TypeError for what is not legal.
+    frozen_bytes: of parameters that are not trained. slots: for buckets on GPUs, which travel in slots that are kept
+    (`_streams.Slots`). Raises ValueError or TypeError for what is not legal.
     """
     layout = CLayout(params_or_numels, policy, world_size)
     if units is None:
-        units = [Unit(name, tensor.numel(), tensor.dtype) for name, tensor in layout.named]
+        units = [Unit(name, tensor.numel(), tensor.numel(), tensor.dtype) for name, tensor in layout.named]
     kinds = {dtype: _state_of(policy, dtype) for dtype in {tensor.dtype for _, tensor in layout.named}}
     args = _MemoryArgs(
         size=ctypes.sizeof(_MemoryArgs),
@@ -108,9 +121,10 @@ def plan_memory(
         n_buckets=layout.n_buckets,
         states=(_MemoryState * max(1, len(layout.named)))(*(kinds[tensor.dtype] for _, tensor in layout.named)),
         n_units=len(units),
-        units=(_MemoryUnit * max(1, len(units)))(*(_MemoryUnit(u.numel, _dtypes.code_of(u.dtype)) for u in units)),
+        units=(_MemoryUnit * max(1, len(units)))(*(_unit_of(policy, u, units) for u in units)),
         frozen_bytes=frozen_bytes,
         in_flight=IN_FLIGHT,
+        slots=slots,
         gather_dtype=0 if policy.grad_gather_dtype is None else _dtypes.code_of(policy.grad_gather_dtype),
     )
     plan = _library.function("tx_memory_plan", ctypes.POINTER(_MemoryArgs), ctypes.POINTER(_Memory))
@@ -129,6 +143,19 @@ def _state_of(policy: Policy, dtype: torch.dtype) -> _MemoryState:
     kinds = _state.kinds_of(policy, dtype)
     master = 0 if kinds.master is None else _dtypes.code_of(_state.MASTERS[kinds.master])
     return _MemoryState(_dtypes.code_of(kinds.exp_avg), _dtypes.code_of(kinds.exp_avg_sq), master)
+
+
+def _unit_of(policy: Policy, unit: Unit, units: Sequence[Unit]) -> _MemoryUnit:
+    """The dtypes are those of `_fsdp_units.shard` and of the wire of `_fsdp_exchanges`."""
+    elements: Counter[torch.dtype] = Counter()
+    for u in units:
+        elements[u.dtype] += u.numel
+    narrows = unit.dtype == torch.float32 == elements.most_common(1)[0][0]
+    computed = policy.param_dtype if narrows else unit.dtype
+    row = policy.row(computed) if unit.trained else None
+    wire = computed if row is None else row.grad_comm_dtype or row.main_grads_dtype or computed
+    dtypes = (computed, torch.float32 if computed == torch.float16 else computed, wire)
+    return _MemoryUnit(unit.numel, unit.trained, *map(_dtypes.code_of, dtypes))
 
 
 # -- models -------------------------------------------------------------------------------------------------------
@@ -154,10 +181,12 @@ def units_of(model: nn.Module, bucket_size: int | None = None) -> list[Unit]:
     units: list[Unit] = []
     for unit in _fsdp_units.units_of(model, bucket_size):
         elements: Counter[torch.dtype] = Counter()
+        trained: Counter[torch.dtype] = Counter()
         for p in (p for module in unit.modules for p in module.parameters()):
             if id(p) not in seen:
                 seen.add(id(p))
                 elements[p.dtype] += p.numel()
+                trained[p.dtype] += p.numel() * p.requires_grad
         name = ", ".join(names[id(module)] for module in unit.modules)
-        units += (Unit(name, numel, dtype) for dtype, numel in elements.items())
+        units += (Unit(name, numel, trained[dtype], dtype) for dtype, numel in elements.items())
     return units

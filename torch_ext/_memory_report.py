@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="of the parameters; bf16, or what the model is in, unless given")
     parser.add_argument("--world-size", type=_count, default=1, metavar="RANKS")
     parser.add_argument(
+        "--slots",
+        action="store_true",
+        help="for GPUs: buckets travel in slots that are kept, on NCCL of either transport",
+    )
+    parser.add_argument(
         "--strategy",
         nargs="+",
         type=_strategy,
@@ -198,9 +203,16 @@ def _text(options: argparse.Namespace) -> str:
             raise ValueError(f"{_FULL}: {asked.refusal}")
         chosen.remove(_FULL)
     plans = _memory_plan.plan_memory(
-        asked.params, policy, options.world_size, chosen, units=asked.units, frozen_bytes=asked.frozen_bytes
+        asked.params,
+        policy,
+        options.world_size,
+        chosen,
+        units=asked.units,
+        frozen_bytes=asked.frozen_bytes,
+        slots=options.slots,
     )
-    return "\n".join([*_facts(asked, policy, layout), "", *_table(plans), "", *_notes(asked, plans)])
+    notes = _notes(asked, plans, options.slots)
+    return "\n".join([*_facts(asked, policy, layout), "", *_table(plans), "", *notes])
 
 
 def _facts(asked: _Asked, policy: Policy, layout: BucketPlan) -> Iterator[str]:
@@ -234,12 +246,32 @@ def _table(plans: Sequence[MemoryPlan]) -> list[str]:
     ]
 
 
-def _notes(asked: _Asked, plans: Sequence[MemoryPlan]) -> Iterator[str]:
+def _notes(asked: _Asked, plans: Sequence[MemoryPlan], slots: bool) -> Iterator[str]:
     yield "Of one rank. Not in it: activations, buffers of modules, what allocators and transports keep for themselves."
-    if any(plan.strategy != _FULL for plan in plans):
-        yield f"transient: at most {IN_FLIGHT} buckets on their way at a time."
+    of = {plan.strategy: plan for plan in plans}
+    if any(strategy != _FULL for strategy in of):
+        how = (
+            "two slots of each size that buckets have"
+            if slots
+            else f"at most {IN_FLIGHT} buckets on their way at a time"
+        )
+        joined = " (no_shard: or two messages of joined ones)" * ("no_shard" in of and not slots)
+        yield f"transient: {how}{joined}."
+    moving = {strategy: plan.moving for strategy, plan in of.items() if plan.moving}
+    if moving:
+        sizes = ", ".join(f"{strategy} {_size(nbytes)}" for strategy, nbytes in moving.items())
+        yield (
+            "peak: or the moment in which weights move (parallelize), or buckets are laid out in the order that the first "
+            f"backward showed. It has no states yet, but takes beside parameters and gradients: {sizes}. Where no_shard's "
+            "states were loaded before the first backward, it comes on top of the total."
+        )
     if asked.refusal is not None:
         yield f"{_FULL} is not for this model: {asked.refusal}"
-    elif any(plan.strategy == _FULL for plan in plans):
-        units = "parameters" if asked.units is None else "units"
-        yield f"transient of {_FULL}, a lower bound: the two largest {units}, gathered, and their gradients."
+    elif _FULL in of:
+        units, bound = ("parameters", ", a lower bound") if asked.units is None else ("units", "")
+        yield f"transient of {_FULL}{bound}: the two largest {units}, gathered, and their gradients on their way."
+
+
+def _size(nbytes: int) -> str:
+    unit, size = next(((unit, size) for unit, size in _UNITS if nbytes >= size), _UNITS[-1])
+    return f"{nbytes / size:.2f} {unit}"

@@ -42,10 +42,13 @@ static tx_status check_state(const tx_memory_args *args, int64_t i, tx_error *er
 
 static tx_status check_unit(const tx_memory_args *args, int64_t u, tx_error *error) {
   const tx_memory_unit *unit = &args->units[u];
-  if (unit->numel >= 0 && size_of(unit->param_dtype) > 0) return TX_OK;
+  const int dtypes = size_of(unit->param_dtype) > 0 && size_of(unit->reduce_dtype) > 0 && size_of(unit->wire_dtype) > 0;
+  if (unit->trained >= 0 && unit->trained <= unit->numel && dtypes) return TX_OK;
   return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
-                 "memory: units[%" PRId64 "] has %" PRId64 " elements of %s; legal: >= 0 of a dtype", u, unit->numel,
-                 tx_dtype_name((tx_dtype)unit->param_dtype));
+                 "memory: units[%" PRId64 "] has %" PRId64 " elements of %s, %" PRId64
+                 " of them trained, reduced in %s, in %s on the wire; legal: >= 0, no more than all, of a dtype",
+                 u, unit->numel, tx_dtype_name((tx_dtype)unit->param_dtype), unit->trained,
+                 tx_dtype_name((tx_dtype)unit->reduce_dtype), tx_dtype_name((tx_dtype)unit->wire_dtype));
 }
 
 /* That places and buckets are those of the layout, as far as anything below depends on it. */
@@ -177,15 +180,62 @@ static int32_t gather_dtype(const tx_memory_args *args, int32_t wire) {
   return args->gather_dtype != TX_NONE ? args->gather_dtype : wire == TX_U8 ? TX_BF16 : wire;
 }
 
-/* What a bucket takes while it travels. like: a parameter of its buffer. */
-static int64_t travelling(const tx_memory_args *args, const tx_layout_param *like, const tx_layout_bucket *bucket) {
+/* What a bucket takes while it travels. */
+typedef struct travel {
+  int64_t received, packed, gathered;
+} travel;
+
+/* like: a parameter of its buffer. */
+static travel of_bucket(const tx_memory_args *args, const tx_layout_param *like, int64_t numel) {
   const int32_t wire = like->wire_dtype, gather = gather_dtype(args, wire);
   const int packed = args->strategy == TX_OPTIM_GRADS || wire != like->grad_dtype;
   const int gathered = args->strategy == TX_NO_SHARD && gather != wire && gather != like->grad_dtype;
-  const int64_t blocks = bucket->size / TX_BLOCK, others = blocks - blocks / args->layout->world;
+  const int64_t blocks = numel / TX_BLOCK, others = args->slots ? blocks : blocks - blocks / args->layout->world;
   const int64_t wire_bytes = tx_wire_block_bytes((tx_dtype)wire);
-  const int64_t received = add(0, others, wire_bytes);
-  return add(received, blocks, packed * wire_bytes + gathered * tx_wire_block_bytes((tx_dtype)gather));
+  return (travel){
+      .received = add(0, others, wire_bytes),
+      .packed = packed * add(0, blocks, wire_bytes),
+      .gathered = gathered * add(0, blocks, tx_wire_block_bytes((tx_dtype)gather)),
+  };
+}
+
+static int64_t travelling(const tx_memory_args *args, const tx_layout_param *like, int64_t numel) {
+  const travel found = of_bucket(args, like, numel);
+  return add(add(found.received, 1, found.packed), 1, found.gathered);
+}
+
+/* The least of 512, 640, 768, 896, 1024, 1280, ... (four in each doubling) that is not less: that of a slot; 0 of 0. */
+static int64_t size_class(int64_t bytes) {
+  if (bytes <= 512) return bytes > 0 ? 512 : 0;
+  int64_t step = 128;
+  while (bytes > 8 * step && step < INT64_MAX / 16)
+    step *= 2;
+  return add(0, bytes / step + (bytes % step != 0), step);
+}
+
+/* The first parameter of bucket b's buffer. */
+static const tx_layout_param *like_of(const tx_memory_args *args, int64_t b) {
+  return &args->layout->params[first_in(args, args->buckets[b].buffer)];
+}
+
+/* Of bucket b's slot in a role: 0 received, 1 packed, 2 gathered. */
+static int64_t slot_of(const tx_memory_args *args, int64_t b, int role) {
+  const travel found = of_bucket(args, like_of(args, b), args->buckets[b].size);
+  return size_class(role == 0 ? found.received : role == 1 ? found.packed : found.gathered);
+}
+
+static int64_t slots(const tx_memory_args *args) {
+  int64_t sum = 0;
+  for (int role = 0; role < 3; role++) {
+    for (int64_t b = 0; b < args->n_buckets; b++) {
+      const int64_t bytes = slot_of(args, b, role);
+      int64_t before = 0; /* of its class */
+      for (int64_t a = 0; a < b && before < 2; a++)
+        before += slot_of(args, a, role) == bytes;
+      if (before < 2) sum = add(sum, 1, bytes);
+    }
+  }
+  return sum;
 }
 
 /* The sum over the in_flight buckets that take most, found one after the other; and in *filling the most that the
@@ -200,7 +250,7 @@ static int64_t exchanged(const tx_memory_args *args, int64_t *filling) {
       const tx_layout_bucket *bucket = &args->buckets[b];
       if (b == 0 || bucket->buffer != args->buckets[b - 1].buffer)
         like = &args->layout->params[first_in(args, bucket->buffer)];
-      const int64_t bytes = travelling(args, like, bucket);
+      const int64_t bytes = travelling(args, like, bucket->size);
       if (bytes > next_bytes && (bytes < last_bytes || (bytes == last_bytes && b > last))) {
         next = b;
         next_bytes = bytes;
@@ -220,44 +270,82 @@ static int64_t joined(const tx_memory_args *args) {
   if (args->layout->cap != TX_NO_INT || !args->layout->overlap || args->strategy != TX_NO_SHARD) return 0;
   int64_t most = 0;
   for (int64_t first = 0, b = 0; b < args->n_buckets; first = b) {
-    tx_layout_bucket message = {0};
+    int64_t numel = 0;
     for (; b < args->n_buckets && args->buckets[b].buffer == args->buckets[first].buffer; b++)
-      message.size = add(message.size, 1, args->buckets[b].size);
-    const tx_layout_param *like = &args->layout->params[first_in(args, args->buckets[first].buffer)];
+      numel = add(numel, 1, args->buckets[b].size);
+    const tx_layout_param *like = like_of(args, first);
     const int64_t block_bytes = tx_wire_block_bytes((tx_dtype)like->wire_dtype);
-    message.size /= TX_COALESCE_PARTS;
-    if (message.size / TX_BLOCK > TX_COALESCE_BYTES / block_bytes)
-      message.size = TX_COALESCE_BYTES / block_bytes * TX_BLOCK;
-    const int64_t bytes = add(0, 2, travelling(args, like, &message));
+    numel /= TX_COALESCE_PARTS;
+    if (numel / TX_BLOCK > TX_COALESCE_BYTES / block_bytes) numel = TX_COALESCE_BYTES / block_bytes * TX_BLOCK;
+    const int64_t bytes = add(0, 2, travelling(args, like, numel));
     if (bytes > most) most = bytes;
   }
   return most;
 }
 
-/* Parameters and gradients of the two largest units. */
+/* What is reduced of a unit, packed and received. */
+static int64_t reduced(const tx_memory_args *args, const tx_memory_unit *unit) {
+  const int64_t given = add(0, unit->trained, size_of(unit->reduce_dtype));
+  const int narrow = size_of(unit->wire_dtype) < size_of(unit->reduce_dtype);
+  const int64_t blocks = (unit->trained + TX_BLOCK - 1) / TX_BLOCK;
+  const int64_t wire = narrow ? add(0, blocks, tx_wire_block_bytes((tx_dtype)unit->wire_dtype)) : given;
+  return add(add(given, narrow, wire), 1, wire - wire / args->layout->world);
+}
+
 static int64_t gathered(const tx_memory_args *args) {
-  int64_t most = 0, second = 0;
+  const tx_memory_unit none = {0}, *first = &none, *second = &none;
+  int64_t most = 0, next = 0;
   for (int64_t u = 0; u < args->n_units; u++) {
-    const int64_t bytes = add(0, args->units[u].numel, 2 * size_of(args->units[u].param_dtype));
+    const tx_memory_unit *unit = &args->units[u];
+    const int64_t bytes = add(0, unit->numel, size_of(unit->param_dtype));
     if (bytes > most) {
-      second = most;
+      second = first;
+      next = most;
+      first = unit;
       most = bytes;
-    } else if (bytes > second) {
-      second = bytes;
+    } else if (bytes > next) {
+      second = unit;
+      next = bytes;
     }
   }
-  return add(most, 1, second);
+  const int64_t sum = add(add(most, 2, next), first->trained, size_of(first->param_dtype));
+  return add(add(sum, 1, reduced(args, first)), 1, reduced(args, second));
 }
 
 static int64_t transient(const tx_memory_args *args) {
   if (args->strategy == TX_OPTIM_GRADS_PARAMS) return gathered(args);
   int64_t filling;
-  const int64_t exchange = exchanged(args, &filling), together = joined(args);
-  if (args->strategy == TX_OPTIM_GRADS) return add(exchange, 1, filling);
-  return exchange > together ? exchange : together;
+  int64_t exchange = exchanged(args, &filling);
+  if (args->slots) {
+    exchange = slots(args);
+  } else if (joined(args) > exchange) {
+    exchange = joined(args);
+  }
+  return args->strategy == TX_OPTIM_GRADS ? add(exchange, 1, filling) : exchange;
 }
 
 /* -- both ------------------------------------------------------------------------------------------------------- */
+
+/* See tx_memory. whole: bytes of the trained parameters. */
+static int64_t moving(const tx_memory_args *args, const tx_memory *sums, int64_t whole) {
+  if (args->strategy == TX_OPTIM_GRADS_PARAMS) return whole > sums->params ? whole - sums->params : 0;
+  const int learns = args->layout->world > 1 && args->n_buckets > 1 && args->strategy < TX_OPTIM_GRADS;
+  const int64_t weights = args->strategy == TX_NO_SHARD ? 0 : sums->params, grads = learns ? sums->grads : 0;
+  return weights > grads ? weights : grads;
+}
+
+/* The largest gradient, and the bytes of all weights in *whole. */
+static int64_t of_params(const tx_memory_args *args, int64_t *whole) {
+  int64_t most = 0;
+  *whole = 0;
+  for (int64_t i = 0; i < args->layout->n; i++) {
+    const tx_layout_param *p = &args->layout->params[i];
+    const int64_t bytes = p->tied == -1 ? add(0, p->numel, size_of(p->param_dtype)) : 0;
+    *whole = add(*whole, 1, bytes);
+    if (bytes > most) most = bytes;
+  }
+  return most;
+}
 
 tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error) {
   TX_FORWARD(check_args(args, memory, error));
@@ -266,13 +354,18 @@ tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error
     if (b == 0 || args->buckets[b].buffer != args->buckets[b - 1].buffer)
       TX_FORWARD(add_buffer(args, args->buckets[b].buffer, &sums, error));
   }
+  int64_t whole;
+  const int64_t gradient = of_params(args, &whole);
+  sums.moving = moving(args, &sums, whole);
   const int64_t world = args->strategy == TX_OPTIM_GRADS_PARAMS ? args->layout->world : 1;
   sums.params = add(sums.params, 1, args->frozen_bytes / world + (args->frozen_bytes % world != 0));
-  sums.transient = transient(args);
+  sums.transient = add(transient(args), args->strategy < TX_OPTIM_GRADS, gradient);
   const int64_t parts[] = {sums.params, sums.grads, sums.masters, sums.moments, sums.scales, sums.steps};
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
     sums.total = add(sums.total, 1, parts[i]);
+  const int64_t moment = add(add(add(sums.params, 1, sums.grads), 1, sums.steps), 1, sums.moving);
   sums.peak = add(sums.total, 1, sums.transient);
+  if (sums.peak < moment) sums.peak = moment;
   if (sums.peak == INT64_MAX) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "memory: more bytes than an int64 can count");
   }

@@ -1,6 +1,7 @@
 // csrc/core/memory: bytes of one rank under each strategy (E1-E3).
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,11 @@ tx_layout_param Param(int64_t numel, tx_dtype dtype = TX_BF16, tx_dtype grad = T
 
 constexpr tx_memory_state State(tx_dtype exp_avg, tx_dtype exp_avg_sq, tx_dtype master) {
   return {exp_avg, exp_avg_sq, master, 0};
+}
+
+// Reduced in its own dtype, as all of it is trained.
+tx_memory_unit Unit(int64_t numel, tx_dtype dtype = TX_BF16) {
+  return {numel, numel, dtype, dtype, dtype, 0};
 }
 
 constexpr tx_memory_state kMixed = State(TX_BF16, TX_BF16, TX_F32);
@@ -98,10 +104,17 @@ TEST_P(MemoryTest, part_by_part) {
   EXPECT_EQ(memory.moments, c.bytes.moments);
   EXPECT_EQ(memory.scales, c.bytes.scales);
   EXPECT_EQ(memory.steps, c.bytes.steps);
-  EXPECT_EQ(memory.transient, c.bytes.transient);
+  int64_t largest = 0;
+  for (const tx_layout_param &p : c.params) {
+    int64_t size = 0;
+    ASSERT_EQ(tx_dtype_size(static_cast<tx_dtype>(p.param_dtype), &size, nullptr), TX_OK);
+    largest = std::max(largest, p.numel * size);
+  }
+  EXPECT_EQ(memory.transient, c.bytes.transient + (c.strategy < TX_OPTIM_GRADS ? largest : 0));
   const int64_t total = memory.params + memory.grads + memory.masters + memory.moments + memory.scales + memory.steps;
   EXPECT_EQ(memory.total, total);
-  EXPECT_EQ(memory.peak, total + memory.transient);
+  const int64_t moment = memory.params + memory.grads + memory.steps + memory.moving;
+  EXPECT_EQ(memory.peak, std::max(total + memory.transient, moment));
 }
 
 // Four ranks and a cap of 1000: 38400 elements in a bucket of 38400, then 1000 in one of 1024: 39400 in 39424, whose
@@ -132,16 +145,16 @@ const Case kCases[] = {
      4,
      1000,
      TX_OPTIM_GRADS_PARAMS,
-     {9856 * 2, 9856 * 2, 9856 * 4, 9856 * 4, 0, 8, 2 * (300 * 4 + 500 * 2)},
-     {{500, TX_BF16, 0}, {100, TX_BF16, 0}, {300, TX_F32, 0}, {499, TX_BF16, 0}}},
+     {9856 * 2, 9856 * 2, 9856 * 4, 9856 * 4, 0, 8, (1200 + 2 * 1000) + 1200 + (1200 + 900) + (1000 + 750)},
+     {Unit(500), Unit(100), Unit(300, TX_F32), Unit(499)}},
     {"one_unit_is_enough",
      kModel,
      kMixed,
      4,
      1000,
      TX_OPTIM_GRADS_PARAMS,
-     {9856 * 2, 9856 * 2, 9856 * 4, 9856 * 4, 0, 8, 2 * 500 * 2},
-     {{500, TX_BF16, 0}}},
+     {9856 * 2, 9856 * 2, 9856 * 4, 9856 * 4, 0, 8, 1000 + 1000 + (1000 + 750)},
+     {Unit(500)}},
     {"wide_gradients_are_packed",
      kWide,
      kMixed,
@@ -318,6 +331,102 @@ const Case kCases[] = {
 INSTANTIATE_TEST_SUITE_P(Cases, MemoryTest, testing::ValuesIn(kCases),
                          [](const auto &info) { return std::string(info.param.id); });
 
+struct Moving {
+  const char *id;
+  tx_strategy strategy;
+  int64_t world, cap, bytes;
+  std::vector<tx_layout_param> params = kModel;
+};
+
+void PrintTo(const Moving &c, std::ostream *out) {
+  *out << c.id;
+}
+
+class MovingTest : public testing::TestWithParam<Moving> {};
+
+TEST_P(MovingTest, is_beside_parameters_and_gradients_before_there_are_states) {
+  const Moving &c = GetParam();
+  Case asked = kCases[0];
+  asked.params = c.params;
+  asked.strategy = c.strategy;
+  asked.world = c.world;
+  asked.cap = c.cap;
+  asked.state = State(TX_U8, TX_U8, TX_NONE);
+  const Question question(asked);
+  tx_memory memory = {};
+  ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+  EXPECT_EQ(memory.moving, c.bytes);
+  const int64_t moment = memory.params + memory.grads + memory.steps + memory.moving;
+  EXPECT_EQ(memory.peak, std::max(memory.total + memory.transient, moment));
+}
+
+const Moving kMoving[] = {
+    {"no_shard_lays_gradients_out_anew", TX_NO_SHARD, 4, 1000, 39424 * 2},
+    {"no_shard_has_one_bucket", TX_NO_SHARD, 4, 100000, 0},
+    {"no_shard_alone", TX_NO_SHARD, 1, 1000, 0},
+    {"optim_moves_weights", TX_OPTIM, 1, 1000, 39424 * 2},
+    {"optim_lays_wide_gradients_out_anew", TX_OPTIM, 4, 1000, 39424 * 4, kWide},
+    {"optim_has_one_bucket_of_wide_gradients", TX_OPTIM, 4, 100000, 39424 * 2, kWide},
+    {"optim_grads_moves_weights", TX_OPTIM_GRADS, 4, 1000, 39424 * 2, kWide},
+    {"optim_grads_params_had_the_whole", TX_OPTIM_GRADS_PARAMS, 4, 1000, (39400 - 9856) * 2},
+};
+INSTANTIATE_TEST_SUITE_P(Cases, MovingTest, testing::ValuesIn(kMoving),
+                         [](const auto &info) { return std::string(info.param.id); });
+
+TEST(Memory, a_narrow_wire_of_a_unit_is_packed_and_frozen_parameters_are_not_reduced) {
+  Case c = kCases[0];
+  c.strategy = TX_OPTIM_GRADS_PARAMS;
+  c.units = {{1280, 256, TX_BF16, TX_F32, TX_U8, 0}};
+  const Question question(c);
+  tx_memory memory = {};
+  ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+  const int64_t wire = 256 + 2;  // codes and scales; three quarters come from the others
+  EXPECT_EQ(memory.transient, 1280 * 2 + 256 * 2 + 256 * 4 + wire + (wire - wire / 4));
+}
+
+TEST(Memory, slots_are_two_of_each_class_and_role) {
+  Case c = kCases[0];
+  c.params = std::vector<tx_layout_param>(5, Param(1024, TX_BF16, TX_F32, TX_BF16));
+  c.cap = 1000;
+  Question question(c);
+  question.args.slots = 1;
+  tx_memory memory = {};
+  ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+  EXPECT_EQ(memory.transient, 2 * 2048 * 2 + 1024 * 2) << "received whole, and packed; a gradient";
+  question.args.in_flight = 1;
+  ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+  EXPECT_EQ(memory.transient, 2 * 2048 * 2 + 1024 * 2);
+
+  c.params = {Param(1024 + 128 * 4), Param(512 * 5), Param(512)};
+  c.cap = 1;
+  Question mixed(c);
+  mixed.args.slots = 1;
+  ASSERT_EQ(tx_memory_plan(&mixed.args, &memory, nullptr), TX_OK);
+  EXPECT_EQ(memory.transient, (3072 + 5120 + 1024) + 512 * 5 * 2) << "one of each; classes are no larger than these";
+  c.params = {Param(512 * 9), Param(512 * 9 + 1)};
+  Question rounded(c);
+  rounded.args.slots = 1;
+  ASSERT_EQ(tx_memory_plan(&rounded.args, &memory, nullptr), TX_OK);
+  EXPECT_EQ(memory.transient, 2 * 10240 + (512 * 9 + 1) * 2) << "9216 and 10240 bytes are of one class";
+}
+
+TEST(Memory, joined_buckets_are_two_quarters_of_a_buffer_or_two_messages_of_8_MiB) {
+  for (const int64_t numel : {int64_t{1} << 18, int64_t{1} << 20}) {
+    Case c = kCases[0];
+    c.params = std::vector<tx_layout_param>(32, Param(numel));
+    c.cap = TX_NO_INT;
+    for (const tx_strategy strategy : {TX_NO_SHARD, TX_OPTIM}) {
+      c.strategy = strategy;
+      const Question question(c);
+      tx_memory memory = {};
+      ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+      const int64_t separate = 4 * numel * 2, together = 2 * std::min<int64_t>(32 * numel * 2 / 4, TX_COALESCE_BYTES);
+      const int64_t travelling = strategy == TX_NO_SHARD ? std::max(separate, together) : separate;
+      EXPECT_EQ(memory.transient, travelling / 4 * 3 + numel * 2);
+    }
+  }
+}
+
 TEST(Memory, a_tied_parameter_counts_once) {
   Case c = kCases[0];
   c.params.push_back(c.params[1]);
@@ -372,7 +481,7 @@ class MemoryBadTest : public testing::TestWithParam<Bad> {};
 
 TEST_P(MemoryBadTest, is_refused_and_nothing_is_written) {
   Case c = kCases[0];
-  c.units = {{5, TX_BF16, 0}};
+  c.units = {Unit(5)};
   Question question(c);
   GetParam().change(question);
   tx_memory memory = {};
@@ -393,6 +502,10 @@ const Bad kBad[] = {
     {"units_negative", TX_ERROR_INVALID_ARGUMENT, "n_units", [](Question &q) { q.args.n_units = -1; }},
     {"unit_negative", TX_ERROR_INVALID_ARGUMENT, "units[0] has -5", [](Question &q) { q.units[0].numel = -5; }},
     {"unit_of_no_dtype", TX_ERROR_INVALID_ARGUMENT, "none", [](Question &q) { q.units[0].param_dtype = TX_NONE; }},
+    {"unit_on_a_wire_of_no_dtype", TX_ERROR_INVALID_ARGUMENT, "in none on the wire",
+     [](Question &q) { q.units[0].wire_dtype = TX_NONE; }},
+    {"unit_more_trained_than_there_are", TX_ERROR_INVALID_ARGUMENT, "6 of them trained",
+     [](Question &q) { q.units[0].trained = 6; }},
     {"strategy_unknown", TX_ERROR_ILLEGAL_VALUE, "optim_grads_params", [](Question &q) { q.args.strategy = 4; }},
     {"strategy_negative", TX_ERROR_ILLEGAL_VALUE, "-1", [](Question &q) { q.args.strategy = -1; }},
     {"gather_dtype_unknown", TX_ERROR_UNKNOWN_DTYPE, "99", [](Question &q) { q.args.gather_dtype = 99; }},
