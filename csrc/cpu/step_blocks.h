@@ -234,9 +234,19 @@ TX_FN void tx_step_some_blocks(tx_adamw_constants c, tx_step_streams s, int32_t 
 
 _Static_assert(TX_WITNESS % (TX_BLOCKS_AT_ONCE * TX_BLOCK) == 0, "a witness is of whole turns of the loop");
 
+#if TX_WIDE
+#include "csrc/cpu/step_wide.h"
+#endif
+
 /* n: a multiple of TX_BLOCK, and of TX_WITNESS where there are witnesses. */
 TX_FN void tx_step_blocks(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
                           const tx_dtype master, const tx_dtype grad) {
+#if TX_WIDE
+  if (param == TX_BF16 && master == TX_I16 && grad == TX_BF16) {
+    tx_wide_step(&c, &s, n / TX_BLOCK);
+    return;
+  }
+#endif
   const int witnessed = master == TX_I16 && s.witnesses;
   const tx_step_streams all = s;
   for (int32_t at = 0; at < n; at += TX_BLOCKS_AT_ONCE * TX_BLOCK) {

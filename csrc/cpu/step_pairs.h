@@ -10,6 +10,14 @@
 #include "csrc/math/dither.h"
 #include "csrc/math/remainder.h"
 
+/* Loops written for AVX-512 beside the plain ones. */
+#if defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define TX_WIDE 1
+#include "csrc/cpu/wide_weights.h"
+#else
+#define TX_WIDE 0
+#endif
+
 /* What one instance works on: elements from a block's edge on. Dithered thresholds are those of the first element;
  * block scales only where the moments have them. */
 typedef struct tx_step_streams {
@@ -78,7 +86,7 @@ typedef struct tx_step_tile {
   float m[2][TX_STEP_TILE / 2];
   float v[2][TX_STEP_TILE / 2];
   float root[2][TX_STEP_TILE / 2];
-} tx_step_tile;
+} __attribute__((aligned(64))) tx_step_tile;
 
 /* Unrounded moments of `pairs` pairs from pair `at` on. Those in bf16 are rounded as if none were NaN, Inf or beyond
  * bf16's largest number. Returns whether that was so: the comparisons for a tile cost less than the selections for an
@@ -204,7 +212,7 @@ TX_FN int tx_watch_is_quiet(const tx_watch *watch) {
 typedef struct tx_kept {
   uint32_t param[TX_STEP_TILE / 2];
   uint32_t remainder[TX_STEP_TILE / 2];
-} tx_kept;
+} __attribute__((aligned(64))) tx_kept;
 
 static __attribute__((noinline)) void tx_step_pair_weights_again(const tx_adamw_constants *c, const tx_step_streams *s,
                                                                  int32_t at, int32_t pairs, const tx_step_tile *tile,
@@ -227,24 +235,48 @@ TX_FN void tx_renew_block(tx_step_streams s, int64_t at) {
   tx_witness_put(s.witnesses, at / TX_WITNESS, tx_witness_of((const char *)s.param + 2 * at, TX_WITNESS));
 }
 
-TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
-                                   const tx_step_tile *tile) {
+TX_FN void tx_ask_remainders(tx_step_streams s, int32_t pair) {
+  tx_ask(s.param, 2 * pair + TX_WITNESS, 2 * TX_GROUP, TX_BF16);
+  tx_ask(s.master, 2 * pair, 2 * TX_GROUP, TX_I16);
+}
+
+/* The fast way. Returns whether nothing rare was met. */
+#if TX_WIDE
+TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                  const tx_step_tile *tile, tx_kept *kept) {
+  const tx_wide_constants wide = tx_wide_constants_of(&c);
+  tx_wide_watch watch = tx_wide_watch_begin();
+  for (int32_t group = 0; group < pairs; group += TX_GROUP) {
+    const tx_wide_moment_tile moments = {&tile->m[0][group], &tile->root[0][group], TX_STEP_TILE / 2};
+    tx_ask_remainders(s, at + group);
+    tx_wide_weights(&wide, (tx_mem_u32 *)s.param + at + group, (tx_mem_u32 *)s.master + at + group, moments, &watch,
+                    &kept->param[group], &kept->remainder[group]);
+  }
+  return tx_wide_watch_is_quiet(watch);
+}
+#else
+TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                  const tx_step_tile *tile, tx_kept *kept) {
   tx_watch watch = {{0}, {0}, {0}};
-  tx_kept kept;
   tx_mem_u32 *param = (tx_mem_u32 *)s.param + at, *remainder = (tx_mem_u32 *)s.master + at;
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
-    tx_ask(s.param, 2 * (at + group) + TX_WITNESS, 2 * TX_GROUP, TX_BF16);
-    tx_ask(s.master, 2 * (at + group), 2 * TX_GROUP, TX_I16);
+    tx_ask_remainders(s, at + group);
 #pragma GCC ivdep
     for (int32_t j = 0; j < TX_GROUP; j++) {
       const int32_t i = group + j;
       const float m[2] = {tile->m[0][i], tile->m[1][i]}, root[2] = {tile->root[0][i], tile->root[1][i]};
-      tx_step_remainders(c, &param[i], &remainder[i], m, root, &watch, j, &kept.param[i], &kept.remainder[i]);
+      tx_step_remainders(c, &param[i], &remainder[i], m, root, &watch, j, &kept->param[i], &kept->remainder[i]);
     }
   }
-  if (__builtin_expect(!tx_watch_is_quiet(&watch), 0)) {
+  return tx_watch_is_quiet(&watch);
+}
+#endif
+
+TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                   const tx_step_tile *tile) {
+  tx_kept kept;
+  if (__builtin_expect(!tx_step_tile_remainders(c, s, at, pairs, tile, &kept), 0))
     tx_step_pair_weights_again(&c, &s, at, pairs, tile, &kept);
-  }
 }
 
 /* n: a multiple of 2 * TX_GROUP, and of TX_WITNESS where there are witnesses. */
