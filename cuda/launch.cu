@@ -13,6 +13,28 @@ constexpr int32_t kMaxDevices = 64;
 /* Set once a device was found fit; the number of its processors. */
 std::atomic<int32_t> fit[kMaxDevices];
 
+/* How many blocks of a kernel run at a time on a processor of each device; 0: not asked for yet. Rows are taken by the
+ * first who asks for a kernel, for good; who finds none free asks every time. Whoever writes an entry writes the same. */
+struct occupancy {
+  std::atomic<const void *> kernel;
+  std::atomic<int32_t> blocks[kMaxDevices];
+};
+constexpr int kMaxKernels = 64;
+occupancy occupancies[kMaxKernels];
+
+/* NULL where there is no room. */
+occupancy *occupancy_of(const void *kernel) {
+  const size_t home = ((uintptr_t)kernel >> 4) % kMaxKernels;
+  for (size_t i = 0; i < kMaxKernels; i++) {
+    occupancy *const row = &occupancies[(home + i) % kMaxKernels];
+    const void *holder = row->kernel.load(std::memory_order_relaxed);
+    if (holder == kernel) return row;
+    if (holder == NULL && row->kernel.compare_exchange_strong(holder, kernel, std::memory_order_relaxed)) return row;
+    if (holder == kernel) return row;
+  }
+  return NULL;
+}
+
 /* Only its image is asked for: whether this library has one for the device. */
 __global__ void image_probe() {}
 
@@ -185,6 +207,19 @@ tx_status tx_cuda_enter(const tx_cuda_call *call, tx_cuda_scope *scope, tx_error
 tx_status tx_cuda_leave(const tx_cuda_scope *scope, tx_status status) {
   if (scope->before != scope->device) (void)cudaSetDevice(scope->before);
   return status;
+}
+
+tx_status tx_cuda_blocks_per_processor(const tx_cuda_scope *scope, const void *kernel, int32_t *blocks,
+                                       const char *name, tx_error *error) {
+  occupancy *const row = occupancy_of(kernel);
+  int found = row ? row->blocks[scope->device].load(std::memory_order_relaxed) : 0;
+  if (found == 0) {
+    TX_FORWARD(tx_cuda_answered(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, TX_BLOCK_THREADS, 0),
+                                name, error));
+    if (row) row->blocks[scope->device].store(found, std::memory_order_relaxed);
+  }
+  *blocks = found;
+  return TX_OK;
 }
 
 uint32_t tx_cuda_blocks(const tx_cuda_scope *scope, int64_t tiles, int32_t per_processor) {

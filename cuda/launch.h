@@ -34,6 +34,10 @@ tx_status tx_cuda_answered(cudaError_t answer, const char *what, tx_error *error
  * where there is not a tile for each warp. At least 1. */
 uint32_t tx_cuda_blocks(const tx_cuda_scope *scope, int64_t tiles, int32_t per_processor);
 
+/* How many blocks of `kernel` run at a time on a processor of the device; asked for once. `name`: of the work. */
+tx_status tx_cuda_blocks_per_processor(const tx_cuda_scope *scope, const void *kernel, int32_t *blocks,
+                                       const char *name, tx_error *error);
+
 /* Launches one block of `threads` threads: what a single thread, or warp, has to do. */
 template <class Arguments>
 static tx_status tx_cuda_launch_one(const tx_cuda_scope *scope, void (*kernel)(Arguments), const Arguments &arguments,
@@ -50,9 +54,8 @@ template <class Table>
 static tx_status tx_cuda_launch_always(const tx_cuda_scope *scope, void (*kernel)(Table), const Table &table,
                                        const char *name, tx_error *error) {
   const int64_t tiles = tx_table_tiles(table);
-  int per_processor = 0;
-  TX_FORWARD(tx_cuda_answered(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, TX_BLOCK_THREADS, 0), name, error));
+  int32_t per_processor = 0;
+  TX_FORWARD(tx_cuda_blocks_per_processor(scope, (const void *)kernel, &per_processor, name, error));
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(tx_cuda_blocks(scope, tiles > 0 ? tiles : 1, per_processor));
   config.blockDim = dim3(TX_BLOCK_THREADS);

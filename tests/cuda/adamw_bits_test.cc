@@ -77,8 +77,7 @@ TEST_P(Kinds, HaveTheCpusBitsWithUnusualConstants) {
 TEST_P(Kinds, HaveTheCpusBitsOnAnyGrid) {
   for (const int processors : {1, 2, 7}) {
     for (const int per_processor : {1, 3}) {
-      emulated::world.processors = processors;
-      emulated::world.blocks_per_processor = per_processor;
+      emulated::Use(processors, per_processor);
       Pair pair;
       for (const int64_t n : {20000, 5, 3000})
         pair.Add(GetParam(), n);

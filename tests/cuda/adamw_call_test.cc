@@ -135,8 +135,7 @@ TEST_F(AdamwCall, CountsTheStepsOfEmptyParametersToo) {
 }
 
 TEST_F(AdamwCall, StepsAreWrittenOnceByTheLastBlockOfMany) {
-  emulated::world.processors = 5;
-  emulated::world.blocks_per_processor = 4;
+  emulated::Use(5, 4);
   Pair pair;
   pair.Add(kF32, 200000);
   pair.Add(kF32, 3);

@@ -110,6 +110,7 @@ struct Pair {
   tx_status Take(const tx_adamw_args &like = {}, const tx_adamw_group *group = nullptr) {
     tx_error a = {}, b = {};
     Step to_ours(ours, like, group), to_theirs(theirs, like, group);
+    call.device = emulated::world.current;
     const tx_status status = tx_cuda_adamw(to_ours.Args(), &call, &a);
     EXPECT_EQ(status, tx_adamw(to_theirs.Args(), nullptr, &b));
     EXPECT_STREQ(a.message, b.message);

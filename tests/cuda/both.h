@@ -19,8 +19,14 @@ inline const std::vector<Grid> kGrids = {{1, 1}, {3, 2}, {7, 4}};
 
 inline void Arrange(const Grid &grid = {3, 2}) {
   emulated::world = emulated::World();
-  emulated::world.processors = grid.processors;
-  emulated::world.blocks_per_processor = grid.blocks_per_processor;
+  emulated::Use(grid.processors, grid.blocks_per_processor);
+}
+
+// For the current device.
+inline const tx_cuda_call *Call() {
+  static tx_cuda_call call = TX_CUDA_CALL_INIT;
+  call.device = emulated::world.current;
+  return &call;
 }
 
 inline std::vector<tx_tensor> Tensors(std::vector<Array> &arrays) {

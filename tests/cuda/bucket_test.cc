@@ -5,7 +5,6 @@
 
 namespace {
 
-const tx_cuda_call kCall = TX_CUDA_CALL_INIT;
 
 struct Packing {
   std::vector<Array> grads;
@@ -49,7 +48,7 @@ TEST_P(EveryLayout, PacksAndUnpacksAsTheCpuDoes) {
       theirs.data.FillBytes(1);
       ours.scales.FillBytes(2);
       theirs.scales.FillBytes(2);
-      EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_pack(&packing.Into(ours, rounding), &kCall, e); });
+      EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_pack(&packing.Into(ours, rounding), Call(), e); });
       EXPECT_LE(emulated::world.launches, 1 + packing.args.n / 100);
       EXPECT_OK([&](tx_error *e) { return tx_bucket_pack(&packing.Into(theirs, rounding), nullptr, e); });
       ASSERT_EQ(ours.data.raw(), theirs.data.raw()) << "rounding " << rounding;
@@ -67,7 +66,7 @@ TEST_P(EveryLayout, PacksAndUnpacksAsTheCpuDoes) {
       const std::vector<tx_tensor> to = Tensors(ours), reference = Tensors(theirs);
       EXPECT_OK([&](tx_error *e) {
         return tx_cuda_bucket_unpack(bucket.data.tensor(), bucket.scales_or_none(), packing.args.n,
-                                     layout.offsets.data(), to.data(), &kCall, e);
+                                     layout.offsets.data(), to.data(), Call(), e);
       });
       EXPECT_OK([&](tx_error *e) {
         return tx_bucket_unpack(bucket.data.tensor(), bucket.scales_or_none(), packing.args.n, layout.offsets.data(),
@@ -92,7 +91,7 @@ TEST(Pack, PlainBucketsTakeAnyOffset) {
     Wire ours(wire, 3000, 0), theirs(wire, 3000, 0);
     ours.data.FillBytes(1);
     theirs.data.FillBytes(1);
-    EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_pack(&packing.Into(ours, TX_NEAREST), &kCall, e); });
+    EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_pack(&packing.Into(ours, TX_NEAREST), Call(), e); });
     EXPECT_OK([&](tx_error *e) { return tx_bucket_pack(&packing.Into(theirs, TX_NEAREST), nullptr, e); });
     EXPECT_EQ(ours.data.raw(), theirs.data.raw()) << DtypeName(wire);
   }
@@ -109,7 +108,7 @@ TEST(Pack, SameDtypeKeepsEveryBit) {
     args.grads = &tensor;
     args.offsets = &offset;
     args.bucket = bucket.tensor();
-    EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_pack(&args, &kCall, e); });
+    EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_pack(&args, Call(), e); });
     EXPECT_EQ(bucket.raw(), grad.raw()) << DtypeName(dtype);
   }
 }
@@ -136,7 +135,7 @@ TEST(Pack, RefusesAsTheCpuDoes) {
     args.bucket = bucket.tensor();
     args.scales = scales.tensor();
     spoil(args, grads, offsets);
-    ExpectRefusedAlike([&](tx_error *e) { return tx_cuda_bucket_pack(&args, &kCall, e); },
+    ExpectRefusedAlike([&](tx_error *e) { return tx_cuda_bucket_pack(&args, Call(), e); },
                        [&](tx_error *e) { return tx_bucket_pack(&args, nullptr, e); }, {&bucket, &scales});
   }
 }
@@ -159,7 +158,7 @@ TEST(Unpack, RefusesAsTheCpuDoes) {
                         {codes.tensor(), offsets, good},
                         {bucket.tensor(), offsets, twice}}) {
     ExpectRefusedAlike(
-        [&](tx_error *e) { return tx_cuda_bucket_unpack(c.bucket, None(), 2, c.offsets, c.tensors, &kCall, e); },
+        [&](tx_error *e) { return tx_cuda_bucket_unpack(c.bucket, None(), 2, c.offsets, c.tensors, Call(), e); },
         [&](tx_error *e) { return tx_bucket_unpack(c.bucket, None(), 2, c.offsets, c.tensors, nullptr, e); },
         {&a, &b, &half, &bucket, &codes});
   }

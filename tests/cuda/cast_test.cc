@@ -6,7 +6,6 @@ extern "C" {
 
 namespace {
 
-const tx_cuda_call kCall = TX_CUDA_CALL_INIT;
 
 struct Form {
   const char *name;
@@ -108,7 +107,7 @@ TEST_P(EveryPair, EqualsTheCpuBitForBit) {
           theirs.emplace_back(to, src.data.size(), misalign).data.FillBytes(5);
         }
         Casting casting(srcs, ours, format, rounding), reference(srcs, theirs, format, rounding);
-        EXPECT_OK([&](tx_error *e) { return tx_cuda_cast(&casting.args, &kCall, e); });
+        EXPECT_OK([&](tx_error *e) { return tx_cuda_cast(&casting.args, Call(), e); });
         EXPECT_OK([&](tx_error *e) { return tx_cast(&reference.args, nullptr, e); });
         for (size_t i = 0; i < ours.size(); i++) {
           ASSERT_EQ(ours[i].data.raw(), theirs[i].data.raw()) << kSizes[i] << " elements, rounding " << rounding;
@@ -140,7 +139,7 @@ TEST(Cast, CodesAreDoubledWhereRoundingLeavesHalf) {
         values[k].data.Set(i, form.format == TX_FORMAT_SQRT ? x * x : x);
     }
     Casting casting(values, ours, form.format, TX_NEAREST), reference(values, theirs, form.format, TX_NEAREST);
-    EXPECT_OK([&](tx_error *e) { return tx_cuda_cast(&casting.args, &kCall, e); });
+    EXPECT_OK([&](tx_error *e) { return tx_cuda_cast(&casting.args, Call(), e); });
     EXPECT_OK([&](tx_error *e) { return tx_cast(&reference.args, nullptr, e); });
     for (size_t k = 0; k < ours.size(); k++) {
       ASSERT_EQ(ours[k].data.raw(), theirs[k].data.raw()) << form.name << " " << k;
@@ -159,7 +158,7 @@ TEST(Cast, ThousandsOfTensorsTakeAFewLaunches) {
   }
   Casting casting(srcs, ours, TX_FORMAT_SIGNED, TX_DITHERED), reference(srcs, theirs, TX_FORMAT_SIGNED, TX_DITHERED);
   casting.args.meta = reference.args.meta = nullptr;
-  EXPECT_OK([&](tx_error *e) { return tx_cuda_cast(&casting.args, &kCall, e); });
+  EXPECT_OK([&](tx_error *e) { return tx_cuda_cast(&casting.args, Call(), e); });
   EXPECT_OK([&](tx_error *e) { return tx_cast(&reference.args, nullptr, e); });
   EXPECT_LE(emulated::world.launches, 5);
   for (size_t i = 0; i < ours.size(); i++)
@@ -189,7 +188,7 @@ TEST(Cast, RefusesAsTheCpuDoes) {
     k.args.dst_scales = k.dst_scales.data();
     k.args.meta = k.meta.data();
     spoil(k);
-    ExpectRefusedAlike([&](tx_error *e) { return tx_cuda_cast(&k.args, &kCall, e); },
+    ExpectRefusedAlike([&](tx_error *e) { return tx_cuda_cast(&k.args, Call(), e); },
                        [&](tx_error *e) { return tx_cast(&k.args, nullptr, e); }, {&a, &b, &half, &codes, &scales});
   }
 }

@@ -37,6 +37,31 @@ TEST_F(Launch, RunsOnTheDeviceOfTheCallAndPutsTheCurrentOneBack) {
   EXPECT_EQ(emulated::world.synchronisations, 0);
 }
 
+TEST_F(Launch, ItIsAskedOnceForEachDeviceHowManyBlocksRunOnIt) {
+  for (const int processors : {2, 3}) {
+    for (int call = 0; call < 3; call++) {
+      emulated::Use(processors, 7);
+      ASSERT_EQ(Accumulate(emulated::world.current), TX_OK) << Message();
+      EXPECT_EQ(emulated::world.occupancy_queries, processors - 1);
+      EXPECT_EQ(emulated::world.blocks, 1u) << "there is one tile";
+    }
+  }
+}
+
+TEST_F(Launch, AGridHasTheBlocksThatRunAtATime) {
+  const int64_t n = 1 << 20;
+  Array main(TX_F32, n, 0), grad(TX_BF16, n, 0);
+  const tx_tensor to = main.tensor(), from = grad.tensor();
+  for (int call = 0; call < 2; call++)
+    for (const int processors : {1, 5}) {
+      emulated::Use(processors, 3);
+      tx_cuda_call at = TX_CUDA_CALL_INIT;
+      at.device = emulated::world.current;
+      ASSERT_EQ(tx_cuda_bucket_accumulate(1, &to, &from, &at, &error_), TX_OK) << Message();
+      EXPECT_EQ(emulated::world.blocks, 3u * static_cast<uint32_t>(processors));
+    }
+}
+
 // Devices that were found fit are not looked at again, so each of these has an ordinal of its own.
 TEST_F(Launch, ADeviceWithoutABuiltArchitectureIsNamedWithThoseBuilt) {
   emulated::world.devices = 10;

@@ -7,7 +7,6 @@
 namespace {
 
 const float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
-const tx_cuda_call kCall = TX_CUDA_CALL_INIT;
 
 struct Reducing {
   std::vector<tx_tensor> chunks, scales;
@@ -67,7 +66,7 @@ TEST_P(EveryWire, AddsInRankOrderRoundsOnceAndCountsWhatIsStored) {
           Reducing to(chunks, ours.tensor(), 1.0 / 3, accumulate);
           Reducing reference(chunks, theirs.tensor(), 1.0 / 3, accumulate);
           if (counts) to.args.stats = our_stats.tensor(), reference.args.stats = their_stats.tensor();
-          EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_reduce(&to.args, &kCall, e); });
+          EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_reduce(&to.args, Call(), e); });
           EXPECT_OK([&](tx_error *e) { return tx_bucket_reduce(&reference.args, nullptr, e); });
           ASSERT_EQ(ours.raw(), theirs.raw()) << n << " elements, " << n_ranks << " ranks";
           ASSERT_EQ(our_stats.raw(), their_stats.raw()) << n << " elements, " << n_ranks << " ranks";
@@ -95,7 +94,7 @@ TEST_P(EveryWire, AnyBytesAtAll) {
     Reducing to(chunks, ours.tensor(), 0.7, accumulate), reference(chunks, theirs.tensor(), 0.7, accumulate);
     to.args.stats = our_stats.tensor();
     reference.args.stats = their_stats.tensor();
-    EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_reduce(&to.args, &kCall, e); });
+    EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_reduce(&to.args, Call(), e); });
     EXPECT_OK([&](tx_error *e) { return tx_bucket_reduce(&reference.args, nullptr, e); });
     ASSERT_EQ(ours.raw(), theirs.raw());
     ASSERT_EQ(our_stats.raw(), their_stats.raw());
@@ -113,7 +112,7 @@ TEST(Reduce, TheFirstChunkIsNotAddedToZero) {
   chunks.emplace_back(TX_F32, 2, 0).data.Set(0, -0.0f);
   Array shard(TX_F32, 2);
   Reducing to(chunks, shard.tensor(), 1.0, 0);
-  EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_reduce(&to.args, &kCall, e); });
+  EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_reduce(&to.args, Call(), e); });
   EXPECT_TRUE(std::signbit(shard.Get(0)));
 }
 
@@ -126,7 +125,7 @@ TEST(Reduce, AChunkMayBeTheShard) {
       Reducing reference(chunks, apart.tensor(), 1.0 / 3, 0);
       EXPECT_OK([&](tx_error *e) { return tx_bucket_reduce(&reference.args, nullptr, e); });
       Reducing to(chunks, chunks[own].data.tensor(), 1.0 / 3, 0);
-      EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_reduce(&to.args, &kCall, e); });
+      EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_reduce(&to.args, Call(), e); });
       EXPECT_EQ(chunks[own].data.raw(), apart.raw()) << DtypeName(dtype) << " chunk " << own;
     }
   }
@@ -139,12 +138,12 @@ TEST(Reduce, AsManyChunksAsTravelByValueAndNotOneMore) {
   for (int i = 0; i < TX_CUDA_MAX_CHUNKS; i++)
     chunks.emplace_back(TX_BF16, 30, 1).data.Fill(static_cast<uint32_t>(i));
   Reducing to(chunks, ours.tensor(), 0.5, 0), reference(chunks, theirs.tensor(), 0.5, 0);
-  EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_reduce(&to.args, &kCall, e); });
+  EXPECT_OK([&](tx_error *e) { return tx_cuda_bucket_reduce(&to.args, Call(), e); });
   EXPECT_OK([&](tx_error *e) { return tx_bucket_reduce(&reference.args, nullptr, e); });
   EXPECT_EQ(ours.raw(), theirs.raw());
   chunks.emplace_back(TX_BF16, 30, 1);
   Reducing more(chunks, ours.tensor(), 0.5, 0);
-  ExpectRefused([&](tx_error *e) { return tx_cuda_bucket_reduce(&more.args, &kCall, e); }, TX_ERROR_SHAPE,
+  ExpectRefused([&](tx_error *e) { return tx_cuda_bucket_reduce(&more.args, Call(), e); }, TX_ERROR_SHAPE,
                 "chunks has 2001 entries; up to 2000 are legal on a GPU", {&ours});
 }
 
@@ -163,7 +162,7 @@ TEST(Reduce, RefusesAsTheCpuDoes) {
     Reducing r(chunks, shard.tensor(), 1.0, 0);
     r.args.stats = stats.tensor();
     spoil(r);
-    ExpectRefusedAlike([&](tx_error *e) { return tx_cuda_bucket_reduce(&r.args, &kCall, e); },
+    ExpectRefusedAlike([&](tx_error *e) { return tx_cuda_bucket_reduce(&r.args, Call(), e); },
                        [&](tx_error *e) { return tx_bucket_reduce(&r.args, nullptr, e); }, {&shard, &stats});
   }
 }

@@ -3,7 +3,6 @@
 
 namespace {
 
-const tx_cuda_call kCall = TX_CUDA_CALL_INIT;
 
 struct Lists {
   std::vector<Array> masters, params, remainders;
@@ -30,7 +29,7 @@ TEST_P(EveryAlignment, EncodesAsTheCpuDoes) {
   Lists ours(GetParam(), 1), theirs(GetParam(), 1);
   EXPECT_OK([&](tx_error *e) {
     return tx_cuda_master_encode(ours.n(), Tensors(ours.masters).data(), Tensors(ours.params).data(),
-                                 Tensors(ours.remainders).data(), &kCall, e);
+                                 Tensors(ours.remainders).data(), Call(), e);
   });
   EXPECT_OK([&](tx_error *e) {
     return tx_master_encode(theirs.n(), Tensors(theirs.masters).data(), Tensors(theirs.params).data(),
@@ -47,7 +46,7 @@ TEST_P(EveryAlignment, DecodesAsTheCpuDoes) {
   Lists ours(GetParam(), 4), theirs(GetParam(), 4);
   EXPECT_OK([&](tx_error *e) {
     return tx_cuda_master_decode(ours.n(), Tensors(ours.params).data(), Tensors(ours.remainders).data(),
-                                 Tensors(ours.masters).data(), &kCall, e);
+                                 Tensors(ours.masters).data(), Call(), e);
   });
   EXPECT_OK([&](tx_error *e) {
     return tx_master_decode(theirs.n(), Tensors(theirs.params).data(), Tensors(theirs.remainders).data(),
@@ -77,13 +76,13 @@ TEST(Remainders, RefusesAsTheCpuDoes) {
                         {nullptr, &p, &r}}) {
     const std::vector<const Array *> all = {&master, &param, &remainder, &half};
     ExpectRefusedAlike(
-        [&](tx_error *e) { return tx_cuda_master_encode(1, c.masters, c.params, c.remainders, &kCall, e); },
+        [&](tx_error *e) { return tx_cuda_master_encode(1, c.masters, c.params, c.remainders, Call(), e); },
         [&](tx_error *e) { return tx_master_encode(1, c.masters, c.params, c.remainders, nullptr, e); }, all);
     ExpectRefusedAlike(
-        [&](tx_error *e) { return tx_cuda_master_decode(1, c.params, c.remainders, c.masters, &kCall, e); },
+        [&](tx_error *e) { return tx_cuda_master_decode(1, c.params, c.remainders, c.masters, Call(), e); },
         [&](tx_error *e) { return tx_master_decode(1, c.params, c.remainders, c.masters, nullptr, e); }, all);
   }
-  ExpectRefusedAlike([&](tx_error *e) { return tx_cuda_master_encode(1, &m, &p, &inside, &kCall, e); },
+  ExpectRefusedAlike([&](tx_error *e) { return tx_cuda_master_encode(1, &m, &p, &inside, Call(), e); },
                      [&](tx_error *e) { return tx_master_encode(1, &m, &p, &inside, nullptr, e); },
                      {&param, &remainder});
 }

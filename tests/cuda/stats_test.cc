@@ -6,7 +6,6 @@
 namespace {
 
 const float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
-const tx_cuda_call kCall = TX_CUDA_CALL_INIT;
 
 struct Found {
   AlignedCounts stats = ZeroStats();
@@ -21,7 +20,7 @@ void ExpectSame(const Found &ours, const Found &theirs) {
 void Add(const std::vector<tx_tensor> &grads, Found *found) {
   const auto n = static_cast<int64_t>(grads.size());
   EXPECT_OK([&](tx_error *e) {
-    return tx_cuda_grad_stats(n, grads.data(), found->stats.tensor(), found->first_bad.tensor(), &kCall, e);
+    return tx_cuda_grad_stats(n, grads.data(), found->stats.tensor(), found->first_bad.tensor(), Call(), e);
   });
 }
 void AddOnCpu(const std::vector<tx_tensor> &grads, Found *found) {
@@ -130,7 +129,7 @@ TEST(GradStats, FirstBadKeepsTheSmallerAndMayBeNone) {
   Arrange();
   AlignedCounts ours = ZeroStats(), theirs = ZeroStats();
   const std::vector<tx_tensor> grads = Tensors(arrays);
-  EXPECT_OK([&](tx_error *e) { return tx_cuda_grad_stats(3, grads.data(), ours.tensor(), None(), &kCall, e); });
+  EXPECT_OK([&](tx_error *e) { return tx_cuda_grad_stats(3, grads.data(), ours.tensor(), None(), Call(), e); });
   EXPECT_OK([&](tx_error *e) { return tx_grad_stats(3, grads.data(), theirs.tensor(), None(), nullptr, e); });
   EXPECT_EQ(ours.raw(), theirs.raw());
 }
@@ -189,7 +188,7 @@ TEST(GradStats, RefusesAsTheCpuDoes) {
                         {2, good, None(), f},
                         {2, good, s, s},
                         {1, inside, s, f}}) {
-    ExpectRefusedAlike([&](tx_error *e) { return tx_cuda_grad_stats(c.n, c.grads, c.stats, c.first_bad, &kCall, e); },
+    ExpectRefusedAlike([&](tx_error *e) { return tx_cuda_grad_stats(c.n, c.grads, c.stats, c.first_bad, Call(), e); },
                        [&](tx_error *e) { return tx_grad_stats(c.n, c.grads, c.stats, c.first_bad, nullptr, e); },
                        {&stats, &first_bad, &short_stats});
   }
@@ -201,10 +200,10 @@ TEST(GradStats, RefusesCountersThatAtomicsDoNotTake) {
   const tx_tensor g = grad.tensor();
   Counts odd_stats(std::vector<int64_t>(TX_STATS_LEN, 0)), odd_first_bad({INT64_MAX});
   AlignedCounts stats = ZeroStats();
-  ExpectRefused([&](tx_error *e) { return tx_cuda_grad_stats(1, &g, odd_stats.tensor(), None(), &kCall, e); },
+  ExpectRefused([&](tx_error *e) { return tx_cuda_grad_stats(1, &g, odd_stats.tensor(), None(), Call(), e); },
                 TX_ERROR_INVALID_ARGUMENT, "stats begins at", {&odd_stats});
   ExpectRefused(
-      [&](tx_error *e) { return tx_cuda_grad_stats(1, &g, stats.tensor(), odd_first_bad.tensor(), &kCall, e); },
+      [&](tx_error *e) { return tx_cuda_grad_stats(1, &g, stats.tensor(), odd_first_bad.tensor(), Call(), e); },
       TX_ERROR_INVALID_ARGUMENT, "first_bad begins at", {&stats, &odd_first_bad});
   EXPECT_EQ(emulated::world.launches, 0);
 }
@@ -222,7 +221,7 @@ void ExpectSameNorm(Array &stats, tx_tensor grad_scale, double max_norm) {
     Norms ours(dtype), theirs(dtype);
     EXPECT_OK([&](tx_error *e) {
       return tx_cuda_grad_norm(stats.tensor(), grad_scale, max_norm, ours.norm.tensor(), ours.coef.tensor(),
-                               ours.found_inf.tensor(), &kCall, e);
+                               ours.found_inf.tensor(), Call(), e);
     });
     EXPECT_OK([&](tx_error *e) {
       return tx_grad_norm(stats.tensor(), grad_scale, max_norm, theirs.norm.tensor(), theirs.coef.tensor(),
@@ -266,10 +265,10 @@ TEST(GradNorm, EachOutputMayBeNone) {
   Arrange();
   AlignedCounts stats = ZeroStats();
   EXPECT_OK(
-      [&](tx_error *e) { return tx_cuda_grad_norm(stats.tensor(), None(), 1.0, None(), None(), None(), &kCall, e); });
+      [&](tx_error *e) { return tx_cuda_grad_norm(stats.tensor(), None(), 1.0, None(), None(), None(), Call(), e); });
   Array coef(TX_F32, 1);
   EXPECT_OK([&](tx_error *e) {
-    return tx_cuda_grad_norm(stats.tensor(), None(), 1.0, None(), coef.tensor(), None(), &kCall, e);
+    return tx_cuda_grad_norm(stats.tensor(), None(), 1.0, None(), coef.tensor(), None(), Call(), e);
   });
   EXPECT_EQ(coef.raw(), Array(TX_F32, {1.0f}).raw());
 }
@@ -294,7 +293,7 @@ TEST(GradNorm, RefusesAsTheCpuDoes) {
                         {s, g, 1.0, n, c, g}}) {
     ExpectRefusedAlike(
         [&](tx_error *e) {
-          return tx_cuda_grad_norm(k.stats, k.scale, k.max_norm, k.norm, k.coef, k.found_inf, &kCall, e);
+          return tx_cuda_grad_norm(k.stats, k.scale, k.max_norm, k.norm, k.coef, k.found_inf, Call(), e);
         },
         [&](tx_error *e) { return tx_grad_norm(k.stats, k.scale, k.max_norm, k.norm, k.coef, k.found_inf, e); },
         {&norm, &coef, &found_inf, &scale});

@@ -73,9 +73,14 @@ struct World {
   bool capturing = false;
   int launches = 0;
   int synchronisations = 0;
+  int occupancy_queries = 0;
+  uint32_t blocks = 0;             // of the last launch
   int64_t largest_parameters = 0;  // bytes of a launch
 };
 extern World world;
+// A device of so many processors becomes the current one. What is known of a device does not change, so each kind of
+// them has an ordinal of its own, from 16 on.
+void Use(int processors, int blocks_per_processor);
 // Runs body once for each thread of each block.
 void Run(dim3 grid, dim3 block, const std::function<void()> &body);
 }  // namespace emulated
@@ -222,6 +227,7 @@ cudaError_t cudaGetSymbolAddress(void **address, T &symbol) {
 }
 template <class T>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T, int, size_t) {
+  emulated::world.occupancy_queries++;
   *blocks = emulated::world.blocks_per_processor;
   return cudaSuccess;
 }
@@ -230,6 +236,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
                                const std::remove_reference_t<Parameters> &...arguments) {
   if (emulated::world.sticky != cudaSuccess) return emulated::world.sticky;
   emulated::world.launches++;
+  emulated::world.blocks = config->gridDim.x;
   const int64_t bytes = (static_cast<int64_t>(sizeof arguments) + ... + 0);
   if (bytes > emulated::world.largest_parameters) emulated::world.largest_parameters = bytes;
   if (bytes > 32764) return cudaErrorInvalidValue;

@@ -1,6 +1,8 @@
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "tests/cuda/emulated/cuda_runtime.h"
@@ -17,6 +19,18 @@ thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulated {
 World world;
+
+void Use(int processors, int blocks_per_processor) {
+  static std::vector<std::pair<int, int>> kinds;
+  const std::pair<int, int> kind(processors, blocks_per_processor);
+  const auto found = std::find(kinds.begin(), kinds.end(), kind);
+  const int index = static_cast<int>(found - kinds.begin());
+  if (found == kinds.end()) kinds.push_back(kind);
+  world.devices = 64;
+  world.current = 16 + index;
+  world.processors = processors;
+  world.blocks_per_processor = blocks_per_processor;
+}
 
 namespace {
 
