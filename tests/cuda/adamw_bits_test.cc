@@ -74,6 +74,23 @@ TEST_P(Kinds, HaveTheCpusBitsWithUnusualConstants) {
   }
 }
 
+// Where the quick arithmetic of the middle of fp32's range would be wrong: roots, quotients, scales.
+TEST_P(Kinds, HaveTheCpusBitsFarFromOne) {
+  for (const double eps : {1e-8, 0.0, 1e-30}) {
+    const tx_adamw_group group = {1e-2, 0.9, 0.999, eps, 0.1, 0, 1};
+    for (const float size : {1e-42f, 1e-30f, 1e-26f, 1e-22f, 1e-18f, 1e-15f, 1e6f, 1e12f, 1e18f, 1e30f}) {
+      SCOPED_TRACE(testing::Message() << "eps " << eps << ", gradients about " << size);
+      Pair pair;
+      pair.Add(GetParam(), 600);
+      for (int step = 0; step < 3; step++) {
+        pair.NewGradients(static_cast<uint32_t>(step), step == 1 ? size / 16 : size);
+        ASSERT_EQ(pair.Take(Arguments(), &group), TX_OK);
+      }
+      pair.ExpectEqual();
+    }
+  }
+}
+
 TEST_P(Kinds, HaveTheCpusBitsOnAnyGrid) {
   for (const int processors : {1, 2, 7}) {
     for (const int per_processor : {1, 3}) {
