@@ -88,12 +88,25 @@ typedef struct tx_step_tile {
   float root[2][TX_STEP_TILE / 2];
 } __attribute__((aligned(64))) tx_step_tile;
 
+/* Whether no moment of a tile is NaN, Inf or beyond bf16's largest number. */
+static __attribute__((noinline)) int tx_tile_is_ordinary(const tx_step_tile *tile, int32_t pairs) {
+  int32_t largest = 0;
+  for (int k = 0; k < 2; k++) {
+    for (int32_t i = 0; i < pairs; i++) {
+      const int32_t m = tx_magnitude_bits(tile->m[k][i]), v = tx_magnitude_bits(tile->v[k][i]);
+      largest = m > largest ? m : largest;
+      largest = v > largest ? v : largest;
+    }
+  }
+  return largest <= TX_BF16_LARGEST;
+}
+
 /* Unrounded moments of `pairs` pairs from pair `at` on. Those in bf16 are rounded as if none were NaN, Inf or beyond
  * bf16's largest number. Returns whether that was so: the comparisons for a tile cost less than the selections for an
  * element. */
 TX_FN int tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs, tx_step_tile *tile,
                                const tx_dtype grad, const tx_dtype moment) {
-  uint32_t largest[TX_GROUP] = {0};
+  uint32_t set[TX_GROUP] = {0}; /* bits of any */
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
     const uint32_t ramp = tx_dithered(0, 2 * (uint32_t)(at + group));
     tx_ask(s.grad, 2 * (at + group), 2 * TX_GROUP, grad);
@@ -114,8 +127,7 @@ TX_FN int tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t 
         v[k] = tx_bits_from_f32(r.v);
         if (moment == TX_BF16) {
           tile->v[k][i] = r.v;
-          largest[j] = (m[k] & 0x7fffffffu) > largest[j] ? m[k] & 0x7fffffffu : largest[j];
-          largest[j] = v[k] > largest[j] ? v[k] : largest[j]; /* v >= 0, or NaN */
+          set[j] |= m[k] | v[k];
           m[k] += (s.exp_avg_u + ramp + u) >> 16;
           v[k] += (s.exp_avg_sq_u + ramp + u) >> 16;
         }
@@ -126,8 +138,10 @@ TX_FN int tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t 
   }
   uint32_t all = 0;
   for (int32_t j = 0; j < TX_GROUP; j++)
-    all = largest[j] > all ? largest[j] : all;
-  return all <= TX_BF16_LARGEST;
+    all |= set[j];
+  /* Upper bits of an exponent: whatever is too large has them all, and few tiles have them together. */
+  if (moment != TX_BF16 || __builtin_expect((all & 0x7f000000u) != 0x7f000000u, 1)) return 1;
+  return tx_tile_is_ordinary(tile, pairs);
 }
 
 /* bf16 moments of a tile again, whatever they are. */
