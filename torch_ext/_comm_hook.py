@@ -71,7 +71,7 @@ class CommHook:
         wire = Wire.empty(numel, self._wire[members[0]], grads.device)
         pack([grads], [Piece(0, 0, grads.numel(), 0)], [0], wire, Seeds.of_parts(self._exchange.rank, self._cycle))
         gathered = Wire.empty(numel, torch.bfloat16, grads.device) if wire.coded else wire
-        own = gathered.parts(self._exchange.world_size)[self._exchange.rank]
+        own = gathered.part(self._exchange.rank, self._exchange.world_size)
         first, last = self._names[members[0]], self._names[members[-1]]
         handle = self._exchange.reduce(
             wire,

@@ -142,7 +142,7 @@ class _Reduction(_Travel):
             self.received, self.chunks = exchange.memory.take(self.parts, exchange.rank)
             self.arrivals = exchange.receive(self.chunks, self.tag, self.what)
             if result is not None:
-                self.results = result.parts(exchange.world_size)
+                self.results = self.parts if result.data is wire.data else result.parts(exchange.world_size)
                 self.receive_results()
             self.sends = exchange.send(self.parts, self.tag, self.what)
         except Exception as error:
@@ -215,8 +215,9 @@ class _Memory:
         own, others = parts[rank], len(parts) - 1
         codes, scales = own.data.nbytes * others, own.scales.nbytes * others
         memory = self._fitting(codes + scales, own.data.device)
-        whole = Wire(memory[:codes].view(own.data.dtype), memory[codes : codes + scales])
-        chunks = whole.parts(others) if others else []
+        data = memory[:codes].view(own.data.dtype)
+        whole = Wire(data, memory[codes : codes + scales] if scales else own.scales)
+        chunks = whole.parts(others) if others > 1 else [whole] * others
         chunks.insert(rank, own)
         return memory, chunks
 

@@ -154,6 +154,7 @@ class _Buffered(Store):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self.buffers = GradientBuffers(self.params, self.plan)
+        self._mains: dict[range, Wire] = {}
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -180,16 +181,20 @@ class _Buffered(Store):
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
         return [(p.param, self.buffers.view(p.param)) for p in self.members[b]]
 
-    def _main(self, buckets: range) -> torch.Tensor:
-        """Of neighbours."""
-        first, last = self.plan.buckets[buckets[0]], self.plan.buckets[buckets[-1]]
-        return self.buffers.flats[first.buffer][first.start : last.start + last.numel]
+    def _main(self, buckets: range) -> Wire:
+        """Neighbours in the buffer: where gradients accumulate."""
+        main = self._mains.get(buckets)
+        if main is None:
+            first, last = self.plan.buckets[buckets[0]], self.plan.buckets[buckets[-1]]
+            main = Wire.of(self.buffers.flats[first.buffer][first.start : last.start + last.numel])
+            self._mains[buckets] = main
+        return main
 
     def _packed(self, buckets: range, cycle: int) -> Wire:
         """Neighbours as they travel: themselves, or a temporary bucket."""
-        planned, main = self.plan.buckets[buckets[0]], self._main(buckets)
+        planned, main = self.plan.buckets[buckets[0]], self._main(buckets).data
         if planned.grad_comm_dtype == planned.main_grads_dtype:
-            return Wire.of(main)
+            return self._main(buckets)
         if planned.grad_comm_dtype == CODES:
             members = [
                 p._replace(at=self.plan.buckets[b].start - planned.start + p.at)
@@ -240,17 +245,17 @@ class Replicated(_Buffered):
         self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
     ) -> Handle:
         # Who adds up which part of a mean that all get is nobody's concern: neighbours are one bucket.
-        main = self._main(buckets)
-        gathered = Wire.of(main)
+        gathered = self._main(buckets)
+        main = gathered.data
 
         def leave() -> tuple[Wire, Wire]:
             nonlocal gathered
             wire = self._packed(buckets, cycle)
-            gathered = self._gathered(buckets, wire, main)
+            gathered = self._gathered(buckets, wire)
             return wire, gathered
 
         def install(chunks: Sequence[Wire]) -> None:
-            own = gathered.parts(self.exchange.world_size)[self.exchange.rank]
+            own = gathered.part(self.exchange.rank, self.exchange.world_size)
             if not gathered.coded:
                 add_up(chunks, own.data, self._scale())
                 return
@@ -270,15 +275,15 @@ class Replicated(_Buffered):
         places = 1 if len(buckets) == 1 else IN_FLIGHT // 2  # joined buckets need more memory
         return self.exchange.reduce(leave, install, tag=tag, what=what, places=places, then=None if in_place else then)
 
-    def _gathered(self, buckets: range, wire: Wire, main: torch.Tensor) -> Wire:
+    def _gathered(self, buckets: range, wire: Wire) -> Wire:
         """Where the sums of all ranks come together."""
-        planned = self.plan.buckets[buckets[0]]
+        planned, main = self.plan.buckets[buckets[0]], self._main(buckets)
         dtype = self.gather_dtype or (torch.bfloat16 if wire.coded else planned.grad_comm_dtype)
         if dtype == planned.grad_comm_dtype:
             return wire
         if dtype == planned.main_grads_dtype:
-            return Wire.of(main)
-        return self.temporary.take(buckets.start, main.numel(), dtype, gathered=True)
+            return main
+        return self.temporary.take(buckets.start, main.data.numel(), dtype, gathered=True)
 
     def grad(self, i: int) -> torch.Tensor | None:
         return self.params[i].grad

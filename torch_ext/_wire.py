@@ -51,8 +51,15 @@ class Wire(NamedTuple):
     def parts(self, world_size: int) -> "list[Wire]":
         """Views of what belongs to each rank; numel is a multiple of 128 * world_size."""
         datas = self.data.chunk(world_size) if self.data.numel() else [self.data] * world_size
-        scales = self.scales.chunk(world_size) if self.coded else [self.scales] * world_size
-        return [Wire(data, scale) for data, scale in zip(datas, scales, strict=True)]
+        if not self.coded:
+            return [Wire(data, self.scales) for data in datas]
+        return [Wire(data, scale) for data, scale in zip(datas, self.scales.chunk(world_size), strict=True)]
+
+    def part(self, rank: int, world_size: int) -> "Wire":
+        """One of `parts`."""
+        numel, blocks = self.data.numel() // world_size, self.scales.numel() // world_size
+        scales = self.scales[rank * blocks : (rank + 1) * blocks] if blocks else self.scales
+        return Wire(self.data[rank * numel : (rank + 1) * numel], scales)
 
     def like(self) -> "Wire":
         """Memory for as much, uninitialised."""
