@@ -39,7 +39,8 @@ int weight_of(const tx_adamw_args *a, int64_t i) {
 
 int instance_of(const tx_adamw_args *a, int64_t i) {
   if (a->params[i].numel == 0) return kEmpty;
-  return weight_of(a, i) * TX_MOMENT_KINDS + moments_of((tx_dtype)a->exp_avgs[i].dtype, (tx_dtype)a->exp_avg_sqs[i].dtype);
+  return weight_of(a, i) * TX_MOMENT_KINDS +
+         moments_of((tx_dtype)a->exp_avgs[i].dtype, (tx_dtype)a->exp_avg_sqs[i].dtype);
 }
 
 /* An alignment of whole vectors is as good as any. */
@@ -102,7 +103,8 @@ void begin(launches *l, int instance) {
   tx_step_common *c = &l->table.common;
   const tx_adamw_args *a = l->args;
   l->instance = instance;
-  tx_table_begin(&l->table, l->samples && tx_master_of_weight(instance / TX_MOMENT_KINDS) == TX_F32 ? TX_SAMPLED : TX_WITNESS);
+  tx_table_begin(&l->table,
+                 l->samples && tx_master_of_weight(instance / TX_MOMENT_KINDS) == TX_F32 ? TX_SAMPLED : TX_WITNESS);
   c->gate = gate_of(a);
   c->skipped = l->is_first ? counter(a->skipped) : NULL;
   c->resynced = counter(a->resynced);

@@ -75,7 +75,8 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
 }
 
 /* tx_step_launch by one kernel. */
-tx_status launch_step(const tx_cuda_scope *scope, void (*kernel)(tx_step_table), tx_step_table &table, tx_error *error) {
+tx_status launch_step(const tx_cuda_scope *scope, void (*kernel)(tx_step_table), tx_step_table &table,
+                      tx_error *error) {
   table.common.ticket = tx_take_ticket(scope);
   return tx_cuda_launch_always(scope, kernel, table, "the step", error);
 }

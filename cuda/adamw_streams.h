@@ -50,8 +50,8 @@ static __device__ __forceinline__ void tx_floats_of(float (&x)[TX_VECTOR], const
 }
 
 static __device__ __forceinline__ void tx_round_plain_to(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
-                                                      int32_t rounding, const bool quick, const tx_here &here,
-                                                      const tx_noise &noise) {
+                                                         int32_t rounding, const bool quick, const tx_here &here,
+                                                         const tx_noise &noise) {
   uint32_t u[TX_VECTOR] = {};
   if (dtype == TX_F32 || rounding == TX_NEAREST) {
     if (quick && dtype == TX_BF16) {
@@ -82,8 +82,8 @@ static __device__ __forceinline__ void tx_round_plain(tx_raw &raw, const float (
   }
 }
 
-/* x in a block with a scale, U8 or F16; returns the scale byte. quick, amax_bits: as tx_quick_encode's. Every lane of the
- * warp calls it. */
+/* x in a block with a scale, U8 or F16; returns the scale byte. quick, amax_bits: as tx_quick_encode's. Every lane of
+ * the warp calls it. */
 static __device__ __forceinline__ uint8_t tx_round_scaled(tx_raw &raw, const float (&x)[TX_VECTOR],
                                                           const tx_dtype dtype, const tx_format format,
                                                           int32_t rounding, bool quick, uint32_t amax_bits,

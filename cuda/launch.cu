@@ -14,7 +14,8 @@ constexpr int32_t kMaxDevices = 64;
 std::atomic<int32_t> fit[kMaxDevices];
 
 /* How many blocks of a kernel run at a time on a processor of each device; 0: not asked for yet. Rows are taken by the
- * first who asks for a kernel, for good; who finds none free asks every time. Whoever writes an entry writes the same. */
+ * first who asks for a kernel, for good; who finds none free asks every time. Whoever writes an entry writes the same.
+ */
 struct occupancy {
   std::atomic<const void *> kernel;
   std::atomic<int32_t> blocks[kMaxDevices];

@@ -39,7 +39,8 @@ static __device__ __forceinline__ uint64_t tx_witness_value(const tx_witness_sum
   return value;
 }
 
-/* Vectors of the definition in `count` weights, and how many of them are left from the one that element `first` is in. */
+/* Vectors of the definition in `count` weights, and how many of them are left from the one that element `first` is in.
+ */
 static __device__ __forceinline__ uint32_t tx_witness_left(int32_t count, int32_t first) {
   return (uint32_t)((count + 2 * TX_WITNESS_LANES - 1) / (2 * TX_WITNESS_LANES) - first / (2 * TX_WITNESS_LANES));
 }
@@ -53,7 +54,8 @@ static __device__ __forceinline__ uint64_t tx_witness_of(const void *weights, ui
     uint32_t words[kRounds][4];
 #pragma unroll
     for (int i = 0; i < kRounds; i++)
-      tx_read_vector<2>(words[i], (const char *)weights + 2 * (i * TX_ROUND + (int32_t)lane * TX_VECTOR), 16, TX_VECTOR);
+      tx_read_vector<2>(words[i], (const char *)weights + 2 * (i * TX_ROUND + (int32_t)lane * TX_VECTOR), 16,
+                        TX_VECTOR);
 #pragma unroll
     for (int i = 0; i < kRounds; i++)
       tx_witness_take(s, words[i], tx_witness_left(TX_WITNESS, (int32_t)lane * TX_VECTOR) - i * (TX_ROUND / 32));

@@ -5,7 +5,6 @@
 
 namespace {
 
-
 struct Packing {
   std::vector<Array> grads;
   std::vector<tx_tensor> tensors;

@@ -6,7 +6,6 @@ extern "C" {
 
 namespace {
 
-
 struct Form {
   const char *name;
   tx_dtype dtype;

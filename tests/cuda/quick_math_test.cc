@@ -18,8 +18,9 @@ float Before(float x) {
   return tx_f32_from_bits(tx_bits_from_f32(x) - 1);
 }
 
-// Two binades have every root's mantissa. PTX: the largest relative error of rsqrt.approx is 2^-22.9. The sequence is the
-// one that nvcc makes of sqrtf, so the two estimates that it fails with, both at the end of that range, are not given.
+// Two binades have every root's mantissa. PTX: the largest relative error of rsqrt.approx is 2^-22.9. The sequence is
+// the one that nvcc makes of sqrtf, so the two estimates that it fails with, both at the end of that range, are not
+// given.
 TEST(QuickMath, ARootIsRoundedToNearestFromEveryEstimate) {
   const double error = std::exp2(-22.9);
   int64_t tried = 0, wrong = 0;

@@ -3,7 +3,6 @@
 
 namespace {
 
-
 struct Lists {
   std::vector<Array> masters, params, remainders;
   // Any bytes: every NaN, every subnormal, ties.
