@@ -4,9 +4,10 @@
 
 #include "csrc/core/status.h"
 
-/* What joined buckets take on the wire, in microseconds: some ten times what any message costs the processors; and no
- * more than three times that. */
-static const double kShortest = 6e3, kLongest = 16e3;
+/* Microseconds on the wire. A message that takes kWorth is worth its cost by itself; one that takes less is joined
+ * until it takes kShortest, which is more, since the wire is then as fast as the processors, of which all messages cost
+ * time; and no joined one takes more than kLongest. */
+static const double kWorth = 4e3, kShortest = 10e3, kLongest = 16e3;
 
 static tx_status check(const tx_coalesce_args *args, const int64_t *ends, const int64_t *n_messages, tx_error *error) {
   if (!args || args->size != sizeof *args || !n_messages) {
@@ -55,9 +56,9 @@ static int same_buffer(const tx_coalesce_args *args, int64_t first, int64_t b) {
   return b < args->n_buckets && args->buffer[b] == args->buffer[first];
 }
 
-/* The end of a message that begins with bucket `first` at the time `now`; *carried: its bytes. It holds `least` bytes
- * even if they have to be waited for, and where buckets are joined `limit` at most. */
-static int64_t message(const tx_coalesce_args *args, int64_t first, double now, double least, double limit,
+/* The end of a message that begins with bucket `first` at the time `now`; *carried: its bytes. each: microseconds for a
+ * byte. limit: bytes of joined buckets. */
+static int64_t message(const tx_coalesce_args *args, int64_t first, double now, double each, double limit,
                        double *carried) {
   int64_t waiting = 1;
   double at = now;
@@ -66,7 +67,8 @@ static int64_t message(const tx_coalesce_args *args, int64_t first, double now, 
   const int64_t most = same_buffer(args, first, first + waiting) ? waiting / 2 : waiting;
   int64_t end = first + 1;
   *carried = (double)args->bytes[first];
-  while (same_buffer(args, first, end) && (end - first < most || *carried < least) &&
+  const double least = *carried * each < kWorth ? kShortest : 0; /* even if that has to be waited for */
+  while (same_buffer(args, first, end) && (end - first < most || *carried * each < least) &&
          *carried + (double)args->bytes[end] <= limit)
     *carried += (double)args->bytes[end++];
   return end;
@@ -99,7 +101,7 @@ tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_me
     }
     at = complete(args, first, at);
     double carried;
-    const int64_t end = message(args, first, now > at ? now : at, each > 0 ? kShortest / each : 0, limit, &carried);
+    const int64_t end = message(args, first, now > at ? now : at, each, limit, &carried);
     for (int64_t b = first; b < end; b++)
       at = complete(args, b, at);
     now = (now > at ? now : at) + carried * each;

@@ -93,9 +93,15 @@ const Case kCases[] = {
     // 7 ms each; backward is as fast as the wire, then is done, and the rest goes two at a time.
     {"a_wire_that_keeps_up", Each(16, kMiB), Every(16, 7 * kMs), {112 * kMs}, Alone(16)},
     {"a_wire_that_does_not", Each(8, kMiB), Every(8, 2 * kMs), {56 * kMs}, {1, 2, 4, 6, 8}},
-    // 2 ms each: worth a message are three of them.
+    // 2 ms each: five of them would take 10, but a quarter are three.
     {"short_ones_are_waited_for", Each(12, kMiB), Every(12, 2 * kMs), {24 * kMs}, {3, 6, 9, 12}},
-    {"half_of_what_waits", Each(40, kMiB), Every(40, kMs / 2), {40 * kMs}, {6, 12, 20, 28, 36, 40}},
+    {"short_ones_make_messages_of_10_ms",
+     Each(40, kMiB / 4),
+     Every(40, 2 * kMs),
+     {80 * kMs},
+     {5, 10, 15, 20, 25, 30, 35, 40}},
+    {"what_takes_4_ms_is_not_waited_for", Each(40, kMiB / 4), Every(40, 4 * kMs), {160 * kMs}, Alone(40)},
+    {"half_of_what_waits", Each(40, kMiB), Every(40, kMs / 2), {40 * kMs}, {8, 16, 24, 32, 40}},
     {"the_slowest_rank_counts", Each(4, kMiB), Each(4, 0) + Every(4, 10 * kMs), {12 * kMs, 40 * kMs}, Alone(4)},
     {"never_across_buffers", Each(8, kMiB), Each(8, 0), {8 * kMs}, {1, 2, 3, 4, 5, 6, 7, 8}, {0, 0, 0, 0, 1, 1, 1, 1}},
     {"by_buffer",
