@@ -280,6 +280,65 @@ TEST(Adamw, RarePairsOfWeightAndRemainderAreSteppedAsTheReferenceDoes) {
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
 }
 
+// Which codes and gradients a block of 8-bit moments has.
+struct Family {
+  uint8_t least, most;  // codes, without the sign
+  int32_t grad_exponent;
+  uint32_t zeros;  // of a hundred gradients
+};
+
+// Blocks below the normals or about to be, of zeros, of the widest range, of codes and scales that no step writes, NaN
+// ones, growing and shrinking out of their scales: a loop may have ways of its own for those that are usual.
+TEST(Adamw, BlocksOfAnyCodesAndScalesAreSteppedAsTheReferenceDoes) {
+  const Family families[] = {{0x40, 0x7e, -6, 0},  {0x30, 0x7e, -6, 0},  {0, 0xff, -6, 30},   {0, 0, -6, 0},
+                             {0, 0x0f, -20, 0},    {0x10, 0x2f, -6, 0},  {0, 0, -6, 100},     {0x76, 0x7e, -60, 0},
+                             {0x60, 0x70, 20, 2},  {0x60, 0x70, -70, 0}, {0x70, 0x77, 0, 90}, {0x10, 0xff, -60, 50},
+                             {0x30, 0xff, -6, 95}, {0x30, 0x3f, -6, 95}};
+  const Combo combo = kBlocks;
+  for (uint32_t seed = 0; seed < 20; seed++) {
+    const int64_t n = 60 * TX_BLOCK + 77, blocks = (n + TX_BLOCK - 1) / TX_BLOCK;
+    Param initial(combo, n);
+    initial.Fill(seed);
+    std::mt19937 gen(seed);
+    const auto below = [&](uint32_t bound) { return static_cast<uint32_t>(gen() % bound); };
+    for (int64_t b = 0; b < blocks; b++) {
+      const Family m = families[below(std::size(families))], v = families[below(std::size(families))];
+      for (int64_t i = b * TX_BLOCK; i < std::min(n, (b + 1) * TX_BLOCK); i++) {
+        const float grad = static_cast<float>(below(20001)) / 10000.0f - 1.0f;
+        const bool none = below(100) < v.zeros;
+        tx_store(initial.grad.data(), i, combo.grad, none ? 0.0f : std::ldexp(grad, v.grad_exponent));
+        initial.exp_avg.data()[i] = static_cast<uint8_t>((m.least + below(m.most - m.least + 1u)) | (below(2) << 7));
+        initial.exp_avg_sq.data()[i] = static_cast<uint8_t>(v.least + below(v.most - v.least + 1u));
+      }
+      if (below(8) == 0 && (b + 1) * TX_BLOCK <= n)
+        tx_store(initial.grad.data(), b * TX_BLOCK + below(TX_BLOCK), combo.grad, below(2) ? NAN : INFINITY);
+      for (int64_t at : {b, blocks + b}) {
+        const uint32_t near = static_cast<uint32_t>(104 + v.grad_exponent) + below(20);
+        const uint32_t any = below(2) == 0 ? TX_BLOCK_SCALE_NAN : below(256);
+        initial.scales.data()[at] = static_cast<uint8_t>(below(8) == 0 ? any : near);
+      }
+    }
+    Param theirs = initial;
+    std::vector<std::vector<std::vector<uint8_t>>> expected;
+    for (int step = 0; step < 3; step++) {
+      ReferenceStep(theirs, Call(), 7);
+      expected.push_back(theirs.State());
+    }
+    for (int32_t isa = 0; tx_isa_name(isa); isa++) {
+      ASSERT_EQ(tx_isa_select(tx_isa_name(isa), nullptr), TX_OK);
+      Param ours = initial;
+      for (int step = 0; step < 3; step++) {
+        Call call;
+        call.Add(ours);
+        ASSERT_EQ(tx_adamw(call.Args(), nullptr, nullptr), TX_OK);
+        ASSERT_EQ(ours.State(), expected[static_cast<size_t>(step)])
+            << tx_isa_name(isa) << " seed " << seed << " step " << step;
+      }
+    }
+  }
+  ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
+}
+
 // G4: beside the remainder the weights are those of the fp32 master, until a master meets the one pattern that the
 // remainder stores an ulp lower.
 TEST(Adamw, G4_RemainderFollowsTheFp32Master) {
