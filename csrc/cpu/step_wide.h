@@ -16,11 +16,11 @@ TX_FN int tx_wide_first(const tx_adamw_constants *c, const tx_wide_constants *w,
   tx_ask(s.exp_avg_sq, 0, TX_BLOCK, TX_U8);
   /* v' >= v / 2: from an exponent of 3 a root gets at the least to one of 2, or of 1 at twice the scale. */
   if (__builtin_expect(tx_wide_is_normal(s, 3), 1)) {
-    tx_wide_moments(w, s, b);
+    tx_wide_moments(w, s, b, 0);
     return 1;
   }
-  if (tx_wide_is_normal(s, 1)) {
-    tx_wide_moments(w, s, b);
+  if (tx_wide_is_normal_or_zero(s)) {
+    tx_wide_moments_zeros(w, streams, block, b);
   } else {
     tx_wide_moments_any(c, streams, block, b);
   }

@@ -153,6 +153,10 @@ TX_FN tx_wide_seen tx_wide_block_codes(tx_step_streams s, const tx_wide_block *b
 /* A moment's codes again, whatever it is. */
 static __attribute__((noinline)) uint8_t tx_wide_store_any(const tx_block_format *f, int32_t amax,
                                                            const float x[2][TX_BLOCK_PAIRS], uint32_t u, void *to) {
+  if (amax == 0) {
+    memset(to, 0, TX_BLOCK);
+    return tx_block_scale_byte(tx_block_plan_from(*f, 0), 0);
+  }
   tx_quads q;
   for (int32_t w = 0; w < TX_QUADS; w++)
     for (int k = 0; k < 4; k++)

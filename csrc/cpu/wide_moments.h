@@ -36,17 +36,32 @@ TX_FN int tx_wide_is_normal(tx_step_streams s, const int least) {
   return normal == ~(__mmask64)0 && scale != TX_BLOCK_SCALE_NAN;
 }
 
-/* 32 codes without subnormals as bf16. */
-TX_FN __m512i tx_wide_value(tx_block_format f, const void *codes, __m512i rebase) {
+/* Whether what is not normal in the block is zero, and neither scale NaN's. */
+TX_FN int tx_wide_is_normal_or_zero(tx_step_streams s) {
+  const __m512i size = _mm512_set1_epi8(0x7f), one = _mm512_set1_epi8(1);
+  __mmask64 legal = ~(__mmask64)0;
+  for (int32_t half = 0; half < 2; half++) {
+    const __m512i m = _mm512_loadu_si512((const char *)s.exp_avg + 64 * half);
+    const __m512i root = _mm512_loadu_si512((const char *)s.exp_avg_sq + 64 * half);
+    /* one less, 0 is the largest */
+    legal = _mm512_mask_cmpge_epu8_mask(legal, _mm512_sub_epi8(_mm512_and_si512(m, size), one), _mm512_set1_epi8(7));
+    legal = _mm512_mask_cmpge_epu8_mask(legal, _mm512_sub_epi8(root, one), _mm512_set1_epi8(15));
+  }
+  return legal == ~(__mmask64)0 && *s.exp_avg_scale != TX_BLOCK_SCALE_NAN && *s.exp_avg_sq_scale != TX_BLOCK_SCALE_NAN;
+}
+
+/* 32 codes without subnormals as bf16. zeros: 0 may be among them, whose exponent stays as it is. */
+TX_FN __m512i tx_wide_value(tx_block_format f, const void *codes, __m512i rebase, const int zeros) {
   const __m256i read = _mm256_loadu_si256((const __m256i *)codes);
   const int s = 7 - f.element.mantissa_bits;
-  if (f.sign_bit == 0u) return _mm512_add_epi16(_mm512_slli_epi16(_mm512_cvtepu8_epi16(read), s), rebase);
-  const __m512i placed = _mm512_slli_epi16(_mm512_cvtepi8_epi16(read), s);
-  return _mm512_add_epi16(_mm512_and_si512(placed, _mm512_set1_epi16((short)(0x8000 | (0x7f << s)))), rebase);
+  __m512i placed = _mm512_slli_epi16(f.sign_bit == 0u ? _mm512_cvtepu8_epi16(read) : _mm512_cvtepi8_epi16(read), s);
+  if (f.sign_bit != 0u) placed = _mm512_and_si512(placed, _mm512_set1_epi16((short)(0x8000 | (0x7f << s))));
+  if (!zeros) return _mm512_add_epi16(placed, rebase);
+  return _mm512_mask_add_epi16(placed, _mm512_test_epi16_mask(placed, _mm512_set1_epi16(0x7fff)), placed, rebase);
 }
 
 /* Unrounded moments of a block without subnormals. */
-TX_FN void tx_wide_moments(const tx_wide_constants *c, tx_step_streams s, tx_wide_block *b) {
+TX_FN void tx_wide_moments(const tx_wide_constants *c, tx_step_streams s, tx_wide_block *b, const int zeros) {
   const tx_block_format mf = tx_block_e4m3(), vf = tx_block_root_e4m4();
   const __m512i m_rebase = _mm512_set1_epi16((short)(tx_scale_decode(mf, *s.exp_avg_scale).at.rebase >> 16));
   const __m512i v_rebase = _mm512_set1_epi16((short)(tx_scale_decode(vf, *s.exp_avg_sq_scale).at.rebase >> 16));
@@ -56,8 +71,8 @@ TX_FN void tx_wide_moments(const tx_wide_constants *c, tx_step_streams s, tx_wid
 #pragma GCC unroll 4
   for (int32_t h = 0; h < TX_BLOCK / 32; h++) {
     const __m512i grads = _mm512_loadu_si512((const char *)s.grad + 64 * h);
-    const __m512i ms = tx_wide_value(mf, (const char *)s.exp_avg + 32 * h, m_rebase);
-    const __m512i roots = tx_wide_value(vf, (const char *)s.exp_avg_sq + 32 * h, v_rebase);
+    const __m512i ms = tx_wide_value(mf, (const char *)s.exp_avg + 32 * h, m_rebase, zeros);
+    const __m512i roots = tx_wide_value(vf, (const char *)s.exp_avg_sq + 32 * h, v_rebase, zeros);
     __m512 v[2] = {tx_wide_f32(_mm512_slli_epi32(roots, 16)), tx_wide_f32(_mm512_and_si512(roots, upper))};
     __m512 g[2] = {tx_wide_f32(_mm512_slli_epi32(grads, 16)), tx_wide_f32(_mm512_and_si512(grads, upper))};
     __m512 m[2] = {tx_wide_f32(_mm512_slli_epi32(ms, 16)), tx_wide_f32(_mm512_and_si512(ms, upper))};
@@ -85,6 +100,12 @@ TX_FN void tx_wide_moments(const tx_wide_constants *c, tx_step_streams s, tx_wid
   }
   _mm512_store_ps(b->m_largest, m_largest);
   _mm512_store_si512(b->root_largest, root_largest);
+}
+
+/* With zeros, such as of an embedding's rows that no step has met. */
+static __attribute__((noinline)) void tx_wide_moments_zeros(const tx_wide_constants *c, const tx_step_streams *s,
+                                                            int32_t block, tx_wide_block *b) {
+  tx_wide_moments(c, tx_wide_on(s, block), b, 1);
 }
 
 /* Of any block. */
