@@ -8,7 +8,19 @@
 #include "csrc/cpu/kernels.h"
 #include "csrc/math/witness.h"
 
-typedef uint32_t tx_witness_lanes __attribute__((vector_size(4 * TX_WITNESS_LANES)));
+/* Sums in vectors that the processor has: gcc takes longer ones apart in memory. */
+#if defined(__AVX512F__)
+#define TX_WITNESS_VECTOR 16
+#elif defined(__AVX2__)
+#define TX_WITNESS_VECTOR 8
+#else
+#define TX_WITNESS_VECTOR 4
+#endif
+#define TX_WITNESS_VECTORS (TX_WITNESS_LANES / TX_WITNESS_VECTOR)
+typedef uint32_t tx_witness_vector __attribute__((vector_size(4 * TX_WITNESS_VECTOR)));
+typedef struct tx_witness_sums {
+  tx_witness_vector sum[TX_WITNESS_VECTORS], order[TX_WITNESS_VECTORS];
+} tx_witness_sums;
 
 #define TX_LANES_4_(i) \
   TX_WITNESS_FACTOR(i), TX_WITNESS_FACTOR(i + 1u), TX_WITNESS_FACTOR(i + 2u), TX_WITNESS_FACTOR(i + 3u)
@@ -17,24 +29,33 @@ static const uint32_t tx_witness_factors[2 * TX_WITNESS_LANES] = {TX_LANES_16_(0
 #undef TX_LANES_4_
 #undef TX_LANES_16_
 
-/* The next vector of 16-bit weights into the sums, or fewer of them: n <= 2 * TX_WITNESS_LANES. A macro, because sums
- * that somebody has the address of stay in memory, where each addition waits for the one before to be stored. */
-#define TX_WITNESS_TAKE(sum, order, weights, n)  \
-  do {                                           \
-    tx_witness_lanes words_ = {0};               \
-    memcpy(&words_, (weights), 2 * (size_t)(n)); \
-    (sum) += words_;                             \
-    (order) += (sum);                            \
-  } while (0)
+/* The next 2 * TX_WITNESS_LANES weights. */
+TX_FN tx_witness_sums tx_witness_take(tx_witness_sums s, const void *weights) {
+  for (int32_t i = 0; i < TX_WITNESS_VECTORS; i++) {
+    tx_witness_vector words; /* each by itself: as one they would go through memory, in pieces */
+    memcpy(&words, (const char *)weights + i * (int32_t)sizeof words, sizeof words);
+    s.sum[i] += words;
+    s.order[i] += s.sum[i];
+  }
+  return s;
+}
+
+/* Fewer of them. */
+TX_FN tx_witness_sums tx_witness_take_part(tx_witness_sums s, const void *weights, int64_t n) {
+  uint32_t padded[TX_WITNESS_LANES] = {0};
+  memcpy(padded, weights, 2 * (size_t)n);
+  return tx_witness_take(s, padded);
+}
 
 /* tx_witness_share of all lanes, added up. */
-TX_FN uint64_t tx_witness_value(tx_witness_lanes sum, tx_witness_lanes order) {
-  tx_witness_lanes of_sum, of_order;
-  memcpy(&of_sum, tx_witness_factors, sizeof of_sum);
-  memcpy(&of_order, tx_witness_factors + TX_WITNESS_LANES, sizeof of_order);
-  const tx_witness_lanes mixed = sum * of_sum + 2u * (order * of_order);
+TX_FN uint64_t tx_witness_value(tx_witness_sums s) {
+  tx_witness_vector of_sum[TX_WITNESS_VECTORS], of_order[TX_WITNESS_VECTORS], mixed[TX_WITNESS_VECTORS];
+  memcpy(of_sum, tx_witness_factors, sizeof of_sum);
+  memcpy(of_order, tx_witness_factors + TX_WITNESS_LANES, sizeof of_order);
+  for (int32_t i = 0; i < TX_WITNESS_VECTORS; i++)
+    mixed[i] = s.sum[i] * of_sum[i] + 2u * (s.order[i] * of_order[i]);
   uint64_t pairs[TX_WITNESS_LANES / 2], value = 0;
-  memcpy(pairs, &mixed, sizeof pairs);
+  memcpy(pairs, mixed, sizeof pairs);
   for (int32_t i = 0; i < TX_WITNESS_LANES / 2; i++)
     value += pairs[i];
   return value;
@@ -42,12 +63,12 @@ TX_FN uint64_t tx_witness_value(tx_witness_lanes sum, tx_witness_lanes order) {
 
 /* Of n 16-bit weights; any change of one word shows, any other with all but certainty. */
 TX_FN uint64_t tx_witness_of(const void *weights, int64_t n) {
-  tx_witness_lanes sum = {0}, order = {0};
+  tx_witness_sums s = {{{0}}, {{0}}};
   int64_t at = 0;
   for (; at + 2 * TX_WITNESS_LANES <= n; at += 2 * TX_WITNESS_LANES)
-    TX_WITNESS_TAKE(sum, order, (const char *)weights + 2 * at, 2 * TX_WITNESS_LANES);
-  if (at < n) TX_WITNESS_TAKE(sum, order, (const char *)weights + 2 * at, n - at);
-  return tx_witness_value(sum, order);
+    s = tx_witness_take(s, (const char *)weights + 2 * at);
+  if (at < n) s = tx_witness_take_part(s, (const char *)weights + 2 * at, n - at);
+  return tx_witness_value(s);
 }
 
 TX_FN uint64_t tx_witness_at(const void *witnesses, int64_t i) {
@@ -84,17 +105,17 @@ static int64_t tx_witness_run(const void *weights, void *remainders, void *witne
 /* Of the sample of n <= TX_SAMPLED weights. ahead: in blocks, that memory is asked for; 0 where the weights were just
  * written. */
 TX_FN uint64_t tx_sample_of(const void *weights, int64_t n, const int64_t ahead) {
-  tx_witness_lanes sum = {0}, order = {0};
+  tx_witness_sums s = {{{0}}, {{0}}};
   for (int64_t at = 0; at < n; at += TX_SAMPLE_STRIDE) {
     const char *run = (const char *)weights + 2 * at;
     if (ahead > 0) __builtin_prefetch(run + 2 * ahead * TX_SAMPLED);
     if (n - at >= TX_SAMPLE_RUN) {
-      TX_WITNESS_TAKE(sum, order, run, TX_SAMPLE_RUN);
+      s = tx_witness_take(s, run);
     } else {
-      TX_WITNESS_TAKE(sum, order, run, n - at);
+      s = tx_witness_take_part(s, run, n - at);
     }
   }
-  return tx_witness_value(sum, order);
+  return tx_witness_value(s);
 }
 
 /* See tx_sample_loop; ahead: see tx_sample_of. */
