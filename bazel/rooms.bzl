@@ -44,7 +44,7 @@ _SWEEP_OPTS = select({
     "//conditions:default": ["-O2"],
 })
 
-def core_tests(deps, by_prefix, sweeps = [], data_by_prefix = {}):
+def core_tests(deps, by_prefix, sweeps = [], data_by_prefix = {}, copts = []):
     """One GoogleTest target for each *_test.cc of the folder, linked with the rooms so that internals can be tested.
 
     Args:
@@ -52,6 +52,7 @@ def core_tests(deps, by_prefix, sweeps = [], data_by_prefix = {}):
       by_prefix: how a test's name begins -> what it needs besides.
       sweeps: names of the tests that go through all patterns and want an optimised loop.
       data_by_prefix: how a test's name begins -> the files that it opens.
+      copts: of every test, besides.
     """
     files = native.glob(["*_test.cc"])
     for name in sweeps:
@@ -65,7 +66,7 @@ def core_tests(deps, by_prefix, sweeps = [], data_by_prefix = {}):
             name = name,
             srcs = [file] + native.glob(["*.h"]),
             data = data,
-            copts = TEST_OPTS + (_SWEEP_OPTS if name in sweeps else _MOST_OPTS),
+            copts = TEST_OPTS + copts + (_SWEEP_OPTS if name in sweeps else _MOST_OPTS),
             linkstatic = True,
             # alone, for it takes most of the memory
             tags = ["exclusive"] if "huge" in name else [],
