@@ -409,8 +409,8 @@ typedef struct tx_coalesce_args {
  * that hides behind the wire, and buckets that leave one by one leave the least uncovered; where backward is done long
  * before the wire is, it is what the step waits for. So the exchange is replayed, on a wire as fast as it was: when it
  * is free, and everything that is left is complete on all ranks, all of it is joined; while more is to come, half of
- * what is complete, the other half keeping the wire busy meanwhile. Where the wire carries a bucket
- * in less than 4 ms, buckets are waited for until a message takes 10 ms; no joined one takes more than 16. */
+ * what is complete, the other half keeping the wire busy meanwhile. Where the wire carries a bucket in less than 4 ms,
+ * buckets are waited for until a message takes 10 ms; no joined one takes more than 16. */
 TX_API tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error);
 
 /* -- memory (bytes per rank) ------------------------------------------------------------------------------------ */

@@ -61,8 +61,8 @@ class Engine(_registry.Owner):
         replan: Replan,
         may_replan: Callable[[], bool],
     ) -> None:
-        """number: of `agree`. coalesce: whether neighbouring buckets may travel together. replan: the plan for another order of the parameters. may_replan: whether on this rank
-        nothing depends on which part of a parameter it has."""
+        """number: of `agree`. coalesce: whether neighbouring buckets may travel together. replan: the plan for another
+        order of the parameters. may_replan: whether on this rank nothing depends on which part of a parameter it has."""
         self.store, self.exchange = store, store.exchange
         self.params = list(store.params)
         self.names = [p.name for p in store.plan.parameters]
