@@ -52,7 +52,7 @@ class Witnessed(Sample):
         if self._wanted and self._members:
             weights = self._weights if self._dense else self._flat()
             self._found.zero_()
-            _ops.call("master_witness_", weights, self._masters, self._witnesses, self._found, _header.WITNESS_CHECK)
+            _ops.look("master_witness_", weights, self._masters, self._witnesses, self._found, _header.WITNESS_CHECK)
             self._wanted = False
             return list(map(bool, self._found.tolist()))
         return [False] * len(self._members)
@@ -84,7 +84,7 @@ class Brought(Sample):
             self._mark = None
             self._changed.zero_()
             masters = [master.contiguous() for master in self._masters]
-            _ops.call("master_resync_", self._here, masters, self._changed, False, True)  # only counts
+            _ops.look("master_resync_", self._here, masters, self._changed, False, True)  # only counts
             for owner, count in zip(self._owner, self._changed.tolist(), strict=True):
                 found[owner] |= bool(count)
         return found

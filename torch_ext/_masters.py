@@ -1,7 +1,7 @@
 """fp32 masters and the weights beside them: who was written by somebody else, and what to do about it."""
 
 import itertools
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,25 +47,33 @@ def resync(members: Sequence["Member"], force: bool = False) -> Tensor:
     """
     changed = _counts(members)
     if force:
-        _call("master_resync_", members, _state.MASTERS, changed, True)
+        _run(_ops.call, "master_resync_", members, _state.MASTERS, changed, True)
     else:
-        _call("master_resync_", members, ("master_param",), changed)
-        _call("master_witness_", members, ("master_remainder",), changed, _header.WITNESS_RESYNC)  # renews them
+        _run(_ops.call, "master_resync_", members, ("master_param",), changed)
+        remainders = ("master_remainder",)
+        _run(_ops.call, "master_witness_", members, remainders, changed, _header.WITNESS_RESYNC)  # renews them
     renewed = _state.MASTERS if force else ("master_param",)
-    _call("master_witness_", members, renewed, _counts(members), _header.WITNESS_RENEW)
+    _run(_ops.call, "master_witness_", members, renewed, _counts(members), _header.WITNESS_RENEW)
     return changed
 
 
 def written(members: Sequence["Member"]) -> Tensor:
     """How many elements of each `resync` would change. Changes nothing."""
     found = _counts(members)
-    _call("master_resync_", members, ("master_param",), found, False, True)
-    _call("master_witness_", members, ("master_remainder",), found, _header.WITNESS_CHECK)
+    _run(_ops.look, "master_resync_", members, ("master_param",), found, False, True)
+    _run(_ops.look, "master_witness_", members, ("master_remainder",), found, _header.WITNESS_CHECK)
     return found
 
 
-def _call(name: str, members: Sequence["Member"], among: Container[str], counts: Tensor, *options: Any) -> None:
-    """The operator on the members whose master is `among` these kinds; adds to their counts."""
+def _run(
+    way: Callable[..., None],
+    name: str,
+    members: Sequence["Member"],
+    among: Container[str],
+    counts: Tensor,
+    *options: Any,
+) -> None:
+    """The operator, by one of the ways of _ops, on the members whose master is `among` these kinds; adds to their counts."""
     chosen = [m.kinds.master in among for m in members]
     for device in dict.fromkeys(m.master.device for m in itertools.compress(members, chosen)):
         here = [one and m.master.device == device for m, one in zip(members, chosen, strict=True)]
@@ -73,7 +81,7 @@ def _call(name: str, members: Sequence["Member"], among: Container[str], counts:
         if any(weight.numel() for weight, _, _ in rows):
             weights, masters, witnesses = (list(column) for column in zip(*rows, strict=True))
             found = torch.zeros_like(counts, device=device)
-            _ops.call(name, weights, masters, *([witnesses] if name == "master_witness_" else []), found, *options)
+            way(name, weights, masters, *([witnesses] if name == "master_witness_" else []), found, *options)
             counts += found.to(counts.device)
 
 

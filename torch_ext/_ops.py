@@ -62,10 +62,7 @@ def call(name: str, *arguments: Any) -> None:
     that saved the old value fails instead of using the new one; the bare operators cannot do that. Empty lists are
     fine. Raises RuntimeError with the library's message, after which nothing was written.
     """
-    try:
-        operator = _OPERATORS[name]
-    except KeyError:
-        raise _library.other_build(f"{NAMESPACE}::{name}") from None
+    operator = _operator(name)
     written: list[torch.Tensor] = []
     for i in operator.written:
         value = arguments[i]
@@ -77,6 +74,19 @@ def call(name: str, *arguments: Any) -> None:
             _refuse_inference_tensors(operator, i, written)
     operator.overload(*arguments)
     torch.autograd.graph.increment_version(written)
+
+
+def look(name: str, *arguments: Any) -> None:
+    """As `call`, for an operator that is asked to count and to change nothing else: no version counter goes up, by which
+    somebody would take it for a write."""
+    _operator(name).overload(*arguments)
+
+
+def _operator(name: str) -> _Operator:
+    try:
+        return _OPERATORS[name]
+    except KeyError:
+        raise _library.other_build(f"{NAMESPACE}::{name}") from None
 
 
 def _refuse_inference_tensors(operator: _Operator, position: int, targets: list[torch.Tensor]) -> None:

@@ -171,7 +171,7 @@ def _own_remainder(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
     """The remainders that belong to the weight as it is: 0, which makes a weight its own master, in blocks that
     somebody else wrote to (an average that was swapped in, say)."""
     remainder, strays = state["master_remainder"], torch.zeros(1, dtype=torch.int64, device=weight.device)
-    _ops.call(
+    _ops.look(
         "master_witness_", [weight], [_tensors.flat(remainder)], [state["witness"]], strays, _header.WITNESS_CHECK
     )
     if not int(strays):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from training import WITH_MASTER, bits, params_of, policy_of, set_grads
 
 import torch_ext
+from torch_ext import _masters
 
 
 def constant(optimizer: torch_ext.AdamW) -> list[Tensor]:
@@ -130,6 +131,33 @@ def test_D7_counters_and_addresses_tell_of_what_no_sample_sees(write: Callable[.
     undisturbed = optimizer_of("a", 0.0)
     train(undisturbed, range(5))
     assert found[0] != everything(undisturbed)
+
+
+@pytest.mark.parametrize("on_external_write", ["resync", "error"])
+@pytest.mark.parametrize("kind", ["prompt", "late"])
+def test_D7_where_nobody_wrote_no_fp32_master_is_compared_as_a_whole(
+    kind: str, on_external_write: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[str] = []
+
+    def listed(way: Callable[..., Any]) -> Callable[..., Any]:
+        def listing(members: Any, *options: Any) -> Any:
+            compared.extend(m.name for m in members if m.kinds.master == "master_param")
+            return way(members, *options)
+
+        return listing
+
+    for name in WITH_MASTER:
+        for fraction in FRACTIONS:
+            with host_parts.lanes(kind):
+                optimizer = optimizer_of(name, fraction, on_external_write=on_external_write)
+                train(optimizer, range(2))
+                optimizer.state_dict()
+                with monkeypatch.context() as patch:
+                    for way in ("resync", "written"):
+                        patch.setattr(_masters, way, listed(getattr(_masters, way)))
+                    train(optimizer, range(2, 5))
+                assert not compared, (name, fraction)
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS[1:])
