@@ -1,10 +1,11 @@
 """The time that a kernel needs where memory costs nothing: on a block that stays in the first-level cache."""
 
 import ctypes
-import math
+import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,29 +57,52 @@ class AdamWArguments(_library.Struct):
     ]
 
 
+class InL1(NamedTuple):
+    """ns per element, on one thread."""
+
+    alone: float
+    together: float  # while the other threads do the same
+
+
 class InCache:
     """Calls of tx_adamw on one thread, on few and on more elements: what they differ in is the time of the elements
-    alone. Each step is a round of both, and leaves its ns per element in `found`.
+    alone. Each step is a round of both, alone and beside others, and leaves what it found in `found`.
 
-    Of a round's batches the fastest counts: a batch is short enough for the scheduler to leave some of them alone. What
-    several threads need is at least this time divided by their number, and more where two of them share a core.
+    Of a round's batches the median counts: the scheduler leaves most of them alone.
     """
 
-    def __init__(self, configuration: Configuration, seed: int) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        seed: int,
+        beside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """beside: others run for as long as its context lasts."""
         self._adamw = _library.function("tx_adamw", *[ctypes.c_void_p] * 3, restype=ctypes.c_int32)
         self._owned: list[Any] = []  # what the calls point to
         self.trainings = [_bench_configurations.ours(configuration, [(n,)], seed) for n in (_SMALL, _LARGE)]
         self._batches = [self._repeated(training) for training in self.trainings]
-        self.found: list[float] = []
+        self._beside = beside
+        self.found: list[InL1] = []
+
+    def batch(self) -> None:
+        """About a tenth of a millisecond of the larger one."""
+        self._batches[1]()
 
     def step(self) -> None:
-        fastest = [math.inf, math.inf]
+        alone = self._measure()
+        with self._beside():
+            self.found.append(InL1(alone, self._measure()))
+
+    def _measure(self) -> float:
+        seconds: list[list[float]] = [[], []]
         for _ in range(_BATCHES):
-            for i, batch in enumerate(self._batches):
+            for batch, found in zip(self._batches, seconds, strict=True):
                 begin = time.perf_counter()
                 batch()
-                fastest[i] = min(fastest[i], time.perf_counter() - begin)
-        self.found.append((fastest[1] - fastest[0]) / (_CALLS * (_LARGE - _SMALL)) * 1e9)
+                found.append(time.perf_counter() - begin)
+        small, large = map(statistics.median, seconds)
+        return (large - small) / (_CALLS * (_LARGE - _SMALL)) * 1e9
 
     def _repeated(self, training: Training) -> Callable[[], None]:
         training.step()  # makes the state

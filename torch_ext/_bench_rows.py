@@ -17,6 +17,7 @@ from torch_ext import (
     _bench_state_rows,
     _bench_tensors,
 )
+from torch_ext._bench_beside import Beside
 from torch_ext._bench_configurations import CONFIGURATIONS, Configuration, Stepper
 from torch_ext._bench_figures import Bar, Point
 from torch_ext._bench_l1 import InCache
@@ -24,7 +25,8 @@ from torch_ext._bench_measure import Spread
 from torch_ext._bench_row import Bench
 from torch_ext._bench_tensors import Shapes
 
-# -- wall: the share of the bound, which is the memory or, where that is slower, the kernel in the first-level cache -----
+# -- wall: the share of the bound, which is the memory or, where that is slower, the kernel in the first-level cache, on
+# as many threads at once -------------------------------------------------------------------------------------------------
 
 _WALL_BARS = {"avx2": Bar(0.80, 0.92), "avx512": Bar(0.85, 0.95), "avx512bf16": Bar(0.85, 0.95)}
 ISAS = tuple(_WALL_BARS)
@@ -37,15 +39,16 @@ def wall(bench: Bench) -> None:
     for isa in bench.isas:
         if isa not in present:
             bench.skip("wall", isa, "this processor does not have it, or the library was not built for it")
-    with _bench_configurations.default_isa():
+    if not present:
+        return
+    with _bench_configurations.default_isa(), Beside(bench.threads - 1, bench.seed) as beside:
         for configuration in CONFIGURATIONS.values():
-            if present:
-                _wall_of(bench, configuration, present)
+            _wall_of(bench, configuration, present, beside)
 
 
-def _wall_of(bench: Bench, configuration: Configuration, isas: list[str]) -> None:
+def _wall_of(bench: Bench, configuration: Configuration, isas: list[str], beside: Beside) -> None:
     training = _bench_configurations.ours(configuration, bench.flat, bench.seed)
-    cached = {isa: InCache(configuration, bench.seed) for isa in isas}
+    cached = {isa: InCache(configuration, bench.seed, partial(beside.running, configuration.name, isa)) for isa in isas}
 
     def under(isa: str, step: Callable[[], None]) -> Callable[[], None]:
         def selected() -> None:
@@ -64,16 +67,23 @@ def _wall_of(bench: Bench, configuration: Configuration, isas: list[str]) -> Non
 
     scale = 1e9 / bench.params
     for isa in isas:
-        in_l1 = statistics.median(cached[isa].found) / bench.threads
+        in_l1 = [found.together / bench.threads for found in cached[isa].found[-bench.rounds :]]
         ours = [seconds * scale for seconds in times[isa]]
-        bounds = [max(seconds * scale, in_l1) for seconds in times["wall"]]
+        bounds = [max(seconds * scale, ns) for seconds, ns in zip(times["wall"], in_l1, strict=True)]
         of_bound = _bench_measure.spread([bound / own for bound, own in zip(bounds, ours, strict=True)])
         of_wall = _bench_measure.ratio(times, "wall", isa).median
         ns, wall_ns = statistics.median(ours), statistics.median(times["wall"]) * scale
-        beside = {"ns": ns, "wall ns": wall_ns, "L1 ns": in_l1, "of the wall": of_wall}
-        bench.add("wall", f"{configuration.name}, {isa}: share of the bound", of_bound, _WALL_BARS.get(isa), beside)
+        l1_ns, alone = statistics.median(in_l1), statistics.median(found.alone for found in cached[isa].found)
+        beside_it = {
+            "ns": ns,
+            "wall ns": wall_ns,
+            "L1 ns": l1_ns,
+            "one thread alone": alone / bench.threads,
+            "of the wall": of_wall,
+        }
+        bench.add("wall", f"{configuration.name}, {isa}: share of the bound", of_bound, _WALL_BARS.get(isa), beside_it)
         if configuration.name == "c" and isa in _C_NS_ISAS:
-            bar = _C_NS if bench.threads == _C_NS_THREADS and in_l1 > wall_ns else None
+            bar = _C_NS if bench.threads == _C_NS_THREADS and l1_ns > wall_ns else None
             bench.add("wall", f"c, {isa}: ns per parameter", _bench_measure.spread(ours), bar)
 
 

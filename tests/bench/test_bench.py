@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,6 +29,7 @@ from torch_ext import (
     _bench_tensors,
     _info,
 )
+from torch_ext._bench_beside import Beside
 from torch_ext._bench_configurations import CONFIGURATIONS
 from torch_ext._bench_figures import Bar, Findings
 from torch_ext._bench_l1 import InCache
@@ -185,11 +187,35 @@ def test_the_kernel_in_cache_is_the_step(name: str) -> None:
     cached = InCache(CONFIGURATIONS[name], seed=0)
     own = _bench_configurations.ours(CONFIGURATIONS[name], [(256,)], seed=0)
     cached.step()
-    for _ in range(1001):  # one made the state
+    for _ in range(2001):  # one made the state
         own.step()
     for a, b in zip(cached.trainings[0].tensors(), own.tensors(), strict=True):
         assert torch.equal(a, b) or a.dtype == torch.int64  # checksums of the weights, which a call in cache leaves out
-    assert len(cached.found) == 1 and math.isfinite(cached.found[0])
+    assert len(cached.found) == 1 and all(map(math.isfinite, cached.found[0]))
+
+
+def ticks(pid: int) -> int:
+    """That a process ran for."""
+    return sum(map(int, pathlib.Path(f"/proc/{pid}/stat").read_text().split()[13:15]))
+
+
+def test_the_kernel_in_cache_is_timed_while_others_run_it() -> None:
+    """Processes that end are said, not waited for."""
+    with Beside(2, seed=0) as beside:
+        cached = InCache(CONFIGURATIONS["c"], 0, partial(beside.running, "c", "base"))
+        for _ in range(2):
+            cached.step()
+        assert all(found.together > 0 for found in cached.found)
+        spent = [ticks(process.pid) for process in beside._processes]
+        with beside.running("fp32", "base"):
+            time.sleep(0.3)
+        assert all(ticks(p.pid) > s for p, s in zip(beside._processes, spent, strict=True))
+        spent = [ticks(process.pid) for process in beside._processes]
+        time.sleep(0.3)
+        assert [ticks(process.pid) for process in beside._processes] == spent
+        beside._processes[1].kill()
+        with pytest.raises(RuntimeError, match="ended with status -9"):
+            cached.step()
 
 
 def test_gpt2_is_gpt2() -> None:

@@ -1,0 +1,79 @@
+"""Processes that run a kernel beside ours, as the other threads of a step do: python -m torch_ext._bench_beside is one.
+
+What a kernel needs on one thread is not what it needs on several where two of these have a core together, which a guest
+is not told, and which its host changes as it likes. Processes, since the interpreter's lock would keep threads apart.
+"""
+
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+
+import torch
+
+from torch_ext import _bench_configurations
+from torch_ext._bench_configurations import CONFIGURATIONS
+from torch_ext._bench_l1 import InCache
+from torch_ext._bench_memory import environment
+
+
+class Beside:
+    """Starts `count` of them; they rest until they are asked to run, and end with the context."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._seed = seed
+        command = [sys.executable, "-m", "torch_ext._bench_beside"]
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
+            for _ in range(count)
+        ]
+
+    @contextmanager
+    def running(self, configuration: str, isa: str) -> Iterator[None]:
+        """They step small tensors of their own for as long as the context lasts. RuntimeError if one of them ended."""
+        self._ask(f"{configuration} {isa} {self._seed}", "running")
+        try:
+            yield
+        finally:
+            self._ask("rest", "resting")
+
+    def _ask(self, what: str, answer: str) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it does not answer, either
+                print(what, file=process.stdin, flush=True)
+        for process in self._processes:
+            assert process.stdout is not None
+            if process.stdout.readline() != f"{answer}\n":
+                raise RuntimeError(f"a process beside this one ended with status {process.wait()}")
+
+    def __enter__(self) -> "Beside":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()  # waits for it and closes its pipes
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    made: dict[str, InCache] = {}
+    for asked in iter(sys.stdin.readline, ""):  # the other end closes with its process
+        name, isa, seed = asked.split()
+        _bench_configurations.select_isa(isa)
+        cached = made.get(name) or made.setdefault(name, InCache(CONFIGURATIONS[name], int(seed)))
+        cached.batch()
+        print("running", flush=True)
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            cached.batch()
+        sys.stdin.readline()
+        print("resting", flush=True)
+
+
+if __name__ == "__main__":
+    main()
