@@ -33,26 +33,28 @@ TX_FN __m512i tx_wide_largest(const __m512i a[4], const __m512i b[4]) {
   return _mm512_max_epu32(both, _mm512_shuffle_epi32(both, _MM_PERM_CDAB));
 }
 
-/* Blocks whose moments are stepped before their codes are made; the plans of four are made together. */
-#define TX_WIDE_GROUP 8
-
 /* What the codes of blocks are made with. */
 typedef struct tx_wide_plans {
   int32_t amax[TX_WIDE_GROUP] __attribute__((aligned(16)));
   int32_t exponent[TX_WIDE_GROUP];
-  uint32_t rebase[TX_WIDE_GROUP];
+  uint32_t rebase[2][TX_WIDE_GROUP]; /* tx_wide_twice; of blocks without values below the normals at [1] */
   float least_normal[TX_WIDE_GROUP];
   uint32_t keep[TX_WIDE_GROUP];
+  uint32_t kept; /* all of keep, and-ed */
 } tx_wide_plans;
 
 TX_FN void tx_wide_plans_from(tx_block_format f, tx_wide_plans *plans) {
   for (int32_t i = 0; i < TX_WIDE_GROUP; i++) {
     const tx_block_plan plan = tx_block_plan_from(f, plans->amax[i]);
     plans->exponent[i] = plan.exponent;
-    plans->rebase[i] = plan.at.rebase;
+    plans->rebase[0][i] = tx_wide_twice((plan.at.rebase + (1u << 23)) >> 16);
+    plans->rebase[1][i] = tx_wide_twice(plan.at.rebase >> 16);
     plans->least_normal[i] = plan.at.least_normal;
     plans->keep[i] = plan.keep;
   }
+  plans->kept = 0xffffffffu;
+  for (int32_t i = 0; i < TX_WIDE_GROUP; i++)
+    plans->kept &= plans->keep[i];
 }
 
 /* Of blocks with a gradient that is not finite, which makes the root that, too. */
@@ -87,9 +89,8 @@ typedef struct tx_wide_rounding {
 } tx_wide_rounding;
 
 TX_FN tx_wide_rounding tx_wide_rounding_of(const tx_wide_plans *plans, int32_t block, uint32_t u, const int narrow) {
-  const uint32_t rebase = plans->rebase[block] + (narrow ? 0u : 1u << 23);
-  const tx_wide_rounding r = {_mm512_set1_ps(plans->least_normal[block]), _mm512_set1_epi16((short)(rebase >> 16)),
-                              _mm512_set1_epi32((int)u)};
+  const tx_wide_rounding r = {_mm512_set1_ps(plans->least_normal[block]),
+                              _mm512_set1_epi32((int)plans->rebase[narrow][block]), _mm512_set1_epi32((int)u)};
   return r;
 }
 
@@ -130,11 +131,9 @@ typedef struct tx_wide_seen {
 } tx_wide_seen;
 
 /* narrow: no root is below the normals. */
-TX_FN tx_wide_seen tx_wide_block_codes(tx_step_streams s, const tx_wide_block *b, tx_wide_rounding m,
-                                       tx_wide_rounding root, const int narrow) {
+TX_FN tx_wide_seen tx_wide_block_codes(const tx_wide_block_constants *c, tx_step_streams s, const tx_wide_block *b,
+                                       tx_wide_rounding m, tx_wide_rounding root, const int narrow) {
   const tx_block_format mf = tx_block_e4m3(), vf = tx_block_root_e4m4();
-  const __m512i m_half = _mm512_set1_epi8((char)(2u * (mf.element.max_code - (1u << mf.element.mantissa_bits))));
-  const __m512i root_half = _mm512_set1_epi8((char)(vf.element.max_code - (1u << vf.element.mantissa_bits)));
   tx_wide_seen seen = {~(__mmask64)0, ~(__mmask64)0, ~(__mmask64)0};
 #pragma GCC unroll 2
   for (int32_t h = 0; h < TX_BLOCK / 32; h += 2) {
@@ -143,25 +142,26 @@ TX_FN tx_wide_seen tx_wide_block_codes(tx_step_streams s, const tx_wide_block *b
     _mm512_storeu_si512((char *)s.exp_avg + 32 * h, m_codes);
     _mm512_storeu_si512((char *)s.exp_avg_sq + 32 * h, root_codes);
     /* without signs */
-    seen.m_half = _mm512_mask_cmple_epu8_mask(seen.m_half, _mm512_add_epi8(m_codes, m_codes), m_half);
-    seen.root_half = _mm512_mask_cmple_epu8_mask(seen.root_half, root_codes, root_half);
+    seen.m_half = _mm512_mask_cmple_epu8_mask(seen.m_half, _mm512_add_epi8(m_codes, m_codes), c->m_half);
+    seen.root_half = _mm512_mask_cmple_epu8_mask(seen.root_half, root_codes, c->root_half);
     if (!narrow) seen.positive = _mm512_mask_test_epi8_mask(seen.positive, root_codes, root_codes);
   }
   return seen;
 }
 
-/* A moment's codes again, whatever it is. */
-static __attribute__((noinline)) uint8_t tx_wide_store_any(const tx_block_format *f, int32_t amax,
-                                                           const float x[2][TX_BLOCK_PAIRS], uint32_t u, void *to) {
+/* A moment's codes again, whatever it is. is_root: which of the two. */
+static __attribute__((noinline)) uint8_t tx_wide_store_any(int is_root, int32_t amax, const float x[2][TX_BLOCK_PAIRS],
+                                                           uint32_t u, void *to) {
+  const tx_block_format f = is_root ? tx_block_root_e4m4() : tx_block_e4m3();
   if (amax == 0) {
     memset(to, 0, TX_BLOCK);
-    return tx_block_scale_byte(tx_block_plan_from(*f, 0), 0);
+    return tx_block_scale_byte(tx_block_plan_from(f, 0), 0);
   }
   tx_quads q;
   for (int32_t w = 0; w < TX_QUADS; w++)
     for (int k = 0; k < 4; k++)
       q.x[k][w] = x[k % 2][2 * w + k / 2];
-  return tx_store_quads(*f, amax, &q, u, to);
+  return tx_store_quads(f, amax, &q, u, to);
 }
 
 #endif

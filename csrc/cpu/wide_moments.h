@@ -11,32 +11,100 @@ typedef struct tx_wide_block {
   uint32_t m_largest[16], root_largest[16]; /* magnitudes, a lane's each */
 } __attribute__((aligned(64))) tx_wide_block;
 
+/* Kept from the compiler, which would spread what it knows anew in each block. */
+TX_FN __m512i tx_wide_unknown(__m512i x) {
+  __asm__("" : "+v"(x));
+  return x;
+}
+
+/* What the step of blocks needs in each lane. */
+typedef struct tx_wide_block_constants {
+  tx_wide_constants step;
+  __m512i upper;                  /* half of a word */
+  __m512i m_exponent, least_root; /* of codes: the bits of an exponent; the least with an exponent of 3 */
+  __m512i m_half, root_half;      /* half of the largest code that there is; m's twice */
+  int32_t scaled;                 /* whether the factor is not 1 */
+} tx_wide_block_constants;
+
+TX_FN tx_wide_block_constants tx_wide_block_constants_of(const tx_adamw_constants *c) {
+  const tx_small_float m = tx_block_e4m3().element, root = tx_block_root_e4m4().element;
+  const uint32_t m_half = m.max_code - (1u << m.mantissa_bits), root_half = root.max_code - (1u << root.mantissa_bits);
+  const tx_wide_block_constants b = {tx_wide_constants_of(c),
+                                     tx_wide_unknown(_mm512_set1_epi32((int)0xffff0000u)),
+                                     tx_wide_unknown(_mm512_set1_epi8(0xf << 3)),
+                                     tx_wide_unknown(_mm512_set1_epi8(3 << 4)),
+                                     tx_wide_unknown(_mm512_set1_epi8((char)(2u * m_half))),
+                                     tx_wide_unknown(_mm512_set1_epi8((char)root_half)),
+                                     c->factor != 1.0f};
+  return b;
+}
+
+/* Blocks whose moments are stepped before their codes are made; the plans of four are made together. */
+#define TX_WIDE_GROUP 8
+
+/* A 16-bit number twice, as a word is: spread from memory it costs a vector's load. */
+TX_FN uint32_t tx_wide_twice(uint32_t x) {
+  return x << 16 | x;
+}
+
+/* What the scales of a group's blocks say. */
+typedef struct tx_wide_scales {
+  uint32_t m[TX_WIDE_GROUP], root[TX_WIDE_GROUP]; /* rebases, of bf16: tx_wide_twice */
+  int32_t some_nan;                               /* of either moment of any block */
+} tx_wide_scales;
+
+/* The first eight bytes, or `count` of them and some others; a number each. */
+TX_FN __m256i tx_wide_bytes(const uint8_t *from, int32_t count) {
+  uint8_t bytes[TX_WIDE_GROUP];
+  if (__builtin_expect(count == TX_WIDE_GROUP, 1))
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)from));
+  for (int32_t i = 0; i < TX_WIDE_GROUP; i++)
+    bytes[i] = from[i < count ? i : 0];
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)bytes));
+}
+
+/* What tx_scale_decode makes of bytes that are not NaN's: rebases are linear in the exponent. */
+TX_FN void tx_wide_rebases(tx_block_format f, __m256i bytes, uint32_t *rebases) {
+  const __m256i least = _mm256_set1_epi32(f.min_exponent + 127), most = _mm256_set1_epi32(f.max_exponent + 127);
+  const int32_t of_zero = (int32_t)(tx_scale_decode(f, 127).at.rebase >> 16) - (127 << 7);
+  const __m256i exponents = _mm256_min_epi32(_mm256_max_epi32(bytes, least), most);
+  const __m256i rebase = _mm256_add_epi32(_mm256_slli_epi32(exponents, 7), _mm256_set1_epi32(of_zero));
+  _mm256_storeu_si256((__m256i *)(void *)rebases, _mm256_or_si256(rebase, _mm256_slli_epi32(rebase, 16)));
+}
+
+/* Of the `count` blocks from s on. */
+TX_FN void tx_wide_scales_of(const tx_step_streams *s, int32_t count, tx_wide_scales *scales) {
+  const __m256i m = tx_wide_bytes(s->exp_avg_scale, count), root = tx_wide_bytes(s->exp_avg_sq_scale, count);
+  tx_wide_rebases(tx_block_e4m3(), m, scales->m);
+  tx_wide_rebases(tx_block_root_e4m4(), root, scales->root);
+  scales->some_nan = _mm256_cmpeq_epi32_mask(_mm256_max_epi32(m, root), _mm256_set1_epi32(TX_BLOCK_SCALE_NAN)) != 0;
+}
+
 /* The streams `block` blocks further on. */
 TX_FN tx_step_streams tx_wide_on(const tx_step_streams *s, int32_t block) {
   return tx_blocks_on(*s, block, TX_BF16, TX_I16, TX_BF16);
 }
 
 /* Of half a block, under the mask of what was seen before: which codes of the signed moment are not below the normals,
- * and which of the root have exponents of `least` at the least. */
-TX_FN __mmask64 tx_wide_normal_m(__mmask64 mask, tx_step_streams s, const int32_t half) {
+ * and which of the root are `least` at the least. */
+TX_FN __mmask64 tx_wide_normal_m(__mmask64 mask, tx_step_streams s, const int32_t half, __m512i exponents) {
   const __m512i codes = _mm512_loadu_si512((const char *)s.exp_avg + 64 * half);
-  return _mm512_mask_test_epi8_mask(mask, codes, _mm512_set1_epi8(0x78));
+  return _mm512_mask_test_epi8_mask(mask, codes, exponents);
 }
-TX_FN __mmask64 tx_wide_normal_root(__mmask64 mask, tx_step_streams s, const int32_t half, const int least) {
+TX_FN __mmask64 tx_wide_normal_root(__mmask64 mask, tx_step_streams s, const int32_t half, __m512i least) {
   const __m512i codes = _mm512_loadu_si512((const char *)s.exp_avg_sq + 64 * half);
-  return _mm512_mask_cmpge_epu8_mask(mask, codes, _mm512_set1_epi8((char)(least << 4)));
+  return _mm512_mask_cmpge_epu8_mask(mask, codes, least);
 }
-/* Whether all codes of the block are normal, those of the root with exponents of `least` at the least, and neither
- * scale NaN's. */
-TX_FN int tx_wide_is_normal(tx_step_streams s, const int least) {
-  __mmask64 normal = tx_wide_normal_m(~(__mmask64)0, s, 0);
-  normal = tx_wide_normal_root(tx_wide_normal_m(normal, s, 1), s, 0, least);
-  normal = tx_wide_normal_root(normal, s, 1, least);
-  const uint32_t scale = *s.exp_avg_scale > *s.exp_avg_sq_scale ? *s.exp_avg_scale : *s.exp_avg_sq_scale;
-  return normal == ~(__mmask64)0 && scale != TX_BLOCK_SCALE_NAN;
+/* Whether all codes of the block are normal, those of the root with exponents of 3 at the least: v' >= v / 2, so its
+ * root gets to an exponent of 2 at the least, or of 1 at twice the scale. */
+TX_FN int tx_wide_is_normal(const tx_wide_block_constants *c, tx_step_streams s) {
+  __mmask64 normal = tx_wide_normal_m(~(__mmask64)0, s, 0, c->m_exponent);
+  normal = tx_wide_normal_root(tx_wide_normal_m(normal, s, 1, c->m_exponent), s, 0, c->least_root);
+  normal = tx_wide_normal_root(normal, s, 1, c->least_root);
+  return _kortestc_mask64_u8(normal, normal);
 }
 
-/* Whether what is not normal in the block is zero, and neither scale NaN's. */
+/* Whether what is not normal in the block is zero. */
 TX_FN int tx_wide_is_normal_or_zero(tx_step_streams s) {
   const __m512i size = _mm512_set1_epi8(0x7f), one = _mm512_set1_epi8(1);
   __mmask64 legal = ~(__mmask64)0;
@@ -47,7 +115,7 @@ TX_FN int tx_wide_is_normal_or_zero(tx_step_streams s) {
     legal = _mm512_mask_cmpge_epu8_mask(legal, _mm512_sub_epi8(_mm512_and_si512(m, size), one), _mm512_set1_epi8(7));
     legal = _mm512_mask_cmpge_epu8_mask(legal, _mm512_sub_epi8(root, one), _mm512_set1_epi8(15));
   }
-  return legal == ~(__mmask64)0 && *s.exp_avg_scale != TX_BLOCK_SCALE_NAN && *s.exp_avg_sq_scale != TX_BLOCK_SCALE_NAN;
+  return _kortestc_mask64_u8(legal, legal);
 }
 
 /* 32 codes without subnormals as bf16. zeros: 0 may be among them, whose exponent stays as it is. */
@@ -60,12 +128,13 @@ TX_FN __m512i tx_wide_value(tx_block_format f, const void *codes, __m512i rebase
   return _mm512_mask_add_epi16(placed, _mm512_test_epi16_mask(placed, _mm512_set1_epi16(0x7fff)), placed, rebase);
 }
 
-/* Unrounded moments of a block without subnormals. */
-TX_FN void tx_wide_moments(const tx_wide_constants *c, tx_step_streams s, tx_wide_block *b, const int zeros) {
+/* Unrounded moments of a block without subnormals; rebases: of tx_wide_scales.
+ * scaled: by the factor, which is 1 else. */
+TX_FN void tx_wide_moments(const tx_wide_block_constants *c, tx_step_streams s, uint32_t m_rebases,
+                           uint32_t root_rebases, tx_wide_block *b, const int zeros, const int scaled) {
   const tx_block_format mf = tx_block_e4m3(), vf = tx_block_root_e4m4();
-  const __m512i m_rebase = _mm512_set1_epi16((short)(tx_scale_decode(mf, *s.exp_avg_scale).at.rebase >> 16));
-  const __m512i v_rebase = _mm512_set1_epi16((short)(tx_scale_decode(vf, *s.exp_avg_sq_scale).at.rebase >> 16));
-  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+  const __m512i m_rebase = _mm512_set1_epi32((int)m_rebases), v_rebase = _mm512_set1_epi32((int)root_rebases);
+  const __m512i upper = c->upper;
   __m512 m_largest = _mm512_setzero_ps();
   __m512i root_largest = _mm512_setzero_si512();
 #pragma GCC unroll 4
@@ -79,15 +148,15 @@ TX_FN void tx_wide_moments(const tx_wide_constants *c, tx_step_streams s, tx_wid
     __m512 root[2];
     /* breadth first: what waits in the processor's scheduler is what bounds it */
     for (int k = 0; k < 2; k++)
-      g[k] = _mm512_mul_ps(c->factor, g[k]);
+      if (scaled) g[k] = _mm512_mul_ps(c->step.factor, g[k]);
     for (int k = 0; k < 2; k++)
       v[k] = _mm512_mul_ps(v[k], v[k]);
     for (int k = 0; k < 2; k++)
       root[k] = _mm512_sub_ps(_mm512_mul_ps(g[k], g[k]), v[k]);
     for (int k = 0; k < 2; k++)
-      g[k] = _mm512_mul_ps(c->m_weight, _mm512_sub_ps(g[k], m[k]));
+      g[k] = _mm512_mul_ps(c->step.m_weight, _mm512_sub_ps(g[k], m[k]));
     for (int k = 0; k < 2; k++)
-      root[k] = _mm512_sqrt_ps(_mm512_add_ps(v[k], _mm512_mul_ps(c->v_weight, root[k])));
+      root[k] = _mm512_sqrt_ps(_mm512_add_ps(v[k], _mm512_mul_ps(c->step.v_weight, root[k])));
     for (int k = 0; k < 2; k++) {
       m[k] = _mm512_add_ps(m[k], g[k]);
       _mm512_store_ps(&b->m[k][16 * h], m[k]);
@@ -103,9 +172,10 @@ TX_FN void tx_wide_moments(const tx_wide_constants *c, tx_step_streams s, tx_wid
 }
 
 /* With zeros, such as of an embedding's rows that no step has met. */
-static __attribute__((noinline)) void tx_wide_moments_zeros(const tx_wide_constants *c, const tx_step_streams *s,
-                                                            int32_t block, tx_wide_block *b) {
-  tx_wide_moments(c, tx_wide_on(s, block), b, 1);
+static __attribute__((noinline)) void tx_wide_moments_zeros(const tx_wide_block_constants *c, const tx_step_streams *s,
+                                                            const tx_wide_scales *scales, int32_t block,
+                                                            tx_wide_block *b) {
+  tx_wide_moments(c, tx_wide_on(s, block), scales->m[block], scales->root[block], b, 1, 1);
 }
 
 /* Of any block. */

@@ -117,6 +117,35 @@ TEST_P(EveryCombo, BitsDoNotDependOnThreadsSplitsOrAddresses) {
   }
 }
 
+// By powers of two, which round nothing and lose no small gradient.
+TEST_P(EveryCombo, UnscalesAndClipsAsIfTheGradientHadBeen) {
+  const Combo c = GetParam();
+  for (int32_t isa = 0; tx_isa_name(isa); isa++) {
+    ASSERT_EQ(tx_isa_select(tx_isa_name(isa), nullptr), TX_OK);
+    Param ours(c, 1300), theirs(c, 1300);
+    ours.Fill(2);
+    theirs.Fill(2);
+    float scale = 16.0f, clip = 4.0f;
+    for (int step = 0; step < 2; step++) {
+      ours.FillGrad(30 + step);
+      theirs.FillGrad(30 + step);
+      for (int64_t i = 0; i < ours.n; i++) {
+        const float g = Get(c.grad, ours.grad.data(), i);
+        PutPlain(ours.grad.data(), i, c.grad, 4.0f * g, TX_NEAREST, 0);
+      }
+      Call a, b;
+      a.args.grad_scale = {&scale, 1, TX_F32, 0};
+      a.args.clip_coef = {&clip, 1, TX_F32, 0};
+      a.Add(ours);
+      b.Add(theirs);
+      ASSERT_EQ(tx_adamw(a.Args(), nullptr, nullptr), TX_OK);
+      ASSERT_EQ(tx_adamw(b.Args(), nullptr, nullptr), TX_OK);
+    }
+    ASSERT_EQ(ours.State(), theirs.State()) << tx_isa_name(isa);
+  }
+  ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
+}
+
 #ifdef TX_SANITIZED
 std::vector<Combo> Grid() {
   std::vector<Combo> all = Combos(), some;

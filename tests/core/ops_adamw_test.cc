@@ -58,27 +58,6 @@ TEST(Adamw, G2_G3_SkipsWithoutAByteChanged) {
   }
 }
 
-TEST(Adamw, UnscalesAndClipsAsIfTheGradientHadBeen) {
-  Param a(kF32, 1000), b(kF32, 1000);
-  a.Fill(2);
-  b.Fill(2);
-  for (int64_t i = 0; i < a.n; i++) {
-    const float g = Get(TX_F32, a.grad.data(), i) * 1024.0f;
-    std::memcpy(a.grad.data() + 4 * i, &g, 4);
-    const float clipped = Get(TX_F32, b.grad.data(), i) * 0.25f;
-    std::memcpy(b.grad.data() + 4 * i, &clipped, 4);
-  }
-  float scale = 1024.0f, clip = 0.25f;
-  Call ca, cb;
-  ca.Add(a);
-  cb.Add(b);
-  ca.args.grad_scale = {&scale, 1, TX_F32, 0};
-  ca.args.clip_coef = {&clip, 1, TX_F32, 0};
-  ASSERT_EQ(tx_adamw(ca.Args(), nullptr, nullptr), TX_OK);
-  ASSERT_EQ(tx_adamw(cb.Args(), nullptr, nullptr), TX_OK);
-  EXPECT_EQ(a.State(), b.State());
-}
-
 TEST(Adamw, MaximizeIsMinimizeOfTheNegative) {
   Param a(kF32, 1000), b(kF32, 1000);
   a.Fill(2);
