@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext import _bench_configurations, _dtypes, _groups, _library
+from torch_ext import _bench_configurations, _dtypes, _groups, _header, _library
 from torch_ext._bench_configurations import Configuration, Training
 
 # Elements of a call. The widest configuration has 16 bytes an element: 20 KB of 32 or more.
@@ -110,6 +110,8 @@ class InCache:
         state = training.optimizer.state[p]
         master = state.get("master_param", state.get("master_remainder"))
         pointed = [p, p.grad, state["exp_avg"], state["exp_avg_sq"], master, state.get("scales"), state["step"]]
+        # Checksums beside remainders are part of the loop; samples beside fp32 masters are looked at apart from it.
+        witness = state["witness"] if "master_remainder" in state else None
         hyper = _groups.hyper(training.optimizer.param_groups, torch.device("cpu"))
         arguments = AdamWArguments(
             ctypes.sizeof(AdamWArguments),
@@ -118,6 +120,8 @@ class InCache:
             1,
             ctypes.pointer(GroupArgument(*hyper.groups[0].tolist())),
             **dict(zip(("seed", "moment_rounding", "weight_rounding"), hyper.shared, strict=True)),
+            witnesses=ctypes.pointer(_argument(witness)),
+            on_external_write=_header.EXTERNAL_IGNORE if witness is None else _header.EXTERNAL_RESYNC,
         )
         error = _library.Error()
         self._owned += [arguments, error]

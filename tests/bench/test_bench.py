@@ -190,7 +190,8 @@ def test_the_kernel_in_cache_is_the_step(name: str) -> None:
     for _ in range(2001):  # one made the state
         own.step()
     for a, b in zip(cached.trainings[0].tensors(), own.tensors(), strict=True):
-        assert torch.equal(a, b) or a.dtype == torch.int64  # checksums of the weights, which a call in cache leaves out
+        # Beside fp32 masters checksums of the weights are left out of a call in cache.
+        assert torch.equal(a, b) or (a.dtype == torch.int64 and name == "a")
     assert len(cached.found) == 1 and all(map(math.isfinite, cached.found[0]))
 
 
