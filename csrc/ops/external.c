@@ -65,7 +65,7 @@ static tx_status run_pass(const pass *p, tx_tensor *looked_at, const tx_parallel
                         .merge = pass_merge,
                         .local_bytes = (size_t)p->n * sizeof(int64_t),
                         .alignment = TX_SAMPLED,
-                        .unit = p->master == TX_F32 ? LOOK_UNIT : TX_UNIT,
+                        .unit = p->master == TX_F32 ? LOOK_UNIT : 0,
                         .ctx = &context};
   return tx_work_run(&work, total < ALONE ? NULL : parallel, error);
 }

@@ -51,17 +51,20 @@ static void run_task(void *arg, int64_t task) {
   tx_fp_leave(saved);
 }
 
-static int64_t unit_of(const tx_work *w) {
-  return w->unit ? w->unit : TX_UNIT;
+static int64_t unit_of(const tx_work *w, int64_t total, int64_t threads) {
+  if (w->unit) return w->unit;
+  int64_t unit = TX_UNIT;
+  while (unit < TX_UNIT_MOST && total / (2 * unit) / TX_UNITS_PER_TASK >= threads)
+    unit *= 2;
+  return unit;
 }
 
-static void cut(const tx_work *w, unit_start *units) {
-  const int64_t length_of_unit = unit_of(w);
+static void cut(const tx_work *w, int64_t unit_length, unit_start *units) {
   int64_t unit = 0, position = 0; /* position: where the tensor begins in the padded sequence */
   for (int64_t i = 0; i < w->n; i++) {
     const int64_t length = padded(w, i);
-    while (unit * length_of_unit < position + length) {
-      units[unit] = (unit_start){i, unit * length_of_unit - position};
+    while (unit * unit_length < position + length) {
+      units[unit] = (unit_start){i, unit * unit_length - position};
       unit++;
     }
     position += length;
@@ -74,8 +77,8 @@ tx_status tx_work_run(const tx_work *work, const tx_parallel *parallel, tx_error
   for (int64_t i = 0; i < work->n; i++)
     total += padded(work, i);
   if (total == 0) return TX_OK;
-  const int64_t n_units = (total + unit_of(work) - 1) / unit_of(work);
   int64_t tasks = parallel && parallel->run && parallel->num_threads > 1 ? parallel->num_threads : 1;
+  const int64_t unit_length = unit_of(work, total, tasks), n_units = (total + unit_length - 1) / unit_length;
   if (tasks > n_units) tasks = n_units;
 
   const size_t units_bytes = (size_t)(n_units + 1) * sizeof(unit_start);
@@ -87,7 +90,7 @@ tx_status tx_work_run(const tx_work *work, const tx_parallel *parallel, tx_error
   }
   char *locals = memory + units_bytes;
   locals += (64 - (uintptr_t)locals % 64) % 64;
-  cut(work, (unit_start *)(void *)memory);
+  cut(work, unit_length, (unit_start *)(void *)memory);
 
   run r = {.work = work,
            .units = (const unit_start *)(const void *)memory,

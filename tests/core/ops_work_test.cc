@@ -30,6 +30,7 @@ const std::vector<Shape> kShapes = {
     {"large_between_small", {3, 0, 5 * TX_UNIT + 77, 0, 1}},
     {"ends_with_none", {200, 0}},
     {"thousand_tiny", std::vector<int64_t>(1000, 64)},
+    {"longer_units", {70 * TX_UNIT + 5, 1, 3000, 150 * TX_UNIT}},
     {"odd_mix", {1000, 16383, 16385, 1, 0, 40000, 128, 7}},
 };
 
@@ -126,6 +127,21 @@ TEST(Work, RunsOneRegionWithNoMoreTasksThanUnits) {
     ASSERT_EQ(tx_work_run(&work, &parallel, nullptr), TX_OK);
     EXPECT_EQ(regions.calls, calls);
     EXPECT_EQ(regions.tasks, tasks);
+  }
+}
+
+// Longer units where there are many of them, as long as every thread can have 32.
+TEST(Work, UnitsAreLongerWhereThereAreMany) {
+  struct Case {
+    int64_t units, threads, length;
+  };
+  for (const Case &c : std::vector<Case>{
+           {63, 1, 1}, {64, 1, 2}, {127, 1, 2}, {127, 2, 1}, {128, 2, 2}, {512, 2, 8}, {1024, 2, 8}, {511, 3, 4}}) {
+    Seen seen({c.units * TX_UNIT});
+    Threads threads(c.threads);
+    const tx_work work = {1, seen.tensors.data(), Piece, Merge, sizeof(Local), &seen};
+    ASSERT_EQ(tx_work_run(&work, threads.parallel(), nullptr), TX_OK);
+    EXPECT_EQ(seen.pieces, (c.units + c.length - 1) / c.length) << c.units << " units, " << c.threads << " threads";
   }
 }
 
