@@ -46,10 +46,6 @@ static void pass_merge(void *ctx, const void *local) {
 /* Below so many elements waking other threads takes longer than a look at a sample of them. */
 #define ALONE ((int64_t)1 << 20)
 
-/* A look at samples touches a line or two in a page: long runs, so that the thread that asks for a page ahead is the
- * one that comes to it. */
-#define LOOK_UNIT (16 * TX_UNIT)
-
 /* looked_at: scratch of n tensors. */
 static tx_status run_pass(const pass *p, tx_tensor *looked_at, const tx_parallel *parallel, tx_error *error) {
   int64_t total = 0;
@@ -65,7 +61,6 @@ static tx_status run_pass(const pass *p, tx_tensor *looked_at, const tx_parallel
                         .merge = pass_merge,
                         .local_bytes = (size_t)p->n * sizeof(int64_t),
                         .alignment = TX_SAMPLED,
-                        .unit = p->master == TX_F32 ? LOOK_UNIT : 0,
                         .ctx = &context};
   return tx_work_run(&work, total < ALONE ? NULL : parallel, error);
 }

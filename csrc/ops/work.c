@@ -51,25 +51,24 @@ static void run_task(void *arg, int64_t task) {
   tx_fp_leave(saved);
 }
 
-static int64_t unit_of(const tx_work *w, int64_t total, int64_t threads) {
-  if (w->unit) return w->unit;
-  int64_t unit = TX_UNIT;
-  while (unit < TX_UNIT_MOST && total / (2 * unit) / TX_UNITS_PER_TASK >= threads)
-    unit *= 2;
-  return unit;
+/* Elements of the unit that begins where `left` > 0 are left. */
+static int64_t unit_of(int64_t left, int64_t threads) {
+  const int64_t share = left / threads / TX_UNIT_SHARE / TX_UNIT * TX_UNIT;
+  if (share > TX_UNIT_MOST) return TX_UNIT_MOST;
+  return share > TX_UNIT ? share : TX_UNIT;
 }
 
-static void cut(const tx_work *w, int64_t unit_length, unit_start *units) {
-  int64_t unit = 0, position = 0; /* position: where the tensor begins in the padded sequence */
+/* Returns how many units there are; `units` has room for one of TX_UNIT elements each, and the end. */
+static int64_t cut(const tx_work *w, int64_t total, int64_t threads, unit_start *units) {
+  int64_t n = 0, next = 0, position = 0; /* next: where the next unit begins, position: tensor i, end to end */
   for (int64_t i = 0; i < w->n; i++) {
-    const int64_t length = padded(w, i);
-    while (unit * unit_length < position + length) {
-      units[unit] = (unit_start){i, unit * unit_length - position};
-      unit++;
-    }
-    position += length;
+    const int64_t end = position + padded(w, i);
+    for (; next < end; next += unit_of(total - next, threads))
+      units[n++] = (unit_start){i, next - position};
+    position = end;
   }
-  units[unit] = (unit_start){w->n, 0};
+  units[n] = (unit_start){w->n, 0};
+  return n;
 }
 
 tx_status tx_work_run(const tx_work *work, const tx_parallel *parallel, tx_error *error) {
@@ -77,20 +76,21 @@ tx_status tx_work_run(const tx_work *work, const tx_parallel *parallel, tx_error
   for (int64_t i = 0; i < work->n; i++)
     total += padded(work, i);
   if (total == 0) return TX_OK;
-  int64_t tasks = parallel && parallel->run && parallel->num_threads > 1 ? parallel->num_threads : 1;
-  const int64_t unit_length = unit_of(work, total, tasks), n_units = (total + unit_length - 1) / unit_length;
-  if (tasks > n_units) tasks = n_units;
+  const int64_t threads = parallel && parallel->run && parallel->num_threads > 1 ? parallel->num_threads : 1;
+  const int64_t most_units = (total + TX_UNIT - 1) / TX_UNIT;
+  int64_t tasks = threads < most_units ? threads : most_units;
 
-  const size_t units_bytes = (size_t)(n_units + 1) * sizeof(unit_start);
+  const size_t units_bytes = (size_t)(most_units + 1) * sizeof(unit_start);
   const size_t stride = (work->local_bytes + 63) / 64 * 64; /* tasks do not share cache lines */
   /* calloc zeroes the locals; 64 spare bytes align them */
   char *memory = calloc(1, units_bytes + 64 + (size_t)tasks * stride);
   if (!memory) {
-    return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory for a table of %lld work units", (long long)n_units);
+    return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory for a table of %lld work units", (long long)most_units);
   }
   char *locals = memory + units_bytes;
   locals += (64 - (uintptr_t)locals % 64) % 64;
-  cut(work, unit_length, (unit_start *)(void *)memory);
+  const int64_t n_units = cut(work, total, threads, (unit_start *)(void *)memory);
+  if (tasks > n_units) tasks = n_units;
 
   run r = {.work = work,
            .units = (const unit_start *)(const void *)memory,

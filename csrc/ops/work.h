@@ -1,20 +1,20 @@
 /* Cutting a call over many tensors into units, and running them in one parallel region.
  *
- * The tensors of a call are laid end to end, each padded to whole blocks, and cut into units of equal length: a large
- * tensor becomes many units and a thousand tiny ones share a unit. Threads claim units from an atomic counter, so a
- * thread that loses its core delays nobody; results never depend on who takes which. */
+ * The tensors of a call are laid end to end, each padded to whole blocks, and cut into units: a large tensor becomes
+ * many units and a thousand tiny ones share a unit. Threads claim units from an atomic counter, so a thread that loses
+ * its core delays nobody; results never depend on who takes which. */
 #ifndef TX_OPS_WORK_H
 #define TX_OPS_WORK_H
 
 #include "csrc/torch_ext.h"
 
-/* Elements in a unit: large enough to hide the claim, small enough to balance. A multiple of TX_BLOCK. Where there are
- * many, a unit is doubled up to three times while TX_UNITS_PER_TASK are left for each task: what a thread asks for
- * ahead, and what the processor does by itself, is lost where the next unit is another thread's, a tenth of the step's
- * time. */
+/* Elements in a unit are a multiple of TX_UNIT, which is large enough to hide the claim, and of TX_BLOCK. Long units
+ * are better: what a thread asks for ahead, and what the processor fetches by itself, is lost where the next unit is
+ * another thread's; with short ones it was a tenth of the step's time. But none is longer than a TX_UNIT_SHARE-th of a
+ * thread's part of what is left, so that threads end together. */
 #define TX_UNIT ((int64_t)16384)
-#define TX_UNIT_MOST (8 * TX_UNIT)
-#define TX_UNITS_PER_TASK 32
+#define TX_UNIT_MOST (32 * TX_UNIT)
+#define TX_UNIT_SHARE 4
 
 /* Elements [begin, begin + count) of tensor `tensor`; begin is a multiple of the work's alignment and so is count
  * unless the piece ends the tensor. `local` is memory of the running task, zeroed before its first piece; at most one
@@ -31,7 +31,6 @@ typedef struct tx_work {
   size_t local_bytes; /* of one task; 0: local is NULL */
   void *ctx;
   int64_t alignment; /* of pieces in a tensor, in elements: divides TX_UNIT; 0: TX_BLOCK */
-  int64_t unit;      /* elements, a multiple of TX_UNIT; 0: between TX_UNIT and TX_UNIT_MOST */
 } tx_work;
 
 /* Runs all pieces. Fails only with TX_ERROR_OUT_OF_MEMORY, before any piece ran. */

@@ -1,6 +1,7 @@
 // tx_work_run: every element exactly once, in pieces on block edges, whatever the tensors and threads.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <numeric>
@@ -130,18 +131,29 @@ TEST(Work, RunsOneRegionWithNoMoreTasksThanUnits) {
   }
 }
 
-// Longer units where there are many of them, as long as every thread can have 32.
-TEST(Work, UnitsAreLongerWhereThereAreMany) {
-  struct Case {
-    int64_t units, threads, length;
+// Long units first, and short ones at the end: none is more than a quarter of a thread's part of what was left.
+TEST(Work, UnitsAreLongButLeaveWorkForEveryThread) {
+  struct Lengths {
+    std::vector<int64_t> at;
+    static void Piece(void *ctx, void *, int64_t, int64_t begin, int64_t count) {
+      static_cast<Lengths *>(ctx)->at[static_cast<size_t>(begin / TX_UNIT)] = count;
+    }
   };
-  for (const Case &c : std::vector<Case>{
-           {63, 1, 1}, {64, 1, 2}, {127, 1, 2}, {127, 2, 1}, {128, 2, 2}, {512, 2, 8}, {1024, 2, 8}, {511, 3, 4}}) {
-    Seen seen({c.units * TX_UNIT});
-    Threads threads(c.threads);
-    const tx_work work = {1, seen.tensors.data(), Piece, Merge, sizeof(Local), &seen};
-    ASSERT_EQ(tx_work_run(&work, threads.parallel(), nullptr), TX_OK);
-    EXPECT_EQ(seen.pieces, (c.units + c.length - 1) / c.length) << c.units << " units, " << c.threads << " threads";
+  for (int64_t threads : {1, 2, 7}) {
+    for (int64_t units : {5, 64, 1000}) {
+      const tx_tensor tensor = {nullptr, units * TX_UNIT, TX_F32, 0};
+      Lengths lengths = {std::vector<int64_t>(static_cast<size_t>(units))};
+      Threads pool(threads);
+      const tx_work work = {1, &tensor, Lengths::Piece, nullptr, 0, &lengths};
+      ASSERT_EQ(tx_work_run(&work, pool.parallel(), nullptr), TX_OK);
+      int64_t at = 0;
+      for (; at < units * TX_UNIT; at += lengths.at[static_cast<size_t>(at / TX_UNIT)]) {
+        const int64_t share = (units * TX_UNIT - at) / (4 * threads);
+        const int64_t want = std::max(TX_UNIT, std::min(32 * TX_UNIT, share / TX_UNIT * TX_UNIT));
+        ASSERT_EQ(lengths.at[static_cast<size_t>(at / TX_UNIT)], want) << at << " of " << units << ", " << threads;
+      }
+      EXPECT_EQ(at, units * TX_UNIT);
+    }
   }
 }
 
