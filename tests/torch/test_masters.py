@@ -153,6 +153,21 @@ def test_D7_resync_masters_takes_over_what_does_not_round_to_its_weight(name: st
     assert optimizer.resync_masters() == 0
 
 
+@pytest.mark.parametrize("name", ["a", "fp16"])
+def test_resync_masters_goes_over_samples_only_where_it_changed_something(name: str) -> None:
+    optimizer = optimizer_of(name)
+    train(optimizer, range(3))
+    written, left = params(optimizer)[:2]
+    marked = optimizer.state[left]["witness"].add_(1).clone()
+    written.data.fill_(77)
+    assert optimizer.resync_masters() == written.numel()
+    assert torch.equal(optimizer.state[left]["witness"], marked)
+    entry, strays = optimizer.state[written], torch.zeros(1, dtype=torch.int64)
+    flat = written.detach().view(-1)
+    torch.ops.torch_ext.master_witness_([flat], [entry["master_param"].view(-1)], [entry["witness"]], strays, 0)
+    assert int(strays) == 0
+
+
 @pytest.mark.parametrize("name", WITH_MASTER)
 def test_D6_force_makes_every_master_exactly_its_weight(name: str) -> None:
     optimizer = optimizer_of(name)
