@@ -24,6 +24,8 @@ class Beside:
 
     def __init__(self, count: int, seed: int) -> None:
         self._seed = seed
+        self.calls: list[int] = []
+        """How many batches of calls each of them made when they last ran."""
         command = [sys.executable, "-m", "torch_ext._bench_beside"]
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
@@ -37,17 +39,22 @@ class Beside:
         try:
             yield
         finally:
-            self._ask("rest", "resting")
+            self.calls = list(map(int, self._ask("rest", "resting")))
 
-    def _ask(self, what: str, answer: str) -> None:
+    def _ask(self, what: str, answer: str) -> list[str]:
+        """What each of them adds to the answer."""
         for process in self._processes:
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # it does not answer, either
                 print(what, file=process.stdin, flush=True)
+        added = []
         for process in self._processes:
             assert process.stdout is not None
-            if process.stdout.readline() != f"{answer}\n":
+            said, _, more = process.stdout.readline().strip().partition(" ")
+            if said != answer:
                 raise RuntimeError(f"a process beside this one ended with status {process.wait()}")
+            added.append(more)
+        return added
 
     def __enter__(self) -> "Beside":
         return self
@@ -69,10 +76,12 @@ def main() -> None:
         cached = made.get(name) or made.setdefault(name, InCache(CONFIGURATIONS[name], int(seed)))
         cached.batch()
         print("running", flush=True)
+        calls = 0
         while not select.select([sys.stdin], [], [], 0)[0]:
             cached.batch()
+            calls += 1
         sys.stdin.readline()
-        print("resting", flush=True)
+        print(f"resting {calls}", flush=True)
 
 
 if __name__ == "__main__":

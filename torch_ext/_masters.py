@@ -77,7 +77,8 @@ def _run(
     counts: Tensor,
     *options: Any,
 ) -> None:
-    """The operator, by one of the ways of _ops, on the members whose master is `among` these kinds; adds to their counts."""
+    """The operator, by one of the ways of _ops, on the members whose master is `among` these kinds; adds to their
+    counts."""
     chosen = [m.kinds.master in among for m in members]
     for device in dict.fromkeys(m.master.device for m in itertools.compress(members, chosen)):
         here = [one and m.master.device == device for m, one in zip(members, chosen, strict=True)]

@@ -207,10 +207,9 @@ def test_the_kernel_in_cache_is_timed_while_others_run_it() -> None:
         for _ in range(2):
             cached.step()
         assert all(found.together > 0 for found in cached.found)
-        spent = [ticks(process.pid) for process in beside._processes]
         with beside.running("fp32", "base"):
             time.sleep(0.3)
-        assert all(ticks(p.pid) > s for p, s in zip(beside._processes, spent, strict=True))
+        assert len(beside.calls) == 2 and min(beside.calls) > 10
         spent = [ticks(process.pid) for process in beside._processes]
         time.sleep(0.3)
         assert [ticks(process.pid) for process in beside._processes] == spent
