@@ -816,10 +816,6 @@ TX_API tx_status tx_isa_select(const char *name, tx_error *error);
  * torch's version. */
 TX_API tx_status tx_torch_register(tx_error *error);
 
-/* Whether operators that this thread calls run on it alone instead of on torch's pool: for threads of a caller that
- * step something each, beside each other. Returns what it was before; 0 in every new thread. The bits are the same. */
-TX_API int32_t tx_torch_alone(int32_t alone);
-
 /* Where libtorch_ext_cuda.so is, which has the operators for tensors on GPUs: beside this library, or what the
  * environment variable TORCH_EXT_CUDA_LIBRARY names. It is loaded by this call or by the first operator that meets a
  * tensor on a GPU, and never otherwise. path: `size` bytes, gets a NUL-terminated name. TX_ERROR_UNAVAILABLE says where

@@ -4,7 +4,8 @@ Small parameters share a batch and large ones are cut, so that a batch is a few 
 the step of another, and what was just copied is still in the cache when it is stepped.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,18 +42,27 @@ class Batch(NamedTuple):
     """The bucket that is gathered after it; None: none is."""
 
 
-def cut(members: "Sequence[Member]", gathers: "Sequence[Gather]", order: "Sequence[Gather]", numel: int) -> list[Batch]:
-    """Batches of about `numel` elements, bucket by bucket in that order. gathers: of each member.
+def cut(
+    members: "Sequence[Member]",
+    gathers: "Sequence[Gather]",
+    order: "Sequence[Gather]",
+    batch_of: Callable[[int], int],
+) -> list[Batch]:
+    """Batches bucket by bucket in that order. gathers: of each member. batch_of: about how many elements a batch of a
+    bucket has that has so many.
 
     What is in a batch has the same kind of master, since its weights are brought down, or not, together. A weight that
     is not dense is never cut.
     """
     batches: list[Batch] = []
+    totals: Counter[Gather] = Counter()
+    for member, gather in zip(members, gathers, strict=True):
+        totals[gather] += member.weight.numel()
     of: dict[tuple[Gather, str | None], list[int]] = {}
     for i, (member, gather) in enumerate(zip(members, gathers, strict=True)):
         of.setdefault((gather, member.kinds.master), []).append(i)
     for (gather, _), chosen in sorted(of.items(), key=lambda item: order.index(item[0][0])):
-        room = 0
+        numel, room = batch_of(totals[gather]), 0
         for i in chosen:
             weight = members[i].weight
             for piece in _pieces(i, weight.numel(), numel if _tensors.is_dense(weight) else weight.numel()):
@@ -65,9 +75,9 @@ def cut(members: "Sequence[Member]", gathers: "Sequence[Gather]", order: "Sequen
 
 
 def _pieces(i: int, numel: int, most: int) -> list[Piece]:
-    """Of `most` elements each, and a last one of the rest."""
-    size = most // _GRAIN * _GRAIN
-    if numel <= most or size == 0:
+    """Of about `most` elements each, and a last one of the rest."""
+    size = -(-most // _GRAIN) * _GRAIN
+    if numel <= most:
         return [Piece(i, 0, numel, None)]
     begins = list(range(0, numel, size))
     if numel - begins[-1] <= _GRAIN:

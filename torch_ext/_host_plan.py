@@ -14,34 +14,24 @@ their way down and the weights of earlier ones on their way up. What travels, pe
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torch_ext import _header, _host_batches, _tensors
+from torch_ext import _host_batches, _library, _tensors
 from torch_ext._groups import Hyper
-from torch_ext._host_batches import Batch, Piece, SplitScales
+from torch_ext._host_batches import Batch, Piece
+from torch_ext._host_call import Call, Counters, Settings
 from torch_ext._host_sample import sample_of
 from torch_ext._host_stages import Stages
 from torch_ext._host_workers import Workers
 from torch_ext._masters import Seen
-from torch_ext._plan import Member, memories, refuse_grad
+from torch_ext._plan import Member, refuse_grad
 from torch_ext._staging import Buffers
 
 if TYPE_CHECKING:
     from torch_ext._plan import Gather
-
-
-class _Call(NamedTuple):
-    """What one call of the operator has beside gradients and weights."""
-
-    states: list[Tensor]
-    slices: Tensor
-    meta: Tensor
-    scales: list[SplitScales]
-    weights: list[Tensor]  # on the device
-    comes_down: bool  # whether weights do, too
 
 
 class HostPlan:
@@ -59,17 +49,20 @@ class HostPlan:
         self._buffers, self._lanes = buffers, buffers.lanes
         self.params = [m.param for m in members]
         self._places = [m.place for m in members]
+        self._places += [t for m in members for t in m.at_rest() if t is not None]  # calls know addresses
         self._addresses = list(map(Tensor.data_ptr, self._places))
-        self.batches = _host_batches.cut(members, gathers, order, self._lanes.numel)
+        self.batches = _host_batches.cut(members, gathers, order, self._lanes.batch_of)
         self._of: dict[Gather, list[int]] = {}
         for k, batch in enumerate(self.batches):
             self._of.setdefault(batch.gather, []).append(k)
         split = [piece for batch in self.batches for piece in batch.pieces if not piece.whole]
-        self._steps = torch.zeros(len(split), dtype=torch.float32)  # of pieces: each call counts for itself
-        self._split: dict[int, list[tuple[int, Tensor]]] = {}  # members in pieces: size and step of each
-        for piece, step in zip(split, self._steps.unbind(), strict=True):
-            self._split.setdefault(piece.member, []).append((piece.numel, step))
+        self._sizes: dict[int, list[int]] = {}  # members in pieces: of each
+        for piece in split:
+            self._sizes.setdefault(piece.member, []).append(piece.numel)
+        # Each call counts steps for itself.
+        self._steps = {i: torch.zeros(len(sizes), dtype=torch.float32) for i, sizes in self._sizes.items()}
         self._calls = [self._call(batch) for batch in self.batches]
+        self._weights = [list(map(self._weight, batch.pieces)) for batch in self.batches]
         self._workers = Workers(self, self._lanes)
         self._dtypes: list[torch.dtype] = []
 
@@ -77,33 +70,35 @@ class HostPlan:
         self._versions = [self._known_version(i, seen) for i in self._mastered]
         self._master_versions = self._master_versions_now()
         self._sample = sample_of([self.members[i] for i in self._mastered], buffers)
-        # For each slot those of Measured._counts: threads don't share one.
-        self._counts = torch.zeros(self._lanes.workers * self._lanes.slots, 2, dtype=torch.int64)
-        self._external = 0
+        slots = self._lanes.workers * self._lanes.slots
+        self._counters, self._errors = Counters(slots), [_library.Error() for _ in range(slots)]
+        self._settings: Settings | None = None
         self._grads: list[Tensor] = []  # during a step
         self._parts: dict[int, tuple[Tensor, ...]] = {}  # of gradients of members in pieces
 
-    def _call(self, batch: Batch) -> _Call:
-        rows, scales, meta, weights = [], [], [], []
+    def _comes_down(self, batch: Batch) -> bool:
+        return self.members[batch.pieces[0].member].kinds.master != "master_param"
+
+    def _call(self, batch: Batch) -> Call:
+        rows, scales, meta = [], [], []
         for piece in batch.pieces:
-            member, weight = self.members[piece.member], self.members[piece.member].weight.detach()
-            step = member.state["step"]
-            if piece.part is not None:
-                step = self._split[piece.member][piece.part][1]
-                weight = _tensors.flat(weight).view(-1)[piece.begin : piece.begin + piece.numel]
+            member = self.members[piece.member]
+            step = member.state["step"] if piece.part is None else self._steps[piece.member][piece.part]
             row, split = _host_batches.state_of(member, piece, step)
             rows.append(row)
             scales += [split] if split else []
             meta.append([member.id, member.local.start + piece.begin, member.group])
-            weights.append(weight)
-        states, slices = memories(rows)
-        comes_down = self.members[batch.pieces[0].member].kinds.master != "master_param"
-        return _Call(states, slices, torch.tensor(meta, dtype=torch.int64), scales, weights, comes_down)
+        return Call(rows, meta, scales, self._comes_down(batch))
+
+    def _weight(self, piece: Piece) -> Tensor:
+        """On the device."""
+        weight = self.members[piece.member].weight.detach()
+        return weight if piece.whole else _tensors.flat(weight).view(-1)[piece.begin : piece.begin + piece.numel]
 
     @property
     def resynced(self) -> int:
         """Elements beside remainders that somebody else had written to, in the last step."""
-        return int(self._counts[:, 1].sum())
+        return self._counters.resynced
 
     @property
     def skipped(self) -> bool:
@@ -116,7 +111,7 @@ class HostPlan:
         return self._of
 
     def fits(self) -> bool:
-        """Whether the weights are where they were when the plan was made."""
+        """Whether weights and states are where they were when the plan was made."""
         return list(map(Tensor.data_ptr, self._places)) == self._addresses
 
     # -- writes by somebody else
@@ -170,20 +165,24 @@ class HostPlan:
             self._stages = Stages(self.batches, [m.weight for m in self.members], self._dtypes, self._buffers)
         self._lanes.down.begin()
         self._lanes.up.begin()
-        self._scalars = self._brought(scalars)
-        self._skippable = any(scalar.numel() for scalar in scalars)
-        self._hyper = hyper._replace(lrs=self._lrs_brought(hyper.lrs))
+        self._set(Settings(hyper.groups, self._lrs_brought(hyper.lrs), hyper.shared, self._brought(scalars), external))
         if sample:
             self._sample.bring()
-        for i, pieces in self._split.items():
-            for _, step in pieces:
-                step.copy_(self.members[i].state["step"])
-            flat = _tensors.in_order_of(self.members[i].weight, grads[i]).view(-1)
-            self._parts[i] = flat.split([numel for numel, _ in pieces])
-        self._counts.zero_()
-        self._external = external
+        for i, sizes in self._sizes.items():
+            self._steps[i].copy_(self.members[i].state["step"])
+            self._parts[i] = _tensors.in_order_of(self.members[i].weight, grads[i]).view(-1).split(sizes)
+        self._counters.zero()
         self._workers.begin()
         self._grads = list(grads)
+
+    def _set(self, settings: Settings) -> None:
+        """Tells every call what it does not know."""
+        if self._settings is not None:
+            settings = settings.after(self._settings)
+        if self._settings is None or settings.key() != self._settings.key():
+            for call in self._calls:
+                call.set(settings)
+        self._settings = settings
 
     def _brought(self, scalars: Sequence[Tensor]) -> list[Tensor]:
         """Scalars of the step, on the host."""
@@ -208,12 +207,12 @@ class HostPlan:
 
     def bring(self, k: int, slot: int, free: Any) -> Any:
         """The gradients of a batch, and its weights if it needs them, leave for the host. See _host_workers.Stepper."""
-        call, stage, down = self._calls[k], self._stages.at(k, slot), self._lanes.down
+        stage, down = self._stages.at(k, slot), self._lanes.down
         down.copy(stage.grads_in, [self._grad(piece) for piece in self.batches[k].pieces])
-        if call.comes_down:
+        if self._calls[k].comes_down:
             if free is not None:
                 down.follow(free)
-            down.copy(stage.weights_in, call.weights)
+            down.copy(stage.weights_in, self._weights[k])
         return down.mark()
 
     def _grad(self, piece: Piece) -> Tensor:
@@ -221,24 +220,16 @@ class HostPlan:
 
     def send(self, k: int, slot: int) -> Any:
         """The weights of a batch leave for the device."""
-        self._lanes.up.copy(self._calls[k].weights, self._stages.at(k, slot).weights_in)
+        self._lanes.up.copy(self._weights[k], self._stages.at(k, slot).weights_in)
         return self._lanes.up.mark()
 
     def operate(self, k: int, slot: int) -> bool:
         """Steps a batch; returns whether the operator left it out."""
-        call, stage, hyper, counts = self._calls[k], self._stages.at(k, slot), self._hyper, self._counts[slot]
-        for scales in call.scales:
-            scales.load()
-        external = self._external if call.comes_down else _header.EXTERNAL_IGNORE
-        settings = (hyper.lrs, hyper.groups, call.meta, *self._scalars, counts, *hyper.shared, external)
-        try:
-            torch.ops.torch_ext.adamw_flat_.default(stage.weights, stage.grads, call.states, call.slices, *settings)
-        except RuntimeError as refusal:
+        error = self._errors[slot]
+        if self._calls[k].run(self._stages.at(k, slot), self._counters.at[slot], error):
             names = ", ".join(dict.fromkeys(self.members[piece.member].name for piece in self.batches[k].pieces))
-            raise RuntimeError(f"{refusal} (in the step on the host of {names})") from None
-        for scales in call.scales:
-            scales.store()
-        return self._skippable and bool(counts[0])
+            raise RuntimeError(f"{error.text} (in the step on the host of {names})")
+        return self._counters.skipped(slot)
 
     def end(self) -> None:
         """The gradients are free to go."""
@@ -246,6 +237,6 @@ class HostPlan:
             return
         self._lanes.down.wait(self._lanes.down.mark())
         self._lanes.up.end()
-        for i, ((_, step), *_) in self._split.items():
-            self.members[i].state["step"].copy_(step)
+        for i, steps in self._steps.items():
+            self.members[i].state["step"].copy_(steps[0])
         self._grads, self._parts = [], {}

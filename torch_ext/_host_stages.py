@@ -1,12 +1,14 @@
 """Where batches lie on the host while they are stepped: buffers in slots, which batches use one after the other."""
 
+import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_ext import _tensors
+from torch_ext import _arguments, _tensors
+from torch_ext._arguments import TensorArgument
 from torch_ext._host_batches import Batch
 from torch_ext._staging import Buffers, Layout
 
@@ -14,9 +16,9 @@ from torch_ext._staging import Buffers, Layout
 class Stage(NamedTuple):
     """A batch in the buffers of a slot."""
 
-    grads: list[Tensor]  # flat, for the operator
+    grads: "ctypes.Array[TensorArgument]"
     grads_in: list[Tensor]  # the same memory, shaped like what is copied there
-    weights: list[Tensor]
+    weights: "ctypes.Array[TensorArgument]"
     weights_in: list[Tensor]
 
 
@@ -37,7 +39,8 @@ class Stages:
         """weights: of the members; dtypes: of their gradients."""
         self._buffers = buffers
         self._places: list[list[_Place]] = []
-        self._keys: list[tuple[object, ...]] = []
+        self._keys: list[int] = []
+        known: dict[tuple[object, ...], int] = {}
         self._nbytes = [0, 0]
         for batch in batches:
             grads, of_weights = Layout(), Layout()
@@ -47,9 +50,9 @@ class Stages:
                 where, of_weight = grads.place(piece.numel, dtype), of_weights.place(piece.numel, weight.dtype)
                 places.append(_Place(weight if piece.whole else None, where, dtype, of_weight, weight.dtype))
             self._places.append(places)
-            self._keys.append(_key(places))
+            self._keys.append(known.setdefault(_key(places), len(known)))
             self._nbytes = [max(self._nbytes[0], grads.nbytes), max(self._nbytes[1], of_weights.nbytes)]
-        self._made: dict[tuple[int, tuple[object, ...]], Stage] = {}
+        self._made: dict[tuple[int, int], Stage] = {}
         for slot in range(min(buffers.lanes.workers, len(batches)) * buffers.lanes.slots):
             self._memories(slot)  # before the step, and none is made in it
 
@@ -66,16 +69,20 @@ class Stages:
         return stage
 
     def _make(self, k: int, slot: int) -> Stage:
-        grads, weights = self._memories(slot)
-        stage = Stage([], [], [], [])
-        for place in self._places[k]:
-            grad, weight = grads[place.grad].view(place.grad_dtype), weights[place.weight].view(place.weight_dtype)
-            like = place.like
-            stage.grads.append(grad)
-            stage.grads_in.append(grad if like is None else _tensors.view_like(like, grad, 0))
-            stage.weights.append(weight)
-            stage.weights_in.append(weight if like is None else _tensors.view_like(like, weight, 0))
-        return stage
+        places = self._places[k]
+        in_grads, in_weights = self._memories(slot)
+        grads = [in_grads[place.grad].view(place.grad_dtype) for place in places]
+        weights = [in_weights[place.weight].view(place.weight_dtype) for place in places]
+        return Stage(
+            _arguments.arguments(grads), _shaped(grads, places), _arguments.arguments(weights), _shaped(weights, places)
+        )
+
+
+def _shaped(memories: Sequence[Tensor], places: Sequence[_Place]) -> list[Tensor]:
+    return [
+        memory if place.like is None else _tensors.view_like(place.like, memory, 0)
+        for memory, place in zip(memories, places, strict=True)
+    ]
 
 
 def _key(places: Sequence[_Place]) -> tuple[object, ...]:

@@ -7,14 +7,11 @@ that share each batch would wait for the slowest of them every time.
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from ctypes import c_int32
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from torch_ext import _library
 from torch_ext._staging import Lanes
 
 
@@ -54,23 +51,16 @@ class Workers:
             except BaseException as failure:
                 failures.append(failure)
 
-        others = min(self._lanes.workers, len(batches)) - 1
-        if others <= 0:
-            work(0)
-        else:
-            self._beside(work, others)
+        self._beside(work, min(self._lanes.workers, len(batches)) - 1)
         if failures:
             raise failures[0]
 
-    def _beside(self, work: Callable[[int], None], others: int) -> None:
-        def alone(worker: int) -> None:
-            with _alone():
-                work(worker)
-
-        threads = [threading.Thread(target=alone, args=(1 + i,), daemon=True) for i in range(others)]
+    @staticmethod
+    def _beside(work: Callable[[int], None], others: int) -> None:
+        threads = [threading.Thread(target=work, args=(1 + i,), daemon=True) for i in range(others)]
         for thread in threads:
             thread.start()
-        alone(0)
+        work(0)
         for thread in threads:
             thread.join()
 
@@ -97,14 +87,3 @@ class Workers:
                 return
             self._free[slot] = self._stepper.send(k, slot)
             bring(slot)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Operators that this thread calls don't use torch's pool."""
-    alone = _library.function("tx_torch_alone", c_int32, restype=c_int32)
-    before = alone(1)
-    try:
-        yield
-    finally:
-        alone(before)

@@ -51,6 +51,10 @@ class Error(Struct):
     c_name = "tx_error"
     _fields_ = [("message", ctypes.c_char * 1024)]
 
+    @property
+    def text(self) -> str:
+        return self.message.decode("utf-8", "replace")
+
 
 class Status:
     """The `restype` of functions that return a tx_status and take a tx_error last."""
@@ -70,7 +74,7 @@ def check(status: int, error: Error) -> None:
     """Raises what fits the status, with the library's message; nothing for TX_OK."""
     if status:
         kind = _EXCEPTIONS.get(status) or _EXCEPTIONS_BY_GROUP.get(status // 100, RuntimeError)
-        raise kind(error.message.decode("utf-8", "replace"))
+        raise kind(error.text)
 
 
 def function(name: str, *argtypes: Any, restype: Any = Status) -> Callable[..., Any]:

@@ -96,6 +96,10 @@ class CudaLane(Lane):
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
+LEAST = 1 << 16
+"""Elements of a batch below which another thread is not worth being started for it."""
+
+
 class Lanes(NamedTuple):
     down: Lane
     up: Lane
@@ -104,9 +108,16 @@ class Lanes(NamedTuple):
     slots: int
     """How many batches each of them has under way."""
     numel: int
-    """Elements of a batch: few, so that what was copied is still in the cache when it is stepped."""
+    """Elements of a batch at most: few, so that what was copied is still in the cache when it is stepped, and enough for
+    the interpreter's thirty microseconds beside it."""
     shared: bool
     """Whether the device's memory is the host's: what is only looked at need not be copied then."""
+
+    def batch_of(self, total: int) -> int:
+        """Elements of a batch where `total` of them are stepped: equal parts, and as many for each thread, unless they
+        would be too small to be worth a thread."""
+        rounds = -(-total // (self.workers * self.numel))
+        return max(min(self.numel, LEAST), -(-total // max(rounds * self.workers, 1)))
 
     def buffer(self, numel: int) -> Tensor:
         """Host memory for copies: bytes."""
@@ -122,9 +133,8 @@ def lanes_of(device: torch.device) -> Lanes:
     workers = torch.get_num_threads()
     numel = max(_NUMEL, workers * _NUMEL_OF_THREAD)
     if device.type == "cpu":
-        # Copies are done when they are asked for: another batch in advance would only take room in the cache. What the
-        # interpreter does for a batch, a tenth of a millisecond, runs beside nothing: batches are larger.
-        return Lanes(HostLane(), HostLane(), workers, slots=1, numel=2 * numel, shared=True)
+        # Copies are done when they are asked for: another batch in advance would only take room in the cache.
+        return Lanes(HostLane(), HostLane(), workers, slots=1, numel=numel, shared=True)
     if device.type == "cuda":
         return Lanes(CudaLane(device), CudaLane(device), workers, slots=3, numel=numel, shared=False)
     raise ValueError(f"offload_fraction: parameters are on {device}; cpu and cuda are legal")

@@ -3,7 +3,7 @@
 #include "csrc/torch_ext.h"
 
 #define LINE ((int64_t)64)
-#define AHEAD (16 * LINE) /* of what is written; twice as far of what is read */
+#define AHEAD (32 * LINE) /* of what is written; twice as far of what is read */
 
 void tx_copy(void *to, const void *from, int64_t bytes) {
   char *target = to;

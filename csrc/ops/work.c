@@ -51,8 +51,9 @@ static void run_task(void *arg, int64_t task) {
   tx_fp_leave(saved);
 }
 
-/* Elements of the unit that begins where `left` > 0 are left. */
+/* Elements of the unit that begins where `left` > 0 are left. One thread leaves nothing to others. */
 static int64_t unit_of(int64_t left, int64_t threads) {
+  if (threads == 1) return TX_UNIT_MOST;
   const int64_t share = left / threads / TX_UNIT_SHARE / TX_UNIT * TX_UNIT;
   if (share > TX_UNIT_MOST) return TX_UNIT_MOST;
   return share > TX_UNIT ? share : TX_UNIT;

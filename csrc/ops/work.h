@@ -10,8 +10,8 @@
 
 /* Elements in a unit are a multiple of TX_UNIT, which is large enough to hide the claim, and of TX_BLOCK. Long units
  * are better: what a thread asks for ahead, and what the processor fetches by itself, is lost where the next unit is
- * another thread's; with short ones it was a tenth of the step's time. But beyond TX_UNIT none is longer than a
- * TX_UNIT_SHARE-th of a thread's part of what is left, so that threads end together. */
+ * another thread's; with short ones it was a tenth of the step's time. But where there are several threads none beyond
+ * TX_UNIT is longer than a TX_UNIT_SHARE-th of a thread's part of what is left, so that threads end together. */
 #define TX_UNIT ((int64_t)16384)
 #define TX_UNIT_MOST (32 * TX_UNIT)
 #define TX_UNIT_SHARE 4

@@ -18,17 +18,9 @@ static void run(void *ctx, int64_t n, void (*task)(void *arg, int64_t i), void *
   if (pool->abi->torch_parallel_for(0, n, 1, run_range, &r)) pool->failed = true;
 }
 
-static _Thread_local int32_t runs_alone;
-
-int32_t tx_torch_alone(int32_t alone) {
-  const int32_t before = runs_alone;
-  runs_alone = alone != 0;
-  return before;
-}
-
 void tx_torch_pool_init(tx_torch_pool *pool, const tx_torch_abi *abi) {
   uint32_t num_threads = 1;
-  if (!runs_alone) (void)abi->torch_get_num_threads(&num_threads);
+  (void)abi->torch_get_num_threads(&num_threads);
   *pool = (tx_torch_pool){.abi = abi, .parallel = TX_PARALLEL_INIT};
   pool->parallel.num_threads = num_threads;
   pool->parallel.ctx = pool;

@@ -132,6 +132,7 @@ TEST(Work, RunsOneRegionWithNoMoreTasksThanUnits) {
 }
 
 // Long units first, and short ones at the end: none is more than a quarter of a thread's part of what was left.
+// But one thread has nobody to leave any to.
 TEST(Work, UnitsAreLongButLeaveWorkForEveryThread) {
   struct Lengths {
     std::vector<int64_t> at;
@@ -139,7 +140,7 @@ TEST(Work, UnitsAreLongButLeaveWorkForEveryThread) {
       static_cast<Lengths *>(ctx)->at[static_cast<size_t>(begin / TX_UNIT)] = count;
     }
   };
-  for (int64_t threads : {1, 2, 7}) {
+  for (int64_t threads : {1, 2, 3, 7}) {
     for (int64_t units : {5, 64, 1000}) {
       const tx_tensor tensor = {nullptr, units * TX_UNIT, TX_F32, 0};
       Lengths lengths = {std::vector<int64_t>(static_cast<size_t>(units))};
@@ -149,7 +150,8 @@ TEST(Work, UnitsAreLongButLeaveWorkForEveryThread) {
       int64_t at = 0;
       for (; at < units * TX_UNIT; at += lengths.at[static_cast<size_t>(at / TX_UNIT)]) {
         const int64_t share = (units * TX_UNIT - at) / (4 * threads);
-        const int64_t want = std::max(TX_UNIT, std::min(32 * TX_UNIT, share / TX_UNIT * TX_UNIT));
+        const int64_t most = std::max(TX_UNIT, std::min(32 * TX_UNIT, share / TX_UNIT * TX_UNIT));
+        const int64_t want = threads == 1 ? std::min(32 * TX_UNIT, units * TX_UNIT - at) : most;
         ASSERT_EQ(lengths.at[static_cast<size_t>(at / TX_UNIT)], want) << at << " of " << units << ", " << threads;
       }
       EXPECT_EQ(at, units * TX_UNIT);
@@ -158,8 +160,8 @@ TEST(Work, UnitsAreLongButLeaveWorkForEveryThread) {
 }
 
 TEST(Work, PiecesRunInAKnownFloatingPointMode) {
-  Seen seen({5 * TX_UNIT});
-  const tx_work work = {1, seen.tensors.data(), Piece, Merge, sizeof(Local), &seen};
+  Seen seen({TX_UNIT, TX_UNIT, TX_UNIT, TX_UNIT, TX_UNIT});
+  const tx_work work = {5, seen.tensors.data(), Piece, Merge, sizeof(Local), &seen};
   CallInFlushMode([&] { EXPECT_EQ(tx_work_run(&work, nullptr, nullptr), TX_OK); });
   EXPECT_EQ(seen.bad_mode, 0);
   EXPECT_GE(seen.pieces, 5);

@@ -1,7 +1,7 @@
 """The threads of `offload_fraction`: every batch once, slots of their own, and what happens when one fails."""
 
 import threading
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
 from typing import Any
 
 import pytest
@@ -21,7 +21,6 @@ class Recorder:
         self.operated: list[int] = []
         self.threads: dict[int, set[int]] = {}  # by slot
         self.inside: dict[int, int] = {}
-        self.alone: set[int] = set()
 
     def bring(self, k: int, slot: int, free: Any) -> Any:
         assert slot not in self.inside, "the slot is in use"
@@ -35,8 +34,6 @@ class Recorder:
             self.threads.setdefault(slot, set()).add(threading.get_ident())
             self.all_here.wait(20)
         self.threads.setdefault(slot, set()).add(threading.get_ident())
-        self.alone.add(alone(0))
-        alone(max(self.alone))
         if k == self.fails:
             raise RuntimeError(f"batch {k}")
         self.operated.append(k)
@@ -45,10 +42,6 @@ class Recorder:
     def send(self, k: int, slot: int) -> Any:
         del self.inside[slot]
         return None
-
-
-def alone(value: int) -> int:
-    return int(_library.function("tx_torch_alone", c_int32, restype=c_int32)(value))
 
 
 def lanes(workers: int, slots: int) -> _staging.Lanes:
@@ -65,7 +58,6 @@ def test_every_batch_once(workers: int, slots: int, batches: int) -> None:
     if batches == 40:
         assert all(len(threads) == 1 for threads in recorder.threads.values()), "a slot is one thread's"
         assert len(set().union(*recorder.threads.values())) == workers, "all of them had some"
-        assert recorder.alone == {int(workers > 1)}, "several threads leave torch's pool alone"
 
 
 def test_a_failure_is_raised_when_all_threads_ended() -> None:
@@ -97,10 +89,18 @@ def test_copies_of_every_size_at_every_address() -> None:
             assert not target[:to].any() and not target[to + nbytes :].any()
 
 
-def test_threads_are_alone_for_themselves() -> None:
-    assert alone(1) == 0
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(alone(0)))
-    thread.start()
-    thread.join()
-    assert found == [0] and alone(0) == 1 and alone(0) == 0
+@pytest.mark.parametrize(
+    ("total", "workers", "most", "batch", "why"),
+    [
+        (0, 2, 1 << 19, 1 << 16, "nothing to step"),
+        (1000, 4, 1 << 19, 1 << 16, "not worth another thread"),
+        (3 << 16, 2, 1 << 19, 3 << 15, "a batch for each thread, though one had room for all"),
+        (1 << 20, 2, 1 << 19, 1 << 19, "exactly one each"),
+        ((1 << 20) + 2, 2, 1 << 19, (1 << 18) + 1, "two each"),
+        (10 << 20, 3, 1 << 19, -(-(10 << 20) // 21), "seven each"),
+        (50_000, 2, 9000, 9000, "small batches on purpose"),
+    ],
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else None,
+)
+def test_batches_are_equal_parts(total: int, workers: int, most: int, batch: int, why: str) -> None:
+    assert lanes(workers, 1)._replace(numel=most).batch_of(total) == batch, why

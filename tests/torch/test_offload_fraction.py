@@ -244,6 +244,20 @@ def test_gradient_that_no_step_takes_is_named_and_changes_nothing(bad: Any, says
         assert everything(optimizer) == everything(reference)
 
 
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_states_that_moved_are_stepped_where_they_are(name: str) -> None:
+    reference = optimizer_of(name, 0.0)
+    train(reference, range(4))
+    with host_parts.lanes("prompt"):
+        optimizer = optimizer_of(name, 1.0)
+        train(optimizer, range(2))
+        for state in held(optimizer).values():
+            for t in state.values():
+                t.data = t.detach().clone()
+        train(optimizer, range(2, 4))
+    assert everything(optimizer) == everything(reference)
+
+
 def test_buffers_are_made_once() -> None:
     with host_parts.lanes("prompt") as made:
         optimizer = optimizer_of("c", 1.0)
