@@ -61,12 +61,19 @@ TX_FN uint64_t tx_witness_value(tx_witness_sums s) {
   return value;
 }
 
-/* Of n 16-bit weights; any change of one word shows, any other with all but certainty. */
-TX_FN uint64_t tx_witness_of(const void *weights, int64_t n) {
+/* Of n 16-bit weights; any change of one word shows, any other with all but certainty. ahead: in bytes, that memory is
+ * asked for; 0 where the weights are at hand. */
+TX_FN uint64_t tx_witness_of(const void *weights, int64_t n, const int64_t ahead) {
   tx_witness_sums s = {{{0}}, {{0}}};
   int64_t at = 0;
-  for (; at + 2 * TX_WITNESS_LANES <= n; at += 2 * TX_WITNESS_LANES)
-    s = tx_witness_take(s, (const char *)weights + 2 * at);
+  for (; at + 2 * TX_WITNESS_LANES <= n; at += 2 * TX_WITNESS_LANES) {
+    const char *words = (const char *)weights + 2 * at;
+    if (ahead > 0) {
+      __builtin_prefetch(words + ahead);
+      __builtin_prefetch(words + ahead + 64);
+    }
+    s = tx_witness_take(s, words);
+  }
   if (at < n) s = tx_witness_take_part(s, (const char *)weights + 2 * at, n - at);
   return tx_witness_value(s);
 }
@@ -81,12 +88,16 @@ TX_FN void tx_witness_put(void *witnesses, int64_t i, uint64_t witness) {
   memcpy((char *)witnesses + i * (int64_t)sizeof witness, &witness, sizeof witness);
 }
 
-/* Beside remainders: see tx_witness_loop. */
-static int64_t tx_witness_run(const void *weights, void *remainders, void *witnesses, int64_t n, int32_t mode) {
+/* Bytes: a processor fetches what is read by itself, but begins anew at each page. */
+#define TX_WITNESS_AHEAD 8192
+
+/* See tx_witness_loop; ahead: see tx_witness_of. */
+TX_FN int64_t tx_witness_blocks(const void *weights, void *remainders, void *witnesses, int64_t n, int32_t mode,
+                                const int64_t ahead) {
   int64_t strays = 0;
   for (int64_t at = 0; at < n; at += TX_WITNESS) {
     const int64_t count = n - at < TX_WITNESS ? n - at : TX_WITNESS;
-    const uint64_t witness = tx_witness_of((const char *)weights + 2 * at, count);
+    const uint64_t witness = tx_witness_of((const char *)weights + 2 * at, count, ahead);
     if (mode != TX_WITNESS_RENEW && witness != tx_witness_at(witnesses, at / TX_WITNESS)) {
       strays += count;
       if (mode == TX_WITNESS_RESYNC) memset((char *)remainders + 2 * at, 0, 2 * (size_t)count);
@@ -94,6 +105,11 @@ static int64_t tx_witness_run(const void *weights, void *remainders, void *witne
     if (mode != TX_WITNESS_CHECK) tx_witness_put(witnesses, at / TX_WITNESS, witness);
   }
   return strays;
+}
+
+/* Beside remainders. */
+static int64_t tx_witness_run(const void *weights, void *remainders, void *witnesses, int64_t n, int32_t mode) {
+  return tx_witness_blocks(weights, remainders, witnesses, n, mode, TX_WITNESS_AHEAD);
 }
 
 /* -- beside fp32 masters: a sample ------------------------------------------------------------------------------ */
@@ -124,7 +140,7 @@ TX_FN int64_t tx_sample_blocks(const void *weights, void *witnesses, int64_t n, 
   for (int64_t at = 0; at < n; at += TX_SAMPLED) {
     const int64_t count = n - at < TX_SAMPLED ? n - at : TX_SAMPLED;
     const void *block = (const char *)weights + 2 * at;
-    const uint64_t witness = whole ? tx_witness_of(block, count) : tx_sample_of(block, count, ahead);
+    const uint64_t witness = whole ? tx_witness_of(block, count, 0) : tx_sample_of(block, count, ahead);
     if (mode == TX_WITNESS_RENEW) {
       tx_witness_put(witnesses, at / TX_SAMPLED, witness);
     } else {

@@ -240,13 +240,13 @@ static __attribute__((noinline)) void tx_step_pair_weights_again(const tx_adamw_
  * asked for a block further ahead: here they are looked at for the first time, and stay in L1 until the step. */
 TX_FN void tx_look_at_block(tx_step_streams s, int64_t at) {
   if (!s.strays) return;
-  *s.strays += tx_witness_run((const char *)s.param + 2 * at, (char *)s.master + 2 * at,
-                              (char *)s.witnesses + at / TX_WITNESS * 8, TX_WITNESS, TX_WITNESS_RESYNC);
+  *s.strays += tx_witness_blocks((const char *)s.param + 2 * at, (char *)s.master + 2 * at,
+                                 (char *)s.witnesses + at / TX_WITNESS * 8, TX_WITNESS, TX_WITNESS_RESYNC, 0);
 }
 
 /* The witness of a block that was stepped. */
 TX_FN void tx_renew_block(tx_step_streams s, int64_t at) {
-  tx_witness_put(s.witnesses, at / TX_WITNESS, tx_witness_of((const char *)s.param + 2 * at, TX_WITNESS));
+  tx_witness_put(s.witnesses, at / TX_WITNESS, tx_witness_of((const char *)s.param + 2 * at, TX_WITNESS, 0));
 }
 
 TX_FN void tx_ask_remainders(tx_step_streams s, int32_t pair) {
