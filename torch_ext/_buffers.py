@@ -56,20 +56,19 @@ class GradientBuffers:
         zero_grad(set_to_none=True), create_graph=True and assignments leave a `.grad` that is a tensor of its own. It
         is the whole gradient, what was in the buffer before included or dropped, so it replaces the content.
         """
-        if self.holds(i):
-            return
-        param, planned = self.params[i], self.plan.parameters[i]
+        param, view = self.params[i], self.view(i)
         grad = param.grad
+        if grad is view:
+            return
+        planned = self.plan.parameters[i]
         assert grad is not None
         if grad.layout != torch.strided:
             raise RuntimeError(
                 f"parameter {planned.name!r} has a sparse gradient; buckets are dense: build the layer with "
                 "sparse=False"
             )
-        with torch.no_grad():
-            grad = grad.detach()
-            self.view(i).copy_(grad)
-            param.grad = self._views[i]
+        view.copy_(grad.detach() if grad.requires_grad else grad)  # neither is recorded
+        param.grad = view
 
     def install(self, i: int) -> None:
         """Makes the view `.grad` of parameter i: the buffer holds its gradient."""

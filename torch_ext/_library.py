@@ -77,15 +77,18 @@ def check(status: int, error: Error) -> None:
         raise kind(error.text)
 
 
-def function(name: str, *argtypes: Any, restype: Any = Status) -> Callable[..., Any]:
+def function(name: str, *argtypes: Any, restype: Any = Status, brief: bool = False) -> Callable[..., Any]:
     """The C function `name` as a Python callable.
+
+    brief: it takes a microsecond or so, and keeps the interpreter's lock; others let it go, and a thread that lets it
+    go for no more than that may have to wait a hundred times as long until it has it again.
 
     With the default restype the function's last C parameter is the tx_error: leave it out of `argtypes` and of calls; a
     status other than TX_OK raises ValueError, TypeError (dtypes), MemoryError or RuntimeError with the message.
     Raises ImportError where the library has no such function.
     """
     try:
-        symbol = _library()[name]
+        symbol = (_library_with_lock() if brief else _library())[name]
     except AttributeError:
         raise other_build(name) from None
     if restype is not Status:
@@ -113,6 +116,11 @@ def other_build(name: str) -> ImportError:
 @functools.cache
 def _library() -> ctypes.CDLL:
     return ctypes.CDLL(library_path())
+
+
+@functools.cache
+def _library_with_lock() -> ctypes.PyDLL:
+    return ctypes.PyDLL(library_path())
 
 
 def register() -> None:

@@ -44,15 +44,17 @@ class Tracker:
             ctypes.byref(self._tracker),
         )
         self._complete = ctypes.c_int64()
-        self._mark = _library.function("tx_tracker_mark", _Pointer, ctypes.c_int64, _Int64s)
-        self._next = _library.function("tx_tracker_next", _Pointer, restype=ctypes.c_int64)
+        self._complete_at = ctypes.addressof(self._complete)
+        # For each gradient, while lanes have other things to do.
+        self._mark = _library.function("tx_tracker_mark", _Pointer, ctypes.c_int64, _Pointer, brief=True)
+        self._next = _library.function("tx_tracker_next", _Pointer, restype=ctypes.c_int64, brief=True)
         self._finish = _library.function("tx_tracker_finish", _Pointer, _Int64s, _Int64s)
         self._reset = _library.function("tx_tracker_reset", _Pointer, restype=None)
         self._order = _library.function("tx_tracker_order", _Pointer, _Int64s)
 
     def mark(self, param: int) -> bool:
         """The gradient is there; whether it completed its bucket. RuntimeError where it came before in this cycle."""
-        self._mark(self._tracker, param, ctypes.byref(self._complete))
+        self._mark(self._tracker, param, self._complete_at)
         return self._complete.value >= 0
 
     def next(self) -> int | None:
