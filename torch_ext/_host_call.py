@@ -66,7 +66,8 @@ class Call:
         self, rows: list[list[Tensor | None]], meta: list[list[int]], scales: list[SplitScales], comes_down: bool
     ) -> None:
         """rows: the state of each piece (see Member.at_rest); meta: rows of tx_meta. scales: brought together before
-        the step. All must stay where they are. comes_down: whether the weight does, where writes by others are noticed then."""
+        the step. All must stay where they are. comes_down: whether the weight does; there writes by others are noticed.
+        """
         self._held, self._scales, self.comes_down = rows, scales, comes_down
         self._meta = torch.tensor(meta, dtype=torch.int64)
         self._arguments = AdamWArguments(len(rows))

@@ -154,8 +154,8 @@ class HostPlan:
         sample: bool,
         external: int,
     ) -> None:
-        """What a step needs before its batches leaves for the host: a sample of the weights, if one is wanted. grads: of
-        the members, whose memory must stay until `end`.
+        """What a step needs before its batches leave for the host: a sample of the weights, if one is wanted. grads:
+        of the members, whose memory must stay until `end`.
         scalars: grad_scale, clip_coef, found_inf. external: tx_external_write, of weights that come down. Raises
         RuntimeError, naming it, for a gradient that no step takes."""
         for member, grad in zip(self.members, grads, strict=True):
