@@ -172,6 +172,70 @@ def test_lr_as_a_tensor_and_groups_of_their_own() -> None:
     assert found[1] == found[0] and found[2] == found[0]
 
 
+# -- what changes between steps, of which calls on the host are told only then ------------------------------------
+
+
+def lr_changes(optimizer: torch_ext.AdamW, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+
+
+def lr_is_a_tensor_now_and_then(optimizer: torch_ext.AdamW, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-2 / (1 + step)) if step % 2 else 1e-3
+
+
+def betas_change(optimizer: torch_ext.AdamW, step: int) -> None:
+    optimizer.param_groups[0]["betas"] = (0.9 - 0.1 * step, 0.99)
+
+
+def seed_changes(optimizer: torch_ext.AdamW, step: int) -> None:
+    optimizer.param_groups[0]["seed"] = step
+
+
+def clipped_now_and_then(optimizer: torch_ext.AdamW, step: int) -> None:
+    if step % 2:
+        torch_ext.clip_grad_norm_(optimizer, 0.5)
+
+
+def scaled_now_and_then(optimizer: torch_ext.AdamW, step: int) -> None:
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
+    if step % 2:
+        optimizer.grad_scale, optimizer.found_inf = torch.full((), 8.0), torch.zeros(())
+
+
+def writes_are_ignored_now_and_then(optimizer: torch_ext.AdamW, step: int) -> None:
+    optimizer.on_external_write = "ignore" if step % 2 else "resync"
+    for p in params(optimizer):
+        if p.numel():
+            p.data.view(-1)[0] += 1.0  # no counter sees it
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lr_changes,
+        lr_is_a_tensor_now_and_then,
+        betas_change,
+        seed_changes,
+        clipped_now_and_then,
+        scaled_now_and_then,
+        writes_are_ignored_now_and_then,
+    ],
+)
+@pytest.mark.parametrize("name", ["b", "c"])
+def test_what_changes_between_steps(name: str, change: Callable[[torch_ext.AdamW, int], None]) -> None:
+    found = []
+    for fraction in FRACTIONS:
+        with host_parts.lanes("prompt"):
+            optimizer = optimizer_of(name, fraction)
+            for step in range(6):
+                set_grads(params(optimizer), step)
+                change(optimizer, step)
+                optimizer.step()
+            found.append(everything(optimizer))
+    assert found[1] == found[0] and found[2] == found[0]
+
+
 # -- what is beside a step ----------------------------------------------------------------------------------------
 
 
