@@ -96,7 +96,7 @@ class CudaLane(Lane):
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
-LEAST = 1 << 16
+_LEAST = 1 << 16
 """Elements of a batch below which another thread is not worth being started for it."""
 
 
@@ -117,7 +117,7 @@ class Lanes(NamedTuple):
         """Elements of a batch where `total` of them are stepped: equal parts, and as many for each thread, unless they
         would be too small to be worth a thread."""
         rounds = -(-total // (self.workers * self.numel))
-        return max(min(self.numel, LEAST), -(-total // max(rounds * self.workers, 1)))
+        return max(min(self.numel, _LEAST), -(-total // max(rounds * self.workers, 1)))
 
     def buffer(self, numel: int) -> Tensor:
         """Host memory for copies: bytes."""

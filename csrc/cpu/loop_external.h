@@ -68,10 +68,7 @@ TX_FN uint64_t tx_witness_of(const void *weights, int64_t n, const int64_t ahead
   int64_t at = 0;
   for (; at + 2 * TX_WITNESS_LANES <= n; at += 2 * TX_WITNESS_LANES) {
     const char *words = (const char *)weights + 2 * at;
-    if (ahead > 0) {
-      __builtin_prefetch(words + ahead);
-      __builtin_prefetch(words + ahead + 64);
-    }
+    if (ahead > 0) __builtin_prefetch(words + ahead);
     s = tx_witness_take(s, words);
   }
   if (at < n) s = tx_witness_take_part(s, (const char *)weights + 2 * at, n - at);
