@@ -32,12 +32,45 @@ TX_FN uint32_t tx_master_resynced(const void *params, const void *masters, int64
   return force || tx_master_strays(master, ((const tx_mem_u16 *)params)[i], param) ? becomes : is;
 }
 
+/* Elements between two requests for memory, and by how many these are ahead. */
+#define TX_AGREE_GROUP 128
+#define TX_AGREE_AHEAD 512
+
+/* Whether every weight is what its master rounds to, bit for bit, and none is NaN: what mostly is so, in a third of the
+ * instructions that tell where it is not. */
+TX_FN int tx_group_agrees(const char *params, const char *masters, int64_t n) {
+  uint32_t differ = 0, largest = 0;
+  for (int64_t byte = 0; byte < 4 * n; byte += 64)
+    __builtin_prefetch(masters + 4 * TX_AGREE_AHEAD + byte);
+  for (int64_t byte = 0; byte < 2 * n; byte += 64)
+    __builtin_prefetch(params + 2 * TX_AGREE_AHEAD + byte);
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t bits = ((const tx_mem_u32 *)masters)[i], magnitude = bits & 0x7fffffffu;
+    const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; /* tx_bf16_from_f32 of what is no NaN */
+    differ |= nearest ^ ((const tx_mem_u16 *)params)[i];
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return (differ == 0) & (largest <= (uint32_t)TX_F32_INF);
+}
+
+TX_FN int tx_masters_agree(const void *params, const void *masters, int64_t n) {
+  int agree = 1;
+  for (int64_t at = 0; at < n; at += TX_AGREE_GROUP) {
+    const int64_t count = n - at < TX_AGREE_GROUP ? n - at : TX_AGREE_GROUP;
+    agree &= tx_group_agrees((const char *)params + 2 * at, (const char *)masters + 4 * at, count);
+  }
+  return agree;
+}
+
 /* Masters mostly agree, and a pass that only reads is half the traffic: a tile is written where it must be. */
 TX_FN int64_t tx_resync_f32(const void *restrict params, void *restrict masters, int64_t n, const tx_dtype param,
                             const int force, const int writes) {
   int64_t changed = 0;
   for (int64_t at = 0; at < n; at += TX_TILE) {
     const int64_t end = n - at < TX_TILE ? n : at + TX_TILE;
+    if (param == TX_BF16 && !force &&
+        tx_masters_agree((const char *)params + 2 * at, (const char *)masters + 4 * at, end - at))
+      continue;
     int32_t differ = 0;
     for (int64_t i = at; i < end; i++)
       differ += tx_master_resynced(params, masters, i, param, force) != ((const tx_mem_u32 *)masters)[i];
