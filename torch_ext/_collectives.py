@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ext import _control
-from torch_ext._exchange import Exchange, Handle, Install, Opening
+from torch_ext._exchange import Exchange, Handle, Install, Opening, Part
 from torch_ext._streams import Event, Slot, Slots
 from torch_ext._transport import TorchTransport, Transport, Work
 from torch_ext._wire import BLOCK, CODES, Wire
@@ -54,7 +54,7 @@ class _Reduction:
         exchange = self.exchange
         with exchange.ordering.arrive():
             _wait(self.works)
-            self.install(self.received.parts(exchange.world_size))
+            self.install(self.received.parts(exchange.world_size), Part(exchange.rank, exchange.world_size))
             exchange.slots.give_back(self.slot)
             if self.gathered is not None:
                 _wait(exchange.transport.all_gather(self.gathered.messages(), exchange.rank, self.what))

@@ -71,11 +71,10 @@ class CommHook:
         wire = Wire.empty(numel, self._wire[members[0]], grads.device)
         pack([grads], [Piece(0, 0, grads.numel(), 0)], [0], wire, Seeds.of_parts(self._exchange.rank, self._cycle))
         gathered = Wire.empty(numel, torch.bfloat16, grads.device) if wire.coded else wire
-        own = gathered.part(self._exchange.rank, self._exchange.world_size)
         first, last = self._names[members[0]], self._names[members[-1]]
         handle = self._exchange.reduce(
             wire,
-            lambda chunks: add_up(chunks, own.data, 1.0 / self._divide_factor),
+            lambda chunks, part: add_up(chunks, gathered.part(*part).data, 1.0 / self._divide_factor),
             result=gathered,
             tag=tag(self._number, self._cycle, bucket.index()),
             what=f"gradients of cycle {self._cycle}, DDP bucket {bucket.index()} ({first!r} ... {last!r})",

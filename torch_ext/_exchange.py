@@ -7,7 +7,7 @@ carry in any dtype. Two transports serve one interface: point to point (gloo) an
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,19 @@ AGREEMENT_TAG = _OURS | (_OURS - 1)
 IN_FLIGHT = 4
 """Buckets that are under way at a time, each with memory to receive into; the others wait for their turn."""
 
-Install: TypeAlias = Callable[[Sequence[Wire]], None]
-"""Adds up the chunks that came, by rank, and puts the sum where it belongs. Any thread."""
+
+class Part(NamedTuple):
+    """Which of a bucket's equal parts."""
+
+    number: int
+    of: int
+
+
+WHOLE = Part(0, 1)
+
+Install: TypeAlias = Callable[[Sequence[Wire], Part], None]
+"""Adds up the chunks that came, by rank, and puts the sum where it belongs: into this part of the result, where there is
+one. Any thread."""
 
 Opening: TypeAlias = Callable[[], tuple[Wire, Wire | None]]
 """Makes the wire that leaves, and where sums are gathered (see `reduce`), when the bucket's turn comes. Any thread."""
@@ -99,7 +110,7 @@ class Exchange(abc.ABC):
         """Starts a bucket: part r of every rank's wire comes to rank r, where `install` adds up; a reduce-scatter.
 
         result: where `install` puts the sum into this rank's part; the other parts come from the other ranks then: an
-        all-reduce. It may be `wire` itself. wire: numel a multiple of 128 * world_size. Nothing of both is to be
+        all-reduce. Or every rank gets the whole wires and adds up all of it. It may be `wire` itself. wire: numel a multiple of 128 * world_size. Nothing of both is to be
         touched before the handle's result. An Opening makes both (`result` is left out then): memory that exists for
         the travel alone is made for buckets that are under way, not for those that wait. what names the bucket in
         messages. places: how many of the IN_FLIGHT it takes, at most all. then runs at the end, perhaps on another thread.

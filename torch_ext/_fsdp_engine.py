@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from torch_ext import _away, _local, _registry
-from torch_ext._exchange import Exchange, Handle
+from torch_ext._exchange import Exchange, Handle, Part
 from torch_ext._fsdp_exchanges import REDUCE, Exchanges, wire_of
 from torch_ext._fsdp_reduction import Reduction, UnitPlan
 from torch_ext._fsdp_report import Report, Reports
@@ -355,7 +355,7 @@ class FsdpEngine(_registry.Owner):
             raise
 
 
-def _add_up(sums: torch.Tensor, scale: float, chunks: Sequence[Wire]) -> None:
+def _add_up(sums: torch.Tensor, scale: float, chunks: Sequence[Wire], _part: Part) -> None:
     add_up(chunks, sums, scale)
 
 

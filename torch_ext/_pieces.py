@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 
 from torch_ext import _library
+from torch_ext._exchange import Part
 from torch_ext._layout import BucketPlan
 from torch_ext._wire import Piece
 
@@ -29,9 +30,9 @@ def pieces(plan: BucketPlan, buckets: range, begin: int, end: int) -> list[Piece
     return found
 
 
-def part_of(plan: BucketPlan, buckets: range, rank: int) -> tuple[int, int]:
-    """The elements [begin, end) of their buffer that a rank has of neighbouring buckets (tx_layout_shard: parts are
+def part_of(plan: BucketPlan, buckets: range, part: Part) -> tuple[int, int]:
+    """The elements [begin, end) of their buffer that a part of neighbouring buckets has (tx_layout_shard: parts are
     equal)."""
     start = plan.buckets[buckets[0]].start
-    numel = sum(plan.buckets[b].numel for b in buckets) // plan.world_size
-    return start + numel * rank, start + numel * (rank + 1)
+    numel = sum(plan.buckets[b].numel for b in buckets) // part.of
+    return start + numel * part.number, start + numel * (part.number + 1)

@@ -11,6 +11,9 @@ gloo moves the rest on threads of its own, but tells nobody when: somebody has t
 parts, adds them and sends the sum. For the others' sums whoever wants them waits, or a third lane where something is
 to be done with them: were it the second, a rank waiting for the last sums of one bucket could not add up the next.
 
+Two ranks that both want the sum send each other whole buckets where that is no more bytes: each adds up all of it, and
+one trip takes the place of two. The bits are the same, as a sum is a function of the wires and of the order of ranks.
+
 Buckets beyond IN_FLIGHT are started by the lane that ends an earlier one, so memory to receive into is bounded; it is
 used again by the next bucket.
 """
@@ -23,7 +26,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from torch_ext._exchange import IN_FLIGHT, Exchange, Install, Opening
+from torch_ext._exchange import IN_FLIGHT, WHOLE, Exchange, Install, Opening, Part
 from torch_ext._lane import Lane
 from torch_ext._wire import Wire
 
@@ -125,6 +128,7 @@ class _Reduction(_Travel):
         self.install: Install | None = install
         self.then = then
         self.parts: list[Wire] = []
+        self.part = Part(exchange.rank, exchange.world_size)  # that is added up here
         self.received: torch.Tensor | None = None
         self.chunks: list[Wire] = []
         self.arrivals: _Works = []
@@ -138,10 +142,13 @@ class _Reduction(_Travel):
             assert self.opening is not None
             exchange = self.exchange
             (wire, result), self.opening = self.opening(), None
-            self.parts = wire.parts(exchange.world_size)
+            trades = exchange.trades(wire, result)
+            self.parts = [wire] * exchange.world_size if trades else wire.parts(exchange.world_size)
             self.received, self.chunks = exchange.memory.take(self.parts, exchange.rank)
             self.arrivals = exchange.receive(self.chunks, self.tag, self.what)
-            if result is not None:
+            if trades:
+                self.part = WHOLE
+            elif result is not None:
                 self.results = self.parts if result.data is wire.data else result.parts(exchange.world_size)
                 self.receive_results()
             self.sends = exchange.send(self.parts, self.tag, self.what)
@@ -161,7 +168,10 @@ class _Reduction(_Travel):
             try:
                 _wait(self.arrivals, self.what)
                 assert self.install is not None and self.received is not None
-                self.install(self.chunks)
+                if self.part == WHOLE:  # the sum may lie where the wire does
+                    _wait(self.sends, self.what)
+                    self.sends = []
+                self.install(self.chunks, self.part)
                 self.exchange.memory.give_back(self.received)
                 self.chunks, self.arrivals, self.received, self.install = [], [], None, None
                 self.send_result()
@@ -325,10 +335,14 @@ class PointToPoint(Exchange):
             self._start_waiting()
         return reduction if reduction.future is None else reduction.future
 
+    def trades(self, wire: Wire, result: Wire | None) -> bool:
+        """Whether ranks send each other whole wires: instead of a half there and a half of the sum back."""
+        return self.world_size == 2 and result is not None and wire.nbytes <= result.nbytes
+
     def _counted(self, wire: Wire, result: Wire | None) -> tuple[Wire, Wire | None]:
         with self._lock:
             self._count(wire)
-            self._count(result)
+            self._count(wire if self.trades(wire, result) else result)
         return wire, result
 
     def gather(self, result: Wire, *, tag: int, what: str) -> _Gather:

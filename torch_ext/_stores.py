@@ -17,7 +17,7 @@ import torch
 
 from torch_ext import _stats, _tensors
 from torch_ext._buffers import GradientBuffers
-from torch_ext._exchange import IN_FLIGHT, Exchange, Handle, Opening
+from torch_ext._exchange import IN_FLIGHT, Exchange, Handle, Opening, Part
 from torch_ext._layout import BucketPlan
 from torch_ext._pieces import part_of, pieces
 from torch_ext._storages import is_released
@@ -55,9 +55,10 @@ class Store(abc.ABC):
             pieces(plan, range(b, b + 1), bucket.start, bucket.start + bucket.numel)
             for b, bucket in enumerate(plan.buckets)
         ]
+        own = Part(exchange.rank, exchange.world_size)
         self.owned: dict[int, tuple[int, Piece]] = {}  # by parameter: the bucket, and the run in this rank's part
         for b in range(len(plan.buckets)):
-            for piece in pieces(plan, range(b, b + 1), *part_of(plan, range(b, b + 1), exchange.rank)):
+            for piece in pieces(plan, range(b, b + 1), *part_of(plan, range(b, b + 1), own)):
                 self.owned[piece.param] = (b, piece)
         self.stats = _stats.zeros(exchange.device)
         """Of what this rank's parts hold since the last reduction (sharded strategies)."""
@@ -254,14 +255,14 @@ class Replicated(_Buffered):
             gathered = self._gathered(buckets, wire)
             return wire, gathered
 
-        def install(chunks: Sequence[Wire]) -> None:
-            own = gathered.part(self.exchange.rank, self.exchange.world_size)
+        def install(chunks: Sequence[Wire], part: Part) -> None:
+            own = gathered.part(*part)
             if not gathered.coded:
                 add_up(chunks, own.data, self._scale())
                 return
             total = torch.empty(own.data.numel(), dtype=torch.float32, device=main.device)
             add_up(chunks, total, self._scale())
-            mine = pieces(self.plan, buckets, *part_of(self.plan, buckets, self.exchange.rank))
+            mine = pieces(self.plan, buckets, *part_of(self.plan, buckets, part))
             pack([total[p.at : p.at + p.numel] for p in mine], mine, self.ids, own, Seeds.of_sums(cycle))
 
         def then() -> None:
@@ -336,7 +337,7 @@ class OptimizerShards(_Buffered):
         def leave() -> tuple[Wire, None]:
             return self._packed(buckets, cycle), None
 
-        def install(chunks: Sequence[Wire]) -> None:
+        def install(chunks: Sequence[Wire], _part: Part) -> None:
             add_up(chunks, shard, self._scale(), stats=self.stats)
             if after is not None:
                 after()
@@ -437,7 +438,7 @@ class GradientShards(Store):
             values.clear()
         accumulate, part = self._holding, self._parts[b]
 
-        def install(chunks: Sequence[Wire]) -> None:
+        def install(chunks: Sequence[Wire], _part: Part) -> None:
             add_up(chunks, part, self._scale(), accumulate=accumulate, stats=self.stats)
             if after is not None:
                 after()

@@ -79,9 +79,9 @@ def test_sums_are_those_of_the_codes_in_rank_order(world: int) -> None:
                 _same(answer, [mean.to(main or BF16) for mean in _expected(world, step, BF16)])
 
 
+@pytest.mark.parametrize("world", [2, 3])  # two trade wires
 @pytest.mark.parametrize("gather", [None, "bf16", "fp32", "fp8"])
-def test_no_shard_gathers_in_grad_gather_dtype(gather: str | None) -> None:
-    world = 3
+def test_no_shard_gathers_in_grad_gather_dtype(gather: str | None, world: int) -> None:
     cases = [("no_shard", size, main, gather) for size in (None, 1, 900) for main in (FP32, None)]
     by_rank = ranks.run(world, _cases, cases)
     for answers in by_rank:
@@ -97,24 +97,33 @@ def test_no_shard_gathers_in_grad_gather_dtype(gather: str | None) -> None:
 
 def _bytes_sent(rank: int, world: int, strategy: str, wire: str, gather: str | None) -> float:
     """By the gradients' exchange, in units of what an all-reduce in fp32 sends."""
-    numel = 1 << 16
+    numel = 3 << 15
     chosen = policy(BF16, None, wire, grad_gather_dtype=gather)
     model = torch_ext.parallelize(Given([numel], BF16), chosen, strategy=strategy)
     model([torch.ones(numel)]).backward()
     return model.wire_bytes() / (2 * 4 * numel * (world - 1) / world)
 
 
+_CODED = 1 + 1 / 128  # bytes of an element, its part of a scale included
+
+
 @pytest.mark.parametrize(
-    ("strategy", "wire", "gather", "share"),
+    ("strategy", "wire", "gather", "there", "back", "traded"),
     [
-        pytest.param("no_shard", "bf16", None, 0.5, id="no_shard, bf16"),
-        pytest.param("no_shard", "fp8", None, (1 + 1 / 128 + 2) / 8, id="no_shard, fp8, gathered in bf16"),
-        pytest.param("no_shard", "fp8", "fp8", 2 * (1 + 1 / 128) / 8, id="no_shard, fp8, gathered in fp8"),
-        pytest.param("optim", "fp8", None, (1 + 1 / 128) / 8, id="optim, fp8 (weights are gathered by the step)"),
+        pytest.param("no_shard", "bf16", None, 2, 2, True, id="no_shard, bf16"),
+        pytest.param("no_shard", "bf16", "fp8", 2, _CODED, False, id="no_shard, bf16, gathered in fp8"),
+        pytest.param("no_shard", "fp8", None, _CODED, 2, True, id="no_shard, fp8, gathered in bf16"),
+        pytest.param("no_shard", "fp8", "fp8", _CODED, _CODED, True, id="no_shard, fp8, gathered in fp8"),
+        pytest.param("optim", "fp8", None, _CODED, 0, False, id="optim, fp8 (weights are gathered by the step)"),
     ],
 )
-def test_bytes_on_the_wire(strategy: str, wire: str, gather: str | None, share: float) -> None:
-    for answer in ranks.run(2, _bytes_sent, strategy, wire, gather):
+@pytest.mark.parametrize("world", [2, 3])
+def test_bytes_on_the_wire(
+    world: int, strategy: str, wire: str, gather: str | None, there: float, back: float, traded: bool
+) -> None:
+    """there, back: of an element. Two ranks trade wires instead of sums where that is no more."""
+    share = (2 * there if traded and world == 2 else there + back) / 8
+    for answer in ranks.run(world, _bytes_sent, strategy, wire, gather):
         assert share <= answer < share + 0.001, "a report of some bytes comes with every cycle"
 
 
