@@ -477,7 +477,8 @@ typedef struct tx_memory {
  *   optim_grads         T           S        S                   per bucket: received, packed; a bucket of gradients
  *   optim_grads_params  S           S        S                   two units: parameters, gradients, received, packed
  *
- * received: the other ranks' parts of a bucket, from the wire; packed: a bucket to be sent, where it is not sent from
+ * received: the other ranks' parts of a bucket, from the wire, or of two ranks' under no_shard the other's bucket where
+ * sums would not travel in fewer bytes; packed: a bucket to be sent, where it is not sent from
  * the gradients' own buffer (optim_grads: always; else where wire_dtype is not grad_dtype); gathered: the sums of all
  * ranks, where their dtype is neither of the two. They count for the in_flight largest buckets, and under no_shard for
  * two messages of joined ones (tx_coalesce), if that is more and the layout's cap is the default. The bucket of
@@ -672,6 +673,46 @@ typedef struct tx_adamw_args {
   { .size = sizeof(tx_adamw_args), .moment_rounding = TX_DITHERED, .weight_rounding = TX_DITHERED }
 TX_API tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error);
 
+/* How parameters and gradients that lie elsewhere come to the host and go back. Functions are called by several threads
+ * at a time, each with slots of its own; they return TX_OK, or fail with a message, which ends the step. `up`: 1 to
+ * where the parameters are, 0 from there; what is asked for one way is done in that order. */
+typedef struct tx_lanes {
+  uint64_t size;
+  void *ctx;
+  /* Starts to copy. */
+  tx_status (*copy)(void *ctx, int32_t up, void *to, const void *from, int64_t bytes, tx_error *error);
+  /* From here on the slot's mark of this way stands for everything that was asked for. */
+  tx_status (*mark)(void *ctx, int32_t up, int64_t slot, tx_error *error);
+  /* Comes back when what the slot's mark stands for is done; at once where there is no mark. */
+  tx_status (*wait)(void *ctx, int32_t up, int64_t slot, tx_error *error);
+  /* What is asked for on the way down from here on comes after what the slot's mark on the way up stands for. */
+  tx_status (*follow)(void *ctx, int64_t slot, tx_error *error);
+} tx_lanes;
+#define TX_LANES_INIT \
+  { sizeof(tx_lanes), NULL, NULL, NULL, NULL, NULL }
+
+/* Where batches lie while they are stepped. */
+#define TX_MAX_SLOTS 8
+typedef struct tx_staging {
+  uint64_t size;
+  const tx_lanes *lanes; /* NULL: parameters and gradients are in host memory, too, and each thread copies its own */
+  void *memory;          /* the host's, aligned to 64 bytes; of no particular content before and after */
+  int64_t bytes;         /* of it: threads * slots * batch * (bytes of a gradient + bytes of a weight), the widest */
+  int64_t batch;         /* elements that come at a time; a multiple of TX_SAMPLED */
+  int32_t slots;         /* batches that each thread has under way: 1 ... TX_MAX_SLOTS */
+  int32_t reserved;
+} tx_staging;
+#define TX_STAGING_INIT \
+  { .size = sizeof(tx_staging), .slots = 1 }
+
+/* tx_adamw of parameters that lie elsewhere: the same bits. The memory of params and grads is only handed to the lanes,
+ * all other memory is the host's. Gradients come down and weights go up; weights come down where there is no master, or
+ * a remainder. So on_external_write looks at witnesses beside remainders; those beside F32 masters are only renewed,
+ * and TX_EXTERNAL_CHECK is not legal. When the call comes back weights may be on their way up still. Where a lane fails
+ * some elements have been stepped and others not, and no count in `steps` has changed. */
+TX_API tx_status tx_adamw_staged(const tx_adamw_args *args, const tx_staging *staging, const tx_parallel *parallel,
+                                 tx_error *error);
+
 /* Statistics of gradients, in integers, so that any split and any order gives the same bits and ranks may add them.
  * stats[0 .. TX_NORM_LIMBS) are the limbs of the exact sum of the block sums of squares; stats[TX_NORM_LIMBS] counts
  * non-finite elements. A tensor of TX_STATS_LEN int64, zeroed by the caller before the first call; calls add to it. */
@@ -815,6 +856,10 @@ TX_API tx_status tx_isa_select(const char *name, tx_error *error);
  * succeed. Found through dlopen(RTLD_NOLOAD), so `import torch` comes first. A missing symbol is named together with
  * torch's version. */
 TX_API tx_status tx_torch_register(tx_error *error);
+
+/* torch's threads, for calls past its operators: as many as torch has now. TX_ERROR_BAD_STATE before tx_torch_register.
+ */
+TX_API tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error);
 
 /* Where libtorch_ext_cuda.so is, which has the operators for tensors on GPUs: beside this library, or what the
  * environment variable TORCH_EXT_CUDA_LIBRARY names. It is loaded by this call or by the first operator that meets a

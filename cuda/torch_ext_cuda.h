@@ -91,6 +91,15 @@ TX_API tx_status tx_cuda_master_witness(int64_t n, const tx_tensor *params, cons
                                         const tx_tensor *witnesses, int32_t mode, tx_tensor strays,
                                         const tx_cuda_call *call, tx_error *error);
 
+/* Lanes for tx_adamw_staged between the host and the device, over two of its streams (cudaStream_t), one for each way;
+ * slots: of all threads, >= 1. Host memory should be pinned, or copies wait. The caller lets `down` wait for what wrote
+ * the gradients and weights before the call, and whoever reads weights for `up` after it. A mark is an event, made by
+ * the slot's first. */
+TX_API tx_status tx_cuda_lanes_make(int32_t device, void *down, void *up, int64_t slots, tx_lanes *lanes,
+                                    tx_error *error);
+/* Copies may still be under way, and are made. NULL, or lanes that are freed already: nothing. */
+TX_API void tx_cuda_lanes_free(tx_lanes *lanes);
+
 #ifdef __cplusplus
 }
 #endif

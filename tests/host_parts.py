@@ -1,5 +1,6 @@
 """Devices for the tests of `offload_fraction`: the host in a device's place, with copies that are late."""
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext import _host_part, _staging
+from torch_ext import _host_part, _staged, _staging
 from torch_ext._staging import Lane, Lanes
 
-NUMEL = 9000  # elements of a batch here: small tests have many batches, and parameters that are cut
+NUMEL = 4096  # elements of a batch here: small tests have many batches, and parameters that are cut
 
 
 class LateLane(Lane):
@@ -21,45 +22,72 @@ class LateLane(Lane):
         self.asked: list[Callable[[], Any]] = []
         self.done = 0
         self.lock = threading.RLock()
-        self.own = threading.local()  # of each thread: whether what it copies follows something
 
     def begin(self) -> None: ...
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.detach().fill_(-77)
+            self.ask(lambda target=target, source=source: target.copy_(source))
+
+    def ask(self, task: Callable[[], Any]) -> None:
         with self.lock:
-            for target, source in zip(targets, sources, strict=True):
-                if not getattr(self.own, "follows", False):  # else somebody may read it still
-                    target.detach().fill_(-77)
-                self.asked.append(lambda target=target, source=source: target.copy_(source))
+            self.asked.append(task)
 
-    def mark(self) -> Any:
-        self.own.follows = False
-        return self, len(self.asked)
+    def mark(self) -> int:
+        return len(self.asked)
 
-    def follow(self, mark: Any) -> None:
-        lane, upto = mark
-        self.own.follows = True
+    def wait(self, mark: int) -> None:
         with self.lock:
-            self.asked.append(lambda: lane._work(upto))
-
-    def wait(self, mark: Any) -> None:
-        lane, upto = mark
-        lane._work(upto)
-
-    def end(self) -> None:
-        self._work(len(self.asked))
-
-    def _work(self, upto: int) -> None:
-        with self.lock:
-            while self.done < upto:
+            while self.done < mark:
                 at, self.done = self.done, self.done + 1
                 self.asked[at]()
+
+    def end(self) -> None:
+        self.wait(self.mark())
+
+
+class LateLanes:
+    """What the library is told of two of them."""
+
+    def __init__(self, down: LateLane, up: LateLane) -> None:
+        self.ways = (down, up)
+        self.marks: dict[tuple[int, int], int] = {}  # by way and slot
+        self.follows = threading.local()  # whether what the thread copies down comes after something
+        functions = (
+            _staged.COPY(self.copy),
+            _staged.MARK(self.mark),
+            _staged.MARK(self.wait),
+            _staged.FOLLOW(self.follow),
+        )
+        self.native = _staged.NativeLanes(ctypes.sizeof(_staged.NativeLanes), None, *functions)
+
+    def copy(self, _ctx: Any, up: int, to: int, source: int, nbytes: int, _error: Any) -> int:
+        if not (up == 0 and getattr(self.follows, "now", False)):  # else somebody may read it still
+            ctypes.memset(to, 0xB3, nbytes)
+        self.ways[up].ask(lambda: ctypes.memmove(to, source, nbytes))
+        return 0
+
+    def mark(self, _ctx: Any, up: int, slot: int, _error: Any) -> int:
+        self.follows.now = False
+        self.marks[up, slot] = self.ways[up].mark()
+        return 0
+
+    def wait(self, _ctx: Any, up: int, slot: int, _error: Any) -> int:
+        self.ways[up].wait(self.marks.get((up, slot), 0))
+        return 0
+
+    def follow(self, _ctx: Any, slot: int, _error: Any) -> int:
+        self.follows.now = True
+        mark = self.marks.get((1, slot), 0)
+        self.ways[0].ask(lambda: self.ways[1].wait(mark))
+        return 0
 
 
 @contextmanager
 def lanes(kind: str) -> Iterator[list[int]]:
-    """Optimizers that take their first step here have these lanes, and two threads: "prompt", "late". Yields the sizes
-    of the buffers that are made."""
+    """Optimizers that take their first step here have these lanes: "prompt", "late". Yields the sizes of the buffers
+    that are made."""
     made: list[int] = []
     before = _host_part.lanes_of
 
@@ -69,9 +97,15 @@ def lanes(kind: str) -> Iterator[list[int]]:
             return torch.empty(numel, dtype=torch.uint8)
 
     def lanes_of(device: torch.device) -> Lanes:
-        own = _staging.lanes_of(device)._replace(workers=2, numel=NUMEL)
+        own = _staging.lanes_of(device)._replace(numel=NUMEL)
         if kind == "late":
-            own = own._replace(down=LateLane(), up=LateLane(), slots=2, shared=False)
+            down, up = LateLane(), LateLane()
+            late = LateLanes(down, up)
+
+            def native(_slots: int) -> int:
+                return ctypes.addressof(late.native)
+
+            own = own._replace(down=down, up=up, slots=2, shared=False, native=native)
         return Counted(*own)
 
     _host_part.lanes_of = lanes_of

@@ -1,7 +1,6 @@
 """The arguments of the library's tx_adamw, for who calls it without torch.
 
-By torch.ops a call takes tens of microseconds, in which torch hands tensors over one by one. Here arguments are made
-once and called many times; what they point to must stay as long as they are used, and where it is.
+Arguments are made once and called many times; what they point to must stay as long as they are used, and where it is.
 """
 
 import ctypes
@@ -32,6 +31,11 @@ def argument(t: Tensor | None) -> TensorArgument:
     if dtype is None or t.device.type != "cpu":
         raise TypeError(f"a tensor of {t.dtype} on {t.device}; dtypes of csrc/core/dtypes.def on the host are legal")
     return TensorArgument(t.data_ptr(), t.numel(), dtype)
+
+
+def elsewhere(t: Tensor) -> TensorArgument:
+    """A dense tensor in memory order, on any device."""
+    return TensorArgument(t.data_ptr(), t.numel(), _dtypes.code_of(t.dtype) or 0)
 
 
 def counter(address: int) -> TensorArgument:

@@ -76,7 +76,7 @@ class HostPart:
     # -- the step
 
     def plan(
-        self, members: Sequence[Member], gathers: Sequence[Gather], order: Sequence[Gather], seen: Mapping[Tensor, Seen]
+        self, members: Sequence[Member], gathers: Sequence[Gather], seen: Mapping[Tensor, Seen]
     ) -> HostPlan | None:
         """The step of those of the members that lie here; None: none does."""
         chosen = [(m, gather) for m, gather in zip(members, gathers, strict=True) if m.host]
@@ -85,4 +85,4 @@ class HostPart:
         device = chosen[0][0].weight.device
         if self._buffers is None or self._buffers.device != device:
             self._buffers = Buffers(lanes_of(device), device)
-        return HostPlan([m for m, _ in chosen], [gather for _, gather in chosen], order, seen, self._buffers)
+        return HostPlan([m for m, _ in chosen], [gather for _, gather in chosen], seen, self._buffers)

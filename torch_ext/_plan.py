@@ -7,6 +7,7 @@ everything before it writes, so only where it refuses them are they looked at on
 """
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
@@ -310,6 +311,14 @@ def refuse_grad(member: Member, grad: Tensor) -> None:
             f"the gradient of {member.name} has shape {tuple(grad.shape)} and the parameter has "
             f"{tuple(member.weight.shape)}; they must be equal"
         )
+
+
+def named(message: str, names: Sequence[str]) -> str:
+    """What the library says of a call with these parameters, with the name of the one that it speaks of."""
+    found = re.search(r"\b(params|grads|exp_avgs|exp_avg_sqs|masters|scales|steps|meta|witnesses)\[(\d+)\]", message)
+    if found is None or int(found[2]) >= len(names):
+        return message
+    return f"{message} (index {found[2]} is {names[int(found[2])]})"
 
 
 def run(plan: Plan, chunk: Chunk, grads: list[Tensor], hyper: Hyper, scalars: Sequence[Tensor], external: int) -> None:

@@ -5,13 +5,14 @@ once, between ordinary memories.
 """
 
 import abc
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_ext import _copies
+from torch_ext import _staged
 
 
 class Lane(abc.ABC):
@@ -30,10 +31,6 @@ class Lane(abc.ABC):
         """Stands for everything that was asked for so far."""
 
     @abc.abstractmethod
-    def follow(self, mark: Any) -> None:
-        """Copies from here on come after what the mark, maybe of another lane, stands for."""
-
-    @abc.abstractmethod
     def wait(self, mark: Any) -> None:
         """The host waits until it is done."""
 
@@ -45,23 +42,14 @@ class Lane(abc.ABC):
 class HostLane(Lane):
     """Host memory in the place of a device's: a copy is done when `copy` comes back."""
 
-    def __init__(self) -> None:
-        self._copy = _copies.on_this_thread()
-
     def begin(self) -> None: ...
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
-            if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
-                # copy_ would wait for torch's pool.
-                self._copy(target.data_ptr(), source.data_ptr(), target.nbytes)
-            else:
-                target.copy_(source)
+            target.copy_(source)
 
     def mark(self) -> Any:
         return None
-
-    def follow(self, mark: Any) -> None: ...
 
     def wait(self, mark: Any) -> None: ...
 
@@ -86,9 +74,6 @@ class CudaLane(Lane):
     def mark(self) -> Any:
         return self.stream.record_event()
 
-    def follow(self, mark: Any) -> None:
-        self.stream.wait_event(mark)
-
     def wait(self, mark: Any) -> None:
         mark.synchronize()
 
@@ -96,48 +81,56 @@ class CudaLane(Lane):
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
-_LEAST = 1 << 16
-"""Elements of a batch below which another thread is not worth being started for it."""
-
-
 class Lanes(NamedTuple):
     down: Lane
     up: Lane
-    workers: int
-    """How many threads step batches beside each other."""
     slots: int
-    """How many batches each of them has under way."""
+    """How many batches each thread has under way."""
     numel: int
-    """Elements of a batch at most: few, so that what was copied is still in the cache when it is stepped, and enough for
-    the interpreter's thirty microseconds beside it."""
+    """Elements of a batch; a multiple of SAMPLED."""
     shared: bool
     """Whether the device's memory is the host's: what is only looked at need not be copied then."""
-
-    def batch_of(self, total: int) -> int:
-        """Elements of a batch where `total` of them are stepped: equal parts, and as many for each thread, unless they
-        would be too small to be worth a thread."""
-        rounds = -(-total // (self.workers * self.numel))
-        return max(min(self.numel, _LEAST), -(-total // max(rounds * self.workers, 1)))
+    native: Callable[[int], int | None]
+    """For tx_adamw_staged with so many slots in all: the address of lanes beside these, which lives as long as they do;
+    None: host memory is copied by who steps it."""
 
     def buffer(self, numel: int) -> Tensor:
         """Host memory for copies: bytes."""
         return torch.empty(numel, dtype=torch.uint8, pin_memory=not self.shared)
 
 
-# Threads get their batches one after the other, for which the interpreter has a lock: many threads need larger ones.
-_NUMEL, _NUMEL_OF_THREAD = 1 << 19, 1 << 16
+# What was copied shall be in the second-level cache when it is stepped, and go back from there; what the step itself
+# reads and writes passes through it, too. Measured: 16 Ki to 64 Ki elements do equally well, fewer or more are slower.
+_NUMEL = 1 << 15
+# A copy from or to a device takes ten microseconds at least: those of a batch shall take several times as long.
+_NUMEL_OF_DEVICE = 1 << 19
 
 
 def lanes_of(device: torch.device) -> Lanes:
     """The lanes to and from a device, and what they are best used with. ValueError where there are none."""
-    workers = torch.get_num_threads()
-    numel = max(_NUMEL, workers * _NUMEL_OF_THREAD)
     if device.type == "cpu":
         # Copies are done when they are asked for: another batch in advance would only take room in the cache.
-        return Lanes(HostLane(), HostLane(), workers, slots=1, numel=numel, shared=True)
+        return Lanes(HostLane(), HostLane(), slots=1, numel=_NUMEL, shared=True, native=lambda slots: None)
     if device.type == "cuda":
-        return Lanes(CudaLane(device), CudaLane(device), workers, slots=3, numel=numel, shared=False)
+        down, up = CudaLane(device), CudaLane(device)
+        return Lanes(down, up, slots=3, numel=_NUMEL_OF_DEVICE, shared=False, native=NativeOfCuda(down, up))
     raise ValueError(f"offload_fraction: parameters are on {device}; cpu and cuda are legal")
+
+
+class NativeOfCuda:
+    """`Lanes.native` over the streams of two lanes: made for as many slots as were asked for so far."""
+
+    def __init__(self, down: CudaLane, up: CudaLane) -> None:
+        self._down, self._up, self._slots = down, up, 0
+        self._made: list[_staged.CudaLanes] = []  # earlier ones may have copies under way
+
+    def __call__(self, slots: int) -> int:
+        if slots > self._slots:
+            index = self._down.stream.device_index
+            streams = self._down.stream.cuda_stream, self._up.stream.cuda_stream
+            self._made.append(_staged.CudaLanes(index, *streams, slots))
+            self._slots = slots
+        return ctypes.addressof(self._made[-1].native)
 
 
 _ALIGNMENT = 64  # bytes, of everything in a buffer: a cache line
@@ -168,5 +161,6 @@ class Buffers:
         """At least so many bytes; the same ones whenever the same is asked for."""
         made = self._made.get((what, slot))
         if made is None or made.numel() < nbytes:
+            self.lanes.up.wait(self.lanes.up.mark())  # what there is may be on its way still
             made = self._made[what, slot] = self.lanes.buffer(nbytes)
         return made

@@ -1,6 +1,5 @@
 """The step: one adamw_flat_ call for each chunk of the parameters, in backward, in step() or on the host."""
 
-import re
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +12,7 @@ from torch_ext._clip import Clipping
 from torch_ext._early import Early
 from torch_ext._groups import Params
 from torch_ext._measured import Measured
-from torch_ext._plan import Chunk, Plan, gather_of, gathers_in_order, run
+from torch_ext._plan import Chunk, Plan, gather_of, gathers_in_order, named, run
 from torch_ext._policy import Policy
 from torch_ext._wrappers import of_the_innermost
 
@@ -252,7 +251,7 @@ class Stepping(Measured):
             [gathers[i] for i in own],
             order,
         )
-        self._plan.share(members, self._host.plan(members, gathers, order, self._seen))
+        self._plan.share(members, self._host.plan(members, gathers, self._seen))
         for owner in set(owners):
             if owner is not None:
                 owner.offer(self)
@@ -309,8 +308,5 @@ class _Refused(Exception):
 
 def _named(message: str, plan: Plan, chunk: Chunk) -> str:
     """The operator's message, with the parameter it speaks of."""
-    found = re.search(r"\b(params|grads|exp_avgs|exp_avg_sqs|masters|scales|steps|meta|witnesses)\[(\d+)\]", message)
-    if found is None or int(found[2]) >= len(chunk.weights):
-        return message
-    index = int(found[2]) if chunk.rows is None else chunk.rows[int(found[2])]
-    return f"{message} (index {found[2]} is {plan.members[index].name})"
+    rows = range(len(plan.members)) if chunk.rows is None else chunk.rows
+    return named(message, [plan.members[i].name for i in rows])

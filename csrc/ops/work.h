@@ -6,6 +6,8 @@
 #ifndef TX_OPS_WORK_H
 #define TX_OPS_WORK_H
 
+#include <stddef.h>
+
 #include "csrc/torch_ext.h"
 
 /* Elements in a unit are a multiple of TX_UNIT, which is large enough to hide the claim, and of TX_BLOCK. Long units
@@ -35,5 +37,57 @@ typedef struct tx_work {
 
 /* Runs all pieces. Fails only with TX_ERROR_OUT_OF_MEMORY, before any piece ran. */
 tx_status tx_work_run(const tx_work *work, const tx_parallel *parallel, tx_error *error);
+
+/* -- the units themselves, for who does more with one than call a function for each piece ------------------------- */
+
+/* Where a unit begins, or what is left of one does: a tensor and an element of it. */
+typedef struct tx_unit_start {
+  int64_t tensor;
+  int64_t element;
+} tx_unit_start;
+
+/* What is left of a unit; all zero: nothing. */
+typedef struct tx_unit {
+  tx_unit_start at, end;
+} tx_unit;
+
+/* The units of n tensors, claimed by tasks. */
+typedef struct tx_units {
+  int64_t n;
+  const tx_tensor *tensors;
+  int64_t alignment;
+  const tx_unit_start *starts; /* n_units + 1 entries; the last one is the end of everything */
+  int64_t n_units;
+  int64_t n_tasks; /* that are worth running: one for each thread, but not more than there are units; 0: no elements */
+  int64_t next;    /* atomic */
+  char *locals;    /* local_bytes of each task, zeroed, on cache lines of its own */
+  size_t local_stride;
+} tx_units;
+
+/* Cuts n tensors for so many threads; alignment: as of tx_work, but not 0. Fails only with TX_ERROR_OUT_OF_MEMORY.
+ * tx_units_free frees what it took. */
+tx_status tx_units_cut(tx_units *units, int64_t n, const tx_tensor *tensors, int64_t alignment, int64_t threads,
+                       size_t local_bytes, tx_error *error);
+void tx_units_free(tx_units *units);
+
+/* Threads that a call may use. */
+static inline int64_t tx_threads_of(const tx_parallel *parallel) {
+  return parallel && parallel->run && parallel->num_threads > 1 ? parallel->num_threads : 1;
+}
+
+/* The memory of a task. */
+static inline void *tx_units_local(const tx_units *units, int64_t task) {
+  return units->local_stride ? units->locals + (size_t)task * units->local_stride : NULL;
+}
+
+/* Claims the next unit. 0: there is none. Any thread. */
+int tx_units_claim(tx_units *units, tx_unit *unit);
+
+typedef struct tx_piece {
+  int64_t tensor, begin, count;
+} tx_piece;
+
+/* Takes the first piece off the unit, of `most` elements at most, a multiple of the alignment. 0: nothing is left. */
+int tx_unit_take(const tx_units *units, tx_unit *unit, int64_t most, tx_piece *piece);
 
 #endif

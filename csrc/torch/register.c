@@ -48,12 +48,9 @@ static struct {
 } parsed[TX_N_OPERATORS];
 
 static tx_status run_on_cpu(int32_t row, const tx_stack *stack, tx_error *error) {
-  tx_torch_pool pool;
-  tx_torch_pool_init(&pool, &abi);
-  const tx_target target = tx_cpu_target(&pool.parallel);
-  TX_FORWARD(kOperators[row].adapter(stack->values, &target, error));
-  if (!pool.failed) return TX_OK;
-  return tx_fail(error, TX_ERROR_UNAVAILABLE, "torch_parallel_for failed; what was written is incomplete");
+  const tx_parallel pool = tx_torch_pool(&abi);
+  const tx_target target = tx_cpu_target(&pool);
+  return kOperators[row].adapter(stack->values, &target, error);
 }
 
 static tx_status run_on_cuda(int32_t row, const tx_stack *stack, tx_error *error) {
@@ -132,9 +129,10 @@ static void give_back(TorchLibraryHandle *library) {
   *library = NULL;
 }
 
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static bool registered; /* under the mutex */
+
 tx_status tx_torch_register(tx_error *error) {
-  static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-  static bool registered;
   tx_status status = TX_OK;
   (void)pthread_mutex_lock(&mutex);
   if (!registered) {
@@ -146,6 +144,16 @@ tx_status tx_torch_register(tx_error *error) {
   }
   (void)pthread_mutex_unlock(&mutex);
   return status;
+}
+
+tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error) {
+  (void)pthread_mutex_lock(&mutex);
+  const bool ready = registered;
+  (void)pthread_mutex_unlock(&mutex);
+  if (!ready)
+    return tx_fail(error, TX_ERROR_BAD_STATE, "torch's threads are not known yet; call tx_torch_register first");
+  *parallel = tx_torch_pool(&abi);
+  return TX_OK;
 }
 
 /* torch.ops.load_library(path) only loads the file: this makes it register. Where it cannot, the caller of

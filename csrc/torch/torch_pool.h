@@ -4,13 +4,7 @@
 
 #include "csrc/torch/torch_abi.h"
 
-typedef struct tx_torch_pool {
-  const tx_torch_abi *abi;
-  bool failed; /* torch refused to run a region: some tasks may not have run */
-  tx_parallel parallel;
-} tx_torch_pool;
-
-/* `pool` must stay where it is while pool->parallel is in use. */
-void tx_torch_pool_init(tx_torch_pool *pool, const tx_torch_abi *abi);
+/* As many threads as torch has now. abi must stay. */
+tx_parallel tx_torch_pool(const tx_torch_abi *abi);
 
 #endif

@@ -46,6 +46,41 @@ TX_API int64_t tx_cuda_workspace(int64_t n) { return 24 * n; }
   TX_API tx_status tx_cuda_##entry(TX_LIST parameters, const tx_cuda_call *call, tx_error *error) { \
     note(#entry, call); return tx_##entry(TX_LIST arguments, error); }
 #include "csrc/torch/entries.def"
+/* Lanes that copy at once and count. */
+static long long copies[2], marks[2], lanes_there;
+TX_API long long stand_in_copies(int up) { return copies[up]; }
+TX_API long long stand_in_marks(int up) { return marks[up]; }
+TX_API long long stand_in_lanes(void) { return lanes_there; }
+static tx_status copy(void *ctx, int32_t up, void *to, const void *from, int64_t bytes, tx_error *error) {
+  (void)ctx, (void)error;
+  __atomic_fetch_add(&copies[up], 1, __ATOMIC_RELAXED);
+  memcpy(to, from, bytes);
+  return TX_OK;
+}
+static tx_status mark(void *ctx, int32_t up, int64_t slot, tx_error *error) {
+  (void)ctx, (void)slot, (void)error;
+  __atomic_fetch_add(&marks[up], 1, __ATOMIC_RELAXED);
+  return TX_OK;
+}
+static tx_status wait(void *ctx, int32_t up, int64_t slot, tx_error *error) {
+  (void)ctx, (void)up, (void)slot, (void)error;
+  return TX_OK;
+}
+static tx_status follow(void *ctx, int64_t slot, tx_error *error) {
+  (void)ctx, (void)slot, (void)error;
+  return TX_OK;
+}
+TX_API tx_status tx_cuda_lanes_make(int32_t device, void *down, void *up, int64_t slots, tx_lanes *lanes,
+                                    tx_error *error) {
+  if (device != 1 || down != (void *)0x7000 || up != (void *)0x7001 || slots < 1) {
+    snprintf(error->message, sizeof error->message, "lanes of %d, %p, %p, %lld", device, down, up, (long long)slots);
+    return TX_ERROR_ILLEGAL_VALUE;
+  }
+  lanes_there++;
+  *lanes = (tx_lanes){sizeof *lanes, copies, copy, mark, wait, follow};
+  return TX_OK;
+}
+TX_API void tx_cuda_lanes_free(tx_lanes *lanes) { lanes_there -= lanes->ctx != NULL; }
 """
 _LIBTORCH_CUDA = """
 #include <stdint.h>
@@ -244,6 +279,11 @@ class StandIn:
         with torch.no_grad():
             result = op(*given, **named)
         return args[0] if copies else tree_map(up, result)
+
+    def lanes(self) -> dict[str, list[int]]:
+        """Copies and marks by way (down, up) so far, and how many lanes there are."""
+        way = {name: [getattr(self._library, f"stand_in_{name}")(up) for up in (0, 1)] for name in ("copies", "marks")}
+        return way | {"lanes": [self._library.stand_in_lanes()]}
 
     def calls(self) -> list[Call]:
         """All so far. Every one brought the struct of its version."""

@@ -155,15 +155,25 @@ for bad in (None, (0, 1), (1, 0)):
 found["watched"] = seen
 
 # The part on the host, with copies as they are given to a stream, which is done with each at once.
+import types
 from torch_ext import _host_part, _staging
-class Lane(_staging.HostLane):
+class Lane(_staging.CudaLane):
+    def __init__(self, stream):
+        self.stream = types.SimpleNamespace(device_index=1, cuda_stream=stream)
+    def begin(self): ...
+    def mark(self): ...
+    def wait(self, mark): ...
+    def end(self): ...
     def copy(self, targets, sources):
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
 class Lanes(_staging.Lanes):
     def buffer(self, numel):
         return torch.empty(numel, dtype=torch.uint8)
-_host_part.lanes_of = lambda device: Lanes(Lane(), Lane(), 1, slots=3, numel=1 << 10, shared=False)
+def lanes_of(device):
+    down, up = Lane(0x7000), Lane(0x7001)
+    return Lanes(down, up, slots=3, numel=1 << 14, shared=False, native=_staging.NativeOfCuda(down, up))
+_host_part.lanes_of = lanes_of
 for lr in ("float32", "float64"):
     made = []
     for d, more in (("cpu", {}), ("cuda:1", {"offload_fraction": 1.0})):
@@ -176,6 +186,11 @@ for lr in ("float32", "float64"):
         made.append((opt, steps(opt, d, before=before, clip=False)))
     (here, _), (there, waited) = made
     found["offloaded_" + lr] = same(here, there), waited[1:]
+found["lanes"] = [stand_in.lanes()]
+del made, here, there, opt
+import gc
+gc.collect()
+found["lanes"].append(stand_in.lanes())
 print(json.dumps(found))
 """
 )
@@ -217,3 +232,11 @@ def test_a_tensor_lr_comes_down_with_what_the_host_steps(dtype: str, found: dict
     same, waited = found[f"offloaded_{dtype}"]
     assert same
     assert waited == [[], [], []]
+
+
+def test_the_step_on_the_host_copies_by_the_lanes_of_the_library_for_gpus(found: dict[str, Any]) -> None:
+    before, after = found["lanes"]
+    assert before["lanes"] == [1] and after["lanes"] == [0], "an optimizer's, which go with it"
+    down, up = before["copies"]
+    assert down == up > 0, "a gradient and a weight of each piece: beside fp32 masters weights do not come down"
+    assert 0 < before["marks"][0] == before["marks"][1] < up, "small parameters share a batch"

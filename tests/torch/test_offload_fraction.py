@@ -85,8 +85,6 @@ def test_bits_equal_those_of_an_optimizer_without_a_host_part(name: str, kind: s
             optimizer = optimizer_of(name, fraction)
             train(optimizer, range(6))
         assert len(held(optimizer)) >= 2
-        if fraction == 1:
-            assert any(not piece.whole for batch in optimizer._plan.host.batches for piece in batch.pieces)
         assert everything(optimizer) == everything(reference)
 
 
@@ -327,7 +325,9 @@ def test_buffers_are_made_once() -> None:
         optimizer = optimizer_of("c", 1.0)
         train(optimizer, range(2))
         first = len(made)
-        assert 0 < first <= 8 and sum(made) < 20 * host_parts.NUMEL, "a batch for each thread, however large the model"
+        assert 0 < first <= 8, "and none for each parameter"
+        most = 4 * host_parts.NUMEL * torch.get_num_threads() + 5000
+        assert sum(made) < most, "a batch for each thread, however large the model"
         for step in range(2, 12):
             set_grads(params(optimizer), step)
             params(optimizer)[step % 5].grad = None  # another plan

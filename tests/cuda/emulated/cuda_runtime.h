@@ -57,6 +57,7 @@ enum {
   cudaErrorLaunchFailure = 719
 };
 typedef struct CUstream_st *cudaStream_t;
+typedef struct CUevent_st *cudaEvent_t;
 
 namespace emulated {
 struct World {
@@ -71,6 +72,8 @@ struct World {
   cudaError_t left = cudaSuccess;      // the last error, until it is asked for
   cudaError_t no_image = cudaSuccess;  // what looking up a kernel says
   bool capturing = false;
+  bool late = false;  // copies are made when somebody waits for an event after them
+  int events = 0;     // that are there
   int launches = 0;
   int synchronisations = 0;
   int occupancy_queries = 0;
@@ -213,6 +216,12 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
+enum { cudaEventDisableTiming = 2 };
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaEventSynchronize(cudaEvent_t event);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream);
 
 template <class T>

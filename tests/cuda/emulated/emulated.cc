@@ -1,7 +1,11 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
+#include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -333,8 +337,68 @@ cudaError_t cudaStreamSynchronize(cudaStream_t) {
   world.synchronisations++;
   return world.sticky;
 }
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  std::memcpy(to, from, bytes);
+
+// What streams have been told to do while the world is late.
+struct CUevent_st {
+  cudaStream_t stream = nullptr;
+  size_t upto = 0;  // tasks of the stream
+};
+namespace {
+struct Queue {
+  std::deque<std::function<void()>> tasks;
+  size_t done = 0;  // of all that were ever queued, as `upto`
+};
+std::recursive_mutex queues_mutex;
+std::map<cudaStream_t, Queue> queues;
+
+void Queued(cudaStream_t stream, std::function<void()> task) {
+  const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+  queues[stream].tasks.push_back(std::move(task));
+}
+void WorkOff(CUevent_st event) {
+  const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+  Queue &queue = queues[event.stream];
+  while (queue.done < event.upto) {
+    const std::function<void()> task = std::move(queue.tasks.front());
+    queue.tasks.pop_front();
+    queue.done++;
+    task();
+  }
+}
+}  // namespace
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  if (world.late) {
+    Queued(stream, [=] { std::memcpy(to, from, bytes); });
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+  return world.sticky;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
+  *event = new CUevent_st;
+  const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+  world.events++;
+  return world.sticky;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+  world.events--;
+  return world.sticky;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+  const Queue &queue = queues[stream];
+  *event = {stream, queue.done + queue.tasks.size()};
+  return world.sticky;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  WorkOff(*event);
+  return world.sticky;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  Queued(stream, [as_recorded = *event] { WorkOff(as_recorded); });
   return world.sticky;
 }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
