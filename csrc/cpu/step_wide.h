@@ -8,7 +8,8 @@
 #include "csrc/cpu/wide_codes.h"
 
 /* Elements by which the moments are asked for ahead: a group and a half, since the two other loops lie between. Asked
- * for a quarter of a group ahead, what a group begins with came late: a seventh of the step on Zen 5. */
+ * for a quarter of a group ahead, what a group begins with came late: a seventh of the step on Zen 5. The loop of the
+ * codes reads nothing from memory, so it asks for the next group's remainders: 5 % there. */
 #define TX_WIDE_AHEAD (3 * TX_WIDE_GROUP * TX_BLOCK / 2)
 
 /* Moments. Returns whether no root can have become subnormal, but by a scale more than twice as large. */
@@ -61,7 +62,6 @@ TX_FN void tx_wide_second(const tx_adamw_constants *c, const tx_wide_block_const
   tx_wide_watch watch = tx_wide_watch_begin();
   tx_wide_kept kept;
   tx_ask_at(s.param, TX_WITNESS, TX_WIDE_GROUP * TX_BLOCK, TX_BLOCK, TX_BF16);
-  tx_ask_at(s.master, 0, TX_WIDE_GROUP * TX_BLOCK, TX_BLOCK, TX_I16);
 #pragma GCC unroll 4
   for (int32_t at = 0; at < TX_BLOCK_PAIRS; at += 16) {
     const tx_wide_moment_tile tile = {&b->m[0][at], &b->root[0][at], TX_BLOCK_PAIRS};
@@ -89,6 +89,7 @@ TX_FN void tx_wide_third(const tx_wide_block_constants *w, const tx_step_streams
                          const tx_wide_block *b, const tx_wide_plans *m_plans, const tx_wide_plans *root_plans,
                          int narrow) {
   const tx_step_streams s = tx_wide_on(streams, block);
+  tx_ask_at(s.master, 0, TX_WIDE_GROUP * TX_BLOCK, TX_BLOCK, TX_I16);
   const tx_wide_rounding m = tx_wide_rounding_of(m_plans, block, s.exp_avg_u, 0);
   const int32_t m_byte = m_plans->exponent[block] + 127, root_byte = root_plans->exponent[block] + 127;
   tx_wide_seen seen;
