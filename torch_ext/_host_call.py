@@ -64,9 +64,9 @@ class Call:
         self._staging = _staged.Staging(ctypes.sizeof(_staged.Staging))
 
     def run(self, grads: Sequence[Tensor], settings: Settings, buffers: Buffers) -> None:
-        """Steps them, or not (see Counters). grads: dense memory beside the weights. Weights may be on their way still.
-        Raises what the library says, which names parameters by their number; but where a copy failed nothing is written
-        then."""
+        """Steps them, or not (see Counters). grads: dense memory beside the weights. Weights may be on their way still
+        when it comes back. Raises what the library says, which names parameters by their number: unless a copy failed,
+        nothing has been written then."""
         to, staging, threads, error = self._arguments, self._staging, _staged.threads(), _library.Error()
         self._grads[:] = list(map(_arguments.elsewhere, grads))
         to.n_groups, to.groups = len(settings.groups), settings.groups.data_ptr()

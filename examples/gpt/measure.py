@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-# struct tcp_info of linux/tcp.h: tcpi_bytes_sent, uint64 at byte 200 (Linux 4.19 and later).
-_BYTES_SENT = 200
+# struct tcp_info of linux/tcp.h (Linux 4.19 and later): two uint64 from byte 200 on, tcpi_bytes_sent, which counts what
+# was sent again as well, and tcpi_bytes_retrans, which counts that alone.
+_SENT_AND_AGAIN = struct.Struct("=200xQQ")
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
@@ -46,7 +47,8 @@ def resident_bytes(optimizer: Optimizer) -> dict[str, int]:
 
 
 def bytes_sent() -> int | None:
-    """Bytes of payload that this process's open TCP connections have sent so far; None where the kernel does not tell.
+    """Bytes of payload that this process's open TCP connections have sent so far, each once, however often it was lost;
+    None where the kernel does not tell.
     The process group's connections are all that a training process has."""
     total, known = 0, False
     for name in os.listdir("/proc/self/fd"):
@@ -54,12 +56,13 @@ def bytes_sent() -> int | None:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as copy:
-                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 8)
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT_AND_AGAIN.size)
         except OSError:
             continue  # closed meanwhile, or not TCP
-        if len(info) == _BYTES_SENT + 8:
+        if len(info) == _SENT_AND_AGAIN.size:
             known = True
-            total += struct.unpack_from("=Q", info, _BYTES_SENT)[0]
+            sent, again = _SENT_AND_AGAIN.unpack(info)
+            total += sent - again
     return total if known else None
 
 

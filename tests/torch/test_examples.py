@@ -1,9 +1,12 @@
 """Every example runs, and what it shows is so: each ends with a status that says whether it is."""
 
+import importlib
 import json
 import os
 import pathlib
 import re
+import socket
+import struct
 import subprocess
 import sys
 
@@ -95,6 +98,24 @@ def test_main_job_measures(main_job: tuple[pathlib.Path, str], run_name: str, me
     assert memory <= sum(last["sizes"].values()) / last["parameters"] < 1.02 * memory
     if last["sent"] is not None:
         assert sent <= last["sent"] / last["parameters"] < 1.02 * sent
+
+
+def test_bytes_that_were_lost_on_their_way_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sockets that say in their tcp_info that 300 of 1000 bytes were sent again, and 7 of 50."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "gpt"))
+    measure = importlib.import_module("measure")
+    answers = iter([(1000, 300), (50, 7)])
+    pair = socket.socketpair()
+
+    class Told(socket.socket):
+        def getsockopt(self, *_asked: int) -> bytes:  # type: ignore[override]
+            return b"\xff" * 200 + struct.pack("=QQ", *next(answers))
+
+    with pair[0], pair[1]:
+        files = [str(one.fileno()) for one in pair]
+        monkeypatch.setattr(measure.os, "listdir", lambda _: files)
+        monkeypatch.setattr(measure.socket, "socket", Told)
+        assert measure.bytes_sent() == 743
 
 
 def test_run_sh_refuses_unknown_arguments() -> None:
