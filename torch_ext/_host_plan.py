@@ -169,7 +169,7 @@ class HostPlan:
         RuntimeError where the operator takes no argument, of this bucket's parameters; those of others may have been
         stepped then."""
         chosen = self._of.get(gather)
-        if chosen is None or self.skipped:
+        if chosen is None:
             return
         assert self._settings is not None
         self._lanes.down.wait(self._scalars_came)
@@ -180,7 +180,7 @@ class HostPlan:
             raise RuntimeError(f"{named(str(refusal), names)} (in the step on the host)") from None
         self._lanes.up.end()
         for i in self._copied:
-            if i in chosen and not self.skipped:
+            if i in chosen:
                 self.members[i].weight.copy_(self._orders[i])
 
     def end(self) -> None:

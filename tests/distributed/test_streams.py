@@ -146,7 +146,7 @@ def _writers(rank: int, world: int, told: bool) -> list[str]:
                         exchange.ordering.wrote()
             handle = exchange.reduce(
                 Wire.of(main),
-                lambda chunks, part, whole=Wire.of(main): add_up(chunks, whole.part(*part).data, 1.0),
+                lambda chunks, part, main=main: add_up(chunks, Wire.of(main).part(*part).data, 1.0),
                 result=Wire.of(main),
                 tag=2 * bucket,
                 what="a bucket",

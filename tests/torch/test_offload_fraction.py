@@ -306,6 +306,28 @@ def test_gradient_that_no_step_takes_is_named_and_changes_nothing(bad: Any, says
         assert everything(optimizer) == everything(reference)
 
 
+@pytest.mark.parametrize("kind", ["prompt", "late"])
+def test_what_the_library_refuses_is_named_and_changes_nothing(kind: str) -> None:
+    shapes = [shape for shape in SHAPES if shape != (0,)]  # the device has nothing to step
+    with host_parts.lanes(kind):
+        optimizer = optimizer_of("a", 1.0, shapes)
+        train(optimizer, range(2))
+        before = [bits(p) for p in params(optimizer)]
+        p = params(optimizer)[3]
+        held(optimizer)[p]["step"].fill_(0.5)
+        set_grads(params(optimizer), 2)
+        with pytest.raises(
+            RuntimeError, match=r"steps\[3\] is 0.5; .* parameter 3 of group 0\) \(in the step on the host"
+        ):
+            optimizer.step()
+        assert [bits(p) for p in params(optimizer)] == before
+        held(optimizer)[p]["step"].fill_(2)
+        optimizer.step()
+        reference = optimizer_of("a", 0.0, shapes)
+        train(reference, range(3))
+        assert everything(optimizer) == everything(reference)
+
+
 @pytest.mark.parametrize("name", ["a", "c"])
 def test_states_that_moved_are_stepped_where_they_are(name: str) -> None:
     reference = optimizer_of(name, 0.0)
