@@ -708,8 +708,9 @@ typedef struct tx_staging {
 /* tx_adamw of parameters that lie elsewhere: the same bits. The memory of params and grads is only handed to the lanes,
  * all other memory is the host's. Gradients come down and weights go up; weights come down where there is no master, or
  * a remainder. So on_external_write looks at witnesses beside remainders; those beside F32 masters are only renewed,
- * and TX_EXTERNAL_CHECK is not legal. When the call comes back weights may be on their way up still. Where a lane fails
- * some elements have been stepped and others not, and no count in `steps` has changed. */
+ * and TX_EXTERNAL_CHECK is not legal. When the call comes back weights may be on their way up still: the same memory
+ * may be given to the next call where its slots are as large and the widest dtypes the same, else when they have left.
+ * Where a lane fails some elements have been stepped and others not, and no count in `steps` has changed. */
 TX_API tx_status tx_adamw_staged(const tx_adamw_args *args, const tx_staging *staging, const tx_parallel *parallel,
                                  tx_error *error);
 

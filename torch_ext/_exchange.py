@@ -110,10 +110,11 @@ class Exchange(abc.ABC):
         """Starts a bucket: part r of every rank's wire comes to rank r, where `install` adds up; a reduce-scatter.
 
         result: where `install` puts the sum into this rank's part; the other parts come from the other ranks then: an
-        all-reduce. Or every rank gets the whole wires and adds up all of it. It may be `wire` itself. wire: numel a multiple of 128 * world_size. Nothing of both is to be
-        touched before the handle's result. An Opening makes both (`result` is left out then): memory that exists for
-        the travel alone is made for buckets that are under way, not for those that wait. what names the bucket in
-        messages. places: how many of the IN_FLIGHT it takes, at most all. then runs at the end, perhaps on another thread.
+        all-reduce. Or every rank gets the whole wires and adds up all of it. It may be `wire` itself. wire: numel a
+        multiple of 128 * world_size. Nothing of both is to be touched before the handle's result. An Opening makes both
+        (`result` is left out then): memory that exists for the travel alone is made for buckets that are under way, not
+        for those that wait. what names the bucket in messages. places: how many of the IN_FLIGHT it takes, at most all.
+        then runs at the end, perhaps on another thread.
         """
 
     @abc.abstractmethod

@@ -75,8 +75,9 @@ class Call:
         to.grad_scale, to.clip_coef, to.found_inf = map(_arguments.argument, settings.scalars)
         to.on_external_write = settings.external
         lanes, slots = buffers.lanes, buffers.lanes.slots * threads.num_threads
-        widest = sum(max((t.element_size() for t in tensors), default=0) for tensors in (grads, self._weights))
-        memory = buffers.take("batches", 0, slots * lanes.numel * widest)
+        widest = tuple(max(t.element_size() for t in tensors) for tensors in (grads, self._weights))
+        # A memory for each division of slots: weights of the bucket before may be leaving from theirs still.
+        memory = buffers.take(("batches", *widest), slots * lanes.numel * sum(widest))
         staging.lanes = lanes.native(slots)
         staging.memory, staging.bytes = memory.data_ptr(), memory.nbytes
         staging.batch, staging.slots = lanes.numel, lanes.slots

@@ -151,7 +151,7 @@ class HostPlan:
 
     def _brought(self, scalars: Sequence[Tensor]) -> list[Tensor]:
         """Scalars of the step, on the host."""
-        here = self._buffers.take("scalars", 0, 4 * len(scalars)).view(torch.float32)
+        here = self._buffers.take("scalars", 4 * len(scalars)).view(torch.float32)
         brought = [here[i : i + 1] if scalar.numel() else _tensors.NONE for i, scalar in enumerate(scalars)]
         there = [(to, scalar.view(-1)) for to, scalar in zip(brought, scalars, strict=True) if scalar.numel()]
         self._lanes.down.copy([to for to, _ in there], [scalar for _, scalar in there])
@@ -159,7 +159,7 @@ class HostPlan:
 
     def _lrs_brought(self, lrs: Sequence[Tensor]) -> list[Tensor]:
         """Likewise; each has 4 or 8 bytes."""
-        here = self._buffers.take("lrs", 0, 8 * len(lrs)).view(-1, 8) if lrs else ()
+        here = self._buffers.take("lrs", 8 * len(lrs)).view(-1, 8) if lrs else ()
         brought = [row.view(lr.dtype)[:1] for row, lr in zip(here, lrs, strict=True)]
         self._lanes.down.copy(brought, [lr.view(-1) for lr in lrs])
         return brought

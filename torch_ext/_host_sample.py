@@ -68,7 +68,7 @@ class Brought(Sample):
         self._n = len(members)
         layout = Layout()
         ranges = [layout.place(t.numel(), t.dtype) for t in self._there]
-        memory = buffers.take("sample", 0, layout.nbytes)
+        memory = buffers.take("sample", layout.nbytes)
         self._here = [memory[where].view(t.dtype).view(t.shape) for t, where in zip(self._there, ranges, strict=True)]
         self._changed = torch.zeros(len(self._there), dtype=torch.int64)
         self._mark: Any = None

@@ -6,7 +6,7 @@ once, between ordinary memories.
 
 import abc
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -155,12 +155,12 @@ class Buffers:
 
     def __init__(self, lanes: Lanes, device: torch.device) -> None:
         self.lanes, self.device = lanes, device
-        self._made: dict[tuple[str, int], Tensor] = {}
+        self._made: dict[Hashable, Tensor] = {}
 
-    def take(self, what: str, slot: int, nbytes: int) -> Tensor:
+    def take(self, what: Hashable, nbytes: int) -> Tensor:
         """At least so many bytes; the same ones whenever the same is asked for."""
-        made = self._made.get((what, slot))
+        made = self._made.get(what)
         if made is None or made.numel() < nbytes:
             self.lanes.up.wait(self.lanes.up.mark())  # what there is may be on its way still
-            made = self._made[what, slot] = self.lanes.buffer(nbytes)
+            made = self._made[what] = self.lanes.buffer(nbytes)
         return made

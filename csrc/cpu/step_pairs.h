@@ -74,9 +74,7 @@ TX_FN void tx_round_weights(tx_step_streams s, int64_t at, int64_t n, const tx_d
 #define TX_GROUP 16
 #define TX_AHEAD 1024 /* bytes */
 
-/* The lines of `count` elements of a stream, `ahead` elements from element `at`. Past the end of a tensor it does
- * nothing.
- */
+/* The lines of `count` elements of a stream, `ahead` elements from element `at`: nothing happens past its end. */
 TX_FN void tx_ask_at(const void *stream, int64_t at, int64_t ahead, const int64_t count, const tx_dtype dtype) {
   const char *from = (const char *)stream + (at + ahead) * tx_lane_bytes(dtype);
   for (int64_t byte = 0; byte < count * tx_lane_bytes(dtype); byte += 64)
