@@ -673,6 +673,11 @@ typedef struct tx_adamw_args {
   { .size = sizeof(tx_adamw_args), .moment_rounding = TX_DITHERED, .weight_rounding = TX_DITHERED }
 TX_API tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error);
 
+/* Whether tx_adamw, or tx_adamw_staged, would take these: refuses what they refuse of them. Writes nothing, and reads
+ * steps and lrs only. For a step that is cut into several calls, none of which is to be refused when others are done.
+ */
+TX_API tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error);
+
 /* How parameters and gradients that lie elsewhere come to the host and go back. Functions are called by several threads
  * at a time, each with slots of its own; they return TX_OK, or fail with a message, which ends the step. `up`: 1 to
  * where the parameters are, 0 from there; what is asked for one way is done in that order. */

@@ -91,6 +91,12 @@ _STATES = ("exp_avgs", "exp_avg_sqs", "masters", "scales", "steps", "witnesses")
 
 
 @functools.cache
+def adamw_check() -> Callable[[int, int], int]:
+    """tx_adamw_check: takes the addresses of AdamWArguments and of a _library.Error. Returns the status."""
+    return _library.function("tx_adamw_check", *[ctypes.c_void_p] * 2, restype=ctypes.c_int32, brief=True)
+
+
+@functools.cache
 def adamw() -> Callable[[int, None, int], int]:
     """tx_adamw: takes the addresses of AdamWArguments and of a _library.Error, and runs on this thread, without the
     interpreter's lock. Returns the status, for _library.check."""

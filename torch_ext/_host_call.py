@@ -63,21 +63,27 @@ class Call:
         to.skipped, to.resynced = counters.arguments
         self._staging = _staged.Staging(ctypes.sizeof(_staged.Staging))
 
-    def run(self, grads: Sequence[Tensor], settings: Settings, buffers: Buffers) -> None:
-        """Steps them, or not (see Counters). grads: dense memory beside the weights. Weights may be on their way still
-        when it comes back. Raises what the library says, which names parameters by their number: unless a copy failed,
-        nothing has been written then."""
-        to, staging, threads, error = self._arguments, self._staging, _staged.threads(), _library.Error()
+    def prepare(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        """What `run` will step, and how. grads: dense memory beside the weights, that stays until then. Raises what the
+        library says where `run` would be refused; it names parameters by their number."""
+        to, error = self._arguments, _library.Error()
+        self._settings = settings  # the arguments point to what it holds
         self._grads[:] = list(map(_arguments.elsewhere, grads))
         to.n_groups, to.groups = len(settings.groups), settings.groups.data_ptr()
         to.point("lrs", settings.lrs)
         to.seed, to.moment_rounding, to.weight_rounding = settings.shared
         to.grad_scale, to.clip_coef, to.found_inf = map(_arguments.argument, settings.scalars)
         to.on_external_write = settings.external
+        self._widest = tuple(max(t.element_size() for t in tensors) for tensors in (grads, self._weights))
+        _library.check(_arguments.adamw_check()(ctypes.addressof(to), ctypes.addressof(error)), error)
+
+    def run(self, buffers: Buffers) -> None:
+        """Steps them, or not (see Counters). Weights may be on their way still when it comes back. Raises what the
+        library says, where a copy fails."""
+        to, staging, threads, error = self._arguments, self._staging, _staged.threads(), _library.Error()
         lanes, slots = buffers.lanes, buffers.lanes.slots * threads.num_threads
-        widest = tuple(max(t.element_size() for t in tensors) for tensors in (grads, self._weights))
         # A memory for each division of slots: weights of the bucket before may be leaving from theirs still.
-        memory = buffers.take(("batches", *widest), slots * lanes.numel * sum(widest))
+        memory = buffers.take(("batches", *self._widest), slots * lanes.numel * sum(self._widest))
         staging.lanes = lanes.native(slots)
         staging.memory, staging.bytes = memory.data_ptr(), memory.nbytes
         staging.batch, staging.slots = lanes.numel, lanes.slots

@@ -13,8 +13,9 @@ and step:
                                           somebody else wrote to it
 """
 
+import contextlib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,8 +64,7 @@ class HostPlan:
         self._versions = [self._known_version(i, seen) for i in self._mastered]
         self._master_versions = self._master_versions_now()
         self._sample = sample_of([self.members[i] for i in self._mastered], buffers)
-        self._settings: Settings | None = None  # during a step, as what follows
-        self._grads: list[Tensor] = []
+        self._grads: list[Tensor] = []  # during a step, as what follows
         self._scalars_came: Any = None
 
     def _call(self, chosen: Sequence[int]) -> Call:
@@ -134,7 +134,8 @@ class HostPlan:
     ) -> None:
         """What a step needs before its gradients leave for the host: a sample of the weights, if one is wanted. grads:
         of the members. scalars: grad_scale, clip_coef, found_inf. external: tx_external_write, of weights that come
-        down. Raises RuntimeError, naming it, for a gradient that no step takes."""
+        down. Raises RuntimeError, naming the parameter, for what no step takes: nothing has been written then, here or
+        on the device, whose own part is stepped afterwards."""
         for member, grad in zip(self.members, grads, strict=True):
             refuse_grad(member, grad)
         self._grads = list(map(_tensors.in_order_of, self._orders, grads))
@@ -147,7 +148,12 @@ class HostPlan:
         if sample:
             self._sample.bring()
         self._counters.zero()
-        self._settings = Settings(hyper.groups, lrs, hyper.shared, brought, external)
+        if lrs:
+            self._lanes.down.wait(self._scalars_came)
+        settings = Settings(hyper.groups, lrs, hyper.shared, brought, external)
+        for gather, chosen in self._of.items():
+            with self._naming(chosen):
+                self._calls[gather].prepare([self._grads[i] for i in chosen], settings)
 
     def _brought(self, scalars: Sequence[Tensor]) -> list[Tensor]:
         """Scalars of the step, on the host."""
@@ -166,22 +172,26 @@ class HostPlan:
 
     def step(self, gather: "Gather") -> None:
         """Steps what is gathered with this bucket. What the device does next, a gather say, sees the weights. Raises
-        RuntimeError where the operator takes no argument, of this bucket's parameters; those of others may have been
-        stepped then."""
+        RuntimeError where a copy fails; others may have been stepped then."""
         chosen = self._of.get(gather)
         if chosen is None:
             return
-        assert self._settings is not None
         self._lanes.down.wait(self._scalars_came)
-        try:
-            self._calls[gather].run([self._grads[i] for i in chosen], self._settings, self._buffers)
-        except (RuntimeError, TypeError, ValueError) as refusal:
-            names = [self.members[i].name for i in chosen]
-            raise RuntimeError(f"{named(str(refusal), names)} (in the step on the host)") from None
+        with self._naming(chosen):
+            self._calls[gather].run(self._buffers)
         self._lanes.up.end()
         for i in self._copied:
             if i in chosen:
                 self.members[i].weight.copy_(self._orders[i])
+
+    @contextlib.contextmanager
+    def _naming(self, chosen: Sequence[int]) -> Iterator[None]:
+        """What the library says of a call with these members, with the name of the one that it speaks of."""
+        try:
+            yield
+        except (RuntimeError, TypeError, ValueError) as refusal:
+            names = [self.members[i].name for i in chosen]
+            raise RuntimeError(f"{named(str(refusal), names)} (in the step on the host)") from None
 
     def end(self) -> None:
         """The gradients are free to go."""
@@ -189,4 +199,4 @@ class HostPlan:
             return
         self._lanes.down.wait(self._lanes.down.mark())
         self._lanes.up.end()
-        self._settings, self._grads = None, []
+        self._grads = []

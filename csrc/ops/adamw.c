@@ -1,4 +1,4 @@
-/* tx_adamw: the step in place. */
+/* tx_adamw: the step in place; tx_adamw_check. */
 #include "csrc/core/status.h"
 #include "csrc/ops/checks.h"
 #include "csrc/ops/external.h"
@@ -13,6 +13,10 @@ static void step_piece(void *ctx, void *local, int64_t i, int64_t begin, int64_t
 
 static void merge(void *ctx, const void *local) {
   tx_step_merge(ctx, local);
+}
+
+tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error) {
+  return tx_check_adamw(args, 1, error);
 }
 
 tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error) {

@@ -1,4 +1,4 @@
-// tx_adamw: what a call counts, skips, scales and refuses.
+// tx_adamw: what a call counts, skips, scales and refuses; tx_adamw_check refuses the same.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -138,11 +138,27 @@ TEST_P(Refused, ChangesNothing) {
   tx_error error = {};
   EXPECT_EQ(tx_adamw(&call.args, nullptr, &error), GetParam().status) << error.message;
   EXPECT_NE(std::string(error.message).find(GetParam().says), std::string::npos) << error.message;
+  tx_error checked = {};
+  EXPECT_EQ(tx_adamw_check(&call.args, &checked), GetParam().status);
+  EXPECT_STREQ(checked.message, error.message);
   EXPECT_EQ(a.State(), before_a);
   EXPECT_EQ(b.State(), before_b);
 }
 INSTANTIATE_TEST_SUITE_P(Cases, Refused, testing::ValuesIn(kRefusals),
                          [](const auto &info) { return std::string(info.param.name); });
+
+TEST(AdamwCheck, TakesWhatTheStepTakesAndChangesNothing) {
+  Param p(kBf16, 300);
+  p.Fill(1);
+  Call call;
+  call.Add(p);
+  call.Args();
+  const auto before = p.State();
+  tx_error error = {};
+  EXPECT_EQ(tx_adamw_check(&call.args, &error), TX_OK) << error.message;
+  EXPECT_EQ(p.State(), before);
+  EXPECT_EQ(tx_adamw_check(nullptr, &error), TX_ERROR_INVALID_ARGUMENT);
+}
 
 // One table of hyper-parameters serves several groups; lr tensors stand for its first column.
 TEST(Adamw, GroupsShareACall) {

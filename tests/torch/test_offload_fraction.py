@@ -307,25 +307,41 @@ def test_gradient_that_no_step_takes_is_named_and_changes_nothing(bad: Any, says
 
 
 @pytest.mark.parametrize("kind", ["prompt", "late"])
-def test_what_the_library_refuses_is_named_and_changes_nothing(kind: str) -> None:
-    shapes = [shape for shape in SHAPES if shape != (0,)]  # the device has nothing to step
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_what_the_library_refuses_is_named_and_changes_nothing(fraction: float, kind: str) -> None:
+    """Nothing of the device's part either, which is stepped first."""
+    shapes = [shape for shape in SHAPES if shape != (0,)]
     with host_parts.lanes(kind):
-        optimizer = optimizer_of("a", 1.0, shapes)
+        optimizer = optimizer_of("a", fraction, shapes)
         train(optimizer, range(2))
-        before = [bits(p) for p in params(optimizer)]
-        p = params(optimizer)[3]
-        held(optimizer)[p]["step"].fill_(0.5)
+        here = [i for i, p in enumerate(params(optimizer)) if p in held(optimizer)]
+        assert (len(here) == len(shapes)) == (fraction == 1.0)
+        step = held(optimizer)[params(optimizer)[here[-1]]]["step"]
+        step.fill_(0.5)
+        before = everything(optimizer)
         set_grads(params(optimizer), 2)
-        with pytest.raises(
-            RuntimeError, match=r"steps\[3\] is 0.5; .* parameter 3 of group 0\) \(in the step on the host"
-        ):
+        named = rf"steps\[{len(here) - 1}\] is 0.5; .* parameter {here[-1]} of group 0\) \(in the step on the host"
+        with pytest.raises(RuntimeError, match=named):
             optimizer.step()
-        assert [bits(p) for p in params(optimizer)] == before
-        held(optimizer)[p]["step"].fill_(2)
+        assert everything(optimizer) == before
+        step.fill_(2)
         optimizer.step()
         reference = optimizer_of("a", 0.0, shapes)
         train(reference, range(3))
         assert everything(optimizer) == everything(reference)
+
+
+def test_lr_that_no_step_takes_changes_nothing() -> None:
+    """An lr in a tensor, which the host gets to see when its copy has come."""
+    with host_parts.lanes("late"):
+        optimizer = optimizer_of("a", 0.5, lr=torch.tensor(1e-2))
+        train(optimizer, range(2))
+        before = everything(optimizer)
+        optimizer.param_groups[0]["lr"].fill_(float("nan"))
+        set_grads(params(optimizer), 2)
+        with pytest.raises(RuntimeError, match=r"groups\[0\]: lr is nan"):
+            optimizer.step()
+        assert everything(optimizer) == before
 
 
 @pytest.mark.parametrize("name", ["a", "c"])
