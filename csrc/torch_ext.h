@@ -674,8 +674,7 @@ typedef struct tx_adamw_args {
 TX_API tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error);
 
 /* Whether tx_adamw, or tx_adamw_staged, would take these: refuses what they refuse of them. Writes nothing, and reads
- * steps and lrs only. For a step that is cut into several calls, none of which is to be refused when others are done.
- */
+ * steps and lrs only. For a step cut into several calls, none of which is to be refused when others are done. */
 TX_API tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error);
 
 /* How parameters and gradients that lie elsewhere come to the host and go back. Functions are called by several threads

@@ -57,7 +57,8 @@ def resync(members: Sequence["Member"], force: bool = False) -> Tensor:
         # Samples lie in pages of their own, a sixth of the time. Where none changed those are right that the last step
         # left, or the next step compares the parameter once more; a device would have to be waited for.
         members = [m for m, n in zip(members, changed.tolist(), strict=True) if n]
-    _run(_ops.call, "master_witness_", members, renewed, _counts(members), _header.WITNESS_RENEW)
+    if members:
+        _run(_ops.call, "master_witness_", members, renewed, _counts(members), _header.WITNESS_RENEW)
     return changed
 
 
@@ -85,9 +86,10 @@ def _run(
         rows = [_row(m) if one else (_tensors.NONE,) * 3 for m, one in zip(members, here, strict=True)]
         if any(weight.numel() for weight, _, _ in rows):
             weights, masters, witnesses = (list(column) for column in zip(*rows, strict=True))
-            found = torch.zeros_like(counts, device=device)
+            found = counts if counts.device == device else torch.zeros_like(counts, device=device)
             way(name, weights, masters, *([witnesses] if name == "master_witness_" else []), found, *options)
-            counts += found.to(counts.device)
+            if found is not counts:
+                counts += found.to(counts.device)
 
 
 def _row(m: "Member") -> tuple[Tensor, Tensor, Tensor]:

@@ -119,12 +119,20 @@ class Adam(Stepping):
         if state_dict is not None:  # masters are made where they are still to come
             having = [p.requires_grad and _state.kinds_of(self.policy, p.dtype).master is not None for p in everyone]
         with torch.no_grad():
-            members = self._members(everyone, having)
-            if state_dict is None:
-                changed = int(_masters.resync(members, force).sum())
-            else:
+            if state_dict is not None:
+                members = self._members(everyone, having)
                 changed = _master_access.seed(members, self._keys(having), state_dict)
-        self._masters_known(members)
+                self._masters_known(members)
+                return changed
+            # A loop may call this in each step, whose arguments are found but once.
+            plan = self._standing(everyone)
+            stepped = None if plan is None else plan.those(having)
+            members = self._members(everyone, having) if stepped is None else stepped
+            changed = int(_masters.resync(members, force).sum())
+            if plan is None or stepped is None:
+                self._masters_known(members)
+            else:
+                plan.look(wrote_masters=True)
         return changed
 
     @of_the_innermost

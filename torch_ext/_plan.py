@@ -9,7 +9,7 @@ everything before it writes, so only where it refuses them are they looked at on
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
 import torch
@@ -199,6 +199,12 @@ class Plan:
             return -1
         return last.version if last.fits(member, address) else -1
 
+    def those(self, wanted: Sequence[bool]) -> list[Member] | None:
+        """The wanted ones among all parameters; None where some take no part."""
+        if any(want and not part for want, part in zip(wanted, self._active, strict=True)):
+            return None
+        return list(compress(self.everybody, compress(wanted, self._active)))
+
     def share(self, everybody: list[Member], host: "HostPlan | None") -> None:
         """Some of the members of a step are stepped on the host."""
         self.everybody, self.host = everybody, host
@@ -251,10 +257,11 @@ class Plan:
             if here != there and self.members[i].kinds.master == "master_param"
         ]
 
-    def look(self) -> None:
-        """From here on the weights are known to be what their masters round to."""
+    def look(self, wrote_masters: bool = False) -> None:
+        """From here on the weights are known to be what their masters round to. wrote_masters: by an operator that
+        counts up; steps do not."""
         self._versions = self._versions_now()
-        if _kept.handed_out(self._state):
+        if wrote_masters or _kept.handed_out(self._state):
             self._master_versions = self._master_versions_now()
         if self.host is not None:
             self.host.look()

@@ -203,10 +203,8 @@ class Stepping(Measured):
         if self.skip_nonfinite:
             raise RuntimeError("step_in_backward=True steps before skip_nonfinite=True can look: leave out one of them")
         self._early.refuse_again()
-        everyone = self._everyone()
-        self._current_locals(everyone)
-        plan = self._plan
-        if plan is None or not all(plan.active) or not plan.fits(everyone, plan.active, self.state):
+        plan = self._standing(self._everyone())
+        if plan is None or not all(plan.active):
             return None
         with torch.no_grad():
             self._notice_writes(plan)
@@ -256,6 +254,12 @@ class Stepping(Measured):
             if owner is not None:
                 owner.offer(self)
         return self._plan
+
+    def _standing(self, everyone: list[Tensor]) -> Plan | None:
+        """The last step's plan, where everything is where it was."""
+        self._current_locals(everyone)
+        plan = self._plan
+        return plan if plan is not None and plan.fits(everyone, plan.active, self.state) else None
 
     def _all_zero(self, grads: list[Tensor], active: list[bool]) -> bool:
         """On every rank that holds a part of them."""

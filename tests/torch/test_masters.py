@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from training import POLICIES, WITH_MASTER, bits, everything, params_of, policy_of, set_grads, train
 
 import torch_ext
+from torch_ext import _masters
 
 
 def optimizer_of(name: str, **options: object) -> torch_ext.AdamW:
@@ -166,6 +167,44 @@ def test_resync_masters_goes_over_samples_only_where_it_changed_something(name: 
     flat = written.detach().view(-1)
     torch.ops.torch_ext.master_witness_([flat], [entry["master_param"].view(-1)], [entry["witness"]], strays, 0)
     assert int(strays) == 0
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_resync_masters_leaves_the_steps_arguments_and_makes_nobody_suspect(
+    name: str, force: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be called in each step: nothing is found anew, and the next step compares nothing element by element."""
+    optimizer, reference = optimizer_of(name), optimizer_of(name)
+    plan = None
+    for one in (reference, optimizer):
+        train(one, range(3))
+        if one is optimizer:
+            plan = one._plan
+        else:
+            one._plan = None  # finds everything anew
+        params(one)[0].data.fill_(3)
+        assert one.resync_masters(force=force) > 0
+    assert plan is not None and optimizer._plan is plan
+    optimizer.state_dict()  # whose holder may write to masters: they are looked at from here on
+    with monkeypatch.context() as patch:
+        patch.setattr(_masters, "resync", lambda *_: pytest.fail("somebody is suspect"))
+        train(optimizer, range(3, 4))
+    train(reference, range(3, 4))
+    assert everything(optimizer) == everything(reference)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_resync_masters_sees_parameters_that_the_last_step_left_out(name: str) -> None:
+    optimizer = optimizer_of(name)
+    train(optimizer, range(2))
+    left_out = params(optimizer)[0]
+    set_grads(params(optimizer), 2)
+    left_out.grad = None
+    optimizer.step()
+    left_out.data.fill_(3)
+    assert optimizer.resync_masters() > 0
+    assert bits(masters(optimizer)[0].to(left_out.dtype)) == bits(left_out)
 
 
 @pytest.mark.parametrize("name", WITH_MASTER)
