@@ -413,6 +413,11 @@ typedef struct tx_coalesce_args {
  * buckets are waited for until a message takes 10 ms; no joined one takes more than 16. */
 TX_API tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error);
 
+/* Whether the ranks of a sum that all of them want whole send each other whole buckets, which each then adds up, and
+ * not their parts, and the sums of these back: two ranks, where it is no more bytes. One trip takes the place of two
+ * then. wire_bytes, sum_bytes: of a bucket as it is sent, and as its sum would be gathered. */
+TX_API int32_t tx_trades(int64_t world, int64_t wire_bytes, int64_t sum_bytes);
+
 /* -- memory (bytes per rank) ------------------------------------------------------------------------------------ */
 
 /* What the optimizer keeps per element of a parameter. */
@@ -477,13 +482,13 @@ typedef struct tx_memory {
  *   optim_grads         T           S        S                   per bucket: received, packed; a bucket of gradients
  *   optim_grads_params  S           S        S                   two units: parameters, gradients, received, packed
  *
- * received: the other ranks' parts of a bucket, from the wire, or of two ranks' under no_shard the other's bucket where
- * sums would not travel in fewer bytes; packed: a bucket to be sent, where it is not sent from
- * the gradients' own buffer (optim_grads: always; else where wire_dtype is not grad_dtype); gathered: the sums of all
- * ranks, where their dtype is neither of the two. They count for the in_flight largest buckets, and under no_shard for
- * two messages of joined ones (tx_coalesce), if that is more and the layout's cap is the default. The bucket of
- * gradients is the one that backward is filling, in param_dtype; a gradient, the largest parameter's as backward made
- * it. frozen_bytes are whole but for optim_grads_params, which shards them.
+ * received: the other ranks' parts of a bucket, from the wire, or under no_shard the other's bucket where two ranks
+ * trade (tx_trades); packed: a bucket to be sent, where it is not sent from the gradients' own buffer (optim_grads:
+ * always; else where wire_dtype is not grad_dtype); gathered: the sums of all ranks, where their dtype is neither of
+ * the two. They count for the in_flight largest buckets, and under no_shard for two messages of joined ones
+ * (tx_coalesce), if that is more and the layout's cap is the default. The bucket of gradients is the one that backward
+ * is filling, in param_dtype; a gradient, the largest parameter's as backward made it. frozen_bytes are whole but for
+ * optim_grads_params, which shards them.
  *
  * With slots a bucket is received whole, and what is received, packed and gathered lies in slots that are kept: for
  * each of the three and each class of sizes (512 bytes, then four in each doubling) two, or one where the class has one

@@ -19,6 +19,8 @@ used again by the next bucket.
 """
 
 import concurrent.futures
+import ctypes
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from torch_ext import _library
 from torch_ext._exchange import IN_FLIGHT, WHOLE, Exchange, Install, Opening, Part
 from torch_ext._lane import Lane
 from torch_ext._wire import Wire
@@ -34,6 +37,11 @@ _Works = list[tuple[int, dist.Work]]
 
 # Messages on their way that nobody waits for: gloo may still write into their memory, so it is never freed.
 _ABANDONED: list[object] = []
+
+
+@functools.cache
+def _trades() -> Callable[[int, int, int], int]:
+    return _library.function("tx_trades", *[ctypes.c_int64] * 3, restype=ctypes.c_int32, brief=True)
 
 
 def _wait(works: _Works, what: str) -> None:
@@ -337,7 +345,7 @@ class PointToPoint(Exchange):
 
     def trades(self, wire: Wire, result: Wire | None) -> bool:
         """Whether ranks send each other whole wires: instead of a half there and a half of the sum back."""
-        return self.world_size == 2 and result is not None and wire.nbytes <= result.nbytes
+        return result is not None and bool(_trades()(self.world_size, wire.nbytes, result.nbytes))
 
     def _counted(self, wire: Wire, result: Wire | None) -> tuple[Wire, Wire | None]:
         with self._lock:

@@ -192,9 +192,8 @@ static travel of_bucket(const tx_memory_args *args, const tx_layout_param *like,
   const int gathered = args->strategy == TX_NO_SHARD && gather != wire && gather != like->grad_dtype;
   const int64_t blocks = numel / TX_BLOCK;
   const int64_t wire_bytes = tx_wire_block_bytes((tx_dtype)wire), gather_bytes = tx_wire_block_bytes((tx_dtype)gather);
-  /* Two ranks trade whole buckets where the sum's way back would take as much (_point_to_point.py). */
   const int whole =
-      args->slots || (args->strategy == TX_NO_SHARD && args->layout->world == 2 && wire_bytes <= gather_bytes);
+      args->slots || (args->strategy == TX_NO_SHARD && tx_trades(args->layout->world, wire_bytes, gather_bytes));
   const int64_t received = whole ? blocks : blocks - blocks / args->layout->world;
   return (travel){
       .received = add(0, received, wire_bytes),
