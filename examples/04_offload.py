@@ -1,9 +1,9 @@
 """A reinforcement-learning loop whose device memory is free for generation: offload, generate, onload, train on.
 
 In turns a bf16 policy answers prompts and is trained on its rewards. While it answers nobody needs optimizer states and
-gradients; while another model scores the answers nobody needs the policy's weights either. They go to host memory, which
-is allocated the first time and used again every time, and come back with the bits that they had: the losses are those of
-the same loop that keeps everything on the device.
+gradients; while another model scores the answers nobody needs the policy's weights either. They go to host memory,
+which is allocated the first time and used again every time, and come back with the bits that they had: the losses are
+those of the same loop that keeps everything on the device.
 
     python examples/04_offload.py
 """

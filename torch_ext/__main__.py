@@ -1,5 +1,5 @@
-"""python -m torch_ext: info, what was found on this machine; plan, the bytes of a model per rank; bench, the step or the
-exchange against their peers."""
+"""python -m torch_ext: info, what was found on this machine; plan, the bytes of a model per rank; bench, the step or
+the exchange against their peers."""
 
 import argparse
 import importlib
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="?",
         choices=_BENCHES,
         default="step",
-        help="the optimizer's step unless given; the data-parallel exchange; the accuracy of sums. Each has its options",
+        help="the optimizer's step unless given; the data-parallel exchange; the accuracy of sums. Each has options",
     )
     if what == "step":
         bench.add_argument(

@@ -149,7 +149,8 @@ def _fsdp2(task: Task) -> Loop:
 
 
 def _ours(task: Task, strategy: str, wire: str, gather: str | None = None) -> Loop:
-    """gather: what no_shard gathers its sums in; None: the default. Where the state is sharded the step is part of it."""
+    """gather: what no_shard gathers its sums in; None: the default. Where the state is sharded the step is part of
+    it."""
     model = task.model(torch.bfloat16)
     policy = load_policy(model, override_ddp_config={"grad_comm_dtype": wire, "grad_gather_dtype": gather})
     parallelize(model, policy, strategy=strategy, process_group=task.group)

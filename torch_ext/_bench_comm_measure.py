@@ -134,8 +134,8 @@ def _sent_by_all(interface: str) -> int:
 
 
 def _everywhere(build: Callable[[dist.ProcessGroup], _Built]) -> tuple[_Built | None, str]:
-    """What was built over a group of its own, since what one contender breaks is no other's; or None, on every rank, and
-    the words of the first rank that could not."""
+    """What was built over a group of its own, since what one contender breaks is no other's; or None, on every rank,
+    and the words of the first rank that could not."""
     built, why = None, ""
     group = dist.new_group(timeout=_CONTENDER)
     assert isinstance(group, dist.ProcessGroup)

@@ -56,7 +56,7 @@ class Value(NamedTuple):
     beside: dict[str, float]
 
 
-# -- what is compared ----------------------------------------------------------------------------------------------------
+# -- what is compared --------------------------------------------------------------------------------------------------
 
 
 # What a link carries to what the interface counts: that counts segments of 64 KB before they are cut into packets.
@@ -118,7 +118,7 @@ def _ms(seconds: Sequence[float]) -> float:
     return statistics.median(seconds) * 1e3
 
 
-# -- the table -----------------------------------------------------------------------------------------------------------
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 ALONE = "alone"
 

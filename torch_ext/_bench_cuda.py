@@ -164,7 +164,8 @@ def _torch(bench: Bench) -> None:
 
 
 def launches(step: Callable[[], object]) -> list[str]:
-    """The kernels that a step launches, by name. (torch marks the optimizer's step itself on the device's time line.)"""
+    """The kernels that a step launches, by name. (torch marks the optimizer's step itself on the device's time
+    line.)"""
     step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:

@@ -1,4 +1,5 @@
-"""What other people step with: torch's fused AdamW, the recipes around it, and DeepSpeed's CPUAdam where it is there."""
+"""What other people step with: torch's fused AdamW, the recipes around it, and DeepSpeed's CPUAdam where it is
+there."""
 
 import contextlib
 import importlib

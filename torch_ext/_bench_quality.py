@@ -85,8 +85,8 @@ def _moments(decay: Decay, tracks: Sequence[Track]) -> str:
         )
     head = (
         f"\nexp_avg_sq (v), beta2 = {BETA2}, {decay.elements:,} elements, gradients N(0, 1) x lognormal scales, after "
-        f"{decay.warmup} steps\ntimes {DROP}: then / 2000 / {decay.decay} steps later, and the worst of all these steps. 8-bit: the "
-        "root in unsigned e4m4, a scale per 128. Step: 1/sqrt(v).\n"
+        f"{decay.warmup} steps\ntimes {DROP}: then / 2000 / {decay.decay} steps later, and the worst of all these "
+        "steps. 8-bit: the root in unsigned e4m4, a scale per 128. Step: 1/sqrt(v).\n"
     )
     return head + _bench_report.table(rows, left=2)
 

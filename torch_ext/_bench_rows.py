@@ -1,5 +1,5 @@
-"""The rows of the benchmark about steps, and the table of all: what runs against what in one interleaved run, and what is
-asked of the ratios."""
+"""The rows of the benchmark about steps, and the table of all: what runs against what in one interleaved run, and what
+is asked of the ratios."""
 
 import statistics
 from collections.abc import Callable
@@ -26,11 +26,12 @@ from torch_ext._bench_row import Bench
 from torch_ext._bench_tensors import Shapes
 
 # -- wall: the share of the bound, which is the memory or, where that is slower, the kernel in the first-level cache, on
-# as many threads at once -------------------------------------------------------------------------------------------------
+# as many threads at once ----------------------------------------------------------------------------------------------
 
 _WALL_BARS = {"avx2": Bar(0.80, 0.92), "avx512": Bar(0.85, 0.95), "avx512bf16": Bar(0.85, 0.95)}
 ISAS = tuple(_WALL_BARS)
-# Of (c) with AVX-512 on two threads, in ns per parameter: asked of it where it is the kernel that bounds, not the memory.
+# Of (c) with AVX-512 on two threads, in ns per parameter: asked of it where it is the kernel that bounds, not the
+# memory.
 _C_NS, _C_NS_THREADS, _C_NS_ISAS = Bar(0.45, 0.33, lower_is_better=True), 2, ("avx512", "avx512bf16")
 
 
@@ -87,7 +88,7 @@ def _wall_of(bench: Bench, configuration: Configuration, isas: list[str], beside
             bench.add("wall", f"c, {isa}: ns per parameter", _bench_measure.spread(ours), bar)
 
 
-# -- gpt2: many tensors against one --------------------------------------------------------------------------------------
+# -- gpt2: many tensors against one ------------------------------------------------------------------------------------
 
 
 def gpt2(bench: Bench) -> None:
@@ -105,7 +106,7 @@ def _gpt2_of(bench: Bench, configuration: Configuration) -> None:
     bench.add("gpt2", what, _bench_measure.ratio(times, "flat", "model"), Bar(0.95, 0.99), {"ns": ns})
 
 
-# -- peers: whoever else steps a flat tensor -----------------------------------------------------------------------------
+# -- peers: whoever else steps a flat tensor ---------------------------------------------------------------------------
 
 
 class Peer(NamedTuple):
@@ -146,7 +147,7 @@ def peers(bench: Bench) -> None:
         bench.findings.points.append(Point(name, size, ns, name in CONFIGURATIONS))
 
 
-# -- small: a thousand small tensors -------------------------------------------------------------------------------------
+# -- small: a thousand small tensors -----------------------------------------------------------------------------------
 
 _SMALL: Shapes = [(64,)] * 1000
 _SMALL_STEPS = 10  # in one timing, which would be short of a millisecond otherwise
@@ -171,7 +172,7 @@ def small(bench: Bench) -> None:
     bench.add("small", "1000 tensors of 64, fp32: torch fused / ours", value, Bar(2.5, 4.0), beside)
 
 
-# -- neighbour: the longest of many steps while another process keeps one core busy --------------------------------------
+# -- neighbour: the longest of many steps while another process keeps one core busy ------------------------------------
 
 _NEIGHBOUR_STEPS = 50
 
@@ -193,7 +194,7 @@ def neighbour(bench: Bench) -> None:
         bench.add("neighbour", f"{who}: longest of {_NEIGHBOUR_STEPS} steps / median", worst, bar, beside)
 
 
-# -- memory --------------------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 _MEMORY_BARS = {"a": Bar(12.1, 12.0, True), "b": Bar(10.1, 10.0, True), "c": Bar(8.1, 8.02, True)}
 

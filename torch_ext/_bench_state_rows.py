@@ -10,7 +10,7 @@ from torch_ext._bench_figures import Bar
 from torch_ext._bench_measure import Spread
 from torch_ext._bench_row import Bench
 
-# -- offload: weights and states to the host and back, against a plain copy of as many bytes --------------------------------
+# -- offload: weights and states to the host and back, against a plain copy of as many bytes ---------------------------
 
 
 def offload(bench: Bench) -> None:
@@ -36,7 +36,7 @@ def offload(bench: Bench) -> None:
         del trip, contenders
 
 
-# -- external: noticing what others write to weights beside masters --------------------------------------------------------
+# -- external: noticing what others write to weights beside masters ----------------------------------------------------
 
 _NOTICING = {"a": Bar(1.04, 1.01, True), "b": Bar(1.06, 1.02, True), "c": Bar(1.06, 1.02, True)}
 
@@ -57,7 +57,8 @@ def external(bench: Bench) -> None:
         bench.add("external", f"{name}: one read / resync_masters()", value, Bar(0.8, 0.95))
 
 
-# -- checkpoint: the most that is resident while an optimizer's state is saved and loaded, over the state itself ---------
+# -- checkpoint: the most that is resident while an optimizer's state is saved and loaded, over the state itself
+# ---------
 
 
 def checkpoint(bench: Bench) -> None:

@@ -137,11 +137,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clips gradients to a total norm; returns the true norm of all of them before, a one-element fp32 tensor.
 
-    Given an optimizer of ours, or a framework's wrapper of one, it only reads: the next step multiplies by the coefficient, max_norm / (norm + 1e-6)
-    where that is below 1, and skips itself where the norm is not finite. The coefficient is forgotten at zero_grad.
-    Given parameters (or one tensor), gradients are multiplied in place, as torch.nn.utils.clip_grad_norm_ does; a norm
-    that is not finite turns all of them into NaN, so that no step can go unnoticed. Where gradients are sharded, both
-    are collective.
+    Given an optimizer of ours, or a framework's wrapper of one, it only reads: the next step multiplies by the
+    coefficient, max_norm / (norm + 1e-6) where that is below 1, and skips itself where the norm is not finite. The
+    coefficient is forgotten at zero_grad. Given parameters (or one tensor), gradients are multiplied in place, as
+    torch.nn.utils.clip_grad_norm_ does; a norm that is not finite turns all of them into NaN, so that no step can go
+    unnoticed. Where gradients are sharded, both are collective.
 
     max_norm: > 0; math.inf only measures. norm_type: 2. error_if_nonfinite: RuntimeError instead, gradients untouched.
     foreach: accepted and without effect: it always is one operator.

@@ -25,8 +25,8 @@ def beside(group: dist.ProcessGroup, device: torch.device) -> Exchange:
     if group not in _groups:
         if not dist.is_gloo_available():
             raise RuntimeError(
-                "the process group moves device memory only, and this torch has no gloo for what ranks tell each other: "
-                "use a torch that has it"
+                "the process group moves device memory only, and this torch has no gloo for what ranks tell each "
+                "other: use a torch that has it"
             )
         ranks = dist.get_process_group_ranks(group)
         timeout = datetime.timedelta(seconds=timeout_of(group, device))

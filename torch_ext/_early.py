@@ -31,8 +31,8 @@ class Early:
         self._stepped.clear()
 
     def begin(self, owner: "Owner", plan: Plan, hyper: Hyper, counts: Tensor, external: int) -> Callable[[int], None]:
-        """What steps a bucket of the owner whose sum is there. Any thread. A bucket of which a part is stepped on the host
-        is left to step(). counts, external: see `run`."""
+        """What steps a bucket of the owner whose sum is there. Any thread. A bucket of which a part is stepped on the
+        host is left to step(). counts, external: see `run`."""
         shared = () if plan.host is None else plan.host.gathers
         chunks = {
             c.gather[1]: c

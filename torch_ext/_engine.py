@@ -62,7 +62,8 @@ class Engine(_registry.Owner):
         may_replan: Callable[[], bool],
     ) -> None:
         """number: of `agree`. coalesce: whether neighbouring buckets may travel together. replan: the plan for another
-        order of the parameters. may_replan: whether on this rank nothing depends on which part of a parameter it has."""
+        order of the parameters. may_replan: whether on this rank nothing depends on which part of a parameter it has.
+        """
         self.store, self.exchange = store, store.exchange
         self.params = list(store.params)
         self.names = [p.name for p in store.plan.parameters]
@@ -150,7 +151,8 @@ class Engine(_registry.Owner):
                 )
 
     def _is_poisoned(self, i: int) -> bool:
-        """The same on every rank: a mean that all of them have can be looked at, the parts of one that is sharded not."""
+        """The same on every rank: a mean that all of them have can be looked at, the parts of one that is sharded
+        not."""
         grad = self.store.grad(i)
         return grad is not None and (self.store.sharded or first_nonfinite([grad]) != ALL_FINITE)
 
@@ -296,7 +298,8 @@ class Engine(_registry.Owner):
         self._tasks[task] = weakref.ref(end)
 
     def settle(self) -> None:
-        """If the last backward raised: what it sent is waited for, as the other ranks sent it too, and worth nothing."""
+        """If the last backward raised: what it sent is waited for, as the other ranks sent it too, and worth
+        nothing."""
         ended = not self._tasks and not self._began
         if ended or (self._tasks and all(end() is not None for end in self._tasks.values())):
             return

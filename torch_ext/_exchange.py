@@ -36,8 +36,8 @@ class Part(NamedTuple):
 WHOLE = Part(0, 1)
 
 Install: TypeAlias = Callable[[Sequence[Wire], Part], None]
-"""Adds up the chunks that came, by rank, and puts the sum where it belongs: into this part of the result, where there is
-one. Any thread."""
+"""Adds up the chunks that came, by rank, and puts the sum where it belongs: into this part of the result, where there
+is one. Any thread."""
 
 Opening: TypeAlias = Callable[[], tuple[Wire, Wire | None]]
 """Makes the wire that leaves, and where sums are gathered (see `reduce`), when the bucket's turn comes. Any thread."""
@@ -123,8 +123,8 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
-        """Starts the exchange of a few bytes (uint8, host memory, one size everywhere); the result waits and gives every
-        rank's."""
+        """Starts the exchange of a few bytes (uint8, host memory, one size everywhere); the result waits and gives
+        every rank's."""
 
     def _count(self, wire: Wire | None) -> None:
         """A half of an exchange: every other rank is sent a part. One thread at a time."""

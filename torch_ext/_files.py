@@ -17,9 +17,9 @@ _ZIP = b"PK\x03\x04"  # how torch.save's files begin
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
     """torch.save, and `path` is at every moment either the file that was there before or all of the new one.
 
-    Written beside it (`.NAME.*.unfinished`), brought to the disk, and renamed. What a process that was killed left there
-    the next save of the same path removes. One process saves to a path: under strategies optim and optim_grads, rank 0
-    what consolidate_state_dict(to=0) returned.
+    Written beside it (`.NAME.*.unfinished`), brought to the disk, and renamed. What a process that was killed left
+    there the next save of the same path removes. One process saves to a path: under strategies optim and optim_grads,
+    rank 0 what consolidate_state_dict(to=0) returned.
     """
     path = os.path.abspath(os.fspath(path))
     folder, name = os.path.split(path)

@@ -1,5 +1,5 @@
-"""What other people's code does to models that were parallelized: clipping by torch's functions, torch's loss scale, and
-wrapping in DDP.
+"""What other people's code does to models that were parallelized: clipping by torch's functions, torch's loss scale,
+and wrapping in DDP.
 
 Where a strategy shards gradients `.grad` is None, or this rank's own. A norm taken of it would be another one on each
 rank, or zero, and nothing would be clipped without a word. Frameworks call torch's functions and have no place to ask
@@ -54,8 +54,8 @@ _OURS: dict[str, Function] = {
 
 
 def find_shards() -> None:
-    """From here on torch.nn.utils.clip_grad_norm_ and clip_grad_value_ find sharded gradients, and torch's own loss scale
-    refuses them. Again and again is as good as once."""
+    """From here on torch.nn.utils.clip_grad_norm_ and clip_grad_value_ find sharded gradients, and torch's own loss
+    scale refuses them. Again and again is as good as once."""
     for name, ours in _OURS.items():
         _route([torch.nn.utils, torch.nn.utils.clip_grad], name, ours)
     for name in ("unscale_", "step"):
@@ -65,8 +65,8 @@ def find_shards() -> None:
 
 
 def settle_before_zeroing() -> None:
-    """From here on zero_grad(set_to_none=False) of optimizers and modules waits for sums that a backward which raised left
-    on their way: they would be written to what is zero then. Again and again is as good as once."""
+    """From here on zero_grad(set_to_none=False) of optimizers and modules waits for sums that a backward which raised
+    left on their way: they would be written to what is zero then. Again and again is as good as once."""
     for owner, params_of in ((torch.optim.Optimizer, _of_optimizer), (torch.nn.Module, torch.nn.Module.parameters)):
         if not hasattr(owner.zero_grad, _ROUTED):
             owner.zero_grad = _settling(owner.zero_grad, params_of)  # type: ignore[method-assign]

@@ -148,8 +148,8 @@ def _check_sharded(model: nn.Module, group: dist.ProcessGroup) -> None:
             continue
         if getattr(param, "_post_accumulate_grad_hooks", None) and _registry.owner_of(param) is None:
             raise ValueError(
-                f"parameter {name!r} has hooks of register_post_accumulate_grad_hook, which FSDP2 would call before the "
-                "sum has come: remove them, or work on the gradients after backward"
+                f"parameter {name!r} has hooks of register_post_accumulate_grad_hook, which FSDP2 would call before "
+                "the sum has come: remove them, or work on the gradients after backward"
             )
         members = set(param.device_mesh.mesh.flatten().tolist())
         if not members <= ranks:

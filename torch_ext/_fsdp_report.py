@@ -1,4 +1,5 @@
-"""What ranks tell each other at the end of a backward under FSDP2: an error is one on every rank, with the same words."""
+"""What ranks tell each other at the end of a backward under FSDP2: an error is one on every rank, with the same
+words."""
 
 from collections.abc import Sequence
 
@@ -65,7 +66,7 @@ class Reports:
         absent = sorted({i for states in self._came for i in states.eq(ABSENT).nonzero().flatten().tolist()})
         if absent:
             raise RuntimeError(
-                f"no gradient came for {names_of(self._names, absent)}. The loss does not depend on the parameter, or it was replaced "
-                "after parallelize. If parameters may be unused, call parallelize(..., find_unused_parameters=True). "
-                "Call zero_grad() before going on."
+                f"no gradient came for {names_of(self._names, absent)}. The loss does not depend on the parameter, or "
+                "it was replaced after parallelize. If parameters may be unused, call parallelize(..., "
+                "find_unused_parameters=True). Call zero_grad() before going on."
             )

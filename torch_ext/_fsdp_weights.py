@@ -41,8 +41,8 @@ class Weights:
         exchanges: Exchanges,
         prefetch: bool,
     ) -> None:
-        """params: the shards. units: the modules of each. prefetch: from the second forward on, each unit's weights travel while the one
-        before runs."""
+        """params: the shards. units: the modules of each. prefetch: from the second forward on, each unit's weights
+        travel while the one before runs."""
         self._params, self._exchanges = params, exchanges
         self._modules = [weakref.ref(unit[0]) for unit in units]
         self._gathering: set[int] = set()  # units whose weights FSDP2 has not asked for yet

@@ -157,7 +157,8 @@ def _is_away(value: Any) -> bool:
 
 
 def _is_handed_over(lr: Any, device: torch.device) -> bool:
-    """Whether the operator gets the tensor: one on the CPU is read, which waits for nothing, where parameters are not."""
+    """Whether the operator gets the tensor: one on the CPU is read, which waits for nothing, where parameters are
+    not."""
     return isinstance(lr, Tensor) and (device.type == "cpu" or _is_away(lr))
 
 

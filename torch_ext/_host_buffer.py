@@ -12,7 +12,8 @@ from torch import Tensor
 from torch_ext import _copies
 
 SLAB = 1 << 28
-"""Bytes of a slab at most. Pinned memory comes in powers of two, so one buffer of all bytes could take twice as many."""
+"""Bytes of a slab at most. Pinned memory comes in powers of two, so one buffer of all bytes could take twice as many.
+"""
 _LEAST = 1 << 12
 
 

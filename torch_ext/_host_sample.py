@@ -1,8 +1,8 @@
 """Whether somebody else wrote to weights whose fp32 masters lie on the host.
 
-Weights do not come down for a step then: of each a sample is looked at, the one that its witness is of (TX_SAMPLED). The
-operator does that where the device's memory is the host's. Elsewhere the sample is brought down and compared with what
-the masters round to.
+Weights do not come down for a step then: of each a sample is looked at, the one that its witness is of (TX_SAMPLED).
+The operator does that where the device's memory is the host's. Elsewhere the sample is brought down and compared with
+what the masters round to.
 """
 
 import abc
@@ -91,7 +91,8 @@ class Brought(Sample):
 
 
 def _sampled(t: Tensor, weight: Tensor) -> list[Tensor]:
-    """Views of what is compared of a weight, or of its master, which has the same memory order if the weight is dense."""
+    """Views of what is compared of a weight, or of its master, which has the same memory order if the weight is
+    dense."""
     if weight.numel() == 0:
         return []
     if weight.numel() <= _header.SAMPLED or not _tensors.is_dense(weight):

@@ -108,8 +108,8 @@ def function(name: str, *argtypes: Any, restype: Any = Status, brief: bool = Fal
 def other_build(name: str) -> ImportError:
     """What to raise where this package calls something that the library lacks."""
     return ImportError(
-        f"{library_path()} has no {name}: it was built from other sources than the package in {_PACKAGE}. Build it again "
-        "with `bazel build //:torch_ext`, or install the wheel anew."
+        f"{library_path()} has no {name}: it was built from other sources than the package in {_PACKAGE}. Build it "
+        "again with `bazel build //:torch_ext`, or install the wheel anew."
     )
 
 

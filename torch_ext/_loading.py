@@ -134,8 +134,8 @@ def _refuse_other_names(saved: list[dict[str, Any]], own: list[dict[str, Any]]) 
         raise ValueError(f"loaded state dict is of another architecture: {'; '.join(what)}")
     for ours_of, theirs_of in ((a, b) for a, b in zip(ours, theirs, strict=True) if a != b):
         raise ValueError(
-            f"loaded state dict has its parameters in another order: {theirs_of!r} where the optimizer has {ours_of!r}; "
-            "groups with the same parameters in the same order are legal"
+            f"loaded state dict has its parameters in another order: {theirs_of!r} where the optimizer has "
+            f"{ours_of!r}; groups with the same parameters in the same order are legal"
         )
 
 

@@ -93,8 +93,8 @@ class Locals:
             sets = " and ".join(str(sorted(ranks)) for ranks in sorted(self._ranks, key=sorted))
             raise RuntimeError(
                 f"this optimizer has parameters whose gradients are reduced over ranks {sets}: their norm, and whether "
-                "it is finite, would be another one on other ranks. Make an optimizer for the parameters of each process "
-                "group and clip them one by one"
+                "it is finite, would be another one on other ranks. Make an optimizer for the parameters of each "
+                "process group and clip them one by one"
             )
 
     def _local_tensor(self, i: int) -> Tensor:

@@ -261,9 +261,9 @@ def _notes(asked: _Asked, plans: Sequence[MemoryPlan], slots: bool) -> Iterator[
     if moving:
         sizes = ", ".join(f"{strategy} {_size(nbytes)}" for strategy, nbytes in moving.items())
         yield (
-            "peak: or the moment in which weights move (parallelize), or buckets are laid out in the order that the first "
-            f"backward showed. It has no states yet, but takes beside parameters and gradients: {sizes}. Where no_shard's "
-            "states were loaded before the first backward, it comes on top of the total."
+            "peak: or the moment in which weights move (parallelize), or buckets are laid out in the order that the "
+            f"first backward showed. It has no states yet, but takes beside parameters and gradients: {sizes}. Where "
+            "no_shard's states were loaded before the first backward, it comes on top of the total."
         )
     if asked.refusal is not None:
         yield f"{_FULL} is not for this model: {asked.refusal}"

@@ -60,8 +60,8 @@ class Watchdog:
             return False  # the next call repeats it
         if self._under_way and now > self._under_way[0].begin + self._timeout:
             self._comm.abort(
-                f"{self._under_way[0].what} was not done after {self._timeout:g} s, the process group's timeout: a rank "
-                "was lost, or is that far behind"
+                f"{self._under_way[0].what} was not done after {self._timeout:g} s, the process group's timeout: a "
+                "rank was lost, or is that far behind"
             )
             return False
         return True
@@ -78,7 +78,8 @@ class NcclTransport:
     """See the module's first lines; one for each process group, so that one order counts for all its exchanges."""
 
     def __init__(self, control: Exchange, device: torch.device, streams: Streams, timeout: float) -> None:
-        """control: between the same ranks' hosts. timeout: seconds after which a rank that does not come is an error."""
+        """control: between the same ranks' hosts. timeout: seconds after which a rank that does not come is an
+        error."""
         self._control, self._device, self._streams, self._timeout = control, device, streams, timeout
         self._stream = streams.new()
         self._before = streams.event()

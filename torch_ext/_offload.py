@@ -150,8 +150,8 @@ class _Trip:
             for t in _storages.unwrapped(weight):
                 if _storages.is_released(t) and id(t.untyped_storage()) not in known:
                     raise RuntimeError(
-                        f"{self.doing}: the memory of {name} went with another model, of which it is a part too: pass both "
-                        "models in one call, as a list"
+                        f"{self.doing}: the memory of {name} went with another model, of which it is a part too: pass "
+                        "both models in one call, as a list"
                     )
 
 
@@ -167,7 +167,8 @@ def offload(
 
     model: a module, parallelized or not, or several (the chunks of a pipeline, models with tied weights); what
         torch.compile returned, if that is called. Its weights are parameters, frozen ones too, and buffers.
-    optimizer: ours or any of torch's form, in a framework's wrapper or not; None, or one that has no state yet, is fine.
+    optimizer: ours or any of torch's form, in a framework's wrapper or not; None, or one that has no state yet, is
+    fine.
     params: weights are copied to host memory.
     grads: gradients are dropped: `.grad` is None until onload, and what was there comes back as the same tensors, zero.
         Buffers and shards of a parallelized model go, too; those of DistributedDataParallel are its own and stay.
@@ -187,8 +188,8 @@ def offload(
 
     Raises RuntimeError, and has changed nothing, for a backward, a forward or an exchange under way; for gradients that
     were stepped in backward and no step() since; within master_weights(); for memory that is not torch's alone
-    (`.numpy()`, share_memory_(), a mapped file, a state_dict of a model with flat buffers that is held still), and where
-    there is not enough host memory.
+    (`.numpy()`, share_memory_(), a mapped file, a state_dict of a model with flat buffers that is held still), and
+    where there is not enough host memory.
     """
     trip = _Trip("offload", model, optimizer, weights=params)
     accounts, of_optimizer = trip.accounts(), trip.account_of_optimizer()

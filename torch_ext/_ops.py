@@ -77,8 +77,8 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def look(name: str, *arguments: Any) -> None:
-    """As `call`, for an operator that is asked to count and to change nothing else: no version counter goes up, by which
-    somebody would take it for a write."""
+    """As `call`, for an operator that is asked to count and to change nothing else: no version counter goes up, by
+    which somebody would take it for a write."""
     _operator(name).overload(*arguments)
 
 

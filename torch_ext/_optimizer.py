@@ -99,9 +99,9 @@ class Adam(Stepping):
     def resync_masters(self, state_dict: Mapping[str, Any] | None = None, force: bool = False) -> int:
         """Compares every master with its weight and makes it the weight where it no longer rounds to it.
 
-        For weights that were written where nobody can notice (see on_external_write). 16-bit remainders are legal beside
-        any weight: they are dropped in blocks of 1024 weights of which one was written. force: every master becomes
-        exactly its weight, remainders included.
+        For weights that were written where nobody can notice (see on_external_write). 16-bit remainders are legal
+        beside any weight: they are dropped in blocks of 1024 weights of which one was written. force: every master
+        becomes exactly its weight, remainders included.
 
         state_dict: a model's in higher precision, from which the weights that are there now were rounded (load it into
         the model first). Masters are taken from it, by parameter name: what rounding to the weight lost is kept.

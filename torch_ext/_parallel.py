@@ -162,8 +162,9 @@ def parallelize(
     gradient_divide_factor: sums are divided by it in fp32; None: the number of ranks; 1: a sum.
     transport: who moves buckets between GPUs. "torch": the process group, whose watchdog and flight recorder keep
         working. "nccl": a communicator of this library's own between the same ranks (NCCL 2.19 or newer: torch's, else
-        the file that TORCH_EXT_NCCL names, else the Python package's, else the system's), with one group call per bucket, symmetric windows where NCCL has them, and records by which ranks that parted are told
-        the bucket's name instead of waiting for each other.
+        the file that TORCH_EXT_NCCL names, else the Python package's, else the system's), with one group call per
+        bucket, symmetric windows where NCCL has them, and records by which ranks that parted are told the bucket's name
+        instead of waiting for each other.
 
     Where gradients are sharded, torch.nn.utils.clip_grad_norm_ and clip_grad_value_, which frameworks call, are sent to
     `clip_grad_norm_` and to the shards; what cannot be right there is refused by name: torch.amp.GradScaler, norms

@@ -2,8 +2,9 @@
 
 A step of a thousand small tensors is mostly Python, and torch's handing over of tensors, unless there is next to
 nothing to do per tensor: lists are built once, a step only compares identities, and states go as the few memories that
-they lie in. Those are looked at only where somebody else can have changed them (`_kept`). Gradients are new tensors in every step and go to the operator unseen; it validates
-everything before it writes, so only where it refuses them are they looked at one by one.
+they lie in. Those are looked at only where somebody else can have changed them (`_kept`). Gradients are new tensors in
+every step and go to the operator unseen; it validates everything before it writes, so only where it refuses them are
+they looked at one by one.
 """
 
 import operator

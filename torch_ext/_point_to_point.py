@@ -7,9 +7,10 @@ of our part r, so the bytes that its sum overwrites in our bucket have left.
 gloo writes what the socket takes while a message is posted, on the thread that posts it, and other threads of a busy
 machine may hold that up: so a lane posts, not the thread that runs backward.
 
-gloo moves the rest on threads of its own, but tells nobody when: somebody has to wait. A second lane waits for a bucket's
-parts, adds them and sends the sum. For the others' sums whoever wants them waits, or a third lane where something is
-to be done with them: were it the second, a rank waiting for the last sums of one bucket could not add up the next.
+gloo moves the rest on threads of its own, but tells nobody when: somebody has to wait. A second lane waits for a
+bucket's parts, adds them and sends the sum. For the others' sums whoever wants them waits, or a third lane where
+something is to be done with them: were it the second, a rank waiting for the last sums of one bucket could not add up
+the next.
 
 Two ranks that both want the sum send each other whole buckets where that is no more bytes: each adds up all of it, and
 one trip takes the place of two. The bits are the same, as a sum is a function of the wires and of the order of ranks.

@@ -8,8 +8,8 @@ from torch_ext._nonfinite import ALL_FINITE
 ABSENT, CAME, FROZEN = range(3)
 
 FOREIGN_SCALER = (
-    "torch.amp.GradScaler looks for overflow in `.grad`, but under a sharded strategy each rank steps other gradients, so "
-    "that ranks would skip different steps: use policy.grad_scaler(), which agrees with the other ranks"
+    "torch.amp.GradScaler looks for overflow in `.grad`, but under a sharded strategy each rank steps other gradients, "
+    "so that ranks would skip different steps: use policy.grad_scaler(), which agrees with the other ranks"
 )
 
 _SHOWN = 8

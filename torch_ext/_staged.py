@@ -58,8 +58,8 @@ def _torch_parallel() -> Callable[..., None]:
 
 @functools.cache
 def adamw_staged() -> Callable[[int, int, int, int], int]:
-    """tx_adamw_staged: takes the addresses of AdamWArguments, of a Staging, of Threads and of a _library.Error, and runs
-    without the interpreter's lock. Returns the status, for _library.check."""
+    """tx_adamw_staged: takes the addresses of AdamWArguments, of a Staging, of Threads and of a _library.Error, and
+    runs without the interpreter's lock. Returns the status, for _library.check."""
     return _library.function("tx_adamw_staged", *[_Pointer] * 4, restype=_Int32)
 
 

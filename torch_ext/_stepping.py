@@ -128,8 +128,8 @@ class Stepping(Measured):
             self._warned = True
             warnings.warn(
                 f"torch_ext: step() found no gradient for any of {len(self._everyone())} parameters, so nothing was "
-                "stepped. If the model's parameters were replaced after this optimizer was made (load_state_dict(assign="
-                "True), to_empty(), a copy of the model), make it from the new ones",
+                "stepped. If the model's parameters were replaced after this optimizer was made "
+                "(load_state_dict(assign=True), to_empty(), a copy of the model), make it from the new ones",
                 stacklevel=4,
             )
 
@@ -300,9 +300,9 @@ class Stepping(Measured):
         return int(self._counts[0, 0])
 
     def external_writes(self) -> int:
-        """Elements of this rank whose masters became their weights because somebody else had written to these, since the
-        optimizer was made; in whole blocks of 1024 beside remainders. What `resync_masters` did is not in it. Waits for
-        the device."""
+        """Elements of this rank whose masters became their weights because somebody else had written to these, since
+        the optimizer was made; in whole blocks of 1024 beside remainders. What `resync_masters` did is not in it. Waits
+        for the device."""
         return int(self._counts[:, 1].sum())
 
 

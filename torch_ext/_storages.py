@@ -17,7 +17,8 @@ class Memory(NamedTuple):
 
 
 def unwrapped(t: Tensor) -> Iterator[Tensor]:
-    """The tensors with storages of their own that a tensor consists of: a DTensor's local tensor; itself of a plain one."""
+    """The tensors with storages of their own that a tensor consists of: a DTensor's local tensor; itself of a plain
+    one."""
     if hasattr(type(t), "__tensor_flatten__"):
         attributes, _ = t.__tensor_flatten__()  # type: ignore[attr-defined]
         for part in (getattr(t, attribute) for attribute in attributes):

@@ -2,9 +2,9 @@
 
 | | no_shard, optim | optim_grads |
 |---|---|---|
-| a gradient came | `.grad` is a view of a flat, unsharded buffer in main_grads_dtype | kept until its bucket is complete |
+| a gradient came | `.grad` is a view of a flat unsharded buffer in main_grads_dtype | kept until its bucket is full |
 | a bucket leaves | from the buffer, through a bucket of the wire's dtype where that differs | from such a bucket |
-| its sum goes | to every rank, rounded once (no_shard); into this rank's part of the buffer (optim) | added to the shard |
+| its sum goes | to every rank, rounded once (no_shard); into this rank's part of the buffer (optim) | added to it |
 
 In all three the sum is fp32, in rank order; what the optimizer reads is in main_grads_dtype.
 """
@@ -95,7 +95,8 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def absent(self, i: int, reduced: bool) -> None:
-        """In a backward that reduces, nothing came for parameter i. reduced: what it has is a sum over ranks already."""
+        """In a backward that reduces, nothing came for parameter i. reduced: what it has is a sum over ranks
+        already."""
 
     @abc.abstractmethod
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
@@ -106,7 +107,8 @@ class Store(abc.ABC):
         self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
     ) -> Handle:
         """Starts the exchange of complete buckets that travel as one: neighbours in one buffer, and a single one where
-        the store does not `join`. after: called when this rank's part holds the sum (sharded strategies); any thread."""
+        the store does not `join`. after: called when this rank's part holds the sum (sharded strategies); any thread.
+        """
 
     # -- between backwards
 

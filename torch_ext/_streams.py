@@ -7,7 +7,8 @@ its own is trivial. `Ordering` and `Slots` are the rules, which are the same for
 - Its sum is taken on another stream, so that the next bucket leaves meanwhile; whoever wants it makes the streams that
   wrote wait for it (`join`), not the host.
 - Memory that travels is borrowed from a slot and belongs to nobody else until the event of its last reader. Memory that
-  was allocated elsewhere is kept until `join`: the allocator hands it out again in the order of the stream it came from.
+  was allocated elsewhere is kept until `join`: the allocator hands it out again in the order of the stream it came
+  from.
 """
 
 import abc

@@ -1,4 +1,5 @@
-"""Buckets in other dtypes than the buffers': made just before a bucket travels, freed as soon as its sum is installed."""
+"""Buckets in other dtypes than the buffers': made just before a bucket travels, freed as soon as its sum is
+installed."""
 
 import torch
 

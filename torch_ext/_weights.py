@@ -67,8 +67,8 @@ class ParameterBuffers:
         """RuntimeError where somebody still has tensors of `alone`, under which the memory must not go away."""
         if not all(one.expired() for one in self._lent):
             raise RuntimeError(
-                f"{doing} while a state_dict() of the model, or a tensor of it, is held somewhere: it is the weights' own "
-                "memory. Let go of it (del), or keep copies (clone)"
+                f"{doing} while a state_dict() of the model, or a tensor of it, is held somewhere: it is the weights' "
+                "own memory. Let go of it (del), or keep copies (clone)"
             )
 
     def release(self) -> None:

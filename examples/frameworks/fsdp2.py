@@ -1,7 +1,7 @@
 """A loop in torchtitan's style: FSDP2 around each block, mixed precision, DCP. One line makes the optimizer.
 
-The shards are fp32 and the blocks compute in bf16, so the shards are the masters; moments are bf16, dithered. States are
-DTensors like the parameters: torch's clip_grad_norm_ and torch.distributed.checkpoint work on them as they are, and
+The shards are fp32 and the blocks compute in bf16, so the shards are the masters; moments are bf16, dithered. States
+are DTensors like the parameters: torch's clip_grad_norm_ and torch.distributed.checkpoint work on them as they are, and
 what was saved may be loaded on another number of ranks.
 
     python examples/frameworks/fsdp2.py

@@ -131,8 +131,8 @@ def main() -> None:
     config, fp32 = job.config, [losses[0, seed] for seed in CONFIGURATIONS[0].seeds]
     parameters = sum(p.numel() for p in GPT(config).parameters())
     print(
-        f"\nByte-level GPT, {parameters:,} parameters, {job.steps} steps of {job.batch} x {config.context} bytes of the "
-        f"standard library (text {text.fingerprint()}), beta2 = 0.999; mean over {job.held_out * config.context:,} "
+        f"\nByte-level GPT, {parameters:,} parameters, {job.steps} steps of {job.batch} x {config.context} bytes of "
+        f"the standard library (text {text.fingerprint()}), beta2 = 0.999; mean over {job.held_out * config.context:,} "
         f"held-out bytes. {time.perf_counter() - started:.0f} s.\n{table(losses)}\n"
         f"{len(fp32)} seeds of fp32 are up to {max(fp32) - min(fp32):.4f} apart."
     )

@@ -3,8 +3,8 @@
 Nothing in it knows of torch_ext, and the three recipes of train.py share it: `GPT(config).to(torch.bfloat16)` is the
 bf16 model. Weights, activations and gradients then have 16 bits everywhere; a matrix product multiplies bf16 numbers,
 sums in fp32 and rounds the result once, which is what a bf16 matrix unit does. Many CPUs have no such unit, and torch's
-substitute is several times slower there than fp32. So the products below are asked for in fp32, on the same bf16 numbers:
-`x.float()` is exact, the product of two bf16 numbers is exact in fp32, and only the order of the sum differs.
+substitute is several times slower there than fp32. So the products below are asked for in fp32, on the same bf16
+numbers: `x.float()` is exact, the product of two bf16 numbers is exact in fp32, and only the order of the sum differs.
 """
 
 from __future__ import annotations

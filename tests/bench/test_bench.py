@@ -1,4 +1,5 @@
-"""python -m torch_ext bench, in small: every row is there, the figures are what the times say, and peers do the work."""
+"""python -m torch_ext bench, in small: every row is there, the figures are what the times say, and peers do the
+work."""
 
 import contextlib
 import io
@@ -128,7 +129,7 @@ def test_picture(ran: Ran) -> None:
     assert str(ran.picture) in ran.text
 
 
-# -- the parts -----------------------------------------------------------------------------------------------------------
+# -- the parts ---------------------------------------------------------------------------------------------------------
 
 VERDICTS = [
     (Bar(0.85, 0.95), 0.95, "goal"),
@@ -305,7 +306,7 @@ def test_the_neighbour_leaves_when_we_are_killed() -> None:
     assert gone(int(run.stdout))
 
 
-# -- options -------------------------------------------------------------------------------------------------------------
+# -- options -----------------------------------------------------------------------------------------------------------
 
 REFUSED = [
     ["--rows", "walls"],

@@ -1,8 +1,9 @@
 """A device that is pretended: who of its streams reads and writes which memory when, and whether an event orders them.
 
-Every operator runs at once, on the CPU, and is noted as given to the stream that is current. Streams have vector clocks:
-of two accesses to one byte, one of them a write, the earlier must be known to the stream of the later one. Memory goes
-back to the stream that was current when it was made: when that makes other memory, it must know of every access.
+Every operator runs at once, on the CPU, and is noted as given to the stream that is current. Streams have vector
+clocks: of two accesses to one byte, one of them a write, the earlier must be known to the stream of the later one.
+Memory goes back to the stream that was current when it was made: when that makes other memory, it must know of every
+access.
 
 The collectives of a group run on a stream of the group's own, as NCCL's do: they follow the stream that is current when
 they are started, and who waits for one makes the current stream follow it.

@@ -1,4 +1,5 @@
-"""Runs that are killed while they save, again and again: the last whole checkpoint loads, and nothing was lost of it."""
+"""Runs that are killed while they save, again and again: the last whole checkpoint loads, and nothing was lost of
+it."""
 
 import itertools
 import os
@@ -69,7 +70,8 @@ def load_folder(model: Any, optimizer: Any, path: pathlib.Path) -> None:
     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
 
 
-# way -> what is saved, save, load, the file that says that there is a checkpoint, what a save that was cut short leaves behind
+# way -> what is saved, save, load, the file that says that there is a checkpoint, what a save that was cut short leaves
+# behind
 WAYS: dict[str, Any] = {
     "a file": (whole_of, save_file, load_file, "checkpoint.pt", ".checkpoint.pt.*.unfinished"),
     "a folder of DCP": (parts_of, save_folder, load_folder, ".metadata", "__*.distcp"),

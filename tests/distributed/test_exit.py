@@ -1,4 +1,5 @@
-"""A process that ends by an exception, with buckets on their way, ends as Python says: by its traceback and status 1."""
+"""A process that ends by an exception, with buckets on their way, ends as Python says: by its traceback and status
+1."""
 
 import os
 import pathlib

@@ -1,4 +1,5 @@
-"""A loop in torchtitan's style on gloo ranks: FSDP2 per block, mixed precision, torch's clip, DCP; and compiled blocks."""
+"""A loop in torchtitan's style on gloo ranks: FSDP2 per block, mixed precision, torch's clip, DCP; and compiled
+blocks."""
 
 import functools
 from typing import Any

@@ -1,4 +1,5 @@
-"""What user code does wrong is an error that names it, or the right result; training goes on afterwards, on all ranks."""
+"""What user code does wrong is an error that names it, or the right result; training goes on afterwards, on all
+ranks."""
 
 import random
 import time

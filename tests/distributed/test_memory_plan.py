@@ -240,7 +240,8 @@ def test_plan_says_what_moving_takes(capsys: pytest.CaptureFixture[str]) -> None
 def test_plan_counts_slots(capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--params", "64e6", "--world-size", "4", "--strategy", "optim", "--override", "bucket_size=250000"]
     of_buckets, of_slots = plan(capsys, *size), plan(capsys, *size, "--slots")
-    # MiB; 256 buckets of 250000 elements and some padding: four at a time, of which 3/4 are received, or two slots; a gradient.
+    # MiB; 256 buckets of 250000 elements and some padding: four at a time, of which 3/4 are received, or two slots; a
+    # gradient.
     assert rows(of_buckets)["optim"][6] == pytest.approx((4 * 3 / 4 + 1) * 5e5 / 2**20, abs=0.01)
     assert rows(of_slots)["optim"][6] == pytest.approx((2 * 2**19 + 5e5) / 2**20, abs=0.01)
     assert "two slots of each size that buckets have" in of_slots and "two slots" not in of_buckets

@@ -1,4 +1,5 @@
-"""The loss scale over ranks (semantics.md, G3): found_inf is agreed on under every strategy, and who agrees is chosen."""
+"""The loss scale over ranks (semantics.md, G3): found_inf is agreed on under every strategy, and who agrees is
+chosen."""
 
 import copy
 from typing import Any

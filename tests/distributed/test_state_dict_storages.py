@@ -1,4 +1,5 @@
-"""What others do with a state_dict of a parallelized model or its optimizer: each tensor is the weight, and is alone."""
+"""What others do with a state_dict of a parallelized model or its optimizer: each tensor is the weight, and is
+alone."""
 
 import io
 from typing import Any
@@ -70,7 +71,8 @@ def test_B4_weights_are_not_offloaded_under_a_state_dict() -> None:
 
 
 def _handed_out(rank: int, world: int) -> None:
-    """ZeroRedundancyOptimizer's order of calls, which Lightning knows: consolidate everywhere, state_dict on one rank."""
+    """ZeroRedundancyOptimizer's order of calls, which Lightning knows: consolidate everywhere, state_dict on one
+    rank."""
     for strategy in SHARDED:
         model = torch_ext.parallelize(Given([(40, 10), (5,)], BF16), policy(BF16, bucket_size=1), strategy=strategy)
         optimizer = torch_ext.AdamW(model.named_parameters(), lr=0.1)

@@ -1,4 +1,5 @@
-"""Two ranks that both want a sum trade whole buckets (`_point_to_point`): when, and that nothing leaves that is written."""
+"""Two ranks that both want a sum trade whole buckets (`_point_to_point`): when, and that nothing leaves that is
+written."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""grad_comm_dtype="fp8": what travels, that it is what the parameter alone decides, and how far it is from the truth."""
+"""grad_comm_dtype="fp8": what travels, that it is what the parameter alone decides, and how far it is from the
+truth."""
 
 from typing import Any
 

@@ -33,7 +33,8 @@ def test_without_a_gpu_everything_is_skipped_and_counted() -> None:
     assert re.search(r"^CUDA library +", ran.stdout, flags=re.MULTILINE)
 
 
-# Python, but for pytest: one file's process crashes, the others have a test that passes, one that fails and one skipped.
+# Python, but for pytest: one file's process crashes, the others have a test that passes, one that fails and one
+# skipped.
 CRASHES = r"""#!/bin/bash
 case "$*" in
 *pytest*test_gpu_graphs.py*) kill -SEGV $$ ;;

@@ -1,6 +1,6 @@
 """A GPU for machines without one: torch tensors that say they are on cuda:N, in host memory, and a CUDA library that
-writes down how it was called and lets the CPU's functions do the work. What lies between, from torch's dispatcher to the
-library's functions, is the real thing.
+writes down how it was called and lets the CPU's functions do the work. What lies between, from torch's dispatcher to
+the library's functions, is the real thing.
 
 `pretend` changes the process for good (a libtorch_cuda.so, kernels for the CUDA key), so tests run it in one of their
 own.

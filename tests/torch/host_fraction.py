@@ -1,4 +1,5 @@
-"""What the tests of `offload_fraction` step: optimizers of which a part is on the host, and what there is to compare."""
+"""What the tests of `offload_fraction` step: optimizers of which a part is on the host, and what there is to
+compare."""
 
 from typing import Any
 

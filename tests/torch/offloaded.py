@@ -1,4 +1,5 @@
-"""What the tests of offload() and onload() send away: a model of awkward parts and its optimizer, trained for a step."""
+"""What the tests of offload() and onload() send away: a model of awkward parts and its optimizer, trained for a
+step."""
 
 from typing import Any
 

@@ -161,7 +161,8 @@ def test_a_count_on_the_cpu_beside_weights_on_a_gpu_is_named(found: dict[str, An
 
 def test_a_table_on_a_gpu_is_named(found: dict[str, Any]) -> None:
     assert found["table"] == (
-        "torch_ext::bucket_pack_: offsets is on cuda:0; it is a table, which is on the cpu wherever the other tensors are"
+        "torch_ext::bucket_pack_: offsets is on cuda:0; it is a table, which is on the cpu wherever the other tensors "
+        "are"
     )
 
 
@@ -267,5 +268,6 @@ print(json.dumps([missing, call()]))
         f"torch_ext::bucket_accumulate_: {VARIABLE} names /nowhere/libtorch_ext_cuda.so, which cannot be read"
     )
     assert without.startswith(
-        "torch_ext::bucket_accumulate_: this torch has no CUDA: no aoti_torch_get_current_cuda_stream in libtorch_cuda.so"
+        "torch_ext::bucket_accumulate_: this torch has no CUDA: no aoti_torch_get_current_cuda_stream in "
+        "libtorch_cuda.so"
     )

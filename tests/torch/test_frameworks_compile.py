@@ -1,4 +1,5 @@
-"""torch.compile'd models: the optimizer steps what eager models train, under the same names, and states go both ways."""
+"""torch.compile'd models: the optimizer steps what eager models train, under the same names, and states go both
+ways."""
 
 import copy
 import math
