@@ -383,9 +383,11 @@ TX_API int64_t tx_layout_intersect(int64_t start, int64_t numel, int64_t begin, 
 
 /* -- coalescing (which buckets travel together) ------------------------------------------------------------------ */
 
-/* What joined buckets may take on the wire, at most, in bytes; and the part of their buffer, as its divisor. */
+/* What joined buckets may take on the wire, at most, in bytes: a quarter of their buffer, but at least half of a small
+ * one, which is no more memory than that. */
 #define TX_COALESCE_BYTES (INT64_C(8) << 20)
-#define TX_COALESCE_PARTS 4
+#define TX_COALESCE_SMALL (INT64_C(4) << 20)
+TX_API int64_t tx_coalesce_most(int64_t buffer_bytes);
 
 typedef struct tx_coalesce_args {
   uint64_t size;
@@ -397,6 +399,10 @@ typedef struct tx_coalesce_args {
    * when each bucket was complete (n_ranks rows of n_buckets), and when the last sum had come (n_ranks entries). */
   const int64_t *ready;
   const int64_t *ended;
+  /* The least time, of those backwards, from a rank's last bucket to its last sum (n_ranks entries; NULL, or not
+   * positive: not known), and the bytes of the message that left last. */
+  const int64_t *tail;
+  int64_t tail_bytes;
 } tx_coalesce_args;
 #define TX_COALESCE_ARGS_INIT \
   { .size = sizeof(tx_coalesce_args) }
@@ -407,10 +413,12 @@ typedef struct tx_coalesce_args {
  *
  * A message costs the processors about half a millisecond, whatever is in it. Behind a long backward on a slow link
  * that hides behind the wire, and buckets that leave one by one leave the least uncovered; where backward is done long
- * before the wire is, it is what the step waits for. So the exchange is replayed, on a wire as fast as it was: when it
- * is free, and everything that is left is complete on all ranks, all of it is joined; while more is to come, half of
- * what is complete, the other half keeping the wire busy meanwhile. Where the wire carries a bucket in less than 4 ms,
- * buckets are waited for until a message takes 10 ms; no joined one takes more than 16. */
+ * before the wire is, or the wire is fast, it is what the step waits for. So the exchange is replayed, on a wire as
+ * fast as it was: as all bytes in all of the time, or the last message in its tail, whichever is faster; the least
+ * tail, because most of the time one rank waits for another. When it is free, and
+ * everything that is left is complete on all ranks, all of it is joined; while more is to come, half of what is
+ * complete, the other half keeping the wire busy meanwhile. Where the wire carries a bucket in less than 4 ms, buckets
+ * are waited for until a message takes 10 ms; no joined one takes more than 16. */
 TX_API tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error);
 
 /* Whether the ranks of a sum that all of them want whole send each other whole buckets, which each then adds up, and

@@ -31,6 +31,8 @@ class _Args(_library.Struct):
         ("n_ranks", ctypes.c_int64),
         ("ready", _Int64s),
         ("ended", _Int64s),
+        ("tail", _Int64s),
+        ("tail_bytes", ctypes.c_int64),
     ]
 
 
@@ -45,7 +47,9 @@ class Coalescing:
         self.ends = frozenset(range(1, self._n + 1))
         """The bucket after each message's last one."""
         self._interval, self._left = _FIRST, _FIRST
-        self._sums = torch.zeros(self._n + 1, dtype=torch.int64)  # of what the last report has not told yet
+        # Of the cycles that the last report has not told yet, in nanoseconds; from the last bucket to the last sum:
+        self._sums = torch.zeros(self._n + 1, dtype=torch.int64)
+        self._least_tail = 0
         self._cycles = 0
         self._begin = 0
         self._times: list[int] = []
@@ -71,14 +75,17 @@ class Coalescing:
     def ended(self) -> None:
         """All sums of this cycle have come."""
         if self._enabled and len(self._times) == self._n:
-            self._sums += torch.tensor([*self._times, time.monotonic_ns() - self._begin])
+            end = time.monotonic_ns() - self._begin
+            tail = end - self._times[-1]
+            self._least_tail = min(self._least_tail, tail) if self._cycles else tail
+            self._sums += torch.tensor([*self._times, end])
             self._cycles += 1
 
     def words(self) -> torch.Tensor:
         """For the report of a cycle, while it is not known yet when its sums come: int64, as many on every rank."""
         if not self._enabled or self._left > 1:
             return self._sums[:0]
-        return self._sums // (1000 * max(1, self._cycles))
+        return torch.cat([self._sums // max(1, self._cycles), torch.tensor([self._least_tail])]) // 1000
 
     def learn(self, reports: Sequence[torch.Tensor]) -> bool:
         """The words of every rank, when a cycle was closed; whether other buckets than before are joined."""
@@ -89,23 +96,27 @@ class Coalescing:
             return False
         self._left = self._interval = min(2 * self._interval, _LAST)
         self._sums.zero_()
-        self._cycles = 0
+        self._cycles = self._least_tail = 0
         before, self.ends = self.ends, self._joined(torch.stack(list(reports)))
         return self.ends != before
 
     def _joined(self, rows: torch.Tensor) -> frozenset[int]:
-        ready, ended = rows[:, :-1].contiguous(), rows[:, -1].contiguous()
+        ready, ended, tail = rows[:, :-2].contiguous(), rows[:, -2].contiguous(), rows[:, -1].contiguous()
         numbers, n = ctypes.c_int64 * self._n, ctypes.c_int64()
         ends = numbers()
         buckets = self._plan.buckets
+        sizes = [Wire.size_of(b.numel, b.grad_comm_dtype) for b in buckets]
+        last = max(self.ends - {self._n}, default=0)
         args = _Args(
             size=ctypes.sizeof(_Args),
             n_buckets=self._n,
-            bytes=numbers(*(Wire.size_of(b.numel, b.grad_comm_dtype) for b in buckets)),
+            bytes=numbers(*sizes),
             buffer=numbers(*(b.buffer for b in buckets)),
             n_ranks=len(rows),
             ready=ctypes.cast(ready.data_ptr(), _Int64s),
             ended=ctypes.cast(ended.data_ptr(), _Int64s),
+            tail=ctypes.cast(tail.data_ptr(), _Int64s),
+            tail_bytes=sum(sizes[last:]),
         )
         coalesce = _library.function("tx_coalesce", ctypes.POINTER(_Args), _Int64s, _Int64s)
         coalesce(ctypes.byref(args), ends, ctypes.byref(n))

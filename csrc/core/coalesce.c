@@ -9,6 +9,9 @@
  * time; and no joined one takes more than kLongest. */
 static const double kWorth = 4e3, kShortest = 10e3, kLongest = 16e3;
 
+/* What a message takes beside its bytes: nearly all of the tail where few bytes left last. */
+static const double kMessage = 500;
+
 static tx_status check(const tx_coalesce_args *args, const int64_t *ends, const int64_t *n_messages, tx_error *error) {
   if (!args || args->size != sizeof *args || !n_messages) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
@@ -51,6 +54,20 @@ static double whole(const tx_coalesce_args *args) {
   return (double)most;
 }
 
+/* Microseconds that the wire takes for a byte, of `bytes` in all. Both ways to know can only be too slow: all of the
+ * time has waits for backward in it, and a tail waits for what left before and for other ranks. */
+static double each_byte(const tx_coalesce_args *args, double bytes) {
+  if (bytes <= 0) return 0;
+  double least = whole(args) / bytes;
+  for (int64_t rank = 0; args->tail && args->tail_bytes > 0 && rank < args->n_ranks; rank++) {
+    if (args->tail[rank] <= 0) continue;
+    const double beyond = (double)args->tail[rank] - kMessage;
+    const double by_tail = beyond > 0 ? beyond / (double)args->tail_bytes : 0;
+    if (by_tail < least) least = by_tail;
+  }
+  return least;
+}
+
 /* Whether there is a bucket b, and neighbours may have it along. */
 static int same_buffer(const tx_coalesce_args *args, int64_t first, int64_t b) {
   return b < args->n_buckets && args->buffer[b] == args->buffer[first];
@@ -74,11 +91,18 @@ static int64_t message(const tx_coalesce_args *args, int64_t first, double now, 
   return end;
 }
 
+int64_t tx_coalesce_most(int64_t buffer_bytes) {
+  const int64_t half = buffer_bytes / 2, quarter = buffer_bytes / 4;
+  const int64_t small = half < TX_COALESCE_SMALL ? half : TX_COALESCE_SMALL;
+  const int64_t most = quarter > small ? quarter : small;
+  return most < TX_COALESCE_BYTES ? most : TX_COALESCE_BYTES;
+}
+
 /* Bytes of the buffer whose first bucket this is. */
-static double of_buffer(const tx_coalesce_args *args, int64_t first) {
-  double sum = 0;
+static int64_t of_buffer(const tx_coalesce_args *args, int64_t first) {
+  int64_t sum = 0;
   for (int64_t b = first; same_buffer(args, first, b); b++)
-    sum += (double)args->bytes[b];
+    if (__builtin_add_overflow(sum, args->bytes[b], &sum)) return INT64_MAX;
   return sum;
 }
 
@@ -87,17 +111,14 @@ tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_me
   double bytes = 0;
   for (int64_t b = 0; b < args->n_buckets; b++)
     bytes += (double)args->bytes[b];
-  const double time = whole(args);
-  const double each = bytes > 0 ? time / bytes : 0; /* microseconds that the wire takes for a byte */
-
+  const double each = each_byte(args, bytes);
   double now = 0, at = 0, limit = 0;
   *n_messages = 0;
   for (int64_t first = 0; first < args->n_buckets;) {
     if (first == 0 || !same_buffer(args, first - 1, first)) {
-      limit = of_buffer(args, first) / TX_COALESCE_PARTS;
-      if (limit > (double)TX_COALESCE_BYTES) limit = (double)TX_COALESCE_BYTES;
+      limit = (double)tx_coalesce_most(of_buffer(args, first));
       if (limit * each > kLongest) limit = kLongest / each;
-      if (time <= 0) limit = 0;
+      if (whole(args) <= 0) limit = 0;
     }
     at = complete(args, first, at);
     double carried;

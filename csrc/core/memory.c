@@ -278,8 +278,7 @@ static int64_t joined(const tx_memory_args *args) {
       numel = add(numel, 1, args->buckets[b].size);
     const tx_layout_param *like = like_of(args, first);
     const int64_t block_bytes = tx_wire_block_bytes((tx_dtype)like->wire_dtype);
-    numel /= TX_COALESCE_PARTS;
-    if (numel / TX_BLOCK > TX_COALESCE_BYTES / block_bytes) numel = TX_COALESCE_BYTES / block_bytes * TX_BLOCK;
+    numel = tx_coalesce_most(add(0, numel / TX_BLOCK, block_bytes)) / block_bytes * TX_BLOCK;
     const int64_t bytes = add(0, 2, travelling(args, like, numel));
     if (bytes > most) most = bytes;
   }

@@ -435,17 +435,18 @@ TEST(Memory, slots_are_two_of_each_class_and_role) {
   EXPECT_EQ(memory.transient, 2 * 10240 + (512 * 9 + 1) * 2) << "9216 and 10240 bytes are of one class";
 }
 
-TEST(Memory, joined_buckets_are_two_quarters_of_a_buffer_or_two_messages_of_8_MiB) {
-  for (const int64_t numel : {int64_t{1} << 18, int64_t{1} << 20}) {
+TEST(Memory, joined_buckets_are_two_messages_of_as_many_as_travel_together) {
+  const struct { int64_t n, numel; } buffers[] = {{16, 1 << 18}, {32, 1 << 18}, {32, 1 << 20}};
+  for (const auto &[n, numel] : buffers) {
     Case c = kCases[0];
-    c.params = std::vector<tx_layout_param>(32, Param(numel));
+    c.params = std::vector<tx_layout_param>(static_cast<size_t>(n), Param(numel));
     c.cap = TX_NO_INT;
     for (const tx_strategy strategy : {TX_NO_SHARD, TX_OPTIM}) {
       c.strategy = strategy;
       const Question question(c);
       tx_memory memory = {};
       ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
-      const int64_t separate = 4 * numel * 2, together = 2 * std::min<int64_t>(32 * numel * 2 / 4, TX_COALESCE_BYTES);
+      const int64_t separate = 4 * numel * 2, together = 2 * tx_coalesce_most(n * numel * 2);
       const int64_t travelling = strategy == TX_NO_SHARD ? std::max(separate, together) : separate;
       EXPECT_EQ(memory.transient, travelling / 4 * 3 + numel * 2);
     }

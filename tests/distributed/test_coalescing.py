@@ -78,10 +78,11 @@ def _paces(rank: int, world: int, paces: list[int]) -> list[int]:
     [
         pytest.param([MILLISECOND // 10] * 2, True, id="done-at-once"),
         pytest.param([30 * MILLISECOND] * 2, False, id="a-long-backward"),
-        pytest.param([MILLISECOND // 10, 30 * MILLISECOND], False, id="long-on-one-rank"),
+        pytest.param([20 * MILLISECOND, 30 * MILLISECOND], False, id="longer-on-one-rank"),
+        pytest.param([MILLISECOND // 10, 30 * MILLISECOND], True, id="long-but-one-rank-saw-a-fast-wire"),
     ],
 )
-def test_buckets_are_joined_where_backward_is_done_before_the_wire(paces: list[int], joined: bool) -> None:
+def test_buckets_are_joined_where_backward_is_done_first_or_the_wire_is_fast(paces: list[int], joined: bool) -> None:
     first, second = ranks.run(2, _paces, paces)
     assert first == second, "each cycle's messages are the same everywhere"
     assert (first[-1] < first[0]) == joined
