@@ -1,6 +1,7 @@
 """Neighbouring buckets that travel as one message: agreed on by all ranks, and nothing but time depends on it."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,55 @@ class _Clock:
     def monotonic_ns(self) -> int:
         self.now += self.each
         return self.now
+
+
+def _plan(*numels: int) -> Any:
+    """As much of a plan as is asked for: buckets in bf16, all in one buffer."""
+    return SimpleNamespace(buckets=[SimpleNamespace(numel=n, grad_comm_dtype=BF16, buffer=0) for n in numels])
+
+
+def _measured(cycles: list[list[int]], plan: Any, monkeypatch: pytest.MonkeyPatch) -> _coalescing.Coalescing:
+    """cycles: of each, when its buckets were complete and when the last sum had come, in microseconds."""
+    found = _coalescing.Coalescing(plan, True)
+    for times in cycles:
+        looks = iter(times)
+        monkeypatch.setattr(_coalescing, "time", SimpleNamespace(monotonic_ns=lambda looks=looks: next(looks) * 1000))
+        found.reset()
+        for bucket in range(len(plan.buckets)):
+            found.complete(bucket)
+        found.ended()
+    return found
+
+
+def test_reports_have_mean_times_and_the_least_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    cycles = [[100, 1100, 1600], [0, 3000, 3200], [50, 2050, 2950]]  # tails of 500, 200 and 900
+    found = _measured(cycles, _plan(128, 128), monkeypatch)
+    found.learn([])
+    found.learn([])
+    assert found.words().tolist() == [0, 2000, 2533, 200]
+
+
+@pytest.mark.parametrize(
+    ("ends", "last"), [([1, 2, 3], 300), ([1, 3], 500), ([2, 3], 300), ([3], 600)], ids=lambda value: str(value)
+)
+def test_a_tail_is_that_of_the_last_message(ends: list[int], last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    def coalesce(args: Any, _: Any, n: Any) -> None:
+        told.append((args._obj.tail_bytes, [args._obj.tail[rank] for rank in range(2)], args._obj.ended[1]))
+        n._obj.value = 0
+
+    found = _measured([[0, 10, 20, 30]], _plan(50, 100, 150), monkeypatch)
+    found.ends = frozenset(ends)
+    monkeypatch.setattr(_coalescing._library, "function", lambda *_: coalesce)
+    found.learn([])
+    found.learn([])
+    found.learn([torch.tensor([0, 10, 20, 30, 7]), torch.tensor([0, 11, 21, 31, 8])])
+    assert told == [(last, [7, 8], 31)]
+    assert found.words().numel() == 0
+    for _ in range(5):
+        found.learn([])
+    assert found.words().tolist() == [0] * 5, "of the cycles since"
 
 
 def _parallel_model(dtypes: Any, joins: bool = True, **ddp: Any) -> tuple[Any, Any]:
