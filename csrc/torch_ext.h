@@ -383,8 +383,8 @@ TX_API int64_t tx_layout_intersect(int64_t start, int64_t numel, int64_t begin, 
 
 /* -- coalescing (which buckets travel together) ------------------------------------------------------------------ */
 
-/* What joined buckets may take on the wire, at most, in bytes: a quarter of their buffer, but at least half of a small
- * one, which is no more memory than that. */
+/* What joined buckets may take on the wire, at most, in bytes: a quarter of their buffer, up to TX_COALESCE_BYTES; half
+ * of it as long as that is no more than TX_COALESCE_SMALL, and never less than that of a larger one. */
 #define TX_COALESCE_BYTES (INT64_C(8) << 20)
 #define TX_COALESCE_SMALL (INT64_C(4) << 20)
 TX_API int64_t tx_coalesce_most(int64_t buffer_bytes);
