@@ -798,6 +798,25 @@ TX_API tx_status tx_bucket_reduce(const tx_bucket_reduce_args *args, const tx_pa
 TX_API tx_status tx_bucket_unpack(tx_tensor bucket, tx_tensor scales, int64_t n, const int64_t *offsets,
                                   const tx_tensor *tensors, const tx_parallel *parallel, tx_error *error);
 
+/* BF16 data in three quarters of its bytes, for a wire that is slower than the processor: 1.52 bytes for an element,
+ * whatever its neighbours are, so that both ends know how long a message is. Every bit comes back. What elements have
+ * in common is taken out, block by block: how large they are (csrc/math/compress_block.h). Both run on the calling
+ * thread, at about the speed of memory, and allocate nothing.
+ *
+ * tx_compressed_bytes: the message of `numel` elements, a multiple of TX_BLOCK > 0; else 0: send them as they are. */
+TX_API int64_t tx_compressed_bytes(int64_t numel);
+
+/* values: BF16. message: U8, tx_compressed_bytes(values.numel) elements, all written, the same on every machine. *rest:
+ * how many bytes at the end of values are not in the message and have to follow it as they are: 0, but for data that is
+ * too disordered, which has more than numel / 512 + 16 elements that are not 0 and 2^15 times smaller than the largest
+ * of their block. */
+TX_API tx_status tx_compress(tx_tensor values, tx_tensor message, int64_t *rest, tx_error *error);
+
+/* The other way: values are written but for their last *rest bytes, which come by themselves. Whatever the message is,
+ * nothing but values is touched; TX_ERROR_BAD_STATE, and nothing written, where it does not hold together. It is no
+ * checksum. */
+TX_API tx_status tx_expand(tx_tensor message, tx_tensor values, int64_t *rest, tx_error *error);
+
 /* What a tensor with block scales stands for. */
 typedef enum tx_format {
   TX_FORMAT_SIGNED = 0, /* U8: e4m3, F16: itself; times 2^scale: exp_avg and wire data */

@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #include "csrc/core/combos.h"
+#include "csrc/core/compressed.h"
 #include "csrc/core/forms.h"
 #include "csrc/math/adamw.h"
 #include "csrc/math/noise.h"
@@ -75,6 +76,11 @@ typedef int64_t (*tx_witness_loop)(const void *param, void *remainder, void *wit
  * mode) compared only. whole: the tensor is so small that its sample is all of it. Returns how many are others. */
 typedef int64_t (*tx_sample_loop)(const void *param, void *witnesses, int64_t n, int whole, int32_t mode);
 
+/* All blocks of a message; the number of escapes, or TX_COMPRESSED_NOT where that is more than there is space for. */
+typedef int64_t (*tx_compress_loop)(const void *values, const tx_compressed *to);
+/* The other way; each block's count of escapes is right. */
+typedef void (*tx_expand_loop)(const tx_compressed *from, void *values);
+
 typedef struct tx_kernels {
   const char *name;
   tx_adamw_loop adamw;
@@ -87,6 +93,8 @@ typedef struct tx_kernels {
   tx_resync_loop resync[TX_WEIGHTS]; /* NULL in the rows without a master */
   tx_witness_loop witness;
   tx_sample_loop sample;
+  tx_compress_loop compress;
+  tx_expand_loop expand;
 } tx_kernels;
 
 /* The table in use; never NULL. */

@@ -4,6 +4,7 @@
 #include "csrc/cpu/loop_adamw.h"
 #include "csrc/cpu/loop_bucket.h"
 #include "csrc/cpu/loop_cast.h"
+#include "csrc/cpu/loop_compress.h"
 #include "csrc/cpu/loop_external.h"
 #include "csrc/cpu/loop_master.h"
 #include "csrc/cpu/loop_stats.h"
@@ -25,4 +26,6 @@ const tx_kernels TX_JOIN(tx_kernels_, TX_ISA) = {
     .resync = {TX_RESYNC_LOOPS},
     .witness = tx_witness_run,
     .sample = tx_sample_run,
+    .compress = tx_compress_run,
+    .expand = tx_expand_run,
 };

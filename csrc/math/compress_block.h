@@ -1,0 +1,60 @@
+/* bf16 elements in three quarters of their bytes, every bit kept.
+ *
+ * What neighbours have in common is their size. A block of TX_BLOCK elements has the greatest of its 8-bit exponents
+ * (top), and of each element the sign and the significand, 8 bits, and how far its exponent is below the top, in 4:
+ * 0 ... 14, or 15 for an exponent of 0 (zeros and subnormals). Any other element is an escape, two bytes: where in the
+ * block it is, and its exponent. Of normal numbers in one scale, as gradients and weights are, one in 10^4 is one. */
+#ifndef TX_MATH_COMPRESS_BLOCK_H
+#define TX_MATH_COMPRESS_BLOCK_H
+
+#include "csrc/math/numeric.h"
+
+#define TX_FAR 15 /* the code of an exponent of 0, and of an escape until its own exponent is put in */
+
+TX_FN int tx_compressed_escapes(uint8_t top, uint8_t exponent) {
+  return exponent != 0 && top - exponent >= TX_FAR;
+}
+
+/* A block; returns its top, and in *count how many escapes it has. */
+TX_FN uint8_t tx_compress_block(const uint16_t *restrict from, uint8_t *restrict low, uint8_t *restrict codes,
+                                uint8_t *count) {
+  uint8_t exponents[TX_BLOCK], far[TX_BLOCK];
+  uint8_t top = 0, escapes = 0;
+  for (int32_t i = 0; i < TX_BLOCK; i++) {
+    exponents[i] = (uint8_t)(from[i] >> 7);
+    low[i] = (uint8_t)((from[i] >> 8 & 0x80) | (from[i] & 0x7f));
+  }
+  for (int32_t i = 0; i < TX_BLOCK; i++)
+    top = exponents[i] > top ? exponents[i] : top;
+  for (int32_t i = 0; i < TX_BLOCK; i++) {
+    const uint8_t below = (uint8_t)(top - exponents[i]);
+    far[i] = below < TX_FAR ? below : TX_FAR;
+    escapes = (uint8_t)(escapes + ((below >= TX_FAR) & (exponents[i] != 0)));
+  }
+  for (int32_t i = 0; i < TX_BLOCK / 2; i++)
+    codes[i] = (uint8_t)(far[i] | far[i + TX_BLOCK / 2] << 4);
+  *count = escapes;
+  return top;
+}
+
+TX_FN uint8_t tx_expanded_exponent(uint8_t top, int32_t code) {
+  return code == TX_FAR ? 0 : (uint8_t)(top - code);
+}
+
+TX_FN uint16_t tx_expanded(uint8_t low, uint8_t exponent) {
+  return (uint16_t)((low & 0x80) << 8 | exponent << 7 | (low & 0x7f));
+}
+
+/* The other way; the exponents of escapes are 0 yet. */
+TX_FN void tx_expand_block(uint8_t top, const uint8_t *restrict low, const uint8_t *restrict codes,
+                           uint16_t *restrict to) {
+  uint8_t exponents[TX_BLOCK];
+  for (int32_t i = 0; i < TX_BLOCK / 2; i++) {
+    exponents[i] = tx_expanded_exponent(top, codes[i] & 0xf);
+    exponents[i + TX_BLOCK / 2] = tx_expanded_exponent(top, codes[i] >> 4);
+  }
+  for (int32_t i = 0; i < TX_BLOCK; i++)
+    to[i] = tx_expanded(low[i], exponents[i]);
+}
+
+#endif
