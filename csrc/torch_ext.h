@@ -389,6 +389,10 @@ TX_API int64_t tx_layout_intersect(int64_t start, int64_t numel, int64_t begin, 
 #define TX_COALESCE_SMALL (INT64_C(4) << 20)
 TX_API int64_t tx_coalesce_most(int64_t buffer_bytes);
 
+/* The same of compressed bytes: three tenths, so that two messages and what they are expanded into take no more memory
+ * than buckets that are joined as they are. */
+TX_API int64_t tx_coalesce_most_compressed(int64_t buffer_bytes);
+
 typedef struct tx_coalesce_args {
   uint64_t size;
   int64_t n_buckets;
@@ -403,6 +407,8 @@ typedef struct tx_coalesce_args {
    * positive: not known), and the bytes of the message that left last. */
   const int64_t *tail;
   int64_t tail_bytes;
+  int32_t compressed; /* 1: they are to be sent compressed: tx_coalesce_most_compressed is the limit */
+  int32_t reserved;
 } tx_coalesce_args;
 #define TX_COALESCE_ARGS_INIT \
   { .size = sizeof(tx_coalesce_args) }
@@ -415,11 +421,17 @@ typedef struct tx_coalesce_args {
  * that hides behind the wire, and buckets that leave one by one leave the least uncovered; where backward is done long
  * before the wire is, or the wire is fast, it is what the step waits for. So the exchange is replayed, on a wire as
  * fast as it was: as all bytes in all of the time, or the last message in its tail, whichever is faster; the least
- * tail, because most of the time one rank waits for another. When it is free, and
- * everything that is left is complete on all ranks, all of it is joined; while more is to come, half of what is
- * complete, the other half keeping the wire busy meanwhile. Where the wire carries a bucket in less than 4 ms, buckets
- * are waited for until a message takes 10 ms; no joined one takes more than 16. */
+ * tail, because most of the time one rank waits for another. When it is free, and everything that is left is complete
+ * on all ranks, all of it is joined; while more is to come, half of what is complete, the other half keeping the wire
+ * busy meanwhile. Where the wire carries a bucket in less than 2.5 ms, buckets are waited for until a message takes
+ * 10 ms; no joined one takes more than 16. */
 TX_API tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error);
+
+/* Whether messages are worth compressing (tx_compress): whether the wire, as fast as it was, carries less than gbps
+ * (Gbit/s, of the policy: compress_below_gbps; >= 0) of the buckets' bytes. args: as of tx_coalesce; `bytes` and
+ * `tail_bytes` as they were sent, compressed or not. 0 where nothing was measured. Processors that have too much to do
+ * look like a slow wire; there compressing takes about as much time as it saves. */
+TX_API tx_status tx_compress_pays(const tx_coalesce_args *args, double gbps, int32_t *pays, tx_error *error);
 
 /* Whether the ranks of a sum that all of them want whole send each other whole buckets, which each then adds up, and
  * not their parts, and the sums of these back: two ranks, where it is no more bytes. One trip takes the place of two
@@ -460,7 +472,7 @@ typedef struct tx_memory_args {
   int32_t strategy;            /* tx_strategy */
   int32_t gather_dtype;        /* of the policy: grad_gather_dtype */
   int32_t slots;               /* 1: buckets travel in slots, as on GPUs */
-  int32_t reserved;
+  int32_t compressed;          /* 1: bf16 travels compressed (tx_compress) */
 } tx_memory_args;
 #define TX_MEMORY_ARGS_INIT \
   { .size = sizeof(tx_memory_args), .in_flight = 1 }
@@ -493,10 +505,10 @@ typedef struct tx_memory {
  * received: the other ranks' parts of a bucket, from the wire, or under no_shard the other's bucket where two ranks
  * trade (tx_trades); packed: a bucket to be sent, where it is not sent from the gradients' own buffer (optim_grads:
  * always; else where wire_dtype is not grad_dtype); gathered: the sums of all ranks, where their dtype is neither of
- * the two. They count for the in_flight largest buckets, and under no_shard for two messages of joined ones
- * (tx_coalesce), if that is more and the layout's cap is the default. The bucket of gradients is the one that backward
- * is filling, in param_dtype; a gradient, the largest parameter's as backward made it. frozen_bytes are whole but for
- * optim_grads_params, which shards them.
+ * the two; and if bf16 is compressed, the messages that are sent and received of it. They count for the in_flight
+ * largest buckets, and under no_shard for two messages of joined ones (tx_coalesce), if that is more and the layout's
+ * cap is the default. The bucket of gradients is the one that backward is filling, in param_dtype; a gradient, the
+ * largest parameter's as backward made it. frozen_bytes are whole but for optim_grads_params, which shards them.
  *
  * With slots a bucket is received whole, and what is received, packed and gathered lies in slots that are kept: for
  * each of the three and each class of sizes (512 bytes, then four in each doubling) two, or one where the class has one

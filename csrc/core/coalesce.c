@@ -4,27 +4,27 @@
 
 #include "csrc/core/status.h"
 
-/* Microseconds on the wire. A message that takes kWorth is worth its cost by itself; one that takes less is joined
- * until it takes kShortest, which is more, since the wire is then as fast as the processors, of which all messages cost
- * time; and no joined one takes more than kLongest. */
-static const double kWorth = 4e3, kShortest = 10e3, kLongest = 16e3;
+/* Microseconds on the wire. A message that takes kWorth, which is what it costs processors that have enough to do, is
+ * worth that by itself; one that takes less is joined until it takes kShortest, which is more, since the wire is then
+ * as fast as the processors, of which all messages cost time; and no joined one takes more than kLongest. */
+static const double kWorth = 2.5e3, kShortest = 10e3, kLongest = 16e3;
 
 /* What a message takes beside its bytes: nearly all of the tail where few bytes left last. */
 static const double kMessage = 500;
 
-static tx_status check(const tx_coalesce_args *args, const int64_t *ends, const int64_t *n_messages, tx_error *error) {
-  if (!args || args->size != sizeof *args || !n_messages) {
+/* found: where the answer goes, and what that is called. */
+static tx_status check(const tx_coalesce_args *args, const void *found, const char *name, tx_error *error) {
+  if (!args || args->size != sizeof *args || !found) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
-                   "tx_coalesce: args must begin with TX_COALESCE_ARGS_INIT, and n_messages must not be NULL");
+                   "coalesce: args must begin with TX_COALESCE_ARGS_INIT, and %s must not be NULL", name);
   }
   if (args->n_buckets < 0 || args->n_ranks < 1) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
                    "coalesce: %" PRId64 " buckets, %" PRId64 " ranks; legal: >= 0, >= 1", args->n_buckets,
                    args->n_ranks);
   }
-  if (args->n_buckets > 0 && (!ends || !args->bytes || !args->buffer || !args->ready || !args->ended)) {
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
-                   "tx_coalesce: ends, bytes, buffer, ready and ended must not be NULL");
+  if (args->n_buckets > 0 && (!args->bytes || !args->buffer || !args->ready || !args->ended)) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "coalesce: bytes, buffer, ready and ended must not be NULL");
   }
   for (int64_t b = 0; b < args->n_buckets; b++) {
     if (args->bytes[b] < 0) {
@@ -54,9 +54,12 @@ static double whole(const tx_coalesce_args *args) {
   return (double)most;
 }
 
-/* Microseconds that the wire takes for a byte, of `bytes` in all. Both ways to know can only be too slow: all of the
+/* Microseconds that the wire takes for a byte; 0: not known. Both ways to know can only be too slow: all of the
  * time has waits for backward in it, and a tail waits for what left before and for other ranks. */
-static double each_byte(const tx_coalesce_args *args, double bytes) {
+static double each_byte(const tx_coalesce_args *args) {
+  double bytes = 0;
+  for (int64_t b = 0; b < args->n_buckets; b++)
+    bytes += (double)args->bytes[b];
   if (bytes <= 0) return 0;
   double least = whole(args) / bytes;
   for (int64_t rank = 0; args->tail && args->tail_bytes > 0 && rank < args->n_ranks; rank++) {
@@ -98,6 +101,10 @@ int64_t tx_coalesce_most(int64_t buffer_bytes) {
   return most < TX_COALESCE_BYTES ? most : TX_COALESCE_BYTES;
 }
 
+int64_t tx_coalesce_most_compressed(int64_t buffer_bytes) {
+  return tx_coalesce_most(buffer_bytes) / 10 * 3;
+}
+
 /* Bytes of the buffer whose first bucket this is. */
 static int64_t of_buffer(const tx_coalesce_args *args, int64_t first) {
   int64_t sum = 0;
@@ -106,17 +113,25 @@ static int64_t of_buffer(const tx_coalesce_args *args, int64_t first) {
   return sum;
 }
 
+tx_status tx_compress_pays(const tx_coalesce_args *args, double gbps, int32_t *pays, tx_error *error) {
+  TX_FORWARD(check(args, pays, "pays", error));
+  if (!(gbps >= 0)) {
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "compress: below %g Gbit/s; legal: >= 0", gbps);
+  }
+  *pays = each_byte(args) * gbps > 8e-3; /* microseconds for a byte, at 1 Gbit/s */
+  return TX_OK;
+}
+
 tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error) {
-  TX_FORWARD(check(args, ends, n_messages, error));
-  double bytes = 0;
-  for (int64_t b = 0; b < args->n_buckets; b++)
-    bytes += (double)args->bytes[b];
-  const double each = each_byte(args, bytes);
+  TX_FORWARD(check(args, n_messages, "n_messages", error));
+  if (args->n_buckets > 0 && !ends) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "coalesce: ends must not be NULL");
+  const double each = each_byte(args);
   double now = 0, at = 0, limit = 0;
   *n_messages = 0;
   for (int64_t first = 0; first < args->n_buckets;) {
     if (first == 0 || !same_buffer(args, first - 1, first)) {
-      limit = (double)tx_coalesce_most(of_buffer(args, first));
+      const int64_t whole_bytes = of_buffer(args, first);
+      limit = (double)(args->compressed ? tx_coalesce_most_compressed(whole_bytes) : tx_coalesce_most(whole_bytes));
       if (limit * each > kLongest) limit = kLongest / each;
       if (whole(args) <= 0) limit = 0;
     }

@@ -183,7 +183,13 @@ static int32_t gather_dtype(const tx_memory_args *args, int32_t wire) {
 /* What a bucket takes while it travels. */
 typedef struct travel {
   int64_t received, packed, gathered;
+  int64_t messages; /* compressed ones, both ways */
 } travel;
+
+/* Messages of so many blocks of a dtype; 0: they are sent as they are. */
+static int64_t compressed(const tx_memory_args *args, int32_t dtype, int64_t blocks) {
+  return args->compressed && dtype == TX_BF16 ? tx_compressed_bytes(add(0, blocks, TX_BLOCK)) : 0;
+}
 
 /* like: a parameter of its buffer. */
 static travel of_bucket(const tx_memory_args *args, const tx_layout_param *like, int64_t numel) {
@@ -199,12 +205,14 @@ static travel of_bucket(const tx_memory_args *args, const tx_layout_param *like,
       .received = add(0, received, wire_bytes),
       .packed = packed * add(0, blocks, wire_bytes),
       .gathered = gathered * add(0, blocks, gather_bytes),
+      .messages = add(compressed(args, wire, add(0, received, 2)), args->strategy == TX_NO_SHARD && !whole,
+                      compressed(args, gather, blocks)),
   };
 }
 
 static int64_t travelling(const tx_memory_args *args, const tx_layout_param *like, int64_t numel) {
   const travel found = of_bucket(args, like, numel);
-  return add(add(found.received, 1, found.packed), 1, found.gathered);
+  return add(add(add(found.received, 1, found.packed), 1, found.gathered), 1, found.messages);
 }
 
 /* The least of 512, 640, 768, 896, 1024, 1280, ... (four in each doubling) that is not less: that of a slot; 0 of 0. */
@@ -278,7 +286,12 @@ static int64_t joined(const tx_memory_args *args) {
       numel = add(numel, 1, args->buckets[b].size);
     const tx_layout_param *like = like_of(args, first);
     const int64_t block_bytes = tx_wire_block_bytes((tx_dtype)like->wire_dtype);
-    numel = tx_coalesce_most(add(0, numel / TX_BLOCK, block_bytes)) / block_bytes * TX_BLOCK;
+    const int64_t messages = compressed(args, like->wire_dtype, numel / TX_BLOCK);
+    if (messages > 0) {
+      numel = tx_coalesce_most_compressed(messages) / (messages / (numel / TX_BLOCK)) * TX_BLOCK;
+    } else {
+      numel = tx_coalesce_most(add(0, numel / TX_BLOCK, block_bytes)) / block_bytes * TX_BLOCK;
+    }
     const int64_t bytes = add(0, 2, travelling(args, like, numel));
     if (bytes > most) most = bytes;
   }

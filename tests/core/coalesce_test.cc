@@ -1,7 +1,9 @@
-// csrc/core/coalesce: which buckets travel together.
+// csrc/core/coalesce: which buckets travel together, and whether they are compressed.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -13,6 +15,7 @@ namespace {
 using Numbers = std::vector<int64_t>;
 
 constexpr int64_t kMiB = 1 << 20, kMs = 1000;
+constexpr double kInf = std::numeric_limits<double>::infinity();
 
 struct Case {
   const char *id;
@@ -35,8 +38,8 @@ struct Found {
   std::string message;
 };
 
-Found Coalesce(const Case &c) {
-  const Numbers buffer = c.buffer.empty() ? Numbers(c.bytes.size(), 0) : c.buffer;
+// What a call takes; good as long as c and buffer are.
+tx_coalesce_args Args(const Case &c, const Numbers &buffer) {
   tx_coalesce_args args = TX_COALESCE_ARGS_INIT;
   args.n_buckets = static_cast<int64_t>(c.bytes.size());
   args.bytes = c.bytes.data();
@@ -46,6 +49,12 @@ Found Coalesce(const Case &c) {
   args.ended = c.ended.data();
   args.tail = c.tail.empty() ? nullptr : c.tail.data();
   args.tail_bytes = c.tail_bytes;
+  return args;
+}
+
+Found Coalesce(const Case &c) {
+  const Numbers buffer = c.buffer.empty() ? Numbers(c.bytes.size(), 0) : c.buffer;
+  const tx_coalesce_args args = Args(c, buffer);
   Numbers ends(c.bytes.size());
   int64_t n = -1;
   tx_error error = {};
@@ -105,7 +114,12 @@ const Case kCases[] = {
      Every(40, 2 * kMs),
      {80 * kMs},
      {5, 10, 15, 20, 25, 30, 35, 40}},
-    {"what_takes_4_ms_is_not_waited_for", Each(40, kMiB / 4), Every(40, 4 * kMs), {160 * kMs}, Alone(40)},
+    {"what_takes_a_little_less_than_2500_us_is_waited_for",
+     Each(40, kMiB / 4),
+     Every(40, 2400),
+     {40 * 2400},
+     {5, 10, 15, 20, 25, 30, 35, 40}},
+    {"what_takes_2500_us_is_not", Each(40, kMiB / 4), Every(40, 2500), {40 * 2500}, Alone(40)},
     {"half_of_what_waits", Each(40, kMiB), Every(40, kMs / 2), {40 * kMs}, {8, 16, 24, 32, 40}},
     {"the_slowest_rank_counts", Each(4, kMiB), Each(4, 0) + Every(4, 10 * kMs), {12 * kMs, 40 * kMs}, Alone(4)},
     {"never_across_buffers", Each(8, kMiB), Each(8, 0), {8 * kMs}, {2, 4, 6, 8}, {0, 0, 0, 0, 1, 1, 1, 1}},
@@ -219,6 +233,28 @@ TEST(Coalesce, most_is_a_quarter_but_half_of_what_is_small) {
     EXPECT_EQ(tx_coalesce_most(c.buffer), c.most) << c.buffer;
 }
 
+// Two messages, both ways, and what they are expanded into: no more than two of uncompressed buckets that are joined.
+TEST(Coalesce, compressed_ones_take_no_more_memory) {
+  for (const int64_t buffer : {int64_t{0}, 2 * kMiB, 15 * kMiB, 24 * kMiB, 400 * kMiB, INT64_MAX}) {
+    const int64_t most = tx_coalesce_most(buffer), compressed = tx_coalesce_most_compressed(buffer);
+    EXPECT_LE(static_cast<double>(compressed) * (2 + 1 / 0.7597), static_cast<double>(most)) << buffer;
+    EXPECT_GE(static_cast<double>(compressed) * 3.4, static_cast<double>(most) - 100) << buffer;
+  }
+}
+
+TEST(Coalesce, compressed_ones_have_a_limit_of_their_own) {
+  const Case c = {"", Each(64, kMiB / 2), Each(64, 0), {20 * kMs}, {}};
+  const Numbers buffer(64, 0);
+  tx_coalesce_args args = Args(c, buffer);
+  for (const int32_t compressed : {0, 1}) {
+    args.compressed = compressed;
+    Numbers ends(64);
+    int64_t n = 0;
+    ASSERT_EQ(tx_coalesce(&args, ends.data(), &n, nullptr), TX_OK);
+    EXPECT_EQ(ends[0], compressed ? 4 : 16) << "of 2.4 and 8 MiB";
+  }
+}
+
 TEST(Coalesce, bytes_beyond_64_bits_are_the_most_there_is) {
   const Found found = Coalesce({"", {INT64_MAX, INT64_MAX, 1}, {0, 0, 0}, {1}, {}});
   EXPECT_EQ(found.status, TX_OK);
@@ -234,6 +270,129 @@ TEST(Coalesce, says_what_is_not_legal) {
   EXPECT_EQ(tx_coalesce(&args, nullptr, &n, nullptr), TX_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(tx_coalesce(&args, nullptr, nullptr, nullptr), TX_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(tx_coalesce(nullptr, nullptr, &n, nullptr), TX_ERROR_INVALID_ARGUMENT);
+}
+
+// -- whether compressing pays -------------------------------------------------------------------------------------
+
+constexpr int64_t kMB = 1000 * 1000;  // takes a millisecond at 8 Gbit/s
+
+struct PaysCase {
+  const char *id;
+  int32_t pays;
+  Numbers bytes;
+  Numbers ended;
+  Numbers tail = {};  // empty: not known
+  int64_t tail_bytes = 0;
+  double gbps = 8;
+};
+
+void PrintTo(const PaysCase &c, std::ostream *out) {
+  *out << c.id;
+}
+
+class CompressPaysTest : public testing::TestWithParam<PaysCase> {};
+
+TEST_P(CompressPaysTest, says) {
+  const PaysCase &p = GetParam();
+  const Numbers ready(p.bytes.size() * p.ended.size(), 0);
+  const Case c = {p.id, p.bytes, ready, p.ended, {}, {}, p.tail, p.tail_bytes};
+  const Numbers buffer(p.bytes.size(), 0);
+  const tx_coalesce_args args = Args(c, buffer);
+  int32_t pays = -7;
+  tx_error error = {};
+  ASSERT_EQ(tx_compress_pays(&args, p.gbps, &pays, &error), TX_OK) << error.message;
+  EXPECT_EQ(pays, p.pays);
+}
+
+const PaysCase kPaysCases[] = {
+    {"a_fast_wire", 0, Each(8, kMiB), {4 * kMs}},
+    {"a_slow_wire", 1, Each(8, kMiB), {96 * kMs}},
+    {"a_little_faster_than_the_limit", 0, {kMB}, {999}},
+    {"at_the_limit", 0, {kMB}, {1000}},
+    {"a_little_slower_than_the_limit", 1, {kMB}, {1001}},
+    {"a_little_faster_than_a_low_limit", 0, {kMB}, {15999}, {}, 0, 0.5},
+    {"a_little_slower_than_a_low_limit", 1, {kMB}, {16001}, {}, 0, 0.5},
+    {"a_little_faster_than_a_high_limit", 0, {kMB}, {79}, {}, 0, 100},
+    {"a_little_slower_than_a_high_limit", 1, {kMB}, {81}, {}, 0, 100},
+    {"a_limit_of_zero", 0, {kMB}, {INT64_MAX}, {}, 0, 0},
+    {"no_limit", 1, {INT64_MAX}, {1}, {}, 0, kInf},
+    {"no_limit_but_nothing_measured", 0, {kMB}, {0}, {}, 0, kInf},
+    {"no_limit_but_no_buckets", 0, {}, {1}, {}, 0, kInf},
+    {"all_bytes_count_fast", 0, {kMB, kMB, 2 * kMB}, {3999}},
+    {"all_bytes_count_slow", 1, {kMB, kMB, 2 * kMB}, {4001}},
+    {"the_slowest_rank_counts", 1, {kMB}, {500, 1001, 2}},
+    {"the_slowest_rank_is_fast", 0, {kMB}, {500, 2, 999}},
+    // All of the time is ten times what it takes: half a millisecond of a tail is the message, the rest the bytes.
+    {"a_fast_tail", 0, {kMB}, {10 * kMs}, {1499}, kMB},
+    {"a_slow_tail", 1, {kMB}, {10 * kMs}, {1501}, kMB},
+    {"a_fast_tail_of_few_bytes", 0, {kMB}, {10 * kMs}, {599}, kMB / 10},
+    {"a_slow_tail_of_few_bytes", 1, {kMB}, {10 * kMs}, {601}, kMB / 10},
+    {"a_tail_as_short_as_an_empty_message", 0, {kMB}, {10 * kMs}, {500}, 1},
+    {"a_tail_shorter_than_an_empty_message", 0, {kMB}, {10 * kMs}, {1}, 1},
+    {"the_least_tail_counts", 0, {kMB}, {10 * kMs, 10 * kMs, 10 * kMs}, {1501, 1499, 9 * kMs}, kMB},
+    {"all_tails_are_slow", 1, {kMB}, {10 * kMs, 10 * kMs, 10 * kMs}, {1501, 1502, 9 * kMs}, kMB},
+    {"a_slow_tail_after_a_fast_whole", 0, {kMB}, {999}, {900 * kMs}, kMB},
+    {"a_tail_that_nobody_measured", 1, {kMB}, {10 * kMs}, {0}, kMB},
+    {"a_tail_that_one_rank_did_not_measure", 1, {kMB}, {10 * kMs, 10 * kMs}, {0, 1501}, kMB},
+    {"a_tail_that_one_rank_measured_wrong", 1, {kMB}, {10 * kMs, 10 * kMs}, {-3, 1501}, kMB},
+    {"a_tail_of_no_bytes", 1, {kMB}, {10 * kMs}, {400}, 0},
+    {"no_buckets", 0, {}, {kMs}},
+    {"empty_buckets", 0, {0, 0}, {kMs}, {9 * kMs}, 1},
+    {"nothing_measured", 0, {kMB}, {0}},
+    {"nothing_measured_but_a_tail", 0, {kMB}, {0}, {100 * kMs}, kMB},
+    {"nothing_measured_on_one_rank", 0, {kMB}, {96 * kMs, 0}},
+    {"measured_wrong_on_one_rank", 0, {kMB}, {-1, 96 * kMs}},
+    {"bytes_beyond_64_bits", 1, {INT64_MAX, INT64_MAX, 1}, {INT64_MAX / 100}},
+};
+
+INSTANTIATE_TEST_SUITE_P(Table, CompressPaysTest, testing::ValuesIn(kPaysCases),
+                         [](const testing::TestParamInfo<PaysCase> &info) { return std::string(info.param.id); });
+
+TEST(CompressPays, says_what_is_not_legal) {
+  struct Call {
+    tx_coalesce_args args;
+    double gbps = 8;
+  };
+  struct Illegal {
+    const char *says;
+    void (*spoil)(Call &call);
+    tx_status status = TX_ERROR_INVALID_ARGUMENT;
+  };
+  static const int64_t negative[] = {5, -1};
+  for (const Illegal &c : {
+           Illegal{"TX_COALESCE_ARGS_INIT", [](Call &call) { call.args.size--; }},
+           {"-1 buckets", [](Call &call) { call.args.n_buckets = -1; }},
+           {"2 buckets, 0 ranks", [](Call &call) { call.args.n_ranks = 0; }},
+           {"must not be NULL", [](Call &call) { call.args.bytes = nullptr; }},
+           {"must not be NULL", [](Call &call) { call.args.buffer = nullptr; }},
+           {"must not be NULL", [](Call &call) { call.args.ready = nullptr; }},
+           {"must not be NULL", [](Call &call) { call.args.ended = nullptr; }},
+           {"bucket 1 has -1 bytes", [](Call &call) { call.args.bytes = negative; }},
+           {"-1 Gbit/s", [](Call &call) { call.gbps = -1; }, TX_ERROR_ILLEGAL_VALUE},
+           {"-inf Gbit/s", [](Call &call) { call.gbps = -kInf; }, TX_ERROR_ILLEGAL_VALUE},
+           {"nan Gbit/s", [](Call &call) { call.gbps = NAN; }, TX_ERROR_ILLEGAL_VALUE},
+       }) {
+    SCOPED_TRACE(c.says);
+    const Case good = {"", {kMB, kMB}, {0, 0}, {96 * kMs}, {}};
+    const Numbers buffer(2, 0);
+    Call call = {Args(good, buffer)};
+    int32_t pays = -7;
+    tx_error error = {};
+    ASSERT_EQ(tx_compress_pays(&call.args, call.gbps, &pays, nullptr), TX_OK);
+    ASSERT_EQ(pays, 1);
+    pays = -7;
+    c.spoil(call);
+    EXPECT_EQ(tx_compress_pays(&call.args, call.gbps, &pays, &error), c.status);
+    EXPECT_NE(std::string(error.message).find(c.says), std::string::npos) << error.message;
+    EXPECT_EQ(tx_compress_pays(&call.args, call.gbps, &pays, nullptr), c.status);
+    EXPECT_EQ(pays, -7);
+  }
+  tx_coalesce_args args = TX_COALESCE_ARGS_INIT;
+  args.n_ranks = 1;
+  int32_t pays = -7;
+  EXPECT_EQ(tx_compress_pays(&args, 8, nullptr, nullptr), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(tx_compress_pays(nullptr, 8, &pays, nullptr), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(pays, -7);
 }
 
 }  // namespace

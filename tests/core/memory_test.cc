@@ -435,6 +435,44 @@ TEST(Memory, slots_are_two_of_each_class_and_role) {
   EXPECT_EQ(memory.transient, 2 * 10240 + (512 * 9 + 1) * 2) << "9216 and 10240 bytes are of one class";
 }
 
+// Both ways: parts, or whole buckets where two ranks trade; and where four do not, sums on their way back.
+TEST(Memory, compressed_messages_are_beside_the_buckets) {
+  const int64_t numel = 1 << 15;
+  Case c = kCases[0];
+  c.params = {Param(numel)};
+  c.cap = 1;
+  const struct {
+    int64_t world;
+    tx_strategy strategy;
+    int64_t both_ways, back;
+  } cases[] = {
+      {2, TX_NO_SHARD, 2 * numel, 0},
+      {4, TX_NO_SHARD, 2 * numel / 4 * 3, numel},
+      {2, TX_OPTIM, numel, 0},
+      {4, TX_OPTIM_GRADS, 2 * numel / 4 * 3, 0},
+      {1, TX_OPTIM, 0, 0},
+  };
+  for (const auto &[world, strategy, both_ways, back] : cases) {
+    c.world = world;
+    c.strategy = strategy;
+    Question question(c);
+    tx_memory plain = {}, memory = {};
+    ASSERT_EQ(tx_memory_plan(&question.args, &plain, nullptr), TX_OK);
+    question.args.compressed = 1;
+    ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+    EXPECT_EQ(memory.transient - plain.transient, tx_compressed_bytes(both_ways) + tx_compressed_bytes(back))
+        << world << " ranks, strategy " << strategy;
+    EXPECT_EQ(memory.total, plain.total);
+  }
+  c.params = {Param(numel, TX_BF16, TX_F32, TX_F32)}; /* no bf16 travels */
+  Question wide(c);
+  tx_memory plain = {}, memory = {};
+  ASSERT_EQ(tx_memory_plan(&wide.args, &plain, nullptr), TX_OK);
+  wide.args.compressed = 1;
+  ASSERT_EQ(tx_memory_plan(&wide.args, &memory, nullptr), TX_OK);
+  EXPECT_EQ(memory.transient, plain.transient);
+}
+
 TEST(Memory, joined_buckets_are_two_messages_of_as_many_as_travel_together) {
   const struct { int64_t n, numel; } buffers[] = {{16, 1 << 18}, {32, 1 << 18}, {32, 1 << 20}};
   for (const auto &[n, numel] : buffers) {
@@ -451,6 +489,20 @@ TEST(Memory, joined_buckets_are_two_messages_of_as_many_as_travel_together) {
       EXPECT_EQ(memory.transient, travelling / 4 * 3 + numel * 2);
     }
   }
+}
+
+TEST(Memory, joined_buckets_that_are_compressed_take_no_more) {
+  Case c = kCases[0];
+  c.params = std::vector<tx_layout_param>(64, Param(1 << 18));
+  c.cap = TX_NO_INT;
+  c.world = 2;
+  Question question(c);
+  tx_memory plain = {}, memory = {};
+  ASSERT_EQ(tx_memory_plan(&question.args, &plain, nullptr), TX_OK);
+  question.args.compressed = 1;
+  ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+  EXPECT_LE(memory.transient, plain.transient);
+  EXPECT_GT(memory.transient, plain.transient * 3 / 4);
 }
 
 TEST(Memory, a_tied_parameter_counts_once) {
