@@ -1,4 +1,5 @@
-"""Which buckets travel together: agreed over the ranks from how fast backward and the wire were (tx_coalesce of C).
+"""Which buckets travel together, and whether compressed: agreed over the ranks from how fast backward and the wire were
+(tx_coalesce, tx_compress_pays of C).
 
 Reports of some cycles carry what a rank measured in those before, means over them, and from the same reports every rank
 computes the same. Bits depend on none of it.
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_ext import _library
+from torch_ext import _compression, _library
 from torch_ext._layout import BucketPlan
 from torch_ext._wire import Wire
 
@@ -33,19 +34,26 @@ class _Args(_library.Struct):
         ("ended", _Int64s),
         ("tail", _Int64s),
         ("tail_bytes", ctypes.c_int64),
+        ("compressed", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
     ]
+    kept: tuple[torch.Tensor, ...]  # what it points to
 
 
 class Coalescing:
-    """Of one plan's buckets, on one rank. Every bucket is a message until `learn` says otherwise."""
+    """Of one plan's buckets, on one rank. Every bucket is a message, and as it is, until `learn` says otherwise."""
 
-    def __init__(self, plan: BucketPlan, enabled: bool) -> None:
-        """enabled: whether they may be joined at all; the same on every rank."""
+    def __init__(self, plan: BucketPlan, joins: bool, compresses_below: float = 0.0, compresses: bool = False) -> None:
+        """The same on every rank. joins: whether they may be joined at all. compresses: whether they are compressed.
+        compresses_below: Gbit/s, of the policy; 0: that stays as it is."""
         self._plan = plan
         self._n = len(plan.buckets)
-        self._enabled = enabled and self._n > 1
+        self._joins = joins and self._n > 1
+        self._below = compresses_below
+        self._enabled = self._joins or self._below > 0
         self.ends = frozenset(range(1, self._n + 1))
         """The bucket after each message's last one."""
+        self.compresses = compresses
         self._interval, self._left = _FIRST, _FIRST
         # Of the cycles that the last report has not told yet, in nanoseconds; from the last bucket to the last sum:
         self._sums = torch.zeros(self._n + 1, dtype=torch.int64)
@@ -81,14 +89,18 @@ class Coalescing:
             self._sums += torch.tensor([*self._times, end])
             self._cycles += 1
 
-    def words(self) -> torch.Tensor:
-        """For the report of a cycle, while it is not known yet when its sums come: int64, as many on every rank."""
+    def words(self, disordered: bool) -> torch.Tensor:
+        """For the report of a cycle, while it is not known yet when its sums come: int64, as many on every rank.
+
+        disordered: whether compression was of no use for too many messages.
+        """
         if not self._enabled or self._left > 1:
             return self._sums[:0]
-        return torch.cat([self._sums // max(1, self._cycles), torch.tensor([self._least_tail])]) // 1000
+        times = torch.cat([self._sums // max(1, self._cycles), torch.tensor([self._least_tail])]) // 1000
+        return torch.cat([times, torch.tensor([int(disordered)])])
 
     def learn(self, reports: Sequence[torch.Tensor]) -> bool:
-        """The words of every rank, when a cycle was closed; whether other buckets than before are joined."""
+        """The words of every rank, when a cycle was closed; whether anything is decided differently than before."""
         if not self._enabled:
             return False
         self._left -= 1
@@ -97,15 +109,21 @@ class Coalescing:
         self._left = self._interval = min(2 * self._interval, _LAST)
         self._sums.zero_()
         self._cycles = self._least_tail = 0
-        before, self.ends = self.ends, self._joined(torch.stack(list(reports)))
-        return self.ends != before
+        rows = torch.stack(list(reports))
+        before = self.ends, self.compresses
+        measured = self._measured(rows[:, :-1])
+        if self._below > 0:
+            self.compresses = not rows[:, -1].any() and self._pays(measured)
+        if self._joins:
+            measured.compressed = self.compresses
+            self.ends = self._joined(measured)
+        return (self.ends, self.compresses) != before
 
-    def _joined(self, rows: torch.Tensor) -> frozenset[int]:
+    def _measured(self, rows: torch.Tensor) -> _Args:
         ready, ended, tail = rows[:, :-2].contiguous(), rows[:, -2].contiguous(), rows[:, -1].contiguous()
-        numbers, n = ctypes.c_int64 * self._n, ctypes.c_int64()
-        ends = numbers()
+        numbers = ctypes.c_int64 * self._n
         buckets = self._plan.buckets
-        sizes = [Wire.size_of(b.numel, b.grad_comm_dtype) for b in buckets]
+        sizes = [self._size_of(b.numel, b.grad_comm_dtype) for b in buckets]
         last = max(self.ends - {self._n}, default=0)
         args = _Args(
             size=ctypes.sizeof(_Args),
@@ -118,6 +136,21 @@ class Coalescing:
             tail=ctypes.cast(tail.data_ptr(), _Int64s),
             tail_bytes=sum(sizes[last:]),
         )
+        args.kept = ready, ended, tail
+        return args
+
+    def _size_of(self, numel: int, dtype: torch.dtype) -> int:
+        """As it was sent."""
+        return (self.compresses and _compression.size(numel, dtype)) or Wire.size_of(numel, dtype)
+
+    def _pays(self, args: _Args) -> bool:
+        pays = ctypes.c_int32()
+        arguments = ctypes.POINTER(_Args), ctypes.c_double, ctypes.POINTER(ctypes.c_int32)
+        _library.function("tx_compress_pays", *arguments)(ctypes.byref(args), self._below, ctypes.byref(pays))
+        return bool(pays.value)
+
+    def _joined(self, args: _Args) -> frozenset[int]:
+        ends, n = (ctypes.c_int64 * self._n)(), ctypes.c_int64()
         coalesce = _library.function("tx_coalesce", ctypes.POINTER(_Args), _Int64s, _Int64s)
         coalesce(ctypes.byref(args), ends, ctypes.byref(n))
         return frozenset(ends[: n.value])

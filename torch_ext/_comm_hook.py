@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_ext import _compression
 from torch_ext._agreement import agree
 from torch_ext._exchange import MAX_BUCKETS, Handle, divide_factor, exchange_over, tag
 from torch_ext._layout import plan_buckets
@@ -29,6 +30,7 @@ class CommHook:
         self._divide_factor = 0.0
         try:
             refuse(transport, device)
+            _compression.refuse(policy, self._exchange.can_compress)
             self._divide_factor = divide_factor(given_factor, world_size)
             plan = plan_buckets(named, policy, world_size)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -37,23 +39,27 @@ class CommHook:
             self._exchange,
             caller="register_comm_hook",
             fingerprint=0 if plan is None else plan.fingerprint,
-            lines=[f"divide by {self._divide_factor}, NaN check {policy.check_for_nan_in_grad}, transport {transport}"]
-            + ([] if plan is None else plan.lines()),
+            lines=[
+                f"divide by {self._divide_factor}, NaN check {policy.check_for_nan_in_grad}, transport {transport}, "
+                f"compressed below {policy.compress_below_gbps} Gbit/s",
+                *([] if plan is None else plan.lines()),
+            ],
             failure=failure,
         )
         assert plan is not None
+        self._exchange.compresses = _compression.is_certain(policy)
         self._check_for_nan: bool = policy.check_for_nan_in_grad
         self._names = [name for name, _ in named]
         self._position = {p: i for i, (_, p) in enumerate(named)}
         self._wire = [p.grad_comm_dtype for p in plan.parameters]
         self._cycle = 0
         self._watch = Watch()
-        self._bytes_before, self._bytes = 0, 0
+        self._bytes_before = self._exchange.bytes_sent
         self._pending: list[tuple[Handle, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
 
     def wire_bytes(self) -> int:
         """Bytes that this rank sent in the last backward that reduced."""
-        return self._bytes
+        return self._exchange.bytes_sent - self._bytes_before
 
     def reduce(self, bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
         """The hook: DDP's bucket becomes the sum over ranks divided by the factor, rounded once to the wire's dtype."""
@@ -82,7 +88,6 @@ class CommHook:
         )
         if bucket.is_last():
             self._cycle += 1
-            self._bytes = self._exchange.bytes_sent - self._bytes_before
         if isinstance(handle, concurrent.futures.Future):
             return _torch_future(handle, grads)
         return self._settle(handle, grads, bucket.is_last())
@@ -155,7 +160,8 @@ def register_comm_hook(
     Each of DDP's buckets is packed in the policy's grad_comm_dtype, exchanged, summed in fp32 in rank order, divided by
     gradient_divide_factor (None: the number of ranks) and rounded once: the bits of `parallelize` with no_shard (but
     for an 8-bit wire, whose blocks begin where DDP's buckets do; its sums are gathered in bf16).
-    Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part. transport: as in `parallelize`.
+    Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part. compress_below_gbps: inf alone
+    compresses; the wire is not measured. transport: as in `parallelize`.
 
     Returns the hook's state, whose wire_bytes() counts what this rank sent. Raises TypeError, ValueError or
     RuntimeError, on every rank, for what is not legal or not equal on all ranks.

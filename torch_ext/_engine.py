@@ -6,6 +6,7 @@ waits, so that everything that runs after `loss.backward()` sees the sum. Ranks 
 which gradients came and whether one was not finite: an error is one on every rank, with the same words.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,10 @@ Replan: TypeAlias = Callable[[Sequence[int]], BucketPlan]
 """From a permutation of the parameters, who is placed first, to a plan."""
 
 
+_DISORDERED = 1 / 8
+"""Of the messages: if compression is of no use for more of them, it is given up."""
+
+
 class _BackwardEnd:
     """Called at the end of a backward. It dies with its graph task, so a dead one is a backward that raised."""
 
@@ -58,11 +63,13 @@ class Engine(_registry.Owner):
         find_unused_parameters: bool,
         step_in_backward: bool,
         coalesce: bool,
+        compress_below: float,
         replan: Replan,
         may_replan: Callable[[], bool],
     ) -> None:
-        """number: of `agree`. coalesce: whether neighbouring buckets may travel together. replan: the plan for another
-        order of the parameters. may_replan: whether on this rank nothing depends on which part of a parameter it has.
+        """number: of `agree`. coalesce: whether neighbouring buckets may travel together. compress_below: Gbit/s; where
+        the wire is slower, messages are compressed. replan: the plan for another order of the parameters. may_replan:
+        whether on this rank nothing depends on which part of a parameter it has.
         """
         self.store, self.exchange = store, store.exchange
         self.params = list(store.params)
@@ -76,7 +83,15 @@ class Engine(_registry.Owner):
         self._steppers: weakref.WeakSet[_registry.Stepper] = weakref.WeakSet()
         self._early: list[Callable[[int], None]] = []  # what steps a bucket of this backward whose sum is there
         self._replan, self._may_replan = replan, may_replan
-        self._may_coalesce = coalesce and store.joins and self.exchange.world_size > 1 and not self.exchange.deferring
+        measures = self.exchange.world_size > 1 and not self.exchange.deferring
+        self._may_coalesce = coalesce and store.joins and measures
+        self._compress_below = 0.0
+        if measures and self.exchange.can_compress:
+            # What is sent for each byte of a bucket: parts, and where all get the sum those of it, too.
+            sent = (1 - 1 / self.exchange.world_size) * (1 if store.sharded else 2)
+            self._compress_below = compress_below / sent
+        if math.isinf(self._compress_below):
+            self.exchange.compresses, self._compress_below = True, 0.0
         self._follow_plan()
         # The first cycle that reduces shows in which order gradients come: its buckets leave at its end, laid out anew.
         self._learning = store.movable and self.exchange.world_size > 1 and len(self.plan.buckets) > 1
@@ -108,7 +123,8 @@ class Engine(_registry.Owner):
 
     def _follow_plan(self) -> None:
         self._tracker = Tracker(self.names, [p.bucket for p in self.plan.parameters], len(self.plan.buckets))
-        self._coalescing = Coalescing(self.plan, self._may_coalesce)
+        compresses = self.exchange.compresses
+        self._coalescing = Coalescing(self.plan, self._may_coalesce, self._compress_below, compresses)
         self._names_of_buckets: dict[range, str] = {}
 
     def _each(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
@@ -202,11 +218,13 @@ class Engine(_registry.Owner):
         assert self.weights is not None
         self._gathers += 1
         before = self.exchange.bytes_sent
-        handle = self.exchange.gather(
+        start = partial(
+            self.exchange.gather,
             Wire.of(self.weights.buckets[bucket]),
             tag=tag(self._number, self._gathers, bucket),
             what=f"weights of {self._name(range(bucket, bucket + 1))}",
         )
+        handle = self._guarded(start)
         self._bytes_of_gathers += self.exchange.bytes_sent - before
         return _Gathering(self, handle)
 
@@ -421,7 +439,7 @@ class Engine(_registry.Owner):
         all buckets were kept until the end."""
         if self._check_for_nan:
             self.exchange.ordering.catch_up()
-        report = _Report.of(self._cycle, self._watch.first(), self._coalescing.words(), self._came)
+        report = _Report.of(self._cycle, self._watch.first(), self._words(), self._came)
         try:
             what = f"end of gradient cycle {self._cycle}"
             number = tag(self._number, self._cycle, MAX_BUCKETS)
@@ -447,8 +465,14 @@ class Engine(_registry.Owner):
     def _read(self, gathered: Callable[[], list[torch.Tensor]]) -> list["_Report"]:
         """Every rank's report, and what there is to learn from them for the next cycle."""
         reports = [_Report.read(row, len(self.params)) for row in self._guarded(gathered)]
-        self._coalescing.learn([report.words for report in reports])
+        if self._coalescing.learn([report.words for report in reports]) and self._compress_below > 0:
+            self.exchange.compresses = self._coalescing.compresses
         return reports
+
+    def _words(self) -> torch.Tensor:
+        # Once it is so it stays so: messages are counted only as long as they are compressed.
+        disordered = self.exchange.disordered > self.exchange.messages * _DISORDERED
+        return self._coalescing.words(disordered)
 
     def _wait(self, handles: Sequence[Handle]) -> None:
         for handle in handles:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
+from torch_ext import _compression
 from torch_ext._streams import Ordering, streams_of
 from torch_ext._wire import Wire
 
@@ -71,6 +72,13 @@ class Exchange(abc.ABC):
     """
 
     transport_name = "torch"
+    can_compress = False
+    """Whether `compresses` may be set."""
+    compresses = False
+    """Whether bf16 messages travel compressed (`_compression`). The same on every rank; set by the caller, while
+    nothing is on its way."""
+    messages = disordered = 0
+    """That were to be compressed so far, and those of them that it was of no use for."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
@@ -129,7 +137,12 @@ class Exchange(abc.ABC):
     def _count(self, wire: Wire | None) -> None:
         """A half of an exchange: every other rank is sent a part. One thread at a time."""
         if wire is not None:
-            self.bytes_sent += wire.nbytes // self.world_size * (self.world_size - 1)
+            self.bytes_sent += self._travels(wire, self.world_size) * (self.world_size - 1)
+
+    def _travels(self, wire: Wire, parts: int = 1) -> int:
+        """Bytes that are sent for one of so many parts of it, unless it is too disordered to be compressed."""
+        compressed = self.compresses and _compression.size(wire.data.numel() // parts, wire.data.dtype)
+        return compressed or wire.nbytes // parts
 
 
 def exchange_over(group: dist.ProcessGroup, device: torch.device, transport: str = "torch") -> Exchange:

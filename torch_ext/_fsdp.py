@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torch_ext import _fsdp_units, _registry
+from torch_ext import _compression, _fsdp_units, _registry
 from torch_ext._broadcast import broadcast
 from torch_ext._exchange import Exchange
 from torch_ext._fsdp_comm import AllGather, ReduceScatter
@@ -59,6 +59,7 @@ def shard_fully(
     state get them. control: over the group; number: of `agree`; divide_factor: see FsdpEngine.
     """
     group = control.group
+    control.compresses = _compression.is_certain(policy)  # how fast the wire is, is not measured here
     own = not fsdp_modules(model)
     _same_weights(model, group)
     if own:

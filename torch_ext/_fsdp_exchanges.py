@@ -23,7 +23,9 @@ class Exchanges:
 
     def of(self, group: dist.ProcessGroup, purpose: str) -> Exchange:
         if (group, purpose) not in self._made:
-            self._made[group, purpose] = exchange_over(group, self.control.device, self.control.transport_name)
+            made = exchange_over(group, self.control.device, self.control.transport_name)
+            made.compresses = self.control.compresses
+            self._made[group, purpose] = made
         return self._made[group, purpose]
 
     def tag(self, cycle: int, purpose: str, unit: UnitPlan, nbytes: int) -> int:

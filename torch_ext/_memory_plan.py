@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torch_ext import _dtypes, _library, _policy, _state
+from torch_ext import _compression, _dtypes, _library, _policy, _state
 from torch_ext._exchange import IN_FLIGHT
 from torch_ext._layout import Bucket, CLayout, LayoutArgs, Place
 from torch_ext._policy import Policy
@@ -52,7 +52,7 @@ class _MemoryArgs(_library.Struct):
         ("strategy", ctypes.c_int32),
         ("gather_dtype", ctypes.c_int32),
         ("slots", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("compressed", ctypes.c_int32),
     ]
 
 
@@ -125,6 +125,7 @@ def plan_memory(
         frozen_bytes=frozen_bytes,
         in_flight=IN_FLIGHT,
         slots=slots,
+        compressed=_compression.is_certain(policy),
         gather_dtype=0 if policy.grad_gather_dtype is None else _dtypes.code_of(policy.grad_gather_dtype),
     )
     plan = _library.function("tx_memory_plan", ctypes.POINTER(_MemoryArgs), ctypes.POINTER(_Memory))

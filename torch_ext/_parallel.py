@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_ext import _away, _cuda_library, _foreign, _groups, _local, _policy, _registry, _tensors
+from torch_ext import _away, _compression, _cuda_library, _foreign, _groups, _local, _policy, _registry, _tensors
 from torch_ext._agreement import agree
 from torch_ext._broadcast import broadcast
 from torch_ext._engine import Engine
@@ -154,7 +154,8 @@ def parallelize(
 
     model: on one device. Weights and buffers become rank 0's; later changes of buffers stay local. Optimizers made
         before are fine as long as they have no state.
-    policy: of `load_policy`; besides dtypes: bucket_size, overlap_grad_reduce, check_for_nan_in_grad, step_in_backward.
+    policy: of `load_policy`; besides dtypes: bucket_size, overlap_grad_reduce, check_for_nan_in_grad, step_in_backward,
+        compress_below_gbps (optim_grads_params measures no wire: inf alone compresses).
     strategy: its name or number; None: the policy's data_parallel_sharding_strategy.
     process_group: None: the default group.
     find_unused_parameters: a parameter without a gradient counts as zero on that rank, and where no rank has one
@@ -180,6 +181,7 @@ def parallelize(
     plan, failure, factor, name, details = None, None, 0.0, "", []
     try:
         refuse(transport, device)
+        _compression.refuse(policy, exchange.can_compress)
         factor = divide_factor(gradient_divide_factor, exchange.world_size)
         name = _strategy(policy.data_parallel_sharding_strategy if strategy is None else strategy)
         _validate(model, name)
@@ -196,7 +198,8 @@ def parallelize(
     options = (
         f"strategy {name}, divide by {factor}, unused parameters {find_unused_parameters}, "
         f"NaN check {policy.check_for_nan_in_grad}, sums gathered in {policy.grad_gather_dtype}, "
-        f"step in backward {policy.step_in_backward}, transport {transport}"
+        f"step in backward {policy.step_in_backward}, compressed below {policy.compress_below_gbps} Gbit/s, "
+        f"transport {transport}"
     )
     tensors = list(model.named_parameters()) + list(model.named_buffers())
     shown = [f"{name} {list(t.shape)} {t.dtype}, trainable {t.requires_grad}" for name, t in tensors]
@@ -231,6 +234,7 @@ def parallelize(
             find_unused_parameters=find_unused_parameters,
             step_in_backward=policy.step_in_backward,
             coalesce=policy.bucket_size is None,
+            compress_below=policy.compress_below_gbps,
             replan=partial(_replanned, named, policy, exchange.world_size),
             may_replan=lambda: name == "no_shard" or not _has_state(named),
         )

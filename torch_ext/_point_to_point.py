@@ -15,6 +15,10 @@ the next.
 Two ranks that both want the sum send each other whole buckets where that is no more bytes: each adds up all of it, and
 one trip takes the place of two. The bits are the same, as a sum is a function of the wires and of the order of ranks.
 
+Compressed messages (`_compression`) lie in memory of their own until they are expanded, or have left. So that there is
+not one for every bucket of a backward, the third lane brings each to its end, and of all-gathers of weights as many are
+under way as of buckets.
+
 Buckets beyond IN_FLIGHT are started by the lane that ends an earlier one, so memory to receive into is bounded; it is
 used again by the next bucket.
 """
@@ -24,17 +28,28 @@ import ctypes
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from torch_ext import _library
+from torch_ext import _compression, _library
 from torch_ext._exchange import IN_FLIGHT, WHOLE, Exchange, Install, Opening, Part
 from torch_ext._lane import Lane
 from torch_ext._wire import Wire
 
-_Works = list[tuple[int, dist.Work]]
+
+class _Work(Protocol):
+    """What gloo makes of a message, and what stands for it here."""
+
+    def wait(self) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
+_Works = list[tuple[int, _Work]]
 
 # Messages on their way that nobody waits for: gloo may still write into their memory, so it is never freed.
 _ABANDONED: list[object] = []
@@ -65,6 +80,67 @@ def _wait(works: _Works, what: str) -> None:
             f"{what}: {ranks} did not come ({reason}). The rank was lost, is more than the process group's timeout "
             "behind, or runs another program; this process group cannot be used any more."
         )
+
+
+def _nothing() -> None: ...
+
+
+class _Message:
+    """A compressed one, in memory that is lent until everybody is done with it."""
+
+    def __init__(self, values: torch.Tensor, memory: "_Memory") -> None:
+        self.values = values
+        self._pool = memory
+        nbytes = _compression.size(values.numel(), values.dtype)
+        self._memory: torch.Tensor | None = memory.lend(nbytes, values.device)
+        self.bytes = self._memory[:nbytes]
+        self.users = 0
+
+    def done(self) -> None:
+        """Each user says so once. One thread at a time."""
+        self.users -= 1
+        if self.users <= 0 and self._memory is not None:
+            self._pool.give_back(self._memory)
+            self._memory = None
+
+
+class _Sent:
+    """A compressed message on its way to a rank."""
+
+    def __init__(self, message: _Message, work: _Work) -> None:
+        self._message: _Message | None = message
+        self._work = work
+        message.users += 1
+        self.is_completed = work.is_completed
+
+    def wait(self) -> None:
+        """One thread at a time."""
+        self._work.wait()
+        if self._message is not None:
+            self._message.done()
+            self._message = None
+
+
+class _Arriving:
+    """A compressed message on its way into its values."""
+
+    def __init__(self, message: _Message, receive: Callable[[torch.Tensor], _Work]) -> None:
+        self._message, self._receive = message, receive
+        self._work: _Work | None = receive(message.bytes)
+
+    def wait(self) -> None:
+        """Values are there afterwards. One thread at a time."""
+        if self._work is None:
+            return
+        self._work.wait()
+        if rest := _compression.expand(self._message.bytes, self._message.values):
+            self._work = self._receive(_compression.end_of(self._message.values, rest))
+            self._work.wait()
+        self._work = None
+        self._message.done()
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
 
 
 class _Travel:
@@ -106,7 +182,7 @@ class _Travel:
 
 
 class _Gather(_Travel):
-    """Needs no memory and no lane: it leaves at once, and who wants the result waits for it."""
+    """Needs no lane: it leaves at once, and who wants the result waits for it."""
 
     def __init__(self, exchange: "PointToPoint", result: Wire, tag: int, what: str) -> None:
         super().__init__(exchange, tag, what)
@@ -223,7 +299,8 @@ class _Reduction(_Travel):
 
 
 class _Memory:
-    """What buckets are received into, kept for the next ones: as many memories as are used at a time. Any thread."""
+    """What buckets and messages are received into, kept for the next ones: as many memories as are used at a time. Any
+    thread."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -233,14 +310,15 @@ class _Memory:
         """A chunk for every rank; this rank's own is its part, where it lies."""
         own, others = parts[rank], len(parts) - 1
         codes, scales = own.data.nbytes * others, own.scales.nbytes * others
-        memory = self._fitting(codes + scales, own.data.device)
+        memory = self.lend(codes + scales, own.data.device)
         data = memory[:codes].view(own.data.dtype)
         whole = Wire(data, memory[codes : codes + scales] if scales else own.scales)
         chunks = whole.parts(others) if others > 1 else [whole] * others
         chunks.insert(rank, own)
         return memory, chunks
 
-    def _fitting(self, nbytes: int, device: torch.device) -> torch.Tensor:
+    def lend(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """As many bytes, or more."""
         with self._lock:
             self._free.sort(key=torch.Tensor.numel)
             for i, memory in enumerate(self._free):
@@ -260,15 +338,18 @@ class PointToPoint(Exchange):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
+        self.can_compress = device.type == "cpu"
         # Each rank begins with its successor, so that not all of them send to rank 0 first.
         self._peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
         self.memory = _Memory()
+        self.messages_memory = _Memory()  # of compressed ones
         self._posting = Lane("torch_ext post")
         self._reducing = Lane("torch_ext reduce")
         self._completing = Lane("torch_ext gather")
         self._lock = threading.Lock()
         self._taken = 0  # of the IN_FLIGHT places
         self._waiting: deque[_Reduction] = deque()
+        self._gathers: deque[_Gather] = deque()  # compressed ones
 
     def borrow(self, numel: int, dtype: torch.dtype, role: str) -> Wire:
         return Wire.empty(numel, dtype, self.device)
@@ -278,24 +359,56 @@ class PointToPoint(Exchange):
 
     def receive(self, wires: list[Wire], tag: int, what: str) -> _Works:
         """Posts wires[peer] <- peer for every peer."""
-        return self._post(lambda peer, m: self.group.recv([m], peer, tag), wires, what)
+
+        def post(peer: int) -> Iterator[_Work]:
+            receive = partial(self._receive, peer, tag)
+            if self._compressed(wires[peer]):
+                yield _Arriving(_Message(wires[peer].data, self.messages_memory), receive)
+            else:
+                yield from map(receive, wires[peer].messages())
+
+        return self._post(post, what)
 
     def send(self, wires: list[Wire], tag: int, what: str) -> _Works:
         """Posts wires[peer] -> peer for every peer."""
-        return self._post(lambda peer, m: self.group.send([m], peer, tag), wires, what)
+        made: dict[int, tuple[_Message, int]] = {}  # by address: what all are sent is compressed once
 
-    def _post(self, post: Callable[[int, torch.Tensor], dist.Work], wires: list[Wire], what: str) -> _Works:
+        def post(peer: int) -> Iterator[_Work]:
+            wire = wires[peer]
+            if not self._compressed(wire):
+                for plain in wire.messages():
+                    yield self.group.send([plain], peer, tag)
+                return
+            address = wire.data.data_ptr()
+            if address not in made:
+                message = _Message(wire.data, self.messages_memory)
+                made[address] = message, _compression.compress(wire.data, message.bytes)
+            message, rest = made[address]
+            yield _Sent(message, self.group.send([message.bytes], peer, tag))
+            with self._lock:
+                self.bytes_sent += rest
+                self.messages += 1
+                self.disordered += rest > 0
+            if rest:
+                yield self.group.send([_compression.end_of(wire.data, rest)], peer, tag)
+
+        return self._post(post, what)
+
+    def _receive(self, peer: int, tag: int, message: torch.Tensor) -> _Work:
+        return self.group.recv([message], peer, tag)
+
+    def _compressed(self, wire: Wire) -> bool:
+        return self._travels(wire) < wire.nbytes
+
+    def _post(self, post: Callable[[int], Iterator[_Work]], what: str) -> _Works:
         works: _Works = []
         for peer in self._peers:
-            for message in wires[peer].messages():
-                try:
-                    work = post(peer, message)
-                except RuntimeError as error:
-                    _ABANDONED.append(works)
-                    raise RuntimeError(
-                        f"{what}: rank {peer} cannot be reached ({str(error).splitlines()[0]})"
-                    ) from None
-                works.append((peer, work))
+            try:
+                for work in post(peer):
+                    works.append((peer, work))
+            except RuntimeError as error:
+                _ABANDONED.append(works)
+                raise RuntimeError(f"{what}: rank {peer} cannot be reached ({str(error).splitlines()[0]})") from None
         return works
 
     def _start(self, reduction: _Reduction) -> None:
@@ -338,6 +451,8 @@ class PointToPoint(Exchange):
         else:
             given = wire
             opening = lambda: self._counted(*given())  # noqa: E731
+        if then is None and self.compresses:
+            then = _nothing  # messages have memory of their own, which is free when a lane has been through
         reduction = _Reduction(self, opening, install, tag, what, places, then)
         with self._lock:
             self._waiting.append(reduction)
@@ -350,14 +465,22 @@ class PointToPoint(Exchange):
 
     def _counted(self, wire: Wire, result: Wire | None) -> tuple[Wire, Wire | None]:
         with self._lock:
-            self._count(wire)
-            self._count(wire if self.trades(wire, result) else result)
+            if self.trades(wire, result):
+                self.bytes_sent += self._travels(wire)
+            else:
+                self._count(wire)
+                self._count(result)
         return wire, result
 
     def gather(self, result: Wire, *, tag: int, what: str) -> _Gather:
         with self._lock:
             self._count(result)
-        return _Gather(self, result, tag, what)
+        gather = _Gather(self, result, tag, what)
+        if self._compressed(gather.results[self.rank]):  # needs memory, which is bounded like that of reductions
+            self._gathers.append(gather)
+            if len(self._gathers) == IN_FLIGHT:
+                self._gathers.popleft().result()
+        return gather
 
     def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
         with self._lock:

@@ -57,7 +57,8 @@ def test_reports_have_mean_times_and_the_least_tail(monkeypatch: pytest.MonkeyPa
     found = _measured(cycles, _plan(128, 128), monkeypatch)
     found.learn([])
     found.learn([])
-    assert found.words().tolist() == [0, 2000, 2533, 200]
+    assert found.words(False).tolist() == [0, 2000, 2533, 200, 0]
+    assert found.words(True).tolist() == [0, 2000, 2533, 200, 1]
 
 
 @pytest.mark.parametrize(
@@ -75,17 +76,17 @@ def test_a_tail_is_that_of_the_last_message(ends: list[int], last: int, monkeypa
     monkeypatch.setattr(_coalescing._library, "function", lambda *_: coalesce)
     found.learn([])
     found.learn([])
-    found.learn([torch.tensor([0, 10, 20, 30, 7]), torch.tensor([0, 11, 21, 31, 8])])
+    found.learn([torch.tensor([0, 10, 20, 30, 7, 0]), torch.tensor([0, 11, 21, 31, 8, 1])])
     assert told == [(last, [7, 8], 31)]
-    assert found.words().numel() == 0
+    assert found.words(False).numel() == 0
     for _ in range(5):
         found.learn([])
-    assert found.words().tolist() == [0] * 5, "of the cycles since"
+    assert found.words(False).tolist() == [0] * 6, "of the cycles since"
 
 
 def _parallel_model(dtypes: Any, joins: bool = True, **ddp: Any) -> tuple[Any, Any]:
     """A model with small buckets, which are joined all the same, and its engine."""
-    _engine.Coalescing = lambda plan, enabled: _coalescing.Coalescing(plan, joins)
+    _engine.Coalescing = lambda plan, *_: _coalescing.Coalescing(plan, joins)
     options = {"bucket_size": 300, "overlap_grad_reduce": True, **ddp}
     model = torch_ext.parallelize(Given(SHAPES, BF16), policy(*dtypes, **options))
     return model, _parallel._engine_of(model)

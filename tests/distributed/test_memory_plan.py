@@ -6,6 +6,7 @@ The arithmetic itself is tested in C.
 import ctypes
 import gc
 import io
+import math
 import pathlib
 import re
 import sys
@@ -101,9 +102,13 @@ class Layers(torch.nn.Module):
 LEAN = {"main_params_dtype": None, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
 
 
-def _train(layers: int, strategy: str, optimizer_config: Any) -> Any:
+# Messages need memory beside the buckets.
+COMPRESSED = {"compress_below_gbps": math.inf}
+
+
+def _train(layers: int, strategy: str, optimizer_config: Any, ddp_config: Any) -> Any:
     model: Any = Layers(layers)
-    chosen = torch_ext.load_policy(model, override_optimizer_config=optimizer_config)
+    chosen = torch_ext.load_policy(model, override_optimizer_config=optimizer_config, override_ddp_config=ddp_config)
     torch_ext.parallelize(model, chosen, strategy=strategy)
     optimizer = torch_ext.AdamW(model.parameters(), policy=chosen)
     for _ in range(4):
@@ -113,34 +118,35 @@ def _train(layers: int, strategy: str, optimizer_config: Any) -> Any:
     return optimizer
 
 
-def _resident(rank: int, world: int, strategy: str, optimizer_config: Any) -> int:
+def _resident(rank: int, world: int, strategy: str, *configs: Any) -> int:
     """The most bytes that a training has resident, beside what was there before."""
     threshold = -3  # M_MMAP_THRESHOLD: what is freed is the system's again at once, so that what is left is in use
     ctypes.CDLL(None).mallopt(threshold, 1 << 16)
-    _train(2, strategy, optimizer_config)  # starts threads, loads code
+    _train(2, strategy, *configs)  # starts threads, loads code
     gc.collect()
     before = _bench_memory.status("VmRSS")
     _bench_memory.reset_peak()
-    optimizer = _train(LAYERS, strategy, optimizer_config)
+    optimizer = _train(LAYERS, strategy, *configs)
     del optimizer
     return _bench_memory.status("VmHWM") - before
 
 
 PEAKS: list[Any] = [
-    *(pytest.param(strategy, None, id=strategy) for strategy in _memory_plan.strategies()),
-    pytest.param("optim", LEAN, id="optim-while-weights-move"),
-    pytest.param("optim_grads_params", {"main_grads_dtype": "fp32"}, id="optim_grads_params-fp32-gradients"),
+    *(pytest.param(strategy, None, None, id=strategy) for strategy in _memory_plan.strategies()),
+    *(pytest.param(name, None, COMPRESSED, id=f"{name}-compressed") for name in ("no_shard", "optim", "optim_grads")),
+    pytest.param("optim", LEAN, None, id="optim-while-weights-move"),
+    pytest.param("optim_grads_params", {"main_grads_dtype": "fp32"}, None, id="optim_grads_params-fp32-gradients"),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "optimizer_config"), PEAKS)
-def test_the_peak_is_planned_within_5_percent(strategy: str, optimizer_config: Any) -> None:
+@pytest.mark.parametrize(("strategy", "optimizer_config", "ddp_config"), PEAKS)
+def test_the_peak_is_planned_within_5_percent(strategy: str, optimizer_config: Any, ddp_config: Any) -> None:
     model = Layers(LAYERS)
     units = _memory_plan.units_of(model)
-    chosen = torch_ext.load_policy(model, override_optimizer_config=optimizer_config)
+    chosen = torch_ext.load_policy(model, override_optimizer_config=optimizer_config, override_ddp_config=ddp_config)
     (plan,) = plan_memory(_memory_plan.trainable(model), chosen, WORLD, [strategy], units=units)
     assert (plan.peak > plan.total + plan.transient) == (optimizer_config is LEAN)
-    for peak in ranks.run(WORLD, _resident, strategy, optimizer_config):
+    for peak in ranks.run(WORLD, _resident, strategy, optimizer_config, ddp_config):
         assert 0.95 * plan.peak <= peak <= 1.05 * plan.peak
 
 

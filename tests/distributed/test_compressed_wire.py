@@ -1,0 +1,356 @@
+"""bf16 messages in three quarters of their bytes: the same bits, where the wire is slow or one asks for it."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_ext
+from torch_ext import _coalescing, _compression, _exchange, _memory_plan, _parallel, _point_to_point
+from torch_ext._wire import Wire
+
+# Several buckets, of which each part is long enough to be compressed, and one that is not.
+SHAPES: list[Any] = [(256, 128), (128, 384), (96, 320), (3, 128), (192, 128)]
+BUCKET = 30_000
+PLAIN, ALWAYS = 0.0, math.inf
+
+
+def _disordered(seed: int, rank: int) -> list[torch.Tensor]:
+    """Numbers of every size, next to each other."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    sizes = [torch.randint(-60, 60, shape, generator=generator) for shape in SHAPES]
+    return [torch.ldexp(torch.randn(s.shape, generator=generator), s).to(BF16) for s in sizes]
+
+
+def _ordinary(seed: int, rank: int) -> list[torch.Tensor]:
+    """As they come, with a row of zeros."""
+    grads = noise(seed, rank, SHAPES, BF16)
+    grads[0][17].zero_()
+    return grads
+
+
+GRADIENTS = {"ordinary": _ordinary, "disordered": _disordered}
+
+
+def _steps(rank: int, strategy: str, kind: str, below: float, dtypes: Any) -> tuple[Any, list[int], int]:
+    """The weights after three steps, the bytes of each, and how many messages compression was of no use for."""
+    chosen = policy(*dtypes, bucket_size=BUCKET, compress_below_gbps=below)
+    model: Any = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
+    optimizer = torch_ext.AdamW(model.parameters(), policy=chosen)
+    found, sent = [], []
+    for seed in range(3):
+        model(GRADIENTS[kind](seed, rank)).backward()
+        optimizer.step()
+        sent.append(model.wire_bytes())
+        optimizer.zero_grad()
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+        found.append(bits(whole))
+    engine = _parallel._engine_of(model)
+    exchange = getattr(engine, "exchange", None)
+    return found, sent, 0 if exchange is None else exchange.disordered
+
+
+def _compared(rank: int, world: int, strategy: str, kind: str, dtypes: Any) -> Any:
+    plain, plainly, never = _steps(rank, strategy, kind, PLAIN, dtypes)
+    found, sent, disordered = _steps(rank, strategy, kind, ALWAYS, dtypes)
+    assert never == 0
+    assert found == plain
+    assert on_all_ranks(found) == [found] * world
+    return plainly, sent, disordered
+
+
+WIRES: list[Any] = [
+    pytest.param((BF16, BF16, BF16), id="bf16"),
+    pytest.param((BF16, FP32, BF16), id="wire-bf16"),
+    pytest.param((BF16, BF16, "fp8"), id="sums-bf16"),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("dtypes", WIRES)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_the_bits_are_the_same_and_bytes_are_fewer(strategy: str, dtypes: Any, world: int) -> None:
+    for plain, sent, disordered in ranks.run(world, _compared, strategy, "ordinary", dtypes):
+        coded = dtypes[2] != BF16
+        trades = coded and world == 2 and strategy == "no_shard"  # no sum in bf16 travels
+        few = 1.0 if trades else 0.92 if coded else 0.78
+        assert all(few - 0.09 < s / p <= few for s, p in zip(sent, plain, strict=True)), (plain, sent)
+        assert disordered == 0
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_what_is_too_disordered_travels_as_it_is(strategy: str, world: int) -> None:
+    for plain, sent, disordered in ranks.run(world, _compared, strategy, "disordered", (BF16, BF16, BF16)):
+        assert disordered > 0
+        if strategy == "no_shard":
+            assert all(0 <= s - p < p / 1000 for s, p in zip(sent, plain, strict=True)), (plain, sent)
+
+
+def test_shards_of_fsdp2_are_compressed_where_one_asks_for_it() -> None:
+    for kind in GRADIENTS:
+        for plain, sent, _ in ranks.run(2, _compared, "optim_grads_params", kind, (BF16, BF16, BF16)):
+            assert max(sent) < 0.95 * min(plain) if kind == "ordinary" else sent[-1] < 1.001 * plain[-1]
+
+
+def _bytes_of_a_step(rank: int, _world: int) -> tuple[int, int, list[int]]:
+    _, plain, _ = _steps(rank, "no_shard", "ordinary", PLAIN, (BF16,))
+    _, sent, _ = _steps(rank, "no_shard", "ordinary", ALWAYS, (BF16,))
+    plan = torch_ext.plan_buckets(Given(SHAPES, BF16).named_parameters(), policy(BF16, bucket_size=BUCKET), 2)
+    return plain[-1], sent[-1], [bucket.numel for bucket in plan.buckets]
+
+
+def test_wire_bytes_are_those_of_the_messages() -> None:
+    """Two ranks: each bucket goes whole."""
+    for plain, sent, buckets in ranks.run(2, _bytes_of_a_step):
+        sizes = [_compression.size(n, BF16) or 2 * n for n in buckets]
+        assert plain - sent == sum(2 * n for n in buckets) - sum(sizes) > 0
+
+
+def _without() -> None:
+    """An exchange that compresses nothing, as those of GPUs."""
+    _point_to_point.PointToPoint.can_compress = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
+
+
+# -- whether it pays ----------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """In the place of the module `time`: each look at it takes as long, in nanoseconds."""
+
+    def __init__(self, each: int) -> None:
+        self.now, self.each = 0, each
+
+    def monotonic_ns(self) -> int:
+        self.now += self.each
+        return self.now
+
+
+def _decided(rank: int, world: int, each: list[int], strategy: str, kind: str, below: float) -> list[bool]:
+    """Whether each of some cycles was compressed; its gradients have the same bits as uncompressed ones."""
+    decided = []
+    found: dict[float, Any] = {}
+    for limit in (PLAIN, below):
+        _coalescing.time = _Clock(each[rank])  # type: ignore[assignment]
+        chosen = policy(BF16, bucket_size=BUCKET, compress_below_gbps=limit)
+        model: Any = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
+        exchange = _parallel._engine_of(model).exchange
+        decided, found[limit] = [], []
+        for seed in range(12):
+            decided.append(exchange.compresses)
+            model.zero_grad()
+            model(GRADIENTS[kind](seed, rank)).backward()
+            engine = _parallel._engine_of(model)
+            found[limit].append(bits([engine.part(p) for p in model.parameters()]))
+    assert found[below] == found[PLAIN]
+    assert on_all_ranks(decided) == [decided] * world
+    return decided
+
+
+SLOW, FAST = 30_000_000, 1000
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.parametrize(
+    ("each", "below", "compressed"),
+    [
+        pytest.param([SLOW, SLOW], None, True, id="a-slow-wire"),
+        pytest.param([FAST, FAST], None, False, id="a-fast-wire"),
+        pytest.param([SLOW, FAST], None, False, id="one-rank-saw-a-fast-wire"),
+        pytest.param([SLOW, SLOW], PLAIN, False, id="never"),
+        pytest.param([FAST, FAST], 1e9, False, id="no-wire-is-slower-than-nothing"),
+    ],
+)
+def test_a_slow_wire_is_noticed_on_all_ranks(
+    strategy: str, each: list[int], below: float | None, compressed: bool
+) -> None:
+    limit = torch_ext.load_policy(BF16).compress_below_gbps if below is None else below
+    assert 0 < torch_ext.load_policy(BF16).compress_below_gbps < 10
+    for decided in ranks.run(2, _decided, each, strategy, "ordinary", limit):
+        assert not any(decided[:3])  # not measured yet
+        assert all(d == compressed for d in decided[5:]), decided
+
+
+def _limits(_rank: int, _world: int, strategy: str) -> float:
+    model: Any = torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, compress_below_gbps=3.0), strategy=strategy)
+    return _parallel._engine_of(model)._coalescing._below
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "sent"),
+    [(2, "no_shard", 1.0), (3, "no_shard", 4 / 3), (2, "optim", 1 / 2), (3, "optim_grads", 2 / 3)],
+)
+def test_the_limit_is_one_of_what_is_sent(world: int, strategy: str, sent: float) -> None:
+    """sent: for each byte of a bucket, which is what times are measured of."""
+    for limit in ranks.run(world, _limits, strategy):
+        assert limit == pytest.approx(3.0 / sent)
+
+
+def _elsewhere(rank: int, world: int) -> list[bool]:
+    _without()
+    return _decided(rank, world, [SLOW, SLOW], "no_shard", "ordinary", 4.0)
+
+
+def test_what_cannot_be_compressed_is_sent_as_it_is_on_a_slow_wire() -> None:
+    for decided in ranks.run(2, _elsewhere):
+        assert not any(decided)
+
+
+def test_compression_is_given_up_where_it_is_of_no_use() -> None:
+    for decided in ranks.run(2, _decided, [SLOW, SLOW], "no_shard", "disordered", 4.0):
+        assert any(decided) and not any(decided[9:]), decided
+
+
+def test_decisions_know_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are those of the messages as they were, and the limit is the policy's."""
+    plan: Any = SimpleNamespace(buckets=[SimpleNamespace(numel=12_800, grad_comm_dtype=BF16, buffer=0)] * 2)
+    compressed = _compression.size(12_800, BF16)
+    asked = []
+
+    def pays(args: Any, below: float, answer: Any) -> None:
+        asked.append((args._obj.bytes[0], args._obj.tail_bytes, below))
+        answer._obj.value = 1
+
+    monkeypatch.setattr(_coalescing._library, "function", lambda *_: pays)
+    found = _coalescing.Coalescing(plan, False, 3.5)
+    rows = [torch.tensor([0, 10, 20, 30, 0]), torch.tensor([0, 10, 20, 30, 0])]
+    assert [found.learn(rows) for _ in range(3)] == [False, False, True] and found.compresses
+    assert not any(found.learn(rows) for _ in range(6)) and found.compresses
+    rows[1][-1] = 1  # one rank's messages did not fit
+    assert [found.learn(rows) for _ in range(12)] == 11 * [False] + [True] and not found.compresses
+    assert asked == [(25_600, 25_600, 3.5), (compressed, compressed, 3.5)]
+
+
+# -- elsewhere ----------------------------------------------------------------------------------------------------
+
+
+def _hooked(rank: int, world: int, kind: str) -> None:
+    found = []
+    for below in (PLAIN, ALWAYS):
+        ddp = DistributedDataParallel(Given(SHAPES, BF16))
+        hook = torch_ext.register_comm_hook(ddp, policy(BF16, compress_below_gbps=below))
+        for seed in range(2):
+            ddp.zero_grad()
+            ddp(GRADIENTS[kind](seed, rank)).backward()
+        found.append((bits([p.grad for p in ddp.parameters()]), hook.wire_bytes()))
+    assert found[0][0] == found[1][0]
+    assert (found[1][1] < 0.8 * found[0][1]) == (kind == "ordinary")
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_the_hook_of_ddp_compresses_where_one_asks_for_it(kind: str) -> None:
+    ranks.run(2, _hooked, kind)
+
+
+def _gathers(_rank: int, _world: int) -> list[int]:
+    """How many all-gathers are under way after each that was started; the results are right."""
+    exchange: Any = _exchange.exchange_over(dist.group.WORLD, torch.device("cpu"))
+    exchange.compresses = True
+    started, under_way = [], []
+    values = [torch.full((2 * 8192,), float(exchange.rank + 2 * i), dtype=BF16) for i in range(10)]
+    for i, value in enumerate(values):
+        started.append(exchange.gather(Wire.of(value), tag=_exchange.tag(3, 1, i), what=f"gather {i}"))
+        under_way.append(sum(bool(one.gathers) for one in started))
+    for one in started:
+        one.result()
+    for i, value in enumerate(values):
+        assert value.view(2, -1).unique(dim=1).tolist() == [[2.0 * i], [2.0 * i + 1]]
+    return under_way
+
+
+def test_memory_of_gathers_is_bounded() -> None:
+    for under_way in ranks.run(2, _gathers):
+        assert max(under_way) < _exchange.IN_FLIGHT
+
+
+def _damaged(rank: int, _world: int) -> None:
+    if rank == 1:
+        compress = _compression.compress
+
+        def damaged(values: torch.Tensor, message: torch.Tensor) -> int:
+            rest = compress(values, message)
+            message[0] += 1  # another number of escapes
+            return rest
+
+        _point_to_point._compression.compress = damaged
+    model: Any = torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, compress_below_gbps=ALWAYS))
+    model(_ordinary(0, rank)).backward()
+
+
+def test_a_damaged_message_is_an_error_that_names_bucket_and_rank() -> None:
+    first, _ = ranks.outcomes(2, _damaged)
+    assert isinstance(first, ranks.Raised)
+    assert "bucket" in first.message and "rank 1" in first.message and "tx_compress" in first.message
+
+
+def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere than over gloo nobody compresses: "always" is refused by name, everything else means "not here"."""
+    with pytest.raises(ValueError, match=r"compress_below_gbps=inf.*gloo.*finite"):
+        _compression.refuse(policy(BF16, compress_below_gbps=ALWAYS), False)
+    for below in (PLAIN, 4.0):
+        _compression.refuse(policy(BF16, compress_below_gbps=below), False)
+    for below in (-1.0, math.nan, "fast"):
+        with pytest.raises(ValueError, match=r"compress_below_gbps.*\[0, inf\]"):
+            policy(BF16, compress_below_gbps=below)
+
+
+def _refused(_rank: int, _world: int, refuses: Any) -> str:
+    _without()
+    try:
+        refuses()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def _parallelizes() -> None:
+    torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, compress_below_gbps=ALWAYS))
+
+
+def _registers() -> None:
+    ddp = DistributedDataParallel(Given(SHAPES, BF16))
+    torch_ext.register_comm_hook(ddp, policy(BF16, compress_below_gbps=ALWAYS))
+
+
+@pytest.mark.parametrize("refuses", [_parallelizes, _registers])
+def test_always_is_refused_before_anything_is_changed(refuses: Any) -> None:
+    for message in ranks.run(2, _refused, refuses):
+        assert "compress_below_gbps=inf" in message
+
+
+def _disagrees(rank: int, _world: int) -> list[str]:
+    chosen, said = policy(BF16, compress_below_gbps=float(rank)), []
+    for model in (Given(SHAPES, BF16), DistributedDataParallel(Given(SHAPES, BF16))):
+        take = torch_ext.parallelize if isinstance(model, Given) else torch_ext.register_comm_hook
+        with pytest.raises(RuntimeError) as raised:
+            take(model, chosen)  # type: ignore[operator]
+        said.append(str(raised.value))
+    return said
+
+
+def test_ranks_agree_on_it() -> None:
+    for said in ranks.run(2, _disagrees):
+        assert len(said) == 2 and all("compressed below 0.0 Gbit/s" in message for message in said), said
+
+
+def test_only_bf16_that_is_long_enough_is_compressed() -> None:
+    assert _compression.size(4096, BF16) == 8 + 32 * 194 + 2 * (8 + 16)
+    assert [_compression.size(n, BF16) for n in (0, 128, 4096 - 128, 4096 + 1)] == [0] * 4
+    assert [_compression.size(8192, dtype) for dtype in (FP32, torch.float16, torch.uint8)] == [0] * 3
+
+
+def test_the_plan_counts_messages() -> None:
+    shapes = {f"p{i}": torch.empty(s, dtype=BF16) for i, s in enumerate(SHAPES)}
+    for strategy in _memory_plan.strategies()[:3]:
+        plain, always = (
+            _memory_plan.plan_memory(shapes, policy(BF16, bucket_size=BUCKET, compress_below_gbps=b), 2, [strategy])[0]
+            for b in (PLAIN, ALWAYS)
+        )
+        assert plain.total == always.total
+        assert plain.transient < always.transient < 3 * plain.transient
