@@ -152,6 +152,8 @@ ROWS: dict[str, Row] = {
         _bytes,
         (
             Versus("no_shard bf16", _FP32, _less(0.51, 0.50)),
+            Versus("no_shard bf16, compressed", _FP32),
+            Versus("optim bf16, compressed", _FP32),
             Versus("optim fp8", _FP32, _less(0.40, 0.38)),
             Versus("no_shard fp8", _FP32, _less(0.28, 0.26)),
             Versus("no_shard fp8, bf16 sums", _FP32),
@@ -162,6 +164,7 @@ ROWS: dict[str, Row] = {
         _time,
         (
             Versus("no_shard bf16", _BF16, _less(1.03, 0.97)),
+            Versus("no_shard bf16, as it is", _BF16),
             Versus("no_shard fp8", _BF16, _less(0.80, 0.60)),
             Versus("no_shard fp8, bf16 sums", _BF16),
         ),
@@ -176,17 +179,27 @@ ROWS: dict[str, Row] = {
     "exposed": Row(
         *_ONE_GIGABIT,
         _exposed,
-        (Versus("no_shard bf16", tuple(BUCKETS), _less(1.0, 0.8)),),
+        (
+            Versus("no_shard bf16", tuple(BUCKETS), _less(1.0, 0.8)),
+            Versus("no_shard bf16, as it is", tuple(BUCKETS)),
+        ),
         compute=0.15,
         besides=(ALONE,),
     ),
-    "loopback": Row(("loopback",), (2,), _time, (Versus("no_shard bf16", _BF16, _less(1.05, 0.90)),)),
+    "loopback": Row(
+        ("loopback",),
+        (2,),
+        _time,
+        (Versus("no_shard bf16", _BF16, _less(1.05, 0.90)), Versus("no_shard bf16, compressed", _BF16)),
+    ),
     "ten": Row(
         ("10 Gbit/s",),
         (2,),
         _time,
         (
             Versus("no_shard bf16", _BF16),
+            Versus("no_shard bf16, as it is", _BF16),
+            Versus("no_shard bf16, compressed", _BF16),
             Versus("no_shard bf16", _FP32),
             Versus("no_shard fp8", _BF16),
             Versus("optim bf16", ("ZeRO on DDP bf16",)),
