@@ -22,6 +22,7 @@ typedef struct tx_adamw_piece {
   void *witnesses; /* of the piece's blocks, renewed; NULL without */
   int resyncs;     /* where a witness is another one the remainders of its block are dropped before the step */
   int whole;       /* see tx_sample_loop */
+  int past_caches; /* weights beside fp32 masters are better not left in the caches */
   void *exp_avg;
   void *exp_avg_sq;
   uint8_t *exp_avg_scale;    /* one byte per block; NULL unless exp_avg is F16 or U8 */

@@ -231,6 +231,7 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
   const int64_t master_size = tx_lane_bytes(a->master_dtype);
   const int64_t tile = route.staged ? TX_TILE : a->n;
   const int own = !route.staged && a->witnesses && a->master_dtype == TX_I16; /* the instance knows witnesses */
+  const int past_caches = TX_HAS_PAST_CACHES && a->past_caches && (uintptr_t)a->param % TX_CACHE_LINE == 0;
   int64_t strays = 0;
   float g_tile[TX_TILE], m_tile[TX_TILE], v_tile[TX_TILE], p_tile[TX_TILE];
   const int64_t sizes[5] = {
@@ -252,7 +253,8 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
                          .exp_avg_u = tx_dithered(a->exp_avg_noise.lattice, (uint32_t)at),
                          .exp_avg_sq_u = tx_dithered(a->exp_avg_sq_noise.lattice, (uint32_t)at),
                          .witnesses = blocks > 0 ? a->witnesses : NULL,
-                         .strays = a->resyncs ? &strays : NULL};
+                         .strays = a->resyncs ? &strays : NULL,
+                         .past_caches = past_caches};
     const void *stepped = s.param;
     if (blocks > 0) {
       route.instance(a->constants, &s, blocks);
@@ -263,8 +265,10 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
     if (whole > 0) route.instance(a->constants, &s, whole);
     if (whole < rest) {
       tx_advance(&s, sizes, whole);
+      s.past_caches = 0; /* copies are not at a line's begin */
       tx_step_padded(&route, a->constants, &s, sizes, rest - whole);
     }
+    if (past_caches) tx_end_past_caches();
     tx_stage_out(&route.exp_avg, at, n, m_tile);
     tx_stage_out(&route.exp_avg_sq, at, n, v_tile);
     tx_stage_out(&route.param, at, n, stepped);

@@ -194,11 +194,16 @@ TX_FN void tx_step_block_remainders(tx_adamw_constants c, tx_step_streams s, int
 TX_FN void tx_step_block_weights(tx_adamw_constants c, tx_step_streams s, int32_t count, const tx_step_block *blocks,
                                  const tx_dtype param, const tx_dtype master, const tx_dtype grad) {
   for (int32_t i = 0; i < count; i++) {
-    const tx_step_streams at = tx_blocks_on(s, i, param, master, grad);
-    tx_ask(at.param, 0, TX_BLOCK, param);
+    tx_step_streams at = tx_blocks_on(s, i, param, master, grad);
+    const int past_caches = master == TX_F32 && s.past_caches;
+    uint32_t rounded[TX_BLOCK / 2] __attribute__((aligned(TX_CACHE_LINE)));
+    void *const weights = at.param;
+    if (!past_caches) tx_ask(at.param, 0, TX_BLOCK, param);
     if (master != TX_NONE) tx_ask(at.master, 0, TX_BLOCK, master);
+    if (past_caches) at.param = rounded;
     tx_step_quad_weights(c, at, &blocks[i].m, &blocks[i].root, param, master);
     tx_round_weights(at, 0, TX_BLOCK, master);
+    if (past_caches) tx_store_past_caches(rounded, weights, sizeof rounded);
   }
 }
 

@@ -6,6 +6,7 @@
 #include "csrc/cpu/lanes.h"
 #include "csrc/cpu/loop_external.h"
 #include "csrc/cpu/nearest_bf16.h"
+#include "csrc/cpu/past_caches.h"
 #include "csrc/math/adamw.h"
 #include "csrc/math/dither.h"
 #include "csrc/math/remainder.h"
@@ -27,6 +28,7 @@ typedef struct tx_step_streams {
   uint32_t param_u, exp_avg_u, exp_avg_sq_u;
   void *witnesses; /* beside remainders, of whole blocks of TX_WITNESS weights; NULL: the instance has none to renew */
   int64_t *strays; /* NULL: it does not compare them first */
+  int past_caches; /* weights beside fp32 masters are stored so; they begin at a cache line */
 } tx_step_streams;
 
 TX_FN float tx_weight_lane(tx_step_streams s, int32_t pair, const int k, const tx_dtype param, const tx_dtype master) {
@@ -165,7 +167,7 @@ TX_FN void tx_step_pair_weights(tx_adamw_constants c, tx_step_streams s, int32_t
                                 const tx_step_tile *tile, const tx_dtype param, const tx_dtype master) {
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
     const uint32_t u = tx_dithered(s.param_u, 2 * (uint32_t)(at + group));
-    tx_ask(s.param, 2 * (at + group), 2 * TX_GROUP, param);
+    if (master != TX_F32 || !s.past_caches) tx_ask(s.param, 2 * (at + group), 2 * TX_GROUP, param);
     if (master != TX_NONE) tx_ask(s.master, 2 * (at + group), 2 * TX_GROUP, master);
 #pragma GCC ivdep
     for (int32_t j = 0; j < TX_GROUP; j++) {
@@ -297,6 +299,18 @@ TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int3
     tx_step_pair_weights_again(&c, &s, at, pairs, tile, &kept);
 }
 
+/* Weights that are not read: they may go past the caches, by way of the first level. */
+TX_FN void tx_step_master_tile(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                               const tx_step_tile *tile, const tx_dtype param) {
+  uint32_t rounded[TX_STEP_TILE / 2] __attribute__((aligned(TX_CACHE_LINE)));
+  void *const weights = (char *)s.param + 4 * (int64_t)at;
+  s.param = s.past_caches ? rounded : weights;
+  s.master = (char *)s.master + 8 * (int64_t)at;
+  tx_step_pair_weights(c, s, 0, pairs, tile, param, TX_F32);
+  tx_round_weights(s, 0, 2 * pairs, TX_F32);
+  if (s.past_caches) tx_store_past_caches(rounded, weights, 4 * (int64_t)pairs);
+}
+
 /* n: a multiple of 2 * TX_GROUP, and of TX_WITNESS where there are witnesses. */
 TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
                          const tx_dtype master, const tx_dtype grad, const tx_dtype moment) {
@@ -309,10 +323,11 @@ TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, con
     if (moment == TX_BF16 && __builtin_expect(!ordinary, 0)) tx_round_moments(s, at, pairs, &tile);
     if (master == TX_I16) {
       tx_step_pair_remainders(c, s, at, pairs, &tile);
+    } else if (master == TX_F32) {
+      tx_step_master_tile(c, s, at, pairs, &tile, param);
     } else {
       tx_step_pair_weights(c, s, at, pairs, &tile, param, master);
     }
-    tx_round_weights(s, 2 * at, 2 * pairs, master);
     if (witnessed && 2 * (at + pairs) % TX_WITNESS == 0) tx_renew_block(s, 2 * (at + pairs) - TX_WITNESS);
   }
 }

@@ -5,6 +5,13 @@
 #include "csrc/ops/step.h"
 #include "csrc/ops/tensor.h"
 
+static int64_t weights_of(const tx_adamw_args *args) {
+  int64_t n = 0;
+  for (int64_t i = 0; i < args->n; i++)
+    n += args->params[i].numel;
+  return n;
+}
+
 static void step_piece(void *ctx, void *local, int64_t i, int64_t begin, int64_t count) {
   const tx_step *step = ctx;
   tx_step_piece(step, local, (tx_piece){i, begin, count}, tx_advanced(step->args->params[i], begin),
@@ -28,6 +35,7 @@ tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_er
   }
   tx_step step;
   if (!tx_step_begin(args, &step)) return TX_OK;
+  step.past_caches = weights_of(args) > TX_STEP_CACHED;
   if (args->on_external_write == TX_EXTERNAL_RESYNC) {
     TX_FORWARD(tx_notice_external(args, &step.resynced, parallel, error));
   }

@@ -39,6 +39,7 @@ void tx_step_piece(const tx_step *c, tx_step_local *local, tx_piece where, void 
       .master = tx_advanced(tx_at_or_none(a->masters, i), begin),
       .witnesses = tx_advanced(witnesses, begin / (tx_master_dtype(a, i) == TX_I16 ? TX_WITNESS : TX_SAMPLED)),
       .whole = a->params[i].numel <= TX_SAMPLED,
+      .past_caches = c->past_caches,
       .resyncs = a->on_external_write == TX_EXTERNAL_RESYNC,
       .exp_avg_scale = exp_avg_scaled ? scales : NULL,
       .exp_avg_sq_scale = exp_avg_sq_scaled ? scales + (exp_avg_scaled ? tx_blocks(a->params[i].numel) : 0) : NULL,
@@ -71,7 +72,7 @@ int tx_step_begin(const tx_adamw_args *args, tx_step *step) {
     count(args->skipped, 1);
     return 0;
   }
-  *step = (tx_step){args, tx_kernels_selected(), clip, scale, 0};
+  *step = (tx_step){args, tx_kernels_selected(), clip, scale, 0, 0};
   return 1;
 }
 

@@ -6,11 +6,17 @@
 #include "csrc/math/adamw.h"
 #include "csrc/ops/work.h"
 
+/* Weights of a call; of more, few are still in a cache when somebody reads them: a step touches 8 to 20 bytes for each.
+ * Where the caches are larger than the 48 MB of bf16 weights with fp32 masters, what a smaller limit costs there is
+ * less than it saves elsewhere. */
+#define TX_STEP_CACHED ((int64_t)1 << 22)
+
 typedef struct tx_step {
   const tx_adamw_args *args;
   const tx_kernels *kernels;
   double clip_coef, grad_scale;
   int64_t resynced; /* elements whose master became the weight */
+  int past_caches;  /* see tx_adamw_piece; 0 as tx_step_begin leaves it */
 } tx_step;
 
 /* A task's, zeroed before it begins: the constants of the last (group, step, lag) that it met, since neighbours mostly
