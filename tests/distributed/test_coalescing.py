@@ -8,6 +8,7 @@ import pytest
 import ranks
 import torch
 from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
+from ticking import Clock
 
 import torch_ext
 from torch_ext import _coalescing, _engine, _parallel
@@ -21,17 +22,6 @@ WIRES: list[Any] = [
     pytest.param((BF16, BF16, "fp8"), {}, id="fp8"),
     pytest.param((BF16, FP32, "fp8"), {"grad_gather_dtype": "fp8"}, id="sums-fp8"),
 ]
-
-
-class _Clock:
-    """In the place of the module `time`: each look at it takes as long."""
-
-    def __init__(self, each: int) -> None:
-        self.now, self.each = 0, each
-
-    def monotonic_ns(self) -> int:
-        self.now += self.each
-        return self.now
 
 
 def _plan(*numels: int) -> Any:
@@ -94,7 +84,7 @@ def _parallel_model(dtypes: Any, joins: bool = True, **ddp: Any) -> tuple[Any, A
 
 def _train(rank: int, each: int, dtypes: Any, **options: Any) -> tuple[list[list[bytes]], list[int]]:
     """The gradients of all cycles, and how many messages the buckets of each made."""
-    _coalescing.time = _Clock(each)
+    _coalescing.time = Clock(each)
     model, engine = _parallel_model(dtypes, **options)
     found, messages = [], []
     for seed in range(CYCLES):
@@ -141,7 +131,7 @@ def test_buckets_are_joined_where_backward_is_done_first_or_the_wire_is_fast(pac
 
 def _follows(rank: int, world: int) -> list[int]:
     """Backward becomes slow, and quick again."""
-    clock = _coalescing.time = _Clock(MILLISECOND // 10)
+    clock = _coalescing.time = Clock(MILLISECOND // 10)
     model, engine = _parallel_model((BF16,))
     grads = [torch.ones(s, dtype=BF16) for s in SHAPES]
     messages = []
@@ -166,7 +156,7 @@ class _Broken(Exception):
 
 def _raises(rank: int, world: int) -> None:
     """In the middle of joined buckets, on all ranks; then training goes on with the right sums."""
-    _coalescing.time = _Clock(MILLISECOND // 10)
+    _coalescing.time = Clock(MILLISECOND // 10)
     model, engine = _parallel_model((BF16,))
     for seed in range(CYCLES):
         model.zero_grad()
@@ -191,7 +181,7 @@ def test_a_backward_that_raises_among_joined_buckets_is_survived() -> None:
 
 
 def _late(rank: int, world: int) -> str:
-    _coalescing.time = _Clock(MILLISECOND // 10)
+    _coalescing.time = Clock(MILLISECOND // 10)
     model, _ = _parallel_model((BF16,))
     for seed in range(CYCLES):
         model(noise(seed, rank, SHAPES, BF16)).backward()
@@ -212,7 +202,7 @@ def _by_default(rank: int, world: int) -> dict[str, bool]:
     """Whether a quick backward's buckets are joined."""
     found = {}
     for name, strategy, size in (("default", 0, None), ("size given", 0, 262_144), ("sharded", 1, None)):
-        _coalescing.time = _Clock(MILLISECOND // 10)
+        _coalescing.time = Clock(MILLISECOND // 10)
         shapes = [262_144] * 10
         chosen = policy(BF16, bucket_size=size, overlap_grad_reduce=True)
         model: Any = torch_ext.parallelize(Given(shapes, BF16), chosen, strategy=strategy)

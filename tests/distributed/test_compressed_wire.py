@@ -9,6 +9,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
+from ticking import Clock
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
@@ -121,23 +122,12 @@ def _without() -> None:
 # -- whether it pays ----------------------------------------------------------------------------------------------
 
 
-class _Clock:
-    """In the place of the module `time`: each look at it takes as long, in nanoseconds."""
-
-    def __init__(self, each: int) -> None:
-        self.now, self.each = 0, each
-
-    def monotonic_ns(self) -> int:
-        self.now += self.each
-        return self.now
-
-
 def _decided(rank: int, world: int, each: list[int], strategy: str, kind: str, below: float) -> list[bool]:
     """Whether each of some cycles was compressed; its gradients have the same bits as uncompressed ones."""
     decided = []
     found: dict[float, Any] = {}
     for limit in (PLAIN, below):
-        _coalescing.time = _Clock(each[rank])  # type: ignore[assignment]
+        _coalescing.time = Clock(each[rank])  # type: ignore[assignment]
         chosen = policy(BF16, bucket_size=BUCKET, compress_below_gbps=limit)
         model: Any = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
         exchange = _parallel._engine_of(model).exchange
