@@ -435,6 +435,17 @@ TEST(Memory, slots_are_two_of_each_class_and_role) {
   EXPECT_EQ(memory.transient, 2 * 10240 + (512 * 9 + 1) * 2) << "9216 and 10240 bytes are of one class";
 }
 
+// The same question without compressed messages and with them.
+struct Plans {
+  explicit Plans(const Case &c) {
+    Question question(c);
+    EXPECT_EQ(tx_memory_plan(&question.args, &plain, nullptr), TX_OK);
+    question.args.compressed = 1;
+    EXPECT_EQ(tx_memory_plan(&question.args, &compressed, nullptr), TX_OK);
+  }
+  tx_memory plain = {}, compressed = {};
+};
+
 // Both ways: parts, or whole buckets where two ranks trade; and where four do not, sums on their way back.
 TEST(Memory, compressed_messages_are_beside_the_buckets) {
   const int64_t numel = 1 << 15;
@@ -455,22 +466,14 @@ TEST(Memory, compressed_messages_are_beside_the_buckets) {
   for (const auto &[world, strategy, both_ways, back] : cases) {
     c.world = world;
     c.strategy = strategy;
-    Question question(c);
-    tx_memory plain = {}, memory = {};
-    ASSERT_EQ(tx_memory_plan(&question.args, &plain, nullptr), TX_OK);
-    question.args.compressed = 1;
-    ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
-    EXPECT_EQ(memory.transient - plain.transient, tx_compressed_bytes(both_ways) + tx_compressed_bytes(back))
+    const auto [plain, compressed] = Plans(c);
+    EXPECT_EQ(compressed.transient - plain.transient, tx_compressed_bytes(both_ways) + tx_compressed_bytes(back))
         << world << " ranks, strategy " << strategy;
-    EXPECT_EQ(memory.total, plain.total);
+    EXPECT_EQ(compressed.total, plain.total);
   }
   c.params = {Param(numel, TX_BF16, TX_F32, TX_F32)}; /* no bf16 travels */
-  Question wide(c);
-  tx_memory plain = {}, memory = {};
-  ASSERT_EQ(tx_memory_plan(&wide.args, &plain, nullptr), TX_OK);
-  wide.args.compressed = 1;
-  ASSERT_EQ(tx_memory_plan(&wide.args, &memory, nullptr), TX_OK);
-  EXPECT_EQ(memory.transient, plain.transient);
+  const auto [plain, compressed] = Plans(c);
+  EXPECT_EQ(compressed.transient, plain.transient);
 }
 
 TEST(Memory, joined_buckets_are_two_messages_of_as_many_as_travel_together) {
@@ -496,13 +499,9 @@ TEST(Memory, joined_buckets_that_are_compressed_take_no_more) {
   c.params = std::vector<tx_layout_param>(64, Param(1 << 18));
   c.cap = TX_NO_INT;
   c.world = 2;
-  Question question(c);
-  tx_memory plain = {}, memory = {};
-  ASSERT_EQ(tx_memory_plan(&question.args, &plain, nullptr), TX_OK);
-  question.args.compressed = 1;
-  ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
-  EXPECT_LE(memory.transient, plain.transient);
-  EXPECT_GT(memory.transient, plain.transient * 3 / 4);
+  const auto [plain, compressed] = Plans(c);
+  EXPECT_LE(compressed.transient, plain.transient);
+  EXPECT_GT(compressed.transient, plain.transient * 3 / 4);
 }
 
 TEST(Memory, a_tied_parameter_counts_once) {

@@ -93,12 +93,13 @@ def test_main_job_resumes_in_a_new_process(main_job: tuple[pathlib.Path, str]) -
 )
 def test_main_job_measures(main_job: tuple[pathlib.Path, str], run_name: str, memory: float, sent: float) -> None:
     """Bytes per parameter, in memory and on the wire; up to 2 % of them are padding, counters and small messages. Ours
-    may have been compressed: where a busy machine let no message through quickly, the wire looks slow."""
+    may have been compressed, to 194.5 of 256 bytes: where a busy machine let no message through quickly, the wire looks
+    slow."""
     out, _ = main_job
     last = [r for r in records(out, run_name) if "sizes" in r][-1]
     assert memory <= sum(last["sizes"].values()) / last["parameters"] < 1.02 * memory
     if last["sent"] is not None:
-        least = 0.75 * sent if run_name.startswith("ours") else sent
+        least = 194.5 / 256 * sent if run_name.startswith("ours") else sent
         assert least <= last["sent"] / last["parameters"] < 1.02 * sent
 
 
