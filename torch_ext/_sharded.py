@@ -19,7 +19,7 @@ from torch_ext._boxes import Box, Index, Run, order_of
 from torch_ext._sources import AtRest, Stored, stretches
 
 Source: TypeAlias = Stored | AtRest
-BOX = 1 << 19  # elements that torch.distributed.checkpoint is given at a time
+BOX = 1 << 18  # elements that torch.distributed.checkpoint is given at a time
 aten = torch.ops.aten
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_ext import _away, _state, _tensors
 from torch_ext._state import GRAIN, Kinds
 
-STRETCH = 1 << 18  # elements that are decoded or encoded at a time where there are many
+STRETCH = 1 << 17  # elements that are decoded or encoded at a time where there are many
 assert STRETCH % GRAIN == 0
 
 _WHAT = "an optimizer state that was handed out before"  # for messages
