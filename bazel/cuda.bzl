@@ -4,9 +4,13 @@
 Everything else builds without it; tests/run.sh says so.
 """
 
-# nvcc looks for its parts beside itself, so it is called where it lies.
+# nvcc looks for its parts beside itself, so it is called where it lies. It names temporary files after its process, which
+# in every sandbox is the second one: two at a time, or after one that was killed, would take each other's.
 _NVCC = """#!/bin/sh
-exec {nvcc} "$@"
+TMPDIR=$(mktemp -d) || exit
+export TMPDIR
+trap 'rm -rf "$TMPDIR"' EXIT
+{nvcc} "$@"
 """
 
 _BUILD = """
