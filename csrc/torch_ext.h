@@ -384,14 +384,19 @@ TX_API int64_t tx_layout_intersect(int64_t start, int64_t numel, int64_t begin, 
 /* -- coalescing (which buckets travel together) ------------------------------------------------------------------ */
 
 /* What joined buckets may take on the wire, at most, in bytes: a quarter of their buffer, up to TX_COALESCE_BYTES; half
- * of it as long as that is no more than TX_COALESCE_SMALL, and never less than that of a larger one. */
+ * of it as long as that is no more than TX_COALESCE_SMALL, and never less than that of a larger one.
+ *
+ * sharded (0 or 1): each rank owns a part of each bucket, not of the message, which is therefore made in memory of its
+ * own: no more than TX_COALESCE_SMALL then. compressed (0 or 1): buffer_bytes are compressed ones, of which three
+ * tenths of all that are the most, so that two messages and what they are expanded into take no more memory than
+ * buckets that are joined as they are. */
 #define TX_COALESCE_BYTES (INT64_C(8) << 20)
 #define TX_COALESCE_SMALL (INT64_C(4) << 20)
-TX_API int64_t tx_coalesce_most(int64_t buffer_bytes);
+TX_API int64_t tx_coalesce_most(int64_t buffer_bytes, int32_t sharded, int32_t compressed);
 
-/* The same of compressed bytes: three tenths, so that two messages and what they are expanded into take no more memory
- * than buckets that are joined as they are. */
-TX_API int64_t tx_coalesce_most_compressed(int64_t buffer_bytes);
+/* Whether all buckets of a buffer may be one message, as they are and alone on its way: no more memory than two of half
+ * of it. */
+TX_API int32_t tx_coalesce_whole(int64_t buffer_bytes);
 
 typedef struct tx_coalesce_args {
   uint64_t size;
@@ -407,8 +412,8 @@ typedef struct tx_coalesce_args {
    * positive: not known), and the bytes of the message that left last. */
   const int64_t *tail;
   int64_t tail_bytes;
-  int32_t compressed; /* 1: they are to be sent compressed: tx_coalesce_most_compressed is the limit */
-  int32_t reserved;
+  int32_t compressed; /* 1: they are to be sent compressed (tx_coalesce_most, as is the next one) */
+  int32_t sharded;    /* 1: each rank owns a part of each bucket */
 } tx_coalesce_args;
 #define TX_COALESCE_ARGS_INIT \
   { .size = sizeof(tx_coalesce_args) }
@@ -424,7 +429,8 @@ typedef struct tx_coalesce_args {
  * tail, because most of the time one rank waits for another. When it is free, and everything that is left is complete
  * on all ranks, all of it is joined; while more is to come, half of what is complete, the other half keeping the wire
  * busy meanwhile. Where the wire carries a bucket in less than 2.5 ms, buckets are waited for until a message takes
- * 10 ms; no joined one takes more than 16. */
+ * 10 ms; no joined one takes more than 16. A small buffer (tx_coalesce_whole) that the wire carries in 5 ms is one
+ * message. */
 TX_API tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error);
 
 /* Whether messages are worth compressing (tx_compress): whether the wire, as fast as it was, carries less than gbps

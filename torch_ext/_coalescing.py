@@ -35,7 +35,7 @@ class _Args(_library.Struct):
         ("tail", _Int64s),
         ("tail_bytes", ctypes.c_int64),
         ("compressed", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("sharded", ctypes.c_int32),
     ]
     kept: tuple[torch.Tensor, ...]  # what it points to
 
@@ -43,13 +43,21 @@ class _Args(_library.Struct):
 class Coalescing:
     """Of one plan's buckets, on one rank. Every bucket is a message, and as it is, until `learn` says otherwise."""
 
-    def __init__(self, plan: BucketPlan, joins: bool, compresses_below: float = 0.0, compresses: bool = False) -> None:
+    def __init__(
+        self,
+        plan: BucketPlan,
+        joins: bool,
+        compresses_below: float = 0.0,
+        compresses: bool = False,
+        sharded: bool = False,
+    ) -> None:
         """The same on every rank. joins: whether they may be joined at all. compresses: whether they are compressed.
-        compresses_below: Gbit/s, of the policy; 0: that stays as it is."""
+        compresses_below: Gbit/s, of the policy; 0: that stays as it is. sharded: whether each rank has a part of each.
+        """
         self._plan = plan
         self._n = len(plan.buckets)
         self._joins = joins and self._n > 1
-        self._below = compresses_below
+        self._below, self._sharded = compresses_below, sharded
         self._enabled = self._joins or self._below > 0
         self.ends = frozenset(range(1, self._n + 1))
         """The bucket after each message's last one."""
@@ -135,6 +143,7 @@ class Coalescing:
             ended=ctypes.cast(ended.data_ptr(), _Int64s),
             tail=ctypes.cast(tail.data_ptr(), _Int64s),
             tail_bytes=sum(sizes[last:]),
+            sharded=self._sharded,
         )
         args.kept = ready, ended, tail
         return args

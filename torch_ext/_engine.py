@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -84,7 +85,7 @@ class Engine(_registry.Owner):
         self._early: list[Callable[[int], None]] = []  # what steps a bucket of this backward whose sum is there
         self._replan, self._may_replan = replan, may_replan
         measures = self.exchange.world_size > 1 and not self.exchange.deferring
-        self._may_coalesce = coalesce and store.joins and measures
+        self._may_coalesce = coalesce and measures
         self._compress_below = 0.0
         if measures and self.exchange.can_compress:
             # What is sent for each byte of a bucket: parts, and where all get the sum those of it, too.
@@ -124,7 +125,8 @@ class Engine(_registry.Owner):
     def _follow_plan(self) -> None:
         self._tracker = Tracker(self.names, [p.bucket for p in self.plan.parameters], len(self.plan.buckets))
         compresses = self.exchange.compresses
-        self._coalescing = Coalescing(self.plan, self._may_coalesce, self._compress_below, compresses)
+        below, sharded = self._compress_below, self.store.sharded
+        self._coalescing = Coalescing(self.plan, self._may_coalesce, below, compresses, sharded)
         self._names_of_buckets: dict[range, str] = {}
 
     def _each(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
@@ -368,10 +370,9 @@ class Engine(_registry.Owner):
             self._watch.look([grad for _, grad in grads], [i for i, _ in grads])
 
     def _send(self, buckets: range) -> None:
-        b = buckets.start
         what = f"gradients of cycle {self._cycle}, {self._name(buckets)}"
-        after = partial(_step_early, self._early, b) if self._early else None
-        number = tag(self._number, self._cycle, b)
+        after = partial(_step_early, self._early, buckets) if self._early else None
+        number = tag(self._number, self._cycle, buckets.start)
         self._handles.append(self.store.send(buckets, cycle=self._cycle, tag=number, what=what, after=after))
 
     def _name(self, buckets: range) -> str:
@@ -544,8 +545,8 @@ class _Gathering:
         self._engine._guarded(self._handle.result)
 
 
-def _step_early(steps: Sequence[Callable[[int], None]], bucket: int) -> None:
-    for step in steps:
+def _step_early(steps: Sequence[Callable[[int], None]], buckets: range) -> None:
+    for step, bucket in product(steps, buckets):
         step(bucket)
 
 

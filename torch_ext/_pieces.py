@@ -36,3 +36,15 @@ def part_of(plan: BucketPlan, buckets: range, part: Part) -> tuple[int, int]:
     start = plan.buckets[buckets[0]].start
     numel = sum(plan.buckets[b].numel for b in buckets) // part.of
     return start + numel * part.number, start + numel * (part.number + 1)
+
+
+def by_rank(plan: BucketPlan, buckets: range, world_size: int) -> list[Piece]:
+    """The parameters' runs in a message of neighbouring buckets in which each rank's parts of them lie side by side:
+    one run for each part that a parameter reaches into."""
+    found, begin = [], 0
+    for rank in range(world_size):
+        for b in buckets:
+            first, end = part_of(plan, range(b, b + 1), Part(rank, world_size))
+            found += [p._replace(at=begin + p.at) for p in pieces(plan, range(b, b + 1), first, end)]
+            begin += end - first
+    return found

@@ -7,6 +7,10 @@
 | its sum goes | to every rank, rounded once (no_shard); into this rank's part of the buffer (optim) | added to it |
 
 In all three the sum is fp32, in rank order; what the optimizer reads is in main_grads_dtype.
+
+Neighbouring buckets may travel as one (`_coalescing`). Who adds up which part of a sum that all get is nobody's
+concern: under no_shard they are one bucket. Under the others a rank has its part of each, and the message is made in
+memory of its own, in which each rank's parts lie side by side.
 """
 
 import abc
@@ -19,7 +23,7 @@ from torch_ext import _stats, _tensors
 from torch_ext._buffers import GradientBuffers
 from torch_ext._exchange import IN_FLIGHT, Exchange, Handle, Opening, Part
 from torch_ext._layout import BucketPlan
-from torch_ext._pieces import part_of, pieces
+from torch_ext._pieces import by_rank, part_of, pieces
 from torch_ext._storages import is_released
 from torch_ext._temporary import TemporaryBuckets
 from torch_ext._wire import CODES, Piece, Seeds, Wire, add_up, pack, unpack
@@ -30,8 +34,6 @@ class Store(abc.ABC):
 
     sharded = True
     """Whether each rank steps its own parts of the parameters only."""
-    joins = False
-    """Whether neighbouring buckets may travel as one."""
     movable = True
     """Whether gradients that were not sent yet can be laid out anew."""
     every_backward = False
@@ -60,6 +62,7 @@ class Store(abc.ABC):
         for b in range(len(plan.buckets)):
             for piece in pieces(plan, range(b, b + 1), *part_of(plan, range(b, b + 1), own)):
                 self.owned[piece.param] = (b, piece)
+        self._by_rank: dict[range, list[Piece]] = {}
         self.stats = _stats.zeros(exchange.device)
         """Of what this rank's parts hold since the last reduction (sharded strategies)."""
 
@@ -106,9 +109,8 @@ class Store(abc.ABC):
     def send(
         self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
     ) -> Handle:
-        """Starts the exchange of complete buckets that travel as one: neighbours in one buffer, and a single one where
-        the store does not `join`. after: called when this rank's part holds the sum (sharded strategies); any thread.
-        """
+        """Starts the exchange of complete buckets that travel as one: neighbours in one buffer. after: called when this
+        rank's parts hold the sums (sharded strategies); any thread."""
 
     # -- between backwards
 
@@ -146,6 +148,19 @@ class Store(abc.ABC):
         wire = self.temporary.take(buckets.start, numel, self.plan.buckets[buckets[0]].grad_comm_dtype)
         pack(values, members, self.ids, wire, Seeds.of_parts(self.exchange.rank, cycle))
         return wire
+
+    def _members_of(self, buckets: range) -> list[Piece]:
+        """Where the parameters' elements lie in the message that these buckets are."""
+        if buckets not in self._by_rank:
+            self._by_rank[buckets] = by_rank(self.plan, buckets, self.exchange.world_size)
+        return self._by_rank[buckets]
+
+    def _places(self, buckets: range) -> int:
+        """Of the IN_FLIGHT: joined buckets need more memory."""
+        if len(buckets) == 1:
+            return 1
+        whole = len(buckets) == len(self.plan.buffers[self.plan.buckets[buckets[0]].buffer])
+        return IN_FLIGHT if whole else IN_FLIGHT // 2
 
     def _scale(self) -> float:
         return 1.0 / self.divide_factor
@@ -231,7 +246,6 @@ class Replicated(_Buffered):
     """no_shard: `.grad` becomes the mean over the ranks, rounded once to the dtype in which sums are gathered."""
 
     sharded = False
-    joins = True
 
     @property
     def carries(self) -> bool:
@@ -247,7 +261,6 @@ class Replicated(_Buffered):
     def send(
         self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
     ) -> Handle:
-        # Who adds up which part of a mean that all get is nobody's concern: neighbours are one bucket.
         gathered = self._main(buckets)
         main = gathered.data
 
@@ -275,8 +288,8 @@ class Replicated(_Buffered):
 
         planned = self.plan.buckets[buckets[0]]
         in_place = {planned.grad_comm_dtype, self.gather_dtype or planned.grad_comm_dtype} == {planned.main_grads_dtype}
-        places = 1 if len(buckets) == 1 else IN_FLIGHT // 2  # joined buckets need more memory
-        return self.exchange.reduce(leave, install, tag=tag, what=what, places=places, then=None if in_place else then)
+        then_ = None if in_place else then
+        return self.exchange.reduce(leave, install, tag=tag, what=what, places=self._places(buckets), then=then_)
 
     def _gathered(self, buckets: range, wire: Wire) -> Wire:
         """Where the sums of all ranks come together."""
@@ -333,21 +346,35 @@ class OptimizerShards(_Buffered):
     def send(
         self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
     ) -> Handle:
-        (b,) = buckets
-        shard = self.buffers.buckets[b].chunk(self.exchange.world_size)[self.exchange.rank]
+        shards = [self._owned_part(b) for b in buckets]
 
         def leave() -> tuple[Wire, None]:
-            return self._packed(buckets, cycle), None
+            return self._packed(buckets, cycle) if len(buckets) == 1 else self._joined(buckets, cycle), None
 
         def install(chunks: Sequence[Wire], _part: Part) -> None:
-            add_up(chunks, shard, self._scale(), stats=self.stats)
+            begin = 0
+            for shard in shards:
+                runs = [chunk.run(begin, shard.numel()) for chunk in chunks]
+                add_up(runs, shard, self._scale(), stats=self.stats)
+                begin += shard.numel()
             if after is not None:
                 after()
 
-        planned = self.plan.buckets[b]
-        in_place = planned.grad_comm_dtype == planned.main_grads_dtype
+        planned = self.plan.buckets[buckets[0]]
+        in_place = len(buckets) == 1 and planned.grad_comm_dtype == planned.main_grads_dtype
         then = None if in_place else partial(self.temporary.give_back, buckets.start)
-        return self.exchange.reduce(leave, install, tag=tag, what=what, then=then)
+        return self.exchange.reduce(leave, install, tag=tag, what=what, places=self._places(buckets), then=then)
+
+    def _owned_part(self, b: int) -> torch.Tensor:
+        return self.buffers.buckets[b].chunk(self.exchange.world_size)[self.exchange.rank]
+
+    def _joined(self, buckets: range, cycle: int) -> Wire:
+        """Neighbours as one message."""
+        flat = self.buffers.flats[self.plan.buckets[buckets[0]].buffer]
+        members = self._members_of(buckets)
+        begins = [self.plan.parameters[p.param].start + p.first for p in members]
+        values = [flat[begin : begin + p.numel] for begin, p in zip(begins, members, strict=True)]
+        return self._wire_of(buckets, values, members, cycle)
 
     def grad(self, i: int) -> torch.Tensor | None:
         if self.params[i].grad is None:
@@ -374,13 +401,10 @@ class GradientShards(Store):
             )
             for buckets in self.plan.buffers
         ]
-        self._parts = [
-            self.shards[b.buffer][b.start // world_size : (b.start + b.numel) // world_size] for b in self.plan.buckets
-        ]
         self._views = [self._owned_view(i) for i in range(len(self.params))]
         self._present = [False] * len(self.params)  # has a gradient, on some rank
         self._held: dict[int, torch.Tensor] = {}
-        self._under_way: list[Handle] = []
+        self._under_way: list[tuple[Handle, int]] = []  # and its places
         self._holding = False  # whether the shards hold anything
 
     @property
@@ -400,7 +424,7 @@ class GradientShards(Store):
         if i not in self.owned:
             return self.shards[self.plan.parameters[i].buffer][:0]
         b, piece = self.owned[i]
-        return self._parts[b][piece.at : piece.at + piece.numel]
+        return self._owned_part(range(b, b + 1))[piece.at : piece.at + piece.numel]
 
     def came(self, i: int) -> None:
         param = self.params[i]
@@ -424,12 +448,14 @@ class GradientShards(Store):
     def send(
         self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
     ) -> Handle:
-        (b,) = buckets
-        members = [p for p in self.members[b] if p.param in self._held]
-        values = [_tensors.in_order_of(self.params[p.param], self._held.pop(p.param)) for p in members]
+        members = [p for p in self._members_of(buckets) if p.param in self._held]
+        flats = {i: _tensors.in_order_of(self.params[i], self._held.pop(i)) for i in {p.param for p in members}}
+        values = [flats[p.param].view(-1)[p.first : p.first + p.numel] for p in members]
+        flats.clear()
         # At most so many buckets exist, however slow the network is: backward waits for the oldest.
-        if len(self._under_way) >= IN_FLIGHT:
-            self._under_way.pop(0).result()
+        places = self._places(buckets)
+        while sum(of for _, of in self._under_way) + places > IN_FLIGHT:
+            self._under_way.pop(0)[0].result()
 
         def leave() -> tuple[Wire, None]:
             return self._wire_of(buckets, values, members, cycle), None
@@ -438,18 +464,23 @@ class GradientShards(Store):
         opening: Opening | Wire = leave if self.exchange.deferring else leave()[0]
         if not self.exchange.deferring:
             values.clear()
-        accumulate, part = self._holding, self._parts[b]
+        accumulate, part = self._holding, self._owned_part(buckets)
 
         def install(chunks: Sequence[Wire], _part: Part) -> None:
             add_up(chunks, part, self._scale(), accumulate=accumulate, stats=self.stats)
             if after is not None:
                 after()
 
-        handle = self.exchange.reduce(
-            opening, install, tag=tag, what=what, then=lambda: self.temporary.give_back(buckets.start)
-        )
-        self._under_way.append(handle)
+        then = partial(self.temporary.give_back, buckets.start)
+        handle = self.exchange.reduce(opening, install, tag=tag, what=what, places=places, then=then)
+        self._under_way.append((handle, places))
         return handle
+
+    def _owned_part(self, buckets: range) -> torch.Tensor:
+        """Of neighbours: one run, as nothing but this rank's parts lies there."""
+        first, last = self.plan.buckets[buckets[0]], self.plan.buckets[buckets[-1]]
+        ends = (at // self.exchange.world_size for at in (first.start, last.start + last.numel))
+        return self.shards[first.buffer][slice(*ends)]
 
     def closed(self, anywhere: Sequence[bool]) -> None:
         self._under_way.clear()

@@ -57,9 +57,14 @@ class Wire(NamedTuple):
 
     def part(self, rank: int, world_size: int) -> "Wire":
         """One of `parts`."""
-        numel, blocks = self.data.numel() // world_size, self.scales.numel() // world_size
-        scales = self.scales[rank * blocks : (rank + 1) * blocks] if blocks else self.scales
-        return Wire(self.data[rank * numel : (rank + 1) * numel], scales)
+        numel = self.data.numel() // world_size
+        return self.run(rank * numel, numel)
+
+    def run(self, begin: int, numel: int) -> "Wire":
+        """A view of elements [begin, begin + numel), both multiples of 128 for codes."""
+        end = begin + numel
+        scales = self.scales[begin // BLOCK : end // BLOCK] if self.coded else self.scales
+        return Wire(self.data[begin:end], scales)
 
     def like(self) -> "Wire":
         """Memory for as much, uninitialised."""

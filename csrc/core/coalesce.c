@@ -9,6 +9,9 @@
  * as fast as the processors, of which all messages cost time; and no joined one takes more than kLongest. */
 static const double kWorth = 2.5e3, kShortest = 10e3, kLongest = 16e3;
 
+/* Of a whole buffer: there is too little to hide behind backward for more than one message. */
+static const double kAtOnce = 5e3;
+
 /* What a message takes beside its bytes: nearly all of the tail where few bytes left last. */
 static const double kMessage = 500;
 
@@ -94,15 +97,16 @@ static int64_t message(const tx_coalesce_args *args, int64_t first, double now, 
   return end;
 }
 
-int64_t tx_coalesce_most(int64_t buffer_bytes) {
+int64_t tx_coalesce_most(int64_t buffer_bytes, int32_t sharded, int32_t compressed) {
   const int64_t half = buffer_bytes / 2, quarter = buffer_bytes / 4;
   const int64_t small = half < TX_COALESCE_SMALL ? half : TX_COALESCE_SMALL;
-  const int64_t most = quarter > small ? quarter : small;
-  return most < TX_COALESCE_BYTES ? most : TX_COALESCE_BYTES;
+  const int64_t wanted = quarter > small ? quarter : small, most = sharded ? TX_COALESCE_SMALL : TX_COALESCE_BYTES;
+  const int64_t found = wanted < most ? wanted : most;
+  return compressed ? found / 10 * 3 : found;
 }
 
-int64_t tx_coalesce_most_compressed(int64_t buffer_bytes) {
-  return tx_coalesce_most(buffer_bytes) / 10 * 3;
+int32_t tx_coalesce_whole(int64_t buffer_bytes) {
+  return buffer_bytes <= 2 * TX_COALESCE_SMALL;
 }
 
 /* Bytes of the buffer whose first bucket this is. */
@@ -130,9 +134,10 @@ tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_me
   *n_messages = 0;
   for (int64_t first = 0; first < args->n_buckets;) {
     if (first == 0 || !same_buffer(args, first - 1, first)) {
-      const int64_t whole_bytes = of_buffer(args, first);
-      limit = (double)(args->compressed ? tx_coalesce_most_compressed(whole_bytes) : tx_coalesce_most(whole_bytes));
+      const int64_t all = of_buffer(args, first);
+      limit = (double)tx_coalesce_most(all, args->sharded, args->compressed);
       if (limit * each > kLongest) limit = kLongest / each;
+      if (!args->compressed && tx_coalesce_whole(all) && (double)all * each <= kAtOnce) limit = (double)all;
       if (whole(args) <= 0) limit = 0;
     }
     at = complete(args, first, at);

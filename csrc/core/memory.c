@@ -191,10 +191,11 @@ static int64_t compressed(const tx_memory_args *args, int32_t dtype, int64_t blo
   return args->compressed && dtype == TX_BF16 ? tx_compressed_bytes(add(0, blocks, TX_BLOCK)) : 0;
 }
 
-/* like: a parameter of its buffer. */
-static travel of_bucket(const tx_memory_args *args, const tx_layout_param *like, int64_t numel) {
+/* like: a parameter of its buffer. joined: whether it stands for joined ones. */
+static travel of_bucket(const tx_memory_args *args, const tx_layout_param *like, int64_t numel, int joined) {
   const int32_t wire = like->wire_dtype, gather = gather_dtype(args, wire);
-  const int packed = args->strategy == TX_OPTIM_GRADS || wire != like->grad_dtype;
+  const int ranks_lie_apart = joined && args->strategy == TX_OPTIM; /* in the buffer, not in the message */
+  const int packed = args->strategy == TX_OPTIM_GRADS || wire != like->grad_dtype || ranks_lie_apart;
   const int gathered = args->strategy == TX_NO_SHARD && gather != wire && gather != like->grad_dtype;
   const int64_t blocks = numel / TX_BLOCK;
   const int64_t wire_bytes = tx_wire_block_bytes((tx_dtype)wire), gather_bytes = tx_wire_block_bytes((tx_dtype)gather);
@@ -210,8 +211,8 @@ static travel of_bucket(const tx_memory_args *args, const tx_layout_param *like,
   };
 }
 
-static int64_t travelling(const tx_memory_args *args, const tx_layout_param *like, int64_t numel) {
-  const travel found = of_bucket(args, like, numel);
+static int64_t travelling(const tx_memory_args *args, const tx_layout_param *like, int64_t numel, int joined) {
+  const travel found = of_bucket(args, like, numel, joined);
   return add(add(add(found.received, 1, found.packed), 1, found.gathered), 1, found.messages);
 }
 
@@ -231,7 +232,7 @@ static const tx_layout_param *like_of(const tx_memory_args *args, int64_t b) {
 
 /* Of bucket b's slot in a role: 0 received, 1 packed, 2 gathered. */
 static int64_t slot_of(const tx_memory_args *args, int64_t b, int role) {
-  const travel found = of_bucket(args, like_of(args, b), args->buckets[b].size);
+  const travel found = of_bucket(args, like_of(args, b), args->buckets[b].size, 0);
   return size_class(role == 0 ? found.received : role == 1 ? found.packed : found.gathered);
 }
 
@@ -261,7 +262,7 @@ static int64_t exchanged(const tx_memory_args *args, int64_t *filling) {
       const tx_layout_bucket *bucket = &args->buckets[b];
       if (b == 0 || bucket->buffer != args->buckets[b - 1].buffer)
         like = &args->layout->params[first_in(args, bucket->buffer)];
-      const int64_t bytes = travelling(args, like, bucket->size);
+      const int64_t bytes = travelling(args, like, bucket->size, 0);
       if (bytes > next_bytes && (bytes < last_bytes || (bytes == last_bytes && b > last))) {
         next = b;
         next_bytes = bytes;
@@ -276,24 +277,29 @@ static int64_t exchanged(const tx_memory_args *args, int64_t *filling) {
   return sum;
 }
 
-/* What the joined buckets of a buffer take, where nobody gave buckets a size (tx_coalesce): two messages at a time. */
-static int64_t joined(const tx_memory_args *args) {
-  if (args->layout->cap != TX_NO_INT || !args->layout->overlap || args->strategy != TX_NO_SHARD) return 0;
+/* What the joined buckets of a buffer take, where nobody gave buckets a size (tx_coalesce): two messages at a time. And
+ * *filling as of `exchanged`, where the gradients of joined ones are more. */
+static int64_t joined(const tx_memory_args *args, int64_t *filling) {
+  if (args->layout->cap != TX_NO_INT || !args->layout->overlap || args->layout->world == 1) return 0;
+  const int32_t sharded = args->strategy != TX_NO_SHARD;
   int64_t most = 0;
   for (int64_t first = 0, b = 0; b < args->n_buckets; first = b) {
-    int64_t numel = 0;
-    for (; b < args->n_buckets && args->buckets[b].buffer == args->buckets[first].buffer; b++)
+    int64_t numel = 0, pair = INT64_MAX; /* the smallest neighbours */
+    for (; b < args->n_buckets && args->buckets[b].buffer == args->buckets[first].buffer; b++) {
       numel = add(numel, 1, args->buckets[b].size);
-    const tx_layout_param *like = like_of(args, first);
-    const int64_t block_bytes = tx_wire_block_bytes((tx_dtype)like->wire_dtype);
-    const int64_t messages = compressed(args, like->wire_dtype, numel / TX_BLOCK);
-    if (messages > 0) {
-      numel = tx_coalesce_most_compressed(messages) / (messages / (numel / TX_BLOCK)) * TX_BLOCK;
-    } else {
-      numel = tx_coalesce_most(add(0, numel / TX_BLOCK, block_bytes)) / block_bytes * TX_BLOCK;
+      const int64_t with = b > first ? add(args->buckets[b - 1].size, 1, args->buckets[b].size) : INT64_MAX;
+      if (with < pair) pair = with;
     }
-    const int64_t bytes = add(0, 2, travelling(args, like, numel));
-    if (bytes > most) most = bytes;
+    const tx_layout_param *like = like_of(args, first);
+    const int64_t all = numel, blocks = all / TX_BLOCK, messages = compressed(args, like->wire_dtype, blocks);
+    const int64_t bytes = messages > 0 ? messages : add(0, blocks, tx_wire_block_bytes((tx_dtype)like->wire_dtype));
+    if (blocks > 0) numel = tx_coalesce_most(bytes, sharded, messages > 0) / (bytes / blocks) * TX_BLOCK;
+    const int64_t largest = messages == 0 && tx_coalesce_whole(bytes) ? all : numel;
+    if (pair > largest) continue;
+    const int64_t two = add(0, 2, travelling(args, like, numel, 1));
+    const int64_t grads = add(0, largest, size_of(like->param_dtype));
+    if (two > most) most = two;
+    if (grads > *filling) *filling = grads;
   }
   return most;
 }
@@ -333,8 +339,9 @@ static int64_t transient(const tx_memory_args *args) {
   int64_t exchange = exchanged(args, &filling);
   if (args->slots) {
     exchange = slots(args);
-  } else if (joined(args) > exchange) {
-    exchange = joined(args);
+  } else {
+    const int64_t together = joined(args, &filling);
+    if (together > exchange) exchange = together;
   }
   return args->strategy == TX_OPTIM_GRADS ? add(exchange, 1, filling) : exchange;
 }

@@ -122,7 +122,7 @@ const Case kCases[] = {
     {"what_takes_2500_us_is_not", Each(40, kMiB / 4), Every(40, 2500), {40 * 2500}, Alone(40)},
     {"half_of_what_waits", Each(40, kMiB), Every(40, kMs / 2), {40 * kMs}, {8, 16, 24, 32, 40}},
     {"the_slowest_rank_counts", Each(4, kMiB), Each(4, 0) + Every(4, 10 * kMs), {12 * kMs, 40 * kMs}, Alone(4)},
-    {"never_across_buffers", Each(8, kMiB), Each(8, 0), {8 * kMs}, {2, 4, 6, 8}, {0, 0, 0, 0, 1, 1, 1, 1}},
+    {"never_across_buffers", Each(8, kMiB), Each(8, 0), {16 * kMs}, {2, 4, 6, 8}, {0, 0, 0, 0, 1, 1, 1, 1}},
     {"by_buffer",
      Each(16, kMiB),
      Each(16, 0),
@@ -175,6 +175,32 @@ const Case kCases[] = {
      {151 * kMs, kMs},
      kMiB},
     {"a_tail_that_nobody_measured", Each(16, kMiB), Every(16, 20 * kMs), {301 * kMs}, Alone(16), {}, {0}, kMiB},
+    // Half a millisecond of a tail is the message: 5 ms for all of it, and a little more.
+    {"a_small_buffer_on_a_fast_wire_at_once", Each(8, kMiB), Every(8, 20 * kMs), {145 * kMs}, {8}, {}, {1125}, kMiB},
+    {"a_small_buffer_on_a_wire_that_is_not_so_fast",
+     Each(8, kMiB),
+     Every(8, 20 * kMs),
+     {145 * kMs},
+     {4, 8},
+     {},
+     {1126},
+     kMiB},
+    {"a_buffer_a_little_too_large_to_leave_at_once",
+     Each(8, kMiB) + Numbers{1},
+     Every(9, 20 * kMs),
+     {161 * kMs},
+     {4, 8, 9},
+     {},
+     {600},
+     kMiB},
+    {"small_buffers_on_a_fast_wire",
+     Each(6, kMiB),
+     Every(6, 20 * kMs),
+     {105 * kMs},
+     {4, 6},
+     {0, 0, 0, 0, 1, 1},
+     {600},
+     kMiB},
     {"a_tail_with_a_backlog", Each(8, kMiB), Each(8, 0), {30 * kMs}, {4, 8}, {}, {30 * kMs}, kMiB},
 };
 
@@ -216,42 +242,74 @@ TEST(Coalesce, every_bucket_leaves_once_and_joined_ones_keep_their_bounds) {
 
 TEST(Coalesce, most_is_a_quarter_but_half_of_what_is_small) {
   struct {
-    int64_t buffer, most;
+    int64_t buffer, most, sharded;
   } const cases[] = {
-      {0, 0},
-      {1, 0},
-      {2 * kMiB, kMiB},
-      {8 * kMiB, 4 * kMiB},
-      {15 * kMiB, 4 * kMiB},
-      {16 * kMiB, 4 * kMiB},
-      {24 * kMiB, 6 * kMiB},
-      {32 * kMiB, 8 * kMiB},
-      {400 * kMiB, 8 * kMiB},
-      {INT64_MAX, TX_COALESCE_BYTES},
+      {0, 0, 0},
+      {1, 0, 0},
+      {2 * kMiB, kMiB, kMiB},
+      {8 * kMiB, 4 * kMiB, 4 * kMiB},
+      {15 * kMiB, 4 * kMiB, 4 * kMiB},
+      {16 * kMiB, 4 * kMiB, 4 * kMiB},
+      {24 * kMiB, 6 * kMiB, 4 * kMiB},
+      {32 * kMiB, 8 * kMiB, 4 * kMiB},
+      {400 * kMiB, 8 * kMiB, 4 * kMiB},
+      {INT64_MAX, TX_COALESCE_BYTES, TX_COALESCE_SMALL},
   };
-  for (const auto &c : cases)
-    EXPECT_EQ(tx_coalesce_most(c.buffer), c.most) << c.buffer;
+  for (const auto &c : cases) {
+    EXPECT_EQ(tx_coalesce_most(c.buffer, 0, 0), c.most) << c.buffer;
+    EXPECT_EQ(tx_coalesce_most(c.buffer, 1, 0), c.sharded) << c.buffer;
+  }
 }
 
 // Two messages, both ways, and what they are expanded into: no more than two of uncompressed buckets that are joined.
 TEST(Coalesce, compressed_ones_take_no_more_memory) {
   for (const int64_t buffer : {int64_t{0}, 2 * kMiB, 15 * kMiB, 24 * kMiB, 400 * kMiB, INT64_MAX}) {
-    const int64_t most = tx_coalesce_most(buffer), compressed = tx_coalesce_most_compressed(buffer);
-    EXPECT_LE(static_cast<double>(compressed) * (2 + 1 / 0.7597), static_cast<double>(most)) << buffer;
-    EXPECT_GE(static_cast<double>(compressed) * 3.4, static_cast<double>(most) - 100) << buffer;
+    for (const int32_t sharded : {0, 1}) {
+      const int64_t most = tx_coalesce_most(buffer, sharded, 0), compressed = tx_coalesce_most(buffer, sharded, 1);
+      EXPECT_LE(static_cast<double>(compressed) * (2 + 1 / 0.7597), static_cast<double>(most)) << buffer;
+      EXPECT_GE(static_cast<double>(compressed) * 3.4, static_cast<double>(most) - 100) << buffer;
+    }
   }
 }
 
-TEST(Coalesce, compressed_ones_have_a_limit_of_their_own) {
-  const Case c = {"", Each(64, kMiB / 2), Each(64, 0), {20 * kMs}, {}};
-  const Numbers buffer(64, 0);
+TEST(Coalesce, compressed_ones_do_not_leave_at_once) {
+  const Case c = {"", Each(8, kMiB), Every(8, 20 * kMs), {145 * kMs}, {}, {}, {600}, kMiB};
+  const Numbers buffer(8, 0);
   tx_coalesce_args args = Args(c, buffer);
   for (const int32_t compressed : {0, 1}) {
     args.compressed = compressed;
+    Numbers ends(8);
+    int64_t n = 0;
+    ASSERT_EQ(tx_coalesce(&args, ends.data(), &n, nullptr), TX_OK);
+    EXPECT_EQ(ends[0], compressed ? 1 : 8);
+  }
+}
+
+TEST(Coalesce, what_may_leave_at_once_takes_no_more_memory) {
+  for (const int64_t buffer : {int64_t{0}, int64_t{1000}, kMiB, 8 * kMiB}) {
+    EXPECT_EQ(tx_coalesce_whole(buffer), 1) << buffer;
+    for (const int32_t sharded : {0, 1})
+      EXPECT_EQ(2 * tx_coalesce_most(buffer, sharded, 0), buffer);
+  }
+  EXPECT_EQ(tx_coalesce_whole(8 * kMiB + 1), 0);
+  EXPECT_EQ(tx_coalesce_whole(INT64_MAX), 0);
+}
+
+TEST(Coalesce, compressed_and_sharded_ones_have_limits_of_their_own) {
+  const Case c = {"", Each(64, kMiB / 2), Each(64, 0), {20 * kMs}, {}};
+  const Numbers buffer(64, 0);
+  const struct {
+    int32_t sharded, compressed;
+    int64_t first;
+  } cases[] = {{0, 0, 16}, {0, 1, 4}, {1, 0, 8}, {1, 1, 2}};  // of 8, 2.4, 4 and 1.2 MiB
+  for (const auto &limits : cases) {
+    tx_coalesce_args args = Args(c, buffer);
+    args.sharded = limits.sharded;
+    args.compressed = limits.compressed;
     Numbers ends(64);
     int64_t n = 0;
     ASSERT_EQ(tx_coalesce(&args, ends.data(), &n, nullptr), TX_OK);
-    EXPECT_EQ(ends[0], compressed ? 4 : 16) << "of 2.4 and 8 MiB";
+    EXPECT_EQ(ends[0], limits.first) << limits.sharded << limits.compressed;
   }
 }
 

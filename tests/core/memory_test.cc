@@ -477,21 +477,42 @@ TEST(Memory, compressed_messages_are_beside_the_buckets) {
 }
 
 TEST(Memory, joined_buckets_are_two_messages_of_as_many_as_travel_together) {
-  const struct { int64_t n, numel; } buffers[] = {{16, 1 << 18}, {32, 1 << 18}, {32, 1 << 20}};
+  const struct {
+    int64_t n, numel;
+  } buffers[] = {{16, 1 << 18}, {32, 1 << 18}, {32, 1 << 20}, {32, 1 << 21}, {32, 1 << 22}};
   for (const auto &[n, numel] : buffers) {
     Case c = kCases[0];
     c.params = std::vector<tx_layout_param>(static_cast<size_t>(n), Param(numel));
     c.cap = TX_NO_INT;
-    for (const tx_strategy strategy : {TX_NO_SHARD, TX_OPTIM}) {
+    for (const tx_strategy strategy : {TX_NO_SHARD, TX_OPTIM, TX_OPTIM_GRADS}) {
       c.strategy = strategy;
       const Question question(c);
       tx_memory memory = {};
       ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
-      const int64_t separate = 4 * numel * 2, together = 2 * tx_coalesce_most(n * numel * 2);
-      const int64_t travelling = strategy == TX_NO_SHARD ? std::max(separate, together) : separate;
-      EXPECT_EQ(memory.transient, travelling / 4 * 3 + numel * 2);
+      const int64_t bucket = numel * 2, most = tx_coalesce_most(n * bucket, strategy != TX_NO_SHARD, 0);
+      const int64_t whole = tx_coalesce_whole(n * bucket);
+      const int64_t together = !whole && most < 2 * bucket ? 0 : most; /* where it is less than two neighbours take */
+      // Other ranks' parts are received; and a message is made in memory of its own where a rank's parts do not follow
+      // each other as they are.
+      const int64_t one = strategy == TX_OPTIM_GRADS ? 7 : 3, joined = strategy == TX_NO_SHARD ? 3 : 7;
+      const int64_t held = whole ? n * bucket : together;
+      const int64_t grads = strategy == TX_OPTIM_GRADS ? std::max(bucket, held) : bucket;
+      EXPECT_EQ(memory.transient, std::max(std::min<int64_t>(4, n) * bucket * one, 2 * together * joined) / 4 + grads)
+          << n << " of " << numel << ", strategy " << strategy;
     }
   }
+}
+
+TEST(Memory, one_rank_joins_nothing) {
+  Case c = kCases[0];
+  c.params = std::vector<tx_layout_param>(16, Param(1 << 18));
+  c.cap = TX_NO_INT;
+  c.world = 1;
+  c.strategy = TX_OPTIM;
+  const Question question(c);
+  tx_memory memory = {};
+  ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+  EXPECT_EQ(memory.transient, 2 << 18) << "a gradient, as backward made it";
 }
 
 TEST(Memory, joined_buckets_that_are_compressed_take_no_more) {

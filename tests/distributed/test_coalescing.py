@@ -12,12 +12,14 @@ from ticking import Clock
 
 import torch_ext
 from torch_ext import _coalescing, _engine, _parallel
+from torch_ext._exchange import IN_FLIGHT
 
 MILLISECOND = 1_000_000
 SHAPES: list[Any] = [(300,), (5, 77), (300,), (1000,)] * 4  # each is a bucket by itself
 CYCLES = 6  # the fourth is the first whose buckets can have been joined
 WIRES: list[Any] = [
     pytest.param((BF16, BF16, BF16), {}, id="bf16"),
+    pytest.param((BF16, BF16, BF16), {"bucket_size": 900}, id="two-to-a-bucket"),
     pytest.param((BF16, FP32, BF16), {}, id="wire-bf16"),
     pytest.param((BF16, BF16, "fp8"), {}, id="fp8"),
     pytest.param((BF16, FP32, "fp8"), {"grad_gather_dtype": "fp8"}, id="sums-fp8"),
@@ -74,40 +76,66 @@ def test_a_tail_is_that_of_the_last_message(ends: list[int], last: int, monkeypa
     assert found.words(False).tolist() == [0] * 6, "of the cycles since"
 
 
-def _parallel_model(dtypes: Any, joins: bool = True, **ddp: Any) -> tuple[Any, Any]:
+def _tells(rank: int, world: int, strategy: str) -> None:
+    chosen = policy(BF16, bucket_size=300, overlap_grad_reduce=True)
+    engine = _parallel._engine_of(torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy))
+    n = len(engine.plan.buckets)
+    rows = torch.zeros(2, n + 2, dtype=torch.int64)
+    assert engine._coalescing._measured(rows).sharded == (strategy != "no_shard")
+    places = [engine.store._places(buckets) for buckets in (range(1), range(2), range(1, n), range(n))]
+    assert places == [1, IN_FLIGHT // 2, IN_FLIGHT // 2, IN_FLIGHT], "a whole buffer is alone on its way"
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_what_may_travel_together_depends_on_the_strategy(strategy: str) -> None:
+    ranks.run(2, _tells, strategy)
+
+
+def _parallel_model(dtypes: Any, strategy: str = "no_shard", joins: bool = True, **ddp: Any) -> tuple[Any, Any]:
     """A model with small buckets, which are joined all the same, and its engine."""
     _engine.Coalescing = lambda plan, *_: _coalescing.Coalescing(plan, joins)
     options = {"bucket_size": 300, "overlap_grad_reduce": True, **ddp}
-    model = torch_ext.parallelize(Given(SHAPES, BF16), policy(*dtypes, **options))
+    chosen = policy(*dtypes, **options)
+    model = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy, find_unused_parameters=True)
     return model, _parallel._engine_of(model)
 
 
-def _train(rank: int, each: int, dtypes: Any, **options: Any) -> tuple[list[list[bytes]], list[int]]:
-    """The gradients of all cycles, and how many messages the buckets of each made."""
+def _train(rank: int, each: int, dtypes: Any, *options: Any, **ddp: Any) -> tuple[list[list[bytes]], list[int]]:
+    """The gradients of all cycles, those that this rank steps, and how many messages the buckets of each made."""
     _coalescing.time = Clock(each)
-    model, engine = _parallel_model(dtypes, **options)
+    model, engine = _parallel_model(dtypes, *options, **ddp)
     found, messages = [], []
     for seed in range(CYCLES):
         messages.append(len(engine._coalescing.ends))
         model.zero_grad()
-        model(noise(seed, rank, SHAPES, BF16)).backward()
-        found.append(bits([p.grad for p in model.parameters()]))
+        grads: list[Any] = noise(seed, rank, SHAPES, BF16)
+        grads[seed + rank] = None  # it does not come
+        if seed % 2:
+            with model.no_sync():
+                model(noise(seed + 100, rank, SHAPES, BF16)).backward()
+        model(grads).backward()
+        found.append(bits([grad for p in model.parameters() if (grad := engine.grad(p)) is not None]))
+        found.append(bits([engine.stats(list(model.parameters()))]) if engine.sharded else [])
+        assert not len(engine.store.temporary)
     return found, messages
 
 
-def _joined_and_not(rank: int, world: int, dtypes: Any, ddp: Any) -> None:
-    alone, messages = _train(rank, MILLISECOND // 10, dtypes, joins=False, **ddp)
-    assert messages == [len(SHAPES)] * CYCLES
-    joined, fewer = _train(rank, MILLISECOND // 10, dtypes, **ddp)
-    assert fewer[0] == len(SHAPES) and fewer[-1] < 8
+def _joined_and_not(rank: int, world: int, strategy: str, dtypes: Any, ddp: Any) -> None:
+    alone, messages = _train(rank, MILLISECOND // 10, dtypes, strategy, False, **ddp)
+    assert len(set(messages)) == 1
+    joined, fewer = _train(rank, MILLISECOND // 10, dtypes, strategy, **ddp)
+    assert fewer[0] == messages[0] and fewer[-1] <= messages[0] // 2
     assert joined == alone
-    assert on_all_ranks(joined) == [joined] * world
+    assert strategy != "no_shard" or on_all_ranks(joined) == [joined] * world
 
 
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("dtypes", "ddp"), WIRES)
-def test_bits_do_not_depend_on_what_is_joined(world: int, dtypes: Any, ddp: Any) -> None:
-    ranks.run(world, _joined_and_not, dtypes, ddp)
+def test_bits_do_not_depend_on_what_is_joined(world: int, strategy: str, dtypes: Any, ddp: Any) -> None:
+    if strategy != "no_shard":
+        ddp = {key: value for key, value in ddp.items() if key != "grad_gather_dtype"}  # nobody gathers sums
+    ranks.run(world, _joined_and_not, strategy, dtypes, ddp)
 
 
 def _paces(rank: int, world: int, paces: list[int]) -> list[int]:
@@ -201,7 +229,13 @@ def test_a_timeout_names_the_joined_buckets() -> None:
 def _by_default(rank: int, world: int) -> dict[str, bool]:
     """Whether a quick backward's buckets are joined."""
     found = {}
-    for name, strategy, size in (("default", 0, None), ("size given", 0, 262_144), ("sharded", 1, None)):
+    for name, strategy, size in (
+        ("default", 0, None),
+        ("size given", 0, 262_144),
+        ("optim", 1, None),
+        ("optim_grads", 2, None),
+        ("sharded, size given", 1, 262_144),
+    ):
         _coalescing.time = Clock(MILLISECOND // 10)
         shapes = [262_144] * 10
         chosen = policy(BF16, bucket_size=size, overlap_grad_reduce=True)
@@ -216,5 +250,11 @@ def _by_default(rank: int, world: int) -> dict[str, bool]:
 
 
 def test_a_size_that_is_given_is_kept() -> None:
-    expected = {"default": True, "size given": False, "sharded": False}
+    expected = {
+        "default": True,
+        "size given": False,
+        "optim": True,
+        "optim_grads": True,
+        "sharded, size given": False,
+    }
     assert ranks.run(2, _by_default) == [expected] * 2

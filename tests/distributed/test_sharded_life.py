@@ -7,9 +7,11 @@ import pytest
 import ranks
 import torch
 from gradients import BF16, FP16, FP32, Given, noise, policy
+from pairs import Pairs
 
 import torch_ext
-from torch_ext import _stores
+from torch_ext import _coalescing, _stores
+from torch_ext import _engine as engines
 from torch_ext._exchange import IN_FLIGHT
 
 SHAPES: list[Any] = [(3, 5), (130,), (7,), (2, 200)]
@@ -269,8 +271,9 @@ def test_buckets_follow_the_order_in_which_gradients_came_on_rank_0() -> None:
 # -- memory on the way --------------------------------------------------------------------------------------------
 
 
-def _slow(rank: int, world: int, strategy: str) -> int:
+def _slow(rank: int, world: int, strategy: str, joined: bool) -> int:
     """How many buckets in the wire's dtype there were at a time, when sums take longer than backward."""
+    engines.Coalescing = Pairs if joined else _coalescing.Coalescing
     model = torch_ext.parallelize(
         Given([(200,)] * 16, BF16), policy(BF16, FP32, BF16, bucket_size=1), strategy=strategy
     )
@@ -292,7 +295,8 @@ def _slow(rank: int, world: int, strategy: str) -> int:
     return most
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["one by one", "joined"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_buckets_on_their_way_are_bounded(strategy: str) -> None:
-    for most in ranks.run(2, _slow, strategy):
-        assert 1 < most <= IN_FLIGHT
+def test_buckets_on_their_way_are_bounded(strategy: str, joined: bool) -> None:
+    for most in ranks.run(2, _slow, strategy, joined):
+        assert most == IN_FLIGHT // 2 if joined else 1 < most <= IN_FLIGHT

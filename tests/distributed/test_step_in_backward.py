@@ -6,8 +6,10 @@ import pytest
 import ranks
 import torch
 from gradients import BF16, FP32, Given, bits, noise
+from pairs import Pairs
 
 import torch_ext
+from torch_ext import _engine
 
 SHAPES: list[Any] = [(3, 5), (700,), (0,), (129,), (16, 130), (1,)]
 
@@ -54,17 +56,21 @@ def _trained(rank: int, strategy: str, early: bool, microbatches: int) -> tuple[
     return bits(list(model.parameters())), changed
 
 
-def _compared(rank: int, world: int, strategy: str) -> None:
+def _compared(rank: int, world: int, strategy: str, joined: bool) -> None:
     for microbatches in (1, 2):
         late, _ = _trained(rank, strategy, False, microbatches)
-        early, changed = _trained(rank, strategy, True, microbatches)
+        with pytest.MonkeyPatch.context() as patch:
+            if joined:
+                patch.setattr(_engine, "Coalescing", Pairs)
+            early, changed = _trained(rank, strategy, True, microbatches)
         assert late == early
         assert changed[-1] > 0.5 and changed[0] == 0.0, "states are made by the first step()"
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["one by one", "joined"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-def test_bits_of_a_step_in_backward(strategy: str) -> None:
-    ranks.run(3, _compared, strategy)
+def test_bits_of_a_step_in_backward(strategy: str, joined: bool) -> None:
+    ranks.run(3, _compared, strategy, joined)
 
 
 def _backward(model: Any, rank: int, step: int = 0) -> None:

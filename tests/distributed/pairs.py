@@ -1,0 +1,14 @@
+"""Buckets that travel two by two, whatever was measured: what joining does, from the first cycle on."""
+
+from typing import Any
+
+from torch_ext import _coalescing
+
+
+class Pairs(_coalescing.Coalescing):
+    """Of a plan whose buckets lie in one buffer; takes the place of `_engine.Coalescing`."""
+
+    def __init__(self, plan: Any, *_: Any) -> None:
+        super().__init__(plan, False)
+        n = len(plan.buckets)
+        self.ends = frozenset([*range(2, n, 2), n])
