@@ -433,11 +433,24 @@ typedef struct tx_coalesce_args {
  * message. */
 TX_API tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error);
 
-/* Whether messages are worth compressing (tx_compress): whether the wire, as fast as it was, carries less than gbps
- * (Gbit/s, of the policy: compress_below_gbps; >= 0) of the buckets' bytes. args: as of tx_coalesce; `bytes` and
- * `tail_bytes` as they were sent, compressed or not. 0 where nothing was measured. Processors that have too much to do
- * look like a slow wire; there compressing takes about as much time as it saves. */
-TX_API tx_status tx_compress_pays(const tx_coalesce_args *args, double gbps, int32_t *pays, tx_error *error);
+/* Whether messages are compressed (tx_compress), from one decision to the next. All zero at first. */
+typedef struct tx_compression {
+  int64_t plain;   /* microseconds until everything had come, when messages last went as they are; 0: not known */
+  int32_t on;      /* 1: they are compressed from here on */
+  int32_t slow;    /* decisions in a row that found a slow wire */
+  int32_t resting; /* decisions until it is tried again */
+  int32_t reserved;
+} tx_compression;
+
+/* Decides that: *found is what was decided before, and what is. args: as of tx_coalesce; `bytes` and `tail_bytes` as
+ * they were sent, compressed or not.
+ *
+ * Compression begins where the wire, as fast as it was, twice in a row carried less than gbps (Gbit/s, of the policy:
+ * compress_below_gbps; >= 0) of the buckets' bytes; not where nothing was measured. It ends where the wire carries
+ * more. Processors that have too much to do look like a slow wire, and compressing gives them more: where everything
+ * then takes 1.05 times as long as it did before, messages go as they are again, and eight decisions pass until the
+ * next attempt. */
+TX_API tx_status tx_compress_pays(const tx_coalesce_args *args, double gbps, tx_compression *found, tx_error *error);
 
 /* Whether the ranks of a sum that all of them want whole send each other whole buckets, which each then adds up, and
  * not their parts, and the sums of these back: two ranks, where it is no more bytes. One trip takes the place of two

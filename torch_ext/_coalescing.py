@@ -40,6 +40,17 @@ class _Args(_library.Struct):
     kept: tuple[torch.Tensor, ...]  # what it points to
 
 
+class _Compression(_library.Struct):
+    c_name = "tx_compression"
+    _fields_ = [
+        ("plain", ctypes.c_int64),
+        ("on", ctypes.c_int32),
+        ("slow", ctypes.c_int32),
+        ("resting", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
 class Coalescing:
     """Of one plan's buckets, on one rank. Every bucket is a message, and as it is, until `learn` says otherwise."""
 
@@ -62,6 +73,7 @@ class Coalescing:
         self.ends = frozenset(range(1, self._n + 1))
         """The bucket after each message's last one."""
         self.compresses = compresses
+        self._compression = _Compression()
         self._interval, self._left = _FIRST, _FIRST
         # Of the cycles that the last report has not told yet, in nanoseconds; from the last bucket to the last sum:
         self._sums = torch.zeros(self._n + 1, dtype=torch.int64)
@@ -121,6 +133,7 @@ class Coalescing:
         before = self.ends, self.compresses
         measured = self._measured(rows[:, :-1])
         if self._below > 0:
+            self._compression.on = self.compresses
             self.compresses = not rows[:, -1].any() and self._pays(measured)
         if self._joins:
             measured.compressed = self.compresses
@@ -153,10 +166,10 @@ class Coalescing:
         return (self.compresses and _compression.size(numel, dtype)) or Wire.size_of(numel, dtype)
 
     def _pays(self, args: _Args) -> bool:
-        pays = ctypes.c_int32()
-        arguments = ctypes.POINTER(_Args), ctypes.c_double, ctypes.POINTER(ctypes.c_int32)
-        _library.function("tx_compress_pays", *arguments)(ctypes.byref(args), self._below, ctypes.byref(pays))
-        return bool(pays.value)
+        arguments = ctypes.POINTER(_Args), ctypes.c_double, ctypes.POINTER(_Compression)
+        found = self._compression
+        _library.function("tx_compress_pays", *arguments)(ctypes.byref(args), self._below, ctypes.byref(found))
+        return bool(found.on)
 
     def _joined(self, args: _Args) -> frozenset[int]:
         ends, n = (ctypes.c_int64 * self._n)(), ctypes.c_int64()

@@ -9,7 +9,11 @@
  * as fast as the processors, of which all messages cost time; and no joined one takes more than kLongest. */
 static const double kWorth = 2.5e3, kShortest = 10e3, kLongest = 16e3;
 
-/* Of a whole buffer: there is too little to hide behind backward for more than one message. */
+/* When compression is tried, and given up. */
+static const int32_t kSlowInARow = 2, kRest = 8;
+static const double kLonger = 1.05;
+
+/* Microseconds of a whole buffer: there is too little to hide behind backward for more than one message. */
 static const double kAtOnce = 5e3;
 
 /* What a message takes beside its bytes: nearly all of the tail where few bytes left last. */
@@ -117,12 +121,27 @@ static int64_t of_buffer(const tx_coalesce_args *args, int64_t first) {
   return sum;
 }
 
-tx_status tx_compress_pays(const tx_coalesce_args *args, double gbps, int32_t *pays, tx_error *error) {
-  TX_FORWARD(check(args, pays, "pays", error));
+tx_status tx_compress_pays(const tx_coalesce_args *args, double gbps, tx_compression *found, tx_error *error) {
+  TX_FORWARD(check(args, found, "found", error));
   if (!(gbps >= 0)) {
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "compress: below %g Gbit/s; legal: >= 0", gbps);
   }
-  *pays = each_byte(args) * gbps > 8e-3; /* microseconds for a byte, at 1 Gbit/s */
+  const double took = whole(args);
+  const int slow = each_byte(args) * gbps > 8e-3; /* microseconds for a byte, at 1 Gbit/s */
+  if (found->on) {
+    const int longer = found->plain > 0 && took > kLonger * (double)found->plain;
+    found->on = slow && !longer;
+    found->slow = 0;
+    if (longer) found->resting = kRest;
+    return TX_OK;
+  }
+  found->plain = (int64_t)took;
+  if (found->resting > 0) {
+    found->resting--;
+  } else {
+    found->slow = slow ? found->slow + 1 : 0;
+    found->on = found->slow >= kSlowInARow;
+  }
   return TX_OK;
 }
 

@@ -356,10 +356,12 @@ TEST_P(CompressPaysTest, says) {
   const Case c = {p.id, p.bytes, ready, p.ended, {}, {}, p.tail, p.tail_bytes};
   const Numbers buffer(p.bytes.size(), 0);
   const tx_coalesce_args args = Args(c, buffer);
-  int32_t pays = -7;
+  tx_compression found = {};
   tx_error error = {};
-  ASSERT_EQ(tx_compress_pays(&args, p.gbps, &pays, &error), TX_OK) << error.message;
-  EXPECT_EQ(pays, p.pays);
+  for (const int32_t pays : {0, p.pays, p.pays}) {  // never at once
+    ASSERT_EQ(tx_compress_pays(&args, p.gbps, &found, &error), TX_OK) << error.message;
+    EXPECT_EQ(found.on, pays);
+  }
 }
 
 const PaysCase kPaysCases[] = {
@@ -406,6 +408,55 @@ const PaysCase kPaysCases[] = {
 INSTANTIATE_TEST_SUITE_P(Table, CompressPaysTest, testing::ValuesIn(kPaysCases),
                          [](const testing::TestParamInfo<PaysCase> &info) { return std::string(info.param.id); });
 
+// Microseconds that a megabyte took, decision after decision, and what was decided; 1000 are the limit.
+struct TrialCase {
+  const char *id;
+  Numbers took;
+  std::vector<int32_t> on;
+};
+
+void PrintTo(const TrialCase &c, std::ostream *out) {
+  *out << c.id;
+}
+
+class CompressTrialTest : public testing::TestWithParam<TrialCase> {};
+
+TEST_P(CompressTrialTest, goes) {
+  tx_compression found = {};
+  for (size_t i = 0; i < GetParam().took.size(); i++) {
+    const Case c = {"", {kMB}, {0}, {GetParam().took[i]}, {}};
+    const Numbers buffer(1, 0);
+    const tx_coalesce_args args = Args(c, buffer);
+    ASSERT_EQ(tx_compress_pays(&args, 8, &found, nullptr), TX_OK);
+    EXPECT_EQ(found.on, GetParam().on[i]) << "decision " << i;
+  }
+}
+
+const TrialCase kTrialCases[] = {
+    {"twice_in_a_row", {2000, 900, 2000, 2000, 1500}, {0, 0, 0, 1, 1}},
+    {"until_the_wire_is_fast", {2000, 2000, 1500, 1000, 2000, 2000}, {0, 1, 1, 0, 0, 1}},
+    {"as_long_as_it_is_no_longer", {2000, 4000, 4200, 4200, 4199}, {0, 1, 1, 1, 1}},
+    {"until_it_is_longer_then_not_for_eight_decisions",
+     {2000, 4000, 4201, 9000, 9000, 9000, 9000, 9000, 9000, 9000, 9000, 9000, 9000, 9450, 9451},
+     {0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0}},
+    {"the_time_beside_is_that_of_the_last_plain_cycles",
+     {9000, 2000, 2000, 1900, 2101, 2101, 2101},
+     {0, 1, 1, 1, 0, 0, 0}},
+    {"what_nobody_measured_says_nothing", {2000, 0, 2000, 2000, 0, 2000, 2000}, {0, 0, 0, 1, 0, 0, 1}},
+};
+
+INSTANTIATE_TEST_SUITE_P(Table, CompressTrialTest, testing::ValuesIn(kTrialCases),
+                         [](const testing::TestParamInfo<TrialCase> &info) { return std::string(info.param.id); });
+
+TEST(CompressPays, what_was_never_plain_goes_on) {
+  const Case c = {"", {kMB}, {0}, {2000}, {}};
+  const Numbers buffer(1, 0);
+  const tx_coalesce_args args = Args(c, buffer);
+  tx_compression found = {.plain = 0, .on = 1, .slow = 0, .resting = 0, .reserved = 0};
+  ASSERT_EQ(tx_compress_pays(&args, 8, &found, nullptr), TX_OK);
+  EXPECT_EQ(found.on, 1);
+}
+
 TEST(CompressPays, says_what_is_not_legal) {
   struct Call {
     tx_coalesce_args args;
@@ -434,23 +485,23 @@ TEST(CompressPays, says_what_is_not_legal) {
     const Case good = {"", {kMB, kMB}, {0, 0}, {96 * kMs}, {}};
     const Numbers buffer(2, 0);
     Call call = {Args(good, buffer)};
-    int32_t pays = -7;
+    tx_compression found = {.plain = 0, .on = 0, .slow = 1, .resting = 0, .reserved = 0};
     tx_error error = {};
-    ASSERT_EQ(tx_compress_pays(&call.args, call.gbps, &pays, nullptr), TX_OK);
-    ASSERT_EQ(pays, 1);
-    pays = -7;
+    ASSERT_EQ(tx_compress_pays(&call.args, call.gbps, &found, nullptr), TX_OK);
+    ASSERT_EQ(found.on, 1);
+    found = {.plain = 5, .on = 0, .slow = 1, .resting = 0, .reserved = 0};
     c.spoil(call);
-    EXPECT_EQ(tx_compress_pays(&call.args, call.gbps, &pays, &error), c.status);
+    EXPECT_EQ(tx_compress_pays(&call.args, call.gbps, &found, &error), c.status);
     EXPECT_NE(std::string(error.message).find(c.says), std::string::npos) << error.message;
-    EXPECT_EQ(tx_compress_pays(&call.args, call.gbps, &pays, nullptr), c.status);
-    EXPECT_EQ(pays, -7);
+    EXPECT_EQ(tx_compress_pays(&call.args, call.gbps, &found, nullptr), c.status);
+    EXPECT_TRUE(found.plain == 5 && found.on == 0 && found.slow == 1) << "a failed call changes nothing";
   }
   tx_coalesce_args args = TX_COALESCE_ARGS_INIT;
   args.n_ranks = 1;
-  int32_t pays = -7;
+  tx_compression found = {};
   EXPECT_EQ(tx_compress_pays(&args, 8, nullptr, nullptr), TX_ERROR_INVALID_ARGUMENT);
-  EXPECT_EQ(tx_compress_pays(nullptr, 8, &pays, nullptr), TX_ERROR_INVALID_ARGUMENT);
-  EXPECT_EQ(pays, -7);
+  EXPECT_EQ(tx_compress_pays(nullptr, 8, &found, nullptr), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(found.on, 0);
 }
 
 }  // namespace
