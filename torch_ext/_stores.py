@@ -280,7 +280,7 @@ class Replicated(_Buffered):
             mine = pieces(self.plan, buckets, *part_of(self.plan, buckets, part))
             pack([total[p.at : p.at + p.numel] for p in mine], mine, self.ids, own, Seeds.of_sums(cycle))
 
-        def then() -> None:
+        def finish() -> None:
             if gathered.data is not main:
                 unpack(gathered, main)
             self.temporary.give_back(buckets.start)
@@ -288,8 +288,8 @@ class Replicated(_Buffered):
 
         planned = self.plan.buckets[buckets[0]]
         in_place = {planned.grad_comm_dtype, self.gather_dtype or planned.grad_comm_dtype} == {planned.main_grads_dtype}
-        then_ = None if in_place else then
-        return self.exchange.reduce(leave, install, tag=tag, what=what, places=self._places(buckets), then=then_)
+        then = None if in_place else finish
+        return self.exchange.reduce(leave, install, tag=tag, what=what, places=self._places(buckets), then=then)
 
     def _gathered(self, buckets: range, wire: Wire) -> Wire:
         """Where the sums of all ranks come together."""
