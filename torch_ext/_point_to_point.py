@@ -60,13 +60,19 @@ def _trades() -> Callable[[int, int, int], int]:
     return _library.function("tx_trades", *[ctypes.c_int64] * 3, restype=ctypes.c_int32, brief=True)
 
 
+def _wait_once(work: _Work) -> None:
+    """Also where an interrupted wait had come to its end: gloo would wait for another message then."""
+    if not work.is_completed():
+        work.wait()
+
+
 def _wait(works: _Works, what: str) -> None:
     """Waits for all; an error names the ranks that did not come."""
     missing: list[int] = []
     reason = ""
     for peer, work in works:
         try:
-            work.wait()
+            _wait_once(work)
         except RuntimeError as error:
             missing.append(peer)
             reason = reason or str(error).splitlines()[0]
@@ -111,14 +117,16 @@ class _Sent:
         self._message: _Message | None = message
         self._work = work
         message.users += 1
-        self.is_completed = work.is_completed
 
     def wait(self) -> None:
         """One thread at a time."""
-        self._work.wait()
-        if self._message is not None:
-            self._message.done()
-            self._message = None
+        _wait_once(self._work)
+        message, self._message = self._message, None
+        if message is not None:
+            message.done()
+
+    def is_completed(self) -> bool:
+        return self._message is None
 
 
 class _Arriving:
@@ -126,21 +134,22 @@ class _Arriving:
 
     def __init__(self, message: _Message, receive: Callable[[torch.Tensor], _Work]) -> None:
         self._message, self._receive = message, receive
-        self._work: _Work | None = receive(message.bytes)
+        self._works = [receive(message.bytes)]
+        self._there = False
 
     def wait(self) -> None:
         """Values are there afterwards. One thread at a time."""
-        if self._work is None:
+        if self._there:  # and its memory may be another message's
             return
-        self._work.wait()
-        if rest := _compression.expand(self._message.bytes, self._message.values):
-            self._work = self._receive(_compression.end_of(self._message.values, rest))
-            self._work.wait()
-        self._work = None
+        _wait_once(self._works[0])
+        if len(self._works) == 1 and (rest := _compression.expand(self._message.bytes, self._message.values)):
+            self._works.append(self._receive(_compression.end_of(self._message.values, rest)))
+        _wait_once(self._works[-1])
+        self._there = True
         self._message.done()
 
     def is_completed(self) -> bool:
-        return self._work is None or self._work.is_completed()
+        return self._there
 
 
 class _Travel:
@@ -151,6 +160,7 @@ class _Travel:
         self.results: list[Wire] = []  # by rank: this rank's own leaves, the others' come
         self.gathers: _Works = []
         self.sends: _Works = []
+        self._failure: str | None = None
 
     def receive_results(self) -> None:
         self.gathers = self.exchange.receive(self.results, self.tag + 1, self.what)
@@ -161,15 +171,19 @@ class _Travel:
             self.sends += self.exchange.send([own] * self.exchange.world_size, self.tag + 1, self.what)
 
     def arrive(self) -> None:
-        """Waits; nothing of it outlives that, whoever keeps the handle."""
+        """Waits; nothing of it outlives that, whoever keeps the handle. Who asks again after an error gets it again,
+        and after an interrupt waits for what is still on its way."""
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
         try:
             _wait(self.gathers, self.what)
             _wait(self.sends, self.what)
-        except BaseException:  # an interrupt, too
+        except RuntimeError as error:
+            self._failure = str(error)
             _ABANDONED.append((self.gathers, self.sends, self.results))
-            raise
-        finally:
             self.gathers, self.sends, self.results = [], [], []
+            raise
+        self.gathers, self.sends, self.results = [], [], []
 
     def __del__(self, abandoned: list[object] = _ABANDONED) -> None:
         # Nobody asked (a model that went after an exception, say): gloo blocks a connection of which a message is

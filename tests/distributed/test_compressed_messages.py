@@ -1,32 +1,18 @@
 """A compressed message's memory is its own until everybody is done with it, and the next one's then. Without ranks."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from works import Work
 
 from torch_ext import _compression, _point_to_point
 from torch_ext._wire import Wire
 
 NUMEL = 8192
 CPU = torch.device("cpu")
-
-
-class _Work:
-    """What gloo makes of a message; arrives: what happens when it is waited for."""
-
-    def __init__(self, arrives: Callable[[], object] = lambda: None) -> None:
-        self.waits, self._arrives = 0, arrives
-
-    def wait(self) -> None:
-        self.waits += 1
-        self._arrives()
-
-    def is_completed(self) -> bool:
-        return self.waits > 0
 
 
 def _values(disordered: bool = False) -> torch.Tensor:
@@ -50,7 +36,7 @@ def test_what_several_ranks_are_sent_is_kept_for_the_last() -> None:
     pool: Any = _point_to_point._Memory()
     message = _message(pool)
     where = message.bytes.data_ptr()
-    first, second = (_point_to_point._Sent(message, _Work()) for _ in range(2))
+    first, second = (_point_to_point._Sent(message, Work()) for _ in range(2))
     first.wait()
     assert where not in _lent(pool, 1)
     second.wait()
@@ -62,7 +48,7 @@ def test_a_message_that_is_waited_for_twice_is_given_back_once(others: int) -> N
     pool: Any = _point_to_point._Memory()
     message = _message(pool)
     where = message.bytes.data_ptr()
-    sent, *_ = [_point_to_point._Sent(message, _Work()) for _ in range(1 + others)]
+    sent, *_ = [_point_to_point._Sent(message, Work()) for _ in range(1 + others)]
     sent.wait()
     sent.wait()
     found = _lent(pool, 2)
@@ -70,15 +56,15 @@ def test_a_message_that_is_waited_for_twice_is_given_back_once(others: int) -> N
     assert len(set(found)) == 2, "two messages in one memory"
 
 
-def _arriving(pool: Any, values: torch.Tensor) -> tuple[Any, torch.Tensor, list[_Work]]:
+def _arriving(pool: Any, values: torch.Tensor) -> tuple[Any, torch.Tensor, list[Work]]:
     """On its way into a tensor of its own; the works of what is received."""
     wire = torch.empty(_compression.size(NUMEL, torch.bfloat16), dtype=torch.uint8)
     rest = _compression.compress(values, wire)
     sent = [wire, _compression.end_of(values, rest)]
     into, works = torch.zeros_like(values), []
 
-    def receive(to: torch.Tensor) -> _Work:
-        works.append(_Work(lambda: to.copy_(sent.pop(0))))
+    def receive(to: torch.Tensor) -> Work:
+        works.append(Work(lambda: to.copy_(sent.pop(0))))
         return works[-1]
 
     return _point_to_point._Arriving(_message(pool, into), receive), into, works
@@ -105,9 +91,9 @@ def _exchange(monkeypatch: pytest.MonkeyPatch, world_size: int) -> tuple[Any, li
     """Of rank 0, compressing, and what it sends to whom."""
     sent: list[tuple[int, torch.Tensor]] = []
 
-    def send(messages: list[torch.Tensor], peer: int, tag: int) -> _Work:
+    def send(messages: list[torch.Tensor], peer: int, tag: int) -> Work:
         sent.extend((peer, message) for message in messages)
-        return _Work()
+        return Work()
 
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)

@@ -1,0 +1,227 @@
+"""Waiting for messages that fail, or while Ctrl-C interrupts, and waiting for them once more: an error stays one, and
+what was interrupted is waited for to its end."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ranks
+import strategies
+import torch
+from gradients import Given, noise, policy
+from strategies import gradient, part
+from ticking import Clock
+from works import Work
+
+import torch_ext
+from torch_ext import _coalescing, _compression, _engine, _point_to_point, _stores
+
+# -- without ranks ---------------------------------------------------------------------------------------------------
+
+
+def _raises(error: BaseException, times: int = 1) -> Callable[[], None]:
+    left = [error] * times
+
+    def arrives() -> None:
+        if left:
+            raise left.pop()
+
+    return arrives
+
+
+def _travel(*works: Work) -> Any:
+    exchange: Any = None
+    travel = _point_to_point._Travel(exchange, 0, "bucket 7")
+    travel.gathers, travel.sends = list(enumerate(works[:-1])), [(9, works[-1])]
+    return travel
+
+
+def test_a_failure_is_one_whenever_it_is_asked_for() -> None:
+    works = [Work(), Work(_raises(RuntimeError("connection reset"))), Work()]
+    travel = _travel(*works)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"bucket 7: rank 1 did not come \(connection reset\)"):
+            travel.arrive()
+    assert [work.waits for work in works] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_an_interrupted_wait_goes_on_where_it_was(which: int) -> None:
+    works = [Work(_raises(KeyboardInterrupt()) if i == which else lambda: None) for i in range(3)]
+    travel = _travel(*works)
+    with pytest.raises(KeyboardInterrupt):
+        travel.arrive()
+    assert not travel.is_there()
+    travel.arrive()
+    assert [work.waits for work in works] == [1 + (i == which) for i in range(3)]
+    assert travel.is_there()
+
+
+@pytest.mark.parametrize("which", ["the message", "what did not fit"])
+def test_an_interrupted_wait_for_a_compressed_message(which: str) -> None:
+    numel = 8192
+    generator = torch.Generator().manual_seed(1)
+    values = torch.ldexp(torch.randn(numel, generator=generator), torch.arange(numel) % 119 - 60).to(torch.bfloat16)
+    wire = torch.empty(_compression.size(numel, torch.bfloat16), dtype=torch.uint8)
+    rest = _compression.compress(values, wire)
+    assert rest
+    sent, works, into = [wire, _compression.end_of(values, rest)], [], torch.zeros_like(values)
+
+    def receive(to: torch.Tensor) -> Work:
+        message, number = sent.pop(0), len(works)
+        interrupt = _raises(KeyboardInterrupt(), times=int(number == ["the message", "what did not fit"].index(which)))
+
+        def arrives() -> None:
+            interrupt()
+            to.copy_(message)
+
+        works.append(Work(arrives))
+        return works[-1]
+
+    pool = _point_to_point._Memory()
+    arriving = _point_to_point._Arriving(_point_to_point._Message(into, pool), receive)
+    with pytest.raises(KeyboardInterrupt):
+        arriving.wait()
+    assert not arriving.is_completed()
+    arriving.wait()
+    assert arriving.is_completed()
+    assert torch.equal(into.view(torch.int16), values.view(torch.int16))
+    assert not sent and len(works) == 2
+
+
+# -- with ranks ------------------------------------------------------------------------------------------------------
+
+SHAPES: list[Any] = [(300,), (5, 77), (300,), (1000,)]
+LATE = [0.0, 0.3, 0.6]  # seconds, by rank: rank 0 waits for two others
+
+
+@contextlib.contextmanager
+def _interrupted(rank: int, waiting_for: str) -> Iterator[None]:
+    """Rank 0, on the user's thread, by a Ctrl-C that came while it waited for the first of two messages."""
+    if rank != 0:
+        yield
+        return
+    wait = _point_to_point._wait
+
+    def interrupted(works: Any, what: str) -> None:
+        if threading.current_thread() is not threading.main_thread() or waiting_for not in what:
+            wait(works, what)
+            return
+        wait(works[:1], what)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_point_to_point, "_wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+def _is_mean(model: Any, step: int, world: int) -> bool:
+    shapes = [p.shape for p in model.parameters()]
+    each = [noise(step, r, shapes) for r in range(world)]
+    for p, of_ranks in zip(model.parameters(), zip(*each, strict=True), strict=True):
+        found, whole = gradient(model, p), torch.stack(of_ranks).sum(0) / world
+        if found is None or not torch.allclose(found, part(model, p, whole), rtol=1e-5, atol=1e-6):
+            return False
+    return True
+
+
+def _sums_are_late(rank: int, world: int, strategy: str) -> None:
+    shapes = [(4000,)]
+    model: Any = torch_ext.parallelize(Given(shapes), policy(bucket_size=1), strategy=strategy)
+    for step in range(2):
+        model(noise(step, rank, shapes)).backward()
+        model.zero_grad()
+    with pytest.MonkeyPatch.context() as patch:
+        slow = _stores.add_up
+        patch.setattr(_stores, "add_up", lambda *a, **k: (time.sleep(LATE[rank]), slow(*a, **k))[1])
+        with _interrupted(rank, "gradients of cycle 2"):
+            model(noise(2, rank, shapes)).backward()
+        model.zero_grad()
+        # The first sum that comes is not to be taken for this backward's, nor written into its gradient.
+        handle = model.p0.register_hook(lambda _: time.sleep(0.2 if rank == 0 else 0))
+        model(noise(3, rank, shapes)).backward()
+        handle.remove()
+        assert _is_mean(model, 3, world)
+    for step in range(4, 6):
+        model.zero_grad()
+        model(noise(step, rank, shapes)).backward()
+        assert _is_mean(model, step, world)
+
+
+def test_an_interrupt_while_sums_come() -> None:
+    strategies.run(3, _sums_are_late, chosen=["no_shard"])  # under the others a rank waits for its own sum
+
+
+def _reports_are_late(rank: int, world: int, strategy: str) -> list[int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_coalescing, "time", Clock(100_000))
+        patch.setattr(_engine, "Coalescing", lambda plan, *_: _coalescing.Coalescing(plan, True))
+        chosen = policy(bucket_size=300, overlap_grad_reduce=True)
+        model: Any = torch_ext.parallelize(Given(SHAPES), chosen, strategy=strategy)
+        messages = []
+        for step in range(6):
+            late = torch.ones(1, requires_grad=True)
+            last = late * 2  # of backward
+            if step == 2:
+                last.register_hook(lambda _: time.sleep(LATE[rank]))
+            with _interrupted(rank, "end of gradient cycle 2") if step == 2 else contextlib.nullcontext():
+                (model(noise(step, rank, SHAPES)) + last.sum()).backward()
+            if step != 2:
+                assert _is_mean(model, step, world)
+            model.zero_grad()
+            messages.append(len(torch_ext._parallel._engine_of(model)._coalescing.ends))
+        return messages
+
+
+def test_an_interrupt_while_ranks_report() -> None:
+    """What they measured is in there: all join the same buckets afterwards."""
+    for strategy, answers in strategies.run(3, _reports_are_late).items():
+        assert {tuple(answer[-3:]) for answer in answers} == {tuple(answers[0][-3:])}, strategy
+        assert answers[0][-1] < answers[0][0], strategy
+
+
+def _sharded(rank: int, world: int) -> tuple[Any, torch.Tensor, float]:
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(300, 300, bias=False)
+    inputs = torch.ones(1, 300)
+    wanted = model(inputs).sum().item()
+    torch_ext.parallelize(model, policy(), strategy="optim_grads_params")
+    return model, inputs, wanted
+
+
+def _weights_are_late(rank: int, world: int) -> None:
+    model, inputs, wanted = _sharded(rank, world)
+    time.sleep(LATE[rank])
+    with _interrupted(rank, "weights of"):
+        found = model(inputs).sum()
+    if rank == 0:
+        found = model(inputs).sum()
+    assert found.item() == pytest.approx(wanted, rel=1e-5)
+    found.backward()
+
+
+def test_an_interrupt_while_weights_come() -> None:
+    ranks.run(3, _weights_are_late)
+
+
+def _weights_do_not_come(rank: int, world: int) -> list[str]:
+    model, inputs, _ = _sharded(rank, world)
+    if rank == 1:
+        time.sleep(3)
+        return []
+    said = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as error:
+            model(inputs)
+        said.append(str(error.value))
+    return said
+
+
+def test_weights_that_did_not_come_are_an_error_each_time() -> None:
+    (first, second), _ = ranks.run(2, _weights_do_not_come, timeout=1.0)
+    assert "rank 1 did not come" in first
+    assert first == second
