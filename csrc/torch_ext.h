@@ -526,7 +526,7 @@ typedef struct tx_memory {
  * always; else where wire_dtype is not grad_dtype); gathered: the sums of all ranks, where their dtype is neither of
  * the two; and if bf16 is compressed, the messages that are sent and received of it. They count for the in_flight
  * largest buckets, and under no_shard for two messages of joined ones (tx_coalesce), if that is more and the layout's
- * cap is the default. The bucket of gradients is the one that backward is filling, in param_dtype; a gradient, the
+ * cap is the default. The bucket of gradients is the one that backward is filling, in grad_dtype; a gradient, the
  * largest parameter's as backward made it. frozen_bytes are whole but for optim_grads_params, which shards them.
  *
  * With slots a bucket is received whole, and what is received, packed and gathered lies in slots that are kept: for

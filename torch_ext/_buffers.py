@@ -8,6 +8,22 @@ from torch_ext import _tensors
 from torch_ext._layout import BucketPlan
 
 
+def widen(params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
+    """From here on autograd makes gradients in main_grads_dtype: what several uses of a parameter bring is added up in
+    that."""
+    for param, planned in zip(params, plan.parameters, strict=True):
+        if planned.main_grads_dtype != planned.param_dtype:
+            param.grad_dtype = planned.main_grads_dtype
+
+
+def give_back(params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
+    """The parameters as they were, without gradients."""
+    for param, planned in zip(params, plan.parameters, strict=True):
+        param.grad = None
+        if planned.main_grads_dtype != planned.param_dtype:
+            param.grad_dtype = param.dtype
+
+
 class GradientBuffers:
     """One flat tensor in main_grads_dtype for each buffer of the plan.
 
@@ -26,9 +42,7 @@ class GradientBuffers:
         self.buckets = [self.flats[b.buffer][b.start : b.start + b.numel] for b in plan.buckets]
         self._views = [self._view(i) for i in range(len(params))]
         self._bytes = [p.start * self.flats[p.buffer].element_size() for p in plan.parameters]
-        for param, planned in zip(params, plan.parameters, strict=True):
-            if planned.main_grads_dtype != planned.param_dtype:
-                param.grad_dtype = planned.main_grads_dtype
+        widen(params, plan)
 
     def _view(self, i: int) -> torch.Tensor:
         """In the memory order of the parameter, so that one index is one element in both."""
@@ -40,9 +54,13 @@ class GradientBuffers:
         view, planned = self._views[i], self.plan.parameters[i]
         return planned.numel > 0 and view.data_ptr() != self.flats[planned.buffer].data_ptr() + self._bytes[i]
 
+    def is_ours(self, i: int) -> bool:
+        """Whether `.grad` of parameter i is what it was made here, wherever it lies."""
+        return self.params[i].grad is self._views[i]
+
     def holds(self, i: int) -> bool:
         """Whether `.grad` of parameter i is its view."""
-        return self.params[i].grad is self._views[i] and not self._moved(i)
+        return self.is_ours(i) and not self._moved(i)
 
     def view(self, i: int) -> torch.Tensor:
         """The gradient of parameter i in its buffer, shaped like the parameter."""
@@ -83,7 +101,4 @@ class GradientBuffers:
 
     def release(self) -> None:
         """Gives the parameters back as they were, without gradients."""
-        for param, planned in zip(self.params, self.plan.parameters, strict=True):
-            param.grad = None
-            if planned.main_grads_dtype != planned.param_dtype:
-                param.grad_dtype = param.dtype
+        give_back(self.params, self.plan)

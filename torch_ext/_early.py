@@ -19,9 +19,11 @@ class Early:
 
     def __init__(self) -> None:
         self._stepped: set[tuple[Owner, int] | None] = set()
+        self._anywhere = False  # whether some rank may have stepped something, though this one may have no part of it
 
     def __bool__(self) -> bool:
-        return bool(self._stepped)
+        """The same on every rank."""
+        return self._anywhere
 
     def __contains__(self, gather: "tuple[Owner, int] | None") -> bool:
         return gather in self._stepped
@@ -29,21 +31,19 @@ class Early:
     def clear(self) -> None:
         """step() has seen to the rest."""
         self._stepped.clear()
+        self._anywhere = False
 
     def begin(self, owner: "Owner", plan: Plan, hyper: Hyper, counts: Tensor, external: int) -> Callable[[int], None]:
         """What steps a bucket of the owner whose sum is there. Any thread. A bucket of which a part is stepped on the
         host is left to step(). counts, external: see `run`."""
         shared = () if plan.host is None else plan.host.gathers
-        chunks = {
-            c.gather[1]: c
-            for c in plan.chunks
-            if c.gather is not None and c.gather[0] is owner and c.gather not in shared
-        }
+        chunks = {c.gather[1]: c for c in plan.chunks if c.gather is not None and c.gather[0] is owner}
         scalars = (_tensors.NONE, _tensors.NONE, _tensors.NONE, counts)
 
         def step(bucket: int) -> None:
             chunk = chunks.get(bucket)
-            if chunk is not None and chunk.rows is not None:
+            self._anywhere |= chunk is not None
+            if chunk is not None and chunk.rows is not None and chunk.gather not in shared:
                 parts = [owner.part(plan.members[i].param) for i in chunk.rows]
                 self._stepped.add(chunk.gather)
                 run(plan, chunk, parts, hyper, scalars, external)

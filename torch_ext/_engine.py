@@ -7,6 +7,7 @@ which gradients came and whether one was not finite: an error is one on every ra
 """
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from torch_ext import _away, _registry
@@ -26,7 +28,17 @@ from torch_ext._exchange import MAX_BUCKETS, Handle, tag
 from torch_ext._layout import BucketPlan
 from torch_ext._local import Local
 from torch_ext._nonfinite import ALL_FINITE, Watch, first_nonfinite
-from torch_ext._refusals import ABSENT, CAME, FROZEN, names_of, refuse_busy, refuse_nonfinite, refuse_step
+from torch_ext._refusals import (
+    ABSENT,
+    CAME,
+    FROZEN,
+    HELD,
+    REDUCED,
+    names_of,
+    refuse_busy,
+    refuse_nonfinite,
+    refuse_step,
+)
 from torch_ext._stores import Store
 from torch_ext._tracker import Tracker
 from torch_ext._weights import ParameterBuffers
@@ -38,6 +50,12 @@ Replan: TypeAlias = Callable[[Sequence[int]], BucketPlan]
 
 _DISORDERED = 1 / 8
 """Of the messages: if compression is of no use for more of them, it is given up."""
+
+
+_PARTLY_STEPPED = (
+    "a backward raised when some of its buckets had been stepped already (step_in_backward=True): weights are partly "
+    "those of the next step. Load a checkpoint"
+)
 
 
 class _BackwardEnd:
@@ -105,7 +123,8 @@ class Engine(_registry.Owner):
         self._watch = Watch()
         self._bytes_before = 0
         self._failure: str | None = None
-        # What the last cycle left is a sum over ranks already: it must not be added up again (Store.carry).
+        self._partly_stepped = False
+        # What the last cycle left is a sum over ranks already: it must not be added up again (Store.comes).
         self._global = bytearray(len(self.params))
         self._versions: list[int] = []  # of the gradients, when the last cycle ended
         self._poisoned: set[int] = set()  # what the check for NaN named, until zero_grad
@@ -114,7 +133,7 @@ class Engine(_registry.Owner):
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(_on_grad, weakref.ref(self), i)) for i, p in self._each()
         ]
-        if store.carries:
+        if store.adds_to_sums:
             self._hooks += [p.register_hook(partial(_before_grad, weakref.ref(self), i)) for i, p in self._each()]
         _registry.register(self, self.params)
 
@@ -134,6 +153,12 @@ class Engine(_registry.Owner):
 
     def close(self) -> None:
         """Leaves the parameters as they were before, without gradients."""
+        if self._partly_stepped:
+            warnings.warn(
+                f"torch_ext: parallelize again, after {_PARTLY_STEPPED}, unless one was loaded since: rank 0's weights "
+                "become those of every rank",
+                stacklevel=3,
+            )
         for hook in self._hooks:
             hook.remove()
         _registry.unregister(self)
@@ -175,6 +200,10 @@ class Engine(_registry.Owner):
         return grad is not None and (self.store.sharded or first_nonfinite([grad]) != ALL_FINITE)
 
     # -- for optimizers: see _registry.Owner -----------------------------------------------------------------------
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
 
     @property
     def sharded(self) -> bool:
@@ -268,16 +297,22 @@ class Engine(_registry.Owner):
         self._check_parameter(i)
         self.store.came(i)
         self.exchange.ordering.wrote()
-        self._came[i] = CAME
+        self._came[i], self._global[i] = CAME, False
         if self._reducing and self._tracker.mark(i) and not self._learning:
             self._send_complete()
 
     def gradient_comes(self, i: int) -> None:
-        """Autograd is about to accumulate into `.grad` of parameter i."""
-        self._enter_backward()
-        if self._global[i]:
-            self._global[i] = False
-            self.store.carry(i)
+        """Autograd is about to accumulate into `.grad` of parameter i, or to give its gradient to somebody."""
+        if self.params[i].grad is None:
+            self.store.comes(i, False)
+        elif _accumulates(self.params[i]):
+            self._enter_backward()
+            self.store.comes(i, self._take_reduced(i))
+
+    def _take_reduced(self, i: int) -> bool:
+        """Whether `.grad` of parameter i is what an earlier reduction left; from here on it counts as this rank's."""
+        reduced, self._global[i] = bool(self._global[i]) and self.store.in_place(i), False
+        return reduced
 
     def expect(self, outputs: Any) -> None:
         """A backward that comes through these tensors begins there: reentrant checkpoints may hold every parameter."""
@@ -301,6 +336,8 @@ class Engine(_registry.Owner):
         self._early = self._steps_of_this_backward()
 
     def _steps_of_this_backward(self) -> list[Callable[[int], None]]:
+        for stepper in self._steppers:
+            stepper.refuse_backward()
         # Under no_sync() shards are reduced, too, but more is to come; a frozen parameter is not to be stepped.
         if not self.sync or self._learning or not all(p.requires_grad for p in self.params):
             return []
@@ -325,6 +362,7 @@ class Engine(_registry.Owner):
             return
         self._tasks.clear()
         self._began = False
+        self._notice_unreduced()
         handles, self._handles = self._handles, []
         if self._reducing:
             self._reducing = False
@@ -341,13 +379,15 @@ class Engine(_registry.Owner):
             for i, p in enumerate(self.plan.parameters):
                 self._global[i] |= p.bucket < self._coalescing.sent  # buckets leave in ascending order
 
+    def _notice_unreduced(self) -> None:
+        """A backward that raised may have accumulated into a `.grad` of which `gradient_came` was not told."""
+        for i in self.store.written_since(self._versions):
+            self._came[i] = CAME
+
     def _notice_partly_stepped(self, sent: bool) -> None:
         """A backward that ends in an error cannot be taken back where its first buckets were stepped."""
         if sent and self._early and self._failure is None:
-            self._failure = (
-                "a backward raised when some of its buckets had been stepped already (step_in_backward=True): weights "
-                "are partly those of the next step. Load a checkpoint"
-            )
+            self._failure, self._partly_stepped = _PARTLY_STEPPED, True
 
     def _check_parameter(self, i: int) -> None:
         dtype, planned = self.params[i].dtype, self.plan.parameters[i].param_dtype
@@ -410,9 +450,13 @@ class Engine(_registry.Owner):
 
     def _settle(self, i: int) -> None:
         """Parameter i did not come in this backward: its range of the bucket becomes what its `.grad` says."""
+        held, reduced = self.params[i].grad is not None, self._take_reduced(i)
+        if not held and not self.store.every_backward:
+            self._came[i] = ABSENT  # what came before, somebody dropped
         if not self._came[i] and not self.params[i].requires_grad:
             self._came[i] = FROZEN
-        reduced, self._global[i] = bool(self._global[i]), False
+        if held:
+            self._came[i] |= REDUCED if reduced else HELD
         self.store.absent(i, reduced)
 
     def _learn(self) -> None:
@@ -459,7 +503,11 @@ class Engine(_registry.Owner):
         self._came = bytearray(len(self.params))
         self._global = bytearray(b"\1" * len(self.params))
         self._bytes_of_cycle, self._bytes_of_gathers = self.exchange.bytes_sent - self._bytes_before, 0
-        self.store.closed(torch.stack([report.came for report in reports]).eq(CAME).any(dim=0).tolist())
+        states = torch.stack([report.came for report in reports])
+        self.store.closed(
+            states.bitwise_and(CAME | REDUCED | HELD).any(dim=0).tolist(),
+            states.bitwise_and(REDUCED).all(dim=0).tolist(),
+        )
         self._versions = self.store.versions()
         return reports
 
@@ -502,8 +550,8 @@ class Engine(_registry.Owner):
             self._check_all_came([report.came for report in reports])
 
     def _check_all_came(self, came: Sequence[torch.Tensor]) -> None:
-        absent = {rank: states.eq(ABSENT).nonzero().flatten().tolist() for rank, states in enumerate(came)}
-        absent = {rank: params for rank, params in absent.items() if params}
+        missing = [states.bitwise_and(CAME | FROZEN).eq(ABSENT).nonzero().flatten().tolist() for states in came]
+        absent = {rank: params for rank, params in enumerate(missing) if params}
         if not absent:
             return
         parts = [f"{names_of(self.names, params)} on rank {rank}" for rank, params in absent.items()]
@@ -543,6 +591,14 @@ class _Gathering:
 
     def result(self) -> None:
         self._engine._guarded(self._handle.result)
+
+
+def _accumulates(param: torch.Tensor) -> bool:
+    """Whether the backward that is under way accumulates into `.grad`, as that of torch.autograd.grad does not."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+    except RuntimeError:  # torch's answer for a gradient that is handed out
+        return False
 
 
 def _step_early(steps: Sequence[Callable[[int], None]], buckets: range) -> None:

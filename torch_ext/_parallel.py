@@ -159,7 +159,8 @@ def parallelize(
     strategy: its name or number; None: the policy's data_parallel_sharding_strategy.
     process_group: None: the default group.
     find_unused_parameters: a parameter without a gradient counts as zero on that rank, and where no rank has one
-        `.grad` stays as it was; else it is an error, on every rank, that names it.
+        `.grad` stays as it was; else it is an error, on every rank, that names it. Some gradient comes on every rank
+        (as in DistributedDataParallel): a backward that reaches no parameter is none, and the other ranks wait for it.
     gradient_divide_factor: sums are divided by it in fp32; None: the number of ranks; 1: a sum.
     transport: who moves buckets between GPUs. "torch": the process group, whose watchdog and flight recorder keep
         working. "nccl": a communicator of this library's own between the same ranks (NCCL 2.19 or newer: torch's, else
@@ -179,7 +180,10 @@ def parallelize(
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     exchange = exchange_over(group, device, transport if device.type == "cuda" else "torch")
     plan, failure, factor, name, details = None, None, 0.0, "", []
+    before = _engines.get(model)
     try:
+        if before is not None:
+            before.engine.settle()
         refuse(transport, device)
         _compression.refuse(policy, exchange.can_compress)
         factor = divide_factor(gradient_divide_factor, exchange.world_size)
@@ -210,7 +214,7 @@ def parallelize(
         lines=[options, *shown, *details],
         failure=failure,
     )
-    before = _engines.pop(model, None)
+    _engines.pop(model, None)
     if before is not None:
         before.engine.close()
     engine: Engine | FsdpEngine

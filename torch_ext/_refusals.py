@@ -7,6 +7,10 @@ from torch_ext._nonfinite import ALL_FINITE
 # What a rank says of a parameter at the end of a backward that reduces.
 ABSENT, CAME, FROZEN = range(3)
 
+# Added to that where nothing came in this backward, and `.grad` is there all the same: what an earlier reduction left,
+# or anything else (of a micro-batch under no_sync(), zeros, assigned by somebody).
+REDUCED, HELD = 4, 8
+
 FOREIGN_SCALER = (
     "torch.amp.GradScaler looks for overflow in `.grad`, but under a sharded strategy each rank steps other gradients, "
     "so that ranks would skip different steps: use policy.grad_scaler(), which agrees with the other ranks"

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 class Stepper(Protocol):
     """An optimizer that can step a bucket before its step() is called."""
 
+    def refuse_backward(self) -> None:
+        """RuntimeError where a backward would bring gradients beside some that were applied already."""
+
     def begin_early(self, owner: "Owner") -> Callable[[int], None] | None:
         """A backward begins after which the owner's gradients are whole. Returns what steps a bucket of them whose sum
         is there, on any thread; None: nothing can be stepped before step()."""
@@ -31,6 +34,11 @@ class Owner(abc.ABC):
     """All of them."""
     forwards = 0
     """Forwards of the model that are under way."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether no exchange works any more."""
+        return False
 
     @property
     @abc.abstractmethod

@@ -202,7 +202,6 @@ class Stepping(Measured):
         """See _registry.Stepper: buckets are stepped as their sums come, with what groups say now; step() gathers."""
         if self.skip_nonfinite:
             raise RuntimeError("step_in_backward=True steps before skip_nonfinite=True can look: leave out one of them")
-        self._early.refuse_again()
         plan = self._standing(self._everyone())
         if plan is None or not all(plan.active):
             return None
@@ -212,6 +211,10 @@ class Stepping(Measured):
                 _masters.refuse_written([m for m in plan.members if m.kinds.master])
         external = _masters.MODES[self.on_external_write]
         return self._early.begin(owner, plan, self._current_hyper(), self._counts[1], external)
+
+    def refuse_backward(self) -> None:
+        """See _registry.Stepper."""
+        self._early.refuse_again()
 
     def stepped_early(self) -> bool:
         """See _registry.Stepper."""
@@ -288,10 +291,15 @@ class Stepping(Measured):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, shards of gradients included. A clip coefficient that no step has applied is forgotten."""
         self._clipping = None
-        if self._early and self._plan is not None:
-            self._early.end(self._plan)
         everyone = self._everyone()
-        for owner in _registry.owners_of(everyone):
+        owners = list(_registry.owners_of(everyone))
+        for owner in owners:
+            owner.settle()  # what was stepped, when a backward raised, is known then
+        if self._early and any(owner.failed for owner in owners):
+            self._early.clear()
+        elif self._early and self._plan is not None:
+            self._early.end(self._plan)
+        for owner in owners:
             owner.zero_grad(everyone)
         super().zero_grad(set_to_none)
 

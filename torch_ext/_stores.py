@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from torch_ext import _stats, _tensors
-from torch_ext._buffers import GradientBuffers
+from torch_ext._buffers import GradientBuffers, give_back, widen
 from torch_ext._exchange import IN_FLIGHT, Exchange, Handle, Opening, Part
 from torch_ext._layout import BucketPlan
 from torch_ext._pieces import by_rank, part_of, pieces
@@ -77,8 +77,8 @@ class Store(abc.ABC):
         """Where gradients lie between backwards."""
 
     @property
-    def carries(self) -> bool:
-        """Whether `carry` does anything."""
+    def adds_to_sums(self) -> bool:
+        """Whether `comes` does anything."""
         return False
 
     # -- during backward
@@ -88,9 +88,13 @@ class Store(abc.ABC):
         if reducing:
             self.stats.zero_()
 
-    @abc.abstractmethod
-    def carry(self, i: int) -> None:
-        """A gradient is about to be added to parameter i's, which an earlier reduction left."""
+    def in_place(self, i: int) -> bool:
+        """Whether `.grad` of parameter i is where a reduction leaves it, not a tensor that somebody assigned."""
+        return False
+
+    def comes(self, i: int, reduced: bool) -> None:
+        """A gradient is about to be added to that of parameter i. reduced: to what an earlier reduction left."""
+        return  # not every strategy adds to it
 
     @abc.abstractmethod
     def came(self, i: int) -> None:
@@ -115,8 +119,13 @@ class Store(abc.ABC):
     # -- between backwards
 
     @abc.abstractmethod
-    def closed(self, anywhere: Sequence[bool]) -> None:
-        """A cycle ended well; anywhere: for which parameters a gradient came on some rank."""
+    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
+        """A cycle ended well. anywhere: which parameters have a gradient on some rank; left: which have on every rank
+        what an earlier reduction left, and nothing came for them since."""
+
+    def written_since(self, versions: list[int]) -> list[int]:
+        """Parameters that may have a gradient of this rank's own. versions: of the gradients, when they had none."""
+        return []
 
     @abc.abstractmethod
     def unreduced(self, i: int) -> bool:
@@ -185,6 +194,9 @@ class _Buffered(Store):
                 other.came(i)
         return other
 
+    def in_place(self, i: int) -> bool:
+        return self.buffers.is_ours(i)
+
     def came(self, i: int) -> None:
         self.buffers.take(i)
 
@@ -192,9 +204,8 @@ class _Buffered(Store):
         if self.params[i].grad is None:
             self.buffers.drop(i)
             return
-        if reduced:
-            self.carry(i)
-        self.buffers.take(i)
+        self.comes(i, reduced)
+        self.came(i)
 
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
         return [(p.param, self.buffers.view(p.param)) for p in self.members[b]]
@@ -222,12 +233,16 @@ class _Buffered(Store):
             return self._wire_of(buckets, [main[p.at : p.at + p.numel] for p in members], members, cycle)
         return self._wire_of(buckets, [main], [Piece(0, 0, main.numel(), 0)], cycle)
 
-    def closed(self, anywhere: Sequence[bool]) -> None:
+    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
         # The exchange writes behind autograd's back.
         torch.autograd.graph.increment_version(self.buffers.flats)
-        for i, came in enumerate(anywhere):
-            if came:  # a parameter that came nowhere keeps its `.grad`, None included
+        for i, has_one in enumerate(anywhere):
+            if has_one:
                 self.buffers.install(i)
+
+    def written_since(self, versions: list[int]) -> list[int]:
+        changed = self.versions() != versions
+        return [i for i, p in enumerate(self.params) if p.grad is not None and (changed or not self.buffers.holds(i))]
 
     def unreduced(self, i: int) -> bool:
         return self.params[i].grad is not None
@@ -247,16 +262,28 @@ class Replicated(_Buffered):
 
     sharded = False
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        # What an earlier reduction left of parameters for which nothing came: it travels, as something may have come
+        # elsewhere, and travelling rounds.
+        self._left: dict[int, torch.Tensor] = {}
+
     @property
-    def carries(self) -> bool:
+    def adds_to_sums(self) -> bool:
         # The mean of equal gradients is the gradient.
         return self.divide_factor != self.exchange.world_size
 
-    def carry(self, i: int) -> None:
+    def comes(self, i: int, reduced: bool) -> None:
         """Counts what an earlier reduction left in `.grad` once in the next sum: rank 0 alone brings it."""
-        if self.carries and self.buffers.holds(i):
+        if reduced and self.adds_to_sums:
+            self.buffers.take(i)
             with torch.no_grad():
                 self.buffers.view(i).mul_(self.divide_factor if self.exchange.rank == 0 else 0.0)
+
+    def absent(self, i: int, reduced: bool) -> None:
+        if reduced:
+            self._left[i] = self.buffers.view(i).clone()
+        super().absent(i, reduced)
 
     def send(
         self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
@@ -301,6 +328,13 @@ class Replicated(_Buffered):
             return main
         return self.temporary.take(buckets.start, main.data.numel(), dtype, gathered=True)
 
+    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
+        for i, before in self._left.items():
+            if left[i]:
+                self.buffers.view(i).copy_(before)
+        self._left.clear()
+        super().closed(anywhere, left)
+
     def grad(self, i: int) -> torch.Tensor | None:
         return self.params[i].grad
 
@@ -314,6 +348,7 @@ class OptimizerShards(_Buffered):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self._views = {i: self._owned_view(i) for i in range(len(self.params))}
+        self._earlier: dict[int, torch.Tensor] = {}  # sums, to which the next ones are added
 
     def _owned_view(self, i: int) -> torch.Tensor:
         flat = self.buffers.flats[self.plan.parameters[i].buffer]
@@ -324,44 +359,55 @@ class OptimizerShards(_Buffered):
         return flat[begin : begin + piece.numel]
 
     @property
-    def carries(self) -> bool:
+    def adds_to_sums(self) -> bool:
         return True
 
-    def carry(self, i: int) -> None:
-        """What an earlier reduction left counts once in the next sum: each element is brought by the rank that has it.
+    def comes(self, i: int, reduced: bool) -> None:
+        """Sets aside what an earlier reduction left in this rank's part; elsewhere the buffer has this rank's own
+        gradient, which is in that sum already."""
+        if not self.in_place(i):
+            self._earlier.pop(i, None)  # what somebody assigns is the whole gradient
+        elif reduced:
+            self.buffers.take(i)
+            self._earlier[i] = self._views[i].clone()
+            self.buffers.drop(i)
 
-        The other ranks have their own gradients there still, which are in the sum already.
-        """
+    def absent(self, i: int, reduced: bool) -> None:
         if self.params[i].grad is None:
-            return
-        self.buffers.take(i)
-        planned = self.plan.parameters[i]
-        whole = self.buffers.flats[planned.buffer][planned.start : planned.start + planned.numel]
-        _, piece = self.owned.get(i, (0, Piece(i, 0, 0, 0)))
-        with torch.no_grad():
-            whole[: piece.first].zero_()
-            whole[piece.first : piece.first + piece.numel].mul_(self.divide_factor)
-            whole[piece.first + piece.numel :].zero_()
+            self._earlier.pop(i, None)
+        super().absent(i, reduced)
+
+    def zero(self, params: Sequence[int]) -> None:
+        for i in params:
+            self._earlier.pop(i, None)
 
     def send(
         self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
     ) -> Handle:
         shards = [self._owned_part(b) for b in buckets]
+        members = [p.param for b in buckets for p in self.members[b]]
+        earlier = {i: self._earlier.pop(i) for i in members if i in self._earlier}
+        apart = len(buckets) > 1 or bool(earlier)  # the message is not the buffer
 
         def leave() -> tuple[Wire, None]:
-            return self._packed(buckets, cycle) if len(buckets) == 1 else self._joined(buckets, cycle), None
+            return self._joined(buckets, cycle) if apart else self._packed(buckets, cycle), None
 
         def install(chunks: Sequence[Wire], _part: Part) -> None:
+            if earlier:
+                for shard in shards:
+                    shard.fill_(-0.0)  # and not 0.0, to which the sum -0.0 cannot be added
+                for i, total in earlier.items():
+                    self._views[i].copy_(total)
             begin = 0
             for shard in shards:
                 runs = [chunk.run(begin, shard.numel()) for chunk in chunks]
-                add_up(runs, shard, self._scale(), stats=self.stats)
+                add_up(runs, shard, self._scale(), accumulate=bool(earlier), stats=self.stats)
                 begin += shard.numel()
             if after is not None:
                 after()
 
         planned = self.plan.buckets[buckets[0]]
-        in_place = len(buckets) == 1 and planned.grad_comm_dtype == planned.main_grads_dtype
+        in_place = not apart and planned.grad_comm_dtype == planned.main_grads_dtype
         then = None if in_place else partial(self.temporary.give_back, buckets.start)
         return self.exchange.reduce(leave, install, tag=tag, what=what, places=self._places(buckets), then=then)
 
@@ -401,6 +447,7 @@ class GradientShards(Store):
             )
             for buckets in self.plan.buffers
         ]
+        widen(self.params, self.plan)
         self._views = [self._owned_view(i) for i in range(len(self.params))]
         self._present = [False] * len(self.params)  # has a gradient, on some rank
         self._held: dict[int, torch.Tensor] = {}
@@ -416,9 +463,6 @@ class GradientShards(Store):
         # Of a backward that raised.
         self._held.clear()
         self._under_way.clear()
-
-    def carry(self, i: int) -> None:
-        """Sums are added to the shard, never to `.grad`."""
 
     def _owned_view(self, i: int) -> torch.Tensor:
         if i not in self.owned:
@@ -482,7 +526,7 @@ class GradientShards(Store):
         ends = (at // self.exchange.world_size for at in (first.start, last.start + last.numel))
         return self.shards[first.buffer][slice(*ends)]
 
-    def closed(self, anywhere: Sequence[bool]) -> None:
+    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
         self._under_way.clear()
         torch.autograd.graph.increment_version(self.shards)
         self._holding = True
@@ -512,8 +556,7 @@ class GradientShards(Store):
                     self._views[i].zero_()
 
     def release(self) -> None:
-        for param in self.params:
-            param.grad = None
+        give_back(self.params, self.plan)
 
 
 STORES: dict[str, type[Store]] = {"no_shard": Replicated, "optim": OptimizerShards, "optim_grads": GradientShards}

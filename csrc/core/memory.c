@@ -267,7 +267,7 @@ static int64_t exchanged(const tx_memory_args *args, int64_t *filling) {
         next = b;
         next_bytes = bytes;
       }
-      const int64_t grads = add(0, bucket->used, size_of(like->param_dtype));
+      const int64_t grads = add(0, bucket->used, size_of(like->grad_dtype));
       if (grads > *filling) *filling = grads;
     }
     last = next;
@@ -297,7 +297,7 @@ static int64_t joined(const tx_memory_args *args, int64_t *filling) {
     const int64_t largest = messages == 0 && tx_coalesce_whole(bytes) ? all : numel;
     if (pair > largest) continue;
     const int64_t two = add(0, 2, travelling(args, like, numel, 1));
-    const int64_t grads = add(0, largest, size_of(like->param_dtype));
+    const int64_t grads = add(0, largest, size_of(like->grad_dtype));
     if (two > most) most = two;
     if (grads > *filling) *filling = grads;
   }

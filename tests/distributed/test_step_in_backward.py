@@ -1,5 +1,8 @@
 """step_in_backward: each bucket is stepped as soon as its sum is there, with the bits of a step at the end."""
 
+import gc
+import time
+import warnings
 from typing import Any
 
 import pytest
@@ -9,8 +12,9 @@ from gradients import BF16, FP32, Given, bits, noise
 from pairs import Pairs
 
 import torch_ext
-from torch_ext import _engine
+from torch_ext import _engine, _stores
 
+EARLY = {"step_in_backward": True, "bucket_size": 1}
 SHAPES: list[Any] = [(3, 5), (700,), (0,), (129,), (16, 130), (1,)]
 
 
@@ -134,12 +138,130 @@ def _raises(rank: int, world: int) -> None:
             go_on()
 
 
-BODIES = {"clip and backward": _wrong, "zero_grad": _left_out, "skip_nonfinite": _skips, "an exception": _raises}
+def _under_no_sync(rank: int, world: int) -> None:
+    """What comes after a backward that stepped would be passed over, or find weights that are stepped in parts."""
+    for strategy in ("optim", "optim_grads"):
+        model, optimizer = _made(strategy, True)
+        _backward(model, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        _backward(model, rank, 1)
+        with pytest.raises(RuntimeError, match="second backward before step"), model.no_sync():
+            _backward(model, rank, 2)
+
+
+def _parts_on_the_host(rank: int, world: int) -> None:
+    """A rank all of whose parts are stepped on the host, where another's are not: both do and are told the same."""
+    for what in ("zero_grad", "backward", "clip_grad_norm_"):
+        model: Any = torch_ext.parallelize(
+            Given([(100,), (300,)]), torch_ext.load_policy(FP32, override_ddp_config=EARLY), strategy="optim"
+        )
+        optimizer = torch_ext.AdamW(model.parameters(), lr=0.1, offload_fraction=1.0)
+        ones = [torch.ones(100), torch.ones(300)]
+        model(ones).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(ones).backward()
+        if what == "zero_grad":
+            optimizer.zero_grad()
+        elif what == "backward":
+            with pytest.raises(RuntimeError, match="second backward before step"):
+                model(ones).backward()
+        else:
+            with pytest.raises(RuntimeError, match="applied before they were clipped"):
+                torch_ext.clip_grad_norm_(optimizer, 1.0)
+
+
+def _late_lane(rank: int, world: int) -> None:
+    """All ranks raised alike, and one of them had not stepped yet when it is asked."""
+    model, optimizer = _stepped_in_part(rank, late=0.4 if rank == 1 else 0.0)
+    begin = time.monotonic()
+    optimizer.zero_grad()
+    assert time.monotonic() - begin < 3, "a rank waited for one that did not come"
+    with pytest.raises(RuntimeError, match="partly those of the next step. Load a checkpoint"):
+        _backward(model, rank, 3)
+
+
+def _again(rank: int, world: int) -> None:
+    """A second parallelize would make rank 0's weights those of all, partly stepped as they are."""
+    model, optimizer = _stepped_in_part(rank)
+    del optimizer
+    gc.collect()
+    with pytest.warns(UserWarning, match="partly those of the next step. Load a checkpoint, unless one was loaded"):
+        torch_ext.parallelize(model, _policy(True), strategy="optim")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_ext.parallelize(model, _policy(True), strategy="optim")
+    _backward(model, rank, 3)
+
+
+def _stepped_in_part(rank: int, late: float = 0.0) -> tuple[Any, Any]:
+    """After a backward that raised in its last gradient."""
+    model, optimizer = _made("optim", True)
+    for step in range(2):
+        _backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def fail(grad: torch.Tensor) -> None:
+        time.sleep(0.1)
+        raise ZeroDivisionError
+
+    handle = model.p0.register_hook(fail)
+    with pytest.MonkeyPatch.context() as patch:
+        add_up = _stores.add_up
+        patch.setattr(_stores, "add_up", lambda *a, **k: (time.sleep(late), add_up(*a, **k))[1])
+        with pytest.raises(ZeroDivisionError):
+            _backward(model, rank, 2)
+    handle.remove()
+    return model, optimizer
+
+
+BODIES = {
+    "clip and backward": _wrong,
+    "zero_grad": _left_out,
+    "skip_nonfinite": _skips,
+    "an exception": _raises,
+    "no_sync": _under_no_sync,
+    "parts on the host": _parts_on_the_host,
+    "an exception, and a late rank": _late_lane,
+    "an exception, and parallelize again": _again,
+}
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_what_comes_too_late(body: Any) -> None:
-    ranks.run(2, body)
+    ranks.run(2, body, timeout=5.0)
+
+
+def _lost(rank: int, world: int) -> None:
+    """After a backward that a rank left when some buckets had been stepped: zero_grad() waits for nobody."""
+    model, optimizer = _made("optim", True)
+    for step in range(2):
+        _backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def leave(grad: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    if rank == 1:
+        model.p0.register_hook(leave)
+        with pytest.raises(ZeroDivisionError):
+            _backward(model, rank, 2)
+        time.sleep(4)
+        return
+    with pytest.raises(RuntimeError, match="rank 1 did not come"):
+        _backward(model, rank, 2)
+    assert optimizer.stepped_early()
+    begin = time.monotonic()
+    optimizer.zero_grad()
+    assert time.monotonic() - begin < 0.5
+    assert not optimizer.stepped_early()
+
+
+def test_zero_grad_after_a_lost_rank() -> None:
+    ranks.run(2, _lost, timeout=1.0)
 
 
 REFUSED: list[Any] = [
