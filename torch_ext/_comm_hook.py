@@ -1,9 +1,11 @@
 """`register_comm_hook`: the exchange inside stock DistributedDataParallel."""
 
 import concurrent.futures
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_ext import _compression
@@ -32,6 +34,7 @@ class CommHook:
             refuse(transport, device)
             _compression.refuse(policy, self._exchange.can_compress)
             self._divide_factor = divide_factor(given_factor, world_size)
+            _refuse_sparse(ddp.module, named)
             plan = plan_buckets(named, policy, world_size)
         except (ValueError, TypeError, RuntimeError) as error:
             failure = error
@@ -56,21 +59,46 @@ class CommHook:
         self._watch = Watch()
         self._bytes_before = self._exchange.bytes_sent
         self._pending: list[tuple[Handle, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        self._error: Exception | None = None  # which the end of this backward raises
+        self._failure: str | None = None  # why nothing can be reduced any more
 
     def wire_bytes(self) -> int:
         """Bytes that this rank sent in the last backward that reduced."""
         return self._exchange.bytes_sent - self._bytes_before
 
     def reduce(self, bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
-        """The hook: DDP's bucket becomes the sum over ranks divided by the factor, rounded once to the wire's dtype."""
-        grads, members = bucket.buffer(), [self._position[p] for p in bucket.parameters()]
+        """The hook: DDP's bucket becomes the sum over ranks divided by the factor, rounded once to the wire's dtype.
+
+        It does not raise, after which DDP would take this reduction for unfinished for ever. What goes wrong is raised
+        when DDP has ended its part of the backward, so that the next one finds everything in order.
+        """
+        grads = bucket.buffer()
         if bucket.index() == 0:
-            self._bytes_before, self._watch = self._exchange.bytes_sent, Watch()
-            abandoned, self._pending = self._pending, []  # of a backward that raised; the other ranks sent it too
-            for one, _, _ in abandoned:
-                one.result()
-        if self._check_for_nan:
-            self._look_for_nan(bucket, members)
+            self._begin()
+        handle: Handle | None = None
+        try:
+            handle = self._send(bucket, grads)
+        except Exception as error:
+            self._fail(error)
+        future = self._future(handle, grads)
+        if bucket.is_last():
+            self._end()
+        return future
+
+    def _begin(self) -> None:
+        self._bytes_before, self._watch, self._error = self._exchange.bytes_sent, Watch(), None
+        abandoned, self._pending = self._pending, []  # of a backward that raised; the other ranks sent it too
+        for handle, _, _ in abandoned:
+            self._wait(handle)
+
+    def _send(self, bucket: dist.GradBucket, grads: torch.Tensor) -> Handle | None:
+        """Starts the bucket's exchange; None: it stays as it is, since the end of this backward raises."""
+        if self._failure is not None:
+            raise RuntimeError(f"gradients cannot be reduced any more: {self._failure}")
+        members = [self._position[p] for p in bucket.parameters()]
+        if self._check_for_nan and (found := self._look_for_nan(bucket, members)) is not None:
+            self._error = found
+            return None
         # DDP's bucket has one dtype, so its parameters have one on the wire; its length is no multiple of anything.
         block = 128 * self._exchange.world_size
         numel = -(-grads.numel() // block) * block
@@ -78,7 +106,7 @@ class CommHook:
         pack([grads], [Piece(0, 0, grads.numel(), 0)], [0], wire, Seeds.of_parts(self._exchange.rank, self._cycle))
         gathered = Wire.empty(numel, torch.bfloat16, grads.device) if wire.coded else wire
         first, last = self._names[members[0]], self._names[members[-1]]
-        handle = self._exchange.reduce(
+        return self._exchange.reduce(
             wire,
             lambda chunks, part: add_up(chunks, gathered.part(*part).data, 1.0 / self._divide_factor),
             result=gathered,
@@ -86,45 +114,67 @@ class CommHook:
             what=f"gradients of cycle {self._cycle}, DDP bucket {bucket.index()} ({first!r} ... {last!r})",
             then=lambda: unpack(gathered, grads),
         )
-        if bucket.is_last():
-            self._cycle += 1
+
+    def _future(self, handle: Handle | None, grads: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
         if isinstance(handle, concurrent.futures.Future):
             return _torch_future(handle, grads)
-        return self._settle(handle, grads, bucket.is_last())
-
-    def _settle(self, handle: Handle, grads: torch.Tensor, last: bool) -> "torch.futures.Future[torch.Tensor]":
-        """Results are asked for when the last bucket has left: until then backward goes on."""
         device = grads.device
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=None if device.type == "cpu" else [device]
         )
-        self._pending.append((handle, grads, future))
-        if last:
-            pending, self._pending = self._pending, []
-            for one, value, settled in pending:
-                try:
-                    one.result()
-                    settled.set_result(
-                        value
-                    )  # on a device: when the current stream, which waits for it, has come there
-                except RuntimeError as error:
-                    settled.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+        if handle is None:
+            future.set_result(grads)
+        else:
+            self._pending.append((handle, grads, future))
         return future
 
-    def _look_for_nan(self, bucket: dist.GradBucket, members: list[int]) -> None:
+    def _end(self) -> None:
+        """Results are asked for when the last bucket has left: until then backward goes on."""
+        self._cycle += 1
+        pending, self._pending = self._pending, []
+        for handle, value, future in pending:
+            try:
+                handle.result()
+                future.set_result(value)  # on a device: when the current stream, which waits for it, has come there
+            except RuntimeError as error:
+                future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+        if torch._C._current_graph_task_id() == -1:  # join() sends in place of a backward
+            self._raise()
+        else:  # DDP queues its end next, so what that one queues comes after it
+            Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(self._raise))
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _wait(self, handle: Handle) -> None:
+        try:
+            handle.result()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """The ranks are not at the same place any more, and no later message could tell."""
+        self._error = self._error or error
+        self._failure = self._failure or str(error)
+
+    def _look_for_nan(self, bucket: dist.GradBucket, members: list[int]) -> RuntimeError | None:
+        """With the last bucket: what every rank is told if some rank found anything."""
         self._watch.look(bucket.gradients(), members)
         if not bucket.is_last():
-            return
+            return None
         self._exchange.ordering.catch_up()  # with the streams that earlier buckets were looked at on
         report = torch.tensor([self._watch.first()]).view(torch.uint8)
         end = tag(self._number, self._cycle, MAX_BUCKETS)
         reports = self._exchange.all_gather(report, tag=end, what=f"end of gradient cycle {self._cycle}")()
         bad_by_rank = {rank: int(r.view(torch.int64)) for rank, r in enumerate(reports)}
         found = [f"{self._names[i]!r} on rank {rank}" for rank, i in bad_by_rank.items() if i != ALL_FINITE]
-        if found:
-            raise RuntimeError(
-                f"gradients with NaN or Inf before communication (check_for_nan_in_grad): {', '.join(found)}"
-            )
+        if not found:
+            return None
+        return RuntimeError(
+            f"gradients with NaN or Inf before communication (check_for_nan_in_grad): {', '.join(found)}"
+        )
 
 
 def _torch_future(
@@ -141,6 +191,17 @@ def _torch_future(
 
     handle.add_done_callback(settle)
     return future
+
+
+def _refuse_sparse(module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """ValueError where DDP expects a sparse gradient: it looks at the same layers, once, when it is made."""
+    names: dict[torch.Tensor, str] = {p: name for name, p in named}
+    for layer in module.modules():
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse and layer.weight in names:
+            raise ValueError(
+                f"parameter {names[layer.weight]!r} has a sparse gradient; buckets are dense: build the layer with "
+                "sparse=False"
+            )
 
 
 # DDP looks at the parameter's name and at the annotations.

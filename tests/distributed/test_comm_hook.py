@@ -1,0 +1,111 @@
+"""register_comm_hook where something goes wrong: the message is ours, on every rank, and DDP is as good as before."""
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from gradients import Given, noise, on_all_ranks, policy
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_ext
+
+SHAPES = [(4,), (200,), (3,), (500,)]
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one bucket": {"bucket_cap_mb": 25},
+    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+}
+
+
+def _hooked(way: str = "plain", **ddp: Any) -> Any:
+    """Of several buckets, after the first backward, if the way does not say otherwise."""
+    model = DistributedDataParallel(Given(SHAPES), **({"bucket_cap_mb": 0.0001} | WAYS[way]))
+    torch_ext.register_comm_hook(model, policy(**ddp))
+    return model
+
+
+def _is_mean(model: Any, step: int, world: int) -> bool:
+    each = [noise(step, rank, SHAPES) for rank in range(world)]
+    return all(
+        torch.allclose(p.grad, torch.stack(grads).mean(0), atol=1e-6)
+        for p, grads in zip(model.parameters(), zip(*each, strict=True), strict=True)
+    )
+
+
+# -- not a number -------------------------------------------------------------------------------------------------
+
+
+def _nan_then_on(rank: int, world: int, way: str) -> list[str]:
+    model = _hooked(way, check_for_nan_in_grad=True)
+    messages = []
+    for step in range(6):
+        grads = noise(step, rank, SHAPES)
+        broken = step in (0, 2, 3)
+        if broken and rank == 1:
+            grads[step][1] = float("nan")
+        model.zero_grad()
+        if broken:
+            with pytest.raises(RuntimeError) as raised:
+                model(grads).backward()
+            messages.append(str(raised.value))
+        else:
+            model(grads).backward()
+            assert _is_mean(model, step, world), f"step {step}"
+    return messages
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_after_a_gradient_that_is_not_finite_the_next_backward_is_right(way: str) -> None:
+    first, second = ranks.run(2, _nan_then_on, way)
+    assert first == second
+    for i, message in zip((0, 2, 3), first, strict=True):
+        assert message == (f"gradients with NaN or Inf before communication (check_for_nan_in_grad): 'p{i}' on rank 1")
+
+
+def _used_by_nobody(rank: int, world: int) -> None:
+    """What DDP knows of the parameters in use is of this backward, not of one that ended in a message."""
+    model = _hooked("find_unused_parameters", check_for_nan_in_grad=True)
+    grads: list[Any] = noise(0, rank, SHAPES)
+    grads[1][0] = float("inf")
+    with pytest.raises(RuntimeError, match="'p1' on rank 0, 'p1' on rank 1"):
+        model(grads).backward()
+    model.zero_grad()
+    grads[1] = None
+    model(grads).backward()
+    assert model.module.p1.grad is None and model.module.p3.grad is not None
+
+
+def test_a_parameter_that_only_the_failed_backward_used_has_no_gradient_afterwards() -> None:
+    ranks.run(2, _used_by_nobody)
+
+
+# -- sparse gradients ---------------------------------------------------------------------------------------------
+
+
+def _net(sparse: bool) -> Any:
+    return torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=sparse), torch.nn.Linear(4, 3))
+
+
+def _sparse(rank: int, world: int) -> str:
+    model = DistributedDataParallel(_net(sparse=True))
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        torch_ext.register_comm_hook(model, policy())
+    for frozen in (True, False):
+        model = _net(sparse=frozen)
+        model[0].weight.requires_grad_(not frozen)
+        model = DistributedDataParallel(model)
+        torch_ext.register_comm_hook(model, policy())
+        model(torch.tensor([1, rank])).sum().backward()
+    assert model.module[0].weight.grad[1].tolist() == on_all_ranks(model.module[0].weight.grad[1].tolist())[0]
+    return str(raised.value)
+
+
+def test_a_sparse_gradient_is_refused_by_name_before_anything_is_sent() -> None:
+    for message in ranks.run(2, _sparse):
+        assert (
+            message
+            == "parameter '0.weight' has a sparse gradient; buckets are dense: build the layer with sparse=False"
+        )
