@@ -116,28 +116,30 @@ class CommHook:
         )
 
     def _future(self, handle: Handle | None, grads: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
-        if isinstance(handle, concurrent.futures.Future):
-            return _torch_future(handle, grads)
         device = grads.device
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=None if device.type == "cpu" else [device]
         )
         if handle is None:
             future.set_result(grads)
-        else:
-            self._pending.append((handle, grads, future))
+            return future
+        self._pending.append((handle, grads, future))
+        if isinstance(handle, concurrent.futures.Future):
+            handle.add_done_callback(lambda done: self._settle(done, grads, future))
         return future
+
+    def _settle(self, handle: Handle, grads: torch.Tensor, future: "torch.futures.Future[torch.Tensor]") -> None:
+        """The future never fails: DDP would take the stored exception for a tensor, and say so. Any thread."""
+        self._wait(handle)
+        future.set_result(grads)  # on a device: when the current stream, which waits for it, has come there
 
     def _end(self) -> None:
         """Results are asked for when the last bucket has left: until then backward goes on."""
         self._cycle += 1
         pending, self._pending = self._pending, []
-        for handle, value, future in pending:
-            try:
-                handle.result()
-                future.set_result(value)  # on a device: when the current stream, which waits for it, has come there
-            except RuntimeError as error:
-                future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+        for handle, grads, future in pending:
+            if not isinstance(handle, concurrent.futures.Future):
+                self._settle(handle, grads, future)
         if torch._C._current_graph_task_id() == -1:  # join() sends in place of a backward
             self._raise()
         else:  # DDP queues its end next, so what that one queues comes after it
@@ -175,22 +177,6 @@ class CommHook:
         return RuntimeError(
             f"gradients with NaN or Inf before communication (check_for_nan_in_grad): {', '.join(found)}"
         )
-
-
-def _torch_future(
-    handle: "concurrent.futures.Future[None]", value: torch.Tensor
-) -> "torch.futures.Future[torch.Tensor]":
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-
-    def settle(done: "concurrent.futures.Future[None]") -> None:
-        error = done.exception()
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
-
-    handle.add_done_callback(settle)
-    return future
 
 
 def _refuse_sparse(module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:

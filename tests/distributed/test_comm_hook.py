@@ -1,5 +1,6 @@
 """register_comm_hook where something goes wrong: the message is ours, on every rank, and DDP is as good as before."""
 
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from gradients import Given, noise, on_all_ranks, policy
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
+from torch_ext import _comm_hook, _exchange
 
 SHAPES = [(4,), (200,), (3,), (500,)]
 WAYS: dict[str, dict[str, Any]] = {
@@ -80,6 +82,67 @@ def _used_by_nobody(rank: int, world: int) -> None:
 
 def test_a_parameter_that_only_the_failed_backward_used_has_no_gradient_afterwards() -> None:
     ranks.run(2, _used_by_nobody)
+
+
+# -- a rank that is lost, or fails alone --------------------------------------------------------------------------
+
+
+def _fails_in_the_hook(rank: int, world: int) -> list[str]:
+    model = _hooked()
+    model(noise(0, rank, SHAPES)).backward()
+    if rank == 1:
+        pack, packed = _comm_hook.pack, []
+
+        def once(*args: Any) -> None:
+            packed.append(args)
+            if len(packed) == 2:
+                raise MemoryError("no memory for the bucket")
+            pack(*args)
+
+        _comm_hook.pack = once  # type: ignore[assignment]
+    messages = []
+    for _ in range(3):
+        model.zero_grad()
+        with pytest.raises((RuntimeError, MemoryError)) as raised:
+            model(noise(1, rank, SHAPES)).backward()
+        messages.append(str(raised.value))
+    assert messages[1:] == [f"gradients cannot be reduced any more: {messages[0]}"] * 2
+    return messages
+
+
+def test_an_error_inside_the_hook_is_the_message_and_so_it_stays() -> None:
+    first, second = ranks.run(2, _fails_in_the_hook, timeout=3)
+    assert second[0] == "no memory for the bucket"
+    assert "rank 1 did not come" in first[0] and "gradients of cycle 1, DDP bucket 1 ('p2' ... 'p1')" in first[0]
+
+
+def _lags(rank: int, world: int, collectives: bool) -> list[str]:
+    if collectives:
+        _exchange.backend = lambda group, device: "none that is known"
+    model = _hooked()
+    for step in range(2):  # before the second forward DDP itself talks to the other ranks
+        model.zero_grad()
+        model(noise(step, rank, SHAPES)).backward()
+    if rank == 1:
+        time.sleep(2.0)
+        return []
+    messages = []
+    for _ in range(2):
+        model.zero_grad()
+        with pytest.raises(RuntimeError) as raised:
+            model(noise(1, rank, SHAPES)).backward()
+        messages.append(str(raised.value))
+    return messages
+
+
+@pytest.mark.parametrize("collectives", [False, True], ids=["point to point", "collectives"])
+def test_the_message_of_a_lost_rank_is_the_exchanges_own(collectives: bool) -> None:
+    (first, again), _ = ranks.run(2, _lags, collectives, timeout=1)
+    assert "cast" not in first and "time" in first.lower()
+    if not collectives:  # a back end has its own words
+        assert first.startswith("gradients of cycle 2, DDP bucket 0 ('p3' ... 'p3'): rank 1 did not come (")
+        assert first.endswith("this process group cannot be used any more.")
+    assert again == f"gradients cannot be reduced any more: {first}"
 
 
 # -- sparse gradients ---------------------------------------------------------------------------------------------
