@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_ext import _compression
+from torch_ext import _compression, _groups, _ops
 from torch_ext._agreement import agree
-from torch_ext._exchange import MAX_BUCKETS, Handle, divide_factor, exchange_over, tag
+from torch_ext._exchange import MAX_BUCKETS, Handle, Part, divide_factor, exchange_over, tag
 from torch_ext._layout import plan_buckets
 from torch_ext._nccl_transport import refuse
 from torch_ext._nonfinite import ALL_FINITE, Watch
 from torch_ext._policy import Policy
-from torch_ext._wire import Piece, Seeds, Wire, add_up, pack, unpack
+from torch_ext._wire import BLOCK, Piece, Seeds, Wire, add_up, pack
 
 
 class CommHook:
@@ -43,7 +43,8 @@ class CommHook:
             caller="register_comm_hook",
             fingerprint=0 if plan is None else plan.fingerprint,
             lines=[
-                f"divide by {self._divide_factor}, NaN check {policy.check_for_nan_in_grad}, transport {transport}, "
+                f"divide by {self._divide_factor}, NaN check {policy.check_for_nan_in_grad}, sums gathered in "
+                f"{policy.grad_gather_dtype}, transport {transport}, "
                 f"compressed below {policy.compress_below_gbps} Gbit/s",
                 *([] if plan is None else plan.lines()),
             ],
@@ -54,6 +55,8 @@ class CommHook:
         self._check_for_nan: bool = policy.check_for_nan_in_grad
         self._names = [name for name, _ in named]
         self._position = {p: i for i, (_, p) in enumerate(named)}
+        self._ids = _groups.ids_of(self._names)
+        self._gather_dtype: torch.dtype | None = policy.grad_gather_dtype
         self._wire = [p.grad_comm_dtype for p in plan.parameters]
         self._cycle = 0
         self._watch = Watch()
@@ -67,7 +70,8 @@ class CommHook:
         return self._exchange.bytes_sent - self._bytes_before
 
     def reduce(self, bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
-        """The hook: DDP's bucket becomes the sum over ranks divided by the factor, rounded once to the wire's dtype.
+        """The hook: DDP's bucket becomes the sum over ranks divided by the factor, rounded once to the dtype of
+        gathered sums.
 
         It does not raise, after which DDP would take this reduction for unfinished for ever. What goes wrong is raised
         when DDP has ended its part of the backward, so that the next one finds everything in order.
@@ -99,20 +103,39 @@ class CommHook:
         if self._check_for_nan and (found := self._look_for_nan(bucket, members)) is not None:
             self._error = found
             return None
-        # DDP's bucket has one dtype, so its parameters have one on the wire; its length is no multiple of anything.
-        block = 128 * self._exchange.world_size
-        numel = -(-grads.numel() // block) * block
+        # DDP's bucket has one dtype, so its parameters have one on the wire. Each begins a block of its own there, so
+        # that nothing depends on which of them DDP put together.
+        numels = [p.numel() for p in bucket.parameters()]
+        values = grads.split(numels)
+        placed, numel = _placed(members, numels, BLOCK * self._exchange.world_size)
+        cycle, scale = self._cycle, 1.0 / self._divide_factor
         wire = Wire.empty(numel, self._wire[members[0]], grads.device)
-        pack([grads], [Piece(0, 0, grads.numel(), 0)], [0], wire, Seeds.of_parts(self._exchange.rank, self._cycle))
-        gathered = Wire.empty(numel, torch.bfloat16, grads.device) if wire.coded else wire
+        pack(values, placed, self._ids, wire, Seeds.of_parts(self._exchange.rank, cycle))
+        dtype = self._gather_dtype or (torch.bfloat16 if wire.coded else wire.data.dtype)
+        gathered = wire if dtype == wire.data.dtype else Wire.empty(numel, dtype, grads.device)
+
+        def install(chunks: Sequence[Wire], part: Part) -> None:
+            own = gathered.part(*part)
+            if not gathered.coded:
+                add_up(chunks, own.data, scale)
+                return
+            total = torch.empty(own.data.numel(), dtype=torch.float32, device=grads.device)
+            add_up(chunks, total, scale)
+            mine = _within(placed, part.number * total.numel(), total.numel())
+            pack([total[p.at : p.at + p.numel] for p in mine], mine, self._ids, own, Seeds.of_sums(cycle))
+
+        def finish() -> None:
+            begins = torch.tensor([p.at for p in placed], dtype=torch.int64)
+            _ops.call("bucket_unpack_", gathered.data, gathered.scales, begins, list(values))
+
         first, last = self._names[members[0]], self._names[members[-1]]
         return self._exchange.reduce(
             wire,
-            lambda chunks, part: add_up(chunks, gathered.part(*part).data, 1.0 / self._divide_factor),
+            install,
             result=gathered,
-            tag=tag(self._number, self._cycle, bucket.index()),
-            what=f"gradients of cycle {self._cycle}, DDP bucket {bucket.index()} ({first!r} ... {last!r})",
-            then=lambda: unpack(gathered, grads),
+            tag=tag(self._number, cycle, bucket.index()),
+            what=f"gradients of cycle {cycle}, DDP bucket {bucket.index()} ({first!r} ... {last!r})",
+            then=finish,
         )
 
     def _future(self, handle: Handle | None, grads: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
@@ -179,6 +202,25 @@ class CommHook:
         )
 
 
+def _placed(params: Sequence[int], numels: Sequence[int], multiple: int) -> tuple[list[Piece], int]:
+    """The parameters one behind the other, each from a multiple of 128 on, and how many elements that takes."""
+    placed, end = [], 0
+    for param, numel in zip(params, numels, strict=True):
+        placed.append(Piece(param, 0, numel, end))
+        end += -(-numel // BLOCK) * BLOCK
+    return placed, -(-max(end, 1) // multiple) * multiple
+
+
+def _within(placed: Sequence[Piece], begin: int, numel: int) -> list[Piece]:
+    """What of them lies in a part of the bucket."""
+    found = []
+    for p in placed:
+        first, end = max(p.at, begin), min(p.at + p.numel, begin + numel)
+        if first < end:
+            found.append(Piece(p.param, first - p.at, end - first, first - begin))
+    return found
+
+
 def _refuse_sparse(module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
     """ValueError where DDP expects a sparse gradient: it looks at the same layers, once, when it is made."""
     names: dict[torch.Tensor, str] = {p: name for name, p in named}
@@ -205,8 +247,9 @@ def register_comm_hook(
     """Keeps stock DistributedDataParallel with our exchange in it; every rank calls it, before the first backward.
 
     Each of DDP's buckets is packed in the policy's grad_comm_dtype, exchanged, summed in fp32 in rank order, divided by
-    gradient_divide_factor (None: the number of ranks) and rounded once: the bits of `parallelize` with no_shard (but
-    for an 8-bit wire, whose blocks begin where DDP's buckets do; its sums are gathered in bf16).
+    gradient_divide_factor (None: the number of ranks) and rounded once to the dtype in which sums are gathered
+    (grad_gather_dtype; the wire's, and bf16 beside an 8-bit wire): the bits of `parallelize` with no_shard, whatever
+    DDP's buckets are.
     Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part. compress_below_gbps: inf alone
     compresses; the wire is not measured. transport: as in `parallelize`.
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from gradients import Given, noise, on_all_ranks, policy
+from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
@@ -35,6 +35,66 @@ def _is_mean(model: Any, step: int, world: int) -> bool:
         torch.allclose(p.grad, torch.stack(grads).mean(0), atol=1e-6)
         for p, grads in zip(model.parameters(), zip(*each, strict=True), strict=True)
     )
+
+
+# -- the bits -----------------------------------------------------------------------------------------------------
+
+OF_ALL_KINDS: list[Any] = [(), (300,), (1,), (0, 3), (127,), (129, 3), (4, 6, 3, 3), (5000,), (2,)]
+DTYPES = {  # of parameters, of their gradients, of the wire, of gathered sums
+    "fp8": (FP32, None, "fp8", None),
+    "fp8, gathered in fp8": (FP32, None, "fp8", "fp8"),
+    "bf16 in fp8": (BF16, "bf16", "fp8", None),
+    "bf16, gathered in fp8": (FP32, None, "bf16", "fp8"),
+    "bf16, gathered in fp32": (FP32, None, "bf16", "fp32"),
+}
+
+
+def _of_all_kinds(dtype: torch.dtype) -> Any:
+    model = Given(OF_ALL_KINDS, dtype)
+    model.p5.data = torch.zeros(3, 129, dtype=dtype).t()
+    model.p6.data = model.p6.data.to(memory_format=torch.channels_last)
+    return model
+
+
+def _trained(model: Any, rank: int) -> list[list[bytes]]:
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        grads = noise(step, rank, OF_ALL_KINDS)
+        model(grads).backward()
+        found.append(bits([p.grad for p in model.parameters()]))
+    return found
+
+
+def _as_no_shard(rank: int, world: int, dtypes: Any) -> None:
+    dtype, main, wire, gather = dtypes
+    chosen = policy(dtype, main, wire, grad_gather_dtype=gather)
+    expected = _trained(torch_ext.parallelize(_of_all_kinds(dtype), chosen, strategy="no_shard"), rank)
+    for transport in ("point to point", "collectives"):
+        if transport == "collectives":
+            _exchange.backend = lambda group, device: "none that is known"
+        for cap_mb in (25, 0.002, 0.00001):
+            model = DistributedDataParallel(_of_all_kinds(dtype), bucket_cap_mb=cap_mb)
+            torch_ext.register_comm_hook(model, chosen)
+            assert _trained(model, rank) == expected, f"{transport}, DDP's buckets of {cap_mb} MB"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+def test_bits_are_those_of_no_shard_whatever_ddps_buckets_are(world: int, dtypes: Any) -> None:
+    ranks.run(world, _as_no_shard, dtypes)
+
+
+def _gathers_differ(rank: int, world: int) -> str:
+    model = DistributedDataParallel(Given(SHAPES))
+    with pytest.raises(RuntimeError) as raised:
+        torch_ext.register_comm_hook(model, policy(wire="fp8", grad_gather_dtype="fp32" if rank else "bf16"))
+    return str(raised.value)
+
+
+def test_ranks_agree_on_what_sums_are_gathered_in() -> None:
+    for message in ranks.run(2, _gathers_differ):
+        assert "sums gathered in torch.float32" in message and "sums gathered in torch.bfloat16" in message
 
 
 # -- not a number -------------------------------------------------------------------------------------------------
