@@ -19,11 +19,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
     "find_unused_parameters": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},
+    "collectives": {},
 }
 
 
 def _hooked(way: str = "plain", **ddp: Any) -> Any:
     """Of several buckets, after the first backward, if the way does not say otherwise."""
+    if way == "collectives":
+        _exchange.backend = lambda group, device: "none that is known"
     model = DistributedDataParallel(Given(SHAPES), **({"bucket_cap_mb": 0.0001} | WAYS[way]))
     torch_ext.register_comm_hook(model, policy(**ddp))
     return model
@@ -144,6 +147,27 @@ def test_a_parameter_that_only_the_failed_backward_used_has_no_gradient_afterwar
     ranks.run(2, _used_by_nobody)
 
 
+def _two_models(rank: int, world: int) -> None:
+    """In one backward, of which one has a message: the other's sums are right, and so is what follows."""
+    one, two = _hooked(check_for_nan_in_grad=True), _hooked(check_for_nan_in_grad=True)
+    for step in range(4):
+        grads = noise(step, rank, SHAPES)
+        one.zero_grad(), two.zero_grad()
+        if step % 2:
+            bad = [g.clone() for g in grads]
+            bad[0][rank] = float("nan")
+            with pytest.raises(RuntimeError, match="'p0' on rank 0, 'p0' on rank 1"):
+                (one(bad) + two(grads)).backward()
+        else:
+            (one(grads) + two(grads)).backward()
+            assert _is_mean(one, step, world)
+        assert _is_mean(two, step, world)
+
+
+def test_another_model_in_the_same_backward_goes_on() -> None:
+    ranks.run(2, _two_models)
+
+
 # -- a rank that is lost, or fails alone --------------------------------------------------------------------------
 
 
@@ -176,10 +200,8 @@ def test_an_error_inside_the_hook_is_the_message_and_so_it_stays() -> None:
     assert "rank 1 did not come" in first[0] and "gradients of cycle 1, DDP bucket 1 ('p2' ... 'p1')" in first[0]
 
 
-def _lags(rank: int, world: int, collectives: bool) -> list[str]:
-    if collectives:
-        _exchange.backend = lambda group, device: "none that is known"
-    model = _hooked()
+def _lags(rank: int, world: int, way: str) -> list[str]:
+    model = _hooked(way)
     for step in range(2):  # before the second forward DDP itself talks to the other ranks
         model.zero_grad()
         model(noise(step, rank, SHAPES)).backward()
@@ -195,11 +217,11 @@ def _lags(rank: int, world: int, collectives: bool) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("collectives", [False, True], ids=["point to point", "collectives"])
-def test_the_message_of_a_lost_rank_is_the_exchanges_own(collectives: bool) -> None:
-    (first, again), _ = ranks.run(2, _lags, collectives, timeout=1)
+@pytest.mark.parametrize("way", ["plain", "collectives"])
+def test_the_message_of_a_lost_rank_is_the_exchanges_own(way: str) -> None:
+    (first, again), _ = ranks.run(2, _lags, way, timeout=1)
     assert "cast" not in first and "time" in first.lower()
-    if not collectives:  # a back end has its own words
+    if way == "plain":  # a back end has its own words
         assert first.startswith("gradients of cycle 2, DDP bucket 0 ('p3' ... 'p3'): rank 1 did not come (")
         assert first.endswith("this process group cannot be used any more.")
     assert again == f"gradients cannot be reduced any more: {first}"
