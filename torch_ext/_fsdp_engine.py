@@ -177,7 +177,7 @@ class FsdpEngine(_registry.Owner):
     def forward_ended(self, outputs: Any) -> None:
         """A backward that comes through these tensors begins there: reentrant checkpoints may hold every parameter."""
         if self.weights is not None:
-            self.weights.forward_ended()
+            self.weights.drop_gathered()
         for output in _with_graph(outputs):
             output.register_hook(partial(_on_output, weakref.ref(self)))
 

@@ -1,7 +1,7 @@
 """The weights of a model sharded by FSDP2: gathers that do not block, and whole weights that would be old ones."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import pairwise
 from typing import Any
 
@@ -50,6 +50,8 @@ class Weights:
         inside = {m for unit in units for module in unit for m in module.modules() if m is not module}
         self._roots = [i for i, unit in enumerate(units) if unit[0] not in inside]
         modules = [module for unit in units for module in unit]
+        self._known = {id(p) for module in modules for p in module.parameters()}  # shards, and what is not sharded
+        self._places = [next(_places(unit, {*modules}), None) for unit in units]
         self._cleanings = [_Cleaning() for _ in modules]
         self.hooks = [m.register_forward_pre_hook(c) for m, c in zip(modules, self._cleanings, strict=True)]
 
@@ -81,7 +83,7 @@ class Weights:
         """FSDP2 takes the unit's weights."""
         self._gathering.discard(unit.number)
 
-    def forward_ended(self) -> None:
+    def drop_gathered(self) -> None:
         """What was gathered for a unit that did not run after all would be old in the next forward."""
         for i in sorted(self._gathering):
             if (module := self._module(i)) is not None:
@@ -89,10 +91,23 @@ class Weights:
                 module.reshard()
 
     def reshard(self) -> None:
-        """Drops whole weights, which an evaluation may have left behind: they would be old after a step."""
+        """Drops whole weights, and those on their way, which an evaluation or a forward that raised may have left
+        behind: they would be old after a step."""
+        self.drop_gathered()
         for i in range(len(self._modules)):
             if (module := self._module(i)) is not None:
                 module.reshard()
+                if self._is_whole(i):
+                    # For FSDP2 a forward that raised still runs, at whose end the unit (the root's) would stay whole.
+                    module.set_reshard_after_forward(True, recurse=False)
+                    module.reshard()
+                    module.set_reshard_after_forward(False, recurse=False)
+
+    def _is_whole(self, unit: int) -> bool:
+        """A unit's parameters are whole together: one shows it."""
+        if (place := self._places[unit]) is None or (module := place[0]()) is None:
+            return False
+        return id(module._parameters[place[1]]) not in self._known
 
     def prefetch_in_order(self) -> None:
         """The first forward has shown in which order units run."""
@@ -115,3 +130,14 @@ class Weights:
         for module in roots:
             module.reset_iter_state()
         return True
+
+
+def _places(unit: Sequence[nn.Module], of_units: Set[nn.Module]) -> Iterator[tuple[weakref.ref[nn.Module], str]]:
+    """Where the unit's sharded parameters are: a module, and the name there. of_units: all units' modules."""
+    for module in unit:
+        yield from ((weakref.ref(module), name) for name, p in module._parameters.items() if _is_sharded(p))
+        yield from _places([child for child in module.children() if child not in of_units], of_units)
+
+
+def _is_sharded(param: nn.Parameter | None) -> bool:
+    return param is not None and _local.is_dtensor(param)

@@ -339,14 +339,19 @@ def _prefetched(rank: int, world: int) -> list[list[str]]:
         assert "blocks.1" in started
         optimizer.step()
         after = float(_loss(model, 3, 0))
+    assert after == _loss_of_shards(model, 3)
+    return seen
+
+
+def _loss_of_shards(model: Any, step: int) -> float:
+    """Of a plain model with the weights that are in the shards."""
     model.reshard()
     plain = _net(BF16)
     with torch.no_grad():
         for mine, whole in zip(plain.parameters(), model.parameters(), strict=True):
             assert isinstance(whole, DTensor)
             mine.copy_(whole.full_tensor())
-        assert after == float(_loss(plain, 3, 0))
-    return seen
+        return float(_loss(plain, step, 0))
 
 
 def test_prefetch() -> None:
@@ -356,6 +361,48 @@ def test_prefetch() -> None:
         assert second[:7] == ["", "blocks.0", "blocks.1", "run 0", "blocks.2", "run 1", "run 2"]
         # Backwards: FSDP2 itself goes one ahead, since our gathers do not block.
         assert first[7:] == second[7:] == ["blocks.2", "blocks.1", "blocks.0"]
+
+
+class _Stop(Exception):
+    pass
+
+
+def _cut_short(rank: int, world: int, how: str, then: str) -> None:
+    """Gathered weights that no forward used are those from before a step, or before a load."""
+    model = _net(BF16)
+    torch_ext.parallelize(model, policy(BF16, bucket_size=1), strategy=FULLY)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=1e-1, policy=policy(BF16))
+    shards = list(model.parameters())
+    _loss(model, 0, rank).backward()  # learns the order, in which weights are gathered from here on
+    _loss(model, 1, rank).backward()
+
+    def stop(*_: Any) -> None:
+        raise _Stop
+
+    if how == "a block alone":
+        with torch.no_grad():
+            model.blocks[0](torch.ones(1, 9, dtype=BF16))
+    else:
+        handle = model.blocks[0].register_forward_hook(stop)
+        with pytest.raises(_Stop):
+            _loss(model, 2, rank)
+        handle.remove()
+    if then == "step":
+        optimizer.step()
+    else:
+        with torch.no_grad():
+            for shard in shards:
+                shard.to_local().mul_(-0.5)  # type: ignore[attr-defined]
+        assert torch_ext.sync_parameters(model)
+    with torch.no_grad():
+        after = float(_loss(model, 3, 0))
+    assert after == _loss_of_shards(model, 3)
+
+
+@pytest.mark.parametrize("then", ["step", "load"])
+@pytest.mark.parametrize("how", ["a forward that raises", "a block alone"])
+def test_weights_that_no_forward_used_are_dropped(how: str, then: str) -> None:
+    ranks.run(2, _cut_short, how, then)
 
 
 def _remainders(rank: int, world: int) -> None:
