@@ -97,7 +97,6 @@ class FsdpEngine(_registry.Owner):
     def attach(self, model: torch.nn.Module, units: Sequence[Sequence[torch.nn.Module]], prefetch: bool) -> Weights:
         """units: the modules of each; prefetch: see Weights, which this engine has from here on."""
         self.weights = Weights(self.params, units, self.exchanges, prefetch)
-        self._hooks += self.weights.hooks
         self._hooks.append(model.register_forward_pre_hook(partial(_before_forward, weakref.ref(self)), prepend=True))
         # Before FSDP2's hooks of the same tensors: nothing has begun yet when it is refused.
         self._hooks.append(model.register_forward_hook(partial(_before_outputs, weakref.ref(self)), prepend=True))
@@ -112,6 +111,8 @@ class FsdpEngine(_registry.Owner):
         self.zero_grad(self.params)
         for param in self.params:
             param.grad = None
+        if self.weights is not None:
+            self.weights.close()
 
     @contextmanager
     def synchronizing(self, enabled: bool) -> Iterator[None]:

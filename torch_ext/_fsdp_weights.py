@@ -20,15 +20,22 @@ class _Cleaning:
     """A hook of a unit's module, behind FSDP2's, which puts whole parameters into it. After a backward that raised,
     those have gradients that FSDP2 did not reduce any more, and would add to the next ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module, known: Set[int]) -> None:
+        """known: ids of the parameters that are not whole ones."""
         self.wanted = False
+        self.last = False
+        """Whether the engine is closed."""
+        self._known = known
+        self._hook = module.register_forward_pre_hook(self)
 
     def __call__(self, module: nn.Module, _inputs: Any) -> None:
         if self.wanted:
             self.wanted = False
             for param in module.parameters():
-                if not _local.is_dtensor(param):
+                if id(param) not in self._known:
                     param.grad = None
+        if self.last:
+            self._hook.remove()
 
 
 class Weights:
@@ -52,8 +59,12 @@ class Weights:
         modules = [module for unit in units for module in unit]
         self._known = {id(p) for module in modules for p in module.parameters()}  # shards, and what is not sharded
         self._places = [next(_places(unit, {*modules}), None) for unit in units]
-        self._cleanings = [_Cleaning() for _ in modules]
-        self.hooks = [m.register_forward_pre_hook(c) for m, c in zip(modules, self._cleanings, strict=True)]
+        self._cleanings = [_Cleaning(module, self._known) for module in modules]
+
+    def close(self) -> None:
+        """Gradients go with the engine, but those of whole parameters are out of reach until the next forward."""
+        for cleaning in self._cleanings:
+            cleaning.wanted = cleaning.last = True
 
     def _module(self, unit: int) -> Any:
         """An FSDPModule; None where it is gone."""

@@ -19,6 +19,7 @@ from torch_ext import _fsdp_engine
 
 FULLY = "optim_grads_params"
 RECOVERS = hasattr(FSDPModule, "reset_iter_state")
+needs_recovery = pytest.mark.skipif(not RECOVERS, reason="FSDP2 of torch < 2.13 cannot go on after such a backward")
 UNUSED_COUNT_AS_ZERO = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
@@ -211,6 +212,44 @@ def _goes_on(rank: int, world: int, then: str, main: torch.dtype, where: str) ->
 def test_training_goes_on_after_an_exception(where: str, then: str, main: torch.dtype) -> None:
     for answer in ranks.run(2, _goes_on, then, main, where):
         assert answer == "" if RECOVERS else "torch >= 2.13" in answer
+
+
+def _fail(*_: Any) -> None:
+    raise KeyError
+
+
+def _whole_gradients(rank: int, world: int, then: str) -> None:
+    """Those that FSDP2 has not reduced: parallelize leaves the user's, and again drops them as it does shards."""
+    model: Any = Blocks()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    if then != "the user's":
+        torch_ext.parallelize(model, policy(), strategy=FULLY)
+    if then == "of a backward that raised":
+        handle = model.blocks[0].register_full_backward_pre_hook(_fail)
+        loss = model(_grads(rank, 1))
+        handle.remove()
+        with pytest.raises(KeyError):
+            loss.backward()
+        model.zero_grad()
+    else:
+        model.set_requires_gradient_sync(False)
+        model(_grads(rank, 1)).backward()
+        model.set_requires_gradient_sync(True)
+    for _ in range(1 if then == "the user's" else 2):
+        torch_ext.parallelize(model, policy(), strategy=FULLY)
+    model(_grads(rank, 2)).backward()
+    sent = [noise(2, r, SHAPES) for r in range(world)]
+    if then == "the user's":
+        sent = [[a + b for a, b in zip(noise(1, r, SHAPES), sent[r], strict=True)] for r in range(world)]
+    for param, grad, first, second in zip(model.parameters(), grad_shards(model), *sent, strict=True):
+        assert grad is not None and bits([grad]) == bits([shard_of(param, (first + second) * 0.5)])
+
+
+@pytest.mark.parametrize(
+    "then", [pytest.param("of a backward that raised", marks=needs_recovery), "of an engine before", "the user's"]
+)
+def test_whole_gradients_at_parallelize(then: str) -> None:
+    ranks.run(2, _whole_gradients, then)
 
 
 def _some_were_added(rank: int, world: int) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from gradients import BF16, FP16, FP32, bits, policy
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_ext
 
 FULLY = "optim_grads_params"
+RECOVERS = hasattr(FSDPModule, "reset_iter_state")
 
 
 class _Out(torch.nn.Module):
@@ -367,6 +368,10 @@ class _Stop(Exception):
     pass
 
 
+def _stop(*_: Any) -> None:
+    raise _Stop
+
+
 def _cut_short(rank: int, world: int, how: str, then: str) -> None:
     """Gathered weights that no forward used are those from before a step, or before a load."""
     model = _net(BF16)
@@ -376,14 +381,11 @@ def _cut_short(rank: int, world: int, how: str, then: str) -> None:
     _loss(model, 0, rank).backward()  # learns the order, in which weights are gathered from here on
     _loss(model, 1, rank).backward()
 
-    def stop(*_: Any) -> None:
-        raise _Stop
-
     if how == "a block alone":
         with torch.no_grad():
             model.blocks[0](torch.ones(1, 9, dtype=BF16))
     else:
-        handle = model.blocks[0].register_forward_hook(stop)
+        handle = model.blocks[0].register_forward_hook(_stop)
         with pytest.raises(_Stop):
             _loss(model, 2, rank)
         handle.remove()
@@ -430,8 +432,17 @@ def test_remainders_beside_bf16_shards() -> None:
     ranks.run(2, _remainders)
 
 
+def _raise_in_backward(model: Any, x: torch.Tensor) -> None:
+    handle = model[0].register_full_backward_pre_hook(_stop)
+    loss = model(x).square().sum()
+    handle.remove()
+    with pytest.raises(_Stop):
+        loss.backward()
+    model.zero_grad()
+
+
 def _beside_tensor_parallelism(rank: int, world: int) -> None:
-    """Two shards of a model that two ranks each compute together."""
+    """Two shards of a model that two ranks each compute together; whole parameters are DTensors, too."""
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))
     model: Any = copy.deepcopy(plain)
@@ -445,6 +456,8 @@ def _beside_tensor_parallelism(rank: int, world: int) -> None:
         for half in range(2):
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * step + half))
             if half == mesh["shard"].get_local_rank():
+                if step == 1 and RECOVERS:
+                    _raise_in_backward(model, x)
                 model(x).square().sum().backward()
             (plain(x).square().sum() / 2).backward()
         norms = [float(torch_ext.clip_grad_norm_(optimizer, 1.0)) for optimizer in optimizers]
