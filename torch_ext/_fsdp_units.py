@@ -59,15 +59,16 @@ def units_of(model: nn.Module, bucket_size: int | None) -> list[Unit]:
     ValueError where a module itself has trainable parameters of several dtypes.
     """
     held = _holders(model)
+    times = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     least = bucket_size or _LEAST
     units: list[Unit] = []
     for blocks in _containers(model):
         # A parameter that is shared with modules outside belongs to the unit that contains them all.
-        alone = [block for block in blocks if all(held[p] == n for p, n in _holders(block).items())]
+        alone = [block for block in blocks if all(held[p] == n * times[block] for p, n in _holders(block).items())]
         for run in _runs(alone, least):
             units += _united([_split(block) for block in run])
     taken = {id(p) for unit in units for module in unit.modules for p in module.parameters()}
-    return units + _split(model, taken)
+    return [*_once(units + _split(model, taken))]
 
 
 def _runs(blocks: Sequence[nn.Module], least: int) -> Iterator[list[nn.Module]]:
@@ -97,9 +98,20 @@ def _united(blocks: Sequence[Sequence[Unit]]) -> list[Unit]:
     return [Unit(of_dtype, dtype) for (_, dtype), of_dtype in sorted(modules.items(), key=lambda item: not item[0][0])]
 
 
+def _once(units: Sequence[Unit]) -> Iterator[Unit]:
+    """A module of another dtype that several modules share is found in each of them."""
+    seen: set[nn.Module] = set()
+    for unit in units:
+        new = [m for m in dict.fromkeys(unit.modules) if m not in seen]
+        seen.update(new)
+        if new:
+            yield Unit(new, unit.dtype)
+
+
 def _holders(module: nn.Module) -> Counter[int]:
-    """How many modules hold each parameter."""
-    return Counter(id(p) for m in module.modules() for p in {*m._parameters.values()} if p is not None)
+    """In how many places each parameter is; those of a module that is in several places count for each of them."""
+    modules = (m for _, m in module.named_modules(remove_duplicate=False))
+    return Counter(id(p) for m in modules for p in {*m._parameters.values()} if p is not None)
 
 
 def _containers(module: nn.Module) -> Iterator[list[nn.Module]]:

@@ -34,7 +34,7 @@ class _Out(torch.nn.Module):
 class Net(torch.nn.Module):
     """An embedding, blocks, a norm and a head; odd sizes, so that shards are uneven and some are empty."""
 
-    def __init__(self, tied: bool = False, checkpointed: str = "") -> None:
+    def __init__(self, tied: bool = False, checkpointed: str = "", shared: str = "") -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(11, 9)
         self.blocks = torch.nn.ModuleList(
@@ -47,6 +47,10 @@ class Net(torch.nn.Module):
         self.checkpointed = checkpointed
         if tied:
             self.head.weight = self.embedding.weight
+        if shared == "by blocks":
+            self.blocks[1][0] = self.blocks[0][0]
+        elif shared == "by a block and the model":
+            self.blocks[1].insert(0, self.norm)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -179,6 +183,8 @@ def test_the_bits_of_no_shard_on_fewer_ranks(world: int, dtypes: Any) -> None:
     [
         pytest.param({"max_norm": 0.01}, id="clipped"),
         pytest.param({"tied": True}, id="tied weights"),
+        pytest.param({"shared": "by blocks"}, id="a module of two blocks"),
+        pytest.param({"shared": "by a block and the model"}, id="a module of a block and the model"),
         pytest.param({"checkpointed": "not reentrant"}, id="checkpoints"),
         pytest.param({"checkpointed": "reentrant"}, id="reentrant checkpoints"),
         pytest.param({"loss_of": _loss_of_two}, id="the model used twice"),

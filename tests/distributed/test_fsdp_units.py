@@ -42,6 +42,32 @@ def _tied() -> Net:
     return Net(layers=nn.ModuleList(blocks), head=head)
 
 
+def _shared(head: bool) -> Net:
+    """A module of two blocks, or of a block and the rest of the model."""
+    one = _linear(4)
+    blocks = [Net(own=_linear(4), shared=one), Net(own=_linear(4)), Net(own=_linear(4))]
+    if head:
+        return Net(layers=nn.ModuleList(blocks), head=one)
+    blocks[1].shared = one
+    return Net(layers=nn.ModuleList(blocks), head=_linear(4))
+
+
+def _twice_in_a_block() -> Net:
+    block = Net(own=_linear(4))
+    block.again = block.own
+    return Net(layers=nn.ModuleList([block, _linear(4)]))
+
+
+def _norm_twice() -> Net:
+    norm = _linear(2)
+    return Net(a=Net(mlp=_linear(8, BF16), norm=norm), b=Net(mlp=_linear(8, BF16), norm=norm))
+
+
+def _block_twice() -> Net:
+    block = _linear(4)
+    return Net(layers=nn.ModuleList([block, _linear(4), block]))
+
+
 def _frozen() -> Net:
     net = Net(layers=nn.ModuleList([_linear(4), _linear(4, BF16)]))
     net.layers[1].requires_grad_(False)  # type: ignore[index, union-attr]
@@ -92,6 +118,17 @@ def _frozen() -> Net:
         pytest.param(Net(a=Net(b=nn.Sequential(_linear(4))), c=_linear(4)), 1, [("a.b.0",), ("",)], id="nested"),
         pytest.param(_linear(4), 1, [("",)], id="no container"),
         pytest.param(_tied(), 1, [("layers.0",), ("layers.2",), ("",)], id="tied weights belong to the root"),
+        pytest.param(_shared(head=False), 1, [("layers.2",), ("",)], id="modules of two blocks belong to the root"),
+        pytest.param(_shared(head=True), 1, [("layers.1",), ("layers.2",), ("",)], id="as do those of block and root"),
+        pytest.param(_twice_in_a_block(), 1, [("layers.0",), ("layers.1",), ("",)], id="a module twice in a block"),
+        pytest.param(_norm_twice(), 1, [("a.norm",), ("",)], id="a module of another dtype twice"),
+        pytest.param(
+            Net(layers=nn.ModuleList([_norm_twice()])),
+            1,
+            [("layers.0.a.norm",), ("layers.0",), ("",)],
+            id="so in a block",
+        ),
+        pytest.param(_block_twice(), 1, [("layers.0",), ("layers.1",), ("",)], id="a block that runs twice"),
         pytest.param(
             Net(layers=nn.ModuleList(Net(norm=_linear(2), mlp=_linear(8, BF16)) for _ in range(2)), norm=_linear(2)),
             1,
