@@ -15,7 +15,7 @@ from torch_ext._broadcast import broadcast
 from torch_ext._exchange import Exchange
 from torch_ext._fsdp_comm import AllGather, ReduceScatter
 from torch_ext._fsdp_engine import FsdpEngine
-from torch_ext._fsdp_reduction import UnitPlan
+from torch_ext._fsdp_reduction import UnitPlan, unit_called
 from torch_ext._fsdp_units import fsdp_modules
 from torch_ext._fsdp_weights import Weights
 from torch_ext._local import tensor_of
@@ -35,10 +35,10 @@ def describe(model: nn.Module, policy: Policy, group: dist.ProcessGroup) -> list
     if not fsdp_modules(model):
         units = _fsdp_units.units_of(model, policy.bucket_size)
         names = {module: name for name, module in model.named_modules()}
-        return [f"unit {', '.join(repr(names[m]) for m in unit.modules)} of {unit.dtype}" for unit in units]
+        return [f"{unit_called(*(names[m] for m in unit.modules))} of {unit.dtype}" for unit in units]
     _check_sharded(model, group)
     return [
-        f"unit {unit.name!r}: {unit.main_grads_dtype} from {unit.grad_comm_dtype}, {unit.replicas} replicas"
+        f"{unit}: {unit.main_grads_dtype} from {unit.grad_comm_dtype}, {unit.replicas} replicas"
         for _, unit in _plan_units(model, policy, _of_user(model))
     ]
 

@@ -71,6 +71,5 @@ class Gathering(dist.Work):
         self._weights, self._unit, self._handle = weights, unit, handle
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._weights.gathered(self._unit)
-        self._handle.result()
+        self._weights.gathered(self._unit, self._handle)
         return True

@@ -96,7 +96,8 @@ class FsdpEngine(_registry.Owner):
 
     def attach(self, model: torch.nn.Module, units: Sequence[Sequence[torch.nn.Module]], prefetch: bool) -> Weights:
         """units: the modules of each; prefetch: see Weights, which this engine has from here on."""
-        self.weights = Weights(self.params, units, self.exchanges, prefetch)
+        guarded = partial(_guarded, weakref.ref(self))
+        self.weights = Weights(self.params, units, self.exchanges, prefetch, guarded)
         self._hooks.append(model.register_forward_pre_hook(partial(_before_forward, weakref.ref(self)), prepend=True))
         # Before FSDP2's hooks of the same tensors: nothing has begun yet when it is refused.
         self._hooks.append(model.register_forward_hook(partial(_before_outputs, weakref.ref(self)), prepend=True))
@@ -131,6 +132,7 @@ class FsdpEngine(_registry.Owner):
         return not all(map(self.shards.visible, range(len(self.params))))
 
     def before_step(self) -> None:
+        refuse_step(self._failure, False, ())  # before anything is waited for that does not come either
         self.settle()
         poisoned = [self.names[i] for i in sorted(self._poisoned) if self.shards.of(i) is not None]
         refuse_step(self._failure, bool(self._broken), poisoned)
@@ -209,11 +211,11 @@ class FsdpEngine(_registry.Owner):
             wire,
             partial(_add_up, sums, self._scale(unit, exchange.world_size)),
             tag=self.exchanges.tag(self._cycle, REDUCE, unit, given.nbytes),
-            what=f"gradients of cycle {self._cycle}, unit {unit.name!r}",
+            what=f"gradients of cycle {self._cycle}, {unit}",
         )
         reduction = Reduction(unit, output, output if replicated else sums, handle)
         if replicated:
-            reduction.wait(self._guarded)
+            reduction.wait(self.guarded)
             if not in_place:
                 output.copy_(sums[: output.numel()])
         self._add(reduction, given, rows)
@@ -252,14 +254,14 @@ class FsdpEngine(_registry.Owner):
     def _refuse(self, unit: UnitPlan, output: torch.Tensor, op: dist.ReduceOp) -> None:
         if op != dist.ReduceOp.AVG:
             raise RuntimeError(
-                f"unit {unit.name!r}: FSDP2 would scale the sum of its gradients itself, in {output.dtype} "
+                f"{unit}: FSDP2 would scale the sum of its gradients itself, in {output.dtype} "
                 "(set_gradient_divide_factor, set_force_sum_reduction_for_comms, or a reduction in float16): give "
                 "gradient_divide_factor to parallelize, and MixedPrecisionPolicy(reduce_dtype=torch.float32) to "
                 "fully_shard"
             )
         if unit.replicas > 1 and output.dtype != torch.float32:
             raise RuntimeError(
-                f"unit {unit.name!r}: FSDP2 would add up the {unit.replicas} replicas in {output.dtype}: give "
+                f"{unit}: FSDP2 would add up the {unit.replicas} replicas in {output.dtype}: give "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32) to fully_shard; the wire between shards is still the "
                 "policy's"
             )
@@ -267,7 +269,7 @@ class FsdpEngine(_registry.Owner):
     def _make_room(self) -> None:
         under_way = [reduction for reduction in self._reductions if reduction.handle is not None]
         for reduction in under_way[: max(0, len(under_way) - UNDER_WAY + 1)]:
-            self.shards.settle(reduction, self._guarded)
+            self.shards.settle(reduction, self.guarded)
 
     def _scale(self, unit: UnitPlan, shards: int) -> float:
         # FSDP2 takes the mean over the replicas.
@@ -298,7 +300,7 @@ class FsdpEngine(_registry.Owner):
             return
         reductions, _ = self._close()
         for reduction in reductions:
-            reduction.wait(self._guarded)
+            reduction.wait(self.guarded)
         self._broken |= self.shards.added
         if self.weights is not None and not self.weights.recover():
             self._failure = (
@@ -323,12 +325,12 @@ class FsdpEngine(_registry.Owner):
                 report.came[i] = FROZEN
         payload = report.encode(cycle)
         number, what = self.exchanges.report_tag(cycle), f"end of gradient cycle {cycle}"
-        gather = self._guarded(lambda: control.all_gather(payload, tag=number, what=what))
-        reports = Reports(self._guarded(gather), self.names, self.units)
-        self._guarded(lambda: reports.check_places(control.rank))
+        gather = self.guarded(lambda: control.all_gather(payload, tag=number, what=what))
+        reports = Reports(self.guarded(gather), self.names, self.units)
+        self.guarded(lambda: reports.check_places(control.rank))
         for reduction in reductions:
             if not reduction.settled:
-                self.shards.settle(reduction, self._guarded)
+                self.shards.settle(reduction, self.guarded)
         self.shards.show()
         before, self._bytes_before = self._bytes_before, self.exchanges.bytes_sent()
         self.wire_bytes = self._bytes_before - before
@@ -347,12 +349,12 @@ class FsdpEngine(_registry.Owner):
         self.shards.show()
         return closed
 
-    def _guarded(self, wait: Callable[[], Any]) -> Any:
+    def guarded(self, wait: Callable[[], Any]) -> Any:
         try:
             return wait()
         except RuntimeError as error:
             # The ranks are not at the same place any more, and no later message could tell.
-            self._failure = str(error)
+            self._failure = self._failure or str(error)
             raise
 
 
@@ -364,7 +366,12 @@ def _with_graph(outputs: Any) -> Iterator[torch.Tensor]:
     return (t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn is not None)
 
 
-# Hooks hold the engine weakly: the parameters and modules must not keep it alive.
+# Hooks and weights hold the engine weakly: the parameters and modules must not keep it alive.
+
+
+def _guarded(engine: "weakref.ref[FsdpEngine]", wait: Callable[[], Any]) -> Any:
+    alive = engine()
+    return wait() if alive is None else alive.guarded(wait)
 
 
 def _on_grad(engine: "weakref.ref[FsdpEngine]", i: int, _param: torch.Tensor) -> None:

@@ -20,6 +20,14 @@ class UnitPlan(NamedTuple):
     replicas: int
     """How many there are of each shard; more than one: FSDP2 itself adds up their gradients (HSDP)."""
 
+    def __str__(self) -> str:
+        return unit_called(self.name)
+
+
+def unit_called(*names: str) -> str:
+    """A unit in messages, by its modules' names; the model's own is empty."""
+    return "the root's unit" if names == ("",) else f"unit {', '.join(map(repr, names))}"
+
 
 class Slice(NamedTuple):
     """The gradient of one parameter's shard in a reduction, padded as all ranks' are."""

@@ -54,7 +54,7 @@ class Reports:
                     for other, count in enumerate(counts)
                 )
                 raise RuntimeError(
-                    f"the ranks reduced different gradients of unit {unit.name!r} ({said}): a parameter was used on "
+                    f"the ranks reduced different gradients of {unit} ({said}): a parameter was used on "
                     "some ranks only. With torch >= 2.13, parallelize(..., find_unused_parameters=True) lets such "
                     "parameters count as zero; this process group cannot be used any more"
                 )

@@ -1,7 +1,7 @@
 """The weights of a model sharded by FSDP2: gathers that do not block, and whole weights that would be old ones."""
 
 import weakref
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import pairwise
 from typing import Any
 
@@ -47,11 +47,13 @@ class Weights:
         units: Sequence[Sequence[nn.Module]],
         exchanges: Exchanges,
         prefetch: bool,
+        guarded: Callable[[Callable[[], Any]], Any],
     ) -> None:
         """params: the shards. units: the modules of each. prefetch: from the second forward on, each unit's weights
-        travel while the one before runs."""
-        self._params, self._exchanges = params, exchanges
+        travel while the one before runs. guarded: calls what it is given, and remembers how that failed."""
+        self._params, self._exchanges, self._guarded = params, exchanges, guarded
         self._modules = [weakref.ref(unit[0]) for unit in units]
+        self._failure: str | None = None  # of a gather
         self._gathering: set[int] = set()  # units whose weights FSDP2 has not asked for yet
         self._order: list[int] | None = [] if prefetch else None  # of units in the first forward
         inside = {m for unit in units for module in unit for m in module.modules() if m is not module}
@@ -88,11 +90,23 @@ class Weights:
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
         number = self._exchanges.tag(0, GATHER, unit, output.nbytes)
-        return exchange.gather(Wire.of(output), tag=number, what=f"weights of unit {unit.name!r}")
+        what = f"weights of {unit}"
+        handle: Handle = self._try(lambda: exchange.gather(Wire.of(output), tag=number, what=what))
+        return handle
 
-    def gathered(self, unit: UnitPlan) -> None:
+    def gathered(self, unit: UnitPlan, handle: Handle) -> None:
         """FSDP2 takes the unit's weights."""
         self._gathering.discard(unit.number)
+        self._try(handle.result)
+
+    def _try(self, call: Callable[[], Any]) -> Any:
+        if self._failure is not None:  # FSDP2 would wait again for what did not come, and take it for weights
+            raise RuntimeError(f"weights cannot be gathered any more: {self._failure}")
+        try:
+            return self._guarded(call)
+        except RuntimeError as error:
+            self._failure = str(error)
+            raise
 
     def drop_gathered(self) -> None:
         """What was gathered for a unit that did not run after all would be old in the next forward."""
@@ -135,6 +149,8 @@ class Weights:
         """After a backward that raised, FSDP2 forgets about it; whether it can."""
         for cleaning in self._cleanings:
             cleaning.wanted = True
+        if self._failure is not None:
+            return True  # no forward will get anywhere
         roots = [module for i in self._roots if (module := self._module(i)) is not None]
         if not all(hasattr(module, "reset_iter_state") for module in roots):  # torch >= 2.13
             return False

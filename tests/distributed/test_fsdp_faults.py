@@ -162,13 +162,16 @@ def _lags(rank: int, world: int) -> str:
     if rank == 1:
         time.sleep(6.0)
     message = _error(lambda: model(_grads(rank)).backward())
+    optimizer = torch_ext.AdamW(model.parameters())
+    assert _error(optimizer.step) == f"step() after an exchange that failed: {message}"
+    assert message in _error(lambda: model(_grads(rank)).backward())
     return message
 
 
 def test_a_rank_that_lags_beyond_the_timeout_is_named() -> None:
     first, _, third = ranks.run(3, _lags, timeout=2.0)
     for message in (first, third):
-        assert "weights of unit '': rank 1 did not come" in message and "Timed out" in message
+        assert "weights of the root's unit: rank 1 did not come" in message and "Timed out" in message
 
 
 # -- exceptions in user code ----------------------------------------------------------------------------------------
@@ -388,8 +391,11 @@ def _has_state(rank: int, world: int) -> Any:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (_replicas_in_bf16, ["unit ''", "2 replicas in torch.bfloat16", "reduce_dtype=torch.float32"]),
-        (_scaled_in_fp16, ["unit ''", "in torch.float16", "reduce_dtype=torch.float32"]),
+        (
+            _replicas_in_bf16,
+            ["the root's unit: FSDP2 would add up the 2 replicas in torch.bfloat16", "reduce_dtype=torch.float32"],
+        ),
+        (_scaled_in_fp16, ["the root's unit: FSDP2 would scale", "in torch.float16", "reduce_dtype=torch.float32"]),
         (_half_sharded, ["'own' is not sharded", "fully_shard"]),
         (_sharded_elsewhere, ["'own' is sharded over ranks [0, 1, 2, 3]", "process_group"]),
         (_hooked, ["'own' has hooks", "after backward"]),
