@@ -97,7 +97,8 @@ class FsdpEngine(_registry.Owner):
     def attach(self, model: torch.nn.Module, units: Sequence[Sequence[torch.nn.Module]], prefetch: bool) -> Weights:
         """units: the modules of each; prefetch: see Weights, which this engine has from here on."""
         guarded = partial(_guarded, weakref.ref(self))
-        self.weights = Weights(self.params, units, self.exchanges, prefetch, guarded)
+        zeros = self._find_unused and hasattr(units[0][0], "set_reduce_scatter_unused_params")
+        self.weights = Weights(self.params, units, self.exchanges, prefetch, zeros, guarded)
         self._hooks.append(model.register_forward_pre_hook(partial(_before_forward, weakref.ref(self)), prepend=True))
         # Before FSDP2's hooks of the same tensors: nothing has begun yet when it is refused.
         self._hooks.append(model.register_forward_hook(partial(_before_outputs, weakref.ref(self)), prepend=True))
@@ -243,7 +244,9 @@ class FsdpEngine(_registry.Owner):
             )
         self._current.add(i, int(tensor_of(grad).storage_offset()), grad)
         self.shards.belongs(i, self._current.unit)
-        self._report.came[i] = CAME
+        used = None if self.weights is None else self.weights.used
+        if used is None or used.take(i):
+            self._report.came[i] = CAME
 
     def _add(self, reduction: Reduction, given: torch.Tensor, rows: torch.Tensor) -> None:
         self._report.reduced(reduction.unit, given.numel())
@@ -331,6 +334,8 @@ class FsdpEngine(_registry.Owner):
         for reduction in reductions:
             if not reduction.settled:
                 self.shards.settle(reduction, self.guarded)
+        if self._find_unused:
+            self.shards.drop_new(reports.came_nowhere())
         self.shards.show()
         before, self._bytes_before = self._bytes_before, self.exchanges.bytes_sent()
         self.wire_bytes = self._bytes_before - before

@@ -7,7 +7,7 @@ import torch
 
 from torch_ext._fsdp_reduction import UnitPlan
 from torch_ext._nonfinite import ALL_FINITE
-from torch_ext._refusals import ABSENT, names_of, refuse_nonfinite
+from torch_ext._refusals import ABSENT, CAME, names_of, refuse_nonfinite
 
 _CALL = 1 << 48  # a unit's word: reductions above, elements below
 
@@ -61,6 +61,10 @@ class Reports:
 
     def check_finite(self) -> None:
         refuse_nonfinite(self._names, self.nonfinite)
+
+    def came_nowhere(self) -> list[int]:
+        """Parameters whose gradient came on no rank."""
+        return torch.stack(self._came).ne(CAME).all(0).nonzero().flatten().tolist()
 
     def check_all_came(self) -> None:
         absent = sorted({i for states in self._came for i in states.eq(ABSENT).nonzero().flatten().tolist()})

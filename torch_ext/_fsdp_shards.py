@@ -2,7 +2,7 @@
 shape. Where that is the parameter's dtype, `.grad` is a DTensor over the shard; else `.grad` is None.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ class GradShards:
         self._grads: dict[int, Any] = {}  # the DTensors
         self.added: set[int] = set()
         """For which parameters this backward's sums are in the shards."""
+        self._new: set[int] = set()  # whose shards this backward's sums are
 
     def visible(self, i: int) -> bool:
         """Whether the shard can be `.grad`, which has the parameter's dtype."""
@@ -54,7 +55,7 @@ class GradShards:
     def hide(self) -> list[int]:
         """A backward begins, in which FSDP2 would add to `.grad` before there is anything to add. What somebody else
         put there counts; the answer is where somebody took it away."""
-        self.added = set()
+        self.added, self._new = set(), set()
         gone = []
         for i, param in enumerate(self.params):
             if param.grad is None and i not in self._grads:
@@ -75,6 +76,12 @@ class GradShards:
             self._accumulate([(i, local)])
         else:
             self._shards[i] = local.to(self.units[self._unit_of[i]].main_grads_dtype)
+
+    def drop_new(self, unused: Iterable[int]) -> None:
+        """Of parameters that no rank used: sums of zeros, where there was no gradient before."""
+        for i in self._new.intersection(unused):
+            self.forget(i)
+            self.params[i].grad = None
 
     def show(self) -> None:
         """A backward ended."""
@@ -99,6 +106,7 @@ class GradShards:
         self.added.update(one.param for one in reduction.slices)
 
     def _first(self, one: Slice, value: torch.Tensor) -> None:
+        self._new.add(one.param)
         if not self.visible(one.param):
             self._shards[one.param] = value.to(self.units[self._unit_of[one.param]].main_grads_dtype)
             return

@@ -13,6 +13,7 @@ from torch_ext import _away, _local
 from torch_ext._exchange import Handle
 from torch_ext._fsdp_exchanges import GATHER, Exchanges
 from torch_ext._fsdp_reduction import UnitPlan
+from torch_ext._fsdp_used import Place, Used
 from torch_ext._wire import Wire
 
 
@@ -47,10 +48,12 @@ class Weights:
         units: Sequence[Sequence[nn.Module]],
         exchanges: Exchanges,
         prefetch: bool,
+        zeros: bool,
         guarded: Callable[[Callable[[], Any]], Any],
     ) -> None:
         """params: the shards. units: the modules of each. prefetch: from the second forward on, each unit's weights
-        travel while the one before runs. guarded: calls what it is given, and remembers how that failed."""
+        travel while the one before runs. zeros: FSDP2 sends them for parameters without gradients. guarded: calls what
+        it is given, and remembers how that failed."""
         self._params, self._exchanges, self._guarded = params, exchanges, guarded
         self._modules = [weakref.ref(unit[0]) for unit in units]
         self._failure: str | None = None  # of a gather
@@ -60,13 +63,16 @@ class Weights:
         self._roots = [i for i, unit in enumerate(units) if unit[0] not in inside]
         modules = [module for unit in units for module in unit]
         self._known = {id(p) for module in modules for p in module.parameters()}  # shards, and what is not sharded
-        self._places = [next(_places(unit, {*modules}), None) for unit in units]
+        self._places = [[*_places(unit, {*modules})] for unit in units]
+        self.used = Used(params, units, self._places) if zeros else None
         self._cleanings = [_Cleaning(module, self._known) for module in modules]
 
     def close(self) -> None:
         """Gradients go with the engine, but those of whole parameters are out of reach until the next forward."""
         for cleaning in self._cleanings:
             cleaning.wanted = cleaning.last = True
+        if self.used is not None:
+            self.used.close()
 
     def _module(self, unit: int) -> Any:
         """An FSDPModule; None where it is gone."""
@@ -130,9 +136,8 @@ class Weights:
 
     def _is_whole(self, unit: int) -> bool:
         """A unit's parameters are whole together: one shows it."""
-        if (place := self._places[unit]) is None or (module := place[0]()) is None:
-            return False
-        return id(module._parameters[place[1]]) not in self._known
+        module, name = next(((module(), name) for module, name in self._places[unit]), (None, ""))
+        return module is not None and id(module._parameters[name]) not in self._known
 
     def prefetch_in_order(self) -> None:
         """The first forward has shown in which order units run."""
@@ -149,6 +154,8 @@ class Weights:
         """After a backward that raised, FSDP2 forgets about it; whether it can."""
         for cleaning in self._cleanings:
             cleaning.wanted = True
+        if self.used is not None:
+            self.used.forget()
         if self._failure is not None:
             return True  # no forward will get anywhere
         roots = [module for i in self._roots if (module := self._module(i)) is not None]
@@ -159,8 +166,8 @@ class Weights:
         return True
 
 
-def _places(unit: Sequence[nn.Module], of_units: Set[nn.Module]) -> Iterator[tuple[weakref.ref[nn.Module], str]]:
-    """Where the unit's sharded parameters are: a module, and the name there. of_units: all units' modules."""
+def _places(unit: Sequence[nn.Module], of_units: Set[nn.Module]) -> Iterator[Place]:
+    """Where the unit's sharded parameters are. of_units: all units' modules."""
     for module in unit:
         yield from ((weakref.ref(module), name) for name, p in module._parameters.items() if _is_sharded(p))
         yield from _places([child for child in module.children() if child not in of_units], of_units)
