@@ -23,7 +23,7 @@ from torch_ext._policy import Policy
 
 
 def describe(model: nn.Module, policy: Policy, group: dist.ProcessGroup) -> list[str]:
-    """What must be equal on all ranks, as text. Changes nothing.
+    """What must be equal on all ranks, as text. Changes nothing; only whole weights that a forward left go.
 
     Raises ValueError or TypeError, naming the parameter or the module, for what FSDP2 or this library cannot shard.
     """
@@ -36,6 +36,10 @@ def describe(model: nn.Module, policy: Policy, group: dist.ProcessGroup) -> list
         units = _fsdp_units.units_of(model, policy.bucket_size)
         names = {module: name for name, module in model.named_modules()}
         return [f"{unit_called(*(names[m] for m in unit.modules))} of {unit.dtype}" for unit in units]
+    for owner in _registry.owners_of(model.parameters()):
+        owner.sync_parameters()
+    for _, module in fsdp_modules(model):
+        module.reshard()
     _check_sharded(model, group)
     return [
         f"{unit}: {unit.main_grads_dtype} from {unit.grad_comm_dtype}, {unit.replicas} replicas"

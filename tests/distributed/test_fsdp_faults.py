@@ -311,6 +311,32 @@ def test_whole_gradients_at_parallelize(then: str) -> None:
     ranks.run(2, _whole_gradients, then)
 
 
+def _anew(rank: int, world: int, before: str) -> None:
+    """After a forward without a backward the root's unit is whole, as it is where one raised."""
+    model = Blocks()
+    if before == "the user's":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    else:
+        torch_ext.parallelize(model, policy(bucket_size=1), strategy=FULLY)
+        model(_grads(rank, 1)).backward()
+    if before == "raised":
+        handle = model.blocks[1].register_forward_hook(_fail)
+        with pytest.raises(KeyError):
+            model(_grads(rank, 2))
+        handle.remove()
+    else:
+        with torch.no_grad():
+            model(_grads(rank, 2))
+    torch_ext.parallelize(model, policy(bucket_size=1), strategy=FULLY)
+    model(_grads(rank, 3)).backward()
+    _check(model, [3], world)
+
+
+@pytest.mark.parametrize("before", ["evaluated", "raised", "the user's"])
+def test_parallelize_after_a_forward(before: str) -> None:
+    ranks.run(2, _anew, before)
+
+
 def _some_were_added(rank: int, world: int) -> None:
     """Where as many units as may be are on their way, sums are added before backward ends."""
     _fsdp_engine.UNDER_WAY = 1
