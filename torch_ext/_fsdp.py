@@ -110,8 +110,10 @@ def _of_user(model: nn.Module) -> list[list[FSDPModule]]:
 
 
 def _unit_of(units: Sequence[Sequence[FSDPModule]]) -> dict[int, int]:
-    """The unit of each parameter; units come before those that are inside them."""
-    return {id(p): i for i, unit in enumerate(units) for module in unit for p in cast(nn.Module, module).parameters()}
+    """The unit of each parameter: of those whose modules hold it, the innermost."""
+    modules = [(i, cast(nn.Module, module)) for i, unit in enumerate(units) for module in unit]
+    modules.sort(key=lambda one: -sum(1 for _ in one[1].modules()))
+    return {id(p): i for i, module in modules for p in module.parameters()}
 
 
 def _plan_units(

@@ -8,6 +8,7 @@ import torch
 from gradients import BF16, FP16, FP32, policy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from units import grad_shards
 
 import torch_ext
 from torch_ext import _fsdp_units
@@ -171,6 +172,31 @@ def test_a_module_with_several_dtypes_is_refused() -> None:
     mixed.bias = nn.Parameter(torch.zeros(4, dtype=BF16))
     with pytest.raises(ValueError, match="Linear has trainable parameters in torch.bfloat16 and torch.float32"):
         _fsdp_units.units_of(Net(layers=nn.ModuleList([mixed])), 1)
+
+
+class Normed(nn.Module):
+    """An fp32 norm in a bf16 block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4, dtype=BF16), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x).float()).to(BF16)  # type: ignore[no-any-return]
+
+
+def _rows(rank: int, world: int) -> dict[str, tuple[torch.dtype, bool]]:
+    model = nn.Sequential(Normed(), Normed())
+    torch_ext.parallelize(model, policy(BF16, bucket_size=1), strategy="optim_grads_params")
+    model(torch.eye(4, dtype=BF16)).float().square().sum().backward()
+    grads = zip(model.named_parameters(), grad_shards(model), strict=True)
+    return {name: (grad.dtype, param.grad is not None) for (name, param), grad in grads if grad is not None}
+
+
+def test_units_of_another_dtype_have_the_row_of_their_own() -> None:
+    for answer in ranks.run(2, _rows):
+        assert len(answer) == 8
+        assert all(row == (FP32 if "norm" in name else BF16, True) for name, row in answer.items())
 
 
 def _sharded(rank: int, world: int) -> list[str]:
