@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,8 @@ from torch_ext._exchange import MAX_BUCKETS, Handle, tag
 from torch_ext._layout import BucketPlan
 from torch_ext._local import Local
 from torch_ext._nonfinite import ALL_FINITE, Watch, first_nonfinite
-from torch_ext._refusals import (
-    ABSENT,
-    CAME,
-    FROZEN,
-    HELD,
-    REDUCED,
-    names_of,
-    refuse_busy,
-    refuse_nonfinite,
-    refuse_step,
-)
+from torch_ext._refusals import ABSENT, CAME, FROZEN, refuse_absent, refuse_busy, refuse_nonfinite, refuse_step
+from torch_ext._report import HELD, REDUCED, Report, agreed
 from torch_ext._stores import Store
 from torch_ext._tracker import Tracker
 from torch_ext._weights import ParameterBuffers
@@ -360,21 +351,20 @@ class Engine(_registry.Owner):
         ended = not self._tasks and not self._began
         if ended or (self._tasks and all(end() is not None for end in self._tasks.values())):
             return
+        self._notice_unreduced()
+        if self._reducing and self._failure is None:  # an interrupt of it leaves everything for the next time
+            self._wait(self._handles)
+            if self._report is not None:
+                self._read(self._report)
         self._tasks.clear()
         self._began = False
-        self._notice_unreduced()
-        handles, self._handles = self._handles, []
+        handles, self._handles, self._report = self._handles, [], None
         if self._reducing:
             self._reducing = False
             if self.store.every_backward:
                 self._came = bytearray(len(self.params))
                 self._broken.update(range(len(self.params)) if handles else ())
             self._cycle += 1
-            report, self._report = self._report, None
-            if self._failure is None:
-                self._wait(handles)
-                if report is not None:
-                    self._read(report)
             self._notice_partly_stepped(bool(handles))
             for i, p in enumerate(self.plan.parameters):
                 self._global[i] |= p.bucket < self._coalescing.sent  # buckets leave in ascending order
@@ -479,12 +469,12 @@ class Engine(_registry.Owner):
         self._follow_plan()
         self._tracker.finish()
 
-    def _close_cycle(self, at_once: bool) -> list["_Report"]:
+    def _close_cycle(self, at_once: bool) -> list[Report]:
         """Exchanges this rank's report, waits for the buckets, installs the sums; every rank's report. at_once: whether
         all buckets were kept until the end."""
         if self._check_for_nan:
             self.exchange.ordering.catch_up()
-        report = _Report.of(self._cycle, self._watch.first(), self._words(), self._came)
+        report = Report.of(self._cycle, self._watch.first(), self._words(), self._came)
         try:
             what = f"end of gradient cycle {self._cycle}"
             number = tag(self._number, self._cycle, MAX_BUCKETS)
@@ -503,17 +493,14 @@ class Engine(_registry.Owner):
         self._came = bytearray(len(self.params))
         self._global = bytearray(b"\1" * len(self.params))
         self._bytes_of_cycle, self._bytes_of_gathers = self.exchange.bytes_sent - self._bytes_before, 0
-        states = torch.stack([report.came for report in reports])
-        self.store.closed(
-            states.bitwise_and(CAME | REDUCED | HELD).any(dim=0).tolist(),
-            states.bitwise_and(REDUCED).all(dim=0).tolist(),
-        )
+        self.store.closed(*agreed([report.came for report in reports]))
         self._versions = self.store.versions()
         return reports
 
-    def _read(self, gathered: Callable[[], list[torch.Tensor]]) -> list["_Report"]:
+    def _read(self, gathered: Callable[[], list[torch.Tensor]]) -> list[Report]:
         """Every rank's report, and what there is to learn from them for the next cycle."""
-        reports = [_Report.read(row, len(self.params)) for row in self._guarded(gathered)]
+        reports = [Report.read(row, len(self.params)) for row in self._guarded(gathered)]
+        self._report = None  # nothing is learnt from it twice
         if self._coalescing.learn([report.words for report in reports]) and self._compress_below > 0:
             self.exchange.compresses = self._coalescing.compresses
         return reports
@@ -535,7 +522,7 @@ class Engine(_registry.Owner):
             self._failure = str(error)
             raise
 
-    def _check_reports(self, reports: Sequence["_Report"]) -> None:
+    def _check_reports(self, reports: Sequence[Report]) -> None:
         for rank, report in enumerate(reports):
             if report.cycle != self._cycle - 1:
                 self._failure = (
@@ -547,40 +534,7 @@ class Engine(_registry.Owner):
         self._poisoned.update(i for i in nonfinite if i != ALL_FINITE)
         refuse_nonfinite(self.names, nonfinite)
         if not self._find_unused:
-            self._check_all_came([report.came for report in reports])
-
-    def _check_all_came(self, came: Sequence[torch.Tensor]) -> None:
-        missing = [states.bitwise_and(CAME | FROZEN).eq(ABSENT).nonzero().flatten().tolist() for states in came]
-        absent = {rank: params for rank, params in enumerate(missing) if params}
-        if not absent:
-            return
-        parts = [f"{names_of(self.names, params)} on rank {rank}" for rank, params in absent.items()]
-        raise RuntimeError(
-            f"no gradient came for {'; '.join(parts)}. The loss does not depend on the parameter, or it was replaced "
-            "after parallelize, or checkpointing runs with use_reentrant=True. If parameters may be unused, call "
-            "parallelize(..., find_unused_parameters=True): they then count as zero. Call zero_grad() before going on."
-        )
-
-
-class _Report(NamedTuple):
-    """What a rank tells the others at the end of a cycle."""
-
-    cycle: int
-    nonfinite: int  # the position of a parameter, or ALL_FINITE
-    words: torch.Tensor  # of `Coalescing`
-    came: torch.Tensor  # uint8, by parameter
-
-    @staticmethod
-    def of(cycle: int, nonfinite: int, words: torch.Tensor, came: bytearray) -> torch.Tensor:
-        """As it travels."""
-        numbers = torch.cat([torch.tensor([cycle, nonfinite], dtype=torch.int64), words])
-        return torch.cat([numbers.view(torch.uint8), torch.frombuffer(came, dtype=torch.uint8)])
-
-    @classmethod
-    def read(cls, row: torch.Tensor, n_params: int) -> "_Report":
-        numbers, came = row[: row.numel() - n_params].view(torch.int64), row[row.numel() - n_params :]
-        cycle, nonfinite = numbers[:2].tolist()
-        return cls(cycle, nonfinite, numbers[2:], came)
+            refuse_absent(self.names, [report.came for report in reports])
 
 
 class _Gathering:

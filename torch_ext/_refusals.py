@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from torch_ext._nonfinite import ALL_FINITE
 
-# What a rank says of a parameter at the end of a backward that reduces.
+# What a rank says of a parameter at the end of a backward that reduces; two bits.
 ABSENT, CAME, FROZEN = range(3)
-
-# Added to that where nothing came in this backward, and `.grad` is there all the same: what an earlier reduction left,
-# or anything else (of a micro-batch under no_sync(), zeros, assigned by somebody).
-REDUCED, HELD = 4, 8
 
 FOREIGN_SCALER = (
     "torch.amp.GradScaler looks for overflow in `.grad`, but under a sharded strategy each rank steps other gradients, "
@@ -50,6 +48,19 @@ def refuse_nonfinite(names: Sequence[str], by_rank: Sequence[int]) -> None:
             f"gradients with NaN or Inf before communication (check_for_nan_in_grad): {', '.join(found)}. "
             "Nothing was stepped; call zero_grad() before going on."
         )
+
+
+def refuse_absent(names: Sequence[str], came: Sequence[torch.Tensor]) -> None:
+    """RuntimeError where a gradient did not come. came: of each rank, what it says of each parameter (uint8)."""
+    missing = [states.bitwise_and(CAME | FROZEN).eq(ABSENT).nonzero().flatten().tolist() for states in came]
+    parts = [f"{names_of(names, params)} on rank {rank}" for rank, params in enumerate(missing) if params]
+    if not parts:
+        return
+    raise RuntimeError(
+        f"no gradient came for {'; '.join(parts)}. The loss does not depend on the parameter, or it was replaced "
+        "after parallelize, or checkpointing runs with use_reentrant=True. If parameters may be unused, call "
+        "parallelize(..., find_unused_parameters=True): they then count as zero. Call zero_grad() before going on."
+    )
 
 
 def names_of(names: Sequence[str], positions: Sequence[int]) -> str:

@@ -140,6 +140,8 @@ def _sums_are_late(rank: int, world: int, strategy: str) -> None:
         patch.setattr(_stores, "add_up", lambda *a, **k: (time.sleep(LATE[rank]), slow(*a, **k))[1])
         with _interrupted(rank, "gradients of cycle 2"):
             model(noise(2, rank, shapes)).backward()
+        with _interrupted(rank, "gradients of cycle 2"):
+            model.zero_grad()
         model.zero_grad()
         # The first sum that comes is not to be taken for this backward's, nor written into its gradient.
         handle = model.p0.register_hook(lambda _: time.sleep(0.2 if rank == 0 else 0))
@@ -224,4 +226,4 @@ def _weights_do_not_come(rank: int, world: int) -> list[str]:
 def test_weights_that_did_not_come_are_an_error_each_time() -> None:
     (first, second), _ = ranks.run(2, _weights_do_not_come, timeout=1.0)
     assert "rank 1 did not come" in first
-    assert first == second
+    assert first in second
