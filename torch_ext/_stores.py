@@ -282,6 +282,7 @@ class Replicated(_Buffered):
 
     def absent(self, i: int, reduced: bool) -> None:
         if reduced:
+            self.buffers.take(i)
             self._left[i] = self.buffers.view(i).clone()
         super().absent(i, reduced)
 
@@ -377,6 +378,10 @@ class OptimizerShards(_Buffered):
             self._earlier.pop(i, None)
         super().absent(i, reduced)
 
+    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
+        self._earlier.clear()  # not before: a device may read it until the exchange was waited for
+        super().closed(anywhere, left)
+
     def zero(self, params: Sequence[int]) -> None:
         for i in params:
             self._earlier.pop(i, None)
@@ -386,7 +391,7 @@ class OptimizerShards(_Buffered):
     ) -> Handle:
         shards = [self._owned_part(b) for b in buckets]
         members = [p.param for b in buckets for p in self.members[b]]
-        earlier = {i: self._earlier.pop(i) for i in members if i in self._earlier}
+        earlier = {i: self._earlier[i] for i in members if i in self._earlier}
         apart = len(buckets) > 1 or bool(earlier)  # the message is not the buffer
 
         def leave() -> tuple[Wire, None]:
