@@ -10,6 +10,7 @@ import math
 import pathlib
 import re
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,10 +18,11 @@ import pytest
 import ranks
 import torch
 from gradients import BF16, FP32, Given, noise, policy
+from ticking import Clock
 
 import torch_ext
 from torch_ext import __main__ as command
-from torch_ext import _bench_memory, _memory_plan, _parallel
+from torch_ext import _bench_memory, _coalescing, _memory_plan, _parallel, _stores
 from torch_ext._local import tensor_of
 from torch_ext._memory_plan import plan_memory
 
@@ -119,7 +121,14 @@ def _train(layers: int, strategy: str, optimizer_config: Any, ddp_config: Any) -
 
 
 def _resident(rank: int, world: int, strategy: str, *configs: Any) -> int:
-    """The most bytes that a training has resident, beside what was there before."""
+    """The most bytes that a training has resident, beside what was there before.
+
+    Buckets are joined as if the wire was fast, and their sums take a while, so that as many are under way as may be:
+    whether they are on this machine at this moment is not what is planned.
+    """
+    add_up = _stores.add_up
+    _coalescing.time = Clock(100_000)  # type: ignore[assignment]
+    _stores.add_up = lambda *args, **options: (time.sleep(0.02), add_up(*args, **options))[1]  # type: ignore[assignment]
     threshold = -3  # M_MMAP_THRESHOLD: what is freed is the system's again at once, so that what is left is in use
     ctypes.CDLL(None).mallopt(threshold, 1 << 16)
     _train(2, strategy, *configs)  # starts threads, loads code
