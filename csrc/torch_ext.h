@@ -160,7 +160,7 @@ typedef enum tx_field_type {
 #define TX_TEXT_CAPACITY 32
 
 /* What a model trains with: one field per row of csrc/policy.def, under the key's name and in that order, widest
- * first, so that there is no padding. Plain data: copy it, compare it, keep it. */
+ * first, so that there is no padding. Plain data: copy it, compare it, keep it. `reserved`, 0, rounds its size up. */
 #define TX_MEMBER_F64(name) double name;
 #define TX_MEMBER_I64(name) int64_t name;
 #define TX_MEMBER_DTYPE(name) int32_t name;
@@ -172,6 +172,7 @@ typedef struct tx_policy {
 #define TX_ROW(type, name, sides, initial, legal) TX_MEMBER_##type(name)
 #include "policy.def"
 #undef TX_ROW
+  int32_t reserved;
 } tx_policy;
 #undef TX_MEMBER_F64
 #undef TX_MEMBER_I64
@@ -260,7 +261,7 @@ typedef struct tx_policy_args {
   int32_t fp16;                  /* 0, 1 or TX_UNSET; wins over bf16 where both are 1 */
   int32_t preset;                /* tx_preset */
   int32_t full_shard;            /* 1: distributed optimizer, NaN check, optim_grads_params, overlap; overrides win */
-  int32_t reserved;
+  int32_t shard_dtype;           /* F32: of FSDP2's shards, beside a model_dtype that is computed in; or TX_NONE */
 } tx_policy_args;
 #define TX_POLICY_ARGS_INIT \
   { .size = sizeof(tx_policy_args), .bf16 = TX_UNSET, .fp16 = TX_UNSET }
@@ -296,7 +297,9 @@ TX_API tx_status tx_policy_resolve(const tx_policy_args *args, tx_policy *policy
                                    tx_error *error);
 
 /* The policy for those parameters of the model that have another dtype (fp32 norms in a bf16 model): explicit values of
- * `policy` stay, all others are those of a model in `dtype`. origins: those of `policy`, TX_POLICY_FIELDS entries. */
+ * `policy` stay, all others are those of a model in `dtype`. Where that is shard_dtype, parameters in it are the
+ * masters of what is computed in param_dtype, and all values stay. origins: those of `policy`, TX_POLICY_FIELDS
+ * entries. */
 TX_API tx_status tx_policy_row(const tx_policy *policy, const tx_origin *origins, tx_dtype dtype, tx_policy *row,
                                tx_error *error);
 

@@ -6,13 +6,12 @@ shows the result with torch's dtypes. The fields are the rows of csrc/core/polic
 
 import ctypes
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from torch_ext import _dtypes, _header, _library
+from torch_ext import _dtypes, _header, _library, _policy_source
 
 if TYPE_CHECKING:
     from torch_ext._scaler import GradScaler
@@ -79,7 +78,7 @@ class _Arguments(_library.Struct):
         ("fp16", ctypes.c_int32),
         ("preset", ctypes.c_int32),
         ("full_shard", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("shard_dtype", ctypes.c_int32),
     ]
 
 
@@ -101,6 +100,7 @@ class _Row(NamedTuple):
     side: int
 
 
+_EXPLICIT = (_header.SOURCE_CONFIG, _header.SOURCE_OVERRIDE, _header.SOURCE_HOOK)
 _C_TYPES: dict[int, Any] = {_header.FIELD_F64: ctypes.c_double, _header.FIELD_I64: ctypes.c_int64}
 
 
@@ -126,6 +126,7 @@ def policy_struct() -> type[_library.Struct]:
         fields.append(
             (row.name, ctypes.c_char * field_at(i).contents.bytes if row.type == _header.FIELD_TEXT else c_type)
         )
+    fields.append(("reserved", ctypes.c_int32))
     mirror = type("_PolicyStruct", (_library.Struct,), {"c_name": "tx_policy", "_fields_": fields})
     for row in rows():
         assert getattr(mirror, row.name).offset == row.offset, f"tx_policy.{row.name} is not where the library has it"
@@ -204,6 +205,10 @@ class Policy:
         """
         return self._config(_header.SIDE_DDP)
 
+    def _explicit(self, name: str) -> Any:
+        """What somebody set, in a configuration, an override or a hook's answer; None where nobody did."""
+        return self._values[name] if self._origins[name][0] in _EXPLICIT else None
+
     def grad_scaler(self, device: str = "cpu", process_group: Any = None) -> "GradScaler":
         """The dynamic loss scale of this policy, as a torch.amp.GradScaler; disabled unless the policy is fp16.
 
@@ -217,7 +222,8 @@ class Policy:
     def row(self, dtype: torch.dtype) -> "Policy":
         """The policy for those parameters of the model that have another dtype (fp32 norms in a bf16 model).
 
-        Explicit values stay, all others are those of a model in `dtype`. Raises ValueError where there is none.
+        Explicit values stay, all others are those of a model in `dtype`; where that is `shard_dtype`, parameters in it
+        are masters of what is computed in `param_dtype`, and all values stay. Raises ValueError where there is none.
         """
         if dtype == self.param_dtype:
             return self
@@ -295,14 +301,17 @@ def load_policy(
     """Decides every dtype from the model's; see csrc/torch_ext.h, tx_policy_resolve, for the rules.
 
     model: a Module (the dtype of most of its trainable elements counts), a dtype or its name, None (bf16 unless a flag
-    says
-        otherwise), or any configuration object with `bf16` and `fp16` attributes (an absent one is False).
+        says otherwise), or any configuration object with `bf16` and `fp16` attributes (an absent one is False). Of fp32
+        parameters that FSDP2's fully_shard shards under a MixedPrecisionPolicy, its `param_dtype` counts: moments and
+        wire follow it, and the fp32 shards are the masters (`shard_dtype`).
     bf16, fp16: flags instead of, or in agreement with, the model; where both are true fp16 wins.
     preset: "seed": a bf16 model has bf16 moments, gradients and buckets beside fp32 masters; "conservative": every
     state
         is fp32 unless asked otherwise.
     full_shard: the defaults of full sharding (distributed optimizer, NaN check, optim_grads_params, overlap).
-    optimizer_config: passes through (lr, min_lr, clip_grad, weight_decay, optimizer, ...); weaker than the dtype.
+    optimizer_config: of lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, optimizer what is set here, or
+        by an override, is what an optimizer of this policy starts from (see Adam); min_lr is carried for schedulers.
+        Weaker than the dtype.
     override_optimizer_config, override_ddp_config: a mapping whose keys win one by one, or a hook: called once with the
         resolved policy, it returns such a mapping (or None).
 
@@ -311,18 +320,19 @@ def load_policy(
     """
     if preset not in _PRESETS:
         raise ValueError(f"preset is {preset!r}; {' and '.join(map(repr, _PRESETS))} are legal")
-    model_dtype, bf16, fp16 = _source(model, bf16, fp16)
+    source = _policy_source.of(model, bf16, fp16)
     keep: list[Any] = []  # whatever C borrows until the call returns
     raised: list[BaseException] = []
     arguments = _Arguments(
         size=ctypes.sizeof(_Arguments),
         optimizer=_overrides("override_optimizer_config", override_optimizer_config, keep, raised),
         ddp=_overrides("override_ddp_config", override_ddp_config, keep, raised),
-        model_dtype=model_dtype,
-        bf16=_header.UNSET if bf16 is None else int(bf16),
-        fp16=_header.UNSET if fp16 is None else int(fp16),
+        model_dtype=source.dtype,
+        bf16=_header.UNSET if source.bf16 is None else int(source.bf16),
+        fp16=_header.UNSET if source.fp16 is None else int(source.fp16),
         preset=_PRESETS[preset],
         full_shard=int(full_shard),
+        shard_dtype=source.shards,
     )
     arguments.n_config, arguments.config = _settings("optimizer_config", optimizer_config, keep)
     struct = policy_struct()(size=ctypes.sizeof(policy_struct()))
@@ -337,45 +347,6 @@ def load_policy(
             raise raised[0] from None
         raise
     return Policy(_decode(struct), {row.name: (o.source, o.cause) for row, o in zip(rows(), origins, strict=True)})
-
-
-def _source(model: Any, bf16: bool | None, fp16: bool | None) -> tuple[int, bool | None, bool | None]:
-    """The model's tx_dtype (0: none is given) and the flags."""
-    if model is None:
-        return 0, bf16, fp16
-    if isinstance(model, torch.nn.Module):
-        dtype, what = _model_dtype(model), type(model).__name__
-    elif isinstance(model, torch.dtype):
-        dtype, what = model, "model"
-    elif isinstance(model, str):
-        dtype, what = _dtypes.coerce_dtypes({"param_dtype": model})["param_dtype"], "model"
-        if dtype is None:
-            return 0, bf16, fp16
-    elif hasattr(model, "bf16") or hasattr(model, "fp16"):
-        own_bf16, own_fp16 = bool(getattr(model, "bf16", False)), bool(getattr(model, "fp16", False))
-        return 0, own_bf16 if bf16 is None else bf16, own_fp16 if fp16 is None else fp16
-    else:
-        raise TypeError(
-            f"model is a {type(model).__name__}; a torch.nn.Module, a dtype, a dtype's name, or a configuration with "
-            "bf16 and fp16 attributes is legal"
-        )
-    code = _dtypes.code_of(dtype)
-    if code is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{what} is in {dtype}; float32, bfloat16 and float16 are what torch_ext trains")
-    return code, bf16, fp16
-
-
-def _model_dtype(model: torch.nn.Module) -> torch.dtype:
-    """The dtype of most trainable elements (of all floating-point ones where nothing is trainable)."""
-    parameters = [p for p in model.parameters() if p.is_floating_point()]
-    elements: Counter[torch.dtype] = Counter()
-    for p in [p for p in parameters if p.requires_grad] or parameters:
-        elements[p.dtype] += max(p.numel(), 1)
-    if not elements:
-        raise ValueError(
-            f"{type(model).__name__} has no floating-point parameters to take a dtype from; pass the dtype instead"
-        )
-    return elements.most_common(1)[0][0]
 
 
 def _settings(what: str, mapping: Mapping[str, Any] | None, keep: list[Any]) -> tuple[int, Any]:

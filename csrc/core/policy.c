@@ -16,6 +16,7 @@ typedef struct settings {
 /* Everything that a resolution reads. */
 typedef struct inputs {
   tx_dtype model_dtype;
+  tx_dtype shard_dtype;
   int32_t preset;
   int32_t full_shard;
   settings config;   /* weaker than the dtype branch */
@@ -227,6 +228,12 @@ static void follow_gradients(draft *d, const inputs *in) {
   }
 }
 
+/* FSDP2 hands out gradients in the shards' dtype; what travels stays that of param_dtype. */
+static void follow_shards(draft *d, const inputs *in) {
+  if (d->p.shard_dtype == TX_NONE || GIVEN(main_grads_dtype)) return;
+  FOLLOW(main_grads_dtype, d->p.shard_dtype, shard_dtype);
+}
+
 static void follow_sharding(draft *d, const inputs *in) {
   if (GIVEN(data_parallel_sharding_strategy) && !GIVEN(use_distributed_optimizer) &&
       d->p.data_parallel_sharding_strategy != TX_NO_SHARD) {
@@ -257,12 +264,14 @@ static void resolve(const inputs *in, draft *d) {
     }
   }
   set_mode(d, mode_of(in));
+  if (in->shard_dtype != TX_NONE) SET(shard_dtype, (int32_t)in->shard_dtype, DTYPE);
   set_preset(d, in->preset);
   if (in->full_shard) set_full_shard(d);
   set_given(d, in);
   follow_masters(d, in);
   follow_precision(d, in);
   follow_gradients(d, in);
+  follow_shards(d, in);
   follow_sharding(d, in);
   follow_loss_scale(d, in);
 }
@@ -355,6 +364,11 @@ static tx_status check_args(const tx_policy_args *args, const tx_policy *policy,
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "the model's dtype %s is not legal; legal: %s",
                    tx_dtype_name((tx_dtype)args->model_dtype), legal);
   }
+  if (args->shard_dtype != TX_NONE && (args->shard_dtype != TX_F32 || args->model_dtype == TX_NONE)) {
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
+                   "shard_dtype=%s of a model in %s is not legal; legal: none, and fp32 beside a model's dtype",
+                   tx_dtype_name((tx_dtype)args->shard_dtype), tx_dtype_name((tx_dtype)args->model_dtype));
+  }
   if (args->preset != TX_PRESET_SEED && args->preset != TX_PRESET_CONSERVATIVE) {
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "preset=%d is not legal; legal: 0 (seed), 1 (conservative)",
                    (int)args->preset);
@@ -378,7 +392,10 @@ static tx_status call_hook(const tx_policy_overrides *overrides, const char *whe
 tx_status tx_policy_resolve(const tx_policy_args *args, tx_policy *policy, tx_origin *origins, int64_t n_origins,
                             tx_error *error) {
   TX_FORWARD(check_args(args, policy, origins, n_origins, error));
-  inputs in = {.model_dtype = (tx_dtype)args->model_dtype, .preset = args->preset, .full_shard = args->full_shard};
+  inputs in = {.model_dtype = (tx_dtype)args->model_dtype,
+               .shard_dtype = (tx_dtype)args->shard_dtype,
+               .preset = args->preset,
+               .full_shard = args->full_shard};
   const tx_policy_overrides *overrides[2] = {&args->optimizer, &args->ddp};
   static const char *const hook_names[2] = {"override_optimizer_config (hook)", "override_ddp_config (hook)"};
 
@@ -411,6 +428,14 @@ tx_status tx_policy_resolve(const tx_policy_args *args, tx_policy *policy, tx_or
   return TX_OK;
 }
 
+/* The row of the masters of what is computed in param_dtype: the policy, but for what says that weights are in it. */
+static void shards_row(const tx_policy *policy, const tx_origin *origins, tx_policy *row) {
+  *row = *policy;
+  row->param_dtype = policy->shard_dtype;
+  row->bf16 = row->fp16 = row->store_param_remainders = 0;
+  if (origins[TX_POLICY_main_grads_dtype].cause == TX_POLICY_param_dtype) row->main_grads_dtype = row->param_dtype;
+}
+
 tx_status tx_policy_row(const tx_policy *policy, const tx_origin *origins, tx_dtype dtype, tx_policy *row,
                         tx_error *error) {
   if (!policy || policy->size != sizeof *policy || !origins || !row || row->size != sizeof *row) {
@@ -422,13 +447,20 @@ tx_status tx_policy_row(const tx_policy *policy, const tx_origin *origins, tx_dt
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "parameters of dtype %s have no policy; legal: %s",
                    tx_dtype_name(dtype), legal);
   }
+  if (dtype == (tx_dtype)policy->shard_dtype && dtype != (tx_dtype)policy->param_dtype) {
+    shards_row(policy, origins, row);
+    return TX_OK;
+  }
   inputs in = {.model_dtype = dtype, .preset = policy->preset, .clash = TX_POLICY_FIELDS};
+  const int own = dtype == (tx_dtype)policy->param_dtype;
+  if (own && origins[TX_POLICY_shard_dtype].source == TX_SOURCE_DTYPE) in.shard_dtype = (tx_dtype)policy->shard_dtype;
   draft d = {0};
   set_full_shard(&d); /* which fields that touches */
   for (int32_t f = 0; f < TX_POLICY_FIELDS; f++) {
     const int32_t source = origins[f].source;
     if (f == TX_POLICY_param_dtype || f == TX_POLICY_bf16 || f == TX_POLICY_fp16) continue; /* the mode: now `dtype` */
     if (f == TX_POLICY_store_param_remainders && dtype != TX_BF16) continue; /* they stand beside bf16 weights only */
+    if (f == TX_POLICY_shard_dtype && !own) continue; /* of parameters that are computed in param_dtype */
     if (source == TX_SOURCE_OVERRIDE || source == TX_SOURCE_HOOK) {
       in.given.source[f] = source;
       tx_policy_copy(&in.given.values, policy, f);

@@ -1,9 +1,9 @@
 // Calls of tx_policy_resolve as plain text, so that cases are data (and compile in no time under sanitizers).
 //
-// A load is settings with spaces between them: model=bf16, bf16=1, fp16=0, preset=conservative, full_shard=1, and keys
-// of a configuration: config.lr=0.1, opt.exp_avg_dtype=fp32, ddp.bucket_size=5, and of a hook's answer: opt_hook.lr=1,
-// ddp_hook.bucket_size=5. Values: True, False, None, numbers (1 an integer, 1.0 a float), dtype:float64 a dtype code,
-// and anything else text; 'quotes' make text of what would be something else.
+// A load is settings with spaces between them: model=bf16, shard=fp32, bf16=1, fp16=0, preset=conservative,
+// full_shard=1, and keys of a configuration: config.lr=0.1, opt.exp_avg_dtype=fp32, ddp.bucket_size=5, and of a hook's
+// answer: opt_hook.lr=1, ddp_hook.bucket_size=5. Values: True, False, None, numbers (1 an integer, 1.0 a float),
+// dtype:float64 a dtype code, and anything else text; 'quotes' make text of what would be something else.
 #ifndef TX_TESTS_CORE_POLICY_LOAD_H
 #define TX_TESTS_CORE_POLICY_LOAD_H
 
@@ -125,6 +125,8 @@ inline Resolved Resolve(const std::string &load, tx_status hook_status = TX_OK) 
       lists[name.substr(0, dot)].push_back(ParseSetting(name.substr(dot + 1), value, &storage));
     } else if (name == "model") {
       args.model_dtype = DtypeCode(value);
+    } else if (name == "shard") {
+      args.shard_dtype = DtypeCode(value);
     } else if (name == "bf16") {
       args.bf16 = std::stoi(value);
     } else if (name == "fp16") {

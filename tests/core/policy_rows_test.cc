@@ -45,6 +45,19 @@ constexpr Row kRows[] = {
      FULL_SHARD " data_parallel_sharding_strategy=optim"},
     {"conservative_stays", "preset=conservative", TX_F32, ALL_FP32},
     {"config_stays", FIVE("config."), TX_F32, FP32 " " FIVE("")},
+    {"fp32_shards_are_the_masters_of_bf16", "model=bf16 shard=fp32", TX_F32,
+     BF16 " param_dtype=fp32 main_grads_dtype=fp32 bf16=False shard_dtype=fp32"},
+    {"what_is_computed_in_bf16", "model=bf16 shard=fp32", TX_BF16, BF16 " main_grads_dtype=fp32 shard_dtype=fp32"},
+    {"fp16_beside_fp32_shards", "model=bf16 shard=fp32", TX_F16, FP16 " shard_dtype=None"},
+    {"fp32_shards_are_the_masters_of_fp16", "model=fp16 shard=fp32", TX_F32, FP16 " param_dtype=fp32 fp16=False"},
+    {"shards_without_remainders", "model=bf16 shard=fp32 opt.store_param_remainders=True", TX_F32,
+     "param_dtype=fp32 store_param_remainders=False exp_avg_dtype=bf16"},
+    {"explicit_gradients_of_shards", "model=bf16 shard=fp32 opt.main_grads_dtype=bf16", TX_F32,
+     "main_grads_dtype=bf16 grad_comm_dtype=bf16"},
+    {"gradients_None_of_shards", "model=bf16 shard=fp32 opt.main_grads_dtype=None", TX_F32, "main_grads_dtype=fp32"},
+    {"shards_by_an_override", "model=bf16 opt.shard_dtype=fp32", TX_F32, "exp_avg_dtype=bf16 grad_comm_dtype=bf16"},
+    {"shards_that_are_no_masters", "model=bf16 shard=fp32 opt.shard_dtype=None", TX_F32, FP32},
+    {"conservative_shards", "model=bf16 shard=fp32 preset=conservative", TX_F32, ALL_FP32},
     {"hooks_stay", "opt_hook.exp_avg_sq_dtype=fp8", TX_F16, FP16 " exp_avg_sq_dtype=uint8"},
 };
 INSTANTIATE_TEST_SUITE_P(Rows, PolicyRowTest, testing::ValuesIn(kRows), Id<Row>);
@@ -91,10 +104,12 @@ TEST(PolicyProperties, A4_A6_hold_for_all_pairs_of_overrides) {
                            "ddp.preserve_fp32_weights=False",
                            "ddp.preserve_fp32_weights=True",
                            "ddp.use_distributed_optimizer=False",
-                           "ddp.use_distributed_optimizer=True"};
+                           "ddp.use_distributed_optimizer=True",
+                           "opt.shard_dtype=fp32"};
   int resolved = 0, refused = 0;
-  for (const char *mode : {"model=fp32", "model=fp16", "model=bf16", "model=fp32 preset=conservative",
-                           "model=fp16 preset=conservative", "model=bf16 preset=conservative"}) {
+  for (const char *mode :
+       {"model=fp32", "model=fp16", "model=bf16", "model=fp32 preset=conservative", "model=fp16 preset=conservative",
+        "model=bf16 preset=conservative", "model=bf16 shard=fp32"}) {
     for (const std::string a : choices) {
       for (const std::string b : choices) {
         if (a.substr(0, a.find('=')) == b.substr(0, b.find('='))) continue;
