@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext import _ops, _stats, _tensors
+from torch_ext import _clipped, _ops, _stats, _tensors
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
 from torch_ext._wrappers import innermost
 
@@ -38,13 +38,20 @@ class Clipping:
     """
 
     def __init__(
-        self, norm: Tensor, clip_coef: Tensor, found_inf: Tensor, first_bad: Tensor, only_measured: bool
+        self,
+        norm: Tensor,
+        clip_coef: Tensor,
+        found_inf: Tensor,
+        first_bad: Tensor,
+        only_measured: bool,
+        stats: Tensor,
     ) -> None:
         self.norm = norm
         self.clip_coef = clip_coef
         self.found_inf = found_inf
         self.first_bad = first_bad  # int64 [1]: index of the first gradient that is not finite
         self.only_measured = only_measured  # with no limit: nothing is lost where gradients are written afterwards
+        self.stats = stats  # of all ranks; see measure
         self.used = False
         self._versions: list[int] = []
 
@@ -71,6 +78,11 @@ class Clipping:
             "clip"
         )
 
+    def limited(self, max_norm: float, grad_scale: Tensor) -> "Clipping":
+        """What `measure` would find about the same gradients, without reading them again."""
+        with torch.no_grad():
+            return _decided(self.stats, self.first_bad, max_norm, grad_scale)
+
     def warn_if_skipped(self, members: Sequence[Any], grads: Sequence[Tensor]) -> None:
         """Says which gradient made the step be skipped, where that is known without waiting for a device."""
         if self.found_inf.device.type == "cpu" and self.found_inf.item() != 0:
@@ -94,11 +106,15 @@ def measure(
             raise RuntimeError(f"gradient {i} is sparse ({grad.layout}); build the embedding with sparse=False")
     with torch.no_grad():
         device = grads[0].device if grads else torch.device("cpu")
-        norm, clip_coef, found_inf = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(3))
         runs = [_tensors.contiguous(g.detach()) for g in grads]
         stats, first_bad = _stats.of(runs, device) if parts is None else _summed(runs, parts, device)
-        _ops.call("grad_norm_", stats, grad_scale, max_norm, norm, clip_coef, found_inf)
-    return Clipping(norm, clip_coef, found_inf, first_bad, only_measured=max_norm == math.inf)
+        return _decided(stats, first_bad, max_norm, grad_scale)
+
+
+def _decided(stats: Tensor, first_bad: Tensor, max_norm: float, grad_scale: Tensor) -> Clipping:
+    norm, clip_coef, found_inf = (torch.zeros((), dtype=torch.float32, device=stats.device) for _ in range(3))
+    _ops.call("grad_norm_", stats, grad_scale, max_norm, norm, clip_coef, found_inf)
+    return Clipping(norm, clip_coef, found_inf, first_bad, max_norm == math.inf, stats)
 
 
 def _summed(runs: Sequence[Tensor], parts: Sequence[Part], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -164,6 +180,7 @@ def clip_grad_norm_(
         coefficient = torch.where(bad, torch.full_like(clipping.clip_coef, math.nan), clipping.clip_coef)
         with torch.no_grad():
             torch._foreach_mul_(grads, coefficient)
+    _clipped.tell(params, max_norm)
     return clipping.norm
 
 

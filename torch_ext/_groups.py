@@ -2,27 +2,21 @@
 
 import ctypes
 import functools
-import math
-import operator
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torch_ext import _dtypes, _header, _library, _tensors
+from torch_ext import _dtypes, _library, _tensors
+from torch_ext._hyper_parameters import ROUNDINGS, Group, is_away, is_number, items, refuse, refuse_differing
 from torch_ext._policy import Policy, load_policy
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
-Group: TypeAlias = dict[str, Any]
 
-ROUNDINGS = {"nearest": _header.NEAREST, "dithered": _header.DITHERED, "stochastic": _header.STOCHASTIC}
-# One value for all groups: the operator takes one of each per call.
-SHARED = ("seed", "moment_rounding", "weight_rounding")
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
@@ -99,80 +93,65 @@ def fill(group: Group, defaults: dict[str, Any], decoupled: bool | None) -> None
         group["decoupled_weight_decay"] = decoupled
 
 
-def policy_of(params: Any) -> Policy:
-    """The policy of the dtype of most trainable elements."""
-    groups = [p["params"] if isinstance(p, dict) else [p] for p in params] if not isinstance(params, Tensor) else []
-    each = chain.from_iterable([g] if isinstance(g, Tensor) else g for g in groups)
+def taken(params: Params) -> Params:
+    """The parameters or groups in a list, to be read more than once: an iterator gives its parameters once only, and
+    what looks at them before the optimizer takes them would leave it none. A group's are put in their place, as torch
+    does when it takes them."""
+    if isinstance(params, Tensor):
+        return params  # torch says what is wrong with a single tensor
+    everything: list[Any] = list(params)
+    for group in everything:
+        held = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(held, Tensor | list | tuple | set | None):  # a set torch refuses
+            group["params"] = list(held)
+    return everything
+
+
+def policy_of(params: Params) -> Policy:
+    """The policy of the dtype of most trainable elements. params: `taken`."""
     elements: Counter[torch.dtype] = Counter()
-    for p in (p[1] if isinstance(p, tuple) else p for p in each):
-        if isinstance(p, Tensor) and p.requires_grad and p.dtype in _tensors.TRAINED:
+    for p in _tensors_in(params):
+        if p.requires_grad and p.dtype in _tensors.TRAINED:
             elements[p.dtype] += max(p.numel(), 1)
     return load_policy(elements.most_common(1)[0][0] if elements else torch.float32)
 
 
-def refuse(group: Group, where: str, waits: bool = True) -> None:
-    """Raises for hyper-parameters that no group may have. waits: for a GPU, to read an lr that is there."""
-    if group["amsgrad"]:
-        raise ValueError(
-            f"{where}amsgrad=True is not supported: leave it out (the default of torch too), or use torch.optim.AdamW"
-        )
-    if group["differentiable"]:
-        raise ValueError(
-            f"{where}differentiable=True is not supported: the step is one fused operator without a derivative; use "
-            "torch.optim.AdamW for a step that autograd sees"
-        )
-    lr, betas = group["lr"], group["betas"]
-    if isinstance(lr, Tensor) and (lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64)):
-        raise ValueError(
-            f"{where}lr is a tensor of {lr.numel()} elements in {lr.dtype}; one float32 or float64 is legal"
-        )
-    if len(betas) != 2:
-        raise ValueError(f"{where}betas has {len(betas)} values; 2 are legal")
-    for key, value in (("lr", lr), ("eps", group["eps"]), ("weight_decay", group["weight_decay"])):
-        if (waits or not _is_away(value)) and not 0 <= float(value) < math.inf:
-            raise ValueError(f"{where}{key} is {float(value)}; a finite number >= 0 is legal")
-    for i, beta in enumerate(betas):
-        if not 0 <= float(beta) < 1:
-            raise ValueError(f"{where}betas[{i}] is {float(beta)}; a number in [0, 1) is legal")
-    for key in ("moment_rounding", "weight_rounding"):
-        if group[key] not in ROUNDINGS:
-            raise ValueError(f"{where}{key} is {group[key]!r}; {', '.join(ROUNDINGS)} are legal")
-    if not -(2**63) <= operator.index(group["seed"]) < 2**63:
-        raise ValueError(f"{where}seed is {group['seed']}; an integer of 64 bits is legal")
-
-
-def refuse_differing(group: Group, first: Group, where: str) -> None:
-    """Raises where a group wants another value than the first for what is one value per optimizer."""
-    for key in SHARED:
-        if group[key] != first[key]:
-            raise ValueError(
-                f"{where}{key} is {group[key]!r} and in group 0 it is {first[key]!r}; it is one per optimizer: make "
-                "a second one"
-            )
-
-
-def _is_away(value: Any) -> bool:
-    """A tensor whose value the host would have to wait for."""
-    return isinstance(value, Tensor) and value.device.type != "cpu"
+def _tensors_in(params: Params) -> Iterator[Tensor]:
+    """The parameters of all groups, as far as they are any; what is not, torch names."""
+    for group in [] if isinstance(params, Tensor) else params:
+        held: Any = group.get("params", ()) if isinstance(group, dict) else [group]
+        for p in [held] if isinstance(held, Tensor) else held or ():
+            named = p[1] if isinstance(p, tuple) and len(p) == 2 else p
+            if isinstance(named, Tensor):
+                yield named
 
 
 def _is_handed_over(lr: Any, device: torch.device) -> bool:
     """Whether the operator gets the tensor: one on the CPU is read, which waits for nothing, where parameters are
     not."""
-    return isinstance(lr, Tensor) and (device.type == "cpu" or _is_away(lr))
+    return isinstance(lr, Tensor) and (device.type == "cpu" or is_away(lr))
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is float:
+        return value
+    if is_away(value):
+        return value.data_ptr(), value._version
+    return float(value) if is_number(value) else object()  # which equals nothing
 
 
 def key_of(groups: list[Group], device: torch.device) -> list[Any]:
     """Equal keys mean equal tables for parameters on the device. An lr that is handed over counts by its address: the
-    table shares its memory. Other tensors on a GPU count by address and version: reading them would wait for it."""
+    table shares its memory. Other tensors on a GPU count by address and version: reading them would wait for it. What
+    is no number makes the key another one, for `hyper` to refuse it."""
     key: list[Any] = []
     for g in groups:
         lr = g["lr"]
         key += (
-            lr if type(lr) is float else lr.data_ptr() if _is_handed_over(lr, device) else float(lr),
-            *((b.data_ptr(), b._version) if _is_away(b) else float(b) for b in g["betas"]),
-            g["eps"],
-            g["weight_decay"],
+            lr if type(lr) is float else lr.data_ptr() if _is_handed_over(lr, device) else _plain(lr),
+            *(_plain(b) for b in items(g["betas"]) or (g["betas"],)),
+            _plain(g["eps"]),
+            _plain(g["weight_decay"]),
             g["maximize"],
             g["decoupled_weight_decay"],
             g["amsgrad"],
@@ -192,8 +171,8 @@ def hyper(groups: list[Group], device: torch.device) -> Hyper:
         refuse(g, f"group {i}: ", waits=False)
         refuse_differing(g, groups[0], f"group {i}: ")
         lr = 0.0 if _is_handed_over(g["lr"], device) else g["lr"]  # lrs stand for it
-        row = (lr, *g["betas"], g["eps"], g["weight_decay"], g["maximize"], g["decoupled_weight_decay"])
-        rows.append([float(x) for x in row])
+        flags = (bool(g["maximize"]), bool(g["decoupled_weight_decay"]))
+        rows.append([float(x) for x in (lr, *g["betas"], g["eps"], g["weight_decay"], *flags)])
     lrs: list[Tensor] = []
     if any(_is_handed_over(g["lr"], device) for g in groups):
         lrs = [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext import _groups, _local, _state, _tensors
+from torch_ext import _groups, _hyper_parameters, _local, _state, _tensors
 from torch_ext._checkpoint import is_cut
 from torch_ext._losses import Losses
 from torch_ext._refusals import names_of
@@ -103,8 +103,8 @@ def _targets(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[Any, _Target
     filled = [optimizer.defaults | group for group in saved]
     for i, group in enumerate(filled):
         where = f"loaded state dict, group {i}: "
-        _groups.refuse(group, where)
-        _groups.refuse_differing(group, filled[0], where)
+        _hyper_parameters.refuse(group, where)
+        _hyper_parameters.refuse_differing(group, filled[0], where)
     keys = list(chain.from_iterable(g["params"] for g in saved))
     for index in state_dict["state"]:
         if index not in keys:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext import _away, _refusals, _registry, _tensors
+from torch_ext import _away, _clipped, _refusals, _registry, _tensors, _torch_clipping
 from torch_ext._clip import Clipping, is_agreed, measure
 from torch_ext._groups import Params
 from torch_ext._policy import Policy
@@ -31,6 +31,10 @@ class Measured(Trained):
     def _forget(self) -> None:
         super()._forget()
         self._clipping = None
+        self._clipped = False  # in place, by somebody, since the last step or zero_grad
+        if self.policy.clip_grad:
+            _torch_clipping.route()
+            _clipped.watch(self)
 
     def _follow_params(self) -> None:
         super()._follow_params()
@@ -98,18 +102,24 @@ class Measured(Trained):
         return measure(grads, max_norm, grad_scale, None if self._locals.plain else self._locals.parts(active))
 
     def _current_clipping(self, grads: list[Tensor], active: list[bool]) -> Clipping | None:
-        """The clipping that these gradients were given, or the check that skip_nonfinite asks for."""
+        """The clipping that these gradients were given, that of the policy where nobody gave them one, or the check
+        that skip_nonfinite asks for."""
+        limit = None if self._clipped else self.policy.clip_grad or None
         clipping = self._clipping
         if clipping is not None and clipping.belongs_to(grads):
-            return clipping
+            if limit is None or not clipping.only_measured:
+                return clipping
+            return clipping.limited(limit, _one(self.__dict__.get("grad_scale"), self._counts.device))
         self._clipping = None
-        assert self._locals is not None
-        # Whoever clips sharded gradients by a function of their own clips by this rank's norm.
-        if self.policy.clip_grad and not self._locals.plain:
-            return self._measure(grads, active, self.policy.clip_grad)
+        if limit is not None:
+            return self._measure(grads, active, limit)
         if self.skip_nonfinite and "found_inf" not in self.__dict__:
             return self._measure(grads, active, math.inf)
         return None
+
+    def gradients_were_clipped(self) -> None:
+        """See _clipped."""
+        self._clipped = True
 
 
 def _one(value: Any, device: torch.device) -> Tensor:

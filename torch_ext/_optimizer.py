@@ -7,13 +7,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torch_ext import _away, _checkpoint, _groups, _kept, _loading, _master_access, _masters, _state
+from torch_ext import _away, _checkpoint, _groups, _hyper_parameters, _kept, _loading, _master_access, _masters, _state
 from torch_ext._groups import Params
+from torch_ext._hyper_parameters import Default, start
 from torch_ext._plan import Member
 from torch_ext._policy import Policy
 from torch_ext._stepping import Stepping
 from torch_ext._wrappers import of_the_innermost
 
+# torch's, which explicit values of a policy replace.
+_LR, _BETAS, _EPS = Default(1e-3), (Default(0.9), Default(0.999)), Default(1e-8)
+_NO_DECAY, _DECAY = Default(0), Default(1e-2)
 # Our own attributes that a pickled or copied optimizer keeps; lists made from tensors are made again.
 _KEPT = ("policy", "skip_nonfinite", "on_external_write", "_counts", "_host")
 
@@ -26,7 +30,11 @@ class Adam(Stepping):
     beyond torch's:
 
     policy: of `load_policy`; None: that of the dtype of most trainable elements. Parameters in other dtypes follow
-        their own row of it.
+        their own row of it. What was set explicitly in it of lr, weight_decay, adam_beta1, adam_beta2 and adam_eps is
+        what this optimizer starts from, unless an argument or a group says otherwise; its defaults are not. Where
+        clip_grad is set, step() clips by it: gradients that nobody clipped since the last step or zero_grad, by
+        `torch_ext.clip_grad_norm_` or one of torch.nn.utils' functions (measuring with math.inf is no clipping). Where
+        `optimizer` is set it must be this one: "adam" fits AdamW, too, as with Megatron-LM.
     moment_rounding: "dithered", "stochastic" or "nearest": how moments are brought to 16 or 8 bits. None: the policy's.
     weight_rounding: the same for a 16-bit weight without a master.
     seed: of the rounding thresholds; saved with the state.
@@ -50,10 +58,10 @@ class Adam(Stepping):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
+        lr: float | Tensor = _LR,
+        betas: tuple[float | Tensor, float | Tensor] = _BETAS,
+        eps: float = _EPS,
+        weight_decay: float = _NO_DECAY,
         amsgrad: bool = False,
         *,
         foreach: bool | None = None,
@@ -72,14 +80,15 @@ class Adam(Stepping):
     ) -> None:
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy is a {type(policy).__name__}; what torch_ext.load_policy returns is legal")
-        if not isinstance(params, Tensor):  # torch says what is wrong with a single tensor
-            params = cast(Params, list(params))
+        params = _groups.taken(params)
         policy = _groups.policy_of(params) if policy is None else policy
+        decouples = bool(self._decoupled or decoupled_weight_decay)
+        _hyper_parameters.refuse_optimizer(policy, ("adam", "adamw") if decouples else ("adam",), type(self).__name__)
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
+            "lr": start(lr, policy, "lr"),
+            "betas": _hyper_parameters.start_betas(betas, policy),
+            "eps": start(eps, policy, "adam_eps"),
+            "weight_decay": start(weight_decay, policy, "weight_decay"),
             "amsgrad": amsgrad,
             "maximize": maximize,
             "foreach": foreach,
@@ -307,10 +316,10 @@ class AdamW(Adam):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        lr: float | Tensor = _LR,
+        betas: tuple[float | Tensor, float | Tensor] = _BETAS,
+        eps: float = _EPS,
+        weight_decay: float = _DECAY,
         amsgrad: bool = False,
         *,
         maximize: bool = False,

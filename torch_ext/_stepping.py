@@ -111,6 +111,7 @@ class Stepping(Measured):
                 if again:
                     raise RuntimeError(str(refusal)) from None
             else:
+                self._clipped = False
                 plan.store_copies()
                 torch.autograd.graph.increment_version(plan.params)
                 plan.look()
@@ -202,6 +203,11 @@ class Stepping(Measured):
         """See _registry.Stepper: buckets are stepped as their sums come, with what groups say now; step() gathers."""
         if self.skip_nonfinite:
             raise RuntimeError("step_in_backward=True steps before skip_nonfinite=True can look: leave out one of them")
+        if self.policy.clip_grad:
+            raise RuntimeError(
+                f"step_in_backward=True steps before the norm is known, and the optimizer's policy has "
+                f"clip_grad={self.policy.clip_grad}: leave out one of them"
+            )
         plan = self._standing(self._everyone())
         if plan is None or not all(plan.active):
             return None
@@ -291,6 +297,7 @@ class Stepping(Measured):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, shards of gradients included. A clip coefficient that no step has applied is forgotten."""
         self._clipping = None
+        self._clipped = False
         everyone = self._everyone()
         owners = list(_registry.owners_of(everyone))
         for owner in owners:

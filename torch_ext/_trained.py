@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext import _away, _groups, _kept, _local, _masters, _registry, _state, _tensors
+from torch_ext import _away, _groups, _hyper_parameters, _kept, _local, _masters, _registry, _state, _tensors
 from torch_ext._groups import Params
 from torch_ext._host_part import HostPart
 from torch_ext._masters import Seen
@@ -30,7 +30,7 @@ class Trained(torch.optim.Optimizer):
         self.policy = policy
         self._host = HostPart(offload_fraction)
         self._forget()
-        _groups.refuse(defaults, "")
+        _hyper_parameters.refuse(defaults, "")
         super().__init__(params, defaults)
         self.state = _kept.Kept.of(self.state, handed_out=False)
 
@@ -48,7 +48,9 @@ class Trained(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Refused, with what to do about it: parameters that are twice in it or share memory, complex,
-        sparse, meta and inference tensors, other dtypes than float32, bfloat16 and float16."""
+        sparse, meta and inference tensors, other dtypes than float32, bfloat16 and float16; hyper-parameters that are
+        no numbers, or not legal ones; and arguments of the constructor that a group cannot have, `policy` among them.
+        """
         before = len(self.param_groups)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "optimizer contains a parameter group with duplicate parameters")
@@ -67,8 +69,9 @@ class Trained(torch.optim.Optimizer):
         self._rearranged()
 
     def _admit(self, group: dict[str, Any], where: str) -> None:
-        _groups.refuse(group, where)
-        _groups.refuse_differing(group, self.param_groups[0], where)
+        _hyper_parameters.refuse_keys(group, where)
+        _hyper_parameters.refuse(group, where)
+        _hyper_parameters.refuse_differing(group, self.param_groups[0], where)
         names = _groups.names(self.param_groups)
         trained = [(p, name) for p, name in zip(self._everyone(), names, strict=True) if p.requires_grad]
         for p, name in trained:

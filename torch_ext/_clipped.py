@@ -1,0 +1,35 @@
+"""Who clips gradients in place, for optimizers that clip by their policy where nobody else does."""
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Clipper(Protocol):
+    """An optimizer whose step clips, unless it was told that somebody did."""
+
+    param_groups: list[dict[str, Any]]
+
+    def gradients_were_clipped(self) -> None:
+        """Somebody clipped gradients of some of its parameters: on every rank, as clipping is what all ranks do."""
+
+
+_clippers: "weakref.WeakSet[Clipper]" = weakref.WeakSet()
+
+
+def watch(clipper: Clipper) -> None:
+    """From here on it is told."""
+    _clippers.add(clipper)
+
+
+def tell(params: Sequence[Tensor], limit: Any = None) -> None:
+    """Gradients of these parameters were clipped in place. limit: to that norm; infinity only measures."""
+    if not _clippers or (isinstance(limit, float) and limit == math.inf):
+        return
+    clipped = set(map(id, params))
+    for clipper in list(_clippers):
+        if any(id(p) in clipped for group in clipper.param_groups for p in group["params"]):
+            clipper.gradients_were_clipped()
