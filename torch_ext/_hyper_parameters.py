@@ -19,20 +19,24 @@ ROUNDINGS = {"nearest": _header.NEAREST, "dithered": _header.DITHERED, "stochast
 SHARED = ("seed", "moment_rounding", "weight_rounding")
 # Arguments of the constructor that no group has.
 _OF_THE_OPTIMIZER = ("policy", "skip_nonfinite", "on_external_write", "offload_fraction")
-_FLAGS = ("amsgrad", "differentiable", "maximize", "decoupled_weight_decay")
+_FLAGS = ("amsgrad", "differentiable", "maximize", "decoupled_weight_decay", "foreach", "capturable", "fused")
 
 
-class Default(float):
-    """A default of a signature, torch's number: what is set explicitly in a policy comes before it."""
+# torch's defaults, in signatures; each a float of its own, since it is recognised by its identity: what somebody else
+# passes, of the same value, was given. (A class of its own would not be what introspection and YAML know as a float.)
+LR, BETAS, EPS = float("1e-3"), (float("0.9"), float("0.999")), float("1e-8")
+NO_DECAY, DECAY = float("0"), float("1e-2")
+_DEFAULTS = (LR, *BETAS, EPS, NO_DECAY, DECAY)
 
 
 def start(given: Any, policy: Policy, key: str) -> Any:
     """What an optimizer starts from: the argument that was given, or what the policy's `key` was set to, or torch's
     default."""
-    if not isinstance(given, Default):
+    if not any(given is default for default in _DEFAULTS):
         return given
     explicit = policy._explicit(key)
-    return float(given) if explicit is None else explicit
+    # A float of its own: where a group's value is passed on to another optimizer, it is given.
+    return float(repr(given)) if explicit is None else explicit
 
 
 def start_betas(given: Any, policy: Policy) -> Any:
@@ -92,8 +96,7 @@ def refuse(group: Group, where: str, waits: bool = True) -> None:
 
 def _refuse_flags(group: Group, where: str) -> None:
     for key in _FLAGS:
-        if isinstance(group[key], str | bytes):  # "False" is true
-            raise TypeError(f"{where}{key} is {_shown(group[key])}; True or False is legal")
+        refuse_text(group.get(key), where + key)
     if group["amsgrad"]:
         raise ValueError(
             f"{where}amsgrad=True is not supported: leave it out (the default of torch too), or use torch.optim.AdamW"
@@ -103,6 +106,12 @@ def _refuse_flags(group: Group, where: str) -> None:
             f"{where}differentiable=True is not supported: the step is one fused operator without a derivative; use "
             "torch.optim.AdamW for a step that autograd sees"
         )
+
+
+def refuse_text(flag: Any, what: str) -> None:
+    """TypeError for a flag that came as text, of which "False" is as true as any other."""
+    if isinstance(flag, str | bytes):
+        raise TypeError(f"{what} is {_shown(flag)}; True or False is legal")
 
 
 def _refuse_betas(betas: Any, where: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext import _away, _clipped, _refusals, _registry, _tensors, _torch_clipping
+from torch_ext import _away, _clipped, _hyper_parameters, _refusals, _registry, _tensors, _torch_clipping
 from torch_ext._clip import Clipping, is_agreed, measure
 from torch_ext._groups import Params
 from torch_ext._policy import Policy
@@ -21,6 +21,7 @@ class Measured(Trained):
     def __init__(
         self, params: Params, defaults: dict[str, Any], policy: Policy, offload_fraction: float, skip_nonfinite: bool
     ) -> None:
+        _hyper_parameters.refuse_text(skip_nonfinite, "skip_nonfinite")
         self.skip_nonfinite = skip_nonfinite
         super().__init__(params, defaults, policy, offload_fraction)
         device = next((p.device for p in self._everyone() if p.requires_grad), torch.device("cpu"))

@@ -9,15 +9,12 @@ from torch import Tensor
 
 from torch_ext import _away, _checkpoint, _groups, _hyper_parameters, _kept, _loading, _master_access, _masters, _state
 from torch_ext._groups import Params
-from torch_ext._hyper_parameters import Default, start
+from torch_ext._hyper_parameters import BETAS, DECAY, EPS, LR, NO_DECAY, start
 from torch_ext._plan import Member
 from torch_ext._policy import Policy
 from torch_ext._stepping import Stepping
 from torch_ext._wrappers import of_the_innermost
 
-# torch's, which explicit values of a policy replace.
-_LR, _BETAS, _EPS = Default(1e-3), (Default(0.9), Default(0.999)), Default(1e-8)
-_NO_DECAY, _DECAY = Default(0), Default(1e-2)
 # Our own attributes that a pickled or copied optimizer keeps; lists made from tensors are made again.
 _KEPT = ("policy", "skip_nonfinite", "on_external_write", "_counts", "_host")
 
@@ -58,10 +55,10 @@ class Adam(Stepping):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = _LR,
-        betas: tuple[float | Tensor, float | Tensor] = _BETAS,
-        eps: float = _EPS,
-        weight_decay: float = _NO_DECAY,
+        lr: float | Tensor = LR,
+        betas: tuple[float | Tensor, float | Tensor] = BETAS,
+        eps: float = EPS,
+        weight_decay: float = NO_DECAY,
         amsgrad: bool = False,
         *,
         foreach: bool | None = None,
@@ -316,10 +313,10 @@ class AdamW(Adam):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = _LR,
-        betas: tuple[float | Tensor, float | Tensor] = _BETAS,
-        eps: float = _EPS,
-        weight_decay: float = _DECAY,
+        lr: float | Tensor = LR,
+        betas: tuple[float | Tensor, float | Tensor] = BETAS,
+        eps: float = EPS,
+        weight_decay: float = DECAY,
         amsgrad: bool = False,
         *,
         maximize: bool = False,

@@ -17,6 +17,7 @@ from training import everything, set_grads
 import torch_ext
 
 CLASSES = [torch_ext.AdamW, torch_ext.Adam]
+FLAGS = ["maximize", "amsgrad", "differentiable", "foreach", "capturable", "fused", "skip_nonfinite"]
 
 
 def one() -> nn.Parameter:
@@ -142,8 +143,8 @@ def test_text_that_would_be_a_number_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "betas", "maximize", "amsgrad", "seed"])
-def test_every_key_of_both_classes(kind: Any, key: str) -> None:
+@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "betas", "seed", *FLAGS])
+def test_text_for_every_key_of_both_classes(kind: Any, key: str) -> None:
     with pytest.raises(TypeError, match=f"^{key} is '0', text"):
         kind([one()], **{key: "0"})
 
