@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ext._exchange import Handle
+from torch_ext._streams import Stream
 
 if TYPE_CHECKING:
     from torch_ext._fsdp_engine import FsdpEngine
@@ -30,6 +31,13 @@ class ReduceScatter(_Comm):
 
     def __init__(self, engine: "FsdpEngine", unit: "UnitPlan") -> None:
         self._engine, self._unit = engine, unit
+        self._allocated_on: set[Stream] = set()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        # The input is the computation's, which no event of the stream of the call covers, and FSDP2 lets go of it as
+        # soon as the call is done.
+        self._allocated_on.add(self._engine.exchanges.current_stream())
+        return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -39,7 +47,8 @@ class ReduceScatter(_Comm):
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> None:
-        self._engine.reduce_scatter(self._unit, output_tensor, input_tensor, group, op)
+        allocated_on, self._allocated_on = self._allocated_on, set()
+        self._engine.reduce_scatter(self._unit, output_tensor, input_tensor, group, op, allocated_on)
 
 
 class AllGather(_Comm):

@@ -31,6 +31,7 @@ from torch_ext._fsdp_weights import Weights
 from torch_ext._local import Local, tensor_of
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
 from torch_ext._refusals import CAME, FROZEN, refuse_busy, refuse_step
+from torch_ext._streams import Stream
 from torch_ext._wire import Wire, add_up
 
 # Units whose gradients are on their way at a time; those of more would pile up where computation is faster than the
@@ -194,13 +195,16 @@ class FsdpEngine(_registry.Owner):
         given: torch.Tensor,
         group: dist.ProcessGroup,
         op: dist.ReduceOp,
+        allocated_on: Iterable[Stream],
     ) -> None:
-        """given: [ranks, output's numel], flat: this rank's gradients of the unit, cut into every rank's shards."""
+        """given: [ranks, output's numel], flat: this rank's gradients of the unit, cut into every rank's shards.
+        allocated_on: the streams whose memory output and given are."""
         self._refuse(unit, output, op)
         self.enter_backward()
         self._current = None
         self._make_room()
         exchange = self.exchanges.of(group, REDUCE)
+        exchange.ordering.wrote(*allocated_on)
         rows = given.view(exchange.world_size, -1)
         wire = wire_of(unit, rows, exchange.rank, self._cycle)
         numel = wire.data.numel() // exchange.world_size

@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch_ext._exchange import MAX_BUCKETS, Exchange, exchange_over, tag
 from torch_ext._fsdp_reduction import UnitPlan
 from torch_ext._header import BLOCK
+from torch_ext._streams import Stream
 from torch_ext._wire import CODES, Piece, Seeds, Wire, pack
 
 GATHER, REDUCE = "gather", "reduce"
-"""Purposes: what computation waits for, a gather, shall not wait for reductions before it."""
+"""Purposes: each has streams of its own for what it does itself. Over one group both share its communicator, and so its
+stream: a gather waits for the reductions that were started before it."""
 
 
 class Exchanges:
@@ -27,6 +29,10 @@ class Exchanges:
             made.compresses = self.control.compresses
             self._made[group, purpose] = made
         return self._made[group, purpose]
+
+    def current_stream(self) -> Stream:
+        """Of the device: whose memory is what is allocated now."""
+        return self.control.ordering.streams.current()
 
     def tag(self, cycle: int, purpose: str, unit: UnitPlan, nbytes: int) -> int:
         """Depends on the size, too: a message of another size than is expected would end a gloo process."""

@@ -144,11 +144,12 @@ class Ordering:
         self._leaving, self._arriving = streams.new(), streams.new()
         self._writers: dict[Stream, Event] = {}
 
-    def wrote(self) -> None:
-        """The current stream was given something to write that will leave."""
-        stream = self.streams.current()
-        if stream not in self._writers:
-            self._writers[stream] = self.streams.event()
+    def wrote(self, *streams: Stream) -> None:
+        """These streams, or the current one, were given something to write that will leave, or allocated it: memory is
+        its stream's again as soon as nobody has it any more."""
+        for stream in streams or (self.streams.current(),):
+            if stream not in self._writers:
+                self._writers[stream] = self.streams.event()
 
     def leave(self) -> AbstractContextManager[Any]:
         """Inside, work follows everything that the current stream and those that wrote were given so far."""

@@ -7,6 +7,9 @@ access.
 
 The collectives of a group run on a stream of the group's own, as NCCL's do: they follow the stream that is current when
 they are started, and who waits for one makes the current stream follow it.
+
+torch's FSDP2 is not modelled: its own code runs, over streams and events of the pretended device instead of those of
+torch.cpu, which do nothing. So the order of its waits, and when it lets go of memory, are those of the installed torch.
 """
 
 import contextlib
@@ -14,6 +17,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,9 +40,14 @@ class _Access(NamedTuple):
 
 class _Memory:
     def __init__(self, tensor: torch.Tensor, owner: str) -> None:
-        self.alive = StorageWeakRef(tensor.untyped_storage())
+        self._storage = StorageWeakRef(tensor.untyped_storage())
         self.owner = owner
         self.accesses: list[_Access] = []
+
+    def is_free(self) -> bool:
+        """Nobody has it any more, or whoever has it made it empty, as FSDP2 does with whole weights."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return storage is None or storage.nbytes() == 0
 
 
 class FakeStreams(Streams):
@@ -136,7 +145,7 @@ class FakeStreams(Streams):
     def _free(self) -> None:
         """Memory that nobody has any more is its stream's again."""
         for key, memory in list(self._memories.items()):
-            if memory.alive.expired():
+            if memory.is_free():
                 del self._memories[key]
                 self._freed.setdefault(memory.owner, []).extend(memory.accesses)
 
@@ -208,19 +217,74 @@ def _on_stream_of_group(streams: FakeStreams, kind: str, run: Any) -> Any:
     return collective
 
 
+def _all_reduced(streams: FakeStreams, run: Any) -> Any:
+    """In place; the current stream waits for it."""
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        def into(whole: torch.Tensor, _sent: torch.Tensor, *, group: Any) -> None:
+            run(whole, op=op, group=group)
+
+        _on_stream_of_group(streams, "all_reduce", into)(tensor, tensor, group=group, async_op=True).wait()
+
+    return all_reduce
+
+
+class _Fsdp2Event:
+    def __init__(self, streams: FakeStreams) -> None:
+        self._streams, self.clocks = streams, streams.event()
+
+    def record(self, stream: "_Fsdp2Stream | None" = None) -> None:
+        self._streams.record(self.clocks, self._streams.current() if stream is None else stream.name)
+
+
+class _Fsdp2Stream:
+    """As torch.cuda.Stream."""
+
+    def __init__(self, streams: FakeStreams, name: str) -> None:
+        self._streams, self.name = streams, name
+
+    def wait_event(self, event: _Fsdp2Event) -> None:
+        self._streams.wait(self.name, event.clocks)
+
+    def record_event(self) -> _Fsdp2Event:
+        event = _Fsdp2Event(self._streams)
+        event.record(self)
+        return event
+
+    def wait_stream(self, other: "_Fsdp2Stream") -> None:
+        self.wait_event(other.record_event())
+
+
+@contextlib.contextmanager
+def _for_fsdp2(streams: FakeStreams) -> Iterator[None]:
+    """torch.cpu, which FSDP2 asks for streams and events as it asks torch.cuda for those of a GPU."""
+    made: dict[str, _Fsdp2Stream] = {}
+
+    def named(name: str) -> _Fsdp2Stream:
+        return made.setdefault(name, _Fsdp2Stream(streams, name))
+
+    def new(priority: int = 0) -> _Fsdp2Stream:
+        return named(f"fsdp2 {len(made)}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "Stream", new)
+        patch.setattr(torch.cpu, "Event", lambda: _Fsdp2Event(streams))
+        patch.setattr(torch.cpu, "current_stream", lambda device=None: named(streams.current()))
+        patch.setattr(torch.cpu, "stream", lambda stream: streams.on(stream.name))
+        yield
+
+
 @contextlib.contextmanager
 def pretended(streams: FakeStreams) -> Iterator[None]:
     """Exchanges that are made inside are over a device like that, in this process; gloo moves the bytes."""
     from torch_ext import _exchange
 
-    saved = _exchange.streams_of, _exchange.backend, dist.all_to_all_single, dist.all_gather_into_tensor
-    _exchange.streams_of = lambda device: streams
-    _exchange.backend = lambda group, device: "nccl"
-    dist.all_to_all_single = _on_stream_of_group(streams, "all_to_all", saved[2])
-    dist.all_gather_into_tensor = _on_stream_of_group(streams, "all_gather", saved[3])
-    try:
+    with pytest.MonkeyPatch.context() as patch, _for_fsdp2(streams):
+        patch.setattr(_exchange, "streams_of", lambda device: streams)
+        patch.setattr(_exchange, "backend", lambda group, device: "nccl")
+        for kind in ("all_to_all_single", "all_gather_into_tensor"):
+            patch.setattr(dist, kind, _on_stream_of_group(streams, kind, getattr(dist, kind)))
+        patch.setattr(dist, "all_reduce", _all_reduced(streams, dist.all_reduce))
         with Recording(streams):
             yield
         streams.end()
-    finally:
-        _exchange.streams_of, _exchange.backend, dist.all_to_all_single, dist.all_gather_into_tensor = saved

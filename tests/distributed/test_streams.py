@@ -1,5 +1,6 @@
 """The exchange over streams: every read of memory that travels is ordered after its write, every reuse after its last
-read, and the bits are those of the exchange over gloo. The device is pretended (happens_before.py)."""
+read, and the bits are those of the exchange over gloo. The device is pretended (happens_before.py). FSDP2:
+test_streams_fsdp2.py."""
 
 from typing import Any
 
@@ -30,45 +31,6 @@ def _ordered(rank: int, world: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", [*strategies.STRATEGIES, "ddp hook"])
 def test_every_access_is_ordered_and_the_bits_are_those_of_gloo(strategy: str) -> None:
     ranks.run(2, _ordered, strategy, limit=80.0)
-
-
-def _as_fsdp2_calls(streams: FakeStreams, call: Any) -> Any:
-    """FSDP2 calls custom collectives on streams of its own, which follow the computation before and are followed after
-    (a reduce-scatter: at the end of backward)."""
-
-    def on_its_own(*args: Any, **kwargs: Any) -> Any:
-        before, after = streams.event(), streams.event()
-        streams.record(before, "compute")
-        with streams.on("fsdp2"):
-            streams.wait("fsdp2", before)
-            found = call(*args, **kwargs)
-            streams.record(after, "fsdp2")
-        streams.wait("compute", after)
-        return found
-
-    return on_its_own
-
-
-def _fsdp2(rank: int, world: int) -> None:
-    from torch_ext import _fsdp_comm
-
-    plain = {kind: kind.__call__ for kind in (_fsdp_comm.ReduceScatter, _fsdp_comm.AllGather)}
-    for name, dtypes in DTYPES.items():
-        expected = trained(rank, "optim_grads_params", dtypes)
-        streams = FakeStreams()
-        for kind, call in plain.items():
-            kind.__call__ = _as_fsdp2_calls(streams, call)
-        with happens_before.pretended(streams):
-            found = trained(rank, "optim_grads_params", dtypes)
-        assert not streams.races, (name, streams.races[:5])
-        assert found == expected, name
-        assert {s.split()[0] for s in streams.used} >= {"compute", "side", "group", "fsdp2"}
-        for kind, call in plain.items():
-            kind.__call__ = call
-
-
-def test_the_same_under_fsdp2() -> None:
-    ranks.run(2, _fsdp2, limit=80.0)
 
 
 def _nothing(*_args: Any) -> None:
