@@ -26,6 +26,10 @@ class Adam(Stepping):
     `differentiable` are refused. params: parameters, named parameters or groups, as torch takes them. Keyword-only, and
     beyond torch's:
 
+    lr: a number, or a tensor of one element. A step that is captured into a CUDA graph (after one that was not, which
+        makes the state) takes tensors on the device, one for each group, whose values of the moment count in every
+        replay; a number there is refused. All else (betas, eps, weight_decay, seed, the norm that gradients are clipped
+        to) stays in every replay what it was in the capture.
     policy: of `load_policy`; None: that of the dtype of most trainable elements. Parameters in other dtypes follow
         their own row of it. What was set explicitly in it of lr, weight_decay, adam_beta1, adam_beta2 and adam_eps is
         what this optimizer starts from, unless an argument or a group says otherwise; its defaults are not. Where

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from torch_ext import _groups, _header, _masters, _registry, _tensors
+from torch_ext import _capture, _groups, _header, _masters, _registry, _tensors
 from torch_ext._clip import Clipping
 from torch_ext._early import Early
 from torch_ext._groups import Params
@@ -84,6 +84,7 @@ class Stepping(Measured):
         if not present:
             self._warn_of_orphans()
             return
+        self._refuse_capture(everyone)
         hyper = self._current_hyper()
         clipping = self._current_clipping(present, active)
         if self._early:
@@ -208,9 +209,11 @@ class Stepping(Measured):
                 f"step_in_backward=True steps before the norm is known, and the optimizer's policy has "
                 f"clip_grad={self.policy.clip_grad}: leave out one of them"
             )
-        plan = self._standing(self._everyone())
+        everyone = self._everyone()
+        plan = self._standing(everyone)
         if plan is None or not all(plan.active):
             return None
+        self._refuse_capture(everyone)
         with torch.no_grad():
             self._notice_writes(plan)
             if self.on_external_write == "error":
@@ -280,6 +283,19 @@ class Stepping(Measured):
         for group in dict.fromkeys(group for part in self._locals.parts(active) for group in part.groups):
             torch.distributed.all_reduce(something, op=torch.distributed.ReduceOp.MAX, group=group)
         return not bool(something)
+
+    def _refuse_capture(self, everyone: list[Tensor]) -> None:
+        """RuntimeError for what cannot be captured into a CUDA graph, where this is."""
+        if not _capture.under_way(self._counts.device):
+            return
+        _capture.refuse(
+            self.param_groups,
+            self._counts.device,
+            on_external_write=self.on_external_write,
+            stateless=not any("exp_avg" in self._at_rest(p) for p in everyone),
+            offloaded=any(self._on_host(everyone)),
+            grad_scale=self.__dict__.get("grad_scale"),
+        )
 
     def _current_hyper(self) -> _groups.Hyper:
         device = self._counts.device

@@ -72,7 +72,10 @@ def test_a_capture_with_an_lr_of_the_host_is_refused_with_what_to_pass() -> None
     opt, grads = warmed_up("a")
     before = [p.detach().clone() for p in opt.param_groups[0]["params"]]
     fill(opt, grads, WARM_UP)
-    with pytest.raises(RuntimeError, match="lrs"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match="group 0 has as lr: 0.01, a number; a tensor on cuda"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         opt.step()
     torch.cuda.synchronize()
     assert all(map(torch.equal, before, opt.param_groups[0]["params"]))
@@ -82,5 +85,5 @@ def test_a_capture_that_looks_for_writes_by_waiting_is_refused() -> None:
     lr = torch.tensor(1e-2, device=DEVICE)
     opt, grads = warmed_up("b", lr=lr, capturable=True, on_external_write="error")
     fill(opt, grads, WARM_UP)
-    with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(RuntimeError, match="on_external_write='error' waits"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         opt.step()

@@ -216,6 +216,7 @@ class StandIn:
         self.allocated: list[torch.Tensor] = []
         self.waits: list[str] = []
         torch.cuda._lazy_init = lambda: None  # type: ignore[assignment]
+        torch.cuda.is_current_stream_capturing = lambda: False  # a torch for the CPU has none to ask
         if guards is None:
             self._kernels.impl("empty_strided", self._empty_strided, "CUDA")
         else:

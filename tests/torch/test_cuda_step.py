@@ -140,6 +140,45 @@ def other(opt, i):
     opt.param_groups[1]["lr"] = 1e-3 * (i + 1)
 found["groups"] = steps(two, "cuda", before=other)[1:]
 
+# Steps that are captured into a graph, as torch says of them: what was refused, and whether the weights are as before.
+# A tensor that is read inside, which torch would refuse too, is among the waits.
+def captured(options, before, stepped=True):
+    opt = torch_ext.AdamW(
+        [{"params": params(torch.float32, "cuda")}, {"params": params(torch.bfloat16, "cuda")}],
+        **{"lr": torch.tensor(1e-2, device="cuda"), "capturable": True} | options,
+    )
+    def both(opt, i):
+        for p, q in zip(opt.param_groups[0]["params"], opt.param_groups[1]["params"], strict=True):
+            q.grad = p.grad.to(q.dtype)
+        if i == 1:
+            before(opt)
+    if stepped:
+        steps(opt, "cuda", n=1, clip=False, before=both)
+    before_it = [w.clone() for w in weights(opt)]
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        waits = steps(opt, "cuda", n=1, begin=1, clip=False, before=both)[0]
+        said = ""
+    except RuntimeError as refusal:
+        waits, said = list(stand_in.waits), str(refusal)
+    finally:
+        torch.cuda.is_current_stream_capturing = lambda: False
+    return said, waits, all(map(torch.equal, before_it, weights(opt)))
+def put(key, value, group=1):
+    return lambda opt: opt.param_groups[group].update({key: value})
+found["captured"] = {
+    "tensor_lrs": captured({}, put("lr", torch.tensor(1e-3, device="cuda"))),
+    "resync": captured({"on_external_write": "resync"}, lambda opt: None),
+    "number_beside_tensor": captured({}, put("lr", 0.25)),
+    "numbers": captured({"lr": 0.5}, lambda opt: None),
+    "tensor_of_the_host": captured({}, put("lr", torch.tensor(0.25))),
+    "beta": captured({}, put("betas", (0.9, torch.tensor(0.5, device="cuda")))),
+    "decay": captured({}, put("weight_decay", torch.tensor(0.5, device="cuda"))),
+    "first": captured({}, lambda opt: None, stepped=False),
+    "error": captured({"on_external_write": "error"}, lambda opt: None),
+    "scale": captured({}, lambda opt: setattr(opt, "grad_scale", 4.0)),
+}
+
 from torch_ext._nonfinite import ALL_FINITE, Watch
 buckets = [[torch.ones(5, device="cuda"), torch.ones(300, device="cuda")], [torch.ones(7, device="cuda")], []]
 seen = []
@@ -191,6 +230,7 @@ del made, here, there, opt
 import gc
 gc.collect()
 found["lanes"].append(stand_in.lanes())
+found["captured"]["offloaded"] = captured({"offload_fraction": 0.5}, lambda opt: None)
 print(json.dumps(found))
 """
 )
@@ -220,6 +260,30 @@ def test_a_loaded_state_goes_to_the_parameters_device(found: dict[str, Any]) -> 
 
 def test_a_float_lr_beside_a_tensor_lr_becomes_a_tensor_without_waiting(found: dict[str, Any]) -> None:
     assert found["groups"] == [[], [], []]
+
+
+# What is captured -> what the refusal says; nothing: it is legal.
+CAPTURED = {
+    "tensor_lrs": "",
+    "resync": "",
+    "number_beside_tensor": "every replay would keep what group 1 has as lr: 0.25, a number; a tensor on cuda:0",
+    "numbers": "every replay would keep what group 0 has as lr: 0.5, a number; a tensor on cuda:0",
+    "tensor_of_the_host": "group 1 has as lr: 0.25, a tensor on the host; a tensor on cuda:0",
+    "beta": "every replay would keep what group 1 has as betas[1], a tensor on cuda:0; a number",
+    "decay": "every replay would keep what group 1 has as weight_decay, a tensor on cuda:0",
+    "first": "there is no state yet, which every replay would make anew: run a step before",
+    "error": "on_external_write='error' waits for the device; 'resync' and 'ignore' are legal",
+    "scale": "every replay would keep grad_scale = 4.0; a tensor on cuda:0 is legal",
+    "offloaded": "part of it runs on the host; offload_fraction=0 is legal",
+}
+
+
+@pytest.mark.parametrize("what", CAPTURED)
+def test_what_a_captured_step_would_freeze_or_wait_for_is_refused(what: str, found: dict[str, Any]) -> None:
+    said, waits, same = found["captured"][what]
+    assert CAPTURED[what] in said and bool(CAPTURED[what]) == bool(said), said
+    assert waits == []
+    assert same == bool(said), "a refused step writes nothing"
 
 
 def test_the_check_for_nan_is_read_from_the_device_once_in_a_cycle(found: dict[str, Any]) -> None:

@@ -1,0 +1,58 @@
+"""What a step cannot do while it is captured into a CUDA graph, refused by name before anything is written.
+
+A replay does what the device was told while capturing, and runs nothing of the host: numbers stay what they were, and
+what waits for the device cannot be captured at all.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def under_way(device: torch.device) -> bool:
+    """Whether work for the device is being captured now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse(
+    groups: Sequence[dict[str, Any]],
+    device: torch.device,
+    *,
+    on_external_write: str,
+    stateless: bool,
+    offloaded: bool,
+    grad_scale: Any,
+) -> None:
+    """RuntimeError for what the step would freeze that is meant to change (an lr that is a number, any other
+    hyper-parameter that is a tensor), or would wait for. stateless: no step has made state. offloaded: some of it lies
+    on the host."""
+    begin = "the step is being captured into a CUDA graph, and "
+    if stateless:
+        raise RuntimeError(
+            f"{begin}there is no state yet, which every replay would make anew: run a step before the capture"
+        )
+    if offloaded:
+        raise RuntimeError(f"{begin}part of it runs on the host; offload_fraction=0 is legal there")
+    if on_external_write == "error":
+        raise RuntimeError(
+            f"{begin}on_external_write='error' waits for the device; 'resync' and 'ignore' are legal there"
+        )
+    if grad_scale is not None and not isinstance(grad_scale, Tensor):
+        raise RuntimeError(f"{begin}every replay would keep grad_scale = {grad_scale!r}; a tensor on {device} is legal")
+    for i, group in enumerate(groups):
+        lr = group["lr"]
+        if not isinstance(lr, Tensor) or lr.device.type == "cpu":
+            value = f"{float(lr):g}" + (", a tensor on the host" if isinstance(lr, Tensor) else ", a number")
+            raise RuntimeError(
+                f"{begin}every replay would keep what group {i} has as lr: {value}; a tensor on {device}, which is "
+                "written in place between replays, is legal"
+            )
+        betas = {f"betas[{k}]": beta for k, beta in enumerate(group["betas"])}
+        for key, value in {**betas, "eps": group["eps"], "weight_decay": group["weight_decay"]}.items():
+            if isinstance(value, Tensor):
+                raise RuntimeError(
+                    f"{begin}every replay would keep what group {i} has as {key}, a tensor on {value.device}; a number "
+                    "is legal, of which nobody expects that it changes"
+                )
