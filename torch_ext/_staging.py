@@ -5,7 +5,11 @@ once, between ordinary memories.
 """
 
 import abc
+import atexit
+import contextlib
 import ctypes
+import functools
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -151,11 +155,18 @@ class Layout:
 
 
 class Buffers:
-    """Host memory for copies, made once: of the largest size that was asked for so far."""
+    """Host memory for copies, made once: of the largest size that was asked for so far.
+
+    The library's copies are not known to torch, which would give pinned memory to somebody else as soon as nobody has
+    it: it is let go of when they are done, and so is the process.
+    """
 
     def __init__(self, lanes: Lanes, device: torch.device) -> None:
         self.lanes, self.device = lanes, device
         self._made: dict[Hashable, Tensor] = {}
+        weakref.finalize(self, _finish, lanes).atexit = False
+        _finish_before_exit()
+        _alive.add(self)
 
     def take(self, what: Hashable, nbytes: int) -> Tensor:
         """At least so many bytes; the same ones whenever the same is asked for."""
@@ -164,3 +175,24 @@ class Buffers:
             self.lanes.up.wait(self.lanes.up.mark())  # what there is may be on its way still
             made = self._made[what] = self.lanes.buffer(nbytes)
         return made
+
+
+_alive: "weakref.WeakSet[Buffers]" = weakref.WeakSet()
+
+
+def _finish(lanes: Lanes) -> None:
+    with contextlib.suppress(RuntimeError):  # of a device that failed: nothing is on its way any more
+        for lane in (lanes.down, lanes.up):
+            lane.wait(lane.mark())
+
+
+@functools.cache
+def _finish_before_exit() -> None:
+    """At exit, handlers run in the reverse order of their registration: ours ahead of those of torch, which is loaded
+    and has a device by now."""
+
+    def finish_all() -> None:
+        for buffers in list(_alive):
+            _finish(buffers.lanes)
+
+    atexit.register(finish_all)

@@ -1,5 +1,9 @@
 """Host memory for batches, and the lanes of the library for GPUs: what becomes of them when more is asked for."""
 
+import gc
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +30,74 @@ def test_memory_that_is_left_for_a_larger_one_was_sent_before() -> None:
     assert not there.eq(5).any()
     assert buffers.take("batches", 101).numel() >= 101
     assert there.eq(5).all()
+
+
+def test_memory_that_nobody_has_any_more_was_sent_before() -> None:
+    down, up = host_parts.LateLane(), host_parts.LateLane()
+    lanes = _staging.lanes_of(torch.device("cpu"))._replace(down=down, up=up)
+    buffers = _staging.Buffers(lanes, torch.device("cpu"))
+    there, here = torch.zeros(100, dtype=torch.uint8), torch.full((100,), 6, dtype=torch.uint8)
+    leaving, coming = buffers.take("batches", 100).fill_(5), buffers.take("scalars", 100)
+    up.copy([there], [leaving])
+    down.copy([coming], [here])
+    assert up.done == down.done == 0
+    del buffers
+    assert there.eq(5).all() and up.done == down.done == 1
+
+
+def test_an_optimizer_that_is_dropped_after_a_step_leaves_no_weight_behind() -> None:
+    """Its memory is somebody else's afterwards, who writes to it at once."""
+    params = {fraction: [nn.Parameter(torch.ones(9000)), nn.Parameter(torch.ones(5))] for fraction in (0.0, 1.0)}
+    memory: list[torch.Tensor] = []
+
+    def run(fraction: float) -> None:
+        optimizer = torch_ext.AdamW(params[fraction], lr=1e-2, offload_fraction=fraction)
+        set_grads(params[fraction], 0)
+        optimizer.step()
+        if fraction:
+            assert optimizer._host._buffers is not None
+            memory.extend(optimizer._host._buffers._made.values())
+
+    run(0.0)
+    with host_parts.lanes("late"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_parts.LateLane, "end", lambda self: None)  # as a device's, which keeps no host waiting
+        run(1.0)
+    gc.collect()
+    for one in memory:
+        one.fill_(0xEE)
+    assert [bits(p) for p in params[1.0]] == [bits(p) for p in params[0.0]]
+
+
+class _FailedLane(host_parts.LateLane):
+    def wait(self, mark: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_memory_of_a_device_that_failed_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    lanes = _staging.lanes_of(torch.device("cpu"))._replace(down=_FailedLane(), up=_FailedLane())
+    buffers = _staging.Buffers(lanes, torch.device("cpu"))
+    del buffers
+    assert not printed
+
+
+_AT_EXIT = """
+import atexit, torch
+there = torch.zeros(100, dtype=torch.uint8)
+atexit.register(lambda: print("sent" if there.eq(5).all() else "lost"))  # in torch's place: registered before
+import host_parts
+from torch_ext import _staging
+down, up = host_parts.LateLane(), host_parts.LateLane()
+buffers = _staging.Buffers(_staging.lanes_of(torch.device("cpu"))._replace(down=down, up=up), torch.device("cpu"))
+up.copy([there], [buffers.take("batches", 100).fill_(5)])
+"""
+
+
+def test_memory_is_sent_before_what_others_do_at_exit() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, text=True, env=environment)
+    assert (run.stdout, run.returncode) == ("sent\n", 0), run.stderr
 
 
 @pytest.mark.parametrize("first", [torch.bfloat16, torch.float32])
