@@ -1,4 +1,5 @@
 /* What a communicator moves: bytes, in groups that NCCL runs as one operation. */
+#include <stdbool.h>
 #include <stdio.h>
 
 #include "csrc/core/status.h"
@@ -10,18 +11,23 @@ typedef struct {
   cudaStream_t stream;
 } operation;
 
+/* A communicator that does not block may say so inside a group, too: the operation was taken, others may follow. */
+static bool took(int result) {
+  return result == TX_NCCL_SUCCESS || result == TX_NCCL_IN_PROGRESS;
+}
+
 /* Every part to its rank and every rank's from it; this rank's own too. */
 static int exchange_parts(tx_nccl_comm *comm, const tx_nccl_message *m, cudaStream_t stream) {
   const tx_nccl_table *call = &comm->library->call;
   const size_t bytes = (size_t)m->bytes;
   if (call->ncclAlltoAll) return call->ncclAlltoAll(m->send, m->receive, bytes, TX_NCCL_UINT8, comm->comm, stream);
   int result = TX_NCCL_SUCCESS;
-  for (int32_t i = 0; i < comm->n_ranks && result == TX_NCCL_SUCCESS; i++) {
+  for (int32_t i = 0; i < comm->n_ranks && took(result); i++) {
     const int32_t peer = (comm->rank + i) % comm->n_ranks; /* not all of them to rank 0 first */
     const char *from = (const char *)m->send + (size_t)peer * bytes;
     char *to = (char *)m->receive + (size_t)peer * bytes;
     result = call->ncclSend(from, bytes, TX_NCCL_UINT8, peer, comm->comm, stream);
-    if (result == TX_NCCL_SUCCESS) result = call->ncclRecv(to, bytes, TX_NCCL_UINT8, peer, comm->comm, stream);
+    if (took(result)) result = call->ncclRecv(to, bytes, TX_NCCL_UINT8, peer, comm->comm, stream);
   }
   return result;
 }
@@ -34,10 +40,10 @@ static int in_one_group(tx_nccl_comm *comm, const operation *op,
                         int (*one)(tx_nccl_comm *, const tx_nccl_message *, cudaStream_t)) {
   const tx_nccl_table *call = &comm->library->call;
   int result = call->ncclGroupStart();
-  for (int64_t i = 0; i < op->n && result == TX_NCCL_SUCCESS; i++)
+  for (int64_t i = 0; i < op->n && took(result); i++)
     if (op->messages[i].bytes) result = one(comm, &op->messages[i], op->stream);
   const int ended = call->ncclGroupEnd(); /* also where one was refused: the group is this thread's */
-  return result != TX_NCCL_SUCCESS && result != TX_NCCL_IN_PROGRESS ? result : ended;
+  return took(result) ? ended : result;
 }
 
 static int all_to_all(tx_nccl_comm *comm, void *arg) {

@@ -42,7 +42,7 @@ struct Id {
 };
 
 // What tests ask for, and what they count.
-int slow_polls, init_result = kSuccess, async_error = kSuccess, group_result = kSuccess;
+int slow_polls, init_result = kSuccess, async_error = kSuccess, group_result = kSuccess, issue_result = kSuccess;
 int aborts, destroys, finalizes, windows, memories, groups;
 long ids;
 std::map<std::string, std::shared_ptr<Clique>> cliques;
@@ -84,6 +84,10 @@ void progress(Clique &clique) {
   }
 }
 
+bool took(int result) {
+  return result == kSuccess || result == kInProgress;
+}
+
 void end_group() {
   if (!group_comm) return;
   Clique &clique = *group_comm->clique;
@@ -100,7 +104,7 @@ extern "C" {
 void fake_nccl_reset() {
   std::lock_guard<std::mutex> hold(lock);
   slow_polls = 0;
-  init_result = async_error = group_result = kSuccess;
+  init_result = async_error = group_result = issue_result = kSuccess;
   aborts = destroys = finalizes = windows = memories = groups = 0;
   cliques.clear();
 }
@@ -117,6 +121,11 @@ void fake_nccl_async_error(int result) {
 void fake_nccl_group_result(int result) {
   std::lock_guard<std::mutex> hold(lock);
   group_result = result;
+}
+// Of every operation inside a group that was taken; ncclInProgress: the group has not begun yet.
+void fake_nccl_issue_result(int result) {
+  std::lock_guard<std::mutex> hold(lock);
+  issue_result = result;
 }
 // aborts, destroys, finalizes, windows that are registered, memories that are allocated, groups
 void fake_nccl_counts(int *counts) {
@@ -207,19 +216,19 @@ int ncclSend(const void *data, size_t count, int dtype, int peer, ncclComm *comm
   if (dtype != 1 || !in_group) return kInvalidArgument;
   group_comm = comm;
   group.sends.push_back({static_cast<const char *>(data), nullptr, count, peer});
-  return kSuccess;
+  return issue_result;
 }
 int ncclRecv(void *data, size_t count, int dtype, int peer, ncclComm *comm, void *) {
   if (dtype != 1 || !in_group) return kInvalidArgument;
   group_comm = comm;
   group.receives.push_back({nullptr, static_cast<char *>(data), count, peer});
-  return kSuccess;
+  return issue_result;
 }
 int ncclAllGather(const void *sent, void *received, size_t count, int dtype, ncclComm *comm, void *stream) {
   int result = kSuccess;
-  for (int r = 0; r < comm->n_ranks && result == kSuccess; r++) {
+  for (int r = 0; r < comm->n_ranks && took(result); r++) {
     result = ncclSend(sent, count, dtype, r, comm, stream);
-    if (result == kSuccess)
+    if (took(result))
       result = ncclRecv(static_cast<char *>(received) + static_cast<size_t>(r) * count, count, dtype, r, comm, stream);
   }
   return result;
@@ -253,10 +262,10 @@ int ncclCommWindowDeregister(ncclComm *, void *) {
 #if FAKE_NCCL_VERSION >= 22800
 int ncclAlltoAll(const void *sent, void *received, size_t count, int dtype, ncclComm *comm, void *stream) {
   int result = kSuccess;
-  for (int r = 0; r < comm->n_ranks && result == kSuccess; r++) {
+  for (int r = 0; r < comm->n_ranks && took(result); r++) {
     const size_t at = static_cast<size_t>(r) * count;
     result = ncclSend(static_cast<const char *>(sent) + at, count, dtype, r, comm, stream);
-    if (result == kSuccess) result = ncclRecv(static_cast<char *>(received) + at, count, dtype, r, comm, stream);
+    if (took(result)) result = ncclRecv(static_cast<char *>(received) + at, count, dtype, r, comm, stream);
   }
   return result;
 }

@@ -92,6 +92,51 @@ TEST_P(EveryVersion, PartsComeToTheirRanksAndSumsToAll) {
   EXPECT_EQ(fake.counts().groups, 2 * kRanks) << "one group for all messages of a bucket";
 }
 
+// A communicator that does not block may say so of each operation of a group, and has taken it.
+TEST_P(EveryVersion, WhatIsInProgressInsideAGroupWasTaken) {
+  const FakeNccl fake(GetParam());
+  const Library library(fake);
+  constexpr int kRanks = 3, kMessages = 4;
+  fake.call<void>("fake_nccl_issue_result", 7);
+  as_ranks(library.library, kRanks, [&](tx_nccl_comm *comm, int rank) {
+    std::vector<unsigned char> sent(kMessages * kRanks), got(kMessages * kRanks, 0xff), whole(kMessages * kRanks, 0xff);
+    std::vector<tx_nccl_message> parts, wholes;
+    for (int m = 0; m < kMessages; m++) {
+      for (int peer = 0; peer < kRanks; peer++)
+        sent[static_cast<size_t>(m * kRanks + peer)] = static_cast<unsigned char>(50 * m + 10 * rank + peer);
+      whole[static_cast<size_t>(m * kRanks + rank)] = static_cast<unsigned char>(50 * m + rank);
+      parts.push_back({&sent[static_cast<size_t>(m * kRanks)], &got[static_cast<size_t>(m * kRanks)], 1});
+      unsigned char *gathered = &whole[static_cast<size_t>(m * kRanks)];
+      wholes.push_back({gathered + rank, gathered, 1});
+    }
+    tx_error error = {};
+    ASSERT_EQ(tx_nccl_all_to_all(comm, "bucket 0", kMessages, parts.data(), nullptr, &error), TX_OK) << error.message;
+    ASSERT_EQ(tx_nccl_all_gather(comm, "bucket 0", kMessages, wholes.data(), nullptr, &error), TX_OK) << error.message;
+    ASSERT_TRUE(fake.call<int>("fake_nccl_wait", 2));
+    for (int m = 0; m < kMessages; m++)
+      for (int peer = 0; peer < kRanks; peer++) {
+        EXPECT_EQ(got[static_cast<size_t>(m * kRanks + peer)], 50 * m + 10 * peer + rank) << "message " << m;
+        EXPECT_EQ(whole[static_cast<size_t>(m * kRanks + peer)], 50 * m + peer) << "message " << m;
+      }
+  });
+  EXPECT_EQ(fake.counts().aborts, 0);
+}
+
+// The first that was refused is told, and what came before it does not hide it.
+TEST_P(EveryVersion, AnOperationThatIsRefusedInsideAGroupIsTold) {
+  const FakeNccl fake(GetParam());
+  const Library library(fake);
+  fake.call<void>("fake_nccl_issue_result", 6);
+  as_ranks(library.library, 1, [&](tx_nccl_comm *comm, int) {
+    char byte = 0, to = 0;
+    const tx_nccl_message messages[] = {{&byte, &to, 1}, {&byte, &to, 1}};
+    tx_error error = {};
+    EXPECT_EQ(tx_nccl_all_to_all(comm, "bucket 5", 2, messages, nullptr, &error), TX_ERROR_UNAVAILABLE);
+    EXPECT_TRUE(has(error, "all-to-all of bucket 5") && has(error, "remote error")) << error.message;
+  });
+  EXPECT_EQ(fake.counts().aborts, 1);
+}
+
 TEST_P(EveryVersion, MemoryBecomesAWindowWhereThereAreWindows) {
   const FakeNccl fake(GetParam());
   const Library library(fake);
