@@ -5,13 +5,15 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from torch_ext import _group_calls
+
 _MESSAGE_BYTES = 32 * 2**20
 
 
-def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, what: str) -> None:
     """Makes every rank's tensors those of the group's first rank, bit for bit; shapes and dtypes are agreed on before.
 
-    Travels as bytes, some 32 MiB in a message. Nothing happens in a group of one.
+    Travels as bytes, some 32 MiB in a message. Nothing happens in a group of one. what: the call, for messages.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -19,16 +21,16 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None
     for tensor in tensors:
         message.append(tensor)
         if sum(t.nbytes for t in message) >= _MESSAGE_BYTES:
-            _send(message, group)
+            _send(message, group, what)
             message = []
     if message:
-        _send(message, group)
+        _send(message, group, what)
 
 
 @torch.no_grad()
-def _send(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _send(tensors: list[torch.Tensor], group: dist.ProcessGroup, what: str) -> None:
     flat = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
-    dist.broadcast(flat, group=group, group_src=0)
+    _group_calls.broadcast(flat, group, what)
     if dist.get_rank(group) == 0:
         return
     at = 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_ext import _groups, _local, _sharded, _state, _tensors
+from torch_ext import _group_calls, _groups, _local, _sharded, _state, _tensors
 from torch_ext._sharded import StateTensor
 from torch_ext._sources import AtRest, Stored, stretches
 
@@ -92,7 +92,7 @@ def masters(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[Any, Any]:
 
 def consolidated(optimizer: "Adam", state_dict: dict[str, Any], to: int | None) -> dict[str, Any] | None:
     """The parts of all ranks put together: whole tensors, as an optimizer that is not sharded has them. Collective."""
-    everyone = _groups.everyone(optimizer.param_groups)
+    everyone, names = _groups.everyone(optimizer.param_groups), _groups.names(optimizer.param_groups)
     locals_ = optimizer._current_locals(everyone)
     whole: dict[Any, Any] = {}
     receives = to is None or to == _rank()
@@ -100,7 +100,9 @@ def consolidated(optimizer: "Adam", state_dict: dict[str, Any], to: int | None) 
         for index, entry in state_dict["state"].items():
             p = everyone[index] if isinstance(index, int) and index < len(everyone) else None
             made = {
-                key: value if key == "step" or p is None else _whole(p, locals_.of(index), value, to)
+                key: value
+                if key == "step" or p is None
+                else _whole(p, locals_.of(index), value, to, f"consolidate_state_dict(): {key} of {names[index]}")
                 for key, value in entry.items()
             }
             if receives:
@@ -113,9 +115,10 @@ def _rank() -> int:
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
-def _whole(p: Any, local: _local.Local, value: Any, to: int | None) -> Tensor:
+def _whole(p: Any, local: _local.Local, value: Any, to: int | None, what: str) -> Tensor:
     if _local.is_dtensor(value):
-        return value.full_tensor()
+        with _group_calls.translated_over(value.device_mesh, what):
+            return value.full_tensor()
     if not is_cut(p, local):
         return value
     whole = _tensors.like(p, value.dtype)
@@ -125,7 +128,7 @@ def _whole(p: Any, local: _local.Local, value: Any, to: int | None) -> Tensor:
     # Every element is one rank's, and zero bits on the others: bytes can be added.
     for group in local.groups:
         if to is None:
-            torch.distributed.all_reduce(flat.view(torch.uint8), group=group)
+            _group_calls.all_reduce(flat.view(torch.uint8), group, what)
         else:
-            torch.distributed.reduce(flat.view(torch.uint8), dst=to, group=group)
+            _group_calls.reduce(flat.view(torch.uint8), to, group, what)
     return whole

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext import _clipped, _ops, _stats, _tensors
+from torch_ext import _clipped, _group_calls, _ops, _stats, _tensors
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
 from torch_ext._wrappers import innermost
 
@@ -128,7 +128,7 @@ def _summed(runs: Sequence[Tensor], parts: Sequence[Part], device: torch.device)
             position = positions[first.clamp(max=len(part.positions))]
             first_bad = torch.minimum(first_bad, position)
         for group in part.groups:
-            torch.distributed.all_reduce(own, group=group)
+            _group_calls.all_reduce(own, group, "the norm of the gradients over all ranks")
         stats += own
     return stats, first_bad
 

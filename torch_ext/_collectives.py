@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from torch_ext import _control
+from torch_ext import _control, _group_calls
 from torch_ext._exchange import Exchange, Handle, Install, Opening, Part
 from torch_ext._streams import Event, Slot, Slots
 from torch_ext._transport import TorchTransport, Transport, Work
@@ -93,7 +93,7 @@ def _wait(works: list[Work]) -> None:
 
 
 class Collectives(Exchange):
-    """See the module's first lines. A timeout is reported by the back end, in its own words."""
+    """See the module's first lines."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, transport: Transport | None = None, in_place: bool = False
@@ -164,7 +164,7 @@ class Collectives(Exchange):
             return self._reports(self._control, payload, tag, what)
         self.bytes_sent += payload.nbytes * (self.world_size - 1)
         gathered = [torch.empty_like(payload) for _ in range(self.world_size)]
-        work = dist.all_gather(gathered, payload, group=self.group, async_op=True)
+        work = _group_calls.all_gather(gathered, payload, self.group, what)
 
         def wait() -> list[torch.Tensor]:
             work.wait()

@@ -12,6 +12,7 @@ from torch_ext import _compression, _groups, _ops
 from torch_ext._agreement import agree
 from torch_ext._exchange import MAX_BUCKETS, Handle, Part, divide_factor, exchange_over, tag
 from torch_ext._layout import plan_buckets
+from torch_ext._lost_ranks import refuse as refuse_group
 from torch_ext._nccl_transport import refuse
 from torch_ext._nonfinite import ALL_FINITE, Watch
 from torch_ext._policy import Policy
@@ -26,6 +27,7 @@ class CommHook:
     ) -> None:
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
         device = named[0][1].device
+        refuse_group(ddp.process_group, "register_comm_hook")
         self._exchange = exchange_over(ddp.process_group, device, transport if device.type == "cuda" else "torch")
         world_size = self._exchange.world_size
         plan, failure = None, None

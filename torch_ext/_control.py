@@ -6,7 +6,9 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from torch_ext._exchange import Exchange, backend, timeout_of
+from torch_ext import _group_calls
+from torch_ext._exchange import Exchange
+from torch_ext._lost_ranks import backend, timeout_of
 from torch_ext._point_to_point import PointToPoint
 
 # One for each group that is there: gloo has threads for each of its own.
@@ -30,5 +32,6 @@ def beside(group: dist.ProcessGroup, device: torch.device) -> Exchange:
             )
         ranks = dist.get_process_group_ranks(group)
         timeout = datetime.timedelta(seconds=timeout_of(group, device))
-        _groups[group] = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+        what = "a gloo group beside the process group"
+        _groups[group] = _group_calls.new_group(ranks, timeout, group, what)
     return PointToPoint(_groups[group], _HOST)

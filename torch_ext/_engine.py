@@ -16,7 +16,6 @@ from itertools import product
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
@@ -28,7 +27,16 @@ from torch_ext._exchange import MAX_BUCKETS, Handle, tag
 from torch_ext._layout import BucketPlan
 from torch_ext._local import Local
 from torch_ext._nonfinite import ALL_FINITE, Watch, first_nonfinite
-from torch_ext._refusals import ABSENT, CAME, FROZEN, refuse_absent, refuse_busy, refuse_nonfinite, refuse_step
+from torch_ext._refusals import (
+    ABSENT,
+    CAME,
+    FROZEN,
+    refuse_absent,
+    refuse_busy,
+    refuse_frozen,
+    refuse_nonfinite,
+    refuse_step,
+)
 from torch_ext._report import HELD, REDUCED, Report, agreed
 from torch_ext._stores import Store
 from torch_ext._tracker import Tracker
@@ -171,11 +179,18 @@ class Engine(_registry.Owner):
         finally:
             self.sync = before
 
+    def refuse_gone(self, doing: str) -> None:
+        if self._failure is None and self.weights is not None:
+            self.exchange.refuse_gone(doing)
+        elif self.weights is not None:
+            raise RuntimeError(f"{doing} after an exchange that failed: {self._failure}")
+
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where they are still this rank's own."""
         self.settle()
         poisoned = [self.names[i] for i in sorted(self._poisoned) if self._is_poisoned(i)]
         refuse_step(self._failure, bool(self._broken), poisoned)
+        self.refuse_gone("step()")
         for i, _ in self._each():
             if (self._came[i] or self.store.every_backward) and self.store.unreduced(i):
                 raise RuntimeError(
@@ -202,7 +217,7 @@ class Engine(_registry.Owner):
 
     @property
     def ranks(self) -> frozenset[int]:
-        return frozenset(dist.get_process_group_ranks(self.exchange.group))
+        return self.exchange.ranks
 
     def local(self, param: torch.Tensor) -> Local:
         i = self._position[id(param)]
@@ -403,7 +418,8 @@ class Engine(_registry.Owner):
         what = f"gradients of cycle {self._cycle}, {self._name(buckets)}"
         after = partial(_step_early, self._early, buckets) if self._early else None
         number = tag(self._number, self._cycle, buckets.start)
-        self._handles.append(self.store.send(buckets, cycle=self._cycle, tag=number, what=what, after=after))
+        send = partial(self.store.send, buckets, cycle=self._cycle, tag=number, what=what, after=after)
+        self._handles.append(self._guarded(send))
 
     def _name(self, buckets: range) -> str:
         """For messages."""
@@ -474,7 +490,8 @@ class Engine(_registry.Owner):
         all buckets were kept until the end."""
         if self._check_for_nan:
             self.exchange.ordering.catch_up()
-        report = Report.of(self._cycle, self._watch.first(), self._words(), self._came)
+        came = bytearray(c if p.requires_grad else c | FROZEN for c, p in zip(self._came, self.params, strict=True))
+        report = Report.of(self._cycle, self._watch.first(), self._words(), came)
         try:
             what = f"end of gradient cycle {self._cycle}"
             number = tag(self._number, self._cycle, MAX_BUCKETS)
@@ -533,6 +550,7 @@ class Engine(_registry.Owner):
         nonfinite = [report.nonfinite for report in reports]
         self._poisoned.update(i for i in nonfinite if i != ALL_FINITE)
         refuse_nonfinite(self.names, nonfinite)
+        refuse_frozen(self.names, [report.came for report in reports])
         if not self._find_unused:
             refuse_absent(self.names, [report.came for report in reports])
 

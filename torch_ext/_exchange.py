@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ext import _compression
+from torch_ext._lost_ranks import backend, refuse
 from torch_ext._streams import Ordering, streams_of
 from torch_ext._wire import Wire
 
@@ -82,12 +83,18 @@ class Exchange(abc.ABC):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
+        self.ranks = frozenset(dist.get_process_group_ranks(group))
+        """As the whole job numbers them. Kept: a group that was destroyed is not known any more."""
         self.device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.ordering = Ordering(streams_of(device))
         # Counted when an exchange is started, for both its halves.
         self.bytes_sent = 0
+
+    def refuse_gone(self, what: str) -> None:
+        """RuntimeError where nothing can be exchanged any more, as it is known."""
+        refuse(self.group, what)
 
     @property
     def deferring(self) -> bool:
@@ -162,18 +169,3 @@ def exchange_over(group: dist.ProcessGroup, device: torch.device, transport: str
         return made
     name = backend(group, device)
     return PointToPoint(group, device) if name == "gloo" else Collectives(group, device, in_place=name == "nccl")
-
-
-def backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the group's back end for the device ("gloo" for "cpu:gloo,cuda:nccl" and a CPU)."""
-    by_device = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
-    return by_device.get(device.type, str(dist.get_backend(group)))
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds that the group waits for a rank: what init_process_group or new_group was given, or torch's default."""
-    try:
-        # Private: torch has no other way to ask.
-        return float(group._get_backend(device).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):  # a back end of somebody else's, or none for the device
-        return float(dist.default_pg_timeout.total_seconds())

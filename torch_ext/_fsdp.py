@@ -168,7 +168,8 @@ def _check_sharded(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _same_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
     tensors = [*model.parameters(), *model.buffers()]
-    broadcast([t for t in tensors if not isinstance(t, DTensor)], group)
+    what = "parallelize: rank 0's weights and buffers"
+    broadcast([t for t in tensors if not isinstance(t, DTensor)], group, what)
     replicated: dict[dist.ProcessGroup, list[Tensor]] = {}
     for param in tensors:
         if isinstance(param, DTensor):
@@ -176,7 +177,7 @@ def _same_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
                 if placement.is_replicate():
                     replicated.setdefault(param.device_mesh.get_group(dim), []).append(tensor_of(param))
     for replicas, shards in replicated.items():
-        broadcast(shards, replicas)
+        broadcast(shards, replicas, what)
 
 
 def _replace_in_optimizers(before: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:

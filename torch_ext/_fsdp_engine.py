@@ -30,7 +30,7 @@ from torch_ext._fsdp_shards import GradShards
 from torch_ext._fsdp_weights import Weights
 from torch_ext._local import Local, tensor_of
 from torch_ext._nonfinite import ALL_FINITE, first_nonfinite
-from torch_ext._refusals import CAME, FROZEN, refuse_busy, refuse_step
+from torch_ext._refusals import CAME, FROZEN, names_of, refuse_busy, refuse_step
 from torch_ext._streams import Stream
 from torch_ext._wire import Wire, add_up
 
@@ -126,7 +126,7 @@ class FsdpEngine(_registry.Owner):
 
     @property
     def ranks(self) -> frozenset[int]:
-        return frozenset(dist.get_process_group_ranks(self.exchanges.control.group))
+        return self.exchanges.control.ranks
 
     @property
     def sharded(self) -> bool:
@@ -216,7 +216,7 @@ class FsdpEngine(_registry.Owner):
             wire,
             partial(_add_up, sums, self._scale(unit, exchange.world_size)),
             tag=self.exchanges.tag(self._cycle, REDUCE, unit, given.nbytes),
-            what=f"gradients of cycle {self._cycle}, {unit}",
+            what=f"gradients of cycle {self._cycle}, {unit}{self._frozen_since()}",
         )
         reduction = Reduction(unit, output, output if replicated else sums, handle)
         if replicated:
@@ -257,6 +257,11 @@ class FsdpEngine(_registry.Owner):
         if self._check_for_nan and first_nonfinite([given]) != ALL_FINITE:
             reduction.suspect = rows
         self._reductions.append(reduction)
+
+    def _frozen_since(self) -> str:
+        """For messages, where ranks may wait for each other because one reduces less."""
+        frozen = [name for name, p in zip(self.names, self.params, strict=True) if not p.requires_grad]
+        return f", {names_of(frozen, range(len(frozen)))} frozen since parallelize" if frozen else ""
 
     def _refuse(self, unit: UnitPlan, output: torch.Tensor, op: dist.ReduceOp) -> None:
         if op != dist.ReduceOp.AVG:
@@ -334,6 +339,7 @@ class FsdpEngine(_registry.Owner):
         number, what = self.exchanges.report_tag(cycle), f"end of gradient cycle {cycle}"
         gather = self.guarded(lambda: control.all_gather(payload, tag=number, what=what))
         reports = Reports(self.guarded(gather), self.names, self.units)
+        self.guarded(reports.check_trained)
         self.guarded(lambda: reports.check_places(control.rank))
         for reduction in reductions:
             if not reduction.settled:

@@ -7,7 +7,7 @@ import torch
 
 from torch_ext._fsdp_reduction import UnitPlan
 from torch_ext._nonfinite import ALL_FINITE
-from torch_ext._refusals import ABSENT, CAME, names_of, refuse_nonfinite
+from torch_ext._refusals import ABSENT, CAME, names_of, refuse_frozen, refuse_nonfinite
 
 _CALL = 1 << 48  # a unit's word: reductions above, elements below
 
@@ -58,6 +58,11 @@ class Reports:
                     "some ranks only. With torch >= 2.13, parallelize(..., find_unused_parameters=True) lets such "
                     "parameters count as zero; this process group cannot be used any more"
                 )
+
+    def check_trained(self) -> None:
+        """RuntimeError where a parameter is frozen on some ranks only: these reduced other gradients than the others,
+        and the exchange cannot go on."""
+        refuse_frozen(self._names, self._came)
 
     def check_finite(self) -> None:
         refuse_nonfinite(self._names, self.nonfinite)

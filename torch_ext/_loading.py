@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext import _groups, _hyper_parameters, _local, _state, _tensors
+from torch_ext import _group_calls, _groups, _hyper_parameters, _local, _state, _tensors
 from torch_ext._checkpoint import is_cut
 from torch_ext._losses import Losses
 from torch_ext._refusals import names_of
@@ -236,7 +236,8 @@ def part(p: Any, local: _local.Local, value: Any) -> Tensor:
     """This rank's part of what was loaded for p, as a plain tensor that lies like local.weight."""
     if _local.is_dtensor(value):
         if tuple(value.placements) != tuple(p.placements):
-            value = value.redistribute(placements=p.placements)
+            with _group_calls.translated_over(value.device_mesh, "loading state as it is sharded here"):
+                value = value.redistribute(placements=p.placements)
         value = _local.tensor_of(value)
         return value._held.decoded() if isinstance(value, StateTensor) else value
     if isinstance(value, StateTensor):

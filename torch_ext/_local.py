@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_ext import _group_calls
 from torch_ext._clip import Part
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ class Locals:
         if grad is None or not self._dtensors[i]:
             return grad
         if tuple(grad.placements) != tuple(param.placements):  # type: ignore[attr-defined]
-            grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+            with _group_calls.translated_over(grad.device_mesh, "a gradient that is not sharded as its parameter is"):
+                grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
         return tensor_of(grad)  # the same object every time: a clipping knows its gradients by it
 
     def parts(self, present: Sequence[bool]) -> list[Part]:

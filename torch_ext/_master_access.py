@@ -85,6 +85,9 @@ def _install(m: "Member", master: Tensor) -> int:
 @contextlib.contextmanager
 def opened(members: Sequence["Member"], keys: Sequence[str | int]) -> Iterator[dict[str | int, Tensor]]:
     """See Adam.master_weights. members: all that are trained, masters in agreement with weights. keys: of each."""
+    gathers = [gather_of(m, _registry.owner_of(m.param)) for m in members]
+    for owner in dict.fromkeys(owner for owner, _ in filter(None, gathers)):
+        owner.refuse_gone("master_weights()")
     wide = [_opened(m) for m in members]
     swapped = [(m, master, m.param.data) for m, master in zip(members, wide, strict=True) if _swaps(m)]
     for m, master, _ in swapped:
@@ -98,7 +101,6 @@ def opened(members: Sequence["Member"], keys: Sequence[str | int]) -> Iterator[d
         for m, master in zip(members, wide, strict=True):
             if m.kinds.master:
                 _close(m, written.get(m.param, master))
-        gathers = [gather_of(m, _registry.owner_of(m.param)) for m in members]
         for handle in [owner.gather(bucket) for owner, bucket in filter(None, gathers_in_order(gathers))]:
             handle.result()
         torch.autograd.graph.increment_version([m.param for m in members])

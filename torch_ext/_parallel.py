@@ -20,6 +20,7 @@ from torch_ext._broadcast import broadcast
 from torch_ext._engine import Engine
 from torch_ext._exchange import MAX_BUCKETS, divide_factor, exchange_over
 from torch_ext._layout import BucketPlan, plan_buckets
+from torch_ext._lost_ranks import refuse as refuse_group
 from torch_ext._nccl_transport import refuse
 from torch_ext._optimizer import Adam
 from torch_ext._policy import Policy
@@ -228,7 +229,7 @@ def parallelize(
             find_unused_parameters=find_unused_parameters,
         )
     else:
-        broadcast([t for _, t in tensors], group)
+        broadcast([t for _, t in tensors], group, "parallelize: rank 0's weights and buffers")
         named = list(_trainable(model))
         ids = _groups.ids_of([n for n, _ in named])
         engine = Engine(
@@ -274,6 +275,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise RuntimeError("this rank is not a member of the process group, so it has nothing to reduce over it")
+    refuse_group(group, "parallelize")
     return group
 
 

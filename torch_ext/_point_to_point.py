@@ -35,9 +35,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from torch_ext import _compression, _library
+from torch_ext import _compression, _group_calls, _library
 from torch_ext._exchange import IN_FLIGHT, WHOLE, Exchange, Install, Opening, Part
 from torch_ext._lane import Lane
+from torch_ext._lost_ranks import ABANDONED, failed, refuse_failed
 from torch_ext._wire import Wire
 
 
@@ -51,9 +52,6 @@ class _Work(Protocol):
 
 _Works = list[tuple[int, _Work]]
 
-# Messages on their way that nobody waits for: gloo may still write into their memory, so it is never freed.
-_ABANDONED: list[object] = []
-
 
 @functools.cache
 def _trades() -> Callable[[int, int, int], int]:
@@ -66,26 +64,22 @@ def _wait_once(work: _Work) -> None:
         work.wait()
 
 
-def _wait(works: _Works, what: str) -> None:
+def _wait(works: _Works, exchange: "PointToPoint", what: str) -> None:
     """Waits for all; an error names the ranks that did not come."""
     missing: list[int] = []
-    reason = ""
+    first: RuntimeError | None = None
     for peer, work in works:
         try:
             _wait_once(work)
         except RuntimeError as error:
             missing.append(peer)
-            reason = reason or str(error).splitlines()[0]
+            first = first or error
             # After a timeout gloo answers for the other ranks at once: those that came are told from those that did
             # not. A lost connection concerns one rank only, and others may be on their way.
-            if "imed out" not in reason:
+            if "imed out" not in str(first):
                 break
-    if missing:
-        ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, sorted(missing)))}"
-        raise RuntimeError(
-            f"{what}: {ranks} did not come ({reason}). The rank was lost, is more than the process group's timeout "
-            "behind, or runs another program; this process group cannot be used any more."
-        )
+    if first is not None:
+        raise failed(exchange.group, what, first, missing) from first
 
 
 def _nothing() -> None: ...
@@ -176,16 +170,16 @@ class _Travel:
         if self._failure is not None:
             raise RuntimeError(self._failure)
         try:
-            _wait(self.gathers, self.what)
-            _wait(self.sends, self.what)
+            _wait(self.gathers, self.exchange, self.what)
+            _wait(self.sends, self.exchange, self.what)
         except RuntimeError as error:
             self._failure = str(error)
-            _ABANDONED.append((self.gathers, self.sends, self.results))
+            ABANDONED.append((self.gathers, self.sends, self.results))
             self.gathers, self.sends, self.results = [], [], []
             raise
         self.gathers, self.sends, self.results = [], [], []
 
-    def __del__(self, abandoned: list[object] = _ABANDONED) -> None:
+    def __del__(self, abandoned: list[object] = ABANDONED) -> None:
         # Nobody asked (a model that went after an exception, say): gloo blocks a connection of which a message is
         # withdrawn, and what it has it moves by itself.
         if self.gathers or self.sends:
@@ -256,7 +250,7 @@ class _Reduction(_Travel):
 
     def _fail(self, error: Exception) -> None:
         # gloo may still write into these.
-        _ABANDONED.append(
+        ABANDONED.append(
             (self.arrivals, self.chunks, self.received, self.parts, self.gathers, self.results, self.sends)
         )
         self.reduced.set_exception(error)
@@ -265,10 +259,10 @@ class _Reduction(_Travel):
         """The first lane's task."""
         if not self.reduced.done():
             try:
-                _wait(self.arrivals, self.what)
+                _wait(self.arrivals, self.exchange, self.what)
                 assert self.install is not None and self.received is not None
                 if self.part == WHOLE:  # the sum may lie where the wire does
-                    _wait(self.sends, self.what)
+                    _wait(self.sends, self.exchange, self.what)
                     self.sends = []
                 self.install(self.chunks, self.part)
                 self.exchange.memory.give_back(self.received)
@@ -365,6 +359,9 @@ class PointToPoint(Exchange):
         self._waiting: deque[_Reduction] = deque()
         self._gathers: deque[_Gather] = deque()  # compressed ones
 
+    def refuse_gone(self, what: str) -> None:
+        refuse_failed(self.group, what)
+
     def borrow(self, numel: int, dtype: torch.dtype, role: str) -> Wire:
         return Wire.empty(numel, dtype, self.device)
 
@@ -391,38 +388,39 @@ class PointToPoint(Exchange):
             wire = wires[peer]
             if not self._compressed(wire):
                 for plain in wire.messages():
-                    yield self.group.send([plain], peer, tag)
+                    yield _group_calls.send(plain, self.group, peer, tag)
                 return
             address = wire.data.data_ptr()
             if address not in made:
                 message = _Message(wire.data, self.messages_memory)
                 made[address] = message, _compression.compress(wire.data, message.bytes)
             message, rest = made[address]
-            yield _Sent(message, self.group.send([message.bytes], peer, tag))
+            yield _Sent(message, _group_calls.send(message.bytes, self.group, peer, tag))
             with self._lock:
                 self.bytes_sent += rest
                 self.messages += 1
                 self.disordered += rest > 0
             if rest:
-                yield self.group.send([_compression.end_of(wire.data, rest)], peer, tag)
+                yield _group_calls.send(_compression.end_of(wire.data, rest), self.group, peer, tag)
 
         return self._post(post, what)
 
     def _receive(self, peer: int, tag: int, message: torch.Tensor) -> _Work:
-        return self.group.recv([message], peer, tag)
+        return _group_calls.receive(message, self.group, peer, tag)
 
     def _compressed(self, wire: Wire) -> bool:
         return self._travels(wire) < wire.nbytes
 
     def _post(self, post: Callable[[int], Iterator[_Work]], what: str) -> _Works:
+        refuse_failed(self.group, what)
         works: _Works = []
         for peer in self._peers:
             try:
                 for work in post(peer):
                     works.append((peer, work))
             except RuntimeError as error:
-                _ABANDONED.append(works)
-                raise RuntimeError(f"{what}: rank {peer} cannot be reached ({str(error).splitlines()[0]})") from None
+                ABANDONED.append(works)
+                raise failed(self.group, what, error, [peer]) from error
         return works
 
     def _start(self, reduction: _Reduction) -> None:

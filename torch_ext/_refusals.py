@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
+from torch_ext._lost_ranks import ranks_called
 from torch_ext._nonfinite import ALL_FINITE
 
-# What a rank says of a parameter at the end of a backward that reduces; two bits.
+# What a rank says of a parameter at the end of a backward that reduces; two bits. Both: its gradient came, and it was
+# frozen afterwards.
 ABSENT, CAME, FROZEN = range(3)
 
 FOREIGN_SCALER = (
@@ -48,6 +50,23 @@ def refuse_nonfinite(names: Sequence[str], by_rank: Sequence[int]) -> None:
             f"gradients with NaN or Inf before communication (check_for_nan_in_grad): {', '.join(found)}. "
             "Nothing was stepped; call zero_grad() before going on."
         )
+
+
+def refuse_frozen(names: Sequence[str], came: Sequence[torch.Tensor]) -> None:
+    """RuntimeError where ranks do not train the same parameters. came: as for `refuse_absent`."""
+    frozen = torch.stack([states.bitwise_and(FROZEN).ne(0) for states in came])
+    mixed = (frozen.any(0) & ~frozen.all(0)).nonzero().flatten().tolist()
+    if not mixed:
+        return
+    parts = []
+    for i in mixed[:_SHOWN]:
+        where, elsewhere = frozen[:, i].nonzero().flatten().tolist(), (~frozen[:, i]).nonzero().flatten().tolist()
+        parts.append(f"{names[i]!r} is frozen on {ranks_called(where)} and trainable on {ranks_called(elsewhere)}")
+    more = f" and {len(mixed) - _SHOWN} more" if len(mixed) > _SHOWN else ""
+    raise RuntimeError(
+        f"the ranks train different parameters: {'; '.join(parts)}{more}. Call requires_grad_() on every rank alike, "
+        "and zero_grad() before going on."
+    )
 
 
 def refuse_absent(names: Sequence[str], came: Sequence[torch.Tensor]) -> None:

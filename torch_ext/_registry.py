@@ -58,6 +58,11 @@ class Owner(abc.ABC):
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where it must not."""
 
+    def refuse_gone(self, doing: str) -> None:
+        """RuntimeError where what was stepped could not be brought to the other ranks any more: their process group was
+        destroyed, or has failed."""
+        return  # not every owner brings it
+
     @abc.abstractmethod
     def local(self, param: torch.Tensor) -> Local:
         """What this rank steps of the parameter; RuntimeError where the parameter is no longer where it was laid."""

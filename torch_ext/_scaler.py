@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext import _library, _local, _registry, _tensors
+from torch_ext import _group_calls, _library, _local, _registry, _tensors
 from torch_ext._clip import mark_agreed, measure
 from torch_ext._policy import Policy
 
@@ -237,9 +237,10 @@ class GradScaler(torch.amp.GradScaler):
     def _found_inf(self, grads: list[Tensor]) -> Tensor:
         """fp32, one element: whether a gradient on any rank is not finite."""
         found_inf = measure(grads, float("inf"), _tensors.NONE).found_inf
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.all_reduce(found_inf, op=distributed.ReduceOp.MAX, group=self._process_group)
+        distributed, group = torch.distributed, self._process_group
+        if group is not None or (distributed.is_available() and distributed.is_initialized()):
+            what = "the loss scale: whether a gradient on any rank is not finite"
+            _group_calls.all_reduce(found_inf, group, what, distributed.ReduceOp.MAX)
         return mark_agreed(found_inf)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from torch_ext import _capture, _groups, _header, _masters, _registry, _tensors
+from torch_ext import _capture, _group_calls, _groups, _header, _masters, _registry, _tensors
 from torch_ext._clip import Clipping
 from torch_ext._early import Early
 from torch_ext._groups import Params
@@ -281,7 +281,8 @@ class Stepping(Measured):
         assert self._locals is not None
         something = something.to(grads[0].device)
         for group in dict.fromkeys(group for part in self._locals.parts(active) for group in part.groups):
-            torch.distributed.all_reduce(something, op=torch.distributed.ReduceOp.MAX, group=group)
+            op = torch.distributed.ReduceOp.MAX
+            _group_calls.all_reduce(something, group, "step(): whether there are gradients on other ranks", op)
         return not bool(something)
 
     def _refuse_capture(self, everyone: list[Tensor]) -> None:

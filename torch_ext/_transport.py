@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from torch_ext import _group_calls
+
 
 class Work(Protocol):
     """Bytes on their way."""
@@ -44,16 +46,14 @@ class TorchTransport:
 
     def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[Work]:
         return [
-            dist.all_to_all_single(to, message, group=self._group, async_op=True)
+            _group_calls.all_to_all_single(to, message, self._group, what)
             for to, message in zip(into, sent, strict=True)
         ]
 
     def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[Work]:
         owns = [message.chunk(self._world_size)[rank] for message in whole]
         return [
-            dist.all_gather_into_tensor(
-                message, own if self._in_place else own.clone(), group=self._group, async_op=True
-            )
+            _group_calls.all_gather_into_tensor(message, own if self._in_place else own.clone(), self._group, what)
             for message, own in zip(whole, owns, strict=True)
         ]
 

@@ -4,6 +4,7 @@ what was interrupted is waited for to its end."""
 import contextlib
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +34,7 @@ def _raises(error: BaseException, times: int = 1) -> Callable[[], None]:
 
 
 def _travel(*works: Work) -> Any:
-    exchange: Any = None
+    exchange: Any = types.SimpleNamespace(group=Work())
     travel = _point_to_point._Travel(exchange, 0, "bucket 7")
     travel.gathers, travel.sends = list(enumerate(works[:-1])), [(9, works[-1])]
     return travel
@@ -106,11 +107,11 @@ def _interrupted(rank: int, waiting_for: str) -> Iterator[None]:
         return
     wait = _point_to_point._wait
 
-    def interrupted(works: Any, what: str) -> None:
+    def interrupted(works: Any, exchange: Any, what: str) -> None:
         if threading.current_thread() is not threading.main_thread() or waiting_for not in what:
-            wait(works, what)
+            wait(works, exchange, what)
             return
-        wait(works[:1], what)
+        wait(works[:1], exchange, what)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:

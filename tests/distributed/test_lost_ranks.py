@@ -92,7 +92,7 @@ def test_a_rank_that_dies_while_weights_travel_is_a_message_on_the_others(strate
 # -- late ---------------------------------------------------------------------------------------------------------
 
 TIMEOUT = 1.5
-LATER = 1.0 + len(STRATEGIES) * TIMEOUT
+LATER = 1.0 + len(STRATEGIES) * 1.5 * TIMEOUT  # half of it is for hearing who is alive
 
 
 def _of_its_own(strategy: str) -> Any:

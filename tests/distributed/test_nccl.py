@@ -20,7 +20,7 @@ from gradients import Given, policy
 from happens_before import FakeStreams
 
 import torch_ext
-from torch_ext import _comm_hook, _control, _cuda_library, _exchange, _nccl, _nccl_transport, _parallel
+from torch_ext import _comm_hook, _control, _cuda_library, _exchange, _lost_ranks, _nccl, _nccl_transport, _parallel
 
 SOURCE = pathlib.Path(__file__).parent.parent / "core/fake_nccl.cc"
 VARIANTS = {"newest": [], "plain": ["-DFAKE_NCCL_VERSION=22105"], "old": ["-DFAKE_NCCL_VERSION=21803"]}
@@ -182,12 +182,12 @@ def test_a_communicator_waits_as_long_as_its_process_group(fakes: dict[str, str]
 def _timeouts(rank: int, world: int) -> None:
     cpu = torch.device("cpu")
     short = dist.new_group(timeout=datetime.timedelta(seconds=3))
-    assert [_exchange.timeout_of(g, cpu) for g in (dist.group.WORLD, short)] == [20.0, 3.0]
-    assert _exchange.timeout_of(short, torch.device("mps")) == 30 * 60, "no back end for it: torch's default"
+    assert [_lost_ranks.timeout_of(g, cpu) for g in (dist.group.WORLD, short)] == [20.0, 3.0]
+    assert _lost_ranks.timeout_of(short, torch.device("mps")) == 30 * 60, "no back end for it: torch's default"
     patch = pytest.MonkeyPatch()
     patch.setattr(_exchange, "backend", lambda group, device: "none")
     patch.setattr(_control, "backend", lambda group, device: "none")
-    assert _exchange.timeout_of(_control.beside(short, cpu).group, cpu) == 3.0, "words between hosts, too"
+    assert _lost_ranks.timeout_of(_control.beside(short, cpu).group, cpu) == 3.0, "words between hosts, too"
 
 
 def test_a_process_group_says_how_long_it_waits() -> None:

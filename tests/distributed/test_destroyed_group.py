@@ -1,0 +1,122 @@
+"""After destroy_process_group: whatever still has to speak over the group says so, by name of the call."""
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from gradients import BF16, FP16, FP32, Given, noise, on_all_ranks, policy
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_ext
+from torch_ext import _exchange
+
+SHAPES = [(4,), (200,), (3,)]
+
+
+class _Training:
+    def __init__(self, rank: int, strategy: str, group: Any) -> None:
+        self.rank, self.group, self.strategy = rank, group, strategy
+        self.model: Any = Given(SHAPES, BF16)
+        self.policy = policy(BF16, FP32)
+        torch_ext.parallelize(self.model, self.policy, strategy=strategy, process_group=group)
+        self.optimizer = torch_ext.AdamW(self.model.parameters(), lr=0.1, policy=self.policy)
+        self.scaler = policy(FP16, FP32).grad_scaler(process_group=group)
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scaler.scale(torch.ones(1))
+        self.backward()
+
+    def backward(self) -> None:
+        self.model(noise(1, self.rank, SHAPES, BF16)).backward()
+
+    def masters(self) -> None:
+        with self.optimizer.master_weights():
+            pass
+
+
+CALLS: dict[str, tuple[str, Callable[[_Training], Any]]] = {
+    "clip_grad_norm_ of an optimizer": ("the norm of the grad", lambda t: torch_ext.clip_grad_norm_(t.optimizer, 1.0)),
+    "clip_grad_norm_ of parameters": (
+        "the norm of the grad",
+        lambda t: torch_ext.clip_grad_norm_(t.model.parameters(), 1.0),
+    ),
+    "consolidate_state_dict": ("consolidate_state_dict", lambda t: t.optimizer.consolidate_state_dict()),
+    "the scaler": ("the loss scale", lambda t: t.scaler.unscale_(t.optimizer)),
+    "parallelize": (
+        "parallelize",
+        lambda t: torch_ext.parallelize(Given(SHAPES), t.policy, process_group=t.group),
+    ),
+}
+# Over a back end whose calls torch has to look up; gloo's messages from rank to rank go on.
+COLLECTIVE_CALLS = CALLS | {
+    "step": ("step()", lambda t: t.optimizer.step()),
+    "master_weights": ("master_weights()", _Training.masters),
+    "backward": ("gradient", _Training.backward),
+}
+
+
+def _after_the_end(rank: int, world: int, strategy: str, collectives: bool) -> dict[str, str]:
+    if collectives:
+        _exchange.backend = lambda group, device: "none that is known"
+    group = dist.new_group()
+    training = _Training(rank, strategy, group)
+    dist.destroy_process_group(group)
+    before = [p.detach().clone() for p in training.model.parameters()]
+    messages = {}
+    for name, (_, call) in (COLLECTIVE_CALLS if collectives else CALLS).items():
+        with pytest.raises(RuntimeError) as raised:
+            call(training)
+        messages[name] = str(raised.value)
+    assert all(map(torch.equal, before, training.model.parameters())), "a failed call changes nothing"
+    assert len(training.optimizer.state_dict()["state"]) == len(SHAPES), "which is no collective"
+    return messages
+
+
+@pytest.mark.parametrize("collectives", [False, True], ids=["gloo", "collectives"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_what_speaks_over_the_group_says_so(strategy: str, collectives: bool) -> None:
+    for messages in ranks.run(2, _after_the_end, strategy, collectives):
+        for name, message in messages.items():
+            assert "destroy_process_group" in message, (name, message)
+            # Before gradients are looked at, step() and clip_grad_norm_() ask alike whether they can be stepped.
+            assert COLLECTIVE_CALLS[name][0] in message or message.startswith("step(): "), (name, message)
+
+
+def _hooked(rank: int, world: int) -> str:
+    group = dist.new_group()
+    model = DistributedDataParallel(Given(SHAPES), process_group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(RuntimeError) as raised:
+        torch_ext.register_comm_hook(model, policy())
+    return str(raised.value)
+
+
+def test_register_comm_hook_says_so() -> None:
+    for message in ranks.run(2, _hooked):
+        assert message.startswith("register_comm_hook: its process group was destroyed (destroy_process_group)")
+
+
+def _everything_ends(rank: int, world: int, strategy: str) -> None:
+    """What needs no other rank goes on: state is saved, a local norm is found."""
+    folder = on_all_ranks(tempfile.mkdtemp() if rank == 0 else "")[0]
+    training = _Training(rank, strategy, dist.group.WORLD)
+    dist.destroy_process_group()
+    optimizer = torch_ext.AdamW(training.model.parameters(), lr=0.1, policy=training.policy)
+    assert optimizer.state_dict()["param_groups"]
+    if strategy == "no_shard":
+        assert torch_ext.clip_grad_norm_(training.optimizer, 1.0) > 0
+        training.optimizer.step()
+    else:
+        with pytest.raises(RuntimeError, match="destroy_process_group"):
+            torch_ext.clip_grad_norm_(training.optimizer, 1.0)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_what_needs_no_other_rank_goes_on(strategy: str) -> None:
+    ranks.run(2, _everything_ends, strategy)

@@ -1,0 +1,64 @@
+"""A parameter that is frozen on one rank only: a message on every rank that names parameter and rank."""
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from gradients import Given, policy
+from strategies import STRATEGIES
+
+import torch_ext
+
+SHAPES = [(4,), (200,), (3,)]
+
+
+def _ones() -> list[torch.Tensor]:
+    return [torch.ones(s) for s in SHAPES]
+
+
+def _freezes(rank: int, world: int, strategy: str, which: str, unused: bool) -> list[str]:
+    chosen = policy(bucket_size=1, overlap_grad_reduce=True)
+    model: Any = torch_ext.parallelize(Given(SHAPES), chosen, strategy=strategy, find_unused_parameters=unused)
+    said = []
+    for step in range(4):
+        if step in (1, 2):
+            model.get_parameter(which).requires_grad_(rank != 1 or step == 2)
+        if step == 3:  # on every rank: legal
+            model.get_parameter(which).requires_grad_(False)
+        try:
+            model(_ones()).backward()
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+        model.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("unused", [False, True], ids=["", "unused count as zero"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "optim_grads_params"])
+def test_it_is_named_on_every_rank(strategy: str, unused: bool) -> None:
+    wanted = "the ranks train different parameters: 'p0' is frozen on rank 1 and trainable on ranks 0, 2. "
+    answers = ranks.run(3, _freezes, strategy, "p0", unused)
+    assert answers[0] == answers[1] == answers[2]
+    before, frozen, *after = answers[0]
+    assert before == "" and frozen.startswith(wanted)
+    if strategy != "optim_grads_params":  # whose exchange ends with it
+        assert after == ["", ""], "alike everywhere: nothing is wrong"
+
+
+def _frozen_later(rank: int, world: int) -> None:
+    """Its gradient came in an earlier micro-batch on one rank only, before all froze it."""
+    model: Any = torch_ext.parallelize(Given(SHAPES), policy(), strategy="no_shard", find_unused_parameters=True)
+    first: list[Any] = _ones()
+    if rank == 1:
+        first[0] = None
+    with model.no_sync():
+        model(first).backward()
+    model.p0.requires_grad_(False)
+    model(_ones()).backward()
+    assert model.p0.grad.eq(0.5).all() and model.p1.grad.eq(2).all()
+
+
+def test_what_came_before_it_was_frozen_everywhere_counts() -> None:
+    ranks.run(2, _frozen_later)

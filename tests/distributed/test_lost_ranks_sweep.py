@@ -1,0 +1,237 @@
+"""A rank that is killed or stands still at a random message of a random call: all others are told which one, in a call
+that they know.
+
+Each seed is one case. TORCH_EXT_LOST_RANK_SEEDS=200 (or 200-300) runs many; the ones below cover each call once.
+"""
+
+import datetime
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from gradients import FP16, FP32, policy
+from ranks import Died
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_ext
+from torch_ext import _group_calls
+
+TIMEOUT = {"kill": 2.0, "stall": 2.5}
+_SPEAKING = ["all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_to_all_single", "send"]
+_SPEAKING += ["receive", "new_group", "translated_over"]
+
+
+def _model(dtype: torch.dtype = FP32) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)).to(dtype)
+
+
+class _Program:
+    """What a training loop has under one strategy ("hook": stock DDP with our hook)."""
+
+    def __init__(self, how: str, group: Any, dtype: torch.dtype) -> None:
+        self.how, self.group = how, group
+        checks = dtype == FP32  # of no interest beside a loss scale, with which some overflow
+        self.policy = policy(dtype, FP32, bucket_size=1, overlap_grad_reduce=True, check_for_nan_in_grad=checks)
+        self.model: Any = _model(dtype)
+        self.inputs = torch.ones(3, 6, dtype=dtype)
+        if how == "hook":
+            self.model = DistributedDataParallel(self.model, process_group=group, bucket_cap_mb=0.0001)
+            torch_ext.register_comm_hook(self.model, self.policy)
+        else:
+            self.parallelize()
+        self.optimizer = torch_ext.AdamW(self.model.parameters(), lr=0.01, policy=self.policy)
+        self.scaler = self.policy.grad_scaler(process_group=group)
+        for _ in range(3):
+            self.backward()
+            self.optimizer.step()
+            self.model.zero_grad()
+
+    def parallelize(self) -> None:
+        torch_ext.parallelize(self.model, self.policy, strategy=self.how, process_group=self.group)
+
+    def anew(self) -> None:
+        self.model = _model()
+        self.parallelize()
+
+    def hook(self) -> None:
+        """DistributedDataParallel speaks when it is made, in torch's own words: here it has."""
+        torch_ext.register_comm_hook(self.bare, self.policy)
+
+    def backward(self) -> None:
+        loss = self.model(self.inputs).float().sum()
+        (self.scaler.scale(loss) if self.policy.fp16 else loss).backward()
+
+    def unscale(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.update()
+
+    def first_step(self) -> None:
+        optimizer = torch_ext.AdamW(self.model.parameters(), lr=0.0, policy=self.policy)
+        optimizer.step()
+
+    def masters(self) -> None:
+        with self.optimizer.master_weights():
+            pass
+
+
+# Call -> the strategies under which it speaks, what comes before it, itself, what its message has.
+_OURS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+_SHARDED = _OURS[1:]
+CALLS: dict[str, tuple[list[str], Callable[[Any], Any], Callable[[Any], Any], str]] = {
+    "parallelize": (_OURS, lambda p: None, _Program.anew, "^parallelize: "),
+    "register_comm_hook": (["hook"], lambda p: _bare(p), _Program.hook, "^register_comm_hook: "),
+    "backward": ([*_OURS, "hook"], lambda p: p.model.zero_grad(), _Program.backward, "gradient|weights of"),
+    "step": (["optim", "optim_grads"], _Program.backward, lambda p: p.optimizer.step(), "weights of bucket"),
+    "clip_grad_norm_ of an optimizer": (
+        _SHARDED,
+        _Program.backward,
+        lambda p: torch_ext.clip_grad_norm_(p.optimizer, 1.0),
+        "the norm of the gradients",
+    ),
+    "clip_grad_norm_ of parameters": (
+        _SHARDED,
+        _Program.backward,
+        lambda p: torch_ext.clip_grad_norm_(p.model.parameters(), 1.0),
+        "the norm of the gradients",
+    ),
+    "torch's clip_grad_norm_": (
+        ["optim", "optim_grads"],
+        _Program.backward,
+        lambda p: nn.utils.clip_grad_norm_(p.model.parameters(), 1.0),
+        "the norm of the gradients",
+    ),
+    "consolidate_state_dict": (
+        _SHARDED,
+        lambda p: None,
+        lambda p: p.optimizer.consolidate_state_dict(),
+        r"consolidate_state_dict\(\): ",
+    ),
+    "consolidate_state_dict to one rank": (
+        ["optim"],
+        lambda p: None,
+        lambda p: p.optimizer.consolidate_state_dict(to=0),
+        r"consolidate_state_dict\(\): ",
+    ),
+    "the scaler": (["no_shard", "hook", "optim"], _Program.backward, _Program.unscale, "the loss scale|gradient"),
+    "the first step": (_SHARDED, _Program.backward, _Program.first_step, r"step\(\)|weights of bucket"),
+    "master_weights": (["optim", "optim_grads"], lambda p: None, _Program.masters, "weights of|master_weights"),
+}
+
+
+def _bare(program: _Program) -> None:
+    program.bare = DistributedDataParallel(_model(), process_group=program.group)  # type: ignore[attr-defined]
+
+
+def _case(seed: int) -> tuple[str, str, str, int, int, float, bool]:
+    """The call, the strategy, the fault, the number of ranks, who, how far in the call's messages, and whether ranks
+    that were told leave at once."""
+    chosen = random.Random(seed)
+    call = list(CALLS)[seed % len(CALLS)]
+    how = chosen.choice(CALLS[call][0])
+    fault = "stall" if chosen.random() < 0.3 else "kill"
+    world = chosen.choice([3, 4])
+    return call, how, fault, world, chosen.randrange(world), chosen.random(), chosen.random() < 0.5
+
+
+class _Fault:
+    """Counts what this rank says; at the given message it is killed, or stands still."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault, self.said, self.at = fault, 0, -1
+        for name in _SPEAKING:
+            setattr(_group_calls, name, self._counting(getattr(_group_calls, name)))
+
+    def _counting(self, function: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
+            self.said += 1
+            if self.said == self.at:
+                self.strike()
+            return function(*args, **options)
+
+        return counted
+
+    def strike(self) -> None:
+        if self.fault == "stall":  # until every other rank has given up
+            subprocess.Popen(["sh", "-c", f"sleep {2 * TIMEOUT['stall']}; kill -9 {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _runs(rank: int, world: int, seed: int) -> tuple[str, float]:
+    call, how, kind, _, who, far, leaves = _case(seed)
+    _, prepare, act, _ = CALLS[call]
+    group: Any = dist.new_group(timeout=datetime.timedelta(seconds=60))
+    program = _Program(how, group, FP16 if call == "the scaler" else FP32)
+    fault = _Fault(kind)
+    prepare(program)
+    before = fault.said
+    act(program)
+    prepare(program)
+    if rank == who:
+        fault.at = fault.said + 1 + int(far * (fault.said - before))
+    dist.barrier()
+    # From here on; what came before may take as long as it does on a busy machine.
+    group._get_backend(torch.device("cpu"))._set_default_timeout(datetime.timedelta(seconds=TIMEOUT[kind]))
+    message, seconds = "", 0.0
+    for _ in range(4):
+        begin = time.monotonic()
+        try:
+            act(program)
+            if call == "the scaler" and rank != who:
+                prepare(program)
+        except RuntimeError as error:
+            message, seconds = str(error), time.monotonic() - begin
+            break
+        except BaseException as error:
+            message = f"{type(error).__name__}: {error}"
+            break
+        if rank == who:
+            fault.strike()
+    if not leaves:
+        time.sleep(TIMEOUT[kind])
+    return message, seconds
+
+
+def _seeds() -> list[int]:
+    first, _, last = os.environ.get("TORCH_EXT_LOST_RANK_SEEDS", str(len(CALLS))).rpartition("-")
+    return list(range(int(first or 0), int(last)))
+
+
+@pytest.fixture(scope="module")
+def answers_of() -> dict[int, list[Any]]:
+    """By seed. Ranks wait more than they work: several cases at a time."""
+    seeds = _seeds()
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(seeds, pool.map(_answers, seeds), strict=True))
+
+
+def _answers(seed: int) -> list[Any]:
+    return ranks.outcomes(_case(seed)[3], _runs, seed, timeout=60.0)
+
+
+@pytest.mark.parametrize("seed", _seeds())
+def test_a_lost_rank_is_named_wherever_it_is_lost(seed: int, answers_of: dict[int, list[Any]]) -> None:
+    call, _, kind, _, who, _, _ = case = _case(seed)
+    answers = answers_of[seed]
+    assert answers[who] == Died(-9), case
+    for rank, answer in enumerate(answers):
+        if rank == who:
+            continue
+        assert isinstance(answer, tuple), (case, answer)
+        message, seconds = answer
+        named = re.findall(r"ranks? ([\d, ]+) did not come", message)
+        assert named == [str(who)], (case, rank, message)
+        assert re.search(CALLS[call][3], message), (case, rank, message)
+        assert seconds < 2 * TIMEOUT[kind] + 5, (case, rank, message)

@@ -1,0 +1,266 @@
+"""Who is lost when a process group fails, and what is said of it: the same words in every call.
+
+A back end knows at most whose connection broke, and that of a rank which gave up breaks like that of one which died.
+So a rank that fails says so in the group's store, and then closes its connections, so that nobody waits for it until
+the timeout. Whoever has said so is alive; those whom it misses may be lost. What is found out about a group holds as
+long as it does: none works again after a failure.
+"""
+
+import datetime
+import json
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_HOST = torch.device("cpu")
+_KEY = "torch_ext/failed/{}"
+_CLOSING = (1 << 30) | ((1 << 30) - 2)  # a tag of ours that nobody sends
+
+_BROKEN, _LATE = 2.0, 10.0
+"""Seconds, at most half the group's timeout, in which ranks that are alive say so: after a connection broke, which it
+does just before; after a timeout, which others may have begun to wait for later."""
+
+_PERIOD = 0.02
+
+ABANDONED: list[object] = []
+"""Messages on their way that nobody waits for: gloo may still write into their memory, so it is never freed."""
+
+
+class _Said(NamedTuple):
+    """By a rank that failed."""
+
+    what: str
+    """The call in which it did."""
+    missing: tuple[int, ...]
+    """Whom it misses: ranks in the group."""
+
+
+class _Verdict(NamedTuple):
+    """What was found out about a failure, with ranks as the whole job numbers them."""
+
+    reason: str
+    lost: tuple[int, ...]
+    waiting: Mapping[int, str]
+    """Of ranks that are alive, where nobody is lost: the calls in which they failed."""
+
+    def message(self, what: str) -> str:
+        after = "this process group cannot be used any more."
+        if self.lost:
+            which = "They were lost, are" if len(self.lost) > 1 else "The rank was lost, is"
+            return (
+                f"{what}: {ranks_called(self.lost)} did not come ({self.reason}). {which} more than the process "
+                f"group's timeout behind, or {'run' if len(self.lost) > 1 else 'runs'} another program; {after}"
+            )
+        if self.waiting:
+            elsewhere = "; ".join(f"rank {rank} in {call!r}" for rank, call in sorted(self.waiting.items()))
+            return (
+                f"{what}: {ranks_called(self.waiting)} did not come, or gave up waiting for it ({self.reason}): "
+                f"no rank is lost, but they failed elsewhere ({elsewhere}). The ranks are more than the group's "
+                f"timeout apart, run different programs, or parted in an exception; {after}"
+            )
+        return f"{what}: a rank did not come ({self.reason}); who, cannot be told here; {after}"
+
+
+_verdicts: "weakref.WeakKeyDictionary[Any, _Verdict]" = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+def ranks_called(ranks: Collection[int]) -> str:
+    """ "rank 1", "ranks 1, 3"; each once."""
+    each = sorted(set(ranks))
+    return f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}"
+
+
+def backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the group's back end for the device ("gloo" for "cpu:gloo,cuda:nccl" and a CPU)."""
+    by_device = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
+    return by_device.get(device.type, str(dist.get_backend(group)))
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds that the group waits for a rank: what init_process_group or new_group was given, or torch's default."""
+    try:
+        # Private: torch has no other way to ask.
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):  # a back end of somebody else's, or none for the device
+        return float(dist.default_pg_timeout.total_seconds())
+
+
+def refuse(group: Any, what: str) -> None:
+    """RuntimeError, which says so, where the group was destroyed or has failed before. group: None: the default one."""
+    if group is None:
+        group = dist.group.WORLD
+    if group is None or not _is_there(group):
+        raise RuntimeError(
+            f"{what}: its process group was destroyed (destroy_process_group), so the ranks cannot speak with each "
+            "other any more. What was parallelized over it needs parallelize again, over a group that is there"
+        )
+    refuse_failed(group, what)
+
+
+def refuse_failed(group: Any, what: str) -> None:
+    """RuntimeError, which says so, where the group has failed before. One of gloo that was destroyed goes on for
+    whoever holds it, as far as messages from rank to rank go."""
+    verdict = _verdicts.get(group)
+    if verdict is not None:
+        raise RuntimeError(verdict.message(what))
+
+
+def _is_there(group: Any) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return not isinstance(group, dist.ProcessGroup)  # what stands for one in a test has no end
+    return True
+
+
+def failed(group: Any, what: str, error: BaseException, missing: Iterable[int] = ()) -> RuntimeError:
+    """What to raise in place of a back end's error.
+
+    missing: ranks in the group whose connection broke or who did not come in time; none: it is not known who. Takes
+    some seconds the first time, in which the other ranks are heard.
+    """
+    if group is None:
+        group = dist.group.WORLD
+    with _lock:
+        verdict = _verdicts.get(group)
+        if verdict is None:
+            verdict = _verdicts[group] = _found_out(group, what, _reason(error), set(missing))
+    return RuntimeError(verdict.message(what))
+
+
+def _reason(error: BaseException) -> str:
+    """A back end's first line, without its source file's name and what it adds for everybody."""
+    first = (str(error).splitlines() or [""])[0]
+    return re.sub(r"^\[[^\]]*\] ", "", first).split(". This is typically")[0] or type(error).__name__
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether a back end says that ranks do not find each other, rather than that an argument is no good."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or bool(re.search(r"gloo/|imed out|onnection|NCCL|abort", text))
+
+
+def _found_out(group: Any, what: str, reason: str, missing: set[int]) -> _Verdict:
+    rank, size, of_job = _places(group)
+    others = set(range(size)) - {rank}
+    known = missing or _broken(group, rank, others)
+    if known == others and not missing:
+        known = set()  # a timeout: gloo has closed all of them
+    inquiry = _Inquiry(group, rank, _Said(what, tuple(sorted(known or others))))
+    seconds = min(_LATE if "imed out" in reason else _BROKEN, timeout_of(group, _HOST) / 2)
+    inquiry.run(lambda: _close(group, rank, others), seconds)
+    lost = inquiry.silent()
+    if not inquiry.answered:
+        lost = known
+        if 0 in (of_job[r] for r in lost):  # whose process is the one that keeps the store, as a rule
+            lost = {r for r in lost if of_job[r] == 0}
+    heard = {of_job[r]: said.what for r, said in inquiry.heard.items()} if not lost else {}
+    return _Verdict(reason, tuple(sorted(of_job[r] for r in lost)), heard)
+
+
+def _places(group: Any) -> tuple[int, int, Sequence[int]]:
+    """This rank in the group, the group's size, and its ranks' numbers in the job."""
+    try:
+        of_job = dist.get_process_group_ranks(group)
+        return dist.get_rank(group), len(of_job), of_job
+    except Exception:
+        return -1, 0, range(1 << 16)
+
+
+def has_broken(group: Any) -> bool:
+    """Whether a connection of the group broke, as far as its back end tells."""
+    rank, size, _ = _places(group)
+    return bool(_broken(group, rank, set(range(size)) - {rank}))
+
+
+def _broken(group: Any, rank: int, others: Iterable[int]) -> set[int]:
+    """Ranks to which gloo has no connection any more; no other back end can be asked."""
+    return {peer for peer in others if _posted(group, peer) is None}
+
+
+def _posted(group: Any, peer: int) -> Any:
+    """A message that never comes; None where the connection is broken."""
+    try:
+        if backend(group, _HOST) != "gloo":
+            return True
+        message = torch.empty(1, dtype=torch.uint8)
+        work = group.recv([message], peer, _CLOSING)
+        ABANDONED.append((message, work))
+        return work
+    except Exception:
+        return None
+
+
+def _close(group: Any, rank: int, others: Iterable[int]) -> None:
+    """Of gloo: after a wait that times out it closes every connection, also those on which others wait for this
+    rank."""
+    for peer in others:
+        work = _posted(group, peer)
+        if work is True:
+            return
+        if work is not None:
+            try:
+                work.wait(datetime.timedelta(milliseconds=1))
+            except RuntimeError:
+                return
+
+
+class _Inquiry:
+    """Tells the others of a failure, and hears what those say who are missed, and whom they miss.
+
+    On a thread of its own: a store whose process stands still answers as late as it likes.
+    """
+
+    def __init__(self, group: Any, rank: int, said: _Said) -> None:
+        self.heard: dict[int, _Said] = {}
+        self.answered = False
+        """Whether the store did."""
+        self._group, self._rank, self._said = group, rank, said
+        self._told = threading.Event()
+
+    def run(self, then: Callable[[], None], seconds: float) -> None:
+        """then: called as soon as this rank's failure can be read."""
+        deadline = time.monotonic() + seconds
+        thread = threading.Thread(target=self._run, args=(deadline,), name="torch_ext inquiry", daemon=True)
+        thread.start()
+        self._told.wait(seconds)
+        then()
+        thread.join(max(0.0, deadline - time.monotonic()) + 10 * _PERIOD)
+
+    def silent(self) -> set[int]:
+        """Who is missed, by this rank or by those that were heard, and said nothing."""
+        heard = dict(self.heard)
+        missed, new = set[int](), set(self._said.missing)
+        while new:
+            missed |= new
+            new = {other for r in new if r in heard for other in heard[r].missing} - missed
+        return missed - heard.keys() - {self._rank}
+
+    def _run(self, deadline: float) -> None:
+        try:
+            store = _store_of(self._group)
+            store.set(_KEY.format(self._rank), json.dumps(self._said))
+            self._told.set()
+            while True:
+                for r in sorted(self.silent()):
+                    if store.check([_KEY.format(r)]):
+                        what, missing = json.loads(store.get(_KEY.format(r)))
+                        self.heard[r] = _Said(what, tuple(missing))
+                self.answered = True
+                if not self.silent() or time.monotonic() > deadline:
+                    return
+                time.sleep(_PERIOD)
+        except Exception:  # gone with the rank that kept it
+            self._told.set()
+
+
+def _store_of(group: Any) -> Any:
+    # Private: torch hands out no other store that all ranks of a group share, and nobody else of its prefix.
+    return dist.distributed_c10d._get_process_group_store(group)
