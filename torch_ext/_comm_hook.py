@@ -1,7 +1,9 @@
 """`register_comm_hook`: the exchange inside stock DistributedDataParallel."""
 
 import concurrent.futures
+import gc
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ext import _compression, _groups, _ops
 from torch_ext._agreement import agree
 from torch_ext._exchange import MAX_BUCKETS, Handle, Part, divide_factor, exchange_over, tag
+from torch_ext._hook_steps import Guard
 from torch_ext._layout import plan_buckets
 from torch_ext._lost_ranks import refuse as refuse_group
 from torch_ext._nccl_transport import refuse
@@ -20,56 +23,78 @@ from torch_ext._wire import BLOCK, Piece, Seeds, Wire, add_up, pack
 
 
 class CommHook:
-    """One registered hook. Its state is kept by parameter: DDP renumbers its buckets after the first backward."""
+    """One registered hook. Its state is kept by parameter: DDP renumbers its buckets after the first backward.
+
+    As torch's own states of hooks it is copied and pickled with its model or alone. A copy has what was asked for and
+    the number of the cycle; DDP calls the hook of a copy after register_comm_hook only, torch's or ours. With torch's,
+    `ddp.register_comm_hook(copy, hook)`, its first backward connects the ranks.
+    """
 
     def __init__(
         self, ddp: DistributedDataParallel, policy: Policy, given_factor: float | None, transport: str
     ) -> None:
+        self.__setstate__({"policy": policy, "factor": given_factor, "transport": transport, "cycle": 0})
+        self._connect(ddp)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"policy": self._policy, "factor": self._factor, "transport": self._transport, "cycle": self._cycle}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._policy, self._factor = state["policy"], state["factor"]
+        self._transport, self._cycle = state["transport"], state["cycle"]
+        self._exchange: Any = None  # an Exchange, once the ranks are connected
+        self._position: dict[torch.Tensor, int] = {}
+        self._watch = Watch()
+        self._bytes_before = 0
+        self._pending: list[tuple[Handle, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        self._error: Exception | None = None  # which the end of this backward raises
+        self._poisoned: list[str] = []  # which are not finite on some rank
+        self._guard = Guard()
+
+    def _connect(self, ddp: DistributedDataParallel) -> None:
+        """Every rank, before its first bucket."""
+        policy, given_factor, transport = self._policy, self._factor, self._transport
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
+        self._names = [name for name, _ in named]
+        self._position = {p: i for i, (_, p) in enumerate(named)}
+        self._guard.watch([p for _, p in named])
         device = named[0][1].device
         refuse_group(ddp.process_group, "register_comm_hook")
-        self._exchange = exchange_over(ddp.process_group, device, transport if device.type == "cuda" else "torch")
-        world_size = self._exchange.world_size
+        exchange = exchange_over(ddp.process_group, device, transport if device.type == "cuda" else "torch")
+        world_size = exchange.world_size
         plan, failure = None, None
         self._divide_factor = 0.0
         try:
             refuse(transport, device)
-            _compression.refuse(policy, self._exchange.can_compress)
+            _compression.refuse(policy, exchange.can_compress)
             self._divide_factor = divide_factor(given_factor, world_size)
             _refuse_sparse(ddp.module, named)
             plan = plan_buckets(named, policy, world_size)
         except (ValueError, TypeError, RuntimeError) as error:
             failure = error
         self._number = agree(
-            self._exchange,
+            exchange,
             caller="register_comm_hook",
             fingerprint=0 if plan is None else plan.fingerprint,
             lines=[
                 f"divide by {self._divide_factor}, NaN check {policy.check_for_nan_in_grad}, sums gathered in "
                 f"{policy.grad_gather_dtype}, transport {transport}, "
-                f"compressed below {policy.compress_below_gbps} Gbit/s",
+                f"compressed below {policy.compress_below_gbps} Gbit/s, gradient cycle {self._cycle}",
                 *([] if plan is None else plan.lines()),
             ],
             failure=failure,
         )
         assert plan is not None
-        self._exchange.compresses = _compression.is_certain(policy)
+        exchange.compresses = _compression.is_certain(policy)
         self._check_for_nan: bool = policy.check_for_nan_in_grad
-        self._names = [name for name, _ in named]
-        self._position = {p: i for i, (_, p) in enumerate(named)}
         self._ids = _groups.ids_of(self._names)
         self._gather_dtype: torch.dtype | None = policy.grad_gather_dtype
         self._wire = [p.grad_comm_dtype for p in plan.parameters]
-        self._cycle = 0
-        self._watch = Watch()
-        self._bytes_before = self._exchange.bytes_sent
-        self._pending: list[tuple[Handle, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
-        self._error: Exception | None = None  # which the end of this backward raises
-        self._failure: str | None = None  # why nothing can be reduced any more
+        self._exchange, self._bytes_before = exchange, exchange.bytes_sent
 
     def wire_bytes(self) -> int:
         """Bytes that this rank sent in the last backward that reduced."""
-        return self._exchange.bytes_sent - self._bytes_before
+        return 0 if self._exchange is None else self._exchange.bytes_sent - self._bytes_before
 
     def reduce(self, bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
         """The hook: DDP's bucket becomes the sum over ranks divided by the factor, rounded once to the dtype of
@@ -79,10 +104,12 @@ class CommHook:
         when DDP has ended its part of the backward, so that the next one finds everything in order.
         """
         grads = bucket.buffer()
-        if bucket.index() == 0:
-            self._begin()
         handle: Handle | None = None
         try:
+            if self._exchange is None:
+                self._connect(_ddp_of(self))
+            if bucket.index() == 0:
+                self._begin()
             handle = self._send(bucket, grads)
         except Exception as error:
             self._fail(error)
@@ -93,14 +120,16 @@ class CommHook:
 
     def _begin(self) -> None:
         self._bytes_before, self._watch, self._error = self._exchange.bytes_sent, Watch(), None
+        self._poisoned = []
+        self._guard.begin()
         abandoned, self._pending = self._pending, []  # of a backward that raised; the other ranks sent it too
         for handle, _, _ in abandoned:
             self._wait(handle)
 
     def _send(self, bucket: dist.GradBucket, grads: torch.Tensor) -> Handle | None:
         """Starts the bucket's exchange; None: it stays as it is, since the end of this backward raises."""
-        if self._failure is not None:
-            raise RuntimeError(f"gradients cannot be reduced any more: {self._failure}")
+        if self._guard.failure is not None:
+            raise RuntimeError(f"gradients cannot be reduced any more: {self._guard.failure}")
         members = [self._position[p] for p in bucket.parameters()]
         if self._check_for_nan and (found := self._look_for_nan(bucket, members)) is not None:
             self._error = found
@@ -172,8 +201,11 @@ class CommHook:
 
     def _raise(self) -> None:
         error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if error is None:
+            return
+        if self._guard.failure is None:
+            self._guard.poisoned(self._poisoned)
+        raise error
 
     def _wait(self, handle: Handle) -> None:
         try:
@@ -184,7 +216,7 @@ class CommHook:
     def _fail(self, error: Exception) -> None:
         """The ranks are not at the same place any more, and no later message could tell."""
         self._error = self._error or error
-        self._failure = self._failure or str(error)
+        self._guard.failed(str(error))
 
     def _look_for_nan(self, bucket: dist.GradBucket, members: list[int]) -> RuntimeError | None:
         """With the last bucket: what every rank is told if some rank found anything."""
@@ -199,6 +231,7 @@ class CommHook:
         found = [f"{self._names[i]!r} on rank {rank}" for rank, i in bad_by_rank.items() if i != ALL_FINITE]
         if not found:
             return None
+        self._poisoned = sorted({self._names[i] for i in bad_by_rank.values() if i != ALL_FINITE})
         return RuntimeError(
             f"gradients with NaN or Inf before communication (check_for_nan_in_grad): {', '.join(found)}"
         )
@@ -234,6 +267,14 @@ def _refuse_sparse(module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.
             )
 
 
+def _ddp_of(state: CommHook) -> DistributedDataParallel:
+    """Whose hook has this state: DDP tells the hook its buckets only."""
+    for found in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+        if any(known is state for _, known in getattr(found, "_comm_hooks", ())):
+            return cast(DistributedDataParallel, found)
+    raise RuntimeError("this hook's state is registered with no DistributedDataParallel: call its register_comm_hook")
+
+
 # DDP looks at the parameter's name and at the annotations.
 def _hook(state: CommHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return state.reduce(bucket)
@@ -254,6 +295,9 @@ def register_comm_hook(
     DDP's buckets are.
     Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part. compress_below_gbps: inf alone
     compresses; the wire is not measured. transport: as in `parallelize`.
+
+    A copy of the model (deepcopy, AveragedModel, torch.save) has a copy of the hook's state, but, as with torch's
+    hooks, reduces as DDP does without one until a hook is registered on it, too.
 
     Returns the hook's state, whose wire_bytes() counts what this rank sent. Raises TypeError, ValueError or
     RuntimeError, on every rank, for what is not legal or not equal on all ranks.

@@ -261,7 +261,7 @@ class FsdpEngine(_registry.Owner):
     def _frozen_since(self) -> str:
         """For messages, where ranks may wait for each other because one reduces less."""
         frozen = [name for name, p in zip(self.names, self.params, strict=True) if not p.requires_grad]
-        return f", {names_of(frozen, range(len(frozen)))} frozen since parallelize" if frozen else ""
+        return f", with {names_of(frozen, range(len(frozen)))} frozen since parallelize" if frozen else ""
 
     def _refuse(self, unit: UnitPlan, output: torch.Tensor, op: dist.ReduceOp) -> None:
         if op != dist.ReduceOp.AVG:
@@ -336,7 +336,7 @@ class FsdpEngine(_registry.Owner):
             if not report.came[i] and not param.requires_grad:
                 report.came[i] = FROZEN
         payload = report.encode(cycle)
-        number, what = self.exchanges.report_tag(cycle), f"end of gradient cycle {cycle}"
+        number, what = self.exchanges.report_tag(cycle), f"end of gradient cycle {cycle}{self._frozen_since()}"
         gather = self.guarded(lambda: control.all_gather(payload, tag=number, what=what))
         reports = Reports(self.guarded(gather), self.names, self.units)
         self.guarded(reports.check_trained)

@@ -191,6 +191,20 @@ def test_f5_a_rank_that_skips_a_unit_whose_sum_is_waited_for() -> None:
     assert "gradients of cycle 0, unit 'blocks.2': rank 0 did not come" in second and "Timed out" in second
 
 
+def _freezes_a_unit(rank: int, world: int) -> str:
+    model = _parallel()
+    if rank == 0:
+        model.blocks[2].requires_grad_(False)
+    return _error(lambda: model(_grads(rank)).backward())
+
+
+def test_a_unit_that_is_frozen_on_one_rank_is_named_where_its_sum_is_waited_for() -> None:
+    first, second = ranks.run(2, _freezes_a_unit, timeout=2.0)
+    for message in (first, second):
+        assert "with 'blocks.2." in message and "frozen since parallelize" in message, message
+    assert "rank 0 in \"end of gradient cycle 0, with 'blocks.2." in second
+
+
 # -- ranks that are lost --------------------------------------------------------------------------------------------
 
 
