@@ -1,0 +1,192 @@
+"""Small checkpoints in folders, saved and loaded without a process group, and whatever may happen between two
+operations on files."""
+
+import contextlib
+import errno
+import io
+import os
+import pathlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ext
+from torch_ext import _dcp, _folder, _folder_lock, _new_file
+
+
+def state(seed: int) -> dict[str, Any]:
+    """Of tensors and plain values, all of which depend on the seed."""
+    chosen = torch.Generator().manual_seed(seed)
+    return {
+        "model": {
+            "weight": torch.randn(7, 30, generator=chosen).to(torch.bfloat16),
+            "bias": torch.randn(30, generator=chosen),
+        },
+        "optimizer": {"exp_avg": torch.randn(3, 50, generator=chosen), "lr": 0.5**seed, "betas": (0.9, seed / 100)},
+        "step": seed,
+        "name": f"run {seed}",
+    }
+
+
+def blank(like: Any) -> Any:
+    """The same keys, with zeros and nothing."""
+    if isinstance(like, dict):
+        return {key: blank(value) for key, value in like.items()}
+    return torch.zeros_like(like) if isinstance(like, torch.Tensor) else None
+
+
+def bits(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: bits(each) for key, each in value.items()}
+    return value.contiguous().view(torch.uint8).numpy().tobytes() if isinstance(value, torch.Tensor) else value
+
+
+def save(checkpoint: dict[str, Any], folder: pathlib.Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(checkpoint, storage_writer=torch_ext.CheckpointWriter(folder), no_dist=True)
+
+
+def load_into(target: dict[str, Any], folder: pathlib.Path, **options: Any) -> Any:
+    """The target."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(target, storage_reader=torch_ext.CheckpointReader(folder, **options), no_dist=True)
+    return target
+
+
+def loaded(folder: pathlib.Path) -> Any:
+    """The bits of a state that was saved there."""
+    return bits(load_into(blank(state(0)), folder))
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+class Machine:
+    """Processes, each a thread or one after the other in the same one, whose operations on files tell `before` what
+    they are about to do. Locks are as `locks` says: "work", "none", or "lie", which gives them to everybody."""
+
+    def __init__(self, locks: str = "work") -> None:
+        self.before: Callable[[str, str], None] = lambda operation, path: None
+        self.locks = locks
+        self._owners: dict[tuple[int, int], int] = {}  # of locks: process by file
+        self._open: dict[int, int] = {}  # process by descriptor
+        self._processes = threading.local()
+
+    @property
+    def process(self) -> int:
+        return getattr(self._processes, "id", 1)
+
+    @process.setter
+    def process(self, id: int) -> None:
+        self._processes.id = id
+
+    def bury(self, process: int) -> None:
+        """It was killed: the kernel closes its files."""
+        for descriptor in [d for d, owner in self._open.items() if owner == process]:
+            with contextlib.suppress(OSError):
+                self._close(descriptor)
+
+    def _close(self, descriptor: int) -> None:
+        owner = self._open.pop(descriptor, None)
+        file = os.fstat(descriptor)
+        if self._owners.get((file.st_dev, file.st_ino)) == owner:
+            del self._owners[file.st_dev, file.st_ino]
+        os.close(descriptor)
+
+    def lockf(self, descriptor: int, how: int) -> None:
+        if self.locks == "none":
+            raise OSError(errno.ENOLCK, "No locks available")
+        file = os.fstat(descriptor)
+        owner = self._owners.setdefault((file.st_dev, file.st_ino), self.process)
+        if owner != self.process and self.locks == "work":
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    def stream(self, path: Any, mode: str, buffering: int = -1) -> Any:
+        if not isinstance(path, int):
+            self.before("open", str(path))
+            return open(path, mode, buffering)
+        return io.BufferedWriter(_Raw(self, path), buffering)
+
+    # -- as torch_ext sees the modules
+
+    def __getattr__(self, name: str) -> Any:
+        """Of os."""
+        real = getattr(os, name)
+        if name not in GATED:
+            return real
+
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            self.before(name, str(args[0]))
+            done = real(*args, **kwargs)
+            if name == "open":
+                self._open[done] = self.process
+            return done
+
+        return gated
+
+    def getpid(self) -> int:
+        return self.process
+
+    def close(self, descriptor: int) -> None:
+        self._close(descriptor)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (_dcp, _folder, _folder_lock, _new_file):
+                patch.setattr(module, "os", self)
+            for module in (_folder, _new_file):
+                patch.setattr(module, "open", self.stream, raising=False)
+            patch.setattr(_folder_lock.fcntl, "lockf", self.lockf)
+            patch.setattr(_folder_lock, "_held", {})
+            yield
+
+
+GATED = {"open", "unlink", "rename", "replace", "listdir", "fsync", "makedirs", "ftruncate", "pwrite", "stat"}
+
+
+class _Raw(io.FileIO):
+    """Writes half before it fails."""
+
+    def __init__(self, machine: Machine, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._machine = machine
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        try:
+            self._machine.before("write", str(self.fileno()))
+        except BaseException:
+            super().write(view[: len(view) // 2])
+            raise
+        return super().write(view) or 0
+
+    def close(self) -> None:
+        if not self.closed:
+            descriptor = self.fileno()
+            super().close()
+            if descriptor in self._machine._open:
+                self._machine._close(descriptor)
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def whole(folder: pathlib.Path) -> bool:
+    """Whether there is no checkpoint or all of its files are there."""
+    if not (folder / ".metadata").exists():
+        return True
+    stored = dcp.FileSystemReader(folder).read_metadata().storage_data
+    sizes: dict[str, int] = {}
+    for info in stored.values():
+        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+    return all((folder / name).exists() and (folder / name).stat().st_size > size for name, size in sizes.items())
