@@ -24,7 +24,7 @@ from torch.futures import Future
 from torch_ext import _folder, _folder_metadata
 from torch_ext._dcp_reader import CheckpointReader as CheckpointReader
 from torch_ext._folder_items import end_of
-from torch_ext._new_file import NewFile, create, refuse_full, sync_folder
+from torch_ext._new_file import NewFile, refuse_full, sync_folder
 
 
 @dataclasses.dataclass
@@ -87,7 +87,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def _write(self, name: str, items: list[Any], planner: Any) -> list[WriteResult]:
         path = Path(self.path) / name
-        file = NewFile(create(path))
+        file = NewFile(path)
         try:
             written = [self._put(file, name, item, planner) for item in items]
             file.write(end_of(name))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_ext._new_file import STALE, NewFile, create, refuse_full, sync_folder
+from torch_ext._new_file import STALE, NewFile, refuse_full, sync_folder
 
 _UNFINISHED = ".unfinished"
 _ZIP = b"PK\x03\x04"  # how torch.save's files begin
@@ -92,11 +92,10 @@ def _begun(folder: str, stem: str, former: os.stat_result | None) -> tuple[str, 
     """A new unfinished file, locked, and its path. What others left that are dead is removed."""
     while True:
         unfinished = os.path.join(folder, f"{stem}{secrets.token_hex(8)}{_UNFINISHED}")
-        descriptor = create(unfinished, 0o666 if former is None else 0o600)  # the former's mode comes at the end
+        file = NewFile(unfinished, 0o666 if former is None else 0o600)  # the former's mode comes at the end
         with contextlib.suppress(OSError):  # there are file systems without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        file = NewFile(descriptor)
-        if os.fstat(descriptor).st_nlink:  # else somebody found it not locked
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:  # else somebody found it not locked
             break
         file.close()
     try:

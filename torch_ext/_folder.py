@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torch_ext import _folder_lock, _folder_metadata
-from torch_ext._new_file import STALE, NewFile, create, sync_folder
+from torch_ext._new_file import STALE, NewFile, sync_folder
 
 METADATA = ".metadata"
 _DATA = re.compile(r"__\d+_(?:(?P<id>[0-9a-zA-Z-]{8,})_)?\d+\.distcp")
@@ -36,7 +36,7 @@ def begin(folder: Path, save_id: str) -> None:
     """Before any rank writes: removes what earlier saves left. RuntimeError, naming it, where another is under way."""
     _folder_lock.acquire(folder, save_id)
     try:
-        os.close(create(_unfinished(folder, save_id)))
+        NewFile(_unfinished(folder, save_id)).close()
         _clean(folder, save_id)
     except BaseException:
         withdraw(folder, save_id)
@@ -50,7 +50,7 @@ def complete(folder: Path, save_id: str, metadata: bytes) -> None:
     """
     unfinished = _unfinished(folder, save_id)
     try:
-        file = NewFile(os.open(unfinished, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC))
+        file = NewFile(unfinished, None)
         try:
             file.write(metadata)
             file.sync()

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import zlib
@@ -23,9 +24,11 @@ class NewFile:
     would have needed is worth knowing. `check` raises the first one.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        """descriptor: of a file that is open for writing, which is taken over."""
-        self._file = open(descriptor, "wb", buffering=_BUFFER)
+    def __init__(self, path: str | os.PathLike[str], permissions: int | None = 0o666) -> None:
+        """permissions: of a file that must not be there yet; None for one that must."""
+        # Without Python code between the descriptor and who closes it: an interrupt comes in no other place.
+        opener = None if permissions is None else functools.partial(os.open, mode=permissions)
+        self._file = open(path, "r+b" if permissions is None else "xb", buffering=_BUFFER, opener=opener)
         self._error: BaseException | None = None
         self.size = 0
         """Bytes so far, as if there had been no error."""
@@ -33,8 +36,8 @@ class NewFile:
         """Of what was written since it was last set."""
 
     def write(self, data: Any) -> int:
+        nbytes = memoryview(data).nbytes
         try:
-            nbytes = memoryview(data).nbytes
             self.size += nbytes
             self.crc32 = zlib.crc32(data, self.crc32)
             if self._error is None:
@@ -50,10 +53,13 @@ class NewFile:
         """torch.save."""
         try:
             torch.save(obj, self)  # type: ignore[arg-type]
-        except RuntimeError as error:
+        except Exception as error:
             self.check()
-            if isinstance(error.__context__, KeyboardInterrupt):  # on the way here: torch closed what had no end
-                raise error.__context__ from None
+            before: BaseException | None = error
+            while before is not None:
+                if isinstance(before, KeyboardInterrupt):  # on the way here: then torch closed what had no end
+                    raise before from None
+                before = before.__context__
             raise
         self.check()
 
@@ -74,11 +80,6 @@ class NewFile:
         """Says nothing of what was not written: that was said before."""
         with contextlib.suppress(OSError):
             self._file.close()
-
-
-def create(path: str | os.PathLike[str], mode: int = 0o666) -> int:
-    """Descriptor of a file that was not there before."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
 def refuse_full(error: BaseException, what: str, needed: str, folder: str | os.PathLike[str]) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ext
-from torch_ext import _dcp, _folder, _folder_lock, _new_file
+from torch_ext import _dcp, _files, _folder, _folder_lock, _new_file
 
 
 def state(seed: int) -> dict[str, Any]:
@@ -91,15 +91,13 @@ class Machine:
     def bury(self, process: int) -> None:
         """It was killed: the kernel closes its files."""
         for descriptor in [d for d, owner in self._open.items() if owner == process]:
-            with contextlib.suppress(OSError):
-                self._close(descriptor)
+            self._closed(descriptor)
 
-    def _close(self, descriptor: int) -> None:
+    def _closed(self, descriptor: int) -> None:
         owner = self._open.pop(descriptor, None)
         file = os.fstat(descriptor)
         if self._owners.get((file.st_dev, file.st_ino)) == owner:
             del self._owners[file.st_dev, file.st_ino]
-        os.close(descriptor)
 
     def lockf(self, descriptor: int, how: int) -> None:
         if self.locks == "none":
@@ -109,11 +107,14 @@ class Machine:
         if owner != self.process and self.locks == "work":
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    def stream(self, path: Any, mode: str, buffering: int = -1) -> Any:
-        if not isinstance(path, int):
-            self.before("open", str(path))
+    def stream(self, path: Any, mode: str, buffering: int = -1, opener: Any = None) -> Any:
+        self.before("open", str(path))
+        if mode == "rb":
             return open(path, mode, buffering)
-        return io.BufferedWriter(_Raw(self, path), buffering)
+        raw = _Raw(path, mode, opener=opener)
+        raw.machine = self
+        self._open[raw.fileno()] = self.process
+        return io.BufferedWriter(raw, buffering)
 
     # -- as torch_ext sees the modules
 
@@ -136,12 +137,13 @@ class Machine:
         return self.process
 
     def close(self, descriptor: int) -> None:
-        self._close(descriptor)
+        self._closed(descriptor)
+        os.close(descriptor)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (_dcp, _folder, _folder_lock, _new_file):
+            for module in (_dcp, _files, _folder, _folder_lock, _new_file):
                 patch.setattr(module, "os", self)
             for module in (_folder, _new_file):
                 patch.setattr(module, "open", self.stream, raising=False)
@@ -156,14 +158,12 @@ GATED = {"open", "unlink", "rename", "replace", "listdir", "fsync", "makedirs", 
 class _Raw(io.FileIO):
     """Writes half before it fails."""
 
-    def __init__(self, machine: Machine, descriptor: int) -> None:
-        super().__init__(descriptor, "wb", closefd=False)
-        self._machine = machine
+    machine: Machine
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
         try:
-            self._machine.before("write", str(self.fileno()))
+            self.machine.before("write", str(self.name))
         except BaseException:
             super().write(view[: len(view) // 2])
             raise
@@ -171,10 +171,8 @@ class _Raw(io.FileIO):
 
     def close(self) -> None:
         if not self.closed:
-            descriptor = self.fileno()
-            super().close()
-            if descriptor in self._machine._open:
-                self._machine._close(descriptor)
+            self.machine._closed(self.fileno())
+        super().close()
 
 
 def names(folder: pathlib.Path) -> list[str]:

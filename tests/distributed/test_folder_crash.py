@@ -1,14 +1,22 @@
-"""A save to a folder that is killed, or fails, at any of its operations on files: what was there before loads or the
-new one does, and the next save works and leaves nothing of it."""
+"""A save, to a folder or to a file, that is killed, fails at any of its operations on files, or is interrupted at any
+line: what was there before loads or the new one does, and the next save works and leaves nothing of it."""
 
+import contextlib
 import errno
+import itertools
 import pathlib
 import shutil
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from folders import Killed, Machine, bits, loaded, names, save, state
 from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ext
+from torch_ext import _dcp, _files, _folder, _folder_lock, _new_file
 
 FORMER, LATER, LAST = 1, 2, 3
 
@@ -121,3 +129,119 @@ def test_a_full_disk_is_said_with_what_is_needed_and_what_is_free(former: pathli
     save(state(LAST), folder)
     assert loaded(folder) == bits(state(LAST))
     assert one_checkpoint(folder)
+
+
+@contextlib.contextmanager
+def interrupted(at: int, modules: list[Any]) -> Iterator[list[int]]:
+    """Ctrl-C before that line of these modules is executed; yields how many lines were."""
+    files, count = {module.__file__ for module in modules}, [0]
+
+    def line(frame: Any, event: str, argument: Any) -> Any:
+        count[0] += event == "line"
+        if event == "line" and count[0] == at + 1:
+            raise KeyboardInterrupt
+        return line
+
+    sys.settrace(lambda frame, event, argument: line if frame.f_code.co_filename in files else None)
+    try:
+        yield count
+    finally:
+        sys.settrace(None)
+
+
+LINES = 31  # every so many lines of a save to a folder are interrupted
+
+
+def test_a_save_to_a_folder_may_be_interrupted_at_any_line(former: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    seen = []
+    for at in itertools.count(0, LINES):
+        folder = tmp_path / f"{at}"
+        shutil.copytree(former, folder)
+        with interrupted(at, [_dcp, _folder, _folder_lock, _new_file]) as count:
+            try:
+                save(state(LATER), folder)
+            except CheckpointException as raised:
+                assert isinstance(raised.failures[0][0], KeyboardInterrupt), (at, raised)
+            except KeyboardInterrupt:
+                pass
+        found = loaded(folder)
+        seen.append(FORMER if found == bits(state(FORMER)) else LATER)
+        assert found == bits(state(seen[-1])), at
+        save(state(LAST), folder)
+        assert loaded(folder) == bits(state(LAST)), at
+        assert one_checkpoint(folder), (at, names(folder))
+        shutil.rmtree(folder)
+        if count[0] <= at:
+            break
+    assert len(seen) > 20
+    assert set(seen) == {FORMER, LATER}
+
+
+def one_file(folder: pathlib.Path, seed: int) -> bool:
+    return names(folder) == ["file"] and bits(torch_ext.load(folder / "file")) == bits(state(seed))
+
+
+@pytest.mark.parametrize("how", ["killed", "full"])
+def test_a_save_to_a_file_may_end_at_any_operation(how: str, tmp_path: pathlib.Path) -> None:
+    file, seen = tmp_path / "file", []
+    for at in itertools.count():
+        torch_ext.save(state(FORMER), file)
+        machine = Machine()
+        failing(machine, at, how)
+        error = None
+        with machine.installed():
+            try:
+                torch_ext.save(state(LATER), file)
+            except (Killed, OSError) as raised:
+                error = type(raised)
+        assert error in (None, Killed if how == "killed" else OSError)
+        found = bits(torch_ext.load(file))
+        seen.append(FORMER if found == bits(state(FORMER)) else LATER)
+        assert found == bits(state(seen[-1])), at
+        if how == "full":
+            assert names(tmp_path) == ["file"], at
+        torch_ext.save(state(LAST), file)
+        assert one_file(tmp_path, LAST), (at, names(tmp_path))
+        if error is None and how == "killed":
+            break
+        if how == "full" and seen[-3:] == [LATER] * 3:
+            break
+    assert seen.count(FORMER) > 5
+
+
+def test_a_save_to_a_file_may_be_interrupted_at_any_line(tmp_path: pathlib.Path) -> None:
+    file, seen = tmp_path / "file", []
+    for at in itertools.count():
+        torch_ext.save({"a": torch.full((3,), FORMER)}, file)
+        came = False
+        with interrupted(at, [_files, _new_file]) as count:
+            try:
+                torch_ext.save({"a": torch.full((3,), LATER)}, file)
+            except KeyboardInterrupt:
+                came = True
+        assert came or count[0] <= at, "nobody was told"
+        found = torch_ext.load(file)["a"].tolist()
+        seen.append(found[0])
+        assert found in ([FORMER] * 3, [LATER] * 3), at
+        torch_ext.save({"a": torch.full((3,), LAST)}, file)
+        assert names(tmp_path) == ["file"], at
+        if not came:
+            break
+    assert seen.count(FORMER) > 50
+    assert seen.count(LATER) > 3
+
+
+def test_a_full_disk_is_said_of_a_file_too(tmp_path: pathlib.Path) -> None:
+    machine = Machine()
+
+    def before(operation: str, path: str) -> None:
+        if operation == "write":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    machine.before = before
+    with (
+        machine.installed(),
+        pytest.raises(OSError, match=r"file needs \d{4} bytes.*, and \d+ bytes are free there now"),
+    ):
+        torch_ext.save(state(LATER), tmp_path / "file")
+    assert names(tmp_path) == []

@@ -1,19 +1,28 @@
 """Files: torch_ext.save replaces them whole, torch_ext.load and load_state_dict say what is wrong with them."""
 
+import concurrent.futures
+import contextlib
+import errno
 import io
 import os
 import pathlib
 import pickle
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
+import time
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from training import everything, params_of, policy_of, train
 
 import torch_ext
+from torch_ext import _files
 
 
 def optimizer_of(name: str) -> torch_ext.AdamW:
@@ -86,6 +95,14 @@ def test_what_a_killed_save_left_goes_with_the_next_one(tmp_path: pathlib.Path) 
     assert sorted(tmp_path.iterdir()) == [path, other]
 
 
+class Kills:
+    """The process that pickles it."""
+
+    def __reduce__(self) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return int, ()
+
+
 def _flipped(data: bytes) -> bytes:
     at = data.index(torch.arange(1000.0).numpy().tobytes()) + 2000
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
@@ -120,3 +137,174 @@ def test_files_that_are_no_whole_checkpoint_are_refused_by_name(how: str, tmp_pa
         torch_ext.load(path)
     with pytest.raises(FileNotFoundError):
         torch_ext.load(tmp_path / "none.pt")
+
+
+def test_a_file_keeps_its_mode_and_attributes(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    for mode in (0o600, 0o640, 0o666, 0o755):
+        path.write_text("former")
+        path.chmod(mode)
+        with contextlib.suppress(OSError):  # not every file system has them
+            os.setxattr(path, "user.run", b"7")
+        kept = {name: os.getxattr(path, name) for name in os.listxattr(path)}
+        torch_ext.save(mode, path)
+        assert torch_ext.load(path) == mode
+        assert path.stat().st_mode & 0o7777 == mode
+        assert {name: os.getxattr(path, name) for name in os.listxattr(path)} == kept
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_keeps_its_owner(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    path.write_text("former")
+    os.chown(path, 12345, 54321)
+    torch_ext.save(1, path)
+    assert (path.stat().st_uid, path.stat().st_gid) == (12345, 54321)
+
+
+def test_what_is_written_of_a_private_file_is_private_before_it_is_complete(tmp_path: pathlib.Path) -> None:
+    path, modes = tmp_path / "checkpoint.pt", []
+    path.write_text("former")
+    path.chmod(0o600)
+
+    class Looks:
+        def __reduce__(self) -> Any:
+            modes.extend(file.stat().st_mode & 0o777 for file in tmp_path.iterdir())
+            return int, ()
+
+    torch_ext.save(Looks(), path)
+    assert modes == [0o600, 0o600]
+
+
+LINKS: dict[str, Callable[[pathlib.Path], str]] = {
+    "to a file beside it": lambda folder: "target.pt",
+    "to a file elsewhere": lambda folder: str(folder / "elsewhere" / "target.pt"),
+    "to a link": lambda folder: "another link",
+}
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["to a file", "to nothing yet"])
+@pytest.mark.parametrize("to", LINKS)
+def test_a_symbolic_link_stays_one(to: str, there: bool, tmp_path: pathlib.Path) -> None:
+    link = tmp_path / "latest.pt"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "another link").symlink_to("elsewhere/target.pt")
+    link.symlink_to(LINKS[to](tmp_path))
+    target = link.resolve()
+    if there:
+        torch_ext.save("former", target)
+    before = sorted(tmp_path.rglob("*"))
+    torch_ext.save("new", link)
+    assert os.readlink(link) == LINKS[to](tmp_path)
+    assert not target.is_symlink()
+    assert torch_ext.load(target) == torch_ext.load(link) == "new"
+    assert set(tmp_path.rglob("*")) == {*before, target}
+
+
+def test_a_path_that_cannot_be_written_to_is_refused_before_anything_is_written(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    refused: dict[str, type[OSError]] = {
+        "loop": OSError,
+        "folder": IsADirectoryError,
+        "file/checkpoint.pt": NotADirectoryError,
+        "none/checkpoint.pt": FileNotFoundError,
+        "x" * 256: OSError,
+    }
+    before = sorted(tmp_path.rglob("*"))
+    for name, kind in refused.items():
+        with pytest.raises(kind, match=name.split("/")[0]):
+            torch_ext.save(Unpicklable(), tmp_path / name)  # which would say that no space is left
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def in_a_fork(body: Callable[[], Any]) -> int:
+    """Its exit status, or minus the signal that ended it; 1 of an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads
+        child = os.fork()
+    if child == 0:
+        try:
+            os._exit(body() or 0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_file_that_may_not_be_written_to_is_not_replaced() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to others
+        path = pathlib.Path(folder) / "checkpoint.pt"
+        path.write_text("former")
+        path.chmod(0o444)
+        os.chmod(folder, 0o777)
+
+        def save() -> int:
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            try:
+                torch_ext.save(1, path)
+            except PermissionError as error:
+                return 7 if error.filename == str(path) else 8
+            return 0
+
+        assert in_a_fork(save) == 7
+        assert path.read_text() == "former"
+        assert os.listdir(folder) == [path.name]
+
+
+def test_what_is_no_file_is_written_to_as_torch_does(tmp_path: pathlib.Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_bytes)
+        torch_ext.save(torch.arange(3), pipe)
+        assert torch.load(io.BytesIO(read.result(timeout=20))).tolist() == [0, 1, 2]
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode)
+
+
+@pytest.mark.parametrize(
+    "name", ["x" * 255, "ä" * 127, "x" * 230, "a.b", "a"], ids=["255", "127 of two", "230", "a.b", "a"]
+)
+def test_names_as_long_as_they_may_be(name: str, tmp_path: pathlib.Path) -> None:
+    """And what a killed save left goes only with one of the same name."""
+    path = tmp_path / name
+    others = [tmp_path / other for other in ("a", "a.b", "y" * 255) if other != name]
+    for other in others:
+        assert in_a_fork(lambda other=other: torch_ext.save(Kills(), other)) == -signal.SIGKILL
+    left = set(tmp_path.iterdir())
+    assert len(left) == len(others)
+    torch_ext.save(1, path)
+    assert set(tmp_path.iterdir()) == {path, *left}
+    for other in others:
+        torch_ext.save(2, other)
+    assert set(tmp_path.iterdir()) == {path, *others}
+
+
+def test_a_fifo_under_the_name_of_an_unfinished_file_hangs_nobody(tmp_path: pathlib.Path) -> None:
+    path, pipe = tmp_path / "checkpoint.pt", tmp_path / ".checkpoint.pt.0123456789abcdef.unfinished"
+    os.mkfifo(pipe)
+
+    def save() -> None:
+        signal.alarm(20)
+        torch_ext.save(1, path)
+
+    assert in_a_fork(save) == 0
+    assert torch_ext.load(path) == 1
+    assert set(tmp_path.iterdir()) == {path, pipe}, "nobody's but its own are removed"
+
+
+@pytest.mark.parametrize("age", [10.0, 10000.0])
+def test_without_locks_what_is_old_is_removed(
+    age: float, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    path, left = tmp_path / "checkpoint.pt", tmp_path / ".checkpoint.pt.0123456789abcdef.unfinished"
+    left.write_text("half of it")
+    os.utime(left, (time.time() - age,) * 2)
+    monkeypatch.setattr(_files.fcntl, "flock", none)
+    torch_ext.save(1, path)
+    assert torch_ext.load(path) == 1
+    assert left.exists() == (age < 100)
