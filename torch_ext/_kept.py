@@ -4,6 +4,7 @@ A step of a thousand small tensors must not look at three thousand states to see
 knows. As long as nobody was handed an entry nobody can have changed one.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -32,12 +33,26 @@ class Kept(defaultdict[Tensor, Entry]):
     """
 
     handed_out = True  # of a copy, which somebody asked for
+    _make: "weakref.WeakMethod[Callable[[], None]] | None" = None
 
     @classmethod
-    def of(cls, entries: dict[Tensor, Entry], handed_out: bool) -> "Kept":
+    def of(cls, entries: dict[Tensor, Entry], handed_out: bool, make: Callable[[], None] | None = None) -> "Kept":
+        """make: a method of the optimizer that makes the state which is missing (see `__bool__`)."""
         kept = cls(dict, entries)
         kept.handed_out = handed_out
+        kept._make = None if make is None else weakref.WeakMethod(make)
         return kept
+
+    def __bool__(self) -> bool:
+        """Whether anything is in it. Asked before the first step, state is made, as for a state_dict: zero, inert.
+
+        torch.distributed.checkpoint asks by `if optim.state` and calls step() with zero gradients where there is
+        nothing. Where there is something it expects everything, and takes of what it loads the keys that it finds here
+        (StateDictOptions(flatten_optimizer_state_dict=True)); steps alone would be neither.
+        """
+        if (make := None if self._make is None else self._make()) is not None:
+            make()
+        return len(self) > 0
 
     # With this, C code that copies a dict, as {**d} does, asks for keys and items instead of reading past us.
     def __iter__(self) -> Iterator[Tensor]:

@@ -234,11 +234,7 @@ class Adam(Stepping):
     def _logical_state_dict(self, doing: str) -> dict[str, Any]:
         """Of this rank's parts."""
         self._refuse_open(doing)
-        with torch.no_grad():
-            everyone = self._everyone()
-            known = dict(self._seen)
-            self._members(everyone, [p.requires_grad or "exp_avg" in self._at_rest(p) for p in everyone])
-            self._seen = known  # what was made now is checked before the first step: a silent write may come between
+        self._make_state()
         handle = self.register_state_dict_post_hook(
             cast(Any, _checkpoint.logical), prepend=True
         )  # before everybody else's
@@ -272,7 +268,7 @@ class Adam(Stepping):
     def __setstate__(self, state: dict[str, Any]) -> None:
         before, entries = self.__dict__.get("state", {}), state["state"]
         loaded = all(isinstance(value, _loading.Sealed) for value in entries.values())
-        if loaded and before:
+        if loaded and len(before):
             self._host.forget_all()
         for key, value in entries.items():
             if isinstance(value, _loading.Sealed):
@@ -280,7 +276,8 @@ class Adam(Stepping):
         super().__setstate__(state)
         if not isinstance(entries, _kept.Kept):  # a shallow copy of an optimizer shares its state
             # What was loaded is ours alone, unless it was handed out by us before.
-            self.state = _kept.Kept.of(entries, handed_out=not loaded or (bool(before) and _kept.handed_out(before)))
+            handed_out = not loaded or (len(before) > 0 and _kept.handed_out(before))
+            self.state = _kept.Kept.of(entries, handed_out, make=self._make_first_state)
         self._forget()
         for group in self.param_groups:
             _groups.fill(group, self.defaults, self._decoupled)

@@ -32,7 +32,7 @@ class Trained(torch.optim.Optimizer):
         self._forget()
         _hyper_parameters.refuse(defaults, "")
         super().__init__(params, defaults)
-        self.state = _kept.Kept.of(self.state, handed_out=False)
+        self.state = _kept.Kept.of(self.state, handed_out=False, make=self._make_first_state)
 
     def _forget(self) -> None:
         """All that is derived."""
@@ -152,6 +152,19 @@ class Trained(torch.optim.Optimizer):
                 m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.weight.device)
             _state.settle(m.weight.detach(), m.state, m.kinds, m.name)
         return members
+
+    def _make_state(self) -> None:
+        """Of everything that is trained, as far as there is none. Moves no weight and no counter."""
+        everyone = self._everyone()
+        known = dict(self._seen)
+        with torch.no_grad():
+            self._members(everyone, [p.requires_grad or "exp_avg" in self._at_rest(p) for p in everyone])
+        self._seen = known  # what was made now is checked before the first step: a silent write may come between
+
+    def _make_first_state(self) -> None:
+        """Of an optimizer that has nothing but steps."""
+        if not self._open and not any("exp_avg" in self._at_rest(p) for p in self._everyone()):
+            self._make_state()
 
     def _at_rest(self, p: Tensor) -> Mapping[str, Any]:
         """The state of p, wherever it lies; empty where there is none."""
