@@ -97,6 +97,7 @@ def consolidated(optimizer: "Adam", state_dict: dict[str, Any], to: int | None) 
     whole: dict[Any, Any] = {}
     receives = to is None or to == _rank()
     with torch.no_grad():
+        cuts = _cuts(everyone, locals_, [i for i in state_dict["state"] if isinstance(i, int) and i < len(everyone)])
         for index, entry in state_dict["state"].items():
             p = everyone[index] if isinstance(index, int) and index < len(everyone) else None
             made = {
@@ -106,8 +107,37 @@ def consolidated(optimizer: "Adam", state_dict: dict[str, Any], to: int | None) 
                 for key, value in entry.items()
             }
             if receives:
-                whole[index] = made
+                whole[index] = {
+                    key: _sharded.consolidated(value, cuts[index], f"{key} of {names[index]}")
+                    if key != "step" and index in cuts
+                    else value
+                    for key, value in made.items()
+                }
     return {**state_dict, "state": whole} if receives else None
+
+
+def _cuts(everyone: list[Any], locals_: _local.Locals, indices: list[int]) -> dict[int, list[int]]:
+    """Of each that is cut over ranks, where the parts begin and end, from 0 to numel. Collective."""
+    by_groups: dict[Any, dict[int, _local.Local]] = {}
+    for index in indices:
+        local = locals_.of(index)
+        if is_cut(everyone[index], local):
+            by_groups.setdefault(local.groups, {})[index] = local
+    found: dict[int, list[int]] = {}
+    for groups, members in by_groups.items():
+        ends = [[local.start, local.start + local.weight.numel()] for local in members.values()]
+        own = torch.tensor(ends, device=next(iter(members.values())).weight.device)
+        rows = [own]
+        for group in groups:
+            gathered = [[torch.empty_like(row) for _ in range(group.size())] for row in rows]
+            for row, into in zip(rows, gathered, strict=True):
+                torch.distributed.all_gather(into, row, group=group)
+            rows = [each for into in gathered for each in into]
+        for at, index in enumerate(members):
+            parts = [row[at].tolist() for row in rows]
+            whole = {0, everyone[index].numel()}
+            found[index] = sorted(whole.union(*(part for part in parts if part[0] < part[1])))
+    return found
 
 
 def _rank() -> int:

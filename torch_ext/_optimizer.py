@@ -224,8 +224,8 @@ class Adam(Stepping):
         to: the global rank that gets it, the others get None; None: every rank gets it. One parameter at a time, so a
         rank that gets nothing needs memory for one more parameter only. Where states are cut the next `state_dict()`,
         if it comes before masters change, hands out the same once more, as of torch's ZeroRedundancyOptimizer: so
-        frameworks save that know of it (Lightning). torch.distributed.checkpoint needs the parts of every rank: save
-        that way first, or call `state_dict()` once in between.
+        frameworks save that know of it (Lightning). torch.distributed.checkpoint saves and loads it beside the parts
+        of the other ranks.
         """
         whole = _checkpoint.consolidated(self, self._logical_state_dict("consolidate_state_dict()"), to)
         self._consolidated = whole if self._current_locals(self._everyone()).cut else None

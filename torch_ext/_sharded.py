@@ -5,7 +5,7 @@ if this rank has all of them. What is written to one is written to the optimizer
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
 from typing import Any, TypeAlias
@@ -64,12 +64,15 @@ class _InBoxes:
 
     _held: Held
 
+    def _boxes(self) -> list[Box]:
+        return self._held.run.boxes(BOX)
+
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
             ChunkStorageMetadata(offsets=torch.Size(self._in_checkpoint(box.offsets)), sizes=torch.Size(box.sizes))
-            for box in self._held.run.boxes(BOX)
+            for box in self._boxes()
         ]
 
     def __create_write_items__(self, fqn: str, object: Tensor) -> list[Any]:
@@ -90,7 +93,7 @@ class _InBoxes:
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         # Each torch.save leaves a cycle behind that holds what it wrote: here that is memory of its own for each box.
         gc.collect(1)
-        for box in self._held.run.boxes(BOX):
+        for box in self._boxes():
             if index.offset is None or self._in_checkpoint(box.offsets) == tuple(index.offset):
                 return BoxTensor(self._held, box)
         raise ValueError(f"{index.fqn}: this rank has no part of {self._held.what} that begins at {index.offset}")
@@ -165,6 +168,18 @@ class LargeTensor(_InBoxes, Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = copied = self.clone()
         return copied
+
+
+class ConsolidatedTensor(LargeTensor):
+    """A whole tensor of which other ranks have parts: in their boxes, so that torch.distributed.checkpoint, which saves
+    a box of several ranks once, finds that it is the same as their parts together."""
+
+    _cuts: Sequence[int]
+
+    def _boxes(self) -> list[Box]:
+        ends = zip(self._cuts[:-1], self._cuts[1:], strict=True)
+        runs = [self._held.run._replace(start=begin, stop=end) for begin, end in ends]
+        return [box for run in runs for box in run.boxes(BOX)] or self._held.run.boxes(BOX)
 
 
 class BoxTensor(Tensor):
@@ -254,9 +269,21 @@ def in_boxes(t: Tensor, what: str) -> Tensor:
     if t.numel() <= BOX:
         return t
     made = t.as_subclass(LargeTensor)
-    run = Run(tuple(t.shape), order_of(t.shape, t.stride()), 0, t.numel())
-    made._held = Held(Stored(_tensors.flat(t).view(-1)), run, (0,) * t.ndim, what)
+    made._held = _all_of(t, what)
     return made
+
+
+def consolidated(t: Tensor, cuts: Sequence[int], what: str) -> Tensor:
+    """A dense tensor, with the memory of t. cuts: in ascending order from 0 to numel, where parts of ranks begin and
+    end."""
+    made = t.as_subclass(ConsolidatedTensor)
+    made._held, made._cuts = _all_of(t, what), cuts
+    return made
+
+
+def _all_of(t: Tensor, what: str) -> Held:
+    run = Run(tuple(t.shape), order_of(t.shape, t.stride()), 0, t.numel())
+    return Held(Stored(_tensors.flat(t).view(-1)), run, (0,) * t.ndim, what)
 
 
 # -- operators: of state tensors, then of boxes
