@@ -943,6 +943,11 @@ TX_API tx_status tx_torch_cuda_library(char *path, int64_t size, tx_error *error
 TX_API const char *tx_operator_name(int32_t i);
 TX_API const char *tx_operator_schema(int32_t i);
 
+/* What a list of tensors is, as one number that adamw_flat_ compares with what it gets: of each tensor in turn its
+ * tx_dtype, the number of its dimensions (-1 where it has no elements) and its sizes (where it has some). Never 0.
+ * words: n of them, host. */
+TX_API int64_t tx_signature(int64_t n, const int64_t *words);
+
 /* ---------------------------------------------------------------------------------------------------------------
  * 5. NCCL
  * ------------------------------------------------------------------------------------------------------------- */

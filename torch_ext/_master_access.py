@@ -1,7 +1,7 @@
 """Masters at full precision, for those who seed, constrain or average them."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,12 +98,31 @@ def opened(members: Sequence["Member"], keys: Sequence[str | int]) -> Iterator[d
         written = {m.param: m.param.data for m, _, _ in swapped}
         for m, _, weight in swapped:
             m.param.data = weight
+        converted = {m.param for m, master, _ in swapped if not _is_like(written[m.param], master)}
         for m, master in zip(members, wide, strict=True):
-            if m.kinds.master:
+            if m.kinds.master and m.param not in converted:
                 _close(m, written.get(m.param, master))
         for handle in [owner.gather(bucket) for owner, bucket in filter(None, gathers_in_order(gathers))]:
             handle.result()
         torch.autograd.graph.increment_version([m.param for m in members])
+        _refuse_conversions((m.name, written[m.param], master) for m, master, _ in swapped if m.param in converted)
+
+
+def _is_like(value: Tensor, master: Tensor) -> bool:
+    return value.dtype == master.dtype and value.shape == master.shape
+
+
+def _refuse_conversions(converted: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+    """ValueError, with names, where the block gave parameters something that cannot be their master."""
+    found = [
+        f"{name} ({tuple(value.shape)} in {value.dtype}; {tuple(master.shape)} in {master.dtype} is legal)"
+        for name, value, master in converted
+    ]
+    if found:
+        raise ValueError(
+            f"within master_weights() parameters were converted: {', '.join(found)}. These have the weights and "
+            "masters that they had before it; what was done to others is kept"
+        )
 
 
 def _swaps(m: "Member") -> bool:

@@ -136,6 +136,8 @@ class Adam(Stepping):
                 return changed
             # A loop may call this in each step, whose arguments are found but once.
             plan = self._standing(everyone)
+            if plan is None:
+                self._refuse_converted(list(zip(_groups.names(self.param_groups), everyone, strict=True)))
             stepped = None if plan is None else plan.those(having)
             members = self._members(everyone, having) if stepped is None else stepped
             changed = int(_masters.resync(members, force).sum())
@@ -263,7 +265,8 @@ class Adam(Stepping):
 
     def __getstate__(self) -> dict[str, Any]:
         _away.refuse_states(self, "an optimizer is pickled or copied")
-        return super().__getstate__() | {key: self.__dict__[key] for key in _KEPT if key in self.__dict__}
+        kept = {key: self.__dict__[key] for key in _KEPT if key in self.__dict__}
+        return super().__getstate__() | kept | {"_forms": self._forms_to_keep()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before, entries = self.__dict__.get("state", {}), state["state"]
@@ -279,6 +282,8 @@ class Adam(Stepping):
             handed_out = not loaded or (len(before) > 0 and _kept.handed_out(before))
             self.state = _kept.Kept.of(entries, handed_out, make=self._make_first_state)
         self._forget()
+        self._forms = dict(state.get("_forms", {}))  # a load has none: states are for parameters as they are
+        self._note_forms(self._everyone())
         for group in self.param_groups:
             _groups.fill(group, self.defaults, self._decoupled)
             self._make_steps(group)

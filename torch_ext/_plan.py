@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 import torch
 from torch import Tensor
 
-from torch_ext import _kept, _tensors
+from torch_ext import _forms, _kept, _tensors
 from torch_ext._groups import Hyper
 from torch_ext._local import Local, is_dtensor
 from torch_ext._masters import Seen
@@ -119,6 +119,7 @@ class Chunk(NamedTuple):
     slices: Tensor
     meta: Tensor
     gather: Gather  # the bucket whose weights travel afterwards
+    signature: int  # of the weights, as they are to be
 
     def of(self, grads: list[Tensor]) -> list[Tensor]:
         return grads if self.rows is None else [grads[i] for i in self.rows]
@@ -127,14 +128,17 @@ class Chunk(NamedTuple):
 def _chunks(plan: "Plan", gathers: Sequence[Gather], order: Sequence[Gather]) -> list[Chunk]:
     """One for each bucket that is gathered after its step, so that gathers overlap with the steps of later ones."""
     if all(gather is None for gather in order):
-        return [Chunk(None, plan.weights, plan.slices, plan.meta, None)]
+        return [Chunk(None, plan.weights, plan.slices, plan.meta, None, _forms.signature(plan.weights))]
     rows: dict[Gather, list[int]] = {gather: [] for gather in order}
     for i, gather in enumerate(gathers):
         rows[gather].append(i)
     # What nobody gathers comes first: it may be refused and stepped again when it has been laid out anew, which is too
     # late once a bucket is on its way.
+    weights = {gather: [plan.weights[i] for i in chosen] for gather, chosen in rows.items()}
     return [
-        Chunk(chosen, [plan.weights[i] for i in chosen], plan.slices[chosen], plan.meta[chosen], gather)
+        Chunk(
+            chosen, weights[gather], plan.slices[chosen], plan.meta[chosen], gather, _forms.signature(weights[gather])
+        )
         for gather, chosen in rows.items()
     ]
 
@@ -174,6 +178,7 @@ class Plan:
         self._places = list(map(Tensor.data_ptr, self._held))  # the operator no longer sees where a state moved to
         self.meta = torch.tensor([[m.id, m.local.start, m.group] for m in members], dtype=torch.int64).reshape(-1, 3)
         self.chunks = _chunks(self, gathers, order)
+        self._look_at_forms(members)
 
         # A write by somebody else shows in these two. A weight that is passed as a view of its own must stay where it
         # is.
@@ -210,6 +215,19 @@ class Plan:
         """Some of the members of a step are stepped on the host."""
         self.everybody, self.host = everybody, host
         self.params = [m.param for m in everybody]
+        self._look_at_forms(everybody)
+
+    def _look_at_forms(self, members: Sequence[Member]) -> None:
+        self._forms = [(p.dtype, p.shape) for p in self.params]
+        # Of the others the operator sees dtype and shape itself, and refuses what is not contiguous any more.
+        own = {id(m.param) for m, weight in zip(self.members, self.weights, strict=True) if weight is m.param}
+        self._unseen = [m.param for m in members if id(m.param) not in own]
+        self._unseen_forms = [(p.dtype, p.shape, p.stride()) for p in self._unseen]
+
+    def same_forms(self) -> bool:
+        """Whether every parameter has the dtype and the shape that it had when the plan was made. A step need not ask:
+        the operator does."""
+        return [(p.dtype, p.shape) for p in self.params] == self._forms
 
     def own(self, grads: list[Tensor]) -> list[Tensor]:
         """Of everybody's, those that are stepped here."""
@@ -231,6 +249,7 @@ class Plan:
             and active == self._active
             and all(map(operator.is_, everyone, self._everyone))
             and list(map(Tensor.data_ptr, self._places_watched)) == self._addresses
+            and (not self._unseen or [(p.dtype, p.shape, p.stride()) for p in self._unseen] == self._unseen_forms)
             and (self.host is None or self.host.fits())
             and (self._state is state and not _kept.handed_out(state) or self._holds(state))
         )
@@ -334,5 +353,15 @@ def run(plan: Plan, chunk: Chunk, grads: list[Tensor], hyper: Hyper, scalars: Se
     `Measured._counts`). external: tx_external_write."""
     if not chunk.weights:
         return
-    arguments = (plan.states, chunk.slices, hyper.lrs, hyper.groups, chunk.meta, *scalars, *hyper.shared, external)
+    arguments = (
+        plan.states,
+        chunk.slices,
+        hyper.lrs,
+        hyper.groups,
+        chunk.meta,
+        *scalars,
+        *hyper.shared,
+        external,
+        chunk.signature,
+    )
     torch.ops.torch_ext.adamw_flat_.default(chunk.weights, grads, *arguments)

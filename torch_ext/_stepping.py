@@ -182,6 +182,8 @@ class Stepping(Measured):
         suspects = plan.suspects()
         if plan.host is not None:
             suspects += plan.host.suspects()
+        if suspects and not plan.same_forms():
+            raise _Refused("parameters have other dtypes or shapes than they had")
         if self.on_external_write == "error":
             _masters.refuse_written(suspects)
         elif suspects:
@@ -197,7 +199,8 @@ class Stepping(Measured):
             try:
                 run(plan, chunk, chunk.of(grads), hyper, (*scalars, _tensors.NONE), _header.EXTERNAL_CHECK)
             except RuntimeError as refusal:
-                _masters.refuse_written([m for m in plan.members if m.kinds.master])
+                if plan.same_forms():
+                    _masters.refuse_written([m for m in plan.members if m.kinds.master])
                 raise _Refused(_named(str(refusal), plan, chunk)) from None
 
     def begin_early(self, owner: _registry.Owner) -> Callable[[int], None] | None:
@@ -239,6 +242,7 @@ class Stepping(Measured):
             dict.pop(self.state, gone)
         self._host.gone(present)
         self._seen = {p: seen for p, seen in self._seen.items() if p in present}
+        self._forms = {p: form for p, form in self._forms.items() if p in present}
         first = not any("exp_avg" in self._at_rest(p) for p in everyone)
         # DCP calls step with lr 0 and zero gradients to have state made: that is no step (a counter at 1 would make the
         # first real update 1.34 times too small).
@@ -271,7 +275,8 @@ class Stepping(Measured):
         """The last step's plan, where everything is where it was."""
         self._current_locals(everyone)
         plan = self._plan
-        return plan if plan is not None and plan.fits(everyone, plan.active, self.state) else None
+        fits = plan is not None and plan.fits(everyone, plan.active, self.state) and plan.same_forms()
+        return plan if fits else None
 
     def _all_zero(self, grads: list[Tensor], active: list[bool]) -> bool:
         """On every rank that holds a part of them."""

@@ -1,13 +1,14 @@
 """What is trained: parameters and their groups, where this rank's parts of them lie, and their state at rest."""
 
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_ext import _away, _groups, _hyper_parameters, _kept, _local, _masters, _registry, _state, _tensors
+from torch_ext import _away, _forms, _groups, _hyper_parameters, _kept, _local, _masters, _registry, _state, _tensors
 from torch_ext._groups import Params
 from torch_ext._host_part import HostPart
 from torch_ext._masters import Seen
@@ -29,6 +30,7 @@ class Trained(torch.optim.Optimizer):
     def __init__(self, params: Params, defaults: dict[str, Any], policy: Policy, offload_fraction: float) -> None:
         self.policy = policy
         self._host = HostPart(offload_fraction)
+        self._forms: dict[Tensor, _forms.Form] = {}  # of the parameters that have state
         self._forget()
         _hyper_parameters.refuse(defaults, "")
         super().__init__(params, defaults)
@@ -127,6 +129,7 @@ class Trained(torch.optim.Optimizer):
         local = {i: locals_.of(i) for i in chosen}
         for i in chosen:  # all of them before the first state is made
             _tensors.refuse_param(local[i].weight, names[i])
+        self._refuse_converted([(names[i], everyone[i]) for i in chosen])
         on_host = self._on_host(everyone)
         members = [
             Member(
@@ -151,6 +154,7 @@ class Trained(torch.optim.Optimizer):
             if "step" not in m.state:
                 m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.weight.device)
             _state.settle(m.weight.detach(), m.state, m.kinds, m.name)
+        self._note_forms([m.param for m in members])
         return members
 
     def _make_state(self) -> None:
@@ -165,6 +169,28 @@ class Trained(torch.optim.Optimizer):
         """Of an optimizer that has nothing but steps."""
         if not self._open and not any("exp_avg" in self._at_rest(p) for p in self._everyone()):
             self._make_state()
+
+    def _refuse_converted(self, named: list[tuple[str, Tensor]]) -> None:
+        """ValueError where a parameter is no longer what its state was made for."""
+        known = [(name, p, self._forms[p]) for name, p in named if p in self._forms]
+        _forms.refuse_converted(
+            (name, p, form) for name, p, form in known if not form.fits(p) and form.is_of(self._at_rest(p))
+        )
+
+    def _forms_to_keep(self) -> dict[Tensor, _forms.Form]:
+        """For a pickle or a copy, which has states of its own."""
+        return {p: form._replace(exp_avg=None) for p, form in self._forms.items() if form.is_of(self._at_rest(p))}
+
+    def _note_forms(self, params: Iterable[Tensor]) -> None:
+        """Their states are right for them as they are now; where a pickle says what they are for, for that."""
+        for p in params:
+            moment, form = self._at_rest(p).get("exp_avg"), self._forms.get(p)
+            if moment is None:
+                self._forms.pop(p, None)
+            elif form is not None and form.exp_avg is None:
+                self._forms[p] = form._replace(exp_avg=weakref.ref(moment))
+            else:
+                self._forms[p] = _forms.form_of(p, moment)
 
     def _at_rest(self, p: Tensor) -> Mapping[str, Any]:
         """The state of p, wherever it lies; empty where there is none."""

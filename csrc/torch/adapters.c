@@ -160,6 +160,34 @@ tx_status tx_adapt_adamw(const tx_value *v, const tx_target *target, tx_error *e
   return target->backend->adamw(&args, target, error);
 }
 
+/* Words of tx_signature, one by one: FNV-1a by words, so that lists which differ in one word never have one signature.
+ */
+static uint64_t signed_with(uint64_t signature, int64_t word) {
+  return (signature ^ (uint64_t)word) * UINT64_C(0x100000001B3);
+}
+
+#define NO_WORDS UINT64_C(0xCBF29CE484222325)
+
+int64_t tx_signature(int64_t n, const int64_t *words) {
+  uint64_t signature = NO_WORDS;
+  for (int64_t i = 0; i < n; i++)
+    signature = signed_with(signature, words[i]);
+  return (int64_t)(signature ? signature : 1);
+}
+
+static int64_t signature_of(const tx_value *list) {
+  uint64_t signature = NO_WORDS;
+  for (int64_t i = 0; i < list->n; i++) {
+    const tx_shape *shape = &list->shapes[i];
+    const bool any = list->tensors[i].numel > 0;
+    signature = signed_with(signature, list->tensors[i].dtype);
+    signature = signed_with(signature, any ? shape->dim : -1);
+    for (int64_t d = 0; any && d < shape->dim; d++)
+      signature = signed_with(signature, shape->sizes[d]);
+  }
+  return (int64_t)(signature ? signature : 1);
+}
+
 /* A row of `slices` of adamw_flat_ is one of these for each kind of state. */
 enum { EXP_AVG, EXP_AVG_SQ, MASTER, SCALE, STEP, WITNESS, KINDS };
 static const char *const kKinds[KINDS] = {"exp_avg", "exp_avg_sq", "master", "scales", "step", "witnesses"};
@@ -201,9 +229,12 @@ static tx_status cut_slices(const tx_value *states, const slice *slices, int64_t
 }
 
 tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_target *target, tx_error *error) {
-  enum { PARAMS, GRADS, STATES, SLICES, TAIL, ON_EXTERNAL_WRITE = TAIL + ADAMW_TAIL };
+  enum { PARAMS, GRADS, STATES, SLICES, TAIL, ON_EXTERNAL_WRITE = TAIL + ADAMW_TAIL, SIGNATURE };
   tx_adamw_args args = TX_ADAMW_ARGS_INIT;
   const int64_t n = v[PARAMS].n;
+  if (v[SIGNATURE].integer && v[SIGNATURE].integer != signature_of(&v[PARAMS]))
+    return tx_fail(error, TX_ERROR_SHAPE,
+                   "params have other dtypes or shapes than those that slices were made for (signature)");
   TX_FORWARD(paired(&v[PARAMS], &v[GRADS], error));
   const tx_shape *shape = v[SLICES].shapes;
   const int kinds = shape->dim == 2 && shape->sizes[1] == KINDS * WORDS ? KINDS : WITNESS;

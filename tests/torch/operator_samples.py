@@ -121,7 +121,17 @@ def adamw_flat(external: int = 0, **options: Any) -> list[Any]:
             end += t.numel()
         states.append(torch.cat([torch.full((1,), 7, dtype=tensors[0].dtype), *tensors]) if tensors else none())
     table = torch.tensor(rows, dtype=I64).reshape(-1, 3 * len(kinds))
-    return [params, grads, states, table, *rest, external]
+    return [params, grads, states, table, *rest, external, signature_of(params)]
+
+
+def signature_of(params: Sequence[torch.Tensor]) -> int:
+    """tx_signature, once more: FNV-1a over dtypes, dimensions and sizes."""
+    codes = {F32: 1, F16: 2, BF16: 3}
+    signature = 0xCBF29CE484222325
+    for p in params:
+        for word in (codes[p.dtype], *((p.dim(), *p.shape) if p.numel() else (-1,))):
+            signature = (signature ^ word % 2**64) * 0x100000001B3 % 2**64
+    return signature - 2**64 * (signature >= 2**63)
 
 
 def grad_stats(numels: Sequence[int] = (5, 300, 0), dtype: torch.dtype = F32, first_bad: bool = True) -> list[Any]:

@@ -61,6 +61,14 @@ def put_slice(row: int, column: int, value: int) -> Callable[[list[Any]], None]:
     return spoil
 
 
+def signed_for(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> Callable[[list[Any]], None]:
+    def spoil(arguments: list[Any]) -> None:
+        others = [torch.empty(shape, dtype=dtype) for shape in shapes] or [p.to(dtype) for p in arguments[0]]
+        arguments[15] = samples.signature_of(others)
+
+    return spoil
+
+
 def with_extras() -> list[Any]:
     return samples.adamw(extras=True)
 
@@ -111,6 +119,10 @@ WRONG = [
     Wrong("adamw_flat_", "a_slice_too_short", put_slice(1, 2, 129), ("exp_avgs[1]", "129", "params[1]", "130")),
     Wrong("adamw_flat_", "slices_that_overlap", put_slice(1, 1, 5), ("exp_avgs[0]", "exp_avgs[1]", "share memory")),
     Wrong("adamw_flat_", "moments_that_are_one", put_slice(1, 3, 0), ("exp_avgs[1]", "exp_avg_sqs[1]", "share memory")),
+    Wrong("adamw_flat_", "params_of_another_shape", signed_for((1, 5), (130,), (0,), (1,)), ("params", "signature")),
+    Wrong("adamw_flat_", "params_of_another_dtype", signed_for(dtype=BF16), ("params", "shapes", "signature")),
+    Wrong("adamw_flat_", "params_in_another_order", signed_for((130,), (5,), (0,), (1,)), ("params", "signature")),
+    Wrong("adamw_flat_", "a_parameter_too_many", signed_for((5,), (130,), (0,), (1,), (0,)), ("params", "signature")),
     Wrong("adamw_flat_", "a_parameter_without_step", put_slice(0, 14, 0), ("steps[0]", "0 elements")),
     Wrong("cast_", "meta_with_a_row_too_few", put(4, lambda: torch.zeros(3, 3, dtype=I64)), ("meta", "3 rows", "srcs")),
     Wrong("bucket_pack_", "offsets_in_int32", lambda a: put(1, a[1].int())(a), ("offsets", "int64", "[n]")),
