@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torch_ext import _compression, _fsdp_units, _registry
+from torch_ext import _compression, _fsdp_units, _policy_source, _registry
 from torch_ext._broadcast import broadcast
 from torch_ext._exchange import Exchange
 from torch_ext._fsdp_comm import AllGather, ReduceScatter
@@ -124,11 +124,13 @@ def _plan_units(
     unit_of = _unit_of(units)
     for p in model.parameters():
         of_unit.setdefault(unit_of.get(id(p), -1), []).append(p)
+    precisions = _policy_source.precisions(model)
     plans = []
     for i, modules in enumerate(units):
         params = of_unit.get(i, [])
-        dtype = next((p.dtype for p in params if p.requires_grad), policy.param_dtype)
-        row = policy.row(dtype)
+        first = next((p for p in params if p.requires_grad), None)
+        dtype = policy.param_dtype if first is None else first.dtype
+        row = policy.row(dtype, computed=precisions[id(first)].computed if id(first) in precisions else None)
         main = row.main_grads_dtype or dtype
         replicas = max((_replicas(p) for p in params), default=1)
         name = " ... ".join(dict.fromkeys(names[m] for m in (modules[0], modules[-1])))

@@ -219,11 +219,13 @@ class Policy:
 
         return GradScaler(self, device=device, process_group=process_group)
 
-    def row(self, dtype: torch.dtype) -> "Policy":
+    def row(self, dtype: torch.dtype, computed: torch.dtype | None = None) -> "Policy":
         """The policy for those parameters of the model that have another dtype (fp32 norms in a bf16 model).
 
         Explicit values stay, all others are those of a model in `dtype`; where that is `shard_dtype`, parameters in it
-        are masters of what is computed in `param_dtype`, and all values stay. Raises ValueError where there is none.
+        are masters of what is computed in `param_dtype`, and all values stay. computed: what FSDP2 computes these
+        parameters in, where that is known: shards that are computed in their own dtype are nobody's masters. Raises
+        ValueError where there is none.
         """
         if dtype == self.param_dtype:
             return self
@@ -231,6 +233,8 @@ class Policy:
         if code is None:
             raise ValueError(f"no policy for parameters of {dtype}; float32, bfloat16 and float16 are legal")
         struct, origins = self._as_c()
+        if computed == dtype:
+            struct.shard_dtype = 0
         row = policy_struct()(size=ctypes.sizeof(policy_struct()))
         _library.function("tx_policy_row", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)(
             ctypes.byref(struct), origins, code, ctypes.byref(row)

@@ -182,6 +182,29 @@ def test_the_wire_is_param_dtypes() -> None:
     assert bf16 < elements + gathered
 
 
+def _mixed_units(rank: int, world: int) -> list[int]:
+    """Bytes of the wire with all units in bf16, with one in fp32, and with a wire that was asked for."""
+    sent = []
+    fp32 = MixedPrecisionPolicy(param_dtype=FP32)
+    for precision, override in ((_bf16(), {}), (fp32, {}), (fp32, {"grad_comm_dtype": "bf16"})):
+        model = _sharded(FP32, precision, _bf16())
+        policy = torch_ext.load_policy(model, override_ddp_config=override)
+        assert policy.param_dtype == BF16
+        torch_ext.parallelize(model, policy, strategy="optim_grads_params")
+        _gradients(model, 0, rank)
+        sent.append(model.wire_bytes())
+        assert all(p.grad.dtype == FP32 for p in model.parameters())
+    return sent
+
+
+def test_units_that_compute_in_fp32_have_the_wire_of_fp32() -> None:
+    bf16, mixed, asked = (sum(sent) / WORLD for sent in zip(*ranks.run(WORLD, _mixed_units), strict=True))
+    unit = 32 * 32 + 3 * 32
+    gathered = 2 * unit // 2 * 2  # two bytes more for each of its weights, once for forward and once for backward
+    assert mixed - asked == 2 * unit // 2, "two bytes more for each of its gradients"
+    assert asked - bf16 == gathered
+
+
 def _reduced_in_fp32(rank: int, world: int) -> int:
     precision = _bf16(reduce_dtype=FP32)
     model = _sharded(FP32, precision, precision)
