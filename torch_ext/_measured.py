@@ -11,6 +11,7 @@ from torch_ext._clip import Clipping, is_agreed, measure
 from torch_ext._groups import Params
 from torch_ext._policy import Policy
 from torch_ext._trained import Trained
+from torch_ext._untraced import untraced
 
 
 class Measured(Trained):
@@ -83,7 +84,7 @@ class Measured(Trained):
 
     # -- clipping -----------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
+    @untraced
     def _clip(self, max_norm: float) -> Clipping:
         """Measures the gradients; the next step multiplies by the coefficient. `torch_ext.clip_grad_norm_` calls it."""
         everyone = self._everyone()

@@ -13,6 +13,7 @@ from torch_ext._hyper_parameters import BETAS, DECAY, EPS, LR, NO_DECAY, start
 from torch_ext._plan import Member
 from torch_ext._policy import Policy
 from torch_ext._stepping import Stepping
+from torch_ext._untraced import untraced
 from torch_ext._wrappers import of_the_innermost
 
 # Our own attributes that a pickled or copied optimizer keeps; lists made from tensors are made again.
@@ -186,8 +187,8 @@ class Adam(Stepping):
 
     # -- saving and loading -------------------------------------------------------------------------------------------
 
+    @untraced
     @of_the_innermost
-    @torch.compiler.disable
     def state_dict(self) -> dict[str, Any]:
         """torch's format: step, exp_avg, exp_avg_sq by parameter, and master_param (fp32) where there is a master.
 
@@ -207,8 +208,8 @@ class Adam(Stepping):
             return whole
         return self._logical_state_dict("state_dict()")
 
+    @untraced
     @of_the_innermost
-    @torch.compiler.disable
     def master_state_dict(self) -> dict[str | int, Any]:
         """What is trained, in full precision: of each parameter the fp32 master, or the weight where it is its own.
 
@@ -217,8 +218,8 @@ class Adam(Stepping):
         """
         return _checkpoint.masters(self, self._logical_state_dict("master_state_dict()"))
 
+    @untraced
     @of_the_innermost
-    @torch.compiler.disable
     def consolidate_state_dict(self, to: int | None = 0) -> dict[str, Any] | None:
         """`state_dict()` of whole tensors, put together from all ranks' parts, with the bits of an optimizer that is
         not sharded. Collective: every rank of the parameters' process groups calls it.
@@ -245,8 +246,8 @@ class Adam(Stepping):
         finally:
             handle.remove()
 
+    @untraced
     @of_the_innermost
-    @torch.compiler.disable
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of this class or of torch.optim.AdamW returned, under any policy.
 

@@ -14,6 +14,7 @@ from torch_ext._groups import Params
 from torch_ext._measured import Measured
 from torch_ext._plan import Chunk, Plan, gather_of, gathers_in_order, named, run
 from torch_ext._policy import Policy
+from torch_ext._untraced import untraced
 from torch_ext._wrappers import of_the_innermost
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Stepping(Measured):
         super()._rearranged()
         self._plan = None
 
-    @torch.compiler.disable
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; returns the closure's loss, if there is a closure.
 
@@ -310,7 +311,7 @@ class Stepping(Measured):
             self._hyper = (key, _groups.hyper(self.param_groups, device))
         return self._hyper[1]
 
-    @torch.compiler.disable
+    @untraced
     def _clip(self, max_norm: float) -> Clipping:
         self._early.refuse_clipping()
         return super()._clip(max_norm)

@@ -1,0 +1,90 @@
+"""What `import torch_ext` costs whoever has imported torch already, in processes of their own."""
+
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import torch_ext
+
+# Whole packages that nobody needs before it is used: seconds of imports, hundreds of modules.
+HEAVY = [
+    *("torch._dynamo", "torch._inductor", "torch._functorch", "torch._export", "torch.export", "torch.onnx"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed._tools"),
+    *("torch.testing", "torch.fx.experimental", "sympy", "mpmath", "numpy", "cProfile", "safetensors", "asyncio"),
+]
+SECONDS = 0.3
+IMPORT = """
+import json, sys, time
+import torch
+before, began = set(sys.modules), time.process_time()
+import torch_ext
+took = time.process_time() - began
+print(json.dumps({"took": took, "came": sorted(set(sys.modules) - before)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The folder of a copy of the package, beside which its bytecode is kept: compiling is no part of an import."""
+    folder = tmp_path_factory.mktemp("copy")
+    source = pathlib.Path(torch_ext.__file__).parent
+    shutil.copytree(source, folder / "torch_ext", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    (folder / "torch_ext" / "libtorch_ext.so").symlink_to(torch_ext.library_path())
+    return folder
+
+
+def fresh(code: str, package: pathlib.Path) -> Any:
+    """What the code prints in a process of its own."""
+    paths = os.pathsep.join([str(package), *(p for p in sys.path if p)])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def runs(package: pathlib.Path) -> list[Any]:
+    return [fresh(IMPORT, package) for _ in range(4)][1:]  # the first one compiles
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_nothing_heavy_is_imported(name: str, runs: list[Any]) -> None:
+    came = runs[0]["came"]
+    assert not [one for one in came if one == name or one.startswith(name + ".")]
+
+
+def test_of_torch_nothing_is_imported_that_torch_does_not_import_itself(runs: list[Any]) -> None:
+    assert not [name for name in runs[0]["came"] if name.partition(".")[0] == "torch"]
+
+
+def test_importing_takes_less_than_three_tenths_of_a_second(runs: list[Any]) -> None:
+    """Of processor time; on a machine that is busy with other things the same work takes up to twice as much."""
+    took = [run["took"] for run in runs]
+    assert min(took) < SECONDS and statistics.median(took) < 2 * SECONDS, took
+
+
+UNTRACED = """
+import json, sys
+import torch, torch_ext
+names = ["step", "_clip", "state_dict", "master_state_dict", "consolidate_state_dict", "load_state_dict"]
+early = "torch._dynamo" in sys.modules
+def unwrapped(method):
+    while not hasattr(method, "_torchdynamo_disable") and hasattr(method, "__wrapped__"):
+        method = method.__wrapped__
+    return method
+print(json.dumps([early, *(getattr(unwrapped(getattr(torch_ext.AdamW, name)), "_torchdynamo_disable", False)
+                           for name in names)]))
+"""
+
+
+def test_methods_are_disabled_for_torch_compile_as_soon_as_they_can_be_called(package: pathlib.Path) -> None:
+    early, *disabled = fresh(UNTRACED, package)
+    assert not early and disabled == [True] * 6
