@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 import torch
 from torch import Tensor
 
-from torch_ext import _forms, _kept, _tensors
+from torch_ext import _forms, _kept, _ops, _tensors
 from torch_ext._groups import Hyper
 from torch_ext._local import Local, is_dtensor
 from torch_ext._masters import Seen
@@ -350,7 +350,8 @@ def named(message: str, names: Sequence[str]) -> str:
 
 def run(plan: Plan, chunk: Chunk, grads: list[Tensor], hyper: Hyper, scalars: Sequence[Tensor], external: int) -> None:
     """The operator. grads: of the chunk. scalars: grad_scale, clip_coef, found_inf, and two counters (see
-    `Measured._counts`). external: tx_external_write."""
+    `Measured._counts`). external: tx_external_write. Counts no version up: the caller does, of the parameters, when the
+    last chunk was stepped."""
     if not chunk.weights:
         return
     arguments = (
@@ -364,4 +365,4 @@ def run(plan: Plan, chunk: Chunk, grads: list[Tensor], hyper: Hyper, scalars: Se
         external,
         chunk.signature,
     )
-    torch.ops.torch_ext.adamw_flat_.default(chunk.weights, grads, *arguments)
+    _ops.look("adamw_flat_", chunk.weights, grads, *arguments)

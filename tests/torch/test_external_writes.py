@@ -487,3 +487,32 @@ def test_average_of_masters_is_finer_than_that_of_weights() -> None:
     for key in ("weights.0", "weights.1"):
         errors = [(average[key].double() - exact[key]).abs().mean() for average in (ema, rough)]
         assert errors[0] < errors[1] / 1000
+
+
+# -- writes by the operators themselves --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_a_raw_operator_that_writes_a_weight_is_somebody_else(name: str) -> None:
+    """A single element, at a place that no sample has: only the version counter tells."""
+    model, optimizer = made(name)
+    p = model.weights[0]
+    flat, change = p.detach().view(-1), torch.zeros(p.numel())
+    change[1000] = 1.0
+    torch.ops.torch_ext.bucket_accumulate_([flat], [change])
+    expected, stale = bits(p), optimizer.external_writes()
+    quiet_step(model, optimizer)
+    assert bits(p) == expected and optimizer.external_writes() > stale
+
+
+@pytest.mark.parametrize("name", ["fp32", *WITH_MASTER])
+def test_a_step_counts_every_parameter_up_once_and_no_state(name: str) -> None:
+    model, optimizer = made(name)
+    states = [dict(optimizer.state[p]) for p in model.parameters()]
+    seen = [[t._version for t in (p, *state.values())] for p, state in zip(model.parameters(), states, strict=True)]
+    for step in range(3, 6):
+        set_grads(model.parameters(), step)
+        optimizer.step()
+    now = [[t._version for t in (p, *state.values())] for p, state in zip(model.parameters(), states, strict=True)]
+    assert now == [[version + 3, *others] for version, *others in seen]
+    assert optimizer.external_writes() == 0
