@@ -1,6 +1,7 @@
 /* tx_lanes over two streams of a device: copies by the device's copy engines, marks as events. */
 #include <stdlib.h>
 
+#include "cuda/current_device.h"
 #include "cuda/launch.h"
 
 enum { TX_DOWN, TX_UP, TX_WAYS };
@@ -12,20 +13,18 @@ typedef struct tx_cuda_lanes {
   cudaEvent_t *marks[TX_WAYS]; /* of each slot; NULL: it has none yet */
 } tx_cuda_lanes;
 
-/* The device is current in this scope; a thread of torch's pool may have none, or another one. */
-static tx_status enter(const tx_cuda_lanes *lanes, int *before, tx_error *error) {
-  TX_FORWARD(tx_cuda_answered(cudaGetDevice(before), "asking for the device", error));
-  if (*before == lanes->device) return TX_OK;
-  return tx_cuda_answered(cudaSetDevice(lanes->device), "making the device current", error);
+/* The device is current in this scope, for waiting too; a thread of torch's pool may have none, or another one. */
+static tx_status enter(const tx_cuda_lanes *lanes, int32_t *before, tx_error *error) {
+  return tx_cuda_make_current(lanes->device, before, error);
 }
-static tx_status leave(const tx_cuda_lanes *lanes, int before, tx_status status) {
-  if (before != lanes->device) (void)cudaSetDevice(before);
+static tx_status leave(const tx_cuda_lanes *lanes, int32_t before, tx_status status) {
+  tx_cuda_put_back(lanes->device, before);
   return status;
 }
 
 static tx_status copy(void *ctx, int32_t up, void *to, const void *from, int64_t bytes, tx_error *error) {
   const tx_cuda_lanes *lanes = (const tx_cuda_lanes *)ctx;
-  int before = 0;
+  int32_t before = 0;
   TX_FORWARD(enter(lanes, &before, error));
   const cudaMemcpyKind kind = up ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
   const cudaError_t answer = cudaMemcpyAsync(to, from, (size_t)bytes, kind, lanes->streams[up ? TX_UP : TX_DOWN]);
@@ -44,7 +43,7 @@ static tx_status mark_of(const tx_cuda_lanes *lanes, int32_t up, int64_t slot, c
 static tx_status mark(void *ctx, int32_t up, int64_t slot, tx_error *error) {
   const tx_cuda_lanes *lanes = (const tx_cuda_lanes *)ctx;
   cudaEvent_t *mark = NULL;
-  int before = 0;
+  int32_t before = 0;
   TX_FORWARD(mark_of(lanes, up, slot, &mark, error));
   TX_FORWARD(enter(lanes, &before, error));
   cudaError_t answer = cudaSuccess;
@@ -54,15 +53,19 @@ static tx_status mark(void *ctx, int32_t up, int64_t slot, tx_error *error) {
 }
 
 static tx_status wait(void *ctx, int32_t up, int64_t slot, tx_error *error) {
+  const tx_cuda_lanes *lanes = (const tx_cuda_lanes *)ctx;
   cudaEvent_t *mark = NULL;
-  TX_FORWARD(mark_of((const tx_cuda_lanes *)ctx, up, slot, &mark, error));
-  return *mark ? tx_cuda_answered(cudaEventSynchronize(*mark), "waiting for a copy", error) : TX_OK;
+  int32_t before = 0;
+  TX_FORWARD(mark_of(lanes, up, slot, &mark, error));
+  if (!*mark) return TX_OK;
+  TX_FORWARD(enter(lanes, &before, error));
+  return leave(lanes, before, tx_cuda_answered(cudaEventSynchronize(*mark), "waiting for a copy", error));
 }
 
 static tx_status follow(void *ctx, int64_t slot, tx_error *error) {
   const tx_cuda_lanes *lanes = (const tx_cuda_lanes *)ctx;
   cudaEvent_t *mark = NULL;
-  int before = 0;
+  int32_t before = 0;
   TX_FORWARD(mark_of(lanes, TX_UP, slot, &mark, error));
   if (!*mark) return TX_OK;
   TX_FORWARD(enter(lanes, &before, error));
@@ -97,9 +100,12 @@ tx_status tx_cuda_lanes_make(int32_t device, void *down, void *up, int64_t slots
 void tx_cuda_lanes_free(tx_lanes *lanes) {
   if (!lanes || !lanes->ctx) return;
   tx_cuda_lanes *made = (tx_cuda_lanes *)lanes->ctx;
+  int32_t before = 0;
+  const tx_status entered = enter(made, &before, NULL);
   for (int way = 0; way < TX_WAYS; way++)
     for (int64_t slot = 0; slot < made->slots; slot++)
       if (made->marks[way][slot]) (void)cudaEventDestroy(made->marks[way][slot]);
+  if (entered == TX_OK) (void)leave(made, before, TX_OK);
   free(made);
   *lanes = tx_lanes{};
 }

@@ -1,6 +1,7 @@
 #include <atomic>
 #include <cstdio>
 
+#include "cuda/current_device.h"
 #include "cuda/launch.h"
 
 namespace {
@@ -171,31 +172,26 @@ tx_status tx_cuda_about_this(tx_cuda_about *about, tx_error *error) {
 }
 
 tx_status tx_cuda_check_device(int32_t device, tx_error *error) {
-  int before = 0;
+  int32_t before = 0;
   TX_FORWARD(check_device(device, error));
   TX_FORWARD(check_nothing_left(error));
-  TX_FORWARD(tx_cuda_answered(cudaGetDevice(&before), "asking for the device", error));
-  TX_FORWARD(tx_cuda_answered(cudaSetDevice(device), "making the device current", error));
+  TX_FORWARD(tx_cuda_make_current(device, &before, error));
   cudaFuncAttributes attributes;
   const cudaError_t image = cudaFuncGetAttributes(&attributes, image_probe);
-  (void)cudaSetDevice(before);
+  tx_cuda_put_back(device, before);
   return tx_cuda_answered(image, "looking for this library's kernels on the device", error);
 }
 
 tx_status tx_cuda_enter(const tx_cuda_call *call, tx_cuda_scope *scope, tx_error *error) {
-  int before = 0;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (!call || call->size != sizeof *call)
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "call.size is %llu; %llu is legal (use TX_CUDA_CALL_INIT)",
                    (unsigned long long)(call ? call->size : 0), (unsigned long long)sizeof *call);
   TX_FORWARD(check_device(call->device, error));
   TX_FORWARD(check_nothing_left(error));
-  TX_FORWARD(tx_cuda_answered(cudaGetDevice(&before), "asking for the device", error));
-  if (before != call->device)
-    TX_FORWARD(tx_cuda_answered(cudaSetDevice(call->device), "making the device current", error));
+  TX_FORWARD(tx_cuda_make_current(call->device, &scope->before, error));
   scope->stream = (cudaStream_t)call->stream;
   scope->device = call->device;
-  scope->before = before;
   scope->processors = fit[call->device].load(std::memory_order_relaxed);
   scope->capturing = 0;
   const tx_status status =
@@ -206,7 +202,7 @@ tx_status tx_cuda_enter(const tx_cuda_call *call, tx_cuda_scope *scope, tx_error
 }
 
 tx_status tx_cuda_leave(const tx_cuda_scope *scope, tx_status status) {
-  if (scope->before != scope->device) (void)cudaSetDevice(scope->before);
+  tx_cuda_put_back(scope->device, scope->before);
   return status;
 }
 

@@ -31,7 +31,7 @@ typedef struct tx_cuda_call {
   void *stream;    /* cudaStream_t; NULL: the default stream */
   void *workspace; /* device memory for calls that say so, aligned to 8 bytes; free again when the stream has passed */
   int64_t workspace_bytes;
-  int32_t device; /* ordinal; made current for the call, and put back */
+  int32_t device; /* ordinal; made current for the call; what was current is again, where it has a context */
   int32_t reserved;
 } tx_cuda_call;
 #define TX_CUDA_CALL_INIT \
@@ -58,6 +58,11 @@ TX_API tx_status tx_cuda_about_this(tx_cuda_about *about, tx_error *error);
  * built, the driver's CUDA and the one built with, or the error that some earlier work left behind. Every call below
  * makes this check, once per device. */
 TX_API tx_status tx_cuda_check_device(int32_t device, tx_error *error);
+
+/* Exchanges the calling thread's part in other threads' captures of CUDA graphs (cudaThreadExchangeStreamCaptureMode):
+ * *mode, one of cudaStreamCaptureMode (2: relaxed), is set, and what was comes back. For threads that look at events,
+ * which could end a capture of somebody else's while they are not relaxed. No context is made. */
+TX_API tx_status tx_cuda_exchange_capture_mode(int32_t *mode, tx_error *error);
 
 /* Bytes of workspace for n tensors, which are needed where fp32 masters have witnesses that are looked at, by
  * tx_cuda_adamw (on_external_write is not 0) and tx_cuda_master_witness (unless it renews), and beside any masters with

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cuda/torch_ext_cuda.h"
@@ -69,7 +70,7 @@ TEST_F(Lanes, TheStepHasTheBitsOfTheStepInPlace) {
 
 TEST_F(Lanes, WorkOnTheirDeviceAndPutTheCurrentOneBack) {
   emulated::world.devices = 4;
-  emulated::world.current = 2;
+  ASSERT_EQ(cudaSetDevice(2), cudaSuccess);
   tx_lanes lanes = TX_LANES_INIT;
   ASSERT_EQ(tx_cuda_lanes_make(3, Stream(0), Stream(1), 1, &lanes, &error_), TX_OK) << error_.message;
   char from = 7, to = 0;
@@ -83,6 +84,27 @@ TEST_F(Lanes, WorkOnTheirDeviceAndPutTheCurrentOneBack) {
   EXPECT_EQ(emulated::world.current, 2);
   EXPECT_EQ(emulated::world.events, 1) << "a slot has one for each way that it uses";
   tx_cuda_lanes_free(&lanes);
+}
+
+// As rank 3 uses them, from threads of torch's pool and from whichever collects garbage.
+TEST_F(Lanes, ThreadsWithoutADeviceMakeNoContextOnAnotherOne) {
+  emulated::world.devices = 4;
+  ASSERT_EQ(cudaSetDevice(3), cudaSuccess);
+  tx_lanes lanes = TX_LANES_INIT;
+  ASSERT_EQ(tx_cuda_lanes_make(3, Stream(0), Stream(1), 3, &lanes, &error_), TX_OK) << error_.message;
+  char bytes[3] = {1, 2, 3}, to[3] = {};
+  const auto each = [&](tx_status (*call)(const tx_lanes &lanes, int64_t i, char *to, char *from, tx_error *error)) {
+    for (int64_t i = 0; i < 3; i++)
+      std::thread([&, i] { EXPECT_EQ(call(lanes, i, to + i, bytes + i, &error_), TX_OK) << error_.message; }).join();
+  };
+  each([](const tx_lanes &l, int64_t, char *t, char *f, tx_error *e) { return l.copy(l.ctx, 1, t, f, 1, e); });
+  each([](const tx_lanes &l, int64_t i, char *, char *, tx_error *e) { return l.mark(l.ctx, 1, i, e); });
+  each([](const tx_lanes &l, int64_t i, char *, char *, tx_error *e) { return l.follow(l.ctx, i, e); });
+  each([](const tx_lanes &l, int64_t i, char *, char *, tx_error *e) { return l.wait(l.ctx, 1, i, e); });
+  std::thread([&] { tx_cuda_lanes_free(&lanes); }).join();
+  EXPECT_EQ(to[2], 3);
+  EXPECT_EQ(emulated::world.events, 0);
+  EXPECT_EQ(emulated::world.contexts, 1u << 3);
 }
 
 TEST_F(Lanes, AnErrorOfTheDeviceIsNamed) {

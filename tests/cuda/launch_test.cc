@@ -2,6 +2,8 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <thread>
+
 #include "cuda/torch_ext_cuda.h"
 #include "tests/core/arrays.h"
 
@@ -29,12 +31,63 @@ class Launch : public testing::Test {
 
 TEST_F(Launch, RunsOnTheDeviceOfTheCallAndPutsTheCurrentOneBack) {
   emulated::world.devices = 4;
-  emulated::world.current = 2;
+  ASSERT_EQ(cudaSetDevice(2), cudaSuccess);
   ASSERT_EQ(Accumulate(3), TX_OK) << Message();
   EXPECT_EQ(main_.Get(0), 3.0f);
   EXPECT_EQ(emulated::world.current, 2);
   EXPECT_EQ(emulated::world.launches, 1);
   EXPECT_EQ(emulated::world.synchronisations, 0);
+}
+
+// A thread of another rank's process that never chose a device: "back" would be device 0, with a context of its own.
+TEST_F(Launch, AThreadWithoutADeviceMakesNoContextOnAnotherOne) {
+  emulated::world.devices = 4;
+  for (int call = 0; call < 2; call++)
+    std::thread([&] {
+      EXPECT_EQ(tx_cuda_check_device(3, &error_), TX_OK) << Message();
+      EXPECT_EQ(Accumulate(3), TX_OK) << Message();
+      EXPECT_EQ(Accumulate(3), TX_OK) << Message();
+      EXPECT_EQ(Accumulate(1, 8), TX_ERROR_INVALID_ARGUMENT);
+    }).join();
+  EXPECT_EQ(emulated::world.contexts, 1u << 3);
+  EXPECT_EQ(emulated::world.launches, 4);
+}
+
+TEST_F(Launch, AThreadWhoseDeviceIsInUseGoesOnThere) {
+  emulated::world.devices = 4;
+  for (const int before : {0, 2})
+    std::thread([&] {
+      ASSERT_EQ(cudaSetDevice(before), cudaSuccess);
+      EXPECT_EQ(Accumulate(3), TX_OK) << Message();
+      int now = -1;
+      EXPECT_EQ(cudaGetDevice(&now), cudaSuccess);
+      EXPECT_EQ(now, before);
+    }).join();
+}
+
+// Nothing can be asked: a device is put back, as ever.
+TEST_F(Launch, WhereTheDriverDoesNotTellTheCurrentDeviceIsPutBack) {
+  emulated::world.devices = 4;
+  emulated::world.driver_answers = false;
+  ASSERT_EQ(Accumulate(3), TX_OK) << Message();
+  EXPECT_EQ(emulated::world.current, 0);
+}
+
+TEST_F(Launch, TheCaptureModeOfAThreadIsExchanged) {
+  int32_t mode = 2;
+  ASSERT_EQ(tx_cuda_exchange_capture_mode(&mode, &error_), TX_OK) << Message();
+  EXPECT_EQ(mode, 0);
+  EXPECT_EQ(emulated::CaptureMode(), 2);
+  std::thread([] { EXPECT_EQ(emulated::CaptureMode(), 0); }).join();
+  ASSERT_EQ(tx_cuda_exchange_capture_mode(&mode, &error_), TX_OK) << Message();
+  EXPECT_EQ(mode, 2);
+  EXPECT_EQ(emulated::CaptureMode(), 0);
+  for (int32_t wrong : {-1, 3}) {
+    EXPECT_EQ(tx_cuda_exchange_capture_mode(&wrong, &error_), TX_ERROR_ILLEGAL_VALUE);
+    EXPECT_NE(Message().find("0 (global), 1 (thread local) and 2 (relaxed) are legal"), std::string::npos);
+  }
+  EXPECT_EQ(tx_cuda_exchange_capture_mode(nullptr, &error_), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(emulated::world.contexts, 0u);
 }
 
 TEST_F(Launch, ItIsAskedOnceForEachDeviceHowManyBlocksRunOnIt) {

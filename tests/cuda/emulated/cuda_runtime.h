@@ -11,6 +11,7 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <thread>
 #include <type_traits>
 
 #define __global__
@@ -62,7 +63,10 @@ typedef struct CUevent_st *cudaEvent_t;
 namespace emulated {
 struct World {
   int devices = 1;
-  int current = 0;
+  int current = 0;  // of the thread that made the world; others have none, which reads as 0, until they choose
+  std::thread::id maker = std::this_thread::get_id();
+  uint64_t contexts = 0;       // bit d: device d has a primary context, which costs memory and start-up
+  bool driver_answers = true;  // when it is asked for contexts
   int driver = 13000;
   int runtime = 13000;
   int major = 9, minor = 0;
@@ -81,9 +85,15 @@ struct World {
   int64_t largest_parameters = 0;  // bytes of a launch
 };
 extern World world;
+// Choosing a device makes its context, since CUDA 12, and so does whatever else is done there; asking for it does not.
+bool HasContext(int device);
+// The calling thread's.
+int CaptureMode();
 // A device of so many processors becomes the current one. What is known of a device does not change, so each kind of
 // them has an ordinal of its own, from 16 on.
 void Use(int processors, int blocks_per_processor);
+// The calling thread does something on its device.
+void Context();
 // Runs body once for each thread of each block.
 void Run(dim3 grid, dim3 block, const std::function<void()> &body);
 }  // namespace emulated
@@ -190,6 +200,13 @@ enum cudaStreamCaptureStatus {
   cudaStreamCaptureStatusActive = 1,
   cudaStreamCaptureStatusInvalidated = 2
 };
+enum cudaStreamCaptureMode {
+  cudaStreamCaptureModeGlobal = 0,
+  cudaStreamCaptureModeThreadLocal = 1,
+  cudaStreamCaptureModeRelaxed = 2
+};
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
+enum { cudaEnableDefault = 0 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
 struct cudaFuncAttributes {
   int numRegs;
@@ -210,6 +227,9 @@ cudaError_t cudaPeekAtLastError();
 cudaError_t cudaGetDeviceCount(int *n);
 cudaError_t cudaGetDevice(int *device);
 cudaError_t cudaSetDevice(int device);
+cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version,
+                                             unsigned long long flags, cudaDriverEntryPointQueryResult *found);
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode);
 cudaError_t cudaDriverGetVersion(int *version);
 cudaError_t cudaRuntimeGetVersion(int *version);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
@@ -226,6 +246,7 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stre
 
 template <class T>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, T *) {
+  emulated::Context();
   attributes->numRegs = 64;
   return emulated::world.no_image;
 }
@@ -236,6 +257,7 @@ cudaError_t cudaGetSymbolAddress(void **address, T &symbol) {
 }
 template <class T>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T, int, size_t) {
+  emulated::Context();
   emulated::world.occupancy_queries++;
   *blocks = emulated::world.blocks_per_processor;
   return cudaSuccess;
@@ -243,6 +265,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T, int, s
 template <class... Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Parameters...),
                                const std::remove_reference_t<Parameters> &...arguments) {
+  emulated::Context();
   if (emulated::world.sticky != cudaSuccess) return emulated::world.sticky;
   emulated::world.launches++;
   emulated::world.blocks = config->gridDim.x;

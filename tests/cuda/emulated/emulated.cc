@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
@@ -305,13 +306,54 @@ cudaError_t cudaGetDeviceCount(int *n) {
   *n = world.devices;
   return world.driver == 0 ? cudaErrorInsufficientDriver : world.devices ? cudaSuccess : cudaErrorNoDevice;
 }
+namespace {
+std::recursive_mutex world_mutex;
+thread_local int chosen = 0;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+int *Current() {
+  return std::this_thread::get_id() == world.maker ? &world.current : &chosen;
+}
+
+// cuDevicePrimaryCtxGetState
+int ContextState(int device, unsigned *flags, int *active) {
+  *flags = 0;
+  *active = emulated::HasContext(device);
+  return world.driver_answers ? 0 : 999;
+}
+}  // namespace
+
+bool emulated::HasContext(int device) {
+  const std::lock_guard<std::recursive_mutex> lock(world_mutex);
+  return (world.contexts >> device & 1u) != 0;
+}
+void emulated::Context() {
+  const std::lock_guard<std::recursive_mutex> lock(world_mutex);
+  world.contexts |= uint64_t{1} << *Current();
+}
+int emulated::CaptureMode() {
+  return capture_mode;
+}
+
 cudaError_t cudaGetDevice(int *device) {
-  *device = world.current;
+  *device = *Current();
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= world.devices) return cudaErrorInvalidDevice;
-  world.current = device;
+  *Current() = device;
+  emulated::Context();
+  return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult *found) {
+  const bool known = std::strcmp(symbol, "cuDevicePrimaryCtxGetState") == 0;
+  *function = known ? reinterpret_cast<void *>(&ContextState) : nullptr;
+  *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode) {
+  std::swap(*mode, capture_mode);
   return cudaSuccess;
 }
 cudaError_t cudaDriverGetVersion(int *version) {
@@ -330,10 +372,12 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
+  emulated::Context();
   *status = world.capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return world.sticky;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  emulated::Context();
   world.synchronisations++;
   return world.sticky;
 }
@@ -368,6 +412,7 @@ void WorkOff(CUevent_st event) {
 }  // namespace
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  emulated::Context();
   if (world.late) {
     Queued(stream, [=] { std::memcpy(to, from, bytes); });
   } else {
@@ -376,32 +421,38 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
   return world.sticky;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
+  emulated::Context();
   *event = new CUevent_st;
   const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
   world.events++;
   return world.sticky;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  emulated::Context();
   delete event;
   const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
   world.events--;
   return world.sticky;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  emulated::Context();
   const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
   const Queue &queue = queues[stream];
   *event = {stream, queue.done + queue.tasks.size()};
   return world.sticky;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  emulated::Context();
   WorkOff(*event);
   return world.sticky;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  emulated::Context();
   Queued(stream, [as_recorded = *event] { WorkOff(as_recorded); });
   return world.sticky;
 }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
+  emulated::Context();
   std::memset(to, value, bytes);
   return world.sticky;
 }
