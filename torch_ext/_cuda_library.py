@@ -1,6 +1,9 @@
 """libtorch_ext_cuda.so, for people: where it is, what it was built for, and whether anything here runs it."""
 
+import contextlib
 import ctypes
+import functools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch_ext import _library
@@ -48,6 +51,28 @@ def about() -> About:
         what.architectures.decode(),
         what.why_not.decode(),
     )
+
+
+@contextlib.contextmanager
+def relaxed() -> Iterator[None]:
+    """Inside, this thread may ask for events while another one captures a CUDA graph in the "global" mode, torch's
+    default, which it would end otherwise: for who only looks at work that was not captured. Raises as `path` does."""
+    exchange = _exchange_capture_mode()
+    mode, error = ctypes.c_int32(_RELAXED), _library.Error()
+    _library.check(exchange(ctypes.byref(mode), ctypes.byref(error)), error)
+    try:
+        yield
+    finally:
+        _library.check(exchange(ctypes.byref(mode), ctypes.byref(error)), error)
+
+
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+@functools.cache
+def _exchange_capture_mode() -> Callable[..., int]:
+    exchange: Callable[..., int] = ctypes.CDLL(path()).tx_cuda_exchange_capture_mode
+    return exchange
 
 
 def _dotted(version: int) -> str:

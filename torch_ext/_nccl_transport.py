@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from torch_ext import _control, _nccl
-from torch_ext._exchange import AGREEMENT_TAG, Exchange
+from torch_ext import _capture, _control, _nccl
+from torch_ext._exchange import AGREEMENT_TAG, Exchange, timeout_of
 from torch_ext._lost_ranks import timeout_of
 from torch_ext._streams import Event, Streams
 from torch_ext._transport import Work
@@ -53,8 +53,12 @@ class Watchdog:
 
     def look(self, now: float) -> bool:
         """Whether there is more to look at."""
-        while self._under_way and self._streams.passed(self._under_way[0].event):
-            self._under_way.popleft()
+        unseen = ""
+        try:
+            while self._under_way and self._streams.passed(self._under_way[0].event):
+                self._under_way.popleft()
+        except RuntimeError as error:  # perhaps the next time; what fails for good runs out of time
+            unseen = f"; it could not be looked at: {error}"
         try:
             self._comm.check()
         except RuntimeError:
@@ -62,7 +66,7 @@ class Watchdog:
         if self._under_way and now > self._under_way[0].begin + self._timeout:
             self._comm.abort(
                 f"{self._under_way[0].what} was not done after {self._timeout:g} s, the process group's timeout: a "
-                "rank was lost, or is that far behind"
+                f"rank was lost, or is that far behind{unseen}"
             )
             return False
         return True
@@ -71,8 +75,12 @@ class Watchdog:
         self._ended.set()
 
     def _run(self) -> None:
-        while not self._ended.wait(self.PERIOD) and self.look(time.monotonic()):
-            pass
+        try:
+            with self._streams.looking():
+                while not self._ended.wait(self.PERIOD) and self.look(time.monotonic()):
+                    pass
+        except Exception as error:  # without it nobody would ever hear of a rank that was lost
+            self._comm.abort(f"its watchdog failed: {error}")
 
 
 class NcclTransport:
@@ -124,7 +132,8 @@ class NcclTransport:
         call(what, messages, self._streams.pointer(self._stream))
         issued = _Issued(self._streams, self._streams.event(), what, time.monotonic())
         self._streams.record(issued.event, self._stream)
-        self._watchdog.watch(issued)
+        if not _capture.under_way(self._device):  # a captured event is the graph's, and never asked for
+            self._watchdog.watch(issued)
         return [issued]
 
     def allocate(self, nbytes: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext import _staged
+from torch_ext import _cuda_library, _staged
 
 
 class Lane(abc.ABC):
@@ -41,6 +41,10 @@ class Lane(abc.ABC):
     @abc.abstractmethod
     def end(self) -> None:
         """The device goes on when everything is done."""
+
+    def waiting(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, waits end no other thread's capture of a graph."""
+        return contextlib.nullcontext()
 
 
 class HostLane(Lane):
@@ -83,6 +87,9 @@ class CudaLane(Lane):
 
     def end(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def waiting(self) -> contextlib.AbstractContextManager[Any]:
+        return _cuda_library.relaxed()
 
 
 class Lanes(NamedTuple):
@@ -181,7 +188,8 @@ _alive: "weakref.WeakSet[Buffers]" = weakref.WeakSet()
 
 
 def _finish(lanes: Lanes) -> None:
-    with contextlib.suppress(RuntimeError):  # of a device that failed: nothing is on its way any more
+    """Any thread, also while another one captures a graph."""
+    with contextlib.suppress(RuntimeError), lanes.up.waiting():  # a device that failed has nothing on its way any more
         for lane in (lanes.down, lanes.up):
             lane.wait(lane.mark())
 

@@ -12,11 +12,13 @@ its own is trivial. `Ordering` and `Slots` are the rules, which are the same for
 """
 
 import abc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
+
+from torch_ext import _cuda_library
 
 Stream: TypeAlias = Any
 Event: TypeAlias = Any
@@ -63,6 +65,11 @@ class Streams(abc.ABC):
     def device(self) -> AbstractContextManager[Any]:
         """Makes it the current device inside."""
 
+    @abc.abstractmethod
+    def looking(self) -> AbstractContextManager[Any]:
+        """Inside, the thread asks what has passed, and nothing else: it makes no context on another device, and ends no
+        other thread's capture of a graph."""
+
 
 class HostStreams(Streams):
     """A CPU's: when a call returns, it has happened."""
@@ -94,6 +101,9 @@ class HostStreams(Streams):
         return 0
 
     def device(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def looking(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
 
@@ -130,6 +140,11 @@ class CudaStreams(Streams):
 
     def device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        with self.device(), _cuda_library.relaxed():
+            yield
 
 
 def streams_of(device: torch.device) -> Streams:

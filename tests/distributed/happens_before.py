@@ -100,6 +100,9 @@ class FakeStreams(Streams):
     def device(self) -> Any:
         return contextlib.nullcontext()
 
+    def looking(self) -> Any:
+        return contextlib.nullcontext()
+
     # -- the model
 
     def _clock(self, stream: str) -> Clock:

@@ -1,12 +1,15 @@
 """transport="nccl" over a pretended libnccl.so.2 (tests/core/fake_nccl.cc) and a pretended device (happens_before.py):
 the engine through a communicator of its own, what ranks say that parted, and what is found and refused."""
 
+import contextlib
 import datetime
 import os
 import pathlib
 import shutil
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import happens_before
@@ -20,7 +23,17 @@ from gradients import Given, policy
 from happens_before import FakeStreams
 
 import torch_ext
-from torch_ext import _comm_hook, _control, _cuda_library, _exchange, _lost_ranks, _nccl, _nccl_transport, _parallel
+from torch_ext import (
+    _capture,
+    _comm_hook,
+    _control,
+    _cuda_library,
+    _exchange,
+    _lost_ranks,
+    _nccl,
+    _nccl_transport,
+    _parallel,
+)
 
 SOURCE = pathlib.Path(__file__).parent.parent / "core/fake_nccl.cc"
 VARIANTS = {"newest": [], "plain": ["-DFAKE_NCCL_VERSION=22105"], "old": ["-DFAKE_NCCL_VERSION=21803"]}
@@ -153,6 +166,105 @@ def _watched(rank: int, world: int, path: str) -> None:
 
 def test_what_does_not_end_is_aborted_by_name(fakes: dict[str, str]) -> None:
     ranks.run(1, _watched, fakes["newest"])
+
+
+class _Blind(FakeStreams):
+    """Events cannot be asked for, so often; notes which thread was relaxed."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.relaxed: list[str] = []
+
+    def passed(self, event: Any) -> bool:
+        assert threading.current_thread().name in self.relaxed
+        self.times -= 1
+        if self.times >= 0:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        return True
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        self.relaxed.append(threading.current_thread().name)
+        yield
+        self.relaxed.remove(threading.current_thread().name)
+
+
+def _blind(rank: int, world: int, path: str) -> tuple[str, list[str]]:
+    """What one that never sees anything says, and what the others end with."""
+    _with(path)
+    said = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(_nccl_transport.Watchdog, "PERIOD", 0.01)
+    for times in (3, 10**9):
+        comm, streams = _nccl.Comm(_nccl.unique_id(), 0, 1, 5.0), _Blind(times)
+        dog = _nccl_transport.Watchdog(streams, comm, 0.2)
+        begin = time.monotonic() + (3600.0 if times == 3 else 0.0)  # the first is in no hurry
+        dog.watch(_nccl_transport._Issued(streams, streams.event(), "all-to-all of bucket 3", begin))
+        dog.start()
+        deadline = time.monotonic() + 20.0
+        while dog._under_way and time.monotonic() < deadline:
+            try:
+                comm.check()
+            except RuntimeError as error:
+                said.append(str(error))
+                break
+            time.sleep(0.005)
+        dog.end()
+        said.append("passed" if not dog._under_way else "left")
+        comm.close()
+    return said[-2], said
+
+
+def test_an_event_that_cannot_be_asked_for_is_asked_for_again(fakes: dict[str, str]) -> None:
+    ((why, said),) = ranks.run(1, _blind, fakes["newest"])
+    assert len(said) == 3 and said[0] == "passed" and said[2] == "left"
+    assert "all-to-all of bucket 3 was not done after 0.2 s" in why
+    assert "it could not be looked at: CUDA error: operation not permitted when stream is capturing" in why
+
+
+class _Broken(FakeStreams):
+    def passed(self, event: Any) -> bool:
+        raise MemoryError("none left")
+
+
+def _failed(rank: int, world: int, path: str) -> str:
+    _with(path)
+    pytest.MonkeyPatch().setattr(_nccl_transport.Watchdog, "PERIOD", 0.01)
+    comm, streams = _nccl.Comm(_nccl.unique_id(), 0, 1, 5.0), _Broken()
+    dog = _nccl_transport.Watchdog(streams, comm, 7.0)
+    dog.watch(_nccl_transport._Issued(streams, streams.event(), "all-to-all of bucket 3", time.monotonic()))
+    dog.start()
+    deadline = time.monotonic() + 20.0
+    while time.monotonic() < deadline:
+        try:
+            comm.check()
+        except RuntimeError as error:
+            return str(error)
+        time.sleep(0.005)
+    return "nothing"
+
+
+def test_a_watchdog_that_fails_says_so(fakes: dict[str, str]) -> None:
+    assert "its watchdog failed: none left" in ranks.run(1, _failed, fakes["newest"])[0]
+
+
+def _captured(rank: int, world: int, path: str) -> list[int]:
+    _with(path)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(_exchange, "streams_of", lambda device: _Hanging())
+    exchange: Any = _exchange.exchange_over(dist.group.WORLD, torch.device("cpu"), "nccl")
+    sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    watched = []
+    for captures in (False, True):
+        patch.setattr(_capture, "under_way", lambda device, captures=captures: captures)
+        exchange.transport.all_to_all([into], [sent], "bucket")
+        watched.append(len(exchange.transport._watchdog._under_way))
+    return watched
+
+
+def test_nobody_waits_for_what_is_captured(fakes: dict[str, str]) -> None:
+    assert ranks.run(1, _captured, fakes["newest"]) == [[1, 1]]
 
 
 def _as_long_as_the_group(rank: int, world: int, path: str) -> tuple[float, str]:

@@ -46,6 +46,16 @@ TX_API int64_t tx_cuda_workspace(int64_t n) { return 24 * n; }
   TX_API tx_status tx_cuda_##entry(TX_LIST parameters, const tx_cuda_call *call, tx_error *error) { \
     note(#entry, call); return tx_##entry(TX_LIST arguments, error); }
 #include "csrc/torch/entries.def"
+/* The calling thread's part in captures. */
+static __thread int32_t capture_mode;
+TX_API int stand_in_capture_mode(void) { return capture_mode; }
+TX_API tx_status tx_cuda_exchange_capture_mode(int32_t *mode, tx_error *error) {
+  const int32_t before = capture_mode;
+  (void)error;
+  capture_mode = *mode;
+  *mode = before;
+  return TX_OK;
+}
 /* Lanes that copy at once and count. */
 static long long copies[2], marks[2], lanes_there;
 TX_API long long stand_in_copies(int up) { return copies[up]; }
@@ -285,6 +295,10 @@ class StandIn:
         """Copies and marks by way (down, up) so far, and how many lanes there are."""
         way = {name: [getattr(self._library, f"stand_in_{name}")(up) for up in (0, 1)] for name in ("copies", "marks")}
         return way | {"lanes": [self._library.stand_in_lanes()]}
+
+    def capture_mode(self) -> int:
+        """Of the calling thread: cudaStreamCaptureMode, 0 at first."""
+        return int(self._library.stand_in_capture_mode())
 
     def calls(self) -> list[Call]:
         """All so far. Every one brought the struct of its version."""

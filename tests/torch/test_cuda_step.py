@@ -16,7 +16,7 @@ import pytest
 
 HELPERS = pathlib.Path(gpu_stand_in.__file__).parent
 BEGIN = f"""
-import json, sys, warnings
+import contextlib, json, sys, warnings
 sys.path[:0] = {[str(HELPERS), str(gpu_stand_in.ROOT)]!r}
 import torch
 from gpu_stand_in import StandIn
@@ -230,6 +230,24 @@ del made, here, there, opt
 import gc
 gc.collect()
 found["lanes"].append(stand_in.lanes())
+# A thread that only looks at events, and memory that is let go of while somebody captures.
+from torch_ext import _streams
+entered = []
+@contextlib.contextmanager
+def device(d):
+    entered.append([str(d), stand_in.capture_mode()])
+    yield
+torch.cuda.device = device
+modes = [stand_in.capture_mode()]
+with _streams.CudaStreams(torch.device("cuda:1")).looking():
+    modes.append(stand_in.capture_mode())
+modes.append(stand_in.capture_mode())
+class Seen(Lane):
+    def wait(self, mark):
+        modes.append(stand_in.capture_mode())
+_staging._finish(lanes_of(None)._replace(down=Seen(0x7000), up=Seen(0x7001)))
+found["relaxed"] = entered, modes, stand_in.capture_mode()
+
 found["captured"]["offloaded"] = captured({"offload_fraction": 0.5}, lambda opt: None)
 print(json.dumps(found))
 """
@@ -260,6 +278,13 @@ def test_a_loaded_state_goes_to_the_parameters_device(found: dict[str, Any]) -> 
 
 def test_a_float_lr_beside_a_tensor_lr_becomes_a_tensor_without_waiting(found: dict[str, Any]) -> None:
     assert found["groups"] == [[], [], []]
+
+
+def test_who_looks_at_events_ends_nobodys_capture(found: dict[str, Any]) -> None:
+    entered, modes, after = found["relaxed"]
+    assert entered == [["cuda:1", 0]], "its device is current first"
+    relaxed = 2
+    assert modes == [0, relaxed, 0, relaxed, relaxed] and after == 0
 
 
 # What is captured -> what the refusal says; nothing: it is legal.
