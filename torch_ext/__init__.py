@@ -23,6 +23,7 @@ from torch_ext._optimizer import Adam, AdamW
 from torch_ext._parallel import parallelize, sync_parameters
 from torch_ext._policy import Policy, load_policy
 from torch_ext._scaler import GradScaler
+from torch_ext._torch_adam import pass_over_masters
 
 if TYPE_CHECKING:
     from torch_ext._dcp import CheckpointReader, CheckpointWriter
@@ -47,6 +48,8 @@ __all__ = [
     "save",
     "sync_parameters",
 ]
+
+pass_over_masters()
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_ext import _group_calls, _groups, _local, _sharded, _state, _tensors
+from torch_ext import _dcp_missing, _group_calls, _groups, _local, _sharded, _state, _tensors
 from torch_ext._sharded import StateTensor
 from torch_ext._sources import AtRest, Stored, stretches
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def logical(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[str, Any]:
     """At rest -> logical. Parameters that never were trained have no entry, as in torch."""
+    _dcp_missing.watch()  # who loads into it may have imported the planner since
     found: dict[Any, Any] = {}
     rest = dict(state_dict["state"])
     everyone, names = _groups.everyone(optimizer.param_groups), _groups.names(optimizer.param_groups)

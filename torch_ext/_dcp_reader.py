@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from torch_ext import _folder_items, _folder_metadata
+from torch_ext import _dcp_missing, _folder_items, _folder_metadata
 
 _TRIES = 20  # to find the files of a checkpoint that is replaced again and again meanwhile
 
@@ -36,6 +36,10 @@ class CheckpointReader(FileSystemReader):
     tensor is written to: ValueError, naming the file and a key, where something is missing, truncated, damaged, of
     another save, or replaced meanwhile. Reads folders of torch's own writer and of earlier versions too, with a warning
     that there are no checksums.
+
+    It also loads into an optimizer of ours what torch.optim.AdamW saved, an optimizer without masters, or one that did
+    not know the names of its parameters: masters become the checkpoint's weights in fp32, options that it lacks stay as
+    they are.
 
     weights_only: objects that are no tensors are read as torch.load(weights_only=True) does, and those of other classes
     refused (see torch.serialization.add_safe_globals). False reads everything as torch.distributed.checkpoint does,
@@ -80,6 +84,8 @@ class CheckpointReader(FileSystemReader):
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        _dcp_missing.watch()
+        _dcp_missing.fill(metadata)
         save_id = getattr(metadata.storage_meta, "save_id", None)
         for name, items in _files_of(metadata).items():
             _folder_items.refuse_file(Path(self.path) / name, items, save_id)

@@ -324,6 +324,7 @@ def test_G5_our_checkpoint_loads_into_torchs(name: str) -> None:
     train(torchs, range(5, 7))
     for i, p in enumerate(theirs):
         assert torchs.state[p]["step"] == 7
+        assert set(torchs.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
         assert torchs.state[p]["exp_avg"].dtype == p.dtype
         assert saved["state"][i]["exp_avg"].shape == p.shape
     assert torchs.param_groups[0]["lr"] == 1e-2
