@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ext import _capture, _control, _nccl
-from torch_ext._exchange import AGREEMENT_TAG, Exchange, timeout_of
+from torch_ext._exchange import AGREEMENT_TAG, Exchange
 from torch_ext._lost_ranks import timeout_of
 from torch_ext._streams import Event, Streams
 from torch_ext._transport import Work
