@@ -15,10 +15,12 @@ from torch_ext._agreement import agree
 from torch_ext._exchange import MAX_BUCKETS, Handle, Part, divide_factor, exchange_over, tag
 from torch_ext._hook_steps import Guard
 from torch_ext._layout import plan_buckets
+from torch_ext._lost_ranks import leave_word, take_back
 from torch_ext._lost_ranks import refuse as refuse_group
 from torch_ext._nccl_transport import refuse
 from torch_ext._nonfinite import ALL_FINITE, Watch
 from torch_ext._policy import Policy
+from torch_ext._refusals import names_of
 from torch_ext._wire import BLOCK, Piece, Seeds, Wire, add_up, pack
 
 
@@ -43,6 +45,7 @@ class CommHook:
         self._policy, self._factor = state["policy"], state["factor"]
         self._transport, self._cycle = state["transport"], state["cycle"]
         self._exchange: Any = None  # an Exchange, once the ranks are connected
+        self._names: list[str] = []
         self._position: dict[torch.Tensor, int] = {}
         self._watch = Watch()
         self._bytes_before = 0
@@ -95,6 +98,10 @@ class CommHook:
     def wire_bytes(self) -> int:
         """Bytes that this rank sent in the last backward that reduced."""
         return 0 if self._exchange is None else self._exchange.bytes_sent - self._bytes_before
+
+    def frozen(self) -> list[str]:
+        """Parameters whose gradients are expected and will not come."""
+        return [name for name, p in zip(self._names, self._position, strict=True) if not p.requires_grad]
 
     def reduce(self, bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
         """The hook: DDP's bucket becomes the sum over ranks divided by the factor, rounded once to the dtype of
@@ -267,6 +274,23 @@ def _refuse_sparse(module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.
             )
 
 
+def _refuse_frozen(ddp: DistributedDataParallel, _inputs: Any) -> None:
+    """Before a forward of it. RuntimeError where DDP would wait for the gradient of a frozen parameter for ever, and
+    with it the other ranks, which are told."""
+    state = next((s for _, s in ddp._comm_hooks if isinstance(s, CommHook)), None)
+    if state is None or not torch.is_grad_enabled() or ddp.find_unused_parameters or ddp.static_graph:
+        return
+    if frozen := state.frozen():
+        what = f"forward of a DistributedDataParallel on rank {dist.get_rank()}"
+        message = f"{what}: {names_of(frozen, range(len(frozen)))} frozen since it was made"
+        leave_word(ddp.process_group, message)
+        raise RuntimeError(
+            f"{message}: no gradient comes, for which DDP waits. Freeze parameters on every rank before "
+            "DistributedDataParallel is made, or make it with find_unused_parameters=True"
+        )
+    take_back(ddp.process_group)
+
+
 def _ddp_of(state: CommHook) -> DistributedDataParallel:
     """Whose hook has this state: DDP tells the hook its buckets only."""
     for found in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
@@ -308,4 +332,5 @@ def register_comm_hook(
         )
     state = CommHook(ddp, policy, gradient_divide_factor, transport)
     ddp.register_comm_hook(state, _hook)
+    ddp.register_forward_pre_hook(_refuse_frozen)
     return state

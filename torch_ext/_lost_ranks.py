@@ -68,6 +68,7 @@ class _Verdict(NamedTuple):
 
 
 _verdicts: "weakref.WeakKeyDictionary[Any, _Verdict]" = weakref.WeakKeyDictionary()
+_words: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups to which `leave_word` said something
 _lock = threading.RLock()
 
 
@@ -133,6 +134,22 @@ def failed(group: Any, what: str, error: BaseException, missing: Iterable[int] =
         if verdict is None:
             verdict = _verdicts[group] = _found_out(group, what, _reason(error), set(missing))
     return RuntimeError(verdict.message(what))
+
+
+def leave_word(group: Any, what: str) -> None:
+    """This rank is about to raise an error alone: those that wait for it are told where it is. Until `take_back`."""
+    _Inquiry(group, _places(group)[0], _Said(what, ())).run(lambda: None, _BROKEN)
+    _words.add(group)
+
+
+def take_back(group: Any) -> None:
+    """What `leave_word` left, if anything: this rank goes on."""
+    if group in _words:
+        _words.discard(group)
+        key = _KEY.format(_places(group)[0])
+        thread = threading.Thread(target=lambda: _store_of(group).delete_key(key), daemon=True)
+        thread.start()
+        thread.join(_BROKEN)
 
 
 def _reason(error: BaseException) -> str:

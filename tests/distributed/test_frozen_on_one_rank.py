@@ -1,12 +1,15 @@
 """A parameter that is frozen on one rank only: a message on every rank that names parameter and rank."""
 
+import os
 from typing import Any
 
 import pytest
 import ranks
 import torch
 from gradients import Given, policy
+from ranks import Died
 from strategies import STRATEGIES
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
 
@@ -62,3 +65,51 @@ def _frozen_later(rank: int, world: int) -> None:
 
 def test_what_came_before_it_was_frozen_everywhere_counts() -> None:
     ranks.run(2, _frozen_later)
+
+
+def _under_ddp(rank: int, world: int) -> list[str]:
+    model: Any = DistributedDataParallel(Given(SHAPES))
+    torch_ext.register_comm_hook(model, policy())
+    for _ in range(3):  # in the second forward DDP itself speaks, in torch's own words
+        model.zero_grad()
+        model(_ones()).backward()
+    said = []
+    for _ in range(2):
+        model.zero_grad()
+        model.module.p0.requires_grad_(rank != 1)
+        with pytest.raises(RuntimeError) as raised:
+            model(_ones()).backward()
+        said.append(str(raised.value))
+    return said
+
+
+def test_under_ddp_with_our_hook_it_is_named_on_every_rank_within_the_timeout() -> None:
+    answers = ranks.run(3, _under_ddp, timeout=3.0)
+    for rank, messages in enumerate(answers):
+        for message in messages:
+            assert "forward of a DistributedDataParallel on rank 1: 'p0' frozen since it was made" in message
+            assert rank == 1 or "no rank is lost" in message
+
+
+def _thawed(rank: int, world: int) -> None:
+    model: Any = DistributedDataParallel(Given(SHAPES))
+    torch_ext.register_comm_hook(model, policy())
+    for step in range(3):
+        model.zero_grad()
+        model.module.p0.requires_grad_(step != 1)
+        if step == 1:
+            with pytest.raises(RuntimeError, match="'p0' frozen since it was made"):
+                model(_ones())
+            with torch.no_grad():
+                model(_ones())
+        else:
+            model(_ones()).backward()
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError, match="rank 1 did not come"):
+        model(_ones()).backward()
+    os._exit(0)
+
+
+def test_a_rank_that_goes_on_takes_its_word_back() -> None:
+    assert ranks.outcomes(2, _thawed) == [Died(0), Died(0)]
