@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 import torch
 from torch import Tensor
 
-from torch_ext import _forms, _kept, _ops, _tensors
+from torch_ext import _forms, _kept, _ops, _shared, _tensors
 from torch_ext._groups import Hyper
 from torch_ext._local import Local, is_dtensor
 from torch_ext._masters import Seen
@@ -256,11 +256,12 @@ class Plan:
 
     def _holds(self, state: dict[Tensor, dict[str, Any]]) -> bool:
         values = values_of(state)
-        return (
-            len(values) == len(self._values)
-            and all(map(operator.is_, values, self._values))
-            and list(map(Tensor.data_ptr, self._held)) == self._places
-        )
+        with _shared.as_plain():
+            return (
+                len(values) == len(self._values)
+                and all(map(operator.is_, values, self._values))
+                and list(map(Tensor.data_ptr, self._held)) == self._places
+            )
 
     def suspects(self) -> list[Member]:
         """Members of which somebody else may have written to the weight or the fp32 master since they were last seen.
@@ -292,7 +293,8 @@ class Plan:
         return [p._version for p in self._watched_params]
 
     def _master_versions_now(self) -> list[int]:
-        return [master._version for master in self._masters]
+        with _shared.as_plain():
+            return [master._version for master in self._masters]
 
     def seen(self) -> dict[Tensor, Seen]:
         record = {}

@@ -8,7 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext import _away, _forms, _groups, _hyper_parameters, _kept, _local, _masters, _registry, _state, _tensors
+from torch_ext import (
+    _away,
+    _forms,
+    _groups,
+    _hyper_parameters,
+    _kept,
+    _local,
+    _masters,
+    _registry,
+    _shared,
+    _state,
+    _tensors,
+)
 from torch_ext._groups import Params
 from torch_ext._host_part import HostPart
 from torch_ext._masters import Seen
@@ -91,7 +103,7 @@ class Trained(torch.optim.Optimizer):
         counted = [p for p in group["params"] if p.requires_grad or "step" in _kept.peek(self.state, p)]
         if counted:
             steps = torch.zeros(len(counted), dtype=torch.float32, device=counted[0].device).unbind()
-            for p, step in zip(counted, steps, strict=True):
+            for p, step in zip(counted, (one.as_subclass(_shared.SharingTensor) for one in steps), strict=True):
                 entry = _kept.entry(self.state, p)
                 if "step" in entry:
                     step.fill_(float(entry["step"]))

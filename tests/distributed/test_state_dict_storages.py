@@ -94,7 +94,8 @@ def _handed_out(rank: int, world: int) -> None:
 
 
 def _is_cut(optimizer: Any) -> bool:
-    return not all(type(t) is torch.Tensor for t in optimizer.state_dict()["state"][0].values())
+    moments = optimizer.state_dict()["state"][0]
+    return not all(type(moments[key]) is torch.Tensor for key in ("exp_avg", "exp_avg_sq"))
 
 
 def _step(model: Any, optimizer: Any) -> None:

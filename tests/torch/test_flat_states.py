@@ -1,9 +1,11 @@
 """States of small parameters share memory and are handed to the operator as that memory; who changes one is noticed."""
 
 import copy
+import io
 import pickle
 from collections import defaultdict
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from training import POLICIES, bits, everything, params_of, policy_of, set_grads
 import torch_ext
 from torch_ext import _kept
 
+BF16 = torch.bfloat16
 MOMENT = "exp_avg"
 
 
@@ -196,3 +199,55 @@ def test_state_is_copied_and_pickled_as_torchs() -> None:
         assert type(copied) is defaultdict and copied.default_factory is dict
         pairs = zip(copied.values(), optimizer.state.values(), strict=True)
         assert all(bits(a[key]) == bits(b[key]) for a, b in pairs for key in b)
+
+
+# -- and is pickled alone ------------------------------------------------------------------------------------------
+
+
+def _through_torch_save(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+# How one tensor or all of them are handed to somebody: bytes, and back. A queue of processes is sent memory to share.
+PICKLED: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
+    "pickle": (pickle.dumps, pickle.loads),
+    "torch.save": (_through_torch_save, lambda data: torch.load(io.BytesIO(data), weights_only=True)),
+    "a queue": (lambda value: bytes(ForkingPickler.dumps(value)), pickle.loads),
+}
+
+
+def trained(count: int, name: str) -> Any:
+    params = [nn.Parameter(torch.full((40,), i / 8).to(BF16)) for i in range(count)]
+    optimizer = torch_ext.AdamW(params, policy=policy_of(name))
+    train(optimizer, range(2))
+    return optimizer
+
+
+@pytest.mark.parametrize("way", PICKLED)
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_one_small_state_is_pickled_without_the_others(name: str, way: str) -> None:
+    there, back = PICKLED[way]
+    few, many = trained(2, name), trained(200, name)
+    for get in (lambda o: list(o.state.values()), lambda o: list(o.state_dict()["state"].values())):
+        assert len(there(get(many)[1])) <= len(there(get(few)[1])) + 64
+        for key, value in get(many)[7].items():
+            found = back(there(value))
+            assert type(found) is Tensor and bits(found) == bits(value.clone()), key
+            assert found.untyped_storage().nbytes() == found.nbytes, key
+            assert not value.untyped_storage().is_shared(), "ours stays where it is"
+    if way != "a queue":  # which opens a file for each
+        assert len(there(many.state_dict())) < 100 * 2 * len(there(few.state_dict())), "the parts, and not their square"
+
+
+def test_small_states_share_memory_when_they_are_copied_together_and_train_on() -> None:
+    optimizer = trained(5, "a")
+    copied = copy.deepcopy(optimizer)
+    for key in (MOMENT, "step"):
+        assert len(set(memories(copied, key))) == 1
+        assert set(memories(copied, key)).isdisjoint(memories(optimizer, key))
+    unpickled = pickle.loads(pickle.dumps(optimizer))
+    for each in (optimizer, copied, unpickled):
+        train(each, range(2, 4))
+    assert everything(optimizer) == everything(copied) == everything(unpickled)
