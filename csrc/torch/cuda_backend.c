@@ -1,5 +1,5 @@
-/* The functions of libtorch_ext_cuda.so as a back end: torch's current stream, and torch's memory where they want some.
- */
+/* The functions of libtorch_ext_cuda.so as a back end: torch's current stream and device, and torch's memory where they
+ * want some. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <string.h>
@@ -14,6 +14,8 @@
  */
 
 static tx_torch_current_stream current_stream;
+static tx_torch_create_guard create_guard;
+static tx_torch_delete_guard delete_guard;
 static pthread_once_t looked_for_stream = PTHREAD_ONCE_INIT;
 
 /* Tensors on a GPU exist, so torch's library is loaded by now if it ever is. */
@@ -22,6 +24,10 @@ static void look_for_stream(void) {
   if (!library) return;
   void *symbol = dlsym(library, "aoti_torch_get_current_cuda_stream");
   memcpy(&current_stream, &symbol, sizeof symbol);
+  symbol = dlsym(library, "aoti_torch_delete_cuda_guard");
+  memcpy(&delete_guard, &symbol, sizeof symbol);
+  symbol = delete_guard ? dlsym(library, "aoti_torch_create_cuda_guard") : NULL;
+  memcpy(&create_guard, &symbol, sizeof symbol);
   dlclose(library); /* only our count */
 }
 
@@ -34,6 +40,20 @@ static tx_status stream_of(int32_t device, void **stream, tx_error *error) {
   if (current_stream(device, stream))
     return tx_fail(error, TX_ERROR_UNAVAILABLE, "torch could not tell its current stream of cuda:%d", (int)device);
   return TX_OK;
+}
+
+/* -- torch's device --------------------------------------------------------------------------------------------------
+ */
+
+/* torch remembers the device of a thread itself where CUDA's own choice would make a context, so it changes it: the
+ * library finds its device current. NULL, where torch cannot: then the library does. */
+static void *hold_device(const tx_target *target) {
+  void *guard = NULL;
+  return create_guard && !create_guard(target->device, &guard) ? guard : NULL;
+}
+
+static void let_go(void *guard) {
+  if (guard) (void)delete_guard(guard);
 }
 
 /* -- torch's memory --------------------------------------------------------------------------------------------------
@@ -74,17 +94,22 @@ static tx_cuda_call call_of(const tx_target *target) {
 #define TX_ENTRY(entry, parameters, arguments)                                                 \
   static tx_status run_##entry(TX_LIST parameters, const tx_target *target, tx_error *error) { \
     const tx_cuda_call call = call_of(target);                                                 \
-    return target->library->entry(TX_LIST arguments, &call, error);                            \
+    void *const guard = hold_device(target);                                                   \
+    const tx_status status = target->library->entry(TX_LIST arguments, &call, error);          \
+    let_go(guard);                                                                             \
+    return status;                                                                             \
   }
 #define TX_ENTRY_WORKS(entry, parameters, arguments, count, masters, witnesses, checks)             \
   static tx_status run_##entry(TX_LIST parameters, const tx_target *target, tx_error *error) {      \
     tx_cuda_call call = call_of(target);                                                            \
+    void *const guard = hold_device(target);                                                        \
     AtenTensorHandle workspace = NULL;                                                              \
     tx_status status = TX_OK;                                                                       \
     if (needs_workspace(count, masters, witnesses, checks))                                         \
       status = take_workspace(target, target->library->workspace(count), &workspace, &call, error); \
     if (status == TX_OK) status = target->library->entry(TX_LIST arguments, &call, error);          \
     if (workspace) (void)target->abi->aoti_torch_delete_tensor_object(workspace);                   \
+    let_go(guard);                                                                                  \
     return status;                                                                                  \
   }
 #include "csrc/torch/entries.def"

@@ -32,9 +32,11 @@ typedef struct tx_torch_abi {
 #undef TX_SHIM_DTYPE
 } tx_torch_abi;
 
-/* aoti_torch_get_current_cuda_stream, the one function of libtorch_cuda.so: it is looked up when a GPU is first used.
- */
+/* Of libtorch_cuda.so, looked up when a GPU is first used: aoti_torch_get_current_cuda_stream, and its guards of the
+ * current device (aoti_torch_create_cuda_guard, aoti_torch_delete_cuda_guard). */
 typedef AOTITorchError (*tx_torch_current_stream)(int32_t device_index, void **stream);
+typedef AOTITorchError (*tx_torch_create_guard)(int32_t device_index, void **guard);
+typedef AOTITorchError (*tx_torch_delete_guard)(void *guard);
 
 /* The floor, and the version whose prototypes are declared here: torch converts a boxed stack to the layout of this
  * version. A fixed number, never the running torch's. */

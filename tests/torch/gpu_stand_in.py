@@ -29,11 +29,13 @@ _CUDA_LIBRARY = r"""
 #include <string.h>
 #include "cuda/torch_ext_cuda.h"
 static char calls[1 << 16];
+static int (*guards_now)(void);
+TX_API void stand_in_tell_guards(int (*now)(void)) { guards_now = now; }
 static void note(const char *entry, const tx_cuda_call *call) {
   const size_t at = strlen(calls);
-  snprintf(calls + at, sizeof calls - at, "%s %d %llu %llu %lld %d\n", entry, (int)call->device,
+  snprintf(calls + at, sizeof calls - at, "%s %d %llu %llu %lld %d %d\n", entry, (int)call->device,
            (unsigned long long)(uintptr_t)call->stream, (unsigned long long)(uintptr_t)call->workspace,
-           (long long)call->workspace_bytes, call->size == sizeof *call);
+           (long long)call->workspace_bytes, guards_now ? guards_now() : -1, call->size == sizeof *call);
 }
 TX_API const char *stand_in_calls(void) { return calls; }
 TX_API uint32_t tx_cuda_version(void) { return VERSION; }
@@ -96,6 +98,20 @@ _LIBTORCH_CUDA = """
 #include <stdint.h>
 int32_t aoti_torch_get_current_cuda_stream(int32_t device, void **stream) {
   *stream = (void *)(uintptr_t)(0x5000 + device);
+  return 0;
+}
+/* Guards of a device: how many are there, and of which they were so far (as bits). */
+static int guards_there, guarded;
+int stand_in_guards(void) { return guards_there; }
+int stand_in_guarded(void) { return guarded; }
+int32_t aoti_torch_create_cuda_guard(int32_t device, void **guard) {
+  guards_there++;
+  guarded |= 1 << device;
+  *guard = &guards_there;
+  return 0;
+}
+int32_t aoti_torch_delete_cuda_guard(void *guard) {
+  guards_there -= guard == &guards_there;
   return 0;
 }
 """
@@ -204,6 +220,7 @@ class Call(NamedTuple):
     stream: int
     workspace: int  # address
     workspace_bytes: int
+    guards: int  # of torch's, around the call
 
 
 def as_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,6 +239,7 @@ class StandIn:
         self._torch_library = ctypes.CDLL(torch_library)
         self._library = ctypes.CDLL(library)
         self._library.stand_in_calls.restype = ctypes.c_char_p
+        self._library.stand_in_tell_guards(self._torch_library.stand_in_guards)
         self._kernels = torch.library.Library("aten", "IMPL")
         self.allocated: list[torch.Tensor] = []
         self.waits: list[str] = []
@@ -299,6 +317,10 @@ class StandIn:
     def capture_mode(self) -> int:
         """Of the calling thread: cudaStreamCaptureMode, 0 at first."""
         return int(self._library.stand_in_capture_mode())
+
+    def guards(self) -> tuple[int, int]:
+        """How many of torch's guards there are, and of which devices they were so far, as bits."""
+        return self._torch_library.stand_in_guards(), self._torch_library.stand_in_guarded()
 
     def calls(self) -> list[Call]:
         """All so far. Every one brought the struct of its version."""

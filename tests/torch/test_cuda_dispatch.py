@@ -81,7 +81,8 @@ for sample in operator_samples.SAMPLES:
 stand_in.allocated.clear()
 ops.master_witness_(*moved("master_witness_", operator_samples.master_witness()))
 (memory,) = stand_in.allocated
-*_, workspace, size = stand_in.calls()[-1]
+workspace, size = stand_in.calls()[-1][3:5]
+found["guards"] = stand_in.guards()
 found["workspace"] = [workspace == memory.data_ptr(), size, memory.numel(), memory.dtype == torch.uint8]
 
 before = len(stand_in.calls())
@@ -130,8 +131,14 @@ def test_a_call_with_tensors_on_a_gpu_reaches_the_library_with_all_its_arguments
 
 @pytest.mark.parametrize("sample", ALL)
 def test_only_calls_that_look_at_samples_get_a_workspace(sample: str, found: dict[str, Any]) -> None:
-    for *_, workspace, bytes_ in found["samples"][sample][2]:
+    for *_, workspace, bytes_, _guards in found["samples"][sample][2]:
         assert (workspace != 0, bytes_ > 0) == (sample in WORKING,) * 2
+
+
+def test_torch_itself_makes_the_device_current_for_each_call(found: dict[str, Any]) -> None:
+    """Which it remembers for a thread where choosing another device would make a context."""
+    assert {guards for _, _, calls in found["samples"].values() for *_, guards in calls} == {1}
+    assert found["guards"] == [0, 1 << 1 | 1 << 0], "of cuda:1, and of cuda:0 for the call before this"
 
 
 def test_the_workspace_is_memory_of_torchs(found: dict[str, Any]) -> None:
