@@ -132,7 +132,7 @@ def _cuts(everyone: list[Any], locals_: _local.Locals, indices: list[int]) -> di
         for group in groups:
             gathered = [[torch.empty_like(row) for _ in range(group.size())] for row in rows]
             for row, into in zip(rows, gathered, strict=True):
-                torch.distributed.all_gather(into, row, group=group)
+                _group_calls.all_gather(into, row, group, "consolidate_state_dict(): which rank has which part").wait()
             rows = [each for into in gathered for each in into]
         for at, index in enumerate(members):
             parts = [row[at].tolist() for row in rows]
