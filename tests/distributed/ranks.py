@@ -12,7 +12,8 @@ import pathlib
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,13 @@ def outcomes(
     limit: seconds after which every process is killed and the test fails: far beyond what a busy machine needs.
     timeout: of the process group.
     """
+    with world(world_size, body, *args, timeout=timeout) as started:
+        return collect(started, time.monotonic() + limit)
+
+
+@contextmanager
+def world(world_size: int, body: Callable[..., Any], *args: Any, timeout: float) -> Iterator[list[Any]]:
+    """Starts the ranks, for `collect`, beside those of other worlds; at the end they are killed."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(pathlib.Path(folder) / "store")
         started = []
@@ -81,7 +89,7 @@ def outcomes(
             theirs.close()
             started.append((process, mine))
         try:
-            return _collect(started, time.monotonic() + limit)
+            yield started
         finally:
             for process, mine in started:
                 process.kill()
@@ -89,7 +97,8 @@ def outcomes(
                 mine.close()
 
 
-def _collect(started: list[Any], deadline: float) -> list[Any]:
+def collect(started: list[Any], deadline: float) -> list[Any]:
+    """What `outcomes` returns, of a world that was started."""
     answers: dict[int, Any] = {}
     pipes = {mine: rank for rank, (_, mine) in enumerate(started)}
     while pipes:

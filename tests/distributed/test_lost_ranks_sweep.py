@@ -4,6 +4,7 @@ that they know.
 Each seed is one case. TORCH_EXT_LOST_RANK_SEEDS=200 (or 200-300) runs many; the ones below cover each call once.
 """
 
+import contextlib
 import datetime
 import os
 import random
@@ -12,7 +13,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -212,13 +212,16 @@ def _seeds() -> list[int]:
 @pytest.fixture(scope="module")
 def answers_of() -> dict[int, list[Any]]:
     """By seed. Ranks wait more than they work: several cases at a time."""
-    seeds = _seeds()
-    with ThreadPoolExecutor(4) as pool:
-        return dict(zip(seeds, pool.map(_answers, seeds), strict=True))
-
-
-def _answers(seed: int) -> list[Any]:
-    return ranks.outcomes(_case(seed)[3], _runs, seed, timeout=60.0)
+    seeds, found = _seeds(), {}
+    for first in range(0, len(seeds), 6):
+        with contextlib.ExitStack() as stack:
+            worlds = {
+                seed: stack.enter_context(ranks.world(_case(seed)[3], _runs, seed, timeout=60.0))
+                for seed in seeds[first : first + 6]
+            }
+            deadline = time.monotonic() + 120.0
+            found |= {seed: ranks.collect(started, deadline) for seed, started in worlds.items()}
+    return found
 
 
 @pytest.mark.parametrize("seed", _seeds())
