@@ -29,11 +29,11 @@ def logical(optimizer: "Adam", state_dict: dict[str, Any]) -> dict[str, Any]:
             at_rest = optimizer._host.peek(p, rest.pop(index, {}))
             if "exp_avg" in at_rest:
                 kinds = _state.kinds_of(optimizer.policy, p.dtype)
-                found[index] = _entry(p, locals_.of(index), at_rest, kinds, name)
+                found[index] = entry_of(p, locals_.of(index), at_rest, kinds, name)
     return {**state_dict, "state": {**found, **rest}}
 
 
-def _entry(p: Any, local: _local.Local, at_rest: Mapping[str, Any], kinds: _state.Kinds, name: str) -> dict[str, Any]:
+def entry_of(p: Any, local: _local.Local, at_rest: Mapping[str, Any], kinds: _state.Kinds, name: str) -> dict[str, Any]:
     """The logical state of one parameter: what is logical at rest as it is, what is not as state tensors.
 
     State tensors are in DTensors, too: torch takes one whose local tensor does not begin its storage for a tensor with
@@ -147,12 +147,18 @@ def _rank() -> int:
 
 
 def _whole(p: Any, local: _local.Local, value: Any, to: int | None, what: str) -> Tensor:
+    return whole(p, local, value, to, is_cut(p, local), what)
+
+
+def whole(like: Tensor, local: _local.Local, value: Any, to: int | None, cut: bool, what: str) -> Tensor:
+    """All of a state of which this rank's part is `value`, where the parameter is cut or a DTensor; else itself. like:
+    of the parameter's shape and memory order; to: see `consolidated`; what: the call, for messages. Collective."""
     if _local.is_dtensor(value):
         with _group_calls.translated_over(value.device_mesh, what):
             return value.full_tensor()
-    if not is_cut(p, local):
+    if not cut:
         return value
-    whole = _tensors.like(p, value.dtype)
+    whole = _tensors.like(like, value.dtype)
     flat, source = _tensors.flat(whole).view(-1), value._held.source
     for begin, end in stretches(source.numel):
         flat[local.start + begin : local.start + end] = source.read(begin, end)

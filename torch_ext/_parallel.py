@@ -3,7 +3,7 @@
 import copyreg
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,24 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_ext import _away, _compression, _cuda_library, _foreign, _groups, _local, _policy, _registry, _tensors
+from torch_ext import (
+    _away,
+    _carry,
+    _compression,
+    _cuda_library,
+    _foreign,
+    _groups,
+    _kept,
+    _local,
+    _policy,
+    _registry,
+    _tensors,
+)
 from torch_ext._agreement import agree
 from torch_ext._broadcast import broadcast
 from torch_ext._engine import Engine
 from torch_ext._exchange import MAX_BUCKETS, divide_factor, exchange_over
+from torch_ext._in_use import in_use
 from torch_ext._layout import BucketPlan, plan_buckets
 from torch_ext._lost_ranks import refuse as refuse_group
 from torch_ext._nccl_transport import refuse
@@ -39,8 +52,8 @@ _engines: "weakref.WeakKeyDictionary[torch.nn.Module, _Attached]" = weakref.Weak
 class _Attached:
     """What a parallelized module has besides its own: an engine, and where its parameters were found."""
 
-    def __init__(self, engine: "Engine | FsdpEngine", module: torch.nn.Module) -> None:
-        self.engine = engine
+    def __init__(self, engine: "Engine | FsdpEngine", module: torch.nn.Module, strategy: str, policy: Policy) -> None:
+        self.engine, self.strategy, self.policy = engine, strategy, policy
         # The folder, the key and the parameter: parameters are replaced there (assign=True), or frozen and thawed.
         self.places = [
             (owner._parameters, key, param, param.requires_grad)
@@ -60,7 +73,7 @@ class _Attached:
                 how = "was thawed" if now is param else "is another tensor now (load_state_dict(assign=True)?)"
                 raise RuntimeError(
                     f"parameter {names[0]!r} {how}, so nobody reduces its gradient: call parallelize again after "
-                    "such a change"
+                    "such a change, with optimizer= where an optimizer has state"
                 )
 
 
@@ -136,6 +149,7 @@ def parallelize(
     find_unused_parameters: bool = False,
     gradient_divide_factor: float | None = None,
     transport: str = "torch",
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
 ) -> torch.nn.Module:
     """Makes the model data parallel, in place; returns the same object. Every rank of the group calls it.
 
@@ -173,7 +187,17 @@ def parallelize(
     `clip_grad_norm_` and to the shards; what cannot be right there is refused by name: torch.amp.GradScaler, norms
     that somebody else took, DistributedDataParallel around the model.
 
-    A second call replaces what the first one did. Raises ValueError, TypeError or RuntimeError, on every rank, before
+    optimizer: one or several that have stepped the model already, whose states are taken along. Others with state are
+        refused: their states would not be those of the weights.
+
+    A second call replaces what the first one did: after a layer was frozen or thawed in the middle of training, say, or
+    for another strategy. Gradients are dropped. With optimizer= every state is bit for bit what it was, masters, steps
+    and moments, cut as parameters are now; parameters that had none begin with zeros. The policy must give states the
+    dtypes that they have. A parameter that was frozen keeps its state, whole on every rank (`del optimizer.state[p]`
+    drops it). One tensor of one state at a time is whole in memory. Of parameters that nobody reduced before, rank 0's
+    states become everybody's, as weights do.
+
+    Raises ValueError, TypeError or RuntimeError, on every rank, before
     anything is changed: for what is not legal here or on another rank, and where the ranks' models or policies differ.
     """
     group = _group(process_group)
@@ -181,6 +205,7 @@ def parallelize(
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     exchange = exchange_over(group, device, transport if device.type == "cuda" else "torch")
     plan, failure, factor, name, details = None, None, 0.0, "", []
+    carried: list[_carry.Carried] = []
     before = _engines.get(model)
     try:
         if before is not None:
@@ -189,7 +214,10 @@ def parallelize(
         _compression.refuse(policy, exchange.can_compress)
         factor = divide_factor(gradient_divide_factor, exchange.world_size)
         name = _strategy(policy.data_parallel_sharding_strategy if strategy is None else strategy)
-        _validate(model, name)
+        ranks = frozenset(dist.get_process_group_ranks(group))
+        known = None if before is None else (before.strategy, before.policy)
+        given, carried = _carry.carried(optimizer, model, policy, known, name, ranks)
+        _validate(model, name, given)
         _check_step_in_backward(policy, name, find_unused_parameters)
         if name == _FULLY:
             from torch_ext import _fsdp  # loads FSDP2, for those who use it
@@ -212,7 +240,7 @@ def parallelize(
         exchange,
         caller="parallelize",
         fingerprint=0 if plan is None else plan.fingerprint,
-        lines=[options, *shown, *details],
+        lines=[options, *shown, *details, *(line for one in carried for line in one.lines())],
         failure=failure,
     )
     _engines.pop(model, None)
@@ -245,7 +273,9 @@ def parallelize(
         )
     if not isinstance(model, ParallelModule):
         model.__class__ = _parallel_class(type(model))
-    _engines[model] = _Attached(engine, model)
+    _engines[model] = _Attached(engine, model, name, policy)
+    for one in carried:
+        one.install(group)
     _watch(sharded=name != "no_shard")
     return model
 
@@ -283,7 +313,7 @@ def _trainable(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter
     return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
 
-def _validate(model: torch.nn.Module, strategy: str) -> None:
+def _validate(model: torch.nn.Module, strategy: str, carried: Sequence[torch.optim.Optimizer]) -> None:
     if isinstance(model, DistributedDataParallel):
         raise TypeError("the model is in DistributedDataParallel, which reduces already: use register_comm_hook on it")
     named = list(_trainable(model))
@@ -309,7 +339,7 @@ def _validate(model: torch.nn.Module, strategy: str) -> None:
             raise RuntimeError(f"parameter {name!r} has a gradient: call zero_grad() before parallelize")
     if strategy in STORES and STORES[strategy].sharded:  # they would be torn apart, each laid out on its own
         _tensors.refuse_overlap([p for _, p in named], [repr(name) for name, _ in named])
-    _check_optimizers(named)
+    _check_optimizers(named, carried)
 
 
 def _planned(model: torch.nn.Module, policy: Policy, world_size: int) -> BucketPlan:
@@ -372,26 +402,50 @@ def _replanned(
 
 def _has_state(named: Sequence[tuple[str, torch.nn.Parameter]]) -> bool:
     try:
-        _check_optimizers(named)
+        _check_optimizers(named, ())
     except RuntimeError:
         return True
     return False
 
 
-def _check_optimizers(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+def _check_optimizers(
+    named: Sequence[tuple[str, torch.nn.Parameter]], carried: Sequence[torch.optim.Optimizer]
+) -> None:
+    """RuntimeError where an optimizer that somebody can still step, other than these, has state for a parameter."""
     names = {id(p): name for name, p in named}
+    known = set(map(id, carried))
+    for optimizer, kind, held in _optimizers_with_state(names):
+        if optimizer not in known and in_use(held):
+            raise RuntimeError(
+                f"an optimizer ({kind}) has state for parameter {names[_param_with_state(held, names)]!r}: it would "
+                "not follow rank 0's weights and where they lie from now on. Take it along "
+                "(parallelize(..., optimizer=optimizer)), delete it, or call parallelize before the first step; a "
+                "saved state is loaded afterwards."
+            )
+
+
+def _optimizers_with_state(names: Mapping[int, str]) -> "list[tuple[int, str, weakref.ref[Any]]]":
+    """Their ids and kinds, held weakly, for others look at who holds them."""
     # Optimizers know parameters, not the other way round. type(): isinstance would call into lazy objects of others.
-    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
-        state = getattr(optimizer, "state", None) or {}
-        for param in [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]:
-            # A step counter alone, at zero, is no state yet.
-            of_param = dict(state.get(param) or {})
-            if id(param) in names and (of_param.pop("step", 0) or of_param):
-                raise RuntimeError(
-                    f"an optimizer ({type(optimizer).__name__}) has state for parameter {names[id(param)]!r}: it "
-                    "would not follow rank 0's weights. Call parallelize before the first step; a saved state is "
-                    "loaded afterwards."
-                )
+    return [
+        (id(o), type(o).__name__, weakref.ref(o))
+        for o in gc.get_objects()
+        if issubclass(type(o), torch.optim.Optimizer) and _param_with_state(weakref.ref(o), names)
+    ]
+
+
+def _param_with_state(held: "weakref.ref[Any]", names: Mapping[int, str]) -> int:
+    """The id of a parameter of these of which the optimizer has state; 0: of none."""
+    optimizer = held()
+    state = getattr(optimizer, "state", None)
+    if not isinstance(state, dict):
+        return 0
+    for param in [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]:
+        # A step counter alone, at zero, is no state yet.
+        of_param = dict(_kept.peek(state, param))
+        if id(param) in names and (of_param.pop("step", 0) or of_param):
+            return id(param)
+    return 0
 
 
 # -- the class ----------------------------------------------------------------------------------------------------

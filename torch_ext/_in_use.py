@@ -1,0 +1,83 @@
+"""Whether anybody can still get at an object, other than through the frames of a traceback that somebody keeps.
+
+An error that is stored holds every frame that it came through, and with them whatever these had in their variables: an
+optimizer that was deleted lives on there, although nobody can step it by mistake.
+"""
+
+import gc
+import sys
+import types
+import weakref
+from collections import Counter
+from typing import Any
+
+_MANY = 300  # objects through which one is held; more are not looked through
+
+
+def in_use(target: "weakref.ref[Any]") -> bool:
+    """False where the object is gone, or nothing holds it but frames that have ended, directly or through objects that
+    only these hold. Where that cannot be told it is in use. Takes some tenths of a second.
+    """
+    members = [target()]
+    if members[0] is None:
+        return False
+    running = _running_frames()
+    dead: list[Any] = []
+    known = {id(members), id(dead), id(members[0])}
+    begin = 0
+    while begin < len(members):
+        newer = members[begin:]
+        begin = len(members)
+        known.add(id(newer))
+        found = gc.get_referrers(*newer)
+        known.add(id(found))
+        for one in found:
+            if id(one) in known:
+                continue
+            known.add(id(one))
+            if isinstance(one, types.FrameType):
+                if id(one) in running or _is_suspended(one):
+                    return True
+                dead.append(one)
+            elif isinstance(one, types.ModuleType) or len(members) > _MANY:
+                return True
+            else:
+                members.append(one)
+        del found, newer
+    one = None
+    return _held_from_outside(members, dead)
+
+
+def _held_from_outside(members: list[Any], dead: list[Any]) -> bool:
+    """Whether one of the members has references that are none of the others' and of the dead frames': variables of
+    functions that run are not seen by the garbage collector, and neither is what C holds."""
+    probe = object()
+    members.append(probe)
+    del probe
+    places = {id(one): i for i, one in enumerate(members)}
+    inside: Counter[int] = Counter()
+    for holders in (members[:-1], dead):
+        for holder in holders:
+            for held in gc.get_referents(holder):
+                if id(held) in places:
+                    inside[places[id(held)]] += 1
+        del holders
+    holder = held = None
+    counts = [sys.getrefcount(members[i]) - inside[i] for i in range(len(members))]
+    return any(count > counts[-1] for count in counts)
+
+
+def _running_frames() -> set[int]:
+    found = set()
+    for top in sys._current_frames().values():
+        frame: types.FrameType | None = top
+        while frame is not None:
+            found.add(id(frame))
+            frame = frame.f_back
+    return found
+
+
+def _is_suspended(frame: types.FrameType) -> bool:
+    """Whether a generator or a coroutine goes on with it (Python 3.11 and newer show its own variables only)."""
+    kinds = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+    return any(isinstance(one, kinds) for one in gc.get_referrers(frame))
