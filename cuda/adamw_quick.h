@@ -164,9 +164,11 @@ static __device__ __forceinline__ bool tx_quick_encode(tx_raw &raw, uint8_t *sca
 
 /* -- the formula --------------------------------------------------------------------------------------------------- */
 
-/* What the constants must be for tx_quick_update: the usual ones, and b of its quotients in [2^-50, 2^62]. */
+/* What the constants must be for tx_quick_update: the usual ones, b of its quotients in [2^-50, 2^62], and a weight of
+ * g^2 by which the root of a gradient that would have to be limited is above 2^40. */
 static __device__ __forceinline__ bool tx_quick_constants(const tx_adamw_constants &c) {
-  return tx_adamw_is_usual(&c) && c.rsqrt_bc2 >= 1.0f && c.rsqrt_bc2 <= 1048576.0f && c.eps >= 0.0f && c.eps <= 1.0f;
+  return tx_adamw_is_usual(&c) && c.rsqrt_bc2 >= 1.0f && c.rsqrt_bc2 <= 1048576.0f && c.eps >= 0.0f && c.eps <= 1.0f &&
+         c.exp_avg_sq.weight >= tx_f32_from_bits(TX_POWER_BITS(-44));
 }
 
 /* What a vector's values became. */
@@ -183,7 +185,8 @@ static __device__ __forceinline__ bool tx_quick_update(tx_stepped &x, const floa
   float m_amax = 0.0f, p_sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++) {
-    const tx_adamw_moments moments = tx_adamw_average(c, 1, g[i], x.p[i], x.m[i], x.v[i]); /* root is not looked at */
+    const tx_adamw_moments moments =
+        tx_adamw_average_within(c, 1, g[i], 0.0f, x.m[i], x.v[i]); /* root is not looked at */
     x.m[i] = moments.m;
     x.v[i] = moments.v;
     x.root[i] = tx_quick_root(x.v[i]);
@@ -205,7 +208,7 @@ static __device__ __forceinline__ void tx_update(tx_stepped &x, const float (&g)
                                                  const tx_adamw_constants &c) {
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++) {
-    const tx_adamw_moments moments = tx_adamw_average(c, 0, g[i], x.p[i], x.m[i], x.v[i]);
+    const tx_adamw_moments moments = tx_adamw_average(c, g[i], x.p[i], x.m[i], x.v[i]);
     x.m[i] = moments.m;
     x.v[i] = moments.v;
     x.root[i] = moments.root;

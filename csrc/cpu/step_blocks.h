@@ -85,9 +85,9 @@ TX_FN int32_t tx_quads_amax(const tx_quads *q, const int roots) {
   return (int32_t)(amax & 0x7fffffffu);
 }
 
-/* Unrounded moments of the block. */
+/* Unrounded moments of the block. within: tx_adamw_average_within's. */
 TX_FN void tx_step_quad_moments(tx_adamw_constants c, tx_step_streams s, tx_quads *m, tx_quads *root,
-                                const tx_dtype grad) {
+                                const tx_dtype grad, const int within) {
   const tx_block_format mf = tx_block_e4m3(), vf = tx_block_root_e4m4();
   tx_block_scale m_scale = tx_scale_decode(mf, *s.exp_avg_scale), v_scale = tx_scale_decode(vf, *s.exp_avg_sq_scale);
   const uint32_t m_keep = m_scale.keep, v_keep = v_scale.keep; /* a word at a time */
@@ -96,13 +96,37 @@ TX_FN void tx_step_quad_moments(tx_adamw_constants c, tx_step_streams s, tx_quad
   for (int32_t w = 0; w < TX_QUADS; w++) {
     const uint32_t m_codes = tx_word(s.exp_avg, w) & m_keep, v_codes = tx_word(s.exp_avg_sq, w) & v_keep;
     for (int k = 0; k < 4; k++) {
-      const float old = tx_block_value_in(vf, v_codes, 8 * k, v_scale);
-      const tx_adamw_moments r = tx_adamw_average(c, 1, tx_load_lane(s.grad, 2 * w + k / 2, k % 2, grad), 0.0f,
-                                                  tx_block_value_in(mf, m_codes, 8 * k, m_scale), old * old);
+      const float old = tx_block_value_in(vf, v_codes, 8 * k, v_scale),
+                  old_m = tx_block_value_in(mf, m_codes, 8 * k, m_scale);
+      const float g = tx_load_lane(s.grad, 2 * w + k / 2, k % 2, grad);
+      const tx_adamw_moments r = within ? tx_adamw_average_within(c, 1, g, 0.0f, old_m, old * old)
+                                        : tx_adamw_average(c, g, 0.0f, old_m, old * old);
       m->x[k][w] = r.m;
       root->x[k][w] = r.root;
     }
   }
+}
+
+/* The same of any gradients. */
+static __attribute__((noinline)) void tx_step_quad_moments_any(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                               tx_quads *m, tx_quads *root, tx_dtype grad) {
+  if (grad == TX_F32) {
+    tx_step_quad_moments(*c, *s, m, root, TX_F32, 0);
+  } else {
+    tx_step_quad_moments(*c, *s, m, root, TX_BF16, 0);
+  }
+}
+
+/* Unrounded moments of any block, and tx_magnitude_bits of their largest. */
+TX_FN void tx_step_quad_first(tx_adamw_constants c, tx_step_streams s, tx_quads *m, tx_quads *root, const tx_dtype grad,
+                              int32_t *m_amax, int32_t *root_amax) {
+  tx_step_quad_moments(c, s, m, root, grad, 1);
+  *root_amax = tx_quads_amax(root, 1);
+  if (__builtin_expect(*root_amax > TX_ADAMW_ROOT_BITS, 0)) {
+    tx_step_quad_moments_any(&c, &s, m, root, grad);
+    *root_amax = tx_quads_amax(root, 1);
+  }
+  *m_amax = tx_quads_amax(m, 0);
 }
 
 /* Elements k and k + 1 of word w. */
@@ -218,9 +242,7 @@ TX_FN void tx_step_some_blocks(tx_adamw_constants c, tx_step_streams s, int32_t 
     tx_ask(at.grad, 0, TX_BLOCK, grad);
     tx_ask(at.exp_avg, 0, TX_BLOCK, TX_U8);
     tx_ask(at.exp_avg_sq, 0, TX_BLOCK, TX_U8);
-    tx_step_quad_moments(c, at, &blocks[i].m, &blocks[i].root, grad);
-    m_amax[i] = tx_quads_amax(&blocks[i].m, 0);
-    root_amax[i] = tx_quads_amax(&blocks[i].root, 1);
+    tx_step_quad_first(c, at, &blocks[i].m, &blocks[i].root, grad, &m_amax[i], &root_amax[i]);
   }
   if (master == TX_I16) {
     tx_step_block_remainders(c, s, count, blocks, grad);

@@ -107,11 +107,56 @@ static __attribute__((noinline)) int tx_tile_is_ordinary(const tx_step_tile *til
   return largest <= TX_BF16_LARGEST;
 }
 
+/* What is a number's size of its 16-bit halves; of fp32 the upper one alone. */
+#define TX_HALVES (2 * TX_GROUP)
+#define TX_SIZE_(upper_only) upper_only ? 0 : 0x7fff, 0x7fff
+#define TX_SIZE_4_(u) TX_SIZE_(u), TX_SIZE_(u), TX_SIZE_(u), TX_SIZE_(u)
+#define TX_SIZE_16_(u) TX_SIZE_4_(u), TX_SIZE_4_(u), TX_SIZE_4_(u), TX_SIZE_4_(u)
+static const int16_t tx_size_halves[2][TX_HALVES] = {{TX_SIZE_16_(0)}, {TX_SIZE_16_(1)}};
+#undef TX_SIZE_
+#undef TX_SIZE_4_
+#undef TX_SIZE_16_
+
+/* Whether no size among the n numbers from `from` on has an upper half of `most` or more. n: a multiple of
+ * 2 * TX_GROUP. */
+TX_FN int tx_halves_are_within(const void *from, const int32_t n, int16_t most, const tx_dtype dtype) {
+  const int16_t *const sizes = tx_size_halves[dtype == TX_F32];
+  const int32_t end = n * (dtype == TX_F32 ? 2 : 1);
+  int16_t seen[TX_HALVES] = {0}, over = 0;
+  for (int32_t i = 0; i < end; i += TX_HALVES) {
+    for (int32_t j = 0; j < TX_HALVES; j++) {
+      const int16_t size = (int16_t)(((const tx_mem_u16 *)from)[i + j] & sizes[j]);
+      seen[j] = size > seen[j] ? size : seen[j];
+    }
+  }
+  for (int32_t j = 0; j < TX_HALVES; j++)
+    over |= seen[j] >= most ? 1 : 0;
+  return !over;
+}
+
+/* A tile, mostly of the one length. By itself: in the loops' function it would take registers from them. */
+static __attribute__((noinline)) int tx_tile_is_within_F32(const void *from, int32_t n, int16_t most) {
+  if (n == TX_STEP_TILE) return tx_halves_are_within(from, TX_STEP_TILE, most, TX_F32);
+  return tx_halves_are_within(from, n, most, TX_F32);
+}
+static __attribute__((noinline)) int tx_tile_is_within_BF16(const void *from, int32_t n, int16_t most) {
+  if (n == TX_STEP_TILE) return tx_halves_are_within(from, TX_STEP_TILE, most, TX_BF16);
+  return tx_halves_are_within(from, n, most, TX_BF16);
+}
+
+/* Whether n numbers of fp32 or bf16, from element `at` on, are below `most` in size; of some a little below it, and of
+ * NaN, it says that they are not. In 16 bits, of which every instruction set has a vector maximum. */
+TX_FN int tx_are_within(const void *numbers, int64_t at, int32_t n, float most, const tx_dtype dtype) {
+  const char *from = (const char *)numbers + at * tx_lane_bytes(dtype);
+  const int16_t half = (int16_t)(tx_bits_from_f32(most) >> 16);
+  return dtype == TX_F32 ? tx_tile_is_within_F32(from, n, half) : tx_tile_is_within_BF16(from, n, half);
+}
+
 /* Unrounded moments of `pairs` pairs from pair `at` on. Those in bf16 are rounded as if none were NaN, Inf or beyond
  * bf16's largest number. Returns whether that was so: the comparisons for a tile cost less than the selections for an
- * element. */
+ * element. within: tx_adamw_average_within's. */
 TX_FN int tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs, tx_step_tile *tile,
-                               const tx_dtype grad, const tx_dtype moment) {
+                               const tx_dtype grad, const tx_dtype moment, const int within) {
   uint32_t set[TX_GROUP] = {0}; /* bits of any */
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
     const uint32_t ramp = tx_dithered(0, 2 * (uint32_t)(at + group));
@@ -124,9 +169,10 @@ TX_FN int tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t 
       uint32_t m[2], v[2];
       for (int k = 0; k < 2; k++) {
         const uint32_t u = (2 * (uint32_t)j + (uint32_t)k) * TX_LATTICE_ELEMENT;
+        const float g = tx_load_lane(s.grad, at + i, k, grad), old_m = tx_load_lane(s.exp_avg, at + i, k, moment);
+        const float old_v = tx_load_lane(s.exp_avg_sq, at + i, k, moment);
         const tx_adamw_moments r =
-            tx_adamw_average(c, 1, tx_load_lane(s.grad, at + i, k, grad), 0.0f,
-                             tx_load_lane(s.exp_avg, at + i, k, moment), tx_load_lane(s.exp_avg_sq, at + i, k, moment));
+            within ? tx_adamw_average_within(c, 1, g, 0.0f, old_m, old_v) : tx_adamw_average(c, g, 0.0f, old_m, old_v);
         tile->m[k][i] = r.m;
         tile->root[k][i] = r.root;
         m[k] = tx_bits_from_f32(r.m);
@@ -148,6 +194,16 @@ TX_FN int tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t 
   /* Upper bits of an exponent: whatever is too large has them all, and few tiles have them together. */
   if (moment != TX_BF16 || __builtin_expect((all & 0x7f000000u) != 0x7f000000u, 1)) return 1;
   return tx_tile_is_ordinary(tile, pairs);
+}
+
+/* The same of any gradients. */
+static __attribute__((noinline)) int tx_step_pair_moments_any(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                              int32_t at, int32_t pairs, tx_step_tile *tile,
+                                                              tx_dtype grad, tx_dtype moment) {
+  if (grad == TX_F32 && moment == TX_F32) return tx_step_pair_moments(*c, *s, at, pairs, tile, TX_F32, TX_F32, 0);
+  if (grad == TX_F32) return tx_step_pair_moments(*c, *s, at, pairs, tile, TX_F32, TX_BF16, 0);
+  if (moment == TX_F32) return tx_step_pair_moments(*c, *s, at, pairs, tile, TX_BF16, TX_F32, 0);
+  return tx_step_pair_moments(*c, *s, at, pairs, tile, TX_BF16, TX_BF16, 0);
 }
 
 /* bf16 moments of a tile again, whatever they are. */
@@ -314,12 +370,15 @@ TX_FN void tx_step_master_tile(tx_adamw_constants c, tx_step_streams s, int32_t 
 /* n: a multiple of 2 * TX_GROUP, and of TX_WITNESS where there are witnesses. */
 TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
                          const tx_dtype master, const tx_dtype grad, const tx_dtype moment) {
+  const float most = tx_adamw_within_of(&c).grad;
   tx_step_tile tile;
   for (int32_t at = 0; at < n / 2; at += TX_STEP_TILE / 2) {
     const int32_t pairs = n / 2 - at < TX_STEP_TILE / 2 ? n / 2 - at : TX_STEP_TILE / 2;
     const int witnessed = master == TX_I16 && s.witnesses;
     if (witnessed && 2 * at % TX_WITNESS == 0) tx_look_at_block(s, 2 * at);
-    const int ordinary = tx_step_pair_moments(c, s, at, pairs, &tile, grad, moment);
+    const int within = tx_are_within(s.grad, 2 * at, 2 * pairs, most, grad);
+    const int ordinary = __builtin_expect(within, 1) ? tx_step_pair_moments(c, s, at, pairs, &tile, grad, moment, 1)
+                                                     : tx_step_pair_moments_any(&c, &s, at, pairs, &tile, grad, moment);
     if (moment == TX_BF16 && __builtin_expect(!ordinary, 0)) tx_round_moments(s, at, pairs, &tile);
     if (master == TX_I16) {
       tx_step_pair_remainders(c, s, at, pairs, &tile);
@@ -332,24 +391,51 @@ TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, con
   }
 }
 
-/* Everything in fp32. root: exp_avg_sq leaves as its square root. n: a multiple of 2 * TX_GROUP. */
+/* Whether no g of elements at ... end - 1 need be limited. */
+TX_FN int tx_step_fp32_is_within(tx_adamw_within within, tx_step_streams s, int32_t at, int32_t end, const int l2) {
+  return tx_are_within(s.grad, at, end - at, within.grad, TX_F32) &&
+         (!l2 || tx_are_within(s.param, at, end - at, within.p, TX_F32));
+}
+
+/* Moments of elements at ... end - 1, all in fp32, and their roots. usual, root: as below. within: whether no g need be
+ * limited. */
+TX_FN void tx_step_fp32_moments(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t end, float *roots,
+                                const int usual, const int root, const int within) {
+  for (int32_t group = at; group < end; group += 2 * TX_GROUP) {
+    tx_ask(s.grad, group, 2 * TX_GROUP, TX_F32);
+    tx_ask(s.exp_avg, group, 2 * TX_GROUP, TX_F32);
+    tx_ask(s.exp_avg_sq, group, 2 * TX_GROUP, TX_F32);
+#pragma GCC ivdep
+    for (int32_t j = 0; j < 2 * TX_GROUP; j++) {
+      const int32_t i = group + j;
+      const float g = tx_load(s.grad, i, TX_F32), p = tx_load(s.param, i, TX_F32);
+      const float m = tx_load(s.exp_avg, i, TX_F32), v = tx_load(s.exp_avg_sq, i, TX_F32);
+      const tx_adamw_moments r =
+          within ? tx_adamw_average_within(c, usual, g, p, m, v) : tx_adamw_average(c, g, p, m, v);
+      tx_store(s.exp_avg, i, TX_F32, r.m);
+      tx_store(s.exp_avg_sq, i, TX_F32, root ? r.root : r.v);
+      roots[i - at] = r.root;
+    }
+  }
+}
+
+/* The same of any gradients and constants. */
+static __attribute__((noinline)) void tx_step_fp32_moments_any(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                               int32_t at, int32_t end, float *roots, int root) {
+  tx_step_fp32_moments(*c, *s, at, end, roots, 0, root, 0);
+}
+
+/* Everything in fp32. usual: tx_adamw_is_usual, or 0; it changes no bit. root: exp_avg_sq leaves as its square root. n:
+ * a multiple of 2 * TX_GROUP. */
 TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, const int usual, const int root) {
+  const tx_adamw_within within = tx_adamw_within_of(&c);
   float roots[TX_STEP_TILE];
   for (int32_t at = 0; at < n; at += TX_STEP_TILE) {
     const int32_t end = n - at < TX_STEP_TILE ? n : at + TX_STEP_TILE;
-    for (int32_t group = at; group < end; group += 2 * TX_GROUP) {
-      tx_ask(s.grad, group, 2 * TX_GROUP, TX_F32);
-      tx_ask(s.exp_avg, group, 2 * TX_GROUP, TX_F32);
-      tx_ask(s.exp_avg_sq, group, 2 * TX_GROUP, TX_F32);
-#pragma GCC ivdep
-      for (int32_t j = 0; j < 2 * TX_GROUP; j++) {
-        const int32_t i = group + j;
-        const tx_adamw_moments r = tx_adamw_average(c, usual, tx_load(s.grad, i, TX_F32), tx_load(s.param, i, TX_F32),
-                                                    tx_load(s.exp_avg, i, TX_F32), tx_load(s.exp_avg_sq, i, TX_F32));
-        tx_store(s.exp_avg, i, TX_F32, r.m);
-        tx_store(s.exp_avg_sq, i, TX_F32, root ? r.root : r.v);
-        roots[i - at] = r.root;
-      }
+    if (__builtin_expect(tx_step_fp32_is_within(within, s, at, end, !usual && c.l2 != 0.0f), 1)) {
+      tx_step_fp32_moments(c, s, at, end, roots, usual, root, 1);
+    } else {
+      tx_step_fp32_moments_any(&c, &s, at, end, roots, root);
     }
     for (int32_t group = at; group < end; group += 2 * TX_GROUP) {
       tx_ask(s.param, group, 2 * TX_GROUP, TX_F32);

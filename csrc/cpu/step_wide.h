@@ -125,7 +125,7 @@ static __attribute__((noinline)) void tx_wide_begin(const tx_adamw_constants *c,
   for (int32_t i = 0; i < g->count; i++)
     g->narrow[i] = tx_wide_first(c, w, &g->s, &g->scales, i, &g->blocks[i]);
   for (int32_t i = 0; i < TX_WIDE_GROUP; i += 4) /* what is missing has the first's */
-    tx_wide_plan(g->blocks, i, g->count, &g->m, &g->root);
+    tx_wide_plan(c, &g->s, g->blocks, i, g->count, &g->m, &g->root);
   tx_wide_plans_from(tx_block_e4m3(), &g->m);
   tx_wide_plans_from(tx_block_root_e4m4(), &g->root);
 }

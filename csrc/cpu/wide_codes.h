@@ -57,16 +57,23 @@ TX_FN void tx_wide_plans_from(tx_block_format f, tx_wide_plans *plans) {
     plans->kept &= plans->keep[i];
 }
 
-/* Of blocks with a gradient that is not finite, which makes the root that, too. */
-static __attribute__((noinline)) void tx_wide_amax_again(const tx_wide_block *blocks, int32_t count, tx_wide_plans *m) {
-  for (int32_t i = 0; i < count; i++)
-    m->amax[i] = tx_block_amax_bits(&blocks[i].m[0][0], TX_BLOCK);
+/* Of the blocks from `first` on those with a gradient that is to be limited, or one that is not finite: plain
+ * comparisons passed over its NaNs. */
+static __attribute__((noinline)) void tx_wide_blocks_again(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                           tx_wide_block *blocks, int32_t first, int32_t count,
+                                                           tx_wide_plans *m, tx_wide_plans *root) {
+  for (int32_t i = first; i < first + 4 && i < count; i++) {
+    if (root->amax[i] <= TX_ADAMW_ROOT_BITS) continue;
+    tx_wide_moments_any(c, s, i, &blocks[i]);
+    m->amax[i] = (int32_t)blocks[i].m_largest[0];
+    root->amax[i] = (int32_t)blocks[i].root_largest[0];
+  }
 }
 
 /* Of the blocks from `first` on. Stored and loaded in the same pieces: a load out of several stores would wait for them
  * all. */
-TX_FN void tx_wide_plan(const tx_wide_block *blocks, int32_t first, int32_t count, tx_wide_plans *m,
-                        tx_wide_plans *root) {
+TX_FN void tx_wide_plan(const tx_adamw_constants *c, const tx_step_streams *s, tx_wide_block *blocks, int32_t first,
+                        int32_t count, tx_wide_plans *m, tx_wide_plans *root) {
   __m512i ms[4], roots[4];
   for (int32_t i = 0; i < 4; i++) {
     const tx_wide_block *b = &blocks[first + i < count ? first + i : 0];
@@ -78,8 +85,8 @@ TX_FN void tx_wide_plan(const tx_wide_block *blocks, int32_t first, int32_t coun
   const __m128i root_amax = _mm_and_si128(_mm512_extracti32x4_epi32(amaxes, 1), _mm_set1_epi32(0x7fffffff));
   _mm_store_si128((__m128i *)(m->amax + first), _mm512_castsi512_si128(amaxes));
   _mm_store_si128((__m128i *)(root->amax + first), root_amax);
-  if (__builtin_expect(_mm_cmpge_epi32_mask(root_amax, _mm_set1_epi32(TX_F32_INF)) != 0, 0))
-    tx_wide_amax_again(blocks, count, m);
+  if (__builtin_expect(_mm_cmpgt_epi32_mask(root_amax, _mm_set1_epi32(TX_ADAMW_ROOT_BITS)) != 0, 0))
+    tx_wide_blocks_again(c, s, blocks, first, count, m, root);
 }
 
 /* One moment of one block. */

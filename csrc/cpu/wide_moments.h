@@ -115,11 +115,12 @@ static __attribute__((noinline)) void tx_wide_moments_zeros(const tx_wide_block_
 static __attribute__((noinline)) void tx_wide_moments_any(const tx_adamw_constants *c, const tx_step_streams *s,
                                                           int32_t block, tx_wide_block *b) {
   tx_quads m, root;
-  tx_step_quad_moments(*c, tx_wide_on(s, block), &m, &root, TX_BF16);
+  int32_t m_amax, root_amax;
+  tx_step_quad_first(*c, tx_wide_on(s, block), &m, &root, TX_BF16, &m_amax, &root_amax);
   memset(b->m_largest, 0, sizeof b->m_largest);
   memset(b->root_largest, 0, sizeof b->root_largest);
-  b->m_largest[0] = (uint32_t)tx_quads_amax(&m, 0);
-  b->root_largest[0] = (uint32_t)tx_quads_amax(&root, 1);
+  b->m_largest[0] = (uint32_t)m_amax;
+  b->root_largest[0] = (uint32_t)root_amax;
   for (int32_t i = 0; i < TX_BLOCK_PAIRS; i++) {
     for (int k = 0; k < 2; k++) {
       b->m[k][i] = m.x[2 * (i % 2) + k][i / 2];

@@ -1,6 +1,7 @@
 /* The AdamW step of one element (Loshchilov & Hutter 2019, Algorithm 2), in one place for every back end.
  *
- *   g  = factor * grad [+ l2 * p if l2 != 0]       factor = clip_coef / grad_scale, negative to maximize
+ *   g  = limited(factor * grad)                    factor = clip_coef / grad_scale, negative to maximize
+ *   g  = limited(g + l2 * p)                       only where l2 != 0
  *   m' = m + (1 - beta1) * (g - m)                 or, for beta1 < 1/2, g + beta1 * (m - g)
  *   v' = v + (1 - beta2) * (g * g - v)             likewise; 1 - beta2 a little less for 8-bit codes (dither_lag.h)
  *   p' = p - (step_size * (m' / (sqrt(v') * rsqrt_bc2 + eps)) + decay * p)
@@ -8,7 +9,13 @@
  * with step_size = lr / (1 - beta1^t), rsqrt_bc2 = 1 / sqrt(1 - beta2^t); decay = lr * weight_decay and l2 = 0 where
  * the decay is decoupled (AdamW), decay = 0 and l2 = weight_decay where it is not (Adam). Elements in fp32, in this
  * order of operations, without contraction; constants in double and rounded once. An average is taken from the side
- * that weighs more: from the other one a large old value would cancel and leave its rounding error behind. */
+ * that weighs more: from the other one a large old value would cancel and leave its rounding error behind.
+ *
+ * limited(x): to TX_ADAMW_MOST in size, unless what x was made of is not finite. So no finite gradient makes a state
+ * non-finite, whatever finite values there were: m' lies between m and g, v' between v and g^2 (rounding is monotone
+ * and weights are <= 1/2), g^2 <= TX_ADAMW_MOST^2 is below the largest number of every format of v, and g - m is at
+ * most the largest fp32 number, beside which TX_ADAMW_MOST is less than half a unit. Gradients that are Inf or NaN make
+ * both moments and the weight so: m' and v' become Inf (NaN beside a state that is not finite either), p' NaN. */
 #ifndef TX_MATH_ADAMW_H
 #define TX_MATH_ADAMW_H
 
@@ -16,6 +23,13 @@
 
 #include "csrc/math/numeric.h"
 #include "csrc/torch_ext.h"
+
+/* The largest |g|: 31 * 2^59, about 1.8e19; the largest sqrt(v) that has an e4m4 code. Its square, 961 * 2^118, is
+ * exact and less than the largest bf16 number and the square of the largest fp16 code. */
+#define TX_ADAMW_MOST_BITS 0x5f780000u
+TX_FN float tx_adamw_most(void) {
+  return tx_f32_from_bits(TX_ADAMW_MOST_BITS);
+}
 
 /* How old and new are averaged: from + weight * (to - from), from the one that weighs more. */
 typedef struct tx_average {
@@ -57,6 +71,12 @@ TX_FN double tx_power(double base, int64_t n) {
   return power;
 }
 
+/* To nearest, but never beyond the largest finite number: Inf * 0 would be NaN. */
+TX_FN float tx_adamw_constant(double x) {
+  const double most = (double)tx_f32_from_bits(0x7f7fffffu);
+  return (float)(x > most ? most : x < -most ? -most : x);
+}
+
 /* step: t, the step about to be taken, >= 1. lr stands for group->lr. lag: what v's weight is shortened by
  * (dither_lag.h). The caller has checked 0 <= beta < 1. */
 TX_FN tx_adamw_constants tx_adamw_prepare(const tx_adamw_group *group, double lr, int64_t step, double clip_coef,
@@ -64,14 +84,14 @@ TX_FN tx_adamw_constants tx_adamw_prepare(const tx_adamw_group *group, double lr
   const double factor = clip_coef / grad_scale;
   const int decoupled = group->decoupled != 0.0;
   tx_adamw_constants c;
-  c.factor = (float)(group->maximize != 0.0 ? -factor : factor);
-  c.l2 = (float)(decoupled ? 0.0 : group->weight_decay);
+  c.factor = tx_adamw_constant(group->maximize != 0.0 ? -factor : factor);
+  c.l2 = tx_adamw_constant(decoupled ? 0.0 : group->weight_decay);
   c.exp_avg = tx_average_of(group->beta1);
   c.exp_avg_sq = tx_average_of(group->beta2 + lag * (1.0 - group->beta2));
   c.rsqrt_bc2 = (float)(1.0 / sqrt(1.0 - tx_power(group->beta2, step)));
-  c.eps = (float)group->eps;
-  c.step_size = (float)(lr / (1.0 - tx_power(group->beta1, step)));
-  c.decay = (float)(decoupled ? lr * group->weight_decay : 0.0);
+  c.eps = tx_adamw_constant(group->eps);
+  c.step_size = tx_adamw_constant(lr / (1.0 - tx_power(group->beta1, step)));
+  c.decay = tx_adamw_constant(decoupled ? lr * group->weight_decay : 0.0);
   return c;
 }
 
@@ -87,17 +107,59 @@ typedef struct tx_adamw_moments {
   float root;
 } tx_adamw_moments;
 
-/* The step's first half. usual: tx_adamw_is_usual, or 0; known when a loop is compiled, it changes no bit; where it is
- * 1 p is not looked at. Non-finite gradients give non-finite results: they are kept out before this point. */
-TX_FN tx_adamw_moments tx_adamw_average(tx_adamw_constants c, const int usual, float grad, float p, float m, float v) {
+/* x, which was made of what `from` was made of and is finite where that is, or too large to be. In integers:
+ * comparisons of floats kept gcc 12 from vectorising. */
+TX_FN float tx_adamw_limited(float x, float from) {
+  const int32_t most = tx_magnitude_bits(from) < TX_F32_INF ? (int32_t)TX_ADAMW_MOST_BITS : 0x7fffffff;
+  const int32_t size = tx_magnitude_bits(x);
+  return tx_f32_from_bits((uint32_t)(size < most ? size : most) | (tx_bits_from_f32(x) & 0x80000000u));
+}
+
+TX_FN tx_adamw_moments tx_adamw_moments_of(tx_adamw_constants c, float g, float m, float v) {
   tx_adamw_moments r;
-  if (usual) c.exp_avg.from_new = c.exp_avg_sq.from_new = 0;
-  float g = c.factor * grad;
-  if (!usual && c.l2 != 0.0f) g += c.l2 * p;
   r.m = tx_averaged(c.exp_avg, m, g);
   r.v = tx_averaged(c.exp_avg_sq, v, g * g);
   r.root = sqrtf(r.v);
   return r;
+}
+
+/* The step's first half. Non-finite gradients give non-finite results: they are kept out before this point. */
+TX_FN tx_adamw_moments tx_adamw_average(tx_adamw_constants c, float grad, float p, float m, float v) {
+  float g = tx_adamw_limited(c.factor * grad, grad);
+  if (c.l2 != 0.0f) g = tx_adamw_limited(g + c.l2 * p, g + p); /* g + p overflows of no finite p */
+  return tx_adamw_moments_of(c, g, m, v);
+}
+
+/* The same, in fewer instructions, where g need not be limited, for loops that find the others out. Either before, by
+ * tx_adamw_within_of; or afterwards, for tx_adamw_is_usual constants, by a root above TX_ADAMW_ROOT_BITS: all that had
+ * to be limited has one, since v' >= (1 - beta2) * g^2 and 1 - beta2 >= 2^-53, and all that is not finite.
+ * usual: tx_adamw_is_usual, or 0; known when a loop is compiled, it changes no bit; where it is 1 p is not looked at.
+ */
+TX_FN tx_adamw_moments tx_adamw_average_within(tx_adamw_constants c, const int usual, float grad, float p, float m,
+                                               float v) {
+  if (usual) c.exp_avg.from_new = c.exp_avg_sq.from_new = 0;
+  float g = c.factor * grad;
+  if (!usual && c.l2 != 0.0f) g += c.l2 * p;
+  return tx_adamw_moments_of(c, g, m, v);
+}
+#define TX_ADAMW_ROOT_BITS 0x51800000 /* 2^36 */
+
+/* Sizes of gradients and weights up to which g need surely not be limited; a little less than they could be. */
+typedef struct tx_adamw_within {
+  float grad;
+  float p;
+} tx_adamw_within;
+
+/* share / of, and less by what a product with it and both roundings may be more. */
+TX_FN float tx_adamw_share(double share, float of) {
+  const double size = of < 0.0f ? -(double)of : (double)of, largest = (double)tx_f32_from_bits(0x7f7fffffu);
+  const double most = share * (1.0 - 0x1p-22);
+  return (float)(most < largest * size ? most / size : largest);
+}
+TX_FN tx_adamw_within tx_adamw_within_of(const tx_adamw_constants *c) {
+  const double share = (double)tx_adamw_most() * (c->l2 != 0.0f ? 0.5 : 1.0);
+  const tx_adamw_within within = {tx_adamw_share(share, c->factor), tx_adamw_share(share, c->l2)};
+  return within;
 }
 
 /* The second half: p after the step. quotient: m / (root * rsqrt_bc2 + eps), of the unrounded moments. */

@@ -221,7 +221,9 @@ inline void ReferenceStep(Param &p, const Call &call, int64_t id) {
   std::memcpy(&t, p.step.data(), 4);
   const int64_t step = static_cast<int64_t>(t) + 1;
   const double lag = tx_dither_lag(p.combo.exp_avg_sq, a.moment_rounding, call.group.beta2, step);
-  const tx_adamw_constants c = tx_adamw_prepare(&call.group, call.group.lr, step, 1.0, 1.0, lag);
+  const auto number = [](tx_tensor t) { return t.numel ? static_cast<double>(*static_cast<float *>(t.data)) : 1.0; };
+  const tx_adamw_constants c =
+      tx_adamw_prepare(&call.group, call.group.lr, step, number(a.clip_coef), number(a.grad_scale), lag);
   uint8_t *v_scales = p.scales.data() + (tx_moment_is_scaled(p.combo.exp_avg) ? (p.n + 127) / 128 : 0);
   std::vector<float> m = GetMoment(p.exp_avg, p.scales.data(), p.combo.exp_avg, 0, p.n);
   std::vector<float> v = GetMoment(p.exp_avg_sq, v_scales, p.combo.exp_avg_sq, 1, p.n);

@@ -9,7 +9,7 @@ struct Stepped {
 };
 
 inline Stepped Element(tx_adamw_constants c, float grad, float p, float m, float v) {
-  const tx_adamw_moments r = tx_adamw_average(c, 0, grad, p, m, v);
+  const tx_adamw_moments r = tx_adamw_average(c, grad, p, m, v);
   return {tx_adamw_update(c, p, r.m, r.root), r.m, r.v, r.root};
 }
 

@@ -178,6 +178,28 @@ def test_gradients_in_another_dtype(grad_dtype: torch.dtype) -> None:
     assert steps[0] == steps[1]
 
 
+@pytest.mark.parametrize("skip_nonfinite", [False, True], ids=["applied", "skip_nonfinite"])
+@pytest.mark.parametrize("huge", [1.85e19, -3e38])
+@pytest.mark.parametrize("name", [name for name, (dtype, _) in POLICIES.items() if dtype != torch.float16])
+@pytest.mark.parametrize("kind", [torch_ext.AdamW, torch_ext.Adam], ids=["AdamW", "Adam"])
+def test_a_huge_gradient_is_no_end_of_the_training(
+    kind: type[torch.optim.Optimizer], name: str, huge: float, skip_nonfinite: bool
+) -> None:
+    """It is finite, so that no skip takes it, and its square is not: weights stay finite, as torch's, and move on."""
+    params = params_of(name)
+    optimizer = kind(params, lr=1e-2, weight_decay=0.1, policy=policy_of(name), skip_nonfinite=skip_nonfinite)
+    for step in range(4):
+        set_grads(params, step)
+        if step == 1:
+            params[0].grad[3, 5] = huge
+        before = [bits(p) for p in params]
+        optimizer.step()
+        assert all(bool(p.isfinite().all()) and float(p.abs().amax() if p.numel() else 0) < 10 for p in params)
+        assert all(old != bits(p) for old, p in zip(before, params, strict=True) if p.numel())
+    for state in optimizer.state_dict()["state"].values():
+        assert all(bool(value.isfinite().all()) for value in state.values())
+
+
 # -- D8 -----------------------------------------------------------------------------------------------------------
 
 
