@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import ctypes
 import errno
 import io
 import os
@@ -157,7 +158,11 @@ def test_a_file_keeps_its_mode_and_attributes(tmp_path: pathlib.Path) -> None:
 def test_a_file_keeps_its_owner(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "checkpoint.pt"
     path.write_text("former")
-    os.chown(path, 12345, 54321)
+    try:
+        os.chown(path, 12345, 54321)
+    except OSError as error:
+        assert error.errno == errno.EINVAL, error
+        pytest.skip("a user namespace without other users (Bazel's sandbox)")
     torch_ext.save(1, path)
     assert (path.stat().st_uid, path.stat().st_gid) == (12345, 54321)
 
@@ -232,16 +237,20 @@ def in_a_fork(body: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def drop_capabilities() -> None:
+    """From here on root may write to what a file's mode lets its owner, and no more (capset(2): no bits)."""
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None, use_errno=True).capset(header, sets) == 0, os.strerror(ctypes.get_errno())
+
+
 def test_a_file_that_may_not_be_written_to_is_not_replaced() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to others
+    with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "checkpoint.pt"
         path.write_text("former")
         path.chmod(0o444)
-        os.chmod(folder, 0o777)
 
         def save() -> int:
-            if os.geteuid() == 0:
-                os.setuid(65534)
+            drop_capabilities()
             try:
                 torch_ext.save(1, path)
             except PermissionError as error:
