@@ -674,9 +674,10 @@ typedef enum tx_external_write {
  *   m  = m + (1 - beta1) * (g - m),  v = v + (1 - beta2) * (g * g - v)
  *   p  = p - (lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps) + lr * weight_decay * p)
  * in fp32 (the averages taken from the side that weighs more), bias corrections in double; the update reads m and v
- * before they are rounded to their storage. Where v is in dithered 8-bit codes 1 - beta2 is up to 2.8 % less, which
- * makes up for what such codes follow too fast (csrc/math/dither_lag.h). p is the master where there is one; the weight
- * is then the master rounded to nearest even.
+ * before they are rounded to their storage. What comes of finite numbers is limited before it becomes g, to 31 * 2^59
+ * (1.8e19) in size: no finite gradient makes a state non-finite. Inf and NaN propagate. Where v is in dithered 8-bit
+ * codes 1 - beta2 is up to 2.8 % less, which makes up for what such codes follow too fast (csrc/math/dither_lag.h). p
+ * is the master where there is one; the weight is then the master rounded to nearest even.
  *
  * Arrays have n entries; entries of one index have the same numel. Legal dtypes are the rows of csrc/core/combos.def:
  *   params       F32, BF16, F16

@@ -30,6 +30,12 @@ static tx_status check(const tx_coalesce_args *args, const void *found, const ch
                    "coalesce: %" PRId64 " buckets, %" PRId64 " ranks; legal: >= 0, >= 1", args->n_buckets,
                    args->n_ranks);
   }
+  int64_t times;
+  if (__builtin_mul_overflow(args->n_ranks, args->n_buckets, &times)) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "coalesce: %" PRId64 " buckets on %" PRId64 " ranks; legal: as many times as an int64 counts",
+                   args->n_buckets, args->n_ranks);
+  }
   if (args->n_buckets > 0 && (!args->bytes || !args->buffer || !args->ready || !args->ended)) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "coalesce: bytes, buffer, ready and ended must not be NULL");
   }
@@ -52,13 +58,13 @@ static double complete(const tx_coalesce_args *args, int64_t b, double before) {
 }
 
 /* Microseconds until everything had come, on the slowest rank; 0: not known. */
-static double whole(const tx_coalesce_args *args) {
+static int64_t whole(const tx_coalesce_args *args) {
   int64_t most = 0;
   for (int64_t rank = 0; rank < args->n_ranks; rank++) {
     if (args->ended[rank] <= 0) return 0;
     if (args->ended[rank] > most) most = args->ended[rank];
   }
-  return (double)most;
+  return most;
 }
 
 /* Microseconds that the wire takes for a byte; 0: not known. Both ways to know can only be too slow: all of the
@@ -68,7 +74,7 @@ static double each_byte(const tx_coalesce_args *args) {
   for (int64_t b = 0; b < args->n_buckets; b++)
     bytes += (double)args->bytes[b];
   if (bytes <= 0) return 0;
-  double least = whole(args) / bytes;
+  double least = (double)whole(args) / bytes;
   for (int64_t rank = 0; args->tail && args->tail_bytes > 0 && rank < args->n_ranks; rank++) {
     if (args->tail[rank] <= 0) continue;
     const double beyond = (double)args->tail[rank] - kMessage;
@@ -126,16 +132,16 @@ tx_status tx_compress_pays(const tx_coalesce_args *args, double gbps, tx_compres
   if (!(gbps >= 0)) {
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "compress: below %g Gbit/s; legal: >= 0", gbps);
   }
-  const double took = whole(args);
+  const int64_t took = whole(args);
   const int slow = each_byte(args) * gbps > 8e-3; /* microseconds for a byte, at 1 Gbit/s */
   if (found->on) {
-    const int longer = found->plain > 0 && took > kLonger * (double)found->plain;
+    const int longer = found->plain > 0 && (double)took > kLonger * (double)found->plain;
     found->on = slow && !longer;
     found->slow = 0;
     if (longer) found->resting = kRest;
     return TX_OK;
   }
-  found->plain = (int64_t)took;
+  found->plain = took;
   if (found->resting > 0) {
     found->resting--;
   } else {

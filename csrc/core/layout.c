@@ -307,14 +307,24 @@ tx_status tx_layout_shard(const tx_layout_bucket *bucket, int64_t world, int64_t
                    "tx_layout_shard: a bucket of %" PRId64 " elements was not planned for %" PRId64 " ranks",
                    bucket->size, world);
   }
-  *begin = bucket->offset + bucket->size / world * rank;
-  *end = *begin + bucket->size / world;
+  const int64_t share = bucket->size / world;
+  int64_t first, last;
+  if (__builtin_add_overflow(bucket->offset, share * rank, &first) || __builtin_add_overflow(first, share, &last)) {
+    return tx_fail(error, TX_ERROR_MISMATCH,
+                   "tx_layout_shard: a bucket of %" PRId64 " elements from %" PRId64
+                   " on ends beyond what an int64 counts",
+                   bucket->size, bucket->offset);
+  }
+  *begin = first;
+  *end = last;
   return TX_OK;
 }
 
 int64_t tx_layout_intersect(int64_t start, int64_t numel, int64_t begin, int64_t end, int64_t *first) {
+  int64_t stop; /* where an int64 does not hold it `end` is less */
+  if (__builtin_add_overflow(start, numel, &stop)) stop = numel < 0 ? INT64_MIN : INT64_MAX;
   const int64_t from = start > begin ? start : begin;
-  const int64_t to = start + numel < end ? start + numel : end;
+  const int64_t to = stop < end ? stop : end;
   *first = from < to ? from - start : 0;
   return from < to ? to - from : 0;
 }

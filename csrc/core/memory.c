@@ -308,7 +308,7 @@ static int64_t joined(const tx_memory_args *args, int64_t *filling) {
 static int64_t reduced(const tx_memory_args *args, const tx_memory_unit *unit) {
   const int64_t given = add(0, unit->trained, size_of(unit->reduce_dtype));
   const int narrow = size_of(unit->wire_dtype) < size_of(unit->reduce_dtype);
-  const int64_t blocks = (unit->trained + TX_BLOCK - 1) / TX_BLOCK;
+  const int64_t blocks = unit->trained / TX_BLOCK + (unit->trained % TX_BLOCK != 0);
   const int64_t wire = narrow ? add(0, blocks, tx_wire_block_bytes((tx_dtype)unit->wire_dtype)) : given;
   return add(add(given, narrow, wire), 1, wire - wire / args->layout->world);
 }

@@ -14,6 +14,11 @@
 #define TX_EXACT_LSB (-298)
 #define TX_EXACT_ADDS_PER_CARRY (INT64_C(1) << 30)
 
+/* a + b, modulo 2^64: limbs that came from elsewhere may be anything. */
+TX_FN int64_t tx_limb_sum(int64_t a, int64_t b) {
+  return (int64_t)((uint64_t)a + (uint64_t)b);
+}
+
 /* Three neighbouring limbs' worth of one number: what an atomic accumulation adds at [first], [first+1], [first+2]. */
 typedef struct tx_exact_parts {
   int32_t first; /* -1: not a number this sum can hold */
@@ -51,14 +56,14 @@ TX_FN int tx_exact_add(int64_t *limbs, double x) {
   const tx_exact_parts parts = tx_exact_split(x);
   if (parts.first < 0) return 1;
   for (int32_t i = 0; i < 3; ++i)
-    limbs[parts.first + i] += (int64_t)parts.part[i];
+    limbs[parts.first + i] = tx_limb_sum(limbs[parts.first + i], (int64_t)parts.part[i]);
   return 0;
 }
 
 /* Brings every limb but the last into [0, 2^32). The value stays the same. */
 TX_FN void tx_exact_carry(int64_t *limbs) {
   for (int32_t i = 0; i + 1 < TX_NORM_LIMBS; ++i) {
-    limbs[i + 1] += limbs[i] >> 32;
+    limbs[i + 1] = tx_limb_sum(limbs[i + 1], limbs[i] >> 32);
     limbs[i] &= INT64_C(0xffffffff);
   }
 }
@@ -66,7 +71,7 @@ TX_FN void tx_exact_carry(int64_t *limbs) {
 /* to += from; carries are propagated in both senses before the caller's next 2^30 additions. */
 TX_FN void tx_exact_merge(int64_t *to, const int64_t *from) {
   for (int32_t i = 0; i < TX_NORM_LIMBS; ++i)
-    to[i] += from[i];
+    to[i] = tx_limb_sum(to[i], from[i]);
   tx_exact_carry(to);
 }
 

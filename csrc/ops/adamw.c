@@ -26,27 +26,41 @@ tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error) {
   return tx_check_adamw(args, 1, error);
 }
 
-tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error) {
-  TX_FORWARD(tx_check_parallel(parallel, error));
-  TX_FORWARD(tx_check_adamw(args, 1, error));
-  if (args->on_external_write == TX_EXTERNAL_CHECK) {
-    int64_t none = 0;
-    return tx_notice_external(args, &none, parallel, error);
-  }
-  tx_step step;
-  if (!tx_step_begin(args, &step)) return TX_OK;
-  step.past_caches = weights_of(args) > TX_STEP_CACHED;
-  if (args->on_external_write == TX_EXTERNAL_RESYNC) {
-    TX_FORWARD(tx_notice_external(args, &step.resynced, parallel, error));
-  }
+/* The step of what is not skipped. room: enough for everything. */
+static tx_status step_all(tx_step *step, const tx_work_room *room, const tx_parallel *parallel, tx_error *error) {
+  const tx_adamw_args *args = step->args;
+  if (args->on_external_write == TX_EXTERNAL_RESYNC)
+    TX_FORWARD(tx_notice_external(args, &step->resynced, room, parallel, error));
   const tx_work work = {.n = args->n,
                         .tensors = args->params,
                         .piece = step_piece,
                         .merge = merge,
                         .local_bytes = sizeof(tx_step_local),
                         .alignment = tx_step_alignment(args),
-                        .ctx = &step};
+                        .ctx = step,
+                        .room = *room};
   TX_FORWARD(tx_work_run(&work, parallel, error));
-  tx_step_end(&step);
+  tx_step_end(step);
   return TX_OK;
+}
+
+tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error) {
+  TX_FORWARD(tx_check_parallel(parallel, error));
+  TX_FORWARD(tx_check_adamw(args, 1, error));
+  const size_t notice_bytes = tx_notice_bytes(args->n), step_bytes = sizeof(tx_step_local);
+  const size_t local_bytes = args->witnesses && notice_bytes > step_bytes ? notice_bytes : step_bytes;
+  tx_work_room room; /* before the first byte is written: nothing fails for lack of memory afterwards */
+  TX_FORWARD(tx_work_room_make(&room, args->n, args->params, tx_step_alignment(args), tx_threads_of(parallel),
+                               local_bytes, error));
+  tx_status status = TX_OK;
+  tx_step step;
+  if (args->on_external_write == TX_EXTERNAL_CHECK) {
+    int64_t none = 0;
+    status = tx_notice_external(args, &none, &room, parallel, error);
+  } else if (tx_step_begin(args, &step)) {
+    step.past_caches = weights_of(args) > TX_STEP_CACHED;
+    status = step_all(&step, &room, parallel, error);
+  }
+  tx_work_room_free(&room);
+  return status;
 }

@@ -20,7 +20,7 @@ static void cast_piece(void *ctx, void *local, int64_t i, int64_t begin, int64_t
   const tx_format format = (tx_format)a->format;
   tx_convert(c->kernels, tx_run_at(tx_form_of(a->srcs[i], src_scales, format), a->srcs[i], src_scales, begin),
              tx_run_at(tx_form_of(a->dsts[i], dst_scales, format), a->dsts[i], dst_scales, begin), count,
-             tx_noise_at(a->seed, meta.id, TX_LANE_CAST, a->step, meta.start + begin), a->rounding);
+             tx_noise_at(a->seed, meta.id, TX_LANE_CAST, a->step, tx_element_at(meta, begin)), a->rounding);
 }
 
 tx_status tx_cast(const tx_cast_args *args, const tx_parallel *parallel, tx_error *error) {

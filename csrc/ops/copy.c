@@ -3,6 +3,7 @@
 #include "csrc/torch_ext.h"
 
 void tx_copy(void *to, const void *from, int64_t bytes) {
+  if (bytes <= 0) return;
   char *target = to;
   const char *source = from;
   const int64_t at = tx_copy_lines(target, source, bytes - 2 * TX_COPY_AHEAD);

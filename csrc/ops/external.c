@@ -21,6 +21,7 @@ typedef struct pass {
   tx_dtype master; /* of those that are looked at */
   int32_t mode;
   int64_t *strays; /* [n], added to: weights in blocks (I16), or samples (F32), that are others */
+  const tx_work_room *room;
 } pass;
 
 static void pass_piece(void *ctx, void *local, int64_t i, int64_t begin, int64_t count) {
@@ -59,9 +60,10 @@ static tx_status run_pass(const pass *p, tx_tensor *looked_at, const tx_parallel
                         .tensors = looked_at,
                         .piece = pass_piece,
                         .merge = pass_merge,
-                        .local_bytes = (size_t)p->n * sizeof(int64_t),
+                        .local_bytes = tx_notice_bytes(p->n),
                         .alignment = TX_SAMPLED,
-                        .ctx = &context};
+                        .ctx = &context,
+                        .room = *p->room};
   return tx_work_run(&work, total < ALONE ? NULL : parallel, error);
 }
 
@@ -98,7 +100,7 @@ static tx_status look_at_samples(const pass *all, const look *l, const tx_parall
   if (!any) return TX_OK;
   const int32_t mode = p.mode == TX_WITNESS_CHECK ? TX_RESYNC_COUNT : TX_RESYNC_STRAYS;
   const tx_tensor counts = {l->counts, p.n, TX_I64, 0};
-  TX_FORWARD(tx_master_resync(p.n, p.params, l->masters, mode, counts, parallel, error));
+  TX_FORWARD(tx_resync_run(p.n, p.params, l->masters, mode, counts, p.room, parallel, error));
   if (p.mode == TX_WITNESS_CHECK) return TX_OK;
   p.mode = TX_WITNESS_RENEW;
   return run_pass(&p, l->masters, parallel, error);
@@ -111,8 +113,8 @@ static tx_status look_at_remainders(const pass *all, const look *l, const tx_par
   return run_pass(&p, l->masters, parallel, error);
 }
 
-tx_status tx_notice_external(const tx_adamw_args *args, int64_t *resynced, const tx_parallel *parallel,
-                             tx_error *error) {
+tx_status tx_notice_external(const tx_adamw_args *args, int64_t *resynced, const tx_work_room *room,
+                             const tx_parallel *parallel, tx_error *error) {
   if (!args->masters || !args->witnesses) return TX_OK;
   const int check = args->on_external_write == TX_EXTERNAL_CHECK;
   const pass all = {.kernels = tx_kernels_selected(),
@@ -120,7 +122,8 @@ tx_status tx_notice_external(const tx_adamw_args *args, int64_t *resynced, const
                     .params = args->params,
                     .masters = args->masters,
                     .witnesses = args->witnesses,
-                    .mode = check ? TX_WITNESS_CHECK : TX_WITNESS_RESYNC};
+                    .mode = check ? TX_WITNESS_CHECK : TX_WITNESS_RESYNC,
+                    .room = room};
   look l;
   TX_FORWARD(look_begin(&l, args->n, error));
   tx_status status = look_at_samples(&all, &l, parallel, error);
@@ -139,18 +142,22 @@ tx_status tx_master_witness(int64_t n, const tx_tensor *params, const tx_tensor 
                             int32_t mode, tx_tensor strays, const tx_parallel *parallel, tx_error *error) {
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_master_witness(n, params, masters, witnesses, mode, strays, error));
+  tx_work_room room;
+  TX_FORWARD(tx_work_room_make(&room, n, params, TX_SAMPLED, tx_threads_of(parallel), tx_notice_bytes(n), error));
   const pass all = {.kernels = tx_kernels_selected(),
                     .n = n,
                     .params = params,
                     .masters = masters,
                     .witnesses = witnesses,
-                    .mode = mode};
-  look l;
-  TX_FORWARD(look_begin(&l, n, error));
-  tx_status status = look_at_samples(&all, &l, parallel, error);
+                    .mode = mode,
+                    .room = &room};
+  look l = {NULL, NULL, NULL};
+  tx_status status = look_begin(&l, n, error);
+  if (status == TX_OK) status = look_at_samples(&all, &l, parallel, error);
   if (status == TX_OK) status = look_at_remainders(&all, &l, parallel, error);
   for (int64_t i = 0; status == TX_OK && i < strays.numel; i++)
-    tx_set_i64(strays, i, tx_get_i64(strays, i) + l.counts[i]);
+    tx_add_count(strays, i, l.counts[i]);
   free(l.counts);
+  tx_work_room_free(&room);
   return status;
 }

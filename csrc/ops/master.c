@@ -2,8 +2,8 @@
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/ops/checks.h"
+#include "csrc/ops/external.h"
 #include "csrc/ops/tensor.h"
-#include "csrc/ops/work.h"
 
 /* -- fp32 <-> weight and remainder ---------------------------------------------------------------------------- */
 
@@ -68,19 +68,26 @@ static void resync_merge(void *ctx, const void *local) {
   const resync_context *c = ctx;
   const int64_t *changed = local;
   for (int64_t i = 0; i < c->changed.numel; i++)
-    tx_set_i64(c->changed, i, tx_get_i64(c->changed, i) + changed[i]);
+    tx_add_count(c->changed, i, changed[i]);
 }
 
 tx_status tx_master_resync(int64_t n, const tx_tensor *params, const tx_tensor *masters, int32_t mode,
                            tx_tensor changed, const tx_parallel *parallel, tx_error *error) {
+  const tx_work_room none = {NULL, 0};
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_master_resync(n, params, masters, mode, changed, error));
+  return tx_resync_run(n, params, masters, mode, changed, &none, parallel, error);
+}
+
+tx_status tx_resync_run(int64_t n, const tx_tensor *params, const tx_tensor *masters, int32_t mode, tx_tensor changed,
+                        const tx_work_room *room, const tx_parallel *parallel, tx_error *error) {
   resync_context context = {tx_kernels_selected(), params, masters, changed, mode};
   const tx_work work = {.n = n,
                         .tensors = masters,
                         .piece = resync_piece,
                         .merge = resync_merge,
-                        .local_bytes = (size_t)n * sizeof(int64_t),
-                        .ctx = &context};
+                        .local_bytes = tx_notice_bytes(n),
+                        .ctx = &context,
+                        .room = *room};
   return tx_work_run(&work, parallel, error);
 }

@@ -219,10 +219,20 @@ static tx_status check(const tx_adamw_args *args, const tx_staging *g, tx_error 
   return TX_OK;
 }
 
+/* Bytes of all slots; INT64_MAX where an int64 does not count them, which no memory has. */
+static int64_t wanted_bytes(const staged *s) {
+  int64_t bytes;
+  if (__builtin_mul_overflow(s->staging->batch, s->grad_bytes + s->param_bytes, &bytes) ||
+      __builtin_mul_overflow(bytes, s->units.n_tasks * s->staging->slots, &bytes))
+    return INT64_MAX;
+  return bytes;
+}
+
 static tx_status check_memory(const staged *s, tx_error *error) {
   const tx_staging *g = s->staging;
-  const int64_t wanted = s->units.n_tasks * g->slots * slot_bytes(s);
-  if (wanted == 0 || (g->memory && (uintptr_t)g->memory % TX_LINE == 0 && g->bytes >= wanted)) return TX_OK;
+  const int64_t wanted = wanted_bytes(s);
+  if (wanted == 0) return TX_OK;
+  if (wanted < INT64_MAX && g->memory && (uintptr_t)g->memory % TX_LINE == 0 && g->bytes >= wanted) return TX_OK;
   return tx_fail(error, TX_ERROR_SHAPE,
                  "staging.memory has %lld bytes at %p; %lld, aligned to %d, are legal for %lld threads of %d slots of "
                  "%lld elements",

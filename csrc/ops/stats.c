@@ -11,7 +11,7 @@
 
 void tx_stats_merge(tx_stats *to, const tx_stats *from) {
   tx_exact_merge(to->limbs, from->limbs);
-  to->non_finite += from->non_finite;
+  to->non_finite = tx_counted(to->non_finite, from->non_finite);
   if (from->first_bad && (!to->first_bad || from->first_bad < to->first_bad)) to->first_bad = from->first_bad;
 }
 

@@ -26,7 +26,7 @@ void tx_step_piece(const tx_step *c, tx_step_local *local, tx_piece where, void 
   const tx_tensor witnesses = tx_at_or_none(a->witnesses, i);
   const tx_meta meta = tx_meta_of(a->meta, i);
   const int64_t step = (int64_t)tx_get_f32(a->steps[i], 0.0f) + 1;
-  const int64_t start = meta.start + begin;
+  const int64_t start = tx_element_at(meta, begin);
   uint8_t *scales = a->scales && a->scales[i].numel ? (uint8_t *)a->scales[i].data + begin / TX_BLOCK : NULL;
   const int exp_avg_scaled = tx_moment_is_scaled(a->exp_avgs[i].dtype);
   const int exp_avg_sq_scaled = tx_moment_is_scaled(a->exp_avg_sqs[i].dtype);
@@ -63,7 +63,7 @@ int64_t tx_step_alignment(const tx_adamw_args *args) {
 }
 
 static void count(tx_tensor counter, int64_t by) {
-  if (counter.numel) tx_set_i64(counter, 0, tx_get_i64(counter, 0) + by);
+  if (counter.numel) tx_add_count(counter, 0, by);
 }
 
 int tx_step_begin(const tx_adamw_args *args, tx_step *step) {

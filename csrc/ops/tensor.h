@@ -26,6 +26,11 @@ static inline tx_meta tx_meta_of(const tx_meta *meta, int64_t i) {
   return meta ? meta[i] : (tx_meta){i, 0, 0};
 }
 
+/* The index in the logical parameter of element `begin`, for thresholds: modulo 2^64, since any start is legal. */
+static inline int64_t tx_element_at(tx_meta meta, int64_t begin) {
+  return (int64_t)((uint64_t)meta.start + (uint64_t)begin);
+}
+
 /* Address of element `begin`; NULL for none. */
 static inline void *tx_advanced(tx_tensor tensor, int64_t begin) {
   return tensor.numel ? (char *)tensor.data + begin * tx_element_size(tensor.dtype) : NULL;
@@ -39,6 +44,17 @@ static inline int64_t tx_get_i64(tx_tensor tensor, int64_t i) {
 
 static inline void tx_set_i64(tx_tensor tensor, int64_t i, int64_t value) {
   memcpy((char *)tensor.data + i * (int64_t)sizeof value, &value, sizeof value);
+}
+
+/* A count that `by` >= 0 is added to: what it was may be anything, and it stays at the largest that there is. */
+static inline int64_t tx_counted(int64_t count, int64_t by) {
+  int64_t sum;
+  return __builtin_add_overflow(count, by, &sum) ? INT64_MAX : sum;
+}
+
+/* Entry i of a tensor of counts. */
+static inline void tx_add_count(tx_tensor counts, int64_t i, int64_t by) {
+  tx_set_i64(counts, i, tx_counted(tx_get_i64(counts, i), by));
 }
 
 static inline float tx_get_f32(tx_tensor tensor, float otherwise) {

@@ -1,6 +1,7 @@
 #include "csrc/ops/work.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "csrc/core/status.h"
 #include "csrc/cpu/fp_mode.h"
@@ -30,34 +31,83 @@ static int64_t cut(const tx_units *u, int64_t total, int64_t threads, tx_unit_st
   return n;
 }
 
-tx_status tx_units_cut(tx_units *units, int64_t n, const tx_tensor *tensors, int64_t alignment, int64_t threads,
-                       size_t local_bytes, tx_error *error) {
-  *units = (tx_units){.n = n, .tensors = tensors, .alignment = alignment};
-  int64_t total = 0;
-  for (int64_t i = 0; i < n; i++)
-    total += padded(units, i);
-  if (total == 0) return TX_OK;
-  const int64_t most_units = (total + TX_UNIT - 1) / TX_UNIT;
-  const int64_t most_tasks = threads < most_units ? threads : most_units;
+/* How large tables are at most. */
+typedef struct extent {
+  int64_t units, tasks;
+  size_t starts_bytes, local_stride, bytes;
+} extent;
 
-  const size_t starts_bytes = (size_t)(most_units + 1) * sizeof(tx_unit_start);
-  units->local_stride = (local_bytes + 63) / 64 * 64; /* tasks do not share cache lines */
-  /* calloc zeroes the locals; 64 spare bytes align them */
-  char *memory = calloc(1, starts_bytes + 64 + (size_t)most_tasks * units->local_stride);
-  if (!memory) {
-    return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory for a table of %lld work units", (long long)most_units);
-  }
+static extent measure(int64_t total, int64_t threads, size_t local_bytes) {
+  extent e;
+  e.units = (total + TX_UNIT - 1) / TX_UNIT;
+  e.tasks = threads < e.units ? threads : e.units;
+  e.starts_bytes = (size_t)(e.units + 1) * sizeof(tx_unit_start);
+  e.local_stride = (local_bytes + 63) / 64 * 64;                    /* tasks do not share cache lines */
+  e.bytes = e.starts_bytes + 64 + (size_t)e.tasks * e.local_stride; /* 64 spare bytes align them */
+  return e;
+}
+
+static int64_t total_of(const tx_units *u) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < u->n; i++)
+    total += padded(u, i);
+  return total;
+}
+
+static tx_status fail_memory(const extent *e, tx_error *error) {
+  return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory for a table of %lld work units", (long long)e->units);
+}
+
+/* memory: zeroed as far as locals need it. */
+static void lay_out(tx_units *units, const extent *e, int64_t total, int64_t threads, char *memory) {
   units->starts = (const tx_unit_start *)(const void *)memory;
-  units->locals = memory + starts_bytes;
+  units->local_stride = e->local_stride;
+  units->locals = memory + e->starts_bytes;
   units->locals += (64 - (uintptr_t)units->locals % 64) % 64;
   units->n_units = cut(units, total, threads, (tx_unit_start *)(void *)memory);
-  units->n_tasks = most_tasks < units->n_units ? most_tasks : units->n_units;
+  units->n_tasks = e->tasks < units->n_units ? e->tasks : units->n_units;
+}
+
+static tx_status cut_in(tx_units *units, const tx_work_room *room, int64_t threads, size_t local_bytes,
+                        tx_error *error) {
+  const int64_t total = total_of(units);
+  if (total == 0) return TX_OK;
+  const extent e = measure(total, threads, local_bytes);
+  char *memory = room->memory;
+  if (memory) {
+    memset(memory + e.starts_bytes, 0, e.bytes - e.starts_bytes);
+  } else {
+    memory = units->memory = calloc(1, e.bytes);
+    if (!memory) return fail_memory(&e, error);
+  }
+  lay_out(units, &e, total, threads, memory);
   return TX_OK;
 }
 
+tx_status tx_units_cut(tx_units *units, int64_t n, const tx_tensor *tensors, int64_t alignment, int64_t threads,
+                       size_t local_bytes, tx_error *error) {
+  const tx_work_room none = {NULL, 0};
+  *units = (tx_units){.n = n, .tensors = tensors, .alignment = alignment};
+  return cut_in(units, &none, threads, local_bytes, error);
+}
+
 void tx_units_free(tx_units *units) {
-  free((void *)(uintptr_t)units->starts);
+  free(units->memory);
+  units->memory = NULL;
   units->starts = NULL;
+}
+
+tx_status tx_work_room_make(tx_work_room *room, int64_t n, const tx_tensor *tensors, int64_t alignment, int64_t threads,
+                            size_t local_bytes, tx_error *error) {
+  const tx_units widest = {.n = n, .tensors = tensors, .alignment = alignment};
+  const extent e = measure(total_of(&widest), threads, local_bytes);
+  *room = (tx_work_room){malloc(e.bytes), e.bytes};
+  return room->memory ? TX_OK : fail_memory(&e, error);
+}
+
+void tx_work_room_free(tx_work_room *room) {
+  free(room->memory);
+  *room = (tx_work_room){NULL, 0};
 }
 
 int tx_units_claim(tx_units *units, tx_unit *unit) {
@@ -103,10 +153,8 @@ static void run_task(void *arg, int64_t task) {
 }
 
 tx_status tx_work_run(const tx_work *work, const tx_parallel *parallel, tx_error *error) {
-  tx_units units;
-  const int64_t alignment = work->alignment ? work->alignment : TX_BLOCK;
-  TX_FORWARD(
-      tx_units_cut(&units, work->n, work->tensors, alignment, tx_threads_of(parallel), work->local_bytes, error));
+  tx_units units = {.n = work->n, .tensors = work->tensors, .alignment = work->alignment ? work->alignment : TX_BLOCK};
+  TX_FORWARD(cut_in(&units, &work->room, tx_threads_of(parallel), work->local_bytes, error));
   run r = {.work = work, .units = &units};
   if (units.n_tasks > 1) {
     parallel->run(parallel->ctx, units.n_tasks, run_task, &r);

@@ -25,6 +25,19 @@ typedef void (*tx_piece_fn)(void *ctx, void *local, int64_t tensor, int64_t begi
 /* Called once per task on the calling thread after all pieces are done, in an unspecified order. */
 typedef void (*tx_merge_fn)(void *ctx, const void *local);
 
+/* Memory for the tables of several runs, one after the other, so that none of them can fail when another has written
+ * already. All zero: none, and each run takes its own. */
+typedef struct tx_work_room {
+  char *memory;
+  size_t bytes;
+} tx_work_room;
+
+/* Enough for runs over these tensors or some of them, whose alignments divide this one, by at most so many threads and
+ * with at most so many bytes of a task. Fails only with TX_ERROR_OUT_OF_MEMORY. tx_work_room_free frees it. */
+tx_status tx_work_room_make(tx_work_room *room, int64_t n, const tx_tensor *tensors, int64_t alignment, int64_t threads,
+                            size_t local_bytes, tx_error *error);
+void tx_work_room_free(tx_work_room *room);
+
 typedef struct tx_work {
   int64_t n;
   const tx_tensor *tensors; /* only numel is read; a numel of 0 yields no piece */
@@ -33,9 +46,10 @@ typedef struct tx_work {
   size_t local_bytes; /* of one task; 0: local is NULL */
   void *ctx;
   int64_t alignment; /* of pieces in a tensor, in elements: divides TX_UNIT; 0: TX_BLOCK */
+  tx_work_room room; /* all zero, or one that is enough */
 } tx_work;
 
-/* Runs all pieces. Fails only with TX_ERROR_OUT_OF_MEMORY, before any piece ran. */
+/* Runs all pieces. Fails only with TX_ERROR_OUT_OF_MEMORY, before any piece ran, and never with a room. */
 tx_status tx_work_run(const tx_work *work, const tx_parallel *parallel, tx_error *error);
 
 /* -- the units themselves, for who does more with one than call a function for each piece ------------------------- */
@@ -62,6 +76,7 @@ typedef struct tx_units {
   int64_t next;    /* atomic */
   char *locals;    /* local_bytes of each task, zeroed, on cache lines of its own */
   size_t local_stride;
+  char *memory; /* to be freed; NULL where it is somebody else's */
 } tx_units;
 
 /* Cuts n tensors for so many threads; alignment: as of tx_work, but not 0. Fails only with TX_ERROR_OUT_OF_MEMORY.
