@@ -3,7 +3,7 @@
 # Says in one line what it is about to install, says nothing about what is there, and ends the script with one line where
 # it can't. Afterwards $TORCH_EXT_PYTHON is the interpreter that has torch (the build looks there, too), and `quiet_bazel`
 # is Bazel without its chatter. $more_requirements, an array, names lists of packages that are installed beside
-# requirements.txt. Whoever sets TORCH_EXT_PYTHON beforehand has that interpreter used as it is, and nothing
+# requirements.txt, and $more_programs, another, programs of the system's packages of these names. Whoever sets TORCH_EXT_PYTHON beforehand has that interpreter used as it is, and nothing
 # installed into it.
 
 say() { printf 'torch_ext: %s\n' "$*"; }
@@ -47,6 +47,10 @@ install_packages() {
   [ -d /usr/src/googletest/googletest ] || packages+=(libgtest-dev)
   command -v gcc >/dev/null || packages+=(gcc)
   command -v g++ >/dev/null || packages+=(g++)
+  local program
+  for program in ${more_programs[@]+"${more_programs[@]}"}; do
+    command -v "$program" >/dev/null || packages+=("$program")
+  done
   if [ -z "${TORCH_EXT_PYTHON:-}" ] && ! venv_works && [ -z "$(find_python)" ]; then
     packages+=(python3 python3-venv)
   fi

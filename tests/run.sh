@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 more_requirements=(tests/requirements.txt) # the frameworks
+more_programs=(clang)                      # the C sources are for gcc and clang
 . bazel/setup.sh
 
 logs=$(mktemp -d "${TMPDIR:-/tmp}/torch_ext.XXXXXX")

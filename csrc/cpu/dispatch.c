@@ -3,12 +3,24 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
 
 #define X(name, present) extern const tx_kernels tx_kernels_##name;
 #include "csrc/cpu/isa.def"
 #undef X
+
+#if defined(__x86_64__)
+/* clang 14's __builtin_cpu_supports does not know it. (That the system saves its registers, AVX2 says.) */
+static int has_f16c(void) {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+}
+#endif
 
 /* Row i of those that this processor has; NULL past the end. */
 static const tx_kernels *present(int32_t i) {

@@ -222,7 +222,7 @@ _Static_assert(TX_TILE % TX_WITNESS == 0, "a tile has whole witnesses");
 static int64_t tx_witness_tile(const tx_adamw_piece *a, int64_t at, int64_t n, tx_witness_mode mode) {
   if (!a->witnesses || a->master_dtype != TX_I16) return 0;
   return tx_witness_blocks((const char *)a->param + 2 * at, (char *)a->master + 2 * at,
-                           (char *)a->witnesses + at / TX_WITNESS * (int64_t)sizeof(uint64_t), n, mode, 0);
+                           (char *)a->witnesses + at / TX_WITNESS * (int64_t)sizeof(uint64_t), n, (int32_t)mode, 0);
 }
 
 /* One piece, of any legal combination. */

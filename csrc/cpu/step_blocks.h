@@ -92,7 +92,7 @@ TX_FN void tx_step_quad_moments(tx_adamw_constants c, tx_step_streams s, tx_quad
   tx_block_scale m_scale = tx_scale_decode(mf, *s.exp_avg_scale), v_scale = tx_scale_decode(vf, *s.exp_avg_sq_scale);
   const uint32_t m_keep = m_scale.keep, v_keep = v_scale.keep; /* a word at a time */
   m_scale.keep = v_scale.keep = 0xffffffffu;
-#pragma GCC ivdep
+  TX_NO_ALIASES
   for (int32_t w = 0; w < TX_QUADS; w++) {
     const uint32_t m_codes = tx_word(s.exp_avg, w) & m_keep, v_codes = tx_word(s.exp_avg_sq, w) & v_keep;
     for (int k = 0; k < 4; k++) {
@@ -143,7 +143,7 @@ TX_FN void tx_step_quad_weight(tx_adamw_constants c, tx_step_streams s, int32_t 
 TX_FN void tx_step_quad_weights(tx_adamw_constants c, tx_step_streams s, const tx_quads *m, const tx_quads *root,
                                 const tx_dtype param, const tx_dtype master) {
   uint32_t u = s.param_u;
-#pragma GCC ivdep
+  TX_NO_ALIASES
   for (int32_t w = 0; w < TX_QUADS; w++, u += 4 * TX_LATTICE_ELEMENT) {
     tx_step_quad_weight(c, s, w, 0, m, root, u, param, master);
     tx_step_quad_weight(c, s, w, 2, m, root, u, param, master);
@@ -202,7 +202,7 @@ TX_FN void tx_step_block_remainders(tx_adamw_constants c, tx_step_streams s, int
     const tx_step_streams at = tx_blocks_on(s, i, TX_BF16, TX_I16, grad);
     tx_ask(at.param, TX_WITNESS, TX_BLOCK, TX_BF16);
     tx_ask(at.master, 0, TX_BLOCK, TX_I16);
-#pragma GCC ivdep
+    TX_NO_ALIASES
     for (int32_t w = 0; w < TX_QUADS; w++) {
       tx_step_quad_remainder(c, at, w, 0, &blocks[i], &watch);
       tx_step_quad_remainder(c, at, w, 1, &blocks[i], &watch);

@@ -163,7 +163,7 @@ TX_FN int tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t 
     tx_ask(s.grad, 2 * (at + group), 2 * TX_GROUP, grad);
     tx_ask(s.exp_avg, 2 * (at + group), 2 * TX_GROUP, moment);
     tx_ask(s.exp_avg_sq, 2 * (at + group), 2 * TX_GROUP, moment);
-#pragma GCC ivdep
+    TX_NO_ALIASES
     for (int32_t j = 0; j < TX_GROUP; j++) {
       const int32_t i = group + j;
       uint32_t m[2], v[2];
@@ -225,7 +225,7 @@ TX_FN void tx_step_pair_weights(tx_adamw_constants c, tx_step_streams s, int32_t
     const uint32_t u = tx_dithered(s.param_u, 2 * (uint32_t)(at + group));
     if (master != TX_F32 || !s.past_caches) tx_ask(s.param, 2 * (at + group), 2 * TX_GROUP, param);
     if (master != TX_NONE) tx_ask(s.master, 2 * (at + group), 2 * TX_GROUP, master);
-#pragma GCC ivdep
+    TX_NO_ALIASES
     for (int32_t j = 0; j < TX_GROUP; j++) {
       const int32_t i = group + j;
       float p[2];
@@ -337,7 +337,7 @@ TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32
   tx_mem_u32 *param = (tx_mem_u32 *)s.param + at, *remainder = (tx_mem_u32 *)s.master + at;
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
     tx_ask_remainders(s, at + group);
-#pragma GCC ivdep
+    TX_NO_ALIASES
     for (int32_t j = 0; j < TX_GROUP; j++) {
       const int32_t i = group + j;
       const float m[2] = {tile->m[0][i], tile->m[1][i]}, root[2] = {tile->root[0][i], tile->root[1][i]};
@@ -405,7 +405,7 @@ TX_FN void tx_step_fp32_moments(tx_adamw_constants c, tx_step_streams s, int32_t
     tx_ask(s.grad, group, 2 * TX_GROUP, TX_F32);
     tx_ask(s.exp_avg, group, 2 * TX_GROUP, TX_F32);
     tx_ask(s.exp_avg_sq, group, 2 * TX_GROUP, TX_F32);
-#pragma GCC ivdep
+    TX_NO_ALIASES
     for (int32_t j = 0; j < 2 * TX_GROUP; j++) {
       const int32_t i = group + j;
       const float g = tx_load(s.grad, i, TX_F32), p = tx_load(s.param, i, TX_F32);
@@ -439,7 +439,7 @@ TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, cons
     }
     for (int32_t group = at; group < end; group += 2 * TX_GROUP) {
       tx_ask(s.param, group, 2 * TX_GROUP, TX_F32);
-#pragma GCC ivdep
+      TX_NO_ALIASES
       for (int32_t j = 0; j < 2 * TX_GROUP; j++) {
         const int32_t i = group + j;
         const float m = tx_load(s.exp_avg, i, TX_F32);

@@ -46,7 +46,7 @@ static __attribute__((noinline)) void tx_wide_weights_again(const tx_adamw_const
   const tx_step_streams s = tx_wide_on(streams, block);
   memcpy(s.param, kept->param, sizeof kept->param);
   memcpy(s.master, kept->remainder, sizeof kept->remainder);
-#pragma GCC ivdep
+  TX_NO_ALIASES
   for (int32_t i = 0; i < TX_BLOCK_PAIRS; i++) {
     float p[2];
     for (int k = 0; k < 2; k++)

@@ -105,7 +105,7 @@ TX_FN tx_wide_rounding tx_wide_rounding_of(const tx_wide_plans *plans, int32_t b
  * narrow: none of the elements is below the normals. */
 TX_FN __m512i tx_wide_codes(tx_block_format f, tx_wide_rounding r, const float x[2][TX_BLOCK_PAIRS], int32_t h,
                             const int narrow) {
-  const int s = 7 - f.element.mantissa_bits;
+  const uint8_t s = (uint8_t)(7 - f.element.mantissa_bits); /* int to gcc, unsigned to clang */
   __m512 sum[4];
   __m512i u[4], codes[2];
   for (int j = 0; j < 4; j++)

@@ -54,7 +54,7 @@ TX_FN int tx_wide_is_normal_or_zero(tx_step_streams s) {
 /* 32 codes without subnormals as bf16. zeros: 0 may be among them, whose exponent stays as it is. */
 TX_FN __m512i tx_wide_value(tx_block_format f, const void *codes, __m512i rebase, const int zeros) {
   const __m256i read = _mm256_loadu_si256((const __m256i *)codes);
-  const int s = 7 - f.element.mantissa_bits;
+  const uint8_t s = (uint8_t)(7 - f.element.mantissa_bits); /* int to gcc, unsigned to clang */
   __m512i placed = _mm512_slli_epi16(f.sign_bit == 0u ? _mm512_cvtepu8_epi16(read) : _mm512_cvtepi8_epi16(read), s);
   if (f.sign_bit != 0u) placed = _mm512_and_si512(placed, _mm512_set1_epi16((short)(0x8000 | (0x7f << s))));
   if (!zeros) return _mm512_add_epi16(placed, rebase);

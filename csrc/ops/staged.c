@@ -63,19 +63,19 @@ static void copy_here(char *to, const char *from, int64_t bytes) {
 
 static tx_status copy(const staged *s, way way, void *to, const void *from, int64_t bytes, tx_error *error) {
   const tx_lanes *lanes = s->staging->lanes;
-  if (lanes) return lanes->copy(lanes->ctx, way, to, from, bytes, error);
+  if (lanes) return lanes->copy(lanes->ctx, (int32_t)way, to, from, bytes, error);
   copy_here(to, from, bytes);
   return TX_OK;
 }
 
 static tx_status mark(const staged *s, way way, int64_t slot, tx_error *error) {
   const tx_lanes *lanes = s->staging->lanes;
-  return lanes ? lanes->mark(lanes->ctx, way, slot, error) : TX_OK;
+  return lanes ? lanes->mark(lanes->ctx, (int32_t)way, slot, error) : TX_OK;
 }
 
 static tx_status wait(const staged *s, way way, int64_t slot, tx_error *error) {
   const tx_lanes *lanes = s->staging->lanes;
-  return lanes ? lanes->wait(lanes->ctx, way, slot, error) : TX_OK;
+  return lanes ? lanes->wait(lanes->ctx, (int32_t)way, slot, error) : TX_OK;
 }
 
 static tx_status follow(const staged *s, int64_t slot, tx_error *error) {

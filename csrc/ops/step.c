@@ -10,7 +10,7 @@
 static const tx_adamw_constants *constants_of(const tx_step *c, tx_step_local *local, int64_t i, int64_t group,
                                               int64_t step) {
   const tx_adamw_args *a = c->args;
-  const double lag = tx_dither_lag(a->exp_avg_sqs[i].dtype, a->moment_rounding, a->groups[group].beta2, step);
+  const double lag = tx_dither_lag((int32_t)a->exp_avg_sqs[i].dtype, a->moment_rounding, a->groups[group].beta2, step);
   if (local->step != step || local->group != group || local->lag != lag) {
     local->constants = tx_adamw_prepare(&a->groups[group], tx_lr_of(a, group), step, c->clip_coef, c->grad_scale, lag);
     local->group = group;

@@ -1,0 +1,185 @@
+"""The C sources compile with clang as they do with gcc, without a warning, and step with the same bits."""
+
+import ctypes
+import itertools
+import os
+import pathlib
+import shutil
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_ext
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+CLANG = shutil.which("clang")
+pytestmark = pytest.mark.skipif(CLANG is None, reason="clang is not installed (tests/run.sh installs it)")
+
+
+def starlark(path: str) -> dict[str, Any]:
+    """The constants of a .bzl file, which are Python's too."""
+    names: dict[str, Any] = {}
+    exec((ROOT / path).read_text(), names)
+    return names
+
+
+class Source(NamedTuple):
+    path: str
+    flags: list[str]
+
+    @property
+    def name(self) -> str:
+        isa = [flag.removeprefix("-DTX_ISA=") for flag in self.flags if flag.startswith("-DTX_ISA=")]
+        return "-".join([pathlib.Path(self.path).stem, *isa])
+
+
+def library_sources(folders: list[str]) -> list[Source]:
+    """Of the library, with the flags that the build gives each of them, but for optimisation."""
+    isas, flags = starlark("bazel/isa.bzl")["ISAS"], starlark("bazel/copts.bzl")["C_OPTS"]
+    paths = sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).glob("*.c"))
+    assert paths
+    return [
+        Source(path, [*flags, *more])
+        for path in paths
+        for more in (
+            [["-DTX_ISA=" + isa, *of_isa] for isa, of_isa in isas.items()] if path.endswith("kernels_isa.c") else [[]]
+        )
+    ]
+
+
+def clang(*arguments: str) -> None:
+    command = [str(CLANG), "-fPIC", "-I.", "-Icsrc", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
+
+
+def in_parallel(work: Callable[[Source], None], items: list[Source]) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(work, items))
+
+
+def test_what_needs_torch_or_nccl_and_the_example_compile_without_a_warning() -> None:
+    """The other rooms, which a program in C needs, are compiled in earnest below."""
+    example = Source("examples/c/fit.c", starlark("bazel/copts.bzl")["C_OPTS"])
+    sources = [*library_sources(["csrc/torch", "csrc/nccl"]), example]
+    in_parallel(lambda source: clang(*source.flags, "-fsyntax-only", source.path), sources)
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[ctypes.CDLL]:
+    """The library as the build has made it, and one that clang has made of the same sources, hardly optimised."""
+    folder = tmp_path_factory.mktemp("clang")
+    sources = library_sources(["csrc/core", "csrc/ops", "csrc/cpu"])
+    in_parallel(
+        lambda source: clang(*source.flags, "-O1", "-c", source.path, "-o", f"{folder}/{source.name}.o"), sources
+    )
+    clang("-shared", "-o", f"{folder}/libtorch_ext.so", *(f"{folder}/{source.name}.o" for source in sources), "-lm")
+    libraries = [ctypes.CDLL(path) for path in (torch_ext.library_path(), f"{folder}/libtorch_ext.so")]
+    for library in libraries:
+        library.tx_isa_name.restype = ctypes.c_char_p
+    return libraries
+
+
+# -- tx_adamw, from torch_ext.h -----------------------------------------------------------------------------------
+
+
+class CTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class CArgs(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_uint64),
+        ("n", ctypes.c_int64),
+        *((name, ctypes.POINTER(CTensor)) for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")),
+        *((name, ctypes.POINTER(CTensor)) for name in ("masters", "scales", "steps")),
+        ("n_groups", ctypes.c_int64),
+        ("groups", ctypes.POINTER(ctypes.c_double)),
+        ("lrs", ctypes.c_void_p),
+        ("meta", ctypes.c_void_p),
+        *((name, CTensor) for name in ("grad_scale", "clip_coef", "found_inf", "skipped")),
+        ("seed", ctypes.c_uint64),
+        ("moment_rounding", ctypes.c_int32),
+        ("weight_rounding", ctypes.c_int32),
+        ("witnesses", ctypes.c_void_p),
+        ("resynced", CTensor),
+        ("on_external_write", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 5, torch.int16: 7}
+MASTERS = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.int16),
+    (torch.float16, torch.float32),
+]
+MOMENTS = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
+NUMEL = 2 * 1024 + 777  # tiles, blocks and parts of both
+
+
+def scaled(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.uint8)
+
+
+def begin(param: torch.dtype, master: torch.dtype | None, grad: torch.dtype, moment: torch.dtype) -> list[Tensor]:
+    """A parameter and its state, in the order of the arguments."""
+    weights = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)).to(param)
+    blocks = 2 * -(-NUMEL // 128) if scaled(moment) else 0
+    masters = torch.empty(0) if master is None else torch.zeros(NUMEL, dtype=master)
+    if master == torch.float32:
+        masters.copy_(weights)
+    moments = [torch.zeros(NUMEL, dtype=moment) for _ in range(2)]
+    gradients = torch.empty(NUMEL, dtype=grad)
+    return [weights, gradients, *moments, masters, torch.zeros(blocks, dtype=torch.uint8), torch.zeros(1)]
+
+
+def step(library: ctypes.CDLL, tensors: list[Tensor], decoupled: bool) -> None:
+    group = (ctypes.c_double * 7)(1e-2, 0.9, 0.999, 1e-8, 0.1, 0.0, float(decoupled))
+    lists = [ctypes.pointer(CTensor(t.data_ptr(), t.numel(), CODES[t.dtype], 0)) for t in tensors]
+    args = CArgs(ctypes.sizeof(CArgs), 1, *lists, 1, group, moment_rounding=1, weight_rounding=1)
+    error = ctypes.create_string_buffer(1024)
+    assert library.tx_adamw(ctypes.byref(args), None, error) == 0, error.value
+
+
+def gradients(number: int) -> Tensor:
+    """Ordinary ones, and one that is limited, one that is zero."""
+    g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 + number)) * 1e-2
+    g[700 + number], g[5] = 1e30, 0.0
+    return g
+
+
+@pytest.mark.parametrize("isa", starlark("bazel/isa.bzl")["ISAS"])
+def test_a_library_made_by_clang_steps_with_the_same_bits(libraries: list[ctypes.CDLL], isa: str) -> None:
+    present = list(itertools.takewhile(bool, (libraries[0].tx_isa_name(i) for i in range(10))))
+    assert present == list(itertools.takewhile(bool, (libraries[1].tx_isa_name(i) for i in range(10))))
+    if isa.encode() not in present:
+        pytest.skip(f"this processor has no {isa}")
+    for library in libraries:
+        assert library.tx_isa_select(isa.encode(), None) == 0
+    for (param, master), grad, moment, decoupled in itertools.product(
+        MASTERS, [torch.float32, torch.bfloat16], MOMENTS, [True, False]
+    ):
+        states = [begin(param, master, grad, moment) for _ in libraries]
+        for number in range(3):
+            for library, tensors in zip(libraries, states, strict=True):
+                tensors[1].copy_(gradients(number))
+                step(library, tensors, decoupled)
+        for ours, theirs in zip(*states, strict=True):
+            equal = torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+            assert equal, (param, master, grad, moment, decoupled)
+        assert torch.isfinite(states[0][0]).all() and states[0][6].item() == 3
+    for library in libraries:
+        assert library.tx_isa_select(None, None) == 0
