@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--license", required=True)
     parser.add_argument("--readme", required=True)
     parser.add_argument("--library", required=True, action="append", help="once for each")
-    parser.add_argument("files", nargs="+", help="torch_ext/*")
+    parser.add_argument("files", nargs="+", help="torch_ext/**")
     args = parser.parse_args()
 
     if (in_header := header_version(read(args.header).decode())) != args.version:
@@ -71,7 +71,8 @@ def main() -> None:
 
     tag = os.path.basename(args.out).removesuffix(".whl").split("-", 2)[2]
     info = f"torch_ext-{args.version}.dist-info"
-    contents = {f"torch_ext/{os.path.basename(path)}": read(path) for path in [*args.files, *args.library]}
+    contents = {path[path.rindex("torch_ext/", 0, path.rindex("/") + 1) :]: read(path) for path in args.files}
+    contents |= {f"torch_ext/{os.path.basename(path)}": read(path) for path in args.library}
     contents[f"{info}/LICENSE"] = read(args.license)
     contents[f"{info}/METADATA"] = METADATA.format(version=args.version, readme=read(args.readme).decode()).encode()
     contents[f"{info}/WHEEL"] = WHEEL.format(tag=tag).encode()

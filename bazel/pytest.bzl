@@ -39,5 +39,5 @@ def _pytest(name, members, data, threads, tags):
         main = "//tests:pytest_main.py",
         tags = tags,
         timeout = "long",
-        deps = ["//:torch_ext", "//tests:helpers"],
+        deps = ["//:torch_ext", "//tests:helpers", "//tests/bench:measures"],
     )

@@ -106,7 +106,7 @@ if [ -n "$why" ]; then
   skip "the benchmark: no GPU"
   skip "compute-sanitizer: no GPU"
 else
-  part 240 "the benchmark" "$python" -m torch_ext bench --device cuda ${QUICK:+--quick}
+  part 240 "the benchmark" "$python" "$root/tests/bench" --device cuda ${QUICK:+--quick}
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
   if [ -n "$sanitizer" ]; then
     for tool in memcheck racecheck; do

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext import _host_part, _staged, _staging
-from torch_ext._staging import Lane, Lanes
+from torch_ext.optim.cpu_offload import copies, host_states, staged_args
+from torch_ext.optim.cpu_offload.copies import Lane, Lanes
 
 NUMEL = 4096  # elements of a batch here: small tests have many batches, and parameters that are cut
 
@@ -55,12 +55,12 @@ class LateLanes:
         self.marks: dict[tuple[int, int], int] = {}  # by way and slot
         self.follows = threading.local()  # whether what the thread copies down comes after something
         functions = (
-            _staged.COPY(self.copy),
-            _staged.MARK(self.mark),
-            _staged.MARK(self.wait),
-            _staged.FOLLOW(self.follow),
+            staged_args.COPY(self.copy),
+            staged_args.MARK(self.mark),
+            staged_args.MARK(self.wait),
+            staged_args.FOLLOW(self.follow),
         )
-        self.native = _staged.NativeLanes(ctypes.sizeof(_staged.NativeLanes), None, *functions)
+        self.native = staged_args.NativeLanes(ctypes.sizeof(staged_args.NativeLanes), None, *functions)
 
     def copy(self, _ctx: Any, up: int, to: int, source: int, nbytes: int, _error: Any) -> int:
         if not (up == 0 and getattr(self.follows, "now", False)):  # else somebody may read it still
@@ -89,7 +89,7 @@ def lanes(kind: str) -> Iterator[list[int]]:
     """Optimizers that take their first step here have these lanes: "prompt", "late". Yields the sizes of the buffers
     that are made."""
     made: list[int] = []
-    before = _host_part.lanes_of
+    before = host_states.lanes_of
 
     class Counted(Lanes):
         def buffer(self, numel: int) -> Tensor:
@@ -97,7 +97,7 @@ def lanes(kind: str) -> Iterator[list[int]]:
             return torch.empty(numel, dtype=torch.uint8)
 
     def lanes_of(device: torch.device) -> Lanes:
-        own = _staging.lanes_of(device)._replace(numel=NUMEL)
+        own = copies.lanes_of(device)._replace(numel=NUMEL)
         if kind == "late":
             down, up = LateLane(), LateLane()
             late = LateLanes(down, up)
@@ -108,8 +108,8 @@ def lanes(kind: str) -> Iterator[list[int]]:
             own = own._replace(down=down, up=up, slots=2, shared=False, native=native)
         return Counted(*own)
 
-    _host_part.lanes_of = lanes_of
+    host_states.lanes_of = lanes_of
     try:
         yield made
     finally:
-        _host_part.lanes_of = before
+        host_states.lanes_of = before

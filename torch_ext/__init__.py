@@ -11,22 +11,22 @@ Importing it registers the operators under torch.ops.torch_ext (csrc/torch/opera
 
 from typing import TYPE_CHECKING, Any
 
-from torch_ext import _ops as _ops  # registers the operators
-from torch_ext._clip import clip_grad_norm_
-from torch_ext._comm_hook import register_comm_hook
-from torch_ext._dtypes import coerce_dtypes
-from torch_ext._files import load, save
-from torch_ext._layout import plan_buckets
-from torch_ext._library import library_path
-from torch_ext._offload import offload, onload
-from torch_ext._optimizer import Adam, AdamW
-from torch_ext._parallel import parallelize, sync_parameters
-from torch_ext._policy import Policy, load_policy
-from torch_ext._scaler import GradScaler
-from torch_ext._torch_adam import pass_over_masters
+from torch_ext.amp.grad_scaler import GradScaler
+from torch_ext.checkpoint.files import load, save
+from torch_ext.native import ops as ops  # registers the operators
+from torch_ext.native.dtypes import coerce_dtypes
+from torch_ext.native.library import library_path
+from torch_ext.offloading.offload import offload, onload
+from torch_ext.optim.adamw import Adam, AdamW
+from torch_ext.optim.clip_grad import clip_grad_norm_
+from torch_ext.optim.state.torch_adam import pass_over_masters
+from torch_ext.parallel.bucket_plan import plan_buckets
+from torch_ext.parallel.ddp_comm_hook import register_comm_hook
+from torch_ext.parallel.parallelize import parallelize, sync_parameters
+from torch_ext.policy.policy import Policy, load_policy
 
 if TYPE_CHECKING:
-    from torch_ext._dcp import CheckpointReader, CheckpointWriter
+    from torch_ext.checkpoint.dcp import CheckpointReader, CheckpointWriter
 
 __all__ = [
     "Adam",
@@ -51,10 +51,13 @@ __all__ = [
 
 pass_over_masters()
 
+# Policy.grad_scaler() makes one; the package `policy` is below `amp` and does not import it.
+Policy._make_grad_scaler = GradScaler
+
 
 def __getattr__(name: str) -> Any:
     if name in ("CheckpointReader", "CheckpointWriter"):  # torch.distributed.checkpoint is not for everybody
-        from torch_ext import _dcp
+        from torch_ext.checkpoint import dcp
 
-        return getattr(_dcp, name)
+        return getattr(dcp, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

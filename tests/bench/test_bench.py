@@ -1,4 +1,4 @@
-"""python -m torch_ext bench, in small: every row is there, the figures are what the times say, and peers do the
+"""python tests/bench, in small: every row is there, the figures are what the times say, and peers do the
 work."""
 
 import contextlib
@@ -18,24 +18,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from torch_ext import __main__ as command
-from torch_ext import (
-    _bench_configurations,
-    _bench_measure,
-    _bench_memory,
-    _bench_neighbour,
-    _bench_peers,
-    _bench_pictures,
-    _bench_rows,
-    _bench_tensors,
-    _info,
-)
-from torch_ext._bench_beside import Beside
-from torch_ext._bench_configurations import CONFIGURATIONS
-from torch_ext._bench_figures import Bar, Findings
-from torch_ext._bench_l1 import InCache
-from torch_ext._bench_row import Bench
-from torch_ext._bench_rows import ISAS, PEERS, ROWS
+from bench import __main__ as command
+from bench import busy_core, optimizer_configs, peers, plots, resident_memory, step_rows, timing, workload
+from bench.background_load import Beside
+from bench.figures import Bar, Findings
+from bench.l1 import InCache
+from bench.optimizer_configs import CONFIGURATIONS
+from bench.row import Bench
+from bench.step_rows import ISAS, PEERS, ROWS
+from torch_ext.cli import info
 
 
 class Ran(NamedTuple):
@@ -48,7 +39,7 @@ class Ran(NamedTuple):
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("bench")
     output = io.StringIO()
-    arguments = ["bench", "--quick", "--threads", "1", "--seed", "3", "--json", str(folder / "bench.json")]
+    arguments = ["--quick", "--threads", "1", "--seed", "3", "--json", str(folder / "bench.json")]
     with contextlib.redirect_stdout(output):
         assert command.main([*arguments, "--pictures", str(folder / "pictures")]) == 0
     found = json.loads((folder / "bench.json").read_text())
@@ -59,7 +50,7 @@ def test_every_row_has_its_figures(ran: Ran) -> None:
     """A figure, or a skip that says why."""
     there = [f["what"] for f in ran.found["figures"]] + [s["what"] for s in ran.found["skips"]]
     assert {f["row"] for f in ran.found["figures"]} == set(ROWS)
-    present = [isa for isa in ISAS if _bench_configurations.has_isa(isa)]
+    present = [isa for isa in ISAS if optimizer_configs.has_isa(isa)]
     wanted = [f"{name}, {isa}: share of the bound" for name in CONFIGURATIONS for isa in present]
     wanted += [isa for isa in ISAS if isa not in present]
     wanted += [f"{name}: 148 tensors, speed relative to one" for name in CONFIGURATIONS]
@@ -80,7 +71,7 @@ def test_figures_are_finite_and_between_their_extremes(ran: Ran) -> None:
 def test_machine_and_settings_come_first(ran: Ran) -> None:
     assert set(ran.found) == {"machine", "options", "figures", "skips", "points", "seconds"}
     machine = ran.found["machine"]
-    assert (machine["seed"], machine["threads"], machine["in use"]) == (3, 1, _info.selected_isa())
+    assert (machine["seed"], machine["threads"], machine["in use"]) == (3, 1, info.selected_isa())
     before_figures = ran.text.split("verdict")[0]
     for key in ("processor", "in use", "threads", "torch", "seed"):
         assert f"{machine[key]}" in before_figures
@@ -151,7 +142,7 @@ def test_verdict(bar: Bar, value: float, verdict: str) -> None:
 def test_contenders_take_turns() -> None:
     calls: list[str] = []
     contenders = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    times = _bench_measure.interleave(contenders, 3)
+    times = timing.interleave(contenders, 3)
     assert "".join(calls) == "aabbcc" + "abc" + "cba" + "abc"
     assert {name: len(seconds) for name, seconds in times.items()} == {"a": 3, "b": 3, "c": 3}
 
@@ -159,34 +150,34 @@ def test_contenders_take_turns() -> None:
 def test_ratios_are_taken_round_by_round() -> None:
     """A machine that becomes ten times slower in the middle changes no ratio."""
     times = {"theirs": [2.0, 20.0, 30.0], "ours": [1.0, 10.0, 10.0]}
-    assert _bench_measure.ratio(times, "theirs", "ours") == (2.0, 2.0, 3.0)
-    assert _bench_measure.worst({"x": [1.0, 2.0, 8.0]}, "x") == (4.0, 0.5, 4.0)
+    assert timing.ratio(times, "theirs", "ours") == (2.0, 2.0, 3.0)
+    assert timing.worst({"x": [1.0, 2.0, 8.0]}, "x") == (4.0, 0.5, 4.0)
 
 
 def test_an_isa_that_is_not_there_is_a_named_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_bench_configurations, "has_isa", lambda name: name != "avx2")
+    monkeypatch.setattr(optimizer_configs, "has_isa", lambda name: name != "avx2")
     findings = Findings()
     bench = Bench(1000, [(10,)], 1, 1, ["avx2", "base"], 0, findings)
-    _bench_rows.wall(bench)
+    step_rows.wall(bench)
     assert [(skip.row, skip.what) for skip in findings.skips] == [("wall", "avx2")]
     assert {f.what for f in findings.figures} == {f"{name}, base: share of the bound" for name in CONFIGURATIONS}
     assert all(f.bar is None for f in findings.figures)
 
 
 def test_the_isa_is_given_back() -> None:
-    before = _info.selected_isa()
-    with pytest.raises(ZeroDivisionError), _bench_configurations.default_isa():
-        _bench_configurations.select_isa("base")
-        assert _info.selected_isa() == "base"
+    before = info.selected_isa()
+    with pytest.raises(ZeroDivisionError), optimizer_configs.default_isa():
+        optimizer_configs.select_isa("base")
+        assert info.selected_isa() == "base"
         raise ZeroDivisionError
-    assert _info.selected_isa() == before
+    assert info.selected_isa() == before
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_kernel_in_cache_is_the_step(name: str) -> None:
     """What is timed through the C interface leaves the bits of the same number of steps of the optimizer."""
     cached = InCache(CONFIGURATIONS[name], seed=0)
-    own = _bench_configurations.ours(CONFIGURATIONS[name], [(256,)], seed=0)
+    own = optimizer_configs.ours(CONFIGURATIONS[name], [(256,)], seed=0)
     cached.step()
     for _ in range(2001):  # one made the state
         own.step()
@@ -220,13 +211,13 @@ def test_the_kernel_in_cache_is_timed_while_others_run_it() -> None:
 
 
 def test_gpt2_is_gpt2() -> None:
-    shapes = _bench_tensors.gpt2()
-    assert (len(shapes), _bench_tensors.numel(shapes)) == (148, 124_439_808)
+    shapes = workload.gpt2()
+    assert (len(shapes), workload.numel(shapes)) == (148, 124_439_808)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_normal_and_of_several_magnitudes(dtype: torch.dtype) -> None:
-    (p,) = _bench_tensors.make([(2_000_003,)], dtype, seed=0)
+    (p,) = workload.make([(2_000_003,)], dtype, seed=0)
     assert p.grad is not None and p.grad.dtype == dtype
     g = p.grad.float().abs()
     assert bool((g * g > torch.finfo(torch.float32).tiny).all()) and bool(p.ne(0).all())
@@ -237,9 +228,9 @@ def test_gradients_are_normal_and_of_several_magnitudes(dtype: torch.dtype) -> N
 def test_peers_take_the_step_that_ours_takes() -> None:
     """From one seed: after 20 steps masters agree to a fiftieth of how far they moved (the moments are bf16)."""
     shapes = [(1000,), (7, 9)]
-    start = [p.detach().float() for p in _bench_tensors.make(shapes, torch.bfloat16, 5)]
-    own = _bench_configurations.ours(CONFIGURATIONS["a"], shapes, 5)
-    mixed, compiled = _bench_peers.MixedRecipe(shapes, 5), _bench_peers.Compiled(shapes, 5)  # which has made one step
+    start = [p.detach().float() for p in workload.make(shapes, torch.bfloat16, 5)]
+    own = optimizer_configs.ours(CONFIGURATIONS["a"], shapes, 5)
+    mixed, compiled = peers.MixedRecipe(shapes, 5), peers.Compiled(shapes, 5)  # which has made one step
     for _ in range(19):
         compiled.step()
     for _ in range(20):
@@ -255,12 +246,12 @@ def test_peers_take_the_step_that_ours_takes() -> None:
 
 
 def test_a_peer_that_is_not_there_is_a_named_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(shapes: object, seed: int) -> None:
-        raise _bench_peers.Unavailable("not on this machine")
+    def absent(shapes: object, seed: int) -> Any:
+        raise peers.Unavailable("not on this machine")
 
-    monkeypatch.setattr(_bench_rows, "PEERS", (PEERS[0], PEERS[-1]._replace(make=absent)))
+    monkeypatch.setattr(step_rows, "PEERS", (PEERS[0], PEERS[-1]._replace(make=absent)))
     findings = Findings()
-    _bench_rows.peers(Bench(1000, [(10,)], 1, 1, [], 0, findings))
+    step_rows.peers(Bench(1000, [(10,)], 1, 1, [], 0, findings))
     assert [(skip.what, skip.why) for skip in findings.skips] == [(PEERS[-1].what, "not on this machine")]
     assert [f.what for f in findings.figures] == ["torch fused, fp32 / ours (fp32)"]
 
@@ -268,7 +259,7 @@ def test_a_peer_that_is_not_there_is_a_named_skip(monkeypatch: pytest.MonkeyPatc
 def test_memory_counts_what_is_resident() -> None:
     """With enough parameters the process's peak is the storages and little more."""
     params = 8_000_000
-    found = _bench_memory.measure_here("c", [(params,)], seed=0)
+    found = resident_memory.measure_here("c", [(params,)], seed=0)
     assert found.storage == pytest.approx(8 + 2 / 128 + 8 / 1024, abs=1e-4)
     assert found.storage - 0.05 < found.peak_rss < found.storage + 0.5
 
@@ -284,7 +275,7 @@ def gone(pid: int) -> bool:
 
 
 def test_the_neighbour_is_busy_on_one_core_and_leaves() -> None:
-    with pytest.raises(ZeroDivisionError), _bench_neighbour.busy() as pid:
+    with pytest.raises(ZeroDivisionError), busy_core.busy() as pid:
         (core,) = os.sched_getaffinity(pid)
         assert core in os.sched_getaffinity(0)
         time.sleep(0.3)
@@ -300,7 +291,7 @@ def test_the_neighbour_leaves_when_we_are_killed() -> None:
         "    print(pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    command = [sys.executable, "-c", code, _bench_neighbour.__file__]
+    command = [sys.executable, "-c", code, busy_core.__file__]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     assert run.returncode == -signal.SIGKILL
     assert gone(int(run.stdout))
@@ -321,24 +312,24 @@ REFUSED = [
 @pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
 def test_options_that_are_not_legal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        command.main(["bench", *arguments])
+        command.main([*arguments])
     assert arguments[0] in capsys.readouterr().err
 
 
 def test_pictures_without_matplotlib_say_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.setattr(_bench_pictures.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="pip install matplotlib"):
-        command.main(["bench", "--quick", "--pictures", str(tmp_path)])
+        command.main(["--quick", "--pictures", str(tmp_path)])
     assert capsys.readouterr().out == ""
 
 
 def test_quality_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        command.main(["bench", "--quality", "--help"])
+        command.main(["--quality", "--help"])
     assert "--rows" not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="0"):
-        command.main(["bench", "--help"])
+        command.main(["--help"])
     shown = capsys.readouterr().out
     assert "--rows" in shown and "--quality" in shown

@@ -1,4 +1,4 @@
-"""python -m torch_ext bench accuracy, in small: how errors of sums stand to each other, and how they go with N."""
+"""python tests/bench accuracy, in small: how errors of sums stand to each other, and how they go with N."""
 
 import json
 import math
@@ -7,8 +7,8 @@ import pathlib
 import pytest
 import torch
 
-from torch_ext import __main__ as command
-from torch_ext._bench_accuracy import Accumulated, Gradients, Reduced, accumulate, reduce
+from bench import __main__ as command
+from bench.accuracy.reduction import Accumulated, Gradients, Reduced, accumulate, reduce
 
 RANKS = (8, 64, 512)
 MICRO_BATCHES = (1, 16, 64, 256)
@@ -76,7 +76,7 @@ def test_gradients_have_a_signal_and_noise() -> None:
 def test_the_command_prints_tables_and_writes_json(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "accuracy.json"
     sizes = ["--ranks", "2", "1100", "--micro-batches", "4", "--elements", "128", "--seed", "5"]
-    assert command.main(["bench", "accuracy", *sizes, "--json", str(file)]) == 0
+    assert command.main(["accuracy", *sizes, "--json", str(file)]) == 0
     text = capsys.readouterr().out
     found = json.loads(file.read_text())
     assert (found["elements"], found["seed"]) == (128, 5) and "128 elements" in text and "seed 5" in text
@@ -100,5 +100,5 @@ def test_the_command_prints_tables_and_writes_json(tmp_path: pathlib.Path, capsy
 )
 def test_what_is_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        command.main(["bench", "accuracy", *arguments])
+        command.main(["accuracy", *arguments])
     assert words in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""python -m torch_ext bench comm, in small: every row is there, links are as slow as they say, and nothing is left."""
+"""python tests/bench comm, in small: every row is there, links are as slow as they say, and nothing is left."""
 
 import contextlib
 import io
@@ -18,13 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_ext import __main__ as command
-from torch_ext import _bench_comm_networks, _bench_comm_ranks, _bench_comm_rows
-from torch_ext._bench_comm_contenders import CONTENDERS, OURS, QUICK, Size, Task
-from torch_ext._bench_comm_measure import Answer, Job, Question
-from torch_ext._bench_comm_networks import LINKS, Place, Unavailable, network
-from torch_ext._bench_comm_ranks import Answers
-from torch_ext._bench_comm_rows import ROWS, Versus
+from bench import __main__ as command
+from bench.comm import comm_rows, launcher, networks
+from bench.comm.comm_rows import ROWS, Versus
+from bench.comm.contenders import CONTENDERS, OURS, QUICK, Size, Task
+from bench.comm.launcher import Answers
+from bench.comm.networks import LINKS, Place, Unavailable, network
+from bench.comm.rank import Answer, Job, Question
+
+BENCH = pathlib.Path(os.path.abspath(__file__)).parent
 
 
 class Ran(NamedTuple):
@@ -37,7 +39,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     file = tmp_path_factory.mktemp("bench") / "comm.json"
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        assert command.main(["bench", "comm", "--quick", "--limit", "120", "--json", str(file)]) == 0
+        assert command.main(["comm", "--quick", "--limit", "120", "--json", str(file)]) == 0
     return Ran(output.getvalue(), json.loads(file.read_text()))
 
 
@@ -108,7 +110,7 @@ needs_links = pytest.mark.skipif(bool(WHY_NO_LINKS), reason=WHY_NO_LINKS)
 
 
 def namespaces(pid: int) -> list[str]:
-    if (ip := _bench_comm_networks.tool("ip")) is None:
+    if (ip := networks.tool("ip")) is None:
         return []
     listed = subprocess.run([ip, "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line for line in listed.splitlines() if line.startswith(f"torch_ext-{pid}-")]
@@ -169,12 +171,12 @@ def test_no_namespace_is_left(link: str) -> None:
 
 @needs_links
 def test_what_was_begun_is_removed_where_the_rest_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = _bench_comm_networks._call
+    call = networks._call
 
     def failing(tool: str, arguments: str) -> None:
         call(tool, arguments.replace("burst", "burst_no_such"))
 
-    monkeypatch.setattr(_bench_comm_networks, "_call", failing)
+    monkeypatch.setattr(networks, "_call", failing)
     before = namespaces(os.getpid())
     with pytest.raises(Unavailable, match="tc -n .*burst_no_such.* failed .*CAP_NET_ADMIN"), network("1 Gbit/s", 2):
         pass
@@ -183,11 +185,11 @@ def test_what_was_begun_is_removed_where_the_rest_fails(monkeypatch: pytest.Monk
 
 def test_without_iproute2_or_root_links_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(_bench_comm_networks.os, "geteuid", lambda: 1000)
-        patch.setattr(_bench_comm_networks, "tool", lambda name: name)
+        patch.setattr(networks.os, "geteuid", lambda: 1000)
+        patch.setattr(networks, "tool", lambda name: name)
         with pytest.raises(Unavailable, match="run as root"), network("1 Gbit/s", 2):
             pass
-    monkeypatch.setattr(_bench_comm_networks, "tool", lambda name: None)
+    monkeypatch.setattr(networks, "tool", lambda name: None)
     with pytest.raises(Unavailable, match="no ip and no tc here: install iproute2"), network("10 Gbit/s", 2):
         pass
     with network("loopback", 2) as places:  # the machine's own
@@ -211,12 +213,12 @@ def children(pid: int) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_ranks_and_namespaces_end_with_the_bench(number: signal.Signals) -> None:
     """Where it is killed, its ranks end all the same."""
-    arguments = [sys.executable, "-m", "torch_ext", "bench", "comm", "--rows", "loopback", "--rounds", "1000"]
+    arguments = [sys.executable, str(BENCH), "comm", "--rows", "loopback", "--rounds", "1000"]
     bench = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         ranks: list[int] = []
         for _ in range(600):
-            ranks = [c for c in children(bench.pid) if "_bench_comm_measure" in command_line(c)]
+            ranks = [c for c in children(bench.pid) if "bench.comm.rank" in command_line(c)]
             if len(ranks) == 2:
                 break
             time.sleep(0.1)
@@ -251,7 +253,7 @@ def question(*jobs: Job) -> Question:
 
 def test_a_rank_that_fails_has_the_last_word() -> None:
     """What was answered before is there."""
-    answers, why = _bench_comm_ranks.ask(question(Job("timing", ["alone"]), Job("nonsense", [])), HERE, 60)
+    answers, why = launcher.ask(question(Job("timing", ["alone"]), Job("nonsense", [])), HERE, 60)
     assert "rank 0 ended with status 1" in why or "rank 1 ended with status 1" in why
     assert "KeyError: 'nonsense'" in why
     assert [[list(a.seconds) for a in of_job] for of_job in answers] == [[["alone"], ["alone"]]]
@@ -259,7 +261,7 @@ def test_a_rank_that_fails_has_the_last_word() -> None:
 
 def test_ranks_have_a_limit() -> None:
     begin = time.monotonic()
-    answers, why = _bench_comm_ranks.ask(question(Job("timing", ["alone"], 10**9)), HERE, 1.0)
+    answers, why = launcher.ask(question(Job("timing", ["alone"], 10**9)), HERE, 1.0)
     assert (answers, why) == ([], "not done after 1 s (--limit)")
     assert time.monotonic() - begin < 10
 
@@ -267,15 +269,15 @@ def test_ranks_have_a_limit() -> None:
 def test_what_ranks_found_is_of_the_slowest_and_of_one_rank() -> None:
     one = Answer({"a": [1.0, 2.0]}, {"a": [1.0, 3.0]}, {"a": [60.0, 80.0]}, {"a": 10}, {}, {"b": "no"})
     other = Answer({"a": [3.0, 1.0]}, {"a": [2.0, 4.0]}, {"a": [60.0, 82.0]}, {"a": 30}, {}, {"b": "no"})
-    shared = _bench_comm_rows.found("loopback", [one, other], True)
+    shared = comm_rows.found("loopback", [one, other], True)
     assert (shared.seconds, shared.cpu, shared.sent) == ({"a": [3.0, 2.0]}, {"a": [1.5, 3.5]}, {"a": [30.0, 40.5]})
     assert (shared.wire_bytes, shared.refused) == ({"a": 20}, {"b": "no"})
-    assert _bench_comm_rows.found("1 Gbit/s", [one, other], False).sent == {"a": [60.0, 81.0]}
+    assert comm_rows.found("1 Gbit/s", [one, other], False).sent == {"a": [60.0, 81.0]}
 
 
 def test_exposed_is_against_the_best_of_the_peer() -> None:
     seconds = {"alone": [1.0, 1.0], "ours": [1.5, 1.3], "x": [2.0, 2.0], "y": [1.6, 1.6], "z": [3.0, 3.0]}
-    f = _bench_comm_rows.Found("loopback", seconds, seconds, {}, {}, {}, {})
+    f = comm_rows.Found("loopback", seconds, seconds, {}, {}, {}, {})
     value = ROWS["exposed"].value(f, Versus("ours", ("x", "y", "z", "not there")))
     assert value.theirs == "y"
     assert value.spread == pytest.approx((2 / 3, 0.5, 5 / 6))
@@ -298,10 +300,10 @@ def test_who_does_not_take_part_is_a_named_skip(
         answer = Answer(times, times, times, {}, {}, refused or {})
         return Answers([] if refused is None else [[answer, answer]], why)
 
-    monkeypatch.setattr(_bench_comm_ranks, "ask", ask)
+    monkeypatch.setattr(launcher, "ask", ask)
     file, output = tmp_path / "comm.json", io.StringIO()
     with contextlib.redirect_stdout(output):
-        assert command.main(["bench", "comm", "--quick", "--rows", "loopback", "--json", str(file)]) == 0
+        assert command.main(["comm", "--quick", "--rows", "loopback", "--json", str(file)]) == 0
     takes_part = [{v.ours, *v.theirs} for v in ROWS["loopback"].versus]
     skipped = [shown for who in takes_part if refused is None or who & refused.keys()]
     assert [s["why"] for s in json.loads(file.read_text())["skips"]] == skipped != []
@@ -311,8 +313,8 @@ def test_who_does_not_take_part_is_a_named_skip(
 def test_without_links_their_rows_are_skipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_bench_comm_networks, "tool", lambda name: None)
-    assert command.main(["bench", "comm", "--rows", "zero", "ten"]) == 0
+    monkeypatch.setattr(networks, "tool", lambda name: None)
+    assert command.main(["comm", "--rows", "zero", "ten"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "SKIPPED" in line]
     assert len(lines) == 2 + len(ROWS["ten"].versus)
     assert all(line.endswith("install iproute2, and run as root") for line in lines)
@@ -346,7 +348,8 @@ def _contend(rank: int, store: str, answers: Any) -> None:
         loop._model(loop._x).backward()
         grads = [_whole(p.grad).float().tolist() for p in loop._model.parameters() if p.grad is not None]
         left[name] = (weights, grads)
-    given = [grad.tolist() for grad in Task(SMALL, 0.0, group, 7).model(torch.float32).layers[0].grads] * SMALL.layers
+    first: Any = Task(SMALL, 0.0, group, 7).model(torch.float32).layers
+    given = [grad.tolist() for grad in first[0].grads] * SMALL.layers
     start = [p.tolist() for p in Task(SMALL, 0.0, group, 7).model(torch.float32).parameters()]
     answers.put((rank, left, given, start))
     answers.close()
@@ -401,12 +404,12 @@ REFUSED_OPTIONS = [["--rows", "walls"], ["--rounds", "0"], ["--limit", "-1"], ["
 @pytest.mark.parametrize("arguments", REFUSED_OPTIONS, ids=" ".join)
 def test_options_that_are_not_legal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        command.main(["bench", "comm", *arguments])
+        command.main(["comm", *arguments])
     assert arguments[0] in capsys.readouterr().err
 
 
 def test_the_exchange_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        command.main(["bench", "comm", "--help"])
+        command.main(["comm", "--help"])
     shown = capsys.readouterr().out
     assert "--limit" in shown and "exposed" in shown and "--isa" not in shown

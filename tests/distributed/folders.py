@@ -16,7 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ext
-from torch_ext import _dcp, _files, _folder, _folder_lock, _new_file
+from torch_ext.checkpoint import dcp as checkpoint_dcp
+from torch_ext.checkpoint import files, folder_lock, new_file
+from torch_ext.checkpoint import folder as checkpoint_folder
 
 
 def state(seed: int) -> dict[str, Any]:
@@ -143,12 +145,12 @@ class Machine:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (_dcp, _files, _folder, _folder_lock, _new_file):
+            for module in (checkpoint_dcp, files, checkpoint_folder, folder_lock, new_file):
                 patch.setattr(module, "os", self)
-            for module in (_folder, _new_file):
+            for module in (checkpoint_folder, new_file):
                 patch.setattr(module, "open", self.stream, raising=False)
-            patch.setattr(_folder_lock.fcntl, "lockf", self.lockf)
-            patch.setattr(_folder_lock, "_held", {})
+            patch.setattr(folder_lock.fcntl, "lockf", self.lockf)
+            patch.setattr(folder_lock, "_held", {})
             yield
 
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from torch_ext import _coalescing
+from torch_ext.parallel import bucket_joining
 
 
-class Pairs(_coalescing.Coalescing):
-    """Of a plan whose buckets lie in one buffer; takes the place of `_engine.Coalescing`."""
+class Pairs(bucket_joining.Coalescing):
+    """Of a plan whose buckets lie in one buffer; takes BucketJoining's place."""
 
     def __init__(self, plan: Any, *_: Any) -> None:
         super().__init__(plan, False)

@@ -7,10 +7,10 @@ import ranks
 import torch
 
 import torch_ext
-from torch_ext._stores import STORES
+from torch_ext.parallel.strategies import table
 
-STRATEGIES = list(STORES)
-SHARDED = [name for name, store in STORES.items() if store.sharded]
+STRATEGIES = list(table.STORES)
+SHARDED = [name for name, store in table.STORES.items() if store.sharded]
 
 
 def _each(rank: int, world: int, body: Callable[..., Any], chosen: list[str], args: Any) -> dict[str, Any]:
@@ -27,11 +27,11 @@ def run(
 
 def gradient(model: Any, param: torch.Tensor) -> torch.Tensor | None:
     """What this rank's optimizer reads of the parameter's gradient: flat under sharded strategies."""
-    grad = torch_ext._parallel._engine_of(model).grad(param)
+    grad = torch_ext.parallel.parallelize._engine_of(model).grad(param)
     return None if grad is None else grad.detach().clone().reshape(-1)
 
 
 def part(model: Any, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor that is laid out like the parameter."""
-    local = torch_ext._parallel._engine_of(model).local(param)
+    local = torch_ext.parallel.parallelize._engine_of(model).local(param)
     return whole.reshape(-1)[local.start : local.start + local.weight.numel()]

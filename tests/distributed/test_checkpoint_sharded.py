@@ -250,8 +250,8 @@ def _cut_otherwise(rank: int, world: int) -> None:
 
 def _moved(t: Any) -> Any:
     """As another rank has it."""
-    from torch_ext._sharded import tensor_of
-    from torch_ext._sources import Stored
+    from torch_ext.optim.state.sources import Stored
+    from torch_ext.optim.state.state_tensor import tensor_of
 
     held = t._held
     start = 0 if held.run.start else 128

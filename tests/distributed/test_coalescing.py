@@ -11,8 +11,8 @@ from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
 from ticking import Clock
 
 import torch_ext
-from torch_ext import _coalescing, _engine, _parallel
-from torch_ext._exchange import IN_FLIGHT
+from torch_ext.comm.communicator import IN_FLIGHT
+from torch_ext.parallel import bucket_joining, parallelize, reducer
 
 MILLISECOND = 1_000_000
 SHAPES: list[Any] = [(300,), (5, 77), (300,), (1000,)] * 4  # each is a bucket by itself
@@ -31,12 +31,14 @@ def _plan(*numels: int) -> Any:
     return SimpleNamespace(buckets=[SimpleNamespace(numel=n, grad_comm_dtype=BF16, buffer=0) for n in numels])
 
 
-def _measured(cycles: list[list[int]], plan: Any, monkeypatch: pytest.MonkeyPatch) -> _coalescing.Coalescing:
+def _measured(cycles: list[list[int]], plan: Any, monkeypatch: pytest.MonkeyPatch) -> bucket_joining.Coalescing:
     """cycles: of each, when its buckets were complete and when the last sum had come, in microseconds."""
-    found = _coalescing.Coalescing(plan, True)
+    found = bucket_joining.Coalescing(plan, True)
     for times in cycles:
         looks = iter(times)
-        monkeypatch.setattr(_coalescing, "time", SimpleNamespace(monotonic_ns=lambda looks=looks: next(looks) * 1000))
+        monkeypatch.setattr(
+            bucket_joining, "time", SimpleNamespace(monotonic_ns=lambda looks=looks: next(looks) * 1000)
+        )
         found.reset()
         for bucket in range(len(plan.buckets)):
             found.complete(bucket)
@@ -65,7 +67,7 @@ def test_a_tail_is_that_of_the_last_message(ends: list[int], last: int, monkeypa
 
     found = _measured([[0, 10, 20, 30]], _plan(50, 100, 150), monkeypatch)
     found.ends = frozenset(ends)
-    monkeypatch.setattr(_coalescing._library, "function", lambda *_: coalesce)
+    monkeypatch.setattr(bucket_joining._library, "function", lambda *_: coalesce)
     found.learn([])
     found.learn([])
     found.learn([torch.tensor([0, 10, 20, 30, 7, 0]), torch.tensor([0, 11, 21, 31, 8, 1])])
@@ -78,7 +80,7 @@ def test_a_tail_is_that_of_the_last_message(ends: list[int], last: int, monkeypa
 
 def _tells(rank: int, world: int, strategy: str) -> None:
     chosen = policy(BF16, bucket_size=300, overlap_grad_reduce=True)
-    engine = _parallel._engine_of(torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy))
+    engine = parallelize._engine_of(torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy))
     n = len(engine.plan.buckets)
     rows = torch.zeros(2, n + 2, dtype=torch.int64)
     assert engine._coalescing._measured(rows).sharded == (strategy != "no_shard")
@@ -93,16 +95,16 @@ def test_what_may_travel_together_depends_on_the_strategy(strategy: str) -> None
 
 def _parallel_model(dtypes: Any, strategy: str = "no_shard", joins: bool = True, **ddp: Any) -> tuple[Any, Any]:
     """A model with small buckets, which are joined all the same, and its engine."""
-    _engine.Coalescing = lambda plan, *_: _coalescing.Coalescing(plan, joins)
+    reducer.Coalescing = lambda plan, *_: bucket_joining.Coalescing(plan, joins)
     options = {"bucket_size": 300, "overlap_grad_reduce": True, **ddp}
     chosen = policy(*dtypes, **options)
     model = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy, find_unused_parameters=True)
-    return model, _parallel._engine_of(model)
+    return model, parallelize._engine_of(model)
 
 
 def _train(rank: int, each: int, dtypes: Any, *options: Any, **ddp: Any) -> tuple[list[list[bytes]], list[int]]:
     """The gradients of all cycles, those that this rank steps, and how many messages the buckets of each made."""
-    _coalescing.time = Clock(each)
+    bucket_joining.time = Clock(each)
     model, engine = _parallel_model(dtypes, *options, **ddp)
     found, messages = [], []
     for seed in range(CYCLES):
@@ -159,7 +161,7 @@ def test_buckets_are_joined_where_backward_is_done_first_or_the_wire_is_fast(pac
 
 def _follows(rank: int, world: int) -> list[int]:
     """Backward becomes slow, and quick again."""
-    clock = _coalescing.time = Clock(MILLISECOND // 10)
+    clock = bucket_joining.time = Clock(MILLISECOND // 10)
     model, engine = _parallel_model((BF16,))
     grads = [torch.ones(s, dtype=BF16) for s in SHAPES]
     messages = []
@@ -184,7 +186,7 @@ class _Broken(Exception):
 
 def _raises(rank: int, world: int) -> None:
     """In the middle of joined buckets, on all ranks; then training goes on with the right sums."""
-    _coalescing.time = Clock(MILLISECOND // 10)
+    bucket_joining.time = Clock(MILLISECOND // 10)
     model, engine = _parallel_model((BF16,))
     for seed in range(CYCLES):
         model.zero_grad()
@@ -209,7 +211,7 @@ def test_a_backward_that_raises_among_joined_buckets_is_survived() -> None:
 
 
 def _late(rank: int, world: int) -> str:
-    _coalescing.time = Clock(MILLISECOND // 10)
+    bucket_joining.time = Clock(MILLISECOND // 10)
     model, _ = _parallel_model((BF16,))
     for seed in range(CYCLES):
         model(noise(seed, rank, SHAPES, BF16)).backward()
@@ -236,11 +238,11 @@ def _by_default(rank: int, world: int) -> dict[str, bool]:
         ("optim_grads", 2, None),
         ("sharded, size given", 1, 262_144),
     ):
-        _coalescing.time = Clock(MILLISECOND // 10)
+        bucket_joining.time = Clock(MILLISECOND // 10)
         shapes = [262_144] * 10
         chosen = policy(BF16, bucket_size=size, overlap_grad_reduce=True)
         model: Any = torch_ext.parallelize(Given(shapes, BF16), chosen, strategy=strategy)
-        engine = _parallel._engine_of(model)
+        engine = parallelize._engine_of(model)
         for _ in range(CYCLES):
             model.zero_grad()
             model([torch.ones(s, dtype=BF16) for s in shapes]).backward()

@@ -46,7 +46,7 @@ def _run(rank: int, world: int, param: str, main_params: Any, main: Any, wire: s
         return f"{type(error).__name__}: {error}"
     model(noise(1, rank, [(ROWS, 16)], dtype)[0]).backward()
     (weight,) = model.parameters()
-    owner = torch_ext._registry.owner_of(weight)
+    owner = torch_ext.params.reducer_registry.owner_of(weight)
     assert owner is not None
     grad, local = owner.grad(weight), owner.local(weight)
     assert grad is not None and grad.dtype == (policy.main_grads_dtype or dtype)

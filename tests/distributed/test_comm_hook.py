@@ -10,7 +10,8 @@ from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext import _comm_hook, _exchange
+from torch_ext.comm import process_group
+from torch_ext.parallel import ddp_comm_hook
 
 SHAPES = [(4,), (200,), (3,), (500,)]
 WAYS: dict[str, dict[str, Any]] = {
@@ -26,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def _hooked(way: str = "plain", **ddp: Any) -> Any:
     """Of several buckets, after the first backward, if the way does not say otherwise."""
     if way == "collectives":
-        _exchange.backend = lambda group, device: "none that is known"
+        process_group.backend = lambda group, device: "none that is known"
     model = DistributedDataParallel(Given(SHAPES), **({"bucket_cap_mb": 0.0001} | WAYS[way]))
     torch_ext.register_comm_hook(model, policy(**ddp))
     return model
@@ -75,7 +76,7 @@ def _as_no_shard(rank: int, world: int, dtypes: Any) -> None:
     expected = _trained(torch_ext.parallelize(_of_all_kinds(dtype), chosen, strategy="no_shard"), rank)
     for transport in ("point to point", "collectives"):
         if transport == "collectives":
-            _exchange.backend = lambda group, device: "none that is known"
+            process_group.backend = lambda group, device: "none that is known"
         for cap_mb in (25, 0.002, 0.00001):
             model = DistributedDataParallel(_of_all_kinds(dtype), bucket_cap_mb=cap_mb)
             torch_ext.register_comm_hook(model, chosen)
@@ -175,7 +176,7 @@ def _fails_in_the_hook(rank: int, world: int) -> list[str]:
     model = _hooked()
     model(noise(0, rank, SHAPES)).backward()
     if rank == 1:
-        pack, packed = _comm_hook.pack, []
+        pack, packed = ddp_comm_hook.pack, []
 
         def once(*args: Any) -> None:
             packed.append(args)
@@ -183,7 +184,7 @@ def _fails_in_the_hook(rank: int, world: int) -> list[str]:
                 raise MemoryError("no memory for the bucket")
             pack(*args)
 
-        _comm_hook.pack = once  # type: ignore[assignment]
+        ddp_comm_hook.pack = once  # type: ignore[assignment]
     messages = []
     for _ in range(3):
         model.zero_grad()

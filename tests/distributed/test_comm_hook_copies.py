@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import torch_ext
-from torch_ext._comm_hook import CommHook, _hook
+from torch_ext.parallel.ddp_comm_hook import CommHook, _hook
 
 SHAPES = [(4,), (200,), (3,)]
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from works import Work
 
-from torch_ext import _compression, _point_to_point
-from torch_ext._wire import Wire
+from torch_ext.comm import compression, gloo
+from torch_ext.comm.wire import Wire
 
 NUMEL = 8192
 CPU = torch.device("cpu")
@@ -21,21 +21,21 @@ def _values(disordered: bool = False) -> torch.Tensor:
 
 
 def _message(pool: Any, values: torch.Tensor | None = None) -> Any:
-    return _point_to_point._Message(_values() if values is None else values, pool)
+    return gloo._Message(_values() if values is None else values, pool)
 
 
 def _lent(pool: Any, count: int) -> list[int]:
     """Where the next messages would lie; what is found is kept in use."""
-    memories = [pool.lend(_compression.size(NUMEL, torch.bfloat16), CPU) for _ in range(count)]
+    memories = [pool.lend(compression.size(NUMEL, torch.bfloat16), CPU) for _ in range(count)]
     pool.kept = memories
     return [memory.data_ptr() for memory in memories]
 
 
 def test_what_several_ranks_are_sent_is_kept_for_the_last() -> None:
-    pool: Any = _point_to_point._Memory()
+    pool: Any = gloo._Memory()
     message = _message(pool)
     where = message.bytes.data_ptr()
-    first, second = (_point_to_point._Sent(message, Work()) for _ in range(2))
+    first, second = (gloo._Sent(message, Work()) for _ in range(2))
     first.wait()
     assert where not in _lent(pool, 1)
     second.wait()
@@ -44,10 +44,10 @@ def test_what_several_ranks_are_sent_is_kept_for_the_last() -> None:
 
 @pytest.mark.parametrize("others", [0, 1], ids=["all", "another-is-on-its-way"])
 def test_a_message_that_is_waited_for_twice_is_given_back_once(others: int) -> None:
-    pool: Any = _point_to_point._Memory()
+    pool: Any = gloo._Memory()
     message = _message(pool)
     where = message.bytes.data_ptr()
-    sent, *_ = [_point_to_point._Sent(message, Work()) for _ in range(1 + others)]
+    sent, *_ = [gloo._Sent(message, Work()) for _ in range(1 + others)]
     sent.wait()
     sent.wait()
     found = _lent(pool, 2)
@@ -57,21 +57,21 @@ def test_a_message_that_is_waited_for_twice_is_given_back_once(others: int) -> N
 
 def _arriving(pool: Any, values: torch.Tensor) -> tuple[Any, torch.Tensor, list[Work]]:
     """On its way into a tensor of its own; the works of what is received."""
-    wire = torch.empty(_compression.size(NUMEL, torch.bfloat16), dtype=torch.uint8)
-    rest = _compression.compress(values, wire)
-    sent = [wire, _compression.end_of(values, rest)]
+    wire = torch.empty(compression.size(NUMEL, torch.bfloat16), dtype=torch.uint8)
+    rest = compression.compress(values, wire)
+    sent = [wire, compression.end_of(values, rest)]
     into, works = torch.zeros_like(values), []
 
     def receive(to: torch.Tensor) -> Work:
         works.append(Work(lambda: to.copy_(sent.pop(0))))
         return works[-1]
 
-    return _point_to_point._Arriving(_message(pool, into), receive), into, works
+    return gloo._Arriving(_message(pool, into), receive), into, works
 
 
 @pytest.mark.parametrize("disordered", [False, True], ids=["ordinary", "disordered"])
 def test_what_arrives_is_there_after_the_first_wait_and_stays(disordered: bool) -> None:
-    pool: Any = _point_to_point._Memory()
+    pool: Any = gloo._Memory()
     values = _values(disordered)
     arriving, into, works = _arriving(pool, values)
     assert not arriving.is_completed()
@@ -98,7 +98,7 @@ def _exchange(monkeypatch: pytest.MonkeyPatch, world_size: int) -> tuple[Any, li
     monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(world_size)))
     group: Any = type("Group", (), {"send": staticmethod(send)})()  # which failures are found by, as a real one
-    exchange = _point_to_point.PointToPoint(group, CPU)
+    exchange = gloo.PointToPoint(group, CPU)
     exchange.compresses = True
     return exchange, sent
 
@@ -122,5 +122,5 @@ def test_each_rank_is_sent_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange.send(parts, tag=1, what="it")
     for peer, message in sent:
         into = torch.empty_like(parts[peer].data)
-        assert _compression.expand(message, into) == 0
+        assert compression.expand(message, into) == 0
         assert torch.equal(into, parts[peer].data)

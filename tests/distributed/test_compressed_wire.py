@@ -13,8 +13,9 @@ from ticking import Clock
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext import _coalescing, _compression, _exchange, _memory_plan, _parallel, _point_to_point
-from torch_ext._wire import Wire
+from torch_ext.comm import communicator, compression, factory, gloo
+from torch_ext.comm.wire import Wire
+from torch_ext.parallel import bucket_joining, memory_plan, parallelize
 
 # Several buckets, of which each part is long enough to be compressed, and one that is not.
 SHAPES: list[Any] = [(256, 128), (128, 384), (96, 320), (3, 128), (192, 128)]
@@ -52,7 +53,7 @@ def _steps(rank: int, strategy: str, kind: str, below: float, dtypes: Any) -> tu
         optimizer.zero_grad()
         whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
         found.append(bits(whole))
-    engine = _parallel._engine_of(model)
+    engine = parallelize._engine_of(model)
     exchange = getattr(engine, "exchange", None)
     return found, sent, 0 if exchange is None else exchange.disordered
 
@@ -110,13 +111,13 @@ def _bytes_of_a_step(rank: int, _world: int) -> tuple[int, int, list[int]]:
 def test_wire_bytes_are_those_of_the_messages() -> None:
     """Two ranks: each bucket goes whole."""
     for plain, sent, buckets in ranks.run(2, _bytes_of_a_step):
-        sizes = [_compression.size(n, BF16) or 2 * n for n in buckets]
+        sizes = [compression.size(n, BF16) or 2 * n for n in buckets]
         assert plain - sent == sum(2 * n for n in buckets) - sum(sizes) > 0
 
 
 def _without() -> None:
     """An exchange that compresses nothing, as those of GPUs."""
-    _point_to_point.PointToPoint.can_compress = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
+    gloo.PointToPoint.can_compress = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
 
 
 # -- whether it pays ----------------------------------------------------------------------------------------------
@@ -127,16 +128,16 @@ def _decided(rank: int, world: int, each: list[int], strategy: str, kind: str, b
     decided = []
     found: dict[float, Any] = {}
     for limit in (PLAIN, below):
-        _coalescing.time = Clock(each[rank])  # type: ignore[assignment]
+        bucket_joining.time = Clock(each[rank])  # type: ignore[assignment]
         chosen = policy(BF16, bucket_size=BUCKET, compress_below_gbps=limit)
         model: Any = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
-        exchange = _parallel._engine_of(model).exchange
+        exchange = parallelize._engine_of(model).exchange
         decided, found[limit] = [], []
         for seed in range(24):
             decided.append(exchange.compresses)
             model.zero_grad()
             model(GRADIENTS[kind](seed, rank)).backward()
-            engine = _parallel._engine_of(model)
+            engine = parallelize._engine_of(model)
             found[limit].append(bits([engine.part(p) for p in model.parameters()]))
     assert found[below] == found[PLAIN]
     assert on_all_ranks(decided) == [decided] * world
@@ -169,7 +170,7 @@ def test_a_slow_wire_is_noticed_on_all_ranks(
 
 def _limits(_rank: int, _world: int, strategy: str) -> float:
     model: Any = torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, compress_below_gbps=3.0), strategy=strategy)
-    return _parallel._engine_of(model)._coalescing._below
+    return parallelize._engine_of(model)._coalescing._below
 
 
 @pytest.mark.parametrize(
@@ -200,15 +201,15 @@ def test_compression_is_given_up_where_it_is_of_no_use() -> None:
 def test_decisions_know_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are those of the messages as they were, and the limit is the policy's."""
     plan: Any = SimpleNamespace(buckets=[SimpleNamespace(numel=12_800, grad_comm_dtype=BF16, buffer=0)] * 2)
-    compressed = _compression.size(12_800, BF16)
+    compressed = compression.size(12_800, BF16)
     asked = []
 
     def pays(args: Any, below: float, answer: Any) -> None:
         asked.append((args._obj.bytes[0], args._obj.tail_bytes, below))
         answer._obj.on = 1
 
-    monkeypatch.setattr(_coalescing._library, "function", lambda *_: pays)
-    found = _coalescing.Coalescing(plan, False, 3.5)
+    monkeypatch.setattr(bucket_joining._library, "function", lambda *_: pays)
+    found = bucket_joining.Coalescing(plan, False, 3.5)
     rows = [torch.tensor([0, 10, 20, 30, 0]), torch.tensor([0, 10, 20, 30, 0])]
     assert [found.learn(rows) for _ in range(3)] == [False, False, True] and found.compresses
     assert not any(found.learn(rows) for _ in range(6)) and found.compresses
@@ -240,12 +241,12 @@ def test_the_hook_of_ddp_compresses_where_one_asks_for_it(kind: str) -> None:
 
 def _gathers(_rank: int, _world: int) -> list[int]:
     """How many all-gathers are under way after each that was started; the results are right."""
-    exchange: Any = _exchange.exchange_over(dist.group.WORLD, torch.device("cpu"))
+    exchange: Any = factory.exchange_over(dist.group.WORLD, torch.device("cpu"))
     exchange.compresses = True
     started, under_way = [], []
     values = [torch.full((2 * 8192,), float(exchange.rank + 2 * i), dtype=BF16) for i in range(10)]
     for i, value in enumerate(values):
-        started.append(exchange.gather(Wire.of(value), tag=_exchange.tag(3, 1, i), what=f"gather {i}"))
+        started.append(exchange.gather(Wire.of(value), tag=communicator.tag(3, 1, i), what=f"gather {i}"))
         under_way.append(sum(bool(one.gathers) for one in started))
     for one in started:
         one.result()
@@ -256,19 +257,19 @@ def _gathers(_rank: int, _world: int) -> list[int]:
 
 def test_memory_of_gathers_is_bounded() -> None:
     for under_way in ranks.run(2, _gathers):
-        assert max(under_way) < _exchange.IN_FLIGHT
+        assert max(under_way) < communicator.IN_FLIGHT
 
 
 def _damaged(rank: int, _world: int) -> None:
     if rank == 1:
-        compress = _compression.compress
+        compress = compression.compress
 
         def damaged(values: torch.Tensor, message: torch.Tensor) -> int:
             rest = compress(values, message)
             message[0] += 1  # another number of escapes
             return rest
 
-        _point_to_point._compression.compress = damaged
+        gloo._compression.compress = damaged
     model: Any = torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, compress_below_gbps=ALWAYS))
     model(_ordinary(0, rank)).backward()
 
@@ -282,9 +283,9 @@ def test_a_damaged_message_is_an_error_that_names_bucket_and_rank() -> None:
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere than over gloo nobody compresses: "always" is refused by name, everything else means "not here"."""
     with pytest.raises(ValueError, match=r"compress_below_gbps=inf.*gloo.*finite"):
-        _compression.refuse(policy(BF16, compress_below_gbps=ALWAYS), False)
+        compression.refuse(policy(BF16, compress_below_gbps=ALWAYS), False)
     for below in (PLAIN, 4.0):
-        _compression.refuse(policy(BF16, compress_below_gbps=below), False)
+        compression.refuse(policy(BF16, compress_below_gbps=below), False)
     for below in (-1.0, math.nan, "fast"):
         with pytest.raises(ValueError, match=r"compress_below_gbps.*\[0, inf\]"):
             policy(BF16, compress_below_gbps=below)
@@ -330,16 +331,16 @@ def test_ranks_agree_on_it() -> None:
 
 
 def test_only_bf16_that_is_long_enough_is_compressed() -> None:
-    assert _compression.size(4096, BF16) == 8 + 32 * 194 + 2 * (8 + 16)
-    assert [_compression.size(n, BF16) for n in (0, 128, 4096 - 128, 4096 + 1)] == [0] * 4
-    assert [_compression.size(8192, dtype) for dtype in (FP32, torch.float16, torch.uint8)] == [0] * 3
+    assert compression.size(4096, BF16) == 8 + 32 * 194 + 2 * (8 + 16)
+    assert [compression.size(n, BF16) for n in (0, 128, 4096 - 128, 4096 + 1)] == [0] * 4
+    assert [compression.size(8192, dtype) for dtype in (FP32, torch.float16, torch.uint8)] == [0] * 3
 
 
 def test_the_plan_counts_messages() -> None:
     shapes = {f"p{i}": torch.empty(s, dtype=BF16) for i, s in enumerate(SHAPES)}
-    for strategy in _memory_plan.strategies()[:3]:
+    for strategy in memory_plan.strategies()[:3]:
         plain, always = (
-            _memory_plan.plan_memory(shapes, policy(BF16, bucket_size=BUCKET, compress_below_gbps=b), 2, [strategy])[0]
+            memory_plan.plan_memory(shapes, policy(BF16, bucket_size=BUCKET, compress_below_gbps=b), 2, [strategy])[0]
             for b in (PLAIN, ALWAYS)
         )
         assert plain.total == always.total

@@ -13,7 +13,8 @@ from strategies import STRATEGIES, gradient
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext import _agreement, _library
+from torch_ext.comm import init_sync
+from torch_ext.native import library
 
 SHAPES = [(4,), (200,), (3,)]
 
@@ -78,15 +79,15 @@ def _other_strategy(rank: int, strategy: str) -> Any:
 
 
 def _other_version(rank: int, strategy: str) -> Any:
-    real = _library.function
+    real = library.function
     if rank == 1:
-        _agreement._library.function = lambda name, *a, **k: (
+        init_sync._library.function = lambda name, *a, **k: (
             (lambda: (9 << 16) + (1 << 8)) if name == "tx_version" else real(name, *a, **k)
         )
     try:
         return _parallel(strategy)
     finally:
-        _library.function = real
+        library.function = real
 
 
 def _hook_other_policy(rank: int, strategy: str) -> Any:

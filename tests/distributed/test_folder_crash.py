@@ -19,7 +19,10 @@ from folders import Killed, Machine, bits, blank, loaded, names, save, state
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ext
-from torch_ext import _dcp, _files, _folder, _folder_lock, _new_file
+from torch_ext.checkpoint import dcp as checkpoint_dcp
+from torch_ext.checkpoint import files as checkpoint_files
+from torch_ext.checkpoint import folder as checkpoint_folder
+from torch_ext.checkpoint import folder_lock, new_file
 
 FORMER, LATER, LAST = 1, 2, 3
 
@@ -160,7 +163,7 @@ def test_a_save_to_a_folder_may_be_interrupted_at_any_line(former: pathlib.Path,
     for at in itertools.count(0, LINES):
         folder = tmp_path / f"{at}"
         shutil.copytree(former, folder)
-        with interrupted(at, [_dcp, _folder, _folder_lock, _new_file]) as count:
+        with interrupted(at, [checkpoint_dcp, checkpoint_folder, folder_lock, new_file]) as count:
             try:
                 save(state(LATER), folder)
             except CheckpointException as raised:
@@ -217,7 +220,7 @@ def test_a_save_to_a_file_may_be_interrupted_at_any_line(tmp_path: pathlib.Path)
     for at in itertools.count(0, 3):
         torch_ext.save({"a": torch.full((3,), FORMER)}, file)
         came = False
-        with interrupted(at, [_files, _new_file]) as count:
+        with interrupted(at, [checkpoint_files, new_file]) as count:
             try:
                 torch_ext.save({"a": torch.full((3,), LATER)}, file)
             except KeyboardInterrupt:

@@ -21,7 +21,7 @@ from folders import bits, blank, load_into, loaded, names, save, state
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ext
-from torch_ext import _folder_metadata
+from torch_ext.checkpoint import folder_metadata
 
 FLIPS, OTHERS = 250, 40
 
@@ -327,7 +327,7 @@ def test_a_folder_that_is_replaced_while_its_metadata_is_read_gives_all_of_one_c
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(state(1), tmp_path / "folder")
-    parse, seeds = _folder_metadata.parse, [2, 3]
+    parse, seeds = folder_metadata.parse, [2, 3]
 
     def parsed(raw: bytes, **options: Any) -> Any:
         found = parse(raw, **options)
@@ -335,7 +335,7 @@ def test_a_folder_that_is_replaced_while_its_metadata_is_read_gives_all_of_one_c
             save(state(seeds.pop(0)), tmp_path / "folder")
         return found
 
-    monkeypatch.setattr(_folder_metadata, "parse", parsed)
+    monkeypatch.setattr(folder_metadata, "parse", parsed)
     assert loaded(tmp_path / "folder") == bits(state(3))
 
 

@@ -12,7 +12,7 @@ import pytest
 from folders import Killed, Machine, bits, loaded, names, save, state, whole
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ext import _folder
+from torch_ext.checkpoint import folder as checkpoint_folder
 
 JOBS, SAVES, ORDERS = 2, 2, 12
 
@@ -111,14 +111,14 @@ def test_whatever_two_jobs_do_the_last_complete_checkpoint_loads(
     said: list[str] = []
     completed = 0
     for seed in range(ORDERS):
-        monkeypatch.setattr(_folder, "STALE", stale)
+        monkeypatch.setattr(checkpoint_folder, "STALE", stale)
         folder = tmp_path / f"{seed}"
         save(state(1), folder)
         run = Run(folder, locks, seed)
         with run.machine.installed():
             run.go()
             assert loaded(folder) == bits(state(run.complete[-1]))
-            monkeypatch.setattr(_folder, "STALE", -1e9)  # the next day
+            monkeypatch.setattr(checkpoint_folder, "STALE", -1e9)  # the next day
             save(state(2), folder)
         assert loaded(folder) == bits(state(2))
         (kept,) = set(names(folder)) - {".lock", ".metadata"}

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from units import grad_shards
 
 import torch_ext
-from torch_ext import _fsdp_units
+from torch_ext.parallel.fsdp import fsdp_units
 
 
 def _linear(numel: int, dtype: torch.dtype = FP32) -> nn.Module:
@@ -163,7 +163,7 @@ def _frozen() -> Net:
 )
 def test_units(model: nn.Module, bucket_size: int | None, expected: list[tuple[str, ...]]) -> None:
     names = {module: name for name, module in model.named_modules()}
-    units = _fsdp_units.units_of(model, bucket_size)
+    units = fsdp_units.units_of(model, bucket_size)
     assert [tuple(names[module] for module in unit.modules) for unit in units] == expected
 
 
@@ -171,7 +171,7 @@ def test_a_module_with_several_dtypes_is_refused() -> None:
     mixed = nn.Linear(4, 4)
     mixed.bias = nn.Parameter(torch.zeros(4, dtype=BF16))
     with pytest.raises(ValueError, match="Linear has trainable parameters in torch.bfloat16 and torch.float32"):
-        _fsdp_units.units_of(Net(layers=nn.ModuleList([mixed])), 1)
+        fsdp_units.units_of(Net(layers=nn.ModuleList([mixed])), 1)
 
 
 class Normed(nn.Module):

@@ -18,7 +18,9 @@ from ticking import Clock
 from works import Work
 
 import torch_ext
-from torch_ext import _coalescing, _compression, _engine, _point_to_point, _stores
+from torch_ext.comm import compression, gloo
+from torch_ext.parallel import bucket_joining, reducer
+from torch_ext.parallel.strategies import strategy as strategies_strategy
 
 # -- without ranks ---------------------------------------------------------------------------------------------------
 
@@ -35,7 +37,7 @@ def _raises(error: BaseException, times: int = 1) -> Callable[[], None]:
 
 def _travel(*works: Work) -> Any:
     exchange: Any = types.SimpleNamespace(group=Work())
-    travel = _point_to_point._Travel(exchange, 0, "bucket 7")
+    travel = gloo._Travel(exchange, 0, "bucket 7")
     travel.gathers, travel.sends = list(enumerate(works[:-1])), [(9, works[-1])]
     return travel
 
@@ -66,10 +68,10 @@ def test_an_interrupted_wait_for_a_compressed_message(which: str) -> None:
     numel = 8192
     generator = torch.Generator().manual_seed(1)
     values = torch.ldexp(torch.randn(numel, generator=generator), torch.arange(numel) % 119 - 60).to(torch.bfloat16)
-    wire = torch.empty(_compression.size(numel, torch.bfloat16), dtype=torch.uint8)
-    rest = _compression.compress(values, wire)
+    wire = torch.empty(compression.size(numel, torch.bfloat16), dtype=torch.uint8)
+    rest = compression.compress(values, wire)
     assert rest
-    sent, works, into = [wire, _compression.end_of(values, rest)], [], torch.zeros_like(values)
+    sent, works, into = [wire, compression.end_of(values, rest)], [], torch.zeros_like(values)
 
     def receive(to: torch.Tensor) -> Work:
         message, number = sent.pop(0), len(works)
@@ -82,8 +84,8 @@ def test_an_interrupted_wait_for_a_compressed_message(which: str) -> None:
         works.append(Work(arrives))
         return works[-1]
 
-    pool = _point_to_point._Memory()
-    arriving = _point_to_point._Arriving(_point_to_point._Message(into, pool), receive)
+    pool = gloo._Memory()
+    arriving = gloo._Arriving(gloo._Message(into, pool), receive)
     with pytest.raises(KeyboardInterrupt):
         arriving.wait()
     assert not arriving.is_completed()
@@ -105,7 +107,7 @@ def _interrupted(rank: int, waiting_for: str) -> Iterator[None]:
     if rank != 0:
         yield
         return
-    wait = _point_to_point._wait
+    wait = gloo._wait
 
     def interrupted(works: Any, exchange: Any, what: str) -> None:
         if threading.current_thread() is not threading.main_thread() or waiting_for not in what:
@@ -115,7 +117,7 @@ def _interrupted(rank: int, waiting_for: str) -> Iterator[None]:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_point_to_point, "_wait", interrupted)
+        patch.setattr(gloo, "_wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             yield
 
@@ -137,8 +139,8 @@ def _sums_are_late(rank: int, world: int, strategy: str) -> None:
         model(noise(step, rank, shapes)).backward()
         model.zero_grad()
     with pytest.MonkeyPatch.context() as patch:
-        slow = _stores.add_up
-        patch.setattr(_stores, "add_up", lambda *a, **k: (time.sleep(LATE[rank]), slow(*a, **k))[1])
+        slow = strategies_strategy.add_up
+        patch.setattr(strategies_strategy, "add_up", lambda *a, **k: (time.sleep(LATE[rank]), slow(*a, **k))[1])
         with _interrupted(rank, "gradients of cycle 2"):
             model(noise(2, rank, shapes)).backward()
         with _interrupted(rank, "gradients of cycle 2"):
@@ -161,8 +163,8 @@ def test_an_interrupt_while_sums_come() -> None:
 
 def _reports_are_late(rank: int, world: int, strategy: str) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_coalescing, "time", Clock(100_000))
-        patch.setattr(_engine, "Coalescing", lambda plan, *_: _coalescing.Coalescing(plan, True))
+        patch.setattr(bucket_joining, "time", Clock(100_000))
+        patch.setattr(reducer, "Coalescing", lambda plan, *_: bucket_joining.Coalescing(plan, True))
         chosen = policy(bucket_size=300, overlap_grad_reduce=True)
         model: Any = torch_ext.parallelize(Given(SHAPES), chosen, strategy=strategy)
         messages = []
@@ -176,7 +178,7 @@ def _reports_are_late(rank: int, world: int, strategy: str) -> list[int]:
             if step != 2:
                 assert _is_mean(model, step, world)
             model.zero_grad()
-            messages.append(len(torch_ext._parallel._engine_of(model)._coalescing.ends))
+            messages.append(len(torch_ext.parallel.parallelize._engine_of(model)._coalescing.ends))
         return messages
 
 

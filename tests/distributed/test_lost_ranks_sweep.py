@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext import _group_calls
+from torch_ext.comm import group_calls
 
 TIMEOUT = {"kill": 2.0, "stall": 2.5}
 _SPEAKING = ["all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_to_all_single", "send"]
@@ -151,7 +151,7 @@ class _Fault:
     def __init__(self, fault: str) -> None:
         self.fault, self.said, self.at = fault, 0, -1
         for name in _SPEAKING:
-            setattr(_group_calls, name, self._counting(getattr(_group_calls, name)))
+            setattr(group_calls, name, self._counting(getattr(group_calls, name)))
 
     def _counting(self, function: Any) -> Any:
         def counted(*args: Any, **options: Any) -> Any:

@@ -21,10 +21,12 @@ from gradients import BF16, FP32, Given, noise, policy
 from ticking import Clock
 
 import torch_ext
+from bench import resident_memory
 from torch_ext import __main__ as command
-from torch_ext import _bench_memory, _coalescing, _memory_plan, _parallel, _stores
-from torch_ext._local import tensor_of
-from torch_ext._memory_plan import plan_memory
+from torch_ext.parallel import bucket_joining, memory_plan, parallelize
+from torch_ext.parallel.memory_plan import plan_memory
+from torch_ext.parallel.strategies import strategy as strategies_strategy
+from torch_ext.params.local_shard import tensor_of
 
 # -- against what is allocated ------------------------------------------------------------------------------------
 
@@ -66,14 +68,14 @@ def _allocated(rank: int, world: int, strategy: str) -> dict[str, int]:
         model(noise(1, rank, SHAPES, chosen.param_dtype)).backward()
         optimizer.step()
         params = list(model.parameters())
-        engine = _parallel._engine_of(model)
+        engine = parallelize._engine_of(model)
         grads = [engine.grad(p) for p in params]
         states = [t for state in optimizer.state.values() for t in state.values()]
         found[name] = sum(_storages(tensors) for tensors in (params, grads, states))
     return found
 
 
-@pytest.mark.parametrize("strategy", _memory_plan.strategies())
+@pytest.mark.parametrize("strategy", memory_plan.strategies())
 def test_the_plan_is_what_is_allocated(strategy: str) -> None:
     for allocated in ranks.run(WORLD, _allocated, strategy):
         for name, case in POLICIES.items():
@@ -126,22 +128,22 @@ def _resident(rank: int, world: int, strategy: str, *configs: Any) -> int:
     Buckets are joined as if the wire was fast, and their sums take a while, so that as many are under way as may be:
     whether they are on this machine at this moment is not what is planned.
     """
-    add_up = _stores.add_up
-    _coalescing.time = Clock(100_000)  # type: ignore[assignment]
-    _stores.add_up = lambda *args, **options: (time.sleep(0.02), add_up(*args, **options))[1]  # type: ignore[assignment]
+    add_up = strategies_strategy.add_up
+    bucket_joining.time = Clock(100_000)  # type: ignore[assignment]
+    strategies_strategy.add_up = lambda *args, **options: (time.sleep(0.02), add_up(*args, **options))[1]  # type: ignore[assignment]
     threshold = -3  # M_MMAP_THRESHOLD: what is freed is the system's again at once, so that what is left is in use
     ctypes.CDLL(None).mallopt(threshold, 1 << 16)
     _train(2, strategy, *configs)  # starts threads, loads code
     gc.collect()
-    before = _bench_memory.status("VmRSS")
-    _bench_memory.reset_peak()
+    before = resident_memory.status("VmRSS")
+    resident_memory.reset_peak()
     optimizer = _train(LAYERS, strategy, *configs)
     del optimizer
-    return _bench_memory.status("VmHWM") - before
+    return resident_memory.status("VmHWM") - before
 
 
 PEAKS: list[Any] = [
-    *(pytest.param(strategy, None, None, id=strategy) for strategy in _memory_plan.strategies()),
+    *(pytest.param(strategy, None, None, id=strategy) for strategy in memory_plan.strategies()),
     *(pytest.param(name, None, COMPRESSED, id=f"{name}-compressed") for name in ("no_shard", "optim", "optim_grads")),
     pytest.param("optim", LEAN, None, id="optim-while-weights-move"),
     pytest.param("optim_grads_params", {"main_grads_dtype": "fp32"}, None, id="optim_grads_params-fp32-gradients"),
@@ -151,9 +153,9 @@ PEAKS: list[Any] = [
 @pytest.mark.parametrize(("strategy", "optimizer_config", "ddp_config"), PEAKS)
 def test_the_peak_is_planned_within_5_percent(strategy: str, optimizer_config: Any, ddp_config: Any) -> None:
     model = Layers(LAYERS)
-    units = _memory_plan.units_of(model)
+    units = memory_plan.units_of(model)
     chosen = torch_ext.load_policy(model, override_optimizer_config=optimizer_config, override_ddp_config=ddp_config)
-    (plan,) = plan_memory(_memory_plan.trainable(model), chosen, WORLD, [strategy], units=units)
+    (plan,) = plan_memory(memory_plan.trainable(model), chosen, WORLD, [strategy], units=units)
     assert (plan.peak > plan.total + plan.transient) == (optimizer_config is LEAN)
     for peak in ranks.run(WORLD, _resident, strategy, optimizer_config, ddp_config):
         assert 0.95 * plan.peak <= peak <= 1.05 * plan.peak
@@ -177,7 +179,7 @@ class Blocks(torch.nn.Module):
 
 
 def test_units_are_the_members_of_lists_and_the_rest() -> None:
-    units = _memory_plan.units_of(Blocks(), 1)
+    units = memory_plan.units_of(Blocks(), 1)
     assert units == [
         ("blocks.0", 4 * 3 + 3 + 3 * 4 + 4, 31, FP32),
         ("blocks.1", 4 * 5 + 5 + 5 * 4 + 4, 49, FP32),
@@ -186,24 +188,24 @@ def test_units_are_the_members_of_lists_and_the_rest() -> None:
     ]
     model = Blocks()
     model.blocks[0].requires_grad_(False)
-    assert [u.trained for u in _memory_plan.units_of(model, 1)] == [0, 49, 8, 40]
+    assert [u.trained for u in memory_plan.units_of(model, 1)] == [0, 49, 8, 40]
 
 
 def test_units_decide_what_full_sharding_gathers() -> None:
     model = Blocks()
-    units = _memory_plan.units_of(model, 1)
-    (by_units,) = plan_memory(_memory_plan.trainable(model), policy(), 2, ["optim_grads_params"], units=units)
+    units = memory_plan.units_of(model, 1)
+    (by_units,) = plan_memory(memory_plan.trainable(model), policy(), 2, ["optim_grads_params"], units=units)
     # 49 elements and 40: parameters, gradients of the one, and reduced, with half of it received, of both.
     assert by_units.transient == 4 * (49 + 2 * 40 + 49) + 6 * (49 + 40)
-    (least,) = plan_memory(_memory_plan.trainable(model), policy(), 2, ["optim_grads_params"])
+    (least,) = plan_memory(memory_plan.trainable(model), policy(), 2, ["optim_grads_params"])
     assert least.transient == 4 * (40 + 2 * 20 + 40) + 6 * (40 + 20)
 
 
 def test_frozen_parameters_are_counted() -> None:
     model = Blocks()
-    trained = [plan.params for plan in plan_memory(_memory_plan.trainable(model), policy(), 2)]
+    trained = [plan.params for plan in plan_memory(memory_plan.trainable(model), policy(), 2)]
     model.blocks.requires_grad_(False)
-    params, frozen = _memory_plan.trainable(model), _memory_plan.frozen_bytes(model)
+    params, frozen = memory_plan.trainable(model), memory_plan.frozen_bytes(model)
     assert [name for name, _ in params] == ["embedding.weight", "norm.weight", "norm.bias"]
     assert frozen == 4 * (31 + 49)
     without = [plan.params for plan in plan_memory(params, policy(), 2)]
@@ -234,7 +236,7 @@ def rows(text: str) -> dict[str, list[float]]:
 def test_plan_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     text = plan(capsys, "--params", "7e9", "--world-size", "8")
     table = rows(text)
-    assert list(table) == list(_memory_plan.strategies())
+    assert list(table) == list(memory_plan.strategies())
     gib = 7e9 / 2**30
     assert table["no_shard"][:6] == pytest.approx([2 * gib, 2 * gib, 4 * gib, 4 * gib, 0, 12 * gib], abs=0.01)
     assert table["optim"][:6] == pytest.approx([2 * gib, 2 * gib, gib / 2, gib / 2, 0, 5 * gib], abs=0.01)

@@ -23,17 +23,9 @@ from gradients import Given, policy
 from happens_before import FakeStreams
 
 import torch_ext
-from torch_ext import (
-    _capture,
-    _comm_hook,
-    _control,
-    _cuda_library,
-    _exchange,
-    _lost_ranks,
-    _nccl,
-    _nccl_transport,
-    _parallel,
-)
+from torch_ext.comm import collectives, communicator, factory, lost_ranks, nccl_transport, process_group
+from torch_ext.native import cuda_library, graph_capture, nccl
+from torch_ext.parallel import ddp_comm_hook, parallelize
 
 SOURCE = pathlib.Path(__file__).parent.parent / "core/fake_nccl.cc"
 VARIANTS = {"newest": [], "plain": ["-DFAKE_NCCL_VERSION=22105"], "old": ["-DFAKE_NCCL_VERSION=21803"]}
@@ -53,13 +45,13 @@ def fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def _with(path: str) -> None:
-    os.environ[_nccl.PATH_VARIABLE] = path
-    _nccl.find.cache_clear()
+    os.environ[nccl.PATH_VARIABLE] = path
+    nccl.find.cache_clear()
 
 
 def _note_accesses(streams: FakeStreams, patch: pytest.MonkeyPatch) -> None:
     """NCCL reads and writes behind torch's back: what it is given is noted for the stream that it is given to."""
-    transport = _nccl_transport.NcclTransport
+    transport = nccl_transport.NcclTransport
     given: list[Any] = []
     plain = {kind: getattr(transport, kind) for kind in ("all_to_all", "all_gather", "_issue")}
 
@@ -85,17 +77,17 @@ def _note_accesses(streams: FakeStreams, patch: pytest.MonkeyPatch) -> None:
 
 def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = False) -> list[str]:
     _with(path)
-    over, streams = _exchange.exchange_over, FakeStreams()
+    over, streams = factory.exchange_over, FakeStreams()
     made: list[Any] = []
-    plain = _nccl.Comm.__init__
-    _nccl.Comm.__init__ = lambda self, *args: (made.append(self), plain(self, *args))[1]  # type: ignore[assignment]
+    plain = nccl.Comm.__init__
+    nccl.Comm.__init__ = lambda self, *args: (made.append(self), plain(self, *args))[1]  # type: ignore[assignment]
     for name, dtypes in streamed.DTYPES.items():
         expected = streamed.trained(rank, strategy, dtypes)
         with pytest.MonkeyPatch.context() as patch, happens_before.pretended(streams):
             _note_accesses(streams, patch)
             if breaks:
-                patch.setattr(_nccl_transport._Issued, "wait", lambda self: None)
-            for module in (_parallel, _comm_hook):
+                patch.setattr(nccl_transport._Issued, "wait", lambda self: None)
+            for module in (parallelize, ddp_comm_hook):
                 patch.setattr(module, "exchange_over", lambda group, device, transport="": over(group, device, "nccl"))
             assert streamed.trained(rank, strategy, dtypes) == expected, name
     (comm,) = made
@@ -117,11 +109,11 @@ def test_a_sum_that_does_not_wait_for_nccl_is_noticed(fakes: dict[str, str]) -> 
 def _parted(rank: int, world: int, path: str) -> str:
     """Each rank's communicator has itself alone, which says the same of what it issues."""
     _with(path)
-    made = _nccl.Comm
+    made = nccl.Comm
     patch = pytest.MonkeyPatch()
-    patch.setattr(_nccl, "Comm", lambda _id, _rank, _world, timeout: made(_nccl.unique_id(), 0, 1, timeout))
-    patch.setattr(_exchange, "streams_of", lambda device: FakeStreams())
-    exchange: Any = _exchange.exchange_over(dist.group.WORLD, torch.device("cpu"), "nccl")
+    patch.setattr(nccl, "Comm", lambda _id, _rank, _world, timeout: made(nccl.unique_id(), 0, 1, timeout))
+    patch.setattr(communicator, "streams_of", lambda device: FakeStreams())
+    exchange: Any = factory.exchange_over(dist.group.WORLD, torch.device("cpu"), "nccl")
     payload = torch.tensor([rank], dtype=torch.uint8)
     sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     for cycle in range(3):
@@ -151,9 +143,9 @@ class _Hanging(FakeStreams):
 def _watched(rank: int, world: int, path: str) -> None:
     _with(path)
     for streams, now, ends in ((FakeStreams(), 1e9, False), (_Hanging(), 6.0, False), (_Hanging(), 8.0, True)):
-        comm = _nccl.Comm(_nccl.unique_id(), 0, 1, 5.0)
-        dog = _nccl_transport.Watchdog(streams, comm, 7.0)
-        dog.watch(_nccl_transport._Issued(streams, streams.event(), "all-to-all of bucket 3", time.monotonic()))
+        comm = nccl.Comm(nccl.unique_id(), 0, 1, 5.0)
+        dog = nccl_transport.Watchdog(streams, comm, 7.0)
+        dog.watch(nccl_transport._Issued(streams, streams.event(), "all-to-all of bucket 3", time.monotonic()))
         assert dog.look(time.monotonic() + now) is not ends
         if ends:
             with pytest.raises(
@@ -195,12 +187,12 @@ def _blind(rank: int, world: int, path: str) -> tuple[str, list[str]]:
     _with(path)
     said = []
     patch = pytest.MonkeyPatch()
-    patch.setattr(_nccl_transport.Watchdog, "PERIOD", 0.01)
+    patch.setattr(nccl_transport.Watchdog, "PERIOD", 0.01)
     for times in (3, 10**9):
-        comm, streams = _nccl.Comm(_nccl.unique_id(), 0, 1, 5.0), _Blind(times)
-        dog = _nccl_transport.Watchdog(streams, comm, 0.2)
+        comm, streams = nccl.Comm(nccl.unique_id(), 0, 1, 5.0), _Blind(times)
+        dog = nccl_transport.Watchdog(streams, comm, 0.2)
         begin = time.monotonic() + (3600.0 if times == 3 else 0.0)  # the first is in no hurry
-        dog.watch(_nccl_transport._Issued(streams, streams.event(), "all-to-all of bucket 3", begin))
+        dog.watch(nccl_transport._Issued(streams, streams.event(), "all-to-all of bucket 3", begin))
         dog.start()
         deadline = time.monotonic() + 20.0
         while dog._under_way and time.monotonic() < deadline:
@@ -230,10 +222,10 @@ class _Broken(FakeStreams):
 
 def _failed(rank: int, world: int, path: str) -> str:
     _with(path)
-    pytest.MonkeyPatch().setattr(_nccl_transport.Watchdog, "PERIOD", 0.01)
-    comm, streams = _nccl.Comm(_nccl.unique_id(), 0, 1, 5.0), _Broken()
-    dog = _nccl_transport.Watchdog(streams, comm, 7.0)
-    dog.watch(_nccl_transport._Issued(streams, streams.event(), "all-to-all of bucket 3", time.monotonic()))
+    pytest.MonkeyPatch().setattr(nccl_transport.Watchdog, "PERIOD", 0.01)
+    comm, streams = nccl.Comm(nccl.unique_id(), 0, 1, 5.0), _Broken()
+    dog = nccl_transport.Watchdog(streams, comm, 7.0)
+    dog.watch(nccl_transport._Issued(streams, streams.event(), "all-to-all of bucket 3", time.monotonic()))
     dog.start()
     deadline = time.monotonic() + 20.0
     while time.monotonic() < deadline:
@@ -252,12 +244,12 @@ def test_a_watchdog_that_fails_says_so(fakes: dict[str, str]) -> None:
 def _captured(rank: int, world: int, path: str) -> list[int]:
     _with(path)
     patch = pytest.MonkeyPatch()
-    patch.setattr(_exchange, "streams_of", lambda device: _Hanging())
-    exchange: Any = _exchange.exchange_over(dist.group.WORLD, torch.device("cpu"), "nccl")
+    patch.setattr(communicator, "streams_of", lambda device: _Hanging())
+    exchange: Any = factory.exchange_over(dist.group.WORLD, torch.device("cpu"), "nccl")
     sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     watched = []
     for captures in (False, True):
-        patch.setattr(_capture, "under_way", lambda device, captures=captures: captures)
+        patch.setattr(graph_capture, "under_way", lambda device, captures=captures: captures)
         exchange.transport.all_to_all([into], [sent], "bucket")
         watched.append(len(exchange.transport._watchdog._under_way))
     return watched
@@ -269,14 +261,14 @@ def test_nobody_waits_for_what_is_captured(fakes: dict[str, str]) -> None:
 
 def _as_long_as_the_group(rank: int, world: int, path: str) -> tuple[float, str]:
     _with(path)
-    made, waits = _nccl.Comm, []
+    made, waits = nccl.Comm, []
     patch = pytest.MonkeyPatch()
     patch.setattr(
-        _nccl, "Comm", lambda name, r, n, timeout: (waits.append(timeout), made(_nccl.unique_id(), 0, 1, timeout))[1]
+        nccl, "Comm", lambda name, r, n, timeout: (waits.append(timeout), made(nccl.unique_id(), 0, 1, timeout))[1]
     )
-    patch.setattr(_exchange, "streams_of", lambda device: _Hanging())
+    patch.setattr(communicator, "streams_of", lambda device: _Hanging())
     group = dist.new_group(timeout=datetime.timedelta(seconds=33))
-    exchange: Any = _exchange.exchange_over(group, torch.device("cpu"), "nccl")
+    exchange: Any = factory.exchange_over(group, torch.device("cpu"), "nccl")
     sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     exchange.transport.all_to_all([into], [sent], "bucket 3")
     dog = exchange.transport._watchdog
@@ -294,12 +286,12 @@ def test_a_communicator_waits_as_long_as_its_process_group(fakes: dict[str, str]
 def _timeouts(rank: int, world: int) -> None:
     cpu = torch.device("cpu")
     short = dist.new_group(timeout=datetime.timedelta(seconds=3))
-    assert [_lost_ranks.timeout_of(g, cpu) for g in (dist.group.WORLD, short)] == [20.0, 3.0]
-    assert _lost_ranks.timeout_of(short, torch.device("mps")) == 30 * 60, "no back end for it: torch's default"
+    assert [lost_ranks.timeout_of(g, cpu) for g in (dist.group.WORLD, short)] == [20.0, 3.0]
+    assert lost_ranks.timeout_of(short, torch.device("mps")) == 30 * 60, "no back end for it: torch's default"
     patch = pytest.MonkeyPatch()
-    patch.setattr(_exchange, "backend", lambda group, device: "none")
-    patch.setattr(_control, "backend", lambda group, device: "none")
-    assert _lost_ranks.timeout_of(_control.beside(short, cpu).group, cpu) == 3.0, "words between hosts, too"
+    patch.setattr(process_group, "backend", lambda group, device: "none")
+    patch.setattr(collectives, "backend", lambda group, device: "none")
+    assert lost_ranks.timeout_of(collectives.beside(short, cpu).group, cpu) == 3.0, "words between hosts, too"
 
 
 def test_a_process_group_says_how_long_it_waits() -> None:
@@ -343,20 +335,20 @@ class _On:
 def test_a_model_is_where_the_operators_are(
     device: str, why_not: str, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    about = _cuda_library.About("a path", "13.0", "13.1", 1, "sm_90", why_not)
-    monkeypatch.setattr(_cuda_library, "about", lambda: about)
+    about = cuda_library.About("a path", "13.0", "13.1", 1, "sm_90", why_not)
+    monkeypatch.setattr(cuda_library, "about", lambda: about)
     named: Any = [("w", _On(device)), ("b", _On(device))]
     if says is None:
-        _parallel._check_devices(named)
+        parallelize._check_devices(named)
         return
     with pytest.raises((ValueError, RuntimeError)) as error:
-        _parallel._check_devices(named)
+        parallelize._check_devices(named)
     assert str(error.value) == says
 
 
 def _described(rank: int, world: int, path: str) -> list[tuple[str, str]]:
     _with(path)
-    return _nccl.describe()
+    return nccl.describe()
 
 
 @pytest.mark.parametrize(

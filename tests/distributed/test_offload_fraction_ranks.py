@@ -11,7 +11,7 @@ from gradients import BF16, FP32, bits, noise
 from units import Block
 
 import torch_ext
-from torch_ext._local import tensor_of
+from torch_ext.params.local_shard import tensor_of
 
 NONE, FULLY = "no wrapper", "optim_grads_params"
 STRATEGIES = [NONE, "no_shard", "optim", "optim_grads", FULLY]

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext import _kept, _local, _registry
+from torch_ext.optim.state import access
+from torch_ext.params import local_shard, reducer_registry
 
 OURS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SETUPS = ("none", *OURS, "fsdp alone", "ddp", "ddp, gradients are views")
@@ -75,11 +76,11 @@ def one_step(model: Any, optimizer: Any, step: int, rank: int) -> None:
 def on_device(model: Any, optimizer: Any) -> dict[str, list[Tensor]]:
     """Everything that this rank has of each kind."""
     params = list(model.parameters())
-    grads = [_local.tensor_of(p.grad) for p in params if p.grad is not None]
-    for owner in _registry.owners_of(params):
+    grads = [local_shard.tensor_of(p.grad) for p in params if p.grad is not None]
+    for owner in reducer_registry.owners_of(params):
         grads += owner.gradient_memory()
-    kept = [t for entry in _kept.entries(optimizer.state) for key, t in entry.items() if key != "step"]
-    return {"params": list(map(_local.tensor_of, [*params, *model.buffers()])), "grads": grads, "states": kept}
+    kept = [t for entry in access.entries(optimizer.state) for key, t in entry.items() if key != "step"]
+    return {"params": list(map(local_shard.tensor_of, [*params, *model.buffers()])), "grads": grads, "states": kept}
 
 
 def memory(tensors: Iterable[Tensor]) -> int:
@@ -88,7 +89,7 @@ def memory(tensors: Iterable[Tensor]) -> int:
 
 def content(model: Any, optimizer: Any) -> list[bytes]:
     held = on_device(model, optimizer)
-    steps = [entry["step"] for entry in _kept.entries(optimizer.state)]
+    steps = [entry["step"] for entry in access.entries(optimizer.state)]
     return bits([t.clone() for t in [*held["params"], *held["states"], *steps]])
 
 

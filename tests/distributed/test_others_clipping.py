@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import torch_ext
-from torch_ext import _torch_clipping
+from torch_ext.optim import torch_clip_functions
 
 SHAPES = [(6, 100), (5, 2)]
 WAYS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -128,11 +128,11 @@ def test_a_function_is_replaced_in_its_decorator_or_in_its_modules(decorated: bo
     home.clip = other.clip = decorator(plain) if decorated else plain
     imported = home.clip
     for _ in range(2):  # the second time changes nothing
-        _torch_clipping._route([home, other], "clip", lambda params, scale: None)
+        torch_clip_functions._route([home, other], "clip", lambda params, scale: None)
     assert (home.clip is imported) == decorated
     assert home.clip is other.clip
     assert home.clip(iter([torch.ones(1), torch.ones(1)]), scale=2.0) == (2, 2.0)
-    _torch_clipping._route([home, other], "absent", plain)
+    torch_clip_functions._route([home, other], "absent", plain)
 
 
 def _wrapped(rank: int, world: int) -> None:

@@ -236,7 +236,7 @@ def _harmless(rank: int, world: int, strategy: str) -> None:
         model.load_state_dict(model.state_dict())
         model.zero_grad(set_to_none=False)
     _backward(model)
-    engine: Any = torch_ext._parallel._engine_of(model)
+    engine: Any = torch_ext.parallel.parallelize._engine_of(model)
     if strategy != "optim_grads":
         assert all(engine.store.buffers.holds(i) for i in range(len(engine.params)))
 
@@ -252,7 +252,7 @@ def _ends(rank: int, world: int, strategy: str) -> None:
     model([torch.ones(4)]).backward()
     optimizer.step()
     del optimizer
-    engine = weakref.ref(torch_ext._parallel._engine_of(model))
+    engine = weakref.ref(torch_ext.parallel.parallelize._engine_of(model))
     parameters = list(model.parameters())
     assert threading.active_count() > threads or world == 1
     del model
@@ -387,7 +387,7 @@ NAMES: list[tuple[Any, str]] = [
 
 
 def _store(model: Any) -> str:
-    engine: Any = torch_ext._parallel._engine_of(model)
+    engine: Any = torch_ext.parallel.parallelize._engine_of(model)
     return type(engine.store).__name__
 
 
@@ -423,11 +423,11 @@ def test_a_sparse_gradient_is_named() -> None:
 
 
 def _temporary(rank: int, world: int, back_end: str) -> None:
-    from torch_ext import _exchange
-    from torch_ext._temporary import TemporaryBuckets
+    from torch_ext.comm import factory, process_group
+    from torch_ext.parallel.grad_buffers import TemporaryBuckets
 
-    _exchange.backend = lambda group, device: back_end
-    buckets = TemporaryBuckets(_exchange.exchange_over(torch.distributed.group.WORLD, torch.device("cpu")))
+    process_group.backend = lambda group, device: back_end
+    buckets = TemporaryBuckets(factory.exchange_over(torch.distributed.group.WORLD, torch.device("cpu")))
     wire = buckets.take(3, 256, BF16)
     assert wire.data.shape == (256,) and wire.data.dtype == BF16 and buckets.take(3, 256, BF16) is wire
     for numel, dtype in ((128, BF16), (256, FP32), (256, torch.uint8)):

@@ -10,7 +10,8 @@ from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext import _exchange, _parallel, _point_to_point
+from torch_ext.comm import communicator, factory, gloo, process_group
+from torch_ext.parallel import parallelize
 
 SHAPES = [(300,), (1,), (129, 3), (5, 5, 5), (5000,), (2,)]
 WIRES = [
@@ -46,10 +47,10 @@ def _all_ways(rank: int, world: int, dtypes: Any) -> None:
         assert bits(_reduced(rank, dtypes, bucket_size=cap, overlap_grad_reduce=True)) == bits(reference), f"cap {cap}"
     for cap_mb in (25.0, 0.002):
         assert bits(_hooked(rank, dtypes, cap_mb)) == bits(reference), f"DDP's buckets of {cap_mb} MB"
-    point_to_point = _exchange.exchange_over(dist.group.WORLD, torch.device("cpu"))
-    assert isinstance(point_to_point, _point_to_point.PointToPoint)
-    _exchange.backend = lambda group, device: "none that is known"
-    assert not isinstance(_exchange.exchange_over(dist.group.WORLD, torch.device("cpu")), _point_to_point.PointToPoint)
+    point_to_point = factory.exchange_over(dist.group.WORLD, torch.device("cpu"))
+    assert isinstance(point_to_point, gloo.PointToPoint)
+    process_group.backend = lambda group, device: "none that is known"
+    assert not isinstance(factory.exchange_over(dist.group.WORLD, torch.device("cpu")), gloo.PointToPoint)
     collective = _reduced(rank, dtypes, bucket_size=300, overlap_grad_reduce=True)
     assert bits(collective) == bits(reference), "collectives"
     assert bits(_hooked(rank, dtypes, 0.002)) == bits(reference), "collectives in DDP"
@@ -189,11 +190,11 @@ def test_training_loop_equals_ddp(world: int) -> None:
 
 def test_engine_has_an_own_name_for_every_message() -> None:
     tags = [
-        _exchange.tag(engine, cycle, bucket) + half
-        for engine in (0, 1, _exchange._ENGINES - 1)
-        for cycle in (0, 1, _exchange._CYCLES - 1)
-        for bucket in (0, 1, _exchange.MAX_BUCKETS)
+        communicator.tag(engine, cycle, bucket) + half
+        for engine in (0, 1, communicator._ENGINES - 1)
+        for cycle in (0, 1, communicator._CYCLES - 1)
+        for bucket in (0, 1, communicator.MAX_BUCKETS)
         for half in (0, 1)
     ]
     assert len(set(tags)) == len(tags) and all(2**30 <= t < 2**31 for t in tags)
-    assert _parallel.MAX_BUCKETS == _exchange.MAX_BUCKETS
+    assert parallelize.MAX_BUCKETS == communicator.MAX_BUCKETS

@@ -10,15 +10,15 @@ from gradients import BF16, FP16, FP32, Given, noise, policy
 from pairs import Pairs
 
 import torch_ext
-from torch_ext import _coalescing, _stores
-from torch_ext import _engine as engines
-from torch_ext._exchange import IN_FLIGHT
+from torch_ext.comm.communicator import IN_FLIGHT
+from torch_ext.parallel import bucket_joining, reducer
+from torch_ext.parallel.strategies import strategy as strategies_strategy
 
 SHAPES: list[Any] = [(3, 5), (130,), (7,), (2, 200)]
 
 
 def _engine(model: Any) -> Any:
-    return torch_ext._parallel._engine_of(model)
+    return torch_ext.parallel.parallelize._engine_of(model)
 
 
 def _parallel(strategy: str, *dtypes: Any, **ddp: Any) -> Any:
@@ -273,12 +273,12 @@ def test_buckets_follow_the_order_in_which_gradients_came_on_rank_0() -> None:
 
 def _slow(rank: int, world: int, strategy: str, joined: bool) -> int:
     """How many buckets in the wire's dtype there were at a time, when sums take longer than backward."""
-    engines.Coalescing = Pairs if joined else _coalescing.Coalescing
+    reducer.Coalescing = Pairs if joined else bucket_joining.Coalescing
     model = torch_ext.parallelize(
         Given([(200,)] * 16, BF16), policy(BF16, FP32, BF16, bucket_size=1), strategy=strategy
     )
     temporary = _engine(model).store.temporary
-    own, most = _stores.add_up, 0
+    own, most = strategies_strategy.add_up, 0
 
     def add_up(*arguments: Any, **options: Any) -> None:
         nonlocal most
@@ -286,7 +286,7 @@ def _slow(rank: int, world: int, strategy: str, joined: bool) -> int:
         most = max(most, len(temporary))
         own(*arguments, **options)
 
-    _stores.add_up = add_up
+    strategies_strategy.add_up = add_up
     for step in range(2):
         model(noise(step, rank, [(200,)] * 16, BF16)).backward()
         temporary = _engine(model).store.temporary

@@ -12,7 +12,8 @@ from gradients import BF16, FP32, Given, bits, noise
 from pairs import Pairs
 
 import torch_ext
-from torch_ext import _engine, _stores
+from torch_ext.parallel import reducer
+from torch_ext.parallel.strategies import strategy as strategies_strategy
 
 EARLY = {"step_in_backward": True, "bucket_size": 1}
 SHAPES: list[Any] = [(3, 5), (700,), (0,), (129,), (16, 130), (1,)]
@@ -42,7 +43,7 @@ def _trained(rank: int, strategy: str, early: bool, microbatches: int) -> tuple[
     """Weights after four steps under a schedule, and how much of a weight had changed when backward returned."""
     model, optimizer = _made(strategy, early)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    engine, changed = torch_ext._parallel._engine_of(model), []
+    engine, changed = torch_ext.parallel.parallelize._engine_of(model), []
     for step in range(4):
         for microbatch in range(microbatches):
             before = [engine.local(p).weight.clone() for p in model.parameters()]
@@ -65,7 +66,7 @@ def _compared(rank: int, world: int, strategy: str, joined: bool) -> None:
         late, _ = _trained(rank, strategy, False, microbatches)
         with pytest.MonkeyPatch.context() as patch:
             if joined:
-                patch.setattr(_engine, "Coalescing", Pairs)
+                patch.setattr(reducer, "Coalescing", Pairs)
             early, changed = _trained(rank, strategy, True, microbatches)
         assert late == early
         assert changed[-1] > 0.5 and changed[0] == 0.0, "states are made by the first step()"
@@ -209,8 +210,8 @@ def _stepped_in_part(rank: int, late: float = 0.0) -> tuple[Any, Any]:
 
     handle = model.p0.register_hook(fail)
     with pytest.MonkeyPatch.context() as patch:
-        add_up = _stores.add_up
-        patch.setattr(_stores, "add_up", lambda *a, **k: (time.sleep(late), add_up(*a, **k))[1])
+        add_up = strategies_strategy.add_up
+        patch.setattr(strategies_strategy, "add_up", lambda *a, **k: (time.sleep(late), add_up(*a, **k))[1])
         with pytest.raises(ZeroDivisionError):
             _backward(model, rank, 2)
     handle.remove()

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from happens_before import FakeStreams
 from streamed import DTYPES, trained
 
-from torch_ext import _collectives, _control, _exchange, _streams
-from torch_ext._wire import Wire, add_up
+from torch_ext.comm import collectives, factory, process_group
+from torch_ext.comm import streams as comm_streams
+from torch_ext.comm.wire import Wire, add_up
 
 
 def _ordered(rank: int, world: int, strategy: str) -> None:
@@ -42,34 +43,34 @@ def _without(monkeypatch: Any, cls: Any, name: str) -> None:
 
 
 def _slots_at_once(monkeypatch: Any) -> None:
-    take = _streams.Slots.take
+    take = comm_streams.Slots.take
 
     def early(self: Any, role: str, nbytes: int) -> Any:
         with pytest.MonkeyPatch.context() as inside:
             inside.setattr(FakeStreams, "wait", _nothing)
             return take(self, role, nbytes)
 
-    monkeypatch.setattr(_streams.Slots, "take", early)
+    monkeypatch.setattr(comm_streams.Slots, "take", early)
 
 
 def _forgetful(monkeypatch: Any) -> None:
     """What was packed is dropped before it is known to have been packed."""
-    made = _collectives._Reduction.__init__
+    made = collectives._Reduction.__init__
 
     def init(self: Any, *args: Any) -> None:
         made(self, *args)
         self.opening = _nothing
 
-    monkeypatch.setattr(_collectives._Reduction, "__init__", init)
+    monkeypatch.setattr(collectives._Reduction, "__init__", init)
 
 
 # What is left out -> what the checker then says.
 BROKEN = {
-    "a bucket leaves at once": (lambda m: _without(m, _streams.Ordering, "_follow_writers"), "does not follow"),
+    "a bucket leaves at once": (lambda m: _without(m, comm_streams.Ordering, "_follow_writers"), "does not follow"),
     "a slot is used again at once": (_slots_at_once, "does not follow"),
     "a sum waits for no bytes": (lambda m: m.setattr(happens_before._Work, "wait", _nothing), "does not follow"),
-    "nobody waits for the sum": (lambda m: _without(m, _streams.Ordering, "join"), "does not follow"),
-    "the sum's event is not recorded": (lambda m: _without(m, _streams.Ordering, "arrived"), "does not follow"),
+    "nobody waits for the sum": (lambda m: _without(m, comm_streams.Ordering, "join"), "does not follow"),
+    "the sum's event is not recorded": (lambda m: _without(m, comm_streams.Ordering, "arrived"), "does not follow"),
     "gradients are freed at once": (_forgetful, "memory of compute is handed out again"),
 }
 
@@ -95,7 +96,7 @@ def _writers(rank: int, world: int, told: bool) -> list[str]:
     """Two streams write into a bucket that a third one sends."""
     streams = FakeStreams()
     with happens_before.pretended(streams):
-        exchange = _exchange.exchange_over(dist.group.WORLD, torch.device("cpu"))
+        exchange = factory.exchange_over(dist.group.WORLD, torch.device("cpu"))
         for bucket in range(5):
             main = torch.zeros(256)
             made = streams.event()
@@ -127,14 +128,14 @@ def test_a_bucket_waits_for_every_stream_that_wrote_into_it() -> None:
 def _reports(rank: int, world: int) -> None:
     """Beside groups that have no back end for the host, the halves of the world and all of it."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    _exchange.backend = _control.backend = lambda group, device: "nccl"
+    process_group.backend = collectives.backend = lambda group, device: "nccl"
     for group, members in ((dist.group.WORLD, [0, 1, 2, 3]), (groups[rank % 2], [rank % 2, rank % 2 + 2])):
         for _ in range(2):
-            control = _control.beside(group, torch.device("cpu"))
+            control = collectives.beside(group, torch.device("cpu"))
             assert control.group is not group and dist.get_process_group_ranks(control.group) == members
             got = control.all_gather(torch.tensor([rank], dtype=torch.uint8), tag=4, what="a report")()
             assert [int(r) for r in got] == members
-    assert len(_control._groups) == 2
+    assert len(collectives._groups) == 2
 
 
 def test_reports_travel_between_hosts_beside_groups_for_devices_only() -> None:
@@ -143,7 +144,7 @@ def test_reports_travel_between_hosts_beside_groups_for_devices_only() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_two_slots_for_each_size_class(most: int) -> None:
-    slots = _streams.Slots(_streams.HostStreams(), lambda n: torch.empty(n, dtype=torch.uint8))
+    slots = comm_streams.Slots(comm_streams.HostStreams(), lambda n: torch.empty(n, dtype=torch.uint8))
     for nbytes in (700, 1000 * most):
         first, second = slots.take("wire", nbytes), slots.take("wire", nbytes)
         assert first is not None and second is not None and first.memory.numel() >= nbytes
@@ -156,7 +157,7 @@ def test_two_slots_for_each_size_class(most: int) -> None:
 def test_a_size_class_is_not_less_and_at_most_a_quarter_more() -> None:
     classes = set()
     for nbytes in [*range(1, 5000), 2**20 - 1, 2**20, 2**20 + 1, 10**9]:
-        found = _streams.size_class(nbytes)
+        found = comm_streams.size_class(nbytes)
         classes.add(found)
-        assert nbytes <= found and (found == 512 or found < 1.25 * nbytes) and _streams.size_class(found) == found
+        assert nbytes <= found and (found == 512 or found < 1.25 * nbytes) and comm_streams.size_class(found) == found
     assert {512, 640, 768, 896, 1024, 1280} <= classes and len(classes) < 20

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from units import Block
 
 import torch_ext
-from torch_ext import _fsdp_comm
+from torch_ext.parallel.fsdp import fsdp_comm
 
 
 class Net(torch.nn.Module):
@@ -149,11 +149,11 @@ def test_random_models_and_settings() -> None:
 
 
 def _never_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fsdp_comm.ReduceScatter, "allocate", _fsdp_comm._Comm.allocate)
+    monkeypatch.setattr(fsdp_comm.ReduceScatter, "allocate", fsdp_comm._Comm.allocate)
 
 
 def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fsdp_comm.Gathering, "wait", lambda self, timeout=None: True)
+    monkeypatch.setattr(fsdp_comm.Gathering, "wait", lambda self, timeout=None: True)
 
 
 # What is left out -> what the checker then says.

@@ -1,4 +1,4 @@
-"""Two ranks that both want a sum trade whole buckets (`_point_to_point`): when, and that nothing leaves that is
+"""Two ranks that both want a sum trade whole buckets (`comm/gloo.py`): when, and that nothing leaves that is
 written."""
 
 from typing import Any
@@ -8,9 +8,9 @@ import ranks
 import torch
 import torch.distributed as dist
 
-from torch_ext import _exchange
-from torch_ext._exchange import Part
-from torch_ext._wire import Wire, add_up
+from torch_ext.comm import communicator, factory
+from torch_ext.comm.communicator import Part
+from torch_ext.comm.wire import Wire, add_up
 
 
 class Waited:
@@ -29,7 +29,7 @@ class Waited:
 
 def _all_reduced(_rank: int, world: int, scattered: bool) -> tuple[list[Any], list[float], int]:
     """What happened in which order, the sums, and the bytes sent for 256 elements of fp32 per rank."""
-    exchange = _exchange.exchange_over(dist.group.WORLD, torch.device("cpu"))
+    exchange = factory.exchange_over(dist.group.WORLD, torch.device("cpu"))
     happened: list[Any] = []
     send = exchange.send  # type: ignore[attr-defined]
     exchange.send = lambda *args: [(peer, Waited(work, happened)) for peer, work in send(*args)]  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ def _all_reduced(_rank: int, world: int, scattered: bool) -> tuple[list[Any], li
         add_up(chunks, Wire.of(main).part(*part).data, 0.5)
 
     result = None if scattered else Wire.of(main)
-    exchange.reduce(Wire.of(main), install, result=result, tag=_exchange.tag(3, 1, 0), what="a bucket").result()
+    exchange.reduce(Wire.of(main), install, result=result, tag=communicator.tag(3, 1, 0), what="a bucket").result()
     return happened, main.unique().tolist(), exchange.bytes_sent
 
 

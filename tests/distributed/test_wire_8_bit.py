@@ -9,8 +9,10 @@ import torch
 from gradients import BF16, FP32, Given, bits, noise, policy
 
 import torch_ext
-from torch_ext import _groups, _ops, _tensors
-from torch_ext._wire import Seeds
+from torch_ext.comm.wire import Seeds
+from torch_ext.native import ops
+from torch_ext.params import param_groups
+from torch_ext.tensors import dense
 
 SHAPES: list[Any] = [(3, 5), (700,), (0,), (129,), (16, 130), (1,)]
 
@@ -22,10 +24,10 @@ def _through_8_bits(values: torch.Tensor, param: int, seeds: Seeds) -> torch.Ten
     scales = torch.empty(-(-flat.numel() // 128), dtype=torch.uint8)
     decoded = torch.empty(flat.numel())
     if flat.numel():
-        (number,) = _groups.ids_of([f"p{param}"])
+        (number,) = param_groups.ids_of([f"p{param}"])
         meta = torch.tensor([[number, 0, 0]])
-        _ops.call("cast_", [flat], [codes], [], [scales], meta, 0, 1, seeds.seed, seeds.cycle)
-        _ops.call("cast_", [codes], [decoded], [scales], [], _tensors.NONE, 0, 0, 0, 0)
+        ops.call("cast_", [flat], [codes], [], [scales], meta, 0, 1, seeds.seed, seeds.cycle)
+        ops.call("cast_", [codes], [decoded], [scales], [], dense.NONE, 0, 0, 0, 0)
     return decoded.view(values.shape)
 
 
@@ -45,7 +47,7 @@ def _reduced(rank: int, world: int, strategy: str, size: int | None, main: Any, 
     """What the optimizer reads after each of two backwards: bits, and where they are of the parameter."""
     chosen = policy(BF16, main, "fp8", bucket_size=size, grad_gather_dtype=gather)
     model = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
-    engine = torch_ext._parallel._engine_of(model)
+    engine = torch_ext.parallel.parallelize._engine_of(model)
     found = []
     for step in range(2):
         model(noise(step, rank, SHAPES, BF16)).backward()
@@ -147,7 +149,7 @@ def _nan(rank: int, world: int, strategy: str) -> list[bool]:
         grads[1][3] = float("nan")
         grads[4][0, 0] = float("inf")
     model(grads).backward()
-    engine = torch_ext._parallel._engine_of(model)
+    engine = torch_ext.parallel.parallelize._engine_of(model)
     return [bool(engine.grad(p).isfinite().all()) for p in model.parameters()]
 
 

@@ -7,7 +7,7 @@ import torch
 from gradients import FP32, noise
 from torch.distributed.tensor import DTensor
 
-from torch_ext import _registry
+from torch_ext.params import reducer_registry
 
 BLOCKS: list[list[Any]] = [[(5, 3), (1,), (7,)], [(4, 4)], [(2,), (9, 2), (130,)]]
 """Rows that no number of ranks divides, and fewer rows than ranks."""
@@ -55,7 +55,7 @@ def grad_shards(model: torch.nn.Module) -> list[torch.Tensor | None]:
     """What an optimizer reads on this rank."""
     grads = []
     for param in model.parameters():
-        owner = _registry.owner_of(param)
+        owner = reducer_registry.owner_of(param)
         assert owner is not None
         grads.append(owner.grad(param))
     return grads

@@ -10,7 +10,7 @@ from test_gpu_operators import values
 from test_gpu_training import DEVICE, assert_same, optimizer, set_grads, train
 
 import torch_ext
-from torch_ext import _bench_cuda, _bench_tensors
+from bench import cuda_rows, workload
 
 
 def test_work_goes_to_the_current_stream() -> None:
@@ -95,9 +95,7 @@ except RuntimeError as error:
 def test_a_step_of_148_tensors_is_one_launch(clips: bool) -> None:
     """Of one dtype combination; two more for statistics and norm."""
     policy = torch_ext.load_policy(torch.float32)
-    params = [
-        torch.nn.Parameter(torch.randn(shape, device=DEVICE) * 0.02) for shape in _bench_tensors.gpt2(64, 503, 32)
-    ]
+    params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE) * 0.02) for shape in workload.gpt2(64, 503, 32)]
     assert len(params) == 148
     opt = torch_ext.AdamW(params, lr=1e-4, policy=policy)
     for _ in range(2):
@@ -109,6 +107,6 @@ def test_a_step_of_148_tensors_is_one_launch(clips: bool) -> None:
             torch_ext.clip_grad_norm_(opt, 1.0)
         opt.step()
 
-    names = _bench_cuda.launches(step)
+    names = cuda_rows.launches(step)
     ours = [name for name in names if "at::native" not in name]
     assert len(ours) == (3 if clips else 1), names

@@ -1,4 +1,4 @@
-"""Nothing of the library speaks over a process group but through _group_calls, where errors become messages."""
+"""Nothing of the library speaks over a process group but through comm/group_calls.py, where errors become messages."""
 
 import ast
 import pathlib
@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 FOLDER = pathlib.Path(__file__).parent.parent.parent / "torch_ext"
-PLACES = ("_group_calls.py", "_lost_ranks.py")  # the other one finds out whose connection broke
-FILES = [f.name for f in sorted(FOLDER.glob("*.py")) if f.name not in PLACES and not f.name.startswith("_bench")]
+PLACES = ("comm/group_calls.py", "comm/lost_ranks.py")  # the other one finds out whose connection broke
+FILES = [f for f in sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py")) if f not in PLACES]
 
 # Of torch.distributed, and methods of a process group: whatever waits for other ranks.
 _ROOTS = (
@@ -27,7 +27,7 @@ _ROOTS = (
 )
 COLLECTIVES = {name for name in dir(dist) if name.startswith(_ROOTS)} | {"monitored_barrier", "new_group", "allreduce"}
 COLLECTIVES |= {"allgather", "alltoall", "alltoall_base", "reduce_scatter", "_allgather_base", "_reduce_scatter_base"}
-# Of DTensor: legal inside `with _group_calls.translated...`.
+# Of DTensor: legal inside `with group_calls.translated...`.
 OF_TENSORS = {"full_tensor", "redistribute"}
 
 

@@ -1,8 +1,10 @@
 """What the folders promise: includes and imports go down only, and a file's name says which file is meant."""
 
+import ast
 import collections
 import pathlib
 import re
+from collections.abc import Container
 
 import pytest
 
@@ -21,7 +23,7 @@ ARROWS = {
 C_SUFFIXES = (".c", ".h", ".def", ".inc", ".cu")
 
 # Names that tools give to one file per folder.
-FIXED_NAMES = {"BUILD", "WORKSPACE", "README.md", "__init__.py", ".bazelrc", "run.sh", "conftest.py"}
+FIXED_NAMES = {"BUILD", "WORKSPACE", "README.md", "__init__.py", "__main__.py", ".bazelrc", "run.sh", "conftest.py"}
 
 
 def sources(folder: str) -> list[pathlib.Path]:
@@ -45,6 +47,73 @@ def test_includes_go_down_only(room: str) -> None:
             if below and not {below[1], name} & (ARROWS[room] | {room}):
                 upwards.append(f"{path.relative_to(ROOT)} includes {name}")
     assert not upwards
+
+
+# Package -> the packages below it that it may import; every import counts, those within functions and for type checkers
+# too. `__init__.py` has the public names and may import all of them.
+PACKAGES = {
+    "native": set(),
+    "tensors": {"native"},
+    "policy": {"native"},
+    "comm": {"native", "policy"},
+    "grads": {"comm", "native", "tensors"},
+    "params": {"comm", "grads", "native", "policy", "tensors"},
+    "optim": {"comm", "grads", "native", "params", "policy", "tensors"},
+    "parallel": {"comm", "grads", "native", "optim", "params", "policy", "tensors"},
+    "amp": {"comm", "grads", "native", "optim", "params", "policy", "tensors"},
+    "checkpoint": {"optim", "params"},
+    "offloading": {"native", "optim", "parallel", "params", "tensors"},
+    "cli": {"comm", "native", "optim", "parallel", "policy"},
+}
+
+
+def python_modules() -> dict[str, pathlib.Path]:
+    """Dotted name -> file, of the package torch_ext."""
+    found = {}
+    for path in sources("torch_ext"):
+        if path.suffix == ".py":
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def python_imports(path: pathlib.Path, modules: Container[str]) -> set[str]:
+    """The modules of torch_ext that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide an arrow"
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in names if name in modules and name != "torch_ext"}
+
+
+def test_imports_go_down_only() -> None:
+    modules = python_modules()
+    packages = {name.split(".")[1] for name in modules if name.count(".") > 1}
+    assert packages == set(PACKAGES)
+    upwards = [
+        f"{name} imports {imported}"
+        for name, path in modules.items()
+        if name.count(".") > 0 and name != "torch_ext.__main__"
+        for imported in sorted(python_imports(path, modules))
+        if imported.split(".")[1] not in PACKAGES[name.split(".")[1]] | {name.split(".")[1]}
+    ]
+    assert not upwards
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = python_modules()
+    left = {name: python_imports(path, modules) - {name} for name, path in modules.items()}
+    while free := {name for name, imports in left.items() if not imports & left.keys()}:
+        left = {name: imports for name, imports in left.items() if name not in free}
+    assert not left, "these are in a circle, or above one"
+
+
+def test_packages_are_listed_from_the_bottom() -> None:
+    order = list(PACKAGES)
+    assert [name for name, below in PACKAGES.items() if below & set(order[order.index(name) :])] == []
 
 
 @pytest.mark.parametrize(

@@ -54,5 +54,6 @@ def test_ruff_lint() -> None:
 
 
 def test_mypy() -> None:
+    """The package, and the benchmark, which is a package of tests/."""
     cache = os.environ.get("TEST_TMPDIR", "/tmp")
-    check(tool("mypy"), "--cache-dir", cache, "-p", "torch_ext")
+    check(tool("mypy"), "--cache-dir", cache, "-p", "torch_ext", "-p", "bench")

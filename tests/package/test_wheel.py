@@ -36,7 +36,7 @@ def test_is_for_every_python_and_torch(wheel: pathlib.Path) -> None:
 def test_holds_the_package_and_the_libraries(wheel: pathlib.Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if name.startswith("torch_ext/")}
-    package = {f"torch_ext/{path.name}" for path in (ROOT / "torch_ext").iterdir() if path.is_file()}
+    package = {str(path.relative_to(ROOT)) for path in (ROOT / "torch_ext").rglob("*.py")}
     libraries = {"torch_ext/libtorch_ext.so"}
     if (ROOT / "cuda/libtorch_ext_cuda.so").exists():  # built where there is a CUDA toolkit
         libraries.add("torch_ext/libtorch_ext_cuda.so")

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from torch_ext import _ops as _ops  # registers the operators
-
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 U8, I16, I64 = torch.uint8, torch.int16, torch.int64
 BLOCK, LIMBS = 128, 20

@@ -12,19 +12,20 @@ import pytest
 import torch
 
 import torch_ext
-from torch_ext import _header, _library, _policy
+from torch_ext.native import constants, library
+from torch_ext.policy import policy_struct
 
-HEADERS = pathlib.Path(_library.__file__).parent.parent / "csrc"
+HEADERS = pathlib.Path(torch_ext.__file__).parent.parent / "csrc"
 
 
-def mirrors() -> list[type[_library.Struct]]:
+def mirrors() -> list[type[library.Struct]]:
     """Every ctypes mirror of the package."""
     for module in pkgutil.iter_modules(torch_ext.__path__):
         if not module.name.startswith("__"):
             importlib.import_module(f"torch_ext.{module.name}")
-    _policy.policy_struct()  # made on demand, from the library's own table
-    found: list[type[_library.Struct]] = []
-    waiting: list[type[_library.Struct]] = [_library.Struct]
+    policy_struct.policy_struct()  # made on demand, from the library's own table
+    found: list[type[library.Struct]] = []
+    waiting: list[type[library.Struct]] = [library.Struct]
     while waiting:
         for kind in waiting.pop().__subclasses__():
             waiting.append(kind)
@@ -33,7 +34,7 @@ def mirrors() -> list[type[_library.Struct]]:
 
 
 MIRRORS = mirrors()
-NUMBERS = {name: value for name, value in vars(_header).items() if name.isupper()}
+NUMBERS = {name: value for name, value in vars(constants).items() if name.isupper()}
 
 
 def printed(folder: pathlib.Path, lines: list[str]) -> list[list[str]]:
@@ -66,7 +67,7 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int
 
 @pytest.mark.parametrize("kind", MIRRORS, ids=lambda k: k.c_name)
 def test_a_mirror_agrees_with_the_header_field_by_field(
-    kind: type[_library.Struct], layout: dict[str, tuple[int, int]]
+    kind: type[library.Struct], layout: dict[str, tuple[int, int]]
 ) -> None:
     assert ctypes.sizeof(kind) == layout[kind.c_name][1]
     for name, *_ in kind._fields_:
@@ -75,7 +76,7 @@ def test_a_mirror_agrees_with_the_header_field_by_field(
 
 
 @pytest.mark.parametrize("kind", MIRRORS, ids=lambda k: k.c_name)
-def test_a_mirror_leaves_no_field_out(kind: type[_library.Struct]) -> None:
+def test_a_mirror_leaves_no_field_out(kind: type[library.Struct]) -> None:
     """Bytes that no field covers are padding before a larger one or at the end, never a forgotten field."""
     end = 0
     for name, *_ in kind._fields_:
@@ -129,22 +130,22 @@ master_witness_(Tensor[] params, Tensor(a!)[] masters, Tensor(b!)[] witnesses, T
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda p: p.split("(")[0])
 def test_schemas_only_grow(published: str) -> None:
-    schema = _library.operators()[published.split("(")[0]]
+    schema = library.operators()[published.split("(")[0]]
     assert schema.startswith(published)
     added = schema[len(published) :].removesuffix(") -> ()")
     assert all("=" in argument for argument in added.split(", ")[1:]), f"a new argument without a default: {added}"
 
 
-@pytest.mark.parametrize("name", _library.operators())
+@pytest.mark.parametrize("name", library.operators())
 def test_torch_knows_the_schema_of_the_table(name: str) -> None:
     overload = getattr(torch.ops.torch_ext, name).default
-    assert overload._schema == torch._C.parse_schema("torch_ext::" + _library.operators()[name])
+    assert overload._schema == torch._C.parse_schema("torch_ext::" + library.operators()[name])
     assert not any(str(a.type).startswith("Optional") or a.name == "self" for a in overload._schema.arguments)
 
 
 def test_operators_carry_the_compile_tag_where_torch_can_set_it() -> None:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    for name in _library.operators():
+    for name in library.operators():
         tags = getattr(torch.ops.torch_ext, name).default.tags
         assert (torch.Tag.pt2_compliant_tag in tags) == (version >= (2, 12))
 
@@ -166,5 +167,5 @@ def test_operators_carry_the_compile_tag_where_torch_can_set_it() -> None:
 )
 def test_a_status_becomes_an_exception_with_the_message(status: int, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="what and where"):
-        _library.check(status, _library.Error(b"what and where"))
-    _library.check(0, _library.Error())
+        library.check(status, library.Error(b"what and where"))
+    library.check(0, library.Error())

@@ -6,7 +6,7 @@ from math import prod
 import pytest
 import torch
 
-from torch_ext._boxes import Run, order_of
+from torch_ext.optim.state.boxes import Run, order_of
 
 NO_LIMIT = 1 << 60
 # shape, dimensions in memory order, elements, and the boxes

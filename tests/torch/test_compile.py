@@ -5,7 +5,7 @@ import pytest
 import torch
 from operator_samples import bits, copy, overload
 
-import torch_ext._ops  # noqa: F401
+import torch_ext.native.ops  # noqa: F401
 
 
 @pytest.mark.parametrize("sample", operator_samples.SAMPLES, ids=lambda s: s.id)

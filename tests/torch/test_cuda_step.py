@@ -179,7 +179,8 @@ found["captured"] = {
     "scale": captured({}, lambda opt: setattr(opt, "grad_scale", 4.0)),
 }
 
-from torch_ext._nonfinite import ALL_FINITE, Watch
+from torch_ext.grads.stats import ALL_FINITE
+from torch_ext.grads.stats import Watch
 buckets = [[torch.ones(5, device="cuda"), torch.ones(300, device="cuda")], [torch.ones(7, device="cuda")], []]
 seen = []
 for bad in (None, (0, 1), (1, 0)):
@@ -195,8 +196,9 @@ found["watched"] = seen
 
 # The part on the host, with copies as they are given to a stream, which is done with each at once.
 import types
-from torch_ext import _host_part, _staging
-class Lane(_staging.CudaLane):
+from torch_ext.optim.cpu_offload import host_states
+from torch_ext.optim.cpu_offload import copies
+class Lane(copies.CudaLane):
     def __init__(self, stream):
         self.stream = types.SimpleNamespace(device_index=1, cuda_stream=stream)
     def begin(self): ...
@@ -206,13 +208,13 @@ class Lane(_staging.CudaLane):
     def copy(self, targets, sources):
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
-class Lanes(_staging.Lanes):
+class Lanes(copies.Lanes):
     def buffer(self, numel):
         return torch.empty(numel, dtype=torch.uint8)
 def lanes_of(device):
     down, up = Lane(0x7000), Lane(0x7001)
-    return Lanes(down, up, slots=3, numel=1 << 14, shared=False, native=_staging.NativeOfCuda(down, up))
-_host_part.lanes_of = lanes_of
+    return Lanes(down, up, slots=3, numel=1 << 14, shared=False, native=copies.NativeOfCuda(down, up))
+host_states.lanes_of = lanes_of
 for lr in ("float32", "float64"):
     made = []
     for d, more in (("cpu", {}), ("cuda:1", {"offload_fraction": 1.0})):
@@ -231,7 +233,7 @@ import gc
 gc.collect()
 found["lanes"].append(stand_in.lanes())
 # A thread that only looks at events, and memory that is let go of while somebody captures.
-from torch_ext import _streams
+from torch_ext.comm import streams
 entered = []
 @contextlib.contextmanager
 def device(d):
@@ -239,13 +241,13 @@ def device(d):
     yield
 torch.cuda.device = device
 modes = [stand_in.capture_mode()]
-with _streams.CudaStreams(torch.device("cuda:1")).looking():
+with streams.CudaStreams(torch.device("cuda:1")).looking():
     modes.append(stand_in.capture_mode())
 modes.append(stand_in.capture_mode())
 class Seen(Lane):
     def wait(self, mark):
         modes.append(stand_in.capture_mode())
-_staging._finish(lanes_of(None)._replace(down=Seen(0x7000), up=Seen(0x7001)))
+copies._finish(lanes_of(None)._replace(down=Seen(0x7000), up=Seen(0x7001)))
 found["relaxed"] = entered, modes, stand_in.capture_mode()
 
 found["captured"]["offloaded"] = captured({"offload_fraction": 0.5}, lambda opt: None)

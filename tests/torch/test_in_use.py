@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torch_ext._in_use import in_use
+from torch_ext.parallel.in_use import in_use
 
 
 class Thing:

@@ -11,7 +11,7 @@ import torch
 from operator_samples import overload
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import torch_ext._ops
+import torch_ext.native.ops
 
 CALLS = 500
 # A leaked handle is a block of 32 bytes; what is allowed is a small fraction of one per call.
@@ -150,7 +150,7 @@ def test_storages_die_with_their_tensors(sample: operator_samples.Sample, fails:
     for _ in range(3):
         (failing if fails else succeeding)(sample.operator, arguments)()
         if not fails:
-            torch_ext._ops.call(sample.operator, *arguments)
+            torch_ext.native.ops.call(sample.operator, *arguments)
     assert [t._use_count() for t in operator_samples.tensors(arguments)] == counts
     living = [StorageWeakRef(t.untyped_storage()) for t in operator_samples.tensors(arguments)]
     del arguments

@@ -11,9 +11,10 @@ from types import ModuleType
 
 import pytest
 
-from torch_ext import _library, _ops
+import torch_ext
+from torch_ext.native import library, ops
 
-ROOT = pathlib.Path(_library.__file__).parent.parent
+ROOT = pathlib.Path(torch_ext.__file__).parent.parent
 CALL = "import torch; x = torch.zeros(3); torch.ops.torch_ext.bucket_accumulate_([x], [x + 1]); assert x.sum() == 3\n"
 REGISTER = """
 import ctypes
@@ -32,7 +33,7 @@ def run(code: str, *arguments: str) -> str:
     ).stdout.strip()
 
 
-LOAD = f"import torch; torch.ops.load_library({_library.library_path()!r})\n"
+LOAD = f"import torch; torch.ops.load_library({library.library_path()!r})\n"
 PACKAGE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import torch_ext\n"
 
 
@@ -63,14 +64,14 @@ def test_load_library_after_the_package_does_nothing_more() -> None:
 
 
 def test_without_torch_the_library_loads_and_says_what_is_missing() -> None:
-    message = run(REGISTER + "import sys; print(*register(ctypes.CDLL(sys.argv[1])))", _library.library_path())
+    message = run(REGISTER + "import sys; print(*register(ctypes.CDLL(sys.argv[1])))", library.library_path())
     assert message.startswith("301 ") and "import torch first" in message
 
 
 def test_torch_imported_after_the_library() -> None:
     code = "library = ctypes.CDLL(sys.argv[1]); assert register(library)[0] == 301\n"
     code += "import torch; assert register(library) == (0, ''); assert register(library) == (0, '')\n"
-    run("import sys\n" + REGISTER + code + CALL, _library.library_path())
+    run("import sys\n" + REGISTER + code + CALL, library.library_path())
 
 
 def test_many_threads_register_once() -> None:
@@ -81,18 +82,18 @@ import torch
 with concurrent.futures.ThreadPoolExecutor(8) as pool:
     assert list(pool.map(lambda _: register(library), range(64))) == [(0, "")] * 64
 """
-    run(REGISTER + code + CALL, _library.library_path())
+    run(REGISTER + code + CALL, library.library_path())
 
 
 def test_a_second_copy_of_the_library_is_refused_and_the_first_still_works(tmp_path: pathlib.Path) -> None:
-    copy = shutil.copy(_library.library_path(), tmp_path)
+    copy = shutil.copy(library.library_path(), tmp_path)
     code = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
 status, message = register(ctypes.CDLL(sys.argv[2]))
 print(status, message)
 """
-    message = run(REGISTER + code + CALL, _library.library_path(), str(copy))
+    message = run(REGISTER + code + CALL, library.library_path(), str(copy))
     assert message.startswith("301 ") and "another copy of this library" in message
 
 
@@ -108,7 +109,7 @@ assert not hasattr(torch.ops.torch_ext, "adamw_")
 theirs._destroy()
 assert register(library) == (0, "")
 """
-    run(REGISTER + code + CALL, _library.library_path())
+    run(REGISTER + code + CALL, library.library_path())
 
 
 def fake_torch(folder: pathlib.Path, source: str) -> str:
@@ -137,14 +138,14 @@ def fake_torch(folder: pathlib.Path, source: str) -> str:
 )
 def test_a_torch_that_is_too_old_is_named(tmp_path: pathlib.Path, source: str, says: Sequence[str]) -> None:
     code = "import sys; old = ctypes.CDLL(sys.argv[2]); print(*register(ctypes.CDLL(sys.argv[1])))"
-    message = run(REGISTER + code, _library.library_path(), fake_torch(tmp_path, source))
+    message = run(REGISTER + code, library.library_path(), fake_torch(tmp_path, source))
     assert message.startswith("301 ") and all(words in message for words in says), message
 
 
 def finder(folder: pathlib.Path) -> ModuleType:
-    """_library.py as it is when the package lies in `folder`."""
+    """library.py as it is when the package lies in `folder`."""
     (folder / "torch_ext").mkdir()
-    file = shutil.copy(_library.__file__, folder / "torch_ext")
+    file = shutil.copy(library.__file__, folder / "torch_ext")
     spec = importlib.util.spec_from_file_location("finder", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -156,7 +157,7 @@ def finder(folder: pathlib.Path) -> ModuleType:
 def test_the_library_is_found_in_each_place(tmp_path: pathlib.Path, place: str) -> None:
     module = finder(tmp_path)
     (tmp_path / place).mkdir(exist_ok=True)
-    expected = shutil.copy(_library.library_path(), tmp_path / place)
+    expected = shutil.copy(library.library_path(), tmp_path / place)
     assert os.path.samefile(module.library_path(), expected)
 
 
@@ -169,9 +170,7 @@ def test_the_library_links_to_no_torch_and_no_python() -> None:
     readelf = shutil.which("readelf")
     if readelf is None:
         pytest.skip("no readelf to look at the library with")
-    dynamic = subprocess.run(
-        [readelf, "-d", _library.library_path()], check=True, capture_output=True, text=True
-    ).stdout
+    dynamic = subprocess.run([readelf, "-d", library.library_path()], check=True, capture_output=True, text=True).stdout
     needed = [line.split("[")[1].rstrip("]") for line in dynamic.splitlines() if "(NEEDED)" in line]
     assert needed and all(
         name.startswith(("libc.", "libm.", "libdl.", "libpthread.", "ld-linux", "libgcc_s")) for name in needed
@@ -180,9 +179,9 @@ def test_the_library_links_to_no_torch_and_no_python() -> None:
 
 def test_a_library_of_another_build_is_named() -> None:
     for call, name in (
-        (lambda: _library.function("tx_of_later"), "tx_of_later"),
-        (lambda: _ops.call("of_later_"), "torch_ext::of_later_"),
+        (lambda: library.function("tx_of_later"), "tx_of_later"),
+        (lambda: ops.call("of_later_"), "torch_ext::of_later_"),
     ):
         with pytest.raises(ImportError, match="built from other sources") as refusal:
             call()
-        assert f"{_library.library_path()} has no {name}: " in str(refusal.value)
+        assert f"{library.library_path()} has no {name}: " in str(refusal.value)

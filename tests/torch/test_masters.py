@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from training import POLICIES, WITH_MASTER, bits, everything, params_of, policy_of, set_grads, train
 
 import torch_ext
-from torch_ext import _masters
+from torch_ext.optim.state import masters as state_masters
 
 
 def optimizer_of(name: str, **options: object) -> torch_ext.AdamW:
@@ -188,7 +188,7 @@ def test_resync_masters_leaves_the_steps_arguments_and_makes_nobody_suspect(
     assert plan is not None and optimizer._plan is plan
     optimizer.state_dict()  # whose holder may write to masters: they are looked at from here on
     with monkeypatch.context() as patch:
-        patch.setattr(_masters, "resync", lambda *_: pytest.fail("somebody is suspect"))
+        patch.setattr(state_masters, "resync", lambda *_: pytest.fail("somebody is suspect"))
         train(optimizer, range(3, 4))
     train(reference, range(3, 4))
     assert everything(optimizer) == everything(reference)

@@ -11,7 +11,8 @@ from offloaded import KINDS, STEPS, Net, adamw, bits, everything, loss_of, memor
 from torch import Tensor, nn
 
 import torch_ext
-from torch_ext import _bench_memory, _copies, _host_buffer
+from bench import resident_memory
+from torch_ext.offloading import host_buffer
 
 # -- what comes back ---------------------------------------------------------------------------------------------------
 
@@ -199,11 +200,11 @@ def test_B4_resident_memory_falls() -> None:
     torch_ext.offload(model, optimizer)
     torch_ext.onload(model, optimizer)
     total = 3 * model.weight.nbytes
-    before = _bench_memory.status("VmRSS")
+    before = resident_memory.status("VmRSS")
     torch_ext.offload(model, optimizer)
-    away = _bench_memory.status("VmRSS")
+    away = resident_memory.status("VmRSS")
     torch_ext.onload(model, optimizer)
-    back = _bench_memory.status("VmRSS")
+    back = resident_memory.status("VmRSS")
     assert abs(before - away - total) < 0.1 * total
     assert abs(back - away - total) < 0.1 * total
 
@@ -225,8 +226,8 @@ def test_B4_separate_switches(chosen: int) -> None:
 
 def test_B4_host_memory_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated = []
-    allocate = _host_buffer.allocate
-    monkeypatch.setattr(_host_buffer, "allocate", lambda *a: allocated.append(a) or allocate(*a))
+    allocate = host_buffer.allocate
+    monkeypatch.setattr(host_buffer, "allocate", lambda *a: allocated.append(a) or allocate(*a))
     model, optimizer = trained()
     counts = []
     for step in range(10):
@@ -268,12 +269,12 @@ def test_B4_what_is_new_joins_what_is_away() -> None:
 def test_host_buffer_gives_back_what_was_put_in(
     slab: int, threads: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allocate = _host_buffer.allocate  # there may be no accelerator to pin for
-    monkeypatch.setattr(_host_buffer, "allocate", lambda nbytes, _pinned: allocate(nbytes, False))
-    monkeypatch.setattr(_host_buffer, "SLAB", slab)
-    monkeypatch.setattr(_copies, "CHUNK", 1000)
+    allocate = host_buffer.allocate  # there may be no accelerator to pin for
+    monkeypatch.setattr(host_buffer, "allocate", lambda nbytes, _pinned: allocate(nbytes, False))
+    monkeypatch.setattr(host_buffer, "SLAB", slab)
+    monkeypatch.setattr(host_buffer, "CHUNK", 1000)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    buffer = _host_buffer.HostBuffer(pinned)
+    buffer = host_buffer.HostBuffer(pinned)
     content = torch.randint(0, 256, (20_000,), dtype=torch.uint8)
     for end in (5_000, 20_000):
         buffer.reserve(end)
@@ -288,7 +289,7 @@ def test_host_buffer_gives_back_what_was_put_in(
 def test_pinned_memory_is_asked_for_where_there_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(torch, "empty", lambda *a, **k: asked.append((a, k)))
-    _host_buffer.allocate(4096, pinned=True)
+    host_buffer.allocate(4096, pinned=True)
     assert asked == [((4096,), {"dtype": torch.uint8, "pin_memory": True})]
 
 
@@ -297,7 +298,7 @@ def test_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     devices = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
-    _host_buffer.wait(devices)
+    host_buffer.wait(devices)
     assert waited == devices[1:]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training import POLICIES, bits, params_of, policy_of, set_grads
 
 import torch_ext
-from torch_ext._host_choice import choose
+from torch_ext.optim.cpu_offload.host_states import choose
 
 # -- the choice ---------------------------------------------------------------------------------------------------
 
@@ -480,18 +480,18 @@ def test_E11_asking_for_state_moves_nothing() -> None:
 
 
 def test_device_without_lanes_is_refused() -> None:
-    from torch_ext import _staging
+    from torch_ext.optim.cpu_offload import copies
 
     with pytest.raises(ValueError, match="meta; cpu and cuda are legal"):
-        _staging.lanes_of(torch.device("meta"))
+        copies.lanes_of(torch.device("meta"))
 
 
 def test_cuda_lanes_copy_both_ways() -> None:
-    from torch_ext import _staging
+    from torch_ext.optim.cpu_offload import copies
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device: its streams and pinned buffers are not looked at")
-    lanes = _staging.lanes_of(torch.device("cuda"))
+    lanes = copies.lanes_of(torch.device("cuda"))
     there, here = torch.arange(1 << 20, device="cuda", dtype=torch.float32), lanes.buffer(1 << 22).view(torch.float32)
     lanes.down.begin()
     lanes.down.copy([here], [there])

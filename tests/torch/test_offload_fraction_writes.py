@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from training import WITH_MASTER, bits, params_of, policy_of, set_grads
 
 import torch_ext
-from torch_ext import _masters
+from torch_ext.optim.state import masters as state_masters
 
 
 def constant(optimizer: torch_ext.AdamW) -> list[Tensor]:
@@ -155,7 +155,7 @@ def test_D7_where_nobody_wrote_no_fp32_master_is_compared_as_a_whole(
                 optimizer.state_dict()
                 with monkeypatch.context() as patch:
                     for way in ("resync", "written"):
-                        patch.setattr(_masters, way, listed(getattr(_masters, way)))
+                        patch.setattr(state_masters, way, listed(getattr(state_masters, way)))
                     train(optimizer, range(2, 5))
                 assert not compared, (name, fraction)
 

@@ -14,7 +14,8 @@ from offloaded import KINDS, Net, everything, loss_of, memory, one_step, states,
 from torch import Tensor, nn
 
 import torch_ext
-from torch_ext import _bench_memory, _host_buffer, _luggage
+from bench import resident_memory
+from torch_ext.offloading import host_buffer, transfer
 
 USES: dict[str, tuple[str, Callable[[nn.Module, Any], object]]] = {
     # name -> (what must be here for it, by the first letter of the kinds; the use)
@@ -197,10 +198,10 @@ def test_B4_offload_that_fails_has_changed_nothing(where: str, monkeypatch: pyte
 
     if where == "after weights went":
         real: Any = None
-        monkeypatch.setattr(_luggage.Dropped, "release", failing)
+        monkeypatch.setattr(transfer.Dropped, "release", failing)
     else:
-        real = _host_buffer.allocate
-        monkeypatch.setattr(_host_buffer, "allocate", failing)
+        real = host_buffer.allocate
+        monkeypatch.setattr(host_buffer, "allocate", failing)
     with pytest.raises(RuntimeError, match=r"offload of \d+ bytes failed, and nothing has moved: no more"):
         torch_ext.offload(model, optimizer)
     assert everything(model, optimizer) == before
@@ -216,7 +217,7 @@ def test_B4_offload_that_fails_has_changed_nothing(where: str, monkeypatch: pyte
 
 _WITHOUT_ROOM = """
 import resource, torch, torch_ext
-from torch_ext import _bench_memory
+from bench import resident_memory
 torch.set_num_threads(1)
 model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4)))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -224,7 +225,7 @@ model(torch.ones(1, 2048)).sum().backward()
 optimizer.step()
 before = [t.detach().clone() for t in model.parameters()]
 torch_ext.offload(model, optimizer)
-limit = _bench_memory.status("VmSize") + 3 * 2048 * 2048 * 4  # room for some storages, not for all
+limit = resident_memory.status("VmSize") + 3 * 2048 * 2048 * 4  # room for some storages, not for all
 resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 for _ in range(2):
     try:
@@ -250,7 +251,7 @@ print("brought back")
 def test_B4_onload_without_room() -> None:
     """A process whose address space is too small for it, until it is not."""
     result = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_ROOM], capture_output=True, text=True, env=_bench_memory.environment()
+        [sys.executable, "-c", _WITHOUT_ROOM], capture_output=True, text=True, env=resident_memory.environment()
     )
     assert result.stdout.strip() == "brought back", result.stderr
 

@@ -4,8 +4,8 @@ import operator_samples
 import pytest
 import torch
 
-import torch_ext._library
-import torch_ext._ops  # noqa: F401
+import torch_ext.native.library
+import torch_ext.native.ops  # noqa: F401
 
 
 @pytest.mark.parametrize("sample", operator_samples.SAMPLES, ids=lambda s: s.id)
@@ -16,4 +16,4 @@ def test_opcheck(sample: operator_samples.Sample) -> None:
 
 
 def test_every_operator_has_samples() -> None:
-    assert {s.operator for s in operator_samples.SAMPLES} == set(torch_ext._library.operators())
+    assert {s.operator for s in operator_samples.SAMPLES} == set(torch_ext.native.library.operators())

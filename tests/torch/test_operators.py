@@ -9,7 +9,7 @@ import pytest
 import torch
 from operator_samples import BF16, F16, F32, F64, I16, I64, U8, bits, copy, none, one, overload, run
 
-import torch_ext._ops
+import torch_ext.native.ops
 
 ops = torch.ops.torch_ext
 
@@ -294,7 +294,7 @@ def test_unaligned_tables_are_refused() -> None:
 def test_empty_lists_do_nothing(operator: str, arguments: list[Any]) -> None:
     before = bits(arguments)
     run(operator, arguments)
-    torch_ext._ops.call(operator, *arguments)
+    torch_ext.native.ops.call(operator, *arguments)
     assert bits(arguments) == before
 
 
@@ -351,7 +351,7 @@ def test_defaults_of_the_schema() -> None:
 
 # Who calls an operator: this package, or anybody.
 WAYS: dict[str, Any] = {
-    "call": torch_ext._ops.call,
+    "call": torch_ext.native.ops.call,
     "torch.ops": lambda name, *arguments: getattr(ops, name)(*arguments),
     "overload": lambda name, *arguments: overload(name)(*arguments),
 }
@@ -396,7 +396,7 @@ def test_a_call_that_is_refused_counts_nothing_up(way: str) -> None:
 
 def test_look_counts_nothing_up() -> None:
     w = torch.ones(3)
-    torch_ext._ops.look("bucket_accumulate_", [w], [torch.ones(3)])
+    torch_ext.native.ops.look("bucket_accumulate_", [w], [torch.ones(3)])
     assert w._version == 0 and w.tolist() == [2.0] * 3
 
 

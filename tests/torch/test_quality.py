@@ -1,4 +1,4 @@
-"""What rounding costs, held to figures: `python -m torch_ext bench --quality` prints the same experiments at length."""
+"""What rounding costs, held to figures: `python tests/bench --quality` prints the same experiments at length."""
 
 import os
 import pathlib
@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from torch_ext import __main__ as command
-from torch_ext._bench_rounding import Decay, Track, follow_moments, follow_remainders, follow_weights
+from bench import __main__ as command
+from bench.accuracy.rounding import Decay, Track, follow_moments, follow_remainders, follow_weights
 
 torch.set_num_threads(1)
 
@@ -90,7 +90,7 @@ def test_G4_remainders_are_fp32_masters_under_the_rule(seed: int) -> None:
 
 
 def test_bench_prints_tables_and_draws_v(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["bench", "--quality", "--quick", "--pictures", str(tmp_path)]) == 0
+    assert command.main(["--quality", "--quick", "--pictures", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     tables = ("| 8-bit      | dithered   |", "| floor      |", "|    0 |")
     for start in tables:

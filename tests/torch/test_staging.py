@@ -14,14 +14,15 @@ from torch import nn
 from training import bits, policy_of, set_grads
 
 import torch_ext
-from torch_ext import _staged, _staging, _tensors
-from torch_ext._host_plan import HostPlan
+from torch_ext.optim.cpu_offload import copies, staged_args
+from torch_ext.optim.cpu_offload.host_step import HostPlan
+from torch_ext.tensors import dense
 
 
 def test_memory_that_is_left_for_a_larger_one_was_sent_before() -> None:
     down, up = host_parts.LateLane(), host_parts.LateLane()
-    lanes = _staging.lanes_of(torch.device("cpu"))._replace(down=down, up=up)
-    buffers = _staging.Buffers(lanes, torch.device("cpu"))
+    lanes = copies.lanes_of(torch.device("cpu"))._replace(down=down, up=up)
+    buffers = copies.Buffers(lanes, torch.device("cpu"))
     small = buffers.take("batches", 100)
     assert buffers.take("batches", 40) is small
     there = torch.zeros(100, dtype=torch.uint8)
@@ -34,8 +35,8 @@ def test_memory_that_is_left_for_a_larger_one_was_sent_before() -> None:
 
 def test_memory_that_nobody_has_any_more_was_sent_before() -> None:
     down, up = host_parts.LateLane(), host_parts.LateLane()
-    lanes = _staging.lanes_of(torch.device("cpu"))._replace(down=down, up=up)
-    buffers = _staging.Buffers(lanes, torch.device("cpu"))
+    lanes = copies.lanes_of(torch.device("cpu"))._replace(down=down, up=up)
+    buffers = copies.Buffers(lanes, torch.device("cpu"))
     there, here = torch.zeros(100, dtype=torch.uint8), torch.full((100,), 6, dtype=torch.uint8)
     leaving, coming = buffers.take("batches", 100).fill_(5), buffers.take("scalars", 100)
     up.copy([there], [leaving])
@@ -76,8 +77,8 @@ class _FailedLane(host_parts.LateLane):
 def test_memory_of_a_device_that_failed_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
-    lanes = _staging.lanes_of(torch.device("cpu"))._replace(down=_FailedLane(), up=_FailedLane())
-    buffers = _staging.Buffers(lanes, torch.device("cpu"))
+    lanes = copies.lanes_of(torch.device("cpu"))._replace(down=_FailedLane(), up=_FailedLane())
+    buffers = copies.Buffers(lanes, torch.device("cpu"))
     del buffers
     assert not printed
 
@@ -87,9 +88,9 @@ import atexit, torch
 there = torch.zeros(100, dtype=torch.uint8)
 atexit.register(lambda: print("sent" if there.eq(5).all() else "lost"))  # in torch's place: registered before
 import host_parts
-from torch_ext import _staging
+from torch_ext.optim.cpu_offload import copies
 down, up = host_parts.LateLane(), host_parts.LateLane()
-buffers = _staging.Buffers(_staging.lanes_of(torch.device("cpu"))._replace(down=down, up=up), torch.device("cpu"))
+buffers = copies.Buffers(copies.lanes_of(torch.device("cpu"))._replace(down=down, up=up), torch.device("cpu"))
 up.copy([there], [buffers.take("batches", 100).fill_(5)])
 """
 
@@ -126,7 +127,7 @@ def test_buckets_of_other_dtypes_do_not_lie_where_weights_are_leaving_from(first
     plan = HostPlan(members, buckets, {}, optimizer._host._buffers)
     for one in (params, expected):
         set_grads(one, 2)
-    none = _tensors.NONE
+    none = dense.NONE
     with torch.no_grad():
         plan.begin([p.grad for p in params], optimizer._current_hyper(), (none, none, none), sample=False, external=0)
         for bucket in ("first", "second"):
@@ -142,16 +143,16 @@ def test_lanes_of_a_gpu_are_made_for_as_many_slots_as_threads_need(monkeypatch: 
     class Made:
         def __init__(self, *arguments: int) -> None:
             made.append(arguments)
-            self.native = _staged.NativeLanes()
+            self.native = staged_args.NativeLanes()
 
     def lane(stream: int) -> Any:
         return SimpleNamespace(stream=SimpleNamespace(device_index=3, cuda_stream=stream))
 
-    monkeypatch.setattr(_staged, "CudaLanes", Made)
-    native = _staging.NativeOfCuda(lane(7), lane(8))
+    monkeypatch.setattr(staged_args, "CudaLanes", Made)
+    native = copies.NativeOfCuda(lane(7), lane(8))
     first = native(6)
     assert native(6) == first == native(3)
     second = native(12)
     assert second != first and native(6) == second
     assert made == [(3, 7, 8, 6), (3, 7, 8, 12)]
-    assert _staged.NativeLanes.from_address(first).size == 0, "copies may be under way in the earlier ones"
+    assert staged_args.NativeLanes.from_address(first).size == 0, "copies may be under way in the earlier ones"

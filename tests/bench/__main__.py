@@ -1,0 +1,53 @@
+"""python tests/bench [step | comm | accuracy] ...: ours against its peers, as ratios of one run. Each has options of
+its own (--help); `step` unless given. `--quality` prints what the roundings cost instead."""
+
+import argparse
+import importlib
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+
+_HERE = pathlib.Path(__file__).absolute().parent
+
+# What is measured -> the module that does.
+_BENCHES = {"step": "bench.step", "comm": "bench.comm.run", "accuracy": "bench.accuracy.reduction"}
+_QUALITY = "bench.accuracy.rounding_report"
+
+
+def find_packages() -> None:
+    """Makes `bench` and `torch_ext` importable: of this checkout, or the torch_ext that PYTHONPATH names. This folder
+    itself, which Python puts first for a script, goes: its files are no modules of their own."""
+    sys.path[:] = [folder for folder in sys.path if pathlib.Path(folder or ".").absolute() != _HERE]
+    named = [pathlib.Path(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.path.insert(0, str(_HERE.parent))
+    if not any((folder / "torch_ext").is_dir() for folder in named):
+        sys.path.insert(0, str(_HERE.parent.parent))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`arguments`: those of the process where None. Returns the exit status; leaves by SystemExit(2) where they are not
+    legal."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="python tests/bench", description="Ours against its peers, as ratios.")
+    what = next((word for word in arguments[:1] if word in _BENCHES), "step")
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=_BENCHES,
+        default="step",
+        help="the optimizer's step unless given; the data-parallel exchange; the accuracy of sums. Each has options",
+    )
+    if what == "step":
+        parser.add_argument(
+            "--quality", action="store_true", help="what the roundings cost instead; it has its own options"
+        )
+    bench = importlib.import_module(_QUALITY if "--quality" in arguments else _BENCHES[what])
+    bench.add_arguments(parser)
+    run: Callable[[argparse.Namespace], int] = bench.run
+    return run(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    find_packages()
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""python tests/bench accuracy: what a sum over many ranks, or many micro-batches, loses to rounding.
+
+Ranks are simulated, their sums are not: ours are made by the operators that the exchange uses. Every figure is a
+function of the seed and of torch's random numbers: no machine, thread count or load is in it.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench import bench_report, step
+from torch_ext.comm import wire as comm_wire
+from torch_ext.comm.wire import Piece, Seeds, Wire
+from torch_ext.native import constants, ops
+
+_RANKS = (8, 64, 512, 1024, 4096)
+_MICRO_BATCHES = (1, 16, 64, 256)
+_ELEMENTS = 8192
+
+
+class Gradients(NamedTuple):
+    """Of each rank, or of each micro-batch: signal + noise * its own, both N(0, 1)."""
+
+    elements: int
+    seed: int
+    noise: float = 1.0
+
+    def __call__(self, count: int) -> Iterator[Tensor]:
+        """fp32 [elements], `count` of them; the first ones are the same for every count."""
+        generator = torch.Generator().manual_seed(self.seed)
+        signal = torch.randn(self.elements, generator=generator)
+        for _ in range(count):
+            yield signal + self.noise * torch.randn(self.elements, generator=generator)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """rms of the difference / rms of the exact one."""
+    return float((found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+# -- over ranks ---------------------------------------------------------------------------------------------------
+
+
+class Reduced(NamedTuple):
+    """Relative errors of the mean over so many ranks, each of which has its gradient in fp32, against float64."""
+
+    ranks: int
+    ring: float  # bf16, rounded at each hop
+    tree: float  # bf16, added up in pairs, rounded at each
+    sent_in_bf16: float  # ours: bf16 on the wire, fp32 sum
+    rounded_once: float  # the same, rounded to bf16, as `.grad` is under no_shard
+    sent_in_8_bits: float  # ours: e4m3 and a scale per 128 on the wire, dithered, fp32 sum
+
+
+def reduce(ranks: int, gradients: Gradients) -> Reduced:
+    elements = gradients.elements
+    exact = torch.zeros(elements, dtype=torch.float64)
+    ring = torch.zeros(elements, dtype=torch.bfloat16)
+    wires = Wire.empty(ranks * elements, torch.bfloat16, ring.device).parts(ranks)
+    coded = Wire.empty(ranks * elements, comm_wire.CODES, ring.device).parts(ranks)
+    whole = [Piece(0, 0, elements, 0)]
+    for rank, grad in enumerate(gradients(ranks)):
+        exact += grad.double()
+        comm_wire.pack([grad], whole, [0], wires[rank], Seeds.of_parts(rank, 0))
+        comm_wire.pack([grad], whole, [0], coded[rank], Seeds.of_parts(rank, 0))
+        ring += wires[rank].data
+    exact /= ranks
+    return Reduced(
+        ranks,
+        ring=error(ring.double() / ranks, exact),
+        tree=error(_tree([wire.data for wire in wires]).double() / ranks, exact),
+        sent_in_bf16=error(_mean(wires, torch.float32), exact),
+        rounded_once=error(_mean(wires, torch.bfloat16), exact),
+        sent_in_8_bits=error(_mean(coded, torch.float32), exact),
+    )
+
+
+def _mean(chunks: Sequence[Wire], dtype: torch.dtype) -> Tensor:
+    shard = torch.empty(chunks[0].data.numel(), dtype=dtype)
+    comm_wire.add_up(chunks, shard, 1.0 / len(chunks))
+    return shard
+
+
+def _tree(values: list[Tensor]) -> Tensor:
+    while len(values) > 1:
+        pairs = [a + b for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
+
+
+# -- over micro-batches -------------------------------------------------------------------------------------------
+
+
+class Accumulated(NamedTuple):
+    """Relative errors of the sum of so many bf16 gradients, against float64."""
+
+    micro_batches: int
+    bf16: float  # main_grads_dtype bf16
+    fp32: float  # main_grads_dtype fp32
+    rounded_once: float  # that, rounded to bf16: as it leaves on a bf16 wire
+
+
+def accumulate(micro_batches: int, gradients: Gradients) -> Accumulated:
+    exact = torch.zeros(gradients.elements, dtype=torch.float64)
+    narrow = torch.zeros(gradients.elements, dtype=torch.bfloat16)
+    wide = torch.zeros(gradients.elements)
+    for grad in gradients(micro_batches):
+        local = grad.bfloat16()
+        exact += local.double()
+        ops.call("bucket_accumulate_", [narrow, wide], [local, local])
+    return Accumulated(
+        micro_batches, error(narrow, exact), error(wide, exact), rounded_once=error(wide.bfloat16(), exact)
+    )
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    count = step.positive
+    parser.add_argument("--ranks", nargs="+", type=count, default=list(_RANKS), metavar="N")
+    parser.add_argument("--micro-batches", nargs="+", type=count, default=list(_MICRO_BATCHES), metavar="N")
+    parser.add_argument("--elements", type=_blocks, default=_ELEMENTS, help=f"of a gradient; {_ELEMENTS} unless given")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=step.new_file, metavar="FILE", help="the same figures, unrounded")
+
+
+def _blocks(text: str) -> int:
+    number = step.positive(text)
+    if number % constants.BLOCK:
+        raise argparse.ArgumentTypeError(
+            f"{number}; a multiple of {constants.BLOCK}, a block of the 8-bit wire, is legal"
+        )
+    return number
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the tables."""
+    gradients = Gradients(options.elements, options.seed)
+    print(
+        f"Relative rms errors against float64; {options.elements:,} elements, signal + noise of each rank (or "
+        f"micro-batch), both N(0, 1); seed {options.seed}, torch {torch.__version__}.\n"
+    )
+    over_ranks = [reduce(ranks, gradients) for ranks in options.ranks]
+    print(_table(_OVER_RANKS, over_ranks), end="\n\n", flush=True)
+    over_micro_batches = [accumulate(count, gradients) for count in options.micro_batches]
+    print(_table(_OVER_MICRO_BATCHES, over_micro_batches))
+    if options.json:
+        found = {
+            "torch": torch.__version__,
+            "elements": options.elements,
+            "seed": options.seed,
+            "ranks": [row._asdict() for row in over_ranks],
+            "micro_batches": [row._asdict() for row in over_micro_batches],
+        }
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+_OVER_RANKS = (
+    "mean over ranks",
+    "bf16 ring",
+    "bf16 tree",
+    "ours: bf16 wire",
+    "that, rounded to bf16",
+    "ours: 8-bit wire",
+)
+_OVER_MICRO_BATCHES = ("sum of micro-batches", "in bf16", "in fp32", "in fp32, then rounded to bf16")
+
+
+def _table(head: tuple[str, ...], rows: Sequence[Reduced] | Sequence[Accumulated]) -> str:
+    lines = [[f"{count:,}", *(f"{figure:.1e}" for figure in figures)] for count, *figures in rows]
+    return bench_report.table([list(head), *lines], left=0)

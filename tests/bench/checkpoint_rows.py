@@ -1,0 +1,97 @@
+"""The most that is resident while an optimizer is saved and loaded: python -m bench.checkpoint_rows, a process of
+its own for each figure."""
+
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench import optimizer_configs, workload
+from bench.optimizer_configs import CONFIGURATIONS
+from bench.resident_memory import environment, reset_peak, status
+from bench.workload import Shapes
+from torch_ext.checkpoint import files
+
+
+class Peak(NamedTuple):
+    """Bytes."""
+
+    state: int  # of the optimizer at rest
+    decoded: int  # of its logical state
+    extra: int  # the most that was resident, less what was before there was a state, or before it was saved
+
+
+def save_dcp(optimizer: Any, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "dcp")
+
+
+def load_dcp(optimizer: Any, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.load({"optimizer": optimizer}, checkpoint_id=folder / "dcp")
+
+
+def save_file(optimizer: Any, folder: Path) -> None:
+    files.save(optimizer.state_dict(), folder / "file")
+
+
+def load_file(optimizer: Any, folder: Path) -> None:
+    optimizer.load_state_dict(files.load(folder / "file"))
+
+
+WAYS = {"dcp": (save_dcp, load_dcp), "file": (save_file, load_file)}
+
+
+def measure(name: str, way: str, shapes: Shapes, seed: int) -> tuple[Peak, Peak]:
+    """Saving, and loading into an optimizer that has no state yet. Raises RuntimeError where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        return tuple(_ask(name, way, loads, shapes, seed, folder) for loads in (False, True))  # type: ignore[return-value]
+
+
+def _ask(name: str, way: str, loads: bool, shapes: Shapes, seed: int, folder: str) -> Peak:
+    question = json.dumps([name, way, loads, shapes, seed, folder])
+    command = [sys.executable, "-m", "bench.checkpoint_rows"]
+    run = subprocess.run(command, input=question, capture_output=True, text=True, env=environment())
+    if run.returncode:
+        raise RuntimeError(f"measuring a checkpoint failed: {run.stderr.strip()[-500:]}")
+    return Peak(*json.loads(run.stdout))
+
+
+def _answer(name: str, way: str, loads: bool, shapes: Shapes, seed: int, folder: str) -> Peak:
+    warnings.simplefilter("ignore")  # DCP warns that there is one process
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as small:  # starts threads, loads code
+        for each in (False, True):
+            measure_here(name, way, each, [(1 << 16,)], seed, Path(small))
+    return measure_here(name, way, loads, shapes, seed, Path(folder))
+
+
+def measure_here(name: str, way: str, loads: bool, shapes: Shapes, seed: int, folder: Path) -> Peak:
+    save, load = WAYS[way]
+    training = optimizer_configs.ours(CONFIGURATIONS[name], shapes, seed)
+    if not loads:
+        training.step()
+    for p in training.params:
+        p.grad = None
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    reset_peak()
+    before = status("VmRSS")
+    (load if loads else save)(training.optimizer, folder)
+    extra = status("VmHWM") - before
+    state = {t for p in training.params for t in training.optimizer.state[p].values()}
+    logical = [v for entry in training.optimizer.state_dict()["state"].values() for v in entry.values()]
+    return Peak(workload.unique_bytes(state), sum(t.nbytes for t in logical), extra)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_answer(*json.load(sys.stdin))))

@@ -1,0 +1,219 @@
+"""The rows of `bench comm`: who is compared with whom, over which network, and what is asked of the ratio."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from bench import timing
+from bench.comm.contenders import BUCKETS
+from bench.comm.networks import LINKS
+from bench.comm.rank import Answer
+from bench.figures import Bar
+from bench.timing import Spread, Times
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ranks found in one job."""
+
+    link: str
+    seconds: Times  # of a step, one per round: the slowest rank's
+    cpu: Times  # seconds of a step on all of a rank's threads, the mean over the ranks
+    sent: Times  # bytes of a step that a rank sent, the mean over the ranks
+    wire_bytes: dict[str, float]  # the same by our own count, of ours alone
+    errors: dict[str, float]
+    refused: dict[str, str]
+
+
+def found(link: str, answers: Sequence[Answer], shared: bool) -> Found:
+    """Of the ranks' answers. shared: each rank counted the bytes of all."""
+    first, ranks = answers[0], len(answers)
+
+    def rounds(of_rank: list[Times], combine: Callable[[tuple[float, ...]], float]) -> Times:
+        return {who: [combine(each) for each in zip(*(r[who] for r in of_rank), strict=True)] for who in of_rank[0]}
+
+    return Found(
+        link,
+        rounds([a.seconds for a in answers], max),
+        rounds([a.cpu for a in answers], statistics.mean),
+        rounds([a.sent for a in answers], lambda each: statistics.mean(each) / (ranks if shared else 1)),
+        {who: statistics.mean(a.wire_bytes[who] or 0 for a in answers) for who, n in first.wire_bytes.items() if n},
+        first.errors,
+        first.refused,
+    )
+
+
+class Versus(NamedTuple):
+    ours: str
+    theirs: tuple[str, ...] = ()  # several are one peer in different settings, of which the best counts
+    bar: Bar | None = None
+
+
+class Value(NamedTuple):
+    spread: Spread
+    theirs: str  # the one that was compared with
+    beside: dict[str, float]
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+# What a link carries to what the interface counts: that counts segments of 64 KB before they are cut into packets.
+_FRAMING = 1514 / 1448
+
+
+def _time(f: Found, versus: Versus) -> Value:
+    """Beside it, what the link alone needs, were it busy all the time."""
+    theirs = _best(f.seconds, versus.theirs)
+    beside: dict[str, float] = {}
+    for whose, who in (("", versus.ours), ("theirs ", theirs)):
+        beside |= {f"{whose}ms": _ms(f.seconds[who]), f"{whose}CPU ms": _ms(f.cpu[who])}
+    link = LINKS[f.link]
+    if link is not None:
+        beside["link's ms"] = _FRAMING * statistics.median(f.sent[versus.ours]) * 8 / link.bits_per_second * 1e3
+    return Value(timing.ratio(f.seconds, versus.ours, theirs), theirs, beside)
+
+
+def _bytes(f: Found, versus: Versus) -> Value:
+    """Rounded as what is asked of it."""
+    theirs = _best(f.sent, versus.theirs)
+    exact = timing.ratio(f.sent, versus.ours, theirs)
+    beside = {"ratio": exact.median}
+    beside |= {
+        f"{who}MB": statistics.median(f.sent[name]) / 1e6 for who, name in (("", versus.ours), ("theirs ", theirs))
+    }
+    if versus.ours in f.wire_bytes:
+        beside["wire_bytes() MB"] = f.wire_bytes[versus.ours] / 1e6
+    return Value(Spread(*(round(value, 2) for value in exact)), theirs, beside)
+
+
+_LEAST_EXPOSED = 1e-4  # seconds; a difference of two times that is less says nothing
+
+
+def _exposed(f: Found, versus: Versus) -> Value:
+    """What a step takes more than one that exchanges nothing."""
+    exposed = {
+        who: [max(t - alone, _LEAST_EXPOSED) for t, alone in zip(times, f.seconds[ALONE], strict=True)]
+        for who, times in f.seconds.items()
+    }
+    theirs = _best(exposed, versus.theirs)
+    beside = {"ms": _ms(exposed[versus.ours]), ALONE + " ms": _ms(f.seconds[ALONE])}
+    beside |= {f"{who} ms": _ms(exposed[who]) for who in versus.theirs if who in exposed}
+    return Value(timing.ratio(exposed, versus.ours, theirs), theirs, beside)
+
+
+def _error(f: Found, versus: Versus) -> Value:
+    error = f.errors[versus.ours]
+    beside = {"error": error} | {f"{who}, error": f.errors[who] for who in versus.theirs}
+    value = error / f.errors[versus.theirs[0]] if versus.theirs else error
+    return Value(Spread(value, value, value), versus.theirs[0] if versus.theirs else "", beside)
+
+
+def _best(values: Times, who: Sequence[str]) -> str:
+    return min((name for name in who if name in values), key=lambda name: statistics.median(values[name]))
+
+
+def _ms(seconds: Sequence[float]) -> float:
+    return statistics.median(seconds) * 1e3
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+ALONE = "alone"
+
+
+@dataclass(frozen=True)
+class Row:
+    links: tuple[str, ...]
+    ranks: tuple[int, ...]
+    value: Callable[[Found, Versus], Value]
+    versus: tuple[Versus, ...]
+    kind: str = "timing"  # of job
+    compute: float = 0.0  # seconds slept in a backward
+    besides: tuple[str, ...] = field(default=())  # contenders whom every comparison needs
+
+    @property
+    def contenders(self) -> list[str]:
+        return [*self.besides, *(who for versus in self.versus for who in (versus.ours, *versus.theirs))]
+
+
+def _less(at_least: float, goal: float) -> Bar:
+    return Bar(at_least, goal, lower_is_better=True)
+
+
+_BF16, _FP32 = ("DDP bf16",), ("DDP fp32",)
+_ONE_GIGABIT: tuple[tuple[str, ...], tuple[int, ...]] = (("1 Gbit/s",), (2, 4))
+
+ROWS: dict[str, Row] = {
+    "bytes": Row(
+        ("loopback",),
+        (2,),
+        _bytes,
+        (
+            Versus("no_shard bf16", _FP32, _less(0.51, 0.50)),
+            Versus("no_shard bf16, compressed", _FP32),
+            Versus("optim bf16, compressed", _FP32),
+            Versus("optim fp8", _FP32, _less(0.40, 0.38)),
+            Versus("no_shard fp8", _FP32, _less(0.28, 0.26)),
+            Versus("no_shard fp8, bf16 sums", _FP32),
+        ),
+    ),
+    "ddp_bf16": Row(
+        *_ONE_GIGABIT,
+        _time,
+        (
+            Versus("no_shard bf16", _BF16, _less(1.03, 0.97)),
+            Versus("no_shard bf16, as it is", _BF16),
+            Versus("no_shard fp8", _BF16, _less(0.80, 0.60)),
+            Versus("no_shard fp8, bf16 sums", _BF16),
+        ),
+    ),
+    "ddp_fp32": Row(*_ONE_GIGABIT, _time, (Versus("no_shard bf16", _FP32, _less(0.57, 0.52)),)),
+    "zero": Row(*_ONE_GIGABIT, _time, (Versus("optim bf16", ("ZeRO on DDP bf16",), _less(0.62, 0.52)),)),
+    "fsdp2": Row(
+        *_ONE_GIGABIT,
+        _time,
+        (Versus("optim_grads_params bf16", ("FSDP2 fp32 reduction",), _less(0.80, 0.60)),),
+    ),
+    "exposed": Row(
+        *_ONE_GIGABIT,
+        _exposed,
+        (
+            Versus("no_shard bf16", tuple(BUCKETS), _less(1.0, 0.8)),
+            Versus("no_shard bf16, as it is", tuple(BUCKETS)),
+        ),
+        compute=0.15,
+        besides=(ALONE,),
+    ),
+    "loopback": Row(
+        ("loopback",),
+        (2,),
+        _time,
+        (Versus("no_shard bf16", _BF16, _less(1.05, 0.90)), Versus("no_shard bf16, compressed", _BF16)),
+    ),
+    "ten": Row(
+        ("10 Gbit/s",),
+        (2,),
+        _time,
+        (
+            Versus("no_shard bf16", _BF16),
+            Versus("no_shard bf16, as it is", _BF16),
+            Versus("no_shard bf16, compressed", _BF16),
+            Versus("no_shard bf16", _FP32),
+            Versus("no_shard fp8", _BF16),
+            Versus("optim bf16", ("ZeRO on DDP bf16",)),
+            Versus("optim_grads_params bf16", ("FSDP2 fp32 reduction",)),
+        ),
+    ),
+    "accuracy": Row(
+        ("loopback",),
+        (4,),
+        _error,
+        (
+            Versus("optim, 1 micro-batch", (), _less(1e-6, 1e-7)),
+            Versus("optim, 16 micro-batches", ("DDP bf16, 16 micro-batches",), _less(1 / 2, 1 / 3)),
+        ),
+        kind="accuracy",
+    ),
+}

@@ -1,0 +1,186 @@
+"""Who takes part in `bench comm`: by name, how to build a training loop over a process group, ours or a peer's."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_ext.optim.adamw import AdamW
+from torch_ext.parallel.parallelize import parallelize
+from torch_ext.policy.policy import load_policy
+
+_LR = 1e-4
+
+
+class Size(NamedTuple):
+    """Of the model: `layers` layers, each with a weight of width x width and a bias."""
+
+    layers: int
+    width: int
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.width * (self.width + 1)
+
+
+FULL, QUICK = Size(24, 628), Size(4, 64)  # 9.48 million parameters, and few
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every contender of a run does."""
+
+    size: Size
+    compute: float  # seconds slept in a backward, spread over the layers
+    group: dist.ProcessGroup
+    seed: int
+
+    def model(self, dtype: torch.dtype) -> "Stack":
+        """The same weights everywhere, gradients of the rank's own."""
+        generator = torch.Generator().manual_seed(self.seed + dist.get_rank(self.group))
+        grads = [torch.randn(shape, generator=generator) for shape in _shapes(self.size.width)]
+        torch.manual_seed(self.seed)
+        return Stack(self.size, [grad.to(dtype) for grad in grads], self.compute).to(dtype)
+
+
+def _shapes(width: int) -> list[tuple[int, ...]]:
+    return [(width, width), (width,)]
+
+
+class _Apply(torch.autograd.Function):
+    """Identity with parameters: backward sleeps, which is compute that needs no core, and writes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: "_Layer", *params: Tensor) -> Tensor:
+        ctx.layer, ctx.dtypes = layer, [p.dtype for p in params]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layer: _Layer = ctx.layer
+        if layer.pause:
+            time.sleep(layer.pause)
+        return grads[0], None, *(g.to(dtype, copy=True) for g, dtype in zip(layer.grads, ctx.dtypes, strict=True))
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, grads: list[Tensor], pause: float) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(0.02 * torch.randn(shape)) for shape in _shapes(width))
+        self.grads, self.pause = grads, pause
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Apply.apply(x, self, self.weight, self.bias)
+        return out
+
+
+class Stack(nn.Module):
+    """Layers whose gradients cost no more than to be written: what remains of a step is the exchange."""
+
+    def __init__(self, size: Size, grads: list[Tensor], compute: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(size.width, grads, compute / size.layers) for _ in range(size.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class Loop:
+    """A training loop."""
+
+    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
+        self._x = torch.zeros(1, requires_grad=True)
+        self._model, self._optimizer = model, optimizer
+
+    def step(self) -> None:
+        self._model(self._x).backward()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self._model.zero_grad()
+
+    def finish(self) -> None:
+        """Waits for what a step leaves to the next forward."""
+        with torch.no_grad():
+            self._model(self._x)
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """That this rank sent for the last reduction, by its own count; None of a peer."""
+        count = getattr(self._model, "wire_bytes", None)
+        return None if count is None else int(count())
+
+
+def _alone(task: Task) -> Loop:
+    return Loop(task.model(torch.bfloat16))
+
+
+def _ddp(task: Task, dtype: torch.dtype, megabytes: float | None = None) -> Loop:
+    ddp = DistributedDataParallel(task.model(dtype), process_group=task.group, bucket_cap_mb=megabytes)
+    return Loop(ddp)
+
+
+def _zero(task: Task) -> Loop:
+    ddp = DistributedDataParallel(task.model(torch.bfloat16), process_group=task.group)
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.parameters(), optimizer_class=torch.optim.AdamW, process_group=task.group, lr=_LR, fused=True
+    )
+    return Loop(ddp, optimizer)
+
+
+def _fsdp2(task: Task) -> Loop:
+    """fp32 shards, gathered in bf16, reduced in fp32."""
+    model, mesh = task.model(torch.float32), DeviceMesh.from_group(task.group, "cpu")
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    return Loop(model, torch.optim.AdamW(model.parameters(), lr=_LR, fused=True))
+
+
+def _ours(task: Task, strategy: str, wire: str, gather: str | None = None, below: float | None = None) -> Loop:
+    """gather: what no_shard gathers its sums in; below: Gbit/s, where messages are compressed; None: the default. Where
+    the state is sharded the step is part of it."""
+    model = task.model(torch.bfloat16)
+    ddp = {"grad_comm_dtype": wire, "grad_gather_dtype": gather, "compress_below_gbps": below}
+    policy = load_policy(model, override_ddp_config=ddp)
+    parallelize(model, policy, strategy=strategy, process_group=task.group)
+    sharded = strategy != "no_shard"
+    return Loop(model, AdamW(model.parameters(), lr=_LR, policy=policy) if sharded else None)
+
+
+Make = Callable[[Task], Loop]
+
+BUCKETS = {f"DDP bf16, {megabytes} MB": megabytes for megabytes in (1, 2, 4, 8, 25)}
+
+PEERS: dict[str, Make] = {
+    "alone": _alone,  # no exchange at all
+    "DDP fp32": partial(_ddp, dtype=torch.float32),
+    "DDP bf16": partial(_ddp, dtype=torch.bfloat16),
+    **{name: partial(_ddp, dtype=torch.bfloat16, megabytes=cap) for name, cap in BUCKETS.items()},
+    "ZeRO on DDP bf16": _zero,
+    "FSDP2 fp32 reduction": _fsdp2,
+}
+OURS: dict[str, Make] = {
+    "no_shard bf16": partial(_ours, strategy="no_shard", wire="bf16"),
+    "no_shard bf16, as it is": partial(_ours, strategy="no_shard", wire="bf16", below=0.0),
+    "no_shard bf16, compressed": partial(_ours, strategy="no_shard", wire="bf16", below=math.inf),
+    "optim bf16, compressed": partial(_ours, strategy="optim", wire="bf16", below=math.inf),
+    "no_shard fp8": partial(_ours, strategy="no_shard", wire="fp8", gather="fp8"),
+    "no_shard fp8, bf16 sums": partial(_ours, strategy="no_shard", wire="fp8"),
+    "optim bf16": partial(_ours, strategy="optim", wire="bf16"),
+    "optim fp8": partial(_ours, strategy="optim", wire="fp8"),
+    "optim_grads_params bf16": partial(_ours, strategy="optim_grads_params", wire="bf16"),
+}
+CONTENDERS = {**PEERS, **OURS}

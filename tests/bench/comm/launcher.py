@@ -1,0 +1,89 @@
+"""Starts the ranks of `bench comm`, collects their answers, and ends them, whatever happens, within a limit."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bench import resident_memory
+from bench.comm.networks import Place
+from bench.comm.rank import QUESTION, Answer, Question, answer_file
+
+_POLL, _GRACE = 0.05, 1.0  # seconds; where one rank ends, those that end because of it have something to say, too
+
+_Process = subprocess.Popen[bytes]
+
+
+class Answers(NamedTuple):
+    of_jobs: list[list[Answer]]  # for each job that was done to its end, each rank's answer
+    why_not_all: str  # in the words of the ranks; "" where all were
+
+
+def ask(question: Question, places: Sequence[Place], limit: float) -> Answers:
+    """Starts one rank at each place; none is left when this returns or raises. limit: seconds."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / QUESTION).write_text(question.as_json())
+        processes: list[_Process] = []
+        try:
+            for rank, place in enumerate(places):
+                processes.append(_start(folder, rank, place))
+            why = _wait(processes, folder, limit)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+                assert process.stdin is not None
+                process.stdin.close()
+        return Answers(_read(folder, len(question.jobs), len(places)), why)
+
+
+def _start(folder: Path, rank: int, place: Place) -> _Process:
+    command = [sys.executable, "-m", "bench.comm.rank", str(folder), str(rank)]
+    environment = resident_memory.environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": place.interface}
+    with _output(folder, rank).open("wb") as output:
+        return subprocess.Popen(
+            [*place.command, *command],
+            stdin=subprocess.PIPE,  # nothing comes, but it ends when we do
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for us, who end them
+        )
+
+
+def _wait(processes: Sequence[_Process], folder: Path, limit: float) -> str:
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        ended = [process.poll() for process in processes]
+        if all(status == 0 for status in ended):
+            return ""
+        if any(ended):
+            time.sleep(_GRACE)
+            return "; ".join(_last_words(folder, i, process) for i, process in enumerate(processes) if process.poll())
+        time.sleep(_POLL)
+    return f"not done after {limit:g} s (--limit)"
+
+
+def _output(folder: Path, rank: int) -> Path:
+    return folder / f"output of rank {rank}"
+
+
+def _last_words(folder: Path, rank: int, process: _Process) -> str:
+    words = " ".join(_output(folder, rank).read_text(errors="replace").split())
+    return f"rank {rank} ended with status {process.returncode}: {words[-400:]}"
+
+
+def _read(folder: Path, jobs: int, ranks: int) -> list[list[Answer]]:
+    """Jobs are done in order, so the first one that a rank has not answered is the last that was begun."""
+    answers = []
+    for job in range(jobs):
+        files = [folder / answer_file(job, rank) for rank in range(ranks)]
+        if not all(file.exists() for file in files):
+            break
+        answers.append([Answer(**json.loads(file.read_text())) for file in files])
+    return answers

@@ -1,0 +1,189 @@
+"""What one rank of `bench comm` does, in a process of its own: python -m bench.comm.rank FOLDER RANK.
+
+The folder has the question; the answers go into it, each when it is there. The process ends with its standard input.
+"""
+
+import datetime
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from bench.comm import comm_accuracy
+from bench.comm.contenders import CONTENDERS, Loop, Size, Task
+from bench.comm.networks import sent_bytes
+
+_Built = TypeVar("_Built")
+
+QUESTION = "question.json"
+
+_WARM_UP = 3  # steps of each contender before the first round: DDP makes its buckets anew after the first of them
+_STEPS = 2  # that a time is taken of, after one that is not timed: others had the link before
+_CONTENDER = datetime.timedelta(seconds=30)  # that a rank of a contender waits for another
+_WORLD = datetime.timedelta(seconds=150)  # longer: what a contender ran into is said over this group
+
+
+class Job(NamedTuple):
+    """Contenders to compare with each other."""
+
+    kind: str  # a key of KINDS
+    contenders: list[str]
+    rounds: int = 1
+    compute: float = 0.0  # seconds slept in a backward
+
+
+class Question(NamedTuple):
+    """The same for all ranks of a network."""
+
+    world_size: int
+    interface: str
+    size: Size
+    seed: int
+    jobs: list[Job]
+
+    def as_json(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def of_json(cls, text: str) -> "Question":
+        world_size, interface, size, seed, jobs = json.loads(text)
+        return cls(world_size, interface, Size(*size), seed, [Job(*job) for job in jobs])
+
+
+@dataclass
+class Answer:
+    """What a rank found, by contender."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # of a step, one per round
+    cpu: dict[str, list[float]] = field(default_factory=dict)  # seconds of a step on all threads, the kernel's included
+    sent: dict[str, list[float]] = field(default_factory=dict)  # bytes of a step, by the interface
+    wire_bytes: dict[str, int | None] = field(default_factory=dict)  # of the last step, by our own count
+    errors: dict[str, float] = field(default_factory=dict)  # of the gradient, relative
+    refused: dict[str, str] = field(default_factory=dict)  # why it did not take part
+
+
+def answer_file(job: int, rank: int) -> str:
+    return f"answer {job}, rank {rank}.json"
+
+
+def _time(question: Question, job: Job) -> Answer:
+    answer = Answer()
+
+    def build(name: str, group: dist.ProcessGroup) -> Loop:
+        loop = CONTENDERS[name](Task(question.size, job.compute, group, question.seed))
+        for _ in range(_WARM_UP):
+            loop.step()
+        return loop
+
+    loops: dict[str, Loop] = {}
+    for name in job.contenders:
+        loop, why = _everywhere(partial(build, name))
+        if loop is None:
+            answer.refused[name] = why
+        else:
+            loops[name] = loop
+    turn = list(loops.items())
+    gc.collect()
+    gc.disable()
+    for _ in range(job.rounds):
+        for name, loop in turn:
+            step = _turn(loop, question.interface)
+            answer.seconds.setdefault(name, []).append(step.seconds)
+            answer.cpu.setdefault(name, []).append(step.cpu)
+            answer.sent.setdefault(name, []).append(step.sent)
+            answer.wire_bytes[name] = loop.wire_bytes
+        turn.reverse()
+    gc.enable()
+    return answer
+
+
+class _Step(NamedTuple):
+    seconds: float
+    cpu: float
+    sent: float
+
+
+def _turn(loop: Loop, interface: str) -> _Step:
+    loop.step()
+    before = _sent_by_all(interface)
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    for _ in range(_STEPS):
+        loop.step()
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
+    sent = _sent_by_all(interface) - before
+    loop.finish()
+    return _Step(seconds / _STEPS, cpu / _STEPS, sent / _STEPS)
+
+
+def _sent_by_all(interface: str) -> int:
+    """The counter while nobody steps; all ranks return together."""
+    dist.barrier()
+    sent = sent_bytes(interface)
+    dist.barrier()
+    return sent
+
+
+def _everywhere(build: Callable[[dist.ProcessGroup], _Built]) -> tuple[_Built | None, str]:
+    """What was built over a group of its own, since what one contender breaks is no other's; or None, on every rank,
+    and the words of the first rank that could not."""
+    built, why = None, ""
+    group = dist.new_group(timeout=_CONTENDER)
+    assert isinstance(group, dist.ProcessGroup)
+    try:
+        built = build(group)
+    except Exception as error:  # whatever it is: the figure's line says it
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    whys: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(whys, why)
+    why = next(filter(None, whys), "")
+    return (None if why else built), why
+
+
+def _compare_errors(question: Question, job: Job) -> Answer:
+    answer = Answer()
+    for name in job.contenders:
+        error, why = _everywhere(partial(comm_accuracy.measure, name, question.seed))
+        if error is None:
+            answer.refused[name] = why
+        else:
+            answer.errors[name] = error
+    return answer
+
+
+KINDS: dict[str, Callable[[Question, Job], Answer]] = {"timing": _time, "accuracy": _compare_errors}
+
+
+def _end_with_input() -> None:
+    """The bench holds the other end: where it is gone, however it went, nobody waits for us."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+def main(arguments: Sequence[str]) -> None:
+    folder, rank = Path(arguments[0]), int(arguments[1])
+    question = Question.of_json((folder / QUESTION).read_text())
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    torch.set_num_threads(1)
+    store = f"file://{folder / 'store'}"  # namespaces share the files
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=question.world_size, timeout=_WORLD)
+    for i, job in enumerate(question.jobs):
+        answer = KINDS[job.kind](question, job)
+        unfinished = folder / f"unfinished, rank {rank}"
+        unfinished.write_text(json.dumps(asdict(answer)))
+        unfinished.rename(folder / answer_file(i, rank))
+    dist.barrier()
+    os._exit(0)  # what contenders left to be waited for is not
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

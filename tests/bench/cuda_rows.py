@@ -1,0 +1,221 @@
+"""python tests/bench --device cuda: the step on a GPU against a copy of the same bytes, and against torch's."""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bench import bench_report, optimizer_configs, peers, workload
+from bench.figures import Bar, Findings
+from bench.optimizer_configs import CONFIGURATIONS, Stepper
+from bench.row import Bench
+from bench.timing import Spread, ratio, spread
+from bench.workload import Shapes
+from torch_ext.optim.clip_grad import clip_grad_norm_
+
+_DEVICE = "cuda:0"
+_PARAMS, _ROUNDS = 1_000_000_000, 20
+_QUICK_PARAMS, _QUICK_ROUNDS = 1 << 20, 3
+_WALL, _MANY = ("fp32", "a", "b", "c"), ("fp32", "a")
+_HOST_STEPS = 50
+
+
+def why_not() -> str:
+    """Why there is nothing to measure; empty where there is."""
+    if torch.cuda.is_available():
+        return ""
+    return "this torch is built without CUDA" if not torch.backends.cuda.is_built() else "torch finds no GPU"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the figures as they come. 1 where there is no GPU, or where a row failed; the others are measured then."""
+    if reason := why_not():
+        print(f"bench --device cuda: {reason}")
+        return 1
+    facts = bench_report.machine(options.threads, options.seed) | _device_facts()
+    print(bench_report.facts(facts))
+    findings = Findings()
+    quick = options.quick
+    bench = Bench(
+        params=options.params or (_QUICK_PARAMS if quick else _PARAMS),
+        model=workload.gpt2(16, 503, 32) if quick else workload.gpt2(),
+        rounds=options.rounds or (_QUICK_ROUNDS if quick else _ROUNDS),
+        threads=options.threads,
+        isas=[],
+        seed=options.seed,
+        findings=findings,
+    )
+    if quick:
+        print("quick: small sizes, these figures are no claims")
+    print(f"{bench.params:,} parameters in one tensor, {bench.rounds} rounds\n\n{bench_report.header()}", flush=True)
+    failed = False
+    for name, row in ROWS.items():
+        print(f"-- {name}")
+        figures, skips = len(findings.figures), len(findings.skips)
+        try:
+            row(bench)
+        except Exception as error:  # whatever it is, the other rows are worth having
+            traceback.print_exc()
+            failed = True
+            bench.skip(name, "the rest of the row", f"failed with {type(error).__name__}: {_first_line(error)}")
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(bench_report.lines(findings.figures[figures:], findings.skips[skips:]), flush=True)
+        if options.json:
+            settings = {"device": "cuda", "params": bench.params, "rounds": bench.rounds, "quick": quick}
+            options.json.write_text(json.dumps(bench_report.as_json(facts, settings, findings), indent=1) + "\n")
+    print(bench_report.closing(findings))
+    return int(failed)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+def _device_facts() -> dict[str, Any]:
+    major, minor = torch.cuda.get_device_capability(_DEVICE)
+    return {
+        "GPU": torch.cuda.get_device_name(_DEVICE),
+        "architecture": f"sm_{major}{minor}",
+        "CUDA": torch.version.cuda,
+        "memory": f"{torch.cuda.get_device_properties(_DEVICE).total_memory >> 30} GiB",
+    }
+
+
+def _waited(step: Callable[[], object], times: int = 1) -> Callable[[], None]:
+    """Several steps, and then the wait for the device: what a launch takes is hidden behind the step before it."""
+
+    def several() -> None:
+        for _ in range(times):
+            step()
+        torch.cuda.synchronize()
+
+    return several
+
+
+def _copy(traffic: float, params: int) -> Callable[[], None]:
+    """A copy on the device that reads and writes `traffic` bytes per parameter together."""
+    source = torch.zeros(max(int(traffic * params / 2), 1), dtype=torch.uint8, device=_DEVICE)
+    target = torch.zeros_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return copy
+
+
+def _wall(bench: Bench) -> None:
+    for name in _WALL:
+        configuration = CONFIGURATIONS[name]
+        what = f"{name} ({configuration.about}): fraction of the copy bandwidth"
+        try:
+            ours = optimizer_configs.ours(configuration, bench.flat, bench.seed, _DEVICE)
+            contenders = {"copy": _waited(_copy(configuration.traffic, bench.params), 3), "ours": _waited(ours.step, 3)}
+            times = bench.run(f"wall {name}", contenders, bench.rounds)
+        except torch.cuda.OutOfMemoryError as error:
+            bench.skip("wall", what, _first_line(error))
+            continue
+        beside = {
+            "ns per parameter": statistics.median(times["ours"]) / 3 / bench.params * 1e9,
+            "copy TB/s": 3 * configuration.traffic * bench.params / statistics.median(times["copy"]) / 1e12,
+            "bytes per parameter": optimizer_configs.resident(ours, bench.params),
+        }
+        bench.add("wall", what, ratio(times, "copy", "ours"), Bar(0.85, 0.93), beside)
+        del ours, contenders
+        torch.cuda.empty_cache()
+
+
+def _many(bench: Bench) -> None:
+    """The bandwidth over GPT-2's tensors / that over as many elements in one."""
+    flat: Shapes = [(workload.numel(bench.model),)]
+    for name in _MANY:
+        made = {
+            "148 tensors": optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE),
+            "one tensor": optimizer_configs.ours(CONFIGURATIONS[name], flat, bench.seed, _DEVICE),
+        }
+        times = bench.run(f"many {name}", {who: _waited(o.step, 10) for who, o in made.items()}, bench.rounds)
+        what = f"{name}: GPT-2's {len(bench.model)} tensors against one flat tensor"
+        bench.add("many", what, ratio(times, "one tensor", "148 tensors"), Bar(0.95, 0.99))
+
+
+def _torch(bench: Bench) -> None:
+    shapes = bench.model
+    pairs: Sequence[tuple[str, str, Stepper, Bar]] = (
+        (
+            "torch fused fp32 / ours fp32",
+            "fp32",
+            peers.torch_fused(shapes, torch.float32, bench.seed, _DEVICE),
+            Bar(1.0, 1.1),
+        ),
+        ("the mixed recipe / ours (a)", "a", peers.MixedRecipe(shapes, bench.seed, _DEVICE), Bar(2.0, 2.5)),
+    )
+    for what, name, peer, bar in pairs:
+        ours = optimizer_configs.ours(CONFIGURATIONS[name], shapes, bench.seed, _DEVICE)
+        contenders = {"theirs": _waited(peer.step, 10), "ours": _waited(ours.step, 10)}
+        times = bench.run(f"torch {name}", contenders, bench.rounds)
+        bench.add("torch", f"{what}, GPT-2", ratio(times, "theirs", "ours"), bar)
+    bench.skip("torch", "FlashOptim / ours (c)", "not measured by this benchmark")
+
+
+def launches(step: Callable[[], object]) -> list[str]:
+    """The kernels that a step launches, by name. (torch marks the optimizer's step itself on the device's time
+    line.)"""
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        step()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    events = [e for e in profile.events() if e.device_type == on_device and not e.is_user_annotation]
+    return [event.name for event in events if not event.name.startswith(("Memcpy", "Memset"))]
+
+
+def _launches(bench: Bench) -> None:
+    for name in _WALL:
+        ours = optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE)
+
+        def clip_and_step(optimizer: Any = ours.optimizer) -> None:
+            clip_grad_norm_(optimizer, 1.0)
+            optimizer.step()
+
+        for what, step, most in ((name, ours.step, 1), (f"{name} with a clip", clip_and_step, 3)):
+            names = launches(step)
+            own = [kernel for kernel in names if "at::native" not in kernel]
+            if not own:
+                bench.skip("launches", f"{what}: kernels in a step", "torch.profiler saw none of ours")
+                continue
+            value = Spread(*[float(len(own))] * 3)
+            beside = {"of torch": float(len(names) - len(own))}
+            bench.add("launches", f"{what}: kernels in a step", value, Bar(most, most, lower_is_better=True), beside)
+
+
+def _host(bench: Bench) -> None:
+    """Until step() returns: the device works on."""
+    for name in _MANY:
+        ours = optimizer_configs.ours(CONFIGURATIONS[name], bench.model, bench.seed, _DEVICE)
+        for _ in range(3):
+            ours.step()
+        torch.cuda.synchronize()
+        micros: list[float] = []
+        for _ in range(_HOST_STEPS):
+            begin = time.perf_counter()
+            ours.step()
+            micros.append((time.perf_counter() - begin) * 1e6)
+        torch.cuda.synchronize()
+        what = f"{name}: µs of the host in a step of {len(bench.model)} tensors"
+        bench.add("host", what, spread(micros), Bar(100, 30, lower_is_better=True))
+
+
+ROWS: dict[str, Callable[[Bench], None]] = {
+    "wall": _wall,
+    "many": _many,
+    "torch": _torch,
+    "launches": _launches,
+    "host": _host,
+}

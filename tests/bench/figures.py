@@ -1,0 +1,75 @@
+"""What the benchmark finds: figures with what is asked of them, and what it had to leave out, each with its reason."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from bench.timing import Spread, Times
+
+FIGURES = ("goal", "met", "below", "shown")  # verdicts; "shown": nothing is asked of the figure
+
+
+class Bar(NamedTuple):
+    """What is asked of a figure."""
+
+    at_least: float
+    goal: float
+    lower_is_better: bool = False
+
+    def verdict(self, value: float) -> str:
+        sign = -1 if self.lower_is_better else 1
+        if sign * value >= sign * self.goal:
+            return "goal"
+        return "met" if sign * value >= sign * self.at_least else "below"
+
+
+@dataclass(frozen=True)
+class Figure:
+    row: str  # a key of step_rows.ROWS
+    what: str
+    value: Spread
+    bar: Bar | None = None
+    beside: dict[str, float] = field(default_factory=dict)  # what belongs to it, by name
+
+    @property
+    def verdict(self) -> str:
+        return self.bar.verdict(self.value.median) if self.bar else "shown"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "row": self.row,
+            "what": self.what,
+            "median": self.value.median,
+            "least": self.value.least,
+            "most": self.value.most,
+            "at_least": self.bar.at_least if self.bar else None,
+            "goal": self.bar.goal if self.bar else None,
+            "lower_is_better": self.bar.lower_is_better if self.bar else None,
+            "verdict": self.verdict,
+            "beside": self.beside,
+        }
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A figure that could not be measured here."""
+
+    row: str
+    what: str
+    why: str
+
+
+class Point(NamedTuple):
+    """One optimizer in the picture of bytes against time."""
+
+    who: str
+    bytes_per_parameter: float
+    ns_per_parameter: float
+    ours: bool
+
+
+@dataclass
+class Findings:
+    figures: list[Figure] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
+    times: dict[str, Times] = field(default_factory=dict)  # interleaved run -> contender -> seconds of each round

@@ -1,0 +1,53 @@
+"""What offload and onload are measured on, and the plain copy that they are measured against."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from bench import optimizer_configs
+from bench.optimizer_configs import CONFIGURATIONS
+from bench.workload import Shapes
+from torch_ext.offloading.offload import offload, onload
+
+_PIECE = 1 << 30  # bytes that the plain copy holds twice, beside all that is measured
+
+
+class Trip:
+    """Weights and states of configuration (a), there and back. Gradients would only be dropped: they are left alone."""
+
+    def __init__(self, shapes: Shapes, seed: int) -> None:
+        training = optimizer_configs.ours(CONFIGURATIONS["a"], shapes, seed)
+        training.step()
+        self._model, self._optimizer = nn.ParameterList(training.params), training.optimizer
+        moved = [t for t in training.tensors() if t not in {p.grad for p in training.params} and t.dim()]
+        self.nbytes = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in moved}.values())
+        self.down: list[float] = []
+        """Seconds of each offload."""
+
+    def there_and_back(self) -> None:
+        begin = time.perf_counter()
+        offload(self._model, self._optimizer, grads=False)
+        self.down.append(time.perf_counter() - begin)
+        onload(self._model, self._optimizer, grads=False)
+
+
+def plain_copy(nbytes: int, fresh: bool) -> Callable[[], None]:
+    """So many bytes to other memory and back, by Tensor.copy_, in pieces. Where there is no accelerator, memory that is
+    allocated has to be given pages first. fresh: the source is dropped after the first copy and allocated again for the
+    second, as it has to be where its memory is wanted for something else; else both memories stay."""
+    piece = min(nbytes, _PIECE)
+    source, host = torch.ones(piece, dtype=torch.uint8), torch.zeros(piece, dtype=torch.uint8)
+    sizes = [piece] * (nbytes // piece) + [nbytes % piece] * (nbytes % piece > 0)
+
+    def copy() -> None:
+        nonlocal source
+        for size in sizes:
+            host[:size].copy_(source[:size])
+            if fresh:
+                del source
+                source = torch.empty(piece, dtype=torch.uint8)
+            source[:size].copy_(host[:size])
+
+    return copy

@@ -1,0 +1,144 @@
+"""What other people step with: torch's fused AdamW, the recipes around it, and DeepSpeed's CPUAdam where it is
+there."""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import workload
+from bench.optimizer_configs import Training
+from bench.workload import Shapes
+
+LR, BETA1, BETA2, EPS, DECAY = 1e-4, 0.9, 0.999, 1e-8, 1e-2
+
+
+class Unavailable(Exception):
+    """A peer that this machine cannot run; the message says why."""
+
+
+def torch_fused(shapes: Shapes, dtype: torch.dtype, seed: int, device: str = "cpu") -> Training:
+    """torch.optim.AdamW(fused=True) on parameters, gradients and states of one dtype."""
+    return Training(
+        torch.optim.AdamW(workload.make(shapes, dtype, seed, device), lr=LR, weight_decay=DECAY, fused=True)
+    )
+
+
+class MixedRecipe(Training):
+    """bf16 model, fp32 masters that torch's fused AdamW steps: gradients cast up, weights copied back."""
+
+    def __init__(self, shapes: Shapes, seed: int, device: str = "cpu") -> None:
+        params = workload.make(shapes, torch.bfloat16, seed, device)
+        masters = [torch.nn.Parameter(p.detach().float()) for p in params]
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        self.model, self.model_grads = [p.detach() for p in params], workload.grads(params)
+        self.masters, self.grads = [p.detach() for p in masters], workload.grads(masters)
+        super().__init__(torch.optim.AdamW(masters, lr=LR, weight_decay=DECAY, fused=True))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        torch._foreach_copy_(self.grads, self.model_grads)
+        self.optimizer.step()
+        torch._foreach_copy_(self.model, self.masters)
+
+    def tensors(self) -> Iterator[Tensor]:
+        return chain(super().tensors(), self.model, self.model_grads)
+
+
+def _one_pass(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    masters: list[Tensor],
+    step_size: Tensor,
+    root: Tensor,
+) -> None:
+    for p, grad, exp_avg, exp_avg_sq, master in zip(params, grads, exp_avgs, exp_avg_sqs, masters, strict=True):
+        g = grad.float()
+        m = exp_avg.float().lerp(g, 1 - BETA1)
+        v = exp_avg_sq.float() * BETA2 + g * g * (1 - BETA2)
+        new = master * (1 - LR * DECAY) - step_size * m / (v.sqrt() / root + EPS)
+        exp_avg.copy_(m)
+        exp_avg_sq.copy_(v)
+        master.copy_(new)
+        p.copy_(new)
+
+
+class Compiled:
+    """The mixed recipe written in one pass under torch.compile: bf16 p, g, m, v and an fp32 master per tensor, every
+    update in one compiled function. The bias corrections are tensors, so that no step compiles again."""
+
+    def __init__(self, shapes: Shapes, seed: int) -> None:
+        params = workload.make(shapes, torch.bfloat16, seed)
+        weights = [p.detach() for p in params]
+        self.lists = (
+            weights,
+            workload.grads(params),
+            [torch.zeros_like(p) for p in weights],
+            [torch.zeros_like(p) for p in weights],
+            [p.float() for p in weights],
+        )
+        self.steps = 0
+        self.step_size, self.root = torch.zeros(()), torch.zeros(())
+        self.compiled = torch.compile(_one_pass, dynamic=False, fullgraph=True)
+        try:
+            self.step()
+        except Exception as failure:  # no C++ compiler, most often: torch has many classes for it
+            raise Unavailable(f"torch.compile failed: {_first_line(failure)}") from None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        self.step_size.fill_(LR / (1 - BETA1**self.steps))
+        self.root.fill_((1 - BETA2**self.steps) ** 0.5)
+        self.compiled(*self.lists, self.step_size, self.root)
+
+    def tensors(self) -> Iterator[Tensor]:
+        return chain.from_iterable(self.lists)
+
+
+def deepspeed(shapes: Shapes, seed: int) -> Training:
+    """DeepSpeed's CPUAdam on bf16 parameters and gradients with fp32 states and no master.
+
+    Raises Unavailable where it is not installed, or where its operator, which it compiles at the first use (minutes),
+    cannot be built.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise Unavailable("deepspeed is not installed (pip install deepspeed)")
+    params = workload.make(shapes, torch.bfloat16, seed)
+    try:
+        with _quiet():
+            adam: Callable[..., Any] = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+            optimizer = adam(params, lr=LR, weight_decay=DECAY, adamw_mode=True, fp32_optimizer_states=True)
+    except Exception as failure:
+        raise Unavailable(f"deepspeed's CPUAdam cannot be built: {_first_line(failure)}") from None
+    return Training(optimizer)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """DeepSpeed talks while it loads and builds. Its build calls ninja, which pip puts beside the interpreter."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    path = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), path])
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        os.environ["PATH"] = path
+
+
+def _first_line(failure: Exception) -> str:
+    lines = str(failure).strip().splitlines()
+    return f"{type(failure).__name__}: {lines[0] if lines else 'no message'}"[:200]

@@ -1,0 +1,207 @@
+"""The rows of the benchmark about steps, and the table of all: what runs against what in one interleaved run, and what
+is asked of the ratios."""
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from bench import busy_core, optimizer_configs, resident_memory, state_rows, timing, workload
+from bench import peers as bench_peers
+from bench.background_load import Beside
+from bench.figures import Bar, Point
+from bench.l1 import InCache
+from bench.optimizer_configs import CONFIGURATIONS, Configuration, Stepper
+from bench.row import Bench
+from bench.timing import Spread
+from bench.workload import Shapes
+
+# -- wall: the share of the bound, which is the memory or, where that is slower, the kernel in the first-level cache, on
+# as many threads at once ----------------------------------------------------------------------------------------------
+
+_WALL_BARS = {"avx2": Bar(0.80, 0.92), "avx512": Bar(0.85, 0.95), "avx512bf16": Bar(0.85, 0.95)}
+ISAS = tuple(_WALL_BARS)
+# Of (c) with AVX-512 on two threads, in ns per parameter: asked of it where it is the kernel that bounds, not the
+# memory.
+_C_NS, _C_NS_THREADS, _C_NS_ISAS = Bar(0.45, 0.33, lower_is_better=True), 2, ("avx512", "avx512bf16")
+
+
+def wall(bench: Bench) -> None:
+    present = [isa for isa in bench.isas if optimizer_configs.has_isa(isa)]
+    for isa in bench.isas:
+        if isa not in present:
+            bench.skip("wall", isa, "this processor does not have it, or the library was not built for it")
+    if not present:
+        return
+    with optimizer_configs.default_isa(), Beside(bench.threads - 1, bench.seed) as beside:
+        for configuration in CONFIGURATIONS.values():
+            _wall_of(bench, configuration, present, beside)
+
+
+def _wall_of(bench: Bench, configuration: Configuration, isas: list[str], beside: Beside) -> None:
+    training = optimizer_configs.ours(configuration, bench.flat, bench.seed)
+    cached = {isa: InCache(configuration, bench.seed, partial(beside.running, configuration.name, isa)) for isa in isas}
+
+    def under(isa: str, step: Callable[[], None]) -> Callable[[], None]:
+        def selected() -> None:
+            optimizer_configs.select_isa(isa)
+            step()
+
+        return selected
+
+    contenders: dict[str, Callable[[], object]] = {"wall": optimizer_configs.wall(configuration.traffic, bench.params)}
+    for isa in isas:
+        contenders[isa] = under(isa, training.step)
+        contenders[f"{isa}, in L1"] = under(isa, cached[isa].step)
+    times = bench.run(f"wall, {configuration.name}", contenders, bench.rounds)
+
+    scale = 1e9 / bench.params
+    for isa in isas:
+        in_l1 = [found.together / bench.threads for found in cached[isa].found[-bench.rounds :]]
+        ours = [seconds * scale for seconds in times[isa]]
+        bounds = [max(seconds * scale, ns) for seconds, ns in zip(times["wall"], in_l1, strict=True)]
+        of_bound = timing.spread([bound / own for bound, own in zip(bounds, ours, strict=True)])
+        of_wall = timing.ratio(times, "wall", isa).median
+        ns, wall_ns = statistics.median(ours), statistics.median(times["wall"]) * scale
+        l1_ns, alone = statistics.median(in_l1), statistics.median(found.alone for found in cached[isa].found)
+        beside_it = {
+            "ns": ns,
+            "wall ns": wall_ns,
+            "L1 ns": l1_ns,
+            "one thread alone": alone / bench.threads,
+            "of the wall": of_wall,
+        }
+        bench.add("wall", f"{configuration.name}, {isa}: share of the bound", of_bound, _WALL_BARS.get(isa), beside_it)
+        if configuration.name == "c" and isa in _C_NS_ISAS:
+            bar = _C_NS if bench.threads == _C_NS_THREADS and l1_ns > wall_ns else None
+            bench.add("wall", f"c, {isa}: ns per parameter", timing.spread(ours), bar)
+
+
+# -- gpt2: many tensors against one ------------------------------------------------------------------------------------
+
+
+def gpt2(bench: Bench) -> None:
+    for configuration in CONFIGURATIONS.values():
+        _gpt2_of(bench, configuration)
+
+
+def _gpt2_of(bench: Bench, configuration: Configuration) -> None:
+    total = workload.numel(bench.model)
+    model = optimizer_configs.ours(configuration, bench.model, bench.seed)
+    flat = optimizer_configs.ours(configuration, [(total,)], bench.seed)
+    times = bench.run(f"gpt2, {configuration.name}", {"flat": flat.step, "model": model.step}, bench.rounds)
+    what = f"{configuration.name}: {len(bench.model)} tensors, speed relative to one"
+    ns = statistics.median(times["model"]) * 1e9 / total
+    bench.add("gpt2", what, timing.ratio(times, "flat", "model"), Bar(0.95, 0.99), {"ns": ns})
+
+
+# -- peers: whoever else steps a flat tensor ---------------------------------------------------------------------------
+
+
+class Peer(NamedTuple):
+    what: str
+    make: Callable[..., Stepper]  # from shapes and a seed
+    ours: str  # the configuration that it stands beside
+    bar: Bar
+
+
+PEERS = (
+    Peer("torch fused, fp32", partial(bench_peers.torch_fused, dtype=torch.float32), "fp32", Bar(0.97, 1.03)),
+    Peer("mixed recipe around torch fused", bench_peers.MixedRecipe, "a", Bar(2.0, 3.0)),
+    Peer("mixed recipe in one pass, torch.compile", bench_peers.Compiled, "a", Bar(1.3, 1.7)),
+    Peer(
+        "torch fused, all bf16, no master", partial(bench_peers.torch_fused, dtype=torch.bfloat16), "c", Bar(1.5, 3.0)
+    ),
+    Peer("DeepSpeed CPUAdam, fp32 states, no master", bench_peers.deepspeed, "b", Bar(1.0, 1.3)),
+)
+
+
+def peers(bench: Bench) -> None:
+    contenders: dict[str, Stepper] = {}
+    for peer in PEERS:
+        try:
+            contenders[peer.what] = peer.make(bench.flat, seed=bench.seed)
+        except bench_peers.Unavailable as why:
+            bench.skip("peers", peer.what, why)
+        if peer.ours not in contenders:
+            contenders[peer.ours] = optimizer_configs.ours(CONFIGURATIONS[peer.ours], bench.flat, bench.seed)
+    times = bench.run("peers", {name: c.step for name, c in contenders.items()}, bench.rounds)
+    for peer in PEERS:
+        if peer.what in contenders:
+            what = f"{peer.what} / ours ({peer.ours})"
+            bench.add("peers", what, timing.ratio(times, peer.what, peer.ours), peer.bar)
+    for name, contender in contenders.items():
+        ns = statistics.median(times[name]) * 1e9 / bench.params
+        size = optimizer_configs.resident(contender, bench.params)
+        bench.findings.points.append(Point(name, size, ns, name in CONFIGURATIONS))
+
+
+# -- small: a thousand small tensors -----------------------------------------------------------------------------------
+
+_SMALL: Shapes = [(64,)] * 1000
+_SMALL_STEPS = 10  # in one timing, which would be short of a millisecond otherwise
+
+
+def small(bench: Bench) -> None:
+    theirs = bench_peers.torch_fused(_SMALL, seed=bench.seed, dtype=torch.float32)
+    own = optimizer_configs.ours(CONFIGURATIONS["fp32"], _SMALL, bench.seed)
+
+    def several(step: Callable[[], None]) -> Callable[[], None]:
+        def steps() -> None:
+            for _ in range(_SMALL_STEPS):
+                step()
+
+        return steps
+
+    contenders: dict[str, Callable[[], object]] = {"torch fused": several(theirs.step), "ours": several(own.step)}
+    times = bench.run("small", contenders, bench.rounds)
+    us = {who: statistics.median(times[who]) / _SMALL_STEPS / len(_SMALL) * 1e6 for who in contenders}
+    beside = {"ours, us a tensor": us["ours"], "torch fused, us a tensor": us["torch fused"]}
+    value = timing.ratio(times, "torch fused", "ours")
+    bench.add("small", "1000 tensors of 64, fp32: torch fused / ours", value, Bar(2.5, 4.0), beside)
+
+
+# -- neighbour: the longest of many steps while another process keeps one core busy ------------------------------------
+
+_NEIGHBOUR_STEPS = 50
+
+
+def neighbour(bench: Bench) -> None:
+    shapes = {"one tensor": bench.flat, f"{len(bench.model)} tensors": bench.model}
+    contenders: dict[str, Callable[[], object]] = {}
+    for what, each in shapes.items():
+        contenders[f"a, {what}"] = optimizer_configs.ours(CONFIGURATIONS["a"], each, bench.seed).step
+        contenders[f"torch fused fp32, {what}"] = bench_peers.torch_fused(
+            each, seed=bench.seed, dtype=torch.float32
+        ).step
+    with busy_core.busy():
+        times = bench.run("neighbour", contenders, _NEIGHBOUR_STEPS)
+    for who in contenders:
+        bar = Bar(3, 1.5, lower_is_better=True) if who.startswith("a,") else None
+        beside = {"median ms": statistics.median(times[who]) * 1e3}
+        worst = timing.worst(times, who)
+        bench.add("neighbour", f"{who}: longest of {_NEIGHBOUR_STEPS} steps / median", worst, bar, beside)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+_MEMORY_BARS = {"a": Bar(12.1, 12.0, True), "b": Bar(10.1, 10.0, True), "c": Bar(8.1, 8.02, True)}
+
+
+def memory(bench: Bench) -> None:
+    try:
+        found = resident_memory.measure(list(_MEMORY_BARS), bench.flat, bench.seed, bench.threads)
+    except RuntimeError as failure:
+        bench.skip("memory", "resident bytes per parameter", failure)
+        return
+    for name, bar in _MEMORY_BARS.items():
+        storage = round(found[name].storage, 2)  # as it is asked for: the step's 4 bytes per tensor are no matter
+        beside = {"peak RSS": found[name].peak_rss}
+        bench.add("memory", f"{name}: resident bytes per parameter", Spread(*[storage] * 3), bar, beside)
+
+
+_STEPS = (wall, gpt2, peers, small, neighbour, memory)
+_STATE = (state_rows.external, state_rows.offload, state_rows.host, state_rows.checkpoint)
+ROWS: dict[str, Callable[[Bench], None]] = {row.__name__: row for row in (*_STEPS, *_STATE)}

@@ -1,0 +1,1 @@
+"""The gradient scaler of fp16 models."""

@@ -1,0 +1,282 @@
+"""The loss scale of a policy as a torch.amp.GradScaler; the rule is in C (csrc/core/scale.c)."""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ext.comm import group_calls
+from torch_ext.grads.norm import mark_agreed, measure
+from torch_ext.native import library
+from torch_ext.params import local_shard, reducer_registry
+from torch_ext.policy.policy import Policy
+from torch_ext.tensors import dense
+
+
+class _Scale(library.Struct):
+    c_name = "tx_scale"
+    _fields_ = [
+        ("size", ctypes.c_uint64),
+        ("growth_factor", ctypes.c_double),
+        ("backoff_factor", ctypes.c_double),
+        ("min_scale", ctypes.c_double),
+        ("growth_interval", ctypes.c_int64),
+        ("hysteresis", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+        ("clean_steps", ctypes.c_int64),
+        ("hysteresis_left", ctypes.c_int64),
+    ]
+
+
+@functools.cache
+def _update() -> Callable[[Any, int], None]:
+    return library.function("tx_scale_update", ctypes.POINTER(_Scale), ctypes.c_int32)
+
+
+class _Visit:
+    """What was done to an optimizer since the last update."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
+        self.optimizer = optimizer
+        self.found_inf = found_inf
+        self.unscaled = False
+        self.stepped = False
+        # fp16 gradients stay scaled after unscale_: what they were then, since nobody may write to them until the step
+        self.deferred: list[tuple[Tensor, int]] = []
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler with a minimum, with hysteresis, and with found_inf agreed across ranks.
+
+    Made by `policy.grad_scaler()`; disabled (every method passes through) unless the policy is fp16. Used like torch's:
+
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)                   # only in order to clip or look at gradients
+        torch_ext.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    Where torch.distributed is initialised, `unscale_` (or `step`, where it was not called) is collective: one
+    all-reduce over `process_group`, so that all its ranks skip the same steps. Optimizers of torch_ext unscale within
+    their step. `unscale_` of fp16 gradients, which torch refuses because they would underflow, leaves them scaled for
+    such an optimizer: its clip_grad_norm_ and its step take the scale into account; writing to them before the step is
+    an error. Where a gradient is not finite `optimizer.step` is not called: no counter, hook or average sees the step.
+
+    Also where frameworks make their own: Lightning's MixedPrecision(..., scaler=scaler), Accelerate's
+    `accelerator.scaler = scaler` before `prepare`.
+    """
+
+    def __init__(self, policy: Policy, device: str = "cpu", process_group: Any = None) -> None:
+        if process_group is not None and torch.distributed.get_rank(process_group) < 0:
+            raise ValueError("this rank is not a member of process_group, so that it has nothing to agree on there")
+        self._machine = _Scale(size=ctypes.sizeof(_Scale))
+        struct, _ = policy._as_c()
+        library.function("tx_scale_from_policy", ctypes.c_void_p, ctypes.POINTER(_Scale))(
+            ctypes.byref(struct), ctypes.byref(self._machine)
+        )
+        self._process_group = process_group
+        self._visits: dict[int, _Visit] = {}
+        self._scaled = False
+        super().__init__(
+            device,
+            init_scale=self._machine.scale,
+            growth_factor=self._machine.growth_factor,
+            backoff_factor=self._machine.backoff_factor,
+            growth_interval=self._machine.growth_interval,
+            enabled=bool(policy.fp16),
+        )
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies losses, a tensor or an iterable of them, by the scale."""
+        self._scaled = True
+        return super().scale(outputs)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients by the scale, once per optimizer and update; see the class about fp16 gradients."""
+        if not self.is_enabled():
+            return
+        visit = self._visits.get(id(optimizer))
+        if visit is not None:
+            done = "step() was" if visit.stepped else "unscale_() was already"
+            raise RuntimeError(f"{done} called for this optimizer since the last update()")
+        grads = _grads(optimizer)
+        scale = self._current_scale(grads)
+        narrow = [g for g in grads if g.dtype == torch.float16]
+        if narrow and not _unscales_itself(optimizer):
+            raise ValueError(
+                "fp16 gradients would underflow when they are unscaled in place; use an optimizer of torch_ext without "
+                "fused=False (it divides as it steps), or keep gradients in fp32"
+            )
+        visit = self._visits[id(optimizer)] = _Visit(optimizer, self._found_inf(grads))
+        visit.unscaled = True
+        if narrow:
+            optimizer.grad_scale = scale  # type: ignore[attr-defined]
+            visit.deferred = [(g, g._version) for g in grads]
+        elif grads:
+            with torch.no_grad():
+                torch._foreach_mul_(grads, scale.double().reciprocal().float())
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """optimizer.step(*args, **kwargs) with unscaled gradients, unless one of them, on any rank, is not finite."""
+        if not self.is_enabled():
+            return optimizer.step(*args, **kwargs)
+        if any(closure is not None for closure in (*args, kwargs.get("closure"))):  # Accelerate passes None
+            raise RuntimeError(
+                "a closure cannot be used with a loss scale: its gradients would need to be unscaled inside"
+            )
+        visit = self._visits.get(id(optimizer))
+        if visit is not None and visit.stepped:
+            raise RuntimeError("step() was already called for this optimizer since the last update()")
+        if _unscales_itself(optimizer):
+            grads = _grads(optimizer)
+            scale = self._current_scale(grads)
+            visit = visit or self._visits.setdefault(id(optimizer), _Visit(optimizer, self._found_inf(grads)))
+            if any(g._version != version for g, version in visit.deferred):
+                raise RuntimeError(
+                    "fp16 gradients were written between unscale_() and step(), while they still are scaled: clip with "
+                    "torch_ext.clip_grad_norm_(optimizer, ...), which knows the scale"
+                )
+            if not visit.unscaled:
+                optimizer.grad_scale = scale  # type: ignore[attr-defined]
+            optimizer.found_inf = visit.found_inf  # type: ignore[attr-defined]
+        elif visit is None:
+            self.unscale_(optimizer)
+            visit = self._visits[id(optimizer)]
+        result = None
+        try:
+            if visit.found_inf.item() != 0:  # update() waits for it anyway
+                _skip(optimizer)
+            else:
+                result = optimizer.step(*args, **kwargs)
+        finally:
+            _release(optimizer)
+        visit.stepped = True
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Moves the scale after the steps of this iteration, or sets it. Waits for the device."""
+        if not self.is_enabled():
+            return
+        if new_scale is None:
+            if not self._visits or not self._scaled:
+                raise RuntimeError(
+                    "update() follows step() or unscale_(): no gradients were looked at since the last one"
+                )
+            _update()(ctypes.byref(self._machine), any(visit.found_inf.item() != 0 for visit in self._visits.values()))
+        else:
+            self._try(scale=float(new_scale))
+        super().update(float(self._machine.scale))
+        for visit in self._visits.values():
+            if visit.deferred:
+                _release(visit.optimizer)
+        self._visits.clear()
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        self._try(growth_factor=new_factor)
+        super().set_growth_factor(new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        self._try(backoff_factor=new_factor)
+        super().set_backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        self._try(growth_interval=new_interval)
+        super().set_growth_interval(new_interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's keys, and min_scale, hysteresis and _hysteresis_left; {} where disabled."""
+        if not self.is_enabled():
+            return {}
+        m = self._machine
+        return {
+            "scale": m.scale,
+            "growth_factor": m.growth_factor,
+            "backoff_factor": m.backoff_factor,
+            "growth_interval": m.growth_interval,
+            "_growth_tracker": m.clean_steps,
+            "min_scale": m.min_scale,
+            "hysteresis": m.hysteresis,
+            "_hysteresis_left": m.hysteresis_left,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what this class or torch.amp.GradScaler saved; what torch does not save stays as it is."""
+        if not self.is_enabled():
+            return
+        if not state_dict:
+            raise RuntimeError("the state_dict is empty: it was saved by a disabled GradScaler")
+        fields = {"_growth_tracker": "clean_steps", "_hysteresis_left": "hysteresis_left"}
+        self._try(**{fields.get(key, key): value for key, value in state_dict.items()})
+        super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._visits:
+            raise RuntimeError("a GradScaler can be pickled before unscale_() and step(), or after update()")
+        if self._process_group is not None:
+            raise RuntimeError("a GradScaler with a process_group cannot be pickled or copied: save its state_dict()")
+        return super().__getstate__()
+
+    def _try(self, **fields: Any) -> None:
+        """Takes the values over if they make a legal machine (C says), else raises ValueError and changes nothing."""
+        names = {field[0] for field in _Scale._fields_} - {"size"}
+        if unknown := set(fields) - names:
+            raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a GradScaler saves")
+        machine = _Scale.from_buffer_copy(self._machine)
+        for name, value in fields.items():
+            setattr(machine, name, value)
+        _update()(ctypes.byref(_Scale.from_buffer_copy(machine)), 1)
+        self._machine = machine
+
+    def _current_scale(self, grads: list[Tensor]) -> Tensor:
+        if not self._scaled:
+            raise RuntimeError(
+                "nothing was scaled yet: scaler.scale(loss).backward() comes before unscale_() and step()"
+            )
+        return torch.full((), self._machine.scale, dtype=torch.float32, device=grads[0].device if grads else "cpu")
+
+    def _found_inf(self, grads: list[Tensor]) -> Tensor:
+        """fp32, one element: whether a gradient on any rank is not finite."""
+        found_inf = measure(grads, float("inf"), dense.NONE).found_inf
+        distributed, group = torch.distributed, self._process_group
+        if group is not None or (distributed.is_available() and distributed.is_initialized()):
+            what = "the loss scale: whether a gradient on any rank is not finite"
+            group_calls.all_reduce(found_inf, group, what, distributed.ReduceOp.MAX)
+        return mark_agreed(found_inf)
+
+
+def _grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What this rank's step reads."""
+    from torch_ext.optim.adamw import Adam
+
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    for owner in reducer_registry.owners_of(everyone):
+        owner.before_step()
+    if isinstance(optimizer, Adam):
+        return optimizer._present_grads()
+    return [local_shard.tensor_of(p.grad) for p in everyone if p.grad is not None]
+
+
+def _unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
+    from torch_ext.optim.adamw import Adam
+
+    if isinstance(optimizer, Adam):
+        return optimizer.unscales_in_step
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _skip(optimizer: torch.optim.Optimizer) -> None:
+    """What a step that isn't made leaves behind."""
+    from torch_ext.optim.adamw import Adam
+
+    if isinstance(optimizer, Adam):
+        optimizer._counts[0, 0] += 1
+    # Where LR schedulers look whether they are called before the optimizer is: they are not.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _release(optimizer: torch.optim.Optimizer) -> None:
+    for name in ("grad_scale", "found_inf"):
+        optimizer.__dict__.pop(name, None)

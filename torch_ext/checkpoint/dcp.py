@@ -1,0 +1,160 @@
+"""Folders of torch.distributed.checkpoint that a save cut short leaves as they were, and whose every byte is checked.
+
+A checkpoint is `.metadata`, which names the data files, one of each rank, and where in them each item is. torch
+overwrites them in place, so that a process killed meanwhile leaves neither the former checkpoint nor the new one, and
+compares no checksum. Here each save's files have names of their own, `.metadata` is replaced at once when all of them
+are on the disk, and then the former files go (`checkpoint/folder.py`). `.metadata` has a checksum of each item and of
+itself; each file ends in its name, so that one of another save or rank is noticed. torch's own reader reads these
+folders too.
+"""
+
+import contextlib
+import dataclasses
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemWriter, filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torch_ext.checkpoint import folder as checkpoint_folder
+from torch_ext.checkpoint import folder_metadata
+from torch_ext.checkpoint.dcp_reader import CheckpointReader as CheckpointReader
+from torch_ext.checkpoint.folder_items import end_of
+from torch_ext.checkpoint.new_file import NewFile, refuse_full, sync_folder
+
+
+@dataclasses.dataclass
+class _Part:
+    """What the coordinator tells each rank, under the name by which torch looks for it."""
+
+    prefix: str  # of its files
+
+
+class CheckpointWriter(FileSystemWriter):
+    """`storage_writer=` of torch.distributed.checkpoint.save and async_save.
+
+    path: a folder, which is made; one that has a checkpoint is overwritten, and until the new one is complete holds the
+    former. Needs the disk space of both; OSError, with what was needed and what is free, where there is less. What a
+    save that failed or was killed left there the next one removes.
+
+    One save at a time: RuntimeError, naming who has the folder, where another process saves to it. Where the file
+    system has no locks either save may be refused when it ends; the checkpoint that is there is always whole.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._begun: weakref.finalize | None = None  # on the coordinator, until the save is complete
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the process of an async_save, which begins a save of its own."""
+        return self.__dict__ | {"_begun": None}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._give_up()
+        super().reset(checkpoint_id)
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        if not self.use_collectives:
+            raise ValueError("use_collectives=False makes checkpoints of single ranks; a CheckpointWriter writes whole")
+        os.makedirs(self.path, exist_ok=True)
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        folder, save_id = Path(self.path), self.save_id
+        checkpoint_folder.begin(folder, save_id)
+        # No later than with this object: when the save fails on another rank, nobody tells this one.
+        self._begun = weakref.finalize(self, _withdraw, folder, save_id, os.getpid())
+        return [
+            dataclasses.replace(plan, storage_data=_Part(checkpoint_folder.prefix(rank, save_id)))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            written = self._write(f"{plan.storage_data.prefix}0.distcp", plan.items, planner) if plan.items else []
+        except BaseException as error:
+            self._give_up()
+            needed = f"more than {sum(map(_nbytes, plan.items))} bytes"
+            refuse_full(error, f"rank {self.rank or 0}'s file in {self.path}", needed, self.path)
+            raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(written)
+        return future
+
+    def _write(self, name: str, items: list[Any], planner: Any) -> list[WriteResult]:
+        path = Path(self.path) / name
+        file = NewFile(path)
+        try:
+            written = [self._put(file, name, item, planner) for item in items]
+            file.write(end_of(name))
+            file.sync()
+            sync_folder(self.path)
+        except BaseException:
+            file.close()
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+        file.close()
+        return written
+
+    def _put(self, file: NewFile, name: str, item: Any, planner: Any) -> WriteResult:
+        begin, file.crc32 = file.size, 0
+        data = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            file.write(data.getbuffer())
+            file.check()
+        else:
+            data = data.detach().cpu()
+            if data.untyped_storage().nbytes() != data.nbytes:
+                data = data.clone()  # of what it is a view of, torch.save would write all
+            file.put(data)
+        info = _StorageInfo(name, begin, file.size - begin)
+        setattr(info, folder_metadata.CHECKSUM, file.crc32)
+        return WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        metadata.storage_meta = self.storage_meta()
+        raw = folder_metadata.dump(metadata, self.save_id)
+        try:
+            checkpoint_folder.complete(Path(self.path), self.save_id, raw)
+        except BaseException as error:
+            self._give_up()
+            refuse_full(error, f"the metadata of {self.path}", f"{len(raw)} bytes", self.path)
+            raise
+        if self._begun is not None:
+            self._begun.detach()
+            self._begun = None
+
+    def _give_up(self) -> None:
+        """The save that this one began, if it is not complete."""
+        if self._begun is not None:
+            self._begun()
+            self._begun = None
+
+    def stage(self, state_dict: Any) -> Any:
+        """Copies state as it is at rest, which is less than what will be written."""
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        try:
+            return stager.stage(state_dict)
+        finally:
+            stager.close()
+
+
+def _withdraw(folder: Path, save_id: str, process: int) -> None:
+    if process == os.getpid():  # not in a fork of it, which has a copy of the writer
+        checkpoint_folder.withdraw(folder, save_id)
+
+
+def _nbytes(item: Any) -> int:
+    """Of its elements; of other objects it is not known."""
+    if item.tensor_data is None:
+        return 0
+    return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)

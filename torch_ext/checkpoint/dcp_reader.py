@@ -1,0 +1,196 @@
+"""Reading folders of torch.distributed.checkpoint: everything is checked before the first tensor is written to, and
+nothing in them is executed."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import resource
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.futures import Future
+
+from torch_ext.checkpoint import folder_items, folder_metadata
+from torch_ext.optim.state import missing_keys
+
+_TRIES = 20  # to find the files of a checkpoint that is replaced again and again meanwhile
+
+
+@dataclasses.dataclass
+class _Seen:
+    """What a rank tells the coordinator: which `.metadata` it has read."""
+
+    checksum: int
+
+
+class CheckpointReader(FileSystemReader):
+    """`storage_reader=` of torch.distributed.checkpoint.load, which checks all that a rank will read before the first
+    tensor is written to: ValueError, naming the file and a key, where something is missing, truncated, damaged, of
+    another save, or replaced meanwhile. Reads folders of torch's own writer and of earlier versions too, with a warning
+    that there are no checksums.
+
+    It also loads into an optimizer of ours what torch.optim.AdamW saved, an optimizer without masters, or one that did
+    not know the names of its parameters: masters become the checkpoint's weights in fp32, options that it lacks stay as
+    they are.
+
+    weights_only: objects that are no tensors are read as torch.load(weights_only=True) does, and those of other classes
+    refused (see torch.serialization.add_safe_globals). False reads everything as torch.distributed.checkpoint does,
+    which executes whatever the files say. check: False compares no checksums, which reads everything once less.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, weights_only: bool = True, check: bool = True) -> None:
+        super().__init__(path)
+        self.weights_only, self.check = weights_only, check
+        self._forget()
+
+    def _forget(self) -> None:
+        for stream in getattr(self, "_streams", {}).values():
+            stream.close()
+        self._streams: dict[str, IO[bytes]] = {}  # a file may be removed by a later save before it is read
+        self._looked_at: dict[Any, bytes | None] = {}  # by the index of an item; bytes where it is no tensor
+        self._seen = _Seen(0)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._forget()
+        super().reset(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        whole = self._get_metadata_path()
+        file = Path(whole if kwargs.get("rank") is None else self._get_metadata_path(kwargs["rank"]))
+        if file != whole and Path(whole).exists():
+            raise ValueError(f"{whole} is there, so {file.name} is of another checkpoint: it is not looked at")
+        raw = file.read_bytes()
+        for _ in range(_TRIES):
+            try:
+                metadata = folder_metadata.parse(raw, weights_only=self.weights_only)
+            except ValueError as error:
+                raise ValueError(f"{file} {error}") from error
+            before, raw = raw, file.read_bytes()
+            if raw == before or all((file.parent / name).exists() for name in _files_of(metadata)):
+                break  # else a save removed them while it was read
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        self._seen = _Seen(zlib.crc32(before))
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        missing_keys.watch()
+        missing_keys.fill(metadata)
+        save_id = getattr(metadata.storage_meta, "save_id", None)
+        for name, items in _files_of(metadata).items():
+            folder_items.refuse_file(Path(self.path) / name, items, save_id)
+        if is_coordinator and not all(
+            hasattr(info, folder_metadata.CHECKSUM) for info in metadata.storage_data.values()
+        ):
+            warnings.warn(
+                f"{self.path} bears no checksums: torch or an earlier torch_ext saved it. What torch.save checks of "
+                "tensors is checked; other damage to it cannot be noticed. Saved by CheckpointWriter it has them",
+                stacklevel=2,
+            )
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        self._look_at(plan.items)
+        return dataclasses.replace(plan, storage_data=self._seen)
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        others = [rank for rank, plan in enumerate(plans) if plan.storage_data != self._seen]
+        if others:
+            who = ("rank " if len(others) == 1 else "ranks ") + ", ".join(map(str, others))
+            raise ValueError(
+                f"{self.path} was saved to while it was loaded: {who} read another "
+                ".metadata than the coordinator. Load it again when the save is done"
+            )
+        return plans
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            self._look_at(plan.items)  # where a planner gave this rank more than it asked for
+            for item in plan.items:
+                self._read(item, planner)
+        finally:
+            self._forget()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _look_at(self, items: list[Any]) -> None:
+        """Checks them, and reads what is no tensor."""
+        for item in items:
+            index = item.storage_index
+            if index in self._looked_at:
+                continue
+            if index not in self.storage_data:
+                raise ValueError(f"{self.path}: .metadata does not say where {index.fqn!r} is, from {index.offset} on")
+            info, found = self.storage_data[index], None
+            with self._stream(info.relative_path) as (file, stream):
+                if self.check:
+                    folder_items.refuse_item(stream, file, index.fqn, info)
+                if item.type == LoadItemType.BYTE_IO:
+                    found = self._slice(item, stream).read(-1)
+                    found = folder_items.plain(found, file, index.fqn) if self.weights_only else found
+            self._looked_at[index] = found
+
+    def _read(self, item: Any, planner: Any) -> None:
+        index = item.storage_index
+        found = self._looked_at[index]
+        if found is not None:
+            planner.load_bytes(item, io.BytesIO(found))
+            return
+        with self._stream(self.storage_data[index].relative_path) as (file, stream):
+            try:
+                tensor = torch.load(self._slice(item, stream), map_location="cpu", weights_only=True)
+                tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+            except (OSError, MemoryError):
+                raise
+            except Exception as error:  # of data that is no tensor's, of any kind
+                raise ValueError(f"{file}: {index.fqn!r} cannot be read ({error})") from error
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != tensor.size():
+            raise ValueError(f"{file}: {index.fqn!r} is {tuple(tensor.size())}, and not {tuple(target.size())}")
+        target.copy_(tensor)
+        planner.commit_tensor(item, target)
+
+    def _slice(self, item: Any, stream: IO[bytes]) -> Any:
+        """A stream of the item's bytes alone."""
+        info = self.storage_data[item.storage_index]
+        view: Any = io.BufferedReader(folder_items.Part(stream, info.offset, info.length))
+        if not info.transform_descriptors:
+            return view
+        transformed = self.transforms.transform_load_stream(item, info.transform_descriptors, view)
+        return transformed if transformed.seekable() else io.BytesIO(transformed.read(-1))
+
+    @contextlib.contextmanager
+    def _stream(self, name: str) -> Iterator[tuple[Path, IO[bytes]]]:
+        file = Path(self.path) / name
+        if name in self._streams:
+            yield file, self._streams[name]
+            return
+        try:
+            stream = open(file, "rb")
+        except FileNotFoundError as error:
+            raise ValueError(f"{file} is missing: another save replaced this checkpoint. Load it again") from error
+        if len(self._streams) < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4:
+            self._streams[name] = stream
+            yield file, stream
+        else:
+            with stream:
+                yield file, stream
+
+
+def _files_of(metadata: Any) -> dict[str, list[tuple[int, str]]]:
+    """By file: where each of its items ends, and its key."""
+    files: dict[str, list[tuple[int, str]]] = {}
+    for index, info in metadata.storage_data.items():
+        files.setdefault(info.relative_path, []).append((info.offset + info.length, index.fqn))
+    return files

@@ -1,0 +1,164 @@
+"""Checkpoints in one file: a save that is cut short at any moment leaves the former file as it was."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import stat
+import zipfile
+from typing import Any
+
+import torch
+
+from torch_ext.checkpoint.new_file import STALE, NewFile, refuse_full, sync_folder
+
+_UNFINISHED = ".unfinished"
+_ZIP = b"PK\x03\x04"  # how torch.save's files begin
+
+
+def save(obj: Any, path: str | os.PathLike[str]) -> None:
+    """torch.save, and `path` is at every moment either the file that was there before or all of the new one.
+
+    Written beside it (`.NAME.*.unfinished`), brought to the disk, and renamed. What a process that was killed left
+    there the next save of the same path removes. As with torch.save a symbolic link stays one, to the file that is
+    replaced; that file's mode, owner (where this process may give it away) and extended attributes stay; into a device
+    or a FIFO is written as it is. Other hard links keep the former file. One process saves to a path: under strategies
+    optim and optim_grads, rank 0 what consolidate_state_dict(to=0) returned.
+
+    OSError, with what was needed and what is free, where the disk is full; as open() where there is no such folder, or
+    the path is a folder or may not be written to.
+    """
+    path = os.path.realpath(os.fsdecode(path))
+    former = _former(path)
+    if former is not None and not stat.S_ISREG(former.st_mode):
+        with open(path, "wb") as there:
+            torch.save(obj, there)
+        return
+    folder, name = os.path.split(path)
+    unfinished, file = _begun(folder, _stem(folder, name), former)
+    try:
+        file.put(obj)
+        if former is not None:
+            _keep(path, former, file.fileno())
+        file.sync()
+        os.replace(unfinished, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # it may have been renamed before an interrupt came
+            os.unlink(unfinished)
+        file.close()
+        refuse_full(error, path, f"{file.size} bytes beside the former file", folder)
+        raise
+    file.close()
+    sync_folder(folder)
+
+
+def _former(path: str) -> os.stat_result | None:
+    try:
+        former = os.stat(path)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(former.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+    return former
+
+
+def _keep(path: str, former: os.stat_result, descriptor: int) -> None:
+    """What of the former file torch.save would not have changed."""
+    mine = os.fstat(descriptor)
+    if (former.st_uid, former.st_gid) != (mine.st_uid, mine.st_gid):
+        with contextlib.suppress(OSError):
+            os.fchown(descriptor, former.st_uid, former.st_gid)
+    os.fchmod(descriptor, stat.S_IMODE(former.st_mode))
+    with contextlib.suppress(OSError):  # there are file systems without them
+        for name in os.listxattr(path):
+            with contextlib.suppress(OSError):
+                os.setxattr(descriptor, name, os.getxattr(path, name))
+
+
+def _stem(folder: str, name: str) -> str:
+    """How the names of a path's unfinished files begin, which are no longer than names may be."""
+    rest = len(f"..{secrets.token_hex(8)}{_UNFINISHED}")
+    if len(os.fsencode(name)) + rest > os.pathconf(folder, "PC_NAME_MAX"):
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+    return f".{name}."
+
+
+def _begun(folder: str, stem: str, former: os.stat_result | None) -> tuple[str, NewFile]:
+    """A new unfinished file, locked, and its path. What others left that are dead is removed."""
+    while True:
+        unfinished = os.path.join(folder, f"{stem}{secrets.token_hex(8)}{_UNFINISHED}")
+        file = NewFile(unfinished, 0o666 if former is None else 0o600)  # the former's mode comes at the end
+        with contextlib.suppress(OSError):  # there are file systems without locks
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:  # else somebody found it not locked
+            break
+        file.close()
+    try:
+        _remove_abandoned(folder, stem, unfinished)
+    except BaseException:
+        os.unlink(unfinished)
+        file.close()
+        raise
+    return unfinished, file
+
+
+def _remove_abandoned(folder: str, stem: str, mine: str) -> None:
+    pattern = re.compile(re.escape(stem) + r"[0-9a-f]{16}" + re.escape(_UNFINISHED))
+    for name in filter(pattern.fullmatch, os.listdir(folder)):
+        left = os.path.join(folder, name)
+        if left != mine:
+            with contextlib.suppress(OSError):
+                _remove_if_abandoned(left, mine)
+
+
+def _remove_if_abandoned(left: str, mine: str) -> None:
+    if not stat.S_ISREG(os.lstat(left).st_mode):
+        return  # whatever it is, no save of ours made it
+    descriptor = os.open(left, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:  # no locks here: by the clock of the disk
+            if os.stat(mine).st_mtime - os.fstat(descriptor).st_mtime < STALE:
+                return
+        os.unlink(left)
+    finally:
+        os.close(descriptor)
+
+
+def load(path: str | os.PathLike[str], *, map_location: Any = None, mmap: bool = False, check: bool = True) -> Any:
+    """torch.load of tensors and plain values (weights_only=True). ValueError, naming the file, where it is truncated,
+    damaged or no checkpoint; FileNotFoundError where there is none.
+
+    map_location, mmap: torch.load's. check: reads the file once before, and compares its checksums, which torch writes
+    and does not look at.
+    """
+    path = os.fspath(path)
+    try:
+        if check:
+            _check(path)
+        return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # what torch raises of data that is none of its own is of any kind
+        said = str(error).strip().splitlines()
+        raise ValueError(
+            f"{path} ({os.path.getsize(path)} bytes) is no checkpoint that can be loaded: truncated, damaged, or not "
+            f"saved by torch.save ({said[0] if said else type(error).__name__})"
+        ) from error
+
+
+def _check(path: str) -> None:
+    with open(path, "rb") as file:
+        if file.read(len(_ZIP)) != _ZIP:
+            return  # an older format, or none
+        with zipfile.ZipFile(file) as archive:
+            if (damaged := archive.testzip()) is not None:
+                raise ValueError(f"its record {damaged!r} has another checksum")

@@ -1,0 +1,1 @@
+"""python -m torch_ext: info and plan."""

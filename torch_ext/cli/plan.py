@@ -1,0 +1,279 @@
+"""python -m torch_ext plan: bytes per rank of a model under each strategy, before anything is allocated."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torch_ext.comm.communicator import IN_FLIGHT
+from torch_ext.native import dtypes as native_dtypes
+from torch_ext.optim.state import codec
+from torch_ext.parallel import memory_plan
+from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets
+from torch_ext.parallel.memory_plan import MemoryPlan, Unit
+from torch_ext.policy.policy import Policy, load_policy
+
+_FULL = "optim_grads_params"
+_TENSORS = 256  # that a bare number of parameters is thought to be in
+
+
+class _Asked(NamedTuple):
+    """What memory is planned for."""
+
+    params: list[tuple[str, Any]]  # as plan_buckets takes them
+    units: list[Unit] | None
+    refusal: str | None  # why the model has no units: full sharding refuses it
+    frozen_bytes: int
+    of_dtype: Any  # as load_policy takes it
+    what: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--params", type=_count, metavar="N", help=f"7e9, say; in {_TENSORS} equal tensors")
+    model.add_argument(
+        "--numels", metavar="FILE", help='lines "elements" or "name elements", in registration order; - is the input'
+    )
+    model.add_argument(
+        "--model", metavar="MODULE:CALLABLE", help="called without arguments on the meta device, it returns the model"
+    )
+    parser.add_argument("--dtype", help="of the parameters; bf16, or what the model is in, unless given")
+    parser.add_argument("--world-size", type=_count, default=1, metavar="RANKS")
+    parser.add_argument(
+        "--slots",
+        action="store_true",
+        help="for GPUs: buckets travel in slots that are kept, on NCCL of either transport",
+    )
+    parser.add_argument(
+        "--strategy",
+        nargs="+",
+        type=_strategy,
+        metavar="STRATEGY",
+        help=f"{', '.join(memory_plan.strategies())}, or their numbers from 0; all, unless given",
+    )
+    parser.add_argument(
+        "--override",
+        nargs="+",
+        action="extend",
+        type=_override,
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the policy: exp_avg_dtype=fp8 store_param_remainders=true bucket_size=25000000 ...",
+    )
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the table; leaves by SystemExit(2), with a message, where what was asked is not legal."""
+    try:
+        print(_text(options))
+    except (ValueError, TypeError, OSError) as error:
+        options.refuse(str(error))
+    return 0
+
+
+# -- arguments ----------------------------------------------------------------------------------------------------
+
+
+def _count(text: str) -> int:
+    """A whole number > 0; 7e9 is one."""
+    try:
+        number = float(text) if set(text) & set(".eE") else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 1 <= number < 2**63 or number != int(number):
+        raise argparse.ArgumentTypeError(f"{text!r}; a whole number from 1 to 2^63 is legal")
+    return int(number)
+
+
+def _strategy(text: str) -> str:
+    names = memory_plan.strategies()
+    name = names[int(text)] if text in map(str, range(len(names))) else text
+    if name not in names:
+        legal = ", ".join(f"{name} ({i})" for i, name in enumerate(names))
+        raise argparse.ArgumentTypeError(f"{text!r}; legal are {legal}")
+    return name
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}; KEY=VALUE is legal, such as exp_avg_dtype=fp8")
+    words: dict[str, Any] = {"true": True, "false": False, "none": None}
+    if value.lower() in words:
+        return key, words[value.lower()]
+    for number in (int, float):
+        try:
+            return key, number(value)
+        except ValueError:
+            pass
+    return key, value
+
+
+def _policy_of(options: argparse.Namespace, of_dtype: Any) -> Policy:
+    given = dict(options.override)
+    of_buckets = load_policy(of_dtype)
+    ddp = {
+        key: given.pop(key) for key in list(given) if key in of_buckets.ddp_config.keys() - of_buckets.optimizer_config
+    }
+    return load_policy(of_dtype, override_optimizer_config=given, override_ddp_config=ddp)
+
+
+# -- what to plan for ---------------------------------------------------------------------------------------------
+
+
+def _asked(options: argparse.Namespace) -> _Asked:
+    if options.model:
+        return _of_model(options)
+    dtype = options.dtype or "bf16"
+    if options.params:
+        tensors = min(_TENSORS, options.params)
+        numels = [options.params // tensors + (i < options.params % tensors) for i in range(tensors)]
+        return _Asked([(str(i), n) for i, n in enumerate(numels)], None, None, 0, dtype, f"{tensors} equal tensors")
+    params = list(_lines(options.numels))
+    if not params:
+        raise ValueError(f"{options.numels} has no line with a number of elements")
+    return _Asked(params, None, None, 0, dtype, f"{len(params)} tensors of {options.numels}")
+
+
+def _lines(file: str) -> Iterator[tuple[str, int]]:
+    text = sys.stdin.read() if file == "-" else Path(file).read_text()
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            (*name, count) = words
+            if len(name) > 1:
+                raise argparse.ArgumentTypeError(f"{len(words)} words")
+            yield (name[0] if name else str(number)), _count(count)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f'{file}, line {number}: {error}; "elements" or "name elements" is legal') from None
+
+
+def _of_model(options: argparse.Namespace) -> _Asked:
+    text, dtype = options.model, options.dtype
+    module, colon, name = text.partition(":")
+    if not module or not colon or not name:
+        raise ValueError(f"--model is {text!r}; MODULE:CALLABLE is legal, such as my_package.model:build")
+    try:
+        make = importlib.import_module(module)
+        for part in name.split("."):
+            make = getattr(make, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--model {text}: {error}") from None
+    try:
+        with torch.device("meta"):
+            model = make()  # type: ignore[operator]
+    except Exception as error:
+        raise ValueError(f"--model {text}: building it on the meta device: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"--model {text} returns a {type(model).__name__}; a torch.nn.Module is expected")
+    if dtype is not None:
+        model = model.to(native_dtypes.coerce_dtypes({"param_dtype": dtype})["param_dtype"])
+    params = memory_plan.trainable(model)
+    if not params:
+        raise ValueError(f"--model {text}: {type(model).__name__} has no trainable parameter")
+    policy = _policy_of(options, model)
+    units: list[Unit] | None = None
+    refusal: str | None = None
+    try:
+        units = memory_plan.units_of(model, policy.bucket_size)
+    except ValueError as error:
+        refusal = str(error)
+    return _Asked(params, units, refusal, memory_plan.frozen_bytes(model), model, type(model).__name__)
+
+
+# -- the table ----------------------------------------------------------------------------------------------------
+
+_COLUMNS = ("parameters", "gradients", "masters", "moments", "scales, steps", "total", "transient", "peak")
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def _text(options: argparse.Namespace) -> str:
+    asked = _asked(options)
+    policy = _policy_of(options, asked.of_dtype)
+    layout = plan_buckets(asked.params, policy, options.world_size)
+    chosen = list(options.strategy or memory_plan.strategies())
+    if asked.refusal is not None and _FULL in chosen:
+        if chosen == [_FULL]:
+            raise ValueError(f"{_FULL}: {asked.refusal}")
+        chosen.remove(_FULL)
+    plans = memory_plan.plan_memory(
+        asked.params,
+        policy,
+        options.world_size,
+        chosen,
+        units=asked.units,
+        frozen_bytes=asked.frozen_bytes,
+        slots=options.slots,
+    )
+    notes = _notes(asked, plans, options.slots)
+    return "\n".join([*_facts(asked, policy, layout), "", *_table(plans), "", *notes])
+
+
+def _facts(asked: _Asked, policy: Policy, layout: BucketPlan) -> Iterator[str]:
+    numel = sum({(p.buffer, p.start): p.numel for p in layout.parameters}.values())
+    yield f"{numel:,} trainable parameters ({asked.what}), {_plural(layout.world_size, 'rank')}"
+    dtypes = {(p.param_dtype, p.main_grads_dtype, p.grad_comm_dtype) for p in layout.parameters}
+    for dtype, main, wire in sorted(dtypes, key=str):
+        kinds = codec.kinds_of(policy, dtype)
+        master = "none" if kinds.master is None else native_dtypes.name_of(codec.MASTERS[kinds.master])
+        names = [native_dtypes.name_of(d) for d in (dtype, main, wire, kinds.exp_avg, kinds.exp_avg_sq)]
+        yield "{}: gradients {}, wire {}, exp_avg {}, exp_avg_sq {}, master {}".format(*names, master)
+    largest = max(b.numel for b in layout.buckets)
+    yield f"{_plural(len(layout.buckets), 'bucket')}, the largest of {largest:,} elements"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def _table(plans: Sequence[MemoryPlan]) -> list[str]:
+    largest = max(plan.peak for plan in plans)
+    unit, size = next(((unit, size) for unit, size in _UNITS if largest >= size), _UNITS[-1])
+    rows: list[tuple[str, ...]] = [(unit, *_COLUMNS)]
+    for p in plans:
+        cells = (p.params, p.grads, p.masters, p.moments, p.scales + p.steps, p.total, p.transient, p.peak)
+        rows.append((p.strategy, *(f"{cell / size:.2f}" for cell in cells)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([f"{row[0]:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def _notes(asked: _Asked, plans: Sequence[MemoryPlan], slots: bool) -> Iterator[str]:
+    yield "Of one rank. Not in it: activations, buffers of modules, what allocators and transports keep for themselves."
+    of = {plan.strategy: plan for plan in plans}
+    if any(strategy != _FULL for strategy in of):
+        how = (
+            "two slots of each size that buckets have"
+            if slots
+            else f"at most {IN_FLIGHT} buckets on their way at a time"
+        )
+        joined = " (no_shard: or two messages of joined ones)" * ("no_shard" in of and not slots)
+        yield f"transient: {how}{joined}."
+    moving = {strategy: plan.moving for strategy, plan in of.items() if plan.moving}
+    if moving:
+        sizes = ", ".join(f"{strategy} {_size(nbytes)}" for strategy, nbytes in moving.items())
+        yield (
+            "peak: or the moment in which weights move (parallelize), or buckets are laid out in the order that the "
+            f"first backward showed. It has no states yet, but takes beside parameters and gradients: {sizes}. Where "
+            "no_shard's states were loaded before the first backward, it comes on top of the total."
+        )
+    if asked.refusal is not None:
+        yield f"{_FULL} is not for this model: {asked.refusal}"
+    elif _FULL in of:
+        units, bound = ("parameters", ", a lower bound") if asked.units is None else ("units", "")
+        yield f"transient of {_FULL}{bound}: the two largest {units}, gathered, and their gradients on their way."
+
+
+def _size(nbytes: int) -> str:
+    unit, size = next(((unit, size) for unit, size in _UNITS if nbytes >= size), _UNITS[-1])
+    return f"{nbytes / size:.2f} {unit}"

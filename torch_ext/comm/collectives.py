@@ -1,0 +1,218 @@
+"""The exchange over any back end that has all-to-all and all-gather, NCCL above all.
+
+Collectives have no tags: the order of calls is their name. So each is issued by the thread that runs backward, and all
+ranks keep one order: a bucket's all-to-all when it is started, its sum and all-gather when the next bucket has left (on
+a device, where that only gives work to a stream) or when its result is asked for (on a CPU, where it would wait).
+
+On a device nothing here waits on the host: see `comm/streams.py`. Reports between buckets and cycles travel from host
+to host, over gloo, since reading what a device received would wait for the device.
+"""
+
+import datetime
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from torch_ext.comm import group_calls
+from torch_ext.comm.communicator import Exchange, Handle, Install, Opening, Part
+from torch_ext.comm.gloo import PointToPoint
+from torch_ext.comm.lost_ranks import backend, timeout_of
+from torch_ext.comm.streams import Event, Slot, Slots
+from torch_ext.comm.transport import TorchTransport, Transport, Work
+from torch_ext.comm.wire import BLOCK, CODES, Wire
+
+
+class _Reduction:
+    """A bucket between its all-to-all and its sum."""
+
+    def __init__(
+        self,
+        exchange: "Collectives",
+        opening: Opening,
+        install: Install,
+        what: str,
+        then: Callable[[], None] | None,
+    ) -> None:
+        self.exchange, self.install, self.what, self.then = exchange, install, what, then
+        # Reads memory that others allocated, which has to live until `result`.
+        self.opening: Opening | None = opening
+        self.event = exchange.take_event()
+        self.failure: Exception | None = None
+        with exchange.ordering.leave():
+            self.wire, self.gathered = opening()
+            self.received, self.slot = exchange.lend(self.wire.data.numel(), self.wire.data.dtype, "received")
+            self.works = exchange.transport.all_to_all(self.received.messages(), self.wire.messages(), what)
+
+    def advance(self) -> None:
+        """Gives the device the rest to do; a CPU does it."""
+        try:
+            self._advance()
+        except Exception as error:
+            self.failure = error  # whoever advances need not be who asks for the result
+            raise
+
+    def _advance(self) -> None:
+        exchange = self.exchange
+        with exchange.ordering.arrive():
+            _wait(self.works)
+            self.install(self.received.parts(exchange.world_size), Part(exchange.rank, exchange.world_size))
+            exchange.slots.give_back(self.slot)
+            if self.gathered is not None:
+                _wait(exchange.transport.all_gather(self.gathered.messages(), exchange.rank, self.what))
+            if self.then is not None:
+                self.then()
+            exchange.ordering.arrived(self.event)
+
+    def result(self) -> None:
+        if self.opening is None:
+            return
+        self.exchange.advance_to(self)
+        if self.failure is not None:
+            raise self.failure
+        self.exchange.ordering.join(self.event)
+        self.exchange.events.append(self.event)
+        del self.wire, self.gathered, self.received, self.slot, self.works, self.install, self.then
+        self.opening = None
+
+
+class _Gathering:
+    """Weights on their way."""
+
+    def __init__(self, gathered: Wire, works: list[Work]) -> None:
+        self._gathered: Wire | None = gathered  # kept while it is written
+        self._works = works
+
+    def result(self) -> None:
+        works, self._works = self._works, []
+        _wait(works)
+        self._gathered = None
+
+
+def _wait(works: list[Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+class Collectives(Exchange):
+    """See the module's first lines."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, transport: Transport | None = None, in_place: bool = False
+    ) -> None:
+        """transport: None: the group itself. in_place: see TorchTransport."""
+        super().__init__(group, device)
+        self.transport = TorchTransport(group, device, in_place) if transport is None else transport
+        self.slots = Slots(self.ordering.streams, self.transport.allocate)
+        self.events: list[Event] = []  # of buckets that are done with
+        self._lent: dict[int, Slot] = {}  # by address
+        self._control: Exchange | None = None
+        self._under_way: deque[_Reduction] = deque()  # which have not advanced
+
+    def take_event(self) -> Event:
+        return self.events.pop() if self.events else self.ordering.streams.event()
+
+    def lend(self, numel: int, dtype: torch.dtype, role: str) -> tuple[Wire, Slot]:
+        """Memory of a slot. Where both of its class are in use, the oldest bucket is finished first, on every rank."""
+        blocks = numel // BLOCK if dtype == CODES else 0
+        nbytes = numel * dtype.itemsize + blocks
+        while (slot := self.slots.take(role, nbytes)) is None:
+            self._under_way.popleft().advance()
+        codes = slot.memory[: numel * dtype.itemsize].view(dtype)
+        return Wire(codes, slot.memory[codes.nbytes : nbytes]), slot
+
+    def borrow(self, numel: int, dtype: torch.dtype, role: str) -> Wire:
+        wire, slot = self.lend(numel, dtype, role)
+        self._lent[wire.data.data_ptr()] = slot
+        return wire
+
+    def give_back(self, wire: Wire) -> None:
+        self.slots.give_back(self._lent.pop(wire.data.data_ptr()))
+
+    def reduce(
+        self,
+        wire: Wire | Opening,
+        install: Install,
+        *,
+        result: Wire | None = None,
+        tag: int,
+        what: str,
+        places: int = 1,
+        then: Callable[[], None] | None = None,
+    ) -> Handle:
+        wires = (wire, result) if isinstance(wire, Wire) else None
+        opening: Opening = wire if not isinstance(wire, Wire) else lambda: wires  # type: ignore[assignment, return-value]
+        reduction = _Reduction(self, opening, install, what, then)
+        self._count(reduction.wire)
+        self._count(reduction.gathered)
+        if self.deferring and self._under_way:
+            self.advance_to(self._under_way[-1])
+        self._under_way.append(reduction)
+        return reduction
+
+    def advance_to(self, reduction: _Reduction) -> None:
+        """In the order in which buckets left."""
+        while reduction in self._under_way:
+            self._under_way.popleft().advance()
+
+    def gather(self, result: Wire, *, tag: int, what: str) -> Handle:
+        self._count(result)
+        return _Gathering(result, self.transport.all_gather(result.messages(), self.rank, what))
+
+    def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
+        if self.deferring:
+            if self._control is None:
+                self._control = beside(self.group, self.device)
+            return self._reports(self._control, payload, tag, what)
+        self.bytes_sent += payload.nbytes * (self.world_size - 1)
+        gathered = [torch.empty_like(payload) for _ in range(self.world_size)]
+        work = group_calls.all_gather(gathered, payload, self.group, what)
+
+        def wait() -> list[torch.Tensor]:
+            work.wait()
+            return gathered
+
+        return wait
+
+    def _reports(
+        self, control: Exchange, payload: torch.Tensor, tag: int, what: str
+    ) -> Callable[[], list[torch.Tensor]]:
+        digest = self.transport.digest()
+        numel = payload.numel()
+        gather = control.all_gather(torch.cat([payload.view(-1), digest]), tag=tag, what=what)
+
+        def wait() -> list[torch.Tensor]:
+            rows = gather()
+            if any(not torch.equal(row[numel:], digest) for row in rows):
+                self.transport.explain(tag)
+            return [row[:numel] for row in rows]
+
+        return wait
+
+
+# One for each group that is there: gloo has threads for each of its own.
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+
+_HOST = torch.device("cpu")
+
+
+def beside(group: dist.ProcessGroup, device: torch.device) -> Exchange:
+    """A gloo exchange between the group's ranks for host memory; it waits as long as the group does for the device.
+
+    Every rank of the group asks for the first time at the same place. Raises RuntimeError where this torch has no gloo.
+    """
+    if backend(group, _HOST) == "gloo":
+        return PointToPoint(group, _HOST)
+    if group not in _groups:
+        if not dist.is_gloo_available():
+            raise RuntimeError(
+                "the process group moves device memory only, and this torch has no gloo for what ranks tell each "
+                "other: use a torch that has it"
+            )
+        ranks = dist.get_process_group_ranks(group)
+        timeout = datetime.timedelta(seconds=timeout_of(group, device))
+        what = "a gloo group beside the process group"
+        _groups[group] = group_calls.new_group(ranks, timeout, group, what)
+    return PointToPoint(_groups[group], _HOST)

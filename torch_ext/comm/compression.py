@@ -1,0 +1,69 @@
+"""bf16 messages in three quarters of their bytes, every bit kept (tx_compress of C), for a wire that is slow.
+
+How long a message is depends on its number of elements alone, so that both ends know; data that is too disordered for
+it follows as it is (`rest`). Both ends have to want it, which is the caller's to agree on (`Exchange.compresses`).
+"""
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torch_ext.native import library
+from torch_ext.native.adamw_args import TensorArgument, argument
+from torch_ext.policy.policy import Policy
+
+_LEAST = 4096  # elements; what is shorter takes as long as an empty message
+
+
+@functools.cache
+def _bytes() -> Callable[[int], int]:
+    return library.function("tx_compressed_bytes", ctypes.c_int64, restype=ctypes.c_int64, brief=True)
+
+
+@functools.cache
+def _of_c(name: str) -> Callable[..., None]:
+    return library.function(name, TensorArgument, TensorArgument, ctypes.POINTER(ctypes.c_int64))
+
+
+def size(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of the compressed message of so many elements; 0: they are sent as they are."""
+    return _bytes()(numel) if dtype == torch.bfloat16 and numel >= _LEAST else 0
+
+
+def compress(values: Tensor, message: Tensor) -> int:
+    """Writes the message (uint8, of the values' `size`, which is not 0) that stands for values; how many bytes at their
+    end have to follow it as they are. Contiguous, on the host. Any thread."""
+    rest = ctypes.c_int64()
+    _of_c("tx_compress")(argument(values), argument(message), ctypes.byref(rest))
+    return rest.value
+
+
+def expand(message: Tensor, values: Tensor) -> int:
+    """The other way; how many bytes at the end of values are still to come. RuntimeError for what is no message."""
+    rest = ctypes.c_int64()
+    _of_c("tx_expand")(argument(message), argument(values), ctypes.byref(rest))
+    return rest.value
+
+
+def end_of(values: Tensor, rest: int) -> Tensor:
+    """The last bytes of values, as they lie there."""
+    whole = values.view(torch.uint8)
+    return whole[whole.numel() - rest :]
+
+
+def is_certain(policy: Policy) -> bool:
+    """Whether messages are compressed whatever the wire's speed is."""
+    return math.isinf(policy.compress_below_gbps)
+
+
+def refuse(policy: Policy, possible: bool) -> None:
+    """ValueError where compression is certain and not possible."""
+    if is_certain(policy) and not possible:
+        raise ValueError(
+            f"compress_below_gbps={policy.compress_below_gbps}: messages are compressed on the host, over gloo; a "
+            "finite number is legal here, and means no compression"
+        )

@@ -1,0 +1,114 @@
+"""Everything that this library says over a process group, in torch.distributed's calls: nothing else calls these.
+
+A group that was destroyed or has failed is refused by name of the call, and a back end's error becomes the message
+that names the ranks which did not come (see `comm/lost_ranks.py`). what: the call, for messages.
+"""
+
+import datetime
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_ext.comm.lost_ranks import failed, has_broken, is_failure, refuse
+
+
+class Call:
+    """One that was started. wait() as torch's, with an error of ours."""
+
+    def __init__(self, work: Any, group: Any, what: str) -> None:
+        self._work, self._group, self._what = work, group, what
+
+    def wait(self) -> None:
+        with translated(self._group, self._what):
+            self._work.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+@contextmanager
+def translated(group: Any, what: str) -> Iterator[None]:
+    """For calls of torch's that speak over the group on their own. group: None: the default one."""
+    refuse(group, what)
+    try:
+        yield
+    except RuntimeError as error:
+        if is_failure(error):
+            raise failed(group, what, error) from error
+        raise
+
+
+@contextmanager
+def translated_over(mesh: Any, what: str) -> Iterator[None]:
+    """The same for every process group of a DeviceMesh."""
+    groups = mesh.get_all_groups()
+    for group in groups:
+        refuse(group, what)
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_failure(error):
+            raise
+        # Which one failed, the error does not say: the others are as they were, but for connections that broke.
+        raise failed(_failing(groups), what, error) from error
+
+
+def _failing(groups: Sequence[Any]) -> Any:
+    return next((group for group in groups if has_broken(group)), groups[0])
+
+
+def all_reduce(tensor: Tensor, group: Any, what: str, op: Any = dist.ReduceOp.SUM) -> None:
+    _finished(dist.all_reduce, group, what, tensor, op=op)
+
+
+def reduce(tensor: Tensor, to: int, group: Any, what: str) -> None:
+    """to: a rank of the job."""
+    _finished(dist.reduce, group, what, tensor, dst=to)
+
+
+def broadcast(tensor: Tensor, group: Any, what: str) -> None:
+    """The tensor of the group's first rank."""
+    _finished(dist.broadcast, group, what, tensor, group_src=0)
+
+
+def all_gather(into: list[Tensor], own: Tensor, group: Any, what: str) -> Call:
+    return _started(dist.all_gather, group, what, into, own)
+
+
+def all_gather_into_tensor(into: Tensor, own: Tensor, group: Any, what: str) -> Call:
+    return _started(dist.all_gather_into_tensor, group, what, into, own)
+
+
+def all_to_all_single(into: Tensor, sent: Tensor, group: Any, what: str) -> Call:
+    return _started(dist.all_to_all_single, group, what, into, sent)
+
+
+def new_group(ranks: Iterable[int], timeout: datetime.timedelta, beside: Any, what: str) -> Any:
+    """Over gloo, between these ranks of the job, who are those of the group `beside`; they alone call it."""
+    with translated(beside, what):
+        return dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
+
+
+def _started(call: Callable[..., Any], group: Any, what: str, *args: Any) -> Call:
+    with translated(group, what):
+        return Call(call(*args, group=group, async_op=True), group, what)
+
+
+def _finished(call: Callable[..., Any], group: Any, what: str, *args: Any, **options: Any) -> None:
+    with translated(group, what):
+        call(*args, group=group, **options)
+
+
+def send(message: Tensor, group: dist.ProcessGroup, to: int, tag: int) -> Any:
+    """to: a rank in the group. Raises the back end's own error, and so does what it returns: who waits for several
+    messages tells more of whom it misses (see `comm/gloo.py`)."""
+    return group.send([message], to, tag)
+
+
+def receive(into: torch.Tensor, group: dist.ProcessGroup, sender: int, tag: int) -> Any:
+    """As `send`."""
+    return group.recv([into], sender, tag)

@@ -1,0 +1,115 @@
+"""Ranks agree on what they will exchange before they exchange it: a mismatch is a message on every rank."""
+
+import ctypes
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from torch_ext.comm import group_calls
+from torch_ext.comm.communicator import AGREEMENT_TAG, Exchange
+from torch_ext.native import library
+
+# Words of the first message. Its size and beginning are fixed for ever: how else would a newer version tell an older?
+_WORDS = 8
+_FORMAT = 1
+
+# How many exchanges this process has begun on groups of its own; ranks take the largest, so that tags agree.
+_engines = 0
+
+
+def agree(exchange: Exchange, *, caller: str, fingerprint: int, lines: Sequence[str], failure: Exception | None) -> int:
+    """Compares what every rank is about to do; returns a number for this engine that is the same on all ranks.
+
+    fingerprint and lines: the layout's fingerprint and everything else that must be equal, as text; the text travels
+    only where something differs. failure: what went wrong on this rank, in which case every rank stops.
+
+    Raises `failure` itself on the rank that has it, elsewhere RuntimeError: who failed and why, or the ranks that
+    differ and the first line in which they do.
+    """
+    global _engines
+    version = library.function("tx_version", restype=ctypes.c_uint32)()
+    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "little", signed=True)
+    words = [_FORMAT, version, failure is not None, _signed(fingerprint), digest, _engines, exchange.world_size, 0]
+    rows = [row.view(torch.int64).tolist() for row in _gather(exchange, torch.tensor(words).view(torch.uint8), caller)]
+    _engines = 1 + max(row[5] for row in rows)
+    if not any(row[2] for row in rows) and all(row[:5] == rows[0][:5] for row in rows):
+        return _engines
+
+    texts = _gather_texts(exchange, str(failure) if failure else "\n".join(_with_version(version, lines)), caller)
+    if failure is not None:
+        raise failure
+    for rank, row in enumerate(rows):
+        if row[2]:
+            raise RuntimeError(f"{caller}: stopped on all ranks, because on rank {rank}: {texts[rank]}")
+    differing = [rank for rank, row in enumerate(rows) if row[:5] != rows[0][:5]]
+    ranks = f"rank {differing[0]} differs" if len(differing) == 1 else f"ranks {', '.join(map(str, differing))} differ"
+    theirs, first = texts[differing[0]].split("\n"), texts[0].split("\n")
+    longest = max(len(theirs), len(first))
+    pairs = zip(_padded(theirs, longest), _padded(first, longest), strict=True)
+    other, mine = next(((a, b) for a, b in pairs if a != b), ("another plan", "the plan"))
+    raise RuntimeError(
+        f"{caller}: {ranks} from rank 0, so nothing was exchanged. The first difference: rank {differing[0]} has "
+        f"{other!r}, rank 0 has {mine!r}. Every rank must have the same model, policy and version of torch_ext."
+    )
+
+
+def _with_version(version: int, lines: Sequence[str]) -> list[str]:
+    return [f"torch_ext {version >> 16}.{version >> 8 & 255}.{version & 255}", *lines]
+
+
+def _padded(lines: list[str], n: int) -> list[str]:
+    return lines + ["nothing more"] * (n - len(lines))
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _gather(exchange: Exchange, payload: torch.Tensor, caller: str) -> list[torch.Tensor]:
+    return exchange.all_gather(payload, tag=AGREEMENT_TAG, what=f"{caller}: comparing the ranks' plans")()
+
+
+def _gather_texts(exchange: Exchange, text: str, caller: str) -> list[str]:
+    data = text.encode("utf-8", "replace")
+    sizes = [
+        int(row.view(torch.int64)) for row in _gather(exchange, torch.tensor([len(data)]).view(torch.uint8), caller)
+    ]
+    padded = torch.frombuffer(bytearray(data.ljust(max(1, *sizes), b"\0")), dtype=torch.uint8)
+    rows = _gather(exchange, padded, caller)
+    return [bytes(row[:size].tolist()).decode("utf-8", "replace") for row, size in zip(rows, sizes, strict=True)]
+
+
+_MESSAGE_BYTES = 32 * 2**20
+
+
+def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, what: str) -> None:
+    """Makes every rank's tensors those of the group's first rank, bit for bit; shapes and dtypes are agreed on before.
+
+    Travels as bytes, some 32 MiB in a message. Nothing happens in a group of one. what: the call, for messages.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    message: list[torch.Tensor] = []
+    for tensor in tensors:
+        message.append(tensor)
+        if sum(t.nbytes for t in message) >= _MESSAGE_BYTES:
+            _send(message, group, what)
+            message = []
+    if message:
+        _send(message, group, what)
+
+
+@torch.no_grad()
+def _send(tensors: list[torch.Tensor], group: dist.ProcessGroup, what: str) -> None:
+    flat = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
+    group_calls.broadcast(flat, group, what)
+    if dist.get_rank(group) == 0:
+        return
+    at = 0
+    for tensor in tensors:
+        # Slices of a message may be unaligned for their dtype, which a view would refuse.
+        own = flat[at : at + tensor.nbytes].clone().view(tensor.dtype)
+        tensor.copy_(own.view(tensor.shape))
+        at += tensor.nbytes

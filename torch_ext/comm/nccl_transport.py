@@ -1,0 +1,203 @@
+"""transport="nccl": buckets over a communicator of this library's own, on a stream of its own.
+
+Made at the first bucket, when every rank has agreed on what will be exchanged. The ranks' reports (`Collectives`) carry
+a digest of what was issued: ranks that parted are told by name of bucket, instead of waiting for each other. What does
+not end in time is aborted by a watchdog, and the next call says so: nothing else would, since no host waits.
+"""
+
+import ctypes
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torch_ext.comm import collectives
+from torch_ext.comm.communicator import AGREEMENT_TAG, Exchange
+from torch_ext.comm.lost_ranks import timeout_of
+from torch_ext.comm.streams import Event, Streams
+from torch_ext.comm.transport import Work
+from torch_ext.native import graph_capture, nccl
+
+
+class _Issued(NamedTuple):
+    """An operation that was given to the stream."""
+
+    streams: Streams
+    event: Event
+    what: str
+    begin: float
+
+    def wait(self) -> None:
+        self.streams.wait(self.streams.current(), self.event)
+
+
+class Watchdog:
+    """Looks at what is under way, oldest first, from a thread of its own."""
+
+    PERIOD = 1.0
+
+    def __init__(self, streams: Streams, comm: nccl.Comm, timeout: float) -> None:
+        self._streams, self._comm, self._timeout = streams, comm, timeout
+        self._under_way: deque[_Issued] = deque()
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="torch_ext watchdog", daemon=True).start()
+
+    def watch(self, issued: _Issued) -> None:
+        self._under_way.append(issued)
+
+    def look(self, now: float) -> bool:
+        """Whether there is more to look at."""
+        unseen = ""
+        try:
+            while self._under_way and self._streams.passed(self._under_way[0].event):
+                self._under_way.popleft()
+        except RuntimeError as error:  # perhaps the next time; what fails for good runs out of time
+            unseen = f"; it could not be looked at: {error}"
+        try:
+            self._comm.check()
+        except RuntimeError:
+            return False  # the next call repeats it
+        if self._under_way and now > self._under_way[0].begin + self._timeout:
+            self._comm.abort(
+                f"{self._under_way[0].what} was not done after {self._timeout:g} s, the process group's timeout: a "
+                f"rank was lost, or is that far behind{unseen}"
+            )
+            return False
+        return True
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        try:
+            with self._streams.looking():
+                while not self._ended.wait(self.PERIOD) and self.look(time.monotonic()):
+                    pass
+        except Exception as error:  # without it nobody would ever hear of a rank that was lost
+            self._comm.abort(f"its watchdog failed: {error}")
+
+
+class NcclTransport:
+    """See the module's first lines; one for each process group, so that one order counts for all its exchanges."""
+
+    def __init__(self, control: Exchange, device: torch.device, streams: Streams, timeout: float) -> None:
+        """control: between the same ranks' hosts. timeout: seconds after which a rank that does not come is an
+        error."""
+        self._control, self._device, self._streams, self._timeout = control, device, streams, timeout
+        self._stream = streams.new()
+        self._before = streams.event()
+        self._comm: nccl.Comm | None = None
+        self._watchdog: Watchdog | None = None
+
+    def _made(self) -> nccl.Comm:
+        if self._comm is None:
+            mine = nccl.unique_id() if self._control.rank == 0 else bytes(nccl.ID_BYTES)
+            payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            ids = self._control.all_gather(payload, tag=AGREEMENT_TAG, what="the communicator's id")()
+            with self._streams.device():
+                self._comm = nccl.Comm(
+                    bytes(ids[0].tolist()), self._control.rank, self._control.world_size, self._timeout
+                )
+            self._watchdog = Watchdog(self._streams, self._comm, self._timeout)
+            self._watchdog.start()
+            weakref.finalize(self, _close, self._comm, self._watchdog).atexit = False
+        return self._comm
+
+    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[Work]:
+        messages = [
+            nccl.Message(s.data_ptr(), i.data_ptr(), s.nbytes // self._control.world_size)
+            for i, s in zip(into, sent, strict=True)
+        ]
+        return self._issue(self._made().all_to_all, messages, what)
+
+    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[Work]:
+        messages = []
+        for message in whole:
+            part = message.nbytes // self._control.world_size
+            messages.append(nccl.Message(message.data_ptr() + rank * part, message.data_ptr(), part))
+        return self._issue(self._made().all_gather, messages, what)
+
+    def _issue(
+        self, call: Callable[[str, Sequence[nccl.Message], int], None], messages: Sequence[nccl.Message], what: str
+    ) -> list[Work]:
+        assert self._watchdog is not None
+        self._streams.record(self._before, self._streams.current())
+        self._streams.wait(self._stream, self._before)
+        call(what, messages, self._streams.pointer(self._stream))
+        issued = _Issued(self._streams, self._streams.event(), what, time.monotonic())
+        self._streams.record(issued.event, self._stream)
+        if not graph_capture.under_way(self._device):  # a captured event is the graph's, and never asked for
+            self._watchdog.watch(issued)
+        return [issued]
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory that NCCL may write directly. Every rank, in one order."""
+        address = self._made().allocate(nbytes)
+        if self._device.type == "cpu":
+            return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+        return torch.as_tensor(_Raw(address, nbytes, self), device=self._device)
+
+    # -- what ranks tell each other
+
+    def digest(self) -> torch.Tensor:
+        """Equal on all ranks where all have issued the same: uint8 [16]."""
+        words = (0, 0) if self._comm is None else self._comm.digest()
+        return torch.tensor(words, dtype=torch.int64).view(torch.uint8)
+
+    def explain(self, tag: int) -> None:
+        """RuntimeError: in what the ranks differ. Every rank calls it; the communicator is aborted."""
+        comm = self._made()
+        payload = torch.frombuffer(bytearray(comm.records()), dtype=torch.uint8)
+        gathered = self._control.all_gather(payload, tag=tag, what="records of what was exchanged")()
+        try:
+            nccl.compare([bytes(r.tolist()) for r in gathered])
+        except RuntimeError as error:
+            comm.abort(str(error))
+            raise
+        raise RuntimeError("ranks exchanged different things, longer ago than records are kept")
+
+
+class _Raw:
+    """Memory as torch takes it from others, which keeps the transport alive."""
+
+    def __init__(self, address: int, nbytes: int, owner: NcclTransport) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _close(comm: nccl.Comm, watchdog: Watchdog) -> None:
+    watchdog.end()
+    comm.abort("its process group is gone")
+
+
+_transports: "weakref.WeakKeyDictionary[dist.ProcessGroup, NcclTransport]" = weakref.WeakKeyDictionary()
+
+
+def transport_of(group: dist.ProcessGroup, device: torch.device, streams: Streams) -> NcclTransport:
+    if group not in _transports:
+        _transports[group] = NcclTransport(
+            collectives.beside(group, device), device, streams, timeout_of(group, device)
+        )
+    return _transports[group]
+
+
+def refuse(name: str, device: torch.device) -> None:
+    """ValueError for what is no transport, or none for the device; RuntimeError where there is no NCCL for it."""
+    if name not in ("torch", "nccl"):
+        raise ValueError(f"transport is {name!r}; legal are 'torch' and 'nccl'")
+    if name == "nccl":
+        if device.type != "cuda":
+            raise ValueError(f"transport='nccl' moves memory of GPUs, and the model is on {device}; legal is 'torch'")
+        nccl.find()

@@ -1,0 +1,1 @@
+"""Gradients as numbers: norms, non-finite elements, and the errors about missing ones."""

@@ -1,0 +1,147 @@
+"""The global gradient norm: parts summed over the ranks that hold them, and the clip coefficient that follows."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext.comm import group_calls
+from torch_ext.grads import stats as grads_stats
+from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
+from torch_ext.native import ops
+from torch_ext.tensors import dense
+
+if TYPE_CHECKING:
+    pass
+
+
+_MARK = "_torch_ext_clipping"
+_AGREED = "_torch_ext_agreed"
+
+
+class Part(NamedTuple):
+    """Gradients whose statistics are added up over the same process groups."""
+
+    groups: tuple[Any, ...]
+    """One after the other; none: every gradient is whole."""
+    positions: list[int]
+    """Which of the gradients."""
+    stats: Tensor | None
+    """Their statistics on this rank, where the reduction found them on its way; they are not read once more then."""
+
+
+class Clipping:
+    """What was found out about a set of gradients; one-element tensors on their device.
+
+    It holds for these gradients as they are now. The first of them carries a mark, since identities come again and
+    gradients of the next backward are new tensors; version counters tell that nobody wrote to them.
+    """
+
+    def __init__(
+        self,
+        norm: Tensor,
+        clip_coef: Tensor,
+        found_inf: Tensor,
+        first_bad: Tensor,
+        only_measured: bool,
+        stats: Tensor,
+    ) -> None:
+        self.norm = norm
+        self.clip_coef = clip_coef
+        self.found_inf = found_inf
+        self.first_bad = first_bad  # int64 [1]: index of the first gradient that is not finite
+        self.only_measured = only_measured  # with no limit: nothing is lost where gradients are written afterwards
+        self.stats = stats  # of all ranks; see measure
+        self.used = False
+        self._versions: list[int] = []
+
+    def attach(self, grads: Sequence[Tensor]) -> None:
+        """From here on it is known which gradients it belongs to."""
+        self._versions = [g._version for g in grads]
+        if grads:
+            setattr(grads[0], _MARK, self)
+
+    def belongs_to(self, grads: Sequence[Tensor]) -> bool:
+        """Whether these are the gradients: False for others or used ones, RuntimeError where they were written
+        since.
+        """
+        if not grads or getattr(grads[0], _MARK, None) is not self:
+            return False
+        if [g._version for g in grads] == self._versions:
+            return True
+        if self.used or self.only_measured:
+            return False
+        raise RuntimeError(
+            "gradients were written between clip_grad_norm_(optimizer, ...) and step(): the coefficient does not fit "
+            "them "
+            "any more. Clip last, or in place with clip_grad_norm_(parameters, ...); optimizer.zero_grad() forgets a "
+            "clip"
+        )
+
+    def limited(self, max_norm: float, grad_scale: Tensor) -> "Clipping":
+        """What `measure` would find about the same gradients, without reading them again."""
+        with torch.no_grad():
+            return _decided(self.stats, self.first_bad, max_norm, grad_scale)
+
+    def warn_if_skipped(self, members: Sequence[Any], grads: Sequence[Tensor]) -> None:
+        """Says which gradient made the step be skipped, where that is known without waiting for a device."""
+        if self.found_inf.device.type == "cpu" and self.found_inf.item() != 0:
+            first = int(self.first_bad.item())
+            if first >= len(members):  # the statistics came with a reduction, which does not name
+                first = first_nonfinite(grads)
+            who = f"the gradient of {members[first].name}" if first != ALL_FINITE else "the norm of the gradients"
+            warnings.warn(f"torch_ext: a step was skipped: {who} is not finite", RuntimeWarning, stacklevel=2)
+
+
+def measure(
+    grads: Sequence[Tensor], max_norm: float, grad_scale: Tensor, parts: Sequence[Part] | None = None
+) -> Clipping:
+    """One pass over the gradients (F32, BF16 or F16 in any memory order, on one device).
+
+    grad_scale: fp32, one element or none: the gradients are that many times too large. parts: where some of them are
+    parts of gradients that other ranks hold the rest of; then a collective call. None: each is whole.
+    """
+    for i, grad in enumerate(grads):
+        if grad.layout is not torch.strided:
+            raise RuntimeError(f"gradient {i} is sparse ({grad.layout}); build the embedding with sparse=False")
+    with torch.no_grad():
+        device = grads[0].device if grads else torch.device("cpu")
+        runs = [dense.contiguous(g.detach()) for g in grads]
+        stats, first_bad = grads_stats.of(runs, device) if parts is None else _summed(runs, parts, device)
+        return _decided(stats, first_bad, max_norm, grad_scale)
+
+
+def _decided(stats: Tensor, first_bad: Tensor, max_norm: float, grad_scale: Tensor) -> Clipping:
+    norm, clip_coef, found_inf = (torch.zeros((), dtype=torch.float32, device=stats.device) for _ in range(3))
+    ops.call("grad_norm_", stats, grad_scale, max_norm, norm, clip_coef, found_inf)
+    return Clipping(norm, clip_coef, found_inf, first_bad, max_norm == math.inf, stats)
+
+
+def _summed(runs: Sequence[Tensor], parts: Sequence[Part], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Statistics over all ranks: integers, so that their sum has the same bits for every split."""
+    stats, first_bad = grads_stats.zeros(device), grads_stats.nobody(device)
+    for part in parts:
+        own = part.stats
+        if own is None:
+            own, first = grads_stats.of([runs[i] for i in part.positions], device)
+            positions = torch.tensor([*part.positions, grads_stats.NOBODY]).to(device, non_blocking=True)
+            position = positions[first.clamp(max=len(part.positions))]
+            first_bad = torch.minimum(first_bad, position)
+        for group in part.groups:
+            group_calls.all_reduce(own, group, "the norm of the gradients over all ranks")
+        stats += own
+    return stats, first_bad
+
+
+def mark_agreed(found_inf: Tensor) -> Tensor:
+    """The tensor, whose value all ranks have agreed on."""
+    setattr(found_inf, _AGREED, True)
+    return found_inf
+
+
+def is_agreed(found_inf: object) -> bool:
+    """Whether `mark_agreed` was given it."""
+    return bool(getattr(found_inf, _AGREED, False))

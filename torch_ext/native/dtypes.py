@@ -1,0 +1,94 @@
+"""torch dtypes and the dtype names of configurations, by the table of the C library (csrc/core/dtypes.def)."""
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_ext.native import library
+
+
+class _Functions(NamedTuple):
+    name: Callable[[int], bytes]
+    torch_name: Callable[[int], bytes | None]
+    check_key: Callable[[bytes, int], None]
+    coerce: Callable[[bytes, bytes, Any], None]
+
+
+@functools.cache
+def _c() -> _Functions:
+    return _Functions(
+        library.function("tx_dtype_name", ctypes.c_int32, restype=ctypes.c_char_p),
+        library.function("tx_dtype_torch_name", ctypes.c_int32, restype=ctypes.c_char_p),
+        library.function("tx_dtype_check_key", ctypes.c_char_p, ctypes.c_int32),
+        library.function("tx_dtype_coerce", ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int32)),
+    )
+
+
+@functools.cache
+def _codes() -> dict[int, torch.dtype]:
+    """Code of tx_dtype -> torch dtype, for the codes that this torch has."""
+    codes: dict[int, torch.dtype] = {}
+    code = 1
+    while name := _c().torch_name(code):
+        dtype = getattr(torch, name.decode(), None)
+        if isinstance(dtype, torch.dtype):
+            codes[code] = dtype
+        code += 1
+    return codes
+
+
+@functools.cache
+def _codes_of_dtypes() -> dict[torch.dtype, int]:
+    return {dtype: code for code, dtype in _codes().items()}
+
+
+def code_of(dtype: torch.dtype) -> int | None:
+    """The library's code (tx_dtype) of a torch dtype; None for a dtype that it does not know."""
+    return _codes_of_dtypes().get(dtype)
+
+
+def dtype_of(code: int) -> torch.dtype | None:
+    """The torch dtype of a code; None for TX_NONE."""
+    return _codes()[code] if code else None
+
+
+def name_of(dtype: torch.dtype | None) -> str | None:
+    """The name that configurations use: "bf16" for torch.bfloat16; None for None."""
+    if dtype is None:
+        return None
+    return _c().name(_codes_of_dtypes()[dtype]).decode()
+
+
+def c_text(text: str) -> bytes:
+    """UTF-8 for a `const char *`; a NUL inside would hide what follows it."""
+    return text.replace("\0", "\\0").encode("utf-8", "replace")
+
+
+def coerce_dtypes(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of a configuration in which the dtype names are torch dtypes.
+
+    Only keys that end in "_dtype" are touched. Names are stripped and compared without case: fp32|float32|float,
+    bf16|bfloat16, fp16|float16|half, fp8|float8|uint8 (torch.uint8, how 8-bit state is stored); "auto" becomes None. A
+    torch.dtype is checked like a name; None and values of other types pass through. None instead of a mapping gives {}.
+
+    Raises ValueError, naming the key, the value and what is legal, for an unknown name and for a dtype that the key
+    does not take (main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype have legal sets).
+    """
+    return {key: _coerce(key, value) for key, value in (mapping or {}).items()}
+
+
+def _coerce(key: Any, value: Any) -> Any:
+    if not isinstance(key, str) or not key.endswith("_dtype"):
+        return value
+    code = code_of(value) if isinstance(value, torch.dtype) else None
+    if code is not None:
+        _c().check_key(c_text(key), code)
+        return value
+    if isinstance(value, str | torch.dtype):
+        parsed = ctypes.c_int32()
+        _c().coerce(c_text(key), c_text(str(value)), ctypes.byref(parsed))
+        return dtype_of(parsed.value)
+    return value

@@ -1,0 +1,1 @@
+"""Weights, gradients and states leave the device and come back."""

@@ -1,0 +1,113 @@
+"""The states and masters that lie on the host while the parameters are on a device (`offload_fraction`).
+
+There is one master of each of these parameters, here; opt.state has the step only. Weights are the device's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor
+
+from torch_ext.optim.cpu_offload.copies import Buffers, lanes_of
+from torch_ext.optim.cpu_offload.host_step import HostPlan
+from torch_ext.optim.state import access
+from torch_ext.optim.state.masters import Seen
+from torch_ext.optim.state.param_state import Gather, Member
+
+
+class HostPart:
+    def __init__(self, fraction: float) -> None:
+        """fraction: of the bytes of states and masters. ValueError unless it is in [0, 1]."""
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+            raise ValueError(f"offload_fraction is {fraction!r}; a number in [0, 1] is legal")
+        self.fraction = float(fraction)
+        self._states: dict[Tensor, dict[str, Any]] = {}
+        self._buffers: Buffers | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_buffers": None}
+
+    def choose(self, n: int, size_of: Callable[[int], int]) -> list[bool]:
+        """Which of n parameters are stepped here. size_of: bytes of the state and master of what this rank steps of
+        one, whether they exist yet or not; 0 of one that is not trained."""
+        if self.fraction == 0:
+            return [False] * n
+        return choose(list(map(size_of, range(n))), self.fraction)
+
+    # -- states
+
+    def peek(self, p: Tensor, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The state of p at rest, wherever it lies. entry: p's of opt.state."""
+        held = self._states.get(p)
+        return entry if held is None else {**held, **entry}
+
+    def entry(self, state: dict[Tensor, dict[str, Any]], p: Tensor, here: bool) -> dict[str, Any]:
+        """The state of p at rest, on the host or not: brought there if it lies elsewhere."""
+        entry = access.entry(state, p)
+        if not here:
+            for key, value in self._states.pop(p, {}).items():
+                entry[key] = value.to(p.device)
+            return entry
+        held = self._states.setdefault(p, {})
+        for key in [key for key in entry if key != "step"]:
+            held[key] = entry.pop(key).cpu()
+        if "step" in entry:
+            entry["step"] = held["step"] = entry["step"].cpu()
+        return held
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All of them."""
+        return (t for held in self._states.values() for t in held.values() if isinstance(t, Tensor))
+
+    def put(self, p: Tensor, at_rest: dict[str, Any]) -> dict[str, Any]:
+        """Keeps a state that was loaded; returns what opt.state has of it."""
+        self._states[p] = at_rest
+        return {"step": at_rest["step"]}
+
+    def forget_all(self) -> None:
+        """Other states are loaded."""
+        self._states.clear()
+
+    def gone(self, params: set[Tensor]) -> None:
+        """Forgets what is not one of these."""
+        for p in [p for p in self._states if p not in params]:
+            del self._states[p]
+
+    # -- the step
+
+    def plan(
+        self, members: Sequence[Member], gathers: Sequence[Gather], seen: Mapping[Tensor, Seen]
+    ) -> HostPlan | None:
+        """The step of those of the members that lie here; None: none does."""
+        chosen = [(m, gather) for m, gather in zip(members, gathers, strict=True) if m.host]
+        if not chosen:
+            return None
+        device = chosen[0][0].weight.device
+        if self._buffers is None or self._buffers.device != device:
+            self._buffers = Buffers(lanes_of(device), device)
+        return HostPlan([m for m, _ in chosen], [gather for _, gather in chosen], seen, self._buffers)
+
+
+def choose(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Whether each of them is chosen, so that about `fraction` of their sum is.
+
+    sizes: bytes, >= 0. fraction: in [0, 1]; 0 chooses nothing and 1 everything that has a size, exactly. In between the
+    largest come first, the first of equal ones before the others, and each that still fits is taken; at the end the
+    smallest that was left out is, too, where that comes nearer. So what is chosen is off by half of the smallest that
+    was left out at most.
+    """
+    wanted = Fraction(fraction) * sum(sizes)
+    chosen = [False] * len(sizes)
+    left_out: list[int] = []
+    for i in sorted((i for i, size in enumerate(sizes) if size), key=lambda i: (-sizes[i], i)):
+        if sizes[i] <= wanted:
+            chosen[i] = True
+            wanted -= sizes[i]
+        else:
+            left_out.append(i)
+    # All that were left out are larger than what is missing, or they would have fitted.
+    smallest = min(left_out, key=lambda i: (sizes[i], i), default=None)
+    if smallest is not None and sizes[smallest] - wanted < wanted:
+        chosen[smallest] = True
+    return chosen

@@ -1,0 +1,89 @@
+"""The library's tx_adamw_staged: mirrors of its structs, torch's threads, and copies beyond the host."""
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+from torch_ext.native import cuda_library
+from torch_ext.native import library as native_library
+
+_Pointer, _Int64, _Int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+# Functions of tx_lanes: the context first, the tx_error last.
+COPY = ctypes.CFUNCTYPE(_Int32, _Pointer, _Int32, _Pointer, _Pointer, _Int64, _Pointer)
+MARK = ctypes.CFUNCTYPE(_Int32, _Pointer, _Int32, _Int64, _Pointer)
+FOLLOW = ctypes.CFUNCTYPE(_Int32, _Pointer, _Int64, _Pointer)
+
+
+class NativeLanes(native_library.Struct):
+    c_name = "tx_lanes"
+    _fields_ = [
+        ("size", ctypes.c_uint64),
+        ("ctx", _Pointer),
+        ("copy", COPY),
+        ("mark", MARK),
+        ("wait", MARK),
+        ("follow", FOLLOW),
+    ]
+
+
+class Staging(native_library.Struct):
+    c_name = "tx_staging"
+    _fields_ = [
+        ("size", ctypes.c_uint64),
+        ("lanes", _Pointer),
+        ("memory", _Pointer),
+        ("bytes", _Int64),
+        ("batch", _Int64),
+        ("slots", _Int32),
+        ("reserved", _Int32),
+    ]
+
+
+class Threads(native_library.Struct):
+    c_name = "tx_parallel"
+    _fields_ = [("size", ctypes.c_uint64), ("num_threads", _Int64), ("ctx", _Pointer), ("run", _Pointer)]
+
+
+def threads() -> Threads:
+    """torch's, as many as it has now."""
+    found = Threads()
+    _torch_parallel()(ctypes.byref(found))
+    return found
+
+
+@functools.cache
+def _torch_parallel() -> Callable[..., None]:
+    return native_library.function("tx_torch_parallel", ctypes.POINTER(Threads))
+
+
+@functools.cache
+def adamw_staged() -> Callable[[int, int, int, int], int]:
+    """tx_adamw_staged: takes the addresses of AdamWArguments, of a Staging, of Threads and of a native_library.Error,
+    and runs without the interpreter's lock. Returns the status, for native_library.check."""
+    return native_library.function("tx_adamw_staged", *[_Pointer] * 4, restype=_Int32)
+
+
+class CudaLanes:
+    """Lanes of the library for GPUs, over two streams (cudaStream_t) of a device; they must stay. Raises RuntimeError
+    where the library is not there, or a CUDA call fails."""
+
+    def __init__(self, device: int, down: int, up: int, slots: int) -> None:
+        """slots: of all threads."""
+        library = ctypes.CDLL(cuda_library.path())
+        make, self._free = library.tx_cuda_lanes_make, library.tx_cuda_lanes_free
+        make.argtypes = [
+            _Int32,
+            _Pointer,
+            _Pointer,
+            _Int64,
+            ctypes.POINTER(NativeLanes),
+            ctypes.POINTER(native_library.Error),
+        ]
+        self._free.argtypes, self._free.restype = [ctypes.POINTER(NativeLanes)], None
+        self.native, error = NativeLanes(), native_library.Error()
+        native_library.check(make(device, down, up, slots, ctypes.byref(self.native), ctypes.byref(error)), error)
+
+    def __del__(self) -> None:
+        if hasattr(self, "native"):
+            self._free(ctypes.byref(self.native))

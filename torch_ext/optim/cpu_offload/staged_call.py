@@ -1,0 +1,92 @@
+"""The step on the host of what is gathered together: one call of tx_adamw_staged.
+
+Past torch's operators, whose tensors would all have to be where the call runs.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext.native import adamw_args, library
+from torch_ext.native.adamw_args import AdamWArguments
+from torch_ext.optim.cpu_offload import staged_args
+from torch_ext.optim.cpu_offload.copies import Buffers
+
+
+class Counters:
+    """What the calls of a step count."""
+
+    def __init__(self) -> None:
+        self._counts = (ctypes.c_int64 * 2)()
+        begin = ctypes.addressof(self._counts)
+        self.arguments = tuple(adamw_args.counter(begin + at) for at in (0, ctypes.sizeof(ctypes.c_int64)))
+
+    def zero(self) -> None:
+        self._counts[:] = [0, 0]
+
+    @property
+    def skipped(self) -> bool:
+        return bool(self._counts[0])
+
+    @property
+    def resynced(self) -> int:
+        """Elements whose master became the weight."""
+        return self._counts[1]
+
+
+class Settings(NamedTuple):
+    """What is the same for all calls of a step."""
+
+    groups: Tensor  # of Hyper
+    lrs: list[Tensor]
+    shared: tuple[int, int, int]
+    scalars: Sequence[Tensor]  # grad_scale, clip_coef, found_inf
+    external: int  # tx_external_write, of weights that come down
+
+
+class Call:
+    def __init__(
+        self, weights: list[Tensor], rows: list[list[Tensor | None]], meta: list[list[int]], counters: Counters
+    ) -> None:
+        """weights: dense memory, wherever it is; rows: the state of each (see Member.at_rest), on the host; meta: rows
+        of tx_meta. All must stay where they are."""
+        self._held, self._weights = rows, weights
+        self._meta = torch.tensor(meta, dtype=torch.int64)
+        self._arguments = to = AdamWArguments(len(rows))
+        to.point_states(rows)
+        self._params = (adamw_args.TensorArgument * len(rows))(*map(adamw_args.elsewhere, weights))
+        self._grads = (adamw_args.TensorArgument * len(rows))()
+        to.params, to.grads = ctypes.addressof(self._params), ctypes.addressof(self._grads)
+        to.meta = self._meta.data_ptr()
+        to.skipped, to.resynced = counters.arguments
+        self._staging = staged_args.Staging(ctypes.sizeof(staged_args.Staging))
+
+    def prepare(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        """What `run` will step, and how. grads: dense memory beside the weights, that stays until then. Raises what the
+        library says where `run` would be refused; it names parameters by their number."""
+        to, error = self._arguments, library.Error()
+        self._settings = settings  # the arguments point to what it holds
+        self._grads[:] = list(map(adamw_args.elsewhere, grads))
+        to.n_groups, to.groups = len(settings.groups), settings.groups.data_ptr()
+        to.point("lrs", settings.lrs)
+        to.seed, to.moment_rounding, to.weight_rounding = settings.shared
+        to.grad_scale, to.clip_coef, to.found_inf = map(adamw_args.argument, settings.scalars)
+        to.on_external_write = settings.external
+        self._widest = tuple(max(t.element_size() for t in tensors) for tensors in (grads, self._weights))
+        library.check(adamw_args.adamw_check()(ctypes.addressof(to), ctypes.addressof(error)), error)
+
+    def run(self, buffers: Buffers) -> None:
+        """Steps them, or not (see Counters). Weights may be on their way still when it comes back. Raises what the
+        library says, where a copy fails."""
+        to, staging, threads, error = self._arguments, self._staging, staged_args.threads(), library.Error()
+        lanes, slots = buffers.lanes, buffers.lanes.slots * threads.num_threads
+        # A memory for each division of slots: weights of the bucket before may be leaving from theirs still.
+        memory = buffers.take(("batches", *self._widest), slots * lanes.numel * sum(self._widest))
+        staging.lanes = lanes.native(slots)
+        staging.memory, staging.bytes = memory.data_ptr(), memory.nbytes
+        staging.batch, staging.slots = lanes.numel, lanes.slots
+        status = staged_args.adamw_staged()(*map(ctypes.addressof, (to, staging, threads, error)))
+        library.check(status, error)

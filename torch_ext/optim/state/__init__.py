@@ -1,0 +1,1 @@
+"""Optimizer state: how it lies at rest, is decoded, saved and loaded."""

@@ -1,0 +1,116 @@
+"""fp32 masters and the weights beside them: who was written by somebody else, and what to do about it."""
+
+import itertools
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext.native import constants, ops
+from torch_ext.optim.state import codec
+from torch_ext.tensors import dense
+
+if TYPE_CHECKING:
+    from torch_ext.optim.state.param_state import Member
+
+
+class Seen(NamedTuple):
+    """How a weight looked when its master was last known to round to it; a write by somebody else shows in it."""
+
+    version: int  # of the parameter
+    address: int
+    master: Tensor
+    master_version: int  # a checkpoint may be loaded into it
+
+    def fits(self, member: "Member", address: int) -> bool:
+        """Whether weight and master are where they were, and nobody wrote to the master."""
+        master = member.master
+        return self.address == address and self.master is master and self.master_version == master._version
+
+
+def look(member: "Member") -> Seen:
+    return Seen(member.version, member.place.data_ptr(), member.master, member.master._version)
+
+
+# What the step's operator does about writes by somebody else; before the step, "error" checks.
+MODES = {
+    "ignore": constants.EXTERNAL_IGNORE,
+    "resync": constants.EXTERNAL_RESYNC,
+    "error": constants.EXTERNAL_IGNORE,
+}
+
+
+def resync(members: Sequence["Member"], force: bool = False) -> Tensor:
+    """Makes masters their weights where they don't round to them (everywhere with `force`). Beside remainders, of which
+    every one is legal: where the weights of a block are not those that its witness stands for.
+
+    members: each with a master. Returns how many elements of each changed: int64 [members].
+    """
+    changed = _counts(members)
+    if force:
+        _run(ops.call, "master_resync_", members, codec.MASTERS, changed, True)
+    else:
+        _run(ops.call, "master_resync_", members, ("master_param",), changed)
+        remainders = ("master_remainder",)
+        _run(ops.call, "master_witness_", members, remainders, changed, constants.WITNESS_RESYNC)  # renews them
+    renewed = codec.MASTERS if force else ("master_param",)
+    if not force and changed.device.type == "cpu":
+        # Samples lie in pages of their own, a sixth of the time. Where none changed those are right that the last step
+        # left, or the next step compares the parameter once more; a device would have to be waited for.
+        members = [m for m, n in zip(members, changed.tolist(), strict=True) if n]
+    if members:
+        _run(ops.call, "master_witness_", members, renewed, _counts(members), constants.WITNESS_RENEW)
+    return changed
+
+
+def written(members: Sequence["Member"]) -> Tensor:
+    """How many elements of each `resync` would change. Changes nothing."""
+    found = _counts(members)
+    _run(ops.look, "master_resync_", members, ("master_param",), found, False, True)
+    _run(ops.look, "master_witness_", members, ("master_remainder",), found, constants.WITNESS_CHECK)
+    return found
+
+
+def _run(
+    way: Callable[..., None],
+    name: str,
+    members: Sequence["Member"],
+    among: Container[str],
+    counts: Tensor,
+    *options: Any,
+) -> None:
+    """The operator, by one of the ways of ops, on the members whose master is `among` these kinds; adds to their
+    counts."""
+    chosen = [m.kinds.master in among for m in members]
+    for device in dict.fromkeys(m.master.device for m in itertools.compress(members, chosen)):
+        here = [one and m.master.device == device for m, one in zip(members, chosen, strict=True)]
+        rows = [_row(m) if one else (dense.NONE,) * 3 for m, one in zip(members, here, strict=True)]
+        if any(weight.numel() for weight, _, _ in rows):
+            weights, masters, witnesses = (list(column) for column in zip(*rows, strict=True))
+            found = counts if counts.device == device else torch.zeros_like(counts, device=device)
+            way(name, weights, masters, *([witnesses] if name == "master_witness_" else []), found, *options)
+            if found is not counts:
+                counts += found.to(counts.device)
+
+
+def _row(m: "Member") -> tuple[Tensor, Tensor, Tensor]:
+    weight = m.weight.detach().to(m.master.device)  # the host, of a member that is stepped there
+    return dense.in_order_of(m.master, weight), dense.flat(m.master), m.state["witness"]
+
+
+def _counts(members: Sequence["Member"]) -> Tensor:
+    return torch.zeros(len(members), dtype=torch.int64, device=members[0].weight.device if members else None)
+
+
+def refuse_written(members: Sequence["Member"]) -> None:
+    """RuntimeError, naming them, where weights are not what their masters round to. By content, not by the counters: a
+    load of the same weights is no error.
+    """
+    counts = written(members).tolist()
+    found = [f"{m.name} ({n} elements)" for m, n in zip(members, counts, strict=True) if n]
+    if found:
+        raise RuntimeError(
+            f"on_external_write='error': {', '.join(found)} no longer what the master rounds to: written by somebody "
+            "else since the last step. Call resync_masters() to take the weights over"
+        )

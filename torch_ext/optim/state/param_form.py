@@ -1,0 +1,78 @@
+"""What a state was made for: its parameter's dtype and shape, of which a converted model's are others.
+
+A state belongs to elements. Those of a parameter that somebody gave another shape are others, though it may have as
+many; and in another dtype it has, or lacks, a master. Neither shows in the state.
+"""
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext.native import dtypes, library
+from torch_ext.params import local_shard
+
+MEANING = (
+    "A model that was converted after its optimizer took steps needs a new optimizer, or the load_state_dict() of a "
+    "state that fits it; converted back, it goes on"
+)
+
+
+class Form(NamedTuple):
+    """Of a parameter, when its state was made or loaded."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    placements: Any  # of a DTensor
+    exp_avg: "weakref.ref[Tensor] | None"
+    """Of the state that this is said of (None: in a pickle): who puts another one there says himself what it is for."""
+
+    def __str__(self) -> str:
+        placed = f", placed {self.placements}" if self.placements else ""
+        return f"{tuple(self.shape)} in {self.dtype}{placed}"
+
+    def fits(self, p: Tensor) -> bool:
+        """Whether p is still like that."""
+        return self.dtype == p.dtype and self.shape == p.shape and self.placements == _placements(p)
+
+    def is_of(self, state: Mapping[str, Any]) -> bool:
+        moment = state.get("exp_avg")
+        return moment is not None and self.exp_avg is not None and self.exp_avg() is moment
+
+
+def form_of(p: Tensor, exp_avg: Tensor | None = None) -> Form:
+    return Form(p.dtype, p.shape, _placements(p), None if exp_avg is None else weakref.ref(exp_avg))
+
+
+def _placements(p: Any) -> Any:
+    return tuple(p.placements) if local_shard.is_dtensor(p) else ()
+
+
+def refuse_converted(converted: Iterable[tuple[str, Tensor, Form]]) -> None:
+    """ValueError, naming the first and counting the others, where there is one."""
+    found = list(converted)
+    if found:
+        name, p, form = found[0]
+        others = f" (and so of {len(found) - 1} other parameters)" if found[1:] else ""
+        raise ValueError(
+            f"{name} was {form} when its optimizer state was made, and is {form_of(p)} now{others}. {MEANING}"
+        )
+
+
+def signature(tensors: Sequence[Tensor]) -> int:
+    """What adamw_flat_ compares its parameters with (tx_signature)."""
+    words: list[int] = []
+    for t in tensors:
+        words += (dtypes.code_of(t.dtype) or 0, *((t.dim(), *t.shape) if t.numel() else (-1,)))
+    return _signature()(len(words), (ctypes.c_int64 * len(words))(*words))
+
+
+@functools.cache
+def _signature() -> Callable[..., int]:
+    return library.function(
+        "tx_signature", ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), restype=ctypes.c_int64, brief=True
+    )

@@ -1,0 +1,99 @@
+"""One parameter with its state at rest, as a step reads and writes it."""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
+
+import torch
+from torch import Tensor
+
+from torch_ext.optim.state.codec import Kinds
+from torch_ext.params.local_shard import Local, is_dtensor
+from torch_ext.tensors import dense
+
+if TYPE_CHECKING:
+    from torch_ext.params.reducer_registry import Owner
+
+
+class Member(NamedTuple):
+    """A parameter that has a gradient in this step."""
+
+    param: Tensor
+    local: Local  # what of it this rank steps
+    state: dict[str, Any]  # at rest, complete, of the local part
+    kinds: Kinds
+    id: int  # of its rounding thresholds
+    group: int
+    name: str  # for messages
+    host: bool = False  # whether its state lies on the host, where it is stepped
+
+    @property
+    def weight(self) -> Tensor:
+        """What is stepped."""
+        return self.local.weight
+
+    @property
+    def beside(self) -> Tensor:
+        """Its values where its state lies."""
+        return self.weight.detach().cpu() if self.host else self.weight.detach()
+
+    @property
+    def place(self) -> Tensor:
+        """Whose address shows whether the weight is where it was."""
+        return self.weight if is_dtensor(self.param) else self.param
+
+    @property
+    def version(self) -> int:
+        """Which changes when somebody writes to the parameter."""
+        # Operations on a DTensor count on it, those on its local tensor there.
+        return self.param._version + (self.weight._version if is_dtensor(self.param) else 0)
+
+    @property
+    def master(self) -> Tensor:
+        """Of a member that has one."""
+        assert self.kinds.master is not None
+        return self.state[self.kinds.master]
+
+    def at_rest(self) -> list[Tensor | None]:
+        """Its state in the order of a row of `slices` of adamw_flat_."""
+        master = self.state[self.kinds.master] if self.kinds.master else None
+        state = self.state
+        return [*map(state.get, ("exp_avg", "exp_avg_sq")), master, *map(state.get, ("scales", "step", "witness"))]
+
+
+# The bucket whose weights are gathered after a step; None: nobody gathers them.
+Gather: TypeAlias = Union["tuple[Owner, int]", None]
+
+
+def gather_of(member: Member, owner: "Owner | None") -> Gather:
+    bucket = member.local.bucket
+    return None if owner is None or bucket is None else (owner, bucket)
+
+
+def gathers_in_order(gathers: Sequence[Gather]) -> list[Gather]:
+    """Each once, in the order of the parameters, as on every other rank; what nobody gathers comes first."""
+    return sorted(dict.fromkeys(gathers), key=lambda gather: gather is not None)
+
+
+def refuse_grad(member: Member, grad: Tensor) -> None:
+    """RuntimeError for a gradient that no step takes."""
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"the gradient of {member.name} is sparse ({grad.layout}): torch_ext steps dense gradients; build the "
+            "embedding with sparse=False, or give this parameter to torch.optim.SparseAdam"
+        )
+    if grad.dtype not in dense.TRAINED:
+        raise RuntimeError(f"the gradient of {member.name} is in {grad.dtype}; float32, bfloat16 and float16 are legal")
+    if grad.shape != member.weight.shape:
+        raise RuntimeError(
+            f"the gradient of {member.name} has shape {tuple(grad.shape)} and the parameter has "
+            f"{tuple(member.weight.shape)}; they must be equal"
+        )
+
+
+def named(message: str, names: Sequence[str]) -> str:
+    """What the library says of a call with these parameters, with the name of the one that it speaks of."""
+    found = re.search(r"\b(params|grads|exp_avgs|exp_avg_sqs|masters|scales|steps|meta|witnesses)\[(\d+)\]", message)
+    if found is None or int(found[2]) >= len(names):
+        return message
+    return f"{message} (index {found[2]} is {names[int(found[2])]})"

@@ -1,0 +1,83 @@
+"""torch's functions that clip gradients, where these are elsewhere than in `.grad` or an optimizer has to know."""
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torch_ext.grads import clipped
+from torch_ext.optim.clip_grad import clip_grad_norm_
+from torch_ext.params import reducer_registry, shard_map
+from torch_ext.tensors import offload_guard
+
+Function: TypeAlias = Callable[..., Any]
+
+ROUTED = "_torch_ext_routed"
+
+
+def _clip_value(params: list[Tensor], clip_value: float, foreach: bool | None = None) -> None:
+    """Elements are clamped where they are: each on the rank that steps it."""
+    offload_guard.refuse_gradients(params, "torch.nn.utils.clip_grad_value_()")
+    found = shard_map.Locals(params, list(map(reducer_registry.owner_of, params)), reducer_registry.generation)
+    for owner in reducer_registry.owners_of(params):
+        owner.before_step()
+    bound = float(clip_value)
+    with torch.no_grad():
+        for grad in found.grads():
+            if grad is not None:
+                grad.clamp_(-bound, bound)
+
+
+def _clip_with_norm(params: list[Tensor], *_args: Any, **_options: Any) -> None:
+    raise RuntimeError(
+        "torch.nn.utils.clip_grads_with_norm_ on parameters whose gradients are sharded: no other function could have "
+        "found their norm. Call torch_ext.clip_grad_norm_(optimizer, max_norm)"
+    )
+
+
+# torch's function of that name -> ours, where a gradient is elsewhere than in `.grad`.
+_OURS: dict[str, Function] = {
+    "clip_grad_norm_": clip_grad_norm_,
+    "clip_grad_value_": _clip_value,
+    "clip_grads_with_norm_": _clip_with_norm,
+}
+
+
+def route() -> None:
+    """From here on torch.nn.utils.clip_grad_norm_ and clip_grad_value_ find sharded gradients, and optimizers that
+    `watch` are told of them; other parameters they treat as before. Again and again is as good as once."""
+    for name, ours in _OURS.items():
+        _route([torch.nn.utils, torch.nn.utils.clip_grad], name, ours)
+
+
+def _route(modules: Sequence[types.ModuleType], name: str, ours: Function) -> None:
+    """Whoever imported the function by its name has it already, so it is replaced inside of the decorator that torch
+    has around it; where there is none, in the modules that users import it from."""
+    theirs = getattr(modules[0], name, None)
+    if theirs is None:
+        return
+    cell = dict(zip(theirs.__code__.co_freevars, theirs.__closure__ or (), strict=True)).get("func")
+    if cell is not None:
+        if not hasattr(cell.cell_contents, ROUTED):
+            cell.cell_contents = _routed(cell.cell_contents, ours)
+    elif not hasattr(theirs, ROUTED):
+        routed = _routed(theirs, ours)
+        for module in modules:
+            if getattr(module, name, None) is theirs:
+                setattr(module, name, routed)
+
+
+def _routed(theirs: Function, ours: Function) -> Function:
+    @functools.wraps(theirs)
+    def function(parameters: Tensor | Iterable[Tensor], *args: Any, **options: Any) -> Any:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        sharded = any(owner.sharded for owner in reducer_registry.owners_of(params))
+        answer = (ours if sharded else theirs)(params, *args, **options)
+        clipped.tell(params, args[0] if args else options.get("max_norm"))
+        return answer
+
+    setattr(function, ROUTED, True)
+    return function

@@ -1,0 +1,1 @@
+"""Data parallelism: buckets of gradients, their reduction, and the weights gathered afterwards."""

@@ -1,0 +1,303 @@
+"""The bucket plan: which gradient lies where. The planner is C (tx_layout_plan); here it meets torch's tensors."""
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_ext.comm.communicator import Part
+from torch_ext.comm.wire import Piece
+from torch_ext.native import constants, library
+from torch_ext.native import dtypes as native_dtypes
+from torch_ext.policy.policy import Policy
+
+
+class _Param(library.Struct):
+    c_name = "tx_layout_param"
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("ndim", ctypes.c_int64),
+        ("numel", ctypes.c_int64),
+        ("tied", ctypes.c_int64),
+        ("key", ctypes.c_int64),
+        ("param_dtype", ctypes.c_int32),
+        ("grad_dtype", ctypes.c_int32),
+        ("wire_dtype", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+    ]
+
+
+class LayoutArgs(library.Struct):
+    c_name = "tx_layout_args"
+    _fields_ = [
+        ("size", ctypes.c_uint64),
+        ("n", ctypes.c_int64),
+        ("params", ctypes.POINTER(_Param)),
+        ("order", ctypes.POINTER(ctypes.c_int64)),
+        ("cap", ctypes.c_int64),
+        ("world", ctypes.c_int64),
+        ("overlap", ctypes.c_int32),
+        ("high_bandwidth", ctypes.c_int32),
+    ]
+
+
+class Place(library.Struct):
+    c_name = "tx_layout_place"
+    _fields_ = [("buffer", ctypes.c_int64), ("bucket", ctypes.c_int64), ("start", ctypes.c_int64)]
+
+
+class Bucket(library.Struct):
+    c_name = "tx_layout_bucket"
+    _fields_ = [
+        ("buffer", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("used", ctypes.c_int64),
+        ("n_params", ctypes.c_int64),
+    ]
+
+
+class _Summary(library.Struct):
+    c_name = "tx_layout_summary"
+    _fields_ = [("n_buckets", ctypes.c_int64), ("n_buffers", ctypes.c_int64), ("fingerprint", ctypes.c_uint64)]
+
+
+@dataclass(frozen=True)
+class PlannedParameter:
+    """A parameter's gradient: elements [start, start + numel) of buffer `buffer`, in bucket `bucket`."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    param_dtype: torch.dtype
+    main_grads_dtype: torch.dtype
+    grad_comm_dtype: torch.dtype
+    buffer: int
+    bucket: int
+    start: int
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """Elements [start, start + numel) of its buffer travel together; the first `used` of them belong to parameters.
+
+    `start` and `numel` are multiples of 128 times the number of ranks.
+    """
+
+    buffer: int
+    start: int
+    numel: int
+    used: int
+    main_grads_dtype: torch.dtype
+    grad_comm_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """What `plan_buckets` returns: parameters in registration order, buckets in the order in which they fill."""
+
+    parameters: tuple[PlannedParameter, ...]
+    buckets: tuple[PlannedBucket, ...]
+    world_size: int
+    fingerprint: int
+
+    @property
+    def buffers(self) -> tuple[tuple[PlannedBucket, ...], ...]:
+        """The buckets of each flat buffer, which they cover without gaps."""
+        n = 1 + max((bucket.buffer for bucket in self.buckets), default=-1)
+        return tuple(tuple(b for b in self.buckets if b.buffer == i) for i in range(n))
+
+    def in_bucket(self, bucket: int) -> list[int]:
+        """The positions of a bucket's parameters, by their place in it."""
+        members = [i for i, p in enumerate(self.parameters) if p.bucket == bucket]
+        return sorted(members, key=lambda i: self.parameters[i].start)
+
+    def __str__(self) -> str:
+        return "\n".join([f"layout {self.fingerprint:016x}", *self.lines()])
+
+    def lines(self) -> list[str]:
+        """The layout for people, without its fingerprint."""
+        lines = [f"{len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)} over {self.world_size} ranks"]
+        for i, b in enumerate(self.buckets):
+            padding = b.numel - b.used
+            lines.append(
+                f"bucket {i}: buffer {b.buffer} [{b.start}, {b.start + b.numel}) {_short(b.main_grads_dtype)}, "
+                f"{_short(b.grad_comm_dtype)} on the wire, {padding} padding"
+            )
+            for j in self.in_bucket(i):
+                p = self.parameters[j]
+                lines.append(f"  [{p.start}, {p.start + p.numel}) {p.name} {list(p.shape)} {_short(p.param_dtype)}")
+        return lines
+
+
+def plan_buckets(
+    params_or_numels: Iterable[Any] | Mapping[str, Any],
+    policy: Policy,
+    world_size: int,
+    *,
+    order: Sequence[int] | None = None,
+) -> BucketPlan:
+    """The layout that `parallelize` uses: pure arithmetic, no process group, nothing allocated.
+
+    params_or_numels: in registration order, tensors, (name, tensor) pairs such as `model.named_parameters()`, or
+        element counts (of the policy's param_dtype); or a mapping of names to either. A tensor given twice is placed
+        once.
+    policy: of `load_policy`; its dtypes, bucket_size (elements), overlap_grad_reduce and
+        pad_buckets_for_high_nccl_busbw. Where bucket_size is None the cap follows the buffer's bytes on the wire and
+        the number of ranks (csrc/torch_ext.h, tx_layout_args). Without overlap there is one bucket for each buffer.
+    world_size: ranks that share the buckets.
+    order: a permutation of the positions, who is placed first; None: reverse registration order.
+
+    Parameters that agree in dtypes and device share a flat buffer; starts are aligned to 128 elements, bucket ends to
+    128 times the number of ranks. Raises ValueError or TypeError for what is not legal.
+    """
+    made = CLayout(params_or_numels, policy, world_size, order)
+    parameters = tuple(
+        PlannedParameter(name, tuple(t.shape), t.numel(), *dtypes, place.buffer, place.bucket, place.start)
+        for (name, t), dtypes, place in zip(made.named, made.dtypes, made.places, strict=False)
+    )
+    of_bucket = {p.bucket: p for p in parameters}
+    return BucketPlan(
+        parameters,
+        tuple(
+            PlannedBucket(
+                b.buffer, b.offset, b.size, b.used, of_bucket[i].main_grads_dtype, of_bucket[i].grad_comm_dtype
+            )
+            for i, b in enumerate(made.buckets[: made.n_buckets])
+        ),
+        world_size,
+        made.fingerprint,
+    )
+
+
+class CLayout:
+    """What tx_layout_plan is given and what it writes, for whoever hands both on to another C function.
+
+    The arrays have one entry at least. Arguments and errors are those of `plan_buckets`.
+    """
+
+    def __init__(
+        self, params_or_numels: Any, policy: Policy, world_size: int, order: Sequence[int] | None = None
+    ) -> None:
+        self.named = named = list(_named(params_or_numels, policy.param_dtype))
+        self.dtypes = dtypes = [_dtypes_of(policy, name, tensor) for name, tensor in named]
+        if order is not None and len(order) != len(named):
+            raise ValueError(f"order has {len(order)} entries for {len(named)} parameters; it is a permutation of them")
+        self.args = LayoutArgs(
+            size=ctypes.sizeof(LayoutArgs),
+            n=len(named),
+            params=_c_params(named, dtypes),
+            order=None if order is None else (ctypes.c_int64 * max(1, len(order)))(*order),
+            cap=constants.NO_INT if policy.bucket_size is None else policy.bucket_size,
+            world=world_size,
+            overlap=int(policy.overlap_grad_reduce),
+            high_bandwidth=int(policy.pad_buckets_for_high_nccl_busbw),
+        )
+        self.places = (Place * max(1, len(named)))()
+        self.buckets = (Bucket * max(1, len(named)))()
+        summary = _Summary()
+        plan = library.function(
+            "tx_layout_plan",
+            ctypes.POINTER(LayoutArgs),
+            ctypes.POINTER(Place),
+            ctypes.POINTER(Bucket),
+            ctypes.c_int64,
+            ctypes.POINTER(_Summary),
+        )
+        plan(ctypes.byref(self.args), self.places, self.buckets, len(self.buckets), ctypes.byref(summary))
+        self.n_buckets: int = summary.n_buckets
+        self.fingerprint: int = summary.fingerprint
+
+
+def _c_params(named: Sequence[tuple[str, torch.Tensor]], dtypes: Sequence[tuple[torch.dtype, ...]]) -> Any:
+    c_params = (_Param * max(1, len(named)))()
+    first: dict[int, int] = {}
+    devices: dict[torch.device, int] = {}
+    for i, (name, tensor) in enumerate(named):
+        shape = (ctypes.c_int64 * max(1, tensor.dim()))(*tensor.shape)
+        c_params[i] = _Param(
+            name=native_dtypes.c_text(name),
+            shape=ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)),
+            ndim=tensor.dim(),
+            numel=tensor.numel(),
+            tied=-1 if first.setdefault(id(tensor), i) == i else first[id(tensor)],
+            key=0,
+            device=devices.setdefault(tensor.device, len(devices)),
+            **{field: native_dtypes.code_of(dtype) for field, dtype in zip(_DTYPE_FIELDS, dtypes[i], strict=True)},
+        )
+    return c_params
+
+
+_DTYPE_FIELDS = ("param_dtype", "grad_dtype", "wire_dtype")
+
+
+def _named(given: Any, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]:
+    items = given.items() if isinstance(given, Mapping) else given
+    for i, item in enumerate(items):
+        name, value = item if isinstance(item, tuple) else (str(i), item)
+        if isinstance(value, int) and not isinstance(value, bool):
+            if value < 0:
+                raise ValueError(f"parameter {name!r}: {value} elements; a count is >= 0")
+            value = torch.empty(value, dtype=dtype, device="meta")
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"parameter {name!r}: {type(value).__name__}; a tensor or a number of elements is expected")
+        yield name, value
+
+
+def _dtypes_of(policy: Policy, name: str, tensor: torch.Tensor) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Of the parameter, of its gradient in the buffer, of its gradient on the wire (uint8: 8-bit blocks); what may be
+    what is the policy's to refuse."""
+    try:
+        row = policy.row(tensor.dtype)
+    except ValueError as error:
+        raise TypeError(f"parameter {name!r}: {error}") from None
+    main = row.main_grads_dtype or tensor.dtype
+    return tensor.dtype, main, row.grad_comm_dtype or main
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _intersect() -> Callable[..., int]:
+    int64 = ctypes.c_int64
+    return library.function(
+        "tx_layout_intersect", int64, int64, int64, int64, ctypes.POINTER(ctypes.c_int64), restype=ctypes.c_int64
+    )
+
+
+def pieces(plan: BucketPlan, buckets: range, begin: int, end: int) -> list[Piece]:
+    """The buckets' parameters' runs in elements [begin, end) of the buffer, by their place; empty ones left out."""
+    found = []
+    first = ctypes.c_int64()
+    for i in (i for bucket in buckets for i in plan.in_bucket(bucket)):
+        p = plan.parameters[i]
+        numel = _intersect()(p.start, p.numel, begin, end, ctypes.byref(first))
+        if numel:
+            found.append(Piece(i, first.value, numel, p.start + first.value - begin))
+    return found
+
+
+def part_of(plan: BucketPlan, buckets: range, part: Part) -> tuple[int, int]:
+    """The elements [begin, end) of their buffer that a part of neighbouring buckets has (tx_layout_shard: parts are
+    equal)."""
+    start = plan.buckets[buckets[0]].start
+    numel = sum(plan.buckets[b].numel for b in buckets) // part.of
+    return start + numel * part.number, start + numel * (part.number + 1)
+
+
+def by_rank(plan: BucketPlan, buckets: range, world_size: int) -> list[Piece]:
+    """The parameters' runs in a message of neighbouring buckets in which each rank's parts of them lie side by side:
+    one run for each part that a parameter reaches into."""
+    found, begin = [], 0
+    for rank in range(world_size):
+        for b in buckets:
+            first, end = part_of(plan, range(b, b + 1), Part(rank, world_size))
+            found += [p._replace(at=begin + p.at) for p in pieces(plan, range(b, b + 1), first, end)]
+            begin += end - first
+    return found

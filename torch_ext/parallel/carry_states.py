@@ -1,0 +1,190 @@
+"""Optimizers that `parallelize` takes along: their states follow the parameters from one layout into another.
+
+States are whole tensors for as long as it takes to cut one anew, one of one parameter at a time. What was not cut and
+is not now stays where it is.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_ext.comm.init_sync import broadcast
+from torch_ext.optim.adamw import Adam
+from torch_ext.optim.state import access, codec, load, save
+from torch_ext.params import local_shard, param_groups, reducer_registry
+from torch_ext.policy.policy import Policy
+from torch_ext.tensors import dense
+
+_CALL = "parallelize(): the optimizer's states"  # for messages of lost ranks
+
+
+class _Entry(NamedTuple):
+    """The state of one parameter under the layout that ends."""
+
+    param: Tensor
+    name: str
+    like: Tensor  # of the whole parameter's shape and memory order
+    local: local_shard.Local
+    cut: bool
+    owned: bool  # whether it is the same on every rank already, or each rank has its part
+    at_rest: Mapping[str, Any]
+    logical: Mapping[str, Any]  # of this rank's part, decoded when it is read
+
+
+class Carried:
+    """The states of an optimizer, between the end of one layout and the beginning of the next."""
+
+    def __init__(self, optimizer: Adam, model: torch.nn.Module) -> None:
+        """Changes nothing. RuntimeError where states cannot move now."""
+        optimizer.refuse_moving("parallelize(optimizer=...)")
+        if optimizer.stepped_early():
+            raise RuntimeError(
+                "parallelize(optimizer=...) between a backward that stepped (step_in_backward=True) and step(), which "
+                "brings the other ranks' weights: call step() first"
+            )
+        self.optimizer = optimizer
+        mine = {id(p) for p in model.parameters()}
+        everyone, names = param_groups.everyone(optimizer.param_groups), param_groups.names(optimizer.param_groups)
+        locals_ = optimizer.current_shards(everyone)
+        self._entries: dict[int, _Entry] = {}
+        for i, (p, name) in enumerate(zip(everyone, names, strict=True)):
+            at_rest = optimizer.state_at_rest(p)
+            if "exp_avg" not in at_rest or id(p) not in mine:
+                continue
+            local, kinds = locals_.of(i), codec.kinds_of(optimizer.policy, p.dtype)
+            _refuse_converted(local.weight, at_rest, kinds, name)
+            logical = save.entry_of(p, local, at_rest, kinds, name)
+            owned = reducer_registry.owner_of(p) is not None
+            cut = save.is_cut(p, local)
+            self._entries[i] = _Entry(p, name, p.detach(), local, cut, owned, at_rest, logical)
+
+    def lines(self) -> list[str]:
+        """What must be equal on all ranks, as text."""
+        return [
+            f"optimizer with state of {e.name} after {int(e.at_rest['step'])} steps in {sorted(e.logical)}, "
+            f"cut {e.cut}, reduced before {e.owned}"
+            for e in self._entries.values()
+        ]
+
+    def refuse(self, policy: Policy, before: Policy | None, ranks: frozenset[int]) -> None:
+        """ValueError where the states cannot become those of the policy, or of these ranks. before: the policy of the
+        layout that ends, with which the optimizer was content."""
+        for entry in self._entries.values():
+            own = codec.kinds_of(self.optimizer.policy, entry.param.dtype)
+            wanted = codec.kinds_of(policy, entry.param.dtype)
+            if wanted != own and (before is None or wanted != codec.kinds_of(before, entry.param.dtype)):
+                raise ValueError(
+                    f"the policy has changed: by it the state of {entry.name} is {_described(wanted)}, and the "
+                    f"optimizer has {_described(own)}. States that are taken along stay what they are: pass "
+                    "optimizer.policy, or load the optimizer's state_dict() into a new one"
+                )
+            owner = reducer_registry.owner_of(entry.param)
+            if entry.cut and owner is not None and owner.ranks != ranks:
+                raise ValueError(
+                    f"the state of {entry.name} is cut over ranks {sorted(owner.ranks)}, and the process group has "
+                    f"ranks {sorted(ranks)}; a state is taken along within one group of ranks. Save it through "
+                    "torch.distributed.checkpoint and load it there"
+                )
+
+    def install(self, group: dist.ProcessGroup) -> None:
+        """The states, as the layout is now that has begun; of parameters that nobody reduced before, the group's first
+        rank's, as the weights are. Collective."""
+        if not self._entries:
+            return
+        optimizer = self.optimizer
+        everyone = param_groups.everyone(optimizer.param_groups)
+        locals_, hosts = optimizer.current_shards(everyone), optimizer.on_host(everyone)
+        state: dict[Any, Any] = {p: self._as_it_is(p, optimizer.state_at_rest(p)) for p in self._others()}
+        with dense.to_stay():
+            for i in list(self._entries):
+                entry = self._entries.pop(i)  # its old state goes as soon as there is the new one
+                state[everyone[i]] = self._again(entry, everyone[i], locals_.of(i), group, hosts[i])
+        optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
+
+    def _others(self) -> Iterator[Tensor]:
+        """Parameters with a state that is not carried: a step, or everything of another model's."""
+        everyone = param_groups.everyone(self.optimizer.param_groups)
+        return (p for i, p in enumerate(everyone) if i not in self._entries and self.optimizer.state_at_rest(p))
+
+    def _as_it_is(self, p: Tensor, at_rest: Mapping[str, Any]) -> load.Sealed:
+        lies_here = "exp_avg" in access.peek(self.optimizer.state, p) or "exp_avg" not in at_rest
+        return load.Sealed(dict(at_rest), not lies_here)  # a step moves it, if it is to lie elsewhere
+
+    def _again(self, entry: _Entry, p: Tensor, local: local_shard.Local, group: dist.ProcessGroup, host: bool) -> Any:
+        """Its state under the layout that has begun."""
+        step = entry.at_rest["step"]
+        weight = local.weight.detach()
+        stays = not entry.cut and not save.is_cut(p, local)
+        if stays and local_shard.is_dtensor(p) == local_shard.is_dtensor(entry.like):
+            if not entry.owned and not local_shard.is_dtensor(p):  # of which each rank has a shard of its own
+                _broadcast(list(entry.at_rest.values()), group, weight.device)
+            return self._as_it_is(p, entry.at_rest)
+        kinds, beside = codec.kinds_of(self.optimizer.policy, p.dtype), weight.cpu() if host else weight
+        (made,) = codec.make([(beside, kinds)])
+        for key in kinds.logical():
+            whole = save.whole(entry.like, entry.local, entry.logical[key], None, entry.cut, _CALL)
+            if not entry.owned:
+                whole = whole.detach().clone(memory_format=torch.preserve_format)
+                _broadcast([whole], group, weight.device)
+            codec.encode(beside, {key: load.part(p, local, whole)}, kinds, {}, made)
+        if not entry.owned:
+            _broadcast([step], group, weight.device)
+        return load.Sealed({"step": step, **made}, host)
+
+
+def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """device: of the group's back end; some may lie on the host."""
+    there = [t.to(device) for t in tensors]
+    broadcast(there, group, _CALL)
+    for t, sent in zip(tensors, there, strict=True):
+        if sent is not t:
+            t.copy_(sent)
+
+
+def carried(
+    given: Any,
+    model: torch.nn.Module,
+    policy: Policy,
+    before: "tuple[str, Policy] | None",
+    strategy: str,
+    ranks: frozenset[int],
+) -> tuple[list[torch.optim.Optimizer], list[Carried]]:
+    """The optimizers that a caller of parallelize gave, and the states of those that are ours. before: strategy and
+    policy of the layout that ends. Changes nothing; TypeError, ValueError or RuntimeError where one cannot come along.
+    """
+    optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given or [])
+    found = []
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}; an optimizer, or a list of them, is legal")
+        if isinstance(optimizer, Adam):
+            one = Carried(optimizer, model)
+            one.refuse(policy, None if before is None else before[1], ranks)
+            found.append(one)
+        elif before is None or {before[0], strategy} not in ({"no_shard"}, {"optim_grads_params"}):
+            raise TypeError(
+                f"{type(optimizer).__name__} cannot be taken along from {before[0] if before else 'no strategy'!r} to "
+                f"{strategy!r}: its state is laid out anew there, which parallelize does for torch_ext.AdamW and "
+                "torch_ext.Adam; of others from no_shard to no_shard it stays as it is"
+            )
+    return optimizers, found
+
+
+def _refuse_converted(weight: Tensor, at_rest: Mapping[str, Any], kinds: codec.Kinds, name: str) -> None:
+    expected = {"exp_avg": kinds.exp_avg, "exp_avg_sq": kinds.exp_avg_sq}
+    fits = codec.complete(at_rest, kinds) and all(
+        at_rest[key].dtype == dtype and at_rest[key].shape == weight.shape for key, dtype in expected.items()
+    )
+    if not fits:
+        raise ValueError(
+            f"the state of {name} is not that of a parameter of shape {tuple(weight.shape)} in {weight.dtype}: a model "
+            "that was converted after its optimizer took steps needs a new optimizer"
+        )
+
+
+def _described(kinds: codec.Kinds) -> str:
+    master = {None: "no master", "master_param": "an fp32 master"}.get(kinds.master, "a master in remainders")
+    return f"moments in {kinds.exp_avg} and {kinds.exp_avg_sq} with {master}"

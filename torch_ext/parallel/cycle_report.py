@@ -1,0 +1,41 @@
+"""What ranks tell each other at the end of a cycle (see `parallel/reducer.py`)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from torch_ext.grads.errors import CAME
+
+# Of a parameter for which nothing came in this backward, and whose `.grad` is there all the same: it is what an earlier
+# reduction left, or anything else (of a micro-batch under no_sync(), zeros, assigned by somebody).
+REDUCED, HELD = 4, 8
+
+
+class Report(NamedTuple):
+    """What a rank tells the others at the end of a cycle."""
+
+    cycle: int
+    nonfinite: int  # the position of a parameter, or ALL_FINITE
+    words: torch.Tensor  # of `Coalescing`
+    came: torch.Tensor  # uint8, by parameter: as grads/errors.py says, and REDUCED or HELD
+
+    @staticmethod
+    def of(cycle: int, nonfinite: int, words: torch.Tensor, came: bytearray) -> torch.Tensor:
+        """As it travels."""
+        numbers = torch.cat([torch.tensor([cycle, nonfinite], dtype=torch.int64), words])
+        return torch.cat([numbers.view(torch.uint8), torch.frombuffer(came, dtype=torch.uint8)])
+
+    @classmethod
+    def read(cls, row: torch.Tensor, n_params: int) -> "Report":
+        numbers, came = row[: row.numel() - n_params].view(torch.int64), row[row.numel() - n_params :]
+        cycle, nonfinite = numbers[:2].tolist()
+        return cls(cycle, nonfinite, numbers[2:], came)
+
+
+def agreed(came: Sequence[torch.Tensor]) -> tuple[list[bool], list[bool]]:
+    """From each rank's `came`: which parameters have a gradient on some rank; which have on every rank what an earlier
+    reduction left, and nothing came for them since."""
+    states = torch.stack(list(came))
+    anywhere, left = states.bitwise_and(CAME | REDUCED | HELD).any(dim=0), states.bitwise_and(REDUCED).all(dim=0)
+    return anywhere.tolist(), left.tolist()

@@ -1,0 +1,84 @@
+"""What FSDP2 calls instead of its own collectives (set_custom_reduce_scatter, set_custom_all_gather).
+
+Both only start: FSDP2 waits for a gather where it needs the weights, so that the next unit's travels while this one
+computes, and for a reduction nobody waits before the end of backward.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from torch_ext.comm.communicator import Handle
+from torch_ext.comm.streams import Stream
+
+if TYPE_CHECKING:
+    from torch_ext.parallel.fsdp.fsdp_reducer import FsdpEngine
+    from torch_ext.parallel.fsdp.param_gather import Weights
+    from torch_ext.parallel.fsdp.reduce_scatter import UnitPlan
+
+
+class _Comm:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer that FSDP2 is about to use."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ReduceScatter(_Comm):
+    """torch's protocol of the same name, for one unit."""
+
+    def __init__(self, engine: "FsdpEngine", unit: "UnitPlan") -> None:
+        self._engine, self._unit = engine, unit
+        self._allocated_on: set[Stream] = set()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        # The input is the computation's, which no event of the stream of the call covers, and FSDP2 lets go of it as
+        # soon as the call is done.
+        self._allocated_on.add(self._engine.exchanges.current_stream())
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        allocated_on, self._allocated_on = self._allocated_on, set()
+        self._engine.reduce_scatter(self._unit, output_tensor, input_tensor, group, op, allocated_on)
+
+
+class AllGather(_Comm):
+    """torch's protocol of the same name, for one unit."""
+
+    def __init__(self, weights: "Weights", unit: "UnitPlan") -> None:
+        self._weights, self._unit = weights, unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self._weights.refuse_away()  # before FSDP2 reads the shards
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work:
+        handle = self._weights.all_gather(self._unit, output_tensor, input_tensor, group)
+        return Gathering(self._weights, self._unit, handle)
+
+
+class Gathering(dist.Work):
+    """Weights on their way; whether FSDP2 asked for an asynchronous operation or not, it waits for it."""
+
+    def __init__(self, weights: "Weights", unit: "UnitPlan", handle: Handle) -> None:
+        super().__init__()
+        self._weights, self._unit, self._handle = weights, unit, handle
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._weights.gathered(self._unit, self._handle)
+        return True

@@ -1,0 +1,170 @@
+"""Which modules become units of FSDP2: parameters that are gathered together and whose gradients travel together.
+
+torch's fully_shard asks its caller for that. The rule here is the usual one, the blocks of the model's containers and
+then the rest as the root's unit; but small blocks that follow each other share a unit. A model that its user has
+sharded already keeps the user's units.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from torch_ext.policy.policy import Policy
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+# Elements that a unit has at least, where the policy has no bucket_size. A unit's two gathers and its reduction cost
+# about as much processor time as sending some 2 MB does; overlap wants many units, but is as good with these.
+_LEAST = 2**20
+
+
+class Unit(NamedTuple):
+    modules: list[nn.Module]
+    dtype: torch.dtype | None  # of their trainable parameters; None: they have none
+
+
+def fsdp_modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
+    """The model's sharded modules by name, the outermost first."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def shard(units: Sequence[Unit], policy: Policy, group: dist.ProcessGroup, device: torch.device) -> None:
+    """fully_shard of each unit over the group; what a rank keeps of a weight is what the rank has of it.
+
+    Where most of a model is in fp32 and the policy is for bf16 or fp16, FSDP2 gathers and computes in that dtype, and
+    the fp32 shards are the masters.
+    """
+    mesh = DeviceMesh.from_group(group, device.type)
+    (model,) = units[-1].modules
+    most = _dtypes(model.parameters(), set()).most_common(1)
+    narrow = policy.param_dtype if most and most[0][0] == torch.float32 else None
+    for unit in units:
+        compute = narrow if unit.dtype in (None, torch.float32) else None
+        # The reduce-scatter has a wire of its own: gradients are handed to it as backward made them. But fp16 is
+        # widened, since FSDP2 would scale it in fp16, before and after the sum.
+        reduced = torch.float32 if torch.float16 in (compute, unit.dtype) else None
+        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced)
+        fully_shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], mesh=mesh, mp_policy=precision)
+
+
+def units_of(model: nn.Module, bucket_size: int | None) -> list[Unit]:
+    """Inner ones first, the model last. bucket_size: the policy's, elements.
+
+    ValueError where a module itself has trainable parameters of several dtypes.
+    """
+    held = _holders(model)
+    times = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    least = bucket_size or _LEAST
+    units: list[Unit] = []
+    for blocks in _containers(model):
+        # A parameter that is shared with modules outside belongs to the unit that contains them all.
+        alone = [block for block in blocks if all(held[p] == n * times[block] for p, n in _holders(block).items())]
+        for run in _runs(alone, least):
+            units += _united([_split(block) for block in run])
+    taken = {id(p) for unit in units for module in unit.modules for p in module.parameters()}
+    return [*_once(units + _split(model, taken))]
+
+
+def _runs(blocks: Sequence[nn.Module], least: int) -> Iterator[list[nn.Module]]:
+    """Neighbours until they have so many elements."""
+    runs: list[list[nn.Module]] = []
+    numel = least
+    for block in blocks:
+        if numel >= least:
+            runs.append([])
+            numel = 0
+        runs[-1].append(block)
+        numel += sum(p.numel() for p in block.parameters())
+    if len(runs) > 1 and numel < least:
+        tail = runs.pop()
+        runs[-1] += tail
+    yield from runs
+
+
+def _united(blocks: Sequence[Sequence[Unit]]) -> list[Unit]:
+    """Of blocks that share a unit, each split by dtypes: one unit for each dtype of their inner modules, then their
+    own."""
+    modules: dict[tuple[bool, torch.dtype | None], list[nn.Module]] = {}
+    for *inner, whole in blocks:
+        for unit in inner:
+            modules.setdefault((True, unit.dtype), []).extend(unit.modules)
+        modules.setdefault((False, whole.dtype), []).extend(whole.modules)
+    return [Unit(of_dtype, dtype) for (_, dtype), of_dtype in sorted(modules.items(), key=lambda item: not item[0][0])]
+
+
+def _once(units: Sequence[Unit]) -> Iterator[Unit]:
+    """A module of another dtype that several modules share is found in each of them."""
+    seen: set[nn.Module] = set()
+    for unit in units:
+        new = [m for m in dict.fromkeys(unit.modules) if m not in seen]
+        seen.update(new)
+        if new:
+            yield Unit(new, unit.dtype)
+
+
+def _holders(module: nn.Module) -> Counter[int]:
+    """In how many places each parameter is; those of a module that is in several places count for each of them."""
+    modules = (m for _, m in module.named_modules(remove_duplicate=False))
+    return Counter(id(p) for m in modules for p in {*m._parameters.values()} if p is not None)
+
+
+def _containers(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Of each of the outermost containers, the children that hold parameters."""
+    if not isinstance(module, _CONTAINERS):
+        for child in module.children():
+            yield from _containers(child)
+        return
+    blocks: list[nn.Module] = []
+    for child in module.children():
+        if _cannot_run(child):
+            yield from _containers(child)
+        elif next(child.parameters(), None) is not None:
+            blocks.append(child)
+    yield blocks
+
+
+def _cannot_run(module: nn.Module) -> bool:
+    """A container without a forward of its own, before which parameters could be gathered."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+
+
+def _split(module: nn.Module, taken: "frozenset[int] | set[int]" = frozenset()) -> list[Unit]:
+    """The module as a unit, before it those of its modules that have another dtype: a unit has one."""
+    own = _dtypes(module.parameters(recurse=False), taken) or _dtypes(module.parameters(), taken)
+    dtype = own.most_common(1)[0][0] if own else None
+    return [*_others(module, dtype, taken), Unit([module], dtype)]
+
+
+def _others(module: nn.Module, dtype: torch.dtype | None, taken: "frozenset[int] | set[int]") -> Iterator[Unit]:
+    own = _dtypes(module.parameters(recurse=False), taken)
+    if len(own) > 1:
+        raise ValueError(
+            f"{type(module).__name__} has trainable parameters in {' and '.join(sorted(map(str, own)))}; FSDP2 takes "
+            "one dtype in a unit: convert them, or put those of one dtype into a module of their own"
+        )
+    for child in module.children():
+        inside = _dtypes(child.parameters(), taken)
+        if set(inside) <= {dtype}:
+            continue
+        if _cannot_run(child):
+            yield from _others(child, dtype, taken)
+            continue
+        *inner, unit = _split(child, taken)
+        yield from inner
+        if unit.dtype != dtype:
+            yield unit
+
+
+def _dtypes(params: Iterator[nn.Parameter], taken: "frozenset[int] | set[int]") -> Counter[torch.dtype]:
+    """Of the trainable ones, by their numbers of elements."""
+    elements: Counter[torch.dtype] = Counter()
+    for p in params:
+        if p.requires_grad and id(p) not in taken:
+            elements[p.dtype] += max(1, p.numel())
+    return elements

@@ -1,0 +1,193 @@
+"""Strategy optim_grads_params: torch's FSDP2, with this library's exchange in it."""
+
+import gc
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from torch_ext.comm import compression
+from torch_ext.comm.communicator import Exchange
+from torch_ext.comm.init_sync import broadcast
+from torch_ext.parallel.fsdp import fsdp_units
+from torch_ext.parallel.fsdp.fsdp_comm import AllGather, ReduceScatter
+from torch_ext.parallel.fsdp.fsdp_reducer import FsdpEngine
+from torch_ext.parallel.fsdp.fsdp_units import fsdp_modules
+from torch_ext.parallel.fsdp.param_gather import Weights
+from torch_ext.parallel.fsdp.reduce_scatter import UnitPlan, unit_called
+from torch_ext.params import reducer_registry
+from torch_ext.params.local_shard import tensor_of
+from torch_ext.policy import policy_source
+from torch_ext.policy.policy import Policy
+
+
+def describe(model: nn.Module, policy: Policy, group: dist.ProcessGroup) -> list[str]:
+    """What must be equal on all ranks, as text. Changes nothing; only whole weights that a forward left go.
+
+    Raises ValueError or TypeError, naming the parameter or the module, for what FSDP2 or this library cannot shard.
+    """
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.numel() == 0:
+            raise ValueError(
+                f"parameter {name!r} has no elements, which FSDP2 cannot reduce: freeze it, or leave it out"
+            )
+    if not fsdp_modules(model):
+        units = fsdp_units.units_of(model, policy.bucket_size)
+        names = {module: name for name, module in model.named_modules()}
+        return [f"{unit_called(*(names[m] for m in unit.modules))} of {unit.dtype}" for unit in units]
+    for owner in reducer_registry.owners_of(model.parameters()):
+        owner.sync_parameters()
+    for _, module in fsdp_modules(model):
+        module.reshard()
+    _check_sharded(model, group)
+    return [
+        f"{unit}: {unit.main_grads_dtype} from {unit.grad_comm_dtype}, {unit.replicas} replicas"
+        for _, unit in _plan_units(model, policy, _of_user(model))
+    ]
+
+
+def shard_fully(
+    model: nn.Module,
+    policy: Policy,
+    control: Exchange,
+    number: int,
+    *,
+    divide_factor: float | None,
+    find_unused_parameters: bool,
+) -> FsdpEngine:
+    """Shards the model, unless its user has done so, and puts this library's exchange into each of its units.
+
+    After `describe` was found to be equal everywhere. Rank 0's weights and buffers are everybody's; of a model that is
+    sharded already, each shard is its first replica's. Parameters are other objects afterwards; optimizers without
+    state get them. control: over the group; number: of `agree`; divide_factor: see FsdpEngine.
+    """
+    group = control.group
+    control.compresses = compression.is_certain(policy)  # how fast the wire is, is not measured here
+    own = not fsdp_modules(model)
+    _same_weights(model, group)
+    if own:
+        before = {id(p): name for name, p in model.named_parameters()}
+        made = fsdp_units.units_of(model, policy.bucket_size)
+        fsdp_units.shard(made, policy, group, control.device)
+        _replace_in_optimizers(before, dict(model.named_parameters()))
+        modules = [[cast(FSDPModule, m) for m in unit.modules] for unit in [made[-1], *made[:-1]]]
+    else:
+        modules = _of_user(model)
+    units = _plan_units(model, policy, modules)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    unit_of = _unit_of(modules)
+    engine = FsdpEngine(
+        named,
+        [unit for _, unit in units],
+        [unit_of[id(p)] for _, p in named],
+        control,
+        number,
+        divide_factor=divide_factor,
+        check_for_nan=policy.check_for_nan_in_grad,
+        find_unused_parameters=find_unused_parameters,
+    )
+    weights = engine.attach(model, [[cast(nn.Module, m) for m in of_unit] for of_unit in modules], prefetch=own)
+    for of_unit, unit in units:
+        _install(of_unit[0], unit, engine, weights, find_unused_parameters)
+    return engine
+
+
+def _install(
+    module: FSDPModule, unit: UnitPlan, engine: FsdpEngine, weights: Weights, find_unused_parameters: bool
+) -> None:
+    module.set_force_sum_reduction_for_comms(False)
+    module.set_custom_reduce_scatter(cast(Any, ReduceScatter(engine, unit)))
+    module.set_custom_all_gather(cast(Any, AllGather(weights, unit)))
+    module.set_all_reduce_hook(lambda output: engine.reduced(unit, output))
+    if find_unused_parameters and hasattr(module, "set_reduce_scatter_unused_params"):  # torch >= 2.13
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def _of_user(model: nn.Module) -> list[list[FSDPModule]]:
+    """Of several modules that the user gave to fully_shard together, FSDP2 asks one; which, it does not tell."""
+    return [[module] for _, module in fsdp_modules(model)]
+
+
+def _unit_of(units: Sequence[Sequence[FSDPModule]]) -> dict[int, int]:
+    """The unit of each parameter: of those whose modules hold it, the innermost."""
+    modules = [(i, cast(nn.Module, module)) for i, unit in enumerate(units) for module in unit]
+    modules.sort(key=lambda one: -sum(1 for _ in one[1].modules()))
+    return {id(p): i for i, module in modules for p in module.parameters()}
+
+
+def _plan_units(
+    model: nn.Module, policy: Policy, units: Sequence[Sequence[FSDPModule]]
+) -> list[tuple[Sequence[FSDPModule], UnitPlan]]:
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    of_unit: dict[int, list[Any]] = {}
+    unit_of = _unit_of(units)
+    for p in model.parameters():
+        of_unit.setdefault(unit_of.get(id(p), -1), []).append(p)
+    precisions = policy_source.precisions(model)
+    plans = []
+    for i, modules in enumerate(units):
+        params = of_unit.get(i, [])
+        first = next((p for p in params if p.requires_grad), None)
+        dtype = policy.param_dtype if first is None else first.dtype
+        row = policy.row(dtype, computed=precisions[id(first)].computed if id(first) in precisions else None)
+        main = row.main_grads_dtype or dtype
+        replicas = max((_replicas(p) for p in params), default=1)
+        name = " ... ".join(dict.fromkeys(names[m] for m in (modules[0], modules[-1])))
+        plans.append((modules, UnitPlan(i, name, main, row.grad_comm_dtype or main, replicas)))
+    return plans
+
+
+def _replicas(param: Any) -> int:
+    """HSDP: the mesh's first dimension replicates and a later one shards. (Of others, tensor parallelism knows.)"""
+    if not isinstance(param, DTensor) or len(param.placements) < 2 or not param.placements[0].is_replicate():
+        return 1
+    return int(param.device_mesh.size(0))
+
+
+def _check_sharded(model: nn.Module, group: dist.ProcessGroup) -> None:
+    ranks = set(dist.get_process_group_ranks(group))
+    for name, param in model.named_parameters():
+        if not isinstance(param, DTensor):
+            if param.requires_grad:
+                raise ValueError(
+                    f"parameter {name!r} is not sharded, so nobody would reduce its gradient: call fully_shard on the "
+                    "model itself too, without ignored_params, or leave all of fully_shard to parallelize"
+                )
+            continue
+        if getattr(param, "_post_accumulate_grad_hooks", None) and reducer_registry.owner_of(param) is None:
+            raise ValueError(
+                f"parameter {name!r} has hooks of register_post_accumulate_grad_hook, which FSDP2 would call before "
+                "the sum has come: remove them, or work on the gradients after backward"
+            )
+        members = set(param.device_mesh.mesh.flatten().tolist())
+        if not members <= ranks:
+            raise ValueError(
+                f"parameter {name!r} is sharded over ranks {sorted(members)}, and the process group has "
+                f"{sorted(ranks)}: pass parallelize a process_group with all of them"
+            )
+
+
+def _same_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
+    tensors = [*model.parameters(), *model.buffers()]
+    what = "parallelize: rank 0's weights and buffers"
+    broadcast([t for t in tensors if not isinstance(t, DTensor)], group, what)
+    replicated: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for param in tensors:
+        if isinstance(param, DTensor):
+            for dim, placement in enumerate(param.placements):
+                if placement.is_replicate():
+                    replicated.setdefault(param.device_mesh.get_group(dim), []).append(tensor_of(param))
+    for replicas, shards in replicated.items():
+        broadcast(shards, replicas, what)
+
+
+def _replace_in_optimizers(before: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
+    """Optimizers that were made before hold parameters that are no longer the model's."""
+    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
+        for group in getattr(optimizer, "param_groups", ()):
+            params: Iterable[Any] = group["params"]
+            group["params"] = [now[before[id(p)]] if id(p) in before else p for p in params]

@@ -1,0 +1,229 @@
+"""The weights of a model sharded by FSDP2: gathers that do not block, and whole weights that would be old ones."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_ext.comm.communicator import Handle
+from torch_ext.comm.wire import Wire
+from torch_ext.parallel.fsdp.reduce_scatter import GATHER, Exchanges, UnitPlan
+from torch_ext.params import local_shard
+from torch_ext.tensors import offload_guard
+
+Place: TypeAlias = tuple[weakref.ref[nn.Module], str]
+"""Where a parameter is: a module, which is not kept alive, and the name there."""
+
+
+class Used:
+    """Autograd says so, of whole parameters: by hooks, which they get when the first forward shows them."""
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], units: Sequence[Sequence[nn.Module]], places: Sequence[Sequence[Place]]
+    ) -> None:
+        """params: the shards. units: the modules of each, and the places of its parameters."""
+        self._params = params
+        self._whole: dict[int, torch.Tensor] = {}
+        self._reached: set[int] = set()
+        position = {id(p): i for i, p in enumerate(params)}
+        self._hooks: list[Any] = []
+        for unit, of_unit in zip(units, places, strict=True):
+            known = [(module, name, position.get(_at(module, name))) for module, name in of_unit]
+            self._hooks += [module.register_forward_pre_hook(partial(self._watch, known)) for module in unit]
+
+    def _watch(self, places: Sequence[tuple[weakref.ref[nn.Module], str, int | None]], *_: Any) -> None:
+        """Behind FSDP2's hook, which puts whole parameters into a unit's modules."""
+        for module, name, i in places:
+            if i is None or (owner := module()) is None or (whole := owner._parameters.get(name)) is None:
+                continue
+            if whole.requires_grad and whole is not self._params[i] and whole is not self._whole.get(i):
+                self._whole[i] = whole
+                self._hooks.append(whole.register_post_accumulate_grad_hook(partial(_reach, self._reached, i)))
+
+    def take(self, i: int) -> bool:
+        """Whether a gradient came since this was asked before. Of a parameter that was not seen whole, one did."""
+        reached = i in self._reached or i not in self._whole
+        self._reached.discard(i)
+        return reached
+
+    def forget(self) -> None:
+        """Gradients that FSDP2 has not sent are dropped."""
+        self._reached.clear()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _at(module: weakref.ref[nn.Module], name: str) -> int:
+    owner = module()
+    return id(None if owner is None else owner._parameters[name])
+
+
+def _reach(reached: set[int], i: int, _whole: torch.Tensor) -> None:
+    reached.add(i)
+
+
+class _Cleaning:
+    """A hook of a unit's module, behind FSDP2's, which puts whole parameters into it. After a backward that raised,
+    those have gradients that FSDP2 did not reduce any more, and would add to the next ones."""
+
+    def __init__(self, module: nn.Module, known: Set[int]) -> None:
+        """known: ids of the parameters that are not whole ones."""
+        self.wanted = False
+        self.last = False
+        """Whether the engine is closed."""
+        self._known = known
+        self._hook = module.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, _inputs: Any) -> None:
+        if self.wanted:
+            self.wanted = False
+            for param in module.parameters():
+                if id(param) not in self._known:
+                    param.grad = None
+        if self.last:
+            self._hook.remove()
+
+
+class Weights:
+    """Knows the units by their modules, which it does not keep alive."""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        units: Sequence[Sequence[nn.Module]],
+        exchanges: Exchanges,
+        prefetch: bool,
+        zeros: bool,
+        guarded: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        """params: the shards. units: the modules of each. prefetch: from the second forward on, each unit's weights
+        travel while the one before runs. zeros: FSDP2 sends them for parameters without gradients. guarded: calls what
+        it is given, and remembers how that failed."""
+        self._params, self._exchanges, self._guarded = params, exchanges, guarded
+        self._modules = [weakref.ref(unit[0]) for unit in units]
+        self._failure: str | None = None  # of a gather
+        self._gathering: set[int] = set()  # units whose weights FSDP2 has not asked for yet
+        self._order: list[int] | None = [] if prefetch else None  # of units in the first forward
+        inside = {m for unit in units for module in unit for m in module.modules() if m is not module}
+        self._roots = [i for i, unit in enumerate(units) if unit[0] not in inside]
+        modules = [module for unit in units for module in unit]
+        self._known = {id(p) for module in modules for p in module.parameters()}  # shards, and what is not sharded
+        self._places = [[*_places(unit, {*modules})] for unit in units]
+        self.used = Used(params, units, self._places) if zeros else None
+        self._cleanings = [_Cleaning(module, self._known) for module in modules]
+
+    def close(self) -> None:
+        """Gradients go with the engine, but those of whole parameters are out of reach until the next forward."""
+        for cleaning in self._cleanings:
+            cleaning.wanted = cleaning.last = True
+        if self.used is not None:
+            self.used.close()
+
+    def _module(self, unit: int) -> Any:
+        """An FSDPModule; None where it is gone."""
+        return self._modules[unit]()
+
+    def refuse_away(self) -> None:
+        """RuntimeError where there are no shards to gather (see `offloading/offload.py`)."""
+        try:
+            offload_guard.params.refuse(self._params, "FSDP2 gathers weights")
+        except RuntimeError:
+            self.recover()  # it is in the middle of a backward
+            raise
+
+    def all_gather(self, unit: UnitPlan, output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Handle:
+        """Starts to bring every rank's part of a unit's weights; part: this rank's, in `output` or not."""
+        if self._order is not None and unit.number not in self._order:
+            self._order.append(unit.number)
+        self._gathering.add(unit.number)
+        exchange = self._exchanges.of(group, GATHER)
+        own = output.chunk(exchange.world_size)[exchange.rank]
+        if own.data_ptr() != part.data_ptr():
+            own.copy_(part)
+        number = self._exchanges.tag(0, GATHER, unit, output.nbytes)
+        what = f"weights of {unit}"
+        handle: Handle = self._try(lambda: exchange.gather(Wire.of(output), tag=number, what=what))
+        return handle
+
+    def gathered(self, unit: UnitPlan, handle: Handle) -> None:
+        """FSDP2 takes the unit's weights."""
+        self._gathering.discard(unit.number)
+        self._try(handle.result)
+
+    def _try(self, call: Callable[[], Any]) -> Any:
+        if self._failure is not None:  # FSDP2 would wait again for what did not come, and take it for weights
+            raise RuntimeError(f"weights cannot be gathered any more: {self._failure}")
+        try:
+            return self._guarded(call)
+        except RuntimeError as error:
+            self._failure = str(error)
+            raise
+
+    def drop_gathered(self) -> None:
+        """What was gathered for a unit that did not run after all would be old in the next forward."""
+        for i in sorted(self._gathering):
+            if (module := self._module(i)) is not None:
+                module.unshard()
+                module.reshard()
+
+    def reshard(self) -> None:
+        """Drops whole weights, and those on their way, which an evaluation or a forward that raised may have left
+        behind: they would be old after a step."""
+        self.drop_gathered()
+        for i in range(len(self._modules)):
+            if (module := self._module(i)) is not None:
+                module.reshard()
+                if self._is_whole(i):
+                    # For FSDP2 a forward that raised still runs, at whose end the unit (the root's) would stay whole.
+                    module.set_reshard_after_forward(True, recurse=False)
+                    module.reshard()
+                    module.set_reshard_after_forward(False, recurse=False)
+
+    def _is_whole(self, unit: int) -> bool:
+        """A unit's parameters are whole together: one shows it."""
+        module, name = next(((module(), name) for module, name in self._places[unit]), (None, ""))
+        return module is not None and id(module._parameters[name]) not in self._known
+
+    def prefetch_in_order(self) -> None:
+        """The first forward has shown in which order units run."""
+        order, self._order = self._order, None
+        if order is None:
+            return
+        root = 0  # runs first, whether or not it has weights of its own
+        for before, after in pairwise([root, *(i for i in order if i != root)]):
+            first, second = self._module(before), self._module(after)
+            if first is not None and second is not None:
+                first.set_modules_to_forward_prefetch([second])
+
+    def recover(self) -> bool:
+        """After a backward that raised, FSDP2 forgets about it; whether it can."""
+        for cleaning in self._cleanings:
+            cleaning.wanted = True
+        if self.used is not None:
+            self.used.forget()
+        if self._failure is not None:
+            return True  # no forward will get anywhere
+        roots = [module for i in self._roots if (module := self._module(i)) is not None]
+        if not all(hasattr(module, "reset_iter_state") for module in roots):  # torch >= 2.13
+            return False
+        for module in roots:
+            module.reset_iter_state()
+        return True
+
+
+def _places(unit: Sequence[nn.Module], of_units: Set[nn.Module]) -> Iterator[Place]:
+    """Where the unit's sharded parameters are. of_units: all units' modules."""
+    for module in unit:
+        yield from ((weakref.ref(module), name) for name, p in module._parameters.items() if _is_sharded(p))
+        yield from _places([child for child in module.children() if child not in of_units], of_units)
+
+
+def _is_sharded(param: nn.Parameter | None) -> bool:
+    return param is not None and local_shard.is_dtensor(param)

@@ -1,0 +1,138 @@
+"""One reduce-scatter of one unit of FSDP2: where its sum goes, and which gradients lie in it."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_ext.comm.communicator import MAX_BUCKETS, Exchange, Handle, tag
+from torch_ext.comm.factory import exchange_over
+from torch_ext.comm.streams import Stream
+from torch_ext.comm.wire import CODES, Piece, Seeds, Wire, pack
+from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
+from torch_ext.native.constants import BLOCK
+
+
+class UnitPlan(NamedTuple):
+    """What is decided about a unit before its first gradient."""
+
+    number: int
+    name: str
+    main_grads_dtype: torch.dtype
+    grad_comm_dtype: torch.dtype
+    replicas: int
+    """How many there are of each shard; more than one: FSDP2 itself adds up their gradients (HSDP)."""
+
+    def __str__(self) -> str:
+        return unit_called(self.name)
+
+
+def unit_called(*names: str) -> str:
+    """A unit in messages, by its modules' names; the model's own is empty."""
+    return "the root's unit" if names == ("",) else f"unit {', '.join(map(repr, names))}"
+
+
+class Slice(NamedTuple):
+    """The gradient of one parameter's shard in a reduction, padded as all ranks' are."""
+
+    param: int
+    begin: int
+    grad: Any
+    """What FSDP2 made of it: a DTensor over the reduction's output, or over a copy in the parameter's dtype."""
+
+
+class Reduction:
+    """Begins when FSDP2 hands over a unit's gradients; which they are is learnt from the hooks that it calls next."""
+
+    def __init__(self, unit: UnitPlan, output: Tensor, sums: Tensor, handle: Handle | None) -> None:
+        """output: where FSDP2 expects the sum. sums: where it will be, flat, of output's numel; maybe output itself."""
+        self.unit, self.output, self.sums, self.handle = unit, output, sums, handle
+        self.slices: list[Slice] = []
+        self.settled = False
+        """Whether the sums were added to the gradient shards."""
+        self.suspect: Tensor | None = None
+        """What this rank handed over, [ranks, output's numel], where an element of it is not finite."""
+
+    def add(self, param: int, begin: int, grad: Any) -> None:
+        """FSDP2 says that the gradient of the parameter's shard begins there."""
+        self.slices.append(Slice(param, begin, grad))
+
+    def wait(self, guarded: Callable[[Callable[[], None]], None]) -> None:
+        """Until the sums are there. guarded: calls what it is given."""
+        if self.handle is not None:
+            guarded(self.handle.result)
+            self.handle = None
+
+    def sum_of(self, one: Slice, shape: torch.Size) -> Tensor:
+        """A view."""
+        return self.sums[one.begin : one.begin + shape.numel()].view(shape)
+
+    def first_nonfinite(self) -> int:
+        """The parameter whose gradient on this rank is not finite, or ALL_FINITE."""
+        if self.suspect is None:
+            return ALL_FINITE
+        ordered = sorted(self.slices, key=lambda one: one.begin)
+        ends = [one.begin for one in ordered[1:]] + [self.suspect.shape[1]]
+        found = first_nonfinite(
+            [self.suspect[:, one.begin : end].contiguous() for one, end in zip(ordered, ends, strict=True)]
+        )
+        return ALL_FINITE if found == ALL_FINITE else ordered[found].param
+
+
+GATHER, REDUCE = "gather", "reduce"
+"""Purposes: each has streams of its own for what it does itself. Over one group both share its communicator, and so its
+stream: a gather waits for the reductions that were started before it."""
+
+
+class Exchanges:
+    def __init__(self, control: Exchange, number: int) -> None:
+        """control: between all ranks that hold parts of the model. number: of `agree`."""
+        self.control = control
+        self._number = number
+        self._made: dict[tuple[dist.ProcessGroup, str], Exchange] = {}
+
+    def of(self, group: dist.ProcessGroup, purpose: str) -> Exchange:
+        if (group, purpose) not in self._made:
+            made = exchange_over(group, self.control.device, self.control.transport_name)
+            made.compresses = self.control.compresses
+            self._made[group, purpose] = made
+        return self._made[group, purpose]
+
+    def current_stream(self) -> Stream:
+        """Of the device: whose memory is what is allocated now."""
+        return self.control.ordering.streams.current()
+
+    def tag(self, cycle: int, purpose: str, unit: UnitPlan, nbytes: int) -> int:
+        """Depends on the size, too: a message of another size than is expected would end a gloo process."""
+        return tag(self._number, cycle, zlib.crc32(f"{purpose} {unit.number} {nbytes}".encode()) % MAX_BUCKETS)
+
+    def report_tag(self, cycle: int) -> int:
+        return tag(self._number, cycle, MAX_BUCKETS)
+
+    def bytes_sent(self) -> int:
+        return self.control.bytes_sent + sum(e.bytes_sent for e in self._made.values())
+
+
+def wire_of(unit: UnitPlan, rows: torch.Tensor, rank: int, cycle: int) -> Wire:
+    """A unit's gradients as they travel: themselves, unless the wire's dtype is a narrower one. Of 8-bit codes, each
+    rank's part is padded to whole blocks.
+
+    rows: [ranks, elements of a shard], contiguous. rank, cycle: for the thresholds of an 8-bit wire.
+    """
+    world_size, numel = rows.shape
+    dtype = unit.grad_comm_dtype
+    if dtype.itemsize >= rows.dtype.itemsize:
+        return Wire.of(rows.view(-1))
+    if dtype != CODES:
+        wire = Wire.of(torch.empty(rows.numel(), dtype=dtype, device=rows.device))
+        pack([rows.view(-1)], [Piece(0, 0, rows.numel(), 0)], [0], wire, Seeds(0, 0))
+        return wire
+    padded = -(-numel // BLOCK) * BLOCK
+    codes, scales = world_size * padded, world_size * padded // BLOCK
+    wire = Wire(rows.new_empty(codes, dtype=CODES), rows.new_empty(scales, dtype=torch.uint8))
+    pieces = [Piece(0, r * padded, numel, r * padded) for r in range(world_size)]
+    pack(list(rows.unbind()), pieces, [unit.number], wire, Seeds.of_parts(rank, cycle))
+    return wire

@@ -1,0 +1,142 @@
+"""Flat buffers of gradients, and the rule that a parameter's `.grad` is its view of one."""
+
+from collections.abc import Sequence
+
+import torch
+
+from torch_ext.comm.communicator import Exchange
+from torch_ext.comm.wire import Wire
+from torch_ext.parallel.bucket_plan import BucketPlan
+from torch_ext.tensors import dense
+
+
+def widen(params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
+    """From here on autograd makes gradients in main_grads_dtype: what several uses of a parameter bring is added up in
+    that."""
+    for param, planned in zip(params, plan.parameters, strict=True):
+        if planned.main_grads_dtype != planned.param_dtype:
+            param.grad_dtype = planned.main_grads_dtype
+
+
+def give_back(params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
+    """The parameters as they were, without gradients."""
+    for param, planned in zip(params, plan.parameters, strict=True):
+        param.grad = None
+        if planned.main_grads_dtype != planned.param_dtype:
+            param.grad_dtype = param.dtype
+
+
+class GradientBuffers:
+    """One flat tensor in main_grads_dtype for each buffer of the plan.
+
+    `.grad` starts as None, as after zero_grad(), and becomes the view when the first gradient arrives. From then on
+    backward accumulates in place, and whoever clips or unscales `.grad` works on the buffer.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
+        self.params = params
+        self.plan = plan
+        device = params[0].device
+        self.flats = [
+            torch.zeros(buckets[-1].start + buckets[-1].numel, dtype=buckets[-1].main_grads_dtype, device=device)
+            for buckets in plan.buffers
+        ]
+        self.buckets = [self.flats[b.buffer][b.start : b.start + b.numel] for b in plan.buckets]
+        self._views = [self._view(i) for i in range(len(params))]
+        self._bytes = [p.start * self.flats[p.buffer].element_size() for p in plan.parameters]
+        widen(params, plan)
+
+    def _view(self, i: int) -> torch.Tensor:
+        """In the memory order of the parameter, so that one index is one element in both."""
+        p = self.plan.parameters[i]
+        return dense.view_like(self.params[i], self.flats[p.buffer], p.start)
+
+    def _moved(self, i: int) -> bool:
+        """Whether somebody gave our view other memory, as model.to() does with every `.grad`."""
+        view, planned = self._views[i], self.plan.parameters[i]
+        return planned.numel > 0 and view.data_ptr() != self.flats[planned.buffer].data_ptr() + self._bytes[i]
+
+    def is_ours(self, i: int) -> bool:
+        """Whether `.grad` of parameter i is what it was made here, wherever it lies."""
+        return self.params[i].grad is self._views[i]
+
+    def holds(self, i: int) -> bool:
+        """Whether `.grad` of parameter i is its view."""
+        return self.is_ours(i) and not self._moved(i)
+
+    def view(self, i: int) -> torch.Tensor:
+        """The gradient of parameter i in its buffer, shaped like the parameter."""
+        if self._moved(i):
+            self._views[i] = self._view(i)
+        return self._views[i]
+
+    def take(self, i: int) -> None:
+        """Makes `.grad` of parameter i, whatever it is, the content of the buffer, and the view `.grad`.
+
+        zero_grad(set_to_none=True), create_graph=True and assignments leave a `.grad` that is a tensor of its own. It
+        is the whole gradient, what was in the buffer before included or dropped, so it replaces the content.
+        """
+        param, view = self.params[i], self.view(i)
+        grad = param.grad
+        if grad is view:
+            return
+        planned = self.plan.parameters[i]
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"parameter {planned.name!r} has a sparse gradient; buckets are dense: build the layer with "
+                "sparse=False"
+            )
+        view.copy_(grad.detach() if grad.requires_grad else grad)  # neither is recorded
+        param.grad = view
+
+    def install(self, i: int) -> None:
+        """Makes the view `.grad` of parameter i: the buffer holds its gradient."""
+        view = self.view(i)
+        if self.params[i].grad is not view:
+            self.params[i].grad = view
+
+    def drop(self, i: int) -> None:
+        """Zeroes what the buffer holds of a parameter that has no gradient."""
+        with torch.no_grad():
+            self.view(i).zero_()
+
+    def release(self) -> None:
+        """Gives the parameters back as they were, without gradients."""
+        give_back(self.params, self.plan)
+
+
+class TemporaryBuckets:
+    """For each bucket at most one that leaves and one that sums are gathered in, at a time."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        """exchange: which lends the memory."""
+        self._exchange = exchange
+        self._wires: dict[tuple[int, bool], Wire] = {}
+
+    def __len__(self) -> int:
+        """How many have not been given back."""
+        return len(self._wires)
+
+    def take(self, bucket: int, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> Wire:
+        """The bucket's memory, of no particular content.
+
+        Raises RuntimeError where the bucket has one of another size or dtype: somebody still reads it.
+        """
+        wire = self._wires.get((bucket, gathered))
+        if wire is None:
+            wire = self._wires[bucket, gathered] = self._exchange.borrow(
+                numel, dtype, "gathered" if gathered else "wire"
+            )
+        if wire.data.numel() != numel or wire.data.dtype != dtype:
+            raise RuntimeError(
+                f"bucket {bucket} has {wire.data.numel()} elements of {wire.data.dtype} in use; it cannot be had as "
+                f"{numel} of {dtype} before it is given back"
+            )
+        return wire
+
+    def give_back(self, bucket: int, *, gathered: bool = False) -> None:
+        """Frees the bucket's memory, if it has any. Any thread."""
+        wire = self._wires.pop((bucket, gathered), None)
+        if wire is not None:
+            self._exchange.give_back(wire)

@@ -1,0 +1,72 @@
+"""No optimizer steps gradients of a DistributedDataParallel whose last backward with our hook raised."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torch_ext.grads.errors import refuse_step
+
+
+class Guard:
+    """Knows what a hook's backwards left in the gradients of its parameters."""
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        """Why nothing can be reduced any more."""
+        self._params: set[torch.Tensor] = set()
+        self._poisoned: Sequence[str] = ()
+        # Parameters whose gradients no rank reduced, since one was not finite, these, and their versions.
+        self._unreduced: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
+
+    def watch(self, params: Sequence[torch.Tensor]) -> None:
+        """The hook's; they have no other one from now on."""
+        global _watching
+        self._params = set(params)
+        if _watching is None:
+            _watching = register_optimizer_step_pre_hook(_before_step)
+        for other in [guard for guard in _alarmed if not self._params.isdisjoint(guard._params)]:
+            _alarmed.discard(other)
+
+    def failed(self, failure: str) -> None:
+        """For good."""
+        self.failure = self.failure or failure
+        _alarmed.add(self)
+
+    def poisoned(self, names: Sequence[str]) -> None:
+        """At the end of a backward that reduced nothing. names: of parameters whose gradients are not finite."""
+        self._poisoned = names
+        with_grads = [(p, p.grad) for p in self._params if p.grad is not None]
+        self._unreduced = [(p, weakref.ref(grad), grad._version) for p, grad in with_grads]
+        _alarmed.add(self)
+
+    def begin(self) -> None:
+        """A backward: DDP reduces what is in `.grad`, once more where it was not zeroed."""
+        self._poisoned, self._unreduced = (), []
+
+    def refuse_step(self) -> None:
+        """RuntimeError where an exchange failed, or gradients are there of which backward said that they are not
+        finite."""
+        left = any(
+            p.grad is not None and p.grad is grad() and p.grad._version == version
+            for p, grad, version in self._unreduced
+        )
+        refuse_step(self.failure, False, self._poisoned if left else ())
+
+    def has(self, params: set[torch.Tensor]) -> bool:
+        return not params.isdisjoint(self._params)
+
+
+_alarmed: "weakref.WeakSet[Guard]" = weakref.WeakSet()
+_watching: Any = None
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    if not _alarmed:
+        return
+    params = {p for group in optimizer.param_groups for p in group["params"]}
+    for guard in list(_alarmed):
+        if guard.has(params):
+            guard.refuse_step()

@@ -1,0 +1,197 @@
+"""Bytes per rank before anything is allocated. The arithmetic is C (tx_memory_plan); here it meets models."""
+
+import ctypes
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torch_ext.comm import compression
+from torch_ext.comm.communicator import IN_FLIGHT
+from torch_ext.native import dtypes as native_dtypes
+from torch_ext.native import library
+from torch_ext.optim.state import codec
+from torch_ext.parallel.bucket_plan import Bucket, CLayout, LayoutArgs, Place
+from torch_ext.policy import policy_struct
+from torch_ext.policy.policy import Policy
+
+
+class _MemoryState(library.Struct):
+    c_name = "tx_memory_state"
+    _fields_ = [
+        ("exp_avg_dtype", ctypes.c_int32),
+        ("exp_avg_sq_dtype", ctypes.c_int32),
+        ("master_dtype", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class _MemoryUnit(library.Struct):
+    c_name = "tx_memory_unit"
+    _fields_ = [
+        ("numel", ctypes.c_int64),
+        ("trained", ctypes.c_int64),
+        ("param_dtype", ctypes.c_int32),
+        ("reduce_dtype", ctypes.c_int32),
+        ("wire_dtype", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class _MemoryArgs(library.Struct):
+    c_name = "tx_memory_args"
+    _fields_ = [
+        ("size", ctypes.c_uint64),
+        ("layout", ctypes.POINTER(LayoutArgs)),
+        ("places", ctypes.POINTER(Place)),
+        ("buckets", ctypes.POINTER(Bucket)),
+        ("n_buckets", ctypes.c_int64),
+        ("states", ctypes.POINTER(_MemoryState)),
+        ("n_units", ctypes.c_int64),
+        ("units", ctypes.POINTER(_MemoryUnit)),
+        ("frozen_bytes", ctypes.c_int64),
+        ("in_flight", ctypes.c_int64),
+        ("strategy", ctypes.c_int32),
+        ("gather_dtype", ctypes.c_int32),
+        ("slots", ctypes.c_int32),
+        ("compressed", ctypes.c_int32),
+    ]
+
+
+_PARTS = ("params", "grads", "masters", "moments", "scales", "steps", "transient", "moving", "total", "peak")
+
+
+class _Memory(library.Struct):
+    c_name = "tx_memory"
+    _fields_ = [(part, ctypes.c_int64) for part in _PARTS]
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes of one rank; csrc/torch_ext.h, tx_memory_plan, says what is in each."""
+
+    strategy: str
+    params: int
+    grads: int
+    masters: int
+    moments: int
+    scales: int
+    steps: int
+    transient: int
+    moving: int
+    total: int
+    peak: int
+
+
+class Unit(NamedTuple):
+    """Parameters of one dtype that full sharding gathers together."""
+
+    name: str
+    numel: int
+    trained: int  # of them, with a gradient
+    dtype: torch.dtype  # of the parameters
+
+
+def strategies() -> tuple[str, ...]:
+    return next(row.choices for row in policy_struct.rows() if row.name == "data_parallel_sharding_strategy")
+
+
+def plan_memory(
+    params_or_numels: Iterable[Any] | Mapping[str, Any],
+    policy: Policy,
+    world_size: int,
+    chosen: Sequence[str] | None = None,
+    *,
+    units: Sequence[Unit] | None = None,
+    frozen_bytes: int = 0,
+    slots: bool = False,
+) -> list[MemoryPlan]:
+    """The memory of each chosen strategy (None: of all), for the layout of `plan_buckets`, whose arguments these are.
+
+    units: what optim_grads_params gathers at a time; None: every parameter by itself, which is the least that it can.
+    frozen_bytes: of parameters that are not trained. slots: for buckets on GPUs, which travel in slots that are kept
+    (`Slots` in comm/streams.py). Raises ValueError or TypeError for what is not legal.
+    """
+    layout = CLayout(params_or_numels, policy, world_size)
+    if units is None:
+        units = [Unit(name, tensor.numel(), tensor.numel(), tensor.dtype) for name, tensor in layout.named]
+    kinds = {dtype: _state_of(policy, dtype) for dtype in {tensor.dtype for _, tensor in layout.named}}
+    args = _MemoryArgs(
+        size=ctypes.sizeof(_MemoryArgs),
+        layout=ctypes.pointer(layout.args),
+        places=layout.places,
+        buckets=layout.buckets,
+        n_buckets=layout.n_buckets,
+        states=(_MemoryState * max(1, len(layout.named)))(*(kinds[tensor.dtype] for _, tensor in layout.named)),
+        n_units=len(units),
+        units=(_MemoryUnit * max(1, len(units)))(*(_unit_of(policy, u, units) for u in units)),
+        frozen_bytes=frozen_bytes,
+        in_flight=IN_FLIGHT,
+        slots=slots,
+        compressed=compression.is_certain(policy),
+        gather_dtype=0 if policy.grad_gather_dtype is None else native_dtypes.code_of(policy.grad_gather_dtype),
+    )
+    plan = library.function("tx_memory_plan", ctypes.POINTER(_MemoryArgs), ctypes.POINTER(_Memory))
+    plans = []
+    for strategy in strategies() if chosen is None else chosen:
+        if strategy not in strategies():
+            raise ValueError(f"strategy is {strategy!r}; legal are {', '.join(strategies())}")
+        args.strategy = strategies().index(strategy)
+        memory = _Memory()
+        plan(ctypes.byref(args), ctypes.byref(memory))
+        plans.append(MemoryPlan(strategy, *(getattr(memory, part) for part in _PARTS)))
+    return plans
+
+
+def _state_of(policy: Policy, dtype: torch.dtype) -> _MemoryState:
+    kinds = codec.kinds_of(policy, dtype)
+    master = 0 if kinds.master is None else native_dtypes.code_of(codec.MASTERS[kinds.master])
+    return _MemoryState(native_dtypes.code_of(kinds.exp_avg), native_dtypes.code_of(kinds.exp_avg_sq), master)
+
+
+def _unit_of(policy: Policy, unit: Unit, units: Sequence[Unit]) -> _MemoryUnit:
+    """The dtypes are those of `fsdp_units.shard` and of the wire of `parallel/fsdp/reduce_scatter.py`."""
+    elements: Counter[torch.dtype] = Counter()
+    for u in units:
+        elements[u.dtype] += u.numel
+    narrows = unit.dtype == torch.float32 == elements.most_common(1)[0][0]
+    computed = policy.param_dtype if narrows else unit.dtype
+    row = policy.row(computed) if unit.trained else None
+    wire = computed if row is None else row.grad_comm_dtype or row.main_grads_dtype or computed
+    dtypes = (computed, torch.float32 if computed == torch.float16 else computed, wire)
+    return _MemoryUnit(unit.numel, unit.trained, *map(native_dtypes.code_of, dtypes))
+
+
+# -- models -------------------------------------------------------------------------------------------------------
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def frozen_bytes(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+
+
+def units_of(model: nn.Module, bucket_size: int | None = None) -> list[Unit]:
+    """The units that `parallelize` gives to full sharding, frozen parameters included, inner ones first.
+
+    bucket_size: the policy's. ValueError where full sharding refuses the model.
+    """
+    from torch_ext.parallel.fsdp import fsdp_units  # brings torch's FSDP along
+
+    names = {id(module): name for name, module in model.named_modules()}
+    seen: set[int] = set()
+    units: list[Unit] = []
+    for unit in fsdp_units.units_of(model, bucket_size):
+        elements: Counter[torch.dtype] = Counter()
+        trained: Counter[torch.dtype] = Counter()
+        for p in (p for module in unit.modules for p in module.parameters()):
+            if id(p) not in seen:
+                seen.add(id(p))
+                elements[p.dtype] += p.numel()
+                trained[p.dtype] += p.numel() * p.requires_grad
+        name = ", ".join(names[id(module)] for module in unit.modules)
+        units += (Unit(name, numel, trained[dtype], dtype) for dtype, numel in elements.items())
+    return units

@@ -1,0 +1,78 @@
+"""Flat buffers of parameters: under a sharded strategy a rank steps its parts, and all-gathers write in place."""
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torch_ext.parallel.bucket_plan import BucketPlan
+from torch_ext.tensors import dense
+
+
+class ParameterBuffers:
+    """One flat tensor for each buffer of the plan, of which the parameters are views from here on, weights kept."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
+        self.params, self.plan = params, plan
+        device = params[0].device
+        dtypes = {p.buffer: p.param_dtype for p in plan.parameters}
+        self.flats = [
+            torch.zeros(buckets[-1].start + buckets[-1].numel, dtype=dtypes[i], device=device)
+            for i, buckets in enumerate(plan.buffers)
+        ]
+        self.buckets = [self.flats[b.buffer][b.start : b.start + b.numel] for b in plan.buckets]
+        self._lent: list[StorageWeakRef] = []
+        for param, planned in zip(params, plan.parameters, strict=True):
+            view = dense.view_like(param, self.flats[planned.buffer], planned.start)
+            view.copy_(param.detach())
+            param.data = view
+
+    def _holds(self, i: int) -> bool:
+        """Whether parameter i is its view. The buffer itself may move (share_memory()) and takes its views along."""
+        param, planned = self.params[i], self.plan.parameters[i]
+        flat = self.flats[planned.buffer]
+        address = flat.data_ptr() + planned.start * flat.element_size()
+        return not planned.numel or (param.dtype == planned.param_dtype and param.data_ptr() == address)
+
+    def check(self, i: int) -> None:
+        """RuntimeError where parameter i no longer is its view."""
+        if not self._holds(i):
+            raise RuntimeError(
+                f"parameter {self.plan.parameters[i].name!r} left the flat buffer that parallelize laid it into "
+                "(model.to(...), `p.data = ...`): what is written there nobody steps and gathers. Write into it "
+                "(`p.copy_(...)` under no_grad), or convert the model before parallelize"
+            )
+
+    def alone(self, state_dict: MutableMapping[str, Any]) -> None:
+        """Puts tensors with storages of their own in the place of those that are detached parameters of these buffers.
+
+        They are the same memory, whoever writes to them writes to the weights. But others take tensors of one storage
+        for tied weights and save one of them (Accelerate, with a warning), refuse to (safetensors), or save all of the
+        storage with each (torch.save). Tied weights stay one tensor.
+        """
+        flats = {flat.untyped_storage().data_ptr() for flat in self.flats if flat.numel()}
+        made: dict[tuple[Any, ...], Tensor] = {}
+        for key, value in state_dict.items():
+            if type(value) is Tensor and value.untyped_storage().data_ptr() in flats:
+                place = (value.data_ptr(), value.dtype, value.shape, value.stride())
+                if place not in made:
+                    made[place] = torch.from_dlpack(value) if value.numel() else torch.empty_like(value)
+                state_dict[key] = made[place]
+        self._lent = [one for one in self._lent if not one.expired()]
+        self._lent += (StorageWeakRef(value.untyped_storage()) for value in made.values())
+
+    def refuse_lent(self, doing: str) -> None:
+        """RuntimeError where somebody still has tensors of `alone`, under which the memory must not go away."""
+        if not all(one.expired() for one in self._lent):
+            raise RuntimeError(
+                f"{doing} while a state_dict() of the model, or a tensor of it, is held somewhere: it is the weights' "
+                "own memory. Let go of it (del), or keep copies (clone)"
+            )
+
+    def release(self) -> None:
+        """Gives every parameter memory of its own again."""
+        for i, param in enumerate(self.params):
+            if self._holds(i):
+                param.data = param.detach().clone(memory_format=torch.preserve_format)

@@ -1,0 +1,601 @@
+"""When a model's gradients are reduced: the state of one parallelized model between and during backwards.
+
+A cycle is what ends in one reduction: any number of backwards under no_sync, then one that reduces. In that one, each
+bucket leaves as soon as the tracker says that its last gradient came, while backward goes on; the end of backward
+waits, so that everything that runs after `loss.backward()` sees the sum. Ranks close a cycle by telling each other
+which gradients came and whether one was not finite: an error is one on every rank, with the same words.
+"""
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from typing import Any, TypeAlias
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from torch_ext.comm.communicator import MAX_BUCKETS, Handle, tag
+from torch_ext.comm.init_sync import agree
+from torch_ext.comm.wire import Wire
+from torch_ext.grads.errors import (
+    ABSENT,
+    CAME,
+    FROZEN,
+    refuse_absent,
+    refuse_busy,
+    refuse_frozen,
+    refuse_nonfinite,
+    refuse_step,
+)
+from torch_ext.grads.stats import ALL_FINITE, Watch, first_nonfinite
+from torch_ext.parallel.bucket_joining import Coalescing
+from torch_ext.parallel.bucket_plan import BucketPlan
+from torch_ext.parallel.cycle_report import HELD, REDUCED, Report, agreed
+from torch_ext.parallel.param_buffers import ParameterBuffers
+from torch_ext.parallel.ready_tracker import Tracker
+from torch_ext.parallel.strategies.strategy import Store
+from torch_ext.params import reducer_registry
+from torch_ext.params.local_shard import Local
+from torch_ext.tensors import offload_guard
+
+Replan: TypeAlias = Callable[[Sequence[int]], BucketPlan]
+"""From a permutation of the parameters, who is placed first, to a plan."""
+
+
+_DISORDERED = 1 / 8
+"""Of the messages: if compression is of no use for more of them, it is given up."""
+
+
+_PARTLY_STEPPED = (
+    "a backward raised when some of its buckets had been stepped already (step_in_backward=True): weights are partly "
+    "those of the next step. Load a checkpoint"
+)
+
+
+class _BackwardEnd:
+    """Called at the end of a backward. It dies with its graph task, so a dead one is a backward that raised."""
+
+    def __init__(self, engine: "Engine", task: int) -> None:
+        self._engine, self._task = weakref.ref(engine), task
+
+    def __call__(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.backward_ended(self._task)
+
+
+class Engine(reducer_registry.Owner):
+    """Runs the cycles of one model's gradients, which lie in a store (see `parallel/strategies/strategy.py`: the
+    strategies)."""
+
+    def __init__(
+        self,
+        store: Store,
+        number: int,
+        *,
+        check_for_nan: bool,
+        find_unused_parameters: bool,
+        step_in_backward: bool,
+        coalesce: bool,
+        compress_below: float,
+        replan: Replan,
+        may_replan: Callable[[], bool],
+    ) -> None:
+        """number: of `agree`. coalesce: whether neighbouring buckets may travel together. compress_below: Gbit/s; where
+        the wire is slower, messages are compressed. replan: the plan for another order of the parameters. may_replan:
+        whether on this rank nothing depends on which part of a parameter it has.
+        """
+        self.store, self.exchange = store, store.exchange
+        self.params = list(store.params)
+        self.names = [p.name for p in store.plan.parameters]
+        self.weights = ParameterBuffers(self.params, store.plan) if store.sharded else None
+        self.sync = True
+        self._bytes_of_cycle, self._bytes_of_gathers = 0, 0
+        self._number, self._cycle, self._gathers = number, 0, 0
+        self._check_for_nan, self._find_unused = check_for_nan, find_unused_parameters
+        self._step_in_backward = step_in_backward
+        self._steppers: weakref.WeakSet[reducer_registry.Stepper] = weakref.WeakSet()
+        self._early: list[Callable[[int], None]] = []  # what steps a bucket of this backward whose sum is there
+        self._replan, self._may_replan = replan, may_replan
+        measures = self.exchange.world_size > 1 and not self.exchange.deferring
+        self._may_coalesce = coalesce and measures
+        self._compress_below = 0.0
+        if measures and self.exchange.can_compress:
+            # What is sent for each byte of a bucket: parts, and where all get the sum those of it, too.
+            sent = (1 - 1 / self.exchange.world_size) * (1 if store.sharded else 2)
+            self._compress_below = compress_below / sent
+        if math.isinf(self._compress_below):
+            self.exchange.compresses, self._compress_below = True, 0.0
+        self._follow_plan()
+        # The first cycle that reduces shows in which order gradients come: its buckets leave at its end, laid out anew.
+        self._learning = store.movable and self.exchange.world_size > 1 and len(self.plan.buckets) > 1
+        self._tasks: dict[int, weakref.ref[_BackwardEnd]] = {}  # backwards that have not ended, the outermost first
+        self._began = False  # the first gradient of a backward came
+        self._reducing = False
+        self._handles: list[Handle] = []
+        self._report: Callable[[], list[torch.Tensor]] | None = None  # which is under way at the end of a cycle
+        self._came = bytearray(len(self.params))  # in this cycle
+        self._watch = Watch()
+        self._bytes_before = 0
+        self._failure: str | None = None
+        self._partly_stepped = False
+        # What the last cycle left is a sum over ranks already: it must not be added up again (Store.comes).
+        self._global = bytearray(len(self.params))
+        self._versions: list[int] = []  # of the gradients, when the last cycle ended
+        self._poisoned: set[int] = set()  # what the check for NaN named, until zero_grad
+        self._broken: set[int] = set()  # a backward raised after some of its sums were added to these one's shards
+        self._position = {id(p): i for i, p in self._each()}
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(_on_grad, weakref.ref(self), i)) for i, p in self._each()
+        ]
+        if store.adds_to_sums:
+            self._hooks += [p.register_hook(partial(_before_grad, weakref.ref(self), i)) for i, p in self._each()]
+        reducer_registry.register(self, self.params)
+
+    @property
+    def plan(self) -> BucketPlan:
+        return self.store.plan
+
+    def _follow_plan(self) -> None:
+        self._tracker = Tracker(self.names, [p.bucket for p in self.plan.parameters], len(self.plan.buckets))
+        compresses = self.exchange.compresses
+        below, sharded = self._compress_below, self.store.sharded
+        self._coalescing = Coalescing(self.plan, self._may_coalesce, below, compresses, sharded)
+        self._names_of_buckets: dict[range, str] = {}
+
+    def _each(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
+        return enumerate(self.params)
+
+    def close(self) -> None:
+        """Leaves the parameters as they were before, without gradients."""
+        if self._partly_stepped:
+            warnings.warn(
+                f"torch_ext: parallelize again, after {_PARTLY_STEPPED}, unless one was loaded since: rank 0's weights "
+                "become those of every rank",
+                stacklevel=3,
+            )
+        for hook in self._hooks:
+            hook.remove()
+        reducer_registry.unregister(self)
+        self.store.release()
+        if self.weights is not None:
+            self.weights.release()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Sent for the last cycle that ended, and for the weights gathered since."""
+        return self._bytes_of_cycle + self._bytes_of_gathers
+
+    @contextmanager
+    def synchronizing(self, enabled: bool) -> Iterator[None]:
+        """Backwards inside reduce, or do not; the setting before is restored."""
+        before, self.sync = self.sync, enabled
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def refuse_gone(self, doing: str) -> None:
+        if self._failure is None and self.weights is not None:
+            self.exchange.refuse_gone(doing)
+        elif self.weights is not None:
+            raise RuntimeError(f"{doing} after an exchange that failed: {self._failure}")
+
+    def before_step(self) -> None:
+        """An optimizer is about to read the gradients: RuntimeError where they are still this rank's own."""
+        self.settle()
+        poisoned = [self.names[i] for i in sorted(self._poisoned) if self._is_poisoned(i)]
+        refuse_step(self._failure, bool(self._broken), poisoned)
+        self.refuse_gone("step()")
+        for i, _ in self._each():
+            if (self._came[i] or self.store.every_backward) and self.store.unreduced(i):
+                raise RuntimeError(
+                    f"step() with gradients that no rank has reduced (parameter {self.names[i]!r} and perhaps others): "
+                    "the last backward ran under no_sync(), or raised, or `.grad` was assigned where gradients are "
+                    "sharded. Leave no_sync() for the last micro-batch, or call zero_grad() to drop them."
+                )
+
+    def _is_poisoned(self, i: int) -> bool:
+        """The same on every rank: a mean that all of them have can be looked at, the parts of one that is sharded
+        not."""
+        grad = self.store.grad(i)
+        return grad is not None and (self.store.sharded or first_nonfinite([grad]) != ALL_FINITE)
+
+    # -- for optimizers: see reducer_registry.Owner --------------------------------------------------------------------
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    @property
+    def sharded(self) -> bool:
+        return self.store.sharded
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        return self.exchange.ranks
+
+    def local(self, param: torch.Tensor) -> Local:
+        i = self._position[id(param)]
+        if self.weights is None:
+            return Local(param, 0, (), None)
+        self.weights.check(i)
+        planned = self.plan.parameters[i]
+        flat = self.weights.flats[planned.buffer]
+        if i not in self.store.owned:
+            return Local(flat[:0], 0, (self.exchange.group,), planned.bucket)
+        bucket, piece = self.store.owned[i]
+        begin = planned.start + piece.first
+        return Local(flat[begin : begin + piece.numel], piece.first, (self.exchange.group,), bucket)
+
+    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        i = self._position[id(param)]
+        self._check_parameter(i)
+        return self.store.grad(i)
+
+    def part(self, param: torch.Tensor) -> torch.Tensor:
+        return self.store.part(self._position[id(param)])
+
+    def offer(self, stepper: reducer_registry.Stepper) -> None:
+        if self._step_in_backward:
+            self._steppers.add(stepper)
+
+    def stats(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        if self.store.versions() != self._versions or len(params) != sum(
+            self.store.grad(i) is not None for i, _ in self._each()
+        ):
+            return None
+        return self.store.stats.clone()
+
+    def gather(self, bucket: int) -> Handle:
+        assert self.weights is not None
+        self._gathers += 1
+        before = self.exchange.bytes_sent
+        start = partial(
+            self.exchange.gather,
+            Wire.of(self.weights.buckets[bucket]),
+            tag=tag(self._number, self._gathers, bucket),
+            what=f"weights of {self._name(range(bucket, bucket + 1))}",
+        )
+        handle = self._guarded(start)
+        self._bytes_of_gathers += self.exchange.bytes_sent - before
+        return _Gathering(self, handle)
+
+    def refuse_moving(self, doing: str, weights: bool) -> None:
+        self.settle()
+        refuse_busy(doing, self.forwards, bool(self._tasks) or self._began or bool(self._handles))
+        if any(stepper.stepped_early() for stepper in self._steppers):
+            raise RuntimeError(
+                f"{doing} between a backward that stepped (step_in_backward=True) and step(), which brings the other "
+                "ranks' weights: call step() first"
+            )
+        if weights and self.weights is not None:
+            self.weights.refuse_lent(doing)
+
+    def gradient_memory(self) -> Sequence[torch.Tensor]:
+        return self.store.memory
+
+    def gradients_dropped(self) -> None:
+        self._forget(range(len(self.params)))
+
+    def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
+        self.settle()  # sums that are still on their way would be written to what is zero now
+        chosen = [i for p in params if (i := self._position.get(id(p))) is not None]
+        self.store.zero(chosen)
+        self._forget(chosen)
+
+    def _forget(self, chosen: Iterable[int]) -> None:
+        """What happened to these gradients: they are zero now."""
+        for i in chosen:
+            self._came[i] = ABSENT
+        self._broken.difference_update(chosen)
+        self._poisoned.difference_update(chosen)
+
+    # -- during backward ------------------------------------------------------------------------------------------
+
+    def gradient_came(self, i: int) -> None:
+        """Autograd has accumulated into `.grad` of parameter i."""
+        self._enter_backward()
+        self._check_parameter(i)
+        self.store.came(i)
+        self.exchange.ordering.wrote()
+        self._came[i], self._global[i] = CAME, False
+        if self._reducing and self._tracker.mark(i) and not self._learning:
+            self._send_complete()
+
+    def gradient_comes(self, i: int) -> None:
+        """Autograd is about to accumulate into `.grad` of parameter i, or to give its gradient to somebody."""
+        if self.params[i].grad is None:
+            self.store.comes(i, False)
+        elif _accumulates(self.params[i]):
+            self._enter_backward()
+            self.store.comes(i, self._take_reduced(i))
+
+    def _take_reduced(self, i: int) -> bool:
+        """Whether `.grad` of parameter i is what an earlier reduction left; from here on it counts as this rank's."""
+        reduced, self._global[i] = bool(self._global[i]) and self.store.in_place(i), False
+        return reduced
+
+    def expect(self, outputs: Any) -> None:
+        """A backward that comes through these tensors begins there: reentrant checkpoints may hold every parameter."""
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                output.register_hook(partial(_on_output, weakref.ref(self)))
+
+    def _enter_backward(self) -> None:
+        self.enter_task()
+        if self._began:
+            return
+        if self._failure is not None:
+            raise RuntimeError(f"gradients cannot be reduced any more: {self._failure}")
+        self._began = True
+        self._reducing = self.sync or self.store.every_backward
+        self.store.begin(self._reducing)
+        self._bytes_before = self.exchange.bytes_sent
+        self._watch = Watch()
+        self._tracker.reset()
+        self._coalescing.reset()
+        self._early = self._steps_of_this_backward()
+
+    def _steps_of_this_backward(self) -> list[Callable[[int], None]]:
+        for stepper in self._steppers:
+            stepper.refuse_backward()
+        # Under no_sync() shards are reduced, too, but more is to come; a frozen parameter is not to be stepped.
+        if not self.sync or self._learning or not all(p.requires_grad for p in self.params):
+            return []
+        return [step for one in self._steppers if (step := one.begin_early(self)) is not None]
+
+    def enter_task(self) -> None:
+        """A graph task, in which gradients may come."""
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
+            return
+        offload_guard.refuse_gradients(self.params, "backward")
+        self.settle()
+        end = _BackwardEnd(self, task)
+        Variable._execution_engine.queue_callback(end)
+        self._tasks[task] = weakref.ref(end)
+
+    def settle(self) -> None:
+        """If the last backward raised: what it sent is waited for, as the other ranks sent it too, and worth
+        nothing."""
+        ended = not self._tasks and not self._began
+        if ended or (self._tasks and all(end() is not None for end in self._tasks.values())):
+            return
+        self._notice_unreduced()
+        if self._reducing and self._failure is None:  # an interrupt of it leaves everything for the next time
+            self._wait(self._handles)
+            if self._report is not None:
+                self._read(self._report)
+        self._tasks.clear()
+        self._began = False
+        handles, self._handles, self._report = self._handles, [], None
+        if self._reducing:
+            self._reducing = False
+            if self.store.every_backward:
+                self._came = bytearray(len(self.params))
+                self._broken.update(range(len(self.params)) if handles else ())
+            self._cycle += 1
+            self._notice_partly_stepped(bool(handles))
+            for i, p in enumerate(self.plan.parameters):
+                self._global[i] |= p.bucket < self._coalescing.sent  # buckets leave in ascending order
+
+    def _notice_unreduced(self) -> None:
+        """A backward that raised may have accumulated into a `.grad` of which `gradient_came` was not told."""
+        for i in self.store.written_since(self._versions):
+            self._came[i] = CAME
+
+    def _notice_partly_stepped(self, sent: bool) -> None:
+        """A backward that ends in an error cannot be taken back where its first buckets were stepped."""
+        if sent and self._early and self._failure is None:
+            self._failure, self._partly_stepped = _PARTLY_STEPPED, True
+
+    def _check_parameter(self, i: int) -> None:
+        dtype, planned = self.params[i].dtype, self.plan.parameters[i].param_dtype
+        if dtype != planned:
+            raise RuntimeError(
+                f"parameter {self.names[i]!r} became {dtype} after parallelize planned its gradients for {planned}: "
+                "convert the model first, or call parallelize again"
+            )
+
+    def _send_complete(self) -> None:
+        while (bucket := self._tracker.next()) is not None:
+            self._look_for_nonfinite(bucket)
+            if (together := self._coalescing.complete(bucket)) is not None:
+                self._send(together)
+
+    def _look_for_nonfinite(self, b: int) -> None:
+        if self._check_for_nan:
+            grads = self.store.grads(b)
+            self.exchange.ordering.catch_up()
+            self._watch.look([grad for _, grad in grads], [i for i, _ in grads])
+
+    def _send(self, buckets: range) -> None:
+        what = f"gradients of cycle {self._cycle}, {self._name(buckets)}"
+        after = partial(_step_early, self._early, buckets) if self._early else None
+        number = tag(self._number, self._cycle, buckets.start)
+        send = partial(self.store.send, buckets, cycle=self._cycle, tag=number, what=what, after=after)
+        self._handles.append(self._guarded(send))
+
+    def _name(self, buckets: range) -> str:
+        """For messages."""
+        name = self._names_of_buckets.get(buckets)
+        if name is None:
+            members = [i for b in buckets for i in self.plan.in_bucket(b)]
+            first, last = self.names[members[0]], self.names[members[-1]]
+            which = f"bucket {buckets[0]}" if len(buckets) == 1 else f"buckets {buckets[0]} to {buckets[-1]}"
+            names = repr(first) if first == last else f"{first!r} ... {last!r}"
+            name = self._names_of_buckets[buckets] = f"{which} of {len(self.plan.buckets)} ({names})"
+        return name
+
+    # -- at its end -----------------------------------------------------------------------------------------------
+
+    def backward_ended(self, task: int) -> None:
+        """Of one graph task; a nested one (reentrant checkpointing) leaves the end to the outermost."""
+        self._tasks.pop(task, None)
+        if self._tasks or not self._reducing:
+            self._began &= bool(self._tasks)
+            return
+        # First the parameters that did not come, since their buckets are about to leave.
+        for i in self._tracker.finish():
+            self._settle(i)
+        at_once, self._learning = self._learning, False
+        if at_once:
+            self._guarded(self._learn)
+        self._send_complete()
+        reports = self._close_cycle(at_once)
+        try:
+            self._check_reports(reports)
+        except RuntimeError:
+            self._notice_partly_stepped(sent=True)
+            raise
+
+    def _settle(self, i: int) -> None:
+        """Parameter i did not come in this backward: its range of the bucket becomes what its `.grad` says."""
+        held, reduced = self.params[i].grad is not None, self._take_reduced(i)
+        if not held and not self.store.every_backward:
+            self._came[i] = ABSENT  # what came before, somebody dropped
+        if not self._came[i] and not self.params[i].requires_grad:
+            self._came[i] = FROZEN
+        if held:
+            self._came[i] |= REDUCED if reduced else HELD
+        self.store.absent(i, reduced)
+
+    def _learn(self) -> None:
+        """Lays the buckets out in the order in which gradients came on rank 0, if that is another one than planned."""
+        words = torch.tensor([self._may_replan(), *self._tracker.order()], dtype=torch.int64)
+        payload = words.view(torch.uint8)
+        what = f"the order of gradients in cycle {self._cycle}"
+        gathered = self.exchange.all_gather(payload, tag=tag(self._number, self._cycle, MAX_BUCKETS), what=what)()
+        rows = [row.view(torch.int64).tolist() for row in gathered]
+        if not all(may for may, *_ in rows):
+            return
+        plan = self._replan(rows[0][1:])
+        if plan.fingerprint == self.plan.fingerprint:
+            return
+        agree(self.exchange, caller="the new plan", fingerprint=plan.fingerprint, lines=plan.lines(), failure=None)
+        if self.weights is not None:
+            self.weights = ParameterBuffers(self.params, plan)
+        self.store = self.store.moved(plan)
+        reducer_registry.changed()
+        self._follow_plan()
+        self._tracker.finish()
+
+    def _close_cycle(self, at_once: bool) -> list[Report]:
+        """Exchanges this rank's report, waits for the buckets, installs the sums; every rank's report. at_once: whether
+        all buckets were kept until the end."""
+        if self._check_for_nan:
+            self.exchange.ordering.catch_up()
+        came = bytearray(c if p.requires_grad else c | FROZEN for c, p in zip(self._came, self.params, strict=True))
+        report = Report.of(self._cycle, self._watch.first(), self._words(), came)
+        try:
+            what = f"end of gradient cycle {self._cycle}"
+            number = tag(self._number, self._cycle, MAX_BUCKETS)
+            self._report = self.exchange.all_gather(report, tag=number, what=what)
+        except RuntimeError as error:
+            self._failure = str(error)
+            raise
+        self._wait(self._handles)
+        if not at_once:
+            self._coalescing.ended()
+        reports = self._read(self._report)
+        self.exchange.ordering.forget_writers()
+        self._handles, self._report = [], None
+        self._began = self._reducing = False
+        self._cycle += 1
+        self._came = bytearray(len(self.params))
+        self._global = bytearray(b"\1" * len(self.params))
+        self._bytes_of_cycle, self._bytes_of_gathers = self.exchange.bytes_sent - self._bytes_before, 0
+        self.store.closed(*agreed([report.came for report in reports]))
+        self._versions = self.store.versions()
+        return reports
+
+    def _read(self, gathered: Callable[[], list[torch.Tensor]]) -> list[Report]:
+        """Every rank's report, and what there is to learn from them for the next cycle."""
+        reports = [Report.read(row, len(self.params)) for row in self._guarded(gathered)]
+        self._report = None  # nothing is learnt from it twice
+        if self._coalescing.learn([report.words for report in reports]) and self._compress_below > 0:
+            self.exchange.compresses = self._coalescing.compresses
+        return reports
+
+    def _words(self) -> torch.Tensor:
+        # Once it is so it stays so: messages are counted only as long as they are compressed.
+        disordered = self.exchange.disordered > self.exchange.messages * _DISORDERED
+        return self._coalescing.words(disordered)
+
+    def _wait(self, handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            self._guarded(handle.result)
+
+    def _guarded(self, wait: Callable[[], Any]) -> Any:
+        try:
+            return wait()
+        except RuntimeError as error:
+            # The ranks are not at the same place any more, and no later message could tell.
+            self._failure = str(error)
+            raise
+
+    def _check_reports(self, reports: Sequence[Report]) -> None:
+        for rank, report in enumerate(reports):
+            if report.cycle != self._cycle - 1:
+                self._failure = (
+                    f"rank {rank} is in gradient cycle {report.cycle} and rank {self.exchange.rank} in "
+                    f"{self._cycle - 1}"
+                )
+                raise RuntimeError(self._failure)
+        nonfinite = [report.nonfinite for report in reports]
+        self._poisoned.update(i for i in nonfinite if i != ALL_FINITE)
+        refuse_nonfinite(self.names, nonfinite)
+        refuse_frozen(self.names, [report.came for report in reports])
+        if not self._find_unused:
+            refuse_absent(self.names, [report.came for report in reports])
+
+
+class _Gathering:
+    """Weights that travel: a failure is the engine's."""
+
+    def __init__(self, engine: Engine, handle: Handle) -> None:
+        self._engine, self._handle = engine, handle
+
+    def result(self) -> None:
+        self._engine._guarded(self._handle.result)
+
+
+def _accumulates(param: torch.Tensor) -> bool:
+    """Whether the backward that is under way accumulates into `.grad`, as that of torch.autograd.grad does not."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+    except RuntimeError:  # torch's answer for a gradient that is handed out
+        return False
+
+
+def _step_early(steps: Sequence[Callable[[int], None]], buckets: range) -> None:
+    for step, bucket in product(steps, buckets):
+        step(bucket)
+
+
+# Hooks hold the engine weakly: the parameters must not keep it alive.
+
+
+def _on_grad(engine: "weakref.ref[Engine]", i: int, _param: torch.Tensor) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.gradient_came(i)
+
+
+def _on_output(engine: "weakref.ref[Engine]", _grad: torch.Tensor) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.enter_task()
+
+
+def _before_grad(engine: "weakref.ref[Engine]", i: int, _grad: torch.Tensor) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.gradient_comes(i)

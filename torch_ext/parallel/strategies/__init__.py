@@ -1,0 +1,1 @@
+"""What is sharded, as a table: no_shard, optim, optim_grads."""

@@ -1,0 +1,96 @@
+"""no_shard: nothing is cut over the ranks; every rank gets the mean gradient, rounded once to the wire dtype."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torch_ext.comm.communicator import Handle, Part
+from torch_ext.comm.wire import Seeds, Wire, add_up, pack, unpack
+from torch_ext.parallel.bucket_plan import part_of, pieces
+from torch_ext.parallel.strategies.strategy import _Buffered
+
+
+class Replicated(_Buffered):
+    """no_shard: `.grad` becomes the mean over the ranks, rounded once to the dtype in which sums are gathered."""
+
+    sharded = False
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        # What an earlier reduction left of parameters for which nothing came: it travels, as something may have come
+        # elsewhere, and travelling rounds.
+        self._left: dict[int, torch.Tensor] = {}
+
+    @property
+    def adds_to_sums(self) -> bool:
+        # The mean of equal gradients is the gradient.
+        return self.divide_factor != self.exchange.world_size
+
+    def comes(self, i: int, reduced: bool) -> None:
+        """Counts what an earlier reduction left in `.grad` once in the next sum: rank 0 alone brings it."""
+        if reduced and self.adds_to_sums:
+            self.buffers.take(i)
+            with torch.no_grad():
+                self.buffers.view(i).mul_(self.divide_factor if self.exchange.rank == 0 else 0.0)
+
+    def absent(self, i: int, reduced: bool) -> None:
+        if reduced:
+            self.buffers.take(i)
+            self._left[i] = self.buffers.view(i).clone()
+        super().absent(i, reduced)
+
+    def send(
+        self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
+    ) -> Handle:
+        gathered = self._main(buckets)
+        main = gathered.data
+
+        def leave() -> tuple[Wire, Wire]:
+            nonlocal gathered
+            wire = self._packed(buckets, cycle)
+            gathered = self._gathered(buckets, wire)
+            return wire, gathered
+
+        def install(chunks: Sequence[Wire], part: Part) -> None:
+            own = gathered.part(*part)
+            if not gathered.coded:
+                add_up(chunks, own.data, self._scale())
+                return
+            total = torch.empty(own.data.numel(), dtype=torch.float32, device=main.device)
+            add_up(chunks, total, self._scale())
+            mine = pieces(self.plan, buckets, *part_of(self.plan, buckets, part))
+            pack([total[p.at : p.at + p.numel] for p in mine], mine, self.ids, own, Seeds.of_sums(cycle))
+
+        def finish() -> None:
+            if gathered.data is not main:
+                unpack(gathered, main)
+            self.temporary.give_back(buckets.start)
+            self.temporary.give_back(buckets.start, gathered=True)
+
+        planned = self.plan.buckets[buckets[0]]
+        in_place = {planned.grad_comm_dtype, self.gather_dtype or planned.grad_comm_dtype} == {planned.main_grads_dtype}
+        then = None if in_place else finish
+        return self.exchange.reduce(leave, install, tag=tag, what=what, places=self._places(buckets), then=then)
+
+    def _gathered(self, buckets: range, wire: Wire) -> Wire:
+        """Where the sums of all ranks come together."""
+        planned, main = self.plan.buckets[buckets[0]], self._main(buckets)
+        dtype = self.gather_dtype or (torch.bfloat16 if wire.coded else planned.grad_comm_dtype)
+        if dtype == planned.grad_comm_dtype:
+            return wire
+        if dtype == planned.main_grads_dtype:
+            return main
+        return self.temporary.take(buckets.start, main.data.numel(), dtype, gathered=True)
+
+    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
+        for i, before in self._left.items():
+            if left[i]:
+                self.buffers.view(i).copy_(before)
+        self._left.clear()
+        super().closed(anywhere, left)
+
+    def grad(self, i: int) -> torch.Tensor | None:
+        return self.params[i].grad
+
+    def part(self, i: int) -> torch.Tensor:
+        return self.buffers.view(i)

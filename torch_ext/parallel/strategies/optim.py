@@ -1,0 +1,104 @@
+"""optim: masters and moments are cut over the ranks; weights are gathered after the step."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from torch_ext.comm.communicator import Handle, Part
+from torch_ext.comm.wire import Wire, add_up
+from torch_ext.parallel.strategies.strategy import _Buffered
+
+
+class OptimizerShards(_Buffered):
+    """optim: the sum goes straight into this rank's part of the buffer; the rest of it keeps the local gradient."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self._views = {i: self._owned_view(i) for i in range(len(self.params))}
+        self._earlier: dict[int, torch.Tensor] = {}  # sums, to which the next ones are added
+
+    def _owned_view(self, i: int) -> torch.Tensor:
+        flat = self.buffers.flats[self.plan.parameters[i].buffer]
+        if i not in self.owned:
+            return flat[:0]
+        _, piece = self.owned[i]
+        begin = self.plan.parameters[i].start + piece.first
+        return flat[begin : begin + piece.numel]
+
+    @property
+    def adds_to_sums(self) -> bool:
+        return True
+
+    def comes(self, i: int, reduced: bool) -> None:
+        """Sets aside what an earlier reduction left in this rank's part; elsewhere the buffer has this rank's own
+        gradient, which is in that sum already."""
+        if not self.in_place(i):
+            self._earlier.pop(i, None)  # what somebody assigns is the whole gradient
+        elif reduced:
+            self.buffers.take(i)
+            self._earlier[i] = self._views[i].clone()
+            self.buffers.drop(i)
+
+    def absent(self, i: int, reduced: bool) -> None:
+        if self.params[i].grad is None:
+            self._earlier.pop(i, None)
+        super().absent(i, reduced)
+
+    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
+        self._earlier.clear()  # not before: a device may read it until the exchange was waited for
+        super().closed(anywhere, left)
+
+    def zero(self, params: Sequence[int]) -> None:
+        for i in params:
+            self._earlier.pop(i, None)
+
+    def send(
+        self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
+    ) -> Handle:
+        shards = [self._owned_part(b) for b in buckets]
+        members = [p.param for b in buckets for p in self.members[b]]
+        earlier = {i: self._earlier[i] for i in members if i in self._earlier}
+        apart = len(buckets) > 1 or bool(earlier)  # the message is not the buffer
+
+        def leave() -> tuple[Wire, None]:
+            return self._joined(buckets, cycle) if apart else self._packed(buckets, cycle), None
+
+        def install(chunks: Sequence[Wire], _part: Part) -> None:
+            if earlier:
+                for shard in shards:
+                    shard.fill_(-0.0)  # and not 0.0, to which the sum -0.0 cannot be added
+                for i, total in earlier.items():
+                    self._views[i].copy_(total)
+            begin = 0
+            for shard in shards:
+                runs = [chunk.run(begin, shard.numel()) for chunk in chunks]
+                add_up(runs, shard, self._scale(), accumulate=bool(earlier), stats=self.stats)
+                begin += shard.numel()
+            if after is not None:
+                after()
+
+        planned = self.plan.buckets[buckets[0]]
+        in_place = not apart and planned.grad_comm_dtype == planned.main_grads_dtype
+        then = None if in_place else partial(self.temporary.give_back, buckets.start)
+        return self.exchange.reduce(leave, install, tag=tag, what=what, places=self._places(buckets), then=then)
+
+    def _owned_part(self, b: int) -> torch.Tensor:
+        return self.buffers.buckets[b].chunk(self.exchange.world_size)[self.exchange.rank]
+
+    def _joined(self, buckets: range, cycle: int) -> Wire:
+        """Neighbours as one message."""
+        flat = self.buffers.flats[self.plan.buckets[buckets[0]].buffer]
+        members = self._members_of(buckets)
+        begins = [self.plan.parameters[p.param].start + p.first for p in members]
+        values = [flat[begin : begin + p.numel] for begin, p in zip(begins, members, strict=True)]
+        return self._wire_of(buckets, values, members, cycle)
+
+    def grad(self, i: int) -> torch.Tensor | None:
+        if self.params[i].grad is None:
+            return None
+        self.buffers.take(i)
+        return self._views[i]
+
+    def part(self, i: int) -> torch.Tensor:
+        return self._views[i]

@@ -1,0 +1,140 @@
+"""optim_grads: gradients are cut over the ranks, too, and reduced in every backward."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from torch_ext.comm.communicator import IN_FLIGHT, Handle, Opening, Part
+from torch_ext.comm.wire import Wire, add_up
+from torch_ext.parallel.grad_buffers import give_back, widen
+from torch_ext.parallel.strategies.strategy import Store
+from torch_ext.tensors import dense
+from torch_ext.tensors.storage import is_released
+
+
+class GradientShards(Store):
+    """optim_grads: every backward reduces; sums are added to this rank's shard; `.grad` is None between backwards."""
+
+    movable = False  # all of them would have to be there at a time
+    every_backward = True
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        world_size, device = self.exchange.world_size, self.exchange.device
+        self.shards = [
+            torch.zeros(
+                (buckets[-1].start + buckets[-1].numel) // world_size, dtype=buckets[-1].main_grads_dtype, device=device
+            )
+            for buckets in self.plan.buffers
+        ]
+        widen(self.params, self.plan)
+        self._views = [self._owned_view(i) for i in range(len(self.params))]
+        self._present = [False] * len(self.params)  # has a gradient, on some rank
+        self._held: dict[int, torch.Tensor] = {}
+        self._under_way: list[tuple[Handle, int]] = []  # and its places
+        self._holding = False  # whether the shards hold anything
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return self.shards
+
+    def begin(self, reducing: bool) -> None:
+        super().begin(reducing)
+        # Of a backward that raised.
+        self._held.clear()
+        self._under_way.clear()
+
+    def _owned_view(self, i: int) -> torch.Tensor:
+        if i not in self.owned:
+            return self.shards[self.plan.parameters[i].buffer][:0]
+        b, piece = self.owned[i]
+        return self._owned_part(range(b, b + 1))[piece.at : piece.at + piece.numel]
+
+    def came(self, i: int) -> None:
+        param = self.params[i]
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"parameter {self.plan.parameters[i].name!r} has a sparse gradient; buckets are dense: build the layer "
+                "with sparse=False"
+            )
+        self._held[i] = grad.detach()
+
+    def absent(self, i: int, reduced: bool) -> None:
+        grad = self.params[i].grad
+        if grad is not None:  # somebody assigned it between two backwards
+            self.came(i)
+
+    def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
+        return [(p.param, self._held[p.param]) for p in self.members[b] if p.param in self._held]
+
+    def send(
+        self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
+    ) -> Handle:
+        members = [p for p in self._members_of(buckets) if p.param in self._held]
+        flats = {i: dense.in_order_of(self.params[i], self._held.pop(i)) for i in {p.param for p in members}}
+        values = [flats[p.param].view(-1)[p.first : p.first + p.numel] for p in members]
+        flats.clear()
+        # At most so many buckets exist, however slow the network is: backward waits for the oldest.
+        places = self._places(buckets)
+        while sum(of for _, of in self._under_way) + places > IN_FLIGHT:
+            self._under_way.pop(0)[0].result()
+
+        def leave() -> tuple[Wire, None]:
+            return self._wire_of(buckets, values, members, cycle), None
+
+        # Gradients are free as soon as they are packed, unless a device packs them later.
+        opening: Opening | Wire = leave if self.exchange.deferring else leave()[0]
+        if not self.exchange.deferring:
+            values.clear()
+        accumulate, part = self._holding, self._owned_part(buckets)
+
+        def install(chunks: Sequence[Wire], _part: Part) -> None:
+            add_up(chunks, part, self._scale(), accumulate=accumulate, stats=self.stats)
+            if after is not None:
+                after()
+
+        then = partial(self.temporary.give_back, buckets.start)
+        handle = self.exchange.reduce(opening, install, tag=tag, what=what, places=places, then=then)
+        self._under_way.append((handle, places))
+        return handle
+
+    def _owned_part(self, buckets: range) -> torch.Tensor:
+        """Of neighbours: one run, as nothing but this rank's parts lies there."""
+        first, last = self.plan.buckets[buckets[0]], self.plan.buckets[buckets[-1]]
+        ends = (at // self.exchange.world_size for at in (first.start, last.start + last.numel))
+        return self.shards[first.buffer][slice(*ends)]
+
+    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
+        self._under_way.clear()
+        torch.autograd.graph.increment_version(self.shards)
+        self._holding = True
+        self._present = [a or b for a, b in zip(self._present, anywhere, strict=True)]
+
+    def unreduced(self, i: int) -> bool:
+        return self.params[i].grad is not None  # assigned by somebody
+
+    def grad(self, i: int) -> torch.Tensor | None:
+        return self._views[i] if self._present[i] else None
+
+    def part(self, i: int) -> torch.Tensor:
+        return self._views[i]
+
+    def versions(self) -> list[int]:
+        return [shard._version for shard in self.memory]
+
+    def zero(self, params: Sequence[int]) -> None:
+        for i in params:
+            self._present[i] = False
+        if not any(self._present):
+            self._holding = False
+            return
+        with torch.no_grad():
+            for i in params:
+                if not is_released(self._views[i]):  # what is away comes back zero
+                    self._views[i].zero_()
+
+    def release(self) -> None:
+        give_back(self.params, self.plan)

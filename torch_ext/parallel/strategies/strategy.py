@@ -1,0 +1,253 @@
+"""Where gradients lie between backward and step, and how a bucket of them travels: one class for each strategy.
+
+| | no_shard, optim | optim_grads |
+|---|---|---|
+| a gradient came | `.grad` is a view of a flat unsharded buffer in main_grads_dtype | kept until its bucket is full |
+| a bucket leaves | from the buffer, through a bucket of the wire's dtype where that differs | from such a bucket |
+| its sum goes | to every rank, rounded once (no_shard); into this rank's part of the buffer (optim) | added to it |
+
+In all three the sum is fp32, in rank order; what the optimizer reads is in main_grads_dtype.
+
+Neighbouring buckets may travel as one (`parallel/bucket_joining.py`). Who adds up which part of a sum that all get is
+nobody's concern: under no_shard they are one bucket. Under the others a rank has its part of each, and the message is
+made in memory of its own, in which each rank's parts lie side by side.
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torch_ext.comm.communicator import IN_FLIGHT, Exchange, Handle, Part
+from torch_ext.comm.wire import CODES, Piece, Seeds, Wire, pack
+from torch_ext.grads import stats
+from torch_ext.parallel.bucket_plan import BucketPlan, by_rank, part_of, pieces
+from torch_ext.parallel.grad_buffers import GradientBuffers, TemporaryBuckets
+
+
+class Store(abc.ABC):
+    """The gradients of one engine's parameters. Positions i are the plan's, buckets b too."""
+
+    sharded = True
+    """Whether each rank steps its own parts of the parameters only."""
+    movable = True
+    """Whether gradients that were not sent yet can be laid out anew."""
+    every_backward = False
+    """Whether every backward reduces, those under no_sync() too."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        plan: BucketPlan,
+        exchange: Exchange,
+        ids: Sequence[int],
+        divide_factor: float,
+        gather_dtype: torch.dtype | None,
+    ) -> None:
+        """ids: of each parameter, for the thresholds of an 8-bit wire. gather_dtype: what no_shard gathers sums in;
+        None: bf16 beside an 8-bit wire, else the wire's dtype."""
+        self.params, self.plan, self.exchange, self.ids = params, plan, exchange, ids
+        self.divide_factor, self.gather_dtype = divide_factor, gather_dtype
+        self.temporary = TemporaryBuckets(exchange)
+        self.members = [
+            pieces(plan, range(b, b + 1), bucket.start, bucket.start + bucket.numel)
+            for b, bucket in enumerate(plan.buckets)
+        ]
+        own = Part(exchange.rank, exchange.world_size)
+        self.owned: dict[int, tuple[int, Piece]] = {}  # by parameter: the bucket, and the run in this rank's part
+        for b in range(len(plan.buckets)):
+            for piece in pieces(plan, range(b, b + 1), *part_of(plan, range(b, b + 1), own)):
+                self.owned[piece.param] = (b, piece)
+        self._by_rank: dict[range, list[Piece]] = {}
+        self.stats = stats.zeros(exchange.device)
+        """Of what this rank's parts hold since the last reduction (sharded strategies)."""
+
+    def moved(self, plan: BucketPlan) -> "Store":
+        """A store with another plan for the same parameters, and the gradients of this one, which is done with.
+        Stores that are not `movable` are not asked."""
+        raise NotImplementedError
+
+    @property
+    @abc.abstractmethod
+    def memory(self) -> list[torch.Tensor]:
+        """Where gradients lie between backwards."""
+
+    @property
+    def adds_to_sums(self) -> bool:
+        """Whether `comes` does anything."""
+        return False
+
+    # -- during backward
+
+    def begin(self, reducing: bool) -> None:
+        """A backward begins."""
+        if reducing:
+            self.stats.zero_()
+
+    def in_place(self, i: int) -> bool:
+        """Whether `.grad` of parameter i is where a reduction leaves it, not a tensor that somebody assigned."""
+        return False
+
+    def comes(self, i: int, reduced: bool) -> None:
+        """A gradient is about to be added to that of parameter i. reduced: to what an earlier reduction left."""
+        return  # not every strategy adds to it
+
+    @abc.abstractmethod
+    def came(self, i: int) -> None:
+        """`.grad` of parameter i is this rank's whole gradient."""
+
+    @abc.abstractmethod
+    def absent(self, i: int, reduced: bool) -> None:
+        """In a backward that reduces, nothing came for parameter i. reduced: what it has is a sum over ranks
+        already."""
+
+    @abc.abstractmethod
+    def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
+        """This rank's gradients of a complete bucket, with their positions."""
+
+    @abc.abstractmethod
+    def send(
+        self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
+    ) -> Handle:
+        """Starts the exchange of complete buckets that travel as one: neighbours in one buffer. after: called when this
+        rank's parts hold the sums (sharded strategies); any thread."""
+
+    # -- between backwards
+
+    @abc.abstractmethod
+    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
+        """A cycle ended well. anywhere: which parameters have a gradient on some rank; left: which have on every rank
+        what an earlier reduction left, and nothing came for them since."""
+
+    def written_since(self, versions: list[int]) -> list[int]:
+        """Parameters that may have a gradient of this rank's own. versions: of the gradients, when they had none."""
+        return []
+
+    @abc.abstractmethod
+    def unreduced(self, i: int) -> bool:
+        """Whether parameter i has a gradient that is this rank's own, if one came since the last reduction."""
+
+    @abc.abstractmethod
+    def grad(self, i: int) -> torch.Tensor | None:
+        """What this rank's optimizer reads of parameter i: flat, of its own part (maybe empty); None: no gradient."""
+
+    @abc.abstractmethod
+    def part(self, i: int) -> torch.Tensor:
+        """Where `grad` finds it, a gradient there or not."""
+
+    @abc.abstractmethod
+    def versions(self) -> list[int]:
+        """Which change when somebody writes to a gradient."""
+
+    @abc.abstractmethod
+    def zero(self, params: Sequence[int]) -> None:
+        """zero_grad() of these parameters; `.grad` itself is the caller's."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Gives the parameters back as they were, without gradients."""
+
+    def _wire_of(self, buckets: range, values: Sequence[torch.Tensor], members: Sequence[Piece], cycle: int) -> Wire:
+        """A temporary bucket in the wire's dtype with these values."""
+        numel = sum(self.plan.buckets[b].numel for b in buckets)
+        wire = self.temporary.take(buckets.start, numel, self.plan.buckets[buckets[0]].grad_comm_dtype)
+        pack(values, members, self.ids, wire, Seeds.of_parts(self.exchange.rank, cycle))
+        return wire
+
+    def _members_of(self, buckets: range) -> list[Piece]:
+        """Where the parameters' elements lie in the message that these buckets are."""
+        if buckets not in self._by_rank:
+            self._by_rank[buckets] = by_rank(self.plan, buckets, self.exchange.world_size)
+        return self._by_rank[buckets]
+
+    def _places(self, buckets: range) -> int:
+        """Of the IN_FLIGHT: joined buckets need more memory."""
+        if len(buckets) == 1:
+            return 1
+        whole = len(buckets) == len(self.plan.buffers[self.plan.buckets[buckets[0]].buffer])
+        return IN_FLIGHT if whole else IN_FLIGHT // 2
+
+    def _scale(self) -> float:
+        return 1.0 / self.divide_factor
+
+
+class _Buffered(Store):
+    """Gradients accumulate in flat, unsharded buffers of main_grads_dtype."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.buffers = GradientBuffers(self.params, self.plan)
+        self._mains: dict[range, Wire] = {}
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return self.buffers.flats
+
+    def moved(self, plan: BucketPlan) -> "Store":
+        other = type(self)(self.params, plan, self.exchange, self.ids, self.divide_factor, self.gather_dtype)
+        for i, param in enumerate(self.params):
+            if param.grad is not None:
+                other.came(i)
+        return other
+
+    def in_place(self, i: int) -> bool:
+        return self.buffers.is_ours(i)
+
+    def came(self, i: int) -> None:
+        self.buffers.take(i)
+
+    def absent(self, i: int, reduced: bool) -> None:
+        if self.params[i].grad is None:
+            self.buffers.drop(i)
+            return
+        self.comes(i, reduced)
+        self.came(i)
+
+    def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
+        return [(p.param, self.buffers.view(p.param)) for p in self.members[b]]
+
+    def _main(self, buckets: range) -> Wire:
+        """Neighbours in the buffer: where gradients accumulate."""
+        main = self._mains.get(buckets)
+        if main is None:
+            first, last = self.plan.buckets[buckets[0]], self.plan.buckets[buckets[-1]]
+            main = Wire.of(self.buffers.flats[first.buffer][first.start : last.start + last.numel])
+            self._mains[buckets] = main
+        return main
+
+    def _packed(self, buckets: range, cycle: int) -> Wire:
+        """Neighbours as they travel: themselves, or a temporary bucket."""
+        planned, main = self.plan.buckets[buckets[0]], self._main(buckets).data
+        if planned.grad_comm_dtype == planned.main_grads_dtype:
+            return self._main(buckets)
+        if planned.grad_comm_dtype == CODES:
+            members = [
+                p._replace(at=self.plan.buckets[b].start - planned.start + p.at)
+                for b in buckets
+                for p in self.members[b]
+            ]
+            return self._wire_of(buckets, [main[p.at : p.at + p.numel] for p in members], members, cycle)
+        return self._wire_of(buckets, [main], [Piece(0, 0, main.numel(), 0)], cycle)
+
+    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
+        # The exchange writes behind autograd's back.
+        torch.autograd.graph.increment_version(self.buffers.flats)
+        for i, has_one in enumerate(anywhere):
+            if has_one:
+                self.buffers.install(i)
+
+    def written_since(self, versions: list[int]) -> list[int]:
+        changed = self.versions() != versions
+        return [i for i, p in enumerate(self.params) if p.grad is not None and (changed or not self.buffers.holds(i))]
+
+    def unreduced(self, i: int) -> bool:
+        return self.params[i].grad is not None
+
+    def versions(self) -> list[int]:
+        return [flat._version for flat in self.memory]
+
+    def zero(self, params: Sequence[int]) -> None:
+        """`.grad` is all there is."""
+
+    def release(self) -> None:
+        self.buffers.release()

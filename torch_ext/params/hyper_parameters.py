@@ -1,0 +1,189 @@
+"""The hyper-parameters of a group: what is legal, and where their values start."""
+
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torch_ext.native import constants
+from torch_ext.policy.policy import Policy
+
+Group: TypeAlias = dict[str, Any]
+
+ROUNDINGS = {"nearest": constants.NEAREST, "dithered": constants.DITHERED, "stochastic": constants.STOCHASTIC}
+# One value for all groups: the operator takes one of each per call.
+SHARED = ("seed", "moment_rounding", "weight_rounding")
+# Arguments of the constructor that no group has.
+_OF_THE_OPTIMIZER = ("policy", "skip_nonfinite", "on_external_write", "offload_fraction")
+_FLAGS = ("amsgrad", "differentiable", "maximize", "decoupled_weight_decay", "foreach", "capturable", "fused")
+
+
+# torch's defaults, in signatures; each a float of its own, since it is recognised by its identity: what somebody else
+# passes, of the same value, was given. (A class of its own would not be what introspection and YAML know as a float.)
+LR, BETAS, EPS = float("1e-3"), (float("0.9"), float("0.999")), float("1e-8")
+NO_DECAY, DECAY = float("0"), float("1e-2")
+_DEFAULTS = (LR, *BETAS, EPS, NO_DECAY, DECAY)
+
+
+def start(given: Any, policy: Policy, key: str) -> Any:
+    """What an optimizer starts from: the argument that was given, or what the policy's `key` was set to, or torch's
+    default."""
+    if not any(given is default for default in _DEFAULTS):
+        return given
+    explicit = policy._explicit(key)
+    # A float of its own: where a group's value is passed on to another optimizer, it is given.
+    return float(repr(given)) if explicit is None else explicit
+
+
+def start_betas(given: Any, policy: Policy) -> Any:
+    """`start`, of each of both, as a tuple, as torch keeps them. What is no pair is left for `refuse`."""
+    pair = items(given)
+    if pair is None or len(pair) != 2:
+        return given
+    return tuple(start(beta, policy, key) for beta, key in zip(pair, ("adam_beta1", "adam_beta2"), strict=True))
+
+
+def refuse_optimizer(policy: Policy, legal: tuple[str, ...], kind: str) -> None:
+    """ValueError where the policy was made for another optimizer. legal: the policy's names for this one."""
+    name = policy._explicit("optimizer")
+    if name is not None and name.strip().casefold() not in legal:
+        raise ValueError(
+            f"the policy's optimizer is {name!r}, and this is {kind}: {' or '.join(map(repr, legal))} is legal for "
+            f"it; leave 'optimizer' out of the policy, or make the optimizer that it names"
+        )
+
+
+def refuse_keys(group: Group, where: str) -> None:
+    """ValueError for an argument of the constructor in a group, where nobody would look at it."""
+    for key in _OF_THE_OPTIMIZER:
+        if key in group:
+            raise ValueError(
+                f"{where}{key!r} is one per optimizer, not per group: pass {key}= to the constructor, and make a "
+                "second optimizer for parameters that need another"
+            )
+
+
+# -- what is legal ------------------------------------------------------------------------------------------------
+
+
+def refuse(group: Group, where: str, waits: bool = True) -> None:
+    """Raises for hyper-parameters that no group may have: TypeError for what is no number, as text from a
+    configuration file, ValueError for others. waits: for a GPU, to read an lr that is there."""
+    _refuse_flags(group, where)
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and (lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64)):
+        raise ValueError(
+            f"{where}lr is a tensor of {lr.numel()} elements in {lr.dtype}; one float32 or float64 is legal"
+        )
+    for key in ("lr", "eps", "weight_decay"):
+        value = group[key]
+        _refuse_no_number(value, where + key, "a finite number >= 0 is legal")
+        if (waits or not is_away(value)) and not 0 <= float(value) < math.inf:
+            raise ValueError(f"{where}{key} is {float(value)}; a finite number >= 0 is legal")
+    _refuse_betas(group["betas"], where)
+    for key in ("moment_rounding", "weight_rounding"):
+        if group[key] not in ROUNDINGS:
+            raise ValueError(f"{where}{key} is {group[key]!r}; {', '.join(ROUNDINGS)} are legal")
+    if not hasattr(type(group["seed"]), "__index__"):
+        raise TypeError(f"{where}seed is {_shown(group['seed'])}; an integer of 64 bits is legal")
+    if not -(2**63) <= operator.index(group["seed"]) < 2**63:
+        raise ValueError(f"{where}seed is {group['seed']}; an integer of 64 bits is legal")
+
+
+def _refuse_flags(group: Group, where: str) -> None:
+    for key in _FLAGS:
+        refuse_text(group.get(key), where + key)
+    if group["amsgrad"]:
+        raise ValueError(
+            f"{where}amsgrad=True is not supported: leave it out (the default of torch too), or use torch.optim.AdamW"
+        )
+    if group["differentiable"]:
+        raise ValueError(
+            f"{where}differentiable=True is not supported: the step is one fused operator without a derivative; use "
+            "torch.optim.AdamW for a step that autograd sees"
+        )
+
+
+def refuse_text(flag: Any, what: str) -> None:
+    """TypeError for a flag that came as text, of which "False" is as true as any other."""
+    if isinstance(flag, str | bytes):
+        raise TypeError(f"{what} is {_shown(flag)}; True or False is legal")
+
+
+def _refuse_betas(betas: Any, where: str) -> None:
+    pair = items(betas)
+    if pair is None:
+        raise TypeError(f"{where}betas is {_shown(betas)}; two numbers in [0, 1) are legal")
+    if len(pair) != 2:
+        raise ValueError(f"{where}betas has {len(pair)} values; 2 are legal")
+    for i, beta in enumerate(pair):
+        if isinstance(beta, bool):  # as torch does
+            raise TypeError(f"{where}betas[{i}] is {beta}; a number in [0, 1) is legal")
+        _refuse_no_number(beta, f"{where}betas[{i}]", "a number in [0, 1) is legal")
+        if not 0 <= float(beta) < 1:
+            raise ValueError(f"{where}betas[{i}] is {float(beta)}; a number in [0, 1) is legal")
+
+
+def _refuse_no_number(value: Any, what: str, legal: str) -> None:
+    if is_number(value):
+        return
+    if isinstance(value, Tensor):
+        raise ValueError(f"{what} is a tensor of {value.numel()} elements in {value.dtype}; {legal}")
+    raise TypeError(f"{what} is {_shown(value)}; {legal}{_hint(value)}")
+
+
+def _shown(value: Any) -> str:
+    kind = "text" if isinstance(value, str | bytes | bytearray) else f"a {type(value).__name__}"
+    return "None" if value is None else f"{value!r}, {kind}"
+
+
+def _hint(value: Any) -> str:
+    """For numbers that came as text: a file said `1e-5`, or an environment variable was not converted."""
+    if not isinstance(value, str):
+        return ""
+    try:
+        return f": {float(value)!r}, not in quotes (YAML takes 1e-5 for text, and 1.0e-5 for a number)"
+    except ValueError:
+        return ""
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one real number: not text, nor anything else that float() would merely be able to read."""
+    if isinstance(value, float | int):
+        return True
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    kind = getattr(getattr(value, "dtype", None), "kind", None)  # numpy's
+    if kind is not None:
+        return kind in "biuf" and getattr(value, "ndim", 0) == 0
+    if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
+        return False
+    return hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
+
+
+def items(betas: Any) -> tuple[Any, ...] | None:
+    """The values of betas; None for what is no sequence of them."""
+    if isinstance(betas, tuple | list):
+        return tuple(betas)
+    if isinstance(betas, str | bytes | Mapping | set | frozenset) or not isinstance(betas, Iterable):
+        return None
+    return tuple(betas) if hasattr(betas, "__len__") and getattr(betas, "ndim", 1) == 1 else None
+
+
+def refuse_differing(group: Group, first: Group, where: str) -> None:
+    """Raises where a group wants another value than the first for what is one value per optimizer."""
+    for key in SHARED:
+        if group[key] != first[key]:
+            raise ValueError(
+                f"{where}{key} is {group[key]!r} and in group 0 it is {first[key]!r}; it is one per optimizer: make "
+                "a second one"
+            )
+
+
+def is_away(value: Any) -> bool:
+    """A tensor whose value the host would have to wait for."""
+    return isinstance(value, Tensor) and value.device.type != "cpu"

@@ -1,0 +1,66 @@
+"""What of a parameter this rank steps: all of it, its part under a sharded strategy, or a DTensor's local tensor."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class Local(NamedTuple):
+    """A parameter as this rank's optimizer sees it."""
+
+    weight: Tensor
+    """The elements to step; maybe none."""
+    start: int
+    """Where they begin in the logical parameter."""
+    groups: "tuple[dist.ProcessGroup, ...]"
+    """Over which statistics of the gradients are added up, one group after the other."""
+    bucket: int | None
+    """What is gathered after the step (Owner.gather)."""
+
+
+def is_dtensor(t: Tensor) -> bool:
+    """Looks at the name first: the module of DTensor is not to be imported where nobody uses it."""
+    return any(kind.__name__ == "DTensor" for kind in type(t).__mro__[:-1])
+
+
+def tensor_of(p: Any) -> Tensor:
+    """A DTensor's local tensor; any other tensor itself."""
+    if not is_dtensor(p):
+        return p
+    with torch.no_grad():
+        return p.to_local()
+
+
+def of_dtensor(p: Any) -> Local:
+    """A DTensor's local tensor. TypeError where it stands for a sum that was not made."""
+    weight = tensor_of(p)
+    return Local(weight, _start(p, weight), _sharding_groups(p), None)
+
+
+def _sharding_groups(p: Any) -> "tuple[dist.ProcessGroup, ...]":
+    placements = p.placements
+    if any(placement.is_partial() for placement in placements):
+        raise TypeError(f"a DTensor with placements {tuple(placements)} is a sum that was not made: redistribute it")
+    return tuple(
+        p.device_mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
+    )
+
+
+def _start(p: Any, weight: Tensor) -> int:
+    """The index of the local tensor's first element; 0 where the local elements are not consecutive ones."""
+    offset = origin(p)
+    if not offset or weight.numel() == 0 or tuple(weight.shape[1:]) != tuple(p.shape[1:]):
+        return 0
+    return int(offset[0]) * (p.numel() // p.shape[0])
+
+
+def origin(p: Any) -> tuple[int, ...]:
+    """Where a DTensor's local tensor begins in it, by dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return tuple(offset)

@@ -1,0 +1,208 @@
+"""Parameter groups: what may stand in them, and as the operator's table of hyper-parameters."""
+
+import ctypes
+import functools
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from torch_ext.native import dtypes, library
+from torch_ext.params.hyper_parameters import ROUNDINGS, Group, is_away, is_number, items, refuse, refuse_differing
+from torch_ext.policy.policy import Policy, load_policy
+from torch_ext.tensors import dense
+
+Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+class Hyper(NamedTuple):
+    """The hyper-parameters of a call to adamw_."""
+
+    groups: Tensor  # float64 [groups, 7], rows of tx_adamw_group
+    lrs: list[Tensor]  # one per group where an lr is a tensor, else empty
+    shared: tuple[int, int, int]  # seed, moment_rounding, weight_rounding
+
+
+def everyone(groups: list[Group]) -> list[Tensor]:
+    return [p for group in groups for p in group["params"]]
+
+
+def names(groups: list[Group]) -> list[str]:
+    """For messages: the parameters' names where they are known, else where they stand."""
+    found: list[str] = []
+    for g, group in enumerate(groups):
+        if known := group.get("param_names"):
+            found += map(repr, known)
+        else:
+            found += (f"parameter {i} of group {g}" for i in range(len(group["params"])))
+    return found
+
+
+def keys(groups: list[Group]) -> list[str | int]:
+    """By which parameters are found in what is handed out: their names where they are known, else their positions."""
+    known = [name for group in groups for name in group.get("param_names") or [None] * len(group["params"])]
+    return [position if name is None else name for position, name in enumerate(known)]
+
+
+def ids(groups: list[Group]) -> list[int]:
+    """What seeds each parameter's rounding thresholds: its name, or its place, as the group's "param_id" says."""
+    found: list[int] = []
+    for group in groups:
+        if group["param_id"] == "name":
+            found += ids_of(group["param_names"])
+        else:
+            found += range(len(found), len(found) + len(group["params"]))
+    return found
+
+
+def ids_of(names: Iterable[str]) -> list[int]:
+    """What seeds the rounding thresholds of parameters whose names are known."""
+    return [_param_id()(dtypes.c_text(logical_name(name))) for name in names]
+
+
+@functools.cache
+def _param_id() -> Callable[[bytes], int]:
+    return library.function("tx_param_id", ctypes.c_char_p, restype=ctypes.c_int64)
+
+
+def logical_name(name: str) -> str:
+    """Without what wrappers (torch.compile, DistributedDataParallel, ...) put in front: same name, same bits."""
+    return _WRAPPERS.sub("", name.removeprefix("module."))
+
+
+def fill(group: Group, defaults: dict[str, Any], decoupled: bool | None) -> None:
+    """Adds the keys that a group of another optimizer, or of another torch, lacks."""
+    for key, default in defaults.items():
+        group.setdefault(key, default)
+    # "name" or "position". Saved, so that a run that resumes under other circumstances rounds as it did.
+    group.setdefault("param_id", "name" if "param_names" in group else "position")
+    if group["param_id"] == "name" and "param_names" not in group:
+        warnings.warn(
+            "torch_ext: the loaded state was rounded by parameter names, which this optimizer does not know: it "
+            "rounds by "
+            "position from now on. Make it from model.named_parameters() to go on as before",
+            stacklevel=2,
+        )
+        group["param_id"] = "position"
+    if decoupled is not None:
+        group["decoupled_weight_decay"] = decoupled
+
+
+def taken(params: Params) -> Params:
+    """The parameters or groups in a list, to be read more than once: an iterator gives its parameters once only, and
+    what looks at them before the optimizer takes them would leave it none. A group's are put in their place, as torch
+    does when it takes them."""
+    if isinstance(params, Tensor):
+        return params  # torch says what is wrong with a single tensor
+    everything: list[Any] = list(params)
+    for group in everything:
+        held = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(held, Tensor | list | tuple | set | None):  # a set torch refuses
+            group["params"] = list(held)
+    return everything
+
+
+def policy_of(params: Params) -> Policy:
+    """The policy of the dtype of most trainable elements. params: `taken`."""
+    elements: Counter[torch.dtype] = Counter()
+    for p in _tensors_in(params):
+        if p.requires_grad and p.dtype in dense.TRAINED:
+            elements[p.dtype] += max(p.numel(), 1)
+    return load_policy(elements.most_common(1)[0][0] if elements else torch.float32)
+
+
+def _tensors_in(params: Params) -> Iterator[Tensor]:
+    """The parameters of all groups, as far as they are any; what is not, torch names."""
+    for group in [] if isinstance(params, Tensor) else params:
+        held: Any = group.get("params", ()) if isinstance(group, dict) else [group]
+        for p in [held] if isinstance(held, Tensor) else held or ():
+            named = p[1] if isinstance(p, tuple) and len(p) == 2 else p
+            if isinstance(named, Tensor):
+                yield named
+
+
+def _is_handed_over(lr: Any, device: torch.device) -> bool:
+    """Whether the operator gets the tensor: one on the CPU is read, which waits for nothing, where parameters are
+    not."""
+    return isinstance(lr, Tensor) and (device.type == "cpu" or is_away(lr))
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is float:
+        return value
+    if is_away(value):
+        return value.data_ptr(), value._version
+    return float(value) if is_number(value) else object()  # which equals nothing
+
+
+def key_of(groups: list[Group], device: torch.device) -> list[Any]:
+    """Equal keys mean equal tables for parameters on the device. An lr that is handed over counts by its address: the
+    table shares its memory. Other tensors on a GPU count by address and version: reading them would wait for it. What
+    is no number makes the key another one, for `hyper` to refuse it."""
+    key: list[Any] = []
+    for g in groups:
+        lr = g["lr"]
+        key += (
+            lr if type(lr) is float else lr.data_ptr() if _is_handed_over(lr, device) else _plain(lr),
+            *(_plain(b) for b in items(g["betas"]) or (g["betas"],)),
+            _plain(g["eps"]),
+            _plain(g["weight_decay"]),
+            g["maximize"],
+            g["decoupled_weight_decay"],
+            g["amsgrad"],
+            g["differentiable"],
+            g["seed"],
+            g["moment_rounding"],
+            g["weight_rounding"],
+        )
+    return key
+
+
+def hyper(groups: list[Group], device: torch.device) -> Hyper:
+    """The table, for parameters on the device. Raises ValueError, naming the group, for values that are not legal; an
+    lr on a GPU is not read."""
+    rows = []
+    for i, g in enumerate(groups):
+        refuse(g, f"group {i}: ", waits=False)
+        refuse_differing(g, groups[0], f"group {i}: ")
+        lr = 0.0 if _is_handed_over(g["lr"], device) else g["lr"]  # lrs stand for it
+        flags = (bool(g["maximize"]), bool(g["decoupled_weight_decay"]))
+        rows.append([float(x) for x in (lr, *g["betas"], g["eps"], g["weight_decay"], *flags)])
+    lrs: list[Tensor] = []
+    if any(_is_handed_over(g["lr"], device) for g in groups):
+        lrs = [
+            g["lr"].detach()
+            if _is_handed_over(g["lr"], device)
+            else torch.full((), float(g["lr"]), dtype=torch.float64, device=device)
+            for g in groups
+        ]
+    first = groups[0]
+    shared = (first["seed"], ROUNDINGS[first["moment_rounding"]], ROUNDINGS[first["weight_rounding"]])
+    return Hyper(torch.tensor(rows, dtype=torch.float64), lrs, shared)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that a framework (Accelerate, Lightning) wrapped in one of its own."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def of_the_innermost(method: Method) -> Method:
+    """Lightning's wrapper has our methods, but writes of its own, which the step would never see: called on it, the
+    method is called on the optimizer inside."""
+
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **options: Any) -> Any:
+        return method(innermost(self), *args, **options)
+
+    return cast(Method, called)

@@ -1,0 +1,100 @@
+"""Where this rank's parts of an optimizer's parameters lie."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from torch_ext.comm import group_calls
+from torch_ext.grads.norm import Part
+from torch_ext.params.local_shard import Local, is_dtensor, of_dtensor, tensor_of
+
+if TYPE_CHECKING:
+    from torch_ext.params.reducer_registry import Owner
+
+
+class Locals:
+    """The local parts of an optimizer's parameters, and where their gradients are found."""
+
+    def __init__(self, params: Sequence[Tensor], owners: "Sequence[Owner | None]", generation: int) -> None:
+        self.params, self.generation = list(params), generation
+        self.owners: list[Owner | None] = [o if o is not None and o.sharded else None for o in owners]
+        self._dtensors = [owner is None and is_dtensor(p) for p, owner in zip(params, self.owners, strict=True)]
+        self.plain = not any(self._dtensors) and not any(owner is not None for owner in self.owners)
+        """Whether every parameter is stepped as it is."""
+        self.sharded = any(owner is not None for owner in self.owners)
+        """Whether gradients of some are elsewhere than in `.grad`."""
+        self.cut = any(o is not None and not is_dtensor(p) for p, o in zip(params, self.owners, strict=True))
+        """Whether some are stepped in flat parts, which have no name of their own outside of this process."""
+        self._tensors = [self._local_tensor(i) for i, is_one in enumerate(self._dtensors) if is_one]
+        self._ranks = {o.ranks for o in set(owners) if o is not None}
+
+    def refuse_mixed(self) -> None:
+        """RuntimeError where a norm would be another one on other ranks, and with it what they step."""
+        if len(self._ranks) > 1:
+            sets = " and ".join(str(sorted(ranks)) for ranks in sorted(self._ranks, key=sorted))
+            raise RuntimeError(
+                f"this optimizer has parameters whose gradients are reduced over ranks {sets}: their norm, and whether "
+                "it is finite, would be another one on other ranks. Make an optimizer for the parameters of each "
+                "process group and clip them one by one"
+            )
+
+    def _local_tensor(self, i: int) -> Tensor:
+        return tensor_of(self.params[i])
+
+    def fits(self, params: Sequence[Tensor], generation: int) -> bool:
+        """Whether nothing moved since these were found."""
+        if generation != self.generation or len(params) != len(self.params):
+            return False
+        if not all(a is b for a, b in zip(params, self.params, strict=True)):
+            return False
+        if self._tensors:
+            now = [self._local_tensor(i) for i, is_one in enumerate(self._dtensors) if is_one]
+            return all(a.data_ptr() == b.data_ptr() for a, b in zip(now, self._tensors, strict=True))
+        return True
+
+    def of(self, i: int) -> Local:
+        owner = self.owners[i]
+        if owner is not None:
+            return owner.local(self.params[i])
+        if self._dtensors[i]:
+            return of_dtensor(self.params[i])
+        return Local(self.params[i], 0, (), None)
+
+    def grads(self) -> list[Tensor | None]:
+        """The gradient of each parameter's local part; None where it has none."""
+        if self.plain:
+            return [p.grad for p in self.params]
+        return [self._grad(i) for i in range(len(self.params))]
+
+    def _grad(self, i: int) -> Tensor | None:
+        param, owner = self.params[i], self.owners[i]
+        if owner is not None:
+            return owner.grad(param)
+        grad: Any = param.grad
+        if grad is None or not self._dtensors[i]:
+            return grad
+        if tuple(grad.placements) != tuple(param.placements):  # type: ignore[attr-defined]
+            with group_calls.translated_over(grad.device_mesh, "a gradient that is not sharded as its parameter is"):
+                grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+        return tensor_of(grad)  # the same object every time: a clipping knows its gradients by it
+
+    def parts(self, present: Sequence[bool]) -> list[Part]:
+        """The gradients that are there by who adds up their statistics; positions are among those that are there."""
+        found: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+        at = 0
+        for i, there in enumerate(present):
+            if there:
+                owner = self.owners[i]
+                key = self.of(i).groups if owner is None else (owner,)
+                found.setdefault(key, []).append((at, i))
+                at += 1
+        return [self._part(key, members) for key, members in found.items()]
+
+    def _part(self, key: tuple[Any, ...], members: list[tuple[int, int]]) -> Part:
+        positions = [at for at, _ in members]
+        first = members[0][1]
+        owner = self.owners[first]
+        if owner is None:
+            return Part(key, positions, None)
+        return Part(self.of(first).groups, positions, owner.stats([self.params[i] for _, i in members]))

@@ -1,0 +1,1 @@
+"""Which dtype everything has: the C loader's policy, frozen."""

@@ -1,0 +1,101 @@
+"""What load_policy is given as a model: its dtype, and what FSDP2's MixedPrecisionPolicy computes in."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torch_ext.native import dtypes
+
+
+class Precision(NamedTuple):
+    """The dtypes of a parameter."""
+
+    computed: torch.dtype
+    """Of forward and backward."""
+    own: torch.dtype
+    """Of the parameter itself: with FSDP2, of its shards."""
+
+
+def precisions(model: nn.Module) -> dict[int, Precision]:
+    """Of the parameters that FSDP2 shards, by their identity, whether they are gathered now or not."""
+    found: dict[int, Precision] = {}
+    for group in _param_groups(model):
+        for param in group.fsdp_params:
+            own = param.sharded_param.dtype
+            precision = Precision(group.mp_policy.param_dtype or own, own)
+            for held in (param.sharded_param, getattr(param, "_unsharded_param", None)):
+                found[id(held)] = precision
+    return found
+
+
+def _param_groups(model: nn.Module) -> Iterator[Any]:
+    """What a call of fully_shard gathers at a time. There is no public way to it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is sharded
+    if fsdp is None:
+        return
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # newer torch: several
+            yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
+
+
+class Source(NamedTuple):
+    """What decides, beside settings: a tx_dtype (0: none is given), flags, and the tx_dtype of FSDP2's shards."""
+
+    dtype: int
+    bf16: bool | None
+    fp16: bool | None
+    shards: int = 0
+
+
+def of(model: Any, bf16: bool | None, fp16: bool | None) -> Source:
+    """See `load_policy`. TypeError or ValueError for a model that is none, or in a dtype that is not trained."""
+    shards = None
+    if model is None:
+        return Source(0, bf16, fp16)
+    if isinstance(model, torch.nn.Module):
+        (dtype, shards), what = _model_dtypes(model), type(model).__name__
+    elif isinstance(model, torch.dtype):
+        dtype, what = model, "model"
+    elif isinstance(model, str):
+        dtype, what = dtypes.coerce_dtypes({"param_dtype": model})["param_dtype"], "model"
+        if dtype is None:
+            return Source(0, bf16, fp16)
+    elif hasattr(model, "bf16") or hasattr(model, "fp16"):
+        own_bf16, own_fp16 = bool(getattr(model, "bf16", False)), bool(getattr(model, "fp16", False))
+        return Source(0, own_bf16 if bf16 is None else bf16, own_fp16 if fp16 is None else fp16)
+    else:
+        raise TypeError(
+            f"model is a {type(model).__name__}; a torch.nn.Module, a dtype, a dtype's name, or a configuration with "
+            "bf16 and fp16 attributes is legal"
+        )
+    code = dtypes.code_of(dtype)
+    if code is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{what} is in {dtype}; float32, bfloat16 and float16 are what torch_ext trains")
+    return Source(code, bf16, fp16, 0 if shards is None else dtypes.code_of(shards) or 0)
+
+
+def _model_dtypes(model: torch.nn.Module) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtype of most trainable elements (of all floating-point ones where nothing is trainable), and float32 where
+    most of these lie in fp32 shards of FSDP2 and are computed in the former."""
+    of_shards = precisions(model)
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    elements: Counter[torch.dtype] = Counter()
+    sharded: Counter[torch.dtype] = Counter()
+    for p in [p for p in parameters if p.requires_grad] or parameters:
+        computed, own = of_shards.get(id(p), (p.dtype, p.dtype))
+        masters = own == torch.float32 and computed.itemsize < own.itemsize
+        dtype = computed if masters else own  # shards that are no wider are not masters: they count as they are
+        elements[dtype] += max(p.numel(), 1)
+        sharded[dtype] += max(p.numel(), 1) if masters else 0
+    if not elements:
+        raise ValueError(
+            f"{type(model).__name__} has no floating-point parameters to take a dtype from; pass the dtype instead"
+        )
+    ((dtype, most),) = elements.most_common(1)
+    return dtype, torch.float32 if 2 * sharded[dtype] > most else None

@@ -1,0 +1,205 @@
+"""Tensors as the operators take them: contiguous memory, one after the other in memory order."""
+
+import contextlib
+import copy
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_UNPOOLED = 1 << 17  # bytes
+TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+
+# "This one has none", inside a list or for a single argument.
+NONE = torch.empty(0)
+
+
+@contextlib.contextmanager
+def to_stay() -> Iterator[None]:
+    """Within it tensors are made that training goes on with: no inference tensors, whatever mode the caller is in, and
+    nothing is recorded."""
+    with torch.inference_mode(False), torch.no_grad():  # in this order: the first one turns recording on
+        yield
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether the elements fill one run of memory, each once, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_order(a: Tensor, b: Tensor) -> bool:
+    """Whether two dense tensors have the same shape and the same element at every place in memory."""
+    if a.shape != b.shape:
+        return False
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(size == 1 or x == y for size, x, y in strides)
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same elements at the same addresses."""
+    return a.dtype == b.dtype and a.device == b.device and a.data_ptr() == b.data_ptr() and same_order(a, b)
+
+
+def flat(t: Tensor) -> Tensor:
+    """A dense tensor's memory as a contiguous tensor: itself where it is contiguous, else a one-dimensional view."""
+    return t if t.is_contiguous() else t.detach().as_strided((t.numel(),), (1,), t.storage_offset())
+
+
+def like(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of t's shape, and of its memory order where t is dense."""
+    if is_dense(t):
+        return torch.zeros_like(t, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+    return torch.zeros(t.shape, dtype=dtype, device=t.device)
+
+
+def unpooled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised. On the host, memory that goes back to the system as soon as it is let go: where many large tensors
+    come and go between small ones, malloc's heap would get holes as large as all of them together."""
+    numel = prod(shape)
+    if device.type != "cpu" or numel * dtype.itemsize < _UNPOOLED:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def unpooled_like(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uninitialised (see `unpooled`), of the shape and the memory order of the dense tensor t."""
+    return unpooled((t.numel(),), dtype, t.device).as_strided(t.shape, t.stride())
+
+
+def view_like(t: Tensor, flat: Tensor, start: int) -> Tensor:
+    """The elements of a flat tensor from `start` on as a tensor of t's shape, and of its memory order if t is dense."""
+    if not is_dense(t):
+        return flat[start : start + t.numel()].view(t.shape)
+    return flat.as_strided(t.shape, t.stride(), flat.storage_offset() + start)
+
+
+def in_order_of(t: Tensor, values: Tensor) -> Tensor:
+    """`values` as contiguous memory in the order of the dense tensor t: a view where it has that order, else a copy."""
+    if same_order(t, values):
+        return flat(values)
+    copy = torch.empty_like(t, dtype=values.dtype, memory_format=torch.preserve_format, requires_grad=False)
+    return flat(copy.copy_(values))
+
+
+def contiguous(values: Tensor) -> Tensor:
+    """`values` as contiguous memory in whatever order it has: a view where it is dense, else a copy."""
+    return flat(values) if is_dense(values) else values.contiguous()
+
+
+def refuse_param(p: Tensor, name: str) -> None:
+    """Raises where an optimizer of ours cannot train p; the message says what to do instead."""
+    if hasattr(type(p), "__tensor_flatten__"):
+        raise TypeError(
+            f"{name} is a {type(p).__name__}, a tensor that wraps others; pass the local tensors that it holds"
+        )
+    if p.is_complex():
+        raise TypeError(f"{name} is complex ({p.dtype}); optimize torch.view_as_real of it, which shares its memory")
+    if p.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {p.layout}; only dense (strided) parameters are legal: use p.to_dense()")
+    if p.dtype not in TRAINED:
+        raise TypeError(
+            f"{name} is in {p.dtype}; float32, bfloat16 and float16 are legal: convert the model, or leave the "
+            f"parameter out"
+        )
+    if p.is_meta:
+        raise ValueError(
+            f"{name} is a meta tensor, which holds no data; materialise it first (module.to_empty(device=...))"
+        )
+    if p.is_inference():
+        raise ValueError(
+            f"{name} was made under torch.inference_mode(), so nobody can tell when it changes; make the model "
+            f"outside of it"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+        raise ValueError(
+            f"{name} is an expanded tensor, in which several elements share memory; call .contiguous() on it"
+        )
+
+
+def refuse_overlap(params: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Raises where two parameters share memory: each would be stepped with the other's state."""
+    ranges = []
+    for p, name in zip(params, names, strict=True):
+        if p.numel():
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+            ranges.append((str(p.device), p.data_ptr(), p.data_ptr() + extent * p.element_size(), name, is_dense(p)))
+    ranges.sort(key=lambda r: r[:3])
+    for a, b in pairwise(ranges):
+        # Columns of one matrix interleave without sharing an element: only dense ones tell by their ranges.
+        if a[0] == b[0] and b[1] < a[2] and (a[1] == b[1] or (a[4] and b[4])):
+            raise ValueError(
+                f"{a[3]} and {b[3]} share memory; pass tied weights once, and views of one tensor as that tensor"
+            )
+
+
+# Larger tensors get memory of their own, which is given back when they go; what handing over a tensor costs does not
+# show beside stepping that many elements.
+_MAX_NUMEL = 1 << 16
+_ALIGNMENT = 64  # bytes; a cache line, so that no two tensors write to one
+
+
+as_plain: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Within it torch does not ask each SharingTensor whether it has operators of its own, which costs more than they."""
+
+
+class SharingTensor(Tensor):
+    """One of many that share their memory. Pickled (by torch.save, a queue of processes, Ray) it takes its own elements
+    along and not the whole memory; what is copied together still shares one."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Files hold plain tensors."""
+        return self.detach().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = copy.deepcopy(self.as_subclass(Tensor), memo).as_subclass(SharingTensor)
+        return copied
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))
+
+
+def zeros_like(wanted: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
+    """Zeros of each tensor's shape and device, of its memory order where it is dense, in the dtype beside it.
+
+    Small ones of one dtype and device share their memory: views, one after the other.
+    """
+    found: list[Tensor | None] = [None] * len(wanted)
+    together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, (t, dtype) in enumerate(wanted):
+        if t.numel() <= _MAX_NUMEL:
+            together.setdefault((dtype, t.device), []).append(i)
+        else:
+            found[i] = like(t, dtype)
+    for (dtype, device), members in together.items():
+        starts, total = _starts((wanted[i][0].numel() for i in members), _ALIGNMENT // dtype.itemsize)
+        memory = torch.zeros(total, dtype=dtype, device=device)
+        for i, start in zip(members, starts, strict=True):
+            t = wanted[i][0]
+            found[i] = memory.as_strided(t.shape, _strides(t), start).as_subclass(SharingTensor)
+    return [t for t in found if t is not None]
+
+
+def _starts(numels: Iterable[int], alignment: int) -> tuple[list[int], int]:
+    starts, end = [], 0
+    for numel in numels:
+        starts.append(end)
+        end += -(-numel // alignment) * alignment
+    return starts, end
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    if is_dense(t):
+        return t.stride()
+    return torch.empty(t.shape, device="meta").stride()
