@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from torch_ext.optim.cpu_offload import copies, host_states, staged_args
-from torch_ext.optim.cpu_offload.copies import Lane, Lanes
+from torch_ext.optim.cpu_offload.copies import CopyStream, CopyStreams
 
 NUMEL = 4096  # elements of a batch here: small tests have many batches, and parameters that are cut
 
 
-class LateLane(Lane):
+class LateLane(CopyStream):
     """Copies are made when somebody waits for them, and until then what they write is rubbish."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class LateLanes:
             staged_args.MARK(self.wait),
             staged_args.FOLLOW(self.follow),
         )
-        self.native = staged_args.NativeLanes(ctypes.sizeof(staged_args.NativeLanes), None, *functions)
+        self.native = staged_args.CopyOps(ctypes.sizeof(staged_args.CopyOps), None, *functions)
 
     def copy(self, _ctx: Any, up: int, to: int, source: int, nbytes: int, _error: Any) -> int:
         if not (up == 0 and getattr(self.follows, "now", False)):  # else somebody may read it still
@@ -91,12 +91,12 @@ def lanes(kind: str) -> Iterator[list[int]]:
     made: list[int] = []
     before = host_states.lanes_of
 
-    class Counted(Lanes):
+    class Counted(CopyStreams):
         def buffer(self, numel: int) -> Tensor:
             made.append(numel)
             return torch.empty(numel, dtype=torch.uint8)
 
-    def lanes_of(device: torch.device) -> Lanes:
+    def lanes_of(device: torch.device) -> CopyStreams:
         own = copies.lanes_of(device)._replace(numel=NUMEL)
         if kind == "late":
             down, up = LateLane(), LateLane()

@@ -5,7 +5,7 @@ from typing import Any
 from torch_ext.parallel import bucket_joining
 
 
-class Pairs(bucket_joining.Coalescing):
+class Pairs(bucket_joining.BucketJoining):
     """Of a plan whose buckets lie in one buffer; takes BucketJoining's place."""
 
     def __init__(self, plan: Any, *_: Any) -> None:

@@ -9,8 +9,8 @@ import torch
 import torch_ext
 from torch_ext.parallel.strategies import table
 
-STRATEGIES = list(table.STORES)
-SHARDED = [name for name, store in table.STORES.items() if store.sharded]
+STRATEGIES = list(table.STRATEGIES)
+SHARDED = [name for name, store in table.STRATEGIES.items() if store.sharded]
 
 
 def _each(rank: int, world: int, body: Callable[..., Any], chosen: list[str], args: Any) -> dict[str, Any]:

@@ -250,12 +250,12 @@ def _cut_otherwise(rank: int, world: int) -> None:
 
 def _moved(t: Any) -> Any:
     """As another rank has it."""
-    from torch_ext.optim.state.sources import Stored
+    from torch_ext.optim.state.sources import PlainState
     from torch_ext.optim.state.state_tensor import tensor_of
 
     held = t._held
     start = 0 if held.run.start else 128
-    return tensor_of(Stored(torch.zeros(held.run.numel)), torch.empty(700), start, (0,), held.what)
+    return tensor_of(PlainState(torch.zeros(held.run.numel)), torch.empty(700), start, (0,), held.what)
 
 
 def test_parts_of_other_ranks_are_refused() -> None:

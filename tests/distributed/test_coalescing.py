@@ -31,9 +31,9 @@ def _plan(*numels: int) -> Any:
     return SimpleNamespace(buckets=[SimpleNamespace(numel=n, grad_comm_dtype=BF16, buffer=0) for n in numels])
 
 
-def _measured(cycles: list[list[int]], plan: Any, monkeypatch: pytest.MonkeyPatch) -> bucket_joining.Coalescing:
+def _measured(cycles: list[list[int]], plan: Any, monkeypatch: pytest.MonkeyPatch) -> bucket_joining.BucketJoining:
     """cycles: of each, when its buckets were complete and when the last sum had come, in microseconds."""
-    found = bucket_joining.Coalescing(plan, True)
+    found = bucket_joining.BucketJoining(plan, True)
     for times in cycles:
         looks = iter(times)
         monkeypatch.setattr(
@@ -95,7 +95,7 @@ def test_what_may_travel_together_depends_on_the_strategy(strategy: str) -> None
 
 def _parallel_model(dtypes: Any, strategy: str = "no_shard", joins: bool = True, **ddp: Any) -> tuple[Any, Any]:
     """A model with small buckets, which are joined all the same, and its engine."""
-    reducer.Coalescing = lambda plan, *_: bucket_joining.Coalescing(plan, joins)
+    reducer.Coalescing = lambda plan, *_: bucket_joining.BucketJoining(plan, joins)
     options = {"bucket_size": 300, "overlap_grad_reduce": True, **ddp}
     chosen = policy(*dtypes, **options)
     model = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy, find_unused_parameters=True)

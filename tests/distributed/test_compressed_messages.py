@@ -8,7 +8,7 @@ import torch.distributed as dist
 from works import Work
 
 from torch_ext.comm import compression, gloo
-from torch_ext.comm.wire import Wire
+from torch_ext.comm.wire import WireBuffer
 
 NUMEL = 8192
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def _values(disordered: bool = False) -> torch.Tensor:
 
 
 def _message(pool: Any, values: torch.Tensor | None = None) -> Any:
-    return gloo._Message(_values() if values is None else values, pool)
+    return gloo._CompressedMessage(_values() if values is None else values, pool)
 
 
 def _lent(pool: Any, count: int) -> list[int]:
@@ -35,7 +35,7 @@ def test_what_several_ranks_are_sent_is_kept_for_the_last() -> None:
     pool: Any = gloo._Memory()
     message = _message(pool)
     where = message.bytes.data_ptr()
-    first, second = (gloo._Sent(message, Work()) for _ in range(2))
+    first, second = (gloo._PendingSend(message, Work()) for _ in range(2))
     first.wait()
     assert where not in _lent(pool, 1)
     second.wait()
@@ -47,7 +47,7 @@ def test_a_message_that_is_waited_for_twice_is_given_back_once(others: int) -> N
     pool: Any = gloo._Memory()
     message = _message(pool)
     where = message.bytes.data_ptr()
-    sent, *_ = [gloo._Sent(message, Work()) for _ in range(1 + others)]
+    sent, *_ = [gloo._PendingSend(message, Work()) for _ in range(1 + others)]
     sent.wait()
     sent.wait()
     found = _lent(pool, 2)
@@ -66,7 +66,7 @@ def _arriving(pool: Any, values: torch.Tensor) -> tuple[Any, torch.Tensor, list[
         works.append(Work(lambda: to.copy_(sent.pop(0))))
         return works[-1]
 
-    return gloo._Arriving(_message(pool, into), receive), into, works
+    return gloo._PendingRecv(_message(pool, into), receive), into, works
 
 
 @pytest.mark.parametrize("disordered", [False, True], ids=["ordinary", "disordered"])
@@ -98,7 +98,7 @@ def _exchange(monkeypatch: pytest.MonkeyPatch, world_size: int) -> tuple[Any, li
     monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(world_size)))
     group: Any = type("Group", (), {"send": staticmethod(send)})()  # which failures are found by, as a real one
-    exchange = gloo.PointToPoint(group, CPU)
+    exchange = gloo.GlooCommunicator(group, CPU)
     exchange.compresses = True
     return exchange, sent
 
@@ -106,7 +106,7 @@ def _exchange(monkeypatch: pytest.MonkeyPatch, world_size: int) -> tuple[Any, li
 def test_what_all_ranks_are_sent_is_compressed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange, sent = _exchange(monkeypatch, 4)
     values = _values()
-    works = exchange.send([Wire.of(values)] * 4, tag=1, what="it")
+    works = exchange.send([WireBuffer.of(values)] * 4, tag=1, what="it")
     assert [peer for peer, _ in sent] == [1, 2, 3]
     assert len({message.data_ptr() for _, message in sent}) == 1
     where = sent[0][1].data_ptr()
@@ -118,7 +118,7 @@ def test_what_all_ranks_are_sent_is_compressed_once(monkeypatch: pytest.MonkeyPa
 
 def test_each_rank_is_sent_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange, sent = _exchange(monkeypatch, 3)
-    parts = [Wire.of(_values() * scale) for scale in (1, 2, 3)]
+    parts = [WireBuffer.of(_values() * scale) for scale in (1, 2, 3)]
     exchange.send(parts, tag=1, what="it")
     for peer, message in sent:
         into = torch.empty_like(parts[peer].data)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
 from torch_ext.comm import communicator, compression, factory, gloo
-from torch_ext.comm.wire import Wire
+from torch_ext.comm.wire import WireBuffer
 from torch_ext.parallel import bucket_joining, memory_plan, parallelize
 
 # Several buckets, of which each part is long enough to be compressed, and one that is not.
@@ -117,7 +117,7 @@ def test_wire_bytes_are_those_of_the_messages() -> None:
 
 def _without() -> None:
     """An exchange that compresses nothing, as those of GPUs."""
-    gloo.PointToPoint.can_compress = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
+    gloo.GlooCommunicator.can_compress = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
 
 
 # -- whether it pays ----------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_decisions_know_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         answer._obj.on = 1
 
     monkeypatch.setattr(bucket_joining._library, "function", lambda *_: pays)
-    found = bucket_joining.Coalescing(plan, False, 3.5)
+    found = bucket_joining.BucketJoining(plan, False, 3.5)
     rows = [torch.tensor([0, 10, 20, 30, 0]), torch.tensor([0, 10, 20, 30, 0])]
     assert [found.learn(rows) for _ in range(3)] == [False, False, True] and found.compresses
     assert not any(found.learn(rows) for _ in range(6)) and found.compresses
@@ -241,12 +241,12 @@ def test_the_hook_of_ddp_compresses_where_one_asks_for_it(kind: str) -> None:
 
 def _gathers(_rank: int, _world: int) -> list[int]:
     """How many all-gathers are under way after each that was started; the results are right."""
-    exchange: Any = factory.exchange_over(dist.group.WORLD, torch.device("cpu"))
+    exchange: Any = factory.make_communicator(dist.group.WORLD, torch.device("cpu"))
     exchange.compresses = True
     started, under_way = [], []
     values = [torch.full((2 * 8192,), float(exchange.rank + 2 * i), dtype=BF16) for i in range(10)]
     for i, value in enumerate(values):
-        started.append(exchange.gather(Wire.of(value), tag=communicator.tag(3, 1, i), what=f"gather {i}"))
+        started.append(exchange.gather(WireBuffer.of(value), tag=communicator.tag(3, 1, i), what=f"gather {i}"))
         under_way.append(sum(bool(one.gathers) for one in started))
     for one in started:
         one.result()

@@ -37,7 +37,7 @@ def _raises(error: BaseException, times: int = 1) -> Callable[[], None]:
 
 def _travel(*works: Work) -> Any:
     exchange: Any = types.SimpleNamespace(group=Work())
-    travel = gloo._Travel(exchange, 0, "bucket 7")
+    travel = gloo._PendingTransfer(exchange, 0, "bucket 7")
     travel.gathers, travel.sends = list(enumerate(works[:-1])), [(9, works[-1])]
     return travel
 
@@ -85,7 +85,7 @@ def test_an_interrupted_wait_for_a_compressed_message(which: str) -> None:
         return works[-1]
 
     pool = gloo._Memory()
-    arriving = gloo._Arriving(gloo._Message(into, pool), receive)
+    arriving = gloo._PendingRecv(gloo._CompressedMessage(into, pool), receive)
     with pytest.raises(KeyboardInterrupt):
         arriving.wait()
     assert not arriving.is_completed()
@@ -140,7 +140,7 @@ def _sums_are_late(rank: int, world: int, strategy: str) -> None:
         model.zero_grad()
     with pytest.MonkeyPatch.context() as patch:
         slow = strategies_strategy.add_up
-        patch.setattr(strategies_strategy, "add_up", lambda *a, **k: (time.sleep(LATE[rank]), slow(*a, **k))[1])
+        patch.setattr(strategies_strategy, "reduce_chunks", lambda *a, **k: (time.sleep(LATE[rank]), slow(*a, **k))[1])
         with _interrupted(rank, "gradients of cycle 2"):
             model(noise(2, rank, shapes)).backward()
         with _interrupted(rank, "gradients of cycle 2"):
@@ -164,7 +164,7 @@ def test_an_interrupt_while_sums_come() -> None:
 def _reports_are_late(rank: int, world: int, strategy: str) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket_joining, "time", Clock(100_000))
-        patch.setattr(reducer, "Coalescing", lambda plan, *_: bucket_joining.Coalescing(plan, True))
+        patch.setattr(reducer, "BucketJoining", lambda plan, *_: bucket_joining.BucketJoining(plan, True))
         chosen = policy(bucket_size=300, overlap_grad_reduce=True)
         model: Any = torch_ext.parallelize(Given(SHAPES), chosen, strategy=strategy)
         messages = []

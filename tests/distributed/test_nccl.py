@@ -77,7 +77,7 @@ def _note_accesses(streams: FakeStreams, patch: pytest.MonkeyPatch) -> None:
 
 def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = False) -> list[str]:
     _with(path)
-    over, streams = factory.exchange_over, FakeStreams()
+    over, streams = factory.make_communicator, FakeStreams()
     made: list[Any] = []
     plain = nccl.Comm.__init__
     nccl.Comm.__init__ = lambda self, *args: (made.append(self), plain(self, *args))[1]  # type: ignore[assignment]
@@ -88,7 +88,9 @@ def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = Fal
             if breaks:
                 patch.setattr(nccl_transport._Issued, "wait", lambda self: None)
             for module in (parallelize, ddp_comm_hook):
-                patch.setattr(module, "exchange_over", lambda group, device, transport="": over(group, device, "nccl"))
+                patch.setattr(
+                    module, "make_communicator", lambda group, device, transport="": over(group, device, "nccl")
+                )
             assert streamed.trained(rank, strategy, dtypes) == expected, name
     (comm,) = made
     assert comm.digest()[0] > 50 and comm._memories, "one for each process group; memory of slots is NCCL's"
@@ -113,7 +115,7 @@ def _parted(rank: int, world: int, path: str) -> str:
     patch = pytest.MonkeyPatch()
     patch.setattr(nccl, "Comm", lambda _id, _rank, _world, timeout: made(nccl.unique_id(), 0, 1, timeout))
     patch.setattr(communicator, "streams_of", lambda device: FakeStreams())
-    exchange: Any = factory.exchange_over(dist.group.WORLD, torch.device("cpu"), "nccl")
+    exchange: Any = factory.make_communicator(dist.group.WORLD, torch.device("cpu"), "nccl")
     payload = torch.tensor([rank], dtype=torch.uint8)
     sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     for cycle in range(3):
@@ -245,7 +247,7 @@ def _captured(rank: int, world: int, path: str) -> list[int]:
     _with(path)
     patch = pytest.MonkeyPatch()
     patch.setattr(communicator, "streams_of", lambda device: _Hanging())
-    exchange: Any = factory.exchange_over(dist.group.WORLD, torch.device("cpu"), "nccl")
+    exchange: Any = factory.make_communicator(dist.group.WORLD, torch.device("cpu"), "nccl")
     sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     watched = []
     for captures in (False, True):
@@ -268,7 +270,7 @@ def _as_long_as_the_group(rank: int, world: int, path: str) -> tuple[float, str]
     )
     patch.setattr(communicator, "streams_of", lambda device: _Hanging())
     group = dist.new_group(timeout=datetime.timedelta(seconds=33))
-    exchange: Any = factory.exchange_over(group, torch.device("cpu"), "nccl")
+    exchange: Any = factory.make_communicator(group, torch.device("cpu"), "nccl")
     sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     exchange.transport.all_to_all([into], [sent], "bucket 3")
     dog = exchange.transport._watchdog

@@ -376,13 +376,13 @@ def test_parameters_that_share_memory_are_not_torn_apart() -> None:
 
 
 NAMES: list[tuple[Any, str]] = [
-    ("no_shard", "Replicated"),
-    (0, "Replicated"),
-    (None, "Replicated"),
-    ("optim", "OptimizerShards"),
-    (1, "OptimizerShards"),
-    ("optim_grads", "GradientShards"),
-    (2, "GradientShards"),
+    ("no_shard", "NoShard"),
+    (0, "NoShard"),
+    (None, "NoShard"),
+    ("optim", "ShardedOptimizer"),
+    (1, "ShardedOptimizer"),
+    ("optim_grads", "ShardedGradients"),
+    (2, "ShardedGradients"),
 ]
 
 
@@ -395,7 +395,7 @@ def _accepts(rank: int, world: int) -> None:
     for strategy, name in NAMES:
         assert _store(torch_ext.parallelize(Given([2]), policy(), strategy=strategy)) == name
     by_policy = policy(data_parallel_sharding_strategy="optim")
-    assert _store(torch_ext.parallelize(Given([2]), by_policy)) == "OptimizerShards"
+    assert _store(torch_ext.parallelize(Given([2]), by_policy)) == "ShardedOptimizer"
 
 
 def test_e2_strategies_by_name_number_and_policy() -> None:
@@ -427,7 +427,7 @@ def _temporary(rank: int, world: int, back_end: str) -> None:
     from torch_ext.parallel.grad_buffers import TemporaryBuckets
 
     process_group.backend = lambda group, device: back_end
-    buckets = TemporaryBuckets(factory.exchange_over(torch.distributed.group.WORLD, torch.device("cpu")))
+    buckets = TemporaryBuckets(factory.make_communicator(torch.distributed.group.WORLD, torch.device("cpu")))
     wire = buckets.take(3, 256, BF16)
     assert wire.data.shape == (256,) and wire.data.dtype == BF16 and buckets.take(3, 256, BF16) is wire
     for numel, dtype in ((128, BF16), (256, FP32), (256, torch.uint8)):

@@ -47,10 +47,10 @@ def _all_ways(rank: int, world: int, dtypes: Any) -> None:
         assert bits(_reduced(rank, dtypes, bucket_size=cap, overlap_grad_reduce=True)) == bits(reference), f"cap {cap}"
     for cap_mb in (25.0, 0.002):
         assert bits(_hooked(rank, dtypes, cap_mb)) == bits(reference), f"DDP's buckets of {cap_mb} MB"
-    point_to_point = factory.exchange_over(dist.group.WORLD, torch.device("cpu"))
-    assert isinstance(point_to_point, gloo.PointToPoint)
+    point_to_point = factory.make_communicator(dist.group.WORLD, torch.device("cpu"))
+    assert isinstance(point_to_point, gloo.GlooCommunicator)
     process_group.backend = lambda group, device: "none that is known"
-    assert not isinstance(factory.exchange_over(dist.group.WORLD, torch.device("cpu")), gloo.PointToPoint)
+    assert not isinstance(factory.make_communicator(dist.group.WORLD, torch.device("cpu")), gloo.GlooCommunicator)
     collective = _reduced(rank, dtypes, bucket_size=300, overlap_grad_reduce=True)
     assert bits(collective) == bits(reference), "collectives"
     assert bits(_hooked(rank, dtypes, 0.002)) == bits(reference), "collectives in DDP"

@@ -273,7 +273,7 @@ def test_buckets_follow_the_order_in_which_gradients_came_on_rank_0() -> None:
 
 def _slow(rank: int, world: int, strategy: str, joined: bool) -> int:
     """How many buckets in the wire's dtype there were at a time, when sums take longer than backward."""
-    reducer.Coalescing = Pairs if joined else bucket_joining.Coalescing
+    reducer.Coalescing = Pairs if joined else bucket_joining.BucketJoining
     model = torch_ext.parallelize(
         Given([(200,)] * 16, BF16), policy(BF16, FP32, BF16, bucket_size=1), strategy=strategy
     )

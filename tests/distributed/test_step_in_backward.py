@@ -66,7 +66,7 @@ def _compared(rank: int, world: int, strategy: str, joined: bool) -> None:
         late, _ = _trained(rank, strategy, False, microbatches)
         with pytest.MonkeyPatch.context() as patch:
             if joined:
-                patch.setattr(reducer, "Coalescing", Pairs)
+                patch.setattr(reducer, "BucketJoining", Pairs)
             early, changed = _trained(rank, strategy, True, microbatches)
         assert late == early
         assert changed[-1] > 0.5 and changed[0] == 0.0, "states are made by the first step()"
@@ -211,7 +211,7 @@ def _stepped_in_part(rank: int, late: float = 0.0) -> tuple[Any, Any]:
     handle = model.p0.register_hook(fail)
     with pytest.MonkeyPatch.context() as patch:
         add_up = strategies_strategy.add_up
-        patch.setattr(strategies_strategy, "add_up", lambda *a, **k: (time.sleep(late), add_up(*a, **k))[1])
+        patch.setattr(strategies_strategy, "reduce_chunks", lambda *a, **k: (time.sleep(late), add_up(*a, **k))[1])
         with pytest.raises(ZeroDivisionError):
             _backward(model, rank, 2)
     handle.remove()

@@ -15,7 +15,7 @@ from streamed import DTYPES, trained
 
 from torch_ext.comm import collectives, factory, process_group
 from torch_ext.comm import streams as comm_streams
-from torch_ext.comm.wire import Wire, add_up
+from torch_ext.comm.wire import WireBuffer, reduce_chunks
 
 
 def _ordered(rank: int, world: int, strategy: str) -> None:
@@ -96,7 +96,7 @@ def _writers(rank: int, world: int, told: bool) -> list[str]:
     """Two streams write into a bucket that a third one sends."""
     streams = FakeStreams()
     with happens_before.pretended(streams):
-        exchange = factory.exchange_over(dist.group.WORLD, torch.device("cpu"))
+        exchange = factory.make_communicator(dist.group.WORLD, torch.device("cpu"))
         for bucket in range(5):
             main = torch.zeros(256)
             made = streams.event()
@@ -108,9 +108,9 @@ def _writers(rank: int, world: int, told: bool) -> list[str]:
                     if told:
                         exchange.ordering.wrote()
             handle = exchange.reduce(
-                Wire.of(main),
-                lambda chunks, part, main=main: add_up(chunks, Wire.of(main).part(*part).data, 1.0),
-                result=Wire.of(main),
+                WireBuffer.of(main),
+                lambda chunks, part, main=main: reduce_chunks(chunks, WireBuffer.of(main).part(*part).data, 1.0),
+                result=WireBuffer.of(main),
                 tag=2 * bucket,
                 what="a bucket",
             )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torch_ext.comm import communicator, factory
 from torch_ext.comm.communicator import Part
-from torch_ext.comm.wire import Wire, add_up
+from torch_ext.comm.wire import WireBuffer, reduce_chunks
 
 
 class Waited:
@@ -29,7 +29,7 @@ class Waited:
 
 def _all_reduced(_rank: int, world: int, scattered: bool) -> tuple[list[Any], list[float], int]:
     """What happened in which order, the sums, and the bytes sent for 256 elements of fp32 per rank."""
-    exchange = factory.exchange_over(dist.group.WORLD, torch.device("cpu"))
+    exchange = factory.make_communicator(dist.group.WORLD, torch.device("cpu"))
     happened: list[Any] = []
     send = exchange.send  # type: ignore[attr-defined]
     exchange.send = lambda *args: [(peer, Waited(work, happened)) for peer, work in send(*args)]  # type: ignore[attr-defined]
@@ -37,10 +37,12 @@ def _all_reduced(_rank: int, world: int, scattered: bool) -> tuple[list[Any], li
 
     def install(chunks: Any, part: Part) -> None:
         happened.append(tuple(part))
-        add_up(chunks, Wire.of(main).part(*part).data, 0.5)
+        reduce_chunks(chunks, WireBuffer.of(main).part(*part).data, 0.5)
 
-    result = None if scattered else Wire.of(main)
-    exchange.reduce(Wire.of(main), install, result=result, tag=communicator.tag(3, 1, 0), what="a bucket").result()
+    result = None if scattered else WireBuffer.of(main)
+    exchange.reduce(
+        WireBuffer.of(main), install, result=result, tag=communicator.tag(3, 1, 0), what="a bucket"
+    ).result()
     return happened, main.unique().tolist(), exchange.bytes_sent
 
 

@@ -9,7 +9,7 @@ import torch
 from gradients import BF16, FP32, Given, bits, noise, policy
 
 import torch_ext
-from torch_ext.comm.wire import Seeds
+from torch_ext.comm.wire import RoundingSeeds
 from torch_ext.native import ops
 from torch_ext.params import param_groups
 from torch_ext.tensors import dense
@@ -17,7 +17,7 @@ from torch_ext.tensors import dense
 SHAPES: list[Any] = [(3, 5), (700,), (0,), (129,), (16, 130), (1,)]
 
 
-def _through_8_bits(values: torch.Tensor, param: int, seeds: Seeds) -> torch.Tensor:
+def _through_8_bits(values: torch.Tensor, param: int, seeds: RoundingSeeds) -> torch.Tensor:
     """What 8 bits keep of a parameter's values: by the operator, on the parameter alone."""
     flat = values.reshape(-1).contiguous()
     codes = torch.empty(flat.numel(), dtype=torch.uint8)
@@ -38,7 +38,7 @@ def _expected(world: int, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
     for i in range(len(SHAPES)):
         total = torch.zeros(SHAPES[i])
         for r in range(world):
-            total = total + _through_8_bits(grads[r][i], i, Seeds.of_parts(r, step))
+            total = total + _through_8_bits(grads[r][i], i, RoundingSeeds.of_parts(r, step))
         means.append(total * (1.0 / world))
     return means
 
@@ -92,7 +92,7 @@ def test_no_shard_gathers_in_grad_gather_dtype(gather: str | None, world: int) -
             for step, answer in enumerate(steps):
                 means = _expected(world, step, BF16)
                 if gather == "fp8":
-                    means = [_through_8_bits(m, i, Seeds.of_sums(step)) for i, m in enumerate(means)]
+                    means = [_through_8_bits(m, i, RoundingSeeds.of_sums(step)) for i, m in enumerate(means)]
                 elif gather != "fp32":
                     means = [mean.to(BF16) for mean in means]
                 _same(answer, [mean.to(main or BF16) for mean in means])
@@ -136,7 +136,7 @@ def test_the_mean_of_many_ranks_is_better_than_one_rank_says() -> None:
     worlds = [1, 4, 16]
     errors = []
     for world in worlds:
-        total = sum(_through_8_bits(gradient, 0, Seeds.of_parts(r, 0)).double() for r in range(world)) / world
+        total = sum(_through_8_bits(gradient, 0, RoundingSeeds.of_parts(r, 0)).double() for r in range(world)) / world
         errors.append(float((total - gradient.double()).norm() / gradient.double().norm()))
     assert 0.005 < errors[0] < 0.05
     assert errors[1] < 0.7 * errors[0] and errors[2] < 0.7 * errors[1]

@@ -198,7 +198,7 @@ found["watched"] = seen
 import types
 from torch_ext.optim.cpu_offload import host_states
 from torch_ext.optim.cpu_offload import copies
-class Lane(copies.CudaLane):
+class Lane(copies.CudaCopyStream):
     def __init__(self, stream):
         self.stream = types.SimpleNamespace(device_index=1, cuda_stream=stream)
     def begin(self): ...
@@ -208,12 +208,12 @@ class Lane(copies.CudaLane):
     def copy(self, targets, sources):
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
-class Lanes(copies.Lanes):
+class Lanes(copies.CopyStreams):
     def buffer(self, numel):
         return torch.empty(numel, dtype=torch.uint8)
 def lanes_of(device):
     down, up = Lane(0x7000), Lane(0x7001)
-    return Lanes(down, up, slots=3, numel=1 << 14, shared=False, native=copies.NativeOfCuda(down, up))
+    return Lanes(down, up, slots=3, numel=1 << 14, shared=False, native=copies.NativeCopyOps(down, up))
 host_states.lanes_of = lanes_of
 for lr in ("float32", "float64"):
     made = []

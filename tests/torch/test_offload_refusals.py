@@ -198,7 +198,7 @@ def test_B4_offload_that_fails_has_changed_nothing(where: str, monkeypatch: pyte
 
     if where == "after weights went":
         real: Any = None
-        monkeypatch.setattr(transfer.Dropped, "release", failing)
+        monkeypatch.setattr(transfer.Released, "release", failing)
     else:
         real = host_buffer.allocate
         monkeypatch.setattr(host_buffer, "allocate", failing)

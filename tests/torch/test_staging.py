@@ -143,16 +143,16 @@ def test_lanes_of_a_gpu_are_made_for_as_many_slots_as_threads_need(monkeypatch: 
     class Made:
         def __init__(self, *arguments: int) -> None:
             made.append(arguments)
-            self.native = staged_args.NativeLanes()
+            self.native = staged_args.CopyOps()
 
     def lane(stream: int) -> Any:
         return SimpleNamespace(stream=SimpleNamespace(device_index=3, cuda_stream=stream))
 
-    monkeypatch.setattr(staged_args, "CudaLanes", Made)
-    native = copies.NativeOfCuda(lane(7), lane(8))
+    monkeypatch.setattr(staged_args, "CudaCopyOps", Made)
+    native = copies.NativeCopyOps(lane(7), lane(8))
     first = native(6)
     assert native(6) == first == native(3)
     second = native(12)
     assert second != first and native(6) == second
     assert made == [(3, 7, 8, 6), (3, 7, 8, 12)]
-    assert staged_args.NativeLanes.from_address(first).size == 0, "copies may be under way in the earlier ones"
+    assert staged_args.CopyOps.from_address(first).size == 0, "copies may be under way in the earlier ones"

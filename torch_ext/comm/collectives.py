@@ -1,8 +1,9 @@
 """The exchange over any back end that has all-to-all and all-gather, NCCL above all.
 
-Collectives have no tags: the order of calls is their name. So each is issued by the thread that runs backward, and all
-ranks keep one order: a bucket's all-to-all when it is started, its sum and all-gather when the next bucket has left (on
-a device, where that only gives work to a stream) or when its result is asked for (on a CPU, where it would wait).
+CollectiveCommunicator have no tags: the order of calls is their name. So each is issued by the thread that runs
+backward, and all ranks keep one order: a bucket's all-to-all when it is started, its sum and all-gather when the next
+bucket has left (on a device, where that only gives work to a stream) or when its result is asked for (on a CPU, where
+it would wait).
 
 On a device nothing here waits on the host: see `comm/streams.py`. Reports between buckets and cycles travel from host
 to host, over gloo, since reading what a device received would wait for the device.
@@ -17,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from torch_ext.comm import group_calls
-from torch_ext.comm.communicator import Exchange, Handle, Install, Opening, Part
-from torch_ext.comm.gloo import PointToPoint
+from torch_ext.comm.communicator import Communicator, Install, Opening, Part, Work
+from torch_ext.comm.gloo import GlooCommunicator
 from torch_ext.comm.lost_ranks import backend, timeout_of
 from torch_ext.comm.streams import Event, Slot, Slots
-from torch_ext.comm.transport import TorchTransport, Transport, Work
-from torch_ext.comm.wire import BLOCK, CODES, Wire
+from torch_ext.comm.transport import TorchTransport, Transport, TransportWork
+from torch_ext.comm.wire import BLOCK, CODES, WireBuffer
 
 
 class _Reduction:
@@ -30,7 +31,7 @@ class _Reduction:
 
     def __init__(
         self,
-        exchange: "Collectives",
+        exchange: "CollectiveCommunicator",
         opening: Opening,
         install: Install,
         what: str,
@@ -81,8 +82,8 @@ class _Reduction:
 class _Gathering:
     """Weights on their way."""
 
-    def __init__(self, gathered: Wire, works: list[Work]) -> None:
-        self._gathered: Wire | None = gathered  # kept while it is written
+    def __init__(self, gathered: WireBuffer, works: list[TransportWork]) -> None:
+        self._gathered: WireBuffer | None = gathered  # kept while it is written
         self._works = works
 
     def result(self) -> None:
@@ -91,12 +92,12 @@ class _Gathering:
         self._gathered = None
 
 
-def _wait(works: list[Work]) -> None:
+def _wait(works: list[TransportWork]) -> None:
     for work in works:
         work.wait()
 
 
-class Collectives(Exchange):
+class CollectiveCommunicator(Communicator):
     """See the module's first lines."""
 
     def __init__(
@@ -108,42 +109,42 @@ class Collectives(Exchange):
         self.slots = Slots(self.ordering.streams, self.transport.allocate)
         self.events: list[Event] = []  # of buckets that are done with
         self._lent: dict[int, Slot] = {}  # by address
-        self._control: Exchange | None = None
+        self._control: Communicator | None = None
         self._under_way: deque[_Reduction] = deque()  # which have not advanced
 
     def take_event(self) -> Event:
         return self.events.pop() if self.events else self.ordering.streams.event()
 
-    def lend(self, numel: int, dtype: torch.dtype, role: str) -> tuple[Wire, Slot]:
+    def lend(self, numel: int, dtype: torch.dtype, role: str) -> tuple[WireBuffer, Slot]:
         """Memory of a slot. Where both of its class are in use, the oldest bucket is finished first, on every rank."""
         blocks = numel // BLOCK if dtype == CODES else 0
         nbytes = numel * dtype.itemsize + blocks
         while (slot := self.slots.take(role, nbytes)) is None:
             self._under_way.popleft().advance()
         codes = slot.memory[: numel * dtype.itemsize].view(dtype)
-        return Wire(codes, slot.memory[codes.nbytes : nbytes]), slot
+        return WireBuffer(codes, slot.memory[codes.nbytes : nbytes]), slot
 
-    def borrow(self, numel: int, dtype: torch.dtype, role: str) -> Wire:
+    def borrow(self, numel: int, dtype: torch.dtype, role: str) -> WireBuffer:
         wire, slot = self.lend(numel, dtype, role)
         self._lent[wire.data.data_ptr()] = slot
         return wire
 
-    def give_back(self, wire: Wire) -> None:
+    def give_back(self, wire: WireBuffer) -> None:
         self.slots.give_back(self._lent.pop(wire.data.data_ptr()))
 
     def reduce(
         self,
-        wire: Wire | Opening,
+        wire: WireBuffer | Opening,
         install: Install,
         *,
-        result: Wire | None = None,
+        result: WireBuffer | None = None,
         tag: int,
         what: str,
         places: int = 1,
         then: Callable[[], None] | None = None,
-    ) -> Handle:
-        wires = (wire, result) if isinstance(wire, Wire) else None
-        opening: Opening = wire if not isinstance(wire, Wire) else lambda: wires  # type: ignore[assignment, return-value]
+    ) -> Work:
+        wires = (wire, result) if isinstance(wire, WireBuffer) else None
+        opening: Opening = wire if not isinstance(wire, WireBuffer) else lambda: wires  # type: ignore[assignment, return-value]
         reduction = _Reduction(self, opening, install, what, then)
         self._count(reduction.wire)
         self._count(reduction.gathered)
@@ -157,7 +158,7 @@ class Collectives(Exchange):
         while reduction in self._under_way:
             self._under_way.popleft().advance()
 
-    def gather(self, result: Wire, *, tag: int, what: str) -> Handle:
+    def gather(self, result: WireBuffer, *, tag: int, what: str) -> Work:
         self._count(result)
         return _Gathering(result, self.transport.all_gather(result.messages(), self.rank, what))
 
@@ -177,7 +178,7 @@ class Collectives(Exchange):
         return wait
 
     def _reports(
-        self, control: Exchange, payload: torch.Tensor, tag: int, what: str
+        self, control: Communicator, payload: torch.Tensor, tag: int, what: str
     ) -> Callable[[], list[torch.Tensor]]:
         digest = self.transport.digest()
         numel = payload.numel()
@@ -198,13 +199,13 @@ _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = wea
 _HOST = torch.device("cpu")
 
 
-def beside(group: dist.ProcessGroup, device: torch.device) -> Exchange:
+def beside(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     """A gloo exchange between the group's ranks for host memory; it waits as long as the group does for the device.
 
     Every rank of the group asks for the first time at the same place. Raises RuntimeError where this torch has no gloo.
     """
     if backend(group, _HOST) == "gloo":
-        return PointToPoint(group, _HOST)
+        return GlooCommunicator(group, _HOST)
     if group not in _groups:
         if not dist.is_gloo_available():
             raise RuntimeError(
@@ -215,4 +216,4 @@ def beside(group: dist.ProcessGroup, device: torch.device) -> Exchange:
         timeout = datetime.timedelta(seconds=timeout_of(group, device))
         what = "a gloo group beside the process group"
         _groups[group] = group_calls.new_group(ranks, timeout, group, what)
-    return PointToPoint(_groups[group], _HOST)
+    return GlooCommunicator(_groups[group], _HOST)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch_ext.comm import compression
 from torch_ext.comm.lost_ranks import refuse
 from torch_ext.comm.streams import Ordering, streams_of
-from torch_ext.comm.wire import Wire
+from torch_ext.comm.wire import WireBuffer
 
 # Tags of point-to-point messages: bit 30, so that a user's own small tags on the same group are never ours; then who
 # (engine), when (cycle), what (bucket) and which half. Messages of one tag between two ranks arrive in order.
@@ -37,11 +37,11 @@ class Part(NamedTuple):
 
 WHOLE = Part(0, 1)
 
-Install: TypeAlias = Callable[[Sequence[Wire], Part], None]
+Install: TypeAlias = Callable[[Sequence[WireBuffer], Part], None]
 """Adds up the chunks that came, by rank, and puts the sum where it belongs: into this part of the result, where there
 is one. Any thread."""
 
-Opening: TypeAlias = Callable[[], tuple[Wire, Wire | None]]
+Opening: TypeAlias = Callable[[], tuple[WireBuffer, WireBuffer | None]]
 """Makes the wire that leaves, and where sums are gathered (see `reduce`), when the bucket's turn comes. Any thread."""
 
 
@@ -58,14 +58,14 @@ def divide_factor(given: float | None, world_size: int) -> float:
     return factor
 
 
-class Handle(Protocol):
+class Work(Protocol):
     """What a started exchange returns (concurrent.futures.Future is one)."""
 
     def result(self) -> None:
         """Waits until everything has arrived and `then` has run; RuntimeError if it never will."""
 
 
-class Exchange(abc.ABC):
+class Communicator(abc.ABC):
     """One rank's end of the exchange over one process group.
 
     Calls come from one thread. Every rank makes the same calls, in the same order, with the same sizes, which is the
@@ -103,25 +103,25 @@ class Exchange(abc.ABC):
         return not self.ordering.streams.blocks
 
     @abc.abstractmethod
-    def borrow(self, numel: int, dtype: torch.dtype, role: str) -> Wire:
+    def borrow(self, numel: int, dtype: torch.dtype, role: str) -> WireBuffer:
         """Memory for a bucket that travels, of no particular content. role: "wire" or "gathered"."""
 
     @abc.abstractmethod
-    def give_back(self, wire: Wire) -> None:
+    def give_back(self, wire: WireBuffer) -> None:
         """What was borrowed. Any thread; where work is deferred, from `then`."""
 
     @abc.abstractmethod
     def reduce(
         self,
-        wire: Wire | Opening,
+        wire: WireBuffer | Opening,
         install: Install,
         *,
-        result: Wire | None = None,
+        result: WireBuffer | None = None,
         tag: int,
         what: str,
         places: int = 1,
         then: Callable[[], None] | None = None,
-    ) -> Handle:
+    ) -> Work:
         """Starts a bucket: part r of every rank's wire comes to rank r, where `install` adds up; a reduce-scatter.
 
         result: where `install` puts the sum into this rank's part; the other parts come from the other ranks then: an
@@ -133,7 +133,7 @@ class Exchange(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gather(self, result: Wire, *, tag: int, what: str) -> Handle:
+    def gather(self, result: WireBuffer, *, tag: int, what: str) -> Work:
         """Starts an all-gather in place: each rank brings its own part of `result` and gets the others'."""
 
     @abc.abstractmethod
@@ -141,12 +141,12 @@ class Exchange(abc.ABC):
         """Starts the exchange of a few bytes (uint8, host memory, one size everywhere); the result waits and gives
         every rank's."""
 
-    def _count(self, wire: Wire | None) -> None:
+    def _count(self, wire: WireBuffer | None) -> None:
         """A half of an exchange: every other rank is sent a part. One thread at a time."""
         if wire is not None:
             self.bytes_sent += self._travels(wire, self.world_size) * (self.world_size - 1)
 
-    def _travels(self, wire: Wire, parts: int = 1) -> int:
+    def _travels(self, wire: WireBuffer, parts: int = 1) -> int:
         """Bytes that are sent for one of so many parts of it, unless it is too disordered to be compressed."""
         compressed = self.compresses and compression.size(wire.data.numel() // parts, wire.data.dtype)
         return compressed or wire.nbytes // parts

@@ -3,25 +3,29 @@
 import torch
 import torch.distributed as dist
 
-from torch_ext.comm.communicator import Exchange
+from torch_ext.comm.communicator import Communicator
 from torch_ext.comm.lost_ranks import backend
 from torch_ext.comm.streams import streams_of
 
 
-def exchange_over(group: dist.ProcessGroup, device: torch.device, transport: str = "torch") -> Exchange:
+def make_communicator(group: dist.ProcessGroup, device: torch.device, transport: str = "torch") -> Communicator:
     """The exchange for tensors on `device` over the group: point to point where its back end there is gloo.
 
     transport: "torch", the group itself; "nccl", a communicator of this library's own between the same ranks, made when
     the first bucket leaves.
     """
-    from torch_ext.comm.collectives import Collectives
-    from torch_ext.comm.gloo import PointToPoint
+    from torch_ext.comm.collectives import CollectiveCommunicator
+    from torch_ext.comm.gloo import GlooCommunicator
 
     if transport == "nccl":
         from torch_ext.comm.nccl_transport import transport_of
 
-        made = Collectives(group, device, transport_of(group, device, streams_of(device)))
+        made = CollectiveCommunicator(group, device, transport_of(group, device, streams_of(device)))
         made.transport_name = transport
         return made
     name = backend(group, device)
-    return PointToPoint(group, device) if name == "gloo" else Collectives(group, device, in_place=name == "nccl")
+    return (
+        GlooCommunicator(group, device)
+        if name == "gloo"
+        else CollectiveCommunicator(group, device, in_place=name == "nccl")
+    )

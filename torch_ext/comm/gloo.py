@@ -36,10 +36,10 @@ import torch
 import torch.distributed as dist
 
 from torch_ext.comm import compression, group_calls
-from torch_ext.comm.communicator import IN_FLIGHT, WHOLE, Exchange, Install, Opening, Part
+from torch_ext.comm.communicator import IN_FLIGHT, WHOLE, Communicator, Install, Opening, Part
 from torch_ext.comm.lost_ranks import ABANDONED, failed, refuse_failed
-from torch_ext.comm.wire import Wire
-from torch_ext.comm.worker import Lane
+from torch_ext.comm.wire import WireBuffer
+from torch_ext.comm.worker import WorkerThread
 from torch_ext.native import library
 
 
@@ -65,7 +65,7 @@ def _wait_once(work: _Work) -> None:
         work.wait()
 
 
-def _wait(works: _Works, exchange: "PointToPoint", what: str) -> None:
+def _wait(works: _Works, exchange: "GlooCommunicator", what: str) -> None:
     """Waits for all; an error names the ranks that did not come."""
     missing: list[int] = []
     first: RuntimeError | None = None
@@ -86,7 +86,7 @@ def _wait(works: _Works, exchange: "PointToPoint", what: str) -> None:
 def _nothing() -> None: ...
 
 
-class _Message:
+class _CompressedMessage:
     """A compressed one, in memory that is lent until everybody is done with it."""
 
     def __init__(self, values: torch.Tensor, memory: "_Memory") -> None:
@@ -105,11 +105,11 @@ class _Message:
             self._memory = None
 
 
-class _Sent:
+class _PendingSend:
     """A compressed message on its way to a rank."""
 
-    def __init__(self, message: _Message, work: _Work) -> None:
-        self._message: _Message | None = message
+    def __init__(self, message: _CompressedMessage, work: _Work) -> None:
+        self._message: _CompressedMessage | None = message
         self._work = work
         message.users += 1
 
@@ -124,10 +124,10 @@ class _Sent:
         return self._message is None
 
 
-class _Arriving:
+class _PendingRecv:
     """A compressed message on its way into its values."""
 
-    def __init__(self, message: _Message, receive: Callable[[torch.Tensor], _Work]) -> None:
+    def __init__(self, message: _CompressedMessage, receive: Callable[[torch.Tensor], _Work]) -> None:
         self._message, self._receive = message, receive
         self._works = [receive(message.bytes)]
         self._there = False
@@ -147,12 +147,12 @@ class _Arriving:
         return self._there
 
 
-class _Travel:
+class _PendingTransfer:
     """Messages on their way: receives are posted, and at the end everything is waited for by whoever asks first."""
 
-    def __init__(self, exchange: "PointToPoint", tag: int, what: str) -> None:
+    def __init__(self, exchange: "GlooCommunicator", tag: int, what: str) -> None:
         self.exchange, self.tag, self.what = exchange, tag, what
-        self.results: list[Wire] = []  # by rank: this rank's own leaves, the others' come
+        self.results: list[WireBuffer] = []  # by rank: this rank's own leaves, the others' come
         self.gathers: _Works = []
         self.sends: _Works = []
         self._failure: str | None = None
@@ -190,10 +190,10 @@ class _Travel:
         return all(work.is_completed() for _, work in (*self.gathers, *self.sends))
 
 
-class _Gather(_Travel):
+class _Gather(_PendingTransfer):
     """Needs no lane: it leaves at once, and who wants the result waits for it."""
 
-    def __init__(self, exchange: "PointToPoint", result: Wire, tag: int, what: str) -> None:
+    def __init__(self, exchange: "GlooCommunicator", result: WireBuffer, tag: int, what: str) -> None:
         super().__init__(exchange, tag, what)
         self.results = result.parts(exchange.world_size)
         self.receive_results()
@@ -203,12 +203,12 @@ class _Gather(_Travel):
         self.arrive()
 
 
-class _Reduction(_Travel):
+class _Reduction(_PendingTransfer):
     """One bucket on its way to its sum."""
 
     def __init__(
         self,
-        exchange: "PointToPoint",
+        exchange: "GlooCommunicator",
         opening: Opening,
         install: Install,
         tag: int,
@@ -221,10 +221,10 @@ class _Reduction(_Travel):
         self.opening: Opening | None = opening
         self.install: Install | None = install
         self.then = then
-        self.parts: list[Wire] = []
+        self.parts: list[WireBuffer] = []
         self.part = Part(exchange.rank, exchange.world_size)  # that is added up here
         self.received: torch.Tensor | None = None
-        self.chunks: list[Wire] = []
+        self.chunks: list[WireBuffer] = []
         self.arrivals: _Works = []
         self.reduced: concurrent.futures.Future[None] = concurrent.futures.Future()
         # Where something is to be done at the end, a lane does it; else whoever asks for the result waits itself.
@@ -315,13 +315,13 @@ class _Memory:
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
-    def take(self, parts: list[Wire], rank: int) -> tuple[torch.Tensor, list[Wire]]:
+    def take(self, parts: list[WireBuffer], rank: int) -> tuple[torch.Tensor, list[WireBuffer]]:
         """A chunk for every rank; this rank's own is its part, where it lies."""
         own, others = parts[rank], len(parts) - 1
         codes, scales = own.data.nbytes * others, own.scales.nbytes * others
         memory = self.lend(codes + scales, own.data.device)
         data = memory[:codes].view(own.data.dtype)
-        whole = Wire(data, memory[codes : codes + scales] if scales else own.scales)
+        whole = WireBuffer(data, memory[codes : codes + scales] if scales else own.scales)
         chunks = whole.parts(others) if others > 1 else [whole] * others
         chunks.insert(rank, own)
         return memory, chunks
@@ -342,7 +342,7 @@ class _Memory:
             self._free.append(memory)
 
 
-class PointToPoint(Exchange):
+class GlooCommunicator(Communicator):
     """See the module's first lines."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -352,9 +352,9 @@ class PointToPoint(Exchange):
         self._peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
         self.memory = _Memory()
         self.messages_memory = _Memory()  # of compressed ones
-        self._posting = Lane("torch_ext post")
-        self._reducing = Lane("torch_ext reduce")
-        self._completing = Lane("torch_ext gather")
+        self._posting = WorkerThread("torch_ext post")
+        self._reducing = WorkerThread("torch_ext reduce")
+        self._completing = WorkerThread("torch_ext gather")
         self._lock = threading.Lock()
         self._taken = 0  # of the IN_FLIGHT places
         self._waiting: deque[_Reduction] = deque()
@@ -363,27 +363,27 @@ class PointToPoint(Exchange):
     def refuse_gone(self, what: str) -> None:
         refuse_failed(self.group, what)
 
-    def borrow(self, numel: int, dtype: torch.dtype, role: str) -> Wire:
-        return Wire.empty(numel, dtype, self.device)
+    def borrow(self, numel: int, dtype: torch.dtype, role: str) -> WireBuffer:
+        return WireBuffer.empty(numel, dtype, self.device)
 
-    def give_back(self, wire: Wire) -> None:
+    def give_back(self, wire: WireBuffer) -> None:
         """It is freed when nobody has it any more."""
 
-    def receive(self, wires: list[Wire], tag: int, what: str) -> _Works:
+    def receive(self, wires: list[WireBuffer], tag: int, what: str) -> _Works:
         """Posts wires[peer] <- peer for every peer."""
 
         def post(peer: int) -> Iterator[_Work]:
             receive = partial(self._receive, peer, tag)
             if self._compressed(wires[peer]):
-                yield _Arriving(_Message(wires[peer].data, self.messages_memory), receive)
+                yield _PendingRecv(_CompressedMessage(wires[peer].data, self.messages_memory), receive)
             else:
                 yield from map(receive, wires[peer].messages())
 
         return self._post(post, what)
 
-    def send(self, wires: list[Wire], tag: int, what: str) -> _Works:
+    def send(self, wires: list[WireBuffer], tag: int, what: str) -> _Works:
         """Posts wires[peer] -> peer for every peer."""
-        made: dict[int, tuple[_Message, int]] = {}  # by address: what all are sent is compressed once
+        made: dict[int, tuple[_CompressedMessage, int]] = {}  # by address: what all are sent is compressed once
 
         def post(peer: int) -> Iterator[_Work]:
             wire = wires[peer]
@@ -393,10 +393,10 @@ class PointToPoint(Exchange):
                 return
             address = wire.data.data_ptr()
             if address not in made:
-                message = _Message(wire.data, self.messages_memory)
+                message = _CompressedMessage(wire.data, self.messages_memory)
                 made[address] = message, compression.compress(wire.data, message.bytes)
             message, rest = made[address]
-            yield _Sent(message, group_calls.send(message.bytes, self.group, peer, tag))
+            yield _PendingSend(message, group_calls.send(message.bytes, self.group, peer, tag))
             with self._lock:
                 self.bytes_sent += rest
                 self.messages += 1
@@ -409,7 +409,7 @@ class PointToPoint(Exchange):
     def _receive(self, peer: int, tag: int, message: torch.Tensor) -> _Work:
         return group_calls.receive(message, self.group, peer, tag)
 
-    def _compressed(self, wire: Wire) -> bool:
+    def _compressed(self, wire: WireBuffer) -> bool:
         return self._travels(wire) < wire.nbytes
 
     def _post(self, post: Callable[[int], Iterator[_Work]], what: str) -> _Works:
@@ -449,16 +449,16 @@ class PointToPoint(Exchange):
 
     def reduce(
         self,
-        wire: Wire | Opening,
+        wire: WireBuffer | Opening,
         install: Install,
         *,
-        result: Wire | None = None,
+        result: WireBuffer | None = None,
         tag: int,
         what: str,
         places: int = 1,
         then: Callable[[], None] | None = None,
     ) -> "concurrent.futures.Future[None] | _Reduction":
-        if isinstance(wire, Wire):
+        if isinstance(wire, WireBuffer):
             wires = self._counted(wire, result)  # now: whoever reads bytes_sent need not wait for the bucket's turn
             opening: Opening = lambda: wires  # noqa: E731
         else:
@@ -472,11 +472,11 @@ class PointToPoint(Exchange):
             self._start_waiting()
         return reduction if reduction.future is None else reduction.future
 
-    def trades(self, wire: Wire, result: Wire | None) -> bool:
+    def trades(self, wire: WireBuffer, result: WireBuffer | None) -> bool:
         """Whether ranks send each other whole wires: instead of a half there and a half of the sum back."""
         return result is not None and bool(_trades()(self.world_size, wire.nbytes, result.nbytes))
 
-    def _counted(self, wire: Wire, result: Wire | None) -> tuple[Wire, Wire | None]:
+    def _counted(self, wire: WireBuffer, result: WireBuffer | None) -> tuple[WireBuffer, WireBuffer | None]:
         with self._lock:
             if self.trades(wire, result):
                 self.bytes_sent += self._travels(wire)
@@ -485,7 +485,7 @@ class PointToPoint(Exchange):
                 self._count(result)
         return wire, result
 
-    def gather(self, result: Wire, *, tag: int, what: str) -> _Gather:
+    def gather(self, result: WireBuffer, *, tag: int, what: str) -> _Gather:
         with self._lock:
             self._count(result)
         gather = _Gather(self, result, tag, what)
@@ -500,9 +500,9 @@ class PointToPoint(Exchange):
             self.bytes_sent += payload.nbytes * len(self._peers)
         gathered = [torch.empty_like(payload) for _ in range(self.world_size)]
         gathered[self.rank].copy_(payload)
-        travel = _Travel(self, tag, what)
-        travel.gathers = self.receive([Wire.of(g) for g in gathered], tag, what)
-        travel.sends = self.send([Wire.of(payload)] * self.world_size, tag, what)
+        travel = _PendingTransfer(self, tag, what)
+        travel.gathers = self.receive([WireBuffer.of(g) for g in gathered], tag, what)
+        travel.sends = self.send([WireBuffer.of(payload)] * self.world_size, tag, what)
 
         def wait() -> list[torch.Tensor]:
             travel.arrive()

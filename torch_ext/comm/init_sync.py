@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ext.comm import group_calls
-from torch_ext.comm.communicator import AGREEMENT_TAG, Exchange
+from torch_ext.comm.communicator import AGREEMENT_TAG, Communicator
 from torch_ext.native import library
 
 # Words of the first message. Its size and beginning are fixed for ever: how else would a newer version tell an older?
@@ -19,7 +19,9 @@ _FORMAT = 1
 _engines = 0
 
 
-def agree(exchange: Exchange, *, caller: str, fingerprint: int, lines: Sequence[str], failure: Exception | None) -> int:
+def agree(
+    exchange: Communicator, *, caller: str, fingerprint: int, lines: Sequence[str], failure: Exception | None
+) -> int:
     """Compares what every rank is about to do; returns a number for this engine that is the same on all ranks.
 
     fingerprint and lines: the layout's fingerprint and everything else that must be equal, as text; the text travels
@@ -67,11 +69,11 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def _gather(exchange: Exchange, payload: torch.Tensor, caller: str) -> list[torch.Tensor]:
+def _gather(exchange: Communicator, payload: torch.Tensor, caller: str) -> list[torch.Tensor]:
     return exchange.all_gather(payload, tag=AGREEMENT_TAG, what=f"{caller}: comparing the ranks' plans")()
 
 
-def _gather_texts(exchange: Exchange, text: str, caller: str) -> list[str]:
+def _gather_texts(exchange: Communicator, text: str, caller: str) -> list[str]:
     data = text.encode("utf-8", "replace")
     sizes = [
         int(row.view(torch.int64)) for row in _gather(exchange, torch.tensor([len(data)]).view(torch.uint8), caller)

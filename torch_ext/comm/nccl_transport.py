@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from torch_ext.comm import collectives
-from torch_ext.comm.communicator import AGREEMENT_TAG, Exchange
+from torch_ext.comm.communicator import AGREEMENT_TAG, Communicator
 from torch_ext.comm.lost_ranks import timeout_of
 from torch_ext.comm.streams import Event, Streams
-from torch_ext.comm.transport import Work
+from torch_ext.comm.transport import TransportWork
 from torch_ext.native import graph_capture, nccl
 
 
@@ -87,7 +87,7 @@ class Watchdog:
 class NcclTransport:
     """See the module's first lines; one for each process group, so that one order counts for all its exchanges."""
 
-    def __init__(self, control: Exchange, device: torch.device, streams: Streams, timeout: float) -> None:
+    def __init__(self, control: Communicator, device: torch.device, streams: Streams, timeout: float) -> None:
         """control: between the same ranks' hosts. timeout: seconds after which a rank that does not come is an
         error."""
         self._control, self._device, self._streams, self._timeout = control, device, streams, timeout
@@ -110,14 +110,14 @@ class NcclTransport:
             weakref.finalize(self, _close, self._comm, self._watchdog).atexit = False
         return self._comm
 
-    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[Work]:
+    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[TransportWork]:
         messages = [
             nccl.Message(s.data_ptr(), i.data_ptr(), s.nbytes // self._control.world_size)
             for i, s in zip(into, sent, strict=True)
         ]
         return self._issue(self._made().all_to_all, messages, what)
 
-    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[Work]:
+    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[TransportWork]:
         messages = []
         for message in whole:
             part = message.nbytes // self._control.world_size
@@ -126,7 +126,7 @@ class NcclTransport:
 
     def _issue(
         self, call: Callable[[str, Sequence[nccl.Message], int], None], messages: Sequence[nccl.Message], what: str
-    ) -> list[Work]:
+    ) -> list[TransportWork]:
         assert self._watchdog is not None
         self._streams.record(self._before, self._streams.current())
         self._streams.wait(self._stream, self._before)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch_ext.comm import group_calls
 
 
-class Work(Protocol):
+class TransportWork(Protocol):
     """Bytes on their way."""
 
     def wait(self) -> Any:
@@ -20,11 +20,11 @@ class Work(Protocol):
 class Transport(Protocol):
     """Messages are uint8, contiguous; all ranks give the same ones in the same order. Both only start."""
 
-    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[Work]:
+    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[TransportWork]:
         """Part r of each message goes to rank r, whose i-th part comes from rank i. Reads and writes behind what the
         current stream was given so far."""
 
-    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[Work]:
+    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[TransportWork]:
         """Brings every rank's part of each message to all; this rank's lies in its place."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -45,13 +45,13 @@ class TorchTransport:
         self._group, self._device, self._in_place = group, device, in_place
         self._world_size = dist.get_world_size(group)
 
-    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[Work]:
+    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[TransportWork]:
         return [
             group_calls.all_to_all_single(to, message, self._group, what)
             for to, message in zip(into, sent, strict=True)
         ]
 
-    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[Work]:
+    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[TransportWork]:
         owns = [message.chunk(self._world_size)[rank] for message in whole]
         return [
             group_calls.all_gather_into_tensor(message, own if self._in_place else own.clone(), self._group, what)

@@ -16,19 +16,19 @@ CODES = torch.uint8  # the dtype of an 8-bit wire: e4m3 codes beside e8m0 scales
 _SEED_OF_PARTS, _SEED_OF_SUMS = 0x5EED_0000_0000, 0x5EED_8000_0000
 
 
-class Wire(NamedTuple):
+class WireBuffer(NamedTuple):
     """numel elements of fp32, bf16 or fp16, or as many codes with numel / 128 scales (else none)."""
 
     data: Tensor
     scales: Tensor
 
     @classmethod
-    def of(cls, data: Tensor) -> "Wire":
+    def of(cls, data: Tensor) -> "WireBuffer":
         """Plain elements, where they lie."""
         return cls(data, data.new_empty(0, dtype=torch.uint8))
 
     @classmethod
-    def empty(cls, numel: int, dtype: torch.dtype, device: torch.device) -> "Wire":
+    def empty(cls, numel: int, dtype: torch.dtype, device: torch.device) -> "WireBuffer":
         """Memory of no particular content. numel: a multiple of 128 for codes."""
         blocks = numel // BLOCK if dtype == CODES else 0
         return cls(
@@ -48,34 +48,34 @@ class Wire(NamedTuple):
     def coded(self) -> bool:
         return self.scales.numel() > 0
 
-    def parts(self, world_size: int) -> "list[Wire]":
+    def parts(self, world_size: int) -> "list[WireBuffer]":
         """Views of what belongs to each rank; numel is a multiple of 128 * world_size."""
         datas = self.data.chunk(world_size) if self.data.numel() else [self.data] * world_size
         if not self.coded:
-            return [Wire(data, self.scales) for data in datas]
-        return [Wire(data, scale) for data, scale in zip(datas, self.scales.chunk(world_size), strict=True)]
+            return [WireBuffer(data, self.scales) for data in datas]
+        return [WireBuffer(data, scale) for data, scale in zip(datas, self.scales.chunk(world_size), strict=True)]
 
-    def part(self, rank: int, world_size: int) -> "Wire":
+    def part(self, rank: int, world_size: int) -> "WireBuffer":
         """One of `parts`."""
         numel = self.data.numel() // world_size
         return self.run(rank * numel, numel)
 
-    def run(self, begin: int, numel: int) -> "Wire":
+    def run(self, begin: int, numel: int) -> "WireBuffer":
         """A view of elements [begin, begin + numel), both multiples of 128 for codes."""
         end = begin + numel
         scales = self.scales[begin // BLOCK : end // BLOCK] if self.coded else self.scales
-        return Wire(self.data[begin:end], scales)
+        return WireBuffer(self.data[begin:end], scales)
 
-    def like(self) -> "Wire":
+    def like(self) -> "WireBuffer":
         """Memory for as much, uninitialised."""
-        return Wire(torch.empty_like(self.data), torch.empty_like(self.scales))
+        return WireBuffer(torch.empty_like(self.data), torch.empty_like(self.scales))
 
     def messages(self) -> list[Tensor]:
         """What is sent and received, as bytes, in this order."""
         return [self.data.view(torch.uint8), self.scales] if self.coded else [self.data.view(torch.uint8)]
 
 
-class Piece(NamedTuple):
+class ParamSlice(NamedTuple):
     """A run of elements of one parameter in a bucket, or in a part of one."""
 
     param: int  # its position in the plan
@@ -84,22 +84,24 @@ class Piece(NamedTuple):
     at: int  # where the run begins, from the begin of the bucket or the part; a multiple of 128
 
 
-class Seeds(NamedTuple):
+class RoundingSeeds(NamedTuple):
     """What the thresholds of an 8-bit wire depend on, besides the parameter and the index in it."""
 
     seed: int
     cycle: int
 
     @classmethod
-    def of_parts(cls, rank: int, cycle: int) -> "Seeds":
+    def of_parts(cls, rank: int, cycle: int) -> "RoundingSeeds":
         return cls(_SEED_OF_PARTS + rank, cycle)
 
     @classmethod
-    def of_sums(cls, cycle: int) -> "Seeds":
+    def of_sums(cls, cycle: int) -> "RoundingSeeds":
         return cls(_SEED_OF_SUMS, cycle)
 
 
-def pack(values: Sequence[Tensor], pieces: Sequence[Piece], ids: Sequence[int], wire: Wire, seeds: Seeds) -> None:
+def pack(
+    values: Sequence[Tensor], pieces: Sequence[ParamSlice], ids: Sequence[int], wire: WireBuffer, seeds: RoundingSeeds
+) -> None:
     """values (fp32, bf16 or fp16, each contiguous, of its piece's numel) into the wire; what none covers becomes zero.
 
     ids: of each parameter of the plan (tx_param_id). Codes are rounded by thresholds that depend on the parameter and
@@ -128,14 +130,14 @@ def pack(values: Sequence[Tensor], pieces: Sequence[Piece], ids: Sequence[int], 
     )
 
 
-def unpack(wire: Wire, tensor: Tensor) -> None:
+def unpack(wire: WireBuffer, tensor: Tensor) -> None:
     """The whole of the wire into a flat tensor of as many elements, rounded to nearest."""
     begin = torch.zeros(1, dtype=torch.int64)
     ops.call("bucket_unpack_", wire.data, wire.scales, begin, [tensor])
 
 
-def add_up(
-    chunks: Sequence[Wire], shard: Tensor, scale: float, *, accumulate: bool = False, stats: Tensor | None = None
+def reduce_chunks(
+    chunks: Sequence[WireBuffer], shard: Tensor, scale: float, *, accumulate: bool = False, stats: Tensor | None = None
 ) -> None:
     """shard <- round(sum of the chunks in rank order * scale), in fp32; accumulate: added to what it holds.
 

@@ -15,7 +15,7 @@ _Task = Callable[[], None]
 # Seconds for what is under way when the interpreter exits, which ends in no time unless another rank is late.
 _GRACE = 5.0
 
-_lanes: "weakref.WeakSet[Lane]" = weakref.WeakSet()
+_lanes: "weakref.WeakSet[WorkerThread]" = weakref.WeakSet()
 
 
 def _run(tasks: "queue.SimpleQueue[_Task | None]") -> None:
@@ -24,7 +24,7 @@ def _run(tasks: "queue.SimpleQueue[_Task | None]") -> None:
         del task  # or the last task's tensors would live until the next one comes
 
 
-class Lane:
+class WorkerThread:
     """A lazily started daemon thread; it ends when the lane is dropped. Tasks must not raise.
 
     A daemon, because a thread that waits for a peer that never answers must not keep the interpreter from exiting: the

@@ -22,7 +22,7 @@ _MARK = "_torch_ext_clipping"
 _AGREED = "_torch_ext_agreed"
 
 
-class Part(NamedTuple):
+class NormGroup(NamedTuple):
     """Gradients whose statistics are added up over the same process groups."""
 
     groups: tuple[Any, ...]
@@ -97,7 +97,7 @@ class Clipping:
 
 
 def measure(
-    grads: Sequence[Tensor], max_norm: float, grad_scale: Tensor, parts: Sequence[Part] | None = None
+    grads: Sequence[Tensor], max_norm: float, grad_scale: Tensor, parts: Sequence[NormGroup] | None = None
 ) -> Clipping:
     """One pass over the gradients (F32, BF16 or F16 in any memory order, on one device).
 
@@ -120,7 +120,7 @@ def _decided(stats: Tensor, first_bad: Tensor, max_norm: float, grad_scale: Tens
     return Clipping(norm, clip_coef, found_inf, first_bad, max_norm == math.inf, stats)
 
 
-def _summed(runs: Sequence[Tensor], parts: Sequence[Part], device: torch.device) -> tuple[Tensor, Tensor]:
+def _summed(runs: Sequence[Tensor], parts: Sequence[NormGroup], device: torch.device) -> tuple[Tensor, Tensor]:
     """Statistics over all ranks: integers, so that their sum has the same bits for every split."""
     stats, first_bad = grads_stats.zeros(device), grads_stats.nobody(device)
     for part in parts:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from torch_ext.offloading import hooks, host_buffer
-from torch_ext.offloading.transfer import Carried, Dropped, Luggage
+from torch_ext.offloading.transfer import Offloaded, Released, StorageTransfer
 from torch_ext.optim.adamw import Adam
 from torch_ext.optim.state import access
 from torch_ext.parallel import parallelize
@@ -35,7 +35,7 @@ class _ModelAccount:
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
-        self.params, self.grads = Carried(pinned), Dropped()
+        self.params, self.grads = Offloaded(pinned), Released()
         self.params_away = self.grads_away = False
         self._guards = ExitStack()
 
@@ -59,7 +59,7 @@ class _ModelAccount:
 class _OptimizerAccount:
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
-        self.states = Carried(pinned)
+        self.states = Offloaded(pinned)
         self.away = False
         self._guards = ExitStack()
 
@@ -76,7 +76,7 @@ _models: "weakref.WeakKeyDictionary[nn.Module, _ModelAccount]" = weakref.WeakKey
 _optimizers: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _OptimizerAccount]" = weakref.WeakKeyDictionary()
 
 
-class _Trip:
+class _OffloadPlan:
     """One call: the models and the optimizer that it is about, and what is known of them."""
 
     def __init__(
@@ -147,7 +147,7 @@ class _Trip:
                     "model itself"
                 )
 
-    def refuse_strangers(self, coming: Iterable[Luggage]) -> None:
+    def refuse_strangers(self, coming: Iterable[StorageTransfer]) -> None:
         """RuntimeError where weights are away that this call does not know."""
         known = {id(memory.storage) for luggage in coming for memory in luggage.memories()}
         for name, weight in self.weights:
@@ -195,12 +195,12 @@ def offload(
     (`.numpy()`, share_memory_(), a mapped file, a state_dict of a model with flat buffers that is held still), and
     where there is not enough host memory.
     """
-    trip = _Trip("offload", model, optimizer, weights=params)
+    trip = _OffloadPlan("offload", model, optimizer, weights=params)
     accounts, of_optimizer = trip.accounts(), trip.account_of_optimizer()
     trip.refuse_strangers([account.params for _, account in accounts])
     stays = trip.optimizer.stays() if isinstance(trip.optimizer, Adam) else ()
     known = set(storage.found(("", t) for t in stays))
-    leaving: list[tuple[Luggage, list[Memory]]] = []
+    leaving: list[tuple[StorageTransfer, list[Memory]]] = []
     # Memory that is of two kinds is of the first of them.
     found = [trip.memories(_weights(one), known) for one in trip.models]
     if params:
@@ -233,7 +233,7 @@ def offload(
     _watch_steps()
 
 
-def _leave(leaving: Sequence[tuple[Luggage, list[Memory]]], devices: Iterable[torch.device]) -> None:
+def _leave(leaving: Sequence[tuple[StorageTransfer, list[Memory]]], devices: Iterable[torch.device]) -> None:
     """All of it or nothing."""
     try:
         for luggage, memories in leaving:
@@ -266,9 +266,9 @@ def onload(
     Arguments as offload's; what is not away is left alone. Raises RuntimeError, with everything still in host memory,
     where the device has not enough room for all that is asked for.
     """
-    trip = _Trip("onload", model, optimizer)
+    trip = _OffloadPlan("onload", model, optimizer)
     accounts, of_optimizer = trip.accounts(), trip.account_of_optimizer()
-    coming: list[Luggage] = [account.params for _, account in accounts if params and account.params_away]
+    coming: list[StorageTransfer] = [account.params for _, account in accounts if params and account.params_away]
     if params:
         trip.refuse_strangers(coming)
     coming += [account.grads for _, account in accounts if grads and account.grads_away]
@@ -289,7 +289,7 @@ def onload(
         of_optimizer.guard(trip.optimizer)
 
 
-def _arrive(coming: Sequence[Luggage], devices: Iterable[torch.device]) -> None:
+def _arrive(coming: Sequence[StorageTransfer], devices: Iterable[torch.device]) -> None:
     """All of it or nothing."""
     try:
         for luggage in coming:

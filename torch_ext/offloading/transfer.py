@@ -2,8 +2,8 @@
 
 | | `pack` | `release` | `allocate` | `fill` |
 |---|---|---|---|---|
-| Carried: weights, states | copied to the host | the device's memory goes | and comes | copied from the host |
-| Dropped: gradients | | likewise | likewise | zeroed |
+| Offloaded: weights, states | copied to the host | the device's memory goes | and comes | copied from the host |
+| Released: gradients | | likewise | likewise | zeroed |
 
 Until `release` nothing has changed that anybody could see, and until `fill` nothing has been lost.
 """
@@ -25,7 +25,7 @@ class _Piece(NamedTuple):
     at: int  # of the host buffer
 
 
-class Luggage(abc.ABC):
+class StorageTransfer(abc.ABC):
     def __init__(self) -> None:
         self._packed: list[_Piece] = []
         self._away: list[_Piece] = []
@@ -81,7 +81,7 @@ class Luggage(abc.ABC):
         self._away = []
 
 
-class Carried(Luggage):
+class Offloaded(StorageTransfer):
     """Memories that come back as they were. The host buffer stays for the next time."""
 
     def __init__(self, pinned: bool) -> None:
@@ -97,7 +97,7 @@ class Carried(Luggage):
         self.buffer.load((at, storage.bytes_of(memory.storage)) for memory, at in pieces)
 
 
-class Dropped(Luggage):
+class Released(StorageTransfer):
     """Gradients, whose content is not kept. `.grad` is None as long as they are away; afterwards the tensors that were
     there before are there again, zero."""
 

@@ -13,8 +13,8 @@ from torch_ext.optim import torch_clip_functions
 from torch_ext.optim.state import access, codec, load, save
 from torch_ext.optim.state import master_weights as state_master_weights
 from torch_ext.optim.state import masters as state_masters
-from torch_ext.optim.state.param_state import Member
-from torch_ext.optim.stepper import Stepping
+from torch_ext.optim.state.param_state import ParamState
+from torch_ext.optim.stepper import Stepper
 from torch_ext.params import hyper_parameters, param_groups
 from torch_ext.params.hyper_parameters import BETAS, DECAY, EPS, LR, NO_DECAY, start
 from torch_ext.params.param_groups import Params, of_the_innermost
@@ -25,7 +25,7 @@ from torch_ext.tensors import offload_guard
 _KEPT = ("policy", "skip_nonfinite", "on_external_write", "_counts", "_host")
 
 
-class Adam(Stepping):
+class Adam(Stepper):
     """Adam (Kingma & Ba 2015) with torch.optim.Adam's arguments and state_dict, in the dtypes of a policy.
 
     The step is one fused pass over memory whatever `fused` and `foreach` say; `capturable` is accepted; `amsgrad` and
@@ -191,7 +191,7 @@ class Adam(Stepping):
     def _keys(self, wanted: list[bool]) -> list[str | int]:
         return [key for key, want in zip(param_groups.keys(self.param_groups), wanted, strict=True) if want]
 
-    def _masters_known(self, members: list[Member]) -> None:
+    def _masters_known(self, members: list[ParamState]) -> None:
         """To be what their weights are the nearest of."""
         self._seen.update({m.param: state_masters.look(m) for m in members})
         self._plan = None
@@ -267,7 +267,7 @@ class Adam(Stepping):
         anything has changed.
         """
         self._refuse_open("load_state_dict()")
-        handle = self.register_load_state_dict_pre_hook(cast(Any, load.sealed))  # after everybody else's
+        handle = self.register_load_state_dict_pre_hook(cast(Any, load.encode_for_load))  # after everybody else's
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -280,17 +280,17 @@ class Adam(Stepping):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before, entries = self.__dict__.get("state", {}), state["state"]
-        loaded = all(isinstance(value, load.Sealed) for value in entries.values())
+        loaded = all(isinstance(value, load.EncodedEntry) for value in entries.values())
         if loaded and len(before):
             self._host.forget_all()
         for key, value in entries.items():
-            if isinstance(value, load.Sealed):
+            if isinstance(value, load.EncodedEntry):
                 entries[key] = self._host.put(key, value.at_rest) if value.host else value.at_rest
         super().__setstate__(state)
-        if not isinstance(entries, access.Kept):  # a shallow copy of an optimizer shares its state
+        if not isinstance(entries, access.TrackedState):  # a shallow copy of an optimizer shares its state
             # What was loaded is ours alone, unless it was handed out by us before.
             handed_out = not loaded or (len(before) > 0 and access.handed_out(before))
-            self.state = access.Kept.of(entries, handed_out, make=self._make_first_state)
+            self.state = access.TrackedState.of(entries, handed_out, make=self._make_first_state)
         self._forget()
         self._forms = dict(state.get("_forms", {}))  # a load has none: states are for parameters as they are
         self._note_forms(self._everyone())

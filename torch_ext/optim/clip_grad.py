@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torch_ext.grads import clipped
 from torch_ext.grads.norm import Clipping, measure
-from torch_ext.optim.grad_scaling import Measured
+from torch_ext.optim.grad_scaling import GradScaling
 from torch_ext.params.param_groups import innermost
 from torch_ext.tensors import dense
 
@@ -61,7 +61,7 @@ def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list
     offload_guard.refuse_gradients(params, "clip_grad_norm_()")
     for owner in reducer_registry.owners_of(params):
         owner.before_step()
-    found = shard_map.Locals(params, list(map(reducer_registry.owner_of, params)), reducer_registry.generation)
+    found = shard_map.ShardMap(params, list(map(reducer_registry.owner_of, params)), reducer_registry.generation)
     grads = found.grads()
     present = [grad is not None for grad in grads]
     parts = None if found.plain else found.parts(present)
@@ -74,7 +74,7 @@ def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list
 
 def _clip_at_step(optimizer: torch.optim.Optimizer, max_norm: float, error_if_nonfinite: bool) -> Tensor:
     optimizer = innermost(optimizer)
-    if not isinstance(optimizer, Measured):
+    if not isinstance(optimizer, GradScaling):
         raise TypeError(
             f"{type(optimizer).__name__} does not apply a clip coefficient in its step; pass the parameters instead, "
             "or use torch_ext.AdamW"

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch_ext.grads import errors
 from torch_ext.grads.norm import Clipping, is_agreed, measure
 from torch_ext.native.untraced import untraced
-from torch_ext.optim.optimizer_base import Trained
+from torch_ext.optim.optimizer_base import OptimizerStates
 from torch_ext.params import hyper_parameters, reducer_registry
 from torch_ext.params.param_groups import Params
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense, offload_guard
 
 
-class Measured(Trained):
+class GradScaling(OptimizerStates):
     """Knows what was found out about the gradients, and what the step is to do about it; writes none of them."""
 
     _clipping: Clipping | None

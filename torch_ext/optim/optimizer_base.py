@@ -8,35 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext.optim.cpu_offload.host_states import HostPart
+from torch_ext.optim.cpu_offload.host_states import HostStates
 from torch_ext.optim.state import access, codec, masters, param_form
-from torch_ext.optim.state.masters import Seen
-from torch_ext.optim.state.param_state import Member
+from torch_ext.optim.state.masters import SyncedVersion
+from torch_ext.optim.state.param_state import ParamState
 from torch_ext.params import hyper_parameters, local_shard, param_groups, reducer_registry, shard_map
 from torch_ext.params.param_groups import Params
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense, offload_guard
 
 
-class Trained(torch.optim.Optimizer):
+class OptimizerStates(torch.optim.Optimizer):
     """Knows the parameters, makes and finds their state; steps nothing."""
 
     _decoupled: bool | None = None  # None: the group says
 
     # Derived from parameters, state and groups; None or empty where it has to be made again.
-    _seen: dict[Tensor, Seen]
-    _locals: shard_map.Locals | None
+    _seen: dict[Tensor, SyncedVersion]
+    _locals: shard_map.ShardMap | None
     _consolidated: dict[str, Any] | None  # handed out by the next state_dict(), until masters change
     _open: bool  # within master_weights()
 
     def __init__(self, params: Params, defaults: dict[str, Any], policy: Policy, offload_fraction: float) -> None:
         self.policy = policy
-        self._host = HostPart(offload_fraction)
+        self._host = HostStates(offload_fraction)
         self._forms: dict[Tensor, param_form.Form] = {}  # of the parameters that have state
         self._forget()
         hyper_parameters.refuse(defaults, "")
         super().__init__(params, defaults)
-        self.state = access.Kept.of(self.state, handed_out=False, make=self._make_first_state)
+        self.state = access.TrackedState.of(self.state, handed_out=False, make=self._make_first_state)
 
     def _forget(self) -> None:
         """All that is derived."""
@@ -109,11 +109,11 @@ class Trained(torch.optim.Optimizer):
     def _everyone(self) -> list[Tensor]:
         return param_groups.everyone(self.param_groups)
 
-    def current_shards(self, everyone: list[Tensor]) -> shard_map.Locals:
+    def current_shards(self, everyone: list[Tensor]) -> shard_map.ShardMap:
         """Where this rank's parts of the parameters are."""
         offload_guard.refuse_optimizer(self, everyone)
         if self._locals is None or not self._locals.fits(everyone, reducer_registry.generation):
-            self._locals = shard_map.Locals(
+            self._locals = shard_map.ShardMap(
                 everyone, list(map(reducer_registry.owner_of, everyone)), reducer_registry.generation
             )
             self._rearranged()
@@ -124,7 +124,7 @@ class Trained(torch.optim.Optimizer):
     # -- state --------------------------------------------------------------------------------------------------------
 
     @dense.to_stay()
-    def _members(self, everyone: list[Tensor], wanted: list[bool]) -> list[Member]:
+    def _members(self, everyone: list[Tensor], wanted: list[bool]) -> list[ParamState]:
         """The wanted parameters, with state that is made where it is missing."""
         names, ids = param_groups.names(self.param_groups), param_groups.ids(self.param_groups)
         group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
@@ -136,7 +136,7 @@ class Trained(torch.optim.Optimizer):
         self._refuse_converted([(names[i], everyone[i]) for i in chosen])
         on_host = self.on_host(everyone)
         members = [
-            Member(
+            ParamState(
                 everyone[i],
                 local[i],
                 self._host.entry(self.state, everyone[i], on_host[i]),

@@ -6,26 +6,26 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torch_ext.optim.step_plan import Plan, run
-from torch_ext.params.param_groups import Hyper
+from torch_ext.optim.step_plan import StepPlan, run
+from torch_ext.params.param_groups import HyperparameterTable
 from torch_ext.tensors import dense
 
 if TYPE_CHECKING:
-    from torch_ext.params.reducer_registry import Owner
+    from torch_ext.params.reducer_registry import GradientReducer
 
 
-class Early:
+class StepInBackward:
     """The buckets that were stepped since the last step(), each by its Chunk.gather."""
 
     def __init__(self) -> None:
-        self._stepped: set[tuple[Owner, int] | None] = set()
+        self._stepped: set[tuple[GradientReducer, int] | None] = set()
         self._anywhere = False  # whether some rank may have stepped something, though this one may have no part of it
 
     def __bool__(self) -> bool:
         """The same on every rank."""
         return self._anywhere
 
-    def __contains__(self, gather: "tuple[Owner, int] | None") -> bool:
+    def __contains__(self, gather: "tuple[GradientReducer, int] | None") -> bool:
         return gather in self._stepped
 
     def clear(self) -> None:
@@ -33,7 +33,9 @@ class Early:
         self._stepped.clear()
         self._anywhere = False
 
-    def begin(self, owner: "Owner", plan: Plan, hyper: Hyper, counts: Tensor, external: int) -> Callable[[int], None]:
+    def begin(
+        self, owner: "GradientReducer", plan: StepPlan, hyper: HyperparameterTable, counts: Tensor, external: int
+    ) -> Callable[[int], None]:
         """What steps a bucket of the owner whose sum is there. Any thread. A bucket of which a part is stepped on the
         host is left to step(). counts, external: see `run`."""
         shared = () if plan.host is None else plan.host.gathers
@@ -50,7 +52,7 @@ class Early:
 
         return step
 
-    def end(self, plan: Plan) -> None:
+    def end(self, plan: StepPlan) -> None:
         """No step() follows: what was stepped stays stepped, on every rank. Collective."""
         for handle in [owner.gather(bucket) for owner, bucket in filter(None, (c.gather for c in plan.chunks))]:
             handle.result()

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from torch_ext.native import ops
 from torch_ext.optim.state import access, param_form
-from torch_ext.optim.state.masters import Seen
-from torch_ext.optim.state.param_state import Gather, Member, refuse_grad
+from torch_ext.optim.state.masters import SyncedVersion
+from torch_ext.optim.state.param_state import AllGatherTarget, ParamState, refuse_grad
 from torch_ext.params.local_shard import is_dtensor
-from torch_ext.params.param_groups import Hyper
+from torch_ext.params.param_groups import HyperparameterTable
 from torch_ext.tensors import dense
 
 if TYPE_CHECKING:
@@ -51,32 +51,32 @@ def memories(rows: list[list[Tensor | None]]) -> tuple[list[Tensor], Tensor]:
     return found, torch.tensor(slices, dtype=torch.int64).reshape(len(rows), -1 if rows else 0)
 
 
-class Chunk(NamedTuple):
+class StepBatch(NamedTuple):
     """What one call of the operator steps."""
 
     rows: list[int] | None  # which members; None: all of them
     weights: list[Tensor]
     slices: Tensor
     meta: Tensor
-    gather: Gather  # the bucket whose weights travel afterwards
+    gather: AllGatherTarget  # the bucket whose weights travel afterwards
     signature: int  # of the weights, as they are to be
 
     def of(self, grads: list[Tensor]) -> list[Tensor]:
         return grads if self.rows is None else [grads[i] for i in self.rows]
 
 
-def _chunks(plan: "Plan", gathers: Sequence[Gather], order: Sequence[Gather]) -> list[Chunk]:
+def _chunks(plan: "StepPlan", gathers: Sequence[AllGatherTarget], order: Sequence[AllGatherTarget]) -> list[StepBatch]:
     """One for each bucket that is gathered after its step, so that gathers overlap with the steps of later ones."""
     if all(gather is None for gather in order):
-        return [Chunk(None, plan.weights, plan.slices, plan.meta, None, param_form.signature(plan.weights))]
-    rows: dict[Gather, list[int]] = {gather: [] for gather in order}
+        return [StepBatch(None, plan.weights, plan.slices, plan.meta, None, param_form.signature(plan.weights))]
+    rows: dict[AllGatherTarget, list[int]] = {gather: [] for gather in order}
     for i, gather in enumerate(gathers):
         rows[gather].append(i)
     # What nobody gathers comes first: it may be refused and stepped again when it has been laid out anew, which is too
     # late once a bucket is on its way.
     weights = {gather: [plan.weights[i] for i in chosen] for gather, chosen in rows.items()}
     return [
-        Chunk(
+        StepBatch(
             chosen,
             weights[gather],
             plan.slices[chosen],
@@ -88,17 +88,17 @@ def _chunks(plan: "Plan", gathers: Sequence[Gather], order: Sequence[Gather]) ->
     ]
 
 
-class Plan:
+class StepPlan:
     def __init__(
         self,
-        members: list[Member],
+        members: list[ParamState],
         everyone: list[Tensor],
         active: list[bool],
         state: dict[Tensor, dict[str, Any]],
         grads: list[Tensor],
-        seen: Mapping[Tensor, Seen],
-        gathers: Sequence[Gather],
-        order: Sequence[Gather],
+        seen: Mapping[Tensor, SyncedVersion],
+        gathers: Sequence[AllGatherTarget],
+        order: Sequence[AllGatherTarget],
     ) -> None:
         """grads, gathers: of the members. order: of all gathers, some of which may have no member here."""
         self.members = members
@@ -142,7 +142,7 @@ class Plan:
             w is p and g.is_contiguous() for w, p, g in zip(self.weights, stepped, grads, strict=True)
         )
 
-    def _known_version(self, i: int, address: int, seen: Mapping[Tensor, Seen]) -> int:
+    def _known_version(self, i: int, address: int, seen: Mapping[Tensor, SyncedVersion]) -> int:
         """The version at which the weight was last seen, or -1, which no tensor has."""
         member = self.members[i]
         last = seen.get(member.param)
@@ -150,19 +150,19 @@ class Plan:
             return -1
         return last.version if last.fits(member, address) else -1
 
-    def those(self, wanted: Sequence[bool]) -> list[Member] | None:
+    def those(self, wanted: Sequence[bool]) -> list[ParamState] | None:
         """The wanted ones among all parameters; None where some take no part."""
         if any(want and not part for want, part in zip(wanted, self._active, strict=True)):
             return None
         return list(compress(self.everybody, compress(wanted, self._active)))
 
-    def share(self, everybody: list[Member], host: "HostPlan | None") -> None:
+    def share(self, everybody: list[ParamState], host: "HostPlan | None") -> None:
         """Some of the members of a step are stepped on the host."""
         self.everybody, self.host = everybody, host
         self.params = [m.param for m in everybody]
         self._look_at_forms(everybody)
 
-    def _look_at_forms(self, members: Sequence[Member]) -> None:
+    def _look_at_forms(self, members: Sequence[ParamState]) -> None:
         self._forms = [(p.dtype, p.shape) for p in self.params]
         # Of the others the operator sees dtype and shape itself, and refuses what is not contiguous any more.
         own = {id(m.param) for m, weight in zip(self.members, self.weights, strict=True) if weight is m.param}
@@ -208,7 +208,7 @@ class Plan:
                 and list(map(Tensor.data_ptr, self._held)) == self._places
             )
 
-    def suspects(self) -> list[Member]:
+    def suspects(self) -> list[ParamState]:
         """Members of which somebody else may have written to the weight or the fp32 master since they were last seen.
         Remainders have witnesses, which the step itself compares."""
         versions, masters = self._versions_now(), self._master_versions
@@ -241,13 +241,13 @@ class Plan:
         with dense.as_plain():
             return [master._version for master in self._masters]
 
-    def seen(self) -> dict[Tensor, Seen]:
+    def seen(self) -> dict[Tensor, SyncedVersion]:
         record = {}
         places = zip(self._addresses, self._masters, self._master_versions, strict=True)
         for i, version, (address, master, written) in zip(self._watched, self._versions, places, strict=True):
             member = self.members[i]
             if member.kinds.master and version >= 0:
-                record[member.param] = Seen(version, address, master, written)
+                record[member.param] = SyncedVersion(version, address, master, written)
         return record if self.host is None else record | self.host.seen()
 
     def load_copies(self) -> None:
@@ -271,10 +271,17 @@ class Plan:
         return dense.in_order_of(self._orders[i], grad)
 
 
-def run(plan: Plan, chunk: Chunk, grads: list[Tensor], hyper: Hyper, scalars: Sequence[Tensor], external: int) -> None:
+def run(
+    plan: StepPlan,
+    chunk: StepBatch,
+    grads: list[Tensor],
+    hyper: HyperparameterTable,
+    scalars: Sequence[Tensor],
+    external: int,
+) -> None:
     """The operator. grads: of the chunk. scalars: grad_scale, clip_coef, found_inf, and two counters (see
-    `Measured._counts`). external: tx_external_write. Counts no version up: the caller does, of the parameters, when the
-    last chunk was stepped."""
+    `GradScaling._counts`). external: tx_external_write. Counts no version up: the caller does, of the parameters, when
+    the last chunk was stepped."""
     if not chunk.weights:
         return
     arguments = (

@@ -11,30 +11,30 @@ from torch_ext.comm import group_calls
 from torch_ext.grads.norm import Clipping
 from torch_ext.native import constants, graph_capture
 from torch_ext.native.untraced import untraced
-from torch_ext.optim.grad_scaling import Measured
+from torch_ext.optim.grad_scaling import GradScaling
 from torch_ext.optim.state import masters
 from torch_ext.optim.state.param_state import gather_of, gathers_in_order, named
-from torch_ext.optim.step_in_backward import Early
-from torch_ext.optim.step_plan import Chunk, Plan, run
+from torch_ext.optim.step_in_backward import StepInBackward
+from torch_ext.optim.step_plan import StepBatch, StepPlan, run
 from torch_ext.params import param_groups, reducer_registry
 from torch_ext.params.param_groups import Params, of_the_innermost
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense
 
 if TYPE_CHECKING:
-    from torch_ext.comm.communicator import Handle
+    from torch_ext.comm.communicator import Work
 
 
 _ON_EXTERNAL_WRITE = ("resync", "error", "ignore")
 
 
-class Stepping(Measured):
+class Stepper(GradScaling):
     """Knows the argument lists of the operator and who wrote to weights in between; saves and loads nothing."""
 
     # Derived from parameters, state and groups; None where it has to be made again.
-    _plan: Plan | None
-    _hyper: tuple[list[Any], param_groups.Hyper] | None
-    _early: Early
+    _plan: StepPlan | None
+    _hyper: tuple[list[Any], param_groups.HyperparameterTable] | None
+    _early: StepInBackward
     _warned: bool
 
     def __init__(
@@ -55,7 +55,7 @@ class Stepping(Measured):
         super()._forget()
         self._plan = None
         self._hyper = None
-        self._early = Early()
+        self._early = StepInBackward()
         self._warned = False
 
     def _rearranged(self) -> None:
@@ -142,16 +142,20 @@ class Stepping(Measured):
             )
 
     def _run(
-        self, plan: Plan, grads: list[Tensor], hyper: param_groups.Hyper, scalars: tuple[Tensor, Tensor, Tensor]
+        self,
+        plan: StepPlan,
+        grads: list[Tensor],
+        hyper: param_groups.HyperparameterTable,
+        scalars: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """The operator, on each chunk; weights travel while later chunks are stepped, and are there afterwards."""
         external = masters.MODES[self.on_external_write]
         if self.on_external_write == "error":
             self._refuse_written(plan, grads, hyper, scalars)
         row = 0  # of the counters: a step that is skipped is counted once
-        under_way: list[Handle] = []
+        under_way: list[Work] = []
 
-        def step_own(chunk: Chunk) -> None:
+        def step_own(chunk: StepBatch) -> None:
             nonlocal row
             try:
                 if chunk.gather not in self._early:
@@ -181,7 +185,7 @@ class Stepping(Measured):
             self._counts[1, 1] += plan.host.resynced
             self._counts[0, 0] += int(plan.host.skipped and row == 0)
 
-    def _notice_writes(self, plan: Plan) -> None:
+    def _notice_writes(self, plan: StepPlan) -> None:
         """What counters, addresses and identities tell; what only the weights themselves do, the operator sees."""
         if self.on_external_write == "ignore":
             return
@@ -196,7 +200,11 @@ class Stepping(Measured):
             self._counts[1, 1] += masters.resync(suspects).sum()
 
     def _refuse_written(
-        self, plan: Plan, grads: list[Tensor], hyper: param_groups.Hyper, scalars: tuple[Tensor, Tensor, Tensor]
+        self,
+        plan: StepPlan,
+        grads: list[Tensor],
+        hyper: param_groups.HyperparameterTable,
+        scalars: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """RuntimeError where the operator finds weights that somebody else wrote; nothing is stepped."""
         if plan.host is not None:
@@ -209,8 +217,8 @@ class Stepping(Measured):
                     masters.refuse_written([m for m in plan.members if m.kinds.master])
                 raise _Refused(_named(str(refusal), plan, chunk)) from None
 
-    def begin_early(self, owner: reducer_registry.Owner) -> Callable[[int], None] | None:
-        """See reducer_registry.Stepper: buckets are stepped as their sums come, with what groups say now; step()
+    def begin_early(self, owner: reducer_registry.GradientReducer) -> Callable[[int], None] | None:
+        """See reducer_registry.BucketStepper: buckets are stepped as their sums come, with what groups say now; step()
         gathers."""
         if self.skip_nonfinite:
             raise RuntimeError("step_in_backward=True steps before skip_nonfinite=True can look: leave out one of them")
@@ -232,14 +240,14 @@ class Stepping(Measured):
         return self._early.begin(owner, plan, self._current_hyper(), self._counts[1], external)
 
     def refuse_backward(self) -> None:
-        """See reducer_registry.Stepper."""
+        """See reducer_registry.BucketStepper."""
         self._early.refuse_again()
 
     def stepped_early(self) -> bool:
-        """See reducer_registry.Stepper."""
+        """See reducer_registry.BucketStepper."""
         return bool(self._early)
 
-    def _make_plan(self, everyone: list[Tensor], active: list[bool], grads: list[Tensor]) -> Plan | None:
+    def _make_plan(self, everyone: list[Tensor], active: list[bool], grads: list[Tensor]) -> StepPlan | None:
         """The argument lists of this step, state included; None for a step that is inert."""
         if self._plan is not None:
             self._seen.update(self._plan.seen())
@@ -262,7 +270,7 @@ class Stepping(Measured):
         gathers = [gather_of(member, owner) for member, owner in zip(members, owners, strict=True)]
         order = gathers_in_order(gathers)
         own = [i for i, member in enumerate(members) if not member.host]
-        self._plan = Plan(
+        self._plan = StepPlan(
             [members[i] for i in own],
             everyone,
             active,
@@ -278,7 +286,7 @@ class Stepping(Measured):
                 owner.offer(self)
         return self._plan
 
-    def _standing(self, everyone: list[Tensor]) -> Plan | None:
+    def _standing(self, everyone: list[Tensor]) -> StepPlan | None:
         """The last step's plan, where everything is where it was."""
         self.current_shards(everyone)
         plan = self._plan
@@ -310,7 +318,7 @@ class Stepping(Measured):
             grad_scale=self.__dict__.get("grad_scale"),
         )
 
-    def _current_hyper(self) -> param_groups.Hyper:
+    def _current_hyper(self) -> param_groups.HyperparameterTable:
         device = self._counts.device
         key = param_groups.key_of(self.param_groups, device)
         if self._hyper is None or self._hyper[0] != key:
@@ -354,7 +362,7 @@ class _Refused(Exception):
     """The operator took no argument and wrote nothing."""
 
 
-def _named(message: str, plan: Plan, chunk: Chunk) -> str:
+def _named(message: str, plan: StepPlan, chunk: StepBatch) -> str:
     """The operator's message, with the parameter it speaks of."""
     rows = range(len(plan.members)) if chunk.rows is None else chunk.rows
     return named(message, [plan.members[i].name for i in rows])

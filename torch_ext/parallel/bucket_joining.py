@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from torch_ext.comm import compression
-from torch_ext.comm.wire import Wire
+from torch_ext.comm.wire import WireBuffer
 from torch_ext.native import library
 from torch_ext.parallel.bucket_plan import BucketPlan
 
@@ -52,7 +52,7 @@ class _Compression(library.Struct):
     ]
 
 
-class Coalescing:
+class BucketJoining:
     """Of one plan's buckets, on one rank. Every bucket is a message, and as it is, until `learn` says otherwise."""
 
     def __init__(
@@ -164,7 +164,7 @@ class Coalescing:
 
     def _size_of(self, numel: int, dtype: torch.dtype) -> int:
         """As it was sent."""
-        return (self.compresses and compression.size(numel, dtype)) or Wire.size_of(numel, dtype)
+        return (self.compresses and compression.size(numel, dtype)) or WireBuffer.size_of(numel, dtype)
 
     def _pays(self, args: _Args) -> bool:
         arguments = ctypes.POINTER(_Args), ctypes.c_double, ctypes.POINTER(_Compression)

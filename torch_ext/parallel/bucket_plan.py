@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_ext.comm.communicator import Part
-from torch_ext.comm.wire import Piece
+from torch_ext.comm.wire import ParamSlice
 from torch_ext.native import constants, library
 from torch_ext.native import dtypes as native_dtypes
 from torch_ext.policy.policy import Policy
@@ -271,7 +271,7 @@ def _intersect() -> Callable[..., int]:
     )
 
 
-def pieces(plan: BucketPlan, buckets: range, begin: int, end: int) -> list[Piece]:
+def pieces(plan: BucketPlan, buckets: range, begin: int, end: int) -> list[ParamSlice]:
     """The buckets' parameters' runs in elements [begin, end) of the buffer, by their place; empty ones left out."""
     found = []
     first = ctypes.c_int64()
@@ -279,7 +279,7 @@ def pieces(plan: BucketPlan, buckets: range, begin: int, end: int) -> list[Piece
         p = plan.parameters[i]
         numel = _intersect()(p.start, p.numel, begin, end, ctypes.byref(first))
         if numel:
-            found.append(Piece(i, first.value, numel, p.start + first.value - begin))
+            found.append(ParamSlice(i, first.value, numel, p.start + first.value - begin))
     return found
 
 
@@ -291,7 +291,7 @@ def part_of(plan: BucketPlan, buckets: range, part: Part) -> tuple[int, int]:
     return start + numel * part.number, start + numel * (part.number + 1)
 
 
-def by_rank(plan: BucketPlan, buckets: range, world_size: int) -> list[Piece]:
+def by_rank(plan: BucketPlan, buckets: range, world_size: int) -> list[ParamSlice]:
     """The parameters' runs in a message of neighbouring buckets in which each rank's parts of them lie side by side:
     one run for each part that a parameter reaches into."""
     found, begin = [], 0

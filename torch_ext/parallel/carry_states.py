@@ -27,7 +27,7 @@ class _Entry(NamedTuple):
     param: Tensor
     name: str
     like: Tensor  # of the whole parameter's shape and memory order
-    local: local_shard.Local
+    local: local_shard.LocalShard
     cut: bool
     owned: bool  # whether it is the same on every rank already, or each rank has its part
     at_rest: Mapping[str, Any]
@@ -109,11 +109,13 @@ class Carried:
         everyone = param_groups.everyone(self.optimizer.param_groups)
         return (p for i, p in enumerate(everyone) if i not in self._entries and self.optimizer.state_at_rest(p))
 
-    def _as_it_is(self, p: Tensor, at_rest: Mapping[str, Any]) -> load.Sealed:
+    def _as_it_is(self, p: Tensor, at_rest: Mapping[str, Any]) -> load.EncodedEntry:
         lies_here = "exp_avg" in access.peek(self.optimizer.state, p) or "exp_avg" not in at_rest
-        return load.Sealed(dict(at_rest), not lies_here)  # a step moves it, if it is to lie elsewhere
+        return load.EncodedEntry(dict(at_rest), not lies_here)  # a step moves it, if it is to lie elsewhere
 
-    def _again(self, entry: _Entry, p: Tensor, local: local_shard.Local, group: dist.ProcessGroup, host: bool) -> Any:
+    def _again(
+        self, entry: _Entry, p: Tensor, local: local_shard.LocalShard, group: dist.ProcessGroup, host: bool
+    ) -> Any:
         """Its state under the layout that has begun."""
         step = entry.at_rest["step"]
         weight = local.weight.detach()
@@ -132,7 +134,7 @@ class Carried:
             codec.encode(beside, {key: load.part(p, local, whole)}, kinds, {}, made)
         if not entry.owned:
             _broadcast([step], group, weight.device)
-        return load.Sealed({"step": step, **made}, host)
+        return load.EncodedEntry({"step": step, **made}, host)
 
 
 def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -173,7 +175,7 @@ def carried(
     return optimizers, found
 
 
-def _refuse_converted(weight: Tensor, at_rest: Mapping[str, Any], kinds: codec.Kinds, name: str) -> None:
+def _refuse_converted(weight: Tensor, at_rest: Mapping[str, Any], kinds: codec.StateDtypes, name: str) -> None:
     expected = {"exp_avg": kinds.exp_avg, "exp_avg_sq": kinds.exp_avg_sq}
     fits = codec.complete(at_rest, kinds) and all(
         at_rest[key].dtype == dtype and at_rest[key].shape == weight.shape for key, dtype in expected.items()
@@ -185,6 +187,6 @@ def _refuse_converted(weight: Tensor, at_rest: Mapping[str, Any], kinds: codec.K
         )
 
 
-def _described(kinds: codec.Kinds) -> str:
+def _described(kinds: codec.StateDtypes) -> str:
     master = {None: "no master", "master_param": "an fp32 master"}.get(kinds.master, "a master in remainders")
     return f"moments in {kinds.exp_avg} and {kinds.exp_avg_sq} with {master}"

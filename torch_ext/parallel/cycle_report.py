@@ -12,7 +12,7 @@ from torch_ext.grads.errors import CAME
 REDUCED, HELD = 4, 8
 
 
-class Report(NamedTuple):
+class CycleReport(NamedTuple):
     """What a rank tells the others at the end of a cycle."""
 
     cycle: int
@@ -27,7 +27,7 @@ class Report(NamedTuple):
         return torch.cat([numbers.view(torch.uint8), torch.frombuffer(came, dtype=torch.uint8)])
 
     @classmethod
-    def read(cls, row: torch.Tensor, n_params: int) -> "Report":
+    def read(cls, row: torch.Tensor, n_params: int) -> "CycleReport":
         numbers, came = row[: row.numel() - n_params].view(torch.int64), row[row.numel() - n_params :]
         cycle, nonfinite = numbers[:2].tolist()
         return cls(cycle, nonfinite, numbers[2:], came)

@@ -11,13 +11,13 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_ext.comm import compression
-from torch_ext.comm.communicator import MAX_BUCKETS, Handle, Part, divide_factor, tag
-from torch_ext.comm.factory import exchange_over
+from torch_ext.comm.communicator import MAX_BUCKETS, Part, Work, divide_factor, tag
+from torch_ext.comm.factory import make_communicator
 from torch_ext.comm.init_sync import agree
 from torch_ext.comm.lost_ranks import leave_word, take_back
 from torch_ext.comm.lost_ranks import refuse as refuse_group
 from torch_ext.comm.nccl_transport import refuse
-from torch_ext.comm.wire import BLOCK, Piece, Seeds, Wire, add_up, pack
+from torch_ext.comm.wire import BLOCK, ParamSlice, RoundingSeeds, WireBuffer, pack, reduce_chunks
 from torch_ext.grads.errors import names_of
 from torch_ext.grads.stats import ALL_FINITE, Watch
 from torch_ext.native import ops
@@ -52,7 +52,7 @@ class CommHook:
         self._position: dict[torch.Tensor, int] = {}
         self._watch = Watch()
         self._bytes_before = 0
-        self._pending: list[tuple[Handle, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        self._pending: list[tuple[Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         self._error: Exception | None = None  # which the end of this backward raises
         self._poisoned: list[str] = []  # which are not finite on some rank
         self._guard = Guard()
@@ -66,7 +66,7 @@ class CommHook:
         self._guard.watch([p for _, p in named])
         device = named[0][1].device
         refuse_group(ddp.process_group, "register_comm_hook")
-        exchange = exchange_over(ddp.process_group, device, transport if device.type == "cuda" else "torch")
+        exchange = make_communicator(ddp.process_group, device, transport if device.type == "cuda" else "torch")
         world_size = exchange.world_size
         plan, failure = None, None
         self._divide_factor = 0.0
@@ -114,7 +114,7 @@ class CommHook:
         when DDP has ended its part of the backward, so that the next one finds everything in order.
         """
         grads = bucket.buffer()
-        handle: Handle | None = None
+        handle: Work | None = None
         try:
             if self._exchange is None:
                 self._connect(_ddp_of(self))
@@ -136,7 +136,7 @@ class CommHook:
         for handle, _, _ in abandoned:
             self._wait(handle)
 
-    def _send(self, bucket: dist.GradBucket, grads: torch.Tensor) -> Handle | None:
+    def _send(self, bucket: dist.GradBucket, grads: torch.Tensor) -> Work | None:
         """Starts the bucket's exchange; None: it stays as it is, since the end of this backward raises."""
         if self._guard.failure is not None:
             raise RuntimeError(f"gradients cannot be reduced any more: {self._guard.failure}")
@@ -150,20 +150,20 @@ class CommHook:
         values = grads.split(numels)
         placed, numel = _placed(members, numels, BLOCK * self._exchange.world_size)
         cycle, scale = self._cycle, 1.0 / self._divide_factor
-        wire = Wire.empty(numel, self._wire[members[0]], grads.device)
-        pack(values, placed, self._ids, wire, Seeds.of_parts(self._exchange.rank, cycle))
+        wire = WireBuffer.empty(numel, self._wire[members[0]], grads.device)
+        pack(values, placed, self._ids, wire, RoundingSeeds.of_parts(self._exchange.rank, cycle))
         dtype = self._gather_dtype or (torch.bfloat16 if wire.coded else wire.data.dtype)
-        gathered = wire if dtype == wire.data.dtype else Wire.empty(numel, dtype, grads.device)
+        gathered = wire if dtype == wire.data.dtype else WireBuffer.empty(numel, dtype, grads.device)
 
-        def install(chunks: Sequence[Wire], part: Part) -> None:
+        def install(chunks: Sequence[WireBuffer], part: Part) -> None:
             own = gathered.part(*part)
             if not gathered.coded:
-                add_up(chunks, own.data, scale)
+                reduce_chunks(chunks, own.data, scale)
                 return
             total = torch.empty(own.data.numel(), dtype=torch.float32, device=grads.device)
-            add_up(chunks, total, scale)
+            reduce_chunks(chunks, total, scale)
             mine = _within(placed, part.number * total.numel(), total.numel())
-            pack([total[p.at : p.at + p.numel] for p in mine], mine, self._ids, own, Seeds.of_sums(cycle))
+            pack([total[p.at : p.at + p.numel] for p in mine], mine, self._ids, own, RoundingSeeds.of_sums(cycle))
 
         def finish() -> None:
             begins = torch.tensor([p.at for p in placed], dtype=torch.int64)
@@ -179,7 +179,7 @@ class CommHook:
             then=finish,
         )
 
-    def _future(self, handle: Handle | None, grads: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
+    def _future(self, handle: Work | None, grads: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
         device = grads.device
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=None if device.type == "cpu" else [device]
@@ -192,7 +192,7 @@ class CommHook:
             handle.add_done_callback(lambda done: self._settle(done, grads, future))
         return future
 
-    def _settle(self, handle: Handle, grads: torch.Tensor, future: "torch.futures.Future[torch.Tensor]") -> None:
+    def _settle(self, handle: Work, grads: torch.Tensor, future: "torch.futures.Future[torch.Tensor]") -> None:
         """The future never fails: DDP would take the stored exception for a tensor, and say so. Any thread."""
         self._wait(handle)
         future.set_result(grads)  # on a device: when the current stream, which waits for it, has come there
@@ -217,7 +217,7 @@ class CommHook:
             self._guard.poisoned(self._poisoned)
         raise error
 
-    def _wait(self, handle: Handle) -> None:
+    def _wait(self, handle: Work) -> None:
         try:
             handle.result()
         except Exception as error:
@@ -247,22 +247,22 @@ class CommHook:
         )
 
 
-def _placed(params: Sequence[int], numels: Sequence[int], multiple: int) -> tuple[list[Piece], int]:
+def _placed(params: Sequence[int], numels: Sequence[int], multiple: int) -> tuple[list[ParamSlice], int]:
     """The parameters one behind the other, each from a multiple of 128 on, and how many elements that takes."""
     placed, end = [], 0
     for param, numel in zip(params, numels, strict=True):
-        placed.append(Piece(param, 0, numel, end))
+        placed.append(ParamSlice(param, 0, numel, end))
         end += -(-numel // BLOCK) * BLOCK
     return placed, -(-max(end, 1) // multiple) * multiple
 
 
-def _within(placed: Sequence[Piece], begin: int, numel: int) -> list[Piece]:
+def _within(placed: Sequence[ParamSlice], begin: int, numel: int) -> list[ParamSlice]:
     """What of them lies in a part of the bucket."""
     found = []
     for p in placed:
         first, end = max(p.at, begin), min(p.at + p.numel, begin + numel)
         if first < end:
-            found.append(Piece(p.param, first - p.at, end - first, first - begin))
+            found.append(ParamSlice(p.param, first - p.at, end - first, first - begin))
     return found
 
 

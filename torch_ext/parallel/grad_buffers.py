@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_ext.comm.communicator import Exchange
-from torch_ext.comm.wire import Wire
+from torch_ext.comm.communicator import Communicator
+from torch_ext.comm.wire import WireBuffer
 from torch_ext.parallel.bucket_plan import BucketPlan
 from torch_ext.tensors import dense
 
@@ -26,7 +26,7 @@ def give_back(params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
             param.grad_dtype = param.dtype
 
 
-class GradientBuffers:
+class GradBuffers:
     """One flat tensor in main_grads_dtype for each buffer of the plan.
 
     `.grad` starts as None, as after zero_grad(), and becomes the view when the first gradient arrives. From then on
@@ -109,16 +109,16 @@ class GradientBuffers:
 class TemporaryBuckets:
     """For each bucket at most one that leaves and one that sums are gathered in, at a time."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Communicator) -> None:
         """exchange: which lends the memory."""
         self._exchange = exchange
-        self._wires: dict[tuple[int, bool], Wire] = {}
+        self._wires: dict[tuple[int, bool], WireBuffer] = {}
 
     def __len__(self) -> int:
         """How many have not been given back."""
         return len(self._wires)
 
-    def take(self, bucket: int, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> Wire:
+    def take(self, bucket: int, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> WireBuffer:
         """The bucket's memory, of no particular content.
 
         Raises RuntimeError where the bucket has one of another size or dtype: somebody still reads it.

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_ext.comm import compression
 from torch_ext.comm.communicator import MAX_BUCKETS, divide_factor
-from torch_ext.comm.factory import exchange_over
+from torch_ext.comm.factory import make_communicator
 from torch_ext.comm.init_sync import agree, broadcast
 from torch_ext.comm.lost_ranks import refuse as refuse_group
 from torch_ext.comm.nccl_transport import refuse
@@ -26,15 +26,15 @@ from torch_ext.optim.state import access
 from torch_ext.parallel import carry_states, torch_patches
 from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets
 from torch_ext.parallel.in_use import in_use
-from torch_ext.parallel.reducer import Engine
-from torch_ext.parallel.strategies.table import STORES
+from torch_ext.parallel.reducer import BucketReducer
+from torch_ext.parallel.strategies.table import STRATEGIES
 from torch_ext.params import local_shard, param_groups, reducer_registry
 from torch_ext.policy import policy_struct
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense, offload_guard
 
 if TYPE_CHECKING:
-    from torch_ext.parallel.fsdp.fsdp_reducer import FsdpEngine
+    from torch_ext.parallel.fsdp.fsdp_reducer import FSDPReducer
 
 
 _DEVICES = ("cpu", "cuda")
@@ -47,7 +47,9 @@ _engines: "weakref.WeakKeyDictionary[torch.nn.Module, _Attached]" = weakref.Weak
 class _Attached:
     """What a parallelized module has besides its own: an engine, and where its parameters were found."""
 
-    def __init__(self, engine: "Engine | FsdpEngine", module: torch.nn.Module, strategy: str, policy: Policy) -> None:
+    def __init__(
+        self, engine: "BucketReducer | FSDPReducer", module: torch.nn.Module, strategy: str, policy: Policy
+    ) -> None:
         self.engine, self.strategy, self.policy = engine, strategy, policy
         # The folder, the key and the parameter: parameters are replaced there (assign=True), or frozen and thawed.
         self.places = [
@@ -87,7 +89,7 @@ class ParallelModule(torch.nn.Module):
             outputs = super().__call__(*args, **kwargs)
         finally:
             attached.engine.forwards -= 1
-        if trains and isinstance(attached.engine, Engine):
+        if trains and isinstance(attached.engine, BucketReducer):
             attached.engine.expect(outputs)
         return outputs
 
@@ -114,7 +116,7 @@ class ParallelModule(torch.nn.Module):
         the version counters of the parameters do not count what is written to them."""
         found = super().state_dict(*args, **kwargs)
         attached = _engines.get(self)
-        if attached is not None and isinstance(attached.engine, Engine) and attached.engine.weights is not None:
+        if attached is not None and isinstance(attached.engine, BucketReducer) and attached.engine.weights is not None:
             attached.engine.weights.alone(found)
         return found
 
@@ -198,7 +200,7 @@ def parallelize(
     group = _group(process_group)
     # A model on no real device is an error, which all ranks are told about.
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    exchange = exchange_over(group, device, transport if device.type == "cuda" else "torch")
+    exchange = make_communicator(group, device, transport if device.type == "cuda" else "torch")
     plan, failure, factor, name, details = None, None, 0.0, "", []
     carried: list[carry_states.Carried] = []
     before = _engines.get(model)
@@ -241,7 +243,7 @@ def parallelize(
     _engines.pop(model, None)
     if before is not None:
         before.engine.close()
-    engine: Engine | FsdpEngine
+    engine: BucketReducer | FSDPReducer
     if plan is None:
         engine = fully_shard.shard_fully(
             model,
@@ -255,8 +257,8 @@ def parallelize(
         broadcast([t for _, t in tensors], group, "parallelize: rank 0's weights and buffers")
         named = list(_trainable(model))
         ids = param_groups.ids_of([n for n, _ in named])
-        engine = Engine(
-            STORES[name]([p for _, p in named], plan, exchange, ids, factor, policy.grad_gather_dtype),
+        engine = BucketReducer(
+            STRATEGIES[name]([p for _, p in named], plan, exchange, ids, factor, policy.grad_gather_dtype),
             number,
             check_for_nan=policy.check_for_nan_in_grad,
             find_unused_parameters=find_unused_parameters,
@@ -332,7 +334,7 @@ def _validate(model: torch.nn.Module, strategy: str, carried: Sequence[torch.opt
             )
         if param.grad is not None and owner is None:
             raise RuntimeError(f"parameter {name!r} has a gradient: call zero_grad() before parallelize")
-    if strategy in STORES and STORES[strategy].sharded:  # they would be torn apart, each laid out on its own
+    if strategy in STRATEGIES and STRATEGIES[strategy].sharded:  # they would be torn apart, each laid out on its own
         dense.refuse_overlap([p for _, p in named], [repr(name) for name, _ in named])
     _check_optimizers(named, carried)
 
@@ -458,7 +460,7 @@ def _parallel_class(plain: type) -> type:
     return made
 
 
-def engines_in(model: torch.nn.Module) -> "list[Engine | FsdpEngine]":
+def engines_in(model: torch.nn.Module) -> "list[BucketReducer | FSDPReducer]":
     """Of the model and its modules, as far as they were parallelized."""
     return [attached.engine for module in model.modules() if (attached := _engines.get(module)) is not None]
 
@@ -467,7 +469,7 @@ def _plain_class(parallel: type) -> type:
     return parallel.__bases__[1]
 
 
-def _engine_of(model: torch.nn.Module) -> "Engine | FsdpEngine":
+def _engine_of(model: torch.nn.Module) -> "BucketReducer | FSDPReducer":
     attached = _engines.get(model)
     if attached is None:
         raise RuntimeError(

@@ -11,7 +11,7 @@ from torch_ext.parallel.bucket_plan import BucketPlan
 from torch_ext.tensors import dense
 
 
-class ParameterBuffers:
+class ParamBuffers:
     """One flat tensor for each buffer of the plan, of which the parameters are views from here on, weights kept."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:

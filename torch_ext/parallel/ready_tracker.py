@@ -9,7 +9,7 @@ _Pointer = ctypes.c_void_p
 _Int64s = ctypes.POINTER(ctypes.c_int64)
 
 
-class Tracker:
+class ReadyTracker:
     """Learns during backward which gradients came; hands out buckets in ascending order, each once per cycle."""
 
     def __init__(self, names: Sequence[str], bucket_of: Sequence[int], n_buckets: int) -> None:

@@ -20,9 +20,9 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from torch_ext.comm.communicator import MAX_BUCKETS, Handle, tag
+from torch_ext.comm.communicator import MAX_BUCKETS, Work, tag
 from torch_ext.comm.init_sync import agree
-from torch_ext.comm.wire import Wire
+from torch_ext.comm.wire import WireBuffer
 from torch_ext.grads.errors import (
     ABSENT,
     CAME,
@@ -34,14 +34,14 @@ from torch_ext.grads.errors import (
     refuse_step,
 )
 from torch_ext.grads.stats import ALL_FINITE, Watch, first_nonfinite
-from torch_ext.parallel.bucket_joining import Coalescing
+from torch_ext.parallel.bucket_joining import BucketJoining
 from torch_ext.parallel.bucket_plan import BucketPlan
-from torch_ext.parallel.cycle_report import HELD, REDUCED, Report, agreed
-from torch_ext.parallel.param_buffers import ParameterBuffers
-from torch_ext.parallel.ready_tracker import Tracker
-from torch_ext.parallel.strategies.strategy import Store
+from torch_ext.parallel.cycle_report import HELD, REDUCED, CycleReport, agreed
+from torch_ext.parallel.param_buffers import ParamBuffers
+from torch_ext.parallel.ready_tracker import ReadyTracker
+from torch_ext.parallel.strategies.strategy import ShardingStrategy
 from torch_ext.params import reducer_registry
-from torch_ext.params.local_shard import Local
+from torch_ext.params.local_shard import LocalShard
 from torch_ext.tensors import offload_guard
 
 Replan: TypeAlias = Callable[[Sequence[int]], BucketPlan]
@@ -61,7 +61,7 @@ _PARTLY_STEPPED = (
 class _BackwardEnd:
     """Called at the end of a backward. It dies with its graph task, so a dead one is a backward that raised."""
 
-    def __init__(self, engine: "Engine", task: int) -> None:
+    def __init__(self, engine: "BucketReducer", task: int) -> None:
         self._engine, self._task = weakref.ref(engine), task
 
     def __call__(self) -> None:
@@ -70,13 +70,13 @@ class _BackwardEnd:
             engine.backward_ended(self._task)
 
 
-class Engine(reducer_registry.Owner):
+class BucketReducer(reducer_registry.GradientReducer):
     """Runs the cycles of one model's gradients, which lie in a store (see `parallel/strategies/strategy.py`: the
     strategies)."""
 
     def __init__(
         self,
-        store: Store,
+        store: ShardingStrategy,
         number: int,
         *,
         check_for_nan: bool,
@@ -94,13 +94,13 @@ class Engine(reducer_registry.Owner):
         self.store, self.exchange = store, store.exchange
         self.params = list(store.params)
         self.names = [p.name for p in store.plan.parameters]
-        self.weights = ParameterBuffers(self.params, store.plan) if store.sharded else None
+        self.weights = ParamBuffers(self.params, store.plan) if store.sharded else None
         self.sync = True
         self._bytes_of_cycle, self._bytes_of_gathers = 0, 0
         self._number, self._cycle, self._gathers = number, 0, 0
         self._check_for_nan, self._find_unused = check_for_nan, find_unused_parameters
         self._step_in_backward = step_in_backward
-        self._steppers: weakref.WeakSet[reducer_registry.Stepper] = weakref.WeakSet()
+        self._steppers: weakref.WeakSet[reducer_registry.BucketStepper] = weakref.WeakSet()
         self._early: list[Callable[[int], None]] = []  # what steps a bucket of this backward whose sum is there
         self._replan, self._may_replan = replan, may_replan
         measures = self.exchange.world_size > 1 and not self.exchange.deferring
@@ -118,14 +118,14 @@ class Engine(reducer_registry.Owner):
         self._tasks: dict[int, weakref.ref[_BackwardEnd]] = {}  # backwards that have not ended, the outermost first
         self._began = False  # the first gradient of a backward came
         self._reducing = False
-        self._handles: list[Handle] = []
+        self._handles: list[Work] = []
         self._report: Callable[[], list[torch.Tensor]] | None = None  # which is under way at the end of a cycle
         self._came = bytearray(len(self.params))  # in this cycle
         self._watch = Watch()
         self._bytes_before = 0
         self._failure: str | None = None
         self._partly_stepped = False
-        # What the last cycle left is a sum over ranks already: it must not be added up again (Store.comes).
+        # What the last cycle left is a sum over ranks already: it must not be added up again (ShardingStrategy.comes).
         self._global = bytearray(len(self.params))
         self._versions: list[int] = []  # of the gradients, when the last cycle ended
         self._poisoned: set[int] = set()  # what the check for NaN named, until zero_grad
@@ -143,10 +143,10 @@ class Engine(reducer_registry.Owner):
         return self.store.plan
 
     def _follow_plan(self) -> None:
-        self._tracker = Tracker(self.names, [p.bucket for p in self.plan.parameters], len(self.plan.buckets))
+        self._tracker = ReadyTracker(self.names, [p.bucket for p in self.plan.parameters], len(self.plan.buckets))
         compresses = self.exchange.compresses
         below, sharded = self._compress_below, self.store.sharded
-        self._coalescing = Coalescing(self.plan, self._may_coalesce, below, compresses, sharded)
+        self._coalescing = BucketJoining(self.plan, self._may_coalesce, below, compresses, sharded)
         self._names_of_buckets: dict[range, str] = {}
 
     def _each(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
@@ -207,7 +207,7 @@ class Engine(reducer_registry.Owner):
         grad = self.store.grad(i)
         return grad is not None and (self.store.sharded or first_nonfinite([grad]) != ALL_FINITE)
 
-    # -- for optimizers: see reducer_registry.Owner --------------------------------------------------------------------
+    # -- for optimizers: see reducer_registry.GradientReducer ----------------------------------------------------------
 
     @property
     def failed(self) -> bool:
@@ -221,18 +221,18 @@ class Engine(reducer_registry.Owner):
     def ranks(self) -> frozenset[int]:
         return self.exchange.ranks
 
-    def local(self, param: torch.Tensor) -> Local:
+    def local(self, param: torch.Tensor) -> LocalShard:
         i = self._position[id(param)]
         if self.weights is None:
-            return Local(param, 0, (), None)
+            return LocalShard(param, 0, (), None)
         self.weights.check(i)
         planned = self.plan.parameters[i]
         flat = self.weights.flats[planned.buffer]
         if i not in self.store.owned:
-            return Local(flat[:0], 0, (self.exchange.group,), planned.bucket)
+            return LocalShard(flat[:0], 0, (self.exchange.group,), planned.bucket)
         bucket, piece = self.store.owned[i]
         begin = planned.start + piece.first
-        return Local(flat[begin : begin + piece.numel], piece.first, (self.exchange.group,), bucket)
+        return LocalShard(flat[begin : begin + piece.numel], piece.first, (self.exchange.group,), bucket)
 
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
         i = self._position[id(param)]
@@ -242,7 +242,7 @@ class Engine(reducer_registry.Owner):
     def part(self, param: torch.Tensor) -> torch.Tensor:
         return self.store.part(self._position[id(param)])
 
-    def offer(self, stepper: reducer_registry.Stepper) -> None:
+    def offer(self, stepper: reducer_registry.BucketStepper) -> None:
         if self._step_in_backward:
             self._steppers.add(stepper)
 
@@ -253,13 +253,13 @@ class Engine(reducer_registry.Owner):
             return None
         return self.store.stats.clone()
 
-    def gather(self, bucket: int) -> Handle:
+    def gather(self, bucket: int) -> Work:
         assert self.weights is not None
         self._gathers += 1
         before = self.exchange.bytes_sent
         start = partial(
             self.exchange.gather,
-            Wire.of(self.weights.buckets[bucket]),
+            WireBuffer.of(self.weights.buckets[bucket]),
             tag=tag(self._number, self._gathers, bucket),
             what=f"weights of {self._name(range(bucket, bucket + 1))}",
         )
@@ -481,19 +481,19 @@ class Engine(reducer_registry.Owner):
             return
         agree(self.exchange, caller="the new plan", fingerprint=plan.fingerprint, lines=plan.lines(), failure=None)
         if self.weights is not None:
-            self.weights = ParameterBuffers(self.params, plan)
+            self.weights = ParamBuffers(self.params, plan)
         self.store = self.store.moved(plan)
         reducer_registry.changed()
         self._follow_plan()
         self._tracker.finish()
 
-    def _close_cycle(self, at_once: bool) -> list[Report]:
+    def _close_cycle(self, at_once: bool) -> list[CycleReport]:
         """Exchanges this rank's report, waits for the buckets, installs the sums; every rank's report. at_once: whether
         all buckets were kept until the end."""
         if self._check_for_nan:
             self.exchange.ordering.catch_up()
         came = bytearray(c if p.requires_grad else c | FROZEN for c, p in zip(self._came, self.params, strict=True))
-        report = Report.of(self._cycle, self._watch.first(), self._words(), came)
+        report = CycleReport.of(self._cycle, self._watch.first(), self._words(), came)
         try:
             what = f"end of gradient cycle {self._cycle}"
             number = tag(self._number, self._cycle, MAX_BUCKETS)
@@ -516,9 +516,9 @@ class Engine(reducer_registry.Owner):
         self._versions = self.store.versions()
         return reports
 
-    def _read(self, gathered: Callable[[], list[torch.Tensor]]) -> list[Report]:
+    def _read(self, gathered: Callable[[], list[torch.Tensor]]) -> list[CycleReport]:
         """Every rank's report, and what there is to learn from them for the next cycle."""
-        reports = [Report.read(row, len(self.params)) for row in self._guarded(gathered)]
+        reports = [CycleReport.read(row, len(self.params)) for row in self._guarded(gathered)]
         self._report = None  # nothing is learnt from it twice
         if self._coalescing.learn([report.words for report in reports]) and self._compress_below > 0:
             self.exchange.compresses = self._coalescing.compresses
@@ -529,7 +529,7 @@ class Engine(reducer_registry.Owner):
         disordered = self.exchange.disordered > self.exchange.messages * _DISORDERED
         return self._coalescing.words(disordered)
 
-    def _wait(self, handles: Sequence[Handle]) -> None:
+    def _wait(self, handles: Sequence[Work]) -> None:
         for handle in handles:
             self._guarded(handle.result)
 
@@ -541,7 +541,7 @@ class Engine(reducer_registry.Owner):
             self._failure = str(error)
             raise
 
-    def _check_reports(self, reports: Sequence[Report]) -> None:
+    def _check_reports(self, reports: Sequence[CycleReport]) -> None:
         for rank, report in enumerate(reports):
             if report.cycle != self._cycle - 1:
                 self._failure = (
@@ -560,7 +560,7 @@ class Engine(reducer_registry.Owner):
 class _Gathering:
     """Weights that travel: a failure is the engine's."""
 
-    def __init__(self, engine: Engine, handle: Handle) -> None:
+    def __init__(self, engine: BucketReducer, handle: Work) -> None:
         self._engine, self._handle = engine, handle
 
     def result(self) -> None:
@@ -583,19 +583,19 @@ def _step_early(steps: Sequence[Callable[[int], None]], buckets: range) -> None:
 # Hooks hold the engine weakly: the parameters must not keep it alive.
 
 
-def _on_grad(engine: "weakref.ref[Engine]", i: int, _param: torch.Tensor) -> None:
+def _on_grad(engine: "weakref.ref[BucketReducer]", i: int, _param: torch.Tensor) -> None:
     alive = engine()
     if alive is not None:
         alive.gradient_came(i)
 
 
-def _on_output(engine: "weakref.ref[Engine]", _grad: torch.Tensor) -> None:
+def _on_output(engine: "weakref.ref[BucketReducer]", _grad: torch.Tensor) -> None:
     alive = engine()
     if alive is not None:
         alive.enter_task()
 
 
-def _before_grad(engine: "weakref.ref[Engine]", i: int, _grad: torch.Tensor) -> None:
+def _before_grad(engine: "weakref.ref[BucketReducer]", i: int, _grad: torch.Tensor) -> None:
     alive = engine()
     if alive is not None:
         alive.gradient_comes(i)

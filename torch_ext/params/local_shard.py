@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-class Local(NamedTuple):
+class LocalShard(NamedTuple):
     """A parameter as this rank's optimizer sees it."""
 
     weight: Tensor
@@ -35,10 +35,10 @@ def tensor_of(p: Any) -> Tensor:
         return p.to_local()
 
 
-def of_dtensor(p: Any) -> Local:
+def of_dtensor(p: Any) -> LocalShard:
     """A DTensor's local tensor. TypeError where it stands for a sum that was not made."""
     weight = tensor_of(p)
-    return Local(weight, _start(p, weight), _sharding_groups(p), None)
+    return LocalShard(weight, _start(p, weight), _sharding_groups(p), None)
 
 
 def _sharding_groups(p: Any) -> "tuple[dist.ProcessGroup, ...]":

@@ -21,7 +21,7 @@ Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[d
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
-class Hyper(NamedTuple):
+class HyperparameterTable(NamedTuple):
     """The hyper-parameters of a call to adamw_."""
 
     groups: Tensor  # float64 [groups, 7], rows of tx_adamw_group
@@ -164,7 +164,7 @@ def key_of(groups: list[Group], device: torch.device) -> list[Any]:
     return key
 
 
-def hyper(groups: list[Group], device: torch.device) -> Hyper:
+def hyper(groups: list[Group], device: torch.device) -> HyperparameterTable:
     """The table, for parameters on the device. Raises ValueError, naming the group, for values that are not legal; an
     lr on a GPU is not read."""
     rows = []
@@ -184,7 +184,7 @@ def hyper(groups: list[Group], device: torch.device) -> Hyper:
         ]
     first = groups[0]
     shared = (first["seed"], ROUNDINGS[first["moment_rounding"]], ROUNDINGS[first["weight_rounding"]])
-    return Hyper(torch.tensor(rows, dtype=torch.float64), lrs, shared)
+    return HyperparameterTable(torch.tensor(rows, dtype=torch.float64), lrs, shared)
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

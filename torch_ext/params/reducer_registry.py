@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from torch_ext.params.local_shard import Local
+from torch_ext.params.local_shard import LocalShard
 
 if TYPE_CHECKING:
-    from torch_ext.comm.communicator import Handle
+    from torch_ext.comm.communicator import Work
 
 
-class Stepper(Protocol):
+class BucketStepper(Protocol):
     """An optimizer that can step a bucket before its step() is called."""
 
     def refuse_backward(self) -> None:
         """RuntimeError where a backward would bring gradients beside some that were applied already."""
 
-    def begin_early(self, owner: "Owner") -> Callable[[int], None] | None:
+    def begin_early(self, owner: "GradientReducer") -> Callable[[int], None] | None:
         """A backward begins after which the owner's gradients are whole. Returns what steps a bucket of them whose sum
         is there, on any thread; None: nothing can be stepped before step()."""
 
@@ -27,7 +27,7 @@ class Stepper(Protocol):
         """Whether something was stepped in backward, and step() is still to come."""
 
 
-class Owner(abc.ABC):
+class GradientReducer(abc.ABC):
     """Reduces the gradients of a model's parameters, and lays out what each rank steps of them."""
 
     params: Sequence[torch.nn.Parameter]
@@ -64,7 +64,7 @@ class Owner(abc.ABC):
         return  # not every owner brings it
 
     @abc.abstractmethod
-    def local(self, param: torch.Tensor) -> Local:
+    def local(self, param: torch.Tensor) -> LocalShard:
         """What this rank steps of the parameter; RuntimeError where the parameter is no longer where it was laid."""
 
     @abc.abstractmethod
@@ -81,13 +81,14 @@ class Owner(abc.ABC):
         asked."""
         raise NotImplementedError
 
-    def offer(self, stepper: Stepper) -> None:
+    def offer(self, stepper: BucketStepper) -> None:
         """The optimizer has states for these parameters: from now on it may be asked to step in backward."""
         return  # not every owner asks
 
     @abc.abstractmethod
-    def gather(self, bucket: int) -> "Handle":
-        """This rank's parts of a bucket's weights were stepped (Local.bucket): starts to bring the others' parts."""
+    def gather(self, bucket: int) -> "Work":
+        """This rank's parts of a bucket's weights were stepped (LocalShard.bucket): starts to bring the others'
+        parts."""
 
     def sync_parameters(self) -> bool:
         """Sees to it that the next forward uses what is in the parameters; whether there was anything to see to."""
@@ -112,7 +113,7 @@ class Owner(abc.ABC):
 
 
 # Not an attribute of the parameter, which would be pickled with it.
-_owners: "dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Owner]]]" = {}
+_owners: "dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[GradientReducer]]]" = {}
 
 generation = 0
 """Changes whenever a parameter gets another owner, or its owner lays it out anew."""
@@ -124,7 +125,7 @@ def changed() -> None:
     generation += 1
 
 
-def register(owner: Owner, params: Iterable[torch.Tensor]) -> None:
+def register(owner: GradientReducer, params: Iterable[torch.Tensor]) -> None:
     """The owner reduces these parameters, until `unregister` or its end."""
     changed()
     keys = []
@@ -134,13 +135,13 @@ def register(owner: Owner, params: Iterable[torch.Tensor]) -> None:
     weakref.finalize(owner, _forget, keys, weakref.ref(owner))
 
 
-def unregister(owner: Owner) -> None:
+def unregister(owner: GradientReducer) -> None:
     """Forgets the owner's parameters."""
     entries = list(_owners.items())  # an owner may end, and be forgotten, while they are looked at
     _forget([key for key, (_, known) in entries if known() is owner], weakref.ref(owner))
 
 
-def _forget(keys: "list[int]", owner: "weakref.ref[Owner]") -> None:
+def _forget(keys: "list[int]", owner: "weakref.ref[GradientReducer]") -> None:
     changed()
     for key in keys:
         entry = _owners.get(key)
@@ -148,13 +149,13 @@ def _forget(keys: "list[int]", owner: "weakref.ref[Owner]") -> None:
             del _owners[key]
 
 
-def owner_of(param: torch.Tensor) -> Owner | None:
+def owner_of(param: torch.Tensor) -> GradientReducer | None:
     """Who reduces the parameter's gradient; None where nobody of ours does."""
     entry = _owners.get(id(param))
     return entry[1]() if entry is not None and entry[0]() is param else None
 
 
-def owners_of(params: Iterable[torch.Tensor]) -> Iterator[Owner]:
+def owners_of(params: Iterable[torch.Tensor]) -> Iterator[GradientReducer]:
     """Each owner once."""
     seen: set[int] = set()
     for param in params:

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torch_ext.comm import group_calls
-from torch_ext.grads.norm import Part
-from torch_ext.params.local_shard import Local, is_dtensor, of_dtensor, tensor_of
+from torch_ext.grads.norm import NormGroup
+from torch_ext.params.local_shard import LocalShard, is_dtensor, of_dtensor, tensor_of
 
 if TYPE_CHECKING:
-    from torch_ext.params.reducer_registry import Owner
+    from torch_ext.params.reducer_registry import GradientReducer
 
 
-class Locals:
+class ShardMap:
     """The local parts of an optimizer's parameters, and where their gradients are found."""
 
-    def __init__(self, params: Sequence[Tensor], owners: "Sequence[Owner | None]", generation: int) -> None:
+    def __init__(self, params: Sequence[Tensor], owners: "Sequence[GradientReducer | None]", generation: int) -> None:
         self.params, self.generation = list(params), generation
-        self.owners: list[Owner | None] = [o if o is not None and o.sharded else None for o in owners]
+        self.owners: list[GradientReducer | None] = [o if o is not None and o.sharded else None for o in owners]
         self._dtensors = [owner is None and is_dtensor(p) for p, owner in zip(params, self.owners, strict=True)]
         self.plain = not any(self._dtensors) and not any(owner is not None for owner in self.owners)
         """Whether every parameter is stepped as it is."""
@@ -53,13 +53,13 @@ class Locals:
             return all(a.data_ptr() == b.data_ptr() for a, b in zip(now, self._tensors, strict=True))
         return True
 
-    def of(self, i: int) -> Local:
+    def of(self, i: int) -> LocalShard:
         owner = self.owners[i]
         if owner is not None:
             return owner.local(self.params[i])
         if self._dtensors[i]:
             return of_dtensor(self.params[i])
-        return Local(self.params[i], 0, (), None)
+        return LocalShard(self.params[i], 0, (), None)
 
     def grads(self) -> list[Tensor | None]:
         """The gradient of each parameter's local part; None where it has none."""
@@ -79,7 +79,7 @@ class Locals:
                 grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
         return tensor_of(grad)  # the same object every time: a clipping knows its gradients by it
 
-    def parts(self, present: Sequence[bool]) -> list[Part]:
+    def parts(self, present: Sequence[bool]) -> list[NormGroup]:
         """The gradients that are there by who adds up their statistics; positions are among those that are there."""
         found: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         at = 0
@@ -91,10 +91,10 @@ class Locals:
                 at += 1
         return [self._part(key, members) for key, members in found.items()]
 
-    def _part(self, key: tuple[Any, ...], members: list[tuple[int, int]]) -> Part:
+    def _part(self, key: tuple[Any, ...], members: list[tuple[int, int]]) -> NormGroup:
         positions = [at for at, _ in members]
         first = members[0][1]
         owner = self.owners[first]
         if owner is None:
-            return Part(key, positions, None)
-        return Part(self.of(first).groups, positions, owner.stats([self.params[i] for _, i in members]))
+            return NormGroup(key, positions, None)
+        return NormGroup(self.of(first).groups, positions, owner.stats([self.params[i] for _, i in members]))

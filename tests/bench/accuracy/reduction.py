@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench import bench_report, step
 from torch_ext.comm import wire as comm_wire
-from torch_ext.comm.wire import Piece, Seeds, Wire
+from torch_ext.comm.wire import ParamSlice, RoundingSeeds, WireBuffer
 from torch_ext.native import constants, ops
 
 _RANKS = (8, 64, 512, 1024, 4096)
@@ -60,13 +60,13 @@ def reduce(ranks: int, gradients: Gradients) -> Reduced:
     elements = gradients.elements
     exact = torch.zeros(elements, dtype=torch.float64)
     ring = torch.zeros(elements, dtype=torch.bfloat16)
-    wires = Wire.empty(ranks * elements, torch.bfloat16, ring.device).parts(ranks)
-    coded = Wire.empty(ranks * elements, comm_wire.CODES, ring.device).parts(ranks)
-    whole = [Piece(0, 0, elements, 0)]
+    wires = WireBuffer.empty(ranks * elements, torch.bfloat16, ring.device).parts(ranks)
+    coded = WireBuffer.empty(ranks * elements, comm_wire.CODES, ring.device).parts(ranks)
+    whole = [ParamSlice(0, 0, elements, 0)]
     for rank, grad in enumerate(gradients(ranks)):
         exact += grad.double()
-        comm_wire.pack([grad], whole, [0], wires[rank], Seeds.of_parts(rank, 0))
-        comm_wire.pack([grad], whole, [0], coded[rank], Seeds.of_parts(rank, 0))
+        comm_wire.pack([grad], whole, [0], wires[rank], RoundingSeeds.of_parts(rank, 0))
+        comm_wire.pack([grad], whole, [0], coded[rank], RoundingSeeds.of_parts(rank, 0))
         ring += wires[rank].data
     exact /= ranks
     return Reduced(
@@ -79,9 +79,9 @@ def reduce(ranks: int, gradients: Gradients) -> Reduced:
     )
 
 
-def _mean(chunks: Sequence[Wire], dtype: torch.dtype) -> Tensor:
+def _mean(chunks: Sequence[WireBuffer], dtype: torch.dtype) -> Tensor:
     shard = torch.empty(chunks[0].data.numel(), dtype=dtype)
-    comm_wire.add_up(chunks, shard, 1.0 / len(chunks))
+    comm_wire.reduce_chunks(chunks, shard, 1.0 / len(chunks))
     return shard
 
 

@@ -20,7 +20,7 @@ from torch_ext.native import cuda_library
 from torch_ext.optim.cpu_offload import staged_args
 
 
-class Lane(abc.ABC):
+class CopyStream(abc.ABC):
     """Copies one after the other, in the order in which they were asked for, by any thread."""
 
     @abc.abstractmethod
@@ -48,7 +48,7 @@ class Lane(abc.ABC):
         return contextlib.nullcontext()
 
 
-class HostLane(Lane):
+class HostCopyStream(CopyStream):
     """Host memory in the place of a device's: a copy is done when `copy` comes back."""
 
     def begin(self) -> None: ...
@@ -65,7 +65,7 @@ class HostLane(Lane):
     def end(self) -> None: ...
 
 
-class CudaLane(Lane):
+class CudaCopyStream(CopyStream):
     """A stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -93,9 +93,9 @@ class CudaLane(Lane):
         return cuda_library.relaxed()
 
 
-class Lanes(NamedTuple):
-    down: Lane
-    up: Lane
+class CopyStreams(NamedTuple):
+    down: CopyStream
+    up: CopyStream
     slots: int
     """How many batches each thread has under way."""
     numel: int
@@ -118,29 +118,31 @@ _NUMEL = 1 << 15
 _NUMEL_OF_DEVICE = 1 << 19
 
 
-def lanes_of(device: torch.device) -> Lanes:
+def lanes_of(device: torch.device) -> CopyStreams:
     """The lanes to and from a device, and what they are best used with. ValueError where there are none."""
     if device.type == "cpu":
         # Copies are done when they are asked for: another batch in advance would only take room in the cache.
-        return Lanes(HostLane(), HostLane(), slots=1, numel=_NUMEL, shared=True, native=lambda slots: None)
+        return CopyStreams(
+            HostCopyStream(), HostCopyStream(), slots=1, numel=_NUMEL, shared=True, native=lambda slots: None
+        )
     if device.type == "cuda":
-        down, up = CudaLane(device), CudaLane(device)
-        return Lanes(down, up, slots=3, numel=_NUMEL_OF_DEVICE, shared=False, native=NativeOfCuda(down, up))
+        down, up = CudaCopyStream(device), CudaCopyStream(device)
+        return CopyStreams(down, up, slots=3, numel=_NUMEL_OF_DEVICE, shared=False, native=NativeCopyOps(down, up))
     raise ValueError(f"offload_fraction: parameters are on {device}; cpu and cuda are legal")
 
 
-class NativeOfCuda:
-    """`Lanes.native` over the streams of two lanes: made for as many slots as were asked for so far."""
+class NativeCopyOps:
+    """`CopyStreams.native` over the streams of two lanes: made for as many slots as were asked for so far."""
 
-    def __init__(self, down: CudaLane, up: CudaLane) -> None:
+    def __init__(self, down: CudaCopyStream, up: CudaCopyStream) -> None:
         self._down, self._up, self._slots = down, up, 0
-        self._made: list[staged_args.CudaLanes] = []  # earlier ones may have copies under way
+        self._made: list[staged_args.CudaCopyOps] = []  # earlier ones may have copies under way
 
     def __call__(self, slots: int) -> int:
         if slots > self._slots:
             index = self._down.stream.device_index
             streams = self._down.stream.cuda_stream, self._up.stream.cuda_stream
-            self._made.append(staged_args.CudaLanes(index, *streams, slots))
+            self._made.append(staged_args.CudaCopyOps(index, *streams, slots))
             self._slots = slots
         return ctypes.addressof(self._made[-1].native)
 
@@ -169,7 +171,7 @@ class Buffers:
     it: it is let go of when they are done, and so is the process.
     """
 
-    def __init__(self, lanes: Lanes, device: torch.device) -> None:
+    def __init__(self, lanes: CopyStreams, device: torch.device) -> None:
         self.lanes, self.device = lanes, device
         self._made: dict[Hashable, Tensor] = {}
         weakref.finalize(self, _finish, lanes).atexit = False
@@ -188,7 +190,7 @@ class Buffers:
 _alive: "weakref.WeakSet[Buffers]" = weakref.WeakSet()
 
 
-def _finish(lanes: Lanes) -> None:
+def _finish(lanes: CopyStreams) -> None:
     """Any thread, also while another one captures a graph."""
     with contextlib.suppress(RuntimeError), lanes.up.waiting():  # a device that failed has nothing on its way any more
         for lane in (lanes.down, lanes.up):

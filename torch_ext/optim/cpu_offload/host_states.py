@@ -12,11 +12,11 @@ from torch import Tensor
 from torch_ext.optim.cpu_offload.copies import Buffers, lanes_of
 from torch_ext.optim.cpu_offload.host_step import HostPlan
 from torch_ext.optim.state import access
-from torch_ext.optim.state.masters import Seen
-from torch_ext.optim.state.param_state import Gather, Member
+from torch_ext.optim.state.masters import SyncedVersion
+from torch_ext.optim.state.param_state import AllGatherTarget, ParamState
 
 
-class HostPart:
+class HostStates:
     def __init__(self, fraction: float) -> None:
         """fraction: of the bytes of states and masters. ValueError unless it is in [0, 1]."""
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
@@ -77,7 +77,7 @@ class HostPart:
     # -- the step
 
     def plan(
-        self, members: Sequence[Member], gathers: Sequence[Gather], seen: Mapping[Tensor, Seen]
+        self, members: Sequence[ParamState], gathers: Sequence[AllGatherTarget], seen: Mapping[Tensor, SyncedVersion]
     ) -> HostPlan | None:
         """The step of those of the members that lie here; None: none does."""
         chosen = [(m, gather) for m, gather in zip(members, gathers, strict=True) if m.host]

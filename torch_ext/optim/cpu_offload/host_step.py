@@ -24,21 +24,21 @@ from torch import Tensor
 from torch_ext.optim.cpu_offload.copies import Buffers
 from torch_ext.optim.cpu_offload.staged_call import Call, Counters, Settings
 from torch_ext.optim.cpu_offload.write_check import sample_of
-from torch_ext.optim.state.masters import Seen
-from torch_ext.optim.state.param_state import Member, named, refuse_grad
-from torch_ext.params.param_groups import Hyper
+from torch_ext.optim.state.masters import SyncedVersion
+from torch_ext.optim.state.param_state import ParamState, named, refuse_grad
+from torch_ext.params.param_groups import HyperparameterTable
 from torch_ext.tensors import dense
 
 if TYPE_CHECKING:
-    from torch_ext.optim.state.param_state import Gather
+    from torch_ext.optim.state.param_state import AllGatherTarget
 
 
 class HostPlan:
     def __init__(
         self,
-        members: Sequence[Member],
-        gathers: "Sequence[Gather]",
-        seen: Mapping[Tensor, Seen],
+        members: Sequence[ParamState],
+        gathers: "Sequence[AllGatherTarget]",
+        seen: Mapping[Tensor, SyncedVersion],
         buffers: Buffers,
     ) -> None:
         """gathers: of each member, the bucket that is gathered after its step."""
@@ -54,7 +54,7 @@ class HostPlan:
             w if dense.is_dense(w) else torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights
         ]
         self._copied = [i for i, (w, order) in enumerate(zip(weights, self._orders, strict=True)) if order is not w]
-        self._of: dict[Gather, list[int]] = {}
+        self._of: dict[AllGatherTarget, list[int]] = {}
         for i, gather in enumerate(gathers):
             self._of.setdefault(gather, []).append(i)
         self._counters = Counters()
@@ -84,7 +84,7 @@ class HostPlan:
         return self._counters.skipped
 
     @property
-    def gathers(self) -> "Iterable[Gather]":
+    def gathers(self) -> "Iterable[AllGatherTarget]":
         """Of which buckets it steps a part."""
         return self._of
 
@@ -94,11 +94,11 @@ class HostPlan:
 
     # -- writes by somebody else
 
-    def _known_version(self, i: int, seen: Mapping[Tensor, Seen]) -> int:
+    def _known_version(self, i: int, seen: Mapping[Tensor, SyncedVersion]) -> int:
         member, last = self.members[i], seen.get(self.members[i].param)
         return last.version if last is not None and last.fits(member, self._addresses[i]) else -1
 
-    def suspects(self) -> list[Member]:
+    def suspects(self) -> list[ParamState]:
         """Those of which somebody else may have written to the weight or the fp32 master since they were last seen."""
         strays = self._sample.strays()
         masters = map(operator.ne, self._master_versions_now(), self._master_versions)
@@ -113,10 +113,10 @@ class HostPlan:
     def _master_versions_now(self) -> list[int]:
         return [self.members[i].master._version for i in self._mastered]
 
-    def seen(self) -> dict[Tensor, Seen]:
+    def seen(self) -> dict[Tensor, SyncedVersion]:
         """What is known of them, for the next plan."""
         return {
-            self.params[i]: Seen(version, self._addresses[i], self.members[i].master, master_version)
+            self.params[i]: SyncedVersion(version, self._addresses[i], self.members[i].master, master_version)
             for i, version, master_version in zip(self._mastered, self._versions, self._master_versions, strict=True)
             if version >= 0
         }
@@ -126,7 +126,7 @@ class HostPlan:
     def begin(
         self,
         grads: Sequence[Tensor],
-        hyper: Hyper,
+        hyper: HyperparameterTable,
         scalars: tuple[Tensor, Tensor, Tensor],
         *,
         sample: bool,
@@ -170,7 +170,7 @@ class HostPlan:
         self._lanes.down.copy(brought, [lr.view(-1) for lr in lrs])
         return brought
 
-    def step(self, gather: "Gather") -> None:
+    def step(self, gather: "AllGatherTarget") -> None:
         """Steps what is gathered with this bucket. What the device does next, a gather say, sees the weights. Raises
         RuntimeError where a copy fails; others may have been stepped then."""
         chosen = self._of.get(gather)

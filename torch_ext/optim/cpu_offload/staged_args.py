@@ -15,7 +15,7 @@ MARK = ctypes.CFUNCTYPE(_Int32, _Pointer, _Int32, _Int64, _Pointer)
 FOLLOW = ctypes.CFUNCTYPE(_Int32, _Pointer, _Int64, _Pointer)
 
 
-class NativeLanes(native_library.Struct):
+class CopyOps(native_library.Struct):
     c_name = "tx_lanes"
     _fields_ = [
         ("size", ctypes.c_uint64),
@@ -64,7 +64,7 @@ def adamw_staged() -> Callable[[int, int, int, int], int]:
     return native_library.function("tx_adamw_staged", *[_Pointer] * 4, restype=_Int32)
 
 
-class CudaLanes:
+class CudaCopyOps:
     """Lanes of the library for GPUs, over two streams (cudaStream_t) of a device; they must stay. Raises RuntimeError
     where the library is not there, or a CUDA call fails."""
 
@@ -77,11 +77,11 @@ class CudaLanes:
             _Pointer,
             _Pointer,
             _Int64,
-            ctypes.POINTER(NativeLanes),
+            ctypes.POINTER(CopyOps),
             ctypes.POINTER(native_library.Error),
         ]
-        self._free.argtypes, self._free.restype = [ctypes.POINTER(NativeLanes)], None
-        self.native, error = NativeLanes(), native_library.Error()
+        self._free.argtypes, self._free.restype = [ctypes.POINTER(CopyOps)], None
+        self.native, error = CopyOps(), native_library.Error()
         native_library.check(make(device, down, up, slots, ctypes.byref(self.native), ctypes.byref(error)), error)
 
     def __del__(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_ext.native import constants, ops
 from torch_ext.optim.cpu_offload.copies import Buffers, Layout
-from torch_ext.optim.state.param_state import Member
+from torch_ext.optim.state.param_state import ParamState
 from torch_ext.tensors import dense
 
 
@@ -28,13 +28,13 @@ class Sample(abc.ABC):
         """For each member, whether somebody else wrote to it; of nobody where no sample was brought."""
 
 
-def sample_of(members: Sequence[Member], buffers: Buffers) -> Sample:
+def sample_of(members: Sequence[ParamState], buffers: Buffers) -> Sample:
     """members: each with an fp32 master."""
-    return Witnessed(members) if buffers.lanes.shared else Brought(members, buffers)
+    return ChecksumCheck(members) if buffers.lanes.shared else Brought(members, buffers)
 
 
-class Witnessed(Sample):
-    def __init__(self, members: Sequence[Member]) -> None:
+class ChecksumCheck(Sample):
+    def __init__(self, members: Sequence[ParamState]) -> None:
         self._members = members
         self._wanted = False
         self._dense = all(dense.is_dense(m.weight) for m in members)
@@ -60,7 +60,7 @@ class Witnessed(Sample):
 
 
 class Brought(Sample):
-    def __init__(self, members: Sequence[Member], buffers: Buffers) -> None:
+    def __init__(self, members: Sequence[ParamState], buffers: Buffers) -> None:
         self._lanes = buffers.lanes
         weights = [_sampled(m.weight.detach(), m.weight) for m in members]
         self._there = [part for parts in weights for part in parts]

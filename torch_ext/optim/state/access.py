@@ -17,7 +17,7 @@ Entry: TypeAlias = dict[str, Any]
 def _handing_out(name: str) -> Callable[..., Any]:
     method = getattr(defaultdict, name)
 
-    def marked(self: "Kept", *arguments: Any, **options: Any) -> Any:
+    def marked(self: "TrackedState", *arguments: Any, **options: Any) -> Any:
         self.handed_out = True
         return method(self, *arguments, **options)
 
@@ -25,7 +25,7 @@ def _handing_out(name: str) -> Callable[..., Any]:
     return marked
 
 
-class Kept(defaultdict[Tensor, Entry]):
+class TrackedState(defaultdict[Tensor, Entry]):
     """A defaultdict(dict), as torch's. Keys may be looked at; whoever gets at an entry, or puts one, is noticed.
 
     The optimizer itself uses `entry`, `peek` and `entries`, which nobody notices, and which work on any dict that
@@ -36,7 +36,9 @@ class Kept(defaultdict[Tensor, Entry]):
     _make: "weakref.WeakMethod[Callable[[], None]] | None" = None
 
     @classmethod
-    def of(cls, entries: dict[Tensor, Entry], handed_out: bool, make: Callable[[], None] | None = None) -> "Kept":
+    def of(
+        cls, entries: dict[Tensor, Entry], handed_out: bool, make: Callable[[], None] | None = None
+    ) -> "TrackedState":
         """make: a method of the optimizer that makes the state which is missing (see `__bool__`)."""
         kept = cls(dict, entries)
         kept.handed_out = handed_out
@@ -66,7 +68,7 @@ for _name in (
     *("__getitem__", "__setitem__", "__delitem__", "__or__", "__ror__", "__ior__", "__copy__", "copy", "get", "items"),
     *("values", "pop", "popitem", "setdefault", "update", "clear"),
 ):
-    setattr(Kept, _name, _handing_out(_name))
+    setattr(TrackedState, _name, _handing_out(_name))
 
 
 def entry(state: dict[Tensor, Entry], p: Tensor) -> Entry:
@@ -84,4 +86,4 @@ def entries(state: dict[Tensor, Entry]) -> list[Entry]:
 
 
 def handed_out(state: dict[Tensor, Entry]) -> bool:
-    return not isinstance(state, Kept) or state.handed_out
+    return not isinstance(state, TrackedState) or state.handed_out

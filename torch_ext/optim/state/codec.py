@@ -31,7 +31,7 @@ GRAIN = WITNESSED["master_remainder"]
 """Elements that are encoded together: a part of a state begins at a multiple of it."""
 
 
-class Kinds(NamedTuple):
+class StateDtypes(NamedTuple):
     """What the state of a parameter is made of."""
 
     exp_avg: torch.dtype
@@ -47,7 +47,7 @@ class Kinds(NamedTuple):
         return found | ({"master_param": self.master != "master_param"} if self.master else {})
 
 
-def kinds_of(policy: Policy, dtype: torch.dtype) -> Kinds:
+def kinds_of(policy: Policy, dtype: torch.dtype) -> StateDtypes:
     """What a parameter in `dtype` has under the policy. Raises ValueError for settings that the optimizer refuses."""
     row = policy.row(dtype)
     if row.main_params_dtype not in (None, torch.float32):
@@ -60,14 +60,14 @@ def kinds_of(policy: Policy, dtype: torch.dtype) -> Kinds:
     if dtype != torch.float32 and row.main_params_dtype is not None:
         remainder = row.store_param_remainders and dtype == torch.bfloat16
         master = "master_remainder" if remainder else "master_param"
-    return Kinds(row.exp_avg_dtype, row.exp_avg_sq_dtype, master)
+    return StateDtypes(row.exp_avg_dtype, row.exp_avg_sq_dtype, master)
 
 
 def blocks(p: Tensor) -> int:
     return -(-p.numel() // constants.BLOCK)
 
 
-def complete(state: Mapping[str, Any], kinds: Kinds) -> bool:
+def complete(state: Mapping[str, Any], kinds: StateDtypes) -> bool:
     """Whether the state has been made: all of it, or nothing but the step."""
     scaled = kinds.scaled("exp_avg") or kinds.scaled("exp_avg_sq")
     witness = "witness" if kinds.master else None
@@ -75,7 +75,7 @@ def complete(state: Mapping[str, Any], kinds: Kinds) -> bool:
     return all(key is None or key in state for key in wanted)
 
 
-def settle(p: Tensor, state: dict[str, Any], kinds: Kinds, name: str) -> None:
+def settle(p: Tensor, state: dict[str, Any], kinds: StateDtypes, name: str) -> None:
     """Sees to it that complete state at rest is that of p as p is now.
 
     Where p came to lie differently in memory (channels_last, say), the state follows. Raises ValueError where somebody
@@ -102,7 +102,7 @@ def settle(p: Tensor, state: dict[str, Any], kinds: Kinds, name: str) -> None:
             return
 
 
-def _parts(p: Tensor, kinds: Kinds) -> dict[str, tuple[Tensor, torch.dtype]]:
+def _parts(p: Tensor, kinds: StateDtypes) -> dict[str, tuple[Tensor, torch.dtype]]:
     """What the state of p has beside the step: the dtype of each, and a tensor of its shape."""
     parts = {"exp_avg": (p, kinds.exp_avg), "exp_avg_sq": (p, kinds.exp_avg_sq)}
     scaled = kinds.scaled("exp_avg") + kinds.scaled("exp_avg_sq")
@@ -115,12 +115,12 @@ def _parts(p: Tensor, kinds: Kinds) -> dict[str, tuple[Tensor, torch.dtype]]:
     return parts
 
 
-def nbytes(p: Tensor, kinds: Kinds) -> int:
+def nbytes(p: Tensor, kinds: StateDtypes) -> int:
     """Bytes of the state of p, without the step."""
     return sum(shaped.numel() * dtype.itemsize for shaped, dtype in _parts(p, kinds).values())
 
 
-def make(wanted: Sequence[tuple[Tensor, Kinds]]) -> list[dict[str, Tensor]]:
+def make(wanted: Sequence[tuple[Tensor, StateDtypes]]) -> list[dict[str, Tensor]]:
     """Zero moments, and the weight as its own master, without the step: the state of each parameter.
 
     Those of small parameters share their memory (see `dense`).
@@ -141,12 +141,12 @@ def make(wanted: Sequence[tuple[Tensor, Kinds]]) -> list[dict[str, Tensor]]:
     return states
 
 
-def _scale_rows(state: Mapping[str, Tensor], kinds: Kinds) -> Tensor:
+def _scale_rows(state: Mapping[str, Tensor], kinds: StateDtypes) -> Tensor:
     """`scales` by moment (a view)."""
     return state["scales"].view(kinds.scaled("exp_avg") + kinds.scaled("exp_avg_sq"), blocks(state["exp_avg"]))
 
 
-def renew_witness(weight: Tensor, state: Mapping[str, Any], kinds: Kinds) -> None:
+def renew_witness(weight: Tensor, state: Mapping[str, Any], kinds: StateDtypes) -> None:
     """The witness becomes that of `weight`, which is contiguous in the master's memory order."""
     assert kinds.master is not None
     ops.call(
@@ -159,7 +159,7 @@ def renew_witness(weight: Tensor, state: Mapping[str, Any], kinds: Kinds) -> Non
     )
 
 
-def _fit_witness(p: Tensor, state: dict[str, Any], kinds: Kinds) -> None:
+def _fit_witness(p: Tensor, state: dict[str, Any], kinds: StateDtypes) -> None:
     """Anew where somebody cut the state to another shape of the parameter, as pruning does."""
     count = _parts(p, kinds)["witness"][0].numel()
     if state["witness"].shape != (count,):
@@ -180,12 +180,12 @@ def _own_remainder(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
     return remainder
 
 
-def scale_of(state: Mapping[str, Tensor], kinds: Kinds, moment: str) -> Tensor:
+def scale_of(state: Mapping[str, Tensor], kinds: StateDtypes, moment: str) -> Tensor:
     """The part of `scales` that belongs to a block-scaled moment (a view)."""
     return _scale_rows(state, kinds)[int(moment == "exp_avg_sq" and kinds.scaled("exp_avg"))]
 
 
-def part(state: Mapping[str, Any], kinds: Kinds, begin: int, end: int) -> dict[str, Tensor]:
+def part(state: Mapping[str, Any], kinds: StateDtypes, begin: int, end: int) -> dict[str, Tensor]:
     """Views of complete state at rest, without the step: that of elements [begin, end) in memory order, which `decode`
     and `encode` take beside that part of the weight. Both are multiples of GRAIN; end may be that of the parameter."""
     parts = {key: dense.flat(state[key]).view(-1)[begin:end] for key in FORMATS}
@@ -198,7 +198,9 @@ def part(state: Mapping[str, Any], kinds: Kinds, begin: int, end: int) -> dict[s
     return parts
 
 
-def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds, wanted: Collection[str] = LOGICAL) -> dict[str, Any]:
+def decode(
+    p: Tensor, state: Mapping[str, Any], kinds: StateDtypes, wanted: Collection[str] = LOGICAL
+) -> dict[str, Any]:
     """At rest -> logical: of the wanted keys, those that there are. Tensors that are logical already are handed out as
     they are, not copied."""
     logical: dict[str, Any] = {"step": state["step"]} if "step" in wanted else {}
@@ -237,7 +239,7 @@ def decode(p: Tensor, state: Mapping[str, Any], kinds: Kinds, wanted: Collection
 
 
 def encode(
-    p: Tensor, logical: Mapping[str, Any], kinds: Kinds, own: Mapping[str, Any], state: dict[str, Tensor]
+    p: Tensor, logical: Mapping[str, Any], kinds: StateDtypes, own: Mapping[str, Any], state: dict[str, Tensor]
 ) -> None:
     """Logical -> at rest, without the step, into `state` as it was made. What is missing stays as it was made: a master
     is seeded from the weight.

@@ -16,7 +16,7 @@ from torch_ext.comm import group_calls
 from torch_ext.grads.errors import names_of
 from torch_ext.optim.state import codec
 from torch_ext.optim.state.save import is_cut
-from torch_ext.optim.state.sources import AtRest, same_values, stretches
+from torch_ext.optim.state.sources import EncodedState, same_values, stretches
 from torch_ext.optim.state.state_tensor import StateTensor
 from torch_ext.optim.state.stateful import StatefulOptimizer
 from torch_ext.params import hyper_parameters, local_shard, param_groups
@@ -64,7 +64,7 @@ def _all(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-class Sealed:
+class EncodedEntry:
     """State at rest on its way through torch's load_state_dict, which leaves alone what it does not know."""
 
     def __init__(self, at_rest: dict[str, Any], host: bool) -> None:
@@ -76,14 +76,14 @@ class _Target(NamedTuple):
 
     param: Any
     name: str
-    local: local_shard.Local
+    local: local_shard.LocalShard
     weight: Tensor  # of local, detached, where the state is to lie
-    kinds: codec.Kinds
+    kinds: codec.StateDtypes
     own: Mapping[str, Any]  # the state that it has
     host: bool  # whether it is stepped on the host
 
 
-def sealed(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def encode_for_load(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Checks everything, then logical -> at rest. Changes nothing of the optimizer."""
     targets = _targets(optimizer, state_dict)
     entries = {}
@@ -112,7 +112,7 @@ def sealed(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str
             else:
                 _settle(target, entry, losses)
             step = torch.tensor(float(entry["step"]), dtype=torch.float32, device=target.weight.device)
-            state[index] = Sealed({"step": step, **at_rest}, target.host)
+            state[index] = EncodedEntry({"step": step, **at_rest}, target.host)
     losses.warn()
     return {**state_dict, "state": state}
 
@@ -274,7 +274,7 @@ def _encode(target: _Target, entry: Mapping[str, Any], at_rest: dict[str, Tensor
             losses.dropped(name)
 
 
-def part(p: Any, local: local_shard.Local, value: Any) -> Tensor:
+def part(p: Any, local: local_shard.LocalShard, value: Any) -> Tensor:
     """This rank's part of what was loaded for p, as a plain tensor that lies like local.weight."""
     if local_shard.is_dtensor(value):
         if tuple(value.placements) != tuple(p.placements):
@@ -298,7 +298,7 @@ def part(p: Any, local: local_shard.Local, value: Any) -> Tensor:
 
 
 def _survived(
-    weight: Tensor, at_rest: dict[str, Tensor], kinds: codec.Kinds, key: str, encoded: bool, value: Tensor
+    weight: Tensor, at_rest: dict[str, Tensor], kinds: codec.StateDtypes, key: str, encoded: bool, value: Tensor
 ) -> bool:
     """Whether what is at rest now has the same values."""
     if key == "master_param" and encoded:
@@ -310,5 +310,5 @@ def _survived(
         flat = dense.in_order_of(kept, value).view(-1)
         return all(same_values(dense.flat(kept).view(-1)[b:e], flat[b:e]) for b, e in stretches(flat.numel()))
     flat = dense.in_order_of(at_rest[key], value).view(-1)
-    source = AtRest(weight, at_rest, kinds, key)
+    source = EncodedState(weight, at_rest, kinds, key)
     return all(same_values(source.read(b, e), flat[b:e]) for b, e in stretches(flat.numel()))

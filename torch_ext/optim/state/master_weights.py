@@ -14,13 +14,13 @@ from torch_ext.params import param_groups, reducer_registry
 from torch_ext.tensors import dense
 
 if TYPE_CHECKING:
-    from torch_ext.optim.state.param_state import Member
+    from torch_ext.optim.state.param_state import ParamState
 
 
 _CALL = "resync_masters(state_dict=...)"
 
 
-def seed(members: Sequence["Member"], keys: Sequence[str | int], state_dict: Mapping[str, Any]) -> int:
+def seed(members: Sequence["ParamState"], keys: Sequence[str | int], state_dict: Mapping[str, Any]) -> int:
     """Masters become what the weights were rounded from (semantics.md, D5). Returns how many elements changed.
 
     members: each with a master. keys: of each, its name. state_dict: a model's; entries of others are passed over.
@@ -46,7 +46,7 @@ def seed(members: Sequence["Member"], keys: Sequence[str | int], state_dict: Map
     return sum(_install(m, master) for m, master in zip(members, wanted, strict=True))
 
 
-def _value_of(m: "Member", value: Any) -> Tensor:
+def _value_of(m: "ParamState", value: Any) -> Tensor:
     """This rank's part of it, fp32, as contiguous memory in the master's order."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         found = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -59,11 +59,11 @@ def _value_of(m: "Member", value: Any) -> Tensor:
     return dense.in_order_of(m.master, part.to(m.master.device, torch.float32).view(m.master.shape))
 
 
-def _weight_of(m: "Member") -> Tensor:
+def _weight_of(m: "ParamState") -> Tensor:
     return dense.in_order_of(m.master, m.weight.detach().to(m.master.device))
 
 
-def _refuse_other(m: "Member", master: Tensor) -> None:
+def _refuse_other(m: "ParamState", master: Tensor) -> None:
     strays = torch.zeros(1, dtype=torch.int64, device=master.device)
     ops.call("master_resync_", [_weight_of(m)], [master], strays, False, True)
     if count := int(strays):
@@ -73,7 +73,7 @@ def _refuse_other(m: "Member", master: Tensor) -> None:
         )
 
 
-def _install(m: "Member", master: Tensor) -> int:
+def _install(m: "ParamState", master: Tensor) -> int:
     new = master
     if m.kinds.master == "master_remainder":
         new, weight = torch.empty_like(master, dtype=torch.int16), torch.empty_like(master, dtype=m.weight.dtype)
@@ -87,7 +87,7 @@ def _install(m: "Member", master: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def opened(members: Sequence["Member"], keys: Sequence[str | int]) -> Iterator[dict[str | int, Tensor]]:
+def opened(members: Sequence["ParamState"], keys: Sequence[str | int]) -> Iterator[dict[str | int, Tensor]]:
     """See Adam.master_weights. members: all that are trained, masters in agreement with weights. keys: of each."""
     gathers = [gather_of(m, reducer_registry.owner_of(m.param)) for m in members]
     for owner in dict.fromkeys(owner for owner, _ in filter(None, gathers)):
@@ -129,19 +129,19 @@ def _refuse_conversions(converted: Iterable[tuple[str, Tensor, Tensor]]) -> None
         )
 
 
-def _swaps(m: "Member") -> bool:
+def _swaps(m: "ParamState") -> bool:
     """Whether the parameter itself can be its master for a while: not where it is part of something else."""
     return m.kinds.master is not None and m.weight is m.param
 
 
-def _opened(m: "Member") -> Tensor:
+def _opened(m: "ParamState") -> Tensor:
     """The master itself where it is at rest in fp32, on the parameter's device."""
     if m.kinds.master is None:
         return m.weight.detach()
     return codec.decode(m.weight, m.state, m.kinds, ("master_param",))["master_param"].to(m.weight.device)
 
 
-def _close(m: "Member", master: Tensor) -> None:
+def _close(m: "ParamState", master: Tensor) -> None:
     """The weight becomes the nearest of what its master is now."""
     wide = dense.in_order_of(m.master, master.detach().to(m.master.device))
     weight = torch.empty_like(wide, dtype=m.weight.dtype)

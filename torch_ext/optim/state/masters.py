@@ -12,10 +12,10 @@ from torch_ext.optim.state import codec
 from torch_ext.tensors import dense
 
 if TYPE_CHECKING:
-    from torch_ext.optim.state.param_state import Member
+    from torch_ext.optim.state.param_state import ParamState
 
 
-class Seen(NamedTuple):
+class SyncedVersion(NamedTuple):
     """How a weight looked when its master was last known to round to it; a write by somebody else shows in it."""
 
     version: int  # of the parameter
@@ -23,14 +23,14 @@ class Seen(NamedTuple):
     master: Tensor
     master_version: int  # a checkpoint may be loaded into it
 
-    def fits(self, member: "Member", address: int) -> bool:
+    def fits(self, member: "ParamState", address: int) -> bool:
         """Whether weight and master are where they were, and nobody wrote to the master."""
         master = member.master
         return self.address == address and self.master is master and self.master_version == master._version
 
 
-def look(member: "Member") -> Seen:
-    return Seen(member.version, member.place.data_ptr(), member.master, member.master._version)
+def look(member: "ParamState") -> SyncedVersion:
+    return SyncedVersion(member.version, member.place.data_ptr(), member.master, member.master._version)
 
 
 # What the step's operator does about writes by somebody else; before the step, "error" checks.
@@ -41,7 +41,7 @@ MODES = {
 }
 
 
-def resync(members: Sequence["Member"], force: bool = False) -> Tensor:
+def resync(members: Sequence["ParamState"], force: bool = False) -> Tensor:
     """Makes masters their weights where they don't round to them (everywhere with `force`). Beside remainders, of which
     every one is legal: where the weights of a block are not those that its witness stands for.
 
@@ -64,7 +64,7 @@ def resync(members: Sequence["Member"], force: bool = False) -> Tensor:
     return changed
 
 
-def written(members: Sequence["Member"]) -> Tensor:
+def written(members: Sequence["ParamState"]) -> Tensor:
     """How many elements of each `resync` would change. Changes nothing."""
     found = _counts(members)
     _run(ops.look, "master_resync_", members, ("master_param",), found, False, True)
@@ -75,7 +75,7 @@ def written(members: Sequence["Member"]) -> Tensor:
 def _run(
     way: Callable[..., None],
     name: str,
-    members: Sequence["Member"],
+    members: Sequence["ParamState"],
     among: Container[str],
     counts: Tensor,
     *options: Any,
@@ -94,16 +94,16 @@ def _run(
                 counts += found.to(counts.device)
 
 
-def _row(m: "Member") -> tuple[Tensor, Tensor, Tensor]:
+def _row(m: "ParamState") -> tuple[Tensor, Tensor, Tensor]:
     weight = m.weight.detach().to(m.master.device)  # the host, of a member that is stepped there
     return dense.in_order_of(m.master, weight), dense.flat(m.master), m.state["witness"]
 
 
-def _counts(members: Sequence["Member"]) -> Tensor:
+def _counts(members: Sequence["ParamState"]) -> Tensor:
     return torch.zeros(len(members), dtype=torch.int64, device=members[0].weight.device if members else None)
 
 
-def refuse_written(members: Sequence["Member"]) -> None:
+def refuse_written(members: Sequence["ParamState"]) -> None:
     """RuntimeError, naming them, where weights are not what their masters round to. By content, not by the counters: a
     load of the same weights is no error.
     """

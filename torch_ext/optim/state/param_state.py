@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 import torch
 from torch import Tensor
 
-from torch_ext.optim.state.codec import Kinds
-from torch_ext.params.local_shard import Local, is_dtensor
+from torch_ext.optim.state.codec import StateDtypes
+from torch_ext.params.local_shard import LocalShard, is_dtensor
 from torch_ext.tensors import dense
 
 if TYPE_CHECKING:
-    from torch_ext.params.reducer_registry import Owner
+    from torch_ext.params.reducer_registry import GradientReducer
 
 
-class Member(NamedTuple):
+class ParamState(NamedTuple):
     """A parameter that has a gradient in this step."""
 
     param: Tensor
-    local: Local  # what of it this rank steps
+    local: LocalShard  # what of it this rank steps
     state: dict[str, Any]  # at rest, complete, of the local part
-    kinds: Kinds
+    kinds: StateDtypes
     id: int  # of its rounding thresholds
     group: int
     name: str  # for messages
@@ -62,20 +62,20 @@ class Member(NamedTuple):
 
 
 # The bucket whose weights are gathered after a step; None: nobody gathers them.
-Gather: TypeAlias = Union["tuple[Owner, int]", None]
+AllGatherTarget: TypeAlias = Union["tuple[GradientReducer, int]", None]
 
 
-def gather_of(member: Member, owner: "Owner | None") -> Gather:
+def gather_of(member: ParamState, owner: "GradientReducer | None") -> AllGatherTarget:
     bucket = member.local.bucket
     return None if owner is None or bucket is None else (owner, bucket)
 
 
-def gathers_in_order(gathers: Sequence[Gather]) -> list[Gather]:
+def gathers_in_order(gathers: Sequence[AllGatherTarget]) -> list[AllGatherTarget]:
     """Each once, in the order of the parameters, as on every other rank; what nobody gathers comes first."""
     return sorted(dict.fromkeys(gathers), key=lambda gather: gather is not None)
 
 
-def refuse_grad(member: Member, grad: Tensor) -> None:
+def refuse_grad(member: ParamState, grad: Tensor) -> None:
     """RuntimeError for a gradient that no step takes."""
     if grad.layout is not torch.strided:
         raise RuntimeError(

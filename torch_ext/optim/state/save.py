@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_ext.comm import group_calls
 from torch_ext.optim.state import codec, missing_keys, state_tensor
-from torch_ext.optim.state.sources import AtRest, Stored, stretches
+from torch_ext.optim.state.sources import EncodedState, PlainState, stretches
 from torch_ext.optim.state.state_tensor import StateTensor
 from torch_ext.optim.state.stateful import StatefulOptimizer
 from torch_ext.params import local_shard, param_groups, shard_map
@@ -37,7 +37,7 @@ def logical(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[st
 
 
 def entry_of(
-    p: Any, local: local_shard.Local, at_rest: Mapping[str, Any], kinds: codec.Kinds, name: str
+    p: Any, local: local_shard.LocalShard, at_rest: Mapping[str, Any], kinds: codec.StateDtypes, name: str
 ) -> dict[str, Any]:
     """The logical state of one parameter: what is logical at rest as it is, what is not as state tensors.
 
@@ -54,17 +54,19 @@ def entry_of(
         elif not lazily:
             entry[key] = _like(p, codec.decode(weight, at_rest, kinds, (key,))[key])
         else:
-            source = AtRest(weight, state, kinds, key) if encoded else Stored(dense.flat(at_rest[key]).view(-1))
+            source = (
+                EncodedState(weight, state, kinds, key) if encoded else PlainState(dense.flat(at_rest[key]).view(-1))
+            )
             entry[key] = _like(p, part_of(p, local, source, f"{key} of {name}"))
     return entry
 
 
-def is_cut(p: Any, local: local_shard.Local) -> bool:
+def is_cut(p: Any, local: local_shard.LocalShard) -> bool:
     """Whether this rank steps a flat part of p."""
     return local.weight is not p and not local_shard.is_dtensor(p)
 
 
-def part_of(p: Any, local: local_shard.Local, source: state_tensor.Source, what: str) -> StateTensor:
+def part_of(p: Any, local: local_shard.LocalShard, source: state_tensor.Source, what: str) -> StateTensor:
     """source: of this rank's elements of p, or of its state."""
     if is_cut(p, local):
         return state_tensor.tensor_of(source, p, local.start, (0,) * p.ndim, what)
@@ -91,7 +93,7 @@ def masters(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[An
         local, entry = locals_.of(index), state_dict["state"].get(index, {})
         master = entry.get("master_param")
         if master is None and is_cut(p, local):
-            master = part_of(p, local, Stored(local.weight.detach()), names[index])
+            master = part_of(p, local, PlainState(local.weight.detach()), names[index])
         found[keys[index]] = p.detach() if master is None else master
     return found
 
@@ -122,9 +124,9 @@ def consolidated(optimizer: StatefulOptimizer, state_dict: dict[str, Any], to: i
     return {**state_dict, "state": whole} if receives else None
 
 
-def _cuts(everyone: list[Any], locals_: shard_map.Locals, indices: list[int]) -> dict[int, list[int]]:
+def _cuts(everyone: list[Any], locals_: shard_map.ShardMap, indices: list[int]) -> dict[int, list[int]]:
     """Of each that is cut over ranks, where the parts begin and end, from 0 to numel. Collective."""
-    by_groups: dict[Any, dict[int, local_shard.Local]] = {}
+    by_groups: dict[Any, dict[int, local_shard.LocalShard]] = {}
     for index in indices:
         local = locals_.of(index)
         if is_cut(everyone[index], local):
@@ -151,11 +153,11 @@ def _rank() -> int:
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
-def _whole(p: Any, local: local_shard.Local, value: Any, to: int | None, what: str) -> Tensor:
+def _whole(p: Any, local: local_shard.LocalShard, value: Any, to: int | None, what: str) -> Tensor:
     return whole(p, local, value, to, is_cut(p, local), what)
 
 
-def whole(like: Tensor, local: local_shard.Local, value: Any, to: int | None, cut: bool, what: str) -> Tensor:
+def whole(like: Tensor, local: local_shard.LocalShard, value: Any, to: int | None, cut: bool, what: str) -> Tensor:
     """All of a state of which this rank's part is `value`, where the parameter is cut or a DTensor; else itself. like:
     of the parameter's shape and memory order; to: see `consolidated`; what: the call, for messages. Collective."""
     if local_shard.is_dtensor(value):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.optim.state import codec
-from torch_ext.optim.state.codec import GRAIN, Kinds
+from torch_ext.optim.state.codec import GRAIN, StateDtypes
 from torch_ext.tensors import dense, offload_guard
 
 STRETCH = 1 << 17  # elements that are decoded or encoded at a time where there are many
@@ -19,7 +19,7 @@ assert STRETCH % GRAIN == 0
 _WHAT = "an optimizer state that was handed out before"  # for messages
 
 
-class Stored:
+class PlainState:
     """They are in memory as they are."""
 
     lossy = False
@@ -64,7 +64,7 @@ class Stored:
         )
 
 
-class AtRest:
+class EncodedState:
     """They are decoded from a state at rest when they are read, and encoded when they are written.
 
     Blocks are encoded as wholes: of one that was written in part the new values wait until the others came.
@@ -72,7 +72,7 @@ class AtRest:
 
     dtype = torch.float32
 
-    def __init__(self, weight: Tensor, state: dict[str, Tensor], kinds: Kinds, key: str) -> None:
+    def __init__(self, weight: Tensor, state: dict[str, Tensor], kinds: StateDtypes, key: str) -> None:
         """weight: of the elements that state is of, in the same memory order. state: at rest, as opt.state has it."""
         self.weight, self.state, self.kinds, self.key = weight, state, kinds, key
         self.lossy = False

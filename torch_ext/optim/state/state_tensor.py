@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from torch_ext.optim.state.boxes import Box, Index, Run, order_of
-from torch_ext.optim.state.sources import AtRest, Stored, stretches
+from torch_ext.optim.state.sources import EncodedState, PlainState, stretches
 from torch_ext.tensors import dense
 
-Source: TypeAlias = Stored | AtRest
+Source: TypeAlias = PlainState | EncodedState
 BOX = 1 << 18  # elements that torch.distributed.checkpoint is given at a time
 aten = torch.ops.aten
 
 
-class Held:
+class StateHandle:
     """What a state tensor stands for."""
 
     def __init__(self, source: Source, run: Run, origin: Index, what: str) -> None:
@@ -31,8 +31,8 @@ class Held:
         (a DTensor, of which it is the local part); what: for messages."""
         self.source, self.run, self.origin, self.what = source, run, origin, what
 
-    def with_source(self, source: Source) -> "Held":
-        return Held(source, self.run, self.origin, self.what)
+    def with_source(self, source: Source) -> "StateHandle":
+        return StateHandle(source, self.run, self.origin, self.what)
 
     def of(self, values: Tensor) -> Tensor:
         """This rank's elements of a whole tensor, in memory order: a view where that is theirs."""
@@ -59,10 +59,10 @@ class Held:
         return whole
 
 
-class _InBoxes:
+class _ChunkedTensor:
     """What torch.distributed.checkpoint asks a tensor for that it saves and loads in boxes."""
 
-    _held: Held
+    _held: StateHandle
 
     def _boxes(self) -> list[Box]:
         return self._held.run.boxes(BOX)
@@ -95,18 +95,18 @@ class _InBoxes:
         gc.collect(1)
         for box in self._boxes():
             if index.offset is None or self._in_checkpoint(box.offsets) == tuple(index.offset):
-                return BoxTensor(self._held, box)
+                return ChunkTensor(self._held, box)
         raise ValueError(f"{index.fqn}: this rank has no part of {self._held.what} that begins at {index.offset}")
 
     def _in_checkpoint(self, offsets: Index) -> Index:
         return tuple(a + b for a, b in zip(self._held.origin, offsets, strict=True))
 
 
-class StateTensor(_InBoxes, Tensor):
+class StateTensor(_ChunkedTensor, Tensor):
     """A logical state tensor: of a parameter's shape, in fp32 or the dtype that it has at rest."""
 
     @staticmethod
-    def __new__(cls, held: Held) -> "StateTensor":
+    def __new__(cls, held: StateHandle) -> "StateTensor":
         source, run = held.source, held.run
         made: Any = Tensor._make_wrapper_subclass(
             cls, run.shape, strides=run.strides(), dtype=source.dtype, device=source.device, requires_grad=False
@@ -135,7 +135,7 @@ class StateTensor(_InBoxes, Tensor):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Of encoded values always a copy: another optimizer goes on with it."""
         held = self._held
-        if held.run.whole and isinstance(held.source, AtRest):
+        if held.run.whole and isinstance(held.source, EncodedState):
             return held.decoded().to(*args, **kwargs)
         return super().to(*args, **kwargs)
 
@@ -156,7 +156,7 @@ class StateTensor(_InBoxes, Tensor):
         )
 
 
-class LargeTensor(_InBoxes, Tensor):
+class LargeTensor(_ChunkedTensor, Tensor):
     """A tensor like any other, which torch.distributed.checkpoint does not have to hold twice."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -182,14 +182,14 @@ class ConsolidatedTensor(LargeTensor):
         return [box for run in runs for box in run.boxes(BOX)] or self._held.run.boxes(BOX)
 
 
-class BoxTensor(Tensor):
+class ChunkTensor(Tensor):
     """A box of a state tensor: decoded where it is pickled or read, encoded where it is copied to."""
 
-    _held: Held
+    _held: StateHandle
     _box: Box
 
     @staticmethod
-    def __new__(cls, held: Held, box: Box) -> "BoxTensor":
+    def __new__(cls, held: StateHandle, box: Box) -> "ChunkTensor":
         made: Any = Tensor._make_wrapper_subclass(
             cls, box.sizes, dtype=held.source.dtype, device=held.source.device, requires_grad=False
         )
@@ -255,13 +255,13 @@ class BoxTensor(Tensor):
         raise RuntimeError(f"a box of {self._held.what} is not in memory: clone() it")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"BoxTensor({self._held.what}, {self._box})"
+        return f"ChunkTensor({self._held.what}, {self._box})"
 
 
 def tensor_of(source: Source, like: Tensor, start: int, origin: Index, what: str) -> StateTensor:
     """What source has of a tensor of the shape and memory order of `like`, which is dense, from element start on."""
     run = Run(tuple(like.shape), order_of(like.shape, like.stride()), start, start + source.numel)
-    return StateTensor(Held(source, run, origin, what))
+    return StateTensor(StateHandle(source, run, origin, what))
 
 
 def in_boxes(t: Tensor, what: str) -> Tensor:
@@ -281,9 +281,9 @@ def consolidated(t: Tensor, cuts: Sequence[int], what: str) -> Tensor:
     return made
 
 
-def _all_of(t: Tensor, what: str) -> Held:
+def _all_of(t: Tensor, what: str) -> StateHandle:
     run = Run(tuple(t.shape), order_of(t.shape, t.stride()), 0, t.numel())
-    return Held(Stored(dense.flat(t).view(-1)), run, (0,) * t.ndim, what)
+    return StateHandle(PlainState(dense.flat(t).view(-1)), run, (0,) * t.ndim, what)
 
 
 # -- operators: of state tensors, then of boxes
@@ -321,7 +321,7 @@ def _like(t: StateTensor, dtype: Any = None, device: Any = None) -> Tensor:
 def _empty(t: StateTensor, dtype: Any, device: Any) -> StateTensor:
     held = t._held
     flat = torch.empty(held.run.numel, dtype=dtype or t.dtype, device=device or t.device)
-    return StateTensor(held.with_source(Stored(flat)))
+    return StateTensor(held.with_source(PlainState(flat)))
 
 
 def _empty_like(t: StateTensor, *, dtype: Any = None, device: Any = None, **rest: Any) -> Any:
@@ -375,22 +375,22 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _box_same(t: BoxTensor) -> BoxTensor:
-    return BoxTensor(t._held, t._box)
+def _box_same(t: ChunkTensor) -> ChunkTensor:
+    return ChunkTensor(t._held, t._box)
 
 
-def _box_slice(t: BoxTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+def _box_slice(t: ChunkTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     if step != 1:
         return NotImplemented
     first, last, _ = slice(start, end).indices(t.shape[dim])
     offsets, sizes = list(t._box.offsets), list(t._box.sizes)
     offsets[dim] += first
     sizes[dim] = max(last - first, 0)
-    return BoxTensor(t._held, Box(tuple(offsets), tuple(sizes)))
+    return ChunkTensor(t._held, Box(tuple(offsets), tuple(sizes)))
 
 
 def _box_copy_(target: Any, values: Tensor, non_blocking: bool = False) -> Any:
-    if not isinstance(target, BoxTensor):
+    if not isinstance(target, ChunkTensor):
         return NotImplemented
     target.assign(_plain(values).detach())
     return target
@@ -407,7 +407,7 @@ _BOX_HANDLERS: dict[Any, Callable[..., Any]] = {
 def _plain(t: Any) -> Tensor:
     if isinstance(t, StateTensor):
         return t._held.decoded()
-    return t.decoded() if isinstance(t, BoxTensor) else t
+    return t.decoded() if isinstance(t, ChunkTensor) else t
 
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
@@ -419,7 +419,7 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
             decoded[id(t)] = t, _plain(t)
         return decoded[id(t)][1]
 
-    args, kwargs = tree_map_only((StateTensor, BoxTensor), value_of, (args, kwargs))
+    args, kwargs = tree_map_only((StateTensor, ChunkTensor), value_of, (args, kwargs))
     result = func(*args, **kwargs)
     if func._schema.is_mutable:
         for t, value in decoded.values():

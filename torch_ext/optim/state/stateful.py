@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from torch_ext.params.shard_map import Locals
+from torch_ext.params.shard_map import ShardMap
 from torch_ext.policy.policy import Policy
 
 
@@ -16,7 +16,7 @@ class StatefulOptimizer(Protocol):
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
 
-    def current_shards(self, everyone: list[Tensor]) -> Locals:
+    def current_shards(self, everyone: list[Tensor]) -> ShardMap:
         """Which part of each parameter lies on this rank."""
         ...
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from torch_ext.comm.communicator import Handle
+from torch_ext.comm.communicator import Work
 from torch_ext.comm.streams import Stream
 
 if TYPE_CHECKING:
-    from torch_ext.parallel.fsdp.fsdp_reducer import FsdpEngine
-    from torch_ext.parallel.fsdp.param_gather import Weights
+    from torch_ext.parallel.fsdp.fsdp_reducer import FSDPReducer
+    from torch_ext.parallel.fsdp.param_gather import ParamGather
     from torch_ext.parallel.fsdp.reduce_scatter import UnitPlan
 
 
@@ -29,7 +29,7 @@ class _Comm:
 class ReduceScatter(_Comm):
     """torch's protocol of the same name, for one unit."""
 
-    def __init__(self, engine: "FsdpEngine", unit: "UnitPlan") -> None:
+    def __init__(self, engine: "FSDPReducer", unit: "UnitPlan") -> None:
         self._engine, self._unit = engine, unit
         self._allocated_on: set[Stream] = set()
 
@@ -54,7 +54,7 @@ class ReduceScatter(_Comm):
 class AllGather(_Comm):
     """torch's protocol of the same name, for one unit."""
 
-    def __init__(self, weights: "Weights", unit: "UnitPlan") -> None:
+    def __init__(self, weights: "ParamGather", unit: "UnitPlan") -> None:
         self._weights, self._unit = weights, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -73,9 +73,9 @@ class AllGather(_Comm):
 
 
 class Gathering(dist.Work):
-    """Weights on their way; whether FSDP2 asked for an asynchronous operation or not, it waits for it."""
+    """ParamGather on their way; whether FSDP2 asked for an asynchronous operation or not, it waits for it."""
 
-    def __init__(self, weights: "Weights", unit: "UnitPlan", handle: Handle) -> None:
+    def __init__(self, weights: "ParamGather", unit: "UnitPlan", handle: Work) -> None:
         super().__init__()
         self._weights, self._unit, self._handle = weights, unit, handle
 

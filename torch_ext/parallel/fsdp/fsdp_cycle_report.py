@@ -12,7 +12,7 @@ from torch_ext.parallel.fsdp.reduce_scatter import UnitPlan
 _CALL = 1 << 48  # a unit's word: reductions above, elements below
 
 
-class Report:
+class FSDPCycleReport:
     """This rank's, of one backward."""
 
     def __init__(self, n_params: int, n_units: int) -> None:
@@ -30,7 +30,7 @@ class Report:
         return torch.cat([words.view(torch.uint8), torch.frombuffer(self.came, dtype=torch.uint8)])
 
 
-class Reports:
+class FSDPCycleReports:
     """Every rank's."""
 
     def __init__(self, rows: Sequence[torch.Tensor], names: Sequence[str], units: Sequence[UnitPlan]) -> None:

@@ -21,17 +21,17 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from torch_ext.comm.communicator import Exchange, Handle, Part
+from torch_ext.comm.communicator import Communicator, Part, Work
 from torch_ext.comm.streams import Stream
-from torch_ext.comm.wire import Wire, add_up
+from torch_ext.comm.wire import WireBuffer, reduce_chunks
 from torch_ext.grads.errors import CAME, FROZEN, names_of, refuse_busy, refuse_step
 from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
-from torch_ext.parallel.fsdp.fsdp_cycle_report import Report, Reports
+from torch_ext.parallel.fsdp.fsdp_cycle_report import FSDPCycleReport, FSDPCycleReports
 from torch_ext.parallel.fsdp.grad_shards import GradShards
-from torch_ext.parallel.fsdp.param_gather import Weights
+from torch_ext.parallel.fsdp.param_gather import ParamGather
 from torch_ext.parallel.fsdp.reduce_scatter import REDUCE, Exchanges, Reduction, UnitPlan, wire_of
 from torch_ext.params import local_shard, reducer_registry
-from torch_ext.params.local_shard import Local, tensor_of
+from torch_ext.params.local_shard import LocalShard, tensor_of
 from torch_ext.tensors import offload_guard
 
 # Units whose gradients are on their way at a time; those of more would pile up where computation is faster than the
@@ -42,7 +42,7 @@ UNDER_WAY = 2
 class _BackwardEnd:
     """Called at the end of a backward. It dies with its graph task, so a dead one is a backward that raised."""
 
-    def __init__(self, engine: "FsdpEngine") -> None:
+    def __init__(self, engine: "FSDPReducer") -> None:
         self._engine = weakref.ref(engine)
 
     def __call__(self) -> None:
@@ -51,7 +51,7 @@ class _BackwardEnd:
             engine.backward_ended()
 
 
-class FsdpEngine(reducer_registry.Owner):
+class FSDPReducer(reducer_registry.GradientReducer):
     """See the module's first lines."""
 
     def __init__(
@@ -59,7 +59,7 @@ class FsdpEngine(reducer_registry.Owner):
         named: Sequence[tuple[str, torch.nn.Parameter]],
         units: Sequence[UnitPlan],
         unit_of: Sequence[int],
-        control: Exchange,
+        control: Communicator,
         number: int,
         *,
         divide_factor: float | None,
@@ -76,7 +76,7 @@ class FsdpEngine(reducer_registry.Owner):
         self.wire_bytes = 0
         self.exchanges = Exchanges(control, number)
         self.shards = GradShards(self.params, self.units, unit_of)
-        self.weights: Weights | None = None
+        self.weights: ParamGather | None = None
         self._divide_factor, self._check_for_nan = divide_factor, check_for_nan
         self._find_unused = find_unused_parameters
         self._cycle = 0
@@ -85,7 +85,7 @@ class FsdpEngine(reducer_registry.Owner):
         self._failure: str | None = None
         self._reductions: list[Reduction] = []  # of this backward
         self._current: Reduction | None = None
-        self._report = Report(len(self.params), len(self.units))
+        self._report = FSDPCycleReport(len(self.params), len(self.units))
         self._broken: set[int] = set()  # a backward raised after some of its sums were added to these one's shards
         self._poisoned: set[int] = set()  # what the check for NaN named, until zero_grad
         self._position = {id(p): i for i, p in enumerate(self.params)}
@@ -95,11 +95,11 @@ class FsdpEngine(reducer_registry.Owner):
         ]
         reducer_registry.register(self, self.params)
 
-    def attach(self, model: torch.nn.Module, units: Sequence[Sequence[torch.nn.Module]], prefetch: bool) -> Weights:
-        """units: the modules of each; prefetch: see Weights, which this engine has from here on."""
+    def attach(self, model: torch.nn.Module, units: Sequence[Sequence[torch.nn.Module]], prefetch: bool) -> ParamGather:
+        """units: the modules of each; prefetch: see ParamGather, which this engine has from here on."""
         guarded = partial(_guarded, weakref.ref(self))
         zeros = self._find_unused and hasattr(units[0][0], "set_reduce_scatter_unused_params")
-        self.weights = Weights(self.params, units, self.exchanges, prefetch, zeros, guarded)
+        self.weights = ParamGather(self.params, units, self.exchanges, prefetch, zeros, guarded)
         self._hooks.append(model.register_forward_pre_hook(partial(_before_forward, weakref.ref(self)), prepend=True))
         # Before FSDP2's hooks of the same tensors: nothing has begun yet when it is refused.
         self._hooks.append(model.register_forward_hook(partial(_before_outputs, weakref.ref(self)), prepend=True))
@@ -122,7 +122,7 @@ class FsdpEngine(reducer_registry.Owner):
         """Of no effect: where gradients are sharded, there is nowhere to keep those that were not reduced (E8)."""
         yield
 
-    # -- for optimizers: see reducer_registry.Owner --------------------------------------------------------------------
+    # -- for optimizers: see reducer_registry.GradientReducer ----------------------------------------------------------
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -145,14 +145,14 @@ class FsdpEngine(reducer_registry.Owner):
             self.weights.reshard()
         return True
 
-    def local(self, param: torch.Tensor) -> Local:
+    def local(self, param: torch.Tensor) -> LocalShard:
         return local_shard.of_dtensor(param)
 
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
         return self.shards.of(self._position[id(param)])
 
-    def gather(self, bucket: int) -> Handle:
-        raise NotImplementedError("FSDP2 gathers weights itself")  # no Local of its has a bucket: nobody asks
+    def gather(self, bucket: int) -> Work:
+        raise NotImplementedError("FSDP2 gathers weights itself")  # no LocalShard of its has a bucket: nobody asks
 
     def refuse_moving(self, doing: str, weights: bool) -> None:
         self.settle()
@@ -232,7 +232,7 @@ class FsdpEngine(reducer_registry.Owner):
             # One rank has the whole unit: FSDP2 has no use for a reduce-scatter then.
             self.enter_backward()
             sums = torch.empty(output.numel(), dtype=self.shards.dtype_of_sums(unit), device=output.device)
-            add_up([Wire.of(output)], sums, self._scale(unit, 1))
+            reduce_chunks([WireBuffer.of(output)], sums, self._scale(unit, 1))
             last = Reduction(unit, output, sums, None)
             self._add(last, output, output.view(1, -1))
         self._current = last
@@ -338,7 +338,7 @@ class FsdpEngine(reducer_registry.Owner):
         payload = report.encode(cycle)
         number, what = self.exchanges.report_tag(cycle), f"end of gradient cycle {cycle}{self._frozen_since()}"
         gather = self.guarded(lambda: control.all_gather(payload, tag=number, what=what))
-        reports = Reports(self.guarded(gather), self.names, self.units)
+        reports = FSDPCycleReports(self.guarded(gather), self.names, self.units)
         self.guarded(reports.check_trained)
         self.guarded(lambda: reports.check_places(control.rank))
         for reduction in reductions:
@@ -355,10 +355,10 @@ class FsdpEngine(reducer_registry.Owner):
         if not self._find_unused and all(r.slices for r in reductions):
             reports.check_all_came()
 
-    def _close(self) -> tuple[list[Reduction], Report]:
+    def _close(self) -> tuple[list[Reduction], FSDPCycleReport]:
         """The cycle is over, well or not."""
         closed = self._reductions, self._report
-        self._reductions, self._report = [], Report(len(self.params), len(self.units))
+        self._reductions, self._report = [], FSDPCycleReport(len(self.params), len(self.units))
         self._end, self._current = None, None
         self._cycle += 1
         self.shards.show()
@@ -373,8 +373,8 @@ class FsdpEngine(reducer_registry.Owner):
             raise
 
 
-def _add_up(sums: torch.Tensor, scale: float, chunks: Sequence[Wire], _part: Part) -> None:
-    add_up(chunks, sums, scale)
+def _add_up(sums: torch.Tensor, scale: float, chunks: Sequence[WireBuffer], _part: Part) -> None:
+    reduce_chunks(chunks, sums, scale)
 
 
 def _with_graph(outputs: Any) -> Iterator[torch.Tensor]:
@@ -384,41 +384,41 @@ def _with_graph(outputs: Any) -> Iterator[torch.Tensor]:
 # Hooks and weights hold the engine weakly: the parameters and modules must not keep it alive.
 
 
-def _guarded(engine: "weakref.ref[FsdpEngine]", wait: Callable[[], Any]) -> Any:
+def _guarded(engine: "weakref.ref[FSDPReducer]", wait: Callable[[], Any]) -> Any:
     alive = engine()
     return wait() if alive is None else alive.guarded(wait)
 
 
-def _on_grad(engine: "weakref.ref[FsdpEngine]", i: int, _param: torch.Tensor) -> None:
+def _on_grad(engine: "weakref.ref[FSDPReducer]", i: int, _param: torch.Tensor) -> None:
     alive = engine()
     if alive is not None:
         alive.gradient_came(i)
 
 
-def _before_outputs(engine: "weakref.ref[FsdpEngine]", _module: Any, _inputs: Any, outputs: Any) -> None:
+def _before_outputs(engine: "weakref.ref[FSDPReducer]", _module: Any, _inputs: Any, outputs: Any) -> None:
     for output in _with_graph(outputs):
         output.register_hook(partial(_refuse_away, engine))
 
 
-def _refuse_away(engine: "weakref.ref[FsdpEngine]", _grad: torch.Tensor) -> None:
+def _refuse_away(engine: "weakref.ref[FSDPReducer]", _grad: torch.Tensor) -> None:
     alive = engine()
     if alive is not None:
         offload_guard.refuse_gradients(alive.params, "backward")
 
 
-def _on_output(engine: "weakref.ref[FsdpEngine]", _grad: torch.Tensor) -> None:
+def _on_output(engine: "weakref.ref[FSDPReducer]", _grad: torch.Tensor) -> None:
     alive = engine()
     if alive is not None:
         alive.enter_backward()
 
 
-def _before_forward(engine: "weakref.ref[FsdpEngine]", _module: Any, _inputs: Any) -> None:
+def _before_forward(engine: "weakref.ref[FSDPReducer]", _module: Any, _inputs: Any) -> None:
     alive = engine()
     if alive is not None:
         alive.forward_begins()
 
 
-def _after_forward(engine: "weakref.ref[FsdpEngine]", _module: Any, _inputs: Any, outputs: Any) -> None:
+def _after_forward(engine: "weakref.ref[FSDPReducer]", _module: Any, _inputs: Any, outputs: Any) -> None:
     alive = engine()
     if alive is not None:
         alive.forward_ended(outputs)

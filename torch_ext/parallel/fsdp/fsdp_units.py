@@ -24,7 +24,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LEAST = 2**20
 
 
-class Unit(NamedTuple):
+class FSDPUnit(NamedTuple):
     modules: list[nn.Module]
     dtype: torch.dtype | None  # of their trainable parameters; None: they have none
 
@@ -34,7 +34,7 @@ def fsdp_modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
-def shard(units: Sequence[Unit], policy: Policy, group: dist.ProcessGroup, device: torch.device) -> None:
+def shard(units: Sequence[FSDPUnit], policy: Policy, group: dist.ProcessGroup, device: torch.device) -> None:
     """fully_shard of each unit over the group; what a rank keeps of a weight is what the rank has of it.
 
     Where most of a model is in fp32 and the policy is for bf16 or fp16, FSDP2 gathers and computes in that dtype, and
@@ -53,7 +53,7 @@ def shard(units: Sequence[Unit], policy: Policy, group: dist.ProcessGroup, devic
         fully_shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], mesh=mesh, mp_policy=precision)
 
 
-def units_of(model: nn.Module, bucket_size: int | None) -> list[Unit]:
+def units_of(model: nn.Module, bucket_size: int | None) -> list[FSDPUnit]:
     """Inner ones first, the model last. bucket_size: the policy's, elements.
 
     ValueError where a module itself has trainable parameters of several dtypes.
@@ -61,7 +61,7 @@ def units_of(model: nn.Module, bucket_size: int | None) -> list[Unit]:
     held = _holders(model)
     times = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     least = bucket_size or _LEAST
-    units: list[Unit] = []
+    units: list[FSDPUnit] = []
     for blocks in _containers(model):
         # A parameter that is shared with modules outside belongs to the unit that contains them all.
         alone = [block for block in blocks if all(held[p] == n * times[block] for p, n in _holders(block).items())]
@@ -87,7 +87,7 @@ def _runs(blocks: Sequence[nn.Module], least: int) -> Iterator[list[nn.Module]]:
     yield from runs
 
 
-def _united(blocks: Sequence[Sequence[Unit]]) -> list[Unit]:
+def _united(blocks: Sequence[Sequence[FSDPUnit]]) -> list[FSDPUnit]:
     """Of blocks that share a unit, each split by dtypes: one unit for each dtype of their inner modules, then their
     own."""
     modules: dict[tuple[bool, torch.dtype | None], list[nn.Module]] = {}
@@ -95,17 +95,19 @@ def _united(blocks: Sequence[Sequence[Unit]]) -> list[Unit]:
         for unit in inner:
             modules.setdefault((True, unit.dtype), []).extend(unit.modules)
         modules.setdefault((False, whole.dtype), []).extend(whole.modules)
-    return [Unit(of_dtype, dtype) for (_, dtype), of_dtype in sorted(modules.items(), key=lambda item: not item[0][0])]
+    return [
+        FSDPUnit(of_dtype, dtype) for (_, dtype), of_dtype in sorted(modules.items(), key=lambda item: not item[0][0])
+    ]
 
 
-def _once(units: Sequence[Unit]) -> Iterator[Unit]:
+def _once(units: Sequence[FSDPUnit]) -> Iterator[FSDPUnit]:
     """A module of another dtype that several modules share is found in each of them."""
     seen: set[nn.Module] = set()
     for unit in units:
         new = [m for m in dict.fromkeys(unit.modules) if m not in seen]
         seen.update(new)
         if new:
-            yield Unit(new, unit.dtype)
+            yield FSDPUnit(new, unit.dtype)
 
 
 def _holders(module: nn.Module) -> Counter[int]:
@@ -134,14 +136,14 @@ def _cannot_run(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
-def _split(module: nn.Module, taken: "frozenset[int] | set[int]" = frozenset()) -> list[Unit]:
+def _split(module: nn.Module, taken: "frozenset[int] | set[int]" = frozenset()) -> list[FSDPUnit]:
     """The module as a unit, before it those of its modules that have another dtype: a unit has one."""
     own = _dtypes(module.parameters(recurse=False), taken) or _dtypes(module.parameters(), taken)
     dtype = own.most_common(1)[0][0] if own else None
-    return [*_others(module, dtype, taken), Unit([module], dtype)]
+    return [*_others(module, dtype, taken), FSDPUnit([module], dtype)]
 
 
-def _others(module: nn.Module, dtype: torch.dtype | None, taken: "frozenset[int] | set[int]") -> Iterator[Unit]:
+def _others(module: nn.Module, dtype: torch.dtype | None, taken: "frozenset[int] | set[int]") -> Iterator[FSDPUnit]:
     own = _dtypes(module.parameters(recurse=False), taken)
     if len(own) > 1:
         raise ValueError(

@@ -11,13 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torch_ext.comm import compression
-from torch_ext.comm.communicator import Exchange
+from torch_ext.comm.communicator import Communicator
 from torch_ext.comm.init_sync import broadcast
 from torch_ext.parallel.fsdp import fsdp_units
 from torch_ext.parallel.fsdp.fsdp_comm import AllGather, ReduceScatter
-from torch_ext.parallel.fsdp.fsdp_reducer import FsdpEngine
+from torch_ext.parallel.fsdp.fsdp_reducer import FSDPReducer
 from torch_ext.parallel.fsdp.fsdp_units import fsdp_modules
-from torch_ext.parallel.fsdp.param_gather import Weights
+from torch_ext.parallel.fsdp.param_gather import ParamGather
 from torch_ext.parallel.fsdp.reduce_scatter import UnitPlan, unit_called
 from torch_ext.params import reducer_registry
 from torch_ext.params.local_shard import tensor_of
@@ -53,17 +53,17 @@ def describe(model: nn.Module, policy: Policy, group: dist.ProcessGroup) -> list
 def shard_fully(
     model: nn.Module,
     policy: Policy,
-    control: Exchange,
+    control: Communicator,
     number: int,
     *,
     divide_factor: float | None,
     find_unused_parameters: bool,
-) -> FsdpEngine:
+) -> FSDPReducer:
     """Shards the model, unless its user has done so, and puts this library's exchange into each of its units.
 
     After `describe` was found to be equal everywhere. Rank 0's weights and buffers are everybody's; of a model that is
     sharded already, each shard is its first replica's. Parameters are other objects afterwards; optimizers without
-    state get them. control: over the group; number: of `agree`; divide_factor: see FsdpEngine.
+    state get them. control: over the group; number: of `agree`; divide_factor: see FSDPReducer.
     """
     group = control.group
     control.compresses = compression.is_certain(policy)  # how fast the wire is, is not measured here
@@ -80,7 +80,7 @@ def shard_fully(
     units = _plan_units(model, policy, modules)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     unit_of = _unit_of(modules)
-    engine = FsdpEngine(
+    engine = FSDPReducer(
         named,
         [unit for _, unit in units],
         [unit_of[id(p)] for _, p in named],
@@ -97,7 +97,7 @@ def shard_fully(
 
 
 def _install(
-    module: FSDPModule, unit: UnitPlan, engine: FsdpEngine, weights: Weights, find_unused_parameters: bool
+    module: FSDPModule, unit: UnitPlan, engine: FSDPReducer, weights: ParamGather, find_unused_parameters: bool
 ) -> None:
     module.set_force_sum_reduction_for_comms(False)
     module.set_custom_reduce_scatter(cast(Any, ReduceScatter(engine, unit)))

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_ext.comm.communicator import Handle
-from torch_ext.comm.wire import Wire
+from torch_ext.comm.communicator import Work
+from torch_ext.comm.wire import WireBuffer
 from torch_ext.parallel.fsdp.reduce_scatter import GATHER, Exchanges, UnitPlan
 from torch_ext.params import local_shard
 from torch_ext.tensors import offload_guard
@@ -91,7 +91,7 @@ class _Cleaning:
             self._hook.remove()
 
 
-class Weights:
+class ParamGather:
     """Knows the units by their modules, which it does not keep alive."""
 
     def __init__(
@@ -138,7 +138,7 @@ class Weights:
             self.recover()  # it is in the middle of a backward
             raise
 
-    def all_gather(self, unit: UnitPlan, output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Handle:
+    def all_gather(self, unit: UnitPlan, output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """Starts to bring every rank's part of a unit's weights; part: this rank's, in `output` or not."""
         if self._order is not None and unit.number not in self._order:
             self._order.append(unit.number)
@@ -149,10 +149,10 @@ class Weights:
             own.copy_(part)
         number = self._exchanges.tag(0, GATHER, unit, output.nbytes)
         what = f"weights of {unit}"
-        handle: Handle = self._try(lambda: exchange.gather(Wire.of(output), tag=number, what=what))
+        handle: Work = self._try(lambda: exchange.gather(WireBuffer.of(output), tag=number, what=what))
         return handle
 
-    def gathered(self, unit: UnitPlan, handle: Handle) -> None:
+    def gathered(self, unit: UnitPlan, handle: Work) -> None:
         """FSDP2 takes the unit's weights."""
         self._gathering.discard(unit.number)
         self._try(handle.result)

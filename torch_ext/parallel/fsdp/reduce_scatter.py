@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_ext.comm.communicator import MAX_BUCKETS, Exchange, Handle, tag
-from torch_ext.comm.factory import exchange_over
+from torch_ext.comm.communicator import MAX_BUCKETS, Communicator, Work, tag
+from torch_ext.comm.factory import make_communicator
 from torch_ext.comm.streams import Stream
-from torch_ext.comm.wire import CODES, Piece, Seeds, Wire, pack
+from torch_ext.comm.wire import CODES, ParamSlice, RoundingSeeds, WireBuffer, pack
 from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
 from torch_ext.native.constants import BLOCK
 
@@ -47,7 +47,7 @@ class Slice(NamedTuple):
 class Reduction:
     """Begins when FSDP2 hands over a unit's gradients; which they are is learnt from the hooks that it calls next."""
 
-    def __init__(self, unit: UnitPlan, output: Tensor, sums: Tensor, handle: Handle | None) -> None:
+    def __init__(self, unit: UnitPlan, output: Tensor, sums: Tensor, handle: Work | None) -> None:
         """output: where FSDP2 expects the sum. sums: where it will be, flat, of output's numel; maybe output itself."""
         self.unit, self.output, self.sums, self.handle = unit, output, sums, handle
         self.slices: list[Slice] = []
@@ -88,15 +88,15 @@ stream: a gather waits for the reductions that were started before it."""
 
 
 class Exchanges:
-    def __init__(self, control: Exchange, number: int) -> None:
+    def __init__(self, control: Communicator, number: int) -> None:
         """control: between all ranks that hold parts of the model. number: of `agree`."""
         self.control = control
         self._number = number
-        self._made: dict[tuple[dist.ProcessGroup, str], Exchange] = {}
+        self._made: dict[tuple[dist.ProcessGroup, str], Communicator] = {}
 
-    def of(self, group: dist.ProcessGroup, purpose: str) -> Exchange:
+    def of(self, group: dist.ProcessGroup, purpose: str) -> Communicator:
         if (group, purpose) not in self._made:
-            made = exchange_over(group, self.control.device, self.control.transport_name)
+            made = make_communicator(group, self.control.device, self.control.transport_name)
             made.compresses = self.control.compresses
             self._made[group, purpose] = made
         return self._made[group, purpose]
@@ -116,7 +116,7 @@ class Exchanges:
         return self.control.bytes_sent + sum(e.bytes_sent for e in self._made.values())
 
 
-def wire_of(unit: UnitPlan, rows: torch.Tensor, rank: int, cycle: int) -> Wire:
+def wire_of(unit: UnitPlan, rows: torch.Tensor, rank: int, cycle: int) -> WireBuffer:
     """A unit's gradients as they travel: themselves, unless the wire's dtype is a narrower one. Of 8-bit codes, each
     rank's part is padded to whole blocks.
 
@@ -125,14 +125,14 @@ def wire_of(unit: UnitPlan, rows: torch.Tensor, rank: int, cycle: int) -> Wire:
     world_size, numel = rows.shape
     dtype = unit.grad_comm_dtype
     if dtype.itemsize >= rows.dtype.itemsize:
-        return Wire.of(rows.view(-1))
+        return WireBuffer.of(rows.view(-1))
     if dtype != CODES:
-        wire = Wire.of(torch.empty(rows.numel(), dtype=dtype, device=rows.device))
-        pack([rows.view(-1)], [Piece(0, 0, rows.numel(), 0)], [0], wire, Seeds(0, 0))
+        wire = WireBuffer.of(torch.empty(rows.numel(), dtype=dtype, device=rows.device))
+        pack([rows.view(-1)], [ParamSlice(0, 0, rows.numel(), 0)], [0], wire, RoundingSeeds(0, 0))
         return wire
     padded = -(-numel // BLOCK) * BLOCK
     codes, scales = world_size * padded, world_size * padded // BLOCK
-    wire = Wire(rows.new_empty(codes, dtype=CODES), rows.new_empty(scales, dtype=torch.uint8))
-    pieces = [Piece(0, r * padded, numel, r * padded) for r in range(world_size)]
-    pack(list(rows.unbind()), pieces, [unit.number], wire, Seeds.of_parts(rank, cycle))
+    wire = WireBuffer(rows.new_empty(codes, dtype=CODES), rows.new_empty(scales, dtype=torch.uint8))
+    pieces = [ParamSlice(0, r * padded, numel, r * padded) for r in range(world_size)]
+    pack(list(rows.unbind()), pieces, [unit.number], wire, RoundingSeeds.of_parts(rank, cycle))
     return wire

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torch_ext.comm.communicator import Handle, Part
-from torch_ext.comm.wire import Seeds, Wire, add_up, pack, unpack
+from torch_ext.comm.communicator import Part, Work
+from torch_ext.comm.wire import RoundingSeeds, WireBuffer, pack, reduce_chunks, unpack
 from torch_ext.parallel.bucket_plan import part_of, pieces
 from torch_ext.parallel.strategies.strategy import _Buffered
 
 
-class Replicated(_Buffered):
+class NoShard(_Buffered):
     """no_shard: `.grad` becomes the mean over the ranks, rounded once to the dtype in which sums are gathered."""
 
     sharded = False
@@ -39,27 +39,25 @@ class Replicated(_Buffered):
             self._left[i] = self.buffers.view(i).clone()
         super().absent(i, reduced)
 
-    def send(
-        self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
-    ) -> Handle:
+    def send(self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Work:
         gathered = self._main(buckets)
         main = gathered.data
 
-        def leave() -> tuple[Wire, Wire]:
+        def leave() -> tuple[WireBuffer, WireBuffer]:
             nonlocal gathered
             wire = self._packed(buckets, cycle)
             gathered = self._gathered(buckets, wire)
             return wire, gathered
 
-        def install(chunks: Sequence[Wire], part: Part) -> None:
+        def install(chunks: Sequence[WireBuffer], part: Part) -> None:
             own = gathered.part(*part)
             if not gathered.coded:
-                add_up(chunks, own.data, self._scale())
+                reduce_chunks(chunks, own.data, self._scale())
                 return
             total = torch.empty(own.data.numel(), dtype=torch.float32, device=main.device)
-            add_up(chunks, total, self._scale())
+            reduce_chunks(chunks, total, self._scale())
             mine = pieces(self.plan, buckets, *part_of(self.plan, buckets, part))
-            pack([total[p.at : p.at + p.numel] for p in mine], mine, self.ids, own, Seeds.of_sums(cycle))
+            pack([total[p.at : p.at + p.numel] for p in mine], mine, self.ids, own, RoundingSeeds.of_sums(cycle))
 
         def finish() -> None:
             if gathered.data is not main:
@@ -72,7 +70,7 @@ class Replicated(_Buffered):
         then = None if in_place else finish
         return self.exchange.reduce(leave, install, tag=tag, what=what, places=self._places(buckets), then=then)
 
-    def _gathered(self, buckets: range, wire: Wire) -> Wire:
+    def _gathered(self, buckets: range, wire: WireBuffer) -> WireBuffer:
         """Where the sums of all ranks come together."""
         planned, main = self.plan.buckets[buckets[0]], self._main(buckets)
         dtype = self.gather_dtype or (torch.bfloat16 if wire.coded else planned.grad_comm_dtype)

@@ -5,12 +5,12 @@ from functools import partial
 
 import torch
 
-from torch_ext.comm.communicator import Handle, Part
-from torch_ext.comm.wire import Wire, add_up
+from torch_ext.comm.communicator import Part, Work
+from torch_ext.comm.wire import WireBuffer, reduce_chunks
 from torch_ext.parallel.strategies.strategy import _Buffered
 
 
-class OptimizerShards(_Buffered):
+class ShardedOptimizer(_Buffered):
     """optim: the sum goes straight into this rank's part of the buffer; the rest of it keeps the local gradient."""
 
     def __init__(self, *args: object) -> None:
@@ -53,18 +53,16 @@ class OptimizerShards(_Buffered):
         for i in params:
             self._earlier.pop(i, None)
 
-    def send(
-        self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
-    ) -> Handle:
+    def send(self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Work:
         shards = [self._owned_part(b) for b in buckets]
         members = [p.param for b in buckets for p in self.members[b]]
         earlier = {i: self._earlier[i] for i in members if i in self._earlier}
         apart = len(buckets) > 1 or bool(earlier)  # the message is not the buffer
 
-        def leave() -> tuple[Wire, None]:
+        def leave() -> tuple[WireBuffer, None]:
             return self._joined(buckets, cycle) if apart else self._packed(buckets, cycle), None
 
-        def install(chunks: Sequence[Wire], _part: Part) -> None:
+        def install(chunks: Sequence[WireBuffer], _part: Part) -> None:
             if earlier:
                 for shard in shards:
                     shard.fill_(-0.0)  # and not 0.0, to which the sum -0.0 cannot be added
@@ -73,7 +71,7 @@ class OptimizerShards(_Buffered):
             begin = 0
             for shard in shards:
                 runs = [chunk.run(begin, shard.numel()) for chunk in chunks]
-                add_up(runs, shard, self._scale(), accumulate=bool(earlier), stats=self.stats)
+                reduce_chunks(runs, shard, self._scale(), accumulate=bool(earlier), stats=self.stats)
                 begin += shard.numel()
             if after is not None:
                 after()
@@ -86,7 +84,7 @@ class OptimizerShards(_Buffered):
     def _owned_part(self, b: int) -> torch.Tensor:
         return self.buffers.buckets[b].chunk(self.exchange.world_size)[self.exchange.rank]
 
-    def _joined(self, buckets: range, cycle: int) -> Wire:
+    def _joined(self, buckets: range, cycle: int) -> WireBuffer:
         """Neighbours as one message."""
         flat = self.buffers.flats[self.plan.buckets[buckets[0]].buffer]
         members = self._members_of(buckets)

@@ -5,15 +5,15 @@ from functools import partial
 
 import torch
 
-from torch_ext.comm.communicator import IN_FLIGHT, Handle, Opening, Part
-from torch_ext.comm.wire import Wire, add_up
+from torch_ext.comm.communicator import IN_FLIGHT, Opening, Part, Work
+from torch_ext.comm.wire import WireBuffer, reduce_chunks
 from torch_ext.parallel.grad_buffers import give_back, widen
-from torch_ext.parallel.strategies.strategy import Store
+from torch_ext.parallel.strategies.strategy import ShardingStrategy
 from torch_ext.tensors import dense
 from torch_ext.tensors.storage import is_released
 
 
-class GradientShards(Store):
+class ShardedGradients(ShardingStrategy):
     """optim_grads: every backward reduces; sums are added to this rank's shard; `.grad` is None between backwards."""
 
     movable = False  # all of them would have to be there at a time
@@ -32,7 +32,7 @@ class GradientShards(Store):
         self._views = [self._owned_view(i) for i in range(len(self.params))]
         self._present = [False] * len(self.params)  # has a gradient, on some rank
         self._held: dict[int, torch.Tensor] = {}
-        self._under_way: list[tuple[Handle, int]] = []  # and its places
+        self._under_way: list[tuple[Work, int]] = []  # and its places
         self._holding = False  # whether the shards hold anything
 
     @property
@@ -70,9 +70,7 @@ class GradientShards(Store):
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
         return [(p.param, self._held[p.param]) for p in self.members[b] if p.param in self._held]
 
-    def send(
-        self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
-    ) -> Handle:
+    def send(self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Work:
         members = [p for p in self._members_of(buckets) if p.param in self._held]
         flats = {i: dense.in_order_of(self.params[i], self._held.pop(i)) for i in {p.param for p in members}}
         values = [flats[p.param].view(-1)[p.first : p.first + p.numel] for p in members]
@@ -82,17 +80,17 @@ class GradientShards(Store):
         while sum(of for _, of in self._under_way) + places > IN_FLIGHT:
             self._under_way.pop(0)[0].result()
 
-        def leave() -> tuple[Wire, None]:
+        def leave() -> tuple[WireBuffer, None]:
             return self._wire_of(buckets, values, members, cycle), None
 
         # Gradients are free as soon as they are packed, unless a device packs them later.
-        opening: Opening | Wire = leave if self.exchange.deferring else leave()[0]
+        opening: Opening | WireBuffer = leave if self.exchange.deferring else leave()[0]
         if not self.exchange.deferring:
             values.clear()
         accumulate, part = self._holding, self._owned_part(buckets)
 
-        def install(chunks: Sequence[Wire], _part: Part) -> None:
-            add_up(chunks, part, self._scale(), accumulate=accumulate, stats=self.stats)
+        def install(chunks: Sequence[WireBuffer], _part: Part) -> None:
+            reduce_chunks(chunks, part, self._scale(), accumulate=accumulate, stats=self.stats)
             if after is not None:
                 after()
 

@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torch_ext.comm.communicator import IN_FLIGHT, Exchange, Handle, Part
-from torch_ext.comm.wire import CODES, Piece, Seeds, Wire, pack
+from torch_ext.comm.communicator import IN_FLIGHT, Communicator, Part, Work
+from torch_ext.comm.wire import CODES, ParamSlice, RoundingSeeds, WireBuffer, pack
 from torch_ext.grads import stats
 from torch_ext.parallel.bucket_plan import BucketPlan, by_rank, part_of, pieces
-from torch_ext.parallel.grad_buffers import GradientBuffers, TemporaryBuckets
+from torch_ext.parallel.grad_buffers import GradBuffers, TemporaryBuckets
 
 
-class Store(abc.ABC):
+class ShardingStrategy(abc.ABC):
     """The gradients of one engine's parameters. Positions i are the plan's, buckets b too."""
 
     sharded = True
@@ -39,7 +39,7 @@ class Store(abc.ABC):
         self,
         params: Sequence[torch.nn.Parameter],
         plan: BucketPlan,
-        exchange: Exchange,
+        exchange: Communicator,
         ids: Sequence[int],
         divide_factor: float,
         gather_dtype: torch.dtype | None,
@@ -54,17 +54,17 @@ class Store(abc.ABC):
             for b, bucket in enumerate(plan.buckets)
         ]
         own = Part(exchange.rank, exchange.world_size)
-        self.owned: dict[int, tuple[int, Piece]] = {}  # by parameter: the bucket, and the run in this rank's part
+        self.owned: dict[int, tuple[int, ParamSlice]] = {}  # by parameter: the bucket, and the run in this rank's part
         for b in range(len(plan.buckets)):
             for piece in pieces(plan, range(b, b + 1), *part_of(plan, range(b, b + 1), own)):
                 self.owned[piece.param] = (b, piece)
-        self._by_rank: dict[range, list[Piece]] = {}
+        self._by_rank: dict[range, list[ParamSlice]] = {}
         self.stats = stats.zeros(exchange.device)
         """Of what this rank's parts hold since the last reduction (sharded strategies)."""
 
-    def moved(self, plan: BucketPlan) -> "Store":
+    def moved(self, plan: BucketPlan) -> "ShardingStrategy":
         """A store with another plan for the same parameters, and the gradients of this one, which is done with.
-        Stores that are not `movable` are not asked."""
+        Strategies that are not `movable` are not asked."""
         raise NotImplementedError
 
     @property
@@ -106,9 +106,7 @@ class Store(abc.ABC):
         """This rank's gradients of a complete bucket, with their positions."""
 
     @abc.abstractmethod
-    def send(
-        self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None
-    ) -> Handle:
+    def send(self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Work:
         """Starts the exchange of complete buckets that travel as one: neighbours in one buffer. after: called when this
         rank's parts hold the sums (sharded strategies); any thread."""
 
@@ -147,14 +145,16 @@ class Store(abc.ABC):
     def release(self) -> None:
         """Gives the parameters back as they were, without gradients."""
 
-    def _wire_of(self, buckets: range, values: Sequence[torch.Tensor], members: Sequence[Piece], cycle: int) -> Wire:
+    def _wire_of(
+        self, buckets: range, values: Sequence[torch.Tensor], members: Sequence[ParamSlice], cycle: int
+    ) -> WireBuffer:
         """A temporary bucket in the wire's dtype with these values."""
         numel = sum(self.plan.buckets[b].numel for b in buckets)
         wire = self.temporary.take(buckets.start, numel, self.plan.buckets[buckets[0]].grad_comm_dtype)
-        pack(values, members, self.ids, wire, Seeds.of_parts(self.exchange.rank, cycle))
+        pack(values, members, self.ids, wire, RoundingSeeds.of_parts(self.exchange.rank, cycle))
         return wire
 
-    def _members_of(self, buckets: range) -> list[Piece]:
+    def _members_of(self, buckets: range) -> list[ParamSlice]:
         """Where the parameters' elements lie in the message that these buckets are."""
         if buckets not in self._by_rank:
             self._by_rank[buckets] = by_rank(self.plan, buckets, self.exchange.world_size)
@@ -171,19 +171,19 @@ class Store(abc.ABC):
         return 1.0 / self.divide_factor
 
 
-class _Buffered(Store):
+class _Buffered(ShardingStrategy):
     """Gradients accumulate in flat, unsharded buffers of main_grads_dtype."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        self.buffers = GradientBuffers(self.params, self.plan)
-        self._mains: dict[range, Wire] = {}
+        self.buffers = GradBuffers(self.params, self.plan)
+        self._mains: dict[range, WireBuffer] = {}
 
     @property
     def memory(self) -> list[torch.Tensor]:
         return self.buffers.flats
 
-    def moved(self, plan: BucketPlan) -> "Store":
+    def moved(self, plan: BucketPlan) -> "ShardingStrategy":
         other = type(self)(self.params, plan, self.exchange, self.ids, self.divide_factor, self.gather_dtype)
         for i, param in enumerate(self.params):
             if param.grad is not None:
@@ -206,16 +206,16 @@ class _Buffered(Store):
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
         return [(p.param, self.buffers.view(p.param)) for p in self.members[b]]
 
-    def _main(self, buckets: range) -> Wire:
+    def _main(self, buckets: range) -> WireBuffer:
         """Neighbours in the buffer: where gradients accumulate."""
         main = self._mains.get(buckets)
         if main is None:
             first, last = self.plan.buckets[buckets[0]], self.plan.buckets[buckets[-1]]
-            main = Wire.of(self.buffers.flats[first.buffer][first.start : last.start + last.numel])
+            main = WireBuffer.of(self.buffers.flats[first.buffer][first.start : last.start + last.numel])
             self._mains[buckets] = main
         return main
 
-    def _packed(self, buckets: range, cycle: int) -> Wire:
+    def _packed(self, buckets: range, cycle: int) -> WireBuffer:
         """Neighbours as they travel: themselves, or a temporary bucket."""
         planned, main = self.plan.buckets[buckets[0]], self._main(buckets).data
         if planned.grad_comm_dtype == planned.main_grads_dtype:
@@ -227,7 +227,7 @@ class _Buffered(Store):
                 for p in self.members[b]
             ]
             return self._wire_of(buckets, [main[p.at : p.at + p.numel] for p in members], members, cycle)
-        return self._wire_of(buckets, [main], [Piece(0, 0, main.numel(), 0)], cycle)
+        return self._wire_of(buckets, [main], [ParamSlice(0, 0, main.numel(), 0)], cycle)
 
     def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
         # The exchange writes behind autograd's back.

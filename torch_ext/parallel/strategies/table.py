@@ -1,8 +1,12 @@
 """The strategies of our own buckets by name."""
 
-from torch_ext.parallel.strategies.no_shard import Replicated
-from torch_ext.parallel.strategies.optim import OptimizerShards
-from torch_ext.parallel.strategies.optim_grads import GradientShards
-from torch_ext.parallel.strategies.strategy import Store
+from torch_ext.parallel.strategies.no_shard import NoShard
+from torch_ext.parallel.strategies.optim import ShardedOptimizer
+from torch_ext.parallel.strategies.optim_grads import ShardedGradients
+from torch_ext.parallel.strategies.strategy import ShardingStrategy
 
-STORES: dict[str, type[Store]] = {"no_shard": Replicated, "optim": OptimizerShards, "optim_grads": GradientShards}
+STRATEGIES: dict[str, type[ShardingStrategy]] = {
+    "no_shard": NoShard,
+    "optim": ShardedOptimizer,
+    "optim_grads": ShardedGradients,
+}
