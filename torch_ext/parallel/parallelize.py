@@ -194,8 +194,8 @@ def parallelize(
     drops it). One tensor of one state at a time is whole in memory. Of parameters that nobody reduced before, rank 0's
     states become everybody's, as weights do.
 
-    Raises ValueError, TypeError or RuntimeError, on every rank, before
-    anything is changed: for what is not legal here or on another rank, and where the ranks' models or policies differ.
+    Raises ValueError, TypeError or RuntimeError, on every rank, before anything is changed: for what is not legal here
+    or on another rank, and where the ranks' models or policies differ.
     """
     group = _group(process_group)
     # A model on no real device is an error, which all ranks are told about.
