@@ -20,9 +20,9 @@ HEADERS = pathlib.Path(torch_ext.__file__).parent.parent / "csrc"
 
 def mirrors() -> list[type[library.Struct]]:
     """Every ctypes mirror of the package."""
-    for module in pkgutil.iter_modules(torch_ext.__path__):
-        if not module.name.startswith("__"):
-            importlib.import_module(f"torch_ext.{module.name}")
+    for module in pkgutil.walk_packages(torch_ext.__path__, "torch_ext."):
+        if module.name != "torch_ext.__main__":
+            importlib.import_module(module.name)
     policy_struct.policy_struct()  # made on demand, from the library's own table
     found: list[type[library.Struct]] = []
     waiting: list[type[library.Struct]] = [library.Struct]
