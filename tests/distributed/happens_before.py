@@ -280,11 +280,11 @@ def _for_fsdp2(streams: FakeStreams) -> Iterator[None]:
 @contextlib.contextmanager
 def pretended(streams: FakeStreams) -> Iterator[None]:
     """Exchanges that are made inside are over a device like that, in this process; gloo moves the bytes."""
-    from torch_ext.comm import communicator, process_group
+    from torch_ext.comm import communicator, factory
 
     with pytest.MonkeyPatch.context() as patch, _for_fsdp2(streams):
         patch.setattr(communicator, "streams_of", lambda device: streams)
-        patch.setattr(process_group, "backend", lambda group, device: "nccl")
+        patch.setattr(factory, "backend", lambda group, device: "nccl")
         for kind in ("all_to_all_single", "all_gather_into_tensor"):
             patch.setattr(dist, kind, _on_stream_of_group(streams, kind, getattr(dist, kind)))
         patch.setattr(dist, "all_reduce", _all_reduced(streams, dist.all_reduce))

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import ranks
 import torch
 
 import torch_ext
-from torch_ext.parallel.strategies import table
+from torch_ext.parallel.strategies import no_shard, optim, optim_grads, table
 
 STRATEGIES = list(table.STRATEGIES)
 SHARDED = [name for name, store in table.STRATEGIES.items() if store.sharded]
@@ -35,3 +36,10 @@ def part(model: Any, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor that is laid out like the parameter."""
     local = torch_ext.parallel.parallelize._engine_of(model).local(param)
     return whole.reshape(-1)[local.start : local.start + local.weight.numel()]
+
+
+def replace_reduce_chunks(replacement: Callable[..., Any], patch: pytest.MonkeyPatch | None = None) -> None:
+    """How received chunks are summed, under every strategy. patch: what undoes it; None: it stays for the process."""
+    patch = pytest.MonkeyPatch() if patch is None else patch
+    for module in (no_shard, optim, optim_grads):
+        patch.setattr(module, "reduce_chunks", replacement)

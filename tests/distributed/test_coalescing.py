@@ -67,7 +67,7 @@ def test_a_tail_is_that_of_the_last_message(ends: list[int], last: int, monkeypa
 
     found = _measured([[0, 10, 20, 30]], _plan(50, 100, 150), monkeypatch)
     found.ends = frozenset(ends)
-    monkeypatch.setattr(bucket_joining._library, "function", lambda *_: coalesce)
+    monkeypatch.setattr(bucket_joining.library, "function", lambda *_: coalesce)
     found.learn([])
     found.learn([])
     found.learn([torch.tensor([0, 10, 20, 30, 7, 0]), torch.tensor([0, 11, 21, 31, 8, 1])])
@@ -95,7 +95,7 @@ def test_what_may_travel_together_depends_on_the_strategy(strategy: str) -> None
 
 def _parallel_model(dtypes: Any, strategy: str = "no_shard", joins: bool = True, **ddp: Any) -> tuple[Any, Any]:
     """A model with small buckets, which are joined all the same, and its engine."""
-    reducer.Coalescing = lambda plan, *_: bucket_joining.BucketJoining(plan, joins)
+    reducer.BucketJoining = lambda plan, *_: bucket_joining.BucketJoining(plan, joins)
     options = {"bucket_size": 300, "overlap_grad_reduce": True, **ddp}
     chosen = policy(*dtypes, **options)
     model = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy, find_unused_parameters=True)

@@ -10,7 +10,7 @@ from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext.comm import process_group
+from torch_ext.comm import factory
 from torch_ext.parallel import ddp_comm_hook
 
 SHAPES = [(4,), (200,), (3,), (500,)]
@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def _hooked(way: str = "plain", **ddp: Any) -> Any:
     """Of several buckets, after the first backward, if the way does not say otherwise."""
     if way == "collectives":
-        process_group.backend = lambda group, device: "none that is known"
+        factory.backend = lambda group, device: "none that is known"
     model = DistributedDataParallel(Given(SHAPES), **({"bucket_cap_mb": 0.0001} | WAYS[way]))
     torch_ext.register_comm_hook(model, policy(**ddp))
     return model
@@ -76,7 +76,7 @@ def _as_no_shard(rank: int, world: int, dtypes: Any) -> None:
     expected = _trained(torch_ext.parallelize(_of_all_kinds(dtype), chosen, strategy="no_shard"), rank)
     for transport in ("point to point", "collectives"):
         if transport == "collectives":
-            process_group.backend = lambda group, device: "none that is known"
+            factory.backend = lambda group, device: "none that is known"
         for cap_mb in (25, 0.002, 0.00001):
             model = DistributedDataParallel(_of_all_kinds(dtype), bucket_cap_mb=cap_mb)
             torch_ext.register_comm_hook(model, chosen)

@@ -208,7 +208,7 @@ def test_decisions_know_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((args._obj.bytes[0], args._obj.tail_bytes, below))
         answer._obj.on = 1
 
-    monkeypatch.setattr(bucket_joining._library, "function", lambda *_: pays)
+    monkeypatch.setattr(bucket_joining.library, "function", lambda *_: pays)
     found = bucket_joining.BucketJoining(plan, False, 3.5)
     rows = [torch.tensor([0, 10, 20, 30, 0]), torch.tensor([0, 10, 20, 30, 0])]
     assert [found.learn(rows) for _ in range(3)] == [False, False, True] and found.compresses
@@ -269,7 +269,7 @@ def _damaged(rank: int, _world: int) -> None:
             message[0] += 1  # another number of escapes
             return rest
 
-        gloo._compression.compress = damaged
+        gloo.compression.compress = damaged
     model: Any = torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, compress_below_gbps=ALWAYS))
     model(_ordinary(0, rank)).backward()
 

@@ -81,7 +81,7 @@ def _other_strategy(rank: int, strategy: str) -> Any:
 def _other_version(rank: int, strategy: str) -> Any:
     real = library.function
     if rank == 1:
-        init_sync._library.function = lambda name, *a, **k: (
+        init_sync.library.function = lambda name, *a, **k: (
             (lambda: (9 << 16) + (1 << 8)) if name == "tx_version" else real(name, *a, **k)
         )
     try:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from units import SHAPES, Blocks, accumulated, grad_shards, mean_of_ranks, shard_of
 
 import torch_ext
-from torch_ext.comm import process_group
+from torch_ext.comm import factory
 
 STRATEGY = "optim_grads_params"
 DTYPES = [
@@ -72,7 +72,7 @@ def test_the_bits_depend_on_no_units(bucket_size: int | None) -> None:
 
 
 def _collectives(rank: int, world: int, dtypes: Any) -> int:
-    process_group.backend = lambda group, device: "none that is known"  # type: ignore[assignment]
+    factory.backend = lambda group, device: "none that is known"  # type: ignore[assignment]
     return _sums(rank, world, dtypes, 2, None)
 
 

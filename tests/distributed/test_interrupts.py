@@ -18,9 +18,8 @@ from ticking import Clock
 from works import Work
 
 import torch_ext
-from torch_ext.comm import compression, gloo
+from torch_ext.comm import compression, gloo, wire
 from torch_ext.parallel import bucket_joining, reducer
-from torch_ext.parallel.strategies import strategy as strategies_strategy
 
 # -- without ranks ---------------------------------------------------------------------------------------------------
 
@@ -139,8 +138,8 @@ def _sums_are_late(rank: int, world: int, strategy: str) -> None:
         model(noise(step, rank, shapes)).backward()
         model.zero_grad()
     with pytest.MonkeyPatch.context() as patch:
-        slow = strategies_strategy.add_up
-        patch.setattr(strategies_strategy, "reduce_chunks", lambda *a, **k: (time.sleep(LATE[rank]), slow(*a, **k))[1])
+        slow = wire.reduce_chunks
+        strategies.replace_reduce_chunks(lambda *a, **k: (time.sleep(LATE[rank]), slow(*a, **k))[1], patch)
         with _interrupted(rank, "gradients of cycle 2"):
             model(noise(2, rank, shapes)).backward()
         with _interrupted(rank, "gradients of cycle 2"):

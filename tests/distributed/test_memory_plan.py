@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import ranks
+import strategies
 import torch
 from gradients import BF16, FP32, Given, noise, policy
 from ticking import Clock
@@ -23,9 +24,9 @@ from ticking import Clock
 import torch_ext
 from bench import resident_memory
 from torch_ext import __main__ as command
+from torch_ext.comm import wire
 from torch_ext.parallel import bucket_joining, memory_plan, parallelize
 from torch_ext.parallel.memory_plan import plan_memory
-from torch_ext.parallel.strategies import strategy as strategies_strategy
 from torch_ext.params.local_shard import tensor_of
 
 # -- against what is allocated ------------------------------------------------------------------------------------
@@ -128,9 +129,9 @@ def _resident(rank: int, world: int, strategy: str, *configs: Any) -> int:
     Buckets are joined as if the wire was fast, and their sums take a while, so that as many are under way as may be:
     whether they are on this machine at this moment is not what is planned.
     """
-    add_up = strategies_strategy.add_up
+    add_up = wire.reduce_chunks
     bucket_joining.time = Clock(100_000)  # type: ignore[assignment]
-    strategies_strategy.add_up = lambda *args, **options: (time.sleep(0.02), add_up(*args, **options))[1]  # type: ignore[assignment]
+    strategies.replace_reduce_chunks(lambda *args, **options: (time.sleep(0.02), add_up(*args, **options))[1])
     threshold = -3  # M_MMAP_THRESHOLD: what is freed is the system's again at once, so that what is left is in use
     ctypes.CDLL(None).mallopt(threshold, 1 << 16)
     _train(2, strategy, *configs)  # starts threads, loads code

@@ -23,7 +23,7 @@ from gradients import Given, policy
 from happens_before import FakeStreams
 
 import torch_ext
-from torch_ext.comm import collectives, communicator, factory, lost_ranks, nccl_transport, process_group
+from torch_ext.comm import collectives, communicator, factory, nccl_transport, process_group
 from torch_ext.native import cuda_library, graph_capture, nccl
 from torch_ext.parallel import ddp_comm_hook, parallelize
 
@@ -288,12 +288,12 @@ def test_a_communicator_waits_as_long_as_its_process_group(fakes: dict[str, str]
 def _timeouts(rank: int, world: int) -> None:
     cpu = torch.device("cpu")
     short = dist.new_group(timeout=datetime.timedelta(seconds=3))
-    assert [lost_ranks.timeout_of(g, cpu) for g in (dist.group.WORLD, short)] == [20.0, 3.0]
-    assert lost_ranks.timeout_of(short, torch.device("mps")) == 30 * 60, "no back end for it: torch's default"
+    assert [process_group.timeout_of(g, cpu) for g in (dist.group.WORLD, short)] == [20.0, 3.0]
+    assert process_group.timeout_of(short, torch.device("mps")) == 30 * 60, "no back end for it: torch's default"
     patch = pytest.MonkeyPatch()
-    patch.setattr(process_group, "backend", lambda group, device: "none")
+    patch.setattr(factory, "backend", lambda group, device: "none")
     patch.setattr(collectives, "backend", lambda group, device: "none")
-    assert lost_ranks.timeout_of(collectives.beside(short, cpu).group, cpu) == 3.0, "words between hosts, too"
+    assert process_group.timeout_of(collectives.beside(short, cpu).group, cpu) == 3.0, "words between hosts, too"
 
 
 def test_a_process_group_says_how_long_it_waits() -> None:

@@ -423,10 +423,10 @@ def test_a_sparse_gradient_is_named() -> None:
 
 
 def _temporary(rank: int, world: int, back_end: str) -> None:
-    from torch_ext.comm import factory, process_group
+    from torch_ext.comm import factory
     from torch_ext.parallel.grad_buffers import TemporaryBuckets
 
-    process_group.backend = lambda group, device: back_end
+    factory.backend = lambda group, device: back_end
     buckets = TemporaryBuckets(factory.make_communicator(torch.distributed.group.WORLD, torch.device("cpu")))
     wire = buckets.take(3, 256, BF16)
     assert wire.data.shape == (256,) and wire.data.dtype == BF16 and buckets.take(3, 256, BF16) is wire

@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 import ranks
+import strategies
 import torch
 from gradients import BF16, FP16, FP32, Given, noise, policy
 from pairs import Pairs
 
 import torch_ext
 from torch_ext.comm.communicator import IN_FLIGHT
+from torch_ext.comm.wire import reduce_chunks
 from torch_ext.parallel import bucket_joining, reducer
-from torch_ext.parallel.strategies import strategy as strategies_strategy
 
 SHAPES: list[Any] = [(3, 5), (130,), (7,), (2, 200)]
 
@@ -273,12 +274,12 @@ def test_buckets_follow_the_order_in_which_gradients_came_on_rank_0() -> None:
 
 def _slow(rank: int, world: int, strategy: str, joined: bool) -> int:
     """How many buckets in the wire's dtype there were at a time, when sums take longer than backward."""
-    reducer.Coalescing = Pairs if joined else bucket_joining.BucketJoining
+    reducer.BucketJoining = Pairs if joined else bucket_joining.BucketJoining
     model = torch_ext.parallelize(
         Given([(200,)] * 16, BF16), policy(BF16, FP32, BF16, bucket_size=1), strategy=strategy
     )
     temporary = _engine(model).store.temporary
-    own, most = strategies_strategy.add_up, 0
+    own, most = reduce_chunks, 0
 
     def add_up(*arguments: Any, **options: Any) -> None:
         nonlocal most
@@ -286,7 +287,7 @@ def _slow(rank: int, world: int, strategy: str, joined: bool) -> int:
         most = max(most, len(temporary))
         own(*arguments, **options)
 
-    strategies_strategy.add_up = add_up
+    strategies.replace_reduce_chunks(add_up)
     for step in range(2):
         model(noise(step, rank, [(200,)] * 16, BF16)).backward()
         temporary = _engine(model).store.temporary

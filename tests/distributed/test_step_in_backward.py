@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import ranks
+import strategies
 import torch
 from gradients import BF16, FP32, Given, bits, noise
 from pairs import Pairs
 
 import torch_ext
+from torch_ext.comm import wire
 from torch_ext.parallel import reducer
-from torch_ext.parallel.strategies import strategy as strategies_strategy
 
 EARLY = {"step_in_backward": True, "bucket_size": 1}
 SHAPES: list[Any] = [(3, 5), (700,), (0,), (129,), (16, 130), (1,)]
@@ -210,8 +211,8 @@ def _stepped_in_part(rank: int, late: float = 0.0) -> tuple[Any, Any]:
 
     handle = model.p0.register_hook(fail)
     with pytest.MonkeyPatch.context() as patch:
-        add_up = strategies_strategy.add_up
-        patch.setattr(strategies_strategy, "reduce_chunks", lambda *a, **k: (time.sleep(late), add_up(*a, **k))[1])
+        add_up = wire.reduce_chunks
+        strategies.replace_reduce_chunks(lambda *a, **k: (time.sleep(late), add_up(*a, **k))[1], patch)
         with pytest.raises(ZeroDivisionError):
             _backward(model, rank, 2)
     handle.remove()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from happens_before import FakeStreams
 from streamed import DTYPES, trained
 
-from torch_ext.comm import collectives, factory, process_group
+from torch_ext.comm import collectives, factory
 from torch_ext.comm import streams as comm_streams
 from torch_ext.comm.wire import WireBuffer, reduce_chunks
 
@@ -128,7 +128,7 @@ def test_a_bucket_waits_for_every_stream_that_wrote_into_it() -> None:
 def _reports(rank: int, world: int) -> None:
     """Beside groups that have no back end for the host, the halves of the world and all of it."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    process_group.backend = collectives.backend = lambda group, device: "nccl"
+    factory.backend = collectives.backend = lambda group, device: "nccl"
     for group, members in ((dist.group.WORLD, [0, 1, 2, 3]), (groups[rank % 2], [rank % 2, rank % 2 + 2])):
         for _ in range(2):
             control = collectives.beside(group, torch.device("cpu"))

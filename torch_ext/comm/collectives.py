@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch_ext.comm import group_calls
 from torch_ext.comm.communicator import Communicator, Install, Opening, Part, Work
 from torch_ext.comm.gloo import GlooCommunicator
-from torch_ext.comm.lost_ranks import backend, timeout_of
+from torch_ext.comm.process_group import backend, timeout_of
 from torch_ext.comm.streams import Event, Slot, Slots
 from torch_ext.comm.transport import TorchTransport, Transport, TransportWork
 from torch_ext.comm.wire import BLOCK, CODES, WireBuffer

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ext.comm.communicator import Communicator
-from torch_ext.comm.lost_ranks import backend
+from torch_ext.comm.process_group import backend
 from torch_ext.comm.streams import streams_of
 
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from torch_ext.comm.process_group import backend, timeout_of
+
 _HOST = torch.device("cpu")
 _KEY = "torch_ext/failed/{}"
 _CLOSING = (1 << 30) | ((1 << 30) - 2)  # a tag of ours that nobody sends
@@ -76,21 +78,6 @@ def ranks_called(ranks: Collection[int]) -> str:
     """ "rank 1", "ranks 1, 3"; each once."""
     each = sorted(set(ranks))
     return f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}"
-
-
-def backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the group's back end for the device ("gloo" for "cpu:gloo,cuda:nccl" and a CPU)."""
-    by_device = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
-    return by_device.get(device.type, str(dist.get_backend(group)))
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds that the group waits for a rank: what init_process_group or new_group was given, or torch's default."""
-    try:
-        # Private: torch has no other way to ask.
-        return float(group._get_backend(device).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):  # a back end of somebody else's, or none for the device
-        return float(dist.default_pg_timeout.total_seconds())
 
 
 def refuse(group: Any, what: str) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torch_ext.comm import collectives
 from torch_ext.comm.communicator import AGREEMENT_TAG, Communicator
-from torch_ext.comm.lost_ranks import timeout_of
+from torch_ext.comm.process_group import timeout_of
 from torch_ext.comm.streams import Event, Streams
 from torch_ext.comm.transport import TransportWork
 from torch_ext.native import graph_capture, nccl
