@@ -199,7 +199,7 @@ def _freezes_a_unit(rank: int, world: int) -> str:
 
 
 def test_a_unit_that_is_frozen_on_one_rank_is_named_where_its_sum_is_waited_for() -> None:
-    first, second = ranks.run(2, _freezes_a_unit, timeout=2.0)
+    first, second = ranks.run(2, _freezes_a_unit, timeout=5.0)
     for message in (first, second):
         assert "with 'blocks.2." in message and "frozen since parallelize" in message, message
     assert "rank 0 in \"end of gradient cycle 0, with 'blocks.2." in second
