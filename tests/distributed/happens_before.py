@@ -283,7 +283,8 @@ def pretended(streams: FakeStreams) -> Iterator[None]:
     from torch_ext.comm import communicator, factory
 
     with pytest.MonkeyPatch.context() as patch, _for_fsdp2(streams):
-        patch.setattr(communicator, "streams_of", lambda device: streams)
+        for module in (communicator, factory):
+            patch.setattr(module, "streams_of", lambda device: streams)
         patch.setattr(factory, "backend", lambda group, device: "nccl")
         for kind in ("all_to_all_single", "all_gather_into_tensor"):
             patch.setattr(dist, kind, _on_stream_of_group(streams, kind, getattr(dist, kind)))

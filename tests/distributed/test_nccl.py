@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import happens_before
@@ -75,6 +75,11 @@ def _note_accesses(streams: FakeStreams, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(transport, kind, function)
 
 
+def _pretend_streams(patch: pytest.MonkeyPatch, streams_of: Callable[[torch.device], Any]) -> None:
+    for module in (communicator, factory):
+        patch.setattr(module, "streams_of", streams_of)
+
+
 def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = False) -> list[str]:
     _with(path)
     over, streams = factory.make_communicator, FakeStreams()
@@ -114,7 +119,7 @@ def _parted(rank: int, world: int, path: str) -> str:
     made = nccl.Comm
     patch = pytest.MonkeyPatch()
     patch.setattr(nccl, "Comm", lambda _id, _rank, _world, timeout: made(nccl.unique_id(), 0, 1, timeout))
-    patch.setattr(communicator, "streams_of", lambda device: FakeStreams())
+    _pretend_streams(patch, lambda device: FakeStreams())
     exchange: Any = factory.make_communicator(dist.group.WORLD, torch.device("cpu"), "nccl")
     payload = torch.tensor([rank], dtype=torch.uint8)
     sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
@@ -246,7 +251,7 @@ def test_a_watchdog_that_fails_says_so(fakes: dict[str, str]) -> None:
 def _captured(rank: int, world: int, path: str) -> list[int]:
     _with(path)
     patch = pytest.MonkeyPatch()
-    patch.setattr(communicator, "streams_of", lambda device: _Hanging())
+    _pretend_streams(patch, lambda device: _Hanging())
     exchange: Any = factory.make_communicator(dist.group.WORLD, torch.device("cpu"), "nccl")
     sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     watched = []
@@ -268,7 +273,7 @@ def _as_long_as_the_group(rank: int, world: int, path: str) -> tuple[float, str]
     patch.setattr(
         nccl, "Comm", lambda name, r, n, timeout: (waits.append(timeout), made(nccl.unique_id(), 0, 1, timeout))[1]
     )
-    patch.setattr(communicator, "streams_of", lambda device: _Hanging())
+    _pretend_streams(patch, lambda device: _Hanging())
     group = dist.new_group(timeout=datetime.timedelta(seconds=33))
     exchange: Any = factory.make_communicator(group, torch.device("cpu"), "nccl")
     sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
