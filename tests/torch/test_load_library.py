@@ -144,8 +144,8 @@ def test_a_torch_that_is_too_old_is_named(tmp_path: pathlib.Path, source: str, s
 
 def finder(folder: pathlib.Path) -> ModuleType:
     """library.py as it is when the package lies in `folder`."""
-    (folder / "torch_ext").mkdir()
-    file = shutil.copy(library.__file__, folder / "torch_ext")
+    (folder / "torch_ext/native").mkdir(parents=True)
+    file = shutil.copy(library.__file__, folder / "torch_ext/native")
     spec = importlib.util.spec_from_file_location("finder", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
