@@ -79,6 +79,29 @@ def test_bits_of_a_step_in_backward(strategy: str, joined: bool) -> None:
     ranks.run(3, _compared, strategy, joined)
 
 
+def _beside_others(rank: int, world: int, begins: bool) -> None:
+    """Another model begins or ends between a backward that stepped and step(): that is nothing to this one."""
+    weights = []
+    for early in (True, False):
+        model, optimizer = _made("optim", early)
+        for step in range(4):
+            others = [] if begins else [_made("no_shard", False)]
+            _backward(model, rank, step)
+            if begins:
+                others.append(_made("no_shard", False))
+            others.clear()
+            gc.collect()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(bits(list(model.parameters())))
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["ends", "begins"])
+def test_another_model_that_begins_or_ends_changes_nothing(begins: bool) -> None:
+    ranks.run(2, _beside_others, begins)
+
+
 def _backward(model: Any, rank: int, step: int = 0) -> None:
     model(noise(step, rank, SHAPES, BF16)).backward()
 

@@ -61,7 +61,7 @@ def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list
     offload_guard.refuse_gradients(params, "clip_grad_norm_()")
     for owner in reducer_registry.owners_of(params):
         owner.before_step()
-    found = shard_map.ShardMap(params, list(map(reducer_registry.owner_of, params)), reducer_registry.generation)
+    found = shard_map.ShardMap(params)
     grads = found.grads()
     present = [grad is not None for grad in grads]
     parts = None if found.plain else found.parts(present)

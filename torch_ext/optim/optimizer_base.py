@@ -12,7 +12,7 @@ from torch_ext.optim.cpu_offload.host_states import HostStates
 from torch_ext.optim.state import access, codec, masters, param_form
 from torch_ext.optim.state.masters import SyncedVersion
 from torch_ext.optim.state.param_state import ParamState
-from torch_ext.params import hyper_parameters, local_shard, param_groups, reducer_registry, shard_map
+from torch_ext.params import hyper_parameters, local_shard, param_groups, shard_map
 from torch_ext.params.param_groups import Params
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense, offload_guard
@@ -112,10 +112,8 @@ class OptimizerStates(torch.optim.Optimizer):
     def current_shards(self, everyone: list[Tensor]) -> shard_map.ShardMap:
         """Where this rank's parts of the parameters are."""
         offload_guard.refuse_optimizer(self, everyone)
-        if self._locals is None or not self._locals.fits(everyone, reducer_registry.generation):
-            self._locals = shard_map.ShardMap(
-                everyone, list(map(reducer_registry.owner_of, everyone)), reducer_registry.generation
-            )
+        if self._locals is None or not self._locals.fits(everyone):
+            self._locals = shard_map.ShardMap(everyone)
             self._rearranged()
             if not any("exp_avg" in self.state_at_rest(p) for p in everyone):
                 self._follow_params()

@@ -21,7 +21,7 @@ ROUTED = "_torch_ext_routed"
 def _clip_value(params: list[Tensor], clip_value: float, foreach: bool | None = None) -> None:
     """Elements are clamped where they are: each on the rank that steps it."""
     offload_guard.refuse_gradients(params, "torch.nn.utils.clip_grad_value_()")
-    found = shard_map.ShardMap(params, list(map(reducer_registry.owner_of, params)), reducer_registry.generation)
+    found = shard_map.ShardMap(params)
     for owner in reducer_registry.owners_of(params):
         owner.before_step()
     bound = float(clip_value)

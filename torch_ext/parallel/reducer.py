@@ -483,7 +483,7 @@ class BucketReducer(reducer_registry.GradientReducer):
         if self.weights is not None:
             self.weights = ParamBuffers(self.params, plan)
         self.store = self.store.moved(plan)
-        reducer_registry.changed()
+        reducer_registry.laid_out_anew(self)
         self._follow_plan()
         self._tracker.finish()
 

@@ -34,6 +34,8 @@ class GradientReducer(abc.ABC):
     """All of them."""
     forwards = 0
     """Forwards of the model that are under way."""
+    layout = 0
+    """How often it has laid its parameters out anew."""
 
     @property
     def failed(self) -> bool:
@@ -116,18 +118,24 @@ class GradientReducer(abc.ABC):
 _owners: "dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[GradientReducer]]]" = {}
 
 generation = 0
-"""Changes whenever a parameter gets another owner, or its owner lays it out anew."""
+"""Changes whenever any parameter gets another owner, or an owner lays its parameters out anew. What an optimizer knows
+of owners holds while this stays the same, and beyond it while its own parameters' owners and their layouts do."""
 
 
-def changed() -> None:
-    """What optimizers know of owners holds no longer."""
+def _changed() -> None:
     global generation
     generation += 1
 
 
+def laid_out_anew(owner: GradientReducer) -> None:
+    """What optimizers know of this owner's parameters holds no longer."""
+    owner.layout += 1
+    _changed()
+
+
 def register(owner: GradientReducer, params: Iterable[torch.Tensor]) -> None:
     """The owner reduces these parameters, until `unregister` or its end."""
-    changed()
+    _changed()
     keys = []
     for param in params:
         _owners[id(param)] = (weakref.ref(param), weakref.ref(owner))
@@ -142,7 +150,7 @@ def unregister(owner: GradientReducer) -> None:
 
 
 def _forget(keys: "list[int]", owner: "weakref.ref[GradientReducer]") -> None:
-    changed()
+    _changed()
     for key in keys:
         entry = _owners.get(key)
         if entry is not None and entry[1]() in (None, owner()):

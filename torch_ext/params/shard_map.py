@@ -1,23 +1,29 @@
 """Where this rank's parts of an optimizer's parameters lie."""
 
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from torch_ext.comm import group_calls
 from torch_ext.grads.norm import NormGroup
+from torch_ext.params import reducer_registry
 from torch_ext.params.local_shard import LocalShard, is_dtensor, of_dtensor, tensor_of
+from torch_ext.params.reducer_registry import GradientReducer
 
-if TYPE_CHECKING:
-    from torch_ext.params.reducer_registry import GradientReducer
+
+def _layouts(owners: Sequence[GradientReducer | None]) -> list[tuple["weakref.ref[GradientReducer]", int] | None]:
+    return [None if owner is None else (weakref.ref(owner), owner.layout) for owner in owners]
 
 
 class ShardMap:
     """The local parts of an optimizer's parameters, and where their gradients are found."""
 
-    def __init__(self, params: Sequence[Tensor], owners: "Sequence[GradientReducer | None]", generation: int) -> None:
-        self.params, self.generation = list(params), generation
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params, self._generation = list(params), reducer_registry.generation
+        owners = list(map(reducer_registry.owner_of, params))
+        self._layouts = _layouts(owners)
         self.owners: list[GradientReducer | None] = [o if o is not None and o.sharded else None for o in owners]
         self._dtensors = [owner is None and is_dtensor(p) for p, owner in zip(params, self.owners, strict=True)]
         self.plain = not any(self._dtensors) and not any(owner is not None for owner in self.owners)
@@ -42,12 +48,16 @@ class ShardMap:
     def _local_tensor(self, i: int) -> Tensor:
         return tensor_of(self.params[i])
 
-    def fits(self, params: Sequence[Tensor], generation: int) -> bool:
-        """Whether nothing moved since these were found."""
-        if generation != self.generation or len(params) != len(self.params):
+    def fits(self, params: Sequence[Tensor]) -> bool:
+        """Whether nothing moved since these were found. Models that are nothing to these parameters may begin and end
+        at any time, by the garbage collector's choice too."""
+        if len(params) != len(self.params) or not all(a is b for a, b in zip(params, self.params, strict=True)):
             return False
-        if not all(a is b for a, b in zip(params, self.params, strict=True)):
-            return False
+        generation = reducer_registry.generation
+        if generation != self._generation:
+            if _layouts(list(map(reducer_registry.owner_of, params))) != self._layouts:
+                return False
+            self._generation = generation
         if self._tensors:
             now = [self._local_tensor(i) for i, is_one in enumerate(self._dtensors) if is_one]
             return all(a.data_ptr() == b.data_ptr() for a, b in zip(now, self._tensors, strict=True))
