@@ -499,8 +499,8 @@ typedef struct tx_memory_args {
 #define TX_MEMORY_ARGS_INIT \
   { .size = sizeof(tx_memory_args), .in_flight = 1 }
 
-/* Bytes of one rank. Activations, buffers of modules, what allocators and transports keep for themselves, and witnesses
- * (8 bytes for TX_WITNESS or TX_SAMPLED weights) are not in it. */
+/* Bytes of one rank. Activations, buffers of modules, what allocators and transports keep for themselves, and checksums
+ * (8 bytes for TX_CHECKSUM or TX_SAMPLED weights) are not in it. */
 typedef struct tx_memory {
   int64_t params;
   int64_t grads;
@@ -652,9 +652,9 @@ typedef struct tx_adamw_group {
   double decoupled; /* 1: AdamW; 0: weight decay is added to the gradient (Adam) */
 } tx_adamw_group;
 
-/* What to do about weights beside masters that somebody else wrote to since the last step. Witnesses, 64-bit checksums
+/* What to do about weights beside masters that somebody else wrote to since the last step. Checksums, 64-bit checksums
  * of the weights as the last step left them, tell.
- *   I16 masters  One for each TX_WITNESS weights. Every remainder is legal beside every weight, so where a witness is
+ *   I16 masters  One for each TX_CHECKSUM weights. Every remainder is legal beside every weight, so where a checksum is
  *                another one the remainders of its block become 0, which makes these weights their own masters.
  *   F32 masters  One for each TX_SAMPLED weights, of a sample: 32 of every 2048 (a parameter with up to TX_SAMPLED
  *                weights: all of them). Where one is another, the whole parameter's masters are compared with its
@@ -666,7 +666,7 @@ typedef enum tx_external_write {
 } tx_external_write;
 
 /* Counted from the first element of the tensor that is passed. */
-#define TX_WITNESS ((int64_t)1024)
+#define TX_CHECKSUM ((int64_t)1024)
 #define TX_SAMPLED ((int64_t)4096)
 
 /* One AdamW (or Adam) step over n tensors; Loshchilov & Hutter 2019, Algorithm 2, with
@@ -688,9 +688,9 @@ typedef enum tx_external_write {
  *   scales       U8, the e8m0 scales of exp_avg's blocks, then of exp_avg_sq's: ceil(numel / 128) for each of the two
  *                that is F16 or U8; none otherwise
  *   steps        F32, one element: completed steps. The call adds one and steps with the sum
- *   witnesses    none; I64 beside masters: ceil(numel / TX_WITNESS) beside I16, ceil(numel / TX_SAMPLED) beside F32, as
- *                tx_master_witness made them; the step renews them
- * A non-zero found_inf makes the call write nothing at all except `skipped += 1`. */
+ *   checksums    none; I64 beside masters: ceil(numel / TX_CHECKSUM) beside I16, ceil(numel / TX_SAMPLED) beside F32,
+ * as tx_master_checksum made them; the step renews them A non-zero found_inf makes the call write nothing at all except
+ * `skipped += 1`. */
 typedef struct tx_adamw_args {
   uint64_t size;
   int64_t n;
@@ -712,7 +712,7 @@ typedef struct tx_adamw_args {
   uint64_t seed;
   int32_t moment_rounding;    /* tx_rounding of exp_avg and exp_avg_sq */
   int32_t weight_rounding;    /* tx_rounding of a 16-bit weight without a master */
-  const tx_tensor *witnesses; /* updated; NULL: none has one */
+  const tx_tensor *checksums; /* updated; NULL: none has one */
   tx_tensor resynced;         /* I64, one element or none: counts the elements whose master became the weight */
   int32_t on_external_write;  /* tx_external_write */
   int32_t reserved;
@@ -721,14 +721,14 @@ typedef struct tx_adamw_args {
   { .size = sizeof(tx_adamw_args), .moment_rounding = TX_DITHERED, .weight_rounding = TX_DITHERED }
 TX_API tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error);
 
-/* Whether tx_adamw, or tx_adamw_staged, would take these: refuses what they refuse of them. Writes nothing, and reads
- * steps and lrs only. For a step cut into several calls, none of which is to be refused when others are done. */
+/* Whether tx_adamw, or tx_adamw_offloaded, would take these: refuses what they refuse of them. Writes nothing, and
+ * reads steps and lrs only. For a step cut into several calls, none of which is to be refused when others are done. */
 TX_API tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error);
 
 /* How parameters and gradients that lie elsewhere come to the host and go back. Functions are called by several threads
  * at a time, each with slots of its own; they return TX_OK, or fail with a message, which ends the step. `up`: 1 to
  * where the parameters are, 0 from there; what is asked for one way is done in that order. */
-typedef struct tx_lanes {
+typedef struct tx_copy_ops {
   uint64_t size;
   void *ctx;
   /* Starts to copy. */
@@ -739,19 +739,19 @@ typedef struct tx_lanes {
   tx_status (*wait)(void *ctx, int32_t up, int64_t slot, tx_error *error);
   /* What is asked for on the way down from here on comes after what the slot's mark on the way up stands for. */
   tx_status (*follow)(void *ctx, int64_t slot, tx_error *error);
-} tx_lanes;
-#define TX_LANES_INIT \
-  { sizeof(tx_lanes), NULL, NULL, NULL, NULL, NULL }
+} tx_copy_ops;
+#define TX_COPY_OPS_INIT \
+  { sizeof(tx_copy_ops), NULL, NULL, NULL, NULL, NULL }
 
 /* Where batches lie while they are stepped. */
 #define TX_MAX_SLOTS 8
 typedef struct tx_staging {
   uint64_t size;
-  const tx_lanes *lanes; /* NULL: parameters and gradients are in host memory, too, and each thread copies its own */
-  void *memory;          /* the host's, aligned to 64 bytes; of no particular content before and after */
-  int64_t bytes;         /* of it: threads * slots * batch * (bytes of a gradient + bytes of a weight), the widest */
-  int64_t batch;         /* elements that come at a time; a multiple of TX_SAMPLED */
-  int32_t slots;         /* batches that each thread has under way: 1 ... TX_MAX_SLOTS */
+  const tx_copy_ops *lanes; /* NULL: parameters and gradients are in host memory, too, and each thread copies its own */
+  void *memory;             /* the host's, aligned to 64 bytes; of no particular content before and after */
+  int64_t bytes;            /* of it: threads * slots * batch * (bytes of a gradient + bytes of a weight), the widest */
+  int64_t batch;            /* elements that come at a time; a multiple of TX_SAMPLED */
+  int32_t slots;            /* batches that each thread has under way: 1 ... TX_MAX_SLOTS */
   int32_t reserved;
 } tx_staging;
 #define TX_STAGING_INIT \
@@ -759,12 +759,12 @@ typedef struct tx_staging {
 
 /* tx_adamw of parameters that lie elsewhere: the same bits. The memory of params and grads is only handed to the lanes,
  * all other memory is the host's. Gradients come down and weights go up; weights come down where there is no master, or
- * a remainder. So on_external_write looks at witnesses beside remainders; those beside F32 masters are only renewed,
+ * a remainder. So on_external_write looks at checksums beside remainders; those beside F32 masters are only renewed,
  * and TX_EXTERNAL_CHECK is not legal. When the call comes back weights may be on their way up still: the same memory
  * may be given to the next call where its slots are as large and the widest dtypes the same, else when they have left.
  * Where a lane fails some elements have been stepped and others not, and no count in `steps` has changed. */
-TX_API tx_status tx_adamw_staged(const tx_adamw_args *args, const tx_staging *staging, const tx_parallel *parallel,
-                                 tx_error *error);
+TX_API tx_status tx_adamw_offloaded(const tx_adamw_args *args, const tx_staging *staging, const tx_parallel *parallel,
+                                    tx_error *error);
 
 /* Statistics of gradients, in integers, so that any split and any order gives the same bits and ranks may add them.
  * stats[0 .. TX_NORM_LIMBS) are the limbs of the exact sum of the block sums of squares; stats[TX_NORM_LIMBS] counts
@@ -885,29 +885,29 @@ TX_API tx_status tx_master_decode(int64_t n, const tx_tensor *params, const tx_t
                                   const tx_tensor *masters, const tx_parallel *parallel, tx_error *error);
 
 typedef enum tx_resync_mode {
-  TX_RESYNC_STRAYS = 0, /* masters that no longer round to their weight (-0 equals +0, NaN equals NaN) become it */
-  TX_RESYNC_ALL = 1,    /* all become their weights */
-  TX_RESYNC_COUNT = 2   /* as STRAYS, but only counts: masters are not written */
+  TX_RESYNC_STALE = 0, /* masters that no longer round to their weight (-0 equals +0, NaN equals NaN) become it */
+  TX_RESYNC_ALL = 1,   /* all become their weights */
+  TX_RESYNC_COUNT = 2  /* as STALE, but only counts: masters are not written */
 } tx_resync_mode;
 
 /* masters: F32 beside BF16 or F16 params, or I16 remainders beside BF16 (every remainder is legal beside every weight,
- * so only TX_RESYNC_ALL changes them; who wrote to such weights, tx_master_witness knows). changed: I64 [n], added to:
+ * so only TX_RESYNC_ALL changes them; who wrote to such weights, tx_master_checksum knows). changed: I64 [n], added to:
  * elements whose bits change; may be none. */
 TX_API tx_status tx_master_resync(int64_t n, const tx_tensor *params, const tx_tensor *masters, int32_t mode,
                                   tx_tensor changed, const tx_parallel *parallel, tx_error *error);
 
-typedef enum tx_witness_mode {
-  TX_WITNESS_CHECK = 0,  /* only counts */
-  TX_WITNESS_RESYNC = 1, /* where a witness is another one masters become weights, and it is renewed */
-  TX_WITNESS_RENEW = 2   /* witnesses become those of the weights as they are; masters stay */
-} tx_witness_mode;
+typedef enum tx_checksum_mode {
+  TX_CHECKSUM_CHECK = 0,  /* only counts */
+  TX_CHECKSUM_RESYNC = 1, /* where a checksum is another one masters become weights, and it is renewed */
+  TX_CHECKSUM_RENEW = 2   /* checksums become those of the weights as they are; masters stay */
+} tx_checksum_mode;
 
-/* Weights against their witnesses (tx_external_write). params, masters, witnesses: as of tx_adamw; an entry whose
- * witnesses are none is passed over. strays: I64 [n], added to: the elements whose masters become, or would become,
+/* Weights against their checksums (tx_external_write). params, masters, checksums: as of tx_adamw; an entry whose
+ * checksums are none is passed over. stale: I64 [n], added to: the elements whose masters become, or would become,
  * their weights (beside I16: all of a block); may be none. */
-TX_API tx_status tx_master_witness(int64_t n, const tx_tensor *params, const tx_tensor *masters,
-                                   const tx_tensor *witnesses, int32_t mode, tx_tensor strays,
-                                   const tx_parallel *parallel, tx_error *error);
+TX_API tx_status tx_master_checksum(int64_t n, const tx_tensor *params, const tx_tensor *masters,
+                                    const tx_tensor *checksums, int32_t mode, tx_tensor stale,
+                                    const tx_parallel *parallel, tx_error *error);
 
 /* memcpy of much memory that is not in the cache, on this thread: asks for what it will write ahead of writing it,
  * which takes a quarter less time where that is not in the cache. */

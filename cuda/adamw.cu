@@ -2,13 +2,13 @@
 #include <stdlib.h>
 
 #include "cuda/adamw_table.h"
-#include "cuda/external_notes.h"
-#include "cuda/ticket.h"
+#include "cuda/external_writes_notes.h"
+#include "cuda/last_block.h"
 #include "cuda/vectors.h"
 
 extern "C" {
 #include "csrc/ops/check.h"
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 #include "csrc/ops/tensor.h"
 }
 
@@ -61,7 +61,7 @@ tx_step_entry entry_of(const tx_adamw_args *a, int64_t i) {
   e.exp_avg_sq = v.data;
   e.master = data_of(master);
   e.scales = (uint8_t *)data_of(tx_at_or_none(a->scales, i));
-  e.witnesses = data_of(tx_at_or_none(a->witnesses, i));
+  e.checksums = data_of(tx_at_or_none(a->checksums, i));
   e.step = a->steps[i].data;
   e.id = meta.id;
   e.start = (uint32_t)meta.start;
@@ -93,7 +93,7 @@ tx_step_gate gate_of(const tx_adamw_args *a) {
 struct launches {
   const tx_cuda_scope *scope;
   const tx_adamw_args *args;
-  bool samples;  /* some fp32 masters have witnesses, which one warp must see all of */
+  bool samples;  /* some fp32 masters have checksums, which one warp must see all of */
   bool is_first; /* the next launch counts that the step is skipped, and the steps of empty parameters */
   int instance;
   tx_step_table table;
@@ -104,7 +104,7 @@ void begin(launches *l, int instance) {
   const tx_adamw_args *a = l->args;
   l->instance = instance;
   tx_table_begin(&l->table,
-                 l->samples && tx_master_of_weight(instance / TX_MOMENT_KINDS) == TX_F32 ? TX_SAMPLED : TX_WITNESS);
+                 l->samples && tx_master_of_weight(instance / TX_MOMENT_KINDS) == TX_F32 ? TX_SAMPLED : TX_CHECKSUM);
   c->gate = gate_of(a);
   c->skipped = l->is_first ? counter(a->skipped) : NULL;
   c->resynced = counter(a->resynced);
@@ -179,8 +179,8 @@ tx_status resync(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_ex
                  const tx_cuda_call *call, tx_error *error) {
   tx_external_notes notes;
   TX_FORWARD(tx_external_notes_begin(scope, call, a->n, &notes, error));
-  TX_FORWARD(tx_external_look_at_samples(scope, lists, gate_of(a), &notes, TX_WITNESS_RESYNC, error));
-  return tx_resync_masters(scope, a->n, a->params, a->masters, TX_RESYNC_STRAYS, notes.suspect, counter(a->resynced), 0,
+  TX_FORWARD(tx_external_look_at_samples(scope, lists, gate_of(a), &notes, TX_CHECKSUM_RESYNC, error));
+  return tx_resync_masters(scope, a->n, a->params, a->masters, TX_RESYNC_STALE, notes.suspect, counter(a->resynced), 0,
                            error);
 }
 
@@ -190,10 +190,10 @@ tx_status check(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_ext
   tx_external_notes notes;
   const size_t bytes = (size_t)a->n * sizeof(int64_t);
   TX_FORWARD(tx_external_notes_begin(scope, call, a->n, &notes, error));
-  TX_FORWARD(tx_external_look_at_samples(scope, lists, tx_step_gate{}, &notes, TX_WITNESS_CHECK, error));
+  TX_FORWARD(tx_external_look_at_samples(scope, lists, tx_step_gate{}, &notes, TX_CHECKSUM_CHECK, error));
   TX_FORWARD(
       tx_resync_masters(scope, a->n, a->params, a->masters, TX_RESYNC_COUNT, notes.suspect, notes.counts, 1, error));
-  TX_FORWARD(tx_external_look_at_remainders(scope, lists, notes.counts, TX_WITNESS_CHECK, error));
+  TX_FORWARD(tx_external_look_at_remainders(scope, lists, notes.counts, TX_CHECKSUM_CHECK, error));
   int64_t *const counts = (int64_t *)malloc(bytes);
   if (!counts) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to look at %lld params", (long long)a->n);
   tx_status status = tx_cuda_answered(
@@ -206,7 +206,7 @@ tx_status check(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_ext
 }
 
 tx_status run(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_cuda_call *call, tx_error *error) {
-  const tx_external_lists lists = {a->n, a->params, a->masters, a->witnesses};
+  const tx_external_lists lists = {a->n, a->params, a->masters, a->checksums};
   const bool samples = tx_external_has_any(lists, TX_F32), all = tx_external_has_any(lists, TX_I16);
   if (a->on_external_write == TX_EXTERNAL_CHECK) {
     if (scope->capturing)

@@ -4,9 +4,9 @@
 #ifndef TX_CUDA_ADAMW_KERNEL_H
 #define TX_CUDA_ADAMW_KERNEL_H
 
-#include "cuda/adamw_round.h"
-#include "cuda/ticket.h"
-#include "cuda/warp_witness.h"
+#include "cuda/adamw_vector.h"
+#include "cuda/last_block.h"
+#include "cuda/warp_checksum.h"
 
 namespace {
 
@@ -18,31 +18,31 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
   const uint32_t lane = tx_lane_id();
   const void *const weights = (const char *)e.param + 2 * tile.begin;
   bool drops = false;
-  if (master == TX_I16 && e.witnesses && t.common.resyncs) {
-    const void *witness = (const char *)e.witnesses + tile.begin / TX_WITNESS * 8;
-    drops = tx_witness_differs(witness, tx_witness_of(weights, e.param_alignment, tile.count, lane));
+  if (master == TX_I16 && e.checksums && t.common.resyncs) {
+    const void *checksum = (const char *)e.checksums + tile.begin / TX_CHECKSUM * 8;
+    drops = tx_checksum_differs(checksum, tx_checksum_of(weights, e.param_alignment, tile.count, lane));
   }
-  const bool renews = master != TX_NONE && e.witnesses;
-  tx_witness_sums written = {}; /* of the weights beside remainders, as they are stored */
+  const bool renews = master != TX_NONE && e.checksums;
+  tx_checksum_sums written = {}; /* of the weights beside remainders, as they are stored */
   for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
     const tx_share share = tx_share_of_tile(tile.count, i, lane);
     const bool whole = round_of<WEIGHT, MOMENTS>::kQuick && e.aligned && tile.count - i * TX_ROUND >= TX_ROUND;
     const tx_here here = {tile.begin + share.first, share.count, whole};
     uint32_t words[4];
     round_of<WEIGHT, MOMENTS>::round(t, e, w, here, drops, words);
-    if (master == TX_I16 && renews) tx_witness_take(written, words, tx_witness_left(tile.count, share.first));
+    if (master == TX_I16 && renews) tx_checksum_take(written, words, tx_checksum_left(tile.count, share.first));
   }
   if (renews) {
-    uint64_t witness;
+    uint64_t checksum;
     if (master == TX_I16) {
-      witness = tx_witness_value(written, lane);
+      checksum = tx_checksum_value(written, lane);
     } else {
       __syncwarp();
-      witness = e.numel > TX_SAMPLED ? tx_sample_of(weights, e.param_alignment, tile.count, lane)
-                                     : tx_witness_of(weights, e.param_alignment, tile.count, lane);
+      checksum = e.numel > TX_SAMPLED ? tx_sample_of(weights, e.param_alignment, tile.count, lane)
+                                      : tx_checksum_of(weights, e.param_alignment, tile.count, lane);
     }
-    const int64_t unit = master == TX_F32 ? TX_SAMPLED : TX_WITNESS;
-    if (lane == 0) tx_write_value((char *)e.witnesses + tile.begin / unit * 8, witness);
+    const int64_t unit = master == TX_F32 ? TX_SAMPLED : TX_CHECKSUM;
+    if (lane == 0) tx_write_value((char *)e.checksums + tile.begin / unit * 8, checksum);
   }
   return drops ? tile.count : 0;
 }

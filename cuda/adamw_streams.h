@@ -3,7 +3,7 @@
 #ifndef TX_CUDA_ADAMW_STREAMS_H
 #define TX_CUDA_ADAMW_STREAMS_H
 
-#include "cuda/adamw_quick.h"
+#include "cuda/adamw_fast_path.h"
 #include "cuda/vector_forms.h"
 
 /* Where a lane's elements of a round are. whole: all of the warp's lanes have TX_VECTOR of them, aligned. */

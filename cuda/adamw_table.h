@@ -61,7 +61,7 @@ struct tx_step_entry {
   void *exp_avg_sq;
   void *master;    /* NULL without */
   uint8_t *scales; /* exp_avg's, then exp_avg_sq's */
-  void *witnesses; /* NULL without */
+  void *checksums; /* NULL without */
   void *step;      /* one fp32 */
   int64_t id;
   uint32_t start;  /* the low half of tx_meta.start: thresholds hang on no more of it */
@@ -85,7 +85,7 @@ struct tx_step_common {
   unsigned long long *resynced;
   uint64_t seed;
   int32_t moment_rounding, weight_rounding;
-  int32_t resyncs; /* remainders of blocks whose witness is another are dropped */
+  int32_t resyncs; /* remainders of blocks whose checksum is another are dropped */
   int32_t n_groups;
   int32_t ticket; /* the launch's own, taken where its kernel is */
   int32_t reserved;

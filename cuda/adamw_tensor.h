@@ -5,8 +5,8 @@
 #include "csrc/math/adamw.h"
 #include "csrc/math/dither_lag.h"
 #include "csrc/math/noise.h"
-#include "cuda/adamw_gate.h"
-#include "cuda/adamw_quick.h"
+#include "cuda/adamw_fast_path.h"
+#include "cuda/adamw_found_inf.h"
 
 namespace {
 

@@ -4,7 +4,7 @@
 
 extern "C" {
 #include "csrc/ops/check.h"
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 }
 
 namespace {

@@ -3,7 +3,7 @@
 
 extern "C" {
 #include "csrc/core/forms.h"
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 }
 
 namespace {

@@ -2,7 +2,7 @@
 #include "cuda/conversions.h"
 
 extern "C" {
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 }
 
 namespace {

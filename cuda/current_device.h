@@ -7,7 +7,7 @@
 extern "C" {
 #include "csrc/core/status.h"
 }
-#include "cuda/torch_ext_cuda.h"
+#include "csrc/torch_ext_cuda.h"
 
 /* Makes the device current; `before` was. */
 tx_status tx_cuda_make_current(int32_t device, int32_t *before, tx_error *error);

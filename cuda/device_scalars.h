@@ -6,7 +6,7 @@
 
 #include "csrc/math/numeric.h"
 #include "csrc/torch_ext.h"
-#include "cuda/ticket.h"
+#include "cuda/last_block.h"
 
 template <class Value>
 static __device__ __forceinline__ Value tx_read_value(const void *from) {

@@ -3,7 +3,7 @@
 #include "cuda/launch.h"
 
 extern "C" {
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 }
 
 namespace {

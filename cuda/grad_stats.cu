@@ -2,7 +2,7 @@
 #include "cuda/warp_stats.h"
 
 extern "C" {
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 }
 
 namespace {

@@ -4,7 +4,7 @@
  * A launch's tensors are each cut into tiles, numbered through; the last tile of a tensor may be short. Warp w of W, W
  * being all that were launched, takes tiles w, w + W, w + 2 W, ... A tile is walked over in rounds of TX_ROUND
  * elements, TX_VECTOR consecutive ones to a lane: 16 bytes of a 16-bit stream. So 16 neighbouring lanes hold a block of
- * 128, a round holds two, and four rounds hold the weights of a witness. */
+ * 128, a round holds two, and four rounds hold the weights of a checksum. */
 #ifndef TX_CUDA_GRID_H
 #define TX_CUDA_GRID_H
 

@@ -7,8 +7,8 @@
 extern "C" {
 #include "csrc/core/status.h"
 }
+#include "csrc/torch_ext_cuda.h"
 #include "cuda/table.h"
-#include "cuda/torch_ext_cuda.h"
 
 #define TX_BLOCK_THREADS 256
 #define TX_BLOCK_WARPS (TX_BLOCK_THREADS / TX_WARP)

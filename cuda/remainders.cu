@@ -4,7 +4,7 @@
 #include "cuda/vectors.h"
 
 extern "C" {
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 }
 
 namespace {

@@ -1,12 +1,12 @@
 /* tx_cuda_master_resync, and its pass for a step. */
-#include "csrc/math/stray.h"
+#include "csrc/math/stale.h"
 #include "cuda/device_scalars.h"
-#include "cuda/external_notes.h"
-#include "cuda/ticket.h"
+#include "cuda/external_writes_notes.h"
+#include "cuda/last_block.h"
 #include "cuda/vectors.h"
 
 extern "C" {
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 }
 
 namespace {
@@ -36,10 +36,10 @@ __device__ __forceinline__ int32_t resync_f32(const entry &e, int64_t first, int
     const uint32_t weight = tx_half(weights[i / 2], i % 2);
     const bool bf16 = e.param_dtype == TX_BF16;
     const float is = tx_f32_from_bits(masters[i]);
-    const uint32_t strays = bf16 ? tx_master_strays(is, weight, TX_BF16) : tx_master_strays(is, weight, TX_F16);
+    const uint32_t stale = bf16 ? tx_master_stale(is, weight, TX_BF16) : tx_master_stale(is, weight, TX_F16);
     const uint32_t becomes =
         tx_bits_from_f32(bf16 ? tx_f32_from_bf16((uint16_t)weight) : tx_f32_from_f16((uint16_t)weight));
-    if ((mode != TX_RESYNC_ALL && !strays) || becomes == masters[i]) continue;
+    if ((mode != TX_RESYNC_ALL && !stale) || becomes == masters[i]) continue;
     masters[i] = becomes;
     differ++;
   }

@@ -12,7 +12,7 @@
 
 #include "csrc/math/exact_sum.h"
 #include "csrc/math/reduce.h"
-#include "cuda/ticket.h"
+#include "cuda/last_block.h"
 #include "cuda/vector_forms.h"
 
 /* What a warp has gathered: limb i of the sum is lane i's, not carried. A block's sum changes it by less than 2^32, so

@@ -5,8 +5,8 @@
 #include <string.h>
 
 #include "csrc/core/dtype.h"
-#include "csrc/core/nearest.h"
 #include "csrc/core/status.h"
+#include "csrc/core/suggest.h"
 
 enum { NEITHER = 0, OPTIMIZER = TX_SIDE_OPTIMIZER, DDP = TX_SIDE_DDP, BOTH = OPTIMIZER | DDP, COERCED = 4 };
 enum { OPTIMIZER_COERCED = OPTIMIZER | COERCED };

@@ -18,11 +18,11 @@ typedef struct tx_adamw_piece {
   int64_t n;
   const void *grad;
   void *param;
-  void *master;    /* NULL without */
-  void *witnesses; /* of the piece's blocks, renewed; NULL without */
-  int resyncs;     /* where a witness is another one the remainders of its block are dropped before the step */
-  int whole;       /* see tx_sample_loop */
-  int past_caches; /* weights beside fp32 masters are better not left in the caches */
+  void *master;     /* NULL without */
+  void *checksums;  /* of the piece's blocks, renewed; NULL without */
+  int resyncs;      /* where a checksum is another one the remainders of its block are dropped before the step */
+  int whole;        /* see tx_sample_loop */
+  int stream_store; /* weights beside fp32 masters are better not left in the caches */
   void *exp_avg;
   void *exp_avg_sq;
   uint8_t *exp_avg_scale;    /* one byte per block; NULL unless exp_avg is F16 or U8 */
@@ -69,13 +69,13 @@ typedef void (*tx_decode_master_loop)(const void *param, const void *remainder, 
 /* mode: tx_resync_mode. Returns the number of elements that change. */
 typedef int64_t (*tx_resync_loop)(const void *param, void *master, int64_t n, int32_t mode);
 
-/* Weights of a tensor, from a multiple of TX_WITNESS on, against the witnesses of their blocks. mode: tx_witness_mode.
- * Returns how many weights are in blocks whose witness is another; 0 for TX_WITNESS_RENEW. */
-typedef int64_t (*tx_witness_loop)(const void *param, void *remainder, void *witnesses, int64_t n, int32_t mode);
+/* Weights of a tensor, from a multiple of TX_CHECKSUM on, against the checksums of their blocks. mode:
+ * tx_checksum_mode. Returns how many weights are in blocks whose checksum is another; 0 for TX_CHECKSUM_RENEW. */
+typedef int64_t (*tx_checksum_loop)(const void *param, void *remainder, void *checksums, int64_t n, int32_t mode);
 
-/* The sampled witnesses of 16-bit weights beside fp32 masters, from a multiple of TX_SAMPLED on: renewed, or (any other
+/* The sampled checksums of 16-bit weights beside fp32 masters, from a multiple of TX_SAMPLED on: renewed, or (any other
  * mode) compared only. whole: the tensor is so small that its sample is all of it. Returns how many are others. */
-typedef int64_t (*tx_sample_loop)(const void *param, void *witnesses, int64_t n, int whole, int32_t mode);
+typedef int64_t (*tx_sample_loop)(const void *param, void *checksums, int64_t n, int whole, int32_t mode);
 
 /* All blocks of a message; the number of escapes, or TX_COMPRESSED_NOT where that is more than there is space for. */
 typedef int64_t (*tx_compress_loop)(const void *values, const tx_compressed *to);
@@ -92,7 +92,7 @@ typedef struct tx_kernels {
   tx_encode_master_loop encode_master;
   tx_decode_master_loop decode_master;
   tx_resync_loop resync[TX_WEIGHTS]; /* NULL in the rows without a master */
-  tx_witness_loop witness;
+  tx_checksum_loop checksum;
   tx_sample_loop sample;
   tx_compress_loop compress;
   tx_expand_loop expand;

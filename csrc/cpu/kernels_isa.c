@@ -2,11 +2,11 @@
  * the flags of bazel/isa.bzl. Nothing here differs between them but what the compiler makes of it. */
 #include "csrc/cpu/kernels.h"
 #include "csrc/cpu/loop_adamw.h"
-#include "csrc/cpu/loop_bucket.h"
 #include "csrc/cpu/loop_cast.h"
+#include "csrc/cpu/loop_checksum.h"
 #include "csrc/cpu/loop_compress.h"
-#include "csrc/cpu/loop_external.h"
 #include "csrc/cpu/loop_master.h"
+#include "csrc/cpu/loop_reduce.h"
 #include "csrc/cpu/loop_stats.h"
 
 #define TX_JOIN_(a, b) a##b
@@ -24,7 +24,7 @@ const tx_kernels TX_JOIN(tx_kernels_, TX_ISA) = {
     .encode_master = tx_encode_loop,
     .decode_master = tx_decode_loop,
     .resync = {TX_RESYNC_LOOPS},
-    .witness = tx_witness_run,
+    .checksum = tx_checksum_run,
     .sample = tx_sample_run,
     .compress = tx_compress_run,
     .expand = tx_expand_run,

@@ -6,10 +6,10 @@
 
 #include "csrc/cpu/kernels.h"
 #include "csrc/cpu/loop_cast.h"
-#include "csrc/cpu/loop_external.h"
+#include "csrc/cpu/loop_checksum.h"
 #include "csrc/cpu/loop_master.h"
-#include "csrc/cpu/step_blocks.h"
-#include "csrc/cpu/step_pairs.h"
+#include "csrc/cpu/step_8bit.h"
+#include "csrc/cpu/step_plain.h"
 
 typedef void (*tx_step_instance)(const tx_adamw_constants *c, const tx_step_streams *s, int32_t n);
 
@@ -217,12 +217,12 @@ static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants
     if (streams[i]) memcpy(streams[i], padded[i], (size_t)(n * sizes[i]));
 }
 
-/* The witnesses of n weights that no instance looks at itself. */
-_Static_assert(TX_TILE % TX_WITNESS == 0, "a tile has whole witnesses");
-static int64_t tx_witness_tile(const tx_adamw_piece *a, int64_t at, int64_t n, tx_witness_mode mode) {
-  if (!a->witnesses || a->master_dtype != TX_I16) return 0;
-  return tx_witness_blocks((const char *)a->param + 2 * at, (char *)a->master + 2 * at,
-                           (char *)a->witnesses + at / TX_WITNESS * (int64_t)sizeof(uint64_t), n, (int32_t)mode, 0);
+/* The checksums of n weights that no instance looks at itself. */
+_Static_assert(TX_TILE % TX_CHECKSUM == 0, "a tile has whole checksums");
+static int64_t tx_checksum_tile(const tx_adamw_piece *a, int64_t at, int64_t n, tx_checksum_mode mode) {
+  if (!a->checksums || a->master_dtype != TX_I16) return 0;
+  return tx_checksum_blocks((const char *)a->param + 2 * at, (char *)a->master + 2 * at,
+                            (char *)a->checksums + at / TX_CHECKSUM * (int64_t)sizeof(uint64_t), n, (int32_t)mode, 0);
 }
 
 /* One piece, of any legal combination. */
@@ -230,9 +230,9 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
   const tx_adamw_route route = tx_route(a);
   const int64_t master_size = tx_lane_bytes(a->master_dtype);
   const int64_t tile = route.staged ? TX_TILE : a->n;
-  const int own = !route.staged && a->witnesses && a->master_dtype == TX_I16; /* the instance knows witnesses */
-  const int past_caches = TX_HAS_PAST_CACHES && a->past_caches && (uintptr_t)a->param % TX_CACHE_LINE == 0;
-  int64_t strays = 0;
+  const int own = !route.staged && a->checksums && a->master_dtype == TX_I16; /* the instance knows checksums */
+  const int stream_store = TX_HAS_NONTEMPORAL && a->stream_store && (uintptr_t)a->param % TX_CACHE_LINE == 0;
+  int64_t stale = 0;
   float g_tile[TX_TILE], m_tile[TX_TILE], v_tile[TX_TILE], p_tile[TX_TILE];
   const int64_t sizes[5] = {
       route.grad.load ? 4 : route.grad.element_size, route.param.load ? 4 : route.param.element_size, master_size,
@@ -240,8 +240,8 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
   for (int64_t at = 0; at < a->n; at += tile) {
     const int64_t n = a->n - at < tile ? a->n - at : tile;
     void *master = a->master ? (char *)a->master + at * master_size : NULL;
-    const int32_t blocks = own ? (int32_t)(n / TX_WITNESS * TX_WITNESS) : 0;
-    if (a->resyncs) strays += tx_witness_tile(a, at + blocks, n - blocks, TX_WITNESS_RESYNC);
+    const int32_t blocks = own ? (int32_t)(n / TX_CHECKSUM * TX_CHECKSUM) : 0;
+    if (a->resyncs) stale += tx_checksum_tile(a, at + blocks, n - blocks, TX_CHECKSUM_RESYNC);
     tx_step_streams s = {.grad = tx_stage_in(&route.grad, at, n, g_tile),
                          .param = route.steps_master ? master : tx_stage_in(&route.param, at, n, p_tile),
                          .master = route.steps_master || route.param.remainders ? NULL : master,
@@ -252,32 +252,32 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
                          .param_u = tx_dithered(a->param_noise.lattice, (uint32_t)at),
                          .exp_avg_u = tx_dithered(a->exp_avg_noise.lattice, (uint32_t)at),
                          .exp_avg_sq_u = tx_dithered(a->exp_avg_sq_noise.lattice, (uint32_t)at),
-                         .witnesses = blocks > 0 ? a->witnesses : NULL,
-                         .strays = a->resyncs ? &strays : NULL,
-                         .past_caches = past_caches};
+                         .checksums = blocks > 0 ? a->checksums : NULL,
+                         .stale = a->resyncs ? &stale : NULL,
+                         .stream_store = stream_store};
     const void *stepped = s.param;
     if (blocks > 0) {
       route.instance(a->constants, &s, blocks);
       tx_advance(&s, sizes, blocks);
-      s.witnesses = NULL;
+      s.checksums = NULL;
     }
     const int32_t rest = (int32_t)n - blocks, whole = rest / route.width * route.width;
     if (whole > 0) route.instance(a->constants, &s, whole);
     if (whole < rest) {
       tx_advance(&s, sizes, whole);
-      s.past_caches = 0; /* copies are not at a line's begin */
+      s.stream_store = 0; /* copies are not at a line's begin */
       tx_step_padded(&route, a->constants, &s, sizes, rest - whole);
     }
-    if (past_caches) tx_end_past_caches();
+    if (stream_store) tx_end_nontemporal();
     tx_stage_out(&route.exp_avg, at, n, m_tile);
     tx_stage_out(&route.exp_avg_sq, at, n, v_tile);
     tx_stage_out(&route.param, at, n, stepped);
-    (void)tx_witness_tile(a, at + blocks, n - blocks, TX_WITNESS_RENEW);
+    (void)tx_checksum_tile(a, at + blocks, n - blocks, TX_CHECKSUM_RENEW);
   }
-  if (a->witnesses && a->master_dtype == TX_F32) {
-    (void)tx_sample_blocks(a->param, a->witnesses, a->n, a->whole, TX_WITNESS_RENEW, 0);
+  if (a->checksums && a->master_dtype == TX_F32) {
+    (void)tx_sample_blocks(a->param, a->checksums, a->n, a->whole, TX_CHECKSUM_RENEW, 0);
   }
-  return strays;
+  return stale;
 }
 
 #endif

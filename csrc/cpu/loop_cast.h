@@ -7,7 +7,7 @@
 
 #include "csrc/core/forms.h"
 #include "csrc/cpu/element.h"
-#include "csrc/cpu/nearest_bf16.h"
+#include "csrc/cpu/round_bf16.h"
 #include "csrc/math/block_scale.h"
 #include "csrc/math/noise.h"
 

@@ -6,7 +6,7 @@
 #include "csrc/cpu/element.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/math/remainder.h"
-#include "csrc/math/stray.h"
+#include "csrc/math/stale.h"
 
 static void tx_encode_loop(const void *restrict master, void *restrict param, void *restrict remainder, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
@@ -29,7 +29,7 @@ TX_FN uint32_t tx_master_resynced(const void *params, const void *masters, int64
                                   const int force) {
   const float master = tx_load(masters, i, TX_F32);
   const uint32_t becomes = tx_bits_from_f32(tx_load(params, i, param)), is = tx_bits_from_f32(master);
-  return force || tx_master_strays(master, ((const tx_mem_u16 *)params)[i], param) ? becomes : is;
+  return force || tx_master_stale(master, ((const tx_mem_u16 *)params)[i], param) ? becomes : is;
 }
 
 /* Elements between two requests for memory, and by how many these are ahead. */

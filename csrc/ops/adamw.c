@@ -1,7 +1,7 @@
 /* tx_adamw: the step in place; tx_adamw_check. */
 #include "csrc/core/status.h"
-#include "csrc/ops/checks.h"
-#include "csrc/ops/external.h"
+#include "csrc/ops/external_writes.h"
+#include "csrc/ops/operator_checks.h"
 #include "csrc/ops/step.h"
 #include "csrc/ops/tensor.h"
 
@@ -14,7 +14,7 @@ static int64_t weights_of(const tx_adamw_args *args) {
 
 static void step_piece(void *ctx, void *local, int64_t i, int64_t begin, int64_t count) {
   const tx_step *step = ctx;
-  tx_step_piece(step, local, (tx_piece){i, begin, count}, tx_advanced(step->args->params[i], begin),
+  tx_step_piece(step, local, (tx_tensor_range){i, begin, count}, tx_advanced(step->args->params[i], begin),
                 tx_advanced(step->args->grads[i], begin));
 }
 
@@ -31,15 +31,15 @@ static tx_status step_all(tx_step *step, const tx_work_room *room, const tx_para
   const tx_adamw_args *args = step->args;
   if (args->on_external_write == TX_EXTERNAL_RESYNC)
     TX_FORWARD(tx_notice_external(args, &step->resynced, room, parallel, error));
-  const tx_work work = {.n = args->n,
-                        .tensors = args->params,
-                        .piece = step_piece,
-                        .merge = merge,
-                        .local_bytes = sizeof(tx_step_local),
-                        .alignment = tx_step_alignment(args),
-                        .ctx = step,
-                        .room = *room};
-  TX_FORWARD(tx_work_run(&work, parallel, error));
+  const tx_parallel_work work = {.n = args->n,
+                                 .tensors = args->params,
+                                 .piece = step_piece,
+                                 .merge = merge,
+                                 .local_bytes = sizeof(tx_step_local),
+                                 .alignment = tx_step_alignment(args),
+                                 .ctx = step,
+                                 .room = *room};
+  TX_FORWARD(tx_parallel_work_run(&work, parallel, error));
   tx_step_end(step);
   return TX_OK;
 }
@@ -48,7 +48,7 @@ tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_er
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_adamw(args, 1, error));
   const size_t notice_bytes = tx_notice_bytes(args->n), step_bytes = sizeof(tx_step_local);
-  const size_t local_bytes = args->witnesses && notice_bytes > step_bytes ? notice_bytes : step_bytes;
+  const size_t local_bytes = args->checksums && notice_bytes > step_bytes ? notice_bytes : step_bytes;
   tx_work_room room; /* before the first byte is written: nothing fails for lack of memory afterwards */
   TX_FORWARD(tx_work_room_make(&room, args->n, args->params, tx_step_alignment(args), tx_threads_of(parallel),
                                local_bytes, error));
@@ -58,7 +58,7 @@ tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_er
     int64_t none = 0;
     status = tx_notice_external(args, &none, &room, parallel, error);
   } else if (tx_step_begin(args, &step)) {
-    step.past_caches = weights_of(args) > TX_STEP_CACHED;
+    step.stream_store = weights_of(args) > TX_STEP_CACHED;
     status = step_all(&step, &room, parallel, error);
   }
   tx_work_room_free(&room);

@@ -6,7 +6,7 @@
 #include "csrc/core/combos.h"
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 #include "csrc/ops/tensor.h"
 
 /* 2^24: the largest count of which an fp32 step still knows the next one. */
@@ -122,7 +122,7 @@ static tx_status check_tensor(const tx_adamw_args *a, int64_t i, int reads_value
         "in fp16 or uint8)",
         (long long)i, (long long)scales.numel, tx_dtype_name(scales.dtype), (long long)wanted, TX_BLOCK);
   }
-  TX_FORWARD(tx_check_witnesses(a->masters, a->witnesses, i, error));
+  TX_FORWARD(tx_check_checksums(a->masters, a->checksums, i, error));
   const tx_tensor step = a->steps[i];
   if (step.numel != 1 || step.dtype != TX_F32) {
     return tx_fail(error, TX_ERROR_SHAPE, "steps[%lld] is %lld elements of %s; one fp32 is legal", (long long)i,
@@ -167,7 +167,7 @@ tx_status tx_check_adamw(const tx_adamw_args *a, int reads_values, tx_error *err
       {"steps", a->steps, a->n, 1},         {"lrs", a->lrs, a->n_groups, 0},
       {"grad_scale", &a->grad_scale, 1, 0}, {"clip_coef", &a->clip_coef, 1, 0},
       {"found_inf", &a->found_inf, 1, 0},   {"skipped", &a->skipped, 1, 1},
-      {"witnesses", a->witnesses, a->n, 1}, {"resynced", &a->resynced, 1, 1},
+      {"checksums", a->checksums, a->n, 1}, {"resynced", &a->resynced, 1, 1},
   };
   const int64_t n_spans = (int64_t)(sizeof spans / sizeof *spans);
   TX_FORWARD(tx_check_tensors(spans, n_spans, error));

@@ -3,7 +3,7 @@
 
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 #include "csrc/ops/tensor.h"
 
 /* -- tensors and their ranges of a bucket ----------------------------------------------------------------------- */

@@ -1,10 +1,10 @@
 /* tx_bucket_pack and tx_bucket_unpack: between tensors and their ranges of a bucket. */
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
-#include "csrc/ops/checks.h"
 #include "csrc/ops/convert.h"
+#include "csrc/ops/operator_checks.h"
+#include "csrc/ops/parallel.h"
 #include "csrc/ops/tensor.h"
-#include "csrc/ops/work.h"
 
 /* -- pack ----------------------------------------------------------------------------------------------------- */
 
@@ -66,8 +66,8 @@ tx_status tx_bucket_pack(const tx_bucket_pack_args *args, const tx_parallel *par
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_bucket_pack(args, error));
   pack_context context = {args, tx_kernels_selected(), tx_form_of(args->bucket, args->scales, TX_FORMAT_SIGNED)};
-  const tx_work work = {.n = 1, .tensors = &args->bucket, .piece = pack_piece, .ctx = &context};
-  return tx_work_run(&work, parallel, error);
+  const tx_parallel_work work = {.n = 1, .tensors = &args->bucket, .piece = pack_piece, .ctx = &context};
+  return tx_parallel_work_run(&work, parallel, error);
 }
 
 /* -- unpack --------------------------------------------------------------------------------------------------- */
@@ -98,6 +98,6 @@ tx_status tx_bucket_unpack(tx_tensor bucket, tx_tensor scales, int64_t n, const 
                             .offsets = offsets,
                             .tensors = tensors,
                             .form = tx_form_of(bucket, scales, TX_FORMAT_SIGNED)};
-  const tx_work work = {.n = n, .tensors = tensors, .piece = unpack_piece, .ctx = &context};
-  return tx_work_run(&work, parallel, error);
+  const tx_parallel_work work = {.n = n, .tensors = tensors, .piece = unpack_piece, .ctx = &context};
+  return tx_parallel_work_run(&work, parallel, error);
 }

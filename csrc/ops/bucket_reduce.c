@@ -1,10 +1,10 @@
 /* tx_bucket_accumulate and tx_bucket_reduce: adding gradients up, over micro-batches and over ranks. */
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
+#include "csrc/ops/parallel.h"
 #include "csrc/ops/stats.h"
 #include "csrc/ops/tensor.h"
-#include "csrc/ops/work.h"
 
 /* -- accumulate ----------------------------------------------------------------------------------------------- */
 
@@ -32,8 +32,8 @@ tx_status tx_bucket_accumulate(int64_t n, const tx_tensor *main_grads, const tx_
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_bucket_accumulate(n, main_grads, grads, error));
   accumulate_context context = {tx_kernels_selected(), main_grads, grads};
-  const tx_work work = {.n = n, .tensors = main_grads, .piece = accumulate_piece, .ctx = &context};
-  return tx_work_run(&work, parallel, error);
+  const tx_parallel_work work = {.n = n, .tensors = main_grads, .piece = accumulate_piece, .ctx = &context};
+  return tx_parallel_work_run(&work, parallel, error);
 }
 
 /* -- reduce --------------------------------------------------------------------------------------------------- */
@@ -71,13 +71,13 @@ tx_status tx_bucket_reduce(const tx_bucket_reduce_args *args, const tx_parallel 
   if (args->shard.numel == 0) return TX_OK;
   const int wire = tx_form_of(args->chunks[0], tx_at_or_none(args->scales, 0), TX_FORMAT_SIGNED);
   reduce_context context = {args, tx_kernels_selected()->reduce[wire][tx_form_plain(args->shard.dtype)], {{0}, 0, 0}};
-  const tx_work work = {.n = 1,
-                        .tensors = &args->shard,
-                        .piece = reduce_piece,
-                        .merge = reduce_merge,
-                        .local_bytes = sizeof(tx_stats),
-                        .ctx = &context};
-  TX_FORWARD(tx_work_run(&work, parallel, error));
+  const tx_parallel_work work = {.n = 1,
+                                 .tensors = &args->shard,
+                                 .piece = reduce_piece,
+                                 .merge = reduce_merge,
+                                 .local_bytes = sizeof(tx_stats),
+                                 .ctx = &context};
+  TX_FORWARD(tx_parallel_work_run(&work, parallel, error));
   tx_stats_add_to(args->stats, &context.total);
   return TX_OK;
 }

@@ -1,10 +1,10 @@
 /* tx_cast: lists of tensors from any form to any other. */
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
-#include "csrc/ops/checks.h"
 #include "csrc/ops/convert.h"
+#include "csrc/ops/operator_checks.h"
+#include "csrc/ops/parallel.h"
 #include "csrc/ops/tensor.h"
-#include "csrc/ops/work.h"
 
 typedef struct cast_context {
   const tx_cast_args *args;
@@ -27,6 +27,6 @@ tx_status tx_cast(const tx_cast_args *args, const tx_parallel *parallel, tx_erro
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_cast(args, error));
   cast_context context = {args, tx_kernels_selected()};
-  const tx_work work = {.n = args->n, .tensors = args->dsts, .piece = cast_piece, .ctx = &context};
-  return tx_work_run(&work, parallel, error);
+  const tx_parallel_work work = {.n = args->n, .tensors = args->dsts, .piece = cast_piece, .ctx = &context};
+  return tx_parallel_work_run(&work, parallel, error);
 }

@@ -3,7 +3,7 @@
 
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 #include "csrc/ops/tensor.h"
 
 tx_status tx_check_plain(const char *name, const tx_tensor *tensors, int64_t n, tx_error *error) {

@@ -1,8 +1,8 @@
 /* tx_master_encode, tx_master_decode, tx_master_resync. */
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
-#include "csrc/ops/checks.h"
-#include "csrc/ops/external.h"
+#include "csrc/ops/external_writes.h"
+#include "csrc/ops/operator_checks.h"
 #include "csrc/ops/tensor.h"
 
 /* -- fp32 <-> weight and remainder ---------------------------------------------------------------------------- */
@@ -32,8 +32,9 @@ static tx_status run_remainders(int64_t n, const tx_tensor *masters, const tx_te
   TX_FORWARD(encode ? tx_check_master_encode(n, masters, params, remainders, error)
                     : tx_check_master_decode(n, params, remainders, masters, error));
   remainder_context context = {tx_kernels_selected(), masters, params, remainders};
-  const tx_work work = {.n = n, .tensors = masters, .piece = encode ? encode_piece : decode_piece, .ctx = &context};
-  return tx_work_run(&work, parallel, error);
+  const tx_parallel_work work = {
+      .n = n, .tensors = masters, .piece = encode ? encode_piece : decode_piece, .ctx = &context};
+  return tx_parallel_work_run(&work, parallel, error);
 }
 
 tx_status tx_master_encode(int64_t n, const tx_tensor *masters, const tx_tensor *params, const tx_tensor *remainders,
@@ -82,12 +83,12 @@ tx_status tx_master_resync(int64_t n, const tx_tensor *params, const tx_tensor *
 tx_status tx_resync_run(int64_t n, const tx_tensor *params, const tx_tensor *masters, int32_t mode, tx_tensor changed,
                         const tx_work_room *room, const tx_parallel *parallel, tx_error *error) {
   resync_context context = {tx_kernels_selected(), params, masters, changed, mode};
-  const tx_work work = {.n = n,
-                        .tensors = masters,
-                        .piece = resync_piece,
-                        .merge = resync_merge,
-                        .local_bytes = tx_notice_bytes(n),
-                        .ctx = &context,
-                        .room = *room};
-  return tx_work_run(&work, parallel, error);
+  const tx_parallel_work work = {.n = n,
+                                 .tensors = masters,
+                                 .piece = resync_piece,
+                                 .merge = resync_merge,
+                                 .local_bytes = tx_notice_bytes(n),
+                                 .ctx = &context,
+                                 .room = *room};
+  return tx_parallel_work_run(&work, parallel, error);
 }

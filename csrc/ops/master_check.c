@@ -1,10 +1,10 @@
-/* What tx_master_encode, tx_master_decode, tx_master_resync and tx_master_witness refuse. */
+/* What tx_master_encode, tx_master_decode, tx_master_resync and tx_master_checksum refuse. */
 #include <stdio.h>
 
 #include "csrc/core/combos.h"
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 #include "csrc/ops/tensor.h"
 
 /* -- fp32 <-> weight and remainder ---------------------------------------------------------------------------- */
@@ -82,8 +82,8 @@ tx_status tx_check_master_resync(int64_t n, const tx_tensor *params, const tx_te
       {"params", params, n, 0}, {"masters", masters, n, mode != TX_RESYNC_COUNT}, {"changed", &changed, 1, 1}};
   TX_FORWARD(tx_check_present("params", params, n, error));
   TX_FORWARD(tx_check_present("masters", masters, n, error));
-  if (mode < TX_RESYNC_STRAYS || mode > TX_RESYNC_COUNT) {
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "mode is %d; 0 (strays), 1 (all) and 2 (count) are legal", (int)mode);
+  if (mode < TX_RESYNC_STALE || mode > TX_RESYNC_COUNT) {
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "mode is %d; 0 (stale), 1 (all) and 2 (count) are legal", (int)mode);
   }
   TX_FORWARD(tx_check_tensors(spans, 3, error));
   TX_FORWARD(tx_check_fixed("changed", changed, TX_I64, n, 0, error));
@@ -91,23 +91,23 @@ tx_status tx_check_master_resync(int64_t n, const tx_tensor *params, const tx_te
   return tx_check_overlap(spans, 3, error);
 }
 
-/* -- witnesses ------------------------------------------------------------------------------------------------ */
+/* -- checksums ------------------------------------------------------------------------------------------------ */
 
-static int64_t witnesses_of(tx_tensor master) {
-  const int64_t weights = master.dtype == TX_I16 ? TX_WITNESS : TX_SAMPLED;
+static int64_t checksums_of(tx_tensor master) {
+  const int64_t weights = master.dtype == TX_I16 ? TX_CHECKSUM : TX_SAMPLED;
   return master.dtype == TX_I16 || master.dtype == TX_F32 ? (master.numel + weights - 1) / weights : 0;
 }
 
-tx_status tx_check_witnesses(const tx_tensor *masters, const tx_tensor *witnesses, int64_t i, tx_error *error) {
-  const tx_tensor witness = tx_at_or_none(witnesses, i), master = tx_at_or_none(masters, i);
-  if (witness.numel == 0) return TX_OK;
-  const int64_t wanted = witnesses_of(master);
-  if (witness.dtype == TX_I64 && witness.numel == wanted) return TX_OK;
+tx_status tx_check_checksums(const tx_tensor *masters, const tx_tensor *checksums, int64_t i, tx_error *error) {
+  const tx_tensor checksum = tx_at_or_none(checksums, i), master = tx_at_or_none(masters, i);
+  if (checksum.numel == 0) return TX_OK;
+  const int64_t wanted = checksums_of(master);
+  if (checksum.dtype == TX_I64 && checksum.numel == wanted) return TX_OK;
   return tx_fail(error, TX_ERROR_SHAPE,
-                 "witnesses[%lld] is %lld elements of %s beside %lld masters in %s; none, or %lld of int64 are legal "
+                 "checksums[%lld] is %lld elements of %s beside %lld masters in %s; none, or %lld of int64 are legal "
                  "(one for %d weights beside int16, for %d beside fp32)",
-                 (long long)i, (long long)witness.numel, tx_dtype_name(witness.dtype), (long long)master.numel,
-                 master.numel ? tx_dtype_name(master.dtype) : "none", (long long)wanted, (int)TX_WITNESS,
+                 (long long)i, (long long)checksum.numel, tx_dtype_name(checksum.dtype), (long long)master.numel,
+                 master.numel ? tx_dtype_name(master.dtype) : "none", (long long)wanted, (int)TX_CHECKSUM,
                  (int)TX_SAMPLED);
 }
 
@@ -119,32 +119,32 @@ static tx_status check_pair(const tx_tensor *params, const tx_tensor *masters, i
       (long long)i, tx_dtype_name(params[i].dtype), (long long)i, tx_dtype_name(masters[i].dtype));
 }
 
-tx_status tx_check_master_witness(int64_t n, const tx_tensor *params, const tx_tensor *masters,
-                                  const tx_tensor *witnesses, int32_t mode, tx_tensor strays, tx_error *error) {
+tx_status tx_check_master_checksum(int64_t n, const tx_tensor *params, const tx_tensor *masters,
+                                   const tx_tensor *checksums, int32_t mode, tx_tensor stale, tx_error *error) {
   const tx_span spans[] = {{"params", params, n, 0},
-                           {"masters", masters, n, mode == TX_WITNESS_RESYNC},
-                           {"witnesses", witnesses, n, mode != TX_WITNESS_CHECK},
-                           {"strays", &strays, 1, 1}};
+                           {"masters", masters, n, mode == TX_CHECKSUM_RESYNC},
+                           {"checksums", checksums, n, mode != TX_CHECKSUM_CHECK},
+                           {"stale", &stale, 1, 1}};
   TX_FORWARD(tx_check_present("params", params, n, error));
   TX_FORWARD(tx_check_present("masters", masters, n, error));
-  TX_FORWARD(tx_check_present("witnesses", witnesses, n, error));
-  if (mode < TX_WITNESS_CHECK || mode > TX_WITNESS_RENEW) {
+  TX_FORWARD(tx_check_present("checksums", checksums, n, error));
+  if (mode < TX_CHECKSUM_CHECK || mode > TX_CHECKSUM_RENEW) {
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "mode is %d; 0 (check), 1 (resync) and 2 (renew) are legal",
                    (int)mode);
   }
   TX_FORWARD(tx_check_tensors(spans, 4, error));
-  TX_FORWARD(tx_check_fixed("strays", strays, TX_I64, n, 0, error));
+  TX_FORWARD(tx_check_fixed("stale", stale, TX_I64, n, 0, error));
   TX_FORWARD(tx_check_same_numel("masters", masters, "params", params, n, error));
   for (int64_t i = 0; i < n; i++) {
     TX_FORWARD(check_pair(params, masters, i, error));
-    TX_FORWARD(tx_check_witnesses(masters, witnesses, i, error));
+    TX_FORWARD(tx_check_checksums(masters, checksums, i, error));
   }
   return tx_check_overlap(spans, 4, error);
 }
 
-tx_status tx_fail_written(int64_t i, int64_t strays, tx_error *error) {
+tx_status tx_fail_written(int64_t i, int64_t stale, tx_error *error) {
   return tx_fail(error, TX_ERROR_BAD_STATE,
                  "params[%lld]: %lld elements are not what their masters round to: somebody else wrote to them since "
                  "the last step; resync the masters first",
-                 (long long)i, (long long)strays);
+                 (long long)i, (long long)stale);
 }

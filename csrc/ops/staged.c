@@ -1,11 +1,11 @@
-/* tx_adamw_staged: the step of parameters that lie elsewhere, in batches that threads take from one queue.
+/* tx_adamw_offloaded: the step of parameters that lie elsewhere, in batches that threads take from one queue.
  *
  * A thread brings a batch down into a slot of its own, steps it there and sends the weights up; with several slots the
  * next ones are on their way meanwhile. No thread waits for another before all batches are done. */
 #include "csrc/core/status.h"
 #include "csrc/cpu/fp_mode.h"
-#include "csrc/ops/checks.h"
 #include "csrc/ops/copy.h"
+#include "csrc/ops/operator_checks.h"
 #include "csrc/ops/step.h"
 #include "csrc/ops/tensor.h"
 
@@ -14,14 +14,14 @@
 
 typedef struct batch {
   int64_t n;
-  tx_piece pieces[MOST_PIECES];
+  tx_tensor_range pieces[MOST_PIECES];
   int64_t at[MOST_PIECES]; /* of each: where in the slot's arrays it begins, in elements */
 } batch;
 
 typedef struct staged {
   const tx_staging *staging;
   tx_step step;
-  tx_units units;
+  tx_work_units units;
   int64_t grad_bytes, param_bytes; /* of the widest element */
   tx_error *error;
   int32_t status; /* atomic: of the first failure */
@@ -62,24 +62,24 @@ static void copy_here(char *to, const char *from, int64_t bytes) {
 }
 
 static tx_status copy(const staged *s, way way, void *to, const void *from, int64_t bytes, tx_error *error) {
-  const tx_lanes *lanes = s->staging->lanes;
+  const tx_copy_ops *lanes = s->staging->lanes;
   if (lanes) return lanes->copy(lanes->ctx, (int32_t)way, to, from, bytes, error);
   copy_here(to, from, bytes);
   return TX_OK;
 }
 
 static tx_status mark(const staged *s, way way, int64_t slot, tx_error *error) {
-  const tx_lanes *lanes = s->staging->lanes;
+  const tx_copy_ops *lanes = s->staging->lanes;
   return lanes ? lanes->mark(lanes->ctx, (int32_t)way, slot, error) : TX_OK;
 }
 
 static tx_status wait(const staged *s, way way, int64_t slot, tx_error *error) {
-  const tx_lanes *lanes = s->staging->lanes;
+  const tx_copy_ops *lanes = s->staging->lanes;
   return lanes ? lanes->wait(lanes->ctx, (int32_t)way, slot, error) : TX_OK;
 }
 
 static tx_status follow(const staged *s, int64_t slot, tx_error *error) {
-  const tx_lanes *lanes = s->staging->lanes;
+  const tx_copy_ops *lanes = s->staging->lanes;
   return lanes ? lanes->follow(lanes->ctx, slot, error) : TX_OK;
 }
 
@@ -89,7 +89,7 @@ static tx_status bring(const staged *s, const batch *b, int64_t slot, tx_error *
   const tx_adamw_args *a = s->step.args;
   int weights = 0;
   for (int64_t i = 0; i < b->n; i++) {
-    const tx_piece p = b->pieces[i];
+    const tx_tensor_range p = b->pieces[i];
     const tx_tensor grad = a->grads[p.tensor];
     TX_FORWARD(copy(s, DOWN, grads_in(s, slot, b->at[i]), tx_advanced(grad, p.begin),
                     p.count * tx_element_size(grad.dtype), error));
@@ -97,7 +97,7 @@ static tx_status bring(const staged *s, const batch *b, int64_t slot, tx_error *
   }
   if (weights) TX_FORWARD(follow(s, slot, error)); /* others may be leaving still from where these come to */
   for (int64_t i = 0; i < b->n; i++) {
-    const tx_piece p = b->pieces[i];
+    const tx_tensor_range p = b->pieces[i];
     const tx_tensor param = a->params[p.tensor];
     if (comes_down(a, p.tensor))
       TX_FORWARD(copy(s, DOWN, params_in(s, slot, b->at[i]), tx_advanced(param, p.begin),
@@ -109,7 +109,7 @@ static tx_status bring(const staged *s, const batch *b, int64_t slot, tx_error *
 static tx_status send(const staged *s, const batch *b, int64_t slot, tx_error *error) {
   const tx_adamw_args *a = s->step.args;
   for (int64_t i = 0; i < b->n; i++) {
-    const tx_piece p = b->pieces[i];
+    const tx_tensor_range p = b->pieces[i];
     const tx_tensor param = a->params[p.tensor];
     TX_FORWARD(copy(s, UP, tx_advanced(param, p.begin), params_in(s, slot, b->at[i]),
                     p.count * tx_element_size(param.dtype), error));
@@ -139,12 +139,12 @@ static int next_batch(staged *s, task_local *local, batch *b) {
   b->n = 0;
   do {
     int64_t used = 0;
-    tx_piece *piece = b->pieces;
+    tx_tensor_range *piece = b->pieces;
     while (b->n < MOST_PIECES && room(s, used) > 0 && tx_unit_take(&s->units, &local->unit, room(s, used), piece)) {
       b->at[b->n++] = used;
       used += (piece++->count + TX_BLOCK - 1) / TX_BLOCK * TX_BLOCK;
     }
-  } while (b->n == 0 && tx_units_claim(&s->units, &local->unit));
+  } while (b->n == 0 && tx_work_units_claim(&s->units, &local->unit));
   return b->n > 0;
 }
 
@@ -181,7 +181,7 @@ static tx_status run_batches(staged *s, task_local *local, int64_t first_slot, t
 static void run_task(void *arg, int64_t task) {
   staged *s = arg;
   tx_error error;
-  const tx_status status = run_batches(s, tx_units_local(&s->units, task), task * s->staging->slots, &error);
+  const tx_status status = run_batches(s, tx_work_units_local(&s->units, task), task * s->staging->slots, &error);
   if (status != TX_OK) fail(s, status, &error);
 }
 
@@ -206,10 +206,10 @@ static tx_status check(const tx_adamw_args *args, const tx_staging *g, tx_error 
                    "staging has batch %lld and slots %d; a multiple of %lld and 1 to %d are legal", (long long)g->batch,
                    (int)g->slots, (long long)TX_SAMPLED, TX_MAX_SLOTS);
   }
-  const tx_lanes *lanes = g->lanes;
+  const tx_copy_ops *lanes = g->lanes;
   if (lanes && (lanes->size != sizeof *lanes || !lanes->copy || !lanes->mark || !lanes->wait || !lanes->follow)) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
-                   "staging.lanes has size %llu, or lacks a function; %llu (TX_LANES_INIT) and all four are legal",
+                   "staging.lanes has size %llu, or lacks a function; %llu (TX_COPY_OPS_INIT) and all four are legal",
                    (unsigned long long)lanes->size, (unsigned long long)sizeof *lanes);
   }
   if (args->on_external_write == TX_EXTERNAL_CHECK) {
@@ -240,8 +240,8 @@ static tx_status check_memory(const staged *s, tx_error *error) {
                  (int)g->slots, (long long)g->batch);
 }
 
-tx_status tx_adamw_staged(const tx_adamw_args *args, const tx_staging *staging, const tx_parallel *parallel,
-                          tx_error *error) {
+tx_status tx_adamw_offloaded(const tx_adamw_args *args, const tx_staging *staging, const tx_parallel *parallel,
+                             tx_error *error) {
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_adamw(args, 1, error));
   TX_FORWARD(check(args, staging, error));
@@ -249,8 +249,8 @@ tx_status tx_adamw_staged(const tx_adamw_args *args, const tx_staging *staging, 
               .grad_bytes = widest(args->grads, args->n),
               .param_bytes = widest(args->params, args->n),
               .error = error};
-  TX_FORWARD(tx_units_cut(&s.units, args->n, args->params, tx_step_alignment(args), tx_threads_of(parallel),
-                          sizeof(task_local), error));
+  TX_FORWARD(tx_work_units_cut(&s.units, args->n, args->params, tx_step_alignment(args), tx_threads_of(parallel),
+                               sizeof(task_local), error));
   tx_status status = check_memory(&s, error);
   if (status == TX_OK && tx_step_begin(args, &s.step)) {
     if (s.units.n_tasks > 1) {
@@ -260,9 +260,9 @@ tx_status tx_adamw_staged(const tx_adamw_args *args, const tx_staging *staging, 
     }
     status = (tx_status)s.status;
     for (int64_t i = 0; i < s.units.n_tasks; i++)
-      tx_step_merge(&s.step, &((const task_local *)tx_units_local(&s.units, i))->step);
+      tx_step_merge(&s.step, &((const task_local *)tx_work_units_local(&s.units, i))->step);
     if (status == TX_OK) tx_step_end(&s.step);
   }
-  tx_units_free(&s.units);
+  tx_work_units_free(&s.units);
   return status;
 }

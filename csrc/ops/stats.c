@@ -5,9 +5,9 @@
 #include "csrc/cpu/fp_mode.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/math/norm.h"
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
+#include "csrc/ops/parallel.h"
 #include "csrc/ops/tensor.h"
-#include "csrc/ops/work.h"
 
 void tx_stats_merge(tx_stats *to, const tx_stats *from) {
   tx_exact_merge(to->limbs, from->limbs);
@@ -51,13 +51,13 @@ tx_status tx_grad_stats(int64_t n, const tx_tensor *grads, tx_tensor stats, tx_t
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_grad_stats(n, grads, stats, first_bad, error));
   stats_context context = {tx_kernels_selected(), grads, {{0}, 0, 0}};
-  const tx_work work = {.n = n,
-                        .tensors = grads,
-                        .piece = stats_piece,
-                        .merge = stats_merge,
-                        .local_bytes = sizeof(tx_stats),
-                        .ctx = &context};
-  TX_FORWARD(tx_work_run(&work, parallel, error));
+  const tx_parallel_work work = {.n = n,
+                                 .tensors = grads,
+                                 .piece = stats_piece,
+                                 .merge = stats_merge,
+                                 .local_bytes = sizeof(tx_stats),
+                                 .ctx = &context};
+  TX_FORWARD(tx_parallel_work_run(&work, parallel, error));
   tx_stats_add_to(stats, &context.total);
   const int64_t bad = context.total.first_bad - 1;
   if (first_bad.numel && bad >= 0 && bad < tx_get_i64(first_bad, 0)) tx_set_i64(first_bad, 0, bad);

@@ -1,7 +1,7 @@
 /* What tx_grad_stats and tx_grad_norm refuse. */
 #include "csrc/core/status.h"
 #include "csrc/ops/check.h"
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 
 tx_status tx_check_grad_stats(int64_t n, const tx_tensor *grads, tx_tensor stats, tx_tensor first_bad,
                               tx_error *error) {

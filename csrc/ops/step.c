@@ -20,10 +20,10 @@ static const tx_adamw_constants *constants_of(const tx_step *c, tx_step_local *l
   return &local->constants;
 }
 
-void tx_step_piece(const tx_step *c, tx_step_local *local, tx_piece where, void *param, const void *grad) {
+void tx_step_piece(const tx_step *c, tx_step_local *local, tx_tensor_range where, void *param, const void *grad) {
   const tx_adamw_args *a = c->args;
   const int64_t i = where.tensor, begin = where.begin;
-  const tx_tensor witnesses = tx_at_or_none(a->witnesses, i);
+  const tx_tensor checksums = tx_at_or_none(a->checksums, i);
   const tx_meta meta = tx_meta_of(a->meta, i);
   const int64_t step = (int64_t)tx_get_f32(a->steps[i], 0.0f) + 1;
   const int64_t start = tx_element_at(meta, begin);
@@ -37,9 +37,9 @@ void tx_step_piece(const tx_step *c, tx_step_local *local, tx_piece where, void 
       .exp_avg = tx_advanced(a->exp_avgs[i], begin),
       .exp_avg_sq = tx_advanced(a->exp_avg_sqs[i], begin),
       .master = tx_advanced(tx_at_or_none(a->masters, i), begin),
-      .witnesses = tx_advanced(witnesses, begin / (tx_master_dtype(a, i) == TX_I16 ? TX_WITNESS : TX_SAMPLED)),
+      .checksums = tx_advanced(checksums, begin / (tx_master_dtype(a, i) == TX_I16 ? TX_CHECKSUM : TX_SAMPLED)),
       .whole = a->params[i].numel <= TX_SAMPLED,
-      .past_caches = c->past_caches,
+      .stream_store = c->stream_store,
       .resyncs = a->on_external_write == TX_EXTERNAL_RESYNC,
       .exp_avg_scale = exp_avg_scaled ? scales : NULL,
       .exp_avg_sq_scale = exp_avg_sq_scaled ? scales + (exp_avg_scaled ? tx_blocks(a->params[i].numel) : 0) : NULL,
@@ -59,7 +59,7 @@ void tx_step_piece(const tx_step *c, tx_step_local *local, tx_piece where, void 
 }
 
 int64_t tx_step_alignment(const tx_adamw_args *args) {
-  return args->witnesses ? TX_SAMPLED : TX_BLOCK;
+  return args->checksums ? TX_SAMPLED : TX_BLOCK;
 }
 
 static void count(tx_tensor counter, int64_t by) {

@@ -4,7 +4,7 @@
 
 #include "csrc/cpu/kernels.h"
 #include "csrc/math/adamw.h"
-#include "csrc/ops/work.h"
+#include "csrc/ops/parallel.h"
 
 /* Weights of a call; of more, few are still in a cache when somebody reads them: a step touches 8 to 20 bytes for each.
  * Where the caches are larger than the 48 MB of bf16 weights with fp32 masters, what a smaller limit costs there is
@@ -16,7 +16,7 @@ typedef struct tx_step {
   const tx_kernels *kernels;
   double clip_coef, grad_scale;
   int64_t resynced; /* elements whose master became the weight */
-  int past_caches;  /* see tx_adamw_piece; 0 as tx_step_begin leaves it */
+  int stream_store; /* see tx_adamw_piece; 0 as tx_step_begin leaves it */
 } tx_step;
 
 /* A task's, zeroed before it begins: the constants of the last (group, step, lag) that it met, since neighbours mostly
@@ -33,7 +33,7 @@ typedef struct tx_step_local {
 int tx_step_begin(const tx_adamw_args *args, tx_step *step);
 
 /* Steps a piece whose weights are at `param` and gradients at `grad`. */
-void tx_step_piece(const tx_step *step, tx_step_local *local, tx_piece piece, void *param, const void *grad);
+void tx_step_piece(const tx_step *step, tx_step_local *local, tx_tensor_range piece, void *param, const void *grad);
 
 /* Alignment of pieces, in elements. */
 int64_t tx_step_alignment(const tx_adamw_args *args);

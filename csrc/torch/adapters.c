@@ -189,8 +189,8 @@ static int64_t signature_of(const tx_value *list) {
 }
 
 /* A row of `slices` of adamw_flat_ is one of these for each kind of state. */
-enum { EXP_AVG, EXP_AVG_SQ, MASTER, SCALE, STEP, WITNESS, KINDS };
-static const char *const kKinds[KINDS] = {"exp_avg", "exp_avg_sq", "master", "scales", "step", "witnesses"};
+enum { EXP_AVG, EXP_AVG_SQ, MASTER, SCALE, STEP, CHECKSUM, KINDS };
+static const char *const kKinds[KINDS] = {"exp_avg", "exp_avg_sq", "master", "scales", "step", "checksums"};
 typedef struct slice {
   int64_t state;
   int64_t first;
@@ -237,7 +237,7 @@ tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_target *target, tx_err
                    "params have other dtypes or shapes than those that slices were made for (signature)");
   TX_FORWARD(paired(&v[PARAMS], &v[GRADS], error));
   const tx_shape *shape = v[SLICES].shapes;
-  const int kinds = shape->dim == 2 && shape->sizes[1] == KINDS * WORDS ? KINDS : WITNESS;
+  const int kinds = shape->dim == 2 && shape->sizes[1] == KINDS * WORDS ? KINDS : CHECKSUM;
   TX_FORWARD(table_of(&v[PARAMS], &v[SLICES], TX_I64, "int64", kinds * WORDS, error));
   TX_FORWARD(adamw_tail(&v[PARAMS], &v[TAIL], &args, error));
   if (args.skipped.numel == 2) { /* two counters */
@@ -259,7 +259,7 @@ tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_target *target, tx_err
     args.masters = present & 1u << MASTER ? tensors + MASTER * n : NULL;
     args.scales = present & 1u << SCALE ? tensors + SCALE * n : NULL;
     args.steps = tensors + STEP * n;
-    args.witnesses = present & 1u << WITNESS ? tensors + WITNESS * n : NULL;
+    args.checksums = present & 1u << CHECKSUM ? tensors + CHECKSUM * n : NULL;
     status = target->backend->adamw(&args, target, error);
   }
   free(tensors);
@@ -358,17 +358,17 @@ tx_status tx_adapt_master_decode(const tx_value *v, const tx_target *target, tx_
 tx_status tx_adapt_master_resync(const tx_value *v, const tx_target *target, tx_error *error) {
   enum { PARAMS, MASTERS, CHANGED, FORCE, CHECK };
   TX_FORWARD(paired(&v[PARAMS], &v[MASTERS], error));
-  const int32_t mode = v[FORCE].integer ? TX_RESYNC_ALL : v[CHECK].integer ? TX_RESYNC_COUNT : TX_RESYNC_STRAYS;
+  const int32_t mode = v[FORCE].integer ? TX_RESYNC_ALL : v[CHECK].integer ? TX_RESYNC_COUNT : TX_RESYNC_STALE;
   if (v[FORCE].integer && v[CHECK].integer)
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "force writes and check does not: one of them is legal");
   return target->backend->master_resync(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, mode, *v[CHANGED].tensors,
                                         target, error);
 }
 
-tx_status tx_adapt_master_witness(const tx_value *v, const tx_target *target, tx_error *error) {
-  enum { PARAMS, MASTERS, WITNESSES, STRAYS, MODE };
+tx_status tx_adapt_master_checksum(const tx_value *v, const tx_target *target, tx_error *error) {
+  enum { PARAMS, MASTERS, CHECKSUMES, STALE, MODE };
   TX_FORWARD(paired(&v[PARAMS], &v[MASTERS], error));
-  TX_FORWARD(same_length(&v[PARAMS], &v[WITNESSES], error));
-  return target->backend->master_witness(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, v[WITNESSES].tensors,
-                                         code(&v[MODE]), *v[STRAYS].tensors, target, error);
+  TX_FORWARD(same_length(&v[PARAMS], &v[CHECKSUMES], error));
+  return target->backend->master_checksum(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, v[CHECKSUMES].tensors,
+                                          code(&v[MODE]), *v[STALE].tensors, target, error);
 }

@@ -2,7 +2,7 @@
 #ifndef TX_TORCH_CUDA_LIBRARY_H
 #define TX_TORCH_CUDA_LIBRARY_H
 
-#include "cuda/torch_ext_cuda.h"
+#include "csrc/torch_ext_cuda.h"
 
 /* One function pointer per entry. */
 typedef struct tx_cuda_library {

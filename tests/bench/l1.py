@@ -72,16 +72,16 @@ class InCache:
         state = training.optimizer.state[p]
         master = state.get("master_param", state.get("master_remainder"))
         # Checksums beside remainders are part of the loop; samples beside fp32 masters are looked at apart from it.
-        witness = state["witness"] if "master_remainder" in state else None
+        checksum = state["checksum"] if "master_remainder" in state else None
         hyper = param_groups.hyper(training.optimizer.param_groups, torch.device("cpu"))
-        states = [state["exp_avg"], state["exp_avg_sq"], master, state.get("scales"), state["step"], witness]
+        states = [state["exp_avg"], state["exp_avg_sq"], master, state.get("scales"), state["step"], checksum]
         arguments, error = AdamWArguments(1), library.Error()
         arguments.point("params", [p])
         arguments.point("grads", [p.grad])
         arguments.point_states([states])
         arguments.n_groups, arguments.groups = 1, hyper.groups.data_ptr()
         arguments.seed, arguments.moment_rounding, arguments.weight_rounding = hyper.shared
-        arguments.on_external_write = constants.EXTERNAL_IGNORE if witness is None else constants.EXTERNAL_RESYNC
+        arguments.on_external_write = constants.EXTERNAL_IGNORE if checksum is None else constants.EXTERNAL_RESYNC
         self._owned += [hyper, arguments, error]
         adamw, where, message = adamw_args.adamw(), ctypes.addressof(arguments), ctypes.addressof(error)
 

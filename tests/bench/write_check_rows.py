@@ -9,11 +9,11 @@ from bench.optimizer_configs import CONFIGURATIONS, Training
 from bench.workload import Shapes, numel
 
 READ = {"a": 6, "b": 2}  # bytes per parameter that resync_masters() reads: weights and fp32 masters; weights
-_COLUMNS = 15  # of slices of adamw_flat_ without witnesses
+_COLUMNS = 15  # of slices of adamw_flat_ without checksums
 
 
 def noticing(name: str, shapes: Shapes, seed: int) -> dict[str, Callable[[], object]]:
-    """Steps of two optimizers that differ in nothing but that one has no witnesses, and looks at nothing."""
+    """Steps of two optimizers that differ in nothing but that one has no checksums, and looks at nothing."""
     blind, seeing = (optimizer_configs.ours(CONFIGURATIONS[name], shapes, seed) for _ in range(2))
     blind.step()
     _blind(blind)

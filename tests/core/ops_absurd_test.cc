@@ -91,7 +91,7 @@ bool Answered(Memory &memory, Random &random, Call call) {
 }
 
 struct Adamw {
-  std::vector<tx_tensor> params, grads, exp_avgs, exp_avg_sqs, masters, scales, steps, witnesses, lrs;
+  std::vector<tx_tensor> params, grads, exp_avgs, exp_avg_sqs, masters, scales, steps, checksums, lrs;
   std::vector<tx_meta> meta;
   tx_adamw_group group = {1e-2, 0.9, 0.999, 1e-8, 0.1, 0, 1};
   tx_adamw_args args = TX_ADAMW_ARGS_INIT;
@@ -109,8 +109,8 @@ struct Adamw {
       masters.push_back(memory.Take(c.master ? n : 0, c.master));
       const int64_t scaled = tx_moment_is_scaled(c.exp_avg) + tx_moment_is_scaled(c.exp_avg_sq);
       scales.push_back(memory.Take(scaled * ((n + 127) / 128), TX_U8));
-      const int64_t block = c.master == TX_I16 ? TX_WITNESS : TX_SAMPLED;
-      witnesses.push_back(memory.Take(c.master && random.OneIn(2) ? (n + block - 1) / block : 0, TX_I64));
+      const int64_t block = c.master == TX_I16 ? TX_CHECKSUM : TX_SAMPLED;
+      checksums.push_back(memory.Take(c.master && random.OneIn(2) ? (n + block - 1) / block : 0, TX_I64));
       steps.push_back(memory.F32(random.OneIn(20) ? 1e30f : static_cast<float>(random.Below(100))));
       meta.push_back({random.I64(), random.OneIn(2) ? 0 : random.I64() & INT64_MAX, 0});
     }
@@ -142,7 +142,7 @@ struct Adamw {
     args.masters = masters.data();
     args.scales = scales.data();
     args.steps = steps.data();
-    args.witnesses = random.OneIn(4) ? nullptr : witnesses.data();
+    args.checksums = random.OneIn(4) ? nullptr : checksums.data();
     args.groups = &group;
     args.lrs = random.OneIn(2) ? lrs.data() : nullptr;
     args.meta = meta.data();
@@ -150,7 +150,7 @@ struct Adamw {
     return &args;
   }
   std::vector<tx_tensor *> Tensors() {
-    return All({&params, &grads, &exp_avgs, &exp_avg_sqs, &masters, &scales, &steps, &witnesses});
+    return All({&params, &grads, &exp_avgs, &exp_avg_sqs, &masters, &scales, &steps, &checksums});
   }
 };
 
@@ -190,7 +190,7 @@ TEST(AbsurdNumbers, StagedStepsAreTakenOrRefused) {
     if (random.OneIn(2)) staging.slots = static_cast<int32_t>(1 + random.Below(8));
     const tx_adamw_args *args = call.Args(random);
     taken += Answered(memory, random, [&](const tx_parallel *parallel, tx_error *error) {
-      return tx_adamw_staged(args, &staging, parallel, error);
+      return tx_adamw_offloaded(args, &staging, parallel, error);
     });
     ASSERT_FALSE(HasFailure()) << i;
   }
@@ -206,16 +206,16 @@ TEST(AbsurdNumbers, MastersAreLookedAtOrRefused) {
     std::vector<tx_tensor> masters = {memory.Take(300, TX_F32), memory.Take(1100, TX_I16)};
     std::vector<tx_tensor> decoded = {memory.Take(300, TX_F32), memory.Take(1100, TX_F32)};
     std::vector<tx_tensor> remainders = {memory.Take(300, TX_I16), masters[1]};
-    std::vector<tx_tensor> witnesses = {memory.Take(1, TX_I64), memory.Take(2, TX_I64)};
+    std::vector<tx_tensor> checksums = {memory.Take(1, TX_I64), memory.Take(2, TX_I64)};
     std::vector<tx_tensor> counts = {memory.I64(2, random)};
-    if (random.OneIn(3)) MakeOdd(random, All({&params, &masters, &decoded, &remainders, &witnesses, &counts}));
+    if (random.OneIn(3)) MakeOdd(random, All({&params, &masters, &decoded, &remainders, &checksums, &counts}));
     const int64_t n = random.OneIn(10) ? random.Negative() : 2;
     const int32_t mode = random.OneIn(10) ? random.I32() : static_cast<int32_t>(random.Below(3));
     const uint32_t which = random.Below(4);
     done += Answered(memory, random, [&](const tx_parallel *parallel, tx_error *error) {
       if (which == 0) return tx_master_resync(n, params.data(), masters.data(), mode, counts[0], parallel, error);
       if (which == 1)
-        return tx_master_witness(n, params.data(), masters.data(), witnesses.data(), mode, counts[0], parallel, error);
+        return tx_master_checksum(n, params.data(), masters.data(), checksums.data(), mode, counts[0], parallel, error);
       if (which == 2) return tx_master_encode(n, decoded.data(), params.data(), remainders.data(), parallel, error);
       return tx_master_decode(n, params.data(), remainders.data(), decoded.data(), parallel, error);
     });

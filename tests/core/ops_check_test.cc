@@ -7,7 +7,7 @@
 
 extern "C" {
 #include "csrc/ops/check.h"
-#include "csrc/ops/checks.h"
+#include "csrc/ops/operator_checks.h"
 }
 #include "tests/core/arrays.h"
 

@@ -10,8 +10,8 @@
 #include <vector>
 
 extern "C" {
+#include "csrc/ops/parallel.h"
 #include "csrc/ops/tensor.h"
-#include "csrc/ops/work.h"
 }
 
 #include "csrc/math/numeric.h"
@@ -132,8 +132,8 @@ TEST(Huge, PiecesCoverTensorsBeyond2To31AndPointWhereTheyBegin) {
   for (const int64_t numel : {kHuge, (int64_t{1} << 33) + 1}) {
     const tx_tensor tensor = {nullptr, numel, TX_F32, 0};
     Pieces pieces;
-    const tx_work work = {1, &tensor, Collect, nullptr, 0, &pieces};
-    ASSERT_EQ(tx_work_run(&work, nullptr, nullptr), TX_OK);
+    const tx_parallel_work work = {1, &tensor, Collect, nullptr, 0, &pieces};
+    ASSERT_EQ(tx_parallel_work_run(&work, nullptr, nullptr), TX_OK);
     EXPECT_TRUE(pieces.in_order);
     EXPECT_EQ(pieces.next, numel);
   }

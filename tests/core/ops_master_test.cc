@@ -271,7 +271,7 @@ TEST(Master, BitsAreTheSameEverywhere) {
     caller([&](const tx_parallel *p, tx_error *e) { return Encode(masters, params, remainders, p, e); });
     caller([&](const tx_parallel *p, tx_error *e) { return Decode(params, remainders, back, p, e); });
     Outputs outputs = {params[0].bytes(), remainders[0].bytes(), back[0].bytes()};
-    for (int32_t mode : {TX_RESYNC_STRAYS, TX_RESYNC_ALL, TX_RESYNC_COUNT}) {
+    for (int32_t mode : {TX_RESYNC_STALE, TX_RESYNC_ALL, TX_RESYNC_COUNT}) {
       for (const Row &row : kRows) {
         Array param(row.param, 50001), master(row.master, 50001);
         param.FillBytes(2);

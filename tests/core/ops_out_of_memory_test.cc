@@ -57,36 +57,36 @@ struct Attempt {
   }
 };
 
-// Parameters beside fp32 masters and beside remainders, each with its witnesses, and somebody has written to all.
+// Parameters beside fp32 masters and beside remainders, each with its checksums, and somebody has written to all.
 struct Model {
   Param bf16{adamw_call::kBf16, 40000}, remainder{adamw_call::kRemainder, 40000};
-  Bytes witnesses[2] = {Bytes(10 * 8), Bytes(40 * 8)};
-  int64_t resynced = 0, skipped = 0, strays[2] = {0, 0};
+  Bytes checksums[2] = {Bytes(10 * 8), Bytes(40 * 8)};
+  int64_t resynced = 0, skipped = 0, stale[2] = {0, 0};
 
   Model() {
     for (Param *p : {&bf16, &remainder})
       p->Fill(3);
     Attempt attempt(-1);
-    EXPECT_EQ(Witness(TX_WITNESS_RENEW, attempt), TX_OK);
+    EXPECT_EQ(Checksum(TX_CHECKSUM_RENEW, attempt), TX_OK);
     for (Param *p : {&bf16, &remainder})
       for (int64_t i = 0; i < p->n; i += 100)
         p->param.data()[2 * i] ^= 0x40;
   }
-  tx_status Witness(int32_t mode, Attempt &attempt) {
+  tx_status Checksum(int32_t mode, Attempt &attempt) {
     const tx_tensor params[] = {T(bf16.param, TX_BF16), T(remainder.param, TX_BF16)};
     const tx_tensor masters[] = {T(bf16.master, TX_F32), T(remainder.master, TX_I16)};
-    const tx_tensor seen[] = {{witnesses[0].data(), 10, TX_I64, 0}, {witnesses[1].data(), 40, TX_I64, 0}};
+    const tx_tensor seen[] = {{checksums[0].data(), 10, TX_I64, 0}, {checksums[1].data(), 40, TX_I64, 0}};
     return attempt([&](const tx_parallel *parallel) {
-      return tx_master_witness(2, params, masters, seen, mode, {strays, 2, TX_I64, 0}, parallel, nullptr);
+      return tx_master_checksum(2, params, masters, seen, mode, {stale, 2, TX_I64, 0}, parallel, nullptr);
     });
   }
   std::vector<std::vector<uint8_t>> State() const {
     std::vector<std::vector<uint8_t>> all = bf16.State();
     for (const auto &bytes : remainder.State())
       all.push_back(bytes);
-    for (const Bytes &w : witnesses)
+    for (const Bytes &w : checksums)
       all.push_back(w.copy());
-    for (const int64_t count : {resynced, skipped, strays[0], strays[1]})
+    for (const int64_t count : {resynced, skipped, stale[0], stale[1]})
       all.push_back(std::vector<uint8_t>(reinterpret_cast<const uint8_t *>(&count),
                                          reinterpret_cast<const uint8_t *>(&count) + 8));
     return all;
@@ -102,9 +102,9 @@ tx_status Step(Model &model, int32_t on_external_write, Attempt &attempt, bool s
   Call call;
   call.Add(model.bf16);
   call.Add(model.remainder);
-  const tx_tensor seen[] = {{model.witnesses[0].data(), 10, TX_I64, 0}, {model.witnesses[1].data(), 40, TX_I64, 0}};
+  const tx_tensor seen[] = {{model.checksums[0].data(), 10, TX_I64, 0}, {model.checksums[1].data(), 40, TX_I64, 0}};
   call.Args();
-  call.args.witnesses = seen;
+  call.args.checksums = seen;
   call.args.resynced = {&model.resynced, 1, TX_I64, 0};
   call.args.skipped = {&model.skipped, 1, TX_I64, 0};
   call.args.on_external_write = on_external_write;
@@ -114,7 +114,8 @@ tx_status Step(Model &model, int32_t on_external_write, Attempt &attempt, bool s
   staging.bytes = sizeof memory;
   staging.batch = 4096;
   return attempt([&](const tx_parallel *parallel) {
-    return staged ? tx_adamw_staged(&call.args, &staging, parallel, nullptr) : tx_adamw(&call.args, parallel, nullptr);
+    return staged ? tx_adamw_offloaded(&call.args, &staging, parallel, nullptr)
+                  : tx_adamw(&call.args, parallel, nullptr);
   });
 }
 
@@ -123,14 +124,14 @@ const Operation kOperations[] = {
     {"resyncing_step", [](Model &m, Attempt &a) { return Step(m, TX_EXTERNAL_RESYNC, a, false); }},
     {"check", [](Model &m, Attempt &a) { return Step(m, TX_EXTERNAL_CHECK, a, false); }},
     {"staged_step", [](Model &m, Attempt &a) { return Step(m, TX_EXTERNAL_RESYNC, a, true); }},
-    {"witness_resync", [](Model &m, Attempt &a) { return m.Witness(TX_WITNESS_RESYNC, a); }},
-    {"witness_renew", [](Model &m, Attempt &a) { return m.Witness(TX_WITNESS_RENEW, a); }},
-    {"witness_check", [](Model &m, Attempt &a) { return m.Witness(TX_WITNESS_CHECK, a); }},
+    {"checksum_resync", [](Model &m, Attempt &a) { return m.Checksum(TX_CHECKSUM_RESYNC, a); }},
+    {"checksum_renew", [](Model &m, Attempt &a) { return m.Checksum(TX_CHECKSUM_RENEW, a); }},
+    {"checksum_check", [](Model &m, Attempt &a) { return m.Checksum(TX_CHECKSUM_CHECK, a); }},
     {"resync",
      [](Model &m, Attempt &a) {
        const tx_tensor params[] = {T(m.bf16.param, TX_BF16)}, masters[] = {T(m.bf16.master, TX_F32)};
        return a([&](const tx_parallel *p) {
-         return tx_master_resync(1, params, masters, TX_RESYNC_ALL, {m.strays, 1, TX_I64, 0}, p, nullptr);
+         return tx_master_resync(1, params, masters, TX_RESYNC_ALL, {m.stale, 1, TX_I64, 0}, p, nullptr);
        });
      }},
     {"statistics",

@@ -1,4 +1,4 @@
-// tx_adamw_staged: the bits of tx_adamw, whatever lies between, and what happens when a copy fails.
+// tx_adamw_offloaded: the bits of tx_adamw, whatever lies between, and what happens when a copy fails.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -10,17 +10,17 @@
 
 #include "tests/core/adamw_call.h"
 #include "tests/core/flush_mode.h"
-#include "tests/core/late_lanes.h"
+#include "tests/core/late_copies.h"
 #include "tests/core/threads.h"
 
 namespace {
 
 using namespace adamw_call;
 
-// Parameters with witnesses beside their masters, and a step of them.
+// Parameters with checksums beside their masters, and a step of them.
 struct Model {
   std::deque<Param> params;
-  std::deque<std::vector<uint64_t>> witnesses;
+  std::deque<std::vector<uint64_t>> checksums;
   Call call;
   std::vector<tx_tensor> seen;
   int64_t skipped = 0, resynced = 0;
@@ -29,13 +29,13 @@ struct Model {
     params.emplace_back(c, n);
     params.back().Fill(static_cast<uint32_t>(17 * params.size()));
     call.Add(params.back(), static_cast<int64_t>(params.size()));
-    const int64_t block = c.master == TX_I16 ? TX_WITNESS : TX_SAMPLED;
-    witnesses.emplace_back(watched && c.master ? static_cast<size_t>((n + block - 1) / block) : 0);
-    seen.push_back({witnesses.back().data(), static_cast<int64_t>(witnesses.back().size()), TX_I64, 0});
+    const int64_t block = c.master == TX_I16 ? TX_CHECKSUM : TX_SAMPLED;
+    checksums.emplace_back(watched && c.master ? static_cast<size_t>((n + block - 1) / block) : 0);
+    seen.push_back({checksums.back().data(), static_cast<int64_t>(checksums.back().size()), TX_I64, 0});
   }
   const tx_adamw_args *Args() {
     call.Args();
-    call.args.witnesses = seen.data();
+    call.args.checksums = seen.data();
     call.args.on_external_write = TX_EXTERNAL_RESYNC;
     call.args.skipped = {&skipped, 1, TX_I64, 0};
     call.args.resynced = {&resynced, 1, TX_I64, 0};
@@ -45,7 +45,7 @@ struct Model {
     for (size_t i = 0; i < seen.size(); i++) {
       if (seen[i].numel == 0) continue;
       ASSERT_EQ(
-          tx_master_witness(1, &call.params[i], &call.masters[i], &seen[i], TX_WITNESS_RENEW, {}, nullptr, nullptr),
+          tx_master_checksum(1, &call.params[i], &call.masters[i], &seen[i], TX_CHECKSUM_RENEW, {}, nullptr, nullptr),
           TX_OK);
     }
   }
@@ -58,7 +58,7 @@ struct Model {
     for (const Param &p : params)
       for (auto &bytes : p.State())
         all.push_back(bytes);
-    for (const auto &w : witnesses) {
+    for (const auto &w : checksums) {
       const auto *begin = reinterpret_cast<const uint8_t *>(w.data());
       all.emplace_back(begin, begin + 8 * w.size());
     }
@@ -84,7 +84,7 @@ struct Staged {
   tx_staging staging = TX_STAGING_INIT;
   std::unique_ptr<uint8_t[]> memory;
 
-  Staged(int64_t batch, int32_t slots, int64_t threads, tx_lanes *lanes, int64_t element = 8) {
+  Staged(int64_t batch, int32_t slots, int64_t threads, tx_copy_ops *lanes, int64_t element = 8) {
     staging.batch = batch;
     staging.slots = slots;
     staging.lanes = lanes;
@@ -110,7 +110,7 @@ TEST_P(EveryWay, EqualsTheStepInPlaceBitForBit) {
     there.FillGrads(100 * step);
     tx_error error = {};
     ASSERT_EQ(tx_adamw(here.Args(), threads.parallel(), &error), TX_OK) << error.message;
-    ASSERT_EQ(tx_adamw_staged(there.Args(), &staged.staging, threads.parallel(), &error), TX_OK) << error.message;
+    ASSERT_EQ(tx_adamw_offloaded(there.Args(), &staged.staging, threads.parallel(), &error), TX_OK) << error.message;
     lanes.End();
     ASSERT_EQ(here.State(), there.State()) << "step " << step;
   }
@@ -142,7 +142,7 @@ TEST(Staged, GradientsComeDownAndWeightsOnlyWhereTheyAreMasters) {
     model.Renew();
     LateLanes lanes;
     const Staged staged(4096, 2, 1, lanes.lanes());
-    ASSERT_EQ(tx_adamw_staged(model.Args(), &staged.staging, nullptr, nullptr), TX_OK);
+    ASSERT_EQ(tx_adamw_offloaded(model.Args(), &staged.staging, nullptr, nullptr), TX_OK);
     EXPECT_EQ(lanes.bytes[0], 10000 * c.down) << Name(c.combo);
     EXPECT_EQ(lanes.bytes[1], 10000 * c.up) << Name(c.combo);
     EXPECT_EQ(lanes.marks[0], 3) << "batches";
@@ -159,7 +159,7 @@ TEST(Staged, GradientsMayBeWiderOrNarrowerThanWeights) {
     LateLanes lanes;
     const Staged staged(8192, 2, 1, lanes.lanes(), 6);
     ASSERT_EQ(tx_adamw(here.Args(), nullptr, nullptr), TX_OK);
-    ASSERT_EQ(tx_adamw_staged(there.Args(), &staged.staging, nullptr, nullptr), TX_OK);
+    ASSERT_EQ(tx_adamw_offloaded(there.Args(), &staged.staging, nullptr, nullptr), TX_OK);
     lanes.End();
     EXPECT_EQ(here.State(), there.State()) << Name(c);
   }
@@ -173,7 +173,7 @@ TEST(Staged, StepsInAKnownFloatingPointMode) {
   }
   const Staged staged(4096, 1, 1, nullptr);
   ASSERT_EQ(tx_adamw(here.Args(), nullptr, nullptr), TX_OK);
-  CallInFlushMode([&] { EXPECT_EQ(tx_adamw_staged(there.Args(), &staged.staging, nullptr, nullptr), TX_OK); });
+  CallInFlushMode([&] { EXPECT_EQ(tx_adamw_offloaded(there.Args(), &staged.staging, nullptr, nullptr), TX_OK); });
   EXPECT_EQ(here.State(), there.State());
 }
 
@@ -182,13 +182,13 @@ TEST(Staged, SmallTensorsShareABatch) {
   for (int i = 0; i < 1000; i++)
     model.Add(kF32, 64, false);
   const Staged staged(16384, 2, 1, nullptr);
-  for (const bool watched : {true, false}) {  // units are of whole samples where there are witnesses
+  for (const bool watched : {true, false}) {  // units are of whole samples where there are checksums
     LateLanes lanes;
     model.Args();
-    model.call.args.witnesses = watched ? model.seen.data() : nullptr;
+    model.call.args.checksums = watched ? model.seen.data() : nullptr;
     tx_staging staging = staged.staging;
     staging.lanes = lanes.lanes();
-    ASSERT_EQ(tx_adamw_staged(&model.call.args, &staging, nullptr, nullptr), TX_OK);
+    ASSERT_EQ(tx_adamw_offloaded(&model.call.args, &staging, nullptr, nullptr), TX_OK);
     EXPECT_EQ(lanes.copies[1], 1000);
     EXPECT_EQ(lanes.marks[0], watched ? 16 : 8)
         << "a unit of 128 where each has room for a sample, in 96 and 32; or 128";
@@ -205,7 +205,7 @@ TEST(Staged, G2_ASkippedStepCopiesNothing) {
   float found_inf = 1;
   model.Args();
   model.call.args.found_inf = {&found_inf, 1, TX_F32, 0};
-  ASSERT_EQ(tx_adamw_staged(&model.call.args, &staged.staging, nullptr, nullptr), TX_OK);
+  ASSERT_EQ(tx_adamw_offloaded(&model.call.args, &staged.staging, nullptr, nullptr), TX_OK);
   EXPECT_EQ(lanes.copies[0] + lanes.copies[1], 0);
   EXPECT_EQ(model.State(), before);
   EXPECT_EQ(model.skipped, 1);
@@ -225,9 +225,9 @@ TEST(Staged, WritesBesideRemaindersAreNoticed) {
     here.Args();
     if (!remainder) here.call.args.on_external_write = TX_EXTERNAL_IGNORE;
     ASSERT_EQ(tx_adamw(&here.call.args, nullptr, nullptr), TX_OK);
-    ASSERT_EQ(tx_adamw_staged(there.Args(), &staged.staging, nullptr, nullptr), TX_OK);
+    ASSERT_EQ(tx_adamw_offloaded(there.Args(), &staged.staging, nullptr, nullptr), TX_OK);
     EXPECT_EQ(here.State(), there.State()) << Name(c);
-    EXPECT_EQ(there.resynced, remainder ? TX_WITNESS : 0) << Name(c);
+    EXPECT_EQ(there.resynced, remainder ? TX_CHECKSUM : 0) << Name(c);
   }
 }
 
@@ -256,12 +256,12 @@ TEST(Staged, ACopyThatFailsEndsTheCallWithItsMessage) {
       lanes.fails_from = c.from;
       const Staged staged(4096, 2, n_threads, lanes.lanes());
       tx_error error = {};
-      EXPECT_EQ(tx_adamw_staged(model.Args(), &staged.staging, threads.parallel(), &error), TX_ERROR_UNAVAILABLE);
+      EXPECT_EQ(tx_adamw_offloaded(model.Args(), &staged.staging, threads.parallel(), &error), TX_ERROR_UNAVAILABLE);
       EXPECT_EQ(std::string(error.message), std::string(c.name) + (c.up ? " up" : " down") + " failed");
       lanes.End();
       for (Param &p : model.params)
         EXPECT_EQ(p.step.copy(), std::vector<uint8_t>(4)) << "no count has changed";
-      EXPECT_EQ(tx_adamw_staged(model.Args(), &staged.staging, threads.parallel(), nullptr), TX_ERROR_UNAVAILABLE)
+      EXPECT_EQ(tx_adamw_offloaded(model.Args(), &staged.staging, threads.parallel(), nullptr), TX_ERROR_UNAVAILABLE)
           << "a message is not needed";
       lanes.End();
     }
@@ -276,36 +276,37 @@ TEST(Staged, WhenACopyFailsOtherThreadsStopToo) {
   lanes.fails = "copy";
   lanes.fails_for = 1;
   const Staged staged(TX_SAMPLED, 1, 2, lanes.lanes());
-  EXPECT_EQ(tx_adamw_staged(model.Args(), &staged.staging, threads.parallel(), nullptr), TX_ERROR_UNAVAILABLE);
+  EXPECT_EQ(tx_adamw_offloaded(model.Args(), &staged.staging, threads.parallel(), nullptr), TX_ERROR_UNAVAILABLE);
   lanes.End();
   EXPECT_LT(lanes.marks[1], 500) << "of 1000, at most 128 of which went with the thread that failed";
 }
 
 struct Refusal {
   const char *name;
-  void (*spoil)(Model &model, tx_staging &staging, tx_lanes &lanes);
+  void (*spoil)(Model &model, tx_staging &staging, tx_copy_ops &lanes);
   tx_status status;
   const char *says;
 };
 
 const Refusal kRefusals[] = {
-    {"args", [](Model &m, tx_staging &, tx_lanes &) { m.call.grads[1].numel--; }, TX_ERROR_SHAPE, "grads[1]"},
-    {"size", [](Model &, tx_staging &s, tx_lanes &) { s.size = 8; }, TX_ERROR_INVALID_ARGUMENT, "TX_STAGING_INIT"},
-    {"no_batch", [](Model &, tx_staging &s, tx_lanes &) { s.batch = 0; }, TX_ERROR_ILLEGAL_VALUE, "batch 0"},
-    {"batch", [](Model &, tx_staging &s, tx_lanes &) { s.batch = 4097; }, TX_ERROR_ILLEGAL_VALUE, "batch 4097"},
-    {"no_slots", [](Model &, tx_staging &s, tx_lanes &) { s.slots = 0; }, TX_ERROR_ILLEGAL_VALUE, "slots 0"},
-    {"slots", [](Model &, tx_staging &s, tx_lanes &) { s.slots = 9; }, TX_ERROR_ILLEGAL_VALUE, "1 to 8"},
-    {"bytes", [](Model &, tx_staging &s, tx_lanes &) { s.bytes--; }, TX_ERROR_SHAPE, "65536"},
-    {"no_memory", [](Model &, tx_staging &s, tx_lanes &) { s.memory = nullptr; }, TX_ERROR_SHAPE, "staging.memory"},
-    {"address", [](Model &, tx_staging &s, tx_lanes &) { s.memory = static_cast<char *>(s.memory) + 8; },
+    {"args", [](Model &m, tx_staging &, tx_copy_ops &) { m.call.grads[1].numel--; }, TX_ERROR_SHAPE, "grads[1]"},
+    {"size", [](Model &, tx_staging &s, tx_copy_ops &) { s.size = 8; }, TX_ERROR_INVALID_ARGUMENT, "TX_STAGING_INIT"},
+    {"no_batch", [](Model &, tx_staging &s, tx_copy_ops &) { s.batch = 0; }, TX_ERROR_ILLEGAL_VALUE, "batch 0"},
+    {"batch", [](Model &, tx_staging &s, tx_copy_ops &) { s.batch = 4097; }, TX_ERROR_ILLEGAL_VALUE, "batch 4097"},
+    {"no_slots", [](Model &, tx_staging &s, tx_copy_ops &) { s.slots = 0; }, TX_ERROR_ILLEGAL_VALUE, "slots 0"},
+    {"slots", [](Model &, tx_staging &s, tx_copy_ops &) { s.slots = 9; }, TX_ERROR_ILLEGAL_VALUE, "1 to 8"},
+    {"bytes", [](Model &, tx_staging &s, tx_copy_ops &) { s.bytes--; }, TX_ERROR_SHAPE, "65536"},
+    {"no_memory", [](Model &, tx_staging &s, tx_copy_ops &) { s.memory = nullptr; }, TX_ERROR_SHAPE, "staging.memory"},
+    {"address", [](Model &, tx_staging &s, tx_copy_ops &) { s.memory = static_cast<char *>(s.memory) + 8; },
      TX_ERROR_SHAPE, "aligned to 64"},
-    {"lanes_size", [](Model &, tx_staging &, tx_lanes &l) { l.size = 8; }, TX_ERROR_INVALID_ARGUMENT, "TX_LANES_INIT"},
-    {"no_copy", [](Model &, tx_staging &, tx_lanes &l) { l.copy = nullptr; }, TX_ERROR_INVALID_ARGUMENT, "all four"},
-    {"no_mark", [](Model &, tx_staging &, tx_lanes &l) { l.mark = nullptr; }, TX_ERROR_INVALID_ARGUMENT, "all four"},
-    {"no_wait", [](Model &, tx_staging &, tx_lanes &l) { l.wait = nullptr; }, TX_ERROR_INVALID_ARGUMENT, "all four"},
-    {"no_follow", [](Model &, tx_staging &, tx_lanes &l) { l.follow = nullptr; }, TX_ERROR_INVALID_ARGUMENT,
+    {"lanes_size", [](Model &, tx_staging &, tx_copy_ops &l) { l.size = 8; }, TX_ERROR_INVALID_ARGUMENT,
+     "TX_COPY_OPS_INIT"},
+    {"no_copy", [](Model &, tx_staging &, tx_copy_ops &l) { l.copy = nullptr; }, TX_ERROR_INVALID_ARGUMENT, "all four"},
+    {"no_mark", [](Model &, tx_staging &, tx_copy_ops &l) { l.mark = nullptr; }, TX_ERROR_INVALID_ARGUMENT, "all four"},
+    {"no_wait", [](Model &, tx_staging &, tx_copy_ops &l) { l.wait = nullptr; }, TX_ERROR_INVALID_ARGUMENT, "all four"},
+    {"no_follow", [](Model &, tx_staging &, tx_copy_ops &l) { l.follow = nullptr; }, TX_ERROR_INVALID_ARGUMENT,
      "all four"},
-    {"check", [](Model &m, tx_staging &, tx_lanes &) { m.call.args.on_external_write = TX_EXTERNAL_CHECK; },
+    {"check", [](Model &m, tx_staging &, tx_copy_ops &) { m.call.args.on_external_write = TX_EXTERNAL_CHECK; },
      TX_ERROR_ILLEGAL_VALUE, "0 (ignore) and 1 (resync)"},
 };
 
@@ -322,7 +323,7 @@ TEST_P(StagedRefusal, SaysWhatIsLegalAndChangesNothing) {
   model.Args();
   GetParam().spoil(model, staged.staging, *lanes.lanes());
   tx_error error = {};
-  EXPECT_EQ(tx_adamw_staged(&model.call.args, &staged.staging, nullptr, &error), GetParam().status);
+  EXPECT_EQ(tx_adamw_offloaded(&model.call.args, &staged.staging, nullptr, &error), GetParam().status);
   EXPECT_NE(std::string(error.message).find(GetParam().says), std::string::npos) << error.message;
   EXPECT_EQ(lanes.copies[0], 0);
   EXPECT_EQ(model.State(), before);
@@ -336,7 +337,7 @@ TEST(Staged, NothingToStepNeedsNoMemory) {
   tx_staging staging = TX_STAGING_INIT;
   staging.batch = TX_SAMPLED;
   tx_error error = {};
-  EXPECT_EQ(tx_adamw_staged(model.Args(), &staging, nullptr, &error), TX_OK) << error.message;
+  EXPECT_EQ(tx_adamw_offloaded(model.Args(), &staging, nullptr, &error), TX_OK) << error.message;
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include <vector>
 
 extern "C" {
-#include "csrc/core/nearest.h"
+#include "csrc/core/suggest.h"
 #include "csrc/core/text.h"
 }
 

@@ -175,7 +175,7 @@ TEST_P(Kinds, CutAtBlocksHaveTheBitsOfTheWhole) {
     args.scales = lists[5].data();
     args.steps = lists[6].data();
     args.meta = meta.data();
-    args.witnesses = nullptr;
+    args.checksums = nullptr;
     tx_error error = {};
     ASSERT_EQ(tx_cuda_adamw(&args, &call, &error), TX_OK) << error.message;
     for (int part = 0; part < 3; part++) {

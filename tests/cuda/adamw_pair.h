@@ -9,7 +9,7 @@
 #include <deque>
 #include <vector>
 
-#include "cuda/torch_ext_cuda.h"
+#include "csrc/torch_ext_cuda.h"
 #include "tests/core/adamw_call.h"
 
 namespace adamw_pair {
@@ -20,17 +20,17 @@ using adamw_call::Combo;
 using adamw_call::Param;
 
 inline int64_t Block(const Combo &c) {
-  return c.master == TX_I16 ? TX_WITNESS : TX_SAMPLED;
+  return c.master == TX_I16 ? TX_CHECKSUM : TX_SAMPLED;
 }
 
-/* A parameter with its witnesses. */
+/* A parameter with its checksums. */
 struct Watched {
   Param param;
-  Bytes witnesses;
+  Bytes checksums;
 
   Watched(const Combo &c, int64_t n, int64_t misalign, bool watched)
-      : param(c, n, misalign), witnesses(watched && c.master ? (n + Block(c) - 1) / Block(c) * 8 : 0, misalign) {}
-  tx_tensor Witnesses() { return {witnesses.data(), witnesses.size() / 8, TX_I64, 0}; }
+      : param(c, n, misalign), checksums(watched && c.master ? (n + Block(c) - 1) / Block(c) * 8 : 0, misalign) {}
+  tx_tensor Checksums() { return {checksums.data(), checksums.size() / 8, TX_I64, 0}; }
   // Another value of the same sign and about the same size.
   void Write(int64_t i) { param.param.data()[2 * i] ^= 1; }
 };
@@ -44,13 +44,13 @@ struct Side {
     params.emplace_back(c, n, misalign, watched);
     params.back().param.Fill(static_cast<uint32_t>(params.size() * 7 + static_cast<size_t>(n)));
   }
-  // Witnesses of the weights as they are, by the CPU.
+  // Checksums of the weights as they are, by the CPU.
   void Renew() {
     for (Watched &w : params) {
-      if (w.witnesses.size() == 0) continue;
+      if (w.checksums.size() == 0) continue;
       const tx_tensor weights = T(w.param.param, w.param.combo.param), master = T(w.param.master, w.param.combo.master),
-                      seen = w.Witnesses();
-      ASSERT_EQ(tx_master_witness(1, &weights, &master, &seen, TX_WITNESS_RENEW, {}, nullptr, nullptr), TX_OK);
+                      seen = w.Checksums();
+      ASSERT_EQ(tx_master_checksum(1, &weights, &master, &seen, TX_CHECKSUM_RENEW, {}, nullptr, nullptr), TX_OK);
     }
   }
   // What a step may change.
@@ -59,7 +59,7 @@ struct Side {
     for (const Watched &w : params) {
       for (auto &bytes : w.param.State())
         all.push_back(bytes);
-      all.push_back(w.witnesses.copy());
+      all.push_back(w.checksums.copy());
     }
     return all;
   }
@@ -68,7 +68,7 @@ struct Side {
 /* The arguments of one step. */
 struct Step {
   adamw_call::Call call;
-  std::vector<tx_tensor> witnesses;
+  std::vector<tx_tensor> checksums;
 
   explicit Step(Side &side, const tx_adamw_args &like = {}, const tx_adamw_group *group = nullptr) {
     int64_t id = 100;
@@ -76,14 +76,14 @@ struct Step {
     if (like.size) call.args = like;
     for (Watched &w : side.params) {
       call.Add(w.param, id++);
-      witnesses.push_back(w.Witnesses());
+      checksums.push_back(w.Checksums());
     }
     call.args.skipped = {&side.skipped, 1, TX_I64, 0};
     call.args.resynced = {&side.resynced, 1, TX_I64, 0};
   }
   const tx_adamw_args *Args() {
     call.Args();
-    call.args.witnesses = witnesses.data();
+    call.args.checksums = checksums.data();
     return &call.args;
   }
 };
@@ -125,7 +125,7 @@ struct Pair {
     EXPECT_EQ(ours.skipped, theirs.skipped);
     EXPECT_EQ(ours.resynced, theirs.resynced);
     const auto a = ours.State(), b = theirs.State();
-    static const char *const kNames[] = {"param", "exp_avg", "exp_avg_sq", "master", "scales", "step", "witnesses"};
+    static const char *const kNames[] = {"param", "exp_avg", "exp_avg_sq", "master", "scales", "step", "checksums"};
     for (size_t i = 0; i < a.size(); i++) {
       if (a[i] == b[i]) continue;
       size_t at = 0;

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/torch_ext_cuda.h"
+#include "csrc/torch_ext_cuda.h"
 #include "tests/core/arrays.h"
 
 // How many processors a device has, and how many blocks run on each: no bit may depend on them.

@@ -4,7 +4,7 @@
 
 #include <thread>
 
-#include "cuda/torch_ext_cuda.h"
+#include "csrc/torch_ext_cuda.h"
 #include "tests/core/arrays.h"
 
 namespace {

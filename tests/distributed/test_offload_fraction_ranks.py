@@ -121,7 +121,7 @@ def _trained(rank: int, world: int, strategy: str, remainders: bool) -> None:
             logical = [{key: bits([torch.as_tensor(state[i][key])]) for key in state[i]} for i in sorted(state)]
             found.append((bits(_whole(model)), logical))
             at_rest = optimizer._host._states.values()
-            shares.append(sum(t.nbytes for s in at_rest for key, t in s.items() if key not in ("step", "witness")))
+            shares.append(sum(t.nbytes for s in at_rest for key, t in s.items() if key not in ("step", "checksum")))
             if strategy in ("no_shard", "optim_grads_params"):
                 chosen = [None] * world
                 torch.distributed.all_gather_object(chosen, _on_host(optimizer))

@@ -111,7 +111,7 @@ class CArgs(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("moment_rounding", ctypes.c_int32),
         ("weight_rounding", ctypes.c_int32),
-        ("witnesses", ctypes.c_void_p),
+        ("checksums", ctypes.c_void_p),
         ("resynced", CTensor),
         ("on_external_write", ctypes.c_int32),
         ("reserved", ctypes.c_int32),

@@ -24,7 +24,7 @@ class Library(NamedTuple):
 
 LIBRARIES = {
     "cpu": Library("csrc/torch_ext.h", pathlib.Path(torch_ext.library_path()), "tx_adamw"),
-    "cuda": Library("cuda/torch_ext_cuda.h", ROOT / "cuda/libtorch_ext_cuda.so", "tx_cuda_adamw"),
+    "cuda": Library("csrc/torch_ext_cuda.h", ROOT / "cuda/libtorch_ext_cuda.so", "tx_cuda_adamw"),
 }
 
 

@@ -28,7 +28,7 @@ STREAM = 0x5000  # the address of cuda:0's current stream; those of others follo
 _CUDA_LIBRARY = r"""
 #include <stdio.h>
 #include <string.h>
-#include "cuda/torch_ext_cuda.h"
+#include "csrc/torch_ext_cuda.h"
 static char calls[1 << 16];
 static int (*guards_now)(void);
 TX_API void stand_in_tell_guards(int (*now)(void)) { guards_now = now; }
@@ -83,17 +83,17 @@ static tx_status follow(void *ctx, int64_t slot, tx_error *error) {
   (void)ctx, (void)slot, (void)error;
   return TX_OK;
 }
-TX_API tx_status tx_cuda_lanes_make(int32_t device, void *down, void *up, int64_t slots, tx_lanes *lanes,
+TX_API tx_status tx_cuda_lanes_make(int32_t device, void *down, void *up, int64_t slots, tx_copy_ops *lanes,
                                     tx_error *error) {
   if (device != 1 || down != (void *)0x7000 || up != (void *)0x7001 || slots < 1) {
     snprintf(error->message, sizeof error->message, "lanes of %d, %p, %p, %lld", device, down, up, (long long)slots);
     return TX_ERROR_ILLEGAL_VALUE;
   }
   lanes_there++;
-  *lanes = (tx_lanes){sizeof *lanes, copies, copy, mark, wait, follow};
+  *lanes = (tx_copy_ops){sizeof *lanes, copies, copy, mark, wait, follow};
   return TX_OK;
 }
-TX_API void tx_cuda_lanes_free(tx_lanes *lanes) { lanes_there -= lanes->ctx != NULL; }
+TX_API void tx_cuda_lanes_free(tx_copy_ops *lanes) { lanes_there -= lanes->ctx != NULL; }
 """
 _LIBTORCH_CUDA = """
 #include <stdint.h>

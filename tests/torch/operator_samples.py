@@ -94,21 +94,21 @@ def adamw_skipped() -> list[Any]:
     return arguments
 
 
-def witnesses_of(params: list[torch.Tensor], masters: list[torch.Tensor]) -> list[torch.Tensor]:
+def checksums_of(params: list[torch.Tensor], masters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Those of the weights as they are."""
     per = {F32: 4096, I16: 1024}
     made = [torch.zeros(-(-m.numel() // per[m.dtype]), dtype=I64) for m in masters]
-    torch.ops.torch_ext.master_witness_(params, masters, made, none(I64), 2)
+    torch.ops.torch_ext.master_checksum_(params, masters, made, none(I64), 2)
     return made
 
 
 def adamw_flat(external: int = 0, **options: Any) -> list[Any]:
     """The same call with all states of a kind in one memory, of which the first element belongs to nobody. external:
-    on_external_write; witnesses are there then."""
+    on_external_write; checksums are there then."""
     params, grads, *kinds_and_rest = adamw(**options)
     kinds, rest = kinds_and_rest[:5], kinds_and_rest[5:]
     if external:
-        kinds.append(witnesses_of(params, kinds[2]))
+        kinds.append(checksums_of(params, kinds[2]))
         rest[-4] = torch.zeros(2, dtype=I64)
     states: list[torch.Tensor] = []
     rows: list[list[int]] = [[] for _ in params]
@@ -224,15 +224,15 @@ def master_resync(
     ]
 
 
-def master_witness(master: torch.dtype = F32, mode: int = 0) -> list[Any]:
+def master_checksum(master: torch.dtype = F32, mode: int = 0) -> list[Any]:
     """Two of the tensors were written to."""
     numels = (5, 1030, 0, 4100)
     params = randoms(numels, BF16)
     masters = [p.float() if master is F32 else torch.ones(p.numel(), dtype=I16) for p in params]
-    witnesses = witnesses_of(params, masters)
+    checksums = checksums_of(params, masters)
     for p in params:
         p[-1:] += 1
-    return [params, masters, witnesses, torch.zeros(len(numels), dtype=I64), mode]
+    return [params, masters, checksums, torch.zeros(len(numels), dtype=I64), mode]
 
 
 TWO_GROUPS = (GROUP, (5e-3, 0.8, 0.99, 1e-6, 0.0, 1.0, 0.0))
@@ -251,8 +251,8 @@ SAMPLES = [
     Sample("adamw_flat_", "float32", adamw_flat),
     Sample("adamw_flat_", "bfloat16_with_masters", lambda: adamw_flat(param=BF16, master=F32, extras=True)),
     Sample("adamw_flat_", "float16_states_of_8_bits", lambda: adamw_flat(param=F16, exp_avg=U8, master=F32)),
-    Sample("adamw_flat_", "witnesses", lambda: adamw_flat(1, param=BF16, master=F32)),
-    Sample("adamw_flat_", "witnesses_of_remainders", lambda: adamw_flat(1, param=BF16, master=I16, extras=True)),
+    Sample("adamw_flat_", "checksums", lambda: adamw_flat(1, param=BF16, master=F32)),
+    Sample("adamw_flat_", "checksums_of_remainders", lambda: adamw_flat(1, param=BF16, master=I16, extras=True)),
     Sample("adamw_flat_", "only_a_check", lambda: adamw_flat(2, param=BF16, master=I16)),
     Sample("adamw_flat_", "no_tensors", lambda: adamw_flat(numels=())),
     Sample("grad_stats_", "float32", grad_stats),
@@ -277,9 +277,9 @@ SAMPLES = [
     Sample("master_resync_", "float32_beside_bfloat16", master_resync),
     Sample("master_resync_", "forced_remainders", lambda: master_resync(BF16, I16, False, True)),
     Sample("master_resync_", "only_a_check", lambda: [*master_resync()[:4], True]),
-    Sample("master_witness_", "checked", master_witness),
-    Sample("master_witness_", "remainders_resynced", lambda: master_witness(I16, 1)),
-    Sample("master_witness_", "renewed", lambda: master_witness(F32, 2)),
+    Sample("master_checksum_", "checked", master_checksum),
+    Sample("master_checksum_", "remainders_resynced", lambda: master_checksum(I16, 1)),
+    Sample("master_checksum_", "renewed", lambda: master_checksum(F32, 2)),
 ]
 
 

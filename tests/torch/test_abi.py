@@ -42,7 +42,7 @@ def printed(folder: pathlib.Path, lines: list[str]) -> list[list[str]]:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to compare the package with the header")
-    includes = ["<stdio.h>", '"csrc/torch_ext.h"', '"csrc/math/witness.h"', '"cuda/torch_ext_cuda.h"']
+    includes = ["<stdio.h>", '"csrc/torch_ext.h"', '"csrc/math/checksum.h"', '"csrc/torch_ext_cuda.h"']
     text = [*(f"#include {file}" for file in includes), "int main(void) {", *lines, "  return 0;", "}", ""]
     (folder / "print.c").write_text("\n".join(text))
     subprocess.run(
@@ -124,7 +124,7 @@ master_encode_(Tensor[] masters, Tensor(a!)[] params, Tensor(b!)[] remainders
 master_decode_(Tensor[] params, Tensor[] remainders, Tensor(a!)[] masters
 master_resync_(Tensor[] params, Tensor(a!)[] masters, Tensor(b!) changed, bool force=False, bool check=False
 adamw_flat_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states, Tensor slices, Tensor[] lrs, Tensor groups, Tensor meta, Tensor grad_scale, Tensor clip_coef, Tensor found_inf, Tensor(c!) skipped, int seed=0, int moment_rounding=1, int weight_rounding=1, int on_external_write=0
-master_witness_(Tensor[] params, Tensor(a!)[] masters, Tensor(b!)[] witnesses, Tensor(c!) strays, int action=0
+master_checksum_(Tensor[] params, Tensor(a!)[] masters, Tensor(b!)[] checksums, Tensor(c!) stale, int action=0
 """.strip().split("\n")  # noqa: E501
 
 

@@ -80,7 +80,7 @@ for sample in operator_samples.SAMPLES:
     found["samples"][sample.id] = same, changed, stand_in.calls()[before:]
 
 stand_in.allocated.clear()
-ops.master_witness_(*moved("master_witness_", operator_samples.master_witness()))
+ops.master_checksum_(*moved("master_checksum_", operator_samples.master_checksum()))
 (memory,) = stand_in.allocated
 workspace, size = stand_in.calls()[-1][3:5]
 found["guards"] = stand_in.guards()
@@ -110,10 +110,10 @@ ALL = [s.id for s in operator_samples.SAMPLES]
 EMPTY = ("no_tensors", "nothing")  # calls without an element, which are on no device
 WORKING = [
     "adamw_flat_-only_a_check",
-    "adamw_flat_-witnesses",
-    "master_witness_-checked",
-    "master_witness_-renewed",
-]  # fp32 masters with witnesses
+    "adamw_flat_-checksums",
+    "master_checksum_-checked",
+    "master_checksum_-renewed",
+]  # fp32 masters with checksums
 
 
 @pytest.mark.parametrize("sample", ALL)

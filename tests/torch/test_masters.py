@@ -159,14 +159,14 @@ def test_resync_masters_goes_over_samples_only_where_it_changed_something(name: 
     optimizer = optimizer_of(name)
     train(optimizer, range(3))
     written, left = params(optimizer)[:2]
-    marked = optimizer.state[left]["witness"].add_(1).clone()
+    marked = optimizer.state[left]["checksum"].add_(1).clone()
     written.data.fill_(77)
     assert optimizer.resync_masters() == written.numel()
-    assert torch.equal(optimizer.state[left]["witness"], marked)
-    entry, strays = optimizer.state[written], torch.zeros(1, dtype=torch.int64)
+    assert torch.equal(optimizer.state[left]["checksum"], marked)
+    entry, stale = optimizer.state[written], torch.zeros(1, dtype=torch.int64)
     flat = written.detach().view(-1)
-    torch.ops.torch_ext.master_witness_([flat], [entry["master_param"].view(-1)], [entry["witness"]], strays, 0)
-    assert int(strays) == 0
+    torch.ops.torch_ext.master_checksum_([flat], [entry["master_param"].view(-1)], [entry["checksum"]], stale, 0)
+    assert int(stale) == 0
 
 
 @pytest.mark.parametrize("force", [False, True])

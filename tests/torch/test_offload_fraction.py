@@ -66,8 +66,8 @@ def test_share_is_of_the_bytes_of_states_and_masters(fraction: float) -> None:
     train(optimizer, range(2))
     there = sum(t.nbytes for state in held(optimizer).values() for key, t in state.items() if key != "step")
     of_moments = 8 * sum(p.numel() for p in params(optimizer))
-    witnesses = sum(state["witness"].nbytes for state in held(optimizer).values() if "witness" in state)
-    assert abs(there - witnesses - fraction * of_moments) <= 8000 / 2
+    checksums = sum(state["checksum"].nbytes for state in held(optimizer).values() if "checksum" in state)
+    assert abs(there - checksums - fraction * of_moments) <= 8000 / 2
     for p in params(optimizer):
         assert set(optimizer.state[p]) == {"step"} if p in held(optimizer) else "exp_avg" in optimizer.state[p]
 

@@ -211,33 +211,33 @@ def test_master_resync_only_counts_where_it_checks() -> None:
 
 
 @pytest.mark.parametrize("master, counts", [(F32, [1, 1, 0, 1]), (I16, [5, 6, 0, 4])], ids=["fp32", "remainders"])
-def test_master_witness(master: torch.dtype, counts: list[int]) -> None:
+def test_master_checksum(master: torch.dtype, counts: list[int]) -> None:
     """Beside remainders all of a block is taken over: of 1030 weights the last 6, of 4100 the last 4."""
-    params, masters, witnesses, strays, _ = samples.master_witness(master)
+    params, masters, checksums, stale, _ = samples.master_checksum(master)
     before, old = bits(masters), [m.clone() for m in masters]
-    ops.master_witness_(params, masters, witnesses, strays, 0)
-    assert strays.tolist() == counts and bits(masters) == before
-    ops.master_witness_(params, masters, witnesses, strays, 1)
-    assert strays.tolist() == [2 * n for n in counts]
+    ops.master_checksum_(params, masters, checksums, stale, 0)
+    assert stale.tolist() == counts and bits(masters) == before
+    ops.master_checksum_(params, masters, checksums, stale, 1)
+    assert stale.tolist() == [2 * n for n in counts]
     for p, m, o in zip(params, masters, old, strict=True):
         assert torch.equal(m[-1:].float(), p[-1:].float() if master is F32 else torch.zeros(len(m[-1:])))
         assert torch.equal(m[:1024], o[:1024]) or len(m) < 1024
-    ops.master_witness_(params, masters, witnesses, strays, 1)
-    assert strays.tolist() == [2 * n for n in counts]
+    ops.master_checksum_(params, masters, checksums, stale, 1)
+    assert stale.tolist() == [2 * n for n in counts]
 
 
 def test_a_sample_of_a_large_tensor_is_32_of_every_2048() -> None:
     p = samples.randoms((3 * 4096 + 100,), BF16)
     masters = [p[0].float()]
-    witnesses = samples.witnesses_of(p, masters)
+    checksums = samples.checksums_of(p, masters)
     for i in range(p[0].numel()):
         if i % 2048 in (0, 31, 32, 1024, 2047) or i > 3 * 4096 + 90:
-            strays = torch.zeros(1, dtype=I64)
+            stale = torch.zeros(1, dtype=I64)
             old = p[0][i].clone()
             p[0][i] += 1
-            ops.master_witness_(p, masters, witnesses, strays, 0)
+            ops.master_checksum_(p, masters, checksums, stale, 0)
             p[0][i] = old
-            assert int(strays) == int(i % 2048 < 32), i
+            assert int(stale) == int(i % 2048 < 32), i
 
 
 # -- what is not an error ----------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_unaligned_tables_are_refused() -> None:
         ("master_encode_", [[], [], []]),
         ("master_decode_", [[], [], []]),
         ("master_resync_", [[], [], none(I64)]),
-        ("master_witness_", [[], [], [], none(I64)]),
+        ("master_checksum_", [[], [], [], none(I64)]),
         ("grad_stats_", [[], torch.zeros(21, dtype=I64), none(I64)]),
         ("cast_", [[], [], [], [], none(I64)]),
         ("bucket_unpack_", [torch.zeros(128), none(U8), none(I64), []]),

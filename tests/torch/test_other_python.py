@@ -12,7 +12,7 @@ import pytest
 HERE = pathlib.Path(os.path.realpath(__file__)).parent  # beside the sources, where the other test files are
 FILES = (
     "test_operators.py",
-    "test_wrong_calls.py",
+    "test_argument_errors.py",
     "test_opcheck.py",
     "test_leak.py",
     "test_abi.py",

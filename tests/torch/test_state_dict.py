@@ -108,14 +108,14 @@ AT_REST = {
         "exp_avg": torch.bfloat16,
         "exp_avg_sq": torch.bfloat16,
         "master_param": torch.float32,
-        "witness": torch.int64,
+        "checksum": torch.int64,
     },
     "b": {
         "step": torch.float32,
         "exp_avg": torch.bfloat16,
         "exp_avg_sq": torch.bfloat16,
         "master_remainder": torch.int16,
-        "witness": torch.int64,
+        "checksum": torch.int64,
     },
     "c": {
         "step": torch.float32,
@@ -123,7 +123,7 @@ AT_REST = {
         "exp_avg_sq": torch.uint8,
         "scales": torch.uint8,
         "master_remainder": torch.int16,
-        "witness": torch.int64,
+        "checksum": torch.int64,
     },
     "no master": {"step": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16},
 }
@@ -136,12 +136,12 @@ def test_state_at_rest_and_its_bytes(name: str) -> None:
     train(optimizer, range(1))
     (state,) = optimizer.state.values()
     assert {key: value.dtype for key, value in state.items()} == AT_REST[name]
-    assert all(value.shape == shape for key, value in state.items() if key not in ("step", "scales", "witness"))
+    assert all(value.shape == shape for key, value in state.items() if key not in ("step", "scales", "checksum"))
     per_param = {"fp32": 8, "a": 8, "b": 6, "c": 4, "no master": 4}[name]
     scales = 2 * -(-130 * 37 // 128) if name == "c" else 0
-    witnesses = 8 * -(-130 * 37 // {"a": 4096, "b": 1024, "c": 1024}.get(name, 1 << 62)) * ("witness" in state)
+    checksums = 8 * -(-130 * 37 // {"a": 4096, "b": 1024, "c": 1024}.get(name, 1 << 62)) * ("checksum" in state)
     held = sum(value.numel() * value.element_size() for key, value in state.items() if key != "step")
-    assert held == per_param * 130 * 37 + scales + witnesses
+    assert held == per_param * 130 * 37 + scales + checksums
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -65,6 +65,6 @@ def everything(optimizer: torch.optim.Optimizer) -> list[dict[str, bytes]]:
         for p in group["params"]:
             state = optimizer.state.get(p, {})
             found.append(
-                {"param": bits(p)} | {key: bits(value) for key, value in sorted(state.items()) if key != "witness"}
+                {"param": bits(p)} | {key: bits(value) for key, value in sorted(state.items()) if key != "checksum"}
             )
     return found

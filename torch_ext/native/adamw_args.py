@@ -64,7 +64,7 @@ class AdamWArguments(library.Struct):
         ("seed", ctypes.c_uint64),
         ("moment_rounding", ctypes.c_int32),
         ("weight_rounding", ctypes.c_int32),
-        ("witnesses", ctypes.c_void_p),
+        ("checksums", ctypes.c_void_p),
         ("resynced", TensorArgument),
         ("on_external_write", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
@@ -87,7 +87,7 @@ class AdamWArguments(library.Struct):
             self.point(name, tensors)
 
 
-_STATES = ("exp_avgs", "exp_avg_sqs", "masters", "scales", "steps", "witnesses")
+_STATES = ("exp_avgs", "exp_avg_sqs", "masters", "scales", "steps", "checksums")
 
 
 @functools.cache

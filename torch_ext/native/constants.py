@@ -18,9 +18,9 @@ BLOCK = 128
 NORM_LIMBS, STATS_LEN = 20, 21
 
 EXTERNAL_IGNORE, EXTERNAL_RESYNC, EXTERNAL_CHECK = 0, 1, 2
-WITNESS_CHECK, WITNESS_RESYNC, WITNESS_RENEW = 0, 1, 2
-WITNESS, SAMPLED = 1024, 4096
-"""Weights per witness: beside remainders, beside fp32 masters."""
+CHECKSUM_CHECK, CHECKSUM_RESYNC, CHECKSUM_RENEW = 0, 1, 2
+CHECKSUM, SAMPLED = 1024, 4096
+"""Weights per checksum: beside remainders, beside fp32 masters."""
 SAMPLE_RUN, SAMPLE_STRIDE = 32, 2048
-"""The sample of SAMPLED weights (csrc/math/witness.h): the first so many of every so many. Where there are no more than
-SAMPLED, all of them."""
+"""The sample of SAMPLED weights (csrc/math/checksum.h): the first so many of every so many. Where there are no more
+than SAMPLED, all of them."""

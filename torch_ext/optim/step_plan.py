@@ -210,7 +210,7 @@ class StepPlan:
 
     def suspects(self) -> list[ParamState]:
         """Members of which somebody else may have written to the weight or the fp32 master since they were last seen.
-        Remainders have witnesses, which the step itself compares."""
+        Remainders have checksums, which the step itself compares."""
         versions, masters = self._versions_now(), self._master_versions
         if access.handed_out(self._state):  # else nobody wrote to a master
             masters = self._master_versions_now()

@@ -103,8 +103,8 @@ class CopyStreams(NamedTuple):
     shared: bool
     """Whether the device's memory is the host's: what is only looked at need not be copied then."""
     native: Callable[[int], int | None]
-    """For tx_adamw_staged with so many slots in all: the address of lanes beside these, which lives as long as they do;
-    None: host memory is copied by who steps it."""
+    """For tx_adamw_offloaded with so many slots in all: the address of lanes beside these, which lives as long as they
+    do; None: host memory is copied by who steps it."""
 
     def buffer(self, numel: int) -> Tensor:
         """Host memory for copies: bytes."""

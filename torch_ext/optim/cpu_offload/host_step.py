@@ -1,6 +1,6 @@
 """The step of the parameters whose state lies on the host: gradients come down, weights go up, batch by batch.
 
-The library does that (tx_adamw_staged): several threads take batches from one queue, and while one is stepped the
+The library does that (tx_adamw_offloaded): several threads take batches from one queue, and while one is stepped the
 gradients of later ones are on their way down and the weights of earlier ones on their way up. What travels, per element
 and step:
 
@@ -100,9 +100,9 @@ class HostPlan:
 
     def suspects(self) -> list[ParamState]:
         """Those of which somebody else may have written to the weight or the fp32 master since they were last seen."""
-        strays = self._sample.strays()
+        stale = self._sample.stale()
         masters = map(operator.ne, self._master_versions_now(), self._master_versions)
-        known = zip(self._mastered, self._versions, strays, masters, strict=True)
+        known = zip(self._mastered, self._versions, stale, masters, strict=True)
         return [self.members[i] for i, version, *hints in known if any(hints) or self.members[i].version != version]
 
     def look(self) -> None:

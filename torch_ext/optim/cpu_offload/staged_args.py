@@ -1,4 +1,4 @@
-"""The library's tx_adamw_staged: mirrors of its structs, torch's threads, and copies beyond the host."""
+"""The library's tx_adamw_offloaded: mirrors of its structs, torch's threads, and copies beyond the host."""
 
 import ctypes
 import functools
@@ -9,14 +9,14 @@ from torch_ext.native import library as native_library
 
 _Pointer, _Int64, _Int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
-# Functions of tx_lanes: the context first, the tx_error last.
+# Functions of tx_copy_ops: the context first, the tx_error last.
 COPY = ctypes.CFUNCTYPE(_Int32, _Pointer, _Int32, _Pointer, _Pointer, _Int64, _Pointer)
 MARK = ctypes.CFUNCTYPE(_Int32, _Pointer, _Int32, _Int64, _Pointer)
 FOLLOW = ctypes.CFUNCTYPE(_Int32, _Pointer, _Int64, _Pointer)
 
 
 class CopyOps(native_library.Struct):
-    c_name = "tx_lanes"
+    c_name = "tx_copy_ops"
     _fields_ = [
         ("size", ctypes.c_uint64),
         ("ctx", _Pointer),
@@ -58,10 +58,10 @@ def _torch_parallel() -> Callable[..., None]:
 
 
 @functools.cache
-def adamw_staged() -> Callable[[int, int, int, int], int]:
-    """tx_adamw_staged: takes the addresses of AdamWArguments, of a Staging, of Threads and of a native_library.Error,
+def adamw_offloaded() -> Callable[[int, int, int, int], int]:
+    """tx_adamw_offloaded: takes the addresses of AdamWArguments, of a Staging, of Threads and of an Error,
     and runs without the interpreter's lock. Returns the status, for native_library.check."""
-    return native_library.function("tx_adamw_staged", *[_Pointer] * 4, restype=_Int32)
+    return native_library.function("tx_adamw_offloaded", *[_Pointer] * 4, restype=_Int32)
 
 
 class CudaCopyOps:

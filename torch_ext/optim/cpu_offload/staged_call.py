@@ -1,4 +1,4 @@
-"""The step on the host of what is gathered together: one call of tx_adamw_staged.
+"""The step on the host of what is gathered together: one call of tx_adamw_offloaded.
 
 Past torch's operators, whose tensors would all have to be where the call runs.
 """
@@ -88,5 +88,5 @@ class Call:
         staging.lanes = lanes.native(slots)
         staging.memory, staging.bytes = memory.data_ptr(), memory.nbytes
         staging.batch, staging.slots = lanes.numel, lanes.slots
-        status = staged_args.adamw_staged()(*map(ctypes.addressof, (to, staging, threads, error)))
+        status = staged_args.adamw_offloaded()(*map(ctypes.addressof, (to, staging, threads, error)))
         library.check(status, error)

@@ -1,6 +1,6 @@
 """Whether somebody else wrote to weights whose fp32 masters lie on the host.
 
-Weights do not come down for a step then: of each a sample is looked at, the one that its witness is of (TX_SAMPLED).
+Weights do not come down for a step then: of each a sample is looked at, the one that its checksum is of (TX_SAMPLED).
 The operator does that where the device's memory is the host's. Elsewhere the sample is brought down and compared with
 what the masters round to.
 """
@@ -21,10 +21,10 @@ from torch_ext.tensors import dense
 class Sample(abc.ABC):
     @abc.abstractmethod
     def bring(self) -> None:
-        """It leaves for the host, to be looked at by the next `strays`."""
+        """It leaves for the host, to be looked at by the next `stale`."""
 
     @abc.abstractmethod
-    def strays(self) -> list[bool]:
+    def stale(self) -> list[bool]:
         """For each member, whether somebody else wrote to it; of nobody where no sample was brought."""
 
 
@@ -40,7 +40,7 @@ class ChecksumCheck(Sample):
         self._dense = all(dense.is_dense(m.weight) for m in members)
         self._masters = [dense.flat(m.master) for m in members]
         self._weights = self._flat()
-        self._witnesses = [m.state["witness"] for m in members]
+        self._checksums = [m.state["checksum"] for m in members]
         self._found = torch.zeros(len(members), dtype=torch.int64)
 
     def _flat(self) -> list[Tensor]:
@@ -49,11 +49,11 @@ class ChecksumCheck(Sample):
     def bring(self) -> None:
         self._wanted = True
 
-    def strays(self) -> list[bool]:
+    def stale(self) -> list[bool]:
         if self._wanted and self._members:
             weights = self._weights if self._dense else self._flat()
             self._found.zero_()
-            ops.look("master_witness_", weights, self._masters, self._witnesses, self._found, constants.WITNESS_CHECK)
+            ops.look("master_checksum_", weights, self._masters, self._checksums, self._found, constants.CHECKSUM_CHECK)
             self._wanted = False
             return list(map(bool, self._found.tolist()))
         return [False] * len(self._members)
@@ -78,7 +78,7 @@ class Brought(Sample):
         self._lanes.down.copy(self._here, self._there)
         self._mark = self._lanes.down.mark()
 
-    def strays(self) -> list[bool]:
+    def stale(self) -> list[bool]:
         found = [False] * self._n
         if self._mark is not None and self._there:
             self._lanes.down.wait(self._mark)

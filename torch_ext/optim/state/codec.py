@@ -7,7 +7,7 @@ At rest (`opt.state[p]`)                                   logical (`state_dict(
   scales            uint8, where a moment is fp16 or uint8: a byte per 128 elements of exp_avg, then of exp_avg_sq
   master_param      fp32, shape of p                         master_param  fp32
   master_remainder  int16, shape of p                        master_param  fp32, exactly (weight, remainder)
-  witness           int64, beside a master: checksums of the weights, by which writes of others to them are noticed
+  checksum           int64, beside a master: checksums of the weights, by which writes of others to them are noticed
 At most one of the masters exists. Decoding and encoding again gives the same bytes.
 """
 
@@ -24,10 +24,10 @@ from torch_ext.tensors import dense
 # Of each moment where it is block-scaled.
 FORMATS = {"exp_avg": constants.FORMAT_SIGNED, "exp_avg_sq": constants.FORMAT_SQRT}
 MASTERS = {"master_param": torch.float32, "master_remainder": torch.int16}  # at rest; at most one of them
-WITNESSED = {"master_param": constants.SAMPLED, "master_remainder": constants.WITNESS}  # weights per witness
+CHECKSUMED = {"master_param": constants.SAMPLED, "master_remainder": constants.CHECKSUM}  # weights per checksum
 _NO_COUNT = torch.empty(0, dtype=torch.int64)
 LOGICAL = ("step", "exp_avg", "exp_avg_sq", "master_param")
-GRAIN = WITNESSED["master_remainder"]
+GRAIN = CHECKSUMED["master_remainder"]
 """Elements that are encoded together: a part of a state begins at a multiple of it."""
 
 
@@ -70,8 +70,8 @@ def blocks(p: Tensor) -> int:
 def complete(state: Mapping[str, Any], kinds: StateDtypes) -> bool:
     """Whether the state has been made: all of it, or nothing but the step."""
     scaled = kinds.scaled("exp_avg") or kinds.scaled("exp_avg_sq")
-    witness = "witness" if kinds.master else None
-    wanted = ("exp_avg", "exp_avg_sq", "scales" if scaled else None, kinds.master, witness)
+    checksum = "checksum" if kinds.master else None
+    wanted = ("exp_avg", "exp_avg_sq", "scales" if scaled else None, kinds.master, checksum)
     return all(key is None or key in state for key in wanted)
 
 
@@ -91,7 +91,7 @@ def settle(p: Tensor, state: dict[str, Any], kinds: StateDtypes, name: str) -> N
                 "steps needs a new optimizer"
             )
     if kinds.master:
-        _fit_witness(p, state, kinds)
+        _fit_checksum(p, state, kinds)
     contiguous = not dense.is_dense(p)
     for key in keys:
         if not (state[key].is_contiguous() if contiguous else dense.same_order(state[key], p)):
@@ -110,8 +110,8 @@ def _parts(p: Tensor, kinds: StateDtypes) -> dict[str, tuple[Tensor, torch.dtype
         parts["scales"] = (torch.empty(1, device=p.device).expand(scaled * blocks(p)), torch.uint8)
     if kinds.master:
         parts[kinds.master] = (p, MASTERS[kinds.master])
-        count = -(-p.numel() // WITNESSED[kinds.master])
-        parts["witness"] = (torch.empty(1, device=p.device).expand(count), torch.int64)
+        count = -(-p.numel() // CHECKSUMED[kinds.master])
+        parts["checksum"] = (torch.empty(1, device=p.device).expand(count), torch.int64)
     return parts
 
 
@@ -128,7 +128,7 @@ def make(wanted: Sequence[tuple[Tensor, StateDtypes]]) -> list[dict[str, Tensor]
     states: list[dict[str, Tensor]] = [{} for _ in wanted]
     parts = [_parts(p, kinds) for p, kinds in wanted]
     # Kind by kind, so that one kind's tensors follow each other in memory: the operator's checks take them as one.
-    kept = ("exp_avg", "exp_avg_sq", "scales", *MASTERS, "witness")
+    kept = ("exp_avg", "exp_avg_sq", "scales", *MASTERS, "checksum")
     order = [(i, key) for key in kept for i in range(len(wanted))]
     present = [(i, key) for i, key in order if key in parts[i]]
     for (i, key), made in zip(present, dense.zeros_like([parts[i][key] for i, key in present]), strict=True):
@@ -137,7 +137,7 @@ def make(wanted: Sequence[tuple[Tensor, StateDtypes]]) -> list[dict[str, Tensor]
         if kinds.master == "master_param":
             state["master_param"].copy_(p)  # a remainder of 0 is exactly the weight
         if kinds.master:
-            renew_witness(dense.in_order_of(state[kinds.master], p.detach()), state, kinds)
+            renew_checksum(dense.in_order_of(state[kinds.master], p.detach()), state, kinds)
     return states
 
 
@@ -146,37 +146,38 @@ def _scale_rows(state: Mapping[str, Tensor], kinds: StateDtypes) -> Tensor:
     return state["scales"].view(kinds.scaled("exp_avg") + kinds.scaled("exp_avg_sq"), blocks(state["exp_avg"]))
 
 
-def renew_witness(weight: Tensor, state: Mapping[str, Any], kinds: StateDtypes) -> None:
-    """The witness becomes that of `weight`, which is contiguous in the master's memory order."""
+def renew_checksum(weight: Tensor, state: Mapping[str, Any], kinds: StateDtypes) -> None:
+    """The checksum becomes that of `weight`, which is contiguous in the master's memory order."""
     assert kinds.master is not None
     ops.call(
-        "master_witness_",
+        "master_checksum_",
         [weight],
         [dense.flat(state[kinds.master])],
-        [state["witness"]],
+        [state["checksum"]],
         _NO_COUNT,
-        constants.WITNESS_RENEW,
+        constants.CHECKSUM_RENEW,
     )
 
 
-def _fit_witness(p: Tensor, state: dict[str, Any], kinds: StateDtypes) -> None:
+def _fit_checksum(p: Tensor, state: dict[str, Any], kinds: StateDtypes) -> None:
     """Anew where somebody cut the state to another shape of the parameter, as pruning does."""
-    count = _parts(p, kinds)["witness"][0].numel()
-    if state["witness"].shape != (count,):
-        state["witness"] = torch.zeros(count, dtype=torch.int64, device=state["witness"].device)
-        weight = p.detach().to(state["witness"].device)
-        renew_witness(dense.in_order_of(state[kinds.master or ""], weight), state, kinds)
+    count = _parts(p, kinds)["checksum"][0].numel()
+    if state["checksum"].shape != (count,):
+        state["checksum"] = torch.zeros(count, dtype=torch.int64, device=state["checksum"].device)
+        weight = p.detach().to(state["checksum"].device)
+        renew_checksum(dense.in_order_of(state[kinds.master or ""], weight), state, kinds)
 
 
 def _own_remainder(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
     """The remainders that belong to the weight as it is: 0, which makes a weight its own master, in blocks that
     somebody else wrote to (an average that was swapped in, say)."""
-    remainder, strays = state["master_remainder"], torch.zeros(1, dtype=torch.int64, device=weight.device)
-    ops.look("master_witness_", [weight], [dense.flat(remainder)], [state["witness"]], strays, constants.WITNESS_CHECK)
-    if not int(strays):
+    remainder, stale = state["master_remainder"], torch.zeros(1, dtype=torch.int64, device=weight.device)
+    masters, checksums = [dense.flat(remainder)], [state["checksum"]]
+    ops.look("master_checksum_", [weight], masters, checksums, stale, constants.CHECKSUM_CHECK)
+    if not int(stale):
         return remainder
-    remainder, witness = remainder.clone(), state["witness"].clone()
-    ops.call("master_witness_", [weight], [dense.flat(remainder)], [witness], _NO_COUNT, constants.WITNESS_RESYNC)
+    remainder, checksum = remainder.clone(), state["checksum"].clone()
+    ops.call("master_checksum_", [weight], [dense.flat(remainder)], [checksum], _NO_COUNT, constants.CHECKSUM_RESYNC)
     return remainder
 
 
@@ -192,7 +193,7 @@ def part(state: Mapping[str, Any], kinds: StateDtypes, begin: int, end: int) -> 
     if kinds.master:
         parts[kinds.master] = dense.flat(state[kinds.master]).view(-1)[begin:end]
     if kinds.master == "master_remainder":
-        parts["witness"] = state["witness"][begin // GRAIN : -(-end // GRAIN)]
+        parts["checksum"] = state["checksum"][begin // GRAIN : -(-end // GRAIN)]
     if "scales" in state:
         parts["scales"] = _scale_rows(state, kinds)[:, begin // constants.BLOCK : -(-end // constants.BLOCK)]
     return parts
@@ -275,7 +276,7 @@ def encode(
         # The operator also writes the weight that the remainder belongs to: not ours, loading moves no weight.
         weight = torch.empty(wide.shape, dtype=p.dtype, device=p.device)
         ops.call("master_encode_", [wide], [weight], [dense.flat(remainder)])
-        renew_witness(weight, state, kinds)
+        renew_checksum(weight, state, kinds)
 
 
 def _install(state: dict[str, Tensor], key: str, value: Tensor, own: Mapping[str, Any]) -> None:

@@ -64,9 +64,9 @@ def _weight_of(m: "ParamState") -> Tensor:
 
 
 def _refuse_other(m: "ParamState", master: Tensor) -> None:
-    strays = torch.zeros(1, dtype=torch.int64, device=master.device)
-    ops.call("master_resync_", [_weight_of(m)], [master], strays, False, True)
-    if count := int(strays):
+    stale = torch.zeros(1, dtype=torch.int64, device=master.device)
+    ops.call("master_resync_", [_weight_of(m)], [master], stale, False, True)
+    if count := int(stale):
         raise ValueError(
             f"{_CALL}: {count} elements of {m.name} do not round to the weights that are there; load the same "
             "state_dict into the model first"
@@ -82,7 +82,7 @@ def _install(m: "ParamState", master: Tensor) -> int:
     bits = torch.int16 if m.kinds.master == "master_remainder" else torch.int32
     changed = int((own.view(bits) != new.view(-1).view(bits)).sum())
     own.copy_(new.view(-1))
-    codec.renew_witness(_weight_of(m), m.state, m.kinds)
+    codec.renew_checksum(_weight_of(m), m.state, m.kinds)
     return changed
 
 
@@ -152,5 +152,5 @@ def _close(m: "ParamState", master: Tensor) -> None:
         if own.data_ptr() != wide.data_ptr():
             own.copy_(wide.view(-1))
         ops.call("cast_", [wide], [weight], [], [], dense.NONE)
-    codec.renew_witness(weight, m.state, m.kinds)
+    codec.renew_checksum(weight, m.state, m.kinds)
     m.weight.detach().copy_(dense.view_like(m.master, weight.view(-1), 0))

@@ -43,7 +43,7 @@ MODES = {
 
 def resync(members: Sequence["ParamState"], force: bool = False) -> Tensor:
     """Makes masters their weights where they don't round to them (everywhere with `force`). Beside remainders, of which
-    every one is legal: where the weights of a block are not those that its witness stands for.
+    every one is legal: where the weights of a block are not those that its checksum stands for.
 
     members: each with a master. Returns how many elements of each changed: int64 [members].
     """
@@ -53,14 +53,14 @@ def resync(members: Sequence["ParamState"], force: bool = False) -> Tensor:
     else:
         _run(ops.call, "master_resync_", members, ("master_param",), changed)
         remainders = ("master_remainder",)
-        _run(ops.call, "master_witness_", members, remainders, changed, constants.WITNESS_RESYNC)  # renews them
+        _run(ops.call, "master_checksum_", members, remainders, changed, constants.CHECKSUM_RESYNC)  # renews them
     renewed = codec.MASTERS if force else ("master_param",)
     if not force and changed.device.type == "cpu":
         # Samples lie in pages of their own, a sixth of the time. Where none changed those are right that the last step
         # left, or the next step compares the parameter once more; a device would have to be waited for.
         members = [m for m, n in zip(members, changed.tolist(), strict=True) if n]
     if members:
-        _run(ops.call, "master_witness_", members, renewed, _counts(members), constants.WITNESS_RENEW)
+        _run(ops.call, "master_checksum_", members, renewed, _counts(members), constants.CHECKSUM_RENEW)
     return changed
 
 
@@ -68,7 +68,7 @@ def written(members: Sequence["ParamState"]) -> Tensor:
     """How many elements of each `resync` would change. Changes nothing."""
     found = _counts(members)
     _run(ops.look, "master_resync_", members, ("master_param",), found, False, True)
-    _run(ops.look, "master_witness_", members, ("master_remainder",), found, constants.WITNESS_CHECK)
+    _run(ops.look, "master_checksum_", members, ("master_remainder",), found, constants.CHECKSUM_CHECK)
     return found
 
 
@@ -87,16 +87,16 @@ def _run(
         here = [one and m.master.device == device for m, one in zip(members, chosen, strict=True)]
         rows = [_row(m) if one else (dense.NONE,) * 3 for m, one in zip(members, here, strict=True)]
         if any(weight.numel() for weight, _, _ in rows):
-            weights, masters, witnesses = (list(column) for column in zip(*rows, strict=True))
+            weights, masters, checksums = (list(column) for column in zip(*rows, strict=True))
             found = counts if counts.device == device else torch.zeros_like(counts, device=device)
-            way(name, weights, masters, *([witnesses] if name == "master_witness_" else []), found, *options)
+            way(name, weights, masters, *([checksums] if name == "master_checksum_" else []), found, *options)
             if found is not counts:
                 counts += found.to(counts.device)
 
 
 def _row(m: "ParamState") -> tuple[Tensor, Tensor, Tensor]:
     weight = m.weight.detach().to(m.master.device)  # the host, of a member that is stepped there
-    return dense.in_order_of(m.master, weight), dense.flat(m.master), m.state["witness"]
+    return dense.in_order_of(m.master, weight), dense.flat(m.master), m.state["checksum"]
 
 
 def _counts(members: Sequence["ParamState"]) -> Tensor:

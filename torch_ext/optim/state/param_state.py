@@ -58,7 +58,7 @@ class ParamState(NamedTuple):
         """Its state in the order of a row of `slices` of adamw_flat_."""
         master = self.state[self.kinds.master] if self.kinds.master else None
         state = self.state
-        return [*map(state.get, ("exp_avg", "exp_avg_sq")), master, *map(state.get, ("scales", "step", "witness"))]
+        return [*map(state.get, ("exp_avg", "exp_avg_sq")), master, *map(state.get, ("scales", "step", "checksum"))]
 
 
 # The bucket whose weights are gathered after a step; None: nobody gathers them.
@@ -93,7 +93,7 @@ def refuse_grad(member: ParamState, grad: Tensor) -> None:
 
 def named(message: str, names: Sequence[str]) -> str:
     """What the library says of a call with these parameters, with the name of the one that it speaks of."""
-    found = re.search(r"\b(params|grads|exp_avgs|exp_avg_sqs|masters|scales|steps|meta|witnesses)\[(\d+)\]", message)
+    found = re.search(r"\b(params|grads|exp_avgs|exp_avg_sqs|masters|scales|steps|meta|checksums)\[(\d+)\]", message)
     if found is None or int(found[2]) >= len(names):
         return message
     return f"{message} (index {found[2]} is {names[int(found[2])]})"

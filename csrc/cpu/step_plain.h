@@ -1,0 +1,452 @@
+/* The step on streams of fp32 and bf16 that are read and written in place, two elements of each to a lane-wide word.
+ * Included by loop_adamw.h. */
+#ifndef TX_CPU_STEP_PLAIN_H
+#define TX_CPU_STEP_PLAIN_H
+
+#include "csrc/cpu/lanes.h"
+#include "csrc/cpu/loop_checksum.h"
+#include "csrc/cpu/round_bf16.h"
+#include "csrc/cpu/stream_store.h"
+#include "csrc/math/adamw.h"
+#include "csrc/math/dither.h"
+#include "csrc/math/remainder.h"
+
+/* Loops written for AVX-512 beside the plain ones. */
+#if defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define TX_WIDE 1
+#include "csrc/cpu/avx512_weights.h"
+#else
+#define TX_WIDE 0
+#endif
+
+/* What one instance works on: elements from a block's edge on. Dithered thresholds are those of the first element;
+ * block scales only where the moments have them. */
+typedef struct tx_step_streams {
+  const void *grad;
+  void *param, *master, *exp_avg, *exp_avg_sq;
+  uint8_t *exp_avg_scale, *exp_avg_sq_scale;
+  uint32_t param_u, exp_avg_u, exp_avg_sq_u;
+  void *checksums; /* beside remainders, of whole blocks of TX_CHECKSUM weights; NULL: the instance has none to renew */
+  int64_t *stale;  /* NULL: it does not compare them first */
+  int stream_store; /* weights beside fp32 masters are stored so; they begin at a cache line */
+} tx_step_streams;
+
+TX_FN float tx_weight_lane(tx_step_streams s, int32_t pair, const int k, const tx_dtype param, const tx_dtype master) {
+  if (master == TX_NONE) return tx_load_lane(s.param, pair, k, param);
+  if (master == TX_F32) return tx_load_lane(s.master, pair, k, TX_F32);
+  return tx_remainder_join(tx_upper(tx_word(s.param, pair), k), (int32_t)tx_upper_unmasked(tx_word(s.master, pair), k));
+}
+
+/* u: threshold of the pair's first element. */
+TX_FN void tx_store_weights(tx_step_streams s, int32_t pair, const tx_dtype param, const tx_dtype master,
+                            const float p[2], uint32_t u) {
+  if (master == TX_I16) {
+    const tx_remainder_halves a = tx_remainder_split(p[0]), b = tx_remainder_split(p[1]);
+    tx_put_word(s.param, pair, tx_join_upper(a.upper, b.upper));
+    tx_put_word(s.master, pair, tx_join_lower(a.lower, b.lower));
+  } else if (master == TX_F32) {
+    tx_put_word(s.master, 2 * pair, tx_bits_from_f32(p[0]));
+    tx_put_word(s.master, 2 * pair + 1, tx_bits_from_f32(p[1]));
+#if !defined(TX_CONVERT_GROUP) /* else tx_round_weights does it from the masters */
+    tx_put_word(s.param, pair, tx_join_upper(tx_bf16_nearest_upper(p[0]), tx_bf16_nearest_upper(p[1])));
+#endif
+  } else {
+    const uint32_t lanes[2] = {tx_round_lane(param, p[0], u), tx_round_lane(param, p[1], u + TX_LATTICE_ELEMENT)};
+    tx_store_lanes(s.param, pair, param, lanes);
+  }
+}
+
+/* The weights beside n fp32 masters that tx_store_weights has stored, from element `at` on. */
+TX_FN void tx_round_weights(tx_step_streams s, int64_t at, int64_t n, const tx_dtype master) {
+#if defined(TX_CONVERT_GROUP)
+  if (master == TX_F32) tx_nearest_bf16((const char *)s.master + 4 * at, n, (char *)s.param + 2 * at);
+#else
+  (void)s, (void)at, (void)n, (void)master;
+#endif
+}
+
+/* The step goes over a tile twice: a loop for the moments up to the square root, one for the weights from the division
+ * on. With both in one loop the many instructions that wait for a result of the divider fill the processor's scheduler,
+ * and it runs at half its speed. Tiles are small against the first-level cache. */
+#define TX_STEP_TILE 256
+
+/* A tile is walked over in groups of a few vectors, of so many pairs, and memory is asked for group by group, a
+ * kilobyte of each stream ahead. The hardware's own prefetching alone, thrown back at each page of five streams, left a
+ * quarter of the bandwidth unused; asking for a tile at once fills the buffers for outstanding lines. */
+#define TX_GROUP 16
+#define TX_PREFETCH_BYTES 1024 /* bytes */
+
+/* The lines of `count` elements of a stream, `ahead` elements from element `at`: nothing happens past its end. */
+TX_FN void tx_prefetch_at(const void *stream, int64_t at, int64_t ahead, const int64_t count, const tx_dtype dtype) {
+  const char *from = (const char *)stream + (at + ahead) * tx_lane_bytes(dtype);
+  for (int64_t byte = 0; byte < count * tx_lane_bytes(dtype); byte += 64)
+    __builtin_prefetch(from + byte);
+}
+
+TX_FN void tx_prefetch(const void *stream, int64_t at, const int64_t count, const tx_dtype dtype) {
+  tx_prefetch_at(stream, at, TX_PREFETCH_BYTES / tx_lane_bytes(dtype), count, dtype);
+}
+
+/* Unrounded results of the first loop; element 2 * i + k at [k][i]. */
+typedef struct tx_step_tile {
+  float m[2][TX_STEP_TILE / 2];
+  float v[2][TX_STEP_TILE / 2];
+  float root[2][TX_STEP_TILE / 2];
+} __attribute__((aligned(64))) tx_step_tile;
+
+/* Whether no moment of a tile is NaN, Inf or beyond bf16's largest number. */
+static __attribute__((noinline)) int tx_tile_is_ordinary(const tx_step_tile *tile, int32_t pairs) {
+  int32_t largest = 0;
+  for (int k = 0; k < 2; k++) {
+    for (int32_t i = 0; i < pairs; i++) {
+      const int32_t m = tx_magnitude_bits(tile->m[k][i]), v = tx_magnitude_bits(tile->v[k][i]);
+      largest = m > largest ? m : largest;
+      largest = v > largest ? v : largest;
+    }
+  }
+  return largest <= TX_BF16_LARGEST;
+}
+
+/* What is a number's size of its 16-bit halves; of fp32 the upper one alone. */
+#define TX_HALVES (2 * TX_GROUP)
+#define TX_SIZE_(upper_only) upper_only ? 0 : 0x7fff, 0x7fff
+#define TX_SIZE_4_(u) TX_SIZE_(u), TX_SIZE_(u), TX_SIZE_(u), TX_SIZE_(u)
+#define TX_SIZE_16_(u) TX_SIZE_4_(u), TX_SIZE_4_(u), TX_SIZE_4_(u), TX_SIZE_4_(u)
+static const int16_t tx_size_halves[2][TX_HALVES] = {{TX_SIZE_16_(0)}, {TX_SIZE_16_(1)}};
+#undef TX_SIZE_
+#undef TX_SIZE_4_
+#undef TX_SIZE_16_
+
+/* Whether no size among the n numbers from `from` on has an upper half of `most` or more. n: a multiple of
+ * 2 * TX_GROUP. */
+TX_FN int tx_halves_are_within(const void *from, const int32_t n, int16_t most, const tx_dtype dtype) {
+  const int16_t *const sizes = tx_size_halves[dtype == TX_F32];
+  const int32_t end = n * (dtype == TX_F32 ? 2 : 1);
+  int16_t seen[TX_HALVES] = {0}, over = 0;
+  for (int32_t i = 0; i < end; i += TX_HALVES) {
+    for (int32_t j = 0; j < TX_HALVES; j++) {
+      const int16_t size = (int16_t)(((const tx_mem_u16 *)from)[i + j] & sizes[j]);
+      seen[j] = size > seen[j] ? size : seen[j];
+    }
+  }
+  for (int32_t j = 0; j < TX_HALVES; j++)
+    over |= seen[j] >= most ? 1 : 0;
+  return !over;
+}
+
+/* A tile, mostly of the one length. By itself: in the loops' function it would take registers from them. */
+static __attribute__((noinline)) int tx_tile_is_within_F32(const void *from, int32_t n, int16_t most) {
+  if (n == TX_STEP_TILE) return tx_halves_are_within(from, TX_STEP_TILE, most, TX_F32);
+  return tx_halves_are_within(from, n, most, TX_F32);
+}
+static __attribute__((noinline)) int tx_tile_is_within_BF16(const void *from, int32_t n, int16_t most) {
+  if (n == TX_STEP_TILE) return tx_halves_are_within(from, TX_STEP_TILE, most, TX_BF16);
+  return tx_halves_are_within(from, n, most, TX_BF16);
+}
+
+/* Whether n numbers of fp32 or bf16, from element `at` on, are below `most` in size; of some a little below it, and of
+ * NaN, it says that they are not. In 16 bits, of which every instruction set has a vector maximum. */
+TX_FN int tx_are_within(const void *numbers, int64_t at, int32_t n, float most, const tx_dtype dtype) {
+  const char *from = (const char *)numbers + at * tx_lane_bytes(dtype);
+  const int16_t half = (int16_t)(tx_bits_from_f32(most) >> 16);
+  return dtype == TX_F32 ? tx_tile_is_within_F32(from, n, half) : tx_tile_is_within_BF16(from, n, half);
+}
+
+/* Unrounded moments of `pairs` pairs from pair `at` on. Those in bf16 are rounded as if none were NaN, Inf or beyond
+ * bf16's largest number. Returns whether that was so: the comparisons for a tile cost less than the selections for an
+ * element. within: tx_adamw_average_within's. */
+TX_FN int tx_step_pair_moments(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs, tx_step_tile *tile,
+                               const tx_dtype grad, const tx_dtype moment, const int within) {
+  uint32_t set[TX_GROUP] = {0}; /* bits of any */
+  for (int32_t group = 0; group < pairs; group += TX_GROUP) {
+    const uint32_t ramp = tx_dithered(0, 2 * (uint32_t)(at + group));
+    tx_prefetch(s.grad, 2 * (at + group), 2 * TX_GROUP, grad);
+    tx_prefetch(s.exp_avg, 2 * (at + group), 2 * TX_GROUP, moment);
+    tx_prefetch(s.exp_avg_sq, 2 * (at + group), 2 * TX_GROUP, moment);
+    TX_NO_ALIASES
+    for (int32_t j = 0; j < TX_GROUP; j++) {
+      const int32_t i = group + j;
+      uint32_t m[2], v[2];
+      for (int k = 0; k < 2; k++) {
+        const uint32_t u = (2 * (uint32_t)j + (uint32_t)k) * TX_LATTICE_ELEMENT;
+        const float g = tx_load_lane(s.grad, at + i, k, grad), old_m = tx_load_lane(s.exp_avg, at + i, k, moment);
+        const float old_v = tx_load_lane(s.exp_avg_sq, at + i, k, moment);
+        const tx_adamw_moments r =
+            within ? tx_adamw_average_within(c, 1, g, 0.0f, old_m, old_v) : tx_adamw_average(c, g, 0.0f, old_m, old_v);
+        tile->m[k][i] = r.m;
+        tile->root[k][i] = r.root;
+        m[k] = tx_bits_from_f32(r.m);
+        v[k] = tx_bits_from_f32(r.v);
+        if (moment == TX_BF16) {
+          tile->v[k][i] = r.v;
+          set[j] |= m[k] | v[k];
+          m[k] += (s.exp_avg_u + ramp + u) >> 16;
+          v[k] += (s.exp_avg_sq_u + ramp + u) >> 16;
+        }
+      }
+      tx_store_lanes(s.exp_avg, at + i, moment, m);
+      tx_store_lanes(s.exp_avg_sq, at + i, moment, v);
+    }
+  }
+  uint32_t all = 0;
+  for (int32_t j = 0; j < TX_GROUP; j++)
+    all |= set[j];
+  /* Upper bits of an exponent: whatever is too large has them all, and few tiles have them together. */
+  if (moment != TX_BF16 || __builtin_expect((all & 0x7f000000u) != 0x7f000000u, 1)) return 1;
+  return tx_tile_is_ordinary(tile, pairs);
+}
+
+/* The same of any gradients. */
+static __attribute__((noinline)) int tx_step_pair_moments_any(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                              int32_t at, int32_t pairs, tx_step_tile *tile,
+                                                              tx_dtype grad, tx_dtype moment) {
+  if (grad == TX_F32 && moment == TX_F32) return tx_step_pair_moments(*c, *s, at, pairs, tile, TX_F32, TX_F32, 0);
+  if (grad == TX_F32) return tx_step_pair_moments(*c, *s, at, pairs, tile, TX_F32, TX_BF16, 0);
+  if (moment == TX_F32) return tx_step_pair_moments(*c, *s, at, pairs, tile, TX_BF16, TX_F32, 0);
+  return tx_step_pair_moments(*c, *s, at, pairs, tile, TX_BF16, TX_BF16, 0);
+}
+
+/* bf16 moments of a tile again, whatever they are. */
+static __attribute__((noinline)) void tx_round_moments(tx_step_streams s, int32_t at, int32_t pairs,
+                                                       const tx_step_tile *tile) {
+  for (int32_t i = 0; i < pairs; i++) {
+    for (int k = 0; k < 2; k++) {
+      const int32_t element = 2 * (at + i) + k;
+      const uint32_t u = tx_dithered(0, (uint32_t)element);
+      tx_store_threshold(s.exp_avg, element, TX_BF16, tile->m[k][i], s.exp_avg_u + u);
+      tx_store_threshold(s.exp_avg_sq, element, TX_BF16, tile->v[k][i], s.exp_avg_sq_u + u);
+    }
+  }
+}
+
+TX_FN void tx_step_pair_weights(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                const tx_step_tile *tile, const tx_dtype param, const tx_dtype master) {
+  for (int32_t group = 0; group < pairs; group += TX_GROUP) {
+    const uint32_t u = tx_dithered(s.param_u, 2 * (uint32_t)(at + group));
+    if (master != TX_F32 || !s.stream_store) tx_prefetch(s.param, 2 * (at + group), 2 * TX_GROUP, param);
+    if (master != TX_NONE) tx_prefetch(s.master, 2 * (at + group), 2 * TX_GROUP, master);
+    TX_NO_ALIASES
+    for (int32_t j = 0; j < TX_GROUP; j++) {
+      const int32_t i = group + j;
+      float p[2];
+      for (int k = 0; k < 2; k++)
+        p[k] = tx_adamw_update(c, tx_weight_lane(s, at + i, k, param, master), tile->m[k][i], tile->root[k][i]);
+      tx_store_weights(s, at + i, param, master, p, u + 2 * (uint32_t)j * TX_LATTICE_ELEMENT);
+    }
+  }
+}
+
+/* -- weights beside remainders ------------------------------------------------------------------------------------ */
+
+/* The patterns that make remainders special are rare: a tie, -32768, beside anything, and a negative one beside zero.
+ * The fast way steps as if there were none (nor a NaN), keeps the words it read, and is watched; where one was met the
+ * words are put back and the tile goes the ordinary way. Lanes of a vector at a time.
+ * Only TX_GROUP lanes are used: gcc takes loops of 16 apart before it could vectorise them. */
+#define TX_WATCHED (2 * TX_GROUP)
+typedef struct tx_watch {
+  uint32_t flipped[TX_WATCHED]; /* bit 31: the sign of a master is not its weight's */
+  uint32_t tied[TX_WATCHED];    /* bits 15 and 31: a remainder was -32768, as read or as written */
+  float sum[TX_WATCHED];        /* NaN: some master was */
+} tx_watch;
+
+/* Bit 15 where the lower half is 0x8000, bit 31 where the upper half is (or, needlessly, where it is 0x8001 above
+ * that). */
+TX_FN uint32_t tx_ties(uint32_t word) {
+  const uint32_t zero = word ^ 0x80008000u;
+  return (zero - 0x00010001u) & ~zero;
+}
+
+/* The pair of words *param and *remainder, of which `kept` becomes a copy. */
+TX_FN void tx_step_remainders(tx_adamw_constants c, tx_mem_u32 *param, tx_mem_u32 *remainder, const float m[2],
+                              const float root[2], tx_watch *watch, int32_t lane, uint32_t *kept_param,
+                              uint32_t *kept_remainder) {
+  const uint32_t weights = *param, read = *remainder;
+  *kept_param = weights;
+  *kept_remainder = read;
+  const uint32_t first = (weights << 16) + (uint32_t)((int32_t)(read << 16) >> 16);
+  const uint32_t second = (weights & 0xffff0000u) + (uint32_t)((int32_t)read >> 16);
+  const float p0 = tx_adamw_update(c, tx_f32_from_bits(first), m[0], root[0]);
+  const float p1 = tx_adamw_update(c, tx_f32_from_bits(second), m[1], root[1]);
+  const uint32_t bits0 = tx_bits_from_f32(p0), bits1 = tx_bits_from_f32(p1);
+  const uint32_t written = tx_join_lower(bits0, bits1);
+  *param = tx_join_upper(bits0 + 0x8000u, bits1 + 0x8000u);
+  *remainder = written;
+  watch->flipped[lane] |= (first ^ (weights << 16)) | (second ^ weights);
+  watch->tied[lane] |= tx_ties(read) | tx_ties(written);
+  watch->sum[lane] += p0 + p1;
+}
+
+TX_FN int tx_watch_is_quiet(const tx_watch *watch) {
+  uint32_t odd = 0;
+  for (int32_t i = 0; i < TX_WATCHED; i++)
+    odd |= (watch->flipped[i] & 0x80000000u) | (watch->tied[i] & 0x80008000u) |
+           (watch->sum[i] - watch->sum[i] == 0.0f ? 0u : 1u);
+  return odd == 0;
+}
+
+/* The words of a tile that the fast way read. */
+typedef struct tx_kept {
+  uint32_t param[TX_STEP_TILE / 2];
+  uint32_t remainder[TX_STEP_TILE / 2];
+} __attribute__((aligned(64))) tx_kept;
+
+static __attribute__((noinline)) void tx_step_pair_weights_again(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                                 int32_t at, int32_t pairs, const tx_step_tile *tile,
+                                                                 const tx_kept *kept) {
+  memcpy((char *)s->param + 4 * (int64_t)at, kept->param, 4 * (size_t)pairs);
+  memcpy((char *)s->master + 4 * (int64_t)at, kept->remainder, 4 * (size_t)pairs);
+  tx_step_pair_weights(*c, *s, at, pairs, tile, TX_BF16, TX_I16);
+}
+
+/* A block's weights beside remainders against their checksum before they are stepped, from element `at` on. They are
+ * asked for a block further ahead: here they are looked at for the first time, and stay in L1 until the step. */
+TX_FN void tx_look_at_block(tx_step_streams s, int64_t at) {
+  if (!s.stale) return;
+  *s.stale += tx_checksum_blocks((const char *)s.param + 2 * at, (char *)s.master + 2 * at,
+                                 (char *)s.checksums + at / TX_CHECKSUM * 8, TX_CHECKSUM, TX_CHECKSUM_RESYNC, 0);
+}
+
+/* The checksum of a block that was stepped. */
+TX_FN void tx_renew_block(tx_step_streams s, int64_t at) {
+  tx_checksum_put(s.checksums, at / TX_CHECKSUM, tx_checksum_of((const char *)s.param + 2 * at, TX_CHECKSUM, 0));
+}
+
+TX_FN void tx_prefetch_remainders(tx_step_streams s, int32_t pair) {
+  tx_prefetch(s.param, 2 * pair + TX_CHECKSUM, 2 * TX_GROUP, TX_BF16);
+  tx_prefetch(s.master, 2 * pair, 2 * TX_GROUP, TX_I16);
+}
+
+/* The fast way. Returns whether nothing rare was met. */
+#if TX_WIDE
+TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                  const tx_step_tile *tile, tx_kept *kept) {
+  const tx_wide_constants wide = tx_wide_constants_of(&c);
+  tx_wide_watch watch = tx_wide_watch_begin();
+  for (int32_t group = 0; group < pairs; group += TX_GROUP) {
+    const tx_wide_moment_tile moments = {&tile->m[0][group], &tile->root[0][group], TX_STEP_TILE / 2};
+    tx_prefetch_remainders(s, at + group);
+    tx_wide_weights(&wide, (tx_mem_u32 *)s.param + at + group, (tx_mem_u32 *)s.master + at + group, moments, &watch,
+                    &kept->param[group], &kept->remainder[group]);
+  }
+  return tx_wide_watch_is_quiet(watch);
+}
+#else
+TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                  const tx_step_tile *tile, tx_kept *kept) {
+  tx_watch watch = {{0}, {0}, {0}};
+  tx_mem_u32 *param = (tx_mem_u32 *)s.param + at, *remainder = (tx_mem_u32 *)s.master + at;
+  for (int32_t group = 0; group < pairs; group += TX_GROUP) {
+    tx_prefetch_remainders(s, at + group);
+    TX_NO_ALIASES
+    for (int32_t j = 0; j < TX_GROUP; j++) {
+      const int32_t i = group + j;
+      const float m[2] = {tile->m[0][i], tile->m[1][i]}, root[2] = {tile->root[0][i], tile->root[1][i]};
+      tx_step_remainders(c, &param[i], &remainder[i], m, root, &watch, j, &kept->param[i], &kept->remainder[i]);
+    }
+  }
+  return tx_watch_is_quiet(&watch);
+}
+#endif
+
+TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                   const tx_step_tile *tile) {
+  tx_kept kept;
+  if (__builtin_expect(!tx_step_tile_remainders(c, s, at, pairs, tile, &kept), 0))
+    tx_step_pair_weights_again(&c, &s, at, pairs, tile, &kept);
+}
+
+/* Weights that are not read: they may go past the caches, by way of the first level. */
+TX_FN void tx_step_master_tile(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                               const tx_step_tile *tile, const tx_dtype param) {
+  uint32_t rounded[TX_STEP_TILE / 2] __attribute__((aligned(TX_CACHE_LINE)));
+  void *const weights = (char *)s.param + 4 * (int64_t)at;
+  s.param = s.stream_store ? rounded : weights;
+  s.master = (char *)s.master + 8 * (int64_t)at;
+  tx_step_pair_weights(c, s, 0, pairs, tile, param, TX_F32);
+  tx_round_weights(s, 0, 2 * pairs, TX_F32);
+  if (s.stream_store) tx_store_nontemporal(rounded, weights, 4 * (int64_t)pairs);
+}
+
+/* n: a multiple of 2 * TX_GROUP, and of TX_CHECKSUM where there are checksums. */
+TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
+                         const tx_dtype master, const tx_dtype grad, const tx_dtype moment) {
+  const float most = tx_adamw_within_of(&c).grad;
+  tx_step_tile tile;
+  for (int32_t at = 0; at < n / 2; at += TX_STEP_TILE / 2) {
+    const int32_t pairs = n / 2 - at < TX_STEP_TILE / 2 ? n / 2 - at : TX_STEP_TILE / 2;
+    const int checksumed = master == TX_I16 && s.checksums;
+    if (checksumed && 2 * at % TX_CHECKSUM == 0) tx_look_at_block(s, 2 * at);
+    const int within = tx_are_within(s.grad, 2 * at, 2 * pairs, most, grad);
+    const int ordinary = __builtin_expect(within, 1) ? tx_step_pair_moments(c, s, at, pairs, &tile, grad, moment, 1)
+                                                     : tx_step_pair_moments_any(&c, &s, at, pairs, &tile, grad, moment);
+    if (moment == TX_BF16 && __builtin_expect(!ordinary, 0)) tx_round_moments(s, at, pairs, &tile);
+    if (master == TX_I16) {
+      tx_step_pair_remainders(c, s, at, pairs, &tile);
+    } else if (master == TX_F32) {
+      tx_step_master_tile(c, s, at, pairs, &tile, param);
+    } else {
+      tx_step_pair_weights(c, s, at, pairs, &tile, param, master);
+    }
+    if (checksumed && 2 * (at + pairs) % TX_CHECKSUM == 0) tx_renew_block(s, 2 * (at + pairs) - TX_CHECKSUM);
+  }
+}
+
+/* Whether no g of elements at ... end - 1 need be limited. */
+TX_FN int tx_step_fp32_is_within(tx_adamw_within within, tx_step_streams s, int32_t at, int32_t end, const int l2) {
+  return tx_are_within(s.grad, at, end - at, within.grad, TX_F32) &&
+         (!l2 || tx_are_within(s.param, at, end - at, within.p, TX_F32));
+}
+
+/* Moments of elements at ... end - 1, all in fp32, and their roots. usual, root: as below. within: whether no g need be
+ * limited. */
+TX_FN void tx_step_fp32_moments(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t end, float *roots,
+                                const int usual, const int root, const int within) {
+  for (int32_t group = at; group < end; group += 2 * TX_GROUP) {
+    tx_prefetch(s.grad, group, 2 * TX_GROUP, TX_F32);
+    tx_prefetch(s.exp_avg, group, 2 * TX_GROUP, TX_F32);
+    tx_prefetch(s.exp_avg_sq, group, 2 * TX_GROUP, TX_F32);
+    TX_NO_ALIASES
+    for (int32_t j = 0; j < 2 * TX_GROUP; j++) {
+      const int32_t i = group + j;
+      const float g = tx_load(s.grad, i, TX_F32), p = tx_load(s.param, i, TX_F32);
+      const float m = tx_load(s.exp_avg, i, TX_F32), v = tx_load(s.exp_avg_sq, i, TX_F32);
+      const tx_adamw_moments r =
+          within ? tx_adamw_average_within(c, usual, g, p, m, v) : tx_adamw_average(c, g, p, m, v);
+      tx_store(s.exp_avg, i, TX_F32, r.m);
+      tx_store(s.exp_avg_sq, i, TX_F32, root ? r.root : r.v);
+      roots[i - at] = r.root;
+    }
+  }
+}
+
+/* The same of any gradients and constants. */
+static __attribute__((noinline)) void tx_step_fp32_moments_any(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                               int32_t at, int32_t end, float *roots, int root) {
+  tx_step_fp32_moments(*c, *s, at, end, roots, 0, root, 0);
+}
+
+/* Everything in fp32. usual: tx_adamw_is_usual, or 0; it changes no bit. root: exp_avg_sq leaves as its square root. n:
+ * a multiple of 2 * TX_GROUP. */
+TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, const int usual, const int root) {
+  const tx_adamw_within within = tx_adamw_within_of(&c);
+  float roots[TX_STEP_TILE];
+  for (int32_t at = 0; at < n; at += TX_STEP_TILE) {
+    const int32_t end = n - at < TX_STEP_TILE ? n : at + TX_STEP_TILE;
+    if (__builtin_expect(tx_step_fp32_is_within(within, s, at, end, !usual && c.l2 != 0.0f), 1)) {
+      tx_step_fp32_moments(c, s, at, end, roots, usual, root, 1);
+    } else {
+      tx_step_fp32_moments_any(&c, &s, at, end, roots, root);
+    }
+    for (int32_t group = at; group < end; group += 2 * TX_GROUP) {
+      tx_prefetch(s.param, group, 2 * TX_GROUP, TX_F32);
+      TX_NO_ALIASES
+      for (int32_t j = 0; j < 2 * TX_GROUP; j++) {
+        const int32_t i = group + j;
+        const float m = tx_load(s.exp_avg, i, TX_F32);
+        tx_store(s.param, i, TX_F32, tx_adamw_update(c, tx_load(s.param, i, TX_F32), m, roots[i - at]));
+      }
+    }
+  }
+}
+
+#endif

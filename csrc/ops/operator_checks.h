@@ -1,0 +1,38 @@
+/* What each operator of torch_ext.h refuses before it writes anything, whatever runs it afterwards: nothing here looks
+ * at the memory of a tensor, but where a parameter says so. NULL in `error` is fine. */
+#ifndef TX_OPS_OPERATOR_CHECKS_H
+#define TX_OPS_OPERATOR_CHECKS_H
+
+#include "csrc/torch_ext.h"
+
+/* reads_values: steps and lrs are in host memory, and their values are checked, too. 0: a device's. */
+tx_status tx_check_adamw(const tx_adamw_args *args, int reads_values, tx_error *error);
+
+tx_status tx_check_grad_stats(int64_t n, const tx_tensor *grads, tx_tensor stats, tx_tensor first_bad, tx_error *error);
+tx_status tx_check_grad_norm(tx_tensor stats, tx_tensor grad_scale, double max_norm, tx_tensor norm,
+                             tx_tensor clip_coef, tx_tensor found_inf, tx_error *error);
+
+tx_status tx_check_bucket_pack(const tx_bucket_pack_args *args, tx_error *error);
+tx_status tx_check_bucket_accumulate(int64_t n, const tx_tensor *main_grads, const tx_tensor *grads, tx_error *error);
+tx_status tx_check_bucket_reduce(const tx_bucket_reduce_args *args, tx_error *error);
+tx_status tx_check_bucket_unpack(tx_tensor bucket, tx_tensor scales, int64_t n, const int64_t *offsets,
+                                 const tx_tensor *tensors, tx_error *error);
+
+tx_status tx_check_cast(const tx_cast_args *args, tx_error *error);
+
+tx_status tx_check_master_encode(int64_t n, const tx_tensor *masters, const tx_tensor *params,
+                                 const tx_tensor *remainders, tx_error *error);
+tx_status tx_check_master_decode(int64_t n, const tx_tensor *params, const tx_tensor *remainders,
+                                 const tx_tensor *masters, tx_error *error);
+tx_status tx_check_master_resync(int64_t n, const tx_tensor *params, const tx_tensor *masters, int32_t mode,
+                                 tx_tensor changed, tx_error *error);
+tx_status tx_check_master_checksum(int64_t n, const tx_tensor *params, const tx_tensor *masters,
+                                   const tx_tensor *checksums, int32_t mode, tx_tensor stale, tx_error *error);
+
+/* TX_OK where parameter i has as many checksums as its master asks for, or none. */
+tx_status tx_check_checksums(const tx_tensor *masters, const tx_tensor *checksums, int64_t i, tx_error *error);
+
+/* TX_ERROR_BAD_STATE: what TX_EXTERNAL_CHECK says of parameter i, `stale` elements of which were written. */
+tx_status tx_fail_written(int64_t i, int64_t stale, tx_error *error);
+
+#endif

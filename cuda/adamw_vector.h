@@ -1,0 +1,205 @@
+/* One round of the step: TX_VECTOR elements of each stream to a lane. Included by adamw_kernel.h. */
+#ifndef TX_CUDA_ADAMW_VECTOR_H
+#define TX_CUDA_ADAMW_VECTOR_H
+
+#include "cuda/adamw_streams.h"
+#include "cuda/adamw_tensor.h"
+
+namespace {
+
+/* A lane's elements of one round, as they lie in memory. */
+struct in_round {
+  tx_raw grad, param, master, exp_avg, exp_avg_sq;
+  uint8_t exp_avg_scale, exp_avg_sq_scale; /* 0 where the lane has no elements */
+};
+
+template <int WEIGHT, int MOMENTS>
+struct round_of {
+  /* Pairs of moments that few have go the ordinary way alone: there is half as much to compile. */
+  static constexpr bool kQuick = MOMENTS != TX_MOMENTS_ANY;
+
+  static __device__ __forceinline__ tx_dtype param_of(const tx_step_entry &e) {
+    return tx_param_of_weight(WEIGHT == TX_WEIGHT_ANY ? e.weight : WEIGHT);
+  }
+  static __device__ __forceinline__ tx_dtype master_of(const tx_step_entry &e) {
+    return tx_master_of_weight(WEIGHT == TX_WEIGHT_ANY ? e.weight : WEIGHT);
+  }
+  static __device__ __forceinline__ tx_dtype moment(uint8_t dtype) {
+    return MOMENTS == TX_MOMENTS_F32    ? TX_F32
+           : MOMENTS == TX_MOMENTS_BF16 ? TX_BF16
+           : MOMENTS == TX_MOMENTS_U8   ? TX_U8
+                                        : (tx_dtype)dtype;
+  }
+  static __device__ __forceinline__ bool scaled(tx_dtype moment) { return moment == TX_U8 || moment == TX_F16; }
+  /* exp_avg_sq's scales lie behind exp_avg's, where that has some. */
+  static __device__ __forceinline__ uint8_t *root_scales(const tx_step_entry &e) {
+    return e.scales + (scaled(moment(e.exp_avg_dtype)) ? (uint64_t)(e.numel + TX_BLOCK - 1) / TX_BLOCK : 0);
+  }
+
+  static __device__ __forceinline__ void read(in_round &r, const tx_step_entry &e, const bool whole,
+                                              const tx_here &here) {
+    const tx_dtype m = moment(e.exp_avg_dtype), v = moment(e.exp_avg_sq_dtype), master = master_of(e);
+    if (master != TX_F32) tx_get(r.param, e.param, param_of(e), whole, e.param_alignment, here);
+    if (master != TX_NONE) tx_get(r.master, e.master, master, whole, e.master_alignment, here);
+    tx_get(r.exp_avg, e.exp_avg, m, whole, e.exp_avg_alignment, here);
+    tx_get(r.exp_avg_sq, e.exp_avg_sq, v, whole, e.exp_avg_sq_alignment, here);
+    r.exp_avg_scale = scaled(m) && here.count > 0 ? e.scales[tx_block_at(here)] : (uint8_t)0;
+    r.exp_avg_sq_scale = scaled(v) && here.count > 0 ? root_scales(e)[tx_block_at(here)] : (uint8_t)0;
+    if (e.grad_dtype == TX_F32) {
+      tx_get(r.grad, e.grad, TX_F32, whole, e.grad_alignment, here);
+    } else {
+      tx_get(r.grad, e.grad, TX_BF16, whole, e.grad_alignment, here);
+    }
+  }
+
+  static __device__ __forceinline__ void write_weight(const in_round &r, const tx_step_entry &e, const bool whole,
+                                                      const tx_here &here) {
+    tx_put(r.param, e.param, param_of(e), whole, e.param_alignment, here);
+    if (master_of(e) != TX_NONE) tx_put(r.master, e.master, master_of(e), whole, e.master_alignment, here);
+  }
+
+  static __device__ __forceinline__ void write_moments(const in_round &r, const tx_step_entry &e, const bool whole,
+                                                       const tx_here &here) {
+    tx_put(r.exp_avg, e.exp_avg, moment(e.exp_avg_dtype), whole, e.exp_avg_alignment, here);
+    tx_put(r.exp_avg_sq, e.exp_avg_sq, moment(e.exp_avg_sq_dtype), whole, e.exp_avg_sq_alignment, here);
+  }
+
+  /* The values of a moment. quick: as far as they are quickly had; returns whether they were. */
+  static __device__ __forceinline__ bool floats_of_moment(float (&x)[TX_VECTOR], const tx_raw &raw,
+                                                          const tx_dtype dtype, const tx_format format, uint8_t scale,
+                                                          const bool quick) {
+    bool right = true;
+    if (!scaled(dtype)) {
+      tx_floats_of(x, raw, dtype);
+    } else {
+      if (dtype == TX_F16) {
+        tx_block_values(x, raw, scale, TX_F16, format);
+      } else if (quick) {
+        right = tx_quick_values(x, raw, scale, format);
+      } else {
+        tx_block_values(x, raw, scale, TX_U8, format);
+      }
+#pragma unroll
+      for (int i = 0; i < TX_VECTOR; i++)
+        x[i] = format == TX_FORMAT_SQRT ? x[i] * x[i] : x[i];
+    }
+    return right;
+  }
+
+  /* What a moment is stored as, unless it has scales. */
+  static __device__ __forceinline__ void raw_of_moment(tx_raw &raw, const float (&x)[TX_VECTOR], const tx_dtype dtype,
+                                                       int32_t rounding, const bool quick, const tx_here &here,
+                                                       const tx_noise &noise) {
+    if (!scaled(dtype)) tx_round_plain(raw, x, dtype, rounding, quick, here, noise);
+  }
+
+  /* The step of what was read in r, into x and, but for moments with scales, `to`. Returns whether it is right, which
+   * it always is where it is not quick. */
+  static __device__ __forceinline__ bool update(const in_round &r, in_round &to, tx_stepped &x, const tx_step_table &t,
+                                                const tx_step_entry &e, const of_tensor &w, const tx_here &here,
+                                                const float (&g)[TX_VECTOR], const bool quick) {
+    const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
+    const int32_t rounding = t.common.moment_rounding;
+    const tx_dtype param = param_of(e), master = master_of(e);
+    uint32_t odd = 0;
+    if (master == TX_F32) {
+      tx_plain_floats(x.p, r.master, TX_F32);
+    } else if (master == TX_NONE) {
+      tx_floats_of(x.p, r.param, param);
+    } else if (quick) {
+      odd = tx_quick_join(x.p, r.param, r.master);
+    } else {
+      tx_join(x.p, r.param, r.master);
+    }
+    bool right = floats_of_moment(x.m, r.exp_avg, m_dtype, TX_FORMAT_SIGNED, r.exp_avg_scale, quick);
+    right = floats_of_moment(x.v, r.exp_avg_sq, v_dtype, TX_FORMAT_SQRT, r.exp_avg_sq_scale, quick) && right;
+    if (quick) {
+      right = tx_quick_update(x, g, w.constants) && right;
+    } else {
+      tx_update(x, g, w.constants);
+    }
+    if (master != TX_I16) {
+      /* Where few come, nothing is kept in registers for it. */
+      const tx_noise noise = kQuick ? w.param : noise_of(t, e, w, TX_LANE_PARAM);
+      tx_round_plain(to.param, x.p, param, master == TX_NONE ? t.common.weight_rounding : (int32_t)TX_NEAREST, quick,
+                     here, noise);
+      if (master == TX_F32) tx_round_plain(to.master, x.p, TX_F32, TX_NEAREST, quick, here, noise);
+    } else if (quick) {
+      odd |= tx_quick_split(to.param, to.master, x.p);
+    } else {
+      tx_split(to.param, to.master, x.p);
+    }
+    raw_of_moment(to.exp_avg, x.m, m_dtype, rounding, quick, here, w.exp_avg);
+    raw_of_moment(to.exp_avg_sq, x.v, v_dtype, rounding, quick, here, w.exp_avg_sq);
+    return right && !tx_is_half_way(odd);
+  }
+
+  /* Reads and steps; whether it is right, as update says. drops: remainders are read as zeros. */
+  static __device__ __forceinline__ bool take(in_round &to, tx_stepped &x, const tx_step_table &t,
+                                              const tx_step_entry &e, const of_tensor &w, const tx_here &here,
+                                              bool drops, const bool quick) {
+    in_round r;
+    if (quick && here.whole) {
+      read(r, e, true, here);
+    } else {
+      read(r, e, false, here);
+    }
+    if (master_of(e) == TX_I16 && drops) {
+#pragma unroll
+      for (int i = 0; i < TX_VECTOR / 2; i++)
+        r.master[i] = 0;
+    }
+    float g[TX_VECTOR];
+    tx_floats_of(g, r.grad, (tx_dtype)e.grad_dtype);
+    return update(r, to, x, t, e, w, here, g, quick);
+  }
+
+  /* weights: 16-bit ones as they were written, zeros behind the tensor's end. */
+  static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const of_tensor &w,
+                                               const tx_here &here, bool drops, uint32_t (&weights)[4]) {
+    const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
+    in_round to;
+    tx_stepped x;
+    const bool quick = kQuick && w.quick && take(to, x, t, e, w, here, drops, true);
+    if (!quick) {
+      /* Nothing is written yet, so that it can be read again: kept for this it would take registers from all others. */
+      tx_read_again();
+      (void)take(to, x, t, e, w, here, drops, false);
+    }
+    if (here.whole) {
+      write_weight(to, e, true, here);
+    } else {
+      write_weight(to, e, false, here);
+#pragma unroll
+      for (int i = 0; i < TX_VECTOR / 2; i++)
+        to.param[i] &= (here.count > 2 * i ? 0xffffu : 0u) | (here.count > 2 * i + 1 ? 0xffff0000u : 0u);
+    }
+#pragma unroll
+    for (int i = 0; i < TX_VECTOR / 2; i++)
+      weights[i] = to.param[i];
+    uint8_t m_scale = 0, v_scale = 0;
+    const int32_t rounding = t.common.moment_rounding;
+    if (m_dtype == TX_U8) {
+      m_scale = tx_round_scaled(to.exp_avg, x.m, TX_U8, TX_FORMAT_SIGNED, rounding, quick, x.m_amax, here, w.exp_avg);
+    } else if (m_dtype == TX_F16) {
+      m_scale = tx_round_scaled(to.exp_avg, x.m, TX_F16, TX_FORMAT_SIGNED, rounding, quick, 0, here, w.exp_avg);
+    }
+    if (v_dtype == TX_U8) {
+      v_scale = tx_round_scaled(to.exp_avg_sq, x.root, TX_U8, TX_FORMAT_SQRT, rounding, quick, x.root_amax, here,
+                                w.exp_avg_sq);
+    } else if (v_dtype == TX_F16) {
+      v_scale = tx_round_scaled(to.exp_avg_sq, x.root, TX_F16, TX_FORMAT_SQRT, rounding, quick, 0, here, w.exp_avg_sq);
+    }
+    if (here.whole) {
+      write_moments(to, e, true, here);
+    } else {
+      write_moments(to, e, false, here);
+    }
+    if (scaled(m_dtype)) tx_write_scale(e.scales, m_scale, here.first, here.count);
+    if (scaled(v_dtype)) tx_write_scale(root_scales(e), v_scale, here.first, here.count);
+  }
+};
+
+}  // namespace
+
+#endif

@@ -1,0 +1,97 @@
+/* Checksums (csrc/math/checksum.h) of weights in device memory, by the lanes of a warp together: all of them call, and
+ * all of them are told.
+ *
+ * A lane holds four words of 16, so of each vector of the definition it has a fixed quarter. What a lane of the
+ * definition adds is linear modulo 2^32 in its sums, so partial sums are mixed first and added up afterwards. */
+#ifndef TX_CUDA_WARP_CHECKSUM_H
+#define TX_CUDA_WARP_CHECKSUM_H
+
+#include "csrc/math/checksum.h"
+#include "cuda/device_scalars.h"
+#include "cuda/vectors.h"
+
+struct tx_checksum_sums {
+  uint32_t sum[4], order[4];
+};
+
+/* words: a quarter of a vector that `left` vectors, itself among them, are left from. */
+static __device__ __forceinline__ void tx_checksum_take(tx_checksum_sums &s, const uint32_t (&words)[4],
+                                                        uint32_t left) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    s.sum[k] += words[k];
+    s.order[k] += left * words[k];
+  }
+}
+
+static __device__ __forceinline__ uint64_t tx_checksum_value(const tx_checksum_sums &s, uint32_t lane) {
+  uint64_t value = 0;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const uint32_t odd = k & 1;
+    uint32_t mixed = (uint32_t)(tx_checksum_share(lane % 4 * 4 + k, s.sum[k], s.order[k]) >> (32u * odd));
+#pragma unroll
+    for (int by = 4; by < TX_WARP; by *= 2)
+      mixed += __shfl_xor_sync(0xffffffffu, mixed, by);
+    value += (uint64_t)mixed << (32u * odd);
+  }
+  value += __shfl_xor_sync(0xffffffffu, value, 1);
+  value += __shfl_xor_sync(0xffffffffu, value, 2);
+  return value;
+}
+
+/* Vectors of the definition in `count` weights, and how many of them are left from the one that element `first` is in.
+ */
+static __device__ __forceinline__ uint32_t tx_checksum_left(int32_t count, int32_t first) {
+  return (uint32_t)((count + 2 * TX_CHECKSUM_LANES - 1) / (2 * TX_CHECKSUM_LANES) - first / (2 * TX_CHECKSUM_LANES));
+}
+
+/* Of `count` 16-bit weights. */
+static __device__ __forceinline__ uint64_t tx_checksum_of(const void *weights, uint32_t alignment, int32_t count,
+                                                          uint32_t lane) {
+  tx_checksum_sums s = {};
+  if (count == TX_CHECKSUM && alignment >= 16) {
+    constexpr int kRounds = TX_CHECKSUM / TX_ROUND;
+    uint32_t words[kRounds][4];
+#pragma unroll
+    for (int i = 0; i < kRounds; i++)
+      tx_read_vector<2>(words[i], (const char *)weights + 2 * (i * TX_ROUND + (int32_t)lane * TX_VECTOR), 16,
+                        TX_VECTOR);
+#pragma unroll
+    for (int i = 0; i < kRounds; i++)
+      tx_checksum_take(s, words[i], tx_checksum_left(TX_CHECKSUM, (int32_t)lane * TX_VECTOR) - i * (TX_ROUND / 32));
+    return tx_checksum_value(s, lane);
+  }
+  for (int32_t round = 0; round < tx_rounds(count); round++) {
+    const tx_share share = tx_share_of_tile(count, round, lane);
+    uint32_t words[4];
+    tx_read_vector<2>(words, (const char *)weights + 2 * share.first, alignment, share.count);
+    tx_checksum_take(s, words, tx_checksum_left(count, share.first));
+  }
+  return tx_checksum_value(s, lane);
+}
+
+/* Of the sample of `count` <= TX_SAMPLED weights: a run to four lanes. */
+static __device__ __forceinline__ uint64_t tx_sample_of(const void *weights, uint32_t alignment, int32_t count,
+                                                        uint32_t lane) {
+  static_assert(TX_SAMPLE_RUN == 4 * TX_VECTOR, "four lanes hold a run");
+  tx_checksum_sums s = {};
+  uint32_t words[4];
+  const int32_t run = (int32_t)lane / 4;
+  const int32_t runs = (count + (int32_t)TX_SAMPLE_STRIDE - 1) / (int32_t)TX_SAMPLE_STRIDE;
+  const int32_t first = run * (int32_t)TX_SAMPLE_STRIDE + (int32_t)lane % 4 * TX_VECTOR;
+  const int32_t left = run < runs ? count - first : 0;
+  tx_read_vector<2>(words, (const char *)weights + 2 * first, alignment,
+                    left < 0           ? 0
+                    : left < TX_VECTOR ? left
+                                       : TX_VECTOR);
+  tx_checksum_take(s, words, (uint32_t)(runs - run));
+  return tx_checksum_value(s, lane);
+}
+
+/* Whether the checksum at `at` is another one. */
+static __device__ __forceinline__ bool tx_checksum_differs(const void *at, uint64_t checksum) {
+  return tx_read_value<uint64_t>(at) != checksum;
+}
+
+#endif

@@ -1,0 +1,89 @@
+// The processor's own conversion to bf16 with its fix-up, on any machine: models stand in for the two instructions.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "csrc/math/numeric.h"
+
+namespace {
+
+int ordinary_groups = 0;
+
+// vcvtne2ps2bf16: nearest even, subnormals are zeros, a NaN is made quiet and keeps its sign and payload.
+void ConvertGroup(const void *from, void *to) {
+  for (int i = 0; i < 32; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, static_cast<const char *>(from) + 4 * i, 4);
+    uint32_t upper = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    if ((bits & 0x7f800000u) == 0) upper = (bits >> 16) & 0x8000u;
+    if ((bits & 0x7fffffffu) > 0x7f800000u) upper = bits >> 16 | 0x40u;
+    const auto half = static_cast<uint16_t>(upper);
+    std::memcpy(static_cast<char *>(to) + 2 * i, &half, 2);
+  }
+}
+
+// vfpclassps with subnormal, quiet and signalling NaN.
+bool GroupIsSpecial(const void *from) {
+  for (int i = 0; i < 32; ++i) {
+    float x;
+    std::memcpy(&x, static_cast<const char *>(from) + 4 * i, 4);
+    if (std::isnan(x) || std::fpclassify(x) == FP_SUBNORMAL) {
+      ++ordinary_groups;
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+#define TX_CONVERT_GROUP ConvertGroup
+#define TX_GROUP_IS_SPECIAL GroupIsSpecial
+#include "csrc/cpu/round_bf16.h"
+
+namespace {
+
+void ExpectNearest(const std::vector<float> &x, const char *what) {
+  std::vector<uint16_t> to(x.size() + 1, 0xabcd);
+  tx_nearest_bf16(x.data(), static_cast<int64_t>(x.size()), to.data());
+  for (size_t i = 0; i < x.size(); ++i)
+    ASSERT_EQ(to[i], tx_bf16_from_f32(x[i])) << what << " " << tx_bits_from_f32(x[i]);
+  ASSERT_EQ(to.back(), 0xabcd) << what;
+}
+
+// Every upper half, with lower halves at and around the tie: both signs of normals, subnormals, zeros, Inf, NaN.
+TEST(NearestBf16, EveryUpperHalfIsRoundedAsEverywhereElse) {
+  ordinary_groups = 0;
+  for (const uint32_t lower : {0x0000u, 0x0001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
+    std::vector<float> x;
+    for (uint32_t upper = 0; upper <= 0xffffu; ++upper)
+      x.push_back(tx_f32_from_bits(upper << 16 | lower));
+    ExpectNearest(x, "sweep");
+  }
+  // exponents 0 and 255 are 4 + 4 groups for each sign, less the lower half 0's zeros and Infs among NaNs
+  EXPECT_GE(ordinary_groups, 6 * 16 - 2);
+  EXPECT_LE(ordinary_groups, 6 * 16);
+}
+
+TEST(NearestBf16, OneOddValueInAnyPlaceOfAGroupIsSeen) {
+  for (const float odd : {0x1p-130f, -0x1p-149f, 0x1.fffffcp-127f, NAN, -NAN, tx_f32_from_bits(0x7fffffffu)}) {
+    for (size_t at = 0; at < 32; ++at) {
+      std::vector<float> x(64, 1.0f + 0x1p-8f);
+      x[32 + at] = odd;
+      ExpectNearest(x, "one odd value");
+    }
+  }
+}
+
+TEST(NearestBf16, RunsOfEveryLengthEndWhereTheyEnd) {
+  for (size_t n = 0; n <= 70; ++n) {
+    std::vector<float> x;
+    for (size_t i = 0; i < n; ++i)
+      x.push_back(std::ldexp(1.0f + 0x1p-8f, static_cast<int>(i)) * (i % 2 ? -1.0f : 1.0f));
+    ExpectNearest(x, "length");
+  }
+}
+
+}  // namespace

@@ -1,0 +1,129 @@
+// Lanes for tx_adamw_offloaded, for tests: copies are made when somebody waits for them, and until then what they write
+// is rubbish.
+#ifndef TESTS_CORE_LATE_LANES_H
+#define TESTS_CORE_LATE_LANES_H
+
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "csrc/torch_ext.h"
+
+class LateLanes {
+ public:
+  LateLanes() {
+    lanes_.ctx = this;
+    lanes_.copy = [](void *ctx, int32_t up, void *to, const void *from, int64_t bytes, tx_error *error) {
+      return static_cast<LateLanes *>(ctx)->Copy(up, to, from, bytes, error);
+    };
+    lanes_.mark = [](void *ctx, int32_t up, int64_t slot, tx_error *error) {
+      return static_cast<LateLanes *>(ctx)->Mark(up, slot, error);
+    };
+    lanes_.wait = [](void *ctx, int32_t up, int64_t slot, tx_error *error) {
+      return static_cast<LateLanes *>(ctx)->Wait(up, slot, error);
+    };
+    lanes_.follow = [](void *ctx, int64_t slot, tx_error *error) {
+      return static_cast<LateLanes *>(ctx)->Follow(slot, error);
+    };
+  }
+  tx_copy_ops *lanes() { return &lanes_; }
+
+  // Everything that was asked for is done.
+  void End() {
+    for (int way : {0, 1})
+      WorkOff(way, ways_[way].asked());
+  }
+
+  // Which function fails ("copy", "mark", "wait", "follow"), on which way, from which call of it on, and how often.
+  std::string fails;
+  int fails_up = 0;
+  int64_t fails_from = 0, fails_for = INT64_MAX;
+
+  int64_t copies[2] = {0, 0};                        // by way
+  int64_t bytes[2] = {0, 0};                         // by way
+  int64_t marks[2] = {0, 0};                         // by way
+  std::map<int64_t, std::set<std::thread::id>> who;  // by slot
+  int64_t most_under_way = 0;                        // of a slot: marks on the way down without one on the way up
+
+ private:
+  struct Way {
+    std::deque<std::function<void()>> tasks;
+    int64_t done = 0;
+    int64_t asked() const { return done + static_cast<int64_t>(tasks.size()); }
+  };
+
+  // The mutex is held.
+  tx_status Called(const std::string &name, int up, tx_error *error) {
+    if (name != fails || up != fails_up) return TX_OK;
+    const int64_t call = calls_++ - fails_from;
+    if (call < 0 || call >= fails_for) return TX_OK;
+    std::snprintf(error->message, sizeof error->message, "%s %s failed", name.c_str(), up ? "up" : "down");
+    return TX_ERROR_UNAVAILABLE;
+  }
+
+  tx_status Copy(int up, void *to, const void *from, int64_t n, tx_error *error) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (Called("copy", up, error) != TX_OK) return TX_ERROR_UNAVAILABLE;
+    copies[up]++;
+    bytes[up] += n;
+    // What follows something may have readers until then.
+    if (up || !follows_.count(std::this_thread::get_id())) std::memset(to, 0xb3, static_cast<size_t>(n));
+    ways_[up].tasks.push_back([=] { std::memcpy(to, from, static_cast<size_t>(n)); });
+    return TX_OK;
+  }
+
+  tx_status Mark(int up, int64_t slot, tx_error *error) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (Called("mark", up, error) != TX_OK) return TX_ERROR_UNAVAILABLE;
+    marks[up]++;
+    who[slot].insert(std::this_thread::get_id());
+    follows_.erase(std::this_thread::get_id());
+    marked_[{up, slot}] = ways_[up].asked();
+    under_way_[slot] += up ? -1 : 1;
+    if (under_way_[slot] > most_under_way) most_under_way = under_way_[slot];
+    return TX_OK;
+  }
+
+  tx_status Wait(int up, int64_t slot, tx_error *error) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (Called("wait", up, error) != TX_OK) return TX_ERROR_UNAVAILABLE;
+    WorkOff(up, marked_[{up, slot}]);
+    return TX_OK;
+  }
+
+  tx_status Follow(int64_t slot, tx_error *error) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (Called("follow", 0, error) != TX_OK) return TX_ERROR_UNAVAILABLE;
+    follows_.insert(std::this_thread::get_id());
+    const int64_t upto = marked_[{1, slot}];
+    ways_[0].tasks.push_back([=, this] { WorkOff(1, upto); });
+    return TX_OK;
+  }
+
+  void WorkOff(int way, int64_t upto) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    while (ways_[way].done < upto) {
+      const std::function<void()> task = std::move(ways_[way].tasks.front());
+      ways_[way].tasks.pop_front();
+      ways_[way].done++;
+      task();
+    }
+  }
+
+  tx_copy_ops lanes_ = TX_COPY_OPS_INIT;
+  std::recursive_mutex mutex_;
+  Way ways_[2];
+  std::map<std::pair<int, int64_t>, int64_t> marked_;
+  std::map<int64_t, int64_t> under_way_;
+  std::set<std::thread::id> follows_;
+  int64_t calls_ = 0;
+};
+
+#endif

@@ -1,0 +1,133 @@
+// Roots and quotients are rounded to nearest, whatever estimate within its documented error they start from; and what
+// tells remainders of half a unit from others misses none.
+#include "cuda/fast_path_math.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "cuda/adamw_fast_path.h"
+
+namespace {
+
+// The estimates' neighbours, found without a call.
+float Next(float x) {
+  return tx_f32_from_bits(tx_bits_from_f32(x) + 1);
+}
+float Before(float x) {
+  return tx_f32_from_bits(tx_bits_from_f32(x) - 1);
+}
+
+// Two binades have every root's mantissa. PTX: the largest relative error of rsqrt.approx is 2^-22.9. The sequence is
+// the one that nvcc makes of sqrtf, so the two estimates that it fails with, both at the end of that range, are not
+// given.
+TEST(QuickMath, ARootIsRoundedToNearestFromEveryEstimate) {
+  const double error = std::exp2(-22.9);
+  int64_t tried = 0, wrong = 0;
+  for (uint32_t i = 0; i < 1u << 24; i++) {
+    const float x = tx_f32_from_bits(TX_POWER_BITS(-1) + i), root = std::sqrt(x);
+    const double exact = 1.0 / std::sqrt(static_cast<double>(x)), largest = exact * (1 + error);
+    float y = static_cast<float>(exact * (1 - error));
+    if (y < exact * (1 - error)) y = Next(y);
+    for (; y <= largest; y = Next(y)) {
+      tried++;
+      wrong += tx_root_from(x, y) != root;
+    }
+  }
+  EXPECT_GT(tried, 3 << 24);
+  EXPECT_EQ(wrong, 2);
+}
+
+TEST(QuickMath, ARootIsRoundedToNearestAtEveryExponent) {
+  for (int k = -100; k < 127; k++)
+    for (uint32_t mantissa : {0u, 1u, 0x2aaaaau, 0x3504f3u, 0x3504f4u, 0x7fffffu}) {
+      const float x = tx_f32_from_bits(TX_POWER_BITS(k) | mantissa);
+      ASSERT_EQ(tx_quick_root(x), std::sqrt(x)) << x;
+    }
+}
+
+// What cannot be told apart by its root from what is in range would be taken for right.
+TEST(QuickMath, RootsBeyondTheRangeShowThatTheyAre) {
+  for (float x : {0.0f, -0.0f, 1e-45f, 1e-40f, 1e-38f, std::ldexp(1.0f, -101)}) {
+    const float root = tx_quick_root(x);
+    EXPECT_FALSE(root >= std::ldexp(1.0f, -50)) << x;
+  }
+  for (float x : {INFINITY, NAN, -1.0f, -INFINITY})
+    EXPECT_TRUE(std::isnan(tx_quick_root(x))) << x;
+}
+
+// A quotient a / b is the harder the nearer it is to the middle between two floats. As integers of 24 bits, with
+// 2 M + 1 the middle: 2^24 a - (2 M + 1) b = n (2^25 a, where a < b), and what the sequence adds last is wrong by less
+// than |n| = 7 is off the middle. For each b all the a with small n are solved for. PTX: rcp.approx is within a unit in
+// the last place. The sequence is the one that nvcc makes of a division: the one estimate that it fails with, of the
+// largest mantissa, is not given.
+TEST(QuickMath, AQuotientIsRoundedToNearestFromEveryEstimate) {
+  constexpr int kLargest = 7;
+  int64_t tried = 0, wrong = 0;
+  for (uint32_t b = 1u << 23; b < 1u << 24; b++) {
+    const int zeros = __builtin_ctz(b);
+    if (1 << zeros > kLargest) continue;
+    const uint32_t odd = b >> zeros;
+    uint32_t inverse = odd;
+    for (int i = 0; i < 5; i++)
+      inverse *= 2 - odd * inverse;
+    const double exact = 1.0 / b;
+    float below = static_cast<float>(exact);
+    if (below > exact) below = Before(below);
+    const float above = below == exact ? below : Next(below);
+    for (int n = -kLargest; n <= kLargest; n++) {
+      if (n == 0 || n % (1 << zeros) != 0) continue;
+      for (const int shift : {24, 25}) {
+        const uint64_t period = uint64_t{1} << (shift - zeros);
+        const uint64_t first = static_cast<uint64_t>(static_cast<uint32_t>(-(n >> zeros))) * inverse % period;
+        if (first % 2 == 0) continue;
+        for (uint64_t middle = first; middle < 1u << 25; middle += period) {
+          if (middle < 1u << 24) continue;
+          const uint64_t a = (middle * b + static_cast<uint64_t>(static_cast<int64_t>(n))) >> shift;
+          if (a < 1u << 23 || a >= 1u << 24 || (a >= b) != (shift == 24)) continue;
+          const float top = static_cast<float>(a), bottom = static_cast<float>(b), quotient = top / bottom;
+          tried += 2;
+          wrong += tx_quotient_from(top, bottom, below) != quotient;
+          wrong += tx_quotient_from(top, bottom, above) != quotient;
+        }
+      }
+    }
+  }
+  EXPECT_GT(tried, 1 << 26);
+  EXPECT_EQ(wrong, 1);
+}
+
+TEST(QuickMath, AQuotientIsRoundedToNearestAtEveryExponentAndKeepsAZerosSign) {
+  uint32_t bits = 1;
+  for (int i = 0; i < 4000000; i++) {
+    bits = bits * 1664525u + 1013904223u;
+    const uint32_t a_mantissa = bits >> 9;
+    bits = bits * 1664525u + 1013904223u;
+    const uint32_t b_mantissa = bits >> 9;
+    const float a = tx_f32_from_bits(TX_POWER_BITS(i % 120 - 60) | a_mantissa) * (i % 2 ? 1.0f : -1.0f);
+    const float b = tx_f32_from_bits(TX_POWER_BITS(i / 120 % 112 - 50) | b_mantissa);
+    ASSERT_EQ(tx_quick_quotient(a, b), a / b) << a << " / " << b;
+  }
+  EXPECT_FALSE(std::signbit(tx_quick_quotient(0.0f, 3.0f)));
+  EXPECT_TRUE(std::signbit(tx_quick_quotient(-0.0f, 3.0f)));
+  EXPECT_EQ(tx_quick_quotient(-0.0f, 3.0f), 0.0f);
+}
+
+TEST(QuickMath, RemaindersOfHalfAUnitAreNoticedInEitherHalf) {
+  const uint32_t others[] = {0, 1, 0x7fff, 0x8000, 0x8001, 0xfffe, 0xffff};
+  int64_t noticed = 0;
+  for (uint32_t half = 0; half < 0x10000; half++)
+    for (const uint32_t other : others)
+      for (const uint32_t word : {half << 16 | other, other << 16 | half}) {
+        const bool is = half == 0x8000 || other == 0x8000;
+        if (is) {
+          ASSERT_TRUE(tx_is_half_way(tx_half_ways(word))) << word;
+        } else if (word >> 16 != 0x8001) {
+          ASSERT_FALSE(tx_is_half_way(tx_half_ways(word))) << word;
+        }
+        noticed += tx_is_half_way(tx_half_ways(word));
+      }
+  EXPECT_GT(noticed, 2 * 0x10000);
+}
+
+}  // namespace
