@@ -1,70 +1,70 @@
 /* Codes of 8-bit blocks on a processor with AVX-512, rounded as fp32 and cut off, signed and packed in 16-bit lanes.
- * Included by step_wide.h. */
+ * Included by step_8bit_avx512.h. */
 #ifndef TX_CPU_AVX512_CODES_H
 #define TX_CPU_AVX512_CODES_H
 
 #include "csrc/cpu/avx512_moments.h"
 
 /* tx_dithered(0, 2 * i + k) at [k][i]. */
-#define TX_RAMP_(i) (i) * (2 * TX_LATTICE_ELEMENT) + TX_WIDE_FIRST_
+#define TX_RAMP_(i) (i) * (2 * TX_LATTICE_ELEMENT) + TX_AVX512_FIRST_
 #define TX_RAMP_4_(i) TX_RAMP_(i), TX_RAMP_(i + 1u), TX_RAMP_(i + 2u), TX_RAMP_(i + 3u)
 #define TX_RAMP_16_(i) TX_RAMP_4_(i), TX_RAMP_4_(i + 4u), TX_RAMP_4_(i + 8u), TX_RAMP_4_(i + 12u)
 #define TX_RAMP_64_ TX_RAMP_16_(0u), TX_RAMP_16_(16u), TX_RAMP_16_(32u), TX_RAMP_16_(48u)
-static const uint32_t tx_wide_ramp[2][TX_BLOCK_PAIRS] __attribute__((aligned(64))) = {
-#define TX_WIDE_FIRST_ 0u
+static const uint32_t tx_avx512_ramp[2][TX_BLOCK_PAIRS] __attribute__((aligned(64))) = {
+#define TX_AVX512_FIRST_ 0u
     {TX_RAMP_64_},
-#undef TX_WIDE_FIRST_
-#define TX_WIDE_FIRST_ TX_LATTICE_ELEMENT
+#undef TX_AVX512_FIRST_
+#define TX_AVX512_FIRST_ TX_LATTICE_ELEMENT
     {TX_RAMP_64_},
-#undef TX_WIDE_FIRST_
+#undef TX_AVX512_FIRST_
 };
 
 /* Eight vectors to their largest lanes: of a[i] in lane 4 * i, of b[i] in lane 4 * i + 2. */
-TX_FN __m512i tx_wide_halves(__m512i a, __m512i b) {
+TX_FN __m512i tx_avx512_halves(__m512i a, __m512i b) {
   return _mm512_max_epu32(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee));
 }
-TX_FN __m512i tx_wide_quarters(__m512i a, __m512i b) {
+TX_FN __m512i tx_avx512_quarters(__m512i a, __m512i b) {
   return _mm512_max_epu32(_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xdd));
 }
-TX_FN __m512i tx_wide_largest(const __m512i a[4], const __m512i b[4]) {
-  const __m512i as = tx_wide_quarters(tx_wide_halves(a[0], a[1]), tx_wide_halves(a[2], a[3]));
-  const __m512i bs = tx_wide_quarters(tx_wide_halves(b[0], b[1]), tx_wide_halves(b[2], b[3]));
+TX_FN __m512i tx_avx512_largest(const __m512i a[4], const __m512i b[4]) {
+  const __m512i as = tx_avx512_quarters(tx_avx512_halves(a[0], a[1]), tx_avx512_halves(a[2], a[3]));
+  const __m512i bs = tx_avx512_quarters(tx_avx512_halves(b[0], b[1]), tx_avx512_halves(b[2], b[3]));
   const __m512i both = _mm512_max_epu32(_mm512_unpacklo_epi64(as, bs), _mm512_unpackhi_epi64(as, bs));
   return _mm512_max_epu32(both, _mm512_shuffle_epi32(both, _MM_PERM_CDAB));
 }
 
 /* What the codes of blocks are made with. */
-typedef struct tx_wide_plans {
-  int32_t amax[TX_WIDE_GROUP] __attribute__((aligned(16)));
-  int32_t exponent[TX_WIDE_GROUP];
-  uint32_t rebase[2][TX_WIDE_GROUP]; /* tx_wide_twice; of blocks without values below the normals at [1] */
-  float least_normal[TX_WIDE_GROUP];
-  uint32_t keep[TX_WIDE_GROUP];
+typedef struct tx_avx512_plans {
+  int32_t amax[TX_AVX512_GROUP] __attribute__((aligned(16)));
+  int32_t exponent[TX_AVX512_GROUP];
+  uint32_t rebase[2][TX_AVX512_GROUP]; /* tx_avx512_twice; of blocks without values below the normals at [1] */
+  float least_normal[TX_AVX512_GROUP];
+  uint32_t keep[TX_AVX512_GROUP];
   uint32_t kept; /* all of keep, and-ed */
-} tx_wide_plans;
+} tx_avx512_plans;
 
-TX_FN void tx_wide_plans_from(tx_block_format f, tx_wide_plans *plans) {
-  for (int32_t i = 0; i < TX_WIDE_GROUP; i++) {
+TX_FN void tx_avx512_plans_from(tx_block_format f, tx_avx512_plans *plans) {
+  for (int32_t i = 0; i < TX_AVX512_GROUP; i++) {
     const tx_block_plan plan = tx_block_plan_from(f, plans->amax[i]);
     plans->exponent[i] = plan.exponent;
-    plans->rebase[0][i] = tx_wide_twice((plan.at.rebase + (1u << 23)) >> 16);
-    plans->rebase[1][i] = tx_wide_twice(plan.at.rebase >> 16);
+    plans->rebase[0][i] = tx_avx512_twice((plan.at.rebase + (1u << 23)) >> 16);
+    plans->rebase[1][i] = tx_avx512_twice(plan.at.rebase >> 16);
     plans->least_normal[i] = plan.at.least_normal;
     plans->keep[i] = plan.keep;
   }
   plans->kept = 0xffffffffu;
-  for (int32_t i = 0; i < TX_WIDE_GROUP; i++)
+  for (int32_t i = 0; i < TX_AVX512_GROUP; i++)
     plans->kept &= plans->keep[i];
 }
 
 /* Of the blocks from `first` on those with a gradient that is to be limited, or one that is not finite: plain
  * comparisons passed over its NaNs. */
-static __attribute__((noinline)) void tx_wide_blocks_again(const tx_adamw_constants *c, const tx_step_streams *s,
-                                                           tx_wide_block *blocks, int32_t first, int32_t count,
-                                                           tx_wide_plans *m, tx_wide_plans *root) {
+static __attribute__((noinline)) void tx_avx512_blocks_again(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                             tx_avx512_block *blocks, int32_t first, int32_t count,
+                                                             tx_avx512_plans *m, tx_avx512_plans *root) {
   for (int32_t i = first; i < first + 4 && i < count; i++) {
     if (root->amax[i] <= TX_ADAMW_ROOT_BITS) continue;
-    tx_wide_moments_any(c, s, i, &blocks[i]);
+    tx_avx512_moments_any(c, s, i, &blocks[i]);
     m->amax[i] = (int32_t)blocks[i].m_largest[0];
     root->amax[i] = (int32_t)blocks[i].root_largest[0];
   }
@@ -72,39 +72,40 @@ static __attribute__((noinline)) void tx_wide_blocks_again(const tx_adamw_consta
 
 /* Of the blocks from `first` on. Stored and loaded in the same pieces: a load out of several stores would wait for them
  * all. */
-TX_FN void tx_wide_plan(const tx_adamw_constants *c, const tx_step_streams *s, tx_wide_block *blocks, int32_t first,
-                        int32_t count, tx_wide_plans *m, tx_wide_plans *root) {
+TX_FN void tx_avx512_plan(const tx_adamw_constants *c, const tx_step_streams *s, tx_avx512_block *blocks, int32_t first,
+                          int32_t count, tx_avx512_plans *m, tx_avx512_plans *root) {
   __m512i ms[4], roots[4];
   for (int32_t i = 0; i < 4; i++) {
-    const tx_wide_block *b = &blocks[first + i < count ? first + i : 0];
+    const tx_avx512_block *b = &blocks[first + i < count ? first + i : 0];
     ms[i] = _mm512_load_si512(b->m_largest);
     roots[i] = _mm512_load_si512(b->root_largest);
   }
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
-  const __m512i amaxes = _mm512_permutexvar_epi32(order, tx_wide_largest(ms, roots));
+  const __m512i amaxes = _mm512_permutexvar_epi32(order, tx_avx512_largest(ms, roots));
   const __m128i root_amax = _mm_and_si128(_mm512_extracti32x4_epi32(amaxes, 1), _mm_set1_epi32(0x7fffffff));
   _mm_store_si128((__m128i *)(m->amax + first), _mm512_castsi512_si128(amaxes));
   _mm_store_si128((__m128i *)(root->amax + first), root_amax);
   if (__builtin_expect(_mm_cmpgt_epi32_mask(root_amax, _mm_set1_epi32(TX_ADAMW_ROOT_BITS)) != 0, 0))
-    tx_wide_blocks_again(c, s, blocks, first, count, m, root);
+    tx_avx512_blocks_again(c, s, blocks, first, count, m, root);
 }
 
 /* One moment of one block. */
-typedef struct tx_wide_rounding {
+typedef struct tx_avx512_rounding {
   __m512 least_normal;
   __m512i rebase, u; /* rebase in 16 bits; u: of the block's first element */
-} tx_wide_rounding;
+} tx_avx512_rounding;
 
-TX_FN tx_wide_rounding tx_wide_rounding_of(const tx_wide_plans *plans, int32_t block, uint32_t u, const int narrow) {
-  const tx_wide_rounding r = {_mm512_set1_ps(plans->least_normal[block]),
-                              _mm512_set1_epi32((int)plans->rebase[narrow][block]), _mm512_set1_epi32((int)u)};
+TX_FN tx_avx512_rounding tx_avx512_rounding_of(const tx_avx512_plans *plans, int32_t block, uint32_t u,
+                                               const int narrow) {
+  const tx_avx512_rounding r = {_mm512_set1_ps(plans->least_normal[block]),
+                                _mm512_set1_epi32((int)plans->rebase[narrow][block]), _mm512_set1_epi32((int)u)};
   return r;
 }
 
 /* The codes of the block's elements 32 * h to 32 * h + 63: tx_quad_code, but that a positive root may get code 0.
  * narrow: none of the elements is below the normals. */
-TX_FN __m512i tx_wide_codes(tx_block_format f, tx_wide_rounding r, const float x[2][TX_BLOCK_PAIRS], int32_t h,
-                            const int narrow) {
+TX_FN __m512i tx_avx512_codes(tx_block_format f, tx_avx512_rounding r, const float x[2][TX_BLOCK_PAIRS], int32_t h,
+                              const int narrow) {
   const uint8_t s = (uint8_t)(7 - f.element.mantissa_bits); /* int to gcc, unsigned to clang */
   __m512 sum[4];
   __m512i u[4], codes[2];
@@ -115,13 +116,13 @@ TX_FN __m512i tx_wide_codes(tx_block_format f, tx_wide_rounding r, const float x
       sum[j] = _mm512_add_ps(sum[j], _mm512_range_ps(sum[j], r.least_normal, 0x3));
   }
   for (int j = 0; j < 4; j++)
-    u[j] = _mm512_add_epi32(r.u, _mm512_load_si512(&tx_wide_ramp[j % 2][16 * (h + j / 2)]));
+    u[j] = _mm512_add_epi32(r.u, _mm512_load_si512(&tx_avx512_ramp[j % 2][16 * (h + j / 2)]));
   for (int j = 0; j < 4; j++)
     u[j] = _mm512_srli_epi32(u[j], (unsigned)(9 + f.element.mantissa_bits));
   for (int j = 0; j < 4; j++)
-    u[j] = _mm512_add_epi32(u[j], tx_wide_bits(sum[j]));
+    u[j] = _mm512_add_epi32(u[j], tx_avx512_bits(sum[j]));
   for (int i = 0; i < 2; i++) {
-    codes[i] = _mm512_sub_epi16(tx_wide_join_upper(u[2 * i], u[2 * i + 1]), r.rebase);
+    codes[i] = _mm512_sub_epi16(tx_avx512_join_upper(u[2 * i], u[2 * i + 1]), r.rebase);
     const __m512i sizes = _mm512_srli_epi16(codes[i], s);
     /* sizes & 0x7f | (codes >> 8 & 0x80) */
     const __m512i sign_places = _mm512_set1_epi16((short)0xff80);
@@ -132,20 +133,21 @@ TX_FN __m512i tx_wide_codes(tx_block_format f, tx_wide_rounding r, const float x
 }
 
 /* What a block's codes are like. */
-typedef struct tx_wide_seen {
+typedef struct tx_avx512_seen {
   __mmask64 m_half, root_half; /* all: none above half of the largest that there is */
   __mmask64 positive;          /* all: no root's is 0 */
-} tx_wide_seen;
+} tx_avx512_seen;
 
 /* narrow: no root is below the normals. */
-TX_FN tx_wide_seen tx_wide_block_codes(const tx_wide_block_constants *c, tx_step_streams s, const tx_wide_block *b,
-                                       tx_wide_rounding m, tx_wide_rounding root, const int narrow) {
+TX_FN tx_avx512_seen tx_avx512_block_codes(const tx_avx512_block_constants *c, tx_step_streams s,
+                                           const tx_avx512_block *b, tx_avx512_rounding m, tx_avx512_rounding root,
+                                           const int narrow) {
   const tx_block_format mf = tx_block_e4m3(), vf = tx_block_root_e4m4();
-  tx_wide_seen seen = {~(__mmask64)0, ~(__mmask64)0, ~(__mmask64)0};
+  tx_avx512_seen seen = {~(__mmask64)0, ~(__mmask64)0, ~(__mmask64)0};
 #pragma GCC unroll 2
   for (int32_t h = 0; h < TX_BLOCK / 32; h += 2) {
-    const __m512i m_codes = tx_wide_codes(mf, m, b->m, h, 0);
-    const __m512i root_codes = tx_wide_codes(vf, root, b->root, h, narrow);
+    const __m512i m_codes = tx_avx512_codes(mf, m, b->m, h, 0);
+    const __m512i root_codes = tx_avx512_codes(vf, root, b->root, h, narrow);
     _mm512_storeu_si512((char *)s.exp_avg + 32 * h, m_codes);
     _mm512_storeu_si512((char *)s.exp_avg_sq + 32 * h, root_codes);
     /* without signs */
@@ -157,8 +159,8 @@ TX_FN tx_wide_seen tx_wide_block_codes(const tx_wide_block_constants *c, tx_step
 }
 
 /* A moment's codes again, whatever it is. is_root: which of the two. */
-static __attribute__((noinline)) uint8_t tx_wide_store_any(int is_root, int32_t amax, const float x[2][TX_BLOCK_PAIRS],
-                                                           uint32_t u, void *to) {
+static __attribute__((noinline)) uint8_t tx_avx512_store_any(int is_root, int32_t amax,
+                                                             const float x[2][TX_BLOCK_PAIRS], uint32_t u, void *to) {
   const tx_block_format f = is_root ? tx_block_root_e4m4() : tx_block_e4m3();
   if (amax == 0) {
     memset(to, 0, TX_BLOCK);

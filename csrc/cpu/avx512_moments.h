@@ -1,44 +1,45 @@
 /* Unrounded moments of 8-bit blocks on a processor with AVX-512. Codes become bf16 in 16-bit lanes, where a step costs
  * half; that leaves out what is below the normals, so blocks with such a code go the ordinary way. Included by
- * step_wide.h. */
+ * avx512_codes.h. */
 #ifndef TX_CPU_AVX512_MOMENTS_H
 #define TX_CPU_AVX512_MOMENTS_H
 
 #include "csrc/cpu/avx512_scales.h"
+#include "csrc/cpu/block_moments.h"
 
 /* Of a block: element 2 * i + k at [k][i]. */
 #define TX_BLOCK_PAIRS (TX_BLOCK / 2)
-typedef struct tx_wide_block {
+typedef struct tx_avx512_block {
   float m[2][TX_BLOCK_PAIRS], root[2][TX_BLOCK_PAIRS];
   uint32_t m_largest[16], root_largest[16]; /* magnitudes, a lane's each */
-} __attribute__((aligned(64))) tx_wide_block;
+} __attribute__((aligned(64))) tx_avx512_block;
 
 /* The streams `block` blocks further on. */
-TX_FN tx_step_streams tx_wide_on(const tx_step_streams *s, int32_t block) {
+TX_FN tx_step_streams tx_avx512_on(const tx_step_streams *s, int32_t block) {
   return tx_blocks_on(*s, block, TX_BF16, TX_I16, TX_BF16);
 }
 
 /* Of half a block, under the mask of what was seen before: which codes of the signed moment are not below the normals,
  * and which of the root are `least` at the least. */
-TX_FN __mmask64 tx_wide_normal_m(__mmask64 mask, tx_step_streams s, const int32_t half, __m512i exponents) {
+TX_FN __mmask64 tx_avx512_normal_m(__mmask64 mask, tx_step_streams s, const int32_t half, __m512i exponents) {
   const __m512i codes = _mm512_loadu_si512((const char *)s.exp_avg + 64 * half);
   return _mm512_mask_test_epi8_mask(mask, codes, exponents);
 }
-TX_FN __mmask64 tx_wide_normal_root(__mmask64 mask, tx_step_streams s, const int32_t half, __m512i least) {
+TX_FN __mmask64 tx_avx512_normal_root(__mmask64 mask, tx_step_streams s, const int32_t half, __m512i least) {
   const __m512i codes = _mm512_loadu_si512((const char *)s.exp_avg_sq + 64 * half);
   return _mm512_mask_cmpge_epu8_mask(mask, codes, least);
 }
 /* Whether all codes of the block are normal, those of the root with exponents of 3 at the least: v' >= v / 2, so its
  * root gets to an exponent of 2 at the least, or of 1 at twice the scale. */
-TX_FN int tx_wide_is_normal(const tx_wide_block_constants *c, tx_step_streams s) {
-  __mmask64 normal = tx_wide_normal_m(~(__mmask64)0, s, 0, c->m_exponent);
-  normal = tx_wide_normal_root(tx_wide_normal_m(normal, s, 1, c->m_exponent), s, 0, c->least_root);
-  normal = tx_wide_normal_root(normal, s, 1, c->least_root);
+TX_FN int tx_avx512_is_normal(const tx_avx512_block_constants *c, tx_step_streams s) {
+  __mmask64 normal = tx_avx512_normal_m(~(__mmask64)0, s, 0, c->m_exponent);
+  normal = tx_avx512_normal_root(tx_avx512_normal_m(normal, s, 1, c->m_exponent), s, 0, c->least_root);
+  normal = tx_avx512_normal_root(normal, s, 1, c->least_root);
   return _kortestc_mask64_u8(normal, normal);
 }
 
 /* Whether what is not normal in the block is zero. */
-TX_FN int tx_wide_is_normal_or_zero(tx_step_streams s) {
+TX_FN int tx_avx512_is_normal_or_zero(tx_step_streams s) {
   const __m512i size = _mm512_set1_epi8(0x7f), one = _mm512_set1_epi8(1);
   __mmask64 legal = ~(__mmask64)0;
   for (int32_t half = 0; half < 2; half++) {
@@ -52,7 +53,7 @@ TX_FN int tx_wide_is_normal_or_zero(tx_step_streams s) {
 }
 
 /* 32 codes without subnormals as bf16. zeros: 0 may be among them, whose exponent stays as it is. */
-TX_FN __m512i tx_wide_value(tx_block_format f, const void *codes, __m512i rebase, const int zeros) {
+TX_FN __m512i tx_avx512_value(tx_block_format f, const void *codes, __m512i rebase, const int zeros) {
   const __m256i read = _mm256_loadu_si256((const __m256i *)codes);
   const uint8_t s = (uint8_t)(7 - f.element.mantissa_bits); /* int to gcc, unsigned to clang */
   __m512i placed = _mm512_slli_epi16(f.sign_bit == 0u ? _mm512_cvtepu8_epi16(read) : _mm512_cvtepi8_epi16(read), s);
@@ -61,10 +62,10 @@ TX_FN __m512i tx_wide_value(tx_block_format f, const void *codes, __m512i rebase
   return _mm512_mask_add_epi16(placed, _mm512_test_epi16_mask(placed, _mm512_set1_epi16(0x7fff)), placed, rebase);
 }
 
-/* Unrounded moments of a block without subnormals; rebases: of tx_wide_scales.
+/* Unrounded moments of a block without subnormals; rebases: of tx_avx512_scales.
  * scaled: by the factor, which is 1 else. */
-TX_FN void tx_wide_moments(const tx_wide_block_constants *c, tx_step_streams s, uint32_t m_rebases,
-                           uint32_t root_rebases, tx_wide_block *b, const int zeros, const int scaled) {
+TX_FN void tx_avx512_moments(const tx_avx512_block_constants *c, tx_step_streams s, uint32_t m_rebases,
+                             uint32_t root_rebases, tx_avx512_block *b, const int zeros, const int scaled) {
   const tx_block_format mf = tx_block_e4m3(), vf = tx_block_root_e4m4();
   const __m512i m_rebase = _mm512_set1_epi32((int)m_rebases), v_rebase = _mm512_set1_epi32((int)root_rebases);
   const __m512i upper = c->upper;
@@ -73,11 +74,11 @@ TX_FN void tx_wide_moments(const tx_wide_block_constants *c, tx_step_streams s, 
 #pragma GCC unroll 4
   for (int32_t h = 0; h < TX_BLOCK / 32; h++) {
     const __m512i grads = _mm512_loadu_si512((const char *)s.grad + 64 * h);
-    const __m512i ms = tx_wide_value(mf, (const char *)s.exp_avg + 32 * h, m_rebase, zeros);
-    const __m512i roots = tx_wide_value(vf, (const char *)s.exp_avg_sq + 32 * h, v_rebase, zeros);
-    __m512 v[2] = {tx_wide_f32(_mm512_slli_epi32(roots, 16)), tx_wide_f32(_mm512_and_si512(roots, upper))};
-    __m512 g[2] = {tx_wide_f32(_mm512_slli_epi32(grads, 16)), tx_wide_f32(_mm512_and_si512(grads, upper))};
-    __m512 m[2] = {tx_wide_f32(_mm512_slli_epi32(ms, 16)), tx_wide_f32(_mm512_and_si512(ms, upper))};
+    const __m512i ms = tx_avx512_value(mf, (const char *)s.exp_avg + 32 * h, m_rebase, zeros);
+    const __m512i roots = tx_avx512_value(vf, (const char *)s.exp_avg_sq + 32 * h, v_rebase, zeros);
+    __m512 v[2] = {tx_avx512_f32(_mm512_slli_epi32(roots, 16)), tx_avx512_f32(_mm512_and_si512(roots, upper))};
+    __m512 g[2] = {tx_avx512_f32(_mm512_slli_epi32(grads, 16)), tx_avx512_f32(_mm512_and_si512(grads, upper))};
+    __m512 m[2] = {tx_avx512_f32(_mm512_slli_epi32(ms, 16)), tx_avx512_f32(_mm512_and_si512(ms, upper))};
     __m512 root[2];
     /* breadth first: what waits in the processor's scheduler is what bounds it */
     for (int k = 0; k < 2; k++)
@@ -97,7 +98,7 @@ TX_FN void tx_wide_moments(const tx_wide_block_constants *c, tx_step_streams s, 
     }
     for (int k = 0; k < 2; k++) {
       _mm512_store_ps(&b->root[k][16 * h], root[k]);
-      root_largest = _mm512_max_epu32(root_largest, tx_wide_bits(root[k]));
+      root_largest = _mm512_max_epu32(root_largest, tx_avx512_bits(root[k]));
     }
   }
   _mm512_store_ps(b->m_largest, m_largest);
@@ -105,18 +106,18 @@ TX_FN void tx_wide_moments(const tx_wide_block_constants *c, tx_step_streams s, 
 }
 
 /* With zeros, such as of an embedding's rows that no step has met. */
-static __attribute__((noinline)) void tx_wide_moments_zeros(const tx_wide_block_constants *c, const tx_step_streams *s,
-                                                            const tx_wide_scales *scales, int32_t block,
-                                                            tx_wide_block *b) {
-  tx_wide_moments(c, tx_wide_on(s, block), scales->m[block], scales->root[block], b, 1, 1);
+static __attribute__((noinline)) void tx_avx512_moments_zeros(const tx_avx512_block_constants *c,
+                                                              const tx_step_streams *s, const tx_avx512_scales *scales,
+                                                              int32_t block, tx_avx512_block *b) {
+  tx_avx512_moments(c, tx_avx512_on(s, block), scales->m[block], scales->root[block], b, 1, 1);
 }
 
 /* Of any block. */
-static __attribute__((noinline)) void tx_wide_moments_any(const tx_adamw_constants *c, const tx_step_streams *s,
-                                                          int32_t block, tx_wide_block *b) {
+static __attribute__((noinline)) void tx_avx512_moments_any(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                            int32_t block, tx_avx512_block *b) {
   tx_quads m, root;
   int32_t m_amax, root_amax;
-  tx_step_quad_first(*c, tx_wide_on(s, block), &m, &root, TX_BF16, &m_amax, &root_amax);
+  tx_step_quad_first(*c, tx_avx512_on(s, block), &m, &root, TX_BF16, &m_amax, &root_amax);
   memset(b->m_largest, 0, sizeof b->m_largest);
   memset(b->root_largest, 0, sizeof b->root_largest);
   b->m_largest[0] = (uint32_t)m_amax;

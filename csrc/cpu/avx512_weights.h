@@ -1,69 +1,72 @@
 /* Weights beside remainders on a processor with AVX-512: what tx_step_remainders does, 32 at a time as words of two, so
  * that nothing crosses lanes. One byte shuffle under a mask takes the place of a shift and a selection, and what is
- * rare is watched for by comparisons under the mask of the earlier ones. Included by step_pairs.h. */
+ * rare is watched for by comparisons under the mask of the earlier ones. Included by step_plain.h. */
 #ifndef TX_CPU_AVX512_WEIGHTS_H
 #define TX_CPU_AVX512_WEIGHTS_H
 
 #include <immintrin.h>
 
-TX_FN __m512 tx_wide_f32(__m512i bits) {
+#include "csrc/cpu/lanes.h"
+#include "csrc/math/adamw.h"
+
+TX_FN __m512 tx_avx512_f32(__m512i bits) {
   return _mm512_castsi512_ps(bits);
 }
-TX_FN __m512i tx_wide_bits(__m512 x) {
+TX_FN __m512i tx_avx512_bits(__m512 x) {
   return _mm512_castps_si512(x);
 }
 
 /* Upper halves of words to where lower halves are, and the other way: bytes of each lane for a shuffle. */
-#define TX_WIDE_DOWN _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302)
-#define TX_WIDE_UP _mm512_set4_epi32(0x0d0c0d0c, 0x09080908, 0x05040504, 0x01000100)
-#define TX_WIDE_LOWER_BYTES 0x3333333333333333u
+#define TX_AVX512_DOWN _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302)
+#define TX_AVX512_UP _mm512_set4_epi32(0x0d0c0d0c, 0x09080908, 0x05040504, 0x01000100)
+#define TX_AVX512_LOWER_BYTES 0x3333333333333333u
 /* tx_join_upper and tx_join_lower. */
-TX_FN __m512i tx_wide_join_upper(__m512i first, __m512i second) {
-  return _mm512_mask_shuffle_epi8(second, TX_WIDE_LOWER_BYTES, first, TX_WIDE_DOWN);
+TX_FN __m512i tx_avx512_join_upper(__m512i first, __m512i second) {
+  return _mm512_mask_shuffle_epi8(second, TX_AVX512_LOWER_BYTES, first, TX_AVX512_DOWN);
 }
-TX_FN __m512i tx_wide_join_lower(__m512i first, __m512i second) {
-  return _mm512_mask_shuffle_epi8(first, ~TX_WIDE_LOWER_BYTES, second, TX_WIDE_UP);
+TX_FN __m512i tx_avx512_join_lower(__m512i first, __m512i second) {
+  return _mm512_mask_shuffle_epi8(first, ~TX_AVX512_LOWER_BYTES, second, TX_AVX512_UP);
 }
 
 /* In each lane; loading one costs less than spreading it. */
-typedef struct tx_wide_constants {
+typedef struct tx_avx512_constants {
   __m512 factor, m_weight, v_weight, rsqrt_bc2, eps, step_size, decay;
-} tx_wide_constants;
+} tx_avx512_constants;
 
-TX_FN tx_wide_constants tx_wide_constants_of(const tx_adamw_constants *c) {
-  const tx_wide_constants w = {_mm512_set1_ps(c->factor),
-                               _mm512_set1_ps(c->exp_avg.weight),
-                               _mm512_set1_ps(c->exp_avg_sq.weight),
-                               _mm512_set1_ps(c->rsqrt_bc2),
-                               _mm512_set1_ps(c->eps),
-                               _mm512_set1_ps(c->step_size),
-                               _mm512_set1_ps(c->decay)};
+TX_FN tx_avx512_constants tx_avx512_constants_of(const tx_adamw_constants *c) {
+  const tx_avx512_constants w = {_mm512_set1_ps(c->factor),
+                                 _mm512_set1_ps(c->exp_avg.weight),
+                                 _mm512_set1_ps(c->exp_avg_sq.weight),
+                                 _mm512_set1_ps(c->rsqrt_bc2),
+                                 _mm512_set1_ps(c->eps),
+                                 _mm512_set1_ps(c->step_size),
+                                 _mm512_set1_ps(c->decay)};
   return w;
 }
 
 /* Unrounded moments of a run of elements: of element 2 * i + k at [k * stride + i]. */
-typedef struct tx_wide_moment_tile {
+typedef struct tx_avx512_moment_tile {
   const float *m, *root;
   int32_t stride;
-} tx_wide_moment_tile;
+} tx_avx512_moment_tile;
 
-typedef struct tx_wide_watch {
+typedef struct tx_avx512_watch {
   __mmask32 untied;   /* no remainder of these was -32768, as read or as written */
   __mmask16 ordinary; /* no master of these was NaN; one whose sign is not its weight's has a NaN's pattern */
-} tx_wide_watch;
+} tx_avx512_watch;
 
-TX_FN tx_wide_watch tx_wide_watch_begin(void) {
-  const tx_wide_watch watch = {0xffffffffu, 0xffffu};
+TX_FN tx_avx512_watch tx_avx512_watch_begin(void) {
+  const tx_avx512_watch watch = {0xffffffffu, 0xffffu};
   return watch;
 }
-TX_FN int tx_wide_watch_is_quiet(tx_wide_watch watch) {
+TX_FN int tx_avx512_watch_is_quiet(tx_avx512_watch watch) {
   return (watch.untied == 0xffffffffu) & (watch.ordinary == 0xffffu);
 }
 
 /* The words param[0 ... 15] and remainder[0 ... 15], of which kept_param and kept_remainder become copies. tile: from
  * their moments on. */
-TX_FN void tx_wide_weights(const tx_wide_constants *c, void *param, void *remainder, tx_wide_moment_tile tile,
-                           tx_wide_watch *watch, uint32_t *kept_param, uint32_t *kept_remainder) {
+TX_FN void tx_avx512_weights(const tx_avx512_constants *c, void *param, void *remainder, tx_avx512_moment_tile tile,
+                             tx_avx512_watch *watch, uint32_t *kept_param, uint32_t *kept_remainder) {
   const __m512i tie = _mm512_set1_epi16((short)0x8000), half = _mm512_set1_epi32(0x8000);
   const __m512i weights = _mm512_loadu_si512(param), read = _mm512_loadu_si512(remainder);
   _mm512_store_si512(kept_param, weights);
@@ -71,7 +74,8 @@ TX_FN void tx_wide_weights(const tx_wide_constants *c, void *param, void *remain
   watch->untied = _mm512_mask_cmpneq_epi16_mask(watch->untied, read, tie);
   /* a negative remainder takes one from the upper half */
   const __m512i uppers = _mm512_add_epi16(weights, _mm512_srai_epi16(read, 15));
-  const __m512 p[2] = {tx_wide_f32(tx_wide_join_lower(read, uppers)), tx_wide_f32(tx_wide_join_upper(read, uppers))};
+  const __m512 p[2] = {tx_avx512_f32(tx_avx512_join_lower(read, uppers)),
+                       tx_avx512_f32(tx_avx512_join_upper(read, uppers))};
   __m512 x[2];
   /* breadth first: what waits in the processor's scheduler is what bounds it */
   for (int k = 0; k < 2; k++)
@@ -82,9 +86,9 @@ TX_FN void tx_wide_weights(const tx_wide_constants *c, void *param, void *remain
     x[k] = _mm512_add_ps(_mm512_mul_ps(c->step_size, x[k]), _mm512_mul_ps(c->decay, p[k]));
   for (int k = 0; k < 2; k++)
     x[k] = _mm512_sub_ps(p[k], x[k]);
-  const __m512i first = tx_wide_bits(x[0]), second = tx_wide_bits(x[1]);
-  const __m512i written = tx_wide_join_lower(first, second);
-  _mm512_storeu_si512(param, tx_wide_join_upper(_mm512_add_epi32(first, half), _mm512_add_epi32(second, half)));
+  const __m512i first = tx_avx512_bits(x[0]), second = tx_avx512_bits(x[1]);
+  const __m512i written = tx_avx512_join_lower(first, second);
+  _mm512_storeu_si512(param, tx_avx512_join_upper(_mm512_add_epi32(first, half), _mm512_add_epi32(second, half)));
   _mm512_storeu_si512(remainder, written);
   watch->ordinary = _mm512_mask_cmp_ps_mask(watch->ordinary, x[0], x[1], _CMP_ORD_Q);
   watch->untied = _mm512_mask_cmpneq_epi16_mask(watch->untied, written, tie);

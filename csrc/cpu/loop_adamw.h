@@ -10,8 +10,23 @@
 #include "csrc/cpu/loop_master.h"
 #include "csrc/cpu/step_8bit.h"
 #include "csrc/cpu/step_plain.h"
+#if TX_HAS_AVX512
+#include "csrc/cpu/step_8bit_avx512.h"
+#endif
 
 typedef void (*tx_step_instance)(const tx_adamw_constants *c, const tx_step_streams *s, int32_t n);
+
+/* 8-bit moments: by AVX-512's own loop where there is one for the other streams. n as tx_step_8bit's. */
+TX_FN void tx_step_blocks(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
+                          const tx_dtype master, const tx_dtype grad) {
+#if TX_HAS_AVX512
+  if (param == TX_BF16 && master == TX_I16 && grad == TX_BF16) {
+    tx_avx512_step(&c, &s, n / TX_BLOCK);
+    return;
+  }
+#endif
+  tx_step_8bit(c, s, n, param, master, grad);
+}
 
 #define TX_STEP_DEFINE_M_(m, M, g, G, w, P, W)                                                                  \
   static void tx_step_##P##_##W##_##G##_##M(const tx_adamw_constants *c, const tx_step_streams *s, int32_t n) { \

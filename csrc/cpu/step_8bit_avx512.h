@@ -1,7 +1,7 @@
 /* The step of (bf16 weights and gradients, 16-bit remainders, 8-bit moments) on a processor with AVX-512: the bits of
- * step_blocks.h in about two thirds of the time. A group of blocks goes through three loops: moments, bound by the
+ * step_8bit.h in about two thirds of the time. A group of blocks goes through three loops: moments, bound by the
  * square root; weights, bound by the division; codes, whose plans are there by then. With two of them in one loop what
- * waits for the divider would fill the scheduler. Included by step_blocks.h. */
+ * waits for the divider would fill the scheduler. Included by loop_adamw.h. */
 #ifndef TX_CPU_STEP_8BIT_AVX512_H
 #define TX_CPU_STEP_8BIT_AVX512_H
 
@@ -10,40 +10,41 @@
 /* Elements by which the moments are asked for ahead: a group and a half, since the two other loops lie between. Asked
  * for a quarter of a group ahead, what a group begins with came late: a seventh of the step on Zen 5. The loop of the
  * codes reads nothing from memory, so it asks for the next group's remainders: 5 % there. */
-#define TX_WIDE_AHEAD (3 * TX_WIDE_GROUP * TX_BLOCK / 2)
+#define TX_AVX512_AHEAD (3 * TX_AVX512_GROUP * TX_BLOCK / 2)
 
 /* Moments. Returns whether no root can have become subnormal, but by a scale more than twice as large. */
-TX_FN int tx_wide_first(const tx_adamw_constants *c, const tx_wide_block_constants *w, const tx_step_streams *streams,
-                        const tx_wide_scales *scales, int32_t block, tx_wide_block *b) {
-  const tx_step_streams s = tx_wide_on(streams, block);
-  tx_prefetch_at(s.grad, 0, TX_WIDE_AHEAD, TX_BLOCK, TX_BF16);
-  tx_prefetch_at(s.exp_avg, 0, TX_WIDE_AHEAD, TX_BLOCK, TX_U8);
-  tx_prefetch_at(s.exp_avg_sq, 0, TX_WIDE_AHEAD, TX_BLOCK, TX_U8);
-  if (__builtin_expect(!scales->some_nan && tx_wide_is_normal(w, s), 1)) {
+TX_FN int tx_avx512_first(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
+                          const tx_step_streams *streams, const tx_avx512_scales *scales, int32_t block,
+                          tx_avx512_block *b) {
+  const tx_step_streams s = tx_avx512_on(streams, block);
+  tx_prefetch_at(s.grad, 0, TX_AVX512_AHEAD, TX_BLOCK, TX_BF16);
+  tx_prefetch_at(s.exp_avg, 0, TX_AVX512_AHEAD, TX_BLOCK, TX_U8);
+  tx_prefetch_at(s.exp_avg_sq, 0, TX_AVX512_AHEAD, TX_BLOCK, TX_U8);
+  if (__builtin_expect(!scales->some_nan && tx_avx512_is_normal(w, s), 1)) {
     if (w->scaled) {
-      tx_wide_moments(w, s, scales->m[block], scales->root[block], b, 0, 1);
+      tx_avx512_moments(w, s, scales->m[block], scales->root[block], b, 0, 1);
     } else {
-      tx_wide_moments(w, s, scales->m[block], scales->root[block], b, 0, 0);
+      tx_avx512_moments(w, s, scales->m[block], scales->root[block], b, 0, 0);
     }
     return 1;
   }
-  if (!scales->some_nan && tx_wide_is_normal_or_zero(s)) {
-    tx_wide_moments_zeros(w, streams, scales, block, b);
+  if (!scales->some_nan && tx_avx512_is_normal_or_zero(s)) {
+    tx_avx512_moments_zeros(w, streams, scales, block, b);
   } else {
-    tx_wide_moments_any(c, streams, block, b);
+    tx_avx512_moments_any(c, streams, block, b);
   }
   return 0;
 }
 
 /* The words of a block that were read. */
-typedef struct tx_wide_kept {
+typedef struct tx_avx512_kept {
   uint32_t param[TX_BLOCK_PAIRS], remainder[TX_BLOCK_PAIRS];
-} __attribute__((aligned(64))) tx_wide_kept;
+} __attribute__((aligned(64))) tx_avx512_kept;
 
-static __attribute__((noinline)) void tx_wide_weights_again(const tx_adamw_constants *c, const tx_step_streams *streams,
-                                                            int32_t block, const tx_wide_block *b,
-                                                            const tx_wide_kept *kept) {
-  const tx_step_streams s = tx_wide_on(streams, block);
+static __attribute__((noinline)) void tx_avx512_weights_again(const tx_adamw_constants *c,
+                                                              const tx_step_streams *streams, int32_t block,
+                                                              const tx_avx512_block *b, const tx_avx512_kept *kept) {
+  const tx_step_streams s = tx_avx512_on(streams, block);
   memcpy(s.param, kept->param, sizeof kept->param);
   memcpy(s.master, kept->remainder, sizeof kept->remainder);
   TX_NO_ALIASES
@@ -56,94 +57,94 @@ static __attribute__((noinline)) void tx_wide_weights_again(const tx_adamw_const
 }
 
 /* Weights. */
-TX_FN void tx_wide_second(const tx_adamw_constants *c, const tx_wide_block_constants *w, const tx_step_streams *streams,
-                          int32_t block, const tx_wide_block *b) {
-  const tx_step_streams s = tx_wide_on(streams, block);
-  tx_wide_watch watch = tx_wide_watch_begin();
-  tx_wide_kept kept;
-  tx_prefetch_at(s.param, TX_CHECKSUM, TX_WIDE_GROUP * TX_BLOCK, TX_BLOCK, TX_BF16);
+TX_FN void tx_avx512_second(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
+                            const tx_step_streams *streams, int32_t block, const tx_avx512_block *b) {
+  const tx_step_streams s = tx_avx512_on(streams, block);
+  tx_avx512_watch watch = tx_avx512_watch_begin();
+  tx_avx512_kept kept;
+  tx_prefetch_at(s.param, TX_CHECKSUM, TX_AVX512_GROUP * TX_BLOCK, TX_BLOCK, TX_BF16);
 #pragma GCC unroll 4
   for (int32_t at = 0; at < TX_BLOCK_PAIRS; at += 16) {
-    const tx_wide_moment_tile tile = {&b->m[0][at], &b->root[0][at], TX_BLOCK_PAIRS};
-    tx_wide_weights(&w->step, (char *)s.param + 4 * at, (char *)s.master + 4 * at, tile, &watch, &kept.param[at],
-                    &kept.remainder[at]);
+    const tx_avx512_moment_tile tile = {&b->m[0][at], &b->root[0][at], TX_BLOCK_PAIRS};
+    tx_avx512_weights(&w->step, (char *)s.param + 4 * at, (char *)s.master + 4 * at, tile, &watch, &kept.param[at],
+                      &kept.remainder[at]);
   }
-  if (__builtin_expect(!tx_wide_watch_is_quiet(watch), 0)) tx_wide_weights_again(c, streams, block, b, &kept);
+  if (__builtin_expect(!tx_avx512_watch_is_quiet(watch), 0)) tx_avx512_weights_again(c, streams, block, b, &kept);
 }
 
 /* Codes that were not made as others are: of a block of zeros, or one that is not finite, or whose codes are to be
  * doubled, or with a positive root of code 0. */
-static __attribute__((noinline)) void tx_wide_third_again(const tx_step_streams *streams, int32_t block,
-                                                          const tx_wide_block *b, const tx_wide_plans *m_plans,
-                                                          const tx_wide_plans *root_plans, tx_wide_seen seen) {
+static __attribute__((noinline)) void tx_avx512_third_again(const tx_step_streams *streams, int32_t block,
+                                                            const tx_avx512_block *b, const tx_avx512_plans *m_plans,
+                                                            const tx_avx512_plans *root_plans, tx_avx512_seen seen) {
   const __mmask64 all = ~(__mmask64)0;
-  const tx_step_streams s = tx_wide_on(streams, block);
+  const tx_step_streams s = tx_avx512_on(streams, block);
   if ((m_plans->keep[block] == 0u) | (seen.m_half == all))
-    *s.exp_avg_scale = tx_wide_store_any(0, m_plans->amax[block], b->m, s.exp_avg_u, s.exp_avg);
+    *s.exp_avg_scale = tx_avx512_store_any(0, m_plans->amax[block], b->m, s.exp_avg_u, s.exp_avg);
   if ((root_plans->keep[block] == 0u) | (seen.root_half == all) | (seen.positive != all))
-    *s.exp_avg_sq_scale = tx_wide_store_any(1, root_plans->amax[block], b->root, s.exp_avg_sq_u, s.exp_avg_sq);
+    *s.exp_avg_sq_scale = tx_avx512_store_any(1, root_plans->amax[block], b->root, s.exp_avg_sq_u, s.exp_avg_sq);
 }
 
-/* Codes. narrow: what tx_wide_first returned. */
-TX_FN void tx_wide_third(const tx_wide_block_constants *w, const tx_step_streams *streams, int32_t block,
-                         const tx_wide_block *b, const tx_wide_plans *m_plans, const tx_wide_plans *root_plans,
-                         int narrow) {
-  const tx_step_streams s = tx_wide_on(streams, block);
-  tx_prefetch_at(s.master, 0, TX_WIDE_GROUP * TX_BLOCK, TX_BLOCK, TX_I16);
-  const tx_wide_rounding m = tx_wide_rounding_of(m_plans, block, s.exp_avg_u, 0);
+/* Codes. narrow: what tx_avx512_first returned. */
+TX_FN void tx_avx512_third(const tx_avx512_block_constants *w, const tx_step_streams *streams, int32_t block,
+                           const tx_avx512_block *b, const tx_avx512_plans *m_plans, const tx_avx512_plans *root_plans,
+                           int narrow) {
+  const tx_step_streams s = tx_avx512_on(streams, block);
+  tx_prefetch_at(s.master, 0, TX_AVX512_GROUP * TX_BLOCK, TX_BLOCK, TX_I16);
+  const tx_avx512_rounding m = tx_avx512_rounding_of(m_plans, block, s.exp_avg_u, 0);
   const int32_t m_byte = m_plans->exponent[block] + 127, root_byte = root_plans->exponent[block] + 127;
-  tx_wide_seen seen;
+  tx_avx512_seen seen;
   if (__builtin_expect(narrow & (root_byte <= *s.exp_avg_sq_scale + 1), 1)) {
-    seen = tx_wide_block_codes(w, s, b, m, tx_wide_rounding_of(root_plans, block, s.exp_avg_sq_u, 1), 1);
+    seen = tx_avx512_block_codes(w, s, b, m, tx_avx512_rounding_of(root_plans, block, s.exp_avg_sq_u, 1), 1);
   } else {
-    seen = tx_wide_block_codes(w, s, b, m, tx_wide_rounding_of(root_plans, block, s.exp_avg_sq_u, 0), 0);
+    seen = tx_avx512_block_codes(w, s, b, m, tx_avx512_rounding_of(root_plans, block, s.exp_avg_sq_u, 0), 0);
   }
   *s.exp_avg_scale = (uint8_t)m_byte;
   *s.exp_avg_sq_scale = (uint8_t)root_byte;
   if (__builtin_expect((m_plans->kept & root_plans->kept) == 0u || _kortestc_mask64_u8(seen.m_half, seen.m_half) ||
                            _kortestc_mask64_u8(seen.root_half, seen.root_half) || seen.positive != ~(__mmask64)0,
                        0))
-    tx_wide_third_again(streams, block, b, m_plans, root_plans, seen);
+    tx_avx512_third_again(streams, block, b, m_plans, root_plans, seen);
 }
 
 /* Blocks between their moments and their codes. */
-typedef struct tx_wide_group {
-  tx_wide_block blocks[TX_WIDE_GROUP];
+typedef struct tx_avx512_group {
+  tx_avx512_block blocks[TX_AVX512_GROUP];
   tx_step_streams s;
   int32_t count;
-  int narrow[TX_WIDE_GROUP];
-  tx_wide_scales scales;
-  tx_wide_plans m, root;
-} tx_wide_group;
+  int narrow[TX_AVX512_GROUP];
+  tx_avx512_scales scales;
+  tx_avx512_plans m, root;
+} tx_avx512_group;
 
 /* The group whose first block is at s, of `left` > 0 blocks. */
-static __attribute__((noinline)) void tx_wide_begin(const tx_adamw_constants *c, const tx_wide_block_constants *w,
-                                                    const tx_step_streams *s, int32_t left, tx_wide_group *g) {
+static __attribute__((noinline)) void tx_avx512_begin(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
+                                                      const tx_step_streams *s, int32_t left, tx_avx512_group *g) {
   g->s = *s;
-  g->count = left < TX_WIDE_GROUP ? left : TX_WIDE_GROUP;
-  tx_wide_scales_of(&g->s, g->count, &g->scales);
+  g->count = left < TX_AVX512_GROUP ? left : TX_AVX512_GROUP;
+  tx_avx512_scales_of(&g->s, g->count, &g->scales);
   for (int32_t i = 0; i < g->count; i++)
-    g->narrow[i] = tx_wide_first(c, w, &g->s, &g->scales, i, &g->blocks[i]);
-  for (int32_t i = 0; i < TX_WIDE_GROUP; i += 4) /* what is missing has the first's */
-    tx_wide_plan(c, &g->s, g->blocks, i, g->count, &g->m, &g->root);
-  tx_wide_plans_from(tx_block_e4m3(), &g->m);
-  tx_wide_plans_from(tx_block_root_e4m4(), &g->root);
+    g->narrow[i] = tx_avx512_first(c, w, &g->s, &g->scales, i, &g->blocks[i]);
+  for (int32_t i = 0; i < TX_AVX512_GROUP; i += 4) /* what is missing has the first's */
+    tx_avx512_plan(c, &g->s, g->blocks, i, g->count, &g->m, &g->root);
+  tx_avx512_plans_from(tx_block_e4m3(), &g->m);
+  tx_avx512_plans_from(tx_block_root_e4m4(), &g->root);
 }
 
-_Static_assert(TX_CHECKSUM == TX_WIDE_GROUP * TX_BLOCK, "a checksum is of a group");
+_Static_assert(TX_CHECKSUM == TX_AVX512_GROUP * TX_BLOCK, "a checksum is of a group");
 
-TX_FN void tx_wide_step(const tx_adamw_constants *c, const tx_step_streams *s, int32_t blocks) {
-  const tx_wide_block_constants w = tx_wide_block_constants_of(c);
-  tx_wide_group g;
-  for (int32_t at = 0; at < blocks; at += TX_WIDE_GROUP) {
-    const tx_step_streams further = tx_wide_on(s, at);
-    tx_wide_begin(c, &w, &further, blocks - at, &g);
-    if (s->checksums) tx_look_at_block(*s, (int64_t)at * TX_BLOCK);
+TX_FN void tx_avx512_step(const tx_adamw_constants *c, const tx_step_streams *s, int32_t blocks) {
+  const tx_avx512_block_constants w = tx_avx512_block_constants_of(c);
+  tx_avx512_group g;
+  for (int32_t at = 0; at < blocks; at += TX_AVX512_GROUP) {
+    const tx_step_streams further = tx_avx512_on(s, at);
+    tx_avx512_begin(c, &w, &further, blocks - at, &g);
+    if (s->checksums) tx_compare_checksum(*s, (int64_t)at * TX_BLOCK);
     for (int32_t i = 0; i < g.count; i++)
-      tx_wide_second(c, &w, &g.s, i, &g.blocks[i]);
-    if (s->checksums) tx_renew_block(*s, (int64_t)at * TX_BLOCK);
+      tx_avx512_second(c, &w, &g.s, i, &g.blocks[i]);
+    if (s->checksums) tx_renew_checksum(*s, (int64_t)at * TX_BLOCK);
     for (int32_t i = 0; i < g.count; i++)
-      tx_wide_third(&w, &g.s, i, &g.blocks[i], &g.m, &g.root, g.narrow[i]);
+      tx_avx512_third(&w, &g.s, i, &g.blocks[i], &g.m, &g.root, g.narrow[i]);
   }
 }
 

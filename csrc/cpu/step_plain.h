@@ -3,89 +3,21 @@
 #ifndef TX_CPU_STEP_PLAIN_H
 #define TX_CPU_STEP_PLAIN_H
 
-#include "csrc/cpu/lanes.h"
-#include "csrc/cpu/loop_checksum.h"
-#include "csrc/cpu/round_bf16.h"
+#include "csrc/cpu/step_streams.h"
 #include "csrc/cpu/stream_store.h"
-#include "csrc/math/adamw.h"
-#include "csrc/math/dither.h"
-#include "csrc/math/remainder.h"
 
 /* Loops written for AVX-512 beside the plain ones. */
 #if defined(__AVX512BW__) && defined(__AVX512DQ__)
-#define TX_WIDE 1
+#define TX_HAS_AVX512 1
 #include "csrc/cpu/avx512_weights.h"
 #else
-#define TX_WIDE 0
+#define TX_HAS_AVX512 0
 #endif
-
-/* What one instance works on: elements from a block's edge on. Dithered thresholds are those of the first element;
- * block scales only where the moments have them. */
-typedef struct tx_step_streams {
-  const void *grad;
-  void *param, *master, *exp_avg, *exp_avg_sq;
-  uint8_t *exp_avg_scale, *exp_avg_sq_scale;
-  uint32_t param_u, exp_avg_u, exp_avg_sq_u;
-  void *checksums; /* beside remainders, of whole blocks of TX_CHECKSUM weights; NULL: the instance has none to renew */
-  int64_t *stale;  /* NULL: it does not compare them first */
-  int stream_store; /* weights beside fp32 masters are stored so; they begin at a cache line */
-} tx_step_streams;
-
-TX_FN float tx_weight_lane(tx_step_streams s, int32_t pair, const int k, const tx_dtype param, const tx_dtype master) {
-  if (master == TX_NONE) return tx_load_lane(s.param, pair, k, param);
-  if (master == TX_F32) return tx_load_lane(s.master, pair, k, TX_F32);
-  return tx_remainder_join(tx_upper(tx_word(s.param, pair), k), (int32_t)tx_upper_unmasked(tx_word(s.master, pair), k));
-}
-
-/* u: threshold of the pair's first element. */
-TX_FN void tx_store_weights(tx_step_streams s, int32_t pair, const tx_dtype param, const tx_dtype master,
-                            const float p[2], uint32_t u) {
-  if (master == TX_I16) {
-    const tx_remainder_halves a = tx_remainder_split(p[0]), b = tx_remainder_split(p[1]);
-    tx_put_word(s.param, pair, tx_join_upper(a.upper, b.upper));
-    tx_put_word(s.master, pair, tx_join_lower(a.lower, b.lower));
-  } else if (master == TX_F32) {
-    tx_put_word(s.master, 2 * pair, tx_bits_from_f32(p[0]));
-    tx_put_word(s.master, 2 * pair + 1, tx_bits_from_f32(p[1]));
-#if !defined(TX_CONVERT_GROUP) /* else tx_round_weights does it from the masters */
-    tx_put_word(s.param, pair, tx_join_upper(tx_bf16_nearest_upper(p[0]), tx_bf16_nearest_upper(p[1])));
-#endif
-  } else {
-    const uint32_t lanes[2] = {tx_round_lane(param, p[0], u), tx_round_lane(param, p[1], u + TX_LATTICE_ELEMENT)};
-    tx_store_lanes(s.param, pair, param, lanes);
-  }
-}
-
-/* The weights beside n fp32 masters that tx_store_weights has stored, from element `at` on. */
-TX_FN void tx_round_weights(tx_step_streams s, int64_t at, int64_t n, const tx_dtype master) {
-#if defined(TX_CONVERT_GROUP)
-  if (master == TX_F32) tx_nearest_bf16((const char *)s.master + 4 * at, n, (char *)s.param + 2 * at);
-#else
-  (void)s, (void)at, (void)n, (void)master;
-#endif
-}
 
 /* The step goes over a tile twice: a loop for the moments up to the square root, one for the weights from the division
  * on. With both in one loop the many instructions that wait for a result of the divider fill the processor's scheduler,
  * and it runs at half its speed. Tiles are small against the first-level cache. */
 #define TX_STEP_TILE 256
-
-/* A tile is walked over in groups of a few vectors, of so many pairs, and memory is asked for group by group, a
- * kilobyte of each stream ahead. The hardware's own prefetching alone, thrown back at each page of five streams, left a
- * quarter of the bandwidth unused; asking for a tile at once fills the buffers for outstanding lines. */
-#define TX_GROUP 16
-#define TX_PREFETCH_BYTES 1024 /* bytes */
-
-/* The lines of `count` elements of a stream, `ahead` elements from element `at`: nothing happens past its end. */
-TX_FN void tx_prefetch_at(const void *stream, int64_t at, int64_t ahead, const int64_t count, const tx_dtype dtype) {
-  const char *from = (const char *)stream + (at + ahead) * tx_lane_bytes(dtype);
-  for (int64_t byte = 0; byte < count * tx_lane_bytes(dtype); byte += 64)
-    __builtin_prefetch(from + byte);
-}
-
-TX_FN void tx_prefetch(const void *stream, int64_t at, const int64_t count, const tx_dtype dtype) {
-  tx_prefetch_at(stream, at, TX_PREFETCH_BYTES / tx_lane_bytes(dtype), count, dtype);
-}
 
 /* Unrounded results of the first loop; element 2 * i + k at [k][i]. */
 typedef struct tx_step_tile {
@@ -298,37 +230,24 @@ static __attribute__((noinline)) void tx_step_pair_weights_again(const tx_adamw_
   tx_step_pair_weights(*c, *s, at, pairs, tile, TX_BF16, TX_I16);
 }
 
-/* A block's weights beside remainders against their checksum before they are stepped, from element `at` on. They are
- * asked for a block further ahead: here they are looked at for the first time, and stay in L1 until the step. */
-TX_FN void tx_look_at_block(tx_step_streams s, int64_t at) {
-  if (!s.stale) return;
-  *s.stale += tx_checksum_blocks((const char *)s.param + 2 * at, (char *)s.master + 2 * at,
-                                 (char *)s.checksums + at / TX_CHECKSUM * 8, TX_CHECKSUM, TX_CHECKSUM_RESYNC, 0);
-}
-
-/* The checksum of a block that was stepped. */
-TX_FN void tx_renew_block(tx_step_streams s, int64_t at) {
-  tx_checksum_put(s.checksums, at / TX_CHECKSUM, tx_checksum_of((const char *)s.param + 2 * at, TX_CHECKSUM, 0));
-}
-
 TX_FN void tx_prefetch_remainders(tx_step_streams s, int32_t pair) {
   tx_prefetch(s.param, 2 * pair + TX_CHECKSUM, 2 * TX_GROUP, TX_BF16);
   tx_prefetch(s.master, 2 * pair, 2 * TX_GROUP, TX_I16);
 }
 
 /* The fast way. Returns whether nothing rare was met. */
-#if TX_WIDE
+#if TX_HAS_AVX512
 TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
                                   const tx_step_tile *tile, tx_kept *kept) {
-  const tx_wide_constants wide = tx_wide_constants_of(&c);
-  tx_wide_watch watch = tx_wide_watch_begin();
+  const tx_avx512_constants wide = tx_avx512_constants_of(&c);
+  tx_avx512_watch watch = tx_avx512_watch_begin();
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
-    const tx_wide_moment_tile moments = {&tile->m[0][group], &tile->root[0][group], TX_STEP_TILE / 2};
+    const tx_avx512_moment_tile moments = {&tile->m[0][group], &tile->root[0][group], TX_STEP_TILE / 2};
     tx_prefetch_remainders(s, at + group);
-    tx_wide_weights(&wide, (tx_mem_u32 *)s.param + at + group, (tx_mem_u32 *)s.master + at + group, moments, &watch,
-                    &kept->param[group], &kept->remainder[group]);
+    tx_avx512_weights(&wide, (tx_mem_u32 *)s.param + at + group, (tx_mem_u32 *)s.master + at + group, moments, &watch,
+                      &kept->param[group], &kept->remainder[group]);
   }
-  return tx_wide_watch_is_quiet(watch);
+  return tx_avx512_watch_is_quiet(watch);
 }
 #else
 TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
@@ -375,7 +294,7 @@ TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, con
   for (int32_t at = 0; at < n / 2; at += TX_STEP_TILE / 2) {
     const int32_t pairs = n / 2 - at < TX_STEP_TILE / 2 ? n / 2 - at : TX_STEP_TILE / 2;
     const int checksumed = master == TX_I16 && s.checksums;
-    if (checksumed && 2 * at % TX_CHECKSUM == 0) tx_look_at_block(s, 2 * at);
+    if (checksumed && 2 * at % TX_CHECKSUM == 0) tx_compare_checksum(s, 2 * at);
     const int within = tx_are_within(s.grad, 2 * at, 2 * pairs, most, grad);
     const int ordinary = __builtin_expect(within, 1) ? tx_step_pair_moments(c, s, at, pairs, &tile, grad, moment, 1)
                                                      : tx_step_pair_moments_any(&c, &s, at, pairs, &tile, grad, moment);
@@ -387,7 +306,7 @@ TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, con
     } else {
       tx_step_pair_weights(c, s, at, pairs, &tile, param, master);
     }
-    if (checksumed && 2 * (at + pairs) % TX_CHECKSUM == 0) tx_renew_block(s, 2 * (at + pairs) - TX_CHECKSUM);
+    if (checksumed && 2 * (at + pairs) % TX_CHECKSUM == 0) tx_renew_checksum(s, 2 * (at + pairs) - TX_CHECKSUM);
   }
 }
 

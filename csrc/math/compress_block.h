@@ -8,6 +8,7 @@
 #define TX_MATH_COMPRESS_BLOCK_H
 
 #include "csrc/math/numeric.h"
+#include "csrc/torch_ext.h"
 
 #define TX_FAR 15 /* the code of an exponent of 0, and of an escape until its own exponent is put in */
 

@@ -70,6 +70,16 @@ def test_what_needs_torch_or_nccl_and_the_example_compile_without_a_warning() ->
     in_parallel(lambda source: clang(*source.flags, "-fsyntax-only", source.path), sources)
 
 
+def test_every_header_compiles_alone() -> None:
+    """Without what a source happens to include before it."""
+    flags = [*starlark("bazel/copts.bzl")["C_OPTS"], "-Wno-unused-function", "-Wno-unused-const-variable"]
+    avx512 = starlark("bazel/isa.bzl")["ISAS"]["avx512"]
+    headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
+    assert len(headers) > 50
+    sources = [Source(path, [*flags, *(avx512 if "avx512" in path else [])]) for path in headers]
+    in_parallel(lambda source: clang(*source.flags, "-fsyntax-only", "-x", "c", source.path), sources)
+
+
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[ctypes.CDLL]:
     """The library as the build has made it, and one that clang has made of the same sources, hardly optimised."""

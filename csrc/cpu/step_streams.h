@@ -1,0 +1,89 @@
+/* What one instance of the step works on, and what every one does with it: weights in any form, prefetching, checksums
+ * beside remainders. Included by the instances. */
+#ifndef TX_CPU_STEP_STREAMS_H
+#define TX_CPU_STEP_STREAMS_H
+
+#include "csrc/cpu/lanes.h"
+#include "csrc/cpu/loop_checksum.h"
+#include "csrc/cpu/round_bf16.h"
+#include "csrc/math/adamw.h"
+#include "csrc/math/dither.h"
+#include "csrc/math/remainder.h"
+
+/* What one instance works on: elements from a block's edge on. Dithered thresholds are those of the first element;
+ * block scales only where the moments have them. */
+typedef struct tx_step_streams {
+  const void *grad;
+  void *param, *master, *exp_avg, *exp_avg_sq;
+  uint8_t *exp_avg_scale, *exp_avg_sq_scale;
+  uint32_t param_u, exp_avg_u, exp_avg_sq_u;
+  void *checksums; /* beside remainders, of whole blocks of TX_CHECKSUM weights; NULL: the instance has none to renew */
+  int64_t *stale;  /* NULL: it does not compare them first */
+  int stream_store; /* weights beside fp32 masters are stored so; they begin at a cache line */
+} tx_step_streams;
+
+TX_FN float tx_weight_lane(tx_step_streams s, int32_t pair, const int k, const tx_dtype param, const tx_dtype master) {
+  if (master == TX_NONE) return tx_load_lane(s.param, pair, k, param);
+  if (master == TX_F32) return tx_load_lane(s.master, pair, k, TX_F32);
+  return tx_remainder_join(tx_upper(tx_word(s.param, pair), k), (int32_t)tx_upper_unmasked(tx_word(s.master, pair), k));
+}
+
+/* u: threshold of the pair's first element. */
+TX_FN void tx_store_weights(tx_step_streams s, int32_t pair, const tx_dtype param, const tx_dtype master,
+                            const float p[2], uint32_t u) {
+  if (master == TX_I16) {
+    const tx_remainder_halves a = tx_remainder_split(p[0]), b = tx_remainder_split(p[1]);
+    tx_put_word(s.param, pair, tx_join_upper(a.upper, b.upper));
+    tx_put_word(s.master, pair, tx_join_lower(a.lower, b.lower));
+  } else if (master == TX_F32) {
+    tx_put_word(s.master, 2 * pair, tx_bits_from_f32(p[0]));
+    tx_put_word(s.master, 2 * pair + 1, tx_bits_from_f32(p[1]));
+#if !defined(TX_CONVERT_GROUP) /* else tx_round_weights does it from the masters */
+    tx_put_word(s.param, pair, tx_join_upper(tx_bf16_nearest_upper(p[0]), tx_bf16_nearest_upper(p[1])));
+#endif
+  } else {
+    const uint32_t lanes[2] = {tx_round_lane(param, p[0], u), tx_round_lane(param, p[1], u + TX_LATTICE_ELEMENT)};
+    tx_store_lanes(s.param, pair, param, lanes);
+  }
+}
+
+/* The weights beside n fp32 masters that tx_store_weights has stored, from element `at` on. */
+TX_FN void tx_round_weights(tx_step_streams s, int64_t at, int64_t n, const tx_dtype master) {
+#if defined(TX_CONVERT_GROUP)
+  if (master == TX_F32) tx_nearest_bf16((const char *)s.master + 4 * at, n, (char *)s.param + 2 * at);
+#else
+  (void)s, (void)at, (void)n, (void)master;
+#endif
+}
+
+/* A tile is walked over in groups of a few vectors, of so many pairs, and memory is asked for group by group, a
+ * kilobyte of each stream ahead. The hardware's own prefetching alone, thrown back at each page of five streams, left a
+ * quarter of the bandwidth unused; asking for a tile at once fills the buffers for outstanding lines. */
+#define TX_GROUP 16
+#define TX_PREFETCH_BYTES 1024 /* bytes */
+
+/* The lines of `count` elements of a stream, `ahead` elements from element `at`: nothing happens past its end. */
+TX_FN void tx_prefetch_at(const void *stream, int64_t at, int64_t ahead, const int64_t count, const tx_dtype dtype) {
+  const char *from = (const char *)stream + (at + ahead) * tx_lane_bytes(dtype);
+  for (int64_t byte = 0; byte < count * tx_lane_bytes(dtype); byte += 64)
+    __builtin_prefetch(from + byte);
+}
+
+TX_FN void tx_prefetch(const void *stream, int64_t at, const int64_t count, const tx_dtype dtype) {
+  tx_prefetch_at(stream, at, TX_PREFETCH_BYTES / tx_lane_bytes(dtype), count, dtype);
+}
+
+/* A block's weights beside remainders against their checksum before they are stepped, from element `at` on. They are
+ * asked for a block further ahead: here they are looked at for the first time, and stay in L1 until the step. */
+TX_FN void tx_compare_checksum(tx_step_streams s, int64_t at) {
+  if (!s.stale) return;
+  *s.stale += tx_checksum_blocks((const char *)s.param + 2 * at, (char *)s.master + 2 * at,
+                                 (char *)s.checksums + at / TX_CHECKSUM * 8, TX_CHECKSUM, TX_CHECKSUM_RESYNC, 0);
+}
+
+/* The checksum of a block that was stepped. */
+TX_FN void tx_renew_checksum(tx_step_streams s, int64_t at) {
+  tx_checksum_put(s.checksums, at / TX_CHECKSUM, tx_checksum_of((const char *)s.param + 2 * at, TX_CHECKSUM, 0));
+}
+
+#endif
