@@ -91,7 +91,7 @@ class FakeStreams(Streams):
         for passed in event:
             self._follow(stream, passed)
 
-    def passed(self, event: list[Clock]) -> bool:
+    def query(self, event: list[Clock]) -> bool:
         return True
 
     def pointer(self, stream: str) -> int:
@@ -100,7 +100,7 @@ class FakeStreams(Streams):
     def device(self) -> Any:
         return contextlib.nullcontext()
 
-    def looking(self) -> Any:
+    def polling(self) -> Any:
         return contextlib.nullcontext()
 
     # -- the model

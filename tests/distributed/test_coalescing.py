@@ -84,7 +84,7 @@ def _tells(rank: int, world: int, strategy: str) -> None:
     n = len(engine.plan.buckets)
     rows = torch.zeros(2, n + 2, dtype=torch.int64)
     assert engine._coalescing._measured(rows).sharded == (strategy != "no_shard")
-    places = [engine.store._places(buckets) for buckets in (range(1), range(2), range(1, n), range(n))]
+    places = [engine.strategy._slots_needed(buckets) for buckets in (range(1), range(2), range(1, n), range(n))]
     assert places == [1, IN_FLIGHT // 2, IN_FLIGHT // 2, IN_FLIGHT], "a whole buffer is alone on its way"
 
 
@@ -118,7 +118,7 @@ def _train(rank: int, each: int, dtypes: Any, *options: Any, **ddp: Any) -> tupl
         model(grads).backward()
         found.append(bits([grad for p in model.parameters() if (grad := engine.grad(p)) is not None]))
         found.append(bits([engine.stats(list(model.parameters()))]) if engine.sharded else [])
-        assert not len(engine.store.temporary)
+        assert not len(engine.strategy.temporary)
     return found, messages
 
 

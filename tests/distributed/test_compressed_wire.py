@@ -54,7 +54,7 @@ def _steps(rank: int, strategy: str, kind: str, below: float, dtypes: Any) -> tu
         whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
         found.append(bits(whole))
     engine = parallelize._engine_of(model)
-    exchange = getattr(engine, "exchange", None)
+    exchange = getattr(engine, "communicator", None)
     return found, sent, 0 if exchange is None else exchange.disordered
 
 
@@ -131,7 +131,7 @@ def _decided(rank: int, world: int, each: list[int], strategy: str, kind: str, b
         bucket_joining.time = Clock(each[rank])  # type: ignore[assignment]
         chosen = policy(BF16, bucket_size=BUCKET, compress_below_gbps=limit)
         model: Any = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
-        exchange = parallelize._engine_of(model).exchange
+        exchange = parallelize._engine_of(model).communicator
         decided, found[limit] = [], []
         for seed in range(24):
             decided.append(exchange.compresses)
@@ -246,7 +246,9 @@ def _gathers(_rank: int, _world: int) -> list[int]:
     started, under_way = [], []
     values = [torch.full((2 * 8192,), float(exchange.rank + 2 * i), dtype=BF16) for i in range(10)]
     for i, value in enumerate(values):
-        started.append(exchange.gather(WireBuffer.of(value), tag=communicator.tag(3, 1, i), what=f"gather {i}"))
+        started.append(
+            exchange.all_gather_into_buffer(WireBuffer.of(value), tag=communicator.tag(3, 1, i), label=f"gather {i}")
+        )
         under_way.append(sum(bool(one.gathers) for one in started))
     for one in started:
         one.result()

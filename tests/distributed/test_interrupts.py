@@ -36,7 +36,7 @@ def _raises(error: BaseException, times: int = 1) -> Callable[[], None]:
 
 def _travel(*works: Work) -> Any:
     exchange: Any = types.SimpleNamespace(group=Work())
-    travel = gloo._PendingTransfer(exchange, 0, "bucket 7")
+    travel = gloo.PendingTransfer(exchange, 0, "bucket 7")
     travel.gathers, travel.sends = list(enumerate(works[:-1])), [(9, works[-1])]
     return travel
 
@@ -83,8 +83,8 @@ def test_an_interrupted_wait_for_a_compressed_message(which: str) -> None:
         works.append(Work(arrives))
         return works[-1]
 
-    pool = gloo._Memory()
-    arriving = gloo._PendingRecv(gloo._CompressedMessage(into, pool), receive)
+    pool = gloo.MemoryPool()
+    arriving = gloo.PendingRecv(gloo.CompressedMessage(into, pool), receive)
     with pytest.raises(KeyboardInterrupt):
         arriving.wait()
     assert not arriving.is_completed()

@@ -126,11 +126,11 @@ def _parted(rank: int, world: int, path: str) -> str:
     for cycle in range(3):
         for bucket in range(2):
             exchange.transport.all_to_all([into], [sent], f"bucket {bucket}")
-        reports = exchange.all_gather(payload, tag=2 * cycle, what="end")()
+        reports = exchange.all_gather_bytes(payload, tag=2 * cycle, label="end")()
         assert [r.tolist() for r in reports] == [[0], [1]]
     exchange.transport.all_to_all([into], [sent], f"bucket {rank} of cycle 3")
     with pytest.raises(RuntimeError) as first:
-        exchange.all_gather(payload, tag=6, what="end")()
+        exchange.all_gather_bytes(payload, tag=6, label="end")()
     with pytest.raises(RuntimeError, match="was aborted and cannot be used any more"):
         exchange.transport.all_to_all([into], [sent], "bucket 9")
     return str(first.value)
@@ -143,7 +143,7 @@ def test_ranks_that_parted_are_told_where_with_both_hashes(fakes: dict[str, str]
 
 
 class _Hanging(FakeStreams):
-    def passed(self, event: Any) -> bool:
+    def query(self, event: Any) -> bool:
         return False
 
 
@@ -175,7 +175,7 @@ class _Blind(FakeStreams):
         self.times = times
         self.relaxed: list[str] = []
 
-    def passed(self, event: Any) -> bool:
+    def query(self, event: Any) -> bool:
         assert threading.current_thread().name in self.relaxed
         self.times -= 1
         if self.times >= 0:
@@ -183,7 +183,7 @@ class _Blind(FakeStreams):
         return True
 
     @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
+    def polling(self) -> Iterator[None]:
         self.relaxed.append(threading.current_thread().name)
         yield
         self.relaxed.remove(threading.current_thread().name)
@@ -223,7 +223,7 @@ def test_an_event_that_cannot_be_asked_for_is_asked_for_again(fakes: dict[str, s
 
 
 class _Broken(FakeStreams):
-    def passed(self, event: Any) -> bool:
+    def query(self, event: Any) -> bool:
         raise MemoryError("none left")
 
 
@@ -298,7 +298,9 @@ def _timeouts(rank: int, world: int) -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(factory, "backend", lambda group, device: "none")
     patch.setattr(collectives, "backend", lambda group, device: "none")
-    assert process_group.timeout_of(collectives.beside(short, cpu).group, cpu) == 3.0, "words between hosts, too"
+    assert process_group.timeout_of(collectives.control_communicator(short, cpu).group, cpu) == 3.0, (
+        "words between hosts, too"
+    )
 
 
 def test_a_process_group_says_how_long_it_waits() -> None:

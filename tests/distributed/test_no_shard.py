@@ -79,8 +79,8 @@ def _life(rank: int, world: int, wire: torch.dtype | None) -> None:
         grads[1] = None if rank == 1 else grads[1]  # unused on one rank
         grads[2] = None  # unused everywhere
         model(grads).backward()
-        assert len(engine.store.temporary) == 0, "E3: a wire bucket is always freed"
-        buffers = {f.untyped_storage().data_ptr() for f in engine.store.buffers.flats}
+        assert len(engine.strategy.temporary) == 0, "E3: a wire bucket is always freed"
+        buffers = {f.untyped_storage().data_ptr() for f in engine.strategy.buffers.flats}
         for name, p in model.named_parameters():
             if name == "p2":
                 assert p.grad is None, "E3: unused everywhere: untouched"

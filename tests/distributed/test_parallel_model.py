@@ -238,7 +238,7 @@ def _harmless(rank: int, world: int, strategy: str) -> None:
     _backward(model)
     engine: Any = torch_ext.parallel.parallelize._engine_of(model)
     if strategy != "optim_grads":
-        assert all(engine.store.buffers.holds(i) for i in range(len(engine.params)))
+        assert all(engine.strategy.buffers.holds(i) for i in range(len(engine.params)))
 
 
 def test_changes_that_change_nothing_are_fine() -> None:
@@ -388,7 +388,7 @@ NAMES: list[tuple[Any, str]] = [
 
 def _store(model: Any) -> str:
     engine: Any = torch_ext.parallel.parallelize._engine_of(model)
-    return type(engine.store).__name__
+    return type(engine.strategy).__name__
 
 
 def _accepts(rank: int, world: int) -> None:

@@ -191,7 +191,7 @@ def test_training_loop_equals_ddp(world: int) -> None:
 def test_engine_has_an_own_name_for_every_message() -> None:
     tags = [
         communicator.tag(engine, cycle, bucket) + half
-        for engine in (0, 1, communicator._ENGINES - 1)
+        for engine in (0, 1, communicator._REDUCERS - 1)
         for cycle in (0, 1, communicator._CYCLES - 1)
         for bucket in (0, 1, communicator.MAX_BUCKETS)
         for half in (0, 1)

@@ -43,8 +43,8 @@ def _life_of_optim(rank: int, world: int, wire: Any) -> None:
             model(grads).backward()
         assert engine.wire_bytes == 0 or step, "E5: nothing travels under no_sync"
         model(grads).backward()
-        assert len(engine.store.temporary) == 0, "E3: a wire bucket is always freed"
-        flats = {flat.untyped_storage().data_ptr() for flat in engine.store.buffers.flats}
+        assert len(engine.strategy.temporary) == 0, "E3: a wire bucket is always freed"
+        flats = {flat.untyped_storage().data_ptr() for flat in engine.strategy.buffers.flats}
         for i, p in enumerate(model.parameters()):
             if i == 2:
                 assert p.grad is None and engine.grad(p) is None, "E3: unused everywhere: untouched"
@@ -68,7 +68,7 @@ def _life_of_optim_grads(rank: int, world: int, wire: Any) -> None:
                 model(grads).backward()
             assert world == 1 or engine.wire_bytes > 0, "E8: gradients are reduced in every backward, no_sync or not"
             assert all(p.grad is None for p in model.parameters()), "E3: the shard has it"
-            assert len(engine.store.temporary) == 0 and not engine.store._held
+            assert len(engine.strategy.temporary) == 0 and not engine.strategy._held
             for i, p in enumerate(model.parameters()):
                 own, local = engine.grad(p), engine.local(p)
                 if i == 2:
@@ -98,7 +98,7 @@ def _equal_dtypes(rank: int, world: int) -> None:
     model = _parallel("optim", FP32)
     taken: list[Any] = []
     engine = _engine(model)
-    engine.store.temporary.take = lambda *a, **k: taken.append(a)
+    engine.strategy.temporary.take = lambda *a, **k: taken.append(a)
     model(noise(0, rank, SHAPES)).backward()
     assert not taken
     optimizer = torch_ext.AdamW(model.parameters())
@@ -116,7 +116,7 @@ def _sizes(rank: int, world: int, strategy: str) -> dict[str, int]:
     model(noise(0, rank, [(4096,), (1000,)], BF16)).backward()
     optimizer.step()
     state = [t for p in model.parameters() for t in optimizer.state[p].values() if t.numel() > 1]
-    store = _engine(model).store
+    store = _engine(model).strategy
     grads = store.shards if strategy == "optim_grads" else store.buffers.flats
     return {
         "state": sum(t.nbytes for t in state),
@@ -151,7 +151,7 @@ def _written(rank: int, world: int, strategy: str) -> None:
     assert engine.stats(params) is None
     optimizer.zero_grad()
     model(grads).backward()
-    engine.store.stats += 1  # were it used, the norm would be another
+    engine.strategy.stats += 1  # were it used, the norm would be another
     with torch.no_grad():
         engine.grad(params[0]).mul_(1.0)
     assert torch.equal(known, torch_ext.clip_grad_norm_(optimizer, 1.0))
@@ -278,7 +278,7 @@ def _slow(rank: int, world: int, strategy: str, joined: bool) -> int:
     model = torch_ext.parallelize(
         Given([(200,)] * 16, BF16), policy(BF16, FP32, BF16, bucket_size=1), strategy=strategy
     )
-    temporary = _engine(model).store.temporary
+    temporary = _engine(model).strategy.temporary
     own, most = reduce_chunks, 0
 
     def add_up(*arguments: Any, **options: Any) -> None:
@@ -290,7 +290,7 @@ def _slow(rank: int, world: int, strategy: str, joined: bool) -> int:
     strategies.replace_reduce_chunks(add_up)
     for step in range(2):
         model(noise(step, rank, [(200,)] * 16, BF16)).backward()
-        temporary = _engine(model).store.temporary
+        temporary = _engine(model).strategy.temporary
         model.zero_grad()
     assert len(temporary) == 0
     return most

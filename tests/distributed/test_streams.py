@@ -59,18 +59,21 @@ def _forgetful(monkeypatch: Any) -> None:
 
     def init(self: Any, *args: Any) -> None:
         made(self, *args)
-        self.opening = _nothing
+        self.pack_fn = _nothing
 
     monkeypatch.setattr(collectives._Reduction, "__init__", init)
 
 
 # What is left out -> what the checker then says.
 BROKEN = {
-    "a bucket leaves at once": (lambda m: _without(m, comm_streams.Ordering, "_follow_writers"), "does not follow"),
+    "a bucket leaves at once": (lambda m: _without(m, comm_streams.Ordering, "_wait_for_producers"), "does not follow"),
     "a slot is used again at once": (_slots_at_once, "does not follow"),
     "a sum waits for no bytes": (lambda m: m.setattr(happens_before._Work, "wait", _nothing), "does not follow"),
-    "nobody waits for the sum": (lambda m: _without(m, comm_streams.Ordering, "join"), "does not follow"),
-    "the sum's event is not recorded": (lambda m: _without(m, comm_streams.Ordering, "arrived"), "does not follow"),
+    "nobody waits for the sum": (lambda m: _without(m, comm_streams.Ordering, "wait"), "does not follow"),
+    "the sum's event is not recorded": (
+        lambda m: _without(m, comm_streams.Ordering, "record_received"),
+        "does not follow",
+    ),
     "gradients are freed at once": (_forgetful, "memory of compute is handed out again"),
 }
 
@@ -106,17 +109,17 @@ def _writers(rank: int, world: int, told: bool) -> list[str]:
                     streams.wait(stream, made)
                     main[128 * half : 128 * half + 128] += 1.0 + rank
                     if told:
-                        exchange.ordering.wrote()
-            handle = exchange.reduce(
+                        exchange.ordering.record_producer()
+            handle = exchange.reduce_scatter(
                 WireBuffer.of(main),
                 lambda chunks, part, main=main: reduce_chunks(chunks, WireBuffer.of(main).part(*part).data, 1.0),
                 result=WireBuffer.of(main),
                 tag=2 * bucket,
-                what="a bucket",
+                label="a bucket",
             )
             handle.result()
             assert (main + 0.0).eq(3.0).all()
-            exchange.ordering.forget_writers()
+            exchange.ordering.forget_producers()
     return streams.races
 
 
@@ -131,9 +134,9 @@ def _reports(rank: int, world: int) -> None:
     factory.backend = collectives.backend = lambda group, device: "nccl"
     for group, members in ((dist.group.WORLD, [0, 1, 2, 3]), (groups[rank % 2], [rank % 2, rank % 2 + 2])):
         for _ in range(2):
-            control = collectives.beside(group, torch.device("cpu"))
+            control = collectives.control_communicator(group, torch.device("cpu"))
             assert control.group is not group and dist.get_process_group_ranks(control.group) == members
-            got = control.all_gather(torch.tensor([rank], dtype=torch.uint8), tag=4, what="a report")()
+            got = control.all_gather_bytes(torch.tensor([rank], dtype=torch.uint8), tag=4, label="a report")()
             assert [int(r) for r in got] == members
     assert len(collectives._groups) == 2
 

@@ -40,8 +40,8 @@ def _all_reduced(_rank: int, world: int, scattered: bool) -> tuple[list[Any], li
         reduce_chunks(chunks, WireBuffer.of(main).part(*part).data, 0.5)
 
     result = None if scattered else WireBuffer.of(main)
-    exchange.reduce(
-        WireBuffer.of(main), install, result=result, tag=communicator.tag(3, 1, 0), what="a bucket"
+    exchange.reduce_scatter(
+        WireBuffer.of(main), install, result=result, tag=communicator.tag(3, 1, 0), label="a bucket"
     ).result()
     return happened, main.unique().tolist(), exchange.bytes_sent
 

@@ -57,7 +57,7 @@ def _reduced(rank: int, world: int, strategy: str, size: int | None, main: Any, 
             assert grad is not None and grad.dtype == (main or BF16)
             found[-1].append((bits([grad])[0], engine.local(p).start, grad.numel()))
         model.zero_grad()
-        assert len(engine.store.temporary) == 0
+        assert len(engine.strategy.temporary) == 0
     return found
 
 

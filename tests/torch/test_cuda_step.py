@@ -241,7 +241,7 @@ def device(d):
     yield
 torch.cuda.device = device
 modes = [stand_in.capture_mode()]
-with streams.CudaStreams(torch.device("cuda:1")).looking():
+with streams.CudaStreams(torch.device("cuda:1")).polling():
     modes.append(stand_in.capture_mode())
 modes.append(stand_in.capture_mode())
 class Seen(Lane):

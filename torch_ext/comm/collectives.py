@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ext.comm import group_calls
-from torch_ext.comm.communicator import Communicator, Install, Opening, Part, Work
+from torch_ext.comm.communicator import Communicator, PackFn, Part, ReduceFn, Work
 from torch_ext.comm.gloo import GlooCommunicator
 from torch_ext.comm.process_group import backend, timeout_of
 from torch_ext.comm.streams import Event, Slot, Slots
@@ -31,21 +31,21 @@ class _Reduction:
 
     def __init__(
         self,
-        exchange: "CollectiveCommunicator",
-        opening: Opening,
-        install: Install,
-        what: str,
-        then: Callable[[], None] | None,
+        communicator: "CollectiveCommunicator",
+        pack_fn: PackFn,
+        reduce_fn: ReduceFn,
+        label: str,
+        on_complete: Callable[[], None] | None,
     ) -> None:
-        self.exchange, self.install, self.what, self.then = exchange, install, what, then
+        self.communicator, self.reduce_fn, self.label, self.on_complete = communicator, reduce_fn, label, on_complete
         # Reads memory that others allocated, which has to live until `result`.
-        self.opening: Opening | None = opening
-        self.event = exchange.take_event()
+        self.pack_fn: PackFn | None = pack_fn
+        self.event = communicator.take_event()
         self.failure: Exception | None = None
-        with exchange.ordering.leave():
-            self.wire, self.gathered = opening()
-            self.received, self.slot = exchange.lend(self.wire.data.numel(), self.wire.data.dtype, "received")
-            self.works = exchange.transport.all_to_all(self.received.messages(), self.wire.messages(), what)
+        with communicator.ordering.send_stream():
+            self.wire, self.gathered = pack_fn()
+            self.received, self.slot = communicator.lend(self.wire.data.numel(), self.wire.data.dtype, "received")
+            self.works = communicator.transport.all_to_all(self.received.messages(), self.wire.messages(), label)
 
     def advance(self) -> None:
         """Gives the device the rest to do; a CPU does it."""
@@ -56,27 +56,29 @@ class _Reduction:
             raise
 
     def _advance(self) -> None:
-        exchange = self.exchange
-        with exchange.ordering.arrive():
+        communicator = self.communicator
+        with communicator.ordering.recv_stream():
             _wait(self.works)
-            self.install(self.received.parts(exchange.world_size), Part(exchange.rank, exchange.world_size))
-            exchange.slots.give_back(self.slot)
+            self.reduce_fn(
+                self.received.parts(communicator.world_size), Part(communicator.rank, communicator.world_size)
+            )
+            communicator.slots.give_back(self.slot)
             if self.gathered is not None:
-                _wait(exchange.transport.all_gather(self.gathered.messages(), exchange.rank, self.what))
-            if self.then is not None:
-                self.then()
-            exchange.ordering.arrived(self.event)
+                _wait(communicator.transport.all_gather(self.gathered.messages(), communicator.rank, self.label))
+            if self.on_complete is not None:
+                self.on_complete()
+            communicator.ordering.record_received(self.event)
 
     def result(self) -> None:
-        if self.opening is None:
+        if self.pack_fn is None:
             return
-        self.exchange.advance_to(self)
+        self.communicator.advance_to(self)
         if self.failure is not None:
             raise self.failure
-        self.exchange.ordering.join(self.event)
-        self.exchange.events.append(self.event)
-        del self.wire, self.gathered, self.received, self.slot, self.works, self.install, self.then
-        self.opening = None
+        self.communicator.ordering.wait(self.event)
+        self.communicator.events.append(self.event)
+        del self.wire, self.gathered, self.received, self.slot, self.works, self.reduce_fn, self.on_complete
+        self.pack_fn = None
 
 
 class _Gathering:
@@ -132,20 +134,20 @@ class CollectiveCommunicator(Communicator):
     def give_back(self, wire: WireBuffer) -> None:
         self.slots.give_back(self._lent.pop(wire.data.data_ptr()))
 
-    def reduce(
+    def reduce_scatter(
         self,
-        wire: WireBuffer | Opening,
-        install: Install,
+        wire: WireBuffer | PackFn,
+        reduce_fn: ReduceFn,
         *,
         result: WireBuffer | None = None,
         tag: int,
-        what: str,
-        places: int = 1,
-        then: Callable[[], None] | None = None,
+        label: str,
+        slots_needed: int = 1,
+        on_complete: Callable[[], None] | None = None,
     ) -> Work:
         wires = (wire, result) if isinstance(wire, WireBuffer) else None
-        opening: Opening = wire if not isinstance(wire, WireBuffer) else lambda: wires  # type: ignore[assignment, return-value]
-        reduction = _Reduction(self, opening, install, what, then)
+        pack_fn: PackFn = wire if not isinstance(wire, WireBuffer) else lambda: wires  # type: ignore[assignment, return-value]
+        reduction = _Reduction(self, pack_fn, reduce_fn, label, on_complete)
         self._count(reduction.wire)
         self._count(reduction.gathered)
         if self.deferring and self._under_way:
@@ -158,18 +160,18 @@ class CollectiveCommunicator(Communicator):
         while reduction in self._under_way:
             self._under_way.popleft().advance()
 
-    def gather(self, result: WireBuffer, *, tag: int, what: str) -> Work:
+    def all_gather_into_buffer(self, result: WireBuffer, *, tag: int, label: str) -> Work:
         self._count(result)
-        return _Gathering(result, self.transport.all_gather(result.messages(), self.rank, what))
+        return _Gathering(result, self.transport.all_gather(result.messages(), self.rank, label))
 
-    def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
+    def all_gather_bytes(self, payload: torch.Tensor, *, tag: int, label: str) -> Callable[[], list[torch.Tensor]]:
         if self.deferring:
             if self._control is None:
-                self._control = beside(self.group, self.device)
-            return self._reports(self._control, payload, tag, what)
+                self._control = control_communicator(self.group, self.device)
+            return self._reports(self._control, payload, tag, label)
         self.bytes_sent += payload.nbytes * (self.world_size - 1)
         gathered = [torch.empty_like(payload) for _ in range(self.world_size)]
-        work = group_calls.all_gather(gathered, payload, self.group, what)
+        work = group_calls.all_gather(gathered, payload, self.group, label)
 
         def wait() -> list[torch.Tensor]:
             work.wait()
@@ -178,11 +180,11 @@ class CollectiveCommunicator(Communicator):
         return wait
 
     def _reports(
-        self, control: Communicator, payload: torch.Tensor, tag: int, what: str
+        self, control: Communicator, payload: torch.Tensor, tag: int, label: str
     ) -> Callable[[], list[torch.Tensor]]:
         digest = self.transport.digest()
         numel = payload.numel()
-        gather = control.all_gather(torch.cat([payload.view(-1), digest]), tag=tag, what=what)
+        gather = control.all_gather_bytes(torch.cat([payload.view(-1), digest]), tag=tag, label=label)
 
         def wait() -> list[torch.Tensor]:
             rows = gather()
@@ -199,7 +201,7 @@ _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = wea
 _HOST = torch.device("cpu")
 
 
-def beside(group: dist.ProcessGroup, device: torch.device) -> Communicator:
+def control_communicator(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     """A gloo exchange between the group's ranks for host memory; it waits as long as the group does for the device.
 
     Every rank of the group asks for the first time at the same place. Raises RuntimeError where this torch has no gloo.
@@ -214,6 +216,6 @@ def beside(group: dist.ProcessGroup, device: torch.device) -> Communicator:
             )
         ranks = dist.get_process_group_ranks(group)
         timeout = datetime.timedelta(seconds=timeout_of(group, device))
-        what = "a gloo group beside the process group"
-        _groups[group] = group_calls.new_group(ranks, timeout, group, what)
+        label = "a gloo group beside the process group"
+        _groups[group] = group_calls.new_group(ranks, timeout, group, label)
     return GlooCommunicator(_groups[group], _HOST)

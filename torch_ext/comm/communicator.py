@@ -21,7 +21,7 @@ from torch_ext.comm.wire import WireBuffer
 # (engine), when (cycle), what (bucket) and which half. Messages of one tag between two ranks arrive in order.
 _OURS = 1 << 30
 # Two engines of one number on one group would take each other's messages; ranks are at most a cycle apart.
-_ENGINES, _CYCLES, MAX_BUCKETS = 512, 16, 65535
+_REDUCERS, _CYCLES, MAX_BUCKETS = 512, 16, 65535
 AGREEMENT_TAG = _OURS | (_OURS - 1)
 
 IN_FLIGHT = 4
@@ -37,17 +37,17 @@ class Part(NamedTuple):
 
 WHOLE = Part(0, 1)
 
-Install: TypeAlias = Callable[[Sequence[WireBuffer], Part], None]
+ReduceFn: TypeAlias = Callable[[Sequence[WireBuffer], Part], None]
 """Adds up the chunks that came, by rank, and puts the sum where it belongs: into this part of the result, where there
 is one. Any thread."""
 
-Opening: TypeAlias = Callable[[], tuple[WireBuffer, WireBuffer | None]]
+PackFn: TypeAlias = Callable[[], tuple[WireBuffer, WireBuffer | None]]
 """Makes the wire that leaves, and where sums are gathered (see `reduce`), when the bucket's turn comes. Any thread."""
 
 
-def tag(engine: int, cycle: int, bucket: int) -> int:
+def tag(reducer: int, cycle: int, bucket: int) -> int:
     """The even tag of a bucket's all-to-all; its all-gather has the odd one above. Bucket MAX_BUCKETS: the report."""
-    return _OURS | (engine % _ENGINES) << 21 | (cycle % _CYCLES) << 17 | bucket << 1
+    return _OURS | (reducer % _REDUCERS) << 21 | (cycle % _CYCLES) << 17 | bucket << 1
 
 
 def divide_factor(given: float | None, world_size: int) -> float:
@@ -92,9 +92,9 @@ class Communicator(abc.ABC):
         # Counted when an exchange is started, for both its halves.
         self.bytes_sent = 0
 
-    def refuse_gone(self, what: str) -> None:
+    def refuse_gone(self, label: str) -> None:
         """RuntimeError where nothing can be exchanged any more, as it is known."""
-        refuse(self.group, what)
+        refuse(self.group, label)
 
     @property
     def deferring(self) -> bool:
@@ -111,16 +111,16 @@ class Communicator(abc.ABC):
         """What was borrowed. Any thread; where work is deferred, from `then`."""
 
     @abc.abstractmethod
-    def reduce(
+    def reduce_scatter(
         self,
-        wire: WireBuffer | Opening,
-        install: Install,
+        wire: WireBuffer | PackFn,
+        reduce_fn: ReduceFn,
         *,
         result: WireBuffer | None = None,
         tag: int,
-        what: str,
-        places: int = 1,
-        then: Callable[[], None] | None = None,
+        label: str,
+        slots_needed: int = 1,
+        on_complete: Callable[[], None] | None = None,
     ) -> Work:
         """Starts a bucket: part r of every rank's wire comes to rank r, where `install` adds up; a reduce-scatter.
 
@@ -133,11 +133,11 @@ class Communicator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gather(self, result: WireBuffer, *, tag: int, what: str) -> Work:
+    def all_gather_into_buffer(self, result: WireBuffer, *, tag: int, label: str) -> Work:
         """Starts an all-gather in place: each rank brings its own part of `result` and gets the others'."""
 
     @abc.abstractmethod
-    def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
+    def all_gather_bytes(self, payload: torch.Tensor, *, tag: int, label: str) -> Callable[[], list[torch.Tensor]]:
         """Starts the exchange of a few bytes (uint8, host memory, one size everywhere); the result waits and gives
         every rank's."""
 

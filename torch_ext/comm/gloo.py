@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ext.comm import compression, group_calls
-from torch_ext.comm.communicator import IN_FLIGHT, WHOLE, Communicator, Install, Opening, Part
+from torch_ext.comm.communicator import IN_FLIGHT, WHOLE, Communicator, PackFn, Part, ReduceFn
 from torch_ext.comm.lost_ranks import ABANDONED, failed, refuse_failed
 from torch_ext.comm.wire import WireBuffer
 from torch_ext.comm.worker import WorkerThread
@@ -51,7 +51,7 @@ class _Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-_Works = list[tuple[int, _Work]]
+Works = list[tuple[int, _Work]]
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def _wait_once(work: _Work) -> None:
         work.wait()
 
 
-def _wait(works: _Works, exchange: "GlooCommunicator", what: str) -> None:
+def _wait(works: Works, communicator: "GlooCommunicator", label: str) -> None:
     """Waits for all; an error names the ranks that did not come."""
     missing: list[int] = []
     first: RuntimeError | None = None
@@ -80,16 +80,16 @@ def _wait(works: _Works, exchange: "GlooCommunicator", what: str) -> None:
             if "imed out" not in str(first):
                 break
     if first is not None:
-        raise failed(exchange.group, what, first, missing) from first
+        raise failed(communicator.group, label, first, missing) from first
 
 
 def _nothing() -> None: ...
 
 
-class _CompressedMessage:
+class CompressedMessage:
     """A compressed one, in memory that is lent until everybody is done with it."""
 
-    def __init__(self, values: torch.Tensor, memory: "_Memory") -> None:
+    def __init__(self, values: torch.Tensor, memory: "MemoryPool") -> None:
         self.values = values
         self._pool = memory
         nbytes = compression.size(values.numel(), values.dtype)
@@ -105,11 +105,11 @@ class _CompressedMessage:
             self._memory = None
 
 
-class _PendingSend:
+class PendingSend:
     """A compressed message on its way to a rank."""
 
-    def __init__(self, message: _CompressedMessage, work: _Work) -> None:
-        self._message: _CompressedMessage | None = message
+    def __init__(self, message: CompressedMessage, work: _Work) -> None:
+        self._message: CompressedMessage | None = message
         self._work = work
         message.users += 1
 
@@ -124,10 +124,10 @@ class _PendingSend:
         return self._message is None
 
 
-class _PendingRecv:
+class PendingRecv:
     """A compressed message on its way into its values."""
 
-    def __init__(self, message: _CompressedMessage, receive: Callable[[torch.Tensor], _Work]) -> None:
+    def __init__(self, message: CompressedMessage, receive: Callable[[torch.Tensor], _Work]) -> None:
         self._message, self._receive = message, receive
         self._works = [receive(message.bytes)]
         self._there = False
@@ -147,23 +147,23 @@ class _PendingRecv:
         return self._there
 
 
-class _PendingTransfer:
+class PendingTransfer:
     """Messages on their way: receives are posted, and at the end everything is waited for by whoever asks first."""
 
-    def __init__(self, exchange: "GlooCommunicator", tag: int, what: str) -> None:
-        self.exchange, self.tag, self.what = exchange, tag, what
+    def __init__(self, communicator: "GlooCommunicator", tag: int, label: str) -> None:
+        self.communicator, self.tag, self.label = communicator, tag, label
         self.results: list[WireBuffer] = []  # by rank: this rank's own leaves, the others' come
-        self.gathers: _Works = []
-        self.sends: _Works = []
+        self.gathers: Works = []
+        self.sends: Works = []
         self._failure: str | None = None
 
     def receive_results(self) -> None:
-        self.gathers = self.exchange.receive(self.results, self.tag + 1, self.what)
+        self.gathers = self.communicator.receive(self.results, self.tag + 1, self.label)
 
     def send_result(self) -> None:
         if self.results:
-            own = self.results[self.exchange.rank]
-            self.sends += self.exchange.send([own] * self.exchange.world_size, self.tag + 1, self.what)
+            own = self.results[self.communicator.rank]
+            self.sends += self.communicator.send([own] * self.communicator.world_size, self.tag + 1, self.label)
 
     def arrive(self) -> None:
         """Waits; nothing of it outlives that, whoever keeps the handle. Who asks again after an error gets it again,
@@ -171,8 +171,8 @@ class _PendingTransfer:
         if self._failure is not None:
             raise RuntimeError(self._failure)
         try:
-            _wait(self.gathers, self.exchange, self.what)
-            _wait(self.sends, self.exchange, self.what)
+            _wait(self.gathers, self.communicator, self.label)
+            _wait(self.sends, self.communicator, self.label)
         except RuntimeError as error:
             self._failure = str(error)
             ABANDONED.append((self.gathers, self.sends, self.results))
@@ -190,12 +190,12 @@ class _PendingTransfer:
         return all(work.is_completed() for _, work in (*self.gathers, *self.sends))
 
 
-class _Gather(_PendingTransfer):
+class _Gather(PendingTransfer):
     """Needs no lane: it leaves at once, and who wants the result waits for it."""
 
-    def __init__(self, exchange: "GlooCommunicator", result: WireBuffer, tag: int, what: str) -> None:
-        super().__init__(exchange, tag, what)
-        self.results = result.parts(exchange.world_size)
+    def __init__(self, communicator: "GlooCommunicator", result: WireBuffer, tag: int, label: str) -> None:
+        super().__init__(communicator, tag, label)
+        self.results = result.parts(communicator.world_size)
         self.receive_results()
         self.send_result()
 
@@ -203,49 +203,51 @@ class _Gather(_PendingTransfer):
         self.arrive()
 
 
-class _Reduction(_PendingTransfer):
+class _Reduction(PendingTransfer):
     """One bucket on its way to its sum."""
 
     def __init__(
         self,
-        exchange: "GlooCommunicator",
-        opening: Opening,
-        install: Install,
+        communicator: "GlooCommunicator",
+        pack_fn: PackFn,
+        reduce_fn: ReduceFn,
         tag: int,
-        what: str,
-        places: int,
-        then: Callable[[], None] | None,
+        label: str,
+        slots_needed: int,
+        on_complete: Callable[[], None] | None,
     ) -> None:
-        super().__init__(exchange, tag, what)
-        self.places = places
-        self.opening: Opening | None = opening
-        self.install: Install | None = install
-        self.then = then
+        super().__init__(communicator, tag, label)
+        self.slots_needed = slots_needed
+        self.pack_fn: PackFn | None = pack_fn
+        self.reduce_fn: ReduceFn | None = reduce_fn
+        self.on_complete = on_complete
         self.parts: list[WireBuffer] = []
-        self.part = Part(exchange.rank, exchange.world_size)  # that is added up here
+        self.part = Part(communicator.rank, communicator.world_size)  # that is added up here
         self.received: torch.Tensor | None = None
         self.chunks: list[WireBuffer] = []
-        self.arrivals: _Works = []
+        self.arrivals: Works = []
         self.reduced: concurrent.futures.Future[None] = concurrent.futures.Future()
         # Where something is to be done at the end, a lane does it; else whoever asks for the result waits itself.
-        self.future: concurrent.futures.Future[None] | None = None if then is None else concurrent.futures.Future()
+        self.future: concurrent.futures.Future[None] | None = (
+            None if on_complete is None else concurrent.futures.Future()
+        )
 
     def start(self) -> None:
         """In the order in which buckets were given. Any thread."""
         try:
-            assert self.opening is not None
-            exchange = self.exchange
-            (wire, result), self.opening = self.opening(), None
-            trades = exchange.trades(wire, result)
-            self.parts = [wire] * exchange.world_size if trades else wire.parts(exchange.world_size)
-            self.received, self.chunks = exchange.memory.take(self.parts, exchange.rank)
-            self.arrivals = exchange.receive(self.chunks, self.tag, self.what)
+            assert self.pack_fn is not None
+            communicator = self.communicator
+            (wire, result), self.pack_fn = self.pack_fn(), None
+            trades = communicator.trades(wire, result)
+            self.parts = [wire] * communicator.world_size if trades else wire.parts(communicator.world_size)
+            self.received, self.chunks = communicator.memory.take(self.parts, communicator.rank)
+            self.arrivals = communicator.receive(self.chunks, self.tag, self.label)
             if trades:
                 self.part = WHOLE
             elif result is not None:
-                self.results = self.parts if result.data is wire.data else result.parts(exchange.world_size)
+                self.results = self.parts if result.data is wire.data else result.parts(communicator.world_size)
                 self.receive_results()
-            self.sends = exchange.send(self.parts, self.tag, self.what)
+            self.sends = communicator.send(self.parts, self.tag, self.label)
         except Exception as error:
             self._fail(error)
 
@@ -260,32 +262,32 @@ class _Reduction(_PendingTransfer):
         """The first lane's task."""
         if not self.reduced.done():
             try:
-                _wait(self.arrivals, self.exchange, self.what)
-                assert self.install is not None and self.received is not None
+                _wait(self.arrivals, self.communicator, self.label)
+                assert self.reduce_fn is not None and self.received is not None
                 if self.part == WHOLE:  # the sum may lie where the wire does
-                    _wait(self.sends, self.exchange, self.what)
+                    _wait(self.sends, self.communicator, self.label)
                     self.sends = []
-                self.install(self.chunks, self.part)
-                self.exchange.memory.give_back(self.received)
-                self.chunks, self.arrivals, self.received, self.install = [], [], None, None
+                self.reduce_fn(self.chunks, self.part)
+                self.communicator.memory.give_back(self.received)
+                self.chunks, self.arrivals, self.received, self.reduce_fn = [], [], None, None
                 self.send_result()
                 self.reduced.set_result(None)
             except Exception as error:
                 self._fail(error)
         if self.future is None:
-            self.exchange.ended(self)
+            self.communicator.ended(self)
 
     def complete(self) -> None:
         """The second lane's task, where there is a future."""
-        assert self.future is not None and self.then is not None
+        assert self.future is not None and self.on_complete is not None
         failure: Exception | None = None
         try:
             self._arrive()
-            self.then()
+            self.on_complete()
         except Exception as error:
             failure = error
-        self.then = None
-        self.exchange.ended(self)
+        self.on_complete = None
+        self.communicator.ended(self)
         if failure is None:
             self.future.set_result(None)
         else:
@@ -307,7 +309,7 @@ class _Reduction(_PendingTransfer):
         return self.future.done() if self.future is not None else self.reduced.done() and self.is_there()
 
 
-class _Memory:
+class MemoryPool:
     """What buckets and messages are received into, kept for the next ones: as many memories as are used at a time. Any
     thread."""
 
@@ -350,8 +352,8 @@ class GlooCommunicator(Communicator):
         self.can_compress = device.type == "cpu"
         # Each rank begins with its successor, so that not all of them send to rank 0 first.
         self._peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
-        self.memory = _Memory()
-        self.messages_memory = _Memory()  # of compressed ones
+        self.memory = MemoryPool()
+        self.messages_memory = MemoryPool()  # of compressed ones
         self._posting = WorkerThread("torch_ext post")
         self._reducing = WorkerThread("torch_ext reduce")
         self._completing = WorkerThread("torch_ext gather")
@@ -360,8 +362,8 @@ class GlooCommunicator(Communicator):
         self._waiting: deque[_Reduction] = deque()
         self._gathers: deque[_Gather] = deque()  # compressed ones
 
-    def refuse_gone(self, what: str) -> None:
-        refuse_failed(self.group, what)
+    def refuse_gone(self, label: str) -> None:
+        refuse_failed(self.group, label)
 
     def borrow(self, numel: int, dtype: torch.dtype, role: str) -> WireBuffer:
         return WireBuffer.empty(numel, dtype, self.device)
@@ -369,21 +371,21 @@ class GlooCommunicator(Communicator):
     def give_back(self, wire: WireBuffer) -> None:
         """It is freed when nobody has it any more."""
 
-    def receive(self, wires: list[WireBuffer], tag: int, what: str) -> _Works:
+    def receive(self, wires: list[WireBuffer], tag: int, label: str) -> Works:
         """Posts wires[peer] <- peer for every peer."""
 
         def post(peer: int) -> Iterator[_Work]:
             receive = partial(self._receive, peer, tag)
             if self._compressed(wires[peer]):
-                yield _PendingRecv(_CompressedMessage(wires[peer].data, self.messages_memory), receive)
+                yield PendingRecv(CompressedMessage(wires[peer].data, self.messages_memory), receive)
             else:
                 yield from map(receive, wires[peer].messages())
 
-        return self._post(post, what)
+        return self._post(post, label)
 
-    def send(self, wires: list[WireBuffer], tag: int, what: str) -> _Works:
+    def send(self, wires: list[WireBuffer], tag: int, label: str) -> Works:
         """Posts wires[peer] -> peer for every peer."""
-        made: dict[int, tuple[_CompressedMessage, int]] = {}  # by address: what all are sent is compressed once
+        made: dict[int, tuple[CompressedMessage, int]] = {}  # by address: what all are sent is compressed once
 
         def post(peer: int) -> Iterator[_Work]:
             wire = wires[peer]
@@ -393,10 +395,10 @@ class GlooCommunicator(Communicator):
                 return
             address = wire.data.data_ptr()
             if address not in made:
-                message = _CompressedMessage(wire.data, self.messages_memory)
+                message = CompressedMessage(wire.data, self.messages_memory)
                 made[address] = message, compression.compress(wire.data, message.bytes)
             message, rest = made[address]
-            yield _PendingSend(message, group_calls.send(message.bytes, self.group, peer, tag))
+            yield PendingSend(message, group_calls.send(message.bytes, self.group, peer, tag))
             with self._lock:
                 self.bytes_sent += rest
                 self.messages += 1
@@ -404,7 +406,7 @@ class GlooCommunicator(Communicator):
             if rest:
                 yield group_calls.send(compression.end_of(wire.data, rest), self.group, peer, tag)
 
-        return self._post(post, what)
+        return self._post(post, label)
 
     def _receive(self, peer: int, tag: int, message: torch.Tensor) -> _Work:
         return group_calls.receive(message, self.group, peer, tag)
@@ -412,16 +414,16 @@ class GlooCommunicator(Communicator):
     def _compressed(self, wire: WireBuffer) -> bool:
         return self._travels(wire) < wire.nbytes
 
-    def _post(self, post: Callable[[int], Iterator[_Work]], what: str) -> _Works:
-        refuse_failed(self.group, what)
-        works: _Works = []
+    def _post(self, post: Callable[[int], Iterator[_Work]], label: str) -> Works:
+        refuse_failed(self.group, label)
+        works: Works = []
         for peer in self._peers:
             try:
                 for work in post(peer):
                     works.append((peer, work))
             except RuntimeError as error:
                 ABANDONED.append(works)
-                raise failed(self.group, what, error, [peer]) from error
+                raise failed(self.group, label, error, [peer]) from error
         return works
 
     def _start(self, reduction: _Reduction) -> None:
@@ -438,35 +440,35 @@ class GlooCommunicator(Communicator):
     def ended(self, reduction: _Reduction) -> None:
         """A bucket needs its memory no longer; the next one's turn."""
         with self._lock:
-            self._taken -= reduction.places
+            self._taken -= reduction.slots_needed
             self._start_waiting()
 
     def _start_waiting(self) -> None:
         """Under the lock: as many as there are places for."""
-        while self._waiting and self._taken + self._waiting[0].places <= IN_FLIGHT:
-            self._taken += self._waiting[0].places
+        while self._waiting and self._taken + self._waiting[0].slots_needed <= IN_FLIGHT:
+            self._taken += self._waiting[0].slots_needed
             self._start(self._waiting.popleft())
 
-    def reduce(
+    def reduce_scatter(
         self,
-        wire: WireBuffer | Opening,
-        install: Install,
+        wire: WireBuffer | PackFn,
+        reduce_fn: ReduceFn,
         *,
         result: WireBuffer | None = None,
         tag: int,
-        what: str,
-        places: int = 1,
-        then: Callable[[], None] | None = None,
+        label: str,
+        slots_needed: int = 1,
+        on_complete: Callable[[], None] | None = None,
     ) -> "concurrent.futures.Future[None] | _Reduction":
         if isinstance(wire, WireBuffer):
             wires = self._counted(wire, result)  # now: whoever reads bytes_sent need not wait for the bucket's turn
-            opening: Opening = lambda: wires  # noqa: E731
+            pack_fn: PackFn = lambda: wires  # noqa: E731
         else:
             given = wire
-            opening = lambda: self._counted(*given())  # noqa: E731
-        if then is None and self.compresses:
-            then = _nothing  # messages have memory of their own, which is free when a lane has been through
-        reduction = _Reduction(self, opening, install, tag, what, places, then)
+            pack_fn = lambda: self._counted(*given())  # noqa: E731
+        if on_complete is None and self.compresses:
+            on_complete = _nothing  # messages have memory of their own, which is free when a lane has been through
+        reduction = _Reduction(self, pack_fn, reduce_fn, tag, label, slots_needed, on_complete)
         with self._lock:
             self._waiting.append(reduction)
             self._start_waiting()
@@ -485,24 +487,24 @@ class GlooCommunicator(Communicator):
                 self._count(result)
         return wire, result
 
-    def gather(self, result: WireBuffer, *, tag: int, what: str) -> _Gather:
+    def all_gather_into_buffer(self, result: WireBuffer, *, tag: int, label: str) -> _Gather:
         with self._lock:
             self._count(result)
-        gather = _Gather(self, result, tag, what)
+        gather = _Gather(self, result, tag, label)
         if self._compressed(gather.results[self.rank]):  # needs memory, which is bounded like that of reductions
             self._gathers.append(gather)
             if len(self._gathers) == IN_FLIGHT:
                 self._gathers.popleft().result()
         return gather
 
-    def all_gather(self, payload: torch.Tensor, *, tag: int, what: str) -> Callable[[], list[torch.Tensor]]:
+    def all_gather_bytes(self, payload: torch.Tensor, *, tag: int, label: str) -> Callable[[], list[torch.Tensor]]:
         with self._lock:
             self.bytes_sent += payload.nbytes * len(self._peers)
         gathered = [torch.empty_like(payload) for _ in range(self.world_size)]
         gathered[self.rank].copy_(payload)
-        travel = _PendingTransfer(self, tag, what)
-        travel.gathers = self.receive([WireBuffer.of(g) for g in gathered], tag, what)
-        travel.sends = self.send([WireBuffer.of(payload)] * self.world_size, tag, what)
+        travel = PendingTransfer(self, tag, label)
+        travel.gathers = self.receive([WireBuffer.of(g) for g in gathered], tag, label)
+        travel.sends = self.send([WireBuffer.of(payload)] * self.world_size, tag, label)
 
         def wait() -> list[torch.Tensor]:
             travel.arrive()

@@ -19,11 +19,11 @@ from torch_ext.comm.lost_ranks import failed, has_broken, is_failure, refuse
 class Call:
     """One that was started. wait() as torch's, with an error of ours."""
 
-    def __init__(self, work: Any, group: Any, what: str) -> None:
-        self._work, self._group, self._what = work, group, what
+    def __init__(self, work: Any, group: Any, label: str) -> None:
+        self._work, self._group, self._label = work, group, label
 
     def wait(self) -> None:
-        with translated(self._group, self._what):
+        with translated(self._group, self._label):
             self._work.wait()
 
     def is_completed(self) -> bool:
@@ -31,75 +31,75 @@ class Call:
 
 
 @contextmanager
-def translated(group: Any, what: str) -> Iterator[None]:
+def translated(group: Any, label: str) -> Iterator[None]:
     """For calls of torch's that speak over the group on their own. group: None: the default one."""
-    refuse(group, what)
+    refuse(group, label)
     try:
         yield
     except RuntimeError as error:
         if is_failure(error):
-            raise failed(group, what, error) from error
+            raise failed(group, label, error) from error
         raise
 
 
 @contextmanager
-def translated_over(mesh: Any, what: str) -> Iterator[None]:
+def translated_over(mesh: Any, label: str) -> Iterator[None]:
     """The same for every process group of a DeviceMesh."""
     groups = mesh.get_all_groups()
     for group in groups:
-        refuse(group, what)
+        refuse(group, label)
     try:
         yield
     except RuntimeError as error:
         if not is_failure(error):
             raise
         # Which one failed, the error does not say: the others are as they were, but for connections that broke.
-        raise failed(_failing(groups), what, error) from error
+        raise failed(_failing(groups), label, error) from error
 
 
 def _failing(groups: Sequence[Any]) -> Any:
     return next((group for group in groups if has_broken(group)), groups[0])
 
 
-def all_reduce(tensor: Tensor, group: Any, what: str, op: Any = dist.ReduceOp.SUM) -> None:
-    _finished(dist.all_reduce, group, what, tensor, op=op)
+def all_reduce(tensor: Tensor, group: Any, label: str, op: Any = dist.ReduceOp.SUM) -> None:
+    _finished(dist.all_reduce, group, label, tensor, op=op)
 
 
-def reduce(tensor: Tensor, to: int, group: Any, what: str) -> None:
+def reduce(tensor: Tensor, to: int, group: Any, label: str) -> None:
     """to: a rank of the job."""
-    _finished(dist.reduce, group, what, tensor, dst=to)
+    _finished(dist.reduce, group, label, tensor, dst=to)
 
 
-def broadcast(tensor: Tensor, group: Any, what: str) -> None:
+def broadcast(tensor: Tensor, group: Any, label: str) -> None:
     """The tensor of the group's first rank."""
-    _finished(dist.broadcast, group, what, tensor, group_src=0)
+    _finished(dist.broadcast, group, label, tensor, group_src=0)
 
 
-def all_gather(into: list[Tensor], own: Tensor, group: Any, what: str) -> Call:
-    return _started(dist.all_gather, group, what, into, own)
+def all_gather(into: list[Tensor], own: Tensor, group: Any, label: str) -> Call:
+    return _started(dist.all_gather, group, label, into, own)
 
 
-def all_gather_into_tensor(into: Tensor, own: Tensor, group: Any, what: str) -> Call:
-    return _started(dist.all_gather_into_tensor, group, what, into, own)
+def all_gather_into_tensor(into: Tensor, own: Tensor, group: Any, label: str) -> Call:
+    return _started(dist.all_gather_into_tensor, group, label, into, own)
 
 
-def all_to_all_single(into: Tensor, sent: Tensor, group: Any, what: str) -> Call:
-    return _started(dist.all_to_all_single, group, what, into, sent)
+def all_to_all_single(into: Tensor, sent: Tensor, group: Any, label: str) -> Call:
+    return _started(dist.all_to_all_single, group, label, into, sent)
 
 
-def new_group(ranks: Iterable[int], timeout: datetime.timedelta, beside: Any, what: str) -> Any:
+def new_group(ranks: Iterable[int], timeout: datetime.timedelta, beside: Any, label: str) -> Any:
     """Over gloo, between these ranks of the job, who are those of the group `beside`; they alone call it."""
-    with translated(beside, what):
+    with translated(beside, label):
         return dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
 
 
-def _started(call: Callable[..., Any], group: Any, what: str, *args: Any) -> Call:
-    with translated(group, what):
-        return Call(call(*args, group=group, async_op=True), group, what)
+def _started(call: Callable[..., Any], group: Any, label: str, *args: Any) -> Call:
+    with translated(group, label):
+        return Call(call(*args, group=group, async_op=True), group, label)
 
 
-def _finished(call: Callable[..., Any], group: Any, what: str, *args: Any, **options: Any) -> None:
-    with translated(group, what):
+def _finished(call: Callable[..., Any], group: Any, label: str, *args: Any, **options: Any) -> None:
+    with translated(group, label):
         call(*args, group=group, **options)
 
 

@@ -16,11 +16,11 @@ _WORDS = 8
 _FORMAT = 1
 
 # How many exchanges this process has begun on groups of its own; ranks take the largest, so that tags agree.
-_engines = 0
+_reducers_made = 0
 
 
 def agree(
-    exchange: Communicator, *, caller: str, fingerprint: int, lines: Sequence[str], failure: Exception | None
+    communicator: Communicator, *, caller: str, fingerprint: int, lines: Sequence[str], failure: Exception | None
 ) -> int:
     """Compares what every rank is about to do; returns a number for this engine that is the same on all ranks.
 
@@ -30,16 +30,27 @@ def agree(
     Raises `failure` itself on the rank that has it, elsewhere RuntimeError: who failed and why, or the ranks that
     differ and the first line in which they do.
     """
-    global _engines
+    global _reducers_made
     version = library.function("tx_version", restype=ctypes.c_uint32)()
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "little", signed=True)
-    words = [_FORMAT, version, failure is not None, _signed(fingerprint), digest, _engines, exchange.world_size, 0]
-    rows = [row.view(torch.int64).tolist() for row in _gather(exchange, torch.tensor(words).view(torch.uint8), caller)]
-    _engines = 1 + max(row[5] for row in rows)
+    words = [
+        _FORMAT,
+        version,
+        failure is not None,
+        _signed(fingerprint),
+        digest,
+        _reducers_made,
+        communicator.world_size,
+        0,
+    ]
+    rows = [
+        row.view(torch.int64).tolist() for row in _gather(communicator, torch.tensor(words).view(torch.uint8), caller)
+    ]
+    _reducers_made = 1 + max(row[5] for row in rows)
     if not any(row[2] for row in rows) and all(row[:5] == rows[0][:5] for row in rows):
-        return _engines
+        return _reducers_made
 
-    texts = _gather_texts(exchange, str(failure) if failure else "\n".join(_with_version(version, lines)), caller)
+    texts = _gather_texts(communicator, str(failure) if failure else "\n".join(_with_version(version, lines)), caller)
     if failure is not None:
         raise failure
     for rank, row in enumerate(rows):
@@ -69,24 +80,24 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def _gather(exchange: Communicator, payload: torch.Tensor, caller: str) -> list[torch.Tensor]:
-    return exchange.all_gather(payload, tag=AGREEMENT_TAG, what=f"{caller}: comparing the ranks' plans")()
+def _gather(communicator: Communicator, payload: torch.Tensor, caller: str) -> list[torch.Tensor]:
+    return communicator.all_gather_bytes(payload, tag=AGREEMENT_TAG, label=f"{caller}: comparing the ranks' plans")()
 
 
-def _gather_texts(exchange: Communicator, text: str, caller: str) -> list[str]:
+def _gather_texts(communicator: Communicator, text: str, caller: str) -> list[str]:
     data = text.encode("utf-8", "replace")
     sizes = [
-        int(row.view(torch.int64)) for row in _gather(exchange, torch.tensor([len(data)]).view(torch.uint8), caller)
+        int(row.view(torch.int64)) for row in _gather(communicator, torch.tensor([len(data)]).view(torch.uint8), caller)
     ]
     padded = torch.frombuffer(bytearray(data.ljust(max(1, *sizes), b"\0")), dtype=torch.uint8)
-    rows = _gather(exchange, padded, caller)
+    rows = _gather(communicator, padded, caller)
     return [bytes(row[:size].tolist()).decode("utf-8", "replace") for row, size in zip(rows, sizes, strict=True)]
 
 
 _MESSAGE_BYTES = 32 * 2**20
 
 
-def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, what: str) -> None:
+def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, label: str) -> None:
     """Makes every rank's tensors those of the group's first rank, bit for bit; shapes and dtypes are agreed on before.
 
     Travels as bytes, some 32 MiB in a message. Nothing happens in a group of one. what: the call, for messages.
@@ -97,16 +108,16 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, what: s
     for tensor in tensors:
         message.append(tensor)
         if sum(t.nbytes for t in message) >= _MESSAGE_BYTES:
-            _send(message, group, what)
+            _send(message, group, label)
             message = []
     if message:
-        _send(message, group, what)
+        _send(message, group, label)
 
 
 @torch.no_grad()
-def _send(tensors: list[torch.Tensor], group: dist.ProcessGroup, what: str) -> None:
+def _send(tensors: list[torch.Tensor], group: dist.ProcessGroup, label: str) -> None:
     flat = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
-    group_calls.broadcast(flat, group, what)
+    group_calls.broadcast(flat, group, label)
     if dist.get_rank(group) == 0:
         return
     at = 0

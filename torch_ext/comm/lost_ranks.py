@@ -34,10 +34,10 @@ ABANDONED: list[object] = []
 """Messages on their way that nobody waits for: gloo may still write into their memory, so it is never freed."""
 
 
-class _Said(NamedTuple):
+class _FailureRecord(NamedTuple):
     """By a rank that failed."""
 
-    what: str
+    label: str
     """The call in which it did."""
     missing: tuple[int, ...]
     """Whom it misses: ranks in the group."""
@@ -51,26 +51,26 @@ class _Verdict(NamedTuple):
     waiting: Mapping[int, str]
     """Of ranks that are alive, where nobody is lost: the calls in which they failed."""
 
-    def message(self, what: str) -> str:
+    def message(self, label: str) -> str:
         after = "this process group cannot be used any more."
         if self.lost:
             which = "They were lost, are" if len(self.lost) > 1 else "The rank was lost, is"
             return (
-                f"{what}: {ranks_called(self.lost)} did not come ({self.reason}). {which} more than the process "
+                f"{label}: {ranks_called(self.lost)} did not come ({self.reason}). {which} more than the process "
                 f"group's timeout behind, or {'run' if len(self.lost) > 1 else 'runs'} another program; {after}"
             )
         if self.waiting:
             elsewhere = "; ".join(f"rank {rank} in {call!r}" for rank, call in sorted(self.waiting.items()))
             return (
-                f"{what}: {ranks_called(self.waiting)} did not come, or gave up waiting for it ({self.reason}): "
+                f"{label}: {ranks_called(self.waiting)} did not come, or gave up waiting for it ({self.reason}): "
                 f"no rank is lost, but they failed elsewhere ({elsewhere}). The ranks are more than the group's "
                 f"timeout apart, run different programs, or parted in an exception; {after}"
             )
-        return f"{what}: a rank did not come ({self.reason}); who, cannot be told here; {after}"
+        return f"{label}: a rank did not come ({self.reason}); who, cannot be told here; {after}"
 
 
 _verdicts: "weakref.WeakKeyDictionary[Any, _Verdict]" = weakref.WeakKeyDictionary()
-_words: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups to which `leave_word` said something
+_announced: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups to which `leave_word` said something
 _lock = threading.RLock()
 
 
@@ -80,24 +80,24 @@ def ranks_called(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}"
 
 
-def refuse(group: Any, what: str) -> None:
+def refuse(group: Any, label: str) -> None:
     """RuntimeError, which says so, where the group was destroyed or has failed before. group: None: the default one."""
     if group is None:
         group = dist.group.WORLD
     if group is None or not _is_there(group):
         raise RuntimeError(
-            f"{what}: its process group was destroyed (destroy_process_group), so the ranks cannot speak with each "
+            f"{label}: its process group was destroyed (destroy_process_group), so the ranks cannot speak with each "
             "other any more. What was parallelized over it needs parallelize again, over a group that is there"
         )
-    refuse_failed(group, what)
+    refuse_failed(group, label)
 
 
-def refuse_failed(group: Any, what: str) -> None:
+def refuse_failed(group: Any, label: str) -> None:
     """RuntimeError, which says so, where the group has failed before. One of gloo that was destroyed goes on for
     whoever holds it, as far as messages from rank to rank go."""
     verdict = _verdicts.get(group)
     if verdict is not None:
-        raise RuntimeError(verdict.message(what))
+        raise RuntimeError(verdict.message(label))
 
 
 def _is_there(group: Any) -> bool:
@@ -108,7 +108,7 @@ def _is_there(group: Any) -> bool:
     return True
 
 
-def failed(group: Any, what: str, error: BaseException, missing: Iterable[int] = ()) -> RuntimeError:
+def failed(group: Any, label: str, error: BaseException, missing: Iterable[int] = ()) -> RuntimeError:
     """What to raise in place of a back end's error.
 
     missing: ranks in the group whose connection broke or who did not come in time; none: it is not known who. Takes
@@ -119,21 +119,21 @@ def failed(group: Any, what: str, error: BaseException, missing: Iterable[int] =
     with _lock:
         verdict = _verdicts.get(group)
         if verdict is None:
-            verdict = _verdicts[group] = _found_out(group, what, _reason(error), set(missing))
-    return RuntimeError(verdict.message(what))
+            verdict = _verdicts[group] = _find_out(group, label, _reason(error), set(missing))
+    return RuntimeError(verdict.message(label))
 
 
-def leave_word(group: Any, what: str) -> None:
+def announce_error(group: Any, label: str) -> None:
     """This rank is about to raise an error alone: those that wait for it are told where it is. Until `take_back`."""
-    _Inquiry(group, _places(group)[0], _Said(what, ())).run(lambda: None, _BROKEN)
-    _words.add(group)
+    _Inquiry(group, _ranks_of(group)[0], _FailureRecord(label, ())).run(lambda: None, _BROKEN)
+    _announced.add(group)
 
 
-def take_back(group: Any) -> None:
+def withdraw_error(group: Any) -> None:
     """What `leave_word` left, if anything: this rank goes on."""
-    if group in _words:
-        _words.discard(group)
-        key = _KEY.format(_places(group)[0])
+    if group in _announced:
+        _announced.discard(group)
+        key = _KEY.format(_ranks_of(group)[0])
         thread = threading.Thread(target=lambda: _store_of(group).delete_key(key), daemon=True)
         thread.start()
         thread.join(_BROKEN)
@@ -151,25 +151,25 @@ def is_failure(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or bool(re.search(r"gloo/|imed out|onnection|NCCL|abort", text))
 
 
-def _found_out(group: Any, what: str, reason: str, missing: set[int]) -> _Verdict:
-    rank, size, of_job = _places(group)
+def _find_out(group: Any, label: str, reason: str, missing: set[int]) -> _Verdict:
+    rank, size, of_job = _ranks_of(group)
     others = set(range(size)) - {rank}
     known = missing or _broken(group, rank, others)
     if known == others and not missing:
         known = set()  # a timeout: gloo has closed all of them
-    inquiry = _Inquiry(group, rank, _Said(what, tuple(sorted(known or others))))
+    inquiry = _Inquiry(group, rank, _FailureRecord(label, tuple(sorted(known or others))))
     seconds = min(_LATE if "imed out" in reason else _BROKEN, timeout_of(group, _HOST) / 2)
     inquiry.run(lambda: _close(group, rank, others), seconds)
-    lost = inquiry.silent()
+    lost = inquiry.unresponsive()
     if not inquiry.answered:
         lost = known
         if 0 in (of_job[r] for r in lost):  # whose process is the one that keeps the store, as a rule
             lost = {r for r in lost if of_job[r] == 0}
-    heard = {of_job[r]: said.what for r, said in inquiry.heard.items()} if not lost else {}
+    heard = {of_job[r]: record.label for r, record in inquiry.heard.items()} if not lost else {}
     return _Verdict(reason, tuple(sorted(of_job[r] for r in lost)), heard)
 
 
-def _places(group: Any) -> tuple[int, int, Sequence[int]]:
+def _ranks_of(group: Any) -> tuple[int, int, Sequence[int]]:
     """This rank in the group, the group's size, and its ranks' numbers in the job."""
     try:
         of_job = dist.get_process_group_ranks(group)
@@ -180,7 +180,7 @@ def _places(group: Any) -> tuple[int, int, Sequence[int]]:
 
 def has_broken(group: Any) -> bool:
     """Whether a connection of the group broke, as far as its back end tells."""
-    rank, size, _ = _places(group)
+    rank, size, _ = _ranks_of(group)
     return bool(_broken(group, rank, set(range(size)) - {rank}))
 
 
@@ -222,11 +222,11 @@ class _Inquiry:
     On a thread of its own: a store whose process stands still answers as late as it likes.
     """
 
-    def __init__(self, group: Any, rank: int, said: _Said) -> None:
-        self.heard: dict[int, _Said] = {}
+    def __init__(self, group: Any, rank: int, record: _FailureRecord) -> None:
+        self.heard: dict[int, _FailureRecord] = {}
         self.answered = False
         """Whether the store did."""
-        self._group, self._rank, self._said = group, rank, said
+        self._group, self._rank, self._record = group, rank, record
         self._told = threading.Event()
 
     def run(self, then: Callable[[], None], seconds: float) -> None:
@@ -238,10 +238,10 @@ class _Inquiry:
         then()
         thread.join(max(0.0, deadline - time.monotonic()) + 10 * _PERIOD)
 
-    def silent(self) -> set[int]:
+    def unresponsive(self) -> set[int]:
         """Who is missed, by this rank or by those that were heard, and said nothing."""
         heard = dict(self.heard)
-        missed, new = set[int](), set(self._said.missing)
+        missed, new = set[int](), set(self._record.missing)
         while new:
             missed |= new
             new = {other for r in new if r in heard for other in heard[r].missing} - missed
@@ -250,15 +250,15 @@ class _Inquiry:
     def _run(self, deadline: float) -> None:
         try:
             store = _store_of(self._group)
-            store.set(_KEY.format(self._rank), json.dumps(self._said))
+            store.set(_KEY.format(self._rank), json.dumps(self._record))
             self._told.set()
             while True:
-                for r in sorted(self.silent()):
+                for r in sorted(self.unresponsive()):
                     if store.check([_KEY.format(r)]):
-                        what, missing = json.loads(store.get(_KEY.format(r)))
-                        self.heard[r] = _Said(what, tuple(missing))
+                        label, missing = json.loads(store.get(_KEY.format(r)))
+                        self.heard[r] = _FailureRecord(label, tuple(missing))
                 self.answered = True
-                if not self.silent() or time.monotonic() > deadline:
+                if not self.unresponsive() or time.monotonic() > deadline:
                     return
                 time.sleep(_PERIOD)
         except Exception:  # gone with the rank that kept it

@@ -29,7 +29,7 @@ class _Issued(NamedTuple):
 
     streams: Streams
     event: Event
-    what: str
+    label: str
     begin: float
 
     def wait(self) -> None:
@@ -56,7 +56,7 @@ class Watchdog:
         """Whether there is more to look at."""
         unseen = ""
         try:
-            while self._under_way and self._streams.passed(self._under_way[0].event):
+            while self._under_way and self._streams.query(self._under_way[0].event):
                 self._under_way.popleft()
         except RuntimeError as error:  # perhaps the next time; what fails for good runs out of time
             unseen = f"; it could not be looked at: {error}"
@@ -66,7 +66,7 @@ class Watchdog:
             return False  # the next call repeats it
         if self._under_way and now > self._under_way[0].begin + self._timeout:
             self._comm.abort(
-                f"{self._under_way[0].what} was not done after {self._timeout:g} s, the process group's timeout: a "
+                f"{self._under_way[0].label} was not done after {self._timeout:g} s, the process group's timeout: a "
                 f"rank was lost, or is that far behind{unseen}"
             )
             return False
@@ -77,7 +77,7 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            with self._streams.looking():
+            with self._streams.polling():
                 while not self._ended.wait(self.PERIOD) and self.look(time.monotonic()):
                     pass
         except Exception as error:  # without it nobody would ever hear of a rank that was lost
@@ -100,7 +100,7 @@ class NcclTransport:
         if self._comm is None:
             mine = nccl.unique_id() if self._control.rank == 0 else bytes(nccl.ID_BYTES)
             payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-            ids = self._control.all_gather(payload, tag=AGREEMENT_TAG, what="the communicator's id")()
+            ids = self._control.all_gather_bytes(payload, tag=AGREEMENT_TAG, label="the communicator's id")()
             with self._streams.device():
                 self._comm = nccl.Comm(
                     bytes(ids[0].tolist()), self._control.rank, self._control.world_size, self._timeout
@@ -110,28 +110,28 @@ class NcclTransport:
             weakref.finalize(self, _close, self._comm, self._watchdog).atexit = False
         return self._comm
 
-    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[TransportWork]:
+    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], label: str) -> list[TransportWork]:
         messages = [
             nccl.Message(s.data_ptr(), i.data_ptr(), s.nbytes // self._control.world_size)
             for i, s in zip(into, sent, strict=True)
         ]
-        return self._issue(self._made().all_to_all, messages, what)
+        return self._issue(self._made().all_to_all, messages, label)
 
-    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[TransportWork]:
+    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, label: str) -> list[TransportWork]:
         messages = []
         for message in whole:
             part = message.nbytes // self._control.world_size
             messages.append(nccl.Message(message.data_ptr() + rank * part, message.data_ptr(), part))
-        return self._issue(self._made().all_gather, messages, what)
+        return self._issue(self._made().all_gather, messages, label)
 
     def _issue(
-        self, call: Callable[[str, Sequence[nccl.Message], int], None], messages: Sequence[nccl.Message], what: str
+        self, call: Callable[[str, Sequence[nccl.Message], int], None], messages: Sequence[nccl.Message], label: str
     ) -> list[TransportWork]:
         assert self._watchdog is not None
         self._streams.record(self._before, self._streams.current())
         self._streams.wait(self._stream, self._before)
-        call(what, messages, self._streams.pointer(self._stream))
-        issued = _Issued(self._streams, self._streams.event(), what, time.monotonic())
+        call(label, messages, self._streams.pointer(self._stream))
+        issued = _Issued(self._streams, self._streams.event(), label, time.monotonic())
         self._streams.record(issued.event, self._stream)
         if not graph_capture.under_way(self._device):  # a captured event is the graph's, and never asked for
             self._watchdog.watch(issued)
@@ -155,7 +155,7 @@ class NcclTransport:
         """RuntimeError: in what the ranks differ. Every rank calls it; the communicator is aborted."""
         comm = self._made()
         payload = torch.frombuffer(bytearray(comm.records()), dtype=torch.uint8)
-        gathered = self._control.all_gather(payload, tag=tag, what="records of what was exchanged")()
+        gathered = self._control.all_gather_bytes(payload, tag=tag, label="records of what was exchanged")()
         try:
             nccl.compare([bytes(r.tolist()) for r in gathered])
         except RuntimeError as error:
@@ -188,7 +188,7 @@ _transports: "weakref.WeakKeyDictionary[dist.ProcessGroup, NcclTransport]" = wea
 def transport_of(group: dist.ProcessGroup, device: torch.device, streams: Streams) -> NcclTransport:
     if group not in _transports:
         _transports[group] = NcclTransport(
-            collectives.beside(group, device), device, streams, timeout_of(group, device)
+            collectives.control_communicator(group, device), device, streams, timeout_of(group, device)
         )
     return _transports[group]
 

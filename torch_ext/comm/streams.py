@@ -54,7 +54,7 @@ class Streams(abc.ABC):
         """What is given to the stream from here on runs after the event, as it was last recorded."""
 
     @abc.abstractmethod
-    def passed(self, event: Event) -> bool:
+    def query(self, event: Event) -> bool:
         """Whether it has, as it was last recorded. Any thread."""
 
     @abc.abstractmethod
@@ -66,7 +66,7 @@ class Streams(abc.ABC):
         """Makes it the current device inside."""
 
     @abc.abstractmethod
-    def looking(self) -> AbstractContextManager[Any]:
+    def polling(self) -> AbstractContextManager[Any]:
         """Inside, the thread asks what has passed, and nothing else: it makes no context on another device, and ends no
         other thread's capture of a graph."""
 
@@ -94,7 +94,7 @@ class HostStreams(Streams):
     def wait(self, stream: Stream, event: Event) -> None:
         """It has passed."""
 
-    def passed(self, event: Event) -> bool:
+    def query(self, event: Event) -> bool:
         return True
 
     def pointer(self, stream: Stream) -> int:
@@ -103,7 +103,7 @@ class HostStreams(Streams):
     def device(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def looking(self) -> AbstractContextManager[Any]:
+    def polling(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
 
@@ -132,7 +132,7 @@ class CudaStreams(Streams):
     def wait(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)
 
-    def passed(self, event: Event) -> bool:
+    def query(self, event: Event) -> bool:
         return bool(event.query())
 
     def pointer(self, stream: Stream) -> int:
@@ -142,7 +142,7 @@ class CudaStreams(Streams):
         return torch.cuda.device(self._device)
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def polling(self) -> Iterator[None]:
         with self.device(), cuda_library.relaxed():
             yield
 
@@ -156,49 +156,49 @@ class Ordering:
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
-        self._leaving, self._arriving = streams.new(), streams.new()
-        self._writers: dict[Stream, Event] = {}
+        self._sending, self._receiving = streams.new(), streams.new()
+        self._producers: dict[Stream, Event] = {}
 
-    def wrote(self, *streams: Stream) -> None:
+    def record_producer(self, *streams: Stream) -> None:
         """These streams, or the current one, were given something to write that will leave, or allocated it: memory is
         its stream's again as soon as nobody has it any more."""
         for stream in streams or (self.streams.current(),):
-            if stream not in self._writers:
-                self._writers[stream] = self.streams.event()
+            if stream not in self._producers:
+                self._producers[stream] = self.streams.event()
 
-    def leave(self) -> AbstractContextManager[Any]:
+    def send_stream(self) -> AbstractContextManager[Any]:
         """Inside, work follows everything that the current stream and those that wrote were given so far."""
-        self._follow_writers(self._leaving)
-        return self.streams.on(self._leaving)
+        self._wait_for_producers(self._sending)
+        return self.streams.on(self._sending)
 
-    def catch_up(self) -> None:
+    def wait_producers(self) -> None:
         """The current stream goes on after everything that those that wrote were given so far."""
-        self._follow_writers(self.streams.current())
+        self._wait_for_producers(self.streams.current())
 
-    def _follow_writers(self, follower: Stream) -> None:
-        self.wrote()
-        for stream, event in self._writers.items():
+    def _wait_for_producers(self, follower: Stream) -> None:
+        self.record_producer()
+        for stream, event in self._producers.items():
             self.streams.record(event, stream)
             self.streams.wait(follower, event)
 
-    def arrive(self) -> AbstractContextManager[Any]:
+    def recv_stream(self) -> AbstractContextManager[Any]:
         """Inside, work follows what arrived before, and what it waits for itself."""
-        return self.streams.on(self._arriving)
+        return self.streams.on(self._receiving)
 
-    def arrived(self, event: Event) -> None:
+    def record_received(self, event: Event) -> None:
         """The event of everything that arrived so far."""
-        self.streams.record(event, self._arriving)
+        self.streams.record(event, self._receiving)
 
-    def join(self, event: Event) -> None:
+    def wait(self, event: Event) -> None:
         """The current stream goes on after the event, and so do those that wrote and the one that slots came from: what
         they allocated may be freed."""
-        self.wrote()
-        for stream in (*self._writers, self._leaving):
+        self.record_producer()
+        for stream in (*self._producers, self._sending):
             self.streams.wait(stream, event)
 
-    def forget_writers(self) -> None:
+    def forget_producers(self) -> None:
         """What was written has left and arrived."""
-        self._writers.clear()
+        self._producers.clear()
 
 
 class Slot:

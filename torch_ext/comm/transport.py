@@ -20,11 +20,11 @@ class TransportWork(Protocol):
 class Transport(Protocol):
     """Messages are uint8, contiguous; all ranks give the same ones in the same order. Both only start."""
 
-    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[TransportWork]:
+    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], label: str) -> list[TransportWork]:
         """Part r of each message goes to rank r, whose i-th part comes from rank i. Reads and writes behind what the
         current stream was given so far."""
 
-    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[TransportWork]:
+    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, label: str) -> list[TransportWork]:
         """Brings every rank's part of each message to all; this rank's lies in its place."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -45,16 +45,16 @@ class TorchTransport:
         self._group, self._device, self._in_place = group, device, in_place
         self._world_size = dist.get_world_size(group)
 
-    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> list[TransportWork]:
+    def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], label: str) -> list[TransportWork]:
         return [
-            group_calls.all_to_all_single(to, message, self._group, what)
+            group_calls.all_to_all_single(to, message, self._group, label)
             for to, message in zip(into, sent, strict=True)
         ]
 
-    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, what: str) -> list[TransportWork]:
+    def all_gather(self, whole: Sequence[torch.Tensor], rank: int, label: str) -> list[TransportWork]:
         owns = [message.chunk(self._world_size)[rank] for message in whole]
         return [
-            group_calls.all_gather_into_tensor(message, own if self._in_place else own.clone(), self._group, what)
+            group_calls.all_gather_into_tensor(message, own if self._in_place else own.clone(), self._group, label)
             for message, own in zip(whole, owns, strict=True)
         ]
 

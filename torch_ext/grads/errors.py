@@ -9,7 +9,7 @@ from torch_ext.grads.stats import ALL_FINITE
 
 # What a rank says of a parameter at the end of a backward that reduces; two bits. Both: its gradient came, and it was
 # frozen afterwards.
-ABSENT, CAME, FROZEN = range(3)
+MISSING, READY, FROZEN = range(3)
 
 FOREIGN_SCALER = (
     "torch.amp.GradScaler looks for overflow in `.grad`, but under a sharded strategy each rank steps other gradients, "
@@ -36,9 +36,9 @@ def refuse_step(failure: str | None, broken: bool, poisoned: Sequence[str]) -> N
         )
 
 
-def refuse_busy(doing: str, forwards: int, backward: bool) -> None:
+def refuse_busy(doing: str, forwards_running: int, backward: bool) -> None:
     """RuntimeError where a forward or a backward of the model is under way."""
-    if forwards or backward:
+    if forwards_running or backward:
         raise RuntimeError(f"{doing} during a {'backward' if backward else 'forward'}: call it between steps")
 
 
@@ -52,9 +52,9 @@ def refuse_nonfinite(names: Sequence[str], by_rank: Sequence[int]) -> None:
         )
 
 
-def refuse_frozen(names: Sequence[str], came: Sequence[torch.Tensor]) -> None:
+def refuse_frozen(names: Sequence[str], grad_states: Sequence[torch.Tensor]) -> None:
     """RuntimeError where ranks do not train the same parameters. came: as for `refuse_absent`."""
-    frozen = torch.stack([states.bitwise_and(FROZEN).ne(0) for states in came])
+    frozen = torch.stack([states.bitwise_and(FROZEN).ne(0) for states in grad_states])
     mixed = (frozen.any(0) & ~frozen.all(0)).nonzero().flatten().tolist()
     if not mixed:
         return
@@ -69,9 +69,9 @@ def refuse_frozen(names: Sequence[str], came: Sequence[torch.Tensor]) -> None:
     )
 
 
-def refuse_absent(names: Sequence[str], came: Sequence[torch.Tensor]) -> None:
+def refuse_missing(names: Sequence[str], grad_states: Sequence[torch.Tensor]) -> None:
     """RuntimeError where a gradient did not come. came: of each rank, what it says of each parameter (uint8)."""
-    missing = [states.bitwise_and(CAME | FROZEN).eq(ABSENT).nonzero().flatten().tolist() for states in came]
+    missing = [states.bitwise_and(READY | FROZEN).eq(MISSING).nonzero().flatten().tolist() for states in grad_states]
     parts = [f"{names_of(names, params)} on rank {rank}" for rank, params in enumerate(missing) if params]
     if not parts:
         return

@@ -338,7 +338,7 @@ class Stepper(GradScaling):
         everyone = self._everyone()
         owners = list(reducer_registry.owners_of(everyone))
         for owner in owners:
-            owner.settle()  # what was stepped, when a backward raised, is known then
+            owner.finish_failed_backward()  # what was stepped, when a backward raised, is known then
         if self._early and any(owner.failed for owner in owners):
             self._early.clear()
         elif self._early and self._plan is not None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from torch_ext.grads.errors import CAME
+from torch_ext.grads.errors import READY
 
 # Of a parameter for which nothing came in this backward, and whose `.grad` is there all the same: it is what an earlier
 # reduction left, or anything else (of a micro-batch under no_sync(), zeros, assigned by somebody).
@@ -37,5 +37,5 @@ def agreed(came: Sequence[torch.Tensor]) -> tuple[list[bool], list[bool]]:
     """From each rank's `came`: which parameters have a gradient on some rank; which have on every rank what an earlier
     reduction left, and nothing came for them since."""
     states = torch.stack(list(came))
-    anywhere, left = states.bitwise_and(CAME | REDUCED | HELD).any(dim=0), states.bitwise_and(REDUCED).all(dim=0)
+    anywhere, left = states.bitwise_and(READY | REDUCED | HELD).any(dim=0), states.bitwise_and(REDUCED).all(dim=0)
     return anywhere.tolist(), left.tolist()

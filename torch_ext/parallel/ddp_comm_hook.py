@@ -14,7 +14,7 @@ from torch_ext.comm import compression
 from torch_ext.comm.communicator import MAX_BUCKETS, Part, Work, divide_factor, tag
 from torch_ext.comm.factory import make_communicator
 from torch_ext.comm.init_sync import agree
-from torch_ext.comm.lost_ranks import leave_word, take_back
+from torch_ext.comm.lost_ranks import announce_error, withdraw_error
 from torch_ext.comm.lost_ranks import refuse as refuse_group
 from torch_ext.comm.nccl_transport import refuse
 from torch_ext.comm.wire import BLOCK, ParamSlice, RoundingSeeds, WireBuffer, pack, reduce_chunks
@@ -170,13 +170,13 @@ class CommHook:
             ops.call("bucket_unpack_", gathered.data, gathered.scales, begins, list(values))
 
         first, last = self._names[members[0]], self._names[members[-1]]
-        return self._exchange.reduce(
+        return self._exchange.reduce_scatter(
             wire,
             install,
             result=gathered,
             tag=tag(self._number, cycle, bucket.index()),
-            what=f"gradients of cycle {cycle}, DDP bucket {bucket.index()} ({first!r} ... {last!r})",
-            then=finish,
+            label=f"gradients of cycle {cycle}, DDP bucket {bucket.index()} ({first!r} ... {last!r})",
+            on_complete=finish,
         )
 
     def _future(self, handle: Work | None, grads: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
@@ -233,10 +233,10 @@ class CommHook:
         self._watch.look(bucket.gradients(), members)
         if not bucket.is_last():
             return None
-        self._exchange.ordering.catch_up()  # with the streams that earlier buckets were looked at on
+        self._exchange.ordering.wait_producers()  # with the streams that earlier buckets were looked at on
         report = torch.tensor([self._watch.first()]).view(torch.uint8)
         end = tag(self._number, self._cycle, MAX_BUCKETS)
-        reports = self._exchange.all_gather(report, tag=end, what=f"end of gradient cycle {self._cycle}")()
+        reports = self._exchange.all_gather_bytes(report, tag=end, label=f"end of gradient cycle {self._cycle}")()
         bad_by_rank = {rank: int(r.view(torch.int64)) for rank, r in enumerate(reports)}
         found = [f"{self._names[i]!r} on rank {rank}" for rank, i in bad_by_rank.items() if i != ALL_FINITE]
         if not found:
@@ -286,12 +286,12 @@ def _refuse_frozen(ddp: DistributedDataParallel, _inputs: Any) -> None:
     if frozen := state.frozen():
         what = f"forward of a DistributedDataParallel on rank {dist.get_rank()}"
         message = f"{what}: {names_of(frozen, range(len(frozen)))} frozen since it was made"
-        leave_word(ddp.process_group, message)
+        announce_error(ddp.process_group, message)
         raise RuntimeError(
             f"{message}: no gradient comes, for which DDP waits. Freeze parameters on every rank before "
             "DistributedDataParallel is made, or make it with find_unused_parameters=True"
         )
-    take_back(ddp.process_group)
+    withdraw_error(ddp.process_group)
 
 
 def _ddp_of(state: CommHook) -> DistributedDataParallel:

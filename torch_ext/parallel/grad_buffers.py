@@ -109,9 +109,9 @@ class GradBuffers:
 class TemporaryBuckets:
     """For each bucket at most one that leaves and one that sums are gathered in, at a time."""
 
-    def __init__(self, exchange: Communicator) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         """exchange: which lends the memory."""
-        self._exchange = exchange
+        self._communicator = communicator
         self._wires: dict[tuple[int, bool], WireBuffer] = {}
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ class TemporaryBuckets:
         """
         wire = self._wires.get((bucket, gathered))
         if wire is None:
-            wire = self._wires[bucket, gathered] = self._exchange.borrow(
+            wire = self._wires[bucket, gathered] = self._communicator.borrow(
                 numel, dtype, "gathered" if gathered else "wire"
             )
         if wire.data.numel() != numel or wire.data.dtype != dtype:
@@ -139,4 +139,4 @@ class TemporaryBuckets:
         """Frees the bucket's memory, if it has any. Any thread."""
         wire = self._wires.pop((bucket, gathered), None)
         if wire is not None:
-            self._exchange.give_back(wire)
+            self._communicator.give_back(wire)

@@ -84,13 +84,13 @@ class ParallelModule(torch.nn.Module):
         trains = torch.is_grad_enabled()
         if trains:
             attached.check(self)
-        attached.engine.forwards += 1
+        attached.engine.forwards_running += 1
         try:
             outputs = super().__call__(*args, **kwargs)
         finally:
-            attached.engine.forwards -= 1
+            attached.engine.forwards_running -= 1
         if trains and isinstance(attached.engine, BucketReducer):
-            attached.engine.expect(outputs)
+            attached.engine.register_outputs(outputs)
         return outputs
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -206,7 +206,7 @@ def parallelize(
     before = _engines.get(model)
     try:
         if before is not None:
-            before.engine.settle()
+            before.engine.finish_failed_backward()
         refuse(transport, device)
         compression.refuse(policy, exchange.can_compress)
         factor = divide_factor(gradient_divide_factor, exchange.world_size)

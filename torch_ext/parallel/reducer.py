@@ -24,12 +24,12 @@ from torch_ext.comm.communicator import MAX_BUCKETS, Work, tag
 from torch_ext.comm.init_sync import agree
 from torch_ext.comm.wire import WireBuffer
 from torch_ext.grads.errors import (
-    ABSENT,
-    CAME,
     FROZEN,
-    refuse_absent,
+    MISSING,
+    READY,
     refuse_busy,
     refuse_frozen,
+    refuse_missing,
     refuse_nonfinite,
     refuse_step,
 )
@@ -61,13 +61,13 @@ _PARTLY_STEPPED = (
 class _BackwardEnd:
     """Called at the end of a backward. It dies with its graph task, so a dead one is a backward that raised."""
 
-    def __init__(self, engine: "BucketReducer", task: int) -> None:
-        self._engine, self._task = weakref.ref(engine), task
+    def __init__(self, reducer: "BucketReducer", task: int) -> None:
+        self._reducer, self._task = weakref.ref(reducer), task
 
     def __call__(self) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.backward_ended(self._task)
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.backward_ended(self._task)
 
 
 class BucketReducer(reducer_registry.GradientReducer):
@@ -76,7 +76,7 @@ class BucketReducer(reducer_registry.GradientReducer):
 
     def __init__(
         self,
-        store: ShardingStrategy,
+        strategy: ShardingStrategy,
         number: int,
         *,
         check_for_nan: bool,
@@ -91,61 +91,61 @@ class BucketReducer(reducer_registry.GradientReducer):
         the wire is slower, messages are compressed. replan: the plan for another order of the parameters. may_replan:
         whether on this rank nothing depends on which part of a parameter it has.
         """
-        self.store, self.exchange = store, store.exchange
-        self.params = list(store.params)
-        self.names = [p.name for p in store.plan.parameters]
-        self.weights = ParamBuffers(self.params, store.plan) if store.sharded else None
-        self.sync = True
+        self.strategy, self.communicator = strategy, strategy.communicator
+        self.params = list(strategy.params)
+        self.names = [p.name for p in strategy.plan.parameters]
+        self.weights = ParamBuffers(self.params, strategy.plan) if strategy.sharded else None
+        self.require_grad_sync = True
         self._bytes_of_cycle, self._bytes_of_gathers = 0, 0
         self._number, self._cycle, self._gathers = number, 0, 0
         self._check_for_nan, self._find_unused = check_for_nan, find_unused_parameters
         self._step_in_backward = step_in_backward
         self._steppers: weakref.WeakSet[reducer_registry.BucketStepper] = weakref.WeakSet()
-        self._early: list[Callable[[int], None]] = []  # what steps a bucket of this backward whose sum is there
+        self._bucket_steps: list[Callable[[int], None]] = []  # what steps a bucket of this backward whose sum is there
         self._replan, self._may_replan = replan, may_replan
-        measures = self.exchange.world_size > 1 and not self.exchange.deferring
+        measures = self.communicator.world_size > 1 and not self.communicator.deferring
         self._may_coalesce = coalesce and measures
         self._compress_below = 0.0
-        if measures and self.exchange.can_compress:
+        if measures and self.communicator.can_compress:
             # What is sent for each byte of a bucket: parts, and where all get the sum those of it, too.
-            sent = (1 - 1 / self.exchange.world_size) * (1 if store.sharded else 2)
+            sent = (1 - 1 / self.communicator.world_size) * (1 if strategy.sharded else 2)
             self._compress_below = compress_below / sent
         if math.isinf(self._compress_below):
-            self.exchange.compresses, self._compress_below = True, 0.0
+            self.communicator.compresses, self._compress_below = True, 0.0
         self._follow_plan()
         # The first cycle that reduces shows in which order gradients come: its buckets leave at its end, laid out anew.
-        self._learning = store.movable and self.exchange.world_size > 1 and len(self.plan.buckets) > 1
+        self._rebuild_pending = strategy.can_rebuild and self.communicator.world_size > 1 and len(self.plan.buckets) > 1
         self._tasks: dict[int, weakref.ref[_BackwardEnd]] = {}  # backwards that have not ended, the outermost first
         self._began = False  # the first gradient of a backward came
         self._reducing = False
         self._handles: list[Work] = []
         self._report: Callable[[], list[torch.Tensor]] | None = None  # which is under way at the end of a cycle
-        self._came = bytearray(len(self.params))  # in this cycle
+        self._grad_state = bytearray(len(self.params))  # in this cycle
         self._watch = Watch()
         self._bytes_before = 0
         self._failure: str | None = None
         self._partly_stepped = False
         # What the last cycle left is a sum over ranks already: it must not be added up again (ShardingStrategy.comes).
-        self._global = bytearray(len(self.params))
+        self._already_reduced = bytearray(len(self.params))
         self._versions: list[int] = []  # of the gradients, when the last cycle ended
-        self._poisoned: set[int] = set()  # what the check for NaN named, until zero_grad
+        self._nonfinite: set[int] = set()  # what the check for NaN named, until zero_grad
         self._broken: set[int] = set()  # a backward raised after some of its sums were added to these one's shards
         self._position = {id(p): i for i, p in self._each()}
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(_on_grad, weakref.ref(self), i)) for i, p in self._each()
         ]
-        if store.adds_to_sums:
+        if strategy.adds_to_sums:
             self._hooks += [p.register_hook(partial(_before_grad, weakref.ref(self), i)) for i, p in self._each()]
         reducer_registry.register(self, self.params)
 
     @property
     def plan(self) -> BucketPlan:
-        return self.store.plan
+        return self.strategy.plan
 
     def _follow_plan(self) -> None:
         self._tracker = ReadyTracker(self.names, [p.bucket for p in self.plan.parameters], len(self.plan.buckets))
-        compresses = self.exchange.compresses
-        below, sharded = self._compress_below, self.store.sharded
+        compresses = self.communicator.compresses
+        below, sharded = self._compress_below, self.strategy.sharded
         self._coalescing = BucketJoining(self.plan, self._may_coalesce, below, compresses, sharded)
         self._names_of_buckets: dict[range, str] = {}
 
@@ -163,7 +163,7 @@ class BucketReducer(reducer_registry.GradientReducer):
         for hook in self._hooks:
             hook.remove()
         reducer_registry.unregister(self)
-        self.store.release()
+        self.strategy.release()
         if self.weights is not None:
             self.weights.release()
 
@@ -175,26 +175,26 @@ class BucketReducer(reducer_registry.GradientReducer):
     @contextmanager
     def synchronizing(self, enabled: bool) -> Iterator[None]:
         """Backwards inside reduce, or do not; the setting before is restored."""
-        before, self.sync = self.sync, enabled
+        before, self.require_grad_sync = self.require_grad_sync, enabled
         try:
             yield
         finally:
-            self.sync = before
+            self.require_grad_sync = before
 
     def refuse_gone(self, doing: str) -> None:
         if self._failure is None and self.weights is not None:
-            self.exchange.refuse_gone(doing)
+            self.communicator.refuse_gone(doing)
         elif self.weights is not None:
             raise RuntimeError(f"{doing} after an exchange that failed: {self._failure}")
 
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where they are still this rank's own."""
-        self.settle()
-        poisoned = [self.names[i] for i in sorted(self._poisoned) if self._is_poisoned(i)]
+        self.finish_failed_backward()
+        poisoned = [self.names[i] for i in sorted(self._nonfinite) if self._is_poisoned(i)]
         refuse_step(self._failure, bool(self._broken), poisoned)
         self.refuse_gone("step()")
         for i, _ in self._each():
-            if (self._came[i] or self.store.every_backward) and self.store.unreduced(i):
+            if (self._grad_state[i] or self.strategy.every_backward) and self.strategy.unreduced(i):
                 raise RuntimeError(
                     f"step() with gradients that no rank has reduced (parameter {self.names[i]!r} and perhaps others): "
                     "the last backward ran under no_sync(), or raised, or `.grad` was assigned where gradients are "
@@ -204,8 +204,8 @@ class BucketReducer(reducer_registry.GradientReducer):
     def _is_poisoned(self, i: int) -> bool:
         """The same on every rank: a mean that all of them have can be looked at, the parts of one that is sharded
         not."""
-        grad = self.store.grad(i)
-        return grad is not None and (self.store.sharded or first_nonfinite([grad]) != ALL_FINITE)
+        grad = self.strategy.grad(i)
+        return grad is not None and (self.strategy.sharded or first_nonfinite([grad]) != ALL_FINITE)
 
     # -- for optimizers: see reducer_registry.GradientReducer ----------------------------------------------------------
 
@@ -215,11 +215,11 @@ class BucketReducer(reducer_registry.GradientReducer):
 
     @property
     def sharded(self) -> bool:
-        return self.store.sharded
+        return self.strategy.sharded
 
     @property
     def ranks(self) -> frozenset[int]:
-        return self.exchange.ranks
+        return self.communicator.ranks
 
     def local(self, param: torch.Tensor) -> LocalShard:
         i = self._position[id(param)]
@@ -228,48 +228,48 @@ class BucketReducer(reducer_registry.GradientReducer):
         self.weights.check(i)
         planned = self.plan.parameters[i]
         flat = self.weights.flats[planned.buffer]
-        if i not in self.store.owned:
-            return LocalShard(flat[:0], 0, (self.exchange.group,), planned.bucket)
-        bucket, piece = self.store.owned[i]
+        if i not in self.strategy.owned:
+            return LocalShard(flat[:0], 0, (self.communicator.group,), planned.bucket)
+        bucket, piece = self.strategy.owned[i]
         begin = planned.start + piece.first
-        return LocalShard(flat[begin : begin + piece.numel], piece.first, (self.exchange.group,), bucket)
+        return LocalShard(flat[begin : begin + piece.numel], piece.first, (self.communicator.group,), bucket)
 
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
         i = self._position[id(param)]
         self._check_parameter(i)
-        return self.store.grad(i)
+        return self.strategy.grad(i)
 
     def part(self, param: torch.Tensor) -> torch.Tensor:
-        return self.store.part(self._position[id(param)])
+        return self.strategy.part(self._position[id(param)])
 
     def offer(self, stepper: reducer_registry.BucketStepper) -> None:
         if self._step_in_backward:
             self._steppers.add(stepper)
 
     def stats(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        if self.store.versions() != self._versions or len(params) != sum(
-            self.store.grad(i) is not None for i, _ in self._each()
+        if self.strategy.versions() != self._versions or len(params) != sum(
+            self.strategy.grad(i) is not None for i, _ in self._each()
         ):
             return None
-        return self.store.stats.clone()
+        return self.strategy.stats.clone()
 
     def gather(self, bucket: int) -> Work:
         assert self.weights is not None
         self._gathers += 1
-        before = self.exchange.bytes_sent
+        before = self.communicator.bytes_sent
         start = partial(
-            self.exchange.gather,
+            self.communicator.all_gather_into_buffer,
             WireBuffer.of(self.weights.buckets[bucket]),
             tag=tag(self._number, self._gathers, bucket),
-            what=f"weights of {self._name(range(bucket, bucket + 1))}",
+            label=f"weights of {self._name(range(bucket, bucket + 1))}",
         )
         handle = self._guarded(start)
-        self._bytes_of_gathers += self.exchange.bytes_sent - before
+        self._bytes_of_gathers += self.communicator.bytes_sent - before
         return _Gathering(self, handle)
 
     def refuse_moving(self, doing: str, weights: bool) -> None:
-        self.settle()
-        refuse_busy(doing, self.forwards, bool(self._tasks) or self._began or bool(self._handles))
+        self.finish_failed_backward()
+        refuse_busy(doing, self.forwards_running, bool(self._tasks) or self._began or bool(self._handles))
         if any(stepper.stepped_early() for stepper in self._steppers):
             raise RuntimeError(
                 f"{doing} between a backward that stepped (step_in_backward=True) and step(), which brings the other "
@@ -279,75 +279,75 @@ class BucketReducer(reducer_registry.GradientReducer):
             self.weights.refuse_lent(doing)
 
     def gradient_memory(self) -> Sequence[torch.Tensor]:
-        return self.store.memory
+        return self.strategy.memory
 
     def gradients_dropped(self) -> None:
         self._forget(range(len(self.params)))
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
-        self.settle()  # sums that are still on their way would be written to what is zero now
+        self.finish_failed_backward()  # sums that are still on their way would be written to what is zero now
         chosen = [i for p in params if (i := self._position.get(id(p))) is not None]
-        self.store.zero(chosen)
+        self.strategy.zero(chosen)
         self._forget(chosen)
 
     def _forget(self, chosen: Iterable[int]) -> None:
         """What happened to these gradients: they are zero now."""
         for i in chosen:
-            self._came[i] = ABSENT
+            self._grad_state[i] = MISSING
         self._broken.difference_update(chosen)
-        self._poisoned.difference_update(chosen)
+        self._nonfinite.difference_update(chosen)
 
     # -- during backward ------------------------------------------------------------------------------------------
 
-    def gradient_came(self, i: int) -> None:
+    def grad_ready(self, i: int) -> None:
         """Autograd has accumulated into `.grad` of parameter i."""
-        self._enter_backward()
+        self._begin_backward()
         self._check_parameter(i)
-        self.store.came(i)
-        self.exchange.ordering.wrote()
-        self._came[i], self._global[i] = CAME, False
-        if self._reducing and self._tracker.mark(i) and not self._learning:
+        self.strategy.grad_ready(i)
+        self.communicator.ordering.record_producer()
+        self._grad_state[i], self._already_reduced[i] = READY, False
+        if self._reducing and self._tracker.mark(i) and not self._rebuild_pending:
             self._send_complete()
 
-    def gradient_comes(self, i: int) -> None:
+    def before_accumulate(self, i: int) -> None:
         """Autograd is about to accumulate into `.grad` of parameter i, or to give its gradient to somebody."""
         if self.params[i].grad is None:
-            self.store.comes(i, False)
+            self.strategy.before_accumulate(i, False)
         elif _accumulates(self.params[i]):
-            self._enter_backward()
-            self.store.comes(i, self._take_reduced(i))
+            self._begin_backward()
+            self.strategy.before_accumulate(i, self._take_reduced(i))
 
     def _take_reduced(self, i: int) -> bool:
         """Whether `.grad` of parameter i is what an earlier reduction left; from here on it counts as this rank's."""
-        reduced, self._global[i] = bool(self._global[i]) and self.store.in_place(i), False
+        reduced, self._already_reduced[i] = bool(self._already_reduced[i]) and self.strategy.in_place(i), False
         return reduced
 
-    def expect(self, outputs: Any) -> None:
+    def register_outputs(self, outputs: Any) -> None:
         """A backward that comes through these tensors begins there: reentrant checkpoints may hold every parameter."""
         for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                 output.register_hook(partial(_on_output, weakref.ref(self)))
 
-    def _enter_backward(self) -> None:
+    def _begin_backward(self) -> None:
         self.enter_task()
         if self._began:
             return
         if self._failure is not None:
             raise RuntimeError(f"gradients cannot be reduced any more: {self._failure}")
         self._began = True
-        self._reducing = self.sync or self.store.every_backward
-        self.store.begin(self._reducing)
-        self._bytes_before = self.exchange.bytes_sent
+        self._reducing = self.require_grad_sync or self.strategy.every_backward
+        self.strategy.begin_backward(self._reducing)
+        self._bytes_before = self.communicator.bytes_sent
         self._watch = Watch()
         self._tracker.reset()
         self._coalescing.reset()
-        self._early = self._steps_of_this_backward()
+        self._bucket_steps = self._steps_for_this_backward()
 
-    def _steps_of_this_backward(self) -> list[Callable[[int], None]]:
+    def _steps_for_this_backward(self) -> list[Callable[[int], None]]:
         for stepper in self._steppers:
             stepper.refuse_backward()
         # Under no_sync() shards are reduced, too, but more is to come; a frozen parameter is not to be stepped.
-        if not self.sync or self._learning or not all(p.requires_grad for p in self.params):
+        if not self.require_grad_sync or self._rebuild_pending or not all(p.requires_grad for p in self.params):
             return []
         return [step for one in self._steppers if (step := one.begin_early(self)) is not None]
 
@@ -357,12 +357,12 @@ class BucketReducer(reducer_registry.GradientReducer):
         if task in self._tasks:
             return
         offload_guard.refuse_gradients(self.params, "backward")
-        self.settle()
+        self.finish_failed_backward()
         end = _BackwardEnd(self, task)
         Variable._execution_engine.queue_callback(end)
         self._tasks[task] = weakref.ref(end)
 
-    def settle(self) -> None:
+    def finish_failed_backward(self) -> None:
         """If the last backward raised: what it sent is waited for, as the other ranks sent it too, and worth
         nothing."""
         ended = not self._tasks and not self._began
@@ -378,22 +378,22 @@ class BucketReducer(reducer_registry.GradientReducer):
         handles, self._handles, self._report = self._handles, [], None
         if self._reducing:
             self._reducing = False
-            if self.store.every_backward:
-                self._came = bytearray(len(self.params))
+            if self.strategy.every_backward:
+                self._grad_state = bytearray(len(self.params))
                 self._broken.update(range(len(self.params)) if handles else ())
             self._cycle += 1
             self._notice_partly_stepped(bool(handles))
             for i, p in enumerate(self.plan.parameters):
-                self._global[i] |= p.bucket < self._coalescing.sent  # buckets leave in ascending order
+                self._already_reduced[i] |= p.bucket < self._coalescing.sent  # buckets leave in ascending order
 
     def _notice_unreduced(self) -> None:
         """A backward that raised may have accumulated into a `.grad` of which `gradient_came` was not told."""
-        for i in self.store.written_since(self._versions):
-            self._came[i] = CAME
+        for i in self.strategy.modified_since(self._versions):
+            self._grad_state[i] = READY
 
     def _notice_partly_stepped(self, sent: bool) -> None:
         """A backward that ends in an error cannot be taken back where its first buckets were stepped."""
-        if sent and self._early and self._failure is None:
+        if sent and self._bucket_steps and self._failure is None:
             self._failure, self._partly_stepped = _PARTLY_STEPPED, True
 
     def _check_parameter(self, i: int) -> None:
@@ -412,15 +412,15 @@ class BucketReducer(reducer_registry.GradientReducer):
 
     def _look_for_nonfinite(self, b: int) -> None:
         if self._check_for_nan:
-            grads = self.store.grads(b)
-            self.exchange.ordering.catch_up()
+            grads = self.strategy.grads(b)
+            self.communicator.ordering.wait_producers()
             self._watch.look([grad for _, grad in grads], [i for i, _ in grads])
 
     def _send(self, buckets: range) -> None:
-        what = f"gradients of cycle {self._cycle}, {self._name(buckets)}"
-        after = partial(_step_early, self._early, buckets) if self._early else None
+        label = f"gradients of cycle {self._cycle}, {self._name(buckets)}"
+        on_reduced = partial(_step_buckets, self._bucket_steps, buckets) if self._bucket_steps else None
         number = tag(self._number, self._cycle, buckets.start)
-        send = partial(self.store.send, buckets, cycle=self._cycle, tag=number, what=what, after=after)
+        send = partial(self.strategy.send, buckets, cycle=self._cycle, tag=number, label=label, on_reduced=on_reduced)
         self._handles.append(self._guarded(send))
 
     def _name(self, buckets: range) -> str:
@@ -444,10 +444,10 @@ class BucketReducer(reducer_registry.GradientReducer):
             return
         # First the parameters that did not come, since their buckets are about to leave.
         for i in self._tracker.finish():
-            self._settle(i)
-        at_once, self._learning = self._learning, False
+            self._mark_missing(i)
+        at_once, self._rebuild_pending = self._rebuild_pending, False
         if at_once:
-            self._guarded(self._learn)
+            self._guarded(self._rebuild_buckets)
         self._send_complete()
         reports = self._close_cycle(at_once)
         try:
@@ -456,33 +456,35 @@ class BucketReducer(reducer_registry.GradientReducer):
             self._notice_partly_stepped(sent=True)
             raise
 
-    def _settle(self, i: int) -> None:
+    def _mark_missing(self, i: int) -> None:
         """Parameter i did not come in this backward: its range of the bucket becomes what its `.grad` says."""
         held, reduced = self.params[i].grad is not None, self._take_reduced(i)
-        if not held and not self.store.every_backward:
-            self._came[i] = ABSENT  # what came before, somebody dropped
-        if not self._came[i] and not self.params[i].requires_grad:
-            self._came[i] = FROZEN
+        if not held and not self.strategy.every_backward:
+            self._grad_state[i] = MISSING  # what came before, somebody dropped
+        if not self._grad_state[i] and not self.params[i].requires_grad:
+            self._grad_state[i] = FROZEN
         if held:
-            self._came[i] |= REDUCED if reduced else HELD
-        self.store.absent(i, reduced)
+            self._grad_state[i] |= REDUCED if reduced else HELD
+        self.strategy.grad_missing(i, reduced)
 
-    def _learn(self) -> None:
+    def _rebuild_buckets(self) -> None:
         """Lays the buckets out in the order in which gradients came on rank 0, if that is another one than planned."""
         words = torch.tensor([self._may_replan(), *self._tracker.order()], dtype=torch.int64)
         payload = words.view(torch.uint8)
-        what = f"the order of gradients in cycle {self._cycle}"
-        gathered = self.exchange.all_gather(payload, tag=tag(self._number, self._cycle, MAX_BUCKETS), what=what)()
+        label = f"the order of gradients in cycle {self._cycle}"
+        gathered = self.communicator.all_gather_bytes(
+            payload, tag=tag(self._number, self._cycle, MAX_BUCKETS), label=label
+        )()
         rows = [row.view(torch.int64).tolist() for row in gathered]
         if not all(may for may, *_ in rows):
             return
         plan = self._replan(rows[0][1:])
         if plan.fingerprint == self.plan.fingerprint:
             return
-        agree(self.exchange, caller="the new plan", fingerprint=plan.fingerprint, lines=plan.lines(), failure=None)
+        agree(self.communicator, caller="the new plan", fingerprint=plan.fingerprint, lines=plan.lines(), failure=None)
         if self.weights is not None:
             self.weights = ParamBuffers(self.params, plan)
-        self.store = self.store.moved(plan)
+        self.strategy = self.strategy.rebuilt(plan)
         reducer_registry.laid_out_anew(self)
         self._follow_plan()
         self._tracker.finish()
@@ -491,13 +493,15 @@ class BucketReducer(reducer_registry.GradientReducer):
         """Exchanges this rank's report, waits for the buckets, installs the sums; every rank's report. at_once: whether
         all buckets were kept until the end."""
         if self._check_for_nan:
-            self.exchange.ordering.catch_up()
-        came = bytearray(c if p.requires_grad else c | FROZEN for c, p in zip(self._came, self.params, strict=True))
-        report = CycleReport.of(self._cycle, self._watch.first(), self._words(), came)
+            self.communicator.ordering.wait_producers()
+        grad_state = bytearray(
+            c if p.requires_grad else c | FROZEN for c, p in zip(self._grad_state, self.params, strict=True)
+        )
+        report = CycleReport.of(self._cycle, self._watch.first(), self._words(), grad_state)
         try:
-            what = f"end of gradient cycle {self._cycle}"
+            label = f"end of gradient cycle {self._cycle}"
             number = tag(self._number, self._cycle, MAX_BUCKETS)
-            self._report = self.exchange.all_gather(report, tag=number, what=what)
+            self._report = self.communicator.all_gather_bytes(report, tag=number, label=label)
         except RuntimeError as error:
             self._failure = str(error)
             raise
@@ -505,15 +509,15 @@ class BucketReducer(reducer_registry.GradientReducer):
         if not at_once:
             self._coalescing.ended()
         reports = self._read(self._report)
-        self.exchange.ordering.forget_writers()
+        self.communicator.ordering.forget_producers()
         self._handles, self._report = [], None
         self._began = self._reducing = False
         self._cycle += 1
-        self._came = bytearray(len(self.params))
-        self._global = bytearray(b"\1" * len(self.params))
-        self._bytes_of_cycle, self._bytes_of_gathers = self.exchange.bytes_sent - self._bytes_before, 0
-        self.store.closed(*agreed([report.came for report in reports]))
-        self._versions = self.store.versions()
+        self._grad_state = bytearray(len(self.params))
+        self._already_reduced = bytearray(b"\1" * len(self.params))
+        self._bytes_of_cycle, self._bytes_of_gathers = self.communicator.bytes_sent - self._bytes_before, 0
+        self.strategy.end_cycle(*agreed([report.came for report in reports]))
+        self._versions = self.strategy.versions()
         return reports
 
     def _read(self, gathered: Callable[[], list[torch.Tensor]]) -> list[CycleReport]:
@@ -521,12 +525,12 @@ class BucketReducer(reducer_registry.GradientReducer):
         reports = [CycleReport.read(row, len(self.params)) for row in self._guarded(gathered)]
         self._report = None  # nothing is learnt from it twice
         if self._coalescing.learn([report.words for report in reports]) and self._compress_below > 0:
-            self.exchange.compresses = self._coalescing.compresses
+            self.communicator.compresses = self._coalescing.compresses
         return reports
 
     def _words(self) -> torch.Tensor:
         # Once it is so it stays so: messages are counted only as long as they are compressed.
-        disordered = self.exchange.disordered > self.exchange.messages * _DISORDERED
+        disordered = self.communicator.disordered > self.communicator.messages * _DISORDERED
         return self._coalescing.words(disordered)
 
     def _wait(self, handles: Sequence[Work]) -> None:
@@ -545,26 +549,26 @@ class BucketReducer(reducer_registry.GradientReducer):
         for rank, report in enumerate(reports):
             if report.cycle != self._cycle - 1:
                 self._failure = (
-                    f"rank {rank} is in gradient cycle {report.cycle} and rank {self.exchange.rank} in "
+                    f"rank {rank} is in gradient cycle {report.cycle} and rank {self.communicator.rank} in "
                     f"{self._cycle - 1}"
                 )
                 raise RuntimeError(self._failure)
         nonfinite = [report.nonfinite for report in reports]
-        self._poisoned.update(i for i in nonfinite if i != ALL_FINITE)
+        self._nonfinite.update(i for i in nonfinite if i != ALL_FINITE)
         refuse_nonfinite(self.names, nonfinite)
         refuse_frozen(self.names, [report.came for report in reports])
         if not self._find_unused:
-            refuse_absent(self.names, [report.came for report in reports])
+            refuse_missing(self.names, [report.came for report in reports])
 
 
 class _Gathering:
     """Weights that travel: a failure is the engine's."""
 
-    def __init__(self, engine: BucketReducer, handle: Work) -> None:
-        self._engine, self._handle = engine, handle
+    def __init__(self, reducer: BucketReducer, handle: Work) -> None:
+        self._reducer, self._handle = reducer, handle
 
     def result(self) -> None:
-        self._engine._guarded(self._handle.result)
+        self._reducer._guarded(self._handle.result)
 
 
 def _accumulates(param: torch.Tensor) -> bool:
@@ -575,7 +579,7 @@ def _accumulates(param: torch.Tensor) -> bool:
         return False
 
 
-def _step_early(steps: Sequence[Callable[[int], None]], buckets: range) -> None:
+def _step_buckets(steps: Sequence[Callable[[int], None]], buckets: range) -> None:
     for step, bucket in product(steps, buckets):
         step(bucket)
 
@@ -583,19 +587,19 @@ def _step_early(steps: Sequence[Callable[[int], None]], buckets: range) -> None:
 # Hooks hold the engine weakly: the parameters must not keep it alive.
 
 
-def _on_grad(engine: "weakref.ref[BucketReducer]", i: int, _param: torch.Tensor) -> None:
-    alive = engine()
+def _on_grad(reducer: "weakref.ref[BucketReducer]", i: int, _param: torch.Tensor) -> None:
+    alive = reducer()
     if alive is not None:
-        alive.gradient_came(i)
+        alive.grad_ready(i)
 
 
-def _on_output(engine: "weakref.ref[BucketReducer]", _grad: torch.Tensor) -> None:
-    alive = engine()
+def _on_output(reducer: "weakref.ref[BucketReducer]", _grad: torch.Tensor) -> None:
+    alive = reducer()
     if alive is not None:
         alive.enter_task()
 
 
-def _before_grad(engine: "weakref.ref[BucketReducer]", i: int, _grad: torch.Tensor) -> None:
-    alive = engine()
+def _before_grad(reducer: "weakref.ref[BucketReducer]", i: int, _grad: torch.Tensor) -> None:
+    alive = reducer()
     if alive is not None:
-        alive.gradient_comes(i)
+        alive.before_accumulate(i)

@@ -50,7 +50,7 @@ def _settling(method: Function, params_of: Callable[[Any], Iterable[Tensor]]) ->
     def zero_grad(self: Any, set_to_none: bool = True) -> Any:
         if not set_to_none:
             for owner in reducer_registry.owners_of(params_of(self)):
-                owner.settle()
+                owner.finish_failed_backward()
         return method(self, set_to_none)
 
     setattr(zero_grad, ROUTED, True)

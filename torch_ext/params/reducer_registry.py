@@ -32,7 +32,7 @@ class GradientReducer(abc.ABC):
 
     params: Sequence[torch.nn.Parameter]
     """All of them."""
-    forwards = 0
+    forwards_running = 0
     """Forwards of the model that are under way."""
     layout = 0
     """How often it has laid its parameters out anew."""
@@ -53,7 +53,7 @@ class GradientReducer(abc.ABC):
         """The global ranks over which gradients are reduced."""
 
     @abc.abstractmethod
-    def settle(self) -> None:
+    def finish_failed_backward(self) -> None:
         """Waits for what a backward that raised left on its way: nothing is written to gradients afterwards."""
 
     @abc.abstractmethod

@@ -29,14 +29,14 @@ class _Comm:
 class ReduceScatter(_Comm):
     """torch's protocol of the same name, for one unit."""
 
-    def __init__(self, engine: "FSDPReducer", unit: "UnitPlan") -> None:
-        self._engine, self._unit = engine, unit
+    def __init__(self, reducer: "FSDPReducer", unit: "UnitPlan") -> None:
+        self._reducer, self._unit = reducer, unit
         self._allocated_on: set[Stream] = set()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         # The input is the computation's, which no event of the stream of the call covers, and FSDP2 lets go of it as
         # soon as the call is done.
-        self._allocated_on.add(self._engine.exchanges.current_stream())
+        self._allocated_on.add(self._reducer.communicators.current_stream())
         return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
@@ -48,7 +48,7 @@ class ReduceScatter(_Comm):
         async_op: bool = False,
     ) -> None:
         allocated_on, self._allocated_on = self._allocated_on, set()
-        self._engine.reduce_scatter(self._unit, output_tensor, input_tensor, group, op, allocated_on)
+        self._reducer.reduce_scatter(self._unit, output_tensor, input_tensor, group, op, allocated_on)
 
 
 class AllGather(_Comm):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_ext.grads.errors import ABSENT, CAME, names_of, refuse_frozen, refuse_nonfinite
+from torch_ext.grads.errors import MISSING, READY, names_of, refuse_frozen, refuse_nonfinite
 from torch_ext.grads.stats import ALL_FINITE
 from torch_ext.parallel.fsdp.reduce_scatter import UnitPlan
 
@@ -18,7 +18,7 @@ class FSDPCycleReport:
     def __init__(self, n_params: int, n_units: int) -> None:
         self.nonfinite = ALL_FINITE
         """The position of a parameter whose gradient is not finite."""
-        self.came = bytearray(n_params)
+        self.grad_states = bytearray(n_params)
         self._units = [0] * n_units
 
     def reduced(self, unit: UnitPlan, numel: int) -> None:
@@ -27,7 +27,7 @@ class FSDPCycleReport:
     def encode(self, cycle: int) -> torch.Tensor:
         """uint8; of as many bytes on every rank."""
         words = torch.tensor([cycle, self.nonfinite, *self._units], dtype=torch.int64)
-        return torch.cat([words.view(torch.uint8), torch.frombuffer(self.came, dtype=torch.uint8)])
+        return torch.cat([words.view(torch.uint8), torch.frombuffer(self.grad_states, dtype=torch.uint8)])
 
 
 class FSDPCycleReports:
@@ -37,7 +37,7 @@ class FSDPCycleReports:
         self._names, self._units = names, units
         words = 8 * (2 + len(units))
         self._words: list[list[int]] = [row[:words].view(torch.int64).tolist() for row in rows]
-        self._came = [row[words:] for row in rows]
+        self._grad_states = [row[words:] for row in rows]
         self.nonfinite = [row[1] for row in self._words]
 
     def check_places(self, rank: int) -> None:
@@ -62,20 +62,20 @@ class FSDPCycleReports:
     def check_trained(self) -> None:
         """RuntimeError where a parameter is frozen on some ranks only: these reduced other gradients than the others,
         and the exchange cannot go on."""
-        refuse_frozen(self._names, self._came)
+        refuse_frozen(self._names, self._grad_states)
 
     def check_finite(self) -> None:
         refuse_nonfinite(self._names, self.nonfinite)
 
-    def came_nowhere(self) -> list[int]:
+    def missing_everywhere(self) -> list[int]:
         """Parameters whose gradient came on no rank."""
-        return torch.stack(self._came).ne(CAME).all(0).nonzero().flatten().tolist()
+        return torch.stack(self._grad_states).ne(READY).all(0).nonzero().flatten().tolist()
 
-    def check_all_came(self) -> None:
-        absent = sorted({i for states in self._came for i in states.eq(ABSENT).nonzero().flatten().tolist()})
-        if absent:
+    def check_none_missing(self) -> None:
+        missing = sorted({i for states in self._grad_states for i in states.eq(MISSING).nonzero().flatten().tolist()})
+        if missing:
             raise RuntimeError(
-                f"no gradient came for {names_of(self._names, absent)}. The loss does not depend on the parameter, or "
+                f"no gradient came for {names_of(self._names, missing)}. The loss does not depend on the parameter, or "
                 "it was replaced after parallelize. If parameters may be unused, call parallelize(..., "
                 "find_unused_parameters=True). Call zero_grad() before going on."
             )

@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_leaves
 from torch_ext.comm.communicator import Communicator, Part, Work
 from torch_ext.comm.streams import Stream
 from torch_ext.comm.wire import WireBuffer, reduce_chunks
-from torch_ext.grads.errors import CAME, FROZEN, names_of, refuse_busy, refuse_step
+from torch_ext.grads.errors import FROZEN, READY, names_of, refuse_busy, refuse_step
 from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
 from torch_ext.parallel.fsdp.fsdp_cycle_report import FSDPCycleReport, FSDPCycleReports
 from torch_ext.parallel.fsdp.grad_shards import GradShards
 from torch_ext.parallel.fsdp.param_gather import ParamGather
-from torch_ext.parallel.fsdp.reduce_scatter import REDUCE, Exchanges, Reduction, UnitPlan, wire_of
+from torch_ext.parallel.fsdp.reduce_scatter import REDUCE, Reduction, UnitCommunicators, UnitPlan, wire_of
 from torch_ext.params import local_shard, reducer_registry
 from torch_ext.params.local_shard import LocalShard, tensor_of
 from torch_ext.tensors import offload_guard
@@ -42,13 +42,13 @@ UNDER_WAY = 2
 class _BackwardEnd:
     """Called at the end of a backward. It dies with its graph task, so a dead one is a backward that raised."""
 
-    def __init__(self, engine: "FSDPReducer") -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, reducer: "FSDPReducer") -> None:
+        self._reducer = weakref.ref(reducer)
 
     def __call__(self) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.backward_ended()
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.backward_ended()
 
 
 class FSDPReducer(reducer_registry.GradientReducer):
@@ -74,20 +74,20 @@ class FSDPReducer(reducer_registry.GradientReducer):
         self.names, self.params = [n for n, _ in named], [p for _, p in named]
         self.units = list(units)
         self.wire_bytes = 0
-        self.exchanges = Exchanges(control, number)
+        self.communicators = UnitCommunicators(control, number)
         self.shards = GradShards(self.params, self.units, unit_of)
         self.weights: ParamGather | None = None
         self._divide_factor, self._check_for_nan = divide_factor, check_for_nan
         self._find_unused = find_unused_parameters
         self._cycle = 0
-        self._bytes_before = self.exchanges.bytes_sent()
+        self._bytes_before = self.communicators.bytes_sent()
         self._end: weakref.ref[_BackwardEnd] | None = None
         self._failure: str | None = None
         self._reductions: list[Reduction] = []  # of this backward
         self._current: Reduction | None = None
         self._report = FSDPCycleReport(len(self.params), len(self.units))
         self._broken: set[int] = set()  # a backward raised after some of its sums were added to these one's shards
-        self._poisoned: set[int] = set()  # what the check for NaN named, until zero_grad
+        self._nonfinite: set[int] = set()  # what the check for NaN named, until zero_grad
         self._position = {id(p): i for i, p in enumerate(self.params)}
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(_on_grad, weakref.ref(self), i))
@@ -99,7 +99,7 @@ class FSDPReducer(reducer_registry.GradientReducer):
         """units: the modules of each; prefetch: see ParamGather, which this engine has from here on."""
         guarded = partial(_guarded, weakref.ref(self))
         zeros = self._find_unused and hasattr(units[0][0], "set_reduce_scatter_unused_params")
-        self.weights = ParamGather(self.params, units, self.exchanges, prefetch, zeros, guarded)
+        self.weights = ParamGather(self.params, units, self.communicators, prefetch, zeros, guarded)
         self._hooks.append(model.register_forward_pre_hook(partial(_before_forward, weakref.ref(self)), prepend=True))
         # Before FSDP2's hooks of the same tensors: nothing has begun yet when it is refused.
         self._hooks.append(model.register_forward_hook(partial(_before_outputs, weakref.ref(self)), prepend=True))
@@ -126,7 +126,7 @@ class FSDPReducer(reducer_registry.GradientReducer):
 
     @property
     def ranks(self) -> frozenset[int]:
-        return self.exchanges.control.ranks
+        return self.communicators.control.ranks
 
     @property
     def sharded(self) -> bool:
@@ -135,8 +135,8 @@ class FSDPReducer(reducer_registry.GradientReducer):
 
     def before_step(self) -> None:
         refuse_step(self._failure, False, ())  # before anything is waited for that does not come either
-        self.settle()
-        poisoned = [self.names[i] for i in sorted(self._poisoned) if self.shards.of(i) is not None]
+        self.finish_failed_backward()
+        poisoned = [self.names[i] for i in sorted(self._nonfinite) if self.shards.of(i) is not None]
         refuse_step(self._failure, bool(self._broken), poisoned)
         self.sync_parameters()
 
@@ -155,29 +155,29 @@ class FSDPReducer(reducer_registry.GradientReducer):
         raise NotImplementedError("FSDP2 gathers weights itself")  # no LocalShard of its has a bucket: nobody asks
 
     def refuse_moving(self, doing: str, weights: bool) -> None:
-        self.settle()
-        refuse_busy(doing, self.forwards, self._end is not None)
+        self.finish_failed_backward()
+        refuse_busy(doing, self.forwards_running, self._end is not None)
 
     def gradient_memory(self) -> Sequence[torch.Tensor]:
         return self.shards.memory
 
     def gradients_dropped(self) -> None:
         self._broken.clear()
-        self._poisoned.clear()
+        self._nonfinite.clear()
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
-        self.settle()
+        self.finish_failed_backward()
         chosen = [i for p in params if (i := self._position.get(id(p))) is not None]
         for i in chosen:
             self.shards.forget(i)
         self._broken.difference_update(chosen)
-        self._poisoned.difference_update(chosen)
+        self._nonfinite.difference_update(chosen)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
         """Of the model."""
-        self.settle()
+        self.finish_failed_backward()
 
     def forward_ended(self, outputs: Any) -> None:
         """A backward that comes through these tensors begins there: reentrant checkpoints may hold every parameter."""
@@ -200,23 +200,23 @@ class FSDPReducer(reducer_registry.GradientReducer):
         """given: [ranks, output's numel], flat: this rank's gradients of the unit, cut into every rank's shards.
         allocated_on: the streams whose memory output and given are."""
         self._refuse(unit, output, op)
-        self.enter_backward()
+        self.begin_backward()
         self._current = None
         self._make_room()
-        exchange = self.exchanges.of(group, REDUCE)
-        exchange.ordering.wrote(*allocated_on)
-        rows = given.view(exchange.world_size, -1)
-        wire = wire_of(unit, rows, exchange.rank, self._cycle)
-        numel = wire.data.numel() // exchange.world_size
+        communicator = self.communicators.of(group, REDUCE)
+        communicator.ordering.record_producer(*allocated_on)
+        rows = given.view(communicator.world_size, -1)
+        wire = wire_of(unit, rows, communicator.rank, self._cycle)
+        numel = wire.data.numel() // communicator.world_size
         replicated = unit.replicas > 1
         dtype = output.dtype if replicated else self.shards.dtype_of_sums(unit)
         in_place = dtype == output.dtype and numel == output.numel()
         sums = output if in_place else torch.empty(numel, dtype=dtype, device=output.device)
-        handle = exchange.reduce(
+        handle = communicator.reduce_scatter(
             wire,
-            partial(_add_up, sums, self._scale(unit, exchange.world_size)),
-            tag=self.exchanges.tag(self._cycle, REDUCE, unit, given.nbytes),
-            what=f"gradients of cycle {self._cycle}, {unit}{self._frozen_since()}",
+            partial(_add_up, sums, self._scale(unit, communicator.world_size)),
+            tag=self.communicators.tag(self._cycle, REDUCE, unit, given.nbytes),
+            label=f"gradients of cycle {self._cycle}, {unit}{self._frozen_since()}",
         )
         reduction = Reduction(unit, output, output if replicated else sums, handle)
         if replicated:
@@ -230,14 +230,14 @@ class FSDPReducer(reducer_registry.GradientReducer):
         last = self._reductions[-1] if self._reductions else None
         if last is None or last.output is not output:
             # One rank has the whole unit: FSDP2 has no use for a reduce-scatter then.
-            self.enter_backward()
+            self.begin_backward()
             sums = torch.empty(output.numel(), dtype=self.shards.dtype_of_sums(unit), device=output.device)
             reduce_chunks([WireBuffer.of(output)], sums, self._scale(unit, 1))
             last = Reduction(unit, output, sums, None)
             self._add(last, output, output.view(1, -1))
         self._current = last
 
-    def gradient_came(self, i: int) -> None:
+    def grad_ready(self, i: int) -> None:
         """FSDP2 made a gradient of a slice of the output, for the parameter's shard."""
         grad: Any = self.params[i].grad
         self.params[i].grad = None
@@ -250,7 +250,7 @@ class FSDPReducer(reducer_registry.GradientReducer):
         self.shards.belongs(i, self._current.unit)
         used = None if self.weights is None else self.weights.used
         if used is None or used.take(i):
-            self._report.came[i] = CAME
+            self._report.grad_states[i] = READY
 
     def _add(self, reduction: Reduction, given: torch.Tensor, rows: torch.Tensor) -> None:
         self._report.reduced(reduction.unit, given.numel())
@@ -281,15 +281,15 @@ class FSDPReducer(reducer_registry.GradientReducer):
     def _make_room(self) -> None:
         under_way = [reduction for reduction in self._reductions if reduction.handle is not None]
         for reduction in under_way[: max(0, len(under_way) - UNDER_WAY + 1)]:
-            self.shards.settle(reduction, self.guarded)
+            self.shards.add_sums(reduction, self.guarded)
 
     def _scale(self, unit: UnitPlan, shards: int) -> float:
         # FSDP2 takes the mean over the replicas.
         return 1.0 / shards if self._divide_factor is None else unit.replicas / self._divide_factor
 
-    def enter_backward(self) -> None:
+    def begin_backward(self) -> None:
         """A backward begins, or goes on."""
-        self.settle()
+        self.finish_failed_backward()
         if self._end is not None:
             return
         if self._failure is not None:
@@ -301,11 +301,11 @@ class FSDPReducer(reducer_registry.GradientReducer):
         offload_guard.refuse_gradients(self.params, "backward")  # which is recovered from like any backward that raised
         if self.weights is not None:
             self.weights.prefetch_in_order()
-        gone = self.shards.hide()
+        gone = self.shards.detach_grads()
         self._broken.difference_update(gone)
-        self._poisoned.difference_update(gone)
+        self._nonfinite.difference_update(gone)
 
-    def settle(self) -> None:
+    def finish_failed_backward(self) -> None:
         """Where the last backward raised: what it sent is waited for, as the other ranks sent it too, and is worth
         nothing; gradient shards are what they were before it."""
         if self._end is None or self._end() is not None:
@@ -327,33 +327,33 @@ class FSDPReducer(reducer_registry.GradientReducer):
         """Agrees with the other ranks on what came, waits for the sums, installs them."""
         if not self._reductions:  # a backward to inputs only, or without gradient synchronization
             self._end = None
-            self.shards.show()
+            self.shards.attach_grads()
             return
-        control = self.exchanges.control
+        control = self.communicators.control
         cycle, (reductions, report) = self._cycle, self._close()
         report.nonfinite = next((n for r in reductions if (n := r.first_nonfinite()) != ALL_FINITE), ALL_FINITE)
         for i, param in enumerate(self.params):
-            if not report.came[i] and not param.requires_grad:
-                report.came[i] = FROZEN
+            if not report.grad_states[i] and not param.requires_grad:
+                report.grad_states[i] = FROZEN
         payload = report.encode(cycle)
-        number, what = self.exchanges.report_tag(cycle), f"end of gradient cycle {cycle}{self._frozen_since()}"
-        gather = self.guarded(lambda: control.all_gather(payload, tag=number, what=what))
+        number, label = self.communicators.report_tag(cycle), f"end of gradient cycle {cycle}{self._frozen_since()}"
+        gather = self.guarded(lambda: control.all_gather_bytes(payload, tag=number, label=label))
         reports = FSDPCycleReports(self.guarded(gather), self.names, self.units)
         self.guarded(reports.check_trained)
         self.guarded(lambda: reports.check_places(control.rank))
         for reduction in reductions:
-            if not reduction.settled:
-                self.shards.settle(reduction, self.guarded)
+            if not reduction.is_added:
+                self.shards.add_sums(reduction, self.guarded)
         if self._find_unused:
-            self.shards.drop_new(reports.came_nowhere())
-        self.shards.show()
-        before, self._bytes_before = self._bytes_before, self.exchanges.bytes_sent()
+            self.shards.drop_new(reports.missing_everywhere())
+        self.shards.attach_grads()
+        before, self._bytes_before = self._bytes_before, self.communicators.bytes_sent()
         self.wire_bytes = self._bytes_before - before
-        self._poisoned.update(i for i in reports.nonfinite if i != ALL_FINITE)
+        self._nonfinite.update(i for i in reports.nonfinite if i != ALL_FINITE)
         reports.check_finite()
         # What FSDP2 keeps to itself (set_requires_all_reduce) comes in a later backward.
         if not self._find_unused and all(r.slices for r in reductions):
-            reports.check_all_came()
+            reports.check_none_missing()
 
     def _close(self) -> tuple[list[Reduction], FSDPCycleReport]:
         """The cycle is over, well or not."""
@@ -361,7 +361,7 @@ class FSDPReducer(reducer_registry.GradientReducer):
         self._reductions, self._report = [], FSDPCycleReport(len(self.params), len(self.units))
         self._end, self._current = None, None
         self._cycle += 1
-        self.shards.show()
+        self.shards.attach_grads()
         return closed
 
     def guarded(self, wait: Callable[[], Any]) -> Any:
@@ -384,41 +384,41 @@ def _with_graph(outputs: Any) -> Iterator[torch.Tensor]:
 # Hooks and weights hold the engine weakly: the parameters and modules must not keep it alive.
 
 
-def _guarded(engine: "weakref.ref[FSDPReducer]", wait: Callable[[], Any]) -> Any:
-    alive = engine()
+def _guarded(reducer: "weakref.ref[FSDPReducer]", wait: Callable[[], Any]) -> Any:
+    alive = reducer()
     return wait() if alive is None else alive.guarded(wait)
 
 
-def _on_grad(engine: "weakref.ref[FSDPReducer]", i: int, _param: torch.Tensor) -> None:
-    alive = engine()
+def _on_grad(reducer: "weakref.ref[FSDPReducer]", i: int, _param: torch.Tensor) -> None:
+    alive = reducer()
     if alive is not None:
-        alive.gradient_came(i)
+        alive.grad_ready(i)
 
 
-def _before_outputs(engine: "weakref.ref[FSDPReducer]", _module: Any, _inputs: Any, outputs: Any) -> None:
+def _before_outputs(reducer: "weakref.ref[FSDPReducer]", _module: Any, _inputs: Any, outputs: Any) -> None:
     for output in _with_graph(outputs):
-        output.register_hook(partial(_refuse_away, engine))
+        output.register_hook(partial(_refuse_away, reducer))
 
 
-def _refuse_away(engine: "weakref.ref[FSDPReducer]", _grad: torch.Tensor) -> None:
-    alive = engine()
+def _refuse_away(reducer: "weakref.ref[FSDPReducer]", _grad: torch.Tensor) -> None:
+    alive = reducer()
     if alive is not None:
         offload_guard.refuse_gradients(alive.params, "backward")
 
 
-def _on_output(engine: "weakref.ref[FSDPReducer]", _grad: torch.Tensor) -> None:
-    alive = engine()
+def _on_output(reducer: "weakref.ref[FSDPReducer]", _grad: torch.Tensor) -> None:
+    alive = reducer()
     if alive is not None:
-        alive.enter_backward()
+        alive.begin_backward()
 
 
-def _before_forward(engine: "weakref.ref[FSDPReducer]", _module: Any, _inputs: Any) -> None:
-    alive = engine()
+def _before_forward(reducer: "weakref.ref[FSDPReducer]", _module: Any, _inputs: Any) -> None:
+    alive = reducer()
     if alive is not None:
         alive.forward_begins()
 
 
-def _after_forward(engine: "weakref.ref[FSDPReducer]", _module: Any, _inputs: Any, outputs: Any) -> None:
-    alive = engine()
+def _after_forward(reducer: "weakref.ref[FSDPReducer]", _module: Any, _inputs: Any, outputs: Any) -> None:
+    alive = reducer()
     if alive is not None:
         alive.forward_ended(outputs)

@@ -52,7 +52,7 @@ class GradShards:
         self._shards.pop(i, None)
         self._grads.pop(i, None)
 
-    def hide(self) -> list[int]:
+    def detach_grads(self) -> list[int]:
         """A backward begins, in which FSDP2 would add to `.grad` before there is anything to add. What somebody else
         put there counts; the answer is where somebody took it away."""
         self.added, self._new = set(), set()
@@ -83,18 +83,18 @@ class GradShards:
             self.forget(i)
             self.params[i].grad = None
 
-    def show(self) -> None:
+    def attach_grads(self) -> None:
         """A backward ended."""
         for i, grad in self._grads.items():
             self.params[i].grad = grad
 
-    def settle(self, reduction: Reduction, guarded: Callable[[Callable[[], None]], None]) -> None:
+    def add_sums(self, reduction: Reduction, guarded: Callable[[Callable[[], None]], None]) -> None:
         """Waits for the sums, which become the shards or are added to them. guarded: calls what it is given."""
         reduction.wait(guarded)
         if not reduction.slices and reduction.unit.replicas > 1:
             return  # FSDP2 keeps the sum to itself, for a later backward (set_requires_all_reduce)
         self._check_covered(reduction)
-        reduction.settled = True
+        reduction.is_added = True
         later: list[tuple[int, torch.Tensor]] = []
         for one in reduction.slices:
             value = reduction.sum_of(one, tensor_of(self.params[one.param]).shape)

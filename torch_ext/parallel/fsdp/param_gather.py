@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_ext.comm.communicator import Work
 from torch_ext.comm.wire import WireBuffer
-from torch_ext.parallel.fsdp.reduce_scatter import GATHER, Exchanges, UnitPlan
+from torch_ext.parallel.fsdp.reduce_scatter import GATHER, UnitCommunicators, UnitPlan
 from torch_ext.params import local_shard
 from torch_ext.tensors import offload_guard
 
@@ -98,7 +98,7 @@ class ParamGather:
         self,
         params: Sequence[nn.Parameter],
         units: Sequence[Sequence[nn.Module]],
-        exchanges: Exchanges,
+        communicators: UnitCommunicators,
         prefetch: bool,
         zeros: bool,
         guarded: Callable[[Callable[[], Any]], Any],
@@ -106,7 +106,7 @@ class ParamGather:
         """params: the shards. units: the modules of each. prefetch: from the second forward on, each unit's weights
         travel while the one before runs. zeros: FSDP2 sends them for parameters without gradients. guarded: calls what
         it is given, and remembers how that failed."""
-        self._params, self._exchanges, self._guarded = params, exchanges, guarded
+        self._params, self._communicators, self._guarded = params, communicators, guarded
         self._modules = [weakref.ref(unit[0]) for unit in units]
         self._failure: str | None = None  # of a gather
         self._gathering: set[int] = set()  # units whose weights FSDP2 has not asked for yet
@@ -143,13 +143,15 @@ class ParamGather:
         if self._order is not None and unit.number not in self._order:
             self._order.append(unit.number)
         self._gathering.add(unit.number)
-        exchange = self._exchanges.of(group, GATHER)
-        own = output.chunk(exchange.world_size)[exchange.rank]
+        communicator = self._communicators.of(group, GATHER)
+        own = output.chunk(communicator.world_size)[communicator.rank]
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
-        number = self._exchanges.tag(0, GATHER, unit, output.nbytes)
-        what = f"weights of {unit}"
-        handle: Work = self._try(lambda: exchange.gather(WireBuffer.of(output), tag=number, what=what))
+        number = self._communicators.tag(0, GATHER, unit, output.nbytes)
+        label = f"weights of {unit}"
+        handle: Work = self._try(
+            lambda: communicator.all_gather_into_buffer(WireBuffer.of(output), tag=number, label=label)
+        )
         return handle
 
     def gathered(self, unit: UnitPlan, handle: Work) -> None:

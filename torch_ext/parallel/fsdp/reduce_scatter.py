@@ -51,7 +51,7 @@ class Reduction:
         """output: where FSDP2 expects the sum. sums: where it will be, flat, of output's numel; maybe output itself."""
         self.unit, self.output, self.sums, self.handle = unit, output, sums, handle
         self.slices: list[Slice] = []
-        self.settled = False
+        self.is_added = False
         """Whether the sums were added to the gradient shards."""
         self.suspect: Tensor | None = None
         """What this rank handed over, [ranks, output's numel], where an element of it is not finite."""
@@ -87,7 +87,7 @@ GATHER, REDUCE = "gather", "reduce"
 stream: a gather waits for the reductions that were started before it."""
 
 
-class Exchanges:
+class UnitCommunicators:
     def __init__(self, control: Communicator, number: int) -> None:
         """control: between all ranks that hold parts of the model. number: of `agree`."""
         self.control = control

@@ -19,37 +19,39 @@ class NoShard(_Buffered):
         super().__init__(*args)
         # What an earlier reduction left of parameters for which nothing came: it travels, as something may have come
         # elsewhere, and travelling rounds.
-        self._left: dict[int, torch.Tensor] = {}
+        self._reduced_before: dict[int, torch.Tensor] = {}
 
     @property
     def adds_to_sums(self) -> bool:
         # The mean of equal gradients is the gradient.
-        return self.divide_factor != self.exchange.world_size
+        return self.divide_factor != self.communicator.world_size
 
-    def comes(self, i: int, reduced: bool) -> None:
+    def before_accumulate(self, i: int, reduced: bool) -> None:
         """Counts what an earlier reduction left in `.grad` once in the next sum: rank 0 alone brings it."""
         if reduced and self.adds_to_sums:
             self.buffers.take(i)
             with torch.no_grad():
-                self.buffers.view(i).mul_(self.divide_factor if self.exchange.rank == 0 else 0.0)
+                self.buffers.view(i).mul_(self.divide_factor if self.communicator.rank == 0 else 0.0)
 
-    def absent(self, i: int, reduced: bool) -> None:
+    def grad_missing(self, i: int, reduced: bool) -> None:
         if reduced:
             self.buffers.take(i)
-            self._left[i] = self.buffers.view(i).clone()
-        super().absent(i, reduced)
+            self._reduced_before[i] = self.buffers.view(i).clone()
+        super().grad_missing(i, reduced)
 
-    def send(self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Work:
+    def send(
+        self, buckets: range, *, cycle: int, tag: int, label: str, on_reduced: Callable[[], None] | None = None
+    ) -> Work:
         gathered = self._main(buckets)
         main = gathered.data
 
-        def leave() -> tuple[WireBuffer, WireBuffer]:
+        def pack_bucket() -> tuple[WireBuffer, WireBuffer]:
             nonlocal gathered
             wire = self._packed(buckets, cycle)
             gathered = self._gathered(buckets, wire)
             return wire, gathered
 
-        def install(chunks: Sequence[WireBuffer], part: Part) -> None:
+        def reduce_fn(chunks: Sequence[WireBuffer], part: Part) -> None:
             own = gathered.part(*part)
             if not gathered.coded:
                 reduce_chunks(chunks, own.data, self._scale())
@@ -59,7 +61,7 @@ class NoShard(_Buffered):
             mine = pieces(self.plan, buckets, *part_of(self.plan, buckets, part))
             pack([total[p.at : p.at + p.numel] for p in mine], mine, self.ids, own, RoundingSeeds.of_sums(cycle))
 
-        def finish() -> None:
+        def unpack_sums() -> None:
             if gathered.data is not main:
                 unpack(gathered, main)
             self.temporary.give_back(buckets.start)
@@ -67,8 +69,15 @@ class NoShard(_Buffered):
 
         planned = self.plan.buckets[buckets[0]]
         in_place = {planned.grad_comm_dtype, self.gather_dtype or planned.grad_comm_dtype} == {planned.main_grads_dtype}
-        then = None if in_place else finish
-        return self.exchange.reduce(leave, install, tag=tag, what=what, places=self._places(buckets), then=then)
+        on_complete = None if in_place else unpack_sums
+        return self.communicator.reduce_scatter(
+            pack_bucket,
+            reduce_fn,
+            tag=tag,
+            label=label,
+            slots_needed=self._slots_needed(buckets),
+            on_complete=on_complete,
+        )
 
     def _gathered(self, buckets: range, wire: WireBuffer) -> WireBuffer:
         """Where the sums of all ranks come together."""
@@ -80,12 +89,12 @@ class NoShard(_Buffered):
             return main
         return self.temporary.take(buckets.start, main.data.numel(), dtype, gathered=True)
 
-    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
-        for i, before in self._left.items():
-            if left[i]:
+    def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
+        for i, before in self._reduced_before.items():
+            if reduced_before[i]:
                 self.buffers.view(i).copy_(before)
-        self._left.clear()
-        super().closed(anywhere, left)
+        self._reduced_before.clear()
+        super().end_cycle(anywhere, reduced_before)
 
     def grad(self, i: int) -> torch.Tensor | None:
         return self.params[i].grad

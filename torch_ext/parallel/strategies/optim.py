@@ -30,7 +30,7 @@ class ShardedOptimizer(_Buffered):
     def adds_to_sums(self) -> bool:
         return True
 
-    def comes(self, i: int, reduced: bool) -> None:
+    def before_accumulate(self, i: int, reduced: bool) -> None:
         """Sets aside what an earlier reduction left in this rank's part; elsewhere the buffer has this rank's own
         gradient, which is in that sum already."""
         if not self.in_place(i):
@@ -40,29 +40,31 @@ class ShardedOptimizer(_Buffered):
             self._earlier[i] = self._views[i].clone()
             self.buffers.drop(i)
 
-    def absent(self, i: int, reduced: bool) -> None:
+    def grad_missing(self, i: int, reduced: bool) -> None:
         if self.params[i].grad is None:
             self._earlier.pop(i, None)
-        super().absent(i, reduced)
+        super().grad_missing(i, reduced)
 
-    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
+    def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
         self._earlier.clear()  # not before: a device may read it until the exchange was waited for
-        super().closed(anywhere, left)
+        super().end_cycle(anywhere, reduced_before)
 
     def zero(self, params: Sequence[int]) -> None:
         for i in params:
             self._earlier.pop(i, None)
 
-    def send(self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Work:
+    def send(
+        self, buckets: range, *, cycle: int, tag: int, label: str, on_reduced: Callable[[], None] | None = None
+    ) -> Work:
         shards = [self._owned_part(b) for b in buckets]
         members = [p.param for b in buckets for p in self.members[b]]
         earlier = {i: self._earlier[i] for i in members if i in self._earlier}
         apart = len(buckets) > 1 or bool(earlier)  # the message is not the buffer
 
-        def leave() -> tuple[WireBuffer, None]:
+        def pack_bucket() -> tuple[WireBuffer, None]:
             return self._joined(buckets, cycle) if apart else self._packed(buckets, cycle), None
 
-        def install(chunks: Sequence[WireBuffer], _part: Part) -> None:
+        def reduce_fn(chunks: Sequence[WireBuffer], _part: Part) -> None:
             if earlier:
                 for shard in shards:
                     shard.fill_(-0.0)  # and not 0.0, to which the sum -0.0 cannot be added
@@ -73,16 +75,23 @@ class ShardedOptimizer(_Buffered):
                 runs = [chunk.run(begin, shard.numel()) for chunk in chunks]
                 reduce_chunks(runs, shard, self._scale(), accumulate=bool(earlier), stats=self.stats)
                 begin += shard.numel()
-            if after is not None:
-                after()
+            if on_reduced is not None:
+                on_reduced()
 
         planned = self.plan.buckets[buckets[0]]
         in_place = not apart and planned.grad_comm_dtype == planned.main_grads_dtype
-        then = None if in_place else partial(self.temporary.give_back, buckets.start)
-        return self.exchange.reduce(leave, install, tag=tag, what=what, places=self._places(buckets), then=then)
+        on_complete = None if in_place else partial(self.temporary.give_back, buckets.start)
+        return self.communicator.reduce_scatter(
+            pack_bucket,
+            reduce_fn,
+            tag=tag,
+            label=label,
+            slots_needed=self._slots_needed(buckets),
+            on_complete=on_complete,
+        )
 
     def _owned_part(self, b: int) -> torch.Tensor:
-        return self.buffers.buckets[b].chunk(self.exchange.world_size)[self.exchange.rank]
+        return self.buffers.buckets[b].chunk(self.communicator.world_size)[self.communicator.rank]
 
     def _joined(self, buckets: range, cycle: int) -> WireBuffer:
         """Neighbours as one message."""

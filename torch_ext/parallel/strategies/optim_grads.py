@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from torch_ext.comm.communicator import IN_FLIGHT, Opening, Part, Work
+from torch_ext.comm.communicator import IN_FLIGHT, PackFn, Part, Work
 from torch_ext.comm.wire import WireBuffer, reduce_chunks
 from torch_ext.parallel.grad_buffers import give_back, widen
 from torch_ext.parallel.strategies.strategy import ShardingStrategy
@@ -16,12 +16,12 @@ from torch_ext.tensors.storage import is_released
 class ShardedGradients(ShardingStrategy):
     """optim_grads: every backward reduces; sums are added to this rank's shard; `.grad` is None between backwards."""
 
-    movable = False  # all of them would have to be there at a time
+    can_rebuild = False  # all of them would have to be there at a time
     every_backward = True
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        world_size, device = self.exchange.world_size, self.exchange.device
+        world_size, device = self.communicator.world_size, self.communicator.device
         self.shards = [
             torch.zeros(
                 (buckets[-1].start + buckets[-1].numel) // world_size, dtype=buckets[-1].main_grads_dtype, device=device
@@ -39,8 +39,8 @@ class ShardedGradients(ShardingStrategy):
     def memory(self) -> list[torch.Tensor]:
         return self.shards
 
-    def begin(self, reducing: bool) -> None:
-        super().begin(reducing)
+    def begin_backward(self, reducing: bool) -> None:
+        super().begin_backward(reducing)
         # Of a backward that raised.
         self._held.clear()
         self._under_way.clear()
@@ -51,7 +51,7 @@ class ShardedGradients(ShardingStrategy):
         b, piece = self.owned[i]
         return self._owned_part(range(b, b + 1))[piece.at : piece.at + piece.numel]
 
-    def came(self, i: int) -> None:
+    def grad_ready(self, i: int) -> None:
         param = self.params[i]
         grad, param.grad = param.grad, None
         assert grad is not None
@@ -62,50 +62,54 @@ class ShardedGradients(ShardingStrategy):
             )
         self._held[i] = grad.detach()
 
-    def absent(self, i: int, reduced: bool) -> None:
+    def grad_missing(self, i: int, reduced: bool) -> None:
         grad = self.params[i].grad
         if grad is not None:  # somebody assigned it between two backwards
-            self.came(i)
+            self.grad_ready(i)
 
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
         return [(p.param, self._held[p.param]) for p in self.members[b] if p.param in self._held]
 
-    def send(self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Work:
+    def send(
+        self, buckets: range, *, cycle: int, tag: int, label: str, on_reduced: Callable[[], None] | None = None
+    ) -> Work:
         members = [p for p in self._members_of(buckets) if p.param in self._held]
         flats = {i: dense.in_order_of(self.params[i], self._held.pop(i)) for i in {p.param for p in members}}
         values = [flats[p.param].view(-1)[p.first : p.first + p.numel] for p in members]
         flats.clear()
         # At most so many buckets exist, however slow the network is: backward waits for the oldest.
-        places = self._places(buckets)
-        while sum(of for _, of in self._under_way) + places > IN_FLIGHT:
+        slots_needed = self._slots_needed(buckets)
+        while sum(of for _, of in self._under_way) + slots_needed > IN_FLIGHT:
             self._under_way.pop(0)[0].result()
 
-        def leave() -> tuple[WireBuffer, None]:
+        def pack_bucket() -> tuple[WireBuffer, None]:
             return self._wire_of(buckets, values, members, cycle), None
 
         # Gradients are free as soon as they are packed, unless a device packs them later.
-        opening: Opening | WireBuffer = leave if self.exchange.deferring else leave()[0]
-        if not self.exchange.deferring:
+        pack_fn: PackFn | WireBuffer = pack_bucket if self.communicator.deferring else pack_bucket()[0]
+        if not self.communicator.deferring:
             values.clear()
         accumulate, part = self._holding, self._owned_part(buckets)
 
-        def install(chunks: Sequence[WireBuffer], _part: Part) -> None:
+        def reduce_fn(chunks: Sequence[WireBuffer], _part: Part) -> None:
             reduce_chunks(chunks, part, self._scale(), accumulate=accumulate, stats=self.stats)
-            if after is not None:
-                after()
+            if on_reduced is not None:
+                on_reduced()
 
-        then = partial(self.temporary.give_back, buckets.start)
-        handle = self.exchange.reduce(opening, install, tag=tag, what=what, places=places, then=then)
-        self._under_way.append((handle, places))
+        on_complete = partial(self.temporary.give_back, buckets.start)
+        handle = self.communicator.reduce_scatter(
+            pack_fn, reduce_fn, tag=tag, label=label, slots_needed=slots_needed, on_complete=on_complete
+        )
+        self._under_way.append((handle, slots_needed))
         return handle
 
     def _owned_part(self, buckets: range) -> torch.Tensor:
         """Of neighbours: one run, as nothing but this rank's parts lies there."""
         first, last = self.plan.buckets[buckets[0]], self.plan.buckets[buckets[-1]]
-        ends = (at // self.exchange.world_size for at in (first.start, last.start + last.numel))
+        ends = (at // self.communicator.world_size for at in (first.start, last.start + last.numel))
         return self.shards[first.buffer][slice(*ends)]
 
-    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
+    def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
         self._under_way.clear()
         torch.autograd.graph.increment_version(self.shards)
         self._holding = True

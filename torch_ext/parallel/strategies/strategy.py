@@ -30,7 +30,7 @@ class ShardingStrategy(abc.ABC):
 
     sharded = True
     """Whether each rank steps its own parts of the parameters only."""
-    movable = True
+    can_rebuild = True
     """Whether gradients that were not sent yet can be laid out anew."""
     every_backward = False
     """Whether every backward reduces, those under no_sync() too."""
@@ -39,30 +39,30 @@ class ShardingStrategy(abc.ABC):
         self,
         params: Sequence[torch.nn.Parameter],
         plan: BucketPlan,
-        exchange: Communicator,
+        communicator: Communicator,
         ids: Sequence[int],
         divide_factor: float,
         gather_dtype: torch.dtype | None,
     ) -> None:
         """ids: of each parameter, for the thresholds of an 8-bit wire. gather_dtype: what no_shard gathers sums in;
         None: bf16 beside an 8-bit wire, else the wire's dtype."""
-        self.params, self.plan, self.exchange, self.ids = params, plan, exchange, ids
+        self.params, self.plan, self.communicator, self.ids = params, plan, communicator, ids
         self.divide_factor, self.gather_dtype = divide_factor, gather_dtype
-        self.temporary = TemporaryBuckets(exchange)
+        self.temporary = TemporaryBuckets(communicator)
         self.members = [
             pieces(plan, range(b, b + 1), bucket.start, bucket.start + bucket.numel)
             for b, bucket in enumerate(plan.buckets)
         ]
-        own = Part(exchange.rank, exchange.world_size)
+        own = Part(communicator.rank, communicator.world_size)
         self.owned: dict[int, tuple[int, ParamSlice]] = {}  # by parameter: the bucket, and the run in this rank's part
         for b in range(len(plan.buckets)):
             for piece in pieces(plan, range(b, b + 1), *part_of(plan, range(b, b + 1), own)):
                 self.owned[piece.param] = (b, piece)
         self._by_rank: dict[range, list[ParamSlice]] = {}
-        self.stats = stats.zeros(exchange.device)
+        self.stats = stats.zeros(communicator.device)
         """Of what this rank's parts hold since the last reduction (sharded strategies)."""
 
-    def moved(self, plan: BucketPlan) -> "ShardingStrategy":
+    def rebuilt(self, plan: BucketPlan) -> "ShardingStrategy":
         """A store with another plan for the same parameters, and the gradients of this one, which is done with.
         Strategies that are not `movable` are not asked."""
         raise NotImplementedError
@@ -79,7 +79,7 @@ class ShardingStrategy(abc.ABC):
 
     # -- during backward
 
-    def begin(self, reducing: bool) -> None:
+    def begin_backward(self, reducing: bool) -> None:
         """A backward begins."""
         if reducing:
             self.stats.zero_()
@@ -88,16 +88,16 @@ class ShardingStrategy(abc.ABC):
         """Whether `.grad` of parameter i is where a reduction leaves it, not a tensor that somebody assigned."""
         return False
 
-    def comes(self, i: int, reduced: bool) -> None:
+    def before_accumulate(self, i: int, reduced: bool) -> None:
         """A gradient is about to be added to that of parameter i. reduced: to what an earlier reduction left."""
         return  # not every strategy adds to it
 
     @abc.abstractmethod
-    def came(self, i: int) -> None:
+    def grad_ready(self, i: int) -> None:
         """`.grad` of parameter i is this rank's whole gradient."""
 
     @abc.abstractmethod
-    def absent(self, i: int, reduced: bool) -> None:
+    def grad_missing(self, i: int, reduced: bool) -> None:
         """In a backward that reduces, nothing came for parameter i. reduced: what it has is a sum over ranks
         already."""
 
@@ -106,18 +106,20 @@ class ShardingStrategy(abc.ABC):
         """This rank's gradients of a complete bucket, with their positions."""
 
     @abc.abstractmethod
-    def send(self, buckets: range, *, cycle: int, tag: int, what: str, after: Callable[[], None] | None = None) -> Work:
+    def send(
+        self, buckets: range, *, cycle: int, tag: int, label: str, on_reduced: Callable[[], None] | None = None
+    ) -> Work:
         """Starts the exchange of complete buckets that travel as one: neighbours in one buffer. after: called when this
         rank's parts hold the sums (sharded strategies); any thread."""
 
     # -- between backwards
 
     @abc.abstractmethod
-    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
+    def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
         """A cycle ended well. anywhere: which parameters have a gradient on some rank; left: which have on every rank
         what an earlier reduction left, and nothing came for them since."""
 
-    def written_since(self, versions: list[int]) -> list[int]:
+    def modified_since(self, versions: list[int]) -> list[int]:
         """Parameters that may have a gradient of this rank's own. versions: of the gradients, when they had none."""
         return []
 
@@ -151,16 +153,16 @@ class ShardingStrategy(abc.ABC):
         """A temporary bucket in the wire's dtype with these values."""
         numel = sum(self.plan.buckets[b].numel for b in buckets)
         wire = self.temporary.take(buckets.start, numel, self.plan.buckets[buckets[0]].grad_comm_dtype)
-        pack(values, members, self.ids, wire, RoundingSeeds.of_parts(self.exchange.rank, cycle))
+        pack(values, members, self.ids, wire, RoundingSeeds.of_parts(self.communicator.rank, cycle))
         return wire
 
     def _members_of(self, buckets: range) -> list[ParamSlice]:
         """Where the parameters' elements lie in the message that these buckets are."""
         if buckets not in self._by_rank:
-            self._by_rank[buckets] = by_rank(self.plan, buckets, self.exchange.world_size)
+            self._by_rank[buckets] = by_rank(self.plan, buckets, self.communicator.world_size)
         return self._by_rank[buckets]
 
-    def _places(self, buckets: range) -> int:
+    def _slots_needed(self, buckets: range) -> int:
         """Of the IN_FLIGHT: joined buckets need more memory."""
         if len(buckets) == 1:
             return 1
@@ -183,25 +185,25 @@ class _Buffered(ShardingStrategy):
     def memory(self) -> list[torch.Tensor]:
         return self.buffers.flats
 
-    def moved(self, plan: BucketPlan) -> "ShardingStrategy":
-        other = type(self)(self.params, plan, self.exchange, self.ids, self.divide_factor, self.gather_dtype)
+    def rebuilt(self, plan: BucketPlan) -> "ShardingStrategy":
+        other = type(self)(self.params, plan, self.communicator, self.ids, self.divide_factor, self.gather_dtype)
         for i, param in enumerate(self.params):
             if param.grad is not None:
-                other.came(i)
+                other.grad_ready(i)
         return other
 
     def in_place(self, i: int) -> bool:
         return self.buffers.is_ours(i)
 
-    def came(self, i: int) -> None:
+    def grad_ready(self, i: int) -> None:
         self.buffers.take(i)
 
-    def absent(self, i: int, reduced: bool) -> None:
+    def grad_missing(self, i: int, reduced: bool) -> None:
         if self.params[i].grad is None:
             self.buffers.drop(i)
             return
-        self.comes(i, reduced)
-        self.came(i)
+        self.before_accumulate(i, reduced)
+        self.grad_ready(i)
 
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
         return [(p.param, self.buffers.view(p.param)) for p in self.members[b]]
@@ -229,14 +231,14 @@ class _Buffered(ShardingStrategy):
             return self._wire_of(buckets, [main[p.at : p.at + p.numel] for p in members], members, cycle)
         return self._wire_of(buckets, [main], [ParamSlice(0, 0, main.numel(), 0)], cycle)
 
-    def closed(self, anywhere: Sequence[bool], left: Sequence[bool]) -> None:
+    def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
         # The exchange writes behind autograd's back.
         torch.autograd.graph.increment_version(self.buffers.flats)
         for i, has_one in enumerate(anywhere):
             if has_one:
                 self.buffers.install(i)
 
-    def written_since(self, versions: list[int]) -> list[int]:
+    def modified_since(self, versions: list[int]) -> list[int]:
         changed = self.versions() != versions
         return [i for i, p in enumerate(self.params) if p.grad is not None and (changed or not self.buffers.holds(i))]
 
