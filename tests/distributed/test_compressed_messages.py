@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from works import Work
 
-from torch_ext.comm import compression, gloo
+from torch_ext.comm import compression, gloo, gloo_p2p
 from torch_ext.comm.wire import WireBuffer
 
 NUMEL = 8192
@@ -21,7 +21,7 @@ def _values(disordered: bool = False) -> torch.Tensor:
 
 
 def _message(pool: Any, values: torch.Tensor | None = None) -> Any:
-    return gloo.CompressedMessage(_values() if values is None else values, pool)
+    return gloo_p2p.CompressedMessage(_values() if values is None else values, pool)
 
 
 def _lent(pool: Any, count: int) -> list[int]:
@@ -32,10 +32,10 @@ def _lent(pool: Any, count: int) -> list[int]:
 
 
 def test_what_several_ranks_are_sent_is_kept_for_the_last() -> None:
-    pool: Any = gloo.MemoryPool()
+    pool: Any = gloo_p2p.MemoryPool()
     message = _message(pool)
     where = message.bytes.data_ptr()
-    first, second = (gloo.PendingSend(message, Work()) for _ in range(2))
+    first, second = (gloo_p2p.PendingSend(message, Work()) for _ in range(2))
     first.wait()
     assert where not in _lent(pool, 1)
     second.wait()
@@ -44,10 +44,10 @@ def test_what_several_ranks_are_sent_is_kept_for_the_last() -> None:
 
 @pytest.mark.parametrize("others", [0, 1], ids=["all", "another-is-on-its-way"])
 def test_a_message_that_is_waited_for_twice_is_given_back_once(others: int) -> None:
-    pool: Any = gloo.MemoryPool()
+    pool: Any = gloo_p2p.MemoryPool()
     message = _message(pool)
     where = message.bytes.data_ptr()
-    sent, *_ = [gloo.PendingSend(message, Work()) for _ in range(1 + others)]
+    sent, *_ = [gloo_p2p.PendingSend(message, Work()) for _ in range(1 + others)]
     sent.wait()
     sent.wait()
     found = _lent(pool, 2)
@@ -66,12 +66,12 @@ def _arriving(pool: Any, values: torch.Tensor) -> tuple[Any, torch.Tensor, list[
         works.append(Work(lambda: to.copy_(sent.pop(0))))
         return works[-1]
 
-    return gloo.PendingRecv(_message(pool, into), receive), into, works
+    return gloo_p2p.PendingRecv(_message(pool, into), receive), into, works
 
 
 @pytest.mark.parametrize("disordered", [False, True], ids=["ordinary", "disordered"])
 def test_what_arrives_is_there_after_the_first_wait_and_stays(disordered: bool) -> None:
-    pool: Any = gloo.MemoryPool()
+    pool: Any = gloo_p2p.MemoryPool()
     values = _values(disordered)
     arriving, into, works = _arriving(pool, values)
     assert not arriving.is_completed()
@@ -111,9 +111,9 @@ def test_what_all_ranks_are_sent_is_compressed_once(monkeypatch: pytest.MonkeyPa
     assert len({message.data_ptr() for _, message in sent}) == 1
     where = sent[0][1].data_ptr()
     for _, work in works:
-        assert where not in _lent(exchange.messages_memory, 1)
+        assert where not in _lent(exchange._compressed_memory, 1)
         work.wait()
-    assert _lent(exchange.messages_memory, 1) == [where]
+    assert _lent(exchange._compressed_memory, 1) == [where]
 
 
 def test_each_rank_is_sent_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

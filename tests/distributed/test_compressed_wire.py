@@ -13,7 +13,7 @@ from ticking import Clock
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext.comm import communicator, compression, factory, gloo
+from torch_ext.comm import communicator, compression, factory, gloo, gloo_p2p
 from torch_ext.comm.wire import WireBuffer
 from torch_ext.parallel import bucket_joining, memory_plan, parallelize
 
@@ -249,7 +249,7 @@ def _gathers(_rank: int, _world: int) -> list[int]:
         started.append(
             exchange.all_gather_into_buffer(WireBuffer.of(value), tag=communicator.tag(3, 1, i), label=f"gather {i}")
         )
-        under_way.append(sum(bool(one.gathers) for one in started))
+        under_way.append(sum(bool(one.recvs) for one in started))
     for one in started:
         one.result()
     for i, value in enumerate(values):
@@ -271,7 +271,7 @@ def _damaged(rank: int, _world: int) -> None:
             message[0] += 1  # another number of escapes
             return rest
 
-        gloo.compression.compress = damaged
+        gloo_p2p.compression.compress = damaged
     model: Any = torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, compress_below_gbps=ALWAYS))
     model(_ordinary(0, rank)).backward()
 

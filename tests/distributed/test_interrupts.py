@@ -18,7 +18,7 @@ from ticking import Clock
 from works import Work
 
 import torch_ext
-from torch_ext.comm import compression, gloo, wire
+from torch_ext.comm import compression, gloo_p2p, wire
 from torch_ext.parallel import bucket_joining, reducer
 
 # -- without ranks ---------------------------------------------------------------------------------------------------
@@ -36,8 +36,8 @@ def _raises(error: BaseException, times: int = 1) -> Callable[[], None]:
 
 def _travel(*works: Work) -> Any:
     exchange: Any = types.SimpleNamespace(group=Work())
-    travel = gloo.PendingTransfer(exchange, 0, "bucket 7")
-    travel.gathers, travel.sends = list(enumerate(works[:-1])), [(9, works[-1])]
+    travel = gloo_p2p.PendingTransfer(exchange, 0, "bucket 7")
+    travel.recvs, travel.sends = list(enumerate(works[:-1])), [(9, works[-1])]
     return travel
 
 
@@ -46,7 +46,7 @@ def test_a_failure_is_one_whenever_it_is_asked_for() -> None:
     travel = _travel(*works)
     for _ in range(3):
         with pytest.raises(RuntimeError, match=r"bucket 7: rank 1 did not come \(connection reset\)"):
-            travel.arrive()
+            travel.wait()
     assert [work.waits for work in works] == [1, 1, 0]
 
 
@@ -55,11 +55,11 @@ def test_an_interrupted_wait_goes_on_where_it_was(which: int) -> None:
     works = [Work(_raises(KeyboardInterrupt()) if i == which else lambda: None) for i in range(3)]
     travel = _travel(*works)
     with pytest.raises(KeyboardInterrupt):
-        travel.arrive()
-    assert not travel.is_there()
-    travel.arrive()
+        travel.wait()
+    assert not travel.is_completed()
+    travel.wait()
     assert [work.waits for work in works] == [1 + (i == which) for i in range(3)]
-    assert travel.is_there()
+    assert travel.is_completed()
 
 
 @pytest.mark.parametrize("which", ["the message", "what did not fit"])
@@ -83,8 +83,8 @@ def test_an_interrupted_wait_for_a_compressed_message(which: str) -> None:
         works.append(Work(arrives))
         return works[-1]
 
-    pool = gloo.MemoryPool()
-    arriving = gloo.PendingRecv(gloo.CompressedMessage(into, pool), receive)
+    pool = gloo_p2p.MemoryPool()
+    arriving = gloo_p2p.PendingRecv(gloo_p2p.CompressedMessage(into, pool), receive)
     with pytest.raises(KeyboardInterrupt):
         arriving.wait()
     assert not arriving.is_completed()
@@ -106,7 +106,7 @@ def _interrupted(rank: int, waiting_for: str) -> Iterator[None]:
     if rank != 0:
         yield
         return
-    wait = gloo._wait
+    wait = gloo_p2p.wait_all
 
     def interrupted(works: Any, exchange: Any, what: str) -> None:
         if threading.current_thread() is not threading.main_thread() or waiting_for not in what:
@@ -116,7 +116,7 @@ def _interrupted(rank: int, waiting_for: str) -> Iterator[None]:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo, "_wait", interrupted)
+        patch.setattr(gloo_p2p, "wait_all", interrupted)
         with pytest.raises(KeyboardInterrupt):
             yield
 

@@ -59,7 +59,7 @@ def _forgetful(monkeypatch: Any) -> None:
 
     def init(self: Any, *args: Any) -> None:
         made(self, *args)
-        self.pack_fn = _nothing
+        self.request = self.request._replace(pack_fn=_nothing)
 
     monkeypatch.setattr(collectives._Reduction, "__init__", init)
 

@@ -1,12 +1,11 @@
-"""The exchange over any back end that has all-to-all and all-gather, NCCL above all.
+"""The communicator over any back end that has all-to-all and all-gather, NCCL above all.
 
-CollectiveCommunicator have no tags: the order of calls is their name. So each is issued by the thread that runs
-backward, and all ranks keep one order: a bucket's all-to-all when it is started, its sum and all-gather when the next
-bucket has left (on a device, where that only gives work to a stream) or when its result is asked for (on a CPU, where
-it would wait).
+Collectives have no tags: the order of calls is their name. So each is issued by the thread that runs backward, in one
+order on all ranks: a bucket's all-to-all when it is started; its sum and all-gather when the next bucket was sent (on a
+device, where that only queues work on a stream) or when its result is asked for (on a CPU, where it would wait).
 
-On a device nothing here waits on the host: see `comm/streams.py`. Reports between buckets and cycles travel from host
-to host, over gloo, since reading what a device received would wait for the device.
+On a device nothing here waits on the host: see Note [streams] in `comm/streams.py`. The ranks' reports between buckets
+and cycles go from host to host, over gloo, since reading what a device received would wait for the device.
 """
 
 import datetime
@@ -18,37 +17,31 @@ import torch
 import torch.distributed as dist
 
 from torch_ext.comm import group_calls
-from torch_ext.comm.communicator import Communicator, PackFn, Part, ReduceFn, Work
+from torch_ext.comm.communicator import Communicator, Part, ReduceRequest, Work
 from torch_ext.comm.gloo import GlooCommunicator
 from torch_ext.comm.process_group import backend, timeout_of
 from torch_ext.comm.streams import Event, Slot, Slots
 from torch_ext.comm.transport import TorchTransport, Transport, TransportWork
-from torch_ext.comm.wire import BLOCK, CODES, WireBuffer
+from torch_ext.comm.wire import WireBuffer
 
 
 class _Reduction:
     """A bucket between its all-to-all and its sum."""
 
-    def __init__(
-        self,
-        communicator: "CollectiveCommunicator",
-        pack_fn: PackFn,
-        reduce_fn: ReduceFn,
-        label: str,
-        on_complete: Callable[[], None] | None,
-    ) -> None:
-        self.communicator, self.reduce_fn, self.label, self.on_complete = communicator, reduce_fn, label, on_complete
-        # Reads memory that others allocated, which has to live until `result`.
-        self.pack_fn: PackFn | None = pack_fn
+    def __init__(self, communicator: "CollectiveCommunicator", request: ReduceRequest) -> None:
+        self.communicator = communicator
+        # The PackFn reads memory that others allocated, which has to live until `result`.
+        self.request: ReduceRequest | None = request
         self.event = communicator.take_event()
         self.failure: Exception | None = None
         with communicator.ordering.send_stream():
-            self.wire, self.gathered = pack_fn()
+            self.wire, self.gathered = request.pack_fn()
             self.received, self.slot = communicator.lend(self.wire.data.numel(), self.wire.data.dtype, "received")
-            self.works = communicator.transport.all_to_all(self.received.messages(), self.wire.messages(), label)
+            sent = self.wire.messages()
+            self.works = communicator.transport.all_to_all(self.received.messages(), sent, request.label)
 
     def advance(self) -> None:
-        """Gives the device the rest to do; a CPU does it."""
+        """Queues the rest on the device; on a CPU, does it."""
         try:
             self._advance()
         except Exception as error:
@@ -56,42 +49,42 @@ class _Reduction:
             raise
 
     def _advance(self) -> None:
-        communicator = self.communicator
+        assert self.request is not None
+        communicator, request = self.communicator, self.request
+        part = Part(communicator.rank, communicator.world_size)
         with communicator.ordering.recv_stream():
             _wait(self.works)
-            self.reduce_fn(
-                self.received.parts(communicator.world_size), Part(communicator.rank, communicator.world_size)
-            )
+            request.reduce_fn(self.received.parts(part.of), part)
             communicator.slots.give_back(self.slot)
             if self.gathered is not None:
-                _wait(communicator.transport.all_gather(self.gathered.messages(), communicator.rank, self.label))
-            if self.on_complete is not None:
-                self.on_complete()
+                _wait(communicator.transport.all_gather(self.gathered.messages(), part.number, request.label))
+            if request.on_complete is not None:
+                request.on_complete()
             communicator.ordering.record_received(self.event)
 
     def result(self) -> None:
-        if self.pack_fn is None:
+        if self.request is None:
             return
         self.communicator.advance_to(self)
         if self.failure is not None:
             raise self.failure
         self.communicator.ordering.wait(self.event)
         self.communicator.events.append(self.event)
-        del self.wire, self.gathered, self.received, self.slot, self.works, self.reduce_fn, self.on_complete
-        self.pack_fn = None
+        del self.wire, self.gathered, self.received, self.slot, self.works
+        self.request = None
 
 
-class _Gathering:
-    """Weights on their way."""
+class _AllGather:
+    """Weights that are being gathered."""
 
-    def __init__(self, gathered: WireBuffer, works: list[TransportWork]) -> None:
-        self._gathered: WireBuffer | None = gathered  # kept while it is written
+    def __init__(self, buffer: WireBuffer, works: list[TransportWork]) -> None:
+        self._buffer: WireBuffer | None = buffer  # kept while it is written
         self._works = works
 
     def result(self) -> None:
         works, self._works = self._works, []
         _wait(works)
-        self._gathered = None
+        self._buffer = None
 
 
 def _wait(works: list[TransportWork]) -> None:
@@ -100,7 +93,7 @@ def _wait(works: list[TransportWork]) -> None:
 
 
 class CollectiveCommunicator(Communicator):
-    """See the module's first lines."""
+    """See the module's docstring."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, transport: Transport | None = None, in_place: bool = False
@@ -109,8 +102,8 @@ class CollectiveCommunicator(Communicator):
         super().__init__(group, device)
         self.transport = TorchTransport(group, device, in_place) if transport is None else transport
         self.slots = Slots(self.ordering.streams, self.transport.allocate)
-        self.events: list[Event] = []  # of buckets that are done with
-        self._lent: dict[int, Slot] = {}  # by address
+        self.events: list[Event] = []  # free ones
+        self._borrowed: dict[int, Slot] = {}  # by address
         self._control: Communicator | None = None
         self._under_way: deque[_Reduction] = deque()  # which have not advanced
 
@@ -118,9 +111,8 @@ class CollectiveCommunicator(Communicator):
         return self.events.pop() if self.events else self.ordering.streams.event()
 
     def lend(self, numel: int, dtype: torch.dtype, role: str) -> tuple[WireBuffer, Slot]:
-        """Memory of a slot. Where both of its class are in use, the oldest bucket is finished first, on every rank."""
-        blocks = numel // BLOCK if dtype == CODES else 0
-        nbytes = numel * dtype.itemsize + blocks
+        """Memory of a slot. Where both of its class are in use, the oldest bucket is advanced first, on every rank."""
+        nbytes = WireBuffer.size_of(numel, dtype)
         while (slot := self.slots.take(role, nbytes)) is None:
             self._under_way.popleft().advance()
         codes = slot.memory[: numel * dtype.itemsize].view(dtype)
@@ -128,26 +120,14 @@ class CollectiveCommunicator(Communicator):
 
     def borrow(self, numel: int, dtype: torch.dtype, role: str) -> WireBuffer:
         wire, slot = self.lend(numel, dtype, role)
-        self._lent[wire.data.data_ptr()] = slot
+        self._borrowed[wire.data.data_ptr()] = slot
         return wire
 
     def give_back(self, wire: WireBuffer) -> None:
-        self.slots.give_back(self._lent.pop(wire.data.data_ptr()))
+        self.slots.give_back(self._borrowed.pop(wire.data.data_ptr()))
 
-    def reduce_scatter(
-        self,
-        wire: WireBuffer | PackFn,
-        reduce_fn: ReduceFn,
-        *,
-        result: WireBuffer | None = None,
-        tag: int,
-        label: str,
-        slots_needed: int = 1,
-        on_complete: Callable[[], None] | None = None,
-    ) -> Work:
-        wires = (wire, result) if isinstance(wire, WireBuffer) else None
-        pack_fn: PackFn = wire if not isinstance(wire, WireBuffer) else lambda: wires  # type: ignore[assignment, return-value]
-        reduction = _Reduction(self, pack_fn, reduce_fn, label, on_complete)
+    def _reduce(self, request: ReduceRequest) -> Work:
+        reduction = _Reduction(self, request)
         self._count(reduction.wire)
         self._count(reduction.gathered)
         if self.deferring and self._under_way:
@@ -156,13 +136,13 @@ class CollectiveCommunicator(Communicator):
         return reduction
 
     def advance_to(self, reduction: _Reduction) -> None:
-        """In the order in which buckets left."""
+        """Every bucket up to this one, in the order in which they were sent."""
         while reduction in self._under_way:
             self._under_way.popleft().advance()
 
-    def all_gather_into_buffer(self, result: WireBuffer, *, tag: int, label: str) -> Work:
-        self._count(result)
-        return _Gathering(result, self.transport.all_gather(result.messages(), self.rank, label))
+    def all_gather_into_buffer(self, buffer: WireBuffer, *, tag: int, label: str) -> Work:
+        self._count(buffer)
+        return _AllGather(buffer, self.transport.all_gather(buffer.messages(), self.rank, label))
 
     def all_gather_bytes(self, payload: torch.Tensor, *, tag: int, label: str) -> Callable[[], list[torch.Tensor]]:
         if self.deferring:
@@ -182,6 +162,7 @@ class CollectiveCommunicator(Communicator):
     def _reports(
         self, control: Communicator, payload: torch.Tensor, tag: int, label: str
     ) -> Callable[[], list[torch.Tensor]]:
+        """With the transport's digest, by which ranks notice that they issued different collectives."""
         digest = self.transport.digest()
         numel = payload.numel()
         gather = control.all_gather_bytes(torch.cat([payload.view(-1), digest]), tag=tag, label=label)
@@ -195,14 +176,14 @@ class CollectiveCommunicator(Communicator):
         return wait
 
 
-# One for each group that is there: gloo has threads for each of its own.
+# One for each group that exists: gloo has threads for each of its own.
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 _HOST = torch.device("cpu")
 
 
 def control_communicator(group: dist.ProcessGroup, device: torch.device) -> Communicator:
-    """A gloo exchange between the group's ranks for host memory; it waits as long as the group does for the device.
+    """A gloo communicator between the group's ranks for host memory, with the group's timeout for the device.
 
     Every rank of the group asks for the first time at the same place. Raises RuntimeError where this torch has no gloo.
     """
@@ -216,6 +197,5 @@ def control_communicator(group: dist.ProcessGroup, device: torch.device) -> Comm
             )
         ranks = dist.get_process_group_ranks(group)
         timeout = datetime.timedelta(seconds=timeout_of(group, device))
-        label = "a gloo group beside the process group"
-        _groups[group] = group_calls.new_group(ranks, timeout, group, label)
+        _groups[group] = group_calls.new_group(ranks, timeout, group, "a gloo group beside the process group")
     return GlooCommunicator(_groups[group], _HOST)

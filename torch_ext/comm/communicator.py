@@ -1,8 +1,9 @@
-"""How buckets travel: an all-to-all of the parts as bytes, a sum in C, an all-gather of the sums.
+"""Communicators: how buckets travel between the ranks of a process group.
 
-The sum is bucket_reduce_: fp32, in rank order, scaled in fp32, rounded once to the dtype of where it goes. So the bits
-of the result depend on no bucket size, algorithm, topology or back end, and only bytes travel, which every back end can
-carry in any dtype. Two transports serve one interface: point to point (gloo) and collectives (all others).
+A reduce-scatter is an all-to-all of the parts as bytes and a sum in C (bucket_reduce_: fp32, in rank order, scaled in
+fp32, rounded once to the dtype of where it goes); an all-reduce adds an all-gather of the sums. So the bits of the
+result depend on no bucket size, algorithm, topology or back end, and every back end can carry every dtype, as bytes.
+GlooCommunicator sends point-to-point messages, CollectiveCommunicator uses the collectives of any other back end.
 """
 
 import abc
@@ -18,14 +19,14 @@ from torch_ext.comm.streams import Ordering, streams_of
 from torch_ext.comm.wire import WireBuffer
 
 # Tags of point-to-point messages: bit 30, so that a user's own small tags on the same group are never ours; then who
-# (engine), when (cycle), what (bucket) and which half. Messages of one tag between two ranks arrive in order.
+# (reducer), when (cycle), what (bucket) and which half. Messages of one tag between two ranks arrive in order.
 _OURS = 1 << 30
-# Two engines of one number on one group would take each other's messages; ranks are at most a cycle apart.
+# Two reducers of one number on one group would take each other's messages; ranks are at most a cycle apart.
 _REDUCERS, _CYCLES, MAX_BUCKETS = 512, 16, 65535
 AGREEMENT_TAG = _OURS | (_OURS - 1)
 
 IN_FLIGHT = 4
-"""Buckets that are under way at a time, each with memory to receive into; the others wait for their turn."""
+"""Buckets under way at a time, each with memory to receive into; the others are queued."""
 
 
 class Part(NamedTuple):
@@ -38,11 +39,23 @@ class Part(NamedTuple):
 WHOLE = Part(0, 1)
 
 ReduceFn: TypeAlias = Callable[[Sequence[WireBuffer], Part], None]
-"""Adds up the chunks that came, by rank, and puts the sum where it belongs: into this part of the result, where there
-is one. Any thread."""
+"""Adds up the ranks' chunks of a part, in rank order, and stores the sum: into that part of the result, where there is
+one. Any thread."""
 
 PackFn: TypeAlias = Callable[[], tuple[WireBuffer, WireBuffer | None]]
-"""Makes the wire that leaves, and where sums are gathered (see `reduce`), when the bucket's turn comes. Any thread."""
+"""Makes the buffer that is sent, and the result (see `Communicator.reduce_scatter`), when the bucket's turn comes. Any
+thread."""
+
+
+class ReduceRequest(NamedTuple):
+    """The arguments of `Communicator.reduce_scatter`."""
+
+    pack_fn: PackFn
+    reduce_fn: ReduceFn
+    tag: int
+    label: str
+    slots_needed: int
+    on_complete: Callable[[], None] | None
 
 
 def tag(reducer: int, cycle: int, bucket: int) -> int:
@@ -59,58 +72,58 @@ def divide_factor(given: float | None, world_size: int) -> float:
 
 
 class Work(Protocol):
-    """What a started exchange returns (concurrent.futures.Future is one)."""
+    """A collective that was started (concurrent.futures.Future is one)."""
 
     def result(self) -> None:
-        """Waits until everything has arrived and `then` has run; RuntimeError if it never will."""
+        """Waits until everything is received and `on_complete` has run; RuntimeError if it never will."""
 
 
 class Communicator(abc.ABC):
-    """One rank's end of the exchange over one process group.
+    """One rank's end of a process group. Everything only starts, and returns a handle to wait for.
 
-    Calls come from one thread. Every rank makes the same calls, in the same order, with the same sizes, which is the
-    caller's to agree on beforehand (comm/init_sync.py): a size that differs ends a gloo process without a message.
+    Calls come from one thread. Every rank makes the same calls, in the same order, with the same sizes, which callers
+    agree on beforehand (comm/init_sync.py): a size that differs ends a gloo process without a message.
+
+    tag: of `tag`, unique among what is under way. label: names the call in messages.
     """
 
     transport_name = "torch"
     can_compress = False
     """Whether `compresses` may be set."""
     compresses = False
-    """Whether bf16 messages travel compressed (`compression`). The same on every rank; set by the caller, while
-    nothing is on its way."""
+    """Whether bf16 messages are sent compressed (`compression`). The same on every rank; set by the caller, while
+    nothing is under way."""
     messages = disordered = 0
-    """That were to be compressed so far, and those of them that it was of no use for."""
+    """Messages to be compressed so far, and those of them that compression did not make shorter."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.ranks = frozenset(dist.get_process_group_ranks(group))
-        """As the whole job numbers them. Kept: a group that was destroyed is not known any more."""
+        """Global ranks. Kept, since a destroyed group no longer tells them."""
         self.device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.ordering = Ordering(streams_of(device))
-        # Counted when an exchange is started, for both its halves.
         self.bytes_sent = 0
+        """Of everything that was posted so far."""
 
     def refuse_gone(self, label: str) -> None:
-        """RuntimeError where nothing can be exchanged any more, as it is known."""
+        """RuntimeError where the group is known to have failed or to be destroyed."""
         refuse(self.group, label)
 
     @property
     def deferring(self) -> bool:
-        """Whether what is started happens later, in the order of streams: an Opening then reads memory until the
-        result."""
+        """Whether what is started happens later, in stream order: a PackFn's buffers are then read until the result."""
         return not self.ordering.streams.blocks
 
     @abc.abstractmethod
     def borrow(self, numel: int, dtype: torch.dtype, role: str) -> WireBuffer:
-        """Memory for a bucket that travels, of no particular content. role: "wire" or "gathered"."""
+        """Uninitialised memory for a bucket. role: "wire" or "gathered"."""
 
     @abc.abstractmethod
     def give_back(self, wire: WireBuffer) -> None:
-        """What was borrowed. Any thread; where work is deferred, from `then`."""
+        """Frees what was borrowed. Any thread; where work is deferred, from `on_complete`."""
 
-    @abc.abstractmethod
     def reduce_scatter(
         self,
         wire: WireBuffer | PackFn,
@@ -122,31 +135,38 @@ class Communicator(abc.ABC):
         slots_needed: int = 1,
         on_complete: Callable[[], None] | None = None,
     ) -> Work:
-        """Starts a bucket: part r of every rank's wire comes to rank r, where `install` adds up; a reduce-scatter.
+        """Starts a bucket: part r of every rank's wire goes to rank r, where reduce_fn adds them up.
 
-        result: where `install` puts the sum into this rank's part; the other parts come from the other ranks then: an
-        all-reduce. Or every rank gets the whole wires and adds up all of it. It may be `wire` itself. wire: numel a
-        multiple of 128 * world_size. Nothing of both is to be touched before the handle's result. An Opening makes both
-        (`result` is left out then): memory that exists for the travel alone is made for buckets that are under way, not
-        for those that wait. what names the bucket in messages. places: how many of the IN_FLIGHT it takes, at most all.
-        then runs at the end, perhaps on another thread.
+        wire: numel a multiple of 128 * world_size. A PackFn makes it, and `result`, which is left out then: memory
+            that exists for the transfer alone is allocated for buckets under way, not for those in the queue.
+        result: makes it an all-reduce. reduce_fn puts the sum into this rank's part of it, and the other ranks' parts
+            are gathered; or every rank gets the whole wires and adds up all of it. It may be `wire` itself.
+        slots_needed: of the IN_FLIGHT slots, at most all. on_complete: called at the end, perhaps on another thread.
+
+        Neither wire nor result may be touched before the handle's result.
         """
+        pack_fn: PackFn = (lambda: (wire, result)) if isinstance(wire, WireBuffer) else wire
+        return self._reduce(ReduceRequest(pack_fn, reduce_fn, tag, label, slots_needed, on_complete))
 
     @abc.abstractmethod
-    def all_gather_into_buffer(self, result: WireBuffer, *, tag: int, label: str) -> Work:
-        """Starts an all-gather in place: each rank brings its own part of `result` and gets the others'."""
+    def _reduce(self, request: ReduceRequest) -> Work:
+        """See `reduce_scatter`."""
+
+    @abc.abstractmethod
+    def all_gather_into_buffer(self, buffer: WireBuffer, *, tag: int, label: str) -> Work:
+        """Starts an all-gather in place: each rank's own part of the buffer goes to all others."""
 
     @abc.abstractmethod
     def all_gather_bytes(self, payload: torch.Tensor, *, tag: int, label: str) -> Callable[[], list[torch.Tensor]]:
-        """Starts the exchange of a few bytes (uint8, host memory, one size everywhere); the result waits and gives
-        every rank's."""
+        """Starts an all-gather of a few bytes (uint8, host memory, one size everywhere). Returns a function that waits
+        and returns every rank's."""
 
     def _count(self, wire: WireBuffer | None) -> None:
-        """A half of an exchange: every other rank is sent a part. One thread at a time."""
+        """Adds one half of a collective, in which every other rank is sent a part, to `bytes_sent`. Not thread-safe."""
         if wire is not None:
-            self.bytes_sent += self._travels(wire, self.world_size) * (self.world_size - 1)
+            self.bytes_sent += self._message_bytes(wire, self.world_size) * (self.world_size - 1)
 
-    def _travels(self, wire: WireBuffer, parts: int = 1) -> int:
-        """Bytes that are sent for one of so many parts of it, unless it is too disordered to be compressed."""
+    def _message_bytes(self, wire: WireBuffer, parts: int = 1) -> int:
+        """Of one of so many parts of it, unless it is too disordered to be compressed."""
         compressed = self.compresses and compression.size(wire.data.numel() // parts, wire.data.dtype)
         return compressed or wire.nbytes // parts
