@@ -10,32 +10,21 @@ import torch
 from torch import Tensor
 
 from torch_ext.optim.cpu_offload import copies, host_states, staged_args
-from torch_ext.optim.cpu_offload.copies import CopyStream, CopyStreams
 
 NUMEL = 4096  # elements of a batch here: small tests have many batches, and parameters that are cut
 
 
-class LateLane(CopyStream):
-    """Copies are made when somebody waits for them, and until then what they write is rubbish."""
+class LateStream:
+    """Does what it was asked for, in that order, when somebody waits for it."""
 
     def __init__(self) -> None:
         self.asked: list[Callable[[], Any]] = []
         self.done = 0
         self.lock = threading.RLock()
 
-    def begin(self) -> None: ...
-
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target.detach().fill_(-77)
-            self.ask(lambda target=target, source=source: target.copy_(source))
-
     def ask(self, task: Callable[[], Any]) -> None:
         with self.lock:
             self.asked.append(task)
-
-    def mark(self) -> int:
-        return len(self.asked)
 
     def wait(self, mark: int) -> None:
         with self.lock:
@@ -43,14 +32,50 @@ class LateLane(CopyStream):
                 at, self.done = self.done, self.done + 1
                 self.asked[at]()
 
+
+class LateCopies(copies.HostCopies):
+    """Copies are made when somebody waits for them, and until then what they write is rubbish."""
+
+    shared = False
+    slots = 2
+    numel = NUMEL
+
+    def __init__(self) -> None:
+        self.down, self.up = LateStream(), LateStream()
+        self.ops = LateOps(self.down, self.up)
+
+    def buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def to_host(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        self.copy(self.down, targets, sources)
+
+    def copy(self, stream: LateStream, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.detach().fill_(-77)
+            stream.ask(lambda target=target, source=source: target.copy_(source))
+
+    def mark(self) -> int:
+        return len(self.down.asked)
+
+    def wait(self, mark: int) -> None:
+        self.down.wait(mark)
+
     def end(self) -> None:
-        self.wait(self.mark())
+        self.up.wait(len(self.up.asked))
+
+    def finish(self) -> None:
+        for stream in (self.down, self.up):
+            stream.wait(len(stream.asked))
+
+    def native(self, slots: int) -> int:
+        return ctypes.addressof(self.ops.native)
 
 
-class LateLanes:
-    """What the library is told of two of them."""
+class LateOps:
+    """What the library is told of two streams."""
 
-    def __init__(self, down: LateLane, up: LateLane) -> None:
+    def __init__(self, down: LateStream, up: LateStream) -> None:
         self.ways = (down, up)
         self.marks: dict[tuple[int, int], int] = {}  # by way and slot
         self.follows = threading.local()  # whether what the thread copies down comes after something
@@ -70,7 +95,7 @@ class LateLanes:
 
     def mark(self, _ctx: Any, up: int, slot: int, _error: Any) -> int:
         self.follows.now = False
-        self.marks[up, slot] = self.ways[up].mark()
+        self.marks[up, slot] = len(self.ways[up].asked)
         return 0
 
     def wait(self, _ctx: Any, up: int, slot: int, _error: Any) -> int:
@@ -84,32 +109,31 @@ class LateLanes:
         return 0
 
 
+class PromptCopies(copies.HostCopies):
+    numel = NUMEL
+
+
 @contextmanager
-def lanes(kind: str) -> Iterator[list[int]]:
-    """Optimizers that take their first step here have these lanes: "prompt", "late". Yields the sizes of the buffers
+def copying(kind: str) -> Iterator[list[int]]:
+    """Optimizers that take their first step here have these copies: "prompt", "late". Yields the sizes of the buffers
     that are made."""
     made: list[int] = []
-    before = host_states.lanes_of
+    before = host_states.copies_of
 
-    class Counted(CopyStreams):
-        def buffer(self, numel: int) -> Tensor:
-            made.append(numel)
-            return torch.empty(numel, dtype=torch.uint8)
+    def copies_of(device: torch.device) -> copies.HostCopies:
+        assert device.type == "cpu"
+        found = LateCopies() if kind == "late" else PromptCopies()
+        buffer = found.buffer
 
-    def lanes_of(device: torch.device) -> CopyStreams:
-        own = copies.lanes_of(device)._replace(numel=NUMEL)
-        if kind == "late":
-            down, up = LateLane(), LateLane()
-            late = LateLanes(down, up)
+        def counted(nbytes: int) -> Tensor:
+            made.append(nbytes)
+            return buffer(nbytes)
 
-            def native(_slots: int) -> int:
-                return ctypes.addressof(late.native)
+        found.buffer = counted  # type: ignore[method-assign]
+        return found
 
-            own = own._replace(down=down, up=up, slots=2, shared=False, native=native)
-        return Counted(*own)
-
-    host_states.lanes_of = lanes_of
+    host_states.copies_of = copies_of
     try:
         yield made
     finally:
-        host_states.lanes_of = before
+        host_states.copies_of = before

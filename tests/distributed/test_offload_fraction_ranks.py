@@ -88,7 +88,7 @@ def _on_host(optimizer: Any) -> list[int]:
 
 def _loaded(rank: int, world: int, strategy: str) -> None:
     for overlap, remainders, fraction, steps in itertools.product((True, False), (False, True), FRACTIONS, (0, 3)):
-        with host_parts.lanes("late" if overlap else "prompt"):
+        with host_parts.copying("late" if overlap else "prompt"):
             model, optimizer = _make(strategy, overlap, remainders, fraction, betas=(0.0, 0.999), weight_decay=0.0)
             _train(model, optimizer, range(steps), rank if strategy != NONE else 0)
             for i, p in enumerate(model.parameters()):
@@ -114,7 +114,7 @@ def test_D1_D2_D3_constant_weights_loaded_are_what_is_stepped_from(strategy: str
 def _trained(rank: int, world: int, strategy: str, remainders: bool) -> None:
     found, shares = [], []
     for fraction in FRACTIONS:
-        with host_parts.lanes("late"):
+        with host_parts.copying("late"):
             model, optimizer = _make(strategy, True, remainders, fraction)
             _train(model, optimizer, range(6), rank)
             state = optimizer.consolidate_state_dict(to=None)["state"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import torch_ext
 from bench import resident_memory
 from torch_ext.offloading import host_buffer
+from torch_ext.tensors import host_copies
 
 # -- what comes back ---------------------------------------------------------------------------------------------------
 
@@ -226,8 +227,8 @@ def test_B4_separate_switches(chosen: int) -> None:
 
 def test_B4_host_memory_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated = []
-    allocate = host_buffer.allocate
-    monkeypatch.setattr(host_buffer, "allocate", lambda *a: allocated.append(a) or allocate(*a))
+    allocate = host_copies.allocate
+    monkeypatch.setattr(host_copies, "allocate", lambda *a: allocated.append(a) or allocate(*a))
     model, optimizer = trained()
     counts = []
     for step in range(10):
@@ -263,33 +264,41 @@ def test_B4_what_is_new_joins_what_is_away() -> None:
     assert bits(weights(model)) == bits(weights(Net()))
 
 
+class OnDevice(Tensor):
+    """Is in an accelerator's memory, it says."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize("pinned", [False, True], ids=["", "as with an accelerator"])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("slab", [4096, 1 << 28], ids=["many slabs", "one slab"])
 def test_host_buffer_gives_back_what_was_put_in(
     slab: int, threads: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allocate = host_buffer.allocate  # there may be no accelerator to pin for
-    monkeypatch.setattr(host_buffer, "allocate", lambda nbytes, _pinned: allocate(nbytes, False))
+    allocate = host_copies.allocate  # there may be no accelerator to pin for
+    monkeypatch.setattr(host_copies, "allocate", lambda nbytes, _pinned: allocate(nbytes, False))
     monkeypatch.setattr(host_buffer, "SLAB", slab)
-    monkeypatch.setattr(host_buffer, "CHUNK", 1000)
+    monkeypatch.setattr(host_copies, "CHUNK", 1000)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     buffer = host_buffer.HostBuffer(pinned)
     content = torch.randint(0, 256, (20_000,), dtype=torch.uint8)
+    there = content.as_subclass(OnDevice) if pinned else content
     for end in (5_000, 20_000):
         buffer.reserve(end)
         assert buffer.capacity >= end
     cuts = ((0, 1), (1, 4096), (4096, 4097), (4097, 4097), (4097, 20_000))
-    buffer.store((begin, content[begin:end]) for begin, end in cuts)
+    buffer.store((begin, there[begin:end]) for begin, end in cuts)
     back = torch.zeros(20_000, dtype=torch.uint8)
-    buffer.load((begin, back[begin:end]) for begin, end in ((0, 9_000), (9_000, 20_000)))
+    target = back.as_subclass(OnDevice) if pinned else back
+    buffer.load((begin, target[begin:end]) for begin, end in ((0, 9_000), (9_000, 20_000)))
     assert torch.equal(back, content)
 
 
 def test_pinned_memory_is_asked_for_where_there_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(torch, "empty", lambda *a, **k: asked.append((a, k)))
-    host_buffer.allocate(4096, pinned=True)
+    host_copies.allocate(4096, pinned=True)
     assert asked == [((4096,), {"dtype": torch.uint8, "pin_memory": True})]
 
 
@@ -298,7 +307,7 @@ def test_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     devices = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
-    host_buffer.wait(devices)
+    host_copies.synchronize(devices)
     assert waited == devices[1:]
 
 

@@ -81,7 +81,7 @@ def test_bits_equal_those_of_an_optimizer_without_a_host_part(name: str, kind: s
     reference = optimizer_of(name, 0.0)
     train(reference, range(6))
     for fraction in FRACTIONS[1:]:
-        with host_parts.lanes(kind):
+        with host_parts.copying(kind):
             optimizer = optimizer_of(name, fraction)
             train(optimizer, range(6))
         assert len(held(optimizer)) >= 2
@@ -114,7 +114,7 @@ def test_bits_of_weights_in_other_memory_orders(name: str, layout: str, gradient
 
     reference = everything(trained(0.0))
     for kind in ("prompt", "late"):
-        with host_parts.lanes(kind):
+        with host_parts.copying(kind):
             assert everything(trained(1.0)) == reference
 
 
@@ -122,7 +122,7 @@ def test_bits_of_weights_in_other_memory_orders(name: str, layout: str, gradient
 def test_bits_of_gradients_in_other_dtypes_that_change(dtype: torch.dtype) -> None:
     found = []
     for fraction in FRACTIONS:
-        with host_parts.lanes("late"):
+        with host_parts.copying("late"):
             optimizer = optimizer_of("fp32" if dtype != torch.float16 else "fp16", fraction)
             train(optimizer, range(2))
             for step in range(2, 5):
@@ -151,7 +151,7 @@ def test_D8_a_parameter_without_a_gradient_is_left_alone(name: str) -> None:
 
     reference = everything(trained(0.0))
     for fraction in FRACTIONS[1:]:
-        with host_parts.lanes("late"):
+        with host_parts.copying("late"):
             assert everything(trained(fraction)) == reference
 
 
@@ -224,7 +224,7 @@ def writes_are_ignored_now_and_then(optimizer: torch_ext.AdamW, step: int) -> No
 def test_what_changes_between_steps(name: str, change: Callable[[torch_ext.AdamW, int], None]) -> None:
     found = []
     for fraction in FRACTIONS:
-        with host_parts.lanes("prompt"):
+        with host_parts.copying("prompt"):
             optimizer = optimizer_of(name, fraction)
             for step in range(6):
                 set_grads(params(optimizer), step)
@@ -266,7 +266,7 @@ def nonfinite(optimizer: torch_ext.AdamW, step: int) -> None:
 def test_clipping_scales_and_skipped_steps(name: str, how: Callable[[torch_ext.AdamW, int], None]) -> None:
     found = []
     for fraction in FRACTIONS:
-        with host_parts.lanes("late"):
+        with host_parts.copying("late"):
             shapes = [shape for shape in SHAPES if shape != (0,)]  # with fraction 1 the device has nothing to step
             optimizer = optimizer_of(name, fraction, shapes, skip_nonfinite=how is nonfinite)
             for step in range(6):
@@ -286,7 +286,7 @@ def integral(p: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("bad", "says"), [(sparse, "is sparse"), (integral, "float64")])
 def test_gradient_that_no_step_takes_is_named_and_changes_nothing(bad: Any, says: str) -> None:
-    with host_parts.lanes("late"):
+    with host_parts.copying("late"):
         optimizer = optimizer_of("fp32", 0.5)
         train(optimizer, range(2))
         before = everything(optimizer)
@@ -311,7 +311,7 @@ def test_gradient_that_no_step_takes_is_named_and_changes_nothing(bad: Any, says
 def test_what_the_library_refuses_is_named_and_changes_nothing(fraction: float, kind: str) -> None:
     """Nothing of the device's part either, which is stepped first."""
     shapes = [shape for shape in SHAPES if shape != (0,)]
-    with host_parts.lanes(kind):
+    with host_parts.copying(kind):
         optimizer = optimizer_of("a", fraction, shapes)
         train(optimizer, range(2))
         here = [i for i, p in enumerate(params(optimizer)) if p in held(optimizer)]
@@ -333,7 +333,7 @@ def test_what_the_library_refuses_is_named_and_changes_nothing(fraction: float, 
 
 def test_lr_that_no_step_takes_changes_nothing() -> None:
     """An lr in a tensor, which the host gets to see when its copy has come."""
-    with host_parts.lanes("late"):
+    with host_parts.copying("late"):
         optimizer = optimizer_of("a", 0.5, lr=torch.tensor(1e-2))
         train(optimizer, range(2))
         before = everything(optimizer)
@@ -348,7 +348,7 @@ def test_lr_that_no_step_takes_changes_nothing() -> None:
 def test_states_that_moved_are_stepped_where_they_are(name: str) -> None:
     reference = optimizer_of(name, 0.0)
     train(reference, range(4))
-    with host_parts.lanes("prompt"):
+    with host_parts.copying("prompt"):
         optimizer = optimizer_of(name, 1.0)
         train(optimizer, range(2))
         for state in held(optimizer).values():
@@ -359,7 +359,7 @@ def test_states_that_moved_are_stepped_where_they_are(name: str) -> None:
 
 
 def test_buffers_are_made_once() -> None:
-    with host_parts.lanes("prompt") as made:
+    with host_parts.copying("prompt") as made:
         optimizer = optimizer_of("c", 1.0)
         train(optimizer, range(2))
         first = len(made)
@@ -479,26 +479,26 @@ def test_E11_asking_for_state_moves_nothing() -> None:
     assert everything(optimizer) == everything(reference)
 
 
-def test_device_without_lanes_is_refused() -> None:
+def test_device_that_nothing_copies_from_is_refused() -> None:
     from torch_ext.optim.cpu_offload import copies
 
     with pytest.raises(ValueError, match="meta; cpu and cuda are legal"):
-        copies.lanes_of(torch.device("meta"))
+        copies.copies_of(torch.device("meta"))
 
 
-def test_cuda_lanes_copy_both_ways() -> None:
+def test_cuda_copies_to_the_host() -> None:
     from torch_ext.optim.cpu_offload import copies
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device: its streams and pinned buffers are not looked at")
-    lanes = copies.lanes_of(torch.device("cuda"))
-    there, here = torch.arange(1 << 20, device="cuda", dtype=torch.float32), lanes.buffer(1 << 22).view(torch.float32)
-    lanes.down.begin()
-    lanes.down.copy([here], [there])
-    lanes.down.wait(lanes.down.mark())
+    made = copies.CudaCopies(torch.device("cuda"))
+    there, here = torch.arange(1 << 20, device="cuda", dtype=torch.float32), made.buffer(1 << 22).view(torch.float32)
+    made.begin()
+    made.to_host([here], [there])
+    made.wait(made.mark())
     assert bool((here == torch.arange(1 << 20)).all()) and here.is_pinned()
     here += 1
-    lanes.up.begin()
-    lanes.up.copy([there], [here])
-    lanes.up.end()
+    with torch.cuda.stream(made._up):  # the way up is the library's
+        there.copy_(here, non_blocking=True)
+    made.end()
     assert bool((there.cpu() == torch.arange(1 << 20) + 1).all())

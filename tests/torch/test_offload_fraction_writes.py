@@ -62,7 +62,7 @@ def test_D1_D2_D3_weights_loaded_behind_the_optimizer_take_effect(
 ) -> None:
     for name in WITH_MASTER:
         for kind in ("prompt", "late"):
-            with host_parts.lanes(kind):
+            with host_parts.copying(kind):
                 options: dict[str, Any] = {"betas": (0.0, 0.999), "weight_decay": 0.0}  # no gradient moves nothing
                 optimizer = torch_ext.AdamW(
                     mixed(name), lr=1e-2, policy=policy_of(name), offload_fraction=fraction, **options
@@ -87,7 +87,7 @@ def test_D7_training_goes_on_from_what_was_written(name: str, fraction: float) -
     """Bit for bit as without a host part."""
     found = []
     for of in (0.0, fraction):
-        with host_parts.lanes("late"):
+        with host_parts.copying("late"):
             optimizer = optimizer_of(name, of)
             train(optimizer, range(3))
             copy_in(optimizer, constant(optimizer))
@@ -121,7 +121,7 @@ def one_element_elsewhere(optimizer: torch_ext.AdamW) -> None:
 def test_D7_counters_and_addresses_tell_of_what_no_sample_sees(write: Callable[..., None], kind: str) -> None:
     found = []
     for fraction in FRACTIONS:
-        with host_parts.lanes(kind):
+        with host_parts.copying(kind):
             optimizer = optimizer_of("a", fraction)
             train(optimizer, range(3))
             write(optimizer)
@@ -149,7 +149,7 @@ def test_D7_where_nobody_wrote_no_fp32_master_is_compared_as_a_whole(
 
     for name in WITH_MASTER:
         for fraction in FRACTIONS:
-            with host_parts.lanes(kind):
+            with host_parts.copying(kind):
                 optimizer = optimizer_of(name, fraction, on_external_write=on_external_write)
                 train(optimizer, range(2))
                 optimizer.state_dict()
@@ -162,7 +162,7 @@ def test_D7_where_nobody_wrote_no_fp32_master_is_compared_as_a_whole(
 
 @pytest.mark.parametrize("fraction", FRACTIONS[1:])
 def test_D7_error_names_what_was_written_and_changes_nothing(fraction: float) -> None:
-    with host_parts.lanes("late"):
+    with host_parts.copying("late"):
         optimizer = optimizer_of("a", fraction, on_external_write="error")
         train(optimizer, range(3))
         copy_in(optimizer, [p.detach().clone() for p in params(optimizer)])  # counters move, content does not

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import torch_ext
 from bench import resident_memory
-from torch_ext.offloading import host_buffer, transfer
+from torch_ext.offloading import transfer
+from torch_ext.tensors import host_copies
 
 USES: dict[str, tuple[str, Callable[[nn.Module, Any], object]]] = {
     # name -> (what must be here for it, by the first letter of the kinds; the use)
@@ -200,8 +201,8 @@ def test_B4_offload_that_fails_has_changed_nothing(where: str, monkeypatch: pyte
         real: Any = None
         monkeypatch.setattr(transfer.Released, "release", failing)
     else:
-        real = host_buffer.allocate
-        monkeypatch.setattr(host_buffer, "allocate", failing)
+        real = host_copies.allocate
+        monkeypatch.setattr(host_copies, "allocate", failing)
     with pytest.raises(RuntimeError, match=r"offload of \d+ bytes failed, and nothing has moved: no more"):
         torch_ext.offload(model, optimizer)
     assert everything(model, optimizer) == before

@@ -1,10 +1,9 @@
-"""Host memory for batches, and the lanes of the library for GPUs: what becomes of them when more is asked for."""
+"""Host memory for batches, and copies by the library for GPUs: what becomes of them when more is asked for."""
 
 import gc
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import host_parts
@@ -20,30 +19,28 @@ from torch_ext.tensors import dense
 
 
 def test_memory_that_is_left_for_a_larger_one_was_sent_before() -> None:
-    down, up = host_parts.LateLane(), host_parts.LateLane()
-    lanes = copies.lanes_of(torch.device("cpu"))._replace(down=down, up=up)
-    buffers = copies.Buffers(lanes, torch.device("cpu"))
+    late = host_parts.LateCopies()
+    buffers = copies.Buffers(late, torch.device("cpu"))
     small = buffers.take("batches", 100)
     assert buffers.take("batches", 40) is small
     there = torch.zeros(100, dtype=torch.uint8)
     small.fill_(5)
-    up.copy([there], [small])
+    late.copy(late.up, [there], [small])
     assert not there.eq(5).any()
     assert buffers.take("batches", 101).numel() >= 101
     assert there.eq(5).all()
 
 
 def test_memory_that_nobody_has_any_more_was_sent_before() -> None:
-    down, up = host_parts.LateLane(), host_parts.LateLane()
-    lanes = copies.lanes_of(torch.device("cpu"))._replace(down=down, up=up)
-    buffers = copies.Buffers(lanes, torch.device("cpu"))
+    late = host_parts.LateCopies()
+    buffers = copies.Buffers(late, torch.device("cpu"))
     there, here = torch.zeros(100, dtype=torch.uint8), torch.full((100,), 6, dtype=torch.uint8)
     leaving, coming = buffers.take("batches", 100).fill_(5), buffers.take("scalars", 100)
-    up.copy([there], [leaving])
-    down.copy([coming], [here])
-    assert up.done == down.done == 0
+    late.copy(late.up, [there], [leaving])
+    late.to_host([coming], [here])
+    assert late.up.done == late.down.done == 0
     del buffers
-    assert there.eq(5).all() and up.done == down.done == 1
+    assert there.eq(5).all() and late.up.done == late.down.done == 1
 
 
 def test_an_optimizer_that_is_dropped_after_a_step_leaves_no_weight_behind() -> None:
@@ -60,8 +57,8 @@ def test_an_optimizer_that_is_dropped_after_a_step_leaves_no_weight_behind() -> 
             memory.extend(optimizer._host._buffers._made.values())
 
     run(0.0)
-    with host_parts.lanes("late"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_parts.LateLane, "end", lambda self: None)  # as a device's, which keeps no host waiting
+    with host_parts.copying("late"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_parts.LateCopies, "end", lambda self: None)  # as a device's, which keeps no host waiting
         run(1.0)
     gc.collect()
     for one in memory:
@@ -69,16 +66,15 @@ def test_an_optimizer_that_is_dropped_after_a_step_leaves_no_weight_behind() -> 
     assert [bits(p) for p in params[1.0]] == [bits(p) for p in params[0.0]]
 
 
-class _FailedLane(host_parts.LateLane):
-    def wait(self, mark: int) -> None:
+class _FailedCopies(host_parts.LateCopies):
+    def finish(self) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def test_memory_of_a_device_that_failed_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
-    lanes = copies.lanes_of(torch.device("cpu"))._replace(down=_FailedLane(), up=_FailedLane())
-    buffers = copies.Buffers(lanes, torch.device("cpu"))
+    buffers = copies.Buffers(_FailedCopies(), torch.device("cpu"))
     del buffers
     assert not printed
 
@@ -89,9 +85,9 @@ there = torch.zeros(100, dtype=torch.uint8)
 atexit.register(lambda: print("sent" if there.eq(5).all() else "lost"))  # in torch's place: registered before
 import host_parts
 from torch_ext.optim.cpu_offload import copies
-down, up = host_parts.LateLane(), host_parts.LateLane()
-buffers = copies.Buffers(copies.lanes_of(torch.device("cpu"))._replace(down=down, up=up), torch.device("cpu"))
-up.copy([there], [buffers.take("batches", 100).fill_(5)])
+late = host_parts.LateCopies()
+buffers = copies.Buffers(late, torch.device("cpu"))
+late.copy(late.up, [there], [buffers.take("batches", 100).fill_(5)])
 """
 
 
@@ -118,7 +114,7 @@ def test_buckets_of_other_dtypes_do_not_lie_where_weights_are_leaving_from(first
         return optimizer, params
 
     reference, expected = made(0.0)
-    with host_parts.lanes("late"):
+    with host_parts.copying("late"):
         optimizer, params = made(1.0)
     assert optimizer._plan is not None and optimizer._plan.host is not None
     members = optimizer._plan.host.members
@@ -137,22 +133,21 @@ def test_buckets_of_other_dtypes_do_not_lie_where_weights_are_leaving_from(first
     assert [bits(p) for p in params] == [bits(p) for p in expected]
 
 
-def test_lanes_of_a_gpu_are_made_for_as_many_slots_as_threads_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, ...]] = []
+def test_copies_of_a_gpu_are_made_for_as_many_slots_as_threads_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, ...]] = []
 
-    class Made:
-        def __init__(self, *arguments: int) -> None:
+    class Made(staged_args.CopyOps):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__()
             made.append(arguments)
-            self.native = staged_args.CopyOps()
+            self.slots = arguments[-1]
 
-    def lane(stream: int) -> Any:
-        return SimpleNamespace(stream=SimpleNamespace(device_index=3, cuda_stream=stream))
-
-    monkeypatch.setattr(staged_args, "CudaCopyOps", Made)
-    native = copies.NativeCopyOps(lane(7), lane(8))
+    monkeypatch.setattr(copies, "_CudaCopyOps", Made)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"of {device}")
+    native = copies.CudaCopies(torch.device("cuda:3")).native
     first = native(6)
     assert native(6) == first == native(3)
     second = native(12)
     assert second != first and native(6) == second
-    assert made == [(3, 7, 8, 6), (3, 7, 8, 12)]
+    assert made == [("of cuda:3", "of cuda:3", 6), ("of cuda:3", "of cuda:3", 12)]
     assert staged_args.CopyOps.from_address(first).size == 0, "copies may be under way in the earlier ones"

@@ -1,63 +1,66 @@
-"""Hooks that turn a use of what is away into an error. They are there only as long as it is away."""
+"""Hooks that turn a use of what is offloaded into an error. All but one are there only as long as it is offloaded."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_ext.params import local_shard
 from torch_ext.tensors import offload_guard
 
 
-def _forward(module: nn.Module, _inputs: Any) -> NoReturn:
-    _refuse(module, "forward")
+def install(hooks: ExitStack, owner: nn.Module | torch.optim.Optimizer, offloaded: set[str]) -> None:
+    """offloaded: "params" and "grads" of a model, "states" of an optimizer. Closing `hooks` removes them."""
+    if not offloaded:
+        return
+    _refuse_steps()
+    if isinstance(owner, torch.optim.Optimizer):
+        offload_guard.optimizers.add(owner)
+        hooks.callback(offload_guard.optimizers.discard, owner)
+        hooks.callback(owner.register_state_dict_pre_hook(_refuse_states("state_dict()")).remove)
+        hooks.callback(owner.register_load_state_dict_pre_hook(_refuse_states("load_state_dict()")).remove)
+        return
+    for kind, names in (("params", offload_guard.params), ("grads", offload_guard.grads)):
+        if kind in offloaded:
+            for name, p in owner.named_parameters():
+                names[p] = name
+                hooks.callback(names.pop, p, None)
+    if "params" in offloaded:
+        for module in owner.modules():
+            # First, before FSDP2 gathers weights.
+            hooks.callback(module.register_forward_pre_hook(_refuse_module("forward"), prepend=True).remove)
+            hooks.callback(module.register_state_dict_pre_hook(_refuse_module("state_dict()")).remove)
+            hooks.callback(module.register_load_state_dict_pre_hook(_refuse_module("load_state_dict()")).remove)
+    for p in owner.parameters():
+        if p.requires_grad and not local_shard.is_dtensor(p):  # those of DTensors FSDPReducer refuses
+            hooks.callback(p.register_hook(_refuse_gradient).remove)
 
 
-def _saving(module: nn.Module, *_: Any) -> NoReturn:
-    _refuse(module, "state_dict()")
+@functools.cache
+def _refuse_steps() -> None:
+    """For good, and of every optimizer: other ones than those that were offloaded have the same parameters."""
+    register_optimizer_step_pre_hook(_refuse_step)
 
 
-def _loading(module: nn.Module, *_: Any) -> NoReturn:
-    _refuse(module, "load_state_dict()")
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    offload_guard.refuse_states(optimizer, "step()")
+    offload_guard.refuse_gradients((p for group in optimizer.param_groups for p in group["params"]), "step()")
 
 
-def _refuse(module: nn.Module, doing: str) -> NoReturn:
-    raise RuntimeError(
-        f"{doing} of {type(module).__name__}: its weights are in host memory since offload(); {offload_guard.REMEDY}"
-    )
+def _refuse_states(doing: str) -> Callable[..., None]:
+    return lambda optimizer, *_: offload_guard.refuse_states(optimizer, doing)
 
 
-def _gradient(_grad: Tensor) -> NoReturn:
-    raise RuntimeError(f"backward: weights or gradients are in host memory since offload(); {offload_guard.REMEDY}")
+def _refuse_module(doing: str) -> Callable[..., NoReturn]:
+    def refuse(module: nn.Module, *_: Any) -> NoReturn:
+        raise RuntimeError(f"{doing} of {type(module).__name__}: its weights are offloaded; {offload_guard.REMEDY}")
+
+    return refuse
 
 
-def _saving_states(optimizer: torch.optim.Optimizer) -> None:
-    offload_guard.refuse_states(optimizer, "state_dict()")
-
-
-def _loading_states(optimizer: torch.optim.Optimizer, _state_dict: Any) -> None:
-    offload_guard.refuse_states(optimizer, "load_state_dict()")
-
-
-def of_modules(guards: ExitStack, modules: Iterable[nn.Module]) -> None:
-    """Nobody computes with their weights, saves or loads them."""
-    for module in modules:
-        # First, before FSDP2 gathers weights.
-        guards.callback(module.register_forward_pre_hook(_forward, prepend=True).remove)
-        guards.callback(module.register_state_dict_pre_hook(_saving).remove)
-        guards.callback(module.register_load_state_dict_pre_hook(_loading).remove)
-
-
-def of_gradients(guards: ExitStack, params: Iterable[Tensor]) -> None:
-    """Nobody accumulates gradients of these. (Those of DTensors come through FSDP2, whose engine sees to it.)"""
-    for p in params:
-        if p.requires_grad and not local_shard.is_dtensor(p):
-            guards.callback(p.register_hook(_gradient).remove)
-
-
-def of_optimizer(guards: ExitStack, optimizer: torch.optim.Optimizer) -> None:
-    """Nobody saves its states or loads others; steps are `offload_guard.before_step`'s."""
-    guards.callback(optimizer.register_state_dict_pre_hook(_saving_states).remove)
-    guards.callback(optimizer.register_load_state_dict_pre_hook(_loading_states).remove)
+def _refuse_gradient(_grad: Tensor) -> NoReturn:
+    raise RuntimeError(f"backward: weights or gradients are offloaded; {offload_guard.REMEDY}")

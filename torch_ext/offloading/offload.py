@@ -1,166 +1,37 @@
-"""`offload` and `onload`: weights, gradients and optimizer states leave the device for a while, and come back.
+"""`offload` and `onload`: weights, gradients and optimizer states are moved out of the device's memory, and back.
 
-A storage goes, not a tensor: it is resized to nothing and later to what it was, so that parameters, the views that
-flat buffers consist of, and every other tensor in it stay the objects that they were.
+What moves is a storage, not a tensor: it is resized to nothing and later to what it was, so that parameters, the views
+that flat buffers consist of, and every other tensor in it stay the objects that they were.
 """
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from torch_ext.offloading import hooks, host_buffer
-from torch_ext.offloading.transfer import Offloaded, Released, StorageTransfer
+from torch_ext.offloading import hooks, transfer
+from torch_ext.offloading.transfer import Move, Offloaded, Released, StorageTransfer
 from torch_ext.optim.adamw import Adam
 from torch_ext.optim.state import access
 from torch_ext.parallel import parallelize
 from torch_ext.params import local_shard, reducer_registry
 from torch_ext.params.param_groups import innermost
-from torch_ext.tensors import offload_guard, storage
+from torch_ext.tensors import storage
 from torch_ext.tensors.storage import Memory
 
-Named: TypeAlias = list[tuple[str, Tensor]]
+Models: TypeAlias = nn.Module | Iterable[nn.Module]
+Owner: TypeAlias = nn.Module | torch.optim.Optimizer
 
 _HOST = ("cpu", "meta")  # no accelerator's
 
 
-class _ModelAccount:
-    """What of a model is away, and what keeps others from using it."""
-
-    def __init__(self, pinned: bool) -> None:
-        self.pinned = pinned
-        self.params, self.grads = Offloaded(pinned), Released()
-        self.params_away = self.grads_away = False
-        self._guards = ExitStack()
-
-    @property
-    def away(self) -> bool:
-        return self.params_away or self.grads_away
-
-    def guard(self, model: nn.Module) -> None:
-        """As it is away now."""
-        self._guards.close()
-        named = list(model.named_parameters())
-        if self.params_away:
-            self._guards.callback(offload_guard.params.add(named))
-            hooks.of_modules(self._guards, model.modules())
-        if self.grads_away:
-            self._guards.callback(offload_guard.grads.add(named))
-        if self.away:
-            hooks.of_gradients(self._guards, (p for _, p in named))
-
-
-class _OptimizerAccount:
-    def __init__(self, pinned: bool) -> None:
-        self.pinned = pinned
-        self.states = Offloaded(pinned)
-        self.away = False
-        self._guards = ExitStack()
-
-    def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """As it is away now."""
-        self._guards.close()
-        if self.away:
-            offload_guard.optimizers.add(optimizer)
-            self._guards.callback(offload_guard.optimizers.discard, optimizer)
-            hooks.of_optimizer(self._guards, optimizer)
-
-
-_models: "weakref.WeakKeyDictionary[nn.Module, _ModelAccount]" = weakref.WeakKeyDictionary()
-_optimizers: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _OptimizerAccount]" = weakref.WeakKeyDictionary()
-
-
-class _OffloadPlan:
-    """One call: the models and the optimizer that it is about, and what is known of them."""
-
-    def __init__(
-        self,
-        doing: str,
-        model: nn.Module | Iterable[nn.Module],
-        optimizer: torch.optim.Optimizer | None,
-        weights: bool = False,
-    ) -> None:
-        """doing: for messages. weights: they are to leave. RuntimeError where somebody works with the memory that is
-        about to move."""
-        self.models = list(model) if isinstance(model, Iterable) and not isinstance(model, nn.Module) else [model]
-        for one in self.models:
-            if not isinstance(one, nn.Module):
-                raise TypeError(
-                    f"model is, or contains, a {type(one).__name__}; a torch.nn.Module, or several, is legal"
-                )
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer or None is legal")
-        self.doing = doing
-        self.optimizer = optimizer = None if optimizer is None else innermost(optimizer)
-        if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(f"{doing} during a backward: call it between steps")
-        for one in self.models:
-            for engine in parallelize.engines_in(one):
-                engine.refuse_moving(doing, weights)
-        if isinstance(optimizer, Adam):
-            optimizer.refuse_moving(doing)
-        _reshard(self.models)
-        self.weights: Named = [named for one in self.models for named in _weights(one)]
-        self.params = [p for one in self.models for p in one.parameters()]
-        self.owners = list(reducer_registry.owners_of(self.params))
-        self._refuse_parts()
-        everything = [*(t for _, t in self.weights), *(t for _, t in _states(optimizer))]
-        # Where there is an accelerator, what is in host memory already stays there; else it stands in for a device's.
-        self.accelerated = any(t.device.type not in _HOST for t in everything)
-        self.devices = {t.device for t in everything if t.device.type not in _HOST}
-
-    def account_of(self, model: nn.Module) -> _ModelAccount:
-        account = _models.get(model)
-        if account is None or (account.pinned != self.accelerated and not account.away):
-            account = _models[model] = _ModelAccount(self.accelerated)
-        return account
-
-    def account_of_optimizer(self) -> _OptimizerAccount | None:
-        if self.optimizer is None:
-            return None
-        account = _optimizers.get(self.optimizer)
-        if account is None or (account.pinned != self.accelerated and not account.away):
-            account = _optimizers[self.optimizer] = _OptimizerAccount(self.accelerated)
-        return account
-
-    def accounts(self) -> list[tuple[nn.Module, _ModelAccount]]:
-        return [(model, self.account_of(model)) for model in self.models]
-
-    def memories(self, named: Iterable[tuple[str, Tensor]], known: set[int]) -> list[Memory]:
-        """On the device, without the known ones, which they are added to."""
-        new = {a: m for a, m in storage.found(named).items() if a not in known}
-        known.update(new)
-        return [m for m in new.values() if not self.accelerated or m.storage.device.type != "cpu"]
-
-    def _refuse_parts(self) -> None:
-        own = {id(p) for p in self.params}
-        for owner in self.owners:
-            if any(id(p) not in own for p in owner.params):
-                raise RuntimeError(
-                    f"{self.doing} of a part of a parallelized model, whose parameters lie in common buffers: pass the "
-                    "model itself"
-                )
-
-    def refuse_strangers(self, coming: Iterable[StorageTransfer]) -> None:
-        """RuntimeError where weights are away that this call does not know."""
-        known = {id(memory.storage) for luggage in coming for memory in luggage.memories()}
-        for name, weight in self.weights:
-            for t in storage.unwrapped(weight):
-                if storage.is_released(t) and id(t.untyped_storage()) not in known:
-                    raise RuntimeError(
-                        f"{self.doing}: the memory of {name} went with another model, of which it is a part too: pass "
-                        "both models in one call, as a list"
-                    )
-
-
 def offload(
-    model: nn.Module | Iterable[nn.Module],
+    model: Models,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     params: bool = True,
@@ -174,8 +45,8 @@ def offload(
     optimizer: ours or any of torch's form, in a framework's wrapper or not; None, or one that has no state yet, is
     fine.
     params: weights are copied to host memory.
-    grads: gradients are dropped: `.grad` is None until onload, and what was there comes back as the same tensors, zero.
-        Buffers and shards of a parallelized model go, too; those of DistributedDataParallel are its own and stay.
+    grads: gradients are released: `.grad` is None until onload, which makes it the same tensors again, zero. Buffers
+        and shards of a parallelized model are released, too; those of DistributedDataParallel are its own and stay.
     states: of the optimizer, masters included, are copied to host memory; the step counters stay, and what
         offload_fraction keeps on the host is there already.
 
@@ -185,76 +56,27 @@ def offload(
     addresses change, which a captured CUDA graph does not survive. torch.cuda.empty_cache() gives the room to other
     processes. Not collective: each rank moves its own.
 
-    What is away already stays so; each kind may be moved by itself. While something is away, a forward, a backward, a
-    step, a clip, and saving and loading by state_dict raise RuntimeError as far as they need it, naming `onload`. Other
-    code of yours must not touch these tensors, those of a state_dict that was handed out before among them: reading one
-    ends the process. A graph that was made before cannot be backpropagated through any more, not after onload either.
+    What is offloaded already stays so; each kind may be moved by itself. While something is offloaded, a forward, a
+    backward, a step, a clip, and saving and loading by state_dict raise RuntimeError as far as they need it, naming
+    `onload`. Other code of yours must not touch these tensors, those of a state_dict that was handed out before among
+    them: reading one ends the process. A graph that was made before cannot be backpropagated through any more, not
+    after onload either.
 
     Raises RuntimeError, and has changed nothing, for a backward, a forward or an exchange under way; for gradients that
     were stepped in backward and no step() since; within master_weights(); for memory that is not torch's alone
     (`.numpy()`, share_memory_(), a mapped file, a state_dict of a model with flat buffers that is held still), and
     where there is not enough host memory.
     """
-    trip = _OffloadPlan("offload", model, optimizer, weights=params)
-    accounts, of_optimizer = trip.accounts(), trip.account_of_optimizer()
-    trip.refuse_strangers([account.params for _, account in accounts])
-    stays = trip.optimizer.stays() if isinstance(trip.optimizer, Adam) else ()
-    known = set(storage.found(("", t) for t in stays))
-    leaving: list[tuple[StorageTransfer, list[Memory]]] = []
-    # Memory that is of two kinds is of the first of them.
-    found = [trip.memories(_weights(one), known) for one in trip.models]
-    if params:
-        leaving += [(account.params, memories) for (_, account), memories in zip(accounts, found, strict=True)]
-    found = [trip.memories(_gradients(one), known) for one in trip.models]
-    if grads:
-        leaving += [(account.grads, memories) for (_, account), memories in zip(accounts, found, strict=True)]
-    if states and of_optimizer is not None:
-        leaving.append((of_optimizer.states, trip.memories(_states(trip.optimizer), known)))
-    storage.refuse_fixed(memory for _, memories in leaving for memory in memories)
-    _leave(leaving, trip.devices)
-
-    if isinstance(trip.optimizer, Adam):
-        trip.optimizer.set_aside(grads)
-    for one, account in accounts:
-        account.params_away |= params
-        account.grads_away |= grads
-        if grads:
-            account.grads.set_aside(one.parameters())
-        account.guard(one)
-    if grads:
-        for owner in trip.owners:
-            owner.gradients_dropped()
-    if params:  # whoever kept a weight for a backward notices
-        plain = [p for p in trip.params if not local_shard.is_dtensor(p) and not p.is_inference()]
-        torch.autograd.graph.increment_version(plain)
-    if states and of_optimizer is not None and trip.optimizer is not None:
-        of_optimizer.away = True
-        of_optimizer.guard(trip.optimizer)
-    _watch_steps()
-
-
-def _leave(leaving: Sequence[tuple[StorageTransfer, list[Memory]]], devices: Iterable[torch.device]) -> None:
-    """All of it or nothing."""
-    try:
-        for luggage, memories in leaving:
-            luggage.pack(memories)
-        host_buffer.wait(devices)
-        for luggage, _ in leaving:
-            luggage.release()
-    except BaseException as error:
-        for luggage, _ in leaving:
-            luggage.take_back()
-        host_buffer.wait(devices)
-        if isinstance(error, (RuntimeError, MemoryError)):
-            nbytes = sum(memory.nbytes for _, memories in leaving for memory in memories)
-            raise RuntimeError(f"offload of {nbytes} bytes failed, and nothing has moved: {error}") from error
-        raise
-    for luggage, _ in leaving:
-        luggage.settle()
+    plan = OffloadPlan("offload", model, optimizer, {"params": params, "grads": grads, "states": states})
+    plan.refuse_shared_weights()
+    moves = plan.moves()
+    storage.refuse_fixed(memory for _, memories in moves for memory in memories)
+    transfer.offload_all(moves, plan.devices)
+    plan.finish_offload()
 
 
 def onload(
-    model: nn.Module | Iterable[nn.Module],
+    model: Models,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     params: bool = True,
@@ -263,90 +85,183 @@ def onload(
 ) -> None:
     """Brings back what `offload` moved: weights and states with the bits that they had, gradients zero.
 
-    Arguments as offload's; what is not away is left alone. Raises RuntimeError, with everything still in host memory,
-    where the device has not enough room for all that is asked for.
+    Arguments as offload's; what is not offloaded is left alone. Raises RuntimeError, with everything still in host
+    memory, where the device has not enough room for all that is asked for.
     """
-    trip = _OffloadPlan("onload", model, optimizer)
-    accounts, of_optimizer = trip.accounts(), trip.account_of_optimizer()
-    coming: list[StorageTransfer] = [account.params for _, account in accounts if params and account.params_away]
+    plan = OffloadPlan("onload", model, optimizer, {"params": params, "grads": grads, "states": states})
     if params:
-        trip.refuse_strangers(coming)
-    coming += [account.grads for _, account in accounts if grads and account.grads_away]
-    if states and of_optimizer is not None and of_optimizer.away:
-        coming.append(of_optimizer.states)
-    _arrive(coming, trip.devices)
-
-    for one, account in accounts:
-        if account.away and (params or grads):
-            account.params_away &= not params
-            account.grads_away &= not grads
-            account.guard(one)
-    if grads:
-        for owner in trip.owners:
-            torch.autograd.graph.increment_version(owner.gradient_memory())
-    if states and of_optimizer is not None and trip.optimizer is not None:
-        of_optimizer.away = False
-        of_optimizer.guard(trip.optimizer)
+        plan.refuse_shared_weights()
+    transfer.onload_all(plan.offloaded(), plan.devices)
+    plan.finish_onload()
 
 
-def _arrive(coming: Sequence[StorageTransfer], devices: Iterable[torch.device]) -> None:
-    """All of it or nothing."""
-    try:
-        for luggage in coming:
-            luggage.allocate()
-        for luggage in coming:
-            luggage.fill()
-        host_buffer.wait(devices)
-    except BaseException as error:
-        nbytes = sum(memory.nbytes for luggage in coming for memory in luggage.memories())
-        for luggage in coming:
-            luggage.free()
-        if isinstance(error, (RuntimeError, MemoryError)):
+class _Record:
+    """What of a model or an optimizer is offloaded, and the hooks that refuse its use meanwhile."""
+
+    def __init__(self, owner: Owner, pinned: bool) -> None:
+        self.pinned, self.grads = pinned, Released()
+        self.transfers: dict[str, StorageTransfer] = (
+            {"params": Offloaded(pinned), "grads": self.grads}
+            if isinstance(owner, nn.Module)
+            else {"states": Offloaded(pinned)}
+        )
+        self.offloaded: set[str] = set()
+        self._hooks = ExitStack()
+
+    def hook(self, owner: Owner) -> None:
+        """Replaces the hooks by those that fit what is offloaded now."""
+        self._hooks.close()
+        hooks.install(self._hooks, owner, self.offloaded)
+
+
+_records: "weakref.WeakKeyDictionary[Owner, _Record]" = weakref.WeakKeyDictionary()
+
+
+def _record_of(owner: Owner, pinned: bool) -> _Record:
+    record = _records.get(owner)
+    if record is None or (record.pinned != pinned and not record.offloaded):
+        record = _records[owner] = _Record(owner, pinned)
+    return record
+
+
+class OffloadPlan:
+    """One call: its models and its optimizer, and the kinds of memory that it moves ("params", "grads", "states")."""
+
+    def __init__(
+        self, doing: str, model: Models, optimizer: torch.optim.Optimizer | None, kinds: dict[str, bool]
+    ) -> None:
+        """doing: "offload" or "onload". RuntimeError where the memory is in use."""
+        self._doing, self._kinds = doing, {kind for kind, wanted in kinds.items() if wanted}
+        self._models, self._optimizer = _models_of(model), _optimizer_of(optimizer)
+        self._refuse_in_use()
+        _reshard(self._models)
+        self._weights = [named for one in self._models for named in _tensors_of(one, "params")]
+        self._params = [p for one in self._models for p in one.parameters()]
+        self._reducers = list(reducer_registry.owners_of(self._params))
+        self._refuse_parts()
+        owners: list[Owner] = [*self._models, *([] if self._optimizer is None else [self._optimizer])]
+        states = [] if self._optimizer is None else _tensors_of(self._optimizer, "states")
+        self.devices = {t.device for _, t in (*self._weights, *states) if t.device.type not in _HOST}
+        self._records = [(owner, _record_of(owner, pinned=bool(self.devices))) for owner in owners]
+
+    def _refuse_in_use(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"{self._doing} during a backward: call it between steps")
+        for one in self._models:
+            for reducer in parallelize.engines_in(one):
+                reducer.refuse_moving(self._doing, self._doing == "offload" and "params" in self._kinds)
+        if isinstance(self._optimizer, Adam):
+            self._optimizer.refuse_moving(self._doing)
+
+    def _refuse_parts(self) -> None:
+        own = {id(p) for p in self._params}
+        if any(id(p) not in own for reducer in self._reducers for p in reducer.params):
             raise RuntimeError(
-                f"onload of {nbytes} bytes failed, and everything is in host memory still: make room on the device, or "
-                f"bring back less at a time (params, grads, states): {error}"
-            ) from error
-        raise
-    for luggage in coming:
-        luggage.arrived()
+                f"{self._doing} of a part of a parallelized model, whose parameters lie in common buffers: pass the "
+                "model itself"
+            )
+
+    def refuse_shared_weights(self) -> None:
+        """RuntimeError where weights were offloaded with a model that is not in this call."""
+        transfers = [record.transfers["params"] for _, record in self._records if "params" in record.transfers]
+        known = {id(memory.storage) for one in transfers for memory in one.memories()}
+        for name, weight in self._weights:
+            for t in storage.unwrapped(weight):
+                if storage.is_released(t) and id(t.untyped_storage()) not in known:
+                    raise RuntimeError(
+                        f"{self._doing}: {name} was offloaded with another model, of which it is a part too: pass both "
+                        "models in one call, as a list"
+                    )
+
+    def moves(self) -> list[Move]:
+        """What is to be offloaded; memory that is of two kinds counts as the first of params, grads and states."""
+        stays = self._optimizer.stays() if isinstance(self._optimizer, Adam) else ()
+        known = set(storage.memories_of(("", t) for t in stays))
+        moves: list[Move] = []
+        for kind in ("params", "grads", "states"):
+            for owner, record in self._records:
+                if kind in record.transfers:
+                    memories = self._new_memories(_tensors_of(owner, kind), known)
+                    if kind in self._kinds:
+                        moves.append((record.transfers[kind], memories))
+        return moves
+
+    def _new_memories(self, named: Iterable[tuple[str, Tensor]], known: set[int]) -> list[Memory]:
+        """Those on the device that are not known, which they are now. Where there is an accelerator, what is in host
+        memory stays there."""
+        new = {address: m for address, m in storage.memories_of(named).items() if address not in known}
+        known.update(new)
+        return [m for m in new.values() if not self.devices or m.storage.device.type != "cpu"]
+
+    def offloaded(self) -> list[StorageTransfer]:
+        """What is to be brought back."""
+        return [
+            transfer
+            for _, record in self._records
+            for kind, transfer in record.transfers.items()
+            if kind in self._kinds & record.offloaded
+        ]
+
+    def finish_offload(self) -> None:
+        """The memory was released: whoever uses it finds out."""
+        if isinstance(self._optimizer, Adam):
+            self._optimizer.set_aside("grads" in self._kinds)
+        for owner, record in self._records:
+            record.offloaded |= self._kinds & record.transfers.keys()
+            if "grads" in self._kinds and isinstance(owner, nn.Module):
+                record.grads.hide_grads(owner.parameters())
+            record.hook(owner)
+        if "grads" in self._kinds:
+            for reducer in self._reducers:
+                reducer.gradients_dropped()
+        if "params" in self._kinds:  # a graph that has kept a weight for its backward is refused by autograd
+            plain = [p for p in self._params if not local_shard.is_dtensor(p) and not p.is_inference()]
+            torch.autograd.graph.increment_version(plain)
+
+    def finish_onload(self) -> None:
+        """The memory is there again."""
+        for owner, record in self._records:
+            record.offloaded -= self._kinds
+            record.hook(owner)
+        if "grads" in self._kinds:
+            for reducer in self._reducers:
+                torch.autograd.graph.increment_version(reducer.gradient_memory())
 
 
-# -- what there is ----------------------------------------------------------------------------------------------------
+def _models_of(model: Models) -> list[nn.Module]:
+    models = list(model) if isinstance(model, Iterable) and not isinstance(model, nn.Module) else [model]
+    for one in models:
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"model is, or contains, a {type(one).__name__}; a torch.nn.Module, or several, is legal")
+    return models
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((f"parameter {name!r}", p) for name, p in model.named_parameters())
-    yield from ((f"buffer {name!r}", b) for name, b in model.named_buffers())
+def _optimizer_of(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer or None is legal")
+    return None if optimizer is None else innermost(optimizer)
 
 
-def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((f"the gradient of {name!r}", p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    for owner in reducer_registry.owners_of(model.parameters()):
-        yield from (("a buffer of gradients", t) for t in owner.gradient_memory())
-
-
-def _states(optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    """Step counters are next to nothing, and loops print them: not those."""
-    for entry in [] if optimizer is None else access.entries(optimizer.state):
-        for key, value in entry.items():
-            if key != "step":
-                yield from ((f"state {key!r} of a parameter", t) for t in tree_leaves(value) if isinstance(t, Tensor))
+def _tensors_of(owner: Owner, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """With names for messages. States are without step counters, which are next to nothing, and which loops print."""
+    if isinstance(owner, torch.optim.Optimizer):
+        for entry in access.entries(owner.state):
+            for key, value in entry.items():
+                leaves = tree_leaves(value) if key != "step" else []
+                yield from ((f"state {key!r} of a parameter", t) for t in leaves if isinstance(t, Tensor))
+    elif kind == "params":
+        yield from ((f"parameter {name!r}", p) for name, p in owner.named_parameters())
+        yield from ((f"buffer {name!r}", b) for name, b in owner.named_buffers())
+    else:
+        yield from ((f"the gradient of {name!r}", p.grad) for name, p in owner.named_parameters() if p.grad is not None)
+        for reducer in reducer_registry.owners_of(owner.parameters()):
+            yield from (("a buffer of gradients", t) for t in reducer.gradient_memory())
 
 
 def _reshard(models: Iterable[nn.Module]) -> None:
-    """Whole weights that FSDP2 has gathered go, and the modules have their shards again."""
+    """Frees the whole weights that FSDP2 has gathered: the modules have their shards again."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         for module in (m for model in models for m in model.modules()):
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()
-
-
-_watching: object = None
-
-
-def _watch_steps() -> None:
-    """Once per process, from the first offload on: every optimizer's step asks whether anything of it is away."""
-    global _watching
-    if _watching is None:
-        _watching = register_optimizer_step_pre_hook(offload_guard.before_step)

@@ -56,9 +56,7 @@ def clip_grad_norm_(
 def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list[Tensor]]:
     """The norm of these parameters' gradients, and what to multiply: `.grad`, or the shard that an owner has."""
     from torch_ext.params import local_shard, reducer_registry, shard_map
-    from torch_ext.tensors import offload_guard
 
-    offload_guard.refuse_gradients(params, "clip_grad_norm_()")
     for owner in reducer_registry.owners_of(params):
         owner.before_step()
     found = shard_map.ShardMap(params)

@@ -13,7 +13,7 @@ from torch_ext.optim.optimizer_base import OptimizerStates
 from torch_ext.params import hyper_parameters, reducer_registry
 from torch_ext.params.param_groups import Params
 from torch_ext.policy.policy import Policy
-from torch_ext.tensors import dense, offload_guard
+from torch_ext.tensors import dense
 
 
 class GradScaling(OptimizerStates):
@@ -87,7 +87,6 @@ class GradScaling(OptimizerStates):
     def _clip(self, max_norm: float) -> Clipping:
         """Measures the gradients; the next step multiplies by the coefficient. `torch_ext.clip_grad_norm_` calls it."""
         everyone = self._everyone()
-        offload_guard.grads.refuse(everyone, "clip_grad_norm_()")
         for owner in reducer_registry.owners_of(everyone):
             owner.before_step()
         found = self.current_shards(everyone).grads()

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch_ext.grads import clipped
 from torch_ext.optim.clip_grad import clip_grad_norm_
 from torch_ext.params import reducer_registry, shard_map
-from torch_ext.tensors import offload_guard
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -20,7 +19,6 @@ ROUTED = "_torch_ext_routed"
 
 def _clip_value(params: list[Tensor], clip_value: float, foreach: bool | None = None) -> None:
     """Elements are clamped where they are: each on the rank that steps it."""
-    offload_guard.refuse_gradients(params, "torch.nn.utils.clip_grad_value_()")
     found = shard_map.ShardMap(params)
     for owner in reducer_registry.owners_of(params):
         owner.before_step()

@@ -11,6 +11,7 @@ from torch_ext.grads.norm import NormGroup
 from torch_ext.params import reducer_registry
 from torch_ext.params.local_shard import LocalShard, is_dtensor, of_dtensor, tensor_of
 from torch_ext.params.reducer_registry import GradientReducer
+from torch_ext.tensors import offload_guard
 
 
 def _layouts(owners: Sequence[GradientReducer | None]) -> list[tuple["weakref.ref[GradientReducer]", int] | None]:
@@ -72,7 +73,9 @@ class ShardMap:
         return LocalShard(self.params[i], 0, (), None)
 
     def grads(self) -> list[Tensor | None]:
-        """The gradient of each parameter's local part; None where it has none."""
+        """The gradient of each parameter's local part; None where it has none. RuntimeError where something is
+        offloaded."""
+        offload_guard.refuse_gradients(self.params, "gradients are read")
         if self.plain:
             return [p.grad for p in self.params]
         return [self._grad(i) for i in range(len(self.params))]

@@ -29,12 +29,12 @@ def unwrapped(t: Tensor) -> Iterator[Tensor]:
 
 
 def is_released(t: Tensor) -> bool:
-    """Whether the tensor's elements have no memory: they must not be read or written."""
+    """Whether the tensor's storage is empty, so that its elements must not be read or written."""
     return t.numel() > 0 and t.untyped_storage().nbytes() == 0
 
 
-def found(named: Iterable[tuple[str, Tensor]]) -> dict[int, Memory]:
-    """The memories of these tensors, by their addresses. Those without any, and meta tensors, are left out."""
+def memories_of(named: Iterable[tuple[str, Tensor]]) -> dict[int, Memory]:
+    """The storages of these tensors by address, without released ones, meta tensors and sparse ones."""
     memories: dict[int, Memory] = {}
     for name, tensor in named:
         for t in unwrapped(tensor):
@@ -51,15 +51,12 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def refuse_fixed(memories: Iterable[Memory]) -> None:
-    """RuntimeError, with its name, where memory cannot be released: it belongs to somebody else, too."""
+    """RuntimeError, naming the tensor, where a storage cannot be released: its memory is not torch's alone."""
     for memory in memories:
         shared = memory.storage.device.type == "cpu" and memory.storage.is_shared()
         if shared or not memory.storage.resizable():
-            how = (
-                "is shared with other processes (share_memory_())"
-                if shared
-                else ("is not torch's alone (`.numpy()`, from_numpy, a mapped file)")
-            )
+            others = "is shared with other processes (share_memory_())"
+            how = others if shared else "is not torch's alone (`.numpy()`, from_numpy, a mapped file)"
             raise RuntimeError(
                 f"offload cannot release {memory.name}: its memory {how}. Clone the tensor first, or leave it out"
             )

@@ -1,150 +1,131 @@
-"""Copies between the device and the host, which run beside both: the one place that knows the device.
-
-`lanes_of` gives a lane for each direction. On a machine whose parameters lie in host memory the same copies are made at
-once, between ordinary memories.
+"""Copies between a device and the host, which run beside what both compute: the one place of the step on the host that
+knows the device. `copies_of` makes them.
 """
 
-import abc
 import atexit
 import contextlib
 import ctypes
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_ext.native import cuda_library
-from torch_ext.optim.cpu_offload import staged_args
+from torch_ext.native import cuda_library, library
+from torch_ext.optim.cpu_offload.staged_args import CopyOps
+from torch_ext.tensors import host_copies
 
 
-class CopyStream(abc.ABC):
-    """Copies one after the other, in the order in which they were asked for, by any thread."""
+class HostCopies:
+    """Parameters and gradients lie in host memory, too: a copy is done when it is asked for, and another batch in
+    advance would only take room in the cache. Also what the copies of a device are asked for."""
 
-    @abc.abstractmethod
+    shared = True
+    """Whether the device's memory is the host's: what is only read need not be copied then."""
+    slots = 1
+    """How many batches each thread has under way."""
+    numel = 1 << 15
+    """Elements of a batch; a multiple of SAMPLED. What was copied shall be in the second-level cache when it is
+    stepped, and be sent from there; what the step itself reads and writes passes through it, too. Measured: 16 Ki to
+    64 Ki elements do equally well, fewer or more are slower."""
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Host memory for copies: uint8 [nbytes], uninitialised."""
+        return host_copies.allocate(nbytes, pinned=not self.shared)
+
     def begin(self) -> None:
-        """Copies from here on see what the device was told to do so far."""
+        """Copies from here on come after what the device was told to do so far."""
 
-    @abc.abstractmethod
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Pairs of equal shapes. Neither is touched by anybody until `wait` of a later mark, or `end`, came back."""
+    def to_host(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copies one after the other, pairs of equal shapes, asked for by any thread. Both stay as they are until
+        `wait` for a later mark has returned."""
+        host_copies.copy(zip(targets, sources, strict=True))
 
-    @abc.abstractmethod
     def mark(self) -> Any:
-        """Stands for everything that was asked for so far."""
+        """Stands for every copy to the host that was asked for so far."""
 
-    @abc.abstractmethod
     def wait(self, mark: Any) -> None:
-        """The host waits until it is done."""
+        """The host waits until what the mark stands for is done."""
 
-    @abc.abstractmethod
     def end(self) -> None:
-        """The device goes on when everything is done."""
+        """What the device is told to do from here on comes after every copy to it."""
 
-    def waiting(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, waits end no other thread's capture of a graph."""
-        return contextlib.nullcontext()
+    def finish(self) -> None:
+        """The host waits until every copy is done. Ends no other thread's capture of a graph."""
 
-
-class HostCopyStream(CopyStream):
-    """Host memory in the place of a device's: a copy is done when `copy` comes back."""
-
-    def begin(self) -> None: ...
-
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-    def mark(self) -> Any:
+    def native(self, slots: int) -> int | None:
+        """For tx_adamw_offloaded with so many slots in all: the address of a tx_copy_ops, which lives as long as this.
+        None: host memory is copied by the thread that steps it."""
         return None
 
-    def wait(self, mark: Any) -> None: ...
 
-    def end(self) -> None: ...
+class CudaCopies(HostCopies):
+    """A stream for each direction."""
 
-
-class CudaCopyStream(CopyStream):
-    """A stream of its own."""
+    shared = False
+    slots = 3
+    numel = 1 << 19  # a copy takes ten microseconds at least: those of a batch shall take several times as long
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self._device = device
+        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._ops: list[_CudaCopyOps] = []  # earlier ones, of fewer slots, may have copies under way
 
     def begin(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        for stream in (self._down, self._up):
+            stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        with torch.cuda.stream(self.stream):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+    def to_host(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        with torch.cuda.stream(self._down):
+            super().to_host(targets, sources)
 
     def mark(self) -> Any:
-        return self.stream.record_event()
+        return self._down.record_event()
 
     def wait(self, mark: Any) -> None:
         mark.synchronize()
 
     def end(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._up)
 
-    def waiting(self) -> contextlib.AbstractContextManager[Any]:
-        return cuda_library.relaxed()
+    def finish(self) -> None:
+        with cuda_library.relaxed():
+            for stream in (self._down, self._up):
+                stream.record_event().synchronize()
 
-
-class CopyStreams(NamedTuple):
-    down: CopyStream
-    up: CopyStream
-    slots: int
-    """How many batches each thread has under way."""
-    numel: int
-    """Elements of a batch; a multiple of SAMPLED."""
-    shared: bool
-    """Whether the device's memory is the host's: what is only looked at need not be copied then."""
-    native: Callable[[int], int | None]
-    """For tx_adamw_offloaded with so many slots in all: the address of lanes beside these, which lives as long as they
-    do; None: host memory is copied by who steps it."""
-
-    def buffer(self, numel: int) -> Tensor:
-        """Host memory for copies: bytes."""
-        return torch.empty(numel, dtype=torch.uint8, pin_memory=not self.shared)
+    def native(self, slots: int) -> int:
+        if not self._ops or self._ops[-1].slots < slots:
+            self._ops.append(_CudaCopyOps(self._down, self._up, slots))
+        return ctypes.addressof(self._ops[-1])
 
 
-# What was copied shall be in the second-level cache when it is stepped, and go back from there; what the step itself
-# reads and writes passes through it, too. Measured: 16 Ki to 64 Ki elements do equally well, fewer or more are slower.
-_NUMEL = 1 << 15
-# A copy from or to a device takes ten microseconds at least: those of a batch shall take several times as long.
-_NUMEL_OF_DEVICE = 1 << 19
+class _CudaCopyOps(CopyOps):
+    """Copies by the library for GPUs, over two streams, which must stay. Raises RuntimeError where the library is not
+    there, or a CUDA call fails."""
+
+    def __init__(self, down: torch.cuda.Stream, up: torch.cuda.Stream, slots: int) -> None:
+        """slots: of all threads."""
+        super().__init__()
+        self.slots, self._library = slots, ctypes.CDLL(cuda_library.path())
+        streams, error = map(ctypes.c_void_p, (down.cuda_stream, up.cuda_stream)), library.Error()
+        make = self._library.tx_cuda_lanes_make
+        index, places = down.device_index, (ctypes.byref(self), ctypes.byref(error))
+        library.check(make(ctypes.c_int32(index), *streams, ctypes.c_int64(slots), *places), error)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_library"):
+            self._library.tx_cuda_lanes_free(ctypes.byref(self))  # of nothing where none was made
 
 
-def lanes_of(device: torch.device) -> CopyStreams:
-    """The lanes to and from a device, and what they are best used with. ValueError where there are none."""
+def copies_of(device: torch.device) -> HostCopies:
+    """What the step on the host of parameters on this device copies with. ValueError where it cannot."""
     if device.type == "cpu":
-        # Copies are done when they are asked for: another batch in advance would only take room in the cache.
-        return CopyStreams(
-            HostCopyStream(), HostCopyStream(), slots=1, numel=_NUMEL, shared=True, native=lambda slots: None
-        )
+        return HostCopies()
     if device.type == "cuda":
-        down, up = CudaCopyStream(device), CudaCopyStream(device)
-        return CopyStreams(down, up, slots=3, numel=_NUMEL_OF_DEVICE, shared=False, native=NativeCopyOps(down, up))
+        return CudaCopies(device)
     raise ValueError(f"offload_fraction: parameters are on {device}; cpu and cuda are legal")
-
-
-class NativeCopyOps:
-    """`CopyStreams.native` over the streams of two lanes: made for as many slots as were asked for so far."""
-
-    def __init__(self, down: CudaCopyStream, up: CudaCopyStream) -> None:
-        self._down, self._up, self._slots = down, up, 0
-        self._made: list[staged_args.CudaCopyOps] = []  # earlier ones may have copies under way
-
-    def __call__(self, slots: int) -> int:
-        if slots > self._slots:
-            index = self._down.stream.device_index
-            streams = self._down.stream.cuda_stream, self._up.stream.cuda_stream
-            self._made.append(staged_args.CudaCopyOps(index, *streams, slots))
-            self._slots = slots
-        return ctypes.addressof(self._made[-1].native)
 
 
 _ALIGNMENT = 64  # bytes, of everything in a buffer: a cache line
@@ -167,14 +148,14 @@ class Layout:
 class Buffers:
     """Host memory for copies, made once: of the largest size that was asked for so far.
 
-    The library's copies are not known to torch, which would give pinned memory to somebody else as soon as nobody has
-    it: it is let go of when they are done, and so is the process.
+    torch does not know of the library's copies, and would give pinned memory to another user as soon as nothing refers
+    to it: so it is freed, and the process exits, after they are done.
     """
 
-    def __init__(self, lanes: CopyStreams, device: torch.device) -> None:
-        self.lanes, self.device = lanes, device
+    def __init__(self, copies: HostCopies, device: torch.device) -> None:
+        self.copies, self.device = copies, device
         self._made: dict[Hashable, Tensor] = {}
-        weakref.finalize(self, _finish, lanes).atexit = False
+        weakref.finalize(self, _finish, copies).atexit = False
         _finish_before_exit()
         _alive.add(self)
 
@@ -182,19 +163,18 @@ class Buffers:
         """At least so many bytes; the same ones whenever the same is asked for."""
         made = self._made.get(what)
         if made is None or made.numel() < nbytes:
-            self.lanes.up.wait(self.lanes.up.mark())  # what there is may be on its way still
-            made = self._made[what] = self.lanes.buffer(nbytes)
+            if made is not None:
+                self.copies.finish()  # its content may not have been sent yet
+            made = self._made[what] = self.copies.buffer(nbytes)
         return made
 
 
 _alive: "weakref.WeakSet[Buffers]" = weakref.WeakSet()
 
 
-def _finish(lanes: CopyStreams) -> None:
-    """Any thread, also while another one captures a graph."""
-    with contextlib.suppress(RuntimeError), lanes.up.waiting():  # a device that failed has nothing on its way any more
-        for lane in (lanes.down, lanes.up):
-            lane.wait(lane.mark())
+def _finish(copies: HostCopies) -> None:
+    with contextlib.suppress(RuntimeError):  # a device that failed copies nothing any more
+        copies.finish()
 
 
 @functools.cache
@@ -204,6 +184,6 @@ def _finish_before_exit() -> None:
 
     def finish_all() -> None:
         for buffers in list(_alive):
-            _finish(buffers.lanes)
+            _finish(buffers.copies)
 
     atexit.register(finish_all)

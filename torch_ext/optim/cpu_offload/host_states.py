@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_ext.optim.cpu_offload.copies import Buffers, lanes_of
+from torch_ext.optim.cpu_offload.copies import Buffers, copies_of
 from torch_ext.optim.cpu_offload.host_step import HostPlan
 from torch_ext.optim.state import access
 from torch_ext.optim.state.masters import SyncedVersion
@@ -85,7 +85,7 @@ class HostStates:
             return None
         device = chosen[0][0].weight.device
         if self._buffers is None or self._buffers.device != device:
-            self._buffers = Buffers(lanes_of(device), device)
+            self._buffers = Buffers(copies_of(device), device)
         return HostPlan([m for m, _ in chosen], [gather for _, gather in chosen], seen, self._buffers)
 
 

@@ -43,7 +43,7 @@ class HostPlan:
     ) -> None:
         """gathers: of each member, the bucket that is gathered after its step."""
         self.members = list(members)
-        self._buffers, self._lanes = buffers, buffers.lanes
+        self._buffers, self._copies = buffers, buffers.copies
         self.params = [m.param for m in members]
         self._places = [m.place for m in members]
         self._places += [t for m in members for t in m.at_rest() if t is not None]  # calls know addresses
@@ -141,15 +141,14 @@ class HostPlan:
         self._grads = list(map(dense.in_order_of, self._orders, grads))
         for i in self._copied:
             self._orders[i].copy_(self.members[i].weight)
-        self._lanes.down.begin()
-        self._lanes.up.begin()
+        self._copies.begin()
         lrs, brought = self._lrs_brought(hyper.lrs), self._brought(scalars)
-        self._scalars_came = self._lanes.down.mark()
+        self._scalars_came = self._copies.mark()
         if sample:
             self._sample.bring()
         self._counters.zero()
         if lrs:
-            self._lanes.down.wait(self._scalars_came)
+            self._copies.wait(self._scalars_came)
         settings = Settings(hyper.groups, lrs, hyper.shared, brought, external)
         for gather, chosen in self._of.items():
             with self._naming(chosen):
@@ -160,14 +159,14 @@ class HostPlan:
         here = self._buffers.take("scalars", 4 * len(scalars)).view(torch.float32)
         brought = [here[i : i + 1] if scalar.numel() else dense.NONE for i, scalar in enumerate(scalars)]
         there = [(to, scalar.view(-1)) for to, scalar in zip(brought, scalars, strict=True) if scalar.numel()]
-        self._lanes.down.copy([to for to, _ in there], [scalar for _, scalar in there])
+        self._copies.to_host([to for to, _ in there], [scalar for _, scalar in there])
         return brought
 
     def _lrs_brought(self, lrs: Sequence[Tensor]) -> list[Tensor]:
         """Likewise; each has 4 or 8 bytes."""
         here = self._buffers.take("lrs", 8 * len(lrs)).view(-1, 8) if lrs else ()
         brought = [row.view(lr.dtype)[:1] for row, lr in zip(here, lrs, strict=True)]
-        self._lanes.down.copy(brought, [lr.view(-1) for lr in lrs])
+        self._copies.to_host(brought, [lr.view(-1) for lr in lrs])
         return brought
 
     def step(self, gather: "AllGatherTarget") -> None:
@@ -176,10 +175,10 @@ class HostPlan:
         chosen = self._of.get(gather)
         if chosen is None:
             return
-        self._lanes.down.wait(self._scalars_came)
+        self._copies.wait(self._scalars_came)
         with self._naming(chosen):
             self._calls[gather].run(self._buffers)
-        self._lanes.up.end()
+        self._copies.end()
         for i in self._copied:
             if i in chosen:
                 self.members[i].weight.copy_(self._orders[i])
@@ -197,6 +196,6 @@ class HostPlan:
         """The gradients are free to go."""
         if not self._grads:
             return
-        self._lanes.down.wait(self._lanes.down.mark())
-        self._lanes.up.end()
+        self._copies.wait(self._copies.mark())
+        self._copies.end()
         self._grads = []

@@ -1,10 +1,9 @@
-"""The library's tx_adamw_offloaded: mirrors of its structs, torch's threads, and copies beyond the host."""
+"""The library's tx_adamw_offloaded: mirrors of its structs, and torch's threads."""
 
 import ctypes
 import functools
 from collections.abc import Callable
 
-from torch_ext.native import cuda_library
 from torch_ext.native import library as native_library
 
 _Pointer, _Int64, _Int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -62,28 +61,3 @@ def adamw_offloaded() -> Callable[[int, int, int, int], int]:
     """tx_adamw_offloaded: takes the addresses of AdamWArguments, of a Staging, of Threads and of an Error,
     and runs without the interpreter's lock. Returns the status, for native_library.check."""
     return native_library.function("tx_adamw_offloaded", *[_Pointer] * 4, restype=_Int32)
-
-
-class CudaCopyOps:
-    """Lanes of the library for GPUs, over two streams (cudaStream_t) of a device; they must stay. Raises RuntimeError
-    where the library is not there, or a CUDA call fails."""
-
-    def __init__(self, device: int, down: int, up: int, slots: int) -> None:
-        """slots: of all threads."""
-        library = ctypes.CDLL(cuda_library.path())
-        make, self._free = library.tx_cuda_lanes_make, library.tx_cuda_lanes_free
-        make.argtypes = [
-            _Int32,
-            _Pointer,
-            _Pointer,
-            _Int64,
-            ctypes.POINTER(CopyOps),
-            ctypes.POINTER(native_library.Error),
-        ]
-        self._free.argtypes, self._free.restype = [ctypes.POINTER(CopyOps)], None
-        self.native, error = CopyOps(), native_library.Error()
-        native_library.check(make(device, down, up, slots, ctypes.byref(self.native), ctypes.byref(error)), error)
-
-    def __del__(self) -> None:
-        if hasattr(self, "native"):
-            self._free(ctypes.byref(self.native))

@@ -82,11 +82,11 @@ class Call:
         """Steps them, or not (see Counters). Weights may be on their way still when it comes back. Raises what the
         library says, where a copy fails."""
         to, staging, threads, error = self._arguments, self._staging, staged_args.threads(), library.Error()
-        lanes, slots = buffers.lanes, buffers.lanes.slots * threads.num_threads
+        copies, slots = buffers.copies, buffers.copies.slots * threads.num_threads
         # A memory for each division of slots: weights of the bucket before may be leaving from theirs still.
-        memory = buffers.take(("batches", *self._widest), slots * lanes.numel * sum(self._widest))
-        staging.lanes = lanes.native(slots)
+        memory = buffers.take(("batches", *self._widest), slots * copies.numel * sum(self._widest))
+        staging.lanes = copies.native(slots)
         staging.memory, staging.bytes = memory.data_ptr(), memory.nbytes
-        staging.batch, staging.slots = lanes.numel, lanes.slots
+        staging.batch, staging.slots = copies.numel, copies.slots
         status = staged_args.adamw_offloaded()(*map(ctypes.addressof, (to, staging, threads, error)))
         library.check(status, error)

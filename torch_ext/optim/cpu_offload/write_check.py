@@ -30,7 +30,7 @@ class Sample(abc.ABC):
 
 def sample_of(members: Sequence[ParamState], buffers: Buffers) -> Sample:
     """members: each with an fp32 master."""
-    return ChecksumCheck(members) if buffers.lanes.shared else Brought(members, buffers)
+    return ChecksumCheck(members) if buffers.copies.shared else Brought(members, buffers)
 
 
 class ChecksumCheck(Sample):
@@ -61,7 +61,7 @@ class ChecksumCheck(Sample):
 
 class Brought(Sample):
     def __init__(self, members: Sequence[ParamState], buffers: Buffers) -> None:
-        self._lanes = buffers.lanes
+        self._copies = buffers.copies
         weights = [_sampled(m.weight.detach(), m.weight) for m in members]
         self._there = [part for parts in weights for part in parts]
         self._masters = [part for m in members for part in _sampled(m.master, m.weight)]
@@ -75,13 +75,13 @@ class Brought(Sample):
         self._mark: Any = None
 
     def bring(self) -> None:
-        self._lanes.down.copy(self._here, self._there)
-        self._mark = self._lanes.down.mark()
+        self._copies.to_host(self._here, self._there)
+        self._mark = self._copies.mark()
 
     def stale(self) -> list[bool]:
         found = [False] * self._n
         if self._mark is not None and self._there:
-            self._lanes.down.wait(self._mark)
+            self._copies.wait(self._mark)
             self._mark = None
             self._changed.zero_()
             masters = [master.contiguous() for master in self._masters]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from torch_ext.optim.state import codec
 from torch_ext.optim.state.codec import GRAIN, StateDtypes
-from torch_ext.tensors import dense, offload_guard
+from torch_ext.tensors import dense
+from torch_ext.tensors.offload_guard import present
 
 STRETCH = 1 << 17  # elements that are decoded or encoded at a time where there are many
 assert STRETCH % GRAIN == 0
@@ -43,12 +44,10 @@ class PlainState:
 
     def read(self, begin: int, end: int) -> Tensor:
         """A view."""
-        offload_guard.refuse_released(self.flat, _WHAT)
-        return self.flat[begin:end]
+        return present(self.flat, _WHAT)[begin:end]
 
     def write(self, begin: int, values: Tensor) -> None:
-        offload_guard.refuse_released(self.flat, _WHAT)
-        self.flat[begin : begin + values.numel()].copy_(values)
+        present(self.flat, _WHAT)[begin : begin + values.numel()].copy_(values)
 
     def settle(self) -> None:
         """What was written is there."""
@@ -87,9 +86,8 @@ class EncodedState:
         return self.weight.numel()
 
     def _part(self, begin: int, end: int) -> tuple[Tensor, dict[str, Tensor]]:
-        offload_guard.refuse_released(self.weight, _WHAT)
-        offload_guard.refuse_released(self.state["exp_avg"], _WHAT)
-        weight = dense.flat(self.weight).view(-1)[begin:end].to(self.device)
+        present(self.state["exp_avg"], _WHAT)
+        weight = dense.flat(present(self.weight, _WHAT)).view(-1)[begin:end].to(self.device)
         return weight, codec.part(self.state, self.kinds, begin, end)
 
     def read(self, begin: int, end: int) -> Tensor:

@@ -58,7 +58,7 @@ class AllGather(_Comm):
         self._weights, self._unit = weights, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self._weights.refuse_away()  # before FSDP2 reads the shards
+        self._weights.refuse_offloaded()  # before FSDP2 reads the shards
         return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(

@@ -130,10 +130,10 @@ class ParamGather:
         """An FSDPModule; None where it is gone."""
         return self._modules[unit]()
 
-    def refuse_away(self) -> None:
+    def refuse_offloaded(self) -> None:
         """RuntimeError where there are no shards to gather (see `offloading/offload.py`)."""
         try:
-            offload_guard.params.refuse(self._params, "FSDP2 gathers weights")
+            offload_guard.refuse_params(self._params, "FSDP2 gathers weights")
         except RuntimeError:
             self.recover()  # it is in the middle of a backward
             raise
