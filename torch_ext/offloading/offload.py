@@ -164,7 +164,7 @@ class OffloadPlan:
     def refuse_shared_weights(self) -> None:
         """RuntimeError where weights were offloaded with a model that is not in this call."""
         transfers = [record.transfers["params"] for _, record in self._records if "params" in record.transfers]
-        known = {id(memory.storage) for one in transfers for memory in one.memories()}
+        known = {id(piece.memory.storage) for one in transfers for piece in one.pieces}
         for name, weight in self._weights:
             for t in storage.unwrapped(weight):
                 if storage.is_released(t) and id(t.untyped_storage()) not in known:

@@ -1,15 +1,13 @@
-"""Storages between the device and the host, in steps that can be undone: either all of a call moves, or nothing.
+"""Storages between the device and the host: either everything that a call is about moves, or nothing.
 
-| | `store` | `release` | `allocate` | `load` |
-|---|---|---|---|---|
-| Offloaded: weights, states | copied to the host | freed on the device | allocated | copied from the host |
-| Released: gradients | | freed | allocated | zeroed |
-
-Until `release` nothing has changed that anybody could see, and until `load` has ended nothing is lost.
+| | `store` | `restore`, to memory that was allocated anew |
+|---|---|---|
+| Offloaded: weights, states | copies to the host | copies from the host |
+| Released: gradients | | zeroes |
 """
 
 import abc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -22,7 +20,7 @@ from torch_ext.tensors.storage import Memory
 _ALIGNMENT = 64  # bytes; a cache line
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     memory: Memory
     offset: int  # in the host buffer
 
@@ -33,58 +31,26 @@ class _Piece(NamedTuple):
 
 
 class StorageTransfer(abc.ABC):
-    """Storages of one kind, of one model or optimizer, that are offloaded or about to be."""
+    """Storages of one kind, of one model or optimizer, that are offloaded: `pieces`."""
 
     def __init__(self) -> None:
-        self._pending: list[_Piece] = []
-        self._offloaded: list[_Piece] = []
+        self.pieces: list[Piece] = []
+
+    def store(self, memories: Iterable[Memory]) -> list[Piece]:
+        """Prepares to offload these, too. Copies are queued, and nothing is freed."""
+        pieces, end = [], self.pieces[-1].end if self.pieces else 0
+        for memory in memories:
+            pieces.append(Piece(memory, end))
+            end = pieces[-1].end
+        return pieces
 
     @abc.abstractmethod
-    def _restore(self, pieces: Sequence[_Piece]) -> None:
-        """Gives content to memory that was allocated anew."""
-
-    def memories(self) -> Iterator[Memory]:
-        """Those that are offloaded."""
-        return (piece.memory for piece in self._offloaded)
-
-    def store(self, memories: Iterable[Memory]) -> None:
-        """These are to be offloaded, too. Copies are queued."""
-        end = max((piece.end for piece in self._offloaded), default=0)
-        for memory in memories:
-            self._pending.append(_Piece(memory, end))
-            end = self._pending[-1].end
-
-    def release(self) -> None:
-        """Frees what was stored; copies are done."""
-        _free(self._pending)
-
-    def commit(self) -> None:
-        """Everything was released."""
-        self._offloaded += self._pending
-        self._pending = []
-
-    def undo(self) -> None:
-        """Brings back what was stored, released or not."""
-        pending, self._pending = self._pending, []
-        released = [piece for piece in pending if piece.memory.storage.nbytes() == 0]
-        _allocate(released)
-        self._restore(released)
-
-    def allocate(self) -> None:
-        """Makes memory for everything that is offloaded."""
-        _allocate(self._offloaded)
-
-    def load(self) -> None:
-        """Gives it its content. Copies are queued."""
-        self._restore(self._offloaded)
-
-    def free(self) -> None:
-        """Undoes `allocate`."""
-        _free(self._offloaded)
+    def restore(self, pieces: Sequence[Piece]) -> None:
+        """Gives content to memory that was allocated anew. Copies are queued."""
 
     def finish(self) -> None:
         """Everything is on the device; copies are done."""
-        self._offloaded = []
+        self.pieces = []
 
 
 class Offloaded(StorageTransfer):
@@ -94,12 +60,13 @@ class Offloaded(StorageTransfer):
         super().__init__()
         self._buffer = HostBuffer(pinned)
 
-    def store(self, memories: Iterable[Memory]) -> None:
-        super().store(memories)
-        self._buffer.reserve(max((piece.end for piece in self._pending), default=0))
-        self._buffer.store((offset, storage.bytes_of(memory.storage)) for memory, offset in self._pending)
+    def store(self, memories: Iterable[Memory]) -> list[Piece]:
+        pieces = super().store(memories)
+        self._buffer.reserve(pieces[-1].end if pieces else 0)
+        self._buffer.store((offset, storage.bytes_of(memory.storage)) for memory, offset in pieces)
+        return pieces
 
-    def _restore(self, pieces: Sequence[_Piece]) -> None:
+    def restore(self, pieces: Sequence[Piece]) -> None:
         self._buffer.load((offset, storage.bytes_of(memory.storage)) for memory, offset in pieces)
 
 
@@ -111,7 +78,7 @@ class Released(StorageTransfer):
         super().__init__()
         self._grads: list[tuple[Tensor, Tensor]] = []  # parameters, and what was their `.grad`
 
-    def _restore(self, pieces: Sequence[_Piece]) -> None:
+    def restore(self, pieces: Sequence[Piece]) -> None:
         for memory, _ in pieces:
             storage.bytes_of(memory.storage).zero_()
 
@@ -131,57 +98,56 @@ class Released(StorageTransfer):
         self._grads = []
 
 
-def _free(pieces: Iterable[_Piece]) -> None:
+def free(pieces: Iterable[Piece]) -> None:
     for memory, _ in pieces:
         memory.storage.resize_(0)
 
 
-def _allocate(pieces: Iterable[_Piece]) -> None:
+def allocate(pieces: Iterable[Piece]) -> None:
     for memory, _ in pieces:
         memory.storage.resize_(memory.nbytes)
 
-
-# -- all of a call, or nothing ----------------------------------------------------------------------------------------
 
 Move: TypeAlias = tuple[StorageTransfer, list[Memory]]
 
 
 def offload_all(moves: Sequence[Move], devices: Iterable[torch.device]) -> None:
     """Raises RuntimeError, and has changed nothing, where there is not enough host memory or a copy fails."""
+    stored: list[list[Piece]] = []
     try:
         for transfer, memories in moves:
-            transfer.store(memories)
+            stored.append(transfer.store(memories))
         host_copies.synchronize(devices)
-        for transfer, _ in moves:
-            transfer.release()
+        for pieces in stored:
+            free(pieces)
     except BaseException as error:
-        for transfer, _ in moves:
-            transfer.undo()
+        for (transfer, _), pieces in zip(moves, stored, strict=False):
+            freed = [piece for piece in pieces if piece.memory.storage.nbytes() == 0]
+            allocate(freed)
+            transfer.restore(freed)
         host_copies.synchronize(devices)
         _raise("offload", error, (m for _, memories in moves for m in memories), "and nothing has moved")
         raise
-    for transfer, _ in moves:
-        transfer.commit()
+    for (transfer, _), pieces in zip(moves, stored, strict=True):
+        transfer.pieces += pieces
 
 
 def onload_all(transfers: Sequence[StorageTransfer], devices: Iterable[torch.device]) -> None:
     """Raises RuntimeError, with everything still offloaded, where the device has not enough memory or a copy fails."""
     try:
         for transfer in transfers:
-            transfer.allocate()
+            allocate(transfer.pieces)
         for transfer in transfers:
-            transfer.load()
+            transfer.restore(transfer.pieces)
         host_copies.synchronize(devices)
     except BaseException as error:
         for transfer in transfers:
-            transfer.free()
-        _raise(
-            "onload",
-            error,
-            (m for transfer in transfers for m in transfer.memories()),
+            free(transfer.pieces)
+        outcome = (
             "and everything is in host memory still: make room on the device, or bring back less at a time (params, "
-            "grads, states)",
+            "grads, states)"
         )
+        _raise("onload", error, (piece.memory for transfer in transfers for piece in transfer.pieces), outcome)
         raise
     for transfer in transfers:
         transfer.finish()
