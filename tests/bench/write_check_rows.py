@@ -23,8 +23,9 @@ def noticing(name: str, shapes: Shapes, seed: int) -> dict[str, Callable[[], obj
 def _blind(training: Training) -> None:
     optimizer = training.optimizer
     optimizer.on_external_write = "ignore"  # type: ignore[attr-defined]
-    plan = optimizer._plan  # type: ignore[attr-defined]
-    plan.chunks = [chunk._replace(slices=chunk.slices[:, :_COLUMNS].contiguous()) for chunk in plan.chunks]
+    plan = optimizer._stepper.plan  # type: ignore[attr-defined]
+    device = plan.device
+    device.batches = [batch._replace(slices=batch.slices[:, :_COLUMNS].contiguous()) for batch in device.batches]
 
 
 def resyncing(name: str, shapes: Shapes, seed: int) -> dict[str, Callable[[], object]]:

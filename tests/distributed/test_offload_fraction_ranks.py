@@ -83,7 +83,7 @@ def _whole(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _on_host(optimizer: Any) -> list[int]:
-    return [i for i, p in enumerate(optimizer._everyone()) if p in optimizer._host._states]
+    return [i for i, p in enumerate(optimizer._states.everyone()) if p in optimizer._states.host._states]
 
 
 def _loaded(rank: int, world: int, strategy: str) -> None:
@@ -120,7 +120,7 @@ def _trained(rank: int, world: int, strategy: str, remainders: bool) -> None:
             state = optimizer.consolidate_state_dict(to=None)["state"]
             logical = [{key: bits([torch.as_tensor(state[i][key])]) for key in state[i]} for i in sorted(state)]
             found.append((bits(_whole(model)), logical))
-            at_rest = optimizer._host._states.values()
+            at_rest = optimizer._states.host._states.values()
             shares.append(sum(t.nbytes for s in at_rest for key, t in s.items() if key not in ("step", "checksum")))
             if strategy in ("no_shard", "optim_grads_params"):
                 chosen = [None] * world

@@ -37,7 +37,7 @@ def everything(optimizer: torch_ext.AdamW) -> list[Any]:
 
 
 def held(optimizer: torch_ext.AdamW) -> dict[Tensor, dict[str, Tensor]]:
-    return optimizer._host._states
+    return optimizer._states.host._states
 
 
 @torch.no_grad()

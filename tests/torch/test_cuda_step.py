@@ -83,7 +83,7 @@ WAYS = {
     ),
     "tensor_betas": ("lr=1e-2, betas=(torch.tensor(0.8, device=d), torch.tensor(0.99, device=d))", "None"),
     "skip_nonfinite": ("lr=1e-2, skip_nonfinite=True", "None"),
-    "scaled_loss": ("lr=1e-2", "setattr(opt, 'grad_scale', torch.full((), 4.0, device=opt._counts.device))"),
+    "scaled_loss": ("lr=1e-2", "setattr(opt, 'grad_scale', torch.full((), 4.0, device=opt._states.counts.device))"),
     "scale_that_is_a_number": ("lr=1e-2", "setattr(opt, 'grad_scale', 4.0)"),
     "ignoring_writes": ("lr=1e-2, on_external_write='ignore'", "None"),
 }

@@ -23,7 +23,7 @@ MOMENT = "exp_avg"
 def steps(optimizer: torch.optim.Optimizer, numbers: range) -> None:
     """As training.train; looks at no state."""
     train(optimizer, numbers)
-    assert not access.handed_out(optimizer.state)
+    assert not access.exposed(optimizer.state)
 
 
 def memories(optimizer: torch.optim.Optimizer, key: str) -> list[int]:
@@ -109,7 +109,7 @@ def test_swapped_data_of_a_state_is_noticed(way: Callable[..., dict[str, Any]]) 
     for o in (optimizer, twin):
         steps(o, range(2))
     held = way(optimizer, optimizer.param_groups[0]["params"][1])[MOMENT]
-    assert access.handed_out(optimizer.state)
+    assert access.exposed(optimizer.state)
     train(optimizer, range(2, 4))
     train(twin, range(2, 4))
     held.data = torch.zeros_like(held)
@@ -189,7 +189,7 @@ def test_loading_into_a_new_optimizer_hands_out_nothing_and_into_its_own_keeps_t
     second.load_state_dict(saved)
     steps(second, range(2, 3))
     first.load_state_dict(saved)
-    assert access.handed_out(first.state), "its tensors are still those of `saved`"
+    assert access.exposed(first.state), "its tensors are still those of `saved`"
 
 
 def test_state_is_copied_and_pickled_as_torchs() -> None:

@@ -180,12 +180,12 @@ def test_resync_masters_leaves_the_steps_arguments_and_makes_nobody_suspect(
     for one in (reference, optimizer):
         train(one, range(3))
         if one is optimizer:
-            plan = one._plan
+            plan = one._stepper.plan
         else:
-            one._plan = None  # finds everything anew
+            one._stepper.plan = None  # finds everything anew
         params(one)[0].data.fill_(3)
         assert one.resync_masters(force=force) > 0
-    assert plan is not None and optimizer._plan is plan
+    assert plan is not None and optimizer._stepper.plan is plan
     optimizer.state_dict()  # whose holder may write to masters: they are looked at from here on
     with monkeypatch.context() as patch:
         patch.setattr(state_masters, "resync", lambda *_: pytest.fail("somebody is suspect"))

@@ -99,7 +99,7 @@ def test_B4_whole_loop_in_any_order(order: str, zeroed: bool) -> None:
 def test_B4_states_that_live_on_the_host_stay_there(fraction: float) -> None:
     model, optimizer = trained(offload_fraction=fraction)
     expected, reference = trained()
-    held = [t for entry in optimizer._host._states.values() for key, t in entry.items() if key != "step"]
+    held = [t for entry in optimizer._states.host._states.values() for key, t in entry.items() if key != "step"]
     assert held and (fraction == 1.0) == (not states(optimizer))
     for step in range(1, STEPS):
         optimizer.zero_grad()

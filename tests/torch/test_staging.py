@@ -53,8 +53,8 @@ def test_an_optimizer_that_is_dropped_after_a_step_leaves_no_weight_behind() -> 
         set_grads(params[fraction], 0)
         optimizer.step()
         if fraction:
-            assert optimizer._host._buffers is not None
-            memory.extend(optimizer._host._buffers._made.values())
+            assert optimizer._states.host._buffers is not None
+            memory.extend(optimizer._states.host._buffers._made.values())
 
     run(0.0)
     with host_parts.copying("late"), pytest.MonkeyPatch.context() as patch:
@@ -116,16 +116,18 @@ def test_buckets_of_other_dtypes_do_not_lie_where_weights_are_leaving_from(first
     reference, expected = made(0.0)
     with host_parts.copying("late"):
         optimizer, params = made(1.0)
-    assert optimizer._plan is not None and optimizer._plan.host is not None
-    members = optimizer._plan.host.members
+    assert optimizer._stepper.plan is not None and optimizer._stepper.plan.host is not None
+    members = optimizer._stepper.plan.host.members
     buckets: list[Any] = ["first" if m.weight.dtype == first else "second" for m in members]
-    assert optimizer._host._buffers is not None
-    plan = HostPlan(members, buckets, {}, optimizer._host._buffers)
+    assert optimizer._states.host._buffers is not None
+    plan = HostPlan(members, buckets, optimizer._states.host._buffers)
     for one in (params, expected):
         set_grads(one, 2)
     none = dense.NONE
     with torch.no_grad():
-        plan.begin([p.grad for p in params], optimizer._current_hyper(), (none, none, none), sample=False, external=0)
+        plan.begin(
+            [p.grad for p in params], optimizer._stepper.current_hyper(), (none, none, none), sample=False, external=0
+        )
         for bucket in ("first", "second"):
             plan._calls[bucket].run(plan._buffers)  # as `step`, which has a device wait here, but nobody on the host
         plan.end()

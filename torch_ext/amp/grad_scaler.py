@@ -272,7 +272,7 @@ def _skip(optimizer: torch.optim.Optimizer) -> None:
     from torch_ext.optim.adamw import Adam
 
     if isinstance(optimizer, Adam):
-        optimizer._counts[0, 0] += 1
+        optimizer._states.counts[0, 0] += 1
     # Where LR schedulers look whether they are called before the optimizer is: they are not.
     optimizer._opt_called = True  # type: ignore[attr-defined]
 

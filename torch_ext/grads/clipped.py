@@ -11,7 +11,8 @@ from torch import Tensor
 class Clipper(Protocol):
     """An optimizer whose step clips, unless it was told that somebody did."""
 
-    param_groups: list[dict[str, Any]]
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
 
     def gradients_were_clipped(self) -> None:
         """Somebody clipped gradients of some of its parameters: on every rank, as clipping is what all ranks do."""

@@ -72,17 +72,18 @@ def _measured(params: Sequence[Tensor], max_norm: float) -> tuple[Clipping, list
 
 def _clip_at_step(optimizer: torch.optim.Optimizer, max_norm: float, error_if_nonfinite: bool) -> Tensor:
     optimizer = innermost(optimizer)
-    if not isinstance(optimizer, GradScaling):
+    scaling = getattr(optimizer, "_scaling", None)
+    if not isinstance(scaling, GradScaling):
         raise TypeError(
             f"{type(optimizer).__name__} does not apply a clip coefficient in its step; pass the parameters instead, "
             "or use torch_ext.AdamW"
         )
-    clipping = optimizer._clip(max_norm)
+    clipping = scaling.clip(max_norm)
     if error_if_nonfinite:
         try:
             _raise_if(True, clipping)
         except RuntimeError:
-            optimizer._clipping = None
+            scaling.clipping = None
             raise
     return clipping.norm
 

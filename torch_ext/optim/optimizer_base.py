@@ -1,54 +1,74 @@
-"""What is trained: parameters and their groups, where this rank's parts of them lie, and their state at rest."""
+"""An optimizer of ours as a torch.optim.Optimizer: its parts, its groups, saving, loading, pickling."""
 
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from torch_ext.grads import clipped
+from torch_ext.native.untraced import untraced
+from torch_ext.optim import torch_clip_functions
 from torch_ext.optim.cpu_offload.host_states import HostStates
-from torch_ext.optim.state import access, codec, masters, param_form
-from torch_ext.optim.state.masters import SyncedVersion
-from torch_ext.optim.state.param_state import ParamState
-from torch_ext.params import hyper_parameters, local_shard, param_groups, shard_map
-from torch_ext.params.param_groups import Params
+from torch_ext.optim.grad_scaling import GradScaling
+from torch_ext.optim.optimizer_states import OptimizerStates, refuse_group
+from torch_ext.optim.state import access, load, save
+from torch_ext.optim.step_in_backward import StepInBackward
+from torch_ext.optim.stepper import Stepper
+from torch_ext.params import hyper_parameters, param_groups
+from torch_ext.params.param_groups import Params, of_the_innermost
+from torch_ext.params.shard_map import ShardMap
 from torch_ext.policy.policy import Policy
-from torch_ext.tensors import dense, offload_guard
+from torch_ext.tensors import offload_guard
+
+_ON_EXTERNAL_WRITE = ("resync", "error", "ignore")
 
 
-class OptimizerStates(torch.optim.Optimizer):
-    """Knows the parameters, makes and finds their state; steps nothing."""
+class OptimizerBase(torch.optim.Optimizer):
+    """Parameters in the dtypes of a policy, their states, and what is saved of them: everything but the step.
+
+    It holds the parts that do the work, which find parameters, groups and states here: users and frameworks may put
+    others there. What a pickle does not keep is made anew (`_assemble`).
+    """
 
     _decoupled: bool | None = None  # None: the group says
 
-    # Derived from parameters, state and groups; None or empty where it has to be made again.
-    _seen: dict[Tensor, SyncedVersion]
-    _locals: shard_map.ShardMap | None
-    _consolidated: dict[str, Any] | None  # handed out by the next state_dict(), until masters change
+    _states: OptimizerStates
+    _scaling: GradScaling
+    _stepper: Stepper
     _open: bool  # within master_weights()
+    _consolidated: dict[str, Any] | None  # handed out by the next state_dict(), until masters change
 
-    def __init__(self, params: Params, defaults: dict[str, Any], policy: Policy, offload_fraction: float) -> None:
-        self.policy = policy
-        self._host = HostStates(offload_fraction)
-        self._forms: dict[Tensor, param_form.Form] = {}  # of the parameters that have state
-        self._forget()
+    def __init__(
+        self,
+        params: Params,
+        defaults: dict[str, Any],
+        policy: Policy,
+        skip_nonfinite: bool,
+        on_external_write: str,
+        offload_fraction: float,
+    ) -> None:
+        if on_external_write not in _ON_EXTERNAL_WRITE:
+            raise ValueError(f"on_external_write is {on_external_write!r}; {', '.join(_ON_EXTERNAL_WRITE)} are legal")
+        hyper_parameters.refuse_text(skip_nonfinite, "skip_nonfinite")
+        self.policy, self.skip_nonfinite, self.on_external_write = policy, skip_nonfinite, on_external_write
+        self._assemble(HostStates(offload_fraction), torch.zeros(2, 2, dtype=torch.int64), {})
         hyper_parameters.refuse(defaults, "")
         super().__init__(params, defaults)
-        self.state = access.TrackedState.of(self.state, handed_out=False, make=self._make_first_state)
+        self.state = access.TrackedState.of(self.state, exposed=False, make=self._make_first_state)
+        self._states.follow_params()
 
-    def _forget(self) -> None:
-        """All that is derived."""
-        self._seen = {}
-        self._locals = None
-        self._consolidated = None
-        self._open = False
-
-    def _rearranged(self) -> None:
-        """Parameters, or this rank's parts of them, are others than they were: argument lists hold no longer."""
-
-    # -- parameters ---------------------------------------------------------------------------------------------------
+    def _assemble(self, host: HostStates, counts: Tensor, forms: dict[Tensor, Any]) -> None:
+        """The parts, which know nothing yet but what a pickle keeps."""
+        in_backward = StepInBackward()
+        self._states = OptimizerStates(self, host, counts, forms)
+        self._scaling = GradScaling(self._states, in_backward)
+        self._stepper = Stepper(self._states, self._scaling, in_backward)
+        self._open, self._consolidated = False, None
+        if self.policy.clip_grad:
+            torch_clip_functions.route()
+            clipped.watch(self._scaling)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Refused, with what to do about it: parameters that are twice in it or share memory, complex,
@@ -64,152 +84,144 @@ class OptimizerStates(torch.optim.Optimizer):
                 raise ValueError("a parameter is twice in one group; pass tied weights once") from None
         group = self.param_groups[before]
         try:
-            self._admit(group, f"group {before}: ")
+            refuse_group(self.param_groups, group, f"group {before}: ", self.policy)
         except Exception:
             del self.param_groups[before]
             raise
         param_groups.fill(group, {}, self._decoupled)
-        self._make_steps(group)
-        self._rearranged()
-
-    def _admit(self, group: dict[str, Any], where: str) -> None:
-        hyper_parameters.refuse_keys(group, where)
-        hyper_parameters.refuse(group, where)
-        hyper_parameters.refuse_differing(group, self.param_groups[0], where)
-        names = param_groups.names(self.param_groups)
-        trained = [(p, name) for p, name in zip(self._everyone(), names, strict=True) if p.requires_grad]
-        for p, name in trained:
-            dense.refuse_param(local_shard.tensor_of(p), name)
-            codec.kinds_of(self.policy, p.dtype)
-        devices = {p.device: name for p, name in trained}
-        if len(devices) > 1:
-            places = " and ".join(f"{name} on {device}" for device, name in devices.items())
-            raise ValueError(f"parameters are on several devices ({places}); make one optimizer per device")
-        dense.refuse_overlap([local_shard.tensor_of(p) for p, _ in trained], [name for _, name in trained])
-
-    @dense.to_stay()
-    def _make_steps(self, group: dict[str, Any]) -> None:
-        """The steps of a group as views of one tensor; zero for trainable parameters that have none."""
-        counted = [p for p in group["params"] if p.requires_grad or "step" in access.peek(self.state, p)]
-        if counted:
-            steps = torch.zeros(len(counted), dtype=torch.float32, device=counted[0].device).unbind()
-            for p, step in zip(counted, (one.as_subclass(dense.SharingTensor) for one in steps), strict=True):
-                entry = access.entry(self.state, p)
-                if "step" in entry:
-                    step.fill_(float(entry["step"]))
-                entry["step"] = step
-
-    def _follow_params(self) -> None:
-        """To where they are now, before there is other state: a model may move after its optimizer was made."""
-        for group in self.param_groups:
-            entries = [(p, access.entry(self.state, p)) for p in group["params"] if p.requires_grad]
-            if any("step" in entry and entry["step"].device != p.device for p, entry in entries):
-                self._make_steps(group)
-
-    def _everyone(self) -> list[Tensor]:
-        return param_groups.everyone(self.param_groups)
-
-    def current_shards(self, everyone: list[Tensor]) -> shard_map.ShardMap:
-        """Where this rank's parts of the parameters are."""
-        offload_guard.refuse_optimizer(self, everyone)
-        if self._locals is None or not self._locals.fits(everyone):
-            self._locals = shard_map.ShardMap(everyone)
-            self._rearranged()
-            if not any("exp_avg" in self.state_at_rest(p) for p in everyone):
-                self._follow_params()
-        return self._locals
-
-    # -- state --------------------------------------------------------------------------------------------------------
-
-    @dense.to_stay()
-    def _members(self, everyone: list[Tensor], wanted: list[bool]) -> list[ParamState]:
-        """The wanted parameters, with state that is made where it is missing."""
-        names, ids = param_groups.names(self.param_groups), param_groups.ids(self.param_groups)
-        group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
-        chosen = [i for i, want in enumerate(wanted) if want]
-        locals_ = self.current_shards(everyone)
-        local = {i: locals_.of(i) for i in chosen}
-        for i in chosen:  # all of them before the first state is made
-            dense.refuse_param(local[i].weight, names[i])
-        self._refuse_converted([(names[i], everyone[i]) for i in chosen])
-        on_host = self.on_host(everyone)
-        members = [
-            ParamState(
-                everyone[i],
-                local[i],
-                self._host.entry(self.state, everyone[i], on_host[i]),
-                codec.kinds_of(self.policy, everyone[i].dtype),
-                ids[i],
-                group_of[i],
-                names[i],
-                on_host[i],
-            )
-            for i in chosen
-        ]
-        for host in (False, True):  # not in one memory, which may leave the device (see offloading/offload.py)
-            missing = [m for m in members if m.host == host and not codec.complete(m.state, m.kinds)]
-            for m, made in zip(missing, codec.make([(m.beside, m.kinds) for m in missing]), strict=True):
-                m.state.update({key: value for key, value in made.items() if key not in m.state})
-                if m.kinds.master is not None:
-                    self._seen[m.param] = masters.look(m)
-        for m in members:
-            if "step" not in m.state:
-                m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.weight.device)
-            codec.settle(m.weight.detach(), m.state, m.kinds, m.name)
-        self._note_forms([m.param for m in members])
-        return members
-
-    def _make_state(self) -> None:
-        """Of everything that is trained, as far as there is none. Moves no weight and no counter."""
-        everyone = self._everyone()
-        known = dict(self._seen)
-        with torch.no_grad():
-            self._members(everyone, [p.requires_grad or "exp_avg" in self.state_at_rest(p) for p in everyone])
-        self._seen = known  # what was made now is checked before the first step: a silent write may come between
-
-    def _make_first_state(self) -> None:
-        """Of an optimizer that has nothing but steps."""
-        if not self._open and not any("exp_avg" in self.state_at_rest(p) for p in self._everyone()):
-            self._make_state()
-
-    def _refuse_converted(self, named: list[tuple[str, Tensor]]) -> None:
-        """ValueError where a parameter is no longer what its state was made for."""
-        known = [(name, p, self._forms[p]) for name, p in named if p in self._forms]
-        param_form.refuse_converted(
-            (name, p, form) for name, p, form in known if not form.fits(p) and form.is_of(self.state_at_rest(p))
-        )
-
-    def _forms_to_keep(self) -> dict[Tensor, param_form.Form]:
-        """For a pickle or a copy, which has states of its own."""
-        return {p: form._replace(exp_avg=None) for p, form in self._forms.items() if form.is_of(self.state_at_rest(p))}
-
-    def _note_forms(self, params: Iterable[Tensor]) -> None:
-        """Their states are right for them as they are now; where a pickle says what they are for, for that."""
-        for p in params:
-            moment, form = self.state_at_rest(p).get("exp_avg"), self._forms.get(p)
-            if moment is None:
-                self._forms.pop(p, None)
-            elif form is not None and form.exp_avg is None:
-                self._forms[p] = form._replace(exp_avg=weakref.ref(moment))
-            else:
-                self._forms[p] = param_form.form_of(p, moment)
-
-    def state_at_rest(self, p: Tensor) -> Mapping[str, Any]:
-        """The state of p, wherever it lies; empty where there is none."""
-        return self._host.peek(p, access.peek(self.state, p))
-
-    def on_host(self, everyone: list[Tensor]) -> list[bool]:
-        """Which parameters are stepped on the host."""
-
-        def size(i: int) -> int:
-            p = everyone[i]
-            if not p.requires_grad and "exp_avg" not in self.state_at_rest(p):
-                return 0
-            return codec.nbytes(locals_.of(i).weight, codec.kinds_of(self.policy, p.dtype))
-
-        locals_ = self.current_shards(everyone)
-        return self._host.choose(len(everyone), size)
+        self._states.make_steps(group)
 
     def _refuse_open(self, doing: str) -> None:
         if self._open:
             raise RuntimeError(f"{doing} within master_weights(): parameters are their masters there; leave it first")
+
+    # -- saving and loading -------------------------------------------------------------------------------------------
+
+    @untraced
+    @of_the_innermost
+    def state_dict(self) -> dict[str, Any]:
+        """torch's format: step, exp_avg, exp_avg_sq by parameter, and master_param (fp32) where there is a master.
+
+        Logical tensors: 8-bit and 16-bit scaled moments are decoded, masters reconstructed; what is logical at rest is
+        handed out as it is, what is not is decoded where it is read: until then it goes with the training. State that
+        does not exist yet is made, zero, which moves no weight and no counter. What is written to these tensors in
+        place, as torch.distributed.checkpoint.load does, is the optimizer's state from then on, and that is as good as
+        `load_state_dict` with them: no weight moves, and the model is loaded as well.
+
+        Never collective. Of DTensors state is DTensors; where parameters are cut over the ranks (strategies optim and
+        optim_grads) it is tensors of the parameter's shape of which this rank has its part: for
+        torch.distributed.checkpoint, which saves and loads them under any strategy and number of ranks. Whatever needs
+        whole tensors of them (torch.save, arithmetic) raises RuntimeError that names `consolidate_state_dict`.
+        """
+        if self._consolidated is not None:
+            whole, self._consolidated = self._consolidated, None
+            return whole
+        return self._logical_state_dict("state_dict()")
+
+    @untraced
+    @of_the_innermost
+    def consolidate_state_dict(self, to: int | None = 0) -> dict[str, Any] | None:
+        """`state_dict()` of whole tensors, put together from all ranks' parts, with the bits of an optimizer that is
+        not sharded. Collective: every rank of the parameters' process groups calls it.
+
+        to: the global rank that gets it, the others get None; None: every rank gets it. One parameter at a time, so a
+        rank that gets nothing needs memory for one more parameter only. Where states are cut the next `state_dict()`,
+        if it comes before masters change, hands out the same once more, as of torch's ZeroRedundancyOptimizer: so
+        frameworks save that know of it (Lightning). torch.distributed.checkpoint saves and loads it beside the parts
+        of the other ranks.
+        """
+        whole = save.consolidated(self, self._logical_state_dict("consolidate_state_dict()"), to)
+        self._consolidated = whole if self.current_shards(self._states.everyone()).cut else None
+        return whole
+
+    def _logical_state_dict(self, doing: str) -> dict[str, Any]:
+        self._refuse_open(doing)
+        self._states.make_all()
+        handle = self.register_state_dict_post_hook(cast(Any, save.logical), prepend=True)  # before everybody else's
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    @untraced
+    @of_the_innermost
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` of this class or of torch.optim.AdamW returned, under any policy.
+
+        Masters are not rounded to the parameter's dtype; a missing master is seeded from the weight. What the policy
+        keeps less of than was saved, and masters that were missing, are named in one warning. Moves no weight: a master
+        that does not round to its weight at the next step becomes the weight (see on_external_write), so model and
+        optimizer may be loaded in any order. Raises ValueError or TypeError, naming the parameter and the key, before
+        anything has changed.
+        """
+        self._refuse_open("load_state_dict()")
+        handle = self.register_load_state_dict_pre_hook(cast(Any, load.encode_for_load))  # after everybody else's
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        offload_guard.refuse_states(self, "an optimizer is pickled or copied")
+        own = {key: self.__dict__[key] for key in ("policy", "skip_nonfinite", "on_external_write")}
+        states = self._states
+        parts = {"_counts": states.counts, "_host": states.host, "_forms": states.forms_to_keep()}
+        return super().__getstate__() | own | parts
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a pickle, a copy, or what load_state_dict and parallelize make of states (`load.EncodedEntry`)."""
+        before, entries = self.__dict__.get("state", {}), state["state"]
+        known = None if "_host" in state else self._states
+        host = state["_host"] if known is None else known.host
+        counts = state["_counts"] if known is None else known.counts
+        loaded = all(isinstance(value, load.EncodedEntry) for value in entries.values())
+        if loaded and len(before):
+            host.forget_all()
+        for key, value in entries.items():
+            if isinstance(value, load.EncodedEntry):
+                entries[key] = host.put(key, value.at_rest) if value.host else value.at_rest
+        super().__setstate__({key: value for key, value in state.items() if key not in ("_counts", "_host", "_forms")})
+        if not isinstance(entries, access.TrackedState):  # a shallow copy of an optimizer shares its state
+            # What was loaded is ours alone, unless it was handed out by us before.
+            exposed = not loaded or (len(before) > 0 and access.exposed(before))
+            self.state = access.TrackedState.of(entries, exposed, make=self._make_first_state)
+        # A load has no forms: states are for parameters as they are.
+        self._assemble(host, counts, dict(state.get("_forms", {})))
+        self._states.note_forms(self._states.everyone())
+        for group in self.param_groups:
+            param_groups.fill(group, self.defaults, self._decoupled)
+            self._states.make_steps(group)
+
+    def _make_first_state(self) -> None:
+        """Of an optimizer that has nothing but steps."""
+        if not self._open and not self._states.any_made():
+            self._states.make_all()
+
+    # -- what saving, loading and offloading ask (see state/stateful.py, offloading/offload.py) ------------------------
+
+    def current_shards(self, everyone: list[Tensor]) -> ShardMap:
+        """Which part of each parameter lies on this rank."""
+        return self._states.current_shards(everyone)
+
+    def state_at_rest(self, p: Tensor) -> Mapping[str, Any]:
+        """The state of p, wherever it lies; empty where there is none."""
+        return self._states.at_rest(p)
+
+    def on_host(self, everyone: list[Tensor]) -> list[bool]:
+        """Which parameters are stepped on the host."""
+        return self._states.on_host(everyone)
+
+    def refuse_moving(self, doing: str) -> None:
+        """RuntimeError where memory of parameters or states must stay."""
+        self._refuse_open(doing)
+
+    def stays(self) -> Iterable[Tensor]:
+        """States that live on the host, and do not move."""
+        return self._states.host.tensors()
+
+    def set_aside(self, grads: bool) -> None:
+        """Memory is offloaded, that of gradients among it or not: nothing holds any more that was made for what it
+        contained."""
+        self._stepper.drop_plan()
+        if grads:
+            self._scaling.clipping = None

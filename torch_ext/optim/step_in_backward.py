@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torch_ext.optim.step_plan import StepPlan, run
+from torch_ext.optim.step_plan import StepPlan
 from torch_ext.params.param_groups import HyperparameterTable
 from torch_ext.tensors import dense
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StepInBackward:
-    """The buckets that were stepped since the last step(), each by its Chunk.gather."""
+    """The buckets that were stepped since the last step(), each by its StepBatch.gather."""
 
     def __init__(self) -> None:
         self._stepped: set[tuple[GradientReducer, int] | None] = set()
@@ -29,35 +29,37 @@ class StepInBackward:
         return gather in self._stepped
 
     def clear(self) -> None:
-        """step() has seen to the rest."""
+        """step() has stepped the rest."""
         self._stepped.clear()
         self._anywhere = False
 
     def begin(
         self, owner: "GradientReducer", plan: StepPlan, hyper: HyperparameterTable, counts: Tensor, external: int
     ) -> Callable[[int], None]:
-        """What steps a bucket of the owner whose sum is there. Any thread. A bucket of which a part is stepped on the
-        host is left to step(). counts, external: see `run`."""
+        """What steps a bucket of the owner whose sum is ready. Any thread. A bucket of which a part is stepped on the
+        host is left to step(). counts, external: see `DeviceStep.run`."""
         shared = () if plan.host is None else plan.host.gathers
-        chunks = {c.gather[1]: c for c in plan.chunks if c.gather is not None and c.gather[0] is owner}
+        batches = {b.gather[1]: b for b in plan.device.batches if b.gather is not None and b.gather[0] is owner}
         scalars = (dense.NONE, dense.NONE, dense.NONE, counts)
 
         def step(bucket: int) -> None:
-            chunk = chunks.get(bucket)
-            self._anywhere |= chunk is not None
-            if chunk is not None and chunk.rows is not None and chunk.gather not in shared:
-                parts = [owner.part(plan.members[i].param) for i in chunk.rows]
-                self._stepped.add(chunk.gather)
-                run(plan, chunk, parts, hyper, scalars, external)
+            batch = batches.get(bucket)
+            self._anywhere |= batch is not None
+            if batch is not None and batch.rows is not None and batch.gather not in shared:
+                parts = [owner.part(plan.device.members[i].param) for i in batch.rows]
+                self._stepped.add(batch.gather)
+                plan.device.run(batch, parts, hyper, scalars, external)
 
         return step
 
     def end(self, plan: StepPlan) -> None:
         """No step() follows: what was stepped stays stepped, on every rank. Collective."""
-        for handle in [owner.gather(bucket) for owner, bucket in filter(None, (c.gather for c in plan.chunks))]:
+        for handle in [
+            owner.gather(bucket) for owner, bucket in filter(None, (batch.gather for batch in plan.device.batches))
+        ]:
             handle.result()
         torch.autograd.graph.increment_version(plan.params)
-        plan.look()
+        plan.mark_synced()
         self.clear()
 
     def refuse_again(self) -> None:

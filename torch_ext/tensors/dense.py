@@ -37,6 +37,11 @@ def is_dense(t: Tensor) -> bool:
     return True
 
 
+def dense_or_empty(t: Tensor) -> Tensor:
+    """t itself where it is dense, else uninitialised memory for a contiguous copy of it."""
+    return t if is_dense(t) else torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
 def same_order(a: Tensor, b: Tensor) -> bool:
     """Whether two dense tensors have the same shape and the same element at every place in memory."""
     if a.shape != b.shape:

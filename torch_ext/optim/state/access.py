@@ -1,7 +1,8 @@
 """opt.state, which knows whether anybody else may have changed what is in it.
 
-A step of a thousand small tensors must not look at three thousand states to see that they are still the ones that it
-knows. As long as nobody was handed an entry nobody can have changed one.
+Note: a step of a thousand small tensors must not compare three thousand states to see that they are still the ones that
+its arguments were made of: that takes 0.8 to 1.9 ms beside a step of 0.9 to 1.3 (fp32, bf16 with masters; AVX-512, one
+thread). As long as no entry was handed out nobody can have changed one.
 """
 
 import weakref
@@ -14,11 +15,11 @@ from torch import Tensor
 Entry: TypeAlias = dict[str, Any]
 
 
-def _handing_out(name: str) -> Callable[..., Any]:
+def _exposing(name: str) -> Callable[..., Any]:
     method = getattr(defaultdict, name)
 
     def marked(self: "TrackedState", *arguments: Any, **options: Any) -> Any:
-        self.handed_out = True
+        self.exposed = True
         return method(self, *arguments, **options)
 
     marked.__name__, marked.__doc__ = name, method.__doc__
@@ -32,16 +33,14 @@ class TrackedState(defaultdict[Tensor, Entry]):
     somebody put in the place of this one.
     """
 
-    handed_out = True  # of a copy, which somebody asked for
+    exposed = True  # of a copy, which somebody asked for
     _make: "weakref.WeakMethod[Callable[[], None]] | None" = None
 
     @classmethod
-    def of(
-        cls, entries: dict[Tensor, Entry], handed_out: bool, make: Callable[[], None] | None = None
-    ) -> "TrackedState":
+    def of(cls, entries: dict[Tensor, Entry], exposed: bool, make: Callable[[], None] | None = None) -> "TrackedState":
         """make: a method of the optimizer that makes the state which is missing (see `__bool__`)."""
         kept = cls(dict, entries)
-        kept.handed_out = handed_out
+        kept.exposed = exposed
         kept._make = None if make is None else weakref.WeakMethod(make)
         return kept
 
@@ -68,7 +67,7 @@ for _name in (
     *("__getitem__", "__setitem__", "__delitem__", "__or__", "__ror__", "__ior__", "__copy__", "copy", "get", "items"),
     *("values", "pop", "popitem", "setdefault", "update", "clear"),
 ):
-    setattr(TrackedState, _name, _handing_out(_name))
+    setattr(TrackedState, _name, _exposing(_name))
 
 
 def entry(state: dict[Tensor, Entry], p: Tensor) -> Entry:
@@ -85,5 +84,5 @@ def entries(state: dict[Tensor, Entry]) -> list[Entry]:
     return list(dict.values(state))
 
 
-def handed_out(state: dict[Tensor, Entry]) -> bool:
-    return not isinstance(state, TrackedState) or state.handed_out
+def exposed(state: dict[Tensor, Entry]) -> bool:
+    return not isinstance(state, TrackedState) or state.exposed

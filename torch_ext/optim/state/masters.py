@@ -1,39 +1,18 @@
-"""fp32 masters and the weights beside them: who was written by somebody else, and what to do about it."""
+"""Masters beside their weights: which of these were modified outside the optimizer, and what to do about it."""
 
 import itertools
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_ext.native import constants, ops
 from torch_ext.optim.state import codec
+from torch_ext.optim.state.param_state import ParamState
 from torch_ext.tensors import dense
 
-if TYPE_CHECKING:
-    from torch_ext.optim.state.param_state import ParamState
-
-
-class SyncedVersion(NamedTuple):
-    """How a weight looked when its master was last known to round to it; a write by somebody else shows in it."""
-
-    version: int  # of the parameter
-    address: int
-    master: Tensor
-    master_version: int  # a checkpoint may be loaded into it
-
-    def fits(self, member: "ParamState", address: int) -> bool:
-        """Whether weight and master are where they were, and nobody wrote to the master."""
-        master = member.master
-        return self.address == address and self.master is master and self.master_version == master._version
-
-
-def look(member: "ParamState") -> SyncedVersion:
-    return SyncedVersion(member.version, member.place.data_ptr(), member.master, member.master._version)
-
-
-# What the step's operator does about writes by somebody else; before the step, "error" checks.
+# on_external_write -> what the step's operator does where checksums differ; before the step, "error" checks.
 MODES = {
     "ignore": constants.EXTERNAL_IGNORE,
     "resync": constants.EXTERNAL_RESYNC,
@@ -41,7 +20,7 @@ MODES = {
 }
 
 
-def resync(members: Sequence["ParamState"], force: bool = False) -> Tensor:
+def resync(members: Sequence[ParamState], force: bool = False) -> Tensor:
     """Makes masters their weights where they don't round to them (everywhere with `force`). Beside remainders, of which
     every one is legal: where the weights of a block are not those that its checksum stands for.
 
@@ -64,7 +43,7 @@ def resync(members: Sequence["ParamState"], force: bool = False) -> Tensor:
     return changed
 
 
-def written(members: Sequence["ParamState"]) -> Tensor:
+def modified(members: Sequence[ParamState]) -> Tensor:
     """How many elements of each `resync` would change. Changes nothing."""
     found = _counts(members)
     _run(ops.look, "master_resync_", members, ("master_param",), found, False, True)
@@ -75,7 +54,7 @@ def written(members: Sequence["ParamState"]) -> Tensor:
 def _run(
     way: Callable[..., None],
     name: str,
-    members: Sequence["ParamState"],
+    members: Sequence[ParamState],
     among: Container[str],
     counts: Tensor,
     *options: Any,
@@ -94,23 +73,23 @@ def _run(
                 counts += found.to(counts.device)
 
 
-def _row(m: "ParamState") -> tuple[Tensor, Tensor, Tensor]:
+def _row(m: ParamState) -> tuple[Tensor, Tensor, Tensor]:
     weight = m.weight.detach().to(m.master.device)  # the host, of a member that is stepped there
     return dense.in_order_of(m.master, weight), dense.flat(m.master), m.state["checksum"]
 
 
-def _counts(members: Sequence["ParamState"]) -> Tensor:
+def _counts(members: Sequence[ParamState]) -> Tensor:
     return torch.zeros(len(members), dtype=torch.int64, device=members[0].weight.device if members else None)
 
 
-def refuse_written(members: Sequence["ParamState"]) -> None:
+def refuse_modified(members: Sequence[ParamState]) -> None:
     """RuntimeError, naming them, where weights are not what their masters round to. By content, not by the counters: a
     load of the same weights is no error.
     """
-    counts = written(members).tolist()
+    counts = modified(members).tolist()
     found = [f"{m.name} ({n} elements)" for m, n in zip(members, counts, strict=True) if n]
     if found:
         raise RuntimeError(
-            f"on_external_write='error': {', '.join(found)} no longer what the master rounds to: written by somebody "
-            "else since the last step. Call resync_masters() to take the weights over"
+            f"on_external_write='error': {', '.join(found)} no longer what the master rounds to: modified outside the "
+            "optimizer since the last step. Call resync_masters() to take the weights over"
         )

@@ -1,0 +1,134 @@
+"""The step of the parameters whose state lies beside them: one adamw_flat_ call for each batch."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext.native import ops
+from torch_ext.optim.state import param_form
+from torch_ext.optim.state.param_state import AllGatherTarget, ParamState, named, refuse_grad
+from torch_ext.optim.state.write_check import FixedMemory
+from torch_ext.params.param_groups import HyperparameterTable
+from torch_ext.tensors import dense
+
+
+class StepBatch(NamedTuple):
+    """What one call of the operator steps."""
+
+    rows: list[int] | None  # which members; None: all of them
+    weights: list[Tensor]
+    slices: Tensor
+    meta: Tensor
+    gather: AllGatherTarget  # the bucket whose weights are gathered afterwards
+    signature: int  # of the weights, as they are to be
+
+    def of(self, grads: list[Tensor]) -> list[Tensor]:
+        return grads if self.rows is None else [grads[i] for i in self.rows]
+
+
+class DeviceStep:
+    """The arguments of these calls, kept from step to step."""
+
+    def __init__(
+        self,
+        members: Sequence[ParamState],
+        grads: Sequence[Tensor],
+        gathers: Sequence[AllGatherTarget],
+        order: Sequence[AllGatherTarget],
+    ) -> None:
+        """grads, gathers: of each member. order: of all gathers, some of which may have no member here."""
+        self.members = members
+        stepped = [m.weight for m in members]
+        self._layouts = list(map(dense.dense_or_empty, stepped))
+        self._copied = [(w, layout) for w, layout in zip(stepped, self._layouts, strict=True) if layout is not w]
+        self.weights = list(map(dense.flat, self._layouts))
+        at_rest = [m.at_rest() for m in members]
+        self._states, slices = memories(at_rest)
+        self.state_memory = FixedMemory([t for row in at_rest for t in row if t is not None])
+        meta = torch.tensor([(m.id, m.local.start, m.group) for m in members], dtype=torch.int64).reshape(-1, 3)
+        self.batches = self._batches(slices, meta, gathers, order)
+        # The operator sees where a parameter lies, and how; not of one that is passed as a view, or as a copy.
+        own = [weight is m.param for m, weight in zip(members, self.weights, strict=True)]
+        self.viewed = [m for m, is_own in zip(members, own, strict=True) if not is_own]
+        self.weight_memory = FixedMemory([m.place for m in self.viewed])
+        plain = all(w is p and g.is_contiguous() for w, p, g in zip(self.weights, stepped, grads, strict=True))
+        self._check_layouts = bool(self._copied) or not plain
+
+    def _batches(
+        self, slices: Tensor, meta: Tensor, gathers: Sequence[AllGatherTarget], order: Sequence[AllGatherTarget]
+    ) -> list[StepBatch]:
+        """One for each bucket that is gathered after its step, so that gathers overlap with the steps of later ones."""
+        if all(gather is None for gather in order):
+            return [StepBatch(None, self.weights, slices, meta, None, param_form.signature(self.weights))]
+        rows: dict[AllGatherTarget, list[int]] = {gather: [] for gather in order}
+        for i, gather in enumerate(gathers):
+            rows[gather].append(i)
+        # What nobody gathers is the first of `order`: it may be refused and stepped again when it has been laid out
+        # anew, which is too late once a bucket is being gathered.
+        batches = []
+        for gather, chosen in rows.items():
+            weights = [self.weights[i] for i in chosen]
+            batches.append(
+                StepBatch(chosen, weights, slices[chosen], meta[chosen], gather, param_form.signature(weights))
+            )
+        return batches
+
+    def load_copies(self) -> None:
+        """Of weights that aren't dense: they are stepped as contiguous copies."""
+        for weight, copy in self._copied:
+            copy.copy_(weight)
+
+    def store_copies(self) -> None:
+        for weight, copy in self._copied:
+            weight.copy_(copy)
+
+    def lay_out(self, grads: list[Tensor], always: bool = False) -> list[Tensor]:
+        """The gradients in the memory order of what they step; themselves where all of them are in it already."""
+        self._check_layouts |= always
+        if not self._check_layouts:
+            return grads
+        for member, grad in zip(self.members, grads, strict=True):
+            refuse_grad(member, grad)
+        return list(map(dense.in_order_of, self._layouts, grads))
+
+    def run(
+        self,
+        batch: StepBatch,
+        grads: list[Tensor],
+        hyper: HyperparameterTable,
+        scalars: Sequence[Tensor],
+        external: int,
+    ) -> None:
+        """The operator. grads: of the batch. scalars: grad_scale, clip_coef, found_inf, and two counters (see
+        `OptimizerStates.counts`). external: tx_external_write. Counts no version up: the caller does, of the
+        parameters, when the last batch was stepped. RuntimeError, naming the parameter, where the operator takes an
+        argument not: nothing is written then."""
+        if not batch.weights:
+            return
+        fixed = (self._states, batch.slices, hyper.lrs, hyper.groups, batch.meta)
+        try:
+            ops.look("adamw_flat_", batch.weights, grads, *fixed, *scalars, *hyper.shared, external, batch.signature)
+        except RuntimeError as refusal:
+            rows = range(len(self.members)) if batch.rows is None else batch.rows
+            raise RuntimeError(named(str(refusal), [self.members[i].name for i in rows])) from None
+
+
+def memories(rows: list[list[Tensor | None]]) -> tuple[list[Tensor], Tensor]:
+    """Whole memories, each once, and where in them the (dense) tensors of each row lie: int64 [rows, 3 each]."""
+    found: list[Tensor] = []
+    known: dict[tuple[int, torch.dtype], int] = {}
+    slices: list[list[int]] = []
+    for row in rows:
+        slices.append([])
+        for t in row:
+            if t is None or t.numel() == 0:
+                slices[-1] += (0, 0, 0)
+                continue
+            storage = t.untyped_storage()
+            index = known.setdefault((storage.data_ptr(), t.dtype), len(found))
+            if index == len(found):
+                found.append(t.detach().as_strided((storage.nbytes() // t.element_size(),), (1,), 0))
+            slices[-1] += (index, int(t.storage_offset()), t.numel())
+    return found, torch.tensor(slices, dtype=torch.int64).reshape(len(rows), -1 if rows else 0)

@@ -1,0 +1,68 @@
+"""resync_masters() and master_weights() of an optimizer."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from torch_ext.optim.optimizer_states import OptimizerStates
+from torch_ext.optim.state import codec, master_weights, masters
+from torch_ext.optim.state.param_state import ParamState
+from torch_ext.optim.state.write_check import SyncedVersion
+from torch_ext.optim.stepper import Stepper
+from torch_ext.params import param_groups
+
+
+def resync(states: OptimizerStates, stepper: Stepper, force: bool) -> int:
+    """Of all parameters that have a master; the number of elements that changed. A loop may call this in each step, so
+    that the plan stands."""
+    everyone = states.everyone()
+    plan = stepper.standing_plan()
+    having = [not {"master_param", "master_remainder"}.isdisjoint(states.at_rest(p)) for p in everyone]
+    stepped = None if plan is None else plan.those(having)
+    if plan is None:
+        states.refuse_converted(zip(param_groups.names(states.groups), everyone, strict=True))
+    members = states.members(everyone, having) if stepped is None else stepped
+    changed = int(masters.resync(members, force).sum())
+    if plan is None or stepped is None:
+        _mark_synced(states, stepper, members)
+    else:
+        plan.mark_synced(masters=True)
+    return changed
+
+
+def seed(states: OptimizerStates, stepper: Stepper, state_dict: Mapping[str, Any]) -> int:
+    """Masters from a model's state_dict in higher precision, made where there are none yet; the number of elements that
+    changed."""
+    everyone, policy = states.everyone(), states.optimizer.policy
+    having = [p.requires_grad and codec.kinds_of(policy, p.dtype).master is not None for p in everyone]
+    members = states.members(everyone, having)
+    changed = master_weights.seed(members, _keys(states, having), state_dict)
+    _mark_synced(states, stepper, members)
+    return changed
+
+
+@contextlib.contextmanager
+def opened(states: OptimizerStates, stepper: Stepper) -> Iterator[dict[str | int, Tensor]]:
+    """Parameters are their masters inside; see `Adam.master_weights`."""
+    everyone = states.everyone()
+    trained = [p.requires_grad for p in everyone]
+    members = states.members(everyone, trained)
+    with_master = [m for m in members if m.kinds.master]
+    masters.resync(with_master)
+    try:
+        with master_weights.opened(members, _keys(states, trained)) as found:
+            yield found
+    finally:
+        _mark_synced(states, stepper, with_master)
+
+
+def _keys(states: OptimizerStates, wanted: list[bool]) -> list[str | int]:
+    return [key for key, want in zip(param_groups.keys(states.groups), wanted, strict=True) if want]
+
+
+def _mark_synced(states: OptimizerStates, stepper: Stepper, members: list[ParamState]) -> None:
+    """Their masters round to their weights."""
+    stepper.drop_plan()
+    states.synced.update({m.param: SyncedVersion.of(m) for m in members if m.kinds.master == "master_param"})

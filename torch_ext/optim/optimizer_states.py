@@ -1,0 +1,220 @@
+"""What is trained: parameters and their groups, where this rank's parts of them lie, and their state at rest."""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_ext.optim.cpu_offload.host_states import HostStates
+from torch_ext.optim.state import access, codec, param_form
+from torch_ext.optim.state.param_state import ParamState
+from torch_ext.optim.state.write_check import SyncedVersion
+from torch_ext.params import hyper_parameters, local_shard, param_groups, shard_map
+from torch_ext.policy.policy import Policy
+from torch_ext.tensors import dense, offload_guard
+
+
+class Settings(Protocol):
+    """What the parts of an optimizer read of it: users and frameworks may put other values, groups and states there."""
+
+    policy: Policy
+    skip_nonfinite: bool
+    on_external_write: str
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+
+class OptimizerStates:
+    """Finds the parameters' states, and makes them where they are missing; steps nothing."""
+
+    def __init__(
+        self, optimizer: Settings, host: HostStates, counts: Tensor, forms: dict[Tensor, param_form.Form]
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)  # which holds this object, and shall go without the garbage collector
+        self.host = host
+        self.counts = counts
+        """Steps skipped, elements whose master became the weight: by the first call of the operator in a step, by
+        others (which skip the same step once more). int64 [2, 2], beside the parameters."""
+        self.synced: dict[Tensor, SyncedVersion] = {}
+        """Of fp32 masters: what is known without the plan of the last step, which knows better."""
+        self._forms = forms  # of the parameters that have state
+        self._shards: shard_map.ShardMap | None = None
+
+    @property
+    def optimizer(self) -> Settings:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        return self.optimizer.state
+
+    # -- parameters
+
+    def everyone(self) -> list[Tensor]:
+        return param_groups.everyone(self.groups)
+
+    def current_shards(self, everyone: list[Tensor]) -> shard_map.ShardMap:
+        """Where this rank's parts of the parameters are; the same object as long as they are there."""
+        offload_guard.refuse_optimizer(self.optimizer, everyone)  # type: ignore[arg-type]
+        if self._shards is None or not self._shards.fits(everyone):
+            self._shards = shard_map.ShardMap(everyone)
+            if not self.any_made():
+                self.follow_params()
+        return self._shards
+
+    def follow_params(self) -> None:
+        """To where they are now, before there is other state: a model may move after its optimizer was made."""
+        for group in self.groups:
+            entries = [(p, access.entry(self.state, p)) for p in group["params"] if p.requires_grad]
+            if any("step" in entry and entry["step"].device != p.device for p, entry in entries):
+                self.make_steps(group)
+        device = next((p.device for p in self.everyone() if p.requires_grad), torch.device("cpu"))
+        self.counts = self.counts.to(device)
+
+    @dense.to_stay()
+    def make_steps(self, group: dict[str, Any]) -> None:
+        """The steps of a group as views of one tensor; zero for trainable parameters that have none."""
+        counted = [p for p in group["params"] if p.requires_grad or "step" in access.peek(self.state, p)]
+        if counted:
+            steps = torch.zeros(len(counted), dtype=torch.float32, device=counted[0].device).unbind()
+            for p, step in zip(counted, (one.as_subclass(dense.SharingTensor) for one in steps), strict=True):
+                entry = access.entry(self.state, p)
+                if "step" in entry:
+                    step.fill_(float(entry["step"]))
+                entry["step"] = step
+
+    # -- state
+
+    def at_rest(self, p: Tensor) -> Mapping[str, Any]:
+        """The state of p, wherever it lies; empty where there is none."""
+        return self.host.peek(p, access.peek(self.state, p))
+
+    def is_made(self, p: Tensor) -> bool:
+        """Whether p has more state than its step."""
+        return "exp_avg" in self.at_rest(p)
+
+    def any_made(self) -> bool:
+        return any(map(self.is_made, self.everyone()))
+
+    def on_host(self, everyone: list[Tensor]) -> list[bool]:
+        """Which parameters are stepped on the host."""
+        shards = self.current_shards(everyone)
+
+        def size(i: int) -> int:
+            p = everyone[i]
+            if not p.requires_grad and not self.is_made(p):
+                return 0
+            return codec.nbytes(shards.of(i).weight, codec.kinds_of(self.optimizer.policy, p.dtype))
+
+        return self.host.choose(len(everyone), size)
+
+    @dense.to_stay()
+    def members(self, everyone: list[Tensor], wanted: list[bool]) -> list[ParamState]:
+        """The wanted parameters, with state that is made where it is missing."""
+        names, ids = param_groups.names(self.groups), param_groups.ids(self.groups)
+        group_of = [g for g, group in enumerate(self.groups) for _ in group["params"]]
+        chosen = [i for i, want in enumerate(wanted) if want]
+        shards = self.current_shards(everyone)
+        local = {i: shards.of(i) for i in chosen}
+        for i in chosen:  # all of them before the first state is made
+            dense.refuse_param(local[i].weight, names[i])
+        self.refuse_converted([(names[i], everyone[i]) for i in chosen])
+        on_host = self.on_host(everyone)
+        members = [
+            ParamState(
+                everyone[i],
+                local[i],
+                self.host.entry(self.state, everyone[i], on_host[i]),
+                codec.kinds_of(self.optimizer.policy, everyone[i].dtype),
+                ids[i],
+                group_of[i],
+                names[i],
+                on_host[i],
+            )
+            for i in chosen
+        ]
+        for m in self._complete(members):
+            if m.kinds.master == "master_param":
+                self.synced[m.param] = SyncedVersion.of(m)
+        self.note_forms([m.param for m in members])
+        return members
+
+    def _complete(self, members: list[ParamState]) -> list[ParamState]:
+        """Makes what their states lack; returns those that lacked something."""
+        made: list[ParamState] = []
+        for host in (False, True):  # not in one memory, which may leave the device (see offloading/offload.py)
+            missing = [m for m in members if m.host == host and not codec.complete(m.state, m.kinds)]
+            for m, new in zip(missing, codec.make([(m.beside, m.kinds) for m in missing]), strict=True):
+                m.state.update({key: value for key, value in new.items() if key not in m.state})
+            made += missing
+        for m in members:
+            if "step" not in m.state:
+                m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.weight.device)
+            codec.settle(m.weight.detach(), m.state, m.kinds, m.name)
+        return made
+
+    def make_all(self) -> None:
+        """The state of everything that is trained, as far as there is none. Moves no weight and no counter."""
+        everyone = self.everyone()
+        known = dict(self.synced)
+        with torch.no_grad():
+            self.members(everyone, [p.requires_grad or self.is_made(p) for p in everyone])
+        self.synced = known  # what was made now is compared before the first step: a silent write may come between
+
+    def drop_gone(self, everyone: list[Tensor]) -> None:
+        """Forgets parameters that are not among these any more."""
+        present = set(everyone)
+        for gone in [p for p in self.state if isinstance(p, Tensor) and p not in present]:
+            dict.pop(self.state, gone)
+        self.host.gone(present)
+        self.synced = {p: synced for p, synced in self.synced.items() if p in present}
+        self._forms = {p: form for p, form in self._forms.items() if p in present}
+
+    # -- what states were made for (see state/param_form.py)
+
+    def refuse_converted(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """ValueError where a parameter is no longer what its state was made for."""
+        known = [(name, p, self._forms[p]) for name, p in named if p in self._forms]
+        param_form.refuse_converted(
+            (name, p, form) for name, p, form in known if not form.fits(p) and form.is_of(self.at_rest(p))
+        )
+
+    def forms_to_keep(self) -> dict[Tensor, param_form.Form]:
+        """For a pickle or a copy, which has states of its own."""
+        return {p: form._replace(exp_avg=None) for p, form in self._forms.items() if form.is_of(self.at_rest(p))}
+
+    def note_forms(self, params: Iterable[Tensor]) -> None:
+        """Their states are right for them as they are now; where a pickle says what they are for, for that."""
+        for p in params:
+            moment, form = self.at_rest(p).get("exp_avg"), self._forms.get(p)
+            if moment is None:
+                self._forms.pop(p, None)
+            elif form is not None and form.exp_avg is None:
+                self._forms[p] = form._replace(exp_avg=weakref.ref(moment))
+            else:
+                self._forms[p] = param_form.form_of(p, moment)
+
+
+def refuse_group(groups: list[dict[str, Any]], group: dict[str, Any], where: str, policy: Policy) -> None:
+    """Raises where the optimizer of these groups, of which this one is new, cannot train it. where: for messages."""
+    hyper_parameters.refuse_keys(group, where)
+    hyper_parameters.refuse(group, where)
+    hyper_parameters.refuse_differing(group, groups[0], where)
+    everyone, names = param_groups.everyone(groups), param_groups.names(groups)
+    trained = [(p, name) for p, name in zip(everyone, names, strict=True) if p.requires_grad]
+    for p, name in trained:
+        dense.refuse_param(local_shard.tensor_of(p), name)
+        codec.kinds_of(policy, p.dtype)
+    devices = {p.device: name for p, name in trained}
+    if len(devices) > 1:
+        places = " and ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(f"parameters are on several devices ({places}); make one optimizer per device")
+    dense.refuse_overlap([local_shard.tensor_of(p) for p, _ in trained], [name for _, name in trained])

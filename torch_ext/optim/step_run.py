@@ -1,0 +1,122 @@
+"""One run of a plan: what step() does when it knows what to step."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torch_ext.native import constants
+from torch_ext.optim.device_step import StepBatch
+from torch_ext.optim.state import masters
+from torch_ext.optim.step_in_backward import StepInBackward
+from torch_ext.optim.step_plan import StepPlan
+from torch_ext.params.param_groups import HyperparameterTable
+from torch_ext.tensors import dense
+
+if TYPE_CHECKING:
+    from torch_ext.comm.communicator import Work
+
+
+class ArgumentsRefused(RuntimeError):
+    """An operator does not take the arguments: it wrote nothing, and nothing else did."""
+
+
+class StepRun:
+    def __init__(
+        self,
+        plan: StepPlan,
+        grads: list[Tensor],
+        hyper: HyperparameterTable,
+        scalars: tuple[Tensor, Tensor, Tensor],
+        counts: Tensor,
+        on_external_write: str,
+    ) -> None:
+        """grads: of the plan's members. scalars: grad_scale, clip_coef, found_inf. counts: `OptimizerStates.counts`."""
+        self._plan, self._grads, self._hyper, self._scalars = plan, grads, hyper, scalars
+        self._counts, self._on_external_write = counts, on_external_write
+        self._external = masters.MODES[on_external_write]
+        self._on_device: list[Tensor] = []  # the gradients, as the operator takes them
+        self._row = 0  # of the counters: a step that is skipped is counted once
+        self._gathers: list[Work] = []
+
+    def run(self, in_backward: StepInBackward, lay_out: bool) -> None:
+        """Steps everything that `in_backward` has not stepped; weights are on all ranks afterwards. lay_out: gradients
+        may lie in any memory order. Raises ArgumentsRefused, or RuntimeError where something was stepped already."""
+        plan = self._plan
+        try:
+            if plan.host is not None:
+                sample = self._on_external_write != "ignore"
+                grads = plan.on_host(self._grads)
+                plan.host.begin(grads, self._hyper, self._scalars, sample=sample, external=self._external)
+            check_signals(plan, self._counts, self._on_external_write)
+            plan.device.load_copies()
+            self._on_device = plan.device.lay_out(plan.on_device(self._grads), always=lay_out)
+            if self._on_external_write == "error":
+                self._check_weights()
+            self._step(in_backward)
+            plan.device.store_copies()
+        finally:
+            if plan.host is not None:
+                plan.host.end()
+        torch.autograd.graph.increment_version(plan.params)
+        plan.mark_synced()
+
+    def _check_weights(self) -> None:
+        """RuntimeError where checksums say that weights were modified outside the optimizer; nothing is stepped."""
+        plan = self._plan
+        if plan.host is not None:
+            masters.refuse_modified([m for m in plan.host.members if m.kinds.master == "master_remainder"])
+        for batch in plan.device.batches:
+            try:
+                self._call(batch, dense.NONE, constants.EXTERNAL_CHECK)
+            except RuntimeError as refusal:
+                if plan.same_forms():
+                    masters.refuse_modified([m for m in plan.device.members if m.kinds.master])
+                raise ArgumentsRefused(str(refusal)) from None
+
+    def _step(self, in_backward: StepInBackward) -> None:
+        host, batches = self._plan.host, self._plan.device.batches
+        if host is not None:  # the device has all of its own to do while the host does its part
+            for batch in batches:
+                self._step_on_device(batch, in_backward)
+        for batch in batches:
+            if host is None:
+                self._step_on_device(batch, in_backward)
+            else:
+                host.step(batch.gather)
+            if batch.gather is not None:  # weights are gathered while later batches are stepped
+                owner, bucket = batch.gather
+                self._gathers.append(owner.gather(bucket))
+        for work in self._gathers:
+            work.result()
+        in_backward.clear()
+        if host is not None:
+            self._counts[1, 1] += host.resynced
+            self._counts[0, 0] += int(host.skipped and self._row == 0)
+
+    def _step_on_device(self, batch: StepBatch, in_backward: StepInBackward) -> None:
+        if batch.gather not in in_backward:
+            try:
+                self._call(batch, self._counts[self._row], self._external)
+            except RuntimeError as refusal:
+                if self._row or self._gathers:  # what was stepped already must not be stepped once more
+                    raise
+                raise ArgumentsRefused(str(refusal)) from None
+        if batch.weights:
+            self._row = 1
+
+    def _call(self, batch: StepBatch, counts: Tensor, external: int) -> None:
+        self._plan.device.run(batch, batch.of(self._on_device), self._hyper, (*self._scalars, counts), external)
+
+
+def check_signals(plan: StepPlan, counts: Tensor, on_external_write: str) -> None:
+    """What on_external_write says of weights whose versions, addresses or samples differ. counts: see `StepRun`."""
+    if on_external_write == "ignore":
+        return
+    modified = plan.modified()
+    if modified and not plan.same_forms():
+        raise ArgumentsRefused("parameters have other dtypes or shapes than they had")
+    if on_external_write == "error":
+        masters.refuse_modified(modified)
+    elif modified:
+        counts[1, 1] += masters.resync(modified).sum()
