@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext.optim.state import state_tensor
+from torch_ext.optim.state import chunked_tensor
 
 SHAPES: list[Any] = [(3, 5), (700,), (129,), (16, 130), (1,), (7, 3, 4, 5)]
 CHANNELS_LAST = 5
@@ -157,7 +157,7 @@ def test_boxes_may_be_of_another_size_than_when_it_was_saved(
     loaded_model, loaded = made("none", states, None)
     steps(loaded_model, loaded, range(1))
     for size, act, of in ((of_the_save, dcp.save, (model, optimizer)), (of_the_load, dcp.load, (loaded_model, loaded))):
-        monkeypatch.setattr(state_tensor, "BOX", size)
+        monkeypatch.setattr(chunked_tensor, "CHUNK_NUMEL", size)
         act({"model": of[0], "optimizer": of[1]}, checkpoint_id=tmp_path / "saved")
     boxes = dcp.FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
     largest = max(chunk.sizes.numel() for key, has in boxes.items() if "exp_avg" in key for chunk in has.chunks)

@@ -213,9 +213,9 @@ def _masters(rank: int, world: int) -> None:
                     master = master.full_tensor()
                     expected = expected.full_tensor() if hasattr(expected, "full_tensor") else expected
                 elif strategy == "optim":
-                    held = master._held
-                    part = expected.reshape(-1)[held.run.start : held.run.stop]
-                    assert bits([held.source.read(0, held.run.numel)]) == bits([part])
+                    source, run = master.handle.source, master.handle.run
+                    part = expected.reshape(-1)[run.start : run.stop]
+                    assert bits([source.read(0, run.numel)]) == bits([part])
                     continue
                 assert bits([master.clone()]) == bits([expected.clone()])
 
@@ -251,11 +251,11 @@ def _cut_otherwise(rank: int, world: int) -> None:
 def _moved(t: Any) -> Any:
     """As another rank has it."""
     from torch_ext.optim.state.sources import PlainState
-    from torch_ext.optim.state.state_tensor import tensor_of
+    from torch_ext.optim.state.state_tensor import StateTensor
 
-    held = t._held
-    start = 0 if held.run.start else 128
-    return tensor_of(PlainState(torch.zeros(held.run.numel)), torch.empty(700), start, (0,), held.what)
+    run = t.handle.run
+    start = 0 if run.start else 128
+    return StateTensor.of(PlainState(torch.zeros(run.numel)), torch.empty(700), start, (0,), t.handle.what)
 
 
 def test_parts_of_other_ranks_are_refused() -> None:

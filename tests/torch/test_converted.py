@@ -89,7 +89,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def all_of(optimizer: torch_ext.AdamW) -> list[Any]:
     """Everything that an optimizer has, wherever it lies."""
     held = [
-        {key: bits(value) for key, value in optimizer.state_at_rest(p).items()}
+        {key: bits(value) for key, value in optimizer.stored_state(p).items()}
         for group in optimizer.param_groups
         for p in group["params"]
     ]
@@ -332,7 +332,7 @@ def _local(t: Any) -> Tensor:
 
 
 def state_bits(optimizer: torch_ext.AdamW, p: Tensor) -> dict[str, bytes]:
-    return {key: bits(_local(value)) for key, value in optimizer.state_at_rest(p).items()}
+    return {key: bits(_local(value)) for key, value in optimizer.stored_state(p).items()}
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ AT_REST = {
 
 
 @pytest.mark.parametrize("name", AT_REST)
-def test_state_at_rest_and_its_bytes(name: str) -> None:
+def test_stored_state_and_its_bytes(name: str) -> None:
     shape = (130, 37)
     optimizer = optimizer_of(name, params_of(name, [shape]))
     train(optimizer, range(1))

@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_ext.comm.communicator import IN_FLIGHT
 from torch_ext.native import dtypes as native_dtypes
-from torch_ext.optim.state import codec
+from torch_ext.optim.state.state_dtypes import MASTERS, StateDtypes
 from torch_ext.parallel import memory_plan
 from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets
 from torch_ext.parallel.memory_plan import MemoryPlan, Unit
@@ -222,8 +222,8 @@ def _facts(asked: _Asked, policy: Policy, layout: BucketPlan) -> Iterator[str]:
     yield f"{numel:,} trainable parameters ({asked.what}), {_plural(layout.world_size, 'rank')}"
     dtypes = {(p.param_dtype, p.main_grads_dtype, p.grad_comm_dtype) for p in layout.parameters}
     for dtype, main, wire in sorted(dtypes, key=str):
-        kinds = codec.kinds_of(policy, dtype)
-        master = "none" if kinds.master is None else native_dtypes.name_of(codec.MASTERS[kinds.master])
+        kinds = StateDtypes.of(policy, dtype)
+        master = "none" if kinds.master is None else native_dtypes.name_of(MASTERS[kinds.master])
         names = [native_dtypes.name_of(d) for d in (dtype, main, wire, kinds.exp_avg, kinds.exp_avg_sq)]
         yield "{}: gradients {}, wire {}, exp_avg {}, exp_avg_sq {}, master {}".format(*names, master)
     largest = max(b.numel for b in layout.buckets)

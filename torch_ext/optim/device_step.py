@@ -44,7 +44,7 @@ class DeviceStep:
         self._layouts = list(map(dense.dense_or_empty, stepped))
         self._copied = [(w, layout) for w, layout in zip(stepped, self._layouts, strict=True) if layout is not w]
         self.weights = list(map(dense.flat, self._layouts))
-        at_rest = [m.at_rest() for m in members]
+        at_rest = [m.stored() for m in members]
         self._states, slices = memories(at_rest)
         self.state_memory = FixedMemory([t for row in at_rest for t in row if t is not None])
         meta = torch.tensor([(m.id, m.local.start, m.group) for m in members], dtype=torch.int64).reshape(-1, 3)

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from torch_ext.optim.optimizer_states import OptimizerStates
-from torch_ext.optim.state import codec, master_weights, masters
+from torch_ext.optim.state import master_weights, masters
 from torch_ext.optim.state.param_state import ParamState
+from torch_ext.optim.state.state_dtypes import StateDtypes
 from torch_ext.optim.state.write_check import SyncedVersion
 from torch_ext.optim.stepper import Stepper
 from torch_ext.params import param_groups
@@ -36,7 +37,7 @@ def seed(states: OptimizerStates, stepper: Stepper, state_dict: Mapping[str, Any
     """Masters from a model's state_dict in higher precision, made where there are none yet; the number of elements that
     changed."""
     everyone, policy = states.everyone(), states.optimizer.policy
-    having = [p.requires_grad and codec.kinds_of(policy, p.dtype).master is not None for p in everyone]
+    having = [p.requires_grad and StateDtypes.of(policy, p.dtype).master is not None for p in everyone]
     members = states.members(everyone, having)
     changed = master_weights.seed(members, _keys(states, having), state_dict)
     _mark_synced(states, stepper, members)

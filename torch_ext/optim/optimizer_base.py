@@ -179,7 +179,7 @@ class OptimizerBase(torch.optim.Optimizer):
             host.forget_all()
         for key, value in entries.items():
             if isinstance(value, load.EncodedEntry):
-                entries[key] = host.put(key, value.at_rest) if value.host else value.at_rest
+                entries[key] = host.put(key, value.state) if value.host else value.state
         super().__setstate__({key: value for key, value in state.items() if key not in ("_counts", "_host", "_forms")})
         if not isinstance(entries, access.TrackedState):  # a shallow copy of an optimizer shares its state
             # What was loaded is ours alone, unless it was handed out by us before.
@@ -203,7 +203,7 @@ class OptimizerBase(torch.optim.Optimizer):
         """Which part of each parameter lies on this rank."""
         return self._states.current_shards(everyone)
 
-    def state_at_rest(self, p: Tensor) -> Mapping[str, Any]:
+    def stored_state(self, p: Tensor) -> Mapping[str, Any]:
         """The state of p, wherever it lies; empty where there is none."""
         return self._states.at_rest(p)
 

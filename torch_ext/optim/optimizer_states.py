@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_ext.optim.cpu_offload.host_states import HostStates
 from torch_ext.optim.state import access, codec, param_form
 from torch_ext.optim.state.param_state import ParamState
+from torch_ext.optim.state.state_dtypes import StateDtypes
 from torch_ext.optim.state.write_check import SyncedVersion
 from torch_ext.params import hyper_parameters, local_shard, param_groups, shard_map
 from torch_ext.policy.policy import Policy
@@ -112,7 +113,7 @@ class OptimizerStates:
             p = everyone[i]
             if not p.requires_grad and not self.is_made(p):
                 return 0
-            return codec.nbytes(shards.of(i).weight, codec.kinds_of(self.optimizer.policy, p.dtype))
+            return StateDtypes.of(self.optimizer.policy, p.dtype).nbytes(shards.of(i).weight.numel())
 
         return self.host.choose(len(everyone), size)
 
@@ -133,7 +134,7 @@ class OptimizerStates:
                 everyone[i],
                 local[i],
                 self.host.entry(self.state, everyone[i], on_host[i]),
-                codec.kinds_of(self.optimizer.policy, everyone[i].dtype),
+                StateDtypes.of(self.optimizer.policy, everyone[i].dtype),
                 ids[i],
                 group_of[i],
                 names[i],
@@ -151,14 +152,14 @@ class OptimizerStates:
         """Makes what their states lack; returns those that lacked something."""
         made: list[ParamState] = []
         for host in (False, True):  # not in one memory, which may leave the device (see offloading/offload.py)
-            missing = [m for m in members if m.host == host and not codec.complete(m.state, m.kinds)]
+            missing = [m for m in members if m.host == host and not m.kinds.complete(m.state)]
             for m, new in zip(missing, codec.make([(m.beside, m.kinds) for m in missing]), strict=True):
                 m.state.update({key: value for key, value in new.items() if key not in m.state})
             made += missing
         for m in members:
             if "step" not in m.state:
                 m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.weight.device)
-            codec.settle(m.weight.detach(), m.state, m.kinds, m.name)
+            codec.follow_param(m.weight.detach(), m.state, m.kinds, m.name)
         return made
 
     def make_all(self) -> None:
@@ -212,7 +213,7 @@ def refuse_group(groups: list[dict[str, Any]], group: dict[str, Any], where: str
     trained = [(p, name) for p, name in zip(everyone, names, strict=True) if p.requires_grad]
     for p, name in trained:
         dense.refuse_param(local_shard.tensor_of(p), name)
-        codec.kinds_of(policy, p.dtype)
+        StateDtypes.of(policy, p.dtype)
     devices = {p.device: name for p, name in trained}
     if len(devices) > 1:
         places = " and ".join(f"{name} on {device}" for device, name in devices.items())

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch_ext.comm.init_sync import broadcast
 from torch_ext.optim.adamw import Adam
 from torch_ext.optim.state import access, codec, load, save
+from torch_ext.optim.state.state_dtypes import StateDtypes
+from torch_ext.optim.state.stateful import params_of
 from torch_ext.params import local_shard, param_groups, reducer_registry
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense
@@ -47,19 +49,14 @@ class Carried:
             )
         self.optimizer = optimizer
         mine = {id(p) for p in model.parameters()}
-        everyone, names = param_groups.everyone(optimizer.param_groups), param_groups.names(optimizer.param_groups)
-        locals_ = optimizer.current_shards(everyone)
         self._entries: dict[int, _Entry] = {}
-        for i, (p, name) in enumerate(zip(everyone, names, strict=True)):
-            at_rest = optimizer.state_at_rest(p)
-            if "exp_avg" not in at_rest or id(p) not in mine:
+        for p in params_of(optimizer):
+            if "exp_avg" not in p.stored or id(p.param) not in mine:
                 continue
-            local, kinds = locals_.of(i), codec.kinds_of(optimizer.policy, p.dtype)
-            _refuse_converted(local.weight, at_rest, kinds, name)
-            logical = save.entry_of(p, local, at_rest, kinds, name)
-            owned = reducer_registry.owner_of(p) is not None
-            cut = save.is_cut(p, local)
-            self._entries[i] = _Entry(p, name, p.detach(), local, cut, owned, at_rest, logical)
+            _refuse_converted(p.local.weight, p.stored, p.kinds, p.name)
+            logical = save.entry_of(p)
+            owned = reducer_registry.owner_of(p.param) is not None
+            self._entries[p.index] = _Entry(p.param, p.name, p.param.detach(), p.local, p.cut, owned, p.stored, logical)
 
     def lines(self) -> list[str]:
         """What must be equal on all ranks, as text."""
@@ -73,9 +70,9 @@ class Carried:
         """ValueError where the states cannot become those of the policy, or of these ranks. before: the policy of the
         layout that ends, with which the optimizer was content."""
         for entry in self._entries.values():
-            own = codec.kinds_of(self.optimizer.policy, entry.param.dtype)
-            wanted = codec.kinds_of(policy, entry.param.dtype)
-            if wanted != own and (before is None or wanted != codec.kinds_of(before, entry.param.dtype)):
+            own = StateDtypes.of(self.optimizer.policy, entry.param.dtype)
+            wanted = StateDtypes.of(policy, entry.param.dtype)
+            if wanted != own and (before is None or wanted != StateDtypes.of(before, entry.param.dtype)):
                 raise ValueError(
                     f"the policy has changed: by it the state of {entry.name} is {_described(wanted)}, and the "
                     f"optimizer has {_described(own)}. States that are taken along stay what they are: pass "
@@ -97,7 +94,7 @@ class Carried:
         optimizer = self.optimizer
         everyone = param_groups.everyone(optimizer.param_groups)
         locals_, hosts = optimizer.current_shards(everyone), optimizer.on_host(everyone)
-        state: dict[Any, Any] = {p: self._as_it_is(p, optimizer.state_at_rest(p)) for p in self._others()}
+        state: dict[Any, Any] = {p: self._as_it_is(p, optimizer.stored_state(p)) for p in self._others()}
         with dense.to_stay():
             for i in list(self._entries):
                 entry = self._entries.pop(i)  # its old state goes as soon as there is the new one
@@ -107,7 +104,7 @@ class Carried:
     def _others(self) -> Iterator[Tensor]:
         """Parameters with a state that is not carried: a step, or everything of another model's."""
         everyone = param_groups.everyone(self.optimizer.param_groups)
-        return (p for i, p in enumerate(everyone) if i not in self._entries and self.optimizer.state_at_rest(p))
+        return (p for i, p in enumerate(everyone) if i not in self._entries and self.optimizer.stored_state(p))
 
     def _as_it_is(self, p: Tensor, at_rest: Mapping[str, Any]) -> load.EncodedEntry:
         lies_here = "exp_avg" in access.peek(self.optimizer.state, p) or "exp_avg" not in at_rest
@@ -119,19 +116,19 @@ class Carried:
         """Its state under the layout that has begun."""
         step = entry.at_rest["step"]
         weight = local.weight.detach()
-        stays = not entry.cut and not save.is_cut(p, local)
+        stays = not entry.cut and not local_shard.is_cut(p, local)
         if stays and local_shard.is_dtensor(p) == local_shard.is_dtensor(entry.like):
             if not entry.owned and not local_shard.is_dtensor(p):  # of which each rank has a shard of its own
                 _broadcast(list(entry.at_rest.values()), group, weight.device)
             return self._as_it_is(p, entry.at_rest)
-        kinds, beside = codec.kinds_of(self.optimizer.policy, p.dtype), weight.cpu() if host else weight
+        kinds, beside = StateDtypes.of(self.optimizer.policy, p.dtype), weight.cpu() if host else weight
         (made,) = codec.make([(beside, kinds)])
         for key in kinds.logical():
             whole = save.whole(entry.like, entry.local, entry.logical[key], None, entry.cut, _CALL)
             if not entry.owned:
                 whole = whole.detach().clone(memory_format=torch.preserve_format)
                 _broadcast([whole], group, weight.device)
-            codec.encode(beside, {key: load.part(p, local, whole)}, kinds, {}, made)
+            codec.encode(beside, made, kinds, key, load.part(p, local, whole))
         if not entry.owned:
             _broadcast([step], group, weight.device)
         return load.EncodedEntry({"step": step, **made}, host)
@@ -175,9 +172,9 @@ def carried(
     return optimizers, found
 
 
-def _refuse_converted(weight: Tensor, at_rest: Mapping[str, Any], kinds: codec.StateDtypes, name: str) -> None:
+def _refuse_converted(weight: Tensor, at_rest: Mapping[str, Any], kinds: StateDtypes, name: str) -> None:
     expected = {"exp_avg": kinds.exp_avg, "exp_avg_sq": kinds.exp_avg_sq}
-    fits = codec.complete(at_rest, kinds) and all(
+    fits = kinds.complete(at_rest) and all(
         at_rest[key].dtype == dtype and at_rest[key].shape == weight.shape for key, dtype in expected.items()
     )
     if not fits:
@@ -187,6 +184,6 @@ def _refuse_converted(weight: Tensor, at_rest: Mapping[str, Any], kinds: codec.S
         )
 
 
-def _described(kinds: codec.StateDtypes) -> str:
+def _described(kinds: StateDtypes) -> str:
     master = {None: "no master", "master_param": "an fp32 master"}.get(kinds.master, "a master in remainders")
     return f"moments in {kinds.exp_avg} and {kinds.exp_avg_sq} with {master}"

@@ -12,7 +12,7 @@ from torch_ext.comm import compression
 from torch_ext.comm.communicator import IN_FLIGHT
 from torch_ext.native import dtypes as native_dtypes
 from torch_ext.native import library
-from torch_ext.optim.state import codec
+from torch_ext.optim.state.state_dtypes import MASTERS, StateDtypes
 from torch_ext.parallel.bucket_plan import Bucket, CLayout, LayoutArgs, Place
 from torch_ext.policy import policy_struct
 from torch_ext.policy.policy import Policy
@@ -145,8 +145,8 @@ def plan_memory(
 
 
 def _state_of(policy: Policy, dtype: torch.dtype) -> _MemoryState:
-    kinds = codec.kinds_of(policy, dtype)
-    master = 0 if kinds.master is None else native_dtypes.code_of(codec.MASTERS[kinds.master])
+    kinds = StateDtypes.of(policy, dtype)
+    master = 0 if kinds.master is None else native_dtypes.code_of(MASTERS[kinds.master])
     return _MemoryState(native_dtypes.code_of(kinds.exp_avg), native_dtypes.code_of(kinds.exp_avg_sq), master)
 
 

@@ -27,6 +27,11 @@ def is_dtensor(t: Tensor) -> bool:
     return any(kind.__name__ == "DTensor" for kind in type(t).__mro__[:-1])
 
 
+def is_cut(p: Any, local: LocalShard) -> bool:
+    """Whether this rank steps a flat part of p."""
+    return local.weight is not p and not is_dtensor(p)
+
+
 def tensor_of(p: Any) -> Tensor:
     """A DTensor's local tensor; any other tensor itself."""
     if not is_dtensor(p):

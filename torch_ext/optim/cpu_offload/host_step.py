@@ -33,7 +33,7 @@ class HostPlan:
         """gathers: of each member, the bucket that is gathered after its step."""
         self.members = list(members)
         self._buffers, self._copies = buffers, buffers.copies
-        at_rest = [m.at_rest() for m in members]
+        at_rest = [m.stored() for m in members]
         self.memory = FixedMemory([*(m.place for m in members), *(t for row in at_rest for t in row if t is not None)])
         # A weight that isn't dense is stepped as a contiguous copy beside it.
         weights = [m.weight.detach() for m in members]
@@ -52,7 +52,7 @@ class HostPlan:
         members = [self.members[i] for i in chosen]
         meta = [[m.id, m.local.start, m.group] for m in members]
         weights = [dense.flat(self._layouts[i]) for i in chosen]
-        return Call(weights, [m.at_rest() for m in members], meta, self._counters)
+        return Call(weights, [m.stored() for m in members], meta, self._counters)
 
     @property
     def resynced(self) -> int:

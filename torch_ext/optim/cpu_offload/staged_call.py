@@ -51,7 +51,7 @@ class Call:
     def __init__(
         self, weights: list[Tensor], rows: list[list[Tensor | None]], meta: list[list[int]], counters: Counters
     ) -> None:
-        """weights: dense memory, wherever it is; rows: the state of each (see Member.at_rest), on the host; meta: rows
+        """weights: dense memory, wherever it is; rows: the state of each (ParamState.stored), on the host; meta: rows
         of tx_meta. All must stay where they are."""
         self._held, self._weights = rows, weights
         self._meta = torch.tensor(meta, dtype=torch.int64)

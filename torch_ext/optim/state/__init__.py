@@ -1,1 +1,1 @@
-"""Optimizer state: how it lies at rest, is decoded, saved and loaded."""
+"""Optimizer state: how it is stored, decoded, saved and loaded."""

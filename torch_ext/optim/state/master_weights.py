@@ -135,10 +135,10 @@ def _swaps(m: "ParamState") -> bool:
 
 
 def _opened(m: "ParamState") -> Tensor:
-    """The master itself where it is at rest in fp32, on the parameter's device."""
+    """The master itself where it is stored in fp32, on the parameter's device."""
     if m.kinds.master is None:
         return m.weight.detach()
-    return codec.decode(m.weight, m.state, m.kinds, ("master_param",))["master_param"].to(m.weight.device)
+    return codec.decode(m.weight, m.state, m.kinds, "master_param").to(m.weight.device)
 
 
 def _close(m: "ParamState", master: Tensor) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from torch_ext.native import constants, ops
-from torch_ext.optim.state import codec
 from torch_ext.optim.state.param_state import ParamState
+from torch_ext.optim.state.state_dtypes import MASTERS
 from torch_ext.tensors import dense
 
 # on_external_write -> what the step's operator does where checksums differ; before the step, "error" checks.
@@ -28,12 +28,12 @@ def resync(members: Sequence[ParamState], force: bool = False) -> Tensor:
     """
     changed = _counts(members)
     if force:
-        _run(ops.call, "master_resync_", members, codec.MASTERS, changed, True)
+        _run(ops.call, "master_resync_", members, MASTERS, changed, True)
     else:
         _run(ops.call, "master_resync_", members, ("master_param",), changed)
         remainders = ("master_remainder",)
         _run(ops.call, "master_checksum_", members, remainders, changed, constants.CHECKSUM_RESYNC)  # renews them
-    renewed = codec.MASTERS if force else ("master_param",)
+    renewed = MASTERS if force else ("master_param",)
     if not force and changed.device.type == "cpu":
         # Samples lie in pages of their own, a sixth of the time. Where none changed those are right that the last step
         # left, or the next step compares the parameter once more; a device would have to be waited for.

@@ -1,9 +1,11 @@
-"""Checkpoints of torch.distributed.checkpoint that lack what a state of ours has: those of torch.optim.AdamW, of an
-optimizer without masters, of parameters without names.
+"""Checkpoints of torch.distributed.checkpoint that lack keys of our state: those of torch.optim.AdamW, of an optimizer
+without masters, of parameters without names.
 
-torch's planner asks a checkpoint for every key of the state dict that is to be loaded, and knows no key that may be
-absent. What may be is known here: options of ours, which stay as the optimizer has them, and masters, which are made
-from the weights in the checkpoint. A `CheckpointReader` loads such checkpoints; other readers say that it does.
+Note: missing keys. torch's load planner makes read items for every key of the state dict, and knows no key that may be
+missing. Two kinds may be: options of ours, which stay as the optimizer has them, and masters, which are read from the
+weights in the checkpoint. So the function that makes a rank's load plan is replaced in torch's module
+(`patch_planner`). Metadata that a `CheckpointReader` has read is marked (`allow_missing`): its missing keys are filled.
+With other readers they are an error that names CheckpointReader.
 """
 
 import dataclasses
@@ -12,23 +14,22 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-Plan: TypeAlias = Callable[..., Any]
+from torch_ext.optim.state.stateful import first_names
 
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 _FUNCTION = "create_default_local_load_plan"
-_ROUTED = "_torch_ext_routed"
-_FILLED = "_torch_ext_filled"  # set on metadata that a reader of ours has read
+_PATCHED = "_torch_ext_patched"
+_MAY_LACK = "_torch_ext_may_lack"  # set on metadata
 _OPTION = re.compile(r"^(.*?)param_groups\.(.+)\.([^.]+)$")
 _OURS = ("moment_rounding", "weight_rounding", "seed", "param_id", "param_names")
 _NEWER = ("decoupled_weight_decay",)  # options of torch that a checkpoint of an older one lacks
 _MASTER = ".master_param"
-_SHOWN = 4
 
 
-class Absent(NamedTuple):
-    """What a checkpoint may lack, and does."""
+class MissingKeys(NamedTuple):
+    """Keys that a checkpoint may lack, and does."""
 
     options: list[str]
     masters: dict[str, str | None]
@@ -38,47 +39,44 @@ class Absent(NamedTuple):
         return bool(self.options or self.masters)
 
 
-def fill(metadata: Any) -> None:
-    """What a checkpoint with this metadata may lack is no error."""
-    setattr(metadata, _FILLED, True)
+def allow_missing(metadata: Any) -> None:
+    """Keys that a checkpoint with this metadata lacks are filled, if it may lack them."""
+    setattr(metadata, _MAY_LACK, True)
 
 
-def watch() -> None:
-    """From here on torch's planner asks here about keys that are missing, where it has been imported. Again and again
-    is as good as once."""
+def patch_planner() -> None:
+    """Torch's planner, where it has been imported, handles missing keys from here on. May be called again."""
     module = sys.modules.get(_PLANNER)
     theirs = getattr(module, _FUNCTION, None)
-    if theirs is not None and not hasattr(theirs, _ROUTED):
-        setattr(module, _FUNCTION, _routed(theirs))
+    if theirs is not None and not hasattr(theirs, _PATCHED):
+        setattr(module, _FUNCTION, _patched(theirs))
 
 
-def _routed(theirs: Plan) -> Plan:
+def _patched(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def create_default_local_load_plan(state_dict: Mapping[str, Any], metadata: Any, strict: bool = True) -> Any:
-        absent = absent_in(state_dict, metadata.state_dict_metadata)
-        if not absent:
+        missing = missing_in(state_dict, metadata.state_dict_metadata)
+        if not missing:
             return theirs(state_dict, metadata, strict)
-        if strict and not hasattr(metadata, _FILLED):
-            raise RuntimeError(_message(absent))
-        rest = {key: value for key, value in state_dict.items() if key not in absent.masters}
-        for key in absent.options:
-            del rest[key]
-        plan = theirs(rest, metadata, strict)
+        if strict and not hasattr(metadata, _MAY_LACK):
+            raise RuntimeError(_message(missing))
+        absent = {*missing.options, *missing.masters}
+        plan = theirs({key: value for key, value in state_dict.items() if key not in absent}, metadata, strict)
         items = list(plan.items)
-        for key, source in absent.masters.items():
+        for key, source in missing.masters.items():
             if source is not None:
-                items += _reads(key, source, state_dict[key], metadata)
-        _warn(absent)
+                items += _read_items(key, source, state_dict[key], metadata)
+        _warn(missing)
         return dataclasses.replace(plan, items=items)
 
-    setattr(create_default_local_load_plan, _ROUTED, True)
+    setattr(create_default_local_load_plan, _PATCHED, True)
     return create_default_local_load_plan
 
 
-def absent_in(state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> Absent:
+def missing_in(state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> MissingKeys:
     """state_dict, saved: by flattened keys, in any nesting."""
     missing = [key for key in state_dict if key not in saved]
-    found = Absent([], {})
+    found = MissingKeys([], {})
     if not missing:
         return found
     roots = {m[1] for m in map(_OPTION.match, state_dict) if m is not None and m[3] == "param_id"}
@@ -124,8 +122,8 @@ def _weights(name: str, root: str, master: Any, saved: Mapping[str, Any]) -> str
     return found[0] if len(found) == 1 else None
 
 
-def _reads(key: str, source: str, master: Any, metadata: Any) -> list[Any]:
-    """What is read of the weights into the master."""
+def _read_items(key: str, source: str, master: Any, metadata: Any) -> list[Any]:
+    """Of the weights, into the master."""
     from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
     from torch_ext.params.local_shard import is_dtensor
@@ -136,14 +134,13 @@ def _reads(key: str, source: str, master: Any, metadata: Any) -> list[Any]:
     return [dataclasses.replace(item, dest_index=dataclasses.replace(item.dest_index, fqn=key)) for item in items]
 
 
-def _all(keys: list[str]) -> str:
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(map(repr, keys[:_SHOWN])) + more
+def _quoted(keys: list[str]) -> str:
+    return first_names(list(map(repr, keys)))
 
 
-def _message(absent: Absent) -> str:
+def _message(missing: MissingKeys) -> str:
     return (
-        f"Missing key in checkpoint state_dict: {_all([*absent.masters, *absent.options])}. It was saved by "
+        f"Missing key in checkpoint state_dict: {_quoted([*missing.masters, *missing.options])}. It was saved by "
         "torch.optim.AdamW, without masters or without names of parameters. Pass "
         "storage_reader=torch_ext.CheckpointReader(path) to torch.distributed.checkpoint.load: moments are loaded, "
         "masters are made from the weights, and options that are missing stay as they are. (With any other "
@@ -152,10 +149,10 @@ def _message(absent: Absent) -> str:
     )
 
 
-def _warn(absent: Absent) -> None:
-    made = [key for key, source in absent.masters.items() if source is not None]
-    left = [key for key, source in absent.masters.items() if source is None]
-    said = [f"the checkpoint has no {_all(made)}: made from the weights in it"] if made else []
-    said += [f"the checkpoint has no {_all(left)}: the weight is its master from the next step on"] if left else []
+def _warn(missing: MissingKeys) -> None:
+    made = [key for key, source in missing.masters.items() if source is not None]
+    left = [key for key, source in missing.masters.items() if source is None]
+    said = [f"the checkpoint has no {_quoted(made)}: made from the weights in it"] if made else []
+    said += [f"the checkpoint has no {_quoted(left)}: the weight is its master from the next step on"] if left else []
     if said:
         warnings.warn(f"torch_ext: {'; '.join(said)}", stacklevel=2)

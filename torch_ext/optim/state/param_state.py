@@ -1,4 +1,4 @@
-"""One parameter with its state at rest, as a step reads and writes it."""
+"""One parameter with its stored state, as a step reads and writes it."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 import torch
 from torch import Tensor
 
-from torch_ext.optim.state.codec import StateDtypes
+from torch_ext.optim.state.state_dtypes import StateDtypes
 from torch_ext.params.local_shard import LocalShard, is_dtensor
 from torch_ext.tensors import dense
 
@@ -20,7 +20,7 @@ class ParamState(NamedTuple):
 
     param: Tensor
     local: LocalShard  # what of it this rank steps
-    state: dict[str, Any]  # at rest, complete, of the local part
+    state: dict[str, Any]  # stored, complete, of the local part
     kinds: StateDtypes
     id: int  # of its rounding thresholds
     group: int
@@ -54,7 +54,7 @@ class ParamState(NamedTuple):
         assert self.kinds.master is not None
         return self.state[self.kinds.master]
 
-    def at_rest(self) -> list[Tensor | None]:
+    def stored(self) -> list[Tensor | None]:
         """Its state in the order of a row of `slices` of adamw_flat_."""
         master = self.state[self.kinds.master] if self.kinds.master else None
         state = self.state

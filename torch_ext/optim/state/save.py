@@ -1,81 +1,63 @@
-"""Between opt.state and state_dict: the hook by which torch's own saving carries our state (`optim/state/load.py`: its
-loading).
+"""Stored state -> logical state_dict: the post hook by which torch's own state_dict() hands out our state (`load`: the
+other way)."""
 
-torch's state_dict hands out what is at rest. It runs hooks for everybody; ours comes closest to the optimizer.
-"""
-
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_ext.comm import group_calls
-from torch_ext.optim.state import codec, missing_keys, state_tensor
-from torch_ext.optim.state.sources import EncodedState, PlainState, stretches
+from torch_ext.optim.state import codec, large_tensor, missing_keys
+from torch_ext.optim.state.sources import PlainState, Source, ranges, source_of
 from torch_ext.optim.state.state_tensor import StateTensor
-from torch_ext.optim.state.stateful import StatefulOptimizer
-from torch_ext.params import local_shard, param_groups, shard_map
+from torch_ext.optim.state.stateful import StatefulOptimizer, StatefulParam, params_of
+from torch_ext.params import local_shard, param_groups
 from torch_ext.tensors import dense
 
 
 def logical(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """At rest -> logical. Parameters that never were trained have no entry, as in torch."""
-    missing_keys.watch()  # who loads into it may have imported the planner since
-    found: dict[Any, Any] = {}
-    rest = dict(state_dict["state"])
-    everyone, names = param_groups.everyone(optimizer.param_groups), param_groups.names(optimizer.param_groups)
-    locals_ = optimizer.current_shards(everyone)
+    """Stored -> logical. Parameters that never were trained have no entry, as in torch."""
+    missing_keys.patch_planner()  # who loads into it may have imported the planner since
+    params = params_of(optimizer)
     with torch.no_grad():
-        for index, (p, name) in enumerate(zip(everyone, names, strict=True)):
-            at_rest = optimizer.state_at_rest(p)
-            rest.pop(index, None)
-            if "exp_avg" in at_rest:
-                kinds = codec.kinds_of(optimizer.policy, p.dtype)
-                found[index] = entry_of(p, locals_.of(index), at_rest, kinds, name)
-    return {**state_dict, "state": {**found, **rest}}
+        found: dict[Any, Any] = {p.index: entry_of(p) for p in params if "exp_avg" in p.stored}
+    indices = {p.index for p in params}
+    rest = {key: value for key, value in state_dict["state"].items() if key not in indices}
+    return {**state_dict, "state": found | rest}
 
 
-def entry_of(
-    p: Any, local: local_shard.LocalShard, at_rest: Mapping[str, Any], kinds: codec.StateDtypes, name: str
-) -> dict[str, Any]:
-    """The logical state of one parameter: what is logical at rest as it is, what is not as state tensors.
+def entry_of(p: StatefulParam) -> dict[str, Any]:
+    """The logical state of one parameter: tensors that are stored in that form as they are, others as state tensors.
 
     State tensors are in DTensors, too: torch takes one whose local tensor does not begin its storage for a tensor with
     memory of its own, where it copies it (deepcopy, async_save), and small states of ours share theirs.
     """
-    weight, cut, dtensor = local.weight.detach(), is_cut(p, local), local_shard.is_dtensor(p)
-    entry = {"step": at_rest["step"]}
-    lazily = cut or dense.same_order(at_rest["exp_avg"], weight)
-    state = {key: value for key, value in at_rest.items() if key != "step"}
-    for key, encoded in kinds.logical().items():
-        if not encoded and not cut and not dtensor:
-            entry[key] = state_tensor.in_boxes(at_rest[key], f"{key} of {name}")
-        elif not lazily:
-            entry[key] = _like(p, codec.decode(weight, at_rest, kinds, (key,))[key])
+    weight = p.local.weight.detach()
+    same_order = p.cut or dense.same_order(p.stored["exp_avg"], weight)
+    entry = {"step": p.stored["step"]}
+    for key, encoded in p.kinds.logical().items():
+        what = f"{key} of {p.name}"
+        if not encoded and not p.cut and not local_shard.is_dtensor(p.param):
+            entry[key] = large_tensor.large(p.stored[key], what)
+        elif same_order:
+            source = source_of(weight, p.stored, p.kinds, key)
+            entry[key] = _placed_like(p.param, _state_tensor(p, source, what))
         else:
-            source = (
-                EncodedState(weight, state, kinds, key) if encoded else PlainState(dense.flat(at_rest[key]).view(-1))
-            )
-            entry[key] = _like(p, part_of(p, local, source, f"{key} of {name}"))
+            entry[key] = _placed_like(p.param, codec.decode(weight, p.stored, p.kinds, key))
     return entry
 
 
-def is_cut(p: Any, local: local_shard.LocalShard) -> bool:
-    """Whether this rank steps a flat part of p."""
-    return local.weight is not p and not local_shard.is_dtensor(p)
+def _state_tensor(p: StatefulParam, source: Source, what: str) -> StateTensor:
+    """source: of this rank's elements of the parameter, or of its state."""
+    param = p.param
+    if p.cut:
+        return StateTensor.of(source, param, p.local.start, (0,) * param.ndim, what)
+    origin = local_shard.origin(param) if local_shard.is_dtensor(param) else (0,) * param.ndim
+    return StateTensor.of(source, p.local.weight, 0, origin, what)
 
 
-def part_of(p: Any, local: local_shard.LocalShard, source: state_tensor.Source, what: str) -> StateTensor:
-    """source: of this rank's elements of p, or of its state."""
-    if is_cut(p, local):
-        return state_tensor.tensor_of(source, p, local.start, (0,) * p.ndim, what)
-    origin = local_shard.origin(p) if local_shard.is_dtensor(p) else (0,) * p.ndim
-    return state_tensor.tensor_of(source, local.weight, 0, origin, what)
-
-
-def _like(p: Any, value: Tensor) -> Any:
-    """The local part of a tensor that lies like the DTensor p as such a one; any other value as it is."""
+def _placed_like(p: Any, value: Tensor) -> Any:
+    """A DTensor with this local tensor, which is placed as p is; the value itself where p is none."""
     if not local_shard.is_dtensor(p):
         return value
     from torch.distributed.tensor import DTensor
@@ -84,77 +66,64 @@ def _like(p: Any, value: Tensor) -> Any:
 
 
 def masters(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[Any, Any]:
-    """The master of each parameter in a logical state_dict; the weight, as state is cut, where it is its own."""
-    everyone, names = param_groups.everyone(optimizer.param_groups), param_groups.names(optimizer.param_groups)
-    keys = param_groups.keys(optimizer.param_groups)
-    locals_ = optimizer.current_shards(everyone)
+    """The master of each parameter in a logical state_dict; the weight, cut as state is, where it is its own."""
     found: dict[Any, Any] = {}
-    for index, p in enumerate(everyone):
-        local, entry = locals_.of(index), state_dict["state"].get(index, {})
-        master = entry.get("master_param")
-        if master is None and is_cut(p, local):
-            master = part_of(p, local, PlainState(local.weight.detach()), names[index])
-        found[keys[index]] = p.detach() if master is None else master
+    for p, key in zip(params_of(optimizer), param_groups.keys(optimizer.param_groups), strict=True):
+        master = state_dict["state"].get(p.index, {}).get("master_param")
+        if master is None:
+            weight = p.local.weight.detach()
+            master = _state_tensor(p, PlainState(weight), p.name) if p.cut else p.param.detach()
+        found[key] = master
     return found
 
 
 def consolidated(optimizer: StatefulOptimizer, state_dict: dict[str, Any], to: int | None) -> dict[str, Any] | None:
-    """The parts of all ranks put together: whole tensors, as an optimizer that is not sharded has them. Collective."""
-    everyone, names = param_groups.everyone(optimizer.param_groups), param_groups.names(optimizer.param_groups)
-    locals_ = optimizer.current_shards(everyone)
-    whole: dict[Any, Any] = {}
+    """The parts of all ranks put together: whole tensors, as an optimizer that is not sharded has them. Collective.
+
+    to: the global rank that gets them, None on others; None: all of them.
+    """
+    params = dict[Any, StatefulParam]((p.index, p) for p in params_of(optimizer))
+    found: dict[Any, Any] = {}
     receives = to is None or to == _rank()
     with torch.no_grad():
-        cuts = _cuts(everyone, locals_, [i for i in state_dict["state"] if isinstance(i, int) and i < len(everyone)])
+        cuts = _cuts([params[index] for index in state_dict["state"] if index in params])
         for index, entry in state_dict["state"].items():
-            p = everyone[index] if isinstance(index, int) and index < len(everyone) else None
-            made = {
-                key: value
-                if key == "step" or p is None
-                else _whole(p, locals_.of(index), value, to, f"consolidate_state_dict(): {key} of {names[index]}")
-                for key, value in entry.items()
-            }
-            if receives:
-                whole[index] = {
-                    key: state_tensor.consolidated(value, cuts[index], f"{key} of {names[index]}")
-                    if key != "step" and index in cuts
-                    else value
-                    for key, value in made.items()
-                }
-    return {**state_dict, "state": whole} if receives else None
+            found[index] = {}
+            for key, value in entry.items():
+                if key != "step" and (p := params.get(index)) is not None:
+                    what = f"{key} of {p.name}"
+                    value = whole(p.param, p.local, value, to, p.cut, f"consolidate_state_dict(): {what}")
+                    if receives and index in cuts:
+                        value = large_tensor.consolidated(value, cuts[index], what)
+                if receives:
+                    found[index][key] = value
+    return {**state_dict, "state": found} if receives else None
 
 
-def _cuts(everyone: list[Any], locals_: shard_map.ShardMap, indices: list[int]) -> dict[int, list[int]]:
+def _cuts(params: list[StatefulParam]) -> dict[int, list[int]]:
     """Of each that is cut over ranks, where the parts begin and end, from 0 to numel. Collective."""
-    by_groups: dict[Any, dict[int, local_shard.LocalShard]] = {}
-    for index in indices:
-        local = locals_.of(index)
-        if is_cut(everyone[index], local):
-            by_groups.setdefault(local.groups, {})[index] = local
+    by_groups: dict[Any, list[StatefulParam]] = {}
+    for p in params:
+        if p.cut:
+            by_groups.setdefault(p.local.groups, []).append(p)
     found: dict[int, list[int]] = {}
     for groups, members in by_groups.items():
-        ends = [[local.start, local.start + local.weight.numel()] for local in members.values()]
-        own = torch.tensor(ends, device=next(iter(members.values())).weight.device)
-        rows = [own]
+        ends = [[p.local.start, p.local.start + p.local.weight.numel()] for p in members]
+        rows = [torch.tensor(ends, device=members[0].local.weight.device)]
         for group in groups:
             gathered = [[torch.empty_like(row) for _ in range(group.size())] for row in rows]
             for row, into in zip(rows, gathered, strict=True):
                 group_calls.all_gather(into, row, group, "consolidate_state_dict(): which rank has which part").wait()
             rows = [each for into in gathered for each in into]
-        for at, index in enumerate(members):
+        for at, p in enumerate(members):
             parts = [row[at].tolist() for row in rows]
-            whole = {0, everyone[index].numel()}
-            found[index] = sorted(whole.union(*(part for part in parts if part[0] < part[1])))
+            found[p.index] = sorted({0, p.param.numel()}.union(*(part for part in parts if part[0] < part[1])))
     return found
 
 
 def _rank() -> int:
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-
-
-def _whole(p: Any, local: local_shard.LocalShard, value: Any, to: int | None, what: str) -> Tensor:
-    return whole(p, local, value, to, is_cut(p, local), what)
 
 
 def whole(like: Tensor, local: local_shard.LocalShard, value: Any, to: int | None, cut: bool, what: str) -> Tensor:
@@ -165,14 +134,14 @@ def whole(like: Tensor, local: local_shard.LocalShard, value: Any, to: int | Non
             return value.full_tensor()
     if not cut:
         return value
-    whole = dense.like(like, value.dtype)
-    flat, source = dense.flat(whole).view(-1), value._held.source
-    for begin, end in stretches(source.numel):
-        flat[local.start + begin : local.start + end] = source.read(begin, end)
+    full = dense.like(like, value.dtype)
+    flat = dense.flat(full).view(-1)
+    for begin, values in ranges(value.handle.source):
+        flat[local.start + begin : local.start + begin + values.numel()] = values
     # Every element is one rank's, and zero bits on the others: bytes can be added.
     for group in local.groups:
         if to is None:
             group_calls.all_reduce(flat.view(torch.uint8), group, what)
         else:
             group_calls.reduce(flat.view(torch.uint8), to, group, what)
-    return whole
+    return full

@@ -1,16 +1,19 @@
-"""What saving and loading ask of an optimizer; torch_ext.Adam has it."""
+"""What saving and loading ask of an optimizer (torch_ext.Adam has it), and of each of its parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from torch_ext.optim.state.state_dtypes import StateDtypes
+from torch_ext.params import local_shard, param_groups
 from torch_ext.params.shard_map import ShardMap
 from torch_ext.policy.policy import Policy
 
 
 class StatefulOptimizer(Protocol):
-    """An optimizer whose state at rest may be encoded, cut over the ranks, or on the host."""
+    """An optimizer whose stored state may be encoded, cut over the ranks, or on the host."""
 
     policy: Policy
     param_groups: list[dict[str, Any]]
@@ -20,10 +23,50 @@ class StatefulOptimizer(Protocol):
         """Which part of each parameter lies on this rank."""
         ...
 
-    def state_at_rest(self, p: Tensor) -> Mapping[str, Any]:
-        """The state of p as it is kept, wherever it lies; empty where there is none."""
+    def stored_state(self, p: Tensor) -> Mapping[str, Any]:
+        """The state of p as the operators read it (see `state_dtypes`), wherever it lies; empty where there is none."""
         ...
 
     def on_host(self, everyone: list[Tensor]) -> list[bool]:
         """Which parameters are stepped on the host (offload_fraction)."""
         ...
+
+
+class StatefulParam:
+    """A parameter of an optimizer, and what there is of its state. What is not asked for is not looked up: a parameter
+    without state may be one that the policy has no dtypes for."""
+
+    def __init__(self, optimizer: StatefulOptimizer, shards: ShardMap, index: int, name: str) -> None:
+        self._optimizer, self._shards, self.index = optimizer, shards, index
+        self.param: Any = shards.params[index]
+        self.name = name
+        """For messages."""
+
+    @cached_property
+    def local(self) -> local_shard.LocalShard:
+        return self._shards.of(self.index)
+
+    @cached_property
+    def kinds(self) -> StateDtypes:
+        return StateDtypes.of(self._optimizer.policy, self.param.dtype)
+
+    @cached_property
+    def stored(self) -> Mapping[str, Any]:
+        return self._optimizer.stored_state(self.param)
+
+    @property
+    def cut(self) -> bool:
+        return local_shard.is_cut(self.param, self.local)
+
+
+def params_of(optimizer: StatefulOptimizer) -> list[StatefulParam]:
+    """All parameters, in the order of their indices in a state_dict."""
+    everyone, names = param_groups.everyone(optimizer.param_groups), param_groups.names(optimizer.param_groups)
+    shards = optimizer.current_shards(everyone)
+    return [StatefulParam(optimizer, shards, index, name) for index, name in enumerate(names)]
+
+
+def first_names(names: Sequence[str], limit: int = 4) -> str:
+    """For messages: so many of them, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

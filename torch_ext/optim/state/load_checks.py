@@ -1,0 +1,161 @@
+"""What a load refuses, before anything has changed."""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ext.grads.errors import names_of
+from torch_ext.optim.state.sources import PlainState, ranges
+from torch_ext.optim.state.state_dtypes import LOGICAL
+from torch_ext.optim.state.state_tensor import StateTensor
+from torch_ext.optim.state.stateful import StatefulOptimizer, StatefulParam
+from torch_ext.params import hyper_parameters, local_shard, param_groups
+from torch_ext.tensors import dense
+
+
+def param_keys(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> list[Any]:
+    """The key of the loaded state of each parameter. ValueError unless groups and keys are the optimizer's."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"this is no optimizer's state_dict: of {key!r} there is none in {list(state_dict)}")
+    saved, own = state_dict["param_groups"], optimizer.param_groups
+    _refuse_other_names(saved, own)
+    lengths, saved_lengths = ([len(g["params"]) for g in groups] for groups in (own, saved))
+    if lengths != saved_lengths:
+        raise ValueError(
+            f"loaded state dict has parameter groups of {saved_lengths} parameters; the optimizer's, of "
+            f"{lengths}, are legal"
+        )
+    filled = [optimizer.defaults | group for group in saved]
+    for i, group in enumerate(filled):
+        where = f"loaded state dict, group {i}: "
+        hyper_parameters.refuse(group, where)
+        hyper_parameters.refuse_differing(group, filled[0], where)
+    keys = list(chain.from_iterable(g["params"] for g in saved))
+    for index in state_dict["state"]:
+        if index not in keys:
+            raise ValueError(f"loaded state dict has state for {index!r}, which none of its groups has")
+    return keys
+
+
+def _refuse_other_names(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """ValueError for the state of another architecture, where both sides know the names of their parameters."""
+    theirs, ours = _known_names(saved), _known_names(own)
+    if theirs is None or ours is None:
+        return
+    absent, unknown = [n for n in ours if n not in set(theirs)], [n for n in theirs if n not in set(ours)]
+    if absent or unknown:
+        what = [f"it has nothing for {names_of(absent, range(len(absent)))}"] if absent else []
+        what += [f"the optimizer does not have its {names_of(unknown, range(len(unknown)))}"] if unknown else []
+        raise ValueError(f"loaded state dict is of another architecture: {'; '.join(what)}")
+    for ours_of, theirs_of in ((a, b) for a, b in zip(ours, theirs, strict=True) if a != b):
+        raise ValueError(
+            f"loaded state dict has its parameters in another order: {theirs_of!r} where the optimizer has "
+            f"{ours_of!r}; groups with the same parameters in the same order are legal"
+        )
+
+
+def _known_names(groups: list[dict[str, Any]]) -> list[str] | None:
+    found: list[str] = []
+    for group in groups:
+        names = group["params"] if all(isinstance(p, str) for p in group["params"]) else group.get("param_names")
+        if names is None or len(names) != len(group["params"]):
+            return None
+        found += map(param_groups.logical_name, names)
+    return found
+
+
+def checked_entry(p: StatefulParam, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given for p, without what torch added. Raises ValueError or TypeError unless it is the logical state of
+    a parameter like p, whole or this rank's part, with a finite master."""
+    where = f"loaded state dict, state of {p.name}"
+    entry = _without_empty(p, given, where)
+    dense.refuse_param(local_shard.tensor_of(p.param), p.name)
+    _refuse_keys(entry, where)
+    _refuse_values(p.param, entry, where)
+    _refuse_cut_otherwise(p, entry, where)
+    _refuse_master(p, entry, where)
+    return entry
+
+
+def _without_empty(p: StatefulParam, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """torch looks into opt.state for the keys of a flattened state dict, and makes {} of those that it does not find:
+    stored keys that are no logical ones. ValueError where a logical one is missing then."""
+    found = {key: value for key, value in given.items() if key in LOGICAL or value != {}}
+    if len(found) != len(given) and (absent := [key for key in p.kinds.logical() if key not in found]):
+        raise ValueError(
+            f"{where} has no {absent[0]!r}: state that is encoded at rest cannot be loaded with "
+            "StateDictOptions(flatten_optimizer_state_dict=True), leave that out"
+        )
+    return found
+
+
+def _refuse_keys(entry: Mapping[str, Any], where: str) -> None:
+    for key in LOGICAL[:3]:
+        if key not in entry:
+            raise ValueError(
+                f"{where} has no {key!r}; the state of an Adam has {', '.join(LOGICAL[:3])} (and master_param), this "
+                f"one has {', '.join(map(str, entry)) or 'nothing'}"
+            )
+
+
+def _refuse_values(param: Any, entry: Mapping[str, Any], where: str) -> None:
+    for key, value in entry.items():
+        if key == "max_exp_avg_sq":
+            raise ValueError(
+                f"{where} was saved with amsgrad=True, which torch_ext does not have; resume with torch.optim"
+            )
+        if key not in LOGICAL:
+            raise ValueError(f"{where} has {key!r}; the state of an Adam has {', '.join(LOGICAL)}")
+        if key == "step":
+            continue
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            found = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{where}: {key} is {found}; a floating-point tensor (a logical state, decoded) is legal")
+        if value.shape != param.shape:
+            raise ValueError(
+                f"{where}: {key} has shape {tuple(value.shape)} and the parameter has {tuple(param.shape)}; equal "
+                "shapes are legal"
+            )
+    step = float(entry["step"])
+    if not 0 <= step < 2**24 or step != int(step):
+        raise ValueError(f"{where}: step is {step}; a whole number in [0, 2^24) is legal")
+
+
+def _refuse_cut_otherwise(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None:
+    """ValueError where values are a rank's part of a tensor that is not the part that is wanted."""
+    start, numel = p.local.start, p.local.weight.numel()
+    for key, value in entry.items():
+        if isinstance(value, StateTensor) and not value.handle.run.whole:
+            run = value.handle.run
+            if not p.cut or (run.start, run.numel) != (start, numel):
+                raise ValueError(
+                    f"{where}: {key} is elements [{run.start}, {run.stop}) of a tensor that was cut over other ranks, "
+                    f"and this rank wants [{start}, {start + numel}): load whole tensors (consolidate_state_dict), or "
+                    "through torch.distributed.checkpoint"
+                )
+
+
+def _refuse_master(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None:
+    """ValueError for a master with NaN or Inf, from which every step would make NaN or Inf."""
+    if p.kinds.master is None or "master_param" not in entry:
+        return
+    for begin, values in local_ranges(entry["master_param"]):
+        finite = torch.isfinite(values)
+        if not bool(finite.all()):
+            at = begin + int(finite.logical_not().nonzero()[0])
+            raise ValueError(
+                f"{where}: master_param has {values[at - begin].item()} (element {at} of what was given, in memory "
+                "order); finite numbers are legal"
+            )
+
+
+def local_ranges(value: Any) -> Iterator[tuple[int, Tensor]]:
+    """The elements of a loaded tensor that are on this rank: see `sources.ranges`."""
+    value = local_shard.tensor_of(value)
+    if isinstance(value, StateTensor):
+        return ranges(value.handle.source)
+    return ranges(PlainState(dense.contiguous(value.detach()).view(-1)))

@@ -1,0 +1,91 @@
+"""The optimizer state of one parameter: its two forms, and what each is made of.
+
+stored (`opt.state[p]`), as the operators read and write it    logical (`state_dict()`), as checkpoints hold it
+  step              fp32, one element                            step
+  exp_avg           policy dtype, shape of p                     exp_avg       fp32 where block-scaled, else as stored
+  exp_avg_sq        policy dtype, shape of p; its square root    exp_avg_sq    likewise
+                    where it is block-scaled
+  scales            uint8, where a moment is block-scaled (fp16, uint8): a byte for each block of 128 elements of
+                    exp_avg, then of exp_avg_sq
+  master_param      fp32, shape of p                             master_param  fp32
+  master_remainder  int16, shape of p                            master_param  fp32, exactly (weight, remainder)
+  checksum          int64, beside a master: checksums of the weights, which show that they were modified outside the
+                    optimizer
+At most one of the masters exists. Decoding (stored to logical) and encoding again gives the same bytes.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_ext.native import constants
+from torch_ext.policy.policy import Policy
+
+# Of each moment where it is block-scaled.
+FORMATS = {"exp_avg": constants.FORMAT_SIGNED, "exp_avg_sq": constants.FORMAT_SQRT}
+MASTERS = {"master_param": torch.float32, "master_remainder": torch.int16}  # as stored
+LOGICAL = ("step", "exp_avg", "exp_avg_sq", "master_param")
+_CHECKSUMED = {"master_param": constants.SAMPLED, "master_remainder": constants.CHECKSUM}  # weights per checksum
+GRAIN = _CHECKSUMED["master_remainder"]
+"""Elements that are encoded together: a slice of a stored state begins at a multiple of it."""
+
+
+class StateDtypes(NamedTuple):
+    """What the stored state of a parameter is made of."""
+
+    exp_avg: torch.dtype
+    exp_avg_sq: torch.dtype
+    master: str | None  # the key of its master: "master_param", "master_remainder"
+
+    @classmethod
+    def of(cls, policy: Policy, dtype: torch.dtype) -> "StateDtypes":
+        """Of a parameter in `dtype`. Raises ValueError for settings that the optimizer refuses."""
+        row = policy.row(dtype)
+        if row.main_params_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"main_params_dtype is {row.main_params_dtype}: a master must hold more than the weight; torch.float32 "
+                "(or None, for no master) is legal"
+            )
+        master = None
+        if dtype != torch.float32 and row.main_params_dtype is not None:
+            remainder = row.store_param_remainders and dtype == torch.bfloat16
+            master = "master_remainder" if remainder else "master_param"
+        return cls(row.exp_avg_dtype, row.exp_avg_sq_dtype, master)
+
+    def scaled(self, moment: str) -> bool:
+        """Whether a moment is block-scaled."""
+        return getattr(self, moment) in (torch.float16, torch.uint8)
+
+    @property
+    def scale_rows(self) -> int:
+        """How many moments are."""
+        return sum(map(self.scaled, FORMATS))
+
+    def shaped(self) -> dict[str, torch.dtype]:
+        """The stored tensors of the parameter's shape."""
+        moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return moments | ({self.master: MASTERS[self.master]} if self.master else {})
+
+    def blockwise(self, numel: int) -> dict[str, tuple[int, torch.dtype]]:
+        """The stored tensors with an element for so many of the parameter's `numel`: how many, and their dtype."""
+        found = {}
+        if self.scale_rows:
+            found["scales"] = self.scale_rows * -(-numel // constants.BLOCK), torch.uint8
+        if self.master:
+            found["checksum"] = -(-numel // _CHECKSUMED[self.master]), torch.int64
+        return found
+
+    def logical(self) -> dict[str, bool]:
+        """The keys of the logical state but the step, and whether each is stored in another form."""
+        found = {moment: self.scaled(moment) for moment in FORMATS}
+        return found | ({"master_param": self.master != "master_param"} if self.master else {})
+
+    def complete(self, state: Mapping[str, Any]) -> bool:
+        """Whether a stored state has been made: all of it, or nothing but the step."""
+        return all(key in state for key in (*self.shaped(), *self.blockwise(0)))
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the stored state of a parameter of `numel` elements, without the step."""
+        blockwise = sum(count * dtype.itemsize for count, dtype in self.blockwise(numel).values())
+        return blockwise + numel * sum(dtype.itemsize for dtype in self.shaped().values())
