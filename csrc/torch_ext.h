@@ -1,14 +1,17 @@
 /* torch_ext: optimizer steps and gradient buckets for mixed-precision training.
  *
- * This header is the whole public C interface; nothing else is exported. It needs no torch, no CUDA and no Python.
+ * The public C interface, for whoever trains; nothing is exported that is not in one of the public headers. It needs no
+ * torch, no CUDA and no Python.
  *
  * How it reads:
- *   1. Conventions       status, messages, dtypes, tensors, threads
- *   2. Decisions         policy (the loader), layout (bucket planner), memory (bytes per rank), tracker (readiness),
- *                        scale (loss scale)
- *   3. Operators         the step, gradient statistics, buckets, casts, masters
- *   4. torch             registration of the operators under torch.ops.torch_ext
- *   5. NCCL              buckets between GPUs over a communicator of our own
+ *   1. Conventions             status, messages, dtypes, tensors, threads
+ *   2. Operators               the step, gradient statistics, buckets, casts, masters
+ *   3. Decisions               dtypes by name, policy (the loader), scale (loss scale)
+ *   4. torch                   registration of the operators under torch.ops.torch_ext
+ *
+ * Beside it:
+ *   torch_ext_advanced.h       for the author of an engine: planning, compression, staging, NCCL
+ *   torch_ext_cuda.h           the operators for device memory, in libtorch_ext_cuda.so
  *
  * Habits. Every function that can fail returns a tx_status and fills a caller-owned tx_error (which may be NULL) with
  * what is wrong, where, and what would be legal; it validates everything before it writes the first byte, so a failed
@@ -114,7 +117,253 @@ typedef struct tx_parallel {
   { sizeof(tx_parallel), 1, NULL, NULL }
 
 /* ---------------------------------------------------------------------------------------------------------------
- * 2. Decisions
+ * 2. Operators
+ *
+ * One pass over memory and one parallel region each, for any number of tensors. What torch.ops.torch_ext offers is the
+ * same entries with the same names (csrc/torch/operators.def).
+ * ------------------------------------------------------------------------------------------------------------- */
+
+/* How a value is brought to fewer bits. Thresholds are a pure function of (seed, step, id, element index). */
+typedef enum tx_rounding {
+  TX_NEAREST = 0,   /* to nearest, ties to even */
+  TX_DITHERED = 1,  /* threshold on a low-discrepancy lattice over steps and elements: the default for moments */
+  TX_STOCHASTIC = 2 /* threshold from a hash: unbiased, two to three times the error of dithered */
+} tx_rounding;
+
+/* Elements per block: of scaled states, of 8-bit wire data and of the norm. Blocks are counted from the first element
+ * of the tensor that is passed; shards cut at multiples of it give the bits of the whole. */
+#define TX_BLOCK 128
+
+/* Where a tensor stands in the model. `id` seeds the rounding thresholds: the hash of the fully qualified name where it
+ * is known (tx_param_id), else the position. `start` is the index of the tensor's first element in the logical
+ * parameter (0 unless it is a shard). `group` is an index into the table of hyper-parameters. Three int64: a row of an
+ * int64 tensor [n, 3] in torch. */
+typedef struct tx_meta {
+  int64_t id;
+  int64_t start;
+  int64_t group;
+} tx_meta;
+
+/* 63-bit, non-negative hash (FNV-1a, finalised) of a parameter's fully qualified name. */
+TX_API int64_t tx_param_id(const char *name);
+
+/* Hyper-parameters of one group; seven doubles: a row of a float64 tensor [groups, 7] in torch. */
+typedef struct tx_adamw_group {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  double maximize;  /* 0 or 1: ascend */
+  double decoupled; /* 1: AdamW; 0: weight decay is added to the gradient (Adam) */
+} tx_adamw_group;
+
+/* What to do about weights beside masters that somebody else wrote to since the last step. Checksums, 64-bit checksums
+ * of the weights as the last step left them, tell.
+ *   I16 masters  One for each TX_CHECKSUM weights. Every remainder is legal beside every weight, so where a checksum is
+ *                another one the remainders of its block become 0, which makes these weights their own masters.
+ *   F32 masters  One for each TX_SAMPLED weights, of a sample: 32 of every 2048 (a parameter with up to TX_SAMPLED
+ *                weights: all of them). Where one is another, the whole parameter's masters are compared with its
+ *                weights, and those that don't round to them become them. Writes between the samples are not seen. */
+typedef enum tx_external_write {
+  TX_EXTERNAL_IGNORE = 0, /* nobody looks: the master overwrites the weight */
+  TX_EXTERNAL_RESYNC = 1, /* masters become the weights before they are stepped */
+  TX_EXTERNAL_CHECK = 2   /* looks, and steps nothing: TX_ERROR_BAD_STATE where a weight was written */
+} tx_external_write;
+
+/* Counted from the first element of the tensor that is passed. */
+#define TX_CHECKSUM ((int64_t)1024)
+#define TX_SAMPLED ((int64_t)4096)
+
+/* One AdamW (or Adam) step over n tensors; Loshchilov & Hutter 2019, Algorithm 2, with
+ *   g  = grad * clip_coef / grad_scale   (negated for maximize; + weight_decay * p where not decoupled)
+ *   m  = m + (1 - beta1) * (g - m),  v = v + (1 - beta2) * (g * g - v)
+ *   p  = p - (lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps) + lr * weight_decay * p)
+ * in fp32 (the averages taken from the side that weighs more), bias corrections in double; the update reads m and v
+ * before they are rounded to their storage. What comes of finite numbers is limited before it becomes g, to 31 * 2^59
+ * (1.8e19) in size: no finite gradient makes a state non-finite. Inf and NaN propagate. Where v is in dithered 8-bit
+ * codes 1 - beta2 is up to 2.8 % less, which makes up for what such codes follow too fast (csrc/math/dither_lag.h). p
+ * is the master where there is one; the weight is then the master rounded to nearest even.
+ *
+ * Arrays have n entries; entries of one index have the same numel. Legal dtypes are the rows of csrc/core/combos.def:
+ *   params       F32, BF16, F16
+ *   grads        F32, BF16, F16
+ *   exp_avgs     F32, BF16; F16 and U8 (e4m3) with block scales
+ *   exp_avg_sqs  F32, BF16; F16 and U8 (unsigned e4m4) with block scales hold sqrt(v)
+ *   masters      none; F32 beside BF16 and F16; I16 remainders beside BF16
+ *   scales       U8, the e8m0 scales of exp_avg's blocks, then of exp_avg_sq's: ceil(numel / 128) for each of the two
+ *                that is F16 or U8; none otherwise
+ *   steps        F32, one element: completed steps. The call adds one and steps with the sum
+ *   checksums    none; I64 beside masters: ceil(numel / TX_CHECKSUM) beside I16, ceil(numel / TX_SAMPLED)
+ *                beside F32, as tx_master_checksum made them; the step renews them
+ * A non-zero found_inf makes the call write nothing at all except `skipped += 1`. */
+typedef struct tx_adamw_args {
+  uint64_t size;
+  int64_t n;
+  const tx_tensor *params;      /* updated */
+  const tx_tensor *grads;       /* read */
+  const tx_tensor *exp_avgs;    /* updated */
+  const tx_tensor *exp_avg_sqs; /* updated */
+  const tx_tensor *masters;     /* updated; NULL: none has one */
+  const tx_tensor *scales;      /* updated; NULL: none has one */
+  const tx_tensor *steps;       /* updated */
+  int64_t n_groups;
+  const tx_adamw_group *groups;
+  const tx_tensor *lrs; /* NULL, or n_groups one-element F32/F64 tensors that stand for groups[].lr */
+  const tx_meta *meta;  /* NULL: id = position, start = 0, group = 0 */
+  tx_tensor grad_scale; /* F32, one element or none: gradients are divided by it (loss scale) */
+  tx_tensor clip_coef;  /* F32, one element or none: gradients are multiplied by it */
+  tx_tensor found_inf;  /* F32, one element or none: non-zero skips the step */
+  tx_tensor skipped;    /* I64, one element or none: counts the steps skipped */
+  uint64_t seed;
+  int32_t moment_rounding;    /* tx_rounding of exp_avg and exp_avg_sq */
+  int32_t weight_rounding;    /* tx_rounding of a 16-bit weight without a master */
+  const tx_tensor *checksums; /* updated; NULL: none has one */
+  tx_tensor resynced;         /* I64, one element or none: counts the elements whose master became the weight */
+  int32_t on_external_write;  /* tx_external_write */
+  int32_t reserved;
+} tx_adamw_args;
+#define TX_ADAMW_ARGS_INIT \
+  { .size = sizeof(tx_adamw_args), .moment_rounding = TX_DITHERED, .weight_rounding = TX_DITHERED }
+TX_API tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error);
+
+/* Whether tx_adamw, or tx_adamw_offloaded, would take these: refuses what they refuse of them. Writes nothing, and
+ * reads steps and lrs only. For a step cut into several calls, none of which is to be refused when others are done. */
+TX_API tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error);
+
+/* Statistics of gradients, in integers, so that any split and any order gives the same bits and ranks may add them.
+ * stats[0 .. TX_NORM_LIMBS) are the limbs of the exact sum of the block sums of squares; stats[TX_NORM_LIMBS] counts
+ * non-finite elements. A tensor of TX_STATS_LEN int64, zeroed by the caller before the first call; calls add to it. */
+#define TX_NORM_LIMBS 20
+#define TX_STATS_LEN (TX_NORM_LIMBS + 1)
+/* grads: n tensors of F32, BF16, F16. first_bad: I64, one element: becomes min(first_bad, index of the first tensor
+ * with a non-finite element); start it at INT64_MAX. May be none. */
+TX_API tx_status tx_grad_stats(int64_t n, const tx_tensor *grads, tx_tensor stats, tx_tensor first_bad,
+                               const tx_parallel *parallel, tx_error *error);
+
+/* From (all-reduced) stats: norm = sqrt(sum of squares) / grad_scale; clip_coef = min(1, max_norm / (norm + 1e-6));
+ * found_inf = 1 where an element or the norm is not finite (clip_coef is then 0, and the norm NaN where an element is
+ * not finite), else 0. max_norm: > 0, INFINITY for no clipping. grad_scale: F32 one element or none (1). norm: F32 or
+ * F64; clip_coef, found_inf: F32; one element each, each may be none. */
+TX_API tx_status tx_grad_norm(tx_tensor stats, tx_tensor grad_scale, double max_norm, tx_tensor norm,
+                              tx_tensor clip_coef, tx_tensor found_inf, tx_error *error);
+
+/* Gradients into a bucket of wire dtype. bucket: F32, BF16, F16, or U8 (e4m3 with one e8m0 scale per block in `scales`,
+ * ceil(bucket.numel / 128) bytes; offsets are then multiples of 128). offsets[i]: where grads[i] begins in the bucket,
+ * ascending, not overlapping, inside the bucket (of absent gradients too). Every element of the bucket that no gradient
+ * covers is zeroed; a gradient of numel 0 is "none". rounding applies to U8 buckets (thresholds from seed, step and the
+ * index in the bucket); others round to nearest. */
+typedef struct tx_bucket_pack_args {
+  uint64_t size;
+  int64_t n;
+  const tx_tensor *grads; /* F32, BF16, F16 */
+  const int64_t *offsets;
+  tx_tensor bucket; /* written */
+  tx_tensor scales; /* written; none unless bucket is U8 */
+  uint64_t seed;
+  int64_t step;
+  int32_t rounding;
+  int32_t reserved;
+} tx_bucket_pack_args;
+#define TX_BUCKET_PACK_ARGS_INIT \
+  { .size = sizeof(tx_bucket_pack_args), .rounding = TX_DITHERED }
+TX_API tx_status tx_bucket_pack(const tx_bucket_pack_args *args, const tx_parallel *parallel, tx_error *error);
+
+/* main_grads[i] += grads[i]: any of F32, BF16, F16 on either side, one fp32 addition, rounded to nearest. */
+TX_API tx_status tx_bucket_accumulate(int64_t n, const tx_tensor *main_grads, const tx_tensor *grads,
+                                      const tx_parallel *parallel, tx_error *error);
+
+/* shard = (chunks[0] + chunks[1] + ... + chunks[n-1]) * scale, added in that order in fp32, then rounded once to the
+ * shard's dtype; accumulate: shard += that, in fp32. n >= 1. Chunks are of one dtype (F32, BF16, F16, or U8 with
+ * scales) and have the shard's numel; shard is F32, BF16 or F16. Where it does not accumulate, one of the chunks may be
+ * the shard: the same memory in the same dtype. stats (TX_STATS_LEN int64 or none) receives the
+ * statistics of what the shard holds afterwards. */
+typedef struct tx_bucket_reduce_args {
+  uint64_t size;
+  int64_t n;
+  const tx_tensor *chunks;
+  const tx_tensor *scales; /* NULL unless chunks are U8: ceil(numel / 128) bytes each */
+  tx_tensor shard;         /* written, or added to */
+  tx_tensor stats;         /* added to; may be none */
+  double scale;            /* 1 / world_size for a mean; applied in fp32 */
+  int32_t accumulate;
+  int32_t reserved;
+} tx_bucket_reduce_args;
+#define TX_BUCKET_REDUCE_ARGS_INIT \
+  { .size = sizeof(tx_bucket_reduce_args), .scale = 1.0 }
+TX_API tx_status tx_bucket_reduce(const tx_bucket_reduce_args *args, const tx_parallel *parallel, tx_error *error);
+
+/* The bucket's ranges into tensors (F32, BF16, F16), rounded to nearest; a tensor of numel 0 is passed over. bucket and
+ * scales as in tx_bucket_pack. */
+TX_API tx_status tx_bucket_unpack(tx_tensor bucket, tx_tensor scales, int64_t n, const int64_t *offsets,
+                                  const tx_tensor *tensors, const tx_parallel *parallel, tx_error *error);
+
+/* What a tensor with block scales stands for. */
+typedef enum tx_format {
+  TX_FORMAT_SIGNED = 0, /* U8: e4m3, F16: itself; times 2^scale: exp_avg and wire data */
+  TX_FORMAT_SQRT = 1    /* U8: unsigned e4m4, F16: itself; times 2^scale, squared: exp_avg_sq */
+} tx_format;
+
+/* srcs[i] -> dsts[i], element by element. A side whose scales entry is not none is block-scaled (U8 or F16) in
+ * `format`; a plain side is F32, BF16 or F16. Rounding thresholds as in tx_adamw (meta may be NULL). */
+typedef struct tx_cast_args {
+  uint64_t size;
+  int64_t n;
+  const tx_tensor *srcs;
+  const tx_tensor *dsts;       /* written */
+  const tx_tensor *src_scales; /* NULL: all plain */
+  const tx_tensor *dst_scales; /* written; NULL: all plain */
+  const tx_meta *meta;
+  uint64_t seed;
+  int64_t step;
+  int32_t format;   /* tx_format */
+  int32_t rounding; /* tx_rounding */
+} tx_cast_args;
+#define TX_CAST_ARGS_INIT \
+  { .size = sizeof(tx_cast_args) }
+TX_API tx_status tx_cast(const tx_cast_args *args, const tx_parallel *parallel, tx_error *error);
+
+/* F32 masters <-> (BF16 weight, I16 remainder). The weight is the master rounded to nearest even; exact but for one
+ * pattern per even weight, whose upper tie is stored one fp32 ulp lower (csrc/math/numeric.h, remainders). */
+TX_API tx_status tx_master_encode(int64_t n, const tx_tensor *masters, const tx_tensor *params,
+                                  const tx_tensor *remainders, const tx_parallel *parallel, tx_error *error);
+TX_API tx_status tx_master_decode(int64_t n, const tx_tensor *params, const tx_tensor *remainders,
+                                  const tx_tensor *masters, const tx_parallel *parallel, tx_error *error);
+
+typedef enum tx_resync_mode {
+  TX_RESYNC_STALE = 0, /* masters that no longer round to their weight (-0 equals +0, NaN equals NaN) become it */
+  TX_RESYNC_ALL = 1,   /* all become their weights */
+  TX_RESYNC_COUNT = 2  /* as STALE, but only counts: masters are not written */
+} tx_resync_mode;
+
+/* masters: F32 beside BF16 or F16 params, or I16 remainders beside BF16 (every remainder is legal beside every weight,
+ * so only TX_RESYNC_ALL changes them; who wrote to such weights, tx_master_checksum knows). changed: I64 [n], added to:
+ * elements whose bits change; may be none. */
+TX_API tx_status tx_master_resync(int64_t n, const tx_tensor *params, const tx_tensor *masters, int32_t mode,
+                                  tx_tensor changed, const tx_parallel *parallel, tx_error *error);
+
+typedef enum tx_checksum_mode {
+  TX_CHECKSUM_CHECK = 0,  /* only counts */
+  TX_CHECKSUM_RESYNC = 1, /* where a checksum is another one masters become weights, and it is renewed */
+  TX_CHECKSUM_RENEW = 2   /* checksums become those of the weights as they are; masters stay */
+} tx_checksum_mode;
+
+/* Weights against their checksums (tx_external_write). params, masters, checksums: as of tx_adamw; an entry whose
+ * checksums are none is passed over. stale: I64 [n], added to: the elements whose masters become, or would become,
+ * their weights (beside I16: all of a block); may be none. */
+TX_API tx_status tx_master_checksum(int64_t n, const tx_tensor *params, const tx_tensor *masters,
+                                    const tx_tensor *checksums, int32_t mode, tx_tensor stale,
+                                    const tx_parallel *parallel, tx_error *error);
+
+/* The instruction sets this library was built for and this processor has, slowest first; index into it with i, NULL
+ * past the end. tx_isa_select picks one by name ("base", ...; NULL: the fastest, or what TORCH_EXT_ISA says) for calls
+ * that begin afterwards. */
+TX_API const char *tx_isa_name(int32_t i);
+TX_API const char *tx_isa_selected(void);
+TX_API tx_status tx_isa_select(const char *name, tx_error *error);
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * 3. Decisions
  * ------------------------------------------------------------------------------------------------------------- */
 
 /* -- dtypes (names, aliases, sizes: csrc/core/dtypes.def) ------------------------------------------------------- */
@@ -251,9 +500,8 @@ typedef enum tx_preset {
 #define TX_UNSET (-1)
 typedef struct tx_policy_args {
   uint64_t size;
-  int64_t
-      n_config; /* the optimizer's configuration: lr, min_lr, optimizer, clip_grad, weight_decay ... pass verbatim */
-  const tx_setting *config;
+  int64_t n_config;
+  const tx_setting *config;      /* the optimizer's: lr, min_lr, optimizer, clip_grad, weight_decay ... pass verbatim */
   tx_policy_overrides optimizer; /* override_optimizer_config */
   tx_policy_overrides ddp;       /* override_ddp_config */
   int32_t model_dtype;           /* tx_dtype of most trainable elements: F32, F16 or BF16; TX_NONE: no model is given */
@@ -283,16 +531,33 @@ typedef struct tx_origin {
 /* "default", "config", "dtype", "preset", "follows", "override", "hook"; "unknown source" for a number that is none. */
 TX_API const char *tx_source_name(tx_source source);
 
-/* The whole policy from the model's dtype, once, from everything merged. Precedence, low to high: default, config,
- * dtype, preset, overrides, hooks; each key on its own. Order: resolve; call each hook once; merge the answers as
- * explicit settings; resolve again; then look for contradictions. Only two explicit values can contradict each other
- * (TX_ERROR_CONFLICT, both keys named); the model's dtype and the bf16 and fp16 flags count as explicit; any other
- * value gives way to an explicit one: use_precision_aware_optimizer is off         -> moments fp32; a moment in another
- * dtype turns it on grad_reduce_in_fp32 is set                   -> main_grads_dtype, grad_comm_dtype: fp32, or
- * param_dtype for False main_grads_dtype is set                      -> grad_comm_dtype and grad_reduce_in_fp32 follow
- * it In the result main_grads_dtype and grad_comm_dtype are decided; main_params_dtype TX_NONE means that the weights
- * are their own masters. policy: written (its size field must be set). origins: NULL, or n_origins entries
- * (TX_POLICY_FIELDS), written. */
+/* clang-format off */
+/* The whole policy from the model's dtype, once, from everything merged. For each key, from weak to strong:
+ *
+ *   default < config < dtype < preset < overrides < hooks
+ *
+ * What is done, in this order:
+ *
+ *   1. resolve
+ *   2. call each hook once
+ *   3. merge the hooks' answers as explicit settings
+ *   4. resolve again
+ *   5. look for contradictions
+ *
+ * Only two explicit values can contradict each other (TX_ERROR_CONFLICT; both keys are named). The model's dtype and
+ * the flags bf16 and fp16 count as explicit. Any other value gives way to an explicit one:
+ *
+ *   explicit                                     what follows it
+ *   use_precision_aware_optimizer: off           exp_avg_dtype, exp_avg_sq_dtype: fp32
+ *   exp_avg_dtype or exp_avg_sq_dtype: not fp32  use_precision_aware_optimizer: on
+ *   grad_reduce_in_fp32                          main_grads_dtype, grad_comm_dtype: fp32 for on, param_dtype for off
+ *   main_grads_dtype                             grad_comm_dtype, grad_reduce_in_fp32
+ *
+ * In the result main_grads_dtype and grad_comm_dtype are decided; main_params_dtype TX_NONE means that the weights are
+ * their own masters.
+ *
+ * policy: written (its size field must be set). origins: NULL, or n_origins entries (TX_POLICY_FIELDS), written. */
+/* clang-format on */
 TX_API tx_status tx_policy_resolve(const tx_policy_args *args, tx_policy *policy, tx_origin *origins, int64_t n_origins,
                                    tx_error *error);
 
@@ -307,279 +572,6 @@ TX_API tx_status tx_policy_row(const tx_policy *policy, const tx_origin *origins
  * included, and returns the length of the whole text without its NUL, as snprintf does; -1 where an argument is not
  * legal. origins: NULL, or TX_POLICY_FIELDS entries. */
 TX_API int64_t tx_policy_describe(const tx_policy *policy, const tx_origin *origins, char *buffer, int64_t capacity);
-
-/* -- layout (the bucket planner) -------------------------------------------------------------------------------- */
-
-/* Starts of parameters, and edges of shards, are multiples of this many elements: a block of scaled states, of the norm
- * and of 8-bit wire data never spans two of them. */
-#define TX_LAYOUT_ALIGNMENT 128
-
-typedef struct tx_layout_param {
-  const char *name;     /* for messages and the fingerprint; may be NULL */
-  const int64_t *shape; /* ndim sizes whose product is numel, for the fingerprint; may be NULL */
-  int64_t ndim;
-  int64_t numel;       /* >= 0 */
-  int64_t tied;        /* position of the earlier parameter whose memory this one is, or -1: it is placed once */
-  int64_t key;         /* parameters with different keys never share a buffer; any number */
-  int32_t param_dtype; /* tx_dtype; three that differ never share a buffer either */
-  int32_t grad_dtype;
-  int32_t wire_dtype;
-  int32_t device; /* device index, any number; likewise. Not in the fingerprint: ranks differ in it */
-} tx_layout_param;
-
-typedef struct tx_layout_args {
-  uint64_t size;
-  int64_t n;
-  const tx_layout_param *params; /* in registration order */
-  const int64_t *order;   /* NULL: reverse registration order; else a permutation of 0 ... n-1: who comes first */
-  int64_t cap;            /* elements; > 0, or TX_NO_INT for the default of each buffer, below */
-  int64_t world;          /* ranks that share the buckets, >= 1 */
-  int32_t overlap;        /* 0: one bucket per buffer */
-  int32_t high_bandwidth; /* 1: bucket ends are multiples of 2^16 too */
-} tx_layout_args;
-/* The default cap, in bytes on the wire: one part of 32 of the buffer, as that is what backward leaves uncovered; at
- * least 512 KiB and, since a bucket is cut into `world` messages, 3/4 MiB more for each rank past the eighth; twice
- * that for 8-bit blocks (with their scales), of which the processor makes fewer a second than the link takes; at most
- * Megatron-LM's default, the bytes of max(40e6, 1e6 * world) fp32 elements. Measured with 19 MB at 1 Gbit/s beside
- * 150 ms of computation: uncovered are 26 ms with buckets of 0.8 MB, 31 with 1.6, 35 with 2.4. Modelled for nodes of 8
- * GPUs: a reduce-scatter reaches half of the bandwidth with 51 MB at 64 ranks, 192 MB at 256, 757 MB at 1024. */
-#define TX_LAYOUT_ARGS_INIT \
-  { .size = sizeof(tx_layout_args), .cap = TX_NO_INT, .world = 1, .overlap = 1 }
-
-/* Where a parameter lies: elements [start, start + numel) of buffer `buffer`, in bucket `bucket`. */
-typedef struct tx_layout_place {
-  int64_t buffer;
-  int64_t bucket;
-  int64_t start;
-} tx_layout_place;
-
-/* A bucket: elements [offset, offset + size) of its buffer, of which [offset, offset + used) hold parameters (and the
- * gaps of alignment between them). Size and offset are multiples of world * TX_LAYOUT_ALIGNMENT. */
-typedef struct tx_layout_bucket {
-  int64_t buffer;
-  int64_t offset;
-  int64_t size;
-  int64_t used;
-  int64_t n_params; /* placed in it; tied ones count once. Where all of them are empty, so is the bucket: size 0 */
-} tx_layout_bucket;
-
-typedef struct tx_layout_summary {
-  int64_t n_buckets; /* numbered from 0, buffer after buffer, in the order in which they fill */
-  int64_t n_buffers;
-  uint64_t fingerprint; /* of names, shapes, dtypes, plan, world and library version: equal on ranks that may talk */
-} tx_layout_summary;
-
-/* Buckets for n parameters: parameters that agree in dtypes, device and key share a buffer; in it they come in `order`,
- * each start aligned, and a bucket closes after the parameter with which it reaches the cap. Pure arithmetic.
- * places: n entries, written. buckets: capacity `n_buckets` entries, n is always enough; the first summary->n_buckets
- * are written. Both NULL: only the summary. */
-TX_API tx_status tx_layout_plan(const tx_layout_args *args, tx_layout_place *places, tx_layout_bucket *buckets,
-                                int64_t n_buckets, tx_layout_summary *summary, tx_error *error);
-
-/* The elements [*begin, *end) of the buffer that `rank` owns of a bucket: equal, aligned, disjoint, covering. */
-TX_API tx_status tx_layout_shard(const tx_layout_bucket *bucket, int64_t world, int64_t rank, int64_t *begin,
-                                 int64_t *end, tx_error *error);
-
-/* The part of a parameter at [start, start + numel) that lies in [begin, end): its elements [*first, *first + result)
- * of the parameter, counted from the parameter's own begin. 0: none. */
-TX_API int64_t tx_layout_intersect(int64_t start, int64_t numel, int64_t begin, int64_t end, int64_t *first);
-
-/* -- coalescing (which buckets travel together) ------------------------------------------------------------------ */
-
-/* What joined buckets may take on the wire, at most, in bytes: a quarter of their buffer, up to TX_COALESCE_BYTES; half
- * of it as long as that is no more than TX_COALESCE_SMALL, and never less than that of a larger one.
- *
- * sharded (0 or 1): each rank owns a part of each bucket, not of the message, which is therefore made in memory of its
- * own: no more than TX_COALESCE_SMALL then. compressed (0 or 1): buffer_bytes are compressed ones, of which three
- * tenths of all that are the most, so that two messages and what they are expanded into take no more memory than
- * buckets that are joined as they are. */
-#define TX_COALESCE_BYTES (INT64_C(8) << 20)
-#define TX_COALESCE_SMALL (INT64_C(4) << 20)
-TX_API int64_t tx_coalesce_most(int64_t buffer_bytes, int32_t sharded, int32_t compressed);
-
-/* Whether all buckets of a buffer may be one message, as they are and alone on its way: no more memory than two of half
- * of it. */
-TX_API int32_t tx_coalesce_whole(int64_t buffer_bytes);
-
-typedef struct tx_coalesce_args {
-  uint64_t size;
-  int64_t n_buckets;
-  const int64_t *bytes;  /* of each bucket on the wire; >= 0 */
-  const int64_t *buffer; /* of each bucket; those of a buffer follow each other */
-  int64_t n_ranks;
-  /* By rank, in microseconds from the moment at which the rank's first bucket was complete, means over some backwards:
-   * when each bucket was complete (n_ranks rows of n_buckets), and when the last sum had come (n_ranks entries). */
-  const int64_t *ready;
-  const int64_t *ended;
-  /* The least time, of those backwards, from a rank's last bucket to its last sum (n_ranks entries; NULL, or not
-   * positive: not known), and the bytes of the message that left last. */
-  const int64_t *tail;
-  int64_t tail_bytes;
-  int32_t compressed; /* 1: they are to be sent compressed (tx_coalesce_most, as is the next one) */
-  int32_t sharded;    /* 1: each rank owns a part of each bucket */
-} tx_coalesce_args;
-#define TX_COALESCE_ARGS_INIT \
-  { .size = sizeof(tx_coalesce_args) }
-
-/* Which neighbours of a buffer the ranks join into one message: ends[i] is the bucket after message i's last one.
- * n_buckets entries are always enough; *n_messages are written. Where a rank measured nothing (an `ended` that is not
- * positive) every bucket is a message.
- *
- * A message costs the processors about half a millisecond, whatever is in it. Behind a long backward on a slow link
- * that hides behind the wire, and buckets that leave one by one leave the least uncovered; where backward is done long
- * before the wire is, or the wire is fast, it is what the step waits for. So the exchange is replayed, on a wire as
- * fast as it was: as all bytes in all of the time, or the last message in its tail, whichever is faster; the least
- * tail, because most of the time one rank waits for another. When it is free, and everything that is left is complete
- * on all ranks, all of it is joined; while more is to come, half of what is complete, the other half keeping the wire
- * busy meanwhile. Where the wire carries a bucket in less than 2.5 ms, buckets are waited for until a message takes
- * 10 ms; no joined one takes more than 16. A small buffer (tx_coalesce_whole) that the wire carries in 5 ms is one
- * message. */
-TX_API tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error);
-
-/* Whether messages are compressed (tx_compress), from one decision to the next. All zero at first. */
-typedef struct tx_compression {
-  int64_t plain;   /* microseconds until everything had come, when messages last went as they are; 0: not known */
-  int32_t on;      /* 1: they are compressed from here on */
-  int32_t slow;    /* decisions in a row that found a slow wire */
-  int32_t resting; /* decisions until it is tried again */
-  int32_t reserved;
-} tx_compression;
-
-/* Decides that: *found is what was decided before, and what is. args: as of tx_coalesce; `bytes` and `tail_bytes` as
- * they were sent, compressed or not.
- *
- * Compression begins where the wire, as fast as it was, twice in a row carried less than gbps (Gbit/s, of the policy:
- * compress_below_gbps; >= 0) of the buckets' bytes; not where nothing was measured. It ends where the wire carries
- * more. Processors that have too much to do look like a slow wire, and compressing gives them more: where everything
- * then takes 1.05 times as long as it did before, messages go as they are again, and eight decisions pass until the
- * next attempt. */
-TX_API tx_status tx_compress_pays(const tx_coalesce_args *args, double gbps, tx_compression *found, tx_error *error);
-
-/* Whether the ranks of a sum that all of them want whole send each other whole buckets, which each then adds up, and
- * not their parts, and the sums of these back: two ranks, where it is no more bytes. One trip takes the place of two
- * then. wire_bytes, sum_bytes: of a bucket as it is sent, and as its sum would be gathered. */
-TX_API int32_t tx_trades(int64_t world, int64_t wire_bytes, int64_t sum_bytes);
-
-/* -- memory (bytes per rank) ------------------------------------------------------------------------------------ */
-
-/* What the optimizer keeps per element of a parameter. */
-typedef struct tx_memory_state {
-  int32_t exp_avg_dtype; /* F32, BF16; F16 and U8 with a scale byte per TX_BLOCK elements */
-  int32_t exp_avg_sq_dtype;
-  int32_t master_dtype; /* TX_NONE: the weights are their own masters; F32; I16: remainders */
-  int32_t reserved;
-} tx_memory_state;
-
-/* Parameters that optim_grads_params gathers at a time. */
-typedef struct tx_memory_unit {
-  int64_t numel;
-  int64_t trained;      /* of them, with a gradient */
-  int32_t param_dtype;  /* that they are gathered and computed in */
-  int32_t reduce_dtype; /* that their gradients are handed to the reduction in */
-  int32_t wire_dtype;   /* and travel in, where that is narrower */
-  int32_t reserved;
-} tx_memory_unit;
-
-typedef struct tx_memory_args {
-  uint64_t size;
-  const tx_layout_args *layout;    /* the trainable parameters, their dtypes and the ranks */
-  const tx_layout_place *places;   /* what tx_layout_plan made of them: layout->n entries */
-  const tx_layout_bucket *buckets; /* and n_buckets */
-  int64_t n_buckets;
-  const tx_memory_state *states; /* layout->n entries; equal within a buffer */
-  int64_t n_units;
-  const tx_memory_unit *units; /* for optim_grads_params; the two largest count */
-  int64_t frozen_bytes;        /* of parameters that are not trained */
-  int64_t in_flight;           /* buckets that are exchanged at a time, at most; >= 1 */
-  int32_t strategy;            /* tx_strategy */
-  int32_t gather_dtype;        /* of the policy: grad_gather_dtype */
-  int32_t slots;               /* 1: buckets travel in slots, as on GPUs */
-  int32_t compressed;          /* 1: bf16 travels compressed (tx_compress) */
-} tx_memory_args;
-#define TX_MEMORY_ARGS_INIT \
-  { .size = sizeof(tx_memory_args), .in_flight = 1 }
-
-/* Bytes of one rank. Activations, buffers of modules, what allocators and transports keep for themselves, and checksums
- * (8 bytes for TX_CHECKSUM or TX_SAMPLED weights) are not in it. */
-typedef struct tx_memory {
-  int64_t params;
-  int64_t grads;
-  int64_t masters;
-  int64_t moments;
-  int64_t scales;    /* of moments in blocks */
-  int64_t steps;     /* fp32, one per parameter */
-  int64_t transient; /* while buckets travel, at most */
-  int64_t moving;    /* what is there twice, beside params and grads, while weights move into their buffers or shards
-                        (parallelize), or both are laid out in the order that the first backward showed */
-  int64_t total;     /* of all but these two */
-  int64_t peak;      /* total + transient; or params, grads and moving, before there are states, if that is more */
-} tx_memory;
-
-/* The memory of a training step under a strategy. In elements, where a buffer of the layout has T of them, padding
- * included, and a rank's share of it is S = T / world:
- *
- *                       params      grads    masters, moments    transient
- *   no_shard            their own   T        their own           per bucket: received, packed, gathered; a gradient
- *   optim               T           T        S                   per bucket: received, packed; a gradient
- *   optim_grads         T           S        S                   per bucket: received, packed; a bucket of gradients
- *   optim_grads_params  S           S        S                   two units: parameters, gradients, received, packed
- *
- * received: the other ranks' parts of a bucket, from the wire, or under no_shard the other's bucket where two ranks
- * trade (tx_trades); packed: a bucket to be sent, where it is not sent from the gradients' own buffer (optim_grads:
- * always; else where wire_dtype is not grad_dtype); gathered: the sums of all ranks, where their dtype is neither of
- * the two; and if bf16 is compressed, the messages that are sent and received of it. They count for the in_flight
- * largest buckets, and under no_shard for two messages of joined ones (tx_coalesce), if that is more and the layout's
- * cap is the default. The bucket of gradients is the one that backward is filling, in grad_dtype; a gradient, the
- * largest parameter's as backward made it. frozen_bytes are whole but for optim_grads_params, which shards them.
- *
- * With slots a bucket is received whole, and what is received, packed and gathered lies in slots that are kept: for
- * each of the three and each class of sizes (512 bytes, then four in each doubling) two, or one where the class has one
- * bucket.
- *
- * Of the two largest units optim_grads_params has, while the larger one's gradients are handed over: its parameters,
- * the other's as they came and as they are used, its gradients, and of both what is reduced, packed and received.
- *
- * moving is the weights where they are in buffers; under no_shard and optim the gradients, where there are buckets to
- * be laid out anew, if they are more; and under optim_grads_params the rest of the weights. */
-TX_API tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error);
-
-/* -- tracker (which bucket is complete) ------------------------------------------------------------------------- */
-
-/* Lives in memory of the caller; no function of it allocates. One thread at a time. A cycle is: mark each parameter
- * when its gradient is there, finish, reset. */
-typedef struct tx_tracker tx_tracker;
-
-/* Bytes of memory (aligned as for int64_t) that a tracker needs; -1 for negative counts or more than int64_t holds. */
-TX_API int64_t tx_tracker_bytes(int64_t n_params, int64_t n_buckets);
-
-/* bucket_of: the bucket of each parameter (copied), -1 for one that is not waited for (tied to another, frozen). names:
- * NULL, or n_params names for messages, borrowed for the life of the tracker. allow_unused: a gradient that does not
- * come counts as zero instead of being an error. *tracker points into `memory`, and dies with it. */
-TX_API tx_status tx_tracker_init(void *memory, int64_t bytes, int64_t n_params, const int64_t *bucket_of,
-                                 int64_t n_buckets, const char *const *names, int32_t allow_unused,
-                                 tx_tracker **tracker, tx_error *error);
-
-/* The gradient of parameter `param` is there. *complete: the bucket that this completed, or -1. A second mark in the
- * same cycle is TX_ERROR_BAD_STATE: something else may be reading the bucket already. */
-TX_API tx_status tx_tracker_mark(tx_tracker *tracker, int64_t param, int64_t *complete, tx_error *error);
-
-/* The next bucket to send, or -1 while it is not complete. Buckets are handed out in ascending order, each once per
- * cycle, whatever the order in which they complete: ranks must enter collectives in the same order. */
-TX_API int64_t tx_tracker_next(tx_tracker *tracker);
-
-/* The end of backward: nothing more will come. Where all came, or unused parameters are allowed, every bucket is
- * complete afterwards (tx_tracker_next hands out the rest). Otherwise TX_ERROR_BAD_STATE names who never came, and the
- * cycle stays open. missing: NULL, or n_params entries: who never came, ascending, written in both cases, as is
- * *n_missing (may be NULL). */
-TX_API tx_status tx_tracker_finish(tx_tracker *tracker, int64_t *missing, int64_t *n_missing, tx_error *error);
-
-/* A new cycle: nothing has come yet. */
-TX_API void tx_tracker_reset(tx_tracker *tracker);
-
-/* The order in which gradients came in the first finished cycle, for tx_layout_args.order: a permutation of all
- * parameters; those that never came are last, in reverse order. Ranks may have seen different orders: take one rank's
- * for all. TX_ERROR_BAD_STATE before a cycle is finished. order: n_params entries, written. */
-TX_API tx_status tx_tracker_order(const tx_tracker *tracker, int64_t *order, tx_error *error);
 
 /* -- scale (dynamic loss scale) --------------------------------------------------------------------------------- */
 
@@ -611,316 +603,6 @@ TX_API tx_status tx_scale_from_policy(const tx_policy *policy, tx_scale *scale, 
 TX_API tx_status tx_scale_update(tx_scale *scale, int32_t found_inf, tx_error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------
- * 3. Operators
- *
- * One pass over memory and one parallel region each, for any number of tensors. What torch.ops.torch_ext offers is the
- * same entries with the same names (csrc/torch/operators.def).
- * ------------------------------------------------------------------------------------------------------------- */
-
-/* How a value is brought to fewer bits. Thresholds are a pure function of (seed, step, id, element index). */
-typedef enum tx_rounding {
-  TX_NEAREST = 0,   /* to nearest, ties to even */
-  TX_DITHERED = 1,  /* threshold on a low-discrepancy lattice over steps and elements: the default for moments */
-  TX_STOCHASTIC = 2 /* threshold from a hash: unbiased, two to three times the error of dithered */
-} tx_rounding;
-
-/* Elements per block: of scaled states, of 8-bit wire data and of the norm. Blocks are counted from the first element
- * of the tensor that is passed; shards cut at multiples of it give the bits of the whole. */
-#define TX_BLOCK 128
-
-/* Where a tensor stands in the model. `id` seeds the rounding thresholds: the hash of the fully qualified name where it
- * is known (tx_param_id), else the position. `start` is the index of the tensor's first element in the logical
- * parameter (0 unless it is a shard). `group` is an index into the table of hyper-parameters. Three int64: a row of an
- * int64 tensor [n, 3] in torch. */
-typedef struct tx_meta {
-  int64_t id;
-  int64_t start;
-  int64_t group;
-} tx_meta;
-
-/* 63-bit, non-negative hash (FNV-1a, finalised) of a parameter's fully qualified name. */
-TX_API int64_t tx_param_id(const char *name);
-
-/* Hyper-parameters of one group; seven doubles: a row of a float64 tensor [groups, 7] in torch. */
-typedef struct tx_adamw_group {
-  double lr;
-  double beta1;
-  double beta2;
-  double eps;
-  double weight_decay;
-  double maximize;  /* 0 or 1: ascend */
-  double decoupled; /* 1: AdamW; 0: weight decay is added to the gradient (Adam) */
-} tx_adamw_group;
-
-/* What to do about weights beside masters that somebody else wrote to since the last step. Checksums, 64-bit checksums
- * of the weights as the last step left them, tell.
- *   I16 masters  One for each TX_CHECKSUM weights. Every remainder is legal beside every weight, so where a checksum is
- *                another one the remainders of its block become 0, which makes these weights their own masters.
- *   F32 masters  One for each TX_SAMPLED weights, of a sample: 32 of every 2048 (a parameter with up to TX_SAMPLED
- *                weights: all of them). Where one is another, the whole parameter's masters are compared with its
- *                weights, and those that don't round to them become them. Writes between the samples are not seen. */
-typedef enum tx_external_write {
-  TX_EXTERNAL_IGNORE = 0, /* nobody looks: the master overwrites the weight */
-  TX_EXTERNAL_RESYNC = 1, /* masters become the weights before they are stepped */
-  TX_EXTERNAL_CHECK = 2   /* looks, and steps nothing: TX_ERROR_BAD_STATE where a weight was written */
-} tx_external_write;
-
-/* Counted from the first element of the tensor that is passed. */
-#define TX_CHECKSUM ((int64_t)1024)
-#define TX_SAMPLED ((int64_t)4096)
-
-/* One AdamW (or Adam) step over n tensors; Loshchilov & Hutter 2019, Algorithm 2, with
- *   g  = grad * clip_coef / grad_scale   (negated for maximize; + weight_decay * p where not decoupled)
- *   m  = m + (1 - beta1) * (g - m),  v = v + (1 - beta2) * (g * g - v)
- *   p  = p - (lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps) + lr * weight_decay * p)
- * in fp32 (the averages taken from the side that weighs more), bias corrections in double; the update reads m and v
- * before they are rounded to their storage. What comes of finite numbers is limited before it becomes g, to 31 * 2^59
- * (1.8e19) in size: no finite gradient makes a state non-finite. Inf and NaN propagate. Where v is in dithered 8-bit
- * codes 1 - beta2 is up to 2.8 % less, which makes up for what such codes follow too fast (csrc/math/dither_lag.h). p
- * is the master where there is one; the weight is then the master rounded to nearest even.
- *
- * Arrays have n entries; entries of one index have the same numel. Legal dtypes are the rows of csrc/core/combos.def:
- *   params       F32, BF16, F16
- *   grads        F32, BF16, F16
- *   exp_avgs     F32, BF16; F16 and U8 (e4m3) with block scales
- *   exp_avg_sqs  F32, BF16; F16 and U8 (unsigned e4m4) with block scales hold sqrt(v)
- *   masters      none; F32 beside BF16 and F16; I16 remainders beside BF16
- *   scales       U8, the e8m0 scales of exp_avg's blocks, then of exp_avg_sq's: ceil(numel / 128) for each of the two
- *                that is F16 or U8; none otherwise
- *   steps        F32, one element: completed steps. The call adds one and steps with the sum
- *   checksums    none; I64 beside masters: ceil(numel / TX_CHECKSUM) beside I16, ceil(numel / TX_SAMPLED) beside F32,
- * as tx_master_checksum made them; the step renews them A non-zero found_inf makes the call write nothing at all except
- * `skipped += 1`. */
-typedef struct tx_adamw_args {
-  uint64_t size;
-  int64_t n;
-  const tx_tensor *params;      /* updated */
-  const tx_tensor *grads;       /* read */
-  const tx_tensor *exp_avgs;    /* updated */
-  const tx_tensor *exp_avg_sqs; /* updated */
-  const tx_tensor *masters;     /* updated; NULL: none has one */
-  const tx_tensor *scales;      /* updated; NULL: none has one */
-  const tx_tensor *steps;       /* updated */
-  int64_t n_groups;
-  const tx_adamw_group *groups;
-  const tx_tensor *lrs; /* NULL, or n_groups one-element F32/F64 tensors that stand for groups[].lr */
-  const tx_meta *meta;  /* NULL: id = position, start = 0, group = 0 */
-  tx_tensor grad_scale; /* F32, one element or none: gradients are divided by it (loss scale) */
-  tx_tensor clip_coef;  /* F32, one element or none: gradients are multiplied by it */
-  tx_tensor found_inf;  /* F32, one element or none: non-zero skips the step */
-  tx_tensor skipped;    /* I64, one element or none: counts the steps skipped */
-  uint64_t seed;
-  int32_t moment_rounding;    /* tx_rounding of exp_avg and exp_avg_sq */
-  int32_t weight_rounding;    /* tx_rounding of a 16-bit weight without a master */
-  const tx_tensor *checksums; /* updated; NULL: none has one */
-  tx_tensor resynced;         /* I64, one element or none: counts the elements whose master became the weight */
-  int32_t on_external_write;  /* tx_external_write */
-  int32_t reserved;
-} tx_adamw_args;
-#define TX_ADAMW_ARGS_INIT \
-  { .size = sizeof(tx_adamw_args), .moment_rounding = TX_DITHERED, .weight_rounding = TX_DITHERED }
-TX_API tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error);
-
-/* Whether tx_adamw, or tx_adamw_offloaded, would take these: refuses what they refuse of them. Writes nothing, and
- * reads steps and lrs only. For a step cut into several calls, none of which is to be refused when others are done. */
-TX_API tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error);
-
-/* How parameters and gradients that lie elsewhere come to the host and go back. Functions are called by several threads
- * at a time, each with slots of its own; they return TX_OK, or fail with a message, which ends the step. `up`: 1 to
- * where the parameters are, 0 from there; what is asked for one way is done in that order. */
-typedef struct tx_copy_ops {
-  uint64_t size;
-  void *ctx;
-  /* Starts to copy. */
-  tx_status (*copy)(void *ctx, int32_t up, void *to, const void *from, int64_t bytes, tx_error *error);
-  /* From here on the slot's mark of this way stands for everything that was asked for. */
-  tx_status (*mark)(void *ctx, int32_t up, int64_t slot, tx_error *error);
-  /* Comes back when what the slot's mark stands for is done; at once where there is no mark. */
-  tx_status (*wait)(void *ctx, int32_t up, int64_t slot, tx_error *error);
-  /* What is asked for on the way down from here on comes after what the slot's mark on the way up stands for. */
-  tx_status (*follow)(void *ctx, int64_t slot, tx_error *error);
-} tx_copy_ops;
-#define TX_COPY_OPS_INIT \
-  { sizeof(tx_copy_ops), NULL, NULL, NULL, NULL, NULL }
-
-/* Where batches lie while they are stepped. */
-#define TX_MAX_SLOTS 8
-typedef struct tx_staging {
-  uint64_t size;
-  const tx_copy_ops *lanes; /* NULL: parameters and gradients are in host memory, too, and each thread copies its own */
-  void *memory;             /* the host's, aligned to 64 bytes; of no particular content before and after */
-  int64_t bytes;            /* of it: threads * slots * batch * (bytes of a gradient + bytes of a weight), the widest */
-  int64_t batch;            /* elements that come at a time; a multiple of TX_SAMPLED */
-  int32_t slots;            /* batches that each thread has under way: 1 ... TX_MAX_SLOTS */
-  int32_t reserved;
-} tx_staging;
-#define TX_STAGING_INIT \
-  { .size = sizeof(tx_staging), .slots = 1 }
-
-/* tx_adamw of parameters that lie elsewhere: the same bits. The memory of params and grads is only handed to the lanes,
- * all other memory is the host's. Gradients come down and weights go up; weights come down where there is no master, or
- * a remainder. So on_external_write looks at checksums beside remainders; those beside F32 masters are only renewed,
- * and TX_EXTERNAL_CHECK is not legal. When the call comes back weights may be on their way up still: the same memory
- * may be given to the next call where its slots are as large and the widest dtypes the same, else when they have left.
- * Where a lane fails some elements have been stepped and others not, and no count in `steps` has changed. */
-TX_API tx_status tx_adamw_offloaded(const tx_adamw_args *args, const tx_staging *staging, const tx_parallel *parallel,
-                                    tx_error *error);
-
-/* Statistics of gradients, in integers, so that any split and any order gives the same bits and ranks may add them.
- * stats[0 .. TX_NORM_LIMBS) are the limbs of the exact sum of the block sums of squares; stats[TX_NORM_LIMBS] counts
- * non-finite elements. A tensor of TX_STATS_LEN int64, zeroed by the caller before the first call; calls add to it. */
-#define TX_NORM_LIMBS 20
-#define TX_STATS_LEN (TX_NORM_LIMBS + 1)
-/* grads: n tensors of F32, BF16, F16. first_bad: I64, one element: becomes min(first_bad, index of the first tensor
- * with a non-finite element); start it at INT64_MAX. May be none. */
-TX_API tx_status tx_grad_stats(int64_t n, const tx_tensor *grads, tx_tensor stats, tx_tensor first_bad,
-                               const tx_parallel *parallel, tx_error *error);
-
-/* From (all-reduced) stats: norm = sqrt(sum of squares) / grad_scale; clip_coef = min(1, max_norm / (norm + 1e-6));
- * found_inf = 1 where an element or the norm is not finite (clip_coef is then 0, and the norm NaN where an element is
- * not finite), else 0. max_norm: > 0, INFINITY for no clipping. grad_scale: F32 one element or none (1). norm: F32 or
- * F64; clip_coef, found_inf: F32; one element each, each may be none. */
-TX_API tx_status tx_grad_norm(tx_tensor stats, tx_tensor grad_scale, double max_norm, tx_tensor norm,
-                              tx_tensor clip_coef, tx_tensor found_inf, tx_error *error);
-
-/* Gradients into a bucket of wire dtype. bucket: F32, BF16, F16, or U8 (e4m3 with one e8m0 scale per block in `scales`,
- * ceil(bucket.numel / 128) bytes; offsets are then multiples of 128). offsets[i]: where grads[i] begins in the bucket,
- * ascending, not overlapping, inside the bucket (of absent gradients too). Every element of the bucket that no gradient
- * covers is zeroed; a gradient of numel 0 is "none". rounding applies to U8 buckets (thresholds from seed, step and the
- * index in the bucket); others round to nearest. */
-typedef struct tx_bucket_pack_args {
-  uint64_t size;
-  int64_t n;
-  const tx_tensor *grads; /* F32, BF16, F16 */
-  const int64_t *offsets;
-  tx_tensor bucket; /* written */
-  tx_tensor scales; /* written; none unless bucket is U8 */
-  uint64_t seed;
-  int64_t step;
-  int32_t rounding;
-  int32_t reserved;
-} tx_bucket_pack_args;
-#define TX_BUCKET_PACK_ARGS_INIT \
-  { .size = sizeof(tx_bucket_pack_args), .rounding = TX_DITHERED }
-TX_API tx_status tx_bucket_pack(const tx_bucket_pack_args *args, const tx_parallel *parallel, tx_error *error);
-
-/* main_grads[i] += grads[i]: any of F32, BF16, F16 on either side, one fp32 addition, rounded to nearest. */
-TX_API tx_status tx_bucket_accumulate(int64_t n, const tx_tensor *main_grads, const tx_tensor *grads,
-                                      const tx_parallel *parallel, tx_error *error);
-
-/* shard = (chunks[0] + chunks[1] + ... + chunks[n-1]) * scale, added in that order in fp32, then rounded once to the
- * shard's dtype; accumulate: shard += that, in fp32. n >= 1. Chunks are of one dtype (F32, BF16, F16, or U8 with
- * scales) and have the shard's numel; shard is F32, BF16 or F16. Where it does not accumulate, one of the chunks may be
- * the shard: the same memory in the same dtype. stats (TX_STATS_LEN int64 or none) receives the
- * statistics of what the shard holds afterwards. */
-typedef struct tx_bucket_reduce_args {
-  uint64_t size;
-  int64_t n;
-  const tx_tensor *chunks;
-  const tx_tensor *scales; /* NULL unless chunks are U8: ceil(numel / 128) bytes each */
-  tx_tensor shard;         /* written, or added to */
-  tx_tensor stats;         /* added to; may be none */
-  double scale;            /* 1 / world_size for a mean; applied in fp32 */
-  int32_t accumulate;
-  int32_t reserved;
-} tx_bucket_reduce_args;
-#define TX_BUCKET_REDUCE_ARGS_INIT \
-  { .size = sizeof(tx_bucket_reduce_args), .scale = 1.0 }
-TX_API tx_status tx_bucket_reduce(const tx_bucket_reduce_args *args, const tx_parallel *parallel, tx_error *error);
-
-/* The bucket's ranges into tensors (F32, BF16, F16), rounded to nearest; a tensor of numel 0 is passed over. bucket and
- * scales as in tx_bucket_pack. */
-TX_API tx_status tx_bucket_unpack(tx_tensor bucket, tx_tensor scales, int64_t n, const int64_t *offsets,
-                                  const tx_tensor *tensors, const tx_parallel *parallel, tx_error *error);
-
-/* BF16 data in three quarters of its bytes, for a wire that is slower than the processor: 1.52 bytes for an element,
- * whatever its neighbours are, so that both ends know how long a message is. Every bit comes back. What elements have
- * in common is taken out, block by block: how large they are (csrc/math/compress_block.h). Both run on the calling
- * thread, at about the speed of memory, and allocate nothing.
- *
- * tx_compressed_bytes: the message of `numel` elements, a multiple of TX_BLOCK > 0; else 0: send them as they are. */
-TX_API int64_t tx_compressed_bytes(int64_t numel);
-
-/* values: BF16. message: U8, tx_compressed_bytes(values.numel) elements, all written, the same on every machine. *rest:
- * how many bytes at the end of values are not in the message and have to follow it as they are: 0, but for data that is
- * too disordered, which has more than numel / 512 + 16 elements that are not 0 and 2^15 times smaller than the largest
- * of their block. */
-TX_API tx_status tx_compress(tx_tensor values, tx_tensor message, int64_t *rest, tx_error *error);
-
-/* The other way: values are written but for their last *rest bytes, which come by themselves. Whatever the message is,
- * nothing but values is touched; TX_ERROR_BAD_STATE, and nothing written, where it does not hold together. It is no
- * checksum. */
-TX_API tx_status tx_expand(tx_tensor message, tx_tensor values, int64_t *rest, tx_error *error);
-
-/* What a tensor with block scales stands for. */
-typedef enum tx_format {
-  TX_FORMAT_SIGNED = 0, /* U8: e4m3, F16: itself; times 2^scale: exp_avg and wire data */
-  TX_FORMAT_SQRT = 1    /* U8: unsigned e4m4, F16: itself; times 2^scale, squared: exp_avg_sq */
-} tx_format;
-
-/* srcs[i] -> dsts[i], element by element. A side whose scales entry is not none is block-scaled (U8 or F16) in
- * `format`; a plain side is F32, BF16 or F16. Rounding thresholds as in tx_adamw (meta may be NULL). */
-typedef struct tx_cast_args {
-  uint64_t size;
-  int64_t n;
-  const tx_tensor *srcs;
-  const tx_tensor *dsts;       /* written */
-  const tx_tensor *src_scales; /* NULL: all plain */
-  const tx_tensor *dst_scales; /* written; NULL: all plain */
-  const tx_meta *meta;
-  uint64_t seed;
-  int64_t step;
-  int32_t format;   /* tx_format */
-  int32_t rounding; /* tx_rounding */
-} tx_cast_args;
-#define TX_CAST_ARGS_INIT \
-  { .size = sizeof(tx_cast_args) }
-TX_API tx_status tx_cast(const tx_cast_args *args, const tx_parallel *parallel, tx_error *error);
-
-/* F32 masters <-> (BF16 weight, I16 remainder). The weight is the master rounded to nearest even; exact but for one
- * pattern per even weight, whose upper tie is stored one fp32 ulp lower (csrc/math/numeric.h, remainders). */
-TX_API tx_status tx_master_encode(int64_t n, const tx_tensor *masters, const tx_tensor *params,
-                                  const tx_tensor *remainders, const tx_parallel *parallel, tx_error *error);
-TX_API tx_status tx_master_decode(int64_t n, const tx_tensor *params, const tx_tensor *remainders,
-                                  const tx_tensor *masters, const tx_parallel *parallel, tx_error *error);
-
-typedef enum tx_resync_mode {
-  TX_RESYNC_STALE = 0, /* masters that no longer round to their weight (-0 equals +0, NaN equals NaN) become it */
-  TX_RESYNC_ALL = 1,   /* all become their weights */
-  TX_RESYNC_COUNT = 2  /* as STALE, but only counts: masters are not written */
-} tx_resync_mode;
-
-/* masters: F32 beside BF16 or F16 params, or I16 remainders beside BF16 (every remainder is legal beside every weight,
- * so only TX_RESYNC_ALL changes them; who wrote to such weights, tx_master_checksum knows). changed: I64 [n], added to:
- * elements whose bits change; may be none. */
-TX_API tx_status tx_master_resync(int64_t n, const tx_tensor *params, const tx_tensor *masters, int32_t mode,
-                                  tx_tensor changed, const tx_parallel *parallel, tx_error *error);
-
-typedef enum tx_checksum_mode {
-  TX_CHECKSUM_CHECK = 0,  /* only counts */
-  TX_CHECKSUM_RESYNC = 1, /* where a checksum is another one masters become weights, and it is renewed */
-  TX_CHECKSUM_RENEW = 2   /* checksums become those of the weights as they are; masters stay */
-} tx_checksum_mode;
-
-/* Weights against their checksums (tx_external_write). params, masters, checksums: as of tx_adamw; an entry whose
- * checksums are none is passed over. stale: I64 [n], added to: the elements whose masters become, or would become,
- * their weights (beside I16: all of a block); may be none. */
-TX_API tx_status tx_master_checksum(int64_t n, const tx_tensor *params, const tx_tensor *masters,
-                                    const tx_tensor *checksums, int32_t mode, tx_tensor stale,
-                                    const tx_parallel *parallel, tx_error *error);
-
-/* memcpy of much memory that is not in the cache, on this thread: asks for what it will write ahead of writing it,
- * which takes a quarter less time where that is not in the cache. */
-TX_API void tx_copy(void *to, const void *from, int64_t bytes);
-
-/* The instruction sets this library was built for and this processor has, slowest first; index into it with i, NULL
- * past the end. tx_isa_select picks one by name ("base", ...; NULL: the fastest, or what TORCH_EXT_ISA says) for calls
- * that begin afterwards. */
-TX_API const char *tx_isa_name(int32_t i);
-TX_API const char *tx_isa_selected(void);
-TX_API tx_status tx_isa_select(const char *name, tx_error *error);
-
-/* ---------------------------------------------------------------------------------------------------------------
  * 4. torch
  * ------------------------------------------------------------------------------------------------------------- */
 
@@ -948,104 +630,6 @@ TX_API const char *tx_operator_schema(int32_t i);
  * tx_dtype, the number of its dimensions (-1 where it has no elements) and its sizes (where it has some). Never 0.
  * words: n of them, host. */
 TX_API int64_t tx_signature(int64_t n, const int64_t *words);
-
-/* ---------------------------------------------------------------------------------------------------------------
- * 5. NCCL
- * ------------------------------------------------------------------------------------------------------------- */
-
-/* Bytes between GPUs without torch.distributed. NCCL is looked up in the process and called through pointers; nothing
- * is linked to it. A communicator is used by one thread at a time, and all ranks make the same calls in the same order.
- * No call waits for the device, and none waits for other ranks longer than timeout_seconds: then, and where NCCL
- * reports an error, the communicator is aborted (once), the call says why (TX_ERROR_UNAVAILABLE), and later calls
- * repeat it (TX_ERROR_BAD_STATE). */
-typedef struct tx_nccl tx_nccl;           /* the library, loaded */
-typedef struct tx_nccl_comm tx_nccl_comm; /* of one rank */
-
-/* The libnccl.so.2 that the process has loaded (torch's); else `path`; else, where that is NULL, what the dynamic
- * linker finds. TX_ERROR_UNAVAILABLE: none, one older than 2.19, or one without a symbol that is needed; the message
- * says what was found where, what is needed and what to do. Close it after its communicators. */
-TX_API tx_status tx_nccl_open(const char *path, tx_nccl **library, tx_error *error);
-TX_API void tx_nccl_close(tx_nccl *library);
-
-typedef struct tx_nccl_about {
-  uint64_t size;
-  int32_t version; /* 22809 for 2.28.9 */
-  int32_t windows; /* 1 where memory becomes a symmetric window (2.27 and newer) */
-  char path[512];  /* of the file */
-} tx_nccl_about;
-#define TX_NCCL_ABOUT_INIT \
-  { sizeof(tx_nccl_about) }
-TX_API tx_status tx_nccl_about_this(const tx_nccl *library, tx_nccl_about *about, tx_error *error);
-
-/* What the ranks of one communicator have in common: one of them makes it (id: TX_NCCL_ID_BYTES bytes), the caller
- * brings it to the others. */
-#define TX_NCCL_ID_BYTES 128
-TX_API tx_status tx_nccl_unique_id(const tx_nccl *library, char *id, tx_error *error);
-
-typedef struct tx_nccl_comm_args {
-  uint64_t size;
-  const tx_nccl *library;
-  const char *id; /* TX_NCCL_ID_BYTES bytes */
-  int32_t rank, n_ranks;
-  double timeout_seconds;
-  int32_t copy_engines; /* 1: copy engines move windows, where NCCL can (2.28), so that no SM does */
-  int32_t reserved;     /* 0 */
-} tx_nccl_comm_args;
-#define TX_NCCL_COMM_ARGS_INIT \
-  { sizeof(tx_nccl_comm_args), NULL, NULL, 0, 0, 600.0, 0, 0 }
-
-/* On the current CUDA device; returns when every rank has come. NULL in *comm where it fails. */
-TX_API tx_status tx_nccl_comm_new(const tx_nccl_comm_args *args, tx_nccl_comm **comm, tx_error *error);
-/* Waits for the other ranks' tx_nccl_comm_free, unless it was aborted. */
-TX_API void tx_nccl_comm_free(tx_nccl_comm *comm);
-/* Whether what was issued is well so far. Any thread. */
-TX_API tx_status tx_nccl_comm_check(tx_nccl_comm *comm, tx_error *error);
-/* Ends what is under way on this rank; once, later calls do nothing. why: what later calls say. Any thread. */
-TX_API void tx_nccl_comm_abort(tx_nccl_comm *comm, const char *why);
-
-/* all-to-all: `send` and `receive` hold n_ranks parts of `bytes` each; part r is sent to rank r, or came from it.
- * all-gather: `send` is this rank's part, `receive` holds all ranks'; send may lie in its place there. Device memory.
- */
-typedef struct tx_nccl_message {
-  const void *send;
-  void *receive;
-  int64_t bytes;
-} tx_nccl_message;
-
-/* n messages as one operation, issued to `stream` (cudaStream_t). bucket: its name, for messages and records; the same
- * on all ranks. */
-TX_API tx_status tx_nccl_all_to_all(tx_nccl_comm *comm, const char *bucket, int64_t n, const tx_nccl_message *messages,
-                                    void *stream, tx_error *error);
-TX_API tx_status tx_nccl_all_gather(tx_nccl_comm *comm, const char *bucket, int64_t n, const tx_nccl_message *messages,
-                                    void *stream, tx_error *error);
-
-/* Device memory that is a symmetric window where NCCL has them; all ranks make theirs in the same order, of one size.
- */
-typedef struct tx_nccl_memory {
-  uint64_t size;
-  int64_t bytes;
-  void *data;   /* aligned to 4096 bytes */
-  void *window; /* NULL: it is none */
-} tx_nccl_memory;
-#define TX_NCCL_MEMORY_INIT \
-  { sizeof(tx_nccl_memory), 0, NULL, NULL }
-TX_API tx_status tx_nccl_memory_new(tx_nccl_comm *comm, tx_nccl_memory *memory, tx_error *error);
-TX_API void tx_nccl_memory_free(tx_nccl_comm *comm, tx_nccl_memory *memory);
-
-/* Each operation is noted, counted from 1, with a hash of its kind, its bucket's name and its sizes. Ranks compare
- * their digests now and then, by means of the caller's; where they differ, their last records say where they parted. */
-typedef struct tx_nccl_record {
-  int64_t operation; /* 0: none */
-  uint64_t hash;
-  char what[112]; /* "all-to-all of bucket 3 ..." */
-} tx_nccl_record;
-#define TX_NCCL_RECORDS 64
-TX_API tx_status tx_nccl_digest(const tx_nccl_comm *comm, int64_t *count, uint64_t *digest, tx_error *error);
-/* records: TX_NCCL_RECORDS of them. */
-TX_API tx_status tx_nccl_records(const tx_nccl_comm *comm, tx_nccl_record *records, tx_error *error);
-/* records: TX_NCCL_RECORDS of each rank, by rank. TX_ERROR_MISMATCH names the first operation that differs, what it is
- * on two ranks, and both hashes. */
-TX_API tx_status tx_nccl_compare(int64_t n_ranks, const tx_nccl_record *records, tx_error *error);
 
 #ifdef __cplusplus
 }

@@ -5,7 +5,7 @@
  * Work is launched on the caller's stream and the call returns: nothing is synchronised, nothing is allocated, and
  * memory that the arguments point to must stay until the stream has passed. What lies where:
  *   - the memory of every tx_tensor (also of one-element tensors: steps, lrs, grad_scale, clip_coef, found_inf,
- * skipped, stats ...) is the device's, of call->device;
+ *     skipped, stats ...) is the device's, of call->device;
  *   - structs and arrays (groups, meta, offsets, lists of tensors) are the host's, read before the call returns.
  * Values in device memory are not seen before the call: a step or an lr that torch_ext.h calls illegal is not refused.
  *
@@ -19,7 +19,7 @@
 #ifndef TORCH_EXT_CUDA_H
 #define TORCH_EXT_CUDA_H
 
-#include "torch_ext.h"
+#include "torch_ext_advanced.h"
 
 #ifdef __cplusplus
 extern "C" {

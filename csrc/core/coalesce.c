@@ -3,6 +3,7 @@
 #include <inttypes.h>
 
 #include "csrc/core/status.h"
+#include "csrc/torch_ext_advanced.h"
 
 /* Microseconds on the wire. A message that takes kWorth, which is what it costs processors that have enough to do, is
  * worth that by itself; one that takes less is joined until it takes kShortest, which is more, since the wire is then

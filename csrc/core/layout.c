@@ -6,6 +6,7 @@
 #include "csrc/core/hash.h"
 #include "csrc/core/status.h"
 #include "csrc/core/text.h"
+#include "csrc/torch_ext_advanced.h"
 
 /* Offsets stay below this, so that bytes of the widest dtype (16) fit into int64 too. */
 static const int64_t kLimit = INT64_MAX / 16;

@@ -3,6 +3,7 @@
 
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
+#include "csrc/torch_ext_advanced.h"
 
 /* sum + count * bytes, for what is not negative. */
 static int64_t add(int64_t sum, int64_t count, int64_t bytes) {

@@ -3,6 +3,7 @@
 
 #include "csrc/core/status.h"
 #include "csrc/core/text.h"
+#include "csrc/torch_ext_advanced.h"
 
 /* One block of the caller's memory: this, then the arrays that it points into. */
 struct tx_tracker {

@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "csrc/torch_ext.h"
+#include "csrc/torch_ext_advanced.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -2,6 +2,7 @@
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/ops/check.h"
+#include "csrc/torch_ext_advanced.h"
 
 static const int64_t kHeader = (int64_t)sizeof(int64_t);
 

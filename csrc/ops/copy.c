@@ -1,6 +1,6 @@
 #include "csrc/ops/copy.h"
 
-#include "csrc/torch_ext.h"
+#include "csrc/torch_ext_advanced.h"
 
 void tx_copy(void *to, const void *from, int64_t bytes) {
   if (bytes <= 0) return;

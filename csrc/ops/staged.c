@@ -8,6 +8,7 @@
 #include "csrc/ops/operator_checks.h"
 #include "csrc/ops/step.h"
 #include "csrc/ops/tensor.h"
+#include "csrc/torch_ext_advanced.h"
 
 /* Pieces of a batch at most: of that many small tensors. */
 #define MOST_PIECES 128

@@ -1,4 +1,4 @@
-/* A program without Python, torch or C++: it needs torch_ext.h, libtorch_ext.so and a C11 compiler.
+/* A program without Python, torch or C++: it needs the headers, libtorch_ext.so and a C11 compiler.
  *
  * It asks the library how a bf16 model trains (the policy), where gradients would lie in buckets shared by two ranks
  * (the layout), and fits y = W x + b by AdamW: bf16 weights, gradients and moments, with fp32 masters and without. With
@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "torch_ext.h"
+#include "torch_ext_advanced.h"
 
 enum { INPUTS = 64, OUTPUTS = 16, SAMPLES = 256, WEIGHTS = OUTPUTS * INPUTS, STEPS = 800, WORLD = 2 };
 

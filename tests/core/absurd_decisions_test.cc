@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "csrc/torch_ext.h"
+#include "csrc/torch_ext_advanced.h"
 #include "tests/core/absurd.h"
 
 namespace {

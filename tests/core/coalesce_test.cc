@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/torch_ext.h"
+#include "csrc/torch_ext_advanced.h"
 
 namespace {
 

@@ -14,7 +14,7 @@
 #include <thread>
 #include <utility>
 
-#include "csrc/torch_ext.h"
+#include "csrc/torch_ext_advanced.h"
 
 class LateLanes {
  public:

@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "csrc/torch_ext.h"
+#include "csrc/torch_ext_advanced.h"
 
 namespace {
 

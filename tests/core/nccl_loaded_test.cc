@@ -1,5 +1,5 @@
 // Of several, the NCCL that the process has loaded is taken. Alone in its process: what is loaded may stay for ever.
-#include "csrc/torch_ext.h"
+#include "csrc/torch_ext_advanced.h"
 #include "fake_nccl.h"
 
 TEST(NcclLoaded, TheOneThatTheProcessHasIsTaken) {

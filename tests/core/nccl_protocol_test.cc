@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "csrc/torch_ext.h"
+#include "csrc/torch_ext_advanced.h"
 #include "fake_nccl.h"
 
 namespace {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/torch_ext_advanced.h"
 #include "tests/core/absurd.h"
 #include "tests/core/adamw_call.h"
 

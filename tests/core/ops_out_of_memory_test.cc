@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/torch_ext_advanced.h"
 #include "tests/core/adamw_call.h"
 
 #ifndef TX_SANITIZED /* which have allocators of their own */

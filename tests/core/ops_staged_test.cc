@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "csrc/torch_ext_advanced.h"
 #include "tests/core/adamw_call.h"
 #include "tests/core/flush_mode.h"
 #include "tests/core/late_copies.h"

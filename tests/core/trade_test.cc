@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "csrc/torch_ext.h"
+#include "csrc/torch_ext_advanced.h"
 
 namespace {
 

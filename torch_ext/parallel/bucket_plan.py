@@ -148,7 +148,7 @@ def plan_buckets(
         once.
     policy: of `load_policy`; its dtypes, bucket_size (elements), overlap_grad_reduce and
         pad_buckets_for_high_nccl_busbw. Where bucket_size is None the cap follows the buffer's bytes on the wire and
-        the number of ranks (csrc/torch_ext.h, tx_layout_args). Without overlap there is one bucket for each buffer.
+        the number of ranks (tx_layout_args). Without overlap there is one bucket for each buffer.
     world_size: ranks that share the buckets.
     order: a permutation of the positions, who is placed first; None: reverse registration order.
 

@@ -69,7 +69,7 @@ class _Memory(library.Struct):
 
 
 class MemoryPlan(NamedTuple):
-    """Bytes of one rank; csrc/torch_ext.h, tx_memory_plan, says what is in each."""
+    """Bytes of one rank; csrc/torch_ext_advanced.h, tx_memory_plan, says what is in each."""
 
     strategy: str
     params: int

@@ -1,0 +1,471 @@
+/* torch_ext for the author of an engine: what stands between backward and the step, where neither torch's
+ * DistributedDataParallel nor torch_ext's own parallelize does it. Who only steps needs torch_ext.h alone, whose habits
+ * are those of this header, too.
+ *
+ * How it reads:
+ *   1. Planning      layout (which bucket a parameter is in), coalescing (which buckets are one message), memory (bytes
+ *                    per rank), tracker (which bucket is complete)
+ *   2. Compression   bf16 messages in three quarters of their bytes
+ *   3. Staging       the step of parameters that are not in host memory
+ *   4. NCCL          buckets between GPUs over a communicator of our own */
+#ifndef TORCH_EXT_ADVANCED_H
+#define TORCH_EXT_ADVANCED_H
+
+#include "torch_ext.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * 1. Planning
+ * ------------------------------------------------------------------------------------------------------------- */
+
+/* -- layout (the bucket planner) -------------------------------------------------------------------------------- */
+
+/* Starts of parameters, and edges of shards, are multiples of this many elements: a block of scaled states, of the norm
+ * and of 8-bit wire data never spans two of them. */
+#define TX_LAYOUT_ALIGNMENT 128
+
+typedef struct tx_layout_param {
+  const char *name;     /* for messages and the fingerprint; may be NULL */
+  const int64_t *shape; /* ndim sizes whose product is numel, for the fingerprint; may be NULL */
+  int64_t ndim;
+  int64_t numel;       /* >= 0 */
+  int64_t tied;        /* position of the earlier parameter whose memory this one is, or -1: it is placed once */
+  int64_t key;         /* parameters with different keys never share a buffer; any number */
+  int32_t param_dtype; /* tx_dtype; three that differ never share a buffer either */
+  int32_t grad_dtype;
+  int32_t wire_dtype;
+  int32_t device; /* device index, any number; likewise. Not in the fingerprint: ranks differ in it */
+} tx_layout_param;
+
+typedef struct tx_layout_args {
+  uint64_t size;
+  int64_t n;
+  const tx_layout_param *params; /* in registration order */
+  const int64_t *order;   /* NULL: reverse registration order; else a permutation of 0 ... n-1: who comes first */
+  int64_t cap;            /* elements; > 0, or TX_NO_INT for the default of each buffer, below */
+  int64_t world;          /* ranks that share the buckets, >= 1 */
+  int32_t overlap;        /* 0: one bucket per buffer */
+  int32_t high_bandwidth; /* 1: bucket ends are multiples of 2^16 too */
+} tx_layout_args;
+/* The default cap, in bytes on the wire: one part of 32 of the buffer, as that is what backward leaves uncovered; at
+ * least 512 KiB and, since a bucket is cut into `world` messages, 3/4 MiB more for each rank past the eighth; twice
+ * that for 8-bit blocks (with their scales), of which the processor makes fewer a second than the link takes; at most
+ * Megatron-LM's default, the bytes of max(40e6, 1e6 * world) fp32 elements. Measured with 19 MB at 1 Gbit/s beside
+ * 150 ms of computation: uncovered are 26 ms with buckets of 0.8 MB, 31 with 1.6, 35 with 2.4. Modelled for nodes of 8
+ * GPUs: a reduce-scatter reaches half of the bandwidth with 51 MB at 64 ranks, 192 MB at 256, 757 MB at 1024. */
+#define TX_LAYOUT_ARGS_INIT \
+  { .size = sizeof(tx_layout_args), .cap = TX_NO_INT, .world = 1, .overlap = 1 }
+
+/* Where a parameter lies: elements [start, start + numel) of buffer `buffer`, in bucket `bucket`. */
+typedef struct tx_layout_place {
+  int64_t buffer;
+  int64_t bucket;
+  int64_t start;
+} tx_layout_place;
+
+/* A bucket: elements [offset, offset + size) of its buffer, of which [offset, offset + used) hold parameters (and the
+ * gaps of alignment between them). Size and offset are multiples of world * TX_LAYOUT_ALIGNMENT. */
+typedef struct tx_layout_bucket {
+  int64_t buffer;
+  int64_t offset;
+  int64_t size;
+  int64_t used;
+  int64_t n_params; /* placed in it; tied ones count once. Where all of them are empty, so is the bucket: size 0 */
+} tx_layout_bucket;
+
+typedef struct tx_layout_summary {
+  int64_t n_buckets; /* numbered from 0, buffer after buffer, in the order in which they fill */
+  int64_t n_buffers;
+  uint64_t fingerprint; /* of names, shapes, dtypes, plan, world and library version: equal on ranks that may talk */
+} tx_layout_summary;
+
+/* Buckets for n parameters: parameters that agree in dtypes, device and key share a buffer; in it they come in `order`,
+ * each start aligned, and a bucket closes after the parameter with which it reaches the cap. Pure arithmetic.
+ * places: n entries, written. buckets: capacity `n_buckets` entries, n is always enough; the first summary->n_buckets
+ * are written. Both NULL: only the summary. */
+TX_API tx_status tx_layout_plan(const tx_layout_args *args, tx_layout_place *places, tx_layout_bucket *buckets,
+                                int64_t n_buckets, tx_layout_summary *summary, tx_error *error);
+
+/* The elements [*begin, *end) of the buffer that `rank` owns of a bucket: equal, aligned, disjoint, covering. */
+TX_API tx_status tx_layout_shard(const tx_layout_bucket *bucket, int64_t world, int64_t rank, int64_t *begin,
+                                 int64_t *end, tx_error *error);
+
+/* The part of a parameter at [start, start + numel) that lies in [begin, end): its elements [*first, *first + result)
+ * of the parameter, counted from the parameter's own begin. 0: none. */
+TX_API int64_t tx_layout_intersect(int64_t start, int64_t numel, int64_t begin, int64_t end, int64_t *first);
+
+/* -- coalescing (which buckets travel together) ------------------------------------------------------------------ */
+
+/* What joined buckets may take on the wire, at most, in bytes: a quarter of their buffer, up to TX_COALESCE_BYTES; half
+ * of it as long as that is no more than TX_COALESCE_SMALL, and never less than that of a larger one.
+ *
+ * sharded (0 or 1): each rank owns a part of each bucket, not of the message, which is therefore made in memory of its
+ * own: no more than TX_COALESCE_SMALL then. compressed (0 or 1): buffer_bytes are compressed ones, of which three
+ * tenths of all that are the most, so that two messages and what they are expanded into take no more memory than
+ * buckets that are joined as they are. */
+#define TX_COALESCE_BYTES (INT64_C(8) << 20)
+#define TX_COALESCE_SMALL (INT64_C(4) << 20)
+TX_API int64_t tx_coalesce_most(int64_t buffer_bytes, int32_t sharded, int32_t compressed);
+
+/* Whether all buckets of a buffer may be one message, as they are and alone on its way: no more memory than two of half
+ * of it. */
+TX_API int32_t tx_coalesce_whole(int64_t buffer_bytes);
+
+typedef struct tx_coalesce_args {
+  uint64_t size;
+  int64_t n_buckets;
+  const int64_t *bytes;  /* of each bucket on the wire; >= 0 */
+  const int64_t *buffer; /* of each bucket; those of a buffer follow each other */
+  int64_t n_ranks;
+  /* By rank, in microseconds from the moment at which the rank's first bucket was complete, means over some backwards:
+   * when each bucket was complete (n_ranks rows of n_buckets), and when the last sum had come (n_ranks entries). */
+  const int64_t *ready;
+  const int64_t *ended;
+  /* The least time, of those backwards, from a rank's last bucket to its last sum (n_ranks entries; NULL, or not
+   * positive: not known), and the bytes of the message that left last. */
+  const int64_t *tail;
+  int64_t tail_bytes;
+  int32_t compressed; /* 1: they are to be sent compressed (tx_coalesce_most, as is the next one) */
+  int32_t sharded;    /* 1: each rank owns a part of each bucket */
+} tx_coalesce_args;
+#define TX_COALESCE_ARGS_INIT \
+  { .size = sizeof(tx_coalesce_args) }
+
+/* Which neighbours of a buffer the ranks join into one message: ends[i] is the bucket after message i's last one.
+ * n_buckets entries are always enough; *n_messages are written. Where a rank measured nothing (an `ended` that is not
+ * positive) every bucket is a message.
+ *
+ * A message costs the processors about half a millisecond, whatever is in it. Behind a long backward on a slow link
+ * that hides behind the wire, and buckets that leave one by one leave the least uncovered; where backward is done long
+ * before the wire is, or the wire is fast, it is what the step waits for. So the exchange is replayed, on a wire as
+ * fast as it was: as all bytes in all of the time, or the last message in its tail, whichever is faster; the least
+ * tail, because most of the time one rank waits for another. When it is free, and everything that is left is complete
+ * on all ranks, all of it is joined; while more is to come, half of what is complete, the other half keeping the wire
+ * busy meanwhile. Where the wire carries a bucket in less than 2.5 ms, buckets are waited for until a message takes
+ * 10 ms; no joined one takes more than 16. A small buffer (tx_coalesce_whole) that the wire carries in 5 ms is one
+ * message. */
+TX_API tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error);
+
+/* Whether the ranks of a sum that all of them want whole send each other whole buckets, which each then adds up, and
+ * not their parts, and the sums of these back: two ranks, where it is no more bytes. One trip takes the place of two
+ * then. wire_bytes, sum_bytes: of a bucket as it is sent, and as its sum would be gathered. */
+TX_API int32_t tx_trades(int64_t world, int64_t wire_bytes, int64_t sum_bytes);
+
+/* -- memory (bytes per rank) ------------------------------------------------------------------------------------ */
+
+/* What the optimizer keeps per element of a parameter. */
+typedef struct tx_memory_state {
+  int32_t exp_avg_dtype; /* F32, BF16; F16 and U8 with a scale byte per TX_BLOCK elements */
+  int32_t exp_avg_sq_dtype;
+  int32_t master_dtype; /* TX_NONE: the weights are their own masters; F32; I16: remainders */
+  int32_t reserved;
+} tx_memory_state;
+
+/* Parameters that optim_grads_params gathers at a time. */
+typedef struct tx_memory_unit {
+  int64_t numel;
+  int64_t trained;      /* of them, with a gradient */
+  int32_t param_dtype;  /* that they are gathered and computed in */
+  int32_t reduce_dtype; /* that their gradients are handed to the reduction in */
+  int32_t wire_dtype;   /* and travel in, where that is narrower */
+  int32_t reserved;
+} tx_memory_unit;
+
+typedef struct tx_memory_args {
+  uint64_t size;
+  const tx_layout_args *layout;    /* the trainable parameters, their dtypes and the ranks */
+  const tx_layout_place *places;   /* what tx_layout_plan made of them: layout->n entries */
+  const tx_layout_bucket *buckets; /* and n_buckets */
+  int64_t n_buckets;
+  const tx_memory_state *states; /* layout->n entries; equal within a buffer */
+  int64_t n_units;
+  const tx_memory_unit *units; /* for optim_grads_params; the two largest count */
+  int64_t frozen_bytes;        /* of parameters that are not trained */
+  int64_t in_flight;           /* buckets that are exchanged at a time, at most; >= 1 */
+  int32_t strategy;            /* tx_strategy */
+  int32_t gather_dtype;        /* of the policy: grad_gather_dtype */
+  int32_t slots;               /* 1: buckets travel in slots, as on GPUs */
+  int32_t compressed;          /* 1: bf16 travels compressed (tx_compress) */
+} tx_memory_args;
+#define TX_MEMORY_ARGS_INIT \
+  { .size = sizeof(tx_memory_args), .in_flight = 1 }
+
+/* Bytes of one rank. Activations, buffers of modules, what allocators and transports keep for themselves, and checksums
+ * (8 bytes for TX_CHECKSUM or TX_SAMPLED weights) are not in it. */
+typedef struct tx_memory {
+  int64_t params;
+  int64_t grads;
+  int64_t masters;
+  int64_t moments;
+  int64_t scales;    /* of moments in blocks */
+  int64_t steps;     /* fp32, one per parameter */
+  int64_t transient; /* while buckets travel, at most */
+  int64_t moving;    /* what is there twice, beside params and grads, while weights move into their buffers or shards
+                        (parallelize), or both are laid out in the order that the first backward showed */
+  int64_t total;     /* of all but these two */
+  int64_t peak;      /* total + transient; or params, grads and moving, before there are states, if that is more */
+} tx_memory;
+
+/* The memory of a training step under a strategy. In elements, where a buffer of the layout has T of them, padding
+ * included, and a rank's share of it is S = T / world:
+ *
+ *                       params      grads    masters, moments    transient
+ *   no_shard            their own   T        their own           per bucket: received, packed, gathered; a gradient
+ *   optim               T           T        S                   per bucket: received, packed; a gradient
+ *   optim_grads         T           S        S                   per bucket: received, packed; a bucket of gradients
+ *   optim_grads_params  S           S        S                   two units: parameters, gradients, received, packed
+ *
+ * received: the other ranks' parts of a bucket, from the wire, or under no_shard the other's bucket where two ranks
+ * trade (tx_trades); packed: a bucket to be sent, where it is not sent from the gradients' own buffer (optim_grads:
+ * always; else where wire_dtype is not grad_dtype); gathered: the sums of all ranks, where their dtype is neither of
+ * the two; and if bf16 is compressed, the messages that are sent and received of it. They count for the in_flight
+ * largest buckets, and under no_shard for two messages of joined ones (tx_coalesce), if that is more and the layout's
+ * cap is the default. The bucket of gradients is the one that backward is filling, in grad_dtype; a gradient, the
+ * largest parameter's as backward made it. frozen_bytes are whole but for optim_grads_params, which shards them.
+ *
+ * With slots a bucket is received whole, and what is received, packed and gathered lies in slots that are kept: for
+ * each of the three and each class of sizes (512 bytes, then four in each doubling) two, or one where the class has one
+ * bucket.
+ *
+ * Of the two largest units optim_grads_params has, while the larger one's gradients are handed over: its parameters,
+ * the other's as they came and as they are used, its gradients, and of both what is reduced, packed and received.
+ *
+ * moving is the weights where they are in buffers; under no_shard and optim the gradients, where there are buckets to
+ * be laid out anew, if they are more; and under optim_grads_params the rest of the weights. */
+TX_API tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error);
+
+/* -- tracker (which bucket is complete) ------------------------------------------------------------------------- */
+
+/* Lives in memory of the caller; no function of it allocates. One thread at a time. A cycle is: mark each parameter
+ * when its gradient is there, finish, reset. */
+typedef struct tx_tracker tx_tracker;
+
+/* Bytes of memory (aligned as for int64_t) that a tracker needs; -1 for negative counts or more than int64_t holds. */
+TX_API int64_t tx_tracker_bytes(int64_t n_params, int64_t n_buckets);
+
+/* bucket_of: the bucket of each parameter (copied), -1 for one that is not waited for (tied to another, frozen). names:
+ * NULL, or n_params names for messages, borrowed for the life of the tracker. allow_unused: a gradient that does not
+ * come counts as zero instead of being an error. *tracker points into `memory`, and dies with it. */
+TX_API tx_status tx_tracker_init(void *memory, int64_t bytes, int64_t n_params, const int64_t *bucket_of,
+                                 int64_t n_buckets, const char *const *names, int32_t allow_unused,
+                                 tx_tracker **tracker, tx_error *error);
+
+/* The gradient of parameter `param` is there. *complete: the bucket that this completed, or -1. A second mark in the
+ * same cycle is TX_ERROR_BAD_STATE: something else may be reading the bucket already. */
+TX_API tx_status tx_tracker_mark(tx_tracker *tracker, int64_t param, int64_t *complete, tx_error *error);
+
+/* The next bucket to send, or -1 while it is not complete. Buckets are handed out in ascending order, each once per
+ * cycle, whatever the order in which they complete: ranks must enter collectives in the same order. */
+TX_API int64_t tx_tracker_next(tx_tracker *tracker);
+
+/* The end of backward: nothing more will come. Where all came, or unused parameters are allowed, every bucket is
+ * complete afterwards (tx_tracker_next hands out the rest). Otherwise TX_ERROR_BAD_STATE names who never came, and the
+ * cycle stays open. missing: NULL, or n_params entries: who never came, ascending, written in both cases, as is
+ * *n_missing (may be NULL). */
+TX_API tx_status tx_tracker_finish(tx_tracker *tracker, int64_t *missing, int64_t *n_missing, tx_error *error);
+
+/* A new cycle: nothing has come yet. */
+TX_API void tx_tracker_reset(tx_tracker *tracker);
+
+/* The order in which gradients came in the first finished cycle, for tx_layout_args.order: a permutation of all
+ * parameters; those that never came are last, in reverse order. Ranks may have seen different orders: take one rank's
+ * for all. TX_ERROR_BAD_STATE before a cycle is finished. order: n_params entries, written. */
+TX_API tx_status tx_tracker_order(const tx_tracker *tracker, int64_t *order, tx_error *error);
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * 2. Compression
+ * ------------------------------------------------------------------------------------------------------------- */
+
+/* BF16 data in three quarters of its bytes, for a wire that is slower than the processor: 1.52 bytes for an element,
+ * whatever its neighbours are, so that both ends know how long a message is. Every bit comes back. What elements have
+ * in common is taken out, block by block: how large they are (csrc/math/compress_block.h). Both run on the calling
+ * thread, at about the speed of memory, and allocate nothing.
+ *
+ * tx_compressed_bytes: the message of `numel` elements, a multiple of TX_BLOCK > 0; else 0: send them as they are. */
+TX_API int64_t tx_compressed_bytes(int64_t numel);
+
+/* values: BF16. message: U8, tx_compressed_bytes(values.numel) elements, all written, the same on every machine. *rest:
+ * how many bytes at the end of values are not in the message and have to follow it as they are: 0, but for data that is
+ * too disordered, which has more than numel / 512 + 16 elements that are not 0 and 2^15 times smaller than the largest
+ * of their block. */
+TX_API tx_status tx_compress(tx_tensor values, tx_tensor message, int64_t *rest, tx_error *error);
+
+/* The other way: values are written but for their last *rest bytes, which come by themselves. Whatever the message is,
+ * nothing but values is touched; TX_ERROR_BAD_STATE, and nothing written, where it does not hold together. It is no
+ * checksum. */
+TX_API tx_status tx_expand(tx_tensor message, tx_tensor values, int64_t *rest, tx_error *error);
+
+/* Whether messages are compressed (tx_compress), from one decision to the next. All zero at first. */
+typedef struct tx_compression {
+  int64_t plain;   /* microseconds until everything had come, when messages last went as they are; 0: not known */
+  int32_t on;      /* 1: they are compressed from here on */
+  int32_t slow;    /* decisions in a row that found a slow wire */
+  int32_t resting; /* decisions until it is tried again */
+  int32_t reserved;
+} tx_compression;
+
+/* Decides that: *found is what was decided before, and what is. args: as of tx_coalesce; `bytes` and `tail_bytes` as
+ * they were sent, compressed or not.
+ *
+ * Compression begins where the wire, as fast as it was, twice in a row carried less than gbps (Gbit/s, of the policy:
+ * compress_below_gbps; >= 0) of the buckets' bytes; not where nothing was measured. It ends where the wire carries
+ * more. Processors that have too much to do look like a slow wire, and compressing gives them more: where everything
+ * then takes 1.05 times as long as it did before, messages go as they are again, and eight decisions pass until the
+ * next attempt. */
+TX_API tx_status tx_compress_pays(const tx_coalesce_args *args, double gbps, tx_compression *found, tx_error *error);
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * 3. Staging
+ * ------------------------------------------------------------------------------------------------------------- */
+
+/* How parameters and gradients that lie elsewhere come to the host and go back. Functions are called by several threads
+ * at a time, each with slots of its own; they return TX_OK, or fail with a message, which ends the step. `up`: 1 to
+ * where the parameters are, 0 from there; what is asked for one way is done in that order. */
+typedef struct tx_copy_ops {
+  uint64_t size;
+  void *ctx;
+  /* Starts to copy. */
+  tx_status (*copy)(void *ctx, int32_t up, void *to, const void *from, int64_t bytes, tx_error *error);
+  /* From here on the slot's mark of this way stands for everything that was asked for. */
+  tx_status (*mark)(void *ctx, int32_t up, int64_t slot, tx_error *error);
+  /* Comes back when what the slot's mark stands for is done; at once where there is no mark. */
+  tx_status (*wait)(void *ctx, int32_t up, int64_t slot, tx_error *error);
+  /* What is asked for on the way down from here on comes after what the slot's mark on the way up stands for. */
+  tx_status (*follow)(void *ctx, int64_t slot, tx_error *error);
+} tx_copy_ops;
+#define TX_COPY_OPS_INIT \
+  { sizeof(tx_copy_ops), NULL, NULL, NULL, NULL, NULL }
+
+/* Where batches lie while they are stepped. */
+#define TX_MAX_SLOTS 8
+typedef struct tx_staging {
+  uint64_t size;
+  const tx_copy_ops *lanes; /* NULL: parameters and gradients are in host memory, too, and each thread copies its own */
+  void *memory;             /* the host's, aligned to 64 bytes; of no particular content before and after */
+  int64_t bytes;            /* of it: threads * slots * batch * (bytes of a gradient + bytes of a weight), the widest */
+  int64_t batch;            /* elements that come at a time; a multiple of TX_SAMPLED */
+  int32_t slots;            /* batches that each thread has under way: 1 ... TX_MAX_SLOTS */
+  int32_t reserved;
+} tx_staging;
+#define TX_STAGING_INIT \
+  { .size = sizeof(tx_staging), .slots = 1 }
+
+/* tx_adamw of parameters that lie elsewhere: the same bits. The memory of params and grads is only handed to the lanes,
+ * all other memory is the host's. Gradients come down and weights go up; weights come down where there is no master, or
+ * a remainder. So on_external_write looks at checksums beside remainders; those beside F32 masters are only renewed,
+ * and TX_EXTERNAL_CHECK is not legal. When the call comes back weights may be on their way up still: the same memory
+ * may be given to the next call where its slots are as large and the widest dtypes the same, else when they have left.
+ * Where a lane fails some elements have been stepped and others not, and no count in `steps` has changed. */
+TX_API tx_status tx_adamw_offloaded(const tx_adamw_args *args, const tx_staging *staging, const tx_parallel *parallel,
+                                    tx_error *error);
+
+/* memcpy of much memory that is not in the cache, on this thread: asks for what it will write ahead of writing it,
+ * which takes a quarter less time where that is not in the cache. */
+TX_API void tx_copy(void *to, const void *from, int64_t bytes);
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * 4. NCCL
+ * ------------------------------------------------------------------------------------------------------------- */
+
+/* Bytes between GPUs without torch.distributed. NCCL is looked up in the process and called through pointers; nothing
+ * is linked to it. A communicator is used by one thread at a time, and all ranks make the same calls in the same order.
+ * No call waits for the device, and none waits for other ranks longer than timeout_seconds: then, and where NCCL
+ * reports an error, the communicator is aborted (once), the call says why (TX_ERROR_UNAVAILABLE), and later calls
+ * repeat it (TX_ERROR_BAD_STATE). */
+typedef struct tx_nccl tx_nccl;           /* the library, loaded */
+typedef struct tx_nccl_comm tx_nccl_comm; /* of one rank */
+
+/* The libnccl.so.2 that the process has loaded (torch's); else `path`; else, where that is NULL, what the dynamic
+ * linker finds. TX_ERROR_UNAVAILABLE: none, one older than 2.19, or one without a symbol that is needed; the message
+ * says what was found where, what is needed and what to do. Close it after its communicators. */
+TX_API tx_status tx_nccl_open(const char *path, tx_nccl **library, tx_error *error);
+TX_API void tx_nccl_close(tx_nccl *library);
+
+typedef struct tx_nccl_about {
+  uint64_t size;
+  int32_t version; /* 22809 for 2.28.9 */
+  int32_t windows; /* 1 where memory becomes a symmetric window (2.27 and newer) */
+  char path[512];  /* of the file */
+} tx_nccl_about;
+#define TX_NCCL_ABOUT_INIT \
+  { sizeof(tx_nccl_about) }
+TX_API tx_status tx_nccl_about_this(const tx_nccl *library, tx_nccl_about *about, tx_error *error);
+
+/* What the ranks of one communicator have in common: one of them makes it (id: TX_NCCL_ID_BYTES bytes), the caller
+ * brings it to the others. */
+#define TX_NCCL_ID_BYTES 128
+TX_API tx_status tx_nccl_unique_id(const tx_nccl *library, char *id, tx_error *error);
+
+typedef struct tx_nccl_comm_args {
+  uint64_t size;
+  const tx_nccl *library;
+  const char *id; /* TX_NCCL_ID_BYTES bytes */
+  int32_t rank, n_ranks;
+  double timeout_seconds;
+  int32_t copy_engines; /* 1: copy engines move windows, where NCCL can (2.28), so that no SM does */
+  int32_t reserved;     /* 0 */
+} tx_nccl_comm_args;
+#define TX_NCCL_COMM_ARGS_INIT \
+  { sizeof(tx_nccl_comm_args), NULL, NULL, 0, 0, 600.0, 0, 0 }
+
+/* On the current CUDA device; returns when every rank has come. NULL in *comm where it fails. */
+TX_API tx_status tx_nccl_comm_new(const tx_nccl_comm_args *args, tx_nccl_comm **comm, tx_error *error);
+/* Waits for the other ranks' tx_nccl_comm_free, unless it was aborted. */
+TX_API void tx_nccl_comm_free(tx_nccl_comm *comm);
+/* Whether what was issued is well so far. Any thread. */
+TX_API tx_status tx_nccl_comm_check(tx_nccl_comm *comm, tx_error *error);
+/* Ends what is under way on this rank; once, later calls do nothing. why: what later calls say. Any thread. */
+TX_API void tx_nccl_comm_abort(tx_nccl_comm *comm, const char *why);
+
+/* all-to-all: `send` and `receive` hold n_ranks parts of `bytes` each; part r is sent to rank r, or came from it.
+ * all-gather: `send` is this rank's part, `receive` holds all ranks'; send may lie in its place there. Device memory.
+ */
+typedef struct tx_nccl_message {
+  const void *send;
+  void *receive;
+  int64_t bytes;
+} tx_nccl_message;
+
+/* n messages as one operation, issued to `stream` (cudaStream_t). bucket: its name, for messages and records; the same
+ * on all ranks. */
+TX_API tx_status tx_nccl_all_to_all(tx_nccl_comm *comm, const char *bucket, int64_t n, const tx_nccl_message *messages,
+                                    void *stream, tx_error *error);
+TX_API tx_status tx_nccl_all_gather(tx_nccl_comm *comm, const char *bucket, int64_t n, const tx_nccl_message *messages,
+                                    void *stream, tx_error *error);
+
+/* Device memory that is a symmetric window where NCCL has them; all ranks make theirs in the same order, of one size.
+ */
+typedef struct tx_nccl_memory {
+  uint64_t size;
+  int64_t bytes;
+  void *data;   /* aligned to 4096 bytes */
+  void *window; /* NULL: it is none */
+} tx_nccl_memory;
+#define TX_NCCL_MEMORY_INIT \
+  { sizeof(tx_nccl_memory), 0, NULL, NULL }
+TX_API tx_status tx_nccl_memory_new(tx_nccl_comm *comm, tx_nccl_memory *memory, tx_error *error);
+TX_API void tx_nccl_memory_free(tx_nccl_comm *comm, tx_nccl_memory *memory);
+
+/* Each operation is noted, counted from 1, with a hash of its kind, its bucket's name and its sizes. Ranks compare
+ * their digests now and then, by means of the caller's; where they differ, their last records say where they parted. */
+typedef struct tx_nccl_record {
+  int64_t operation; /* 0: none */
+  uint64_t hash;
+  char what[112]; /* "all-to-all of bucket 3 ..." */
+} tx_nccl_record;
+#define TX_NCCL_RECORDS 64
+TX_API tx_status tx_nccl_digest(const tx_nccl_comm *comm, int64_t *count, uint64_t *digest, tx_error *error);
+/* records: TX_NCCL_RECORDS of them. */
+TX_API tx_status tx_nccl_records(const tx_nccl_comm *comm, tx_nccl_record *records, tx_error *error);
+/* records: TX_NCCL_RECORDS of each rank, by rank. TX_ERROR_MISMATCH names the first operation that differs, what it is
+ * on two ranks, and both hashes. */
+TX_API tx_status tx_nccl_compare(int64_t n_ranks, const tx_nccl_record *records, tx_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
