@@ -19,7 +19,6 @@ import torch
 from torch.utils._pytree import tree_map
 
 import torch_ext
-from torch_ext.native import library as native_library
 
 ROOT = pathlib.Path(torch_ext.__file__).parent.parent
 STREAM = 0x5000  # the address of cuda:0's current stream; those of others follow
@@ -133,7 +132,7 @@ def compile_library(folder: pathlib.Path, name: str, source: str, *options: str)
 def cuda_library(folder: pathlib.Path, version: str = "tx_version()", more: str = "") -> pathlib.Path:
     """version: what it says of itself, in C. more: functions besides the operators."""
     return compile_library(
-        folder, "libtorch_ext_cuda.so", _CUDA_LIBRARY + more, f"-DVERSION=({version})", native_library.library_path()
+        folder, "libtorch_ext_cuda.so", _CUDA_LIBRARY + more, f"-DVERSION=({version})", torch_ext.library_path()
     )
 
 

@@ -281,6 +281,7 @@ SAMPLES = [
     Sample("master_checksum_", "remainders_resynced", lambda: master_checksum(I16, 1)),
     Sample("master_checksum_", "renewed", lambda: master_checksum(F32, 2)),
 ]
+FIRST_SAMPLES = list({s.operator: s for s in reversed(SAMPLES)}.values())  # one of each operator
 
 
 def overload(operator: str) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torch_ext
-from torch_ext.native import constants, library
+from torch_ext.native import constants, library, ops
 from torch_ext.policy import policy_struct
 
 HEADERS = pathlib.Path(torch_ext.__file__).parent.parent / "csrc"
@@ -151,7 +151,7 @@ def test_operators_carry_the_compile_tag_where_torch_can_set_it() -> None:
         assert (torch.Tag.pt2_compliant_tag in tags) == (version >= (2, 12))
 
 
-# -- the helper that turns statuses into exceptions --------------------------------------------------------------------
+# -- the helpers that call the library ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,3 +170,13 @@ def test_a_status_becomes_an_exception_with_the_message(status: int, kind: type[
     with pytest.raises(kind, match="what and where"):
         library.check(status, library.Error(b"what and where"))
     library.check(0, library.Error())
+
+
+def test_a_library_of_another_build_is_named() -> None:
+    for call, name in (
+        (lambda: library.function("tx_of_later"), "tx_of_later"),
+        (lambda: ops.call("of_later_"), "torch_ext::of_later_"),
+    ):
+        with pytest.raises(ImportError, match="built from other sources") as refusal:
+            call()
+        assert f"{torch_ext.library_path()} has no {name}: " in str(refusal.value)

@@ -2,13 +2,12 @@
 
 from ctypes import c_int64, c_void_p
 
+import c_api
 import torch
-
-from torch_ext.native import library
 
 
 def test_copies_of_every_size_at_every_address() -> None:
-    copy = library.function("tx_copy", c_void_p, c_void_p, c_int64, restype=None)
+    copy = c_api.function("tx_copy", c_void_p, c_void_p, c_int64, restype=None)
     source = torch.randint(1, 256, (9000,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     for nbytes in [*range(0, 200), *range(1000, 1200), 4096, 5000, 8191]:
         for at, to in ((0, 0), (1, 3), (63, 64), (7, 200)):

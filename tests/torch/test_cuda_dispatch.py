@@ -8,12 +8,12 @@ import subprocess
 import sys
 from typing import Any
 
+import c_api
 import gpu_stand_in
 import operator_samples
 import pytest
 
-from torch_ext.cli import info
-from torch_ext.native import library
+import torch_ext
 
 VARIABLE = "TORCH_EXT_CUDA_LIBRARY"
 HELPERS = pathlib.Path(operator_samples.__file__).parent
@@ -24,7 +24,6 @@ import torch
 import torch_ext
 import operator_samples
 from gpu_stand_in import StandIn, as_cuda
-from torch_ext.native import library
 ops = torch.ops.torch_ext
 def refusal(function):
     try:
@@ -201,7 +200,7 @@ print(json.dumps([status, (error if status else path).value.decode()]))
 @pytest.fixture
 def main_library(tmp_path: pathlib.Path) -> pathlib.Path:
     """A copy with nothing beside it."""
-    return pathlib.Path(shutil.copy(library.library_path(), tmp_path))
+    return pathlib.Path(shutil.copy(torch_ext.library_path(), tmp_path))
 
 
 def test_without_the_library_the_message_says_where_it_was_looked_for_and_how_to_get_it(
@@ -234,7 +233,7 @@ def test_a_library_of_another_version_is_refused_with_both(main_library: pathlib
     other = gpu_stand_in.cuda_library(main_library.parent, "3 << 16 | 2 << 8 | 1")
     status, message = run(ASK, main_library, begin="")
     assert status == 301
-    assert message.startswith(f"{other} is of version 3.2.1 and libtorch_ext.so of {info.version()}; build both from")
+    assert message.startswith(f"{other} is of version 3.2.1 and libtorch_ext.so of {c_api.version()}; build both from")
 
 
 NOT_OURS = {
@@ -256,7 +255,7 @@ def test_a_file_that_is_not_the_library_is_named(
     if source == "text":
         path.write_text(source)
     elif source:
-        gpu_stand_in.compile_library(tmp_path, path.name, source, library.library_path())
+        gpu_stand_in.compile_library(tmp_path, path.name, source, torch_ext.library_path())
     status, message = run(ASK, main_library, begin="", **{VARIABLE: str(path)})
     assert status == 301 and message.startswith(says.format(path=path))
 

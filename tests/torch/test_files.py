@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import errno
+import fcntl
 import io
 import os
 import pathlib
@@ -23,7 +24,6 @@ import torch
 from training import everything, params_of, policy_of, train
 
 import torch_ext
-from torch_ext.checkpoint import files
 
 
 def optimizer_of(name: str) -> torch_ext.AdamW:
@@ -313,7 +313,7 @@ def test_without_locks_what_is_old_is_removed(
     path, left = tmp_path / "checkpoint.pt", tmp_path / ".checkpoint.pt.0123456789abcdef.unfinished"
     left.write_text("half of it")
     os.utime(left, (time.time() - age,) * 2)
-    monkeypatch.setattr(files.fcntl, "flock", none)
+    monkeypatch.setattr(fcntl, "flock", none)
     torch_ext.save(1, path)
     assert torch_ext.load(path) == 1
     assert left.exists() == (age < 100)

@@ -1,18 +1,16 @@
 """How the library comes to its torch: every order of loading, one registration, and a clear word where it cannot."""
 
-import importlib.util
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 import pytest
 
 import torch_ext
-from torch_ext.native import library, ops
 
 ROOT = pathlib.Path(torch_ext.__file__).parent.parent
 CALL = "import torch; x = torch.zeros(3); torch.ops.torch_ext.bucket_accumulate_([x], [x + 1]); assert x.sum() == 3\n"
@@ -33,7 +31,7 @@ def run(code: str, *arguments: str) -> str:
     ).stdout.strip()
 
 
-LOAD = f"import torch; torch.ops.load_library({library.library_path()!r})\n"
+LOAD = f"import torch; torch.ops.load_library({torch_ext.library_path()!r})\n"
 PACKAGE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import torch_ext\n"
 
 
@@ -64,14 +62,14 @@ def test_load_library_after_the_package_does_nothing_more() -> None:
 
 
 def test_without_torch_the_library_loads_and_says_what_is_missing() -> None:
-    message = run(REGISTER + "import sys; print(*register(ctypes.CDLL(sys.argv[1])))", library.library_path())
+    message = run(REGISTER + "import sys; print(*register(ctypes.CDLL(sys.argv[1])))", torch_ext.library_path())
     assert message.startswith("301 ") and "import torch first" in message
 
 
 def test_torch_imported_after_the_library() -> None:
     code = "library = ctypes.CDLL(sys.argv[1]); assert register(library)[0] == 301\n"
     code += "import torch; assert register(library) == (0, ''); assert register(library) == (0, '')\n"
-    run("import sys\n" + REGISTER + code + CALL, library.library_path())
+    run("import sys\n" + REGISTER + code + CALL, torch_ext.library_path())
 
 
 def test_many_threads_register_once() -> None:
@@ -82,18 +80,18 @@ import torch
 with concurrent.futures.ThreadPoolExecutor(8) as pool:
     assert list(pool.map(lambda _: register(library), range(64))) == [(0, "")] * 64
 """
-    run(REGISTER + code + CALL, library.library_path())
+    run(REGISTER + code + CALL, torch_ext.library_path())
 
 
 def test_a_second_copy_of_the_library_is_refused_and_the_first_still_works(tmp_path: pathlib.Path) -> None:
-    copy = shutil.copy(library.library_path(), tmp_path)
+    copy = shutil.copy(torch_ext.library_path(), tmp_path)
     code = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
 status, message = register(ctypes.CDLL(sys.argv[2]))
 print(status, message)
 """
-    message = run(REGISTER + code + CALL, library.library_path(), str(copy))
+    message = run(REGISTER + code + CALL, torch_ext.library_path(), str(copy))
     assert message.startswith("301 ") and "another copy of this library" in message
 
 
@@ -109,7 +107,7 @@ assert not hasattr(torch.ops.torch_ext, "adamw_")
 theirs._destroy()
 assert register(library) == (0, "")
 """
-    run(REGISTER + code + CALL, library.library_path())
+    run(REGISTER + code + CALL, torch_ext.library_path())
 
 
 def fake_torch(folder: pathlib.Path, source: str) -> str:
@@ -138,50 +136,39 @@ def fake_torch(folder: pathlib.Path, source: str) -> str:
 )
 def test_a_torch_that_is_too_old_is_named(tmp_path: pathlib.Path, source: str, says: Sequence[str]) -> None:
     code = "import sys; old = ctypes.CDLL(sys.argv[2]); print(*register(ctypes.CDLL(sys.argv[1])))"
-    message = run(REGISTER + code, library.library_path(), fake_torch(tmp_path, source))
+    message = run(REGISTER + code, torch_ext.library_path(), fake_torch(tmp_path, source))
     assert message.startswith("301 ") and all(words in message for words in says), message
 
 
-def finder(folder: pathlib.Path) -> ModuleType:
-    """library.py as it is when the package lies in `folder`."""
-    (folder / "torch_ext/native").mkdir(parents=True)
-    file = shutil.copy(library.__file__, folder / "torch_ext/native")
-    spec = importlib.util.spec_from_file_location("finder", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def installed(folder: pathlib.Path) -> str:
+    """Code that imports a copy of the package in `folder`, which has no library yet."""
+    without = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(pathlib.Path(torch_ext.__file__).parent, folder / "torch_ext", ignore=without)
+    return f"import sys; sys.path.insert(0, {str(folder)!r}); import torch_ext\n"
 
 
 @pytest.mark.parametrize("place", ["torch_ext", ".", "bazel-bin"], ids=["package", "runfiles", "bazel-bin"])
 def test_the_library_is_found_in_each_place(tmp_path: pathlib.Path, place: str) -> None:
-    module = finder(tmp_path)
+    package = installed(tmp_path)
     (tmp_path / place).mkdir(exist_ok=True)
-    expected = shutil.copy(library.library_path(), tmp_path / place)
-    assert os.path.samefile(module.library_path(), expected)
+    expected = shutil.copy(torch_ext.library_path(), tmp_path / place)
+    assert os.path.samefile(run(package + CALL + "print(torch_ext.library_path())"), expected)
 
 
 def test_a_library_that_was_not_built_is_an_import_error_that_says_how(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ImportError, match="libtorch_ext.so is in none of .*bazel build //:torch_ext"):
-        finder(tmp_path).library_path()
+    code = installed(tmp_path)
+    says = run(f"try:\n    {code}except ImportError as refusal:\n    print(refusal)\n")
+    assert re.match("libtorch_ext.so is in none of .*bazel build //:torch_ext", says)
 
 
 def test_the_library_links_to_no_torch_and_no_python() -> None:
     readelf = shutil.which("readelf")
     if readelf is None:
         pytest.skip("no readelf to look at the library with")
-    dynamic = subprocess.run([readelf, "-d", library.library_path()], check=True, capture_output=True, text=True).stdout
+    dynamic = subprocess.run(
+        [readelf, "-d", torch_ext.library_path()], check=True, capture_output=True, text=True
+    ).stdout
     needed = [line.split("[")[1].rstrip("]") for line in dynamic.splitlines() if "(NEEDED)" in line]
     assert needed and all(
         name.startswith(("libc.", "libm.", "libdl.", "libpthread.", "ld-linux", "libgcc_s")) for name in needed
     )
-
-
-def test_a_library_of_another_build_is_named() -> None:
-    for call, name in (
-        (lambda: library.function("tx_of_later"), "tx_of_later"),
-        (lambda: ops.call("of_later_"), "torch_ext::of_later_"),
-    ):
-        with pytest.raises(ImportError, match="built from other sources") as refusal:
-            call()
-        assert f"{library.library_path()} has no {name}: " in str(refusal.value)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import torch_ext
 from bench import resident_memory
-from torch_ext.offloading import host_buffer
+from torch_ext.offloading import host_buffer, transfer
 from torch_ext.tensors import host_copies
 
 # -- what comes back ---------------------------------------------------------------------------------------------------
@@ -309,6 +309,37 @@ def test_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
     host_copies.synchronize(devices)
     assert waited == devices[1:]
+
+
+@pytest.mark.parametrize("where", ["host memory for weights", "host memory for states", "after weights went"])
+def test_B4_offload_that_fails_has_changed_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    before = everything(model, optimizer)
+    calls = []
+
+    def failing(*_: object) -> None:
+        calls.append(where)
+        if where != "host memory for states" or len(calls) == 2:
+            raise MemoryError("no more")
+        return real(*_)  # type: ignore[no-any-return, func-returns-value]
+
+    if where == "after weights went":
+        real: Any = None
+        monkeypatch.setattr(transfer, "free", failing)
+    else:
+        real = host_copies.allocate
+        monkeypatch.setattr(host_copies, "allocate", failing)
+    with pytest.raises(RuntimeError, match=r"offload of \d+ bytes failed, and nothing has moved: no more"):
+        torch_ext.offload(model, optimizer)
+    assert everything(model, optimizer) == before
+    monkeypatch.undo()
+    expected, reference = trained()
+    for net, stepper in ((model, optimizer), (expected, reference)):
+        one_step(net, stepper, 1)
+    assert everything(model, optimizer) == everything(expected, reference)
+    torch_ext.offload(model, optimizer)
+    torch_ext.onload(model, optimizer)
+    assert everything(model, optimizer) == everything(expected, reference)
 
 
 # -- tolerated ---------------------------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
 """torch.library.opcheck, all of its tests, for every operator and kind of call."""
 
+import c_api
 import operator_samples
 import pytest
 import torch
-
-import torch_ext.native.library
-import torch_ext.native.ops  # noqa: F401
 
 
 @pytest.mark.parametrize("sample", operator_samples.SAMPLES, ids=lambda s: s.id)
@@ -16,4 +14,4 @@ def test_opcheck(sample: operator_samples.Sample) -> None:
 
 
 def test_every_operator_has_samples() -> None:
-    assert {s.operator for s in operator_samples.SAMPLES} == set(torch_ext.native.library.operators())
+    assert {s.operator for s in operator_samples.SAMPLES} == set(c_api.operators())

@@ -1,6 +1,7 @@
 """torch.ops.torch_ext.*: arguments arrive where they belong, and what the operators are to torch."""
 
 import ctypes
+import gc
 import math
 from typing import Any
 
@@ -8,6 +9,7 @@ import operator_samples as samples
 import pytest
 import torch
 from operator_samples import BF16, F16, F32, F64, I16, I64, U8, bits, copy, none, one, overload, run
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_ext.native.ops
 
@@ -392,6 +394,19 @@ def test_a_call_that_is_refused_counts_nothing_up(way: str) -> None:
         WAYS[way]("bucket_accumulate_", [w], [torch.ones(4)])
     loss.backward()
     assert w._version == 0
+
+
+@pytest.mark.parametrize("sample", samples.FIRST_SAMPLES, ids=lambda s: s.operator)
+def test_call_keeps_no_storage(sample: samples.Sample) -> None:
+    arguments = sample.make()
+    counts = [t._use_count() for t in samples.tensors(arguments)]
+    for _ in range(3):
+        torch_ext.native.ops.call(sample.operator, *arguments)
+    assert [t._use_count() for t in samples.tensors(arguments)] == counts
+    living = [StorageWeakRef(t.untyped_storage()) for t in samples.tensors(arguments)]
+    del arguments
+    gc.collect()
+    assert all(storage.expired() for storage in living)
 
 
 def test_look_counts_nothing_up() -> None:

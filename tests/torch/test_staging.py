@@ -1,4 +1,4 @@
-"""Host memory for batches, and copies by the library for GPUs: what becomes of them when more is asked for."""
+"""The parts of `offload_fraction`: which parameters the host steps, memory for batches, and the library's copies for GPUs."""
 
 import gc
 import os
@@ -14,8 +14,48 @@ from training import bits, policy_of, set_grads
 
 import torch_ext
 from torch_ext.optim.cpu_offload import copies, staged_args
+from torch_ext.optim.cpu_offload.host_states import choose
 from torch_ext.optim.cpu_offload.host_step import HostPlan
 from torch_ext.tensors import dense
+
+# -- the choice ---------------------------------------------------------------------------------------------------
+
+CHOICES = {
+    "nothing": ([5, 7], 0.0, []),
+    "everything": ([5, 7, 3], 1.0, [0, 1, 2]),
+    "what has no size stays": ([5, 0, 3], 1.0, [0, 2]),
+    "nobody": ([], 0.5, []),
+    "largest first": ([1, 4, 2, 1], 0.5, [1]),
+    "the first of equal ones": ([2, 2, 2, 2], 0.5, [0, 1]),
+    "larger ones that do not fit are passed over": ([10, 3, 2, 1], 0.25, [1, 3]),
+    "one too many is nearer than one too few": ([10, 10, 10], 0.6, [0, 1]),
+    "as near either way: less": ([2, 2], 0.25, []),
+    "one, below a half": ([8], 0.4, []),
+    "one, above a half": ([8], 0.6, [0]),
+    "a fraction that no binary number is": ([1] * 10, 0.3, [0, 1, 2]),
+    "beyond 2^53": ([2**60 + 1, 2**60], 0.5, [1]),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_choice_is_a_function_of_sizes_and_fraction(case: str) -> None:
+    sizes, fraction, chosen = CHOICES[case]
+    assert [i for i, one in enumerate(choose(sizes, fraction)) if one] == chosen
+
+
+def test_choice_is_off_by_half_of_the_smallest_left_out_at_most() -> None:
+    generator = torch.Generator().manual_seed(5)
+    for case in range(300):
+        sizes = torch.randint(1, 10 ** (1 + case % 6), (1 + case % 37,), generator=generator).tolist()
+        fraction = float(torch.rand((), generator=generator, dtype=torch.float64))
+        chosen = choose(sizes, fraction)
+        assert chosen == choose(list(sizes), fraction)
+        share = sum(size for size, one in zip(sizes, chosen, strict=True) if one)
+        left_out = [size for size, one in zip(sizes, chosen, strict=True) if not one]
+        assert 2 * abs(share - fraction * sum(sizes)) <= min(left_out, default=max(sizes)) + 1e-6
+
+
+# -- memory and lanes --------------------------------------------------------------------------------------------------
 
 
 def test_memory_that_is_left_for_a_larger_one_was_sent_before() -> None:
@@ -153,3 +193,24 @@ def test_copies_of_a_gpu_are_made_for_as_many_slots_as_threads_need(monkeypatch:
     assert second != first and native(6) == second
     assert made == [("of cuda:3", "of cuda:3", 6), ("of cuda:3", "of cuda:3", 12)]
     assert staged_args.CopyOps.from_address(first).size == 0, "copies may be under way in the earlier ones"
+
+
+def test_device_that_nothing_copies_from_is_refused() -> None:
+    with pytest.raises(ValueError, match="meta; cpu and cuda are legal"):
+        copies.copies_of(torch.device("meta"))
+
+
+def test_cuda_copies_to_the_host() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device: its streams and pinned buffers are not looked at")
+    made = copies.CudaCopies(torch.device("cuda"))
+    there, here = torch.arange(1 << 20, device="cuda", dtype=torch.float32), made.buffer(1 << 22).view(torch.float32)
+    made.begin()
+    made.to_host([here], [there])
+    made.wait(made.mark())
+    assert bool((here == torch.arange(1 << 20)).all()) and here.is_pinned()
+    here += 1
+    with torch.cuda.stream(made._up):  # the way up is the library's
+        there.copy_(here, non_blocking=True)
+    made.end()
+    assert bool((there.cpu() == torch.arange(1 << 20) + 1).all())

@@ -1,9 +1,11 @@
 """What the optimizer's tests train: the policies, parameters of awkward sizes, and gradients that depend on nothing."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ext
 
@@ -68,3 +70,16 @@ def everything(optimizer: torch.optim.Optimizer) -> list[dict[str, bytes]]:
                 {"param": bits(p)} | {key: bits(value) for key, value in sorted(state.items()) if key != "checksum"}
             )
     return found
+
+
+class OperatorCalls(TorchDispatchMode):
+    """What is called of torch.ops.torch_ext in this context: `calls` has the names and the arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "torch_ext":
+            self.calls.append((func._opname, args))
+        return func(*args, **(kwargs or {}))
