@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import ranks
-import torch
 
-import torch_ext
-from torch_ext.parallel.strategies import no_shard, optim, optim_grads, table
+from torch_ext.parallel.strategies import no_shard, optim, optim_grads
 
-STRATEGIES = list(table.STRATEGIES)
-SHARDED = [name for name, store in table.STRATEGIES.items() if store.sharded]
+SHARDED = ["optim", "optim_grads"]
+STRATEGIES = ["no_shard", *SHARDED]
 
 
 def _each(rank: int, world: int, body: Callable[..., Any], chosen: list[str], args: Any) -> dict[str, Any]:
@@ -24,18 +22,6 @@ def run(
     """What body(rank, world_size, strategy, *args) returned under each strategy on each rank; every rank returns."""
     answers = ranks.run(world_size, _each, body, chosen, args, **limits)
     return {strategy: [answer[strategy] for answer in answers] for strategy in chosen}
-
-
-def gradient(model: Any, param: torch.Tensor) -> torch.Tensor | None:
-    """What this rank's optimizer reads of the parameter's gradient: flat under sharded strategies."""
-    grad = torch_ext.parallel.parallelize._engine_of(model).grad(param)
-    return None if grad is None else grad.detach().clone().reshape(-1)
-
-
-def part(model: Any, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor that is laid out like the parameter."""
-    local = torch_ext.parallel.parallelize._engine_of(model).local(param)
-    return whole.reshape(-1)[local.start : local.start + local.weight.numel()]
 
 
 def replace_reduce_chunks(replacement: Callable[..., Any], patch: pytest.MonkeyPatch | None = None) -> None:

@@ -8,8 +8,8 @@ import ranks
 import strategies
 import torch
 import torch.distributed as dist
-from gradients import BF16, FP32, Given, policy
-from strategies import STRATEGIES, gradient
+from gradients import BF16, FP32, Given, gradients, policy
+from strategies import STRATEGIES
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
@@ -30,8 +30,7 @@ def _ones() -> list[torch.Tensor]:
 
 def _all_one(model: Any) -> bool:
     """Whether every gradient is one everywhere, as far as this rank has it."""
-    grads = [gradient(model, p) for p in model.parameters()]
-    return all(grad is not None and bool(grad.eq(1).all()) for grad in grads)
+    return all(grad is not None and bool(grad.eq(1).all()) for grad in gradients(model))
 
 
 # -- ranks that differ (F6) ---------------------------------------------------------------------------------------
@@ -192,7 +191,7 @@ def _came_earlier(rank: int, world: int, strategy: str) -> Any:
             model(last).backward()
         return None
     model(last).backward()
-    grads: list[Any] = [gradient(model, p) for p in model.parameters()]
+    grads: list[Any] = gradients(model)
     return [float(grad.mean()) if grad.numel() else None for grad in grads]
 
 

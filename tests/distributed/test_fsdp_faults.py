@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from gradients import BF16, FP16, FP32, bits, noise, policy
+from gradients import BF16, FP16, FP32, bits, gradients, noise, policy
 from ranks import Died, Raised
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from units import SHAPES, Blocks, accumulated, grad_shards, mean_of_ranks, shard_of
+from units import SHAPES, Blocks, accumulated, mean_of_ranks, shard_of
 
 import torch_ext
 from torch_ext.parallel.fsdp import fsdp_reducer
@@ -42,8 +42,8 @@ def _error(call: Callable[[], object]) -> str:
 
 def _check(model: torch.nn.Module, seeds: list[int], world: int, main: torch.dtype = FP32) -> None:
     means = [mean_of_ranks(seed, range(world), (FP32, main, main)) for seed in seeds]
-    for param, grad, whole in zip(model.parameters(), grad_shards(model), accumulated(means, main), strict=True):
-        assert grad is not None and bits([grad]) == bits([shard_of(param, whole)])  # type: ignore[arg-type]
+    for param, grad, whole in zip(model.parameters(), gradients(model), accumulated(means, main), strict=True):
+        assert grad is not None and bits([grad]) == bits([shard_of(param, whole).float()])  # type: ignore[arg-type]
 
 
 # -- not a number (E7) --------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def _unused(rank: int, world: int, who: tuple[int, ...], find: bool) -> Any:
     except RuntimeError as error:
         assert time.monotonic() - started < 10, "long before the timeout"
         return str(error)
-    return [bits([grad]) if grad is not None else None for grad in grad_shards(model)]
+    return [bits([grad]) if grad is not None else None for grad in gradients(model)]
 
 
 @pytest.mark.parametrize("who", [(1,), (0, 1)], ids=["on one rank", "on all ranks"])
@@ -128,7 +128,7 @@ def _unused_between(rank: int, world: int, bucket_size: int | None, main: torch.
         for i in without:
             grads[i] = None
         model(grads).backward()
-        return grad_shards(model)
+        return gradients(model)
 
     def step() -> None:
         optimizer.step()
@@ -314,7 +314,7 @@ def _whole_gradients(rank: int, world: int, then: str) -> None:
     sent = [noise(2, r, SHAPES) for r in range(world)]
     if then == "the user's":
         sent = [[a + b for a, b in zip(noise(1, r, SHAPES), sent[r], strict=True)] for r in range(world)]
-    for param, grad, first, second in zip(model.parameters(), grad_shards(model), *sent, strict=True):
+    for param, grad, first, second in zip(model.parameters(), gradients(model), *sent, strict=True):
         assert grad is not None and bits([grad]) == bits([shard_of(param, (first + second) * 0.5)])
 
 

@@ -7,17 +7,12 @@ from typing import Any
 import pytest
 import strategies
 import torch
-from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
-from strategies import gradient
+from gradients import BF16, FP32, Given, bits, gradient, gradients, noise, on_all_ranks, policy
 
 import torch_ext
 
 SHAPES: list[Any] = [(300,), (500,), (200,)]
 SMALL: list[Any] = [(4,), (1000,)]
-
-
-def _grads(model: Any) -> list[torch.Tensor | None]:
-    return [gradient(model, p) for p in model.parameters()]
 
 
 # -- an earlier reduction -----------------------------------------------------------------------------------------
@@ -105,7 +100,7 @@ def _minus_zero(rank: int, world: int, strategy: str) -> list[bool]:
         minus = [torch.full(s, -0.0) for s in SHAPES]
         model([torch.ones(SHAPES[0]), None, None]).backward()
         model([torch.ones(SHAPES[0]), *minus[1:]]).backward()
-        signs += [bool(g.signbit().all()) for g in _grads(model)[1:] if g is not None]
+        signs += [bool(g.signbit().all()) for g in gradients(model)[1:] if g is not None]
     return signs
 
 
@@ -153,10 +148,10 @@ def _assigned(rank: int, world: int, strategy: str, factor: float | None) -> lis
         drop()
         model.p0.grad = torch.full((256,), 10.0 * (1 + rank))
         model([used, torch.ones(4)]).backward()
-        found.append(sorted(set(_grads(model)[0].tolist())))  # type: ignore[union-attr]
+        found.append(sorted(set(gradients(model)[0].tolist())))  # type: ignore[union-attr]
     model.p0.grad = torch.full((256,), 10.0 * (1 + rank))  # of which nothing comes
     model([None, torch.ones(4)]).backward()
-    found.append(sorted(set(_grads(model)[0].tolist())))  # type: ignore[union-attr]
+    found.append(sorted(set(gradients(model)[0].tolist())))  # type: ignore[union-attr]
     return found
 
 
@@ -191,7 +186,7 @@ def _added_to_and_then(rank: int, world: int, strategy: str) -> dict[str, Any]:
         elif what.startswith("dropped"):
             model.p0.grad = None
         model([None if what.endswith("unused") else ones[0], ones[1]]).backward()
-        grad = _grads(model)[0]
+        grad = gradients(model)[0]
         norm = float(torch_ext.clip_grad_norm_(optimizer, 1e6))
         found[what] = None if grad is None else sorted(set(grad.tolist())), norm
     return found
@@ -228,7 +223,7 @@ def _behind_master_weights(rank: int, world: int, strategy: str) -> list[float]:
     with model.no_sync():
         model(ones).backward()
     model([None, ones[1]]).backward()
-    grad = _grads(model)[0]
+    grad = gradients(model)[0]
     assert grad is not None
     return sorted(set(grad.tolist()))
 
@@ -281,7 +276,7 @@ def _dropped(rank: int, world: int, strategy: str) -> dict[str, Any]:
             drop(model, optimizer)
             try:
                 model([ones[0], None]).backward()
-                found[f"{how}, {unused}"] = [g is None for g in _grads(model)]
+                found[f"{how}, {unused}"] = [g is None for g in gradients(model)]
             except RuntimeError as error:
                 found[f"{how}, {unused}"] = str(error)[:37]
     return found
@@ -308,7 +303,7 @@ def _here_and_not_there(rank: int, world: int, strategy: str) -> tuple[Any, ...]
         model([ones[0], ones[1] if rank == 0 else None]).backward()
     optimizer.zero_grad(set_to_none=False)
     model([ones[0], None]).backward()
-    there = [g is not None for g in _grads(model)]
+    there = [g is not None for g in gradients(model)]
     optimizer.step()
     return there, on_all_ranks([p.tolist() for p in model.parameters()])
 
@@ -341,7 +336,7 @@ def _autograd_grad(rank: int, world: int, strategy: str) -> list[Any]:
                     assert all(bool(g.eq(1).all()) for g in grads)
                 found.append(model.wire_bytes() if not found else None)
                 model(ones).backward()
-                found.append([g.max().item() for g in _grads(model) if g is not None and g.numel()])
+                found.append([g.max().item() for g in gradients(model) if g is not None and g.numel()])
                 model.zero_grad()
     return found
 

@@ -12,8 +12,7 @@ import pytest
 import ranks
 import strategies
 import torch
-from gradients import Given, noise, policy
-from strategies import gradient, part
+from gradients import Given, noise, policy, whole_gradients
 from ticking import Clock
 from works import Work
 
@@ -124,11 +123,9 @@ def _interrupted(rank: int, waiting_for: str) -> Iterator[None]:
 def _is_mean(model: Any, step: int, world: int) -> bool:
     shapes = [p.shape for p in model.parameters()]
     each = [noise(step, r, shapes) for r in range(world)]
-    for p, of_ranks in zip(model.parameters(), zip(*each, strict=True), strict=True):
-        found, whole = gradient(model, p), torch.stack(of_ranks).sum(0) / world
-        if found is None or not torch.allclose(found, part(model, p, whole), rtol=1e-5, atol=1e-6):
-            return False
-    return True
+    means = [torch.stack(of_ranks).sum(0) / world for of_ranks in zip(*each, strict=True)]
+    found = whole_gradients(model)
+    return all(torch.allclose(g, mean, rtol=1e-5, atol=1e-6) for g, mean in zip(found, means, strict=True))
 
 
 def _sums_are_late(rank: int, world: int, strategy: str) -> None:

@@ -12,8 +12,8 @@ import pytest
 import ranks
 import strategies
 import torch
-from gradients import BF16, FP32, Given, on_all_ranks, policy
-from strategies import SHARDED, STRATEGIES, gradient
+from gradients import BF16, FP32, Given, gradient, on_all_ranks, policy
+from strategies import SHARDED, STRATEGIES
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
@@ -109,6 +109,12 @@ def test_pickle_and_copies_give_the_plain_model() -> None:
     strategies.run(2, _copies)
 
 
+def _grad_dtypes(model: Any) -> list[torch.dtype]:
+    """Of what this rank's optimizer reads."""
+    reducer: Any = torch_ext.parallel.parallelize._engine_of(model)
+    return [grad.dtype for p in model.parameters() for grad in [reducer.grad(p)] if grad is not None]
+
+
 def _again(rank: int, world: int, strategy: str) -> None:
     """The engine is made anew, under every other strategy, with gradients in the old one and without."""
     for following in STRATEGIES:
@@ -117,15 +123,14 @@ def _again(rank: int, world: int, strategy: str) -> None:
         kind = type(model)
         for _ in range(2):
             model([torch.ones(4), torch.ones(300)]).backward()
-            grad = gradient(model, model.p0)
-            assert grad is not None and grad.dtype == FP32
+            assert _grad_dtypes(model) == [FP32] * 2
             model.zero_grad()
         model([torch.ones(4), torch.ones(300)]).backward()
         torch_ext.parallelize(model, policy(BF16), gradient_divide_factor=1.0, strategy=following)
         assert type(model) is kind and model.p0.grad is None
         model([torch.ones(4), torch.ones(300)]).backward()
         grad = gradient(model, model.p1)
-        assert grad is not None and grad.dtype == BF16 and grad.eq(2.0).all()
+        assert _grad_dtypes(model) == [BF16] * 2 and grad is not None and grad.eq(2.0).all()
         optimizer = torch_ext.AdamW(model.parameters(), lr=0.125)
         optimizer.step()
         assert model.p1.tolist() == [-0.125] * 300
@@ -142,8 +147,7 @@ def _mixed(rank: int, world: int, strategy: str) -> None:
     model: Any = torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16(), torch.nn.LayerNorm(8))
     torch_ext.parallelize(model, torch_ext.load_policy(model), strategy=strategy)
     model[1](model[0](torch.ones(2, 8, dtype=BF16)).float()).square().sum().backward()
-    dtypes = [grad.dtype for p in model.parameters() for grad in [gradient(model, p)] if grad is not None]
-    assert dtypes == [BF16, BF16, FP32, FP32]
+    assert _grad_dtypes(model) == [BF16, BF16, FP32, FP32]
     torch_ext.AdamW(model.parameters()).step()
 
 

@@ -15,7 +15,7 @@ import strategies
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from gradients import BF16, FP32, bits, on_all_ranks
+from gradients import BF16, FP32, bits, gradient, on_all_ranks
 from strategies import STRATEGIES
 
 import torch_ext
@@ -229,7 +229,7 @@ def _compiled(rank: int, world: int, strategy: str) -> None:
         weight = model[1].bias.detach().clone()
         for _ in range(2):
             compiled(torch.full((2, 4), 1.0 + rank)).sum().backward()
-            found = strategies.gradient(parallel, model[1].bias)
+            found = gradient(parallel, model[1].bias)
             assert found is not None and found.tolist() == [2.0] * found.numel()
             optimizer.step()
             parallel.zero_grad()

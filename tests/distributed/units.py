@@ -7,8 +7,6 @@ import torch
 from gradients import FP32, noise
 from torch.distributed.tensor import DTensor
 
-from torch_ext.params import reducer_registry
-
 BLOCKS: list[list[Any]] = [[(5, 3), (1,), (7,)], [(4, 4)], [(2,), (9, 2), (130,)]]
 """Rows that no number of ranks divides, and fewer rows than ranks."""
 OWN = (3,)
@@ -49,16 +47,6 @@ def shard_of(param: DTensor, whole: torch.Tensor) -> torch.Tensor:
     rank, size = param.device_mesh.get_local_rank(index), param.device_mesh.size(index)
     rows = -(-whole.shape[0] // size)
     return whole[rows * rank : rows * (rank + 1)]
-
-
-def grad_shards(model: torch.nn.Module) -> list[torch.Tensor | None]:
-    """What an optimizer reads on this rank."""
-    grads = []
-    for param in model.parameters():
-        owner = reducer_registry.owner_of(param)
-        assert owner is not None
-        grads.append(owner.grad(param))
-    return grads
 
 
 def mean_of_ranks(seed: int, ranks: Sequence[int], dtypes: Any, factor: float | None = None) -> list[torch.Tensor]:
