@@ -311,7 +311,7 @@ def test_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waited == devices[1:]
 
 
-@pytest.mark.parametrize("where", ["host memory for weights", "host memory for states", "after weights went"])
+@pytest.mark.parametrize("where", ["host memory for weights", "host memory for states", "after weights were freed"])
 def test_B4_offload_that_fails_has_changed_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
     before = everything(model, optimizer)
@@ -319,12 +319,12 @@ def test_B4_offload_that_fails_has_changed_nothing(where: str, monkeypatch: pyte
 
     def failing(*_: object) -> None:
         calls.append(where)
-        if where != "host memory for states" or len(calls) == 2:
+        if where == "host memory for weights" or len(calls) == 2:
             raise MemoryError("no more")
-        return real(*_)  # type: ignore[no-any-return, func-returns-value]
+        return real(*_)  # type: ignore[no-any-return]
 
-    if where == "after weights went":
-        real: Any = None
+    if where == "after weights were freed":
+        real: Any = transfer.free
         monkeypatch.setattr(transfer, "free", failing)
     else:
         real = host_copies.allocate

@@ -1,4 +1,4 @@
-"""The parts of `offload_fraction`: which parameters the host steps, memory for batches, and the library's copies for GPUs."""
+"""The parts of `offload_fraction`: which parameters the host steps, memory for batches, the library's copies."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""NCCL without torch.distributed: the library that was found, and one rank's communicator (csrc/torch_ext_advanced.h, 4)."""
+"""NCCL without torch.distributed: the library that was found, and one rank's communicator (torch_ext_advanced.h, 4)."""
 
 import ctypes
 import functools
