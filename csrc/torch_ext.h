@@ -15,10 +15,12 @@
  *
  * Habits. Every function that can fail returns a tx_status and fills a caller-owned tx_error (which may be NULL) with
  * what is wrong, where, and what would be legal; it validates everything before it writes the first byte, so a failed
- * call changes nothing. Argument structs begin with `size`, which the TX_*_INIT initialisers set: the library accepts
- * any size it has known in the past. Counts are int64_t and count elements unless a name says bytes. Pointers are
- * borrowed for the duration of the call unless a comment says otherwise. The library never prints, exits or aborts, and
- * keeps no global state besides the table of kernels chosen for this processor. */
+ * call changes nothing. Argument structs begin with `size`, which the TX_*_INIT initialisers set; a size that is not
+ * that of the library's own header is TX_ERROR_INVALID_ARGUMENT, so a program that was compiled with the header of
+ * another version (tx_version) is refused by name before any other field is read. Counts are int64_t and count elements
+ * unless a name says bytes. Pointers are borrowed for the duration of the call unless a comment says otherwise. The
+ * library never prints, exits or aborts, and keeps no global state besides the table of kernels chosen for this
+ * processor. */
 #ifndef TORCH_EXT_H
 #define TORCH_EXT_H
 
