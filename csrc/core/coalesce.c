@@ -61,7 +61,7 @@ static double complete(const tx_coalesce_args *args, int64_t b, double before) {
 /* Microseconds until everything had come, on the slowest rank; 0: not known. */
 static int64_t whole(const tx_coalesce_args *args) {
   int64_t most = 0;
-  for (int64_t rank = 0; rank < args->n_ranks; rank++) {
+  for (int64_t rank = 0; args->n_buckets > 0 && rank < args->n_ranks; rank++) {
     if (args->ended[rank] <= 0) return 0;
     if (args->ended[rank] > most) most = args->ended[rank];
   }
