@@ -21,6 +21,16 @@ void PrintTo(const Case &c, std::ostream *out) {
   *out << c.function << " with " << c.initialiser;
 }
 
+const tx_adamw_group kGroup = {0.1, 0.9, 0.99, 1e-8, 0, 0, 1};
+
+// Legal, without parameters.
+tx_adamw_args OneGroup() {
+  tx_adamw_args args = TX_ADAMW_ARGS_INIT;
+  args.n_groups = 1;
+  args.groups = &kGroup;
+  return args;
+}
+
 tx_status Copy(void *, int32_t, void *, const void *, int64_t, tx_error *) {
   return TX_OK;
 }
@@ -83,13 +93,13 @@ const Case kCases[] = {
          }),
     CASE(tx_adamw_offloaded, TX_STAGING_INIT, tx_staging,
          {
-           const tx_adamw_args step = TX_ADAMW_ARGS_INIT;
+           const tx_adamw_args step = OneGroup();
            args.batch = TX_SAMPLED;
            return tx_adamw_offloaded(&step, &args, nullptr, error);
          }),
     CASE(tx_adamw_offloaded, TX_COPY_OPS_INIT, tx_copy_ops,
          {
-           const tx_adamw_args step = TX_ADAMW_ARGS_INIT;
+           const tx_adamw_args step = OneGroup();
            tx_staging staging = TX_STAGING_INIT;
            staging.batch = TX_SAMPLED;
            staging.lanes = &args;
