@@ -205,7 +205,7 @@ class OffloadPlan:
     def finish_offload(self) -> None:
         """The memory was released: whoever uses it finds out."""
         if isinstance(self._optimizer, Adam):
-            self._optimizer.set_aside("grads" in self._kinds)
+            self._optimizer.memory_released("grads" in self._kinds)
         for owner, record in self._records:
             record.offloaded |= self._kinds & record.transfers.keys()
             if "grads" in self._kinds and isinstance(owner, nn.Module):
@@ -213,7 +213,7 @@ class OffloadPlan:
             record.hook(owner)
         if "grads" in self._kinds:
             for reducer in self._reducers:
-                reducer.gradients_dropped()
+                reducer.gradients_released()
         if "params" in self._kinds:  # a graph that has kept a weight for its backward is refused by autograd
             plain = [p for p in self._params if not local_shard.is_dtensor(p) and not p.is_inference()]
             torch.autograd.graph.increment_version(plain)

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from torch_ext.offloading.host_buffer import HostBuffer
-from torch_ext.tensors import host_copies, storage
+from torch_ext.tensors import dense, host_copies, storage
 from torch_ext.tensors.storage import Memory
-
-_ALIGNMENT = 64  # bytes; a cache line
 
 
 class Piece(NamedTuple):
@@ -27,7 +25,7 @@ class Piece(NamedTuple):
     @property
     def end(self) -> int:
         """Where the next one may begin."""
-        return -(-(self.offset + self.memory.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        return dense.aligned(self.offset + self.memory.nbytes)
 
 
 class StorageTransfer(abc.ABC):

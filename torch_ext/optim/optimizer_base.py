@@ -219,7 +219,7 @@ class OptimizerBase(torch.optim.Optimizer):
         """States that live on the host, and do not move."""
         return self._states.host.tensors()
 
-    def set_aside(self, grads: bool) -> None:
+    def memory_released(self, grads: bool) -> None:
         """Memory is offloaded, that of gradients among it or not: nothing holds any more that was made for what it
         contained."""
         self._stepper.drop_plan()

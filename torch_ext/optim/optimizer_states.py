@@ -80,7 +80,7 @@ class OptimizerStates:
         device = next((p.device for p in self.everyone() if p.requires_grad), torch.device("cpu"))
         self.counts = self.counts.to(device)
 
-    @dense.to_stay()
+    @dense.normal_tensors()
     def make_steps(self, group: dict[str, Any]) -> None:
         """The steps of a group as views of one tensor; zero for trainable parameters that have none."""
         counted = [p for p in group["params"] if p.requires_grad or "step" in access.peek(self.state, p)]
@@ -117,7 +117,7 @@ class OptimizerStates:
 
         return self.host.choose(len(everyone), size)
 
-    @dense.to_stay()
+    @dense.normal_tensors()
     def members(self, everyone: list[Tensor], wanted: list[bool]) -> list[ParamState]:
         """The wanted parameters, with state that is made where it is missing."""
         names, ids = param_groups.names(self.groups), param_groups.ids(self.groups)

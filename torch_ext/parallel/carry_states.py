@@ -95,7 +95,7 @@ class Carried:
         everyone = param_groups.everyone(optimizer.param_groups)
         locals_, hosts = optimizer.current_shards(everyone), optimizer.on_host(everyone)
         state: dict[Any, Any] = {p: self._as_it_is(p, optimizer.stored_state(p)) for p in self._others()}
-        with dense.to_stay():
+        with dense.normal_tensors():
             for i in list(self._entries):
                 entry = self._entries.pop(i)  # its old state goes as soon as there is the new one
                 state[everyone[i]] = self._again(entry, everyone[i], locals_.of(i), group, hosts[i])

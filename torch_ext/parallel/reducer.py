@@ -281,7 +281,7 @@ class BucketReducer(reducer_registry.GradientReducer):
     def gradient_memory(self) -> Sequence[torch.Tensor]:
         return self.strategy.memory
 
-    def gradients_dropped(self) -> None:
+    def gradients_released(self) -> None:
         self._forget(range(len(self.params)))
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:

@@ -106,8 +106,8 @@ class GradientReducer(abc.ABC):
         """Everything in which gradients lie between backwards, besides tensors that are `.grad` only."""
 
     @abc.abstractmethod
-    def gradients_dropped(self) -> None:
-        """Their memory went, and will be zero when it comes back: nothing is to be reduced or repaired any more."""
+    def gradients_released(self) -> None:
+        """Their memory was released, and will be zero when it is allocated: nothing is left to reduce or repair."""
 
     @abc.abstractmethod
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Tensors as the operators take them: contiguous memory, one after the other in memory order."""
+"""Tensors as the operators take them: contiguous memory, elements in memory order."""
 
 import contextlib
 import copy
@@ -12,23 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_UNPOOLED = 1 << 17  # bytes
 TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 # "This one has none", inside a list or for a single argument.
 NONE = torch.empty(0)
 
 
+_CACHE_LINE = 64  # bytes
+_MAX_POOLED = 1 << 17  # bytes
+
+
 @contextlib.contextmanager
-def to_stay() -> Iterator[None]:
-    """Within it tensors are made that training goes on with: no inference tensors, whatever mode the caller is in, and
-    nothing is recorded."""
+def normal_tensors() -> Iterator[None]:
+    """Inside, no inference tensors are made, whatever mode the caller is in, and autograd records nothing."""
     with torch.inference_mode(False), torch.no_grad():  # in this order: the first one turns recording on
         yield
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether the elements fill one run of memory, each once, in any order of dimensions."""
+    """Whether the elements fill one range of memory, each once, in any order of dimensions (non-overlapping and
+    dense)."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
         if stride != expected:
@@ -46,8 +49,7 @@ def same_order(a: Tensor, b: Tensor) -> bool:
     """Whether two dense tensors have the same shape and the same element at every place in memory."""
     if a.shape != b.shape:
         return False
-    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return all(size == 1 or x == y for size, x, y in strides)
+    return all(size == 1 or x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
@@ -68,10 +70,10 @@ def like(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unpooled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised. On the host, memory that goes back to the system as soon as it is let go: where many large tensors
-    come and go between small ones, malloc's heap would get holes as large as all of them together."""
+    """Uninitialised. On the host, memory that goes back to the system as soon as the tensor is freed: where many large
+    tensors are made and freed between small ones, malloc's heap would fragment by as much as all of them together."""
     numel = prod(shape)
-    if device.type != "cpu" or numel * dtype.itemsize < _UNPOOLED:
+    if device.type != "cpu" or numel * dtype.itemsize < _MAX_POOLED:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype).view(shape)
 
@@ -122,8 +124,8 @@ def refuse_param(p: Tensor, name: str) -> None:
         )
     if p.is_inference():
         raise ValueError(
-            f"{name} was made under torch.inference_mode(), so nobody can tell when it changes; make the model "
-            f"outside of it"
+            f"{name} was made under torch.inference_mode(), so nobody can tell when it changes; make the model outside "
+            f"of it"
         )
     if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
         raise ValueError(
@@ -137,29 +139,29 @@ def refuse_overlap(params: Sequence[Tensor], names: Sequence[str]) -> None:
     for p, name in zip(params, names, strict=True):
         if p.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-            ranges.append((str(p.device), p.data_ptr(), p.data_ptr() + extent * p.element_size(), name, is_dense(p)))
-    ranges.sort(key=lambda r: r[:3])
-    for a, b in pairwise(ranges):
+            begin = p.data_ptr()
+            ranges.append(((str(p.device), begin, begin + extent * p.element_size()), name, is_dense(p)))
+    ranges.sort(key=lambda r: r[0])
+    for ((device, begin, end), a, a_dense), ((b_device, b_begin, _), b, b_dense) in pairwise(ranges):
         # Columns of one matrix interleave without sharing an element: only dense ones tell by their ranges.
-        if a[0] == b[0] and b[1] < a[2] and (a[1] == b[1] or (a[4] and b[4])):
+        if device == b_device and b_begin < end and (begin == b_begin or (a_dense and b_dense)):
             raise ValueError(
-                f"{a[3]} and {b[3]} share memory; pass tied weights once, and views of one tensor as that tensor"
+                f"{a} and {b} share memory; pass tied weights once, and views of one tensor as that tensor"
             )
 
 
-# Larger tensors get memory of their own, which is given back when they go; what handing over a tensor costs does not
-# show beside stepping that many elements.
-_MAX_NUMEL = 1 << 16
-_ALIGNMENT = 64  # bytes; a cache line, so that no two tensors write to one
+# Larger tensors get memory of their own, which is freed with them; what passing a tensor to an operator costs is little
+# beside stepping that many elements.
+_MAX_SHARING = 1 << 16
 
 
 as_plain: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Within it torch does not ask each SharingTensor whether it has operators of its own, which costs more than they."""
+"""Inside, torch does not ask each SharingTensor whether it overrides an operator, which costs more than running it."""
 
 
 class SharingTensor(Tensor):
-    """One of many that share their memory. Pickled (by torch.save, a queue of processes, Ray) it takes its own elements
-    along and not the whole memory; what is copied together still shares one."""
+    """One of many that share a storage. Pickled (by torch.save, a queue of processes, Ray) it is its own elements and
+    not the whole storage; those that are deep-copied together still share one."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -178,33 +180,34 @@ class SharingTensor(Tensor):
 def zeros_like(wanted: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
     """Zeros of each tensor's shape and device, of its memory order where it is dense, in the dtype beside it.
 
-    Small ones of one dtype and device share their memory: views, one after the other.
+    Small ones of one dtype and device share a storage: views, one after the other, no two in one cache line.
     """
     found: list[Tensor | None] = [None] * len(wanted)
     together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, (t, dtype) in enumerate(wanted):
-        if t.numel() <= _MAX_NUMEL:
+        if t.numel() <= _MAX_SHARING:
             together.setdefault((dtype, t.device), []).append(i)
         else:
             found[i] = like(t, dtype)
     for (dtype, device), members in together.items():
-        starts, total = _starts((wanted[i][0].numel() for i in members), _ALIGNMENT // dtype.itemsize)
-        memory = torch.zeros(total, dtype=dtype, device=device)
-        for i, start in zip(members, starts, strict=True):
+        offsets, nbytes = aligned_offsets(wanted[i][0].numel() * dtype.itemsize for i in members)
+        memory = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
+        for i, offset in zip(members, offsets, strict=True):
             t = wanted[i][0]
-            found[i] = memory.as_strided(t.shape, _strides(t), start).as_subclass(SharingTensor)
+            strides = t.stride() if is_dense(t) else torch.empty(t.shape, device="meta").stride()
+            found[i] = memory.as_strided(t.shape, strides, offset // dtype.itemsize).as_subclass(SharingTensor)
     return [t for t in found if t is not None]
 
 
-def _starts(numels: Iterable[int], alignment: int) -> tuple[list[int], int]:
-    starts, end = [], 0
-    for numel in numels:
-        starts.append(end)
-        end += -(-numel // alignment) * alignment
-    return starts, end
+def aligned_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """sizes: bytes. Where memories of these sizes begin in one, each at a cache line, and the bytes of all."""
+    offsets, end = [], 0
+    for nbytes in sizes:
+        offsets.append(end)
+        end = aligned(end + nbytes)
+    return offsets, end
 
 
-def _strides(t: Tensor) -> tuple[int, ...]:
-    if is_dense(t):
-        return t.stride()
-    return torch.empty(t.shape, device="meta").stride()
+def aligned(nbytes: int) -> int:
+    """The next multiple of a cache line."""
+    return -(-nbytes // _CACHE_LINE) * _CACHE_LINE

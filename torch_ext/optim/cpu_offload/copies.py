@@ -128,23 +128,6 @@ def copies_of(device: torch.device) -> HostCopies:
     raise ValueError(f"offload_fraction: parameters are on {device}; cpu and cuda are legal")
 
 
-_ALIGNMENT = 64  # bytes, of everything in a buffer: a cache line
-
-
-class Layout:
-    """Where in a buffer tensors lie, one after the other."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def place(self, numel: int, dtype: torch.dtype) -> slice:
-        """The bytes of a tensor."""
-        begin = self.nbytes
-        end = begin + numel * dtype.itemsize
-        self.nbytes = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return slice(begin, end)
-
-
 class Buffers:
     """Host memory for copies, made once: of the largest size that was asked for so far.
 

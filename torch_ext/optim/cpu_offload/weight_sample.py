@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.native import constants, ops
-from torch_ext.optim.cpu_offload.copies import Buffers, Layout
+from torch_ext.optim.cpu_offload.copies import Buffers
 from torch_ext.optim.state.param_state import ParamState
 from torch_ext.tensors import dense
 
@@ -30,13 +30,13 @@ class CopiedSample:
         self._owner = [i for i, parts in enumerate(weights) for _ in parts]
         self._on_device = [part for parts in weights for part in parts]
         self._masters = [part for m in members for part in _sampled(m.master, m.weight)]
-        layout = Layout()
-        ranges = [layout.place(t.numel(), t.dtype) for t in self._on_device]
-        memory = buffers.take("sample", layout.nbytes)
+        offsets, nbytes = dense.aligned_offsets(t.nbytes for t in self._on_device)
+        memory = buffers.take("sample", nbytes)
         self._on_host = [
-            memory[where].view(t.dtype).view(t.shape) for t, where in zip(self._on_device, ranges, strict=True)
+            memory[at : at + t.nbytes].view(t.dtype).view(t.shape)
+            for t, at in zip(self._on_device, offsets, strict=True)
         ]
-        self._stale = torch.zeros(len(ranges), dtype=torch.int64)
+        self._stale = torch.zeros(len(offsets), dtype=torch.int64)
         self._copied: Any = None
 
     def take(self) -> None:

@@ -68,7 +68,7 @@ def encode_for_load(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) ->
     targets = _targets(optimizer, state_dict)
     entries = {key: load_checks.checked_entry(targets[key].p, given) for key, given in state_dict["state"].items()}
     losses = _Losses()
-    with dense.to_stay():
+    with dense.normal_tensors():
         states = {key: _own_state(targets[key], entry) for key, entry in entries.items()}
         missing = [key for key, state in states.items() if state is None]
         made = codec.make([(targets[key].weight, targets[key].p.kinds) for key in missing])

@@ -161,7 +161,7 @@ class FSDPReducer(reducer_registry.GradientReducer):
     def gradient_memory(self) -> Sequence[torch.Tensor]:
         return self.shards.memory
 
-    def gradients_dropped(self) -> None:
+    def gradients_released(self) -> None:
         self._broken.clear()
         self._nonfinite.clear()
 
@@ -397,10 +397,10 @@ def _on_grad(reducer: "weakref.ref[FSDPReducer]", i: int, _param: torch.Tensor) 
 
 def _before_outputs(reducer: "weakref.ref[FSDPReducer]", _module: Any, _inputs: Any, outputs: Any) -> None:
     for output in _with_graph(outputs):
-        output.register_hook(partial(_refuse_away, reducer))
+        output.register_hook(partial(_refuse_offloaded, reducer))
 
 
-def _refuse_away(reducer: "weakref.ref[FSDPReducer]", _grad: torch.Tensor) -> None:
+def _refuse_offloaded(reducer: "weakref.ref[FSDPReducer]", _grad: torch.Tensor) -> None:
     alive = reducer()
     if alive is not None:
         offload_guard.refuse_gradients(alive.params, "backward")

@@ -135,7 +135,7 @@ class ShardedGradients(ShardingStrategy):
             return
         with torch.no_grad():
             for i in params:
-                if not is_released(self._views[i]):  # what is away comes back zero
+                if not is_released(self._views[i]):  # else it is zero when it is there again
                     self._views[i].zero_()
 
     def release(self) -> None:
