@@ -279,4 +279,5 @@ class AdamW(Adam):
 
 
 if Adam.__doc__ and AdamW.__doc__:  # python -OO has none
-    Adam.__doc__ += AdamW.__doc__[AdamW.__doc__.index("    The step is one") :]
+    _, blank, arguments = inspect.cleandoc(AdamW.__doc__).partition("\n\n")
+    Adam.__doc__ = inspect.cleandoc(Adam.__doc__) + blank + arguments
