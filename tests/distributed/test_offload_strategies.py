@@ -1,4 +1,4 @@
-"""B4 under every strategy: between steps everything leaves and comes back, and training does not notice."""
+"""B4 under every strategy: everything is offloaded and brought back between steps, and training has the same bits."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -95,7 +95,7 @@ def content(model: Any, optimizer: Any) -> list[bytes]:
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
-AWAY: dict[str, list[dict[str, bool]]] = {
+CALLS: dict[str, list[dict[str, bool]]] = {
     "everything": [{}],
     "states, then the rest": [{"params": False, "grads": False}, {}],
     "all but weights": [{"params": False}],
@@ -118,14 +118,14 @@ def cycle(model: Any, optimizer: Any, calls: list[dict[str, bool]]) -> None:
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
 
 
-def _trained(rank: int, setup: str, dtypes: Any, away: str | None, fraction: float = 0.0) -> list[bytes]:
+def _trained(rank: int, setup: str, dtypes: Any, calls: str | None, fraction: float = 0.0) -> list[bytes]:
     model, optimizer = made(setup, dtypes, fraction)
     for step in range(4):
         one_step(model, optimizer, step, rank)
-        if away is not None:
+        if calls is not None:
             if step % 2:  # gradients are there, or not
                 optimizer.zero_grad()
-            cycle(model, optimizer, AWAY[away])
+            cycle(model, optimizer, CALLS[calls])
     assert loss_of(model, 50, rank).isfinite()
     torch_ext.offload(model, optimizer)  # an evaluation came before: whole weights may be there
     torch_ext.onload(model, optimizer)
@@ -133,16 +133,16 @@ def _trained(rank: int, setup: str, dtypes: Any, away: str | None, fraction: flo
 
 
 def _goes_on(rank: int, world: int, setups: tuple[str, ...], dtypes: Any, every: bool) -> None:
-    """every: all of AWAY beside each setup; otherwise they take turns."""
+    """every: all of CALLS beside each setup; otherwise they take turns."""
     for i, setup in enumerate(setups):
         expected = _trained(rank, setup, dtypes, None)
-        for away in AWAY if every else [list(AWAY)[i % len(AWAY)]]:
-            assert _trained(rank, setup, dtypes, away) == expected, (setup, away)
+        for calls in CALLS if every else [list(CALLS)[i % len(CALLS)]]:
+            assert _trained(rank, setup, dtypes, calls) == expected, (setup, calls)
 
 
 def _goes_on_with_a_host_part(rank: int, world: int) -> None:
     for setup in ("none", *OURS):
-        ends = [_trained(rank, setup, DTYPES["bf16"], away, 0.5) for away in (None, "everything")]
+        ends = [_trained(rank, setup, DTYPES["bf16"], calls, 0.5) for calls in (None, "everything")]
         assert ends[0] == ends[1], setup
 
 
@@ -157,7 +157,7 @@ def test_B4_training_goes_on_with_the_same_bits(world: int, name: str) -> None:
     ranks.run(world, _goes_on, setups, DTYPES[name], (world, name) == (2, "bf16"))
 
 
-# -- while it is away --------------------------------------------------------------------------------------------------
+# -- while it is offloaded ---------------------------------------------------------------------------------------------
 
 
 def refused(act: Callable[[], object], words: str) -> None:
@@ -168,11 +168,11 @@ def refused(act: Callable[[], object], words: str) -> None:
 def _refuses(rank: int, world: int, setups: tuple[str, ...]) -> None:
     for setup in setups:
         ends = []
-        for away in (False, True):
+        for offloaded in (False, True):
             model, optimizer = made(setup, DTYPES["bf16"])
             one_step(model, optimizer, 0, rank)
             optimizer.zero_grad()
-            if away:
+            if offloaded:
                 _use_everything(model, optimizer, rank, setup)
             one_step(model, optimizer, 1, rank)
             one_step(model, optimizer, 2, rank)
@@ -212,7 +212,7 @@ def _use_everything(model: Any, optimizer: Any, rank: int, setup: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_B4_uses_while_away(world: int) -> None:
+def test_B4_uses_while_offloaded(world: int) -> None:
     ranks.run(world, _refuses, ("none", *OURS, "fsdp alone"))
 
 
@@ -251,7 +251,7 @@ def _one_parameter(rank: int, world: int, strategy: str) -> None:
     assert all(g.count_nonzero() == 0 for g in on_device(model, optimizer)["grads"])
 
 
-def test_B4_zero_grad_of_some_while_away() -> None:
+def test_B4_zero_grad_of_some_while_offloaded() -> None:
     for strategy in OURS:
         ranks.run(1, _one_parameter, strategy)
 

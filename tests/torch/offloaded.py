@@ -1,5 +1,4 @@
-"""What the tests of offload() and onload() send away: a model of awkward parts and its optimizer, trained for a
-step."""
+"""What the tests of offload() and onload() move: a model of awkward parts and its optimizer, trained for a step."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""B4, in one process: what leaves comes back as it was, and memory is released and reused."""
+"""B4, in one process: what is offloaded is brought back as it was, and memory is released and reused."""
 
 import copy
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from bench import resident_memory
 from torch_ext.offloading import host_buffer, transfer
 from torch_ext.tensors import host_copies
 
-# -- what comes back ---------------------------------------------------------------------------------------------------
+# -- what is brought back ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", training.POLICIES)
 def test_B4_training_goes_on_with_the_same_bits(name: str) -> None:
     ends = []
-    for away in (False, True):
+    for offloaded in (False, True):
         params = training.params_of(name)
         model = nn.ParameterList(params)
         optimizer = torch_ext.AdamW(params, lr=1e-2, policy=training.policy_of(name))
         for step in range(2 * STEPS):
             training.train(optimizer, [step])
-            if away:
+            if offloaded:
                 torch_ext.offload(model, optimizer)
                 torch_ext.onload(model, optimizer)
         ends.append(training.everything(optimizer))
@@ -46,7 +46,7 @@ OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_B4_any_optimizer(name: str) -> None:
     ends = []
-    for away in (False, True):
+    for offloaded in (False, True):
         model = Net(torch.float32, torch.contiguous_format)  # LBFGS takes no other
         trainable = [p for p in model.parameters() if p.requires_grad]
         optimizer = OTHERS[name](trainable)
@@ -59,7 +59,7 @@ def test_B4_any_optimizer(name: str) -> None:
 
         for _ in range(2 * STEPS):
             optimizer.step(closure)  # type: ignore[arg-type]
-            if away:
+            if offloaded:
                 torch_ext.offload(model, optimizer)
                 with pytest.raises(RuntimeError, match=r"onload"):
                     optimizer.step(lambda: 0.0)
@@ -68,7 +68,7 @@ def test_B4_any_optimizer(name: str) -> None:
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("order", ["away", "grads kept", "states first", "twice", "weights stay"])
+@pytest.mark.parametrize("order", ["all", "grads kept", "states first", "twice", "weights stay"])
 @pytest.mark.parametrize("zeroed", [True, False], ids=["after zero_grad", "gradients there"])
 def test_B4_whole_loop_in_any_order(order: str, zeroed: bool) -> None:
     """A clip in each step; gradients are dropped with or without zero_grad() before."""
@@ -203,11 +203,11 @@ def test_B4_resident_memory_falls() -> None:
     total = 3 * model.weight.nbytes
     before = resident_memory.status("VmRSS")
     torch_ext.offload(model, optimizer)
-    away = resident_memory.status("VmRSS")
+    offloaded = resident_memory.status("VmRSS")
     torch_ext.onload(model, optimizer)
     back = resident_memory.status("VmRSS")
-    assert abs(before - away - total) < 0.1 * total
-    assert abs(back - away - total) < 0.1 * total
+    assert abs(before - offloaded - total) < 0.1 * total
+    assert abs(back - offloaded - total) < 0.1 * total
 
 
 @pytest.mark.parametrize("chosen", range(8))
@@ -251,7 +251,7 @@ def test_B4_host_memory_grows_by_what_is_new() -> None:
     assert model_bytes == 0 and bits(weights(model)) == before
 
 
-def test_B4_what_is_new_joins_what_is_away() -> None:
+def test_B4_what_is_new_joins_what_is_offloaded() -> None:
     model = Net()
     torch_ext.offload(model)
     model.add_module("more", nn.Linear(50, 50))

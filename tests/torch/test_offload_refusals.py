@@ -1,4 +1,4 @@
-"""B4, in one process: uses of what is away, and calls that cannot be, are errors that change nothing."""
+"""B4, in one process: uses of what is offloaded, and calls that cannot be, are errors that change nothing."""
 
 import copy
 import pathlib
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import training
-from offloaded import KINDS, Net, everything, loss_of, memory, one_step, states, trained, weights
+from offloaded import KINDS, Net, adamw, everything, loss_of, memory, one_step, states, trained, weights
 from torch import Tensor, nn
 
 import torch_ext
@@ -39,7 +39,7 @@ USES: dict[str, tuple[str, Callable[[nn.Module, Any], object]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("use", USES)
-def test_B4_uses_while_away(use: str, kind: str) -> None:
+def test_B4_uses_while_offloaded(use: str, kind: str) -> None:
     needs, act = USES[use]
     model, optimizer = trained()
     optimizer.zero_grad()
@@ -59,7 +59,30 @@ def test_B4_uses_while_away(use: str, kind: str) -> None:
     one_step(model, optimizer, 1)
 
 
-def test_B4_torch_optimizers_neither_save_nor_load_what_is_away() -> None:
+NAMED: dict[str, tuple[str, Callable[[nn.Module, Any], object]]] = {
+    # what is offloaded -> how the message goes on; the use
+    "params": (
+        r"step\(\): parameter 'frozen.weight'",
+        lambda model, _: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+    ),
+    "grads": (
+        r"the gradient of parameter 'frozen.weight'",
+        lambda _, optimizer: torch_ext.clip_grad_norm_(optimizer, 1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_B4_messages_name_the_parameter(kind: str) -> None:
+    words, act = NAMED[kind]
+    model = Net()
+    optimizer = adamw(model)
+    torch_ext.offload(model, optimizer, **{k: k == kind for k in KINDS})
+    with pytest.raises(RuntimeError, match=rf"{words} is offloaded; call torch_ext\.onload\(model, optimizer\) first"):
+        act(model, optimizer)
+
+
+def test_B4_torch_optimizers_neither_save_nor_load_what_is_offloaded() -> None:
     model = Net(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
     one_step(model, optimizer, 0)
@@ -110,7 +133,7 @@ def test_B4_wrapped_and_compiled() -> None:
     loss_of(compiled, 0)
 
 
-def test_B4_zero_grad_is_fine_while_away() -> None:
+def test_B4_zero_grad_is_fine_while_offloaded() -> None:
     model, optimizer = trained()
     torch_ext.offload(model, optimizer)
     optimizer.zero_grad(set_to_none=False)

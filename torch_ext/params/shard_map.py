@@ -75,7 +75,7 @@ class ShardMap:
     def grads(self) -> list[Tensor | None]:
         """The gradient of each parameter's local part; None where it has none. RuntimeError where something is
         offloaded."""
-        offload_guard.refuse_gradients(self.params, "gradients are read")
+        offload_guard.refuse_gradients(self.params, "a clip, an unscale or a step")
         if self.plain:
             return [p.grad for p in self.params]
         return [self._grad(i) for i in range(len(self.params))]
