@@ -1,6 +1,8 @@
 """B4, in one process: what is offloaded is brought back as it was, and memory is released and reused."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -374,6 +376,15 @@ def test_B4_several_models_in_one_call() -> None:
         torch_ext.offload(two)
     assert memory(weights(two)) > 0
     torch_ext.onload(one)
+
+
+def test_B4_a_model_and_an_optimizer_are_freed_while_offloaded() -> None:
+    model, optimizer = trained()
+    torch_ext.offload(model, optimizer)
+    alive = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
 
 
 def test_B4_leaves_no_hooks_behind() -> None:

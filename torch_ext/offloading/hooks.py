@@ -14,28 +14,38 @@ from torch_ext.tensors import offload_guard
 
 
 def install(hooks: ExitStack, owner: nn.Module | torch.optim.Optimizer, offloaded: set[str]) -> None:
-    """offloaded: "params" and "grads" of a model, "states" of an optimizer. Closing `hooks` removes them."""
-    if not offloaded:
-        return
-    _refuse_steps()
+    """offloaded: "params" and "grads" of a model, "states" of an optimizer; may be empty. Closing `hooks` removes what
+    was installed before."""
+    if offloaded:
+        _refuse_steps()
     if isinstance(owner, torch.optim.Optimizer):
-        offload_guard.optimizers.add(owner)
-        hooks.callback(offload_guard.optimizers.discard, owner)
-        hooks.callback(owner.register_state_dict_pre_hook(_refuse_states("state_dict()")).remove)
-        hooks.callback(owner.register_load_state_dict_pre_hook(_refuse_states("load_state_dict()")).remove)
+        _install_on_optimizer(hooks, owner, bool(offloaded))
+    elif offloaded:
+        _install_on_model(hooks, owner, offloaded)
+
+
+def _install_on_optimizer(hooks: ExitStack, optimizer: torch.optim.Optimizer, offloaded: bool) -> None:
+    if not offloaded:
+        offload_guard.optimizers.discard(optimizer)  # a callback of `hooks` would keep it alive
         return
+    offload_guard.optimizers.add(optimizer)
+    hooks.callback(optimizer.register_state_dict_pre_hook(_refuse_states("state_dict()")).remove)
+    hooks.callback(optimizer.register_load_state_dict_pre_hook(_refuse_states("load_state_dict()")).remove)
+
+
+def _install_on_model(hooks: ExitStack, model: nn.Module, offloaded: set[str]) -> None:
     for kind, names in (("params", offload_guard.params), ("grads", offload_guard.grads)):
         if kind in offloaded:
-            for name, p in owner.named_parameters():
+            for name, p in model.named_parameters():
                 names[p] = name
                 hooks.callback(names.pop, p, None)
     if "params" in offloaded:
-        for module in owner.modules():
+        for module in model.modules():
             # First, before FSDP2 gathers weights.
             hooks.callback(module.register_forward_pre_hook(_refuse_module("forward"), prepend=True).remove)
             hooks.callback(module.register_state_dict_pre_hook(_refuse_module("state_dict()")).remove)
             hooks.callback(module.register_load_state_dict_pre_hook(_refuse_module("load_state_dict()")).remove)
-    for p in owner.parameters():
+    for p in model.parameters():
         if p.requires_grad and not local_shard.is_dtensor(p):  # those of DTensors FSDPReducer refuses
             hooks.callback(p.register_hook(_refuse_gradient).remove)
 

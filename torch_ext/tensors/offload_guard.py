@@ -28,9 +28,10 @@ def refuse_params(tensors: Iterable[Tensor], doing: str) -> None:
 
 def refuse_gradients(tensors: Iterable[Tensor], doing: str) -> None:
     """RuntimeError where gradients of these parameters can be neither computed nor read."""
-    tensors = list(tensors) if params or grads else ()
-    _refuse(params, "parameter", tensors, doing)
-    _refuse(grads, "the gradient of parameter", tensors, doing)
+    if params or grads:
+        tensors = list(tensors)
+        _refuse(params, "parameter", tensors, doing)
+        _refuse(grads, "the gradient of parameter", tensors, doing)
 
 
 def refuse_states(optimizer: torch.optim.Optimizer, doing: str) -> None:
