@@ -1,9 +1,9 @@
 """When a model's gradients are reduced: the state of one parallelized model between and during backwards.
 
 A cycle is what ends in one reduction: any number of backwards under no_sync, then one that reduces. In that one, each
-bucket leaves as soon as the tracker says that its last gradient came, while backward goes on; the end of backward
-waits, so that everything that runs after `loss.backward()` sees the sum. Ranks close a cycle by telling each other
-which gradients came and whether one was not finite: an error is one on every rank, with the same words.
+bucket is sent as soon as its last gradient is ready, while backward goes on; the end of backward waits, so that
+everything after `loss.backward()` sees the sums. Ranks end a cycle with a report of which gradients were ready and
+whether one was not finite: an error on one rank is an error on every rank, with the same words.
 """
 
 import math
@@ -16,9 +16,7 @@ from itertools import product
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from torch_ext.comm.communicator import MAX_BUCKETS, Work, tag
 from torch_ext.comm.init_sync import agree
@@ -39,17 +37,18 @@ from torch_ext.parallel.bucket_plan import BucketPlan
 from torch_ext.parallel.cycle_report import HELD, REDUCED, CycleReport, agreed
 from torch_ext.parallel.param_buffers import ParamBuffers
 from torch_ext.parallel.ready_tracker import ReadyTracker
+from torch_ext.parallel.reducer_base import BackwardEnd, ReducerBase, hook, queue_backward_end, tensors_with_graph
 from torch_ext.parallel.strategies.strategy import ShardingStrategy
 from torch_ext.params import reducer_registry
 from torch_ext.params.local_shard import LocalShard
 from torch_ext.tensors import offload_guard
 
 Replan: TypeAlias = Callable[[Sequence[int]], BucketPlan]
-"""From a permutation of the parameters, who is placed first, to a plan."""
+"""From a permutation of the parameters, in the order of placement, to a plan."""
 
 
 _DISORDERED = 1 / 8
-"""Of the messages: if compression is of no use for more of them, it is given up."""
+"""Compression is given up where it made more of the messages than this no shorter."""
 
 
 _PARTLY_STEPPED = (
@@ -58,21 +57,9 @@ _PARTLY_STEPPED = (
 )
 
 
-class _BackwardEnd:
-    """Called at the end of a backward. It dies with its graph task, so a dead one is a backward that raised."""
-
-    def __init__(self, reducer: "BucketReducer", task: int) -> None:
-        self._reducer, self._task = weakref.ref(reducer), task
-
-    def __call__(self) -> None:
-        reducer = self._reducer()
-        if reducer is not None:
-            reducer.backward_ended(self._task)
-
-
-class BucketReducer(reducer_registry.GradientReducer):
-    """Runs the cycles of one model's gradients, which lie in a store (see `parallel/strategies/strategy.py`: the
-    strategies)."""
+class BucketReducer(ReducerBase):
+    """Runs the cycles of one model's gradients, which lie where its strategy says (see
+    `parallel/strategies/strategy.py`)."""
 
     def __init__(
         self,
@@ -87,56 +74,46 @@ class BucketReducer(reducer_registry.GradientReducer):
         replan: Replan,
         may_replan: Callable[[], bool],
     ) -> None:
-        """number: of `agree`. coalesce: whether neighbouring buckets may travel together. compress_below: Gbit/s; where
+        """number: of `agree`. coalesce: whether neighbouring buckets may be sent as one. compress_below: Gbit/s; where
         the wire is slower, messages are compressed. replan: the plan for another order of the parameters. may_replan:
         whether on this rank nothing depends on which part of a parameter it has.
         """
         self.strategy, self.communicator = strategy, strategy.communicator
-        self.params = list(strategy.params)
-        self.names = [p.name for p in strategy.plan.parameters]
-        self.weights = ParamBuffers(self.params, strategy.plan) if strategy.sharded else None
+        self.weights = ParamBuffers(strategy.params, strategy.plan) if strategy.sharded else None
         self.require_grad_sync = True
-        self._bytes_of_cycle, self._bytes_of_gathers = 0, 0
+        self._bytes_of_cycle, self._bytes_of_gathers, self._bytes_before = 0, 0, 0
         self._number, self._cycle, self._gathers = number, 0, 0
         self._check_for_nan, self._find_unused = check_for_nan, find_unused_parameters
         self._step_in_backward = step_in_backward
         self._steppers: weakref.WeakSet[reducer_registry.BucketStepper] = weakref.WeakSet()
-        self._bucket_steps: list[Callable[[int], None]] = []  # what steps a bucket of this backward whose sum is there
+        self._bucket_steps: list[Callable[[int], None]] = []  # of this backward: each steps a bucket that is reduced
         self._replan, self._may_replan = replan, may_replan
         measures = self.communicator.world_size > 1 and not self.communicator.deferring
         self._may_coalesce = coalesce and measures
         self._compress_below = 0.0
         if measures and self.communicator.can_compress:
-            # What is sent for each byte of a bucket: parts, and where all get the sum those of it, too.
+            # What is sent for each byte of a bucket: parts, and where all ranks get the sum those of it, too.
             sent = (1 - 1 / self.communicator.world_size) * (1 if strategy.sharded else 2)
             self._compress_below = compress_below / sent
         if math.isinf(self._compress_below):
             self.communicator.compresses, self._compress_below = True, 0.0
+        super().__init__(strategy.params, [p.name for p in strategy.plan.parameters])
+        if strategy.adds_to_sums:
+            self._hooks += [p.register_hook(hook(self.before_accumulate, i)) for i, p in enumerate(self.params)]
         self._follow_plan()
-        # The first cycle that reduces shows in which order gradients come: its buckets leave at its end, laid out anew.
+        # The first cycle that reduces shows the order of gradients: its buckets are sent at its end, laid out anew.
         self._rebuild_pending = strategy.can_rebuild and self.communicator.world_size > 1 and len(self.plan.buckets) > 1
-        self._tasks: dict[int, weakref.ref[_BackwardEnd]] = {}  # backwards that have not ended, the outermost first
-        self._began = False  # the first gradient of a backward came
+        self._tasks: dict[int, weakref.ref[BackwardEnd]] = {}  # backwards that have not ended, the outermost first
+        self._began = False  # the first gradient of a backward was ready
         self._reducing = False
         self._handles: list[Work] = []
         self._report: Callable[[], list[torch.Tensor]] | None = None  # which is under way at the end of a cycle
-        self._grad_state = bytearray(len(self.params))  # in this cycle
         self._watch = Watch()
-        self._bytes_before = 0
-        self._failure: str | None = None
         self._partly_stepped = False
-        # What the last cycle left is a sum over ranks already: it must not be added up again (ShardingStrategy.comes).
+        self._grad_state = bytearray(len(self.params))  # in this cycle
+        # The last cycle left a sum over ranks: it must not be added up again (ShardingStrategy.before_accumulate).
         self._already_reduced = bytearray(len(self.params))
         self._versions: list[int] = []  # of the gradients, when the last cycle ended
-        self._nonfinite: set[int] = set()  # what the check for NaN named, until zero_grad
-        self._broken: set[int] = set()  # a backward raised after some of its sums were added to these one's shards
-        self._position = {id(p): i for i, p in self._each()}
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(_on_grad, weakref.ref(self), i)) for i, p in self._each()
-        ]
-        if strategy.adds_to_sums:
-            self._hooks += [p.register_hook(partial(_before_grad, weakref.ref(self), i)) for i, p in self._each()]
-        reducer_registry.register(self, self.params)
 
     @property
     def plan(self) -> BucketPlan:
@@ -147,10 +124,7 @@ class BucketReducer(reducer_registry.GradientReducer):
         compresses = self.communicator.compresses
         below, sharded = self._compress_below, self.strategy.sharded
         self._coalescing = BucketJoining(self.plan, self._may_coalesce, below, compresses, sharded)
-        self._names_of_buckets: dict[range, str] = {}
-
-    def _each(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
-        return enumerate(self.params)
+        self._labels: dict[range, str] = {}
 
     def close(self) -> None:
         """Leaves the parameters as they were before, without gradients."""
@@ -160,16 +134,14 @@ class BucketReducer(reducer_registry.GradientReducer):
                 "become those of every rank",
                 stacklevel=3,
             )
-        for hook in self._hooks:
-            hook.remove()
-        reducer_registry.unregister(self)
+        self.detach()
         self.strategy.release()
         if self.weights is not None:
             self.weights.release()
 
     @property
     def wire_bytes(self) -> int:
-        """Sent for the last cycle that ended, and for the weights gathered since."""
+        """Sent in the last cycle that ended, and for the weights gathered since."""
         return self._bytes_of_cycle + self._bytes_of_gathers
 
     @contextmanager
@@ -190,28 +162,23 @@ class BucketReducer(reducer_registry.GradientReducer):
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where they are still this rank's own."""
         self.finish_failed_backward()
-        poisoned = [self.names[i] for i in sorted(self._nonfinite) if self._is_poisoned(i)]
-        refuse_step(self._failure, bool(self._broken), poisoned)
+        nonfinite = [self.names[i] for i in sorted(self._nonfinite) if self._is_nonfinite(i)]
+        refuse_step(self._failure, bool(self._broken), nonfinite)
         self.refuse_gone("step()")
-        for i, _ in self._each():
+        for i, name in enumerate(self.names):
             if (self._grad_state[i] or self.strategy.every_backward) and self.strategy.unreduced(i):
                 raise RuntimeError(
-                    f"step() with gradients that no rank has reduced (parameter {self.names[i]!r} and perhaps others): "
+                    f"step() with gradients that no rank has reduced (parameter {name!r} and perhaps others): "
                     "the last backward ran under no_sync(), or raised, or `.grad` was assigned where gradients are "
                     "sharded. Leave no_sync() for the last micro-batch, or call zero_grad() to drop them."
                 )
 
-    def _is_poisoned(self, i: int) -> bool:
-        """The same on every rank: a mean that all of them have can be looked at, the parts of one that is sharded
-        not."""
+    def _is_nonfinite(self, i: int) -> bool:
+        """Still. The same on every rank: a mean that all ranks have is read again, a sharded one stays suspect."""
         grad = self.strategy.grad(i)
         return grad is not None and (self.strategy.sharded or first_nonfinite([grad]) != ALL_FINITE)
 
     # -- for optimizers: see reducer_registry.GradientReducer ----------------------------------------------------------
-
-    @property
-    def failed(self) -> bool:
-        return self._failure is not None
 
     @property
     def sharded(self) -> bool:
@@ -236,7 +203,7 @@ class BucketReducer(reducer_registry.GradientReducer):
 
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
         i = self._position[id(param)]
-        self._check_parameter(i)
+        self._check_dtype(i)
         return self.strategy.grad(i)
 
     def part(self, param: torch.Tensor) -> torch.Tensor:
@@ -247,9 +214,8 @@ class BucketReducer(reducer_registry.GradientReducer):
             self._steppers.add(stepper)
 
     def stats(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        if self.strategy.versions() != self._versions or len(params) != sum(
-            self.strategy.grad(i) is not None for i, _ in self._each()
-        ):
+        with_grads = sum(self.strategy.grad(i) is not None for i in range(len(self.params)))
+        if self.strategy.versions() != self._versions or len(params) != with_grads:
             return None
         return self.strategy.stats.clone()
 
@@ -261,11 +227,11 @@ class BucketReducer(reducer_registry.GradientReducer):
             self.communicator.all_gather_into_buffer,
             WireBuffer.of(self.weights.buckets[bucket]),
             tag=tag(self._number, self._gathers, bucket),
-            label=f"weights of {self._name(range(bucket, bucket + 1))}",
+            label=f"weights of {self._label(range(bucket, bucket + 1))}",
         )
-        handle = self._guarded(start)
+        handle = self.guarded(start)
         self._bytes_of_gathers += self.communicator.bytes_sent - before
-        return _Gathering(self, handle)
+        return _WeightGather(self, handle)
 
     def refuse_moving(self, doing: str, weights: bool) -> None:
         self.finish_failed_backward()
@@ -285,24 +251,21 @@ class BucketReducer(reducer_registry.GradientReducer):
         self._forget(range(len(self.params)))
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
-        self.finish_failed_backward()  # sums that are still on their way would be written to what is zero now
-        chosen = [i for p in params if (i := self._position.get(id(p))) is not None]
-        self.strategy.zero(chosen)
-        self._forget(chosen)
+        self.finish_failed_backward()  # or sums under way would be written to what is zero now
+        positions = self._positions(params)
+        self.strategy.zero(positions)
+        self._forget(positions)
 
-    def _forget(self, chosen: Iterable[int]) -> None:
-        """What happened to these gradients: they are zero now."""
-        for i in chosen:
+    def _forget(self, positions: Iterable[int]) -> None:
+        for i in positions:
             self._grad_state[i] = MISSING
-        self._broken.difference_update(chosen)
-        self._nonfinite.difference_update(chosen)
+        super()._forget(positions)
 
     # -- during backward ------------------------------------------------------------------------------------------
 
     def grad_ready(self, i: int) -> None:
-        """Autograd has accumulated into `.grad` of parameter i."""
         self._begin_backward()
-        self._check_parameter(i)
+        self._check_dtype(i)
         self.strategy.grad_ready(i)
         self.communicator.ordering.record_producer()
         self._grad_state[i], self._already_reduced[i] = READY, False
@@ -310,7 +273,8 @@ class BucketReducer(reducer_registry.GradientReducer):
             self._send_complete()
 
     def before_accumulate(self, i: int) -> None:
-        """Autograd is about to accumulate into `.grad` of parameter i, or to give its gradient to somebody."""
+        """Autograd is about to accumulate into `.grad` of parameter i, or (torch.autograd.grad) to return its
+        gradient."""
         if self.params[i].grad is None:
             self.strategy.before_accumulate(i, False)
         elif _accumulates(self.params[i]):
@@ -323,17 +287,16 @@ class BucketReducer(reducer_registry.GradientReducer):
         return reduced
 
     def register_outputs(self, outputs: Any) -> None:
-        """A backward that comes through these tensors begins there: reentrant checkpoints may hold every parameter."""
-        for output in tree_leaves(outputs):
-            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-                output.register_hook(partial(_on_output, weakref.ref(self)))
+        """Of a forward: a backward through these tensors begins there, as reentrant checkpoints may hold every
+        parameter."""
+        for output in tensors_with_graph(outputs):
+            output.register_hook(hook(self.enter_graph_task))
 
     def _begin_backward(self) -> None:
-        self.enter_task()
+        self.enter_graph_task()
         if self._began:
             return
-        if self._failure is not None:
-            raise RuntimeError(f"gradients cannot be reduced any more: {self._failure}")
+        self._refuse_failed()
         self._began = True
         self._reducing = self.require_grad_sync or self.strategy.every_backward
         self.strategy.begin_backward(self._reducing)
@@ -341,9 +304,9 @@ class BucketReducer(reducer_registry.GradientReducer):
         self._watch = Watch()
         self._tracker.reset()
         self._coalescing.reset()
-        self._bucket_steps = self._steps_for_this_backward()
+        self._bucket_steps = self._steps_of_this_backward()
 
-    def _steps_for_this_backward(self) -> list[Callable[[int], None]]:
+    def _steps_of_this_backward(self) -> list[Callable[[int], None]]:
         for stepper in self._steppers:
             stepper.refuse_backward()
         # Under no_sync() shards are reduced, too, but more is to come; a frozen parameter is not to be stepped.
@@ -351,24 +314,23 @@ class BucketReducer(reducer_registry.GradientReducer):
             return []
         return [step for one in self._steppers if (step := one.begin_early(self)) is not None]
 
-    def enter_task(self) -> None:
-        """A graph task, in which gradients may come."""
+    def enter_graph_task(self) -> None:
+        """In a graph task that may bring gradients: it is known from here on, and so is its end."""
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
         offload_guard.refuse_gradients(self.params, "backward")
         self.finish_failed_backward()
-        end = _BackwardEnd(self, task)
-        Variable._execution_engine.queue_callback(end)
-        self._tasks[task] = weakref.ref(end)
+        self._tasks[task] = queue_backward_end(self.backward_ended, task)
 
     def finish_failed_backward(self) -> None:
-        """If the last backward raised: what it sent is waited for, as the other ranks sent it too, and worth
-        nothing."""
+        """If the last backward raised: waits for what it sent, as the other ranks sent it too, and discards it."""
         ended = not self._tasks and not self._began
         if ended or (self._tasks and all(end() is not None for end in self._tasks.values())):
             return
-        self._notice_unreduced()
+        # It may have accumulated into a `.grad` of which `grad_ready` was not told.
+        for i in self.strategy.modified_since(self._versions):
+            self._grad_state[i] = READY
         if self._reducing and self._failure is None:  # an interrupt of it leaves everything for the next time
             self._wait(self._handles)
             if self._report is not None:
@@ -384,19 +346,14 @@ class BucketReducer(reducer_registry.GradientReducer):
             self._cycle += 1
             self._notice_partly_stepped(bool(handles))
             for i, p in enumerate(self.plan.parameters):
-                self._already_reduced[i] |= p.bucket < self._coalescing.sent  # buckets leave in ascending order
-
-    def _notice_unreduced(self) -> None:
-        """A backward that raised may have accumulated into a `.grad` of which `gradient_came` was not told."""
-        for i in self.strategy.modified_since(self._versions):
-            self._grad_state[i] = READY
+                self._already_reduced[i] |= p.bucket < self._coalescing.sent  # buckets are sent in ascending order
 
     def _notice_partly_stepped(self, sent: bool) -> None:
-        """A backward that ends in an error cannot be taken back where its first buckets were stepped."""
+        """A backward that ends in an error cannot be undone where its first buckets were stepped."""
         if sent and self._bucket_steps and self._failure is None:
             self._failure, self._partly_stepped = _PARTLY_STEPPED, True
 
-    def _check_parameter(self, i: int) -> None:
+    def _check_dtype(self, i: int) -> None:
         dtype, planned = self.params[i].dtype, self.plan.parameters[i].param_dtype
         if dtype != planned:
             raise RuntimeError(
@@ -406,33 +363,30 @@ class BucketReducer(reducer_registry.GradientReducer):
 
     def _send_complete(self) -> None:
         while (bucket := self._tracker.next()) is not None:
-            self._look_for_nonfinite(bucket)
+            if self._check_for_nan:
+                grads = self.strategy.grads(bucket)
+                self.communicator.ordering.wait_producers()
+                self._watch.look([grad for _, grad in grads], [i for i, _ in grads])
             if (together := self._coalescing.complete(bucket)) is not None:
                 self._send(together)
 
-    def _look_for_nonfinite(self, b: int) -> None:
-        if self._check_for_nan:
-            grads = self.strategy.grads(b)
-            self.communicator.ordering.wait_producers()
-            self._watch.look([grad for _, grad in grads], [i for i, _ in grads])
-
     def _send(self, buckets: range) -> None:
-        label = f"gradients of cycle {self._cycle}, {self._name(buckets)}"
+        label = f"gradients of cycle {self._cycle}, {self._label(buckets)}"
         on_reduced = partial(_step_buckets, self._bucket_steps, buckets) if self._bucket_steps else None
         number = tag(self._number, self._cycle, buckets.start)
         send = partial(self.strategy.send, buckets, cycle=self._cycle, tag=number, label=label, on_reduced=on_reduced)
-        self._handles.append(self._guarded(send))
+        self._handles.append(self.guarded(send))
 
-    def _name(self, buckets: range) -> str:
-        """For messages."""
-        name = self._names_of_buckets.get(buckets)
-        if name is None:
+    def _label(self, buckets: range) -> str:
+        """Names buckets in messages."""
+        label = self._labels.get(buckets)
+        if label is None:
             members = [i for b in buckets for i in self.plan.in_bucket(b)]
             first, last = self.names[members[0]], self.names[members[-1]]
             which = f"bucket {buckets[0]}" if len(buckets) == 1 else f"buckets {buckets[0]} to {buckets[-1]}"
             names = repr(first) if first == last else f"{first!r} ... {last!r}"
-            name = self._names_of_buckets[buckets] = f"{which} of {len(self.plan.buckets)} ({names})"
-        return name
+            label = self._labels[buckets] = f"{which} of {len(self.plan.buckets)} ({names})"
+        return label
 
     # -- at its end -----------------------------------------------------------------------------------------------
 
@@ -442,14 +396,14 @@ class BucketReducer(reducer_registry.GradientReducer):
         if self._tasks or not self._reducing:
             self._began &= bool(self._tasks)
             return
-        # First the parameters that did not come, since their buckets are about to leave.
+        # First the parameters without a gradient, since their buckets are about to be sent.
         for i in self._tracker.finish():
             self._mark_missing(i)
         at_once, self._rebuild_pending = self._rebuild_pending, False
         if at_once:
-            self._guarded(self._rebuild_buckets)
+            self.guarded(self._rebuild_buckets)
         self._send_complete()
-        reports = self._close_cycle(at_once)
+        reports = self._end_cycle(at_once)
         try:
             self._check_reports(reports)
         except RuntimeError:
@@ -457,10 +411,10 @@ class BucketReducer(reducer_registry.GradientReducer):
             raise
 
     def _mark_missing(self, i: int) -> None:
-        """Parameter i did not come in this backward: its range of the bucket becomes what its `.grad` says."""
+        """Parameter i got no gradient in this backward: its range of the bucket becomes what its `.grad` says."""
         held, reduced = self.params[i].grad is not None, self._take_reduced(i)
         if not held and not self.strategy.every_backward:
-            self._grad_state[i] = MISSING  # what came before, somebody dropped
+            self._grad_state[i] = MISSING  # an earlier one of this cycle was dropped
         if not self._grad_state[i] and not self.params[i].requires_grad:
             self._grad_state[i] = FROZEN
         if held:
@@ -468,13 +422,10 @@ class BucketReducer(reducer_registry.GradientReducer):
         self.strategy.grad_missing(i, reduced)
 
     def _rebuild_buckets(self) -> None:
-        """Lays the buckets out in the order in which gradients came on rank 0, if that is another one than planned."""
+        """Lays the buckets out in the order in which rank 0's gradients were ready, if that is not the planned one."""
         words = torch.tensor([self._may_replan(), *self._tracker.order()], dtype=torch.int64)
-        payload = words.view(torch.uint8)
-        label = f"the order of gradients in cycle {self._cycle}"
-        gathered = self.communicator.all_gather_bytes(
-            payload, tag=tag(self._number, self._cycle, MAX_BUCKETS), label=label
-        )()
+        number, label = tag(self._number, self._cycle, MAX_BUCKETS), f"the order of gradients in cycle {self._cycle}"
+        gathered = self.communicator.all_gather_bytes(words.view(torch.uint8), tag=number, label=label)()
         rows = [row.view(torch.int64).tolist() for row in gathered]
         if not all(may for may, *_ in rows):
             return
@@ -489,22 +440,16 @@ class BucketReducer(reducer_registry.GradientReducer):
         self._follow_plan()
         self._tracker.finish()
 
-    def _close_cycle(self, at_once: bool) -> list[CycleReport]:
+    def _end_cycle(self, at_once: bool) -> list[CycleReport]:
         """Exchanges this rank's report, waits for the buckets, installs the sums; every rank's report. at_once: whether
         all buckets were kept until the end."""
         if self._check_for_nan:
             self.communicator.ordering.wait_producers()
-        grad_state = bytearray(
-            c if p.requires_grad else c | FROZEN for c, p in zip(self._grad_state, self.params, strict=True)
-        )
-        report = CycleReport.of(self._cycle, self._watch.first(), self._words(), grad_state)
-        try:
-            label = f"end of gradient cycle {self._cycle}"
-            number = tag(self._number, self._cycle, MAX_BUCKETS)
-            self._report = self.communicator.all_gather_bytes(report, tag=number, label=label)
-        except RuntimeError as error:
-            self._failure = str(error)
-            raise
+        frozen = (0 if p.requires_grad else FROZEN for p in self.params)
+        states = bytearray(state | bit for state, bit in zip(self._grad_state, frozen, strict=True))
+        report = CycleReport.of(self._cycle, self._watch.first(), self._words(), states)
+        number, label = tag(self._number, self._cycle, MAX_BUCKETS), f"end of gradient cycle {self._cycle}"
+        self._report = self.guarded(lambda: self.communicator.all_gather_bytes(report, tag=number, label=label))
         self._wait(self._handles)
         if not at_once:
             self._coalescing.ended()
@@ -516,13 +461,14 @@ class BucketReducer(reducer_registry.GradientReducer):
         self._grad_state = bytearray(len(self.params))
         self._already_reduced = bytearray(b"\1" * len(self.params))
         self._bytes_of_cycle, self._bytes_of_gathers = self.communicator.bytes_sent - self._bytes_before, 0
-        self.strategy.end_cycle(*agreed([report.came for report in reports]))
+        self.strategy.end_cycle(*agreed([report.grad_states for report in reports]))
         self._versions = self.strategy.versions()
         return reports
 
-    def _read(self, gathered: Callable[[], list[torch.Tensor]]) -> list[CycleReport]:
+    def _read(self, gathered: Callable[[], list[torch.Tensor]] | None) -> list[CycleReport]:
         """Every rank's report, and what there is to learn from them for the next cycle."""
-        reports = [CycleReport.read(row, len(self.params)) for row in self._guarded(gathered)]
+        assert gathered is not None
+        reports = [CycleReport.read(row, len(self.params)) for row in self.guarded(gathered)]
         self._report = None  # nothing is learnt from it twice
         if self._coalescing.learn([report.words for report in reports]) and self._compress_below > 0:
             self.communicator.compresses = self._coalescing.compresses
@@ -535,15 +481,7 @@ class BucketReducer(reducer_registry.GradientReducer):
 
     def _wait(self, handles: Sequence[Work]) -> None:
         for handle in handles:
-            self._guarded(handle.result)
-
-    def _guarded(self, wait: Callable[[], Any]) -> Any:
-        try:
-            return wait()
-        except RuntimeError as error:
-            # The ranks are not at the same place any more, and no later message could tell.
-            self._failure = str(error)
-            raise
+            self.guarded(handle.result)
 
     def _check_reports(self, reports: Sequence[CycleReport]) -> None:
         for rank, report in enumerate(reports):
@@ -556,50 +494,30 @@ class BucketReducer(reducer_registry.GradientReducer):
         nonfinite = [report.nonfinite for report in reports]
         self._nonfinite.update(i for i in nonfinite if i != ALL_FINITE)
         refuse_nonfinite(self.names, nonfinite)
-        refuse_frozen(self.names, [report.came for report in reports])
+        states = [report.grad_states for report in reports]
+        refuse_frozen(self.names, states)
         if not self._find_unused:
-            refuse_missing(self.names, [report.came for report in reports])
+            refuse_missing(self.names, states)
 
 
-class _Gathering:
-    """Weights that travel: a failure is the engine's."""
+class _WeightGather:
+    """A bucket of weights that is being gathered: a failure of it is the reducer's."""
 
     def __init__(self, reducer: BucketReducer, handle: Work) -> None:
         self._reducer, self._handle = reducer, handle
 
     def result(self) -> None:
-        self._reducer._guarded(self._handle.result)
+        self._reducer.guarded(self._handle.result)
 
 
 def _accumulates(param: torch.Tensor) -> bool:
-    """Whether the backward that is under way accumulates into `.grad`, as that of torch.autograd.grad does not."""
+    """Whether the running backward accumulates into `.grad`, as that of torch.autograd.grad does not."""
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(param).node)
-    except RuntimeError:  # torch's answer for a gradient that is handed out
+    except RuntimeError:  # torch's answer for a gradient that is returned
         return False
 
 
 def _step_buckets(steps: Sequence[Callable[[int], None]], buckets: range) -> None:
     for step, bucket in product(steps, buckets):
         step(bucket)
-
-
-# Hooks hold the engine weakly: the parameters must not keep it alive.
-
-
-def _on_grad(reducer: "weakref.ref[BucketReducer]", i: int, _param: torch.Tensor) -> None:
-    alive = reducer()
-    if alive is not None:
-        alive.grad_ready(i)
-
-
-def _on_output(reducer: "weakref.ref[BucketReducer]", _grad: torch.Tensor) -> None:
-    alive = reducer()
-    if alive is not None:
-        alive.enter_task()
-
-
-def _before_grad(reducer: "weakref.ref[BucketReducer]", i: int, _grad: torch.Tensor) -> None:
-    alive = reducer()
-    if alive is not None:
-        alive.before_accumulate(i)

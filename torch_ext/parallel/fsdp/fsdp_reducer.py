@@ -1,10 +1,10 @@
 """When the gradients of a model sharded by FSDP2 are reduced.
 
-FSDP2 decides what is gathered and reduced when; this engine is what it calls to do so. For each unit, backward
-calls, in this order and on one thread: `reduce_scatter`, which starts the exchange and comes back at once with an
-output that holds nothing yet; `reduced` (the all-reduce hook); `gradient_came` for each parameter in the unit (the
-post-accumulate hook), which takes the gradient that FSDP2 made of that output away again. At the end of backward the
-ranks tell each other what they reduced, then the sums are waited for and added to the gradient shards.
+FSDP2 decides what is gathered and reduced, and when; this reducer does it. For each unit, backward calls, in this order
+and on one thread: `reduce_scatter`, which only starts, and leaves the output unwritten; `reduced` (the all-reduce
+hook); `grad_ready` for each parameter of the unit (the post-accumulate hook), which takes the gradient that FSDP2 made
+of that output out of `.grad`. At the end of backward the ranks tell each other what they reduced, then the sums are
+waited for and added to the gradient shards.
 
 With a replicated mesh dimension (HSDP), FSDP2 adds up the replicas itself, right after the reduce-scatter: then the
 output holds the sum, in fp32, before `reduce_scatter` returns.
@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
 
 from torch_ext.comm.communicator import Communicator, Part, Work
 from torch_ext.comm.streams import Stream
@@ -30,29 +28,25 @@ from torch_ext.parallel.fsdp.fsdp_cycle_report import FSDPCycleReport, FSDPCycle
 from torch_ext.parallel.fsdp.grad_shards import GradShards
 from torch_ext.parallel.fsdp.param_gather import ParamGather
 from torch_ext.parallel.fsdp.reduce_scatter import REDUCE, Reduction, UnitCommunicators, UnitPlan, wire_of
-from torch_ext.params import local_shard, reducer_registry
+from torch_ext.parallel.reducer_base import (
+    BackwardEnd,
+    ReducerBase,
+    hook,
+    queue_backward_end,
+    tensors_with_graph,
+    weak_method,
+)
+from torch_ext.params import local_shard
 from torch_ext.params.local_shard import LocalShard, tensor_of
 from torch_ext.tensors import offload_guard
 
-# Units whose gradients are on their way at a time; those of more would pile up where computation is faster than the
-# link. A unit is large enough for one to keep the link busy while the next one is handed over.
+# Units whose gradients are reduced at a time; those of more would pile up where computation is faster than the link. A
+# unit is large enough for one to keep the link busy while the next one is handed over.
 UNDER_WAY = 2
 
 
-class _BackwardEnd:
-    """Called at the end of a backward. It dies with its graph task, so a dead one is a backward that raised."""
-
-    def __init__(self, reducer: "FSDPReducer") -> None:
-        self._reducer = weakref.ref(reducer)
-
-    def __call__(self) -> None:
-        reducer = self._reducer()
-        if reducer is not None:
-            reducer.backward_ended()
-
-
-class FSDPReducer(reducer_registry.GradientReducer):
-    """See the module's first lines."""
+class FSDPReducer(ReducerBase):
+    """See the module's docstring."""
 
     def __init__(
         self,
@@ -71,7 +65,7 @@ class FSDPReducer(reducer_registry.GradientReducer):
         control: between all ranks that hold parts of the model. number: of `agree`. divide_factor: sums are divided by
         it; None: by the number of ranks that a unit is sharded and replicated over.
         """
-        self.names, self.params = [n for n, _ in named], [p for _, p in named]
+        super().__init__([p for _, p in named], [n for n, _ in named])
         self.units = list(units)
         self.wire_bytes = 0
         self.communicators = UnitCommunicators(control, number)
@@ -81,36 +75,26 @@ class FSDPReducer(reducer_registry.GradientReducer):
         self._find_unused = find_unused_parameters
         self._cycle = 0
         self._bytes_before = self.communicators.bytes_sent()
-        self._end: weakref.ref[_BackwardEnd] | None = None
-        self._failure: str | None = None
+        self._end: weakref.ref[BackwardEnd] | None = None
         self._reductions: list[Reduction] = []  # of this backward
         self._current: Reduction | None = None
         self._report = FSDPCycleReport(len(self.params), len(self.units))
-        self._broken: set[int] = set()  # a backward raised after some of its sums were added to these one's shards
-        self._nonfinite: set[int] = set()  # what the check for NaN named, until zero_grad
-        self._position = {id(p): i for i, p in enumerate(self.params)}
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(_on_grad, weakref.ref(self), i))
-            for i, p in enumerate(self.params)
-        ]
-        reducer_registry.register(self, self.params)
 
     def attach(self, model: torch.nn.Module, units: Sequence[Sequence[torch.nn.Module]], prefetch: bool) -> ParamGather:
-        """units: the modules of each; prefetch: see ParamGather, which this engine has from here on."""
+        """units: the modules of each; prefetch: see ParamGather, which is `weights` from here on."""
         guarded = partial(_guarded, weakref.ref(self))
         zeros = self._find_unused and hasattr(units[0][0], "set_reduce_scatter_unused_params")
         self.weights = ParamGather(self.params, units, self.communicators, prefetch, zeros, guarded)
-        self._hooks.append(model.register_forward_pre_hook(partial(_before_forward, weakref.ref(self)), prepend=True))
-        # Before FSDP2's hooks of the same tensors: nothing has begun yet when it is refused.
-        self._hooks.append(model.register_forward_hook(partial(_before_outputs, weakref.ref(self)), prepend=True))
-        self._hooks.append(model.register_forward_hook(partial(_after_forward, weakref.ref(self))))
+        finish = hook(self.finish_failed_backward)
+        self._hooks.append(model.register_forward_pre_hook(finish, prepend=True))
+        # Before FSDP2's hooks of the same tensors: what is refused then has changed nothing yet.
+        self._hooks.append(model.register_forward_hook(weak_method(self._guard_outputs), prepend=True))
+        self._hooks.append(model.register_forward_hook(weak_method(self._register_outputs)))
         return self.weights
 
     def close(self) -> None:
         """Leaves the parameters as they were before, without gradients; the units' collectives are the caller's."""
-        for hook in self._hooks:
-            hook.remove()
-        reducer_registry.unregister(self)
+        self.detach()
         self.zero_grad(self.params)
         for param in self.params:
             param.grad = None
@@ -119,7 +103,7 @@ class FSDPReducer(reducer_registry.GradientReducer):
 
     @contextmanager
     def synchronizing(self, enabled: bool) -> Iterator[None]:
-        """Of no effect: where gradients are sharded, there is nowhere to keep those that were not reduced (E8)."""
+        """No effect: where gradients are sharded, those not reduced could be kept nowhere (E8)."""
         yield
 
     # -- for optimizers: see reducer_registry.GradientReducer ----------------------------------------------------------
@@ -134,10 +118,10 @@ class FSDPReducer(reducer_registry.GradientReducer):
         return not all(map(self.shards.visible, range(len(self.params))))
 
     def before_step(self) -> None:
-        refuse_step(self._failure, False, ())  # before anything is waited for that does not come either
+        refuse_step(self._failure, False, ())  # before waiting for what will not complete either
         self.finish_failed_backward()
-        poisoned = [self.names[i] for i in sorted(self._nonfinite) if self.shards.of(i) is not None]
-        refuse_step(self._failure, bool(self._broken), poisoned)
+        nonfinite = [self.names[i] for i in sorted(self._nonfinite) if self.shards.of(i) is not None]
+        refuse_step(self._failure, bool(self._broken), nonfinite)
         self.sync_parameters()
 
     def sync_parameters(self) -> bool:
@@ -162,29 +146,30 @@ class FSDPReducer(reducer_registry.GradientReducer):
         return self.shards.memory
 
     def gradients_released(self) -> None:
-        self._broken.clear()
-        self._nonfinite.clear()
+        self._forget(range(len(self.params)))
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
         self.finish_failed_backward()
-        chosen = [i for p in params if (i := self._position.get(id(p))) is not None]
-        for i in chosen:
+        positions = self._positions(params)
+        for i in positions:
             self.shards.forget(i)
-        self._broken.difference_update(chosen)
-        self._nonfinite.difference_update(chosen)
+        self._forget(positions)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def forward_begins(self) -> None:
-        """Of the model."""
-        self.finish_failed_backward()
+    def _guard_outputs(self, _module: Any, _inputs: Any, outputs: Any) -> None:
+        for output in tensors_with_graph(outputs):
+            output.register_hook(hook(self._refuse_offloaded))
 
-    def forward_ended(self, outputs: Any) -> None:
-        """A backward that comes through these tensors begins there: reentrant checkpoints may hold every parameter."""
+    def _refuse_offloaded(self) -> None:
+        offload_guard.refuse_gradients(self.params, "backward")
+
+    def _register_outputs(self, _module: Any, _inputs: Any, outputs: Any) -> None:
+        """A backward through these tensors begins there, as reentrant checkpoints may hold every parameter."""
         if self.weights is not None:
             self.weights.drop_gathered()
-        for output in _with_graph(outputs):
-            output.register_hook(partial(_on_output, weakref.ref(self)))
+        for output in tensors_with_graph(outputs):
+            output.register_hook(hook(self.begin_backward))
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -226,7 +211,7 @@ class FSDPReducer(reducer_registry.GradientReducer):
         self._add(reduction, given, rows)
 
     def reduced(self, unit: UnitPlan, output: torch.Tensor) -> None:
-        """FSDP2 is done with a unit, all-reduce included, and goes on to make gradients of the output."""
+        """FSDP2 has reduced a unit, all-reduce included, and makes gradients of the output next."""
         last = self._reductions[-1] if self._reductions else None
         if last is None or last.output is not output:
             # One rank has the whole unit: FSDP2 has no use for a reduce-scatter then.
@@ -243,7 +228,7 @@ class FSDPReducer(reducer_registry.GradientReducer):
         self.params[i].grad = None
         if self._current is None:
             raise RuntimeError(
-                f"a gradient came for {self.names[i]!r}, but not through this library: set_all_reduce_hook or "
+                f"a gradient is ready for {self.names[i]!r}, but not through this library: set_all_reduce_hook or "
                 "set_custom_reduce_scatter was called on its unit after parallelize"
             )
         self._current.add(i, int(tensor_of(grad).storage_offset()), grad)
@@ -288,29 +273,24 @@ class FSDPReducer(reducer_registry.GradientReducer):
         return 1.0 / shards if self._divide_factor is None else unit.replicas / self._divide_factor
 
     def begin_backward(self) -> None:
-        """A backward begins, or goes on."""
+        """Called whenever a backward may have begun."""
         self.finish_failed_backward()
         if self._end is not None:
             return
-        if self._failure is not None:
-            raise RuntimeError(f"gradients cannot be reduced any more: {self._failure}")
-        end = _BackwardEnd(self)
+        self._refuse_failed()
         # After FSDP2's own, which reduces the units whose inputs need no gradient.
-        Variable._execution_engine.queue_callback(end)
-        self._end = weakref.ref(end)
-        offload_guard.refuse_gradients(self.params, "backward")  # which is recovered from like any backward that raised
+        self._end = queue_backward_end(self.backward_ended)
+        self._refuse_offloaded()  # which is recovered from like any backward that raised
         if self.weights is not None:
             self.weights.prefetch_in_order()
-        gone = self.shards.detach_grads()
-        self._broken.difference_update(gone)
-        self._nonfinite.difference_update(gone)
+        self._forget(self.shards.detach_grads())
 
     def finish_failed_backward(self) -> None:
-        """Where the last backward raised: what it sent is waited for, as the other ranks sent it too, and is worth
-        nothing; gradient shards are what they were before it."""
+        """If the last backward raised: waits for what it sent, as the other ranks sent it too, and discards it; the
+        gradient shards are what they were before it."""
         if self._end is None or self._end() is not None:
             return
-        reductions, _ = self._close()
+        reductions, _ = self._end_cycle()
         for reduction in reductions:
             reduction.wait(self.guarded)
         self._broken |= self.shards.added
@@ -324,13 +304,13 @@ class FSDPReducer(reducer_registry.GradientReducer):
     # -- at its end ---------------------------------------------------------------------------------------------------
 
     def backward_ended(self) -> None:
-        """Agrees with the other ranks on what came, waits for the sums, installs them."""
+        """Agrees with the other ranks on what was reduced, waits for the sums, adds them to the shards."""
         if not self._reductions:  # a backward to inputs only, or without gradient synchronization
             self._end = None
             self.shards.attach_grads()
             return
         control = self.communicators.control
-        cycle, (reductions, report) = self._cycle, self._close()
+        cycle, (reductions, report) = self._cycle, self._end_cycle()
         report.nonfinite = next((n for r in reductions if (n := r.first_nonfinite()) != ALL_FINITE), ALL_FINITE)
         for i, param in enumerate(self.params):
             if not report.grad_states[i] and not param.requires_grad:
@@ -351,12 +331,12 @@ class FSDPReducer(reducer_registry.GradientReducer):
         self.wire_bytes = self._bytes_before - before
         self._nonfinite.update(i for i in reports.nonfinite if i != ALL_FINITE)
         reports.check_finite()
-        # What FSDP2 keeps to itself (set_requires_all_reduce) comes in a later backward.
+        # What FSDP2 keeps back (set_requires_all_reduce) is reduced in a later backward.
         if not self._find_unused and all(r.slices for r in reductions):
             reports.check_none_missing()
 
-    def _close(self) -> tuple[list[Reduction], FSDPCycleReport]:
-        """The cycle is over, well or not."""
+    def _end_cycle(self) -> tuple[list[Reduction], FSDPCycleReport]:
+        """The cycle is over, with an error or without."""
         closed = self._reductions, self._report
         self._reductions, self._report = [], FSDPCycleReport(len(self.params), len(self.units))
         self._end, self._current = None, None
@@ -364,61 +344,11 @@ class FSDPReducer(reducer_registry.GradientReducer):
         self.shards.attach_grads()
         return closed
 
-    def guarded(self, wait: Callable[[], Any]) -> Any:
-        try:
-            return wait()
-        except RuntimeError as error:
-            # The ranks are not at the same place any more, and no later message could tell.
-            self._failure = self._failure or str(error)
-            raise
-
 
 def _add_up(sums: torch.Tensor, scale: float, chunks: Sequence[WireBuffer], _part: Part) -> None:
     reduce_chunks(chunks, sums, scale)
 
 
-def _with_graph(outputs: Any) -> Iterator[torch.Tensor]:
-    return (t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn is not None)
-
-
-# Hooks and weights hold the engine weakly: the parameters and modules must not keep it alive.
-
-
 def _guarded(reducer: "weakref.ref[FSDPReducer]", wait: Callable[[], Any]) -> Any:
     alive = reducer()
     return wait() if alive is None else alive.guarded(wait)
-
-
-def _on_grad(reducer: "weakref.ref[FSDPReducer]", i: int, _param: torch.Tensor) -> None:
-    alive = reducer()
-    if alive is not None:
-        alive.grad_ready(i)
-
-
-def _before_outputs(reducer: "weakref.ref[FSDPReducer]", _module: Any, _inputs: Any, outputs: Any) -> None:
-    for output in _with_graph(outputs):
-        output.register_hook(partial(_refuse_offloaded, reducer))
-
-
-def _refuse_offloaded(reducer: "weakref.ref[FSDPReducer]", _grad: torch.Tensor) -> None:
-    alive = reducer()
-    if alive is not None:
-        offload_guard.refuse_gradients(alive.params, "backward")
-
-
-def _on_output(reducer: "weakref.ref[FSDPReducer]", _grad: torch.Tensor) -> None:
-    alive = reducer()
-    if alive is not None:
-        alive.begin_backward()
-
-
-def _before_forward(reducer: "weakref.ref[FSDPReducer]", _module: Any, _inputs: Any) -> None:
-    alive = reducer()
-    if alive is not None:
-        alive.forward_begins()
-
-
-def _after_forward(reducer: "weakref.ref[FSDPReducer]", _module: Any, _inputs: Any, outputs: Any) -> None:
-    alive = reducer()
-    if alive is not None:
-        alive.forward_ended(outputs)
