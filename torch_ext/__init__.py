@@ -22,7 +22,8 @@ from torch_ext.optim.clip_grad import clip_grad_norm_
 from torch_ext.optim.state.torch_adam import pass_over_masters
 from torch_ext.parallel.bucket_plan import plan_buckets
 from torch_ext.parallel.ddp_comm_hook import register_comm_hook
-from torch_ext.parallel.parallelize import parallelize, sync_parameters
+from torch_ext.parallel.parallel_module import sync_parameters
+from torch_ext.parallel.parallelize import parallelize
 from torch_ext.policy.policy import Policy, load_policy
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from ticking import Clock
 
 import torch_ext
 from torch_ext.comm.communicator import IN_FLIGHT
-from torch_ext.parallel import bucket_joining, parallelize, reducer
+from torch_ext.parallel import bucket_joining, parallel_module, reducer
 
 MILLISECOND = 1_000_000
 SHAPES: list[Any] = [(300,), (5, 77), (300,), (1000,)] * 4  # each is a bucket by itself
@@ -80,7 +80,7 @@ def test_a_tail_is_that_of_the_last_message(ends: list[int], last: int, monkeypa
 
 def _tells(rank: int, world: int, strategy: str) -> None:
     chosen = policy(BF16, bucket_size=300, overlap_grad_reduce=True)
-    engine = parallelize._engine_of(torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy))
+    engine = parallel_module.reducer_of(torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy))
     n = len(engine.plan.buckets)
     rows = torch.zeros(2, n + 2, dtype=torch.int64)
     assert engine._coalescing._measured(rows).sharded == (strategy != "no_shard")
@@ -99,7 +99,7 @@ def _parallel_model(dtypes: Any, strategy: str = "no_shard", joins: bool = True,
     options = {"bucket_size": 300, "overlap_grad_reduce": True, **ddp}
     chosen = policy(*dtypes, **options)
     model = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy, find_unused_parameters=True)
-    return model, parallelize._engine_of(model)
+    return model, parallel_module.reducer_of(model)
 
 
 def _train(rank: int, each: int, dtypes: Any, *options: Any, **ddp: Any) -> tuple[list[list[bytes]], list[int]]:
@@ -242,7 +242,7 @@ def _by_default(rank: int, world: int) -> dict[str, bool]:
         shapes = [262_144] * 10
         chosen = policy(BF16, bucket_size=size, overlap_grad_reduce=True)
         model: Any = torch_ext.parallelize(Given(shapes, BF16), chosen, strategy=strategy)
-        engine = parallelize._engine_of(model)
+        engine = parallel_module.reducer_of(model)
         for _ in range(CYCLES):
             model.zero_grad()
             model([torch.ones(s, dtype=BF16) for s in shapes]).backward()

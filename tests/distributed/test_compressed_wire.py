@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_ext
 from torch_ext.comm import communicator, compression, factory, gloo, gloo_p2p
 from torch_ext.comm.wire import WireBuffer
-from torch_ext.parallel import bucket_joining, memory_plan, parallelize
+from torch_ext.parallel import bucket_joining, memory_plan, parallel_module
+from torch_ext.parallel.strategies.table import strategies as strategy_names
 
 # Several buckets, of which each part is long enough to be compressed, and one that is not.
 SHAPES: list[Any] = [(256, 128), (128, 384), (96, 320), (3, 128), (192, 128)]
@@ -53,7 +54,7 @@ def _steps(rank: int, strategy: str, kind: str, below: float, dtypes: Any) -> tu
         optimizer.zero_grad()
         whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
         found.append(bits(whole))
-    engine = parallelize._engine_of(model)
+    engine = parallel_module.reducer_of(model)
     exchange = getattr(engine, "communicator", None)
     return found, sent, 0 if exchange is None else exchange.disordered
 
@@ -131,13 +132,13 @@ def _decided(rank: int, world: int, each: list[int], strategy: str, kind: str, b
         bucket_joining.time = Clock(each[rank])  # type: ignore[assignment]
         chosen = policy(BF16, bucket_size=BUCKET, compress_below_gbps=limit)
         model: Any = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
-        exchange = parallelize._engine_of(model).communicator
+        exchange = parallel_module.reducer_of(model).communicator
         decided, found[limit] = [], []
         for seed in range(24):
             decided.append(exchange.compresses)
             model.zero_grad()
             model(GRADIENTS[kind](seed, rank)).backward()
-            engine = parallelize._engine_of(model)
+            engine = parallel_module.reducer_of(model)
             found[limit].append(bits([engine.part(p) for p in model.parameters()]))
     assert found[below] == found[PLAIN]
     assert on_all_ranks(decided) == [decided] * world
@@ -170,7 +171,7 @@ def test_a_slow_wire_is_noticed_on_all_ranks(
 
 def _limits(_rank: int, _world: int, strategy: str) -> float:
     model: Any = torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, compress_below_gbps=3.0), strategy=strategy)
-    return parallelize._engine_of(model)._coalescing._below
+    return parallel_module.reducer_of(model)._coalescing._below
 
 
 @pytest.mark.parametrize(
@@ -340,7 +341,7 @@ def test_only_bf16_that_is_long_enough_is_compressed() -> None:
 
 def test_the_plan_counts_messages() -> None:
     shapes = {f"p{i}": torch.empty(s, dtype=BF16) for i, s in enumerate(SHAPES)}
-    for strategy in memory_plan.strategies()[:3]:
+    for strategy in strategy_names()[:3]:
         plain, always = (
             memory_plan.plan_memory(shapes, policy(BF16, bucket_size=BUCKET, compress_below_gbps=b), 2, [strategy])[0]
             for b in (PLAIN, ALWAYS)

@@ -208,7 +208,7 @@ def _trains(rank: int, world: int, strategy: str, weights: Any, first: int) -> t
     reference = Reference(1)
     reference.models[0].load_state_dict(model.state_dict())
     _parallel(strategy, model)
-    plan = torch_ext.parallel.parallelize._engine_of(model).plan  # type: ignore[union-attr]
+    plan = torch_ext.parallel.parallel_module.reducer_of(model).plan  # type: ignore[union-attr]
     assert plan.world_size == world and all(b.numel % (128 * world) == 0 for b in plan.buckets)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
     for step in range(first, first + 2):

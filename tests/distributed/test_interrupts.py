@@ -174,7 +174,7 @@ def _reports_are_late(rank: int, world: int, strategy: str) -> list[int]:
             if step != 2:
                 assert _is_mean(model, step, world)
             model.zero_grad()
-            messages.append(len(torch_ext.parallel.parallelize._engine_of(model)._coalescing.ends))
+            messages.append(len(torch_ext.parallel.parallel_module.reducer_of(model)._coalescing.ends))
         return messages
 
 

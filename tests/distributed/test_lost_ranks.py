@@ -68,7 +68,7 @@ def _dies_in_step(rank: int, world: int, strategy: str) -> list[str]:
         optimizer.zero_grad()
     model(_ones()).backward()
     if rank == 1:  # with one bucket of weights sent
-        engine = torch_ext.parallel.parallelize._engine_of(model)
+        engine = torch_ext.parallel.parallel_module.reducer_of(model)
         gather = engine.gather
         engine.gather = lambda bucket: os._exit(7) if bucket == 1 else gather(bucket)  # type: ignore[method-assign]
     messages = []

@@ -25,8 +25,9 @@ import torch_ext
 from bench import resident_memory
 from torch_ext import __main__ as command
 from torch_ext.comm import wire
-from torch_ext.parallel import bucket_joining, memory_plan, parallelize
+from torch_ext.parallel import bucket_joining, bucket_plan, memory_plan, parallel_module
 from torch_ext.parallel.memory_plan import plan_memory
+from torch_ext.parallel.strategies.table import strategies as strategy_names
 from torch_ext.params.local_shard import tensor_of
 
 # -- against what is allocated ------------------------------------------------------------------------------------
@@ -69,14 +70,14 @@ def _allocated(rank: int, world: int, strategy: str) -> dict[str, int]:
         model(noise(1, rank, SHAPES, chosen.param_dtype)).backward()
         optimizer.step()
         params = list(model.parameters())
-        engine = parallelize._engine_of(model)
+        engine = parallel_module.reducer_of(model)
         grads = [engine.grad(p) for p in params]
         states = [t for state in optimizer.state.values() for t in state.values()]
         found[name] = sum(_storages(tensors) for tensors in (params, grads, states))
     return found
 
 
-@pytest.mark.parametrize("strategy", memory_plan.strategies())
+@pytest.mark.parametrize("strategy", strategy_names())
 def test_the_plan_is_what_is_allocated(strategy: str) -> None:
     for allocated in ranks.run(WORLD, _allocated, strategy):
         for name, case in POLICIES.items():
@@ -144,7 +145,7 @@ def _resident(rank: int, world: int, strategy: str, *configs: Any) -> int:
 
 
 PEAKS: list[Any] = [
-    *(pytest.param(strategy, None, None, id=strategy) for strategy in memory_plan.strategies()),
+    *(pytest.param(strategy, None, None, id=strategy) for strategy in strategy_names()),
     *(pytest.param(name, None, COMPRESSED, id=f"{name}-compressed") for name in ("no_shard", "optim", "optim_grads")),
     pytest.param("optim", LEAN, None, id="optim-while-weights-move"),
     pytest.param("optim_grads_params", {"main_grads_dtype": "fp32"}, None, id="optim_grads_params-fp32-gradients"),
@@ -156,7 +157,7 @@ def test_the_peak_is_planned_within_5_percent(strategy: str, optimizer_config: A
     model = Layers(LAYERS)
     units = memory_plan.units_of(model)
     chosen = torch_ext.load_policy(model, override_optimizer_config=optimizer_config, override_ddp_config=ddp_config)
-    (plan,) = plan_memory(memory_plan.trainable(model), chosen, WORLD, [strategy], units=units)
+    (plan,) = plan_memory(bucket_plan.trainable(model), chosen, WORLD, [strategy], units=units)
     assert (plan.peak > plan.total + plan.transient) == (optimizer_config is LEAN)
     for peak in ranks.run(WORLD, _resident, strategy, optimizer_config, ddp_config):
         assert 0.95 * plan.peak <= peak <= 1.05 * plan.peak
@@ -195,18 +196,18 @@ def test_units_are_the_members_of_lists_and_the_rest() -> None:
 def test_units_decide_what_full_sharding_gathers() -> None:
     model = Blocks()
     units = memory_plan.units_of(model, 1)
-    (by_units,) = plan_memory(memory_plan.trainable(model), policy(), 2, ["optim_grads_params"], units=units)
+    (by_units,) = plan_memory(bucket_plan.trainable(model), policy(), 2, ["optim_grads_params"], units=units)
     # 49 elements and 40: parameters, gradients of the one, and reduced, with half of it received, of both.
     assert by_units.transient == 4 * (49 + 2 * 40 + 49) + 6 * (49 + 40)
-    (least,) = plan_memory(memory_plan.trainable(model), policy(), 2, ["optim_grads_params"])
+    (least,) = plan_memory(bucket_plan.trainable(model), policy(), 2, ["optim_grads_params"])
     assert least.transient == 4 * (40 + 2 * 20 + 40) + 6 * (40 + 20)
 
 
 def test_frozen_parameters_are_counted() -> None:
     model = Blocks()
-    trained = [plan.params for plan in plan_memory(memory_plan.trainable(model), policy(), 2)]
+    trained = [plan.params for plan in plan_memory(bucket_plan.trainable(model), policy(), 2)]
     model.blocks.requires_grad_(False)
-    params, frozen = memory_plan.trainable(model), memory_plan.frozen_bytes(model)
+    params, frozen = bucket_plan.trainable(model), memory_plan.frozen_bytes(model)
     assert [name for name, _ in params] == ["embedding.weight", "norm.weight", "norm.bias"]
     assert frozen == 4 * (31 + 49)
     without = [plan.params for plan in plan_memory(params, policy(), 2)]
@@ -237,7 +238,7 @@ def rows(text: str) -> dict[str, list[float]]:
 def test_plan_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     text = plan(capsys, "--params", "7e9", "--world-size", "8")
     table = rows(text)
-    assert list(table) == list(memory_plan.strategies())
+    assert list(table) == list(strategy_names())
     gib = 7e9 / 2**30
     assert table["no_shard"][:6] == pytest.approx([2 * gib, 2 * gib, 4 * gib, 4 * gib, 0, 12 * gib], abs=0.01)
     assert table["optim"][:6] == pytest.approx([2 * gib, 2 * gib, gib / 2, gib / 2, 0, 5 * gib], abs=0.01)

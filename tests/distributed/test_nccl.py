@@ -25,7 +25,7 @@ from happens_before import FakeStreams
 import torch_ext
 from torch_ext.comm import collectives, communicator, factory, nccl_transport, process_group
 from torch_ext.native import cuda_library, graph_capture, nccl
-from torch_ext.parallel import ddp_comm_hook, parallelize
+from torch_ext.parallel import ddp_comm_hook, parallelize, parallelize_checks
 
 SOURCE = pathlib.Path(__file__).parent.parent / "core/fake_nccl.cc"
 VARIANTS = {"newest": [], "plain": ["-DFAKE_NCCL_VERSION=22105"], "old": ["-DFAKE_NCCL_VERSION=21803"]}
@@ -348,10 +348,10 @@ def test_a_model_is_where_the_operators_are(
     monkeypatch.setattr(cuda_library, "about", lambda: about)
     named: Any = [("w", _On(device)), ("b", _On(device))]
     if says is None:
-        parallelize._check_devices(named)
+        parallelize_checks.check_devices(named)
         return
     with pytest.raises((ValueError, RuntimeError)) as error:
-        parallelize._check_devices(named)
+        parallelize_checks.check_devices(named)
     assert str(error.value) == says
 
 

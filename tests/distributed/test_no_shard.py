@@ -72,7 +72,7 @@ def _life(rank: int, world: int, wire: torch.dtype | None) -> None:
     shapes = [(3, 5), (130,), (7,), (2, 2)]
     model = Given(shapes, BF16)
     torch_ext.parallelize(model, policy(BF16, FP32, wire, bucket_size=130), find_unused_parameters=True)
-    engine = torch_ext.parallel.parallelize._engine_of(model)
+    engine = torch_ext.parallel.parallel_module.reducer_of(model)
     assert all(p.grad is None for p in model.parameters()), "E11: nothing is there before the first gradient"
     for step in range(3):
         grads: list[Any] = noise(step, rank, shapes, BF16)
@@ -224,7 +224,7 @@ def _overlaps(rank: int, world: int, overlap: bool) -> bool:
     """Whether the sum of the bucket that left first is there while backward is still busy with the last parameter."""
     model = Given([300, 300, 300])
     torch_ext.parallelize(model, policy(FP32, FP32, BF16, bucket_size=300, overlap_grad_reduce=overlap))
-    engine = torch_ext.parallel.parallelize._engine_of(model)
+    engine = torch_ext.parallel.parallel_module.reducer_of(model)
     seen = []
 
     def busy(grad: torch.Tensor) -> None:

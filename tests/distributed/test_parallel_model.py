@@ -111,7 +111,7 @@ def test_pickle_and_copies_give_the_plain_model() -> None:
 
 def _grad_dtypes(model: Any) -> list[torch.dtype]:
     """Of what this rank's optimizer reads."""
-    reducer: Any = torch_ext.parallel.parallelize._engine_of(model)
+    reducer: Any = torch_ext.parallel.parallel_module.reducer_of(model)
     return [grad.dtype for p in model.parameters() for grad in [reducer.grad(p)] if grad is not None]
 
 
@@ -240,7 +240,7 @@ def _harmless(rank: int, world: int, strategy: str) -> None:
         model.load_state_dict(model.state_dict())
         model.zero_grad(set_to_none=False)
     _backward(model)
-    engine: Any = torch_ext.parallel.parallelize._engine_of(model)
+    engine: Any = torch_ext.parallel.parallel_module.reducer_of(model)
     if strategy != "optim_grads":
         assert all(engine.strategy.buffers.holds(i) for i in range(len(engine.params)))
 
@@ -256,7 +256,7 @@ def _ends(rank: int, world: int, strategy: str) -> None:
     model([torch.ones(4)]).backward()
     optimizer.step()
     del optimizer
-    engine = weakref.ref(torch_ext.parallel.parallelize._engine_of(model))
+    engine = weakref.ref(torch_ext.parallel.parallel_module.reducer_of(model))
     parameters = list(model.parameters())
     assert threading.active_count() > threads or world == 1
     del model
@@ -391,7 +391,7 @@ NAMES: list[tuple[Any, str]] = [
 
 
 def _store(model: Any) -> str:
-    engine: Any = torch_ext.parallel.parallelize._engine_of(model)
+    engine: Any = torch_ext.parallel.parallel_module.reducer_of(model)
     return type(engine.strategy).__name__
 
 

@@ -153,7 +153,7 @@ def _interrupted(rank: int, world: int, strategy: str) -> None:
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
     model(_ones()).backward()
     optimizer.zero_grad()
-    engine: Any = torch_ext.parallel.parallelize._engine_of(model)
+    engine: Any = torch_ext.parallel.parallel_module.reducer_of(model)
     wait = engine._wait
 
     def interrupt(handles: Any) -> None:

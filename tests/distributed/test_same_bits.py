@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
 from torch_ext.comm import communicator, factory, gloo
-from torch_ext.parallel import parallelize
+from torch_ext.parallel import parallelize_checks
 
 SHAPES = [(300,), (1,), (129, 3), (5, 5, 5), (5000,), (2,)]
 WIRES = [
@@ -197,4 +197,4 @@ def test_engine_has_an_own_name_for_every_message() -> None:
         for half in (0, 1)
     ]
     assert len(set(tags)) == len(tags) and all(2**30 <= t < 2**31 for t in tags)
-    assert parallelize.MAX_BUCKETS == communicator.MAX_BUCKETS
+    assert parallelize_checks.MAX_BUCKETS == communicator.MAX_BUCKETS

@@ -19,7 +19,7 @@ SHAPES: list[Any] = [(3, 5), (130,), (7,), (2, 200)]
 
 
 def _engine(model: Any) -> Any:
-    return torch_ext.parallel.parallelize._engine_of(model)
+    return torch_ext.parallel.parallel_module.reducer_of(model)
 
 
 def _parallel(strategy: str, *dtypes: Any, **ddp: Any) -> Any:

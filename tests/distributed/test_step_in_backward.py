@@ -44,7 +44,7 @@ def _trained(rank: int, strategy: str, early: bool, microbatches: int) -> tuple[
     """Weights after four steps under a schedule, and how much of a weight had changed when backward returned."""
     model, optimizer = _made(strategy, early)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    engine, changed = torch_ext.parallel.parallelize._engine_of(model), []
+    engine, changed = torch_ext.parallel.parallel_module.reducer_of(model), []
     for step in range(4):
         for microbatch in range(microbatches):
             before = [engine.local(p).weight.clone() for p in model.parameters()]

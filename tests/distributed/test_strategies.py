@@ -43,7 +43,7 @@ class Quarters(torch.nn.Module):
 
 def _shard_of(model: Any) -> list[float]:
     """The two numbers that this rank's optimizer reads."""
-    grad = torch_ext.parallel.parallelize._engine_of(model).grad(model.p0)
+    grad = torch_ext.parallel.parallel_module.reducer_of(model).grad(model.p0)
     assert grad is not None and grad.numel() == 128 and not grad[2:].any()
     return grad[:2].tolist()
 
@@ -63,7 +63,7 @@ def _microbatches(rank: int, world: int, strategy: str, dtypes: Any, factor: flo
         if how == "zeroed":
             model.zero_grad()
         model(b).backward()
-    return _shard_of(model), torch_ext.parallel.parallelize._engine_of(model).grad(model.p0).dtype
+    return _shard_of(model), torch_ext.parallel.parallel_module.reducer_of(model).grad(model.p0).dtype
 
 
 def _all_dtypes(rank: int, world: int, strategy: str, factor: float | None, how: str) -> Any:

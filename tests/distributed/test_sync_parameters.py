@@ -30,10 +30,10 @@ def _synced(rank: int, world: int) -> None:
         chunks = [_chunk(strategy) for strategy in strategies]
         visited: list[int] = []
         for i, chunk in enumerate(chunks):
-            attached = torch_ext.parallel.parallelize._engines.get(chunk)
+            attached = torch_ext.parallel.parallel_module.attached_to(chunk)
             if attached is not None:
-                own = attached.engine.sync_parameters
-                attached.engine.sync_parameters = lambda i=i, own=own, seen=visited: (seen.append(i), own())[1]  # type: ignore[method-assign]
+                own = attached.reducer.sync_parameters
+                attached.reducer.sync_parameters = lambda i=i, own=own, seen=visited: (seen.append(i), own())[1]  # type: ignore[method-assign]
         assert torch_ext.sync_parameters(chunks) is expected, strategies
         assert visited == [i for i, s in enumerate(strategies) if s is not None], "no short circuit, nobody skipped"
         if len(chunks) == 1:
@@ -55,7 +55,7 @@ def _fresh(rank: int, world: int) -> None:
             for p in module.parameters(recurse=False):
                 if hasattr(p, "to_local"):
                     raise AssertionError("whole weights are what this test needs")
-    shards = [p for unit in [torch_ext.parallel.parallelize._engines[model].engine] for p in unit.params]
+    shards = [p for unit in [torch_ext.parallel.parallel_module.reducer_of(model)] for p in unit.params]
     with torch.no_grad():
         for p in shards:
             p.to_local().zero_()

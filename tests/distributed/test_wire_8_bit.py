@@ -47,7 +47,7 @@ def _reduced(rank: int, world: int, strategy: str, size: int | None, main: Any, 
     """What the optimizer reads after each of two backwards: bits, and where they are of the parameter."""
     chosen = policy(BF16, main, "fp8", bucket_size=size, grad_gather_dtype=gather)
     model = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
-    engine = torch_ext.parallel.parallelize._engine_of(model)
+    engine = torch_ext.parallel.parallel_module.reducer_of(model)
     found = []
     for step in range(2):
         model(noise(step, rank, SHAPES, BF16)).backward()
@@ -149,7 +149,7 @@ def _nan(rank: int, world: int, strategy: str) -> list[bool]:
         grads[1][3] = float("nan")
         grads[4][0, 0] = float("inf")
     model(grads).backward()
-    engine = torch_ext.parallel.parallelize._engine_of(model)
+    engine = torch_ext.parallel.parallel_module.reducer_of(model)
     return [bool(engine.grad(p).isfinite().all()) for p in model.parameters()]
 
 

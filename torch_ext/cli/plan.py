@@ -13,9 +13,10 @@ from torch import nn
 from torch_ext.comm.communicator import IN_FLIGHT
 from torch_ext.native import dtypes as native_dtypes
 from torch_ext.optim.state.state_dtypes import MASTERS, StateDtypes
-from torch_ext.parallel import memory_plan
+from torch_ext.parallel import bucket_plan, memory_plan
 from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets
 from torch_ext.parallel.memory_plan import MemoryPlan, Unit
+from torch_ext.parallel.strategies import table
 from torch_ext.policy.policy import Policy, load_policy
 
 _FULL = "optim_grads_params"
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=_strategy,
         metavar="STRATEGY",
-        help=f"{', '.join(memory_plan.strategies())}, or their numbers from 0; all, unless given",
+        help=f"{', '.join(table.strategies())}, or their numbers from 0; all, unless given",
     )
     parser.add_argument(
         "--override",
@@ -92,7 +93,7 @@ def _count(text: str) -> int:
 
 
 def _strategy(text: str) -> str:
-    names = memory_plan.strategies()
+    names = table.strategies()
     name = names[int(text)] if text in map(str, range(len(names))) else text
     if name not in names:
         legal = ", ".join(f"{name} ({i})" for i, name in enumerate(names))
@@ -176,7 +177,7 @@ def _of_model(options: argparse.Namespace) -> _Asked:
         raise TypeError(f"--model {text} returns a {type(model).__name__}; a torch.nn.Module is expected")
     if dtype is not None:
         model = model.to(native_dtypes.coerce_dtypes({"param_dtype": dtype})["param_dtype"])
-    params = memory_plan.trainable(model)
+    params = bucket_plan.trainable(model)
     if not params:
         raise ValueError(f"--model {text}: {type(model).__name__} has no trainable parameter")
     policy = _policy_of(options, model)
@@ -199,7 +200,7 @@ def _text(options: argparse.Namespace) -> str:
     asked = _asked(options)
     policy = _policy_of(options, asked.of_dtype)
     layout = plan_buckets(asked.params, policy, options.world_size)
-    chosen = list(options.strategy or memory_plan.strategies())
+    chosen = list(options.strategy or table.strategies())
     if asked.refusal is not None and _FULL in chosen:
         if chosen == [_FULL]:
             raise ValueError(f"{_FULL}: {asked.refusal}")

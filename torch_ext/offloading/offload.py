@@ -18,7 +18,7 @@ from torch_ext.offloading import hooks, transfer
 from torch_ext.offloading.transfer import Move, Offloaded, Released, StorageTransfer
 from torch_ext.optim.adamw import Adam
 from torch_ext.optim.state import access
-from torch_ext.parallel import parallelize
+from torch_ext.parallel import parallel_module
 from torch_ext.params import local_shard, reducer_registry
 from torch_ext.params.param_groups import innermost
 from torch_ext.tensors import storage
@@ -148,7 +148,7 @@ class OffloadPlan:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"{self._doing} during a backward: call it between steps")
         for one in self._models:
-            for reducer in parallelize.engines_in(one):
+            for reducer in parallel_module.reducers_in(one):
                 reducer.refuse_moving(self._doing, self._doing == "offload" and "params" in self._kinds)
         if isinstance(self._optimizer, Adam):
             self._optimizer.refuse_moving(self._doing)

@@ -134,6 +134,11 @@ class BucketPlan:
         return lines
 
 
+def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters whose gradients are reduced, as `plan_buckets` takes them."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
 def plan_buckets(
     params_or_numels: Iterable[Any] | Mapping[str, Any],
     policy: Policy,

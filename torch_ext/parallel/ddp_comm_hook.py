@@ -1,9 +1,8 @@
 """`register_comm_hook`: the exchange inside stock DistributedDataParallel."""
 
 import concurrent.futures
-import gc
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch_ext.grads.stats import ALL_FINITE, Watch
 from torch_ext.native import ops
 from torch_ext.parallel.bucket_plan import plan_buckets
 from torch_ext.parallel.hook_steps import Guard
+from torch_ext.parallel.in_use import instances
 from torch_ext.params import param_groups
 from torch_ext.policy.policy import Policy
 
@@ -296,9 +296,9 @@ def _refuse_frozen(ddp: DistributedDataParallel, _inputs: Any) -> None:
 
 def _ddp_of(state: CommHook) -> DistributedDataParallel:
     """Whose hook has this state: DDP tells the hook its buckets only."""
-    for found in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
-        if any(known is state for _, known in getattr(found, "_comm_hooks", ())):
-            return cast(DistributedDataParallel, found)
+    for ddp in instances(DistributedDataParallel):
+        if any(known is state for _, known in getattr(ddp, "_comm_hooks", ())):
+            return ddp
     raise RuntimeError("this hook's state is registered with no DistributedDataParallel: call its register_comm_hook")
 
 

@@ -14,7 +14,7 @@ from torch_ext.native import dtypes as native_dtypes
 from torch_ext.native import library
 from torch_ext.optim.state.state_dtypes import MASTERS, StateDtypes
 from torch_ext.parallel.bucket_plan import Bucket, CLayout, LayoutArgs, Place
-from torch_ext.policy import policy_struct
+from torch_ext.parallel.strategies import table
 from torch_ext.policy.policy import Policy
 
 
@@ -93,10 +93,6 @@ class Unit(NamedTuple):
     dtype: torch.dtype  # of the parameters
 
 
-def strategies() -> tuple[str, ...]:
-    return next(row.choices for row in policy_struct.rows() if row.name == "data_parallel_sharding_strategy")
-
-
 def plan_memory(
     params_or_numels: Iterable[Any] | Mapping[str, Any],
     policy: Policy,
@@ -134,10 +130,10 @@ def plan_memory(
     )
     plan = library.function("tx_memory_plan", ctypes.POINTER(_MemoryArgs), ctypes.POINTER(_Memory))
     plans = []
-    for strategy in strategies() if chosen is None else chosen:
-        if strategy not in strategies():
-            raise ValueError(f"strategy is {strategy!r}; legal are {', '.join(strategies())}")
-        args.strategy = strategies().index(strategy)
+    for strategy in table.strategies() if chosen is None else chosen:
+        if strategy not in table.strategies():
+            raise ValueError(f"strategy is {strategy!r}; legal are {', '.join(table.strategies())}")
+        args.strategy = table.strategies().index(strategy)
         memory = _Memory()
         plan(ctypes.byref(args), ctypes.byref(memory))
         plans.append(MemoryPlan(strategy, *(getattr(memory, part) for part in _PARTS)))
@@ -164,10 +160,6 @@ def _unit_of(policy: Policy, unit: Unit, units: Sequence[Unit]) -> _MemoryUnit:
 
 
 # -- models -------------------------------------------------------------------------------------------------------
-
-
-def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def frozen_bytes(model: nn.Module) -> int:

@@ -1,6 +1,5 @@
 """Strategy optim_grads_params: torch's FSDP2, with this library's exchange in it."""
 
-import gc
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from torch_ext.parallel.fsdp.fsdp_reducer import FSDPReducer
 from torch_ext.parallel.fsdp.fsdp_units import fsdp_modules
 from torch_ext.parallel.fsdp.param_gather import ParamGather
 from torch_ext.parallel.fsdp.reduce_scatter import UnitPlan, unit_called
+from torch_ext.parallel.in_use import instances
 from torch_ext.params import reducer_registry
 from torch_ext.params.local_shard import tensor_of
 from torch_ext.policy import policy_source
@@ -187,7 +187,7 @@ def _same_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _replace_in_optimizers(before: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
     """Optimizers that were made before hold parameters that are no longer the model's."""
-    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
+    for optimizer in instances(torch.optim.Optimizer):
         for group in getattr(optimizer, "param_groups", ()):
             params: Iterable[Any] = group["params"]
             group["params"] = [now[before[id(p)]] if id(p) in before else p for p in params]

@@ -4,9 +4,15 @@ from torch_ext.parallel.strategies.no_shard import NoShard
 from torch_ext.parallel.strategies.optim import ShardedOptimizer
 from torch_ext.parallel.strategies.optim_grads import ShardedGradients
 from torch_ext.parallel.strategies.strategy import ShardingStrategy
+from torch_ext.policy import policy_struct
 
 STRATEGIES: dict[str, type[ShardingStrategy]] = {
     "no_shard": NoShard,
     "optim": ShardedOptimizer,
     "optim_grads": ShardedGradients,
 }
+
+
+def strategies() -> tuple[str, ...]:
+    """The names of all strategies, that of FSDP2 included; a strategy's number is its position."""
+    return next(row.choices for row in policy_struct.rows() if row.name == "data_parallel_sharding_strategy")

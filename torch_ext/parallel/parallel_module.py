@@ -1,0 +1,170 @@
+"""The class of a parallelized model, and the reducer that is attached to it."""
+
+import copyreg
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_ext.parallel.reducer import BucketReducer
+from torch_ext.params import local_shard
+from torch_ext.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from torch_ext.parallel.fsdp.fsdp_reducer import FSDPReducer
+
+
+class Attached:
+    """What a parallelized module has besides its own: a reducer, and where its parameters were found."""
+
+    def __init__(
+        self, reducer: "BucketReducer | FSDPReducer", module: torch.nn.Module, strategy: str, policy: Policy
+    ) -> None:
+        self.reducer, self.strategy, self.policy = reducer, strategy, policy
+        # The dict, the key and the parameter: parameters are replaced there (assign=True), or frozen and thawed.
+        self._entries = [
+            (owner._parameters, key, param, param.requires_grad)
+            for owner in module.modules()
+            for key, param in owner._parameters.items()
+            if param is not None
+        ]
+
+    def check(self, module: torch.nn.Module) -> None:
+        """RuntimeError where a parameter is not the one whose gradient the reducer reduces."""
+        for params, key, param, trainable in self._entries:
+            now = params.get(key)
+            if now is not None and local_shard.is_dtensor(param) and not local_shard.is_dtensor(now):
+                continue  # FSDP2 puts the whole parameter there while it is gathered
+            if (trainable and now is not param) or (not trainable and now is not None and now.requires_grad):
+                names = [n for n, p in module.named_parameters(remove_duplicate=False) if p is now] or [key]
+                how = "was thawed" if now is param else "is another tensor now (load_state_dict(assign=True)?)"
+                raise RuntimeError(
+                    f"parameter {names[0]!r} {how}, so nobody reduces its gradient: call parallelize again after "
+                    "such a change, with optimizer= where an optimizer has state"
+                )
+
+
+# Not an attribute of the module, which would be pickled and copied with it.
+_attached: "weakref.WeakKeyDictionary[torch.nn.Module, Attached]" = weakref.WeakKeyDictionary()
+
+
+class ParallelModule(torch.nn.Module):
+    """What `parallelize` adds to a model's class, which keeps its name; pickle and deepcopy give the plain model."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attached = None if torch.compiler.is_compiling() else _attached.get(self)
+        if attached is None:
+            return super().__call__(*args, **kwargs)
+        trains = torch.is_grad_enabled()
+        if trains:
+            attached.check(self)
+        attached.reducer.forwards_running += 1
+        try:
+            outputs = super().__call__(*args, **kwargs)
+        finally:
+            attached.reducer.forwards_running -= 1
+        if trains and isinstance(attached.reducer, BucketReducer):
+            attached.reducer.register_outputs(outputs)
+        return outputs
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside accumulate without reducing; the next one outside reduces everything once.
+
+        Unlike DistributedDataParallel's, only the backward has to be inside. Nests with `sync`, restores what was set.
+        """
+        return reducer_of(self).synchronizing(False)
+
+    def sync(self) -> AbstractContextManager[None]:
+        """Backwards inside reduce, even inside `no_sync`. Nests, restores what was set."""
+        return reducer_of(self).synchronizing(True)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, gradient shards included."""
+        attached = _attached.get(self)
+        if attached is not None:
+            attached.reducer.zero_grad(attached.reducer.params)
+        super().zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's. Under optim and optim_grads its tensors are the weights' memory, but have storages of their own:
+        the version counters of the parameters do not count what is written to them."""
+        found = super().state_dict(*args, **kwargs)
+        reducer = None if (attached := _attached.get(self)) is None else attached.reducer
+        if isinstance(reducer, BucketReducer) and reducer.weights is not None:
+            reducer.weights.alone(found)
+        return found
+
+    def wire_bytes(self) -> int:
+        """Bytes that this rank sent for the last reduction, all messages together, and for weights: those that steps
+        have gathered since (optim, optim_grads), or forward and backward since the reduction before (FSDP2)."""
+        return reducer_of(self).wire_bytes
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        plain = type(self).__bases__[1]
+        arguments = tuple(plain if a is type(self) else a for a in reduced[1])
+        # pickle insists that copyreg.__newobj__ makes an object of the pickled one's class; this makes the same one.
+        if reduced[0] is copyreg.__newobj__ and len(arguments) == 1:  # type: ignore[attr-defined]
+            return (copyreg._reconstructor, (plain, object, None), *reduced[2:])  # type: ignore[attr-defined]
+        return (reduced[0], arguments, *reduced[2:])
+
+
+_classes: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
+
+
+def _parallel_class(plain: type) -> type:
+    """One subclass per class, so that models of one class stay of one class."""
+    made = _classes.get(plain)
+    if made is None:
+        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+        made = _classes[plain] = type(plain)(plain.__name__, (ParallelModule, plain), names)
+    return made
+
+
+def attach(model: torch.nn.Module, attached: Attached) -> None:
+    """From here on the model's forwards, backwards and state_dict involve its reducer."""
+    if not isinstance(model, ParallelModule):
+        model.__class__ = _parallel_class(type(model))
+    _attached[model] = attached
+
+
+def detach(model: torch.nn.Module) -> Attached | None:
+    """What an earlier `parallelize` attached, if anything; the model has no reducer from here on."""
+    return _attached.pop(model, None)
+
+
+def attached_to(model: torch.nn.Module) -> Attached | None:
+    """None where the model is not parallelized, or is a copy of one that is."""
+    return _attached.get(model)
+
+
+def reducer_of(model: torch.nn.Module) -> "BucketReducer | FSDPReducer":
+    """RuntimeError where the model has none."""
+    attached = _attached.get(model)
+    if attached is None:
+        raise RuntimeError(
+            "this model is not parallelized (a copy made by its own class, perhaps): call parallelize on it"
+        )
+    return attached.reducer
+
+
+def reducers_in(model: torch.nn.Module) -> "list[BucketReducer | FSDPReducer]":
+    """Of the model and its modules, as far as they were parallelized."""
+    return [attached.reducer for module in model.modules() if (attached := _attached.get(module)) is not None]
+
+
+def sync_parameters(chunks: torch.nn.Module | Iterable[torch.nn.Module]) -> bool:
+    """Call it on every rank after writing to the parameters of parallelized models (a load, an average, a swap).
+
+    chunks: a model, or its chunks (pipeline stages, say); every one is visited, and those that were not parallelized
+    are skipped. Under optim_grads_params whole weights that are still in memory are dropped, so that the next forward
+    gathers what the shards hold now; the other strategies have nothing that could be old. Returns whether any chunk
+    was synchronised.
+    """
+    each = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
+    attached = [_attached.get(chunk) for chunk in each]
+    return any([one is not None and one.reducer.sync_parameters() for one in attached])  # a list: no short circuit
