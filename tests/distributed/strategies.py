@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import ranks
 
-from torch_ext.parallel.strategies import no_shard, optim, optim_grads
+from torch_ext.parallel import bucket_mean
+from torch_ext.parallel.strategies import optim, optim_grads
 
 SHARDED = ["optim", "optim_grads"]
 STRATEGIES = ["no_shard", *SHARDED]
@@ -27,5 +28,5 @@ def run(
 def replace_reduce_chunks(replacement: Callable[..., Any], patch: pytest.MonkeyPatch | None = None) -> None:
     """How received chunks are summed, under every strategy. patch: what undoes it; None: it stays for the process."""
     patch = pytest.MonkeyPatch() if patch is None else patch
-    for module in (no_shard, optim, optim_grads):
+    for module in (bucket_mean, optim, optim_grads):
         patch.setattr(module, "reduce_chunks", replacement)

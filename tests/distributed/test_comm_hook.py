@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
 from torch_ext.comm import factory
-from torch_ext.parallel import ddp_comm_hook
+from torch_ext.parallel import ddp_connection
 
 SHAPES = [(4,), (200,), (3,), (500,)]
 WAYS: dict[str, dict[str, Any]] = {
@@ -176,7 +176,7 @@ def _fails_in_the_hook(rank: int, world: int) -> list[str]:
     model = _hooked()
     model(noise(0, rank, SHAPES)).backward()
     if rank == 1:
-        pack, packed = ddp_comm_hook.pack, []
+        pack, packed = ddp_connection.pack, []
 
         def once(*args: Any) -> None:
             packed.append(args)
@@ -184,7 +184,7 @@ def _fails_in_the_hook(rank: int, world: int) -> list[str]:
                 raise MemoryError("no memory for the bucket")
             pack(*args)
 
-        ddp_comm_hook.pack = once  # type: ignore[assignment]
+        ddp_connection.pack = once  # type: ignore[assignment]
     messages = []
     for _ in range(3):
         model.zero_grad()

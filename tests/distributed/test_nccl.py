@@ -25,7 +25,7 @@ from happens_before import FakeStreams
 import torch_ext
 from torch_ext.comm import collectives, communicator, factory, nccl_transport, process_group
 from torch_ext.native import cuda_library, graph_capture, nccl
-from torch_ext.parallel import ddp_comm_hook, parallelize, parallelize_checks
+from torch_ext.parallel import ddp_connection, parallelize, parallelize_checks
 
 SOURCE = pathlib.Path(__file__).parent.parent / "core/fake_nccl.cc"
 VARIANTS = {"newest": [], "plain": ["-DFAKE_NCCL_VERSION=22105"], "old": ["-DFAKE_NCCL_VERSION=21803"]}
@@ -92,7 +92,7 @@ def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = Fal
             _note_accesses(streams, patch)
             if breaks:
                 patch.setattr(nccl_transport._Issued, "wait", lambda self: None)
-            for module in (parallelize, ddp_comm_hook):
+            for module in (parallelize, ddp_connection):
                 patch.setattr(
                     module, "make_communicator", lambda group, device, transport="": over(group, device, "nccl")
                 )

@@ -276,16 +276,21 @@ def _intersect() -> Callable[..., int]:
     )
 
 
-def pieces(plan: BucketPlan, buckets: range, begin: int, end: int) -> list[ParamSlice]:
-    """The buckets' parameters' runs in elements [begin, end) of the buffer, by their place; empty ones left out."""
+def within(slices: Iterable[ParamSlice], begin: int, end: int) -> list[ParamSlice]:
+    """What of these lies in elements [begin, end), counted from `begin`; empty ones left out."""
     found = []
     first = ctypes.c_int64()
-    for i in (i for bucket in buckets for i in plan.in_bucket(bucket)):
-        p = plan.parameters[i]
-        numel = _intersect()(p.start, p.numel, begin, end, ctypes.byref(first))
+    for p in slices:
+        numel = _intersect()(p.at, p.numel, begin, end, ctypes.byref(first))
         if numel:
-            found.append(ParamSlice(i, first.value, numel, p.start + first.value - begin))
+            found.append(ParamSlice(p.param, p.first + first.value, numel, p.at + first.value - begin))
     return found
+
+
+def pieces(plan: BucketPlan, buckets: range, begin: int, end: int) -> list[ParamSlice]:
+    """The buckets' parameters' runs in elements [begin, end) of the buffer, by their place; empty ones left out."""
+    members = ((i, plan.parameters[i]) for bucket in buckets for i in plan.in_bucket(bucket))
+    return within((ParamSlice(i, 0, p.numel, p.start) for i, p in members), begin, end)
 
 
 def part_of(plan: BucketPlan, buckets: range, part: Part) -> tuple[int, int]:

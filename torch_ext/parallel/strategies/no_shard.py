@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torch_ext.comm.communicator import Part, Work
-from torch_ext.comm.wire import RoundingSeeds, WireBuffer, pack, reduce_chunks, unpack
-from torch_ext.parallel.bucket_plan import part_of, pieces
+from torch_ext.comm.communicator import Work
+from torch_ext.comm.wire import WireBuffer, unpack
+from torch_ext.parallel.bucket_mean import BucketMean, gather_dtype
 from torch_ext.parallel.strategies.strategy import _Buffered
 
 
@@ -42,50 +42,24 @@ class NoShard(_Buffered):
     def send(
         self, buckets: range, *, cycle: int, tag: int, label: str, on_reduced: Callable[[], None] | None = None
     ) -> Work:
-        gathered = self._main(buckets)
-        main = gathered.data
-
-        def pack_bucket() -> tuple[WireBuffer, WireBuffer]:
-            nonlocal gathered
-            wire = self._packed(buckets, cycle)
-            gathered = self._gathered(buckets, wire)
-            return wire, gathered
-
-        def reduce_fn(chunks: Sequence[WireBuffer], part: Part) -> None:
-            own = gathered.part(*part)
-            if not gathered.coded:
-                reduce_chunks(chunks, own.data, self._scale())
-                return
-            total = torch.empty(own.data.numel(), dtype=torch.float32, device=main.device)
-            reduce_chunks(chunks, total, self._scale())
-            mine = pieces(self.plan, buckets, *part_of(self.plan, buckets, part))
-            pack([total[p.at : p.at + p.numel] for p in mine], mine, self.ids, own, RoundingSeeds.of_sums(cycle))
-
-        def unpack_sums() -> None:
-            if gathered.data is not main:
-                unpack(gathered, main)
-            self.temporary.give_back(buckets.start)
-            self.temporary.give_back(buckets.start, gathered=True)
-
+        bucket = _Bucket(self, buckets, cycle)
         planned = self.plan.buckets[buckets[0]]
         in_place = {planned.grad_comm_dtype, self.gather_dtype or planned.grad_comm_dtype} == {planned.main_grads_dtype}
-        on_complete = None if in_place else unpack_sums
         return self.communicator.reduce_scatter(
-            pack_bucket,
-            reduce_fn,
+            bucket.pack,
+            bucket.reduce,
             tag=tag,
             label=label,
             slots_needed=self._slots_needed(buckets),
-            on_complete=on_complete,
+            on_complete=None if in_place else bucket.unpack,
         )
 
-    def _gathered(self, buckets: range, wire: WireBuffer) -> WireBuffer:
-        """Where the sums of all ranks come together."""
-        planned, main = self.plan.buckets[buckets[0]], self._main(buckets)
-        dtype = self.gather_dtype or (torch.bfloat16 if wire.coded else planned.grad_comm_dtype)
-        if dtype == planned.grad_comm_dtype:
+    def gathered(self, buckets: range, wire: WireBuffer) -> WireBuffer:
+        """Where the ranks' parts of the sum are gathered."""
+        main, dtype = self.main(buckets), gather_dtype(self.gather_dtype, wire)
+        if dtype == wire.data.dtype:
             return wire
-        if dtype == planned.main_grads_dtype:
+        if dtype == main.data.dtype:
             return main
         return self.temporary.take(buckets.start, main.data.numel(), dtype, gathered=True)
 
@@ -101,3 +75,25 @@ class NoShard(_Buffered):
 
     def part(self, i: int) -> torch.Tensor:
         return self.buffers.view(i)
+
+
+class _Bucket(BucketMean):
+    """Buckets that are sent as one."""
+
+    def __init__(self, strategy: NoShard, buckets: range, cycle: int) -> None:
+        super().__init__(strategy.slices(buckets), strategy.ids, strategy.divide_factor, cycle)
+        self._strategy, self._buckets, self._cycle = strategy, buckets, cycle
+        self.gathered = self._main = strategy.main(buckets)
+
+    def pack(self) -> tuple[WireBuffer, WireBuffer]:
+        """A PackFn. Any thread."""
+        wire = self._strategy.packed(self._buckets, self._cycle)
+        self.gathered = self._strategy.gathered(self._buckets, wire)
+        return wire, self.gathered
+
+    def unpack(self) -> None:
+        """All parts are gathered. Any thread."""
+        if self.gathered.data is not self._main.data:
+            unpack(self.gathered, self._main.data)
+        self._strategy.temporary.give_back(self._buckets.start)
+        self._strategy.temporary.give_back(self._buckets.start, gathered=True)

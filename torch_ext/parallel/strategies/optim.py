@@ -62,7 +62,7 @@ class ShardedOptimizer(_Buffered):
         apart = len(buckets) > 1 or bool(earlier)  # the message is not the buffer
 
         def pack_bucket() -> tuple[WireBuffer, None]:
-            return self._joined(buckets, cycle) if apart else self._packed(buckets, cycle), None
+            return self._joined(buckets, cycle) if apart else self.packed(buckets, cycle), None
 
         def reduce_fn(chunks: Sequence[WireBuffer], _part: Part) -> None:
             if earlier:

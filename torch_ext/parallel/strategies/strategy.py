@@ -180,6 +180,7 @@ class _Buffered(ShardingStrategy):
         super().__init__(*args)  # type: ignore[arg-type]
         self.buffers = GradBuffers(self.params, self.plan)
         self._mains: dict[range, WireBuffer] = {}
+        self._slices: dict[range, list[ParamSlice]] = {}
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -208,7 +209,7 @@ class _Buffered(ShardingStrategy):
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
         return [(p.param, self.buffers.view(p.param)) for p in self.members[b]]
 
-    def _main(self, buckets: range) -> WireBuffer:
+    def main(self, buckets: range) -> WireBuffer:
         """Neighbours in the buffer: where gradients accumulate."""
         main = self._mains.get(buckets)
         if main is None:
@@ -217,17 +218,21 @@ class _Buffered(ShardingStrategy):
             self._mains[buckets] = main
         return main
 
-    def _packed(self, buckets: range, cycle: int) -> WireBuffer:
+    def slices(self, buckets: range) -> list[ParamSlice]:
+        """The parameters in `main`."""
+        if buckets not in self._slices:
+            begin = self.plan.buckets[buckets[0]].start
+            offsets = [(b, self.plan.buckets[b].start - begin) for b in buckets]
+            self._slices[buckets] = [p._replace(at=offset + p.at) for b, offset in offsets for p in self.members[b]]
+        return self._slices[buckets]
+
+    def packed(self, buckets: range, cycle: int) -> WireBuffer:
         """Neighbours as they travel: themselves, or a temporary bucket."""
-        planned, main = self.plan.buckets[buckets[0]], self._main(buckets).data
+        planned, main = self.plan.buckets[buckets[0]], self.main(buckets).data
         if planned.grad_comm_dtype == planned.main_grads_dtype:
-            return self._main(buckets)
+            return self.main(buckets)
         if planned.grad_comm_dtype == CODES:
-            members = [
-                p._replace(at=self.plan.buckets[b].start - planned.start + p.at)
-                for b in buckets
-                for p in self.members[b]
-            ]
+            members = self.slices(buckets)
             return self._wire_of(buckets, [main[p.at : p.at + p.numel] for p in members], members, cycle)
         return self._wire_of(buckets, [main], [ParamSlice(0, 0, main.numel(), 0)], cycle)
 

@@ -1,0 +1,40 @@
+"""The mean of one bucket, which every rank gets whole: no_shard's, and those of DistributedDataParallel's buckets."""
+
+from collections.abc import Sequence
+
+import torch
+
+from torch_ext.comm.communicator import Part
+from torch_ext.comm.wire import ParamSlice, RoundingSeeds, WireBuffer, pack, reduce_chunks
+from torch_ext.parallel.bucket_plan import within
+
+
+class BucketMean:
+    """Each rank adds up one part and rounds it once to the dtype in which sums are gathered; the parts are gathered."""
+
+    gathered: WireBuffer
+    """Where the ranks' parts are gathered; set before the first of them is added up."""
+
+    def __init__(self, slices: Sequence[ParamSlice], ids: Sequence[int], divide_factor: float, cycle: int) -> None:
+        """slices: of the parameters in the bucket. ids: of each parameter, for the thresholds of an 8-bit `gathered`.
+        cycle: its number, for the same."""
+        self.slices, self._ids, self._cycle = slices, ids, cycle
+        self._scale = 1.0 / divide_factor
+
+    def reduce(self, chunks: Sequence[WireBuffer], part: Part) -> None:
+        """A ReduceFn: the chunks' mean into this part of `gathered`. Any thread."""
+        own = self.gathered.part(*part)
+        if not own.coded:
+            reduce_chunks(chunks, own.data, self._scale)
+            return
+        numel = own.data.numel()
+        total = torch.empty(numel, dtype=torch.float32, device=own.data.device)
+        reduce_chunks(chunks, total, self._scale)
+        mine = within(self.slices, part.number * numel, (part.number + 1) * numel)
+        values = [total[p.at : p.at + p.numel] for p in mine]
+        pack(values, mine, self._ids, own, RoundingSeeds.of_sums(self._cycle))
+
+
+def gather_dtype(policys: torch.dtype | None, wire: WireBuffer) -> torch.dtype:
+    """In which dtype sums are gathered. policys: its grad_gather_dtype."""
+    return policys or (torch.bfloat16 if wire.coded else wire.data.dtype)
