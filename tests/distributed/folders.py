@@ -150,7 +150,7 @@ class Machine:
             for module in (checkpoint_folder, new_file):
                 patch.setattr(module, "open", self.stream, raising=False)
             patch.setattr(folder_lock.fcntl, "lockf", self.lockf)
-            patch.setattr(folder_lock, "_held", {})
+            patch.setattr(folder_lock, "_locks", {})
             yield
 
 

@@ -1,14 +1,12 @@
-"""Folders of torch.distributed.checkpoint that a save cut short leaves as they were, and whose every byte is checked.
+"""Writing folders of torch.distributed.checkpoint: atomically, and with checksums of every byte.
 
 A checkpoint is `.metadata`, which names the data files, one of each rank, and where in them each item is. torch
-overwrites them in place, so that a process killed meanwhile leaves neither the former checkpoint nor the new one, and
-compares no checksum. Here each save's files have names of their own, `.metadata` is replaced at once when all of them
-are on the disk, and then the former files go (`checkpoint/folder.py`). `.metadata` has a checksum of each item and of
-itself; each file ends in its name, so that one of another save or rank is noticed. torch's own reader reads these
-folders too.
+overwrites them in place, so that of a save that is killed neither the former checkpoint nor the new one is left, and
+compares no checksum. Here the files of each save have names of their own, `.metadata` is replaced when all of them are
+durable, and then the former files are removed (`folder`). `.metadata` has a checksum of each item and of itself; each
+data file ends in its name, which shows files of another save or rank. torch's own reader reads these folders, too.
 """
 
-import contextlib
 import dataclasses
 import os
 import weakref
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter, filesystem
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
@@ -27,13 +25,6 @@ from torch_ext.checkpoint import folder_metadata
 from torch_ext.checkpoint.dcp_reader import CheckpointReader as CheckpointReader
 from torch_ext.checkpoint.folder_items import end_of
 from torch_ext.checkpoint.new_file import NewFile, refuse_full, sync_folder
-
-
-@dataclasses.dataclass
-class _Part:
-    """What the coordinator tells each rank, under the name by which torch looks for it."""
-
-    prefix: str  # of its files
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -68,10 +59,10 @@ class CheckpointWriter(FileSystemWriter):
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         folder, save_id = Path(self.path), self.save_id
         checkpoint_folder.begin(folder, save_id)
-        # No later than with this object: when the save fails on another rank, nobody tells this one.
+        # At the latest when this object is deleted: when the save fails on another rank, nobody tells this one.
         self._begun = weakref.finalize(self, _withdraw, folder, save_id, os.getpid())
         return [
-            dataclasses.replace(plan, storage_data=_Part(checkpoint_folder.prefix(rank, save_id)))
+            dataclasses.replace(plan, storage_data=_StoragePrefix(checkpoint_folder.prefix(rank, save_id)))
             for rank, plan in enumerate(plans)
         ]
 
@@ -88,19 +79,11 @@ class CheckpointWriter(FileSystemWriter):
         return future
 
     def _write(self, name: str, items: list[Any], planner: Any) -> list[WriteResult]:
-        path = Path(self.path) / name
-        file = NewFile(path)
-        try:
+        with NewFile(Path(self.path) / name) as file:
             written = [self._put(file, name, item, planner) for item in items]
             file.write(end_of(name))
             file.sync()
             sync_folder(self.path)
-        except BaseException:
-            file.close()
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            raise
-        file.close()
         return written
 
     def _put(self, file: NewFile, name: str, item: Any, planner: Any) -> WriteResult:
@@ -112,7 +95,7 @@ class CheckpointWriter(FileSystemWriter):
         else:
             data = data.detach().cpu()
             if data.untyped_storage().nbytes() != data.nbytes:
-                data = data.clone()  # of what it is a view of, torch.save would write all
+                data = data.clone()  # torch.save writes the whole storage of a view
             file.put(data)
         info = _StorageInfo(name, begin, file.size - begin)
         setattr(info, folder_metadata.CHECKSUM, file.crc32)
@@ -134,13 +117,13 @@ class CheckpointWriter(FileSystemWriter):
             self._begun = None
 
     def _give_up(self) -> None:
-        """The save that this one began, if it is not complete."""
+        """Removes the files of the save that this object began, if it is not complete."""
         if self._begun is not None:
             self._begun()
             self._begun = None
 
     def stage(self, state_dict: Any) -> Any:
-        """Copies state as it is at rest, which is less than what will be written."""
+        """Copies state as it is stored, which is less than what will be written."""
         stager = DefaultStager(StagingOptions(False, False, False, False))
         try:
             return stager.stage(state_dict)
@@ -154,7 +137,7 @@ def _withdraw(folder: Path, save_id: str, process: int) -> None:
 
 
 def _nbytes(item: Any) -> int:
-    """Of its elements; of other objects it is not known."""
+    """Of a tensor's elements; of other objects it is not known: 0."""
     if item.tensor_data is None:
         return 0
     return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)

@@ -1,14 +1,12 @@
 """Reading folders of torch.distributed.checkpoint: everything is checked before the first tensor is written to, and
 nothing in them is executed."""
 
-import contextlib
 import dataclasses
 import io
 import os
 import resource
 import warnings
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,11 +20,11 @@ from torch.futures import Future
 from torch_ext.checkpoint import folder_items, folder_metadata
 from torch_ext.optim.state import missing_keys
 
-_TRIES = 20  # to find the files of a checkpoint that is replaced again and again meanwhile
+_TRIES = 20  # to find the files of a checkpoint that other saves replace meanwhile
 
 
 @dataclasses.dataclass
-class _Seen:
+class _MetadataRead:
     """What a rank tells the coordinator: which `.metadata` it has read."""
 
     checksum: int
@@ -50,17 +48,18 @@ class CheckpointReader(FileSystemReader):
     def __init__(self, path: str | os.PathLike[str], *, weights_only: bool = True, check: bool = True) -> None:
         super().__init__(path)
         self.weights_only, self.check = weights_only, check
-        self._forget()
+        self._streams: dict[str, IO[bytes]] = {}
+        self._close()
 
-    def _forget(self) -> None:
-        for stream in getattr(self, "_streams", {}).values():
+    def _close(self) -> None:
+        for stream in self._streams.values():
             stream.close()
-        self._streams: dict[str, IO[bytes]] = {}  # a file may be removed by a later save before it is read
-        self._looked_at: dict[Any, bytes | None] = {}  # by the index of an item; bytes where it is no tensor
-        self._seen = _Seen(0)
+        self._streams = {}
+        self._checked: dict[Any, bytes | None] = {}  # by the index of an item: bytes where it is no tensor
+        self._metadata_read = _MetadataRead(0)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._forget()
+        self._close()
         super().reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -76,11 +75,11 @@ class CheckpointReader(FileSystemReader):
                 raise ValueError(f"{file} {error}") from error
             before, raw = raw, file.read_bytes()
             if raw == before or all((file.parent / name).exists() for name in _files_of(metadata)):
-                break  # else a save removed them while it was read
+                break  # else a save removed them after it was read
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        self._seen = _Seen(zlib.crc32(before))
+        self._metadata_read = _MetadataRead(zlib.crc32(before))
         return metadata
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -100,11 +99,11 @@ class CheckpointReader(FileSystemReader):
             )
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        self._look_at(plan.items)
-        return dataclasses.replace(plan, storage_data=self._seen)
+        self._check(plan.items)
+        return dataclasses.replace(plan, storage_data=self._metadata_read)
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        others = [rank for rank, plan in enumerate(plans) if plan.storage_data != self._seen]
+        others = [rank for rank, plan in enumerate(plans) if plan.storage_data != self._metadata_read]
         if others:
             who = ("rank " if len(others) == 1 else "ranks ") + ", ".join(map(str, others))
             raise ValueError(
@@ -115,46 +114,46 @@ class CheckpointReader(FileSystemReader):
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         try:
-            self._look_at(plan.items)  # where a planner gave this rank more than it asked for
+            self._check(plan.items)  # of which a planner may have given this rank more than it asked for
             for item in plan.items:
                 self._read(item, planner)
         finally:
-            self._forget()
+            self._close()
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _look_at(self, items: list[Any]) -> None:
-        """Checks them, and reads what is no tensor."""
+    def _check(self, items: list[Any]) -> None:
+        """Checks items that have not been checked, and reads those that are no tensors."""
         for item in items:
             index = item.storage_index
-            if index in self._looked_at:
+            if index in self._checked:
                 continue
             if index not in self.storage_data:
                 raise ValueError(f"{self.path}: .metadata does not say where {index.fqn!r} is, from {index.offset} on")
             info, found = self.storage_data[index], None
-            with self._stream(info.relative_path) as (file, stream):
-                if self.check:
-                    folder_items.refuse_item(stream, file, index.fqn, info)
-                if item.type == LoadItemType.BYTE_IO:
-                    found = self._slice(item, stream).read(-1)
-                    found = folder_items.plain(found, file, index.fqn) if self.weights_only else found
-            self._looked_at[index] = found
+            file, stream = self._stream(info.relative_path)
+            if self.check:
+                folder_items.refuse_item(stream, file, index.fqn, info)
+            if item.type == LoadItemType.BYTE_IO:
+                found = self._slice(item, stream).read(-1)
+                found = folder_items.without_code(found, file, index.fqn) if self.weights_only else found
+            self._checked[index] = found
 
     def _read(self, item: Any, planner: Any) -> None:
         index = item.storage_index
-        found = self._looked_at[index]
+        found = self._checked[index]
         if found is not None:
             planner.load_bytes(item, io.BytesIO(found))
             return
-        with self._stream(self.storage_data[index].relative_path) as (file, stream):
-            try:
-                tensor = torch.load(self._slice(item, stream), map_location="cpu", weights_only=True)
-                tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-            except (OSError, MemoryError):
-                raise
-            except Exception as error:  # of data that is no tensor's, of any kind
-                raise ValueError(f"{file}: {index.fqn!r} cannot be read ({error})") from error
+        file, stream = self._stream(self.storage_data[index].relative_path)
+        try:
+            tensor = torch.load(self._slice(item, stream), map_location="cpu", weights_only=True)
+            tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # for data that is no tensor's, torch raises any kind of error
+            raise ValueError(f"{file}: {index.fqn!r} cannot be read ({error})") from error
         target = planner.resolve_tensor(item).detach()
         if target.size() != tensor.size():
             raise ValueError(f"{file}: {index.fqn!r} is {tuple(tensor.size())}, and not {tuple(target.size())}")
@@ -164,32 +163,27 @@ class CheckpointReader(FileSystemReader):
     def _slice(self, item: Any, stream: IO[bytes]) -> Any:
         """A stream of the item's bytes alone."""
         info = self.storage_data[item.storage_index]
-        view: Any = io.BufferedReader(folder_items.Part(stream, info.offset, info.length))
+        view: Any = io.BufferedReader(folder_items.FileSlice(stream, info.offset, info.length))
         if not info.transform_descriptors:
             return view
         transformed = self.transforms.transform_load_stream(item, info.transform_descriptors, view)
         return transformed if transformed.seekable() else io.BytesIO(transformed.read(-1))
 
-    @contextlib.contextmanager
-    def _stream(self, name: str) -> Iterator[tuple[Path, IO[bytes]]]:
+    def _stream(self, name: str) -> tuple[Path, IO[bytes]]:
+        """A data file, which stays open, for a later save may remove it. Of too many the first one is closed."""
         file = Path(self.path) / name
-        if name in self._streams:
-            yield file, self._streams[name]
-            return
-        try:
-            stream = open(file, "rb")
-        except FileNotFoundError as error:
-            raise ValueError(f"{file} is missing: another save replaced this checkpoint. Load it again") from error
-        if len(self._streams) < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4:
-            self._streams[name] = stream
-            yield file, stream
-        else:
-            with stream:
-                yield file, stream
+        if name not in self._streams:
+            if self._streams and len(self._streams) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4:
+                self._streams.pop(next(iter(self._streams))).close()
+            try:
+                self._streams[name] = open(file, "rb")
+            except FileNotFoundError as error:
+                raise ValueError(f"{file} is missing: another save replaced this checkpoint. Load it again") from error
+        return file, self._streams[name]
 
 
 def _files_of(metadata: Any) -> dict[str, list[tuple[int, str]]]:
-    """By file: where each of its items ends, and its key."""
+    """By data file: where each of its items ends, and its key."""
     files: dict[str, list[tuple[int, str]]] = {}
     for index, info in metadata.storage_data.items():
         files.setdefault(info.relative_path, []).append((info.offset + info.length, index.fqn))

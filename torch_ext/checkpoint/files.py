@@ -8,22 +8,21 @@ import os
 import re
 import secrets
 import stat
-import zipfile
 from typing import Any
 
 import torch
 
+from torch_ext.checkpoint.archive import damaged_record, summary
 from torch_ext.checkpoint.new_file import STALE, NewFile, refuse_full, sync_folder
 
 _UNFINISHED = ".unfinished"
-_ZIP = b"PK\x03\x04"  # how torch.save's files begin
 
 
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
     """torch.save, and `path` is at every moment either the file that was there before or all of the new one.
 
-    Written beside it (`.NAME.*.unfinished`), brought to the disk, and renamed. What a process that was killed left
-    there the next save of the same path removes. As with torch.save a symbolic link stays one, to the file that is
+    Written beside it (`.NAME.*.unfinished`), synced, and renamed. What a process that was killed left there is removed
+    by the next save to the same path. As with torch.save a symbolic link stays one, to the file that is
     replaced; that file's mode, owner (where this process may give it away) and extended attributes stay; into a device
     or a FIFO is written as it is. Other hard links keep the former file. One process saves to a path: under strategies
     optim and optim_grads, rank 0 what consolidate_state_dict(to=0) returned.
@@ -38,20 +37,17 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             torch.save(obj, there)
         return
     folder, name = os.path.split(path)
-    unfinished, file = _begun(folder, _stem(folder, name), former)
+    file = _begin(folder, _stem(folder, name), former)
     try:
-        file.put(obj)
-        if former is not None:
-            _keep(path, former, file.fileno())
-        file.sync()
-        os.replace(unfinished, path)
+        with file:
+            file.put(obj)
+            if former is not None:
+                _copy_attributes(path, former, file.fileno())
+            file.sync()
+            os.replace(file.path, path)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # it may have been renamed before an interrupt came
-            os.unlink(unfinished)
-        file.close()
         refuse_full(error, path, f"{file.size} bytes beside the former file", folder)
         raise
-    file.close()
     sync_folder(folder)
 
 
@@ -67,8 +63,8 @@ def _former(path: str) -> os.stat_result | None:
     return former
 
 
-def _keep(path: str, former: os.stat_result, descriptor: int) -> None:
-    """What of the former file torch.save would not have changed."""
+def _copy_attributes(path: str, former: os.stat_result, descriptor: int) -> None:
+    """Those of the former file that torch.save would not have changed."""
     mine = os.fstat(descriptor)
     if (former.st_uid, former.st_gid) != (mine.st_uid, mine.st_gid):
         with contextlib.suppress(OSError):
@@ -81,21 +77,21 @@ def _keep(path: str, former: os.stat_result, descriptor: int) -> None:
 
 
 def _stem(folder: str, name: str) -> str:
-    """How the names of a path's unfinished files begin, which are no longer than names may be."""
+    """How the names of a path's unfinished files begin. A long name is hashed, so that theirs are not too long."""
     rest = len(f"..{secrets.token_hex(8)}{_UNFINISHED}")
     if len(os.fsencode(name)) + rest > os.pathconf(folder, "PC_NAME_MAX"):
         name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
     return f".{name}."
 
 
-def _begun(folder: str, stem: str, former: os.stat_result | None) -> tuple[str, NewFile]:
-    """A new unfinished file, locked, and its path. What others left that are dead is removed."""
+def _begin(folder: str, stem: str, former: os.stat_result | None) -> NewFile:
+    """A new unfinished file, locked. Those of saves that have ended are removed."""
     while True:
         unfinished = os.path.join(folder, f"{stem}{secrets.token_hex(8)}{_UNFINISHED}")
-        file = NewFile(unfinished, 0o666 if former is None else 0o600)  # the former's mode comes at the end
+        file = NewFile(unfinished, 0o666 if former is None else 0o600)  # the former's mode is set at the end
         with contextlib.suppress(OSError):  # there are file systems without locks
             fcntl.flock(file.fileno(), fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:  # else somebody found it not locked
+        if os.fstat(file.fileno()).st_nlink:  # else another save removed it before it was locked
             break
         file.close()
     try:
@@ -104,31 +100,31 @@ def _begun(folder: str, stem: str, former: os.stat_result | None) -> tuple[str, 
         os.unlink(unfinished)
         file.close()
         raise
-    return unfinished, file
+    return file
 
 
 def _remove_abandoned(folder: str, stem: str, mine: str) -> None:
     pattern = re.compile(re.escape(stem) + r"[0-9a-f]{16}" + re.escape(_UNFINISHED))
     for name in filter(pattern.fullmatch, os.listdir(folder)):
-        left = os.path.join(folder, name)
-        if left != mine:
+        other = os.path.join(folder, name)
+        if other != mine:
             with contextlib.suppress(OSError):
-                _remove_if_abandoned(left, mine)
+                _remove_if_abandoned(other, mine)
 
 
-def _remove_if_abandoned(left: str, mine: str) -> None:
-    if not stat.S_ISREG(os.lstat(left).st_mode):
-        return  # whatever it is, no save of ours made it
-    descriptor = os.open(left, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def _remove_if_abandoned(other: str, mine: str) -> None:
+    if not stat.S_ISREG(os.lstat(other).st_mode):
+        return  # not made by a save of ours
+    descriptor = os.open(other, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        except OSError:  # no locks here: by the clock of the disk
+        except OSError:  # no locks here: by the file system's clock
             if os.stat(mine).st_mtime - os.fstat(descriptor).st_mtime < STALE:
                 return
-        os.unlink(left)
+        os.unlink(other)
     finally:
         os.close(descriptor)
 
@@ -143,22 +139,14 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, mmap: bool =
     path = os.fspath(path)
     try:
         if check:
-            _check(path)
+            with open(path, "rb") as file:
+                if (damaged := damaged_record(file)) is not None:
+                    raise ValueError(f"its record {damaged!r} has another checksum")
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # what torch raises of data that is none of its own is of any kind
-        said = str(error).strip().splitlines()
+    except Exception as error:  # for data that is not torch.save's, torch raises any kind of error
         raise ValueError(
             f"{path} ({os.path.getsize(path)} bytes) is no checkpoint that can be loaded: truncated, damaged, or not "
-            f"saved by torch.save ({said[0] if said else type(error).__name__})"
+            f"saved by torch.save ({summary(error)})"
         ) from error
-
-
-def _check(path: str) -> None:
-    with open(path, "rb") as file:
-        if file.read(len(_ZIP)) != _ZIP:
-            return  # an older format, or none
-        with zipfile.ZipFile(file) as archive:
-            if (damaged := archive.testzip()) is not None:
-                raise ValueError(f"its record {damaged!r} has another checksum")

@@ -1,11 +1,11 @@
-"""How a save takes a folder over: all of it at once, whoever else saves there, and nothing of it when it fails.
+"""How a save replaces the checkpoint in a folder: as a whole, whoever else saves there, or not at all.
 
-A save has an id, which is in the names of its files, and the coordinator's file `.metadata.ID.unfinished` from before
-its first data file on. When all data is on the disk `.metadata` is written into that file, which is then renamed to
-`.metadata`: a save whose unfinished file somebody removed can be completed no more, and one that has none is either
-what `.metadata` says or garbage. So whoever removes first the unfinished file and then the data of a save never takes
-away what `.metadata` needs, with or without locks: renaming and removing decide who was first. Locks
-(`checkpoint/folder_lock.py`) only say whether a save is still alive.
+Note: saves to one folder. A save has an id, which is in the names of its files. Before its first data file is written
+the coordinator creates `.metadata.ID.unfinished`; when all data is durable it writes the metadata into that file and
+renames it to `.metadata`. A save whose unfinished file was removed cannot be completed any more, and data files whose
+save has none are either those of `.metadata` or garbage. So who removes the unfinished file of a save first, and then
+its data, never removes what `.metadata` needs, with or without locks: renaming and removing are atomic. Locks
+(`folder_lock`) only say whether a save is still alive.
 """
 
 import contextlib
@@ -33,7 +33,8 @@ def _unfinished(folder: Path, save_id: str) -> Path:
 
 
 def begin(folder: Path, save_id: str) -> None:
-    """Before any rank writes: removes what earlier saves left. RuntimeError, naming it, where another is under way."""
+    """Before any rank writes: removes the files of saves that failed. RuntimeError, naming it, where another save is
+    under way."""
     folder_lock.acquire(folder, save_id)
     try:
         NewFile(_unfinished(folder, save_id)).close()
@@ -44,34 +45,31 @@ def begin(folder: Path, save_id: str) -> None:
 
 
 def complete(folder: Path, save_id: str, metadata: bytes) -> None:
-    """The folder's checkpoint is this one from now on; the former one and what others left are removed.
+    """The folder's checkpoint is this one from now on; the former one and files of saves that failed are removed.
 
-    RuntimeError where the save was given up: another one took the folder and found this one dead.
+    RuntimeError where another save took this one for dead and removed it.
     """
     unfinished = _unfinished(folder, save_id)
     try:
-        file = NewFile(unfinished, None)
-        try:
+        with contextlib.closing(NewFile(unfinished, None)) as file:
             file.write(metadata)
             file.sync()
-        finally:
-            file.close()
         os.rename(unfinished, folder / METADATA)
     except FileNotFoundError:
-        if _id_of_current(folder) != save_id:  # else a server did it and was asked again
+        if _id_of_current(folder) != save_id:  # else a file server did it and was asked again
             raise RuntimeError(
                 f"{folder}: another save, which could not see that this one was alive, removed it. The checkpoint that "
                 "is there is whole; let one job at a time save to a folder"
             ) from None
     sync_folder(folder)
-    with contextlib.suppress(OSError):  # the checkpoint is complete: what stays now the next save removes
+    with contextlib.suppress(OSError):  # the checkpoint is complete: the next save removes what stays now
         _clean(folder, save_id)
         _remove(folder, [_OLD_UNFINISHED])
     folder_lock.release(folder, save_id)
 
 
 def withdraw(folder: Path, save_id: str) -> None:
-    """Removes whatever there is of a save that failed. Of one that is complete nothing."""
+    """Removes all files of a save that failed; nothing of one that is complete."""
     with contextlib.suppress(OSError):
         os.unlink(_unfinished(folder, save_id))
         _remove(folder, [name for name in os.listdir(folder) if _id_in(_DATA, name) == save_id])
@@ -81,17 +79,17 @@ def withdraw(folder: Path, save_id: str) -> None:
 def _clean(folder: Path, save_id: str) -> None:
     """Removes what belongs neither to the current checkpoint nor to a save that may yet be completed.
 
-    Each list is made after the one that it is compared with: an unfinished file is there before the first data file of
-    its save, and `.metadata` is that save's as soon as it is gone.
+    The order of the three reads matters: an unfinished file exists before the first data file of its save, and when it
+    is gone `.metadata` is that save's.
     """
     data = [name for name in os.listdir(folder) if _DATA.fullmatch(name)]
     unfinished = {found: name for name in os.listdir(folder) if (found := _id_in(_UNFINISHED, name))}
     alive = set()
     for found, name in unfinished.items():
-        if found != save_id and not (_is_dead(folder, name, data, save_id) and _took(folder / name)):
+        if found != save_id and not (_is_dead(folder, name, data, save_id) and _removed(folder / name)):
             alive.add(found)
     current = _names_of_current(folder)
-    if current is None:  # it cannot be said what `.metadata` needs: only what is known to be dead goes
+    if current is None:  # what `.metadata` needs is not known: only the files of dead saves are removed
         dead = set(unfinished) - alive
         _remove(folder, [name for name in data if _id_in(_DATA, name) in dead])
     else:
@@ -99,16 +97,17 @@ def _clean(folder: Path, save_id: str) -> None:
 
 
 def _is_dead(folder: Path, unfinished: str, data: list[str], save_id: str) -> bool:
-    """Whether a save with an unfinished file has ended: certain under the lock, else it wrote nothing for long."""
+    """Whether a save with an unfinished file has ended: certain under the lock, else if it wrote nothing for STALE
+    seconds."""
     if folder_lock.has(folder, save_id):
         return True
     found = _id_in(_UNFINISHED, unfinished)
-    now = _changed(folder, [_unfinished(folder, save_id).name, METADATA])  # by the clock of the disk
+    now = _changed(folder, [_unfinished(folder, save_id).name, METADATA])  # by the file system's clock
     return now - _changed(folder, [unfinished, *(name for name in data if _id_in(_DATA, name) == found)]) > STALE
 
 
 def _changed(folder: Path, names: Iterable[str]) -> float:
-    """When the last of them did."""
+    """When the last of them was modified."""
     latest = 0.0
     for name in names:
         with contextlib.suppress(FileNotFoundError):
@@ -116,8 +115,8 @@ def _changed(folder: Path, names: Iterable[str]) -> float:
     return latest
 
 
-def _took(path: Path) -> bool:
-    """Whether the file was there and went by this call."""
+def _removed(path: Path) -> bool:
+    """Whether the file was there and this call removed it."""
     try:
         os.unlink(path)
     except OSError:

@@ -2,7 +2,6 @@
 
 import io
 import re
-import zipfile
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,15 +9,15 @@ from typing import IO, Any
 
 import torch
 
+from torch_ext.checkpoint.archive import damaged_record, summary
 from torch_ext.checkpoint.folder_metadata import CHECKSUM
 
-_END = b"torch_ext saved this as "  # and the file's name, which has the rank's and the save's: its last bytes
-_PIECE = 1 << 22  # bytes that are read at a time
-_ZIP = b"PK\x03\x04"  # how torch.save's files begin
+_END = b"torch_ext saved this as "  # the last bytes of a file: this and its name, which has the rank and the save
+_READ = 1 << 22  # bytes at a time
 
 
-class Part(io.RawIOBase):
-    """Some bytes of a file, as a file. Whoever reads two of one file does so in turns."""
+class FileSlice(io.RawIOBase):
+    """Some bytes of a file, as a file. Several of one stream may be read in turns."""
 
     def __init__(self, stream: IO[bytes], offset: int, length: int) -> None:
         self._stream, self._offset, self._length, self._at = stream, offset, length, 0
@@ -47,9 +46,9 @@ def end_of(name: str) -> bytes:
 
 
 def refuse_file(file: Path, items: Iterable[tuple[int, str]], save_id: str | None) -> None:
-    """ValueError unless it has as many bytes as these items and ends as that save's file of its name.
+    """ValueError unless it has all bytes of these items and ends as that save's file of its name.
 
-    items: where each ends in it, and its key.
+    items: of each where it ends in the file, and its key.
     """
     items = sorted(items)
     if not file.is_file():
@@ -81,7 +80,7 @@ def refuse_item(stream: IO[bytes], file: Path, key: str, info: Any) -> None:
         return
     stream.seek(info.offset)
     left, crc = info.length, 0
-    while left and (piece := stream.read(min(left, _PIECE))):
+    while left and (piece := stream.read(min(left, _READ))):
         left, crc = left - len(piece), zlib.crc32(piece, crc)
     if left or crc != wanted:
         raise ValueError(
@@ -93,32 +92,26 @@ def refuse_item(stream: IO[bytes], file: Path, key: str, info: Any) -> None:
 def _refuse_records(stream: IO[bytes], file: Path, key: str, info: Any) -> None:
     if getattr(info, "transform_descriptors", None):
         return  # compressed, say
-    view = Part(stream, info.offset, info.length)
-    if view.read(len(_ZIP)) != _ZIP:
-        return  # an older format, or a planner's own
-    view.seek(0)
     try:
-        with zipfile.ZipFile(view) as archive:
-            damaged = archive.testzip()
-    except Exception as error:  # what zipfile raises of data that is none of its own is of any kind
+        damaged = damaged_record(io.BufferedReader(FileSlice(stream, info.offset, info.length)))
+    except Exception as error:  # for data that is no archive, zipfile raises any kind of error
         raise ValueError(f"{file} is damaged: {key!r} cannot be read ({error})") from error
     if damaged is not None:
         raise ValueError(f"{file} is damaged: of {key!r} the record {damaged!r} has another checksum")
 
 
-def plain(raw: bytes, file: Path, key: str) -> bytes:
-    """What torch.save makes of the plain values that it made these bytes of: such as may be read by executing them.
-    ValueError where there are others."""
+def without_code(raw: bytes, file: Path, key: str) -> bytes:
+    """What torch.save wrote, read as tensors and plain values alone and saved again: torch's planner loads it without
+    weights_only, which would execute what is in it. ValueError where it holds something else."""
     try:
         value = torch.load(io.BytesIO(raw), weights_only=True)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # what torch raises of data that is none of its own is of any kind
+    except Exception as error:  # for data that is not torch.save's, torch raises any kind of error
         named = re.search(r"GLOBAL (\S+)", str(error))
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{file}: {key!r} is not made of tensors and plain values alone, and reading it may execute whatever the "
-            f"file says ({named[1] if named else said}). Where you trust who wrote it, pass "
+            f"file says ({named[1] if named else summary(error)}). Where you trust who wrote it, pass "
             "CheckpointReader(path, weights_only=False), or name its classes by torch.serialization.add_safe_globals"
         ) from error
     stream = io.BytesIO()

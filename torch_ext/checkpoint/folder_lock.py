@@ -14,35 +14,35 @@ LOCK = ".lock"
 _BUSY = "{} is being saved to by {}, and one save at a time is legal. {}"
 
 
-class _Held(NamedTuple):
+class _Lock(NamedTuple):
     descriptor: int
     save_id: str
     thread: threading.Thread
 
 
-_held: dict[tuple[int, str], _Held] = {}  # by process, for a fork has the dict and not the lock, and folder
+_locks: dict[tuple[int, str], _Lock] = {}  # by process, because a fork has the dict and not the lock, and folder
 
 
 def acquire(folder: Path, save_id: str) -> bool:
     """Locks it until `release` or the end of the process: False where it cannot be locked. RuntimeError, naming who
     has the lock, where another save is under way.
 
-    A thread that saves again is done with its former save, whatever became of that. The lock is fcntl's, not flock's,
-    which a worker forked meanwhile would keep when this process is killed.
+    A thread that saves again has ended its former save, however that ended. The lock is fcntl's, not flock's, which a
+    worker that was forked meanwhile would keep when this process is killed.
     """
-    key, path = _key(folder), folder / LOCK
-    former = _held.get(key)
+    key = _key(folder)
+    former = _locks.get(key)
     if former is not None:
         if former.thread.is_alive() and former.thread is not threading.current_thread():
             raise RuntimeError(_BUSY.format(folder, f"thread {former.thread.name!r} of this process", "Wait for it"))
         release(folder, former.save_id)
-    descriptor = _locked(folder, path)
+    descriptor = _locked(folder, folder / LOCK)
     if descriptor is None:
         return False
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    _held[key] = _Held(descriptor, save_id, threading.current_thread())
+    _locks[key] = _Lock(descriptor, save_id, threading.current_thread())
     holder = f"process {os.getpid()} on {socket.gethostname()}, since {since} (save {save_id})\n".encode()
-    with contextlib.suppress(OSError):  # a full disk: then the lock has no name
+    with contextlib.suppress(OSError):  # a full disk: then nobody can name the holder
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder, 0)
     return True
@@ -50,18 +50,16 @@ def acquire(folder: Path, save_id: str) -> bool:
 
 def release(folder: Path, save_id: str) -> None:
     """Does nothing where this save has no lock."""
-    key = _key(folder)
-    held = _held.get(key)
-    if held is not None and held.save_id == save_id:
-        del _held[key]
+    if has(folder, save_id):
+        descriptor = _locks.pop(_key(folder)).descriptor
         with contextlib.suppress(OSError):
-            os.ftruncate(held.descriptor, 0)  # the next one may be asked before it wrote its name
-        os.close(held.descriptor)
+            os.ftruncate(descriptor, 0)  # this name must not be read when the next save has the lock
+        os.close(descriptor)
 
 
 def has(folder: Path, save_id: str) -> bool:
-    held = _held.get(_key(folder))
-    return held is not None and held.save_id == save_id
+    lock = _locks.get(_key(folder))
+    return lock is not None and lock.save_id == save_id
 
 
 def _key(folder: Path) -> tuple[int, str]:
@@ -73,11 +71,11 @@ def _locked(folder: Path, path: Path) -> int | None:
     while True:
         try:
             descriptor = os.open(path, flags, 0o666)
-        except PermissionError:  # somebody else's
+        except PermissionError:  # another user's
             return None
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):  # else somebody removed it between the two
+            if _is_at(descriptor, path):  # else it was removed between the two
                 return descriptor
         except OSError as error:
             holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "a process that left no name"

@@ -1,10 +1,12 @@
 """`.metadata` of a folder of torch.distributed.checkpoint: a pickle, which is read without executing it, and behind it
-a line with its checksum, at which no other reader looks.
+a line with its checksum, which other readers ignore.
 
-Classes in the pickle become stand-ins that only keep what they are given; what torch means by them is made from that
-where it has the right form. So whatever a file says, nothing is called and no class is touched.
+Note: reading without executing. Each class that the pickle names becomes a stand-in that only keeps what it is called
+with and its state; any other name is refused. What torch means by a stand-in is made from that, once all fields have
+the right types. So whatever a file says, nothing is called and no attribute of a class is set.
 """
 
+import functools
 import io
 import pathlib
 import pickle
@@ -25,6 +27,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_ext.checkpoint.archive import summary
+
 _MARK = b"\ntorch_ext checked this: save "
 _LINE = re.compile(re.escape(_MARK) + rb"(?P<id>[0-9a-zA-Z-]{1,64}), crc32 (?P<crc>[0-9a-f]{8})\n")
 _LONGEST = 128  # of such lines
@@ -37,7 +41,7 @@ def dump(metadata: Metadata, save_id: str) -> bytes:
 
 
 def save_id_of(raw: bytes) -> str | None:
-    """Of which save it is, where it has a checksum; None where it has none. ValueError where that is another one."""
+    """Of which save it is; None where it has no checksum. ValueError where its checksum is another one."""
     at = raw.rfind(_MARK, max(len(raw) - _LONGEST, 0))
     if at < 0:
         return None
@@ -58,11 +62,10 @@ def parse(raw: bytes, *, weights_only: bool = True) -> Metadata:
         found = pickle.load(stream) if not weights_only else _made(_Unpickler(stream).load())
     except (MemoryError, _Refused):
         raise
-    except Exception as error:  # what a pickle does that is none is of any kind
-        said = str(error).strip().splitlines()
+    except Exception as error:  # for data that is no pickle, any kind of error is raised
         raise ValueError(
             f"is no metadata of a checkpoint that can be read: truncated, damaged, or not saved by torch.distributed."
-            f"checkpoint ({said[0] if said else type(error).__name__})"
+            f"checkpoint ({summary(error)})"
         ) from error
     rest = len(raw) - stream.tell()
     checked = any(hasattr(info, CHECKSUM) for info in (found.storage_data or {}).values())
@@ -72,26 +75,30 @@ def parse(raw: bytes, *, weights_only: bool = True) -> Metadata:
 
 
 class _Refused(ValueError):
-    """Says all there is to say."""
+    """A ValueError whose message is complete."""
 
 
-class _Given:
+class _StandIn:
     """An object of a pickle: what its class was called with, and its state."""
 
-    def __init__(self, *args: Any) -> None:
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:  # pickles of dataclasses do not call it
         self.args = args
-        self.state: Any = {}
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 class _Unpickler(pickle.Unpickler):
-    """Every one has classes of its own: what a file does to them it does to nobody else's."""
+    """Each has stand-in classes of its own, so that no file can change those of another."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)
-        self._classes = {name: type(name[1], (_Given,), {"makes": staticmethod(make)}) for name, make in _MAKES.items()}
+        self._classes = {
+            name: type(name[1], (_StandIn,), {"make": staticmethod(make)}) for name, make in _MAKERS.items()
+        }
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._classes:
@@ -108,9 +115,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _made(found: Any) -> Any:
-    """What torch means by it: containers and what is in them anew, with stand-ins replaced."""
-    if isinstance(found, _Given):
-        return type(found).makes(found)  # type: ignore[attr-defined]
+    """What torch means by it: copies of containers, in which stand-ins are replaced."""
+    if isinstance(found, _StandIn):
+        return type(found).make(found)  # type: ignore[attr-defined]
     if isinstance(found, dict):
         return {_made(key): _made(value) for key, value in found.items()}
     if isinstance(found, list | tuple):
@@ -118,94 +125,81 @@ def _made(found: Any) -> Any:
     return found
 
 
-def _field(given: _Given, name: str, kind: Any, *default: Any) -> Any:
-    value = _made(given.state[name] if not default else given.state.get(name, *default))
-    if not isinstance(value, kind):
-        raise TypeError(f"{type(given).__name__}.{name} is {type(value).__name__}")
-    return value
+def _refuse_other(what: str, value: Any, kind: Any) -> None:
+    """TypeError unless it is an instance of `kind`; [kind]: a list of such; {kind: kind}: a dict of such."""
+    container: Any = type(kind) if isinstance(kind, list | dict) else kind
+    if not isinstance(value, container):
+        raise TypeError(f"{what} is {type(value).__name__}")
+    if isinstance(kind, list):
+        for item in value:
+            _refuse_other(what, item, kind[0])
+    elif isinstance(kind, dict):
+        ((of_keys, of_values),) = kind.items()
+        for key, item in value.items():
+            _refuse_other(what, key, of_keys)
+            _refuse_other(what, item, of_values)
 
 
-def _size(given: _Given) -> torch.Size:
+# torch's dataclasses, and the kinds of their fields. A field that is missing is None, and legal where None is.
+_FIELDS: dict[Any, dict[str, Any]] = {
+    Metadata: {
+        "state_dict_metadata": {str: TensorStorageMetadata | BytesStorageMetadata},
+        "planner_data": object,
+        "storage_data": {MetadataIndex: _StorageInfo},
+        "storage_meta": StorageMeta | None,
+        "version": str | None,  # which older torch does not have
+    },
+    MetadataIndex: {"fqn": str, "offset": torch.Size | None, "index": int | None},
+    StorageMeta: {"checkpoint_id": str | None, "save_id": str | None, "modules": [str]},
+    TensorStorageMetadata: {"properties": TensorProperties, "size": torch.Size, "chunks": [ChunkStorageMetadata]},
+    BytesStorageMetadata: {},
+    ChunkStorageMetadata: {"offsets": torch.Size, "sizes": torch.Size},
+    _StorageInfo: {"relative_path": str, "offset": int, "length": int, "transform_descriptors": list | tuple | None},
+}
+
+
+def _dataclass(cls: Any, given: _StandIn) -> Any:
+    state = {"modules": [], **(given.state or {})}  # which older torch did not save
+    fields = {name: _made(state.get(name)) for name in _FIELDS[cls]}
+    for name, kind in _FIELDS[cls].items():
+        _refuse_other(f"{cls.__name__}.{name}", fields[name], kind)
+    return cls(**{name: value for name, value in fields.items() if name in cls.__dataclass_fields__})
+
+
+def _storage_info(given: _StandIn) -> _StorageInfo:
+    info: _StorageInfo = _dataclass(_StorageInfo, given)
+    path = info.relative_path
+    if pathlib.PurePath(path).name != path or path in ("", ".", "..") or info.offset < 0 or info.length < 0:
+        raise ValueError(f"{path!r}, {info.length} bytes from {info.offset} on, is no part of a file in the folder")
+    if CHECKSUM in given.state:
+        _refuse_other(CHECKSUM, given.state[CHECKSUM], int)
+        setattr(info, CHECKSUM, given.state[CHECKSUM])
+    return info
+
+
+def _size(given: _StandIn) -> torch.Size:
     (sizes,) = given.args
     return torch.Size(sizes)
 
 
-def _properties(given: _Given) -> TensorProperties:
-    dtype, _, requires_grad, _, pinned = given.state  # the layout and the format of memory mean nothing any more
-    return TensorProperties(_is(dtype, torch.dtype), requires_grad=bool(requires_grad), pin_memory=bool(pinned))
+def _properties(given: _StandIn) -> TensorProperties:
+    dtype, _, requires_grad, _, pinned = given.state  # the layout and the memory format have no meaning any more
+    _refuse_other("TensorProperties.dtype", dtype, torch.dtype)
+    return TensorProperties(dtype, requires_grad=bool(requires_grad), pin_memory=bool(pinned))
 
 
-def _is(value: Any, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"{kind.__name__} wanted, not {type(value).__name__}")
-    return value
+def _posix_path(given: _StandIn) -> str:
+    return str(pathlib.PurePath(*given.args))
 
 
-def _tensor(given: _Given) -> TensorStorageMetadata:
-    chunks = _field(given, "chunks", list)
-    return TensorStorageMetadata(
-        _field(given, "properties", TensorProperties),
-        _field(given, "size", torch.Size),
-        [_is(chunk, ChunkStorageMetadata) for chunk in chunks],
-    )
-
-
-def _index(given: _Given) -> MetadataIndex:
-    offset = _field(given, "offset", (torch.Size, type(None)), None)
-    return MetadataIndex(_field(given, "fqn", str), offset, _field(given, "index", (int, type(None)), None))
-
-
-def _info(given: _Given) -> _StorageInfo:
-    path, offset, length = _field(given, "relative_path", str), *(_field(given, n, int) for n in ("offset", "length"))
-    if pathlib.PurePath(path).name != path or path in ("", ".", "..") or offset < 0 or length < 0:
-        raise ValueError(f"{path!r}, {length} bytes from {offset} on, is no part of a file in the folder")
-    transforms = _field(given, "transform_descriptors", (list, tuple, type(None)), None)
-    info = _StorageInfo(path, offset, length, transforms)
-    if CHECKSUM in given.state:
-        setattr(info, CHECKSUM, _field(given, CHECKSUM, int))
-    return info
-
-
-def _storage_meta(given: _Given) -> StorageMeta:
-    modules = [_is(name, str) for name in _field(given, "modules", list, [])]
-    place = _field(given, "checkpoint_id", (str, type(None)), None)
-    return StorageMeta(place, _field(given, "save_id", (str, type(None)), None), None, modules)
-
-
-def _metadata(given: _Given) -> Metadata:
-    entries = _field(given, "state_dict_metadata", dict)
-    stored = _field(given, "storage_data", dict)
-    for key, entry in entries.items():
-        _is(key, str)
-        if not isinstance(entry, TensorStorageMetadata):
-            _is(entry, BytesStorageMetadata)
-    for index, info in stored.items():
-        _is(index, MetadataIndex)
-        _is(info, _StorageInfo)
-    meta = _field(given, "storage_meta", (StorageMeta, type(None)), None)
-    version = _field(given, "version", (str, type(None)), None)
-    found = Metadata(entries, _made(given.state.get("planner_data")), stored, meta)
-    if version is not None:
-        found.version = version
-    return found
-
-
-_TORCH = "torch.distributed.checkpoint."
-_MAKES: dict[tuple[str, str], Callable[[Any], Any]] = {
-    (_TORCH + "metadata", "Metadata"): _metadata,
-    (_TORCH + "metadata", "MetadataIndex"): _index,
-    (_TORCH + "metadata", "StorageMeta"): _storage_meta,
-    (_TORCH + "metadata", "TensorStorageMetadata"): _tensor,
-    (_TORCH + "metadata", "BytesStorageMetadata"): lambda given: BytesStorageMetadata(),
-    (_TORCH + "metadata", "ChunkStorageMetadata"): lambda given: ChunkStorageMetadata(
-        _field(given, "offsets", torch.Size), _field(given, "sizes", torch.Size)
-    ),
-    (_TORCH + "metadata", "TensorProperties"): _properties,
-    (_TORCH + "metadata", "_MEM_FORMAT_ENCODING"): lambda given: None,
-    (_TORCH + "filesystem", "_StorageInfo"): _info,
+_MAKERS: dict[tuple[str, str], Callable[[Any], Any]] = {
+    **{(cls.__module__, cls.__name__): functools.partial(_dataclass, cls) for cls in _FIELDS},
+    (_StorageInfo.__module__, "_StorageInfo"): _storage_info,
+    (TensorProperties.__module__, "TensorProperties"): _properties,
+    (TensorProperties.__module__, "_MEM_FORMAT_ENCODING"): lambda given: None,
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): lambda given: None,
-    ("pathlib", "PosixPath"): lambda given: str(pathlib.PurePath(*given.args)),
+    ("pathlib", "PosixPath"): _posix_path,
     ("pathlib", "WindowsPath"): lambda given: "/".join(given.args),
-    ("pathlib._local", "PosixPath"): lambda given: str(pathlib.PurePath(*given.args)),  # Python 3.13
+    ("pathlib._local", "PosixPath"): _posix_path,  # Python 3.13
 }

@@ -1,0 +1,20 @@
+"""The zip archives that torch.save writes: their records' checksums, which torch.load does not compare."""
+
+import zipfile
+from typing import IO
+
+_ZIP = b"PK\x03\x04"  # how they begin
+
+
+def damaged_record(stream: IO[bytes]) -> str | None:
+    """The name of the first record that has another checksum than when it was saved; None where there is none, or the
+    stream, which is at its beginning, is of an older format. Raises any kind of error where the archive is damaged."""
+    if stream.read(len(_ZIP)) != _ZIP:
+        return None
+    with zipfile.ZipFile(stream) as archive:
+        return archive.testzip()
+
+
+def summary(error: Exception) -> str:
+    """The first line of its message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
