@@ -51,7 +51,7 @@ def _run(rank: int, world: int, param: str, main_params: Any, main: Any, wire: s
     grad, local = owner.grad(weight), owner.local(weight)
     assert grad is not None and grad.dtype == (policy.main_grads_dtype or dtype)
     mean = torch.stack([noise(1, r, [(ROWS, 16)], dtype)[0].double() for r in range(world)]).mean(0).reshape(-1)
-    error = (grad.reshape(-1).double() - mean[local.start : local.start + grad.numel()]).abs().max()
+    error = (grad.reshape(-1).double() - mean[local.offset : local.offset + grad.numel()]).abs().max()
     limit = sum(ROUNDING[d] for d in (policy.grad_comm_dtype, grad.dtype, policy.grad_comm_dtype))
     assert error <= 4 * limit * mean.abs().max(), f"{float(error)} of {float(mean.abs().max())}"
     optimizer.step()

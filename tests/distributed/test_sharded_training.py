@@ -51,7 +51,7 @@ def _life_of_optim(rank: int, world: int, wire: Any) -> None:
                 continue
             assert p.grad.dtype == FP32 and p.grad.untyped_storage().data_ptr() in flats
             own, local = engine.grad(p), engine.local(p)
-            part = 2 * _mean(step, world, i, BF16, 1 if i == 1 else None)[local.start : local.start + own.numel()]
+            part = 2 * _mean(step, world, i, BF16, 1 if i == 1 else None)[local.offset : local.offset + own.numel()]
             assert torch.allclose(own.double(), part, rtol=2**-7 if wire == BF16 else 1e-3, atol=1e-6)
         model.zero_grad(set_to_none=step % 2 == 0)
 
@@ -75,7 +75,7 @@ def _life_of_optim_grads(rank: int, world: int, wire: Any) -> None:
                     assert own is None
                     continue
                 mean = (microbatch + 1) * _mean(step, world, i, BF16, 1 if i == 1 else None)
-                part = mean[local.start : local.start + own.numel()]
+                part = mean[local.offset : local.offset + own.numel()]
                 assert own.dtype == FP32
                 assert torch.allclose(own.double(), part, rtol=2**-7 if wire == BF16 else 1e-3, atol=1e-6)
         model.zero_grad()
@@ -242,7 +242,7 @@ def _learns(rank: int, world: int, strategy: str) -> Any:
         model(orders[rank], noise(step, rank, shapes, BF16)).backward()
         for i, p in enumerate(model.parameters()):
             own, local = engine.grad(p), engine.local(p)
-            part = _mean_of(step, world, shapes, i)[local.start : local.start + own.numel()]
+            part = _mean_of(step, world, shapes, i)[local.offset : local.offset + own.numel()]
             assert torch.allclose(own.reshape(-1).double(), part, rtol=1e-5, atol=1e-6)
         torch_ext.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()

@@ -55,7 +55,7 @@ def _reduced(rank: int, world: int, strategy: str, size: int | None, main: Any, 
         for p in model.parameters():
             grad = engine.grad(p)
             assert grad is not None and grad.dtype == (main or BF16)
-            found[-1].append((bits([grad])[0], engine.local(p).start, grad.numel()))
+            found[-1].append((bits([grad])[0], engine.local(p).offset, grad.numel()))
         model.zero_grad()
         assert len(engine.strategy.temporary) == 0
     return found

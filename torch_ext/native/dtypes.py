@@ -2,37 +2,21 @@
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from torch_ext.native import library
 
 
-class _Functions(NamedTuple):
-    name: Callable[[int], bytes]
-    torch_name: Callable[[int], bytes | None]
-    check_key: Callable[[bytes, int], None]
-    coerce: Callable[[bytes, bytes, Any], None]
-
-
-@functools.cache
-def _c() -> _Functions:
-    return _Functions(
-        library.function("tx_dtype_name", ctypes.c_int32, restype=ctypes.c_char_p),
-        library.function("tx_dtype_torch_name", ctypes.c_int32, restype=ctypes.c_char_p),
-        library.function("tx_dtype_check_key", ctypes.c_char_p, ctypes.c_int32),
-        library.function("tx_dtype_coerce", ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int32)),
-    )
-
-
 @functools.cache
 def _codes() -> dict[int, torch.dtype]:
     """Code of tx_dtype -> torch dtype, for the codes that this torch has."""
+    torch_name = library.function("tx_dtype_torch_name", ctypes.c_int32, restype=ctypes.c_char_p)
     codes: dict[int, torch.dtype] = {}
     code = 1
-    while name := _c().torch_name(code):
+    while name := torch_name(code):
         dtype = getattr(torch, name.decode(), None)
         if isinstance(dtype, torch.dtype):
             codes[code] = dtype
@@ -59,7 +43,8 @@ def name_of(dtype: torch.dtype | None) -> str | None:
     """The name that configurations use: "bf16" for torch.bfloat16; None for None."""
     if dtype is None:
         return None
-    return _c().name(_codes_of_dtypes()[dtype]).decode()
+    name = library.function("tx_dtype_name", ctypes.c_int32, restype=ctypes.c_char_p)
+    return str(name(_codes_of_dtypes()[dtype]).decode())
 
 
 def c_text(text: str) -> bytes:
@@ -85,10 +70,11 @@ def _coerce(key: Any, value: Any) -> Any:
         return value
     code = code_of(value) if isinstance(value, torch.dtype) else None
     if code is not None:
-        _c().check_key(c_text(key), code)
+        library.function("tx_dtype_check_key", ctypes.c_char_p, ctypes.c_int32)(c_text(key), code)
         return value
     if isinstance(value, str | torch.dtype):
-        parsed = ctypes.c_int32()
-        _c().coerce(c_text(key), c_text(str(value)), ctypes.byref(parsed))
+        parsed, text = ctypes.c_int32(), ctypes.c_char_p
+        coerce = library.function("tx_dtype_coerce", text, text, ctypes.POINTER(ctypes.c_int32))
+        coerce(c_text(key), c_text(str(value)), ctypes.byref(parsed))
         return dtype_of(parsed.value)
     return value

@@ -78,8 +78,9 @@ def check(status: int, error: Error) -> None:
         raise kind(error.text)
 
 
+@functools.cache
 def function(name: str, *argtypes: Any, restype: Any = Status, brief: bool = False) -> Callable[..., Any]:
-    """The C function `name` as a Python callable.
+    """The C function `name` as a Python callable, made once.
 
     brief: it takes a microsecond or so, and keeps the interpreter's lock; others let it go, and a thread that lets it
     go for no more than that may have to wait a hundred times as long until it has it again.

@@ -47,7 +47,7 @@ class DeviceStep:
         at_rest = [m.stored() for m in members]
         self._states, slices = memories(at_rest)
         self.state_memory = FixedMemory([t for row in at_rest for t in row if t is not None])
-        meta = torch.tensor([(m.id, m.local.start, m.group) for m in members], dtype=torch.int64).reshape(-1, 3)
+        meta = torch.tensor([(m.id, m.local.offset, m.group) for m in members], dtype=torch.int64).reshape(-1, 3)
         self.batches = self._batches(slices, meta, gathers, order)
         # The operator sees where a parameter lies, and how; not of one that is passed as a view, or as a copy.
         own = [weight is m.param for m, weight in zip(members, self.weights, strict=True)]

@@ -1,4 +1,4 @@
-"""What of a parameter this rank steps: all of it, its part under a sharded strategy, or a DTensor's local tensor."""
+"""What this rank steps of a parameter: all of it, its part under a sharded strategy, or a DTensor's local tensor."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,16 +14,16 @@ class LocalShard(NamedTuple):
 
     weight: Tensor
     """The elements to step; maybe none."""
-    start: int
-    """Where they begin in the logical parameter."""
+    offset: int
+    """Where they begin in the logical parameter, in elements."""
     groups: "tuple[dist.ProcessGroup, ...]"
-    """Over which statistics of the gradients are added up, one group after the other."""
+    """Over which statistics of the gradients are all-reduced, one group after the other."""
     bucket: int | None
-    """What is gathered after the step (Owner.gather)."""
+    """What is gathered after the step (GradientReducer.gather)."""
 
 
 def is_dtensor(t: Tensor) -> bool:
-    """Looks at the name first: the module of DTensor is not to be imported where nobody uses it."""
+    """By name, because importing DTensor's module takes long."""
     return any(kind.__name__ == "DTensor" for kind in type(t).__mro__[:-1])
 
 
@@ -41,9 +41,9 @@ def tensor_of(p: Any) -> Tensor:
 
 
 def of_dtensor(p: Any) -> LocalShard:
-    """A DTensor's local tensor. TypeError where it stands for a sum that was not made."""
+    """A DTensor's local tensor. TypeError where it is a pending sum (Partial)."""
     weight = tensor_of(p)
-    return LocalShard(weight, _start(p, weight), _sharding_groups(p), None)
+    return LocalShard(weight, _offset(p, weight), _sharding_groups(p), None)
 
 
 def _sharding_groups(p: Any) -> "tuple[dist.ProcessGroup, ...]":
@@ -55,12 +55,12 @@ def _sharding_groups(p: Any) -> "tuple[dist.ProcessGroup, ...]":
     )
 
 
-def _start(p: Any, weight: Tensor) -> int:
+def _offset(p: Any, weight: Tensor) -> int:
     """The index of the local tensor's first element; 0 where the local elements are not consecutive ones."""
-    offset = origin(p)
-    if not offset or weight.numel() == 0 or tuple(weight.shape[1:]) != tuple(p.shape[1:]):
+    begin = origin(p)
+    if not begin or weight.numel() == 0 or tuple(weight.shape[1:]) != tuple(p.shape[1:]):
         return 0
-    return int(offset[0]) * (p.numel() // p.shape[0])
+    return int(begin[0]) * (p.numel() // p.shape[0])
 
 
 def origin(p: Any) -> tuple[int, ...]:

@@ -45,13 +45,13 @@ def names(groups: list[Group]) -> list[str]:
 
 
 def keys(groups: list[Group]) -> list[str | int]:
-    """By which parameters are found in what is handed out: their names where they are known, else their positions."""
+    """The parameters' keys in dicts for users: their names where they are known, else their positions."""
     known = [name for group in groups for name in group.get("param_names") or [None] * len(group["params"])]
     return [position if name is None else name for position, name in enumerate(known)]
 
 
 def ids(groups: list[Group]) -> list[int]:
-    """What seeds each parameter's rounding thresholds: its name, or its place, as the group's "param_id" says."""
+    """What seeds each parameter's rounding thresholds: its name or its position, as the group's "param_id" says."""
     found: list[int] = []
     for group in groups:
         if group["param_id"] == "name":
@@ -63,16 +63,12 @@ def ids(groups: list[Group]) -> list[int]:
 
 def ids_of(names: Iterable[str]) -> list[int]:
     """What seeds the rounding thresholds of parameters whose names are known."""
-    return [_param_id()(dtypes.c_text(logical_name(name))) for name in names]
-
-
-@functools.cache
-def _param_id() -> Callable[[bytes], int]:
-    return library.function("tx_param_id", ctypes.c_char_p, restype=ctypes.c_int64)
+    param_id = library.function("tx_param_id", ctypes.c_char_p, restype=ctypes.c_int64)
+    return [param_id(dtypes.c_text(logical_name(name))) for name in names]
 
 
 def logical_name(name: str) -> str:
-    """Without what wrappers (torch.compile, DistributedDataParallel, ...) put in front: same name, same bits."""
+    """Without the prefixes of wrappers (torch.compile, DistributedDataParallel, ...): same name, same bits."""
     return _WRAPPERS.sub("", name.removeprefix("module."))
 
 
@@ -80,13 +76,12 @@ def fill(group: Group, defaults: dict[str, Any], decoupled: bool | None) -> None
     """Adds the keys that a group of another optimizer, or of another torch, lacks."""
     for key, default in defaults.items():
         group.setdefault(key, default)
-    # "name" or "position". Saved, so that a run that resumes under other circumstances rounds as it did.
+    # "name" or "position". Saved, so that a resumed run rounds as before, whether it knows names or not.
     group.setdefault("param_id", "name" if "param_names" in group else "position")
     if group["param_id"] == "name" and "param_names" not in group:
         warnings.warn(
             "torch_ext: the loaded state was rounded by parameter names, which this optimizer does not know: it "
-            "rounds by "
-            "position from now on. Make it from model.named_parameters() to go on as before",
+            "rounds by position from now on. Make it from model.named_parameters() to go on as before",
             stacklevel=2,
         )
         group["param_id"] = "position"
@@ -95,16 +90,15 @@ def fill(group: Group, defaults: dict[str, Any], decoupled: bool | None) -> None
 
 
 def taken(params: Params) -> Params:
-    """The parameters or groups in a list, to be read more than once: an iterator gives its parameters once only, and
-    what looks at them before the optimizer takes them would leave it none. A group's are put in their place, as torch
-    does when it takes them."""
+    """The parameters or groups in a list, and those of a group, too, in the group: an iterator gives its parameters
+    once only, and they are read before torch.optim.Optimizer reads them."""
     if isinstance(params, Tensor):
         return params  # torch says what is wrong with a single tensor
     everything: list[Any] = list(params)
     for group in everything:
-        held = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(held, Tensor | list | tuple | set | None):  # a set torch refuses
-            group["params"] = list(held)
+        members = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(members, Tensor | list | tuple | set | None):  # torch refuses a set
+            group["params"] = list(members)
     return everything
 
 
@@ -118,18 +112,18 @@ def policy_of(params: Params) -> Policy:
 
 
 def _tensors_in(params: Params) -> Iterator[Tensor]:
-    """The parameters of all groups, as far as they are any; what is not, torch names."""
+    """The parameters of all groups; torch names what is no parameter."""
     for group in [] if isinstance(params, Tensor) else params:
-        held: Any = group.get("params", ()) if isinstance(group, dict) else [group]
-        for p in [held] if isinstance(held, Tensor) else held or ():
+        members: Any = group.get("params", ()) if isinstance(group, dict) else [group]
+        for p in [members] if isinstance(members, Tensor) else members or ():
             named = p[1] if isinstance(p, tuple) and len(p) == 2 else p
             if isinstance(named, Tensor):
                 yield named
 
 
-def _is_handed_over(lr: Any, device: torch.device) -> bool:
-    """Whether the operator gets the tensor: one on the CPU is read, which waits for nothing, where parameters are
-    not."""
+def _is_passed(lr: Any, device: torch.device) -> bool:
+    """Whether the operator gets the tensor itself, to read it on the device. One on the CPU is read here where the
+    parameters are on a device: that waits for nothing."""
     return isinstance(lr, Tensor) and (device.type == "cpu" or is_away(lr))
 
 
@@ -142,14 +136,14 @@ def _plain(value: Any) -> Any:
 
 
 def key_of(groups: list[Group], device: torch.device) -> list[Any]:
-    """Equal keys mean equal tables for parameters on the device. An lr that is handed over counts by its address: the
-    table shares its memory. Other tensors on a GPU count by address and version: reading them would wait for it. What
-    is no number makes the key another one, for `hyper` to refuse it."""
+    """Equal keys mean equal tables for parameters on the device. An lr that is passed as a tensor is represented by its
+    address, for the table shares its memory; other tensors on a GPU by address and version, for reading them would wait
+    for it. What is no number equals nothing, so that `hyper` is called and refuses it."""
     key: list[Any] = []
     for g in groups:
         lr = g["lr"]
         key += (
-            lr if type(lr) is float else lr.data_ptr() if _is_handed_over(lr, device) else _plain(lr),
+            lr if type(lr) is float else lr.data_ptr() if _is_passed(lr, device) else _plain(lr),
             *(_plain(b) for b in items(g["betas"]) or (g["betas"],)),
             _plain(g["eps"]),
             _plain(g["weight_decay"]),
@@ -171,14 +165,14 @@ def hyper(groups: list[Group], device: torch.device) -> HyperparameterTable:
     for i, g in enumerate(groups):
         refuse(g, f"group {i}: ", waits=False)
         refuse_differing(g, groups[0], f"group {i}: ")
-        lr = 0.0 if _is_handed_over(g["lr"], device) else g["lr"]  # lrs stand for it
+        lr = 0.0 if _is_passed(g["lr"], device) else g["lr"]  # in lrs
         flags = (bool(g["maximize"]), bool(g["decoupled_weight_decay"]))
         rows.append([float(x) for x in (lr, *g["betas"], g["eps"], g["weight_decay"], *flags)])
     lrs: list[Tensor] = []
-    if any(_is_handed_over(g["lr"], device) for g in groups):
+    if any(_is_passed(g["lr"], device) for g in groups):
         lrs = [
             g["lr"].detach()
-            if _is_handed_over(g["lr"], device)
+            if _is_passed(g["lr"], device)
             else torch.full((), float(g["lr"]), dtype=torch.float64, device=device)
             for g in groups
         ]
@@ -198,11 +192,11 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def of_the_innermost(method: Method) -> Method:
-    """Lightning's wrapper has our methods, but writes of its own, which the step would never see: called on it, the
-    method is called on the optimizer inside."""
+    """A method that is called on the innermost optimizer. Lightning's wrapper takes over our class's methods, but what
+    they set on the wrapper is not seen by the step."""
 
     @functools.wraps(method)
-    def called(self: Any, *args: Any, **options: Any) -> Any:
+    def forwarded(self: Any, *args: Any, **options: Any) -> Any:
         return method(innermost(self), *args, **options)
 
-    return cast(Method, called)
+    return cast(Method, forwarded)

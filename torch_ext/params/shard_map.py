@@ -1,4 +1,4 @@
-"""Where this rank's parts of an optimizer's parameters lie."""
+"""Which parts of an optimizer's parameters this rank steps, and where their gradients are."""
 
 import weakref
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def _layouts(owners: Sequence[GradientReducer | None]) -> list[tuple["weakref.re
 
 
 class ShardMap:
-    """The local parts of an optimizer's parameters, and where their gradients are found."""
+    """The local parts of some parameters, as their reducers have them now (see `fits`)."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params, self._generation = list(params), reducer_registry.generation
@@ -32,12 +32,12 @@ class ShardMap:
         self.sharded = any(owner is not None for owner in self.owners)
         """Whether gradients of some are elsewhere than in `.grad`."""
         self.cut = any(o is not None and not is_dtensor(p) for p, o in zip(params, self.owners, strict=True))
-        """Whether some are stepped in flat parts, which have no name of their own outside of this process."""
-        self._tensors = [self._local_tensor(i) for i, is_one in enumerate(self._dtensors) if is_one]
+        """Whether this rank steps flat parts of some."""
+        self._tensors = self._local_tensors()
         self._ranks = {o.ranks for o in set(owners) if o is not None}
 
     def refuse_mixed(self) -> None:
-        """RuntimeError where a norm would be another one on other ranks, and with it what they step."""
+        """RuntimeError where gradients are reduced over different sets of ranks: their norms would differ by rank."""
         if len(self._ranks) > 1:
             sets = " and ".join(str(sorted(ranks)) for ranks in sorted(self._ranks, key=sorted))
             raise RuntimeError(
@@ -46,12 +46,13 @@ class ShardMap:
                 "process group and clip them one by one"
             )
 
-    def _local_tensor(self, i: int) -> Tensor:
-        return tensor_of(self.params[i])
+    def _local_tensors(self) -> list[Tensor]:
+        """Of the DTensors among the parameters."""
+        return [tensor_of(p) for p, is_one in zip(self.params, self._dtensors, strict=True) if is_one]
 
     def fits(self, params: Sequence[Tensor]) -> bool:
-        """Whether nothing moved since these were found. Models that are nothing to these parameters may begin and end
-        at any time, by the garbage collector's choice too."""
+        """Whether parameters, layouts and DTensors' memory are unchanged. Other models may be made and deleted at any
+        time, by the garbage collector, too: then `generation` changes, and the layouts of these parameters do not."""
         if len(params) != len(self.params) or not all(a is b for a, b in zip(params, self.params, strict=True)):
             return False
         generation = reducer_registry.generation
@@ -59,10 +60,7 @@ class ShardMap:
             if _layouts(list(map(reducer_registry.owner_of, params))) != self._layouts:
                 return False
             self._generation = generation
-        if self._tensors:
-            now = [self._local_tensor(i) for i, is_one in enumerate(self._dtensors) if is_one]
-            return all(a.data_ptr() == b.data_ptr() for a, b in zip(now, self._tensors, strict=True))
-        return True
+        return list(map(Tensor.data_ptr, self._local_tensors())) == list(map(Tensor.data_ptr, self._tensors))
 
     def of(self, i: int) -> LocalShard:
         owner = self.owners[i]
@@ -90,10 +88,11 @@ class ShardMap:
         if tuple(grad.placements) != tuple(param.placements):  # type: ignore[attr-defined]
             with group_calls.translated_over(grad.device_mesh, "a gradient that is not sharded as its parameter is"):
                 grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
-        return tensor_of(grad)  # the same object every time: a clipping knows its gradients by it
+        return tensor_of(grad)  # the same object every time, by which clipping identifies gradients
 
     def parts(self, present: Sequence[bool]) -> list[NormGroup]:
-        """The gradients that are there by who adds up their statistics; positions are among those that are there."""
+        """The gradients that are present, by the process groups that all-reduce their statistics; positions count the
+        present ones."""
         found: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         at = 0
         for i, there in enumerate(present):

@@ -50,7 +50,7 @@ class HostPlan:
 
     def _call(self, chosen: Sequence[int]) -> Call:
         members = [self.members[i] for i in chosen]
-        meta = [[m.id, m.local.start, m.group] for m in members]
+        meta = [[m.id, m.local.offset, m.group] for m in members]
         weights = [dense.flat(self._layouts[i]) for i in chosen]
         return Call(weights, [m.stored() for m in members], meta, self._counters)
 

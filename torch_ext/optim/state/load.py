@@ -162,7 +162,7 @@ def part(p: Any, local: local_shard.LocalShard, value: Any) -> Tensor:
         return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None).to_local()
     if not local_shard.is_cut(p, local):
         return value
-    return dense.in_order_of(p, value).view(-1)[local.start : local.start + local.weight.numel()]
+    return dense.in_order_of(p, value).view(-1)[local.offset : local.offset + local.weight.numel()]
 
 
 def _is_rounded(target: _Target, state: dict[str, Tensor], key: str, value: Tensor) -> bool:

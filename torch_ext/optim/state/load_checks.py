@@ -127,7 +127,7 @@ def _refuse_values(param: Any, entry: Mapping[str, Any], where: str) -> None:
 
 def _refuse_cut_otherwise(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None:
     """ValueError where values are a rank's part of a tensor that is not the part that is wanted."""
-    start, numel = p.local.start, p.local.weight.numel()
+    start, numel = p.local.offset, p.local.weight.numel()
     for key, value in entry.items():
         if isinstance(value, StateTensor) and not value.handle.run.whole:
             run = value.handle.run

@@ -1,13 +1,12 @@
-"""What a state was made for: its parameter's dtype and shape, of which a converted model's are others.
+"""What a state was made for: the dtype, shape and placements that its parameter had then.
 
-A state belongs to elements. Those of a parameter that somebody gave another shape are others, though it may have as
-many; and in another dtype it has, or lacks, a master. Neither shows in the state.
+A converted model has parameters of another shape, whose elements are others even where there are as many, or of another
+dtype, with or without a master. The state itself does not show either.
 """
 
 import ctypes
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,14 +28,14 @@ class Form(NamedTuple):
     shape: torch.Size
     placements: Any  # of a DTensor
     exp_avg: "weakref.ref[Tensor] | None"
-    """Of the state that this is said of (None: in a pickle): who puts another one there says himself what it is for."""
+    """Identifies the state that was made for it; None in a pickle. A state that a user replaced is not checked."""
 
     def __str__(self) -> str:
         placed = f", placed {self.placements}" if self.placements else ""
         return f"{tuple(self.shape)} in {self.dtype}{placed}"
 
     def fits(self, p: Tensor) -> bool:
-        """Whether p is still like that."""
+        """Whether p still has it."""
         return self.dtype == p.dtype and self.shape == p.shape and self.placements == _placements(p)
 
     def is_of(self, state: Mapping[str, Any]) -> bool:
@@ -65,14 +64,8 @@ def refuse_converted(converted: Iterable[tuple[str, Tensor, Form]]) -> None:
 
 def signature(tensors: Sequence[Tensor]) -> int:
     """What adamw_flat_ compares its parameters with (tx_signature)."""
-    words: list[int] = []
+    int64, words = ctypes.c_int64, list[int]()
     for t in tensors:
         words += (dtypes.code_of(t.dtype) or 0, *((t.dim(), *t.shape) if t.numel() else (-1,)))
-    return _signature()(len(words), (ctypes.c_int64 * len(words))(*words))
-
-
-@functools.cache
-def _signature() -> Callable[..., int]:
-    return library.function(
-        "tx_signature", ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), restype=ctypes.c_int64, brief=True
-    )
+    of_words = library.function("tx_signature", int64, ctypes.POINTER(int64), restype=int64, brief=True)
+    return int(of_words(len(words), (int64 * len(words))(*words)))

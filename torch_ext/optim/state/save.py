@@ -51,7 +51,7 @@ def _state_tensor(p: StatefulParam, source: Source, what: str) -> StateTensor:
     """source: of this rank's elements of the parameter, or of its state."""
     param = p.param
     if p.cut:
-        return StateTensor.of(source, param, p.local.start, (0,) * param.ndim, what)
+        return StateTensor.of(source, param, p.local.offset, (0,) * param.ndim, what)
     origin = local_shard.origin(param) if local_shard.is_dtensor(param) else (0,) * param.ndim
     return StateTensor.of(source, p.local.weight, 0, origin, what)
 
@@ -108,7 +108,7 @@ def _cuts(params: list[StatefulParam]) -> dict[int, list[int]]:
             by_groups.setdefault(p.local.groups, []).append(p)
     found: dict[int, list[int]] = {}
     for groups, members in by_groups.items():
-        ends = [[p.local.start, p.local.start + p.local.weight.numel()] for p in members]
+        ends = [[p.local.offset, p.local.offset + p.local.weight.numel()] for p in members]
         rows = [torch.tensor(ends, device=members[0].local.weight.device)]
         for group in groups:
             gathered = [[torch.empty_like(row) for _ in range(group.size())] for row in rows]
@@ -137,7 +137,7 @@ def whole(like: Tensor, local: local_shard.LocalShard, value: Any, to: int | Non
     full = dense.like(like, value.dtype)
     flat = dense.flat(full).view(-1)
     for begin, values in ranges(value.handle.source):
-        flat[local.start + begin : local.start + begin + values.numel()] = values
+        flat[local.offset + begin : local.offset + begin + values.numel()] = values
     # Every element is one rank's, and zero bits on the others: bytes can be added.
     for group in local.groups:
         if to is None:
