@@ -1,5 +1,6 @@
 """register_comm_hook where something goes wrong: the message is ours, on every rank, and DDP is as good as before."""
 
+import contextlib
 import time
 from typing import Any
 
@@ -8,10 +9,9 @@ import ranks
 import torch
 from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ext
-from torch_ext.comm import factory
-from torch_ext.parallel import ddp_connection
 
 SHAPES = [(4,), (200,), (3,), (500,)]
 WAYS: dict[str, dict[str, Any]] = {
@@ -26,9 +26,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def _hooked(way: str = "plain", **ddp: Any) -> Any:
     """Of several buckets, after the first backward, if the way does not say otherwise."""
-    if way == "collectives":
-        factory.backend = lambda group, device: "none that is known"
-    model = DistributedDataParallel(Given(SHAPES), **({"bucket_cap_mb": 0.0001} | WAYS[way]))
+    group = ranks.group_with_collectives() if way == "collectives" else None
+    model = DistributedDataParallel(Given(SHAPES), process_group=group, **({"bucket_cap_mb": 0.0001} | WAYS[way]))
     torch_ext.register_comm_hook(model, policy(**ddp))
     return model
 
@@ -75,10 +74,9 @@ def _as_no_shard(rank: int, world: int, dtypes: Any) -> None:
     chosen = policy(dtype, main, wire, grad_gather_dtype=gather)
     expected = _trained(torch_ext.parallelize(_of_all_kinds(dtype), chosen, strategy="no_shard"), rank)
     for transport in ("point to point", "collectives"):
-        if transport == "collectives":
-            factory.backend = lambda group, device: "none that is known"
+        group = ranks.group_with_collectives() if transport == "collectives" else None
         for cap_mb in (25, 0.002, 0.00001):
-            model = DistributedDataParallel(_of_all_kinds(dtype), bucket_cap_mb=cap_mb)
+            model = DistributedDataParallel(_of_all_kinds(dtype), process_group=group, bucket_cap_mb=cap_mb)
             torch_ext.register_comm_hook(model, chosen)
             assert _trained(model, rank) == expected, f"{transport}, DDP's buckets of {cap_mb} MB"
 
@@ -172,24 +170,29 @@ def test_another_model_in_the_same_backward_goes_on() -> None:
 # -- a rank that is lost, or fails alone --------------------------------------------------------------------------
 
 
+class _NoMemory(TorchDispatchMode):
+    """The second bucket cannot be packed."""
+
+    packed = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.torch_ext.bucket_pack_.default:
+            self.packed += 1
+            if self.packed == 2:
+                raise MemoryError("no memory for the bucket")
+        return func(*args, **(kwargs or {}))
+
+
 def _fails_in_the_hook(rank: int, world: int) -> list[str]:
     model = _hooked()
     model(noise(0, rank, SHAPES)).backward()
-    if rank == 1:
-        pack, packed = ddp_connection.pack, []
-
-        def once(*args: Any) -> None:
-            packed.append(args)
-            if len(packed) == 2:
-                raise MemoryError("no memory for the bucket")
-            pack(*args)
-
-        ddp_connection.pack = once  # type: ignore[assignment]
     messages = []
+    no_memory = _NoMemory() if rank == 1 else contextlib.nullcontext()
     for _ in range(3):
         model.zero_grad()
-        with pytest.raises((RuntimeError, MemoryError)) as raised:
-            model(noise(1, rank, SHAPES)).backward()
+        loss = model(noise(1, rank, SHAPES))
+        with pytest.raises((RuntimeError, MemoryError)) as raised, no_memory:
+            loss.backward()
         messages.append(str(raised.value))
     assert messages[1:] == [f"gradients cannot be reduced any more: {messages[0]}"] * 2
     return messages
