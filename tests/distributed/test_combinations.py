@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from gradients import BF16, FP16, FP32, noise
+from gradients import BF16, FP16, FP32, noise, whole_gradients
+from torch.distributed.tensor import DTensor
 
 import torch_ext
 
@@ -46,17 +47,16 @@ def _run(rank: int, world: int, param: str, main_params: Any, main: Any, wire: s
         return f"{type(error).__name__}: {error}"
     model(noise(1, rank, [(ROWS, 16)], dtype)[0]).backward()
     (weight,) = model.parameters()
-    owner = torch_ext.params.reducer_registry.owner_of(weight)
-    assert owner is not None
-    grad, local = owner.grad(weight), owner.local(weight)
-    assert grad is not None and grad.dtype == (policy.main_grads_dtype or dtype)
-    mean = torch.stack([noise(1, r, [(ROWS, 16)], dtype)[0].double() for r in range(world)]).mean(0).reshape(-1)
-    error = (grad.reshape(-1).double() - mean[local.offset : local.offset + grad.numel()]).abs().max()
-    limit = sum(ROUNDING[d] for d in (policy.grad_comm_dtype, grad.dtype, policy.grad_comm_dtype))
+    (grad,) = whole_gradients(model)
+    main_grads = policy.main_grads_dtype or dtype
+    assert torch.equal(grad.to(main_grads).float(), grad), "it fits into the dtype that it should be in"
+    mean = torch.stack([noise(1, r, [(ROWS, 16)], dtype)[0].double() for r in range(world)]).mean(0)
+    error = (grad.double() - mean).abs().max()
+    limit = sum(ROUNDING[d] for d in (policy.grad_comm_dtype, main_grads, policy.grad_comm_dtype))
     assert error <= 4 * limit * mean.abs().max(), f"{float(error)} of {float(mean.abs().max())}"
     optimizer.step()
-    moved = local.weight.detach().float().reshape(-1)
-    assert not moved.numel() or (moved[grad.reshape(-1) > 0.1] < 1).all(), "a step against the gradient"
+    moved = weight.full_tensor() if isinstance(weight, DTensor) else weight.detach()
+    assert (moved.float()[grad > 0.1] < 1).all(), "a step against the gradient"
     optimizer.zero_grad()
     return "ran"
 

@@ -198,8 +198,8 @@ def test_a_group_of_one(world: int) -> None:
 # -- another world ------------------------------------------------------------------------------------------------
 
 
-def _trains(rank: int, world: int, strategy: str, weights: Any, first: int) -> tuple[list[Any], int]:
-    """Two steps from the weights of an earlier run, if there was one: the weights, and the fingerprint of the plan."""
+def _trains(rank: int, world: int, strategy: str, weights: Any, first: int) -> list[Any]:
+    """Two steps from the weights of an earlier run, if there was one: the weights."""
     model = Given(SHAPES)
     if weights is not None:
         with torch.no_grad():
@@ -208,8 +208,6 @@ def _trains(rank: int, world: int, strategy: str, weights: Any, first: int) -> t
     reference = Reference(1)
     reference.models[0].load_state_dict(model.state_dict())
     _parallel(strategy, model)
-    plan = torch_ext.parallel.parallel_module.reducer_of(model).plan  # type: ignore[union-attr]
-    assert plan.world_size == world and all(b.numel % (128 * world) == 0 for b in plan.buckets)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
     for step in range(first, first + 2):
         model(noise(step, rank, SHAPES)).backward()
@@ -217,18 +215,16 @@ def _trains(rank: int, world: int, strategy: str, weights: Any, first: int) -> t
         optimizer.zero_grad()
         reference.step(step, [list(range(world))])
     reference.check([model])
-    return [p.tolist() for p in model.state_dict().values()], plan.fingerprint
+    return [p.tolist() for p in model.state_dict().values()]
 
 
 def test_a_restart_with_another_number_of_ranks() -> None:
-    weights, fingerprints = None, set()
+    weights = None
     for i, world in enumerate((2, 3, 1, 2)):
         answers = strategies.run(world, _trains, weights, 10 * i)
         for by_rank in answers.values():
             assert all(answer == by_rank[0] for answer in by_rank)
-        weights = {strategy: by_rank[0][0] for strategy, by_rank in answers.items()}
-        fingerprints |= {by_rank[0][1] for by_rank in answers.values()}
-    assert len(fingerprints) == 3, "one plan for each world"
+        weights = {strategy: by_rank[0] for strategy, by_rank in answers.items()}
 
 
 # -- groups that end ----------------------------------------------------------------------------------------------

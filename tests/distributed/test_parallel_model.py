@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import ranks
 import strategies
 import torch
-from gradients import BF16, FP32, Given, gradient, on_all_ranks, policy
+from gradients import BF16, FP16, FP32, Given, gradient, on_all_ranks, policy
 from strategies import SHARDED, STRATEGIES
 from torch.nn.parallel import DistributedDataParallel
 
@@ -113,6 +114,44 @@ def _grad_dtypes(model: Any) -> list[torch.dtype]:
     """Of what this rank's optimizer reads."""
     reducer: Any = torch_ext.parallel.parallel_module.reducer_of(model)
     return [grad.dtype for p in model.parameters() for grad in [reducer.grad(p)] if grad is not None]
+
+
+def _dtypes_of_gradients(rank: int, world: int, strategy: str) -> None:
+    """Whatever the wire has, after a backward and after one more beside it."""
+    wires: list[Any] = [None, FP32, BF16, FP16, torch.uint8]
+    for dtype, main, wire in itertools.product((FP32, BF16, FP16), (None, FP32, BF16, FP16), wires):
+        chosen = policy(dtype, main, wire)
+        model: Any = torch_ext.parallelize(Given([(256,)], dtype), chosen, strategy=strategy)
+        assert chosen.main_grads_dtype == main or main is None
+        for sync in (model.sync, model.no_sync, model.sync):
+            with sync():
+                model([torch.ones(256)]).backward()
+            if sync == model.sync:
+                expected = main or (FP32 if dtype == FP16 else dtype)
+                assert _grad_dtypes(model) == [expected], (dtype, main, wire)
+
+
+def test_gradients_have_main_grads_dtype() -> None:
+    strategies.run(2, _dtypes_of_gradients)
+
+
+def _plans(rank: int, world: int, strategy: str) -> int:
+    """The fingerprint of what a model's gradients lie in: what plan_buckets says."""
+    shapes: list[Any] = [(4,), (300,), (0,), (2, 70), (129,)]
+    chosen = policy(bucket_size=200, overlap_grad_reduce=True)
+    reducer: Any = torch_ext.parallel.parallelize._engine_of(
+        torch_ext.parallelize(Given(shapes), chosen, strategy=strategy)
+    )
+    plan = reducer.plan
+    assert plan.world_size == world and all(b.numel % (128 * world) == 0 for b in plan.buckets)
+    assert plan.fingerprint == torch_ext.plan_buckets(Given(shapes), chosen, world).fingerprint
+    return plan.fingerprint  # type: ignore[no-any-return]
+
+
+def test_one_plan_for_each_world() -> None:
+    found = [set(itertools.chain(*strategies.run(world, _plans).values())) for world in (1, 2, 3)]
+    assert [len(fingerprints) for fingerprints in found] == [1, 1, 1]
+    assert len(set.union(*found)) == 3
 
 
 def _again(rank: int, world: int, strategy: str) -> None:

@@ -1,6 +1,5 @@
 """torch's own clipping functions, and its DDP, on models that were parallelized: right, or an error that names ours."""
 
-import types
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import torch_ext
-from torch_ext.optim import torch_clip_functions
 
 SHAPES = [(6, 100), (5, 2)]
 WAYS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -116,23 +114,29 @@ def test_norms_that_others_took_are_refused_where_gradients_are_sharded() -> Non
     ranks.run(2, _refusals)
 
 
-@pytest.mark.parametrize("decorated", [True, False])
-def test_a_function_is_replaced_in_its_decorator_or_in_its_modules(decorated: bool) -> None:
+def _other_functions(rank: int, world: int, decorated: bool) -> None:
     def plain(parameters: Any, scale: float) -> tuple[int, float]:
         return len(parameters), scale
 
     def decorator(func: Any) -> Any:
         return lambda *args, **options: func(*args, **options)
 
-    home, other = types.ModuleType("home"), types.ModuleType("other")
-    home.clip = other.clip = decorator(plain) if decorated else plain
-    imported = home.clip
+    home, other = torch.nn.utils, torch.nn.utils.clip_grad
+    imported: Any = decorator(plain) if decorated else plain
+    home.clip_grad_norm_ = other.clip_grad_norm_ = imported
+    del home.clip_grads_with_norm_  # no older torch has it
     for _ in range(2):  # the second time changes nothing
-        torch_clip_functions._route([home, other], "clip", lambda params, scale: None)
-    assert (home.clip is imported) == decorated
-    assert home.clip is other.clip
-    assert home.clip(iter([torch.ones(1), torch.ones(1)]), scale=2.0) == (2, 2.0)
-    torch_clip_functions._route([home, other], "absent", plain)
+        torch_ext.parallelize(Given(SHAPES), policy(FP32), strategy="optim")
+    found: Any = home.clip_grad_norm_
+    assert (found is imported) == decorated
+    assert found is other.clip_grad_norm_
+    assert found(iter([torch.ones(1), torch.ones(1)]), scale=2.0) == (2, 2.0)
+    assert not hasattr(home, "clip_grads_with_norm_")
+
+
+@pytest.mark.parametrize("decorated", [True, False])
+def test_a_function_is_replaced_in_its_decorator_or_in_its_modules(decorated: bool) -> None:
+    ranks.run(1, _other_functions, decorated)
 
 
 def _wrapped(rank: int, world: int) -> None:

@@ -1,33 +1,35 @@
 """grad_comm_dtype="fp8": what travels, that it is what the parameter alone decides, and how far it is from the
 truth."""
 
+import ctypes
 from typing import Any
 
+import c_api
 import pytest
 import ranks
 import torch
-from gradients import BF16, FP32, Given, bits, noise, policy
+from gradients import BF16, FP32, Given, bits, gradients, noise, policy, whole_gradients
 
 import torch_ext
-from torch_ext.comm.wire import RoundingSeeds
-from torch_ext.native import ops
-from torch_ext.params import param_groups
-from torch_ext.tensors import dense
 
 SHAPES: list[Any] = [(3, 5), (700,), (0,), (129,), (16, 130), (1,)]
 
 
-def _through_8_bits(values: torch.Tensor, param: int, seeds: RoundingSeeds) -> torch.Tensor:
+SEED_OF_PARTS, SEED_OF_SUMS = 0x5EED_0000_0000, 0x5EED_8000_0000  # of what a rank sends (its number is added), of sums
+NONE = torch.empty(0)
+
+
+def _through_8_bits(values: torch.Tensor, param: int, seed: int, cycle: int) -> torch.Tensor:
     """What 8 bits keep of a parameter's values: by the operator, on the parameter alone."""
+    id_of = c_api.function("tx_param_id", ctypes.c_char_p, restype=ctypes.c_int64)
     flat = values.reshape(-1).contiguous()
     codes = torch.empty(flat.numel(), dtype=torch.uint8)
     scales = torch.empty(-(-flat.numel() // 128), dtype=torch.uint8)
     decoded = torch.empty(flat.numel())
     if flat.numel():
-        (number,) = param_groups.ids_of([f"p{param}"])
-        meta = torch.tensor([[number, 0, 0]])
-        ops.call("cast_", [flat], [codes], [], [scales], meta, 0, 1, seeds.seed, seeds.cycle)
-        ops.call("cast_", [codes], [decoded], [scales], [], dense.NONE, 0, 0, 0, 0)
+        meta = torch.tensor([[id_of(f"p{param}".encode()), 0, 0]])
+        torch.ops.torch_ext.cast_([flat], [codes], [], [scales], meta, 0, 1, seed, cycle)
+        torch.ops.torch_ext.cast_([codes], [decoded], [scales], [], NONE, 0, 0, 0, 0)
     return decoded.view(values.shape)
 
 
@@ -38,36 +40,25 @@ def _expected(world: int, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
     for i in range(len(SHAPES)):
         total = torch.zeros(SHAPES[i])
         for r in range(world):
-            total = total + _through_8_bits(grads[r][i], i, RoundingSeeds.of_parts(r, step))
+            total = total + _through_8_bits(grads[r][i], i, SEED_OF_PARTS + r, step)
         means.append(total * (1.0 / world))
     return means
 
 
-def _reduced(rank: int, world: int, strategy: str, size: int | None, main: Any, gather: Any) -> list[list[Any]]:
-    """What the optimizer reads after each of two backwards: bits, and where they are of the parameter."""
+def _reduced(rank: int, world: int, strategy: str, size: int | None, main: Any, gather: Any) -> list[list[bytes]]:
+    """What the optimizers read after each of two backwards."""
     chosen = policy(BF16, main, "fp8", bucket_size=size, grad_gather_dtype=gather)
     model = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
-    engine = torch_ext.parallel.parallel_module.reducer_of(model)
     found = []
     for step in range(2):
         model(noise(step, rank, SHAPES, BF16)).backward()
-        found.append([])
-        for p in model.parameters():
-            grad = engine.grad(p)
-            assert grad is not None and grad.dtype == (main or BF16)
-            found[-1].append((bits([grad])[0], engine.local(p).offset, grad.numel()))
+        found.append(bits(whole_gradients(model)))
         model.zero_grad()
-        assert len(engine.strategy.temporary) == 0
     return found
 
 
 def _cases(rank: int, world: int, cases: list[Any]) -> list[Any]:
     return [_reduced(rank, world, *case) for case in cases]
-
-
-def _same(answer: list[Any], expected: list[torch.Tensor]) -> None:
-    for (seen, start, numel), whole in zip(answer, expected, strict=True):
-        assert seen == bits([whole.reshape(-1)[start : start + numel]])[0]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -79,7 +70,7 @@ def test_sums_are_those_of_the_codes_in_rank_order(world: int) -> None:
     for answers in by_rank:
         for (_, _, main, _), steps in zip(cases, answers, strict=True):
             for step, answer in enumerate(steps):
-                _same(answer, [mean.to(main or BF16) for mean in _expected(world, step, BF16)])
+                assert answer == bits([mean.to(main or BF16).float() for mean in _expected(world, step, BF16)])
 
 
 @pytest.mark.parametrize("world", [2, 3])  # two trade wires
@@ -92,10 +83,10 @@ def test_no_shard_gathers_in_grad_gather_dtype(gather: str | None, world: int) -
             for step, answer in enumerate(steps):
                 means = _expected(world, step, BF16)
                 if gather == "fp8":
-                    means = [_through_8_bits(m, i, RoundingSeeds.of_sums(step)) for i, m in enumerate(means)]
+                    means = [_through_8_bits(m, i, SEED_OF_SUMS, step) for i, m in enumerate(means)]
                 elif gather != "fp32":
                     means = [mean.to(BF16) for mean in means]
-                _same(answer, [mean.to(main or BF16) for mean in means])
+                assert answer == bits([mean.to(main or BF16).float() for mean in means])
 
 
 def _bytes_sent(rank: int, world: int, strategy: str, wire: str, gather: str | None) -> float:
@@ -136,7 +127,7 @@ def test_the_mean_of_many_ranks_is_better_than_one_rank_says() -> None:
     worlds = [1, 4, 16]
     errors = []
     for world in worlds:
-        total = sum(_through_8_bits(gradient, 0, RoundingSeeds.of_parts(r, 0)).double() for r in range(world)) / world
+        total = sum(_through_8_bits(gradient, 0, SEED_OF_PARTS + r, 0).double() for r in range(world)) / world
         errors.append(float((total - gradient.double()).norm() / gradient.double().norm()))
     assert 0.005 < errors[0] < 0.05
     assert errors[1] < 0.7 * errors[0] and errors[2] < 0.7 * errors[1]
@@ -149,8 +140,7 @@ def _nan(rank: int, world: int, strategy: str) -> list[bool]:
         grads[1][3] = float("nan")
         grads[4][0, 0] = float("inf")
     model(grads).backward()
-    engine = torch_ext.parallel.parallel_module.reducer_of(model)
-    return [bool(engine.grad(p).isfinite().all()) for p in model.parameters()]
+    return [bool(grad.isfinite().all()) for grad in gradients(model) if grad is not None]
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
