@@ -7,7 +7,8 @@
  *                    per rank), tracker (which bucket is complete)
  *   2. Compression   bf16 messages in three quarters of their bytes
  *   3. Staging       the step of parameters that are not in host memory
- *   4. NCCL          buckets between GPUs over a communicator of our own */
+ *   4. NCCL          buckets between GPUs over a communicator of our own
+ *   5. Bindings      how structs lie in memory, for languages that cannot read the headers */
 #ifndef TORCH_EXT_ADVANCED_H
 #define TORCH_EXT_ADVANCED_H
 
@@ -463,6 +464,31 @@ TX_API tx_status tx_nccl_records(const tx_nccl_comm *comm, tx_nccl_record *recor
 /* records: TX_NCCL_RECORDS of each rank, by rank. TX_ERROR_MISMATCH names the first operation that differs, what it is
  * on two ranks, and both hashes. */
 TX_API tx_status tx_nccl_compare(int64_t n_ranks, const tx_nccl_record *records, tx_error *error);
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * 5. Bindings
+ * ------------------------------------------------------------------------------------------------------------- */
+
+/* A field, as the library's compiler lays it out.
+ *
+ * type: int32, int64, uint64, double; "char[]" (an array of `bytes`); the name of a struct that is held; "char *",
+ * "void *", "int64 *", or a struct's name with " *": a pointer; "function": a pointer to one. */
+typedef struct tx_struct_field {
+  const char *name;
+  const char *type;
+  int64_t offset;
+  int64_t bytes;
+} tx_struct_field;
+
+typedef struct tx_struct {
+  const char *name; /* "tx_adamw_args" */
+  int64_t bytes;
+  int64_t n_fields;
+  const tx_struct_field *fields; /* all of them, in their order */
+} tx_struct;
+
+/* Struct i of those that the functions of the public headers take; NULL past the end. Static storage. */
+TX_API const tx_struct *tx_struct_at(int32_t i);
 
 #ifdef __cplusplus
 }

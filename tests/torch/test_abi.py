@@ -13,7 +13,6 @@ import torch
 
 import torch_ext
 from torch_ext.native import constants, library, ops
-from torch_ext.policy import policy_struct
 
 HEADERS = pathlib.Path(torch_ext.__file__).parent.parent / "csrc"
 
@@ -23,7 +22,6 @@ def mirrors() -> list[type[library.Struct]]:
     for module in pkgutil.walk_packages(torch_ext.__path__, "torch_ext."):
         if module.name != "torch_ext.__main__":
             importlib.import_module(module.name)
-    policy_struct.policy_struct()  # made on demand, from the library's own table
     found: list[type[library.Struct]] = []
     waiting: list[type[library.Struct]] = [library.Struct]
     while waiting:

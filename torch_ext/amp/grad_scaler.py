@@ -10,25 +10,15 @@ from torch import Tensor
 
 from torch_ext.comm import group_calls
 from torch_ext.grads.norm import mark_agreed, measure
-from torch_ext.native import library
+from torch_ext.native import library, structs
 from torch_ext.params import local_shard, reducer_registry
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense
 
 
+@structs.mirror("tx_scale")
 class _Scale(library.Struct):
-    c_name = "tx_scale"
-    _fields_ = [
-        ("size", ctypes.c_uint64),
-        ("growth_factor", ctypes.c_double),
-        ("backoff_factor", ctypes.c_double),
-        ("min_scale", ctypes.c_double),
-        ("growth_interval", ctypes.c_int64),
-        ("hysteresis", ctypes.c_int64),
-        ("scale", ctypes.c_double),
-        ("clean_steps", ctypes.c_int64),
-        ("hysteresis_left", ctypes.c_int64),
-    ]
+    """The state of the loss scale."""
 
 
 @functools.cache

@@ -10,17 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torch_ext.native import dtypes, library
+from torch_ext.native import dtypes, library, structs
 
 
+@structs.mirror("tx_tensor")
 class TensorArgument(library.Struct):
-    c_name = "tx_tensor"
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
+    """A flat run of elements."""
 
 
 def argument(t: Tensor | None) -> TensorArgument:
@@ -47,28 +42,9 @@ def arguments(tensors: Sequence[Tensor | None]) -> "ctypes.Array[TensorArgument]
     return (TensorArgument * len(tensors))(*map(argument, tensors))
 
 
+@structs.mirror("tx_adamw_args", addresses=True)
 class AdamWArguments(library.Struct):
     """Pointers are addresses: whoever sets one keeps what it points to, unless `point` does."""
-
-    c_name = "tx_adamw_args"
-    _fields_ = [
-        ("size", ctypes.c_uint64),
-        ("n", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")),
-        *((name, ctypes.c_void_p) for name in ("masters", "scales", "steps")),
-        ("n_groups", ctypes.c_int64),
-        ("groups", ctypes.c_void_p),
-        ("lrs", ctypes.c_void_p),
-        ("meta", ctypes.c_void_p),
-        *((name, TensorArgument) for name in ("grad_scale", "clip_coef", "found_inf", "skipped")),
-        ("seed", ctypes.c_uint64),
-        ("moment_rounding", ctypes.c_int32),
-        ("weight_rounding", ctypes.c_int32),
-        ("checksums", ctypes.c_void_p),
-        ("resynced", TensorArgument),
-        ("on_external_write", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
 
     def __init__(self, n: int) -> None:
         """Of n parameters; everything else is zero."""

@@ -1,8 +1,8 @@
 """Finds libtorch_ext.so, loads it, and calls its C functions.
 
 The library is one file for every Python and every torch >= 2.10: plain C, called through ctypes. Nothing here knows
-what a function does; a module that needs one declares it with `function` and mirrors its structs as subclasses of
-`Struct`.
+what a function does; a module that needs one declares it with `function` and mirrors its structs with
+`structs.mirror`.
 """
 
 import ctypes

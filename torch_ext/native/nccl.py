@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch_ext.native import library
+from torch_ext.native import library, structs
 
 ID_BYTES, RECORDS = 128, 64  # TX_NCCL_ID_BYTES, TX_NCCL_RECORDS
 RECORD_BYTES = 128
@@ -16,43 +16,24 @@ PATH_VARIABLE = "TORCH_EXT_NCCL"
 """The environment's word for a libnccl.so.2, where the process has not loaded one already."""
 
 
+@structs.mirror("tx_nccl_about")
 class About(library.Struct):
-    c_name = "tx_nccl_about"
-    _fields_ = [
-        ("size", ctypes.c_uint64),
-        ("version", ctypes.c_int32),
-        ("windows", ctypes.c_int32),
-        ("path", ctypes.c_char * 512),
-    ]
+    """What library was found."""
 
 
+@structs.mirror("tx_nccl_comm_args")
 class CommArgs(library.Struct):
-    c_name = "tx_nccl_comm_args"
-    _fields_ = [
-        ("size", ctypes.c_uint64),
-        ("library", ctypes.c_void_p),
-        ("id", ctypes.c_char_p),
-        ("rank", ctypes.c_int32),
-        ("n_ranks", ctypes.c_int32),
-        ("timeout_seconds", ctypes.c_double),
-        ("copy_engines", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
+    """Of a new communicator."""
 
 
+@structs.mirror("tx_nccl_message")
 class Message(library.Struct):
-    c_name = "tx_nccl_message"
-    _fields_ = [("send", ctypes.c_void_p), ("receive", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
+    """Bytes to send and where to receive; addresses in device memory."""
 
 
+@structs.mirror("tx_nccl_memory")
 class Memory(library.Struct):
-    c_name = "tx_nccl_memory"
-    _fields_ = [
-        ("size", ctypes.c_uint64),
-        ("bytes", ctypes.c_int64),
-        ("data", ctypes.c_void_p),
-        ("window", ctypes.c_void_p),
-    ]
+    """Device memory of a communicator."""
 
 
 class Found(NamedTuple):

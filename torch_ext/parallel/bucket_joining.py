@@ -13,7 +13,7 @@ import torch
 
 from torch_ext.comm import compression
 from torch_ext.comm.wire import WireBuffer
-from torch_ext.native import library
+from torch_ext.native import library, structs
 from torch_ext.parallel.bucket_plan import BucketPlan
 
 _Int64s = ctypes.POINTER(ctypes.c_int64)
@@ -23,33 +23,14 @@ _FIRST, _LAST = 3, 48
 time, up to so many."""
 
 
+@structs.mirror("tx_coalesce_args")
 class _Args(library.Struct):
-    c_name = "tx_coalesce_args"
-    _fields_ = [
-        ("size", ctypes.c_uint64),
-        ("n_buckets", ctypes.c_int64),
-        ("bytes", _Int64s),
-        ("buffer", _Int64s),
-        ("n_ranks", ctypes.c_int64),
-        ("ready", _Int64s),
-        ("ended", _Int64s),
-        ("tail", _Int64s),
-        ("tail_bytes", ctypes.c_int64),
-        ("compressed", ctypes.c_int32),
-        ("sharded", ctypes.c_int32),
-    ]
     kept: tuple[torch.Tensor, ...]  # what it points to
 
 
+@structs.mirror("tx_compression")
 class _Compression(library.Struct):
-    c_name = "tx_compression"
-    _fields_ = [
-        ("plain", ctypes.c_int64),
-        ("on", ctypes.c_int32),
-        ("slow", ctypes.c_int32),
-        ("resting", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
+    """The decision, from one to the next."""
 
 
 class BucketJoining:

@@ -10,60 +10,34 @@ import torch
 
 from torch_ext.comm.communicator import Part
 from torch_ext.comm.wire import ParamSlice
-from torch_ext.native import constants, library
+from torch_ext.native import constants, library, structs
 from torch_ext.native import dtypes as native_dtypes
 from torch_ext.policy.policy import Policy
 
 
+@structs.mirror("tx_layout_param")
 class _Param(library.Struct):
-    c_name = "tx_layout_param"
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("ndim", ctypes.c_int64),
-        ("numel", ctypes.c_int64),
-        ("tied", ctypes.c_int64),
-        ("key", ctypes.c_int64),
-        ("param_dtype", ctypes.c_int32),
-        ("grad_dtype", ctypes.c_int32),
-        ("wire_dtype", ctypes.c_int32),
-        ("device", ctypes.c_int32),
-    ]
+    """A parameter, as the planner needs it."""
 
 
+@structs.mirror("tx_layout_args")
 class LayoutArgs(library.Struct):
-    c_name = "tx_layout_args"
-    _fields_ = [
-        ("size", ctypes.c_uint64),
-        ("n", ctypes.c_int64),
-        ("params", ctypes.POINTER(_Param)),
-        ("order", ctypes.POINTER(ctypes.c_int64)),
-        ("cap", ctypes.c_int64),
-        ("world", ctypes.c_int64),
-        ("overlap", ctypes.c_int32),
-        ("high_bandwidth", ctypes.c_int32),
-    ]
+    """Parameters, ranks and the cap."""
 
 
+@structs.mirror("tx_layout_place")
 class Place(library.Struct):
-    c_name = "tx_layout_place"
-    _fields_ = [("buffer", ctypes.c_int64), ("bucket", ctypes.c_int64), ("start", ctypes.c_int64)]
+    """Where a parameter is."""
 
 
+@structs.mirror("tx_layout_bucket")
 class Bucket(library.Struct):
-    c_name = "tx_layout_bucket"
-    _fields_ = [
-        ("buffer", ctypes.c_int64),
-        ("offset", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("used", ctypes.c_int64),
-        ("n_params", ctypes.c_int64),
-    ]
+    """A run of a buffer."""
 
 
+@structs.mirror("tx_layout_summary")
 class _Summary(library.Struct):
-    c_name = "tx_layout_summary"
-    _fields_ = [("n_buckets", ctypes.c_int64), ("n_buffers", ctypes.c_int64), ("fingerprint", ctypes.c_uint64)]
+    """How many buckets and buffers, and their fingerprint."""
 
 
 @dataclass(frozen=True)

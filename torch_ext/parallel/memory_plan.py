@@ -11,61 +11,34 @@ from torch import nn
 from torch_ext.comm import compression
 from torch_ext.comm.communicator import IN_FLIGHT
 from torch_ext.native import dtypes as native_dtypes
-from torch_ext.native import library
+from torch_ext.native import library, structs
 from torch_ext.optim.state.state_dtypes import MASTERS, StateDtypes
-from torch_ext.parallel.bucket_plan import Bucket, CLayout, LayoutArgs, Place
+from torch_ext.parallel.bucket_plan import CLayout
 from torch_ext.parallel.strategies import table
 from torch_ext.policy.policy import Policy
 
 
+@structs.mirror("tx_memory_state")
 class _MemoryState(library.Struct):
-    c_name = "tx_memory_state"
-    _fields_ = [
-        ("exp_avg_dtype", ctypes.c_int32),
-        ("exp_avg_sq_dtype", ctypes.c_int32),
-        ("master_dtype", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
+    """A parameter's optimizer states."""
 
 
+@structs.mirror("tx_memory_unit")
 class _MemoryUnit(library.Struct):
-    c_name = "tx_memory_unit"
-    _fields_ = [
-        ("numel", ctypes.c_int64),
-        ("trained", ctypes.c_int64),
-        ("param_dtype", ctypes.c_int32),
-        ("reduce_dtype", ctypes.c_int32),
-        ("wire_dtype", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
+    """Parameters that are gathered together."""
 
 
+@structs.mirror("tx_memory_args")
 class _MemoryArgs(library.Struct):
-    c_name = "tx_memory_args"
-    _fields_ = [
-        ("size", ctypes.c_uint64),
-        ("layout", ctypes.POINTER(LayoutArgs)),
-        ("places", ctypes.POINTER(Place)),
-        ("buckets", ctypes.POINTER(Bucket)),
-        ("n_buckets", ctypes.c_int64),
-        ("states", ctypes.POINTER(_MemoryState)),
-        ("n_units", ctypes.c_int64),
-        ("units", ctypes.POINTER(_MemoryUnit)),
-        ("frozen_bytes", ctypes.c_int64),
-        ("in_flight", ctypes.c_int64),
-        ("strategy", ctypes.c_int32),
-        ("gather_dtype", ctypes.c_int32),
-        ("slots", ctypes.c_int32),
-        ("compressed", ctypes.c_int32),
-    ]
+    """A layout and a strategy."""
 
 
 _PARTS = ("params", "grads", "masters", "moments", "scales", "steps", "transient", "moving", "total", "peak")
 
 
+@structs.mirror("tx_memory")
 class _Memory(library.Struct):
-    c_name = "tx_memory"
-    _fields_ = [(part, ctypes.c_int64) for part in _PARTS]
+    """Bytes of one rank."""
 
 
 class MemoryPlan(NamedTuple):

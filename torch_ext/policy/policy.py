@@ -14,13 +14,13 @@ from torch_ext.native import constants, dtypes, library
 from torch_ext.policy import policy_source
 from torch_ext.policy.policy_struct import (
     _HOOK,
+    PolicyStruct,
     _Arguments,
     _decode,
     _encode,
     _Origin,
     _Overrides,
     _Setting,
-    policy_struct,
     rows,
 )
 
@@ -136,7 +136,7 @@ class Policy:
         struct, origins = self._as_c()
         if computed == dtype:
             struct.shard_dtype = 0
-        row = policy_struct()(size=ctypes.sizeof(policy_struct()))
+        row = PolicyStruct(size=ctypes.sizeof(PolicyStruct))
         library.function("tx_policy_row", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)(
             ctypes.byref(struct), origins, code, ctypes.byref(row)
         )
@@ -202,7 +202,7 @@ def load_policy(
         shard_dtype=source.shards,
     )
     arguments.n_config, arguments.config = _settings("optimizer_config", optimizer_config, keep)
-    struct = policy_struct()(size=ctypes.sizeof(policy_struct()))
+    struct = PolicyStruct(size=ctypes.sizeof(PolicyStruct))
     origins = (_Origin * len(rows()))()
     resolve = library.function(
         "tx_policy_resolve", ctypes.POINTER(_Arguments), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
@@ -268,7 +268,7 @@ def _overrides(what: str, given: Overrides | None, keep: list[Any], raised: list
 def _hook(what: str, ask: Callable[[Policy], Any], keep: list[Any], raised: list[BaseException]) -> Any:
     def hook(_ctx: Any, address: Any, settings: Any, n: Any, error: Any) -> int:
         try:
-            struct = policy_struct().from_address(address)
+            struct = PolicyStruct.from_address(address)
             # What a hook sees has been decided, but not yet by whom: the origins are known at the end.
             answer = ask(Policy(_decode(struct), {row.name: (0, -1) for row in rows()}))
             count, array = _settings(f"the answer of {what}", answer, keep)

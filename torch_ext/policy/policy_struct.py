@@ -3,39 +3,21 @@
 import ctypes
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from torch_ext.native import constants, dtypes, library
-
-if TYPE_CHECKING:
-    pass
-
+from torch_ext.native import constants, dtypes, library, structs
 
 # -- mirrors of the C structs -------------------------------------------------------------------------------------
 
 
+@structs.mirror("tx_policy_field")
 class _Field(library.Struct):
-    c_name = "tx_policy_field"
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("legal", ctypes.c_char_p),
-        ("offset", ctypes.c_int64),
-        ("bytes", ctypes.c_int64),
-        ("type", ctypes.c_int32),
-        ("side", ctypes.c_int32),
-    ]
+    """A row of the table of keys."""
 
 
+@structs.mirror("tx_setting")
 class _Setting(library.Struct):
-    c_name = "tx_setting"
-    _fields_ = [
-        ("key", ctypes.c_char_p),
-        ("text", ctypes.c_char_p),
-        ("number", ctypes.c_double),
-        ("integer", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
+    """One key and its value."""
 
 
 _HOOK = ctypes.CFUNCTYPE(
@@ -48,36 +30,19 @@ _HOOK = ctypes.CFUNCTYPE(
 )
 
 
+@structs.mirror("tx_policy_overrides", hook=_HOOK)
 class _Overrides(library.Struct):
-    c_name = "tx_policy_overrides"
-    _fields_ = [
-        ("n", ctypes.c_int64),
-        ("settings", ctypes.POINTER(_Setting)),
-        ("hook", _HOOK),
-        ("hook_ctx", ctypes.c_void_p),
-    ]
+    """What the user sets on one side."""
 
 
+@structs.mirror("tx_policy_args")
 class _Arguments(library.Struct):
-    c_name = "tx_policy_args"
-    _fields_ = [
-        ("size", ctypes.c_uint64),
-        ("n_config", ctypes.c_int64),
-        ("config", ctypes.POINTER(_Setting)),
-        ("optimizer", _Overrides),
-        ("ddp", _Overrides),
-        ("model_dtype", ctypes.c_int32),
-        ("bf16", ctypes.c_int32),
-        ("fp16", ctypes.c_int32),
-        ("preset", ctypes.c_int32),
-        ("full_shard", ctypes.c_int32),
-        ("shard_dtype", ctypes.c_int32),
-    ]
+    """Everything that decides a policy."""
 
 
+@structs.mirror("tx_origin")
 class _Origin(library.Struct):
-    c_name = "tx_origin"
-    _fields_ = [("source", ctypes.c_int32), ("cause", ctypes.c_int32)]
+    """Where a value is from."""
 
 
 class _Row(NamedTuple):
@@ -85,12 +50,8 @@ class _Row(NamedTuple):
 
     name: str
     choices: tuple[str, ...]  # of an enum, by value
-    offset: int
     type: int
     side: int
-
-
-_C_TYPES: dict[int, Any] = {constants.FIELD_F64: ctypes.c_double, constants.FIELD_I64: ctypes.c_int64}
 
 
 @functools.cache
@@ -101,25 +62,13 @@ def rows() -> tuple[_Row, ...]:
     while field := field_at(len(table)):
         f = field.contents
         choices = tuple(part.strip() for part in f.legal.decode().split(","))
-        table.append(_Row(f.name.decode(), choices, f.offset, f.type, f.side))
+        table.append(_Row(f.name.decode(), choices, f.type, f.side))
     return tuple(table)
 
 
-@functools.cache
-def policy_struct() -> type[library.Struct]:
-    """The mirror of tx_policy."""
-    field_at = library.function("tx_policy_field_at", ctypes.c_int32, restype=ctypes.POINTER(_Field))
-    fields: list[tuple[str, Any]] = [("size", ctypes.c_uint64)]
-    for i, row in enumerate(rows()):
-        c_type = _C_TYPES.get(row.type, ctypes.c_int32)
-        fields.append(
-            (row.name, ctypes.c_char * field_at(i).contents.bytes if row.type == constants.FIELD_TEXT else c_type)
-        )
-    fields.append(("reserved", ctypes.c_int32))
-    mirror = type("_PolicyStruct", (library.Struct,), {"c_name": "tx_policy", "_fields_": fields})
-    for row in rows():
-        assert getattr(mirror, row.name).offset == row.offset, f"tx_policy.{row.name} is not where the library has it"
-    return mirror
+@structs.mirror("tx_policy")
+class PolicyStruct(library.Struct):
+    """One field per key."""
 
 
 def _decode(struct: ctypes.Structure) -> dict[str, Any]:
@@ -143,7 +92,7 @@ def _decode(struct: ctypes.Structure) -> dict[str, Any]:
 
 
 def _encode(values: Mapping[str, Any]) -> ctypes.Structure:
-    struct = policy_struct()(size=ctypes.sizeof(policy_struct()))
+    struct = PolicyStruct(size=ctypes.sizeof(PolicyStruct))
     for row in rows():
         value = values[row.name]
         if row.type == constants.FIELD_F64:

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 
 from torch_ext.native import library as native_library
+from torch_ext.native import structs
 
 _Pointer, _Int64, _Int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -14,34 +15,19 @@ MARK = ctypes.CFUNCTYPE(_Int32, _Pointer, _Int32, _Int64, _Pointer)
 FOLLOW = ctypes.CFUNCTYPE(_Int32, _Pointer, _Int64, _Pointer)
 
 
+@structs.mirror("tx_copy_ops", copy=COPY, mark=MARK, wait=MARK, follow=FOLLOW)
 class CopyOps(native_library.Struct):
-    c_name = "tx_copy_ops"
-    _fields_ = [
-        ("size", ctypes.c_uint64),
-        ("ctx", _Pointer),
-        ("copy", COPY),
-        ("mark", MARK),
-        ("wait", MARK),
-        ("follow", FOLLOW),
-    ]
+    """How parameters and gradients are copied."""
 
 
+@structs.mirror("tx_staging", addresses=True)
 class Staging(native_library.Struct):
-    c_name = "tx_staging"
-    _fields_ = [
-        ("size", ctypes.c_uint64),
-        ("lanes", _Pointer),
-        ("memory", _Pointer),
-        ("bytes", _Int64),
-        ("batch", _Int64),
-        ("slots", _Int32),
-        ("reserved", _Int32),
-    ]
+    """Where batches are while they are stepped."""
 
 
+@structs.mirror("tx_parallel")
 class Threads(native_library.Struct):
-    c_name = "tx_parallel"
-    _fields_ = [("size", ctypes.c_uint64), ("num_threads", _Int64), ("ctx", _Pointer), ("run", _Pointer)]
+    """The caller's threads."""
 
 
 def threads() -> Threads:
