@@ -173,6 +173,31 @@ def test_D7_dtensors(way: str, name: str) -> None:
     assert optimizer.external_writes() > before
 
 
+@pytest.mark.parametrize("name", ["fp32", "a"])
+def test_a_weight_that_is_stepped_through_a_view_is_stepped_where_it_lies_now(name: str) -> None:
+    """The operator takes memory in its order: of a channels_last weight that is a view, which `p.data =` leaves."""
+    original = params_of(name, [(2, 3, 4, 5)])[0].detach().to(memory_format=torch.channels_last)
+    moved, stays = nn.Parameter(original.clone()), nn.Parameter(original.clone())
+    optimizers = [torch_ext.AdamW([p], lr=1e-2, policy=policy_of(name)) for p in (moved, stays)]
+    for step in range(4):
+        for optimizer in optimizers:
+            train(optimizer, [step])
+        moved.data = moved.data.clone(memory_format=torch.preserve_format)
+    assert bits(moved) == bits(stays) != bits(original)
+
+
+def test_D7_a_master_that_is_written_in_a_state_dict_gives_way_to_its_weight() -> None:
+    """As torch.distributed.checkpoint.load does, where nobody loads the model: no weight moves."""
+    model, optimizer = made("a")
+    values = [bits(p) for p in model.parameters()]
+    quiet_step(model, optimizer)  # which marks the entries as handed out
+    for entry in optimizer.state_dict()["state"].values():
+        entry["master_param"].add_(1)
+    quiet_step(model, optimizer)
+    assert [bits(p) for p in model.parameters()] == values
+    assert optimizer.external_writes() == sum(p.numel() for p in model.parameters())
+
+
 # -- how much of a write is seen -------------------------------------------------------------------------------------
 
 

@@ -66,7 +66,7 @@ class StepPlan:
             and self.device.weight_memory.holds()
             and (not self._unseen or [(p.dtype, p.shape, p.stride()) for p in self._unseen] == self._unseen_forms)
             and (self.host is None or self.host.memory.holds())
-            and (self._state is state and not access.exposed(state) or self._holds(state))
+            and (not access.exposed(state) or self._holds(state))
         )
 
     def _holds(self, state: State) -> bool:
