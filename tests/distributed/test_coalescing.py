@@ -225,7 +225,7 @@ def _late(rank: int, world: int) -> str:
 
 def test_a_timeout_names_the_joined_buckets() -> None:
     message = ranks.run(2, _late, timeout=2.0)[0]
-    assert "gradients of cycle 6, buckets 0 to " in message and "rank 1 did not come" in message
+    assert "gradients of cycle 6, buckets 0 to " in message and "rank 1 did not respond" in message
 
 
 def _by_default(rank: int, world: int) -> dict[str, bool]:

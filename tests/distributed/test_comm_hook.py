@@ -201,7 +201,7 @@ def _fails_in_the_hook(rank: int, world: int) -> list[str]:
 def test_an_error_inside_the_hook_is_the_message_and_so_it_stays() -> None:
     first, second = ranks.run(2, _fails_in_the_hook, timeout=3)
     assert second[0] == "no memory for the bucket"
-    assert "rank 1 did not come" in first[0] and "gradients of cycle 1, DDP bucket 1 ('p2' ... 'p1')" in first[0]
+    assert "rank 1 did not respond" in first[0] and "gradients of cycle 1, DDP bucket 1 ('p2' ... 'p1')" in first[0]
 
 
 def _lags(rank: int, world: int, way: str) -> list[str]:
@@ -226,7 +226,7 @@ def test_the_message_of_a_lost_rank_is_the_exchanges_own(way: str) -> None:
     (first, again), _ = ranks.run(2, _lags, way, timeout=3)
     assert "cast" not in first and "time" in first.lower()
     if way == "plain":  # a back end has its own words
-        assert first.startswith("gradients of cycle 2, DDP bucket 0 ('p3' ... 'p3'): rank 1 did not come (")
+        assert first.startswith("gradients of cycle 2, DDP bucket 0 ('p3' ... 'p3'): rank 1 did not respond (")
         assert first.endswith("this process group cannot be used any more.")
     assert again == f"gradients cannot be reduced any more: {first}"
 

@@ -136,7 +136,7 @@ def _fails(rank: int, world: int) -> None:
     if rank == 1:
         time.sleep(6)
         return
-    with pytest.raises(RuntimeError, match="rank 1 did not come") as raised:
+    with pytest.raises(RuntimeError, match="rank 1 did not respond") as raised:
         model(noise(2, rank, SHAPES)).backward()
     for optimizer in optimizers:
         for _ in range(2):

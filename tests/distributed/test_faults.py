@@ -176,7 +176,7 @@ def _skips_a_layer(rank: int, world: int, strategy: str) -> str:
 def test_f5_a_gradient_that_never_came_is_named_on_every_rank() -> None:
     for messages in strategies.run(3, _skips_a_layer).values():
         assert len(set(messages)) == 1
-        assert messages[0].startswith("no gradient came for 'p1' on rank 1.")
+        assert messages[0].startswith("no gradient is ready for 'p1' on rank 1.")
         assert "find_unused_parameters=True" in messages[0]
 
 
@@ -187,7 +187,7 @@ def _came_earlier(rank: int, world: int, strategy: str) -> Any:
     with model.no_sync():
         model(_ones()).backward()
     if strategy == "optim_grads":  # every backward is reduced, so every backward is looked at
-        with pytest.raises(RuntimeError, match="no gradient came for 'p1' on rank 0; 'p1' on rank 1"):
+        with pytest.raises(RuntimeError, match="no gradient is ready for 'p1' on rank 0; 'p1' on rank 1"):
             model(last).backward()
         return None
     model(last).backward()
@@ -211,7 +211,7 @@ def _zeroed_earlier(rank: int, world: int, strategy: str) -> None:
         with model.no_sync():
             model(_ones()).backward()
         zero()
-        with pytest.raises(RuntimeError, match="no gradient came for 'p1' on rank 0; 'p1' on rank 1"):
+        with pytest.raises(RuntimeError, match="no gradient is ready for 'p1' on rank 0; 'p1' on rank 1"):
             model(last).backward()
         zero()
 

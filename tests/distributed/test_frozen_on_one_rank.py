@@ -106,7 +106,7 @@ def _thawed(rank: int, world: int) -> None:
             model(_ones()).backward()
     if rank == 1:
         os._exit(0)
-    with pytest.raises(RuntimeError, match="rank 1 did not come"):
+    with pytest.raises(RuntimeError, match="rank 1 did not respond"):
         model(_ones()).backward()
     os._exit(0)
 

@@ -95,7 +95,9 @@ def _unused(rank: int, world: int, who: tuple[int, ...], find: bool) -> Any:
 def test_f5_a_parameter_without_a_gradient_is_named(who: tuple[int, ...]) -> None:
     first, second = ranks.run(2, _unused, who, False)
     assert first == second
-    assert ("unit 'blocks.0'" in first) if len(who) == 1 else first.startswith("no gradient came for 'blocks.0.p0'.")
+    assert (
+        ("unit 'blocks.0'" in first) if len(who) == 1 else first.startswith("no gradient is ready for 'blocks.0.p0'.")
+    )
     assert "find_unused_parameters=True" in first
 
 
@@ -187,8 +189,8 @@ def test_f5_a_rank_that_skips_a_unit() -> None:
 def test_f5_a_rank_that_skips_a_unit_whose_sum_is_waited_for() -> None:
     """Before backward ends, since no more units may be on their way: nobody but the timeout knows."""
     first, second = ranks.run(2, _skips_a_unit, slice(5, 8), timeout=2.0)
-    assert "rank 1 did not come" in first
-    assert "gradients of cycle 0, unit 'blocks.2': rank 0 did not come" in second and "Timed out" in second
+    assert "rank 1 did not respond" in first
+    assert "gradients of cycle 0, unit 'blocks.2': rank 0 did not respond" in second and "Timed out" in second
 
 
 def _freezes_a_unit(rank: int, world: int) -> str:
@@ -222,7 +224,7 @@ def test_a_rank_that_dies_in_backward_is_a_message_on_the_others() -> None:
     assert answers[1] == Died(7)
     for answer in (answers[0], answers[2]):
         assert isinstance(answer, Raised) and answer.kind == "RuntimeError"
-        assert "did not come" in answer.message or "cannot be reached" in answer.message
+        assert "did not respond" in answer.message or "cannot be reached" in answer.message
         assert any(what in answer.message for what in ("weights of unit", "gradients of cycle", "end of gradient"))
 
 
@@ -241,7 +243,7 @@ def _lags(rank: int, world: int) -> str:
 def test_a_rank_that_lags_beyond_the_timeout_is_named() -> None:
     first, _, third = ranks.run(3, _lags, timeout=2.0)
     for message in (first, third):
-        assert "weights of the root's unit: rank 1 did not come" in message and "Timed out" in message
+        assert "weights of the root's unit: rank 1 did not respond" in message and "Timed out" in message
 
 
 # -- exceptions in user code ----------------------------------------------------------------------------------------

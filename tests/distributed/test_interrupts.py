@@ -44,7 +44,7 @@ def test_a_failure_is_one_whenever_it_is_asked_for() -> None:
     works = [Work(), Work(_raises(RuntimeError("connection reset"))), Work()]
     travel = _travel(*works)
     for _ in range(3):
-        with pytest.raises(RuntimeError, match=r"bucket 7: rank 1 did not come \(connection reset\)"):
+        with pytest.raises(RuntimeError, match=r"bucket 7: rank 1 did not respond \(connection reset\)"):
             travel.wait()
     assert [work.waits for work in works] == [1, 1, 0]
 
@@ -224,5 +224,5 @@ def _weights_do_not_come(rank: int, world: int) -> list[str]:
 
 def test_weights_that_did_not_come_are_an_error_each_time() -> None:
     (first, second), _ = ranks.run(2, _weights_do_not_come, timeout=3.0)
-    assert "rank 1 did not come" in first
+    assert "rank 1 did not respond" in first
     assert first in second

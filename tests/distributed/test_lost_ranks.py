@@ -55,7 +55,7 @@ def test_a_rank_that_dies_in_backward_is_a_message_on_the_others(how: str) -> No
     assert answers[1] == Died(7)
     for answer in (answers[0], answers[2]):
         assert isinstance(answer, Raised) and answer.kind == "RuntimeError"
-        assert "did not come" in answer.message or "cannot be reached" in answer.message
+        assert "did not respond" in answer.message or "cannot be reached" in answer.message
         assert "gradients of cycle 2" in answer.message or "end of gradient cycle 2" in answer.message
 
 
@@ -84,7 +84,7 @@ def test_a_rank_that_dies_while_weights_travel_is_a_message_on_the_others(strate
     answers = ranks.outcomes(3, _dies_in_step, strategy)
     assert answers[1] == Died(7)
     for first, again, backward in (answers[0], answers[2]):
-        assert "weights of bucket" in first and ("did not come" in first or "cannot be reached" in first)
+        assert "weights of bucket" in first and ("did not respond" in first or "cannot be reached" in first)
         assert "step() after an exchange that failed: weights of bucket" in again
         assert "gradients cannot be reduced any more: weights of bucket" in backward
 
@@ -124,7 +124,7 @@ def _lags_in_backward(rank: int, world: int) -> dict[str, str]:
 def test_a_rank_that_lags_in_backward_beyond_the_timeout_is_named() -> None:
     first, _, third = ranks.run(3, _lags_in_backward)
     for message in (*first.values(), *third.values()):
-        assert "rank 1 did not come" in message and "Timed out" in message
+        assert "rank 1 did not respond" in message and "Timed out" in message
         assert "cycle 1, bucket 0 of 3 ('p2')" in message
 
 
@@ -146,7 +146,7 @@ def _lags_in_step(rank: int, world: int) -> dict[str, str]:
 def test_a_rank_that_lags_in_step_beyond_the_timeout_is_named() -> None:
     first, _, third = ranks.run(3, _lags_in_step)
     for message in (*first.values(), *third.values()):
-        assert "weights of bucket 2 of 3 ('p0'): rank 1 did not come" in message and "Timed out" in message
+        assert "weights of bucket 2 of 3 ('p0'): rank 1 did not respond" in message and "Timed out" in message
 
 
 def _never_parallelizes(rank: int, world: int, how: str) -> str:
@@ -165,12 +165,12 @@ def _never_parallelizes(rank: int, world: int, how: str) -> str:
 def test_a_rank_that_does_not_call_parallelize_is_named() -> None:
     first, second, _ = ranks.run(3, _never_parallelizes, "does not", timeout=TIMEOUT)
     for message in (first, second):
-        assert "parallelize: comparing the ranks' plans: rank 2 did not come" in message
+        assert "parallelize: comparing the ranks' plans: rank 2 did not respond" in message
 
 
 def test_a_rank_in_another_world_is_told_who_did_not_come() -> None:
     *_, third = ranks.run(3, _never_parallelizes, "another world", timeout=TIMEOUT)
-    assert "parallelize: comparing the ranks' plans: rank" in third and "did not come" in third
+    assert "parallelize: comparing the ranks' plans: rank" in third and "did not respond" in third
 
 
 # -- an exception on one rank -------------------------------------------------------------------------------------
@@ -193,4 +193,6 @@ def _raises_alone(rank: int, world: int, strategy: str) -> None:
 def test_an_exception_on_one_rank_ends_the_others_with_a_message(strategy: str) -> None:
     first, second = ranks.outcomes(2, _raises_alone, strategy)
     assert isinstance(second, Raised) and second.kind == "_Oops"
-    assert isinstance(first, Raised) and ("rank 1 did not come" in first.message or "rank 1 cannot be" in first.message)
+    assert isinstance(first, Raised) and (
+        "rank 1 did not respond" in first.message or "rank 1 cannot be" in first.message
+    )

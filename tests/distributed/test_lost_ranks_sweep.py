@@ -234,7 +234,7 @@ def test_a_lost_rank_is_named_wherever_it_is_lost(seed: int, answers_of: dict[in
             continue
         assert isinstance(answer, tuple), (case, answer)
         message, seconds = answer
-        named = re.findall(r"ranks? ([\d, ]+) did not come", message)
+        named = re.findall(r"ranks? ([\d, ]+) did not respond", message)
         assert named == [str(who)], (case, rank, message)
         assert re.search(CALLS[call][3], message), (case, rank, message)
         assert seconds < 2 * TIMEOUT[kind] + 5, (case, rank, message)

@@ -153,13 +153,13 @@ def _watched(rank: int, world: int, path: str) -> None:
         comm = nccl.Comm(nccl.unique_id(), 0, 1, 5.0)
         dog = nccl_transport.Watchdog(streams, comm, 7.0)
         dog.watch(nccl_transport._Issued(streams, streams.event(), "all-to-all of bucket 3", time.monotonic()))
-        assert dog.look(time.monotonic() + now) is not ends
+        assert dog.poll(time.monotonic() + now) is not ends
         if ends:
             with pytest.raises(
                 RuntimeError, match="all-to-all of bucket 3 was not done after 7 s, the process group's"
             ):
                 comm.check()
-            assert dog.look(0.0) is False, "it ends with its communicator"
+            assert dog.poll(0.0) is False, "it ends with its communicator"
         comm.close()
 
 
@@ -279,7 +279,7 @@ def _as_long_as_the_group(rank: int, world: int, path: str) -> tuple[float, str]
     sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     exchange.transport.all_to_all([into], [sent], "bucket 3")
     dog = exchange.transport._watchdog
-    assert dog.look(time.monotonic() + 32.0) and not dog.look(time.monotonic() + 34.0)
+    assert dog.poll(time.monotonic() + 32.0) and not dog.poll(time.monotonic() + 34.0)
     with pytest.raises(RuntimeError) as error:
         exchange.transport.all_to_all([into], [sent], "bucket 4")
     return waits[0], str(error.value)

@@ -202,7 +202,7 @@ def _late_lane(rank: int, world: int) -> None:
     model, optimizer = _stepped_in_part(rank, late=0.4 if rank == 1 else 0.0)
     begin = time.monotonic()
     optimizer.zero_grad()
-    assert time.monotonic() - begin < 15, "a rank waited for one that did not come"
+    assert time.monotonic() - begin < 15, "a rank waited for one that did not respond"
     with pytest.raises(RuntimeError, match="partly those of the next step. Load a checkpoint"):
         _backward(model, rank, 3)
 
@@ -276,7 +276,7 @@ def _lost(rank: int, world: int) -> None:
             _backward(model, rank, 2)
         time.sleep(6)
         return
-    with pytest.raises(RuntimeError, match="rank 1 did not come"):
+    with pytest.raises(RuntimeError, match="rank 1 did not respond"):
         _backward(model, rank, 2)
     assert optimizer.stepped_early()
     optimizer.zero_grad()

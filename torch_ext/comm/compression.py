@@ -1,7 +1,7 @@
-"""bf16 messages in three quarters of their bytes, every bit kept (tx_compress of C), for a wire that is slow.
+"""Lossless compression of bf16 messages to three quarters of their bytes (tx_compress of C), for slow links.
 
-How long a message is depends on its number of elements alone, so that both ends know; data that is too disordered for
-it follows as it is (`rest`). Both ends have to want it, which is the caller's to agree on (`Exchange.compresses`).
+A message's length depends on its number of elements alone, so that both ends know it; data too disordered for it
+follows uncompressed (`rest`). Both ends agree on compression beforehand (`Communicator.compresses`).
 """
 
 import ctypes
@@ -35,28 +35,29 @@ def size(numel: int, dtype: torch.dtype) -> int:
 
 
 def compress(values: Tensor, message: Tensor) -> int:
-    """Writes the message (uint8, of the values' `size`, which is not 0) that stands for values; how many bytes at their
-    end have to follow it as they are. Contiguous, on the host. Any thread."""
+    """Compresses values into the message (uint8, of their `size`, not 0). Returns how many bytes at the end of values
+    must follow uncompressed. Both contiguous, in host memory. Any thread."""
     rest = ctypes.c_int64()
     _of_c("tx_compress")(argument(values), argument(message), ctypes.byref(rest))
     return rest.value
 
 
 def expand(message: Tensor, values: Tensor) -> int:
-    """The other way; how many bytes at the end of values are still to come. RuntimeError for what is no message."""
+    """Expands a message into values. Returns how many bytes at the end of values follow uncompressed. RuntimeError
+    for a damaged message."""
     rest = ctypes.c_int64()
     _of_c("tx_expand")(argument(message), argument(values), ctypes.byref(rest))
     return rest.value
 
 
 def end_of(values: Tensor, rest: int) -> Tensor:
-    """The last bytes of values, as they lie there."""
+    """A view of the last `rest` bytes of values."""
     whole = values.view(torch.uint8)
     return whole[whole.numel() - rest :]
 
 
 def is_certain(policy: Policy) -> bool:
-    """Whether messages are compressed whatever the wire's speed is."""
+    """Whether messages are compressed however fast the link is."""
     return math.isinf(policy.compress_below_gbps)
 
 

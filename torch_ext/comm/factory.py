@@ -9,10 +9,10 @@ from torch_ext.comm.streams import streams_of
 
 
 def make_communicator(group: dist.ProcessGroup, device: torch.device, transport: str = "torch") -> Communicator:
-    """The exchange for tensors on `device` over the group: point to point where its back end there is gloo.
+    """The communicator for tensors on `device` over the group: point to point where its back end there is gloo.
 
-    transport: "torch", the group itself; "nccl", a communicator of this library's own between the same ranks, made when
-    the first bucket leaves.
+    transport: "torch", the group itself; "nccl", an NCCL communicator of our own between the same ranks, made when the
+    first bucket is sent.
     """
     from torch_ext.comm.collectives import CollectiveCommunicator
     from torch_ext.comm.gloo import GlooCommunicator

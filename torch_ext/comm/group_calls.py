@@ -1,7 +1,7 @@
-"""Everything that this library says over a process group, in torch.distributed's calls: nothing else calls these.
+"""torch.distributed's collectives and messages: the only file of this library that calls them.
 
-A group that was destroyed or has failed is refused by name of the call, and a back end's error becomes the message
-that names the ranks which did not come (see `comm/lost_ranks.py`). what: the call, for messages.
+A group that was destroyed or has failed is refused, and a back end's error becomes one that names the lost ranks (Note
+[lost ranks] in `comm/lost_ranks.py`). label: names the call in messages.
 """
 
 import datetime
@@ -17,7 +17,7 @@ from torch_ext.comm.lost_ranks import failed, has_broken, is_failure, refuse
 
 
 class Call:
-    """One that was started. wait() as torch's, with an error of ours."""
+    """torch.distributed.Work whose wait() raises our errors."""
 
     def __init__(self, work: Any, group: Any, label: str) -> None:
         self._work, self._group, self._label = work, group, label
@@ -32,7 +32,7 @@ class Call:
 
 @contextmanager
 def translated(group: Any, label: str) -> Iterator[None]:
-    """For calls of torch's that speak over the group on their own. group: None: the default one."""
+    """Translates errors of torch functions that use the group themselves. group: None: the default one."""
     refuse(group, label)
     try:
         yield
@@ -53,7 +53,7 @@ def translated_over(mesh: Any, label: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_failure(error):
             raise
-        # Which one failed, the error does not say: the others are as they were, but for connections that broke.
+        # The error does not say which one failed; the others are as they were, but for broken connections.
         raise failed(_failing(groups), label, error) from error
 
 
@@ -66,7 +66,7 @@ def all_reduce(tensor: Tensor, group: Any, label: str, op: Any = dist.ReduceOp.S
 
 
 def reduce(tensor: Tensor, to: int, group: Any, label: str) -> None:
-    """to: a rank of the job."""
+    """to: a global rank."""
     _finished(dist.reduce, group, label, tensor, dst=to)
 
 
@@ -88,7 +88,7 @@ def all_to_all_single(into: Tensor, sent: Tensor, group: Any, label: str) -> Cal
 
 
 def new_group(ranks: Iterable[int], timeout: datetime.timedelta, beside: Any, label: str) -> Any:
-    """Over gloo, between these ranks of the job, who are those of the group `beside`; they alone call it."""
+    """A gloo group of these global ranks, which are those of the group `beside`; they alone call it."""
     with translated(beside, label):
         return dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
 
@@ -104,8 +104,8 @@ def _finished(call: Callable[..., Any], group: Any, label: str, *args: Any, **op
 
 
 def send(message: Tensor, group: dist.ProcessGroup, to: int, tag: int) -> Any:
-    """to: a rank in the group. Raises the back end's own error, and so does what it returns: who waits for several
-    messages tells more of whom it misses (see `comm/gloo.py`)."""
+    """to: a rank in the group. Raises the back end's own error, and so does the returned Work: whoever waits for
+    several messages knows better which ranks are missing (`comm/gloo_p2p.py`)."""
     return group.send([message], to, tag)
 
 

@@ -1,4 +1,4 @@
-"""Ranks agree on what they will exchange before they exchange it: a mismatch is a message on every rank."""
+"""Ranks agree on what they will exchange beforehand, so that a mismatch is an error on every rank; initial weights."""
 
 import ctypes
 import hashlib
@@ -11,20 +11,20 @@ from torch_ext.comm import group_calls
 from torch_ext.comm.communicator import AGREEMENT_TAG, Communicator
 from torch_ext.native import library
 
-# Words of the first message. Its size and beginning are fixed for ever: how else would a newer version tell an older?
+# Words of the first message. Its size and its first words never change: by them versions recognise each other.
 _WORDS = 8
 _FORMAT = 1
 
-# How many exchanges this process has begun on groups of its own; ranks take the largest, so that tags agree.
+# How many numbers this process has given away; ranks take the largest, so that tags agree.
 _reducers_made = 0
 
 
 def agree(
     communicator: Communicator, *, caller: str, fingerprint: int, lines: Sequence[str], failure: Exception | None
 ) -> int:
-    """Compares what every rank is about to do; returns a number for this engine that is the same on all ranks.
+    """Compares what every rank is about to do; returns a number for this reducer that is the same on all ranks.
 
-    fingerprint and lines: the layout's fingerprint and everything else that must be equal, as text; the text travels
+    fingerprint and lines: the layout's fingerprint and everything else that must be equal, as text; the text is sent
     only where something differs. failure: what went wrong on this rank, in which case every rank stops.
 
     Raises `failure` itself on the rank that has it, elsewhere RuntimeError: who failed and why, or the ranks that
@@ -98,9 +98,9 @@ _MESSAGE_BYTES = 32 * 2**20
 
 
 def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, label: str) -> None:
-    """Makes every rank's tensors those of the group's first rank, bit for bit; shapes and dtypes are agreed on before.
+    """Copies the tensors of the group's first rank to all others, bit for bit; shapes and dtypes are agreed on before.
 
-    Travels as bytes, some 32 MiB in a message. Nothing happens in a group of one. what: the call, for messages.
+    Sent as bytes, about 32 MiB in a message. label: names the call in messages.
     """
     if dist.get_world_size(group) == 1:
         return

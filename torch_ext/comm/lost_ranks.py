@@ -1,9 +1,12 @@
-"""Who is lost when a process group fails, and what is said of it: the same words in every call.
+"""Which ranks are lost when a process group fails, and the message that names them: the same in every call.
 
-A back end knows at most whose connection broke, and that of a rank which gave up breaks like that of one which died.
-So a rank that fails says so in the group's store, and then closes its connections, so that nobody waits for it until
-the timeout. Whoever has said so is alive; those whom it misses may be lost. What is found out about a group holds as
-long as it does: none works again after a failure.
+Note [lost ranks]
+
+A back end knows at most whose connection broke, and the connection of a rank that gave up breaks like that of one that
+died. So a rank in which a collective fails first writes a record into the group's store (the call, and the ranks that
+it misses), then closes its connections, so that nobody waits for it until the timeout. Ranks with a record are alive.
+Each failing rank reads the records of those it misses, and of those that they miss, for a few seconds; missed ranks
+without a record are lost. The verdict is kept as long as the group: none works again after a failure.
 """
 
 import datetime
@@ -22,55 +25,55 @@ from torch_ext.comm.process_group import backend, timeout_of
 
 _HOST = torch.device("cpu")
 _KEY = "torch_ext/failed/{}"
-_CLOSING = (1 << 30) | ((1 << 30) - 2)  # a tag of ours that nobody sends
+_CLOSING = (1 << 30) | ((1 << 30) - 2)  # a tag of ours with which nothing is sent
 
 _BROKEN, _LATE = 2.0, 10.0
-"""Seconds, at most half the group's timeout, in which ranks that are alive say so: after a connection broke, which it
-does just before; after a timeout, which others may have begun to wait for later."""
+"""Seconds, at most half the group's timeout, in which records of living ranks are expected: after a broken connection,
+which follows the record at once; after a timeout, which may have begun later on other ranks."""
 
 _PERIOD = 0.02
 
 ABANDONED: list[object] = []
-"""Messages on their way that nobody waits for: gloo may still write into their memory, so it is never freed."""
+"""Posted messages for which nobody waits: gloo may still write into their memory, so it is never freed."""
 
 
 class _FailureRecord(NamedTuple):
-    """By a rank that failed."""
+    """Written by a rank that failed."""
 
     label: str
-    """The call in which it did."""
+    """The call in which it failed."""
     missing: tuple[int, ...]
-    """Whom it misses: ranks in the group."""
+    """Whose messages are missing: ranks in the group."""
 
 
 class _Verdict(NamedTuple):
-    """What was found out about a failure, with ranks as the whole job numbers them."""
+    """The outcome of an inquiry; ranks are global."""
 
     reason: str
     lost: tuple[int, ...]
     waiting: Mapping[int, str]
-    """Of ranks that are alive, where nobody is lost: the calls in which they failed."""
+    """Where no rank is lost: the calls in which the living ones failed."""
 
     def message(self, label: str) -> str:
         after = "this process group cannot be used any more."
         if self.lost:
             which = "They were lost, are" if len(self.lost) > 1 else "The rank was lost, is"
             return (
-                f"{label}: {ranks_called(self.lost)} did not come ({self.reason}). {which} more than the process "
+                f"{label}: {ranks_called(self.lost)} did not respond ({self.reason}). {which} more than the process "
                 f"group's timeout behind, or {'run' if len(self.lost) > 1 else 'runs'} another program; {after}"
             )
         if self.waiting:
             elsewhere = "; ".join(f"rank {rank} in {call!r}" for rank, call in sorted(self.waiting.items()))
             return (
-                f"{label}: {ranks_called(self.waiting)} did not come, or gave up waiting for it ({self.reason}): "
+                f"{label}: {ranks_called(self.waiting)} did not respond, or gave up waiting for it ({self.reason}): "
                 f"no rank is lost, but they failed elsewhere ({elsewhere}). The ranks are more than the group's "
                 f"timeout apart, run different programs, or parted in an exception; {after}"
             )
-        return f"{label}: a rank did not come ({self.reason}); who, cannot be told here; {after}"
+        return f"{label}: a rank did not respond ({self.reason}); which one, cannot be told here; {after}"
 
 
 _verdicts: "weakref.WeakKeyDictionary[Any, _Verdict]" = weakref.WeakKeyDictionary()
-_announced: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups to which `leave_word` said something
+_announced: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups with a record of `announce_error`
 _lock = threading.RLock()
 
 
@@ -81,7 +84,7 @@ def ranks_called(ranks: Collection[int]) -> str:
 
 
 def refuse(group: Any, label: str) -> None:
-    """RuntimeError, which says so, where the group was destroyed or has failed before. group: None: the default one."""
+    """RuntimeError where the group was destroyed or has failed before. group: None: the default one."""
     if group is None:
         group = dist.group.WORLD
     if group is None or not _is_there(group):
@@ -93,8 +96,8 @@ def refuse(group: Any, label: str) -> None:
 
 
 def refuse_failed(group: Any, label: str) -> None:
-    """RuntimeError, which says so, where the group has failed before. One of gloo that was destroyed goes on for
-    whoever holds it, as far as messages from rank to rank go."""
+    """RuntimeError where the group has failed before. (A destroyed group of gloo still carries messages from rank to
+    rank for whoever holds it.)"""
     verdict = _verdicts.get(group)
     if verdict is not None:
         raise RuntimeError(verdict.message(label))
@@ -104,15 +107,14 @@ def _is_there(group: Any) -> bool:
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):
-        return not isinstance(group, dist.ProcessGroup)  # what stands for one in a test has no end
+        return not isinstance(group, dist.ProcessGroup)  # a test's stand-in is never destroyed
     return True
 
 
 def failed(group: Any, label: str, error: BaseException, missing: Iterable[int] = ()) -> RuntimeError:
-    """What to raise in place of a back end's error.
+    """What to raise in place of a back end's error. The first call for a group takes some seconds, for the inquiry.
 
-    missing: ranks in the group whose connection broke or who did not come in time; none: it is not known who. Takes
-    some seconds the first time, in which the other ranks are heard.
+    missing: ranks in the group whose connection broke or that timed out; none: not known.
     """
     if group is None:
         group = dist.group.WORLD
@@ -124,13 +126,13 @@ def failed(group: Any, label: str, error: BaseException, missing: Iterable[int] 
 
 
 def announce_error(group: Any, label: str) -> None:
-    """This rank is about to raise an error alone: those that wait for it are told where it is. Until `take_back`."""
+    """This rank is about to raise an error alone: ranks that wait for it will name the call. Until `withdraw_error`."""
     _Inquiry(group, _ranks_of(group)[0], _FailureRecord(label, ())).run(lambda: None, _BROKEN)
     _announced.add(group)
 
 
 def withdraw_error(group: Any) -> None:
-    """What `leave_word` left, if anything: this rank goes on."""
+    """Deletes the record of `announce_error`, if there is one: this rank goes on."""
     if group in _announced:
         _announced.discard(group)
         key = _KEY.format(_ranks_of(group)[0])
@@ -140,13 +142,13 @@ def withdraw_error(group: Any) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """A back end's first line, without its source file's name and what it adds for everybody."""
+    """The first line of a back end's error, without its source file and its general advice."""
     first = (str(error).splitlines() or [""])[0]
     return re.sub(r"^\[[^\]]*\] ", "", first).split(". This is typically")[0] or type(error).__name__
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether a back end says that ranks do not find each other, rather than that an argument is no good."""
+    """Whether a back end's error is about other ranks, rather than about an argument."""
     text = str(error)
     return isinstance(error, dist.DistError) or bool(re.search(r"gloo/|imed out|onnection|NCCL|abort", text))
 
@@ -163,14 +165,14 @@ def _find_out(group: Any, label: str, reason: str, missing: set[int]) -> _Verdic
     lost = inquiry.unresponsive()
     if not inquiry.answered:
         lost = known
-        if 0 in (of_job[r] for r in lost):  # whose process is the one that keeps the store, as a rule
+        if 0 in (of_job[r] for r in lost):  # whose process keeps the store, as a rule
             lost = {r for r in lost if of_job[r] == 0}
-    heard = {of_job[r]: record.label for r, record in inquiry.heard.items()} if not lost else {}
+    heard = {of_job[r]: record.label for r, record in inquiry.records.items()} if not lost else {}
     return _Verdict(reason, tuple(sorted(of_job[r] for r in lost)), heard)
 
 
 def _ranks_of(group: Any) -> tuple[int, int, Sequence[int]]:
-    """This rank in the group, the group's size, and its ranks' numbers in the job."""
+    """This rank in the group, the group's size, and the global ranks of its members."""
     try:
         of_job = dist.get_process_group_ranks(group)
         return dist.get_rank(group), len(of_job), of_job
@@ -190,7 +192,7 @@ def _broken(group: Any, rank: int, others: Iterable[int]) -> set[int]:
 
 
 def _posted(group: Any, peer: int) -> Any:
-    """A message that never comes; None where the connection is broken."""
+    """Posts a receive of what is never sent; None where the connection is broken."""
     try:
         if backend(group, _HOST) != "gloo":
             return True
@@ -203,8 +205,7 @@ def _posted(group: Any, peer: int) -> Any:
 
 
 def _close(group: Any, rank: int, others: Iterable[int]) -> None:
-    """Of gloo: after a wait that times out it closes every connection, also those on which others wait for this
-    rank."""
+    """Makes gloo close every connection, also those on which others wait for this rank, by a wait that times out."""
     for peer in others:
         work = _posted(group, peer)
         if work is True:
@@ -217,54 +218,52 @@ def _close(group: Any, rank: int, others: Iterable[int]) -> None:
 
 
 class _Inquiry:
-    """Tells the others of a failure, and hears what those say who are missed, and whom they miss.
-
-    On a thread of its own: a store whose process stands still answers as late as it likes.
-    """
+    """Writes this rank's record into the store and reads those of missed ranks, on a thread of its own: a store whose
+    process hangs never answers."""
 
     def __init__(self, group: Any, rank: int, record: _FailureRecord) -> None:
-        self.heard: dict[int, _FailureRecord] = {}
+        self.records: dict[int, _FailureRecord] = {}
         self.answered = False
-        """Whether the store did."""
+        """Whether the store answered."""
         self._group, self._rank, self._record = group, rank, record
-        self._told = threading.Event()
+        self._written = threading.Event()
 
-    def run(self, then: Callable[[], None], seconds: float) -> None:
-        """then: called as soon as this rank's failure can be read."""
+    def run(self, on_written: Callable[[], None], seconds: float) -> None:
+        """on_written: called as soon as this rank's record can be read. seconds: for the whole inquiry."""
         deadline = time.monotonic() + seconds
         thread = threading.Thread(target=self._run, args=(deadline,), name="torch_ext inquiry", daemon=True)
         thread.start()
-        self._told.wait(seconds)
-        then()
+        self._written.wait(seconds)
+        on_written()
         thread.join(max(0.0, deadline - time.monotonic()) + 10 * _PERIOD)
 
     def unresponsive(self) -> set[int]:
-        """Who is missed, by this rank or by those that were heard, and said nothing."""
-        heard = dict(self.heard)
+        """Ranks without a record that are missed by this rank, or by one whose record was read."""
+        records = dict(self.records)
         missed, new = set[int](), set(self._record.missing)
         while new:
             missed |= new
-            new = {other for r in new if r in heard for other in heard[r].missing} - missed
-        return missed - heard.keys() - {self._rank}
+            new = {other for r in new if r in records for other in records[r].missing} - missed
+        return missed - records.keys() - {self._rank}
 
     def _run(self, deadline: float) -> None:
         try:
             store = _store_of(self._group)
             store.set(_KEY.format(self._rank), json.dumps(self._record))
-            self._told.set()
+            self._written.set()
             while True:
                 for r in sorted(self.unresponsive()):
                     if store.check([_KEY.format(r)]):
                         label, missing = json.loads(store.get(_KEY.format(r)))
-                        self.heard[r] = _FailureRecord(label, tuple(missing))
+                        self.records[r] = _FailureRecord(label, tuple(missing))
                 self.answered = True
                 if not self.unresponsive() or time.monotonic() > deadline:
                     return
                 time.sleep(_PERIOD)
-        except Exception:  # gone with the rank that kept it
-            self._told.set()
+        except Exception:  # the store is gone with the rank that kept it
+            self._written.set()
 
 
 def _store_of(group: Any) -> Any:
-    # Private: torch hands out no other store that all ranks of a group share, and nobody else of its prefix.
+    # Private: torch has no public store that all ranks of a group share, with a prefix of its own.
     return dist.distributed_c10d._get_process_group_store(group)

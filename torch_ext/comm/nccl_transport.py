@@ -1,8 +1,9 @@
 """transport="nccl": buckets over a communicator of this library's own, on a stream of its own.
 
-Made at the first bucket, when every rank has agreed on what will be exchanged. The ranks' reports (`Collectives`) carry
-a digest of what was issued: ranks that parted are told by name of bucket, instead of waiting for each other. What does
-not end in time is aborted by a watchdog, and the next call says so: nothing else would, since no host waits.
+Made at the first bucket, when every rank has agreed on what will be exchanged. The ranks' reports
+(CollectiveCommunicator) carry a digest of what was issued: ranks that issued different collectives get an error that
+names the bucket, instead of waiting for each other. What does not end in time is aborted by a watchdog, and the next
+call raises: nothing else would notice, since no host waits.
 """
 
 import ctypes
@@ -25,7 +26,7 @@ from torch_ext.native import graph_capture, nccl
 
 
 class _Issued(NamedTuple):
-    """An operation that was given to the stream."""
+    """An operation that was queued on the stream."""
 
     streams: Streams
     event: Event
@@ -37,7 +38,7 @@ class _Issued(NamedTuple):
 
 
 class Watchdog:
-    """Looks at what is under way, oldest first, from a thread of its own."""
+    """Polls what is under way, oldest first, from a thread of its own."""
 
     PERIOD = 1.0
 
@@ -52,8 +53,8 @@ class Watchdog:
     def watch(self, issued: _Issued) -> None:
         self._under_way.append(issued)
 
-    def look(self, now: float) -> bool:
-        """Whether there is more to look at."""
+    def poll(self, now: float) -> bool:
+        """One poll. Whether there is more to watch."""
         unseen = ""
         try:
             while self._under_way and self._streams.query(self._under_way[0].event):
@@ -78,18 +79,17 @@ class Watchdog:
     def _run(self) -> None:
         try:
             with self._streams.polling():
-                while not self._ended.wait(self.PERIOD) and self.look(time.monotonic()):
+                while not self._ended.wait(self.PERIOD) and self.poll(time.monotonic()):
                     pass
-        except Exception as error:  # without it nobody would ever hear of a rank that was lost
+        except Exception as error:  # without it a lost rank would never be noticed
             self._comm.abort(f"its watchdog failed: {error}")
 
 
 class NcclTransport:
-    """See the module's first lines; one for each process group, so that one order counts for all its exchanges."""
+    """See the module's docstring. One for each process group, so that all its communicators have one order."""
 
     def __init__(self, control: Communicator, device: torch.device, streams: Streams, timeout: float) -> None:
-        """control: between the same ranks' hosts. timeout: seconds after which a rank that does not come is an
-        error."""
+        """control: between the same ranks' hosts. timeout: seconds after which a missing rank is an error."""
         self._control, self._device, self._streams, self._timeout = control, device, streams, timeout
         self._stream = streams.new()
         self._before = streams.event()
@@ -144,15 +144,15 @@ class NcclTransport:
             return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
         return torch.as_tensor(_Raw(address, nbytes, self), device=self._device)
 
-    # -- what ranks tell each other
+    # -- which ranks issued what
 
     def digest(self) -> torch.Tensor:
-        """Equal on all ranks where all have issued the same: uint8 [16]."""
+        """uint8 [16]: equal on all ranks that have issued the same."""
         words = (0, 0) if self._comm is None else self._comm.digest()
         return torch.tensor(words, dtype=torch.int64).view(torch.uint8)
 
     def explain(self, tag: int) -> None:
-        """RuntimeError: in what the ranks differ. Every rank calls it; the communicator is aborted."""
+        """Raises RuntimeError: in what the ranks differ. Every rank calls it; the communicator is aborted."""
         comm = self._made()
         payload = torch.frombuffer(bytearray(comm.records()), dtype=torch.uint8)
         gathered = self._control.all_gather_bytes(payload, tag=tag, label="records of what was exchanged")()
@@ -165,7 +165,7 @@ class NcclTransport:
 
 
 class _Raw:
-    """Memory as torch takes it from others, which keeps the transport alive."""
+    """Foreign memory for torch.as_tensor; keeps the transport alive."""
 
     def __init__(self, address: int, nbytes: int, owner: NcclTransport) -> None:
         self._owner = owner
@@ -194,7 +194,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, streams: Stream
 
 
 def refuse(name: str, device: torch.device) -> None:
-    """ValueError for what is no transport, or none for the device; RuntimeError where there is no NCCL for it."""
+    """ValueError for an unknown transport, or one that is not for the device; RuntimeError where NCCL is missing."""
     if name not in ("torch", "nccl"):
         raise ValueError(f"transport is {name!r}; legal are 'torch' and 'nccl'")
     if name == "nccl":

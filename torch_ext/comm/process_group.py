@@ -1,4 +1,4 @@
-"""What a process group of torch.distributed says of itself: its back end and its time-out."""
+"""The back end and the timeout of a process group."""
 
 import torch
 import torch.distributed as dist
@@ -15,5 +15,5 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     try:
         # Private: torch has no other way to ask.
         return float(group._get_backend(device).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):  # a back end of somebody else's, or none for the device
+    except (AttributeError, RuntimeError):  # a custom back end, or none for the device
         return float(dist.default_pg_timeout.total_seconds())

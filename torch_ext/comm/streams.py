@@ -1,14 +1,15 @@
-"""What work that a device does later must wait for: streams, events, and memory that two streams share.
+"""The order of work on a device: streams, events, and memory that two streams share.
 
-Everything about streams is here. `Streams` is what a device can do; a CPU has done everything when a call returns, so
-its own is trivial. `Ordering` and `Slots` are the rules, which are the same for every device:
+Note [streams]
 
-- A bucket leaves behind everything that was given to a stream that wrote into it (`wrote`, `leave`).
-- Its sum is taken on another stream, so that the next bucket leaves meanwhile; whoever wants it makes the streams that
-  wrote wait for it (`join`), not the host.
-- Memory that travels is borrowed from a slot and belongs to nobody else until the event of its last reader. Memory that
-  was allocated elsewhere is kept until `join`: the allocator hands it out again in the order of the stream it came
-  from.
+`Streams` is what a device can do; on a CPU all work is done when a call returns, so HostStreams does nothing.
+`Ordering` and `Slots` are the rules, the same for every device:
+
+- A bucket is sent after all work queued on the streams that produced it (`record_producer`, `send_stream`).
+- It is summed on another stream, so that the next bucket is sent meanwhile (`recv_stream`). Whoever needs the sum makes
+  the producing streams wait for it (`wait`), not the host.
+- Memory that is sent or received is a slot's, and is used again after the event of its last reader. Memory that was
+  allocated elsewhere is kept until `wait`: the allocator reuses it in the order of the stream it was allocated on.
 """
 
 import abc
@@ -25,41 +26,41 @@ Event: TypeAlias = Any
 
 
 class Streams(abc.ABC):
-    """One device's."""
+    """The streams and events of one device."""
 
     blocks = False
-    """Whether waiting for a collective holds up the thread that waits."""
+    """Whether waiting for a collective blocks the host thread that waits."""
 
     @abc.abstractmethod
     def current(self) -> Stream:
-        """To which this thread gives its work; hashable."""
+        """On which this thread queues its work; hashable."""
 
     @abc.abstractmethod
     def new(self) -> Stream: ...
 
     @abc.abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Makes it current inside."""
+        """Makes it the current stream inside."""
 
     @abc.abstractmethod
     def event(self) -> Event:
-        """Which may be recorded any number of times, and counts as passed before the first."""
+        """A new one, which may be recorded any number of times; before the first it counts as completed."""
 
     @abc.abstractmethod
     def record(self, event: Event, stream: Stream) -> None:
-        """The event passes when everything given to the stream so far is done."""
+        """The event completes with everything queued on the stream so far."""
 
     @abc.abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is given to the stream from here on runs after the event, as it was last recorded."""
+        """What is queued on the stream from here on runs after the event, as it was last recorded."""
 
     @abc.abstractmethod
     def query(self, event: Event) -> bool:
-        """Whether it has, as it was last recorded. Any thread."""
+        """Whether it has completed, as it was last recorded. Any thread."""
 
     @abc.abstractmethod
     def pointer(self, stream: Stream) -> int:
-        """For C."""
+        """Its handle, for C."""
 
     @abc.abstractmethod
     def device(self) -> AbstractContextManager[Any]:
@@ -67,12 +68,12 @@ class Streams(abc.ABC):
 
     @abc.abstractmethod
     def polling(self) -> AbstractContextManager[Any]:
-        """Inside, the thread asks what has passed, and nothing else: it makes no context on another device, and ends no
-        other thread's capture of a graph."""
+        """Inside, the thread queries events, and nothing else: it makes no context on another device, and ends no other
+        thread's capture of a graph."""
 
 
 class HostStreams(Streams):
-    """A CPU's: when a call returns, it has happened."""
+    """A CPU's: work is done when its call returns."""
 
     blocks = True
 
@@ -89,10 +90,10 @@ class HostStreams(Streams):
         return None
 
     def record(self, event: Event, stream: Stream) -> None:
-        """It has passed."""
+        """It has completed."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """It has passed."""
+        """It has completed."""
 
     def query(self, event: Event) -> bool:
         return True
@@ -117,7 +118,7 @@ class CudaStreams(Streams):
         return torch.cuda.current_stream(self._device)
 
     def new(self) -> Stream:
-        # Above the computation: what travels is what the others wait for.
+        # Above the computation: other ranks wait for what is sent.
         return torch.cuda.Stream(self._device, priority=-1)
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
@@ -152,7 +153,7 @@ def streams_of(device: torch.device) -> Streams:
 
 
 class Ordering:
-    """The two streams of one exchange: buckets leave on one and are added up on the other."""
+    """The two streams of one communicator: buckets are sent on one and summed on the other. See Note [streams]."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -160,19 +161,19 @@ class Ordering:
         self._producers: dict[Stream, Event] = {}
 
     def record_producer(self, *streams: Stream) -> None:
-        """These streams, or the current one, were given something to write that will leave, or allocated it: memory is
-        its stream's again as soon as nobody has it any more."""
+        """These streams, or the current one, write something that will be sent, or allocated it: freed memory goes back
+        to the stream it was allocated on."""
         for stream in streams or (self.streams.current(),):
             if stream not in self._producers:
                 self._producers[stream] = self.streams.event()
 
     def send_stream(self) -> AbstractContextManager[Any]:
-        """Inside, work follows everything that the current stream and those that wrote were given so far."""
+        """Inside, work follows everything queued so far on the current stream and the producers."""
         self._wait_for_producers(self._sending)
         return self.streams.on(self._sending)
 
     def wait_producers(self) -> None:
-        """The current stream goes on after everything that those that wrote were given so far."""
+        """The current stream waits for everything queued on the producers so far."""
         self._wait_for_producers(self.streams.current())
 
     def _wait_for_producers(self, follower: Stream) -> None:
@@ -182,34 +183,34 @@ class Ordering:
             self.streams.wait(follower, event)
 
     def recv_stream(self) -> AbstractContextManager[Any]:
-        """Inside, work follows what arrived before, and what it waits for itself."""
+        """Inside, work follows what was received before, and what it waits for itself."""
         return self.streams.on(self._receiving)
 
     def record_received(self, event: Event) -> None:
-        """The event of everything that arrived so far."""
+        """Records the event behind everything received so far."""
         self.streams.record(event, self._receiving)
 
     def wait(self, event: Event) -> None:
-        """The current stream goes on after the event, and so do those that wrote and the one that slots came from: what
-        they allocated may be freed."""
+        """The current stream, the producers and the stream of slots wait for the event: what they allocated may be
+        freed."""
         self.record_producer()
         for stream in (*self._producers, self._sending):
             self.streams.wait(stream, event)
 
     def forget_producers(self) -> None:
-        """What was written has left and arrived."""
+        """Everything produced was sent, and the sums received."""
         self._producers.clear()
 
 
 class Slot:
-    """Memory for one bucket on its way."""
+    """Memory for one bucket that is sent or received; free again after its event."""
 
     def __init__(self, memory: torch.Tensor, free: Event, key: tuple[str, int]) -> None:
         self.memory, self.free, self.key = memory, free, key
 
 
 class Slots:
-    """Two slots for each role and size class, made when they are first wanted and kept."""
+    """Two slots for each role and size class, allocated when first asked for, and kept."""
 
     EACH = 2
 
@@ -220,8 +221,8 @@ class Slots:
         self._made: dict[tuple[str, int], int] = {}
 
     def take(self, role: str, nbytes: int) -> Slot | None:
-        """A slot of nbytes or some more, for the current stream; None where both are given to buckets whose last
-        reader has not been told yet (finish one, then ask again)."""
+        """A slot of nbytes or some more, for the current stream; None where both belong to buckets whose last reader is
+        not queued yet (advance one, then ask again)."""
         key = (role, size_class(nbytes))
         free = self._free.setdefault(key, [])
         if not free:
@@ -234,7 +235,7 @@ class Slots:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Free again after what the current stream was given so far."""
+        """Free again after what is queued on the current stream so far."""
         self._streams.record(slot.free, self._streams.current())
         self._free[slot.key].append(slot)
 

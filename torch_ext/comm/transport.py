@@ -1,5 +1,4 @@
-"""Who moves bytes for `comm/collectives.py`: torch.distributed, or (transport="nccl") this library's own
-communicator."""
+"""What moves bytes for `comm/collectives.py`: torch.distributed, or (transport="nccl") our own NCCL communicator."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,37 +10,37 @@ from torch_ext.comm import group_calls
 
 
 class TransportWork(Protocol):
-    """Bytes on their way."""
+    """A collective that was issued."""
 
     def wait(self) -> Any:
-        """What the current stream is given from here on finds them there; a CPU waits."""
+        """Makes the current stream wait for it; a CPU waits itself."""
 
 
 class Transport(Protocol):
-    """Messages are uint8, contiguous; all ranks give the same ones in the same order. Both only start."""
+    """Messages are uint8 and contiguous; number, sizes and order are the same on all ranks. Collectives only start."""
 
     def all_to_all(self, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], label: str) -> list[TransportWork]:
-        """Part r of each message goes to rank r, whose i-th part comes from rank i. Reads and writes behind what the
-        current stream was given so far."""
+        """Part r of each message goes to rank r; part i of what is received is rank i's. Runs behind what is queued on
+        the current stream."""
 
     def all_gather(self, whole: Sequence[torch.Tensor], rank: int, label: str) -> list[TransportWork]:
-        """Brings every rank's part of each message to all; this rank's lies in its place."""
+        """Gathers every rank's part of each message; this rank's is in its place already."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory of slots, uint8: every rank asks for the same, in one order."""
+        """Memory for slots, uint8. Every rank asks for the same sizes, in one order."""
 
     def digest(self) -> torch.Tensor:
-        """Of what was issued, uint8; ranks add it to their reports. Empty where the back end sees to that itself."""
+        """Of what was issued, uint8; ranks compare it in their reports. Empty where the back end does that itself."""
 
     def explain(self, tag: int) -> None:
-        """RuntimeError: in what ranks with different digests differ. Every rank calls it."""
+        """Raises RuntimeError: in what ranks with different digests differ. Every rank calls it."""
 
 
 class TorchTransport:
     """Through the process group: its watchdog, flight recorder and elastic restart keep working."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, in_place: bool) -> None:
-        """in_place: whether the back end gathers where the own part lies in the result."""
+        """in_place: whether the back end's all-gather allows the own part to lie in the result."""
         self._group, self._device, self._in_place = group, device, in_place
         self._world_size = dist.get_world_size(group)
 

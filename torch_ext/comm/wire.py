@@ -1,4 +1,4 @@
-"""A bucket as it travels: plain elements, or 8-bit codes with one power-of-two scale byte per 128 of them."""
+"""A bucket as it is sent: plain elements, or 8-bit codes with one power-of-two scale byte per 128 of them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from torch_ext.native.constants import BLOCK
 
 CODES = torch.uint8  # the dtype of an 8-bit wire: e4m3 codes beside e8m0 scales
 
-# The first words of the thresholds' seeds: the ranks' errors must not be one and the same, or no mean would lessen
-# them; nor those of the way there and of the way back.
+# The seeds of the rounding thresholds: ranks must not round alike, or the mean would not lessen their errors; nor must
+# gradients and their sums.
 _SEED_OF_PARTS, _SEED_OF_SUMS = 0x5EED_0000_0000, 0x5EED_8000_0000
 
 
@@ -29,7 +29,7 @@ class WireBuffer(NamedTuple):
 
     @classmethod
     def empty(cls, numel: int, dtype: torch.dtype, device: torch.device) -> "WireBuffer":
-        """Memory of no particular content. numel: a multiple of 128 for codes."""
+        """Uninitialised. numel: a multiple of 128 for codes."""
         blocks = numel // BLOCK if dtype == CODES else 0
         return cls(
             torch.empty(numel, dtype=dtype, device=device), torch.empty(blocks, dtype=torch.uint8, device=device)
@@ -49,7 +49,7 @@ class WireBuffer(NamedTuple):
         return self.scales.numel() > 0
 
     def parts(self, world_size: int) -> "list[WireBuffer]":
-        """Views of what belongs to each rank; numel is a multiple of 128 * world_size."""
+        """Views of each rank's part; numel is a multiple of 128 * world_size."""
         datas = self.data.chunk(world_size) if self.data.numel() else [self.data] * world_size
         if not self.coded:
             return [WireBuffer(data, self.scales) for data in datas]
@@ -67,7 +67,7 @@ class WireBuffer(NamedTuple):
         return WireBuffer(self.data[begin:end], scales)
 
     def like(self) -> "WireBuffer":
-        """Memory for as much, uninitialised."""
+        """Uninitialised memory of the same size."""
         return WireBuffer(torch.empty_like(self.data), torch.empty_like(self.scales))
 
     def messages(self) -> list[Tensor]:

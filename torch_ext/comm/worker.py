@@ -1,7 +1,4 @@
-"""One thread that runs tasks in the order in which they were given.
-
-A wait for the network blocks, so it needs a thread beside the one that runs backward; waits release the GIL.
-"""
+"""Threads that run tasks in order. A wait for the network blocks, but releases the GIL: backward goes on beside it."""
 
 import atexit
 import queue
@@ -12,24 +9,24 @@ from collections.abc import Callable
 
 _Task = Callable[[], None]
 
-# Seconds for what is under way when the interpreter exits, which ends in no time unless another rank is late.
+# Seconds for tasks that run when the interpreter exits, which end at once unless another rank is late.
 _GRACE = 5.0
 
-_lanes: "weakref.WeakSet[WorkerThread]" = weakref.WeakSet()
+_workers: "weakref.WeakSet[WorkerThread]" = weakref.WeakSet()
 
 
 def _run(tasks: "queue.SimpleQueue[_Task | None]") -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # or the last task's tensors would live until the next one comes
+        del task  # or the last task's tensors would live until the next task
 
 
 class WorkerThread:
-    """A lazily started daemon thread; it ends when the lane is dropped. Tasks must not raise.
+    """A daemon thread, started with the first task and ended with this object. Tasks must not raise.
 
-    A daemon, because a thread that waits for a peer that never answers must not keep the interpreter from exiting: the
-    exit is what tells the other ranks. But it is waited for a while: a thread that comes back from a wait in C++ while
-    the interpreter is torn down is unwound by force, which aborts the process.
+    A daemon, because a thread that waits for a dead peer must not keep the interpreter from exiting, by which the other
+    ranks learn of it. But the exit waits for it a while: a thread that returns from C++ while the interpreter is torn
+    down is unwound by force, which aborts the process.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,11 +40,11 @@ class WorkerThread:
             self._thread = threading.Thread(target=_run, args=(self._tasks,), name=self._name, daemon=True)
             self._thread.start()
             weakref.finalize(self, self._tasks.put, None)
-            _lanes.add(self)
+            _workers.add(self)
         self._tasks.put(task)
 
     def end(self, deadline: float) -> None:
-        """Takes no task after those given before; waits for these, until the deadline (time.monotonic()) at most."""
+        """Ends the thread behind the tasks given before; waits for it until the deadline (time.monotonic())."""
         self._tasks.put(None)
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -56,5 +53,5 @@ class WorkerThread:
 @atexit.register
 def _end_all() -> None:
     deadline = time.monotonic() + _GRACE
-    for lane in list(_lanes):
-        lane.end(deadline)
+    for worker in list(_workers):
+        worker.end(deadline)

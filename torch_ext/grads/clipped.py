@@ -1,4 +1,4 @@
-"""Who clips gradients in place, for optimizers that clip by their policy where nobody else does."""
+"""Tells optimizers, which clip by their policy otherwise, that gradients were clipped in place."""
 
 import math
 import weakref
@@ -9,20 +9,20 @@ from torch import Tensor
 
 
 class Clipper(Protocol):
-    """An optimizer whose step clips, unless it was told that somebody did."""
+    """An optimizer whose step clips, unless it was told that gradients are clipped."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
     def gradients_were_clipped(self) -> None:
-        """Somebody clipped gradients of some of its parameters: on every rank, as clipping is what all ranks do."""
+        """Gradients of some of its parameters were clipped; on every rank, as all ranks clip or none."""
 
 
 _clippers: "weakref.WeakSet[Clipper]" = weakref.WeakSet()
 
 
 def watch(clipper: Clipper) -> None:
-    """From here on it is told."""
+    """From here on the optimizer is told."""
     _clippers.add(clipper)
 
 

@@ -1,4 +1,4 @@
-"""What ranks are told of gradients that are no good: the same words under every strategy."""
+"""Errors about gradients: the same words on every rank and under every strategy."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ import torch
 from torch_ext.comm.lost_ranks import ranks_called
 from torch_ext.grads.stats import ALL_FINITE
 
-# What a rank says of a parameter at the end of a backward that reduces; two bits. Both: its gradient came, and it was
-# frozen afterwards.
+# The state of a parameter's gradient at the end of a backward that reduces; two bits. READY | FROZEN: its gradient was
+# ready, and it was frozen afterwards.
 MISSING, READY, FROZEN = range(3)
 
 FOREIGN_SCALER = (
@@ -19,9 +19,9 @@ FOREIGN_SCALER = (
 _SHOWN = 8
 
 
-def refuse_step(failure: str | None, broken: bool, poisoned: Sequence[str]) -> None:
-    """RuntimeError where gradients must not be stepped. failure: why no exchange works any more; broken: a backward
-    raised when some of its sums were added to shards; poisoned: parameters that the check for NaN named."""
+def refuse_step(failure: str | None, broken: bool, nonfinite: Sequence[str]) -> None:
+    """RuntimeError where gradients must not be stepped. failure: why nothing can be reduced any more. broken: a
+    backward raised when some of its sums were added to shards. nonfinite: parameters that the check for NaN named."""
     if failure is not None:
         raise RuntimeError(f"step() after an exchange that failed: {failure}")
     if broken:
@@ -29,9 +29,9 @@ def refuse_step(failure: str | None, broken: bool, poisoned: Sequence[str]) -> N
             "step() after a backward that raised when some of its sums were added already: call zero_grad() and "
             "repeat the micro-batches"
         )
-    if poisoned:
+    if nonfinite:
         raise RuntimeError(
-            f"step() with gradients that have NaN or Inf ({', '.join(map(repr, poisoned))} and perhaps others), as "
+            f"step() with gradients that have NaN or Inf ({', '.join(map(repr, nonfinite))} and perhaps others), as "
             "backward said (check_for_nan_in_grad): call zero_grad() first"
         )
 
@@ -53,7 +53,7 @@ def refuse_nonfinite(names: Sequence[str], by_rank: Sequence[int]) -> None:
 
 
 def refuse_frozen(names: Sequence[str], grad_states: Sequence[torch.Tensor]) -> None:
-    """RuntimeError where ranks do not train the same parameters. came: as for `refuse_absent`."""
+    """RuntimeError where ranks do not train the same parameters. grad_states: as for `refuse_missing`."""
     frozen = torch.stack([states.bitwise_and(FROZEN).ne(0) for states in grad_states])
     mixed = (frozen.any(0) & ~frozen.all(0)).nonzero().flatten().tolist()
     if not mixed:
@@ -70,19 +70,19 @@ def refuse_frozen(names: Sequence[str], grad_states: Sequence[torch.Tensor]) -> 
 
 
 def refuse_missing(names: Sequence[str], grad_states: Sequence[torch.Tensor]) -> None:
-    """RuntimeError where a gradient did not come. came: of each rank, what it says of each parameter (uint8)."""
+    """RuntimeError where a gradient is missing. grad_states: by rank, the state of each parameter's (uint8)."""
     missing = [states.bitwise_and(READY | FROZEN).eq(MISSING).nonzero().flatten().tolist() for states in grad_states]
     parts = [f"{names_of(names, params)} on rank {rank}" for rank, params in enumerate(missing) if params]
     if not parts:
         return
     raise RuntimeError(
-        f"no gradient came for {'; '.join(parts)}. The loss does not depend on the parameter, or it was replaced "
+        f"no gradient is ready for {'; '.join(parts)}. The loss does not depend on the parameter, or it was replaced "
         "after parallelize, or checkpointing runs with use_reentrant=True. If parameters may be unused, call "
         "parallelize(..., find_unused_parameters=True): they then count as zero. Call zero_grad() before going on."
     )
 
 
 def names_of(names: Sequence[str], positions: Sequence[int]) -> str:
-    """The first of them by name, the others by their number."""
+    """The names of the first ones, and how many more there are."""
     more = f" and {len(positions) - _SHOWN} more" if len(positions) > _SHOWN else ""
     return ", ".join(repr(names[i]) for i in positions[:_SHOWN]) + more

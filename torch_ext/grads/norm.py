@@ -1,9 +1,9 @@
-"""The global gradient norm: parts summed over the ranks that hold them, and the clip coefficient that follows."""
+"""The global gradient norm, summed over the ranks that hold parts of gradients, and the clip coefficient."""
 
 import math
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,6 @@ from torch_ext.grads import stats as grads_stats
 from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
 from torch_ext.native import ops
 from torch_ext.tensors import dense
-
-if TYPE_CHECKING:
-    pass
-
 
 _MARK = "_torch_ext_clipping"
 _AGREED = "_torch_ext_agreed"
@@ -34,10 +30,10 @@ class NormGroup(NamedTuple):
 
 
 class Clipping:
-    """What was found out about a set of gradients; one-element tensors on their device.
+    """The norm and clip coefficient of a set of gradients; one-element tensors on their device.
 
-    It holds for these gradients as they are now. The first of them carries a mark, since identities come again and
-    gradients of the next backward are new tensors; version counters tell that nobody wrote to them.
+    Valid for these gradients as they are now. The first of them carries a mark (ids are reused, and the next backward
+    makes new tensors); version counters tell that none was modified.
     """
 
     def __init__(
@@ -53,21 +49,19 @@ class Clipping:
         self.clip_coef = clip_coef
         self.found_inf = found_inf
         self.first_bad = first_bad  # int64 [1]: index of the first gradient that is not finite
-        self.only_measured = only_measured  # with no limit: nothing is lost where gradients are written afterwards
+        self.only_measured = only_measured  # no limit: nothing is lost where gradients are modified afterwards
         self.stats = stats  # of all ranks; see measure
         self.used = False
         self._versions: list[int] = []
 
     def attach(self, grads: Sequence[Tensor]) -> None:
-        """From here on it is known which gradients it belongs to."""
+        """Marks the gradients that this belongs to."""
         self._versions = [g._version for g in grads]
         if grads:
             setattr(grads[0], _MARK, self)
 
     def belongs_to(self, grads: Sequence[Tensor]) -> bool:
-        """Whether these are the gradients: False for others or used ones, RuntimeError where they were written
-        since.
-        """
+        """Whether these are the gradients: False for others or used ones, RuntimeError where any was modified."""
         if not grads or getattr(grads[0], _MARK, None) is not self:
             return False
         if [g._version for g in grads] == self._versions:
@@ -76,18 +70,17 @@ class Clipping:
             return False
         raise RuntimeError(
             "gradients were written between clip_grad_norm_(optimizer, ...) and step(): the coefficient does not fit "
-            "them "
-            "any more. Clip last, or in place with clip_grad_norm_(parameters, ...); optimizer.zero_grad() forgets a "
-            "clip"
+            "them any more. Clip last, or in place with clip_grad_norm_(parameters, ...); optimizer.zero_grad() "
+            "forgets a clip"
         )
 
     def limited(self, max_norm: float, grad_scale: Tensor) -> "Clipping":
-        """What `measure` would find about the same gradients, without reading them again."""
+        """What `measure` would return for the same gradients, without reading them again."""
         with torch.no_grad():
             return _decided(self.stats, self.first_bad, max_norm, grad_scale)
 
     def warn_if_skipped(self, members: Sequence[Any], grads: Sequence[Tensor]) -> None:
-        """Says which gradient made the step be skipped, where that is known without waiting for a device."""
+        """Warns which gradient made the step be skipped, where that is known without waiting for a device."""
         if self.found_inf.device.type == "cpu" and self.found_inf.item() != 0:
             first = int(self.first_bad.item())
             if first >= len(members):  # the statistics came with a reduction, which does not name
@@ -137,11 +130,11 @@ def _summed(runs: Sequence[Tensor], parts: Sequence[NormGroup], device: torch.de
 
 
 def mark_agreed(found_inf: Tensor) -> Tensor:
-    """The tensor, whose value all ranks have agreed on."""
+    """Marks and returns the tensor: all ranks have agreed on its value."""
     setattr(found_inf, _AGREED, True)
     return found_inf
 
 
 def is_agreed(found_inf: object) -> bool:
-    """Whether `mark_agreed` was given it."""
+    """Whether it is marked by `mark_agreed`."""
     return bool(getattr(found_inf, _AGREED, False))

@@ -1,4 +1,4 @@
-"""grad_stats_ and its kin: the statistics of gradients as int64 words, which ranks may add."""
+"""Statistics of gradients (grad_stats_) as int64 words, which ranks may add, and the search for non-finite ones."""
 
 from collections.abc import Sequence
 
@@ -30,14 +30,14 @@ ALL_FINITE = -1
 
 
 class Watch:
-    """Gradients of one cycle, looked at as they come, on their device; the host reads once what was found."""
+    """Checks the gradients of one cycle, as they are ready, on their device; the host reads the outcome once."""
 
     def __init__(self) -> None:
         self._stats: torch.Tensor | None = None
         self._found: list[tuple[torch.Tensor, Sequence[int]]] = []
 
     def look(self, grads: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
-        """On the current stream. All looks have one device. numbers: what `first` calls each gradient."""
+        """On the current stream; always on one device. numbers: what `first` calls each gradient."""
         if not grads:
             return
         if self._stats is None:
@@ -47,8 +47,8 @@ class Watch:
         self._found.append((first, numbers))
 
     def first(self) -> int:
-        """The number of the first gradient, in the order of looks, with a non-finite element, or ALL_FINITE. Waits for
-        the current stream, which must follow those of the looks. What was found is forgotten."""
+        """The number of the first checked gradient with a non-finite element, or ALL_FINITE, and starts anew. Waits for
+        the current stream, which must follow those of the checks."""
         found, self._found, self._stats = self._found, [], None
         if not found:
             return ALL_FINITE

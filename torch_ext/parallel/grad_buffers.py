@@ -11,15 +11,15 @@ from torch_ext.tensors import dense
 
 
 def widen(params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
-    """From here on autograd makes gradients in main_grads_dtype: what several uses of a parameter bring is added up in
-    that."""
+    """From here on autograd makes gradients in main_grads_dtype, and adds up those of several uses of a parameter in
+    it."""
     for param, planned in zip(params, plan.parameters, strict=True):
         if planned.main_grads_dtype != planned.param_dtype:
             param.grad_dtype = planned.main_grads_dtype
 
 
-def give_back(params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
-    """The parameters as they were, without gradients."""
+def restore(params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
+    """Undoes `widen`, and drops the gradients."""
     for param, planned in zip(params, plan.parameters, strict=True):
         param.grad = None
         if planned.main_grads_dtype != planned.param_dtype:
@@ -52,12 +52,12 @@ class GradBuffers:
         return dense.view_like(self.params[i], self.flats[p.buffer], p.start)
 
     def _moved(self, i: int) -> bool:
-        """Whether somebody gave our view other memory, as model.to() does with every `.grad`."""
+        """Whether our view was given other memory, as model.to() does with every `.grad`."""
         view, planned = self._views[i], self.plan.parameters[i]
         return planned.numel > 0 and view.data_ptr() != self.flats[planned.buffer].data_ptr() + self._bytes[i]
 
     def is_ours(self, i: int) -> bool:
-        """Whether `.grad` of parameter i is what it was made here, wherever it lies."""
+        """Whether `.grad` of parameter i is the tensor that was made here, wherever it lies."""
         return self.params[i].grad is self._views[i]
 
     def holds(self, i: int) -> bool:
@@ -102,15 +102,15 @@ class GradBuffers:
             self.view(i).zero_()
 
     def release(self) -> None:
-        """Gives the parameters back as they were, without gradients."""
-        give_back(self.params, self.plan)
+        """Leaves the parameters as they were before, without gradients."""
+        restore(self.params, self.plan)
 
 
 class TemporaryBuckets:
-    """For each bucket at most one that leaves and one that sums are gathered in, at a time."""
+    """For each bucket at most one buffer that is sent and one that sums are gathered in, at a time."""
 
     def __init__(self, communicator: Communicator) -> None:
-        """exchange: which lends the memory."""
+        """communicator: lends the memory."""
         self._communicator = communicator
         self._wires: dict[tuple[int, bool], WireBuffer] = {}
 
@@ -119,10 +119,7 @@ class TemporaryBuckets:
         return len(self._wires)
 
     def take(self, bucket: int, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> WireBuffer:
-        """The bucket's memory, of no particular content.
-
-        Raises RuntimeError where the bucket has one of another size or dtype: somebody still reads it.
-        """
+        """The bucket's memory, uninitialised. RuntimeError where it has one of another size or dtype, still in use."""
         wire = self._wires.get((bucket, gathered))
         if wire is None:
             wire = self._wires[bucket, gathered] = self._communicator.borrow(

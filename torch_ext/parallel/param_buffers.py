@@ -30,7 +30,7 @@ class ParamBuffers:
             param.data = view
 
     def _holds(self, i: int) -> bool:
-        """Whether parameter i is its view. The buffer itself may move (share_memory()) and takes its views along."""
+        """Whether parameter i is its view. The buffer itself may move (share_memory()), and its views with it."""
         param, planned = self.params[i], self.plan.parameters[i]
         flat = self.flats[planned.buffer]
         address = flat.data_ptr() + planned.start * flat.element_size()
@@ -46,11 +46,10 @@ class ParamBuffers:
             )
 
     def alone(self, state_dict: MutableMapping[str, Any]) -> None:
-        """Puts tensors with storages of their own in the place of those that are detached parameters of these buffers.
+        """Replaces detached parameters of these buffers by tensors of the same memory with storages of their own.
 
-        They are the same memory, whoever writes to them writes to the weights. But others take tensors of one storage
-        for tied weights and save one of them (Accelerate, with a warning), refuse to (safetensors), or save all of the
-        storage with each (torch.save). Tied weights stay one tensor.
+        Of tensors in one storage, Accelerate saves one with a warning (as if they were tied), safetensors refuses to
+        save any, and torch.save saves the whole storage with each. Tied weights stay one tensor.
         """
         flats = {flat.untyped_storage().data_ptr() for flat in self.flats if flat.numel()}
         made: dict[tuple[Any, ...], Tensor] = {}
@@ -64,7 +63,7 @@ class ParamBuffers:
         self._lent += (StorageWeakRef(value.untyped_storage()) for value in made.values())
 
     def refuse_lent(self, doing: str) -> None:
-        """RuntimeError where somebody still has tensors of `alone`, under which the memory must not go away."""
+        """RuntimeError where tensors of `alone` are still held: their memory must not be offloaded."""
         if not all(one.expired() for one in self._lent):
             raise RuntimeError(
                 f"{doing} while a state_dict() of the model, or a tensor of it, is held somewhere: it is the weights' "
@@ -72,7 +71,7 @@ class ParamBuffers:
             )
 
     def release(self) -> None:
-        """Gives every parameter memory of its own again."""
+        """Copies every parameter to memory of its own."""
         for i, param in enumerate(self.params):
             if self._holds(i):
                 param.data = param.detach().clone(memory_format=torch.preserve_format)

@@ -1,4 +1,4 @@
-"""Which bucket is complete: tx_tracker of the C library, which lives in memory of ours."""
+"""Which bucket is complete: tx_tracker of the C library, in memory of this object."""
 
 import ctypes
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ _Int64s = ctypes.POINTER(ctypes.c_int64)
 
 
 class ReadyTracker:
-    """Learns during backward which gradients came; hands out buckets in ascending order, each once per cycle."""
+    """Is told which gradients are ready; hands out complete buckets in ascending order, each once per cycle."""
 
     def __init__(self, names: Sequence[str], bucket_of: Sequence[int], n_buckets: int) -> None:
         self._n = n = len(names)
@@ -45,7 +45,7 @@ class ReadyTracker:
         )
         self._complete = ctypes.c_int64()
         self._complete_at = ctypes.addressof(self._complete)
-        # For each gradient, while lanes have other things to do.
+        # Called for each gradient: brief calls do not release the GIL, which worker threads would keep for a while.
         self._mark = library.function("tx_tracker_mark", _Pointer, ctypes.c_int64, _Pointer, brief=True)
         self._next = library.function("tx_tracker_next", _Pointer, restype=ctypes.c_int64, brief=True)
         self._finish = library.function("tx_tracker_finish", _Pointer, _Int64s, _Int64s)
@@ -53,7 +53,7 @@ class ReadyTracker:
         self._order = library.function("tx_tracker_order", _Pointer, _Int64s)
 
     def mark(self, param: int) -> bool:
-        """The gradient is there; whether it completed its bucket. RuntimeError where it came before in this cycle."""
+        """The gradient is ready; whether it completed its bucket. RuntimeError where it was so before in this cycle."""
         self._mark(self._tracker, param, self._complete_at)
         return self._complete.value >= 0
 
@@ -63,13 +63,13 @@ class ReadyTracker:
         return None if bucket < 0 else bucket
 
     def finish(self) -> list[int]:
-        """Nothing more will come: every bucket is complete now. Who never came, ascending."""
+        """Backward has ended: every bucket is complete now. The parameters without a gradient, ascending."""
         n = ctypes.c_int64()
         self._finish(self._tracker, self._missing, ctypes.byref(n))
         return list(self._missing[: n.value])
 
     def order(self) -> list[int]:
-        """A permutation of all parameters: how they came in the first finished cycle, those that did not come last."""
+        """All parameters, in the order of their gradients in the first finished cycle; missing ones last."""
         order = (ctypes.c_int64 * max(1, len(self._names)))()
         self._order(self._tracker, order)
         return list(order)[: self._n]

@@ -1,4 +1,4 @@
-"""Who reduces a parameter's gradient, and what an optimizer can ask them: optimizers know parameters only."""
+"""From a parameter to the reducer of its gradient, and what an optimizer asks it: optimizers know parameters only."""
 
 import abc
 import weakref
@@ -17,29 +17,29 @@ class BucketStepper(Protocol):
     """An optimizer that can step a bucket before its step() is called."""
 
     def refuse_backward(self) -> None:
-        """RuntimeError where a backward would bring gradients beside some that were applied already."""
+        """RuntimeError where a backward would add to gradients of which some were stepped already."""
 
     def begin_early(self, owner: "GradientReducer") -> Callable[[int], None] | None:
-        """A backward begins after which the owner's gradients are whole. Returns what steps a bucket of them whose sum
-        is there, on any thread; None: nothing can be stepped before step()."""
+        """A backward begins that completes the owner's gradients. Returns what steps a bucket once it is reduced, on
+        any thread; None: nothing can be stepped before step()."""
 
     def stepped_early(self) -> bool:
-        """Whether something was stepped in backward, and step() is still to come."""
+        """Whether something was stepped in backward, and step() was not called since."""
 
 
 class GradientReducer(abc.ABC):
-    """Reduces the gradients of a model's parameters, and lays out what each rank steps of them."""
+    """Reduces the gradients of a model's parameters, and decides which part of each this rank steps."""
 
     params: Sequence[torch.nn.Parameter]
     """All of them."""
     forwards_running = 0
-    """Forwards of the model that are under way."""
+    """Of the model, nested or in several threads."""
     layout = 0
-    """How often it has laid its parameters out anew."""
+    """Counts changes of the parameters' layout."""
 
     @property
     def failed(self) -> bool:
-        """Whether no exchange works any more."""
+        """Whether nothing can be reduced any more."""
         return False
 
     @property
@@ -54,56 +54,54 @@ class GradientReducer(abc.ABC):
 
     @abc.abstractmethod
     def finish_failed_backward(self) -> None:
-        """Waits for what a backward that raised left on its way: nothing is written to gradients afterwards."""
+        """Waits for what a backward that raised has started: nothing is written to gradients afterwards."""
 
     @abc.abstractmethod
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where it must not."""
 
     def refuse_gone(self, doing: str) -> None:
-        """RuntimeError where what was stepped could not be brought to the other ranks any more: their process group was
-        destroyed, or has failed."""
-        return  # not every owner brings it
+        """RuntimeError where stepped weights could not be gathered any more: the process group was destroyed, or has
+        failed."""
+        return  # not every reducer gathers weights
 
     @abc.abstractmethod
     def local(self, param: torch.Tensor) -> LocalShard:
-        """What this rank steps of the parameter; RuntimeError where the parameter is no longer where it was laid."""
+        """What this rank steps of the parameter; RuntimeError where the parameter left its buffer."""
 
     @abc.abstractmethod
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Its gradient there, of the weight's numel; None on all ranks or on none."""
+        """The gradient of `local(param)`, of its numel; None on all ranks or on none."""
 
     def stats(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The statistics (grad_stats_) of this rank's parts of these gradients, the caller's to write to, if they are
-        known without reading them: the reduction found them, and nobody wrote to them since."""
+        """A copy of the statistics (grad_stats_) of this rank's parts of these gradients, where the reduction computed
+        them and none was modified since; else None."""
         return None
 
     def part(self, param: torch.Tensor) -> torch.Tensor:
-        """The memory in which `grad` finds the gradient, one there or not. Only owners that call `begin_early` are
-        asked."""
+        """The memory of `grad`, whether or not there is a gradient. Only of reducers that call `begin_early`."""
         raise NotImplementedError
 
     def offer(self, stepper: BucketStepper) -> None:
         """The optimizer has states for these parameters: from now on it may be asked to step in backward."""
-        return  # not every owner asks
+        return  # not every reducer asks
 
     @abc.abstractmethod
     def gather(self, bucket: int) -> "Work":
-        """This rank's parts of a bucket's weights were stepped (LocalShard.bucket): starts to bring the others'
-        parts."""
+        """This rank's parts of a bucket's weights were stepped (LocalShard.bucket): starts their all-gather."""
 
     def sync_parameters(self) -> bool:
-        """Sees to it that the next forward uses what is in the parameters; whether there was anything to see to."""
+        """Makes the next forward use what is in the parameters; whether it might not have."""
         return False
 
     @abc.abstractmethod
     def refuse_moving(self, doing: str, weights: bool) -> None:
-        """RuntimeError where a forward, a backward, an exchange or a step is under way: no memory may go now.
-        weights: theirs is about to."""
+        """RuntimeError where a forward, a backward, a reduction or a step is under way: no memory may be offloaded now.
+        weights: whether that of weights is about to be."""
 
     @abc.abstractmethod
     def gradient_memory(self) -> Sequence[torch.Tensor]:
-        """Everything in which gradients lie between backwards, besides tensors that are `.grad` only."""
+        """All memory in which gradients lie between backwards, except of tensors that are only `.grad`."""
 
     @abc.abstractmethod
     def gradients_released(self) -> None:
@@ -111,15 +109,15 @@ class GradientReducer(abc.ABC):
 
     @abc.abstractmethod
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
-        """Forgets the gradients of these parameters as far as they are not `.grad`."""
+        """Drops the gradients of these parameters, except `.grad` itself."""
 
 
 # Not an attribute of the parameter, which would be pickled with it.
 _owners: "dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[GradientReducer]]]" = {}
 
 generation = 0
-"""Changes whenever any parameter gets another owner, or an owner lays its parameters out anew. What an optimizer knows
-of owners holds while this stays the same, and beyond it while its own parameters' owners and their layouts do."""
+"""Changes whenever any parameter gets another reducer, or a reducer changes its layout. What an optimizer knows of
+reducers is valid while this stays the same, and beyond that while its own parameters' reducers and their layouts do."""
 
 
 def _changed() -> None:
@@ -128,13 +126,13 @@ def _changed() -> None:
 
 
 def laid_out_anew(owner: GradientReducer) -> None:
-    """What optimizers know of this owner's parameters holds no longer."""
+    """The reducer has changed the layout of its parameters: what optimizers know of it is outdated."""
     owner.layout += 1
     _changed()
 
 
 def register(owner: GradientReducer, params: Iterable[torch.Tensor]) -> None:
-    """The owner reduces these parameters, until `unregister` or its end."""
+    """The owner reduces these parameters' gradients, until `unregister` or its end."""
     _changed()
     keys = []
     for param in params:
@@ -145,7 +143,7 @@ def register(owner: GradientReducer, params: Iterable[torch.Tensor]) -> None:
 
 def unregister(owner: GradientReducer) -> None:
     """Forgets the owner's parameters."""
-    entries = list(_owners.items())  # an owner may end, and be forgotten, while they are looked at
+    entries = list(_owners.items())  # an owner may end, and be forgotten, meanwhile
     _forget([key for key, (_, known) in entries if known() is owner], weakref.ref(owner))
 
 
@@ -158,7 +156,7 @@ def _forget(keys: "list[int]", owner: "weakref.ref[GradientReducer]") -> None:
 
 
 def owner_of(param: torch.Tensor) -> GradientReducer | None:
-    """Who reduces the parameter's gradient; None where nobody of ours does."""
+    """The reducer of the parameter's gradient, or None."""
     entry = _owners.get(id(param))
     return entry[1]() if entry is not None and entry[0]() is param else None
 

@@ -1,7 +1,7 @@
 """What FSDP2 calls instead of its own collectives (set_custom_reduce_scatter, set_custom_all_gather).
 
-Both only start: FSDP2 waits for a gather where it needs the weights, so that the next unit's travels while this one
-computes, and for a reduction nobody waits before the end of backward.
+Both only start: FSDP2 waits for an all-gather where it needs the weights, so that the next unit's is under way while
+this one computes; reductions are waited for at the end of backward.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ class ReduceScatter(_Comm):
         self._allocated_on: set[Stream] = set()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        # The input is the computation's, which no event of the stream of the call covers, and FSDP2 lets go of it as
-        # soon as the call is done.
+        # The input is memory of the computation's stream, which no event of the calling stream covers, and FSDP2 frees
+        # it as soon as the call returns.
         self._allocated_on.add(self._reducer.communicators.current_stream())
         return super().allocate(size, dtype=dtype, device=device)
 
@@ -73,7 +73,7 @@ class AllGather(_Comm):
 
 
 class Gathering(dist.Work):
-    """ParamGather on their way; whether FSDP2 asked for an asynchronous operation or not, it waits for it."""
+    """Weights that are being gathered; FSDP2 waits for them, whether it asked for async_op or not."""
 
     def __init__(self, weights: "ParamGather", unit: "UnitPlan", handle: Work) -> None:
         super().__init__()

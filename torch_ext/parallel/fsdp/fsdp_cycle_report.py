@@ -1,5 +1,4 @@
-"""What ranks tell each other at the end of a backward under FSDP2: an error is one on every rank, with the same
-words."""
+"""What ranks tell each other at the end of a backward under FSDP2, so that an error is the same on every rank."""
 
 from collections.abc import Sequence
 
@@ -41,7 +40,7 @@ class FSDPCycleReports:
         self.nonfinite = [row[1] for row in self._words]
 
     def check_places(self, rank: int) -> None:
-        """RuntimeError where the ranks did not reduce the same: what one did not send never comes."""
+        """RuntimeError where the ranks did not reduce the same gradients: one would wait for ever."""
         cycles = [row[0] for row in self._words]
         for other, cycle in enumerate(cycles):
             if cycle != cycles[rank]:
@@ -60,22 +59,21 @@ class FSDPCycleReports:
                 )
 
     def check_trained(self) -> None:
-        """RuntimeError where a parameter is frozen on some ranks only: these reduced other gradients than the others,
-        and the exchange cannot go on."""
+        """RuntimeError where a parameter is frozen on some ranks only: these reduce other gradients."""
         refuse_frozen(self._names, self._grad_states)
 
     def check_finite(self) -> None:
         refuse_nonfinite(self._names, self.nonfinite)
 
     def missing_everywhere(self) -> list[int]:
-        """Parameters whose gradient came on no rank."""
+        """Parameters without a gradient on every rank."""
         return torch.stack(self._grad_states).ne(READY).all(0).nonzero().flatten().tolist()
 
     def check_none_missing(self) -> None:
         missing = sorted({i for states in self._grad_states for i in states.eq(MISSING).nonzero().flatten().tolist()})
         if missing:
             raise RuntimeError(
-                f"no gradient came for {names_of(self._names, missing)}. The loss does not depend on the parameter, or "
-                "it was replaced after parallelize. If parameters may be unused, call parallelize(..., "
+                f"no gradient is ready for {names_of(self._names, missing)}. The loss does not depend on the "
+                "parameter, or it was replaced after parallelize. If parameters may be unused, call parallelize(..., "
                 "find_unused_parameters=True). Call zero_grad() before going on."
             )

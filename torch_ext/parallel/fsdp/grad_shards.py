@@ -20,15 +20,15 @@ class GradShards:
         self._shards: dict[int, torch.Tensor] = {}
         self._grads: dict[int, Any] = {}  # the DTensors
         self.added: set[int] = set()
-        """For which parameters this backward's sums are in the shards."""
-        self._new: set[int] = set()  # whose shards this backward's sums are
+        """Parameters whose sums of this backward are in the shards."""
+        self._new: set[int] = set()  # parameters whose shards are this backward's sums
 
     def visible(self, i: int) -> bool:
         """Whether the shard can be `.grad`, which has the parameter's dtype."""
         return self.params[i].dtype == self.units[self._unit_of[i]].main_grads_dtype
 
     def of(self, i: int) -> torch.Tensor | None:
-        """What a step reads."""
+        """The gradient that a step reads, or None."""
         if not self.visible(i):
             return self._shards.get(i)
         grad = self.params[i].grad
@@ -45,7 +45,7 @@ class GradShards:
         return unit.main_grads_dtype if first else torch.float32
 
     def belongs(self, i: int, unit: UnitPlan) -> None:
-        """The unit has parameter i: of several modules that its user gave to one unit, FSDP2 asks any."""
+        """The unit has parameter i: of several modules of one unit, FSDP2 uses the collectives of any."""
         self._unit_of[i] = unit.number
 
     def forget(self, i: int) -> None:
@@ -53,8 +53,8 @@ class GradShards:
         self._grads.pop(i, None)
 
     def detach_grads(self) -> list[int]:
-        """A backward begins, in which FSDP2 would add to `.grad` before there is anything to add. What somebody else
-        put there counts; the answer is where somebody took it away."""
+        """A backward begins, in which FSDP2 would accumulate into `.grad` before the sums are written. A `.grad` that
+        the user assigned is taken over; returns the parameters whose `.grad` the user dropped."""
         self.added, self._new = set(), set()
         gone = []
         for i, param in enumerate(self.params):
@@ -78,21 +78,21 @@ class GradShards:
             self._shards[i] = local.to(self.units[self._unit_of[i]].main_grads_dtype)
 
     def drop_new(self, unused: Iterable[int]) -> None:
-        """Of parameters that no rank used: sums of zeros, where there was no gradient before."""
+        """Drops sums of zeros, of parameters that no rank used, where there was no gradient before."""
         for i in self._new.intersection(unused):
             self.forget(i)
             self.params[i].grad = None
 
     def attach_grads(self) -> None:
-        """A backward ended."""
+        """A backward ended: `.grad` of visible shards is there again."""
         for i, grad in self._grads.items():
             self.params[i].grad = grad
 
     def add_sums(self, reduction: Reduction, guarded: Callable[[Callable[[], None]], None]) -> None:
-        """Waits for the sums, which become the shards or are added to them. guarded: calls what it is given."""
+        """Waits for the sums, which become the shards or are added to them. guarded: calls its argument."""
         reduction.wait(guarded)
         if not reduction.slices and reduction.unit.replicas > 1:
-            return  # FSDP2 keeps the sum to itself, for a later backward (set_requires_all_reduce)
+            return  # FSDP2 keeps the sum back for a later backward (set_requires_all_reduce)
         self._check_covered(reduction)
         reduction.is_added = True
         later: list[tuple[int, torch.Tensor]] = []
@@ -121,7 +121,7 @@ class GradShards:
             ops.call("bucket_accumulate_", [self._shards[i] for i, _ in values], [value for _, value in values])
 
     def _check_covered(self, reduction: Reduction) -> None:
-        """A parameter that FSDP2 reduces and nobody here knows would be stepped with numbers that are none."""
+        """RuntimeError where FSDP2 reduces a parameter that this reducer does not know: it would get no gradient."""
         end = 0
         for one in sorted(reduction.slices, key=lambda s: s.begin):
             if one.begin != end:
@@ -136,7 +136,7 @@ class GradShards:
 
 
 def _padded_numel(param: Any) -> int:
-    """Of a shard, the largest: all ranks' are padded to it."""
+    """Of the largest rank's shard, to which all are padded."""
     # Those of tensor parallelism come after FSDP2's, and were made before it.
     sharding = [(i, placement) for i, placement in enumerate(param.placements) if not placement.is_replicate()]
     if not sharding:

@@ -1,4 +1,4 @@
-"""The weights of a model sharded by FSDP2: gathers that do not block, and whole weights that would be old ones."""
+"""The weights of a model sharded by FSDP2: asynchronous all-gathers, and gathered weights that have become stale."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -21,7 +21,7 @@ Place: TypeAlias = tuple[weakref.ref[nn.Module], str]
 
 
 class Used:
-    """Autograd says so, of whole parameters: by hooks, which they get when the first forward shows them."""
+    """Which parameters got a gradient: hooks of the unsharded parameters, which the first forward shows, tell."""
 
     def __init__(
         self, params: Sequence[nn.Parameter], units: Sequence[Sequence[nn.Module]], places: Sequence[Sequence[Place]]
@@ -37,7 +37,7 @@ class Used:
             self._hooks += [module.register_forward_pre_hook(partial(self._watch, known)) for module in unit]
 
     def _watch(self, places: Sequence[tuple[weakref.ref[nn.Module], str, int | None]], *_: Any) -> None:
-        """Behind FSDP2's hook, which puts whole parameters into a unit's modules."""
+        """Runs after FSDP2's hook, which puts unsharded parameters into a unit's modules."""
         for module, name, i in places:
             if i is None or (owner := module()) is None or (whole := owner._parameters.get(name)) is None:
                 continue
@@ -46,13 +46,13 @@ class Used:
                 self._hooks.append(whole.register_post_accumulate_grad_hook(partial(_reach, self._reached, i)))
 
     def take(self, i: int) -> bool:
-        """Whether a gradient came since this was asked before. Of a parameter that was not seen whole, one did."""
+        """Whether it got a gradient since the last call. True where the unsharded parameter was never seen."""
         reached = i in self._reached or i not in self._whole
         self._reached.discard(i)
         return reached
 
     def forget(self) -> None:
-        """Gradients that FSDP2 has not sent are dropped."""
+        """Gradients that FSDP2 has not reduced are dropped."""
         self._reached.clear()
 
     def close(self) -> None:
@@ -70,14 +70,14 @@ def _reach(reached: set[int], i: int, _whole: torch.Tensor) -> None:
 
 
 class _Cleaning:
-    """A hook of a unit's module, behind FSDP2's, which puts whole parameters into it. After a backward that raised,
-    those have gradients that FSDP2 did not reduce any more, and would add to the next ones."""
+    """Drops the gradients of unsharded parameters, which after a backward that raised FSDP2 would add to the next ones:
+    a hook of a unit's module, after FSDP2's, which puts these parameters into it."""
 
     def __init__(self, module: nn.Module, known: Set[int]) -> None:
-        """known: ids of the parameters that are not whole ones."""
+        """known: ids of all other parameters."""
         self.wanted = False
         self.last = False
-        """Whether the engine is closed."""
+        """Whether the reducer is closed."""
         self._known = known
         self._hook = module.register_forward_pre_hook(self)
 
@@ -104,8 +104,8 @@ class ParamGather:
         guarded: Callable[[Callable[[], Any]], Any],
     ) -> None:
         """params: the shards. units: the modules of each. prefetch: from the second forward on, each unit's weights
-        travel while the one before runs. zeros: FSDP2 sends them for parameters without gradients. guarded: calls what
-        it is given, and remembers how that failed."""
+        are gathered while the one before runs. zeros: FSDP2 reduces them for parameters without gradients. guarded:
+        calls its argument, and remembers a failure."""
         self._params, self._communicators, self._guarded = params, communicators, guarded
         self._modules = [weakref.ref(unit[0]) for unit in units]
         self._failure: str | None = None  # of a gather
@@ -120,14 +120,14 @@ class ParamGather:
         self._cleanings = [_Cleaning(module, self._known) for module in modules]
 
     def close(self) -> None:
-        """Gradients go with the engine, but those of whole parameters are out of reach until the next forward."""
+        """Gradients are dropped; those of unsharded parameters are out of reach until the next forward."""
         for cleaning in self._cleanings:
             cleaning.wanted = cleaning.last = True
         if self.used is not None:
             self.used.close()
 
     def _module(self, unit: int) -> Any:
-        """An FSDPModule; None where it is gone."""
+        """An FSDPModule; None where it was deleted."""
         return self._modules[unit]()
 
     def refuse_offloaded(self) -> None:
@@ -135,11 +135,11 @@ class ParamGather:
         try:
             offload_guard.refuse_params(self._params, "FSDP2 gathers weights")
         except RuntimeError:
-            self.recover()  # it is in the middle of a backward
+            self.recover()  # FSDP2 is in the middle of a backward
             raise
 
     def all_gather(self, unit: UnitPlan, output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        """Starts to bring every rank's part of a unit's weights; part: this rank's, in `output` or not."""
+        """Starts to gather a unit's weights into `output`; part: this rank's, which may lie there already."""
         if self._order is not None and unit.number not in self._order:
             self._order.append(unit.number)
         self._gathering.add(unit.number)
@@ -155,12 +155,12 @@ class ParamGather:
         return handle
 
     def gathered(self, unit: UnitPlan, handle: Work) -> None:
-        """FSDP2 takes the unit's weights."""
+        """FSDP2 waits for the unit's weights."""
         self._gathering.discard(unit.number)
         self._try(handle.result)
 
     def _try(self, call: Callable[[], Any]) -> Any:
-        if self._failure is not None:  # FSDP2 would wait again for what did not come, and take it for weights
+        if self._failure is not None:  # FSDP2 would wait again, and take unwritten memory for weights
             raise RuntimeError(f"weights cannot be gathered any more: {self._failure}")
         try:
             return self._guarded(call)
@@ -169,49 +169,49 @@ class ParamGather:
             raise
 
     def drop_gathered(self) -> None:
-        """What was gathered for a unit that did not run after all would be old in the next forward."""
+        """Weights gathered for a unit that did not run would be stale in the next forward."""
         for i in sorted(self._gathering):
             if (module := self._module(i)) is not None:
                 module.unshard()
                 module.reshard()
 
     def reshard(self) -> None:
-        """Drops whole weights, and those on their way, which an evaluation or a forward that raised may have left
-        behind: they would be old after a step."""
+        """Drops gathered weights, also those under way, which an evaluation or a forward that raised may have left
+        behind: they would be stale after a step."""
         self.drop_gathered()
         for i in range(len(self._modules)):
             if (module := self._module(i)) is not None:
                 module.reshard()
-                if self._is_whole(i):
-                    # For FSDP2 a forward that raised still runs, at whose end the unit (the root's) would stay whole.
+                if self._is_unsharded(i):
+                    # For FSDP2 a forward that raised still runs, after which the root's unit would stay unsharded.
                     module.set_reshard_after_forward(True, recurse=False)
                     module.reshard()
                     module.set_reshard_after_forward(False, recurse=False)
 
-    def _is_whole(self, unit: int) -> bool:
-        """A unit's parameters are whole together: one shows it."""
+    def _is_unsharded(self, unit: int) -> bool:
+        """Looks at one parameter: a unit is unsharded as a whole."""
         module, name = next(((module(), name) for module, name in self._places[unit]), (None, ""))
         return module is not None and id(module._parameters[name]) not in self._known
 
     def prefetch_in_order(self) -> None:
-        """The first forward has shown in which order units run."""
+        """From the second forward on, each unit's weights are gathered while the unit before it runs."""
         order, self._order = self._order, None
         if order is None:
             return
-        root = 0  # runs first, whether or not it has weights of its own
+        root = 0  # runs first, also without weights of its own
         for before, after in pairwise([root, *(i for i in order if i != root)]):
             first, second = self._module(before), self._module(after)
             if first is not None and second is not None:
                 first.set_modules_to_forward_prefetch([second])
 
     def recover(self) -> bool:
-        """After a backward that raised, FSDP2 forgets about it; whether it can."""
+        """Makes FSDP2 forget a backward that raised; whether it can."""
         for cleaning in self._cleanings:
             cleaning.wanted = True
         if self.used is not None:
             self.used.forget()
         if self._failure is not None:
-            return True  # no forward will get anywhere
+            return True  # no forward will succeed any more
         roots = [module for i in self._roots if (module := self._module(i)) is not None]
         if not all(hasattr(module, "reset_iter_state") for module in roots):  # torch >= 2.13
             return False
@@ -221,7 +221,7 @@ class ParamGather:
 
 
 def _places(unit: Sequence[nn.Module], of_units: Set[nn.Module]) -> Iterator[Place]:
-    """Where the unit's sharded parameters are. of_units: all units' modules."""
+    """The places of the unit's sharded parameters. of_units: all units' modules."""
     for module in unit:
         yield from ((weakref.ref(module), name) for name, p in module._parameters.items() if _is_sharded(p))
         yield from _places([child for child in module.children() if child not in of_units], of_units)

@@ -1,4 +1,4 @@
-"""One reduce-scatter of one unit of FSDP2: where its sum goes, and which gradients lie in it."""
+"""The reduce-scatter of one unit of FSDP2: where its sum goes, which gradients lie in it, and over what it is sent."""
 
 import zlib
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class Slice(NamedTuple):
 
 
 class Reduction:
-    """Begins when FSDP2 hands over a unit's gradients; which they are is learnt from the hooks that it calls next."""
+    """Begins when FSDP2 hands over a unit's gradients; the hooks that it calls next tell which these are."""
 
     def __init__(self, unit: UnitPlan, output: Tensor, sums: Tensor, handle: Work | None) -> None:
         """output: where FSDP2 expects the sum. sums: where it will be, flat, of output's numel; maybe output itself."""
@@ -57,11 +57,11 @@ class Reduction:
         """What this rank handed over, [ranks, output's numel], where an element of it is not finite."""
 
     def add(self, param: int, begin: int, grad: Any) -> None:
-        """FSDP2 says that the gradient of the parameter's shard begins there."""
+        """The gradient of the parameter's shard begins there, according to FSDP2."""
         self.slices.append(Slice(param, begin, grad))
 
     def wait(self, guarded: Callable[[Callable[[], None]], None]) -> None:
-        """Until the sums are there. guarded: calls what it is given."""
+        """Until the sums are written. guarded: calls its argument."""
         if self.handle is not None:
             guarded(self.handle.result)
             self.handle = None
@@ -83,11 +83,13 @@ class Reduction:
 
 
 GATHER, REDUCE = "gather", "reduce"
-"""Purposes: each has streams of its own for what it does itself. Over one group both share its communicator, and so its
-stream: a gather waits for the reductions that were started before it."""
+"""Purposes: each has a communicator, and streams, of its own. Over one group both share NCCL's, and so its stream: a
+gather waits for the reductions that were started before it."""
 
 
 class UnitCommunicators:
+    """The communicators of all units, by process group and purpose."""
+
     def __init__(self, control: Communicator, number: int) -> None:
         """control: between all ranks that hold parts of the model. number: of `agree`."""
         self.control = control
@@ -102,11 +104,11 @@ class UnitCommunicators:
         return self._made[group, purpose]
 
     def current_stream(self) -> Stream:
-        """Of the device: whose memory is what is allocated now."""
+        """Of the device: the stream on which memory is allocated now."""
         return self.control.ordering.streams.current()
 
     def tag(self, cycle: int, purpose: str, unit: UnitPlan, nbytes: int) -> int:
-        """Depends on the size, too: a message of another size than is expected would end a gloo process."""
+        """Depends on the size, too: a message of an unexpected size would end a gloo process."""
         return tag(self._number, cycle, zlib.crc32(f"{purpose} {unit.number} {nbytes}".encode()) % MAX_BUCKETS)
 
     def report_tag(self, cycle: int) -> int:
@@ -117,8 +119,8 @@ class UnitCommunicators:
 
 
 def wire_of(unit: UnitPlan, rows: torch.Tensor, rank: int, cycle: int) -> WireBuffer:
-    """A unit's gradients as they travel: themselves, unless the wire's dtype is a narrower one. Of 8-bit codes, each
-    rank's part is padded to whole blocks.
+    """A unit's gradients as they are sent: themselves, unless the wire's dtype is narrower. Of 8-bit codes, each rank's
+    part is padded to whole blocks.
 
     rows: [ranks, elements of a shard], contiguous. rank, cycle: for the thresholds of an 8-bit wire.
     """

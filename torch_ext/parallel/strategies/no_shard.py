@@ -7,18 +7,18 @@ import torch
 from torch_ext.comm.communicator import Work
 from torch_ext.comm.wire import WireBuffer, unpack
 from torch_ext.parallel.bucket_mean import BucketMean, gather_dtype
-from torch_ext.parallel.strategies.strategy import _Buffered
+from torch_ext.parallel.strategies.strategy import BufferedStrategy
 
 
-class NoShard(_Buffered):
+class NoShard(BufferedStrategy):
     """no_shard: `.grad` becomes the mean over the ranks, rounded once to the dtype in which sums are gathered."""
 
     sharded = False
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        # What an earlier reduction left of parameters for which nothing came: it travels, as something may have come
-        # elsewhere, and travelling rounds.
+        # What an earlier reduction left of parameters without a gradient in this cycle. It is sent all the same, as
+        # another rank may have one, and that rounds it.
         self._reduced_before: dict[int, torch.Tensor] = {}
 
     @property
@@ -27,7 +27,7 @@ class NoShard(_Buffered):
         return self.divide_factor != self.communicator.world_size
 
     def before_accumulate(self, i: int, reduced: bool) -> None:
-        """Counts what an earlier reduction left in `.grad` once in the next sum: rank 0 alone brings it."""
+        """Counts what an earlier reduction left in `.grad` once in the next sum: rank 0 alone contributes it."""
         if reduced and self.adds_to_sums:
             self.buffers.take(i)
             with torch.no_grad():

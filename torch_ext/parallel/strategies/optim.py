@@ -7,16 +7,16 @@ import torch
 
 from torch_ext.comm.communicator import Part, Work
 from torch_ext.comm.wire import WireBuffer, reduce_chunks
-from torch_ext.parallel.strategies.strategy import _Buffered
+from torch_ext.parallel.strategies.strategy import BufferedStrategy
 
 
-class ShardedOptimizer(_Buffered):
+class ShardedOptimizer(BufferedStrategy):
     """optim: the sum goes straight into this rank's part of the buffer; the rest of it keeps the local gradient."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self._views = {i: self._owned_view(i) for i in range(len(self.params))}
-        self._earlier: dict[int, torch.Tensor] = {}  # sums, to which the next ones are added
+        self._earlier: dict[int, torch.Tensor] = {}  # sums of earlier cycles, to which the next ones are added
 
     def _owned_view(self, i: int) -> torch.Tensor:
         flat = self.buffers.flats[self.plan.parameters[i].buffer]
@@ -31,10 +31,10 @@ class ShardedOptimizer(_Buffered):
         return True
 
     def before_accumulate(self, i: int, reduced: bool) -> None:
-        """Sets aside what an earlier reduction left in this rank's part; elsewhere the buffer has this rank's own
+        """Keeps apart what an earlier reduction left in this rank's part. The rest of the buffer has this rank's own
         gradient, which is in that sum already."""
         if not self.in_place(i):
-            self._earlier.pop(i, None)  # what somebody assigns is the whole gradient
+            self._earlier.pop(i, None)  # an assigned tensor is the whole gradient
         elif reduced:
             self.buffers.take(i)
             self._earlier[i] = self._views[i].clone()

@@ -7,7 +7,7 @@ import torch
 
 from torch_ext.comm.communicator import IN_FLIGHT, PackFn, Part, Work
 from torch_ext.comm.wire import WireBuffer, reduce_chunks
-from torch_ext.parallel.grad_buffers import give_back, widen
+from torch_ext.parallel.grad_buffers import restore, widen
 from torch_ext.parallel.strategies.strategy import ShardingStrategy
 from torch_ext.tensors import dense
 from torch_ext.tensors.storage import is_released
@@ -16,7 +16,7 @@ from torch_ext.tensors.storage import is_released
 class ShardedGradients(ShardingStrategy):
     """optim_grads: every backward reduces; sums are added to this rank's shard; `.grad` is None between backwards."""
 
-    can_rebuild = False  # all of them would have to be there at a time
+    can_rebuild = False  # all gradients would have to exist at a time
     every_backward = True
 
     def __init__(self, *args: object) -> None:
@@ -31,8 +31,8 @@ class ShardedGradients(ShardingStrategy):
         widen(self.params, self.plan)
         self._views = [self._owned_view(i) for i in range(len(self.params))]
         self._present = [False] * len(self.params)  # has a gradient, on some rank
-        self._held: dict[int, torch.Tensor] = {}
-        self._under_way: list[tuple[Work, int]] = []  # and its places
+        self._held: dict[int, torch.Tensor] = {}  # gradients of buckets that are not sent
+        self._under_way: list[tuple[Work, int]] = []  # and its slots
         self._holding = False  # whether the shards hold anything
 
     @property
@@ -41,7 +41,7 @@ class ShardedGradients(ShardingStrategy):
 
     def begin_backward(self, reducing: bool) -> None:
         super().begin_backward(reducing)
-        # Of a backward that raised.
+        # What a backward that raised left behind.
         self._held.clear()
         self._under_way.clear()
 
@@ -64,7 +64,7 @@ class ShardedGradients(ShardingStrategy):
 
     def grad_missing(self, i: int, reduced: bool) -> None:
         grad = self.params[i].grad
-        if grad is not None:  # somebody assigned it between two backwards
+        if grad is not None:  # assigned between two backwards
             self.grad_ready(i)
 
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
@@ -104,7 +104,7 @@ class ShardedGradients(ShardingStrategy):
         return handle
 
     def _owned_part(self, buckets: range) -> torch.Tensor:
-        """Of neighbours: one run, as nothing but this rank's parts lies there."""
+        """Of neighbours: one run, as nothing but this rank's parts lies in the shards."""
         first, last = self.plan.buckets[buckets[0]], self.plan.buckets[buckets[-1]]
         ends = (at // self.communicator.world_size for at in (first.start, last.start + last.numel))
         return self.shards[first.buffer][slice(*ends)]
@@ -116,7 +116,7 @@ class ShardedGradients(ShardingStrategy):
         self._present = [a or b for a, b in zip(self._present, anywhere, strict=True)]
 
     def unreduced(self, i: int) -> bool:
-        return self.params[i].grad is not None  # assigned by somebody
+        return self.params[i].grad is not None  # assigned by the user
 
     def grad(self, i: int) -> torch.Tensor | None:
         return self._views[i] if self._present[i] else None
@@ -139,4 +139,4 @@ class ShardedGradients(ShardingStrategy):
                     self._views[i].zero_()
 
     def release(self) -> None:
-        give_back(self.params, self.plan)
+        restore(self.params, self.plan)

@@ -1,16 +1,18 @@
-"""Where gradients lie between backward and step, and how a bucket of them travels: one class for each strategy.
+"""Where gradients lie between backward and step, and how a bucket of them is reduced: one class for each strategy.
+
+Note [strategies]
 
 | | no_shard, optim | optim_grads |
 |---|---|---|
-| a gradient came | `.grad` is a view of a flat unsharded buffer in main_grads_dtype | kept until its bucket is full |
-| a bucket leaves | from the buffer, through a bucket of the wire's dtype where that differs | from such a bucket |
-| its sum goes | to every rank, rounded once (no_shard); into this rank's part of the buffer (optim) | added to it |
+| a ready gradient | `.grad`, a view of a flat unsharded buffer in main_grads_dtype | kept until its bucket is sent |
+| a bucket is sent | from the buffer, through a bucket of the wire's dtype where that differs | from such a bucket |
+| its sum | goes to every rank, rounded once (no_shard); into this rank's part of it (optim) | is added to the shard |
 
 In all three the sum is fp32, in rank order; what the optimizer reads is in main_grads_dtype.
 
-Neighbouring buckets may travel as one (`parallel/bucket_joining.py`). Who adds up which part of a sum that all get is
-nobody's concern: under no_shard they are one bucket. Under the others a rank has its part of each, and the message is
-made in memory of its own, in which each rank's parts lie side by side.
+Neighbouring buckets may be sent as one (`parallel/bucket_joining.py`). Under no_shard they are simply one bucket: it
+does not matter who adds up which part of a sum that all ranks get. Under the others a rank owns its part of each
+bucket, so the message is packed apart, with each rank's parts side by side.
 """
 
 import abc
@@ -26,12 +28,12 @@ from torch_ext.parallel.grad_buffers import GradBuffers, TemporaryBuckets
 
 
 class ShardingStrategy(abc.ABC):
-    """The gradients of one engine's parameters. Positions i are the plan's, buckets b too."""
+    """The gradients of one reducer's parameters. Parameters i and buckets b are positions in the plan."""
 
     sharded = True
     """Whether each rank steps its own parts of the parameters only."""
     can_rebuild = True
-    """Whether gradients that were not sent yet can be laid out anew."""
+    """Whether gradients that are not sent yet can be laid out by another plan (`rebuilt`)."""
     every_backward = False
     """Whether every backward reduces, those under no_sync() too."""
 
@@ -63,34 +65,34 @@ class ShardingStrategy(abc.ABC):
         """Of what this rank's parts hold since the last reduction (sharded strategies)."""
 
     def rebuilt(self, plan: BucketPlan) -> "ShardingStrategy":
-        """A store with another plan for the same parameters, and the gradients of this one, which is done with.
-        Strategies that are not `movable` are not asked."""
+        """This strategy with another plan for the same parameters, which takes over the gradients. Called where
+        `can_rebuild`; this object is not used afterwards."""
         raise NotImplementedError
 
     @property
     @abc.abstractmethod
     def memory(self) -> list[torch.Tensor]:
-        """Where gradients lie between backwards."""
+        """The tensors in which gradients lie between backwards."""
 
     @property
     def adds_to_sums(self) -> bool:
-        """Whether `comes` does anything."""
+        """Whether `before_accumulate` does anything."""
         return False
 
     # -- during backward
 
     def begin_backward(self, reducing: bool) -> None:
-        """A backward begins."""
+        """The first gradient of a backward is about to be ready. reducing: not under no_sync."""
         if reducing:
             self.stats.zero_()
 
     def in_place(self, i: int) -> bool:
-        """Whether `.grad` of parameter i is where a reduction leaves it, not a tensor that somebody assigned."""
+        """Whether `.grad` of parameter i is where a reduction leaves it, not a tensor assigned by the user."""
         return False
 
     def before_accumulate(self, i: int, reduced: bool) -> None:
-        """A gradient is about to be added to that of parameter i. reduced: to what an earlier reduction left."""
-        return  # not every strategy adds to it
+        """Autograd is about to accumulate into `.grad` of parameter i. reduced: which an earlier reduction left."""
+        return  # not every strategy adds to sums
 
     @abc.abstractmethod
     def grad_ready(self, i: int) -> None:
@@ -98,8 +100,8 @@ class ShardingStrategy(abc.ABC):
 
     @abc.abstractmethod
     def grad_missing(self, i: int, reduced: bool) -> None:
-        """In a backward that reduces, nothing came for parameter i. reduced: what it has is a sum over ranks
-        already."""
+        """A backward that reduces ends without a gradient for parameter i. reduced: what `.grad` has is a sum over
+        ranks already."""
 
     @abc.abstractmethod
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
@@ -109,35 +111,35 @@ class ShardingStrategy(abc.ABC):
     def send(
         self, buckets: range, *, cycle: int, tag: int, label: str, on_reduced: Callable[[], None] | None = None
     ) -> Work:
-        """Starts the exchange of complete buckets that travel as one: neighbours in one buffer. after: called when this
+        """Starts to reduce complete buckets, neighbours in one buffer, as one message. on_reduced: called when this
         rank's parts hold the sums (sharded strategies); any thread."""
 
     # -- between backwards
 
     @abc.abstractmethod
     def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
-        """A cycle ended well. anywhere: which parameters have a gradient on some rank; left: which have on every rank
-        what an earlier reduction left, and nothing came for them since."""
+        """A cycle ended without an error. anywhere: which parameters have a gradient on some rank; reduced_before:
+        which have on every rank what an earlier reduction left, and got no gradient since."""
 
     def modified_since(self, versions: list[int]) -> list[int]:
-        """Parameters that may have a gradient of this rank's own. versions: of the gradients, when they had none."""
+        """Parameters that may have a gradient that is this rank's own. versions: of the gradients, when none had."""
         return []
 
     @abc.abstractmethod
     def unreduced(self, i: int) -> bool:
-        """Whether parameter i has a gradient that is this rank's own, if one came since the last reduction."""
+        """Whether parameter i has a gradient that is this rank's own, if one was ready since the last reduction."""
 
     @abc.abstractmethod
     def grad(self, i: int) -> torch.Tensor | None:
-        """What this rank's optimizer reads of parameter i: flat, of its own part (maybe empty); None: no gradient."""
+        """What this rank's optimizer reads of parameter i: its own part, flat, maybe empty. None: no gradient."""
 
     @abc.abstractmethod
     def part(self, i: int) -> torch.Tensor:
-        """Where `grad` finds it, a gradient there or not."""
+        """The memory in which `grad` finds it, whether or not there is a gradient."""
 
     @abc.abstractmethod
     def versions(self) -> list[int]:
-        """Which change when somebody writes to a gradient."""
+        """Version counters, which change when a gradient is modified."""
 
     @abc.abstractmethod
     def zero(self, params: Sequence[int]) -> None:
@@ -145,7 +147,7 @@ class ShardingStrategy(abc.ABC):
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Gives the parameters back as they were, without gradients."""
+        """Leaves the parameters as they were before, without gradients."""
 
     def _wire_of(
         self, buckets: range, values: Sequence[torch.Tensor], members: Sequence[ParamSlice], cycle: int
@@ -157,13 +159,13 @@ class ShardingStrategy(abc.ABC):
         return wire
 
     def _members_of(self, buckets: range) -> list[ParamSlice]:
-        """Where the parameters' elements lie in the message that these buckets are."""
+        """Where the parameters' elements lie in the message that these buckets make."""
         if buckets not in self._by_rank:
             self._by_rank[buckets] = by_rank(self.plan, buckets, self.communicator.world_size)
         return self._by_rank[buckets]
 
     def _slots_needed(self, buckets: range) -> int:
-        """Of the IN_FLIGHT: joined buckets need more memory."""
+        """Of the IN_FLIGHT slots: joined buckets need more memory."""
         if len(buckets) == 1:
             return 1
         whole = len(buckets) == len(self.plan.buffers[self.plan.buckets[buckets[0]].buffer])
@@ -173,7 +175,7 @@ class ShardingStrategy(abc.ABC):
         return 1.0 / self.divide_factor
 
 
-class _Buffered(ShardingStrategy):
+class BufferedStrategy(ShardingStrategy):
     """Gradients accumulate in flat, unsharded buffers of main_grads_dtype."""
 
     def __init__(self, *args: object) -> None:
@@ -237,7 +239,7 @@ class _Buffered(ShardingStrategy):
         return self._wire_of(buckets, [main], [ParamSlice(0, 0, main.numel(), 0)], cycle)
 
     def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
-        # The exchange writes behind autograd's back.
+        # Sums are written without autograd's knowledge.
         torch.autograd.graph.increment_version(self.buffers.flats)
         for i, has_one in enumerate(anywhere):
             if has_one:
