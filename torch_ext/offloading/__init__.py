@@ -1,1 +1,1 @@
-"""Weights, gradients and states leave the device and come back."""
+"""Weights, gradients and optimizer states are moved out of the device's memory, and back."""

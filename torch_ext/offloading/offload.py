@@ -187,8 +187,8 @@ class OffloadPlan:
         return moves
 
     def _new_memories(self, named: Iterable[tuple[str, Tensor]], known: set[int]) -> list[Memory]:
-        """Those on the device that are not known, which they are now. Where there is an accelerator, what is in host
-        memory stays there."""
+        """Those on the device that are not in `known`, to which they are added. Where there is an accelerator, storages
+        in host memory do not move."""
         new = {address: m for address, m in storage.memories_of(named).items() if address not in known}
         known.update(new)
         return [m for m in new.values() if not self.devices or m.storage.device.type != "cpu"]
@@ -203,7 +203,7 @@ class OffloadPlan:
         ]
 
     def finish_offload(self) -> None:
-        """The memory was released: whoever uses it finds out."""
+        """The memory was released: from here on its use is refused."""
         if isinstance(self._optimizer, Adam):
             self._optimizer.memory_released("grads" in self._kinds)
         for owner, record in self._records:
@@ -219,7 +219,7 @@ class OffloadPlan:
             torch.autograd.graph.increment_version(plain)
 
     def finish_onload(self) -> None:
-        """The memory is there again."""
+        """The memory has its content again: it may be used."""
         for owner, record in self._records:
             record.offloaded -= self._kinds
             record.hook(owner)

@@ -28,15 +28,15 @@ class HostCopies:
     """How many batches each thread has under way."""
     numel = 1 << 15
     """Elements of a batch; a multiple of SAMPLED. What was copied shall be in the second-level cache when it is
-    stepped, and be sent from there; what the step itself reads and writes passes through it, too. Measured: 16 Ki to
-    64 Ki elements do equally well, fewer or more are slower."""
+    stepped, and be copied back from there; what the step itself reads and writes passes through it, too. Measured:
+    16 Ki to 64 Ki elements do equally well, fewer or more are slower."""
 
     def buffer(self, nbytes: int) -> Tensor:
         """Host memory for copies: uint8 [nbytes], uninitialised."""
         return host_copies.allocate(nbytes, pinned=not self.shared)
 
     def begin(self) -> None:
-        """Copies from here on come after what the device was told to do so far."""
+        """Copies from here on wait for what the device was told to do so far."""
 
     def to_host(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copies one after the other, pairs of equal shapes, asked for by any thread. Both stay as they are until
@@ -50,7 +50,7 @@ class HostCopies:
         """The host waits until what the mark stands for is done."""
 
     def end(self) -> None:
-        """What the device is told to do from here on comes after every copy to it."""
+        """What the device is told to do from here on waits for every copy to it."""
 
     def finish(self) -> None:
         """The host waits until every copy is done. Ends no other thread's capture of a graph."""

@@ -42,7 +42,7 @@ class HostStates:
         return entry if held is None else {**held, **entry}
 
     def entry(self, state: dict[Tensor, dict[str, Any]], p: Tensor, here: bool) -> dict[str, Any]:
-        """The state of p at rest, on the host or not: brought there if it lies elsewhere."""
+        """The state of p at rest, moved to the host (`here`) or to the parameter's device if it lies elsewhere."""
         entry = access.entry(state, p)
         if not here:
             for key, value in self._states.pop(p, {}).items():

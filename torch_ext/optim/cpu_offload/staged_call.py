@@ -79,11 +79,11 @@ class Call:
         library.check(adamw_args.adamw_check()(ctypes.addressof(to), ctypes.addressof(error)), error)
 
     def run(self, buffers: Buffers) -> None:
-        """Steps them, or not (see Counters). Weights may be on their way still when it comes back. Raises what the
-        library says, where a copy fails."""
+        """Steps them, or not (see Counters). Weights may still be copied when it returns. Raises what the library says,
+        where a copy fails."""
         to, staging, threads, error = self._arguments, self._staging, staged_args.threads(), library.Error()
         copies, slots = buffers.copies, buffers.copies.slots * threads.num_threads
-        # A memory for each division of slots: weights of the bucket before may be leaving from theirs still.
+        # A memory for each division of slots: weights of the bucket before may still be copied from theirs.
         memory = buffers.take(("batches", *self._widest), slots * copies.numel * sum(self._widest))
         staging.lanes = copies.native(slots)
         staging.memory, staging.bytes = memory.data_ptr(), memory.nbytes
