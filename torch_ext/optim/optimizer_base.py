@@ -176,7 +176,7 @@ class OptimizerBase(torch.optim.Optimizer):
         counts = state["_counts"] if known is None else known.counts
         loaded = all(isinstance(value, load.EncodedEntry) for value in entries.values())
         if loaded and len(before):
-            host.forget_all()
+            host.clear()
         for key, value in entries.items():
             if isinstance(value, load.EncodedEntry):
                 entries[key] = host.put(key, value.state) if value.host else value.state

@@ -175,7 +175,7 @@ class OptimizerStates:
         present = set(everyone)
         for gone in [p for p in self.state if isinstance(p, Tensor) and p not in present]:
             dict.pop(self.state, gone)
-        self.host.gone(present)
+        self.host.keep_only(present)
         self.synced = {p: synced for p, synced in self.synced.items() if p in present}
         self._forms = {p: form for p, form in self._forms.items() if p in present}
 

@@ -64,12 +64,12 @@ class HostStates:
         self._states[p] = at_rest
         return {"step": at_rest["step"]}
 
-    def forget_all(self) -> None:
-        """Other states are loaded."""
+    def clear(self) -> None:
+        """Drops all states: others are loaded."""
         self._states.clear()
 
-    def gone(self, params: set[Tensor]) -> None:
-        """Forgets what is not one of these."""
+    def keep_only(self, params: set[Tensor]) -> None:
+        """Drops the states of all other parameters."""
         for p in [p for p in self._states if p not in params]:
             del self._states[p]
 
