@@ -411,7 +411,7 @@ typedef enum tx_field_type {
 #define TX_TEXT_CAPACITY 32
 
 /* What a model trains with: one field per row of csrc/policy.def, under the key's name and in that order, widest
- * first, so that there is no padding. Plain data: copy it, compare it, keep it. `reserved`, 0, rounds its size up. */
+ * first, so that there is no padding. Plain data: copy it, compare it, keep it. */
 #define TX_MEMBER_F64(name) double name;
 #define TX_MEMBER_I64(name) int64_t name;
 #define TX_MEMBER_DTYPE(name) int32_t name;
@@ -423,7 +423,6 @@ typedef struct tx_policy {
 #define TX_ROW(type, name, sides, initial, legal) TX_MEMBER_##type(name)
 #include "policy.def"
 #undef TX_ROW
-  int32_t reserved;
 } tx_policy;
 #undef TX_MEMBER_F64
 #undef TX_MEMBER_I64
@@ -461,6 +460,15 @@ typedef enum tx_strategy {
   TX_OPTIM_GRADS = 2,       /* gradients too */
   TX_OPTIM_GRADS_PARAMS = 3 /* parameters too */
 } tx_strategy;
+
+/* Whether gradients that travel in bf16 are compressed; the values of grad_comm_compression, which takes the name
+ * ("auto") or the number. The key's former name, compress_below_gbps, is still taken, with a number of Gbit/s: 0 is
+ * off, inf is on, any other is auto. */
+typedef enum tx_grad_comm_compression {
+  TX_COMPRESSION_AUTO = 0, /* where the wire is slow (TX_COMPRESS_BELOW_MBPS) */
+  TX_COMPRESSION_OFF = 1,
+  TX_COMPRESSION_ON = 2 /* always, whether the wire is measured or not */
+} tx_grad_comm_compression;
 
 /* One `key: value` of a configuration. A dtype may be given as a name (TX_VALUE_TEXT) or as a code. */
 typedef enum tx_value_kind {

@@ -308,14 +308,17 @@ typedef struct tx_compression {
   int32_t reserved;
 } tx_compression;
 
+/* The rate of the wire below which grad_comm_compression "auto" compresses, in Mbit/s. */
+#define TX_COMPRESS_BELOW_MBPS 2500
+
 /* Decides that: *found is what was decided before, and what is. args: as of tx_coalesce; `bytes` and `tail_bytes` as
  * they were sent, compressed or not.
  *
- * Compression begins where the wire, as fast as it was, twice in a row carried less than gbps (Gbit/s, of the policy:
- * compress_below_gbps; >= 0) of the buckets' bytes; not where nothing was measured. It ends where the wire carries
- * more. Processors that have too much to do look like a slow wire, and compressing gives them more: where everything
- * then takes 1.05 times as long as it did before, messages go as they are again, and eight decisions pass until the
- * next attempt. */
+ * Compression begins where the wire, as fast as it was, twice in a row carried less than gbps (Gbit/s; >= 0;
+ * TX_COMPRESS_BELOW_MBPS / 1000 for grad_comm_compression "auto") of the buckets' bytes; not where nothing was
+ * measured. It ends where the wire carries more. Processors that have too much to do look like a slow wire, and
+ * compressing gives them more: where everything then takes 1.05 times as long as it did before, messages go as they are
+ * again, and eight decisions pass until the next attempt. */
 TX_API tx_status tx_compress_pays(const tx_coalesce_args *args, double gbps, tx_compression *found, tx_error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------

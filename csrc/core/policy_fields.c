@@ -25,12 +25,12 @@ static const unsigned char kCoerced[TX_POLICY_FIELDS] = {
 };
 
 /* No padding: what is compared, hashed or mirrored is the fields and nothing else. */
-_Static_assert(sizeof(tx_policy) == sizeof(uint64_t) + sizeof(int32_t)
+_Static_assert(sizeof(tx_policy) == sizeof(uint64_t)
 #define TX_ROW(type, name, sides, initial, legal) +sizeof(((tx_policy *)0)->name)
 #include "csrc/policy.def"
 #undef TX_ROW
                    ,
-               "policy.def: widest fields first, an odd number of 4-byte fields (or tx_policy without `reserved`)");
+               "policy.def: widest fields first, an even number of 4-byte fields");
 
 tx_policy tx_policy_defaults(void) {
 #define NO_F64 ((double)NAN)
@@ -148,6 +148,18 @@ int tx_policy_dtype_is_legal(const char *legal, tx_dtype dtype) {
 
 /* -- reading a setting ------------------------------------------------------------------------------------------ */
 
+/* grad_comm_compression under its former name, with a rate of the wire as its value: compress where it is slower. */
+static const char kFormerCompression[] = "compress_below_gbps";
+static const char kFormerLegal[] = "[0, inf]";
+
+static int is_former_compression(const tx_setting *setting) {
+  return strcmp(setting->key, kFormerCompression) == 0;
+}
+
+static int32_t find_key(const char *key) {
+  return strcmp(key, kFormerCompression) == 0 ? TX_POLICY_grad_comm_compression : tx_policy_find(key);
+}
+
 static void format_setting(const tx_setting *setting, tx_text *text) {
   switch ((tx_value_kind)setting->kind) {
     case TX_VALUE_NONE:
@@ -183,11 +195,11 @@ static tx_status fail_value(const tx_setting *setting, const char *where, int32_
     }
   }
   return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "%s: %s=%s is not legal; legal: %s", where, setting->key, value,
-                 kFields[field].legal);
+                 is_former_compression(setting) ? kFormerLegal : kFields[field].legal);
 }
 
 static tx_status fail_key(const char *key, const char *where, int32_t side, tx_error *error) {
-  const int32_t field = tx_policy_find(key);
+  const int32_t field = find_key(key);
   if (field < TX_POLICY_FIELDS && kFields[field].side != NEITHER) {
     return tx_fail(error, TX_ERROR_UNKNOWN_KEY, "%s: %s is a key of %s", where, key,
                    tx_policy_side_name(kFields[field].side));
@@ -232,7 +244,15 @@ static int read_dtype(const tx_setting *setting, tx_dtype *dtype) {
   return 1;
 }
 
+static int read_former_compression(const tx_setting *setting, int32_t *value) {
+  double gbps;
+  if (!read_f64(setting, kFormerLegal, &gbps)) return 0;
+  *value = isinf(gbps) ? TX_COMPRESSION_ON : gbps > 0 ? TX_COMPRESSION_AUTO : TX_COMPRESSION_OFF;
+  return 1;
+}
+
 static int read_enum(const tx_setting *setting, const char *legal, int32_t *value) {
+  if (is_former_compression(setting)) return read_former_compression(setting, value);
   if (setting->kind == TX_VALUE_TEXT) {
     *value = position_in(legal, setting->text);
     return *value >= 0;
@@ -251,7 +271,7 @@ tx_status tx_policy_read(const tx_setting *setting, const char *where, int32_t s
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s: %.64s has a value of no tx_value_kind (%d)", where,
                    setting->key, (int)setting->kind);
   }
-  const int32_t f = tx_policy_find(setting->key);
+  const int32_t f = find_key(setting->key);
   if (f == TX_POLICY_FIELDS || !(kFields[f].side & side)) return fail_key(setting->key, where, side, error);
 
   const tx_policy_field *row = &kFields[f];

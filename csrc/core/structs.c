@@ -38,11 +38,12 @@ const tx_struct *tx_struct_at(int32_t i) {
 #undef TX_STRUCT
   if (i == at) {
     typedef tx_policy described;
-    static const tx_struct_field fields[] = {F(size),
+    static const tx_struct_field fields[] = {
+        F(size),
 #define TX_ROW(type, name, sides, initial, legal) F(name),
 #include "csrc/policy.def"
 #undef TX_ROW
-                                             F(reserved)};
+    };
     static const tx_struct found = FOUND(tx_policy, fields);
     return &found;
   }

@@ -123,6 +123,22 @@ constexpr Legal kE1E2MastersAndStrategies[] = {
 INSTANTIATE_TEST_SUITE_P(E1_E2_masters_and_strategies, PolicyTest, testing::ValuesIn(kE1E2MastersAndStrategies),
                          Id<Legal>);
 
+// The last four by the key's former name.
+constexpr Legal kCompression[] = {
+    {"compression_by_default", "", "grad_comm_compression=auto"},
+    {"compression_None_is_the_default", "ddp.grad_comm_compression=None", "grad_comm_compression=auto"},
+    {"compression_auto", "ddp.grad_comm_compression=auto", "grad_comm_compression=auto"},
+    {"compression_off", "ddp.grad_comm_compression=off", "grad_comm_compression=off"},
+    {"compression_on", "ddp.grad_comm_compression=on", "grad_comm_compression=on"},
+    {"compression_by_number", "ddp.grad_comm_compression=2", "grad_comm_compression=on"},
+    {"compression_by_a_hook", "ddp.grad_comm_compression=off ddp_hook.grad_comm_compression=on",
+     "grad_comm_compression=on"},
+    {"compression_below_0", "ddp.compress_below_gbps=0.0", "grad_comm_compression=off"},
+    {"compression_below_inf", "ddp.compress_below_gbps=inf", "grad_comm_compression=on"},
+    {"compression_below_3", "ddp.compress_below_gbps=3", "grad_comm_compression=auto"},
+    {"compression_below_None", "ddp.compress_below_gbps=None", "grad_comm_compression=auto"},
+};
+INSTANTIATE_TEST_SUITE_P(compression, PolicyTest, testing::ValuesIn(kCompression), Id<Legal>);
 // A7's table: (precision-aware, main_grads_dtype) -> grad_reduce_in_fp32, and an explicit value that wins.
 #define REDUCE_FP32 "grad_reduce_in_fp32=True grad_comm_dtype=fp32"
 #define REDUCE_BF16 "grad_reduce_in_fp32=False grad_comm_dtype=bf16"

@@ -21,7 +21,7 @@ from torch_ext.parallel.strategies.table import strategies as strategy_names
 # Several buckets, of which each part is long enough to be compressed, and one that is not.
 SHAPES: list[Any] = [(256, 128), (128, 384), (96, 320), (3, 128), (192, 128)]
 BUCKET = 30_000
-PLAIN, ALWAYS = 0.0, math.inf
+PLAIN, ALWAYS, AUTO = "off", "on", "auto"
 
 
 def _disordered(seed: int, rank: int) -> list[torch.Tensor]:
@@ -41,9 +41,9 @@ def _ordinary(seed: int, rank: int) -> list[torch.Tensor]:
 GRADIENTS = {"ordinary": _ordinary, "disordered": _disordered}
 
 
-def _steps(rank: int, strategy: str, kind: str, below: float, dtypes: Any) -> tuple[Any, list[int], int]:
+def _steps(rank: int, strategy: str, kind: str, compressed: str, dtypes: Any) -> tuple[Any, list[int], int]:
     """The weights after three steps, the bytes of each, and how many messages compression was of no use for."""
-    chosen = policy(*dtypes, bucket_size=BUCKET, compress_below_gbps=below)
+    chosen = policy(*dtypes, bucket_size=BUCKET, grad_comm_compression=compressed)
     model: Any = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
     optimizer = torch_ext.AdamW(model.parameters(), policy=chosen)
     found, sent = [], []
@@ -124,23 +124,27 @@ def _without() -> None:
 # -- whether it pays ----------------------------------------------------------------------------------------------
 
 
-def _decided(rank: int, world: int, each: list[int], strategy: str, kind: str, below: float) -> list[bool]:
-    """Whether each of some cycles was compressed; its gradients have the same bits as uncompressed ones."""
+def _decided(
+    rank: int, world: int, each: list[int], strategy: str, kind: str, setting: str, below: float = 4.0
+) -> list[bool]:
+    """Whether each of some cycles was compressed; its gradients have the same bits as uncompressed ones. below: Gbit/s,
+    of AUTO."""
+    compression._LIMITS[AUTO] = below
     decided = []
-    found: dict[float, Any] = {}
-    for limit in (PLAIN, below):
+    found: dict[str, Any] = {}
+    for compressed in (PLAIN, setting):
         bucket_joining.time = Clock(each[rank])  # type: ignore[assignment]
-        chosen = policy(BF16, bucket_size=BUCKET, compress_below_gbps=limit)
+        chosen = policy(BF16, bucket_size=BUCKET, grad_comm_compression=compressed)
         model: Any = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
         exchange = parallel_module.reducer_of(model).communicator
-        decided, found[limit] = [], []
+        decided, found[compressed] = [], []
         for seed in range(24):
             decided.append(exchange.compresses)
             model.zero_grad()
             model(GRADIENTS[kind](seed, rank)).backward()
             engine = parallel_module.reducer_of(model)
-            found[limit].append(bits([engine.part(p) for p in model.parameters()]))
-    assert found[below] == found[PLAIN]
+            found[compressed].append(bits([engine.part(p) for p in model.parameters()]))
+    assert found[setting] == found[PLAIN]
     assert on_all_ranks(decided) == [decided] * world
     return decided
 
@@ -150,27 +154,27 @@ SLOW, FAST = 30_000_000, 1000
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 @pytest.mark.parametrize(
-    ("each", "below", "compressed"),
+    ("each", "setting", "below", "compressed"),
     [
-        pytest.param([SLOW, SLOW], None, True, id="a-slow-wire"),
-        pytest.param([FAST, FAST], None, False, id="a-fast-wire"),
-        pytest.param([SLOW, FAST], None, False, id="one-rank-saw-a-fast-wire"),
-        pytest.param([SLOW, SLOW], PLAIN, False, id="never"),
-        pytest.param([FAST, FAST], 1e9, False, id="no-wire-is-slower-than-nothing"),
+        pytest.param([SLOW, SLOW], AUTO, None, True, id="a-slow-wire"),
+        pytest.param([FAST, FAST], AUTO, None, False, id="a-fast-wire"),
+        pytest.param([SLOW, FAST], AUTO, None, False, id="one-rank-saw-a-fast-wire"),
+        pytest.param([SLOW, SLOW], PLAIN, None, False, id="never"),
+        pytest.param([FAST, FAST], AUTO, 1e9, False, id="no-wire-is-slower-than-nothing"),
     ],
 )
 def test_a_slow_wire_is_noticed_on_all_ranks(
-    strategy: str, each: list[int], below: float | None, compressed: bool
+    strategy: str, each: list[int], setting: str, below: float | None, compressed: bool
 ) -> None:
-    limit = torch_ext.load_policy(BF16).compress_below_gbps if below is None else below
-    assert 0 < torch_ext.load_policy(BF16).compress_below_gbps < 10
-    for decided in ranks.run(2, _decided, each, strategy, "ordinary", limit):
+    default = compression.limit(torch_ext.load_policy(BF16))
+    assert 0 < default < 10
+    for decided in ranks.run(2, _decided, each, strategy, "ordinary", setting, below or default):
         assert not any(decided[:9])  # not measured twice
         assert all(d == compressed for d in decided[10:]), decided
 
 
 def _limits(_rank: int, _world: int, strategy: str) -> float:
-    model: Any = torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, compress_below_gbps=3.0), strategy=strategy)
+    model: Any = torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16), strategy=strategy)
     return parallel_module.reducer_of(model)._coalescing._below
 
 
@@ -181,12 +185,12 @@ def _limits(_rank: int, _world: int, strategy: str) -> float:
 def test_the_limit_is_one_of_what_is_sent(world: int, strategy: str, sent: float) -> None:
     """sent: for each byte of a bucket, which is what times are measured of."""
     for limit in ranks.run(world, _limits, strategy):
-        assert limit == pytest.approx(3.0 / sent)
+        assert limit == pytest.approx(compression.limit(policy(BF16)) / sent)
 
 
 def _elsewhere(rank: int, world: int) -> list[bool]:
     _without()
-    return _decided(rank, world, [SLOW, SLOW], "no_shard", "ordinary", 4.0)
+    return _decided(rank, world, [SLOW, SLOW], "no_shard", "ordinary", AUTO)
 
 
 def test_what_cannot_be_compressed_is_sent_as_it_is_on_a_slow_wire() -> None:
@@ -195,7 +199,7 @@ def test_what_cannot_be_compressed_is_sent_as_it_is_on_a_slow_wire() -> None:
 
 
 def test_compression_is_given_up_where_it_is_of_no_use() -> None:
-    for decided in ranks.run(2, _decided, [SLOW, SLOW], "no_shard", "disordered", 4.0):
+    for decided in ranks.run(2, _decided, [SLOW, SLOW], "no_shard", "disordered", AUTO):
         assert any(decided) and not any(decided[22:]), decided
 
 
@@ -224,9 +228,9 @@ def test_decisions_know_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _hooked(rank: int, world: int, kind: str) -> None:
     found = []
-    for below in (PLAIN, ALWAYS):
+    for compressed in (PLAIN, ALWAYS):
         ddp = DistributedDataParallel(Given(SHAPES, BF16))
-        hook = torch_ext.register_comm_hook(ddp, policy(BF16, compress_below_gbps=below))
+        hook = torch_ext.register_comm_hook(ddp, policy(BF16, grad_comm_compression=compressed))
         for seed in range(2):
             ddp.zero_grad()
             ddp(GRADIENTS[kind](seed, rank)).backward()
@@ -273,7 +277,7 @@ def _damaged(rank: int, _world: int) -> None:
             return rest
 
         gloo_p2p.compression.compress = damaged
-    model: Any = torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, compress_below_gbps=ALWAYS))
+    model: Any = torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, grad_comm_compression=ALWAYS))
     model(_ordinary(0, rank)).backward()
 
 
@@ -285,13 +289,13 @@ def test_a_damaged_message_is_an_error_that_names_bucket_and_rank() -> None:
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere than over gloo nobody compresses: "always" is refused by name, everything else means "not here"."""
-    with pytest.raises(ValueError, match=r"compress_below_gbps=inf.*gloo.*finite"):
-        compression.refuse(policy(BF16, compress_below_gbps=ALWAYS), False)
-    for below in (PLAIN, 4.0):
-        compression.refuse(policy(BF16, compress_below_gbps=below), False)
-    for below in (-1.0, math.nan, "fast"):
-        with pytest.raises(ValueError, match=r"compress_below_gbps.*\[0, inf\]"):
-            policy(BF16, compress_below_gbps=below)
+    with pytest.raises(ValueError, match=r"grad_comm_compression='on'.*gloo.*'auto' and 'off'"):
+        compression.refuse(policy(BF16, grad_comm_compression=ALWAYS), False)
+    for compressed in (PLAIN, AUTO):
+        compression.refuse(policy(BF16, grad_comm_compression=compressed), False)
+    for illegal in (-1.0, math.nan, "fast", True):
+        with pytest.raises(ValueError, match=r"grad_comm_compression.*auto, off, on"):
+            policy(BF16, grad_comm_compression=illegal)
 
 
 def _refused(_rank: int, _world: int, refuses: Any) -> str:
@@ -304,22 +308,22 @@ def _refused(_rank: int, _world: int, refuses: Any) -> str:
 
 
 def _parallelizes() -> None:
-    torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, compress_below_gbps=ALWAYS))
+    torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16, grad_comm_compression=ALWAYS))
 
 
 def _registers() -> None:
     ddp = DistributedDataParallel(Given(SHAPES, BF16))
-    torch_ext.register_comm_hook(ddp, policy(BF16, compress_below_gbps=ALWAYS))
+    torch_ext.register_comm_hook(ddp, policy(BF16, grad_comm_compression=ALWAYS))
 
 
 @pytest.mark.parametrize("refuses", [_parallelizes, _registers])
 def test_always_is_refused_before_anything_is_changed(refuses: Any) -> None:
     for message in ranks.run(2, _refused, refuses):
-        assert "compress_below_gbps=inf" in message
+        assert "grad_comm_compression='on'" in message
 
 
 def _disagrees(rank: int, _world: int) -> list[str]:
-    chosen, said = policy(BF16, compress_below_gbps=float(rank)), []
+    chosen, said = policy(BF16, grad_comm_compression=(PLAIN, AUTO)[rank]), []
     for model in (Given(SHAPES, BF16), DistributedDataParallel(Given(SHAPES, BF16))):
         take = torch_ext.parallelize if isinstance(model, Given) else torch_ext.register_comm_hook
         with pytest.raises(RuntimeError) as raised:
@@ -330,7 +334,7 @@ def _disagrees(rank: int, _world: int) -> list[str]:
 
 def test_ranks_agree_on_it() -> None:
     for said in ranks.run(2, _disagrees):
-        assert len(said) == 2 and all("compressed below 0.0 Gbit/s" in message for message in said), said
+        assert len(said) == 2 and all("compression off" in message for message in said), said
 
 
 def test_only_bf16_that_is_long_enough_is_compressed() -> None:
@@ -343,8 +347,8 @@ def test_the_plan_counts_messages() -> None:
     shapes = {f"p{i}": torch.empty(s, dtype=BF16) for i, s in enumerate(SHAPES)}
     for strategy in strategy_names()[:3]:
         plain, always = (
-            memory_plan.plan_memory(shapes, policy(BF16, bucket_size=BUCKET, compress_below_gbps=b), 2, [strategy])[0]
-            for b in (PLAIN, ALWAYS)
+            memory_plan.plan_memory(shapes, policy(BF16, bucket_size=BUCKET, grad_comm_compression=c), 2, [strategy])[0]
+            for c in (PLAIN, ALWAYS)
         )
         assert plain.total == always.total
         assert plain.transient < always.transient < 3 * plain.transient

@@ -4,6 +4,7 @@ adds.
 
 import copy
 import json
+import math
 import pickle
 from types import SimpleNamespace
 
@@ -115,6 +116,18 @@ def test_A4_overrides_win_key_by_key_and_the_rest_survives() -> None:
     assert policy.exp_avg_sq_dtype == torch.float32
     assert policy.exp_avg_dtype == torch.bfloat16
     assert (policy.lr, policy.clip_grad) == (2e-3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("former", "now"), [(0, "off"), (0.0, "off"), (math.inf, "on"), (2.5, "auto"), (10, "auto"), (None, "auto")]
+)
+def test_former_name_of_grad_comm_compression_is_taken_with_a_warning(former: float | None, now: str) -> None:
+    with pytest.warns(FutureWarning, match=r"override_ddp_config: compress_below_gbps is now grad_comm_compression"):
+        loaded = torch_ext.load_policy(override_ddp_config={"compress_below_gbps": former})
+    assert loaded.grad_comm_compression == now and not hasattr(loaded, "compress_below_gbps")
+    with pytest.warns(FutureWarning, match="grad_comm_compression"):
+        hooked = torch_ext.load_policy(override_ddp_config=lambda _: {"compress_below_gbps": former})
+    assert hooked.grad_comm_compression == now
 
 
 @pytest.mark.parametrize("missing", [None, {}], ids=["None", "empty"])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_ext.native import library
+from torch_ext.native import constants, library
 from torch_ext.native.adamw_args import TensorArgument, argument
 from torch_ext.policy.policy import Policy
 
@@ -57,14 +57,22 @@ def end_of(values: Tensor, rest: int) -> Tensor:
 
 
 def is_certain(policy: Policy) -> bool:
-    """Whether messages are compressed however fast the link is."""
-    return math.isinf(policy.compress_below_gbps)
+    """Whether messages are compressed whatever the wire's speed is."""
+    return bool(policy.grad_comm_compression == "on")
+
+
+def limit(policy: Policy) -> float:
+    """Messages are compressed where the wire carries less than so many Gbit/s: 0 is never, inf always."""
+    return _LIMITS[policy.grad_comm_compression]
+
+
+_LIMITS = {"auto": constants.COMPRESS_BELOW_MBPS / 1000, "off": 0.0, "on": math.inf}
 
 
 def refuse(policy: Policy, possible: bool) -> None:
     """ValueError where compression is certain and not possible."""
     if is_certain(policy) and not possible:
         raise ValueError(
-            f"compress_below_gbps={policy.compress_below_gbps}: messages are compressed on the host, over gloo; a "
-            "finite number is legal here, and means no compression"
+            "grad_comm_compression='on': messages are compressed on the host, over gloo; 'auto' and 'off' are legal "
+            "here, and mean no compression"
         )

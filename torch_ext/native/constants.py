@@ -1,4 +1,4 @@
-"""Numbers of csrc/torch_ext.h, under its names without TX_; tests/torch/test_abi.py compares every one with it."""
+"""Numbers of the C headers, under its names without TX_; tests/torch/test_abi.py compares every one with them."""
 
 ERROR_INVALID_ARGUMENT, ERROR_DTYPE, ERROR_DEVICE, ERROR_BAD_STATE, ERROR_OUT_OF_MEMORY = 100, 201, 204, 205, 300
 
@@ -16,6 +16,8 @@ BLOCK = 128
 """Elements per scale."""
 
 NORM_LIMBS, STATS_LEN = 20, 21
+COMPRESS_BELOW_MBPS = 2500
+"""The rate of the wire below which grad_comm_compression "auto" compresses."""
 
 EXTERNAL_IGNORE, EXTERNAL_RESYNC, EXTERNAL_CHECK = 0, 1, 2
 CHECKSUM_CHECK, CHECKSUM_RESYNC, CHECKSUM_RENEW = 0, 1, 2

@@ -219,8 +219,8 @@ def register_comm_hook(
     gradient_divide_factor (None: the number of ranks) and rounded once to the dtype in which sums are gathered
     (grad_gather_dtype; the wire's, and bf16 beside an 8-bit wire): the bits of `parallelize` with no_shard, whatever
     DDP's buckets are.
-    Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part. compress_below_gbps: inf alone
-    compresses; the wire is not measured. transport: as in `parallelize`.
+    Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part. grad_comm_compression: "on"
+    alone compresses; the wire is not measured. transport: as in `parallelize`.
 
     A copy of the model (deepcopy, AveragedModel, torch.save) has a copy of the hook's state, but, as with torch's
     hooks, reduces as DDP does without one until a hook is registered on it, too.

@@ -55,7 +55,7 @@ class Connection:
             lines=[
                 f"divide by {self._divide_factor}, NaN check {policy.check_for_nan_in_grad}, sums gathered in "
                 f"{policy.grad_gather_dtype}, transport {transport}, "
-                f"compressed below {policy.compress_below_gbps} Gbit/s, gradient cycle {cycle}",
+                f"compression {policy.grad_comm_compression}, gradient cycle {cycle}",
                 *([] if plan is None else plan.lines()),
             ],
             failure=failure,

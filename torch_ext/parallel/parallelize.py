@@ -61,7 +61,7 @@ def parallelize(
 
     model: on one device. Weights and buffers become rank 0's; later changes of buffers stay local.
     policy: of `load_policy`; besides dtypes: bucket_size, overlap_grad_reduce, check_for_nan_in_grad, step_in_backward,
-        compress_below_gbps (optim_grads_params measures no wire: inf alone compresses).
+        grad_comm_compression (optim_grads_params measures no wire: "on" alone compresses).
     strategy: its name or number; None: the policy's data_parallel_sharding_strategy.
         no_shard (0): `.grad`, a view of a flat main_grads_dtype buffer, is the mean over the ranks after backward,
             rounded once to grad_gather_dtype (None: the wire's, bf16 beside an 8-bit wire), the same bits everywhere.
@@ -158,7 +158,7 @@ class _Call:
             f"strategy {self.strategy}, divide by {self.divide_factor}, "
             f"unused parameters {self.find_unused_parameters}, "
             f"NaN check {policy.check_for_nan_in_grad}, sums gathered in {policy.grad_gather_dtype}, "
-            f"step in backward {policy.step_in_backward}, compressed below {policy.compress_below_gbps} Gbit/s, "
+            f"step in backward {policy.step_in_backward}, compression {policy.grad_comm_compression}, "
             f"transport {self.transport}"
         )
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
@@ -203,7 +203,7 @@ class _Call:
             find_unused_parameters=self.find_unused_parameters,
             step_in_backward=policy.step_in_backward,
             coalesce=policy.bucket_size is None,
-            compress_below=policy.compress_below_gbps,
+            compress_below=compression.limit(policy),
             replan=lambda order: plan_buckets(named, policy, world_size, order=order),
             may_replan=lambda: replicated or not checks.any_optimizer_has_state(named),
         )

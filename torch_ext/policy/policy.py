@@ -5,6 +5,7 @@ shows the result with torch's dtypes. The fields are the rows of csrc/core/polic
 """
 
 import ctypes
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
@@ -27,6 +28,7 @@ from torch_ext.policy.policy_struct import (
 Overrides: TypeAlias = Mapping[str, Any] | Callable[["Policy"], Mapping[str, Any] | None]
 
 
+_FORMER_COMPRESSION = "compress_below_gbps"
 _PRESETS = {"seed": constants.PRESET_SEED, "conservative": constants.PRESET_CONSERVATIVE}
 
 
@@ -221,6 +223,13 @@ def _settings(what: str, mapping: Mapping[str, Any] | None, keep: list[Any]) -> 
         return 0, None
     if not isinstance(mapping, Mapping):
         raise TypeError(f"{what} is a {type(mapping).__name__}; a mapping is legal")
+    if _FORMER_COMPRESSION in mapping:
+        warnings.warn(
+            f"{what}: {_FORMER_COMPRESSION} is now grad_comm_compression, which is 'off' (formerly 0), 'on' (formerly "
+            "inf) or 'auto' (any other number)",
+            FutureWarning,
+            stacklevel=4,
+        )
     array = (_Setting * len(mapping))(*(_setting(what, key, value) for key, value in mapping.items()))
     keep.append(array)
     return len(mapping), ctypes.cast(array, ctypes.POINTER(_Setting))

@@ -1,6 +1,5 @@
 """Who takes part in `bench comm`: by name, how to build a training loop over a process group, ours or a peer's."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -149,11 +148,11 @@ def _fsdp2(task: Task) -> Loop:
     return Loop(model, torch.optim.AdamW(model.parameters(), lr=_LR, fused=True))
 
 
-def _ours(task: Task, strategy: str, wire: str, gather: str | None = None, below: float | None = None) -> Loop:
-    """gather: what no_shard gathers its sums in; below: Gbit/s, where messages are compressed; None: the default. Where
+def _ours(task: Task, strategy: str, wire: str, gather: str | None = None, compression: str | None = None) -> Loop:
+    """gather: what no_shard gathers its sums in; compression: of the policy; None: the default. Where
     the state is sharded the step is part of it."""
     model = task.model(torch.bfloat16)
-    ddp = {"grad_comm_dtype": wire, "grad_gather_dtype": gather, "compress_below_gbps": below}
+    ddp = {"grad_comm_dtype": wire, "grad_gather_dtype": gather, "grad_comm_compression": compression}
     policy = load_policy(model, override_ddp_config=ddp)
     parallelize(model, policy, strategy=strategy, process_group=task.group)
     sharded = strategy != "no_shard"
@@ -174,9 +173,9 @@ PEERS: dict[str, Make] = {
 }
 OURS: dict[str, Make] = {
     "no_shard bf16": partial(_ours, strategy="no_shard", wire="bf16"),
-    "no_shard bf16, as it is": partial(_ours, strategy="no_shard", wire="bf16", below=0.0),
-    "no_shard bf16, compressed": partial(_ours, strategy="no_shard", wire="bf16", below=math.inf),
-    "optim bf16, compressed": partial(_ours, strategy="optim", wire="bf16", below=math.inf),
+    "no_shard bf16, as it is": partial(_ours, strategy="no_shard", wire="bf16", compression="off"),
+    "no_shard bf16, compressed": partial(_ours, strategy="no_shard", wire="bf16", compression="on"),
+    "optim bf16, compressed": partial(_ours, strategy="optim", wire="bf16", compression="on"),
     "no_shard fp8": partial(_ours, strategy="no_shard", wire="fp8", gather="fp8"),
     "no_shard fp8, bf16 sums": partial(_ours, strategy="no_shard", wire="fp8"),
     "optim bf16": partial(_ours, strategy="optim", wire="bf16"),
