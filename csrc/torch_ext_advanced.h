@@ -98,6 +98,31 @@ TX_API tx_status tx_layout_shard(const tx_layout_bucket *bucket, int64_t world, 
  * of the parameter, counted from the parameter's own begin. 0: none. */
 TX_API int64_t tx_layout_intersect(int64_t start, int64_t numel, int64_t begin, int64_t end, int64_t *first);
 
+/* Elements [first, first + numel) of parameter `param`, at [at, at + numel) of a buffer, a bucket, a part of one or a
+ * message. */
+typedef struct tx_layout_slice {
+  int64_t param; /* any number */
+  int64_t first;
+  int64_t numel;
+  int64_t at;
+} tx_layout_slice;
+
+typedef struct tx_layout_range {
+  int64_t begin;
+  int64_t end; /* >= begin */
+} tx_layout_range;
+
+/* What of n placed slices lies in each of n_ranges ranges of their buffer: range after range, and as `placed` in each.
+ * `at` of the result is counted from the begin of the first range, the ranges lying side by side: the elements of a
+ * bucket that one rank owns are one range; a message in which each rank's parts of several buckets lie together is as
+ * many ranges as parts. What is empty is left out.
+ *
+ * slices: room for `capacity`, of which *n_slices are written; n + n_ranges is enough where neither slices nor ranges
+ * overlap. TX_ERROR_INVALID_ARGUMENT for too little room, and for a range that ends before it begins. */
+TX_API tx_status tx_layout_slices(const tx_layout_slice *placed, int64_t n, const tx_layout_range *ranges,
+                                  int64_t n_ranges, tx_layout_slice *slices, int64_t capacity, int64_t *n_slices,
+                                  tx_error *error);
+
 /* -- coalescing (which buckets travel together) ------------------------------------------------------------------ */
 
 /* What joined buckets may take on the wire, at most, in bytes: a quarter of their buffer, up to TX_COALESCE_BYTES; half

@@ -6,7 +6,7 @@ import torch
 
 from torch_ext.comm.communicator import Part
 from torch_ext.comm.wire import ParamSlice, RoundingSeeds, WireBuffer, pack, reduce_chunks
-from torch_ext.parallel.bucket_plan import within
+from torch_ext.parallel.bucket_plan import slices as slices_in
 
 
 class BucketMean:
@@ -30,7 +30,7 @@ class BucketMean:
         numel = own.data.numel()
         total = torch.empty(numel, dtype=torch.float32, device=own.data.device)
         reduce_chunks(chunks, total, self._scale)
-        mine = within(self.slices, part.number * numel, (part.number + 1) * numel)
+        mine = slices_in(self.slices, [(part.number * numel, (part.number + 1) * numel)])
         values = [total[p.at : p.at + p.numel] for p in mine]
         pack(values, mine, self._ids, own, RoundingSeeds.of_sums(self._cycle))
 

@@ -2,8 +2,11 @@
 
 import ctypes
 import functools
+import struct
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -243,28 +246,27 @@ def _short(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _intersect() -> Callable[..., int]:
-    int64 = ctypes.c_int64
-    return library.function(
-        "tx_layout_intersect", int64, int64, int64, int64, ctypes.POINTER(ctypes.c_int64), restype=ctypes.c_int64
+def _slices() -> Callable[..., None]:
+    int64, pointer = ctypes.c_int64, ctypes.c_void_p
+    return library.function("tx_layout_slices", pointer, int64, pointer, int64, pointer, int64, pointer, brief=True)
+
+
+def slices(placed: Sequence[ParamSlice], ranges: Sequence[tuple[int, int]]) -> list[ParamSlice]:
+    """What of placed slices lies in the ranges [begin, end), which lie side by side in the result; empty ones left out
+    (tx_layout_slices)."""
+    room = len(placed) + len(ranges)
+    c_placed, c_ranges = (array("q", chain.from_iterable(rows)) for rows in (placed, ranges))
+    found, n = (ctypes.c_int64 * (4 * room))(), ctypes.c_int64()
+    _slices()(
+        c_placed.buffer_info()[0], len(placed), c_ranges.buffer_info()[0], len(ranges), found, room, ctypes.byref(n)
     )
+    return list(map(ParamSlice._make, struct.iter_unpack("4q", memoryview(found).cast("B")[: 32 * n.value])))
 
 
-def within(slices: Iterable[ParamSlice], begin: int, end: int) -> list[ParamSlice]:
-    """What of these lies in elements [begin, end), counted from `begin`; empty ones left out."""
-    found = []
-    first = ctypes.c_int64()
-    for p in slices:
-        numel = _intersect()(p.at, p.numel, begin, end, ctypes.byref(first))
-        if numel:
-            found.append(ParamSlice(p.param, p.first + first.value, numel, p.at + first.value - begin))
-    return found
-
-
-def pieces(plan: BucketPlan, buckets: range, begin: int, end: int) -> list[ParamSlice]:
-    """The buckets' parameters' runs in elements [begin, end) of the buffer, by their place; empty ones left out."""
-    members = ((i, plan.parameters[i]) for bucket in buckets for i in plan.in_bucket(bucket))
-    return within((ParamSlice(i, 0, p.numel, p.start) for i, p in members), begin, end)
+def pieces(plan: BucketPlan, buckets: range, *ranges: tuple[int, int]) -> list[ParamSlice]:
+    """The runs of the buckets' parameters in the ranges [begin, end) of their buffer, by their place."""
+    members = (i for bucket in buckets for i in plan.in_bucket(bucket))
+    return slices([ParamSlice(i, 0, plan.parameters[i].numel, plan.parameters[i].start) for i in members], ranges)
 
 
 def part_of(plan: BucketPlan, buckets: range, part: Part) -> tuple[int, int]:
@@ -278,10 +280,7 @@ def part_of(plan: BucketPlan, buckets: range, part: Part) -> tuple[int, int]:
 def by_rank(plan: BucketPlan, buckets: range, world_size: int) -> list[ParamSlice]:
     """The parameters' runs in a message of neighbouring buckets in which each rank's parts of them lie side by side:
     one run for each part that a parameter reaches into."""
-    found, begin = [], 0
-    for rank in range(world_size):
-        for b in buckets:
-            first, end = part_of(plan, range(b, b + 1), Part(rank, world_size))
-            found += [p._replace(at=begin + p.at) for p in pieces(plan, range(b, b + 1), first, end)]
-            begin += end - first
-    return found
+    ranks = range(world_size)
+    return pieces(
+        plan, buckets, *(part_of(plan, range(b, b + 1), Part(rank, world_size)) for rank in ranks for b in buckets)
+    )

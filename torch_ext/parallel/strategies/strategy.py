@@ -52,13 +52,13 @@ class ShardingStrategy(abc.ABC):
         self.divide_factor, self.gather_dtype = divide_factor, gather_dtype
         self.temporary = TemporaryBuckets(communicator)
         self.members = [
-            pieces(plan, range(b, b + 1), bucket.start, bucket.start + bucket.numel)
+            pieces(plan, range(b, b + 1), (bucket.start, bucket.start + bucket.numel))
             for b, bucket in enumerate(plan.buckets)
         ]
         own = Part(communicator.rank, communicator.world_size)
         self.owned: dict[int, tuple[int, ParamSlice]] = {}  # by parameter: the bucket, and the run in this rank's part
         for b in range(len(plan.buckets)):
-            for piece in pieces(plan, range(b, b + 1), *part_of(plan, range(b, b + 1), own)):
+            for piece in pieces(plan, range(b, b + 1), part_of(plan, range(b, b + 1), own)):
                 self.owned[piece.param] = (b, piece)
         self._by_rank: dict[range, list[ParamSlice]] = {}
         self.stats = stats.zeros(communicator.device)
