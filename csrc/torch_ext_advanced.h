@@ -123,6 +123,17 @@ TX_API tx_status tx_layout_slices(const tx_layout_slice *placed, int64_t n, cons
                                   int64_t n_ranges, tx_layout_slice *slices, int64_t capacity, int64_t *n_slices,
                                   tx_error *error);
 
+/* Elements [start, stop) of a dense tensor, in memory order, as boxes: checkpoints know tensors by boxes, a rank has a
+ * flat slice. Every element is in one box, the boxes are in memory order, and each is contiguous, as large as it can be
+ * and of at most `limit` elements (>= 1): of k dimensions without a limit (INT64_MAX) 2k - 1 boxes at most.
+ *
+ * shape: ndim sizes. order: the dimensions from the greatest stride to the least; NULL: as they are. boxes: NULL, to
+ * count only, or room for `capacity` boxes, each ndim offsets followed by ndim sizes: box b holds the elements with
+ * offsets[d] <= index[d] < offsets[d] + sizes[d]. *n_boxes: their number. TX_ERROR_SHAPE for a shape or a slice that is
+ * not legal, TX_ERROR_INVALID_ARGUMENT for an order that is none and for too little room. */
+TX_API tx_status tx_layout_boxes(const int64_t *shape, const int64_t *order, int64_t ndim, int64_t start, int64_t stop,
+                                 int64_t limit, int64_t *boxes, int64_t capacity, int64_t *n_boxes, tx_error *error);
+
 /* -- coalescing (which buckets travel together) ------------------------------------------------------------------ */
 
 /* What joined buckets may take on the wire, at most, in bytes: a quarter of their buffer, up to TX_COALESCE_BYTES; half

@@ -1,8 +1,12 @@
 """A run of a tensor's memory as boxes of its elements: checkpoints know tensors by boxes, ranks have runs."""
 
-from collections.abc import Iterator, Sequence
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple, TypeAlias
+
+from torch_ext.native import library
 
 Index: TypeAlias = tuple[int, ...]
 
@@ -38,38 +42,25 @@ class Run(NamedTuple):
         return tuple(found)
 
     def boxes(self, limit: int) -> list[Box]:
-        """Boxes of at most `limit` elements, each once in memory order and whole; without a limit at most 2k - 1 of k
-        dimensions. A tensor without elements is one box: that it is there is all there is to know."""
-        in_order = [self.shape[dim] for dim in self.order]
+        """Boxes of at most `limit` elements, each once in memory order and whole (tx_layout_boxes). A tensor without
+        elements is one box: that it is there is all there is to know."""
+        ndim = len(self.shape)
         if prod(self.shape) == 0:
-            return [Box((0,) * len(self.shape), self.shape)]
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return [
-            Box(tuple(offsets[i] for i in back), tuple(sizes[i] for i in back))
-            for offsets, sizes in _cover(in_order, self.start, self.stop, limit)
-        ]
+            return [Box((0,) * ndim, self.shape)]
+        int64s, count = ctypes.c_int64 * ndim, ctypes.c_int64()
+        run = int64s(*self.shape), int64s(*self.order), ndim, self.start, self.stop, limit
+        _boxes()(*run, None, 0, ctypes.byref(count))
+        found = (int64s * 2 * count.value)()
+        _boxes()(*run, found, count, ctypes.byref(count))
+        return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in found]
+
+
+@functools.cache
+def _boxes() -> Callable[..., None]:
+    int64, pointer = ctypes.c_int64, ctypes.c_void_p
+    return library.function("tx_layout_boxes", pointer, pointer, *[int64] * 4, pointer, int64, pointer)
 
 
 def order_of(shape: Sequence[int], strides: Sequence[int]) -> Index:
     """The dimensions of a dense tensor in memory order; where one has no extent, any place is right for it."""
     return tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim) if shape[dim] > 1 else (0, dim)))
-
-
-def _cover(shape: Sequence[int], start: int, stop: int, limit: int) -> Iterator[tuple[Index, Index]]:
-    """Offsets and sizes of boxes that cover the elements [start, stop) of a contiguous tensor."""
-    if not shape:
-        yield from [((), ())] * (stop - start)
-        return
-    rest = tuple(shape[1:])
-    row, at = prod(rest), start
-    while at < stop:
-        first, begin = divmod(at, row)
-        if begin == 0 and stop - at >= row and (row <= limit or not rest):
-            rows = min((stop - at) // row, max(limit // row, 1))
-            yield (first, *(0 for _ in rest)), (rows, *rest)
-            at += rows * row
-            continue
-        end = min(stop - first * row, row)
-        for offsets, sizes in _cover(rest, begin, end, limit):
-            yield (first, *offsets), (1, *sizes)
-        at = first * row + end
