@@ -134,6 +134,12 @@ TX_API tx_status tx_layout_slices(const tx_layout_slice *placed, int64_t n, cons
 TX_API tx_status tx_layout_boxes(const int64_t *shape, const int64_t *order, int64_t ndim, int64_t start, int64_t stop,
                                  int64_t limit, int64_t *boxes, int64_t capacity, int64_t *n_boxes, tx_error *error);
 
+/* The units of full sharding: neighbouring blocks of a model whose parameters are gathered together. Blocks follow each
+ * other into a unit until it has `least` elements (> 0, or TX_NO_INT for the default, 2^20); a last unit that has fewer
+ * is joined with the one before it. numels: of n blocks (>= 0 each). ends: n entries; ends[u] is the block after unit
+ * u's last one. Returns the number of units. */
+TX_API int64_t tx_fsdp_units(const int64_t *numels, int64_t n, int64_t least, int64_t *ends);
+
 /* -- coalescing (which buckets travel together) ------------------------------------------------------------------ */
 
 /* What joined buckets may take on the wire, at most, in bytes: a quarter of their buffer, up to TX_COALESCE_BYTES; half

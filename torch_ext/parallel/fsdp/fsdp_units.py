@@ -5,8 +5,10 @@ then the rest as the root's unit; but small blocks that follow each other share 
 sharded already keeps the user's units.
 """
 
+import ctypes
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,13 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from torch_ext.native import constants, library
 from torch_ext.policy.policy import Policy
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-# Elements that a unit has at least, where the policy has no bucket_size. A unit's two gathers and its reduction cost
-# about as much processor time as sending some 2 MB does; overlap wants many units, but is as good with these.
-_LEAST = 2**20
 
 
 class FSDPUnit(NamedTuple):
@@ -60,31 +59,26 @@ def units_of(model: nn.Module, bucket_size: int | None) -> list[FSDPUnit]:
     """
     held = _holders(model)
     times = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    least = bucket_size or _LEAST
     units: list[FSDPUnit] = []
     for blocks in _containers(model):
         # A parameter that is shared with modules outside belongs to the unit that contains them all.
         alone = [block for block in blocks if all(held[p] == n * times[block] for p, n in _holders(block).items())]
-        for run in _runs(alone, least):
+        for run in _runs(alone, bucket_size):
             units += _united([_split(block) for block in run])
     taken = {id(p) for unit in units for module in unit.modules for p in module.parameters()}
     return [*_once(units + _split(model, taken))]
 
 
-def _runs(blocks: Sequence[nn.Module], least: int) -> Iterator[list[nn.Module]]:
-    """Neighbours until they have so many elements."""
-    runs: list[list[nn.Module]] = []
-    numel = least
-    for block in blocks:
-        if numel >= least:
-            runs.append([])
-            numel = 0
-        runs[-1].append(block)
-        numel += sum(p.numel() for p in block.parameters())
-    if len(runs) > 1 and numel < least:
-        tail = runs.pop()
-        runs[-1] += tail
-    yield from runs
+def _runs(blocks: Sequence[nn.Module], bucket_size: int | None) -> list[Sequence[nn.Module]]:
+    """Neighbours that share a unit (tx_fsdp_units)."""
+    n = len(blocks)
+    numels = (ctypes.c_int64 * n)(*(sum(p.numel() for p in block.parameters()) for block in blocks))
+    ends = (ctypes.c_int64 * n)()
+    join = library.function(
+        "tx_fsdp_units", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, restype=ctypes.c_int64
+    )
+    n_runs = join(numels, n, constants.NO_INT if bucket_size is None else bucket_size, ends)
+    return [blocks[begin:end] for begin, end in pairwise([0, *ends[:n_runs]])]
 
 
 def _united(blocks: Sequence[Sequence[FSDPUnit]]) -> list[FSDPUnit]:
