@@ -140,6 +140,18 @@ TX_API tx_status tx_layout_boxes(const int64_t *shape, const int64_t *order, int
  * u's last one. Returns the number of units. */
 TX_API int64_t tx_fsdp_units(const int64_t *numels, int64_t n, int64_t least, int64_t *ends);
 
+/* Which of n parameters have their states and masters on the host and are stepped there, so that about `fraction` (in
+ * [0, 1]) of all bytes is. 0 chooses nothing, and 1 everything that has bytes. In between the largest are taken first,
+ * the first of equal ones before the others, and each that still fits; at the end the smallest that was left out is
+ * taken too, where that is nearer. So what is chosen is off by half of the smallest one that was left out at most. The
+ * arithmetic is exact.
+ *
+ * bytes: of the state and the master of each, >= 0. heap: n entries, for the search. chosen: n entries, set to 0 or 1.
+ * TX_ERROR_ILLEGAL_VALUE for another fraction, TX_ERROR_INVALID_ARGUMENT for bytes that are negative, or whose sum
+ * overflows. */
+TX_API tx_status tx_offload_choose(const int64_t *bytes, int64_t n, double fraction, int64_t *heap, int32_t *chosen,
+                                   tx_error *error);
+
 /* -- coalescing (which buckets travel together) ------------------------------------------------------------------ */
 
 /* What joined buckets may take on the wire, at most, in bytes: a quarter of their buffer, up to TX_COALESCE_BYTES; half

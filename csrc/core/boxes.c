@@ -2,6 +2,7 @@
 #include <inttypes.h>
 
 #include "csrc/core/status.h"
+#include "csrc/torch_ext_advanced.h"
 
 /* The elements of the tensor in *numel. order: NULL, or a permutation of the dimensions. */
 static tx_status check_shape(const int64_t *shape, const int64_t *order, int64_t ndim, int64_t *numel,

@@ -3,12 +3,13 @@
 There is one master of each of these parameters, here; opt.state has the step only. Weights are the device's.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
 
+from torch_ext.native import library
 from torch_ext.optim.cpu_offload.copies import Buffers, copies_of
 from torch_ext.optim.cpu_offload.host_step import HostPlan
 from torch_ext.optim.state import access
@@ -87,24 +88,14 @@ class HostStates:
 
 
 def choose(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Whether each of them is chosen, so that about `fraction` of their sum is.
+    """Whether each of them is chosen, so that about `fraction` of their sum is (tx_offload_choose).
 
-    sizes: bytes, >= 0. fraction: in [0, 1]; 0 chooses nothing and 1 everything that has a size, exactly. In between the
-    largest come first, the first of equal ones before the others, and each that still fits is taken; at the end the
-    smallest that was left out is, too, where that comes nearer. So what is chosen is off by half of the smallest that
-    was left out at most.
+    sizes: bytes. ValueError unless fraction is in [0, 1].
     """
-    wanted = Fraction(fraction) * sum(sizes)
-    chosen = [False] * len(sizes)
-    left_out: list[int] = []
-    for i in sorted((i for i, size in enumerate(sizes) if size), key=lambda i: (-sizes[i], i)):
-        if sizes[i] <= wanted:
-            chosen[i] = True
-            wanted -= sizes[i]
-        else:
-            left_out.append(i)
-    # All that were left out are larger than what is missing, or they would have fitted.
-    smallest = min(left_out, key=lambda i: (sizes[i], i), default=None)
-    if smallest is not None and sizes[smallest] - wanted < wanted:
-        chosen[smallest] = True
-    return chosen
+    n = len(sizes)
+    chosen = (ctypes.c_int32 * n)()
+    function = library.function(
+        "tx_offload_choose", ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p
+    )
+    function((ctypes.c_int64 * n)(*sizes), n, fraction, (ctypes.c_int64 * n)(), chosen)
+    return list(map(bool, chosen))

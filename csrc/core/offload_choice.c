@@ -1,0 +1,70 @@
+/* Which parameters' states are offloaded, where a fraction of them is. */
+#include <inttypes.h>
+#include <math.h>
+
+#include "csrc/core/status.h"
+#include "csrc/torch_ext_advanced.h"
+
+/* 64 bits of bytes times 53 of a fraction. */
+__extension__ typedef unsigned __int128 uint128;
+
+/* Whether i is taken before j: the larger one, the first of equal ones. */
+static int is_before(const int64_t *bytes, int64_t i, int64_t j) {
+  return bytes[i] != bytes[j] ? bytes[i] > bytes[j] : i < j;
+}
+
+/* Moves heap[at] down to where no child is before it. */
+static void sift(const int64_t *bytes, int64_t *heap, int64_t at, int64_t n) {
+  for (int64_t child; (child = 2 * at + 1) < n; at = child) {
+    if (child + 1 < n && is_before(bytes, heap[child + 1], heap[child])) child++;
+    if (!is_before(bytes, heap[child], heap[at])) return;
+    const int64_t moved = heap[at];
+    heap[at] = heap[child];
+    heap[child] = moved;
+  }
+}
+
+tx_status tx_offload_choose(const int64_t *bytes, int64_t n, double fraction, int64_t *heap, int32_t *chosen,
+                            tx_error *error) {
+  if (!(fraction >= 0 && fraction <= 1)) {
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "offload_fraction is %.17g; a number in [0, 1] is legal", fraction);
+  }
+  if (n < 0 || (n > 0 && (!bytes || !heap || !chosen))) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_offload_choose: %" PRId64 " parameters; legal: >= 0, and no array NULL", n);
+  }
+  int64_t sum = 0;
+  for (int64_t i = 0; i < n; i++) {
+    if (bytes[i] < 0 || __builtin_add_overflow(sum, bytes[i], &sum)) {
+      return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                     "tx_offload_choose: bytes[%" PRId64 "] is %" PRId64 "; legal: >= 0, a sum that an int64 holds", i,
+                     bytes[i]);
+    }
+    heap[i] = i;
+    chosen[i] = 0;
+  }
+  /* Exactly, as ranks must not choose differently: twice the bytes that are wanted, rounded down. */
+  int exponent;
+  const uint128 product = (uint128)ldexp(frexp(fraction, &exponent), 53) * (uint64_t)sum;
+  const int shift = 52 - exponent;
+  uint64_t twice = shift < 128 ? (uint64_t)(product >> shift) : 0;
+  const int is_whole = shift < 128 ? product >> shift << shift == product : product == 0;
+
+  int64_t smallest = -1; /* of those that were left out: all of them are larger than what is missing */
+  for (int64_t at = n / 2; at-- > 0;)
+    sift(bytes, heap, at, n);
+  for (int64_t rest = n; rest > 0 && bytes[heap[0]] > 0; sift(bytes, heap, 0, rest)) {
+    const int64_t i = heap[0];
+    heap[0] = heap[--rest];
+    if (2 * (uint64_t)bytes[i] <= twice) {
+      chosen[i] = 1;
+      twice -= 2 * (uint64_t)bytes[i];
+    } else if (smallest < 0 || bytes[i] < bytes[smallest]) {
+      smallest = i;
+    }
+  }
+  if (smallest >= 0 && ((uint64_t)bytes[smallest] < twice || ((uint64_t)bytes[smallest] == twice && !is_whole))) {
+    chosen[smallest] = 1;
+  }
+  return TX_OK;
+}
