@@ -152,6 +152,10 @@ TX_API int64_t tx_fsdp_units(const int64_t *numels, int64_t n, int64_t least, in
 TX_API tx_status tx_offload_choose(const int64_t *bytes, int64_t n, double fraction, int64_t *heap, int32_t *chosen,
                                    tx_error *error);
 
+/* What no_shard gathers its sums in: the policy's grad_gather_dtype; where that is TX_NONE, bf16 beside an 8-bit wire
+ * (TX_U8), else the wire's dtype. */
+TX_API tx_dtype tx_gather_dtype(tx_dtype grad_gather_dtype, tx_dtype wire_dtype);
+
 /* -- coalescing (which buckets travel together) ------------------------------------------------------------------ */
 
 /* What joined buckets may take on the wire, at most, in bytes: a quarter of their buffer, up to TX_COALESCE_BYTES; half

@@ -176,11 +176,6 @@ static tx_status add_buffer(const tx_memory_args *args, int64_t buffer, tx_memor
 
 /* -- what comes and goes ---------------------------------------------------------------------------------------- */
 
-/* What no_shard gathers sums in (csrc/policy.def, grad_gather_dtype). */
-static int32_t gather_dtype(const tx_memory_args *args, int32_t wire) {
-  return args->gather_dtype != TX_NONE ? args->gather_dtype : wire == TX_U8 ? TX_BF16 : wire;
-}
-
 /* What a bucket takes while it travels. */
 typedef struct travel {
   int64_t received, packed, gathered;
@@ -194,7 +189,8 @@ static int64_t compressed(const tx_memory_args *args, int32_t dtype, int64_t blo
 
 /* like: a parameter of its buffer. joined: whether it stands for joined ones. */
 static travel of_bucket(const tx_memory_args *args, const tx_layout_param *like, int64_t numel, int joined) {
-  const int32_t wire = like->wire_dtype, gather = gather_dtype(args, wire);
+  const int32_t wire = like->wire_dtype;
+  const int32_t gather = (int32_t)tx_gather_dtype((tx_dtype)args->gather_dtype, (tx_dtype)wire);
   const int ranks_lie_apart = joined && args->strategy == TX_OPTIM; /* in the buffer, not in the message */
   const int packed = args->strategy == TX_OPTIM_GRADS || wire != like->grad_dtype || ranks_lie_apart;
   const int gathered = args->strategy == TX_NO_SHARD && gather != wire && gather != like->grad_dtype;

@@ -1,12 +1,14 @@
 """A bucket as it is sent: plain elements, or 8-bit codes with one power-of-two scale byte per 128 of them."""
 
+import ctypes
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_ext.native import constants, ops
+from torch_ext.native import constants, dtypes, library, ops
 from torch_ext.native.constants import BLOCK
 
 CODES = torch.uint8  # the dtype of an 8-bit wire: e4m3 codes beside e8m0 scales
@@ -14,6 +16,15 @@ CODES = torch.uint8  # the dtype of an 8-bit wire: e4m3 codes beside e8m0 scales
 # The seeds of the rounding thresholds: ranks must not round alike, or the mean would not lessen their errors; nor must
 # gradients and their sums.
 _SEED_OF_PARTS, _SEED_OF_SUMS = 0x5EED_0000_0000, 0x5EED_8000_0000
+
+
+@functools.cache
+def gather_dtype(chosen: torch.dtype | None, wire: torch.dtype) -> torch.dtype:
+    """What sums that every rank gets are gathered in (tx_gather_dtype). chosen: the policy's grad_gather_dtype."""
+    decide = library.function("tx_gather_dtype", ctypes.c_int32, ctypes.c_int32, restype=ctypes.c_int32)
+    found = dtypes.dtype_of(decide(0 if chosen is None else dtypes.code_of(chosen), dtypes.code_of(wire)))
+    assert found is not None
+    return found
 
 
 class WireBuffer(NamedTuple):

@@ -33,8 +33,3 @@ class BucketMean:
         mine = slices_in(self.slices, [(part.number * numel, (part.number + 1) * numel)])
         values = [total[p.at : p.at + p.numel] for p in mine]
         pack(values, mine, self._ids, own, RoundingSeeds.of_sums(self._cycle))
-
-
-def gather_dtype(policys: torch.dtype | None, wire: WireBuffer) -> torch.dtype:
-    """In which dtype sums are gathered. policys: its grad_gather_dtype."""
-    return policys or (torch.bfloat16 if wire.coded else wire.data.dtype)

@@ -12,10 +12,10 @@ from torch_ext.comm.factory import make_communicator
 from torch_ext.comm.init_sync import agree
 from torch_ext.comm.lost_ranks import refuse as refuse_group
 from torch_ext.comm.nccl_transport import refuse
-from torch_ext.comm.wire import BLOCK, ParamSlice, RoundingSeeds, WireBuffer, pack
+from torch_ext.comm.wire import BLOCK, ParamSlice, RoundingSeeds, WireBuffer, gather_dtype, pack
 from torch_ext.grads.stats import Watch
 from torch_ext.native import ops
-from torch_ext.parallel.bucket_mean import BucketMean, gather_dtype
+from torch_ext.parallel.bucket_mean import BucketMean
 from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets, trainable
 from torch_ext.params import param_groups
 from torch_ext.policy.policy import Policy
@@ -92,7 +92,7 @@ class Connection:
         pack(values, slices, self._ids, wire, RoundingSeeds.of_parts(self.communicator.rank, cycle))
         mean = _DDPBucketMean(slices, self._ids, self._divide_factor, cycle)
         mean.values = values
-        dtype = gather_dtype(self._gather_dtype, wire)
+        dtype = gather_dtype(self._gather_dtype, wire.data.dtype)
         mean.gathered = wire if dtype == wire.data.dtype else WireBuffer.empty(numel, dtype, values[0].device)
         first, last = self.names[members[0]], self.names[members[-1]]
         return self.communicator.reduce_scatter(

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_ext.comm.communicator import Work
-from torch_ext.comm.wire import WireBuffer, unpack
-from torch_ext.parallel.bucket_mean import BucketMean, gather_dtype
+from torch_ext.comm.wire import WireBuffer, gather_dtype, unpack
+from torch_ext.parallel.bucket_mean import BucketMean
 from torch_ext.parallel.strategies.strategy import BufferedStrategy
 
 
@@ -44,7 +44,8 @@ class NoShard(BufferedStrategy):
     ) -> Work:
         bucket = _Bucket(self, buckets, cycle)
         planned = self.plan.buckets[buckets[0]]
-        in_place = {planned.grad_comm_dtype, self.gather_dtype or planned.grad_comm_dtype} == {planned.main_grads_dtype}
+        dtypes = {planned.grad_comm_dtype, gather_dtype(self.gather_dtype, planned.grad_comm_dtype)}
+        in_place = dtypes == {planned.main_grads_dtype}
         return self.communicator.reduce_scatter(
             bucket.pack,
             bucket.reduce,
@@ -56,7 +57,7 @@ class NoShard(BufferedStrategy):
 
     def gathered(self, buckets: range, wire: WireBuffer) -> WireBuffer:
         """Where the ranks' parts of the sum are gathered."""
-        main, dtype = self.main(buckets), gather_dtype(self.gather_dtype, wire)
+        main, dtype = self.main(buckets), gather_dtype(self.gather_dtype, wire.data.dtype)
         if dtype == wire.data.dtype:
             return wire
         if dtype == main.data.dtype:
