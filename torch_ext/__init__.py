@@ -19,12 +19,13 @@ from torch_ext.native.library import library_path
 from torch_ext.offloading.offload import offload, onload
 from torch_ext.optim.adamw import Adam, AdamW
 from torch_ext.optim.clip_grad import clip_grad_norm_
-from torch_ext.optim.state.torch_adam import pass_over_masters
+from torch_ext.optim.state.torch_adam import drop_masters
 from torch_ext.parallel.bucket_plan import plan_buckets
 from torch_ext.parallel.ddp_comm_hook import register_comm_hook
 from torch_ext.parallel.parallel_module import sync_parameters
 from torch_ext.parallel.parallelize import parallelize
-from torch_ext.policy.policy import Policy, load_policy
+from torch_ext.policy.loader import load_policy
+from torch_ext.policy.policy import Policy
 
 if TYPE_CHECKING:
     from torch_ext.checkpoint.dcp import CheckpointReader, CheckpointWriter
@@ -50,7 +51,7 @@ __all__ = [
     "sync_parameters",
 ]
 
-pass_over_masters()
+drop_masters()
 
 # Policy.grad_scaler() makes one; the package `policy` is below `amp` and does not import it.
 Policy._make_grad_scaler = GradScaler

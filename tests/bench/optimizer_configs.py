@@ -14,7 +14,7 @@ from bench.workload import Shapes
 from torch_ext.cli import info
 from torch_ext.native import library
 from torch_ext.optim.adamw import AdamW
-from torch_ext.policy.policy import load_policy
+from torch_ext.policy.loader import load_policy
 
 
 @dataclass(frozen=True)

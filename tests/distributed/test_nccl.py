@@ -256,7 +256,7 @@ def _captured(rank: int, world: int, path: str) -> list[int]:
     sent, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     watched = []
     for captures in (False, True):
-        patch.setattr(graph_capture, "under_way", lambda device, captures=captures: captures)
+        patch.setattr(graph_capture, "is_capturing", lambda device, captures=captures: captures)
         exchange.transport.all_to_all([into], [sent], "bucket")
         watched.append(len(exchange.transport._watchdog._under_way))
     return watched

@@ -411,7 +411,7 @@ def test_call_keeps_no_storage(sample: samples.Sample) -> None:
 
 def test_look_counts_nothing_up() -> None:
     w = torch.ones(3)
-    torch_ext.native.ops.look("bucket_accumulate_", [w], [torch.ones(3)])
+    torch_ext.native.ops.call_unversioned("bucket_accumulate_", [w], [torch.ones(3)])
     assert w._version == 0 and w.tolist() == [2.0] * 3
 
 

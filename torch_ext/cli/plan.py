@@ -17,7 +17,8 @@ from torch_ext.parallel import bucket_plan, memory_plan
 from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets
 from torch_ext.parallel.memory_plan import MemoryPlan, Unit
 from torch_ext.parallel.strategies import table
-from torch_ext.policy.policy import Policy, load_policy
+from torch_ext.policy.loader import load_policy
+from torch_ext.policy.policy import Policy
 
 _FULL = "optim_grads_params"
 _TENSORS = 256  # that a bare number of parameters is thought to be in

@@ -133,7 +133,7 @@ class NcclTransport:
         call(label, messages, self._streams.pointer(self._stream))
         issued = _Issued(self._streams, self._streams.event(), label, time.monotonic())
         self._streams.record(issued.event, self._stream)
-        if not graph_capture.under_way(self._device):  # a captured event is the graph's, and never asked for
+        if not graph_capture.is_capturing(self._device):  # a captured event is the graph's, and never asked for
             self._watchdog.watch(issued)
         return [issued]
 

@@ -1,4 +1,4 @@
-"""libtorch_ext_cuda.so, for people: where it is, what it was built for, and whether anything here runs it."""
+"""libtorch_ext_cuda.so: where it is, what it was built for, and whether a device here can run it."""
 
 import contextlib
 import ctypes
@@ -32,7 +32,7 @@ class About(NamedTuple):
 
 
 def path() -> str:
-    """Loads it. RuntimeError says where it was looked for and how to get it, or what is wrong with what was found."""
+    """Loads it. RuntimeError says where it was searched for and how to get it, or what is wrong with the file."""
     found = ctypes.create_string_buffer(4096)
     library.function("tx_torch_cuda_library", ctypes.c_char_p, ctypes.c_int64)(found, len(found))
     return found.value.decode()
@@ -55,8 +55,8 @@ def about() -> About:
 
 @contextlib.contextmanager
 def relaxed() -> Iterator[None]:
-    """Inside, this thread may ask for events while another one captures a CUDA graph in the "global" mode, torch's
-    default, which it would end otherwise: for who only looks at work that was not captured. Raises as `path` does."""
+    """Inside, this thread may query events while another one captures a CUDA graph in the "global" mode, torch's
+    default. Otherwise that would end the capture. For events of work that is not captured. Raises as `path` does."""
     exchange = _exchange_capture_mode()
     mode, error = ctypes.c_int32(_RELAXED), library.Error()
     library.check(exchange(ctypes.byref(mode), ctypes.byref(error)), error)

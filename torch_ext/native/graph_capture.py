@@ -1,7 +1,7 @@
-"""What a step cannot do while it is captured into a CUDA graph, refused by name before anything is written.
+"""What a step cannot do while it is captured into a CUDA graph, refused before anything is written.
 
-A replay does what the device was told while capturing, and runs nothing of the host: numbers stay what they were, and
-what waits for the device cannot be captured at all.
+A replay repeats the device's work and runs nothing on the host: numbers that were read while capturing stay the same,
+and what waits for the device cannot be captured at all.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 
-def under_way(device: torch.device) -> bool:
-    """Whether work for the device is being captured now."""
+def is_capturing(device: torch.device) -> bool:
+    """Whether the device's current stream is captured into a CUDA graph now."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -25,9 +25,9 @@ def refuse(
     offloaded: bool,
     grad_scale: Any,
 ) -> None:
-    """RuntimeError for what the step would freeze that is meant to change (an lr that is a number, any other
-    hyper-parameter that is a tensor), or would wait for. stateless: no step has made state. offloaded: some of it lies
-    on the host."""
+    """RuntimeError for a value that replays would keep though it is meant to change (an lr that is a number, any other
+    hyper-parameter that is a tensor), and for what waits for the device. stateless: there is no state yet. offloaded:
+    some of it is on the host."""
     begin = "the step is being captured into a CUDA graph, and "
     if stateless:
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""torch.ops.torch_ext from Python: what the C side cannot register, and one way to call an operator.
+"""torch.ops.torch_ext from Python: registers what C cannot, and calls operators.
 
-Importing this module registers everything, once. C registers schemas and kernels; here come the fake kernels (tracing)
-and those that autograd needs. The names are C's table; nothing is listed twice.
+Importing this module registers everything, once. C registers schemas and kernels; this module, for each operator of C's
+table, the fake kernel (for tracing) and the kernels that autograd needs.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ def _fake(name: str) -> Any:
 
     def kernel(*_arguments: Any, **_options: Any) -> None:
         try:
-            torch.library.get_ctx()  # raises outside of tracing, where meta tensors are somebody's mistake
+            torch.library.get_ctx()  # raises outside of tracing, where meta tensors are a mistake
         except RuntimeError:
             raise RuntimeError(
                 f"{NAMESPACE}::{name}: meta tensors hold no data, so there is nothing to update; materialise them "
@@ -29,15 +29,15 @@ def _fake(name: str) -> Any:
 
 
 def _versioned(overload: Any, written: tuple[int, ...]) -> Any:
-    """The kernel in front of those that compute, where torch's own in-place operators count versions up, so that a
-    backward that saved the old value of a written tensor fails instead of using the new one. It can't be had from C: no
-    function of torch's C ABI counts a version up, and an operator that does nothing else (conj_physical_) takes 0.33 us
-    per tensor, three times as long as its way through the operator.
+    """The ADInplaceOrView kernel, which increments the versions of written tensors as torch's own in-place operators
+    do, so that a backward that saved the old value fails instead of using the new one. Not in C: no function of torch's
+    C ABI increments a version, and an operator that does nothing else (conj_physical_) takes 0.33 us per tensor, three
+    times as long as the operator itself.
     """
 
     def kernel(keys: Any, *arguments: Any) -> None:
         tensors = _written(overload, written, arguments)
-        overload.redispatch(keys & _BEHIND, *arguments)
+        overload.redispatch(keys & _AFTER_ADINPLACE, *arguments)
         torch.autograd.graph.increment_version(tensors)
 
     return kernel
@@ -57,8 +57,8 @@ def _written(overload: Any, written: tuple[int, ...], arguments: tuple[Any, ...]
     return tensors
 
 
-_BEHIND = torch._C._after_ADInplaceOrView_keyset
-_HERE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_AFTER_ADINPLACE = torch._C._after_ADInplaceOrView_keyset
+_ADINPLACE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class _Operator(NamedTuple):
@@ -74,7 +74,7 @@ def _register() -> tuple[dict[str, _Operator], list[torch.library.Library]]:
     table: dict[str, _Operator] = {}
     for name in library.operators():
         torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(name), lib=fakes)
-        # Updates of leaf parameters are the purpose of these operators and have no derivative: autograd looks away.
+        # These operators update leaf parameters, and have no derivative: autograd is skipped.
         kernels.impl(name, torch.library.fallthrough_kernel, "Autograd")
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         arguments = overload._schema.arguments
@@ -95,16 +95,16 @@ def call(name: str, *arguments: Any) -> None:
     """
     overload, positions = _operator(name)
     written = _written(overload, positions, arguments)
-    with torch._C._ExcludeDispatchKeyGuard(_HERE):  # a third faster than the kernel that does the same
+    with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):  # a third faster than the kernel that does the same
         overload(*arguments)
     torch.autograd.graph.increment_version(written)
 
 
-def look(name: str, *arguments: Any) -> None:
-    """As `call`, but no version counter goes up: for an operator that is asked to count and to change nothing else,
-    which somebody would take for a write, and for who counts up what he must."""
+def call_unversioned(name: str, *arguments: Any) -> None:
+    """As `call`, but increments no version counter: for operators that only count here, and for callers that increment
+    versions themselves."""
     overload = _operator(name).overload
-    with torch._C._ExcludeDispatchKeyGuard(_HERE):
+    with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):
         overload(*arguments)
 
 
@@ -116,8 +116,8 @@ def _operator(name: str) -> _Operator:
 
 
 def _refuse_inference_tensors(overload: Any, position: int, targets: list[torch.Tensor]) -> None:
-    """What torch says to `tensor.add_(1)`. Looked at only in the first argument that is written, which is the caller's
-    (the others are state beside it): it takes as long as a tensor's way through the operator."""
+    """RuntimeError as for `tensor.add_(1)`. Only of the first argument that is written, which is the user's (the others
+    are its state): checking a tensor takes as long as the operator takes for it."""
     if torch.is_inference_mode_enabled() or not any(map(torch.Tensor.is_inference, targets)):
         return
     index = [t.is_inference() for t in targets].index(True)

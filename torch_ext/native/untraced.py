@@ -1,7 +1,7 @@
-"""torch.compiler.disable for methods, without what it imports before anybody needs it.
+"""torch.compiler.disable for methods, applied when one of them is first looked up.
 
-It imports torch._dynamo, which takes longer than all of torch_ext. Making any optimizer of torch does so too: then, and
-not when a class is defined, methods become what torch.compiler.disable makes of them.
+torch.compiler.disable imports torch._dynamo, which takes longer than importing torch_ext. Constructing any optimizer of
+torch imports it, too, so nothing is lost by doing it then instead of when a class is defined.
 """
 
 import functools
@@ -18,12 +18,12 @@ _waiting: "list[tuple[type, str, _Untraced]]" = []
 
 
 def untraced(method: _F) -> _F:
-    """The method as torch.compile leaves it to Python; the outermost decorator in the body of a class."""
+    """A method that torch.compile does not trace. Must be the outermost decorator in the body of a class."""
     return cast(_F, _Untraced(method))
 
 
 class _Untraced:
-    """In the method's place until somebody gets it, or another one."""
+    """Stands for the method in its class until this or any other such method is looked up."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         functools.update_wrapper(cast(Any, self), method)
@@ -34,7 +34,7 @@ class _Untraced:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         with _lock:
-            while _waiting:  # all of them: the next one may be gotten while torch.compile looks on
+            while _waiting:  # all of them: the next one may be looked up while torch.compile traces
                 holder, name, waiting = _waiting[-1]
                 waiting._method = torch.compiler.disable(waiting._method)
                 if holder.__dict__.get(name) is waiting:

@@ -109,7 +109,9 @@ class DeviceStep:
             return
         fixed = (self._states, batch.slices, hyper.lrs, hyper.groups, batch.meta)
         try:
-            ops.look("adamw_flat_", batch.weights, grads, *fixed, *scalars, *hyper.shared, external, batch.signature)
+            ops.call_unversioned(
+                "adamw_flat_", batch.weights, grads, *fixed, *scalars, *hyper.shared, external, batch.signature
+            )
         except RuntimeError as refusal:
             rows = range(len(self.members)) if batch.rows is None else batch.rows
             raise RuntimeError(named(str(refusal), [self.members[i].name for i in rows])) from None

@@ -96,7 +96,7 @@ class Stepper:
     def _refuse_capture(self, everyone: list[Tensor]) -> None:
         """RuntimeError for what cannot be captured into a CUDA graph, where this is."""
         states = self._states
-        if graph_capture.under_way(states.counts.device):
+        if graph_capture.is_capturing(states.counts.device):
             graph_capture.refuse(
                 states.groups,
                 states.counts.device,

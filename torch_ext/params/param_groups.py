@@ -13,7 +13,8 @@ from torch import Tensor
 
 from torch_ext.native import dtypes, library
 from torch_ext.params.hyper_parameters import ROUNDINGS, Group, is_away, is_number, items, refuse, refuse_differing
-from torch_ext.policy.policy import Policy, load_policy
+from torch_ext.policy.loader import load_policy
+from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]

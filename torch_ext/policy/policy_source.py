@@ -21,19 +21,19 @@ class Precision(NamedTuple):
 
 
 def precisions(model: nn.Module) -> dict[int, Precision]:
-    """Of the parameters that FSDP2 shards, by their identity, whether they are gathered now or not."""
+    """Of the parameters that FSDP2 shards, by the ids of their sharded and unsharded tensors."""
     found: dict[int, Precision] = {}
     for group in _param_groups(model):
         for param in group.fsdp_params:
             own = param.sharded_param.dtype
             precision = Precision(group.mp_policy.param_dtype or own, own)
-            for held in (param.sharded_param, getattr(param, "_unsharded_param", None)):
-                found[id(held)] = precision
+            for tensor in (param.sharded_param, getattr(param, "_unsharded_param", None)):
+                found[id(tensor)] = precision
     return found
 
 
 def _param_groups(model: nn.Module) -> Iterator[Any]:
-    """What a call of fully_shard gathers at a time. There is no public way to it."""
+    """FSDP2's parameter groups: what is gathered together. torch has no public function for them."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is sharded
     if fsdp is None:
         return
@@ -45,7 +45,8 @@ def _param_groups(model: nn.Module) -> Iterator[Any]:
 
 
 class Source(NamedTuple):
-    """What decides, beside settings: a tx_dtype (0: none is given), flags, and the tx_dtype of FSDP2's shards."""
+    """What decides beside settings: the model's tx_dtype (0: none is given), flags, and the tx_dtype of FSDP2's
+    shards."""
 
     dtype: int
     bf16: bool | None
@@ -90,7 +91,7 @@ def _model_dtypes(model: torch.nn.Module) -> tuple[torch.dtype, torch.dtype | No
     for p in [p for p in parameters if p.requires_grad] or parameters:
         computed, own = of_shards.get(id(p), (p.dtype, p.dtype))
         masters = own == torch.float32 and computed.itemsize < own.itemsize
-        dtype = computed if masters else own  # shards that are no wider are not masters: they count as they are
+        dtype = computed if masters else own  # shards that are no wider are no masters
         elements[dtype] += max(p.numel(), 1)
         sharded[dtype] += max(p.numel(), 1) if masters else 0
     if not elements:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_ext.optim.adamw import AdamW
-from torch_ext.policy.policy import load_policy
+from torch_ext.policy.loader import load_policy
 
 ROUNDINGS = ("nearest", "stochastic", "dithered")
 STATES = {"fp32": "fp32", "bf16": "bf16", "8-bit": "fp8"}  # as the tables call them: as the policy does

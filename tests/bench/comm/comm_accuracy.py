@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_ext.optim.adamw import AdamW
 from torch_ext.parallel.parallelize import parallelize
-from torch_ext.policy.policy import load_policy
+from torch_ext.policy.loader import load_policy
 
 _PER_RANK = 1 << 16  # elements; whole blocks, so that rank r's shard is the r-th part of the parameter
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_ext.optim.adamw import AdamW
 from torch_ext.parallel.parallelize import parallelize
-from torch_ext.policy.policy import load_policy
+from torch_ext.policy.loader import load_policy
 
 _LR = 1e-4
 

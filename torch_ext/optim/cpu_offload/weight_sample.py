@@ -52,7 +52,7 @@ class CopiedSample:
         self._copied = None
         self._stale.zero_()
         masters = [master.contiguous() for master in self._masters]
-        ops.look("master_resync_", self._on_host, masters, self._stale, False, True)  # only counts
+        ops.call_unversioned("master_resync_", self._on_host, masters, self._stale, False, True)  # only counts
         found = {owner for owner, count in zip(self._owner, self._stale.tolist(), strict=True) if count}
         return [self._members[i] for i in sorted(found)]
 
@@ -80,7 +80,9 @@ class ChecksumSample:
         self._taken = False
         self._stale.zero_()
         weights = self._weights if self._dense else self._flat()
-        ops.look("master_checksum_", weights, self._masters, self._checksums, self._stale, constants.CHECKSUM_CHECK)
+        ops.call_unversioned(
+            "master_checksum_", weights, self._masters, self._checksums, self._stale, constants.CHECKSUM_CHECK
+        )
         return [m for m, count in zip(self._members, self._stale.tolist(), strict=True) if count]
 
 

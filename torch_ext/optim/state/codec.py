@@ -130,7 +130,7 @@ def _valid_remainder(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
     modified outside the optimizer (an average that was swapped in, say)."""
     remainder, stale = state["master_remainder"], torch.zeros(1, dtype=torch.int64, device=weight.device)
     masters, checksums = [dense.flat(remainder)], [state["checksum"]]
-    ops.look("master_checksum_", [weight], masters, checksums, stale, constants.CHECKSUM_CHECK)
+    ops.call_unversioned("master_checksum_", [weight], masters, checksums, stale, constants.CHECKSUM_CHECK)
     if not int(stale):
         return remainder
     remainder, checksum = remainder.clone(), state["checksum"].clone()

@@ -1,4 +1,4 @@
-"""Masters at full precision, for those who seed, constrain or average them."""
+"""Masters at full precision, to seed, constrain or average them."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,9 +23,9 @@ _CALL = "resync_masters(state_dict=...)"
 def seed(members: Sequence["ParamState"], keys: Sequence[str | int], state_dict: Mapping[str, Any]) -> int:
     """Masters become what the weights were rounded from (semantics.md, D5). Returns how many elements changed.
 
-    members: each with a master. keys: of each, its name. state_dict: a model's; entries of others are passed over.
-    ValueError or TypeError, naming the key, before anything has changed: where one is missing, has another shape, or
-    does not round to the weight.
+    members: each with a master. keys: of each, its name. state_dict: a model's; other entries are ignored. ValueError
+    or TypeError, naming the key, before anything has changed, where one is missing, has another shape, or does not
+    round to the weight.
     """
     if nameless := [m.name for m, key in zip(members, keys, strict=True) if not isinstance(key, str)]:
         raise ValueError(
@@ -47,7 +47,7 @@ def seed(members: Sequence["ParamState"], keys: Sequence[str | int], state_dict:
 
 
 def _value_of(m: "ParamState", value: Any) -> Tensor:
-    """This rank's part of it, fp32, as contiguous memory in the master's order."""
+    """This rank's part of it in fp32, contiguous in the master's memory order."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         found = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{_CALL}: {m.name} is {found}; a floating-point tensor is legal")
@@ -117,7 +117,7 @@ def _is_like(value: Tensor, master: Tensor) -> bool:
 
 
 def _refuse_conversions(converted: Iterable[tuple[str, Tensor, Tensor]]) -> None:
-    """ValueError, with names, where the block gave parameters something that cannot be their master."""
+    """ValueError, with names, where code in the block replaced parameters by tensors that cannot be their masters."""
     found = [
         f"{name} ({tuple(value.shape)} in {value.dtype}; {tuple(master.shape)} in {master.dtype} is legal)"
         for name, value, master in converted
@@ -130,7 +130,7 @@ def _refuse_conversions(converted: Iterable[tuple[str, Tensor, Tensor]]) -> None
 
 
 def _swaps(m: "ParamState") -> bool:
-    """Whether the parameter itself can be its master for a while: not where it is part of something else."""
+    """Whether the parameter itself becomes its master inside the block: not where this rank steps a part of it."""
     return m.kinds.master is not None and m.weight is m.param
 
 
@@ -142,7 +142,7 @@ def _opened(m: "ParamState") -> Tensor:
 
 
 def _close(m: "ParamState", master: Tensor) -> None:
-    """The weight becomes the nearest of what its master is now."""
+    """The weight becomes its master, rounded to nearest."""
     wide = dense.in_order_of(m.master, master.detach().to(m.master.device))
     weight = torch.empty_like(wide, dtype=m.weight.dtype)
     own = dense.flat(m.master).view(-1)

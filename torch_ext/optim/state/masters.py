@@ -46,8 +46,8 @@ def resync(members: Sequence[ParamState], force: bool = False) -> Tensor:
 def modified(members: Sequence[ParamState]) -> Tensor:
     """How many elements of each `resync` would change. Changes nothing."""
     found = _counts(members)
-    _run(ops.look, "master_resync_", members, ("master_param",), found, False, True)
-    _run(ops.look, "master_checksum_", members, ("master_remainder",), found, constants.CHECKSUM_CHECK)
+    _run(ops.call_unversioned, "master_resync_", members, ("master_param",), found, False, True)
+    _run(ops.call_unversioned, "master_checksum_", members, ("master_remainder",), found, constants.CHECKSUM_CHECK)
     return found
 
 

@@ -22,46 +22,45 @@ class ParamState(NamedTuple):
     local: LocalShard  # what of it this rank steps
     state: dict[str, Any]  # stored, complete, of the local part
     kinds: StateDtypes
-    id: int  # of its rounding thresholds
+    id: int  # seeds its rounding thresholds
     group: int
     name: str  # for messages
-    host: bool = False  # whether its state lies on the host, where it is stepped
+    host: bool = False  # whether its state is on the host, and it is stepped there
 
     @property
     def weight(self) -> Tensor:
-        """What is stepped."""
+        """This rank's elements of the parameter."""
         return self.local.weight
 
     @property
     def beside(self) -> Tensor:
-        """Its values where its state lies."""
+        """Its values on the device of its state."""
         return self.weight.detach().cpu() if self.host else self.weight.detach()
 
     @property
     def place(self) -> Tensor:
-        """Whose address shows whether the weight is where it was."""
+        """Whose address changes when the weight's memory does."""
         return self.weight if is_dtensor(self.param) else self.param
 
     @property
     def version(self) -> int:
-        """Which changes when somebody writes to the parameter."""
-        # Operations on a DTensor count on it, those on its local tensor there.
+        """Changes when the parameter is written to."""
+        # Operations on a DTensor increment its own counter, those on its local tensor that one's.
         return self.param._version + (self.weight._version if is_dtensor(self.param) else 0)
 
     @property
     def master(self) -> Tensor:
-        """Of a member that has one."""
+        """Only where there is one."""
         assert self.kinds.master is not None
         return self.state[self.kinds.master]
 
     def stored(self) -> list[Tensor | None]:
         """Its state in the order of a row of `slices` of adamw_flat_."""
-        master = self.state[self.kinds.master] if self.kinds.master else None
-        state = self.state
-        return [*map(state.get, ("exp_avg", "exp_avg_sq")), master, *map(state.get, ("scales", "step", "checksum"))]
+        keys = ("exp_avg", "exp_avg_sq", self.kinds.master, "scales", "step", "checksum")
+        return [self.state.get(key) if key else None for key in keys]
 
 
-# The bucket whose weights are gathered after a step; None: nobody gathers them.
+# The bucket whose weights are all-gathered after a step; None: the weights are not sharded.
 AllGatherTarget: TypeAlias = Union["tuple[GradientReducer, int]", None]
 
 
@@ -71,7 +70,7 @@ def gather_of(member: ParamState, owner: "GradientReducer | None") -> AllGatherT
 
 
 def gathers_in_order(gathers: Sequence[AllGatherTarget]) -> list[AllGatherTarget]:
-    """Each once, in the order of the parameters, as on every other rank; what nobody gathers comes first."""
+    """Each once, in the order of the parameters, as on every other rank; None is first."""
     return sorted(dict.fromkeys(gathers), key=lambda gather: gather is not None)
 
 
@@ -92,7 +91,7 @@ def refuse_grad(member: ParamState, grad: Tensor) -> None:
 
 
 def named(message: str, names: Sequence[str]) -> str:
-    """What the library says of a call with these parameters, with the name of the one that it speaks of."""
+    """A message of the library about a call with these parameters, with the name of the one that it is about."""
     found = re.search(r"\b(params|grads|exp_avgs|exp_avg_sqs|masters|scales|steps|meta|checksums)\[(\d+)\]", message)
     if found is None or int(found[2]) >= len(names):
         return message

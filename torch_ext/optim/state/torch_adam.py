@@ -1,7 +1,6 @@
-"""What torch.optim.Adam and AdamW keep of a state of ours: all but masters, of which their steps know nothing.
+"""torch.optim.Adam and AdamW load a state of ours without its masters, which their steps do not update.
 
-They load every key that an entry has, cast to the parameter's dtype, and save it again: a copy of the weights that is
-never brought up to date.
+They would load every key, cast to the parameter's dtype, and save it again: an outdated copy of the weights.
 """
 
 import functools
@@ -10,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ROUTED = "_torch_ext_routed"
+_PATCHED = "_torch_ext_patched"
 
 
-def pass_over_masters() -> None:
-    """From here on torch.optim.Adam and AdamW load a state without its masters. Again and again is as good as once."""
+def drop_masters() -> None:
+    """Patches torch.optim.Adam.__setstate__. May be called again."""
     theirs = torch.optim.Adam.__setstate__
-    if hasattr(theirs, _ROUTED):
+    if hasattr(theirs, _PATCHED):
         return
 
     @functools.wraps(theirs)
     def __setstate__(self: torch.optim.Adam, state: dict[str, Any]) -> None:
-        if type(self) in (torch.optim.Adam, torch.optim.AdamW):  # classes made of these may have masters of their own
+        if type(self) in (torch.optim.Adam, torch.optim.AdamW):  # subclasses may have masters of their own
             for param, entry in state.get("state", {}).items():
                 if isinstance(param, Tensor) and isinstance(entry, dict):
                     entry.pop("master_param", None)
         theirs(self, state)
 
-    setattr(__setstate__, _ROUTED, True)
+    setattr(__setstate__, _PATCHED, True)
     torch.optim.Adam.__setstate__ = __setstate__  # type: ignore[method-assign]
