@@ -23,13 +23,6 @@ from torch_ext.optim.state import missing_keys
 _TRIES = 20  # to find the files of a checkpoint that other saves replace meanwhile
 
 
-@dataclasses.dataclass
-class _MetadataRead:
-    """What a rank tells the coordinator: which `.metadata` it has read."""
-
-    checksum: int
-
-
 class CheckpointReader(FileSystemReader):
     """`storage_reader=` of torch.distributed.checkpoint.load, which checks all that a rank will read before the first
     tensor is written to: ValueError, naming the file and a key, where something is missing, truncated, damaged, of
@@ -56,7 +49,7 @@ class CheckpointReader(FileSystemReader):
             stream.close()
         self._streams = {}
         self._checked: dict[Any, bytes | None] = {}  # by the index of an item: bytes where it is no tensor
-        self._metadata_read = _MetadataRead(0)
+        self._metadata_crc = 0  # of the `.metadata` that was read, which ranks compare
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._close()
@@ -79,7 +72,7 @@ class CheckpointReader(FileSystemReader):
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        self._metadata_read = _MetadataRead(zlib.crc32(before))
+        self._metadata_crc = zlib.crc32(before)
         return metadata
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -99,11 +92,11 @@ class CheckpointReader(FileSystemReader):
             )
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        self._check(plan.items)
-        return dataclasses.replace(plan, storage_data=self._metadata_read)
+        self._check_items(plan.items)
+        return dataclasses.replace(plan, storage_data=self._metadata_crc)
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        others = [rank for rank, plan in enumerate(plans) if plan.storage_data != self._metadata_read]
+        others = [rank for rank, plan in enumerate(plans) if plan.storage_data != self._metadata_crc]
         if others:
             who = ("rank " if len(others) == 1 else "ranks ") + ", ".join(map(str, others))
             raise ValueError(
@@ -114,7 +107,7 @@ class CheckpointReader(FileSystemReader):
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         try:
-            self._check(plan.items)  # of which a planner may have given this rank more than it asked for
+            self._check_items(plan.items)  # of which a planner may have given this rank more than it asked for
             for item in plan.items:
                 self._read(item, planner)
         finally:
@@ -123,7 +116,7 @@ class CheckpointReader(FileSystemReader):
         future.set_result(None)
         return future
 
-    def _check(self, items: list[Any]) -> None:
+    def _check_items(self, items: list[Any]) -> None:
         """Checks items that have not been checked, and reads those that are no tensors."""
         for item in items:
             index = item.storage_index

@@ -126,8 +126,7 @@ def _removed(path: Path) -> bool:
 
 def _remove(folder: Path, names: Iterable[str]) -> None:
     for name in names:
-        with contextlib.suppress(OSError):
-            os.unlink(folder / name)
+        _removed(folder / name)
 
 
 def _read(path: Path) -> bytes:

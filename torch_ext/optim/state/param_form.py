@@ -64,7 +64,8 @@ def refuse_converted(converted: Iterable[tuple[str, Tensor, Form]]) -> None:
 
 def signature(tensors: Sequence[Tensor]) -> int:
     """What adamw_flat_ compares its parameters with (tx_signature)."""
-    int64, words = ctypes.c_int64, list[int]()
+    int64 = ctypes.c_int64
+    words: list[int] = []
     for t in tensors:
         words += (dtypes.code_of(t.dtype) or 0, *((t.dim(), *t.shape) if t.numel() else (-1,)))
     of_words = library.function("tx_signature", int64, ctypes.POINTER(int64), restype=int64, brief=True)

@@ -82,7 +82,7 @@ def consolidated(optimizer: StatefulOptimizer, state_dict: dict[str, Any], to: i
 
     to: the global rank that gets them, None on others; None: all of them.
     """
-    params = dict[Any, StatefulParam]((p.index, p) for p in params_of(optimizer))
+    params: dict[Any, StatefulParam] = {p.index: p for p in params_of(optimizer)}
     found: dict[Any, Any] = {}
     receives = to is None or to == _rank()
     with torch.no_grad():

@@ -33,8 +33,8 @@ class StatefulOptimizer(Protocol):
 
 
 class StatefulParam:
-    """A parameter of an optimizer, and what there is of its state. What is not asked for is not looked up: a parameter
-    without state may be one that the policy has no dtypes for."""
+    """A parameter of an optimizer, and its state. Each property is found when it is first used: the policy may have no
+    dtypes for a parameter without state."""
 
     def __init__(self, optimizer: StatefulOptimizer, shards: ShardMap, index: int, name: str) -> None:
         self._optimizer, self._shards, self.index = optimizer, shards, index
