@@ -109,6 +109,30 @@ TEST(AbsurdNumbers, IntersectionsAreThoseOfTheIntegers) {
   }
 }
 
+TEST(AbsurdNumbers, SlicesBoxesAndChoicesAreMadeOrRefused) {
+  Random random(5);
+  uint32_t made = 0;
+  for (uint32_t i = 0; i < absurd::kRounds; i++) {
+    const tx_layout_slice placed[] = {{random.I64(), random.I64(), random.I64(), random.I64()},
+                                      {random.I64(), random.I64(), random.I64(), random.I64()}};
+    const tx_layout_range ranges[] = {{random.I64(), random.I64()}, {random.I64(), random.I64()}};
+    tx_layout_slice slices[3];
+    int64_t n = 0;
+    made += tx_layout_slices(placed, 2, ranges, 2, slices, 3, &n, nullptr) == TX_OK;
+    ASSERT_TRUE(n >= 0 && n <= 3);
+    const int64_t shape[] = {random.I64(), random.I64()}, order[] = {random.I64(), random.I64()};
+    const int64_t start = random.I64(), stop = random.I64(), limit = random.I64();
+    int64_t boxes[12];
+    made += tx_layout_boxes(shape, order, 2, start, stop, limit, boxes, 3, &n, nullptr) == TX_OK;
+    made += tx_layout_boxes(shape, nullptr, 2, start, stop, limit, boxes, 3, &n, nullptr) == TX_OK;
+    ASSERT_TRUE(n >= 0 && n <= 3);
+    int64_t heap[2];
+    int32_t chosen[2];
+    made += tx_offload_choose(shape, 2, 0.5, heap, chosen, nullptr) == TX_OK;
+  }
+  EXPECT_GT(made, 0u);
+}
+
 TEST(AbsurdNumbers, MemoryIsPlannedOrRefused) {
   Random random(4);
   uint32_t planned = 0;
