@@ -233,6 +233,11 @@ TX_API tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel
  * reads steps and lrs only. For a step cut into several calls, none of which is to be refused when others are done. */
 TX_API tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error);
 
+/* Whether tx_adamw takes these hyper-parameters of n groups: lr, eps and weight_decay are finite and >= 0, the betas
+ * are in [0, 1), and the two flags are 0 or 1; else TX_ERROR_ILLEGAL_VALUE, with a message in torch.optim's words
+ * ("group 3: betas[0] is 1.0; ..."). where: how it begins instead of with the group; may be NULL. */
+TX_API tx_status tx_adamw_check_groups(const tx_adamw_group *groups, int64_t n, const char *where, tx_error *error);
+
 /* Statistics of gradients, in integers, so that any split and any order gives the same bits and ranks may add them.
  * stats[0 .. TX_NORM_LIMBS) are the limbs of the exact sum of the block sums of squares; stats[TX_NORM_LIMBS] counts
  * non-finite elements. A tensor of TX_STATS_LEN int64, zeroed by the caller before the first call; calls add to it. */

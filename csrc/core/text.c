@@ -1,7 +1,9 @@
 #include "csrc/core/text.h"
 
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 tx_text tx_text_in(char *data, size_t capacity) {
@@ -17,6 +19,13 @@ void tx_text_add(tx_text *text, const char *format, ...) {
       vsnprintf(used < text->capacity ? text->data + used : NULL, text->capacity - used, format, arguments);
   va_end(arguments);
   if (added > 0) text->length += (size_t)added;
+}
+
+void tx_text_add_float(tx_text *text, double number) {
+  char digits[32];
+  (void)snprintf(digits, sizeof digits, "%.15g", isnan(number) ? (double)NAN : number);
+  if (strtod(digits, NULL) != number && !isnan(number)) (void)snprintf(digits, sizeof digits, "%.17g", number);
+  tx_text_add(text, "%s%s", digits, digits[strspn(digits, "-0123456789")] ? "" : ".0");
 }
 
 int64_t tx_text_item(const char **cursor, const char *separators, const char **item) {

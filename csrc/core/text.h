@@ -17,6 +17,9 @@ tx_text tx_text_in(char *data, size_t capacity);
 
 void tx_text_add(tx_text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* A number as Python writes it ("1.0", "1e-05", "nan"): 15 digits, or 17 where those are another number. */
+void tx_text_add_float(tx_text *text, double number);
+
 /* Walks a list such as "fp32, fp16" or "fp8|float8", split at any of `separators` and the spaces that follow. Returns
  * the length of the item at *cursor, which *item then points to (not terminated), and moves *cursor on; -1 at the end.
  */

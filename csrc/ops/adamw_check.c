@@ -6,17 +6,51 @@
 #include "csrc/core/combos.h"
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
+#include "csrc/core/text.h"
 #include "csrc/ops/operator_checks.h"
 #include "csrc/ops/tensor.h"
 
 /* 2^24: the largest count of which an fp32 step still knows the next one. */
 #define TX_MAX_STEP 16777216.0f
 
-static tx_status check_number(int64_t group, const char *name, double value, int legal, const char *rule,
-                              tx_error *error) {
-  if (legal) return TX_OK;
-  return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "groups[%lld]: %s is %g; %s is legal", (long long)group, name, value,
-                 rule);
+/* as_torch: 1 where the message names the betas, and group i, as torch.optim does, 0: as tx_adamw_args does. where: how
+ * the message begins instead of with the group; may be NULL. */
+static tx_status check_group(const tx_adamw_group *group, int as_torch, const char *where, int64_t i, tx_error *error) {
+  static const char finite[] = "a finite number >= 0", beta[] = "a number in [0, 1)", flag[] = "0 or 1";
+  const struct {
+    const char *name;
+    double value;
+    int legal;
+    const char *rule;
+  } checks[] = {
+      {"lr", group->lr, isfinite(group->lr) && group->lr >= 0, finite},
+      {as_torch ? "betas[0]" : "beta1", group->beta1, group->beta1 >= 0 && group->beta1 < 1, beta},
+      {as_torch ? "betas[1]" : "beta2", group->beta2, group->beta2 >= 0 && group->beta2 < 1, beta},
+      {"eps", group->eps, isfinite(group->eps) && group->eps >= 0, finite},
+      {"weight_decay", group->weight_decay, isfinite(group->weight_decay) && group->weight_decay >= 0, finite},
+      {"maximize", group->maximize, group->maximize == 0 || group->maximize == 1, flag},
+      {"decoupled", group->decoupled, group->decoupled == 0 || group->decoupled == 1, flag},
+  };
+  for (size_t k = 0; k < sizeof checks / sizeof *checks; k++) {
+    if (checks[k].legal) continue;
+    char number[64], begin[64];
+    tx_text value = tx_text_in(number, sizeof number);
+    tx_text_add_float(&value, checks[k].value);
+    (void)snprintf(begin, sizeof begin, as_torch ? "group %lld: " : "groups[%lld]: ", (long long)i);
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "%s%s is %s; %s is legal", where ? where : begin, checks[k].name,
+                   number, checks[k].rule);
+  }
+  return TX_OK;
+}
+
+tx_status tx_adamw_check_groups(const tx_adamw_group *groups, int64_t n, const char *where, tx_error *error) {
+  if (n < 0 || (n > 0 && !groups)) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_adamw_check_groups: %lld groups at %p", (long long)n,
+                   (const void *)groups);
+  }
+  for (int64_t i = 0; i < n; i++)
+    TX_FORWARD(check_group(&groups[i], 1, where, i, error));
+  return TX_OK;
 }
 
 static tx_status check_groups(const tx_adamw_args *a, int reads_values, tx_error *error) {
@@ -24,25 +58,16 @@ static tx_status check_groups(const tx_adamw_args *a, int reads_values, tx_error
     return tx_fail(error, TX_ERROR_SHAPE, "groups has %lld rows; at least 1 is legal", (long long)a->n_groups);
   }
   for (int64_t i = 0; i < a->n_groups; i++) {
-    const tx_adamw_group *g = &a->groups[i];
+    tx_adamw_group group = a->groups[i];
     if (a->lrs) {
       const tx_tensor lr = a->lrs[i];
       if (lr.numel != 1 || !lr.data || (lr.dtype != TX_F32 && lr.dtype != TX_F64)) {
         return tx_fail(error, TX_ERROR_SHAPE, "lrs[%lld] is %lld elements of %s; one fp32 or float64 is legal",
                        (long long)i, (long long)lr.numel, tx_dtype_name(lr.dtype));
       }
+      group.lr = reads_values ? tx_lr_of(a, i) : 0;
     }
-    if (reads_values || !a->lrs) {
-      const double lr = tx_lr_of(a, i);
-      TX_FORWARD(check_number(i, "lr", lr, isfinite(lr) && lr >= 0, "finite and >= 0", error));
-    }
-    TX_FORWARD(check_number(i, "beta1", g->beta1, g->beta1 >= 0 && g->beta1 < 1, "in [0, 1)", error));
-    TX_FORWARD(check_number(i, "beta2", g->beta2, g->beta2 >= 0 && g->beta2 < 1, "in [0, 1)", error));
-    TX_FORWARD(check_number(i, "eps", g->eps, isfinite(g->eps) && g->eps >= 0, "finite and >= 0", error));
-    TX_FORWARD(check_number(i, "weight_decay", g->weight_decay, isfinite(g->weight_decay) && g->weight_decay >= 0,
-                            "finite and >= 0", error));
-    TX_FORWARD(check_number(i, "maximize", g->maximize, g->maximize == 0 || g->maximize == 1, "0 or 1", error));
-    TX_FORWARD(check_number(i, "decoupled", g->decoupled, g->decoupled == 0 || g->decoupled == 1, "0 or 1", error));
+    TX_FORWARD(check_group(&group, 0, NULL, i, error));
   }
   return TX_OK;
 }

@@ -1,6 +1,9 @@
 // What every operator checks before it writes: tensors, overlap, fixed tensors, threads.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <iterator>
 #include <random>
 #include <string>
 #include <vector>
@@ -207,7 +210,7 @@ TEST(CheckAdamw, StillChecksWhatTheHostKnowsOfADevicesTensors) {
   uphill.args.lrs = nullptr;
   uphill.group.lr = -1;
   EXPECT_EQ(tx_check_adamw(&uphill.args, 0, &error), TX_ERROR_ILLEGAL_VALUE);
-  EXPECT_STREQ(error.message, "groups[0]: lr is -1; finite and >= 0 is legal");
+  EXPECT_STREQ(error.message, "groups[0]: lr is -1.0; a finite number >= 0 is legal");
   DeviceStep shared;
   shared.grad = shared.exp_avg;
   EXPECT_EQ(tx_check_adamw(&shared.args, 0, &error), TX_ERROR_OVERLAP);
@@ -220,10 +223,106 @@ TEST(CheckAdamw, ReadsStepsAndLrsOfTheHost) {
   call.step.data = &step;
   call.lr.data = &lr;
   EXPECT_EQ(tx_check_adamw(&call.args, 1, &error), TX_ERROR_ILLEGAL_VALUE);
-  EXPECT_STREQ(error.message, "groups[0]: lr is -1; finite and >= 0 is legal");
+  EXPECT_STREQ(error.message, "groups[0]: lr is -1.0; a finite number >= 0 is legal");
   lr = 1.0f;
   EXPECT_EQ(tx_check_adamw(&call.args, 1, &error), TX_ERROR_ILLEGAL_VALUE);
   EXPECT_STREQ(error.message, "steps[0] is 0.5; a whole number in [0, 2^24) is legal");
+}
+
+// -- hyper-parameters
+
+struct Hyperparameter {
+  const char *name;
+  double tx_adamw_group::*member;
+  bool (*is_legal)(double);
+  const char *rule;
+};
+
+bool IsFinite(double x) {
+  return std::isfinite(x) && x >= 0;
+}
+bool IsBeta(double x) {
+  return x >= 0 && x < 1;
+}
+bool IsFlag(double x) {
+  return x == 0 || x == 1;
+}
+
+const Hyperparameter kHyperparameters[] = {
+    {"lr", &tx_adamw_group::lr, IsFinite, "a finite number >= 0"},
+    {"betas[0]", &tx_adamw_group::beta1, IsBeta, "a number in [0, 1)"},
+    {"betas[1]", &tx_adamw_group::beta2, IsBeta, "a number in [0, 1)"},
+    {"eps", &tx_adamw_group::eps, IsFinite, "a finite number >= 0"},
+    {"weight_decay", &tx_adamw_group::weight_decay, IsFinite, "a finite number >= 0"},
+    {"maximize", &tx_adamw_group::maximize, IsFlag, "0 or 1"},
+    {"decoupled", &tx_adamw_group::decoupled, IsFlag, "0 or 1"},
+};
+
+struct Value {
+  double value;
+  const char *text;
+};
+
+const Value kValues[] = {
+    {-1, "-1.0"},
+    {-0.0, "-0.0"},
+    {0, "0.0"},
+    {-5e-324, "-4.94065645841247e-324"},
+    {0.1, "0.1"},
+    {-0.1, "-0.1"},
+    {1 - 0x1p-53, "0.99999999999999989"},
+    {1, "1.0"},
+    {1.5, "1.5"},
+    {10, "10.0"},
+    {-1e-5, "-1e-05"},
+    {1e300, "1e+300"},
+    {HUGE_VAL, "inf"},
+    {-HUGE_VAL, "-inf"},
+    {std::nan(""), "nan"},
+    {-std::nan(""), "nan"},
+};
+
+TEST(CheckAdamwGroups, EachHyperparameterByItsRangeAndName) {
+  const tx_adamw_group legal = {1e-3, 0.9, 0.999, 1e-8, 0.0, 0, 1};
+  tx_error error = {};
+  EXPECT_EQ(tx_adamw_check_groups(&legal, 1, nullptr, &error), TX_OK) << error.message;
+  for (const Hyperparameter &h : kHyperparameters) {
+    for (const Value &v : kValues) {
+      tx_adamw_group group = legal;
+      group.*h.member = v.value;
+      const tx_status status = tx_adamw_check_groups(&group, 1, "loaded state: ", &error);
+      EXPECT_EQ(status, h.is_legal(v.value) ? TX_OK : TX_ERROR_ILLEGAL_VALUE) << h.name << " " << v.text;
+      if (status == TX_OK) continue;
+      const std::string told = std::string(h.name) + " is " + v.text + "; " + h.rule + " is legal";
+      EXPECT_EQ(error.message, "loaded state: " + told);
+      const tx_adamw_group groups[] = {legal, group, legal};
+      EXPECT_EQ(tx_adamw_check_groups(groups, 3, nullptr, &error), status);
+      EXPECT_EQ(error.message, "group 1: " + told);
+    }
+  }
+  EXPECT_EQ(tx_adamw_check_groups(nullptr, 0, "", &error), TX_OK);
+  EXPECT_EQ(tx_adamw_check_groups(nullptr, 1, "", &error), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(tx_adamw_check_groups(&legal, -1, "", &error), TX_ERROR_INVALID_ARGUMENT);
+}
+
+TEST(CheckAdamwGroups, TheStepTakesWhatItTakes) {
+  std::mt19937_64 random(23);
+  std::uniform_int_distribution<size_t> which(0, std::size(kValues) - 1);
+  for (int round = 0; round < 2000; round++) {
+    DeviceStep call;
+    call.args.lrs = nullptr;
+    for (const Hyperparameter &h : kHyperparameters) {
+      if (random() % 8 == 0) call.group.*h.member = kValues[which(random)].value;
+    }
+    tx_error of_the_group = {}, of_the_step = {};
+    const tx_status status = tx_adamw_check_groups(&call.group, 1, nullptr, &of_the_group);
+    ASSERT_EQ(tx_check_adamw(&call.args, 0, &of_the_step), status);
+    const std::string step = of_the_step.message, group = of_the_group.message;
+    ASSERT_EQ(status == TX_OK, step.empty());
+    // They name groups and betas each as their callers do.
+    ASSERT_EQ(step.substr(std::min(step.find(" is "), step.size())),
+              group.substr(std::min(group.find(" is "), group.size())));
+  }
 }
 
 }  // namespace

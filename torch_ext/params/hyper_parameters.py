@@ -1,15 +1,16 @@
 """The hyper-parameters of a group: what is legal, and where their values start."""
 
-import math
+import ctypes
+import functools
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torch_ext.native import constants
+from torch_ext.native import constants, library
 from torch_ext.policy.policy import Policy
 
 Group: TypeAlias = dict[str, Any]
@@ -70,9 +71,28 @@ def refuse_keys(group: Group, where: str) -> None:
 # -- what is legal ------------------------------------------------------------------------------------------------
 
 
-def refuse(group: Group, where: str, waits: bool = True) -> None:
+def refuse(group: Group, where: str) -> None:
     """Raises for hyper-parameters that no group may have: TypeError for what is no number, as text from a
-    configuration file, ValueError for others. waits: for a GPU, to read an lr that is there."""
+    configuration file, ValueError for others."""
+    refuse_kinds(group, where)
+    check_rows()((ctypes.c_double * 7)(*row_of(group)), 1, where.encode())
+
+
+@functools.cache
+def check_rows() -> Callable[[Any, int, bytes | None], None]:
+    """tx_adamw_check_groups: ValueError for rows of numbers that are not legal."""
+    return library.function("tx_adamw_check_groups", ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p, brief=True)
+
+
+def row_of(group: Group, waits: bool = True) -> list[float]:
+    """tx_adamw_group. waits: for a GPU, to read an lr that is there; else it is 0."""
+    lr = group["lr"] if waits or not is_away(group["lr"]) else 0.0
+    flags = bool(group["maximize"]), bool(group.get("decoupled_weight_decay"))
+    return [float(x) for x in (lr, *group["betas"], group["eps"], group["weight_decay"], *flags)]
+
+
+def refuse_kinds(group: Group, where: str) -> None:
+    """`refuse`, but for the ranges of numbers, which are C's."""
     _refuse_flags(group, where)
     lr = group["lr"]
     if isinstance(lr, Tensor) and (lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64)):
@@ -80,10 +100,8 @@ def refuse(group: Group, where: str, waits: bool = True) -> None:
             f"{where}lr is a tensor of {lr.numel()} elements in {lr.dtype}; one float32 or float64 is legal"
         )
     for key in ("lr", "eps", "weight_decay"):
-        value = group[key]
-        _refuse_no_number(value, where + key, "a finite number >= 0 is legal")
-        if (waits or not is_away(value)) and not 0 <= float(value) < math.inf:
-            raise ValueError(f"{where}{key} is {float(value)}; a finite number >= 0 is legal")
+        if not is_number(group[key]):
+            raise _no_number(group[key], where + key, "a finite number >= 0 is legal")
     _refuse_betas(group["betas"], where)
     for key in ("moment_rounding", "weight_rounding"):
         if group[key] not in ROUNDINGS:
@@ -123,17 +141,14 @@ def _refuse_betas(betas: Any, where: str) -> None:
     for i, beta in enumerate(pair):
         if isinstance(beta, bool):  # as torch does
             raise TypeError(f"{where}betas[{i}] is {beta}; a number in [0, 1) is legal")
-        _refuse_no_number(beta, f"{where}betas[{i}]", "a number in [0, 1) is legal")
-        if not 0 <= float(beta) < 1:
-            raise ValueError(f"{where}betas[{i}] is {float(beta)}; a number in [0, 1) is legal")
+        if not is_number(beta):
+            raise _no_number(beta, f"{where}betas[{i}]", "a number in [0, 1) is legal")
 
 
-def _refuse_no_number(value: Any, what: str, legal: str) -> None:
-    if is_number(value):
-        return
+def _no_number(value: Any, what: str, legal: str) -> Exception:
     if isinstance(value, Tensor):
-        raise ValueError(f"{what} is a tensor of {value.numel()} elements in {value.dtype}; {legal}")
-    raise TypeError(f"{what} is {_shown(value)}; {legal}{_hint(value)}")
+        return ValueError(f"{what} is a tensor of {value.numel()} elements in {value.dtype}; {legal}")
+    return TypeError(f"{what} is {_shown(value)}; {legal}{_hint(value)}")
 
 
 def _shown(value: Any) -> str:

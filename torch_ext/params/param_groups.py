@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from torch_ext.native import dtypes, library
-from torch_ext.params.hyper_parameters import ROUNDINGS, Group, is_away, is_number, items, refuse, refuse_differing
+from torch_ext.params.hyper_parameters import (
+    ROUNDINGS,
+    Group,
+    check_rows,
+    is_away,
+    is_number,
+    items,
+    refuse_differing,
+    refuse_kinds,
+    row_of,
+)
 from torch_ext.policy.loader import load_policy
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense
@@ -164,11 +174,11 @@ def hyper(groups: list[Group], device: torch.device) -> HyperparameterTable:
     lr on a GPU is not read."""
     rows = []
     for i, g in enumerate(groups):
-        refuse(g, f"group {i}: ", waits=False)
+        refuse_kinds(g, f"group {i}: ")
         refuse_differing(g, groups[0], f"group {i}: ")
-        lr = 0.0 if _is_passed(g["lr"], device) else g["lr"]  # in lrs
-        flags = (bool(g["maximize"]), bool(g["decoupled_weight_decay"]))
-        rows.append([float(x) for x in (lr, *g["betas"], g["eps"], g["weight_decay"], *flags)])
+        rows.append(row_of(g, waits=False))
+    table = torch.tensor(rows, dtype=torch.float64)
+    check_rows()(table.data_ptr(), len(rows), None)
     lrs: list[Tensor] = []
     if any(_is_passed(g["lr"], device) for g in groups):
         lrs = [
@@ -179,7 +189,7 @@ def hyper(groups: list[Group], device: torch.device) -> HyperparameterTable:
         ]
     first = groups[0]
     shared = (first["seed"], ROUNDINGS[first["moment_rounding"]], ROUNDINGS[first["weight_rounding"]])
-    return HyperparameterTable(torch.tensor(rows, dtype=torch.float64), lrs, shared)
+    return HyperparameterTable(table, lrs, shared)
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
