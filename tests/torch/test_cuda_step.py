@@ -189,7 +189,7 @@ for bad in (None, (0, 1), (1, 0)):
         given[bad[0]][bad[1]][3] = float("nan")
     stand_in.waits.clear()
     for b, grads in enumerate(given):
-        watch.look(grads, [10 * b + i for i in range(len(grads))])
+        watch.check(grads, [10 * b + i for i in range(len(grads))])
     looked = list(stand_in.waits)
     seen.append((looked, watch.first(), len(stand_in.waits), watch.first() == ALL_FINITE))
 found["watched"] = seen

@@ -9,10 +9,10 @@ our bucket that its sum overwrites have been sent.
 
 Three worker threads per communicator keep backward free of waiting:
 
-- "post" posts a bucket's messages: gloo writes what the socket takes on the thread that posts, which others threads of
+- "post" posts a bucket's messages: gloo writes what the socket takes on the thread that posts, which other threads of
   a busy machine may hold up.
 - "reduce" waits for a bucket's chunks, adds them up and sends the sum. gloo moves bytes on threads of its own, but
-  calls nobody back, so somebody has to wait.
+  calls nobody back, so a thread has to wait.
 - "gather" waits for the other ranks' sums where an on_complete is to run. Were this the second thread's, a rank waiting
   for the last sums of one bucket could not add up the next. Without an on_complete, whoever asks for the result waits.
 

@@ -36,7 +36,7 @@ class Watch:
         self._stats: torch.Tensor | None = None
         self._found: list[tuple[torch.Tensor, Sequence[int]]] = []
 
-    def look(self, grads: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
+    def check(self, grads: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
         """On the current stream; always on one device. numbers: what `first` calls each gradient."""
         if not grads:
             return
@@ -60,5 +60,5 @@ class Watch:
 def first_nonfinite(grads: Sequence[torch.Tensor]) -> int:
     """The position of the first gradient with a non-finite element, or ALL_FINITE. Waits for the device."""
     watch = Watch()
-    watch.look(grads, range(len(grads)))
+    watch.check(grads, range(len(grads)))
     return watch.first()

@@ -111,7 +111,7 @@ class CommHook:
         if self._guard.failure is not None:
             raise RuntimeError(f"gradients cannot be reduced any more: {self._guard.failure}")
         if self._policy.check_for_nan_in_grad:
-            self._backward.watch.look(bucket.gradients(), connection.positions(bucket))
+            self._backward.watch.check(bucket.gradients(), connection.positions(bucket))
             if bucket.is_last() and self._nonfinite(connection):
                 return None
         return connection.reduce(bucket, self._cycle)

@@ -366,7 +366,7 @@ class BucketReducer(ReducerBase):
             if self._check_for_nan:
                 grads = self.strategy.grads(bucket)
                 self.communicator.ordering.wait_producers()
-                self._watch.look([grad for _, grad in grads], [i for i, _ in grads])
+                self._watch.check([grad for _, grad in grads], [i for i, _ in grads])
             if (together := self._coalescing.complete(bucket)) is not None:
                 self._send(together)
 

@@ -46,7 +46,7 @@ class ShardedOptimizer(BufferedStrategy):
         super().grad_missing(i, reduced)
 
     def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
-        self._earlier.clear()  # not before: a device may read it until the exchange was waited for
+        self._earlier.clear()  # not before: a device may read it until the sums were waited for
         super().end_cycle(anywhere, reduced_before)
 
     def zero(self, params: Sequence[int]) -> None:
