@@ -352,7 +352,7 @@ def test_plan_leaves_out_full_sharding_where_it_refuses_the_model(
         pytest.param(["--params", "1e30"], r"to 2\^63", id="too many"),
         pytest.param(["--params", "9e18"], "int64", id="too many bytes"),
         pytest.param(["--params", "1", "--world-size", "-2"], "--world-size.*'-2'", id="ranks"),
-        pytest.param(["--params", "1", "--strategy", "4"], r"'4'; legal are no_shard \(0\), optim", id="strategy"),
+        pytest.param(["--params", "1", "--strategy", "4"], r"4; legal are 'no_shard' \(0\), 'optim'", id="strategy"),
         pytest.param(["--params", "1", "--dtype", "fp64"], "fp64", id="unknown dtype"),
         pytest.param(["--params", "1", "--dtype", "fp8"], "uint8", id="dtype that is not trained"),
         pytest.param(["--params", "1", "--override", "bucket_size"], "KEY=VALUE", id="override without a value"),

@@ -1,29 +1,16 @@
-"""The loss scale of a policy as a torch.amp.GradScaler; the rule is in C (csrc/core/scale.c)."""
+"""The loss scale of a policy as a torch.amp.GradScaler."""
 
-import ctypes
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_ext.amp.loss_scale import LossScale
 from torch_ext.comm import group_calls
 from torch_ext.grads.norm import mark_agreed, measure
-from torch_ext.native import library, structs
 from torch_ext.params import local_shard, reducer_registry
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense
-
-
-@structs.mirror("tx_scale")
-class _Scale(library.Struct):
-    """The state of the loss scale."""
-
-
-@functools.cache
-def _update() -> Callable[[Any, int], None]:
-    return library.function("tx_scale_update", ctypes.POINTER(_Scale), ctypes.c_int32)
 
 
 class _Visit:
@@ -62,22 +49,13 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, policy: Policy, device: str = "cpu", process_group: Any = None) -> None:
         if process_group is not None and torch.distributed.get_rank(process_group) < 0:
             raise ValueError("this rank is not a member of process_group, so that it has nothing to agree on there")
-        self._machine = _Scale(size=ctypes.sizeof(_Scale))
-        struct, _ = policy._as_c()
-        library.function("tx_scale_from_policy", ctypes.c_void_p, ctypes.POINTER(_Scale))(
-            ctypes.byref(struct), ctypes.byref(self._machine)
-        )
+        self._loss_scale = LossScale(policy)
         self._process_group = process_group
         self._visits: dict[int, _Visit] = {}
         self._scaled = False
-        super().__init__(
-            device,
-            init_scale=self._machine.scale,
-            growth_factor=self._machine.growth_factor,
-            backoff_factor=self._machine.backoff_factor,
-            growth_interval=self._machine.growth_interval,
-            enabled=bool(policy.fp16),
-        )
+        state = self._loss_scale.state_dict()
+        torchs = {key: state[key] for key in ("growth_factor", "backoff_factor", "growth_interval")}
+        super().__init__(device, init_scale=state["scale"], enabled=bool(policy.fp16), **torchs)
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies losses, a tensor or an iterable of them, by the scale."""
@@ -155,42 +133,30 @@ class GradScaler(torch.amp.GradScaler):
                 raise RuntimeError(
                     "update() follows step() or unscale_(): no gradients were looked at since the last one"
                 )
-            _update()(ctypes.byref(self._machine), any(visit.found_inf.item() != 0 for visit in self._visits.values()))
+            self._loss_scale.update(any(visit.found_inf.item() != 0 for visit in self._visits.values()))
         else:
-            self._try(scale=float(new_scale))
-        super().update(float(self._machine.scale))
+            self._loss_scale.set(scale=float(new_scale))
+        super().update(self._loss_scale.value)
         for visit in self._visits.values():
             if visit.deferred:
                 _release(visit.optimizer)
         self._visits.clear()
 
     def set_growth_factor(self, new_factor: float) -> None:
-        self._try(growth_factor=new_factor)
+        self._loss_scale.set(growth_factor=new_factor)
         super().set_growth_factor(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        self._try(backoff_factor=new_factor)
+        self._loss_scale.set(backoff_factor=new_factor)
         super().set_backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        self._try(growth_interval=new_interval)
+        self._loss_scale.set(growth_interval=new_interval)
         super().set_growth_interval(new_interval)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's keys, and min_scale, hysteresis and _hysteresis_left; {} where disabled."""
-        if not self.is_enabled():
-            return {}
-        m = self._machine
-        return {
-            "scale": m.scale,
-            "growth_factor": m.growth_factor,
-            "backoff_factor": m.backoff_factor,
-            "growth_interval": m.growth_interval,
-            "_growth_tracker": m.clean_steps,
-            "min_scale": m.min_scale,
-            "hysteresis": m.hysteresis,
-            "_hysteresis_left": m.hysteresis_left,
-        }
+        return self._loss_scale.state_dict() if self.is_enabled() else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what this class or torch.amp.GradScaler saved; what torch does not save stays as it is."""
@@ -198,8 +164,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         if not state_dict:
             raise RuntimeError("the state_dict is empty: it was saved by a disabled GradScaler")
-        fields = {"_growth_tracker": "clean_steps", "_hysteresis_left": "hysteresis_left"}
-        self._try(**{fields.get(key, key): value for key, value in state_dict.items()})
+        self._loss_scale.set(**state_dict)
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,23 +174,12 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("a GradScaler with a process_group cannot be pickled or copied: save its state_dict()")
         return super().__getstate__()
 
-    def _try(self, **fields: Any) -> None:
-        """Takes the values over if they make a legal machine (C says), else raises ValueError and changes nothing."""
-        names = {field[0] for field in _Scale._fields_} - {"size"}
-        if unknown := set(fields) - names:
-            raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a GradScaler saves")
-        machine = _Scale.from_buffer_copy(self._machine)
-        for name, value in fields.items():
-            setattr(machine, name, value)
-        _update()(ctypes.byref(_Scale.from_buffer_copy(machine)), 1)
-        self._machine = machine
-
     def _current_scale(self, grads: list[Tensor]) -> Tensor:
         if not self._scaled:
             raise RuntimeError(
                 "nothing was scaled yet: scaler.scale(loss).backward() comes before unscale_() and step()"
             )
-        return torch.full((), self._machine.scale, dtype=torch.float32, device=grads[0].device if grads else "cpu")
+        return torch.full((), self._loss_scale.value, dtype=torch.float32, device=grads[0].device if grads else "cpu")
 
     def _found_inf(self, grads: list[Tensor]) -> Tensor:
         """fp32, one element: whether a gradient on any rank is not finite."""

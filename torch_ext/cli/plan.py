@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slots",
         action="store_true",
-        help="for GPUs: buckets travel in slots that are kept, on NCCL of either transport",
+        help="for GPUs: buckets are sent from slots that are kept, on NCCL of either transport",
     )
     parser.add_argument(
         "--strategy",
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the table; leaves by SystemExit(2), with a message, where what was asked is not legal."""
+    """Prints the table; raises SystemExit(2), with a message, where what was asked is not legal."""
     try:
         print(_text(options))
     except (ValueError, TypeError, OSError) as error:
@@ -94,12 +94,10 @@ def _count(text: str) -> int:
 
 
 def _strategy(text: str) -> str:
-    names = table.strategies()
-    name = names[int(text)] if text in map(str, range(len(names))) else text
-    if name not in names:
-        legal = ", ".join(f"{name} ({i})" for i, name in enumerate(names))
-        raise argparse.ArgumentTypeError(f"{text!r}; legal are {legal}")
-    return name
+    try:
+        return table.strategy_of(int(text) if text.isdigit() else text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _override(text: str) -> tuple[str, Any]:
@@ -237,8 +235,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _table(plans: Sequence[MemoryPlan]) -> list[str]:
-    largest = max(plan.peak for plan in plans)
-    unit, size = next(((unit, size) for unit, size in _UNITS if largest >= size), _UNITS[-1])
+    unit, size = _unit_of(max(plan.peak for plan in plans))
     rows: list[tuple[str, ...]] = [(unit, *_COLUMNS)]
     for p in plans:
         cells = (p.params, p.grads, p.masters, p.moments, p.scales + p.steps, p.total, p.transient, p.peak)
@@ -277,5 +274,9 @@ def _notes(asked: _Asked, plans: Sequence[MemoryPlan], slots: bool) -> Iterator[
 
 
 def _size(nbytes: int) -> str:
-    unit, size = next(((unit, size) for unit, size in _UNITS if nbytes >= size), _UNITS[-1])
+    unit, size = _unit_of(nbytes)
     return f"{nbytes / size:.2f} {unit}"
+
+
+def _unit_of(nbytes: int) -> tuple[str, int]:
+    return next(((unit, size) for unit, size in _UNITS if nbytes >= size), _UNITS[-1])

@@ -60,7 +60,7 @@ class PlannedParameter:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """Elements [start, start + numel) of its buffer travel together; the first `used` of them belong to parameters.
+    """Elements [start, start + numel) of its buffer are sent together; the first `used` of them belong to parameters.
 
     `start` and `numel` are multiples of 128 times the number of ranks.
     """

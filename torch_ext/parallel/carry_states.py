@@ -68,7 +68,7 @@ class Carried:
 
     def refuse(self, policy: Policy, before: Policy | None, ranks: frozenset[int]) -> None:
         """ValueError where the states cannot become those of the policy, or of these ranks. before: the policy of the
-        layout that ends, with which the optimizer was content."""
+        layout that ends, which the optimizer's states fit."""
         for entry in self._entries.values():
             own = StateDtypes.of(self.optimizer.policy, entry.param.dtype)
             wanted = StateDtypes.of(policy, entry.param.dtype)
@@ -87,8 +87,8 @@ class Carried:
                 )
 
     def install(self, group: dist.ProcessGroup) -> None:
-        """The states, as the layout is now that has begun; of parameters that nobody reduced before, the group's first
-        rank's, as the weights are. Collective."""
+        """The states in the layout that has begun; of parameters that were not reduced before, those of the group's
+        first rank, as the weights are. Collective."""
         if not self._entries:
             return
         optimizer = self.optimizer
@@ -151,8 +151,10 @@ def carried(
     strategy: str,
     ranks: frozenset[int],
 ) -> tuple[list[torch.optim.Optimizer], list[Carried]]:
-    """The optimizers that a caller of parallelize gave, and the states of those that are ours. before: strategy and
-    policy of the layout that ends. Changes nothing; TypeError, ValueError or RuntimeError where one cannot come along.
+    """The optimizers that a caller of parallelize gave, and the states of those that are ours. Changes nothing.
+
+    before: strategy and policy of the layout that ends. TypeError, ValueError or RuntimeError where one cannot be taken
+    along.
     """
     optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given or [])
     found = []

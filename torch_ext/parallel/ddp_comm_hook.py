@@ -117,7 +117,7 @@ class CommHook:
         return connection.reduce(bucket, self._cycle)
 
     def _nonfinite(self, connection: Connection) -> bool:
-        """Whether some rank found a gradient that is not finite, which every rank's backward is told."""
+        """Whether some rank found a gradient that is not finite, which every rank's backward raises."""
         by_rank = connection.gather_nonfinite(self._backward.watch, self._cycle)
         found = {rank: connection.names[i] for rank, i in enumerate(by_rank) if i != ALL_FINITE}
         if found:

@@ -31,7 +31,7 @@ def instances(kind: type[T]) -> list[T]:
 
 def in_use(target: "weakref.ref[Any]") -> bool:
     """False where the object is gone, or nothing holds it but frames that have ended, directly or through objects that
-    only these hold. Where that cannot be told it is in use. Takes some tenths of a second.
+    only these hold; True where that cannot be known. Takes some tenths of a second.
     """
     members = [target()]
     if members[0] is None:

@@ -33,14 +33,6 @@ class _MemoryArgs(library.Struct):
     """A layout and a strategy."""
 
 
-_PARTS = ("params", "grads", "masters", "moments", "scales", "steps", "transient", "moving", "total", "peak")
-
-
-@structs.mirror("tx_memory")
-class _Memory(library.Struct):
-    """Bytes of one rank."""
-
-
 class MemoryPlan(NamedTuple):
     """Bytes of one rank; csrc/torch_ext_advanced.h, tx_memory_plan, says what is in each."""
 
@@ -55,6 +47,14 @@ class MemoryPlan(NamedTuple):
     moving: int
     total: int
     peak: int
+
+
+_PARTS = MemoryPlan._fields[1:]
+
+
+@structs.mirror("tx_memory")
+class _Memory(library.Struct):
+    """Bytes of one rank."""
 
 
 class Unit(NamedTuple):
@@ -79,8 +79,8 @@ def plan_memory(
     """The memory of each chosen strategy (None: of all), for the layout of `plan_buckets`, whose arguments these are.
 
     units: what optim_grads_params gathers at a time; None: every parameter by itself, which is the least that it can.
-    frozen_bytes: of parameters that are not trained. slots: for buckets on GPUs, which travel in slots that are kept
-    (`Slots` in comm/streams.py). Raises ValueError or TypeError for what is not legal.
+    frozen_bytes: of parameters that are not trained. slots: for buckets on GPUs, sent from slots that are kept (`Slots`
+    in comm/streams.py). Raises ValueError or TypeError for what is not legal.
     """
     layout = CLayout(params_or_numels, policy, world_size)
     if units is None:
@@ -144,7 +144,7 @@ def units_of(model: nn.Module, bucket_size: int | None = None) -> list[Unit]:
 
     bucket_size: the policy's. ValueError where full sharding refuses the model.
     """
-    from torch_ext.parallel.fsdp import fsdp_units  # brings torch's FSDP along
+    from torch_ext.parallel.fsdp import fsdp_units  # loads torch's FSDP
 
     names = {id(module): name for name, module in model.named_modules()}
     seen: set[int] = set()

@@ -35,7 +35,7 @@ from torch_ext.parallel import carry_states, parallel_module, torch_patches
 from torch_ext.parallel import parallelize_checks as checks
 from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets, trainable
 from torch_ext.parallel.reducer import BucketReducer
-from torch_ext.parallel.strategies.table import STRATEGIES
+from torch_ext.parallel.strategies.table import STRATEGIES, strategy_of
 from torch_ext.params import param_groups
 from torch_ext.policy.policy import Policy
 
@@ -138,7 +138,7 @@ class _Call:
         refuse(self.transport, self.device)
         compression.refuse(policy, communicator.can_compress)
         self.divide_factor = divide_factor(self.given_factor, communicator.world_size)
-        self.strategy = checks.strategy_of(policy.data_parallel_sharding_strategy if strategy is None else strategy)
+        self.strategy = strategy_of(policy.data_parallel_sharding_strategy if strategy is None else strategy)
         known = None if earlier is None else (earlier.strategy, earlier.policy)
         given, self.carried = carry_states.carried(optimizer, model, policy, known, self.strategy, communicator.ranks)
         checks.check_model(model, self.strategy, given)

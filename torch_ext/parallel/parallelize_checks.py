@@ -15,7 +15,6 @@ from torch_ext.optim.state import access
 from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets, trainable
 from torch_ext.parallel.in_use import in_use, instances
 from torch_ext.parallel.parallel_module import attached_to
-from torch_ext.parallel.strategies import table
 from torch_ext.parallel.strategies.table import STRATEGIES
 from torch_ext.params import local_shard, reducer_registry
 from torch_ext.policy.policy import Policy
@@ -41,18 +40,6 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         raise RuntimeError("this rank is not a member of the process group, so it has nothing to reduce over it")
     refuse_group(group, "parallelize")
     return group
-
-
-def strategy_of(given: str | int) -> str:
-    """The strategy's name. ValueError, with the legal ones, where it has none."""
-    names = table.strategies()
-    if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(names):
-        given = names[given]
-    if given not in names:
-        legal = ", ".join(f"{name!r} ({i})" for i, name in enumerate(names))
-        raise ValueError(f"strategy is {given!r}; legal are {legal}")
-    assert isinstance(given, str)
-    return given
 
 
 def check_model(model: torch.nn.Module, strategy: str, carried: Sequence[torch.optim.Optimizer]) -> None:

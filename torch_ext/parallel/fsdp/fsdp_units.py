@@ -1,4 +1,4 @@
-"""Which modules become units of FSDP2: parameters that are gathered together and whose gradients travel together.
+"""Which modules become units of FSDP2: parameters that are gathered together and whose gradients are reduced together.
 
 torch's fully_shard asks its caller for that. The rule here is the usual one, the blocks of the model's containers and
 then the rest as the root's unit; but small blocks that follow each other share a unit. A model that its user has

@@ -1,4 +1,4 @@
-"""Strategy optim_grads_params: torch's FSDP2, with this library's exchange in it."""
+"""Strategy optim_grads_params: torch's FSDP2, with this library's collectives in it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -59,7 +59,7 @@ def shard_fully(
     divide_factor: float | None,
     find_unused_parameters: bool,
 ) -> FSDPReducer:
-    """Shards the model, unless its user has done so, and puts this library's exchange into each of its units.
+    """Shards the model, unless its user has done so, and puts this library's collectives into each of its units.
 
     After `describe` was found to be equal everywhere. Rank 0's weights and buffers are everybody's; of a model that is
     sharded already, each shard is its first replica's. Parameters are other objects afterwards; optimizers without
@@ -80,7 +80,7 @@ def shard_fully(
     units = _plan_units(model, policy, modules)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     unit_of = _unit_of(modules)
-    engine = FSDPReducer(
+    reducer = FSDPReducer(
         named,
         [unit for _, unit in units],
         [unit_of[id(p)] for _, p in named],
@@ -90,19 +90,19 @@ def shard_fully(
         check_for_nan=policy.check_for_nan_in_grad,
         find_unused_parameters=find_unused_parameters,
     )
-    weights = engine.attach(model, [[cast(nn.Module, m) for m in of_unit] for of_unit in modules], prefetch=own)
+    weights = reducer.attach(model, [[cast(nn.Module, m) for m in of_unit] for of_unit in modules], prefetch=own)
     for of_unit, unit in units:
-        _install(of_unit[0], unit, engine, weights, find_unused_parameters)
-    return engine
+        _install(of_unit[0], unit, reducer, weights, find_unused_parameters)
+    return reducer
 
 
 def _install(
-    module: FSDPModule, unit: UnitPlan, engine: FSDPReducer, weights: ParamGather, find_unused_parameters: bool
+    module: FSDPModule, unit: UnitPlan, reducer: FSDPReducer, weights: ParamGather, find_unused_parameters: bool
 ) -> None:
     module.set_force_sum_reduction_for_comms(False)
-    module.set_custom_reduce_scatter(cast(Any, ReduceScatter(engine, unit)))
+    module.set_custom_reduce_scatter(cast(Any, ReduceScatter(reducer, unit)))
     module.set_custom_all_gather(cast(Any, AllGather(weights, unit)))
-    module.set_all_reduce_hook(lambda output: engine.reduced(unit, output))
+    module.set_all_reduce_hook(lambda output: reducer.reduced(unit, output))
     if find_unused_parameters and hasattr(module, "set_reduce_scatter_unused_params"):  # torch >= 2.13
         module.set_reduce_scatter_unused_params(True, recurse=False)
 

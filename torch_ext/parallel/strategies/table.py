@@ -16,3 +16,15 @@ STRATEGIES: dict[str, type[ShardingStrategy]] = {
 def strategies() -> tuple[str, ...]:
     """The names of all strategies, that of FSDP2 included; a strategy's number is its position."""
     return next(row.choices for row in policy_struct.rows() if row.name == "data_parallel_sharding_strategy")
+
+
+def strategy_of(given: str | int) -> str:
+    """The strategy's name. ValueError, with the legal ones, where it has none."""
+    names = strategies()
+    if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(names):
+        given = names[given]
+    if given not in names:
+        legal = ", ".join(f"{name!r} ({i})" for i, name in enumerate(names))
+        raise ValueError(f"strategy is {given!r}; legal are {legal}")
+    assert isinstance(given, str)
+    return given
