@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_ext.amp.loss_scale import LossScale
 from torch_ext.comm import group_calls
 from torch_ext.grads.norm import mark_agreed, measure
-from torch_ext.params import local_shard, reducer_registry
+from torch_ext.params import local_shard, param_groups, reducer_registry
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense
 
@@ -195,7 +195,7 @@ def _grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What this rank's step reads."""
     from torch_ext.optim.adamw import Adam
 
-    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    everyone = param_groups.everyone(optimizer.param_groups)
     for owner in reducer_registry.owners_of(everyone):
         owner.before_step()
     if isinstance(optimizer, Adam):

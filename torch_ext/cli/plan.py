@@ -95,7 +95,7 @@ def _count(text: str) -> int:
 
 def _strategy(text: str) -> str:
     try:
-        return table.strategy_of(int(text) if text.isdigit() else text)
+        return table.strategy_of(int(text) if text.isdecimal() else text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -1,5 +1,5 @@
-"""Which buckets travel together, and whether compressed: agreed over the ranks from how fast backward and the wire were
-(tx_coalesce, tx_compress_pays of C).
+"""Which buckets are sent together, and whether compressed: agreed over the ranks from how fast backward and the wire
+were (tx_coalesce, tx_compress_pays of C).
 
 Reports of some cycles carry what a rank measured in those before, means over them, and from the same reports every rank
 computes the same. Bits depend on none of it.
@@ -57,14 +57,14 @@ class BucketJoining:
         self.compresses = compresses
         self._compression = _Compression()
         self._interval, self._left = _FIRST, _FIRST
-        # Of the cycles that the last report has not told yet, in nanoseconds; from the last bucket to the last sum:
+        # Of the cycles since the last report, in nanoseconds. Tail: from the last bucket to the last sum.
         self._sums = torch.zeros(self._n + 1, dtype=torch.int64)
         self._least_tail = 0
         self._cycles = 0
         self._begin = 0
         self._times: list[int] = []
         self.sent = 0
-        """Buckets that `complete` gave away in this cycle."""
+        """Buckets that `complete` returned in this cycle."""
 
     def reset(self) -> None:
         """A new cycle."""
@@ -72,18 +72,18 @@ class BucketJoining:
         self.sent = 0
 
     def complete(self, bucket: int) -> range | None:
-        """Bucket after bucket: those that leave now that this one is complete, if they do."""
+        """Called bucket after bucket: those that are sent now that this one is complete, if any are."""
         now = time.monotonic_ns()
         if not self._times:
             self._begin = now
         self._times.append(now - self._begin)
         if bucket + 1 not in self.ends:
             return None
-        leaving, self.sent = range(self.sent, bucket + 1), bucket + 1
-        return leaving
+        message, self.sent = range(self.sent, bucket + 1), bucket + 1
+        return message
 
     def ended(self) -> None:
-        """All sums of this cycle have come."""
+        """All sums of this cycle are there."""
         if self._enabled and len(self._times) == self._n:
             end = time.monotonic_ns() - self._begin
             tail = end - self._times[-1]
@@ -92,7 +92,7 @@ class BucketJoining:
             self._cycles += 1
 
     def words(self, disordered: bool) -> torch.Tensor:
-        """For the report of a cycle, while it is not known yet when its sums come: int64, as many on every rank.
+        """For the report of a cycle, before its sums are there: int64, as many on every rank.
 
         disordered: whether compression was of no use for too many messages.
         """

@@ -1,7 +1,7 @@
 """Optimizers that `parallelize` takes along: their states follow the parameters from one layout into another.
 
-States are whole tensors for as long as it takes to cut one anew, one of one parameter at a time. What was not cut and
-is not now stays where it is.
+A state is a whole tensor while it is cut anew, one of one parameter at a time. What was not cut and is not now stays
+where it is.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ class _Entry(NamedTuple):
     logical: Mapping[str, Any]  # of this rank's part, decoded when it is read
 
 
-class Carried:
+class CarriedStates:
     """The states of an optimizer, between the end of one layout and the beginning of the next."""
 
     def __init__(self, optimizer: Adam, model: torch.nn.Module) -> None:
@@ -94,11 +94,11 @@ class Carried:
         optimizer = self.optimizer
         everyone = param_groups.everyone(optimizer.param_groups)
         locals_, hosts = optimizer.current_shards(everyone), optimizer.on_host(everyone)
-        state: dict[Any, Any] = {p: self._as_it_is(p, optimizer.stored_state(p)) for p in self._others()}
+        state: dict[Any, Any] = {p: self._unchanged(p, optimizer.stored_state(p)) for p in self._others()}
         with dense.normal_tensors():
             for i in list(self._entries):
                 entry = self._entries.pop(i)  # its old state goes as soon as there is the new one
-                state[everyone[i]] = self._again(entry, everyone[i], locals_.of(i), group, hosts[i])
+                state[everyone[i]] = self._converted(entry, everyone[i], locals_.of(i), group, hosts[i])
         optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
 
     def _others(self) -> Iterator[Tensor]:
@@ -106,21 +106,21 @@ class Carried:
         everyone = param_groups.everyone(self.optimizer.param_groups)
         return (p for i, p in enumerate(everyone) if i not in self._entries and self.optimizer.stored_state(p))
 
-    def _as_it_is(self, p: Tensor, at_rest: Mapping[str, Any]) -> load.EncodedEntry:
+    def _unchanged(self, p: Tensor, at_rest: Mapping[str, Any]) -> load.EncodedEntry:
         lies_here = "exp_avg" in access.peek(self.optimizer.state, p) or "exp_avg" not in at_rest
         return load.EncodedEntry(dict(at_rest), not lies_here)  # a step moves it, if it is to lie elsewhere
 
-    def _again(
+    def _converted(
         self, entry: _Entry, p: Tensor, local: local_shard.LocalShard, group: dist.ProcessGroup, host: bool
     ) -> Any:
-        """Its state under the layout that has begun."""
+        """The entry's state in the layout that has begun."""
         step = entry.at_rest["step"]
         weight = local.weight.detach()
         stays = not entry.cut and not local_shard.is_cut(p, local)
         if stays and local_shard.is_dtensor(p) == local_shard.is_dtensor(entry.like):
             if not entry.owned and not local_shard.is_dtensor(p):  # of which each rank has a shard of its own
                 _broadcast(list(entry.at_rest.values()), group, weight.device)
-            return self._as_it_is(p, entry.at_rest)
+            return self._unchanged(p, entry.at_rest)
         kinds, beside = StateDtypes.of(self.optimizer.policy, p.dtype), weight.cpu() if host else weight
         (made,) = codec.make([(beside, kinds)])
         for key in kinds.logical():
@@ -150,7 +150,7 @@ def carried(
     before: "tuple[str, Policy] | None",
     strategy: str,
     ranks: frozenset[int],
-) -> tuple[list[torch.optim.Optimizer], list[Carried]]:
+) -> tuple[list[torch.optim.Optimizer], list[CarriedStates]]:
     """The optimizers that a caller of parallelize gave, and the states of those that are ours. Changes nothing.
 
     before: strategy and policy of the layout that ends. TypeError, ValueError or RuntimeError where one cannot be taken
@@ -162,7 +162,7 @@ def carried(
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}; an optimizer, or a list of them, is legal")
         if isinstance(optimizer, Adam):
-            one = Carried(optimizer, model)
+            one = CarriedStates(optimizer, model)
             one.refuse(policy, None if before is None else before[1], ranks)
             found.append(one)
         elif before is None or {before[0], strategy} not in ({"no_shard"}, {"optim_grads_params"}):

@@ -8,6 +8,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_ext.grads.errors import refuse_step
+from torch_ext.params import param_groups
 
 
 class Guard:
@@ -66,7 +67,7 @@ _watching: Any = None
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     if not _alarmed:
         return
-    params = {p for group in optimizer.param_groups for p in group["params"]}
+    params = set(param_groups.everyone(optimizer.param_groups))
     for guard in list(_alarmed):
         if guard.has(params):
             guard.refuse_step()

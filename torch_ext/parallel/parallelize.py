@@ -118,7 +118,7 @@ class _Call:
         )
         # Of `prepare`:
         self.strategy, self.divide_factor = "", 0.0
-        self.carried: list[carry_states.Carried] = []
+        self.carried: list[carry_states.CarriedStates] = []
         self.plan: BucketPlan | None = None  # FSDP2 has none
         self._layout: list[str] = []  # as text
 

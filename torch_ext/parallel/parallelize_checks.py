@@ -1,7 +1,7 @@
 """What `parallelize` takes: each function raises, before anything is changed, for what is not legal."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets, trainable
 from torch_ext.parallel.in_use import in_use, instances
 from torch_ext.parallel.parallel_module import attached_to
 from torch_ext.parallel.strategies.table import STRATEGIES
-from torch_ext.params import local_shard, reducer_registry
+from torch_ext.params import local_shard, param_groups, reducer_registry
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense, offload_guard
 
@@ -151,13 +151,9 @@ def _param_with_state(held: "weakref.ref[Any]", names: Mapping[int, str]) -> int
     state = getattr(optimizer, "state", None)
     if not isinstance(state, dict):
         return 0
-    for param in _params_of(optimizer):
+    for param in param_groups.everyone(getattr(optimizer, "param_groups", [])):
         # A step counter alone, at zero, is no state yet.
         of_param = dict(access.peek(state, param))
         if id(param) in names and (of_param.pop("step", 0) or of_param):
             return id(param)
     return 0
-
-
-def _params_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    return (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])

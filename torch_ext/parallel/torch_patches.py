@@ -29,7 +29,7 @@ from torch_ext.grads.errors import FOREIGN_SCALER
 from torch_ext.optim import torch_clip_functions
 from torch_ext.optim.adamw import Adam
 from torch_ext.optim.torch_clip_functions import ROUTED
-from torch_ext.params import reducer_registry
+from torch_ext.params import param_groups, reducer_registry
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -59,7 +59,7 @@ def _patch(owner: type, name: str, patched: Callable[[Function], Function]) -> N
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return param_groups.everyone(optimizer.param_groups)
 
 
 def _waiting(zero_grad: Function, params_of: Callable[[Any], Iterable[Tensor]]) -> Function:
