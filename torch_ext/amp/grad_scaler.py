@@ -6,23 +6,11 @@ import torch
 from torch import Tensor
 
 from torch_ext.amp.loss_scale import LossScale
+from torch_ext.amp.scaled_step import Visit, grads_of, refuse_underflow, unscales_in_step
 from torch_ext.comm import group_calls
 from torch_ext.grads.norm import mark_agreed, measure
-from torch_ext.params import local_shard, param_groups, reducer_registry
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense
-
-
-class _Visit:
-    """What was done to an optimizer since the last update."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
-        self.optimizer = optimizer
-        self.found_inf = found_inf
-        self.unscaled = False
-        self.stepped = False
-        # fp16 gradients stay scaled after unscale_: what they were then, since nobody may write to them until the step
-        self.deferred: list[tuple[Tensor, int]] = []
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -51,7 +39,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError("this rank is not a member of process_group, so that it has nothing to agree on there")
         self._loss_scale = LossScale(policy)
         self._process_group = process_group
-        self._visits: dict[int, _Visit] = {}
+        self._visits: dict[int, Visit] = {}
         self._scaled = False
         state = self._loss_scale.state_dict()
         torchs = {key: state[key] for key in ("growth_factor", "backoff_factor", "growth_interval")}
@@ -70,22 +58,11 @@ class GradScaler(torch.amp.GradScaler):
         if visit is not None:
             done = "step() was" if visit.stepped else "unscale_() was already"
             raise RuntimeError(f"{done} called for this optimizer since the last update()")
-        grads = _grads(optimizer)
+        grads = grads_of(optimizer)
         scale = self._current_scale(grads)
-        narrow = [g for g in grads if g.dtype == torch.float16]
-        if narrow and not _unscales_itself(optimizer):
-            raise ValueError(
-                "fp16 gradients would underflow when they are unscaled in place; use an optimizer of torch_ext without "
-                "fused=False (it divides as it steps), or keep gradients in fp32"
-            )
-        visit = self._visits[id(optimizer)] = _Visit(optimizer, self._found_inf(grads))
-        visit.unscaled = True
-        if narrow:
-            optimizer.grad_scale = scale  # type: ignore[attr-defined]
-            visit.deferred = [(g, g._version) for g in grads]
-        elif grads:
-            with torch.no_grad():
-                torch._foreach_mul_(grads, scale.double().reciprocal().float())
+        refuse_underflow(optimizer, grads)
+        visit = self._visits[id(optimizer)] = Visit(optimizer, self._found_inf(grads))
+        visit.unscale(grads, scale)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """optimizer.step(*args, **kwargs) with unscaled gradients, unless one of them, on any rank, is not finite."""
@@ -98,31 +75,15 @@ class GradScaler(torch.amp.GradScaler):
         visit = self._visits.get(id(optimizer))
         if visit is not None and visit.stepped:
             raise RuntimeError("step() was already called for this optimizer since the last update()")
-        if _unscales_itself(optimizer):
-            grads = _grads(optimizer)
+        if unscales_in_step(optimizer):
+            grads = grads_of(optimizer)
             scale = self._current_scale(grads)
-            visit = visit or self._visits.setdefault(id(optimizer), _Visit(optimizer, self._found_inf(grads)))
-            if any(g._version != version for g, version in visit.deferred):
-                raise RuntimeError(
-                    "fp16 gradients were written between unscale_() and step(), while they still are scaled: clip with "
-                    "torch_ext.clip_grad_norm_(optimizer, ...), which knows the scale"
-                )
-            if not visit.unscaled:
-                optimizer.grad_scale = scale  # type: ignore[attr-defined]
-            optimizer.found_inf = visit.found_inf  # type: ignore[attr-defined]
+            visit = visit or self._visits.setdefault(id(optimizer), Visit(optimizer, self._found_inf(grads)))
+            visit.prepare(scale)
         elif visit is None:
             self.unscale_(optimizer)
             visit = self._visits[id(optimizer)]
-        result = None
-        try:
-            if visit.found_inf.item() != 0:  # update() waits for it anyway
-                _skip(optimizer)
-            else:
-                result = optimizer.step(*args, **kwargs)
-        finally:
-            _release(optimizer)
-        visit.stepped = True
-        return result
+        return visit.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Moves the scale after the steps of this iteration, or sets it. Waits for the device."""
@@ -139,7 +100,7 @@ class GradScaler(torch.amp.GradScaler):
         super().update(self._loss_scale.value)
         for visit in self._visits.values():
             if visit.deferred:
-                _release(visit.optimizer)
+                visit.release()
         self._visits.clear()
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -189,38 +150,3 @@ class GradScaler(torch.amp.GradScaler):
             what = "the loss scale: whether a gradient on any rank is not finite"
             group_calls.all_reduce(found_inf, group, what, distributed.ReduceOp.MAX)
         return mark_agreed(found_inf)
-
-
-def _grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What this rank's step reads."""
-    from torch_ext.optim.adamw import Adam
-
-    everyone = param_groups.everyone(optimizer.param_groups)
-    for owner in reducer_registry.owners_of(everyone):
-        owner.before_step()
-    if isinstance(optimizer, Adam):
-        return optimizer._present_grads()
-    return [local_shard.tensor_of(p.grad) for p in everyone if p.grad is not None]
-
-
-def _unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
-    from torch_ext.optim.adamw import Adam
-
-    if isinstance(optimizer, Adam):
-        return optimizer.unscales_in_step
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _skip(optimizer: torch.optim.Optimizer) -> None:
-    """What a step that isn't made leaves behind."""
-    from torch_ext.optim.adamw import Adam
-
-    if isinstance(optimizer, Adam):
-        optimizer._states.counts[0, 0] += 1
-    # Where LR schedulers look whether they are called before the optimizer is: they are not.
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def _release(optimizer: torch.optim.Optimizer) -> None:
-    for name in ("grad_scale", "found_inf"):
-        optimizer.__dict__.pop(name, None)
