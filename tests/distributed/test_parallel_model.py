@@ -139,12 +139,12 @@ def _plans(rank: int, world: int, strategy: str) -> int:
     """The fingerprint of what a model's gradients lie in: what plan_buckets says."""
     shapes: list[Any] = [(4,), (300,), (0,), (2, 70), (129,)]
     chosen = policy(bucket_size=200, overlap_grad_reduce=True)
-    reducer: Any = torch_ext.parallel.parallelize._engine_of(
+    reducer: Any = torch_ext.parallel.parallel_module.reducer_of(
         torch_ext.parallelize(Given(shapes), chosen, strategy=strategy)
     )
     plan = reducer.plan
     assert plan.world_size == world and all(b.numel % (128 * world) == 0 for b in plan.buckets)
-    assert plan.fingerprint == torch_ext.plan_buckets(Given(shapes), chosen, world).fingerprint
+    assert plan.fingerprint == torch_ext.plan_buckets(Given(shapes).named_parameters(), chosen, world).fingerprint
     return plan.fingerprint  # type: ignore[no-any-return]
 
 
