@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ext
 from torch_ext.checkpoint import dcp as checkpoint_dcp
-from torch_ext.checkpoint import files, folder_lock, new_file
+from torch_ext.checkpoint import files, folder_lock, folder_metadata, new_file
 from torch_ext.checkpoint import folder as checkpoint_folder
 
 
@@ -71,11 +71,28 @@ class Killed(BaseException):
     """The process is no more."""
 
 
+@contextlib.contextmanager
+def while_metadata_is_read(does: Callable[[], object]) -> Iterator[None]:
+    """Readers of a folder call `does` between reading .metadata and opening the files that it names."""
+    parse = folder_metadata.parse
+
+    def parsed(raw: bytes, **options: Any) -> Any:
+        found = parse(raw, **options)
+        does()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder_metadata, "parse", parsed)
+        yield
+
+
 class Machine:
     """Processes, each a thread or one after the other in the same one, whose operations on files tell `before` what
     they are about to do. Locks are as `locks` says: "work", "none", or "lie", which gives them to everybody."""
 
-    def __init__(self, locks: str = "work") -> None:
+    def __init__(self, locks: str = "work", stale: float = checkpoint_folder.STALE) -> None:
+        """stale: seconds after which unfinished files are those of a job that ended, where there are no locks."""
+        self.stale = stale
         self.before: Callable[[str, str], None] = lambda operation, path: None
         self.locks = locks
         self._owners: dict[tuple[int, int], int] = {}  # of locks: process by file
@@ -151,6 +168,7 @@ class Machine:
                 patch.setattr(module, "open", self.stream, raising=False)
             patch.setattr(folder_lock.fcntl, "lockf", self.lockf)
             patch.setattr(folder_lock, "_locks", {})
+            patch.setattr(checkpoint_folder, "STALE", self.stale)
             yield
 
 

@@ -13,8 +13,6 @@ from strategies import STRATEGIES
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext.comm import init_sync
-from torch_ext.native import library
 
 SHAPES = [(4,), (200,), (3,)]
 
@@ -77,18 +75,6 @@ def _other_strategy(rank: int, strategy: str) -> Any:
     return _parallel(following if rank == 1 else strategy)
 
 
-def _other_version(rank: int, strategy: str) -> Any:
-    real = library.function
-    if rank == 1:
-        init_sync.library.function = lambda name, *a, **k: (
-            (lambda: (9 << 16) + (1 << 8)) if name == "tx_version" else real(name, *a, **k)
-        )
-    try:
-        return _parallel(strategy)
-    finally:
-        library.function = real
-
-
 def _hook_other_policy(rank: int, strategy: str) -> Any:
     return torch_ext.register_comm_hook(
         DistributedDataParallel(Given(SHAPES)), policy(FP32, FP32, BF16 if rank == 1 else FP32)
@@ -105,7 +91,6 @@ DIFFERENCES: dict[str, tuple[Callable[[int, str], Any], list[str]]] = {
     "frozen": (_other_frozen, ["rank 1 has 'p1 [200] torch.float32, trainable False'"]),
     "buffer": (_other_buffer, ["rank 1 has 'mask [4]", "rank 0 has 'mask [3]"]),
     "strategy": (_other_strategy, ["rank 1 has 'strategy ", "rank 0 has 'strategy "]),
-    "library version": (_other_version, ["rank 1 has 'torch_ext 9.1.0'"]),
     "comm hook": (_hook_other_policy, ["register_comm_hook: rank 1 differs", "bfloat16 on the wire"]),
 }
 

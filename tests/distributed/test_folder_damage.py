@@ -17,11 +17,10 @@ import pytest
 import ranks
 import torch
 import torch.distributed.checkpoint as dcp
-from folders import bits, blank, load_into, loaded, names, save, state
+from folders import bits, blank, load_into, loaded, names, save, state, while_metadata_is_read
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ext
-from torch_ext.checkpoint import folder_metadata
 
 FLIPS, OTHERS = 250, 40
 
@@ -324,19 +323,17 @@ def test_a_folder_that_is_replaced_while_it_is_loaded_gives_all_of_one_checkpoin
 
 
 def test_a_folder_that_is_replaced_while_its_metadata_is_read_gives_all_of_one_checkpoint(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path,
 ) -> None:
     save(state(1), tmp_path / "folder")
-    parse, seeds = folder_metadata.parse, [2, 3]
+    seeds = [2, 3]
 
-    def parsed(raw: bytes, **options: Any) -> Any:
-        found = parse(raw, **options)
+    def another_job() -> None:
         if seeds:
             save(state(seeds.pop(0)), tmp_path / "folder")
-        return found
 
-    monkeypatch.setattr(folder_metadata, "parse", parsed)
-    assert loaded(tmp_path / "folder") == bits(state(3))
+    with while_metadata_is_read(another_job):
+        assert loaded(tmp_path / "folder") == bits(state(3))
 
 
 def test_ranks_that_read_different_checkpoints_are_told(tmp_path: pathlib.Path) -> None:

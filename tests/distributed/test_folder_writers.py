@@ -12,8 +12,6 @@ import pytest
 from folders import Killed, Machine, bits, loaded, names, save, state, whole
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ext.checkpoint import folder as checkpoint_folder
-
 JOBS, SAVES, ORDERS = 2, 2, 12
 
 
@@ -49,8 +47,8 @@ class Job:
 class Run:
     """Both jobs, in the order of a seed."""
 
-    def __init__(self, folder: pathlib.Path, locks: str, seed: int) -> None:
-        self.folder, self.chosen, self.machine = folder, random.Random(seed), Machine(locks)
+    def __init__(self, folder: pathlib.Path, locks: str, stale: float, seed: int) -> None:
+        self.folder, self.chosen, self.machine = folder, random.Random(seed), Machine(locks, stale)
         self.complete: list[int] = [1]  # seeds of the states, in the order in which they became the checkpoint
         self.refused: list[str] = []
         self.saving: dict[int, int] = {}
@@ -104,21 +102,19 @@ CASES: dict[str, tuple[str, float, str | None]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_whatever_two_jobs_do_the_last_complete_checkpoint_loads(
-    case: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_two_jobs_do_the_last_complete_checkpoint_loads(case: str, tmp_path: pathlib.Path) -> None:
     locks, stale, words = CASES[case]
     said: list[str] = []
     completed = 0
     for seed in range(ORDERS):
-        monkeypatch.setattr(checkpoint_folder, "STALE", stale)
         folder = tmp_path / f"{seed}"
         save(state(1), folder)
-        run = Run(folder, locks, seed)
+        run = Run(folder, locks, stale, seed)
         with run.machine.installed():
             run.go()
             assert loaded(folder) == bits(state(run.complete[-1]))
-            monkeypatch.setattr(checkpoint_folder, "STALE", -1e9)  # the next day
+        run.machine.stale = -1e9  # the next day
+        with run.machine.installed():
             save(state(2), folder)
         assert loaded(folder) == bits(state(2))
         (kept,) = set(names(folder)) - {".lock", ".metadata"}

@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import internals
 import pytest
 import ranks
 import strategies
@@ -17,7 +18,7 @@ from ticking import Clock
 from works import Work
 
 import torch_ext
-from torch_ext.comm import compression, gloo_p2p, wire
+from torch_ext.comm import compression, gloo_p2p
 from torch_ext.parallel import bucket_joining, reducer
 
 # -- without ranks ---------------------------------------------------------------------------------------------------
@@ -135,8 +136,7 @@ def _sums_are_late(rank: int, world: int, strategy: str) -> None:
         model(noise(step, rank, shapes)).backward()
         model.zero_grad()
     with pytest.MonkeyPatch.context() as patch:
-        slow = wire.reduce_chunks
-        strategies.replace_reduce_chunks(lambda *a, **k: (time.sleep(LATE[rank]), slow(*a, **k))[1], patch)
+        internals.before_sums(lambda: time.sleep(LATE[rank]), patch)
         with _interrupted(rank, "gradients of cycle 2"):
             model(noise(2, rank, shapes)).backward()
         with _interrupted(rank, "gradients of cycle 2"):
@@ -155,6 +155,38 @@ def _sums_are_late(rank: int, world: int, strategy: str) -> None:
 
 def test_an_interrupt_while_sums_come() -> None:
     strategies.run(3, _sums_are_late, chosen=["no_shard"])  # under the others a rank waits for its own sum
+
+
+def _backward_is_interrupted(rank: int, world: int, strategy: str) -> None:
+    """While backward waits for the other ranks, as by Ctrl-C on all of them."""
+    chosen = policy(bucket_size=1, overlap_grad_reduce=True)
+    model: Any = torch_ext.parallelize(Given(SHAPES), chosen, strategy=strategy)
+    ones = [torch.ones(s) for s in SHAPES]
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+    model(ones).backward()
+    optimizer.zero_grad()
+    engine: Any = torch_ext.parallel.parallel_module.reducer_of(model)
+    wait = engine._wait
+
+    def interrupt(handles: Any) -> None:
+        engine._wait = wait
+        raise KeyboardInterrupt
+
+    engine._wait = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model(ones).backward()
+    with pytest.raises(RuntimeError, match="step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    for step in range(2):
+        model(noise(step, rank, SHAPES)).backward()
+        assert _is_mean(model, step, world)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_training_goes_on_after_an_interrupt_on_all_ranks() -> None:
+    strategies.run(2, _backward_is_interrupted)
 
 
 def _reports_are_late(rank: int, world: int, strategy: str) -> list[int]:

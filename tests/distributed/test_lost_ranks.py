@@ -59,36 +59,6 @@ def test_a_rank_that_dies_in_backward_is_a_message_on_the_others(how: str) -> No
         assert "gradients of cycle 2" in answer.message or "end of gradient cycle 2" in answer.message
 
 
-def _dies_in_step(rank: int, world: int, strategy: str) -> list[str]:
-    model = _parallel(strategy)
-    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(_ones()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model(_ones()).backward()
-    if rank == 1:  # with one bucket of weights sent
-        engine = torch_ext.parallel.parallel_module.reducer_of(model)
-        gather = engine.gather
-        engine.gather = lambda bucket: os._exit(7) if bucket == 1 else gather(bucket)  # type: ignore[method-assign]
-    messages = []
-    for attempt in (optimizer.step, optimizer.step, lambda: model(_ones()).backward()):
-        with pytest.raises(RuntimeError) as raised:
-            attempt()
-        messages.append(str(raised.value))
-    return messages
-
-
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_a_rank_that_dies_while_weights_travel_is_a_message_on_the_others(strategy: str) -> None:
-    answers = ranks.outcomes(3, _dies_in_step, strategy)
-    assert answers[1] == Died(7)
-    for first, again, backward in (answers[0], answers[2]):
-        assert "weights of bucket" in first and ("did not respond" in first or "cannot be reached" in first)
-        assert "step() after an exchange that failed: weights of bucket" in again
-        assert "gradients cannot be reduced any more: weights of bucket" in backward
-
-
 # -- late ---------------------------------------------------------------------------------------------------------
 
 TIMEOUT = 1.5

@@ -19,7 +19,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from gradients import FP16, FP32, policy
+from gradients import FP16, FP32, Given, policy
 from ranks import Died
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -238,3 +238,39 @@ def test_a_lost_rank_is_named_wherever_it_is_lost(seed: int, answers_of: dict[in
         assert named == [str(who)], (case, rank, message)
         assert re.search(CALLS[call][3], message), (case, rank, message)
         assert seconds < 2 * TIMEOUT[kind] + 5, (case, rank, message)
+
+
+# -- and after it was named
+
+
+def _dies_between_buckets(rank: int, world: int, strategy: str) -> list[str]:
+    shapes = [(4,), (200,), (3,)]
+    ones = [torch.ones(s) for s in shapes]
+    chosen = policy(bucket_size=1, overlap_grad_reduce=True)
+    model: Any = torch_ext.parallelize(Given(shapes), chosen, strategy=strategy)
+    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(ones).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(ones).backward()
+    if rank == 1:  # with one bucket of weights sent
+        engine: Any = torch_ext.parallel.parallel_module.reducer_of(model)
+        gather = engine.gather
+        engine.gather = lambda bucket: os._exit(7) if bucket == 1 else gather(bucket)
+    messages = []
+    for attempt in (optimizer.step, optimizer.step, lambda: model(ones).backward()):
+        with pytest.raises(RuntimeError) as raised:
+            attempt()
+        messages.append(str(raised.value))
+    return messages
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_a_rank_that_dies_while_weights_travel_is_a_message_on_the_others(strategy: str) -> None:
+    answers = ranks.outcomes(3, _dies_between_buckets, strategy)
+    assert answers[1] == Died(7)
+    for first, again, backward in (answers[0], answers[2]):
+        assert "weights of bucket" in first and ("did not respond" in first or "cannot be reached" in first)
+        assert "step() after an exchange that failed: weights of bucket" in again
+        assert "gradients cannot be reduced any more: weights of bucket" in backward

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import internals
 import pytest
 import ranks
-import strategies
 import torch
 from gradients import BF16, FP32, Given, noise, policy
 from ticking import Clock
@@ -23,7 +23,6 @@ from ticking import Clock
 import torch_ext
 from bench import resident_memory
 from torch_ext import __main__ as command
-from torch_ext.comm import wire
 from torch_ext.parallel import bucket_joining, bucket_plan, memory_plan, parallel_module
 from torch_ext.parallel.memory_plan import plan_memory
 from torch_ext.parallel.strategies.table import strategies as strategy_names
@@ -129,9 +128,8 @@ def _resident(rank: int, world: int, strategy: str, *configs: Any) -> int:
     Buckets are joined as if the wire was fast, and their sums take a while, so that as many are under way as may be:
     whether they are on this machine at this moment is not what is planned.
     """
-    add_up = wire.reduce_chunks
     bucket_joining.time = Clock(100_000)  # type: ignore[assignment]
-    strategies.replace_reduce_chunks(lambda *args, **options: (time.sleep(0.02), add_up(*args, **options))[1])
+    internals.before_sums(lambda: time.sleep(0.02))
     threshold = -3  # M_MMAP_THRESHOLD: what is freed is the system's again at once, so that what is left is in use
     ctypes.CDLL(None).mallopt(threshold, 1 << 16)
     _train(2, strategy, *configs)  # starts threads, loads code

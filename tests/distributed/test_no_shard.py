@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from gradients import BF16, FP16, FP32, Given, bits, noise, policy
+from gradients import BF16, FP16, FP32, Given, bits, policy
 
 import torch_ext
 
@@ -66,40 +66,6 @@ def test_e5_microbatches(dtypes: Any, how: str, mean: list[float], total: list[f
             assert seen["dtype"] == (dtypes[1] or (FP32 if dtypes[0] == FP16 else dtypes[0]))
             if how == "no_sync":
                 assert seen["between"] == A[rank], "E3: the local gradient, untouched by any other rank"
-
-
-def _life(rank: int, world: int, wire: torch.dtype | None) -> None:
-    shapes = [(3, 5), (130,), (7,), (2, 2)]
-    model = Given(shapes, BF16)
-    torch_ext.parallelize(model, policy(BF16, FP32, wire, bucket_size=130), find_unused_parameters=True)
-    engine = torch_ext.parallel.parallel_module.reducer_of(model)
-    assert all(p.grad is None for p in model.parameters()), "E11: nothing is there before the first gradient"
-    for step in range(3):
-        grads: list[Any] = noise(step, rank, shapes, BF16)
-        grads[1] = None if rank == 1 else grads[1]  # unused on one rank
-        grads[2] = None  # unused everywhere
-        model(grads).backward()
-        assert len(engine.strategy.temporary) == 0, "E3: a wire bucket is always freed"
-        buffers = {f.untyped_storage().data_ptr() for f in engine.strategy.buffers.flats}
-        for name, p in model.named_parameters():
-            if name == "p2":
-                assert p.grad is None, "E3: unused everywhere: untouched"
-            else:
-                assert p.grad.dtype == FP32 and p.grad.untyped_storage().data_ptr() in buffers
-        expected = (
-            torch.stack([noise(step, r, shapes, BF16)[1].double() for r in range(world) if r != 1]).sum(0) / world
-        )
-        assert torch.allclose(model.p1.grad.double(), expected, rtol=2**-8, atol=0), "E3: absent counts as zero"
-        model.zero_grad(set_to_none=step % 2 == 0)
-        if step % 2:
-            assert not model.p0.grad.any()
-            model.p1.grad = None
-
-
-@pytest.mark.parametrize("wire", [None, BF16, FP16], ids=["in place", "wire bf16", "wire fp16"])
-@pytest.mark.parametrize("world", [1, 3])
-def test_e3_gradient_life_cycle(wire: torch.dtype | None, world: int) -> None:
-    ranks.run(world, _life, wire)
 
 
 def _scaled(rank: int, world: int, dtypes: Any, factor: float) -> list[float]:

@@ -129,6 +129,8 @@ def _dtypes_of_gradients(rank: int, world: int, strategy: str) -> None:
             if sync == model.sync:
                 expected = main or (FP32 if dtype == FP16 else dtype)
                 assert _grad_dtypes(model) == [expected], (dtype, main, wire)
+                reducer: Any = torch_ext.parallel.parallel_module.reducer_of(model)
+                assert len(reducer.strategy.temporary) == 0, "buckets in the wire's dtype were freed"
 
 
 def test_gradients_have_main_grads_dtype() -> None:
@@ -463,30 +465,3 @@ def _sparse(rank: int, world: int) -> None:
 
 def test_a_sparse_gradient_is_named() -> None:
     ranks.run(1, _sparse)
-
-
-def _temporary(rank: int, world: int, back_end: str) -> None:
-    from torch_ext.comm import factory
-    from torch_ext.parallel.grad_buffers import TemporaryBuckets
-
-    factory.backend = lambda group, device: back_end
-    buckets = TemporaryBuckets(factory.make_communicator(torch.distributed.group.WORLD, torch.device("cpu")))
-    wire = buckets.take(3, 256, BF16)
-    assert wire.data.shape == (256,) and wire.data.dtype == BF16 and buckets.take(3, 256, BF16) is wire
-    for numel, dtype in ((128, BF16), (256, FP32), (256, torch.uint8)):
-        with pytest.raises(RuntimeError, match="bucket 3 has 256 elements of torch.bfloat16 in use"):
-            buckets.take(3, numel, dtype)
-    assert buckets.take(3, 256, FP32, gathered=True).data.dtype == FP32, "what is gathered lies elsewhere"
-    codes = buckets.take(4, 256, torch.uint8)
-    assert codes.data.dtype == torch.uint8 and codes.scales.numel() == 2 and len(buckets) == 3
-    buckets.give_back(3)
-    assert buckets.take(3, 128, FP32).data.numel() == 128
-    buckets.give_back(3)
-    buckets.give_back(4)
-    buckets.give_back(3, gathered=True)
-    assert len(buckets) == 0
-
-
-@pytest.mark.parametrize("back_end", ["gloo", "none that is known"])
-def test_e9_a_temporary_bucket_is_of_the_dtype_and_size_it_was_made_with(back_end: str) -> None:
-    ranks.run(1, _temporary, back_end)

@@ -147,36 +147,6 @@ def test_training_goes_on_after_an_exception() -> None:
     strategies.run(2, _goes_on)
 
 
-def _interrupted(rank: int, world: int, strategy: str) -> None:
-    """While backward waits for the other ranks, as by Ctrl-C on all of them."""
-    model = _parallel(strategy)
-    optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
-    model(_ones()).backward()
-    optimizer.zero_grad()
-    engine: Any = torch_ext.parallel.parallel_module.reducer_of(model)
-    wait = engine._wait
-
-    def interrupt(handles: Any) -> None:
-        engine._wait = wait
-        raise KeyboardInterrupt
-
-    engine._wait = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        model(_ones()).backward()
-    with pytest.raises(RuntimeError, match="step"):
-        optimizer.step()
-    optimizer.zero_grad()
-    for step in range(2):
-        model(noise(step, rank, SHAPES)).backward()
-        assert _is(model, _mean(step, world))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_training_goes_on_after_an_interrupt() -> None:
-    strategies.run(2, _interrupted)
-
-
 def _jitters(rank: int, world: int, strategy: str) -> None:
     """Many buckets, ranks that are now ahead and now behind, and an exception now and then: on all ranks, anywhere."""
     shapes = [(130 + 17 * i,) for i in range(12)]

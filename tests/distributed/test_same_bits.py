@@ -10,8 +10,6 @@ from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext.comm import communicator, factory, gloo
-from torch_ext.parallel import parallelize_checks
 
 SHAPES = [(300,), (1,), (129, 3), (5, 5, 5), (5000,), (2,)]
 WIRES = [
@@ -21,17 +19,17 @@ WIRES = [
 ]
 
 
-def _reduced(rank: int, dtypes: Any, **ddp: Any) -> list[torch.Tensor]:
+def _reduced(rank: int, dtypes: Any, group: Any = None, **ddp: Any) -> list[torch.Tensor]:
     model = Given(SHAPES, dtypes[0])
-    torch_ext.parallelize(model, policy(*dtypes, **ddp))
+    torch_ext.parallelize(model, policy(*dtypes, **ddp), process_group=group)
     for seed in (1, 2):
         model.zero_grad()
         model(noise(seed, rank, SHAPES, dtypes[0])).backward()
     return [p.grad for p in model.parameters()]
 
 
-def _hooked(rank: int, dtypes: Any, cap_mb: float) -> list[torch.Tensor]:
-    model = DistributedDataParallel(Given(SHAPES, dtypes[0]), bucket_cap_mb=cap_mb)
+def _hooked(rank: int, dtypes: Any, cap_mb: float, group: Any = None) -> list[torch.Tensor]:
+    model = DistributedDataParallel(Given(SHAPES, dtypes[0]), process_group=group, bucket_cap_mb=cap_mb)
     state = torch_ext.register_comm_hook(model, policy(*dtypes))
     for seed in (1, 2):  # DDP renumbers its buckets after the first
         model.zero_grad()
@@ -47,13 +45,10 @@ def _all_ways(rank: int, world: int, dtypes: Any) -> None:
         assert bits(_reduced(rank, dtypes, bucket_size=cap, overlap_grad_reduce=True)) == bits(reference), f"cap {cap}"
     for cap_mb in (25.0, 0.002):
         assert bits(_hooked(rank, dtypes, cap_mb)) == bits(reference), f"DDP's buckets of {cap_mb} MB"
-    point_to_point = factory.make_communicator(dist.group.WORLD, torch.device("cpu"))
-    assert isinstance(point_to_point, gloo.GlooCommunicator)
-    factory.backend = lambda group, device: "none that is known"
-    assert not isinstance(factory.make_communicator(dist.group.WORLD, torch.device("cpu")), gloo.GlooCommunicator)
-    collective = _reduced(rank, dtypes, bucket_size=300, overlap_grad_reduce=True)
+    group = ranks.group_with_collectives()
+    collective = _reduced(rank, dtypes, group, bucket_size=300, overlap_grad_reduce=True)
     assert bits(collective) == bits(reference), "collectives"
-    assert bits(_hooked(rank, dtypes, 0.002)) == bits(reference), "collectives in DDP"
+    assert bits(_hooked(rank, dtypes, 0.002, group)) == bits(reference), "collectives in DDP"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -186,15 +181,3 @@ def _against_ddp(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_loop_equals_ddp(world: int) -> None:
     ranks.run(world, _against_ddp)
-
-
-def test_engine_has_an_own_name_for_every_message() -> None:
-    tags = [
-        communicator.tag(engine, cycle, bucket) + half
-        for engine in (0, 1, communicator._REDUCERS - 1)
-        for cycle in (0, 1, communicator._CYCLES - 1)
-        for bucket in (0, 1, communicator.MAX_BUCKETS)
-        for half in (0, 1)
-    ]
-    assert len(set(tags)) == len(tags) and all(2**30 <= t < 2**31 for t in tags)
-    assert parallelize_checks.MAX_BUCKETS == communicator.MAX_BUCKETS

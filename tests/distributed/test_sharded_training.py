@@ -1,19 +1,16 @@
-"""The life of gradients and weights under optim and optim_grads: E3's table row by row, E8, and what is noticed."""
+"""The life of gradients and weights: E3's table row by row, E8, and what is noticed under optim and optim_grads."""
 
 import time
 from typing import Any
 
+import internals
 import pytest
 import ranks
-import strategies
 import torch
 from gradients import BF16, FP16, FP32, Given, noise, policy
-from pairs import Pairs
 
 import torch_ext
 from torch_ext.comm.communicator import IN_FLIGHT
-from torch_ext.comm.wire import reduce_chunks
-from torch_ext.parallel import bucket_joining, reducer
 
 SHAPES: list[Any] = [(3, 5), (130,), (7,), (2, 200)]
 
@@ -91,6 +88,40 @@ def _lives(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_e3_gradient_life_cycle(world: int) -> None:
     ranks.run(world, _lives)
+
+
+def _life_of_no_shard(rank: int, world: int, wire: torch.dtype | None) -> None:
+    shapes = [(3, 5), (130,), (7,), (2, 2)]
+    model = Given(shapes, BF16)
+    torch_ext.parallelize(model, policy(BF16, FP32, wire, bucket_size=130), find_unused_parameters=True)
+    engine = _engine(model)
+    assert all(p.grad is None for p in model.parameters()), "E11: nothing is there before the first gradient"
+    for step in range(3):
+        grads: list[Any] = noise(step, rank, shapes, BF16)
+        grads[1] = None if rank == 1 else grads[1]  # unused on one rank
+        grads[2] = None  # unused everywhere
+        model(grads).backward()
+        assert len(engine.strategy.temporary) == 0, "E3: a wire bucket is always freed"
+        buffers = {f.untyped_storage().data_ptr() for f in engine.strategy.buffers.flats}
+        for name, p in model.named_parameters():
+            if name == "p2":
+                assert p.grad is None, "E3: unused everywhere: untouched"
+            else:
+                assert p.grad.dtype == FP32 and p.grad.untyped_storage().data_ptr() in buffers
+        expected = (
+            torch.stack([noise(step, r, shapes, BF16)[1].double() for r in range(world) if r != 1]).sum(0) / world
+        )
+        assert torch.allclose(model.p1.grad.double(), expected, rtol=2**-8, atol=0), "E3: absent counts as zero"
+        model.zero_grad(set_to_none=step % 2 == 0)
+        if step % 2:
+            assert not model.p0.grad.any()
+            model.p1.grad = None
+
+
+@pytest.mark.parametrize("wire", [None, BF16, FP16], ids=["in place", "wire bf16", "wire fp16"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_e3_gradient_life_cycle_of_no_shard(wire: torch.dtype | None, world: int) -> None:
+    ranks.run(world, _life_of_no_shard, wire)
 
 
 def _equal_dtypes(rank: int, world: int) -> None:
@@ -274,20 +305,20 @@ def test_buckets_follow_the_order_in_which_gradients_came_on_rank_0() -> None:
 
 def _slow(rank: int, world: int, strategy: str, joined: bool) -> int:
     """How many buckets in the wire's dtype there were at a time, when sums take longer than backward."""
-    reducer.BucketJoining = Pairs if joined else bucket_joining.BucketJoining
+    if joined:
+        internals.join_pairs()
     model = torch_ext.parallelize(
         Given([(200,)] * 16, BF16), policy(BF16, FP32, BF16, bucket_size=1), strategy=strategy
     )
     temporary = _engine(model).strategy.temporary
-    own, most = reduce_chunks, 0
+    most = 0
 
-    def add_up(*arguments: Any, **options: Any) -> None:
+    def slowly() -> None:
         nonlocal most
         time.sleep(0.01)
         most = max(most, len(temporary))
-        own(*arguments, **options)
 
-    strategies.replace_reduce_chunks(add_up)
+    internals.before_sums(slowly)
     for step in range(2):
         model(noise(step, rank, [(200,)] * 16, BF16)).backward()
         temporary = _engine(model).strategy.temporary

@@ -5,16 +5,13 @@ import time
 import warnings
 from typing import Any
 
+import internals
 import pytest
 import ranks
-import strategies
 import torch
 from gradients import BF16, FP32, Given, bits, noise
-from pairs import Pairs
 
 import torch_ext
-from torch_ext.comm import wire
-from torch_ext.parallel import reducer
 
 EARLY = {"step_in_backward": True, "bucket_size": 1}
 SHAPES: list[Any] = [(3, 5), (700,), (0,), (129,), (16, 130), (1,)]
@@ -44,22 +41,22 @@ def _trained(rank: int, strategy: str, early: bool, microbatches: int) -> tuple[
     """Weights after four steps under a schedule, and how much of a weight had changed when backward returned."""
     model, optimizer = _made(strategy, early)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    engine, changed = torch_ext.parallel.parallel_module.reducer_of(model), []
+    changed: list[list[bool]] = []
     for step in range(4):
         for microbatch in range(microbatches):
-            before = [engine.local(p).weight.clone() for p in model.parameters()]
+            before = [p.detach().clone() for p in model.parameters()]
             with model.sync() if microbatch == microbatches - 1 else model.no_sync():
                 model(noise(10 * step + microbatch, rank, SHAPES, BF16)).backward()
-            after = [engine.local(p).weight for p in model.parameters()]
-            same = [torch.equal(a, b) for a, b in zip(before, after, strict=True) if a.numel()]
+            changed.append([not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)])
             last = microbatch == microbatches - 1
-            assert all(same) or (early and last and step > 0), "nothing is stepped that more is to come for"
-            changed.append(same.count(False) / max(1, len(same)))
+            assert not any(changed[-1]) or (early and last and step > 0), "nothing is stepped that more is to come for"
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
     assert all(optimizer.state[p]["step"] == 4 for p in model.parameters())
-    return bits(list(model.parameters())), changed
+    mine = [i for i, p in enumerate(model.parameters()) if optimizer.state[p]["exp_avg"].numel()]
+    shares = [sum(each[i] for i in mine) / max(1, len(mine)) for each in changed]
+    return bits(list(model.parameters())), shares
 
 
 def _compared(rank: int, world: int, strategy: str, joined: bool) -> None:
@@ -67,7 +64,7 @@ def _compared(rank: int, world: int, strategy: str, joined: bool) -> None:
         late, _ = _trained(rank, strategy, False, microbatches)
         with pytest.MonkeyPatch.context() as patch:
             if joined:
-                patch.setattr(reducer, "BucketJoining", Pairs)
+                internals.join_pairs(patch)
             early, changed = _trained(rank, strategy, True, microbatches)
         assert late == early
         assert changed[-1] > 0.5 and changed[0] == 0.0, "states are made by the first step()"
@@ -234,8 +231,7 @@ def _stepped_in_part(rank: int, late: float = 0.0) -> tuple[Any, Any]:
 
     handle = model.p0.register_hook(fail)
     with pytest.MonkeyPatch.context() as patch:
-        add_up = wire.reduce_chunks
-        strategies.replace_reduce_chunks(lambda *a, **k: (time.sleep(late), add_up(*a, **k))[1], patch)
+        internals.before_sums(lambda: time.sleep(late), patch)
         with pytest.raises(ZeroDivisionError):
             _backward(model, rank, 2)
     handle.remove()
