@@ -2,7 +2,6 @@
 
 import itertools
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext.optim.state import chunked_tensor
 
 SHAPES: list[Any] = [(3, 5), (700,), (129,), (16, 130), (1,), (7, 3, 4, 5)]
 CHANNELS_LAST = 5
@@ -145,21 +143,3 @@ def test_G5_any_world_and_strategy_loads_what_others_saved(into: str, saved: Any
     sources = {name: saved[name] for name in (names[(place + 2) % len(names)], names[(place + 5) % len(names)])}
     for wrong in ranks.run(world, _load, strategy, size, sources, limit=100.0):
         assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize(("of_the_save", "of_the_load"), [(300, 64), (64, 300), (64, 5000)])
-def test_boxes_may_be_of_another_size_than_when_it_was_saved(
-    states: str, of_the_save: int, of_the_load: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = made("none", states, None)
-    steps(model, optimizer, range(2))
-    loaded_model, loaded = made("none", states, None)
-    steps(loaded_model, loaded, range(1))
-    for size, act, of in ((of_the_save, dcp.save, (model, optimizer)), (of_the_load, dcp.load, (loaded_model, loaded))):
-        monkeypatch.setattr(chunked_tensor, "CHUNK_NUMEL", size)
-        act({"model": of[0], "optimizer": of[1]}, checkpoint_id=tmp_path / "saved")
-    boxes = dcp.FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
-    largest = max(chunk.sizes.numel() for key, has in boxes.items() if "exp_avg" in key for chunk in has.chunks)
-    assert largest <= of_the_save
-    assert logical(loaded_model, loaded) == logical(model, optimizer)

@@ -8,10 +8,10 @@ import pytest
 import ranks
 import torch
 from gradients import BF16, FP32, bits, noise
+from torch.distributed.tensor import DTensor
 from units import Block
 
 import torch_ext
-from torch_ext.params.local_shard import tensor_of
 
 NONE, FULLY = "no wrapper", "optim_grads_params"
 STRATEGIES = [NONE, "no_shard", "optim", "optim_grads", FULLY]
@@ -92,7 +92,8 @@ def _loaded(rank: int, world: int, strategy: str) -> None:
             model, optimizer = _make(strategy, overlap, remainders, fraction, betas=(0.0, 0.999), weight_decay=0.0)
             _train(model, optimizer, range(steps), rank if strategy != NONE else 0)
             for i, p in enumerate(model.parameters()):
-                tensor_of(p.data).fill_(0.37 + i)  # leaves no trace in a counter
+                data = p.data.to_local() if isinstance(p, DTensor) else p.data
+                data.fill_(0.37 + i)  # leaves no trace in a counter
             for _ in range(2):  # "loss fine at step 1, ruined at step 2"
                 model(
                     [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(SHAPES, _dtypes(), strict=True)]

@@ -1,11 +1,18 @@
-"""A run of memory as boxes: every element once, in memory order, in as few boxes as there can be."""
+"""A run of memory as boxes: every element once, in memory order, in as few boxes as there can be. And what is saved in
+boxes of one size is loaded in those of another."""
 
 import random
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from training import everything, params_of, policy_of, train
 
+import torch_ext
+from torch_ext.optim.state import chunked_tensor
 from torch_ext.optim.state.boxes import Run, order_of
 
 NO_LIMIT = 1 << 60
@@ -63,3 +70,26 @@ def test_order_of_dense_tensors() -> None:
         run = Run(tuple(t.shape), order_of(t.shape, dense.stride()), 0, t.numel())
         strides = zip(t.shape, run.strides(), dense.stride(), strict=True)
         assert all(a == b for size, a, b in strides if size > 1)
+
+
+def made(name: str) -> tuple[nn.Module, torch_ext.AdamW]:
+    model = nn.ParameterList(params_of(name, [(3, 5), (700,), (129,), (16, 130), (1,), (7, 3, 4, 5)]))
+    model[5].data = model[5].data.to(memory_format=torch.channels_last)
+    return model, torch_ext.AdamW(model.named_parameters(), lr=0.1, policy=policy_of(name))
+
+
+@pytest.mark.parametrize("name", ["fp32", "b", "c", "fp16 moments"])
+@pytest.mark.parametrize(("of_the_save", "of_the_load"), [(300, 64), (64, 300), (64, 5000)])
+def test_boxes_may_be_of_another_size_than_when_it_was_saved(
+    name: str, of_the_save: int, of_the_load: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, loaded = made(name), made(name)
+    train(saved[1], range(2))
+    train(loaded[1], range(1))
+    for size, act, of in ((of_the_save, dcp.save, saved), (of_the_load, dcp.load, loaded)):
+        monkeypatch.setattr(chunked_tensor, "CHUNK_NUMEL", size)
+        act({"model": of[0], "optimizer": of[1]}, checkpoint_id=tmp_path / "saved")  # type: ignore[operator]
+    boxes = dcp.FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
+    largest = max(chunk.sizes.numel() for key, has in boxes.items() if "exp_avg" in key for chunk in has.chunks)  # type: ignore[union-attr]
+    assert largest <= of_the_save
+    assert everything(loaded[1]) == everything(saved[1])
