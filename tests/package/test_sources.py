@@ -166,3 +166,80 @@ def test_file_names_are_unique() -> None:
                 by_name[path.name].append(str(path.relative_to(ROOT)))
     assert len(by_name) > 20
     assert not {name: paths for name, paths in by_name.items() if len(paths) > 1}
+
+
+# The tests that depend on private modules, and why: what they show has no public name. Whatever can be seen through the
+# names in torch_ext/__init__.py, torch.ops.torch_ext or the C API is tested through these; this table only shrinks.
+PRIVATE_NAMES: dict[str, str] = {
+    # helpers, which put something into private modules for several tests
+    "tests/distributed/folders.py": "an operating system whose processes are killed at any operation on files",
+    "tests/distributed/happens_before.py": "devices and streams where there is no GPU",
+    "tests/distributed/internals.py": "sums that are late, buckets that travel two by two",
+    "tests/host_parts.py": "copies between host and device that are late",
+    # parts that no public name shows by themselves
+    "tests/distributed/test_coalescing.py": "what is measured to join buckets, and clocks",
+    "tests/distributed/test_communicators.py": "communicators, their messages and memory",
+    "tests/distributed/test_compressed_wire.py": "what is measured to compress messages, and clocks",
+    "tests/distributed/test_fsdp_units.py": "which modules share a unit",
+    "tests/distributed/test_memory_plan.py": "the planner of `python -m torch_ext plan`, against what is allocated",
+    "tests/distributed/test_nccl.py": "the transport over NCCL, with a library that is none",
+    "tests/distributed/test_streams.py": "the order of streams, and what is found where it is wrong",
+    "tests/distributed/test_streams_fsdp2.py": "the same under FSDP2",
+    "tests/torch/test_abi.py": "mirrors of C structs, statuses as exceptions",
+    "tests/torch/test_boxes.py": "runs of memory as boxes, and the size of boxes",
+    "tests/torch/test_in_use.py": "whether running code holds an object",
+    "tests/torch/test_operators.py": "the package's own way to call operators",
+    "tests/torch/test_staging.py": "memory and copies of the part on the host",
+    # what happens inside of a training
+    "tests/distributed/test_folder_crash.py": "an exception at each line of the modules that write a folder",
+    "tests/distributed/test_fsdp_faults.py": "how many units may be on their way",
+    "tests/distributed/test_fsdp_training.py": "when weights are gathered",
+    "tests/distributed/test_interrupts.py": "an interrupt while a message is waited for",
+    "tests/distributed/test_lost_ranks_sweep.py": "a rank that is lost at any call of a process group",
+    "tests/distributed/test_offload_strategies.py": "memory of sharded gradients, states that nobody asked for",
+    "tests/distributed/test_parallel_model.py": "reducers that end, dtypes of sharded gradients, plans",
+    "tests/distributed/test_sharded_training.py": "buckets in the wire's dtype, where gradients lie",
+    "tests/distributed/test_step_in_backward.py": "late sums and joined buckets (internals)",
+    "tests/torch/test_cuda_step.py": "copies and streams of a GPU that is none",
+    "tests/torch/test_flat_states.py": "whether a step has to look at every state",
+    "tests/torch/test_offload.py": "host memory: slabs, pinning, failures",
+}
+MOST_PRIVATE_NAMES = 30
+
+
+def private_names(text: str) -> list[str]:
+    """Imports of private modules in the text of a test, in programs that it holds as strings too, and attributes."""
+    packages = "|".join(PACKAGES)
+    imports = r"^[ \t]*(?:from|import)[ \t]+(?:internals|torch_ext\.\w+)\b.*|\btorch_ext[ \t]+import[ \t]+.*\b(?:%s)\b"
+    return re.findall(imports % packages + rf"|\btorch_ext\.(?:{packages})\.\w+", text, flags=re.MULTILINE)
+
+
+def test_tests_depend_on_private_modules_where_they_must() -> None:
+    tests = [
+        p for p in sources("tests") if p.suffix == ".py" and "bench" not in p.parts and p != pathlib.Path(__file__)
+    ]
+    found = {str(p.relative_to(ROOT)): names for p in tests if (names := private_names(p.read_text()))}
+    assert {path: private for path, private in found.items() if path not in PRIVATE_NAMES} == {}, "use public names"
+    assert set(PRIVATE_NAMES) - set(found) == set(), "these depend on none any more: out of the table"
+    assert len(PRIVATE_NAMES) <= MOST_PRIVATE_NAMES
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch_ext.comm import wire",
+        "    import torch_ext.native.ops",
+        "x = torch_ext.parallel.parallelize._engine_of(model)",
+        "import internals",
+        "from internals import Pairs",
+        "from torch_ext import comm",
+    ],
+)
+def test_private_names_are_seen(text: str) -> None:
+    assert private_names(f"import torch\n{text}\n")
+
+
+def test_public_names_are_not_taken_for_private_ones() -> None:
+    assert not private_names(
+        "import torch_ext\nfrom torch_ext import AdamW\ntorch_ext.AdamW(x)\ntorch.ops.torch_ext.cast_"
+    )
