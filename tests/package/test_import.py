@@ -75,8 +75,8 @@ UNTRACED = """
 import json, sys
 import torch, torch_ext
 names = ["step", "state_dict", "master_state_dict", "consolidate_state_dict", "load_state_dict"]
-clip = type(vars(torch_ext.AdamW([torch.nn.Parameter(torch.ones(1))]))["_scaling"]).clip  # clip_grad_norm_'s
 early = "torch._dynamo" in sys.modules
+clip = type(vars(torch_ext.AdamW([torch.nn.Parameter(torch.ones(1))]))["_scaling"]).clip  # clip_grad_norm_'s
 def unwrapped(method):
     while not hasattr(method, "_torchdynamo_disable") and hasattr(method, "__wrapped__"):
         method = method.__wrapped__
