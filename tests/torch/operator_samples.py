@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+import torch_ext  # noqa: F401 -- registers the operators
+
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 U8, I16, I64 = torch.uint8, torch.int16, torch.int64
 BLOCK, LIMBS = 128, 20
