@@ -102,8 +102,8 @@ class OptimizerBase(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's format: step, exp_avg, exp_avg_sq by parameter, and master_param (fp32) where there is a master.
 
-        Logical tensors: 8-bit and 16-bit scaled moments are decoded, masters reconstructed; what is logical at rest is
-        handed out as it is, what is not is decoded where it is read: until then it goes with the training. State that
+        Logical tensors: 8-bit and 16-bit scaled moments are decoded, masters reconstructed; what is stored in that form
+        is handed out itself, what is not is decoded where it is read: until then it goes with the training. State that
         does not exist yet is made, zero, which moves no weight and no counter. What is written to these tensors in
         place, as torch.distributed.checkpoint.load does, is the optimizer's state from then on, and that is as good as
         `load_state_dict` with them: no weight moves, and the model is loaded as well.

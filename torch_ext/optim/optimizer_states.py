@@ -1,4 +1,4 @@
-"""What is trained: parameters and their groups, where this rank's parts of them lie, and their state at rest."""
+"""What is trained: parameters and their groups, where this rank's parts of them lie, and their stored state."""
 
 import weakref
 from collections.abc import Iterable, Mapping

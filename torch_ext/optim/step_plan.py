@@ -1,10 +1,10 @@
 """What a step needs, kept from step to step while parameters, states and their memory stay the same.
 
-A step of a thousand small tensors is mostly Python, and torch's handing over of tensors, unless there is next to
-nothing to do per tensor: lists are built once, a step only compares identities, and states go as the few memories that
-they lie in. Those are compared only where somebody else can have changed them (`optim/state/access.py`). Gradients are
-new tensors in every step and go to the operator as they are; it validates everything before it writes, so only where it
-refuses them are they checked one by one.
+A step of a thousand small tensors is mostly Python, and torch's passing of tensors, unless there is next to nothing to
+do per tensor: lists are built once, a step only compares identities, and states go as the few memories that they lie
+in. Those are compared only where code outside the optimizer can have changed them (`optim/state/access.py`). Gradients
+are new tensors in every step and go to the operator as they are; it validates everything before it writes, so only
+where it refuses them are they checked one by one.
 """
 
 import operator

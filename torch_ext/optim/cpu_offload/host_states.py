@@ -38,12 +38,12 @@ class HostStates:
     # -- states
 
     def peek(self, p: Tensor, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The state of p at rest, wherever it lies. entry: p's of opt.state."""
+        """The stored state of p, wherever it is. entry: p's of opt.state."""
         held = self._states.get(p)
         return entry if held is None else {**held, **entry}
 
     def entry(self, state: dict[Tensor, dict[str, Any]], p: Tensor, here: bool) -> dict[str, Any]:
-        """The state of p at rest, moved to the host (`here`) or to the parameter's device if it lies elsewhere."""
+        """The stored state of p, moved to the host (`here`) or to the parameter's device if it is elsewhere."""
         entry = access.entry(state, p)
         if not here:
             for key, value in self._states.pop(p, {}).items():

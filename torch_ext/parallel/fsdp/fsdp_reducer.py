@@ -41,7 +41,7 @@ from torch_ext.params.local_shard import LocalShard, tensor_of
 from torch_ext.tensors import offload_guard
 
 # Units whose gradients are reduced at a time; those of more would pile up where computation is faster than the link. A
-# unit is large enough for one to keep the link busy while the next one is handed over.
+# unit is large enough for one to keep the link busy while the next one is passed to it.
 UNDER_WAY = 2
 
 

@@ -54,7 +54,7 @@ class Reduction:
         self.is_added = False
         """Whether the sums were added to the gradient shards."""
         self.suspect: Tensor | None = None
-        """What this rank handed over, [ranks, output's numel], where an element of it is not finite."""
+        """What this rank passed in, [ranks, output's numel], where an element of it is not finite."""
 
     def add(self, param: int, begin: int, grad: Any) -> None:
         """The gradient of the parameter's shard begins there, according to FSDP2."""
