@@ -405,22 +405,23 @@ typedef struct tx_copy_ops {
 #define TX_MAX_SLOTS 8
 typedef struct tx_staging {
   uint64_t size;
-  const tx_copy_ops *lanes; /* NULL: parameters and gradients are in host memory, too, and each thread copies its own */
-  void *memory;             /* the host's, aligned to 64 bytes; of no particular content before and after */
-  int64_t bytes;            /* of it: threads * slots * batch * (bytes of a gradient + bytes of a weight), the widest */
-  int64_t batch;            /* elements that come at a time; a multiple of TX_SAMPLED */
-  int32_t slots;            /* batches that each thread has under way: 1 ... TX_MAX_SLOTS */
+  const tx_copy_ops
+      *copy_ops; /* NULL: parameters and gradients are in host memory, too, and each thread copies its own */
+  void *memory;  /* the host's, aligned to 64 bytes; of no particular content before and after */
+  int64_t bytes; /* of it: threads * slots * batch * (bytes of a gradient + bytes of a weight), the widest */
+  int64_t batch; /* elements that come at a time; a multiple of TX_SAMPLED */
+  int32_t slots; /* batches that each thread has under way: 1 ... TX_MAX_SLOTS */
   int32_t reserved;
 } tx_staging;
 #define TX_STAGING_INIT \
   { .size = sizeof(tx_staging), .slots = 1 }
 
-/* tx_adamw of parameters that lie elsewhere: the same bits. The memory of params and grads is only handed to the lanes,
+/* tx_adamw of parameters that lie elsewhere: the same bits. The memory of params and grads is passed to copy_ops only,
  * all other memory is the host's. Gradients come down and weights go up; weights come down where there is no master, or
  * a remainder. So on_external_write looks at checksums beside remainders; those beside F32 masters are only renewed,
  * and TX_EXTERNAL_CHECK is not legal. When the call comes back weights may be on their way up still: the same memory
  * may be given to the next call where its slots are as large and the widest dtypes the same, else when they have left.
- * Where a lane fails some elements have been stepped and others not, and no count in `steps` has changed. */
+ * Where a copy fails some elements have been stepped and others not, and no count in `steps` has changed. */
 TX_API tx_status tx_adamw_offloaded(const tx_adamw_args *args, const tx_staging *staging, const tx_parallel *parallel,
                                     tx_error *error);
 

@@ -96,14 +96,14 @@ TX_API tx_status tx_cuda_master_checksum(int64_t n, const tx_tensor *params, con
                                          const tx_tensor *checksums, int32_t mode, tx_tensor stale,
                                          const tx_cuda_call *call, tx_error *error);
 
-/* Lanes for tx_adamw_offloaded between the host and the device, over two of its streams (cudaStream_t), one for each
+/* Copies for tx_adamw_offloaded between the host and the device, over two of its streams (cudaStream_t), one for each
  * way; slots: of all threads, >= 1. Host memory should be pinned, or copies wait. The caller lets `down` wait for what
  * wrote the gradients and weights before the call, and whoever reads weights for `up` after it. A mark is an event,
  * made by the slot's first. */
-TX_API tx_status tx_cuda_lanes_make(int32_t device, void *down, void *up, int64_t slots, tx_copy_ops *lanes,
-                                    tx_error *error);
-/* Copies may still be under way, and are made. NULL, or lanes that are freed already: nothing. */
-TX_API void tx_cuda_lanes_free(tx_copy_ops *lanes);
+TX_API tx_status tx_cuda_copies_make(int32_t device, void *down, void *up, int64_t slots, tx_copy_ops *copy_ops,
+                                     tx_error *error);
+/* Copies may still be under way, and are made. NULL, or copy_ops that are freed already: nothing. */
+TX_API void tx_cuda_copies_free(tx_copy_ops *copy_ops);
 
 #ifdef __cplusplus
 }

@@ -6,81 +6,83 @@
 
 enum { TX_DOWN, TX_UP, TX_WAYS };
 
-typedef struct tx_cuda_lanes {
+typedef struct tx_cuda_copies {
   cudaStream_t streams[TX_WAYS];
   int64_t slots;
   int32_t device;
   cudaEvent_t *marks[TX_WAYS]; /* of each slot; NULL: it has none yet */
-} tx_cuda_lanes;
+} tx_cuda_copies;
 
 /* The device is current in this scope, for waiting too; a thread of torch's pool may have none, or another one. */
-static tx_status enter(const tx_cuda_lanes *lanes, int32_t *before, tx_error *error) {
-  return tx_cuda_make_current(lanes->device, before, error);
+static tx_status enter(const tx_cuda_copies *copy_ops, int32_t *before, tx_error *error) {
+  return tx_cuda_make_current(copy_ops->device, before, error);
 }
-static tx_status leave(const tx_cuda_lanes *lanes, int32_t before, tx_status status) {
-  tx_cuda_put_back(lanes->device, before);
+static tx_status leave(const tx_cuda_copies *copy_ops, int32_t before, tx_status status) {
+  tx_cuda_put_back(copy_ops->device, before);
   return status;
 }
 
 static tx_status copy(void *ctx, int32_t up, void *to, const void *from, int64_t bytes, tx_error *error) {
-  const tx_cuda_lanes *lanes = (const tx_cuda_lanes *)ctx;
+  const tx_cuda_copies *copy_ops = (const tx_cuda_copies *)ctx;
   int32_t before = 0;
-  TX_FORWARD(enter(lanes, &before, error));
+  TX_FORWARD(enter(copy_ops, &before, error));
   const cudaMemcpyKind kind = up ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
-  const cudaError_t answer = cudaMemcpyAsync(to, from, (size_t)bytes, kind, lanes->streams[up ? TX_UP : TX_DOWN]);
-  return leave(lanes, before, tx_cuda_answered(answer, up ? "copying to the device" : "copying to the host", error));
+  const cudaError_t answer = cudaMemcpyAsync(to, from, (size_t)bytes, kind, copy_ops->streams[up ? TX_UP : TX_DOWN]);
+  return leave(copy_ops, before, tx_cuda_answered(answer, up ? "copying to the device" : "copying to the host", error));
 }
 
 /* A slot is one thread's, so is its mark. */
-static tx_status mark_of(const tx_cuda_lanes *lanes, int32_t up, int64_t slot, cudaEvent_t **mark, tx_error *error) {
-  if (slot < 0 || slot >= lanes->slots)
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "slot %lld of lanes of %lld slots", (long long)slot,
-                   (long long)lanes->slots);
-  *mark = &lanes->marks[up ? TX_UP : TX_DOWN][slot];
+static tx_status mark_of(const tx_cuda_copies *copy_ops, int32_t up, int64_t slot, cudaEvent_t **mark,
+                         tx_error *error) {
+  if (slot < 0 || slot >= copy_ops->slots)
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "slot %lld of copy_ops of %lld slots", (long long)slot,
+                   (long long)copy_ops->slots);
+  *mark = &copy_ops->marks[up ? TX_UP : TX_DOWN][slot];
   return TX_OK;
 }
 
 static tx_status mark(void *ctx, int32_t up, int64_t slot, tx_error *error) {
-  const tx_cuda_lanes *lanes = (const tx_cuda_lanes *)ctx;
+  const tx_cuda_copies *copy_ops = (const tx_cuda_copies *)ctx;
   cudaEvent_t *mark = NULL;
   int32_t before = 0;
-  TX_FORWARD(mark_of(lanes, up, slot, &mark, error));
-  TX_FORWARD(enter(lanes, &before, error));
+  TX_FORWARD(mark_of(copy_ops, up, slot, &mark, error));
+  TX_FORWARD(enter(copy_ops, &before, error));
   cudaError_t answer = cudaSuccess;
   if (!*mark) answer = cudaEventCreateWithFlags(mark, cudaEventDisableTiming);
-  if (answer == cudaSuccess) answer = cudaEventRecord(*mark, lanes->streams[up ? TX_UP : TX_DOWN]);
-  return leave(lanes, before, tx_cuda_answered(answer, "recording an event", error));
+  if (answer == cudaSuccess) answer = cudaEventRecord(*mark, copy_ops->streams[up ? TX_UP : TX_DOWN]);
+  return leave(copy_ops, before, tx_cuda_answered(answer, "recording an event", error));
 }
 
 static tx_status wait(void *ctx, int32_t up, int64_t slot, tx_error *error) {
-  const tx_cuda_lanes *lanes = (const tx_cuda_lanes *)ctx;
+  const tx_cuda_copies *copy_ops = (const tx_cuda_copies *)ctx;
   cudaEvent_t *mark = NULL;
   int32_t before = 0;
-  TX_FORWARD(mark_of(lanes, up, slot, &mark, error));
+  TX_FORWARD(mark_of(copy_ops, up, slot, &mark, error));
   if (!*mark) return TX_OK;
-  TX_FORWARD(enter(lanes, &before, error));
-  return leave(lanes, before, tx_cuda_answered(cudaEventSynchronize(*mark), "waiting for a copy", error));
+  TX_FORWARD(enter(copy_ops, &before, error));
+  return leave(copy_ops, before, tx_cuda_answered(cudaEventSynchronize(*mark), "waiting for a copy", error));
 }
 
 static tx_status follow(void *ctx, int64_t slot, tx_error *error) {
-  const tx_cuda_lanes *lanes = (const tx_cuda_lanes *)ctx;
+  const tx_cuda_copies *copy_ops = (const tx_cuda_copies *)ctx;
   cudaEvent_t *mark = NULL;
   int32_t before = 0;
-  TX_FORWARD(mark_of(lanes, TX_UP, slot, &mark, error));
+  TX_FORWARD(mark_of(copy_ops, TX_UP, slot, &mark, error));
   if (!*mark) return TX_OK;
-  TX_FORWARD(enter(lanes, &before, error));
-  const cudaError_t answer = cudaStreamWaitEvent(lanes->streams[TX_DOWN], *mark, 0);
-  return leave(lanes, before, tx_cuda_answered(answer, "letting a stream wait", error));
+  TX_FORWARD(enter(copy_ops, &before, error));
+  const cudaError_t answer = cudaStreamWaitEvent(copy_ops->streams[TX_DOWN], *mark, 0);
+  return leave(copy_ops, before, tx_cuda_answered(answer, "letting a stream wait", error));
 }
 
-tx_status tx_cuda_lanes_make(int32_t device, void *down, void *up, int64_t slots, tx_copy_ops *lanes, tx_error *error) {
-  if (!lanes || slots < 1)
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "lanes is %s and slots is %lld; not NULL and >= 1 are legal",
-                   lanes ? "given" : "NULL", (long long)slots);
+tx_status tx_cuda_copies_make(int32_t device, void *down, void *up, int64_t slots, tx_copy_ops *copy_ops,
+                              tx_error *error) {
+  if (!copy_ops || slots < 1)
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "copy_ops is %s and slots is %lld; not NULL and >= 1 are legal",
+                   copy_ops ? "given" : "NULL", (long long)slots);
   TX_FORWARD(tx_cuda_check_device(device, error));
-  char *memory = (char *)calloc(1, sizeof(tx_cuda_lanes) + (size_t)(TX_WAYS * slots) * sizeof(cudaEvent_t));
+  char *memory = (char *)calloc(1, sizeof(tx_cuda_copies) + (size_t)(TX_WAYS * slots) * sizeof(cudaEvent_t));
   if (!memory) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory for %lld slots", (long long)slots);
-  tx_cuda_lanes *made = (tx_cuda_lanes *)(void *)memory;
+  tx_cuda_copies *made = (tx_cuda_copies *)(void *)memory;
   made->streams[TX_DOWN] = (cudaStream_t)down;
   made->streams[TX_UP] = (cudaStream_t)up;
   made->slots = slots;
@@ -93,13 +95,13 @@ tx_status tx_cuda_lanes_make(int32_t device, void *down, void *up, int64_t slots
   filled.mark = mark;
   filled.wait = wait;
   filled.follow = follow;
-  *lanes = filled;
+  *copy_ops = filled;
   return TX_OK;
 }
 
-void tx_cuda_lanes_free(tx_copy_ops *lanes) {
-  if (!lanes || !lanes->ctx) return;
-  tx_cuda_lanes *made = (tx_cuda_lanes *)lanes->ctx;
+void tx_cuda_copies_free(tx_copy_ops *copy_ops) {
+  if (!copy_ops || !copy_ops->ctx) return;
+  tx_cuda_copies *made = (tx_cuda_copies *)copy_ops->ctx;
   int32_t before = 0;
   const tx_status entered = enter(made, &before, NULL);
   for (int way = 0; way < TX_WAYS; way++)
@@ -107,5 +109,5 @@ void tx_cuda_lanes_free(tx_copy_ops *lanes) {
       if (made->marks[way][slot]) (void)cudaEventDestroy(made->marks[way][slot]);
   if (entered == TX_OK) (void)leave(made, before, TX_OK);
   free(made);
-  *lanes = tx_copy_ops{};
+  *copy_ops = tx_copy_ops{};
 }

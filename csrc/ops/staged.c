@@ -63,25 +63,25 @@ static void copy_here(char *to, const char *from, int64_t bytes) {
 }
 
 static tx_status copy(const staged *s, way way, void *to, const void *from, int64_t bytes, tx_error *error) {
-  const tx_copy_ops *lanes = s->staging->lanes;
-  if (lanes) return lanes->copy(lanes->ctx, (int32_t)way, to, from, bytes, error);
+  const tx_copy_ops *copy_ops = s->staging->copy_ops;
+  if (copy_ops) return copy_ops->copy(copy_ops->ctx, (int32_t)way, to, from, bytes, error);
   copy_here(to, from, bytes);
   return TX_OK;
 }
 
 static tx_status mark(const staged *s, way way, int64_t slot, tx_error *error) {
-  const tx_copy_ops *lanes = s->staging->lanes;
-  return lanes ? lanes->mark(lanes->ctx, (int32_t)way, slot, error) : TX_OK;
+  const tx_copy_ops *copy_ops = s->staging->copy_ops;
+  return copy_ops ? copy_ops->mark(copy_ops->ctx, (int32_t)way, slot, error) : TX_OK;
 }
 
 static tx_status wait(const staged *s, way way, int64_t slot, tx_error *error) {
-  const tx_copy_ops *lanes = s->staging->lanes;
-  return lanes ? lanes->wait(lanes->ctx, (int32_t)way, slot, error) : TX_OK;
+  const tx_copy_ops *copy_ops = s->staging->copy_ops;
+  return copy_ops ? copy_ops->wait(copy_ops->ctx, (int32_t)way, slot, error) : TX_OK;
 }
 
 static tx_status follow(const staged *s, int64_t slot, tx_error *error) {
-  const tx_copy_ops *lanes = s->staging->lanes;
-  return lanes ? lanes->follow(lanes->ctx, slot, error) : TX_OK;
+  const tx_copy_ops *copy_ops = s->staging->copy_ops;
+  return copy_ops ? copy_ops->follow(copy_ops->ctx, slot, error) : TX_OK;
 }
 
 /* -- what is done with a batch ----------------------------------------------------------------------------------- */
@@ -207,11 +207,13 @@ static tx_status check(const tx_adamw_args *args, const tx_staging *g, tx_error 
                    "staging has batch %lld and slots %d; a multiple of %lld and 1 to %d are legal", (long long)g->batch,
                    (int)g->slots, (long long)TX_SAMPLED, TX_MAX_SLOTS);
   }
-  const tx_copy_ops *lanes = g->lanes;
-  if (lanes && (lanes->size != sizeof *lanes || !lanes->copy || !lanes->mark || !lanes->wait || !lanes->follow)) {
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
-                   "staging.lanes has size %llu, or lacks a function; %llu (TX_COPY_OPS_INIT) and all four are legal",
-                   (unsigned long long)lanes->size, (unsigned long long)sizeof *lanes);
+  const tx_copy_ops *copy_ops = g->copy_ops;
+  if (copy_ops && (copy_ops->size != sizeof *copy_ops || !copy_ops->copy || !copy_ops->mark || !copy_ops->wait ||
+                   !copy_ops->follow)) {
+    return tx_fail(
+        error, TX_ERROR_INVALID_ARGUMENT,
+        "staging.copy_ops has size %llu, or lacks a function; %llu (TX_COPY_OPS_INIT) and all four are legal",
+        (unsigned long long)copy_ops->size, (unsigned long long)sizeof *copy_ops);
   }
   if (args->on_external_write == TX_EXTERNAL_CHECK) {
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,

@@ -1,5 +1,5 @@
-// Lanes for tx_adamw_offloaded, for tests: copies are made when somebody waits for them, and until then what they write
-// is rubbish.
+// Copies for tx_adamw_offloaded, for tests: copies are made when somebody waits for them, and until then what they
+// write is rubbish.
 #ifndef TESTS_CORE_LATE_LANES_H
 #define TESTS_CORE_LATE_LANES_H
 
@@ -16,24 +16,24 @@
 
 #include "csrc/torch_ext_advanced.h"
 
-class LateLanes {
+class LateCopies {
  public:
-  LateLanes() {
-    lanes_.ctx = this;
-    lanes_.copy = [](void *ctx, int32_t up, void *to, const void *from, int64_t bytes, tx_error *error) {
-      return static_cast<LateLanes *>(ctx)->Copy(up, to, from, bytes, error);
+  LateCopies() {
+    copy_ops_.ctx = this;
+    copy_ops_.copy = [](void *ctx, int32_t up, void *to, const void *from, int64_t bytes, tx_error *error) {
+      return static_cast<LateCopies *>(ctx)->Copy(up, to, from, bytes, error);
     };
-    lanes_.mark = [](void *ctx, int32_t up, int64_t slot, tx_error *error) {
-      return static_cast<LateLanes *>(ctx)->Mark(up, slot, error);
+    copy_ops_.mark = [](void *ctx, int32_t up, int64_t slot, tx_error *error) {
+      return static_cast<LateCopies *>(ctx)->Mark(up, slot, error);
     };
-    lanes_.wait = [](void *ctx, int32_t up, int64_t slot, tx_error *error) {
-      return static_cast<LateLanes *>(ctx)->Wait(up, slot, error);
+    copy_ops_.wait = [](void *ctx, int32_t up, int64_t slot, tx_error *error) {
+      return static_cast<LateCopies *>(ctx)->Wait(up, slot, error);
     };
-    lanes_.follow = [](void *ctx, int64_t slot, tx_error *error) {
-      return static_cast<LateLanes *>(ctx)->Follow(slot, error);
+    copy_ops_.follow = [](void *ctx, int64_t slot, tx_error *error) {
+      return static_cast<LateCopies *>(ctx)->Follow(slot, error);
     };
   }
-  tx_copy_ops *lanes() { return &lanes_; }
+  tx_copy_ops *copy_ops() { return &copy_ops_; }
 
   // Everything that was asked for is done.
   void End() {
@@ -117,7 +117,7 @@ class LateLanes {
     }
   }
 
-  tx_copy_ops lanes_ = TX_COPY_OPS_INIT;
+  tx_copy_ops copy_ops_ = TX_COPY_OPS_INIT;
   std::recursive_mutex mutex_;
   Way ways_[2];
   std::map<std::pair<int, int64_t>, int64_t> marked_;

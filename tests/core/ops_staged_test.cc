@@ -85,10 +85,10 @@ struct Staged {
   tx_staging staging = TX_STAGING_INIT;
   std::unique_ptr<uint8_t[]> memory;
 
-  Staged(int64_t batch, int32_t slots, int64_t threads, tx_copy_ops *lanes, int64_t element = 8) {
+  Staged(int64_t batch, int32_t slots, int64_t threads, tx_copy_ops *copy_ops, int64_t element = 8) {
     staging.batch = batch;
     staging.slots = slots;
-    staging.lanes = lanes;
+    staging.copy_ops = copy_ops;
     staging.bytes = threads * slots * batch * element;
     memory.reset(new uint8_t[static_cast<size_t>(staging.bytes) + 64]);
     std::memset(memory.get(), 0x5a, static_cast<size_t>(staging.bytes) + 64);
@@ -104,23 +104,23 @@ TEST_P(EveryWay, EqualsTheStepInPlaceBitForBit) {
   AddAll(&here, kAll);
   AddAll(&there, kAll);
   const Threads threads(n_threads);
-  LateLanes lanes;
-  const Staged staged(batch, slots, n_threads, late ? lanes.lanes() : nullptr);
+  LateCopies copy_ops;
+  const Staged staged(batch, slots, n_threads, late ? copy_ops.copy_ops() : nullptr);
   for (uint32_t step = 0; step < 3; step++) {
     here.FillGrads(100 * step);
     there.FillGrads(100 * step);
     tx_error error = {};
     ASSERT_EQ(tx_adamw(here.Args(), threads.parallel(), &error), TX_OK) << error.message;
     ASSERT_EQ(tx_adamw_offloaded(there.Args(), &staged.staging, threads.parallel(), &error), TX_OK) << error.message;
-    lanes.End();
+    copy_ops.End();
     ASSERT_EQ(here.State(), there.State()) << "step " << step;
   }
   EXPECT_EQ(there.resynced, 0);
-  for (const auto &[slot, ids] : lanes.who) {
+  for (const auto &[slot, ids] : copy_ops.who) {
     EXPECT_LT(slot, slots * n_threads);
     EXPECT_LE(ids.size(), 3u) << "one thread's in each of three steps";
   }
-  EXPECT_LE(lanes.most_under_way, 1) << "a slot has a batch at a time";
+  EXPECT_LE(copy_ops.most_under_way, 1) << "a slot has a batch at a time";
 }
 INSTANTIATE_TEST_SUITE_P(Ways, EveryWay,
                          testing::Combine(testing::Values(4096, 16384), testing::Values(1, 2, 3, TX_MAX_SLOTS),
@@ -141,12 +141,12 @@ TEST(Staged, GradientsComeDownAndWeightsOnlyWhereTheyAreMasters) {
     Model model;
     model.Add(c.combo, 10000);
     model.Renew();
-    LateLanes lanes;
-    const Staged staged(4096, 2, 1, lanes.lanes());
+    LateCopies copy_ops;
+    const Staged staged(4096, 2, 1, copy_ops.copy_ops());
     ASSERT_EQ(tx_adamw_offloaded(model.Args(), &staged.staging, nullptr, nullptr), TX_OK);
-    EXPECT_EQ(lanes.bytes[0], 10000 * c.down) << Name(c.combo);
-    EXPECT_EQ(lanes.bytes[1], 10000 * c.up) << Name(c.combo);
-    EXPECT_EQ(lanes.marks[0], 3) << "batches";
+    EXPECT_EQ(copy_ops.bytes[0], 10000 * c.down) << Name(c.combo);
+    EXPECT_EQ(copy_ops.bytes[1], 10000 * c.up) << Name(c.combo);
+    EXPECT_EQ(copy_ops.marks[0], 3) << "batches";
   }
 }
 
@@ -157,11 +157,11 @@ TEST(Staged, GradientsMayBeWiderOrNarrowerThanWeights) {
     Model here, there;
     for (Model *model : {&here, &there})
       AddAll(model, {c});
-    LateLanes lanes;
-    const Staged staged(8192, 2, 1, lanes.lanes(), 6);
+    LateCopies copy_ops;
+    const Staged staged(8192, 2, 1, copy_ops.copy_ops(), 6);
     ASSERT_EQ(tx_adamw(here.Args(), nullptr, nullptr), TX_OK);
     ASSERT_EQ(tx_adamw_offloaded(there.Args(), &staged.staging, nullptr, nullptr), TX_OK);
-    lanes.End();
+    copy_ops.End();
     EXPECT_EQ(here.State(), there.State()) << Name(c);
   }
 }
@@ -184,16 +184,16 @@ TEST(Staged, SmallTensorsShareABatch) {
     model.Add(kF32, 64, false);
   const Staged staged(16384, 2, 1, nullptr);
   for (const bool watched : {true, false}) {  // units are of whole samples where there are checksums
-    LateLanes lanes;
+    LateCopies copy_ops;
     model.Args();
     model.call.args.checksums = watched ? model.seen.data() : nullptr;
     tx_staging staging = staged.staging;
-    staging.lanes = lanes.lanes();
+    staging.copy_ops = copy_ops.copy_ops();
     ASSERT_EQ(tx_adamw_offloaded(&model.call.args, &staging, nullptr, nullptr), TX_OK);
-    EXPECT_EQ(lanes.copies[1], 1000);
-    EXPECT_EQ(lanes.marks[0], watched ? 16 : 8)
+    EXPECT_EQ(copy_ops.copies[1], 1000);
+    EXPECT_EQ(copy_ops.marks[0], watched ? 16 : 8)
         << "a unit of 128 where each has room for a sample, in 96 and 32; or 128";
-    lanes.End();
+    copy_ops.End();
   }
 }
 
@@ -201,13 +201,13 @@ TEST(Staged, G2_ASkippedStepCopiesNothing) {
   Model model;
   AddAll(&model, kAll);
   const auto before = model.State();
-  LateLanes lanes;
-  const Staged staged(4096, 2, 1, lanes.lanes());
+  LateCopies copy_ops;
+  const Staged staged(4096, 2, 1, copy_ops.copy_ops());
   float found_inf = 1;
   model.Args();
   model.call.args.found_inf = {&found_inf, 1, TX_F32, 0};
   ASSERT_EQ(tx_adamw_offloaded(&model.call.args, &staged.staging, nullptr, nullptr), TX_OK);
-  EXPECT_EQ(lanes.copies[0] + lanes.copies[1], 0);
+  EXPECT_EQ(copy_ops.copies[0] + copy_ops.copies[1], 0);
   EXPECT_EQ(model.State(), before);
   EXPECT_EQ(model.skipped, 1);
 }
@@ -251,20 +251,20 @@ TEST(Staged, ACopyThatFailsEndsTheCallWithItsMessage) {
       Model model;
       AddAll(&model, kAll);
       const Threads threads(n_threads);
-      LateLanes lanes;
-      lanes.fails = c.name;
-      lanes.fails_up = c.up;
-      lanes.fails_from = c.from;
-      const Staged staged(4096, 2, n_threads, lanes.lanes());
+      LateCopies copy_ops;
+      copy_ops.fails = c.name;
+      copy_ops.fails_up = c.up;
+      copy_ops.fails_from = c.from;
+      const Staged staged(4096, 2, n_threads, copy_ops.copy_ops());
       tx_error error = {};
       EXPECT_EQ(tx_adamw_offloaded(model.Args(), &staged.staging, threads.parallel(), &error), TX_ERROR_UNAVAILABLE);
       EXPECT_EQ(std::string(error.message), std::string(c.name) + (c.up ? " up" : " down") + " failed");
-      lanes.End();
+      copy_ops.End();
       for (Param &p : model.params)
         EXPECT_EQ(p.step.copy(), std::vector<uint8_t>(4)) << "no count has changed";
       EXPECT_EQ(tx_adamw_offloaded(model.Args(), &staged.staging, threads.parallel(), nullptr), TX_ERROR_UNAVAILABLE)
           << "a message is not needed";
-      lanes.End();
+      copy_ops.End();
     }
   }
 }
@@ -273,18 +273,18 @@ TEST(Staged, WhenACopyFailsOtherThreadsStopToo) {
   Model model;
   model.Add(kF32, 1000 * TX_SAMPLED, false);
   const Threads threads(2);
-  LateLanes lanes;
-  lanes.fails = "copy";
-  lanes.fails_for = 1;
-  const Staged staged(TX_SAMPLED, 1, 2, lanes.lanes());
+  LateCopies copy_ops;
+  copy_ops.fails = "copy";
+  copy_ops.fails_for = 1;
+  const Staged staged(TX_SAMPLED, 1, 2, copy_ops.copy_ops());
   EXPECT_EQ(tx_adamw_offloaded(model.Args(), &staged.staging, threads.parallel(), nullptr), TX_ERROR_UNAVAILABLE);
-  lanes.End();
-  EXPECT_LT(lanes.marks[1], 500) << "of 1000, at most 128 of which went with the thread that failed";
+  copy_ops.End();
+  EXPECT_LT(copy_ops.marks[1], 500) << "of 1000, at most 128 of which went with the thread that failed";
 }
 
 struct Refusal {
   const char *name;
-  void (*spoil)(Model &model, tx_staging &staging, tx_copy_ops &lanes);
+  void (*spoil)(Model &model, tx_staging &staging, tx_copy_ops &copy_ops);
   tx_status status;
   const char *says;
 };
@@ -319,14 +319,14 @@ TEST_P(StagedRefusal, SaysWhatIsLegalAndChangesNothing) {
   model.Add(kF32, 5000);
   model.Renew();
   const auto before = model.State();
-  LateLanes lanes;
-  Staged staged(4096, 2, 1, lanes.lanes());
+  LateCopies copy_ops;
+  Staged staged(4096, 2, 1, copy_ops.copy_ops());
   model.Args();
-  GetParam().spoil(model, staged.staging, *lanes.lanes());
+  GetParam().spoil(model, staged.staging, *copy_ops.copy_ops());
   tx_error error = {};
   EXPECT_EQ(tx_adamw_offloaded(&model.call.args, &staged.staging, nullptr, &error), GetParam().status);
   EXPECT_NE(std::string(error.message).find(GetParam().says), std::string::npos) << error.message;
-  EXPECT_EQ(lanes.copies[0], 0);
+  EXPECT_EQ(copy_ops.copies[0], 0);
   EXPECT_EQ(model.State(), before);
 }
 INSTANTIATE_TEST_SUITE_P(All, StagedRefusal, testing::ValuesIn(kRefusals),

@@ -102,7 +102,7 @@ const Case kCases[] = {
            const tx_adamw_args step = OneGroup();
            tx_staging staging = TX_STAGING_INIT;
            staging.batch = TX_SAMPLED;
-           staging.lanes = &args;
+           staging.copy_ops = &args;
            args.copy = Copy;
            args.mark = args.wait = Mark;
            args.follow = Follow;

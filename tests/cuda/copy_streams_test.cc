@@ -1,4 +1,4 @@
-// Lanes between the host and an (emulated) device: copies in the order of streams and events, devices, failures.
+// Copies between the host and an (emulated) device: copies in the order of streams and events, devices, failures.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@ void *Stream(uintptr_t i) {
   return reinterpret_cast<void *>(0x100 + i);
 }
 
-class Lanes : public testing::Test {
+class CopyStreams : public testing::Test {
  protected:
   void SetUp() override { emulated::world = emulated::World(); }
   void TearDown() override { emulated::world = emulated::World(); }
@@ -26,7 +26,7 @@ class Lanes : public testing::Test {
 };
 
 // As a device has it: copies are done late, and only what is waited for.
-TEST_F(Lanes, TheStepHasTheBitsOfTheStepInPlace) {
+TEST_F(CopyStreams, TheStepHasTheBitsOfTheStepInPlace) {
   for (const Combo &c : {kF32, kBf16, kRemainder, kBlocks}) {
     for (const int64_t n_threads : {1, 3}) {
       emulated::world.late = true;
@@ -42,10 +42,11 @@ TEST_F(Lanes, TheStepHasTheBitsOfTheStepInPlace) {
         staged.Add(there[i], static_cast<int64_t>(i));
       }
       const Threads threads(n_threads);
-      tx_copy_ops lanes = TX_COPY_OPS_INIT;
-      ASSERT_EQ(tx_cuda_lanes_make(0, Stream(0), Stream(1), 2 * n_threads, &lanes, &error_), TX_OK) << error_.message;
+      tx_copy_ops copy_ops = TX_COPY_OPS_INIT;
+      ASSERT_EQ(tx_cuda_copies_make(0, Stream(0), Stream(1), 2 * n_threads, &copy_ops, &error_), TX_OK)
+          << error_.message;
       tx_staging staging = TX_STAGING_INIT;
-      staging.lanes = &lanes;
+      staging.copy_ops = &copy_ops;
       staging.batch = TX_SAMPLED;
       staging.slots = 2;
       staging.bytes = n_threads * 2 * TX_SAMPLED * 8;
@@ -55,87 +56,88 @@ TEST_F(Lanes, TheStepHasTheBitsOfTheStepInPlace) {
       for (int step = 0; step < 2; step++) {
         ASSERT_EQ(tx_adamw(in_place.Args(), nullptr, &error_), TX_OK) << error_.message;
         ASSERT_EQ(tx_adamw_offloaded(staged.Args(), &staging, threads.parallel(), &error_), TX_OK) << error_.message;
-        ASSERT_EQ(lanes.mark(lanes.ctx, 1, 0, &error_), TX_OK);
-        ASSERT_EQ(lanes.wait(lanes.ctx, 1, 0, &error_), TX_OK);
+        ASSERT_EQ(copy_ops.mark(copy_ops.ctx, 1, 0, &error_), TX_OK);
+        ASSERT_EQ(copy_ops.wait(copy_ops.ctx, 1, 0, &error_), TX_OK);
         for (size_t i = 0; i < here.size(); i++)
           ASSERT_EQ(here[i].State(), there[i].State()) << Name(c) << " parameter " << i << " step " << step;
       }
       EXPECT_GT(emulated::world.events, 0);
-      tx_cuda_lanes_free(&lanes);
+      tx_cuda_copies_free(&copy_ops);
       EXPECT_EQ(emulated::world.events, 0);
-      tx_cuda_lanes_free(&lanes);
+      tx_cuda_copies_free(&copy_ops);
     }
   }
 }
 
-TEST_F(Lanes, WorkOnTheirDeviceAndPutTheCurrentOneBack) {
+TEST_F(CopyStreams, WorkOnTheirDeviceAndPutTheCurrentOneBack) {
   emulated::world.devices = 4;
   ASSERT_EQ(cudaSetDevice(2), cudaSuccess);
-  tx_copy_ops lanes = TX_COPY_OPS_INIT;
-  ASSERT_EQ(tx_cuda_lanes_make(3, Stream(0), Stream(1), 1, &lanes, &error_), TX_OK) << error_.message;
+  tx_copy_ops copy_ops = TX_COPY_OPS_INIT;
+  ASSERT_EQ(tx_cuda_copies_make(3, Stream(0), Stream(1), 1, &copy_ops, &error_), TX_OK) << error_.message;
   char from = 7, to = 0;
-  EXPECT_EQ(lanes.wait(lanes.ctx, 0, 0, &error_), TX_OK) << "nothing is marked yet";
-  EXPECT_EQ(lanes.follow(lanes.ctx, 0, &error_), TX_OK);
-  EXPECT_EQ(lanes.copy(lanes.ctx, 0, &to, &from, 1, &error_), TX_OK);
-  EXPECT_EQ(lanes.mark(lanes.ctx, 0, 0, &error_), TX_OK);
-  EXPECT_EQ(lanes.mark(lanes.ctx, 0, 0, &error_), TX_OK);
-  EXPECT_EQ(lanes.wait(lanes.ctx, 0, 0, &error_), TX_OK);
+  EXPECT_EQ(copy_ops.wait(copy_ops.ctx, 0, 0, &error_), TX_OK) << "nothing is marked yet";
+  EXPECT_EQ(copy_ops.follow(copy_ops.ctx, 0, &error_), TX_OK);
+  EXPECT_EQ(copy_ops.copy(copy_ops.ctx, 0, &to, &from, 1, &error_), TX_OK);
+  EXPECT_EQ(copy_ops.mark(copy_ops.ctx, 0, 0, &error_), TX_OK);
+  EXPECT_EQ(copy_ops.mark(copy_ops.ctx, 0, 0, &error_), TX_OK);
+  EXPECT_EQ(copy_ops.wait(copy_ops.ctx, 0, 0, &error_), TX_OK);
   EXPECT_EQ(to, 7);
   EXPECT_EQ(emulated::world.current, 2);
   EXPECT_EQ(emulated::world.events, 1) << "a slot has one for each way that it uses";
-  tx_cuda_lanes_free(&lanes);
+  tx_cuda_copies_free(&copy_ops);
 }
 
 // As rank 3 uses them, from threads of torch's pool and from whichever collects garbage.
-TEST_F(Lanes, ThreadsWithoutADeviceMakeNoContextOnAnotherOne) {
+TEST_F(CopyStreams, ThreadsWithoutADeviceMakeNoContextOnAnotherOne) {
   emulated::world.devices = 4;
   ASSERT_EQ(cudaSetDevice(3), cudaSuccess);
-  tx_copy_ops lanes = TX_COPY_OPS_INIT;
-  ASSERT_EQ(tx_cuda_lanes_make(3, Stream(0), Stream(1), 3, &lanes, &error_), TX_OK) << error_.message;
+  tx_copy_ops copy_ops = TX_COPY_OPS_INIT;
+  ASSERT_EQ(tx_cuda_copies_make(3, Stream(0), Stream(1), 3, &copy_ops, &error_), TX_OK) << error_.message;
   char bytes[3] = {1, 2, 3}, to[3] = {};
-  const auto each = [&](tx_status (*call)(const tx_copy_ops &lanes, int64_t i, char *to, char *from, tx_error *error)) {
+  const auto each = [&](tx_status (*call)(const tx_copy_ops &copy_ops, int64_t i, char *to, char *from,
+                                          tx_error *error)) {
     for (int64_t i = 0; i < 3; i++)
-      std::thread([&, i] { EXPECT_EQ(call(lanes, i, to + i, bytes + i, &error_), TX_OK) << error_.message; }).join();
+      std::thread([&, i] { EXPECT_EQ(call(copy_ops, i, to + i, bytes + i, &error_), TX_OK) << error_.message; }).join();
   };
   each([](const tx_copy_ops &l, int64_t, char *t, char *f, tx_error *e) { return l.copy(l.ctx, 1, t, f, 1, e); });
   each([](const tx_copy_ops &l, int64_t i, char *, char *, tx_error *e) { return l.mark(l.ctx, 1, i, e); });
   each([](const tx_copy_ops &l, int64_t i, char *, char *, tx_error *e) { return l.follow(l.ctx, i, e); });
   each([](const tx_copy_ops &l, int64_t i, char *, char *, tx_error *e) { return l.wait(l.ctx, 1, i, e); });
-  std::thread([&] { tx_cuda_lanes_free(&lanes); }).join();
+  std::thread([&] { tx_cuda_copies_free(&copy_ops); }).join();
   EXPECT_EQ(to[2], 3);
   EXPECT_EQ(emulated::world.events, 0);
   EXPECT_EQ(emulated::world.contexts, 1u << 3);
 }
 
-TEST_F(Lanes, AnErrorOfTheDeviceIsNamed) {
-  tx_copy_ops lanes = TX_COPY_OPS_INIT;
-  ASSERT_EQ(tx_cuda_lanes_make(0, Stream(0), Stream(1), 1, &lanes, &error_), TX_OK) << error_.message;
-  ASSERT_EQ(lanes.mark(lanes.ctx, 1, 0, &error_), TX_OK);
+TEST_F(CopyStreams, AnErrorOfTheDeviceIsNamed) {
+  tx_copy_ops copy_ops = TX_COPY_OPS_INIT;
+  ASSERT_EQ(tx_cuda_copies_make(0, Stream(0), Stream(1), 1, &copy_ops, &error_), TX_OK) << error_.message;
+  ASSERT_EQ(copy_ops.mark(copy_ops.ctx, 1, 0, &error_), TX_OK);
   emulated::world.sticky = cudaErrorECCUncorrectable;
   char byte = 0;
-  EXPECT_NE(lanes.copy(lanes.ctx, 1, &byte, &byte, 1, &error_), TX_OK);
+  EXPECT_NE(copy_ops.copy(copy_ops.ctx, 1, &byte, &byte, 1, &error_), TX_OK);
   EXPECT_NE(std::string(error_.message).find("an emulated error"), std::string::npos) << error_.message;
-  EXPECT_NE(lanes.copy(lanes.ctx, 0, &byte, &byte, 1, &error_), TX_OK);
-  EXPECT_NE(lanes.mark(lanes.ctx, 1, 0, &error_), TX_OK);
-  EXPECT_NE(lanes.wait(lanes.ctx, 1, 0, &error_), TX_OK);
-  EXPECT_NE(lanes.follow(lanes.ctx, 0, &error_), TX_OK);
+  EXPECT_NE(copy_ops.copy(copy_ops.ctx, 0, &byte, &byte, 1, &error_), TX_OK);
+  EXPECT_NE(copy_ops.mark(copy_ops.ctx, 1, 0, &error_), TX_OK);
+  EXPECT_NE(copy_ops.wait(copy_ops.ctx, 1, 0, &error_), TX_OK);
+  EXPECT_NE(copy_ops.follow(copy_ops.ctx, 0, &error_), TX_OK);
   emulated::world.sticky = cudaSuccess;
-  tx_cuda_lanes_free(&lanes);
+  tx_cuda_copies_free(&copy_ops);
 }
 
-TEST_F(Lanes, WhatIsNotLegalIsRefused) {
-  tx_copy_ops lanes = TX_COPY_OPS_INIT;
-  EXPECT_EQ(tx_cuda_lanes_make(0, Stream(0), Stream(1), 0, &lanes, &error_), TX_ERROR_INVALID_ARGUMENT);
-  EXPECT_EQ(tx_cuda_lanes_make(0, Stream(0), Stream(1), 1, nullptr, &error_), TX_ERROR_INVALID_ARGUMENT);
-  EXPECT_NE(tx_cuda_lanes_make(7, Stream(0), Stream(1), 1, &lanes, &error_), TX_OK) << "there is no such device";
-  ASSERT_EQ(tx_cuda_lanes_make(0, Stream(0), Stream(1), 2, &lanes, &error_), TX_OK) << error_.message;
+TEST_F(CopyStreams, WhatIsNotLegalIsRefused) {
+  tx_copy_ops copy_ops = TX_COPY_OPS_INIT;
+  EXPECT_EQ(tx_cuda_copies_make(0, Stream(0), Stream(1), 0, &copy_ops, &error_), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(tx_cuda_copies_make(0, Stream(0), Stream(1), 1, nullptr, &error_), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_NE(tx_cuda_copies_make(7, Stream(0), Stream(1), 1, &copy_ops, &error_), TX_OK) << "there is no such device";
+  ASSERT_EQ(tx_cuda_copies_make(0, Stream(0), Stream(1), 2, &copy_ops, &error_), TX_OK) << error_.message;
   for (const int64_t slot : {-1, 2}) {
-    EXPECT_EQ(lanes.mark(lanes.ctx, 0, slot, &error_), TX_ERROR_ILLEGAL_VALUE);
-    EXPECT_NE(std::string(error_.message).find("of lanes of 2 slots"), std::string::npos) << error_.message;
-    EXPECT_EQ(lanes.wait(lanes.ctx, 1, slot, &error_), TX_ERROR_ILLEGAL_VALUE);
-    EXPECT_EQ(lanes.follow(lanes.ctx, slot, &error_), TX_ERROR_ILLEGAL_VALUE);
+    EXPECT_EQ(copy_ops.mark(copy_ops.ctx, 0, slot, &error_), TX_ERROR_ILLEGAL_VALUE);
+    EXPECT_NE(std::string(error_.message).find("of copy_ops of 2 slots"), std::string::npos) << error_.message;
+    EXPECT_EQ(copy_ops.wait(copy_ops.ctx, 1, slot, &error_), TX_ERROR_ILLEGAL_VALUE);
+    EXPECT_EQ(copy_ops.follow(copy_ops.ctx, slot, &error_), TX_ERROR_ILLEGAL_VALUE);
   }
-  tx_cuda_lanes_free(&lanes);
+  tx_cuda_copies_free(&copy_ops);
 }
 
 }  // namespace

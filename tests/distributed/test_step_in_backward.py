@@ -274,9 +274,9 @@ def _lost(rank: int, world: int) -> None:
         return
     with pytest.raises(RuntimeError, match="rank 1 did not respond"):
         _backward(model, rank, 2)
-    assert optimizer.stepped_early()
+    assert optimizer.stepped_in_backward()
     optimizer.zero_grad()
-    assert not optimizer.stepped_early()
+    assert not optimizer.stepped_in_backward()
 
 
 def test_zero_grad_after_a_lost_rank() -> None:

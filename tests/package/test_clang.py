@@ -71,13 +71,17 @@ def test_what_needs_torch_or_nccl_and_the_example_compile_without_a_warning() ->
 
 
 def test_every_header_compiles_alone() -> None:
-    """Without what a source happens to include before it."""
-    flags = [*starlark("bazel/copts.bzl")["C_OPTS"], "-Wno-unused-function", "-Wno-unused-const-variable"]
+    """Without what a source happens to include before it; those of CUDA sources against the emulated runtime."""
+    c = [*starlark("bazel/copts.bzl")["C_OPTS"], "-Wno-unused-function", "-Wno-unused-const-variable", "-x", "c"]
+    cuda = ["-std=c++20", "-w", "-Itests/cuda/emulated", "-x", "c++"]
     avx512 = starlark("bazel/isa.bzl")["ISAS"]["avx512"]
-    headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
-    assert len(headers) > 50
-    sources = [Source(path, [*flags, *(avx512 if "avx512" in path else [])]) for path in headers]
-    in_parallel(lambda source: clang(*source.flags, "-fsyntax-only", "-x", "c", source.path), sources)
+    headers = {str(path.relative_to(ROOT)) for folder in ("csrc", "cuda") for path in (ROOT / folder).rglob("*.h")}
+    assert len(headers) > 70
+    sources = [
+        Source(path, cuda if path.startswith("cuda/") else [*c, *(avx512 if "avx512" in path else [])])
+        for path in sorted(headers)
+    ]
+    in_parallel(lambda source: clang("-fsyntax-only", *source.flags, source.path), sources)
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ static tx_status follow(void *ctx, int64_t slot, tx_error *error) {
   (void)ctx, (void)slot, (void)error;
   return TX_OK;
 }
-TX_API tx_status tx_cuda_lanes_make(int32_t device, void *down, void *up, int64_t slots, tx_copy_ops *lanes,
+TX_API tx_status tx_cuda_copies_make(int32_t device, void *down, void *up, int64_t slots, tx_copy_ops *lanes,
                                     tx_error *error) {
   if (device != 1 || down != (void *)0x7000 || up != (void *)0x7001 || slots < 1) {
     snprintf(error->message, sizeof error->message, "lanes of %d, %p, %p, %lld", device, down, up, (long long)slots);
@@ -92,7 +92,7 @@ TX_API tx_status tx_cuda_lanes_make(int32_t device, void *down, void *up, int64_
   *lanes = (tx_copy_ops){sizeof *lanes, copies, copy, mark, wait, follow};
   return TX_OK;
 }
-TX_API void tx_cuda_lanes_free(tx_copy_ops *lanes) { lanes_there -= lanes->ctx != NULL; }
+TX_API void tx_cuda_copies_free(tx_copy_ops *lanes) { lanes_there -= lanes->ctx != NULL; }
 """
 _LIBTORCH_CUDA = """
 #include <stdint.h>

@@ -55,7 +55,7 @@ def test_choice_is_off_by_half_of_the_smallest_left_out_at_most() -> None:
         assert 2 * abs(share - fraction * sum(sizes)) <= min(left_out, default=max(sizes)) + 1e-6
 
 
-# -- memory and lanes --------------------------------------------------------------------------------------------------
+# -- memory and copies -------------------------------------------------------------------------------------------------
 
 
 def test_memory_that_is_left_for_a_larger_one_was_sent_before() -> None:

@@ -133,9 +133,9 @@ class Adam(OptimizerBase):
         """The gradients that a step would read now."""
         return [g for g in self.current_shards(self._states.everyone()).grads() if g is not None]
 
-    def stepped_early(self) -> bool:
+    def stepped_in_backward(self) -> bool:
         """Whether something was stepped in backward, and step() is still to come."""
-        return self._stepper.stepped_early()
+        return self._stepper.stepped_in_backward()
 
     # -- masters ------------------------------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ class Stepper:
 
     # -- in backward (see reducer_registry.BucketStepper)
 
-    def begin_early(self, owner: reducer_registry.GradientReducer) -> Callable[[int], None] | None:
+    def begin_stepping(self, owner: reducer_registry.GradientReducer) -> Callable[[int], None] | None:
         """Buckets are stepped as their sums are ready, with what groups say now; step() gathers."""
         states = self._states
         optimizer = states.optimizer
@@ -177,7 +177,7 @@ class Stepper:
     def refuse_backward(self) -> None:
         self._in_backward.refuse_again()
 
-    def stepped_early(self) -> bool:
+    def stepped_in_backward(self) -> bool:
         return bool(self._in_backward)
 
     def drop_gradients(self) -> None:

@@ -42,7 +42,7 @@ class CarriedStates:
     def __init__(self, optimizer: Adam, model: torch.nn.Module) -> None:
         """Changes nothing. RuntimeError where states cannot move now."""
         optimizer.refuse_moving("parallelize(optimizer=...)")
-        if optimizer.stepped_early():
+        if optimizer.stepped_in_backward():
             raise RuntimeError(
                 "parallelize(optimizer=...) between a backward that stepped (step_in_backward=True) and step(), which "
                 "brings the other ranks' weights: call step() first"

@@ -236,7 +236,7 @@ class BucketReducer(ReducerBase):
     def refuse_moving(self, doing: str, weights: bool) -> None:
         self.finish_failed_backward()
         refuse_busy(doing, self.forwards_running, bool(self._tasks) or self._began or bool(self._handles))
-        if any(stepper.stepped_early() for stepper in self._steppers):
+        if any(stepper.stepped_in_backward() for stepper in self._steppers):
             raise RuntimeError(
                 f"{doing} between a backward that stepped (step_in_backward=True) and step(), which brings the other "
                 "ranks' weights: call step() first"
@@ -312,7 +312,7 @@ class BucketReducer(ReducerBase):
         # Under no_sync() shards are reduced, too, but more is to come; a frozen parameter is not to be stepped.
         if not self.require_grad_sync or self._rebuild_pending or not all(p.requires_grad for p in self.params):
             return []
-        return [step for one in self._steppers if (step := one.begin_early(self)) is not None]
+        return [step for one in self._steppers if (step := one.begin_stepping(self)) is not None]
 
     def enter_graph_task(self) -> None:
         """In a graph task that may bring gradients: it is known from here on, and so is its end."""

@@ -19,11 +19,11 @@ class BucketStepper(Protocol):
     def refuse_backward(self) -> None:
         """RuntimeError where a backward would add to gradients of which some were stepped already."""
 
-    def begin_early(self, owner: "GradientReducer") -> Callable[[int], None] | None:
+    def begin_stepping(self, owner: "GradientReducer") -> Callable[[int], None] | None:
         """A backward begins that completes the owner's gradients. Returns what steps a bucket once it is reduced, on
         any thread; None: nothing can be stepped before step()."""
 
-    def stepped_early(self) -> bool:
+    def stepped_in_backward(self) -> bool:
         """Whether something was stepped in backward, and step() was not called since."""
 
 
@@ -79,7 +79,7 @@ class GradientReducer(abc.ABC):
         return None
 
     def part(self, param: torch.Tensor) -> torch.Tensor:
-        """The memory of `grad`, whether or not there is a gradient. Only of reducers that call `begin_early`."""
+        """The memory of `grad`, whether or not there is a gradient. Only of reducers that call `begin_stepping`."""
         raise NotImplementedError
 
     def offer(self, stepper: BucketStepper) -> None:

@@ -110,13 +110,13 @@ class _CudaCopyOps(CopyOps):
         super().__init__()
         self.slots, self._library = slots, ctypes.CDLL(cuda_library.path())
         streams, error = map(ctypes.c_void_p, (down.cuda_stream, up.cuda_stream)), library.Error()
-        make = self._library.tx_cuda_lanes_make
+        make = self._library.tx_cuda_copies_make
         index, places = down.device_index, (ctypes.byref(self), ctypes.byref(error))
         library.check(make(ctypes.c_int32(index), *streams, ctypes.c_int64(slots), *places), error)
 
     def __del__(self) -> None:
         if hasattr(self, "_library"):
-            self._library.tx_cuda_lanes_free(ctypes.byref(self))  # of nothing where none was made
+            self._library.tx_cuda_copies_free(ctypes.byref(self))  # of nothing where none was made
 
 
 def copies_of(device: torch.device) -> HostCopies:

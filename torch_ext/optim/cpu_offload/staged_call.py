@@ -85,7 +85,7 @@ class Call:
         copies, slots = buffers.copies, buffers.copies.slots * threads.num_threads
         # A memory for each division of slots: weights of the bucket before may still be copied from theirs.
         memory = buffers.take(("batches", *self._widest), slots * copies.numel * sum(self._widest))
-        staging.lanes = copies.native(slots)
+        staging.copy_ops = copies.native(slots)
         staging.memory, staging.bytes = memory.data_ptr(), memory.nbytes
         staging.batch, staging.slots = copies.numel, copies.slots
         status = staged_args.adamw_offloaded()(*map(ctypes.addressof, (to, staging, threads, error)))
