@@ -56,7 +56,9 @@ def group_with_collectives() -> Any:
             return dist.ProcessGroupGloo(store, rank, size, timeout)
 
         dist.Backend.register_backend("another", another, devices=["cpu"])
-    return dist.new_group(backend="another", timeout=_TIMEOUT)
+    group = dist.new_group(backend="another", timeout=_TIMEOUT)
+    dist.barrier()  # a rank that had nothing else to do would be gone before the others are connected
+    return group
 
 
 def _rank(
