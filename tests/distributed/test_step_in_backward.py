@@ -88,6 +88,7 @@ def _beside_others(rank: int, world: int, begins: bool) -> None:
                 others.append(_made("no_shard", False))
             others.clear()
             gc.collect()
+            assert optimizer.stepped_in_backward() == (early and step > 0), "states are made by the first step()"
             optimizer.step()
             optimizer.zero_grad()
         weights.append(bits(list(model.parameters())))
