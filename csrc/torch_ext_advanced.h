@@ -4,11 +4,13 @@
  *
  * How it reads:
  *   1. Planning      layout (which bucket a parameter is in), coalescing (which buckets are one message), memory (bytes
- *                    per rank), tracker (which bucket is complete)
+ *                    per rank)
  *   2. Compression   bf16 messages in three quarters of their bytes
  *   3. Staging       the step of parameters that are not in host memory
  *   4. NCCL          buckets between GPUs over a communicator of our own
- *   5. Bindings      how structs lie in memory, for languages that cannot read the headers */
+ *   5. Bindings      how structs lie in memory, for languages that cannot read the headers
+ *
+ * What happens to gradients between and during backwards is in torch_ext_cycle.h. */
 #ifndef TORCH_EXT_ADVANCED_H
 #define TORCH_EXT_ADVANCED_H
 
@@ -295,44 +297,6 @@ typedef struct tx_memory {
  * moving is the weights where they are in buffers; under no_shard and optim the gradients, where there are buckets to
  * be laid out anew, if they are more; and under optim_grads_params the rest of the weights. */
 TX_API tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error);
-
-/* -- tracker (which bucket is complete) ------------------------------------------------------------------------- */
-
-/* Lives in memory of the caller; no function of it allocates. One thread at a time. A cycle is: mark each parameter
- * when its gradient is there, finish, reset. */
-typedef struct tx_tracker tx_tracker;
-
-/* Bytes of memory (aligned as for int64_t) that a tracker needs; -1 for negative counts or more than int64_t holds. */
-TX_API int64_t tx_tracker_bytes(int64_t n_params, int64_t n_buckets);
-
-/* bucket_of: the bucket of each parameter (copied), -1 for one that is not waited for (tied to another, frozen). names:
- * NULL, or n_params names for messages, borrowed for the life of the tracker. allow_unused: a gradient that does not
- * come counts as zero instead of being an error. *tracker points into `memory`, and dies with it. */
-TX_API tx_status tx_tracker_init(void *memory, int64_t bytes, int64_t n_params, const int64_t *bucket_of,
-                                 int64_t n_buckets, const char *const *names, int32_t allow_unused,
-                                 tx_tracker **tracker, tx_error *error);
-
-/* The gradient of parameter `param` is there. *complete: the bucket that this completed, or -1. A second mark in the
- * same cycle is TX_ERROR_BAD_STATE: something else may be reading the bucket already. */
-TX_API tx_status tx_tracker_mark(tx_tracker *tracker, int64_t param, int64_t *complete, tx_error *error);
-
-/* The next bucket to send, or -1 while it is not complete. Buckets are handed out in ascending order, each once per
- * cycle, whatever the order in which they complete: ranks must enter collectives in the same order. */
-TX_API int64_t tx_tracker_next(tx_tracker *tracker);
-
-/* The end of backward: nothing more will come. Where all came, or unused parameters are allowed, every bucket is
- * complete afterwards (tx_tracker_next hands out the rest). Otherwise TX_ERROR_BAD_STATE names who never came, and the
- * cycle stays open. missing: NULL, or n_params entries: who never came, ascending, written in both cases, as is
- * *n_missing (may be NULL). */
-TX_API tx_status tx_tracker_finish(tx_tracker *tracker, int64_t *missing, int64_t *n_missing, tx_error *error);
-
-/* A new cycle: nothing has come yet. */
-TX_API void tx_tracker_reset(tx_tracker *tracker);
-
-/* The order in which gradients came in the first finished cycle, for tx_layout_args.order: a permutation of all
- * parameters; those that never came are last, in reverse order. Ranks may have seen different orders: take one rank's
- * for all. TX_ERROR_BAD_STATE before a cycle is finished. order: n_params entries, written. */
-TX_API tx_status tx_tracker_order(const tx_tracker *tracker, int64_t *order, tx_error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------
  * 2. Compression

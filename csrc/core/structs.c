@@ -2,6 +2,7 @@
 #include <stddef.h>
 
 #include "csrc/torch_ext_advanced.h"
+#include "csrc/torch_ext_cycle.h"
 
 /* A field's type in the words of tx_struct_field. Pointers to functions have too many types to be told apart. */
 /* clang-format off */
@@ -10,6 +11,7 @@
     int32_t: "int32", tx_dtype: "int32", int64_t: "int64", uint64_t: "uint64", double: "double", \
     char *: "char[]", const char *: "char *", const int64_t *: "int64 *",                        \
     void *: "void *", const void *: "void *", const tx_nccl *: "void *",                         \
+    const char *const *: "void *",                                                               \
     tx_tensor: "tx_tensor", tx_policy_overrides: "tx_policy_overrides",                          \
     POINTS_TO(tx_tensor), POINTS_TO(tx_adamw_group), POINTS_TO(tx_meta),                         \
     POINTS_TO(tx_copy_ops), POINTS_TO(tx_setting),                                               \

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "csrc/torch_ext_advanced.h"
+#include "csrc/torch_ext_cycle.h"
 #include "tests/core/absurd.h"
 
 namespace {
@@ -220,26 +221,59 @@ TEST(AbsurdNumbers, BucketsAreCoalescedOrRefused) {
   EXPECT_GT(answered, absurd::kRounds / 50);
 }
 
-TEST(AbsurdNumbers, TrackersAndScalesGoOnOrRefuse) {
+TEST(AbsurdNumbers, CyclesAndScalesGoOnOrRefuse) {
   Random random(6);
-  std::vector<int64_t> memory(200);
+  std::vector<int64_t> memory(sizeof(tx_cycle_args) + 8000);
   for (uint32_t i = 0; i < absurd::kRounds; i++) {
     std::vector<int64_t> bucket_of(8);
     for (int64_t &b : bucket_of)
-      b = random.OneIn(20) ? random.I64() : static_cast<int64_t>(random.Below(4)) - 1;
-    const int64_t n = random.OneIn(8) ? random.Negative() : static_cast<int64_t>(random.Below(9));
-    const int64_t n_buckets = random.OneIn(8) ? random.I64() : 3;
-    (void)tx_tracker_bytes(random.I64(), random.I64());
+      b = random.OneIn(60) ? random.I64() : static_cast<int64_t>(random.Below(3));
+    const int64_t buffer_of[] = {0, 0, 1};
+    const char *const names[] = {"a", "b", "c", "d", "e", "f", "g", "h"};
+    tx_cycle_args args = {};
+    args.size = random.OneIn(20) ? random.Below(200) : sizeof args;
+    args.n_params = random.OneIn(8) ? random.Negative() : static_cast<int64_t>(random.Below(9));
+    args.n_buckets = random.OneIn(8) ? random.Negative() : 3;
+    args.bucket_of = bucket_of.data();
+    args.buffer_of = buffer_of;
+    args.names = args.units = names;
+    args.slots = random.OneIn(8) ? random.Negative() : 4;
+    args.kind = random.OneIn(8) ? random.I32() : static_cast<int32_t>(random.Below(5));
+    args.world = random.OneIn(8) ? random.I32() : 1;
+    args.rank = random.OneIn(20) ? random.I32() : 0;
+    (void)tx_cycle_bytes(&args);
     const int64_t bytes = random.OneIn(8) ? random.Negative() : static_cast<int64_t>(memory.size() * 8);
-    tx_tracker *tracker;
-    if (tx_tracker_init(memory.data(), bytes, n, bucket_of.data(), n_buckets, nullptr, random.I32(), &tracker,
-                        nullptr) == TX_OK) {
-      int64_t complete, missing;
-      for (int k = 0; k < 10; k++)
-        (void)tx_tracker_mark(tracker, random.OneIn(2) ? random.I64() : k, &complete, nullptr);
-      (void)tx_tracker_finish(tracker, nullptr, &missing, nullptr);
-      for (int k = 0; k < 5; k++)
-        (void)tx_tracker_next(tracker);
+    tx_cycle *cycle;
+    if (tx_cycle_init(memory.data(), bytes, &args, &cycle, nullptr) == TX_OK) {
+      for (int k = 0; k < 40; k++) {
+        const int64_t at = random.OneIn(4) ? random.I64() : static_cast<int64_t>(random.Below(9));
+        tx_cycle_action action;
+        switch (random.Below(8)) {
+          case 0:
+            (void)tx_cycle_begin(cycle, random.I32(), random.I32());
+            break;
+          case 1:
+            (void)tx_cycle_accumulate(cycle, at, random.I32());
+            break;
+          case 2:
+            (void)tx_cycle_ready(cycle, at);
+            break;
+          case 3:
+            (void)tx_cycle_given(cycle, at, 1, random.I32(), random.I32());
+            break;
+          case 4:
+            (void)tx_cycle_end(cycle);
+            break;
+          case 5:
+            (void)tx_cycle_missing(cycle, at, random.I32(), random.I32());
+            break;
+          case 6:
+            tx_cycle_zero(cycle, &at, 1);
+            break;
+          default:
+            if (tx_cycle_next(cycle, &action) && random.OneIn(2)) tx_cycle_done(cycle, random.I32());
+        }
+      }
     }
     tx_scale scale = TX_SCALE_INIT;
     int64_t *const counts[] = {&scale.growth_interval, &scale.hysteresis, &scale.clean_steps, &scale.hysteresis_left};

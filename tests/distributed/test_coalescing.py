@@ -40,8 +40,8 @@ def _measured(cycles: list[list[int]], plan: Any, monkeypatch: pytest.MonkeyPatc
             bucket_joining, "time", SimpleNamespace(monotonic_ns=lambda looks=looks: next(looks) * 1000)
         )
         found.reset()
-        for bucket in range(len(plan.buckets)):
-            found.complete(bucket)
+        for _ in plan.buckets:
+            found.complete()
         found.ended()
     return found
 

@@ -166,13 +166,13 @@ def _backward_is_interrupted(rank: int, world: int, strategy: str) -> None:
     model(ones).backward()
     optimizer.zero_grad()
     engine: Any = torch_ext.parallel.parallel_module.reducer_of(model)
-    wait = engine._wait
+    wait = engine.do_wait
 
-    def interrupt(handles: Any) -> None:
-        engine._wait = wait
+    def interrupt(action: Any) -> None:
+        engine.do_wait = wait
         raise KeyboardInterrupt
 
-    engine._wait = interrupt
+    engine.do_wait = interrupt
     with pytest.raises(KeyboardInterrupt):
         model(ones).backward()
     with pytest.raises(RuntimeError, match="step"):

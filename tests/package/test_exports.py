@@ -24,7 +24,9 @@ class Library(NamedTuple):
 
 LIBRARIES = {
     "cpu": Library(
-        ["csrc/torch_ext.h", "csrc/torch_ext_advanced.h"], pathlib.Path(torch_ext.library_path()), "tx_adamw"
+        ["csrc/torch_ext.h", "csrc/torch_ext_advanced.h", "csrc/torch_ext_cycle.h"],
+        pathlib.Path(torch_ext.library_path()),
+        "tx_adamw",
     ),
     "cuda": Library(["csrc/torch_ext_cuda.h"], ROOT / "cuda/libtorch_ext_cuda.so", "tx_cuda_adamw"),
 }

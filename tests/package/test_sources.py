@@ -122,6 +122,7 @@ def test_packages_are_listed_from_the_bottom() -> None:
         ("csrc/torch_ext.h", {"stddef.h", "stdint.h", "policy.def"}),
         ("csrc/torch_ext_advanced.h", {"torch_ext.h"}),
         ("csrc/torch_ext_cuda.h", {"torch_ext_advanced.h"}),
+        ("csrc/torch_ext_cycle.h", {"torch_ext.h"}),
     ],
 )
 def test_the_public_headers_stand_alone(header: str, may_include: set[str]) -> None:

@@ -98,7 +98,9 @@ def test_numbers_agree_with_the_header(tmp_path: pathlib.Path) -> None:
 
 def test_every_number_of_an_enum_is_there() -> None:
     """Of enums that the package has numbers of: a value that the header adds is added there too."""
-    text = "".join((HEADERS / name).read_text() for name in ("torch_ext.h", "torch_ext_advanced.h"))
+    text = "".join(
+        (HEADERS / name).read_text() for name in ("torch_ext.h", "torch_ext_advanced.h", "torch_ext_cycle.h")
+    )
     header = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     enums = [
         set(re.findall(r"\bTX_(\w+) = ", body)) for body in re.findall(r"typedef enum \w+ \{(.*?)\}", header, re.DOTALL)

@@ -51,7 +51,7 @@ class BucketJoining:
         self._n = len(plan.buckets)
         self._joins = joins and self._n > 1
         self._below, self._sharded = compresses_below, sharded
-        self._enabled = self._joins or self._below > 0
+        self.enabled = self._joins or self._below > 0
         self.ends = frozenset(range(1, self._n + 1))
         """The bucket after each message's last one."""
         self.compresses = compresses
@@ -63,28 +63,21 @@ class BucketJoining:
         self._cycles = 0
         self._begin = 0
         self._times: list[int] = []
-        self.sent = 0
-        """Buckets that `complete` returned in this cycle."""
 
     def reset(self) -> None:
         """A new cycle."""
         self._times.clear()
-        self.sent = 0
 
-    def complete(self, bucket: int) -> range | None:
-        """Called bucket after bucket: those that are sent now that this one is complete, if any are."""
+    def complete(self) -> None:
+        """Called bucket after bucket, as each is complete."""
         now = time.monotonic_ns()
         if not self._times:
             self._begin = now
         self._times.append(now - self._begin)
-        if bucket + 1 not in self.ends:
-            return None
-        message, self.sent = range(self.sent, bucket + 1), bucket + 1
-        return message
 
     def ended(self) -> None:
         """All sums of this cycle are there."""
-        if self._enabled and len(self._times) == self._n:
+        if self.enabled and len(self._times) == self._n:
             end = time.monotonic_ns() - self._begin
             tail = end - self._times[-1]
             self._least_tail = min(self._least_tail, tail) if self._cycles else tail
@@ -96,14 +89,14 @@ class BucketJoining:
 
         disordered: whether compression was of no use for too many messages.
         """
-        if not self._enabled or self._left > 1:
+        if not self.enabled or self._left > 1:
             return self._sums[:0]
         times = torch.cat([self._sums // max(1, self._cycles), torch.tensor([self._least_tail])]) // 1000
         return torch.cat([times, torch.tensor([int(disordered)])])
 
     def learn(self, reports: Sequence[torch.Tensor]) -> bool:
         """The words of every rank, when a cycle was closed; whether anything is decided differently than before."""
-        if not self._enabled:
+        if not self.enabled:
             return False
         self._left -= 1
         if self._left:

@@ -1,6 +1,7 @@
 """`register_comm_hook`: this library's reduction inside stock DistributedDataParallel."""
 
 import concurrent.futures
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -11,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ext.comm.communicator import Work
 from torch_ext.comm.lost_ranks import announce_error, withdraw_error
 from torch_ext.grads.errors import names_of
-from torch_ext.grads.stats import ALL_FINITE, Watch
+from torch_ext.grads.stats import Watch
 from torch_ext.parallel.bucket_plan import trainable
+from torch_ext.parallel.cycle import DDP_HOOK, DISCARD, IDLE, Action, Cycle, CycleDriver, Options
 from torch_ext.parallel.ddp_connection import Connection
 from torch_ext.parallel.hook_steps import Guard
 from torch_ext.parallel.in_use import instances
@@ -29,17 +31,7 @@ class _Pending(NamedTuple):
     future: Reduced
 
 
-class _Backward:
-    """What one backward has sent and found."""
-
-    def __init__(self) -> None:
-        self.watch = Watch()
-        self.pending: list[_Pending] = []
-        self.error: Exception | None = None  # which its end raises
-        self.poisoned: list[str] = []  # parameters whose gradients are not finite on some rank
-
-
-class CommHook:
+class CommHook(CycleDriver):
     """One registered hook.
 
     As torch's own states of hooks it is copied and pickled with its model or alone. A copy has what was asked for and
@@ -54,20 +46,30 @@ class CommHook:
         self._connect(ddp)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"policy": self._policy, "factor": self._factor, "transport": self._transport, "cycle": self._cycle}
+        number = self._number if self._connection is None else self.cycle.number
+        return {"policy": self._policy, "factor": self._factor, "transport": self._transport, "cycle": number}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._policy, self._factor = state["policy"], state["factor"]
-        self._transport, self._cycle = state["transport"], state["cycle"]
+        self._transport, self._number = state["transport"], state["cycle"]
         self._connection: Connection | None = None
-        self._backward = _Backward()
         self._guard = Guard()
+        self._bucket: dist.GradBucket | None = None  # which DDP hands over
+        self._pending: list[_Pending] = []  # of this backward, by message
+        self._watch = Watch()
+        self._read_reports: Callable[[], list[torch.Tensor]] | None = None  # which are under way
+        self._error: Exception | None = None  # which the end of this backward raises
+        self._lost = False  # a message failed, on whatever thread
 
     def _connect(self, ddp: DistributedDataParallel) -> Connection:
         """Every rank, before its first bucket."""
         self._guard.watch([p for _, p in trainable(ddp.module)])
-        self._connection = Connection(ddp, self._policy, self._factor, self._transport, self._cycle)
-        return self._connection
+        found = Connection(ddp, self._policy, self._factor, self._transport, self._number)
+        rank, world_size = found.communicator.rank, found.communicator.world_size
+        options = Options(DDP_HOOK, rank, world_size, 1, check_for_nan=self._policy.check_for_nan_in_grad)
+        self.cycle = Cycle(options, found.names, n_buckets=len(found.names), cycle=self._number)
+        self._connection, self._guard.cycle = found, self.cycle
+        return found
 
     def wire_bytes(self) -> int:
         """Bytes that this rank sent in the last backward that reduced."""
@@ -86,94 +88,106 @@ class CommHook:
         It does not raise, after which DDP would take this reduction for unfinished for ever. What goes wrong is raised
         when DDP has ended its part of the backward, so that the next one finds everything in order.
         """
-        work: Work | None = None
+        sent = len(self._pending)
         try:
             connection = self._connection or self._connect(_ddp_of(self))
             if bucket.index() == 0:
+                sent = 0
                 self._begin(connection)
-            work = self._start(connection, bucket)
+            self._bucket = bucket
+            self.cycle.given(bucket.index(), bucket.buffer().numel(), last=bucket.is_last())
+            self.run()
         except Exception as error:
-            self._fail(error)
-        future = self._future(work, bucket.buffer())
+            self._error = self._error or error
+            # Else the ranks are not at the same place any more, and no later message could tell.
+            if self._connection is None:
+                self._guard.failure = str(error)
+            elif self.cycle.phase != IDLE:  # else it is the verdict
+                self.cycle.fail(str(error))
+        self._bucket = None
+        if len(self._pending) > sent:
+            future = self._pending[-1].future
+        else:
+            future = _future_of(bucket.buffer())
+            future.set_result(bucket.buffer())
         if bucket.is_last():
             self._end()
         return future
 
     def _begin(self, connection: Connection) -> None:
         connection.begin()
-        self._guard.begin()
-        abandoned, self._backward = self._backward.pending, _Backward()
-        for one in abandoned:  # of a backward that raised; the other ranks sent it too
-            self._wait(one.work)
+        self._error = None
+        if self.cycle.phase != IDLE:  # of a backward that raised; the other ranks sent it too
+            self.cycle.died()
+            self.run()
+        self._pending, self._watch = [], Watch()
+        self.cycle.begin()
+        # DDP reduces what is in `.grad`, once more where it was not zeroed.
+        self.cycle.zero(range(self.cycle.n))
 
-    def _start(self, connection: Connection, bucket: dist.GradBucket) -> Work | None:
-        """None: the bucket stays as it is, since the end of this backward raises."""
-        if self._guard.failure is not None:
-            raise RuntimeError(f"gradients cannot be reduced any more: {self._guard.failure}")
-        if self._policy.check_for_nan_in_grad:
-            self._backward.watch.check(bucket.gradients(), connection.positions(bucket))
-            if bucket.is_last() and self._nonfinite(connection):
-                return None
-        return connection.reduce(bucket, self._cycle)
+    def do_check(self, _action: Action) -> None:
+        assert self._connection is not None and self._bucket is not None
+        self._watch.check(self._bucket.gradients(), self._connection.positions(self._bucket))
 
-    def _nonfinite(self, connection: Connection) -> bool:
-        """Whether some rank found a gradient that is not finite, which every rank's backward raises."""
-        by_rank = connection.gather_nonfinite(self._backward.watch, self._cycle)
-        found = {rank: connection.names[i] for rank, i in enumerate(by_rank) if i != ALL_FINITE}
-        if found:
-            self._backward.poisoned = sorted(set(found.values()))
-            shown = ", ".join(f"{name!r} on rank {rank}" for rank, name in found.items())
-            self._backward.error = RuntimeError(
-                f"gradients with NaN or Inf before communication (check_for_nan_in_grad): {shown}"
-            )
-        return bool(found)
+    def do_report(self, _action: Action) -> None:
+        assert self._connection is not None
+        self._connection.communicator.ordering.wait_producers()  # with the streams of the earlier checks
+        report = self.cycle.report(self._watch.first(), [], torch.empty(0, dtype=torch.int64))
+        self._read_reports = self._connection.exchange(report, self.cycle.number)
 
-    def _future(self, work: Work | None, buffer: torch.Tensor) -> Reduced:
-        future: Reduced = torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
-        if work is None:
-            future.set_result(buffer)
-            return future
-        pending = _Pending(work, buffer, future)
-        self._backward.pending.append(pending)
+    def do_read(self, _action: Action) -> None:
+        assert self._read_reports is not None
+        self.cycle.read(self._read_reports())
+
+    def do_send(self, _action: Action) -> None:
+        assert self._connection is not None and self._bucket is not None
+        work, buffer = self._connection.reduce(self._bucket, self.cycle.number), self._bucket.buffer()
+        pending = _Pending(work, buffer, _future_of(buffer))
+        self._pending.append(pending)
         if isinstance(work, concurrent.futures.Future):
             work.add_done_callback(lambda _: self._complete(pending))
-        return future
+
+    def do_wait(self, action: Action) -> None:
+        """Results are asked for when the last bucket has left: until then backward goes on."""
+        pending = self._pending[action.message]
+        if action.flags & DISCARD:
+            pending.work.result()
+        elif not isinstance(pending.work, concurrent.futures.Future):
+            self._complete(pending)
+
+    def do_install(self, _action: Action) -> None:
+        """DDP does."""
+
+    def do_recovered(self, _action: Action) -> None:
+        self._pending = []
 
     def _complete(self, pending: _Pending) -> None:
         """The future never fails: DDP would take the stored exception for a tensor, and say so. Any thread."""
-        self._wait(pending.work)
+        try:
+            pending.work.result()
+        except Exception as error:
+            self._error = self._error or error
+            self._lost = True
         pending.future.set_result(pending.buffer)  # on a device: when the current stream has waited for it
 
     def _end(self) -> None:
-        """Results are asked for when the last bucket has left: until then backward goes on."""
-        self._cycle += 1
-        pending, self._backward.pending = self._backward.pending, []
-        for one in pending:
-            if not isinstance(one.work, concurrent.futures.Future):
-                self._complete(one)
         if torch._C._current_graph_task_id() == -1:  # join() sends in place of a backward
             self._raise()
         else:  # DDP queues its end next, so what that one queues comes after it
             Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(self._raise))
 
     def _raise(self) -> None:
-        error, self._backward.error = self._backward.error, None
+        error, self._error = self._error, None
         if error is None:
             return
-        if self._guard.failure is None:
-            self._guard.poisoned(self._backward.poisoned)
+        if self._lost and self._connection is not None:
+            self.cycle.fail(str(error))
+        self._guard.alarm()
         raise error
 
-    def _wait(self, work: Work) -> None:
-        try:
-            work.result()
-        except Exception as error:
-            self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
-        """The ranks are not at the same place any more, and no later message could tell."""
-        self._backward.error = self._backward.error or error
-        self._guard.failed(str(error))
+def _future_of(buffer: torch.Tensor) -> Reduced:
+    return torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
 
 
 def _refuse_frozen(ddp: DistributedDataParallel, _inputs: Any) -> None:

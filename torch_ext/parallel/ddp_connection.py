@@ -1,6 +1,6 @@
 """What the ranks agreed on for one DistributedDataParallel, and how its buckets are reduced."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch_ext.comm.init_sync import agree
 from torch_ext.comm.lost_ranks import refuse as refuse_group
 from torch_ext.comm.nccl_transport import refuse
 from torch_ext.comm.wire import BLOCK, ParamSlice, RoundingSeeds, WireBuffer, gather_dtype, pack
-from torch_ext.grads.stats import Watch
 from torch_ext.native import ops
 from torch_ext.parallel.bucket_mean import BucketMean
 from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets, trainable
@@ -104,13 +103,10 @@ class Connection:
             on_complete=mean.unpack,
         )
 
-    def gather_nonfinite(self, watch: Watch, cycle: int) -> list[int]:
-        """Each rank's first parameter whose gradient is not finite, or ALL_FINITE. Collective."""
-        self.communicator.ordering.wait_producers()  # with the streams that earlier buckets were looked at on
-        report = torch.tensor([watch.first()]).view(torch.uint8)
+    def exchange(self, report: torch.Tensor, cycle: int) -> Callable[[], list[torch.Tensor]]:
+        """Starts to gather each rank's report; what waits for it."""
         end = tag(self._number, cycle, MAX_BUCKETS)
-        reports = self.communicator.all_gather_bytes(report, tag=end, label=f"end of gradient cycle {cycle}")()
-        return [int(r.view(torch.int64)) for r in reports]
+        return self.communicator.all_gather_bytes(report, tag=end, label=f"end of gradient cycle {cycle}")
 
 
 class _DDPBucketMean(BucketMean):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_ext.grads.errors import refuse_step
+from torch_ext.parallel.cycle import Cycle
 from torch_ext.params import param_groups
 
 
@@ -15,10 +15,11 @@ class Guard:
     """Knows what a hook's backwards left in the gradients of its parameters."""
 
     def __init__(self) -> None:
+        self.cycle: Cycle | None = None
+        """The hook's, once the ranks are connected."""
         self.failure: str | None = None
-        """Why nothing can be reduced any more."""
+        """Why they could not be."""
         self._params: set[torch.Tensor] = set()
-        self._poisoned: Sequence[str] = ()
         # Parameters whose gradients no rank reduced, since one was not finite, these, and their versions.
         self._unreduced: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
 
@@ -31,30 +32,25 @@ class Guard:
         for other in [guard for guard in _alarmed if not self._params.isdisjoint(guard._params)]:
             _alarmed.discard(other)
 
-    def failed(self, failure: str) -> None:
-        """For good."""
-        self.failure = self.failure or failure
-        _alarmed.add(self)
-
-    def poisoned(self, names: Sequence[str]) -> None:
-        """At the end of a backward that reduced nothing. names: of parameters whose gradients are not finite."""
-        self._poisoned = names
+    def alarm(self) -> None:
+        """A backward ended in an error: nothing can be reduced any more, or gradients are not finite on some rank, and
+        none were reduced."""
         with_grads = [(p, p.grad) for p in self._params if p.grad is not None]
         self._unreduced = [(p, weakref.ref(grad), grad._version) for p, grad in with_grads]
         _alarmed.add(self)
 
-    def begin(self) -> None:
-        """A backward: DDP reduces what is in `.grad`, once more where it was not zeroed."""
-        self._poisoned, self._unreduced = (), []
-
     def refuse_step(self) -> None:
         """RuntimeError where an exchange failed, or gradients are there of which backward said that they are not
         finite."""
+        if self.cycle is None:
+            raise RuntimeError(f"step() after an exchange that failed: {self.failure}")
         left = any(
             p.grad is not None and p.grad is grad() and p.grad._version == version
             for p, grad, version in self._unreduced
         )
-        refuse_step(self.failure, False, self._poisoned if left else ())
+        if not left:
+            self.cycle.zero(self.cycle.nonfinite())
+        self.cycle.check_step()
 
     def has(self, params: set[torch.Tensor]) -> bool:
         return not params.isdisjoint(self._params)

@@ -1,9 +1,7 @@
-"""When a model's gradients are reduced: the state of one parallelized model between and during backwards.
+"""The reducer of one parallelized model with buckets: drives the gradient cycle (Note [the cycle] in
+csrc/torch_ext_cycle.h) between autograd, a strategy that holds the gradients, and a communicator that moves them.
 
-A cycle is what ends in one reduction: any number of backwards under no_sync, then one that reduces. In that one, each
-bucket is sent as soon as its last gradient is ready, while backward goes on; the end of backward waits, so that
-everything after `loss.backward()` sees the sums. Ranks end a cycle with a report of which gradients were ready and
-whether one was not finite: an error on one rank is an error on every rank, with the same words.
+The end of backward waits for the sums, so that everything after `loss.backward()` sees them.
 """
 
 import math
@@ -18,25 +16,27 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from torch_ext.comm.communicator import MAX_BUCKETS, Work, tag
+from torch_ext.comm.communicator import IN_FLIGHT, MAX_BUCKETS, Work, tag
 from torch_ext.comm.init_sync import agree
 from torch_ext.comm.wire import WireBuffer
-from torch_ext.grads.errors import (
-    FROZEN,
-    MISSING,
-    READY,
-    refuse_busy,
-    refuse_frozen,
-    refuse_missing,
-    refuse_nonfinite,
-    refuse_step,
-)
+from torch_ext.grads.errors import refuse_busy
 from torch_ext.grads.stats import ALL_FINITE, Watch, first_nonfinite
 from torch_ext.parallel.bucket_joining import BucketJoining
 from torch_ext.parallel.bucket_plan import BucketPlan
-from torch_ext.parallel.cycle_report import HELD, REDUCED, CycleReport, agreed
+from torch_ext.parallel.cycle import (
+    ACCUMULATING,
+    GRAD_IN_PLACE,
+    GRAD_NONE,
+    GRAD_OTHER,
+    IDLE,
+    RECOVERING,
+    REDUCING,
+    STEP_WHEN_REDUCED,
+    Action,
+    Cycle,
+    Options,
+)
 from torch_ext.parallel.param_buffers import ParamBuffers
-from torch_ext.parallel.ready_tracker import ReadyTracker
 from torch_ext.parallel.reducer_base import BackwardEnd, ReducerBase, hook, queue_backward_end, tensors_with_graph
 from torch_ext.parallel.strategies.strategy import ShardingStrategy
 from torch_ext.params import reducer_registry
@@ -49,12 +49,6 @@ Replan: TypeAlias = Callable[[Sequence[int]], BucketPlan]
 
 _DISORDERED = 1 / 8
 """Compression is given up where it made more of the messages than this no shorter."""
-
-
-_PARTLY_STEPPED = (
-    "a backward raised when some of its buckets had been stepped already (step_in_backward=True): weights are partly "
-    "those of the next step. Load a checkpoint"
-)
 
 
 class BucketReducer(ReducerBase):
@@ -82,8 +76,8 @@ class BucketReducer(ReducerBase):
         self.weights = ParamBuffers(strategy.params, strategy.plan) if strategy.sharded else None
         self.require_grad_sync = True
         self._bytes_of_cycle, self._bytes_of_gathers, self._bytes_before = 0, 0, 0
-        self._number, self._cycle, self._gathers = number, 0, 0
-        self._check_for_nan, self._find_unused = check_for_nan, find_unused_parameters
+        self._number, self._gathers = number, 0
+        self._check_for_nan = check_for_nan
         self._step_in_backward = step_in_backward
         self._steppers: weakref.WeakSet[reducer_registry.BucketStepper] = weakref.WeakSet()
         self._bucket_steps: list[Callable[[int], None]] = []  # of this backward: each steps a bucket that is reduced
@@ -97,30 +91,46 @@ class BucketReducer(ReducerBase):
             self._compress_below = compress_below / sent
         if math.isinf(self._compress_below):
             self.communicator.compresses, self._compress_below = True, 0.0
-        super().__init__(strategy.params, [p.name for p in strategy.plan.parameters])
+        # The first cycle that reduces shows the order of gradients: its buckets are sent at its end, laid out anew.
+        self._reorders = strategy.can_rebuild and self.communicator.world_size > 1 and len(self.plan.buckets) > 1
+        self._follow_plan()
+        self._options = Options(
+            strategy.kind,
+            self.communicator.rank,
+            self.communicator.world_size,
+            IN_FLIGHT,
+            check_for_nan=check_for_nan,
+            times=self._coalescing.enabled,
+            find_unused=find_unused_parameters,
+            scales_sums=strategy.divide_factor != self.communicator.world_size,
+        )
+        super().__init__(strategy.params, [p.name for p in strategy.plan.parameters], self._cycle_of_plan())
         if strategy.adds_to_sums:
             self._hooks += [p.register_hook(hook(self.before_accumulate, i)) for i, p in enumerate(self.params)]
-        self._follow_plan()
-        # The first cycle that reduces shows the order of gradients: its buckets are sent at its end, laid out anew.
-        self._rebuild_pending = strategy.can_rebuild and self.communicator.world_size > 1 and len(self.plan.buckets) > 1
         self._tasks: dict[int, weakref.ref[BackwardEnd]] = {}  # backwards that have not ended, the outermost first
-        self._began = False  # the first gradient of a backward was ready
-        self._reducing = False
-        self._handles: list[Work] = []
-        self._report: Callable[[], list[torch.Tensor]] | None = None  # which is under way at the end of a cycle
+        self._begun = -1  # the task in which the last gradient was ready
+        self._handles: list[Work] = []  # by message, of this backward
+        self._read_reports: Callable[[], list[torch.Tensor]] | None = None  # which are under way
+        self._sent_at_once = False  # all buckets of this backward were kept until its end
         self._watch = Watch()
-        self._partly_stepped = False
-        self._grad_state = bytearray(len(self.params))  # in this cycle
-        # The last cycle left a sum over ranks: it must not be added up again (ShardingStrategy.before_accumulate).
-        self._already_reduced = bytearray(len(self.params))
         self._versions: list[int] = []  # of the gradients, when the last cycle ended
 
     @property
     def plan(self) -> BucketPlan:
         return self.strategy.plan
 
+    def _cycle_of_plan(self, replaces: Cycle | None = None) -> Cycle:
+        planned, buckets = self.plan.parameters, self.plan.buckets
+        return Cycle(
+            self._options,
+            [p.name for p in planned],
+            bucket_of=[p.bucket for p in planned],
+            buffer_of=[b.buffer for b in buckets],
+            reorder=self._reorders,
+            replaces=replaces,
+        )
+
     def _follow_plan(self) -> None:
-        self._tracker = ReadyTracker(self.names, [p.bucket for p in self.plan.parameters], len(self.plan.buckets))
         compresses = self.communicator.compresses
         below, sharded = self._compress_below, self.strategy.sharded
         self._coalescing = BucketJoining(self.plan, self._may_coalesce, below, compresses, sharded)
@@ -128,10 +138,10 @@ class BucketReducer(ReducerBase):
 
     def close(self) -> None:
         """Leaves the parameters as they were before, without gradients."""
-        if self._partly_stepped:
+        if self.cycle.partly_stepped:
             warnings.warn(
-                f"torch_ext: parallelize again, after {_PARTLY_STEPPED}, unless one was loaded since: rank 0's weights "
-                "become those of every rank",
+                f"torch_ext: parallelize again, after {self.cycle.failure}, unless one was loaded since: rank 0's "
+                "weights become those of every rank",
                 stacklevel=3,
             )
         self.detach()
@@ -154,29 +164,26 @@ class BucketReducer(ReducerBase):
             self.require_grad_sync = before
 
     def refuse_gone(self, doing: str) -> None:
-        if self._failure is None and self.weights is not None:
-            self.communicator.refuse_gone(doing)
-        elif self.weights is not None:
-            raise RuntimeError(f"{doing} after an exchange that failed: {self._failure}")
+        if self.weights is None:
+            return
+        if (failure := self.cycle.failure) is not None:
+            raise RuntimeError(f"{doing} after an exchange that failed: {failure}")
+        self.communicator.refuse_gone(doing)
 
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where they are still this rank's own."""
         self.finish_failed_backward()
-        nonfinite = [self.names[i] for i in sorted(self._nonfinite) if self._is_nonfinite(i)]
-        refuse_step(self._failure, bool(self._broken), nonfinite)
+        self._check_again()
         self.refuse_gone("step()")
-        for i, name in enumerate(self.names):
-            if (self._grad_state[i] or self.strategy.every_backward) and self.strategy.unreduced(i):
-                raise RuntimeError(
-                    f"step() with gradients that no rank has reduced (parameter {name!r} and perhaps others): "
-                    "the last backward ran under no_sync(), or raised, or `.grad` was assigned where gradients are "
-                    "sharded. Leave no_sync() for the last micro-batch, or call zero_grad() to drop them."
-                )
+        self.cycle.check_step(i for i in range(len(self.params)) if self.strategy.unreduced(i))
 
-    def _is_nonfinite(self, i: int) -> bool:
-        """Still. The same on every rank: a mean that all ranks have is read again, a sharded one stays suspect."""
-        grad = self.strategy.grad(i)
-        return grad is not None and (self.strategy.sharded or first_nonfinite([grad]) != ALL_FINITE)
+    def _check_again(self) -> None:
+        """Gradients that were not finite. The same on every rank: a mean that all ranks have is read again, a sharded
+        one stays suspect."""
+        for i in self.cycle.nonfinite():
+            grad = self.strategy.grad(i)
+            if grad is None or (not self.strategy.sharded and first_nonfinite([grad]) == ALL_FINITE):
+                self.cycle.is_finite(i)
 
     # -- for optimizers: see reducer_registry.GradientReducer ----------------------------------------------------------
 
@@ -235,7 +242,7 @@ class BucketReducer(ReducerBase):
 
     def refuse_moving(self, doing: str, weights: bool) -> None:
         self.finish_failed_backward()
-        refuse_busy(doing, self.forwards_running, bool(self._tasks) or self._began or bool(self._handles))
+        refuse_busy(doing, self.forwards_running, bool(self._tasks) or self.cycle.phase != IDLE)
         if any(stepper.stepped_in_backward() for stepper in self._steppers):
             raise RuntimeError(
                 f"{doing} between a backward that stepped (step_in_backward=True) and step(), which brings the other "
@@ -248,18 +255,13 @@ class BucketReducer(ReducerBase):
         return self.strategy.memory
 
     def gradients_released(self) -> None:
-        self._forget(range(len(self.params)))
+        self.cycle.zero(range(len(self.params)))
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
         self.finish_failed_backward()  # or sums under way would be written to what is zero now
         positions = self._positions(params)
         self.strategy.zero(positions)
-        self._forget(positions)
-
-    def _forget(self, positions: Iterable[int]) -> None:
-        for i in positions:
-            self._grad_state[i] = MISSING
-        super()._forget(positions)
+        self.cycle.zero(positions)
 
     # -- during backward ------------------------------------------------------------------------------------------
 
@@ -268,23 +270,24 @@ class BucketReducer(ReducerBase):
         self._check_dtype(i)
         self.strategy.grad_ready(i)
         self.communicator.ordering.record_producer()
-        self._grad_state[i], self._already_reduced[i] = READY, False
-        if self._reducing and self._tracker.mark(i) and not self._rebuild_pending:
-            self._send_complete()
+        if self.cycle.ready(i):
+            self.run()
 
     def before_accumulate(self, i: int) -> None:
         """Autograd is about to accumulate into `.grad` of parameter i, or (torch.autograd.grad) to return its
         gradient."""
-        if self.params[i].grad is None:
-            self.strategy.before_accumulate(i, False)
-        elif _accumulates(self.params[i]):
+        grad = self._kind_of_grad(i)
+        if grad != GRAD_NONE:
+            if not _accumulates(self.params[i]):
+                return
             self._begin_backward()
-            self.strategy.before_accumulate(i, self._take_reduced(i))
+        if flags := self.cycle.accumulate(i, grad):
+            self.strategy.prepare(i, flags)
 
-    def _take_reduced(self, i: int) -> bool:
-        """Whether `.grad` of parameter i is what an earlier reduction left; from here on it counts as this rank's."""
-        reduced, self._already_reduced[i] = bool(self._already_reduced[i]) and self.strategy.in_place(i), False
-        return reduced
+    def _kind_of_grad(self, i: int) -> int:
+        if self.params[i].grad is None:
+            return GRAD_NONE
+        return GRAD_IN_PLACE if self.strategy.in_place(i) else GRAD_OTHER
 
     def register_outputs(self, outputs: Any) -> None:
         """Of a forward: a backward through these tensors begins there, as reentrant checkpoints may hold every
@@ -293,24 +296,27 @@ class BucketReducer(ReducerBase):
             output.register_hook(hook(self.enter_graph_task))
 
     def _begin_backward(self) -> None:
-        self.enter_graph_task()
-        if self._began:
+        task = torch._C._current_graph_task_id()
+        if task == self._begun:
             return
-        self._refuse_failed()
-        self._began = True
-        self._reducing = self.require_grad_sync or self.strategy.every_backward
-        self.strategy.begin_backward(self._reducing)
+        self.enter_graph_task()
+        self._begun = task
+        if self.cycle.phase != IDLE:
+            return
+        self.cycle.refuse_failed()
+        self._bucket_steps = self._steps_of_this_backward()
+        self.cycle.begin(sync=self.require_grad_sync, steps=bool(self._bucket_steps))
+        self.strategy.begin_backward(self.cycle.phase == REDUCING)
         self._bytes_before = self.communicator.bytes_sent
         self._watch = Watch()
-        self._tracker.reset()
+        self._handles, self._read_reports, self._sent_at_once = [], None, False
         self._coalescing.reset()
-        self._bucket_steps = self._steps_of_this_backward()
 
     def _steps_of_this_backward(self) -> list[Callable[[int], None]]:
         for stepper in self._steppers:
             stepper.refuse_backward()
         # Under no_sync() shards are reduced, too, but more is to come; a frozen parameter is not to be stepped.
-        if not self.require_grad_sync or self._rebuild_pending or not all(p.requires_grad for p in self.params):
+        if not self.require_grad_sync or self._reorders or not all(p.requires_grad for p in self.params):
             return []
         return [step for one in self._steppers if (step := one.begin_stepping(self)) is not None]
 
@@ -325,33 +331,14 @@ class BucketReducer(ReducerBase):
 
     def finish_failed_backward(self) -> None:
         """If the last backward raised: waits for what it sent, as the other ranks sent it too, and discards it."""
-        ended = not self._tasks and not self._began
+        ended = not self._tasks and self.cycle.phase == IDLE
         if ended or (self._tasks and all(end() is not None for end in self._tasks.values())):
             return
-        # It may have accumulated into a `.grad` of which `grad_ready` was not told.
-        for i in self.strategy.modified_since(self._versions):
-            self._grad_state[i] = READY
-        if self._reducing and self._failure is None:  # an interrupt of it leaves everything for the next time
-            self._wait(self._handles)
-            if self._report is not None:
-                self._read(self._report)
         self._tasks.clear()
-        self._began = False
-        handles, self._handles, self._report = self._handles, [], None
-        if self._reducing:
-            self._reducing = False
-            if self.strategy.every_backward:
-                self._grad_state = bytearray(len(self.params))
-                self._broken.update(range(len(self.params)) if handles else ())
-            self._cycle += 1
-            self._notice_partly_stepped(bool(handles))
-            for i, p in enumerate(self.plan.parameters):
-                self._already_reduced[i] |= p.bucket < self._coalescing.sent  # buckets are sent in ascending order
-
-    def _notice_partly_stepped(self, sent: bool) -> None:
-        """A backward that ends in an error cannot be undone where its first buckets were stepped."""
-        if sent and self._bucket_steps and self._failure is None:
-            self._failure, self._partly_stepped = _PARTLY_STEPPED, True
+        self._begun = -1
+        # It may have accumulated into a `.grad` of which `grad_ready` was not told.
+        self.cycle.died(self.strategy.modified_since(self._versions))
+        self.run()  # an interrupt of it leaves the rest for the next time
 
     def _check_dtype(self, i: int) -> None:
         dtype, planned = self.params[i].dtype, self.plan.parameters[i].param_dtype
@@ -361,21 +348,65 @@ class BucketReducer(ReducerBase):
                 "convert the model first, or call parallelize again"
             )
 
-    def _send_complete(self) -> None:
-        while (bucket := self._tracker.next()) is not None:
-            if self._check_for_nan:
-                grads = self.strategy.grads(bucket)
-                self.communicator.ordering.wait_producers()
-                self._watch.check([grad for _, grad in grads], [i for i, _ in grads])
-            if (together := self._coalescing.complete(bucket)) is not None:
-                self._send(together)
+    # -- what the cycle asks for (`CycleDriver.run`) --------------------------------------------------------------
 
-    def _send(self, buckets: range) -> None:
-        label = f"gradients of cycle {self._cycle}, {self._label(buckets)}"
-        on_reduced = partial(_step_buckets, self._bucket_steps, buckets) if self._bucket_steps else None
-        number = tag(self._number, self._cycle, buckets.start)
-        send = partial(self.strategy.send, buckets, cycle=self._cycle, tag=number, label=label, on_reduced=on_reduced)
+    def do_check(self, action: Action) -> None:
+        self._coalescing.complete()
+        if self._check_for_nan:
+            grads = self.strategy.grads(action.first)
+            self.communicator.ordering.wait_producers()
+            self._watch.check([grad for _, grad in grads], [i for i, _ in grads])
+
+    def do_send(self, action: Action) -> None:
+        buckets = range(action.first, action.end)
+        cycle = self.cycle.number
+        label = f"gradients of cycle {cycle}, {self._label(buckets)}"
+        on_reduced = partial(_step_buckets, self._bucket_steps, buckets) if action.flags & STEP_WHEN_REDUCED else None
+        number = tag(self._number, cycle, buckets.start)
+        send = partial(self.strategy.send, buckets, cycle=cycle, tag=number, label=label, on_reduced=on_reduced)
         self._handles.append(self.guarded(send))
+
+    def do_wait(self, action: Action) -> None:
+        if action.message < len(self._handles):  # else it was interrupted before it was sent
+            self.guarded(self._handles[action.message].result)
+
+    def do_inspect(self, action: Action) -> None:
+        i = action.first
+        if flags := self.cycle.missing(i, self._kind_of_grad(i), self.params[i].requires_grad):
+            self.strategy.prepare(i, flags)
+
+    def do_order(self, _action: Action) -> None:
+        self._sent_at_once, self._reorders = True, False
+        self.guarded(self._rebuild_buckets)
+
+    def do_report(self, _action: Action) -> None:
+        if self._check_for_nan:
+            self.communicator.ordering.wait_producers()
+        trainable = [p.requires_grad for p in self.params]
+        report = self.cycle.report(self._watch.first(), trainable, self._words())
+        cycle = self.cycle.number
+        number, label = tag(self._number, cycle, MAX_BUCKETS), f"end of gradient cycle {cycle}"
+        self._read_reports = self.guarded(lambda: self.communicator.all_gather_bytes(report, tag=number, label=label))
+
+    def do_read(self, _action: Action) -> None:
+        if self.cycle.phase != RECOVERING and not self._sent_at_once:
+            self._coalescing.ended()
+        assert self._read_reports is not None
+        words = self.cycle.read(self.guarded(self._read_reports), self._words_sent)
+        if self._coalescing.learn(words):
+            self.cycle.set_messages(self._coalescing.ends)
+            if self._compress_below > 0:
+                self.communicator.compresses = self._coalescing.compresses
+
+    def do_install(self, _action: Action) -> None:
+        self.communicator.ordering.forget_producers()
+        self._handles, self._read_reports = [], None
+        self._bytes_of_cycle, self._bytes_of_gathers = self.communicator.bytes_sent - self._bytes_before, 0
+        self.strategy.end_cycle(self.cycle.anywhere(), self.cycle.left())
+        self._versions = self.strategy.versions()
+
+    def do_recovered(self, _action: Action) -> None:
+        self._handles, self._read_reports = [], None
 
     def _label(self, buckets: range) -> str:
         """Names buckets in messages."""
@@ -393,38 +424,14 @@ class BucketReducer(ReducerBase):
     def backward_ended(self, task: int) -> None:
         """Of one graph task; a nested one (reentrant checkpointing) leaves the end to the outermost."""
         self._tasks.pop(task, None)
-        if self._tasks or not self._reducing:
-            self._began &= bool(self._tasks)
-            return
-        # First the parameters without a gradient, since their buckets are about to be sent.
-        for i in self._tracker.finish():
-            self._mark_missing(i)
-        at_once, self._rebuild_pending = self._rebuild_pending, False
-        if at_once:
-            self.guarded(self._rebuild_buckets)
-        self._send_complete()
-        reports = self._end_cycle(at_once)
-        try:
-            self._check_reports(reports)
-        except RuntimeError:
-            self._notice_partly_stepped(sent=True)
-            raise
-
-    def _mark_missing(self, i: int) -> None:
-        """Parameter i got no gradient in this backward: its range of the bucket becomes what its `.grad` says."""
-        held, reduced = self.params[i].grad is not None, self._take_reduced(i)
-        if not held and not self.strategy.every_backward:
-            self._grad_state[i] = MISSING  # an earlier one of this cycle was dropped
-        if not self._grad_state[i] and not self.params[i].requires_grad:
-            self._grad_state[i] = FROZEN
-        if held:
-            self._grad_state[i] |= REDUCED if reduced else HELD
-        self.strategy.grad_missing(i, reduced)
+        if not self._tasks and self.cycle.phase in (ACCUMULATING, REDUCING) and self.cycle.end():
+            self.run()
 
     def _rebuild_buckets(self) -> None:
         """Lays the buckets out in the order in which rank 0's gradients were ready, if that is not the planned one."""
-        words = torch.tensor([self._may_replan(), *self._tracker.order()], dtype=torch.int64)
-        number, label = tag(self._number, self._cycle, MAX_BUCKETS), f"the order of gradients in cycle {self._cycle}"
+        words = torch.tensor([self._may_replan(), *self.cycle.order], dtype=torch.int64)
+        cycle = self.cycle.number
+        number, label = tag(self._number, cycle, MAX_BUCKETS), f"the order of gradients in cycle {cycle}"
         gathered = self.communicator.all_gather_bytes(words.view(torch.uint8), tag=number, label=label)()
         rows = [row.view(torch.int64).tolist() for row in gathered]
         if not all(may for may, *_ in rows):
@@ -438,66 +445,14 @@ class BucketReducer(ReducerBase):
         self.strategy = self.strategy.rebuilt(plan)
         reducer_registry.laid_out_anew(self)
         self._follow_plan()
-        self._tracker.finish()
-
-    def _end_cycle(self, at_once: bool) -> list[CycleReport]:
-        """Exchanges this rank's report, waits for the buckets, installs the sums; every rank's report. at_once: whether
-        all buckets were kept until the end."""
-        if self._check_for_nan:
-            self.communicator.ordering.wait_producers()
-        frozen = (0 if p.requires_grad else FROZEN for p in self.params)
-        states = bytearray(state | bit for state, bit in zip(self._grad_state, frozen, strict=True))
-        report = CycleReport.of(self._cycle, self._watch.first(), self._words(), states)
-        number, label = tag(self._number, self._cycle, MAX_BUCKETS), f"end of gradient cycle {self._cycle}"
-        self._report = self.guarded(lambda: self.communicator.all_gather_bytes(report, tag=number, label=label))
-        self._wait(self._handles)
-        if not at_once:
-            self._coalescing.ended()
-        reports = self._read(self._report)
-        self.communicator.ordering.forget_producers()
-        self._handles, self._report = [], None
-        self._began = self._reducing = False
-        self._cycle += 1
-        self._grad_state = bytearray(len(self.params))
-        self._already_reduced = bytearray(b"\1" * len(self.params))
-        self._bytes_of_cycle, self._bytes_of_gathers = self.communicator.bytes_sent - self._bytes_before, 0
-        self.strategy.end_cycle(*agreed([report.grad_states for report in reports]))
-        self._versions = self.strategy.versions()
-        return reports
-
-    def _read(self, gathered: Callable[[], list[torch.Tensor]] | None) -> list[CycleReport]:
-        """Every rank's report, and what there is to learn from them for the next cycle."""
-        assert gathered is not None
-        reports = [CycleReport.read(row, len(self.params)) for row in self.guarded(gathered)]
-        self._report = None  # nothing is learnt from it twice
-        if self._coalescing.learn([report.words for report in reports]) and self._compress_below > 0:
-            self.communicator.compresses = self._coalescing.compresses
-        return reports
+        self.cycle = self._cycle_of_plan(replaces=self.cycle)
 
     def _words(self) -> torch.Tensor:
         # Once it is so it stays so: messages are counted only as long as they are compressed.
         disordered = self.communicator.disordered > self.communicator.messages * _DISORDERED
-        return self._coalescing.words(disordered)
-
-    def _wait(self, handles: Sequence[Work]) -> None:
-        for handle in handles:
-            self.guarded(handle.result)
-
-    def _check_reports(self, reports: Sequence[CycleReport]) -> None:
-        for rank, report in enumerate(reports):
-            if report.cycle != self._cycle - 1:
-                self._failure = (
-                    f"rank {rank} is in gradient cycle {report.cycle} and rank {self.communicator.rank} in "
-                    f"{self._cycle - 1}"
-                )
-                raise RuntimeError(self._failure)
-        nonfinite = [report.nonfinite for report in reports]
-        self._nonfinite.update(i for i in nonfinite if i != ALL_FINITE)
-        refuse_nonfinite(self.names, nonfinite)
-        states = [report.grad_states for report in reports]
-        refuse_frozen(self.names, states)
-        if not self._find_unused:
-            refuse_missing(self.names, states)
+        words = self._coalescing.words(disordered)
+        self._words_sent = words.numel()
+        return words
 
 
 class _WeightGather:

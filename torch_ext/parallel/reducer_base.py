@@ -12,6 +12,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from torch_ext.parallel.cycle import Cycle, CycleDriver
 from torch_ext.params import reducer_registry
 
 
@@ -54,17 +55,12 @@ def queue_backward_end(method: Callable[..., Any], *args: Any) -> "weakref.ref[B
     return weakref.ref(end)
 
 
-class ReducerBase(reducer_registry.GradientReducer):
+class ReducerBase(CycleDriver, reducer_registry.GradientReducer):
     """Parameters are known by their positions i in `params`."""
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], names: Sequence[str], cycle: Cycle) -> None:
         self.params, self.names = list(params), list(names)
-        self._failure: str | None = None
-        """Why nothing can be reduced any more."""
-        self._broken: set[int] = set()
-        """Parameters to whose shards some sums were added by a backward that raised; until zero_grad."""
-        self._nonfinite: set[int] = set()
-        """Parameters that the check for NaN named; until zero_grad."""
+        self.cycle = cycle
         self._position = {id(p): i for i, p in enumerate(self.params)}
         self._hooks: list[Any] = [
             p.register_post_accumulate_grad_hook(hook(self.grad_ready, i)) for i, p in enumerate(self.params)
@@ -83,25 +79,8 @@ class ReducerBase(reducer_registry.GradientReducer):
 
     @property
     def failed(self) -> bool:
-        return self._failure is not None
-
-    def guarded(self, call: Callable[[], Any]) -> Any:
-        """Returns call(); a RuntimeError is remembered: the ranks have lost step, and no later message could tell."""
-        try:
-            return call()
-        except RuntimeError as error:
-            self._failure = self._failure or str(error)
-            raise
-
-    def _refuse_failed(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(f"gradients cannot be reduced any more: {self._failure}")
+        return self.cycle.failure is not None
 
     def _positions(self, params: Iterable[torch.Tensor]) -> list[int]:
         """Of those that this reducer reduces."""
         return [i for p in params if (i := self._position.get(id(p))) is not None]
-
-    def _forget(self, positions: Iterable[int]) -> None:
-        """These gradients are zero now, or gone: nothing is wrong with them any more."""
-        self._broken.difference_update(positions)
-        self._nonfinite.difference_update(positions)

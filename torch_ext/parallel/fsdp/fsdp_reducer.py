@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch_ext.comm.communicator import Communicator, Part, Work
 from torch_ext.comm.streams import Stream
 from torch_ext.comm.wire import WireBuffer, reduce_chunks
-from torch_ext.grads.errors import FROZEN, READY, names_of, refuse_busy, refuse_step
+from torch_ext.grads.errors import names_of, refuse_busy
 from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
-from torch_ext.parallel.fsdp.fsdp_cycle_report import FSDPCycleReport, FSDPCycleReports
+from torch_ext.parallel.cycle import DISCARD, IDLE, UNITS, Action, Cycle, Options
 from torch_ext.parallel.fsdp.grad_shards import GradShards
 from torch_ext.parallel.fsdp.param_gather import ParamGather
 from torch_ext.parallel.fsdp.reduce_scatter import REDUCE, Reduction, UnitCommunicators, UnitPlan, wire_of
@@ -65,7 +65,11 @@ class FSDPReducer(ReducerBase):
         control: between all ranks that hold parts of the model. number: of `agree`. divide_factor: sums are divided by
         it; None: by the number of ranks that a unit is sharded and replicated over.
         """
-        super().__init__([p for _, p in named], [n for n, _ in named])
+        options = Options(
+            UNITS, control.rank, control.world_size, UNDER_WAY, check_for_nan, find_unused=find_unused_parameters
+        )
+        names = [n for n, _ in named]
+        super().__init__([p for _, p in named], names, Cycle(options, names, units=[str(unit) for unit in units]))
         self.units = list(units)
         self.wire_bytes = 0
         self.communicators = UnitCommunicators(control, number)
@@ -73,12 +77,13 @@ class FSDPReducer(ReducerBase):
         self.weights: ParamGather | None = None
         self._divide_factor, self._check_for_nan = divide_factor, check_for_nan
         self._find_unused = find_unused_parameters
-        self._cycle = 0
         self._bytes_before = self.communicators.bytes_sent()
         self._end: weakref.ref[BackwardEnd] | None = None
+        self._given: _Given | None = None  # and not sent yet
         self._reductions: list[Reduction] = []  # of this backward
+        self._messages: list[Reduction] = []  # of these, what was sent
         self._current: Reduction | None = None
-        self._report = FSDPCycleReport(len(self.params), len(self.units))
+        self._read_reports: Callable[[], list[torch.Tensor]] | None = None  # which are under way
 
     def attach(self, model: torch.nn.Module, units: Sequence[Sequence[torch.nn.Module]], prefetch: bool) -> ParamGather:
         """units: the modules of each; prefetch: see ParamGather, which is `weights` from here on."""
@@ -118,10 +123,12 @@ class FSDPReducer(ReducerBase):
         return not all(map(self.shards.visible, range(len(self.params))))
 
     def before_step(self) -> None:
-        refuse_step(self._failure, False, ())  # before waiting for what will not complete either
-        self.finish_failed_backward()
-        nonfinite = [self.names[i] for i in sorted(self._nonfinite) if self.shards.of(i) is not None]
-        refuse_step(self._failure, bool(self._broken), nonfinite)
+        if not self.failed:  # else before waiting for what will not complete either
+            self.finish_failed_backward()
+        for i in self.cycle.nonfinite():
+            if self.shards.of(i) is None:
+                self.cycle.is_finite(i)
+        self.cycle.check_step()
         self.sync_parameters()
 
     def sync_parameters(self) -> bool:
@@ -146,14 +153,14 @@ class FSDPReducer(ReducerBase):
         return self.shards.memory
 
     def gradients_released(self) -> None:
-        self._forget(range(len(self.params)))
+        self.cycle.zero(range(len(self.params)))
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
         self.finish_failed_backward()
         positions = self._positions(params)
         for i in positions:
             self.shards.forget(i)
-        self._forget(positions)
+        self.cycle.zero(positions)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -187,28 +194,9 @@ class FSDPReducer(ReducerBase):
         self._refuse(unit, output, op)
         self.begin_backward()
         self._current = None
-        self._make_room()
-        communicator = self.communicators.of(group, REDUCE)
-        communicator.ordering.record_producer(*allocated_on)
-        rows = given.view(communicator.world_size, -1)
-        wire = wire_of(unit, rows, communicator.rank, self._cycle)
-        numel = wire.data.numel() // communicator.world_size
-        replicated = unit.replicas > 1
-        dtype = output.dtype if replicated else self.shards.dtype_of_sums(unit)
-        in_place = dtype == output.dtype and numel == output.numel()
-        sums = output if in_place else torch.empty(numel, dtype=dtype, device=output.device)
-        handle = communicator.reduce_scatter(
-            wire,
-            partial(_add_up, sums, self._scale(unit, communicator.world_size)),
-            tag=self.communicators.tag(self._cycle, REDUCE, unit, given.nbytes),
-            label=f"gradients of cycle {self._cycle}, {unit}{self._frozen_since()}",
-        )
-        reduction = Reduction(unit, output, output if replicated else sums, handle)
-        if replicated:
-            reduction.wait(self.guarded)
-            if not in_place:
-                output.copy_(sums[: output.numel()])
-        self._add(reduction, given, rows)
+        self._given = _Given(unit, output, given, group, tuple(allocated_on))
+        self.cycle.given(unit.number, given.numel())
+        self.run()
 
     def reduced(self, unit: UnitPlan, output: torch.Tensor) -> None:
         """FSDP2 has reduced a unit, all-reduce included, and makes gradients of the output next."""
@@ -219,6 +207,7 @@ class FSDPReducer(ReducerBase):
             sums = torch.empty(output.numel(), dtype=self.shards.dtype_of_sums(unit), device=output.device)
             reduce_chunks([WireBuffer.of(output)], sums, self._scale(unit, 1))
             last = Reduction(unit, output, sums, None)
+            self.cycle.given(unit.number, output.numel(), message=False)
             self._add(last, output, output.view(1, -1))
         self._current = last
 
@@ -235,10 +224,9 @@ class FSDPReducer(ReducerBase):
         self.shards.belongs(i, self._current.unit)
         used = None if self.weights is None else self.weights.used
         if used is None or used.take(i):
-            self._report.grad_states[i] = READY
+            self.cycle.ready(i)
 
     def _add(self, reduction: Reduction, given: torch.Tensor, rows: torch.Tensor) -> None:
-        self._report.reduced(reduction.unit, given.numel())
         if self._check_for_nan and first_nonfinite([given]) != ALL_FINITE:
             reduction.suspect = rows
         self._reductions.append(reduction)
@@ -263,11 +251,6 @@ class FSDPReducer(ReducerBase):
                 "policy's"
             )
 
-    def _make_room(self) -> None:
-        under_way = [reduction for reduction in self._reductions if reduction.handle is not None]
-        for reduction in under_way[: max(0, len(under_way) - UNDER_WAY + 1)]:
-            self.shards.add_sums(reduction, self.guarded)
-
     def _scale(self, unit: UnitPlan, shards: int) -> float:
         # FSDP2 takes the mean over the replicas.
         return 1.0 / shards if self._divide_factor is None else unit.replicas / self._divide_factor
@@ -277,72 +260,120 @@ class FSDPReducer(ReducerBase):
         self.finish_failed_backward()
         if self._end is not None:
             return
-        self._refuse_failed()
+        self.cycle.refuse_failed()
         # After FSDP2's own, which reduces the units whose inputs need no gradient.
         self._end = queue_backward_end(self.backward_ended)
+        self.cycle.begin()
+        self._reductions, self._messages, self._read_reports = [], [], None
         self._refuse_offloaded()  # which is recovered from like any backward that raised
         if self.weights is not None:
             self.weights.prefetch_in_order()
-        self._forget(self.shards.detach_grads())
+        self.cycle.zero(self.shards.detach_grads())
 
     def finish_failed_backward(self) -> None:
         """If the last backward raised: waits for what it sent, as the other ranks sent it too, and discards it; the
         gradient shards are what they were before it."""
-        if self._end is None or self._end() is not None:
+        if self._end is not None and self._end() is not None:
             return
-        reductions, _ = self._end_cycle()
-        for reduction in reductions:
-            reduction.wait(self.guarded)
-        self._broken |= self.shards.added
-        if self.weights is not None and not self.weights.recover():
-            self._failure = (
-                "a backward raised, after which FSDP2 of this torch cannot go on (torch >= 2.13 can): make the model "
-                "anew"
-            )
-            raise RuntimeError(self._failure)
-
-    # -- at its end ---------------------------------------------------------------------------------------------------
+        self._end = None
+        if self.cycle.phase != IDLE:
+            self.cycle.died()
+            self.run()
 
     def backward_ended(self) -> None:
         """Agrees with the other ranks on what was reduced, waits for the sums, adds them to the shards."""
-        if not self._reductions:  # a backward to inputs only, or without gradient synchronization
+        self._current = None
+        self.shards.attach_grads()
+        try:
+            if self.cycle.end():  # else a backward to inputs only, or without gradient synchronization
+                self.run()
+        finally:  # an error that is stored would keep it
             self._end = None
-            self.shards.attach_grads()
+
+    # -- what the cycle asks for (`CycleDriver.run`) --------------------------------------------------------------
+
+    def do_send(self, action: Action) -> bool:
+        """Of what was given; whether the sums are there already."""
+        assert self._given is not None
+        (unit, output, given, group, allocated_on), self._given = self._given, None
+        cycle, communicator = self.cycle.number, self.communicators.of(group, REDUCE)
+        communicator.ordering.record_producer(*allocated_on)
+        rows = given.view(communicator.world_size, -1)
+        wire = wire_of(unit, rows, communicator.rank, cycle)
+        numel = wire.data.numel() // communicator.world_size
+        replicated = unit.replicas > 1
+        dtype = output.dtype if replicated else self.shards.dtype_of_sums(unit)
+        in_place = dtype == output.dtype and numel == output.numel()
+        sums = output if in_place else torch.empty(numel, dtype=dtype, device=output.device)
+        send = partial(
+            communicator.reduce_scatter,
+            wire,
+            partial(_add_up, sums, self._scale(unit, communicator.world_size)),
+            tag=self.communicators.tag(cycle, REDUCE, unit, given.nbytes),
+            label=f"gradients of cycle {cycle}, {unit}{self._frozen_since()}",
+        )
+        reduction = Reduction(unit, output, output if replicated else sums, send())
+        self._messages.append(reduction)
+        if replicated:
+            reduction.wait(self.guarded)
+            if not in_place:
+                output.copy_(sums[: output.numel()])
+        self._add(reduction, given, rows)
+        return replicated
+
+    def do_wait(self, action: Action) -> None:
+        if action.message >= len(self._messages):  # it was interrupted before it was sent
             return
-        control = self.communicators.control
-        cycle, (reductions, report) = self._cycle, self._end_cycle()
-        report.nonfinite = next((n for r in reductions if (n := r.first_nonfinite()) != ALL_FINITE), ALL_FINITE)
-        for i, param in enumerate(self.params):
-            if not report.grad_states[i] and not param.requires_grad:
-                report.grad_states[i] = FROZEN
-        payload = report.encode(cycle)
+        reduction = self._messages[action.message]
+        if action.flags & DISCARD:
+            reduction.wait(self.guarded)
+        elif not reduction.is_added:
+            self.shards.add_sums(reduction, self.guarded)
+
+    def do_report(self, _action: Action) -> None:
+        nonfinite = next((n for r in self._reductions if (n := r.first_nonfinite()) != ALL_FINITE), ALL_FINITE)
+        trainable, no_words = [p.requires_grad for p in self.params], torch.empty(0, dtype=torch.int64)
+        report, cycle = self.cycle.report(nonfinite, trainable, no_words), self.cycle.number
         number, label = self.communicators.report_tag(cycle), f"end of gradient cycle {cycle}{self._frozen_since()}"
-        gather = self.guarded(lambda: control.all_gather_bytes(payload, tag=number, label=label))
-        reports = FSDPCycleReports(self.guarded(gather), self.names, self.units)
-        self.guarded(reports.check_trained)
-        self.guarded(lambda: reports.check_places(control.rank))
-        for reduction in reductions:
+        control = self.communicators.control
+        self._read_reports = self.guarded(lambda: control.all_gather_bytes(report, tag=number, label=label))
+
+    def do_read(self, _action: Action) -> None:
+        assert self._read_reports is not None
+        # What FSDP2 keeps back (set_requires_all_reduce) is reduced in a later backward.
+        self.cycle.read(self.guarded(self._read_reports), held_back=not all(r.slices for r in self._reductions))
+
+    def do_install(self, _action: Action) -> None:
+        for reduction in self._reductions:
             if not reduction.is_added:
                 self.shards.add_sums(reduction, self.guarded)
         if self._find_unused:
-            self.shards.drop_new(reports.missing_everywhere())
+            self.shards.drop_new(i for i, has_one in enumerate(self.cycle.anywhere()) if not has_one)
         self.shards.attach_grads()
+        self._reductions, self._messages = [], []
         before, self._bytes_before = self._bytes_before, self.communicators.bytes_sent()
         self.wire_bytes = self._bytes_before - before
-        self._nonfinite.update(i for i in reports.nonfinite if i != ALL_FINITE)
-        reports.check_finite()
-        # What FSDP2 keeps back (set_requires_all_reduce) is reduced in a later backward.
-        if not self._find_unused and all(r.slices for r in reductions):
-            reports.check_none_missing()
 
-    def _end_cycle(self) -> tuple[list[Reduction], FSDPCycleReport]:
-        """The cycle is over, with an error or without."""
-        closed = self._reductions, self._report
-        self._reductions, self._report = [], FSDPCycleReport(len(self.params), len(self.units))
-        self._end, self._current = None, None
-        self._cycle += 1
+    def do_recovered(self, _action: Action) -> None:
+        self._given, self._current, self._reductions, self._messages = None, None, [], []
         self.shards.attach_grads()
-        return closed
+        self.cycle.broken(self.shards.added)
+        if self.weights is not None and not self.weights.recover():
+            self.cycle.fail(
+                "a backward raised, after which FSDP2 of this torch cannot go on (torch >= 2.13 can): make the model "
+                "anew"
+            )
+            raise RuntimeError(self.cycle.failure)
+
+
+class _Given(NamedTuple):
+    """The arguments of `reduce_scatter`."""
+
+    unit: UnitPlan
+    output: torch.Tensor
+    gradients: torch.Tensor
+    group: dist.ProcessGroup
+    allocated_on: tuple[Stream, ...]
 
 
 def _add_up(sums: torch.Tensor, scale: float, chunks: Sequence[WireBuffer], _part: Part) -> None:

@@ -7,12 +7,14 @@ import torch
 from torch_ext.comm.communicator import Work
 from torch_ext.comm.wire import WireBuffer, gather_dtype, unpack
 from torch_ext.parallel.bucket_mean import BucketMean
+from torch_ext.parallel.cycle import NO_SHARD, Prepare
 from torch_ext.parallel.strategies.strategy import BufferedStrategy
 
 
 class NoShard(BufferedStrategy):
     """no_shard: `.grad` becomes the mean over the ranks, rounded once to the dtype in which sums are gathered."""
 
+    kind = NO_SHARD
     sharded = False
 
     def __init__(self, *args: object) -> None:
@@ -26,18 +28,18 @@ class NoShard(BufferedStrategy):
         # The mean of equal gradients is the gradient.
         return self.divide_factor != self.communicator.world_size
 
-    def before_accumulate(self, i: int, reduced: bool) -> None:
-        """Counts what an earlier reduction left in `.grad` once in the next sum: rank 0 alone contributes it."""
-        if reduced and self.adds_to_sums:
+    def prepare(self, i: int, flags: int) -> None:
+        if flags & Prepare.COPY | flags & Prepare.MULTIPLY:
             self.buffers.take(i)
+        if flags & Prepare.COPY:
+            self._reduced_before[i] = self.buffers.view(i).clone()
+        if flags & Prepare.MULTIPLY:
             with torch.no_grad():
                 self.buffers.view(i).mul_(self.divide_factor if self.communicator.rank == 0 else 0.0)
-
-    def grad_missing(self, i: int, reduced: bool) -> None:
-        if reduced:
-            self.buffers.take(i)
-            self._reduced_before[i] = self.buffers.view(i).clone()
-        super().grad_missing(i, reduced)
+        if flags & Prepare.ZERO:
+            self.buffers.drop(i)
+        if flags & Prepare.TAKE:
+            self.grad_ready(i)
 
     def send(
         self, buckets: range, *, cycle: int, tag: int, label: str, on_reduced: Callable[[], None] | None = None

@@ -7,11 +7,14 @@ import torch
 
 from torch_ext.comm.communicator import Part, Work
 from torch_ext.comm.wire import WireBuffer, reduce_chunks
+from torch_ext.parallel.cycle import OPTIM, Prepare
 from torch_ext.parallel.strategies.strategy import BufferedStrategy
 
 
 class ShardedOptimizer(BufferedStrategy):
     """optim: the sum goes straight into this rank's part of the buffer; the rest of it keeps the local gradient."""
+
+    kind = OPTIM
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -30,20 +33,18 @@ class ShardedOptimizer(BufferedStrategy):
     def adds_to_sums(self) -> bool:
         return True
 
-    def before_accumulate(self, i: int, reduced: bool) -> None:
-        """Keeps apart what an earlier reduction left in this rank's part. The rest of the buffer has this rank's own
-        gradient, which is in that sum already."""
-        if not self.in_place(i):
-            self._earlier.pop(i, None)  # an assigned tensor is the whole gradient
-        elif reduced:
+    def prepare(self, i: int, flags: int) -> None:
+        if flags & Prepare.ZERO:
+            self.buffers.drop(i)
+        if flags & Prepare.SET_ASIDE:
+            # The rest of the buffer has this rank's own gradient, which is in that sum already.
             self.buffers.take(i)
             self._earlier[i] = self._views[i].clone()
             self.buffers.drop(i)
-
-    def grad_missing(self, i: int, reduced: bool) -> None:
-        if self.params[i].grad is None:
+        if flags & Prepare.FORGET:
             self._earlier.pop(i, None)
-        super().grad_missing(i, reduced)
+        if flags & Prepare.TAKE:
+            self.grad_ready(i)
 
     def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
         self._earlier.clear()  # not before: a device may read it until the sums were waited for

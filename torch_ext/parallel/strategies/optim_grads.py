@@ -5,8 +5,9 @@ from functools import partial
 
 import torch
 
-from torch_ext.comm.communicator import IN_FLIGHT, PackFn, Part, Work
+from torch_ext.comm.communicator import PackFn, Part, Work
 from torch_ext.comm.wire import WireBuffer, reduce_chunks
+from torch_ext.parallel.cycle import OPTIM_GRADS, Prepare
 from torch_ext.parallel.grad_buffers import restore, widen
 from torch_ext.parallel.strategies.strategy import ShardingStrategy
 from torch_ext.tensors import dense
@@ -16,6 +17,7 @@ from torch_ext.tensors.storage import is_released
 class ShardedGradients(ShardingStrategy):
     """optim_grads: every backward reduces; sums are added to this rank's shard; `.grad` is None between backwards."""
 
+    kind = OPTIM_GRADS
     can_rebuild = False  # all gradients would have to exist at a time
     every_backward = True
 
@@ -32,7 +34,6 @@ class ShardedGradients(ShardingStrategy):
         self._views = [self._owned_view(i) for i in range(len(self.params))]
         self._present = [False] * len(self.params)  # has a gradient, on some rank
         self._held: dict[int, torch.Tensor] = {}  # gradients of buckets that are not sent
-        self._under_way: list[tuple[Work, int]] = []  # and its slots
         self._holding = False  # whether the shards hold anything
 
     @property
@@ -41,9 +42,7 @@ class ShardedGradients(ShardingStrategy):
 
     def begin_backward(self, reducing: bool) -> None:
         super().begin_backward(reducing)
-        # What a backward that raised left behind.
-        self._held.clear()
-        self._under_way.clear()
+        self._held.clear()  # what a backward that raised left behind
 
     def _owned_view(self, i: int) -> torch.Tensor:
         if i not in self.owned:
@@ -62,9 +61,8 @@ class ShardedGradients(ShardingStrategy):
             )
         self._held[i] = grad.detach()
 
-    def grad_missing(self, i: int, reduced: bool) -> None:
-        grad = self.params[i].grad
-        if grad is not None:  # assigned between two backwards
+    def prepare(self, i: int, flags: int) -> None:
+        if flags & Prepare.TAKE:  # assigned between two backwards
             self.grad_ready(i)
 
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
@@ -77,10 +75,6 @@ class ShardedGradients(ShardingStrategy):
         flats = {i: dense.in_order_of(self.params[i], self._held.pop(i)) for i in {p.param for p in members}}
         values = [flats[p.param].view(-1)[p.first : p.first + p.numel] for p in members]
         flats.clear()
-        # At most so many buckets exist, however slow the network is: backward waits for the oldest.
-        slots_needed = self._slots_needed(buckets)
-        while sum(of for _, of in self._under_way) + slots_needed > IN_FLIGHT:
-            self._under_way.pop(0)[0].result()
 
         def pack_bucket() -> tuple[WireBuffer, None]:
             return self._wire_of(buckets, values, members, cycle), None
@@ -97,11 +91,14 @@ class ShardedGradients(ShardingStrategy):
                 on_reduced()
 
         on_complete = partial(self.temporary.give_back, buckets.start)
-        handle = self.communicator.reduce_scatter(
-            pack_fn, reduce_fn, tag=tag, label=label, slots_needed=slots_needed, on_complete=on_complete
+        return self.communicator.reduce_scatter(
+            pack_fn,
+            reduce_fn,
+            tag=tag,
+            label=label,
+            slots_needed=self._slots_needed(buckets),
+            on_complete=on_complete,
         )
-        self._under_way.append((handle, slots_needed))
-        return handle
 
     def _owned_part(self, buckets: range) -> torch.Tensor:
         """Of neighbours: one run, as nothing but this rank's parts lies in the shards."""
@@ -110,7 +107,6 @@ class ShardedGradients(ShardingStrategy):
         return self.shards[first.buffer][slice(*ends)]
 
     def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
-        self._under_way.clear()
         torch.autograd.graph.increment_version(self.shards)
         self._holding = True
         self._present = [a or b for a, b in zip(self._present, anywhere, strict=True)]

@@ -30,6 +30,8 @@ from torch_ext.parallel.grad_buffers import GradBuffers, TemporaryBuckets
 class ShardingStrategy(abc.ABC):
     """The gradients of one reducer's parameters. Parameters i and buckets b are positions in the plan."""
 
+    kind: int
+    """Its row of the gradient cycle (parallel/cycle.py)."""
     sharded = True
     """Whether each rank steps its own parts of the parameters only."""
     can_rebuild = True
@@ -76,7 +78,7 @@ class ShardingStrategy(abc.ABC):
 
     @property
     def adds_to_sums(self) -> bool:
-        """Whether `before_accumulate` does anything."""
+        """Whether a gradient has to be prepared before the next one is accumulated into it."""
         return False
 
     # -- during backward
@@ -90,18 +92,13 @@ class ShardingStrategy(abc.ABC):
         """Whether `.grad` of parameter i is where a reduction leaves it, not a tensor assigned by the user."""
         return False
 
-    def before_accumulate(self, i: int, reduced: bool) -> None:
-        """Autograd is about to accumulate into `.grad` of parameter i. reduced: which an earlier reduction left."""
-        return  # not every strategy adds to sums
-
     @abc.abstractmethod
     def grad_ready(self, i: int) -> None:
         """`.grad` of parameter i is this rank's whole gradient."""
 
     @abc.abstractmethod
-    def grad_missing(self, i: int, reduced: bool) -> None:
-        """A backward that reduces ends without a gradient for parameter i. reduced: what `.grad` has is a sum over
-        ranks already."""
+    def prepare(self, i: int, flags: int) -> None:
+        """Of `.grad` of parameter i: what parallel/cycle.py's Prepare says, before it counts in the next sum."""
 
     @abc.abstractmethod
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
@@ -200,13 +197,6 @@ class BufferedStrategy(ShardingStrategy):
 
     def grad_ready(self, i: int) -> None:
         self.buffers.take(i)
-
-    def grad_missing(self, i: int, reduced: bool) -> None:
-        if self.params[i].grad is None:
-            self.buffers.drop(i)
-            return
-        self.before_accumulate(i, reduced)
-        self.grad_ready(i)
 
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
         return [(p.param, self.buffers.view(p.param)) for p in self.members[b]]

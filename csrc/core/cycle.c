@@ -1,0 +1,592 @@
+/* The machine of torch_ext_cycle.h: Note [the cycle] there. */
+#include "csrc/core/cycle.h"
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "csrc/core/status.h"
+#include "csrc/core/text.h"
+
+static const tx_cycle_row kRows[] = {
+    [TX_CYCLE_NO_SHARD] = {.reports = TX_REPORTS_LAST, .in_grad = 1, .tells_states = 1, .names_by_rank = 1},
+    [TX_CYCLE_OPTIM] = {.reports = TX_REPORTS_LAST, .in_grad = 1, .sharded = 1, .tells_states = 1, .names_by_rank = 1},
+    [TX_CYCLE_OPTIM_GRADS] = {.reports = TX_REPORTS_LAST,
+                              .every_backward = 1,
+                              .bounded = 1,
+                              .sharded = 1,
+                              .tells_states = 1,
+                              .names_by_rank = 1},
+    [TX_CYCLE_UNITS] = {.reports = TX_REPORTS_FIRST,
+                        .every_backward = 1,
+                        .given = 1,
+                        .bounded = 1,
+                        .sharded = 1,
+                        .tells_states = 1,
+                        .parts_are_final = 1},
+    [TX_CYCLE_DDP_HOOK] = {.reports = TX_REPORTS_BEFORE_LAST, .every_backward = 1, .given = 1},
+};
+enum { N_KINDS = sizeof kRows / sizeof kRows[0] };
+
+static const char kPartlyStepped[] =
+    "a backward raised when some of its buckets had been stepped already (step_in_backward=True): weights are partly "
+    "those of the next step. Load a checkpoint";
+
+int32_t tx_cycle_refuse(tx_cycle *c, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  (void)vsnprintf(c->refusal, sizeof c->refusal, format, arguments);
+  va_end(arguments);
+  return -1;
+}
+
+/* -- memory ------------------------------------------------------------------------------------------------------- */
+
+static int64_t ring_of(const tx_cycle_args *args) {
+  const int64_t most = args->n_buckets > args->slots ? args->n_buckets : args->slots;
+  return most > 0 ? most : 1;
+}
+
+int64_t tx_cycle_bytes(const tx_cycle_args *args) {
+  const int64_t limit = INT64_MAX / 256;
+  if (!args || args->n_params > limit || args->n_buckets > limit || args->slots > limit) return -1;
+  const int64_t tracker = tx_tracker_bytes(args->n_params, args->n_buckets);
+  if (tracker < 0) return -1;
+  const int64_t words = args->n_params + 2 * args->n_buckets;
+  const int64_t bytes = 6 * args->n_params + args->n_buckets + 4 * ring_of(args);
+  return (int64_t)sizeof(tx_cycle) + 8 * words + tracker + (bytes + 7) / 8 * 8;
+}
+
+static tx_status check_args(const void *memory, int64_t bytes, const tx_cycle_args *args, tx_error *error) {
+  if (!memory || !args || args->size != sizeof *args || (uintptr_t)memory % sizeof(int64_t) != 0) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_cycle_init: memory aligned to %d and a tx_cycle_args of %d bytes are legal",
+                   (int)sizeof(int64_t), (int)sizeof *args);
+  }
+  const int64_t needed = tx_cycle_bytes(args);
+  if (needed < 0 || bytes < needed) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_cycle_init: %" PRId64 " bytes for %" PRId64 " parameters in %" PRId64
+                   " buckets; needed: %" PRId64,
+                   bytes, args->n_params, args->n_buckets, needed);
+  }
+  if (args->kind < 0 || args->kind >= N_KINDS || args->world < 1 || args->rank < 0 || args->rank >= args->world ||
+      args->slots < 1 || args->cycle < 0) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_cycle_init: kind %d, rank %d of %d, %" PRId64 " slots, cycle %" PRId64
+                   "; legal: a tx_cycle_kind, 0 <= rank < world, at least one slot, cycle >= 0",
+                   (int)args->kind, (int)args->rank, (int)args->world, args->slots, args->cycle);
+  }
+  const int given = kRows[args->kind].given;
+  if ((args->n_params > 0 && (!args->names || (!given && !args->bucket_of))) ||
+      (args->n_buckets > 0 && ((!given && !args->buffer_of) || (args->kind == TX_CYCLE_UNITS && !args->units)))) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_cycle_init: names, or the plan of kind %d, are NULL",
+                   (int)args->kind);
+  }
+  for (int64_t b = 1; b < args->n_buckets && !given; b++) {
+    if (args->buffer_of[b] < args->buffer_of[b - 1]) {
+      return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_cycle_init: buffer_of[%" PRId64 "] descends", b);
+    }
+  }
+  return TX_OK;
+}
+
+/* Every bucket is a message. */
+static void send_each(tx_cycle *c) {
+  if (c->args.n_buckets > 0) memset(c->ends, 1, (size_t)c->args.n_buckets);
+}
+
+tx_status tx_cycle_init(void *memory, int64_t bytes, const tx_cycle_args *args, tx_cycle **cycle, tx_error *error) {
+  if (!cycle) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_cycle_init: cycle is NULL");
+  TX_FORWARD(check_args(memory, bytes, args, error));
+  const int64_t n = args->n_params, buckets = args->n_buckets;
+  tx_cycle *c = memory;
+  memset(c, 0, (size_t)tx_cycle_bytes(args));
+  int64_t *words = (int64_t *)(c + 1);
+  c->row = &kRows[args->kind];
+  c->args = *args;
+  c->order = words;
+  c->units = words + n;
+  c->buffer_of = words + n + buckets;
+  void *tracker = words + n + 2 * buckets;
+  c->slots = (int32_t *)((char *)tracker + tx_tracker_bytes(n, buckets));
+  c->ends = (uint8_t *)(c->slots + ring_of(args));
+  c->state = c->ends + buckets;
+  c->already = c->state + n;
+  c->broken = c->already + n;
+  c->nonfinite = c->broken + n;
+  c->anywhere = c->nonfinite + n;
+  c->left = c->anywhere + n;
+  c->number = args->cycle;
+  c->may_reorder = args->reorder && !c->row->given;
+  c->given = c->checking = -1;
+  send_each(c);
+  if (!c->row->given) {
+    if (buckets > 0) memcpy(c->buffer_of, args->buffer_of, (size_t)buckets * sizeof *c->buffer_of);
+    TX_FORWARD(tx_tracker_init(tracker, tx_tracker_bytes(n, buckets), n, args->bucket_of, buckets, &c->tracker, error));
+  }
+  *cycle = c;
+  return TX_OK;
+}
+
+tx_status tx_cycle_rebuild(void *memory, int64_t bytes, const tx_cycle_args *args, const tx_cycle *from,
+                           tx_cycle **cycle, tx_error *error) {
+  if (!from || !args || from->phase != TX_PHASE_CLOSING || from->step != TX_STEP_ORDER ||
+      args->n_params != from->args.n_params || args->kind != from->args.kind) {
+    return tx_fail(error, TX_ERROR_BAD_STATE,
+                   "tx_cycle_rebuild: legal while TX_DO_ORDER is to be done, for as many parameters of the same kind");
+  }
+  TX_FORWARD(tx_cycle_init(memory, bytes, args, cycle, error));
+  tx_cycle *c = *cycle;
+  const size_t n = (size_t)args->n_params;
+  c->number = from->number;
+  c->n_steps = from->n_steps;
+  c->phase = TX_PHASE_CLOSING;
+  c->step = TX_STEP_SEND;
+  c->may_reorder = 0;
+  c->steps_in_backward = from->steps_in_backward;
+  if (n > 0) {
+    memcpy(c->state, from->state, n);
+    memcpy(c->already, from->already, n);
+    memcpy(c->broken, from->broken, n);
+    memcpy(c->nonfinite, from->nonfinite, n);
+    memcpy(c->order, from->order, n * sizeof *c->order);
+  }
+  tx_tracker_finish(c->tracker);
+  return TX_OK;
+}
+
+/* -- events ------------------------------------------------------------------------------------------------------- */
+
+static int has_failed(const tx_cycle *c) {
+  return c->failure[0] != '\0';
+}
+
+static int is_param(const tx_cycle *c, int64_t i) {
+  return i >= 0 && i < c->args.n_params;
+}
+
+tx_cycle_answer tx_cycle_begin(tx_cycle *c, int32_t sync, int32_t steps) {
+  if (has_failed(c)) return tx_cycle_refuse(c, "gradients cannot be reduced any more: %s", c->failure);
+  if (c->phase != TX_PHASE_IDLE) return tx_cycle_refuse(c, "a backward begins in another that has not ended");
+  c->phase = sync || c->row->every_backward ? TX_PHASE_REDUCING : TX_PHASE_ACCUMULATING;
+  c->steps_in_backward = steps && c->phase == TX_PHASE_REDUCING && !c->may_reorder;
+  c->current.kind = TX_DO_NOTHING;
+  c->complete = c->sent = c->n_given = c->n_messages = c->n_answered = c->slots_taken = 0;
+  c->given = c->checking = -1;
+  c->reported = c->held_back = c->is_last = 0;
+  c->verdict[0] = '\0';
+  if (c->tracker) tx_tracker_reset(c->tracker);
+  return 0;
+}
+
+/* What is to be done with `.grad`, of which an earlier reduction left `reduced`, before it counts in the next sum. */
+static int32_t prepare(const tx_cycle *c, int reduced, int32_t grad) {
+  if (!c->row->in_grad) return 0;
+  if (!c->row->sharded) return reduced && c->args.scales_sums ? TX_PREPARE_MULTIPLY : 0;
+  if (grad != TX_GRAD_IN_PLACE) return TX_PREPARE_FORGET; /* an assigned tensor is the whole gradient */
+  return reduced ? TX_PREPARE_SET_ASIDE : 0;
+}
+
+/* Whether `.grad` is what an earlier reduction left; from here on it counts as this rank's. */
+static int take_reduced(tx_cycle *c, int64_t i, int32_t grad) {
+  const int reduced = c->already[i] && c->row->in_grad && grad == TX_GRAD_IN_PLACE;
+  c->already[i] = 0;
+  return reduced;
+}
+
+int32_t tx_cycle_accumulate(tx_cycle *c, int64_t i, int32_t grad) {
+  if (!is_param(c, i)) return 0;
+  return prepare(c, grad != TX_GRAD_NONE && take_reduced(c, i, grad), grad);
+}
+
+tx_cycle_answer tx_cycle_ready(tx_cycle *c, int64_t i) {
+  if (!is_param(c, i)) {
+    return tx_cycle_refuse(c, "parameter %" PRId64 " is ready; legal: 0 ... %" PRId64, i, c->args.n_params - 1);
+  }
+  int completes = 0;
+  if (c->phase == TX_PHASE_REDUCING) {
+    if (!c->row->given && (completes = tx_tracker_mark(c->tracker, i)) < 0) {
+      return tx_cycle_refuse(c, "the gradient of parameter '%s' was ready twice in one backward", c->args.names[i]);
+    }
+  } else if (c->phase != TX_PHASE_ACCUMULATING) {
+    return tx_cycle_refuse(c, "the gradient of parameter '%s' is ready after the end of backward", c->args.names[i]);
+  }
+  c->state[i] = TX_STATE_READY;
+  c->already[i] = 0;
+  return completes && !c->may_reorder;
+}
+
+tx_cycle_answer tx_cycle_given(tx_cycle *c, int64_t bucket, int64_t numel, int32_t message, int32_t last) {
+  if (!c->row->given) return tx_cycle_refuse(c, "gradients are handed over, but buckets are planned");
+  if (bucket < 0 || bucket >= c->args.n_buckets) {
+    return tx_cycle_refuse(c, "bucket %" PRId64 " is handed over; legal: 0 ... %" PRId64, bucket,
+                           c->args.n_buckets - 1);
+  }
+  if (c->phase != TX_PHASE_REDUCING || c->given >= 0 || c->is_last) {
+    return tx_cycle_refuse(c, "gradients are handed over %s",
+                           c->given >= 0 ? "before the last ones were sent" : "when no backward runs");
+  }
+  c->n_given++;
+  c->units[bucket] += TX_CYCLE_CALL + numel;
+  c->is_last = last;
+  if (message) {
+    c->given = bucket;
+    if (c->args.check_for_nan && !c->row->tells_states) c->checking = bucket;
+  }
+  return 1;
+}
+
+tx_cycle_answer tx_cycle_end(tx_cycle *c) {
+  if (c->phase == TX_PHASE_ACCUMULATING || (c->row->given && c->phase == TX_PHASE_REDUCING && c->n_given == 0)) {
+    c->phase = TX_PHASE_IDLE; /* the second: a backward to inputs only */
+    return 0;
+  }
+  if (c->phase != TX_PHASE_REDUCING) return tx_cycle_refuse(c, "a backward ends that has not begun");
+  c->phase = TX_PHASE_CLOSING;
+  c->step = c->row->given ? TX_STEP_SEND : TX_STEP_INSPECT;
+  c->cursor = 0;
+  return 1;
+}
+
+int32_t tx_cycle_missing(tx_cycle *c, int64_t i, int32_t grad, int32_t requires_grad) {
+  if (!is_param(c, i)) return 0;
+  const int held = grad != TX_GRAD_NONE, reduced = take_reduced(c, i, grad);
+  if (!held && !c->row->every_backward) c->state[i] = TX_STATE_MISSING; /* an earlier one of this cycle was dropped */
+  if (!c->state[i] && !requires_grad) c->state[i] = TX_STATE_FROZEN;
+  if (held) c->state[i] |= reduced ? TX_STATE_REDUCED : TX_STATE_HELD;
+  if (!c->row->in_grad) return held ? TX_PREPARE_TAKE : 0;
+  if (!held) return TX_PREPARE_ZERO | (c->row->sharded ? TX_PREPARE_FORGET : 0);
+  return (reduced && !c->row->sharded ? TX_PREPARE_COPY : 0) | prepare(c, reduced, grad) | TX_PREPARE_TAKE;
+}
+
+void tx_cycle_fail(tx_cycle *c, const char *text) {
+  if (!has_failed(c)) (void)snprintf(c->failure, sizeof c->failure, "%s", text && text[0] ? text : "an error");
+}
+
+/* A backward that ends in an error cannot be undone where its first buckets were stepped. */
+static void notice_partly_stepped(tx_cycle *c) {
+  if (!c->steps_in_backward || c->n_messages == 0 || has_failed(c)) return;
+  tx_cycle_fail(c, kPartlyStepped);
+  c->partly_stepped = 1;
+}
+
+void tx_cycle_died(tx_cycle *c, const uint8_t *modified) {
+  c->current.kind = TX_DO_NOTHING;
+  if (c->phase == TX_PHASE_RECOVERING) return;
+  if (c->phase == TX_PHASE_CLOSING && c->step >= TX_STEP_INSTALL) {
+    /* All sums are there: they are installed. What the others were told this rank learns before it steps. */
+    if (c->verdict[0]) notice_partly_stepped(c);
+    c->verdict[0] = '\0';
+    return;
+  }
+  for (int64_t i = 0; modified && i < c->args.n_params; i++) {
+    if (modified[i]) c->state[i] = TX_STATE_READY;
+  }
+  c->phase = c->phase >= TX_PHASE_REDUCING ? TX_PHASE_RECOVERING : TX_PHASE_IDLE;
+}
+
+void tx_cycle_broken(tx_cycle *c, const uint8_t *params) {
+  for (int64_t i = 0; i < c->args.n_params; i++)
+    c->broken[i] |= params[i];
+}
+
+void tx_cycle_zero(tx_cycle *c, const int64_t *params, int64_t n) {
+  for (int64_t k = 0; k < n; k++) {
+    if (is_param(c, params[k])) c->state[params[k]] = c->broken[params[k]] = c->nonfinite[params[k]] = 0;
+  }
+}
+
+tx_cycle_answer tx_cycle_check_step(tx_cycle *c, const uint8_t *grads) {
+  if (has_failed(c)) return tx_cycle_refuse(c, "step() after an exchange that failed: %s", c->failure);
+  int64_t unreduced = -1;
+  int broken = 0, nonfinite = 0;
+  for (int64_t i = c->args.n_params; i-- > 0;) {
+    broken |= c->broken[i];
+    nonfinite |= c->nonfinite[i];
+    if (grads && grads[i] && (c->state[i] || c->row->every_backward)) unreduced = i;
+  }
+  if (broken) {
+    return tx_cycle_refuse(c,
+                           "step() after a backward that raised when some of its sums were added already: call "
+                           "zero_grad() and repeat the micro-batches");
+  }
+  if (nonfinite) {
+    char names[TX_CYCLE_TEXT / 2];
+    tx_text text = tx_text_in(names, sizeof names);
+    tx_cycle_add_names(&text, c, c->nonfinite);
+    return tx_cycle_refuse(c,
+                           "step() with gradients that have NaN or Inf (%s and perhaps others), as backward said "
+                           "(check_for_nan_in_grad): call zero_grad() first",
+                           names);
+  }
+  if (unreduced >= 0) {
+    return tx_cycle_refuse(
+        c,
+        "step() with gradients that no rank has reduced (parameter '%s' and perhaps others): the last backward ran "
+        "under "
+        "no_sync(), or raised, or `.grad` was assigned where gradients are sharded. Leave no_sync() for the last "
+        "micro-batch, or call zero_grad() to drop them.",
+        c->args.names[unreduced]);
+  }
+  c->n_steps++;
+  return 0;
+}
+
+/* -- actions ------------------------------------------------------------------------------------------------------ */
+
+static int32_t hand_out(tx_cycle *c, int32_t kind, int64_t first) {
+  c->current = (tx_cycle_action){.kind = kind, .first = first};
+  return kind;
+}
+
+static int32_t wait_for_oldest(tx_cycle *c, int32_t flags) {
+  c->current = (tx_cycle_action){.kind = TX_DO_WAIT, .message = c->n_answered, .flags = flags};
+  return TX_DO_WAIT;
+}
+
+/* Of the slots: joined buckets need more memory. */
+static int64_t slots_of(const tx_cycle *c, int64_t first, int64_t end) {
+  const int64_t all = c->args.slots, n = c->args.n_buckets;
+  if (c->row->given || end - first == 1) return 1;
+  const int whole = (first == 0 || c->buffer_of[first - 1] != c->buffer_of[first]) &&
+                    (end == n || c->buffer_of[end] != c->buffer_of[first]);
+  return whole ? all : all / 2 > 0 ? all / 2 : 1;
+}
+
+static int32_t send(tx_cycle *c, int64_t first, int64_t end) {
+  const int64_t slots = slots_of(c, first, end);
+  if (c->row->bounded && c->n_answered < c->n_messages && c->slots_taken + slots > c->args.slots) {
+    return wait_for_oldest(c, 0);
+  }
+  c->slots[c->n_messages % ring_of(&c->args)] = (int32_t)slots;
+  c->slots_taken += slots;
+  c->current = (tx_cycle_action){.kind = TX_DO_SEND,
+                                 .first = first,
+                                 .end = end,
+                                 .message = c->n_messages++,
+                                 .flags = c->steps_in_backward ? TX_SEND_STEP : 0};
+  if (c->row->given) {
+    c->given = -1;
+  } else {
+    c->sent = end;
+  }
+  return TX_DO_SEND;
+}
+
+/* What was handed over, or the buckets that are complete. */
+static int32_t next_of_sending(tx_cycle *c) {
+  if (c->checking >= 0) return hand_out(c, TX_DO_CHECK, c->checking);
+  if (c->row->given) return c->given < 0 ? TX_DO_NOTHING : send(c, c->given, c->given + 1);
+  for (;;) {
+    if (c->complete > c->sent && c->ends[c->complete - 1]) return send(c, c->sent, c->complete);
+    const int64_t bucket = tx_tracker_next(c->tracker);
+    if (bucket < 0) return TX_DO_NOTHING;
+    c->complete = bucket + 1;
+    if (c->args.check_for_nan || c->args.times) return hand_out(c, TX_DO_CHECK, c->checking = bucket);
+  }
+}
+
+static int32_t next_of_inspecting(tx_cycle *c) {
+  for (; c->cursor < c->args.n_params; c->cursor++) {
+    if (!tx_tracker_is_ready(c->tracker, c->cursor)) return hand_out(c, TX_DO_INSPECT, c->cursor);
+  }
+  tx_tracker_finish(c->tracker);
+  memcpy(c->order, tx_tracker_order(c->tracker), (size_t)c->args.n_params * sizeof *c->order);
+  return TX_DO_NOTHING;
+}
+
+/* The sums are there, or worth nothing: the next backward is another cycle. */
+static void end_cycle(tx_cycle *c) {
+  const size_t n = (size_t)c->args.n_params;
+  c->number++;
+  if (n > 0) memset(c->state, 0, n);
+  if (n > 0) memset(c->already, 1, n);
+  if (c->args.n_buckets > 0) memset(c->units, 0, (size_t)c->args.n_buckets * sizeof *c->units);
+}
+
+static int32_t raise_verdict(tx_cycle *c) {
+  c->phase = TX_PHASE_IDLE;
+  if (!c->verdict[0]) return TX_DO_NOTHING;
+  notice_partly_stepped(c);
+  c->current = (tx_cycle_action){.kind = TX_DO_RAISE, .text = c->verdict};
+  return TX_DO_RAISE;
+}
+
+/* One step of CLOSING; TX_DO_NOTHING where that has nothing (more) to do. */
+static int32_t next_in_step(tx_cycle *c) {
+  const int before_last = c->row->reports == TX_REPORTS_BEFORE_LAST;
+  switch (c->step) {
+    case TX_STEP_INSPECT:
+      return next_of_inspecting(c);
+    case TX_STEP_ORDER:
+      return c->may_reorder ? hand_out(c, TX_DO_ORDER, 0) : TX_DO_NOTHING;
+    case TX_STEP_SEND:
+      return c->verdict[0] ? TX_DO_NOTHING : next_of_sending(c);
+    case TX_STEP_REPORT:
+      return before_last ? TX_DO_NOTHING : hand_out(c, TX_DO_REPORT, 0);
+    case TX_STEP_READ_FIRST:
+      return c->row->reports == TX_REPORTS_FIRST ? hand_out(c, TX_DO_READ, 0) : TX_DO_NOTHING;
+    case TX_STEP_WAIT:
+      if (has_failed(c) && c->verdict[0]) return TX_DO_NOTHING; /* others did not send the same */
+      return c->n_answered < c->n_messages ? wait_for_oldest(c, 0) : TX_DO_NOTHING;
+    case TX_STEP_READ:
+      return c->row->reports == TX_REPORTS_LAST ? hand_out(c, TX_DO_READ, 0) : TX_DO_NOTHING;
+    default:
+      if (c->step == TX_STEP_INSTALL && !(has_failed(c) && c->verdict[0])) return hand_out(c, TX_DO_INSTALL, 0);
+      return TX_DO_NOTHING;
+  }
+}
+
+static int32_t next_of_closing(tx_cycle *c) {
+  for (; c->step < TX_STEP_VERDICT; c->step++) {
+    const int32_t kind = next_in_step(c);
+    if (kind) return kind;
+    if (c->step == TX_STEP_READ) end_cycle(c);
+  }
+  return raise_verdict(c);
+}
+
+/* A hook's reports are exchanged when its last bucket is complete, before it is sent. */
+static int32_t next_of_last(tx_cycle *c) {
+  if (c->checking >= 0) return next_of_sending(c);
+  if (c->args.check_for_nan && !c->reported) return hand_out(c, TX_DO_REPORT, 0);
+  if (c->args.check_for_nan && c->reported == 1) return hand_out(c, TX_DO_READ, 0);
+  c->phase = TX_PHASE_CLOSING;
+  c->step = TX_STEP_SEND;
+  return next_of_closing(c);
+}
+
+static int32_t next_of_recovering(tx_cycle *c) {
+  if (!has_failed(c)) {
+    if (c->n_answered < c->n_messages) return wait_for_oldest(c, TX_WAIT_DISCARD);
+    if (c->reported == 1) return hand_out(c, TX_DO_READ, 0);
+  }
+  const int64_t n = c->args.n_params;
+  if (c->row->every_backward && n > 0) {
+    memset(c->state, 0, (size_t)n);
+    if (c->n_messages > 0 && !c->row->given) memset(c->broken, 1, (size_t)n);
+  }
+  if (c->args.n_buckets > 0) memset(c->units, 0, (size_t)c->args.n_buckets * sizeof *c->units);
+  notice_partly_stepped(c);
+  for (int64_t i = 0; i < n && !c->row->given; i++)
+    c->already[i] |= tx_tracker_bucket(c->tracker, i) < c->sent; /* buckets are sent in ascending order */
+  c->number++;
+  c->verdict[0] = '\0';
+  c->phase = TX_PHASE_IDLE;
+  return hand_out(c, TX_DO_RECOVERED, 0);
+}
+
+int32_t tx_cycle_next(tx_cycle *c, tx_cycle_action *action) {
+  if (c->current.kind == TX_DO_RAISE) c->current.kind = TX_DO_NOTHING;
+  if (c->current.kind == TX_DO_NOTHING) {
+    switch (c->phase) {
+      case TX_PHASE_REDUCING:
+        if (c->is_last) {
+          next_of_last(c);
+        } else if (!c->may_reorder) {
+          next_of_sending(c);
+        }
+        break;
+      case TX_PHASE_CLOSING:
+        next_of_closing(c);
+        break;
+      case TX_PHASE_RECOVERING:
+        next_of_recovering(c);
+        break;
+      default:
+        break;
+    }
+  }
+  *action = c->current;
+  return c->current.kind;
+}
+
+void tx_cycle_done(tx_cycle *c, int32_t answered) {
+  switch (c->current.kind) {
+    case TX_DO_CHECK:
+      c->checking = -1;
+      break;
+    case TX_DO_SEND:
+      if (answered && c->n_answered == c->n_messages - 1) {
+        c->slots_taken -= c->slots[c->n_answered++ % ring_of(&c->args)];
+      }
+      break;
+    case TX_DO_INSPECT:
+      c->cursor++;
+      break;
+    case TX_DO_ORDER:
+      c->may_reorder = 0;
+      break;
+    case TX_DO_REPORT:
+      c->reported = 1;
+      if (c->phase == TX_PHASE_CLOSING) c->step++;
+      break;
+    case TX_DO_WAIT:
+      c->slots_taken -= c->slots[c->n_answered++ % ring_of(&c->args)];
+      break;
+    case TX_DO_READ:
+      c->reported = 2;
+      if (c->phase == TX_PHASE_CLOSING) {
+        if (c->step == TX_STEP_READ) end_cycle(c);
+        c->step++;
+      }
+      break;
+    case TX_DO_INSTALL:
+      c->step++;
+      break;
+    default:
+      break;
+  }
+  c->current.kind = TX_DO_NOTHING;
+}
+
+void tx_cycle_set_messages(tx_cycle *c, const uint8_t *ends) {
+  for (int64_t b = 0; b < c->args.n_buckets; b++) {
+    const int last = b + 1 == c->args.n_buckets || c->row->given || c->buffer_of[b] != c->buffer_of[b + 1];
+    c->ends[b] = ends[b] || last;
+  }
+}
+
+/* -- what it knows ------------------------------------------------------------------------------------------------ */
+
+int32_t tx_cycle_phase_of(const tx_cycle *c) {
+  return c->phase;
+}
+
+int64_t tx_cycle_number(const tx_cycle *c) {
+  return c->number;
+}
+
+int64_t tx_cycle_sent(const tx_cycle *c) {
+  return c->sent;
+}
+
+const char *tx_cycle_failure(const tx_cycle *c) {
+  return has_failed(c) ? c->failure : NULL;
+}
+
+int32_t tx_cycle_partly_stepped(const tx_cycle *c) {
+  return c->partly_stepped;
+}
+
+const char *tx_cycle_refusal(const tx_cycle *c) {
+  return c->refusal;
+}
+
+const uint8_t *tx_cycle_anywhere(const tx_cycle *c) {
+  return c->anywhere;
+}
+
+const uint8_t *tx_cycle_left(const tx_cycle *c) {
+  return c->left;
+}
+
+uint8_t *tx_cycle_nonfinite(tx_cycle *c) {
+  return c->nonfinite;
+}
+
+const int64_t *tx_cycle_order(const tx_cycle *c) {
+  return c->order;
+}
