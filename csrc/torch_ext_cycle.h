@@ -141,8 +141,8 @@ TX_API void tx_cycle_zero(tx_cycle *cycle, const int64_t *params, int64_t n);
 TX_API void tx_cycle_fail(tx_cycle *cycle, const char *text);
 
 /* Before a step reads gradients. grads: [n_params], 1 where a gradient is this rank's own if one was ready since the
- * last reduction (NULL: none is). Returns 0, or -1: the exchange failed, a backward raised when sums had been added,
- * gradients are not finite (tx_cycle_nonfinite), or no rank has reduced them. */
+ * last reduction (NULL: none is). Returns 0, or -1: the exchange failed, a backward has not ended, one raised when sums
+ * had been added, gradients are not finite (tx_cycle_nonfinite), or no rank has reduced them. */
 TX_API tx_cycle_answer tx_cycle_check_step(tx_cycle *cycle, const uint8_t *grads);
 
 /* -- actions: what to do ------------------------------------------------------------------------------------------ */

@@ -300,6 +300,7 @@ void tx_cycle_zero(tx_cycle *c, const int64_t *params, int64_t n) {
 
 tx_cycle_answer tx_cycle_check_step(tx_cycle *c, const uint8_t *grads) {
   if (has_failed(c)) return tx_cycle_refuse(c, "step() after an exchange that failed: %s", c->failure);
+  if (c->phase != TX_PHASE_IDLE) return tx_cycle_refuse(c, "step() during a backward: call it after that");
   int64_t unreduced = -1;
   int broken = 0, nonfinite = 0;
   for (int64_t i = c->args.n_params; i-- > 0;) {

@@ -59,7 +59,7 @@ struct tx_cycle {
   int32_t held_back; /* see tx_cycle_read */
   int32_t is_last;   /* what was given is the last of this backward */
   int64_t number;
-  int64_t n_steps; /* that were legal: ranks that reduce together have stepped equally often */
+  int64_t n_steps;    /* that were legal: ranks that reduce together have stepped equally often */
   int64_t cursor;     /* of TX_STEP_INSPECT */
   int64_t complete;   /* buckets that were checked, if they are */
   int64_t checking;   /* the bucket that is to be checked before, or -1 */

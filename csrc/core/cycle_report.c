@@ -1,9 +1,9 @@
 /* What ranks tell each other at the end of a cycle, and the verdict that every rank draws from it: the same, in the
  * same words.
  *
- * A report: int64 cycle and, in steps of TX_CYCLE_STEP, how often this rank has stepped; int64 position of a parameter with a gradient that is not finite, or -1; the caller's words;
- * of TX_CYCLE_UNITS for each unit the elements that were reduced and, in steps of TX_CYCLE_CALL, how often; and, where
- * the kind tells states, one byte for each parameter. */
+ * A report: int64 cycle and, in steps of TX_CYCLE_STEP, how often this rank has stepped; int64 position of a parameter
+ * with a gradient that is not finite, or -1; the caller's words; of TX_CYCLE_UNITS for each unit the elements that were
+ * reduced and, in steps of TX_CYCLE_CALL, how often; and, where the kind tells states, one byte for each parameter. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -80,8 +80,8 @@ static int64_t word_of(const uint8_t *report, int64_t k) {
 /* -- verdicts: each writes one, if there is one, and returns whether there is ---------------------------------------
  */
 
-/* Whether every rank ends the same cycle, after as many steps. A rank whose loss depended on nothing reduces nothing and
- * reports nothing, so that its next backward would answer the others' last one: its steps tell. */
+/* Whether every rank ends the same cycle, after as many steps. A rank whose loss depended on nothing reduces nothing
+ * and reports nothing, so that its next backward would answer the others' last one: its steps tell. */
 static int judge_places(tx_cycle *c, const uint8_t *const *reports) {
   const int64_t own = place_of(c);
   for (int r = 0; r < c->args.world; r++) {

@@ -26,26 +26,27 @@ void Partition(std::mt19937_64 &random, int n, std::vector<int64_t> *bucket_of, 
 }
 
 bool Reduces(const Spec &spec, const Step &step) {
-  return step.what == Do::kBackward &&
-         (step.sync || spec.kind == TX_CYCLE_OPTIM_GRADS || spec.kind == TX_CYCLE_UNITS ||
-          spec.kind == TX_CYCLE_DDP_HOOK);
+  return step.what == Do::kBackward && (step.sync || spec.kind == TX_CYCLE_OPTIM_GRADS || spec.kind == TX_CYCLE_UNITS ||
+                                        spec.kind == TX_CYCLE_DDP_HOOK);
 }
 
 void AddFaults(std::mt19937_64 &random, Spec *spec) {
   const auto draw = [&](int n) { return static_cast<int>(random() % static_cast<uint64_t>(std::max(n, 1))); };
   const int n = draw(3) + (draw(3) == 0 ? 1 : 0);
   for (int k = 0; k < n; k++) {
-    static const Ill kPlanned[] = {Ill::kRaise,   Ill::kNonfinite, Ill::kUnused,   Ill::kFrozen,  Ill::kSkipped,
-                                   Ill::kInterrupt, Ill::kLost,    Ill::kStalled, Ill::kDropped, Ill::kAssigned,
-                                   Ill::kHeldBack};
-    Ill what = kPlanned[draw(11)];
-    if (spec->kind == TX_CYCLE_DDP_HOOK && (what == Ill::kUnused || what == Ill::kFrozen || what == Ill::kAssigned ||
-                                            what == Ill::kDropped)) {
+    static const Ill kPlanned[] = {Ill::kRaise,   Ill::kNonfinite, Ill::kUnused,   Ill::kFrozen,
+                                   Ill::kSkipped, Ill::kInterrupt, Ill::kLost,     Ill::kStalled,
+                                   Ill::kDropped, Ill::kAssigned,  Ill::kHeldBack, Ill::kRaiseInHook};
+    Ill what = kPlanned[draw(12)];
+    if (spec->kind >= TX_CYCLE_UNITS && what == Ill::kRaiseInHook) what = Ill::kRaise;
+    if (spec->kind == TX_CYCLE_DDP_HOOK &&
+        (what == Ill::kUnused || what == Ill::kFrozen || what == Ill::kAssigned || what == Ill::kDropped)) {
       what = Ill::kRaise;  // DDP itself forbids the others, or hides them from its hook
     }
     Fault fault{what, draw(2) ? -1 : draw(spec->world), draw(static_cast<int>(spec->steps_of_program.size())), 0};
-    fault.at = what == Ill::kInterrupt ? draw(20) : what == Ill::kLost || what == Ill::kStalled ? draw(120)
-                                                                                                : draw(spec->n_params);
+    fault.at = what == Ill::kInterrupt                       ? draw(20)
+               : what == Ill::kLost || what == Ill::kStalled ? draw(120)
+                                                             : draw(spec->n_params);
     if (what == Ill::kLost || what == Ill::kStalled || what == Ill::kHeldBack) fault.rank = draw(spec->world);
     spec->faults.push_back(fault);
   }
@@ -92,8 +93,8 @@ Spec Generate(uint64_t seed) {
 
 std::string Text(const Spec &spec) {
   static const char *const kKinds[] = {"no_shard", "optim", "optim_grads", "units", "ddp_hook"};
-  static const char *const kIlls[] = {"raise",     "nonfinite", "unused",  "frozen",  "skipped", "interrupt",
-                                      "lost",      "stalled",   "dropped", "assigned", "held back"};
+  static const char *const kIlls[] = {"raise", "nonfinite", "unused",  "frozen",   "skipped",   "interrupt",
+                                      "lost",  "stalled",   "dropped", "assigned", "held back", "raise in a hook"};
   std::ostringstream out;
   out << "seed " << spec.seed << ": " << kKinds[spec.kind] << ", " << spec.world << " ranks, buckets of parameters";
   for (int64_t b : spec.bucket_of)
@@ -110,8 +111,8 @@ std::string Text(const Spec &spec) {
                                          : "backward(no_sync)");
   }
   for (const Fault &fault : spec.faults) {
-    out << "\n  " << kIlls[static_cast<int>(fault.what)] << ": rank " << fault.rank << ", step " << fault.step << ", at "
-        << fault.at;
+    out << "\n  " << kIlls[static_cast<int>(fault.what)] << ": rank " << fault.rank << ", step " << fault.step
+        << ", at " << fault.at;
   }
   return out.str();
 }
@@ -122,15 +123,19 @@ struct Wrong {
   std::string what;
 };
 
-// -- network: what was posted under one tag ----------------------------------------------------------------------------
+// -- network: what was posted under one tag
+// ----------------------------------------------------------------------------
 
 struct Exchange {
   int posts = 0;
   int64_t ready_at = 0;  // when the last post arrives
   int64_t first = -1, end = -1;
-  std::vector<int64_t> sums;                   // by parameter
-  std::vector<uint8_t> nonfinite;              // by parameter
-  std::vector<std::vector<uint8_t>> payloads;  // of reports, by rank
+  std::vector<int64_t> own;                         // of the sums, what no earlier one has: each gradient once
+  std::vector<uint8_t> contributed;                 // by parameter: a rank had a gradient
+  int64_t least_steps = INT64_MAX, most_steps = 0;  // of the ranks that posted
+  std::vector<int64_t> sums;                        // by parameter
+  std::vector<uint8_t> nonfinite;                   // by parameter
+  std::vector<std::vector<uint8_t>> payloads;       // of reports, by rank
 };
 
 // A value that is in a rank's gradient memory.
@@ -146,7 +151,12 @@ struct Gradient {
   bool held = false;  // optim_grads, units: a gradient that is not sent yet
   int64_t held_value = 0;
   bool held_nan = false;
-  bool present = false;  // optim_grads, units: the shard has a gradient
+  int64_t own = 0;       // of this rank, in no sum yet
+  int64_t expected = 0;  // all that was in sums since zero_grad()
+  bool has_own = false;
+  bool contributed = false;  // in the last message, by some rank
+  bool was_there = false;    // before that
+  bool present = false;      // optim_grads, units: the shard has a gradient
   int64_t shard = 0;
   bool shard_nan = false;
 };
@@ -197,6 +207,7 @@ class Rank {
   void Prepare(int64_t i, int32_t flags);
   int32_t KindOfGrad(int64_t i) const;
   void Send(const tx_cycle_action &action);
+  bool WasSent(size_t i) const;
   void Apply(Message *message, bool discard);
   void Install();
   void CheckStep();
@@ -230,6 +241,8 @@ class Rank {
   int64_t report_tag_ = 0, order_tag_ = 0;
   std::vector<int64_t> bucket_of_;
   bool has_raised_ = false;
+  int64_t n_steps_ = 0;
+  bool mixes_steps_ = false;
   bool sending_waits_ = false;
   friend class World;
 };
@@ -267,6 +280,7 @@ class World {
           asymmetric |= spec.world > 1;
           break;
         case Ill::kRaise:
+        case Ill::kRaiseInHook:
           asymmetric |= one || OneRankDiffers();
           break;
         case Ill::kSkipped:
@@ -297,14 +311,23 @@ class World {
     return false;
   }
 
+  bool OneRankAssigns() const {
+    for (const Fault &fault : spec.faults) {
+      const bool assigns = fault.what == Ill::kAssigned || fault.what == Ill::kDropped || fault.what == Ill::kSkipped;
+      if (assigns && fault.rank >= 0 && spec.world > 1) return true;
+    }
+    return false;
+  }
+
   const Spec &spec;
   Coverage *coverage;
   std::mt19937_64 random;
   int64_t now = 0;
   std::map<int64_t, Exchange> exchanges;
   std::vector<std::unique_ptr<Rank>> ranks;
-  bool asymmetric = false;    // ranks may part: some may fail, or time out
-  bool group_failed = false;  // connections are closed
+  bool asymmetric = false;                                // ranks may part: some may fail, or time out
+  bool has_raised = false;                                // a backward, on some rank
+  bool group_failed = false;                              // connections are closed
   std::map<int64_t, std::vector<int64_t>> sums_of_cycle;  // what each rank holds after it: the same
   std::map<int64_t, std::vector<uint8_t>> has_sum;
   std::vector<Expected> expected;  // by step, if any rank steps it
@@ -365,7 +388,7 @@ std::vector<Expected> Oracle(const Spec &spec) {
         if (!all) known = false;
         if (!shards) total[i] = 0;
         local[i] = spec.world * 11 * spec.world, has_local[i] = kIsAssigned;
-      } else if (fault.what == Ill::kRaise && step.what == Do::kBackward) {
+      } else if ((fault.what == Ill::kRaise || fault.what == Ill::kRaiseInHook) && step.what == Do::kBackward) {
         known = false;
       }
     }
@@ -521,11 +544,13 @@ void Rank::Accumulate(int i) {
   const bool nan = Suffers(Ill::kNonfinite, i);
   if (spec.kind == TX_CYCLE_UNITS) {
     g.held = true, g.held_value = value, g.held_nan = nan;
+    g.own += value, g.has_own = true;
     return;
   }
   Count(kAccumulate);
   Prepare(i, tx_cycle_accumulate(cycle, i, KindOfGrad(i)));
   if (g.travels) throw Wrong{"a gradient is written while its bucket travels"};
+  g.own += value, g.has_own = true;
   if (!g.there) {
     g.there = true, g.in_place = false, g.assigned = value, g.nan = nan;
   } else if (g.in_place) {
@@ -533,12 +558,13 @@ void Rank::Accumulate(int i) {
   } else {
     g.assigned += value, g.nan |= nan;
   }
-  Prepare(i, TX_PREPARE_TAKE);
+  if (!Suffers(Ill::kRaiseInHook, i)) Prepare(i, TX_PREPARE_TAKE);
 }
 
 void Rank::Throw() {
   dead_ = in_backward_ || at_ == At::kRecovering;
   has_raised_ |= dead_;
+  world->has_raised |= dead_;
   in_backward_ = false;
   waiting = false;
   NextOp();
@@ -589,9 +615,13 @@ void Rank::Send(const tx_cycle_action &action) {
   }
   Exchange *e = nullptr;
   Post(message.tag, &e);
+  e->least_steps = std::min(e->least_steps, n_steps_);
+  e->most_steps = std::max(e->most_steps, n_steps_);
   if (e->first < 0) {
     e->first = action.first, e->end = action.end;
     e->sums.assign(grads.size(), 0);
+    e->own.assign(grads.size(), 0);
+    e->contributed.assign(grads.size(), 0);
     e->nonfinite.assign(grads.size(), 0);
   } else if (e->first != action.first || e->end != action.end) {
     throw Wrong{"ranks send messages of different sizes under one tag"};
@@ -601,6 +631,11 @@ void Rank::Send(const tx_cycle_action &action) {
     Gradient &g = grads[i];
     if (g.travels) throw Wrong{"a gradient is sent twice"};
     message.params.push_back(static_cast<int64_t>(i));
+    e->own[i] += g.own;
+    e->contributed[i] |= g.there || g.held;
+    g.own = 0;
+    g.has_own = false;
+    g.was_there = g.there || g.present;
     if (spec.kind != TX_CYCLE_OPTIM_GRADS && spec.kind != TX_CYCLE_UNITS) {
       e->sums[i] += g.value;
       e->nonfinite[i] |= g.nan;
@@ -623,6 +658,11 @@ void Rank::Apply(Message *message, bool discard) {
     Gradient &g = grads[static_cast<size_t>(p)];
     const int64_t sum = Scaled(spec, e.sums[static_cast<size_t>(p)]);
     const bool nan = e.nonfinite[static_cast<size_t>(p)];
+    const bool added = spec.kind != TX_CYCLE_UNITS || !discard;
+    if (added) g.expected += Scaled(spec, e.own[static_cast<size_t>(p)]);
+    g.contributed = e.contributed[static_cast<size_t>(p)];
+    // A DistributedDataParallel's optimizer does not tell the hook of its steps.
+    mixes_steps_ |= added && e.least_steps != e.most_steps && spec.kind != TX_CYCLE_DDP_HOOK;
     switch (spec.kind) {
       case TX_CYCLE_NO_SHARD:
       case TX_CYCLE_DDP_HOOK:
@@ -640,6 +680,12 @@ void Rank::Apply(Message *message, bool discard) {
         broken_[static_cast<size_t>(p)] = 1;
     }
     g.travels = false;
+    const bool shards = spec.kind == TX_CYCLE_OPTIM_GRADS || spec.kind == TX_CYCLE_UNITS;
+    // What a gradient is worth that one rank alone assigned, dropped, did not zero, or lost, is not defined.
+    const bool defined = !world->OneRankAssigns() && !(world->asymmetric && world->has_raised);
+    if (added && owns(p) && defined && (shards ? g.shard : g.value) != g.expected) {
+      throw Wrong{"a sum is not that of all gradients, each counted once"};
+    }
   }
 }
 
@@ -661,6 +707,7 @@ void Rank::Install() {
         [[fallthrough]];
       case TX_CYCLE_OPTIM:
         if (anywhere[i]) g.there = g.in_place = true;
+        if (g.there != g.contributed) throw Wrong{"ranks do not have the gradients that there are"};
         g.copy.reset();
         g.earlier.reset();
         break;
@@ -668,12 +715,16 @@ void Rank::Install() {
         break;
       default:
         if (anywhere[i]) g.present = true;
-        if (!anywhere[i] && !g.present) g.shard = 0, g.shard_nan = false;
+        if (WasSent(i) && g.present != (g.contributed || g.was_there)) {
+          throw Wrong{"a shard that has no gradient is one"};
+        }
+        if (!anywhere[i] && !g.present) g.shard = g.expected = 0, g.shard_nan = false;
     }
   }
 }
 
-// -- the driver ----------------------------------------------------------------------------------------------------------
+// -- the driver
+// ----------------------------------------------------------------------------------------------------------
 
 // Whether what the action waits for is there. Throws in the name of the program where it never will be.
 bool Rank::Wait(const tx_cycle_action &action) {
@@ -690,7 +741,8 @@ bool Rank::Wait(const tx_cycle_action &action) {
   }
   int64_t tag = action.kind == TX_DO_READ ? report_tag_ : order_tag_;
   if (action.kind == TX_DO_WAIT || action.kind == TX_DO_SEND) {
-    if (action.message >= static_cast<int64_t>(messages_.size())) throw Wrong{"a message is waited for before it is sent"};
+    if (action.message >= static_cast<int64_t>(messages_.size()))
+      throw Wrong{"a message is waited for before it is sent"};
     Message &message = messages_[static_cast<size_t>(action.message)];
     if (message.applied && world->spec.kind != TX_CYCLE_UNITS) {
       waiting = false;
@@ -802,6 +854,7 @@ void Rank::Act(const tx_cycle_action &action) {
       Post(report_tag_, &e);
       e->payloads.resize(static_cast<size_t>(spec.world));
       e->payloads[static_cast<size_t>(rank)] = report;
+      report_posted_ = true;
       tx_cycle_done(cycle, 0);
       break;
     }
@@ -821,6 +874,7 @@ void Rank::Act(const tx_cycle_action &action) {
         rows.push_back(payload.data());
       }
       Count(kRead);
+      report_posted_ = false;
       tx_cycle_read(cycle, rows.data(), scratch.data(), 1, 0);
       tx_cycle_done(cycle, 0);
       break;
@@ -832,6 +886,9 @@ void Rank::Act(const tx_cycle_action &action) {
       break;
     case TX_DO_RAISE:
       world->coverage->verdicts++;
+      if (spec.kind == TX_CYCLE_DDP_HOOK && messages_.size() == spec.buffer_of.size()) {
+        throw Wrong{"the last bucket is sent, although its gradients are not finite"};
+      }
       verdict_of_cycle[Number() - 1] = action.text;
       in_backward_ = false;  // it has ended: nothing is left of it
       std::fill(broken_.begin(), broken_.end(), 0);
@@ -840,9 +897,12 @@ void Rank::Act(const tx_cycle_action &action) {
     case TX_DO_RECOVERED:
       Count(kDied);
       tx_cycle_broken(cycle, broken_.data());
+      if (report_posted_ && !tx_cycle_failure(cycle)) throw Wrong{"a report is never read"};
       for (Gradient &g : grads) {
         if (g.travels && !tx_cycle_failure(cycle)) throw Wrong{"recovered while a gradient travels"};
         g.held = false;
+        const bool shards = spec.kind == TX_CYCLE_OPTIM_GRADS || spec.kind == TX_CYCLE_UNITS;
+        if (shards && !g.there) g.own = 0, g.has_own = false;  // else a hook raised: `.grad` is what torch leaves
       }
       std::fill(broken_.begin(), broken_.end(), 0);
       tx_cycle_done(cycle, 0);
@@ -851,6 +911,12 @@ void Rank::Act(const tx_cycle_action &action) {
       throw Wrong{"an unknown action"};
   }
   world->coverage->transitions[static_cast<size_t>(phase)][static_cast<size_t>(tx_cycle_phase_of(cycle))]++;
+}
+
+bool Rank::WasSent(size_t i) const {
+  for (const Message &message : messages_)
+    if (bucket_of_[i] >= message.first && bucket_of_[i] < message.end) return true;
+  return false;
 }
 
 // All ranks hold the same sums after a cycle, unless they parted.
@@ -866,10 +932,7 @@ void Rank::CompareSums() {
     const Gradient &g = grads[i];
     if (spec.kind != TX_CYCLE_NO_SHARD && spec.kind != TX_CYCLE_DDP_HOOK) continue;
     if (spec.kind == TX_CYCLE_NO_SHARD && !anywhere[i]) continue;
-    bool was_sent = false;
-    for (const Message &message : messages_)
-      was_sent |= bucket_of_[i] >= message.first && bucket_of_[i] < message.end;
-    if (!was_sent) continue;
+    if (!WasSent(i)) continue;
     if (has[i] && sums[i] != g.value) throw Wrong{"ranks hold different sums of one cycle"};
     has[i] = 1;
     sums[i] = g.value;
@@ -893,11 +956,12 @@ void Rank::ZeroGrad() {
     Gradient &g = grads[i];
     if (g.travels && !tx_cycle_failure(cycle)) throw Wrong{"zero_grad() while a gradient travels"};
     all.push_back(static_cast<int64_t>(i));
-    g.there = g.in_place = g.nan = g.held = g.present = g.shard_nan = false;
-    g.shard = 0;
+    g.there = g.in_place = g.nan = g.held = g.present = g.shard_nan = g.has_own = false;
+    g.shard = g.own = g.expected = 0;
     g.earlier.reset();
     g.copy.reset();
   }
+  mixes_steps_ = false;
   Count(kZero);
   tx_cycle_zero(cycle, all.data(), static_cast<int64_t>(all.size()));
 }
@@ -908,10 +972,15 @@ void Rank::StartOp() {
     if ((fault.rank >= 0 && fault.rank != rank) || fault.step != program[static_cast<size_t>(pc)]) continue;
     Gradient &g = grads[static_cast<size_t>(fault.at) % grads.size()];
     const bool shards = world->spec.kind == TX_CYCLE_OPTIM_GRADS || world->spec.kind == TX_CYCLE_UNITS;
-    if (fault.what == Ill::kDropped && !shards) g.there = g.in_place = g.nan = false;
+    if (fault.what == Ill::kDropped && !shards) {
+      g.there = g.in_place = g.nan = g.has_own = false;
+      g.own = g.expected = 0;
+    }
     if (fault.what == Ill::kAssigned && world->spec.kind != TX_CYCLE_UNITS) {
       g.there = true, g.in_place = false, g.nan = false;
-      g.assigned = world->spec.world * 11;
+      g.assigned = g.own = world->spec.world * 11;
+      if (!shards) g.expected = 0;
+      g.has_own = false;  // it may be stepped as it is
     }
   }
   if (step.what == Do::kZeroGrad) {
@@ -946,6 +1015,11 @@ void Rank::CheckStep() {
   world->coverage->refused_steps += refused;
   if (!refused) {
     world->coverage->steps_taken++;
+    n_steps_++;
+    if (mixes_steps_) throw Wrong{"gradients after different numbers of steps are summed, and stepped"};
+    for (const Gradient &g : grads) {
+      if (g.has_own && spec.kind <= TX_CYCLE_OPTIM) throw Wrong{"a gradient of this rank alone is stepped"};
+    }
     for (size_t i = 0; i < grads.size(); i++) {
       const Gradient &g = grads[i];
       const bool shards = spec.kind == TX_CYCLE_OPTIM_GRADS || spec.kind == TX_CYCLE_UNITS;
@@ -1045,6 +1119,10 @@ bool Rank::NextGradient() {
   const int i = step.order[next_grad_++];
   if (Suffers(Ill::kUnused, i) || IsFrozen(i)) return true;
   Accumulate(i);
+  if (Suffers(Ill::kRaiseInHook, i)) {
+    Throw();
+    return true;
+  }
   Count(kReady);
   if (tx_cycle_ready(cycle, i) < 0) throw Wrong{tx_cycle_refusal(cycle)};
   return true;

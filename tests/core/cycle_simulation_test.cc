@@ -1,0 +1,115 @@
+// Random training programs on worlds of machines, with faults: tests/core/cycle_world.h. A failure prints its program,
+// shrunk; `cycle_simulation_test --gtest_filter=*Seed* SEED` replays one.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <iostream>
+#include <string>
+
+#include "tests/core/cycle_world.h"
+
+using namespace cycle_world;
+
+namespace {
+
+const char *const kPhases[] = {"idle", "accumulating", "reducing", "closing", "recovering"};
+const char *const kEventNames[] = {"begin",   "accumulate", "ready", "given", "end", "missing",
+                                   "recover", "zero",       "fail",  "step",  "read"};
+const char *const kActions[] = {"nothing", "check", "send",    "inspect", "order",    "report",
+                                "wait",    "read",  "install", "raise",   "recovered"};
+
+// [phase][event]: what a program can make happen.
+const bool kLegalEvents[5][kEvents] = {
+    // begin accumulate ready given end missing recover zero fail step read
+    {1, 0, 0, 0, 0, 0, 1, 1, 0, 1, 0},  // idle
+    {0, 1, 1, 0, 1, 0, 1, 0, 0, 0, 0},  // accumulating
+    {0, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1},  // reducing; read: DDP's hook
+    {0, 0, 0, 0, 0, 1, 1, 0, 1, 0, 1},  // closing
+    {0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 1},  // recovering
+};
+const bool kLegalActions[5][11] = {
+    // nothing check send inspect order report wait read install raise recovered
+    {0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1},  // a verdict, or a recovery, ends in idle
+    {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},  //
+    {0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0},  //
+    {0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0},  //
+    {0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0},
+};
+
+template <size_t N>
+void Compare(const char *what, const std::array<std::array<int64_t, N>, 5> &seen, const bool (*legal)[N],
+             const char *const *names) {
+  for (size_t phase = 0; phase < 5; phase++) {
+    for (size_t k = 0; k < N; k++) {
+      std::cout << (k ? "" : std::string(what) + " in " + kPhases[phase] + ":");
+      if (seen[phase][k]) std::cout << ' ' << names[k] << ' ' << seen[phase][k];
+      EXPECT_EQ(seen[phase][k] > 0, legal[phase][k]) << what << ' ' << names[k] << " in " << kPhases[phase];
+    }
+    std::cout << '\n';
+  }
+}
+
+void RunOne(uint64_t seed, Coverage *coverage) {
+  const Spec spec = Generate(seed);
+  const std::string wrong = Run(spec, coverage);
+  if (wrong.empty()) return;
+  const Spec smaller = Shrink(spec);
+  Coverage ignored;
+  ADD_FAILURE() << wrong << "\n" << Text(spec) << "\nshrunk: " << Run(smaller, &ignored) << "\n" << Text(smaller);
+}
+
+#ifdef __SANITIZE_ADDRESS__
+constexpr uint64_t kPrograms = 6000;
+#else
+constexpr uint64_t kPrograms = 100000;
+#endif
+
+TEST(CycleSimulation, ProgramsOfFixedSeedsAndOfFreshOnes) {
+  Coverage coverage;
+  const auto fresh = static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count()) >> 10;
+  for (uint64_t k = 0; k < kPrograms && !HasFailure(); k++) {
+    RunOne(k, &coverage);
+    if (k % 4 == 0) RunOne(fresh + k, &coverage);
+  }
+  std::cout << coverage.programs << " programs: " << coverage.steps_taken << " steps, " << coverage.refused_steps
+            << " refused; " << coverage.verdicts << " verdicts, " << coverage.failures << " failures; "
+            << coverage.cycles_compared << " cycles compared between ranks, " << coverage.sums_compared
+            << " sums with the oracle\n";
+  Compare("events", coverage.events, kLegalEvents, kEventNames);
+  Compare("actions", coverage.actions, kLegalActions, kActions);
+  EXPECT_GT(coverage.verdicts, 0);
+  EXPECT_GT(coverage.refused_steps, 0);
+  EXPECT_GT(coverage.sums_compared, static_cast<int64_t>(kPrograms));
+}
+
+// Every kind in one large world: messages and reports between all ranks.
+TEST(CycleSimulation, LargeWorlds) {
+#ifdef __SANITIZE_ADDRESS__
+  const int world = 64;
+#else
+  const int world = 1024;
+#endif
+  for (int kind = 0; kind < 5; kind++) {
+    Spec spec;
+    spec.seed = static_cast<uint64_t>(kind) + 5;
+    spec.kind = kind;
+    spec.world = world;
+    spec.n_params = 4;
+    spec.bucket_of = {1, 1, 0, 0};
+    spec.buffer_of = {0, 0};
+    spec.ends = {1, 1};
+    spec.slots = kind == TX_CYCLE_UNITS ? 2 : 4;
+    spec.reorder = kind < TX_CYCLE_OPTIM_GRADS;
+    for (int cycle = 0; cycle < 2; cycle++) {
+      spec.steps_of_program.push_back({Do::kBackward, true, {3, 2, 1, 0}});
+      spec.steps_of_program.push_back({Do::kStep, false, {}});
+    }
+    if (kind != TX_CYCLE_DDP_HOOK) spec.faults = {{Ill::kUnused, -1, 0, 1}};
+    Coverage coverage;
+    EXPECT_EQ(cycle_world::Run(spec, &coverage), "") << Text(spec);
+    EXPECT_EQ(coverage.steps_taken, 2 * world);
+  }
+}
+
+}  // namespace
