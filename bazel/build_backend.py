@@ -19,7 +19,7 @@ from typing import Any
 import core_metadata
 import make_wheel
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
 
 NO_BAZEL = """\
 torch_ext is built by Bazel, which is not on the PATH. Install it and a C compiler:
@@ -30,7 +30,7 @@ or install a wheel, which needs neither."""
 # What a source distribution holds: these files and, without what tools leave behind, these folders.
 FILES = [
     *(".bazelignore", ".bazelrc", ".clang-format", "BUILD", "CHANGELOG.md", "LICENSE", "README.md", "WORKSPACE"),
-    *("pyproject.toml", "requirements.txt"),
+    *("pyproject.toml", "requirements.in", "requirements.txt"),
 ]
 FOLDERS = ["bazel", "csrc", "cuda", "docs", "examples", "tests", "torch_ext"]
 LEFT_BEHIND = ("__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache")
@@ -94,7 +94,9 @@ def _sources() -> Iterator[pathlib.Path]:
         yield ROOT / file
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.is_file() and not any(part in LEFT_BEHIND or part.startswith("bazel-") for part in path.parts):
+            parts = path.relative_to(ROOT).parts
+            made = any(part in LEFT_BEHIND or part.startswith("bazel-") for part in parts)
+            if path.is_file() and not made and path.suffix not in (".pyc", ".so"):
                 yield path
 
 
