@@ -47,9 +47,8 @@ def test_holds_the_package_and_the_libraries(wheel: pathlib.Path) -> None:
         names = {name for name in archive.namelist() if name.startswith("torch_ext/")}
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "torch_ext").rglob("*.py*") if path.suffix != ".pyc"}
     libraries = {"torch_ext/libtorch_ext.so"}
-    if any(
-        (ROOT / folder / "cuda/libtorch_ext_cuda.so").exists() for folder in ("", "bazel-bin")
-    ):  # built where there is a CUDA toolkit
+    folders = (ROOT, ROOT / "bazel-bin")  # where Bazel runs it, by hand
+    if any((folder / "cuda/libtorch_ext_cuda.so").exists() for folder in folders):  # where there is a CUDA toolkit
         libraries.add("torch_ext/libtorch_ext_cuda.so")
     assert "torch_ext/py.typed" in package and names == package | libraries
 
