@@ -45,12 +45,13 @@ def test_is_for_every_python_and_torch(wheel: pathlib.Path) -> None:
 def test_holds_the_package_and_the_libraries(wheel: pathlib.Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if name.startswith("torch_ext/")}
-    package = {str(path.relative_to(ROOT)) for path in (ROOT / "torch_ext").rglob("*.py*") if path.suffix != ".pyc"}
+    found = [path for pattern in ("*.py", "*.pyi", "py.typed") for path in (ROOT / "torch_ext").rglob(pattern)]
+    package = {str(path.relative_to(ROOT)) for path in found}
     libraries = {"torch_ext/libtorch_ext.so"}
     folders = (ROOT, ROOT / "bazel-bin")  # where Bazel runs it, by hand
     if any((folder / "cuda/libtorch_ext_cuda.so").exists() for folder in folders):  # where there is a CUDA toolkit
         libraries.add("torch_ext/libtorch_ext_cuda.so")
-    assert "torch_ext/py.typed" in package and names == package | libraries
+    assert {"torch_ext/py.typed", "torch_ext/__init__.pyi"} < names == package | libraries
 
 
 def test_installs_and_steps_from_an_empty_folder(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
