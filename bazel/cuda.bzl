@@ -1,7 +1,8 @@
 """Finds the CUDA toolkit: @cuda_toolkit//:found.bzl says whether it is there, and where it is, @cuda_toolkit//:nvcc and
 @cuda_toolkit//:cudart are its compiler and its runtime as a static library.
 
-Everything else builds without it; tests/run.sh says so.
+Everything else builds without it; tests/run.sh says so. TORCH_EXT_CUDA=0 in the environment leaves it out where it is
+there, TORCH_EXT_CUDA=1 makes it an error that it is not.
 """
 
 # nvcc looks for its parts beside itself, so it is called where it lies. It names temporary files after its process, which
@@ -26,6 +27,9 @@ cc_library(
 """
 
 def _cuda_toolkit_impl(ctx):
+    wanted = ctx.os.environ.get("TORCH_EXT_CUDA", "")
+    if wanted not in ["", "0", "1"]:
+        fail("TORCH_EXT_CUDA is %r; 0 (no CUDA library), 1 (needed) and nothing (where nvcc is found) are legal" % wanted)
     home = ctx.os.environ.get("CUDA_HOME", "/usr/local/cuda")
     nvcc = ctx.path(home + "/bin/nvcc")
     if not nvcc.exists:
@@ -37,7 +41,11 @@ def _cuda_toolkit_impl(ctx):
             candidate = nvcc.dirname.dirname.get_child(folder).get_child("libcudart_static.a")
             if candidate.exists and not runtime:
                 runtime = candidate
-    found = bool(nvcc and runtime)
+    if wanted == "1" and not (nvcc and runtime):
+        fail("TORCH_EXT_CUDA=1, but %s: install the CUDA toolkit or set CUDA_HOME" % (
+            "nvcc has no libcudart_static.a beside it" if nvcc else "nvcc was not found"
+        ))
+    found = bool(nvcc and runtime) and wanted != "0"
     ctx.file("WORKSPACE", "workspace(name = %r)\n" % ctx.name)
     ctx.file("found.bzl", '"""Whether there is a CUDA toolkit."""\n\nCUDA_FOUND = %s\n' % found)
     ctx.file("BUILD", _BUILD if found else "")
@@ -47,6 +55,6 @@ def _cuda_toolkit_impl(ctx):
 
 cuda_toolkit = repository_rule(
     implementation = _cuda_toolkit_impl,
-    environ = ["CUDA_HOME", "PATH"],
+    environ = ["CUDA_HOME", "PATH", "TORCH_EXT_CUDA"],
     local = True,
 )

@@ -4,24 +4,10 @@ import argparse
 import base64
 import hashlib
 import os
-import re
 import stat
-import sys
 import zipfile
 
-METADATA = """\
-Metadata-Version: 2.1
-Name: torch_ext
-Version: {version}
-Summary: Mixed-precision optimizer steps and gradient buckets for PyTorch, in C
-Author: torch_ext authors
-License: BSD-3-Clause
-License-File: LICENSE
-Requires-Python: >=3.10
-Requires-Dist: torch>=2.10
-Description-Content-Type: text/markdown
-
-{readme}"""
+import core_metadata
 
 WHEEL = """\
 Wheel-Version: 1.0
@@ -29,12 +15,6 @@ Generator: torch_ext
 Root-Is-Purelib: false
 Tag: {tag}
 """
-
-
-def header_version(header: str) -> str:
-    """major.minor.patch, as the header's TX_VERSION_* say."""
-    parts = dict(re.findall(r"#define TX_VERSION_(MAJOR|MINOR|PATCH) (\d+)", header))
-    return ".".join(parts[part] for part in ("MAJOR", "MINOR", "PATCH"))
 
 
 def record_line(path: str, data: bytes) -> str:
@@ -47,7 +27,7 @@ def add(archive: zipfile.ZipFile, path: str, data: bytes) -> None:
     info = zipfile.ZipInfo(path, date_time=(1980, 1, 1, 0, 0, 0))
     info.external_attr = (stat.S_IFREG | (0o755 if path.endswith(".so") else 0o644)) << 16
     info.compress_type = zipfile.ZIP_DEFLATED
-    archive.writestr(info, data)
+    archive.writestr(info, data, compresslevel=9)
 
 
 def read(path: str) -> bytes:
@@ -55,34 +35,40 @@ def read(path: str) -> bytes:
         return file.read()
 
 
+def write(path: str, contents: dict[str, bytes], version: str, metadata: str, licence: bytes) -> None:
+    """The wheel at `path`, torch_ext-VERSION-TAG.whl, with these files beside what every wheel has."""
+    name, tag = os.path.basename(path).removesuffix(".whl").split("-", 2)[::2]
+    info = f"{name}-{version}.dist-info"
+    files = contents | {
+        f"{info}/licenses/LICENSE": licence,
+        f"{info}/METADATA": metadata.encode(),
+        f"{info}/WHEEL": WHEEL.format(tag=tag).encode(),
+    }
+    record = f"{info}/RECORD"
+    lines = [record_line(file, data) for file, data in files.items()]
+    files[record] = ("".join(lines) + f"{record},,\n").encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, data in files.items():
+            add(archive, file, data)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, help="torch_ext-VERSION-TAG.whl")
-    parser.add_argument("--version", required=True)
-    parser.add_argument("--header", required=True, help="torch_ext.h, whose version has to be the same")
+    parser.add_argument("--pyproject", required=True)
+    parser.add_argument("--header", required=True, help="torch_ext.h, which has the version")
     parser.add_argument("--license", required=True)
     parser.add_argument("--readme", required=True)
-    parser.add_argument("--library", required=True, action="append", help="once for each")
-    parser.add_argument("files", nargs="+", help="torch_ext/**")
+    parser.add_argument("--libraries", required=True, nargs="+")
+    parser.add_argument("--files", required=True, nargs="+", help="torch_ext/**")
     args = parser.parse_args()
 
-    if (in_header := header_version(read(args.header).decode())) != args.version:
-        sys.exit(f"the BUILD file says version {args.version}, {args.header} says {in_header}")
-
-    tag = os.path.basename(args.out).removesuffix(".whl").split("-", 2)[2]
-    info = f"torch_ext-{args.version}.dist-info"
+    version = core_metadata.header_version(read(args.header).decode())
+    project = core_metadata.project(read(args.pyproject).decode())
+    metadata = core_metadata.text(project, version, read(args.readme).decode())
     contents = {path[path.rindex("torch_ext/", 0, path.rindex("/") + 1) :]: read(path) for path in args.files}
-    contents |= {f"torch_ext/{os.path.basename(path)}": read(path) for path in args.library}
-    contents[f"{info}/LICENSE"] = read(args.license)
-    contents[f"{info}/METADATA"] = METADATA.format(version=args.version, readme=read(args.readme).decode()).encode()
-    contents[f"{info}/WHEEL"] = WHEEL.format(tag=tag).encode()
-    record = f"{info}/RECORD"
-    lines = [record_line(path, data) for path, data in contents.items()]
-    contents[record] = ("".join(lines) + f"{record},,\n").encode()
-
-    with zipfile.ZipFile(args.out, "w") as archive:
-        for path, data in contents.items():
-            add(archive, path, data)
+    contents |= {f"torch_ext/{os.path.basename(path)}": read(path) for path in args.libraries}
+    write(args.out, contents, version, metadata, read(args.license))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ load("//bazel:cuda.bzl", "cuda_toolkit")
 load("//bazel:nccl.bzl", "nccl")
 load("//bazel:python.bzl", "python_with_torch")
 load("//bazel:system.bzl", "system_repository", "text_repository")
+load("//bazel:version.bzl", "torch_ext_version")
 
 _GOOGLETEST_BUILD = """
 cc_library(
@@ -22,44 +23,58 @@ cc_library(
 )
 """
 
-def torch_ext_repositories():
-    # Bazel's own tools load rules_cc and a coverage target even where nobody uses them. Debian's rules_cc is too new
-    # for Debian's Bazel, so a few lines stand in for both; the native rules do the work.
+def _native_rules(name, folder, rules, providers = []):
+    """@name//folder:defs.bzl with Bazel's native rules and providers of these names."""
+
+    # A file can't export a built-in name under its own name: a second one hands it on.
+    lines = ['load("//%s:native.bzl", _%s = "Native%s")' % (folder, each, each) for each in providers]
+    lines += ["%s = _%s" % (each, each) for each in providers]
+    lines += ["%s = native.%s" % (each, each) for each in rules]
     text_repository(
-        name = "rules_cc",
+        name = name,
         files = {
             "BUILD": "",
-            "cc/BUILD": "",
-            "cc/defs.bzl": "\n".join(
-                ["%s = native.%s" % (rule, rule) for rule in [
-                    "cc_binary",
-                    "cc_import",
-                    "cc_library",
-                    "cc_proto_library",
-                    "cc_test",
-                    "cc_toolchain",
-                    "cc_toolchain_suite",
-                    "fdo_prefetch_hints",
-                    "fdo_profile",
-                    "objc_import",
-                    "objc_library",
-                ]],
-            ),
+            folder + "/BUILD": "",
+            folder + "/defs.bzl": "\n".join(lines),
+            folder + "/native.bzl": "\n".join(["Native%s = %s" % (each, each) for each in providers]),
         },
     )
+
+def torch_ext_repositories():
+    # Bazel's own tools load these rules, and a coverage target, even where nobody uses them. What is packaged or
+    # published of them is too new or too old for one Bazel or another: a few lines stand in, the native rules do the work.
+    _native_rules("rules_cc", "cc", [
+        "cc_binary",
+        "cc_import",
+        "cc_library",
+        "cc_proto_library",
+        "cc_test",
+        "cc_toolchain",
+        "cc_toolchain_suite",
+        "fdo_prefetch_hints",
+        "fdo_profile",
+        "objc_import",
+        "objc_library",
+    ])
+    _native_rules("rules_java", "java", [
+        "java_binary",
+        "java_import",
+        "java_library",
+        "java_lite_proto_library",
+        "java_package_configuration",
+        "java_plugin",
+        "java_proto_library",
+        "java_runtime",
+        "java_test",
+        "java_toolchain",
+    ])
+    _native_rules("rules_proto", "proto", [
+        "proto_lang_toolchain",
+        "proto_library",
+    ], providers = ["ProtoInfo"])
     text_repository(
         name = "remote_coverage_tools",
         files = {"BUILD": "filegroup(name = 'coverage_report_generator', visibility = ['//visibility:public'])"},
-    )
-    system_repository(
-        name = "rules_java",
-        package = "bazel-rules-java",
-        path = "/usr/share/bazel/rules/java",
-    )
-    system_repository(
-        name = "rules_proto",
-        package = "bazel-rules-proto",
-        path = "/usr/share/bazel/rules/proto",
     )
     system_repository(
         name = "googletest",
@@ -70,4 +85,5 @@ def torch_ext_repositories():
     cuda_toolkit(name = "cuda_toolkit")
     nccl(name = "nccl")
     python_with_torch(name = "python_with_torch")
+    torch_ext_version(name = "torch_ext_version")
     native.register_toolchains("@python_with_torch//:toolchain")

@@ -64,7 +64,7 @@ def core_tests(deps, by_prefix, sweeps = [], data_by_prefix = {}, copts = []):
         more = [dep for prefix, labels in by_prefix.items() for dep in labels if name.startswith(prefix)]
         native.cc_test(
             name = name,
-            srcs = [file] + native.glob(["*.h"]),
+            srcs = [file] + native.glob(["*.h", "*.inc"]),
             data = data,
             copts = TEST_OPTS + copts + (_SWEEP_OPTS if name in sweeps else _MOST_OPTS),
             linkstatic = True,

@@ -3,8 +3,9 @@
 # Says in one line what it is about to install, says nothing about what is there, and ends the script with one line where
 # it can't. Afterwards $TORCH_EXT_PYTHON is the interpreter that has torch (the build looks there, too), and `quiet_bazel`
 # is Bazel without its chatter. $more_requirements, an array, names lists of packages that are installed beside
-# requirements.txt, and $more_programs, another, programs of the system's packages of these names. Whoever sets TORCH_EXT_PYTHON beforehand has that interpreter used as it is, and nothing
-# installed into it.
+# requirements.txt, and $more_programs, another, programs of the system's packages of these names. $wished_packages, a
+# third, has entries "program=package" that the work goes on without. Whoever sets TORCH_EXT_PYTHON
+# beforehand has that interpreter used as it is, and nothing installed into it.
 
 say() { printf 'torch_ext: %s\n' "$*"; }
 die() {
@@ -40,10 +41,8 @@ run_logged() {
 
 # The system's packages. Each is wanted only where what it brings is missing.
 install_packages() {
-  local packages=() as_root=()
+  local packages=()
   command -v bazel >/dev/null || packages+=(bazel-bootstrap)
-  [ -d /usr/share/bazel/rules/java ] || packages+=(bazel-rules-java)
-  [ -d /usr/share/bazel/rules/proto ] || packages+=(bazel-rules-proto)
   [ -d /usr/src/googletest/googletest ] || packages+=(libgtest-dev)
   command -v gcc >/dev/null || packages+=(gcc)
   command -v g++ >/dev/null || packages+=(g++)
@@ -59,13 +58,31 @@ install_packages() {
   command -v apt-get >/dev/null || die "missing: ${packages[*]} (Debian's names), and there is no apt-get to install them with."
   if [ "$(id -u)" != 0 ]; then
     command -v sudo >/dev/null || die "missing: ${packages[*]}. Install them as root: apt-get install ${packages[*]}"
-    as_root=(sudo)
   fi
   say "installing from the system's packages: ${packages[*]}"
-  run_logged "apt-get update" "${as_root[@]}" apt-get -o DPkg::Lock::Timeout=120 update
-  run_logged "apt-get install ${packages[*]}" \
-    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 install -y --no-install-recommends \
-    "${packages[@]}"
+  run_logged "apt-get update" as_root apt-get -o DPkg::Lock::Timeout=120 update
+  run_logged "apt-get install ${packages[*]}" apt_install "${packages[@]}"
+}
+
+as_root() {
+  if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi
+}
+
+apt_install() {
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 install -y --no-install-recommends "$@"
+}
+
+# What is nice to have: where it can't be installed, says so and goes on.
+install_wished_packages() {
+  local wish packages=()
+  for wish in ${wished_packages[@]+"${wished_packages[@]}"}; do
+    command -v "${wish%%=*}" >/dev/null || packages+=("${wish#*=}")
+  done
+  [ ${#packages[@]} -gt 0 ] || return 0
+  say "installing from the system's packages: ${packages[*]}"
+  if ! command -v apt-get >/dev/null || ! { as_root apt-get -o DPkg::Lock::Timeout=120 update && apt_install "${packages[@]}"; } >/dev/null 2>&1; then
+    say "could not install ${packages[*]}: going on without."
+  fi
 }
 
 # Prints a Python 3.10-3.13 that can make virtual environments: the first for which the package index has a CPU build of
@@ -86,14 +103,15 @@ find_python() {
 
 # Whether the index, as $1's pip is configured, has the pinned torch built for CPU only.
 has_cpu_torch() {
-  "$1" -m pip --retries 1 --timeout 15 index versions torch 2>/dev/null | grep -qF "$(sed -n 's/^torch==//p' requirements.txt)+cpu"
+  "$1" -m pip --retries 1 --timeout 15 index versions torch 2>/dev/null | grep -qF "$(sed -n 's/^torch==//p' requirements.in)+cpu"
 }
 
 venv_works() { .venv/bin/python -m pip --version >/dev/null 2>&1; }
 
-# Installs the lists $* into .venv, unless those of them that are there already are as they were.
+# Installs the lists $* into .venv, unless those of them that are there already are as they were. They are locks, with
+# hashes (bazel/lock_requirements.py); torch is by its version alone, whose bytes differ from index to index.
 make_venv() {
-  local list python note= free missing=() options=()
+  local list python torch note= free missing=() options=()
   for list in "$@"; do
     options+=(-r "$list")
     [ "$(cat ".venv/${list//\//-}.sha256" 2>/dev/null)" = "$(sha256sum <"$list")" ] || missing+=("$list")
@@ -109,19 +127,22 @@ make_venv() {
     run_logged "making the virtual environment .venv" "$python" -m venv .venv
     missing=("$@")
   fi
-  if grep -q '^torch==' "${missing[@]}"; then
+  torch=$(grep -h '^torch==' "${missing[@]/%.txt/.in}" || true)
+  if [ -n "$torch" ]; then
     note=" (torch: its CUDA packages, several GB: the package index has no CPU build for this Python)"
     ! has_cpu_torch .venv/bin/python || note=" (torch: the CPU build, about 200 MB)"
   fi
-  say "downloading into .venv what ${missing[*]} lists: $(grep -hv '^#' "${missing[@]}" | xargs)$note"
-  # All lists together, so that a later one does not change what an earlier one pinned.
-  run_logged "pip install" .venv/bin/python -m pip install --disable-pip-version-check --quiet "${options[@]}"
+  say "downloading into .venv what ${missing[*]} lists: $(grep -hvE '^(#|$)' "${missing[@]/%.txt/.in}" | xargs)$note"
+  # All lists together: a package that one list has is another's, too.
+  run_logged "pip install" .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes "${options[@]}"
+  [ -z "$torch" ] || run_logged "pip install $torch" .venv/bin/python -m pip install --disable-pip-version-check --quiet "$torch"
   for list in "$@"; do
     sha256sum <"$list" >".venv/${list//\//-}.sha256"
   done
 }
 
 install_packages
+install_wished_packages
 if [ -n "${TORCH_EXT_PYTHON:-}" ]; then
   [ -x "$TORCH_EXT_PYTHON" ] || die "TORCH_EXT_PYTHON names $TORCH_EXT_PYTHON, which is not there."
 else

@@ -1,31 +1,38 @@
 """One wheel for every Python and every torch: the package's sources and the library, packed without a network."""
 
+load("@torch_ext_version//:version.bzl", "VERSION")
+
 _MACHINES = ["aarch64", "x86_64"]
 
-def wheel(name, version, package, libraries, license, readme, version_header):
+# glibc 2.34, which Debian 12, Ubuntu 22.04 and RHEL 9 have: what the libraries ask of it at most (a test looks).
+_PLATFORM = "manylinux_2_34"
+
+def wheel(name, package, libraries, license, readme, pyproject, version_header):
     """Makes torch_ext-VERSION-py3-none-PLATFORM.whl.
 
     Args:
       name: the target.
-      version: major.minor.patch, checked against the header.
       package: the Python package's files.
-      libraries: libtorch_ext.so, and libtorch_ext_cuda.so where it is built.
+      libraries: a label: libtorch_ext.so, and libtorch_ext_cuda.so where it is built.
       license: the license file.
       readme: the long description.
+      pyproject: pyproject.toml, which has the metadata.
       version_header: the header that has TX_VERSION_*.
     """
     for machine in _MACHINES:
         native.genrule(
             name = "%s_%s" % (name, machine),
-            srcs = package + libraries + [license, readme, version_header],
-            outs = ["torch_ext-%s-py3-none-linux_%s.whl" % (version, machine)],
+            srcs = package + [libraries, license, readme, pyproject, version_header],
+            outs = ["torch_ext-%s-py3-none-%s_%s.whl" % (VERSION, _PLATFORM, machine)],
             cmd = " ".join([
-                "$(execpath //bazel:make_wheel) --out=$@ --version=" + version,
+                "$(execpath //bazel:make_wheel) --out=$@",
                 "--license=$(execpath %s)" % license,
                 "--readme=$(execpath %s)" % readme,
+                "--pyproject=$(execpath %s)" % pyproject,
                 "--header=$(execpath %s)" % version_header,
-            ] + ["--library=$(execpath %s)" % library for library in libraries] +
-                           ["$(execpath %s)" % file for file in package]),
+                "--libraries $(execpaths %s)" % libraries,
+                "--files",
+            ] + ["$(execpath %s)" % file for file in package]),
             # One of them is right for the machine at hand: `name`.
             tags = ["manual"],
             tools = ["//bazel:make_wheel"],

@@ -7,6 +7,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 more_requirements=(tests/requirements.txt) # the frameworks
 more_programs=(clang)                      # the C sources are for gcc and clang
+# the library for aarch64, and what runs its tests
+wished_packages=(aarch64-linux-gnu-g++=g++-aarch64-linux-gnu aarch64-linux-gnu-gcc=gcc-aarch64-linux-gnu qemu-aarch64=qemu-user)
 . bazel/setup.sh
 
 logs=$(mktemp -d "${TMPDIR:-/tmp}/torch_ext.XXXXXX")
@@ -26,6 +28,13 @@ say "building and testing; the first time takes minutes"
 run_tests . tests //...
 say "the tests of C and CUDA sources again, under the address and undefined-behaviour sanitizers"
 run_tests . sanitizers --config=asan //tests/core/... //tests/cuda/...
+if command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null; then
+  say "the arithmetic again for aarch64, in an emulator, and its wheel"
+  run_tests . aarch64 --config=aarch64 //tests/core:portable //tests/package:test_release
+else
+  say "aarch64 SKIPPED: its compiler (g++-aarch64-linux-gnu) or emulator (qemu-user) is not installed"
+  echo "no aarch64-linux-gnu-g++ or no qemu-aarch64: nothing was built or run for aarch64" >"$logs/aarch64.skipped"
+fi
 say "the C example again, from a workspace that depends on @torch_ext"
 # It compiles the library anew, and the loops, four times over, are most of that: here it is linking that counts.
 run_tests examples/c consumer --per_file_copt=/kernels_isa@-O1 //...

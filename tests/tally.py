@@ -2,7 +2,8 @@
 
 FOLDER has, for each call of Bazel, NAME.json (its build events, one JSON object a line) and NAME.status (its exit
 status). Counted are the cases in the XML reports of exactly the targets of these calls, cached or not; a target that
-was not built, or that died without naming a failed case, is one failure. Failures and skips are listed by name.
+was not built, or that died without naming a failed case, is one failure. NAME.skipped, which holds the reason, stands
+for a call that was not made, and is one skip. Failures and skips are listed by name.
 """
 
 import json
@@ -79,6 +80,8 @@ def main() -> int:
     tally = Tally()
     for status in sorted(pathlib.Path(sys.argv[1]).glob("*.status")):
         count_call(status.with_suffix(".json"), tally)
+    for call in sorted(pathlib.Path(sys.argv[1]).glob("*.skipped")):
+        tally.skipped.append(f"{call.stem}: {one_line(call.read_text())}")
     for name in tally.skipped:
         print("SKIPPED", name)
     for name in tally.failed:

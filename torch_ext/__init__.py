@@ -9,57 +9,33 @@
 Importing it registers the operators under torch.ops.torch_ext (csrc/torch/operators.def).
 """
 
-from typing import TYPE_CHECKING, Any
+import os
+from typing import Any
 
-from torch_ext.amp.grad_scaler import GradScaler
-from torch_ext.checkpoint.files import load, save
-from torch_ext.native import ops as ops  # registers the operators
-from torch_ext.native.dtypes import coerce_dtypes
-from torch_ext.native.library import library_path
-from torch_ext.offloading.offload import offload, onload
-from torch_ext.optim.adamw import Adam, AdamW
-from torch_ext.optim.clip_grad import clip_grad_norm_
-from torch_ext.optim.state.torch_adam import drop_masters
-from torch_ext.parallel.bucket_plan import plan_buckets
-from torch_ext.parallel.ddp_comm_hook import register_comm_hook
-from torch_ext.parallel.parallel_module import sync_parameters
-from torch_ext.parallel.parallelize import parallelize
-from torch_ext.policy.loader import load_policy
-from torch_ext.policy.policy import Policy
+from torch_ext.native import ops as _ops  # noqa: F401  # registers the operators
+from torch_ext.native import public_names as _public_names
+from torch_ext.native.library import version as _version
+from torch_ext.optim.state.torch_adam import drop_masters as _drop_masters
+from torch_ext.policy.policy import Policy as _Policy
 
-if TYPE_CHECKING:
-    from torch_ext.checkpoint.dcp import CheckpointReader, CheckpointWriter
+__version__ = _version()
 
-__all__ = [
-    "Adam",
-    "AdamW",
-    "CheckpointReader",
-    "CheckpointWriter",
-    "GradScaler",
-    "Policy",
-    "clip_grad_norm_",
-    "coerce_dtypes",
-    "library_path",
-    "load",
-    "load_policy",
-    "offload",
-    "onload",
-    "parallelize",
-    "plan_buckets",
-    "register_comm_hook",
-    "save",
-    "sync_parameters",
-]
+_MODULES = _public_names.table(os.path.join(os.path.dirname(__file__), "__init__.pyi"))
+__all__ = list(_MODULES)
+__getattr__ = _public_names.importer(_MODULES, globals())
 
-drop_masters()
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _make_grad_scaler(*arguments: Any, **options: Any) -> Any:
+    from torch_ext.amp.grad_scaler import GradScaler
+
+    return GradScaler(*arguments, **options)
+
 
 # Policy.grad_scaler() makes one; the package `policy` is below `amp` and does not import it.
-Policy._make_grad_scaler = GradScaler
+_Policy._make_grad_scaler = staticmethod(_make_grad_scaler)
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("CheckpointReader", "CheckpointWriter"):  # torch.distributed.checkpoint is not for everybody
-        from torch_ext.checkpoint import dcp
-
-        return getattr(dcp, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_drop_masters()

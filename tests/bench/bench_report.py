@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import torch_ext
 from bench.figures import FIGURES, Bar, Figure, Findings, Skip
 from torch_ext.cli import info
 
@@ -17,7 +18,7 @@ _WIDTH = 66  # of what a figure is of
 def machine(threads: int, seed: int) -> dict[str, Any]:
     """What every figure depends on."""
     return {
-        "torch_ext": info.version(),
+        "torch_ext": torch_ext.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": _processor(),

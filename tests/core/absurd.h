@@ -56,7 +56,7 @@ class Random {
   std::mt19937_64 gen_;
 };
 
-#ifdef TX_SANITIZED
+#ifdef TX_SLOW
 inline constexpr uint32_t kRounds = 10000;
 #else
 inline constexpr uint32_t kRounds = 50000;

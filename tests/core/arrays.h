@@ -17,7 +17,7 @@ extern "C" {
 }
 
 // Sizes around lanes and blocks, and one that several threads share.
-#ifdef TX_SANITIZED
+#ifdef TX_SLOW
 inline constexpr int64_t kLarge = 16384 + 333;
 #else
 inline constexpr int64_t kLarge = 2 * 16384 + 333;

@@ -19,6 +19,18 @@ void CallInFlushMode(Call call) {
   _mm_setcsr(saved);
   EXPECT_EQ(after, flush);
 }
+#elif defined(__aarch64__)
+template <typename Call>
+void CallInFlushMode(Call call) {
+  const uint64_t flush = uint64_t{1} << 24 | uint64_t{2} << 22; /* FZ; RMode: towards minus infinity */
+  uint64_t saved, after;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
+  __asm__ volatile("msr fpcr, %0" : : "r"(flush));
+  call();
+  __asm__ volatile("mrs %0, fpcr" : "=r"(after));
+  __asm__ volatile("msr fpcr, %0" : : "r"(saved));
+  EXPECT_EQ(after, flush);
+}
 #else
 template <typename Call>
 void CallInFlushMode(Call call) {

@@ -146,7 +146,7 @@ TEST_P(EveryCombo, UnscalesAndClipsAsIfTheGradientHadBeen) {
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
 }
 
-#ifdef TX_SANITIZED
+#ifdef TX_SLOW
 std::vector<Combo> Grid() {
   std::vector<Combo> all = Combos(), some;
   for (size_t i = 0; i < all.size(); i += 7)
@@ -161,7 +161,7 @@ std::vector<Combo> Grid() {
 INSTANTIATE_TEST_SUITE_P(Combos, EveryCombo, testing::ValuesIn(Grid()),
                          [](const auto &info) { return Name(info.param); });
 
-#ifdef TX_SANITIZED
+#ifdef TX_SLOW
 constexpr int64_t kSteps = 4; /* a stray access needs no more */
 #else
 constexpr int64_t kSteps = 40;

@@ -13,7 +13,7 @@ namespace {
 
 using namespace adamw_call;
 
-#ifdef TX_SANITIZED
+#ifdef TX_SLOW
 constexpr uint32_t kSeeds = 1;
 #else
 constexpr uint32_t kSeeds = 2;

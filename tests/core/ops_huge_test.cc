@@ -86,7 +86,7 @@ struct Streams {
 
 // The last elements, on the far side of 2^31, get what the same elements get as a shard of their own.
 TEST(Huge, ElementsBeyond2To31GetTheBitsOfAShard) {
-#ifdef TX_SANITIZED
+#ifdef TX_SLOW
   GTEST_SKIP() << "a sanitizer takes more memory and minutes; indices beyond 2^31 were tested by arithmetic alone";
 #endif
   const int64_t needed = kBytes + (int64_t{1} << 30);

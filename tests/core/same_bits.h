@@ -12,7 +12,7 @@
 #include "tests/core/flush_mode.h"
 #include "tests/core/threads.h"
 
-#ifdef TX_SANITIZED
+#ifdef TX_SLOW
 inline const std::vector<int64_t> kThreads = {3}; /* races need no more, and everything is slow */
 #else
 inline const std::vector<int64_t> kThreads = {1, 2, 3, 8};

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#if defined(__OPTIMIZE__) && !defined(TX_SANITIZED)
+#if defined(__OPTIMIZE__) && !defined(TX_SLOW)
 inline constexpr bool kExhaustive = true;
 #else
 inline constexpr bool kExhaustive = false;

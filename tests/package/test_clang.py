@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import os
 import pathlib
+import platform
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -28,6 +29,9 @@ def starlark(path: str) -> dict[str, Any]:
     return names
 
 
+ISAS = starlark("bazel/isa.bzl")["ISAS"][platform.machine()]
+
+
 class Source(NamedTuple):
     path: str
     flags: list[str]
@@ -40,14 +44,14 @@ class Source(NamedTuple):
 
 def library_sources(folders: list[str]) -> list[Source]:
     """Of the library, with the flags that the build gives each of them, but for optimisation."""
-    isas, flags = starlark("bazel/isa.bzl")["ISAS"], starlark("bazel/copts.bzl")["C_OPTS"]
+    flags = starlark("bazel/copts.bzl")["C_OPTS"]
     paths = sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).glob("*.c"))
     assert paths
     return [
         Source(path, [*flags, *more])
         for path in paths
         for more in (
-            [["-DTX_ISA=" + isa, *of_isa] for isa, of_isa in isas.items()] if path.endswith("kernels_isa.c") else [[]]
+            [["-DTX_ISA=" + isa, *of_isa] for isa, of_isa in ISAS.items()] if path.endswith("kernels_isa.c") else [[]]
         )
     ]
 
@@ -74,7 +78,7 @@ def test_every_header_compiles_alone() -> None:
     """Without what a source happens to include before it; those of CUDA sources against the emulated runtime."""
     c = [*starlark("bazel/copts.bzl")["C_OPTS"], "-Wno-unused-function", "-Wno-unused-const-variable", "-x", "c"]
     cuda = ["-std=c++20", "-w", "-Itests/cuda/emulated", "-x", "c++"]
-    avx512 = starlark("bazel/isa.bzl")["ISAS"]["avx512"]
+    avx512 = starlark("bazel/isa.bzl")["ISAS"]["x86_64"]["avx512"]
     headers = {str(path.relative_to(ROOT)) for folder in ("csrc", "cuda") for path in (ROOT / folder).rglob("*.h")}
     assert len(headers) > 70
     sources = [
@@ -175,7 +179,7 @@ def gradients(number: int) -> Tensor:
     return g
 
 
-@pytest.mark.parametrize("isa", starlark("bazel/isa.bzl")["ISAS"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_a_library_made_by_clang_steps_with_the_same_bits(libraries: list[ctypes.CDLL], isa: str) -> None:
     present = list(itertools.takewhile(bool, (libraries[0].tx_isa_name(i) for i in range(10))))
     assert present == list(itertools.takewhile(bool, (libraries[1].tx_isa_name(i) for i in range(10))))

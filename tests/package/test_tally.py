@@ -74,6 +74,18 @@ def test_nothing_ran_is_a_failure(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     assert tally.main() == 1
 
 
+def test_a_call_that_was_not_made_is_a_skip(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test.xml").write_text(GOOD_REPORT)
+    (tmp_path / "call.json").write_text(json.dumps(result(tmp_path / "test.xml", "PASSED")))
+    (tmp_path / "call.status").write_text("0")
+    (tmp_path / "aarch64.skipped").write_text("no compiler\n")
+    monkeypatch.setattr("sys.argv", ["tally.py", str(tmp_path)])
+    assert tally.main() == 0
+    assert capsys.readouterr().out.splitlines() == ["SKIPPED aarch64: no compiler", "1 passed, 0 failed, 1 skipped"]
+
+
 def test_failures_and_skips_are_named(tmp_path: pathlib.Path) -> None:
     counts = tally.Tally()
     tally.count_report(PYTEST_REPORT.encode(), "//t", counts)

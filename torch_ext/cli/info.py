@@ -18,7 +18,7 @@ def text() -> str:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    yield "torch_ext", version()
+    yield "torch_ext", library.version()
     yield "library", library.library_path()
     yield "torch", f"{torch.__version__} ({'.'.join(torch.__path__)})"
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
@@ -28,12 +28,6 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield from _cuda()
     yield "NCCL in torch", nccl()
     yield from native_nccl.describe()
-
-
-def version() -> str:
-    """Of the library that is loaded: "0.1.0"."""
-    number = library.function("tx_version", restype=ctypes.c_uint32)()
-    return f"{number >> 16}.{number >> 8 & 0xFF}.{number & 0xFF}"
 
 
 def isas() -> list[str]:

@@ -136,6 +136,12 @@ def register() -> None:
         raise ImportError(f"torch_ext: {refusal}") from None
 
 
+def version() -> str:
+    """Of the library that is loaded, "major.minor.patch": csrc/torch_ext.h's TX_VERSION_*."""
+    number = function("tx_version", restype=ctypes.c_uint32)()
+    return f"{number >> 16}.{number >> 8 & 0xFF}.{number & 0xFF}"
+
+
 def operators() -> dict[str, str]:
     """Name ("adamw_") -> schema ("adamw_(Tensor(a!)[] params, ...) -> ()"), in the order of the C table."""
     name_of = function("tx_operator_name", ctypes.c_int32, restype=ctypes.c_char_p)

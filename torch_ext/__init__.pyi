@@ -1,0 +1,24 @@
+"""The public names and the modules that have them, for type checkers and for `import torch_ext`
+(native/public_names.py).
+"""
+
+from torch_ext.amp.grad_scaler import GradScaler as GradScaler
+from torch_ext.checkpoint.dcp import CheckpointReader as CheckpointReader
+from torch_ext.checkpoint.dcp import CheckpointWriter as CheckpointWriter
+from torch_ext.checkpoint.files import load as load
+from torch_ext.checkpoint.files import save as save
+from torch_ext.native.dtypes import coerce_dtypes as coerce_dtypes
+from torch_ext.native.library import library_path as library_path
+from torch_ext.offloading.offload import offload as offload
+from torch_ext.offloading.offload import onload as onload
+from torch_ext.optim.adamw import Adam as Adam
+from torch_ext.optim.adamw import AdamW as AdamW
+from torch_ext.optim.clip_grad import clip_grad_norm_ as clip_grad_norm_
+from torch_ext.parallel.bucket_plan import plan_buckets as plan_buckets
+from torch_ext.parallel.ddp_comm_hook import register_comm_hook as register_comm_hook
+from torch_ext.parallel.parallel_module import sync_parameters as sync_parameters
+from torch_ext.parallel.parallelize import parallelize as parallelize
+from torch_ext.policy.loader import load_policy as load_policy
+from torch_ext.policy.policy import Policy as Policy
+
+__version__: str
