@@ -17,7 +17,7 @@ from torch_ext.native import ops as ops  # registers the operators
 from torch_ext.native.dtypes import coerce_dtypes
 from torch_ext.native.library import library_path
 from torch_ext.offloading.offload import offload, onload
-from torch_ext.optim.adamw import Adam, AdamW
+from torch_ext.optim.adamw import Adam, AdamW, AdamW8bit
 from torch_ext.optim.clip_grad import clip_grad_norm_
 from torch_ext.optim.state.torch_adam import drop_masters
 from torch_ext.parallel.bucket_plan import plan_buckets
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Adam",
     "AdamW",
+    "AdamW8bit",
     "CheckpointReader",
     "CheckpointWriter",
     "GradScaler",

@@ -40,7 +40,7 @@ CONSTRUCTOR = {
     "rounding": (lambda: [one()], dict(moment_rounding="up"), ValueError, "dithered"),
     "seed": (lambda: [one()], dict(seed=2**64), ValueError, "seed"),
     "on_external_write": (lambda: [one()], dict(on_external_write="warn"), ValueError, "resync"),
-    "policy": (lambda: [one()], dict(policy={"bf16": True}), TypeError, "load_policy"),
+    "policy": (lambda: [one()], dict(policy=5), TypeError, "load_policy"),
     "unknown option": (lambda: [one()], dict(sharding=1), TypeError, "sharding"),
     "nothing": (lambda: [], {}, ValueError, "empty"),
     "a tensor": (lambda: one(), {}, TypeError, "iterable"),
