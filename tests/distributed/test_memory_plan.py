@@ -354,7 +354,7 @@ def test_plan_leaves_out_full_sharding_where_it_refuses_the_model(
         pytest.param(["--params", "1", "--strategy", "zero2"], "ZeRO-2 is optim_grads here", id="other's strategy"),
         pytest.param(["--params", "1", "--states", "int8"], "int8 is 8bit here", id="other's states"),
         pytest.param(["--params", "1", "--min-8bit-size", "x"], "--min-8bit-size: 'x' is not a number", id="size"),
-        pytest.param(["--params", "1", "--keep-32bit", "norm"], "has 'norm', of which none", id="unknown name"),
+        pytest.param(["--params", "1", "--keep-32bit", "norm"], "has 'norm', which selects none", id="unknown name"),
         pytest.param(["--params", "1", "--dtype", "fp64"], "fp64", id="unknown dtype"),
         pytest.param(["--params", "1", "--dtype", "fp8"], "uint8", id="dtype that is not trained"),
         pytest.param(["--params", "1", "--override", "bucket_size"], "KEY=VALUE", id="override without a value"),

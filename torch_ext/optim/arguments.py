@@ -27,6 +27,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("epsilon", "adam_eps", "adam_epsilon"), "it is eps here, as in torch.optim"),
     **dict.fromkeys(("wd", "decay", "l2"), "it is weight_decay here, as in torch.optim"),
     **dict.fromkeys(("clip_grad", "grad_clip", "max_norm", "max_grad_norm", "clip_grad_norm"), _CLIP),
+    **dict.fromkeys(("momentum", "nesterov"), "the first of betas is Adam's momentum"),
     "named_parameters": "params takes model.named_parameters()",
     # bitsandbytes
     "optim_bits": _8BIT,
@@ -69,7 +70,7 @@ def _instead(name: str, known: list[str]) -> str:
         return f"it is a key of the policy: policy={{{name!r}: ...}}"
     if any(row.name == name and row.side & constants.SIDE_DDP for row in rows()):
         return f"it is a key of load_policy(model, override_ddp_config={{{name!r}: ...}}), for parallelize"
-    if near := difflib.get_close_matches(name, known, 1):
+    if near := difflib.get_close_matches(name, known, 1, cutoff=0.7):
         return f"the nearest is {near[0]}"
     return f"it has {', '.join(known)}"
 
@@ -80,6 +81,19 @@ def refuse_unknown(signature: inspect.Signature, options: dict[str, Any], kind: 
     for name in options:
         if name not in known:
             raise TypeError(f"{kind}() has no argument {name!r}: {_instead(name, known)}")
+
+
+def _bound(
+    signature: inspect.Signature, self: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> inspect.BoundArguments:
+    try:
+        return signature.bind(self, *args, **options)
+    except TypeError as error:
+        kinds = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+        raise TypeError(
+            f"{type(self).__name__}(): {error}; {', '.join(kinds)} may be given by position, in this order, all others "
+            "by name, and params must be"
+        ) from None
 
 
 def constructor(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
@@ -104,7 +118,7 @@ def _called(signature: inspect.Signature, own: Callable[..., None]) -> Callable[
     @functools.wraps(own)
     def called(self: Any, *args: Any, **options: Any) -> None:
         refuse_unknown(signature, options, type(self).__name__)
-        given = signature.bind(self, *args, **options)
+        given = _bound(signature, self, args, options)
         given.apply_defaults()
         own(*given.args, **given.kwargs)
 

@@ -140,7 +140,7 @@ def refuse_text(flag: Any, what: str) -> None:
 def _refuse_betas(betas: Any, where: str) -> None:
     pair = items(betas)
     if pair is None:
-        raise TypeError(f"{where}betas is {_shown(betas)}; two numbers in [0, 1) are legal")
+        raise TypeError(f"{where}betas is {_shown(betas)}; two numbers in [0, 1) are legal: (0.9, 0.999), say")
     if len(pair) != 2:
         raise ValueError(f"{where}betas has {len(pair)} values; 2 are legal")
     for i, beta in enumerate(pair):

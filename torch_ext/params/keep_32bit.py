@@ -65,7 +65,7 @@ class Selection:
         selected += ((f"the type {kind.__name__}", _held(_alive(kind), params)) for kind in self._types)
         for what, flags in selected:
             if complete and not any(flags):
-                raise ValueError(f"{self._where} has {what}, of which none of the parameters is{_first(logical)}")
+                raise ValueError(f"{self._where} has {what}, which selects none of the parameters{_first(logical)}")
             found = [a or b for a, b in zip(found, flags, strict=True)]
         return found
 
@@ -98,7 +98,8 @@ def _first(names: Sequence[str | None]) -> str:
     known = [name for name in names if name is not None]
     if not known:
         return ""
-    return f"; they are {', '.join(known[:4])}{f' and {len(known) - 4} more' if len(known) > 4 else ''}"
+    more = f" and {len(known) - 4} more" if len(known) > 4 else ""
+    return f" ({', '.join(known[:4])}{more}); a part of a name is a pattern, '*norm*'"
 
 
 def _shown(item: Any) -> str:
