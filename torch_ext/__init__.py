@@ -58,9 +58,11 @@ drop_masters()
 Policy._make_grad_scaler = GradScaler
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("CheckpointReader", "CheckpointWriter"):  # torch.distributed.checkpoint is not for everybody
-        from torch_ext.checkpoint import dcp
+if not TYPE_CHECKING:  # for a checker, a name that does not exist is an error
 
-        return getattr(dcp, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in ("CheckpointReader", "CheckpointWriter"):  # torch.distributed.checkpoint is not for everybody
+            from torch_ext.checkpoint import dcp
+
+            return getattr(dcp, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
