@@ -84,6 +84,19 @@ def test_the_plan_is_what_is_allocated(strategy: str) -> None:
             assert plan.total == pytest.approx(allocated[name], rel=0.01), name
 
 
+@pytest.mark.parametrize("word", ["fp32", "bf16", "bf16_remainder", "8bit"])
+def test_the_plan_counts_what_is_kept_in_32_bits(word: Any) -> None:
+    params = {f"p{i}": torch.nn.Parameter(torch.zeros(shape, dtype=BF16)) for i, shape in enumerate(SHAPES)}
+    options: dict[str, Any] = {"keep_32bit": ["p1"]}
+    optimizer = torch_ext.AdamW(params.items(), states=word, min_8bit_size=50, **options)
+    optimizer.state_dict()
+    (plan,) = plan_memory(params, optimizer.policy, 1, ["no_shard"], **options)
+    tensors = [(key, t) for state in optimizer.state.values() for key, t in state.items()]
+    assert plan.moments == sum(t.nbytes for key, t in tensors if key.startswith("exp_avg"))
+    assert plan.masters == sum(t.nbytes for key, t in tensors if key.startswith("master_"))
+    assert plan.scales == sum(t.nbytes for key, t in tensors if key == "scales")
+
+
 # -- against what is resident -------------------------------------------------------------------------------------
 
 LAYERS = 32

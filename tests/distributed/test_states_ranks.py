@@ -10,9 +10,9 @@ import strategies
 import torch
 from gradients import BF16, FP32, Given, bits, noise
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import torch_ext
-from torch_ext.params import local_shard
 
 SHAPES: list[Any] = [(3, 5), (700,), (129,), (16, 130), (1,)]
 FULL = "optim_grads_params"
@@ -151,7 +151,7 @@ DIFFERING: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def _local(model: Any) -> list[bytes]:
-    return bits([local_shard.tensor_of(p) for p in model.parameters()])
+    return bits([p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()])
 
 
 def _differing(rank: int, world: int, strategy: str) -> dict[str, str]:

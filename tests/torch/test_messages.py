@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import torch_ext
-from torch_ext.optim import arguments
 
 MODEL = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
 AdamW: Any = torch_ext.AdamW
@@ -386,17 +385,6 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_strategy_by_anothers_name_says_ours(name: str) -> None:
-    from torch_ext.parallel.strategies import table
-
-    with pytest.raises(
-        ValueError, match=rf"^strategy '{name}' is not legal: .* is {NAMED[name]} here; {LEGAL_STRATEGIES}$"
-    ):
-        table.strategy_of(name)
-
-
-def test_no_argument_of_ours_is_among_those_of_others() -> None:
-    import inspect
-
-    ours = set(inspect.signature(torch_ext.Adam).parameters)
-    assert not ours & set(arguments._ELSEWHERE)
-    assert set(inspect.signature(torch.optim.AdamW).parameters) <= ours
+    given = f"data_parallel_sharding_strategy='{name}'"
+    with pytest.raises(ValueError, match=f"{given} is not legal: .* is {NAMED[name]} here; {LEGAL_STRATEGIES}$"):
+        torch_ext.load_policy(MODEL, override_ddp_config={"data_parallel_sharding_strategy": name})

@@ -7,16 +7,12 @@ import json
 import math
 import pickle
 from types import SimpleNamespace
-from typing import Any, Literal, Union, get_args
 
 import pytest
 import torch
 from torch import nn
 
 import torch_ext
-from torch_ext.native import constants
-from torch_ext.policy import policy_struct
-from torch_ext.policy.policy_fields import Field, PolicyFields
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -324,38 +320,6 @@ def test_printed_table_has_every_key_and_where_it_came_from() -> None:
     assert lines["bucket_size"][1:] == ["1000", "override"]
     assert lines["exp_avg_dtype"][1:] == ["bf16", "dtype"]
     assert lines["lr"][1] == "0.001"
-
-
-# -- the types that checkers see ----------------------------------------------------------------------------------
-
-
-def type_of(row: Any) -> Any:
-    """Of a field, from the library's table."""
-    if row.type == constants.FIELD_ENUM:
-        kind: Any = Literal[tuple(choice for choice in row.choices if choice is not None)]  # type: ignore[valid-type]
-    else:
-        kind = {
-            constants.FIELD_F64: float,
-            constants.FIELD_I64: int,
-            constants.FIELD_I32: int,
-            constants.FIELD_DTYPE: torch.dtype,
-            constants.FIELD_BOOL: bool,
-            constants.FIELD_TEXT: str,
-        }[row.type]
-    resolved = row.name == "main_grads_dtype"  # None as a setting only: the result is a dtype
-    return Union[kind, None] if None in row.choices and not resolved else kind  # noqa: UP007
-
-
-def test_the_annotations_are_the_fields_of_the_library() -> None:
-    fields = {name: value for name, value in vars(PolicyFields).items() if isinstance(value, Field)}
-    assert list(fields) == [row.name for row in policy_struct.rows()]
-    policy = torch_ext.load_policy(torch.bfloat16)
-    for row in policy_struct.rows():
-        (annotated,) = get_args(fields[row.name].__orig_class__)
-        assert annotated == type_of(row), row.name
-        assert fields[row.name].__doc__ and getattr(policy, row.name) == policy._values[row.name]
-        with pytest.raises(AttributeError, match="frozen"):
-            setattr(policy, row.name, None)
 
 
 def test_a_policy_from_before_a_field_has_its_default() -> None:

@@ -14,7 +14,6 @@ from torch import nn
 from training import bits, set_grads, train
 
 import torch_ext
-from torch_ext.parallel.memory_plan import plan_memory
 
 BF16, FP16, FP32, U8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 WORDS = ("fp32", "bf16", "bf16_remainder", "8bit")
@@ -350,7 +349,7 @@ def test_a_list_beside_a_group_that_was_changed_is_refused() -> None:
         optimizer.master_state_dict()
 
 
-# -- beside the host, and planned ---------------------------------------------------------------------------------
+# -- on the host --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fraction", [0.4, 1.0])
@@ -363,16 +362,3 @@ def test_on_the_host_the_weights_are_the_same(fraction: float) -> None:
         train(optimizer, range(3))
         found.append([bits(p) for p in model.parameters()])
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_the_plan_counts_what_is_kept(word: Any) -> None:
-    model = Model()
-    options: dict[str, Any] = {"keep_32bit": ["*norm*", "head"]}
-    optimizer = torch_ext.AdamW(model.named_parameters(), states=word, min_8bit_size=50, **options)
-    train(optimizer, range(1))
-    (plan,) = plan_memory(dict(model.named_parameters()), optimizer.policy, 1, ["no_shard"], **options)
-    tensors = [(key, t) for state in optimizer.state.values() for key, t in state.items()]
-    assert plan.moments == sum(t.nbytes for key, t in tensors if key.startswith("exp_avg"))
-    assert plan.masters == sum(t.nbytes for key, t in tensors if key.startswith("master_"))
-    assert plan.scales == sum(t.nbytes for key, t in tensors if key == "scales")
