@@ -34,7 +34,7 @@ def run(*command: str, **environment: str) -> str:
 
 def mypy(*files: pathlib.Path) -> dict[str, set[int]]:
     """The lines of each file with an error."""
-    cache = os.environ.get("TEST_TMPDIR", "/tmp")
+    cache = os.path.join(os.environ.get("TEST_TMPDIR", "/tmp"), "typed_user_code")
     text = run(tool("mypy"), "--cache-dir", cache, *map(str, files), MYPYPATH=str(ROOT))
     found: dict[str, set[int]] = {file.name: set() for file in files}
     for name, line in re.findall(r"([\w.]+):(\d+): error: ", text):
