@@ -409,8 +409,9 @@ typedef enum tx_field_type {
   TX_FIELD_I64 = 1,   /* int64_t */
   TX_FIELD_DTYPE = 2, /* int32_t, a tx_dtype */
   TX_FIELD_BOOL = 3,  /* int32_t, 0 or 1 */
-  TX_FIELD_ENUM = 4,  /* int32_t, the position in `legal` */
-  TX_FIELD_TEXT = 5   /* char[TX_TEXT_CAPACITY], NUL-terminated */
+  TX_FIELD_ENUM = 4,  /* int32_t, the position in `legal`; "None" is 0 where `legal` begins with "none" */
+  TX_FIELD_TEXT = 5,  /* char[TX_TEXT_CAPACITY], NUL-terminated */
+  TX_FIELD_I32 = 6    /* int32_t, a number */
 } tx_field_type;
 #define TX_NO_INT INT64_MIN
 #define TX_TEXT_CAPACITY 32
@@ -419,6 +420,7 @@ typedef enum tx_field_type {
  * first, so that there is no padding. Plain data: copy it, compare it, keep it. */
 #define TX_MEMBER_F64(name) double name;
 #define TX_MEMBER_I64(name) int64_t name;
+#define TX_MEMBER_I32(name) int32_t name;
 #define TX_MEMBER_DTYPE(name) int32_t name;
 #define TX_MEMBER_BOOL(name) int32_t name;
 #define TX_MEMBER_ENUM(name) int32_t name;
@@ -431,6 +433,7 @@ typedef struct tx_policy {
 } tx_policy;
 #undef TX_MEMBER_F64
 #undef TX_MEMBER_I64
+#undef TX_MEMBER_I32
 #undef TX_MEMBER_DTYPE
 #undef TX_MEMBER_BOOL
 #undef TX_MEMBER_ENUM
@@ -465,6 +468,28 @@ typedef enum tx_strategy {
   TX_OPTIM_GRADS = 2,       /* gradients too */
   TX_OPTIM_GRADS_PARAMS = 3 /* parameters too */
 } tx_strategy;
+
+/* The name or the number of a strategy. TX_ERROR_ILLEGAL_VALUE for another, with the legal ones; where it is what
+ * others call one of them ("zero2", "fsdp"), with its name here. `where` begins the message. */
+TX_API tx_status tx_strategy_find(const char *where, const char *name, int32_t *strategy, tx_error *error);
+
+/* One word for the dtypes of all optimizer states; the values of `states`, which takes the name ("8bit") or the number.
+ * Bytes: of weight, gradient, moments and master per parameter, beside weights and gradients in bf16.
+ *
+ *   word            moments   master of a 16-bit weight                   bytes
+ *   fp32            fp32      fp32                                        16
+ *   bf16            bf16      fp32                                        12
+ *   bf16_remainder  bf16      16-bit remainder; bf16 weights only         10
+ *   8bit            8 bits    16-bit remainder beside bf16, else fp32     8.02
+ *
+ * fp32 weights are their own masters, those that FSDP2 computes in 16 bits included. */
+typedef enum tx_states {
+  TX_STATES_BY_KEY = 0, /* None: exp_avg_dtype, exp_avg_sq_dtype, store_param_remainders ... decide */
+  TX_STATES_FP32 = 1,
+  TX_STATES_BF16 = 2,
+  TX_STATES_BF16_REMAINDER = 3,
+  TX_STATES_8BIT = 4
+} tx_states;
 
 /* Whether gradients that travel in bf16 are compressed; the values of grad_comm_compression, which takes the name
  * ("auto") or the number. The key's former name, compress_below_gbps, is still taken, with a number of Gbit/s: 0 is
@@ -567,6 +592,8 @@ TX_API const char *tx_source_name(tx_source source);
  *   exp_avg_dtype or exp_avg_sq_dtype: not fp32  use_precision_aware_optimizer: on
  *   grad_reduce_in_fp32                          main_grads_dtype, grad_comm_dtype: fp32 for on, param_dtype for off
  *   main_grads_dtype                             grad_comm_dtype, grad_reduce_in_fp32
+ *   states                                       exp_avg_dtype, exp_avg_sq_dtype, main_params_dtype,
+ *                                                store_param_remainders, as the word says (tx_states)
  *
  * In the result main_grads_dtype and grad_comm_dtype are decided; main_params_dtype TX_NONE means that the weights are
  * their own masters.
@@ -582,6 +609,19 @@ TX_API tx_status tx_policy_resolve(const tx_policy_args *args, tx_policy *policy
  * entries. */
 TX_API tx_status tx_policy_row(const tx_policy *policy, const tx_origin *origins, tx_dtype dtype, tx_policy *row,
                                tx_error *error);
+
+/* `policy` with more settings of the optimizer's side, as explicit as overrides: those of the policy that were not
+ * explicit give way, two explicit values that differ or contradict each other are TX_ERROR_CONFLICT, which names both
+ * and calls the settings "the argument". origins, result_origins: TX_POLICY_FIELDS entries. result may not be `policy`.
+ */
+TX_API tx_status tx_policy_with(const tx_policy *policy, const tx_origin *origins, const tx_setting *list, int64_t n,
+                                tx_policy *result, tx_origin *result_origins, tx_error *error);
+
+/* The dtypes of the moments of one parameter: those of its row of the policy (tx_policy_row), but fp32 where
+ * keep_32bit is 1, or where one of them is of 8 bits and the parameter has fewer than min_8bit_size elements. numel: of
+ * the whole parameter, however it is cut. */
+TX_API tx_status tx_policy_moments(const tx_policy *row, int64_t numel, int32_t keep_32bit, tx_dtype *exp_avg,
+                                   tx_dtype *exp_avg_sq, tx_error *error);
 
 /* The policy as a table for people: one line "key  value  origin" per field. Writes at most `capacity` bytes, a NUL
  * included, and returns the length of the whole text without its NUL, as snprintf does; -1 where an argument is not

@@ -241,7 +241,7 @@ typedef struct tx_memory_args {
   const tx_layout_place *places;   /* what tx_layout_plan made of them: layout->n entries */
   const tx_layout_bucket *buckets; /* and n_buckets */
   int64_t n_buckets;
-  const tx_memory_state *states; /* layout->n entries; equal within a buffer */
+  const tx_memory_state *states; /* layout->n entries; masters are equal within a buffer */
   int64_t n_units;
   const tx_memory_unit *units; /* for optim_grads_params; the two largest count */
   int64_t frozen_bytes;        /* of parameters that are not trained */
@@ -255,7 +255,8 @@ typedef struct tx_memory_args {
   { .size = sizeof(tx_memory_args), .in_flight = 1 }
 
 /* Bytes of one rank. Activations, buffers of modules, what allocators and transports keep for themselves, and checksums
- * (8 bytes for TX_CHECKSUM or TX_SAMPLED weights) are not in it. */
+ * (8 bytes for TX_CHECKSUM or TX_SAMPLED weights) are not in it. Where moments differ within a buffer that is cut, the
+ * rank has the mean of all ranks' moments: each bucket is cut into equal parts, so that ranks differ by little. */
 typedef struct tx_memory {
   int64_t params;
   int64_t grads;

@@ -13,6 +13,7 @@ from torch_ext.offloading.offload import offload as offload
 from torch_ext.offloading.offload import onload as onload
 from torch_ext.optim.adamw import Adam as Adam
 from torch_ext.optim.adamw import AdamW as AdamW
+from torch_ext.optim.adamw import AdamW8bit as AdamW8bit
 from torch_ext.optim.clip_grad import clip_grad_norm_ as clip_grad_norm_
 from torch_ext.parallel.bucket_plan import plan_buckets as plan_buckets
 from torch_ext.parallel.ddp_comm_hook import register_comm_hook as register_comm_hook

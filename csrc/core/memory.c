@@ -114,6 +114,8 @@ typedef struct extent {
   int64_t numel;  /* of the parameters themselves */
   int64_t blocks; /* of each parameter, the last one begun counting as one */
   int64_t padded; /* of the whole buffer */
+  int64_t moment_bytes, scale_bytes;
+  int mixed; /* whether moments differ */
 } extent;
 
 /* The first parameter of a buffer, whose dtypes are those of all; -1: none is there. */
@@ -122,6 +124,16 @@ static int64_t first_in(const tx_memory_args *args, int64_t buffer) {
     if (args->places[i].buffer == buffer) return i;
   }
   return -1;
+}
+
+/* Of an element. */
+static int64_t moment_bytes(const tx_memory_state *state) {
+  return size_of(state->exp_avg_dtype) + size_of(state->exp_avg_sq_dtype);
+}
+
+/* Of a block. */
+static int64_t scale_bytes(const tx_memory_state *state) {
+  return is_scaled(state->exp_avg_dtype) + is_scaled(state->exp_avg_sq_dtype);
 }
 
 static tx_status measure(const tx_memory_args *args, int64_t buffer, int64_t like, extent *whole, tx_error *error) {
@@ -134,17 +146,20 @@ static tx_status measure(const tx_memory_args *args, int64_t buffer, int64_t lik
     const tx_layout_param *p = &args->layout->params[i];
     if (args->places[i].buffer != buffer || p->tied != -1) continue;
     const tx_memory_state *b = &args->states[i];
-    if (a->exp_avg_dtype != b->exp_avg_dtype || a->exp_avg_sq_dtype != b->exp_avg_sq_dtype ||
-        a->master_dtype != b->master_dtype) {
+    if (a->master_dtype != b->master_dtype) {
       return tx_fail(
           error, TX_ERROR_CONFLICT,
-          "memory: states[%" PRId64 "] and states[%" PRId64
+          "memory: the masters of states[%" PRId64 "] and states[%" PRId64
           "] differ, but their parameters share a buffer; legal: equal ones, or different keys in the layout",
           like, i);
     }
+    const int64_t blocks = p->numel / TX_BLOCK + (p->numel % TX_BLOCK != 0);
+    whole->mixed |= a->exp_avg_dtype != b->exp_avg_dtype || a->exp_avg_sq_dtype != b->exp_avg_sq_dtype;
     whole->n_params++;
     whole->numel = add(whole->numel, 1, p->numel);
-    whole->blocks = add(whole->blocks, 1, (p->numel + TX_BLOCK - 1) / TX_BLOCK);
+    whole->blocks = add(whole->blocks, 1, blocks);
+    whole->moment_bytes = add(whole->moment_bytes, p->numel, moment_bytes(b));
+    whole->scale_bytes = add(whole->scale_bytes, blocks, scale_bytes(b));
   }
   return TX_OK;
 }
@@ -167,9 +182,14 @@ static tx_status add_buffer(const tx_memory_args *args, int64_t buffer, tx_memor
   memory->params = add(memory->params, params, size_of(param->param_dtype));
   memory->grads = add(memory->grads, grads, size_of(param->grad_dtype));
   memory->masters = add(memory->masters, stepped, size_of(state->master_dtype));
-  memory->moments = add(memory->moments, stepped, size_of(state->exp_avg_dtype) + size_of(state->exp_avg_sq_dtype));
-  memory->scales = add(memory->scales, own ? whole.blocks : shard / TX_BLOCK,
-                       is_scaled(state->exp_avg_dtype) + is_scaled(state->exp_avg_sq_dtype));
+  if (own || whole.mixed) {
+    const int64_t ranks = own ? 1 : args->layout->world;
+    memory->moments = add(memory->moments, 1, whole.moment_bytes / ranks + (whole.moment_bytes % ranks != 0));
+    memory->scales = add(memory->scales, 1, whole.scale_bytes / ranks + (whole.scale_bytes % ranks != 0));
+  } else {
+    memory->moments = add(memory->moments, shard, moment_bytes(state));
+    memory->scales = add(memory->scales, shard / TX_BLOCK, scale_bytes(state));
+  }
   memory->steps = add(memory->steps, whole.n_params, size_of(TX_F32));
   return TX_OK;
 }

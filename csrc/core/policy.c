@@ -4,6 +4,7 @@
 
 #include "csrc/core/dtype.h"
 #include "csrc/core/policy_fields.h"
+#include "csrc/core/policy_states.h"
 #include "csrc/core/status.h"
 
 /* Explicit values: those fields of `values` that have a source. */
@@ -64,14 +65,18 @@ static tx_status read_flag(int32_t flag, const char *name, int32_t field, settin
   return TX_OK;
 }
 
+static void copy_setting(settings *to, const settings *from, int32_t f) {
+  tx_policy_copy(&to->values, &from->values, f);
+  to->source[f] = from->source[f];
+  to->where[f] = from->where[f];
+}
+
 /* `from` over `to`; where both have a value of equal source that differs, *clash tells. */
 static void merge(settings *to, const settings *from, int32_t *clash) {
   for (int32_t f = 0; f < TX_POLICY_FIELDS; f++) {
     if (!from->source[f] || from->source[f] < to->source[f]) continue;
     if (from->source[f] == to->source[f] && clash && !tx_policy_equal(&from->values, &to->values, f)) *clash = f;
-    tx_policy_copy(&to->values, &from->values, f);
-    to->source[f] = from->source[f];
-    to->where[f] = from->where[f];
+    copy_setting(to, from, f);
   }
 }
 
@@ -175,6 +180,18 @@ static void set_given(draft *d, const inputs *in) {
   }
 }
 
+/* The configuration's word counts like an explicit one: neither the dtype nor a preset has another. */
+static void follow_states(draft *d, const inputs *in) {
+  const int32_t states = d->p.states;
+  if (states == TX_STATES_BY_KEY) return;
+  const int32_t moments = (int32_t)tx_states_moments(states);
+  const int32_t remainders = tx_states_remainders(states, &d->p);
+  if (!GIVEN(exp_avg_dtype)) FOLLOW(exp_avg_dtype, moments, states);
+  if (!GIVEN(exp_avg_sq_dtype)) FOLLOW(exp_avg_sq_dtype, moments, states);
+  if (!GIVEN(main_params_dtype)) FOLLOW(main_params_dtype, TX_F32, states);
+  if (!GIVEN(store_param_remainders)) FOLLOW(store_param_remainders, remainders, states);
+}
+
 static void follow_masters(draft *d, const inputs *in) {
   if (GIVEN(preserve_fp32_weights) && !GIVEN(main_params_dtype)) {
     FOLLOW(main_params_dtype, d->p.preserve_fp32_weights ? TX_F32 : TX_NONE, preserve_fp32_weights);
@@ -268,6 +285,7 @@ static void resolve(const inputs *in, draft *d) {
   set_preset(d, in->preset);
   if (in->full_shard) set_full_shard(d);
   set_given(d, in);
+  follow_states(d, in);
   follow_masters(d, in);
   follow_precision(d, in);
   follow_gradients(d, in);
@@ -302,6 +320,12 @@ static tx_status check_conflicts(const inputs *in, const draft *d, tx_error *err
   }
   const tx_policy *p = &d->p;
   settings all = in->given;
+  if (!GIVEN(states) && in->config.source[TX_POLICY_states]) copy_setting(&all, &in->config, TX_POLICY_states);
+  if (!GIVEN(shard_dtype) && in->shard_dtype != TX_NONE) {
+    all.values.shard_dtype = (int32_t)in->shard_dtype;
+    all.source[TX_POLICY_shard_dtype] = TX_SOURCE_DTYPE;
+    all.where[TX_POLICY_shard_dtype] = "the model's";
+  }
   if (in->model_dtype != TX_NONE) {
     settings model = {0};
     model.values.param_dtype = (int32_t)in->model_dtype;
@@ -329,15 +353,17 @@ static tx_status check_conflicts(const inputs *in, const draft *d, tx_error *err
 /* The configuration is weaker than the model's dtype and the presets, but a value of it never vanishes in silence. */
 static tx_status check_config(const inputs *in, const draft *d, tx_error *error) {
   for (int32_t f = 0; f < TX_POLICY_FIELDS; f++) {
-    const int32_t source = d->origins[f].source;
-    if (!in->config.source[f] || (source != TX_SOURCE_DTYPE && source != TX_SOURCE_PRESET)) continue;
-    if (tx_policy_equal(&d->p, &in->config.values, f)) continue;
+    const tx_origin origin = d->origins[f];
+    const int by_states = origin.source == TX_SOURCE_FOLLOWS && origin.cause == TX_POLICY_states;
+    if (!in->config.source[f] || tx_policy_equal(&d->p, &in->config.values, f)) continue;
+    if (origin.source != TX_SOURCE_DTYPE && origin.source != TX_SOURCE_PRESET && !by_states) continue;
     char reason[128];
     tx_text text = tx_text_in(reason, sizeof reason);
     tx_text_add(&text, "the latter is stronger, and %s is stronger than both",
                 tx_policy_side_name(tx_policy_field_at(f)->side));
-    return fail_conflict(in->config.where[f], &in->config.values, f,
-                         source == TX_SOURCE_DTYPE ? "the dtype's" : "the preset's", &d->p, f, reason, error);
+    const char *stronger = by_states ? "the word" : origin.source == TX_SOURCE_DTYPE ? "the dtype's" : "the preset's";
+    return fail_conflict(in->config.where[f], &in->config.values, f, stronger, &d->p, by_states ? TX_POLICY_states : f,
+                         reason, error);
   }
   return TX_OK;
 }
@@ -436,6 +462,32 @@ static void shards_row(const tx_policy *policy, const tx_origin *origins, tx_pol
   if (origins[TX_POLICY_main_grads_dtype].cause == TX_POLICY_param_dtype) row->main_grads_dtype = row->param_dtype;
 }
 
+/* What `policy` was resolved from, as far as its origins tell, for parameters in `dtype`. */
+static inputs inputs_of(const tx_policy *policy, const tx_origin *origins, tx_dtype dtype) {
+  inputs in = {.model_dtype = dtype, .preset = policy->preset, .clash = TX_POLICY_FIELDS};
+  const int own = dtype == (tx_dtype)policy->param_dtype;
+  if (own && origins[TX_POLICY_shard_dtype].source == TX_SOURCE_DTYPE) in.shard_dtype = (tx_dtype)policy->shard_dtype;
+  draft d = {0};
+  set_full_shard(&d); /* which fields that touches */
+  for (int32_t f = 0; f < TX_POLICY_FIELDS; f++) {
+    const int32_t source = origins[f].source;
+    if (f == TX_POLICY_param_dtype || f == TX_POLICY_bf16 || f == TX_POLICY_fp16) continue; /* the mode: now `dtype` */
+    if (f == TX_POLICY_store_param_remainders && dtype != TX_BF16) continue; /* they stand beside bf16 weights only */
+    if (f == TX_POLICY_shard_dtype && !own) continue; /* of parameters that are computed in param_dtype */
+    settings *to = source == TX_SOURCE_CONFIG ? &in.config : &in.given;
+    if (source == TX_SOURCE_OVERRIDE || source == TX_SOURCE_HOOK || source == TX_SOURCE_CONFIG) {
+      to->source[f] = source;
+      to->where[f] = "the policy's";
+      tx_policy_copy(&to->values, policy, f);
+    } else if (source == TX_SOURCE_PRESET && d.origins[f].source == TX_SOURCE_PRESET) {
+      in.full_shard = 1;
+    }
+  }
+  /* main_grads_dtype=None was given, and stands for the dtype of the parameter whatever that is. */
+  if (origins[TX_POLICY_main_grads_dtype].cause == TX_POLICY_param_dtype) in.given.values.main_grads_dtype = TX_NONE;
+  return in;
+}
+
 tx_status tx_policy_row(const tx_policy *policy, const tx_origin *origins, tx_dtype dtype, tx_policy *row,
                         tx_error *error) {
   if (!policy || policy->size != sizeof *policy || !origins || !row || row->size != sizeof *row) {
@@ -451,29 +503,39 @@ tx_status tx_policy_row(const tx_policy *policy, const tx_origin *origins, tx_dt
     shards_row(policy, origins, row);
     return TX_OK;
   }
-  inputs in = {.model_dtype = dtype, .preset = policy->preset, .clash = TX_POLICY_FIELDS};
-  const int own = dtype == (tx_dtype)policy->param_dtype;
-  if (own && origins[TX_POLICY_shard_dtype].source == TX_SOURCE_DTYPE) in.shard_dtype = (tx_dtype)policy->shard_dtype;
-  draft d = {0};
-  set_full_shard(&d); /* which fields that touches */
-  for (int32_t f = 0; f < TX_POLICY_FIELDS; f++) {
-    const int32_t source = origins[f].source;
-    if (f == TX_POLICY_param_dtype || f == TX_POLICY_bf16 || f == TX_POLICY_fp16) continue; /* the mode: now `dtype` */
-    if (f == TX_POLICY_store_param_remainders && dtype != TX_BF16) continue; /* they stand beside bf16 weights only */
-    if (f == TX_POLICY_shard_dtype && !own) continue; /* of parameters that are computed in param_dtype */
-    if (source == TX_SOURCE_OVERRIDE || source == TX_SOURCE_HOOK) {
-      in.given.source[f] = source;
-      tx_policy_copy(&in.given.values, policy, f);
-    } else if (source == TX_SOURCE_CONFIG) {
-      in.config.source[f] = source;
-      tx_policy_copy(&in.config.values, policy, f);
-    } else if (source == TX_SOURCE_PRESET && d.origins[f].source == TX_SOURCE_PRESET) {
-      in.full_shard = 1;
-    }
-  }
-  /* main_grads_dtype=None was given, and stands for the dtype of the parameter whatever that is. */
-  if (origins[TX_POLICY_main_grads_dtype].cause == TX_POLICY_param_dtype) in.given.values.main_grads_dtype = TX_NONE;
+  const inputs in = inputs_of(policy, origins, dtype);
+  draft d;
   resolve(&in, &d);
   *row = d.p;
+  return TX_OK;
+}
+
+tx_status tx_policy_with(const tx_policy *policy, const tx_origin *origins, const tx_setting *list, int64_t n,
+                         tx_policy *result, tx_origin *result_origins, tx_error *error) {
+  if (!policy || policy->size != sizeof *policy || !origins || !result || result->size != sizeof *result ||
+      !result_origins) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_policy_with: policy and result must begin with TX_POLICY_INIT, and no origins may be NULL");
+  }
+  settings more = {0};
+  TX_FORWARD(read_all(list, n, "the argument", TX_SIDE_OPTIMIZER, TX_SOURCE_OVERRIDE, &more, error));
+  inputs in = inputs_of(policy, origins, (tx_dtype)policy->param_dtype);
+  for (int32_t f = 0; f < TX_POLICY_FIELDS; f++) {
+    if (!more.source[f]) continue;
+    if (in.given.source[f] && !tx_policy_equal(&more.values, &in.given.values, f)) {
+      return fail_conflict(more.where[f], &more.values, f, in.given.where[f], &in.given.values, f,
+                           "both set the same key", error);
+    }
+    copy_setting(&in.given, &more, f);
+  }
+  draft d;
+  resolve(&in, &d);
+  TX_FORWARD(check_conflicts(&in, &d, error));
+  TX_FORWARD(check_config(&in, &d, error));
+  const int32_t mode[] = {TX_POLICY_param_dtype, TX_POLICY_bf16, TX_POLICY_fp16};
+  for (size_t i = 0; i < sizeof mode / sizeof *mode; i++)
+    d.origins[mode[i]] = origins[mode[i]];
+  *result = d.p;
+  memcpy(result_origins, d.origins, sizeof d.origins);
   return TX_OK;
 }

@@ -82,6 +82,7 @@ int tx_policy_equal(const tx_policy *a, const tx_policy *b, int32_t field) {
     case TX_FIELD_TEXT:
       return strcmp(at(a, field), at(b, field)) == 0;
     case TX_FIELD_I64:
+    case TX_FIELD_I32:
     case TX_FIELD_DTYPE:
     case TX_FIELD_BOOL:
     case TX_FIELD_ENUM:
@@ -183,6 +184,29 @@ static void format_setting(const tx_setting *setting, tx_text *text) {
   }
 }
 
+/* ": ZeRO-2 is optim_grads here", ": the nearest is 8bit", or nothing where no name is near. */
+static void suggest_name(const char *key, const char *word, const char *names, tx_text *text) {
+  const char *what = NULL;
+  const char *ours = tx_other_name(key, word, &what);
+  if (ours) {
+    tx_text_add(text, ": %.64s is %s here", what, ours);
+    return;
+  }
+  enum { FAR = 3 };
+  int64_t nearest = FAR, nearest_length = 0, length;
+  const char *found = NULL, *item;
+  while ((length = tx_text_item(&names, ",", &item)) >= 0) {
+    char name[TX_TEXT_CAPACITY] = {0};
+    memcpy(name, item, (size_t)length < sizeof name ? (size_t)length : sizeof name - 1);
+    const int64_t distance = tx_edit_distance(word, name);
+    if (distance >= nearest || distance * 2 >= length) continue;
+    nearest = distance;
+    nearest_length = length;
+    found = item;
+  }
+  if (found) tx_text_add(text, ": the nearest is %.*s", (int)nearest_length, found);
+}
+
 static tx_status fail_value(const tx_setting *setting, const char *where, int32_t field, tx_error *error) {
   char value[128];
   tx_text text = tx_text_in(value, sizeof value);
@@ -194,8 +218,30 @@ static tx_status fail_value(const tx_setting *setting, const char *where, int32_
                      setting->key, value, kFields[field].legal, tx_dtype_choices());
     }
   }
-  return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "%s: %s=%s is not legal; legal: %s", where, setting->key, value,
+  char hint[160] = "";
+  tx_text hint_text = tx_text_in(hint, sizeof hint);
+  if (kFields[field].type == TX_FIELD_ENUM && setting->kind == TX_VALUE_TEXT) {
+    suggest_name(setting->key, setting->text, kFields[field].legal, &hint_text);
+  }
+  return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "%s: %s=%s is not legal%s; legal: %s", where, setting->key, value, hint,
                  is_former_compression(setting) ? kFormerLegal : kFields[field].legal);
+}
+
+tx_status tx_strategy_find(const char *where, const char *name, int32_t *strategy, tx_error *error) {
+  const int32_t field = TX_POLICY_data_parallel_sharding_strategy;
+  if (!where || !name || !strategy) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_strategy_find: where, name and strategy must not be NULL");
+  }
+  const int32_t found = position_in(kFields[field].legal, name);
+  if (found >= 0) {
+    *strategy = found;
+    return TX_OK;
+  }
+  char hint[160];
+  tx_text text = tx_text_in(hint, sizeof hint);
+  suggest_name(kFields[field].name, name, kFields[field].legal, &text);
+  return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "%s'%.64s' is not legal%s; legal: %s", where, name, hint,
+                 kFields[field].legal);
 }
 
 static tx_status fail_key(const char *key, const char *where, int32_t side, tx_error *error) {
@@ -297,6 +343,12 @@ tx_status tx_policy_read(const tx_setting *setting, const char *where, int32_t s
       if (ok) *(int64_t *)at_mutable(values, f) = value;
       break;
     }
+    case TX_FIELD_I32: {
+      int64_t value = 0;
+      ok = read_i64(setting, legal, &value);
+      if (ok) *(int32_t *)at_mutable(values, f) = (int32_t)value;
+      break;
+    }
     case TX_FIELD_DTYPE:
       ok = is_none || (read_dtype(setting, &dtype) && tx_policy_dtype_is_legal(legal, dtype));
       if (ok) *(int32_t *)at_mutable(values, f) = (int32_t)dtype;
@@ -307,7 +359,7 @@ tx_status tx_policy_read(const tx_setting *setting, const char *where, int32_t s
       break;
     case TX_FIELD_ENUM: {
       int32_t value = 0;
-      ok = read_enum(setting, legal, &value);
+      ok = is_none || read_enum(setting, row->legal, &value);
       if (ok) *(int32_t *)at_mutable(values, f) = value;
       break;
     }
@@ -345,6 +397,9 @@ void tx_policy_format(const tx_policy *policy, int32_t field, tx_text *text) {
         tx_text_add(text, "%lld", (long long)*(const int64_t *)value);
       }
       return;
+    case TX_FIELD_I32:
+      tx_text_add(text, "%d", (int)*(const int32_t *)value);
+      return;
     case TX_FIELD_DTYPE: {
       const tx_dtype dtype = (tx_dtype) * (const int32_t *)value;
       tx_text_add(text, "%s", dtype == TX_NONE ? "None" : tx_dtype_name(dtype));
@@ -355,6 +410,10 @@ void tx_policy_format(const tx_policy *policy, int32_t field, tx_text *text) {
       return;
     case TX_FIELD_ENUM: {
       int64_t length = 0;
+      if (*(const int32_t *)value == 0 && none_is_legal(field)) {
+        tx_text_add(text, "None");
+        return;
+      }
       const char *name = name_at(kFields[field].legal, *(const int32_t *)value, &length);
       tx_text_add(text, "%.*s", name ? (int)length : 0, name ? name : "");
       return;

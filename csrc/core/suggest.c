@@ -46,3 +46,29 @@ const char *tx_nearest(const char *name, const char *const *candidates, int64_t 
   }
   return nearest;
 }
+
+/* Whether a word is `plain` in lower case, without what people put between its parts. */
+static int is_spelled(const char *word, const char *plain) {
+  for (; *word; word++) {
+    if (strchr("-_. ", *word)) continue;
+    const char lower = *word >= 'A' && *word <= 'Z' ? (char)(*word - 'A' + 'a') : *word;
+    if (lower != *plain++) return 0;
+  }
+  return *plain == 0;
+}
+
+const char *tx_other_name(const char *key, const char *word, const char **what) {
+  static const struct {
+    const char *key, *word, *what, *ours;
+  } kNames[] = {
+#define X(key, word, what, ours) {key, word, what, ours},
+#include "csrc/core/other_names.def"
+#undef X
+  };
+  for (size_t i = 0; i < sizeof kNames / sizeof *kNames; i++) {
+    if (strcmp(kNames[i].key, key) != 0 || !is_spelled(word, kNames[i].word)) continue;
+    *what = *kNames[i].what ? kNames[i].what : word;
+    return kNames[i].ours;
+  }
+  return NULL;
+}

@@ -11,4 +11,8 @@ int64_t tx_edit_distance(const char *a, const char *b);
 /* The candidate at the least edit distance from `name`, the first among equals; NULL where there is none. */
 const char *tx_nearest(const char *name, const char *const *candidates, int64_t n);
 
+/* What others mean by `word` as a value of `key` (csrc/core/other_names.def): our word for it, and in *what what it is.
+ * NULL where the table has no such word. */
+const char *tx_other_name(const char *key, const char *word, const char **what);
+
 #endif

@@ -46,11 +46,11 @@ class Configuration:
 
 CONFIGURATIONS = [
     Configuration("fp32 model", torch.float32, {}, {}, seeds=(0, 1, 2)),
-    Configuration("(a) bf16 moments, fp32 masters", torch.bfloat16, {}, {}),
-    Configuration("(b) bf16 moments, remainders", torch.bfloat16, REMAINDER, {}),
-    Configuration("(c) 8-bit moments, remainders", torch.bfloat16, REMAINDER | EIGHT_BITS, {}),
-    Configuration("(b), moments to nearest", torch.bfloat16, REMAINDER, {"moment_rounding": "nearest"}),
-    Configuration("(c), moments to nearest", torch.bfloat16, REMAINDER | EIGHT_BITS, {"moment_rounding": "nearest"}),
+    Configuration("bf16: moments in bf16, masters in fp32", torch.bfloat16, {}, {}),
+    Configuration("bf16_remainder: moments in bf16, remainders", torch.bfloat16, REMAINDER, {}),
+    Configuration("8bit: moments in 8 bits, remainders", torch.bfloat16, REMAINDER | EIGHT_BITS, {}),
+    Configuration("bf16_remainder, moments to nearest", torch.bfloat16, REMAINDER, {"moment_rounding": "nearest"}),
+    Configuration("8bit, moments to nearest", torch.bfloat16, REMAINDER | EIGHT_BITS, {"moment_rounding": "nearest"}),
     Configuration("no masters, weights dithered", torch.bfloat16, NO_MASTER, {"weight_rounding": "dithered"}),
     Configuration("no masters, weights to nearest", torch.bfloat16, NO_MASTER, {"weight_rounding": "nearest"}),
 ]

@@ -15,10 +15,10 @@ _PIECE = 1 << 30  # bytes that the plain copy holds twice, beside all that is me
 
 
 class Trip:
-    """Weights and states of configuration (a), there and back. Gradients would only be dropped: they are left alone."""
+    """Weights and states of "bf16", there and back. Gradients would only be dropped: they are left alone."""
 
     def __init__(self, shapes: Shapes, seed: int) -> None:
-        training = optimizer_configs.ours(CONFIGURATIONS["a"], shapes, seed)
+        training = optimizer_configs.ours(CONFIGURATIONS["bf16"], shapes, seed)
         training.step()
         self._model, self._optimizer = nn.ParameterList(training.params), training.optimizer
         moved = [t for t in training.tensors() if t not in {p.grad for p in training.params} and t.dim()]

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,38 +14,31 @@ from bench.workload import Shapes
 from torch_ext.cli import info
 from torch_ext.native import library
 from torch_ext.optim.adamw import AdamW
-from torch_ext.policy.loader import load_policy
 
 
 @dataclass(frozen=True)
 class Configuration:
     name: str
+    """What AdamW takes as `states`."""
     about: str
     dtype: torch.dtype  # of parameters and gradients
     traffic: float  # bytes read + written per parameter in a step
-    overrides: dict[str, Any] = field(default_factory=dict)  # override_optimizer_config
 
 
-_REMAINDER = {"store_param_remainders": True}
 CONFIGURATIONS = {
     c.name: c
     for c in (
         Configuration("fp32", "everything fp32", torch.float32, 28),
-        Configuration("a", "bf16 p, g, m, v; fp32 master", torch.bfloat16, 20),
-        Configuration("b", "bf16 p, g, m, v; 16-bit remainder", torch.bfloat16, 18, _REMAINDER),
-        Configuration(
-            "c",
-            "bf16 p, g; 8-bit m, v; 16-bit remainder",
-            torch.bfloat16,
-            14 + 4 / 128,  # a byte of scale per 128 elements of m and of v, read and written
-            {**_REMAINDER, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
-        ),
+        Configuration("bf16", "bf16 p, g, m, v; fp32 master", torch.bfloat16, 20),
+        Configuration("bf16_remainder", "bf16 p, g, m, v; 16-bit remainder", torch.bfloat16, 18),
+        # A byte of scale per 128 elements of m and of v, read and written.
+        Configuration("8bit", "bf16 p, g; 8-bit m, v; 16-bit remainder", torch.bfloat16, 14 + 4 / 128),
     )
 }
 
 # Bytes that copies read and write per parameter beside the step, where that is on the host: the gradient comes down and
 # the weight goes up (2 bytes read and 2 written each); beside remainders the weight comes down as well.
-COPIED = {"a": 8, "b": 12}
+COPIED = {"bf16": 8, "bf16_remainder": 12}
 
 
 class Stepper(Protocol):
@@ -82,9 +75,9 @@ class Training:
 
 def ours(configuration: Configuration, shapes: Shapes, seed: int, device: str = "cpu", **options: Any) -> Training:
     """options: of AdamW."""
-    policy = load_policy(configuration.dtype, override_optimizer_config=configuration.overrides)
     params = workload.make(shapes, configuration.dtype, seed, device)
-    return Training(AdamW(params, lr=1e-4, policy=policy, seed=seed, **options))
+    states: Any = configuration.name
+    return Training(AdamW(params, lr=1e-4, states=states, seed=seed, **options))
 
 
 def wall(traffic: float, params: int) -> Callable[[], None]:

@@ -38,7 +38,7 @@ def offload(bench: Bench) -> None:
 
 # -- external: noticing what others write to weights beside masters ----------------------------------------------------
 
-_NOTICING = {"a": Bar(1.04, 1.01, True), "b": Bar(1.06, 1.02, True), "c": Bar(1.06, 1.02, True)}
+_NOTICING = {"bf16": Bar(1.04, 1.01, True), "bf16_remainder": Bar(1.06, 1.02, True), "8bit": Bar(1.06, 1.02, True)}
 
 
 def external(bench: Bench) -> None:
@@ -62,7 +62,7 @@ def external(bench: Bench) -> None:
 
 
 def checkpoint(bench: Bench) -> None:
-    for name, way in (("a", "dcp"), ("c", "dcp"), ("c", "file")):
+    for name, way in (("bf16", "dcp"), ("8bit", "dcp"), ("8bit", "file")):
         try:
             saving, loading = checkpoint_rows.measure(name, way, bench.model, bench.seed)
         except RuntimeError as failure:

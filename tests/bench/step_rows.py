@@ -23,7 +23,7 @@ from bench.workload import Shapes
 
 _WALL_BARS = {"avx2": Bar(0.80, 0.92), "avx512": Bar(0.85, 0.95), "avx512bf16": Bar(0.85, 0.95)}
 ISAS = tuple(_WALL_BARS)
-# Of (c) with AVX-512 on two threads, in ns per parameter: asked of it where it is the kernel that bounds, not the
+# Of "8bit" with AVX-512 on two threads, in ns per parameter: asked of it where it is the kernel that bounds, not the
 # memory.
 _C_NS, _C_NS_THREADS, _C_NS_ISAS = Bar(0.45, 0.33, lower_is_better=True), 2, ("avx512", "avx512bf16")
 
@@ -74,9 +74,9 @@ def _wall_of(bench: Bench, configuration: Configuration, isas: list[str], beside
             "of the wall": of_wall,
         }
         bench.add("wall", f"{configuration.name}, {isa}: share of the bound", of_bound, _WALL_BARS.get(isa), beside_it)
-        if configuration.name == "c" and isa in _C_NS_ISAS:
+        if configuration.name == "8bit" and isa in _C_NS_ISAS:
             bar = _C_NS if bench.threads == _C_NS_THREADS and l1_ns > wall_ns else None
-            bench.add("wall", f"c, {isa}: ns per parameter", timing.spread(ours), bar)
+            bench.add("wall", f"8bit, {isa}: ns per parameter", timing.spread(ours), bar)
 
 
 # -- gpt2: many tensors against one ------------------------------------------------------------------------------------
@@ -109,12 +109,15 @@ class Peer(NamedTuple):
 
 PEERS = (
     Peer("torch fused, fp32", partial(bench_peers.torch_fused, dtype=torch.float32), "fp32", Bar(0.97, 1.03)),
-    Peer("mixed recipe around torch fused", bench_peers.MixedRecipe, "a", Bar(2.0, 3.0)),
-    Peer("mixed recipe in one pass, torch.compile", bench_peers.Compiled, "a", Bar(1.3, 1.7)),
+    Peer("mixed recipe around torch fused", bench_peers.MixedRecipe, "bf16", Bar(2.0, 3.0)),
+    Peer("mixed recipe in one pass, torch.compile", bench_peers.Compiled, "bf16", Bar(1.3, 1.7)),
     Peer(
-        "torch fused, all bf16, no master", partial(bench_peers.torch_fused, dtype=torch.bfloat16), "c", Bar(1.5, 3.0)
+        "torch fused, all bf16, no master",
+        partial(bench_peers.torch_fused, dtype=torch.bfloat16),
+        "8bit",
+        Bar(1.5, 3.0),
     ),
-    Peer("DeepSpeed CPUAdam, fp32 states, no master", bench_peers.deepspeed, "b", Bar(1.0, 1.3)),
+    Peer("DeepSpeed CPUAdam, fp32 states, no master", bench_peers.deepspeed, "bf16_remainder", Bar(1.0, 1.3)),
 )
 
 
@@ -172,14 +175,14 @@ def neighbour(bench: Bench) -> None:
     shapes = {"one tensor": bench.flat, f"{len(bench.model)} tensors": bench.model}
     contenders: dict[str, Callable[[], object]] = {}
     for what, each in shapes.items():
-        contenders[f"a, {what}"] = optimizer_configs.ours(CONFIGURATIONS["a"], each, bench.seed).step
+        contenders[f"bf16, {what}"] = optimizer_configs.ours(CONFIGURATIONS["bf16"], each, bench.seed).step
         contenders[f"torch fused fp32, {what}"] = bench_peers.torch_fused(
             each, seed=bench.seed, dtype=torch.float32
         ).step
     with busy_core.busy():
         times = bench.run("neighbour", contenders, _NEIGHBOUR_STEPS)
     for who in contenders:
-        bar = Bar(3, 1.5, lower_is_better=True) if who.startswith("a,") else None
+        bar = Bar(3, 1.5, lower_is_better=True) if who.startswith("bf16,") else None
         beside = {"median ms": statistics.median(times[who]) * 1e3}
         worst = timing.worst(times, who)
         bench.add("neighbour", f"{who}: longest of {_NEIGHBOUR_STEPS} steps / median", worst, bar, beside)
@@ -187,7 +190,7 @@ def neighbour(bench: Bench) -> None:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-_MEMORY_BARS = {"a": Bar(12.1, 12.0, True), "b": Bar(10.1, 10.0, True), "c": Bar(8.1, 8.02, True)}
+_MEMORY_BARS = {"bf16": Bar(12.1, 12.0, True), "bf16_remainder": Bar(10.1, 10.0, True), "8bit": Bar(8.1, 8.02, True)}
 
 
 def memory(bench: Bench) -> None:

@@ -54,9 +54,9 @@ def test_every_row_has_its_figures(ran: Ran) -> None:
     wanted = [f"{name}, {isa}: share of the bound" for name in CONFIGURATIONS for isa in present]
     wanted += [isa for isa in ISAS if isa not in present]
     wanted += [f"{name}: 148 tensors, speed relative to one" for name in CONFIGURATIONS]
-    wanted += [f"{name}: resident bytes per parameter" for name in "abc"]
+    wanted += [f"{name}: resident bytes per parameter" for name in ("bf16", "bf16_remainder", "8bit")]
     wanted += [f"offload + onload, {what}: fraction of a plain copy" for what in ("one tensor", "148 tensors")]
-    wanted += [f"{name}, dcp, {what}: peak memory / state" for name in "ac" for what in ("save", "load")]
+    wanted += [f"{name}, dcp, {what}: peak memory / state" for name in ("bf16", "8bit") for what in ("save", "load")]
     assert [what for what in wanted if what not in there] == []
     assert [peer.what for peer in PEERS if not any(what.startswith(peer.what) for what in there)] == []
 
@@ -100,15 +100,15 @@ def test_figures_follow_from_the_seconds(ran: Ran) -> None:
         return statistics.median(a / b for a, b in zip(seconds[run][of], seconds[run][to], strict=True))
 
     assert figure("torch fused, fp32 / ours (fp32)") == ratio("peers", "torch fused, fp32", "fp32")
-    assert figure("a: 148 tensors, speed relative to one") == ratio("gpt2, a", "flat", "model")
-    steps = seconds["neighbour"]["a, 148 tensors"]
+    assert figure("bf16: 148 tensors, speed relative to one") == ratio("gpt2, bf16", "flat", "model")
+    steps = seconds["neighbour"]["bf16, 148 tensors"]
     assert len(steps) == 50
-    assert figure("a, 148 tensors: longest of 50 steps / median") == max(steps) / statistics.median(steps)
+    assert figure("bf16, 148 tensors: longest of 50 steps / median") == max(steps) / statistics.median(steps)
 
 
 def test_bytes_per_parameter(ran: Ran) -> None:
-    sizes = {f["what"][0]: f["median"] for f in ran.found["figures"] if f["row"] == "memory"}
-    assert sizes == {"a": 12.0, "b": 10.01, "c": 8.02}
+    sizes = {f["what"].split(":")[0]: f["median"] for f in ran.found["figures"] if f["row"] == "memory"}
+    assert sizes == {"bf16": 12.0, "bf16_remainder": 10.01, "8bit": 8.02}
     points = {p["who"]: p["bytes_per_parameter"] for p in ran.found["points"]}
     assert points["fp32"] == pytest.approx(16, abs=0.01)
     assert points["torch fused, fp32"] == pytest.approx(16, abs=0.01)
@@ -183,7 +183,7 @@ def test_the_kernel_in_cache_is_the_step(name: str) -> None:
         own.step()
     for a, b in zip(cached.trainings[0].tensors(), own.tensors(), strict=True):
         # Beside fp32 masters checksums of the weights are left out of a call in cache.
-        assert torch.equal(a, b) or (a.dtype == torch.int64 and name == "a")
+        assert torch.equal(a, b) or (a.dtype == torch.int64 and name == "bf16")
     assert len(cached.found) == 1 and all(map(math.isfinite, cached.found[0]))
 
 
@@ -195,7 +195,7 @@ def ticks(pid: int) -> int:
 def test_the_kernel_in_cache_is_timed_while_others_run_it() -> None:
     """Processes that end are said, not waited for."""
     with Beside(2, seed=0) as beside:
-        cached = InCache(CONFIGURATIONS["c"], 0, partial(beside.running, "c", "base"))
+        cached = InCache(CONFIGURATIONS["8bit"], 0, partial(beside.running, "8bit", "base"))
         for _ in range(2):
             cached.step()
         assert all(found.together > 0 for found in cached.found)
@@ -229,7 +229,7 @@ def test_peers_take_the_step_that_ours_takes() -> None:
     """From one seed: after 20 steps masters agree to a fiftieth of how far they moved (the moments are bf16)."""
     shapes = [(1000,), (7, 9)]
     start = [p.detach().float() for p in workload.make(shapes, torch.bfloat16, 5)]
-    own = optimizer_configs.ours(CONFIGURATIONS["a"], shapes, 5)
+    own = optimizer_configs.ours(CONFIGURATIONS["bf16"], shapes, 5)
     mixed, compiled = peers.MixedRecipe(shapes, 5), peers.Compiled(shapes, 5)  # which has made one step
     for _ in range(19):
         compiled.step()
@@ -259,7 +259,7 @@ def test_a_peer_that_is_not_there_is_a_named_skip(monkeypatch: pytest.MonkeyPatc
 def test_memory_counts_what_is_resident() -> None:
     """With enough parameters the process's peak is the storages and little more."""
     params = 8_000_000
-    found = resident_memory.measure_here("c", [(params,)], seed=0)
+    found = resident_memory.measure_here("8bit", [(params,)], seed=0)
     assert found.storage == pytest.approx(8 + 2 / 128 + 8 / 1024, abs=1e-4)
     assert found.storage - 0.05 < found.peak_rss < found.storage + 0.5
 

@@ -8,7 +8,10 @@ from bench import optimizer_configs
 from bench.optimizer_configs import CONFIGURATIONS, Training
 from bench.workload import Shapes, numel
 
-READ = {"a": 6, "b": 2}  # bytes per parameter that resync_masters() reads: weights and fp32 masters; weights
+READ = {
+    "bf16": 6,
+    "bf16_remainder": 2,
+}  # bytes per parameter that resync_masters() reads: weights and fp32 masters; weights
 _COLUMNS = 15  # of slices of adamw_flat_ without checksums
 
 

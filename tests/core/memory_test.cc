@@ -547,6 +547,25 @@ TEST(Memory, each_buffer_has_its_own_states) {
   EXPECT_EQ(memory.moments, c.bytes.moments + 256 * 8);
 }
 
+TEST(Memory, moments_that_differ_in_a_buffer) {
+  Case c = kCases[0];
+  c.params = {Param(256 * 4), Param(130), Param(128 * 9)};
+  for (const int64_t world : {1, 4}) {
+    for (const tx_strategy strategy : {TX_NO_SHARD, TX_OPTIM}) {
+      c.world = world;
+      c.strategy = strategy;
+      Question question(c);
+      question.states = {State(TX_U8, TX_U8, TX_I16), State(TX_F32, TX_F32, TX_I16), State(TX_U8, TX_F32, TX_I16)};
+      question.args.states = question.states.data();
+      tx_memory memory = {};
+      ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+      const int64_t ranks = strategy == TX_NO_SHARD ? 1 : world;
+      EXPECT_EQ(memory.moments, (1024 * 2 + 130 * 8 + 1152 * 5) / ranks);
+      EXPECT_EQ(memory.scales, (8 * 2 + 9 + ranks - 1) / ranks);
+    }
+  }
+}
+
 TEST(Memory, more_ranks_never_need_more) {
   for (const tx_strategy strategy : {TX_OPTIM, TX_OPTIM_GRADS, TX_OPTIM_GRADS_PARAMS}) {
     int64_t before = INT64_MAX;
@@ -614,7 +633,7 @@ const Bad kBad[] = {
     {"moment_of_another_dtype", TX_ERROR_DTYPE, "int64", [](Question &q) { q.states[1].exp_avg_sq_dtype = TX_I64; }},
     {"master_of_another_dtype", TX_ERROR_DTYPE, "master in fp16",
      [](Question &q) { q.states[0].master_dtype = TX_F16; }},
-    {"states_that_differ_in_a_buffer", TX_ERROR_CONFLICT, "states[0] and states[1] differ",
+    {"masters_that_differ_in_a_buffer", TX_ERROR_CONFLICT, "the masters of states[0] and states[1] differ",
      [](Question &q) { q.states[1].master_dtype = TX_NONE; }},
     {"layout_that_is_not_legal", TX_ERROR_INVALID_ARGUMENT, "cap 0", [](Question &q) { q.layout.cap = 0; }},
     {"buckets_of_another_layout", TX_ERROR_MISMATCH, "1 buckets in 1 buffers",

@@ -42,7 +42,7 @@ struct Zeros {
   char *at(int64_t byte) { return static_cast<char *>(data) + byte; }
 };
 
-// The streams of configuration (c) for n elements.
+// The streams of 8-bit moments beside remainders (TX_STATES_8BIT) for n elements.
 struct Streams {
   int64_t n;
   Zeros param, grad, exp_avg, exp_avg_sq, master, scales;

@@ -80,7 +80,7 @@ TEST(PolicyFields, are_the_struct_in_order_without_gaps) {
     const tx_policy_field *field = tx_policy_field_at(f);
     ASSERT_NE(field, nullptr);
     EXPECT_EQ(field->offset, offset) << field->name;
-    const int64_t sizes[] = {8, 8, 4, 4, 4, TX_TEXT_CAPACITY};
+    const int64_t sizes[] = {8, 8, 4, 4, 4, TX_TEXT_CAPACITY, 4};
     EXPECT_EQ(field->bytes, sizes[field->type]) << field->name;
     EXPECT_EQ(field->side & ~(TX_SIDE_OPTIMIZER | TX_SIDE_DDP), 0) << field->name;
     offset += field->bytes;
@@ -109,7 +109,7 @@ TEST(PolicyFields, defaults_are_legal_and_enums_match_their_names) {
     setting.text = value;
     if (std::string(value) == "None") {
       setting.kind = TX_VALUE_NONE;
-    } else if (field->type == TX_FIELD_F64 || field->type == TX_FIELD_I64) {
+    } else if (field->type == TX_FIELD_F64 || field->type == TX_FIELD_I64 || field->type == TX_FIELD_I32) {
       setting.kind = TX_VALUE_FLOAT;
       setting.number = std::stod(value);
     } else if (field->type == TX_FIELD_BOOL) {
@@ -140,6 +140,11 @@ TEST(PolicyFields, defaults_are_legal_and_enums_match_their_names) {
   EXPECT_EQ(name(TX_POLICY_data_parallel_sharding_strategy, TX_OPTIM_GRADS), "optim_grads");
   EXPECT_EQ(name(TX_POLICY_data_parallel_sharding_strategy, TX_OPTIM_GRADS_PARAMS), "optim_grads_params");
   EXPECT_EQ(name(TX_POLICY_preset, TX_PRESET_CONSERVATIVE), "conservative");
+  EXPECT_EQ(name(TX_POLICY_states, TX_STATES_BY_KEY), "None");
+  EXPECT_EQ(name(TX_POLICY_states, TX_STATES_FP32), "fp32");
+  EXPECT_EQ(name(TX_POLICY_states, TX_STATES_BF16), "bf16");
+  EXPECT_EQ(name(TX_POLICY_states, TX_STATES_BF16_REMAINDER), "bf16_remainder");
+  EXPECT_EQ(name(TX_POLICY_states, TX_STATES_8BIT), "8bit");
 }
 
 }  // namespace

@@ -105,6 +105,10 @@ TEST(PolicyProperties, A4_A6_hold_for_all_pairs_of_overrides) {
                            "ddp.preserve_fp32_weights=True",
                            "ddp.use_distributed_optimizer=False",
                            "ddp.use_distributed_optimizer=True",
+                           "opt.states=fp32",
+                           "opt.states=bf16",
+                           "opt.states=bf16_remainder",
+                           "opt.states=8bit",
                            "opt.shard_dtype=fp32"};
   int resolved = 0, refused = 0;
   for (const char *mode :
@@ -135,6 +139,14 @@ TEST(PolicyProperties, A4_A6_hold_for_all_pairs_of_overrides) {
         ASSERT_EQ(p.preserve_fp32_weights, p.main_params_dtype == TX_F32) << load;
         ASSERT_TRUE(!p.store_param_remainders || (p.param_dtype == TX_BF16 && p.main_params_dtype == TX_F32)) << load;
         ASSERT_NE(p.main_grads_dtype, TX_NONE) << load;
+        if (p.states != TX_STATES_BY_KEY) {
+          const int32_t moments[] = {0, TX_F32, TX_BF16, TX_BF16, TX_U8};
+          ASSERT_EQ(p.exp_avg_dtype, moments[p.states]) << load;
+          ASSERT_EQ(p.exp_avg_sq_dtype, moments[p.states]) << load;
+          ASSERT_TRUE(p.param_dtype == TX_F32 || p.main_params_dtype == TX_F32) << load;
+          const bool beside_bf16 = p.param_dtype == TX_BF16 && p.shard_dtype == TX_NONE;
+          ASSERT_EQ(p.store_param_remainders, p.states >= TX_STATES_BF16_REMAINDER && beside_bf16) << load;
+        }
         const Resolved again = Resolve(load);
         ASSERT_EQ(std::memcmp(&p, &again.policy, sizeof p), 0) << load;
         tx_policy row = TX_POLICY_INIT;

@@ -84,6 +84,19 @@ def test_the_plan_is_what_is_allocated(strategy: str) -> None:
             assert plan.total == pytest.approx(allocated[name], rel=0.01), name
 
 
+@pytest.mark.parametrize("word", ["fp32", "bf16", "bf16_remainder", "8bit"])
+def test_the_plan_counts_what_is_kept_in_32_bits(word: Any) -> None:
+    params = {f"p{i}": torch.nn.Parameter(torch.zeros(shape, dtype=BF16)) for i, shape in enumerate(SHAPES)}
+    options: dict[str, Any] = {"keep_32bit": ["p1"]}
+    optimizer = torch_ext.AdamW(params.items(), states=word, min_8bit_size=50, **options)
+    optimizer.state_dict()
+    (plan,) = plan_memory(params, optimizer.policy, 1, ["no_shard"], **options)
+    tensors = [(key, t) for state in optimizer.state.values() for key, t in state.items()]
+    assert plan.moments == sum(t.nbytes for key, t in tensors if key.startswith("exp_avg"))
+    assert plan.masters == sum(t.nbytes for key, t in tensors if key.startswith("master_"))
+    assert plan.scales == sum(t.nbytes for key, t in tensors if key == "scales")
+
+
 # -- against what is resident -------------------------------------------------------------------------------------
 
 LAYERS = 32
@@ -344,13 +357,17 @@ def test_plan_leaves_out_full_sharding_where_it_refuses_the_model(
     [
         pytest.param([], "one of the arguments --params --numels --model is required", id="nothing"),
         pytest.param(["--params", "1", "--model", "a:b"], "not allowed with", id="two"),
-        pytest.param(["--params", "7B"], "'7B' is not a number", id="no number"),
+        pytest.param(["--params", "7X"], "'7X' is not a number", id="no number"),
         pytest.param(["--params", "1.5"], "'1.5'; a whole number", id="no whole number"),
         pytest.param(["--params", "0"], "a whole number from 1", id="zero"),
         pytest.param(["--params", "1e30"], r"to 2\^63", id="too many"),
         pytest.param(["--params", "9e18"], "int64", id="too many bytes"),
         pytest.param(["--params", "1", "--world-size", "-2"], "--world-size.*'-2'", id="ranks"),
         pytest.param(["--params", "1", "--strategy", "4"], r"4; legal are 'no_shard' \(0\), 'optim'", id="strategy"),
+        pytest.param(["--params", "1", "--strategy", "zero2"], "ZeRO-2 is optim_grads here", id="other's strategy"),
+        pytest.param(["--params", "1", "--states", "int8"], "int8 is 8bit here", id="other's states"),
+        pytest.param(["--params", "1", "--min-8bit-size", "x"], "--min-8bit-size: 'x' is not a number", id="size"),
+        pytest.param(["--params", "1", "--keep-32bit", "norm"], "has 'norm', which selects none", id="unknown name"),
         pytest.param(["--params", "1", "--dtype", "fp64"], "fp64", id="unknown dtype"),
         pytest.param(["--params", "1", "--dtype", "fp8"], "uint8", id="dtype that is not trained"),
         pytest.param(["--params", "1", "--override", "bucket_size"], "KEY=VALUE", id="override without a value"),

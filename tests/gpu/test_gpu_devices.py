@@ -29,7 +29,7 @@ def test_work_goes_to_the_current_stream() -> None:
 
 
 def test_workspaces_of_several_streams_do_not_meet() -> None:
-    here, there = optimizer("a", "cpu"), optimizer("a", DEVICE)
+    here, there = optimizer("bf16", "cpu"), optimizer("bf16", DEVICE)
     streams = [torch.cuda.Stream() for _ in range(3)]
     train(here)
     for i in range(6):

@@ -69,7 +69,7 @@ def test_a_replayed_step_has_the_cpus_bits(policy: str) -> None:
 
 
 def test_a_capture_with_an_lr_of_the_host_is_refused_with_what_to_pass() -> None:
-    opt, grads = warmed_up("a")
+    opt, grads = warmed_up("bf16")
     before = [p.detach().clone() for p in opt.param_groups[0]["params"]]
     fill(opt, grads, WARM_UP)
     with (
@@ -83,7 +83,7 @@ def test_a_capture_with_an_lr_of_the_host_is_refused_with_what_to_pass() -> None
 
 def test_a_capture_that_looks_for_writes_by_waiting_is_refused() -> None:
     lr = torch.tensor(1e-2, device=DEVICE)
-    opt, grads = warmed_up("b", lr=lr, capturable=True, on_external_write="error")
+    opt, grads = warmed_up("bf16_remainder", lr=lr, capturable=True, on_external_write="error")
     fill(opt, grads, WARM_UP)
     with pytest.raises(RuntimeError, match="on_external_write='error' waits"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         opt.step()

@@ -46,9 +46,9 @@ def test_a_call_has_the_cpus_bits(sample: Sample, move: Callable[[torch.Tensor],
 
 STEPS = {
     "fp32": {"param": F32},
-    "a": {"param": BF16, "master": F32},
-    "b": {"param": BF16, "master": I16},
-    "c": {"param": BF16, "master": I16, "exp_avg": U8, "exp_avg_sq": U8},
+    "bf16": {"param": BF16, "master": F32},
+    "bf16_remainder": {"param": BF16, "master": I16},
+    "8bit": {"param": BF16, "master": I16, "exp_avg": U8, "exp_avg_sq": U8},
     "fp16_states_of_16_bits": {"param": F16, "master": F32, "exp_avg": F16, "exp_avg_sq": F16},
     "no_master": {"param": BF16},
     "fp32_gradients": {"param": BF16, "master": F32, "grad": F32},

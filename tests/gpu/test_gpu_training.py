@@ -14,9 +14,9 @@ DEVICE = "cuda:0"
 NUMELS = (5, 300, 4097, 1, 70_000)
 POLICIES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
-    "a": (torch.bfloat16, {}),
-    "b": (torch.bfloat16, {"store_param_remainders": True}),
-    "c": (torch.bfloat16, {"store_param_remainders": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}),
+    "bf16": (torch.bfloat16, {}),
+    "bf16_remainder": (torch.bfloat16, {"store_param_remainders": True}),
+    "8bit": (torch.bfloat16, {"store_param_remainders": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}),
     "fp16": (torch.float16, {}),
 }
 
@@ -98,8 +98,8 @@ def test_no_step_but_the_first_waits_for_the_device(policy: str, way: str) -> No
 
 def test_a_schedule_in_a_tensor_has_the_cpus_bits() -> None:
     here, there = (
-        optimizer("a", "cpu"),
-        optimizer("a", DEVICE, lr=torch.tensor(1e-2, dtype=torch.float64, device=DEVICE)),
+        optimizer("bf16", "cpu"),
+        optimizer("bf16", DEVICE, lr=torch.tensor(1e-2, dtype=torch.float64, device=DEVICE)),
     )
     for i in range(4):
         here.param_groups[0]["lr"] = 1e-2 / (i + 1)
@@ -110,7 +110,7 @@ def test_a_schedule_in_a_tensor_has_the_cpus_bits() -> None:
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted_on_the_device() -> None:
-    here, there = optimizer("a", "cpu", skip_nonfinite=True), optimizer("a", DEVICE, skip_nonfinite=True)
+    here, there = optimizer("bf16", "cpu", skip_nonfinite=True), optimizer("bf16", DEVICE, skip_nonfinite=True)
     for opt in (here, there):
         train(opt, 2, clip=None)
         set_grads(opt, 2)
@@ -121,7 +121,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted_on_the_device() -> Non
     assert_same(here, there)
 
 
-@pytest.mark.parametrize("policy", ["a", "b"])
+@pytest.mark.parametrize("policy", ["bf16", "bf16_remainder"])
 def test_a_write_by_somebody_else_is_noticed_as_on_the_cpu(policy: str) -> None:
     here, there = optimizer(policy, "cpu"), optimizer(policy, DEVICE)
     for opt in (here, there):
@@ -149,7 +149,7 @@ def test_a_state_goes_from_the_device_to_the_cpu_and_back(policy: str, tmp_path:
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-@pytest.mark.parametrize("policy", ["a", "b", "c"])
+@pytest.mark.parametrize("policy", ["bf16", "bf16_remainder", "8bit"])
 def test_a_part_on_the_host_changes_no_bit(policy: str, fraction: float) -> None:
     here, there = optimizer(policy, "cpu"), optimizer(policy, DEVICE, offload_fraction=fraction)
     assert train(here) == train(there)
@@ -162,7 +162,7 @@ def test_states_that_go_away_and_come_back_change_no_bit() -> None:
             super().__init__()
             self.params = torch.nn.ParameterList(params)
 
-    here, there = optimizer("a", "cpu"), optimizer("a", DEVICE)
+    here, there = optimizer("bf16", "cpu"), optimizer("bf16", DEVICE)
     model = Model(there.param_groups[0]["params"])
     train(here)
     train(there, 3)

@@ -7,12 +7,15 @@ import pkgutil
 import re
 import shutil
 import subprocess
+from typing import Any, Literal, Union, get_args
 
 import pytest
 import torch
 
 import torch_ext
 from torch_ext.native import constants, library, ops
+from torch_ext.policy import policy_struct
+from torch_ext.policy.policy_fields import Field, PolicyFields
 
 HEADERS = pathlib.Path(torch_ext.__file__).parent.parent / "csrc"
 
@@ -180,3 +183,35 @@ def test_a_library_of_another_build_is_named() -> None:
         with pytest.raises(ImportError, match="built from other sources") as refusal:
             call()
         assert f"{torch_ext.library_path()} has no {name}: " in str(refusal.value)
+
+
+# -- the types that checkers see ----------------------------------------------------------------------------------
+
+
+def type_of(row: Any) -> Any:
+    """Of a field, from the library's table."""
+    if row.type == constants.FIELD_ENUM:
+        kind: Any = Literal[tuple(choice for choice in row.choices if choice is not None)]  # type: ignore[valid-type]
+    else:
+        kind = {
+            constants.FIELD_F64: float,
+            constants.FIELD_I64: int,
+            constants.FIELD_I32: int,
+            constants.FIELD_DTYPE: torch.dtype,
+            constants.FIELD_BOOL: bool,
+            constants.FIELD_TEXT: str,
+        }[row.type]
+    resolved = row.name == "main_grads_dtype"  # None as a setting only: the result is a dtype
+    return Union[kind, None] if None in row.choices and not resolved else kind  # noqa: UP007
+
+
+def test_the_annotations_are_the_fields_of_the_library() -> None:
+    fields = {name: value for name, value in vars(PolicyFields).items() if isinstance(value, Field)}
+    assert list(fields) == [row.name for row in policy_struct.rows()]
+    policy = torch_ext.load_policy(torch.bfloat16)
+    for row in policy_struct.rows():
+        (annotated,) = get_args(fields[row.name].__orig_class__)
+        assert annotated == type_of(row), row.name
+        assert fields[row.name].__doc__ and getattr(policy, row.name) == policy._values[row.name]
+        with pytest.raises(AttributeError, match="frozen"):
+            setattr(policy, row.name, None)

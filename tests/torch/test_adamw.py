@@ -103,9 +103,9 @@ def test_G1_fp32_100_steps_no_worse_than_torch(case: str) -> None:
 # name -> bound of the error of the (master) weights after 60 steps, as a share of how far the weights have moved (rms)
 SHARES = {
     "fp32": 1e-5,
-    "a": 0.02,
-    "b": 0.02,
-    "c": 0.08,
+    "bf16": 0.02,
+    "bf16_remainder": 0.02,
+    "8bit": 0.08,
     "no master": 0.35,
     "fp32 moments": 1e-5,
     "fp16": 1e-5,
@@ -133,8 +133,8 @@ def test_G1_every_policy_follows_the_exact_run(name: str) -> None:
 
 def test_G1_groups_in_one_call_equal_optimizers_of_their_own() -> None:
     hypers = [dict(lr=1e-2), dict(lr=1e-3, weight_decay=0.5, betas=(0.5, 0.9)), dict(lr=1e-2, maximize=True, eps=1e-4)]
-    together = [params_of("a", seed=i) for i in range(3)]
-    apart = [params_of("a", seed=i) for i in range(3)]
+    together = [params_of("bf16", seed=i) for i in range(3)]
+    apart = [params_of("bf16", seed=i) for i in range(3)]
     one = torch_ext.AdamW([{"params": ps} | hyper for ps, hyper in zip(together, hypers, strict=True)])
     several = [torch_ext.AdamW(ps, **hyper) for ps, hyper in zip(apart, hypers, strict=True)]
     # thresholds are seeded by position: give the lone optimizers the positions that the parameters have together
@@ -153,7 +153,7 @@ def test_G1_groups_in_one_call_equal_optimizers_of_their_own() -> None:
 
 
 def test_one_operator_call_per_step_for_all_groups() -> None:
-    params = params_of("a")
+    params = params_of("bf16")
     optimizer = torch_ext.AdamW([{"params": params[:3]}, {"params": params[3:], "lr": 1.0}])
     train(optimizer, range(2))
     set_grads(params, 2)
@@ -223,7 +223,7 @@ def test_D8_parameter_without_a_gradient_is_left_alone(name: str) -> None:
 
 
 def test_D8_who_has_a_gradient_may_change_in_every_step() -> None:
-    together, alone = params_of("a"), params_of("a")
+    together, alone = params_of("bf16"), params_of("bf16")
     one = torch_ext.AdamW(together, lr=1e-2)
     each = torch_ext.AdamW(alone, lr=1e-2)
     for step in range(6):
@@ -352,7 +352,7 @@ def test_copies_go_on_alike_and_on_their_own(name: str, how: object) -> None:
 
 
 def test_add_param_group_later() -> None:
-    params = params_of("a")
+    params = params_of("bf16")
     optimizer = torch_ext.AdamW(params[:4], lr=1e-2)
     train(optimizer, range(3))
     optimizer.add_param_group({"params": params[4:], "lr": 1.0})
@@ -362,8 +362,8 @@ def test_add_param_group_later() -> None:
 
 def test_parameters_may_be_replaced_before_and_after_the_first_step() -> None:
     """What frameworks do between constructor and first step, and what pruning does later."""
-    optimizer = torch_ext.AdamW(params_of("a"), lr=1e-2)
-    replaced = params_of("b", seed=3)
+    optimizer = torch_ext.AdamW(params_of("bf16"), lr=1e-2)
+    replaced = params_of("bf16_remainder", seed=3)
     optimizer.param_groups[0]["params"][:] = replaced
     train(optimizer, range(2))
     assert set(optimizer.state) == set(replaced), "state of parameters that left is dropped"
@@ -388,7 +388,7 @@ def test_parameters_may_be_replaced_before_and_after_the_first_step() -> None:
 
 def test_thresholds_are_seeded_by_name_whatever_wraps_the_model() -> None:
     def run(rename: object, seed: int = 0) -> list[dict[str, bytes]]:
-        params = params_of("a")
+        params = params_of("bf16")
         named = [(rename(f"block.{i}.weight"), p) for i, p in enumerate(params)]
         optimizer = torch_ext.AdamW(named if rename("x") else params, lr=1e-2, seed=seed)
         train(optimizer, range(4))
@@ -472,7 +472,7 @@ def laid_out(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 LAYOUTS = ["contiguous", "channels_last", "transposed", "slice", "every other", "unaligned"]
 
 
-@pytest.mark.parametrize("name", ["fp32", "a", "b"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_remainder"])
 @pytest.mark.parametrize("grad_layout", LAYOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_layout_does_not_matter(layout: str, grad_layout: str, name: str) -> None:
@@ -493,9 +493,9 @@ def test_memory_layout_does_not_matter(layout: str, grad_layout: str, name: str)
     assert {k: bits(v) for k, v in saved[0].items()} == {k: bits(v) for k, v in saved[1].items()}
 
 
-@pytest.mark.parametrize("name", ["fp32", "a", "b", "c"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_remainder", "8bit"])
 def test_state_follows_a_model_that_becomes_channels_last(name: str) -> None:
-    """With nearest rounding the same bits as without; 8-bit blocks hold other elements then, so (c) only comes
+    """With nearest rounding the same bits as without; 8-bit blocks hold other elements then, so "8bit" only comes
     close.
     """
     models = [nn.Conv2d(3, 8, 3).to(POLICIES[name][0]) for _ in range(2)]
@@ -509,7 +509,7 @@ def test_state_follows_a_model_that_becomes_channels_last(name: str) -> None:
             assert not models[1].weight.is_contiguous()
         for optimizer in optimizers:
             train(optimizer, [step])
-    if name == "c":
+    if name == "8bit":
         weights = [m.weight.detach().float() for m in models]
         assert torch.allclose(*weights, rtol=0, atol=5e-3)
     else:
@@ -526,7 +526,7 @@ def test_expanded_gradient() -> None:
 
 def test_shapes_of_zero_and_one_element_are_no_error() -> None:
     assert (0,) in SHAPES
-    optimizer = torch_ext.AdamW(params_of("c", [(0,), (), (0, 3)]), policy=policy_of("c"))
+    optimizer = torch_ext.AdamW(params_of("8bit", [(0,), (), (0, 3)]), policy=policy_of("8bit"))
     train(optimizer, range(2))
     optimizer.load_state_dict(optimizer.state_dict())
     train(optimizer, range(2))

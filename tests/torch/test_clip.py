@@ -69,7 +69,7 @@ def test_G2_in_place_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["fp32", "a", "b", "c", "no master"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_remainder", "8bit", "no master"])
 def test_G2_non_finite_norm_skips_the_step_and_says_so(name: str, bad: float) -> None:
     optimizer = optimizer_of(name)
     train(optimizer, range(2))
@@ -86,7 +86,7 @@ def test_G2_non_finite_norm_skips_the_step_and_says_so(name: str, bad: float) ->
 
 
 def test_G2_skip_nonfinite_looks_by_itself() -> None:
-    careful, plain = optimizer_of("a", skip_nonfinite=True), optimizer_of("a")
+    careful, plain = optimizer_of("bf16", skip_nonfinite=True), optimizer_of("bf16")
     for step in range(4):
         for optimizer in (careful, plain):
             set_grads(params(optimizer), step)

@@ -78,11 +78,11 @@ CONVERSIONS: dict[str, Callable[[Model], Any]] = {
 # One of each kind of state, and of optimizer.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in POLICIES},
-    "on the host": ("a", {"offload_fraction": 1.0}),
-    "a part on the host": ("b", {"offload_fraction": 0.4}),
-    "error on writes": ("a", {"on_external_write": "error"}),
-    "error on writes beside remainders": ("b", {"on_external_write": "error"}),
-    "writes ignored": ("c", {"on_external_write": "ignore"}),
+    "on the host": ("bf16", {"offload_fraction": 1.0}),
+    "a part on the host": ("bf16_remainder", {"offload_fraction": 0.4}),
+    "error on writes": ("bf16", {"on_external_write": "error"}),
+    "error on writes beside remainders": ("bf16_remainder", {"on_external_write": "error"}),
+    "writes ignored": ("8bit", {"on_external_write": "ignore"}),
 }
 
 
@@ -156,7 +156,7 @@ COPIES: dict[str, Callable[[Model, torch_ext.AdamW], tuple[Model, torch_ext.Adam
 }
 
 
-@pytest.mark.parametrize("name", ["fp32", "a", "c"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_knows_what_its_state_is_for(way: str, when: str, name: str) -> None:
@@ -171,7 +171,7 @@ def test_a_copy_knows_what_its_state_is_for(way: str, when: str, name: str) -> N
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["fp32", "a", "c"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "8bit"])
 def test_a_state_that_was_loaded_is_for_the_model_as_it_was_then(name: str) -> None:
     model, optimizer = made(name)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -197,7 +197,7 @@ def test_before_the_first_step_any_conversion_is_legal(name: str) -> None:
     assert everything(optimizer) == everything(twin)
 
 
-@pytest.mark.parametrize("name", ["a", "b", "c"])
+@pytest.mark.parametrize("name", ["bf16", "bf16_remainder", "8bit"])
 def test_what_is_done_within_master_weights_must_leave_masters_masters(name: str) -> None:
     model, optimizer = made(name)
     before = all_of(optimizer)
@@ -312,7 +312,7 @@ FSDP_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 def test_dtensors_are_refused_likewise(conversion: str) -> None:
     mesh = init_device_mesh("cpu", (1,))
     p = nn.Parameter(distribute_tensor(torch.randn(12, 12).bfloat16(), mesh, [Shard(0)]))
-    optimizer = torch_ext.AdamW([("w", p)], lr=1e-2, policy=policy_of("a"))
+    optimizer = torch_ext.AdamW([("w", p)], lr=1e-2, policy=policy_of("bf16"))
 
     def step() -> None:
         p.grad = distribute_tensor(torch.ones(p.shape, dtype=p.dtype), mesh, p.placements)  # type: ignore[attr-defined]

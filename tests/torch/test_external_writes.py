@@ -114,7 +114,7 @@ def test_D7_vector_to_parameters(name: str) -> None:
     assert [bits(p) for p in model.parameters()] == [bits(value) for value in values]
 
 
-@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("name", ["bf16", "bf16_remainder"])
 def test_D7_a_flat_buffer_that_parameters_view(name: str) -> None:
     model = Model(name)
     params = list(model.parameters())
@@ -130,7 +130,7 @@ def test_D7_a_flat_buffer_that_parameters_view(name: str) -> None:
 
 
 def test_D7_assign_leaves_an_orphan_and_says_so() -> None:
-    model, optimizer = made("a")
+    model, optimizer = made("bf16")
     model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
     model.weights[0].grad = torch.zeros_like(model.weights[0])
     with pytest.warns(UserWarning, match=r"no gradient for any of 6 parameters.*assign=True"):
@@ -141,7 +141,7 @@ def test_D7_assign_leaves_an_orphan_and_says_so() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("name", ["bf16", "bf16_remainder"])
 @pytest.mark.parametrize("way", ["copy_", "to_local().mul_", "to_local().copy_ without a trace"])
 def test_D7_dtensors(way: str, name: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
@@ -173,7 +173,7 @@ def test_D7_dtensors(way: str, name: str) -> None:
     assert optimizer.external_writes() > before
 
 
-@pytest.mark.parametrize("name", ["fp32", "a"])
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_a_weight_that_is_stepped_through_a_view_is_stepped_where_it_lies_now(name: str) -> None:
     """The operator takes memory in its order: of a channels_last weight that is a view, which `p.data =` leaves."""
     original = params_of(name, [(2, 3, 4, 5)])[0].detach().to(memory_format=torch.channels_last)
@@ -188,7 +188,7 @@ def test_a_weight_that_is_stepped_through_a_view_is_stepped_where_it_lies_now(na
 
 def test_D7_a_master_that_is_written_in_a_state_dict_gives_way_to_its_weight() -> None:
     """As torch.distributed.checkpoint.load does, where nobody loads the model: no weight moves."""
-    model, optimizer = made("a")
+    model, optimizer = made("bf16")
     values = [bits(p) for p in model.parameters()]
     quiet_step(model, optimizer)  # which marks the entries as handed out
     for entry in optimizer.state_dict()["state"].values():
@@ -203,7 +203,7 @@ def test_D7_a_master_that_is_written_in_a_state_dict_gives_way_to_its_weight() -
 
 @pytest.mark.parametrize("start", [0, 1, 31, 32, 2000, 4096, 9000, 18431])
 def test_D7_2048_neighbours_beside_fp32_masters_are_seen_wherever_they_are(start: int) -> None:
-    model, optimizer = made("a")
+    model, optimizer = made("bf16")
     p = model.weights[0]
     p.data.view(-1)[start : start + 2048] += 1
     expected = bits(p)
@@ -211,7 +211,7 @@ def test_D7_2048_neighbours_beside_fp32_masters_are_seen_wherever_they_are(start
     assert bits(p) == expected
 
 
-@pytest.mark.parametrize("name, seen", [("a", False), ("b", True), ("c", True)])
+@pytest.mark.parametrize("name, seen", [("bf16", False), ("bf16_remainder", True), ("8bit", True)])
 def test_D7_one_element_between_the_samples_needs_the_call(name: str, seen: bool) -> None:
     """The documented limit: beside fp32 masters a write that leaves no trace to less than the samples' distance."""
     model, optimizer = made(name)
@@ -226,7 +226,7 @@ def test_D7_one_element_between_the_samples_needs_the_call(name: str, seen: bool
 
 
 def test_D7_a_counter_is_enough_for_one_element() -> None:
-    model, optimizer = made("a")
+    model, optimizer = made("bf16")
     with torch.no_grad():
         model.weights[0].view(-1)[1000] += 1
     expected = bits(model.weights[0])
@@ -235,7 +235,7 @@ def test_D7_a_counter_is_enough_for_one_element() -> None:
 
 
 def test_D7_only_the_block_that_was_written_loses_its_remainders() -> None:
-    written, plain = (made("b") for _ in range(2))
+    written, plain = (made("bf16_remainder") for _ in range(2))
     written[0].weights[0].data.view(-1)[5000] += 1
     for _, optimizer in (written, plain):
         set_grads([p for g in optimizer.param_groups for p in g["params"]], 3)
@@ -341,7 +341,7 @@ def test_error_names_a_silent_write_and_changes_nothing(name: str) -> None:
 
 
 def test_ignore_lets_the_master_overwrite_a_silent_write() -> None:
-    (model, ignoring), (_, plain) = made("a", on_external_write="ignore"), made("a")
+    (model, ignoring), (_, plain) = made("bf16", on_external_write="ignore"), made("bf16")
     for p in model.parameters():
         p.data.zero_()
     for optimizer in (ignoring, plain):
@@ -373,7 +373,7 @@ def test_D5_masters_from_a_state_of_higher_precision(name: str, when: str, prefi
     for key, value in wide.items():
         # a remainder cannot hold the upper tie of an even weight: one fp32 ulp (G4)
         distance = (found[key].view(torch.int32) - value.view(torch.int32)).abs()
-        assert int(distance.max()) <= (1 if name in ("b", "c") else 0)
+        assert int(distance.max()) <= (1 if name in ("bf16_remainder", "8bit") else 0)
     train(optimizer, [5])
     assert optimizer.external_writes() == 0
 
@@ -391,7 +391,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("name", ["bf16", "bf16_remainder"])
 @pytest.mark.parametrize("what", REFUSED)
 def test_D5_a_state_that_does_not_fit_changes_nothing(what: str, name: str) -> None:
     spoil, kind, message = REFUSED[what]
@@ -409,13 +409,13 @@ def test_D5_a_state_that_does_not_fit_changes_nothing(what: str, name: str) -> N
 
 
 def test_D5_names_are_needed() -> None:
-    model = Model("a")
+    model = Model("bf16")
     optimizer = torch_ext.AdamW(model.parameters())
     with pytest.raises(ValueError, match="named_parameters"):
         optimizer.resync_masters(state_dict=precise(model))
 
 
-@pytest.mark.parametrize("name", ["b", "c"])
+@pytest.mark.parametrize("name", ["bf16_remainder", "8bit"])
 def test_D6_remainders_are_dropped_where_weights_are_loaded(name: str) -> None:
     model, optimizer = made(name)
     model.load_state_dict(precise(model))
@@ -443,13 +443,13 @@ def test_opened_masters_are_the_parameters_and_their_weights_follow(name: str) -
     distance = [
         (found[k].view(torch.int32) - m.clamp(-0.5, 0.5).view(torch.int32)).abs().max() for k, m in before.items()
     ]
-    assert max(map(int, distance)) <= (1 if name in ("b", "c") else 0)
+    assert max(map(int, distance)) <= (1 if name in ("bf16_remainder", "8bit") else 0)
     train(optimizer, [7])
     assert optimizer.external_writes() == 0
 
 
 @pytest.mark.parametrize("how", ["read", "the mapping", "p.data =", "an exception"])
-@pytest.mark.parametrize("name", ["a", "b", "no master", "fp32"])
+@pytest.mark.parametrize("name", ["bf16", "bf16_remainder", "no master", "fp32"])
 def test_opened_masters(name: str, how: str) -> None:
     (model, optimizer), (_, plain) = made(name), made(name)
     try:
@@ -486,7 +486,7 @@ def test_opened_masters(name: str, how: str) -> None:
     ],
 )
 def test_opened_masters_are_closed_before_anything_else(what: str) -> None:
-    model, optimizer = made("a")
+    model, optimizer = made("bf16")
     state = optimizer.state_dict()
     before = everything(optimizer)
     set_grads(model.parameters(), 4)
@@ -497,7 +497,7 @@ def test_opened_masters_are_closed_before_anything_else(what: str) -> None:
 
 
 def test_average_of_masters_is_finer_than_that_of_weights() -> None:
-    model, optimizer = made("a", lr=1e-4)
+    model, optimizer = made("bf16", lr=1e-4)
     ema = {key: value.clone() for key, value in optimizer.master_state_dict().items()}
     exact = {key: value.double() for key, value in ema.items()}
     rough = {key: p.detach().clone() for key, p in model.named_parameters()}

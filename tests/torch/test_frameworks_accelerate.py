@@ -68,9 +68,9 @@ def scaler_of(**settings: Any) -> torch_ext.GradScaler:
 # policy, mixed_precision, scaler of ours
 CASES = {
     "no, fp32": ("fp32", "no", False),
-    "no, bf16 and masters": ("a", "no", False),
-    "no, bf16 and remainders": ("b", "no", False),
-    "no, 8-bit moments": ("c", "no", False),
+    "no, bf16 and masters": ("bf16", "no", False),
+    "no, bf16 and remainders": ("bf16_remainder", "no", False),
+    "no, 8-bit moments": ("8bit", "no", False),
     "bf16": ("fp32", "bf16", False),
     "fp16, which has no scaler on a CPU": ("fp32", "fp16", False),
     "fp16, our scaler": ("fp32", "fp16", True),
@@ -108,13 +108,13 @@ def test_D4_part_of_the_optimizer_on_the_host_goes_on_bit_for_bit(tmp_path: path
         states = made[2].state_dict()["state"].values()
         return [bits(t) for t in (*made[1].parameters(), *(t for state in states for t in state.values()))]
 
-    alone = prepared("a", "no")
+    alone = prepared("bf16", "no")
     run(alone, range(STEPS))
-    whole = prepared("a", "no", offload_fraction=fraction)
+    whole = prepared("bf16", "no", offload_fraction=fraction)
     run(whole, range(HALF))
     whole[0].save_state(str(tmp_path))
     run(whole, range(HALF, STEPS))
-    resumed = prepared("a", "no", offload_fraction=fraction)
+    resumed = prepared("bf16", "no", offload_fraction=fraction)
     resumed[0].load_state(str(tmp_path))
     run(resumed, range(HALF, STEPS))
     assert found(whole) == found(resumed) == found(alone)
@@ -122,9 +122,9 @@ def test_D4_part_of_the_optimizer_on_the_host_goes_on_bit_for_bit(tmp_path: path
 
 def test_prepare_moves_no_weight_and_no_counter() -> None:
     """It loads what state_dict() returned (E11)."""
-    _, _, optimizer, _ = prepared("b", "no")
+    _, _, optimizer, _ = prepared("bf16_remainder", "no")
     assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
-    _, plain, made, _ = prepared("b", "no")
+    _, plain, made, _ = prepared("bf16_remainder", "no")
     for p, q in zip(plain.parameters(), optimizer.optimizer.param_groups[0]["params"], strict=True):
         assert torch.equal(p, q)
     assert isinstance(made.optimizer, torch_ext.AdamW)

@@ -153,7 +153,7 @@ def test_D4_lightning_resumes_bit_for_bit(tmp_path: pathlib.Path, case: str) -> 
         assert whole.scaler.get_scale() == 64.0 * 2 ** (EPOCHS * BATCHES // 2)
 
 
-@pytest.mark.parametrize("name", ["fp32", "a", "b", "c"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_remainder", "8bit"])
 def test_D4_average_that_is_swapped_in_validated_and_saved_leaves_the_masters(
     tmp_path: pathlib.Path, name: str
 ) -> None:
@@ -280,7 +280,7 @@ def test_what_is_done_to_a_wrapper_is_done_to_the_optimizer(wrapper: str, droppe
     """Wrappers have our methods, and attributes of their own: what a method sets there the step would never see."""
     runs = []
     for name in (wrapper, "none"):
-        params = params_of("a")
+        params = params_of("bf16")
         optimizer = torch_ext.AdamW(params, lr=1e-2)
         wrapped = WRAPPERS[name](optimizer)
         for step in range(3):
@@ -301,11 +301,11 @@ def test_what_is_done_to_a_wrapper_is_done_to_the_optimizer(wrapper: str, droppe
 
 @pytest.mark.parametrize("wrapper", ["Lightning", "Fabric"])
 def test_state_and_masters_are_reached_through_a_wrapper(wrapper: str) -> None:
-    trained = torch_ext.AdamW(params_of("a"), lr=1e-2)
+    trained = torch_ext.AdamW(params_of("bf16"), lr=1e-2)
     for step in range(2):
         set_grads(trained.param_groups[0]["params"], step)
         trained.step()
-    params = params_of("a")
+    params = params_of("bf16")
     optimizer = torch_ext.AdamW(params, lr=1e-2)
     wrapped = WRAPPERS[wrapper](optimizer)
     wrapped.load_state_dict(trained.state_dict())

@@ -69,13 +69,13 @@ def trained(folder: pathlib.Path, name: str, way: str, resume: bool = False, **o
 # how the Trainer gets the optimizer, policy, what the Trainer does besides
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fp32": ("optimizers", "fp32", {}),
-    "bf16, masters": ("optimizers", "a", {}),
-    "bf16, made by the Trainer": ("optimizer_cls_and_kwargs", "a", {}),
-    "bf16, remainders": ("optimizers", "b", {}),
-    "8-bit moments": ("optimizers", "c", {}),
+    "bf16, masters": ("optimizers", "bf16", {}),
+    "bf16, made by the Trainer": ("optimizer_cls_and_kwargs", "bf16", {}),
+    "bf16, remainders": ("optimizers", "bf16_remainder", {}),
+    "8-bit moments": ("optimizers", "8bit", {}),
     "fp32, bf16 autocast": ("optimizers", "fp32", {"bf16": True}),
-    "bf16, compiled": ("optimizers", "a", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
-    "bf16, checkpointed activations": ("optimizers", "a", {"gradient_checkpointing": True}),
+    "bf16, compiled": ("optimizers", "bf16", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+    "bf16, checkpointed activations": ("optimizers", "bf16", {"gradient_checkpointing": True}),
 }
 
 
@@ -94,7 +94,7 @@ def test_D4_trainer_resumes_bit_for_bit(tmp_path: pathlib.Path, case: str) -> No
 
 
 def test_trainer_clips_and_accumulates_as_a_plain_loop_does(tmp_path: pathlib.Path) -> None:
-    trainer = trained(tmp_path, "a", "optimizers", gradient_accumulation_steps=2)
+    trainer = trained(tmp_path, "bf16", "optimizers", gradient_accumulation_steps=2)
     plain = llama(torch.bfloat16)
     optimizer = torch_ext.AdamW(plain.named_parameters(), lr=1e-2)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, STEPS)
@@ -120,7 +120,7 @@ def orders(trainer: Any) -> list[list[dict[str, torch.Tensor]]]:
 
 def test_model_of_a_checkpoint_alone_seeds_the_masters(tmp_path: pathlib.Path) -> None:
     """save_only_model: there is no optimizer to resume, so masters are the loaded weights (D2)."""
-    trained(tmp_path, "a", "optimizers", save_only_model=True)
+    trained(tmp_path, "bf16", "optimizers", save_only_model=True)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / f"checkpoint-{HALF}", dtype=torch.bfloat16)
     model = llama(torch.bfloat16)
     optimizer = torch_ext.AdamW(model.named_parameters(), lr=0.0, weight_decay=0.0)

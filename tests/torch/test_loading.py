@@ -47,21 +47,21 @@ def logical(optimizer: torch_ext.AdamW) -> list[dict[str, torch.Tensor]]:
 # What has to be said; None: all bits survive.
 LOSSLESS: list[tuple[str, str]] = [
     *((name, name) for name in POLICIES),
-    ("a", "fp32 moments"),
-    ("b", "fp32 moments"),
-    ("b", "a"),
-    ("a", "b"),
-    ("c", "fp32 moments"),
+    ("bf16", "fp32 moments"),
+    ("bf16_remainder", "fp32 moments"),
+    ("bf16_remainder", "bf16"),
+    ("bf16", "bf16_remainder"),
+    ("8bit", "fp32 moments"),
     ("fp16 moments", "fp16"),
 ]
 LOSSY: list[tuple[str, str, str]] = [
-    ("fp32 moments", "a", r"exp_avg of 'layer0.weight'.* and \d more was saved in more bits .*exp_avg_sq of"),
-    ("fp32 moments", "c", r"exp_avg of .*exp_avg_sq of"),
-    ("a", "c", r"exp_avg of .*exp_avg_sq of"),
-    ("a", "no master", r"master_param of 'layer0.weight'.* is dropped: the policy keeps the weight only"),
-    ("b", "no master", r"master_param of 'layer0.weight'.* is dropped"),
-    ("no master", "a", r"there is no master_param of 'layer0.weight'.*: the weight is its master from now on"),
-    ("no master", "b", r"there is no master_param of"),
+    ("fp32 moments", "bf16", r"exp_avg of 'layer0.weight'.* and \d more was saved in more bits .*exp_avg_sq of"),
+    ("fp32 moments", "8bit", r"exp_avg of .*exp_avg_sq of"),
+    ("bf16", "8bit", r"exp_avg of .*exp_avg_sq of"),
+    ("bf16", "no master", r"master_param of 'layer0.weight'.* is dropped: the policy keeps the weight only"),
+    ("bf16_remainder", "no master", r"master_param of 'layer0.weight'.* is dropped"),
+    ("no master", "bf16", r"there is no master_param of 'layer0.weight'.*: the weight is its master from now on"),
+    ("no master", "bf16_remainder", r"there is no master_param of"),
     ("fp32 moments", "no master", r"exp_avg of .*; exp_avg_sq of .*; master_param of .* is dropped"),
 ]
 
@@ -100,7 +100,7 @@ def test_G5_what_the_policy_cannot_keep_is_said_once(source: str, target: str, s
 
 
 def test_D5_a_master_that_is_only_what_the_weight_holds_is_dropped_in_silence() -> None:
-    first = trained("a")
+    first = trained("bf16")
     saved = copy.deepcopy(first.state_dict())
     for p, entry in zip(of(first), saved["state"].values(), strict=True):
         entry["master_param"] = p.detach().float()
@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-@pytest.mark.parametrize("name", ["a", "c"])
+@pytest.mark.parametrize("name", ["bf16", "8bit"])
 def test_a_foreign_state_is_refused_by_name_and_nothing_changes(how: str, name: str) -> None:
     optimizer = trained(name)
     before, saved = everything(optimizer), copy.deepcopy(optimizer.state_dict())
@@ -198,7 +198,7 @@ def test_a_foreign_state_is_refused_by_name_and_nothing_changes(how: str, name: 
 
 
 def test_names_that_wrappers_changed_are_the_same_names() -> None:
-    optimizer = trained("a")
+    optimizer = trained("bf16")
     saved = copy.deepcopy(optimizer.state_dict())
     _rename(saved, [f"module._orig_mod.{name}" for name in NAMES])
     optimizer.load_state_dict(saved)
@@ -233,7 +233,7 @@ def _through_a_file(t: Any) -> Any:
 
 @pytest.mark.parametrize("what", OPERATIONS)
 def test_state_that_is_decoded_on_demand_is_a_tensor_like_any_other(what: str) -> None:
-    optimizer = trained("c")
+    optimizer = trained("8bit")
     for key in ("exp_avg", "exp_avg_sq", "master_param"):
         held = optimizer.state_dict()["state"][2][key]
         plain = held.clone()
@@ -256,7 +256,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("what", WRITES)
 def test_what_is_written_to_it_is_the_optimizers_state(what: str) -> None:
-    optimizer = trained("c")
+    optimizer = trained("8bit")
     held = optimizer.state_dict()["state"][2]["exp_avg"]
     plain = held.clone()
     WRITES[what](held)
@@ -264,4 +264,4 @@ def test_what_is_written_to_it_is_the_optimizers_state(what: str) -> None:
     now = optimizer.state_dict()["state"][2]["exp_avg"]
     scale = plain.abs().max()
     assert torch.allclose(now, plain, rtol=0.07, atol=float(scale) / 100)
-    assert not torch.equal(now, trained("c").state_dict()["state"][2]["exp_avg"])
+    assert not torch.equal(now, trained("8bit").state_dict()["state"][2]["exp_avg"])

@@ -42,7 +42,7 @@ def test_G4_remainder_configuration_follows_the_fp32_master() -> None:
     """Bit for bit in the weights; in the masters but for the one pattern per even weight that is stored an ulp
     lower.
     """
-    a, b = optimizer_of("a"), optimizer_of("b")
+    a, b = optimizer_of("bf16"), optimizer_of("bf16_remainder")
     for optimizer in (a, b):
         train(optimizer, range(20))
     assert [bits(p) for p in params(a)] == [bits(p) for p in params(b)]
@@ -139,7 +139,7 @@ def test_D3_model_loaded_after_the_optimizer_was_built(before: str, name: str) -
         assert [bits(m) for m in masters(optimizer)] == [bits(w.float()) for w in weights]
 
 
-@pytest.mark.parametrize("name", ["a", "fp16"])
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_D7_resync_masters_takes_over_what_does_not_round_to_its_weight(name: str) -> None:
     optimizer = optimizer_of(name)
     train(optimizer, range(3))
@@ -153,7 +153,7 @@ def test_D7_resync_masters_takes_over_what_does_not_round_to_its_weight(name: st
     assert optimizer.resync_masters() == 0
 
 
-@pytest.mark.parametrize("name", ["a", "fp16"])
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_resync_masters_goes_over_samples_only_where_it_changed_something(name: str) -> None:
     optimizer = optimizer_of(name)
     train(optimizer, range(3))
@@ -191,7 +191,7 @@ def test_resync_masters_leaves_the_steps_arguments_and_makes_nobody_suspect(name
     assert everything(optimizer) == everything(reference)
 
 
-@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("name", ["bf16", "bf16_remainder"])
 def test_resync_masters_sees_parameters_that_the_last_step_left_out(name: str) -> None:
     optimizer = optimizer_of(name)
     train(optimizer, range(2))
@@ -233,7 +233,7 @@ def test_masters_stay_bit_for_bit_where_weights_are_written_with_what_they_are(n
 
 
 def test_error_says_which_parameter_and_leaves_everything() -> None:
-    optimizer = optimizer_of("a", on_external_write="error")
+    optimizer = optimizer_of("bf16", on_external_write="error")
     train(optimizer, range(3))
     copy_in(optimizer, [p.detach().clone() for p in params(optimizer)])  # counters move, content does not
     train(optimizer, range(3, 4))
@@ -250,7 +250,7 @@ def test_error_says_which_parameter_and_leaves_everything() -> None:
 
 
 def test_ignore_lets_the_master_overwrite_the_weight() -> None:
-    ignoring, plain = optimizer_of("a", on_external_write="ignore"), optimizer_of("a")
+    ignoring, plain = optimizer_of("bf16", on_external_write="ignore"), optimizer_of("bf16")
     for optimizer in (ignoring, plain):
         train(optimizer, range(3))
     copy_in(ignoring, new_weights(ignoring))
@@ -260,7 +260,7 @@ def test_ignore_lets_the_master_overwrite_the_weight() -> None:
 
 
 def test_own_steps_are_nobody_elses_writes() -> None:
-    optimizer = optimizer_of("a", on_external_write="error")
+    optimizer = optimizer_of("bf16", on_external_write="error")
     train(optimizer, range(3))
     set_grads(params(optimizer), 3)
     with torch.profiler.profile() as profile:

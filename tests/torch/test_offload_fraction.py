@@ -21,13 +21,13 @@ import torch_ext
 @pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan"), float("inf"), "half", None, True])
 def test_fraction_outside_of_0_to_1_is_refused(fraction: Any) -> None:
     with pytest.raises(ValueError, match=r"offload_fraction is .*\[0, 1\] is legal"):
-        optimizer_of("a", fraction)
+        optimizer_of("bf16", fraction)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.5, 0.75, 1.0])
 def test_share_is_of_the_bytes_of_states_and_masters(fraction: float) -> None:
     shapes = [(1000,)] * 40 + [(20000,)]
-    optimizer = optimizer_of("a", fraction, shapes)
+    optimizer = optimizer_of("bf16", fraction, shapes)
     train(optimizer, range(2))
     there = sum(t.nbytes for state in held(optimizer).values() for key, t in state.items() if key != "step")
     of_moments = 8 * sum(p.numel() for p in params(optimizer))
@@ -63,7 +63,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("gradient", ["like the weight", "contiguous"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["fp32", "a", "b", "c"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_remainder", "8bit"])
 def test_bits_of_weights_in_other_memory_orders(name: str, layout: str, gradient: str) -> None:
     def trained(fraction: float) -> torch_ext.AdamW:
         values = torch.randn(14400, generator=torch.Generator().manual_seed(3)).to(POLICIES[name][0])
@@ -101,7 +101,7 @@ def test_bits_of_gradients_in_other_dtypes_that_change(dtype: torch.dtype) -> No
     assert found[1] == found[0] and found[2] == found[0]
 
 
-@pytest.mark.parametrize("name", ["fp32", "a", "b", "c"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_remainder", "8bit"])
 def test_D8_a_parameter_without_a_gradient_is_left_alone(name: str) -> None:
     def trained(fraction: float) -> torch_ext.AdamW:
         optimizer = optimizer_of(name, fraction)
@@ -123,9 +123,9 @@ def test_D8_a_parameter_without_a_gradient_is_left_alone(name: str) -> None:
 def test_lr_as_a_tensor_and_groups_of_their_own() -> None:
     found = []
     for fraction in FRACTIONS:
-        ours = params_of("a", SHAPES)
+        ours = params_of("bf16", SHAPES)
         groups = [{"params": ours[:4], "lr": torch.tensor(1e-2)}, {"params": ours[4:], "weight_decay": 0.3}]
-        optimizer = torch_ext.AdamW(groups, lr=3e-3, policy=policy_of("a"), offload_fraction=fraction)
+        optimizer = torch_ext.AdamW(groups, lr=3e-3, policy=policy_of("bf16"), offload_fraction=fraction)
         for step in range(4):
             optimizer.param_groups[0]["lr"].mul_(0.9)
             optimizer.param_groups[1]["lr"] *= 0.8
@@ -185,7 +185,7 @@ def writes_are_ignored_now_and_then(optimizer: torch_ext.AdamW, step: int) -> No
         writes_are_ignored_now_and_then,
     ],
 )
-@pytest.mark.parametrize("name", ["b", "c"])
+@pytest.mark.parametrize("name", ["bf16_remainder", "8bit"])
 def test_what_changes_between_steps(name: str, change: Callable[[torch_ext.AdamW, int], None]) -> None:
     found = []
     for fraction in FRACTIONS:
@@ -227,7 +227,7 @@ def nonfinite(optimizer: torch_ext.AdamW, step: int) -> None:
 
 
 @pytest.mark.parametrize("how", [clipped, scaled, nonfinite])
-@pytest.mark.parametrize("name", ["a", "c"])
+@pytest.mark.parametrize("name", ["bf16", "8bit"])
 def test_clipping_scales_and_skipped_steps(name: str, how: Callable[[torch_ext.AdamW, int], None]) -> None:
     found = []
     for fraction in FRACTIONS:
@@ -277,7 +277,7 @@ def test_what_the_library_refuses_is_named_and_changes_nothing(fraction: float, 
     """Nothing of the device's part either, which is stepped first."""
     shapes = [shape for shape in SHAPES if shape != (0,)]
     with host_parts.copying(kind):
-        optimizer = optimizer_of("a", fraction, shapes)
+        optimizer = optimizer_of("bf16", fraction, shapes)
         train(optimizer, range(2))
         here = [i for i, p in enumerate(params(optimizer)) if p in held(optimizer)]
         assert (len(here) == len(shapes)) == (fraction == 1.0)
@@ -291,7 +291,7 @@ def test_what_the_library_refuses_is_named_and_changes_nothing(fraction: float, 
         assert everything(optimizer) == before
         step.fill_(2)
         optimizer.step()
-        reference = optimizer_of("a", 0.0, shapes)
+        reference = optimizer_of("bf16", 0.0, shapes)
         train(reference, range(3))
         assert everything(optimizer) == everything(reference)
 
@@ -299,7 +299,7 @@ def test_what_the_library_refuses_is_named_and_changes_nothing(fraction: float, 
 def test_lr_that_no_step_takes_changes_nothing() -> None:
     """An lr in a tensor, which the host gets to see when its copy has come."""
     with host_parts.copying("late"):
-        optimizer = optimizer_of("a", 0.5, lr=torch.tensor(1e-2))
+        optimizer = optimizer_of("bf16", 0.5, lr=torch.tensor(1e-2))
         train(optimizer, range(2))
         before = everything(optimizer)
         optimizer.param_groups[0]["lr"].fill_(float("nan"))
@@ -309,7 +309,7 @@ def test_lr_that_no_step_takes_changes_nothing() -> None:
         assert everything(optimizer) == before
 
 
-@pytest.mark.parametrize("name", ["a", "c"])
+@pytest.mark.parametrize("name", ["bf16", "8bit"])
 def test_states_that_moved_are_stepped_where_they_are(name: str) -> None:
     reference = optimizer_of(name, 0.0)
     train(reference, range(4))
@@ -325,7 +325,7 @@ def test_states_that_moved_are_stepped_where_they_are(name: str) -> None:
 
 def test_buffers_are_made_once() -> None:
     with host_parts.copying("prompt") as made:
-        optimizer = optimizer_of("c", 1.0)
+        optimizer = optimizer_of("8bit", 1.0)
         train(optimizer, range(2))
         first = len(made)
         assert 0 < first <= 8, "and none for each parameter"
@@ -364,7 +364,7 @@ def test_D4_a_checkpoint_moves_between_fractions_bit_for_bit(name: str) -> None:
 def test_a_checkpoint_without_states_leaves_none() -> None:
     found = []
     for fraction in FRACTIONS:
-        optimizer = optimizer_of("a", fraction)
+        optimizer = optimizer_of("bf16", fraction)
         empty = {**copy.deepcopy(optimizer.state_dict()), "state": {}}
         train(optimizer, range(3))
         optimizer.load_state_dict(empty)
@@ -394,7 +394,7 @@ def pickled(optimizer: torch_ext.AdamW) -> torch_ext.AdamW:
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickled])
-@pytest.mark.parametrize("name", ["a", "c"])
+@pytest.mark.parametrize("name", ["bf16", "8bit"])
 def test_copies_of_an_optimizer_have_a_host_part_of_their_own(name: str, how: Any) -> None:
     optimizer, reference = optimizer_of(name, 0.5), optimizer_of(name, 0.0)
     for one in (optimizer, reference):
@@ -411,10 +411,10 @@ def test_copies_of_an_optimizer_have_a_host_part_of_their_own(name: str, how: An
 def test_groups_added_later_change_the_choice_and_no_bit() -> None:
     found = []
     for fraction in FRACTIONS:
-        optimizer = optimizer_of("a", fraction, [(1000,), (900,)])
+        optimizer = optimizer_of("bf16", fraction, [(1000,), (900,)])
         train(optimizer, range(3))
         before = set(held(optimizer))
-        optimizer.add_param_group({"params": params_of("a", [(1900,)], seed=4)})
+        optimizer.add_param_group({"params": params_of("bf16", [(1900,)], seed=4)})
         train(optimizer, range(3, 6))
         if fraction == 0.5:
             first, second, third = params(optimizer)
@@ -425,7 +425,7 @@ def test_groups_added_later_change_the_choice_and_no_bit() -> None:
 
 
 def test_state_of_a_parameter_that_left_is_dropped() -> None:
-    optimizer = optimizer_of("a", 1.0)
+    optimizer = optimizer_of("bf16", 1.0)
     train(optimizer, range(2))
     gone = optimizer.param_groups[0]["params"].pop(0)
     assert gone in held(optimizer)
@@ -434,7 +434,7 @@ def test_state_of_a_parameter_that_left_is_dropped() -> None:
 
 
 def test_E11_asking_for_state_moves_nothing() -> None:
-    optimizer, reference = optimizer_of("a", 0.5), optimizer_of("a", 0.0)
+    optimizer, reference = optimizer_of("bf16", 0.5), optimizer_of("bf16", 0.0)
     weights = [bits(p) for p in params(optimizer)]
     state = optimizer.state_dict()
     assert [bits(p) for p in params(optimizer)] == weights

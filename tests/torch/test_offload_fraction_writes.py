@@ -83,7 +83,7 @@ def test_D1_D2_D3_weights_loaded_behind_the_optimizer_take_effect(
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS)
-@pytest.mark.parametrize("name", ["fp32", "a", "b", "no master"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_remainder", "no master"])
 def test_D7_training_goes_on_from_what_was_written(name: str, fraction: float) -> None:
     """Bit for bit as without a host part."""
     found = []
@@ -123,13 +123,13 @@ def test_D7_counters_and_addresses_tell_of_what_no_sample_sees(write: Callable[.
     found = []
     for fraction in FRACTIONS:
         with host_parts.copying(kind):
-            optimizer = optimizer_of("a", fraction)
+            optimizer = optimizer_of("bf16", fraction)
             train(optimizer, range(3))
             write(optimizer)
             train(optimizer, range(3, 5))
             found.append(everything(optimizer))
     assert found[1] == found[0] and found[2] == found[0]
-    undisturbed = optimizer_of("a", 0.0)
+    undisturbed = optimizer_of("bf16", 0.0)
     train(undisturbed, range(5))
     assert found[0] != everything(undisturbed)
 
@@ -156,7 +156,7 @@ def test_D7_where_nobody_wrote_no_fp32_master_is_compared_as_a_whole(kind: str, 
 @pytest.mark.parametrize("fraction", FRACTIONS[1:])
 def test_D7_error_names_what_was_written_and_changes_nothing(fraction: float) -> None:
     with host_parts.copying("late"):
-        optimizer = optimizer_of("a", fraction, on_external_write="error")
+        optimizer = optimizer_of("bf16", fraction, on_external_write="error")
         train(optimizer, range(3))
         copy_in(optimizer, [p.detach().clone() for p in params(optimizer)])  # counters move, content does not
         train(optimizer, range(3, 4))
@@ -174,7 +174,7 @@ def test_D7_error_names_what_was_written_and_changes_nothing(fraction: float) ->
 
 @pytest.mark.parametrize("fraction", FRACTIONS[1:])
 def test_ignore_lets_the_master_overwrite_the_weight(fraction: float) -> None:
-    ignoring, plain = optimizer_of("a", fraction, on_external_write="ignore"), optimizer_of("a", 0.0)
+    ignoring, plain = optimizer_of("bf16", fraction, on_external_write="ignore"), optimizer_of("bf16", 0.0)
     for optimizer in (ignoring, plain):
         train(optimizer, range(3))
     data_copy(ignoring, constant(ignoring))
@@ -196,7 +196,7 @@ def test_D5_D6_resync_masters_sees_those_on_the_host(name: str) -> None:
     assert found[0][0] > 0 and found[1] == found[0] and found[2] == found[0]
 
 
-@pytest.mark.parametrize("name", ["fp32", "a", "b"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_remainder"])
 def test_masters_on_the_host_can_be_opened_and_read(name: str) -> None:
     found = []
     for fraction in FRACTIONS:

@@ -98,8 +98,8 @@ def test_B4_torch_optimizers_neither_save_nor_load_what_is_offloaded() -> None:
 @pytest.mark.parametrize("kind", ["params", "states"])
 def test_B4_a_state_that_was_handed_out_before_is_not_read(kind: str) -> None:
     """8-bit moments and remainders are decoded when they are read."""
-    params = training.params_of("c")
-    model, optimizer = nn.ParameterList(params), torch_ext.AdamW(params, policy=training.policy_of("c"))
+    params = training.params_of("8bit")
+    model, optimizer = nn.ParameterList(params), torch_ext.AdamW(params, policy=training.policy_of("8bit"))
     training.train(optimizer, [0])
     entry = optimizer.state_dict()["state"][0]
     before = {key: value.clone() for key, value in entry.items()}

@@ -320,3 +320,13 @@ def test_printed_table_has_every_key_and_where_it_came_from() -> None:
     assert lines["bucket_size"][1:] == ["1000", "override"]
     assert lines["exp_avg_dtype"][1:] == ["bf16", "dtype"]
     assert lines["lr"][1] == "0.001"
+
+
+def test_a_policy_from_before_a_field_has_its_default() -> None:
+    """As a pickle has it that is older than the field."""
+    policy = torch_ext.load_policy(torch.bfloat16)
+    older = copy.copy(policy)
+    for new in ("states", "min_8bit_size"):
+        del older._values[new], older._origins[new]
+    older = pickle.loads(pickle.dumps(older))
+    assert older == policy and older.row(torch.float32) == policy.row(torch.float32) and str(older) == str(policy)

@@ -105,7 +105,7 @@ def test_losses_of_every_configuration() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line for line in result.stdout.splitlines() if line.startswith("| ")]
     assert sum("fp32 model" in row for row in rows) == 3
-    assert sum("(c) 8-bit moments, remainders" in row for row in rows) == 1
+    assert sum("8bit: moments in 8 bits, remainders" in row for row in rows) == 1
     assert "3 seeds of fp32 are up to" in result.stdout
 
 

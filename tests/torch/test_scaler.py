@@ -46,7 +46,7 @@ def test_G3_fp16_policy_scales_from_32768_and_others_do_not() -> None:
     assert scaler.is_enabled()
     assert scaler.get_scale() == 32768
     assert scaler.get_growth_interval() == 1000
-    for name in ("fp32", "a"):
+    for name in ("fp32", "bf16"):
         disabled = policy_of(name).grad_scaler()
         assert not disabled.is_enabled()
         assert disabled.get_scale() == 1

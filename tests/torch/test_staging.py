@@ -147,7 +147,7 @@ def test_buckets_of_other_dtypes_do_not_lie_where_weights_are_leaving_from(first
 
     def made(fraction: float) -> tuple[torch_ext.AdamW, list[nn.Parameter]]:
         params = model()
-        optimizer = torch_ext.AdamW(params, lr=1e-2, policy=policy_of("a"), offload_fraction=fraction)
+        optimizer = torch_ext.AdamW(params, lr=1e-2, policy=policy_of("bf16"), offload_fraction=fraction)
         for step in range(2):
             set_grads(params, step)
             optimizer.step()

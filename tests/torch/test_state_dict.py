@@ -22,7 +22,7 @@ def optimizer_of(name: str, params: list[nn.Parameter] | None = None, **options:
 
 
 def test_E11_constructor_makes_nothing_but_the_step() -> None:
-    optimizer = optimizer_of("c")
+    optimizer = optimizer_of("8bit")
     assert [sorted(state) for state in optimizer.state.values()] == [["step"]] * len(optimizer.state)
     steps = [state["step"] for state in optimizer.state.values()]
     assert all(step.dtype == torch.float32 and step.numel() == 1 and step == 0 for step in steps)
@@ -103,21 +103,21 @@ def test_a_warm_up_from_lr_0_counts() -> None:
 
 AT_REST = {
     "fp32": {"step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32},
-    "a": {
+    "bf16": {
         "step": torch.float32,
         "exp_avg": torch.bfloat16,
         "exp_avg_sq": torch.bfloat16,
         "master_param": torch.float32,
         "checksum": torch.int64,
     },
-    "b": {
+    "bf16_remainder": {
         "step": torch.float32,
         "exp_avg": torch.bfloat16,
         "exp_avg_sq": torch.bfloat16,
         "master_remainder": torch.int16,
         "checksum": torch.int64,
     },
-    "c": {
+    "8bit": {
         "step": torch.float32,
         "exp_avg": torch.uint8,
         "exp_avg_sq": torch.uint8,
@@ -137,9 +137,13 @@ def test_stored_state_and_its_bytes(name: str) -> None:
     (state,) = optimizer.state.values()
     assert {key: value.dtype for key, value in state.items()} == AT_REST[name]
     assert all(value.shape == shape for key, value in state.items() if key not in ("step", "scales", "checksum"))
-    per_param = {"fp32": 8, "a": 8, "b": 6, "c": 4, "no master": 4}[name]
-    scales = 2 * -(-130 * 37 // 128) if name == "c" else 0
-    checksums = 8 * -(-130 * 37 // {"a": 4096, "b": 1024, "c": 1024}.get(name, 1 << 62)) * ("checksum" in state)
+    per_param = {"fp32": 8, "bf16": 8, "bf16_remainder": 6, "8bit": 4, "no master": 4}[name]
+    scales = 2 * -(-130 * 37 // 128) if name == "8bit" else 0
+    checksums = (
+        8
+        * -(-130 * 37 // {"bf16": 4096, "bf16_remainder": 1024, "8bit": 1024}.get(name, 1 << 62))
+        * ("checksum" in state)
+    )
     held = sum(value.numel() * value.element_size() for key, value in state.items() if key != "step")
     assert held == per_param * 130 * 37 + scales + checksums
 
@@ -238,10 +242,10 @@ def test_E11_state_loaded_in_place_moves_no_weight(name: str, fraction: float, t
 
 
 def test_named_parameters_travel_and_decide_the_thresholds() -> None:
-    names = [f"layer.{i}" for i in range(len(params_of("a")))]
-    first = torch_ext.AdamW(zip(names, params_of("a"), strict=True), lr=1e-2)
+    names = [f"layer.{i}" for i in range(len(params_of("bf16")))]
+    first = torch_ext.AdamW(zip(names, params_of("bf16"), strict=True), lr=1e-2)
     train(first, range(3))
-    nameless = optimizer_of("a", copy.deepcopy(first.param_groups[0]["params"]))
+    nameless = optimizer_of("bf16", copy.deepcopy(first.param_groups[0]["params"]))
     nameless.load_state_dict(copy.deepcopy(first.state_dict()))
     for optimizer in (first, nameless):
         train(optimizer, range(3, 5))
@@ -249,18 +253,18 @@ def test_named_parameters_travel_and_decide_the_thresholds() -> None:
 
 
 def test_thresholds_by_names_that_got_lost_say_so() -> None:
-    named = torch_ext.AdamW([("w", p) for p in params_of("a", [(3,)])])
+    named = torch_ext.AdamW([("w", p) for p in params_of("bf16", [(3,)])])
     train(named, range(1))
     saved = copy.deepcopy(named.state_dict())
     del saved["param_groups"][0]["param_names"]
-    nameless = optimizer_of("a", params_of("a", [(3,)]))
+    nameless = optimizer_of("bf16", params_of("bf16", [(3,)]))
     with pytest.warns(UserWarning, match="named_parameters"):
         nameless.load_state_dict(saved)
     train(nameless, range(1))
 
 
 def test_per_parameter_step_counters_survive() -> None:
-    first = optimizer_of("a")
+    first = optimizer_of("bf16")
     for step in range(4):
         params = first.param_groups[0]["params"]
         set_grads(params, step)
@@ -270,7 +274,7 @@ def test_per_parameter_step_counters_survive() -> None:
     saved = first.state_dict()
     steps = [float(entry["step"]) for entry in saved["state"].values()]
     assert steps == [1, 1, 2, 2, 3, 3, 4, 4]
-    second = optimizer_of("a")
+    second = optimizer_of("bf16")
     second.load_state_dict(saved)
     assert [float(state["step"]) for state in second.state.values()] == steps
 
@@ -298,7 +302,7 @@ def test_G5_torch_checkpoint_loads_into_ours(options: dict[str, bool]) -> None:
         assert torch.allclose(p, q, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["a", "b", "c"])
+@pytest.mark.parametrize("name", ["bf16", "bf16_remainder", "8bit"])
 def test_G5_torch_checkpoint_of_an_fp32_run_seeds_masters_from_the_weights(name: str) -> None:
     theirs = params_of("fp32")
     a = torch.optim.AdamW(theirs, lr=1e-2)
@@ -331,7 +335,7 @@ def test_G5_our_checkpoint_loads_into_torchs(name: str) -> None:
 
 
 def test_loaded_tensors_are_copies_and_handed_out_ones_are_not() -> None:
-    first, second = optimizer_of("a"), optimizer_of("a")
+    first, second = optimizer_of("bf16"), optimizer_of("bf16")
     train(first, range(2))
     saved = first.state_dict()
     second.load_state_dict(saved)
@@ -346,7 +350,7 @@ def test_loaded_tensors_are_copies_and_handed_out_ones_are_not() -> None:
 
 
 def test_hooks_of_others_see_logical_state() -> None:
-    optimizer = optimizer_of("c")
+    optimizer = optimizer_of("8bit")
     train(optimizer, range(2))
     seen: list[torch.dtype] = []
     optimizer.register_state_dict_post_hook(lambda o, sd: seen.append(sd["state"][0]["exp_avg"].dtype))
@@ -412,7 +416,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_damaged_checkpoint_is_refused_and_nothing_changes(how: str) -> None:
-    optimizer = optimizer_of("c")
+    optimizer = optimizer_of("8bit")
     train(optimizer, range(3))
     before, saved = everything(optimizer), optimizer.state_dict()
     with pytest.raises((ValueError, TypeError), match=DAMAGE[how]):

@@ -14,9 +14,9 @@ torch.set_num_threads(1)  # for tensors of this size a second thread is only wai
 # name -> (dtype of the parameters, override_optimizer_config)
 POLICIES: dict[str, tuple[torch.dtype, dict[str, object]]] = {
     "fp32": (torch.float32, {}),
-    "a": (torch.bfloat16, {}),
-    "b": (torch.bfloat16, {"store_param_remainders": True}),
-    "c": (torch.bfloat16, {"store_param_remainders": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}),
+    "bf16": (torch.bfloat16, {}),
+    "bf16_remainder": (torch.bfloat16, {"store_param_remainders": True}),
+    "8bit": (torch.bfloat16, {"store_param_remainders": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}),
     "no master": (torch.bfloat16, {"main_params_dtype": None}),
     "fp32 moments": (torch.bfloat16, {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}),
     "fp16": (torch.float16, {}),

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch_ext.policy.loader import load_policy
 from torch_ext.policy.policy import Policy
 
 _FULL = "optim_grads_params"
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _TENSORS = 256  # that a bare number of parameters is thought to be in
 
 
@@ -37,7 +39,7 @@ class _Asked(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--params", type=_count, metavar="N", help=f"7e9, say; in {_TENSORS} equal tensors")
+    model.add_argument("--params", type=_count, metavar="N", help=f"7B or 7e9, say; in {_TENSORS} equal tensors")
     model.add_argument(
         "--numels", metavar="FILE", help='lines "elements" or "name elements", in registration order; - is the input'
     )
@@ -57,6 +59,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_strategy,
         metavar="STRATEGY",
         help=f"{', '.join(table.strategies())}, or their numbers from 0; all, unless given",
+    )
+    parser.add_argument(
+        "--states", metavar="WORD", help="fp32, bf16, bf16_remainder or 8bit: how the optimizer's states are stored"
+    )
+    parser.add_argument(
+        "--min-8bit-size",
+        type=_count,
+        metavar="N",
+        help="parameters with fewer elements keep fp32 moments beside others of 8 bits",
+    )
+    parser.add_argument(
+        "--keep-32bit",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="parameters that keep fp32 moments: names of them or of modules around them, or patterns ('*norm*')",
     )
     parser.add_argument(
         "--override",
@@ -83,11 +102,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    """A whole number > 0; 7e9 is one."""
+    """A whole number > 0; 7e9, 7B and 1.5B are three."""
+    digits, suffix = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     try:
-        number = float(text) if set(text) & set(".eE") else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        factor = _SUFFIXES[suffix]
+        number = Decimal(digits) * factor if set(digits) & set(".eE") else int(digits) * factor
+    except (ValueError, KeyError, InvalidOperation):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number; 7000000000, 7e9 and 7B are, with K, M, B (or G) and T for thousands, millions, "
+            "billions and trillions"
+        ) from None
     if not 1 <= number < 2**63 or number != int(number):
         raise argparse.ArgumentTypeError(f"{text!r}; a whole number from 1 to 2^63 is legal")
     return int(number)
@@ -117,6 +141,8 @@ def _override(text: str) -> tuple[str, Any]:
 
 def _policy_of(options: argparse.Namespace, of_dtype: Any) -> Policy:
     given = dict(options.override)
+    words = {"states": options.states, "min_8bit_size": options.min_8bit_size}
+    given |= {key: value for key, value in words.items() if value is not None}
     of_buckets = load_policy(of_dtype)
     ddp = {
         key: given.pop(key) for key in list(given) if key in of_buckets.ddp_config.keys() - of_buckets.optimizer_config
@@ -212,6 +238,7 @@ def _text(options: argparse.Namespace) -> str:
         units=asked.units,
         frozen_bytes=asked.frozen_bytes,
         slots=options.slots,
+        keep_32bit=options.keep_32bit,
     )
     notes = _notes(asked, plans, options.slots)
     return "\n".join([*_facts(asked, policy, layout), "", *_table(plans), "", *notes])
@@ -222,7 +249,7 @@ def _facts(asked: _Asked, policy: Policy, layout: BucketPlan) -> Iterator[str]:
     yield f"{numel:,} trainable parameters ({asked.what}), {_plural(layout.world_size, 'rank')}"
     dtypes = {(p.param_dtype, p.main_grads_dtype, p.grad_comm_dtype) for p in layout.parameters}
     for dtype, main, wire in sorted(dtypes, key=str):
-        kinds = StateDtypes.of(policy, dtype)
+        kinds = StateDtypes.of(policy, dtype, 2**62, False)  # of parameters that are not small, nor kept
         master = "none" if kinds.master is None else native_dtypes.name_of(MASTERS[kinds.master])
         names = [native_dtypes.name_of(d) for d in (dtype, main, wire, kinds.exp_avg, kinds.exp_avg_sq)]
         yield "{}: gradients {}, wire {}, exp_avg {}, exp_avg_sq {}, master {}".format(*names, master)

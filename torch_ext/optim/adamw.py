@@ -1,24 +1,22 @@
 """AdamW and Adam: torch.optim.Optimizer on the outside, one adamw_flat_ call per step on the inside."""
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_ext.native.untraced import untraced
-from torch_ext.optim import master_sync
+from torch_ext.optim import arguments, master_sync
 from torch_ext.optim.optimizer_base import OptimizerBase
 from torch_ext.optim.state import save
 from torch_ext.params import hyper_parameters, param_groups, reducer_registry
 from torch_ext.params.hyper_parameters import BETAS, DECAY, EPS, LR, NO_DECAY, start
+from torch_ext.params.keep_32bit import Kept, Selection
 from torch_ext.params.param_groups import Params, of_the_innermost
-from torch_ext.policy.policy import Policy
-
-P = ParamSpec("P")
+from torch_ext.params.policy_choice import PolicyLike, States, policy_for
 
 
 class Adam(OptimizerBase):
@@ -27,6 +25,7 @@ class Adam(OptimizerBase):
     decoupled_weight_decay: True: AdamW's, whose other arguments these are; only weight_decay is 0 where it is not said.
     """
 
+    @arguments.constructor
     def __init__(
         self,
         params: Params,
@@ -42,7 +41,10 @@ class Adam(OptimizerBase):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        policy: Policy | None = None,
+        states: States | None = None,
+        min_8bit_size: int = 0,
+        keep_32bit: Kept | Iterable[Kept] = (),
+        policy: PolicyLike | None = None,
         moment_rounding: str | None = None,
         weight_rounding: str | None = None,
         seed: int = 0,
@@ -50,10 +52,8 @@ class Adam(OptimizerBase):
         on_external_write: str = "resync",
         offload_fraction: float = 0.0,
     ) -> None:
-        if policy is not None and not isinstance(policy, Policy):
-            raise TypeError(f"policy is a {type(policy).__name__}; what torch_ext.load_policy returns is legal")
         params = param_groups.taken(params)
-        policy = param_groups.policy_of(params) if policy is None else policy
+        policy = policy_for(params, policy, states, min_8bit_size)
         decouples = bool(self._decoupled or decoupled_weight_decay)
         hyper_parameters.refuse_optimizer(policy, ("adam", "adamw") if decouples else ("adam",), type(self).__name__)
         defaults = {
@@ -72,7 +72,8 @@ class Adam(OptimizerBase):
             "weight_rounding": policy.weight_rounding if weight_rounding is None else weight_rounding,
             "seed": seed,
         }
-        super().__init__(params, defaults, policy, skip_nonfinite, on_external_write, offload_fraction)
+        kept = Selection(keep_32bit, "keep_32bit")
+        super().__init__(params, defaults, policy, skip_nonfinite, on_external_write, offload_fraction, kept)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -198,30 +199,6 @@ class Adam(OptimizerBase):
         self._consolidated = None
 
 
-def _signature_of(
-    init: Callable[Concatenate[Any, P], None], without: str, **defaults: Any
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """For a constructor that passes its arguments on to `init`: the same signature, for callers, help(), inspect and
-    type checkers, but for one argument that it has not and some that have other defaults."""
-    signature = inspect.signature(init)
-    parameters = [p for p in signature.parameters.values() if p.name != without]
-    signature = signature.replace(
-        parameters=[p.replace(default=defaults[p.name]) if p.name in defaults else p for p in parameters]
-    )
-
-    def decorate(own: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
-        @functools.wraps(own)
-        def called(*args: Any, **options: Any) -> None:
-            given = signature.bind(*args, **options)
-            given.apply_defaults()
-            own(*given.args, **given.kwargs)
-
-        called.__signature__ = signature  # type: ignore[attr-defined]
-        return called
-
-    return decorate
-
-
 class AdamW(Adam):
     """AdamW (Loshchilov & Hutter 2019) with torch.optim.AdamW's arguments and state_dict, in the dtypes of a policy.
 
@@ -245,12 +222,31 @@ class AdamW(Adam):
 
     And those beyond torch's, by keyword only:
 
-    policy: of `load_policy`; None: that of the dtype of most trainable elements. Parameters in other dtypes follow
-        their own row of it. What was set explicitly in it of lr, weight_decay, adam_beta1, adam_beta2 and adam_eps is
-        what this optimizer starts from, unless an argument or a group says otherwise; its defaults are not. Where
-        clip_grad is set, step() clips by it: gradients that nobody clipped since the last step or zero_grad, by
-        `torch_ext.clip_grad_norm_` or one of torch.nn.utils' functions (measuring with math.inf is no clipping). Where
-        `optimizer` is set it must be this one: "adam" fits AdamW, too, as with Megatron-LM.
+    states: one word for how moments and masters are stored. The figures are bytes per parameter of a bf16 model, its
+        weight and gradient (2 each) included:
+
+            "fp32"            moments in fp32, masters in fp32: 16
+            "bf16"            moments in bf16, masters in fp32: 12; what a bf16 model has unless something else is said
+            "bf16_remainder"  moments in bf16, masters in the 16 bits that the bf16 weight lacks: 10
+            "8bit"            moments in 8 bits with a scale for each 128, masters as those of "bf16_remainder": 8.02
+
+        Weights in fp32 are their own masters under each of them, and "bf16_remainder" is refused for a model in fp32 or
+        fp16; fp16 weights have fp32 masters. None: as `policy` says. A setting of `policy` that contradicts the word is
+        a ValueError that names both.
+    min_8bit_size: parameters with fewer elements keep fp32 moments where the others' are of 8 bits. 0: as the policy
+        says, which is 0 unless it was set there.
+    keep_32bit: parameters that keep fp32 moments whatever else is said: names (of parameters or of modules around them;
+        *, ? and [] as in file names), modules, or types of modules such as torch.nn.Embedding; one, or several in a
+        list. Names need params with names; one that fits no parameter is a ValueError. A group may have its own
+        "keep_32bit": the same, or True or False. Not part of a state_dict: what is loaded becomes what this says.
+    policy: what `load_policy` returns; or what its override_optimizer_config takes, a mapping or a callable, so that it
+        can stand in a configuration file: {"exp_avg_dtype": "fp8"}. Of a mapping, a callable or None, the policy is
+        that of the dtype of most trainable elements. Parameters in other dtypes follow their own row of it. What was
+        set explicitly in it of lr, weight_decay, adam_beta1, adam_beta2 and adam_eps is what this optimizer starts
+        from, unless an argument or a group says otherwise; its defaults are not. Where clip_grad is set, step() clips
+        by it: gradients that nobody clipped since the last step or zero_grad, by `torch_ext.clip_grad_norm_` or one of
+        torch.nn.utils' functions (measuring with math.inf is no clipping). Where `optimizer` is set it must be this
+        one: "adam" fits AdamW, too, as with Megatron-LM.
     moment_rounding: "dithered", "stochastic" or "nearest": how moments are brought to 16 or 8 bits. None: the policy's.
     weight_rounding: the same for a 16-bit weight without a master.
     seed: of the rounding thresholds, a 64-bit integer; saved with the state.
@@ -273,11 +269,24 @@ class AdamW(Adam):
 
     _decoupled = True
 
-    @_signature_of(Adam.__init__, without="decoupled_weight_decay", weight_decay=DECAY)
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options, decoupled_weight_decay=True)
+    @arguments.same_but(Adam.__init__, without=("decoupled_weight_decay",), weight_decay=DECAY)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options, decoupled_weight_decay=True)
 
 
-if Adam.__doc__ and AdamW.__doc__:  # python -OO has none
-    _, blank, arguments = inspect.cleandoc(AdamW.__doc__).partition("\n\n")
-    Adam.__doc__ = inspect.cleandoc(Adam.__doc__) + blank + arguments
+class AdamW8bit(AdamW):
+    """AdamW with states="8bit", whose other arguments these are: for who looks for bitsandbytes' or torchao's name.
+
+    bf16 models keep 16-bit remainders beside their 8-bit moments, so that small updates are not lost: 8.02 bytes per
+    parameter, weight and gradient included. min_8bit_size is 0 unless it is given (bitsandbytes': 4096).
+    """
+
+    @arguments.same_but(AdamW.__init__, without=("states",))
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options, states="8bit")
+
+
+if Adam.__doc__ and AdamW.__doc__ and AdamW8bit.__doc__:  # python -OO has none
+    _, blank, of_arguments = inspect.cleandoc(AdamW.__doc__).partition("\n\n")
+    for kind in (Adam, AdamW8bit):
+        kind.__doc__ = inspect.cleandoc(kind.__doc__ or "") + blank + of_arguments

@@ -41,6 +41,11 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm is {max_norm}; a number > 0 is legal (math.inf measures without clipping)")
     if isinstance(optimizer_or_params, torch.optim.Optimizer):
         return _clip_at_step(optimizer_or_params, max_norm, error_if_nonfinite)
+    if isinstance(optimizer_or_params, torch.nn.Module) and not isinstance(optimizer_or_params, torch.nn.ParameterList):
+        raise TypeError(
+            f"clip_grad_norm_() was given a {type(optimizer_or_params).__name__}, a module: pass the optimizer, whose "
+            "next step() then clips, or model.parameters()"
+        )
     params = [optimizer_or_params] if isinstance(optimizer_or_params, Tensor) else list(optimizer_or_params)
     clipping, grads = _measured(params, max_norm)
     _raise_if(error_if_nonfinite, clipping)

@@ -37,7 +37,9 @@ def seed(states: OptimizerStates, stepper: Stepper, state_dict: Mapping[str, Any
     """Masters from a model's state_dict in higher precision, made where there are none yet; the number of elements that
     changed."""
     everyone, policy = states.everyone(), states.optimizer.policy
-    having = [p.requires_grad and StateDtypes.of(policy, p.dtype).master is not None for p in everyone]
+    having = [
+        p.requires_grad and StateDtypes.of(policy, p.dtype, p.numel(), False).master is not None for p in everyone
+    ]
     members = states.members(everyone, having)
     changed = master_weights.seed(members, _keys(states, having), state_dict)
     _mark_synced(states, stepper, members)

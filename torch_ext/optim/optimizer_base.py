@@ -16,7 +16,7 @@ from torch_ext.optim.optimizer_states import OptimizerStates, refuse_group
 from torch_ext.optim.state import access, load, save
 from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.stepper import Stepper
-from torch_ext.params import hyper_parameters, param_groups
+from torch_ext.params import hyper_parameters, keep_32bit, param_groups
 from torch_ext.params.param_groups import Params, of_the_innermost
 from torch_ext.params.shard_map import ShardMap
 from torch_ext.policy.policy import Policy
@@ -37,6 +37,9 @@ class OptimizerBase(torch.optim.Optimizer):
     _states: OptimizerStates
     _scaling: GradScaling
     _stepper: Stepper
+    _keep_32bit: keep_32bit.Selection | None = None  # for groups that are added; None: of an older pickle
+    compared_ranks = False
+    """Whether the ranks have compared what they keep (state/agreement.py)."""
     _open: bool  # within master_weights()
     _consolidated: dict[str, Any] | None  # handed out by the next state_dict(), until masters change
 
@@ -48,14 +51,17 @@ class OptimizerBase(torch.optim.Optimizer):
         skip_nonfinite: bool,
         on_external_write: str,
         offload_fraction: float,
+        kept: keep_32bit.Selection,
     ) -> None:
         if on_external_write not in _ON_EXTERNAL_WRITE:
             raise ValueError(f"on_external_write is {on_external_write!r}; {', '.join(_ON_EXTERNAL_WRITE)} are legal")
         hyper_parameters.refuse_text(skip_nonfinite, "skip_nonfinite")
         self.policy, self.skip_nonfinite, self.on_external_write = policy, skip_nonfinite, on_external_write
+        self._keep_32bit = kept
         self._assemble(HostStates(offload_fraction), torch.zeros(2, 2, dtype=torch.int64), {})
         hyper_parameters.refuse(defaults, "")
         super().__init__(params, defaults)
+        keep_32bit.refuse_unused(kept, self.param_groups)
         self.state = access.TrackedState.of(self.state, exposed=False, make=self._make_first_state)
         self._states.follow_params()
 
@@ -85,6 +91,7 @@ class OptimizerBase(torch.optim.Optimizer):
         group = self.param_groups[before]
         try:
             refuse_group(self.param_groups, group, f"group {before}: ", self.policy)
+            keep_32bit.fill(group, self._keep_32bit, f"group {before}: ")
         except Exception:
             del self.param_groups[before]
             raise
@@ -163,7 +170,7 @@ class OptimizerBase(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         offload_guard.refuse_states(self, "an optimizer is pickled or copied")
-        own = {key: self.__dict__[key] for key in ("policy", "skip_nonfinite", "on_external_write")}
+        own = {key: self.__dict__[key] for key in ("policy", "skip_nonfinite", "on_external_write", "_keep_32bit")}
         states = self._states
         parts = {"_counts": states.counts, "_host": states.host, "_forms": states.forms_to_keep()}
         return super().__getstate__() | own | parts

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.optim.cpu_offload.host_states import HostStates
-from torch_ext.optim.state import access, codec, param_form
+from torch_ext.optim.state import access, agreement, codec, param_form
 from torch_ext.optim.state.param_state import ParamState
 from torch_ext.optim.state.state_dtypes import StateDtypes
 from torch_ext.optim.state.write_check import SyncedVersion
@@ -25,6 +25,7 @@ class Settings(Protocol):
     on_external_write: str
     param_groups: list[dict[str, Any]]
     state: Any
+    compared_ranks: bool
 
 
 class OptimizerStates:
@@ -107,13 +108,14 @@ class OptimizerStates:
 
     def on_host(self, everyone: list[Tensor]) -> list[bool]:
         """Which parameters are stepped on the host."""
-        shards = self.current_shards(everyone)
+        shards, kept = self.current_shards(everyone), param_groups.kept_32bit(self.groups)
 
         def size(i: int) -> int:
             p = everyone[i]
             if not p.requires_grad and not self.is_made(p):
                 return 0
-            return StateDtypes.of(self.optimizer.policy, p.dtype).nbytes(shards.of(i).weight.numel())
+            kinds = StateDtypes.of(self.optimizer.policy, p.dtype, p.numel(), kept[i])
+            return kinds.nbytes(shards.of(i).weight.numel())
 
         return self.host.choose(len(everyone), size)
 
@@ -121,6 +123,7 @@ class OptimizerStates:
     def members(self, everyone: list[Tensor], wanted: list[bool]) -> list[ParamState]:
         """The wanted parameters, with state that is made where it is missing."""
         names, ids = param_groups.names(self.groups), param_groups.ids(self.groups)
+        kept = param_groups.kept_32bit(self.groups)
         group_of = [g for g, group in enumerate(self.groups) for _ in group["params"]]
         chosen = [i for i, want in enumerate(wanted) if want]
         shards = self.current_shards(everyone)
@@ -134,7 +137,7 @@ class OptimizerStates:
                 everyone[i],
                 local[i],
                 self.host.entry(self.state, everyone[i], on_host[i]),
-                StateDtypes.of(self.optimizer.policy, everyone[i].dtype),
+                StateDtypes.of(self.optimizer.policy, everyone[i].dtype, everyone[i].numel(), kept[i]),
                 ids[i],
                 group_of[i],
                 names[i],
@@ -179,6 +182,13 @@ class OptimizerStates:
         self.synced = {p: synced for p, synced in self.synced.items() if p in present}
         self._forms = {p: form for p, form in self._forms.items() if p in present}
 
+    def agree(self, members: list[ParamState]) -> None:
+        """Once: RuntimeError where other ranks keep states of other kinds. Collective where states are cut."""
+        optimizer = self.optimizer
+        if not optimizer.compared_ranks:
+            agreement.refuse_differing(members)
+            optimizer.compared_ranks = True
+
     # -- what states were made for (see state/param_form.py)
 
     def refuse_converted(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -213,7 +223,7 @@ def refuse_group(groups: list[dict[str, Any]], group: dict[str, Any], where: str
     trained = [(p, name) for p, name in zip(everyone, names, strict=True) if p.requires_grad]
     for p, name in trained:
         dense.refuse_param(local_shard.tensor_of(p), name)
-        StateDtypes.of(policy, p.dtype)
+        StateDtypes.of(policy, p.dtype, p.numel(), False)
     devices = {p.device: name for p, name in trained}
     if len(devices) > 1:
         places = " and ".join(f"{name} on {device}" for device, name in devices.items())

@@ -126,6 +126,8 @@ class Stepper:
         first = not states.any_made() and all(float(g["lr"]) == 0 for g in states.groups)
         inert = first and _all_zero(shards, active, grads)
         members = states.members(shards.params, active)
+        if not inert:
+            states.agree(members)
         if inert:
             states.synced.clear()  # whatever is written before the first step shall be noticed
             return None

@@ -28,6 +28,7 @@ class _Entry(NamedTuple):
 
     param: Tensor
     name: str
+    kept: bool  # keep_32bit
     like: Tensor  # of the whole parameter's shape and memory order
     local: local_shard.LocalShard
     cut: bool
@@ -56,23 +57,29 @@ class CarriedStates:
             _refuse_converted(p.local.weight, p.stored, p.kinds, p.name)
             logical = save.entry_of(p)
             owned = reducer_registry.owner_of(p.param) is not None
-            self._entries[p.index] = _Entry(p.param, p.name, p.param.detach(), p.local, p.cut, owned, p.stored, logical)
+            self._entries[p.index] = _Entry(
+                p.param, p.name, p.kept, p.param.detach(), p.local, p.cut, owned, p.stored, logical
+            )
 
     def lines(self) -> list[str]:
         """What must be equal on all ranks, as text."""
         return [
             f"optimizer with state of {e.name} after {int(e.at_rest['step'])} steps in {sorted(e.logical)}, "
+            f"{_described(self._kinds(e, self.optimizer.policy))}, "
             f"cut {e.cut}, reduced before {e.owned}"
             for e in self._entries.values()
         ]
+
+    @staticmethod
+    def _kinds(entry: _Entry, policy: Policy) -> StateDtypes:
+        return StateDtypes.of(policy, entry.param.dtype, entry.param.numel(), entry.kept)
 
     def refuse(self, policy: Policy, before: Policy | None, ranks: frozenset[int]) -> None:
         """ValueError where the states cannot become those of the policy, or of these ranks. before: the policy of the
         layout that ends, which the optimizer's states fit."""
         for entry in self._entries.values():
-            own = StateDtypes.of(self.optimizer.policy, entry.param.dtype)
-            wanted = StateDtypes.of(policy, entry.param.dtype)
-            if wanted != own and (before is None or wanted != StateDtypes.of(before, entry.param.dtype)):
+            own, wanted = self._kinds(entry, self.optimizer.policy), self._kinds(entry, policy)
+            if wanted != own and (before is None or wanted != self._kinds(entry, before)):
                 raise ValueError(
                     f"the policy has changed: by it the state of {entry.name} is {_described(wanted)}, and the "
                     f"optimizer has {_described(own)}. States that are taken along stay what they are: pass "
@@ -121,7 +128,7 @@ class CarriedStates:
             if not entry.owned and not local_shard.is_dtensor(p):  # of which each rank has a shard of its own
                 _broadcast(list(entry.at_rest.values()), group, weight.device)
             return self._unchanged(p, entry.at_rest)
-        kinds, beside = StateDtypes.of(self.optimizer.policy, p.dtype), weight.cpu() if host else weight
+        kinds, beside = self._kinds(entry, self.optimizer.policy), weight.cpu() if host else weight
         (made,) = codec.make([(beside, kinds)])
         for key in kinds.logical():
             whole = save.whole(entry.like, entry.local, entry.logical[key], None, entry.cut, _CALL)

@@ -15,6 +15,7 @@ from torch_ext.native import library, structs
 from torch_ext.optim.state.state_dtypes import MASTERS, StateDtypes
 from torch_ext.parallel.bucket_plan import CLayout
 from torch_ext.parallel.strategies import table
+from torch_ext.params.keep_32bit import Selection
 from torch_ext.policy.policy import Policy
 
 
@@ -75,24 +76,28 @@ def plan_memory(
     units: Sequence[Unit] | None = None,
     frozen_bytes: int = 0,
     slots: bool = False,
+    keep_32bit: Sequence[str] = (),
 ) -> list[MemoryPlan]:
     """The memory of each chosen strategy (None: of all), for the layout of `plan_buckets`, whose arguments these are.
 
     units: what optim_grads_params gathers at a time; None: every parameter by itself, which is the least that it can.
     frozen_bytes: of parameters that are not trained. slots: for buckets on GPUs, sent from slots that are kept (`Slots`
-    in comm/streams.py). Raises ValueError or TypeError for what is not legal.
+    in comm/streams.py). keep_32bit: names and patterns, as the optimizer's argument. Raises ValueError or TypeError for
+    what is not legal.
     """
     layout = CLayout(params_or_numels, policy, world_size)
     if units is None:
         units = [Unit(name, tensor.numel(), tensor.numel(), tensor.dtype) for name, tensor in layout.named]
-    kinds = {dtype: _state_of(policy, dtype) for dtype in {tensor.dtype for _, tensor in layout.named}}
+    kept = Selection(keep_32bit, "keep_32bit").flags([t for _, t in layout.named], [n for n, _ in layout.named], True)
+    forms = [(tensor.dtype, tensor.numel(), keep) for (_, tensor), keep in zip(layout.named, kept, strict=True)]
+    kinds = {form: _state_of(policy, *form) for form in set(forms)}
     args = _MemoryArgs(
         size=ctypes.sizeof(_MemoryArgs),
         layout=ctypes.pointer(layout.args),
         places=layout.places,
         buckets=layout.buckets,
         n_buckets=layout.n_buckets,
-        states=(_MemoryState * max(1, len(layout.named)))(*(kinds[tensor.dtype] for _, tensor in layout.named)),
+        states=(_MemoryState * max(1, len(layout.named)))(*(kinds[form] for form in forms)),
         n_units=len(units),
         units=(_MemoryUnit * max(1, len(units)))(*(_unit_of(policy, u, units) for u in units)),
         frozen_bytes=frozen_bytes,
@@ -113,8 +118,8 @@ def plan_memory(
     return plans
 
 
-def _state_of(policy: Policy, dtype: torch.dtype) -> _MemoryState:
-    kinds = StateDtypes.of(policy, dtype)
+def _state_of(policy: Policy, dtype: torch.dtype, numel: int, keep_32bit: bool) -> _MemoryState:
+    kinds = StateDtypes.of(policy, dtype, numel, keep_32bit)
     master = 0 if kinds.master is None else native_dtypes.code_of(MASTERS[kinds.master])
     return _MemoryState(native_dtypes.code_of(kinds.exp_avg), native_dtypes.code_of(kinds.exp_avg_sq), master)
 

@@ -19,7 +19,7 @@ ROUNDINGS = {"nearest": constants.NEAREST, "dithered": constants.DITHERED, "stoc
 # One value for all groups: the operator takes one of each per call.
 SHARED = ("seed", "moment_rounding", "weight_rounding")
 # Arguments of the constructor that no group has.
-_OF_THE_OPTIMIZER = ("policy", "skip_nonfinite", "on_external_write", "offload_fraction")
+_OF_THE_OPTIMIZER = ("policy", "states", "min_8bit_size", "skip_nonfinite", "on_external_write", "offload_fraction")
 _FLAGS = ("amsgrad", "differentiable", "maximize", "decoupled_weight_decay", "foreach", "capturable", "fused")
 
 
@@ -103,6 +103,11 @@ def refuse_kinds(group: Group, where: str) -> None:
         if not is_number(group[key]):
             raise _no_number(group[key], where + key, "a finite number >= 0 is legal")
     _refuse_betas(group["betas"], where)
+    if group.get("fused") and group.get("foreach"):
+        raise ValueError(
+            f"{where}fused=True and foreach=True exclude each other (in torch.optim, too): the step is always fused; "
+            "leave out both"
+        )
     for key in ("moment_rounding", "weight_rounding"):
         if group[key] not in ROUNDINGS:
             raise ValueError(f"{where}{key} is {group[key]!r}; {', '.join(ROUNDINGS)} are legal")
@@ -135,7 +140,7 @@ def refuse_text(flag: Any, what: str) -> None:
 def _refuse_betas(betas: Any, where: str) -> None:
     pair = items(betas)
     if pair is None:
-        raise TypeError(f"{where}betas is {_shown(betas)}; two numbers in [0, 1) are legal")
+        raise TypeError(f"{where}betas is {_shown(betas)}; two numbers in [0, 1) are legal: (0.9, 0.999), say")
     if len(pair) != 2:
         raise ValueError(f"{where}betas has {len(pair)} values; 2 are legal")
     for i, beta in enumerate(pair):

@@ -5,7 +5,7 @@ import functools
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
@@ -23,8 +23,6 @@ from torch_ext.params.hyper_parameters import (
     refuse_kinds,
     row_of,
 )
-from torch_ext.policy.loader import load_policy
-from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -78,6 +76,22 @@ def ids_of(names: Iterable[str]) -> list[int]:
     return [param_id(dtypes.c_text(logical_name(name))) for name in names]
 
 
+def kept_32bit(groups: list[Group]) -> list[bool]:
+    """Whether each parameter's moments are kept in fp32 (`keep_32bit`). ValueError for a group whose parameters were
+    changed without the list beside them."""
+    found: list[bool] = []
+    for g, group in enumerate(groups):
+        n = len(group["params"])
+        flags = group.get("keep_32bit") or [False] * n
+        if len(flags) != n:
+            raise ValueError(
+                f"group {g} has {n} parameters, and its 'keep_32bit' is of {len(flags)}: where the list of parameters "
+                "is changed, the list beside it changes, too"
+            )
+        found += flags
+    return found
+
+
 def logical_name(name: str) -> str:
     """Without the prefixes of wrappers (torch.compile, DistributedDataParallel, ...): same name, same bits."""
     return _WRAPPERS.sub("", name.removeprefix("module."))
@@ -105,7 +119,9 @@ def taken(params: Params) -> Params:
     once only, and they are read before torch.optim.Optimizer reads them."""
     if isinstance(params, Tensor):
         return params  # torch says what is wrong with a single tensor
+    _refuse_others(params)
     everything: list[Any] = list(params)
+    _refuse_members(everything)
     for group in everything:
         members = group.get("params") if isinstance(group, dict) else None
         if not isinstance(members, Tensor | list | tuple | set | None):  # torch refuses a set
@@ -113,13 +129,49 @@ def taken(params: Params) -> Params:
     return everything
 
 
-def policy_of(params: Params) -> Policy:
-    """The policy of the dtype of most trainable elements. params: `taken`."""
+def _refuse_others(params: Any) -> None:
+    """TypeError for what holds parameters, and is none of what params may be."""
+    if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
+        raise TypeError(
+            f"params is a {type(params).__name__}, a module: pass model.named_parameters(), or model.parameters()"
+        )
+    if isinstance(params, Mapping) and "params" in params:
+        raise TypeError("params is one group, a dict: pass a list of groups, [group]")
+    if isinstance(params, Mapping):
+        raise TypeError("params is a mapping: pass its items(), pairs of a name and a parameter")
+    if isinstance(params, str | bytes) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params is a {type(params).__name__}: pass model.named_parameters(), model.parameters(), or a list of "
+            "groups"
+        )
+
+
+def _refuse_members(everything: list[Any]) -> None:
+    if not everything:
+        raise ValueError(
+            "params is empty: an iterator such as model.parameters() gives its parameters once only, and a model whose "
+            "parameters are all elsewhere (on another pipeline stage, say) needs no optimizer"
+        )
+    first = everything[0]
+    if isinstance(first, str):
+        raise TypeError(
+            f"params is a list of names, {first!r} the first: pass the parameters, [p for name, p in "
+            "model.named_parameters() if name in names], or pairs of a name and a parameter"
+        )
+    if isinstance(first, torch.nn.Module):
+        raise TypeError(
+            f"params is a list of modules, a {type(first).__name__} the first: pass their parameters, "
+            '[{"params": module.parameters()} for module in modules]'
+        )
+
+
+def dtype_of_most(params: Params) -> torch.dtype:
+    """Of most trainable elements. params: `taken`."""
     elements: Counter[torch.dtype] = Counter()
     for p in _tensors_in(params):
         if p.requires_grad and p.dtype in dense.TRAINED:
             elements[p.dtype] += max(p.numel(), 1)
-    return load_policy(elements.most_common(1)[0][0] if elements else torch.float32)
+    return elements.most_common(1)[0][0] if elements else torch.float32
 
 
 def _tensors_in(params: Params) -> Iterator[Tensor]:

@@ -91,6 +91,21 @@ def load_policy(
     return Policy(_decode(struct), {row.name: (o.source, o.cause) for row, o in zip(rows(), origins, strict=True)})
 
 
+def extended(policy: Policy, **more: Any) -> Policy:
+    """The policy with more settings of the optimizer's side, by tx_policy_with: as explicit as overrides. ValueError,
+    naming both, where they contradict what is explicit in the policy."""
+    keep: list[Any] = []
+    count, settings = _settings("the argument", more, keep)
+    struct, origins = policy._as_c()
+    result, found = PolicyStruct(size=ctypes.sizeof(PolicyStruct)), (_Origin * len(rows()))()
+    address = ctypes.c_void_p
+    extend = library.function(
+        "tx_policy_with", address, address, ctypes.POINTER(_Setting), ctypes.c_int64, address, address
+    )
+    extend(ctypes.byref(struct), origins, settings, count, ctypes.byref(result), found)
+    return Policy(_decode(result), {row.name: (o.source, o.cause) for row, o in zip(rows(), found, strict=True)})
+
+
 def _settings(what: str, mapping: Mapping[str, Any] | None, keep: list[Any]) -> tuple[int, Any]:
     if mapping is None:
         return 0, None

@@ -5,17 +5,18 @@ All decisions are made in C (csrc/core/policy.c). The fields are the rows of csr
 
 import ctypes
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from torch_ext.native import constants, dtypes, library
+from torch_ext.policy.policy_fields import PolicyFields
 from torch_ext.policy.policy_struct import PolicyStruct, _decode, _encode, _Origin, rows
 
 _EXPLICIT = (constants.SOURCE_CONFIG, constants.SOURCE_OVERRIDE, constants.SOURCE_HOOK)
 
 
-class Policy:
+class Policy(PolicyFields):
     """What a model trains with. Frozen; made by `load_policy`.
 
     Attributes are the rows of csrc/core/policy.def under Megatron-LM's names: dtypes are torch dtypes or None
@@ -29,22 +30,27 @@ class Policy:
     _origins: dict[str, tuple[int, int]]
 
     def __init__(self, values: Mapping[str, Any], origins: Mapping[str, tuple[int, int]]) -> None:
+        if len(values) < len(rows()):  # of a pickle that is older than a field; new ones are 0 by default
+            values = {**_decode(PolicyStruct(size=ctypes.sizeof(PolicyStruct))), **values}
+            origins = {row.name: origins.get(row.name, (constants.SOURCE_DEFAULT, -1)) for row in rows()}
         object.__setattr__(self, "_values", dict(values))
         object.__setattr__(self, "_origins", dict(origins))
 
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and name in self._values:
-            return self._values[name]
-        raise AttributeError(f"a policy has no {name!r}; it has {', '.join(self._values)}" if name[:1] != "_" else name)
+    def _value_of(self, name: str) -> Any:
+        return self._values[name]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a policy is frozen: give {name!r} to load_policy as an override")
+    if not TYPE_CHECKING:  # for a checker, a field that does not exist is an error
 
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError("a policy is frozen")
+        def __getattr__(self, name: str) -> Any:
+            if name[:1] == "_":
+                raise AttributeError(name)
+            raise AttributeError(f"a policy has no {name!r}; it has {', '.join(self._values)}")
 
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._values})
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise AttributeError(f"a policy is frozen: give {name!r} to load_policy as an override")
+
+        def __delattr__(self, name: str) -> None:
+            raise AttributeError("a policy is frozen")
 
     def __eq__(self, other: object) -> bool:
         return self._values == other._values if isinstance(other, Policy) else NotImplemented

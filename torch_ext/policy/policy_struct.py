@@ -49,7 +49,7 @@ class _Row(NamedTuple):
     """A field of tx_policy: how it is stored and read."""
 
     name: str
-    choices: tuple[str, ...]  # of an enum, by value
+    choices: tuple[str | None, ...]  # of an enum, by value
     type: int
     side: int
 
@@ -61,7 +61,8 @@ def rows() -> tuple[_Row, ...]:
     table: list[_Row] = []
     while field := field_at(len(table)):
         f = field.contents
-        choices = tuple(part.strip() for part in f.legal.decode().split(","))
+        words = [part.strip() for part in f.legal.decode().split(",")]
+        choices = tuple(None if word == "none" else word for word in words)
         table.append(_Row(f.name.decode(), choices, f.type, f.side))
     return tuple(table)
 
@@ -85,7 +86,7 @@ def _decode(struct: ctypes.Structure) -> dict[str, Any]:
             value = bool(value)
         elif row.type == constants.FIELD_ENUM:
             value = row.choices[value]
-        else:
+        elif row.type == constants.FIELD_TEXT:
             value = value.decode("utf-8", "replace")
         values[row.name] = value
     return values

@@ -19,7 +19,7 @@ from torch_ext.optim.state import codec, load_checks
 from torch_ext.optim.state.sources import ranges, same_values, source_of
 from torch_ext.optim.state.state_tensor import StateTensor
 from torch_ext.optim.state.stateful import StatefulOptimizer, StatefulParam, first_names, params_of
-from torch_ext.params import local_shard
+from torch_ext.params import keep_32bit, local_shard
 from torch_ext.tensors import dense
 
 
@@ -83,7 +83,8 @@ def encode_for_load(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) ->
             step = torch.tensor(float(entry["step"]), dtype=torch.float32, device=target.weight.device)
             loaded[key] = EncodedEntry({"step": step, **(states[key] or new[key])}, target.host)
     losses.warn()
-    return {**state_dict, "state": loaded}
+    groups = keep_32bit.with_own(state_dict["param_groups"], optimizer.param_groups)
+    return {**state_dict, "state": loaded, "param_groups": groups}
 
 
 def _targets(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[Any, _Target]:

@@ -11,7 +11,7 @@ from torch_ext.optim.state import codec, large_tensor, missing_keys
 from torch_ext.optim.state.sources import PlainState, Source, ranges, source_of
 from torch_ext.optim.state.state_tensor import StateTensor
 from torch_ext.optim.state.stateful import StatefulOptimizer, StatefulParam, params_of
-from torch_ext.params import local_shard, param_groups
+from torch_ext.params import keep_32bit, local_shard, param_groups
 from torch_ext.tensors import dense
 
 
@@ -23,7 +23,8 @@ def logical(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[st
         found: dict[Any, Any] = {p.index: entry_of(p) for p in params if "exp_avg" in p.stored}
     indices = {p.index for p in params}
     rest = {key: value for key, value in state_dict["state"].items() if key not in indices}
-    return {**state_dict, "state": found | rest}
+    own_groups = keep_32bit.without(state_dict["param_groups"])
+    return {**state_dict, "state": found | rest, "param_groups": own_groups}
 
 
 def entry_of(p: StatefulParam) -> dict[str, Any]:

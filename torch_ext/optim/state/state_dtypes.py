@@ -14,12 +14,13 @@ stored (`opt.state[p]`), as the operators read and write it    logical (`state_d
 At most one of the masters exists. Decoding (stored to logical) and encoding again gives the same bytes.
 """
 
+import ctypes
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from torch_ext.native import constants
+from torch_ext.native import constants, dtypes, library
 from torch_ext.policy.policy import Policy
 
 # Of each moment where it is block-scaled.
@@ -39,8 +40,9 @@ class StateDtypes(NamedTuple):
     master: str | None  # the key of its master: "master_param", "master_remainder"
 
     @classmethod
-    def of(cls, policy: Policy, dtype: torch.dtype) -> "StateDtypes":
-        """Of a parameter in `dtype`. Raises ValueError for settings that the optimizer refuses."""
+    def of(cls, policy: Policy, dtype: torch.dtype, numel: int, keep_32bit: bool) -> "StateDtypes":
+        """Of a parameter in `dtype` with `numel` elements on all ranks together. keep_32bit: its moments are fp32,
+        whatever the policy says. Raises ValueError for settings that the optimizer refuses."""
         row = policy.row(dtype)
         if row.main_params_dtype not in (None, torch.float32):
             raise ValueError(
@@ -51,7 +53,7 @@ class StateDtypes(NamedTuple):
         if dtype != torch.float32 and row.main_params_dtype is not None:
             remainder = row.store_param_remainders and dtype == torch.bfloat16
             master = "master_remainder" if remainder else "master_param"
-        return cls(row.exp_avg_dtype, row.exp_avg_sq_dtype, master)
+        return cls(*_moments(row, numel, keep_32bit), master)
 
     def scaled(self, moment: str) -> bool:
         """Whether a moment is block-scaled."""
@@ -89,3 +91,17 @@ class StateDtypes(NamedTuple):
         """Bytes of the stored state of a parameter of `numel` elements, without the step."""
         blockwise = sum(count * dtype.itemsize for count, dtype in self.blockwise(numel).values())
         return blockwise + numel * sum(dtype.itemsize for dtype in self.shaped().values())
+
+
+def _moments(row: Policy, numel: int, keep_32bit: bool) -> tuple[torch.dtype, torch.dtype]:
+    """tx_policy_moments, which differs from the row's where one of these is set."""
+    if not keep_32bit and not row.min_8bit_size:
+        return row.exp_avg_dtype, row.exp_avg_sq_dtype
+    found = ctypes.c_int32(), ctypes.c_int32()
+    moments = library.function(
+        "tx_policy_moments", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p
+    )
+    moments(ctypes.byref(row._as_c()[0]), numel, int(keep_32bit), *map(ctypes.byref, found))
+    exp_avg, exp_avg_sq = (dtypes.dtype_of(code.value) for code in found)
+    assert exp_avg is not None and exp_avg_sq is not None
+    return exp_avg, exp_avg_sq

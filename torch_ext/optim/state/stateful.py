@@ -36,8 +36,8 @@ class StatefulParam:
     """A parameter of an optimizer, and its state. Each property is found when it is first used: the policy may have no
     dtypes for a parameter without state."""
 
-    def __init__(self, optimizer: StatefulOptimizer, shards: ShardMap, index: int, name: str) -> None:
-        self._optimizer, self._shards, self.index = optimizer, shards, index
+    def __init__(self, optimizer: StatefulOptimizer, shards: ShardMap, index: int, name: str, kept: bool) -> None:
+        self._optimizer, self._shards, self.index, self.kept = optimizer, shards, index, kept
         self.param: Any = shards.params[index]
         self.name = name
         """For messages."""
@@ -48,7 +48,7 @@ class StatefulParam:
 
     @cached_property
     def kinds(self) -> StateDtypes:
-        return StateDtypes.of(self._optimizer.policy, self.param.dtype)
+        return StateDtypes.of(self._optimizer.policy, self.param.dtype, self.param.numel(), self.kept)
 
     @cached_property
     def stored(self) -> Mapping[str, Any]:
@@ -61,9 +61,10 @@ class StatefulParam:
 
 def params_of(optimizer: StatefulOptimizer) -> list[StatefulParam]:
     """All parameters, in the order of their indices in a state_dict."""
-    everyone, names = param_groups.everyone(optimizer.param_groups), param_groups.names(optimizer.param_groups)
-    shards = optimizer.current_shards(everyone)
-    return [StatefulParam(optimizer, shards, index, name) for index, name in enumerate(names)]
+    groups = optimizer.param_groups
+    names, kept = param_groups.names(groups), param_groups.kept_32bit(groups)
+    shards = optimizer.current_shards(param_groups.everyone(groups))
+    return [StatefulParam(optimizer, shards, index, name, kept[index]) for index, name in enumerate(names)]
 
 
 def first_names(names: Sequence[str], limit: int = 4) -> str:

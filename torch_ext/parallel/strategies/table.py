@@ -1,5 +1,8 @@
 """The strategies of our own buckets by name."""
 
+import ctypes
+
+from torch_ext.native import dtypes, library
 from torch_ext.parallel.strategies.no_shard import NoShard
 from torch_ext.parallel.strategies.optim import ShardedOptimizer
 from torch_ext.parallel.strategies.optim_grads import ShardedGradients
@@ -15,7 +18,8 @@ STRATEGIES: dict[str, type[ShardingStrategy]] = {
 
 def strategies() -> tuple[str, ...]:
     """The names of all strategies, that of FSDP2 included; a strategy's number is its position."""
-    return next(row.choices for row in policy_struct.rows() if row.name == "data_parallel_sharding_strategy")
+    choices = next(row.choices for row in policy_struct.rows() if row.name == "data_parallel_sharding_strategy")
+    return tuple(filter(None, choices))
 
 
 def strategy_of(given: str | int) -> str:
@@ -23,8 +27,10 @@ def strategy_of(given: str | int) -> str:
     names = strategies()
     if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(names):
         given = names[given]
-    if given not in names:
-        legal = ", ".join(f"{name!r} ({i})" for i, name in enumerate(names))
-        raise ValueError(f"strategy is {given!r}; legal are {legal}")
-    assert isinstance(given, str)
-    return given
+    if isinstance(given, str):
+        found = ctypes.c_int32()
+        find = library.function("tx_strategy_find", ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+        find(b"strategy ", dtypes.c_text(given), ctypes.byref(found))
+        return names[found.value]
+    legal = ", ".join(f"{name!r} ({i})" for i, name in enumerate(names))
+    raise ValueError(f"strategy is {given!r}; legal are {legal}")

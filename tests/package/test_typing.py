@@ -1,0 +1,117 @@
+"""mypy and pyright accept ordinary user code and report mistakes in it; the annotations are true of what runs."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import torch_ext
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+USER_CODE, MISTAKES = (ROOT / "tests/package" / name for name in ("typed_user_code.py", "typed_mistakes.py"))
+
+
+def tool(name: str) -> str:
+    beside = pathlib.Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if not found:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def run(*command: str, **environment: str) -> str:
+    """What the checker reports; both streams where it failed to check."""
+    given = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=given)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.stdout
+
+
+def mypy(*files: pathlib.Path) -> dict[str, set[int]]:
+    """The lines of each file with an error."""
+    cache = os.path.join(os.environ.get("TEST_TMPDIR", "/tmp"), "typed_user_code")
+    text = run(tool("mypy"), "--cache-dir", cache, *map(str, files), MYPYPATH=str(ROOT))
+    found: dict[str, set[int]] = {file.name: set() for file in files}
+    for name, line in re.findall(r"([\w.]+):(\d+): error: ", text):
+        found.setdefault(name, set()).add(int(line))
+    assert "Success" in text or sum(map(len, found.values())) > 0, text
+    return found
+
+
+def pyright(tmp_path: pathlib.Path, *files: pathlib.Path) -> dict[str, set[int]]:
+    """basedpyright, which is on PyPI with everything that it needs, with pyright's own rules."""
+    settings = tmp_path / "pyrightconfig.json"
+    settings.write_text(
+        json.dumps(
+            {
+                "typeCheckingMode": "standard",
+                "pythonVersion": "3.10",
+                "include": list(map(str, files)),
+                "extraPaths": [str(ROOT)],
+            }
+        )
+    )
+    text = run(tool("basedpyright"), "-p", str(settings), "--pythonpath", sys.executable, "--outputjson")
+    found: dict[str, set[int]] = {file.name: set() for file in files}
+    answer = json.loads(text)
+    assert answer["summary"]["filesAnalyzed"] == len(files), text
+    for report in answer["generalDiagnostics"]:
+        if report["severity"] == "error":
+            found[pathlib.Path(report["file"]).name].add(report["range"]["start"]["line"] + 1)
+    return found
+
+
+def wrong_lines() -> set[int]:
+    marked = {i for i, line in enumerate(MISTAKES.read_text().splitlines(), 1) if line.endswith("# wrong")}
+    assert len(marked) > 20
+    return marked
+
+
+def test_mypy_accepts_user_code_and_reports_mistakes() -> None:
+    assert mypy(USER_CODE, MISTAKES) == {USER_CODE.name: set(), MISTAKES.name: wrong_lines()}
+
+
+def test_pyright_accepts_user_code_and_reports_mistakes(tmp_path: pathlib.Path) -> None:
+    assert pyright(tmp_path, USER_CODE, MISTAKES) == {USER_CODE.name: set(), MISTAKES.name: wrong_lines()}
+
+
+def test_annotations_are_shipped() -> None:
+    assert pathlib.Path(torch_ext.__file__).with_name("py.typed").exists()
+
+
+# What mypy's stubtest finds in the modules of the public names, and why it stays.
+KNOWN = (
+    # Checkers know no way to take a keyword away from a signature: AdamW's is Adam's, AdamW8bit's is AdamW's.
+    r"torch_ext\.optim\.adamw\.Adam(W|W8bit)?\.__init__ is inconsistent, "
+    r"(stub parameter \"__arg0\"|runtime does not have parameter \"(decoupled_weight_decay|states)\")",
+    # Behind functools.cache.
+    r"torch_ext\.native\.library\.function is inconsistent, stub does not have parameter",
+    r"torch_ext\.[\w.]+ is inconsistent, runtime does not have \*",
+    # Classes of torch, which are not looked into here: it takes long.
+    r"torch_ext\.checkpoint\.\w+\.Checkpoint(Reader|Writer) is inconsistent, metaclass differs",
+    # A Literal.
+    r"torch_ext\.[\w.]+ is not a Union",
+)
+
+
+def test_annotations_are_true(tmp_path: pathlib.Path) -> None:
+    """Every public name's module as it runs, against what a checker makes of its source."""
+    settings = tmp_path / "mypy.ini"
+    settings.write_text(
+        "[mypy]\nignore_errors = True\n"
+        "[mypy-torch,torch.*,numpy.*]\nfollow_imports = skip\nfollow_imports_for_stubs = True\n"
+    )
+    options = ["--mypy-config-file", str(settings), "--ignore-missing-stub", "--concise"]
+    text = run(tool("stubtest"), "torch_ext", *options, MYPYPATH=str(ROOT))
+    public = {getattr(getattr(torch_ext, name), "__module__", "torch_ext") for name in torch_ext.__all__}
+    public |= {base.__module__ for kind in (torch_ext.Policy, torch_ext.Adam) for base in kind.__mro__[1:2]}
+    assert len(public) > 10 and "adamw.AdamW.__init__" in text, text  # it was checked, and finds what it can
+    modules = "|".join(re.escape(f"{module}.") for module in public - {"torch_ext"})
+    found = [line for line in text.splitlines() if re.match(modules, line)]
+    found += [line for line in text.splitlines() if re.match(r"torch_ext\.\w+ ", line)]
+    assert [line for line in found if not any(re.match(known, line) for known in KNOWN)] == []

@@ -1,0 +1,69 @@
+"""Ranks that cut states over themselves compare what they keep of each parameter, once, before the first step: parts
+of different kinds would make no whole state, and no checkpoint."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_ext.comm import group_calls
+from torch_ext.native import dtypes
+from torch_ext.optim.state.param_state import ParamState
+from torch_ext.optim.state.state_dtypes import MASTERS, StateDtypes
+from torch_ext.params import reducer_registry
+
+_CALL = "step(): what each rank keeps as optimizer state"
+
+
+def refuse_differing(members: Sequence[ParamState]) -> None:
+    """RuntimeError on every rank, naming a parameter, a rank and what it keeps, where the ranks differ. Collective over
+    the groups of those that are cut by a reducer of ours, whose gradients are there on all ranks or on none."""
+    by_groups: dict[tuple[torch.distributed.ProcessGroup, ...], list[ParamState]] = {}
+    for member in members:
+        if member.local.groups and reducer_registry.owner_of(member.param) is not None:
+            by_groups.setdefault(tuple(member.local.groups), []).append(member)
+    for groups, cut in by_groups.items():
+        codes = [code for member in cut for code in _codes(member.kinds)]
+        digest = hashlib.sha256(repr((codes, [m.name for m in cut])).encode()).digest()[:8]
+        mine = torch.tensor([len(cut), int.from_bytes(digest, "little", signed=True)], device=cut[0].weight.device)
+        for group in groups:
+            rows = _gathered(mine, group)
+            if all(torch.equal(row, mine) for row in rows):
+                continue
+            if any(int(row[0]) != len(cut) for row in rows):
+                counts = ", ".join(str(int(row[0])) for row in rows)
+                raise RuntimeError(f"{_CALL}: the ranks of a group step {counts} parameters; they must be the same")
+            _refuse(cut, _gathered(mine.new_tensor(codes), group), group)
+
+
+def _codes(kinds: StateDtypes) -> tuple[int, int, int]:
+    master = None if kinds.master is None else MASTERS[kinds.master]
+    exp_avg, exp_avg_sq, of_master = (
+        0 if d is None else dtypes.code_of(d) or 0 for d in (kinds.exp_avg, kinds.exp_avg_sq, master)
+    )
+    return exp_avg, exp_avg_sq, of_master
+
+
+def _gathered(mine: Tensor, group: torch.distributed.ProcessGroup) -> list[Tensor]:
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    group_calls.all_gather(rows, mine, group, _CALL).wait()
+    return rows
+
+
+def _refuse(cut: Sequence[ParamState], rows: Sequence[Tensor], group: torch.distributed.ProcessGroup) -> None:
+    ranks = torch.distributed.get_process_group_ranks(group)
+    for i, member in enumerate(cut):
+        kept = [tuple(row[3 * i : 3 * i + 3].tolist()) for row in rows]
+        for rank, other in zip(ranks, kept, strict=True):
+            if other != kept[0]:
+                raise RuntimeError(
+                    f"{_CALL}: of {member.name} rank {ranks[0]} keeps {_described(kept[0])}, and rank {rank} "
+                    f"{_described(other)}; states, policy, min_8bit_size and keep_32bit must be the same on all ranks"
+                )
+    raise RuntimeError(f"{_CALL}: the ranks step parameters of different names, or in another order")
+
+
+def _described(codes: tuple[int, ...]) -> str:
+    exp_avg, exp_avg_sq, master = (dtypes.name_of(dtypes.dtype_of(code)) for code in codes)
+    return f"exp_avg in {exp_avg}, exp_avg_sq in {exp_avg_sq}, {f'masters in {master}' if master else 'no master'}"
