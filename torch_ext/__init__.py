@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch_ext.amp.grad_scaler import GradScaler
 from torch_ext.checkpoint.files import load, save
+from torch_ext.diagnosis.diagnose import diagnose
+from torch_ext.diagnosis.findings import DiagnosisError, Finding, Report
 from torch_ext.native import ops as ops  # registers the operators
 from torch_ext.native.dtypes import coerce_dtypes
 from torch_ext.native.library import library_path
@@ -35,10 +37,14 @@ __all__ = [
     "AdamW",
     "CheckpointReader",
     "CheckpointWriter",
+    "DiagnosisError",
+    "Finding",
     "GradScaler",
     "Policy",
+    "Report",
     "clip_grad_norm_",
     "coerce_dtypes",
+    "diagnose",
     "library_path",
     "load",
     "load_policy",

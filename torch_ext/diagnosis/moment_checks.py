@@ -1,0 +1,216 @@
+"""Moments: whether they are there, of the parameter's shape, finite, and possible; whether exp_avg_sq can move."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ext.diagnosis import state_moments
+from torch_ext.diagnosis.findings import Finding, finding
+from torch_ext.diagnosis.state_moments import EXP_AVG, EXP_AVG_SQ, MOMENTUM
+from torch_ext.diagnosis.trained_parameters import Reading, Trained
+from torch_ext.optim.optimizer_base import OptimizerBase
+from torch_ext.optim.state.state_dtypes import StateDtypes
+
+_IMPOSSIBLE = 0.01  # share of the elements; a few may follow from betas that were changed in training
+_SLACK = 2.0
+_LOAD = "optimizer.load_state_dict(checkpoint)  # of an optimizer with these parameters, in this order"
+
+
+def check(reading: Reading) -> Iterator[Finding]:
+    yield from _no_state(reading)
+    yield from _collected(reading, "missing_moments", _missing, _LOAD)
+    yield from _collected(reading, "misshapen_moments", _misshapen, _LOAD)
+    yield from _collected(reading, "nonfinite_state", _nonfinite, _LOAD + "; from before this")
+    yield from _collected(reading, "inconsistent_moments", _inconsistent, _LOAD)
+
+
+def _collected(reading: Reading, kind: str, what: Any, fix: str) -> Iterator[Finding]:
+    """One finding for each thing that `what` says of parameters."""
+    found: dict[str, dict[str, None]] = {}
+    for t in reading.trained:
+        said = what(t)
+        if said:
+            found.setdefault(said, {}).update(dict.fromkeys(t.names))
+    for said, names in found.items():
+        elements = float(sum(reading.model.named[name].numel() for name in names))
+        yield finding(kind, said, list(names), fix, elements, "elements")
+
+
+def _has_moments(t: Trained) -> bool:
+    """Whether it has a state besides its step."""
+    return any(key in t.state for key in (EXP_AVG, EXP_AVG_SQ, MOMENTUM, "state1"))
+
+
+def _keeps_momentum(t: Trained) -> bool:
+    return t.betas() is not None or bool(t.group.get("momentum"))
+
+
+def _requires_grad(t: Trained) -> bool:
+    return t.root.requires_grad and (t.stepped is None or t.stepped.numel() > 0)
+
+
+def _no_state(reading: Reading) -> Iterator[Finding]:
+    """Parameters without a state in a group where others have one."""
+    stepped = {id(t.group) for t in reading.trained if _has_moments(t) and (t.step() is None or t.step())}
+    waiting: list[Trained] = []
+    for t in reading.trained:
+        fresh = not _has_moments(t) and not t.state.get("step")
+        if fresh and _requires_grad(t) and _keeps_momentum(t) and id(t.group) in stepped and _own_state(reading, t):
+            waiting.append(t)
+    for severity, chosen, said in (
+        ("warning", [t for t in waiting if t.param.grad is None], "get no gradient, or a load left their state out"),
+        ("note", [t for t in waiting if t.param.grad is not None], "begin with the next step, or were left out"),
+    ):
+        names = list(dict.fromkeys(name for t in chosen for name in t.names))
+        if names:
+            yield finding(
+                "no_state",
+                f"Parameters that require a gradient and have no state, while others of their group do: they {said}.",
+                names,
+                "p.requires_grad_(False)  # where they are not meant to be trained; else load their state",
+                severity=severity,
+            )
+
+
+def _own_state(reading: Reading, t: Trained) -> bool:
+    """Whether the state of a parameter would be found: not behind a class that keeps it elsewhere."""
+    return isinstance(getattr(t.optimizer, "state", None), dict)
+
+
+def _missing(t: Trained) -> str:
+    if t.betas() is None or not _requires_grad(t) or "state1" in t.state:
+        return ""
+    steps, there = t.state.get("step"), [key for key in (EXP_AVG, EXP_AVG_SQ) if key in t.state]
+    if there == [EXP_AVG_SQ] or (there == [EXP_AVG] and "eps" in t.group and _is_adam(t)):
+        absent = EXP_AVG if there == [EXP_AVG_SQ] else EXP_AVG_SQ
+        return f"The state has {there[0]} and no {absent}: a load left it out."
+    if not there and _is_adam(t) and steps is not None and float(steps) > 0:
+        return "The state counts steps and has no moments: a load left them out."
+    if there and t.group.get("amsgrad") and "max_exp_avg_sq" not in t.state:
+        return "The group has amsgrad=True and the state no max_exp_avg_sq: a load left it out."
+    return ""
+
+
+def _is_adam(t: Trained) -> bool:
+    return "adam" in type(t.optimizer).__name__.lower()
+
+
+def _misshapen(t: Trained) -> str:
+    for key in state_moments.SHAPED:
+        value = t.state.get(key)
+        if not isinstance(value, Tensor) or t.stepped is None:
+            continue
+        if value.shape not in (t.param.shape, t.stepped.shape):
+            beside = tuple(t.param.shape)
+            return f"{key} has shape {tuple(value.shape)} beside a parameter of shape {beside}: it is another's state."
+    return ""
+
+
+def _nonfinite(t: Trained) -> str:
+    for key in (EXP_AVG, EXP_AVG_SQ, MOMENTUM, "master_param"):
+        value = state_moments.plain(t, key)
+        if value is None or value.numel() == 0:
+            continue
+        low, high = map(float, value.aminmax())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            return f"{key} has elements that are not finite: every further step makes weights of it."
+        if key == EXP_AVG_SQ and low < 0:
+            return "exp_avg_sq has negative elements, whose square root is NaN."
+    return ""
+
+
+def _inconsistent(t: Trained) -> str:
+    """Moments that no gradients can have made together (Cauchy and Schwarz), and steps that began anew.
+
+    m is a sum of gradients with weights (1 - b1) b1^k, v one of their squares with (1 - b2) b2^k. So
+    m^2 <= v * (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2)), whatever the gradients were.
+    """
+    betas = t.betas()
+    if betas is None or t.stepped is None or t.stepped.numel() == 0 or _misshapen(t):
+        return ""
+    where = state_moments.positions(t.stepped.numel())
+    m = state_moments.moment(t, EXP_AVG, where)
+    v = state_moments.moment(t, EXP_AVG_SQ, where)
+    if m is None or v is None or m.numel() != v.numel():
+        return ""
+    if t.step() == 0 and bool(m.any()):
+        return "Moments of earlier steps beside step 0: the correction for the start makes the next update too large."
+    one, two = betas
+    if one == 0 or one * one >= two or two >= 1:
+        return ""
+    bound = (1 - one) / math.sqrt((1 - two) * (1 - one * one / two))
+    least = 100 * t.hyper("eps", 1e-8)
+    impossible = (m.abs() > _SLACK * bound * v.clamp(min=0).sqrt()) & (m.abs() > least)
+    share = float(impossible.double().mean())
+    if share < _IMPOSSIBLE:
+        return ""
+    return "exp_avg is larger than any gradients with this exp_avg_sq allow: one of them was not loaded, or underflows."
+
+
+# -- exp_avg_sq that cannot move -----------------------------------------------------------------------------------
+
+_BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+_HALF, _SOME = 0.5, 0.05
+
+
+def check_stalled(reading: Reading) -> Iterator[Finding]:
+    """Rounded to nearest, v * beta2 is v again where 1 - beta2 is less than half of the distance of v's neighbours: v
+    goes up with large gradients and never down again, and steps become smaller and smaller."""
+    found: dict[tuple[torch.dtype, float], dict[str, None]] = {}
+    worst: dict[tuple[torch.dtype, float], float] = {}
+    for t in reading.trained:
+        share, dtype = _stalled(t)
+        betas = t.betas()
+        if betas is not None and dtype is not None and share > _SOME:
+            key = dtype, betas[1]
+            found.setdefault(key, {}).update(dict.fromkeys(t.names))
+            worst[key] = max(worst.get(key, 0.0), share)
+    for (dtype, beta2), names in found.items():
+        share = worst[dtype, beta2]
+        yield finding(
+            "stalled_exp_avg_sq",
+            f"exp_avg_sq in {dtype}, rounded to nearest, with beta2 = {beta2:g}: one step takes {1 - beta2:.2g} of it "
+            f"away, which rounding puts back. It can rise and not fall, so that updates stay too small.",
+            list(names),
+            f"optimizer = torch_ext.AdamW(model.parameters(), lr=lr, betas=(0.9, {beta2:g}))  # dithered, or in fp32",
+            share,
+            "of exp_avg_sq",
+            "error" if share >= _HALF else "warning",
+        )
+
+
+def _stalled(t: Trained) -> tuple[float, torch.dtype | None]:
+    """The share of v that a step without a gradient leaves as it is, and v's dtype."""
+    betas, ours = t.betas(), isinstance(t.optimizer, OptimizerBase)
+    if betas is None or (ours and t.group.get("moment_rounding") != "nearest"):
+        return 0.0, None
+    v = state_moments.plain(t, EXP_AVG_SQ)
+    if v is not None and v.dtype in _BITS and v.numel():
+        values = state_moments.sample(v, state_moments.positions(v.numel()))
+        values = values[values > torch.finfo(v.dtype).smallest_normal]
+        if values.numel():
+            return float(((values.float() * betas[1]).to(v.dtype) == values).double().mean()), v.dtype
+    dtype = v.dtype if v is not None else _dtype_to_come(t)
+    return (stalls(dtype, betas[1]), dtype) if dtype in _BITS else (0.0, None)
+
+
+def stalls(dtype: torch.dtype, beta2: float) -> float:
+    """The share of the numbers between two powers of two that, times beta2, round to themselves."""
+    n = 1 << _BITS[dtype]
+    numbers = 1 + torch.arange(n, dtype=torch.float32) / n
+    return float(((numbers * beta2).to(dtype).float() == numbers).double().mean())
+
+
+def _dtype_to_come(t: Trained) -> torch.dtype | None:
+    """Of an exp_avg_sq that the first step will make, where that is known."""
+    if _has_moments(t):
+        return None
+    if isinstance(t.optimizer, OptimizerBase):
+        return StateDtypes.of(t.optimizer.policy, t.param.dtype).exp_avg_sq
+    said = getattr(t.optimizer, "exp_avg_sq_dtype", None)
+    if isinstance(said, torch.dtype):
+        return said
+    return t.param.dtype if type(t.optimizer).__module__.startswith("torch.optim") else None
