@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext.diagnosis import optimizer_layers
+from torch_ext.diagnosis import master_copies, optimizer_layers
 from torch_ext.diagnosis.findings import Finding, finding
 from torch_ext.diagnosis.master_copies import Copy
 from torch_ext.diagnosis.model_parameters import is_narrow, readable
@@ -26,11 +26,20 @@ _REFRESH = {
 def check(reading: Reading) -> Iterator[Finding]:
     by_where: dict[tuple[str, str], dict[str, int]] = {}
     misshapen: dict[str, None] = {}
-    for copy, names in _pairs(reading):
-        changed = _not_rounding(reading, copy, misshapen, names)
-        if changed:
-            found = by_where.setdefault((copy.where, _consequence(copy)), {})
-            for name in names:
+    source = {id(copy.copy): copy.weight for copy in reading.copies}
+    stepped = {(id(t.param), id(t.optimizer)): t.stepped for t in reading.trained}  # where ours cuts: its part
+    for copy in reading.copies:
+        parts = _parts(reading, copy.weight, source)
+        weight = stepped.get((id(copy.weight), id(copy.holder)), readable(copy.weight))
+        master = readable(copy.copy)
+        if weight is None or master is None or master.dtype.itemsize < max(4, weight.dtype.itemsize):
+            continue
+        if weight.numel() != master.numel():
+            misshapen |= dict.fromkeys(name for name, _ in parts)
+            continue
+        for name, part in parts:
+            if changed := not_rounding(weight.reshape(-1)[part], master.reshape(-1)[part]):
+                found = by_where.setdefault((copy.where, _consequence(copy)), {})
                 found[name] = found.get(name, 0) + changed
     for (where, consequence), found in by_where.items():
         yield _stale(where, consequence, found)
@@ -43,60 +52,33 @@ def check(reading: Reading) -> Iterator[Finding]:
         )
 
 
-def _pairs(reading: Reading) -> Iterator[tuple[Copy, tuple[str, ...]]]:
-    for copy in reading.copies:
-        names = _names(reading, copy.weight)
-        if names:
-            yield copy, names
-
-
-def _names(reading: Reading, weight: Tensor) -> tuple[str, ...]:
-    """Of the weight, or of that which it is a copy of."""
-    source = {id(copy.copy): copy.weight for copy in reading.copies}
+def _parts(reading: Reading, weight: Tensor, source: Mapping[int, Tensor]) -> list[tuple[str, slice]]:
+    """Which elements of the weight, or of what it is a copy of, are which parameter's."""
     for _ in range(8):
-        if names := reading.model.names_in(weight):
-            return names
+        if parts := reading.model.parts_in(weight):
+            return parts
         if id(weight) not in source:
             break
         weight = source[id(weight)]
-    return ()
+    return []
 
 
 def _consequence(copy: Copy) -> str:
     return getattr(copy.holder, "on_external_write", "") if isinstance(copy.holder, OptimizerBase) else ""
 
 
-def _not_rounding(reading: Reading, copy: Copy, misshapen: dict[str, None], names: Sequence[str]) -> int:
-    weight, master = _weight_of(reading, copy), readable(copy.copy)
-    if weight is None or master is None or master.dtype.itemsize < max(4, weight.dtype.itemsize):
-        return 0
-    if weight.numel() != master.numel():
-        misshapen |= dict.fromkeys(names)
-        return 0
-    return not_rounding(weight, master)
-
-
-def _weight_of(reading: Reading, copy: Copy) -> Tensor | None:
-    """This rank's elements of the weight: those that are stepped, where the optimizer cuts it."""
-    for t in reading.trained:
-        if t.param is copy.weight and t.optimizer is copy.holder:
-            return t.stepped
-    return readable(copy.weight)
-
-
 def not_rounding(weight: Tensor, master: Tensor) -> int:
-    """How many elements of a master do not round to their weight: -0 is 0, and NaN is NaN."""
-    a, b = weight.reshape(-1), master.reshape(-1)
+    """How many elements of a flat master do not round to their weight: -0 is 0, and NaN is NaN."""
     changed = 0
-    for begin in range(0, a.numel(), _CHUNK):
-        rounded = b[begin : begin + _CHUNK].to(a.dtype)
-        there = a[begin : begin + _CHUNK].to(rounded.device)
+    for begin in range(0, weight.numel(), _CHUNK):
+        rounded = master[begin : begin + _CHUNK].to(weight.dtype)
+        there = weight[begin : begin + _CHUNK].to(rounded.device)
         changed += int(((rounded != there) & ~(rounded.isnan() & there.isnan())).sum())
     return changed
 
 
 def _stale(where: str, consequence: str, found: Mapping[str, int]) -> Finding:
-    counted = float(max(found.values())) if len(found) == 1 else float(sum(found.values()))
+    counted = float(sum(found.values()))
     if consequence in ("resync", "error"):
         return finding(
             "stale_masters",
@@ -153,7 +135,7 @@ def asked(reading: Reading, optimizer: Any, weight: torch.dtype) -> dict[str, to
     """
     found: dict[str, Any] = {}
     if not isinstance(optimizer, OptimizerBase):  # which refuses other states than those of its policy
-        if getattr(optimizer, "master_weights", False) is True or getattr(optimizer, "use_master", False) is True:
+        if master_copies.promises_masters(optimizer):
             found["master"] = getattr(optimizer, "master_weight_dtype", torch.float32)
         for key in ("exp_avg", "exp_avg_sq"):
             found[key] = getattr(optimizer, f"{key}_dtype", None)

@@ -153,6 +153,11 @@ def keeps_precision(state: Mapping[str, Any], group: Mapping[str, Any], optimize
     return f"{rounding} rounding" if rounding in ("dithered", "stochastic") else None
 
 
+def promises_masters(optimizer: Any) -> bool:
+    """Whether it was made with the option that asks for masters, as apex's and Transformer Engine's are."""
+    return any(getattr(optimizer, name, False) is True for name in ("master_weights", "use_master"))
+
+
 def members(layers: Sequence[Any]) -> Iterator[Tensor]:
     """Parameters that are trained although no group of torch's has them."""
     for layer in layers:

@@ -50,14 +50,22 @@ class ModelParameters:
 
     def names_in(self, t: Tensor) -> tuple[str, ...]:
         """The parameters whose memory the tensor is, or is a part of, or contains."""
+        return tuple(dict.fromkeys(name for name, _ in self.parts_in(t)))
+
+    def parts_in(self, t: Tensor) -> list[tuple[str, slice]]:
+        """These parameters, and which of the tensor's elements are theirs, in its logical order: all of them where its
+        elements do not follow each other in memory."""
         if (name := self.name_of(t)) is not None:
-            return (name,)
-        found: dict[str, None] = {}
+            return [(name, slice(0, None))]
+        found: list[tuple[str, slice]] = []
         for key, begin, end in _extents(t):
             for a, b, name in self._ranges.get(key, ()):
                 if a < end and begin < b:
-                    found[name] = None
-        return tuple(found)
+                    size = t.element_size()
+                    whole = not t.is_contiguous() or local_shard.is_dtensor(t)
+                    part = slice(max(a - begin, 0) // size, (min(b, end) - begin) // size)
+                    found.append((name, slice(0, None) if whole else part))
+        return found
 
     def wanted_precision(self) -> Iterator[tuple[str, torch.dtype]]:
         """The parameters that a mixed-precision policy of FSDP2 or FSDP casts for forward and backward, and to what."""

@@ -114,7 +114,7 @@ def _nonfinite(t: Trained) -> str:
         value = state_moments.plain(t, key)
         if value is None or value.numel() == 0:
             continue
-        low, high = map(float, value.aminmax())
+        low, high = map(float, (value if value.dtype.itemsize > 1 else value.float()).aminmax())
         if not (math.isfinite(low) and math.isfinite(high)):
             return f"{key} has elements that are not finite: every further step makes weights of it."
         if key == EXP_AVG_SQ and low < 0:
@@ -131,9 +131,9 @@ def _inconsistent(t: Trained) -> str:
     betas = t.betas()
     if betas is None or t.stepped is None or t.stepped.numel() == 0 or _misshapen(t):
         return ""
-    where = state_moments.positions(t.stepped.numel())
-    m = state_moments.moment(t, EXP_AVG, where)
-    v = state_moments.moment(t, EXP_AVG_SQ, where)
+    every = state_moments.every_of(t.stepped.numel())
+    m = state_moments.moment(t, EXP_AVG, every)
+    v = state_moments.moment(t, EXP_AVG_SQ, every)
     if m is None or v is None or m.numel() != v.numel():
         return ""
     if t.step() == 0 and bool(m.any()):
@@ -189,7 +189,7 @@ def _stalled(t: Trained) -> tuple[float, torch.dtype | None]:
         return 0.0, None
     v = state_moments.plain(t, EXP_AVG_SQ)
     if v is not None and v.dtype in _BITS and v.numel():
-        values = state_moments.sample(v, state_moments.positions(v.numel()))
+        values = state_moments.sample(v, state_moments.every_of(v.numel()))
         values = values[values > torch.finfo(v.dtype).smallest_normal]
         if values.numel():
             return float(((values.float() * betas[1]).to(v.dtype) == values).double().mean()), v.dtype

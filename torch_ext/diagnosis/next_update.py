@@ -38,10 +38,10 @@ def lost_updates(t: Trained) -> Lost | None:
     """Of a weight that is stepped itself; None where nothing can be said of its update."""
     if t.weight is None or t.weight.numel() == 0:
         return None
-    where = state_moments.positions(t.weight.numel())
+    every = state_moments.every_of(t.weight.numel())
     wide = torch.float64 if t.weight.dtype == torch.float32 else torch.float32
-    weight = state_moments.sample(t.weight, where)
-    update = _update(t, where, weight)
+    weight = state_moments.sample(t.weight, every)
+    update = _update(t, every, weight)
     if update is None:
         return None
     exact = weight.to(wide) - update.to(weight.device, wide)
@@ -50,10 +50,10 @@ def lost_updates(t: Trained) -> Lost | None:
     return Lost(int(moves.sum()), int(stays.sum()))
 
 
-def _update(t: Trained, where: Tensor | None, weight: Tensor) -> Tensor | None:
+def _update(t: Trained, every: int, weight: Tensor) -> Tensor | None:
     """What is subtracted from the weight, in fp32; 0 where no gradient has come so far."""
     lr = learning_rate(t)
-    of_gradient = _of_gradient(t, where, weight, lr)
+    of_gradient = _of_gradient(t, every, weight, lr)
     if of_gradient is None or not _decouples(t):
         return of_gradient
     decay = lr * t.hyper("weight_decay")
@@ -66,26 +66,26 @@ def _decouples(t: Trained) -> bool:
     return bool(said) if said is not None else "adamw" in type(t.optimizer).__name__.lower()
 
 
-def _of_gradient(t: Trained, where: Tensor | None, weight: Tensor, lr: float) -> Tensor | None:
+def _of_gradient(t: Trained, every: int, weight: Tensor, lr: float) -> Tensor | None:
     if "ns_steps" in t.group:
         return _orthogonal(t, lr, weight)
     if t.betas() is not None:
-        return _adam(t, where, weight, lr)
+        return _adam(t, every, weight, lr)
     if "momentum" in t.group:
-        averaged = state_moments.moment(t, state_moments.MOMENTUM, where)
-        gradient = _gradient(t, where) if averaged is None else averaged
+        averaged = state_moments.moment(t, state_moments.MOMENTUM, every)
+        gradient = _gradient(t, every) if averaged is None else averaged
         return None if gradient is None else lr * gradient
     return None
 
 
-def _adam(t: Trained, where: Tensor | None, weight: Tensor, lr: float) -> Tensor:
+def _adam(t: Trained, every: int, weight: Tensor, lr: float) -> Tensor:
     betas = t.betas()
     assert betas is not None
-    m = state_moments.moment(t, state_moments.EXP_AVG, where)
-    v = state_moments.moment(t, state_moments.EXP_AVG_SQ, where)
+    m = state_moments.moment(t, state_moments.EXP_AVG, every)
+    v = state_moments.moment(t, state_moments.EXP_AVG_SQ, every)
     steps = t.step()
     if m is None or steps == 0:
-        return lr * _first_sign(t, where, weight)
+        return lr * _first_sign(t, every, weight)
     if v is None:  # Lion, and whatever else has one moment, or a second one in another form
         return lr * torch.sign(m)
     correct = t.group.get("bias_correction", True) and steps is not None
@@ -93,23 +93,23 @@ def _adam(t: Trained, where: Tensor | None, weight: Tensor, lr: float) -> Tensor
     return lr * (m / one) / ((v.clamp(min=0) / two).sqrt() + t.hyper("eps", 1e-8))
 
 
-def _first_sign(t: Trained, where: Tensor | None, weight: Tensor) -> Tensor:
+def _first_sign(t: Trained, every: int, weight: Tensor) -> Tensor:
     """The direction of Adam's first step; towards 0 where there is no gradient yet."""
-    gradient = _gradient(t, where)
+    gradient = _gradient(t, every)
     return torch.ones_like(weight, dtype=torch.float32).copysign(weight) if gradient is None else torch.sign(gradient)
 
 
-def _gradient(t: Trained, where: Tensor | None) -> Tensor | None:
+def _gradient(t: Trained, every: int) -> Tensor | None:
     gradient = t.param.grad
     if gradient is None or gradient.layout is not torch.strided or t.weight is None:
         return None
     local = local_shard.tensor_of(gradient).detach()
-    return state_moments.sample(local, where).float() if local.numel() == t.weight.numel() else None
+    return state_moments.sample(local, every).float() if local.numel() == t.weight.numel() else None
 
 
 def _orthogonal(t: Trained, lr: float, weight: Tensor) -> Tensor | None:
     """Muon's: a matrix with singular values near 1, of which an element is about 1 / sqrt(the longer side)."""
-    if state_moments.moment(t, state_moments.MOMENTUM, None) is None and t.param.grad is None:
+    if state_moments.moment(t, state_moments.MOMENTUM, 1) is None and t.param.grad is None:
         return None
     rows, columns = t.param.shape[0], max(1, t.param.numel() // max(1, t.param.shape[0]))
     longer, how = max(rows, columns), t.group.get("adjust_lr_fn")

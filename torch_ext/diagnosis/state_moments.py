@@ -23,15 +23,14 @@ MOST = 1 << 20
 """Elements of one parameter at which shares are measured: evenly spread ones where it has more."""
 
 
-def sample(t: Tensor, positions: Tensor | None) -> Tensor:
-    """Some elements of a tensor in its logical order, flat; all of them without positions."""
-    flat = t.reshape(-1)
-    return flat if positions is None else flat[positions.to(flat.device)]
+def sample(t: Tensor, every: int) -> Tensor:
+    """One of so many elements of a tensor, in its logical order, flat."""
+    return t.reshape(-1)[::every]
 
 
-def positions(numel: int, most: int = MOST) -> Tensor | None:
-    """Where to measure; None: everywhere."""
-    return None if numel <= most else torch.arange(0, numel, -(-numel // most))
+def every_of(numel: int, most: int = MOST) -> int:
+    """One of how many elements is looked at."""
+    return max(1, -(-numel // most))
 
 
 def plain(t: Trained, key: str) -> Tensor | None:
@@ -42,42 +41,43 @@ def plain(t: Trained, key: str) -> Tensor | None:
     return readable(value)
 
 
-def moment(t: Trained, key: str, where: Tensor | None) -> Tensor | None:
-    """A moment's values at these positions, flat, in fp32; None where there is none, or nobody here can decode it."""
+def moment(t: Trained, key: str, every: int) -> Tensor | None:
+    """A moment's values in fp32, one of so many, flat; None where there is none, or nobody here can decode it."""
     value = t.state.get(key)
     if value is None and key in _CODED:
-        return _coded(t.state, _CODED[key], where)
+        return _coded(t.state, _CODED[key], every)
     if not isinstance(value, Tensor):
         return None
     if _scaled_of_ours(t, key):
-        return _of_ours(t, key, where)
+        return _of_ours(t, key, every)
     unscaled = getattr(t.optimizer, "get_unscaled_state", None)
     if callable(unscaled) and value.dtype in (torch.float16, torch.uint8):
         value = unscaled(t.param, key)
     elif type(value) is not Tensor and not local_shard.is_dtensor(value) and not value.is_sparse:
         value = value.dequantize() if hasattr(type(value), "__tensor_flatten__") else value
     values = readable(value)
-    return None if values is None else sample(values, where).float()
+    misshapen = values is None or t.stepped is None or values.numel() != t.stepped.numel()
+    return None if values is None or misshapen else sample(values, every).float()
 
 
 def _scaled_of_ours(t: Trained, key: str) -> bool:
-    return isinstance(t.optimizer, OptimizerBase) and "scales" in t.state and t.state[key].dtype.itemsize < 4
+    return isinstance(t.optimizer, OptimizerBase) and t.state[key].dtype in (torch.float16, torch.uint8)
 
 
-def _of_ours(t: Trained, key: str, where: Tensor | None) -> Tensor | None:
+def _of_ours(t: Trained, key: str, every: int) -> Tensor | None:
     if t.stepped is None:
         return None
     kinds = StateDtypes.of(t.optimizer.policy, t.param.dtype)
-    return sample(codec.decode(t.stepped, t.state, kinds, key), where).float()
+    return sample(codec.decode(t.stepped, t.state, kinds, key), every).float()
 
 
-def _coded(state: Mapping[str, Any], n: str, where: Tensor | None) -> Tensor | None:
+def _coded(state: Mapping[str, Any], n: str, every: int) -> Tensor | None:
     """Codes, a table of their values, and the greatest magnitude of each block."""
     codes = state.get(f"state{n}")
     if not isinstance(codes, Tensor):
         return None
     if codes.is_floating_point():
-        return sample(codes.detach(), where).float()
+        return sample(codes.detach(), every).float()
     table, scales = state.get(f"qmap{n}"), state.get(f"absmax{n}", state.get(f"max{n}"))
     if codes.dtype != torch.uint8 or not isinstance(table, Tensor) or not isinstance(scales, Tensor):
         return None
@@ -85,6 +85,6 @@ def _coded(state: Mapping[str, Any], n: str, where: Tensor | None) -> Tensor | N
     size = numel if blocks == 1 else next((b for b in _BLOCKS if -(-numel // b) == blocks), None)
     if not size:
         return None
-    at = torch.arange(numel) if where is None else where
-    values = table.detach()[sample(codes.detach(), where).long()]
-    return values.float() * scales.detach().reshape(-1)[at.to(scales.device) // size].float()
+    at = torch.arange(0, numel, every, device=scales.device)
+    values = table.detach()[sample(codes.detach(), every).long()]
+    return values.float() * scales.detach().reshape(-1)[at // size].float()

@@ -10,6 +10,7 @@ from torch_ext.diagnosis import master_copies, optimizer_layers
 from torch_ext.diagnosis.master_copies import Copy
 from torch_ext.diagnosis.model_parameters import ModelParameters, is_narrow, readable
 from torch_ext.optim.optimizer_base import OptimizerBase
+from torch_ext.optim.state.state_dtypes import StateDtypes
 from torch_ext.params import local_shard
 from torch_ext.params.shard_map import ShardMap
 
@@ -132,7 +133,7 @@ class _Finder:
             root = self._source[id(root)]
         state = optimizer_layers.state_of(optimizer, p)
         keeps = master_copies.keeps_precision(state, group, optimizer)
-        if self._has_master(root, 8):
+        if self._has_master(root, 8) or _makes_master(optimizer, p, state):
             keeps = "a master"
         weight = local if root is p else readable(root)
         return Trained(self._model.names_in(root), p, root, weight, local, group, state, optimizer, keeps)
@@ -141,6 +142,13 @@ class _Finder:
         """Whether a copy, or a copy of one, has more bits than 16."""
         found = self._copied.get(id(weight), []) if depth else []
         return any(one.dtype.itemsize > 2 or self._has_master(one, depth - 1) for one in found)
+
+
+def _makes_master(optimizer: Any, p: Tensor, state: Mapping[str, Any]) -> bool:
+    """Whether a first step is to come that makes one."""
+    if isinstance(optimizer, OptimizerBase):
+        return StateDtypes.of(optimizer.policy, p.dtype).master is not None if p.requires_grad else False
+    return not state and master_copies.promises_masters(optimizer)
 
 
 def _local_parts(optimizer: Any, params: list[Tensor]) -> list[Tensor | None]:
