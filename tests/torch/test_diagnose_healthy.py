@@ -300,7 +300,7 @@ def compiled_names() -> SetUp:
 
 
 def large_parameters() -> SetUp:
-    model = nn.Linear(1200, 1200)  # more elements than are looked at
+    model = nn.Linear(600, 600)  # more elements than are looked at
     return _trained_by_noise(model, torch.optim.AdamW(model.parameters()))
 
 

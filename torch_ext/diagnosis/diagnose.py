@@ -37,7 +37,7 @@ def diagnose(
     policy: what was asked for, where the optimizer does not say so itself: of `torch_ext.load_policy`, or the keys of
         its override_optimizer_config, such as {"main_params_dtype": "fp32"}.
 
-    It reads this rank's weights, states and hyper-parameters: all of them to compare masters with weights, at most 2^20
+    It reads this rank's weights, states and hyper-parameters: all of them to compare masters with weights, at most 2^18
     elements of each parameter to measure shares. Not collective. It waits for a device where it reads from it.
 
     Raises TypeError for what is no model or no optimizer, and ValueError where no parameter of the model requires a

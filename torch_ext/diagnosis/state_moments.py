@@ -19,7 +19,7 @@ SHAPED = (EXP_AVG, EXP_AVG_SQ, "max_exp_avg_sq", MOMENTUM)
 _CODED = {EXP_AVG: "1", EXP_AVG_SQ: "2", MOMENTUM: "1"}  # bitsandbytes: state1, qmap1, absmax1; state2 ...
 _BLOCKS = tuple(1 << n for n in range(6, 15))
 
-MOST = 1 << 20
+MOST = 1 << 18
 """Elements of one parameter at which shares are measured: evenly spread ones where it has more."""
 
 
