@@ -143,7 +143,7 @@ def _inconsistent(t: Trained) -> str:
         return ""
     bound = (1 - one) / math.sqrt((1 - two) * (1 - one * one / two))
     least = 100 * t.hyper("eps", 1e-8)
-    impossible = (m.abs() > _SLACK * bound * v.clamp(min=0).sqrt()) & (m.abs() > least)
+    impossible = (m.abs() > _SLACK * bound * v.clamp(min=0).sqrt()) & (m.abs() > least) & m.isfinite()
     share = float(impossible.double().mean())
     if share < _IMPOSSIBLE:
         return ""

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torch_ext.diagnosis import master_copies, optimizer_layers
@@ -98,15 +99,28 @@ def _with(model: ModelParameters, layers: list[Any], copies: list[Copy], policy:
 
 def _masters_by_hand(reading: Reading) -> list[Copy]:
     """Tensors in groups that somebody made from the model's 16-bit weights, who copies gradients and weights himself:
-    wider, and of the shapes of those trainable weights that no group has, in their order."""
+    wider, and of the shapes of trainable weights that no group has. Of several such weights it is the one that the
+    tensor rounds to, or the first. None where one of the tensors is nobody's."""
     missing = [p for n, p in reading.model.trainable().items() if n not in reading.in_groups and is_narrow(p)]
-    wide = [t for t in reading.foreign if not is_narrow(t.param)]
-    if len(missing) != len(wide):
-        return []
-    for p, t in zip(missing, wide, strict=True):
-        if p.shape != t.param.shape or local_shard.is_dtensor(p) != local_shard.is_dtensor(t.param):
+    found: list[Copy] = []
+    for t in reading.foreign:
+        alike = [p for p in missing if _may_be_copy(t.param, p)]
+        if not alike:
             return []
-    return [Copy(p, t.param, "the optimizer's groups", t.optimizer) for p, t in zip(missing, wide, strict=True)]
+        weight = next((p for p in alike if _rounds(t.param, p)), alike[0])
+        missing = [p for p in missing if p is not weight]
+        found.append(Copy(weight, t.param, "the optimizer's groups", t.optimizer))
+    return found
+
+
+def _may_be_copy(copy: Tensor, weight: Tensor) -> bool:
+    kinds = [local_shard.is_dtensor(t) for t in (copy, weight)]
+    return not is_narrow(copy) and copy.shape == weight.shape and kinds[0] == kinds[1]
+
+
+def _rounds(copy: Tensor, weight: Tensor) -> bool:
+    a, b = readable(copy), readable(weight)
+    return a is not None and b is not None and torch.equal(a.to(b.dtype).to(b.device), b)
 
 
 class _Finder:
