@@ -299,6 +299,17 @@ def test_a_load_that_leaves_states_out() -> None:
     assert {f.names for f in report.of("missing_moments")} == {("0.weight",), ("0.bias",)}
 
 
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_a_load_that_leaves_one_moment_of_all_parameters_out(key: str) -> None:
+    model = model_of(FP32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    for entry in optimizer.state.values():
+        del entry[key]
+    missing = only(torch_ext.diagnose(model, optimizer), "missing_moments")
+    assert set(missing.names) == set(NAMES) and f"no {key}:" in missing.message
+
+
 def test_a_load_in_another_order() -> None:
     model = model_of(FP32)
     optimizer = torch.optim.AdamW(model.parameters())

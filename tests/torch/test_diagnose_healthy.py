@@ -245,6 +245,25 @@ def flat_partitions() -> SetUp:
     return SetUp(model, optimizer, lambda: None)
 
 
+class SecondMomentAlone(torch.optim.Optimizer):
+    """A schedule-free Adam: two sequences of weights instead of exp_avg."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("z", p.clone())
+            state.setdefault("exp_avg_sq", torch.zeros_like(p)).mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+
+
+def an_adam_without_exp_avg() -> SetUp:
+    model = model_of(FP32)
+    return _trained_by_noise(model, SecondMomentAlone(model.parameters()))
+
+
 def two_optimizers() -> SetUp:
     model = model_of(FP32)
     matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -315,7 +334,7 @@ HEALTHY = [
     *(the_end_of_a_schedule, after_a_load, bf16_with_masters_by_hand, bf16_at_a_high_lr, bf16_with_stochastic_rounding),
     *(bf16_with_kahan_summation, fused_masters_in_the_state, megatron, hybrid_on_the_host, flat_partitions),
     *(two_optimizers, two_modules_and_one_optimizer, a_layer_thawed_after_steps, a_group_added_after_steps),
-    *(compiled_names, large_parameters, channels_last),
+    *(an_adam_without_exp_avg, compiled_names, large_parameters, channels_last),
 ]
 
 
@@ -338,6 +357,19 @@ def test_no_false_alarm(make: Callable[[], SetUp]) -> None:
     for _ in range(2):
         go()
         assert_healthy(model, optimizer, notes=make.__name__ in WITH_NOTES)
+
+
+TORCH = ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_every_optimizer_of_torch(name: str) -> None:
+    model = model_of(FP32)
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    for _ in range(3):
+        assert_healthy(model, optimizer)
+        train(model, optimizer)
+    assert_healthy(model, optimizer)
 
 
 def test_there_are_enough() -> None:

@@ -21,7 +21,7 @@ _LOAD = "optimizer.load_state_dict(checkpoint)  # of an optimizer with these par
 
 def check(reading: Reading) -> Iterator[Finding]:
     yield from _no_state(reading)
-    yield from _collected(reading, "missing_moments", _missing, _LOAD)
+    yield from _missing_moments(reading)
     yield from _collected(reading, "misshapen_moments", _misshapen, _LOAD)
     yield from _collected(reading, "nonfinite_state", _nonfinite, _LOAD + "; from before this")
     yield from _collected(reading, "inconsistent_moments", _inconsistent, _LOAD)
@@ -34,6 +34,10 @@ def _collected(reading: Reading, kind: str, what: Any, fix: str) -> Iterator[Fin
         said = what(t)
         if said:
             found.setdefault(said, {}).update(dict.fromkeys(t.names))
+    yield from _findings(reading, kind, found, fix)
+
+
+def _findings(reading: Reading, kind: str, found: dict[str, dict[str, None]], fix: str) -> Iterator[Finding]:
     for said, names in found.items():
         elements = float(sum(reading.model.named[name].numel() for name in names))
         yield finding(kind, said, list(names), fix, elements, "elements")
@@ -80,22 +84,38 @@ def _own_state(reading: Reading, t: Trained) -> bool:
     return isinstance(getattr(t.optimizer, "state", None), dict)
 
 
-def _missing(t: Trained) -> str:
-    if t.betas() is None or not _requires_grad(t) or "state1" in t.state:
-        return ""
-    steps, there = t.state.get("step"), [key for key in (EXP_AVG, EXP_AVG_SQ) if key in t.state]
-    if there == [EXP_AVG_SQ] or (there == [EXP_AVG] and "eps" in t.group and _is_adam(t)):
-        absent = EXP_AVG if there == [EXP_AVG_SQ] else EXP_AVG_SQ
-        return f"The state has {there[0]} and no {absent}: a load left it out."
-    if not there and _is_adam(t) and steps is not None and float(steps) > 0:
-        return "The state counts steps and has no moments: a load left them out."
-    if there and t.group.get("amsgrad") and "max_exp_avg_sq" not in t.state:
-        return "The group has amsgrad=True and the state no max_exp_avg_sq: a load left it out."
-    return ""
+def _missing_moments(reading: Reading) -> Iterator[Finding]:
+    """State that lacks what Adam needs, or has a part only of what other parameters of the group have."""
+    of_group: dict[int, set[frozenset[str]]] = {}
+    for t in reading.trained:
+        of_group.setdefault(id(t.group), set()).add(_moments_of(t))
+    found: dict[str, dict[str, None]] = {}
+    for t in reading.trained:
+        there = _moments_of(t)
+        more = [other for other in of_group[id(t.group)] if there < other]  # a matrix may have others than a vector
+        wanted = _needed(t) | (min(more, key=len) if more else frozenset())
+        absent = [key for key in state_moments.SHAPED if key in wanted and key not in there]
+        if absent and _requires_grad(t) and _began(t):
+            said = f"The state has steps or other moments, and no {' and no '.join(absent)}: a load left it out."
+            found.setdefault(said, {}).update(dict.fromkeys(t.names))
+    yield from _findings(reading, "missing_moments", found, _LOAD)
 
 
-def _is_adam(t: Trained) -> bool:
-    return "adam" in type(t.optimizer).__name__.lower()
+def _moments_of(t: Trained) -> frozenset[str]:
+    return frozenset(key for key in state_moments.SHAPED if isinstance(t.state.get(key), Tensor))
+
+
+def _began(t: Trained) -> bool:
+    """Whether the parameter has been stepped: it has a moment, or its own count of steps is above 0."""
+    steps = t.state.get("step")
+    return _has_moments(t) or (steps is not None and float(steps) > 0)
+
+
+def _needed(t: Trained) -> set[str]:
+    """Of which moments it is known that this optimizer keeps them."""
+    if type(t.optimizer) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam):
+        return {EXP_AVG, EXP_AVG_SQ} if isinstance(t.optimizer, OptimizerBase) and t.betas() is not None else set()
+    return {EXP_AVG, EXP_AVG_SQ} | ({"max_exp_avg_sq"} if t.group.get("amsgrad") else set())
 
 
 def _misshapen(t: Trained) -> str:

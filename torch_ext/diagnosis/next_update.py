@@ -31,7 +31,8 @@ class Lost(NamedTuple):
 
 def learning_rate(t: Trained) -> float:
     """The group's; where it is 0, before a warm-up say, the one from which a scheduler began."""
-    return t.hyper("lr") or t.hyper("initial_lr")
+    estimated = t.hyper("d", 1.0) if "d0" in t.group else 1.0  # Prodigy and D-Adaptation find a factor of it
+    return (t.hyper("lr") or t.hyper("initial_lr")) * estimated
 
 
 def lost_updates(t: Trained) -> Lost | None:
@@ -71,7 +72,9 @@ def _of_gradient(t: Trained, every: int, weight: Tensor, lr: float) -> Tensor | 
         return _orthogonal(t, lr, weight)
     if t.betas() is not None:
         return _adam(t, every, weight, lr)
-    if "momentum" in t.group:
+    if "square_avg" in t.state:  # RMSprop: a gradient as large as the others
+        return lr * _first_sign(t, every, weight)
+    if "dampening" in t.group:
         averaged = state_moments.moment(t, state_moments.MOMENTUM, every)
         gradient = _gradient(t, every) if averaged is None else averaged
         return None if gradient is None else lr * gradient
