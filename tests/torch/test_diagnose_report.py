@@ -313,3 +313,22 @@ def test_doctor_says_what_it_was_given_instead(
         command.main(["doctor", target])
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_container_of_optimizers_and_properties_that_raise() -> None:
+    """torchtitan's OptimizersContainer; somebody's class with a property that needs a process group."""
+
+    class Container(torch.optim.Optimizer):
+        def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+            self.optimizers = optimizers
+            super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
+
+        @property
+        def master_params(self) -> Any:
+            raise RuntimeError("no process group")
+
+    model = model_of(FP32)
+    params = list(model.parameters())
+    container = Container([torch.optim.AdamW(params[:2]), torch.optim.AdamW(params[2:4])])
+    (found,) = torch_ext.diagnose(model, container).findings
+    assert found.kind == "in_no_group" and found.names == ("3.weight", "3.bias")

@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_ext.diagnosis import group_checks, master_checks, moment_checks, optimizer_layers, update_checks
+from torch_ext.diagnosis import (
+    group_checks,
+    master_checks,
+    moment_checks,
+    optimizer_layers,
+    stall_checks,
+    upcast_checks,
+    update_checks,
+)
 from torch_ext.diagnosis.findings import SEVERITIES, Finding, Report, finding
 from torch_ext.diagnosis.model_parameters import ModelParameters
 from torch_ext.diagnosis.trained_parameters import Reading, read
@@ -15,9 +23,9 @@ from torch_ext.policy.policy import Policy
 
 _CHECKS = (
     group_checks.check,
-    master_checks.check_upcasts,
+    upcast_checks.check,
     update_checks.check,
-    moment_checks.check_stalled,
+    stall_checks.check,
     master_checks.check,
     moment_checks.check,
 )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.diagnosis import optimizer_layers
+from torch_ext.diagnosis.optimizer_layers import attribute_of
 
 # Attributes of wrappers: lists (of lists) of weights, and lists of their copies in the same order.
 _LISTS = (
@@ -52,7 +53,7 @@ class Copy(NamedTuple):
 def copies(layers: Sequence[Any], params: Sequence[Tensor]) -> list[Copy]:
     """All that are found in these layers and on these parameters, each once."""
     found = chain(
-        *(_of_layer(holder, layer) for layer in layers for holder in (layer, getattr(layer, "_amp_stash", None))),
+        *(_of_layer(holder, layer) for layer in layers for holder in (layer, attribute_of(layer, "_amp_stash"))),
         _of_states(layers),
         _of_params(params),
     )
@@ -65,21 +66,21 @@ def copies(layers: Sequence[Any], params: Sequence[Tensor]) -> list[Copy]:
 
 def _of_layer(holder: Any, layer: Any) -> Iterator[Copy]:
     for weights, masters in _LISTS:
-        yield from _paired(_flat(getattr(holder, weights, None)), getattr(holder, masters, None), masters, layer)
+        yield from _paired(_flat(attribute_of(holder, weights)), attribute_of(holder, masters), masters, layer)
     for weights, masters in _CUT_LISTS:
-        of_groups = getattr(holder, weights, None)
+        of_groups = attribute_of(holder, weights)
         if isinstance(of_groups, list | tuple):
             own = [parts[_rank(layer, i)] for i, parts in enumerate(of_groups)]
-            yield from _paired(own, getattr(holder, masters, None), masters, layer)
+            yield from _paired(own, attribute_of(holder, masters), masters, layer)
     for name in _DICTS:
-        for weight, copy in _items(getattr(holder, name, None)):
+        for weight, copy in _items(attribute_of(holder, name)):
             yield Copy(weight, copy, name, layer)
-    groups = getattr(holder, _GROUPS, None)
+    groups = attribute_of(holder, _GROUPS)
     if isinstance(groups, list | tuple):
         everyone = [list(group["params"]) for group in optimizer_layers.groups_of(layer)]
         beside = [group.get("params") for group in groups if isinstance(group, Mapping)]
         yield from _paired(_flat(everyone), beside, _GROUPS, layer)
-    yield from _paired([p for _, p in optimizer_layers.params_of(layer)], getattr(holder, _LIST, None), _LIST, layer)
+    yield from _paired([p for _, p in optimizer_layers.params_of(layer)], attribute_of(holder, _LIST), _LIST, layer)
 
 
 def _paired(weights: Sequence[Any], masters: Any, where: str, layer: Any) -> Iterator[Copy]:
@@ -112,7 +113,7 @@ def _rank(layer: Any, group: int) -> int:
 
     if not (dist.is_available() and dist.is_initialized()):
         return 0
-    over = getattr(layer, "real_dp_process_group", None)
+    over = attribute_of(layer, "real_dp_process_group")
     return dist.get_rank(over[group] if isinstance(over, list) and group < len(over) else None)
 
 
@@ -129,8 +130,8 @@ def _of_states(layers: Sequence[Any]) -> Iterator[Copy]:
 def _of_params(params: Sequence[Tensor]) -> Iterator[Copy]:
     for p in params:
         for name in _ON_PARAM:
-            copy = getattr(p, name, None)
-            if isinstance(copy, Tensor) and not getattr(p, f"{name}_sharded", False):
+            copy = attribute_of(p, name)
+            if isinstance(copy, Tensor) and not attribute_of(p, f"{name}_sharded"):
                 yield Copy(p, copy, f"the parameter's .{name}", None)
 
 
@@ -144,10 +145,10 @@ def keeps_precision(state: Mapping[str, Any], group: Mapping[str, Any], optimize
     if any(isinstance(state.get(key), Tensor) for key in ("kahan_comp", "compensation")):
         return "Kahan summation"
     for name in ("kahan_sum", "use_kahan_summation"):
-        if group.get(name) or getattr(optimizer, name, False) is True:
+        if group.get(name) or attribute_of(optimizer, name) is True:
             return "Kahan summation"
     for name in ("bf16_stochastic_round", "stochastic_rounding", "stochastic_round"):
-        if group.get(name) is True or getattr(optimizer, name, False) is True:
+        if group.get(name) is True or attribute_of(optimizer, name) is True:
             return "stochastic rounding"
     rounding = group.get("weight_rounding")
     return f"{rounding} rounding" if rounding in ("dithered", "stochastic") else None
@@ -155,15 +156,15 @@ def keeps_precision(state: Mapping[str, Any], group: Mapping[str, Any], optimize
 
 def promises_masters(optimizer: Any) -> bool:
     """Whether it was made with the option that asks for masters, as apex's and Transformer Engine's are."""
-    return any(getattr(optimizer, name, False) is True for name in ("master_weights", "use_master"))
+    return any(attribute_of(optimizer, name) is True for name in ("master_weights", "use_master"))
 
 
 def members(layers: Sequence[Any]) -> Iterator[Tensor]:
     """Parameters that are trained although no group of torch's has them."""
     for layer in layers:
-        for holder in (layer, getattr(layer, "_amp_stash", None)):
+        for holder in (layer, attribute_of(layer, "_amp_stash")):
             for name in _MEMBERS:
-                yield from (one for one in _flat(getattr(holder, name, None)) if isinstance(one, Tensor))
+                yield from (one for one in _flat(attribute_of(holder, name)) if isinstance(one, Tensor))
 
 
 def cut_over_ranks(layers: Sequence[Any]) -> bool:
@@ -171,4 +172,4 @@ def cut_over_ranks(layers: Sequence[Any]) -> bool:
     import torch.distributed as dist
 
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return several and any(hasattr(layer, name) for layer in layers for name in _CUT_OVER_RANKS)
+    return several and any(attribute_of(layer, name) is not None for layer in layers for name in _CUT_OVER_RANKS)

@@ -12,7 +12,7 @@ _INNER = ("optimizer", "_optimizer", "optim", "chained_optimizers", "sub_optimiz
 
 def is_optimizer(x: Any) -> bool:
     """Whether it has parameter groups, as every optimizer of torch's kind, or wraps something that has."""
-    return isinstance(getattr(x, "param_groups", None), Sequence) or bool(_inner(x))
+    return isinstance(attribute_of(x, "param_groups"), Sequence) or bool(_inner(x))
 
 
 def layers(optimizer: Any) -> list[Any]:
@@ -35,32 +35,35 @@ def stepped(all_layers: Sequence[Any]) -> list[Any]:
 def _inner(x: Any) -> list[Any]:
     found: list[Any] = []
     for attribute in _INNER:
-        value = _own(x, attribute)
+        value = attribute_of(x, attribute)
         for one in value if isinstance(value, list | tuple) else [value]:
-            if one is not None and one is not x and isinstance(getattr(one, "param_groups", None), Sequence):
+            if one is not None and one is not x and isinstance(attribute_of(one, "param_groups"), Sequence):
                 found.append(one)
     return found
 
 
-def _own(x: Any, attribute: str) -> Any:
+def attribute_of(x: Any, name: str) -> Any:
+    """None where there is none: a property of somebody else's class may need what is not there."""
     try:
-        return getattr(x, attribute, None)
-    except Exception:  # a property of somebody else's class, which may need what is not there
+        return getattr(x, name, None)
+    except Exception:
         return None
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     """Its parameter groups, those that are some."""
-    groups = getattr(optimizer, "param_groups", ())
-    return [group for group in groups if isinstance(group, dict) and isinstance(group.get("params"), list | tuple)]
+    groups = attribute_of(optimizer, "param_groups")
+    return [
+        group for group in groups or () if isinstance(group, dict) and isinstance(group.get("params"), list | tuple)
+    ]
 
 
 def state_of(optimizer: Any, p: Tensor) -> Mapping[str, Any]:
     """What it keeps for the parameter; empty where it keeps nothing. Makes no entry, as `optimizer.state[p]` would."""
-    stored = getattr(optimizer, "stored_state", None)
+    stored = attribute_of(optimizer, "stored_state")
     if callable(stored):  # ours: wherever it lies
         return stored(p)
-    state = getattr(optimizer, "state", None)
+    state = attribute_of(optimizer, "state")
     entry = dict.get(state, p) if isinstance(state, dict) else None
     return entry if isinstance(entry, Mapping) else {}
 

@@ -19,6 +19,8 @@ SHAPED = (EXP_AVG, EXP_AVG_SQ, "max_exp_avg_sq", MOMENTUM)
 _CODED = {EXP_AVG: "1", EXP_AVG_SQ: "2", MOMENTUM: "1"}  # bitsandbytes: state1, qmap1, absmax1; state2 ...
 _BLOCKS = tuple(1 << n for n in range(6, 15))
 
+_MOST_DECODED = 1 << 24  # elements of ours, which are decoded all at once
+
 MOST = 1 << 18
 """Elements of one parameter at which shares are measured: evenly spread ones where it has more."""
 
@@ -65,7 +67,7 @@ def _scaled_of_ours(t: Trained, key: str) -> bool:
 
 
 def _of_ours(t: Trained, key: str, every: int) -> Tensor | None:
-    if t.stepped is None:
+    if t.stepped is None or t.stepped.numel() > _MOST_DECODED:
         return None
     kinds = StateDtypes.of(t.optimizer.policy, t.param.dtype)
     return sample(codec.decode(t.stepped, t.state, kinds, key), every).float()
