@@ -163,7 +163,7 @@ def _inconsistent(t: Trained) -> str:
     bound = (1 - one) / math.sqrt((1 - two) * (1 - one * one / two))
     least = 100 * t.hyper("eps", 1e-8)
     impossible = (m.abs() > _SLACK * bound * v.clamp(min=0).sqrt()) & (m.abs() > least) & m.isfinite()
-    share = float(impossible.double().mean())
+    share = float(impossible.float().mean())
     if share < _IMPOSSIBLE:
         return ""
     return "exp_avg is larger than any gradients with this exp_avg_sq allow: one of them was not loaded, or underflows."

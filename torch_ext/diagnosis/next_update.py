@@ -40,14 +40,13 @@ def lost_updates(t: Trained) -> Lost | None:
     if t.weight is None or t.weight.numel() == 0:
         return None
     every = state_moments.every_of(t.weight.numel())
-    wide = torch.float64 if t.weight.dtype == torch.float32 else torch.float32
     weight = state_moments.sample(t.weight, every)
     update = _update(t, every, weight)
     if update is None:
         return None
-    exact = weight.to(wide) - update.to(weight.device, wide)
-    moves = update.to(weight.device) != 0
-    stays = moves & (exact.to(weight.dtype) == weight)
+    update = update.to(weight.device)
+    moves = update != 0
+    stays = moves & ((weight.float() - update).to(weight.dtype) == weight)
     return Lost(int(moves.sum()), int(stays.sum()))
 
 

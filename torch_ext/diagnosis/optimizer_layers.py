@@ -62,7 +62,8 @@ def state_of(optimizer: Any, p: Tensor) -> Mapping[str, Any]:
     """What it keeps for the parameter; empty where it keeps nothing. Makes no entry, as `optimizer.state[p]` would."""
     stored = attribute_of(optimizer, "stored_state")
     if callable(stored):  # ours: wherever it lies
-        return stored(p)
+        ours: Any = stored(p)
+        return ours
     state = attribute_of(optimizer, "state")
     entry = dict.get(state, p) if isinstance(state, dict) else None
     return entry if isinstance(entry, Mapping) else {}

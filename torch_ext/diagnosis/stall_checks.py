@@ -48,10 +48,10 @@ def _stalled(t: Trained) -> tuple[float, torch.dtype | None]:
         return 0.0, None
     v = state_moments.plain(t, EXP_AVG_SQ)
     if v is not None and v.dtype in _BITS and v.numel():
-        values = state_moments.sample(v, state_moments.every_of(v.numel()))
+        values = state_moments.sample(v, state_moments.every_of(v.numel())).float()
         values = values[values > torch.finfo(v.dtype).smallest_normal]
         if values.numel():
-            return float(((values.float() * betas[1]).to(v.dtype) == values).double().mean()), v.dtype
+            return float(((values * betas[1]).to(v.dtype).float() == values).float().mean()), v.dtype
     dtype = v.dtype if v is not None else _dtype_to_come(t)
     return (stalls(dtype, betas[1]), dtype) if dtype in _BITS else (0.0, None)
 
