@@ -7,6 +7,10 @@ from torch_ext.checkpoint.dcp import CheckpointReader as CheckpointReader
 from torch_ext.checkpoint.dcp import CheckpointWriter as CheckpointWriter
 from torch_ext.checkpoint.files import load as load
 from torch_ext.checkpoint.files import save as save
+from torch_ext.diagnosis.diagnose import diagnose as diagnose
+from torch_ext.diagnosis.findings import DiagnosisError as DiagnosisError
+from torch_ext.diagnosis.findings import Finding as Finding
+from torch_ext.diagnosis.findings import Report as Report
 from torch_ext.native.dtypes import coerce_dtypes as coerce_dtypes
 from torch_ext.native.library import library_path as library_path
 from torch_ext.offloading.offload import offload as offload

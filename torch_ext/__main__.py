@@ -1,9 +1,11 @@
-"""python -m torch_ext: info, what was found on this machine; plan, the bytes of a model per rank."""
+"""python -m torch_ext: info, what was found on this machine; plan, the bytes of a model per rank; doctor, what silently
+loses updates."""
 
 import argparse
 import sys
 from collections.abc import Callable
 
+from torch_ext.cli import doctor as cli_doctor
 from torch_ext.cli import info as cli_info
 from torch_ext.cli import plan as cli_plan
 
@@ -22,6 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     cli_plan.add_arguments(plan)
     plan.set_defaults(run=cli_plan.run)
+    doctor = commands.add_parser("doctor", help="what silently loses updates in a model and its optimizer")
+    cli_doctor.add_arguments(doctor)
+    doctor.set_defaults(run=cli_doctor.run)
     options = parser.parse_args(arguments)
     run: Run = options.run
     return run(options)

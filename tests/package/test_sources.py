@@ -63,7 +63,8 @@ PACKAGES = {
     "amp": {"comm", "grads", "native", "optim", "params", "policy", "tensors"},
     "checkpoint": {"optim", "params"},
     "offloading": {"native", "optim", "parallel", "params", "tensors"},
-    "cli": {"comm", "native", "optim", "parallel", "policy"},
+    "diagnosis": {"optim", "params", "policy", "tensors"},
+    "cli": {"comm", "diagnosis", "native", "optim", "parallel", "policy"},
 }
 
 

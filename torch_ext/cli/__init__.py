@@ -1,1 +1,1 @@
-"""python -m torch_ext: info and plan."""
+"""python -m torch_ext: info, plan and doctor."""

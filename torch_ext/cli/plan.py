@@ -1,7 +1,6 @@
 """python -m torch_ext plan: bytes per rank of a model under each strategy, before anything is allocated."""
 
 import argparse
-import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from decimal import Decimal, InvalidOperation
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torch_ext.cli import named_function
 from torch_ext.comm.communicator import IN_FLIGHT
 from torch_ext.native import dtypes as native_dtypes
 from torch_ext.optim.state.state_dtypes import MASTERS, StateDtypes
@@ -184,18 +184,10 @@ def _lines(file: str) -> Iterator[tuple[str, int]]:
 
 def _of_model(options: argparse.Namespace) -> _Asked:
     text, dtype = options.model, options.dtype
-    module, colon, name = text.partition(":")
-    if not module or not colon or not name:
-        raise ValueError(f"--model is {text!r}; MODULE:CALLABLE is legal, such as my_package.model:build")
-    try:
-        make = importlib.import_module(module)
-        for part in name.split("."):
-            make = getattr(make, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--model {text}: {error}") from None
+    make = named_function.load(text, "--model", "my_package.model:build")
     try:
         with torch.device("meta"):
-            model = make()  # type: ignore[operator]
+            model = make()
     except Exception as error:
         raise ValueError(f"--model {text}: building it on the meta device: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):

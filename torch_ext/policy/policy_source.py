@@ -23,7 +23,7 @@ class Precision(NamedTuple):
 def precisions(model: nn.Module) -> dict[int, Precision]:
     """Of the parameters that FSDP2 shards, by the ids of their sharded and unsharded tensors."""
     found: dict[int, Precision] = {}
-    for group in _param_groups(model):
+    for group in fsdp_param_groups(model):
         for param in group.fsdp_params:
             own = param.sharded_param.dtype
             precision = Precision(group.mp_policy.param_dtype or own, own)
@@ -32,7 +32,7 @@ def precisions(model: nn.Module) -> dict[int, Precision]:
     return found
 
 
-def _param_groups(model: nn.Module) -> Iterator[Any]:
+def fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
     """FSDP2's parameter groups: what is gathered together. torch has no public function for them."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is sharded
     if fsdp is None:

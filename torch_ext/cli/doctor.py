@@ -1,0 +1,46 @@
+"""python -m torch_ext doctor: what silently loses updates in a model and its optimizer, before they train."""
+
+import argparse
+import json
+from typing import Any
+
+from torch_ext.cli import named_function
+from torch_ext.diagnosis.diagnose import diagnose
+from torch_ext.diagnosis.findings import Report
+
+_EXAMPLE = "my_package.train:build"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="called without arguments, it returns (model, optimizer): the optimizer as it is given to the training "
+        "loop, best after it took some steps",
+    )
+    parser.add_argument("--json", action="store_true", help="the report as JSON, for other programs")
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the report. 0: nothing was found, or notes only; 1: an error or a warning. Raises SystemExit(2), with a
+    message, where the function cannot be called or returns something else."""
+    try:
+        report = _report(options.target)
+    except (ValueError, TypeError) as error:
+        options.refuse(str(error))
+        raise AssertionError("argparse leaves") from error
+    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
+    return 0 if report.ok else 1
+
+
+def _report(target: str) -> Report:
+    function = named_function.load(target, "MODULE:FUNCTION", _EXAMPLE)
+    try:
+        made: Any = function()
+    except Exception as error:
+        raise ValueError(f"{target}() raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        what = f"{len(made)} values" if isinstance(made, tuple | list) else f"a {type(made).__name__}"
+        raise TypeError(f"{target}() returns {what}; (model, optimizer) is expected")
+    return diagnose(made[0], made[1])

@@ -1,0 +1,1 @@
+"""What silently loses updates in anyone's optimizer: read, never stepped or changed."""

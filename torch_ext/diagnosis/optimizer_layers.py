@@ -1,0 +1,81 @@
+"""Optimizers within optimizers: mixed-precision wrappers, chains, frameworks' wrappers; and what is stepped inside."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+# Where wrappers keep what they wrap: Megatron-LM, DeepSpeed, Accelerate, apex ("optimizer"), Lightning ("_optimizer"),
+# ZeroRedundancyOptimizer and OSS ("optim"), chains, and the parts of a hybrid optimizer on several devices.
+_INNER = ("optimizer", "_optimizer", "optim", "chained_optimizers", "sub_optimizers", "optimizers")
+
+
+def is_optimizer(x: Any) -> bool:
+    """Whether it has parameter groups, as every optimizer of torch's kind, or wraps something that has."""
+    return isinstance(attribute_of(x, "param_groups"), Sequence) or bool(_inner(x))
+
+
+def layers(optimizer: Any) -> list[Any]:
+    """The optimizer and all that are within it, the outermost first, each once."""
+    found: list[Any] = []
+    waiting = [optimizer]
+    while waiting:
+        one = waiting.pop(0)
+        if not any(one is known for known in found):
+            found.append(one)
+            waiting += _inner(one)
+    return found
+
+
+def stepped(all_layers: Sequence[Any]) -> list[Any]:
+    """Those that have no optimizer within them: the step is theirs."""
+    return [layer for layer in all_layers if not _inner(layer) and groups_of(layer)]
+
+
+def _inner(x: Any) -> list[Any]:
+    found: list[Any] = []
+    for attribute in _INNER:
+        value = attribute_of(x, attribute)
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is not None and one is not x and isinstance(attribute_of(one, "param_groups"), Sequence):
+                found.append(one)
+    return found
+
+
+def attribute_of(x: Any, name: str) -> Any:
+    """None where there is none: a property of somebody else's class may need what is not there."""
+    try:
+        return getattr(x, name, None)
+    except Exception:
+        return None
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Its parameter groups, those that are some."""
+    groups = attribute_of(optimizer, "param_groups")
+    return [
+        group for group in groups or () if isinstance(group, dict) and isinstance(group.get("params"), list | tuple)
+    ]
+
+
+def state_of(optimizer: Any, p: Tensor) -> Mapping[str, Any]:
+    """What it keeps for the parameter; empty where it keeps nothing. Makes no entry, as `optimizer.state[p]` would."""
+    stored = attribute_of(optimizer, "stored_state")
+    if callable(stored):  # ours: wherever it lies
+        ours: Any = stored(p)
+        return ours
+    state = attribute_of(optimizer, "state")
+    entry = dict.get(state, p) if isinstance(state, dict) else None
+    return entry if isinstance(entry, Mapping) else {}
+
+
+def params_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Its parameters, each with its group."""
+    for group in groups_of(optimizer):
+        for p in group["params"]:
+            if isinstance(p, Tensor):
+                yield group, p
+
+
+def class_name(optimizer: Any) -> str:
+    return type(optimizer).__name__

@@ -1,0 +1,179 @@
+"""What an optimizer trains: each tensor that is stepped, the model's parameter that it stands for, and its state."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext.diagnosis import master_copies, optimizer_layers
+from torch_ext.diagnosis.master_copies import Copy
+from torch_ext.diagnosis.model_parameters import ModelParameters, is_narrow, readable
+from torch_ext.optim.optimizer_base import OptimizerBase
+from torch_ext.optim.state.state_dtypes import StateDtypes
+from torch_ext.params import local_shard
+from torch_ext.params.shard_map import ShardMap
+
+
+class Trained(NamedTuple):
+    """A tensor in a group of an optimizer that steps."""
+
+    names: tuple[str, ...]
+    """The model's parameters that it is, is cut from, or is a copy of; none: it is not the model's."""
+    param: Tensor
+    """What stands in the group."""
+    root: Tensor
+    """The weight: param itself, or what it is a copy of."""
+    weight: Tensor | None
+    """This rank's elements of the weight; None where they cannot be read."""
+    stepped: Tensor | None
+    """This rank's elements of param; None likewise."""
+    group: Mapping[str, Any]
+    state: Mapping[str, Any]
+    optimizer: Any
+    keeps: str | None
+    """What keeps small updates of a 16-bit weight: "a master", "remainders", ...; None: nothing."""
+
+    @property
+    def narrow(self) -> bool:
+        """Whether it is a 16-bit weight of which nothing more is kept."""
+        return self.keeps is None and is_narrow(self.root)
+
+    def hyper(self, name: str, default: float = 0.0) -> float:
+        """A hyper-parameter as a number."""
+        value = self.group.get(name, default)
+        return default if value is None else float(value)
+
+    def betas(self) -> tuple[float, float] | None:
+        found = self.group.get("betas")
+        if not isinstance(found, list | tuple) or len(found) < 2:
+            return None
+        return float(found[0]), float(found[1])
+
+    def step(self) -> float | None:
+        """How many steps it took; None where nobody counts."""
+        value = self.state.get("step", self.group.get("step"))
+        return None if value is None else float(value)
+
+
+@dataclasses.dataclass
+class Reading:
+    """Everything that the checks look at."""
+
+    model: ModelParameters
+    layers: list[Any]
+    trained: list[Trained]
+    """With a name: those that stand for parameters of the model that require a gradient."""
+    foreign: list[Trained]
+    """In a group, and not the model's."""
+    copies: list[Copy]
+    in_groups: set[str]
+    """Names of the parameters that some group has."""
+    partial: bool
+    """Whether parameters may be another rank's."""
+    policy: Any = None
+
+
+def read(model: ModelParameters, optimizers: Sequence[Any], policy: Any) -> Reading:
+    """Everything at once; masters that somebody made by hand stand for the model's weights."""
+    layers = [layer for optimizer in optimizers for layer in optimizer_layers.layers(optimizer)]
+    layers = [layer for i, layer in enumerate(layers) if not any(layer is before for before in layers[:i])]
+    copies = master_copies.copies(layers, list(model.named.values()))
+    reading = _with(model, layers, copies, policy)
+    by_hand = _masters_by_hand(reading)
+    return _with(model, layers, copies + by_hand, policy) if by_hand else reading
+
+
+def _with(model: ModelParameters, layers: list[Any], copies: list[Copy], policy: Any) -> Reading:
+    everything = _Finder(model, copies).all(layers)
+    in_groups = {name for t in everything for name in t.names}
+    for layer in layers:
+        in_groups |= {name for _, p in optimizer_layers.params_of(layer) for name in model.names_in(p)}
+    in_groups |= {name for p in master_copies.members(layers) for name in model.names_in(p)}
+    trainable = model.trainable()
+    trained = [t for t in everything if any(name in trainable for name in t.names)]
+    foreign = [t for t in everything if not t.names]
+    return Reading(model, layers, trained, foreign, copies, in_groups, master_copies.cut_over_ranks(layers), policy)
+
+
+def _masters_by_hand(reading: Reading) -> list[Copy]:
+    """Tensors in groups that somebody made from the model's 16-bit weights, who copies gradients and weights himself:
+    wider, and of the shapes of trainable weights that no group has. Of several such weights it is the one that the
+    tensor rounds to, or the first. None where one of the tensors is nobody's."""
+    missing = [p for n, p in reading.model.trainable().items() if n not in reading.in_groups and is_narrow(p)]
+    found: list[Copy] = []
+    for t in reading.foreign:
+        alike = [p for p in missing if _may_be_copy(t.param, p)]
+        if not alike:
+            return []
+        weight = next((p for p in alike if _rounds(t.param, p)), alike[0])
+        missing = [p for p in missing if p is not weight]
+        found.append(Copy(weight, t.param, "the optimizer's groups", t.optimizer))
+    return found
+
+
+def _may_be_copy(copy: Tensor, weight: Tensor) -> bool:
+    kinds = [local_shard.is_dtensor(t) for t in (copy, weight)]
+    return not is_narrow(copy) and copy.shape == weight.shape and kinds[0] == kinds[1]
+
+
+def _rounds(copy: Tensor, weight: Tensor) -> bool:
+    a, b = readable(copy), readable(weight)
+    return a is not None and b is not None and torch.equal(a.to(b.dtype).to(b.device), b)
+
+
+class _Finder:
+    def __init__(self, model: ModelParameters, copies: Sequence[Copy]) -> None:
+        self._model = model
+        self._source = {id(copy.copy): copy.weight for copy in copies}
+        self._copied: dict[int, list[Tensor]] = {}
+        for copy in copies:
+            self._copied.setdefault(id(copy.weight), []).append(copy.copy)
+
+    def all(self, layers: Sequence[Any]) -> list[Trained]:
+        return [one for layer in optimizer_layers.stepped(layers) for one in self._of(layer)]
+
+    def _of(self, optimizer: Any) -> list[Trained]:
+        pairs = list(optimizer_layers.params_of(optimizer))
+        locals_ = _local_parts(optimizer, [p for _, p in pairs])
+        return [self._trained(optimizer, group, p, local) for (group, p), local in zip(pairs, locals_, strict=True)]
+
+    def _trained(self, optimizer: Any, group: dict[str, Any], p: Tensor, local: Tensor | None) -> Trained:
+        root = p
+        for _ in range(8):  # copies of copies end soon, and never in a circle
+            if id(root) not in self._source:
+                break
+            root = self._source[id(root)]
+        state = optimizer_layers.state_of(optimizer, p)
+        keeps = master_copies.keeps_precision(state, group, optimizer)
+        if self._has_master(root, 8) or _makes_master(optimizer, p, state):
+            keeps = "a master"
+        weight = local if root is p else readable(root)
+        return Trained(self._model.names_in(root), p, root, weight, local, group, state, optimizer, keeps)
+
+    def _has_master(self, weight: Tensor, depth: int) -> bool:
+        """Whether a copy, or a copy of one, has more bits than 16."""
+        found = self._copied.get(id(weight), []) if depth else []
+        return any(one.dtype.itemsize > 2 or self._has_master(one, depth - 1) for one in found)
+
+
+def _makes_master(optimizer: Any, p: Tensor, state: Mapping[str, Any]) -> bool:
+    """Whether a first step is to come that makes one."""
+    if isinstance(optimizer, OptimizerBase):
+        return StateDtypes.of(optimizer.policy, p.dtype).master is not None if p.requires_grad else False
+    return not state and master_copies.promises_masters(optimizer)
+
+
+def _local_parts(optimizer: Any, params: list[Tensor]) -> list[Tensor | None]:
+    """This rank's elements of each; of ours, those that it steps, where parameters are cut over the ranks."""
+    if not isinstance(optimizer, OptimizerBase):
+        return [readable(p) for p in params]
+    shards = ShardMap(params)
+    found: list[Tensor | None] = []
+    for i in range(len(params)):
+        try:
+            found.append(readable(shards.of(i).weight))
+        except (RuntimeError, TypeError):  # the parameter left its buffer: its next step says so
+            found.append(None)
+    return found

@@ -1,0 +1,72 @@
+"""16-bit weights without masters, and how many of their updates rounding undoes."""
+
+from collections.abc import Iterator
+
+from torch_ext.diagnosis import next_update
+from torch_ext.diagnosis.findings import Finding, finding
+from torch_ext.diagnosis.next_update import Lost
+from torch_ext.diagnosis.trained_parameters import Reading, Trained
+
+_OF_ALL, _OF_ONE = 0.2, 0.5
+"""Lost shares that are errors: of all updates of these weights, of the updates of one parameter."""
+_WRITE = "optimizer = torch_ext.AdamW(model.parameters(), lr=lr)  # fp32 masters, whatever dtype the model has"
+
+
+def check(reading: Reading) -> Iterator[Finding]:
+    narrow = [t for t in reading.trained if t.narrow]
+    if narrow:
+        yield from _of_narrow(narrow)
+    wide = [t for t in reading.trained if t.weight is not None and t.param is t.root and t.weight.dtype.itemsize == 4]
+    yield from _of_wide(wide)
+
+
+def _of_narrow(narrow: list[Trained]) -> Iterator[Finding]:
+    found = [(t, lost) for t in narrow if (lost := next_update.lost_updates(t)) is not None and lost.updates]
+    dtype = narrow[0].root.dtype
+    if not found:
+        yield finding(
+            "lost_updates",
+            f"Weights in {dtype} without masters. How many of their updates rounding undoes cannot be said before "
+            "there are gradients or momentum.",
+            [name for t in narrow for name in t.names],
+            _WRITE,
+            severity="note",
+        )
+        return
+    whole = Lost(sum(lost.updates for _, lost in found), sum(lost.lost for _, lost in found))
+    mostly = [(t, lost) for t, lost in found if lost.share >= _OF_ONE]
+    serious = whole.share >= _OF_ALL or bool(mostly)
+    shown = mostly if mostly and whole.share < _OF_ALL else [pair for pair in found if pair[1].lost] or found
+    if whole.share < _OF_ALL and mostly:
+        whole = Lost(sum(lost.updates for _, lost in mostly), sum(lost.lost for _, lost in mostly))
+    rates = sorted({next_update.learning_rate(t) for t, _ in shown})
+    yield finding(
+        "lost_updates",
+        f"Weights in {dtype} without masters, at lr = {', '.join(f'{rate:g}' for rate in rates)}: what the next step "
+        "would add to these weights is less than half of the distance to their neighbours, and rounding undoes it. "
+        + ("It will be more as lr falls." if not serious else "The weights stay where they are."),
+        list(dict.fromkeys(name for t, _ in sorted(shown, key=lambda pair: -pair[1].share) for name in t.names)),
+        _WRITE,
+        whole.share,
+        "of updates",
+        "error" if serious else "note",
+    )
+
+
+def _of_wide(wide: list[Trained]) -> Iterator[Finding]:
+    """fp32 weights, where most updates are lost: lr is next to nothing."""
+    found = [(t, lost) for t in wide if (lost := next_update.lost_updates(t)) is not None and lost.share >= _OF_ONE]
+    names = list(dict.fromkeys(name for t, _ in found for name in t.names))
+    if names:
+        whole = Lost(sum(lost.updates for _, lost in found), sum(lost.lost for _, lost in found))
+        rates = sorted({next_update.learning_rate(t) for t, _ in found})
+        yield finding(
+            "lost_updates",
+            f"Weights in fp32 at lr = {', '.join(f'{rate:g}' for rate in rates)}: the next step is too small even for "
+            "fp32, as at the end of a schedule.",
+            names,
+            "scheduler.last_epoch  # where the schedule should not have ended",
+            whole.share,
+            "of updates",
+            "note",
+        )
