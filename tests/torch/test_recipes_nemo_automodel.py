@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+import re
 import warnings
 from typing import Any
 
@@ -33,7 +34,7 @@ def _words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _rebuilt(model: torch.nn.Module, section: dict[str, Any], tensor_parallel: bool = False) -> Any:
     """The class by its path, called with params= and the section's keys; foreach=False where parameters are cut and the
-    class has such an argument; parameters that an override's pattern is in are a group with its factors."""
+    class has such an argument; parameters that an override's pattern matches are a group with its factors."""
     options = dict(section)
     module, _, name = options.pop("_target_").rpartition(".")
     factory = getattr(importlib.import_module(module), name)
@@ -45,7 +46,7 @@ def _rebuilt(model: torch.nn.Module, section: dict[str, Any], tensor_parallel: b
         groups: list[dict[str, Any]] = [{"params": []}]
         groups += [{"params": [], "lr_mult": one["lr_mult"], "wd_mult": one["wd_mult"]} for one in overrides]
         for parameter, p in model.named_parameters():
-            hits = [i for i, one in enumerate(overrides, 1) if one["pattern"] in parameter]
+            hits = [i for i, one in enumerate(overrides, 1) if re.search(one["pattern"], parameter)]
             groups[hits[0] if hits else 0]["params"].append(p)
         params = groups
     return factory(params=params, **options)
@@ -109,7 +110,7 @@ def test_the_sections_make_our_optimizer(build: Any) -> None:
 @pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize("block", [0, 1], ids=["bf16", "policy"])
 def test_a_flattened_checkpoint_resumes_bit_for_bit(build: Any, block: int) -> None:
-    overrides = [{"pattern": "1.", "lr_mult": 0.5, "wd_mult": 0.0}]
+    overrides = [{"pattern": r"^1\.", "lr_mult": 0.5, "wd_mult": 0.0}]
     section = _section(block, param_group_overrides=overrides)
     model = _model()
     optimizer = build(model, section)
