@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import torch_ext
-from torch_ext.params import param_groups
 
 PAGES = pathlib.Path(os.path.abspath(__file__)).parents[1] / "docs" / "recipes"
 
@@ -53,9 +52,10 @@ def with_states_and_mappings() -> Any:
 
     class AdamW(plain):  # type: ignore[misc, valid-type]
         def __init__(self, params: Any, *args: Any, policy: Any = None, states: Any = None, **options: Any) -> None:
-            params = param_groups.taken(params)
+            params = list(params)
             if states is not None or isinstance(policy, Mapping):
-                dtype = param_groups.policy_of(params).param_dtype
+                first = params[0]["params"][0] if isinstance(params[0], dict) else params[0]
+                dtype = (first[1] if isinstance(first, tuple) else first).dtype
                 chosen = {**_STATES.get(states, {}), **(policy or {})}
                 policy = torch_ext.load_policy(dtype, override_optimizer_config=chosen)
             super().__init__(params, *args, policy=policy, **options)

@@ -90,14 +90,16 @@ def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: rang
 
 @pytest.mark.parametrize("build", BUILDERS)
 def test_two_words_of_verls_configuration_make_our_optimizer(build: Callable[..., Any]) -> None:
-    lines, more = recipes.blocks("verl", "text")
-    for text, exp_avg in ((lines, BF16), (lines + more, torch.uint8)):
+    lines, others = recipes.blocks("verl", "text")
+    *lines_without_states, states = lines.strip().splitlines()
+    in_its_place = "\n".join([*lines_without_states, others])
+    assert states.endswith("states=bf16_remainder")
+    for text, exp_avg, remainders in ((lines, BF16, True), (in_its_place, torch.uint8, False)):
         optimizer = build(_model(BF16).parameters(), _configured(text, lr=1e-6, betas=[0.9, 0.95]))
         assert isinstance(optimizer, torch_ext.Adam)
         (group,) = optimizer.param_groups
         assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-6, (0.9, 0.95), 0.01)
-        assert optimizer.policy.store_param_remainders
-        assert optimizer.policy.exp_avg_dtype == exp_avg
+        assert (optimizer.policy.exp_avg_dtype, optimizer.policy.store_param_remainders) == (exp_avg, remainders)
 
 
 @pytest.mark.parametrize("build", BUILDERS)
