@@ -10,19 +10,11 @@ import pytest
 import recipes
 import torch
 from training import bits, everything
+from verl_rebuilt import build_optimizer, configured
 
 import torch_ext
 
 BF16, FP32 = torch.bfloat16, torch.float32
-OPTIM = "actor_rollout_ref.actor.optim."
-DEFAULTS: dict[str, Any] = {  # verl's, of optimizers under FSDP
-    "optimizer": "AdamW",
-    "optimizer_impl": "torch.optim",
-    "lr": 1e-3,
-    "weight_decay": 0.01,
-    "betas": [0.9, 0.999],
-    "override_optimizer_config": None,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -31,36 +23,13 @@ def _words(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes.with_states_and_mappings()
 
 
-def _configured(lines: str, **given: Any) -> dict[str, Any]:
-    """verl's configuration of an optimizer after these arguments of its command line. A + adds a key."""
-    config = DEFAULTS | given
-    for path, value in (line.removeprefix("+").split("=", 1) for line in lines.split()):
-        if path.startswith(OPTIM):
-            *folders, key = path.removeprefix(OPTIM).split(".")
-            node = config
-            for folder in folders:
-                node[folder] = dict(node.get(folder) or {})
-                node = node[folder]
-            node[key] = value
-    return config
-
-
-def _rebuilt(params: Any, config: dict[str, Any]) -> Any:
-    """What verl does: class by module and name; lr, weight_decay and, for a kind of Adam, betas; the rest on top."""
-    options = {key: config[key] for key in ("lr", "weight_decay")}
-    if "adam" in config["optimizer"].lower():
-        options["betas"] = config["betas"]
-    options.update(config["override_optimizer_config"] or {})
-    return getattr(importlib.import_module(config["optimizer_impl"]), config["optimizer"])(params, **options)
-
-
 def _verls(params: Any, config: dict[str, Any]) -> Any:
     theirs = importlib.import_module("verl.workers.config.optimizer")
     return theirs.build_optimizer(params, theirs.FSDPOptimizerConfig(**config))
 
 
 BUILDERS = [
-    pytest.param(_rebuilt, id="rebuilt"),
+    pytest.param(build_optimizer, id="rebuilt"),
     pytest.param(_verls, id="verl", marks=recipes.needs("verl")),
 ]
 
@@ -95,7 +64,7 @@ def test_two_words_of_verls_configuration_make_our_optimizer(build: Callable[...
     in_its_place = "\n".join([*lines_without_states, others])
     assert states.endswith("states=bf16_remainder")
     for text, exp_avg, remainders in ((lines, BF16, True), (in_its_place, torch.uint8, False)):
-        optimizer = build(_model(BF16).parameters(), _configured(text, lr=1e-6, betas=[0.9, 0.95]))
+        optimizer = build(_model(BF16).parameters(), configured(text, lr=1e-6, betas=[0.9, 0.95]))
         assert isinstance(optimizer, torch_ext.Adam)
         (group,) = optimizer.param_groups
         assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-6, (0.9, 0.95), 0.01)
@@ -111,7 +80,7 @@ def test_at_the_learning_rates_of_reinforcement_learning_the_weights_move(build:
         model = _model(dtype)
         if dtype == FP32:
             model.load_state_dict(_model(BF16).state_dict())
-        runs[name] = model, build(model.parameters(), _configured(text, lr=1e-6, weight_decay=0.0))
+        runs[name] = model, build(model.parameters(), configured(text, lr=1e-6, weight_decay=0.0))
         _train(*runs[name], range(100))
     start = [p.detach().float() for p in _model(BF16).parameters()]
     right = [p.detach() - s for p, s in zip(runs["torch, fp32"][0].parameters(), start, strict=True)]
@@ -128,10 +97,10 @@ def test_at_the_learning_rates_of_reinforcement_learning_the_weights_move(build:
 def test_offload_and_checkpoint_as_verl_does_them_lose_no_bit() -> None:
     """Its optimizer_offload replaces every tensor of the state; its checkpoints are state_dict() by torch.save."""
     for states in ("bf16", "bf16_remainder", "8bit"):
-        config = _configured(recipes.blocks("verl", "text")[0])
+        config = configured(recipes.blocks("verl", "text")[0])
         config["override_optimizer_config"]["states"] = states
         models = [_model(BF16) for _ in range(3)]
-        plain, moved, resumed = (_rebuilt(model.parameters(), config) for model in models)
+        plain, moved, resumed = (build_optimizer(model.parameters(), config) for model in models)
         _train(models[0], plain, range(6))
         _train(models[1], moved, range(3))
         for group in moved.param_groups:
