@@ -15,6 +15,7 @@ from gradients import bits, on_all_ranks
 from strategies import STRATEGIES
 from tensor_parallel import WIDTH, Groups, Model
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils.checkpoint import checkpoint
 
 import torch_ext
 
@@ -37,12 +38,12 @@ def _groups() -> Groups:
     return tensor_parallel.two_by_two()
 
 
-def _lines(strategy: str, dtype: torch.dtype = FP32, **options: Any) -> dict[str, Any]:
+def _lines(strategy: str, dtype: torch.dtype = FP32, model: Model | None = None, **options: Any) -> dict[str, Any]:
     """The page's names, after all of its lines. options: of AdamW, beside those that the page gives."""
     groups = _groups()
     names: dict[str, Any] = {
         **groups._asdict(),
-        "model": Model(groups).to(dtype),
+        "model": Model(groups).to(dtype) if model is None else model,
         "strategy": strategy,
         "tp_and_dp": dist.group.WORLD,
         "etp": groups.tp,
@@ -60,7 +61,7 @@ def _lines(strategy: str, dtype: torch.dtype = FP32, **options: Any) -> dict[str
 def _train(names: dict[str, Any], steps: range, max_norm: float = MAX_NORM) -> list[float]:
     norms = []
     for step in steps:
-        _loss(names["model"], _batch(step, names["dp"].rank())).backward()
+        names["through_parts"](_loss(names["model"], _batch(step, names["dp"].rank()))).backward()
         norms.append(float(names["step"](max_norm)))
     return norms
 
@@ -114,8 +115,8 @@ def _accumulated(names: dict[str, Any]) -> float:
     with contextlib.ExitStack() as stack:
         for part in names["parts"].values():
             stack.enter_context(part.no_sync())
-        (_loss(names["model"], halves[0]) / 2).backward()
-    (_loss(names["model"], halves[1]) / 2).backward()
+        names["through_parts"](_loss(names["model"], halves[0]) / 2).backward()
+    names["through_parts"](_loss(names["model"], halves[1]) / 2).backward()
     return float(names["step"](MAX_NORM))
 
 
@@ -147,6 +148,32 @@ def _bf16(rank: int, world: int) -> None:
 
 def test_copies_of_a_bf16_model_keep_the_same_bits() -> None:
     ranks.run(4, _bf16)
+
+
+def _recomputed(rank: int, world: int) -> None:
+    """Backwards within a backward, two for one kind of parameters; and kinds of which nothing is trained."""
+    expected = _alone(2)[2]
+    for strategy in STRATEGIES:
+        model = Model(_groups())
+        for linear in (model.dense.up, model.dense.down):
+            linear.forward = functools.partial(checkpoint, linear.forward, use_reentrant=True)  # type: ignore[method-assign]
+        names = _lines(strategy, model=model)
+        assert _train(names, range(2)) == pytest.approx(expected, rel=NEAR), strategy
+        with pytest.raises(RuntimeError, match=r"no gradient is ready for 'dense/up/"):
+            _loss(model, _batch(2, 0)).backward()
+
+    model = Model(_groups())
+    for frozen in (model.moe.experts, model.tokens_norm):
+        frozen.requires_grad_(False)
+    names = _lines("optim", model=model)
+    assert list(names["parts"]) == ["cut", "copies"]
+    norms = _train(names, range(2))
+    assert on_all_ranks(norms) == [norms] * world
+    _copies_agree(names)
+
+
+def test_recomputed_activations_and_kinds_that_are_not_there() -> None:
+    ranks.run(4, _recomputed)
 
 
 def _nonfinite(rank: int, world: int) -> None:
