@@ -1,4 +1,4 @@
-"""A loop in torchtitan's style: FSDP2 around each block, mixed precision, DCP. One line makes the optimizer.
+"""A loop in torchtitan's style: FSDP2 around each block, mixed precision, DCP. Two lines make the optimizer.
 
 The shards are fp32 and the blocks compute in bf16, so the shards are the masters; moments are bf16, dithered. States
 are DTensors like the parameters: torch's clip_grad_norm_ and torch.distributed.checkpoint work on them as they are, and
@@ -39,8 +39,9 @@ def network() -> nn.Module:
 
 def train(folder: str, resume: bool) -> nn.Module:
     model = network()
+    policy = torch_ext.load_policy(model)  # knows what the blocks compute in; shards alone would have fp32 moments
     optimizer = torch_ext.AdamW(
-        model.named_parameters(), lr=1e-3
+        model.named_parameters(), lr=1e-3, policy=policy
     )  # was: torch.optim.AdamW(model.parameters(), lr=1e-3)
     if resume:
         parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
@@ -56,6 +57,7 @@ def train(folder: str, resume: bool) -> nn.Module:
         if step + 1 == STEPS // 2 and not resume:
             parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
             dcp.save(parts, checkpoint_id=folder)
+    assert all(state["exp_avg"].dtype == torch.bfloat16 for state in optimizer.state.values())
     if dist.get_rank() == 0:
         print(f"step {step} loss {loss.item():.3f} norm {norm.item():.3f}")
     return model

@@ -1,0 +1,37 @@
+"""How verl 0.9 makes an optimizer of its FSDP engine, as far as ours meets it."""
+
+import importlib
+from typing import Any
+
+OPTIM = "actor_rollout_ref.actor.optim."
+DEFAULTS: dict[str, Any] = {  # verl's, of optimizers under FSDP
+    "optimizer": "AdamW",
+    "optimizer_impl": "torch.optim",
+    "lr": 1e-3,
+    "weight_decay": 0.01,
+    "betas": [0.9, 0.999],
+    "override_optimizer_config": None,
+}
+
+
+def configured(lines: str, **given: Any) -> dict[str, Any]:
+    """verl's configuration of an optimizer after these arguments of its command line. A + adds a key."""
+    config = DEFAULTS | given
+    for path, value in (line.removeprefix("+").split("=", 1) for line in lines.split()):
+        if path.startswith(OPTIM):
+            *folders, key = path.removeprefix(OPTIM).split(".")
+            node = config
+            for folder in folders:
+                node[folder] = dict(node.get(folder) or {})
+                node = node[folder]
+            node[key] = value
+    return config
+
+
+def build_optimizer(params: Any, config: dict[str, Any]) -> Any:
+    """What verl does: class by module and name; lr, weight_decay and, for a kind of Adam, betas; the rest on top."""
+    options = {key: config[key] for key in ("lr", "weight_decay")}
+    if "adam" in config["optimizer"].lower():
+        options["betas"] = config["betas"]
+    options.update(config["override_optimizer_config"] or {})
+    return getattr(importlib.import_module(config["optimizer_impl"]), config["optimizer"])(params, **options)
