@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-from soak import rank_faults, save_faults, worlds
+from soak import grad_programs, rank_faults, save_faults, step_programs, worlds
 from soak.outcome import Outcome, Tally
 from soak.worlds import World
 
@@ -62,7 +62,36 @@ class SaveFaults:
         return save_faults.judge(case, world)
 
 
-_FAMILIES: list[Family] = [RankFaults(), SaveFaults()]
+_PROGRAMS = {
+    "program": "random training programs of 1 to 3 ranks, whose gradients are plain torch's bit for bit",
+    "step_program": "random training programs of one process, whose weights are plain torch's",
+}
+
+
+class Programs:
+    def kinds(self) -> dict[str, str]:
+        return _PROGRAMS
+
+    def start(self, kind: str, number: int, folder: pathlib.Path) -> tuple[Any, World]:
+        if kind == "step_program":
+            case: Any = step_programs.Case.of(number)
+            return case, worlds.start(1, step_programs.run, (case, folder), folder)
+        case = grad_programs.Case.of(number)
+        return case, worlds.start(case.size, grad_programs.run, (case,), folder, timeout=20.0)
+
+    def judge(self, case: Any, world: World) -> Outcome:
+        outcome = Outcome()
+        for rank, answer in enumerate(world.answers):
+            if answer is None:
+                outcome.hung.append(f"rank {rank} did not end")
+            elif not isinstance(answer, str):
+                outcome.crashed.append(f"rank {rank}: {getattr(answer, 'trace', answer)}")
+            elif answer:
+                outcome.silent.append(f"rank {rank}: {answer}")
+        return outcome
+
+
+_FAMILIES: list[Family] = [RankFaults(), SaveFaults(), Programs()]
 _OF_KIND: dict[str, Family] = {kind: family for family in _FAMILIES for kind in family.kinds()}
 
 

@@ -68,7 +68,8 @@ class Case:
         strategy = draw.choice(STRATEGIES[: 4 if kind in ("alone", "everywhere", "interrupt_all") else 5])
         size = draw.choice([2, 2, 3, 4])
         by_signal = kind in ("kill", "stop", "pause", "interrupt", "interrupt_all")
-        first = -1 if kind in ("kill", "stop") and strategy != "ddp_hook" else 0  # DDP is made in torch's own words
+        # DDP speaks in torch's own words when it is made, and when it lays out its buckets before the second step.
+        first = 2 if strategy == "ddp_hook" else -1 if kind in ("kill", "stop") else 0
         where = {"forward": ["forward"], "backward": ["backward"], "hook": ["forward_hook", "backward_hook"]}
         return cls(
             kind,

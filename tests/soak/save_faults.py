@@ -282,7 +282,7 @@ def _fills(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: 
     except (OSError, CheckpointException) as error:
         if not re.search(r"needs? (more than )?\d+ bytes", _text(error)):
             report.unnamed.append(f"a full disk: {_text(error)}")
-    if not (found := place.load())["step"] in allowed or not same(found, place.state(found["step"])):
+    if (found := place.load())["step"] not in allowed or not same(found, place.state(found["step"])):
         report.silent.append(f"after a save to a full disk state {found['step']} is loaded, and not {allowed}")
     filler.unlink()
     if wrong := place.holds(allowed):
@@ -308,7 +308,7 @@ def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
 
     world.bound(_BOUND)
     if case.victim >= 0 and kind != "two_jobs":
-        world.on_end = lambda: [rank.kill() for rank in world.ranks]  # the job ends with it
+        world.on_end = world.kill  # the job ends with it
     return case, world
 
 

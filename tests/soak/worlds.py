@@ -35,7 +35,8 @@ def preload() -> None:
     """Imports here, once, what processes would import each."""
     for name in _PRELOADED:
         importlib.import_module(name)
-    assert torch_ext.CheckpointWriter and torch_ext.CheckpointReader
+    for name in ("CheckpointReader", "CheckpointWriter"):
+        getattr(torch_ext, name)
     torch.set_num_threads(1)
     assert threading.active_count() == 1, "of processes with threads forks inherit locks that nobody opens"
 
@@ -113,10 +114,6 @@ class Rank:
     def done(self) -> bool:
         return self.answer is not None
 
-    def kill(self) -> None:
-        if not self.done:
-            os.kill(self.pid, signal.SIGKILL)
-
     def read(self) -> None:
         """What there is to read: blocks where there is nothing."""
         try:
@@ -190,6 +187,11 @@ class World:
     def answers(self) -> list[Any]:
         """None of a rank that is hung."""
         return [None if rank.answer is None else rank.answer[0] for rank in self.ranks]
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            if not rank.done:
+                os.kill(rank.pid, signal.SIGKILL)
 
     def stacks(self) -> str:
         """Of the ranks that did not end, and what all of them said on stderr."""
