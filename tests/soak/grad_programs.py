@@ -108,9 +108,11 @@ class Program:
         self._parallelize()
 
     def _parallelize(self) -> None:
-        """Of parameters, some are frozen; never all of a block, nor any where FSDP2's unit would have both."""
+        """Some are frozen; but FSDP2 asks in its first forward only in which dtype a unit is reduced, and of one that is
+        all frozen then it takes it for the parameters': fp16's is refused when it thaws."""
         case, dtypes = self.case, self.case.dtypes
-        self.trained = [self.draw.random() < 0.8 for _ in SHAPES]
+        all_of_them = dtypes.param == _FP16 and case.strategy == "optim_grads_params"
+        self.trained = [all_of_them or self.draw.random() < 0.8 for _ in SHAPES]
         self.trained[self.draw.randrange(len(SHAPES))] = True
         for p, trained in zip(self.model.parameters(), self.trained, strict=True):
             p.requires_grad_(trained)
