@@ -108,8 +108,8 @@ class Program:
         self._parallelize()
 
     def _parallelize(self) -> None:
-        """Some are frozen; but FSDP2 asks in its first forward only in which dtype a unit is reduced, and of one that is
-        all frozen then it takes it for the parameters': fp16's is refused when it thaws."""
+        """Some are frozen; but FSDP2 asks only once in which dtype a unit is reduced, and takes it for the parameters'
+        where all of it is frozen then: fp16's is refused when it thaws."""
         case, dtypes = self.case, self.case.dtypes
         all_of_them = dtypes.param == _FP16 and case.strategy == "optim_grads_params"
         self.trained = [all_of_them or self.draw.random() < 0.8 for _ in SHAPES]
