@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import itertools
+import os
 import pathlib
 import random
 import time
@@ -150,7 +151,8 @@ def _finish(one: Run, tally: Tally) -> None:
     with one.folder:
         outcome = _OF_KIND[one.kind].judge(one.case, one.world)
         if problems := outcome.problems():
-            print(f"python tests/soak --replay {one.kind}:{one.number}   # {one.case}", flush=True)
+            load = f"{os.getloadavg()[0]:.0f} processes want to run"
+            print(f"python tests/soak --replay {one.kind}:{one.number}   # {load}; {one.case}", flush=True)
             for problem in problems:
                 print(f"  {problem}", flush=True)
             if outcome.hung or outcome.crashed:

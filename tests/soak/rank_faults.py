@@ -26,7 +26,7 @@ STEPS = 6
 _ALLOWANCE = 15.0
 """Seconds, beside the time-outs, that a busy machine may take until every rank has ended."""
 
-_LASTS = {"stop": 2 * TIMEOUT, "pause": 0.2}
+_LASTS = {"stop": 2 * TIMEOUT, "pause": 0.1 * TIMEOUT}
 """Seconds that a rank stands still."""
 
 # Kind -> what it is, and whether the victim is gone afterwards.
