@@ -1,7 +1,7 @@
 """python tests/soak --seconds N [--seed S] [--kinds kill stop ...]: faults at random moments, until the time is over,
 and one line for each kind of fault at the end. Exit status 1 where one was not as it has to be.
 
-hung: a run that did not end within its bound. silent: something that is not what it is said to be, and no error.
+hung: a process that did not end within its bound. silent: something that is not what it is said to be, and no error.
 unnamed: an error that does not say whose fault it is: the rank, or the file and the key. crashed: a process that ended,
 or an error, where nothing was done to it. What is found is printed with the command that repeats it.
 """

@@ -35,7 +35,7 @@ _SAVES = 4
 _FLIPS = 25
 """Of one run, each of which is counted."""
 _BOUND = 40.0
-"""Seconds for a run, on a busy machine."""
+"""Seconds until a save is done, on a busy machine."""
 _MANY = 100_000
 
 
@@ -307,6 +307,7 @@ def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
     world = worlds.start(case.size, body, (case, folder), folder, timeout=TIMEOUT if grouped else 0.0)
 
     world.bound(_BOUND)
+    world.on_told = lambda world, rank: world.bound(_BOUND)
     if case.victim >= 0 and kind != "two_jobs":
         world.on_end = world.kill  # the job ends with it
     return case, world
