@@ -163,7 +163,10 @@ def _find_out(group: Any, label: str, reason: str, missing: set[int]) -> _Verdic
     seconds = min(_LATE if "imed out" in reason else _BROKEN, timeout_of(group, _HOST) / 2)
     inquiry.run(lambda: _close(group, rank, others), seconds)
     lost = inquiry.unresponsive()
-    if not inquiry.answered:
+    if inquiry.store_ended:
+        # Its process, rank 0's as a rule, ended; of the others without a record nothing is known.
+        lost = {r for r in others if of_job[r] == 0} - inquiry.records.keys()
+    elif not inquiry.answered:
         lost = known
         if 0 in (of_job[r] for r in lost):  # whose process keeps the store, as a rule
             lost = {r for r in lost if of_job[r] == 0}
@@ -225,6 +228,8 @@ class _Inquiry:
         self.records: dict[int, _FailureRecord] = {}
         self.answered = False
         """Whether the store answered."""
+        self.store_ended = False
+        """Whether it did no longer, before the inquiry was over."""
         self._group, self._rank, self._record = group, rank, record
         self._written = threading.Event()
 
@@ -261,6 +266,7 @@ class _Inquiry:
                     return
                 time.sleep(_PERIOD)
         except Exception:  # the store is gone with the rank that kept it
+            self.store_ended = True
             self._written.set()
 
 

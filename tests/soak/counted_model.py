@@ -1,0 +1,91 @@
+"""A model whose gradients are given integers, so that every sum is exact in every dtype of the wire, and what plain
+torch makes of them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+BLOCKS: list[list[tuple[int, ...]]] = [[(40, 7), (7,)], [(129,), (3, 5)], [(300,)], [(16, 33), (2,)]]
+SHAPES = [shape for block in BLOCKS for shape in block]
+# With an eps of the gradients' size a step depends on how large they are, not on their sign alone.
+OPTIONS: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.01}
+
+
+class UserError(Exception):
+    """What user code raises."""
+
+
+class Block(nn.Module):
+    def __init__(self, shapes: Sequence[tuple[int, ...]], seed: int) -> None:
+        super().__init__()
+        for i, shape in enumerate(shapes):
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(10 * seed + i))
+            self.register_parameter(f"p{i}", nn.Parameter(values))
+        self.before: Callable[[], None] | None = None
+        self.behind: Callable[[], None] | None = None
+
+    def forward(self, x: torch.Tensor, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The gradient of each parameter is the one given. before: called in forward; behind: in backward, when that
+        of the later blocks is over."""
+        if self.before is not None:
+            self.before()
+        terms = [(p * g).sum() for p, g in zip(self.parameters(), grads, strict=True)]
+        out = x + torch.stack(terms).sum()
+        if self.behind is not None and out.requires_grad:
+            behind = self.behind
+            out.register_hook(lambda _: behind())
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(shapes, i) for i, shapes in enumerate(BLOCKS))
+
+    def forward(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        x, at = torch.zeros(()), 0
+        for block, shapes in zip(self.blocks, BLOCKS, strict=True):
+            x = block(x, grads[at : at + len(shapes)])
+            at += len(shapes)
+        return x
+
+
+def gradients(batch: int, rank: int, size: int) -> list[torch.Tensor]:
+    """Multiples of the number of ranks, so that means are integers, too."""
+    generator = torch.Generator().manual_seed(1000 * batch + rank)
+    return [size * torch.randint(-8, 9, shape, generator=generator).float() for shape in SHAPES]
+
+
+@functools.cache
+def expected(batches: tuple[tuple[int, ...], ...]) -> list[list[torch.Tensor]]:
+    """The weights after each step of torch.optim.AdamW. batches: of each step, the batch of each rank."""
+    model = Model()
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, **OPTIONS)
+    found = []
+    for step in batches:
+        each = [gradients(batch, rank, len(step)) for rank, batch in enumerate(step)]
+        for i, p in enumerate(params):
+            p.grad = torch.stack([grads[i] for grads in each]).sum(0) / len(step)
+        optimizer.step()
+        found.append([p.detach().clone() for p in params])
+    return found
+
+
+def local_weights(model: nn.Module) -> list[torch.Tensor]:
+    """What this rank has of each parameter, copied."""
+    return [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in model.parameters()]
+
+
+def right(local: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], rank: int, size: int) -> bool:
+    """Whether a rank's local weights are those: a wrong gradient is off by a hundred times the tolerance."""
+    for mine, wanted in zip(local, whole, strict=True):
+        if mine.shape != wanted.shape:  # FSDP2's shard
+            chunks = wanted.chunk(size)
+            wanted = chunks[rank] if rank < len(chunks) else wanted[:0]
+        if not torch.allclose(mine, wanted, rtol=1e-5, atol=1e-5):
+            return False
+    return True

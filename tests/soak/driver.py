@@ -1,0 +1,160 @@
+"""Runs faults of all kinds in turn, several at a time, and counts what became of them."""
+
+import argparse
+import contextlib
+import itertools
+import os
+import pathlib
+import random
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+from soak import grad_programs, rank_faults, save_faults, step_programs, worlds
+from soak.outcome import Outcome, Tally
+from soak.worlds import World
+
+# Numbers of the cases of one seed: those of seeds are apart.
+_PER_SEED = 1_000_000
+
+
+class Run(NamedTuple):
+    kind: str
+    number: int
+    world: World
+    case: Any
+    folder: contextlib.ExitStack
+
+
+class Family(Protocol):
+    """Kinds of faults that are run and judged alike."""
+
+    def kinds(self) -> dict[str, str]: ...
+
+    def start(self, kind: str, number: int, folder: pathlib.Path) -> tuple[Any, World]: ...
+
+    def judge(self, case: Any, world: World) -> Outcome: ...
+
+
+class RankFaults:
+    def kinds(self) -> dict[str, str]:
+        return {kind: what for kind, (what, _) in rank_faults.KINDS.items()}
+
+    def start(self, kind: str, number: int, folder: pathlib.Path) -> tuple[Any, World]:
+        case = rank_faults.Case.of(kind, number)
+        world = worlds.start(
+            case.size, rank_faults.train, (case,), folder, timeout=rank_faults.TIMEOUT, store=case.store
+        )
+        world.on_told = rank_faults.on_told(case)
+        return case, world
+
+    def judge(self, case: Any, world: World) -> Outcome:
+        return rank_faults.judge(case, world)
+
+
+class SaveFaults:
+    def kinds(self) -> dict[str, str]:
+        return save_faults.KINDS
+
+    def start(self, kind: str, number: int, folder: pathlib.Path) -> tuple[Any, World]:
+        return save_faults.start(kind, number, folder)
+
+    def judge(self, case: Any, world: World) -> Outcome:
+        return save_faults.judge(case, world)
+
+
+_PROGRAMS = {
+    "program": "random training programs of 1 to 3 ranks, whose gradients are plain torch's bit for bit",
+    "step_program": "random training programs of one process, whose weights are plain torch's",
+}
+
+
+class Programs:
+    def kinds(self) -> dict[str, str]:
+        return _PROGRAMS
+
+    def start(self, kind: str, number: int, folder: pathlib.Path) -> tuple[Any, World]:
+        if kind == "step_program":
+            case: Any = step_programs.Case.of(number)
+            return case, worlds.start(1, step_programs.run, (case, folder), folder)
+        case = grad_programs.Case.of(number)
+        return case, worlds.start(case.size, grad_programs.run, (case,), folder, timeout=20.0)
+
+    def judge(self, case: Any, world: World) -> Outcome:
+        outcome = Outcome()
+        for rank, answer in enumerate(world.answers):
+            if answer is None:
+                outcome.hung.append(f"rank {rank} did not end")
+            elif not isinstance(answer, str):
+                outcome.crashed.append(f"rank {rank}: {getattr(answer, 'trace', answer)}")
+            elif answer:
+                outcome.silent.append(f"rank {rank}: {answer}")
+        return outcome
+
+
+_FAMILIES: list[Family] = [RankFaults(), SaveFaults(), Programs()]
+_OF_KIND: dict[str, Family] = {kind: family for family in _FAMILIES for kind in family.kinds()}
+
+
+def kinds() -> list[str]:
+    return list(_OF_KIND)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The exit status."""
+    worlds.preload()
+    if arguments.replay:
+        kind, _, number = arguments.replay.partition(":")
+        cases: Iterator[tuple[str, int]] = itertools.repeat((kind, int(number)), arguments.runs or 1)
+        chosen = [kind]
+    else:
+        chosen = arguments.kinds or kinds()
+        cases = _cases(chosen, arguments.seed, arguments.runs)
+    tallies = {kind: Tally(kind, _OF_KIND[kind].kinds()[kind]) for kind in chosen}
+    _run_all(cases, tallies, arguments.jobs, time.monotonic() + arguments.seconds)
+    for tally in tallies.values():
+        print(tally, flush=True)
+    return int(any(tally.failed for tally in tallies.values()))
+
+
+def _cases(chosen: list[str], seed: int, runs: int | None) -> Iterator[tuple[str, int]]:
+    for number in itertools.count() if runs is None else range(runs):
+        for kind in random.Random(number).sample(chosen, len(chosen)):
+            yield kind, seed * _PER_SEED + number
+
+
+def _run_all(cases: Iterator[tuple[str, int]], tallies: dict[str, Tally], jobs: int, end: float) -> None:
+    running: list[Run] = []
+    while True:
+        while len(running) < jobs and time.monotonic() < end:
+            try:
+                running.append(_start(*next(cases)))
+            except StopIteration:
+                end = 0.0
+        if not running:
+            return
+        worlds.wait([one.world for one in running])
+        for one in [one for one in running if one.world.done or time.monotonic() > one.world.deadline]:
+            running.remove(one)
+            _finish(one, tallies[one.kind])
+
+
+def _start(kind: str, number: int) -> Run:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(worlds.scratch())
+        case, world = _OF_KIND[kind].start(kind, number, folder)
+        stack.enter_context(contextlib.closing(world))
+        return Run(kind, number, world, case, stack.pop_all())
+
+
+def _finish(one: Run, tally: Tally) -> None:
+    with one.folder:
+        outcome = _OF_KIND[one.kind].judge(one.case, one.world)
+        if problems := outcome.problems():
+            load = f"{os.getloadavg()[0]:.0f} processes want to run"
+            print(f"python tests/soak --replay {one.kind}:{one.number}   # {load}; {one.case}", flush=True)
+            for problem in problems:
+                print(f"  {problem}", flush=True)
+            if outcome.hung or outcome.crashed:
+                print(one.world.stacks(), flush=True)
+        tally.add(outcome)

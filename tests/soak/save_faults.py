@@ -1,0 +1,356 @@
+"""Faults of checkpoints: saves that are killed, files in which bits flip, disks that are full, two jobs in one folder.
+Whatever happens, the last complete checkpoint loads, and what is damaged is refused by file and key."""
+
+import ctypes
+import os
+import pathlib
+import random
+import re
+import signal
+import warnings
+import zipfile
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from soak import worlds
+from soak.outcome import Outcome
+from soak.worlds import Died, Line, Raised, World
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ext
+
+KINDS = {
+    "kill_file": "kill -9 in torch_ext.save: runs that lost a checkpoint are silent",
+    "kill_folder": "kill -9 in torch.distributed.checkpoint.save, 1 to 3 ranks",
+    "kill_async": "kill -9 in async_save, 1 to 3 ranks",
+    "flip_file": "bit flips and truncations of files",
+    "flip_folder": "bit flips and truncations of each file of folders, 1 or 2 ranks",
+    "disk_full": "saves to a small tmpfs",
+    "two_jobs": "two jobs that save to one place, one of them killed now and then",
+}
+TIMEOUT = 20.0
+_SAVES = 4
+_FLIPS = 25
+"""Of one run, each of which is counted."""
+_BOUND = 40.0
+"""Seconds until a save is done, on a busy machine."""
+_MANY = 100_000
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    seed: int
+    size: int
+    """Ranks; or jobs."""
+    form: str
+    """"file" or "folder"."""
+    victim: int
+    """Of the rank, or job, that is killed; -1: none."""
+    save: int
+    """In which it is killed."""
+    delay: float
+    """Seconds after the begin of that save."""
+    elements: int
+
+    @classmethod
+    def of(cls, kind: str, number: int) -> "Case":
+        draw = random.Random(f"{kind} {number}")
+        size = {"kill_folder": [1, 1, 2, 3], "kill_async": [1, 2, 3], "flip_folder": [1, 2], "two_jobs": [2]}
+        chosen = draw.choice(size.get(kind, [1]))
+        form = "file" if kind.endswith("_file") else draw.choice(["file", "folder"])
+        form = "folder" if kind in ("kill_folder", "kill_async", "flip_folder") else form
+        killed = kind.startswith("kill") or (kind == "two_jobs" and draw.random() < 0.5)
+        delay = draw.random() ** 2 * (0.03 if form == "file" else 0.06) * (1 if kind != "kill_async" else 3)
+        return cls(
+            kind,
+            draw.randrange(1 << 30),
+            chosen,
+            form,
+            draw.randrange(chosen) if killed else -1,
+            draw.randrange(1, _SAVES),
+            delay,
+            draw.choice([100, 5_000, 200_000]),
+        )
+
+
+def state(seed: int, elements: int) -> dict[str, Any]:
+    """Tensors and plain values, all of which depend on the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(elements, generator=generator)
+    return {
+        "model": {"weight": values.to(torch.bfloat16).view(2, -1), "bias": torch.full((7,), float(seed))},
+        "optimizer": {"exp_avg": values * 0.5, "lr": seed / 8, "steps": [seed, seed + 1]},
+        "step": seed,
+    }
+
+
+def blank(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: blank(each) for key, each in value.items()}
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+class Place:
+    """A file or a folder."""
+
+    def __init__(self, case: Case, folder: pathlib.Path, rank: int = 0, group: Any = None) -> None:
+        self.case, self.rank, self.group = case, rank, group
+        self.path = folder / ("checkpoint.pt" if case.form == "file" else "checkpoint")
+
+    def state(self, seed: int) -> dict[str, Any]:
+        """Of a folder, each rank has a part of its own, too."""
+        found = state(seed, self.case.elements)
+        if self.case.form == "folder" and self.group is not None:
+            found |= {f"rank {r}": state(_MANY * (r + 1) + seed, 10) for r in range(self.case.size)}
+        return found
+
+    def save(self, seed: int) -> None:
+        mine = {key: value for key, value in self.state(seed).items() if key in (f"rank {self.rank}", *state(0, 2))}
+        if self.case.form == "file":
+            torch_ext.save(mine, self.path)
+            return
+        writer = torch_ext.CheckpointWriter(self.path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if self.case.kind == "kill_async":
+                future: Any = dcp.async_save(mine, storage_writer=writer, process_group=self.group)
+                future.result()
+            else:
+                dcp.save(mine, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+
+    def load(self) -> dict[str, Any]:
+        if self.case.form == "file":
+            return dict(torch_ext.load(self.path))
+        target = blank(self.state(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(target, storage_reader=torch_ext.CheckpointReader(self.path), no_dist=True)
+        return dict(target)
+
+    def holds(self, seeds: "set[int]") -> str:
+        """What is wrong, unless one of these states is there, and the next save works and leaves nothing else."""
+        try:
+            found = self.load()
+        except Exception as error:
+            return f"no checkpoint loads: {_text(error)}"
+        if found["step"] not in seeds or not same(found, self.state(found["step"])):
+            return f"state {found['step']} was loaded, and not one of {sorted(seeds)} whole"
+        alone = Place(self.case, self.path.parent)
+        alone.save(77)
+        if not same(alone.load(), alone.state(77)):
+            return "the next save is not what is loaded"
+        left = sorted(p.name for p in (self.path.parent if self.case.form == "file" else self.path).iterdir())
+        wanted = 1 if self.case.form == "file" else 3
+        return "" if len(left) == wanted else f"the next save left {left}"
+
+
+def _text(error: BaseException) -> str:
+    """Of torch.distributed.checkpoint's errors, what is in them."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(str(cause) for cause, _ in error.failures.values())
+    return str(error)
+
+
+@dataclass
+class Report:
+    """A process's answer."""
+
+    runs: int = 1
+    silent: list[str] = field(default_factory=list)
+    unnamed: list[str] = field(default_factory=list)
+    skipped: str = ""
+
+
+# -- what processes do
+
+
+def _saves(rank: int, _size: int, group: Any, line: Line, case: Case, folder: pathlib.Path) -> Report:
+    """Until it is killed."""
+    place, report = Place(case, folder / "place", rank, group), Report()
+    first = rank * 1000 if case.kind == "two_jobs" else 0
+    draw = random.Random(case.seed + rank)
+    for i in range(_SAVES):
+        line.tell(("begun", first + i))
+        if rank == case.victim and i == case.save:
+            line.strike((case.delay, signal.SIGKILL))
+        try:
+            place.save(first + i)
+        except (RuntimeError, CheckpointException) as error:
+            if case.kind != "two_jobs":
+                raise
+            if not re.search("is being saved to by|another save", _text(error)):
+                report.unnamed.append(f"a save beside another one: {_text(error)}")
+            continue
+        line.tell(("done", first + i))
+        if case.kind == "two_jobs":
+            torch.randn(draw.randrange(1, 200_000))  # a while
+    return report
+
+
+def _checks(
+    _rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path, seeds: "set[int]", grouped: bool
+) -> str:
+    return Place(case, folder / "place", 0, True if grouped else None).holds(seeds)
+
+
+def _flips(rank: int, size: int, group: Any, _line: Any, case: Case, folder: pathlib.Path) -> Report:
+    place = Place(case, folder / "place", rank, group)
+    place.save(1)
+    report = Report(runs=_FLIPS)
+    if rank != 0:
+        return report
+    draw = random.Random(case.seed)
+    files = [place.path] if case.form == "file" else sorted(p for p in place.path.iterdir() if p.name != ".lock")
+    for _ in range(_FLIPS):
+        file = draw.choice(files)
+        whole = file.read_bytes()
+        at = draw.randrange(len(whole))
+        cut = draw.random() < 0.2
+        damaged = whole[:at] if cut else whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :]
+        what = f"{file.name} {'cut at' if cut else 'with a flipped bit in byte'} {at} of {len(whole)}"
+        key = "" if cut else _key_at(place, file, at)
+        file.write_bytes(damaged)
+        try:
+            if not same(place.load(), place.state(1)):
+                report.silent.append(f"{what}: another state was loaded")
+        except (ValueError, CheckpointException) as error:
+            if str(file) not in _text(error) or key not in _text(error):
+                report.unnamed.append(f"{what}: {key!r} of {file} is not named: {_text(error)}")
+        file.write_bytes(whole)
+    if not same(place.load(), place.state(1)):
+        report.silent.append("the file, whole again, is another one")
+    return report
+
+
+def _key_at(place: Place, file: pathlib.Path, at: int) -> str:
+    """The item, or the record, in which a byte lies; "" in none."""
+    if place.case.form == "file":
+        with zipfile.ZipFile(file) as archive, open(file, "rb") as raw:
+            for info in archive.infolist():
+                raw.seek(info.header_offset + 26)
+                lengths = raw.read(4)
+                begin = info.header_offset + 30 + int.from_bytes(lengths[:2], "little")
+                begin += int.from_bytes(lengths[2:], "little")
+                if begin <= at < begin + info.file_size:
+                    return info.filename.split("/", 1)[1]
+        return ""
+    stored = dcp.FileSystemReader(place.path).read_metadata().storage_data
+    inside = [i for i, info in stored.items() if info.relative_path == file.name]
+    return next((i.fqn for i in inside if stored[i].offset <= at < stored[i].offset + stored[i].length), "")
+
+
+_NEW_MOUNTS, _PRIVATE = 0x00020000, 1 << 18 | 1 << 14  # CLONE_NEWNS; MS_PRIVATE | MS_REC
+
+
+def _mount(folder: pathlib.Path, nbytes: int) -> str:
+    """A tmpfs that goes with this process; why not, where it may not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    options = f"size={nbytes}".encode()
+    if (
+        libc.unshare(_NEW_MOUNTS)
+        or libc.mount(b"none", b"/", None, ctypes.c_ulong(_PRIVATE), None)
+        or libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), options)
+    ):
+        return f"no tmpfs may be mounted: {os.strerror(ctypes.get_errno())}"
+    return ""
+
+
+def _fills(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path) -> Report:
+    place, report = Place(case, folder / "place"), Report()
+    draw = random.Random(case.seed)
+    if skipped := _mount(folder / "place", 14 * case.elements + 500_000):
+        return Report(skipped=skipped)
+    place.save(1)
+    left = draw.randrange(7 * case.elements + 30_000)
+    filler = folder / "place" / "filler"
+    filler.write_bytes(bytes(max(0, _free(place.path.parent) - left)))
+    allowed = {1}
+    try:
+        place.save(2)
+        allowed = {2}
+    except (OSError, CheckpointException) as error:
+        if not re.search(r"needs? (more than )?\d+ bytes", _text(error)):
+            report.unnamed.append(f"a full disk: {_text(error)}")
+    if (found := place.load())["step"] not in allowed or not same(found, place.state(found["step"])):
+        report.silent.append(f"after a save to a full disk state {found['step']} is loaded, and not {allowed}")
+    filler.unlink()
+    if wrong := place.holds(allowed):
+        report.silent.append(wrong)
+    return report
+
+
+def _free(folder: pathlib.Path) -> int:
+    """Bytes that are free."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+# -- what is done to them, and what is right
+
+
+def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
+    case = Case.of(kind, number)
+    (folder / "place").mkdir()
+    body = {"flip": _flips, "disk": _fills}.get(kind.split("_")[0], _saves)
+    grouped = case.form == "folder" and (case.size > 1 or kind == "kill_async") and kind != "two_jobs"
+    world = worlds.start(case.size, body, (case, folder), folder, timeout=TIMEOUT if grouped else 0.0)
+
+    world.bound(_BOUND)
+    world.on_told = lambda world, rank: world.bound(_BOUND)
+    if case.victim >= 0 and kind != "two_jobs":
+        world.on_end = world.kill  # the job ends with it
+    return case, world
+
+
+def judge(case: Case, world: World) -> Outcome:
+    outcome = Outcome(runs=0)
+    for rank, answer in enumerate(world.answers):
+        if answer is None:
+            outcome.hung.append(f"process {rank} did not end")
+        elif isinstance(answer, Raised):
+            if case.victim < 0 or case.kind == "two_jobs":
+                outcome.crashed.append(f"process {rank} raised {answer.trace}")
+        elif isinstance(answer, Died):
+            if case.victim < 0 or (case.kind == "two_jobs" and rank != case.victim):
+                outcome.crashed.append(f"process {rank} ended with status {answer.status}")
+        else:
+            outcome.silent += answer.silent
+            outcome.unnamed += answer.unnamed
+            outcome.skipped = outcome.skipped or answer.skipped
+            outcome.runs = max(outcome.runs, answer.runs)
+    outcome.runs = max(outcome.runs, 1)
+    if case.kind.startswith("kill") and world.ranks[case.victim].told[-1:][0][0] != "begun":
+        outcome.runs = 0  # it was between two saves
+    if case.kind.startswith("kill") or case.kind == "two_jobs":
+        outcome.silent += filter(None, [_lost(case, world)])
+    return outcome
+
+
+def _lost(case: Case, world: World) -> str:
+    """What is wrong with what was left."""
+    said = [[told for told in rank.told if told[0] == what] for what in ("begun", "done") for rank in world.ranks]
+    begun = {seed for told in said[: case.size] for _, seed in told}
+    done = [[seed for _, seed in told] for told in said[case.size :]]
+    if case.kind == "two_jobs":
+        # In which order two jobs completed their last saves, nobody can tell; of a killed one any save may be there.
+        legal = {max(seeds) for seeds in done if seeds}
+        legal |= {seed for seed in begun if seed // 1000 == case.victim and seed >= max(done[case.victim], default=0)}
+    else:  # complete on one rank is complete
+        latest = max((seed for seeds in done for seed in seeds), default=-1)
+        legal = {seed for seed in begun if seed >= latest}
+    if not any(done):
+        return ""  # there may be none yet
+    grouped = case.size > 1 or case.kind == "kill_async"
+    args = (case, world.log.parent, legal, grouped and case.kind != "two_jobs")
+    return str(worlds.call(_checks, args, world.log.parent))
