@@ -1,0 +1,220 @@
+"""The pages hold together: links, anchors, files, commands and messages that they name are there."""
+
+import ast
+import pathlib
+import re
+import runpy
+import shlex
+
+import pages
+import pytest
+from code_checks import missing_names
+from pages import README, ROOT, Page
+from pending import PENDING
+
+import torch_ext
+
+PAGES = {name: pages.read(name) for name in pages.names()}
+each_page = pytest.mark.parametrize("page", [pytest.param(page, id=name) for name, page in PAGES.items()])
+
+
+def refuse(found: list[str]) -> None:
+    """Fails by what is missing, and is skipped by what is pending. "where what", or "what"."""
+    assert [each for each in found if each.split(" ", 1)[-1] not in PENDING] == []
+    if found:
+        pytest.skip(f"pending: {', '.join(found)}")
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+def broken_links(page: Page) -> list[str]:
+    broken = []
+    for link in page.links:
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page.name).parent / path if path else ROOT / page.name
+        name = str(target.resolve().relative_to(ROOT.resolve())) if target.exists() else _plain(page, path)
+        if not target.exists():
+            broken.append(name)
+        elif anchor and anchor not in PAGES[name].anchors:
+            broken.append(f"{name}#{anchor}")
+    return broken
+
+
+def _plain(page: Page, path: str) -> str:
+    """From the root, of a file that is not there."""
+    parts: list[str] = []
+    for part in [*pathlib.PurePosixPath(page.name).parent.parts, *pathlib.PurePosixPath(path).parts]:
+        parts = parts[:-1] if part == ".." else [*parts, part]
+    return "/".join(parts)
+
+
+@each_page
+def test_links_and_anchors(page: Page) -> None:
+    refuse([f"{page.name} {link}" for link in broken_links(page)])
+
+
+def test_a_broken_link_is_found() -> None:
+    page = Page(
+        README, "", links=["docs/nothing.md", "docs/glossary.md#nothing", "docs/glossary.md#glossary", "LICENSE"]
+    )
+    assert broken_links(page) == ["docs/nothing.md", "docs/glossary.md#nothing"]
+
+
+def test_every_page_is_linked_from_the_index() -> None:
+    """Recipes have an index of their own, or are linked one by one."""
+    linked = {link.split("#")[0] for link in PAGES["docs/README.md"].links}
+    mine = {name.removeprefix("docs/") for name in PAGES if name.count("/") == 1 and name != "docs/README.md"}
+    assert mine - linked == set()
+    recipes = {name.removeprefix("docs/") for name in PAGES if name.startswith("docs/recipes/")}
+    assert recipes - linked == set()
+
+
+@each_page
+def test_files_that_are_named_exist(page: Page) -> None:
+    spans = [text for _, text in page.spans]
+    files = [
+        text for text in spans if re.fullmatch(r"(?:bazel|csrc|cuda|docs|examples|tests|torch_ext)/[\w./-]+", text)
+    ]
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def commands(page: Page) -> list[str]:
+    """Those in code within lines, and the lines of blocks of shell."""
+    found = [text for _, text in page.spans if re.match(r"(bash|python|bazel) ", text)]
+    for code in page.codes:
+        if code.words[:1] in (("bash",), ("sh",)):
+            found += [line.split("  #")[0].strip() for line in code.text.splitlines() if line.strip()]
+    return found
+
+
+def wrong_command(command: str) -> str | None:
+    """What is not there of a command that this repository has; None for a good one, or one of others."""
+    words = [word for word in shlex.split(command) if word != "..."]
+    if words[:3] == ["python", "-m", "torch_ext"]:
+        if len(words) == 3:
+            return None
+        main = runpy.run_module("torch_ext")["main"]
+        with pytest.raises(SystemExit) as end:
+            main([words[3], "--help"])
+        return words[3] if end.value.code else None
+    if words[0] in ("bash", "python") and words[1:2] == ["-m"]:
+        return None
+    if words[:2] == ["python", "tests/bench"]:
+        return _wrong_bench(words[2:])
+    if words[0] in ("bash", "python"):
+        return None if (ROOT / words[1]).exists() else words[1]
+    return None
+
+
+def _wrong_bench(arguments: list[str]) -> str | None:
+    """Asks the parser, that of the rows too; the placeholder of "--rows ..." is gone."""
+    from bench.__main__ import main
+
+    if arguments[-1:] == ["--rows"]:
+        arguments = arguments[:-1]
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--help"])
+    return f"tests/bench {' '.join(arguments)}" if end.value.code else None
+
+
+@each_page
+def test_commands_exist(page: Page) -> None:
+    refuse([f"{page.name} {wrong}" for command in commands(page) if (wrong := wrong_command(command))])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python examples/05_nothing.py",
+        "bash examples/nothing.sh --quick",
+        "python -m torch_ext nothing",
+        "python tests/bench nothing",
+        "python tests/bench --rows nothing",
+        "python tests/bench comm --rows wall",
+    ],
+)
+def test_a_wrong_command_is_found(command: str) -> None:
+    assert wrong_command(command)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+FIGURES = [
+    pytest.param(page, table, id=f"{page.name}:{table.line}")
+    for page in (PAGES[README], PAGES["docs/benchmarks.md"])
+    for table in page.tables
+    if any(re.match(r"[\d.~]+( to | %|,|$)", cell) for row in table.rows[1:] for cell in row)
+]
+
+
+@pytest.mark.parametrize(("page", "table"), FIGURES)
+def test_figures_have_a_command(page: Page, table: pages.Table) -> None:
+    """In the table, or in a block of its section, or in the section above."""
+    cells = " ".join(cell for row in table.rows for cell in row)
+    blocks = " ".join(code.text for code in page.blocks_of.get(table.section, []))
+    assert re.search(r"(bash|python) (tests|examples)/", cells + blocks)
+
+
+def test_figures_are_found() -> None:
+    assert len(FIGURES) > 8
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def literals() -> list[str]:
+    """Every literal of the package and of the C library; what f-strings put in is a gap."""
+    found = []
+    for path in (ROOT / "torch_ext").rglob("*.py"):
+        found += [
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+    for path in (ROOT / "csrc").rglob("*.c"):
+        found.append(re.sub(r'"\s*\n?\s*"', "", path.read_text()))
+    return found
+
+
+def test_messages_are_the_librarys() -> None:
+    """The first column of the tables of errors.md has parts of messages."""
+    tables = [table for table in PAGES["docs/errors.md"].tables if table.rows[0][0] == "message"]
+    parts = [part.strip("`") for table in tables for part, *_ in table.rows[1:]]
+    assert len(parts) > 30
+    everything = literals()
+    assert [part for part in parts if not any(part in text for text in everything)] == []
+
+
+# -- the API -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_public_name_is_listed() -> None:
+    shown = {text for table in PAGES["docs/api.md"].tables for text in re.findall(r"`(\w+)`", table_text(table))}
+    assert set(torch_ext.__all__) - shown == set()
+    first = {name for row in PAGES["docs/api.md"].tables[0].rows for name in re.findall(r"`(\w+)`", row[0])}
+    refuse([name for name in sorted(first) if name not in torch_ext.__all__])
+
+
+def table_text(table: pages.Table) -> str:
+    return " ".join(row[0] for row in table.rows)
+
+
+# -- what is pending ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", list(PENDING))
+def test_nothing_that_has_come_is_pending(what: str) -> None:
+    if what.endswith(".md"):
+        come = (ROOT / what).exists()
+    elif what.endswith("=)"):
+        function, argument = what.removesuffix("=)").split("(")
+        come = not missing_names(f"torch_ext.{function}({argument}=None)")
+    else:
+        come = hasattr(torch_ext, what) or wrong_command(f"python -m torch_ext {what}") is None
+    assert not come, f"{what} is there: take its line out of tests/docs/pending.py"
