@@ -8,6 +8,7 @@ import shlex
 
 import pages
 import pytest
+import torch
 from code_checks import missing_names
 from pages import README, ROOT, Page
 from pending import PENDING
@@ -141,6 +142,18 @@ def test_commands_exist(page: Page) -> None:
 )
 def test_a_wrong_command_is_found(command: str) -> None:
     assert wrong_command(command)
+
+
+# -- settings -------------------------------------------------------------------------------------------------------
+
+
+@each_page
+def test_settings_are_legal(page: Page) -> None:
+    """`override_ddp_config={...}` in a line or a cell: keys, and values of these keys."""
+    for _, text in page.spans:
+        found = re.fullmatch(r"(override_(?:optimizer|ddp)_config)=(\{.*\})", text)
+        if found and "..." not in text:
+            torch_ext.load_policy(torch.bfloat16, **{found[1]: ast.literal_eval(found[2])})
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
