@@ -8,6 +8,9 @@ PENDING = {
     "diagnose": "what silently loses updates",
     "docs/diagnose.md": "the page of diagnose",
     "docs/recipes/megatron.md": "the recipe for models that are tensor-parallel",
+    "docs/recipes/torchtitan.md": "the recipe for torchtitan",
+    "docs/recipes/trainer.md": "the recipe for the Trainer",
+    "docs/recipes/verl.md": "the recipe for verl",
     "docs/release.md": "how a release is made",
     "doctor": "diagnose on the command line",
 }
