@@ -1,7 +1,7 @@
 """The pages hold together: links, anchors, files, commands and messages that they name are there."""
 
 import ast
-import pathlib
+import os
 import re
 import runpy
 import shlex
@@ -35,21 +35,12 @@ def broken_links(page: Page) -> list[str]:
         if re.match(r"\w+:", link):
             continue
         path, _, anchor = link.partition("#")
-        target = (ROOT / page.name).parent / path if path else ROOT / page.name
-        name = str(target.resolve().relative_to(ROOT.resolve())) if target.exists() else _plain(page, path)
-        if not target.exists():
+        name = os.path.normpath(os.path.join(os.path.dirname(page.name), path)) if path else page.name
+        if not (ROOT / name).exists():
             broken.append(name)
         elif anchor and anchor not in PAGES[name].anchors:
             broken.append(f"{name}#{anchor}")
     return broken
-
-
-def _plain(page: Page, path: str) -> str:
-    """From the root, of a file that is not there."""
-    parts: list[str] = []
-    for part in [*pathlib.PurePosixPath(page.name).parent.parts, *pathlib.PurePosixPath(path).parts]:
-        parts = parts[:-1] if part == ".." else [*parts, part]
-    return "/".join(parts)
 
 
 @each_page
