@@ -48,8 +48,9 @@ def documented(member: pdoc.doc.Doc) -> Iterator[pdoc.doc.Doc]:
 
 
 def arguments_of(member: pdoc.doc.Doc) -> list[str]:
-    """A class has those of its constructor."""
-    if isinstance(member, pdoc.doc.Class | pdoc.doc.Function):
+    """A class has those of its constructor; exceptions, which are not made by users, have none."""
+    is_exception = isinstance(member, pdoc.doc.Class) and issubclass(member.obj, BaseException)
+    if isinstance(member, pdoc.doc.Class | pdoc.doc.Function) and not is_exception:
         return [name for name in inspect.signature(member.obj).parameters if name != "self"]
     return []
 
@@ -60,7 +61,7 @@ def reference() -> pdoc.doc.Module:
         setattr(torch_ext, name, getattr(torch_ext, name))
     module = pdoc.doc.Module(torch_ext)
     for member in module.members.values():
-        if isinstance(member, pdoc.doc.Class) and "__signature__" in vars(member.obj.__init__):
+        if isinstance(member, pdoc.doc.Class) and hasattr(member.obj.__init__, "__signature__"):
             made_by = member.get("__init__")  # pdoc looks behind the decorator that gives this signature
             vars(made_by)["signature"] = inspect.signature(member.obj)
         for each in documented(member):
