@@ -183,7 +183,7 @@ def literals() -> list[str]:
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         ]
-    for path in (ROOT / "csrc").rglob("*.c"):
+    for path in [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".c", ".def", ".h")]:
         found.append(re.sub(r'"\s*\n?\s*"', "", path.read_text()))
     return found
 
