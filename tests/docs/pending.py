@@ -17,6 +17,7 @@ PENDING = {
     "docs/recipes/verl.md": "the recipe for verl",
     "docs/release.md": "how a release is made",
     "doctor": "diagnose on the command line",
+    "names of configurations": "tests/bench prints a, b and c for bf16, bf16_remainder and 8bit",
     "message: is one word for both moments and the masters": "states in one word",
     "message: of which none of the parameters is": "keep_32bit",
     "message: says how the optimizer's states are stored": "states in one word",

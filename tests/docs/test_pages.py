@@ -1,11 +1,15 @@
 """The pages hold together: links, anchors, files, commands and messages that they name are there."""
 
 import ast
+import contextlib
 import functools
+import importlib
+import io
 import os
 import re
 import runpy
 import shlex
+from collections.abc import Callable
 
 import pages
 import pytest
@@ -86,34 +90,33 @@ def commands(page: Page) -> list[str]:
     return found
 
 
+def refused(main: Callable[[list[str]], int], arguments: list[str]) -> str | None:
+    """The arguments where a command of ours does not take them: it is asked for its help behind them."""
+    if arguments[-1:] == ["--rows"]:  # "--rows ...": any of them
+        arguments = arguments[:-1]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()), pytest.raises(SystemExit) as end:
+        main([*arguments, "--help"])
+    options = {word for word in arguments if word.startswith("--")}
+    known = set(re.findall(r"--[\w-]+", said.getvalue()))
+    return None if not end.value.code and options <= known else " ".join(arguments)
+
+
 def wrong_command(command: str) -> str | None:
     """What is not there of a command that this repository has; None for a good one, or one of others."""
     words = [word for word in shlex.split(command) if word != "..."]
     if words[:3] == ["python", "-m", "torch_ext"]:
-        if len(words) == 3:
-            return None
-        main = runpy.run_module("torch_ext")["main"]
-        with pytest.raises(SystemExit) as end:
-            main([words[3], "--help"])
-        return words[3] if end.value.code else None
+        return refused(runpy.run_module("torch_ext")["main"], words[3:])
     if words[0] in ("bash", "python") and words[1:2] == ["-m"]:
         return None
     if words[:2] == ["python", "tests/bench"]:
-        return _wrong_bench(words[2:])
+        return refused(importlib.import_module("bench.__main__").main, words[2:])
+    if words[0] == "bazel":
+        folders = [label.split(":")[0].removesuffix("/...").strip("/") for label in words if label.startswith("//")]
+        return next((folder for folder in folders if not (ROOT / folder / "BUILD").exists()), None)
     if words[0] in ("bash", "python"):
         return None if (ROOT / words[1]).exists() else words[1]
     return None
-
-
-def _wrong_bench(arguments: list[str]) -> str | None:
-    """Asks the parser, that of the rows too; the placeholder of "--rows ..." is gone."""
-    from bench.__main__ import main
-
-    if arguments[-1:] == ["--rows"]:
-        arguments = arguments[:-1]
-    with pytest.raises(SystemExit) as end:
-        main([*arguments, "--help"])
-    return f"tests/bench {' '.join(arguments)}" if end.value.code else None
 
 
 @each_page
@@ -127,6 +130,8 @@ def test_commands_exist(page: Page) -> None:
         "python examples/05_nothing.py",
         "bash examples/nothing.sh --quick",
         "python -m torch_ext nothing",
+        "python -m torch_ext plan --nothing 1",
+        "bazel test //tests/nothing/...",
         "python tests/bench nothing",
         "python tests/bench --rows nothing",
         "python tests/bench comm --rows wall",
@@ -214,10 +219,23 @@ def table_text(table: pages.Table) -> str:
     return " ".join(row[0] for row in table.rows)
 
 
+def other_names_of_the_benchmarks() -> list[str]:
+    """The configurations whose figures tests/bench prints under another name than the pages."""
+    from bench.optimizer_configs import CONFIGURATIONS
+
+    return sorted(set(CONFIGURATIONS) - {"fp32", "bf16", "bf16_remainder", "8bit"})
+
+
+def test_benchmarks_have_the_names_of_the_pages() -> None:
+    refuse(["tests/bench names of configurations"] if other_names_of_the_benchmarks() else [])
+
+
 # -- what is pending ---------------------------------------------------------------------------------------------------
 
 
 def has_come(what: str) -> bool:
+    if what == "names of configurations":
+        return not other_names_of_the_benchmarks()
     if what.endswith(".md"):
         return (ROOT / what).exists()
     if what.startswith("message: "):
