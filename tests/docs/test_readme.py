@@ -95,6 +95,11 @@ def test_one_picture_and_one_table() -> None:
     assert len([link for link in page.links if link.endswith(".png")]) == 1
 
 
+def test_what_is_cited_is_this_version() -> None:
+    (code,) = pages.read("docs/cite.md").codes
+    assert f"version = {{{c_api.version()}}}" in code.text
+
+
 # -- operators ---------------------------------------------------------------------------------------------------------
 
 
