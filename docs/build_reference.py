@@ -21,6 +21,9 @@ sys.path.insert(
 )  # the repository's root; not needed when installed
 import torch_ext
 
+# What users call of OptimizerBase, which is not public; its other methods are for the package.
+_OF_BASES = {"add_param_group", "consolidate_state_dict", "load_state_dict", "state_dict"}
+
 _NAMES = re.compile(r"(\w+(?:, \w+)*): (.*)")
 _CHOICE = re.compile(r"    (\w+(?: \(\d\))?): (.*)")  # what an argument may be: an indented line of its own
 
@@ -47,6 +50,15 @@ def documented(member: pdoc.doc.Doc) -> Iterator[pdoc.doc.Doc]:
         yield from member.own_members
 
 
+def take_over(shown: pdoc.doc.Class) -> None:
+    """What a public class inherits from one that is not becomes its own, or that of its first public base."""
+    public = [base for base in inspect.getmro(shown.obj) if getattr(torch_ext, base.__name__, None) is base]
+    for name in _OF_BASES & shown.members.keys():
+        member = shown.members[name]
+        if member.taken_from[1].split(".")[0] not in torch_ext.__all__:
+            member.taken_from = (public[-1].__module__, f"{public[-1].__name__}.{name}")
+
+
 def arguments_of(member: pdoc.doc.Doc) -> list[str]:
     """A class has those of its constructor; exceptions, which are not made by users, have none."""
     is_exception = isinstance(member, pdoc.doc.Class) and issubclass(member.obj, BaseException)
@@ -61,6 +73,8 @@ def reference() -> pdoc.doc.Module:
         setattr(torch_ext, name, getattr(torch_ext, name))
     module = pdoc.doc.Module(torch_ext)
     for member in module.members.values():
+        if isinstance(member, pdoc.doc.Class):
+            take_over(member)
         if isinstance(member, pdoc.doc.Class) and hasattr(member.obj.__init__, "__signature__"):
             made_by = member.get("__init__")  # pdoc looks behind the decorator that gives this signature
             vars(made_by)["signature"] = inspect.signature(member.obj)

@@ -5,7 +5,7 @@
 #     bash tests/run.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
-more_requirements=(tests/requirements.txt) # the frameworks
+more_requirements=(tests/requirements.txt) # frameworks, documentation
 more_programs=(clang)                      # the C sources are for gcc and clang
 . bazel/setup.sh
 
