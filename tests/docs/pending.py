@@ -18,7 +18,8 @@ PENDING = {
     "docs/release.md": "how a release is made",
     "doctor": "diagnose on the command line",
     "names of configurations": "tests/bench prints a, b and c for bf16, bf16_remainder and 8bit",
+    "examples/gpt/finetune.py": "the main job's second half",
     "message: is one word for both moments and the masters": "states in one word",
-    "message: of which none of the parameters is": "keep_32bit",
+    "message: which selects none of the parameters": "keep_32bit",
     "message: says how the optimizer's states are stored": "states in one word",
 }

@@ -236,7 +236,7 @@ def test_benchmarks_have_the_names_of_the_pages() -> None:
 def has_come(what: str) -> bool:
     if what == "names of configurations":
         return not other_names_of_the_benchmarks()
-    if what.endswith(".md"):
+    if "/" in what:
         return (ROOT / what).exists()
     if what.startswith("message: "):
         return is_a_message(what.removeprefix("message: "))
