@@ -63,7 +63,11 @@ def anchor_of(heading: str) -> str:
 
 
 def read(name: str) -> Page:
-    page = Page(name, (ROOT / name).read_text())
+    return parse(name, (ROOT / name).read_text())
+
+
+def parse(name: str, text: str) -> Page:
+    page = Page(name, text)
     section = ""
     tokens = iter(_MARKDOWN.parse(page.text))
     for token in tokens:

@@ -19,6 +19,7 @@ PENDING = {
     "doctor": "diagnose on the command line",
     "names of configurations": "tests/bench prints a, b and c for bf16, bf16_remainder and 8bit",
     "examples/gpt/finetune.py": "the main job's second half",
+    "examples/gpt/results.json": "the main job's results: README's table, and those of docs/benchmarks.md",
     "message: is one word for both moments and the masters": "states in one word",
     "message: which selects none of the parameters": "keep_32bit",
     "message: says how the optimizer's states are stored": "states in one word",

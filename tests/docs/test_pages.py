@@ -9,6 +9,8 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pages
@@ -217,6 +219,19 @@ def test_every_public_name_is_listed() -> None:
 
 def table_text(table: pages.Table) -> str:
     return " ".join(row[0] for row in table.rows)
+
+
+def test_tables_of_the_main_job_are_made_from_its_results() -> None:
+    """docs/benchmarks.md has them all, the README the first: what `python examples/gpt/tables.py` prints."""
+    if not (ROOT / "examples/gpt/results.json").exists():
+        refuse(["README.md examples/gpt/results.json"])
+    command = [sys.executable, str(ROOT / "examples/gpt/tables.py")]
+    printed = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert printed.returncode == 0, printed.stderr
+    made = [table.rows for table in pages.parse("printed", printed.stdout).tables]
+    shown = [table.rows for table in PAGES["docs/benchmarks.md"].tables if table.section == "the-main-job"]
+    assert made and shown == made
+    assert PAGES[README].tables[0].rows in made
 
 
 def other_names_of_the_benchmarks() -> list[str]:
