@@ -5,7 +5,7 @@
 #     bash tests/run.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
-more_requirements=(tests/requirements.txt) # the frameworks
+more_requirements=(tests/requirements.txt) # frameworks, documentation
 more_programs=(clang)                      # the C sources are for gcc and clang
 # the library for aarch64, and what runs its tests
 wished_packages=(aarch64-linux-gnu-g++=g++-aarch64-linux-gnu aarch64-linux-gnu-gcc=gcc-aarch64-linux-gnu qemu-aarch64=qemu-user)

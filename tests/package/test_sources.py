@@ -160,7 +160,7 @@ def test_the_library_prints_and_exits_nowhere() -> None:
 
 
 def test_file_names_are_unique() -> None:
-    folders = ["bazel", "csrc", "cuda", "examples", "tests", "torch_ext"]
+    folders = ["bazel", "csrc", "cuda", "docs", "examples", "tests", "torch_ext"]
     by_name = collections.defaultdict(list)
     for folder in folders:
         for path in sources(folder):

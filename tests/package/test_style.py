@@ -33,7 +33,7 @@ def sources(folders: list[str], suffixes: set[str]) -> list[str]:
 
 
 def python_sources() -> list[str]:
-    return sources(["bazel", "examples", "tests", "torch_ext"], {".py"})
+    return sources(["bazel", "docs", "examples", "tests", "torch_ext"], {".py"})
 
 
 def test_clang_format() -> None:

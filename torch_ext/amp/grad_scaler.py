@@ -30,6 +30,11 @@ class GradScaler(torch.amp.GradScaler):
     such an optimizer: its clip_grad_norm_ and its step take the scale into account; writing to them before the step is
     an error. Where a gradient is not finite `optimizer.step` is not called: no counter, hook or average sees the step.
 
+    policy: of `load_policy`; its initial_loss_scale, min_loss_scale, loss_scale_growth_factor,
+        loss_scale_backoff_factor, loss_scale_window (steps) and hysteresis (overflows) are this scale's.
+    device: type of the device that losses and gradients are on: "cpu" or "cuda".
+    process_group: of the ranks that skip the same steps; None: the default group, where there is one.
+
     Also where frameworks make their own: Lightning's MixedPrecision(..., scaler=scaler), Accelerate's
     `accelerator.scaler = scaler` before `prepare`.
     """
@@ -46,7 +51,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale=state["scale"], enabled=bool(policy.fp16), **torchs)
 
     def scale(self, outputs: Any) -> Any:
-        """Multiplies losses, a tensor or an iterable of them, by the scale."""
+        """Multiplies losses (`outputs`: a tensor or an iterable of them) by the scale."""
         self._scaled = True
         return super().scale(outputs)
 
@@ -86,7 +91,7 @@ class GradScaler(torch.amp.GradScaler):
         return visit.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale after the steps of this iteration, or sets it. Waits for the device."""
+        """Moves the scale after the steps of this iteration, or sets it to `new_scale`. Waits for the device."""
         if not self.is_enabled():
             return
         if new_scale is None:

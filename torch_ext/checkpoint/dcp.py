@@ -31,8 +31,8 @@ class CheckpointWriter(FileSystemWriter):
     """`storage_writer=` of torch.distributed.checkpoint.save and async_save.
 
     path: a folder, which is made; one that has a checkpoint is overwritten, and until the new one is complete holds the
-    former. Needs the disk space of both; OSError, with what was needed and what is free, where there is less. What a
-    save that failed or was killed left there the next one removes.
+        former. Needs the disk space of both; OSError, with what was needed and what is free, where there is less. What
+        a save that failed or was killed left there the next one removes.
 
     One save at a time: RuntimeError, naming who has the folder, where another process saves to it. Where the file
     system has no locks either save may be refused when it ends; the checkpoint that is there is always whole.

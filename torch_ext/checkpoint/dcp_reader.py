@@ -33,9 +33,11 @@ class CheckpointReader(FileSystemReader):
     not know the names of its parameters: masters become the checkpoint's weights in fp32, options that it lacks stay as
     they are.
 
+    path: the folder.
     weights_only: objects that are no tensors are read as torch.load(weights_only=True) does, and those of other classes
-    refused (see torch.serialization.add_safe_globals). False reads everything as torch.distributed.checkpoint does,
-    which executes whatever the files say. check: False compares no checksums, which reads everything once less.
+        refused (see torch.serialization.add_safe_globals). False reads everything as torch.distributed.checkpoint does,
+        which executes whatever the files say.
+    check: False compares no checksums, which reads everything once less.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, weights_only: bool = True, check: bool = True) -> None:

@@ -19,7 +19,7 @@ _UNFINISHED = ".unfinished"
 
 
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
-    """torch.save, and `path` is at every moment either the file that was there before or all of the new one.
+    """torch.save of `obj`, and `path` is at every moment either the file that was there before or all of the new one.
 
     Written beside it (`.NAME.*.unfinished`), synced, and renamed. What a process that was killed left there is removed
     by the next save to the same path. As with torch.save a symbolic link stays one, to the file that is
@@ -130,11 +130,11 @@ def _remove_if_abandoned(other: str, mine: str) -> None:
 
 
 def load(path: str | os.PathLike[str], *, map_location: Any = None, mmap: bool = False, check: bool = True) -> Any:
-    """torch.load of tensors and plain values (weights_only=True). ValueError, naming the file, where it is truncated,
-    damaged or no checkpoint; FileNotFoundError where there is none.
+    """torch.load of the tensors and plain values (weights_only=True) in the file `path`. ValueError, naming it,
+    where it is truncated, damaged or no checkpoint; FileNotFoundError where there is none.
 
-    map_location, mmap: torch.load's. check: reads the file once before, and compares its checksums, which torch writes
-    and does not look at.
+    map_location, mmap: torch.load's.
+    check: reads the file once before, and compares its checksums, which torch writes and does not look at.
     """
     path = os.fspath(path)
     try:

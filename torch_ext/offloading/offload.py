@@ -43,7 +43,7 @@ def offload(
     model: a module, parallelized or not, or several (the chunks of a pipeline, models with tied weights); what
         torch.compile returned, if that is called. Its weights are parameters, frozen ones too, and buffers.
     optimizer: ours or any of torch's form, in a framework's wrapper or not; None, or one that has no state yet, is
-    fine.
+        fine.
     params: weights are copied to host memory.
     grads: gradients are released: `.grad` is None until onload, which makes it the same tensors again, zero. Buffers
         and shards of a parallelized model are released, too; those of DistributedDataParallel are its own and stay.
@@ -85,8 +85,10 @@ def onload(
 ) -> None:
     """Brings back what `offload` moved: weights and states with the bits that they had, gradients zero.
 
-    Arguments as offload's; what is not offloaded is left alone. Raises RuntimeError, with everything still in host
-    memory, where the device has not enough room for all that is asked for.
+    model, optimizer, params, grads, states: as offload's; what is not offloaded is left alone.
+
+    Raises RuntimeError, with everything still in host memory, where the device has not enough room for all that is
+    asked for.
     """
     plan = OffloadPlan("onload", model, optimizer, {"params": params, "grads": grads, "states": states})
     if params:

@@ -28,8 +28,13 @@ def clip_grad_norm_(
     torch.nn.utils.clip_grad_norm_ does; a norm that is not finite turns all of them into NaN, so that no step can go
     unnoticed. Where gradients are sharded, both are collective.
 
-    max_norm: > 0; math.inf only measures. norm_type: 2. error_if_nonfinite: RuntimeError instead, gradients untouched.
+    optimizer_or_params: an optimizer, one tensor, or parameters; their gradients are fp32, bf16 or fp16.
+    max_norm: > 0; math.inf only measures.
+    norm_type: 2.
+    error_if_nonfinite: RuntimeError where the norm is not finite, gradients untouched.
     foreach: accepted and without effect: it always is one operator.
+
+    Raises ValueError for another max_norm or norm_type, TypeError for an optimizer whose step applies no coefficient.
     """
     if norm_type != 2:
         raise ValueError(

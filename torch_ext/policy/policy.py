@@ -1,6 +1,6 @@
 """The policy that a model trains with: every dtype, and where each value came from.
 
-All decisions are made in C (csrc/core/policy.c). The fields are the rows of csrc/core/policy.def, read from C.
+All decisions are made in C (csrc/core/policy.c). The fields are the rows of csrc/policy.def, read from C.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _EXPLICIT = (constants.SOURCE_CONFIG, constants.SOURCE_OVERRIDE, constants.SOURC
 class Policy(PolicyFields):
     """What a model trains with. Frozen; made by `load_policy`.
 
-    Attributes are the rows of csrc/core/policy.def under Megatron-LM's names: dtypes are torch dtypes or None
+    Attributes are the rows of csrc/policy.def under Megatron-LM's names: dtypes are torch dtypes or None
     (`param_dtype`, `main_params_dtype`, `exp_avg_dtype`, `exp_avg_sq_dtype`, `main_grads_dtype`, `grad_comm_dtype`),
     choices are names (`moment_rounding == "dithered"`), absent numbers are None. `main_params_dtype` None means that
     the weights are their own masters. `print(policy)` shows every value and where it came from.
@@ -100,8 +100,9 @@ class Policy(PolicyFields):
     def grad_scaler(self, device: str = "cpu", process_group: Any = None) -> "torch.amp.GradScaler":
         """The dynamic loss scale of this policy, as a torch.amp.GradScaler; disabled unless the policy is fp16.
 
-        device: type of the device that losses and gradients are on. process_group: of the ranks that skip the same
-        steps: all that hold replicas or parts of the model; None: the default group, where there is one.
+        device: type of the device that losses and gradients are on: "cpu" or "cuda".
+        process_group: of the ranks that skip the same steps: all that hold replicas or parts of the model; None: the
+            default group, where there is one.
         """
         return self._make_grad_scaler(self, device=device, process_group=process_group)
 
