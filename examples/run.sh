@@ -3,7 +3,7 @@
 # AdamW in fp32 and in bf16 and with torch_ext's in three configurations: from random weights in two processes, and
 # fine-tuning a checkpoint at a low learning rate. Ends with two tables and a picture; examples/gpt/RESULTS.md has those of one run.
 #
-#     bash examples/run.sh            # at most 20 minutes of processor time: 10 to 12 minutes on two cores
+#     bash examples/run.sh            # at most 20 minutes of processor time: about 10 minutes on two free cores
 #     bash examples/run.sh --quick    # a tiny model, every path: under a minute once it is built
 #
 # From the environment: OUT_DIR (out: logs, checkpoints, table.md, results.json, gpt.png), TORCH_EXT_PYTHON (an

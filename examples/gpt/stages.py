@@ -55,7 +55,8 @@ PRETRAINED = "pretrained.pt"
 _MODEL = Config(layers=2, heads=4, width=128, context=128)
 FULL = {
     "pretrain": Stage(_MODEL, "code", 4, steps=1500, warmup=100, peak_lr=2e-3, held_out=800),
-    "scratch": Stage(_MODEL, "code", 4, steps=200, warmup=40, peak_lr=1e-3, held_out=800),
+    # How pretraining begins: so early in a schedule nothing is decayed yet.
+    "scratch": Stage(_MODEL, "code", 4, steps=200, warmup=40, peak_lr=2e-3, held_out=800, least_lr_factor=1.0),
     "finetune": Stage(
         _MODEL,
         "documentation",
