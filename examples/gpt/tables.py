@@ -51,8 +51,8 @@ def section(name: str, stage: StageResults) -> str:
     seeds = len(stage.of(REFERENCE))
     ranks = "one process" if stage.processes == 1 else f"{stage.processes} processes over gloo"
     return (
-        f"{TITLES[name]}: {stage.steps} steps of {stage.bytes_per_step:,} bytes, learning rate up to {stage.peak_lr:g}, {ranks}, "
-        f"{stage.parameters:,} parameters.\n\n"
+        f"{TITLES[name]}: {stage.steps} steps of {stage.bytes_per_step:,} bytes, learning rate up to "
+        f"{stage.peak_lr:g}, {ranks}, {stage.parameters:,} parameters.\n\n"
         f"{table(stage)}\n\n"
         f"Nats per byte, over {stage.held_out_bytes:,} held-out bytes. The spread, the sample standard deviation of "
         f"fp32's loss over its {seeds} seeds, is {stage.spread():.4f}."
