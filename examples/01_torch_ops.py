@@ -13,6 +13,7 @@ import sys
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 sys.path.insert(
     0, str(pathlib.Path(__file__).absolute().parents[1])
@@ -50,7 +51,7 @@ def with_operators(model: nn.Module) -> None:
     norm, clip_coef, found_inf = torch.zeros(1), torch.zeros(1), torch.zeros(1)
     skipped = torch.zeros(1, dtype=torch.int64)
 
-    for step in range(STEPS):
+    for step in tqdm(range(STEPS), "torch.ops.torch_ext"):
         model.zero_grad()
         loss_of(model, step).backward()
         grads = [p.grad for p in model.parameters()]
@@ -75,7 +76,7 @@ def with_operators(model: nn.Module) -> None:
 
 def with_torch(model: nn.Module) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), LR, BETAS, EPS, WEIGHT_DECAY)
-    for step in range(STEPS):
+    for step in tqdm(range(STEPS), "torch.optim.AdamW"):
         optimizer.zero_grad()
         loss_of(model, step).backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)

@@ -11,6 +11,7 @@ import sys
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 sys.path.insert(
     0, str(pathlib.Path(__file__).absolute().parents[1])
@@ -29,7 +30,7 @@ def network() -> nn.Module:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     """The loop, which knows nothing of torch_ext; returns the loss on fresh data."""
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for step in range(STEPS + 1):
+    for step in tqdm(range(STEPS + 1), type(optimizer).__module__):
         x = torch.randn(128, 16, generator=torch.Generator().manual_seed(step))
         loss = nn.functional.mse_loss(model(x.bfloat16())[:, 0].float(), x.abs().sum(1))
         if step == STEPS:
@@ -50,8 +51,9 @@ def main() -> None:
     optimizer = torch_ext.AdamW(model.parameters(), lr=LR)  # was: torch.optim.AdamW(model.parameters(), lr=LR)
     after = train(model, optimizer)
 
-    print(f"torch.optim.AdamW  {before:.3f}")
-    print(f"torch_ext.AdamW    {after:.3f}")
+    print("Loss of the bf16 network on fresh data:")
+    print(f"  torch.optim.AdamW  {before:.3f}")
+    print(f"  torch_ext.AdamW    {after:.3f}")
     assert after < before, "fp32 masters no longer help a bf16 model"
 
     torch.optim.AdamW(model.parameters(), lr=LR).load_state_dict(optimizer.state_dict())  # both ways

@@ -15,6 +15,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 from torch import nn
+from tqdm import tqdm
 
 sys.path.insert(
     0, str(pathlib.Path(__file__).absolute().parents[1])
@@ -41,7 +42,7 @@ def train(strategy: str, steps: range, saved: dict[str, object] | None) -> dict[
     if saved is not None:
         model.load_state_dict(saved["model"])  # type: ignore[arg-type]
         optimizer.load_state_dict(saved["optimizer"])  # type: ignore[arg-type]
-    for step in steps:
+    for step in tqdm(steps, strategy, disable=dist.get_rank() != 0):
         x = torch.randn(64, 16, generator=torch.Generator().manual_seed(WORLD * step + dist.get_rank()))
         loss = nn.functional.mse_loss(model(x.bfloat16())[:, 0].float(), x.abs().sum(1))
         loss.backward()

@@ -13,6 +13,7 @@ import sys
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 sys.path.insert(
     0, str(pathlib.Path(__file__).absolute().parents[1])
@@ -47,7 +48,7 @@ def loop(offloads: bool) -> tuple[list[float], list[float]]:
     def note() -> None:
         memory.append(used(policy, optimizer))
 
-    for turn in range(ROUNDS):
+    for turn in tqdm(range(ROUNDS), "with offload" if offloads else "everything on the device"):
         note()
         if offloads:
             torch_ext.offload(policy, optimizer, params=False)  # gradients and states; the weights generate

@@ -1,14 +1,18 @@
-"""The text of the main job: Python's own standard library, which every machine that runs Python has.
+"""The texts of the main job: Python's own standard library, which every machine that runs Python has.
 
-The files are named, so that the text is the same wherever the Python is the same: single files that every Python from
-3.10 to 3.13 has, sorted by name. No file is in both lists. The bytes are taken as they are; there is no tokenizer.
+"code": single files that every Python from 3.10 to 3.13 has, named, so that the text is the same wherever the Python is
+the same, and sorted by name; no file is in both lists. "documentation": what help() knows of the language, English in
+reStructuredText, a file that the code does not contain; its last fifth is held out. The bytes are taken as they are;
+there is no tokenizer.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +29,24 @@ traceback turtle typing unittest/case unittest/mock urllib/parse urllib/request 
 xml/dom/minidom xmlrpc/client
 """.split()
 HELD_OUT = "calendar configparser ipaddress mailbox".split()
+DOCUMENTATION = ["pydoc_data/topics"]
+
+
+class Corpus(NamedTuple):
+    """uint8 tensors of one dimension."""
+
+    training: Tensor
+    held_out: Tensor
+
+
+@functools.cache
+def corpus(name: str) -> Corpus:
+    """ "code" or "documentation"."""
+    if name == "code":
+        return Corpus(read(TRAINING), read(HELD_OUT))
+    topics = read(DOCUMENTATION)
+    cut = len(topics) * 4 // 5
+    return Corpus(topics[:cut], topics[cut:])
 
 
 def read(names: list[str]) -> Tensor:
@@ -37,12 +59,12 @@ def read(names: list[str]) -> Tensor:
     return torch.frombuffer(joined, dtype=torch.uint8)
 
 
-def held_out(context: int, sequences: int) -> Tensor:
-    """The first `sequences` windows of the held-out text, uint8 [sequences, context + 1]. Each predicts `context`
+def held_out(name: str, context: int, sequences: int) -> Tensor:
+    """The first `sequences` windows of a corpus' held-out text, uint8 [sequences, context + 1]. Each predicts `context`
     bytes; together they predict every byte but the first once."""
-    text = read(HELD_OUT)
+    text = corpus(name).held_out
     if len(text) <= context * sequences:
-        raise SystemExit(f"the held-out text has {len(text)} bytes; {context * sequences + 1} are needed")
+        raise SystemExit(f"the held-out {name} has {len(text)} bytes; {context * sequences + 1} are needed")
     return text.unfold(0, context + 1, context)[:sequences]
 
 
@@ -56,5 +78,7 @@ def batch(text: Tensor, context: int, size: int, *, seed: int, step: int, rank: 
 
 def fingerprint() -> str:
     """Eight hexadecimal digits that tell one Python's text from another's."""
-    digest = hashlib.sha256(read(TRAINING).numpy().tobytes() + read(HELD_OUT).numpy().tobytes())
+    digest = hashlib.sha256()
+    for part in (*corpus("code"), *corpus("documentation")):
+        digest.update(part.numpy().tobytes())
     return digest.hexdigest()[:8]

@@ -3,8 +3,8 @@
     python examples/gpt/wires.py            # minutes on two cores
     python examples/gpt/wires.py --quick    # seconds: every wire, no claims
 
-Two processes train the bf16 model of configurations.py with torch_ext's buckets; the runs of one seed begin with the
-same weights and read the same text in the same order. Three seeds of the fp32 wire say how far apart two runs may end
+Two processes train a small bf16 model with torch_ext's buckets; the runs of one seed begin with the same weights and
+read the same text in the same order. Three seeds of the fp32 wire say how far apart two runs may end
 without meaning anything. Ends with a table and with OUT_DIR/wires.png (OUT_DIR: out).
 """
 
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -27,17 +28,28 @@ matplotlib.use("Agg")  # a file, no display
 import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[2]))  # the repository's root; not needed where it is installed
-import configurations
 import text
-from model import GPT
-from report import smooth
-from train import Job, validation_loss
+from configurations import Training
+from model import GPT, Config
+from stages import Stage, held_out_loss, train_steps
+from tables import markdown
+from tqdm import tqdm
 
 import torch_ext
 
 WORLD = 2
-FULL = replace(configurations.FULL, batch=4, steps=1200, validate_every=1200)
-QUICK = replace(configurations.QUICK, batch=2)
+# Down to a hundredth of the learning rate: where updates are small, rounding shows.
+FULL = Stage(
+    Config(layers=2, heads=2, width=64, context=64),
+    "code",
+    batch=4,
+    steps=1200,
+    warmup=100,
+    peak_lr=3e-3,
+    held_out=2000,
+    least_lr_factor=0.01,
+)
+QUICK = replace(FULL, config=Config(layers=1, heads=2, width=32, context=32), batch=2, steps=20, warmup=4, held_out=50)
 
 
 @dataclass(frozen=True)
@@ -65,36 +77,30 @@ class Result:
     bytes_sent: float  # per parameter and step, by rank 0
 
 
-def train(run: Run, job: Job) -> Result:
-    rank, context = dist.get_rank(), job.config.context
+def train(run: Run, stage: Stage) -> Result:
+    rank = dist.get_rank()
     torch.manual_seed(run.seed)
-    model = GPT(job.config).bfloat16()
+    model = GPT(stage.config).bfloat16()
     policy = torch_ext.load_policy(
         model, override_optimizer_config={"main_grads_dtype": "fp32"}, override_ddp_config=run.wire
     )
     torch_ext.parallelize(model, policy, strategy=run.strategy)
-    optimizer = torch_ext.AdamW(model.named_parameters(), weight_decay=job.weight_decay, policy=policy, seed=run.seed)
-    training, losses = text.read(text.TRAINING), []
-    for step in range(job.steps):
-        optimizer.param_groups[0]["lr"] = job.peak_lr * job.lr_factor(step)
-        batch = text.batch(training, context, job.batch, seed=run.seed, step=step, rank=rank, world=WORLD)
-        loss = model(batch)
-        loss.backward()
-        torch_ext.clip_grad_norm_(optimizer, job.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    mean = torch.stack(losses).double()
+    optimizer = torch_ext.AdamW(model.named_parameters(), weight_decay=stage.weight_decay, policy=policy, seed=run.seed)
+    training = Training(model, optimizer, partial(torch_ext.clip_grad_norm_, optimizer))
+    steps = train_steps(stage, training, run.seed, range(stage.steps), rank, WORLD)
+    shown = tqdm(steps, f"{run.name}, seed {run.seed}", stage.steps, mininterval=1, disable=rank != 0)
+    mean = torch.stack([loss for _, loss, _ in shown]).double()
     dist.all_reduce(mean)
     numel = sum(p.numel() for p in model.parameters())
-    held_out = validation_loss(model, text.held_out(context, job.held_out))
+    windows = text.held_out(stage.corpus, stage.config.context, stage.held_out)
+    held_out = held_out_loss(model, windows, rank, WORLD)
     return Result(run, (mean / WORLD).tolist(), held_out, model.wire_bytes() / numel)
 
 
-def rank_main(rank: int, store: str, job: Job, results: str) -> None:
+def rank_main(rank: int, store: str, stage: Stage, results: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    found = [train(run, job) for run in RUNS]
+    found = [train(run, stage) for run in RUNS]
     if rank == 0:
         torch.save(found, results)
     dist.destroy_process_group()
@@ -106,8 +112,16 @@ def table(results: list[Result]) -> str:
     for r in results:
         beside = "" if r.run.name == RUNS[0].name else f"{r.held_out - fp32[r.run.seed]:+.4f}"
         rows.append([r.run.name, str(r.run.seed), f"{r.bytes_sent:.2f}", f"{r.held_out:.4f}", beside])
-    rows.insert(1, ["---", *["---:"] * 4])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown(rows)
+
+
+def smooth(values: list[float], keep: float = 0.9) -> list[float]:
+    """Exponential mean without the bias of its start."""
+    mean, out = 0.0, []
+    for i, value in enumerate(values):
+        mean = keep * mean + (1 - keep) * value
+        out.append(mean / (1 - keep ** (i + 1)))
+    return out
 
 
 def draw(results: list[Result], path: Path) -> None:
@@ -128,20 +142,21 @@ def draw(results: list[Result], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model, a few steps")
-    job = QUICK if parser.parse_args().quick else FULL
+    stage = QUICK if parser.parse_args().quick else FULL
     out = Path(os.environ.get("OUT_DIR") or "out")
     out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both processes are here
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         results_file = os.path.join(folder, "results.pt")
-        torch.multiprocessing.spawn(rank_main, (os.path.join(folder, "store"), job, results_file), nprocs=WORLD)
+        torch.multiprocessing.spawn(rank_main, (os.path.join(folder, "store"), stage, results_file), nprocs=WORLD)
         results: list[Result] = torch.load(results_file, weights_only=False)
     draw(results, out / "wires.png")
     fp32 = [r.held_out for r in results if r.run.name == RUNS[0].name]
+    parameters = sum(p.numel() for p in GPT(stage.config).parameters())
     print(
-        f"Byte-level GPT, {sum(p.numel() for p in GPT(job.config).parameters()):,} parameters, {job.steps} steps of "
-        f"{WORLD} x {job.batch} x {job.config.context} bytes of the standard library (text {text.fingerprint()}). "
+        f"Byte-level GPT, {parameters:,} parameters, {stage.steps} steps of "
+        f"{WORLD} x {stage.batch} x {stage.config.context} bytes of the standard library (text {text.fingerprint()}). "
         f"{time.perf_counter() - started:.0f} s.\n{table(results)}\n"
         f"{len(fp32)} seeds of the fp32 wire are up to {max(fp32) - min(fp32):.4f} apart. Curves: {out / 'wires.png'}"
     )

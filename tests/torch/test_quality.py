@@ -98,17 +98,6 @@ def test_bench_prints_tables_and_draws_v(tmp_path: pathlib.Path, capsys: pytest.
     assert (tmp_path / "v_against_step.png").stat().st_size > 10_000
 
 
-def test_losses_of_every_configuration() -> None:
-    """In seconds: that each one trains and is reported. What they come to takes minutes."""
-    script = [sys.executable, "examples/gpt/configurations.py", "--quick"]
-    result = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    rows = [line for line in result.stdout.splitlines() if line.startswith("| ")]
-    assert sum("fp32 model" in row for row in rows) == 3
-    assert sum("8bit: moments in 8 bits, remainders" in row for row in rows) == 1
-    assert "3 seeds of fp32 are up to" in result.stdout
-
-
 def test_losses_of_every_wire(tmp_path: pathlib.Path) -> None:
     """In seconds: that each one trains and is reported. What they come to takes minutes."""
     script = [sys.executable, "examples/gpt/wires.py", "--quick"]

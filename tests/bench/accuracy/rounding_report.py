@@ -4,7 +4,6 @@ Every figure is a function of the seed and of torch's random numbers: no machine
 """
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,26 +27,19 @@ _KINDS = [("fp32", "any")] + [(state, rounding) for state in STATES if state != 
 _WEIGHT_STEPS = (200, 2000)
 _REMAINDER_STEPS, _REMAINDER_SEEDS = 3000, 4
 _QUICK_DECAY, _QUICK_WEIGHT_STEPS, _QUICK_REMAINDER_STEPS = Decay(elements=1024, warmup=200, decay=2400), (20, 200), 300
-# Of the repository; a wheel does not have it.
-_LOSS = Path(__file__).absolute().parents[1] / "examples" / "gpt" / "configurations.py"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="of torch's pool; no figure depends on it")
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="v against step (matplotlib)")
-    parser.add_argument(
-        "--loss", action="store_true", help="train examples/gpt in every configuration, too: ten minutes on two cores"
-    )
     parser.add_argument("--quick", action="store_true", help="small sizes: whether it runs; the figures say little")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the tables; 0 unless a remainder was not what it has to be, or the training failed."""
+    """Prints the tables; 0 unless a remainder was not what it has to be."""
     if options.pictures:
         plots.require_matplotlib()
-    if options.loss and not _LOSS.is_file():
-        raise RuntimeError(f"--loss trains the model of {_LOSS}, which comes with the repository, not with the wheel")
     torch.set_num_threads(options.threads)
     print(bench_report.facts(bench_report.machine(options.threads, options.seed)))
     if options.quick:
@@ -60,9 +52,6 @@ def run(options: argparse.Namespace) -> int:
     print(text, flush=True)
     if options.pictures:
         print(draw(decay, tracks, exact, options.pictures))
-    if options.loss:
-        quick = ["--quick"] if options.quick else []
-        right &= subprocess.run([sys.executable, _LOSS, *quick], check=False).returncode == 0
     return 0 if right else 1
 
 
