@@ -9,7 +9,6 @@ from torch_ext.diagnosis.findings import Finding, finding
 from torch_ext.diagnosis.state_moments import EXP_AVG_SQ
 from torch_ext.diagnosis.trained_parameters import Reading, Trained
 from torch_ext.optim.optimizer_base import OptimizerBase
-from torch_ext.optim.state.state_dtypes import StateDtypes
 
 _BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 _HALF, _SOME = 0.5, 0.05
@@ -68,7 +67,7 @@ def _dtype_to_come(t: Trained) -> torch.dtype | None:
     if moment_checks.has_moments(t):
         return None
     if isinstance(t.optimizer, OptimizerBase):
-        return StateDtypes.of(t.optimizer.policy, t.param.dtype).exp_avg_sq
+        return t.kinds_of_ours().exp_avg_sq
     said = getattr(t.optimizer, "exp_avg_sq_dtype", None)
     if isinstance(said, torch.dtype):
         return said

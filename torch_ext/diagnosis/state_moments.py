@@ -10,7 +10,6 @@ from torch_ext.diagnosis.model_parameters import readable
 from torch_ext.diagnosis.trained_parameters import Trained
 from torch_ext.optim.optimizer_base import OptimizerBase
 from torch_ext.optim.state import codec
-from torch_ext.optim.state.state_dtypes import StateDtypes
 from torch_ext.params import local_shard
 
 EXP_AVG, EXP_AVG_SQ, MOMENTUM = "exp_avg", "exp_avg_sq", "momentum_buffer"
@@ -69,8 +68,7 @@ def _scaled_of_ours(t: Trained, key: str) -> bool:
 def _of_ours(t: Trained, key: str, every: int) -> Tensor | None:
     if t.stepped is None or t.stepped.numel() > _MOST_DECODED:
         return None
-    kinds = StateDtypes.of(t.optimizer.policy, t.param.dtype)
-    return sample(codec.decode(t.stepped, t.state, kinds, key), every).float()
+    return sample(codec.decode(t.stepped, t.state, t.kinds_of_ours(), key), every).float()
 
 
 def _coded(state: Mapping[str, Any], n: str, every: int) -> Tensor | None:

@@ -35,6 +35,12 @@ class Trained(NamedTuple):
     keeps: str | None
     """What keeps small updates of a 16-bit weight: "a master", "remainders", ...; None: nothing."""
 
+    def kinds_of_ours(self) -> StateDtypes:
+        """What its state is made of, in an optimizer of this package."""
+        kept = self.group.get("keep_32bit") or ()
+        flags = [flag for p, flag in zip(self.group["params"], kept, strict=False) if p is self.param]
+        return StateDtypes.of(self.optimizer.policy, self.param.dtype, self.param.numel(), any(flags))
+
     @property
     def narrow(self) -> bool:
         """Whether it is a 16-bit weight of which nothing more is kept."""
@@ -161,7 +167,7 @@ class _Finder:
 def _makes_master(optimizer: Any, p: Tensor, state: Mapping[str, Any]) -> bool:
     """Whether a first step is to come that makes one."""
     if isinstance(optimizer, OptimizerBase):
-        return StateDtypes.of(optimizer.policy, p.dtype).master is not None if p.requires_grad else False
+        return p.requires_grad and StateDtypes.of(optimizer.policy, p.dtype, p.numel(), False).master is not None
     return not state and master_copies.promises_masters(optimizer)
 
 
