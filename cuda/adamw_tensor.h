@@ -7,6 +7,7 @@
 #include "csrc/math/noise.h"
 #include "cuda/adamw_fast_path.h"
 #include "cuda/adamw_found_inf.h"
+#include "cuda/adamw_suspects.h"
 
 namespace {
 
@@ -16,7 +17,8 @@ struct of_tensor {
   int32_t alike; /* group and what else constants hang on, but for the step */
   float before;  /* steps that were taken */
   tx_adamw_constants constants;
-  bool quick; /* tx_quick_constants */
+  bool quick;   /* tx_quick_constants */
+  bool suspect; /* its masters may not round to its weights any more */
   tx_noise exp_avg, exp_avg_sq, param;
 };
 
@@ -44,6 +46,7 @@ __device__ __forceinline__ void enter_tensor(of_tensor &w, const tx_step_table &
   w.exp_avg = noise_of(t, e, w, TX_LANE_EXP_AVG);
   w.exp_avg_sq = noise_of(t, e, w, TX_LANE_EXP_AVG_SQ);
   w.param = noise_of(t, e, w, TX_LANE_PARAM);
+  w.suspect = is_suspect(t, tensor);
   w.tensor = tensor;
 }
 
