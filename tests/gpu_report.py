@@ -1,7 +1,7 @@
 """What tests/gpu.sh counts and writes of its parts, from pytest's files.
 
-    python gpu_report.py counts FILE.xml                                   passed, failed and skipped tests
-    python gpu_report.py report FILE.json FOLDER PASSED FAILED SKIPPED     of FOLDER/parts and FOLDER/xml
+python gpu_report.py counts FILE.xml                                   passed, failed and skipped tests
+python gpu_report.py report FILE.json FOLDER PASSED FAILED SKIPPED     of FOLDER/parts and FOLDER/xml
 """
 
 import json
