@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import os
 import pathlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -146,6 +147,41 @@ def plainly(dtypes: Any, device: torch.device, steps: int = 3) -> list[bytes]:
     for i in range(steps):
         step(model, optimizer, i, dtypes, device)
     return weights(model)
+
+
+def why_no_nccl() -> str:
+    """Why transport="nccl" is refused here; empty where it is not."""
+    try:
+        nccl_transport.refuse("nccl", DEVICE)
+    except (ValueError, RuntimeError) as refusal:
+        return str(refusal)
+    return ""
+
+
+@contextlib.contextmanager
+def nobody_waits_for_nccl() -> Iterator[None]:
+    """What is wrong on purpose."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl_transport._Issued, "wait", lambda self: None)
+        yield
+
+
+def pretend_nccl() -> None:
+    """For the rest of the process memory of the host is as good as a GPU's to transport="nccl": $TORCH_EXT_NCCL names
+    one that pretends."""
+    refuse = nccl_transport.refuse
+
+    def refuse_others(name: str, device: torch.device) -> None:
+        if name != "nccl":
+            refuse(name, device)
+
+    for module in [module for name, module in sys.modules.items() if name.startswith("torch_ext.")]:
+        if getattr(module, "refuse", None) is refuse:
+            setattr(module, "refuse", refuse_others)  # noqa: B010 - modules are typed without it
+
+
+if DEVICE.type == "cpu" and "TORCH_EXT_NCCL" in os.environ:
+    pretend_nccl()
 
 
 def transport_of_world() -> nccl_transport.NcclTransport:

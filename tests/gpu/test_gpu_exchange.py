@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from exchange import CPU, DEVICE, DTYPES, STRATEGIES, TRANSPORTS
 
-from torch_ext.comm import nccl_transport
-
 
 @pytest.fixture(scope="module", autouse=True)
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -29,11 +27,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def transport_is_there(request: pytest.FixtureRequest) -> None:
-    if "nccl" in request.node.name:
-        try:
-            nccl_transport.refuse("nccl", DEVICE)
-        except (ValueError, RuntimeError) as refusal:
-            pytest.skip(str(refusal))
+    if "nccl" in request.node.name and (why := exchange.why_no_nccl()):
+        pytest.skip(why)
 
 
 needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="nothing is late on a CPU")
@@ -56,11 +51,10 @@ def test_of_one_rank_it_changes_nothing(strategy: str, transport: str) -> None:
 
 
 @needs_gpu
-def test_a_wait_for_nccl_that_is_missing_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_nccl_that_is_missing_shows() -> None:
     """What the sleeping streams are for."""
     expected = exchange.trained("optim", DTYPES["fp32"], CPU)
-    monkeypatch.setattr(nccl_transport._Issued, "wait", lambda self: None)
-    with exchange.sleeping_streams():
+    with exchange.sleeping_streams(), exchange.nobody_waits_for_nccl():
         assert exchange.trained("optim", DTYPES["fp32"], DEVICE, "nccl") != expected
 
 
@@ -126,8 +120,6 @@ def ended(folder: pathlib.Path, code: str, timeout: float = 60.0) -> tuple[int, 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("way", ENDS)
 def test_a_process_ends_as_it_should(way: str, transport: str, tmp_path: pathlib.Path) -> None:
-    if DEVICE.type == "cpu" and transport == "nccl":
-        pytest.skip("a process of its own has no memory of GPUs")
     code, says, status = ENDS[way]
     found, text = ended(tmp_path, code.replace("TRANSPORT", repr(transport)))
     assert found == status and says in text, text
