@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
   const int64_t tiles = tx_table_tiles(t);
   tx_tile next = tile_or_none(t, tx_first_tile(), tiles);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
-    const tx_tile tile = next;
-    next = tile_or_none(t, number + tx_tile_step(), tiles);
+    const tx_tile tile = kAsksAhead ? next : tx_table_tile(t, number);
+    if (kAsksAhead) next = tile_or_none(t, number + tx_tile_step(), tiles);
     enter_tensor(w, t, tile.tensor, admitted);
     resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w);
   }
