@@ -88,7 +88,8 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
     if (blockIdx.x == 0 && threadIdx.x == 0) tx_count(t.common.skipped, 1);
     return;
   }
-  if (tx_master_of_weight(WEIGHT) == TX_F32 && t.common.looks) look_at_samples(t);
+  const bool looks = tx_master_of_weight(WEIGHT) == TX_F32 && t.common.looks;
+  if (looks) look_at_samples(t);
   of_tensor w = {};
   w.tensor = -1;
   int64_t resynced = 0;
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
     const tx_tile tile = kAsksAhead ? next : tx_table_tile(t, number);
     if (kAsksAhead) next = tile_or_none(t, number + tx_tile_step(), tiles);
-    enter_tensor(w, t, tile.tensor, admitted);
+    enter_tensor(w, t, tile.tensor, admitted, looks);
     resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w);
   }
   if (tx_lane_id() == 0) tx_count(t.common.resynced, resynced);

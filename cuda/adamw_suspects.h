@@ -23,9 +23,10 @@ struct look {
 };
 __device__ look looks[TX_TICKETS + TX_CAPTURED_TICKETS];
 
+/* In a launch that has looked. */
 __device__ __forceinline__ bool is_suspect(const tx_step_table &t, int32_t tensor) {
   const volatile uint32_t *const words = looks[t.common.ticket].suspects;
-  return t.common.looks && (words[tensor / 32] >> (tensor % 32) & 1u) != 0u;
+  return (words[tensor / 32] >> (tensor % 32) & 1u) != 0u;
 }
 
 /* Samples that a warp compares at a time: eight lanes have the two runs of one. */

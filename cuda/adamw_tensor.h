@@ -27,8 +27,9 @@ __device__ __forceinline__ tx_noise noise_of(const tx_step_table &t, const tx_st
   return tx_noise_at(t.common.seed, e.id, lane, (int64_t)w.before + 1, e.start);
 }
 
+/* looks: somebody has looked for suspects. */
 __device__ __forceinline__ void enter_tensor(of_tensor &w, const tx_step_table &t, int32_t tensor,
-                                             const tx_step_admission &admitted) {
+                                             const tx_step_admission &admitted, const bool looks) {
   if (w.tensor == tensor) return;
   const tx_step_entry &e = t.entries[tensor];
   const float before = tx_read_value<float>(e.step);
@@ -46,7 +47,7 @@ __device__ __forceinline__ void enter_tensor(of_tensor &w, const tx_step_table &
   w.exp_avg = noise_of(t, e, w, TX_LANE_EXP_AVG);
   w.exp_avg_sq = noise_of(t, e, w, TX_LANE_EXP_AVG_SQ);
   w.param = noise_of(t, e, w, TX_LANE_PARAM);
-  w.suspect = is_suspect(t, tensor);
+  w.suspect = looks && is_suspect(t, tensor);
   w.tensor = tensor;
 }
 
