@@ -9,20 +9,22 @@ ARCHITECTURES = [80, 90, 100]
 # to nearest.
 _ARITHMETIC = ["--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"]
 
-_GENERATE = [
-    "-gencode=arch=compute_%d,code=%s" % (a, "[sm_%d,compute_%d]" % (a, a) if a == ARCHITECTURES[-1] else "sm_%d" % a)
-    for a in ARCHITECTURES
-]
+def _generate(architectures):
+    return [
+        "-gencode=arch=compute_%d,code=%s" % (a, "[sm_%d,compute_%d]" % (a, a) if a == ARCHITECTURES[-1] else "sm_%d" % a)
+        for a in architectures
+    ]
 
 def _nvcc_objects_impl(ctx):
+    folder = ctx.attr.folder + "/" if ctx.attr.folder else ""
     headers = depset(ctx.files.hdrs, transitive = [dep[CcInfo].compilation_context.headers for dep in ctx.attr.deps])
     objects = []
     for source in ctx.files.srcs:
-        object = ctx.actions.declare_file(source.basename[:-len(".cu")] + ".cu.o")
+        object = ctx.actions.declare_file(folder + source.basename[:-len(".cu")] + ".cu.o")
         objects.append(object)
         ctx.actions.run(
             executable = ctx.executable._nvcc,
-            arguments = _ARITHMETIC + _GENERATE + [
+            arguments = _ARITHMETIC + _generate(ctx.attr.architectures) + ["-D" + each for each in ctx.attr.defines] + [
                 "-std=c++17",
                 "-O3",
                 # A quarter off the wheel; drivers that run this toolkit's code know it.
@@ -47,10 +49,13 @@ def _nvcc_objects_impl(ctx):
 
 nvcc_objects = rule(
     implementation = _nvcc_objects_impl,
-    doc = "One object, for all ARCHITECTURES, of each .cu file.",
+    doc = "One object, for all `architectures`, of each .cu file, in `folder` of the package's where there is one.",
     attrs = {
         "srcs": attr.label_list(allow_files = [".cu"]),
         "hdrs": attr.label_list(allow_files = True),
+        "architectures": attr.int_list(default = ARCHITECTURES),
+        "defines": attr.string_list(),
+        "folder": attr.string(),
         "deps": attr.label_list(providers = [CcInfo]),
         "_nvcc": attr.label(
             default = "@cuda_toolkit//:nvcc",

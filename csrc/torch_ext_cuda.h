@@ -64,9 +64,8 @@ TX_API tx_status tx_cuda_check_device(int32_t device, tx_error *error);
  * which could end a capture of somebody else's while they are not relaxed. No context is made. */
 TX_API tx_status tx_cuda_exchange_capture_mode(int32_t *mode, tx_error *error);
 
-/* Bytes of workspace for n tensors, which are needed where fp32 masters have checksums that are looked at, by
- * tx_cuda_adamw (on_external_write is not 0) and tx_cuda_master_checksum (unless it renews), and beside any masters
- * with checksums by TX_EXTERNAL_CHECK; no other call needs any. */
+/* Bytes of workspace for n tensors, which are needed where masters have checksums: any by tx_cuda_adamw with
+ * TX_EXTERNAL_CHECK, fp32 ones by tx_cuda_master_checksum (unless it renews). No other call needs any. */
 TX_API int64_t tx_cuda_workspace(int64_t n);
 
 /* The operators; see torch_ext.h. In a stream that is being captured, host values that change from step to step would

@@ -18,7 +18,8 @@ struct entry {
 struct nothing {};
 typedef tx_table<nothing, entry> table;
 
-__global__ void __launch_bounds__(TX_BLOCK_THREADS) accumulate(const __grid_constant__ table t) {
+template <class Table>
+__global__ void __launch_bounds__(TX_BLOCK_THREADS) accumulate(const __grid_constant__ Table t) {
   const int64_t tiles = tx_table_tiles(t);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
     const tx_tile tile = tx_table_tile(t, number);
@@ -38,6 +39,11 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) accumulate(const __grid_cons
   }
 }
 
+tx_status launch(const tx_cuda_scope *scope, const table &t, tx_error *error) {
+  return tx_cuda_launch_sized(scope, accumulate<table>, accumulate<tx_small_table<nothing, entry>>, t,
+                              "accumulating gradients", error);
+}
+
 tx_status run(const tx_cuda_scope *scope, int64_t n, const tx_tensor *main_grads, const tx_tensor *grads,
               tx_error *error) {
   table t;
@@ -51,11 +57,11 @@ tx_status run(const tx_cuda_scope *scope, int64_t n, const tx_tensor *main_grads
                      main_grads[i].dtype,
                      grads[i].dtype};
     if (tx_table_add(&t, e)) continue;
-    TX_FORWARD(tx_cuda_launch(scope, accumulate, t, "accumulating gradients", error));
+    TX_FORWARD(launch(scope, t, error));
     tx_table_begin(&t, 4 * TX_ROUND);
     (void)tx_table_add(&t, e);
   }
-  return tx_cuda_launch(scope, accumulate, t, "accumulating gradients", error);
+  return launch(scope, t, error);
 }
 
 }  // namespace

@@ -102,9 +102,9 @@ struct launches {
 void begin(launches *l, int instance) {
   tx_step_common *c = &l->table.common;
   const tx_adamw_args *a = l->args;
+  const bool samples = l->samples && tx_master_of_weight(instance / TX_MOMENT_KINDS) == TX_F32;
   l->instance = instance;
-  tx_table_begin(&l->table,
-                 l->samples && tx_master_of_weight(instance / TX_MOMENT_KINDS) == TX_F32 ? TX_SAMPLED : TX_CHECKSUM);
+  tx_table_begin(&l->table, samples ? TX_SAMPLED : TX_CHECKSUM);
   c->gate = gate_of(a);
   c->skipped = l->is_first ? counter(a->skipped) : NULL;
   c->resynced = counter(a->resynced);
@@ -112,6 +112,7 @@ void begin(launches *l, int instance) {
   c->moment_rounding = a->moment_rounding;
   c->weight_rounding = a->weight_rounding;
   c->resyncs = a->on_external_write == TX_EXTERNAL_RESYNC;
+  c->looks = c->resyncs && samples;
   c->n_groups = 0;
 }
 
@@ -174,23 +175,13 @@ tx_status step_all(const tx_cuda_scope *scope, const tx_adamw_args *a, bool samp
   return TX_OK;
 }
 
-/* What somebody else wrote to weights beside fp32 masters, before they are stepped. */
-tx_status resync(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_external_lists &lists,
-                 const tx_cuda_call *call, tx_error *error) {
-  tx_external_notes notes;
-  TX_FORWARD(tx_external_notes_begin(scope, call, a->n, &notes, error));
-  TX_FORWARD(tx_external_look_at_samples(scope, lists, gate_of(a), &notes, TX_CHECKSUM_RESYNC, error));
-  return tx_resync_masters(scope, a->n, a->params, a->masters, TX_RESYNC_STALE, notes.suspect, counter(a->resynced), 0,
-                           error);
-}
-
 /* TX_EXTERNAL_CHECK: looks at everything, waits and says what was found. */
 tx_status check(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_external_lists &lists,
                 const tx_cuda_call *call, tx_error *error) {
   tx_external_notes notes;
   const size_t bytes = (size_t)a->n * sizeof(int64_t);
   TX_FORWARD(tx_external_notes_begin(scope, call, a->n, &notes, error));
-  TX_FORWARD(tx_external_look_at_samples(scope, lists, tx_step_gate{}, &notes, TX_CHECKSUM_CHECK, error));
+  TX_FORWARD(tx_external_look_at_samples(scope, lists, &notes, TX_CHECKSUM_CHECK, error));
   TX_FORWARD(
       tx_resync_masters(scope, a->n, a->params, a->masters, TX_RESYNC_COUNT, notes.suspect, notes.counts, 1, error));
   TX_FORWARD(tx_external_look_at_remainders(scope, lists, notes.counts, TX_CHECKSUM_CHECK, error));
@@ -221,10 +212,6 @@ tx_status run(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_cuda_
     return tx_fail(error, TX_ERROR_BAD_STATE,
                    "the stream is being captured, and lr would stay what it is now in every replay; pass it as a "
                    "tensor in lrs");
-  if (a->on_external_write == TX_EXTERNAL_RESYNC && samples) {
-    TX_FORWARD(tx_external_check_workspace(call, a->n, "on_external_write = 1 (resync) beside fp32 masters", error));
-    TX_FORWARD(resync(scope, a, lists, call, error));
-  }
   return step_all(scope, a, samples, error);
 }
 

@@ -4,33 +4,54 @@
 #ifndef TX_CUDA_ADAMW_KERNEL_H
 #define TX_CUDA_ADAMW_KERNEL_H
 
+#include "cuda/adamw_prefetch.h"
 #include "cuda/adamw_vector.h"
 #include "cuda/last_block.h"
+#include "cuda/resync_vector.h"
 #include "cuda/warp_checksum.h"
 
 namespace {
 
-/* Returns how many weights are in a block of remainders that was dropped. */
+/* A suspect's fp32 masters in the tile; returns how many became their weights. */
+__device__ __forceinline__ int64_t resync_tile(const tx_step_entry &e, const tx_dtype param, const tx_tile &tile) {
+  const tx_masters masters = {e.param, e.master, param, e.param_alignment, e.master_alignment};
+  int32_t changed = 0;
+  for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
+    const tx_share share = tx_share_of_tile(tile.count, i, tx_lane_id());
+    if (share.count > 0) changed += tx_resync_vector(masters, tile.begin + share.first, share.count, TX_RESYNC_STALE);
+  }
+  changed = tx_warp_sum(changed);
+  __syncwarp(); /* other lanes may read what this one wrote */
+  return changed;
+}
+
+/* Returns how many masters became their weights, or are in a block of remainders that was dropped. next: the warp's
+ * next tile. */
 template <int WEIGHT, int MOMENTS>
-__device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_tile &tile, const of_tensor &w) {
+__device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_tile &tile, const tx_tile &next,
+                                             const of_tensor &w) {
+  typedef round_of<WEIGHT, MOMENTS> round;
   const tx_step_entry &e = t.entries[tile.tensor];
-  const tx_dtype master = round_of<WEIGHT, MOMENTS>::master_of(e);
+  const tx_dtype master = round::master_of(e);
   const uint32_t lane = tx_lane_id();
   const void *const weights = (const char *)e.param + 2 * tile.begin;
   bool drops = false;
+  int64_t resynced = 0;
   if (master == TX_I16 && e.checksums && t.common.resyncs) {
     const void *checksum = (const char *)e.checksums + tile.begin / TX_CHECKSUM * 8;
     drops = tx_checksum_differs(checksum, tx_checksum_of(weights, e.param_alignment, tile.count, lane));
+    resynced = drops ? tile.count : 0;
   }
+  if (master == TX_F32 && w.suspect) resynced = resync_tile(e, round::param_of(e), tile);
   const bool renews = master != TX_NONE && e.checksums;
   tx_checksum_sums written = {}; /* of the weights beside remainders, as they are stored */
   for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
-    const tx_share share = tx_share_of_tile(tile.count, i, lane);
-    const bool whole = round_of<WEIGHT, MOMENTS>::kQuick && e.aligned && tile.count - i * TX_ROUND >= TX_ROUND;
-    const tx_here here = {tile.begin + share.first, share.count, whole};
+    const tx_here here = round::here_of(e, tile, i);
     uint32_t words[4];
-    round_of<WEIGHT, MOMENTS>::round(t, e, w, here, drops, words);
-    if (master == TX_I16 && renews) tx_checksum_take(written, words, tx_checksum_left(tile.count, share.first));
+    ask_ahead<WEIGHT, MOMENTS>(t, tile, next, i);
+    round::round(t, e, w, here, drops, words);
+    if (master == TX_I16 && renews)
+      tx_checksum_take(written, words, tx_checksum_left(tile.count, (int32_t)(here.first - tile.begin)));
   }
   if (renews) {
     uint64_t checksum;
@@ -44,14 +65,20 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
     const int64_t unit = master == TX_F32 ? TX_SAMPLED : TX_CHECKSUM;
     if (lane == 0) tx_write_value((char *)e.checksums + tile.begin / unit * 8, checksum);
   }
-  return drops ? tile.count : 0;
+  return resynced;
 }
 
 /* Once every block has read the steps, the last one adds to them. */
 __device__ __forceinline__ void count_steps(const tx_step_table &t) {
   if (!tx_is_last_block(t.common.ticket)) return;
+  forget_suspects(t);
   for (int32_t i = (int32_t)threadIdx.x; i < t.n; i += (int32_t)blockDim.x)
     tx_write_value(t.entries[i].step, tx_read_value<float>(t.entries[i].step) + 1.0f);
+}
+
+/* Without elements where there is no tile of that number. */
+__device__ __forceinline__ tx_tile tile_or_none(const tx_step_table &t, int64_t number, int64_t tiles) {
+  return number < tiles ? tx_table_tile(t, number) : tx_tile{0, 0, 0};
 }
 
 template <int WEIGHT, int MOMENTS>
@@ -61,14 +88,18 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
     if (blockIdx.x == 0 && threadIdx.x == 0) tx_count(t.common.skipped, 1);
     return;
   }
+  const bool looks = tx_master_of_weight(WEIGHT) == TX_F32 && t.common.looks;
+  if (looks) look_at_samples(t);
   of_tensor w = {};
   w.tensor = -1;
   int64_t resynced = 0;
   const int64_t tiles = tx_table_tiles(t);
+  tx_tile next = tile_or_none(t, tx_first_tile(), tiles);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
-    const tx_tile tile = tx_table_tile(t, number);
-    enter_tensor(w, t, tile.tensor, admitted);
-    resynced += step_tile<WEIGHT, MOMENTS>(t, tile, w);
+    const tx_tile tile = kAsksAhead ? next : tx_table_tile(t, number);
+    if (kAsksAhead) next = tile_or_none(t, number + tx_tile_step(), tiles);
+    enter_tensor(w, t, tile.tensor, admitted, looks);
+    resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w);
   }
   if (tx_lane_id() == 0) tx_count(t.common.resynced, resynced);
   count_steps(t);

@@ -6,12 +6,26 @@
 #include "cuda/adamw_fast_path.h"
 #include "cuda/vector_forms.h"
 
-/* Where a lane's elements of a round are. whole: all of the warp's lanes have TX_VECTOR of them, aligned. */
+/* Where a lane's elements of a round are: one behind the other from `first` on, but for the upper half of them, which
+ * lies `gap` elements further. whole: all of the warp's lanes have TX_VECTOR of them, aligned. */
 struct tx_here {
   int64_t first;
-  int32_t count;
+  int32_t count, gap;
   bool whole;
 };
+
+/* How a round lies in memory.
+ *
+ * Eight fp32 of one lane are two accesses of 16 bytes, each of which would fill one half of every sector of 32 that the
+ * warp writes, and the other half later. Where the warp's lanes have four elements each of its first half and four each
+ * of its second, every access is of whole sectors; streams of 16 bits then move in 8 bytes a lane, whole sectors, too.
+ */
+enum tx_way {
+  TX_WAY_ANY,   /* any count at any address */
+  TX_WAY_WHOLE, /* TX_VECTOR to a lane, aligned, and no gap */
+  TX_WAY_HALVES /* TX_VECTOR to a lane, aligned, halves of them TX_HALVES_GAP apart */
+};
+#define TX_HALVES_GAP (TX_ROUND / 2 - TX_VECTOR / 2)
 
 static __device__ __forceinline__ constexpr int tx_bytes_of(const tx_dtype dtype) {
   return dtype == TX_F32 ? 4 : dtype == TX_U8 ? 1 : 2;
@@ -22,15 +36,53 @@ static __device__ __forceinline__ void tx_read_again() {
   asm volatile("" ::: "memory");
 }
 
-/* dtype and whole: mostly known when the kernel is compiled. */
-static __device__ __forceinline__ void tx_get(tx_raw &raw, const void *data, const tx_dtype dtype, const bool whole,
-                                              uint32_t alignment, const tx_here &here) {
-  tx_read_raw(raw, data, tx_bytes_of(dtype), whole ? 16u : alignment, here.first, whole ? TX_VECTOR : here.count);
+/* Half a vector of elements of `bytes` bytes, 4 or 2. */
+static __device__ __forceinline__ void tx_get_half(uint32_t *words, const char *from, const int bytes) {
+  if (bytes == 4) {
+    const uint4 wide = *(const uint4 *)from;
+    memcpy(words, &wide, sizeof wide);
+  } else {
+    const uint2 wide = *(const uint2 *)from;
+    memcpy(words, &wide, sizeof wide);
+  }
+}
+static __device__ __forceinline__ void tx_put_half(char *to, const uint32_t *words, const int bytes) {
+  if (bytes == 4) {
+    uint4 wide;
+    memcpy(&wide, words, sizeof wide);
+    *(uint4 *)to = wide;
+  } else {
+    uint2 wide;
+    memcpy(&wide, words, sizeof wide);
+    *(uint2 *)to = wide;
+  }
 }
 
-static __device__ __forceinline__ void tx_put(const tx_raw &raw, void *data, const tx_dtype dtype, const bool whole,
+/* dtype and way: mostly known when the kernel is compiled. Halves are of 4 or 2 bytes an element. */
+static __device__ __forceinline__ void tx_get(tx_raw &raw, const void *data, const tx_dtype dtype, const tx_way way,
                                               uint32_t alignment, const tx_here &here) {
-  tx_write_raw(raw, data, tx_bytes_of(dtype), whole ? 16u : alignment, here.first, whole ? TX_VECTOR : here.count);
+  const int bytes = tx_bytes_of(dtype);
+  if (way == TX_WAY_HALVES) {
+    const char *const from = (const char *)data + bytes * here.first;
+    tx_get_half(&raw[0], from, bytes);
+    tx_get_half(&raw[bytes], from + bytes * (TX_ROUND / 2), bytes);
+  } else {
+    const bool whole = way == TX_WAY_WHOLE;
+    tx_read_raw(raw, data, bytes, whole ? 16u : alignment, here.first, whole ? TX_VECTOR : here.count);
+  }
+}
+
+static __device__ __forceinline__ void tx_put(const tx_raw &raw, void *data, const tx_dtype dtype, const tx_way way,
+                                              uint32_t alignment, const tx_here &here) {
+  const int bytes = tx_bytes_of(dtype);
+  if (way == TX_WAY_HALVES) {
+    char *const to = (char *)data + bytes * here.first;
+    tx_put_half(to, &raw[0], bytes);
+    tx_put_half(to + bytes * (TX_ROUND / 2), &raw[bytes], bytes);
+  } else {
+    const bool whole = way == TX_WAY_WHOLE;
+    tx_write_raw(raw, data, bytes, whole ? 16u : alignment, here.first, whole ? TX_VECTOR : here.count);
+  }
 }
 
 /* The block that a lane's elements are in. */
@@ -61,7 +113,7 @@ static __device__ __forceinline__ void tx_round_plain_to(tx_raw &raw, const floa
     }
     return;
   }
-  tx_thresholds(u, noise, (uint32_t)here.first, rounding);
+  tx_thresholds(u, noise, (uint32_t)here.first, (uint32_t)here.gap, rounding);
   if (quick && dtype == TX_BF16) {
     tx_quick_bf16_round(raw, x, u);
   } else {
@@ -90,7 +142,7 @@ static __device__ __forceinline__ uint8_t tx_round_scaled(tx_raw &raw, const flo
                                                           const tx_here &here, const tx_noise &noise) {
   uint8_t scale;
   uint32_t u[TX_VECTOR];
-  tx_thresholds(u, noise, (uint32_t)here.first, rounding);
+  tx_thresholds(u, noise, (uint32_t)here.first, (uint32_t)here.gap, rounding);
   if (rounding == TX_NEAREST) return tx_encode_block(raw, x, u, 0, dtype, format);
   if (dtype == TX_U8 && tx_quick_encode(raw, &scale, x, amax_bits, u, quick, format)) return scale;
   return tx_encode_block(raw, x, u, 1, dtype, format);

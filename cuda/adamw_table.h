@@ -21,14 +21,14 @@ extern "C" {
 #define TX_WEIGHT_ANY TX_WEIGHTS
 
 /* The dtypes of a row. */
-TX_FN tx_dtype tx_param_of_weight(int weight) {
+static __host__ __device__ constexpr tx_dtype tx_param_of_weight(int weight) {
 #define TX_ENTRY_(index, param, master, ...) \
   if (weight == index) return TX_##param;
   TX_FOR_EACH_WEIGHT(TX_ENTRY_)
 #undef TX_ENTRY_
   return TX_NONE;
 }
-TX_FN tx_dtype tx_master_of_weight(int weight) {
+static __host__ __device__ constexpr tx_dtype tx_master_of_weight(int weight) {
 #define TX_ENTRY_(index, param, master, ...) \
   if (weight == index) return TX_##master;
   TX_FOR_EACH_WEIGHT(TX_ENTRY_)
@@ -88,7 +88,7 @@ struct tx_step_common {
   int32_t resyncs; /* remainders of blocks whose checksum is another are dropped */
   int32_t n_groups;
   int32_t ticket; /* the launch's own, taken where its kernel is */
-  int32_t reserved;
+  int32_t looks;  /* samples beside fp32 masters are compared first (adamw_suspects.h); tiles are TX_SAMPLED then */
   tx_step_group groups[TX_STEP_GROUPS];
 };
 

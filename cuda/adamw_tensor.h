@@ -7,6 +7,7 @@
 #include "csrc/math/noise.h"
 #include "cuda/adamw_fast_path.h"
 #include "cuda/adamw_found_inf.h"
+#include "cuda/adamw_suspects.h"
 
 namespace {
 
@@ -16,7 +17,8 @@ struct of_tensor {
   int32_t alike; /* group and what else constants hang on, but for the step */
   float before;  /* steps that were taken */
   tx_adamw_constants constants;
-  bool quick; /* tx_quick_constants */
+  bool quick;   /* tx_quick_constants */
+  bool suspect; /* its masters may not round to its weights any more */
   tx_noise exp_avg, exp_avg_sq, param;
 };
 
@@ -25,8 +27,9 @@ __device__ __forceinline__ tx_noise noise_of(const tx_step_table &t, const tx_st
   return tx_noise_at(t.common.seed, e.id, lane, (int64_t)w.before + 1, e.start);
 }
 
+/* looks: somebody has looked for suspects. */
 __device__ __forceinline__ void enter_tensor(of_tensor &w, const tx_step_table &t, int32_t tensor,
-                                             const tx_step_admission &admitted) {
+                                             const tx_step_admission &admitted, const bool looks) {
   if (w.tensor == tensor) return;
   const tx_step_entry &e = t.entries[tensor];
   const float before = tx_read_value<float>(e.step);
@@ -44,6 +47,7 @@ __device__ __forceinline__ void enter_tensor(of_tensor &w, const tx_step_table &
   w.exp_avg = noise_of(t, e, w, TX_LANE_EXP_AVG);
   w.exp_avg_sq = noise_of(t, e, w, TX_LANE_EXP_AVG_SQ);
   w.param = noise_of(t, e, w, TX_LANE_PARAM);
+  w.suspect = looks && is_suspect(t, tensor);
   w.tensor = tensor;
 }
 

@@ -4,6 +4,7 @@
 
 #include "cuda/adamw_streams.h"
 #include "cuda/adamw_tensor.h"
+#include "cuda/variants.h"
 
 namespace {
 
@@ -17,6 +18,25 @@ template <int WEIGHT, int MOMENTS>
 struct round_of {
   /* Pairs of moments that few have go the ordinary way alone: there is half as much to compile. */
   static constexpr bool kQuick = MOMENTS != TX_MOMENTS_ANY;
+
+  /* Where a stream is fp32 and none has block scales, whose blocks neighbouring lanes hold, or remainders, of whose
+   * weights a lane takes its part of the checksum. */
+  static constexpr bool kHalves =
+      TX_CUDA_SECTORS && kQuick && MOMENTS != TX_MOMENTS_U8 && tx_master_of_weight(WEIGHT) != TX_I16 &&
+      (MOMENTS == TX_MOMENTS_F32 || tx_param_of_weight(WEIGHT) == TX_F32 || tx_master_of_weight(WEIGHT) == TX_F32);
+  static constexpr tx_way kWay = kHalves ? TX_WAY_HALVES : TX_WAY_WHOLE;
+
+  /* A lane's elements of round `round` of a tile. */
+  static __device__ __forceinline__ tx_here here_of(const tx_step_entry &e, const tx_tile &tile, int32_t round) {
+    const int32_t lane = (int32_t)(threadIdx.x % TX_WARP);
+    const bool whole = kQuick && e.aligned && tile.count - round * TX_ROUND >= TX_ROUND;
+    if (kHalves && whole) {
+      const int64_t first = tile.begin + round * TX_ROUND + lane * (TX_VECTOR / 2);
+      return tx_here{first, TX_VECTOR, TX_HALVES_GAP, true};
+    }
+    const tx_share share = tx_share_of_tile(tile.count, round, (uint32_t)lane);
+    return tx_here{tile.begin + share.first, share.count, 0, whole};
+  }
 
   static __device__ __forceinline__ tx_dtype param_of(const tx_step_entry &e) {
     return tx_param_of_weight(WEIGHT == TX_WEIGHT_ANY ? e.weight : WEIGHT);
@@ -36,32 +56,32 @@ struct round_of {
     return e.scales + (scaled(moment(e.exp_avg_dtype)) ? (uint64_t)(e.numel + TX_BLOCK - 1) / TX_BLOCK : 0);
   }
 
-  static __device__ __forceinline__ void read(in_round &r, const tx_step_entry &e, const bool whole,
+  static __device__ __forceinline__ void read(in_round &r, const tx_step_entry &e, const tx_way way,
                                               const tx_here &here) {
     const tx_dtype m = moment(e.exp_avg_dtype), v = moment(e.exp_avg_sq_dtype), master = master_of(e);
-    if (master != TX_F32) tx_get(r.param, e.param, param_of(e), whole, e.param_alignment, here);
-    if (master != TX_NONE) tx_get(r.master, e.master, master, whole, e.master_alignment, here);
-    tx_get(r.exp_avg, e.exp_avg, m, whole, e.exp_avg_alignment, here);
-    tx_get(r.exp_avg_sq, e.exp_avg_sq, v, whole, e.exp_avg_sq_alignment, here);
+    if (master != TX_F32) tx_get(r.param, e.param, param_of(e), way, e.param_alignment, here);
+    if (master != TX_NONE) tx_get(r.master, e.master, master, way, e.master_alignment, here);
+    tx_get(r.exp_avg, e.exp_avg, m, way, e.exp_avg_alignment, here);
+    tx_get(r.exp_avg_sq, e.exp_avg_sq, v, way, e.exp_avg_sq_alignment, here);
     r.exp_avg_scale = scaled(m) && here.count > 0 ? e.scales[tx_block_at(here)] : (uint8_t)0;
     r.exp_avg_sq_scale = scaled(v) && here.count > 0 ? root_scales(e)[tx_block_at(here)] : (uint8_t)0;
     if (e.grad_dtype == TX_F32) {
-      tx_get(r.grad, e.grad, TX_F32, whole, e.grad_alignment, here);
+      tx_get(r.grad, e.grad, TX_F32, way, e.grad_alignment, here);
     } else {
-      tx_get(r.grad, e.grad, TX_BF16, whole, e.grad_alignment, here);
+      tx_get(r.grad, e.grad, TX_BF16, way, e.grad_alignment, here);
     }
   }
 
-  static __device__ __forceinline__ void write_weight(const in_round &r, const tx_step_entry &e, const bool whole,
+  static __device__ __forceinline__ void write_weight(const in_round &r, const tx_step_entry &e, const tx_way way,
                                                       const tx_here &here) {
-    tx_put(r.param, e.param, param_of(e), whole, e.param_alignment, here);
-    if (master_of(e) != TX_NONE) tx_put(r.master, e.master, master_of(e), whole, e.master_alignment, here);
+    tx_put(r.param, e.param, param_of(e), way, e.param_alignment, here);
+    if (master_of(e) != TX_NONE) tx_put(r.master, e.master, master_of(e), way, e.master_alignment, here);
   }
 
-  static __device__ __forceinline__ void write_moments(const in_round &r, const tx_step_entry &e, const bool whole,
+  static __device__ __forceinline__ void write_moments(const in_round &r, const tx_step_entry &e, const tx_way way,
                                                        const tx_here &here) {
-    tx_put(r.exp_avg, e.exp_avg, moment(e.exp_avg_dtype), whole, e.exp_avg_alignment, here);
-    tx_put(r.exp_avg_sq, e.exp_avg_sq, moment(e.exp_avg_sq_dtype), whole, e.exp_avg_sq_alignment, here);
+    tx_put(r.exp_avg, e.exp_avg, moment(e.exp_avg_dtype), way, e.exp_avg_alignment, here);
+    tx_put(r.exp_avg_sq, e.exp_avg_sq, moment(e.exp_avg_sq_dtype), way, e.exp_avg_sq_alignment, here);
   }
 
   /* The values of a moment. quick: as far as they are quickly had; returns whether they were. */
@@ -139,10 +159,10 @@ struct round_of {
                                               const tx_step_entry &e, const of_tensor &w, const tx_here &here,
                                               bool drops, const bool quick) {
     in_round r;
-    if (quick && here.whole) {
-      read(r, e, true, here);
+    if (here.whole && (quick || kHalves)) {
+      read(r, e, kWay, here);
     } else {
-      read(r, e, false, here);
+      read(r, e, TX_WAY_ANY, here);
     }
     if (master_of(e) == TX_I16 && drops) {
 #pragma unroll
@@ -167,9 +187,9 @@ struct round_of {
       (void)take(to, x, t, e, w, here, drops, false);
     }
     if (here.whole) {
-      write_weight(to, e, true, here);
+      write_weight(to, e, kWay, here);
     } else {
-      write_weight(to, e, false, here);
+      write_weight(to, e, TX_WAY_ANY, here);
 #pragma unroll
       for (int i = 0; i < TX_VECTOR / 2; i++)
         to.param[i] &= (here.count > 2 * i ? 0xffffu : 0u) | (here.count > 2 * i + 1 ? 0xffff0000u : 0u);
@@ -191,9 +211,9 @@ struct round_of {
       v_scale = tx_round_scaled(to.exp_avg_sq, x.root, TX_F16, TX_FORMAT_SQRT, rounding, quick, 0, here, w.exp_avg_sq);
     }
     if (here.whole) {
-      write_moments(to, e, true, here);
+      write_moments(to, e, kWay, here);
     } else {
-      write_moments(to, e, false, here);
+      write_moments(to, e, TX_WAY_ANY, here);
     }
     if (scaled(m_dtype)) tx_write_scale(e.scales, m_scale, here.first, here.count);
     if (scaled(v_dtype)) tx_write_scale(root_scales(e), v_scale, here.first, here.count);

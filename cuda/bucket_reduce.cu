@@ -11,6 +11,8 @@ namespace {
 /* Chunks whose elements are on their way from memory at a time; they are added one after the other. */
 constexpr int32_t kAtOnce = 4;
 
+/* CHUNKS: for so many there is room. */
+template <int32_t CHUNKS>
 struct reduction {
   int64_t numel;
   void *shard;
@@ -20,19 +22,24 @@ struct reduction {
   int32_t accumulate, n;
   int32_t wire, shard_dtype;           /* wire: a row of TX_FOR_EACH_WIRE */
   uint32_t alignment, shard_alignment; /* alignment: of all chunks */
-  const void *chunks[TX_CUDA_MAX_CHUNKS];
-  const uint8_t *scales[TX_CUDA_MAX_CHUNKS];
+  const void *chunks[CHUNKS];
+  const uint8_t *scales[CHUNKS];
 };
-static_assert(sizeof(reduction) <= TX_PARAMETER_BYTES, "a reduction is one kernel parameter");
+static_assert(sizeof(reduction<TX_CUDA_MAX_CHUNKS>) <= TX_PARAMETER_BYTES, "a reduction is one kernel parameter");
 
-TX_FN int64_t tx_table_tiles(const reduction &r) {
+/* Of most worlds: a launch with so few carries 1 KiB instead of 32. */
+constexpr int32_t kFewChunks = 64;
+
+template <int32_t CHUNKS>
+TX_FN int64_t tx_table_tiles(const reduction<CHUNKS> &r) {
   return tx_tiles(r.numel, TX_ROUND);
 }
 
 /* sum: of the chunks' elements [first, first + count), in the order of the ranks. The first chunk is copied, since
  * 0 + -0 would be +0. */
-template <tx_dtype DTYPE, bool SCALED>
-__device__ __forceinline__ void add_chunks(float (&sum)[TX_VECTOR], const reduction &r, int64_t first, int32_t count) {
+template <tx_dtype DTYPE, bool SCALED, int32_t CHUNKS>
+__device__ __forceinline__ void add_chunks(float (&sum)[TX_VECTOR], const reduction<CHUNKS> &r, int64_t first,
+                                           int32_t count) {
   constexpr int kBytes = DTYPE == TX_F32 ? 4 : DTYPE == TX_U8 ? 1 : 2;
   for (int32_t chunk = 0; chunk < r.n; chunk += kAtOnce) {
     tx_raw raw[kAtOnce];
@@ -60,7 +67,8 @@ __device__ __forceinline__ void add_chunks(float (&sum)[TX_VECTOR], const reduct
 }
 
 /* x, scaled, onto the shard or in its place; x becomes what the shard then holds. */
-__device__ __forceinline__ void store(float (&x)[TX_VECTOR], const reduction &r, int64_t first, int32_t count) {
+template <int32_t CHUNKS>
+__device__ __forceinline__ void store(float (&x)[TX_VECTOR], const reduction<CHUNKS> &r, int64_t first, int32_t count) {
   const tx_dtype dtype = (tx_dtype)r.shard_dtype;
   const int bytes = dtype == TX_F32 ? 4 : 2;
   const uint32_t unused[TX_VECTOR] = {};
@@ -75,7 +83,8 @@ __device__ __forceinline__ void store(float (&x)[TX_VECTOR], const reduction &r,
   tx_plain_floats(x, raw, dtype);
 }
 
-__global__ void __launch_bounds__(TX_BLOCK_THREADS) reduce(const __grid_constant__ reduction r) {
+template <int32_t CHUNKS>
+__global__ void __launch_bounds__(TX_BLOCK_THREADS) reduce(const __grid_constant__ reduction<CHUNKS> r) {
   const int64_t tiles = tx_table_tiles(r);
   tx_warp_stats stats = {0, 0};
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
@@ -102,8 +111,9 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) reduce(const __grid_constant
   if (r.stats) tx_add_block_stats(stats, r.stats, r.ticket);
 }
 
+template <int32_t CHUNKS>
 tx_status run(const tx_cuda_scope *scope, const tx_bucket_reduce_args *a, tx_error *error) {
-  reduction r;
+  reduction<CHUNKS> r;
   r.numel = a->shard.numel;
   r.shard = a->shard.data;
   r.stats = a->stats.numel ? (int64_t *)a->stats.data : nullptr;
@@ -122,7 +132,7 @@ tx_status run(const tx_cuda_scope *scope, const tx_bucket_reduce_args *a, tx_err
     r.scales[i] = a->scales ? (const uint8_t *)a->scales[i].data : nullptr;
     r.alignment = alignment < r.alignment ? alignment : r.alignment;
   }
-  return tx_cuda_launch(scope, reduce, r, "reducing a bucket", error);
+  return tx_cuda_launch(scope, reduce<CHUNKS>, r, "reducing a bucket", error);
 }
 
 }  // namespace
@@ -136,5 +146,7 @@ tx_status tx_cuda_bucket_reduce(const tx_bucket_reduce_args *args, const tx_cuda
                    TX_CUDA_MAX_CHUNKS);
   }
   TX_FORWARD(tx_cuda_enter(call, &scope, error));
-  return tx_cuda_leave(&scope, args->shard.numel == 0 ? TX_OK : run(&scope, args, error));
+  if (args->shard.numel == 0) return tx_cuda_leave(&scope, TX_OK);
+  return tx_cuda_leave(&scope, args->n <= kFewChunks ? run<kFewChunks>(&scope, args, error)
+                                                     : run<TX_CUDA_MAX_CHUNKS>(&scope, args, error));
 }

@@ -63,7 +63,8 @@ __device__ __forceinline__ uint8_t read(tx_raw &raw, const tx_conversion &run, i
   return run.from_scales ? run.from_scales[first / TX_BLOCK] : (uint8_t)0;
 }
 
-__global__ void __launch_bounds__(TX_BLOCK_THREADS) convert(const __grid_constant__ tx_convert_table t) {
+template <class Table>
+__global__ void __launch_bounds__(TX_BLOCK_THREADS) convert(const __grid_constant__ Table t) {
   const int64_t tiles = tx_table_tiles(t);
   const int32_t rounding = t.common.rounding;
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) convert(const __grid_constan
           float x[TX_VECTOR];
           uint32_t u[TX_VECTOR] = {};
           decode(x, raw[i], scale[i], run.from_form);
-          if (rounding != TX_NEAREST) tx_thresholds(u, run.noise, (uint32_t)first, rounding);
+          if (rounding != TX_NEAREST) tx_thresholds(u, run.noise, (uint32_t)first, 0, rounding);
           scale[i] = encode(raw[i], x, u, rounding != TX_NEAREST, run.to_form);
         }
         if (share.count == 0) continue;
@@ -110,12 +111,13 @@ tx_status tx_convert_add(const tx_cuda_scope *scope, tx_convert_table *table, tx
   run.from_alignment = (uint8_t)tx_alignment_of(run.from);
   run.to_alignment = (uint8_t)tx_alignment_of(run.to);
   if (tx_table_add(table, run)) return TX_OK;
-  TX_FORWARD(tx_cuda_launch(scope, convert, *table, name, error));
+  TX_FORWARD(tx_convert_end(scope, table, name, error));
   tx_convert_begin(table, table->common.rounding);
   (void)tx_table_add(table, run);
   return TX_OK;
 }
 
 tx_status tx_convert_end(const tx_cuda_scope *scope, const tx_convert_table *table, const char *name, tx_error *error) {
-  return tx_cuda_launch(scope, convert, *table, name, error);
+  return tx_cuda_launch_sized(scope, convert<tx_convert_table>,
+                              convert<tx_small_table<tx_convert_common, tx_conversion>>, *table, name, error);
 }

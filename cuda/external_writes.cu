@@ -1,5 +1,4 @@
 /* tx_cuda_master_checksum, and looking at checksums for a step. */
-#include "cuda/adamw_found_inf.h"
 #include "cuda/external_writes_notes.h"
 #include "cuda/last_block.h"
 #include "cuda/warp_checksum.h"
@@ -19,7 +18,6 @@ struct entry {
   uint8_t param_alignment, master_alignment;
 };
 struct common {
-  tx_step_gate gate;
   unsigned long long *notes; /* suspects, or counts; NULL: nobody is told */
   int32_t mode, reserved;
 };
@@ -29,7 +27,6 @@ typedef tx_table<common, entry> table;
 __global__ void __launch_bounds__(TX_BLOCK_THREADS) look_at_samples(const __grid_constant__ table t) {
   const uint32_t lane = tx_lane_id();
   const int64_t tiles = tx_table_tiles(t);
-  if (tx_step_admitted(t.common.gate).skips) return;
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
     const tx_tile tile = tx_table_tile(t, number);
     const entry &e = t.entries[tile.tensor];
@@ -70,10 +67,10 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) look_at_remainders(const __g
 }
 
 tx_status look(const tx_cuda_scope *scope, void (*kernel)(table), const tx_external_lists &lists,
-               const tx_step_gate &gate, unsigned long long *notes, tx_dtype master, int32_t mode, tx_error *error) {
+               unsigned long long *notes, tx_dtype master, int32_t mode, tx_error *error) {
   table t;
   const int64_t tile = master == TX_F32 ? TX_SAMPLED : TX_CHECKSUM;
-  t.common = common{gate, notes, mode, 0};
+  t.common = common{notes, mode, 0};
   tx_table_begin(&t, tile);
   for (int64_t i = 0; i < lists.n; i++) {
     if (!tx_external_has(lists, i, master)) continue;
@@ -125,14 +122,13 @@ tx_status tx_external_notes_begin(const tx_cuda_scope *scope, const tx_cuda_call
 }
 
 tx_status tx_external_look_at_samples(const tx_cuda_scope *scope, const tx_external_lists &lists,
-                                      const tx_step_gate &gate, const tx_external_notes *notes, int32_t mode,
-                                      tx_error *error) {
-  return look(scope, look_at_samples, lists, gate, notes ? notes->suspect : NULL, TX_F32, mode, error);
+                                      const tx_external_notes *notes, int32_t mode, tx_error *error) {
+  return look(scope, look_at_samples, lists, notes ? notes->suspect : NULL, TX_F32, mode, error);
 }
 
 tx_status tx_external_look_at_remainders(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                          unsigned long long *counts, int32_t mode, tx_error *error) {
-  return look(scope, look_at_remainders, lists, tx_step_gate{}, counts, TX_I16, mode, error);
+  return look(scope, look_at_remainders, lists, counts, TX_I16, mode, error);
 }
 
 namespace {
@@ -140,18 +136,18 @@ namespace {
 tx_status checksum(const tx_cuda_scope *scope, const tx_external_lists &lists, int32_t mode, unsigned long long *stale,
                    const tx_cuda_call *call, tx_error *error) {
   if (mode == TX_CHECKSUM_RENEW) {
-    TX_FORWARD(tx_external_look_at_samples(scope, lists, tx_step_gate{}, NULL, mode, error));
+    TX_FORWARD(tx_external_look_at_samples(scope, lists, NULL, mode, error));
   } else if (tx_external_has_any(lists, TX_F32)) {
     tx_external_notes notes;
     TX_FORWARD(tx_external_check_workspace(call, lists.n, "looking at fp32 masters", error));
     TX_FORWARD(tx_external_notes_begin(scope, call, lists.n, &notes, error));
-    TX_FORWARD(tx_external_look_at_samples(scope, lists, tx_step_gate{}, &notes, mode, error));
+    TX_FORWARD(tx_external_look_at_samples(scope, lists, &notes, mode, error));
     TX_FORWARD(tx_resync_masters(scope, lists.n, lists.params, lists.masters,
                                  mode == TX_CHECKSUM_CHECK ? TX_RESYNC_COUNT : TX_RESYNC_STALE, notes.suspect, stale, 1,
                                  error));
     /* Those that agree become what they are. */
     if (mode == TX_CHECKSUM_RESYNC)
-      TX_FORWARD(tx_external_look_at_samples(scope, lists, tx_step_gate{}, NULL, TX_CHECKSUM_RENEW, error));
+      TX_FORWARD(tx_external_look_at_samples(scope, lists, NULL, TX_CHECKSUM_RENEW, error));
   }
   return tx_external_look_at_remainders(scope, lists, stale, mode, error);
 }

@@ -29,10 +29,9 @@ static inline bool tx_external_has(const tx_external_lists &lists, int64_t i, tx
 bool tx_external_has_any(const tx_external_lists &lists, tx_dtype master);
 
 /* Samples beside fp32 masters: suspects become those of which one is another, or (TX_CHECKSUM_RENEW) the checksums
- * become theirs. gate: where it says that nothing is stepped nothing is looked at. */
+ * become theirs. */
 tx_status tx_external_look_at_samples(const tx_cuda_scope *scope, const tx_external_lists &lists,
-                                      const tx_step_gate &gate, const tx_external_notes *notes, int32_t mode,
-                                      tx_error *error);
+                                      const tx_external_notes *notes, int32_t mode, tx_error *error);
 /* Checksums beside remainders. counts: int64 [n], added to; NULL: nobody counts. */
 tx_status tx_external_look_at_remainders(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                          unsigned long long *counts, int32_t mode, tx_error *error);

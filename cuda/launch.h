@@ -70,6 +70,17 @@ static tx_status tx_cuda_launch(const tx_cuda_scope *scope, void (*kernel)(Table
   return tx_table_tiles(table) == 0 ? TX_OK : tx_cuda_launch_always(scope, kernel, table, name, error);
 }
 
+/* The same, by the kernel for few tensors where they are few. */
+template <class Common, class Entry>
+static tx_status tx_cuda_launch_sized(const tx_cuda_scope *scope, void (*kernel)(tx_table<Common, Entry>),
+                                      void (*kernel_for_few)(tx_small_table<Common, Entry>),
+                                      const tx_table<Common, Entry> &table, const char *name, tx_error *error) {
+  if (table.n > TX_FEW) return tx_cuda_launch(scope, kernel, table, name, error);
+  tx_small_table<Common, Entry> small;
+  tx_table_shrink(&small, table);
+  return tx_cuda_launch(scope, kernel_for_few, small, name, error);
+}
+
 /* The tiles of the calling warp: for (int64_t tile = tx_first_tile(); tile < tiles; tile += tx_tile_step()). */
 static __device__ __forceinline__ int64_t tx_first_tile() {
   return (int64_t)blockIdx.x * (blockDim.x / TX_WARP) + threadIdx.x / TX_WARP;

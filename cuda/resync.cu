@@ -1,9 +1,8 @@
 /* tx_cuda_master_resync, and its pass for a step. */
-#include "csrc/math/stale.h"
 #include "cuda/device_scalars.h"
 #include "cuda/external_writes_notes.h"
 #include "cuda/last_block.h"
-#include "cuda/vectors.h"
+#include "cuda/resync_vector.h"
 
 extern "C" {
 #include "csrc/ops/operator_checks.h"
@@ -25,27 +24,9 @@ struct common {
 };
 typedef tx_table<common, entry> table;
 
-/* Elements that differ from what they are to become. A warp's lanes write where one of theirs does. */
 __device__ __forceinline__ int32_t resync_f32(const entry &e, int64_t first, int32_t count, int32_t mode) {
-  uint32_t masters[TX_VECTOR_WORDS(4)], weights[TX_VECTOR_WORDS(2)];
-  tx_read_vector<4>(masters, (const char *)e.master + 4 * first, e.master_alignment, count);
-  tx_read_vector<2>(weights, (const char *)e.param + 2 * first, e.param_alignment, count);
-  int32_t differ = 0;
-#pragma unroll
-  for (int i = 0; i < TX_VECTOR; i++) {
-    const uint32_t weight = tx_half(weights[i / 2], i % 2);
-    const bool bf16 = e.param_dtype == TX_BF16;
-    const float is = tx_f32_from_bits(masters[i]);
-    const uint32_t stale = bf16 ? tx_master_stale(is, weight, TX_BF16) : tx_master_stale(is, weight, TX_F16);
-    const uint32_t becomes =
-        tx_bits_from_f32(bf16 ? tx_f32_from_bf16((uint16_t)weight) : tx_f32_from_f16((uint16_t)weight));
-    if ((mode != TX_RESYNC_ALL && !stale) || becomes == masters[i]) continue;
-    masters[i] = becomes;
-    differ++;
-  }
-  if (mode != TX_RESYNC_COUNT && differ)
-    tx_write_vector<4>(masters, (char *)e.master + 4 * first, e.master_alignment, count);
-  return differ;
+  const tx_masters masters = {e.param, e.master, (tx_dtype)e.param_dtype, e.param_alignment, e.master_alignment};
+  return tx_resync_vector(masters, first, count, mode);
 }
 
 __device__ __forceinline__ int32_t resync_i16(const entry &e, int64_t first, int32_t count, int32_t mode) {
@@ -75,9 +56,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) resync(const __grid_constant
       changed += e.master_dtype == TX_F32 ? resync_f32(e, first, share.count, t.common.mode)
                                           : resync_i16(e, first, share.count, t.common.mode);
     }
-#pragma unroll
-    for (int by = 1; by < TX_WARP; by *= 2)
-      changed += __shfl_xor_sync(0xffffffffu, changed, by);
+    changed = tx_warp_sum(changed);
     if (tx_lane_id() == 0 && t.common.counts) tx_count(t.common.counts + (t.common.each ? e.index : 0), changed);
   }
 }

@@ -8,12 +8,16 @@
 /* What a kernel's parameters may take from CUDA 12.1 on, on sm_70 and newer. */
 #define TX_PARAMETER_BYTES 32764
 
+/* As many entries as there is room for. */
+template <class Common, class Entry>
+constexpr int32_t tx_table_room = (int32_t)((TX_PARAMETER_BYTES - sizeof(Common) - 4 * sizeof(int64_t)) /
+                                            (sizeof(Entry) + sizeof(int64_t)));
+
 /* Entry: what a kernel knows of one tensor; has a field `int64_t numel`. Common: of all of them.
  * Filled in by tx_table_begin and tx_table_add. */
-template <class Common, class Entry>
+template <class Common, class Entry, int32_t CAPACITY = tx_table_room<Common, Entry>>
 struct tx_table {
-  static constexpr int32_t kCapacity =
-      (int32_t)((TX_PARAMETER_BYTES - sizeof(Common) - 4 * sizeof(int64_t)) / (sizeof(Entry) + sizeof(int64_t)));
+  static constexpr int32_t kCapacity = CAPACITY;
   Common common;
   int64_t tile; /* elements of a whole tile; a multiple of TX_ROUND */
   int32_t n;
@@ -47,14 +51,31 @@ static inline bool tx_table_add(tx_table<Common, Entry> *table, const Entry &ent
   return entry.numel == 0 || tx_table_append(table, entry);
 }
 
-template <class Common, class Entry>
-TX_FN int64_t tx_table_tiles(const tx_table<Common, Entry> &table) {
+template <class Common, class Entry, int32_t CAPACITY>
+TX_FN int64_t tx_table_tiles(const tx_table<Common, Entry, CAPACITY> &table) {
   return table.first_tile[table.n];
 }
 
-template <class Common, class Entry>
-TX_FN tx_tile tx_table_tile(const tx_table<Common, Entry> &table, int64_t number) {
+template <class Common, class Entry, int32_t CAPACITY>
+TX_FN tx_tile tx_table_tile(const tx_table<Common, Entry, CAPACITY> &table, int64_t number) {
   return tx_tile_at(table.first_tile, table.n, number, table.tile, &table.entries[0].numel, sizeof(Entry));
+}
+
+/* Of calls with few tensors: 32 KiB of parameters take the host and the device some microseconds, for one tensor, too.
+ */
+#define TX_FEW 16
+template <class Common, class Entry>
+using tx_small_table = tx_table<Common, Entry, TX_FEW>;
+
+/* table.n is at most TX_FEW. */
+template <class Common, class Entry>
+static inline void tx_table_shrink(tx_small_table<Common, Entry> *small, const tx_table<Common, Entry> &table) {
+  small->common = table.common;
+  small->tile = table.tile;
+  small->n = table.n;
+  small->reserved = 0;
+  memcpy(small->first_tile, table.first_tile, (size_t)(table.n + 1) * sizeof *table.first_tile);
+  memcpy(small->entries, table.entries, (size_t)table.n * sizeof *table.entries);
 }
 
 #endif

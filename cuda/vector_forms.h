@@ -93,18 +93,20 @@ static __device__ __forceinline__ void tx_plain_floats(float (&x)[TX_VECTOR], co
   }
 }
 
-/* The thresholds of elements at, at + 1, ... of the noise's stream; without meaning where it is to nearest. */
+/* The thresholds of elements at, at + 1, ... of the noise's stream, the upper half `gap` elements further; without
+ * meaning where it is to nearest. */
 static __device__ __forceinline__ void tx_thresholds(uint32_t (&u)[TX_VECTOR], tx_noise noise, uint32_t at,
-                                                     int32_t rounding) {
+                                                     uint32_t gap, int32_t rounding) {
   if (rounding == TX_STOCHASTIC) {
 #pragma unroll
     for (int i = 0; i < TX_VECTOR; i++)
-      u[i] = tx_threshold(noise, at, (uint32_t)i, 0, TX_STOCHASTIC);
+      u[i] = tx_threshold(noise, i < TX_VECTOR / 2 ? at : at + gap, (uint32_t)i, 0, TX_STOCHASTIC);
     return;
   }
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++)
-    u[i] = tx_threshold(noise, at, (uint32_t)i, tx_dithered(0, (uint32_t)i), TX_DITHERED);
+    u[i] =
+        tx_threshold(noise, i < TX_VECTOR / 2 ? at : at + gap, (uint32_t)i, tx_dithered(0, (uint32_t)i), TX_DITHERED);
 }
 
 /* rounded: by thresholds u, else to nearest. */

@@ -24,6 +24,8 @@ static __device__ __forceinline__ void tx_checksum_take(tx_checksum_sums &s, con
   }
 }
 
+/* The checksum of what LANES neighbouring lanes, four for each vector, have taken; in all of them. */
+template <int LANES = TX_WARP>
 static __device__ __forceinline__ uint64_t tx_checksum_value(const tx_checksum_sums &s, uint32_t lane) {
   uint64_t value = 0;
 #pragma unroll
@@ -31,7 +33,7 @@ static __device__ __forceinline__ uint64_t tx_checksum_value(const tx_checksum_s
     const uint32_t odd = k & 1;
     uint32_t mixed = (uint32_t)(tx_checksum_share(lane % 4 * 4 + k, s.sum[k], s.order[k]) >> (32u * odd));
 #pragma unroll
-    for (int by = 4; by < TX_WARP; by *= 2)
+    for (int by = 4; by < LANES; by *= 2)
       mixed += __shfl_xor_sync(0xffffffffu, mixed, by);
     value += (uint64_t)mixed << (32u * odd);
   }
@@ -71,9 +73,12 @@ static __device__ __forceinline__ uint64_t tx_checksum_of(const void *weights, u
   return tx_checksum_value(s, lane);
 }
 
-/* Of the sample of `count` <= TX_SAMPLED weights: a run to four lanes. */
-static __device__ __forceinline__ uint64_t tx_sample_of(const void *weights, uint32_t alignment, int32_t count,
-                                                        uint32_t lane) {
+/* Of the sample of `count` <= TX_SAMPLED weights: a run to four lanes. LANES: so many neighbouring ones have a sample
+ * of their own, `lane` counted from their first. */
+template <int LANES>
+static __device__ __forceinline__ uint64_t tx_sample_of_lanes(const void *weights, uint32_t alignment, int32_t count,
+                                                              uint32_t lane) {
+  static_assert(LANES >= 4 * TX_SAMPLE_RUNS, "every run has its lanes");
   static_assert(TX_SAMPLE_RUN == 4 * TX_VECTOR, "four lanes hold a run");
   tx_checksum_sums s = {};
   uint32_t words[4];
@@ -86,7 +91,11 @@ static __device__ __forceinline__ uint64_t tx_sample_of(const void *weights, uin
                     : left < TX_VECTOR ? left
                                        : TX_VECTOR);
   tx_checksum_take(s, words, (uint32_t)(runs - run));
-  return tx_checksum_value(s, lane);
+  return tx_checksum_value<LANES>(s, lane);
+}
+static __device__ __forceinline__ uint64_t tx_sample_of(const void *weights, uint32_t alignment, int32_t count,
+                                                        uint32_t lane) {
+  return tx_sample_of_lanes<TX_WARP>(weights, alignment, count, lane);
 }
 
 /* Whether the checksum at `at` is another one. */

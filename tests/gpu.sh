@@ -1,43 +1,103 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the operators' cases and an ordinary training loop on the device against the CPU, bit for bit,
-# the benchmark, and compute-sanitizer where it is installed. Ends with the line "N passed, N failed, N skipped"; the
-# exit status is 0 where nothing failed. Without a GPU it says so, and everything is skipped and counted.
+# On a machine with a GPU: the operators' cases, training, graphs and the exchange on the device against the CPU, bit for
+# bit, the benchmark, the library's build variants, and compute-sanitizer where it works. Ends with the line "N passed,
+# N failed, N skipped"; the exit status is 0 where nothing failed. Without a GPU it says so, and everything is skipped
+# and counted.
 #
-#     bash tests/gpu.sh [FOLDER]
+#     bash tests/gpu.sh --pack FOLDER     here: what is built, copied into FOLDER, which git is told to ignore
+#     bash tests/gpu.sh [PART...] [FOLDER]     there, in a copy of the tree: builds nothing, downloads nothing
 #
-# Each file of tests, the benchmark and each tool of the sanitizer is a process of its own with a time limit: what crashes
-# or hangs is counted as failed, and the rest still runs. All of it ends within $TORCH_EXT_SECONDS (570 unless given); a
-# part for which no time is left is skipped and counted.
+# PARTs are --tests, --exchange, --benchmark, --variants and --sanitizer; all of them unless given. Each file of tests,
+# each of the others and each tool of the sanitizer is a process of its own with a time limit: what crashes or hangs is
+# counted as failed, and the rest still runs. All of it ends within $TORCH_EXT_SECONDS (570 unless given); a part for
+# which no time is left is skipped and counted. docs/gpu_first_run.md is a plan for the first half hour.
 #
-# FOLDER has libtorch_ext.so, and libtorch_ext_cuda.so there or in its folder cuda; bazel-bin unless given. Builds nothing
-# and downloads nothing: Python (python3, or $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: a small benchmark.
+# FOLDER has libtorch_ext.so, libtorch_ext_cuda.so there or in its folder cuda, and perhaps variants; bazel-bin unless
+# given. Python (python3, or $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: small benchmarks. --json FILE: counts,
+# times and failures; with $OUT, a folder, $OUT/gpu.json unless given, and the figures beside it.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-built=$(cd "${1:-$root/bazel-bin}" 2>/dev/null && pwd) || {
-  echo "torch_ext: there is no folder ${1:-$root/bazel-bin}: build with bazel build //:torch_ext, or name another" >&2
+say() { printf 'torch_ext: %s\n' "$*"; }
+die() {
+  say "$*" >&2
   exit 1
 }
+
+# -- what is asked for ---------------------------------------------------------------------------------------------
+
+parts=() folder= pack= json=${OUT:+$OUT/gpu.json}
+while [ $# -gt 0 ]; do
+  case $1 in
+  --tests | --exchange | --benchmark | --variants | --sanitizer) parts+=("${1#--}") ;;
+  --pack | --json)
+    [ $# -ge 2 ] || die "$1 needs a name after it"
+    if [ "$1" = --pack ]; then pack=$2; else json=$2; fi
+    shift
+    ;;
+  -*) die "there is no switch $1; legal are --pack FOLDER, --json FILE, --tests, --exchange, --benchmark, --variants, --sanitizer" ;;
+  *)
+    [ -z "$folder" ] || die "one FOLDER is legal, and there are $folder and $1"
+    folder=$1
+    ;;
+  esac
+  shift
+done
+[ ${#parts[@]} -gt 0 ] || parts=(tests exchange benchmark variants sanitizer)
+wanted() { [[ " ${parts[*]} " == *" $1 "* ]]; }
+case $json in "" | /*) ;; *) json=$PWD/$json ;; esac
+
+# -- packing -------------------------------------------------------------------------------------------------------
+
+# Copies $1 to $2 unless it is there already; not the links, which end at the checkout.
+copy() {
+  mkdir -p "$(dirname "$2")" && cp -fL "$1" "$2" && chmod u+w "$2" || die "could not copy $1 to $2"
+}
+if [ -n "$pack" ]; then
+  built=${folder:-$root/bazel-bin}
+  [ -f "$built/libtorch_ext.so" ] || die "no libtorch_ext.so in $built: build with bazel build //:torch_ext, or name another folder"
+  copy "$built/libtorch_ext.so" "$pack/libtorch_ext.so"
+  cuda=$built/cuda/libtorch_ext_cuda.so
+  [ -f "$cuda" ] || cuda=$built/libtorch_ext_cuda.so
+  if [ -f "$cuda" ]; then copy "$cuda" "$pack/libtorch_ext_cuda.so"; else say "without libtorch_ext_cuda.so: it is not built (bazel build //:torch_ext, where nvcc is)"; fi
+  for variant in "$built"/cuda/variants/*.so "$built"/variants/*.so; do
+    [ ! -f "$variant" ] || copy "$variant" "$pack/variants/$(basename "$variant")"
+  done
+  [ -d "$pack/variants" ] || say "without variants: they are not built (bazel build //cuda:variants)"
+  size=$(du -sm "$pack" | cut -f1)
+  [ "$size" -le 40 ] || die "$pack has $size MB; 40 may travel"
+  # A folder of the checkout is not to be committed, and travels only where it is named.
+  if inside=$(git -C "$pack" rev-parse --show-toplevel 2>/dev/null) && ! git -C "$pack" check-ignore -q .; then
+    exclude=$(git -C "$inside" rev-parse --path-format=absolute --git-path info/exclude)
+    mkdir -p "$(dirname "$exclude")"
+    echo "/$(realpath --relative-to="$inside" "$pack")/" >>"$exclude"
+  fi
+  say "$pack has $size MB: $(cd "$pack" && find . -name '*.so' | sort | tr '\n' ' ')"
+  exit 0
+fi
+
+# -- the package beside the libraries of that folder, and nothing else on the path ----------------------------------
+
+named=${folder:-$root/bazel-bin}
+built=$(cd "$named" 2>/dev/null && pwd) || die "there is no folder $named: build with bazel build //:torch_ext, or name another"
+[ -f "$built/libtorch_ext.so" ] || die "no libtorch_ext.so in $built"
 python=${TORCH_EXT_PYTHON:-python3}
 work=$(mktemp -d "${TMPDIR:-/tmp}/torch_ext.XXXXXX")
 trap 'rm -rf "$work"' EXIT
-say() { printf 'torch_ext: %s\n' "$*"; }
-
-# The package beside the libraries of that folder, and nothing else on the path.
-[ -f "$built/libtorch_ext.so" ] || {
-  say "no libtorch_ext.so in $built" >&2
-  exit 1
-}
-mkdir "$work/path"
+mkdir "$work/path" "$work/xml"
 ln -s "$root/torch_ext" "$work/path/torch_ext"
 ln -s "$built/libtorch_ext.so" "$work/path/"
 for library in "$built/libtorch_ext_cuda.so" "$built/cuda/libtorch_ext_cuda.so"; do
   [ ! -f "$library" ] || ln -sf "$library" "$work/path/"
 done
-export PYTHONPATH=$work/path:$root/tests/gpu:$root/tests/torch:$root/tests
+export PYTHONPATH=$work/path:$root/tests/gpu:$root/tests/torch:$root/tests/distributed:$root/tests
+export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 cd "$work/path" || exit 1 # python -m looks where it is first
-export PYTHONDONTWRITEBYTECODE=1
+
+# -- counting ------------------------------------------------------------------------------------------------------
 
 passed=0 failed=0 skipped=0
+# What became of part $1: its status $2, its seconds $3 (for --json).
+note() { printf '%s\t%s\t%s\n' "$1" "$2" "$3" >>"$work/parts"; }
 # Counts one part that either ran or did not: $1 its exit status, $2 its name.
 count() {
   if [ "$1" = 0 ]; then passed=$((passed + 1)); else
@@ -49,23 +109,18 @@ skip() {
   skipped=$((skipped + 1))
   say "skipped: $1"
 }
-
-"$python" -m torch_ext info || exit 1
-why=$("$python" -c '
-import torch
-print("" if torch.cuda.is_available() else "torch is built without CUDA" if not torch.backends.cuda.is_built() else "torch finds none")')
-[ -z "$why" ] || say "no GPU ($why): everything is skipped"
-
-# Runs the command in $3... for at most $1 seconds and for no more than is left of all; $2: its name. Status 124: too long.
+# Runs the command in $3... for at most $1 seconds and for no more than is left of all; $2: its name. Status 124: too
+# long; 125: not begun.
 seconds=${TORCH_EXT_SECONDS:-570}
 limited() {
-  local left=$((seconds - SECONDS)) most=$1 name=$2
+  local left=$((seconds - SECONDS)) most=$1 name=$2 begin=$SECONDS
   shift 2
   [ "$left" -lt "$most" ] && most=$left
   [ "$most" -ge 5 ] || return 125
   timeout -k 5 "$most" "$@"
   local status=$?
   [ "$status" != 124 ] || say "$name was ended after $most s"
+  note "$name" "$status" $((SECONDS - begin))
   return "$status"
 }
 # The same, and counts it.
@@ -75,48 +130,79 @@ part() {
   local status=$?
   if [ "$status" = 125 ]; then skip "$2: no time is left"; else count "$status" "$2"; fi
 }
+# Where the figures of $1 go, as arguments of the benchmark.
+figures() { [ -z "$json" ] || printf -- '--json\n%s\n' "$(dirname "$json")/$1.json"; }
+
+# -- the parts -----------------------------------------------------------------------------------------------------
 
 pytest=(-m pytest -q -ra -p no:cacheprovider -c /dev/null --rootdir "$root/tests/gpu" -o faulthandler_timeout=100)
-for file in "$root"/tests/gpu/test_*.py; do
-  name=$(basename "$file")
+# The tests in file $2, in at most $1 seconds.
+test_file() {
+  local name status counts= file_passed file_failed file_skipped
+  name=$(basename "$2")
   say "tests on the device: $name"
-  limited 150 "$name" "$python" "${pytest[@]}" --junitxml="$work/$name.xml" "$file"
+  limited "$1" "$name" "$python" "${pytest[@]}" --junitxml="$work/xml/$name.xml" "$2"
   status=$?
   if [ "$status" = 125 ]; then
     skip "$name: no time is left"
-    continue
+    return
   fi
-  counts=
-  [ ! -f "$work/$name.xml" ] || counts=$("$python" - "$work/$name.xml" <<'PYTHON'
-import sys
-import xml.etree.ElementTree as xml
-
-suites = list(xml.parse(sys.argv[1]).getroot().iter("testsuite"))
-total, failures, errors, skips = (sum(int(s.get(k, 0)) for s in suites) for k in ("tests", "failures", "errors", "skipped"))
-print(total - failures - errors - skips, failures + errors, skips)
-PYTHON
-  )
+  [ ! -f "$work/xml/$name.xml" ] || counts=$("$python" "$root/tests/gpu_report.py" counts "$work/xml/$name.xml")
   read -r file_passed file_failed file_skipped <<<"$counts"
   passed=$((passed + ${file_passed:-0})) failed=$((failed + ${file_failed:-0})) skipped=$((skipped + ${file_skipped:-0}))
   # Whatever pytest says beside failed tests (1): it did not get to its end (128 and more: by a signal).
   [ "$status" -le 1 ] && [ -n "$counts" ] || count "$status" "$name ended with status $status and"
-done
+}
 
-if [ -n "$why" ]; then
-  skip "the benchmark: no GPU"
-  skip "compute-sanitizer: no GPU"
-else
-  part 240 "the benchmark" "$python" "$root/tests/bench" --device cuda ${QUICK:+--quick}
+sanitize() {
+  local tool sanitizer why
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
-  if [ -n "$sanitizer" ]; then
-    for tool in memcheck racecheck; do
-      # Without torch's cache every tensor is an allocation of its own, and a step beyond one shows.
-      part 120 "compute-sanitizer $tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" \
-        --error-exitcode 9 "$python" "${pytest[@]}" "$root/tests/gpu/test_gpu_operators.py" -k "a_call_has_the_cpus_bits"
-    done
-  else
+  if [ -z "$sanitizer" ]; then
     skip "compute-sanitizer: not installed"
+    return
   fi
+  # Installed where it works is not the same: under gVisor it refuses the device.
+  why=$(limited 60 "a look at compute-sanitizer" "$sanitizer" "$python" -c 'import torch; torch.zeros(1, device="cuda").item()' 2>&1)
+  if [[ "$why" == *"Device not supported"* ]]; then
+    skip "compute-sanitizer: it says that the device is not supported here"
+    return
+  fi
+  for tool in memcheck racecheck synccheck; do
+    # Without torch's cache every tensor is an allocation of its own, and a step beyond one shows.
+    part 180 "compute-sanitizer $tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" \
+      --error-exitcode 9 "$python" "${pytest[@]}" "$root/tests/gpu/test_gpu_operators.py" -k "a_call_has_the_cpus_bits"
+  done
+}
+
+"$python" -m torch_ext info || exit 1
+why=$("$python" -c '
+import torch
+print("" if torch.cuda.is_available() else "torch is built without CUDA" if not torch.backends.cuda.is_built() else "torch finds none")')
+[ -z "$why" ] || say "no GPU ($why): everything is skipped"
+[ -n "$why" ] || nvidia-smi -L 2>/dev/null
+
+for file in "$root"/tests/gpu/test_*.py; do
+  case $(basename "$file") in
+  test_gpu_exchange.py) ! wanted exchange || test_file 300 "$file" ;;
+  *) ! wanted tests || test_file 150 "$file" ;;
+  esac
+done
+if [ -n "$why" ]; then
+  ! wanted benchmark || skip "the benchmark: no GPU"
+  ! wanted variants || skip "the variants: no GPU"
+  ! wanted sanitizer || skip "compute-sanitizer: no GPU"
+else
+  ! wanted benchmark || { mapfile -t to < <(figures bench) && part 300 "the benchmark" "$python" "$root/tests/bench" --device cuda ${QUICK:+--quick} "${to[@]}"; }
+  if wanted variants; then
+    if ls "$built"/variants/*.so >/dev/null 2>&1; then
+      mapfile -t to < <(figures variants)
+      part 240 "the variants" "$python" "$root/tests/bench" --device cuda --variants "$built/variants" ${QUICK:+--quick} "${to[@]}"
+    else
+      skip "the variants: none in $built/variants"
+    fi
+  fi
+  ! wanted sanitizer || sanitize
 fi
+[ -z "$json" ] || "$python" "$root/tests/gpu_report.py" report "$json" "$work" "$passed" "$failed" "$skipped"
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" = 0 ]

@@ -3,6 +3,7 @@
 #endif
 #include "csrc/nccl/nccl_comm.h"
 
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,7 +17,10 @@ static double now(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* From a microsecond to a millisecond: most answers come at once, and a rank that is late is late by much. */
+/* Most answers come at once, and the shortest sleep takes longer than they do. */
+#define TX_AWAKE_SECONDS 50e-6
+
+/* From a microsecond to a millisecond: a rank that is late is late by much. */
 static void nap(long *nanoseconds) {
   const struct timespec t = {0, *nanoseconds};
   (void)nanosleep(&t, NULL);
@@ -54,7 +58,7 @@ static tx_status fail_with(tx_nccl_comm *comm, int result, const char *what, tx_
 
 /* Until NCCL has done what it began. */
 static tx_status settle(tx_nccl_comm *comm, int result, const char *what, tx_error *error) {
-  const double deadline = now() + comm->timeout_seconds;
+  const double begin = now(), deadline = begin + comm->timeout_seconds;
   tx_status status = TX_OK;
   long nanoseconds = 1000;
   while (result == TX_NCCL_IN_PROGRESS) {
@@ -66,7 +70,11 @@ static tx_status settle(tx_nccl_comm *comm, int result, const char *what, tx_err
       return abort_with(comm, error, message);
     }
     (void)pthread_mutex_unlock(&comm->lock);
-    nap(&nanoseconds);
+    if (now() < begin + TX_AWAKE_SECONDS) {
+      (void)sched_yield();
+    } else {
+      nap(&nanoseconds);
+    }
     (void)pthread_mutex_lock(&comm->lock);
     if (!comm->comm) return refuse_dead(comm, what, error);
     int state = TX_NCCL_IN_PROGRESS;

@@ -74,10 +74,13 @@ static tx_status take_workspace(const tx_target *target, int64_t bytes, AtenTens
   return tx_fail(error, TX_ERROR_UNAVAILABLE, "torch gave a workspace on cuda:%d without memory", (int)target->device);
 }
 
-/* Samples of weights beside fp32 masters are looked at ahead of the step; a check only looks, at all of them. */
-static bool needs_workspace(int64_t n, const tx_tensor *masters, const tx_tensor *checksums, int checks) {
+/* Beside which masters a call that looks at checksums needs memory for what it finds. A step that resyncs needs none.
+ */
+enum tx_beside { TX_BESIDE_NONE, TX_BESIDE_F32, TX_BESIDE_ANY };
+static bool tx_needs_workspace(int64_t n, const tx_tensor *masters, const tx_tensor *checksums, enum tx_beside beside) {
+  if (beside == TX_BESIDE_NONE) return false;
   for (int64_t i = 0; masters && checksums && i < n; i++)
-    if (checksums[i].numel && masters[i].numel && (checks || masters[i].dtype == TX_F32)) return true;
+    if (checksums[i].numel && masters[i].numel && (beside == TX_BESIDE_ANY || masters[i].dtype == TX_F32)) return true;
   return false;
 }
 
@@ -99,13 +102,13 @@ static tx_cuda_call call_of(const tx_target *target) {
     let_go(guard);                                                                             \
     return status;                                                                             \
   }
-#define TX_ENTRY_WORKS(entry, parameters, arguments, count, masters, checksums, checks)             \
+#define TX_ENTRY_WORKS(entry, parameters, arguments, count, masters, checksums, beside)             \
   static tx_status run_##entry(TX_LIST parameters, const tx_target *target, tx_error *error) {      \
     tx_cuda_call call = call_of(target);                                                            \
     void *const guard = hold_device(target);                                                        \
     AtenTensorHandle workspace = NULL;                                                              \
     tx_status status = TX_OK;                                                                       \
-    if (needs_workspace(count, masters, checksums, checks))                                         \
+    if (tx_needs_workspace(count, masters, checksums, beside))                                      \
       status = take_workspace(target, target->library->workspace(count), &workspace, &call, error); \
     if (status == TX_OK) status = target->library->entry(TX_LIST arguments, &call, error);          \
     if (workspace) (void)target->abi->aoti_torch_delete_tensor_object(workspace);                   \

@@ -7,6 +7,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from bench.figures import Bar, Findings
 from bench.optimizer_configs import CONFIGURATIONS, Stepper
 from bench.row import Bench
 from bench.timing import Spread, ratio, spread
+from bench.variant_rows import variants
 from bench.workload import Shapes
 from torch_ext.optim.clip_grad import clip_grad_norm_
 
 _DEVICE = "cuda:0"
 _PARAMS, _ROUNDS = 1_000_000_000, 20
 _QUICK_PARAMS, _QUICK_ROUNDS = 1 << 20, 3
+_VARIANT_PARAMS = 1 << 28  # every build has its own, at the same time
 _WALL, _MANY = ("fp32", "bf16", "bf16_remainder", "8bit"), ("fp32", "bf16")
 _HOST_STEPS = 50
 
@@ -43,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     findings = Findings()
     quick = options.quick
     bench = Bench(
-        params=options.params or (_QUICK_PARAMS if quick else _PARAMS),
+        params=options.params or (_QUICK_PARAMS if quick else _VARIANT_PARAMS if options.variants else _PARAMS),
         model=workload.gpt2(16, 503, 32) if quick else workload.gpt2(),
         rounds=options.rounds or (_QUICK_ROUNDS if quick else _ROUNDS),
         threads=options.threads,
@@ -55,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
         print("quick: small sizes, these figures are no claims")
     print(f"{bench.params:,} parameters in one tensor, {bench.rounds} rounds\n\n{bench_report.header()}", flush=True)
     failed = False
-    for name, row in ROWS.items():
+    rows = {"variants": partial(variants, folder=options.variants, device=_DEVICE)} if options.variants else ROWS
+    for name, row in rows.items():
         print(f"-- {name}")
         figures, skips = len(findings.figures), len(findings.skips)
         try:
@@ -99,9 +103,12 @@ def _waited(step: Callable[[], object], times: int = 1) -> Callable[[], None]:
     return several
 
 
-def _copy(traffic: float, params: int) -> Callable[[], None]:
-    """A copy on the device that reads and writes `traffic` bytes per parameter together."""
-    source = torch.zeros(max(int(traffic * params / 2), 1), dtype=torch.uint8, device=_DEVICE)
+def copy_of(traffic: float, params: int, device: str = _DEVICE) -> Callable[[], None]:
+    """A copy on the device that reads and writes `traffic` bytes per parameter together: random ones, since zeros can
+    be faster."""
+    words = max(int(traffic * params / 2) // 8, 1)
+    generator = torch.Generator(device).manual_seed(0)
+    source = torch.randint(-(1 << 62), 1 << 62, (words,), device=device, generator=generator)
     target = torch.zeros_like(source)
 
     def copy() -> None:
@@ -116,7 +123,10 @@ def _wall(bench: Bench) -> None:
         what = f"{name} ({configuration.about}): fraction of the copy bandwidth"
         try:
             ours = optimizer_configs.ours(configuration, bench.flat, bench.seed, _DEVICE)
-            contenders = {"copy": _waited(_copy(configuration.traffic, bench.params), 3), "ours": _waited(ours.step, 3)}
+            contenders = {
+                "copy": _waited(copy_of(configuration.traffic, bench.params), 3),
+                "ours": _waited(ours.step, 3),
+            }
             times = bench.run(f"wall {name}", contenders, bench.rounds)
         except torch.cuda.OutOfMemoryError as error:
             bench.skip("wall", what, _first_line(error))
@@ -154,8 +164,19 @@ def _torch(bench: Bench) -> None:
             Bar(1.0, 1.1),
         ),
         ("the mixed recipe / ours (bf16)", "bf16", peers.MixedRecipe(shapes, bench.seed, _DEVICE), Bar(2.0, 2.5)),
+        (
+            "torch fused, fp32 weights and bf16 states / ours (bf16)",
+            "bf16",
+            peers.torch_fused_bf16_states(shapes, bench.seed, _DEVICE),
+            Bar(0.97, 1.05),
+        ),
     )
     for what, name, peer, bar in pairs:
+        try:
+            peer.step()
+        except RuntimeError as refusal:
+            bench.skip("torch", what, f"torch {torch.__version__} refuses it: {_first_line(refusal)}")
+            continue
         ours = optimizer_configs.ours(CONFIGURATIONS[name], shapes, bench.seed, _DEVICE)
         contenders = {"theirs": _waited(peer.step, 10), "ours": _waited(ours.step, 10)}
         times = bench.run(f"torch {name}", contenders, bench.rounds)

@@ -33,6 +33,17 @@ def torch_fused(shapes: Shapes, dtype: torch.dtype, seed: int, device: str = "cp
     )
 
 
+def torch_fused_bf16_states(shapes: Shapes, seed: int, device: str) -> Training:
+    """The same on fp32 parameters and gradients with states in bf16, which some torches step on a GPU."""
+    peer = torch_fused(shapes, torch.float32, seed, device)
+    for p in peer.params:
+        state = peer.optimizer.state[p]
+        state["step"] = torch.zeros((), device=p.device)
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.zeros_like(p, dtype=torch.bfloat16)
+    return peer
+
+
 class MixedRecipe(Training):
     """bf16 model, fp32 masters that torch's fused AdamW steps: gradients cast up, weights copied back."""
 

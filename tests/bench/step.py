@@ -20,6 +20,9 @@ _QUICK_PARAMS, _QUICK_ROUNDS = 1 << 16, 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: rows of its own, all of them")
+    parser.add_argument(
+        "--variants", type=Path, metavar="FOLDER", help="of --device cuda: builds of the CUDA library there, instead"
+    )
     parser.add_argument("--params", type=positive, help=f"of the flat tensor; {_PARAMS:,} unless given")
     parser.add_argument("--rounds", type=positive, help=f"that a median is taken of; {_ROUNDS} unless given")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads())

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import busy_core, optimizer_configs, peers, plots, resident_memory, step_rows, timing, workload
+from bench import busy_core, optimizer_configs, peers, plots, resident_memory, step_rows, timing, variant_rows, workload
 from bench.background_load import Beside
 from bench.figures import Bar, Findings
 from bench.l1 import InCache
@@ -333,3 +333,39 @@ def test_quality_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None
         command.main(["--help"])
     shown = capsys.readouterr().out
     assert "--rows" in shown and "--quality" in shown
+
+
+def test_variants_are_compared_in_processes_of_their_own(tmp_path: pathlib.Path) -> None:
+    """On the CPU, where the CUDA library that each is given plays no part."""
+    for name in ("plain", "other"):
+        (tmp_path / f"{name}.so").touch()
+    findings = Findings()
+    variant_rows.variants(Bench(4096, [], 3, 1, [], 0, findings), tmp_path, "cpu", names=["c"])
+    assert [f.what.rpartition(": ")[2] for f in findings.figures] == [
+        f"plain / {name}" for name in ("ordinary", "other", "plain")
+    ]
+    assert findings.figures[-1].value.median == 1.0
+    assert all(f.beside["fraction of the copy bandwidth"] > 0 for f in findings.figures)
+
+
+def test_variants_of_other_bits_are_an_error(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        def __init__(self, library: str, arguments: object) -> None:
+            self._library = library
+
+        def answer(self, line: str = "") -> str:
+            return str(hash(self._library) if line == "bits" else 1.0)
+
+        def end(self) -> None:
+            pass
+
+    for name in ("plain", "other"):
+        (tmp_path / f"{name}.so").touch()
+    monkeypatch.setattr(variant_rows, "Worker", Other)
+    with pytest.raises(AssertionError, match="fp32: builds of other bits"):
+        variant_rows.variants(Bench(4096, [], 3, 1, [], 0, Findings()), tmp_path, "cpu")
+
+
+def test_variants_without_the_plain_one_are_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match=f"no plain.so in {tmp_path}"):
+        variant_rows.libraries(tmp_path, "cpu")

@@ -1,4 +1,6 @@
 // The protocol around NCCL against a pretended one (fake_nccl.h): ranks are threads.
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <string>
@@ -135,6 +137,25 @@ TEST_P(EveryVersion, AnOperationThatIsRefusedInsideAGroupIsTold) {
     EXPECT_TRUE(has(error, "all-to-all of bucket 5") && has(error, "remote error")) << error.message;
   });
   EXPECT_EQ(fake.counts().aborts, 1);
+}
+
+// What is done within some microseconds is not slept over: the system's shortest sleep is 50 of them.
+TEST_P(EveryVersion, AnAnswerThatComesAtOnceIsNotSleptOver) {
+  const FakeNccl fake(GetParam());
+  const Library library(fake);
+  double least = 1.0;
+  for (int attempt = 0; attempt < 50; attempt++) {
+    char id[TX_NCCL_ID_BYTES];
+    ASSERT_EQ(tx_nccl_unique_id(library.library, id, nullptr), TX_OK);
+    const tx_nccl_comm_args args = arguments(library.library, id, 0, 1);
+    tx_nccl_comm *comm = nullptr;
+    fake.call<void>("fake_nccl_slow_init", 4);
+    const auto begin = std::chrono::steady_clock::now();
+    ASSERT_EQ(tx_nccl_comm_new(&args, &comm, nullptr), TX_OK);
+    least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    tx_nccl_comm_free(comm);
+  }
+  EXPECT_LT(least, 150e-6);
 }
 
 TEST_P(EveryVersion, MemoryBecomesAWindowWhereThereAreWindows) {

@@ -40,6 +40,51 @@ TEST_F(AdamwCall, Gpt2sTensorsAreOneLaunchForEachCombination) {
   }
 }
 
+// Looking for what others wrote, resyncing and stepping: no workspace, nothing beside the one launch.
+TEST_F(AdamwCall, AStepThatLooksForWritesIsOneLaunchToo) {
+  for (const Combo &c : {kBf16, kHalf, kRemainder, kBlocks}) {
+    SCOPED_TRACE(adamw_call::Name(c));
+    Pair pair;
+    for (const int64_t n : Gpt2())
+      pair.Add(c, n, 0, true);
+    pair.Renew();
+    tx_adamw_args args = Arguments();
+    args.on_external_write = TX_EXTERNAL_RESYNC;
+    for (const size_t written : {0u, 1u, 5u, 2u, 4u, 147u}) {
+      if (written > 0)
+        for (Side *side : {&pair.ours, &pair.theirs})
+          side->params[written].Write(0);
+      emulated::world.launches = 0;
+      ASSERT_EQ(pair.Take(args), TX_OK);
+      EXPECT_EQ(emulated::world.launches, 1);
+      pair.ExpectEqual();
+    }
+    EXPECT_GE(pair.ours.resynced, 5);
+  }
+}
+
+// Suspects are remembered beside a launch's ticket, which comes back, and are forgotten with it.
+TEST_F(AdamwCall, SuspectsOfOneStepAreNotThoseOfAnother) {
+  emulated::Use(1, 1);
+  Pair pair;
+  for (const int64_t n : {4097, 40})
+    pair.Add(kBf16, n, 0, true);
+  pair.Renew();
+  tx_adamw_args args = Arguments();
+  args.on_external_write = TX_EXTERNAL_RESYNC;
+  for (Side *side : {&pair.ours, &pair.theirs})
+    for (Watched &w : side->params)
+      w.Write(0);
+  ASSERT_EQ(pair.Take(args), TX_OK);
+  EXPECT_EQ(pair.ours.resynced, 2);
+  pair.ExpectEqual();
+  // Between the samples, where only a look at all elements would find it.
+  pair.ours.params[0].Write(100);
+  for (int step = 0; step < 1030; step++)
+    ASSERT_EQ(tx_cuda_adamw(Step(pair.ours, args).Args(), &pair.call, nullptr), TX_OK);
+  EXPECT_EQ(pair.ours.resynced, 2);
+}
+
 TEST_F(AdamwCall, AThousandTensorsOfSeveralCombinationsTakeAFewLaunches) {
   Pair pair;
   for (int64_t i = 0; i < 1000; i++)
@@ -99,7 +144,6 @@ TEST_F(AdamwCall, G2_G3_SkipsWithoutAByteChangedAndCountsOnce) {
         pair.Add(kF32, n);
       }
       pair.Renew();
-      pair.GiveWorkspace();
       if (!empty) pair.ours.params[0].Write(3);
       if (!empty) pair.theirs.params[0].Write(3);
       const auto before = pair.ours.State();
@@ -161,9 +205,9 @@ TEST_F(AdamwCall, WhatAStepRefusesChangesNothing) {
   args.moment_rounding = 9;
   refused(args, TX_ERROR_ILLEGAL_VALUE, "moment_rounding");
   args = Arguments();
-  args.on_external_write = TX_EXTERNAL_RESYNC;
+  args.on_external_write = TX_EXTERNAL_CHECK;
   refused(args, TX_ERROR_INVALID_ARGUMENT,
-          "call.workspace has 0 bytes; on_external_write = 1 (resync) beside fp32 masters needs 16 for 1 tensors");
+          "call.workspace has 0 bytes; on_external_write = 2 (check) needs 16 for 1 tensors");
   pair.GiveWorkspace();
   pair.call.workspace_bytes = 15;
   refused(args, TX_ERROR_INVALID_ARGUMENT, "call.workspace has 15 bytes");
@@ -176,6 +220,7 @@ TEST_F(AdamwCall, WhatAStepRefusesChangesNothing) {
   pair.call.size = sizeof pair.call;
 
   emulated::world.capturing = true;
+  args.on_external_write = TX_EXTERNAL_RESYNC;
   refused(args, TX_ERROR_BAD_STATE, "pass it as a tensor in lrs");
   args.on_external_write = TX_EXTERNAL_CHECK;
   refused(args, TX_ERROR_BAD_STATE, "which waits for the device");
@@ -193,7 +238,6 @@ TEST_F(AdamwCall, IsCapturedWithItsLrsInTensors) {
   pair.Add(kBlocks, 1300, 0, true);
   pair.Add(kBf16, 1300, 0, true);
   pair.Renew();
-  pair.GiveWorkspace();
   float rate = 1e-2f;
   const tx_tensor lr = {&rate, 1, TX_F32, 0};
   tx_adamw_args args = Arguments();

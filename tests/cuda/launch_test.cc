@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <thread>
+#include <vector>
 
 #include "csrc/torch_ext_cuda.h"
 #include "tests/core/arrays.h"
@@ -113,6 +114,27 @@ TEST_F(Launch, AGridHasTheBlocksThatRunAtATime) {
       ASSERT_EQ(tx_cuda_bucket_accumulate(1, &to, &from, &at, &error_), TX_OK) << Message();
       EXPECT_EQ(emulated::world.blocks, 3u * static_cast<uint32_t>(processors));
     }
+}
+
+// 32 KiB of parameters are for many tensors.
+TEST_F(Launch, ACallOfFewTensorsHasSmallParameters) {
+  for (const int64_t n : {1, 16, 17, 300}) {
+    emulated::world = emulated::World();
+    std::vector<tx_tensor> main, grads;
+    std::vector<Array> arrays;
+    for (int64_t i = 0; i < 2 * n; i++)
+      arrays.emplace_back(TX_F32, std::vector<float>{static_cast<float>(i)});
+    for (int64_t i = 0; i < n; i++) {
+      main.push_back(arrays[static_cast<size_t>(i)].tensor());
+      grads.push_back(arrays[static_cast<size_t>(n + i)].tensor());
+    }
+    tx_cuda_call call = TX_CUDA_CALL_INIT;
+    ASSERT_EQ(tx_cuda_bucket_accumulate(n, main.data(), grads.data(), &call, &error_), TX_OK) << Message();
+    EXPECT_EQ(emulated::world.launches, 1);
+    EXPECT_EQ(emulated::world.largest_parameters < 2048, n <= 16) << n;
+    for (int64_t i = 0; i < n; i++)
+      EXPECT_EQ(arrays[static_cast<size_t>(i)].Get(0), static_cast<float>(n + 2 * i));
+  }
 }
 
 // Devices that were found fit are not looked at again, so each of these has an ordinal of its own.

@@ -7,7 +7,7 @@ import operator_samples as samples
 import pytest
 import torch
 from test_gpu_operators import values
-from test_gpu_training import DEVICE, assert_same, optimizer, set_grads, train
+from test_gpu_training import DEVICE, POLICIES, assert_same, optimizer, set_grads, train
 
 import torch_ext
 from bench import cuda_rows, workload
@@ -92,10 +92,13 @@ except RuntimeError as error:
 
 
 @pytest.mark.parametrize("clips", [False, True], ids=["step", "clip_and_step"])
-def test_a_step_of_148_tensors_is_one_launch(clips: bool) -> None:
-    """Of one dtype combination; two more for statistics and norm."""
-    policy = torch_ext.load_policy(torch.float32)
-    params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE) * 0.02) for shape in workload.gpt2(64, 503, 32)]
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_step_of_148_tensors_is_one_launch(name: str, clips: bool) -> None:
+    """Of one dtype combination, the look for others' writes included; two more for statistics and norm."""
+    dtype, overrides = POLICIES[name]
+    policy = torch_ext.load_policy(dtype, override_optimizer_config=overrides)
+    shapes = workload.gpt2(64, 503, 32)
+    params = [torch.nn.Parameter((torch.randn(shape, device=DEVICE) * 0.02).to(dtype)) for shape in shapes]
     assert len(params) == 148
     opt = torch_ext.AdamW(params, lr=1e-4, policy=policy)
     for _ in range(2):

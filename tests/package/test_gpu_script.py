@@ -1,8 +1,10 @@
 """tests/gpu.sh, as far as a machine without a GPU can tell: it finds everything, runs to its end and counts."""
 
+import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -14,23 +16,90 @@ import torch_ext
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
-def script(folder: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(ROOT / "tests/gpu.sh"), folder]
-    given = os.environ | {"TORCH_EXT_PYTHON": sys.executable} | environment
-    return subprocess.run(command, capture_output=True, text=True, env=given, timeout=300)
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run tests/gpu.sh itself")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run tests/gpu.sh itself")
-def test_without_a_gpu_everything_is_skipped_and_counted() -> None:
-    ran = script(os.path.dirname(torch_ext.library_path()))
+def script(*arguments: str, root: pathlib.Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(root / "tests/gpu.sh"), *arguments]
+    given = {k: v for k, v in os.environ.items() if k != "OUT"} | {"TORCH_EXT_PYTHON": sys.executable} | environment
+    return subprocess.run(command, capture_output=True, text=True, env=given, cwd=root, timeout=300)
+
+
+def built() -> str:
+    return os.path.dirname(torch_ext.library_path())
+
+
+def moved(to: pathlib.Path) -> pathlib.Path:
+    """The tree as it comes to another machine: without links and build outputs."""
+    for folder in ("tests", "torch_ext"):
+        shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return to
+
+
+@WITHOUT_GPU
+def test_what_was_packed_runs_elsewhere_and_counts(tmp_path: pathlib.Path) -> None:
+    """Everything is skipped without a GPU, part by part, and said in a file, too."""
+    there, out = moved(tmp_path / "there"), tmp_path / "out"
+    out.mkdir()
+    packed = script("--pack", str(there / ".gpu"), built())
+    assert packed.returncode == 0, packed.stdout + packed.stderr
+    assert not [path for path in there.rglob("*") if path.is_symlink()]
+    ran = script(".gpu", root=there, OUT=str(out))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     *_, last = ran.stdout.splitlines()
     counts = re.fullmatch(r"0 passed, 0 failed, (\d+) skipped", last)
-    assert counts is not None and int(counts[1]) > 200
+    assert counts is not None and int(counts[1]) > 250
     assert "everything is skipped" in ran.stdout
-    for part in ("the benchmark", "compute-sanitizer"):
+    for part in ("the benchmark", "the variants", "compute-sanitizer"):
         assert f"skipped: {part}" in ran.stdout
     assert re.search(r"^CUDA library +", ran.stdout, flags=re.MULTILINE)
+    report = json.loads((out / "gpu.json").read_text())
+    assert (report["passed"], report["failed"], report["skipped"]) == (0, 0, int(counts[1]))
+    assert sum(part.get("skipped", 0) for part in report["parts"].values()) == int(counts[1]) - 3
+
+
+def test_a_pack_has_what_is_built_and_git_does_not_see_it(tmp_path: pathlib.Path) -> None:
+    git = shutil.which("git")
+    if git is None:
+        pytest.skip("there is no git")
+    subprocess.run([git, "init", "-q", str(tmp_path)], check=True)
+    libraries = tmp_path / "built"
+    for name in ("libtorch_ext.so", "cuda/libtorch_ext_cuda.so", "cuda/variants/plain.so"):
+        (libraries / name).parent.mkdir(parents=True, exist_ok=True)
+        (libraries / name).write_text(name)
+    shutil.move(libraries, tmp_path.parent / f"{tmp_path.name}-built")
+    for _ in range(2):
+        ran = script("--pack", str(tmp_path / "some where"), str(tmp_path.parent / f"{tmp_path.name}-built"))
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "some where").rglob("*.so"))
+    expected = ["libtorch_ext.so", "libtorch_ext_cuda.so", "variants/plain.so"]
+    assert found == [f"some where/{name}" for name in expected]
+    status = subprocess.run([git, "-C", str(tmp_path), "status", "--porcelain"], capture_output=True, text=True)
+    assert status.stdout == ""
+    assert (tmp_path / ".git/info/exclude").read_text().count("/some where/") == 1
+
+
+def test_a_pack_that_is_too_large_is_refused(tmp_path: pathlib.Path) -> None:
+    with open(tmp_path / "libtorch_ext.so", "wb") as file:
+        file.write(os.urandom(1 << 20) * 41)
+    ran = script("--pack", str(tmp_path / "pack"), str(tmp_path))
+    assert ran.returncode == 1 and "40 may travel" in ran.stderr
+
+
+@pytest.mark.parametrize("switch, runs", [("--exchange", ["test_gpu_exchange.py"]), ("--benchmark", [])])
+def test_a_part_runs_alone(switch: str, runs: list[str], tmp_path: pathlib.Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(CRASHES.replace("PYTHON", sys.executable))
+    python.chmod(0o755)
+    ran = script(switch, built(), TORCH_EXT_PYTHON=str(python))
+    assert re.findall(r"^torch_ext: tests on the device: (\S+)$", ran.stdout, flags=re.MULTILINE) == runs
+    assert ("skipped: the benchmark" in ran.stdout) == (switch == "--benchmark")
+
+
+@pytest.mark.parametrize("arguments, says", [(["--some"], "no switch --some; legal are"), (["a", "b"], "a and b")])
+def test_a_command_that_is_not_legal_is_refused(arguments: list[str], says: str) -> None:
+    ran = script(*arguments)
+    assert ran.returncode == 1 and says in ran.stderr
 
 
 # Python, but for pytest: one file's process crashes, the others have a test that passes, one that fails and one
@@ -48,7 +117,7 @@ esac
 """
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run tests/gpu.sh itself")
+@WITHOUT_GPU
 def test_a_file_that_crashes_is_counted_and_the_others_run(tmp_path: pathlib.Path) -> None:
     """With the libraries of a folder, and those alone."""
     os.symlink(os.path.realpath(torch_ext.library_path()), tmp_path / "libtorch_ext.so")
@@ -58,7 +127,7 @@ def test_a_file_that_crashes_is_counted_and_the_others_run(tmp_path: pathlib.Pat
     ran = script(str(tmp_path), TORCH_EXT_PYTHON=str(python))
     files = len(list((ROOT / "tests/gpu").glob("test_*.py")))
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert ran.stdout.splitlines()[-1] == f"{files - 1} passed, {files} failed, {files + 1} skipped"
+    assert ran.stdout.splitlines()[-1] == f"{files - 1} passed, {files} failed, {files + 2} skipped"
     assert "test_gpu_graphs.py ended with status 139 and failed" in ran.stdout
     assert re.search(r"^library +\S+/path/libtorch_ext.so$", ran.stdout, flags=re.MULTILINE)
     assert re.search(r"^CUDA library +none: .*/path", ran.stdout, flags=re.MULTILINE)
@@ -68,10 +137,10 @@ def test_a_part_for_which_no_time_is_left_is_skipped_and_named(tmp_path: pathlib
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'no GPU'\n")
     python.chmod(0o755)
-    ran = script(os.path.dirname(torch_ext.library_path()), TORCH_EXT_PYTHON=str(python), TORCH_EXT_SECONDS="0")
+    ran = script(built(), TORCH_EXT_PYTHON=str(python), TORCH_EXT_SECONDS="0")
     files = [file.name for file in (ROOT / "tests/gpu").glob("test_*.py")]
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.splitlines()[-1] == f"0 passed, 0 failed, {len(files) + 2} skipped"
+    assert ran.stdout.splitlines()[-1] == f"0 passed, 0 failed, {len(files) + 3} skipped"
     for file in files:
         assert f"skipped: {file}: no time is left" in ran.stdout
 

@@ -109,10 +109,9 @@ ALL = [s.id for s in operator_samples.SAMPLES]
 EMPTY = ("no_tensors", "nothing")  # calls without an element, which are on no device
 WORKING = [
     "adamw_flat_-only_a_check",
-    "adamw_flat_-checksums",
     "master_checksum_-checked",
     "master_checksum_-renewed",
-]  # fp32 masters with checksums
+]  # those with fp32 masters; a step that resyncs finds out on its way
 
 
 @pytest.mark.parametrize("sample", ALL)

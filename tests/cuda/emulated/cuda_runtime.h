@@ -13,6 +13,7 @@
 #include <string>
 #include <thread>
 #include <type_traits>
+#include <vector>
 
 #define __global__
 #define __device__
@@ -61,6 +62,12 @@ typedef struct CUstream_st *cudaStream_t;
 typedef struct CUevent_st *cudaEvent_t;
 
 namespace emulated {
+// Memory that a warp asked for ahead of reading it.
+struct Ask {
+  const char *from;
+  int64_t bytes;
+  unsigned block, warp;
+};
 struct World {
   int devices = 1;
   int current = 0;  // of the thread that made the world; others have none, which reads as 0, until they choose
@@ -83,6 +90,7 @@ struct World {
   int occupancy_queries = 0;
   uint32_t blocks = 0;             // of the last launch
   int64_t largest_parameters = 0;  // bytes of a launch
+  std::vector<Ask> asks;           // of all launches
 };
 extern World world;
 // Choosing a device makes its context, since CUDA 12, and so does whatever else is done there; asking for it does not.
@@ -107,6 +115,8 @@ uint64_t Exchange(uint64_t value, unsigned from);
 uint32_t Vote(bool value);
 void SyncThreads();
 void SyncWarp();
+// Memory is to come nearer: [from, from + bytes), aligned to 16 bytes, of which every byte must be there.
+void AskFor(const void *from, int64_t bytes);
 unsigned Lane();
 
 template <class T>

@@ -1,0 +1,64 @@
+"""One build of the library in a process of its own, which steps when it is told: python -m bench.variant_worker
+CONFIGURATION PARAMS SEED DEVICE, with $TORCH_EXT_CUDA_LIBRARY naming the build.
+
+Says "ready", then answers lines: "step N" with the seconds of N steps, "copy N" with those of N copies of as many
+bytes, "bits" with a number that all builds must have alike after as many steps.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from bench import cuda_rows, optimizer_configs
+from bench.optimizer_configs import CONFIGURATIONS
+
+
+def bits(training: optimizer_configs.Training) -> int:
+    """Of everything that a step writes, as integers added up."""
+    total = 0
+    for tensor in training.tensors():
+        words = tensor.detach().reshape(-1)
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[words.element_size()]
+        total = total * 31 + int(words.view(integers).sum(dtype=torch.int64))
+    return total % (1 << 61)
+
+
+def seconds(step: Callable[[], object], times: int, device: str) -> float:
+    """After one that is not counted: another process had the device before."""
+
+    def synchronize() -> None:
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    step()
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(times):
+        step()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def main(name: str, params: str, seed: str, device: str) -> None:
+    configuration = CONFIGURATIONS[name]
+    ours = optimizer_configs.ours(configuration, [(int(params),)], int(seed), device)
+    copy: Callable[[], object] | None = None
+    for _ in range(2):
+        ours.step()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        what, _, number = line.strip().partition(" ")
+        if what == "step":
+            answer: float = seconds(ours.step, int(number), device)
+        elif what == "copy":
+            copy = copy or cuda_rows.copy_of(configuration.traffic, int(params), device)
+            answer = seconds(copy, int(number), device)
+        else:
+            answer = bits(ours)
+        print(repr(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
