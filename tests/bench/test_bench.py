@@ -340,7 +340,7 @@ def test_variants_are_compared_in_processes_of_their_own(tmp_path: pathlib.Path)
     for name in ("plain", "other"):
         (tmp_path / f"{name}.so").touch()
     findings = Findings()
-    variant_rows.variants(Bench(4096, [], 3, 1, [], 0, findings), tmp_path, "cpu", names=["c"])
+    variant_rows.variants(Bench(4096, [], 3, 1, [], 0, findings), tmp_path, "cpu", names=["8bit"])
     assert [f.what.rpartition(": ")[2] for f in findings.figures] == [
         f"plain / {name}" for name in ("ordinary", "other", "plain")
     ]
