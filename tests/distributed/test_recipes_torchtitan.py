@@ -26,7 +26,6 @@ def _page(states: str, theirs: bool) -> Any:
     """The page's class and configuration, with other `states`."""
     if not theirs:
         torchtitan_rebuilt.install()
-    recipes.with_states_and_mappings()
     names = recipes.run("torchtitan", 1, recipes.run("torchtitan", 0, {}))
     kwargs = names["optimizer"].optimizer_factory_kwargs_by_name["AdamW"]
     assert kwargs == {"states": "bf16_remainder"}

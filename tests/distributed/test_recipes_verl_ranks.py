@@ -54,7 +54,6 @@ def _state(optimizer: Any) -> list[Any]:
 
 def _resumes(rank: int, world: int, folder: str) -> None:
     """Each rank saves its own part of weights and state, by torch.save, and reads it again."""
-    recipes.with_states_and_mappings()
     for way in WAYS:
         config = configured(recipes.blocks("verl", "text")[0], lr=1e-4)
         model = _model(way)

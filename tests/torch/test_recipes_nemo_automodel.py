@@ -26,12 +26,6 @@ BF16 = torch.bfloat16
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-@pytest.fixture(autouse=True)
-def _words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_ext, "AdamW", torch_ext.AdamW)
-    recipes.with_states_and_mappings()
-
-
 def _rebuilt(model: torch.nn.Module, section: dict[str, Any], tensor_parallel: bool = False) -> Any:
     """The class by its path, called with params= and the section's keys; foreach=False where parameters are cut and the
     class has such an argument; parameters that an override's pattern matches are a group with its factors."""

@@ -18,12 +18,6 @@ pytestmark = frameworks.needs("transformers", "accelerate")
 STEPS, HALF = 4, 2
 
 
-@pytest.fixture(autouse=True)
-def _words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_ext, "AdamW", torch_ext.AdamW)
-    recipes.with_states_and_mappings()
-
-
 class Tokens(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 32

@@ -17,12 +17,6 @@ import torch_ext
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture(autouse=True)
-def _words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_ext, "AdamW", torch_ext.AdamW)
-    recipes.with_states_and_mappings()
-
-
 def _verls(params: Any, config: dict[str, Any]) -> Any:
     theirs = importlib.import_module("verl.workers.config.optimizer")
     return theirs.build_optimizer(params, theirs.FSDPOptimizerConfig(**config))
