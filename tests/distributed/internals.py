@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torch_ext.comm.wire import reduce_chunks
-from torch_ext.parallel import bucket_joining, bucket_mean, reducer
+from torch_ext.parallel import bucket_exchange, bucket_joining, bucket_mean
 from torch_ext.parallel.strategies import optim, optim_grads
 
 
@@ -38,4 +38,4 @@ class Pairs(bucket_joining.BucketJoining):
 
 def join_pairs(patch: pytest.MonkeyPatch | None = None) -> None:
     """Buckets of models that are parallelized from here on travel two by two. patch: as above."""
-    (pytest.MonkeyPatch() if patch is None else patch).setattr(reducer, "BucketJoining", Pairs)
+    (pytest.MonkeyPatch() if patch is None else patch).setattr(bucket_exchange, "BucketJoining", Pairs)

@@ -12,7 +12,7 @@ from ticking import Clock
 
 import torch_ext
 from torch_ext.comm.communicator import IN_FLIGHT
-from torch_ext.parallel import bucket_joining, parallel_module, reducer
+from torch_ext.parallel import bucket_exchange, bucket_joining, parallel_module
 
 MILLISECOND = 1_000_000
 SHAPES: list[Any] = [(300,), (5, 77), (300,), (1000,)] * 4  # each is a bucket by itself
@@ -83,7 +83,7 @@ def _tells(rank: int, world: int, strategy: str) -> None:
     engine = parallel_module.reducer_of(torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy))
     n = len(engine.plan.buckets)
     rows = torch.zeros(2, n + 2, dtype=torch.int64)
-    assert engine._coalescing._measured(rows).sharded == (strategy != "no_shard")
+    assert engine.exchange.coalescing._measured(rows).sharded == (strategy != "no_shard")
     places = [engine.strategy._slots_needed(buckets) for buckets in (range(1), range(2), range(1, n), range(n))]
     assert places == [1, IN_FLIGHT // 2, IN_FLIGHT // 2, IN_FLIGHT], "a whole buffer is alone on its way"
 
@@ -95,7 +95,7 @@ def test_what_may_travel_together_depends_on_the_strategy(strategy: str) -> None
 
 def _parallel_model(dtypes: Any, strategy: str = "no_shard", joins: bool = True, **ddp: Any) -> tuple[Any, Any]:
     """A model with small buckets, which are joined all the same, and its engine."""
-    reducer.BucketJoining = lambda plan, *_: bucket_joining.BucketJoining(plan, joins)
+    bucket_exchange.BucketJoining = lambda plan, *_: bucket_joining.BucketJoining(plan, joins)
     options = {"bucket_size": 300, "overlap_grad_reduce": True, **ddp}
     chosen = policy(*dtypes, **options)
     model = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy, find_unused_parameters=True)
@@ -108,7 +108,7 @@ def _train(rank: int, each: int, dtypes: Any, *options: Any, **ddp: Any) -> tupl
     model, engine = _parallel_model(dtypes, *options, **ddp)
     found, messages = [], []
     for seed in range(CYCLES):
-        messages.append(len(engine._coalescing.ends))
+        messages.append(len(engine.exchange.coalescing.ends))
         model.zero_grad()
         grads: list[Any] = noise(seed, rank, SHAPES, BF16)
         grads[seed + rank] = None  # it does not come
@@ -170,7 +170,7 @@ def _follows(rank: int, world: int) -> list[int]:
         for _ in range(cycles):
             model.zero_grad()
             model(grads).backward()
-        messages.append(len(engine._coalescing.ends))
+        messages.append(len(engine.exchange.coalescing.ends))
     return messages
 
 
@@ -191,7 +191,7 @@ def _raises(rank: int, world: int) -> None:
     for seed in range(CYCLES):
         model.zero_grad()
         model(noise(seed, rank, SHAPES, BF16)).backward()
-    assert len(engine._coalescing.ends) < 8
+    assert len(engine.exchange.coalescing.ends) < 8
 
     def broken(grad: torch.Tensor) -> None:
         raise _Broken
@@ -246,7 +246,7 @@ def _by_default(rank: int, world: int) -> dict[str, bool]:
         for _ in range(CYCLES):
             model.zero_grad()
             model([torch.ones(s, dtype=BF16) for s in shapes]).backward()
-        found[name] = len(engine._coalescing.ends) < len(engine.plan.buckets)
+        found[name] = len(engine.exchange.coalescing.ends) < len(engine.plan.buckets)
         assert len(engine.plan.buckets) == 10
     return found
 

@@ -136,7 +136,7 @@ def _decided(
         bucket_joining.time = Clock(each[rank])  # type: ignore[assignment]
         chosen = policy(BF16, bucket_size=BUCKET, grad_comm_compression=compressed)
         model: Any = torch_ext.parallelize(Given(SHAPES, BF16), chosen, strategy=strategy)
-        exchange = parallel_module.reducer_of(model).communicator
+        exchange = parallel_module.reducer_of(model).exchange.communicator
         decided, found[compressed] = [], []
         for seed in range(24):
             decided.append(exchange.compresses)
@@ -175,7 +175,7 @@ def test_a_slow_wire_is_noticed_on_all_ranks(
 
 def _limits(_rank: int, _world: int, strategy: str) -> float:
     model: Any = torch_ext.parallelize(Given(SHAPES, BF16), policy(BF16), strategy=strategy)
-    return parallel_module.reducer_of(model)._coalescing._below
+    return parallel_module.reducer_of(model).exchange.coalescing._below
 
 
 @pytest.mark.parametrize(

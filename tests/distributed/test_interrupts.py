@@ -19,7 +19,7 @@ from works import Work
 
 import torch_ext
 from torch_ext.comm import compression, gloo_p2p
-from torch_ext.parallel import bucket_joining, reducer
+from torch_ext.parallel import bucket_exchange, bucket_joining
 
 # -- without ranks ---------------------------------------------------------------------------------------------------
 
@@ -166,13 +166,13 @@ def _backward_is_interrupted(rank: int, world: int, strategy: str) -> None:
     model(ones).backward()
     optimizer.zero_grad()
     engine: Any = torch_ext.parallel.parallel_module.reducer_of(model)
-    wait = engine.do_wait
+    wait = engine.exchange.do_wait
 
     def interrupt(action: Any) -> None:
-        engine.do_wait = wait
+        engine.exchange.do_wait = wait
         raise KeyboardInterrupt
 
-    engine.do_wait = interrupt
+    engine.exchange.do_wait = interrupt
     with pytest.raises(KeyboardInterrupt):
         model(ones).backward()
     with pytest.raises(RuntimeError, match="step"):
@@ -192,7 +192,7 @@ def test_training_goes_on_after_an_interrupt_on_all_ranks() -> None:
 def _reports_are_late(rank: int, world: int, strategy: str) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket_joining, "time", Clock(100_000))
-        patch.setattr(reducer, "BucketJoining", lambda plan, *_: bucket_joining.BucketJoining(plan, True))
+        patch.setattr(bucket_exchange, "BucketJoining", lambda plan, *_: bucket_joining.BucketJoining(plan, True))
         chosen = policy(bucket_size=300, overlap_grad_reduce=True)
         model: Any = torch_ext.parallelize(Given(SHAPES), chosen, strategy=strategy)
         messages = []
@@ -206,7 +206,7 @@ def _reports_are_late(rank: int, world: int, strategy: str) -> list[int]:
             if step != 2:
                 assert _is_mean(model, step, world)
             model.zero_grad()
-            messages.append(len(torch_ext.parallel.parallel_module.reducer_of(model)._coalescing.ends))
+            messages.append(len(torch_ext.parallel.parallel_module.reducer_of(model).exchange.coalescing.ends))
         return messages
 
 

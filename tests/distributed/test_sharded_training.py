@@ -201,7 +201,7 @@ def _weights(rank: int, world: int, strategy: str) -> None:
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
     for moved in (False, True):
         model(noise(0, rank, SHAPES, BF16)).backward()
-        flats = {flat.untyped_storage().data_ptr() for flat in engine.weights.flats}
+        flats = {flat.untyped_storage().data_ptr() for flat in engine.exchange.weights.flats}
         assert all(p.untyped_storage().data_ptr() in flats for p in model.parameters())
         if moved:
             model.p1.data = model.p1.data.clone()

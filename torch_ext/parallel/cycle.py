@@ -81,6 +81,22 @@ def _call(name: str, *argtypes: Any, restype: Any = _Int32) -> Callable[..., Any
     return library.function(f"tx_cycle_{name}", _Pointer, *argtypes, restype=restype, brief=True)
 
 
+def _made(args: _Args, replaces: "Cycle | None") -> tuple[Any, int]:
+    """A machine: its memory, and its address."""
+    arguments, found = ctypes.POINTER(_Args), _Pointer()
+    size = library.function("tx_cycle_bytes", arguments, restype=_Int64)(ctypes.byref(args))
+    memory = (_Int64 * (size // 8 + 1))()
+    given = memory, ctypes.sizeof(memory), ctypes.byref(args)
+    if replaces is None:
+        init = library.function("tx_cycle_init", _Pointer, _Int64, arguments, ctypes.POINTER(_Pointer))
+        init(*given, ctypes.byref(found))
+    else:
+        rebuild = library.function("tx_cycle_rebuild", _Pointer, _Int64, arguments, _Pointer, ctypes.POINTER(_Pointer))
+        rebuild(*given, replaces.pointer, ctypes.byref(found))
+    assert found.value is not None
+    return memory, found.value
+
+
 class Cycle:
     """A machine in memory of this object. Positions i are those of `names`."""
 
@@ -119,21 +135,7 @@ class Cycle:
             reorder=reorder,
             **options._asdict(),
         )
-        arguments = ctypes.POINTER(_Args)
-        size = library.function("tx_cycle_bytes", arguments, restype=_Int64)(ctypes.byref(args))
-        self._memory = (_Int64 * (size // 8 + 1))()
-        found = _Pointer()
-        memory = self._memory, ctypes.sizeof(self._memory), ctypes.byref(args)
-        if replaces is None:
-            init = library.function("tx_cycle_init", _Pointer, _Int64, arguments, ctypes.POINTER(_Pointer))
-            init(*memory, ctypes.byref(found))
-        else:
-            rebuild = library.function(
-                "tx_cycle_rebuild", _Pointer, _Int64, arguments, _Pointer, ctypes.POINTER(_Pointer)
-            )
-            rebuild(*memory, replaces.pointer, ctypes.byref(found))
-        assert found.value is not None
-        self.pointer: int = found.value
+        self._memory, self.pointer = _made(args, replaces)
         self.action = Action()
         self._action_at = ctypes.addressof(self.action)
         # Of the calls per gradient, bound once.
@@ -316,3 +318,12 @@ class CycleDriver:
         except RuntimeError as error:
             self.cycle.fail(str(error))
             raise
+
+
+class Exchange(CycleDriver):
+    """Of a reducer's gradients."""
+
+    @property
+    def wire_bytes(self) -> int:
+        """Sent in the last cycle that ended, and for the weights gathered since."""
+        raise NotImplementedError

@@ -92,8 +92,8 @@ class ParallelModule(torch.nn.Module):
         the version counters of the parameters do not count what is written to them."""
         found = super().state_dict(*args, **kwargs)
         reducer = None if (attached := _attached.get(self)) is None else attached.reducer
-        if isinstance(reducer, BucketReducer) and reducer.weights is not None:
-            reducer.weights.alone(found)
+        if isinstance(reducer, BucketReducer) and reducer.exchange.weights is not None:
+            reducer.exchange.weights.alone(found)
         return found
 
     def wire_bytes(self) -> int:

@@ -33,6 +33,7 @@ from torch_ext.comm.init_sync import agree, broadcast
 from torch_ext.comm.nccl_transport import refuse
 from torch_ext.parallel import carry_states, parallel_module, torch_patches
 from torch_ext.parallel import parallelize_checks as checks
+from torch_ext.parallel.bucket_exchange import Settings
 from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets, trainable
 from torch_ext.parallel.reducer import BucketReducer
 from torch_ext.parallel.strategies.table import STRATEGIES, strategy_of
@@ -194,11 +195,7 @@ class _Call:
         world_size, replicated = self.communicator.world_size, self.strategy == "no_shard"
         ids = param_groups.ids_of([name for name, _ in named])
         params = [p for _, p in named]
-        return BucketReducer(
-            STRATEGIES[self.strategy](
-                params, plan, self.communicator, ids, self.divide_factor, policy.grad_gather_dtype
-            ),
-            number,
+        settings = Settings(
             check_for_nan=policy.check_for_nan_in_grad,
             find_unused_parameters=self.find_unused_parameters,
             step_in_backward=policy.step_in_backward,
@@ -207,3 +204,7 @@ class _Call:
             replan=lambda order: plan_buckets(named, policy, world_size, order=order),
             may_replan=lambda: replicated or not checks.any_optimizer_has_state(named),
         )
+        strategy = STRATEGIES[self.strategy](
+            params, plan, self.communicator, ids, self.divide_factor, policy.grad_gather_dtype
+        )
+        return BucketReducer(strategy, number, settings)

@@ -4,10 +4,13 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torch_ext.comm.wire import ParamSlice
 from torch_ext.parallel.bucket_plan import BucketPlan
+from torch_ext.params.local_shard import LocalShard
 from torch_ext.tensors import dense
 
 
@@ -44,6 +47,18 @@ class ParamBuffers:
                 "(model.to(...), `p.data = ...`): what is written there nobody steps and gathers. Write into it "
                 "(`p.copy_(...)` under no_grad), or convert the model before parallelize"
             )
+
+    def local(self, i: int, owned: tuple[int, ParamSlice] | None, group: dist.ProcessGroup) -> LocalShard:
+        """What this rank steps of parameter i. owned: the bucket, and the run in this rank's part of it, if there is
+        one. RuntimeError where the parameter left its buffer."""
+        self.check(i)
+        planned = self.plan.parameters[i]
+        flat = self.flats[planned.buffer]
+        if owned is None:
+            return LocalShard(flat[:0], 0, (group,), planned.bucket)
+        bucket, piece = owned
+        begin = planned.start + piece.first
+        return LocalShard(flat[begin : begin + piece.numel], piece.first, (group,), bucket)
 
     def alone(self, state_dict: MutableMapping[str, Any]) -> None:
         """Replaces detached parameters of these buffers by tensors of the same memory with storages of their own.

@@ -12,7 +12,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from torch_ext.parallel.cycle import Cycle, CycleDriver
+from torch_ext.parallel.cycle import Cycle, Exchange
 from torch_ext.params import reducer_registry
 
 
@@ -55,12 +55,13 @@ def queue_backward_end(method: Callable[..., Any], *args: Any) -> "weakref.ref[B
     return weakref.ref(end)
 
 
-class ReducerBase(CycleDriver, reducer_registry.GradientReducer):
+class ReducerBase(reducer_registry.GradientReducer):
     """Parameters are known by their positions i in `params`."""
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], names: Sequence[str], cycle: Cycle) -> None:
+    exchange: Exchange
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         self.params, self.names = list(params), list(names)
-        self.cycle = cycle
         self._position = {id(p): i for i, p in enumerate(self.params)}
         self._hooks: list[Any] = [
             p.register_post_accumulate_grad_hook(hook(self.grad_ready, i)) for i, p in enumerate(self.params)
@@ -78,8 +79,17 @@ class ReducerBase(CycleDriver, reducer_registry.GradientReducer):
         raise NotImplementedError
 
     @property
+    def cycle(self) -> Cycle:
+        return self.exchange.cycle
+
+    @property
     def failed(self) -> bool:
         return self.cycle.failure is not None
+
+    @property
+    def wire_bytes(self) -> int:
+        """Sent in the last cycle that ended, and for the weights gathered since."""
+        return self.exchange.wire_bytes
 
     def _positions(self, params: Iterable[torch.Tensor]) -> list[int]:
         """Of those that this reducer reduces."""

@@ -36,7 +36,7 @@ class ReduceScatter(_Comm):
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         # The input is memory of the computation's stream, which no event of the calling stream covers, and FSDP2 frees
         # it as soon as the call returns.
-        self._allocated_on.add(self._reducer.communicators.current_stream())
+        self._allocated_on.add(self._reducer.exchange.communicators.current_stream())
         return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(

@@ -1,0 +1,276 @@
+"""The exchange of one parallelized model's buckets: drives its gradient cycle (Note [the cycle] in
+csrc/torch_ext_cycle.h) between a strategy that holds the gradients and a communicator that moves them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from torch_ext.comm.communicator import IN_FLIGHT, MAX_BUCKETS, Work, tag
+from torch_ext.comm.init_sync import agree
+from torch_ext.comm.wire import WireBuffer
+from torch_ext.grads.stats import ALL_FINITE, Watch, first_nonfinite
+from torch_ext.parallel.bucket_joining import BucketJoining
+from torch_ext.parallel.bucket_plan import BucketPlan
+from torch_ext.parallel.cycle import (
+    GRAD_IN_PLACE,
+    GRAD_NONE,
+    GRAD_OTHER,
+    RECOVERING,
+    REDUCING,
+    STEP_WHEN_REDUCED,
+    Action,
+    Cycle,
+    Exchange,
+    Options,
+)
+from torch_ext.parallel.param_buffers import ParamBuffers
+from torch_ext.parallel.strategies.strategy import ShardingStrategy
+
+Replan: TypeAlias = Callable[[Sequence[int]], BucketPlan]
+"""From a permutation of the parameters, in the order of placement, to a plan."""
+
+_DISORDERED = 1 / 8
+"""Compression is given up where it made more of the messages than this no shorter."""
+
+
+class Settings(NamedTuple):
+    """What parallelize was told, the same on every rank."""
+
+    check_for_nan: bool
+    find_unused_parameters: bool
+    step_in_backward: bool
+    coalesce: bool
+    """Whether neighbouring buckets may be sent as one."""
+    compress_below: float
+    """Gbit/s; where the wire is slower, messages are compressed."""
+    replan: Replan
+    """The plan for another order of the parameters."""
+    may_replan: Callable[[], bool]
+    """Whether on this rank nothing depends on which part of a parameter it has."""
+
+
+class BucketExchange(Exchange):
+    """Of one reducer's parameters; positions i and buckets b are those of the plan."""
+
+    def __init__(
+        self, strategy: ShardingStrategy, number: int, settings: Settings, on_laid_out_anew: Callable[[], None]
+    ) -> None:
+        """number: of `agree`. on_laid_out_anew: called when the parameters have another layout."""
+        self.strategy, self.communicator, self.params = strategy, strategy.communicator, strategy.params
+        self.weights = ParamBuffers(strategy.params, strategy.plan) if strategy.sharded else None
+        self._settings, self._on_laid_out_anew = settings, on_laid_out_anew
+        self._bytes_of_cycle, self._bytes_of_gathers, self._bytes_before = 0, 0, 0
+        self._number, self._gathers = number, 0
+        world_size = self.communicator.world_size
+        self._measures = world_size > 1 and not self.communicator.deferring
+        self._compress_below = 0.0
+        if self._measures and self.communicator.can_compress:
+            # What is sent for each byte of a bucket: parts, and where all ranks get the sum those of it, too.
+            self._compress_below = settings.compress_below / ((1 - 1 / world_size) * (1 if strategy.sharded else 2))
+        if math.isinf(self._compress_below):
+            self.communicator.compresses, self._compress_below = True, 0.0
+        self.reorders = strategy.can_rebuild and world_size > 1 and len(strategy.plan.buckets) > 1
+        """The first cycle that reduces shows the order of gradients: its buckets are sent at its end, laid out anew."""
+        self.versions: list[int] = []
+        """Of the gradients, when the last cycle ended."""
+        self._follow_plan()
+        self.cycle = self._cycle_of_plan()
+        self._reset([])
+
+    def _reset(self, bucket_steps: list[Callable[[int], None]]) -> None:
+        """Of one backward. bucket_steps: each steps a bucket that is reduced."""
+        self._bucket_steps = bucket_steps
+        self._handles: list[Work] = []  # by message
+        self._read_reports: Callable[[], list[torch.Tensor]] | None = None  # which are under way
+        self._sent_at_once = False  # all buckets were kept until the end
+        self._watch = Watch()
+
+    def _cycle_of_plan(self, replaces: Cycle | None = None) -> Cycle:
+        planned, buckets = self.strategy.plan.parameters, self.strategy.plan.buckets
+        world_size = self.communicator.world_size
+        options = Options(
+            self.strategy.kind,
+            self.communicator.rank,
+            world_size,
+            IN_FLIGHT,
+            check_for_nan=self._settings.check_for_nan,
+            times=self.coalescing.enabled,
+            find_unused=self._settings.find_unused_parameters,
+            scales_sums=self.strategy.divide_factor != world_size,
+        )
+        return Cycle(
+            options,
+            [p.name for p in planned],
+            bucket_of=[p.bucket for p in planned],
+            buffer_of=[b.buffer for b in buckets],
+            reorder=self.reorders,
+            replaces=replaces,
+        )
+
+    def _follow_plan(self) -> None:
+        self.coalescing = BucketJoining(
+            self.strategy.plan,
+            self._settings.coalesce and self._measures,
+            self._compress_below,
+            self.communicator.compresses,
+            self.strategy.sharded,
+        )
+        self._labels: dict[range, str] = {}
+
+    @property
+    def wire_bytes(self) -> int:
+        return self._bytes_of_cycle + self._bytes_of_gathers
+
+    def begin(self, sync: bool, bucket_steps: list[Callable[[int], None]]) -> None:
+        """A backward begins. sync: not under no_sync(). bucket_steps: each steps a bucket that is reduced."""
+        self.cycle.begin(sync=sync, steps=bool(bucket_steps))
+        self.strategy.begin_backward(self.cycle.phase == REDUCING)
+        self._bytes_before = self.communicator.bytes_sent
+        self._reset(bucket_steps)
+        self.coalescing.reset()
+
+    def kind_of_grad(self, i: int) -> int:
+        """What lies in `.grad` of parameter i."""
+        if self.params[i].grad is None:
+            return GRAD_NONE
+        return GRAD_IN_PLACE if self.strategy.in_place(i) else GRAD_OTHER
+
+    def check_again(self) -> None:
+        """Gradients that were not finite. The same on every rank: a mean that all ranks have is read again, a sharded
+        one stays suspect."""
+        for i in self.cycle.nonfinite():
+            grad = self.strategy.grad(i)
+            if grad is None or (not self.strategy.sharded and first_nonfinite([grad]) == ALL_FINITE):
+                self.cycle.is_finite(i)
+
+    def gather(self, bucket: int) -> Work:
+        assert self.weights is not None
+        self._gathers += 1
+        before = self.communicator.bytes_sent
+        start = partial(
+            self.communicator.all_gather_into_buffer,
+            WireBuffer.of(self.weights.buckets[bucket]),
+            tag=tag(self._number, self._gathers, bucket),
+            label=f"weights of {self._label(range(bucket, bucket + 1))}",
+        )
+        handle = self.guarded(start)
+        self._bytes_of_gathers += self.communicator.bytes_sent - before
+        return _WeightGather(self, handle)
+
+    # -- what the cycle asks for (`CycleDriver.run`) --------------------------------------------------------------
+
+    def do_check(self, action: Action) -> None:
+        self.coalescing.complete()
+        if self._settings.check_for_nan:
+            grads = self.strategy.grads(action.first)
+            self.communicator.ordering.wait_producers()
+            self._watch.check([grad for _, grad in grads], [i for i, _ in grads])
+
+    def do_send(self, action: Action) -> None:
+        buckets = range(action.first, action.end)
+        cycle = self.cycle.number
+        label = f"gradients of cycle {cycle}, {self._label(buckets)}"
+        on_reduced = partial(_step_buckets, self._bucket_steps, buckets) if action.flags & STEP_WHEN_REDUCED else None
+        number = tag(self._number, cycle, buckets.start)
+        send = partial(self.strategy.send, buckets, cycle=cycle, tag=number, label=label, on_reduced=on_reduced)
+        self._handles.append(self.guarded(send))
+
+    def do_wait(self, action: Action) -> None:
+        if action.message < len(self._handles):  # else it was interrupted before it was sent
+            self.guarded(self._handles[action.message].result)
+
+    def do_inspect(self, action: Action) -> None:
+        i = action.first
+        if flags := self.cycle.missing(i, self.kind_of_grad(i), self.params[i].requires_grad):
+            self.strategy.prepare(i, flags)
+
+    def do_order(self, _action: Action) -> None:
+        self._sent_at_once, self.reorders = True, False
+        self.guarded(self._rebuild_buckets)
+
+    def do_report(self, _action: Action) -> None:
+        if self._settings.check_for_nan:
+            self.communicator.ordering.wait_producers()
+        trainable = [p.requires_grad for p in self.params]
+        report = self.cycle.report(self._watch.first(), trainable, self._words())
+        cycle = self.cycle.number
+        number, label = tag(self._number, cycle, MAX_BUCKETS), f"end of gradient cycle {cycle}"
+        self._read_reports = self.guarded(lambda: self.communicator.all_gather_bytes(report, tag=number, label=label))
+
+    def do_read(self, _action: Action) -> None:
+        if self.cycle.phase != RECOVERING and not self._sent_at_once:
+            self.coalescing.ended()
+        assert self._read_reports is not None
+        words = self.cycle.read(self.guarded(self._read_reports), self._words_sent)
+        if self.coalescing.learn(words):
+            self.cycle.set_messages(self.coalescing.ends)
+            if self._compress_below > 0:
+                self.communicator.compresses = self.coalescing.compresses
+
+    def do_install(self, _action: Action) -> None:
+        self.communicator.ordering.forget_producers()
+        self._handles, self._read_reports = [], None
+        self._bytes_of_cycle, self._bytes_of_gathers = self.communicator.bytes_sent - self._bytes_before, 0
+        self.strategy.end_cycle(self.cycle.anywhere(), self.cycle.left())
+        self.versions = self.strategy.versions()
+
+    def do_recovered(self, _action: Action) -> None:
+        self._handles, self._read_reports = [], None
+
+    def _label(self, buckets: range) -> str:
+        """Names buckets in messages."""
+        label = self._labels.get(buckets)
+        if label is None:
+            members = [i for b in buckets for i in self.strategy.plan.in_bucket(b)]
+            first, last = self.cycle.names[members[0]], self.cycle.names[members[-1]]
+            which = f"bucket {buckets[0]}" if len(buckets) == 1 else f"buckets {buckets[0]} to {buckets[-1]}"
+            names = repr(first) if first == last else f"{first!r} ... {last!r}"
+            label = self._labels[buckets] = f"{which} of {len(self.strategy.plan.buckets)} ({names})"
+        return label
+
+    def _rebuild_buckets(self) -> None:
+        """Lays the buckets out in the order in which rank 0's gradients were ready, if that is not the planned one."""
+        words = torch.tensor([self._settings.may_replan(), *self.cycle.order], dtype=torch.int64)
+        cycle = self.cycle.number
+        number, label = tag(self._number, cycle, MAX_BUCKETS), f"the order of gradients in cycle {cycle}"
+        gathered = self.communicator.all_gather_bytes(words.view(torch.uint8), tag=number, label=label)()
+        rows = [row.view(torch.int64).tolist() for row in gathered]
+        if not all(may for may, *_ in rows):
+            return
+        plan = self._settings.replan(rows[0][1:])
+        if plan.fingerprint == self.strategy.plan.fingerprint:
+            return
+        agree(self.communicator, caller="the new plan", fingerprint=plan.fingerprint, lines=plan.lines(), failure=None)
+        if self.weights is not None:
+            self.weights = ParamBuffers(self.params, plan)
+        self.strategy = self.strategy.rebuilt(plan)
+        self._on_laid_out_anew()
+        self._follow_plan()
+        self.cycle = self._cycle_of_plan(replaces=self.cycle)
+
+    def _words(self) -> torch.Tensor:
+        # Once it is so it stays so: messages are counted only as long as they are compressed.
+        disordered = self.communicator.disordered > self.communicator.messages * _DISORDERED
+        words = self.coalescing.words(disordered)
+        self._words_sent = words.numel()
+        return words
+
+
+class _WeightGather:
+    """A bucket of weights that is being gathered: a failure of it is the exchange's."""
+
+    def __init__(self, exchange: BucketExchange, handle: Work) -> None:
+        self._exchange, self._handle = exchange, handle
+
+    def result(self) -> None:
+        self._exchange.guarded(self._handle.result)
+
+
+def _step_buckets(steps: Sequence[Callable[[int], None]], buckets: range) -> None:
+    for step, bucket in product(steps, buckets):
+        step(bucket)
