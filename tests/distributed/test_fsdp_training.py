@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext
+from torch_ext.parallel import parallel_module
 
 FULLY = "optim_grads_params"
 RECOVERS = hasattr(FSDPModule, "reset_iter_state")
@@ -320,7 +321,7 @@ def _prefetched(rank: int, world: int) -> list[list[str]]:
     torch_ext.parallelize(model, policy(BF16, bucket_size=1), strategy=FULLY)
     optimizer = torch_ext.AdamW(model.parameters(), lr=1e-1, policy=policy(BF16))
     started: list[str] = []
-    weights = torch_ext.parallel.parallel_module.reducer_of(model).weights
+    weights = parallel_module.reducer_of(model).weights
     real = weights.all_gather
 
     def all_gather(unit: Any, *arguments: Any) -> Any:
@@ -481,7 +482,7 @@ def test_beside_tensor_parallelism() -> None:
 
 def _dropped(rank: int, world: int) -> None:
     model = torch_ext.parallelize(_net(BF16), policy(BF16, FP32), strategy=FULLY)
-    engine = weakref.ref(torch_ext.parallel.parallel_module.reducer_of(model))
+    engine = weakref.ref(parallel_module.reducer_of(model))
     shards = [weakref.ref(p) for p in model.parameters()]
     _loss(model, 0, rank).backward()
     ended = weakref.ref(model)

@@ -19,7 +19,7 @@ from works import Work
 
 import torch_ext
 from torch_ext.comm import compression, gloo_p2p
-from torch_ext.parallel import bucket_exchange, bucket_joining
+from torch_ext.parallel import bucket_exchange, bucket_joining, parallel_module
 
 # -- without ranks ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ def _backward_is_interrupted(rank: int, world: int, strategy: str) -> None:
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.1)
     model(ones).backward()
     optimizer.zero_grad()
-    engine: Any = torch_ext.parallel.parallel_module.reducer_of(model)
+    engine: Any = parallel_module.reducer_of(model)
     wait = engine.exchange.do_wait
 
     def interrupt(action: Any) -> None:
@@ -206,7 +206,7 @@ def _reports_are_late(rank: int, world: int, strategy: str) -> list[int]:
             if step != 2:
                 assert _is_mean(model, step, world)
             model.zero_grad()
-            messages.append(len(torch_ext.parallel.parallel_module.reducer_of(model).exchange.coalescing.ends))
+            messages.append(len(parallel_module.reducer_of(model).exchange.coalescing.ends))
         return messages
 
 

@@ -101,8 +101,12 @@ def test_a_rank_that_lags_in_backward_beyond_the_timeout_is_named() -> None:
 def _lags_in_step(rank: int, world: int) -> dict[str, str]:
     models = {strategy: _of_its_own(strategy) for strategy in SHARDED}
     optimizers = {strategy: torch_ext.AdamW(model.parameters(), lr=0.1) for strategy, model in models.items()}
-    for model in models.values():
-        model(_ones()).backward()
+    for model, optimizer in zip(models.values(), optimizers.values(), strict=True):
+        for last in (False, True):  # a first step compares more than the weights of it
+            model(_ones()).backward()
+            if not last:
+                optimizer.step()
+                optimizer.zero_grad()
     if rank == 1:
         time.sleep(LATER)
     messages = {}

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
 from torch_ext.comm import group_calls
+from torch_ext.parallel import parallel_module
 
 TIMEOUT = {"kill": 2.0, "stall": 2.5}
 _SPEAKING = ["all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_to_all_single", "send"]
@@ -255,7 +256,7 @@ def _dies_between_buckets(rank: int, world: int, strategy: str) -> list[str]:
         optimizer.zero_grad()
     model(ones).backward()
     if rank == 1:  # with one bucket of weights sent
-        engine: Any = torch_ext.parallel.parallel_module.reducer_of(model)
+        engine: Any = parallel_module.reducer_of(model)
         gather = engine.gather
         engine.gather = lambda bucket: os._exit(7) if bucket == 1 else gather(bucket)
     messages = []

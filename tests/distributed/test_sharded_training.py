@@ -11,12 +11,13 @@ from gradients import BF16, FP16, FP32, Given, noise, policy
 
 import torch_ext
 from torch_ext.comm.communicator import IN_FLIGHT
+from torch_ext.parallel import parallel_module
 
 SHAPES: list[Any] = [(3, 5), (130,), (7,), (2, 200)]
 
 
 def _engine(model: Any) -> Any:
-    return torch_ext.parallel.parallel_module.reducer_of(model)
+    return parallel_module.reducer_of(model)
 
 
 def _parallel(strategy: str, *dtypes: Any, **ddp: Any) -> Any:

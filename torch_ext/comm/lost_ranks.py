@@ -266,7 +266,7 @@ class _Inquiry:
                     return
                 time.sleep(_PERIOD)
         except Exception:  # the store is gone with the rank that kept it
-            self.store_ended = True
+            self.store_ended = self.answered or self._written.is_set()
             self._written.set()
 
 
