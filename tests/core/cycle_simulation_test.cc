@@ -59,10 +59,10 @@ void RunOne(uint64_t seed, Coverage *coverage) {
   ADD_FAILURE() << wrong << "\n" << Text(spec) << "\nshrunk: " << Run(smaller, &ignored) << "\n" << Text(smaller);
 }
 
-#ifdef __SANITIZE_ADDRESS__
+#ifdef TX_SLOW
 constexpr uint64_t kPrograms = 6000;
 #else
-constexpr uint64_t kPrograms = 100000;
+constexpr uint64_t kPrograms = 400000;
 #endif
 
 TEST(CycleSimulation, ProgramsOfFixedSeedsAndOfFreshOnes) {
@@ -85,7 +85,7 @@ TEST(CycleSimulation, ProgramsOfFixedSeedsAndOfFreshOnes) {
 
 // Every kind in one large world: messages and reports between all ranks.
 TEST(CycleSimulation, LargeWorlds) {
-#ifdef __SANITIZE_ADDRESS__
+#ifdef TX_SLOW
   const int world = 64;
 #else
   const int world = 1024;

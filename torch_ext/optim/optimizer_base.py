@@ -1,7 +1,8 @@
 """An optimizer of ours as a torch.optim.Optimizer: its parts, its groups, saving, loading, pickling."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,17 @@ from torch_ext.policy.policy import Policy
 from torch_ext.tensors import offload_guard
 
 _ON_EXTERNAL_WRITE = ("resync", "error", "ignore")
+
+
+@contextmanager
+def _refused_twice() -> Iterator[None]:
+    """ValueError for a parameter that is twice in one group, of which torch warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "optimizer contains a parameter group with duplicate parameters")
+        try:
+            yield
+        except UserWarning:
+            raise ValueError("a parameter is twice in one group; pass tied weights once") from None
 
 
 class OptimizerBase(torch.optim.Optimizer):
@@ -82,12 +94,8 @@ class OptimizerBase(torch.optim.Optimizer):
         no numbers, or not legal ones; and arguments of the constructor that a group cannot have, `policy` among them.
         """
         before = len(self.param_groups)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "optimizer contains a parameter group with duplicate parameters")
-            try:
-                super().add_param_group(param_group)
-            except UserWarning:
-                raise ValueError("a parameter is twice in one group; pass tied weights once") from None
+        with _refused_twice():
+            super().add_param_group(param_group)
         group = self.param_groups[before]
         try:
             refuse_group(self.param_groups, group, f"group {before}: ", self.policy)
@@ -199,8 +207,7 @@ class OptimizerBase(torch.optim.Optimizer):
             param_groups.fill(group, self.defaults, self._decoupled)
             self._states.make_steps(group)
 
-    def _make_first_state(self) -> None:
-        """Of an optimizer that has nothing but steps."""
+    def _make_first_state(self) -> None:  # of an optimizer that has nothing but steps
         if not self._open and not self._states.any_made():
             self._states.make_all()
 
