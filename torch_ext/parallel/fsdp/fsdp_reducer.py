@@ -23,7 +23,6 @@ from torch_ext.comm.communicator import Communicator, Work
 from torch_ext.comm.streams import Stream
 from torch_ext.grads.errors import refuse_busy
 from torch_ext.parallel.cycle import IDLE
-from torch_ext.parallel.fsdp.grad_shards import GradShards
 from torch_ext.parallel.fsdp.param_gather import ParamGather
 from torch_ext.parallel.fsdp.reduce_scatter import UnitPlan
 from torch_ext.parallel.fsdp.unit_exchange import Given, UnitExchange
@@ -97,10 +96,6 @@ class FSDPReducer(ReducerBase):
         """No effect: where gradients are sharded, those not reduced could be kept nowhere (E8)."""
         yield
 
-    @property
-    def shards(self) -> GradShards:
-        return self.exchange.shards
-
     # -- for optimizers: see reducer_registry.GradientReducer ----------------------------------------------------------
 
     @property
@@ -110,13 +105,13 @@ class FSDPReducer(ReducerBase):
     @property
     def sharded(self) -> bool:
         """Whether a gradient is anywhere else than in `.grad`."""
-        return not all(map(self.shards.visible, range(len(self.params))))
+        return not all(map(self.exchange.shards.visible, range(len(self.params))))
 
     def before_step(self) -> None:
         if not self.failed:  # else before waiting for what will not complete either
             self.finish_failed_backward()
         for i in self.cycle.nonfinite():
-            if self.shards.of(i) is None:
+            if self.exchange.shards.of(i) is None:
                 self.cycle.is_finite(i)
         self.cycle.check_step()
         self.sync_parameters()
@@ -130,7 +125,7 @@ class FSDPReducer(ReducerBase):
         return local_shard.of_dtensor(param)
 
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        return self.shards.of(self._position[id(param)])
+        return self.exchange.shards.of(self._position[id(param)])
 
     def gather(self, bucket: int) -> Work:
         raise NotImplementedError("FSDP2 gathers weights itself")  # no LocalShard of its has a bucket: nobody asks
@@ -140,7 +135,7 @@ class FSDPReducer(ReducerBase):
         refuse_busy(doing, self.forwards_running, self._end is not None)
 
     def gradient_memory(self) -> Sequence[torch.Tensor]:
-        return self.shards.memory
+        return self.exchange.shards.memory
 
     def gradients_released(self) -> None:
         self.cycle.zero(range(len(self.params)))
@@ -149,7 +144,7 @@ class FSDPReducer(ReducerBase):
         self.finish_failed_backward()
         positions = self._positions(params)
         for i in positions:
-            self.shards.forget(i)
+            self.exchange.shards.forget(i)
         self.cycle.zero(positions)
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -201,7 +196,7 @@ class FSDPReducer(ReducerBase):
                 "set_custom_reduce_scatter was called on its unit after parallelize"
             )
         current.add(i, int(tensor_of(grad).storage_offset()), grad)
-        self.shards.belongs(i, current.unit)
+        self.exchange.shards.belongs(i, current.unit)
         used = None if self.weights is None else self.weights.used
         if used is None or used.take(i):
             self.cycle.ready(i)
@@ -218,7 +213,7 @@ class FSDPReducer(ReducerBase):
         self._refuse_offloaded()  # which is recovered from like any backward that raised
         if self.weights is not None:
             self.weights.prefetch_in_order()
-        self.cycle.zero(self.shards.detach_grads())
+        self.cycle.zero(self.exchange.shards.detach_grads())
 
     def finish_failed_backward(self) -> None:
         """If the last backward raised: waits for what it sent, as the other ranks sent it too, and discards it; the
@@ -239,7 +234,7 @@ class FSDPReducer(ReducerBase):
     def backward_ended(self) -> None:
         """Agrees with the other ranks on what was reduced, waits for the sums, adds them to the shards."""
         self.exchange.current = None
-        self.shards.attach_grads()
+        self.exchange.shards.attach_grads()
         try:
             if self.cycle.end():  # else a backward to inputs only, or without gradient synchronization
                 self.exchange.run()
