@@ -50,8 +50,7 @@ class OptimizerBase(torch.optim.Optimizer):
     _scaling: GradScaling
     _stepper: Stepper
     _keep_32bit: keep_32bit.Selection | None = None  # for groups that are added; None: of an older pickle
-    compared_ranks = False
-    """Whether the ranks have compared what they keep (state/agreement.py)."""
+    compared_ranks = False  # whether the ranks have compared what they keep (state/agreement.py)
     _open: bool  # within master_weights()
     _consolidated: dict[str, Any] | None  # handed out by the next state_dict(), until masters change
 
@@ -234,8 +233,7 @@ class OptimizerBase(torch.optim.Optimizer):
         return self._states.host.tensors()
 
     def memory_released(self, grads: bool) -> None:
-        """Memory is offloaded, that of gradients among it or not: nothing holds any more that was made for what it
-        contained."""
+        """Memory is offloaded, that of gradients (grads) or not: what was made for its content is dropped."""
         self._stepper.drop_plan()
         if grads:
             self._scaling.clipping = None

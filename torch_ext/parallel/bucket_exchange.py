@@ -223,15 +223,9 @@ class BucketExchange(Exchange):
         self._handles, self._read_reports = [], None
 
     def _label(self, buckets: range) -> str:
-        """Names buckets in messages."""
-        label = self._labels.get(buckets)
-        if label is None:
-            members = [i for b in buckets for i in self.strategy.plan.in_bucket(b)]
-            first, last = self.cycle.names[members[0]], self.cycle.names[members[-1]]
-            which = f"bucket {buckets[0]}" if len(buckets) == 1 else f"buckets {buckets[0]} to {buckets[-1]}"
-            names = repr(first) if first == last else f"{first!r} ... {last!r}"
-            label = self._labels[buckets] = f"{which} of {len(self.strategy.plan.buckets)} ({names})"
-        return label
+        if buckets not in self._labels:
+            self._labels[buckets] = self.strategy.plan.label(buckets)
+        return self._labels[buckets]
 
     def _rebuild_buckets(self) -> None:
         """Lays the buckets out in the order in which rank 0's gradients were ready, if that is not the planned one."""

@@ -88,6 +88,14 @@ class BucketPlan:
         n = 1 + max((bucket.buffer for bucket in self.buckets), default=-1)
         return tuple(tuple(b for b in self.buckets if b.buffer == i) for i in range(n))
 
+    def label(self, buckets: range) -> str:
+        """Names buckets in messages."""
+        members = [i for b in buckets for i in self.in_bucket(b)]
+        first, last = self.parameters[members[0]].name, self.parameters[members[-1]].name
+        which = f"bucket {buckets[0]}" if len(buckets) == 1 else f"buckets {buckets[0]} to {buckets[-1]}"
+        names = repr(first) if first == last else f"{first!r} ... {last!r}"
+        return f"{which} of {len(self.buckets)} ({names})"
+
     def in_bucket(self, bucket: int) -> list[int]:
         """The positions of a bucket's parameters, by their place in it."""
         members = [i for i, p in enumerate(self.parameters) if p.bucket == bucket]
