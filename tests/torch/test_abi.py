@@ -43,7 +43,8 @@ def printed(folder: pathlib.Path, lines: list[str]) -> list[list[str]]:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to compare the package with the header")
-    includes = ["<stdio.h>", '"csrc/torch_ext.h"', '"csrc/math/checksum.h"', '"csrc/torch_ext_cuda.h"']
+    public = ["torch_ext.h", "torch_ext_cuda.h", "torch_ext_cycle.h"]
+    includes = ["<stdio.h>", *(f'"csrc/{name}"' for name in public), '"csrc/math/checksum.h"']
     text = [*(f"#include {file}" for file in includes), "int main(void) {", *lines, "  return 0;", "}", ""]
     (folder / "print.c").write_text("\n".join(text))
     subprocess.run(

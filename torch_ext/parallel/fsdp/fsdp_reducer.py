@@ -61,11 +61,10 @@ class FSDPReducer(ReducerBase):
         control: between all ranks that hold parts of the model. number: of `agree`. divide_factor: sums are divided by
         it; None: by the number of ranks that a unit is sharded and replicated over.
         """
-        names = [n for n, _ in named]
-        super().__init__([p for _, p in named], names)
+        super().__init__([p for _, p in named], [n for n, _ in named])
         self.units = list(units)
         options = divide_factor, check_for_nan, find_unused_parameters
-        self.exchange = UnitExchange(self.params, names, self.units, unit_of, control, number, *options)
+        self.exchange = UnitExchange(self.params, self.names, self.units, unit_of, control, number, *options)
         self.weights: ParamGather | None = None
         self._find_unused = find_unused_parameters
         self._end: weakref.ref[BackwardEnd] | None = None
