@@ -2,7 +2,7 @@
 
 load("//bazel:rooms.bzl", "sources")
 
-def pytest_files(data = [], data_of = {}, threads = 2, groups = 0, alone = []):
+def pytest_files(data = [], data_of = {}, threads = 2, groups = 0, alone = [], exclusive = []):
     """Tests see the repository's layout: the package, the library and the files below at their places.
 
     A py_test for each file, by its name, and with `groups` some that each run several files in one process, for
@@ -14,14 +14,16 @@ def pytest_files(data = [], data_of = {}, threads = 2, groups = 0, alone = []):
       threads: of torch's pool in one process.
       groups: how many there are; files are dealt out to them in turn.
       alone: names of the tests that are in no group.
+      exclusive: names of the tests that are in none and run when no other does, for what they see depends on time.
     """
     names = [file[:-len(".py")] for file in native.glob(["test_*.py"])]
-    for name in alone:
+    for name in alone + exclusive:
         if name not in names:
             fail("%s.py is not there" % name)
-    grouped = [name for name in names if groups and name not in alone]
+    grouped = [name for name in names if groups and name not in alone + exclusive]
     for name in names:
-        _pytest(name, [name], data + data_of.get(name, []), threads, ["manual"] if name in grouped else [])
+        tags = ["manual"] if name in grouped else ["exclusive"] if name in exclusive else []
+        _pytest(name, [name], data + data_of.get(name, []), threads, tags)
     for i in range(groups):
         members = grouped[i::groups]
         more = [label for name in members for label in data_of.get(name, [])]
