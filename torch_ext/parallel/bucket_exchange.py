@@ -103,7 +103,7 @@ class BucketExchange(Exchange):
             find_unused=self._settings.find_unused_parameters,
             scales_sums=self.strategy.divide_factor != world_size,
         )
-        return Cycle(
+        made = Cycle(
             options,
             [p.name for p in planned],
             bucket_of=[p.bucket for p in planned],
@@ -111,6 +111,8 @@ class BucketExchange(Exchange):
             reorder=self.reorders,
             replaces=replaces,
         )
+        made.set_messages(self.coalescing.ends)
+        return made
 
     def _follow_plan(self) -> None:
         self.coalescing = BucketJoining(
@@ -172,8 +174,7 @@ class BucketExchange(Exchange):
             self._watch.check([grad for _, grad in grads], [i for i, _ in grads])
 
     def do_send(self, action: Action) -> None:
-        buckets = range(action.first, action.end)
-        cycle = self.cycle.number
+        buckets, cycle = range(action.first, action.end), self.cycle.number
         label = f"gradients of cycle {cycle}, {self._label(buckets)}"
         on_reduced = partial(_step_buckets, self._bucket_steps, buckets) if action.flags & STEP_WHEN_REDUCED else None
         number = tag(self._number, cycle, buckets.start)

@@ -164,6 +164,8 @@ class BucketReducer(ReducerBase):
     def before_accumulate(self, i: int) -> None:
         """Autograd is about to accumulate into `.grad` of parameter i, or (torch.autograd.grad) to return its
         gradient."""
+        if self.params[i].grad is None and not self.strategy.sets_aside:
+            return  # nothing to be prepared
         grad = self.exchange.kind_of_grad(i)
         if grad != GRAD_NONE:
             if not _accumulates(self.params[i]):

@@ -33,6 +33,10 @@ class ShardedOptimizer(BufferedStrategy):
     def adds_to_sums(self) -> bool:
         return True
 
+    @property
+    def sets_aside(self) -> bool:
+        return bool(self._earlier)
+
     def prepare(self, i: int, flags: int) -> None:
         if flags & Prepare.ZERO:
             self.buffers.drop(i)

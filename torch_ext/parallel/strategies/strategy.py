@@ -81,6 +81,11 @@ class ShardingStrategy(abc.ABC):
         """Whether a gradient has to be prepared before the next one is accumulated into it."""
         return False
 
+    @property
+    def sets_aside(self) -> bool:
+        """Whether some earlier sum is kept apart, to which the next one is added."""
+        return False
+
     # -- during backward
 
     def begin_backward(self, reducing: bool) -> None:
