@@ -55,7 +55,7 @@ def _steps(rank: int, strategy: str, kind: str, compressed: str, dtypes: Any) ->
         whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
         found.append(bits(whole))
     engine = parallel_module.reducer_of(model)
-    exchange = getattr(engine, "communicator", None)
+    exchange = getattr(engine.exchange, "communicator", None)
     return found, sent, 0 if exchange is None else exchange.disordered
 
 
