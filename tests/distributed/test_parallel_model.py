@@ -131,7 +131,7 @@ def _dtypes_of_gradients(rank: int, world: int, strategy: str) -> None:
                 expected = main or (FP32 if dtype == FP16 else dtype)
                 assert _grad_dtypes(model) == [expected], (dtype, main, wire)
                 reducer: Any = parallel_module.reducer_of(model)
-                assert len(reducer.strategy.temporary) == 0, "buckets in the wire's dtype were freed"
+                assert len(reducer.strategy.temporary) == 0, "E3: buckets in the wire's dtype are freed"
 
 
 def test_gradients_have_main_grads_dtype() -> None:
