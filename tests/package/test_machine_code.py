@@ -28,12 +28,12 @@ class Limits(NamedTuple):
 
 
 # (row of TX_FOR_EACH_WEIGHT, kind of moments) of each configuration of the benchmark
-KERNELS = {"fp32": (0, 0), "a": (2, 1), "b": (3, 1), "c": (3, 2)}
+KERNELS = {"fp32": (0, 0), "bf16": (2, 1), "bf16_remainder": (3, 1), "8bit": (3, 2)}
 LIMITS = {
     "fp32": Limits(106, 0, 0, 5400, 4),
-    "a": Limits(126, 0, 0, 9200, 4),
-    "b": Limits(122, 0, 0, 7200, 5),
-    "c": Limits(128, 40, 28, 8000, 5),
+    "bf16": Limits(126, 0, 0, 9200, 4),
+    "bf16_remainder": Limits(122, 0, 0, 7200, 5),
+    "8bit": Limits(128, 40, 28, 8000, 5),
 }
 
 
@@ -118,7 +118,7 @@ def test_a_step_keeps_within_its_registers_and_instructions(name: str, kernels: 
 @pytest.mark.parametrize("name", LIMITS)
 def test_whole_vectors_move_in_16_bytes(name: str, kernels: dict[str, Kernel]) -> None:
     """A round reads all of its streams at once, the widest way that their bytes allow."""
-    wide = {"fp32": 8, "a": 4, "b": 4, "c": 3}  # streams of 16 bytes a lane, fp32 twice
+    wide = {"fp32": 8, "bf16": 4, "bf16_remainder": 4, "8bit": 3}  # streams of 16 bytes a lane, fp32 twice
     for operation in ("LDG", "STG"):
         found = sum(n for each, n in kernels[name].instructions.items() if re.match(rf"{operation}\S*\.128", each))
         assert found >= wide[name] - (operation == "STG"), operation
