@@ -326,8 +326,7 @@ tx_cycle_answer tx_cycle_check_step(tx_cycle *c, const uint8_t *grads) {
     return tx_cycle_refuse(
         c,
         "step() with gradients that no rank has reduced (parameter '%s' and perhaps others): the last backward ran "
-        "under "
-        "no_sync(), or raised, or `.grad` was assigned where gradients are sharded. Leave no_sync() for the last "
+        "under no_sync(), or raised, or `.grad` was assigned where gradients are sharded. Leave no_sync() for the last "
         "micro-batch, or call zero_grad() to drop them.",
         c->args.names[unreduced]);
   }
@@ -479,9 +478,16 @@ static int32_t next_of_recovering(tx_cycle *c) {
   return hand_out(c, TX_DO_RECOVERED, 0);
 }
 
+/* After a failure of the exchange nothing more of this backward is sent or waited for, until it has died. */
+static int is_stuck(const tx_cycle *c) {
+  const int sends = c->phase == TX_PHASE_REDUCING || (c->phase == TX_PHASE_CLOSING && c->step < TX_STEP_INSTALL);
+  return sends && has_failed(c) && !c->verdict[0];
+}
+
 int32_t tx_cycle_next(tx_cycle *c, tx_cycle_action *action) {
   if (c->current.kind == TX_DO_RAISE) c->current.kind = TX_DO_NOTHING;
-  if (c->current.kind == TX_DO_NOTHING) {
+  if (is_stuck(c)) c->current.kind = TX_DO_NOTHING;
+  if (c->current.kind == TX_DO_NOTHING && !is_stuck(c)) {
     switch (c->phase) {
       case TX_PHASE_REDUCING:
         if (c->is_last) {

@@ -2,6 +2,7 @@
 #ifndef TX_CORE_CYCLE_H
 #define TX_CORE_CYCLE_H
 
+#include "csrc/core/text.h"
 #include "csrc/core/tracker.h"
 #include "csrc/torch_ext_cycle.h"
 
@@ -55,7 +56,7 @@ struct tx_cycle {
   int32_t steps_in_backward; /* in this backward */
   int32_t may_reorder;
   int32_t partly_stepped;
-  int32_t reported;  /* this backward's report was exchanged, and not read yet */
+  int32_t reported;  /* this backward's report: 1 it is exchanged, 2 every rank's was read */
   int32_t held_back; /* see tx_cycle_read */
   int32_t is_last;   /* what was given is the last of this backward */
   int64_t number;
@@ -96,7 +97,6 @@ struct tx_cycle {
 int32_t tx_cycle_refuse(tx_cycle *c, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* "'a', 'b' and 7 more": of the parameters with chosen[i] != 0. */
-struct tx_text;
-void tx_cycle_add_names(struct tx_text *text, const tx_cycle *c, const uint8_t *chosen);
+void tx_cycle_add_names(tx_text *text, const tx_cycle *c, const uint8_t *chosen);
 
 #endif

@@ -77,8 +77,7 @@ static int64_t word_of(const uint8_t *report, int64_t k) {
   return word;
 }
 
-/* -- verdicts: each writes one, if there is one, and returns whether there is ---------------------------------------
- */
+/* -- verdicts: each writes one, if there is one, and returns whether there is ------------------------------------- */
 
 /* Whether every rank ends the same cycle, after as many steps. A rank whose loss depended on nothing reduces nothing
  * and reports nothing, so that its next backward would answer the others' last one: its steps tell. */

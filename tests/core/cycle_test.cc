@@ -131,6 +131,20 @@ TEST(Cycle, AfterAFailureEveryBackwardAndStepIsRefusedWithItsText) {
   EXPECT_STREQ(tx_cycle_refusal(machine.c), "step() after an exchange that failed: rank 3 was lost");
 }
 
+TEST(Cycle, AfterAFailureNothingMoreOfTheBackwardIsSent) {
+  Machine machine(TX_CYCLE_OPTIM_GRADS);
+  tx_cycle_begin(machine.c, 1, 0);
+  tx_cycle_ready(machine.c, 1);
+  EXPECT_EQ(machine.Drain(TX_DO_SEND), " 1");  // the message is handed out, and fails
+  tx_cycle_fail(machine.c, "connection reset");
+  EXPECT_EQ(machine.Drain(), "");
+  tx_cycle_ready(machine.c, 0);
+  EXPECT_EQ(machine.Drain(), "");
+  tx_cycle_died(machine.c, nullptr);
+  EXPECT_EQ(machine.Drain(), " 10");
+  EXPECT_EQ(tx_cycle_phase_of(machine.c), TX_PHASE_IDLE);
+}
+
 TEST(Cycle, BadArgumentsAreTold) {
   std::vector<int64_t> memory(10000);
   tx_cycle *c = nullptr;

@@ -775,6 +775,7 @@ void Rank::Act(const tx_cycle_action &action) {
       tx_cycle_done(cycle, 0);
       break;
     case TX_DO_SEND:
+      if (tx_cycle_failure(cycle)) throw Wrong{"a message is sent after a failure"};
       if (!sending_waits_) {
         if (world->group_failed) return Fail("a rank was lost");
         if (spec.kind == TX_CYCLE_UNITS) {

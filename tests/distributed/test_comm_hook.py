@@ -129,6 +129,31 @@ def test_after_a_gradient_that_is_not_finite_the_next_backward_is_right(way: str
         assert message == (f"gradients with NaN or Inf before communication (check_for_nan_in_grad): 'p{i}' on rank 1")
 
 
+def _raises_later(rank: int, world: int) -> None:
+    """A verdict that zero_grad() has ended says nothing of a later backward that the user's own code raises in: what
+    lies in `.grad` then is the user's, as without a hook."""
+    model = _hooked(check_for_nan_in_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    grads = noise(0, rank, SHAPES)
+    grads[0][0] = float("nan")
+    with pytest.raises(RuntimeError, match="NaN or Inf"):
+        model(grads).backward()
+    model.zero_grad()
+
+    def stop(_: Any) -> None:
+        raise KeyError("the user's")
+
+    handle = model.module.p0.register_hook(stop)  # whose gradient is the last one
+    with pytest.raises(KeyError):
+        model(noise(1, rank, SHAPES)).backward()
+    handle.remove()
+    optimizer.step()
+
+
+def test_a_step_after_a_backward_in_which_the_users_code_raised_is_the_users_own() -> None:
+    ranks.run(2, _raises_later)
+
+
 def _used_by_nobody(rank: int, world: int) -> None:
     """What DDP knows of the parameters in use is of this backward, not of one that ended in a message."""
     model = _hooked("find_unused_parameters", check_for_nan_in_grad=True)

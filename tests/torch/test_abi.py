@@ -14,6 +14,7 @@ import torch
 
 import torch_ext
 from torch_ext.native import constants, library, ops
+from torch_ext.parallel import cycle
 from torch_ext.policy import policy_struct
 from torch_ext.policy.policy_fields import Field, PolicyFields
 
@@ -98,6 +99,23 @@ def test_mirrors_are_found() -> None:
 def test_numbers_agree_with_the_header(tmp_path: pathlib.Path) -> None:
     lines = [f'  printf("{name} %lld\\n", (long long)TX_{name});' for name in NUMBERS]
     assert {name: int(value) for name, value in printed(tmp_path, lines)} == NUMBERS
+
+
+def test_numbers_of_the_cycle_agree_with_the_header(tmp_path: pathlib.Path) -> None:
+    """Names of the package in the order of the header's enums."""
+    kinds = ("NO_SHARD", "OPTIM", "OPTIM_GRADS", "UNITS", "DDP_HOOK")
+    grads = ("NONE", "IN_PLACE", "OTHER")
+    phases = ("IDLE", "ACCUMULATING", "REDUCING", "CLOSING", "RECOVERING")
+    ours = {f"CYCLE_{name}": getattr(cycle, name) for name in kinds}
+    ours |= {f"GRAD_{name}": getattr(cycle, f"GRAD_{name}") for name in grads}
+    ours |= {f"PHASE_{name}": getattr(cycle, name) for name in phases}
+    ours |= {f"PREPARE_{flag.name}": flag.value for flag in cycle.Prepare}
+    ours |= {f"DO_{name.upper() or 'NOTHING'}": i for i, name in enumerate(cycle.DO)}
+    ours |= {"SEND_STEP": cycle.STEP_WHEN_REDUCED, "WAIT_DISCARD": cycle.DISCARD}
+    lines = [f'  printf("{name} %lld\\n", (long long)TX_{name});' for name in ours]
+    assert {name: int(value) for name, value in printed(tmp_path, lines)} == ours
+    header = (HEADERS / "torch_ext_cycle.h").read_text()
+    assert set(re.findall(r"^  TX_(\w+) = ", header, re.MULTILINE)) <= set(ours)
 
 
 def test_every_number_of_an_enum_is_there() -> None:

@@ -34,9 +34,9 @@ class Prepare(enum.IntFlag):
     TAKE = 32
 
 
-DO = ("", "check", "send", "inspect", "order", "report", "wait", "read", "install", "fail", "recovered")
+DO = ("", "check", "send", "inspect", "order", "report", "wait", "read", "install", "raise", "recovered")
 """tx_cycle_do: the names of the driver's methods (`CycleDriver`)."""
-_RAISE = DO.index("fail")
+_RAISE = DO.index("raise")
 
 _WORDS_AT = 16
 """Where a report's own words begin."""

@@ -95,6 +95,7 @@ class CommHook(CycleDriver):
                 sent = 0
                 self._begin(connection)
             self._bucket = bucket
+            self.cycle.refuse_failed()
             self.cycle.given(bucket.index(), bucket.buffer().numel(), last=bucket.is_last())
             self.run()
         except Exception as error:

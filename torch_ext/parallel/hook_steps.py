@@ -50,7 +50,8 @@ class Guard:
         )
         if not left:
             self.cycle.zero(self.cycle.nonfinite())
-        self.cycle.check_step()
+        if self.cycle.failure is not None or self.cycle.nonfinite():  # else the gradients are the user's own
+            self.cycle.check_step()
 
     def has(self, params: set[torch.Tensor]) -> bool:
         return not params.isdisjoint(self._params)
