@@ -107,7 +107,7 @@ MUTANTS = {
 def built(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A folder with everything but the machine's own objects."""
     folder = tmp_path_factory.mktemp("cycle")
-    for name in ("cycle_world.cc", "cycle_hunt.cc"):
+    for name in ("cycle_program.cc", "cycle_rank.cc", "cycle_world.cc", "cycle_hunt.cc"):
         _run("g++", "-std=c++17", "-O1", *_includes(), "-c", ROOT / "tests/core" / name, "-o", folder / f"{name}.o")
     for name in ("status.c", "text.c"):
         _run("gcc", "-std=c11", "-O1", *_includes(), "-c", ROOT / "csrc/core" / name, "-o", folder / f"{name}.o")
