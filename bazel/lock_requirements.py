@@ -4,7 +4,8 @@
 
 Each lock has the exact version of every package, also of those that the listed ones need, with the hashes of its files,
 for Linux and Python 3.10 to 3.13. torch and its CUDA packages are left out, since one version of torch is different
-bytes from index to index (built for CPU, built for CUDA): bazel/setup.sh installs it by its pin in requirements.in.
+bytes from index to index (built for CPU, built for CUDA): bazel/setup.sh installs it by its pin in requirements.in. The
+readers of machine code are NVIDIA's, but none of torch's.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 INPUTS = ("requirements.in", "tests/requirements.in")  # what a later one has in common with an earlier one is in that
-OF_TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)$")
+OF_TORCH = re.compile(r"(torch|triton|nvidia-(?!cuda-(cuobjdump|nvdisasm)$).*|cuda-.*)$")
 
 
 def header(source: pathlib.Path) -> str:

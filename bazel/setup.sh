@@ -4,7 +4,7 @@
 # it can't. Afterwards $TORCH_EXT_PYTHON is the interpreter that has torch (the build looks there, too), and `quiet_bazel`
 # is Bazel without its chatter. $more_requirements, an array, names lists of packages that are installed beside
 # requirements.txt, and $more_programs, another, programs of the system's packages of these names. $wished_packages, a
-# third, has entries "program=package" that the work goes on without. Whoever sets TORCH_EXT_PYTHON
+# third, has entries "program=package", or "/pattern/of/a/file=package", that the work goes on without. Whoever sets TORCH_EXT_PYTHON
 # beforehand has that interpreter used as it is, and nothing installed into it.
 
 say() { printf 'torch_ext: %s\n' "$*"; }
@@ -72,11 +72,19 @@ apt_install() {
   as_root env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 install -y --no-install-recommends "$@"
 }
 
+# Whether a program of this name is installed, or a file that this pattern of an absolute path means.
+is_there() {
+  case $1 in
+    /*) compgen -G "$1" >/dev/null ;;
+    *) command -v "$1" >/dev/null ;;
+  esac
+}
+
 # What is nice to have: where it can't be installed, says so and goes on.
 install_wished_packages() {
   local wish packages=()
   for wish in ${wished_packages[@]+"${wished_packages[@]}"}; do
-    command -v "${wish%%=*}" >/dev/null || packages+=("${wish#*=}")
+    is_there "${wish%%=*}" || packages+=("${wish#*=}")
   done
   [ ${#packages[@]} -gt 0 ] || return 0
   say "installing from the system's packages: ${packages[*]}"

@@ -177,6 +177,9 @@ typedef enum tx_external_write {
 #define TX_CHECKSUM ((int64_t)1024)
 #define TX_SAMPLED ((int64_t)4096)
 
+/* Length of a row of tx_adamw_args.healths, zeroed by the caller. */
+#define TX_HEALTH_LEN 69
+
 /* One AdamW (or Adam) step over n tensors; Loshchilov & Hutter 2019, Algorithm 2, with
  *   g  = grad * clip_coef / grad_scale   (negated for maximize; + weight_decay * p where not decoupled)
  *   m  = m + (1 - beta1) * (g - m),  v = v + (1 - beta2) * (g * g - v)
@@ -198,6 +201,20 @@ typedef enum tx_external_write {
  *   steps        F32, one element: completed steps. The call adds one and steps with the sum
  *   checksums    none; I64 beside masters: ceil(numel / TX_CHECKSUM) beside I16, ceil(numel / TX_SAMPLED)
  *                beside F32, as tx_master_checksum made them; the step renews them
+ * and, each entry none where nobody asked for it, what the step leaves behind:
+ *   changed      U8, ceil(numel / 8): bit i % 8 (the least significant is the first) of byte i / 8 is set where the
+ *                step changes the bits of weight i. The others stay: whoever reads them zeroes them
+ *   moved        BF16, ceil(numel / TX_BLOCK), >= 0, beside changed only: to each block's is added, rounded up, the
+ *                most that the step changes one of its masters by (a weight, where there is no master): an upper
+ *                bound over many steps. +Inf, for good: weights or masters of the block were written by others (in a
+ *                parameter with fp32 masters that are resynced: of all blocks), or are not finite
+ *   distances    U8, ceil(numel / 2), beside changed only: 4 bits of each weight, the low half of a byte first, in
+ *                two's complement: to it is added by how many ulps the step changes the weight (tx_ordered_16 and _32
+ *                of csrc/math/weight_change.h). -8, for good: further than 7 either way
+ *   emas         BF16, F32, or BF16 with the 8 bits that follow in ema_lows: an average of the masters (of the weights,
+ *                where these are F32), as tx_adamw_args.ema_decay says
+ *   ema_lows     U8, numel, beside emas of BF16 only, which are then the upper 16 of 24 bits, cut off
+ *   healths      I64, TX_HEALTH_LEN: sums of the step are added to it (tx_health_of)
  * A non-zero found_inf makes the call write nothing at all except `skipped += 1`. */
 typedef struct tx_adamw_args {
   uint64_t size;
@@ -224,10 +241,35 @@ typedef struct tx_adamw_args {
   tx_tensor resynced;         /* I64, one element or none: counts the elements whose master became the weight */
   int32_t on_external_write;  /* tx_external_write */
   int32_t reserved;
+  const tx_tensor *changed; /* updated, as all that follow; NULL: nobody asked */
+  const tx_tensor *moved;
+  const tx_tensor *distances;
+  const tx_tensor *emas;
+  const tx_tensor *ema_lows;
+  const tx_tensor *healths;
+  double ema_decay;  /* ema += (1 - ema_decay) * (master - ema), in fp32, to 16 or 24 bits by dithering; in [0, 1) */
+  int64_t ema_every; /* of the steps whose number is a multiple of it, >= 1; in the first of these ema = master */
 } tx_adamw_args;
 #define TX_ADAMW_ARGS_INIT \
-  { .size = sizeof(tx_adamw_args), .moment_rounding = TX_DITHERED, .weight_rounding = TX_DITHERED }
+  { .size = sizeof(tx_adamw_args), .moment_rounding = TX_DITHERED, .weight_rounding = TX_DITHERED, .ema_every = 1 }
 TX_API tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_error *error);
+
+/* What a row of tx_adamw_args.healths says of the weights that measured steps stepped, since it was zeroed. */
+typedef struct tx_health {
+  uint64_t size;
+  int64_t elements;  /* 0: none was measured; all that follows is 0 */
+  double update_rms; /* of what masters changed by; NaN where a weight is not finite */
+  double weight_rms; /* of masters */
+  double moved;      /* the share of weights whose bits changed, in [0, 1] */
+  double below;      /* the share of updates below half an ulp of their weight: a master keeps what is lost of them. Of
+                        weights without a master, that of those which stayed */
+  double largest;    /* |weight| */
+} tx_health;
+#define TX_HEALTH_INIT \
+  { .size = sizeof(tx_health) }
+/* health: I64, TX_HEALTH_LEN. Rows of several ranks are one row when all integers are added but the last, of which the
+ * largest counts. *found: begun with TX_HEALTH_INIT. */
+TX_API tx_status tx_health_of(tx_tensor health, tx_health *found, tx_error *error);
 
 /* Whether tx_adamw, or tx_adamw_offloaded, would take these: refuses what they refuse of them. Writes nothing, and
  * reads steps and lrs only. For a step cut into several calls, none of which is to be refused when others are done. */
@@ -237,6 +279,133 @@ TX_API tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error);
  * are in [0, 1), and the two flags are 0 or 1; else TX_ERROR_ILLEGAL_VALUE, with a message in torch.optim's words
  * ("group 3: betas[0] is 1.0; ..."). where: how it begins instead of with the group; may be NULL. */
 TX_API tx_status tx_adamw_check_groups(const tx_adamw_group *groups, int64_t n, const char *where, tx_error *error);
+
+/* Muon (Jordan et al. 2024), in two passes over memory. Between them the caller orthogonalises each matrix, with whose
+ * products a machine's own library is fastest:
+ *   tx_muon_momentum   m = momentum * m + (1 - momentum) * g,  u = nesterov ? momentum * m + (1 - momentum) * g : m
+ *   the caller         o = about the nearest matrix to u with orthonormal rows or columns
+ *   tx_muon_update     p = p - (lr * o + decay * p)
+ *
+ * A parameter is one matrix or several that lie one after the other: a stack of experts, the parts of a fused
+ * projection. Parts, rows of an int64 tensor [n, 2] in torch, say where matrices begin: in the order of their tensors
+ * and in a tensor ascending, the first of each tensor at its first element. A tensor without elements has none. */
+typedef struct tx_muon_part {
+  int64_t tensor;
+  int64_t begin;
+} tx_muon_part;
+
+/* g = grad * clip_coef / grad_scale, limited in size as tx_adamw's; the averages, in fp32, are taken from the side that
+ * weighs more, and u from the m that is not yet rounded to its storage. Non-finite gradients give non-finite results.
+ * The caller takes the norms of matrices from works, with tx_grad_stats: their owner has no more than these, rounded.
+ *
+ * Arrays have n entries; entries of one index have the same numel.
+ *   grads      F32, BF16, F16
+ *   momentums  F32, BF16; F16 and U8 (TX_FORMAT_MOMENTUM) with block scales
+ *   scales     U8, the e8m0 scales of momentum's blocks where it is F16 or U8; none otherwise
+ *   works      F32 or BF16: u, rounded to nearest
+ *   steps      F32, one element: completed steps; thresholds are those of the next one. Not changed */
+typedef struct tx_muon_momentum_args {
+  uint64_t size;
+  int64_t n;
+  const tx_tensor *grads;     /* read */
+  const tx_tensor *momentums; /* updated */
+  const tx_tensor *scales;    /* updated; NULL: none has one */
+  const tx_tensor *works;     /* written */
+  const tx_tensor *steps;     /* read */
+  const tx_meta *meta;        /* NULL: id = position, start = 0; groups are not looked at */
+  tx_tensor grad_scale;       /* F32, one element or none */
+  tx_tensor clip_coef;        /* F32, one element or none */
+  double momentum;            /* in [0, 1] */
+  uint64_t seed;
+  int32_t nesterov;        /* 0 or 1 */
+  int32_t moment_rounding; /* tx_rounding */
+} tx_muon_momentum_args;
+#define TX_MUON_MOMENTUM_ARGS_INIT \
+  { .size = sizeof(tx_muon_momentum_args), .momentum = 0.95, .nesterov = 1, .moment_rounding = TX_DITHERED }
+TX_API tx_status tx_muon_momentum(const tx_muon_momentum_args *args, const tx_parallel *parallel, tx_error *error);
+
+/* What the update of one matrix is multiplied by; a row of a float64 tensor [n, 2] in torch. Both finite and >= 0. */
+typedef struct tx_muon_rate {
+  double lr;    /* of this matrix's shape (tx_muon_lr_ratio) */
+  double decay; /* lr * weight_decay, of the group's lr */
+} tx_muon_rate;
+
+/* Arrays have n entries; entries of one index have the same numel. Params, masters and checksums are tx_adamw's, and
+ * so is what the weight becomes beside a master, and what the step leaves behind, where somebody asked for it: changed,
+ * moved, distances, emas, ema_lows and healths.
+ *   updates    F32, BF16: o
+ *   steps      F32, one element: completed steps. The call adds one */
+typedef struct tx_muon_update_args {
+  uint64_t size;
+  int64_t n;
+  const tx_tensor *params;    /* updated */
+  const tx_tensor *updates;   /* read */
+  const tx_tensor *masters;   /* updated; NULL: none has one */
+  const tx_tensor *checksums; /* updated; NULL: none has one */
+  const tx_tensor *steps;     /* updated */
+  const tx_meta *meta;        /* as tx_muon_momentum_args' */
+  int64_t n_parts;
+  const tx_muon_part *parts;
+  const tx_muon_rate *rates; /* n_parts */
+  tx_tensor resynced;        /* I64, one element or none: counts the elements whose master became the weight */
+  uint64_t seed;
+  int32_t weight_rounding;   /* tx_rounding of a 16-bit weight without a master */
+  int32_t on_external_write; /* tx_external_write */
+  const tx_tensor *changed;  /* updated, as all that follow; NULL: nobody asked */
+  const tx_tensor *moved;
+  const tx_tensor *distances;
+  const tx_tensor *emas;
+  const tx_tensor *ema_lows;
+  const tx_tensor *healths;
+  double ema_decay;  /* as tx_adamw_args' */
+  int64_t ema_every; /* likewise */
+} tx_muon_update_args;
+#define TX_MUON_UPDATE_ARGS_INIT \
+  { .size = sizeof(tx_muon_update_args), .weight_rounding = TX_DITHERED, .ema_every = 1 }
+TX_API tx_status tx_muon_update(const tx_muon_update_args *args, const tx_parallel *parallel, tx_error *error);
+
+/* Hyper-parameters of one group, in torch.optim.Muon's words. */
+typedef struct tx_muon_group {
+  double lr;
+  double weight_decay;
+  double momentum;
+  double ns_a; /* ns_coefficients */
+  double ns_b;
+  double ns_c;
+  double eps;
+  int64_t ns_steps;
+} tx_muon_group;
+
+/* Whether Muon takes them: lr, weight_decay and eps are finite and >= 0, momentum is in [0, 1], ns_steps in [1, 100),
+ * and with these coefficients and as many steps no singular value from 0 to 1 leaves [0, 64], so that finite
+ * matrices have finite products; else TX_ERROR_ILLEGAL_VALUE, with a message in torch.optim's words. where: how it
+ * begins. */
+TX_API tx_status tx_muon_check_group(const tx_muon_group *group, const char *where, tx_error *error);
+
+/* Which iteration orthogonalises a matrix, and what for. */
+typedef enum tx_muon_ns {
+  TX_MUON_STANDARD = 0, /* iterates on the matrix */
+  TX_MUON_GRAM = 1,     /* iterates on its Gram matrix, of the smaller dimension: fewer operations for oblong ones */
+  TX_MUON_AUTO = 2      /* whichever takes fewer operations; the standard one where both take as many */
+} tx_muon_ns;
+
+/* The operations (multiplications and additions) of all products of one orthogonalisation. restart: after how many
+ * steps the Gram iteration begins anew from the matrix, 0: never. 0 where an argument is not legal. */
+TX_API double tx_muon_operations(int64_t rows, int64_t columns, int64_t ns_steps, int32_t ns, int64_t restart);
+
+/* What lr is multiplied by for a matrix of this shape. match_rms_adamw: 0: sqrt(max(1, rows / columns)); 1: 0.2 *
+ * sqrt(max(rows, columns)). */
+TX_API double tx_muon_lr_ratio(int64_t rows, int64_t columns, int32_t match_rms_adamw);
+
+/* Bytes that tx_plan_owners works in. 0 where an argument is not legal. */
+TX_API int64_t tx_plan_owners_bytes(int64_t n, int64_t ranks);
+
+/* Which of `ranks` ranks owns each of n pieces of work, so that the most that one of them has to do is little more than
+ * what no plan can be below. sizes: finite, >= 0; of matrices tx_muon_operations. room: tx_plan_owners_bytes, at a
+ * multiple of 8; the caller's again afterwards. owners: n, written. fingerprint: written, may be NULL: a number of
+ * sizes, ranks and owners, for ranks to compare. Equal arguments have equal plans on every machine. */
+TX_API tx_status tx_plan_owners(int64_t n, const double *sizes, int64_t ranks, void *room, int32_t *owners,
+                                int64_t *fingerprint, tx_error *error);
 
 /* Statistics of gradients, in integers, so that any split and any order gives the same bits and ranks may add them.
  * stats[0 .. TX_NORM_LIMBS) are the limbs of the exact sum of the block sums of squares; stats[TX_NORM_LIMBS] counts
@@ -307,8 +476,9 @@ TX_API tx_status tx_bucket_unpack(tx_tensor bucket, tx_tensor scales, int64_t n,
 
 /* What a tensor with block scales stands for. */
 typedef enum tx_format {
-  TX_FORMAT_SIGNED = 0, /* U8: e4m3, F16: itself; times 2^scale: exp_avg and wire data */
-  TX_FORMAT_SQRT = 1    /* U8: unsigned e4m4, F16: itself; times 2^scale, squared: exp_avg_sq */
+  TX_FORMAT_SIGNED = 0,  /* U8: e4m3, F16: itself; times 2^scale: exp_avg and wire data */
+  TX_FORMAT_SQRT = 1,    /* U8: unsigned e4m4, F16: itself; times 2^scale, squared: exp_avg_sq */
+  TX_FORMAT_MOMENTUM = 2 /* U8: e3m4, F16: itself; times 2^scale: Muon's momentum_buffer */
 } tx_format;
 
 /* srcs[i] -> dsts[i], element by element. A side whose scales entry is not none is block-scaled (U8 or F16) in

@@ -3,9 +3,9 @@
  * are those of this header, too.
  *
  * How it reads:
- *   1. Planning      layout (which bucket a parameter is in), coalescing (which buckets are one message), memory (bytes
- *                    per rank)
- *   2. Compression   bf16 messages in three quarters of their bytes
+ *   1. Planning      layout (which bucket a parameter is in), link and coalescing (which buckets are one message),
+ * memory (bytes per rank)
+ *   2. Compression   bf16 messages in three quarters of their bytes; states and weights as small as they get
  *   3. Staging       the step of parameters that are not in host memory
  *   4. NCCL          buckets between GPUs over a communicator of our own
  *   5. Bindings      how structs lie in memory, for languages that cannot read the headers
@@ -158,6 +158,31 @@ TX_API tx_status tx_offload_choose(const int64_t *bytes, int64_t n, double fract
  * (TX_U8), else the wire's dtype. */
 TX_API tx_dtype tx_gather_dtype(tx_dtype grad_gather_dtype, tx_dtype wire_dtype);
 
+/* -- the link (how fast ranks exchange bytes) -------------------------------------------------------------------- */
+
+/* What buckets travel together, and whether they are compressed, follows from the speed of the link of one rank, which
+ * is given (link_gbps of the policy) or measured once, before the first gradient: so layout and memory are known then.
+ *
+ * Measured is a full exchange of TX_LINK_ROUNDS rounds: in each of them every rank sends tx_link_part_bytes to every
+ * other one, one round after the other. The first one is the warm-up. A round takes as long as on its slowest rank; the
+ * quickest one counts, since whatever disturbs a round makes it longer. */
+#define TX_LINK_ROUNDS 6
+
+/* About 4 MiB from each rank in all, never less than 64 KiB to another; a multiple of TX_BLOCK. 0 for less than two
+ * ranks. */
+TX_API int64_t tx_link_part_bytes(int64_t world);
+
+/* Gbit/s that a rank sent, and received. nanoseconds: world rows of TX_LINK_ROUNDS. 0, not known, where a round took no
+ * time, and for less than two ranks or NULL. */
+TX_API double tx_link_gbps(const int64_t *nanoseconds, int64_t world);
+
+/* The rate of the link below which grad_comm_compression "auto" compresses, in Mbit/s. */
+#define TX_COMPRESS_BELOW_MBPS 2500
+
+/* Whether bf16 messages are compressed (tx_compress): always, never, or where the link is known to be slow. choice:
+ * tx_grad_comm_compression. link_gbps: 0: not known. */
+TX_API int32_t tx_compresses(int32_t choice, double link_gbps);
+
 /* -- coalescing (which buckets travel together) ------------------------------------------------------------------ */
 
 /* What joined buckets may take on the wire, at most, in bytes: a quarter of their buffer, up to TX_COALESCE_BYTES; half
@@ -178,36 +203,25 @@ TX_API int32_t tx_coalesce_whole(int64_t buffer_bytes);
 typedef struct tx_coalesce_args {
   uint64_t size;
   int64_t n_buckets;
-  const int64_t *bytes;  /* of each bucket on the wire; >= 0 */
+  const int64_t *bytes;  /* of each bucket, as it is sent; >= 0 */
   const int64_t *buffer; /* of each bucket; those of a buffer follow each other */
-  int64_t n_ranks;
-  /* By rank, in microseconds from the moment at which the rank's first bucket was complete, means over some backwards:
-   * when each bucket was complete (n_ranks rows of n_buckets), and when the last sum had come (n_ranks entries). */
-  const int64_t *ready;
-  const int64_t *ended;
-  /* The least time, of those backwards, from a rank's last bucket to its last sum (n_ranks entries; NULL, or not
-   * positive: not known), and the bytes of the message that left last. */
-  const int64_t *tail;
-  int64_t tail_bytes;
-  int32_t compressed; /* 1: they are to be sent compressed (tx_coalesce_most, as is the next one) */
-  int32_t sharded;    /* 1: each rank owns a part of each bucket */
+  int64_t world;         /* ranks; >= 1 */
+  double link_gbps;      /* of a rank, in Gbit/s; 0: not known */
+  int32_t compressed;    /* 1: they are sent compressed (tx_coalesce_most, as is the next one) */
+  int32_t sharded;       /* 1: each rank owns a part of each bucket */
 } tx_coalesce_args;
 #define TX_COALESCE_ARGS_INIT \
   { .size = sizeof(tx_coalesce_args) }
 
 /* Which neighbours of a buffer the ranks join into one message: ends[i] is the bucket after message i's last one.
- * n_buckets entries are always enough; *n_messages are written. Where a rank measured nothing (an `ended` that is not
- * positive) every bucket is a message.
+ * n_buckets entries are always enough; *n_messages are written. Where the link is not known every bucket is a message.
  *
- * A message costs the processors about half a millisecond, whatever is in it. Behind a long backward on a slow link
- * that hides behind the wire, and buckets that leave one by one leave the least uncovered; where backward is done long
- * before the wire is, or the wire is fast, it is what the step waits for. So the exchange is replayed, on a wire as
- * fast as it was: as all bytes in all of the time, or the last message in its tail, whichever is faster; the least
- * tail, because most of the time one rank waits for another. When it is free, and everything that is left is complete
- * on all ranks, all of it is joined; while more is to come, half of what is complete, the other half keeping the wire
- * busy meanwhile. Where the wire carries a bucket in less than 2.5 ms, buckets are waited for until a message takes
- * 10 ms; no joined one takes more than 16. A small buffer (tx_coalesce_whole) that the wire carries in 5 ms is one
- * message. */
+ * A message costs the processors about half a millisecond, whatever is in it, and several where they are busy. On a
+ * slow link that hides behind the wire, and buckets that leave one by one leave the least uncovered; on a fast one it
+ * is what the step waits for. So where the link carries a bucket in less than 2.5 ms, buckets are joined until a
+ * message takes 10 ms; no joined one takes more than 16. A small buffer (tx_coalesce_whole) that the link carries in 5
+ * ms is one message. A rank sends its parts of a bucket to the others, and where all want the sum (not sharded) the
+ * sums, too. */
 TX_API tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error);
 
 /* Whether the ranks of a sum that all of them want whole send each other whole buckets, which each then adds up, and
@@ -246,10 +260,16 @@ typedef struct tx_memory_args {
   const tx_memory_unit *units; /* for optim_grads_params; the two largest count */
   int64_t frozen_bytes;        /* of parameters that are not trained */
   int64_t in_flight;           /* buckets that are exchanged at a time, at most; >= 1 */
-  int32_t strategy;            /* tx_strategy */
-  int32_t gather_dtype;        /* of the policy: grad_gather_dtype */
-  int32_t slots;               /* 1: buckets travel in slots, as on GPUs */
-  int32_t compressed;          /* 1: bf16 travels compressed (tx_compress) */
+  const int64_t *ends; /* of tx_coalesce: n_messages ends, the last one n_buckets; NULL: the link is not known */
+  int64_t n_messages;
+  int32_t strategy;     /* tx_strategy */
+  int32_t gather_dtype; /* of the policy: grad_gather_dtype */
+  int32_t slots;        /* 1: buckets travel in slots, as on GPUs */
+  int32_t compressed;   /* 1: bf16 travels compressed (tx_compress) */
+  int32_t ema_dtype;    /* of an average of each parameter: TX_NONE, F32, BF16 (tx_adamw_args.emas) */
+  int32_t ema_lows;     /* 1: with 8 bits more beside BF16 (tx_adamw_args.ema_lows) */
+  int32_t publishes;    /* 1: steps note what they change (changed, moved), beside checksums of it */
+  int32_t distances;    /* 1: and how far, of weights in 16 bits (tx_adamw_args.distances) */
 } tx_memory_args;
 #define TX_MEMORY_ARGS_INIT \
   { .size = sizeof(tx_memory_args), .in_flight = 1 }
@@ -267,14 +287,18 @@ typedef struct tx_memory {
   int64_t transient; /* while buckets travel, at most */
   int64_t moving;    /* what is there twice, beside params and grads, while weights move into their buffers or shards
                         (parallelize), or both are laid out in the order that the first backward showed */
-  int64_t total;     /* of all but these two */
-  int64_t peak;      /* total + transient; or params, grads and moving, before there are states, if that is more */
+  int64_t emas;      /* averages */
+  int64_t changes; /* what a publisher of weights keeps: a bit for each weight, a bound for TX_BLOCK of them, a checksum
+                      for TX_CHECKSUM, and where it is asked for a distance each (tx_delta_run) */
+  int64_t total;   /* of all but transient and moving */
+  int64_t peak;    /* total + transient; or params, grads and moving, before there are states, if that is more */
 } tx_memory;
 
 /* The memory of a training step under a strategy. In elements, where a buffer of the layout has T of them, padding
  * included, and a rank's share of it is S = T / world:
  *
- *                       params      grads    masters, moments    transient
+ *                       params      grads    masters,            transient
+ *                                            moments, emas
  *   no_shard            their own   T        their own           per bucket: received, packed, gathered; a gradient
  *   optim               T           T        S                   per bucket: received, packed; a gradient
  *   optim_grads         T           S        S                   per bucket: received, packed; a bucket of gradients
@@ -284,9 +308,10 @@ typedef struct tx_memory {
  * trade (tx_trades); packed: a bucket to be sent, where it is not sent from the gradients' own buffer (optim_grads:
  * always; else where wire_dtype is not grad_dtype); gathered: the sums of all ranks, where their dtype is neither of
  * the two; and if bf16 is compressed, the messages that are sent and received of it. They count for the in_flight
- * largest buckets, and under no_shard for two messages of joined ones (tx_coalesce), if that is more and the layout's
- * cap is the default. The bucket of gradients is the one that backward is filling, in grad_dtype; a gradient, the
- * largest parameter's as backward made it. frozen_bytes are whole but for optim_grads_params, which shards them.
+ * largest buckets, and for two messages of joined ones (tx_coalesce), if that is more: those that `ends` has, or, where
+ * it is NULL and the layout's cap is the default, the largest that there may be. The bucket of gradients is the one
+ * that backward is filling, in grad_dtype; a gradient, the largest parameter's as backward made it. frozen_bytes are
+ * whole but for optim_grads_params, which shards them.
  *
  * With slots a bucket is received whole, and what is received, packed and gathered lies in slots that are kept: for
  * each of the three and each class of sizes (512 bytes, then four in each doubling) two, or one where the class has one
@@ -294,6 +319,9 @@ typedef struct tx_memory {
  *
  * Of the two largest units optim_grads_params has, while the larger one's gradients are handed over: its parameters,
  * the other's as they came and as they are used, its gradients, and of both what is reduced, packed and received.
+ *
+ * changes are whole where weights are, and else the mean of all ranks', as moments; of checksums every rank has its
+ * part of the weights that it publishes.
  *
  * moving is the weights where they are in buffers; under no_shard and optim the gradients, where there are buckets to
  * be laid out anew, if they are more; and under optim_grads_params the rest of the weights. */
@@ -322,27 +350,46 @@ TX_API tx_status tx_compress(tx_tensor values, tx_tensor message, int64_t *rest,
  * checksum. */
 TX_API tx_status tx_expand(tx_tensor message, tx_tensor values, int64_t *rest, tx_error *error);
 
-/* Whether messages are compressed (tx_compress), from one decision to the next. All zero at first. */
-typedef struct tx_compression {
-  int64_t plain;   /* microseconds until everything had come, when messages last went as they are; 0: not known */
-  int32_t on;      /* 1: they are compressed from here on */
-  int32_t slow;    /* decisions in a row that found a slow wire */
-  int32_t resting; /* decisions until it is tried again */
+/* -- planes: values as small as they get, for files and for what changes of weights ------------------------------- */
+
+/* Every bit of F32, BF16, F16, I16 and U8 values in as few bytes as an entropy code of their exponents takes: trained
+ * bf16 weights in 1.32 bytes of 2. The message depends on the values alone, not on the processor. It consists of blocks
+ * of TX_PLANES_BLOCK elements, each with its checksum, which are read one by one. Bytes in which nothing is in common
+ * are stored as they are. What runs, runs on the calling thread: who has several cuts the values. */
+#define TX_PLANES_BLOCK 65536
+
+/* Bytes that always suffice for the message; 0 for another dtype, and for numel < 0 or > 2^56. */
+TX_API int64_t tx_planes_bound(tx_dtype dtype, int64_t numel);
+
+/* out: U8, of at least the bound; *bytes: how many of them are the message. The rest may be written, too. Allocates a
+ * block's planes and tables: TX_ERROR_OUT_OF_MEMORY. */
+TX_API tx_status tx_planes_encode(tx_tensor values, tx_tensor out, int64_t *bytes, tx_error *error);
+
+typedef struct tx_planes {
+  uint64_t size;
+  int64_t numel;
+  int64_t bytes;    /* of the message */
+  int64_t n_blocks; /* each but the last of TX_PLANES_BLOCK elements */
+  int32_t dtype;
   int32_t reserved;
-} tx_compression;
+} tx_planes;
+#define TX_PLANES_INIT \
+  { .size = sizeof(tx_planes) }
 
-/* The rate of the wire below which grad_comm_compression "auto" compresses, in Mbit/s. */
-#define TX_COMPRESS_BELOW_MBPS 2500
+/* What a message is, by its header, which has a checksum of its own: blocks are not looked at. message: U8, and all of
+ * it. TX_ERROR_BAD_STATE, saying what is wrong, where it is damaged, truncated or none. */
+TX_API tx_status tx_planes_read(tx_tensor message, tx_planes *planes, tx_error *error);
 
-/* Decides that: *found is what was decided before, and what is. args: as of tx_coalesce; `bytes` and `tail_bytes` as
- * they were sent, compressed or not.
- *
- * Compression begins where the wire, as fast as it was, twice in a row carried less than gbps (Gbit/s; >= 0;
- * TX_COMPRESS_BELOW_MBPS / 1000 for grad_comm_compression "auto") of the buckets' bytes; not where nothing was
- * measured. It ends where the wire carries more. Processors that have too much to do look like a slow wire, and
- * compressing gives them more: where everything then takes 1.05 times as long as it did before, messages go as they are
- * again, and eight decisions pass until the next attempt. */
-TX_API tx_status tx_compress_pays(const tx_coalesce_args *args, double gbps, tx_compression *found, tx_error *error);
+/* Compares the checksums of blocks [begin, end). TX_ERROR_BAD_STATE, naming the first one that is damaged. */
+TX_API tx_status tx_planes_check(tx_tensor message, int64_t begin, int64_t end, tx_error *error);
+
+/* values: as many as were encoded, of the same dtype. Whatever the message is, nothing but values is written, and
+ * nothing but message is read; TX_ERROR_BAD_STATE, and nothing written, where a checksum is another one; where all are
+ * right and it is still none that was encoded, values may have been written. */
+TX_API tx_status tx_planes_decode(tx_tensor message, tx_tensor values, tx_error *error);
+
+/* The same for values.numel elements from `begin` on: only their blocks are looked at. */
+TX_API tx_status tx_planes_decode_range(tx_tensor message, int64_t begin, tx_tensor values, tx_error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------
  * 3. Staging

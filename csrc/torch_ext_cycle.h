@@ -59,10 +59,10 @@ typedef struct tx_cycle_args {
   int32_t rank;
   int32_t world;
   int32_t check_for_nan; /* TX_DO_CHECK for every bucket, and the verdict about what was found */
-  int32_t times;         /* TX_DO_CHECK in any case: somebody takes the time at which a bucket is complete */
   int32_t find_unused;   /* 1: a parameter without a gradient counts as zero; 0: that is an error on every rank */
   int32_t reorder;       /* 1: the first cycle that reduces sends all buckets at its end, after TX_DO_ORDER */
   int32_t scales_sums;   /* no_shard: sums are divided by something else than the number of ranks */
+  int32_t reserved;
 } tx_cycle_args;
 
 /* The machine, in memory of the caller (aligned as for int64_t). */
@@ -116,9 +116,14 @@ TX_API int32_t tx_cycle_accumulate(tx_cycle *cycle, int64_t param, int32_t grad)
  * Cheap: this is the call per gradient. */
 TX_API tx_cycle_answer tx_cycle_ready(tx_cycle *cycle, int64_t param);
 
+/* The same of several, in the order in which they were ready: for a driver to which a call per gradient is dear. It may
+ * be told late of any of them, at the cost of overlap: what matters is that tx_cycle_completed_by's are not. Where one
+ * is refused, those before it are ready. */
+TX_API tx_cycle_answer tx_cycle_ready_several(tx_cycle *cycle, const int64_t *params, int64_t n);
+
 /* torch hands over gradients (TX_CYCLE_UNITS, TX_CYCLE_DDP_HOOK): of a unit or bucket, `numel` elements. message: 0
  * where one rank has all of it, so that nothing is sent. last: of this backward, as DistributedDataParallel knows.
- * Refused out of a backward, or before the last ones were sent. */
+ * Refused out of a backward, before the last ones were sent, and for less than 0 or 2^48 elements and more. */
 TX_API tx_cycle_answer tx_cycle_given(tx_cycle *cycle, int64_t bucket, int64_t numel, int32_t message, int32_t last);
 
 /* The backward has ended, the outermost one where several are nested. Refused in IDLE. */
@@ -149,12 +154,12 @@ TX_API tx_cycle_answer tx_cycle_check_step(tx_cycle *cycle, const uint8_t *grads
 
 typedef enum tx_cycle_do {
   TX_DO_NOTHING = 0,
-  TX_DO_CHECK = 1,     /* bucket `first` is complete: look for gradients that are not finite, note the time */
+  TX_DO_CHECK = 1,     /* bucket `first` is complete: look for gradients that are not finite */
   TX_DO_SEND = 2,      /* buckets [first, end) as message `message`; flags: TX_SEND_STEP */
   TX_DO_INSPECT = 3,   /* parameter `first` got no gradient: tx_cycle_missing, and what that returns */
   TX_DO_ORDER = 4,     /* exchange tx_cycle_order; where another plan is better, tx_cycle_rebuild instead of done */
   TX_DO_REPORT = 5,    /* exchange what tx_cycle_report writes: only start to */
-  TX_DO_WAIT = 6,      /* for message `message`; flags: TX_WAIT_DISCARD */
+  TX_DO_WAIT = 6,      /* for message `message`; flags: TX_WAIT_DISCARD, TX_WAIT_IF_SENT */
   TX_DO_READ = 7,      /* wait for the reports, and give them to tx_cycle_read */
   TX_DO_INSTALL = 8,   /* the sums are there: tx_cycle_anywhere and tx_cycle_left say of which parameters */
   TX_DO_RAISE = 9,     /* `text`: the verdict, the same on every rank. Needs no tx_cycle_done */
@@ -163,6 +168,7 @@ typedef enum tx_cycle_do {
 
 #define TX_SEND_STEP 1    /* each bucket is stepped as soon as this rank's part of it is reduced */
 #define TX_WAIT_DISCARD 1 /* its sums are worth nothing: they are not to be added */
+#define TX_WAIT_IF_SENT 2 /* its TX_DO_SEND was not acknowledged: only where it was sent all the same */
 
 typedef struct tx_cycle_action {
   int64_t first;
@@ -185,18 +191,16 @@ TX_API void tx_cycle_set_messages(tx_cycle *cycle, const uint8_t *ends);
 
 /* -- reports ------------------------------------------------------------------------------------------------------ */
 
-/* Bytes of a report with so many words of the caller's, equal on every rank. */
-TX_API int64_t tx_cycle_report_bytes(const tx_cycle *cycle, int64_t n_words);
+/* Bytes of a report, equal on every rank. */
+TX_API int64_t tx_cycle_report_bytes(const tx_cycle *cycle);
 
 /* Writes this rank's report. nonfinite: the first parameter with a gradient that is not finite, or -1. requires_grad:
- * [n_params]. words: the caller's own, which begin at byte 16. */
-TX_API void tx_cycle_report(tx_cycle *cycle, int64_t nonfinite, const uint8_t *requires_grad, const int64_t *words,
-                            int64_t n_words, uint8_t *report);
+ * [n_params]. */
+TX_API void tx_cycle_report(tx_cycle *cycle, int64_t nonfinite, const uint8_t *requires_grad, uint8_t *report);
 
 /* Every rank's, by rank: decides the verdict, which TX_DO_RAISE brings. scratch: [world], written. held_back:
  * TX_CYCLE_UNITS: FSDP2 keeps some gradients for a later backward, so that none is missing. */
-TX_API void tx_cycle_read(tx_cycle *cycle, const uint8_t *const *reports, const uint8_t **scratch, int64_t n_words,
-                          int32_t held_back);
+TX_API void tx_cycle_read(tx_cycle *cycle, const uint8_t *const *reports, const uint8_t **scratch, int32_t held_back);
 
 /* -- what it knows ------------------------------------------------------------------------------------------------ */
 
@@ -224,6 +228,10 @@ TX_API int32_t tx_cycle_partly_stepped(const tx_cycle *cycle);
 
 /* Of the last call that returned -1. */
 TX_API const char *tx_cycle_refusal(const tx_cycle *cycle);
+
+/* [n_buckets]: the parameter whose gradient completed each bucket when that happened last, or is expected to after
+ * tx_cycle_rebuild; -1 where that is not known. NULL where no bucket is planned. */
+TX_API const int64_t *tx_cycle_completed_by(const tx_cycle *cycle);
 
 /* [n_params], 1 where: a rank has a gradient after the last cycle; every rank has what an earlier reduction left, and
  * got no gradient since; the check named this parameter's gradient (until tx_cycle_zero, or until it is set to 0). */

@@ -1,28 +1,21 @@
 /* tx_cuda_adamw: which launches a call is. */
 #include <stdlib.h>
 
-#include "cuda/adamw_table.h"
+#include "cuda/adamw_entry.h"
 #include "cuda/external_writes_notes.h"
 #include "cuda/last_block.h"
-#include "cuda/vectors.h"
 
 extern "C" {
 #include "csrc/ops/check.h"
-#include "csrc/ops/operator_checks.h"
-#include "csrc/ops/tensor.h"
 }
 
 namespace {
 
 constexpr int kInstances = TX_WEIGHTS * TX_MOMENT_KINDS;
 
-constexpr tx_step_launch kLaunches[TX_MOMENT_KINDS] = {tx_step_launch_f32, tx_step_launch_bf16, tx_step_launch_u8,
-                                                       tx_step_launch_any};
-
-/* NULL for none. */
-void *data_of(tx_tensor tensor) {
-  return tensor.numel ? tensor.data : NULL;
-}
+template <class Table>
+constexpr tx_step_launch<Table> kLaunches[TX_MOMENT_KINDS] = {tx_step_launch_f32, tx_step_launch_bf16,
+                                                              tx_step_launch_u8, tx_step_launch_any};
 
 int moments_of(tx_dtype exp_avg, tx_dtype exp_avg_sq) {
   if (exp_avg != exp_avg_sq || exp_avg == TX_F16) return TX_MOMENTS_ANY;
@@ -32,52 +25,10 @@ int moments_of(tx_dtype exp_avg, tx_dtype exp_avg_sq) {
 /* Parameters without elements have none: any launch may count their steps. */
 constexpr int kEmpty = -1;
 
-int weight_of(const tx_adamw_args *a, int64_t i) {
-  const tx_tensor master = tx_at_or_none(a->masters, i);
-  return tx_combo_weight((tx_dtype)a->params[i].dtype, master.numel ? (tx_dtype)master.dtype : TX_NONE);
-}
-
 int instance_of(const tx_adamw_args *a, int64_t i) {
   if (a->params[i].numel == 0) return kEmpty;
   return weight_of(a, i) * TX_MOMENT_KINDS +
          moments_of((tx_dtype)a->exp_avgs[i].dtype, (tx_dtype)a->exp_avg_sqs[i].dtype);
-}
-
-/* An alignment of whole vectors is as good as any. */
-bool has_aligned_vectors(tx_tensor tensor) {
-  const int64_t bytes = TX_VECTOR * tx_element_size((tx_dtype)tensor.dtype);
-  return tensor.numel == 0 || (int64_t)tx_alignment_of(tensor.data) >= (bytes < 16 ? bytes : 16);
-}
-
-tx_step_entry entry_of(const tx_adamw_args *a, int64_t i) {
-  const tx_tensor param = a->params[i], grad = a->grads[i], m = a->exp_avgs[i], v = a->exp_avg_sqs[i];
-  const tx_tensor master = tx_at_or_none(a->masters, i);
-  const tx_meta meta = tx_meta_of(a->meta, i);
-  tx_step_entry e;
-  e.numel = param.numel;
-  e.param = param.data;
-  e.grad = grad.data;
-  e.exp_avg = m.data;
-  e.exp_avg_sq = v.data;
-  e.master = data_of(master);
-  e.scales = (uint8_t *)data_of(tx_at_or_none(a->scales, i));
-  e.checksums = data_of(tx_at_or_none(a->checksums, i));
-  e.step = a->steps[i].data;
-  e.id = meta.id;
-  e.start = (uint32_t)meta.start;
-  e.group = 0;
-  e.weight = (uint8_t)weight_of(a, i);
-  e.aligned = has_aligned_vectors(param) && has_aligned_vectors(grad) && has_aligned_vectors(m) &&
-              has_aligned_vectors(v) && has_aligned_vectors(master);
-  e.grad_dtype = (uint8_t)grad.dtype;
-  e.exp_avg_dtype = (uint8_t)m.dtype;
-  e.exp_avg_sq_dtype = (uint8_t)v.dtype;
-  e.param_alignment = (uint8_t)tx_alignment_of(param.data);
-  e.grad_alignment = (uint8_t)tx_alignment_of(grad.data);
-  e.exp_avg_alignment = (uint8_t)tx_alignment_of(m.data);
-  e.exp_avg_sq_alignment = (uint8_t)tx_alignment_of(v.data);
-  e.master_alignment = (uint8_t)tx_alignment_of(e.master);
-  return e;
 }
 
 unsigned long long *counter(tx_tensor tensor) {
@@ -89,18 +40,20 @@ tx_step_gate gate_of(const tx_adamw_args *a) {
   return gate;
 }
 
-/* The launches of one call, one after another. */
+/* The launches of one call, one after another. Table: tx_plain_table, or tx_extras_table. */
+template <class Table>
 struct launches {
   const tx_cuda_scope *scope;
   const tx_adamw_args *args;
   bool samples;  /* some fp32 masters have checksums, which one warp must see all of */
   bool is_first; /* the next launch counts that the step is skipped, and the steps of empty parameters */
   int instance;
-  tx_step_table table;
+  Table table;
 };
 
-void begin(launches *l, int instance) {
-  tx_step_common *c = &l->table.common;
+template <class Table>
+void begin(launches<Table> *l, int instance) {
+  auto *const c = &l->table.common;
   const tx_adamw_args *a = l->args;
   const bool samples = l->samples && tx_master_of_weight(instance / TX_MOMENT_KINDS) == TX_F32;
   l->instance = instance;
@@ -114,11 +67,13 @@ void begin(launches *l, int instance) {
   c->resyncs = a->on_external_write == TX_EXTERNAL_RESYNC;
   c->looks = c->resyncs && samples;
   c->n_groups = 0;
+  describe(*c, a);
 }
 
 /* The place of a group in the launch's table, from now on; -1: there is no room. */
-int32_t place_of_group(launches *l, int64_t group, int64_t *places) {
-  tx_step_common *c = &l->table.common;
+template <class Table>
+int32_t place_of_group(launches<Table> *l, int64_t group, int64_t *places) {
+  tx_plain_common *c = &l->table.common;
   for (int32_t i = c->n_groups; i-- > 0;)
     if (places[i] == group) return i;
   if (c->n_groups == TX_STEP_GROUPS) return -1;
@@ -131,20 +86,24 @@ int32_t place_of_group(launches *l, int64_t group, int64_t *places) {
   return c->n_groups++;
 }
 
-bool add(launches *l, int64_t i, int64_t *places) {
-  tx_step_entry e = entry_of(l->args, i);
+template <class Table>
+bool add(launches<Table> *l, int64_t i, int64_t *places) {
+  typename Table::entry e;
+  describe(e, l->args, i);
   const int32_t place = place_of_group(l, tx_meta_of(l->args->meta, i).group, places);
   if (place < 0) return false;
   e.group = (uint16_t)place;
   return tx_table_append(&l->table, e);
 }
 
-tx_status launch(launches *l, tx_error *error) {
+template <class Table>
+tx_status launch(launches<Table> *l, tx_error *error) {
   l->is_first = false;
-  return kLaunches[l->instance % TX_MOMENT_KINDS](l->scope, l->instance / TX_MOMENT_KINDS, l->table, error);
+  return kLaunches<Table>[l->instance % TX_MOMENT_KINDS](l->scope, l->instance / TX_MOMENT_KINDS, l->table, error);
 }
 
-tx_status step_some(launches *l, int instance, bool takes_empty, tx_error *error) {
+template <class Table>
+tx_status step_some(launches<Table> *l, int instance, bool takes_empty, tx_error *error) {
   int64_t places[TX_STEP_GROUPS];
   begin(l, instance);
   for (int64_t i = 0; i < l->args->n; i++) {
@@ -158,8 +117,9 @@ tx_status step_some(launches *l, int instance, bool takes_empty, tx_error *error
   return launch(l, error);
 }
 
+template <class Table>
 tx_status step_all(const tx_cuda_scope *scope, const tx_adamw_args *a, bool samples, tx_error *error) {
-  launches l;
+  launches<Table> l;
   uint32_t present = 0;
   static_assert(kInstances <= 32, "instances are bits");
   l.scope = scope;
@@ -212,7 +172,9 @@ tx_status run(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_cuda_
     return tx_fail(error, TX_ERROR_BAD_STATE,
                    "the stream is being captured, and lr would stay what it is now in every replay; pass it as a "
                    "tensor in lrs");
-  return step_all(scope, a, samples, error);
+  for (int64_t i = 0; i < a->n; i++)
+    if (has_extras(a, i)) return step_all<tx_extras_table>(scope, a, samples, error);
+  return step_all<tx_plain_table>(scope, a, samples, error);
 }
 
 }  // namespace

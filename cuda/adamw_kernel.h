@@ -35,28 +35,32 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
   const tx_dtype master = round::master_of(e);
   const uint32_t lane = tx_lane_id();
   const void *const weights = (const char *)e.param + 2 * tile.begin;
-  bool drops = false;
+  bool written = false, drops = false;
   int64_t resynced = 0;
-  if (master == TX_I16 && e.checksums && t.common.resyncs) {
+  if (master == TX_I16 && e.checksums && (kHasExtras || t.common.resyncs)) {
     const void *checksum = (const char *)e.checksums + tile.begin / TX_CHECKSUM * 8;
-    drops = tx_checksum_differs(checksum, tx_checksum_of(weights, e.param_alignment, tile.count, lane));
+    written = tx_checksum_differs(checksum, tx_checksum_of(weights, e.param_alignment, tile.count, lane));
+    drops = written && (!kHasExtras || t.common.resyncs);
     resynced = drops ? tile.count : 0;
   }
-  if (master == TX_F32 && w.suspect) resynced = resync_tile(e, round::param_of(e), tile);
+  if (master == TX_F32 && w.suspect) {
+    resynced = resync_tile(e, round::param_of(e), tile);
+    if (resynced != 0) note_taken_over(t, tile.tensor);
+  }
   const bool renews = master != TX_NONE && e.checksums;
-  tx_checksum_sums written = {}; /* of the weights beside remainders, as they are stored */
+  tx_checksum_sums stored = {}; /* of the weights beside remainders */
   for (int32_t i = 0; i < tx_rounds(tile.count); i++) {
     const tx_here here = round::here_of(e, tile, i);
     uint32_t words[4];
     ask_ahead<WEIGHT, MOMENTS>(t, tile, next, i);
-    round::round(t, e, w, here, drops, words);
+    round::round(t, e, w, here, {written, drops}, words);
     if (master == TX_I16 && renews)
-      tx_checksum_take(written, words, tx_checksum_left(tile.count, (int32_t)(here.first - tile.begin)));
+      tx_checksum_take(stored, words, tx_checksum_left(tile.count, (int32_t)(here.first - tile.begin)));
   }
   if (renews) {
     uint64_t checksum;
     if (master == TX_I16) {
-      checksum = tx_checksum_value(written, lane);
+      checksum = tx_checksum_value(stored, lane);
     } else {
       __syncwarp();
       checksum = e.numel > TX_SAMPLED ? tx_sample_of(weights, e.param_alignment, tile.count, lane)
@@ -71,6 +75,7 @@ __device__ __forceinline__ int64_t step_tile(const tx_step_table &t, const tx_ti
 /* Once every block has read the steps, the last one adds to them. */
 __device__ __forceinline__ void count_steps(const tx_step_table &t) {
   if (!tx_is_last_block(t.common.ticket)) return;
+  mark_taken_over(t);
   forget_suspects(t);
   for (int32_t i = (int32_t)threadIdx.x; i < t.n; i += (int32_t)blockDim.x)
     tx_write_value(t.entries[i].step, tx_read_value<float>(t.entries[i].step) + 1.0f);
@@ -88,10 +93,11 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
     if (blockIdx.x == 0 && threadIdx.x == 0) tx_count(t.common.skipped, 1);
     return;
   }
-  const bool looks = tx_master_of_weight(WEIGHT) == TX_F32 && t.common.looks;
+  const bool looks = (WEIGHT == TX_WEIGHT_ANY || tx_master_of_weight(WEIGHT) == TX_F32) && t.common.looks;
   if (looks) look_at_samples(t);
   of_tensor w = {};
   w.tensor = -1;
+  begin_extras();
   int64_t resynced = 0;
   const int64_t tiles = tx_table_tiles(t);
   tx_tile next = tile_or_none(t, tx_first_tile(), tiles);
@@ -101,6 +107,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS, 2) step(const __grid_constan
     enter_tensor(w, t, tile.tensor, admitted, looks);
     resynced += step_tile<WEIGHT, MOMENTS>(t, tile, next, w);
   }
+  leave_extras(t, w.tensor);
   if (tx_lane_id() == 0) tx_count(t.common.resynced, resynced);
   count_steps(t);
 }
@@ -112,14 +119,25 @@ tx_status launch_step(const tx_cuda_scope *scope, void (*kernel)(tx_step_table),
   return tx_cuda_launch_always(scope, kernel, table, "the step", error);
 }
 
-/* tx_step_launch for one kind of moments, with a kernel for each row of weights. */
+/* NULL where a row of weights has no kernel of its own beside these moments. */
+template <int WEIGHT, int MOMENTS>
+constexpr auto kernel_of() -> void (*)(tx_step_table) {
+  if constexpr (tx_step_has_kernel(WEIGHT, MOMENTS)) {
+    return step<WEIGHT, MOMENTS>;
+  } else {
+    return NULL;
+  }
+}
+
+/* tx_step_launch for one kind of moments: by the row's own kernel, or by the one for all. */
 template <int MOMENTS>
 tx_status launch_step_of(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error) {
   static void (*const kernels[TX_WEIGHTS])(tx_step_table) = {
-#define TX_ENTRY_(index, ...) step<index, MOMENTS>,
+#define TX_ENTRY_(index, ...) kernel_of<index, MOMENTS>(),
       TX_FOR_EACH_WEIGHT(TX_ENTRY_)
 #undef TX_ENTRY_
   };
+  if (!kernels[weight]) return tx_step_launch_any(scope, weight, table, error);
   return launch_step(scope, kernels[weight], table, error);
 }
 

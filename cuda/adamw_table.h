@@ -53,7 +53,7 @@ struct tx_step_group {
   int64_t lr_dtype;
 };
 
-struct tx_step_entry {
+struct tx_plain_entry {
   int64_t numel;
   void *param;
   const void *grad;
@@ -79,7 +79,7 @@ struct tx_step_gate {
 
 #define TX_STEP_GROUPS 64
 
-struct tx_step_common {
+struct tx_plain_common {
   tx_step_gate gate;
   unsigned long long *skipped; /* NULL in all launches of a call but one, or where nobody counts */
   unsigned long long *resynced;
@@ -92,15 +92,63 @@ struct tx_step_common {
   tx_step_group groups[TX_STEP_GROUPS];
 };
 
-typedef tx_table<tx_step_common, tx_step_entry> tx_step_table;
-static_assert(tx_step_table::kCapacity >= 200, "a model of 200 tensors is one launch");
+typedef tx_table<tx_plain_common, tx_plain_entry> tx_plain_table;
+static_assert(tx_plain_table::kCapacity >= 200, "a model of 200 tensors is one launch");
+
+/* Of one tensor, what the step leaves behind beside states (tx_adamw_args): each NULL where nobody asked. */
+struct tx_entry_extras {
+  uint8_t *changed;
+  void *moved;
+  uint8_t *distances;
+  void *ema;
+  uint8_t *ema_lows;
+  unsigned long long *health;
+  uint8_t ema_dtype, ema_alignment, ema_lows_alignment;
+};
+
+/* A launch in which somebody asked for something: kernels of their own, so that all others are what they were. */
+struct tx_extras_entry : tx_plain_entry {
+  tx_entry_extras extras;
+};
+struct tx_extras_common : tx_plain_common {
+  int64_t ema_every;
+  float ema_weight; /* 1 - ema_decay */
+};
+typedef tx_table<tx_extras_common, tx_extras_entry> tx_extras_table;
+
+/* What the kernels of the including file work on: adamw_*.cu and extras_*.cu are the same but for it. */
+#ifndef TX_STEP_EXTRAS
+#define TX_STEP_EXTRAS 0
+#endif
+#if TX_STEP_EXTRAS
+typedef tx_extras_entry tx_step_entry;
+typedef tx_extras_table tx_step_table;
+#else
+typedef tx_plain_entry tx_step_entry;
+typedef tx_plain_table tx_step_table;
+#endif
+
+/* Whether a row of weights has a kernel of its own beside moments of that kind. Of steps that leave something behind
+ * only what `states=` makes of a model has: half of the library's bytes would be kernels that nobody calls. */
+static constexpr bool tx_step_has_kernel(int weight, int moments) {
+  const tx_dtype param = tx_param_of_weight(weight), master = tx_master_of_weight(weight);
+  if (!TX_STEP_EXTRAS) return true;
+  if (param == TX_F32) return moments == TX_MOMENTS_F32;
+  if (param != TX_BF16 || moments == TX_MOMENTS_F32) return false;
+  return master == TX_I16 || (master == TX_F32 && moments == TX_MOMENTS_BF16);
+}
 
 /* Launches the kernel for row `weight` of TX_FOR_EACH_WEIGHT and one kind of moments, each in a file of its own. There
  * is at least one block, also where the table has no tiles. */
-typedef tx_status (*tx_step_launch)(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error);
-tx_status tx_step_launch_f32(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error);
-tx_status tx_step_launch_bf16(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error);
-tx_status tx_step_launch_u8(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error);
-tx_status tx_step_launch_any(const tx_cuda_scope *scope, int weight, tx_step_table &table, tx_error *error);
+template <class Table>
+using tx_step_launch = tx_status (*)(const tx_cuda_scope *scope, int weight, Table &table, tx_error *error);
+#define TX_STEP_LAUNCHES_(Table)                                                                        \
+  tx_status tx_step_launch_f32(const tx_cuda_scope *scope, int weight, Table &table, tx_error *error);  \
+  tx_status tx_step_launch_bf16(const tx_cuda_scope *scope, int weight, Table &table, tx_error *error); \
+  tx_status tx_step_launch_u8(const tx_cuda_scope *scope, int weight, Table &table, tx_error *error);   \
+  tx_status tx_step_launch_any(const tx_cuda_scope *scope, int weight, Table &table, tx_error *error);
+TX_STEP_LAUNCHES_(tx_plain_table)
+TX_STEP_LAUNCHES_(tx_extras_table)
+#undef TX_STEP_LAUNCHES_
 
 #endif

@@ -5,6 +5,7 @@
 #include "csrc/math/adamw.h"
 #include "csrc/math/dither_lag.h"
 #include "csrc/math/noise.h"
+#include "cuda/adamw_extras.h"
 #include "cuda/adamw_fast_path.h"
 #include "cuda/adamw_found_inf.h"
 #include "cuda/adamw_suspects.h"
@@ -20,6 +21,7 @@ struct of_tensor {
   bool quick;   /* tx_quick_constants */
   bool suspect; /* its masters may not round to its weights any more */
   tx_noise exp_avg, exp_avg_sq, param;
+  extras_of_tensor extras;
 };
 
 __device__ __forceinline__ tx_noise noise_of(const tx_step_table &t, const tx_step_entry &e, const of_tensor &w,
@@ -31,6 +33,7 @@ __device__ __forceinline__ tx_noise noise_of(const tx_step_table &t, const tx_st
 __device__ __forceinline__ void enter_tensor(of_tensor &w, const tx_step_table &t, int32_t tensor,
                                              const tx_step_admission &admitted, const bool looks) {
   if (w.tensor == tensor) return;
+  leave_extras(t, w.tensor);
   const tx_step_entry &e = t.entries[tensor];
   const float before = tx_read_value<float>(e.step);
   const int64_t step = (int64_t)before + 1;
@@ -47,6 +50,7 @@ __device__ __forceinline__ void enter_tensor(of_tensor &w, const tx_step_table &
   w.exp_avg = noise_of(t, e, w, TX_LANE_EXP_AVG);
   w.exp_avg_sq = noise_of(t, e, w, TX_LANE_EXP_AVG_SQ);
   w.param = noise_of(t, e, w, TX_LANE_PARAM);
+  enter_extras(w.extras, t, e, step);
   w.suspect = looks && is_suspect(t, tensor);
   w.tensor = tensor;
 }

@@ -14,15 +14,22 @@ struct in_round {
   uint8_t exp_avg_scale, exp_avg_sq_scale; /* 0 where the lane has no elements */
 };
 
+/* Of the tile that a round is of, beside remainders. */
+struct of_writes {
+  bool written; /* somebody else wrote to its weights; known where that is of use */
+  bool drops;   /* remainders are read as zeros */
+};
+
 template <int WEIGHT, int MOMENTS>
 struct round_of {
   /* Pairs of moments that few have go the ordinary way alone: there is half as much to compile. */
   static constexpr bool kQuick = MOMENTS != TX_MOMENTS_ANY;
 
-  /* Where a stream is fp32 and none has block scales, whose blocks neighbouring lanes hold, or remainders, of whose
-   * weights a lane takes its part of the checksum. */
+  /* Not where the step leaves something behind, which lies in memory as whole vectors and blocks do. Else where a
+   * stream is fp32 and none has block scales, whose blocks neighbouring lanes hold, or remainders, of whose weights a
+   * lane takes its part of the checksum. */
   static constexpr bool kHalves =
-      TX_CUDA_SECTORS && kQuick && MOMENTS != TX_MOMENTS_U8 && tx_master_of_weight(WEIGHT) != TX_I16 &&
+      TX_CUDA_SECTORS && !kHasExtras && kQuick && MOMENTS != TX_MOMENTS_U8 && tx_master_of_weight(WEIGHT) != TX_I16 &&
       (MOMENTS == TX_MOMENTS_F32 || tx_param_of_weight(WEIGHT) == TX_F32 || tx_master_of_weight(WEIGHT) == TX_F32);
   static constexpr tx_way kWay = kHalves ? TX_WAY_HALVES : TX_WAY_WHOLE;
 
@@ -56,11 +63,24 @@ struct round_of {
     return e.scales + (scaled(moment(e.exp_avg_dtype)) ? (uint64_t)(e.numel + TX_BLOCK - 1) / TX_BLOCK : 0);
   }
 
-  static __device__ __forceinline__ void read(in_round &r, const tx_step_entry &e, const tx_way way,
-                                              const tx_here &here) {
-    const tx_dtype m = moment(e.exp_avg_dtype), v = moment(e.exp_avg_sq_dtype), master = master_of(e);
+  /* What the step begins from. */
+  static __device__ __forceinline__ void read_weight(in_round &r, const tx_step_entry &e, const tx_way way,
+                                                     const tx_here &here) {
+    const tx_dtype master = master_of(e);
     if (master != TX_F32) tx_get(r.param, e.param, param_of(e), way, e.param_alignment, here);
     if (master != TX_NONE) tx_get(r.master, e.master, master, way, e.master_alignment, here);
+  }
+  static __device__ __forceinline__ void drop_remainders(in_round &r, const tx_step_entry &e, bool drops) {
+    if (master_of(e) != TX_I16 || !drops) return;
+#pragma unroll
+    for (int i = 0; i < TX_VECTOR / 2; i++)
+      r.master[i] = 0;
+  }
+
+  static __device__ __forceinline__ void read(in_round &r, const tx_step_entry &e, const tx_way way,
+                                              const tx_here &here) {
+    const tx_dtype m = moment(e.exp_avg_dtype), v = moment(e.exp_avg_sq_dtype);
+    read_weight(r, e, way, here);
     tx_get(r.exp_avg, e.exp_avg, m, way, e.exp_avg_alignment, here);
     tx_get(r.exp_avg_sq, e.exp_avg_sq, v, way, e.exp_avg_sq_alignment, here);
     r.exp_avg_scale = scaled(m) && here.count > 0 ? e.scales[tx_block_at(here)] : (uint8_t)0;
@@ -164,28 +184,41 @@ struct round_of {
     } else {
       read(r, e, TX_WAY_ANY, here);
     }
-    if (master_of(e) == TX_I16 && drops) {
-#pragma unroll
-      for (int i = 0; i < TX_VECTOR / 2; i++)
-        r.master[i] = 0;
-    }
+    drop_remainders(r, e, drops);
     float g[TX_VECTOR];
     tx_floats_of(g, r.grad, (tx_dtype)e.grad_dtype);
     return update(r, to, x, t, e, w, here, g, quick);
   }
 
+  /* What of a round that is stepped, and not written yet, is left behind beside states. */
+  static __device__ __forceinline__ void leave_behind(const tx_step_table &t, const tx_step_entry &e,
+                                                      const of_tensor &w, const tx_here &here, const of_writes &writes,
+                                                      const in_round &to) {
+    in_round was;
+    tx_read_again(); /* as in round */
+    if (here.whole) {
+      read_weight(was, e, kWay, here);
+    } else {
+      read_weight(was, e, TX_WAY_ANY, here);
+    }
+    drop_remainders(was, e, writes.drops);
+    const tx_vector_weights before = {&was.param, &was.master}, now = {&to.param, &to.master};
+    note_vector(t, e, w.extras, here, writes.written, before, now, param_of(e), master_of(e));
+  }
+
   /* weights: 16-bit ones as they were written, zeros behind the tensor's end. */
   static __device__ __forceinline__ void round(const tx_step_table &t, const tx_step_entry &e, const of_tensor &w,
-                                               const tx_here &here, bool drops, uint32_t (&weights)[4]) {
+                                               const tx_here &here, const of_writes &writes, uint32_t (&weights)[4]) {
     const tx_dtype m_dtype = moment(e.exp_avg_dtype), v_dtype = moment(e.exp_avg_sq_dtype);
     in_round to;
     tx_stepped x;
-    const bool quick = kQuick && w.quick && take(to, x, t, e, w, here, drops, true);
+    const bool quick = kQuick && w.quick && take(to, x, t, e, w, here, writes.drops, true);
     if (!quick) {
       /* Nothing is written yet, so that it can be read again: kept for this it would take registers from all others. */
       tx_read_again();
-      (void)take(to, x, t, e, w, here, drops, false);
+      (void)take(to, x, t, e, w, here, writes.drops, false);
     }
+    if constexpr (kHasExtras) leave_behind(t, e, w, here, writes, to);
     if (here.whole) {
       write_weight(to, e, kWay, here);
     } else {

@@ -17,6 +17,7 @@ constexpr int32_t tx_table_room = (int32_t)((TX_PARAMETER_BYTES - sizeof(Common)
  * Filled in by tx_table_begin and tx_table_add. */
 template <class Common, class Entry, int32_t CAPACITY = tx_table_room<Common, Entry>>
 struct tx_table {
+  typedef Entry entry;
   static constexpr int32_t kCapacity = CAPACITY;
   Common common;
   int64_t tile; /* elements of a whole tile; a multiple of TX_ROUND */

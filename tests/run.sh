@@ -7,8 +7,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 more_requirements=(tests/requirements.txt) # frameworks, documentation
 more_programs=(clang)                      # the C sources are for gcc and clang
-# the library for aarch64, and what runs its tests
-wished_packages=(aarch64-linux-gnu-g++=g++-aarch64-linux-gnu aarch64-linux-gnu-gcc=gcc-aarch64-linux-gnu qemu-aarch64=qemu-user)
+fuzzer='/usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a'
+# libFuzzer; the library for aarch64, and what runs its tests
+wished_packages=("$fuzzer=libclang-rt-dev" aarch64-linux-gnu-g++=g++-aarch64-linux-gnu aarch64-linux-gnu-gcc=gcc-aarch64-linux-gnu qemu-aarch64=qemu-user)
 . bazel/setup.sh
 
 logs=$(mktemp -d "${TMPDIR:-/tmp}/torch_ext.XXXXXX")
@@ -28,6 +29,8 @@ say "building and testing; the first time takes minutes"
 run_tests . tests //...
 say "the tests of C and CUDA sources again, under the address and undefined-behaviour sanitizers"
 run_tests . sanitizers --config=asan //tests/core/... //tests/cuda/...
+say "several callers and threads, under the thread sanitizer"
+run_tests . threads --config=tsan //tests/core:threads
 if command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null; then
   say "the arithmetic again for aarch64, in an emulator, and its wheel"
   run_tests . aarch64 --config=aarch64 //tests/core:portable //tests/package:test_release

@@ -3,6 +3,7 @@
 """
 
 from torch_ext.amp.grad_scaler import GradScaler as GradScaler
+from torch_ext.checkpoint.background import AsyncSaver as AsyncSaver
 from torch_ext.checkpoint.dcp import CheckpointReader as CheckpointReader
 from torch_ext.checkpoint.dcp import CheckpointWriter as CheckpointWriter
 from torch_ext.checkpoint.files import load as load
@@ -11,6 +12,8 @@ from torch_ext.diagnosis.diagnose import diagnose as diagnose
 from torch_ext.diagnosis.findings import DiagnosisError as DiagnosisError
 from torch_ext.diagnosis.findings import Finding as Finding
 from torch_ext.diagnosis.findings import Report as Report
+from torch_ext.integrations.lightning_callback import lightning_ema_callback as lightning_ema_callback
+from torch_ext.integrations.trainer_callback import trainer_ema_callback as trainer_ema_callback
 from torch_ext.native.dtypes import coerce_dtypes as coerce_dtypes
 from torch_ext.native.library import library_path as library_path
 from torch_ext.offloading.offload import offload as offload
@@ -19,11 +22,22 @@ from torch_ext.optim.adamw import Adam as Adam
 from torch_ext.optim.adamw import AdamW as AdamW
 from torch_ext.optim.adamw import AdamW8bit as AdamW8bit
 from torch_ext.optim.clip_grad import clip_grad_norm_ as clip_grad_norm_
+from torch_ext.optim.muon.muon import Muon as Muon
 from torch_ext.parallel.bucket_plan import plan_buckets as plan_buckets
 from torch_ext.parallel.ddp_comm_hook import register_comm_hook as register_comm_hook
 from torch_ext.parallel.parallel_module import sync_parameters as sync_parameters
 from torch_ext.parallel.parallelize import parallelize as parallelize
 from torch_ext.policy.loader import load_policy as load_policy
 from torch_ext.policy.policy import Policy as Policy
+from torch_ext.weight_sync.publisher import WeightPublisher as WeightPublisher
+from torch_ext.weight_sync.skyrl_format import SkyRLVersion as SkyRLVersion
+from torch_ext.weight_sync.skyrl_format import skyrl_version as skyrl_version
+from torch_ext.weight_sync.slime_format import SlimeVersion as SlimeVersion
+from torch_ext.weight_sync.slime_format import slime_version as slime_version
+from torch_ext.weight_sync.subscriber import WeightSubscriber as WeightSubscriber
+from torch_ext.weight_sync.subscriber import merge_deltas as merge_deltas
+from torch_ext.weight_sync.verl_format import verl_flushes as verl_flushes
+from torch_ext.weight_sync.weight_patch import WeightPatch as WeightPatch
+from torch_ext.weight_sync.weight_slice import WeightSlice as WeightSlice
 
 __version__: str

@@ -1,10 +1,11 @@
 """python -m torch_ext: info, what was found on this machine; plan, the bytes of a model per rank; doctor, what silently
-loses updates."""
+loses updates; checkpoint, what is in one."""
 
 import argparse
 import sys
 from collections.abc import Callable
 
+from torch_ext.cli import checkpoint as cli_checkpoint
 from torch_ext.cli import doctor as cli_doctor
 from torch_ext.cli import info as cli_info
 from torch_ext.cli import plan as cli_plan
@@ -27,6 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="what silently loses updates in a model and its optimizer")
     cli_doctor.add_arguments(doctor)
     doctor.set_defaults(run=cli_doctor.run)
+    checkpoint = commands.add_parser("checkpoint", help="what is in a checkpoint, and whether it is whole")
+    cli_checkpoint.add_arguments(checkpoint)
+    checkpoint.set_defaults(run=cli_checkpoint.run)
     options = parser.parse_args(arguments)
     run: Run = options.run
     return run(options)

@@ -77,8 +77,11 @@ tx_status tx_layout_boxes(const int64_t *shape, const int64_t *order, int64_t nd
       return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_layout_boxes: there are more than %" PRId64 " boxes",
                      capacity);
     }
-    at += box_at(shape, order, ndim, numel, at, stop, limit, boxes ? boxes + found * 2 * ndim : NULL);
+    at += box_at(shape, order, ndim, numel, at, stop, limit, NULL);
   }
+  int64_t *box = boxes;
+  for (int64_t at = start; boxes && at < stop; box += 2 * ndim)
+    at += box_at(shape, order, ndim, numel, at, stop, limit, box);
   *n_boxes = found;
   return TX_OK;
 }

@@ -120,7 +120,7 @@ tx_status tx_cycle_init(void *memory, int64_t bytes, const tx_cycle_args *args, 
   c->left = c->anywhere + n;
   c->number = args->cycle;
   c->may_reorder = args->reorder && !c->row->given;
-  c->given = c->checking = -1;
+  c->given = c->checking = c->unacknowledged = -1;
   send_each(c);
   if (!c->row->given) {
     if (buckets > 0) memcpy(c->buffer_of, args->buffer_of, (size_t)buckets * sizeof *c->buffer_of);
@@ -153,6 +153,7 @@ tx_status tx_cycle_rebuild(void *memory, int64_t bytes, const tx_cycle_args *arg
     memcpy(c->nonfinite, from->nonfinite, n);
     memcpy(c->order, from->order, n * sizeof *c->order);
   }
+  tx_tracker_expect(c->tracker, c->order);
   tx_tracker_finish(c->tracker);
   return TX_OK;
 }
@@ -174,7 +175,7 @@ tx_cycle_answer tx_cycle_begin(tx_cycle *c, int32_t sync, int32_t steps) {
   c->steps_in_backward = steps && c->phase == TX_PHASE_REDUCING && !c->may_reorder;
   c->current.kind = TX_DO_NOTHING;
   c->complete = c->sent = c->n_given = c->n_messages = c->n_answered = c->slots_taken = 0;
-  c->given = c->checking = -1;
+  c->given = c->checking = c->unacknowledged = -1;
   c->reported = c->held_back = c->is_last = 0;
   c->verdict[0] = '\0';
   if (c->tracker) tx_tracker_reset(c->tracker);
@@ -218,6 +219,16 @@ tx_cycle_answer tx_cycle_ready(tx_cycle *c, int64_t i) {
   return completes && !c->may_reorder;
 }
 
+tx_cycle_answer tx_cycle_ready_several(tx_cycle *c, const int64_t *params, int64_t n) {
+  tx_cycle_answer something = 0;
+  for (int64_t k = 0; k < n; k++) {
+    const tx_cycle_answer answer = tx_cycle_ready(c, params[k]);
+    if (answer < 0) return answer;
+    something |= answer;
+  }
+  return something;
+}
+
 tx_cycle_answer tx_cycle_given(tx_cycle *c, int64_t bucket, int64_t numel, int32_t message, int32_t last) {
   if (!c->row->given) return tx_cycle_refuse(c, "gradients are handed over, but buckets are planned");
   if (bucket < 0 || bucket >= c->args.n_buckets) {
@@ -228,8 +239,12 @@ tx_cycle_answer tx_cycle_given(tx_cycle *c, int64_t bucket, int64_t numel, int32
     return tx_cycle_refuse(c, "gradients are handed over %s",
                            c->given >= 0 ? "before the last ones were sent" : "when no backward runs");
   }
+  if (numel < 0 || numel >= TX_CYCLE_CALL) {
+    return tx_cycle_refuse(c, "%" PRId64 " elements are handed over; legal: 0 ... %" PRId64, numel, TX_CYCLE_CALL - 1);
+  }
   c->n_given++;
-  c->units[bucket] += TX_CYCLE_CALL + numel;
+  /* Both numbers wrap: what counts is whether they are equal. */
+  c->units[bucket] = (int64_t)((uint64_t)c->units[bucket] + (uint64_t)(TX_CYCLE_CALL + numel));
   c->is_last = last;
   if (message) {
     c->given = bucket;
@@ -273,6 +288,8 @@ static void notice_partly_stepped(tx_cycle *c) {
 }
 
 void tx_cycle_died(tx_cycle *c, const uint8_t *modified) {
+  /* Whether it was sent, the driver alone knows. */
+  if (c->current.kind == TX_DO_SEND) c->unacknowledged = c->current.message;
   c->current.kind = TX_DO_NOTHING;
   if (c->phase == TX_PHASE_RECOVERING) return;
   if (c->phase == TX_PHASE_CLOSING && c->step >= TX_STEP_INSTALL) {
@@ -384,7 +401,7 @@ static int32_t next_of_sending(tx_cycle *c) {
     const int64_t bucket = tx_tracker_next(c->tracker);
     if (bucket < 0) return TX_DO_NOTHING;
     c->complete = bucket + 1;
-    if (c->args.check_for_nan || c->args.times) return hand_out(c, TX_DO_CHECK, c->checking = bucket);
+    if (c->args.check_for_nan) return hand_out(c, TX_DO_CHECK, c->checking = bucket);
   }
 }
 
@@ -460,7 +477,8 @@ static int32_t next_of_last(tx_cycle *c) {
 
 static int32_t next_of_recovering(tx_cycle *c) {
   if (!has_failed(c)) {
-    if (c->n_answered < c->n_messages) return wait_for_oldest(c, TX_WAIT_DISCARD);
+    const int32_t unsure = c->n_answered == c->unacknowledged ? TX_WAIT_IF_SENT : 0;
+    if (c->n_answered < c->n_messages) return wait_for_oldest(c, TX_WAIT_DISCARD | unsure);
     if (c->reported == 1) return hand_out(c, TX_DO_READ, 0);
   }
   const int64_t n = c->args.n_params;
@@ -580,6 +598,10 @@ int32_t tx_cycle_partly_stepped(const tx_cycle *c) {
 
 const char *tx_cycle_refusal(const tx_cycle *c) {
   return c->refusal;
+}
+
+const int64_t *tx_cycle_completed_by(const tx_cycle *c) {
+  return c->tracker ? tx_tracker_completed_by(c->tracker) : NULL;
 }
 
 const uint8_t *tx_cycle_anywhere(const tx_cycle *c) {

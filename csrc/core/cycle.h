@@ -60,15 +60,16 @@ struct tx_cycle {
   int32_t held_back; /* see tx_cycle_read */
   int32_t is_last;   /* what was given is the last of this backward */
   int64_t number;
-  int64_t n_steps;    /* that were legal: ranks that reduce together have stepped equally often */
-  int64_t cursor;     /* of TX_STEP_INSPECT */
-  int64_t complete;   /* buckets that were checked, if they are */
-  int64_t checking;   /* the bucket that is to be checked before, or -1 */
-  int64_t sent;       /* buckets that were sent */
-  int64_t given;      /* the unit or bucket that was handed over and not sent yet, or -1 */
-  int64_t n_given;    /* in this backward */
-  int64_t n_messages; /* sent in this backward */
-  int64_t n_answered; /* waited for */
+  int64_t n_steps;        /* that were legal: ranks that reduce together have stepped equally often */
+  int64_t cursor;         /* of TX_STEP_INSPECT */
+  int64_t complete;       /* buckets that were checked, if they are */
+  int64_t checking;       /* the bucket that is to be checked before, or -1 */
+  int64_t sent;           /* buckets that were sent */
+  int64_t given;          /* the unit or bucket that was handed over and not sent yet, or -1 */
+  int64_t n_given;        /* in this backward */
+  int64_t n_messages;     /* sent in this backward */
+  int64_t n_answered;     /* waited for */
+  int64_t unacknowledged; /* the message whose TX_DO_SEND was handed out when the backward died, or -1 */
   int64_t slots_taken;
   tx_tracker *tracker;
   int64_t *buffer_of; /* [n_buckets] */

@@ -2,8 +2,8 @@
  * same words.
  *
  * A report: int64 cycle and, in steps of TX_CYCLE_STEP, how often this rank has stepped; int64 position of a parameter
- * with a gradient that is not finite, or -1; the caller's words; of TX_CYCLE_UNITS for each unit the elements that were
- * reduced and, in steps of TX_CYCLE_CALL, how often; and, where the kind tells states, one byte for each parameter. */
+ * with a gradient that is not finite, or -1; of TX_CYCLE_UNITS for each unit the elements that were reduced and, in
+ * steps of TX_CYCLE_CALL, how often; and, where the kind tells states, one byte for each parameter. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -18,12 +18,12 @@ static int64_t n_units(const tx_cycle *c) {
 }
 
 /* Where the parameters' states begin. */
-static int64_t states_at(const tx_cycle *c, int64_t n_words) {
-  return 8 * (2 + n_words + n_units(c));
+static int64_t states_at(const tx_cycle *c) {
+  return 8 * (2 + n_units(c));
 }
 
-int64_t tx_cycle_report_bytes(const tx_cycle *c, int64_t n_words) {
-  return states_at(c, n_words) + (c->row->tells_states ? c->args.n_params : 0);
+int64_t tx_cycle_report_bytes(const tx_cycle *c) {
+  return states_at(c) + (c->row->tells_states ? c->args.n_params : 0);
 }
 
 /* Both numbers wrap: what counts is whether they are equal. */
@@ -31,14 +31,12 @@ static int64_t place_of(const tx_cycle *c) {
   return c->number % TX_CYCLE_STEP + c->n_steps % (TX_CYCLE_STEP / 4) * TX_CYCLE_STEP;
 }
 
-void tx_cycle_report(tx_cycle *c, int64_t nonfinite, const uint8_t *requires_grad, const int64_t *words,
-                     int64_t n_words, uint8_t *report) {
+void tx_cycle_report(tx_cycle *c, int64_t nonfinite, const uint8_t *requires_grad, uint8_t *report) {
   const int64_t head[2] = {place_of(c), nonfinite};
   memcpy(report, head, sizeof head);
-  if (n_words > 0) memcpy(report + 16, words, (size_t)n_words * 8);
-  if (n_units(c) > 0) memcpy(report + 16 + 8 * n_words, c->units, (size_t)n_units(c) * 8);
+  if (n_units(c) > 0) memcpy(report + 16, c->units, (size_t)n_units(c) * 8);
   if (!c->row->tells_states) return;
-  uint8_t *states = report + states_at(c, n_words);
+  uint8_t *states = report + states_at(c);
   for (int64_t i = 0; i < c->args.n_params; i++) {
     /* A planned gradient may have been ready before its parameter was frozen; torch reduces none of a frozen one. */
     const int frozen = !requires_grad[i] && (!c->row->given || !c->state[i]);
@@ -183,16 +181,16 @@ static int judge_missing(tx_cycle *c, const uint8_t *const *states) {
 }
 
 /* Where the ranks did not reduce the same gradients one would wait for ever. */
-static int judge_units(tx_cycle *c, const uint8_t *const *reports, int64_t n_words) {
+static int judge_units(tx_cycle *c, const uint8_t *const *reports) {
   for (int64_t u = 0; u < n_units(c); u++) {
     int differ = 0;
     for (int r = 1; r < c->args.world; r++)
-      differ |= word_of(reports[r], 2 + n_words + u) != word_of(reports[0], 2 + n_words + u);
+      differ |= word_of(reports[r], 2 + u) != word_of(reports[0], 2 + u);
     if (!differ) continue;
     tx_text text = tx_text_in(c->verdict, sizeof c->verdict);
     tx_text_add(&text, "the ranks reduced different gradients of %s (", c->args.units[u]);
     for (int r = 0; r < c->args.world; r++) {
-      const int64_t word = word_of(reports[r], 2 + n_words + u);
+      const int64_t word = word_of(reports[r], 2 + u);
       tx_text_add(&text, "%srank %d %" PRId64 " elements in %" PRId64 " reductions", r ? ", " : "", r,
                   word % TX_CYCLE_CALL, word / TX_CYCLE_CALL);
     }
@@ -219,26 +217,25 @@ static void agree(tx_cycle *c, const uint8_t *const *states) {
 }
 
 /* The verdict, if there is one; 1 where it is final. */
-static int judge(tx_cycle *c, const uint8_t *const *reports, const uint8_t *const *states, int64_t n_words) {
+static int judge(tx_cycle *c, const uint8_t *const *reports, const uint8_t *const *states) {
   if (!c->row->tells_states) {
     judge_finite(c, reports);
     return 0;
   }
   const int final = c->row->parts_are_final;
   if (final && judge_trained(c, states)) return 1;
-  if (judge_places(c, reports) || judge_units(c, reports, n_words)) return 1;
+  if (judge_places(c, reports) || judge_units(c, reports)) return 1;
   if (judge_finite(c, reports) || (!final && judge_trained(c, states))) return 0;
   if (!c->args.find_unused && !c->held_back) judge_missing(c, states);
   return 0;
 }
 
-void tx_cycle_read(tx_cycle *c, const uint8_t *const *reports, const uint8_t **states, int64_t n_words,
-                   int32_t held_back) {
+void tx_cycle_read(tx_cycle *c, const uint8_t *const *reports, const uint8_t **states, int32_t held_back) {
   if (c->phase == TX_PHASE_RECOVERING) return; /* they are about sums that are worth nothing */
   for (int r = 0; r < c->args.world; r++)
-    states[r] = reports[r] + states_at(c, n_words);
+    states[r] = reports[r] + states_at(c);
   c->held_back = held_back;
   c->verdict[0] = '\0';
-  if (judge(c, reports, states, n_words)) tx_cycle_fail(c, c->verdict);
+  if (judge(c, reports, states)) tx_cycle_fail(c, c->verdict);
   if (c->row->tells_states) agree(c, states);
 }

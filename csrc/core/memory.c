@@ -11,6 +11,11 @@ static int64_t add(int64_t sum, int64_t count, int64_t bytes) {
   return __builtin_mul_overflow(count, bytes, &product) || __builtin_add_overflow(sum, product, &sum) ? INT64_MAX : sum;
 }
 
+/* How many parts of so many it is, the last one begun counting as one. */
+static int64_t parts_of(int64_t count, int64_t size) {
+  return count / size + (count % size != 0);
+}
+
 /* 0 for TX_NONE. */
 static int64_t size_of(int32_t dtype) {
   int64_t bytes = 0;
@@ -50,6 +55,16 @@ static tx_status check_unit(const tx_memory_args *args, int64_t u, tx_error *err
                  " of them trained, reduced in %s, in %s on the wire; legal: >= 0, no more than all, of a dtype",
                  u, unit->numel, tx_dtype_name((tx_dtype)unit->param_dtype), unit->trained,
                  tx_dtype_name((tx_dtype)unit->reduce_dtype), tx_dtype_name((tx_dtype)unit->wire_dtype));
+}
+
+/* Whether `ends` are of messages of neighbours in a buffer, one after the other, all buckets' in the end. */
+static int are_messages(const tx_memory_args *args) {
+  int64_t first = 0;
+  for (int64_t m = 0; args->ends && m < args->n_messages; first = args->ends[m++]) {
+    const int64_t end = args->ends[m];
+    if (end <= first || end > args->n_buckets || args->buckets[first].buffer != args->buckets[end - 1].buffer) return 0;
+  }
+  return !args->ends || (args->n_messages >= 0 && first == args->n_buckets);
 }
 
 /* That places and buckets are those of the layout, as far as anything below depends on it. */
@@ -98,9 +113,21 @@ static tx_status check_args(const tx_memory_args *args, const tx_memory *memory,
                    "memory: in_flight %" PRId64 ", frozen_bytes %" PRId64 "; legal: >= 1, >= 0", args->in_flight,
                    args->frozen_bytes);
   }
+  const int narrow = args->ema_dtype == TX_BF16, wide = args->ema_dtype == TX_NONE || args->ema_dtype == TX_F32;
+  if (!narrow && (!wide || args->ema_lows)) {
+    return tx_fail(error, TX_ERROR_DTYPE,
+                   "memory: averages are in %s%s; legal: none, fp32, bf16, and bf16 with 8 bits more",
+                   tx_dtype_name((tx_dtype)args->ema_dtype), args->ema_lows ? " with 8 bits more" : "");
+  }
   for (int64_t u = 0; u < args->n_units; u++)
     TX_FORWARD(check_unit(args, u, error));
   TX_FORWARD(check_plan(args, error));
+  if (!are_messages(args)) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "memory: ends are not those of %" PRId64 " messages of %" PRId64
+                   " buckets; legal: ascending, within a buffer, the last one the number of buckets",
+                   args->n_messages, args->n_buckets);
+  }
   for (int64_t i = 0; i < layout->n; i++)
     TX_FORWARD(check_state(args, i, error));
   return TX_OK;
@@ -153,7 +180,7 @@ static tx_status measure(const tx_memory_args *args, int64_t buffer, int64_t lik
           "] differ, but their parameters share a buffer; legal: equal ones, or different keys in the layout",
           like, i);
     }
-    const int64_t blocks = p->numel / TX_BLOCK + (p->numel % TX_BLOCK != 0);
+    const int64_t blocks = parts_of(p->numel, TX_BLOCK);
     whole->mixed |= a->exp_avg_dtype != b->exp_avg_dtype || a->exp_avg_sq_dtype != b->exp_avg_sq_dtype;
     whole->n_params++;
     whole->numel = add(whole->numel, 1, p->numel);
@@ -182,16 +209,33 @@ static tx_status add_buffer(const tx_memory_args *args, int64_t buffer, tx_memor
   memory->params = add(memory->params, params, size_of(param->param_dtype));
   memory->grads = add(memory->grads, grads, size_of(param->grad_dtype));
   memory->masters = add(memory->masters, stepped, size_of(state->master_dtype));
+  memory->emas = add(memory->emas, stepped, size_of(args->ema_dtype) + (args->ema_lows != 0));
   if (own || whole.mixed) {
     const int64_t ranks = own ? 1 : args->layout->world;
-    memory->moments = add(memory->moments, 1, whole.moment_bytes / ranks + (whole.moment_bytes % ranks != 0));
-    memory->scales = add(memory->scales, 1, whole.scale_bytes / ranks + (whole.scale_bytes % ranks != 0));
+    memory->moments = add(memory->moments, 1, parts_of(whole.moment_bytes, ranks));
+    memory->scales = add(memory->scales, 1, parts_of(whole.scale_bytes, ranks));
   } else {
     memory->moments = add(memory->moments, shard, moment_bytes(state));
     memory->scales = add(memory->scales, shard / TX_BLOCK, scale_bytes(state));
   }
   memory->steps = add(memory->steps, whole.n_params, size_of(TX_F32));
   return TX_OK;
+}
+
+/* What a publisher keeps. */
+static int64_t changes(const tx_memory_args *args) {
+  if (!args->publishes) return 0;
+  int64_t noted = 0, checksums = 0;
+  for (int64_t i = 0; i < args->layout->n; i++) {
+    const tx_layout_param *p = &args->layout->params[i];
+    if (p->tied != -1) continue;
+    const int far = args->distances && p->param_dtype != TX_F32;
+    noted = add(noted, 1, parts_of(p->numel, 8) + far * parts_of(p->numel, 2));
+    noted = add(noted, parts_of(p->numel, TX_BLOCK), size_of(TX_BF16));
+    checksums = add(checksums, 1, parts_of(p->numel, TX_CHECKSUM));
+  }
+  const int64_t world = args->layout->world;
+  return add(parts_of(noted, args->strategy == TX_NO_SHARD ? 1 : world), parts_of(checksums, world), size_of(TX_I64));
 }
 
 /* -- what comes and goes ---------------------------------------------------------------------------------------- */
@@ -239,7 +283,7 @@ static int64_t size_class(int64_t bytes) {
   int64_t step = 128;
   while (bytes > 8 * step && step < INT64_MAX / 16)
     step *= 2;
-  return add(0, bytes / step + (bytes % step != 0), step);
+  return add(0, parts_of(bytes, step), step);
 }
 
 /* The first parameter of bucket b's buffer. */
@@ -294,9 +338,29 @@ static int64_t exchanged(const tx_memory_args *args, int64_t *filling) {
   return sum;
 }
 
-/* What the joined buckets of a buffer take, where nobody gave buckets a size (tx_coalesce): two messages at a time. And
- * *filling as of `exchanged`, where the gradients of joined ones are more. */
+/* What the two messages of joined buckets that take most need (tx_coalesce; two at a time are under way). And *filling
+ * as of `exchanged`, where the gradients of joined ones are more. */
 static int64_t joined(const tx_memory_args *args, int64_t *filling) {
+  int64_t most = 0, next = 0;
+  for (int64_t m = 0, first = 0; m < args->n_messages; first = args->ends[m++]) {
+    if (args->ends[m] - first < 2) continue;
+    int64_t numel = 0, used = 0;
+    for (int64_t b = first; b < args->ends[m]; b++) {
+      numel = add(numel, 1, args->buckets[b].size);
+      used = add(used, 1, args->buckets[b].used);
+    }
+    const tx_layout_param *like = like_of(args, first);
+    const int64_t bytes = travelling(args, like, numel, 1), grads = add(0, used, size_of(like->grad_dtype));
+    if (grads > *filling) *filling = grads;
+    next = bytes > most ? most : bytes > next ? bytes : next;
+    if (bytes > most) most = bytes;
+  }
+  return add(most, 1, next);
+}
+
+/* The most that joined buckets may take, where the link is not known and nobody gave buckets a size. Else as of
+ * `joined`. */
+static int64_t joined_at_most(const tx_memory_args *args, int64_t *filling) {
   if (args->layout->cap != TX_NO_INT || !args->layout->overlap || args->layout->world == 1) return 0;
   const int32_t sharded = args->strategy != TX_NO_SHARD;
   int64_t most = 0;
@@ -325,7 +389,7 @@ static int64_t joined(const tx_memory_args *args, int64_t *filling) {
 static int64_t reduced(const tx_memory_args *args, const tx_memory_unit *unit) {
   const int64_t given = add(0, unit->trained, size_of(unit->reduce_dtype));
   const int narrow = size_of(unit->wire_dtype) < size_of(unit->reduce_dtype);
-  const int64_t blocks = unit->trained / TX_BLOCK + (unit->trained % TX_BLOCK != 0);
+  const int64_t blocks = parts_of(unit->trained, TX_BLOCK);
   const int64_t wire = narrow ? add(0, blocks, tx_wire_block_bytes((tx_dtype)unit->wire_dtype)) : given;
   return add(add(given, narrow, wire), 1, wire - wire / args->layout->world);
 }
@@ -357,7 +421,7 @@ static int64_t transient(const tx_memory_args *args) {
   if (args->slots) {
     exchange = slots(args);
   } else {
-    const int64_t together = joined(args, &filling);
+    const int64_t together = args->ends ? joined(args, &filling) : joined_at_most(args, &filling);
     if (together > exchange) exchange = together;
   }
   return args->strategy == TX_OPTIM_GRADS ? add(exchange, 1, filling) : exchange;
@@ -397,9 +461,11 @@ tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error
   const int64_t gradient = of_params(args, &whole);
   sums.moving = moving(args, &sums, whole);
   const int64_t world = args->strategy == TX_OPTIM_GRADS_PARAMS ? args->layout->world : 1;
-  sums.params = add(sums.params, 1, args->frozen_bytes / world + (args->frozen_bytes % world != 0));
+  sums.params = add(sums.params, 1, parts_of(args->frozen_bytes, world));
   sums.transient = add(transient(args), args->strategy < TX_OPTIM_GRADS, gradient);
-  const int64_t parts[] = {sums.params, sums.grads, sums.masters, sums.moments, sums.scales, sums.steps};
+  sums.changes = changes(args);
+  const int64_t parts[] = {sums.params, sums.grads, sums.masters, sums.moments,
+                           sums.scales, sums.steps, sums.emas,    sums.changes};
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
     sums.total = add(sums.total, 1, parts[i]);
   const int64_t moment = add(add(add(sums.params, 1, sums.grads), 1, sums.steps), 1, sums.moving);

@@ -40,6 +40,8 @@ tx_status tx_offload_choose(const int64_t *bytes, int64_t n, double fraction, in
                      "tx_offload_choose: bytes[%" PRId64 "] is %" PRId64 "; legal: >= 0, a sum that an int64 holds", i,
                      bytes[i]);
     }
+  }
+  for (int64_t i = 0; i < n; i++) {
     heap[i] = i;
     chosen[i] = 0;
   }

@@ -4,14 +4,9 @@
 #include "csrc/core/status.h"
 #include "csrc/torch_ext_advanced.h"
 
-tx_status tx_layout_slices(const tx_layout_slice *placed, int64_t n, const tx_layout_range *ranges, int64_t n_ranges,
-                           tx_layout_slice *slices, int64_t capacity, int64_t *n_slices, tx_error *error) {
-  if (n < 0 || n_ranges < 0 || (n > 0 && !placed) || (n_ranges > 0 && !ranges) || (capacity > 0 && !slices) ||
-      !n_slices) {
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
-                   "tx_layout_slices: %" PRId64 " slices, %" PRId64 " ranges; legal: >= 0, and no array NULL", n,
-                   n_ranges);
-  }
+/* Writes where `slices` is not NULL, and refuses what is not legal in any case. */
+static tx_status walk(const tx_layout_slice *placed, int64_t n, const tx_layout_range *ranges, int64_t n_ranges,
+                      tx_layout_slice *slices, int64_t capacity, int64_t *n_slices, tx_error *error) {
   int64_t found = 0, before = 0; /* before: elements of the ranges that were passed */
   for (int64_t r = 0; r < n_ranges; r++) {
     int64_t size, next;
@@ -34,10 +29,24 @@ tx_status tx_layout_slices(const tx_layout_slice *placed, int64_t n, const tx_la
             capacity);
       }
       slice.at = before + (placed[i].at + first - ranges[r].begin);
-      slices[found++] = slice;
+      if (slices) slices[found] = slice;
+      found++;
     }
     before = next;
   }
   *n_slices = found;
   return TX_OK;
+}
+
+tx_status tx_layout_slices(const tx_layout_slice *placed, int64_t n, const tx_layout_range *ranges, int64_t n_ranges,
+                           tx_layout_slice *slices, int64_t capacity, int64_t *n_slices, tx_error *error) {
+  if (n < 0 || n_ranges < 0 || (n > 0 && !placed) || (n_ranges > 0 && !ranges) || (capacity > 0 && !slices) ||
+      !n_slices) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_layout_slices: %" PRId64 " slices, %" PRId64 " ranges; legal: >= 0, and no array NULL", n,
+                   n_ranges);
+  }
+  int64_t found;
+  TX_FORWARD(walk(placed, n, ranges, n_ranges, NULL, capacity, &found, error));
+  return walk(placed, n, ranges, n_ranges, slices, capacity, n_slices, error);
 }

@@ -3,6 +3,7 @@
 
 #include "csrc/torch_ext_advanced.h"
 #include "csrc/torch_ext_cycle.h"
+#include "csrc/torch_ext_delta.h"
 
 /* A field's type in the words of tx_struct_field. Pointers to functions have too many types to be told apart. */
 /* clang-format off */
@@ -11,6 +12,7 @@
     int32_t: "int32", tx_dtype: "int32", int64_t: "int64", uint64_t: "uint64", double: "double", \
     char *: "char[]", const char *: "char *", const int64_t *: "int64 *",                        \
     void *: "void *", const void *: "void *", const tx_nccl *: "void *",                         \
+    uint64_t *: "uint64[]",                                                                      \
     const char *const *: "void *",                                                               \
     tx_tensor: "tx_tensor", tx_policy_overrides: "tx_policy_overrides",                          \
     POINTS_TO(tx_tensor), POINTS_TO(tx_adamw_group), POINTS_TO(tx_meta),                         \
@@ -18,6 +20,7 @@
     POINTS_TO(tx_layout_param), POINTS_TO(tx_layout_args),                                       \
     POINTS_TO(tx_layout_place), POINTS_TO(tx_layout_bucket),                                     \
     POINTS_TO(tx_memory_state), POINTS_TO(tx_memory_unit),                                       \
+    POINTS_TO(tx_delta_param), POINTS_TO(tx_delta_run),                                          \
     default: "function")
 /* clang-format on */
 

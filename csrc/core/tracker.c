@@ -8,21 +8,22 @@
 struct tx_tracker {
   int64_t n_params;
   int64_t n_buckets;
-  int64_t n_learnt;   /* entries of `learnt` */
-  int64_t next;       /* the bucket that tx_tracker_next hands out next */
-  int64_t finished;   /* this backward is over */
-  int64_t has_learnt; /* one was finished: `learnt` is fixed */
-  int64_t *bucket_of; /* [n_params] */
-  int64_t *ready;     /* [n_params] 0 or 1 */
-  int64_t *learnt;    /* [n_params] parameters in the order in which they were ready */
-  int64_t *expected;  /* [n_buckets] parameters of each bucket */
-  int64_t *remaining; /* [n_buckets] of them, those not ready */
+  int64_t n_learnt;      /* entries of `learnt` */
+  int64_t next;          /* the bucket that tx_tracker_next hands out next */
+  int64_t finished;      /* this backward is over */
+  int64_t has_learnt;    /* one was finished: `learnt` is fixed */
+  int64_t *bucket_of;    /* [n_params] */
+  int64_t *ready;        /* [n_params] 0 or 1 */
+  int64_t *learnt;       /* [n_params] parameters in the order in which they were ready */
+  int64_t *expected;     /* [n_buckets] parameters of each bucket */
+  int64_t *remaining;    /* [n_buckets] of them, those not ready */
+  int64_t *completed_by; /* [n_buckets] the parameter that was ready last, or -1 */
 };
 
 int64_t tx_tracker_bytes(int64_t n_params, int64_t n_buckets) {
   const int64_t limit = INT64_MAX / 64;
   if (n_params < 0 || n_buckets < 0 || n_params > limit || n_buckets > limit) return -1;
-  return (int64_t)sizeof(tx_tracker) + (3 * n_params + 2 * n_buckets) * (int64_t)sizeof(int64_t);
+  return (int64_t)sizeof(tx_tracker) + (3 * n_params + 3 * n_buckets) * (int64_t)sizeof(int64_t);
 }
 
 tx_status tx_tracker_init(void *memory, int64_t bytes, int64_t n_params, const int64_t *bucket_of, int64_t n_buckets,
@@ -50,9 +51,12 @@ tx_status tx_tracker_init(void *memory, int64_t bytes, int64_t n_params, const i
                     .ready = arrays + n_params,
                     .learnt = arrays + 2 * n_params,
                     .expected = arrays + 3 * n_params,
-                    .remaining = arrays + 3 * n_params + n_buckets};
-  for (int64_t b = 0; b < n_buckets; b++)
+                    .remaining = arrays + 3 * n_params + n_buckets,
+                    .completed_by = arrays + 3 * n_params + 2 * n_buckets};
+  for (int64_t b = 0; b < n_buckets; b++) {
     t->expected[b] = 0;
+    t->completed_by[b] = -1;
+  }
   for (int64_t i = 0; i < n_params; i++) {
     t->bucket_of[i] = bucket_of[i];
     t->expected[bucket_of[i]]++;
@@ -76,7 +80,19 @@ int tx_tracker_mark(tx_tracker *t, int64_t param) {
   if (t->finished || t->ready[param]) return -1;
   t->ready[param] = 1;
   if (!t->has_learnt) t->learnt[t->n_learnt++] = param;
-  return --t->remaining[t->bucket_of[param]] == 0;
+  const int64_t bucket = t->bucket_of[param];
+  if (--t->remaining[bucket] > 0) return 0;
+  t->completed_by[bucket] = param;
+  return 1;
+}
+
+const int64_t *tx_tracker_completed_by(const tx_tracker *t) {
+  return t->completed_by;
+}
+
+void tx_tracker_expect(tx_tracker *t, const int64_t *order) {
+  for (int64_t k = 0; k < t->n_params; k++)
+    t->completed_by[t->bucket_of[order[k]]] = order[k];
 }
 
 int64_t tx_tracker_bucket(const tx_tracker *t, int64_t param) {

@@ -27,6 +27,12 @@ int tx_tracker_is_ready(const tx_tracker *tracker, int64_t param);
  * backward, whatever the order in which they complete: ranks must enter collectives in the same order. */
 int64_t tx_tracker_next(tx_tracker *tracker);
 
+/* [n_buckets]: the parameter whose gradient completed each bucket when that happened last, or -1. */
+const int64_t *tx_tracker_completed_by(const tx_tracker *tracker);
+
+/* Until that has happened, the last of each bucket in this order of all parameters is its parameter. */
+void tx_tracker_expect(tx_tracker *tracker, const int64_t *order);
+
 /* The end of backward: every bucket is complete now. */
 void tx_tracker_finish(tx_tracker *tracker);
 

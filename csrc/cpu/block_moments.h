@@ -21,6 +21,7 @@ TX_FN tx_step_streams tx_blocks_on(tx_step_streams s, int32_t n, const tx_dtype 
   s.param_u += ramp;
   s.exp_avg_u += ramp;
   s.exp_avg_sq_u += ramp;
+  s.begin += elements;
   return s;
 }
 

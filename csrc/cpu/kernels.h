@@ -10,9 +10,26 @@
 #include "csrc/core/combos.h"
 #include "csrc/core/compressed.h"
 #include "csrc/core/forms.h"
+#include "csrc/cpu/delta_loops.h"
 #include "csrc/math/adamw.h"
+#include "csrc/math/muon.h"
 #include "csrc/math/noise.h"
+#include "csrc/math/planes.h"
 #include "csrc/torch_ext.h"
+
+/* Of a piece, what tx_adamw_args asks the step to leave behind beside states; each NULL where nobody asked. */
+typedef struct tx_step_extras {
+  uint8_t *changed;
+  uint16_t *moved; /* at any address */
+  uint8_t *distance;
+  void *ema;
+  uint8_t *ema_low;
+  tx_dtype ema_dtype; /* BF16, F32 */
+  float ema_weight;   /* 1 - ema_decay */
+  uint32_t ema_u;     /* dithered threshold of the piece's first element */
+  int ema_begins;     /* the average is what masters are */
+  int64_t *health;    /* of the task alone */
+} tx_step_extras;
 
 typedef struct tx_adamw_piece {
   int64_t n;
@@ -31,6 +48,7 @@ typedef struct tx_adamw_piece {
   tx_noise exp_avg_noise, exp_avg_sq_noise, param_noise;
   tx_dtype grad_dtype, param_dtype, master_dtype, exp_avg_dtype, exp_avg_sq_dtype; /* legal together (combos.def) */
   int32_t moment_rounding, weight_rounding;
+  const tx_step_extras *extras; /* NULL: none */
 } tx_adamw_piece;
 
 /* Returns how many weights are in blocks of remainders that were dropped. */
@@ -82,6 +100,68 @@ typedef int64_t (*tx_compress_loop)(const void *values, const tx_compressed *to)
 /* The other way; each block's count of escapes is right. */
 typedef void (*tx_expand_loop)(const tx_compressed *from, void *values);
 
+/* n values of 1, 2 or 4 bytes to and from their planes, each of n bytes (csrc/math/planes.h). rotate: they are floats.
+ */
+typedef void (*tx_split_loop)(const void *values, int64_t n, int rotate, uint8_t *const *planes);
+typedef void (*tx_merge_loop)(const uint8_t *const *planes, int64_t n, int rotate, void *values);
+
+/* Sets 256 counts to how often each symbol is there in runs of TX_COUNT_RUN, of which one begins at each multiple of
+ * stride >= TX_COUNT_RUN. Returns how many were counted. */
+#define TX_COUNT_RUN 64
+typedef uint32_t (*tx_count_bytes_loop)(const uint8_t *symbols, int64_t n, int64_t stride, uint32_t *counts);
+/* Whether one of the n symbols is 0; the least and the greatest of the others, 255 and 0 where there is none. */
+typedef int (*tx_range_of_bytes_loop)(const uint8_t *symbols, int64_t n, uint8_t *least, uint8_t *greatest);
+/* A checksum of n bytes. */
+typedef uint32_t (*tx_planes_sum_loop)(const uint8_t *bytes, int64_t n);
+
+/* Encodes n symbols: words from `to` on, and TX_RANS_LANES states. Returns where the words end; NULL, where that would
+ * be less than TX_RANS_ROW_BYTES before `limit`. What lies between the two may be written, too. */
+#define TX_RANS_ROW_BYTES (2 * TX_RANS_LANES + 32)
+typedef uint8_t *(*tx_rans_encode_loop)(const tx_rans_encoder *encoder, uint32_t *states, const uint8_t *symbols,
+                                        int64_t n, uint8_t *to, const uint8_t *limit);
+/* The other way, with the states that encoding ended with, each in [TX_RANS_LEAST, TX_RANS_LEAST << 16). Up to 32 bytes
+ * from `end` on are read, too, and not used. 0: these words and states are not what n symbols were encoded to. */
+typedef int (*tx_rans_decode_loop)(const tx_rans_decoder *decoder, uint32_t *states, const uint8_t *begin,
+                                   const uint8_t *end, int64_t n, uint8_t *symbols);
+/* The matrices of a piece. */
+typedef struct tx_muon_parts {
+  const tx_muon_part *first; /* that with the piece's first element */
+  const tx_muon_part *end;   /* of the table */
+  int64_t begin;             /* the piece's, in its tensor */
+} tx_muon_parts;
+
+typedef struct tx_muon_momentum_piece {
+  int64_t n;
+  const void *grad;
+  void *momentum;
+  uint8_t *scales; /* of momentum's blocks; NULL unless it is F16 or U8 */
+  void *work;
+  tx_muon_constants constants;
+  tx_noise noise;
+  tx_dtype grad_dtype, momentum_dtype, work_dtype;
+  int32_t rounding;
+  int32_t nesterov;
+  int32_t stream_store; /* the work is better not left in the caches */
+} tx_muon_momentum_piece;
+typedef void (*tx_muon_momentum_loop)(const tx_muon_momentum_piece *piece);
+
+typedef struct tx_muon_update_piece {
+  int64_t n;
+  const void *update;
+  void *param;
+  void *master;    /* NULL without */
+  void *checksums; /* of the piece's blocks, renewed; NULL without */
+  tx_muon_parts parts;
+  const tx_muon_rate *rates; /* of parts.first and those after it */
+  tx_noise noise;
+  tx_dtype update_dtype, param_dtype, master_dtype; /* the latter legal together (combos.def) */
+  int32_t rounding;
+  int32_t resyncs, whole, stream_store; /* see tx_adamw_piece */
+  const tx_step_extras *extras;         /* NULL: none */
+} tx_muon_update_piece;
+/* Returns what tx_adamw_loop returns. */
+typedef int64_t (*tx_muon_update_loop)(const tx_muon_update_piece *piece);
+
 typedef struct tx_kernels {
   const char *name;
   tx_adamw_loop adamw;
@@ -96,6 +176,17 @@ typedef struct tx_kernels {
   tx_sample_loop sample;
   tx_compress_loop compress;
   tx_expand_loop expand;
+  tx_split_loop split[3]; /* by log2 of the bytes of a value */
+  tx_merge_loop merge[3];
+  tx_count_bytes_loop count_bytes;
+  tx_range_of_bytes_loop range_of_bytes;
+  tx_planes_sum_loop planes_sum;
+  tx_rans_encode_loop rans_encode;
+  tx_rans_decode_loop rans_decode;
+  tx_muon_momentum_loop muon_momentum;
+  tx_muon_update_loop muon_update;
+  tx_delta_encode_loop delta_encode;
+  tx_delta_decode_loop delta_decode;
 } tx_kernels;
 
 /* The table in use; never NULL. */

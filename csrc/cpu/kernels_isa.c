@@ -5,7 +5,10 @@
 #include "csrc/cpu/loop_cast.h"
 #include "csrc/cpu/loop_checksum.h"
 #include "csrc/cpu/loop_compress.h"
+#include "csrc/cpu/loop_delta.h"
 #include "csrc/cpu/loop_master.h"
+#include "csrc/cpu/loop_muon.h"
+#include "csrc/cpu/loop_planes.h"
 #include "csrc/cpu/loop_reduce.h"
 #include "csrc/cpu/loop_stats.h"
 
@@ -28,4 +31,15 @@ const tx_kernels TX_JOIN(tx_kernels_, TX_ISA) = {
     .sample = tx_sample_run,
     .compress = tx_compress_run,
     .expand = tx_expand_run,
+    .split = {tx_split_1, tx_split_2, tx_split_4},
+    .merge = {tx_merge_1, tx_merge_2, tx_merge_4},
+    .count_bytes = tx_count_bytes_run,
+    .range_of_bytes = tx_range_of_bytes_run,
+    .planes_sum = tx_planes_sum_run,
+    .rans_encode = tx_rans_encode_run,
+    .rans_decode = tx_rans_decode_run,
+    .muon_momentum = tx_muon_momentum_run,
+    .muon_update = tx_muon_update_run,
+    .delta_encode = tx_delta_encode_run,
+    .delta_decode = tx_delta_decode_run,
 };

@@ -212,6 +212,7 @@ static void tx_advance(tx_step_streams *s, const int64_t sizes[5], int64_t n) {
   s->param_u = tx_dithered(s->param_u, (uint32_t)n);
   s->exp_avg_u = tx_dithered(s->exp_avg_u, (uint32_t)n);
   s->exp_avg_sq_u = tx_dithered(s->exp_avg_sq_u, (uint32_t)n);
+  s->begin += n;
 }
 
 /* n elements of the streams by way of padded copies: the instance takes `width` > n. */
@@ -234,10 +235,66 @@ static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants
 
 /* The checksums of n weights that no instance looks at itself. */
 _Static_assert(TX_TILE % TX_CHECKSUM == 0, "a tile has whole checksums");
+TX_FN void *tx_checksums_at(const tx_adamw_piece *a, int64_t at) {
+  return (char *)a->checksums + at / TX_CHECKSUM * (int64_t)sizeof(uint64_t);
+}
 static int64_t tx_checksum_tile(const tx_adamw_piece *a, int64_t at, int64_t n, tx_checksum_mode mode) {
   if (!a->checksums || a->master_dtype != TX_I16) return 0;
-  return tx_checksum_blocks((const char *)a->param + 2 * at, (char *)a->master + 2 * at,
-                            (char *)a->checksums + at / TX_CHECKSUM * (int64_t)sizeof(uint64_t), n, (int32_t)mode, 0);
+  return tx_checksum_blocks((const char *)a->param + 2 * at, (char *)a->master + 2 * at, tx_checksums_at(a, at), n,
+                            (int32_t)mode, 0);
+}
+
+/* Checksums of n weights before they are stepped, where no instance looks at them. Returns how many are in blocks that
+ * were taken over. */
+static int64_t tx_look_at_tile(const tx_adamw_piece *a, int64_t at, int64_t n) {
+  if (!a->resyncs && !a->extras) return 0;
+  const int64_t written = tx_checksum_tile(a, at, n, a->resyncs ? TX_CHECKSUM_RESYNC : TX_CHECKSUM_CHECK);
+  if (a->extras && written) tx_note_written(a->extras, at, n);
+  return a->resyncs ? written : 0;
+}
+
+/* The n elements of a piece from `at` on that instances do not note themselves: all of a tile that is staged, and what
+ * is no whole block. */
+typedef struct tx_rest {
+  int64_t at, n;
+  tx_weights before;
+  tx_weights_copy copy;
+} tx_rest;
+
+static void tx_keep_rest(const tx_adamw_piece *a, tx_rest *rest) {
+  const tx_weights all = {a->param, a->master};
+  const tx_weights from = tx_weights_at(all, rest->at, a->param_dtype, a->master_dtype);
+  rest->before = tx_copy_weights(from, rest->n, a->param_dtype, a->master_dtype, &rest->copy);
+}
+
+static void tx_note_rest(const tx_adamw_piece *a, const tx_rest *rest) {
+  const tx_weights all = {a->param, a->master};
+  const tx_weights now = tx_weights_at(all, rest->at, a->param_dtype, a->master_dtype);
+  tx_note_loops[tx_combo_weight(a->param_dtype, a->master_dtype)](rest->before, now, rest->n, a->extras, rest->at);
+}
+
+/* n elements that the streams have: whole checksums first, then whole blocks where they are noted. */
+static void tx_step_run(const tx_adamw_route *route, const tx_adamw_constants *c, tx_step_streams s,
+                        const int64_t sizes[5], int32_t n, int32_t checksummed) {
+  const int32_t noted = s.extras ? n / TX_BLOCK * TX_BLOCK : checksummed;
+  const int32_t ends[] = {checksummed, noted};
+  int32_t done = 0;
+  for (int i = 0; i < 2; i++) {
+    if (ends[i] <= done) continue;
+    if (i == 1) s.checksums = NULL;
+    route->instance(c, &s, ends[i] - done);
+    tx_advance(&s, sizes, ends[i] - done);
+    done = ends[i];
+  }
+  s.checksums = NULL;
+  s.extras = NULL;
+  const int32_t rest = n - done, whole = rest / route->width * route->width;
+  if (whole > 0) route->instance(c, &s, whole);
+  if (whole < rest) {
+    tx_advance(&s, sizes, whole);
+    s.stream_store = 0; /* copies are not at a line's begin */
+    tx_step_padded(route, c, &s, sizes, rest - whole);
+  }
 }
 
 /* One piece, of any legal combination. */
@@ -256,7 +313,10 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
     const int64_t n = a->n - at < tile ? a->n - at : tile;
     void *master = a->master ? (char *)a->master + at * master_size : NULL;
     const int32_t blocks = own ? (int32_t)(n / TX_CHECKSUM * TX_CHECKSUM) : 0;
-    if (a->resyncs) stale += tx_checksum_tile(a, at + blocks, n - blocks, TX_CHECKSUM_RESYNC);
+    tx_rest rest = {.at = at + (route.staged ? 0 : n / TX_BLOCK * TX_BLOCK)};
+    rest.n = a->extras ? at + n - rest.at : 0;
+    if (rest.n > 0) tx_keep_rest(a, &rest);
+    stale += tx_look_at_tile(a, at + blocks, n - blocks);
     tx_step_streams s = {.grad = tx_stage_in(&route.grad, at, n, g_tile),
                          .param = route.steps_master ? master : tx_stage_in(&route.param, at, n, p_tile),
                          .master = route.steps_master || route.param.remainders ? NULL : master,
@@ -267,27 +327,19 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
                          .param_u = tx_dithered(a->param_noise.lattice, (uint32_t)at),
                          .exp_avg_u = tx_dithered(a->exp_avg_noise.lattice, (uint32_t)at),
                          .exp_avg_sq_u = tx_dithered(a->exp_avg_sq_noise.lattice, (uint32_t)at),
-                         .checksums = blocks > 0 ? a->checksums : NULL,
+                         .checksums = blocks > 0 ? tx_checksums_at(a, at) : NULL,
                          .stale = a->resyncs ? &stale : NULL,
-                         .stream_store = stream_store};
+                         .stream_store = stream_store,
+                         .extras = route.staged ? NULL : a->extras,
+                         .begin = at};
     const void *stepped = s.param;
-    if (blocks > 0) {
-      route.instance(a->constants, &s, blocks);
-      tx_advance(&s, sizes, blocks);
-      s.checksums = NULL;
-    }
-    const int32_t rest = (int32_t)n - blocks, whole = rest / route.width * route.width;
-    if (whole > 0) route.instance(a->constants, &s, whole);
-    if (whole < rest) {
-      tx_advance(&s, sizes, whole);
-      s.stream_store = 0; /* copies are not at a line's begin */
-      tx_step_padded(&route, a->constants, &s, sizes, rest - whole);
-    }
+    tx_step_run(&route, a->constants, s, sizes, (int32_t)n, blocks);
     if (stream_store) tx_end_nontemporal();
     tx_stage_out(&route.exp_avg, at, n, m_tile);
     tx_stage_out(&route.exp_avg_sq, at, n, v_tile);
     tx_stage_out(&route.param, at, n, stepped);
     (void)tx_checksum_tile(a, at + blocks, n - blocks, TX_CHECKSUM_RENEW);
+    if (rest.n > 0) tx_note_rest(a, &rest);
   }
   if (a->checksums && a->master_dtype == TX_F32) {
     (void)tx_sample_blocks(a->param, a->checksums, a->n, a->whole, TX_CHECKSUM_RENEW, 0);

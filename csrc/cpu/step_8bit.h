@@ -103,11 +103,16 @@ TX_FN void tx_step_some_blocks(tx_adamw_constants c, tx_step_streams s, int32_t 
     tx_prefetch(at.exp_avg_sq, 0, TX_BLOCK, TX_U8);
     tx_step_quad_first(c, at, &blocks[i].m, &blocks[i].root, grad, &m_amax[i], &root_amax[i]);
   }
+  tx_weights_copy copy;
+  tx_weights before = {NULL, NULL};
+  if (s.extras)
+    before = tx_copy_weights(tx_stream_weights(s, 0, param, master), count * TX_BLOCK, param, master, &copy);
   if (master == TX_I16) {
     tx_step_block_remainders(c, s, count, blocks, grad);
   } else {
     tx_step_block_weights(c, s, count, blocks, param, master, grad);
   }
+  if (s.extras) tx_note_stepped(s, before, 0, count * TX_BLOCK, param, master);
   for (int32_t i = 0; i < count; i++) {
     const tx_step_streams at = tx_blocks_on(s, i, param, master, grad);
     *at.exp_avg_scale = tx_store_quads(mf, m_amax[i], &blocks[i].m, at.exp_avg_u, at.exp_avg);

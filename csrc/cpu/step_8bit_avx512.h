@@ -70,6 +70,7 @@ TX_FN void tx_avx512_second(const tx_adamw_constants *c, const tx_avx512_block_c
                       &kept.remainder[at]);
   }
   if (__builtin_expect(!tx_avx512_watch_is_quiet(watch), 0)) tx_avx512_weights_again(c, streams, block, b, &kept);
+  if (s.extras) tx_note_stepped(s, (tx_weights){kept.param, kept.remainder}, 0, TX_BLOCK, TX_BF16, TX_I16);
 }
 
 /* Codes that were not made as others are: of a block of zeros, or one that is not finite, or whose codes are to be

@@ -272,6 +272,8 @@ TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int3
   tx_kept kept;
   if (__builtin_expect(!tx_step_tile_remainders(c, s, at, pairs, tile, &kept), 0))
     tx_step_pair_weights_again(&c, &s, at, pairs, tile, &kept);
+  if (s.extras)
+    tx_note_stepped(s, (tx_weights){kept.param, kept.remainder}, 2 * (int64_t)at, 2 * pairs, TX_BF16, TX_I16);
 }
 
 /* Weights that are not read: they may go past the caches, by way of the first level. */
@@ -284,6 +286,25 @@ TX_FN void tx_step_master_tile(tx_adamw_constants c, tx_step_streams s, int32_t 
   tx_step_pair_weights(c, s, 0, pairs, tile, param, TX_F32);
   tx_round_weights(s, 0, 2 * pairs, TX_F32);
   if (s.stream_store) tx_store_nontemporal(rounded, weights, 4 * (int64_t)pairs);
+}
+
+/* What is weights and masters of a tile before it is stepped. */
+typedef struct tx_step_copy {
+  uint32_t words[TX_STEP_TILE];
+} __attribute__((aligned(64))) tx_step_copy;
+
+/* Of weights without remainders, where somebody asks what becomes of them. The copy is a loop, since a processor's own
+ * way of copying a kilobyte does not overlap with what is around it. */
+TX_FN tx_weights tx_keep_weights(tx_step_streams s, int64_t at, int32_t n, tx_step_copy *copy, const tx_dtype param,
+                                 const tx_dtype master) {
+  const tx_weights kept = {copy, copy}, from = tx_stream_weights(s, at, param, master);
+  if (!s.extras || master == TX_I16) return kept;
+  const tx_mem_u32 *words = master == TX_F32 ? from.master : from.weight;
+  const int32_t count = master == TX_F32 || param == TX_F32 ? n : n / 2;
+  TX_NO_ALIASES
+  for (int32_t i = 0; i < count; i++)
+    copy->words[i] = words[i];
+  return kept;
 }
 
 /* n: a multiple of 2 * TX_GROUP, and of TX_CHECKSUM where there are checksums. */
@@ -299,6 +320,8 @@ TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, con
     const int ordinary = __builtin_expect(within, 1) ? tx_step_pair_moments(c, s, at, pairs, &tile, grad, moment, 1)
                                                      : tx_step_pair_moments_any(&c, &s, at, pairs, &tile, grad, moment);
     if (moment == TX_BF16 && __builtin_expect(!ordinary, 0)) tx_round_moments(s, at, pairs, &tile);
+    tx_step_copy before;
+    const tx_weights kept = tx_keep_weights(s, 2 * at, 2 * pairs, &before, param, master);
     if (master == TX_I16) {
       tx_step_pair_remainders(c, s, at, pairs, &tile);
     } else if (master == TX_F32) {
@@ -306,6 +329,7 @@ TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, con
     } else {
       tx_step_pair_weights(c, s, at, pairs, &tile, param, master);
     }
+    if (master != TX_I16 && s.extras) tx_note_stepped(s, kept, 2 * (int64_t)at, 2 * pairs, param, master);
     if (checksumed && 2 * (at + pairs) % TX_CHECKSUM == 0) tx_renew_checksum(s, 2 * (at + pairs) - TX_CHECKSUM);
   }
 }
@@ -356,6 +380,8 @@ TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, cons
     } else {
       tx_step_fp32_moments_any(&c, &s, at, end, roots, root);
     }
+    tx_step_copy before;
+    const tx_weights kept = tx_keep_weights(s, at, end - at, &before, TX_F32, TX_NONE);
     for (int32_t group = at; group < end; group += 2 * TX_GROUP) {
       tx_prefetch(s.param, group, 2 * TX_GROUP, TX_F32);
       TX_NO_ALIASES
@@ -365,6 +391,7 @@ TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, cons
         tx_store(s.param, i, TX_F32, tx_adamw_update(c, tx_load(s.param, i, TX_F32), m, roots[i - at]));
       }
     }
+    if (s.extras) tx_note_stepped(s, kept, at, end - at, TX_F32, TX_NONE);
   }
 }
 

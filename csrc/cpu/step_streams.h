@@ -6,6 +6,7 @@
 #include "csrc/cpu/lanes.h"
 #include "csrc/cpu/loop_checksum.h"
 #include "csrc/cpu/round_bf16.h"
+#include "csrc/cpu/step_extras.h"
 #include "csrc/math/adamw.h"
 #include "csrc/math/dither.h"
 #include "csrc/math/remainder.h"
@@ -19,8 +20,22 @@ typedef struct tx_step_streams {
   uint32_t param_u, exp_avg_u, exp_avg_sq_u;
   void *checksums; /* beside remainders, of whole blocks of TX_CHECKSUM weights; NULL: the instance has none to renew */
   int64_t *stale;  /* NULL: it does not compare them first */
-  int stream_store; /* weights beside fp32 masters are stored so; they begin at a cache line */
+  int stream_store;             /* weights beside fp32 masters are stored so; they begin at a cache line */
+  const tx_step_extras *extras; /* of whole blocks; NULL: nobody asked */
+  int64_t begin;                /* the piece's element at which the streams begin, where there are extras */
 } tx_step_streams;
+
+/* Weights and masters from element `at` of the streams on. */
+TX_FN tx_weights tx_stream_weights(tx_step_streams s, int64_t at, const tx_dtype param, const tx_dtype master) {
+  return tx_weights_at((tx_weights){s.param, s.master}, at, param, master);
+}
+
+/* Those of n elements from `at` on are stepped, and were `before`. */
+TX_FN void tx_note_stepped(tx_step_streams s, tx_weights before, int64_t at, int64_t n, const tx_dtype param,
+                           const tx_dtype master) {
+  const tx_weights now = tx_stream_weights(s, at, param, master);
+  tx_note_loops[tx_combo_weight(param, master)](before, now, n, s.extras, s.begin + at);
+}
 
 TX_FN float tx_weight_lane(tx_step_streams s, int32_t pair, const int k, const tx_dtype param, const tx_dtype master) {
   if (master == TX_NONE) return tx_load_lane(s.param, pair, k, param);
@@ -76,9 +91,12 @@ TX_FN void tx_prefetch(const void *stream, int64_t at, const int64_t count, cons
 /* A block's weights beside remainders against their checksum before they are stepped, from element `at` on. They are
  * asked for a block further ahead: here they are looked at for the first time, and stay in L1 until the step. */
 TX_FN void tx_compare_checksum(tx_step_streams s, int64_t at) {
-  if (!s.stale) return;
-  *s.stale += tx_checksum_blocks((const char *)s.param + 2 * at, (char *)s.master + 2 * at,
-                                 (char *)s.checksums + at / TX_CHECKSUM * 8, TX_CHECKSUM, TX_CHECKSUM_RESYNC, 0);
+  if (!s.stale && !s.extras) return;
+  const int64_t written = tx_checksum_blocks((const char *)s.param + 2 * at, (char *)s.master + 2 * at,
+                                             (char *)s.checksums + at / TX_CHECKSUM * 8, TX_CHECKSUM,
+                                             s.stale ? TX_CHECKSUM_RESYNC : TX_CHECKSUM_CHECK, 0);
+  if (s.stale) *s.stale += written;
+  if (s.extras && written) tx_note_written(s.extras, s.begin + at, TX_CHECKSUM);
 }
 
 /* The checksum of a block that was stepped. */

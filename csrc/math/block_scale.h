@@ -10,7 +10,7 @@
  *   - A block with a NaN, an Inf or a value above MAX * 2^max_exponent (which is above 0.43 of what fp32 can hold;
  *     0.87 of its root in a sqrt format) has scale 255 and codes 0 and decodes to NaN throughout: the loss is loud.
  *   - A block of zeros has scale 0 and codes 0; so has a signed one of which nothing reaches the least code at
- *     min_exponent (for e4m3 2^-128, for fp16 2^-135).
+ *     min_exponent (for e4m3 2^-128, for e3m4 2^-129, for fp16 2^-135).
  *   - A positive sqrt(v) never gets code 0 but the least code: a v flushed to 0 would make the step huge. A signed
  *     value may round to zero and keeps its sign. */
 #ifndef TX_MATH_BLOCK_SCALE_H
@@ -33,6 +33,13 @@ TX_FN tx_block_format tx_block_e4m3(void) {
   const tx_block_format f = {tx_small_e4m3(), 0x80u, -119, 118};
   return f;
 }
+/* Muon's momentum in 8 bits. Half of e4m3's error; e2m5 has half of that again where a block's elements are of one
+ * size, and loses the small columns of a matrix, which the orthogonalised one has as large as any, where they are not.
+ */
+TX_FN tx_block_format tx_block_e3m4(void) {
+  const tx_block_format f = {tx_small_e3m4(), 0x80u, -123, 122};
+  return f;
+}
 /* sqrt(exp_avg_sq) in 8 bits */
 TX_FN tx_block_format tx_block_root_e4m4(void) {
   const tx_block_format f = {tx_small_e4m4(), 0u, -64, 55};
@@ -51,6 +58,7 @@ TX_FN tx_block_format tx_block_root_f16(void) {
 
 /* The format of a tensor with block scales; dtype: U8 or F16. */
 TX_FN tx_block_format tx_block_format_of(const tx_dtype dtype, const tx_format format) {
+  if (dtype == TX_U8 && format == TX_FORMAT_MOMENTUM) return tx_block_e3m4();
   if (dtype == TX_U8) return format == TX_FORMAT_SQRT ? tx_block_root_e4m4() : tx_block_e4m3();
   return format == TX_FORMAT_SQRT ? tx_block_root_f16() : tx_block_f16();
 }

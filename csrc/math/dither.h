@@ -21,7 +21,8 @@ typedef enum tx_lane {
   TX_LANE_EXP_AVG_SQ = 1,
   TX_LANE_PARAM = 2,
   TX_LANE_WIRE = 3,
-  TX_LANE_CAST = 4
+  TX_LANE_CAST = 4,
+  TX_LANE_EMA = 5
 } tx_lane;
 
 /* splitmix64's finaliser (Stafford's variant 13): every input bit reaches every output bit. */

@@ -21,7 +21,7 @@ typedef struct tx_norm {
 TX_FN tx_norm tx_norm_of(const int64_t *limbs, int64_t non_finite, double grad_scale, double max_norm) {
   tx_norm n;
   const double root = non_finite == 0 ? sqrt(tx_exact_double(limbs)) : (double)NAN;
-  n.norm = root / grad_scale;
+  n.norm = root / fabs(grad_scale);
   const double coef = max_norm / (n.norm + TX_CLIP_EPS);
   const int finite = isfinite(n.norm) != 0;
   n.clip_coef = !finite ? 0.0 : coef < 1.0 ? coef : 1.0;

@@ -92,9 +92,13 @@ typedef struct tx_small_float {
   uint32_t max_code; /* the largest value used, MAX */
 } tx_small_float;
 
-/* e4m3: MAX 448 (0x7e; OCP's NaN, 0x7f, is never written). Unsigned e4m4: MAX 496. fp16: MAX 65504. */
+/* e4m3: MAX 448 (0x7e; OCP's NaN, 0x7f, is never written). e3m4: MAX 31. Unsigned e4m4: MAX 496. fp16: MAX 65504. */
 TX_FN tx_small_float tx_small_e4m3(void) {
   const tx_small_float f = {3, 7, 0x7eu};
+  return f;
+}
+TX_FN tx_small_float tx_small_e3m4(void) {
+  const tx_small_float f = {4, 3, 0x7fu};
   return f;
 }
 TX_FN tx_small_float tx_small_e4m4(void) {

@@ -76,8 +76,9 @@ tx_status tx_nccl_compare(int64_t n_ranks, const tx_nccl_record *records, tx_err
     const int64_t of_rank = newest(records + rank * TX_NCCL_RECORDS);
     if (of_rank > last) last = of_rank;
   }
-  const int64_t begin = last > TX_NCCL_RECORDS ? last - TX_NCCL_RECORDS + 1 : 1;
-  for (int64_t operation = begin; operation <= last; operation++) {
+  const int64_t n = last < TX_NCCL_RECORDS ? last : TX_NCCL_RECORDS;
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t operation = last - n + 1 + i; /* which may be the largest number: records come from other ranks */
     const tx_nccl_record *mine = find(records, operation);
     for (int64_t rank = 1; rank < n_ranks; rank++) {
       const tx_nccl_record *theirs = find(records + rank * TX_NCCL_RECORDS, operation);

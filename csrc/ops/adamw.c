@@ -26,11 +26,17 @@ tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error) {
   return tx_check_adamw(args, 1, error);
 }
 
+static tx_weights_beside beside_of(const tx_adamw_args *args) {
+  return (tx_weights_beside){args->n,    args->params, args->masters, args->checksums, args->on_external_write,
+                             args->moved};
+}
+
 /* The step of what is not skipped. room: enough for everything. */
 static tx_status step_all(tx_step *step, const tx_work_room *room, const tx_parallel *parallel, tx_error *error) {
   const tx_adamw_args *args = step->args;
+  const tx_weights_beside beside = beside_of(args);
   if (args->on_external_write == TX_EXTERNAL_RESYNC)
-    TX_FORWARD(tx_notice_external(args, &step->resynced, room, parallel, error));
+    TX_FORWARD(tx_notice_external(&beside, &step->resynced, room, parallel, error));
   const tx_parallel_work work = {.n = args->n,
                                  .tensors = args->params,
                                  .piece = step_piece,
@@ -56,7 +62,8 @@ tx_status tx_adamw(const tx_adamw_args *args, const tx_parallel *parallel, tx_er
   tx_step step;
   if (args->on_external_write == TX_EXTERNAL_CHECK) {
     int64_t none = 0;
-    status = tx_notice_external(args, &none, &room, parallel, error);
+    const tx_weights_beside beside = beside_of(args);
+    status = tx_notice_external(&beside, &none, &room, parallel, error);
   } else if (tx_step_begin(args, &step)) {
     step.stream_store = weights_of(args) > TX_STEP_CACHED;
     status = step_all(&step, &room, parallel, error);

@@ -7,6 +7,7 @@
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
 #include "csrc/core/text.h"
+#include "csrc/ops/left_behind.h"
 #include "csrc/ops/operator_checks.h"
 #include "csrc/ops/tensor.h"
 
@@ -127,6 +128,19 @@ static int is_legal(const tx_adamw_args *a, int64_t i) {
          tx_combo_moment(a->exp_avgs[i].dtype) >= 0 && tx_combo_moment(a->exp_avg_sqs[i].dtype) >= 0;
 }
 
+tx_status tx_check_step_value(tx_tensor step, int64_t i, tx_error *error) {
+  const float t = tx_get_f32(step, 0.0f);
+  if (t >= 0 && t < TX_MAX_STEP && t == (float)(int64_t)t) return TX_OK;
+  return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "steps[%lld] is %g; a whole number in [0, 2^24) is legal", (long long)i,
+                 (double)t);
+}
+
+tx_status tx_check_external(const char *name, int32_t on_external_write, tx_error *error) {
+  if (on_external_write >= TX_EXTERNAL_IGNORE && on_external_write <= TX_EXTERNAL_CHECK) return TX_OK;
+  return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "%s is %d; 0 (ignore), 1 (resync) and 2 (check) are legal", name,
+                 (int)on_external_write);
+}
+
 static tx_status check_tensor(const tx_adamw_args *a, int64_t i, int reads_values, tx_error *error) {
   const int64_t numel = a->params[i].numel;
   /* an empty parameter has no dtype to honour: there is nothing to step */
@@ -148,16 +162,14 @@ static tx_status check_tensor(const tx_adamw_args *a, int64_t i, int reads_value
         (long long)i, (long long)scales.numel, tx_dtype_name(scales.dtype), (long long)wanted, TX_BLOCK);
   }
   TX_FORWARD(tx_check_checksums(a->masters, a->checksums, i, error));
+  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
+  TX_FORWARD(tx_check_left_behind_of(&left, i, error));
   const tx_tensor step = a->steps[i];
   if (step.numel != 1 || step.dtype != TX_F32) {
     return tx_fail(error, TX_ERROR_SHAPE, "steps[%lld] is %lld elements of %s; one fp32 is legal", (long long)i,
                    (long long)step.numel, tx_dtype_name(step.dtype));
   }
-  const float t = reads_values ? tx_get_f32(step, 0.0f) : 0.0f;
-  if (!(t >= 0 && t < TX_MAX_STEP) || t != (float)(int64_t)t) {
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "steps[%lld] is %g; a whole number in [0, 2^24) is legal",
-                   (long long)i, (double)t);
-  }
+  if (reads_values) TX_FORWARD(tx_check_step_value(step, i, error));
   const tx_meta meta = tx_meta_of(a->meta, i);
   if (meta.start < 0 || meta.group < 0 || meta.group >= a->n_groups) {
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
@@ -174,11 +186,7 @@ tx_status tx_check_adamw(const tx_adamw_args *a, int reads_values, tx_error *err
   }
   TX_FORWARD(tx_check_rounding("moment_rounding", a->moment_rounding, error));
   TX_FORWARD(tx_check_rounding("weight_rounding", a->weight_rounding, error));
-  if (a->on_external_write < TX_EXTERNAL_IGNORE || a->on_external_write > TX_EXTERNAL_CHECK) {
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
-                   "on_external_write is %d; 0 (ignore), 1 (resync) and 2 (check) are legal",
-                   (int)a->on_external_write);
-  }
+  TX_FORWARD(tx_check_external("on_external_write", a->on_external_write, error));
   if (a->n > 0 && !(a->params && a->grads && a->exp_avgs && a->exp_avg_sqs && a->steps)) {
     return tx_fail(
         error, TX_ERROR_INVALID_ARGUMENT,
@@ -193,7 +201,12 @@ tx_status tx_check_adamw(const tx_adamw_args *a, int reads_values, tx_error *err
       {"grad_scale", &a->grad_scale, 1, 0}, {"clip_coef", &a->clip_coef, 1, 0},
       {"found_inf", &a->found_inf, 1, 0},   {"skipped", &a->skipped, 1, 1},
       {"checksums", a->checksums, a->n, 1}, {"resynced", &a->resynced, 1, 1},
+      {"changed", a->changed, a->n, 1},     {"moved", a->moved, a->n, 1},
+      {"distances", a->distances, a->n, 1}, {"emas", a->emas, a->n, 1},
+      {"ema_lows", a->ema_lows, a->n, 1},   {"healths", a->healths, a->n, 1},
   };
+  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
+  TX_FORWARD(tx_check_left_behind(&left, error));
   const int64_t n_spans = (int64_t)(sizeof spans / sizeof *spans);
   TX_FORWARD(tx_check_tensors(spans, n_spans, error));
   TX_FORWARD(tx_check_fixed("grad_scale", a->grad_scale, TX_F32, 1, 0, error));

@@ -4,6 +4,7 @@
 
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
+#include "csrc/math/weight_change.h"
 #include "csrc/ops/operator_checks.h"
 #include "csrc/ops/parallel.h"
 #include "csrc/ops/tensor.h"
@@ -113,7 +114,14 @@ static tx_status look_at_remainders(const pass *all, const look *l, const tx_par
   return run_pass(&p, l->masters, parallel, error);
 }
 
-tx_status tx_notice_external(const tx_adamw_args *args, int64_t *resynced, const tx_work_room *room,
+/* How far weights of parameter i went, nobody knows. */
+static void mark_moved(const tx_weights_beside *args, int64_t i) {
+  const tx_tensor moved = tx_at_or_none(args->moved, i);
+  for (int64_t b = 0; b < moved.numel; b++)
+    memcpy((char *)moved.data + b * (int64_t)sizeof(uint16_t), &(const uint16_t){TX_MOVED_ANYHOW}, sizeof(uint16_t));
+}
+
+tx_status tx_notice_external(const tx_weights_beside *args, int64_t *resynced, const tx_work_room *room,
                              const tx_parallel *parallel, tx_error *error) {
   if (!args->masters || !args->checksums) return TX_OK;
   const int check = args->on_external_write == TX_EXTERNAL_CHECK;
@@ -130,6 +138,7 @@ tx_status tx_notice_external(const tx_adamw_args *args, int64_t *resynced, const
   if (status == TX_OK && check) status = look_at_remainders(&all, &l, parallel, error);
   for (int64_t i = 0; status == TX_OK && i < args->n; i++) {
     if (check && l.counts[i]) status = tx_fail_written(i, l.counts[i], error);
+    if (!check && l.counts[i]) mark_moved(args, i);
     *resynced += l.counts[i];
   }
   free(l.counts);

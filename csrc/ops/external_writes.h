@@ -4,11 +4,21 @@
 
 #include "csrc/ops/parallel.h"
 
-/* Before a step whose args are valid, by args->on_external_write: RESYNC looks at the samples beside fp32 masters and
+/* The weights of a step that have masters, as its args have them. */
+typedef struct tx_weights_beside {
+  int64_t n;
+  const tx_tensor *params;
+  const tx_tensor *masters;
+  const tx_tensor *checksums;
+  int32_t on_external_write;
+  const tx_tensor *moved; /* tx_adamw_args.moved, marked where masters are resynced; NULL: nobody asked */
+} tx_weights_beside;
+
+/* Before a step whose args are valid, by on_external_write: RESYNC looks at the samples beside fp32 masters and
  * resyncs parameters whose sample is another (remainders are left to the step, which looks at them on its way), and
  * adds the elements to *resynced; CHECK looks at everything and fails where a weight was written. room: enough for
- * args->params and tasks of tx_notice_bytes. Where it fails nothing is written. */
-tx_status tx_notice_external(const tx_adamw_args *args, int64_t *resynced, const tx_work_room *room,
+ * the params and tasks of tx_notice_bytes. Where it fails nothing is written. */
+tx_status tx_notice_external(const tx_weights_beside *args, int64_t *resynced, const tx_work_room *room,
                              const tx_parallel *parallel, tx_error *error);
 
 /* Of a task, for n tensors. */

@@ -52,9 +52,9 @@ tx_status tx_check_cast(const tx_cast_args *a, tx_error *error) {
                    (unsigned long long)(a ? a->size : 0), (unsigned long long)sizeof *a);
   }
   TX_FORWARD(tx_check_rounding("rounding", a->rounding, error));
-  if (a->format != TX_FORMAT_SIGNED && a->format != TX_FORMAT_SQRT) {
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "format is %d; 0 (signed) and 1 (square root) are legal",
-                   (int)a->format);
+  if (a->format < TX_FORMAT_SIGNED || a->format > TX_FORMAT_MOMENTUM) {
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
+                   "format is %d; 0 (signed), 1 (square root) and 2 (momentum) are legal", (int)a->format);
   }
   const tx_span spans[] = {{"srcs", a->srcs, a->n, 0},
                            {"dsts", a->dsts, a->n, 1},

@@ -20,6 +20,10 @@ tx_status tx_check_bucket_unpack(tx_tensor bucket, tx_tensor scales, int64_t n, 
 
 tx_status tx_check_cast(const tx_cast_args *args, tx_error *error);
 
+/* steps are in host memory. */
+tx_status tx_check_muon_momentum(const tx_muon_momentum_args *args, tx_error *error);
+tx_status tx_check_muon_update(const tx_muon_update_args *args, tx_error *error);
+
 tx_status tx_check_master_encode(int64_t n, const tx_tensor *masters, const tx_tensor *params,
                                  const tx_tensor *remainders, tx_error *error);
 tx_status tx_check_master_decode(int64_t n, const tx_tensor *params, const tx_tensor *remainders,
@@ -28,6 +32,12 @@ tx_status tx_check_master_resync(int64_t n, const tx_tensor *params, const tx_te
                                  tx_tensor changed, tx_error *error);
 tx_status tx_check_master_checksum(int64_t n, const tx_tensor *params, const tx_tensor *masters,
                                    const tx_tensor *checksums, int32_t mode, tx_tensor stale, tx_error *error);
+
+/* TX_OK for a step in host memory that is a whole number below 2^24. */
+tx_status tx_check_step_value(tx_tensor step, int64_t i, tx_error *error);
+
+/* TX_OK for a tx_external_write. */
+tx_status tx_check_external(const char *name, int32_t on_external_write, tx_error *error);
 
 /* TX_OK where parameter i has as many checksums as its master asks for, or none. */
 tx_status tx_check_checksums(const tx_tensor *masters, const tx_tensor *checksums, int64_t i, tx_error *error);

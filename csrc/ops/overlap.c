@@ -11,6 +11,8 @@ typedef struct range {
   int64_t index;
 } range;
 
+enum { FEW = 8 }; /* tensors that are looked at without memory of their own: those of tx_compress, and of one cast */
+
 /* Merges two ascending neighbours [a, b) and [b, c) of `from` into `to`. */
 static void merge(const range *from, range *to, int64_t a, int64_t b, int64_t c) {
   int64_t i = a, j = b;
@@ -93,7 +95,8 @@ tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_t
   for (int64_t s = 0; s < n_spans; s++)
     capacity += spans[s].tensors ? spans[s].n : 0;
   if (capacity == 0) return TX_OK;
-  range *memory = malloc(2 * (size_t)capacity * sizeof(range));
+  range few[2 * FEW];
+  range *memory = capacity <= FEW ? few : malloc(2 * (size_t)capacity * sizeof(range));
   if (!memory) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to check %lld tensors", (long long)capacity);
   /* States kept flat are a few ranges when joined. Where there is overlap, once more without: to name the tensors. */
   range found[2];
@@ -105,6 +108,6 @@ tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_t
                      spans[found[0].span].name, (long long)found[0].index, spans[found[1].span].name,
                      (long long)found[1].index);
   }
-  free(memory);
+  if (memory != few) free(memory);
   return status;
 }

@@ -189,8 +189,9 @@ static int64_t signature_of(const tx_value *list) {
 }
 
 /* A row of `slices` of adamw_flat_ is one of these for each kind of state. */
-enum { EXP_AVG, EXP_AVG_SQ, MASTER, SCALE, STEP, CHECKSUM, KINDS };
-static const char *const kKinds[KINDS] = {"exp_avg", "exp_avg_sq", "master", "scales", "step", "checksums"};
+enum { EXP_AVG, EXP_AVG_SQ, MASTER, SCALE, STEP, CHECKSUM, CHANGED, MOVED, DISTANCE, EMA, HEALTH, EMA_LOW, KINDS };
+static const char *const kKinds[KINDS] = {"exp_avg", "exp_avg_sq", "master",   "scales", "step",   "checksums",
+                                          "changed", "moved",      "distance", "ema",    "health", "ema_low"};
 typedef struct slice {
   int64_t state;
   int64_t first;
@@ -229,7 +230,7 @@ static tx_status cut_slices(const tx_value *states, const slice *slices, int64_t
 }
 
 tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_target *target, tx_error *error) {
-  enum { PARAMS, GRADS, STATES, SLICES, TAIL, ON_EXTERNAL_WRITE = TAIL + ADAMW_TAIL, SIGNATURE };
+  enum { PARAMS, GRADS, STATES, SLICES, TAIL, ON_EXTERNAL_WRITE = TAIL + ADAMW_TAIL, SIGNATURE, EMA_DECAY, EMA_EVERY };
   tx_adamw_args args = TX_ADAMW_ARGS_INIT;
   const int64_t n = v[PARAMS].n;
   if (v[SIGNATURE].integer && v[SIGNATURE].integer != signature_of(&v[PARAMS]))
@@ -237,7 +238,9 @@ tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_target *target, tx_err
                    "params have other dtypes or shapes than those that slices were made for (signature)");
   TX_FORWARD(paired(&v[PARAMS], &v[GRADS], error));
   const tx_shape *shape = v[SLICES].shapes;
-  const int kinds = shape->dim == 2 && shape->sizes[1] == KINDS * WORDS ? KINDS : CHECKSUM;
+  const int64_t columns = shape->dim == 2 ? shape->sizes[1] : 0;
+  const int legal = columns % WORDS == 0 && columns > CHECKSUM * WORDS && columns <= KINDS * WORDS;
+  const int kinds = legal ? (int)(columns / WORDS) : CHECKSUM;
   TX_FORWARD(table_of(&v[PARAMS], &v[SLICES], TX_I64, "int64", kinds * WORDS, error));
   TX_FORWARD(adamw_tail(&v[PARAMS], &v[TAIL], &args, error));
   if (args.skipped.numel == 2) { /* two counters */
@@ -260,6 +263,14 @@ tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_target *target, tx_err
     args.scales = present & 1u << SCALE ? tensors + SCALE * n : NULL;
     args.steps = tensors + STEP * n;
     args.checksums = present & 1u << CHECKSUM ? tensors + CHECKSUM * n : NULL;
+    args.changed = present & 1u << CHANGED ? tensors + CHANGED * n : NULL;
+    args.moved = present & 1u << MOVED ? tensors + MOVED * n : NULL;
+    args.distances = present & 1u << DISTANCE ? tensors + DISTANCE * n : NULL;
+    args.emas = present & 1u << EMA ? tensors + EMA * n : NULL;
+    args.ema_lows = present & 1u << EMA_LOW ? tensors + EMA_LOW * n : NULL;
+    args.healths = present & 1u << HEALTH ? tensors + HEALTH * n : NULL;
+    args.ema_decay = v[EMA_DECAY].real;
+    args.ema_every = v[EMA_EVERY].integer;
     status = target->backend->adamw(&args, target, error);
   }
   free(tensors);
@@ -371,4 +382,100 @@ tx_status tx_adapt_master_checksum(const tx_value *v, const tx_target *target, t
   TX_FORWARD(same_length(&v[PARAMS], &v[CHECKSUMES], error));
   return target->backend->master_checksum(v[PARAMS].n, v[PARAMS].tensors, v[MASTERS].tensors, v[CHECKSUMES].tensors,
                                           code(&v[MODE]), *v[STALE].tensors, target, error);
+}
+
+tx_status tx_adapt_muon_momentum(const tx_value *v, const tx_target *target, tx_error *error) {
+  enum {
+    GRADS,
+    MOMENTUMS,
+    SCALES,
+    WORKS,
+    STEPS,
+    META,
+    GRAD_SCALE,
+    CLIP_COEF,
+    MOMENTUM,
+    NESTEROV,
+    SEED,
+    MOMENT_ROUNDING
+  };
+  tx_muon_momentum_args args = TX_MUON_MOMENTUM_ARGS_INIT;
+  TX_FORWARD(paired(&v[GRADS], &v[MOMENTUMS], error));
+  TX_FORWARD(same_length_or_empty(&v[GRADS], &v[SCALES], error));
+  TX_FORWARD(paired(&v[GRADS], &v[WORKS], error));
+  TX_FORWARD(same_length(&v[GRADS], &v[STEPS], error));
+  TX_FORWARD(meta_rows(&v[GRADS], &v[META], &args.meta, error));
+  args.n = v[GRADS].n;
+  args.grads = v[GRADS].tensors;
+  args.momentums = v[MOMENTUMS].tensors;
+  args.scales = or_null(&v[SCALES]);
+  args.works = v[WORKS].tensors;
+  args.steps = v[STEPS].tensors;
+  args.grad_scale = *v[GRAD_SCALE].tensors;
+  args.clip_coef = *v[CLIP_COEF].tensors;
+  args.momentum = v[MOMENTUM].real;
+  args.nesterov = code(&v[NESTEROV]);
+  args.seed = (uint64_t)v[SEED].integer;
+  args.moment_rounding = code(&v[MOMENT_ROUNDING]);
+  return target->backend->muon_momentum(&args, target, error);
+}
+
+tx_status tx_adapt_muon_update(const tx_value *v, const tx_target *target, tx_error *error) {
+  enum {
+    PARAMS,
+    UPDATES,
+    MASTERS,
+    CHECKSUMS,
+    STEPS,
+    META,
+    PARTS,
+    RATES,
+    RESYNCED,
+    CHANGED,
+    MOVED,
+    DISTANCES,
+    EMAS,
+    EMA_LOWS,
+    HEALTHS,
+    SEED,
+    WEIGHT_ROUNDING,
+    ON_EXTERNAL_WRITE,
+    EMA_DECAY,
+    EMA_EVERY
+  };
+  tx_muon_update_args args = TX_MUON_UPDATE_ARGS_INIT;
+  int64_t n_rates = 0;
+  TX_FORWARD(paired(&v[PARAMS], &v[UPDATES], error));
+  TX_FORWARD(paired_or_empty(&v[PARAMS], &v[MASTERS], error));
+  TX_FORWARD(same_length_or_empty(&v[PARAMS], &v[CHECKSUMS], error));
+  TX_FORWARD(same_length(&v[PARAMS], &v[STEPS], error));
+  for (int extra = CHANGED; extra <= HEALTHS; extra++)
+    TX_FORWARD(same_length_or_empty(&v[PARAMS], &v[extra], error));
+  TX_FORWARD(meta_rows(&v[PARAMS], &v[META], &args.meta, error));
+  TX_FORWARD(table_rows(&v[PARTS], TX_I64, "int64", sizeof(tx_muon_part) / sizeof(int64_t), &args.n_parts, error));
+  TX_FORWARD(table_rows(&v[RATES], TX_F64, "float64", sizeof(tx_muon_rate) / sizeof(double), &n_rates, error));
+  if (n_rates != args.n_parts)
+    return tx_fail(error, TX_ERROR_SHAPE, "rates has %lld rows for the %lld of parts; a row each is legal",
+                   (long long)n_rates, (long long)args.n_parts);
+  args.n = v[PARAMS].n;
+  args.params = v[PARAMS].tensors;
+  args.updates = v[UPDATES].tensors;
+  args.masters = or_null(&v[MASTERS]);
+  args.checksums = or_null(&v[CHECKSUMS]);
+  args.steps = v[STEPS].tensors;
+  args.parts = v[PARTS].tensors->data;
+  args.rates = v[RATES].tensors->data;
+  args.resynced = *v[RESYNCED].tensors;
+  args.seed = (uint64_t)v[SEED].integer;
+  args.weight_rounding = code(&v[WEIGHT_ROUNDING]);
+  args.on_external_write = code(&v[ON_EXTERNAL_WRITE]);
+  args.changed = or_null(&v[CHANGED]);
+  args.moved = or_null(&v[MOVED]);
+  args.distances = or_null(&v[DISTANCES]);
+  args.emas = or_null(&v[EMAS]);
+  args.ema_lows = or_null(&v[EMA_LOWS]);
+  args.healths = or_null(&v[HEALTHS]);
+  args.ema_decay = v[EMA_DECAY].real;
+  args.ema_every = v[EMA_EVERY].integer;
+  return target->backend->muon_update(&args, target, error);
 }

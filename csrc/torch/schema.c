@@ -28,7 +28,7 @@ static bool take_type(const char **cursor, tx_argument *argument) {
 
 /* Tables that the host reads; operators.def says which they are. */
 static bool is_table(const char *name) {
-  static const char *const kTables[] = {"groups", "meta", "slices", "offsets"};
+  static const char *const kTables[] = {"groups", "meta", "slices", "offsets", "parts", "rates"};
   for (size_t i = 0; i < sizeof kTables / sizeof *kTables; i++)
     if (strcmp(name, kTables[i]) == 0) return true;
   return false;

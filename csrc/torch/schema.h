@@ -13,7 +13,7 @@ typedef enum { TX_ARG_TENSOR, TX_ARG_TENSOR_LIST, TX_ARG_INT, TX_ARG_FLOAT, TX_A
 typedef struct tx_argument {
   tx_argument_kind kind;
   bool written; /* the schema marks it with "(x!)" */
-  bool on_host; /* a table (groups, meta, slices, offsets): a CPU tensor, wherever the others are */
+  bool on_host; /* a table (groups, meta, slices, offsets, parts, rates): a CPU tensor, wherever the others are */
   char name[32];
 } tx_argument;
 

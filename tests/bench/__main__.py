@@ -1,5 +1,6 @@
-"""python tests/bench [step | comm | accuracy] ...: ours against its peers, as ratios of one run. Each has options of
-its own (--help); `step` unless given. `--quality` prints what the roundings cost instead."""
+"""python tests/bench [step | comm | accuracy | cost] ...: ours against its peers, as ratios of one run; cost: what a
+step takes on many ranks, simulated. Each has options of its own (--help); `step` unless given. `--quality` prints what
+the roundings cost instead."""
 
 import argparse
 import importlib
@@ -11,7 +12,12 @@ from collections.abc import Callable
 _HERE = pathlib.Path(__file__).absolute().parent
 
 # What is measured -> the module that does.
-_BENCHES = {"step": "bench.step", "comm": "bench.comm.run", "accuracy": "bench.accuracy.reduction"}
+_BENCHES = {
+    "step": "bench.step",
+    "comm": "bench.comm.run",
+    "accuracy": "bench.accuracy.reduction",
+    "cost": "bench.cost.cost_sweep",
+}
 _QUALITY = "bench.accuracy.rounding_report"
 
 
@@ -36,7 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="?",
         choices=_BENCHES,
         default="step",
-        help="the optimizer's step unless given; the data-parallel exchange; the accuracy of sums. Each has options",
+        help="the optimizer's step unless given; the data-parallel exchange; the accuracy of sums; a step on many "
+        "ranks, simulated. Each has options",
     )
     if what == "step":
         parser.add_argument(

@@ -8,7 +8,17 @@ from typing import NamedTuple
 
 import torch
 
-from bench import busy_core, optimizer_configs, resident_memory, state_rows, timing, workload
+from bench import (
+    backward_rows,
+    busy_core,
+    muon_rows,
+    optimizer_configs,
+    publish_rows,
+    resident_memory,
+    state_rows,
+    timing,
+    workload,
+)
 from bench import peers as bench_peers
 from bench.background_load import Beside
 from bench.figures import Bar, Point
@@ -207,4 +217,7 @@ def memory(bench: Bench) -> None:
 
 _STEPS = (wall, gpt2, peers, small, neighbour, memory)
 _STATE = (state_rows.external, state_rows.offload, state_rows.host, state_rows.checkpoint)
-ROWS: dict[str, Callable[[Bench], None]] = {row.__name__: row for row in (*_STEPS, *_STATE)}
+_BACKWARD = (backward_rows.gradients, backward_rows.release)
+_PUBLISH = (publish_rows.publisher, publish_rows.deltas)
+_OTHERS = (*_BACKWARD, *_PUBLISH, muon_rows.muon)
+ROWS: dict[str, Callable[[Bench], None]] = {row.__name__: row for row in (*_STEPS, *_STATE, *_OTHERS)}

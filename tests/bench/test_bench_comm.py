@@ -25,6 +25,7 @@ from bench.comm.contenders import CONTENDERS, OURS, QUICK, Size, Task
 from bench.comm.launcher import Answers
 from bench.comm.networks import LINKS, Place, Unavailable, network
 from bench.comm.rank import Answer, Job, Question
+from bench.cost.measured_cost import STRATEGIES
 
 BENCH = pathlib.Path(os.path.abspath(__file__)).parent
 
@@ -324,6 +325,7 @@ def test_rows_name_contenders_that_are_there() -> None:
     timed = [who for row in ROWS.values() if row.kind == "timing" for who in row.contenders]
     assert [who for who in timed if who not in CONTENDERS] == []
     assert [who for who in OURS if who not in timed] == []
+    assert [who for who in STRATEGIES if who not in timed] == [], "whose cost is predicted is compared, too"
 
 
 # -- contenders --------------------------------------------------------------------------------------------------------

@@ -162,6 +162,9 @@ TEST(AbsurdNumbers, MemoryIsPlannedOrRefused) {
     args.gather_dtype = odd() ? random.I32() : TX_NONE;
     args.slots = static_cast<int32_t>(random.Below(2));
     args.compressed = static_cast<int32_t>(random.Below(2));
+    args.ema_dtype = odd() ? random.I32() : TX_BF16;
+    args.ema_lows = static_cast<int32_t>(random.Below(2));
+    args.publishes = args.distances = static_cast<int32_t>(random.Below(2));
     if (layout.summary.n_buckets > 0 && odd()) {
       tx_layout_bucket &b = layout.buckets[0];
       int64_t *const fields[] = {&b.buffer, &b.offset, &b.size, &b.used};
@@ -171,7 +174,7 @@ TEST(AbsurdNumbers, MemoryIsPlannedOrRefused) {
     if (tx_memory_plan(&args, &memory, nullptr) != TX_OK) continue;
     planned++;
     for (const int64_t bytes : {memory.params, memory.grads, memory.masters, memory.moments, memory.scales,
-                                memory.steps, memory.transient, memory.moving})
+                                memory.steps, memory.transient, memory.moving, memory.emas, memory.changes})
       ASSERT_TRUE(bytes >= 0 && bytes <= memory.peak);
   }
   EXPECT_GT(planned, absurd::kRounds / 50);
@@ -192,16 +195,12 @@ TEST(AbsurdNumbers, BucketsAreCoalescedOrRefused) {
     std::vector<int64_t> bytes = numbers(n), buffer(static_cast<size_t>(n)), ends(static_cast<size_t>(n));
     for (int64_t &x : bytes)
       if (x < 0 && !random.OneIn(10)) x &= std::numeric_limits<int64_t>::max();
-    const std::vector<int64_t> ready = numbers(n * ranks), ended = numbers(ranks), tail = numbers(ranks);
     tx_coalesce_args args = TX_COALESCE_ARGS_INIT;
     args.n_buckets = random.OneIn(20) ? -n - 1 : n;
     args.bytes = bytes.data();
     args.buffer = buffer.data();
-    args.n_ranks = random.OneIn(20) ? -ranks : ranks;
-    args.ready = ready.data();
-    args.ended = ended.data();
-    args.tail = random.OneIn(2) ? tail.data() : nullptr;
-    args.tail_bytes = random.I64();
+    args.world = random.OneIn(20) ? -ranks : ranks;
+    args.link_gbps = random.OneIn(5) ? random.F64() : static_cast<double>(random.Below(20));
     args.compressed = static_cast<int32_t>(random.Below(2));
     args.sharded = static_cast<int32_t>(random.Below(2));
     int64_t messages = -1;
@@ -209,10 +208,10 @@ TEST(AbsurdNumbers, BucketsAreCoalescedOrRefused) {
       answered++;
       ASSERT_TRUE(messages >= 0 && messages <= n && (n == 0 || ends[static_cast<size_t>(messages) - 1] == n));
     }
-    tx_compression found = {random.I64(), random.I32(), random.I32(), random.I32(), 0};
-    if (random.OneIn(2)) found = {0, 0, 0, 0, 0};
-    for (int turn = 0; turn < 3; turn++)
-      (void)tx_compress_pays(&args, random.F64(), &found, nullptr);
+    (void)tx_compresses(random.I32(), random.F64());
+    (void)tx_link_part_bytes(random.I64());
+    const std::vector<int64_t> took = numbers(ranks * TX_LINK_ROUNDS);
+    EXPECT_GE(tx_link_gbps(took.data(), ranks), 0);
     (void)tx_coalesce_most(random.I64(), random.I32(), random.I32());
     (void)tx_coalesce_whole(random.I64());
     (void)tx_trades(random.I64(), random.I64(), random.I64());

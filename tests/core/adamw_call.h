@@ -21,6 +21,7 @@ extern "C" {
 }
 
 #include "tests/core/adamw_element.h"
+#include "tests/core/adamw_lists.h"
 #include "tests/core/blocks.h"
 
 namespace adamw_call {
@@ -110,6 +111,16 @@ struct Param {
     for (int64_t i = 0; i < n; i++)
       tx_store(grad.data(), i, combo.grad, normal(gen) * size);
   }
+  // The weight at its full precision: the master, or the parameter where there is none.
+  float Master(int64_t i) {
+    if (combo.master == TX_F32) return Get(TX_F32, master.data(), i);
+    if (combo.master == TX_NONE) return Get(combo.param, param.data(), i);
+    uint16_t weight;
+    int16_t remainder;
+    std::memcpy(&weight, param.data() + 2 * i, 2);
+    std::memcpy(&remainder, master.data() + 2 * i, 2);
+    return tx_remainder_decode(weight, remainder);
+  }
   std::vector<std::vector<uint8_t>> State() const {
     return {param.copy(), exp_avg.copy(), exp_avg_sq.copy(), master.copy(), scales.copy(), step.copy()};
   }
@@ -119,9 +130,7 @@ inline tx_tensor T(Bytes &b, tx_dtype dtype) {
   return {b.data(), b.size() / Size(dtype), dtype, 0};
 }
 
-struct Call {
-  std::vector<tx_tensor> params, grads, exp_avgs, exp_avg_sqs, masters, scales, steps;
-  std::vector<tx_meta> meta;
+struct Call : AdamwLists {
   tx_adamw_group group = {1e-2, 0.9, 0.999, 1e-8, 0.1, 0, 1};
   tx_adamw_args args = {};
 
@@ -140,17 +149,9 @@ struct Call {
     meta.push_back({id, start, 0});
   }
   const tx_adamw_args *Args() {
-    args.n = static_cast<int64_t>(params.size());
-    args.params = params.data();
-    args.grads = grads.data();
-    args.exp_avgs = exp_avgs.data();
-    args.exp_avg_sqs = exp_avg_sqs.data();
-    args.masters = masters.data();
-    args.scales = scales.data();
-    args.steps = steps.data();
+    Lend(&args);
     args.n_groups = 1;
     args.groups = &group;
-    args.meta = meta.data();
     return &args;
   }
 };

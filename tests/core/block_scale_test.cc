@@ -21,9 +21,8 @@ struct Format {
   bool root;
 };
 const Format kFormats[] = {
-    {"e4m3", tx_block_e4m3(), kE4m3, false},
-    {"root_e4m4", tx_block_root_e4m4(), kE4m4, true},
-    {"f16", tx_block_f16(), kF16, false},
+    {"e4m3", tx_block_e4m3(), kE4m3, false},          {"e3m4", tx_block_e3m4(), kE3m4, false},
+    {"root_e4m4", tx_block_root_e4m4(), kE4m4, true}, {"f16", tx_block_f16(), kF16, false},
     {"root_f16", tx_block_root_f16(), kF16, true},
 };
 

@@ -45,6 +45,29 @@ void AddFaults(std::mt19937_64 &random, Spec *spec) {
   }
 }
 
+void AddSteps(std::mt19937_64 &random, Spec *spec) {
+  const auto draw = [&](int n) { return static_cast<int>(random() % static_cast<uint64_t>(n)); };
+  const int cycles = 1 + draw(4);
+  for (int c = 0; c < cycles; c++) {
+    for (int micro = draw(3) == 0 ? 1 + draw(2) : 0; micro >= 0; micro--) {
+      Step step{Do::kBackward, micro == 0 || draw(4) == 0, {}};
+      for (int i = spec->n_params - 1; i >= 0; i--)
+        step.order.push_back(i);
+      if (draw(4) == 0) std::shuffle(step.order.begin(), step.order.end(), random);
+      spec->steps_of_program.push_back(step);
+    }
+    if (draw(5) > 0) spec->steps_of_program.push_back({Do::kStep, false, {}});
+    if (draw(4) > 0) spec->steps_of_program.push_back({Do::kZeroGrad, false, {}});
+  }
+  // At odd times: between micro-batches, twice, before anything.
+  static const Do kOdd[] = {Do::kZeroGrad, Do::kStep, Do::kOffload, Do::kReplan};
+  for (int k = draw(4) == 0 ? 1 + draw(2) : 0; k > 0; k--) {
+    const int at = draw(static_cast<int>(spec->steps_of_program.size()) + 1);
+    const Do what = kOdd[draw(spec->kind == TX_CYCLE_DDP_HOOK ? 2 : 4)];  // of a DistributedDataParallel, DDP's
+    spec->steps_of_program.insert(spec->steps_of_program.begin() + at, {what, false, {}});
+  }
+}
+
 }  // namespace
 
 bool Reduces(const Spec &spec, const Step &step) {
@@ -62,29 +85,17 @@ Spec Generate(uint64_t seed) {
   spec.n_params = 1 + draw(7);
   Partition(random, spec.n_params, &spec.bucket_of, &spec.buffer_of);
   spec.check_for_nan = draw(3) > 0;
-  spec.times = draw(2);
   spec.find_unused = draw(2);
   spec.scales_sums = draw(2);
   const bool planned = spec.kind <= TX_CYCLE_OPTIM_GRADS;
   spec.reorder = planned && spec.kind != TX_CYCLE_OPTIM_GRADS && draw(3) == 0;
-  if (spec.reorder && draw(2)) Partition(random, spec.n_params, &spec.rebuilt_bucket_of, &spec.rebuilt_buffer_of);
+  if (planned && draw(4) == 0) Partition(random, spec.n_params, &spec.rebuilt_bucket_of, &spec.rebuilt_buffer_of);
   spec.steps = (spec.kind == TX_CYCLE_OPTIM || spec.kind == TX_CYCLE_OPTIM_GRADS) && draw(4) == 0;
   spec.replicated = spec.kind == TX_CYCLE_UNITS && draw(4) == 0;
   spec.slots = spec.kind == TX_CYCLE_UNITS ? 2 : 4;
   for (size_t b = 0; b < spec.buffer_of.size(); b++)
     spec.ends.push_back(draw(3) > 0);
-  const int cycles = 1 + draw(4);
-  for (int c = 0; c < cycles; c++) {
-    for (int micro = draw(3) == 0 ? 1 + draw(2) : 0; micro >= 0; micro--) {
-      Step step{Do::kBackward, micro == 0 || draw(4) == 0, {}};
-      for (int i = spec.n_params - 1; i >= 0; i--)
-        step.order.push_back(i);
-      if (draw(4) == 0) std::shuffle(step.order.begin(), step.order.end(), random);
-      spec.steps_of_program.push_back(step);
-    }
-    if (draw(5) > 0) spec.steps_of_program.push_back({Do::kStep, false, {}});
-    if (draw(4) > 0) spec.steps_of_program.push_back({Do::kZeroGrad, false, {}});
-  }
+  AddSteps(random, &spec);
   if (draw(2)) AddFaults(random, &spec);
   return spec;
 }
@@ -97,14 +108,15 @@ std::string Text(const Spec &spec) {
   out << "seed " << spec.seed << ": " << kKinds[spec.kind] << ", " << spec.world << " ranks, buckets of parameters";
   for (int64_t b : spec.bucket_of)
     out << ' ' << b;
-  out << "; nan " << spec.check_for_nan << " times " << spec.times << " unused " << spec.find_unused << " reorder "
-      << spec.reorder << " scales " << spec.scales_sums << " steps " << spec.steps << " replicated " << spec.replicated
-      << "\n ";
+  out << "; nan " << spec.check_for_nan << " unused " << spec.find_unused << " reorder " << spec.reorder << " scales "
+      << spec.scales_sums << " steps " << spec.steps << " replicated " << spec.replicated << "\n ";
   for (size_t s = 0; s < spec.steps_of_program.size(); s++) {
     const Step &step = spec.steps_of_program[s];
     out << ' ' << s << ':'
         << (step.what == Do::kStep       ? "step"
             : step.what == Do::kZeroGrad ? "zero_grad"
+            : step.what == Do::kOffload  ? "offload"
+            : step.what == Do::kReplan   ? "parallelize"
             : step.sync                  ? "backward"
                                          : "backward(no_sync)");
   }
@@ -133,9 +145,9 @@ int64_t Scaled(const Spec &spec, int64_t sum) {
 std::vector<Expected> Oracle(const Spec &spec) {
   enum : uint8_t { kIsReady = 1, kIsAssigned = 2 };
   const auto n = static_cast<size_t>(spec.n_params);
-  const bool units = spec.kind == TX_CYCLE_UNITS, shards = units || spec.kind == TX_CYCLE_OPTIM_GRADS;
+  const bool units = spec.kind == TX_CYCLE_UNITS, shards = Shards(spec);
   std::vector<int64_t> total(n), local(n);
-  std::vector<uint8_t> has_local(n);
+  std::vector<uint8_t> has_local(n), unreduced(n);  // unreduced: one was ready, whatever `.grad` became since
   bool known = true;
   std::vector<Expected> found(spec.steps_of_program.size());
   const auto suffers = [&](Ill what, int rank, int step, int at) {
@@ -161,8 +173,11 @@ std::vector<Expected> Oracle(const Spec &spec) {
       const auto i = static_cast<size_t>(fault.at) % n;
       if (fault.step != s) continue;
       if (fault.what == Ill::kDropped && !shards) {
-        if (!all) known = false;
-        total[i] = local[i] = has_local[i] = 0;
+        if (all) {
+          total[i] = local[i] = has_local[i] = 0;
+        } else {
+          known = false;
+        }
       } else if (fault.what == Ill::kAssigned && !units) {
         if (!all) known = false;
         if (!shards) total[i] = 0;
@@ -171,18 +186,19 @@ std::vector<Expected> Oracle(const Spec &spec) {
         known = false;
       }
     }
-    if (step.what == Do::kZeroGrad) {
+    if (step.what == Do::kZeroGrad || step.what == Do::kOffload || step.what == Do::kReplan) {
       std::fill(total.begin(), total.end(), 0);
       std::fill(local.begin(), local.end(), 0);
       std::fill(has_local.begin(), has_local.end(), 0);
+      std::fill(unreduced.begin(), unreduced.end(), 0);
       known = true;
     } else if (step.what == Do::kStep) {
       Expected &e = found[static_cast<size_t>(s)];
       e.known = known;
       e.sums = total;
       for (size_t i = 0; i < n; i++) {
-        // What the user assigned is what is stepped, unless gradients are sharded.
-        e.refused |= has_local[i] == kIsReady || (has_local[i] == kIsAssigned && shards);
+        // What the user assigned is what is stepped, unless gradients are sharded, or it took the place of one.
+        e.refused |= has_local[i] == kIsReady || (has_local[i] == kIsAssigned && (shards || unreduced[i]));
         if (has_local[i] == kIsAssigned) e.sums[i] = spec.world * 11;
       }
     } else {
@@ -192,11 +208,11 @@ std::vector<Expected> Oracle(const Spec &spec) {
             continue;
           }
           local[i] += ValueOf(spec, r, s, static_cast<int>(i));
-          has_local[i] = kIsReady;
+          has_local[i] = kIsReady, unreduced[i] = 1;
         }
         if (!Reduces(spec, step)) continue;
         total[i] += Scaled(spec, local[i]);
-        local[i] = has_local[i] = 0;
+        local[i] = has_local[i] = unreduced[i] = 0;
       }
     }
   }

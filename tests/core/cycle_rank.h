@@ -17,8 +17,7 @@ struct Wrong {
   std::string what;
 };
 
-// -- network: what was posted under one tag
-// ----------------------------------------------------------------------------
+// -- network: what was posted under one tag --------------------------------------------------------------------------
 
 struct Exchange {
   int posts = 0;
@@ -59,11 +58,17 @@ struct Message {
   int64_t first, end;
   int64_t tag;
   bool applied = false;
+  bool answered = false;  // it was waited for: its memory is another message's
   std::vector<int64_t> params;
 };
 
 class World;
 struct Expected;
+
+// Whether gradients lie in shards, not in `.grad`.
+inline bool Shards(const Spec &spec) {
+  return spec.kind == TX_CYCLE_OPTIM_GRADS || spec.kind == TX_CYCLE_UNITS;
+}
 
 class Rank {
  public:
@@ -89,9 +94,24 @@ class Rank {
   tx_cycle *cycle = nullptr;
 
  private:
-  enum class At { kOpStart, kRecovering, kBegin, kGrads, kEnding, kChecking, kOpEnd };
+  enum class At { kOpStart, kRecovering, kBegin, kGrads, kEnding, kChecking, kPlanning, kOpEnd };
   bool Drain();  // true: no action is left
+  // Each does one action. False: it has to wait, or raised.
+  using Doing = bool (Rank::*)(const tx_cycle_action &action);
+  static const Doing kDoing[];
   void Act(const tx_cycle_action &action);
+  bool DoCheck(const tx_cycle_action &action);
+  bool DoSend(const tx_cycle_action &action);
+  bool DoInspect(const tx_cycle_action &action);
+  bool DoOrder(const tx_cycle_action &action);
+  bool DoReport(const tx_cycle_action &action);
+  bool DoWait(const tx_cycle_action &action);
+  bool DoRead(const tx_cycle_action &action);
+  bool DoInstall(const tx_cycle_action &action);
+  bool DoRaise(const tx_cycle_action &action);
+  bool DoRecovered(const tx_cycle_action &action);
+  void Build(const std::vector<int64_t> *bucket_of, const std::vector<int64_t> *buffer_of, const tx_cycle *replaces);
+  void CheckUnit(int64_t unit);
   bool Wait(const tx_cycle_action &action);
   void Throw();
   void StartOp();
@@ -105,6 +125,7 @@ class Rank {
   void Apply(Message *message, bool discard);
   void Install();
   void CheckStep();
+  void CheckToldOfFailure(bool refused) const;
   void CompareWithOracle(const Expected &expected, bool refused);
   void ZeroGrad();
   void CompareSums();
@@ -115,11 +136,15 @@ class Rank {
   void Fail(const std::string &text);
   std::vector<uint8_t> RequiresGrad() const;
   bool owns(int64_t i) const;
-  int64_t Number() const { return tx_cycle_number(cycle); }
+  // Of a cycle, in all plans.
+  int64_t Number() const { return plan_ * 10000 + tx_cycle_number(cycle); }
+  void StartPlan();
+  bool Plan();
   void Count(Event event);
+  // Counts the phases from which and into which the machine came since the last call.
+  void CountTransition();
 
-  std::vector<int64_t> memory_, rebuilt_memory_;
-  std::vector<const char *> names_, units_;
+  std::vector<int64_t> memory_;
   At at_ = At::kOpStart;
   size_t next_grad_ = 0;
   int next_unit_ = 0;
@@ -136,6 +161,8 @@ class Rank {
   std::vector<int64_t> bucket_of_;
   bool has_raised_ = false;
   int64_t n_steps_ = 0;
+  int64_t plan_ = 0;
+  int32_t phase_seen_ = TX_PHASE_IDLE;
   bool mixes_steps_ = false;
   bool sending_waits_ = false;
   friend class World;
@@ -167,6 +194,9 @@ class World {
     for (int r = 0; r < spec.world; r++)
       ranks.push_back(std::make_unique<Rank>(this, r));
     expected = Oracle(spec);
+    bool refuses = false;  // a step
+    for (const Expected &e : expected)
+      refuses |= e.refused;
     for (const Fault &fault : spec.faults) {
       const bool one = fault.rank >= 0 && spec.world > 1;
       const bool units = spec.kind == TX_CYCLE_UNITS;
@@ -187,7 +217,10 @@ class World {
           break;
         case Ill::kUnused:
         case Ill::kFrozen:
-          asymmetric |= one && units;
+          asymmetric |= one && (units || refuses);
+          break;
+        case Ill::kDropped:  // of what no rank reduced: a step() of the others alone is refused
+          asymmetric |= one && refuses;
           break;
         case Ill::kAssigned:  // a step() of that rank alone is refused
           asymmetric |= one && spec.kind == TX_CYCLE_OPTIM_GRADS;

@@ -1,5 +1,5 @@
 // Random training programs on worlds of machines, with faults: tests/core/cycle_world.h. A failure prints its program,
-// shrunk; `cycle_simulation_test --gtest_filter=*Seed* SEED` replays one.
+// shrunk; `bazel run //tests/core:cycle_hunt SEED SEED+1` replays one.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -35,6 +35,15 @@ const bool kLegalActions[5][11] = {
     {0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0},  //
     {0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0},  //
     {0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0},
+};
+
+const bool kLegalTransitions[5][5] = {
+    // idle accumulating reducing closing recovering
+    {1, 1, 1, 0, 0},  // idle
+    {1, 1, 0, 0, 0},  // accumulating
+    {1, 0, 1, 1, 1},  // reducing; to idle: the verdict of DDP's hook
+    {1, 0, 0, 1, 1},  // closing
+    {1, 0, 0, 0, 1},  // recovering
 };
 
 template <size_t N>
@@ -78,6 +87,7 @@ TEST(CycleSimulation, ProgramsOfFixedSeedsAndOfFreshOnes) {
             << " sums with the oracle\n";
   Compare("events", coverage.events, kLegalEvents, kEventNames);
   Compare("actions", coverage.actions, kLegalActions, kActions);
+  Compare("transitions", coverage.transitions, kLegalTransitions, kPhases);
   EXPECT_GT(coverage.verdicts, 0);
   EXPECT_GT(coverage.refused_steps, 0);
   EXPECT_GT(coverage.sums_compared, static_cast<int64_t>(kPrograms));
@@ -88,7 +98,7 @@ TEST(CycleSimulation, LargeWorlds) {
 #ifdef TX_SLOW
   const int world = 64;
 #else
-  const int world = 1024;
+  const int world = 4096;
 #endif
   for (int kind = 0; kind < 5; kind++) {
     Spec spec;

@@ -18,7 +18,13 @@ namespace cycle_world {
 
 // -- what is run -----------------------------------------------------------------------------------------------------
 
-enum class Do { kBackward, kZeroGrad, kStep };
+enum class Do {
+  kBackward,
+  kZeroGrad,
+  kStep,
+  kOffload,  // gradients are dropped, as by offload(grads=True)
+  kReplan    // parallelize again: other buckets, a machine of their own
+};
 
 struct Step {
   Do what;
@@ -56,7 +62,7 @@ struct Spec {
   std::vector<int64_t> bucket_of, buffer_of;
   std::vector<int64_t> rebuilt_bucket_of, rebuilt_buffer_of;  // empty: TX_DO_ORDER changes nothing
   std::vector<uint8_t> ends;                                  // which buckets are sent as one
-  bool check_for_nan = true, times = false, find_unused = false, reorder = false, scales_sums = false, steps = false;
+  bool check_for_nan = true, find_unused = false, reorder = false, scales_sums = false, steps = false;
   bool replicated = false;  // the driver waits for a unit before it goes on
   int slots = 4;
   std::vector<Step> steps_of_program;

@@ -136,17 +136,6 @@ inline void Set(Call &call, Constants &c) {
   call.args.clip_coef = {&c.clip_coef, 1, TX_F32, 0};
 }
 
-// The weight at its full precision: the master, or the parameter where there is none.
-inline float Weight(Param &p, int64_t i) {
-  if (p.combo.master == TX_F32) return Get(TX_F32, p.master.data(), i);
-  if (p.combo.master == TX_NONE) return Get(p.combo.param, p.param.data(), i);
-  uint16_t weight;
-  int16_t remainder;
-  std::memcpy(&weight, p.param.data() + 2 * i, 2);
-  std::memcpy(&remainder, p.master.data() + 2 * i, 2);
-  return tx_remainder_decode(weight, remainder);
-}
-
 // Whether the step of one element is so far beyond what its numbers can hold that any formula might overflow: its
 // moments in double, m as large as it can have become.
 inline bool MayOverflow(tx_adamw_constants c, tx_dtype param, double grad, double w, double m, double v) {
@@ -175,13 +164,13 @@ inline std::string NotFinite(Param before, Param &after, const Constants &consta
   const auto m0 = moments(before, 0), v0 = moments(before, 1), m1 = moments(after, 0), v1 = moments(after, 1);
   for (size_t i = 0; i < m0.size(); i++) {
     const int64_t at = static_cast<int64_t>(i);
-    const float grad = Get(c.grad, after.grad.data(), at), w = Weight(before, at);
+    const float grad = Get(c.grad, after.grad.data(), at), w = before.Master(at);
     const std::string where = "[" + std::to_string(at) + "] of gradient " + std::to_string(grad);
     if (!std::isfinite(m1[i])) return "exp_avg" + where;
     if (!std::isfinite(v1[i])) return "exp_avg_sq" + where;
     if (MayOverflow(k, c.param, grad, w, m0[i], v0[i])) continue;
     ++*checked;
-    if (!std::isfinite(Weight(after, at))) return "weight" + where;
+    if (!std::isfinite(after.Master(at))) return "weight" + where;
     if (!std::isfinite(Get(c.param, after.param.data(), at))) return "parameter" + where;
   }
   return "";

@@ -409,6 +409,50 @@ TEST(Memory, a_narrow_wire_of_a_unit_is_packed_and_frozen_parameters_are_not_red
   EXPECT_EQ(memory.transient, 1280 * 2 + 256 * 2 + 256 * 4 + wire + (wire - wire / 4));
 }
 
+TEST(Memory, averages_are_kept_as_masters_are) {
+  struct {
+    int32_t dtype, lows;
+    int64_t bytes;
+  } const kAverages[] = {{TX_NONE, 0, 0}, {TX_BF16, 0, 2}, {TX_BF16, 1, 3}, {TX_F32, 0, 4}};
+  for (const tx_strategy strategy : {TX_NO_SHARD, TX_OPTIM, TX_OPTIM_GRADS, TX_OPTIM_GRADS_PARAMS}) {
+    Case c = kCases[0];
+    c.strategy = strategy;
+    Question question(c);
+    for (const auto &average : kAverages) {
+      question.args.ema_dtype = average.dtype;
+      question.args.ema_lows = average.lows;
+      tx_memory memory = {};
+      ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+      EXPECT_EQ(memory.emas, memory.masters / 4 * average.bytes);
+      EXPECT_EQ(memory.total,
+                memory.params + memory.grads + memory.masters + memory.moments + memory.steps + memory.emas);
+    }
+  }
+}
+
+TEST(Memory, a_publisher_has_a_bit_each_and_bounds_and_checksums) {
+  Case c = kCases[0];
+  c.params = {Param(1001), Param(38400), Param(77, TX_F32)};
+  for (const tx_strategy strategy : {TX_NO_SHARD, TX_OPTIM, TX_OPTIM_GRADS, TX_OPTIM_GRADS_PARAMS}) {
+    for (const int32_t distances : {0, 1}) {
+      c.strategy = strategy;
+      Question question(c);
+      question.args.publishes = 1;
+      question.args.distances = distances;
+      tx_memory memory = {};
+      ASSERT_EQ(tx_memory_plan(&question.args, &memory, nullptr), TX_OK);
+      const int64_t noted = (126 + 4800 + 10) + 2 * (8 + 300 + 1) + distances * (501 + 19200);
+      const int64_t cut = strategy == TX_NO_SHARD ? noted : (noted + 3) / 4;
+      EXPECT_EQ(memory.changes, cut + 8 * 10) << "of 1 + 38 + 1 checksums a quarter";
+      question.args.publishes = 0;
+      tx_memory without = {};
+      ASSERT_EQ(tx_memory_plan(&question.args, &without, nullptr), TX_OK);
+      EXPECT_EQ(without.changes, 0);
+      EXPECT_EQ(without.total, memory.total - memory.changes);
+    }
+  }
+}
+
 TEST(Memory, slots_are_two_of_each_class_and_role) {
   Case c = kCases[0];
   c.params = std::vector<tx_layout_param>(5, Param(1024, TX_BF16, TX_F32, TX_BF16));
@@ -500,6 +544,55 @@ TEST(Memory, joined_buckets_are_two_messages_of_as_many_as_travel_together) {
       EXPECT_EQ(memory.transient, std::max(std::min<int64_t>(4, n) * bucket * one, 2 * together * joined) / 4 + grads)
           << n << " of " << numel << ", strategy " << strategy;
     }
+  }
+}
+
+TEST(Memory, known_messages_are_counted_as_they_are) {
+  Case c = kCases[0];
+  c.params = std::vector<tx_layout_param>(32, Param(1 << 18));
+  c.cap = TX_NO_INT;
+  const int64_t bucket = 2 << 18;
+  for (const tx_strategy strategy : {TX_NO_SHARD, TX_OPTIM, TX_OPTIM_GRADS}) {
+    c.strategy = strategy;
+    Question question(c);
+    ASSERT_EQ(question.args.n_buckets, 32);
+    const auto planned = [&](std::vector<int64_t> ends) {
+      question.args.ends = ends.data();
+      question.args.n_messages = static_cast<int64_t>(ends.size());
+      tx_memory memory = {};
+      tx_error error = {};
+      EXPECT_EQ(tx_memory_plan(&question.args, &memory, &error), TX_OK) << error.message;
+      return memory.transient;
+    };
+    std::vector<int64_t> alone, last;
+    for (int64_t b = 1; b <= 32; b++) {
+      alone.push_back(b);
+      if (b < 27 || b == 32) last.push_back(b);
+    }
+    const int64_t one = strategy == TX_OPTIM_GRADS ? 7 : 3, joined = strategy == TX_NO_SHARD ? 3 : 7;
+    const int64_t grads = strategy == TX_OPTIM_GRADS;
+    EXPECT_EQ(planned(alone), 4 * bucket * one / 4 + bucket) << "four at a time, and a gradient";
+    EXPECT_EQ(planned({8, 32}), (8 + 24) * bucket * joined / 4 + (grads ? 24 : 1) * bucket);
+    EXPECT_EQ(planned({8, 16, 30, 32}), (8 + 14) * bucket * joined / 4 + (grads ? 14 : 1) * bucket);
+    EXPECT_EQ(planned(last), 6 * bucket * joined / 4 + (grads ? 6 : 1) * bucket) << "one that is joined";
+  }
+}
+
+TEST(Memory, ends_that_are_none_are_refused) {
+  Case c = kCases[0];
+  c.params = std::vector<tx_layout_param>(4, Param(1 << 18));
+  c.params.push_back(Param(1 << 18, TX_F32)); /* a buffer of its own */
+  c.cap = 1 << 18;
+  Question question(c);
+  question.args.n_buckets = 5;
+  for (const std::vector<int64_t> &ends : {std::vector<int64_t>{4}, {1, 1, 4, 5}, {0, 4, 5}, {4, 6}, {5}, {-1}, {}}) {
+    tx_memory memory = {};
+    tx_error error = {};
+    static const int64_t none = 0;
+    question.args.ends = ends.empty() ? &none : ends.data();
+    question.args.n_messages = static_cast<int64_t>(ends.size());
+    EXPECT_EQ(tx_memory_plan(&question.args, &memory, &error), TX_ERROR_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(error.message).find("ends are not those"), std::string::npos) << error.message;
   }
 }
 
@@ -611,6 +704,13 @@ TEST_P(MemoryBadTest, is_refused_and_nothing_is_written) {
 
 const Bad kBad[] = {
     {"size_unset", TX_ERROR_INVALID_ARGUMENT, "TX_MEMORY_ARGS_INIT", [](Question &q) { q.args.size = 0; }},
+    {"averages_in_8_bits", TX_ERROR_DTYPE, "averages are in uint8; legal: none, fp32, bf16, and bf16 with 8 bits more",
+     [](Question &q) { q.args.ema_dtype = TX_U8; }},
+    {"averages_of_40_bits", TX_ERROR_DTYPE, "averages are in fp32 with 8 bits more",
+     [](Question &q) {
+       q.args.ema_dtype = TX_F32;
+       q.args.ema_lows = 1;
+     }},
     {"layout_null", TX_ERROR_INVALID_ARGUMENT, "layout", [](Question &q) { q.args.layout = nullptr; }},
     {"places_null", TX_ERROR_INVALID_ARGUMENT, "places", [](Question &q) { q.args.places = nullptr; }},
     {"buckets_null", TX_ERROR_INVALID_ARGUMENT, "buckets", [](Question &q) { q.args.buckets = nullptr; }},

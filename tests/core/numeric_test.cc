@@ -22,6 +22,7 @@ const SmallCase kSmallCases[] = {
     {"e4m3", tx_small_e4m3(), kE4m3},
     {"e4m4", tx_small_e4m4(), kE4m4},
     {"f16", tx_small_f16(), kF16},
+    {"e3m4", tx_small_e3m4(), kE3m4},
 };
 
 TEST(Numeric, PowersOfTwoIncludeTheSubnormalOne) {
@@ -145,7 +146,9 @@ void ExpectSmallFloatRoundsEveryPattern() {
   EXPECT_EQ(table.MaxCode(), c.format.max_code);
   const uint32_t end = tx_bits_from_f32(static_cast<float>(c.reference.max)) >> 16;
   // A copy of the format that the compiler knows.
-  const auto format = [] { return kCase == 0 ? tx_small_e4m3() : kCase == 1 ? tx_small_e4m4() : tx_small_f16(); };
+  const auto format = [] {
+    return kCase == 0 ? tx_small_e4m3() : kCase == 1 ? tx_small_e4m4() : kCase == 2 ? tx_small_f16() : tx_small_e3m4();
+  };
   EXPECT_EQ(
       Describe(WrongCodes(
           [=](uint32_t pattern, uint32_t) { return tx_small_nearest(format(), tx_f32_from_bits(pattern)); },
@@ -169,6 +172,9 @@ TEST(SmallFloat, E4m4OnEveryPattern) {
 }
 TEST(SmallFloat, F16MagnitudesOnEveryPattern) {
   ExpectSmallFloatRoundsEveryPattern<2>();
+}
+TEST(SmallFloat, E3m4MagnitudesOnEveryPattern) {
+  ExpectSmallFloatRoundsEveryPattern<3>();
 }
 
 // Of all thresholds that differ in the bits that count, the share that rounds up is the fraction, exactly.

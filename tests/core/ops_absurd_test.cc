@@ -91,9 +91,8 @@ bool Answered(Memory &memory, Random &random, Call call) {
   return false;
 }
 
-struct Adamw {
-  std::vector<tx_tensor> params, grads, exp_avgs, exp_avg_sqs, masters, scales, steps, checksums, lrs;
-  std::vector<tx_meta> meta;
+struct Adamw : AdamwLists {
+  std::vector<tx_tensor> lrs;
   tx_adamw_group group = {1e-2, 0.9, 0.999, 1e-8, 0.1, 0, 1};
   tx_adamw_args args = TX_ADAMW_ARGS_INIT;
 
@@ -134,24 +133,14 @@ struct Adamw {
   }
   const tx_adamw_args *Args(Random &random) {
     const bool negative = random.OneIn(30);
-    args.n = negative ? random.Negative() : static_cast<int64_t>(params.size());
+    Lend(&args);
+    if (negative) args.n = random.Negative();
     args.n_groups = random.OneIn(30) ? random.Negative() : 1;
-    args.params = params.data();
-    args.grads = grads.data();
-    args.exp_avgs = exp_avgs.data();
-    args.exp_avg_sqs = exp_avg_sqs.data();
-    args.masters = masters.data();
-    args.scales = scales.data();
-    args.steps = steps.data();
     args.checksums = random.OneIn(4) ? nullptr : checksums.data();
     args.groups = &group;
     args.lrs = random.OneIn(2) ? lrs.data() : nullptr;
-    args.meta = meta.data();
     if (random.OneIn(40)) args.size = static_cast<uint64_t>(random.I64());
     return &args;
-  }
-  std::vector<tx_tensor *> Tensors() {
-    return All({&params, &grads, &exp_avgs, &exp_avg_sqs, &masters, &scales, &steps, &checksums});
   }
 };
 

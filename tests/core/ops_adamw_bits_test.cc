@@ -45,17 +45,6 @@ TEST_P(EveryCombo, EqualsTheReferenceBitForBit) {
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
 }
 
-// The weight at its full precision: the master, or the parameter where there is none.
-double Weight(Param &p, int64_t i) {
-  if (p.combo.master == TX_F32) return Get(TX_F32, p.master.data(), i);
-  if (p.combo.master == TX_NONE) return Get(p.combo.param, p.param.data(), i);
-  uint16_t weight;
-  int16_t remainder;
-  std::memcpy(&weight, p.param.data() + 2 * i, 2);
-  std::memcpy(&remainder, p.master.data() + 2 * i, 2);
-  return tx_remainder_decode(weight, remainder);
-}
-
 // G1 against arithmetic in double that shares nothing with csrc/math. Bounds: two ulp of fp32 at the weight (the last
 // subtraction, and a remainder's inexact tie), 4e-7 of the update (its dozen fp32 operations), and where the weight is
 // stored in 16 bits without a master less than one ulp of that.
@@ -67,7 +56,7 @@ TEST_P(EveryCombo, G1_FirstStepFollowsTheFloat64Oracle) {
   call.Add(p);
   std::vector<double> before(1000);
   for (int64_t i = 0; i < p.n; i++)
-    before[i] = Weight(p, i);
+    before[i] = p.Master(i);
   ASSERT_EQ(tx_adamw(call.Args(), nullptr, nullptr), TX_OK);
   const int bits = c.master || c.param == TX_F32 ? 23 : c.param == TX_BF16 ? 7 : 10;
   for (int64_t i = 0; i < p.n; i++) {
@@ -78,7 +67,7 @@ TEST_P(EveryCombo, G1_FirstStepFollowsTheFloat64Oracle) {
     const int exponent = std::max(-14, std::ilogb(std::max(std::fabs(before[i]), std::fabs(want))));
     const double storage = bits == 23 ? 0 : std::ldexp(1.0, exponent - bits);
     const double bound = storage + std::ldexp(2.0, exponent - 23) + 4e-7 * std::fabs(update);
-    ASSERT_NEAR(Weight(p, i), want, bound) << i;
+    ASSERT_NEAR(p.Master(i), want, bound) << i;
   }
 }
 

@@ -96,7 +96,7 @@ TEST_P(EveryCombo, TrainingGoesOnAfterAHugeGradient) {
       ASSERT_EQ(tx_adamw(call.Args(), nullptr, nullptr), TX_OK);
     }
     for (int64_t i = 0; i < p.n; i++)
-      ASSERT_LT(std::fabs(extreme::Weight(p, i)), 10.0f) << huge << " " << i;
+      ASSERT_LT(std::fabs(p.Master(i)), 10.0f) << huge << " " << i;
   }
 }
 
@@ -115,12 +115,12 @@ TEST_P(EveryCombo, AGradientThatIsNotFiniteShows) {
       ASSERT_EQ(tx_adamw(call.Args(), nullptr, nullptr), TX_OK);
       const auto m = GetMoment(p.exp_avg, p.scales.data(), GetParam().exp_avg, 0, p.n);
       const auto v = GetMoment(p.exp_avg_sq, extreme::RootScales(p), GetParam().exp_avg_sq, 1, p.n);
-      EXPECT_TRUE(std::isnan(extreme::Weight(p, at))) << odd;
+      EXPECT_TRUE(std::isnan(p.Master(at))) << odd;
       EXPECT_FALSE(std::isfinite(m[at])) << odd;
       EXPECT_FALSE(std::isfinite(v[at])) << odd;
       for (int64_t i = 0; i < p.n; i++) {
         const size_t k = static_cast<size_t>(i);
-        ASSERT_TRUE(i == at || std::isfinite(extreme::Weight(p, i))) << odd << " " << i;
+        ASSERT_TRUE(i == at || std::isfinite(p.Master(i))) << odd << " " << i;
         ASSERT_TRUE(i / TX_BLOCK == 1 || (std::isfinite(m[k]) && std::isfinite(v[k]))) << odd << " " << i;
       }
     }

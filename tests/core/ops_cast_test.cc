@@ -42,6 +42,7 @@ struct Formed {
 
   tx_tensor scales_or_none() { return scales.size() ? scales.tensor() : None(); }
   tx_block_format block_format() const {
+    if (form.dtype == TX_U8 && format == TX_FORMAT_MOMENTUM) return tx_block_e3m4();
     if (form.dtype == TX_U8) return format == TX_FORMAT_SQRT ? tx_block_root_e4m4() : tx_block_e4m3();
     return format == TX_FORMAT_SQRT ? tx_block_root_f16() : tx_block_f16();
   }
@@ -123,6 +124,10 @@ std::vector<float> Inputs(int64_t n, tx_format format) {
   return inputs;
 }
 
+const char *FormatName(tx_format format) {
+  return format == TX_FORMAT_SQRT ? "_sqrt" : format == TX_FORMAT_MOMENTUM ? "_momentum" : "_signed";
+}
+
 class EveryPair : public testing::TestWithParam<std::tuple<Form, Form, tx_format>> {};
 
 TEST_P(EveryPair, EqualsTheScalarConversionElementByElement) {
@@ -159,16 +164,16 @@ TEST_P(EveryPair, EqualsTheScalarConversionElementByElement) {
 }
 INSTANTIATE_TEST_SUITE_P(Forms, EveryPair,
                          testing::Combine(testing::ValuesIn(kForms), testing::ValuesIn(kForms),
-                                          testing::Values(TX_FORMAT_SIGNED, TX_FORMAT_SQRT)),
+                                          testing::Values(TX_FORMAT_SIGNED, TX_FORMAT_SQRT, TX_FORMAT_MOMENTUM)),
                          [](const auto &info) {
                            return Name(std::get<0>(info.param)) + "_to_" + Name(std::get<1>(info.param)) +
-                                  (std::get<2>(info.param) == TX_FORMAT_SQRT ? "_sqrt" : "_signed");
+                                  FormatName(std::get<2>(info.param));
                          });
 
 // Decoded to fp32 and encoded again, by any rounding: the same bytes.
 TEST(Cast, ReEncodingADecodedTensorChangesNoByte) {
   for (Form form : kForms) {
-    for (tx_format format : {TX_FORMAT_SIGNED, TX_FORMAT_SQRT}) {
+    for (tx_format format : {TX_FORMAT_SIGNED, TX_FORMAT_SQRT, TX_FORMAT_MOMENTUM}) {
       for (int32_t rounding : kRoundings) {
         const int64_t n = 40000;
         std::vector<Formed> stored, plain, again;
@@ -236,7 +241,7 @@ TEST(Cast, BitsAreTheSameEverywhere) {
     Outputs outputs;
     for (Form from : kForms) {
       for (Form to : kForms) {
-        for (tx_format format : {TX_FORMAT_SIGNED, TX_FORMAT_SQRT}) {
+        for (tx_format format : {TX_FORMAT_SIGNED, TX_FORMAT_SQRT, TX_FORMAT_MOMENTUM}) {
           for (int32_t rounding : kRoundings) {
             std::vector<Formed> srcs, dsts;
             srcs.emplace_back(from, format, 20000).data.FillBytes(1); /* every code, NaN, Inf, subnormal */
@@ -295,7 +300,7 @@ TEST(Cast, RefusesWithAMessageAndWritesNothing) {
   for (const Case &c : std::vector<Case>{
            {"args.size is 9", TX_ERROR_INVALID_ARGUMENT, [](Casting &k) { k.args.size = 9; }},
            {"rounding is -1", TX_ERROR_ILLEGAL_VALUE, [](Casting &k) { k.args.rounding = -1; }},
-           {"format is 2", TX_ERROR_ILLEGAL_VALUE, [](Casting &k) { k.args.format = 2; }},
+           {"format is 3", TX_ERROR_ILLEGAL_VALUE, [](Casting &k) { k.args.format = 3; }},
            {"srcs is NULL", TX_ERROR_INVALID_ARGUMENT, [](Casting &k) { k.args.srcs = nullptr; }},
            {"dsts is NULL", TX_ERROR_INVALID_ARGUMENT, [](Casting &k) { k.args.dsts = nullptr; }},
            {"n is -3", TX_ERROR_INVALID_ARGUMENT, [](Casting &k) { k.args.n = -3; }},

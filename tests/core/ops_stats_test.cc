@@ -162,6 +162,24 @@ TEST(GradStats, BitsAreTheSameEverywhere) {
   });
 }
 
+// Gradients of a loss that was multiplied by a negative number are as large as those of the positive one.
+TEST(GradStats, TheSignOfTheLossScaleIsInNoNorm) {
+  Array grad(TX_F32, {3.0f, 4.0f}), norm(TX_F32, 1), coef(TX_F32, 1), found_inf(TX_F32, 1);
+  Counts stats = NoStats();
+  const tx_tensor grads[] = {grad.tensor()};
+  EXPECT_EQ(tx_grad_stats(1, grads, stats.tensor(), None(), nullptr, nullptr), TX_OK);
+  for (const float scale : {2.0f, -2.0f}) {
+    Array grad_scale(TX_F32, {scale});
+    EXPECT_OK([&](tx_error *error) {
+      return tx_grad_norm(stats.tensor(), grad_scale.tensor(), 1.25, norm.tensor(), coef.tensor(), found_inf.tensor(),
+                          error);
+    });
+    EXPECT_EQ(norm.Get(0), 2.5f) << scale;
+    EXPECT_NEAR(coef.Get(0), 0.5f, 1e-6) << scale;
+    EXPECT_EQ(found_inf.Get(0), 0.0f) << scale;
+  }
+}
+
 TEST(GradStats, ExtremesAreExact) {
   const float tiny = std::numeric_limits<float>::denorm_min(), huge = std::numeric_limits<float>::max();
   struct Case {
@@ -268,7 +286,7 @@ TEST(GradNorm, G2_ClipsAndFindsInf) {
                         {"zero", &zero, 0, 1.0, 0.0, 1.0, 0},
                         {"inf", &bad, 0, 1.0, NAN, 0.0, 1},
                         {"inf_without_clipping", &bad, 0, INFINITY, NAN, 0.0, 1},
-                        {"scale_zero", &three_four, -0.0f, 1.0, -INFINITY, 0.0, 1},
+                        {"scale_zero", &three_four, -0.0f, 1.0, INFINITY, 0.0, 1},
                         {"scale_nan", &three_four, kNan, 1.0, NAN, 0.0, 1}}) {
     SCOPED_TRACE(c.name);
     Counts stats = NoStats();

@@ -108,6 +108,11 @@ const Case kCases[] = {
            args.follow = Follow;
            return tx_adamw_offloaded(&step, &staging, nullptr, error);
          }),
+    CASE(tx_health_of, TX_HEALTH_INIT, tx_health,
+         {
+           int64_t row[TX_HEALTH_LEN] = {};
+           return tx_health_of({row, TX_HEALTH_LEN, TX_I64, 0}, &args, error);
+         }),
     CASE(tx_bucket_pack, TX_BUCKET_PACK_ARGS_INIT, tx_bucket_pack_args,
          { return tx_bucket_pack(&args, nullptr, error); }),
     CASE(tx_bucket_reduce, TX_BUCKET_REDUCE_ARGS_INIT, tx_bucket_reduce_args,
@@ -129,14 +134,8 @@ const Case kCases[] = {
          {
            int64_t n;
            int64_t ends[1];
-           args.n_ranks = 1;
+           args.world = 1;
            return tx_coalesce(&args, ends, &n, error);
-         }),
-    CASE(tx_compress_pays, TX_COALESCE_ARGS_INIT, tx_coalesce_args,
-         {
-           tx_compression found = {};
-           args.n_ranks = 1;
-           return tx_compress_pays(&args, 2.5, &found, error);
          }),
 };
 

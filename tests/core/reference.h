@@ -17,6 +17,7 @@ struct ReferenceFormat {
 inline constexpr ReferenceFormat kBf16 = {7, -126, 0x1.fep127};
 inline constexpr ReferenceFormat kF16 = {10, -14, 65504.0};
 inline constexpr ReferenceFormat kE4m3 = {3, -6, 448.0};
+inline constexpr ReferenceFormat kE3m4 = {4, -2, 31.0};
 inline constexpr ReferenceFormat kE4m4 = {4, -6, 496.0};
 
 // The value of a magnitude code: field and mantissa as integers.

@@ -61,6 +61,25 @@ TEST(Tracker, F5_hands_buckets_out_in_one_order_whatever_completes_first) {
   EXPECT_EQ(tracker.Drain(), (V{1, 2}));
 }
 
+TEST(Tracker, knows_which_gradient_completed_each_bucket) {
+  Tracker tracker({1, 1, 0, 0, 2}, 3);
+  const auto completed_by = [&] {
+    return V(tx_tracker_completed_by(tracker.t), tx_tracker_completed_by(tracker.t) + 3);
+  };
+  EXPECT_EQ(completed_by(), (V{-1, -1, -1}));
+  const V order = {4, 0, 3, 1, 2};
+  tx_tracker_expect(tracker.t, order.data());
+  EXPECT_EQ(completed_by(), (V{2, 1, 4}));
+  for (const int64_t param : {1, 2, 0})
+    tracker.Mark(param);
+  EXPECT_EQ(completed_by(), (V{2, 0, 4})) << "the others are as before";
+  tx_tracker_reset(tracker.t);
+  EXPECT_EQ(completed_by(), (V{2, 0, 4})) << "and in the next backward";
+  tracker.Mark(2);
+  tracker.Mark(3);
+  EXPECT_EQ(completed_by(), (V{3, 0, 4}));
+}
+
 TEST(Tracker, F5_a_gradient_that_is_ready_twice_is_told_and_changes_nothing) {
   Tracker tracker({0, 0}, 1);
   tracker.Mark(1);

@@ -205,6 +205,12 @@ TEST_F(AdamwCall, WhatAStepRefusesChangesNothing) {
   args.moment_rounding = 9;
   refused(args, TX_ERROR_ILLEGAL_VALUE, "moment_rounding");
   args = Arguments();
+  std::vector<int64_t> sums(TX_HEALTH_LEN + 1);
+  const tx_tensor health = {reinterpret_cast<char *>(sums.data()) + 1, TX_HEALTH_LEN, TX_I64, 0};
+  args = Arguments();
+  args.healths = &health;
+  refused(args, TX_ERROR_INVALID_ARGUMENT, "healths[0] must begin at a multiple of 8 bytes");
+  args = Arguments();
   args.on_external_write = TX_EXTERNAL_CHECK;
   refused(args, TX_ERROR_INVALID_ARGUMENT,
           "call.workspace has 0 bytes; on_external_write = 2 (check) needs 16 for 1 tensors");

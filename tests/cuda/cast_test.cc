@@ -169,7 +169,7 @@ TEST(Cast, RefusesAsTheCpuDoes) {
   Array a(TX_F32, 300), b(TX_F32, 300), half(TX_BF16, 300), codes(TX_U8, 300), scales(TX_U8, 3);
   for (void (*spoil)(Casting &) : std::vector<void (*)(Casting &)>{
            [](Casting &k) { k.args.size = 9; }, [](Casting &k) { k.args.rounding = -1; },
-           [](Casting &k) { k.args.format = 2; }, [](Casting &k) { k.args.srcs = nullptr; },
+           [](Casting &k) { k.args.format = 3; }, [](Casting &k) { k.args.srcs = nullptr; },
            [](Casting &k) { k.args.n = -3; }, [](Casting &k) { k.dsts[1].numel = 299; },
            [](Casting &k) { k.srcs[0].dtype = TX_I16; }, [](Casting &k) { k.args.dst_scales = nullptr; },
            [](Casting &k) { k.dst_scales[1].numel = 2; }, [](Casting &k) { k.meta[1].start = -1; },

@@ -111,7 +111,9 @@ TEST_P(Checksums, AreLookedAtByThemselves) {
   EXPECT_EQ(Look(TX_CHECKSUM_CHECK), std::vector<int64_t>(pair_.ours.params.size(), 1000));
 }
 
-INSTANTIATE_TEST_SUITE_P(External, Checksums, testing::Values(kRemainder, kBlocks, kBf16, kHalf),
+const Combo kMixedMoments = {TX_BF16, TX_F32, TX_BF16, TX_F32, TX_BF16};  // stepped by the kernel for any moments
+
+INSTANTIATE_TEST_SUITE_P(External, Checksums, testing::Values(kRemainder, kBlocks, kBf16, kHalf, kMixedMoments),
                          [](const auto &info) { return adamw_call::Name(info.param); });
 
 class Resync : public testing::TestWithParam<Combo> {};

@@ -207,13 +207,13 @@ class _Work:
 
 
 def _on_stream_of_group(streams: FakeStreams, kind: str, run: Any) -> Any:
-    def collective(into: torch.Tensor, sent: torch.Tensor, *, group: Any, async_op: bool) -> _Work:
+    def collective(into: torch.Tensor, sent: torch.Tensor, *sizes: Any, group: Any, async_op: bool) -> _Work:
         before, after = streams.event(), streams.event()
         streams.record(before, streams.current())
         with streams.on(f"group {dist.get_rank(group)}"):
             streams.wait(streams.current(), before)
             streams.touch([sent], [into], kind)
-            run(into, sent.clone(), group=group)
+            run(into, sent.clone(), *sizes, group=group)
             streams.record(after, streams.current())
         return _Work(streams, after)
 

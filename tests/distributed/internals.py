@@ -1,5 +1,5 @@
 """What several tests put into private modules, since no public name reaches it: sums that are late, and buckets that
-travel two by two whatever was measured. Who imports this depends on private names (tests/package/test_sources.py).
+travel two by two whatever the link carries. Who imports this depends on private names (tests/package/test_sources.py).
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torch_ext.comm.wire import reduce_chunks
-from torch_ext.parallel import bucket_exchange, bucket_joining, bucket_mean
+from torch_ext.parallel import bucket_mean, message_plan
 from torch_ext.parallel.strategies import optim, optim_grads
 
 
@@ -27,15 +27,12 @@ def before_sums(does: Callable[[], object], patch: pytest.MonkeyPatch | None = N
         patch.setattr(module, "reduce_chunks", add_up)
 
 
-class Pairs(bucket_joining.BucketJoining):
-    """Joins the buckets of a plan whose buckets lie in one buffer, from the first cycle on."""
-
-    def __init__(self, plan: Any, *_: Any) -> None:
-        super().__init__(plan, False)
-        n = len(plan.buckets)
-        self.ends = frozenset([*range(2, n, 2), n])
-
-
 def join_pairs(patch: pytest.MonkeyPatch | None = None) -> None:
-    """Buckets of models that are parallelized from here on travel two by two. patch: as above."""
-    (pytest.MonkeyPatch() if patch is None else patch).setattr(bucket_exchange, "BucketJoining", Pairs)
+    """Buckets of models that are parallelized from here on travel two by two: of plans whose buckets lie in one buffer.
+    patch: as above."""
+
+    def pairs(buckets: Any, *_: Any) -> message_plan.Messages:
+        n = len(buckets)
+        return message_plan.Messages(ends=(*range(2, n, 2), n))
+
+    (pytest.MonkeyPatch() if patch is None else patch).setattr(message_plan, "decide", pairs)

@@ -21,8 +21,20 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+_ROOT = pathlib.Path(__file__).absolute().parents[2]
+_FRAMEWORKS = "torch_ext.integrations"
+"""What imports other packages, seconds long."""
+
+
+def _own_modules() -> list[str]:
+    """The package's modules: it loads them as they are asked for, which every rank of every test would do again."""
+    paths = (path.relative_to(_ROOT).with_suffix("") for path in (_ROOT / "torch_ext").rglob("*.py"))
+    names = (".".join(path.parts).removesuffix(".__init__") for path in paths if path.name != "__main__")
+    return sorted(name for name in names if not name.startswith(_FRAMEWORKS))
+
+
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "torch.distributed", "torch._dynamo", "torch_ext"])
+_context.set_forkserver_preload(["pytest", "torch.distributed", "torch._dynamo", *_own_modules()])
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,9 @@ def _save(rank: int, world: int, strategy: str, size: int | None, folder: str) -
         steps(model, optimizer, range(2))
         before = at_rest(model, optimizer)
         state, optimizer_state = get_state_dict(model, optimizer)
-        dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/{states}")
+        checkpoint = {"model": state, "optimizer": optimizer_state}
+        dcp.save(checkpoint, checkpoint_id=f"{folder}/{states}")
+        dcp.save(checkpoint, storage_writer=torch_ext.CheckpointWriter(f"{folder}/{states} at rest", states="at_rest"))
         assert at_rest(model, optimizer) == before, "E11: saving moves no weight and no counter"
         found[states] = logical(model, optimizer)
     return found
@@ -105,15 +107,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict
 def _load(rank: int, world: int, strategy: str, size: int | None, sources: dict[str, Any]) -> list[str]:
     """Through load_state_dict, and written in place."""
     wrong = []
-    ways = itertools.cycle(("set_state_dict", "in place"))
+    ways = itertools.cycle(("set_state_dict", "in place, from what is at rest", "set_state_dict of what is at rest"))
     for source, (folder, expected) in sources.items():
         for (states, bits_saved), way in zip(expected.items(), ways, strict=False):
             model, optimizer = made(strategy, states, size, seed=8)
             steps(model, optimizer, range(5, 6))
             state, optimizer_state = get_state_dict(model, optimizer)
             checkpoint = {"model": state, "optimizer": optimizer_state}
-            dcp.load(checkpoint, checkpoint_id=f"{folder}/{states}")
-            if way == "set_state_dict":
+            if "at rest" in way:
+                dcp.load(checkpoint, storage_reader=torch_ext.CheckpointReader(f"{folder}/{states} at rest"))
+            else:
+                dcp.load(checkpoint, checkpoint_id=f"{folder}/{states}")
+            if "set_state_dict" in way:
                 with warnings.catch_warnings():
                     warnings.simplefilter("error", UserWarning)
                     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=checkpoint["optimizer"])

@@ -18,12 +18,11 @@ import pytest
 import ranks
 import torch
 from gradients import BF16, FP32, Given, noise, policy
-from ticking import Clock
 
 import torch_ext
 from bench import resident_memory
 from torch_ext import __main__ as command
-from torch_ext.parallel import bucket_joining, bucket_plan, memory_plan, parallel_module
+from torch_ext.parallel import bucket_plan, memory_plan, parallel_module
 from torch_ext.parallel.memory_plan import plan_memory
 from torch_ext.parallel.strategies.table import strategies as strategy_names
 from torch_ext.params.local_shard import tensor_of
@@ -84,6 +83,54 @@ def test_the_plan_is_what_is_allocated(strategy: str) -> None:
             assert plan.total == pytest.approx(allocated[name], rel=0.01), name
 
 
+EXTRAS: list[dict[str, Any]] = [
+    {"ema_dtype": BF16, "publisher": True},
+    {"ema_dtype": "24bit", "publisher": True, "exact": True},
+    {"ema_dtype": FP32},
+]
+
+
+def _extras_allocated(rank: int, world: int, strategy: str) -> list[list[int]]:
+    """Bytes of averages, and of what a publisher keeps, with each of EXTRAS."""
+    found = []
+    for extras in EXTRAS:
+        chosen = _policy({})
+        model: Any = Given(SHAPES, chosen.param_dtype)
+        torch_ext.parallelize(model, chosen, strategy=strategy)
+        optimizer = torch_ext.AdamW(
+            model.named_parameters(), policy=chosen, ema_decay=0.9, ema_dtype=extras["ema_dtype"]
+        )
+        kept = []
+        if "publisher" in extras:
+            publisher = torch_ext.WeightPublisher(model, optimizer, exact=extras.get("exact", False))
+            model(noise(1, rank, SHAPES, chosen.param_dtype)).backward()
+            optimizer.step()
+            publisher.publish()
+            kept = [t for of_param in publisher._kept._changes._of.values() for t in of_param.values()]
+            kept += publisher._kept._checksums.values()
+        else:
+            optimizer.state_dict()
+        states = [t for state in optimizer.state.values() for key, t in state.items() if key.startswith("ema_")]
+        found.append([sum(tensor_of(t).nbytes for t in states), _storages(kept)])  # small states share a storage
+    return found
+
+
+@pytest.mark.parametrize("strategy", strategy_names())
+def test_the_plan_counts_averages_and_what_a_publisher_keeps(strategy: str) -> None:
+    shapes = {f"p{i}": torch.empty(s, dtype=BF16) for i, s in enumerate(SHAPES)}
+    allocated = ranks.run(WORLD, _extras_allocated, strategy)
+    for i, extras in enumerate(EXTRAS):
+        (plan,) = plan_memory(shapes, _policy({}), WORLD, [strategy], **extras)
+        (without,) = plan_memory(shapes, _policy({}), WORLD, [strategy])
+        assert plan.total == without.total + plan.emas + plan.changes
+        for emas, changes in (one[i] for one in allocated):
+            if strategy == "no_shard":
+                assert emas == plan.emas
+                assert abs(changes - plan.changes) <= 8, "ranks have a checksum more or less"
+            assert emas == pytest.approx(plan.emas, rel=0.01)
+            assert changes == pytest.approx(plan.changes, rel=0.01)
+
+
 @pytest.mark.parametrize("word", ["fp32", "bf16", "bf16_remainder", "8bit"])
 def test_the_plan_counts_what_is_kept_in_32_bits(word: Any) -> None:
     params = {f"p{i}": torch.nn.Parameter(torch.zeros(shape, dtype=BF16)) for i, shape in enumerate(SHAPES)}
@@ -122,6 +169,9 @@ LEAN = {"main_params_dtype": None, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "
 # Messages need memory beside the buckets.
 COMPRESSED = {"grad_comm_compression": "on"}
 
+# Buckets travel together: given, for what is measured is not the same on every machine at every moment.
+FAST = {"link_gbps": 8}
+
 
 def _train(layers: int, strategy: str, optimizer_config: Any, ddp_config: Any) -> Any:
     model: Any = Layers(layers)
@@ -138,10 +188,9 @@ def _train(layers: int, strategy: str, optimizer_config: Any, ddp_config: Any) -
 def _resident(rank: int, world: int, strategy: str, *configs: Any) -> int:
     """The most bytes that a training has resident, beside what was there before.
 
-    Buckets are joined as if the wire was fast, and their sums take a while, so that as many are under way as may be:
-    whether they are on this machine at this moment is not what is planned.
+    Sums take a while, so that as many buckets are under way as may be: whether they are on this machine at this moment
+    is not what is planned.
     """
-    bucket_joining.time = Clock(100_000)  # type: ignore[assignment]
     internals.before_sums(lambda: time.sleep(0.02))
     threshold = -3  # M_MMAP_THRESHOLD: what is freed is the system's again at once, so that what is left is in use
     ctypes.CDLL(None).mallopt(threshold, 1 << 16)
@@ -155,9 +204,12 @@ def _resident(rank: int, world: int, strategy: str, *configs: Any) -> int:
 
 
 PEAKS: list[Any] = [
-    *(pytest.param(strategy, None, None, id=strategy) for strategy in strategy_names()),
-    *(pytest.param(name, None, COMPRESSED, id=f"{name}-compressed") for name in ("no_shard", "optim", "optim_grads")),
-    pytest.param("optim", LEAN, None, id="optim-while-weights-move"),
+    *(pytest.param(strategy, None, FAST, id=strategy) for strategy in strategy_names()),
+    *(
+        pytest.param(name, None, COMPRESSED | FAST, id=f"{name}-compressed")
+        for name in ("no_shard", "optim", "optim_grads")
+    ),
+    pytest.param("optim", LEAN, FAST, id="optim-while-weights-move"),
     pytest.param("optim_grads_params", {"main_grads_dtype": "fp32"}, None, id="optim_grads_params-fp32-gradients"),
 ]
 
@@ -241,7 +293,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def rows(text: str) -> dict[str, list[float]]:
     """Strategy -> the figures of its row."""
-    found = (re.match(r"(\w+)((?: +[\d.]+){8})$", line) for line in text.splitlines())
+    found = (re.match(r"(\w+)((?: +[\d.]+){8,10})$", line) for line in text.splitlines())
     return {row[1]: [float(x) for x in row[2].split()] for row in found if row}
 
 
@@ -264,6 +316,20 @@ def test_plan_says_what_moving_takes(capsys: pytest.CaptureFixture[str]) -> None
     assert optim[7] > optim[5] + optim[6]
     assert "beside parameters and gradients: no_shard 1.86 GiB, optim 1.86 GiB, optim_grads 1.86 GiB" in text
     assert "come on top" not in plan(capsys, "--params", "1e9", "--strategy", "no_shard")
+
+
+def test_plan_counts_averages_and_a_publisher(capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--params", "1e9", "--world-size", "4", "--strategy", "no_shard", "optim"]
+    without = rows(plan(capsys, *size))
+    text = plan(capsys, *size, "--ema-dtype", "24bit", "--publisher")
+    assert re.search(r"scales, steps +averages +publisher +total", text)
+    table, gib = rows(text), 1e9 / 2**30
+    assert table["no_shard"][5:7] == pytest.approx([3 * gib, (9 / 64 + 1 / 512) * gib], abs=0.01)
+    assert table["optim"][5:7] == pytest.approx([3 / 4 * gib, (9 / 256 + 1 / 512) * gib], abs=0.01)
+    for strategy, row in table.items():
+        assert row[7] == pytest.approx(without[strategy][5] + row[5] + row[6], abs=0.02)
+    exact = rows(plan(capsys, *size, "--publisher", "exact"))["no_shard"]
+    assert exact[5] == pytest.approx((9 / 64 + 1 / 512 + 1 / 2) * gib, abs=0.01) and len(exact) == 9
 
 
 def test_plan_counts_slots(capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,6 +434,12 @@ def test_plan_leaves_out_full_sharding_where_it_refuses_the_model(
         pytest.param(["--params", "1", "--states", "int8"], "int8 is 8bit here", id="other's states"),
         pytest.param(["--params", "1", "--min-8bit-size", "x"], "--min-8bit-size: 'x' is not a number", id="size"),
         pytest.param(["--params", "1", "--keep-32bit", "norm"], "has 'norm', which selects none", id="unknown name"),
+        pytest.param(["--params", "1", "--ema-dtype", "fp8"], "--ema-dtype: invalid choice: 'fp8'", id="average"),
+        pytest.param(
+            ["--params", "1", "--ema-dtype", "bf16", "--override", "main_params_dtype=none"],
+            "a parameter is in torch.bfloat16 without a master",
+            id="average without masters",
+        ),
         pytest.param(["--params", "1", "--dtype", "fp64"], "fp64", id="unknown dtype"),
         pytest.param(["--params", "1", "--dtype", "fp8"], "uint8", id="dtype that is not trained"),
         pytest.param(["--params", "1", "--override", "bucket_size"], "KEY=VALUE", id="override without a value"),

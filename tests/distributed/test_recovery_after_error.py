@@ -192,6 +192,34 @@ def test_ranks_that_are_now_ahead_and_now_behind() -> None:
     strategies.run(3, _jitters)
 
 
+def _before_and_after_the_first_gradient(rank: int, world: int) -> None:
+    """One rank's backward raises before a gradient was ready, the other's after one was, and before any was sent: both
+    count it, though the first has begun no cycle. What only looks at gradients counts nowhere."""
+    for strategy in STRATEGIES:
+        model: Any = torch_ext.parallelize(Given(SHAPES), policy(bucket_size=1000), strategy=strategy)
+        for step in range(4):
+            model.zero_grad()
+            loss = model(_ones())
+            raises = loss if rank == step % 2 else model.p0
+            handle = raises.register_hook(_oops)
+            with pytest.raises(_Oops):
+                loss.backward()
+            handle.remove()
+            if rank == 0:
+                torch.autograd.grad(model(_ones()), [model.p1])
+                loss = model(_ones())
+                loss.register_hook(_oops)
+                with pytest.raises(_Oops):
+                    torch.autograd.grad(loss, [model.p1])
+            model.zero_grad()
+            model(noise(step, rank, SHAPES)).backward()
+            assert _is(model, _mean(step, world)), f"{strategy}, {step}"
+
+
+def test_ranks_that_raise_before_and_after_their_first_gradient() -> None:
+    ranks.run(2, _before_and_after_the_first_gradient, timeout=5.0)
+
+
 def _without_zeroing(rank: int, world: int, strategy: str) -> None:
     """Gradients that came before the exception count, as torch's do; what was reduced already counts once."""
     for factor, scale in ((None, 0.5), (1.0, 1.0)):

@@ -168,7 +168,7 @@ def _differing(rank: int, world: int, strategy: str) -> dict[str, str]:
 
 
 def test_ranks_that_keep_different_kinds_are_told() -> None:
-    for strategy, (told, other) in strategies.run(2, _differing, chosen=["optim", "optim_grads", FULL]).items():
+    for strategy, (told, other) in strategies.run(2, _differing, chosen=[*strategies.STRATEGIES, FULL]).items():
         assert told == other, strategy
         for case, (_, name) in DIFFERING.items():
             of = f"step(): what each rank keeps as optimizer state: of {name!r} rank 0 keeps exp_avg in "

@@ -301,3 +301,37 @@ def _refuses(rank: int, world: int) -> None:
 
 def test_what_would_have_to_be_known_before() -> None:
     ranks.run(1, _refuses)
+
+
+# -- the optimizer's own argument --------------------------------------------------------------------------------------
+
+
+def _argument(rank: int, world: int) -> None:
+    """Of a model whose gradients are reduced the policy decides: the argument says the same, or is refused."""
+    for strategy, early in (("optim", True), ("optim", False), ("optim_grads", True), ("no_shard", False)):
+        model, optimizer = _made(strategy, early, step_in_backward=True)
+        if early:
+            other, late = _made(strategy, False)
+            for step in range(3):
+                for each, by in ((model, optimizer), (other, late)):
+                    _backward(each, rank, step)
+                    by.step()
+                    by.zero_grad()
+            assert bits(list(model.parameters())) == bits(list(other.parameters()))
+            continue
+        before = bits(list(model.parameters()))
+        with pytest.raises(RuntimeError, match="whose model was parallelized without it"):
+            _backward(model, rank)
+        assert bits(list(model.parameters())) == before
+    wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch_ext.AdamW(wrapped.parameters(), step_in_backward=True)
+    with pytest.raises(RuntimeError, match="step_in_backward=True under DistributedDataParallel"):
+        wrapped(torch.ones(1, 4)).sum().backward()
+    alone = torch.nn.Linear(4, 4)
+    optimizer = torch_ext.AdamW(alone.parameters(), step_in_backward=True)
+    alone(torch.ones(1, 4)).sum().backward()
+    assert optimizer.stepped_in_backward() and alone.weight.grad is None
+
+
+def test_the_argument_of_an_optimizer_beside_a_policy() -> None:
+    ranks.run(2, _argument)

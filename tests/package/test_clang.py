@@ -2,69 +2,15 @@
 
 import ctypes
 import itertools
-import os
-import pathlib
-import platform
-import shutil
-import subprocess
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
 
 import pytest
 import torch
+from clang_sources import CLANG, ISAS, ROOT, Source, clang, in_parallel, library_sources, starlark
 from torch import Tensor
 
 import torch_ext
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-CLANG = shutil.which("clang")
 pytestmark = pytest.mark.skipif(CLANG is None, reason="clang is not installed (tests/run.sh installs it)")
-
-
-def starlark(path: str) -> dict[str, Any]:
-    """The constants of a .bzl file, which are Python's too."""
-    names: dict[str, Any] = {}
-    exec((ROOT / path).read_text(), names)
-    return names
-
-
-ISAS = starlark("bazel/isa.bzl")["ISAS"][platform.machine()]
-
-
-class Source(NamedTuple):
-    path: str
-    flags: list[str]
-
-    @property
-    def name(self) -> str:
-        isa = [flag.removeprefix("-DTX_ISA=") for flag in self.flags if flag.startswith("-DTX_ISA=")]
-        return "-".join([pathlib.Path(self.path).stem, *isa])
-
-
-def library_sources(folders: list[str]) -> list[Source]:
-    """Of the library, with the flags that the build gives each of them, but for optimisation."""
-    flags = starlark("bazel/copts.bzl")["C_OPTS"]
-    paths = sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).glob("*.c"))
-    assert paths
-    return [
-        Source(path, [*flags, *more])
-        for path in paths
-        for more in (
-            [["-DTX_ISA=" + isa, *of_isa] for isa, of_isa in ISAS.items()] if path.endswith("kernels_isa.c") else [[]]
-        )
-    ]
-
-
-def clang(*arguments: str) -> None:
-    command = [str(CLANG), "-fPIC", "-I.", "-Icsrc", *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
-
-
-def in_parallel(work: Callable[[Source], None], items: list[Source]) -> None:
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(work, items))
 
 
 def test_what_needs_torch_or_nccl_and_the_example_compile_without_a_warning() -> None:
@@ -133,6 +79,9 @@ class CArgs(ctypes.Structure):
         ("resynced", CTensor),
         ("on_external_write", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("changed", "moved", "distances", "emas", "ema_lows", "healths")),
+        ("ema_decay", ctypes.c_double),
+        ("ema_every", ctypes.c_int64),
     ]
 
 

@@ -3,6 +3,7 @@
 Each is put back into csrc/core, as a change of its text."""
 
 import pathlib
+import re
 import subprocess
 from typing import NamedTuple
 
@@ -29,7 +30,8 @@ MUTANTS = {
         "if (c->current.kind == TX_DO_RAISE || c->current.kind == TX_DO_WAIT) tx_cycle_done(c, 0);",
     ),
     "what a backward that raised sent is not waited for": Mutant(
-        "    if (c->n_answered < c->n_messages) return wait_for_oldest(c, TX_WAIT_DISCARD);\n", ""
+        "    if (c->n_answered < c->n_messages) return wait_for_oldest(c, TX_WAIT_DISCARD | unsure);\n",
+        "    (void)unsure;\n",
     ),
     "its report is not read": Mutant(
         "    if (c->reported == 1) return hand_out(c, TX_DO_READ, 0);\n  }\n  const", "  }\n  const"
@@ -97,6 +99,15 @@ MUTANTS = {
         "  c->phase = c->verdict[0] && c->row->given ? TX_PHASE_CLOSING : TX_PHASE_IDLE;\n  if (!c->verdict[0])",
     ),
     "the first cycle's order is sent every time": Mutant("      c->may_reorder = 0;\n      break;", "      break;"),
+    "a step is legal after a failure for good": Mutant(
+        'if (has_failed(c)) return tx_cycle_refuse(c, "step() after an exchange that failed: %s", c->failure);', ""
+    ),
+    "buckets are sent before the ranks agree on their order": Mutant(
+        "        } else if (!c->may_reorder) {", "        } else {"
+    ),
+    "sums are installed before every rank's report was read": Mutant(
+        "return c->row->reports == TX_REPORTS_LAST ?", "return c->row->reports == TX_REPORTS_LAST && c->args.kind ?"
+    ),
     "gradients of a no_sync micro-batch are stepped": Mutant(
         "if (grads && grads[i] && (c->state[i]", "if (grads && grads[i] && (0"
     ),
@@ -107,8 +118,9 @@ MUTANTS = {
 def built(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A folder with everything but the machine's own objects."""
     folder = tmp_path_factory.mktemp("cycle")
-    for name in ("cycle_program.cc", "cycle_rank.cc", "cycle_world.cc", "cycle_hunt.cc"):
-        _run("g++", "-std=c++17", "-O1", *_includes(), "-c", ROOT / "tests/core" / name, "-o", folder / f"{name}.o")
+    for name in ("program", "rank", "driver", "gradients", "world", "hunt"):
+        source = ROOT / f"tests/core/cycle_{name}.cc"
+        _run("g++", "-std=c++17", "-O1", *_includes(), "-c", source, "-o", folder / f"{name}.cc.o")
     for name in ("status.c", "text.c"):
         _run("gcc", "-std=c11", "-O1", *_includes(), "-c", ROOT / "csrc/core" / name, "-o", folder / f"{name}.o")
     return folder
@@ -136,8 +148,11 @@ def _hunt(folder: pathlib.Path, mutant: Mutant | None) -> "subprocess.CompletedP
         _run("gcc", "-std=c11", "-O1", *_includes(), "-c", own / name, "-o", own / f"{name}.o")
     program = own / "cycle_hunt"
     _run("g++", *objects, *own.glob("*.o"), "-o", program)
-    count = PROGRAMS if mutant is not None else 2000
-    return subprocess.run([program, "0", str(count)], capture_output=True, text=True, timeout=300)
+    return _run_seeds(program, 0, PROGRAMS if mutant is not None else 2000)
+
+
+def _run_seeds(program: pathlib.Path, first: int, last: int) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([program, str(first), str(last)], capture_output=True, text=True, timeout=300)
 
 
 def test_the_machine_as_it_is_has_none(built: pathlib.Path) -> None:
@@ -148,3 +163,24 @@ def test_the_machine_as_it_is_has_none(built: pathlib.Path) -> None:
 def test_the_simulator_finds_it(what: str, built: pathlib.Path) -> None:
     done = _hunt(built, MUTANTS[what])
     assert done.returncode != 0, "no program of these seeds shows it"
+
+
+def _shown(found: "subprocess.CompletedProcess[str]") -> tuple[int, str, str]:
+    """The seed of a failure, its program, and what that was shrunk to."""
+    whole, shrunk = found.stdout.split("shrunk: ")
+    return int(re.match(r"seed (\d+): ", whole)[1]), whole, shrunk  # type: ignore[index]
+
+
+def test_a_failure_says_its_seed_by_which_it_is_replayed_and_is_shrunk(built: pathlib.Path) -> None:
+    found = _hunt(built, MUTANTS["gradients of a no_sync micro-batch are stepped"])
+    program = built / "mutant" / "cycle_hunt"
+    seed, whole, shrunk = _shown(found)
+    while "no_sync" not in shrunk:  # a backward that raised leaves such gradients, too
+        assert "raise" in shrunk or "interrupt" in shrunk
+        found = _run_seeds(program, seed + 1, PROGRAMS)
+        seed, whole, shrunk = _shown(found)
+    again = _run_seeds(program, seed, seed + 1)
+    assert (again.returncode, again.stdout) == (1, found.stdout)
+    steps = [len(re.findall(r" \d+:", text)) for text in (whole, shrunk)]
+    assert 1 <= steps[1] < steps[0], "the program is shorter"
+    assert "0:backward(no_sync) 1:step\n" in shrunk, "what is left is the mistake itself"

@@ -80,7 +80,7 @@ def kernels(library: pathlib.Path, tools: str) -> dict[str, Kernel]:
         re.findall(r"Function (\S*4stepILi\d\S*):\s+(REG:.*)", _run(tools, "--dump-resource-usage", str(library)))
     )
     names = {
-        name: next(f for f in usage if f"stepILi{weight}ELi{moments}E" in f)
+        name: next(f for f in usage if f"stepILi{weight}ELi{moments}E" in f and "tx_plain_entry" in f)
         for name, (weight, moments) in KERNELS.items()
     }
     found: dict[str, collections.Counter[str]] = {}

@@ -61,10 +61,12 @@ PACKAGES = {
     "optim": {"comm", "grads", "native", "params", "policy", "tensors"},
     "parallel": {"comm", "grads", "native", "optim", "params", "policy", "tensors"},
     "amp": {"comm", "grads", "native", "optim", "params", "policy", "tensors"},
-    "checkpoint": {"optim", "params"},
+    "checkpoint": {"native", "optim", "params", "tensors"},
     "offloading": {"native", "optim", "parallel", "params", "tensors"},
+    "weight_sync": {"comm", "grads", "native", "optim", "params", "tensors"},
+    "integrations": {"optim", "params"},
     "diagnosis": {"optim", "params", "policy", "tensors"},
-    "cli": {"comm", "diagnosis", "native", "optim", "parallel", "policy"},
+    "cli": {"checkpoint", "comm", "diagnosis", "native", "optim", "parallel", "policy"},
 }
 
 
@@ -124,6 +126,7 @@ def test_packages_are_listed_from_the_bottom() -> None:
         ("csrc/torch_ext_advanced.h", {"torch_ext.h"}),
         ("csrc/torch_ext_cuda.h", {"torch_ext_advanced.h"}),
         ("csrc/torch_ext_cycle.h", {"torch_ext.h"}),
+        ("csrc/torch_ext_delta.h", {"torch_ext.h"}),
     ],
 )
 def test_the_public_headers_stand_alone(header: str, may_include: set[str]) -> None:
@@ -164,7 +167,8 @@ def test_file_names_are_unique() -> None:
     by_name = collections.defaultdict(list)
     for folder in folders:
         for path in sources(folder):
-            if path.name not in FIXED_NAMES and "saved" not in path.parts:  # tests/torch/saved: data, not sources
+            # tests/torch/saved, tests/fuzz/corpus: data, not sources
+            if path.name not in FIXED_NAMES and not {"saved", "corpus"} & set(path.parts):
                 by_name[path.name].append(str(path.relative_to(ROOT)))
     assert len(by_name) > 20
     assert not {name: paths for name, paths in by_name.items() if len(paths) > 1}
@@ -180,9 +184,9 @@ PRIVATE_NAMES: dict[str, str] = {
     "tests/gpu/exchange.py": "streams that sleep, and the transport over NCCL by itself",
     "tests/host_parts.py": "copies between host and device that are late",
     # parts that no public name shows by themselves
-    "tests/distributed/test_coalescing.py": "what is measured to join buckets, and clocks",
+    "tests/distributed/test_coalescing.py": "what the measured link decides, and what is joined",
     "tests/distributed/test_communicators.py": "communicators, their messages and memory",
-    "tests/distributed/test_compressed_wire.py": "what is measured to compress messages, and clocks",
+    "tests/distributed/test_compressed_wire.py": "messages by their sizes, and what is damaged",
     "tests/distributed/test_fsdp_units.py": "which modules share a unit",
     "tests/distributed/test_memory_plan.py": "the planner of `python -m torch_ext plan`, against what is allocated",
     "tests/distributed/test_nccl.py": "the transport over NCCL, with a library that is none",
@@ -234,7 +238,7 @@ def test_tests_depend_on_private_modules_where_they_must() -> None:
         "    import torch_ext.native.ops",
         "x = torch_ext.parallel.parallelize._engine_of(model)",
         "import internals",
-        "from internals import Pairs",
+        "from internals import join_pairs",
         "from torch_ext import comm",
     ],
 )

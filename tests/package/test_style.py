@@ -41,7 +41,7 @@ def test_clang_format() -> None:
     version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
     if " 14." not in version:
         pytest.skip(f"formatted by clang-format 14, found {version.strip()}")
-    folders = ["csrc", "cuda", "examples/c", "tests/core", "tests/cuda"]
+    folders = ["csrc", "cuda", "examples/c", "tests/core", "tests/cuda", "tests/fuzz"]
     check(program, "--dry-run", "-Werror", "--style=file", *sources(folders, C_SUFFIXES))
 
 

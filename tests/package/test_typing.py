@@ -87,7 +87,7 @@ def test_annotations_are_shipped() -> None:
 # What mypy's stubtest finds in the modules of the public names, and why it stays.
 KNOWN = (
     # Checkers know no way to take a keyword away from a signature: AdamW's is Adam's, AdamW8bit's is AdamW's.
-    r"torch_ext\.optim\.adamw\.Adam(W|W8bit)?\.__init__ is inconsistent, "
+    r"torch_ext\.optim\.(adamw\.Adam(W|W8bit)?|muon\.muon\.Muon)\.__init__ is inconsistent, "
     r"(stub parameter \"__arg0\"|runtime does not have parameter \"(decoupled_weight_decay|states)\")",
     # Behind functools.cache.
     r"torch_ext\.native\.library\.function is inconsistent, stub does not have parameter",

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-from soak import grad_programs, rank_faults, save_faults, step_programs, worlds
+from soak import delta_faults, grad_programs, rank_faults, save_faults, step_programs, worlds
 from soak.outcome import Outcome, Tally
 from soak.worlds import World
 
@@ -63,6 +63,17 @@ class SaveFaults:
         return save_faults.judge(case, world)
 
 
+class DeltaFaults:
+    def kinds(self) -> dict[str, str]:
+        return delta_faults.KINDS
+
+    def start(self, kind: str, number: int, folder: pathlib.Path) -> tuple[Any, World]:
+        return delta_faults.start(kind, number, folder)
+
+    def judge(self, case: Any, world: World) -> Outcome:
+        return delta_faults.judge(case, world)
+
+
 _PROGRAMS = {
     "program": "random training programs of 1 to 3 ranks, whose gradients are plain torch's bit for bit",
     "step_program": "random training programs of one process, whose weights are plain torch's",
@@ -92,7 +103,7 @@ class Programs:
         return outcome
 
 
-_FAMILIES: list[Family] = [RankFaults(), SaveFaults(), Programs()]
+_FAMILIES: list[Family] = [RankFaults(), SaveFaults(), DeltaFaults(), Programs()]
 _OF_KIND: dict[str, Family] = {kind: family for family in _FAMILIES for kind in family.kinds()}
 
 
@@ -114,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
     _run_all(cases, tallies, arguments.jobs, time.monotonic() + arguments.seconds)
     for tally in tallies.values():
         print(tally, flush=True)
+    if skips := sum(tally.skips for tally in tallies.values()):
+        print(f"{skips} runs were SKIPPED: what they are to find was not looked for", flush=True)
     return int(any(tally.failed for tally in tallies.values()))
 
 

@@ -4,6 +4,18 @@ from dataclasses import dataclass, field
 
 
 @dataclass
+class Report:
+    """A process's answer."""
+
+    runs: int = 1
+    """That it counts for."""
+    silent: list[str] = field(default_factory=list)
+    unnamed: list[str] = field(default_factory=list)
+    skipped: str = ""
+    """Why nothing was done."""
+
+
+@dataclass
 class Outcome:
     """Each list says what was wrong; the seconds are the longest that a call took which raised."""
 
@@ -16,6 +28,12 @@ class Outcome:
     runs: int = 1
     """That it counts for."""
 
+    def add(self, report: Report) -> None:
+        self.silent += report.silent
+        self.unnamed += report.unnamed
+        self.skipped = self.skipped or report.skipped
+        self.runs = max(self.runs, report.runs)
+
     def problems(self) -> list[str]:
         return [f"{name}: {text}" for name in ("hung", "silent", "unnamed", "crashed") for text in getattr(self, name)]
 
@@ -25,11 +43,12 @@ class Tally:
 
     def __init__(self, kind: str, what: str) -> None:
         self.kind, self.what = kind, what
-        self.runs, self.worst, self.skipped = 0, 0.0, ""
+        self.runs, self.skips, self.worst, self.skipped = 0, 0, 0.0, ""
         self.counts = dict.fromkeys(("hung", "silent", "unnamed", "crashed"), 0)
 
     def add(self, outcome: Outcome) -> None:
         if outcome.skipped:
+            self.skips += 1
             self.skipped = outcome.skipped
             return
         self.runs += outcome.runs
@@ -43,5 +62,5 @@ class Tally:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count} {name}" for name, count in self.counts.items())
-        skipped = f"; skipped: {self.skipped}" if self.skipped else ""
-        return f"{self.kind:14} {self.runs:5} runs: {counts}; slowest error {self.worst:.1f} s ({self.what}){skipped}"
+        line = f"{self.kind:14} {self.runs:5} runs: {counts}; slowest error {self.worst:.1f} s ({self.what})"
+        return f"{line}\n{self.kind:14} {self.skips:5} SKIPPED: {self.skipped}" if self.skips else line

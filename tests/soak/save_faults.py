@@ -9,13 +9,13 @@ import re
 import signal
 import warnings
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from soak import worlds
-from soak.outcome import Outcome
+from soak.outcome import Outcome, Report
 from soak.worlds import Died, Line, Raised, World
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -23,6 +23,7 @@ import torch_ext
 
 KINDS = {
     "kill_file": "kill -9 in torch_ext.save: runs that lost a checkpoint are silent",
+    "kill_background": "kill -9 while an AsyncSaver writes",
     "kill_folder": "kill -9 in torch.distributed.checkpoint.save, 1 to 3 ranks",
     "kill_async": "kill -9 in async_save, 1 to 3 ranks",
     "flip_file": "bit flips and truncations of files",
@@ -54,13 +55,16 @@ class Case:
     delay: float
     """Seconds after the begin of that save."""
     elements: int
+    states: str
+    """"logical" or "at_rest"."""
+    compress: bool
 
     @classmethod
     def of(cls, kind: str, number: int) -> "Case":
         draw = random.Random(f"{kind} {number}")
         size = {"kill_folder": [1, 1, 2, 3], "kill_async": [1, 2, 3], "flip_folder": [1, 2], "two_jobs": [2]}
         chosen = draw.choice(size.get(kind, [1]))
-        form = "file" if kind.endswith("_file") else draw.choice(["file", "folder"])
+        form = "file" if kind.endswith(("_file", "_background")) else draw.choice(["file", "folder"])
         form = "folder" if kind in ("kill_folder", "kill_async", "flip_folder") else form
         killed = kind.startswith("kill") or (kind == "two_jobs" and draw.random() < 0.5)
         delay = draw.random() ** 2 * (0.03 if form == "file" else 0.06) * (1 if kind != "kill_async" else 3)
@@ -73,16 +77,21 @@ class Case:
             draw.randrange(1, _SAVES),
             delay,
             draw.choice([100, 5_000, 200_000]),
+            draw.choice(["logical", "at_rest", "at_rest"]),
+            draw.random() < 0.7,
         )
 
 
 def state(seed: int, elements: int) -> dict[str, Any]:
     """Tensors and plain values, all of which depend on the seed."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(elements, generator=generator)
+    values = torch.randn(elements, generator=generator).view(2, -1)
     return {
-        "model": {"weight": values.to(torch.bfloat16).view(2, -1), "bias": torch.full((7,), float(seed))},
-        "optimizer": {"exp_avg": values * 0.5, "lr": seed / 8, "steps": [seed, seed + 1]},
+        "model": {"weight": values.to(torch.bfloat16), "bias": torch.full((7,), float(seed))},
+        "optimizer": {
+            "state": {"weight": {"exp_avg": values * 0.5, "master_param": values}},  # the master beside its weight
+            "param_groups": {"0": {"lr": seed / 8, "steps": [seed, seed + 1], "param_id": [1]}},
+        },
         "step": seed,
     }
 
@@ -117,10 +126,15 @@ class Place:
 
     def save(self, seed: int) -> None:
         mine = {key: value for key, value in self.state(seed).items() if key in (f"rank {self.rank}", *state(0, 2))}
-        if self.case.form == "file":
-            torch_ext.save(mine, self.path)
+        options: Any = {"states": self.case.states, "compress": self.case.compress}
+        if self.case.kind == "kill_background":
+            with torch_ext.AsyncSaver(**options) as saver:
+                saver.save(mine, self.path)
             return
-        writer = torch_ext.CheckpointWriter(self.path)
+        if self.case.form == "file":
+            torch_ext.save(mine, self.path, **options)
+            return
+        writer = torch_ext.CheckpointWriter(self.path, **options)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if self.case.kind == "kill_async":
@@ -160,16 +174,6 @@ def _text(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(str(cause) for cause, _ in error.failures.values())
     return str(error)
-
-
-@dataclass
-class Report:
-    """A process's answer."""
-
-    runs: int = 1
-    silent: list[str] = field(default_factory=list)
-    unnamed: list[str] = field(default_factory=list)
-    skipped: str = ""
 
 
 # -- what processes do
@@ -269,10 +273,10 @@ def _mount(folder: pathlib.Path, nbytes: int) -> str:
 def _fills(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path) -> Report:
     place, report = Place(case, folder / "place"), Report()
     draw = random.Random(case.seed)
-    if skipped := _mount(folder / "place", 14 * case.elements + 500_000):
+    if skipped := _mount(folder / "place", 22 * case.elements + 500_000):
         return Report(skipped=skipped)
     place.save(1)
-    left = draw.randrange(7 * case.elements + 30_000)
+    left = draw.randrange(11 * case.elements + 30_000)
     filler = folder / "place" / "filler"
     filler.write_bytes(bytes(max(0, _free(place.path.parent) - left)))
     allowed = {1}
@@ -325,10 +329,7 @@ def judge(case: Case, world: World) -> Outcome:
             if case.victim < 0 or (case.kind == "two_jobs" and rank != case.victim):
                 outcome.crashed.append(f"process {rank} ended with status {answer.status}")
         else:
-            outcome.silent += answer.silent
-            outcome.unnamed += answer.unnamed
-            outcome.skipped = outcome.skipped or answer.skipped
-            outcome.runs = max(outcome.runs, answer.runs)
+            outcome.add(answer)
     outcome.runs = max(outcome.runs, 1)
     if case.kind.startswith("kill") and world.ranks[case.victim].told[-1:][0][0] != "begun":
         outcome.runs = 0  # it was between two saves

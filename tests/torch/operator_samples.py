@@ -104,14 +104,18 @@ def checksums_of(params: list[torch.Tensor], masters: list[torch.Tensor]) -> lis
     return made
 
 
-def adamw_flat(external: int = 0, **options: Any) -> list[Any]:
+def adamw_flat(external: int = 0, leaves: bool = False, **options: Any) -> list[Any]:
     """The same call with all states of a kind in one memory, of which the first element belongs to nobody. external:
-    on_external_write; checksums are there then."""
+    on_external_write; checksums are there then. leaves: changed, moved and distances, too."""
     params, grads, *kinds_and_rest = adamw(**options)
     kinds, rest = kinds_and_rest[:5], kinds_and_rest[5:]
     if external:
         kinds.append(checksums_of(params, kinds[2]))
         rest[-4] = torch.zeros(2, dtype=I64)
+    if leaves:
+        kinds += [[]] * (6 - len(kinds))
+        for dtype, per in ((U8, 8), (BF16, 128), (U8, 2)):
+            kinds.append([torch.zeros(-(-p.numel() // per), dtype=dtype) for p in params])
     states: list[torch.Tensor] = []
     rows: list[list[int]] = [[] for _ in params]
     for tensors in (kind or [none() for _ in params] for kind in kinds):
@@ -121,7 +125,7 @@ def adamw_flat(external: int = 0, **options: Any) -> list[Any]:
             end += t.numel()
         states.append(torch.cat([torch.full((1,), 7, dtype=tensors[0].dtype), *tensors]) if tensors else none())
     table = torch.tensor(rows, dtype=I64).reshape(-1, 3 * len(kinds))
-    return [params, grads, states, table, *rest, external, signature_of(params)]
+    return [params, grads, states, table, *rest, external, signature_of(params), 0.0, 1]
 
 
 def signature_of(params: Sequence[torch.Tensor]) -> int:
@@ -237,6 +241,72 @@ def master_checksum(master: torch.dtype = F32, mode: int = 0) -> list[Any]:
     return [params, masters, checksums, torch.zeros(len(numels), dtype=I64), mode]
 
 
+def parts_of(numels: Sequence[int]) -> torch.Tensor:
+    """Two matrices to a tensor, one where it is too small."""
+    rows = [(i, begin) for i, n in enumerate(numels) for begin in sorted({0, n // 3}) if n]
+    return torch.tensor(rows, dtype=I64).reshape(-1, 2)
+
+
+def muon_momentum(
+    grad: torch.dtype = F32,
+    momentum: torch.dtype = F32,
+    work: torch.dtype = F32,
+    extras: bool = False,
+    nesterov: bool = True,
+) -> list[Any]:
+    numels = (5, 130, 0, 1, 1030)
+    return [
+        randoms(numels, grad, 2),
+        [torch.zeros(n, dtype=momentum) for n in numels],
+        [scale_bytes(n, 1) for n in numels] if momentum in (F16, U8) else [],
+        [torch.zeros(n, dtype=work) for n in numels],
+        [one(3.0) for _ in numels],
+        torch.tensor([[1000 + i, 0, 0] for i in range(len(numels))], dtype=I64) if extras else none(I64),
+        one(4.0) if extras else none(),
+        one(0.5) if extras else none(),
+        0.95,
+        nesterov,
+        7,
+        1,
+    ]
+
+
+def muon_update(
+    param: torch.dtype = F32,
+    update: torch.dtype = F32,
+    master: torch.dtype | None = None,
+    external: int = 0,
+    extras: bool = False,  # all but healths, which have an alignment
+) -> list[Any]:
+    numels = (5, 130, 0, 1, 1030)
+    params, parts = randoms(numels, param, 1), parts_of(numels)
+    masters = []
+    if master is not None:
+        masters = [p.float() if master is F32 else torch.zeros(p.numel(), dtype=I16) for p in params]
+    return [
+        params,
+        randoms(numels, update, 2),
+        masters,
+        checksums_of(params, masters) if external else [],
+        [one(3.0) for _ in numels],
+        none(I64),
+        parts,
+        torch.tensor([(1e-2 * (i + 1), 1e-3) for i in range(len(parts))], dtype=F64),
+        torch.zeros(1, dtype=I64) if external else none(I64),
+        [torch.zeros(-(-n // 8), dtype=U8) for n in numels] if extras else [],
+        [torch.zeros(-(-n // 128), dtype=BF16) for n in numels] if extras else [],
+        [torch.zeros(-(-n // 2), dtype=U8) for n in numels] if extras else [],
+        [torch.zeros(n, dtype=BF16) for n in numels] if extras else [],
+        [torch.zeros(n, dtype=U8) for n in numels] if extras else [],
+        [],
+        7,
+        1,
+        external,
+        0.9 if extras else 0.0,
+        2 if extras else 1,
+    ]
+
+
 TWO_GROUPS = (GROUP, (5e-3, 0.8, 0.99, 1e-6, 0.0, 1.0, 0.0))
 
 SAMPLES = [
@@ -256,6 +326,7 @@ SAMPLES = [
     Sample("adamw_flat_", "checksums", lambda: adamw_flat(1, param=BF16, master=F32)),
     Sample("adamw_flat_", "checksums_of_remainders", lambda: adamw_flat(1, param=BF16, master=I16, extras=True)),
     Sample("adamw_flat_", "only_a_check", lambda: adamw_flat(2, param=BF16, master=I16)),
+    Sample("adamw_flat_", "what_changed", lambda: adamw_flat(1, leaves=True, param=BF16, master=I16)),
     Sample("adamw_flat_", "no_tensors", lambda: adamw_flat(numels=())),
     Sample("grad_stats_", "float32", grad_stats),
     Sample("grad_stats_", "bfloat16_without_first_bad", lambda: grad_stats(dtype=BF16, first_bad=False)),
@@ -282,6 +353,14 @@ SAMPLES = [
     Sample("master_checksum_", "checked", master_checksum),
     Sample("master_checksum_", "remainders_resynced", lambda: master_checksum(I16, 1)),
     Sample("master_checksum_", "renewed", lambda: master_checksum(F32, 2)),
+    Sample("muon_momentum_", "float32", muon_momentum),
+    Sample("muon_momentum_", "bfloat16", lambda: muon_momentum(BF16, BF16, BF16, extras=True, nesterov=False)),
+    Sample("muon_momentum_", "8_bits", lambda: muon_momentum(BF16, U8, F32)),
+    Sample("muon_update_", "float32", muon_update),
+    Sample("muon_update_", "bfloat16", lambda: muon_update(BF16, BF16)),
+    Sample("muon_update_", "bfloat16_with_masters", lambda: muon_update(BF16, F32, F32, external=1)),
+    Sample("muon_update_", "bfloat16_with_remainders", lambda: muon_update(BF16, BF16, I16, external=1)),
+    Sample("muon_update_", "leaving_changes_and_averages", lambda: muon_update(BF16, BF16, I16, 1, extras=True)),
 ]
 FIRST_SAMPLES = list({s.operator: s for s in reversed(SAMPLES)}.values())  # one of each operator
 
@@ -311,7 +390,10 @@ def bits(arguments: Sequence[Any]) -> list[bytes]:
     return [ctypes.string_at(s.data_ptr(), s.nbytes()) if s.nbytes() else b"" for s in storages]
 
 
-TABLES = {"groups", "meta", "slices", "offsets"}  # on the CPU wherever the other tensors are
+HOST_ONLY = ("muon_momentum_", "muon_update_")  # operators that no library for GPUs has yet
+ON_DEVICES = [sample for sample in SAMPLES if sample.operator not in HOST_ONLY]
+
+TABLES = {"groups", "meta", "slices", "offsets", "parts", "rates"}  # on the CPU wherever the other tensors are
 
 
 def moved(operator: str, arguments: Sequence[Any], move: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:

@@ -44,7 +44,7 @@ def printed(folder: pathlib.Path, lines: list[str]) -> list[list[str]]:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to compare the package with the header")
-    public = ["torch_ext.h", "torch_ext_cuda.h", "torch_ext_cycle.h"]
+    public = ["torch_ext.h", "torch_ext_cuda.h", "torch_ext_cycle.h", "torch_ext_delta.h"]
     includes = ["<stdio.h>", *(f'"csrc/{name}"' for name in public), '"csrc/math/checksum.h"']
     text = [*(f"#include {file}" for file in includes), "int main(void) {", *lines, "  return 0;", "}", ""]
     (folder / "print.c").write_text("\n".join(text))

@@ -165,6 +165,18 @@ def test_finetuning_in_several_processes(main_job: tuple[pathlib.Path, str]) -> 
     assert (out / "finetune" / "8bit-0.jsonl").read_text() == before  # the bits of one process
 
 
+def test_muon() -> None:
+    text = run(sys.executable, "examples/gpt/by_muon.py", "--quick", OMP_NUM_THREADS="1")
+    rows = re.findall(r"^\| (torch\S+), fp32 model|^\| (torch_ext\.Muon `\w+`)", text, re.MULTILINE)
+    assert [a or b for a, b in rows] == [
+        "torch.optim.AdamW",
+        "torch.optim.Muon",
+        "torch_ext.Muon `bf16_remainder`",
+        "torch_ext.Muon `8bit`",
+    ]
+    assert len(re.findall(r"\b\d\.\d{4}, \d\.\d{4} ", text)) == len(rows)
+
+
 def test_bytes_that_were_lost_on_their_way_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sockets that say in their tcp_info that 300 of 1000 bytes were sent again, and 7 of 50."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "gpt"))

@@ -1,6 +1,7 @@
 """Lightning with the optimizer of this library: closures, precisions, clipping, checkpoints, averages of weights."""
 
 import pathlib
+import pickle
 import warnings
 from typing import Any
 
@@ -176,6 +177,56 @@ def test_D4_average_that_is_swapped_in_validated_and_saved_leaves_the_masters(
     saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
     pairs = zip(saved["state_dict"].values(), saved["current_model_state"].values(), strict=True)
     assert any(not torch.equal(a, b) for a, b in pairs), "the average was saved, and the model beside it"
+
+
+def test_the_average_of_the_optimizer_is_validated_and_saved_and_ends_in_the_module(tmp_path: pathlib.Path) -> None:
+    options = {"ema_decay": 0.5, "ema_dtype": torch.float32}
+    validated: list[list[torch.Tensor]] = []
+
+    class Watch(lightning.Callback):
+        def on_validation_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            if not trainer.sanity_checking:
+                validated.append([p.detach().clone() for p in module.parameters()])
+
+    def run(name: str, callbacks: Any, resume: bool = False) -> tuple[Any, Any, Any]:
+        module = module_of(torch.bfloat16, **options)
+        return module, *fit(tmp_path / name, module, EPOCHS, resume, callbacks, validate=True)
+
+    _, _, alone = run("alone", [Watch()])
+    assert len(validated) == BATCHES * EPOCHS
+    callback = pickle.loads(pickle.dumps(torch_ext.lightning_ema_callback()))
+    module, trainer, optimizer = run("ours", [callback, Watch()])
+    averages = [average.bfloat16() for average in alone.ema_state_dict().values()]
+    for weights in (list(module.parameters()), validated[-1]):
+        assert all(torch.equal(*pair) for pair in zip(weights, averages, strict=True))
+    saved = [torch.load(tmp_path / name / f"epoch={EPOCHS - 1}.ckpt", weights_only=True) for name in ("alone", "ours")]
+    assert saved[1]["current_model_state"].keys() == saved[0]["state_dict"].keys()
+    for key, weight in saved[0]["state_dict"].items():
+        assert torch.equal(saved[1]["current_model_state"][key], weight)
+    for average, found in zip(averages, saved[1]["state_dict"].values(), strict=True):
+        assert torch.equal(found, average)
+    _, _, later = run("ours", [torch_ext.lightning_ema_callback()], resume=True)
+    assert everything(later) == everything(optimizer)
+
+
+def test_the_callback_gives_the_weights_back_and_refuses_an_optimizer_without_an_average(
+    tmp_path: pathlib.Path,
+) -> None:
+    module = module_of(torch.bfloat16)
+    with pytest.raises(ValueError, match="lightning_ema_callback: the optimizer, torch_ext.*AdamW, keeps no average"):
+        fit(tmp_path, module, 1, callbacks=[torch_ext.lightning_ema_callback()])
+
+    class Broken(lightning.Callback):
+        def on_validation_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            if not trainer.sanity_checking:
+                raise KeyError("of the user")
+
+    module = module_of(torch.bfloat16, ema_decay=0.5)
+    with pytest.raises(KeyError, match="of the user"):
+        fit(tmp_path, module, 1, callbacks=[torch_ext.lightning_ema_callback(), Broken()], validate=True)
+    (optimizer,) = [module.trainer.optimizers[0]]
+    for name, master in optimizer.master_state_dict().items():  # which is a RuntimeError within ema_weights()
+        assert torch.equal(module.get_parameter(str(name)).detach(), master.bfloat16())
 
 
 class Overflow:

@@ -131,3 +131,72 @@ def test_model_of_a_checkpoint_alone_seeds_the_masters(tmp_path: pathlib.Path) -
     for p, q in zip(model.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(p, q)
         assert torch.equal(optimizer.state[p]["master_param"], q.float())
+
+
+# -- the average that the optimizer keeps
+
+
+def averaging(folder: pathlib.Path, resume: bool = False, callback: bool = True, **options: Any) -> Any:
+    """A Trainer after its last step, of a bf16 model whose optimizer keeps an average."""
+    model = llama(torch.bfloat16)
+    optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-2, ema_decay=0.5, ema_dtype=torch.float32)
+    settings = {"eval_strategy": "steps", "eval_steps": HALF, "save_strategy": "steps"} | options
+    trainer = transformers.Trainer(
+        model=model,
+        args=arguments(folder, **settings),
+        train_dataset=Tokens(),
+        eval_dataset={"first": Tokens(), "second": Tokens()},
+        optimizers=(optimizer, None),
+    )
+    if callback:
+        trainer.add_callback(torch_ext.trainer_ema_callback(trainer))
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{HALF}") if resume else None)
+    return trainer
+
+
+def weights(model: torch.nn.Module) -> list[bytes]:
+    return [bits(p) for p in model.parameters()]
+
+
+def of_checkpoint(folder: pathlib.Path, name: str) -> Any:
+    return transformers.LlamaForCausalLM.from_pretrained(folder / name, dtype=torch.bfloat16)
+
+
+def test_averages_are_evaluated_and_saved_and_what_is_resumed_is_the_training(tmp_path: pathlib.Path) -> None:
+    alone = averaging(tmp_path / "alone", callback=False)
+    trainer = averaging(tmp_path / "ours")
+    optimizer = trainer.optimizer.optimizer
+    averages = [average.bfloat16() for average in optimizer.ema_state_dict().values()]
+    assert weights(trainer.model) == [bits(average) for average in averages], "they end in the model"
+    history = list(trainer.state.log_history)
+    for step in (HALF, STEPS):
+        trained_weights = weights(of_checkpoint(tmp_path / "alone", f"checkpoint-{step}"))
+        assert weights(of_checkpoint(tmp_path / "ours", f"checkpoint-{step}")) == trained_weights
+        trainer.model.load_state_dict(of_checkpoint(tmp_path / "ours", f"checkpoint-{step}/ema").state_dict())
+        assert weights(trainer.model) != trained_weights
+        losses = {key: value for key, value in trainer.evaluate().items() if key.endswith("_loss")}
+        assert len(losses) == 2
+        logged = {key: value for entry in history if entry["step"] == step for key, value in entry.items()}
+        assert losses.items() <= logged.items()
+    resumed = averaging(tmp_path / "ours", resume=True)
+    assert weights(resumed.model) == [bits(average) for average in averages]
+    trained_states, later = (
+        [state | {"param": b""} for state in everything(one.optimizer)] for one in (alone, resumed)
+    )
+    assert trained_states == later
+
+
+def test_the_best_model_at_the_end_is_the_average_of_the_best_checkpoint(tmp_path: pathlib.Path) -> None:
+    settings = {"load_best_model_at_end": True, "metric_for_best_model": "eval_first_loss", "greater_is_better": True}
+    trainer = averaging(tmp_path, **settings)  # the largest loss: that of the first checkpoint
+    best = pathlib.Path(trainer.state.best_model_checkpoint)
+    assert best.name == f"checkpoint-{HALF}"
+    assert weights(trainer.model) == weights(of_checkpoint(best, "ema"))
+
+
+def test_the_callback_refuses_an_optimizer_without_an_average(tmp_path: pathlib.Path) -> None:
+    model = llama(torch.bfloat16)
+    trainer = transformers.Trainer(model=model, args=arguments(tmp_path, max_steps=1), train_dataset=Tokens())
+    trainer.add_callback(torch_ext.trainer_ema_callback(trainer))
+    with pytest.raises(ValueError, match=r"trainer_ema_callback: the optimizer, torch.optim.*AdamW, keeps no average"):
+        trainer.train()

@@ -139,7 +139,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             "differentiable, fused, "
             "decoupled_weight_decay, states, min_8bit_size, keep_32bit, policy, moment_rounding, "
             "weight_rounding, seed, "
-            "skip_nonfinite, on_external_write, offload_fraction",
+            "skip_nonfinite, on_external_write, offload_fraction, step_in_backward, ema_decay, ema_dtype, "
+            "ema_every",
             "Adam",
         ),
     ),

@@ -261,7 +261,7 @@ def test_unaligned_memory_gives_the_same_bits(sample: samples.Sample) -> None:
 
     schema = overload(sample.operator)._schema.arguments
     moved = [
-        a if spec.name in ("groups", "meta", "offsets", "slices") else unaligned(a) if isinstance(a, torch.Tensor)
+        a if spec.name in samples.TABLES else unaligned(a) if isinstance(a, torch.Tensor)
         else [unaligned(t) for t in a] if isinstance(a, list) else a
         for spec, a in zip(schema, arguments, strict=True)
     ]  # fmt: skip

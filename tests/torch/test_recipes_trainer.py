@@ -70,6 +70,13 @@ def test_the_lines_train_clip_and_resume_bit_for_bit(tmp_path: pathlib.Path, blo
     assert everything(optimizer) == everything(resumed.optimizer.optimizer)
 
 
+def test_the_lines_of_an_average_end_with_it_in_the_model(tmp_path: pathlib.Path) -> None:
+    trainer = _trained(tmp_path, 2)
+    averages = trainer.optimizer.optimizer.ema_state_dict()
+    assert [bits(p) for p in trainer.model.parameters()] == [bits(one.bfloat16()) for one in averages.values()]
+    assert (tmp_path / f"checkpoint-{HALF}" / "ema" / "model.safetensors").is_file()
+
+
 def test_what_the_trainer_hands_over_and_what_not(tmp_path: pathlib.Path) -> None:
     trainer = _trained(tmp_path, 0, adam_beta2=0.95, adam_epsilon=1e-6)
     decayed, others = trainer.optimizer.optimizer.param_groups

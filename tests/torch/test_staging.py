@@ -160,7 +160,7 @@ def test_buckets_of_other_dtypes_do_not_lie_where_weights_are_leaving_from(first
     members = optimizer._stepper.plan.host.members
     buckets: list[Any] = ["first" if m.weight.dtype == first else "second" for m in members]
     assert optimizer._states.host._buffers is not None
-    plan = HostPlan(members, buckets, optimizer._states.host._buffers)
+    plan = HostPlan(members, buckets, optimizer._states.host._buffers, optimizer.averaging)
     for one in (params, expected):
         set_grads(one, 2)
     none = dense.NONE

@@ -9,6 +9,7 @@ data file ends in its name, which shows files of another save or rank. torch's o
 
 import dataclasses
 import os
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,18 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemWriter, filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torch_ext.checkpoint import folder as checkpoint_folder
 from torch_ext.checkpoint import folder_metadata
+from torch_ext.checkpoint.background import yield_to_others
 from torch_ext.checkpoint.dcp_reader import CheckpointReader as CheckpointReader
+from torch_ext.checkpoint.files import refuse_form
 from torch_ext.checkpoint.folder_items import end_of
+from torch_ext.checkpoint.item_records import ItemRecords
 from torch_ext.checkpoint.new_file import NewFile, refuse_full, sync_folder
+from torch_ext.checkpoint.snapshot import Buffers
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -34,17 +38,24 @@ class CheckpointWriter(FileSystemWriter):
         former. Needs the disk space of both; OSError, with what was needed and what is free, where there is less. What
         a save that failed or was killed left there the next one removes.
 
+    states, compress: as of `torch_ext.save`. "at_rest" stores masters beside the checkpoint's weights, and only
+        CheckpointReader reads it; what it loads, and into what, are as with "logical".
+
     One save at a time: RuntimeError, naming who has the folder, where another process saves to it. Where the file
     system has no locks either save may be refused when it ends; the checkpoint that is there is always whole.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, states: str = "logical", compress: bool = True) -> None:
+        refuse_form(states)
         super().__init__(path)
+        self._at_rest, self._compress = states == "at_rest", compress
         self._begun: weakref.finalize | None = None  # on the coordinator, until the save is complete
+        self._staged: Buffers | None = None  # of the asynchronous save that is under way
+        self._staging: list[Buffers] = []  # of one that was written
 
     def __getstate__(self) -> dict[str, Any]:
         """For the process of an async_save, which begins a save of its own."""
-        return self.__dict__ | {"_begun": None}
+        return self.__dict__ | {"_begun": None, "_staged": None, "_staging": []}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._give_up()
@@ -67,6 +78,8 @@ class CheckpointWriter(FileSystemWriter):
         ]
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        if self._staged is not None and threading.current_thread() is not threading.main_thread():
+            yield_to_others()
         try:
             written = self._write(f"{plan.storage_data.prefix}0.distcp", plan.items, planner) if plan.items else []
         except BaseException as error:
@@ -74,13 +87,19 @@ class CheckpointWriter(FileSystemWriter):
             needed = f"more than {sum(map(_nbytes, plan.items))} bytes"
             refuse_full(error, f"rank {self.rank or 0}'s file in {self.path}", needed, self.path)
             raise
+        if self._staged is not None:
+            self._staging, self._staged = [self._staged], None
         future: Future[list[WriteResult]] = Future()
         future.set_result(written)
         return future
 
     def _write(self, name: str, items: list[Any], planner: Any) -> list[WriteResult]:
         with NewFile(Path(self.path) / name) as file:
-            written = [self._put(file, name, item, planner) for item in items]
+            if self._at_rest:
+                records = ItemRecords(planner, self._compress).of(items)
+                written = [self._put_pieces(file, name, item, next(records)) for item in items]
+            else:
+                written = [self._put(file, name, item, planner) for item in items]
             file.write(end_of(name))
             file.sync()
             sync_folder(self.path)
@@ -97,6 +116,16 @@ class CheckpointWriter(FileSystemWriter):
             if data.untyped_storage().nbytes() != data.nbytes:
                 data = data.clone()  # torch.save writes the whole storage of a view
             file.put(data)
+        return self._written(file, name, item, begin)
+
+    def _put_pieces(self, file: NewFile, name: str, item: Any, pieces: list[Any]) -> WriteResult:
+        begin, file.crc32 = file.size, 0
+        for piece in pieces:
+            file.write(piece)
+        file.check()
+        return self._written(file, name, item, begin)
+
+    def _written(self, file: NewFile, name: str, item: Any, begin: int) -> WriteResult:
         info = _StorageInfo(name, begin, file.size - begin)
         setattr(info, folder_metadata.CHECKSUM, file.crc32)
         return WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
@@ -123,12 +152,11 @@ class CheckpointWriter(FileSystemWriter):
             self._begun = None
 
     def stage(self, state_dict: Any) -> Any:
-        """Copies state as it is stored, which is less than what will be written."""
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        try:
-            return stager.stage(state_dict)
-        finally:
-            stager.close()
+        """Copies state as it is stored, which is less than what will be written. A writer that saves again, to another
+        checkpoint_id, uses the memory of its last copy, if that was written."""
+        buffers = self._staging.pop() if self._staging else Buffers()
+        self._staged = buffers
+        return buffers.take(state_dict)
 
 
 def _withdraw(folder: Path, save_id: str, process: int) -> None:

@@ -10,7 +10,6 @@ import zlib
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
 from torch_ext.checkpoint import folder_items, folder_metadata
+from torch_ext.checkpoint.item_tensors import ItemTensors
 from torch_ext.optim.state import missing_keys
 
 _TRIES = 20  # to find the files of a checkpoint that other saves replace meanwhile
@@ -81,6 +81,7 @@ class CheckpointReader(FileSystemReader):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         missing_keys.patch_planner()
         missing_keys.allow_missing(metadata)
+        self._tensors = ItemTensors(metadata, self._item_stream)
         save_id = getattr(metadata.storage_meta, "save_id", None)
         for name, items in _files_of(metadata).items():
             folder_items.refuse_file(Path(self.path) / name, items, save_id)
@@ -124,16 +125,24 @@ class CheckpointReader(FileSystemReader):
             index = item.storage_index
             if index in self._checked:
                 continue
-            if index not in self.storage_data:
-                raise ValueError(f"{self.path}: .metadata does not say where {index.fqn!r} is, from {index.offset} on")
-            info, found = self.storage_data[index], None
-            file, stream = self._stream(info.relative_path)
-            if self.check:
-                folder_items.refuse_item(stream, file, index.fqn, info)
-            if item.type == LoadItemType.BYTE_IO:
-                found = self._slice(item, stream).read(-1)
-                found = folder_items.without_code(found, file, index.fqn) if self.weights_only else found
-            self._checked[index] = found
+            is_bytes = item.type == LoadItemType.BYTE_IO
+            self._checked[index] = self._check_item(index, is_bytes)
+            for weight in [] if is_bytes else self._tensors.weights_of(index):
+                if weight not in self._checked:
+                    self._checked[weight] = self._check_item(weight, False)
+
+    def _check_item(self, index: Any, is_bytes: bool) -> bytes | None:
+        """The bytes of one that is no tensor."""
+        if index not in self.storage_data:
+            raise ValueError(f"{self.path}: .metadata does not say where {index.fqn!r} is, from {index.offset} on")
+        info = self.storage_data[index]
+        file, stream = self._stream(info.relative_path)
+        if self.check:
+            folder_items.refuse_item(stream, file, index.fqn, info)
+        if not is_bytes:
+            return None
+        found: bytes = self._slice(index, stream).read(-1)
+        return folder_items.without_code(found, file, index.fqn) if self.weights_only else found
 
     def _read(self, item: Any, planner: Any) -> None:
         index = item.storage_index
@@ -141,27 +150,29 @@ class CheckpointReader(FileSystemReader):
         if found is not None:
             planner.load_bytes(item, io.BytesIO(found))
             return
-        file, stream = self._stream(self.storage_data[index].relative_path)
-        try:
-            tensor = torch.load(self._slice(item, stream), map_location="cpu", weights_only=True)
-            tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-        except (OSError, MemoryError):
-            raise
-        except Exception as error:  # for data that is no tensor's, torch raises any kind of error
-            raise ValueError(f"{file}: {index.fqn!r} cannot be read ({error})") from error
         target = planner.resolve_tensor(item).detach()
+        if self._tensors.assigned(index, target):
+            planner.commit_tensor(item, target)
+            return
+        tensor = narrow_tensor_by_index(self._tensors.read(index), item.storage_offsets, item.lengths)
         if target.size() != tensor.size():
+            file = Path(self.path) / self.storage_data[index].relative_path
             raise ValueError(f"{file}: {index.fqn!r} is {tuple(tensor.size())}, and not {tuple(target.size())}")
         target.copy_(tensor)
         planner.commit_tensor(item, target)
 
-    def _slice(self, item: Any, stream: IO[bytes]) -> Any:
+    def _item_stream(self, index: Any) -> tuple[Path, IO[bytes]]:
+        file, stream = self._stream(self.storage_data[index].relative_path)
+        return file, self._slice(index, stream)
+
+    def _slice(self, index: Any, stream: IO[bytes]) -> Any:
         """A stream of the item's bytes alone."""
-        info = self.storage_data[item.storage_index]
+        info = self.storage_data[index]
         view: Any = io.BufferedReader(folder_items.FileSlice(stream, info.offset, info.length))
         if not info.transform_descriptors:
             return view
-        transformed = self.transforms.transform_load_stream(item, info.transform_descriptors, view)
+        read_item: Any = None  # torch does not use it
+        transformed = self.transforms.transform_load_stream(read_item, info.transform_descriptors, view)
         return transformed if transformed.seekable() else io.BytesIO(transformed.read(-1))
 
     def _stream(self, name: str) -> tuple[Path, IO[bytes]]:

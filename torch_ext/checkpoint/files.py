@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
+from torch_ext.checkpoint import at_rest_file
 from torch_ext.checkpoint.archive import damaged_record, summary
 from torch_ext.checkpoint.new_file import STALE, NewFile, refuse_full, sync_folder
 
 _UNFINISHED = ".unfinished"
 
 
-def save(obj: Any, path: str | os.PathLike[str]) -> None:
+FORMS = ("logical", "at_rest")
+
+
+def save(obj: Any, path: str | os.PathLike[str], *, states: str = "logical", compress: bool = True) -> None:
     """torch.save of `obj`, and `path` is at every moment either the file that was there before or all of the new one.
 
     Written beside it (`.NAME.*.unfinished`), synced, and renamed. What a process that was killed left there is removed
@@ -27,11 +31,21 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     or a FIFO is written as it is. Other hard links keep the former file. One process saves to a path: under strategies
     optim and optim_grads, rank 0 what consolidate_state_dict(to=0) returned.
 
+    states: how tensors are written.
+        "logical": as torch.optim has them; torch.load reads the file.
+        "at_rest": every bit as it is stored: moments in their codes and scales, an fp32 master as the 16 bits that its
+            bf16 weight in `obj` lacks. `torch_ext.load` reads it, and returns the same as of a logical one.
+    compress: entropy-codes what is at rest, without loss: bf16 weights take 1.32 bytes, say. A logical file is
+        never compressed.
+
     OSError, with what was needed and what is free, where the disk is full; as open() where there is no such folder, or
     the path is a folder or may not be written to.
     """
+    refuse_form(states)
     path = os.path.realpath(os.fsdecode(path))
     former = _former(path)
+    if states == "at_rest":
+        obj = at_rest_file.pack(obj, compress)
     if former is not None and not stat.S_ISREG(former.st_mode):
         with open(path, "wb") as there:
             torch.save(obj, there)
@@ -49,6 +63,11 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
         refuse_full(error, path, f"{file.size} bytes beside the former file", folder)
         raise
     sync_folder(folder)
+
+
+def refuse_form(states: str) -> None:
+    if states not in FORMS:
+        raise ValueError(f"states is {states!r}; {' and '.join(map(repr, FORMS))} are legal")
 
 
 def _former(path: str) -> os.stat_result | None:
@@ -130,8 +149,9 @@ def _remove_if_abandoned(other: str, mine: str) -> None:
 
 
 def load(path: str | os.PathLike[str], *, map_location: Any = None, mmap: bool = False, check: bool = True) -> Any:
-    """torch.load of the tensors and plain values (weights_only=True) in the file `path`. ValueError, naming it,
-    where it is truncated, damaged or no checkpoint; FileNotFoundError where there is none.
+    """torch.load of the tensors and plain values (weights_only=True) in the file `path`, which may have its states at
+    rest. ValueError, naming it, and the tensor where one is damaged, where it is truncated, damaged or no checkpoint;
+    FileNotFoundError where there is none.
 
     map_location, mmap: torch.load's.
     check: reads the file once before, and compares its checksums, which torch writes and does not look at.
@@ -141,8 +161,9 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, mmap: bool =
         if check:
             with open(path, "rb") as file:
                 if (damaged := damaged_record(file)) is not None:
-                    raise ValueError(f"its record {damaged!r} has another checksum")
-        return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+                    raise ValueError(f"its record {damaged!r}{_tensor_in(path, damaged)} has another checksum")
+        loaded = torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+        return at_rest_file.unpack(loaded) if at_rest_file.is_packed(loaded) else loaded
     except (OSError, MemoryError):
         raise
     except Exception as error:  # for data that is not torch.save's, torch raises any kind of error
@@ -150,3 +171,13 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, mmap: bool =
             f"{path} ({os.path.getsize(path)} bytes) is no checkpoint that can be loaded: truncated, damaged, or not "
             f"saved by torch.save ({summary(error)})"
         ) from error
+
+
+def _tensor_in(path: str, damaged: str) -> str:
+    """For messages: the place in the object of the tensor that a record of its archive holds, where it can be read."""
+    number = damaged.rpartition("/data/")[2]
+    try:
+        names = at_rest_file.names_of(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+        return f", of {names[int(number)]!r},"
+    except Exception:  # of a damaged file, torch raises any kind of error
+        return ""

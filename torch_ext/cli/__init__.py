@@ -1,1 +1,1 @@
-"""python -m torch_ext: info, plan and doctor."""
+"""python -m torch_ext: info, plan, doctor and checkpoint."""

@@ -23,6 +23,7 @@ from torch_ext.policy.policy import Policy
 
 _FULL = "optim_grads_params"
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_EMA_DTYPES: dict[str, Any] = {"bf16": torch.bfloat16, "24bit": "24bit", "fp32": torch.float32}
 _TENSORS = 256  # that a bare number of parameters is thought to be in
 
 
@@ -76,6 +77,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="parameters that keep fp32 moments: names of them or of modules around them, or patterns ('*norm*')",
+    )
+    parser.add_argument(
+        "--ema-dtype",
+        choices=_EMA_DTYPES,
+        help="with an average of the weights (ema_decay): what it is stored in",
+    )
+    parser.add_argument(
+        "--publisher",
+        nargs="?",
+        const="bits",
+        choices=("bits", "exact"),
+        help="with a WeightPublisher of the weights that are trained; exact: made with exact=True",
     )
     parser.add_argument(
         "--override",
@@ -209,7 +222,9 @@ def _of_model(options: argparse.Namespace) -> _Asked:
 
 # -- the table ----------------------------------------------------------------------------------------------------
 
-_COLUMNS = ("parameters", "gradients", "masters", "moments", "scales, steps", "total", "transient", "peak")
+_COLUMNS = ("parameters", "gradients", "masters", "moments", "scales, steps")
+_ASKED = {"averages": "emas", "publisher": "changes"}  # columns that are there where one was asked for: parts of a plan
+_SUMS = ("total", "transient", "peak")
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -231,6 +246,9 @@ def _text(options: argparse.Namespace) -> str:
         frozen_bytes=asked.frozen_bytes,
         slots=options.slots,
         keep_32bit=options.keep_32bit,
+        ema_dtype=_EMA_DTYPES.get(options.ema_dtype),
+        publisher=options.publisher is not None,
+        exact=options.publisher == "exact",
     )
     notes = _notes(asked, plans, options.slots)
     return "\n".join([*_facts(asked, policy, layout), "", *_table(plans), "", *notes])
@@ -255,9 +273,11 @@ def _plural(count: int, noun: str) -> str:
 
 def _table(plans: Sequence[MemoryPlan]) -> list[str]:
     unit, size = _unit_of(max(plan.peak for plan in plans))
-    rows: list[tuple[str, ...]] = [(unit, *_COLUMNS)]
+    asked = {column: part for column, part in _ASKED.items() if any(getattr(plan, part) for plan in plans)}
+    rows: list[tuple[str, ...]] = [(unit, *_COLUMNS, *asked, *_SUMS)]
     for p in plans:
-        cells = (p.params, p.grads, p.masters, p.moments, p.scales + p.steps, p.total, p.transient, p.peak)
+        kept = (p.params, p.grads, p.masters, p.moments, p.scales + p.steps)
+        cells = (*kept, *(getattr(p, part) for part in asked.values()), p.total, p.transient, p.peak)
         rows.append((p.strategy, *(f"{cell / size:.2f}" for cell in cells)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

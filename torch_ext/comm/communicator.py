@@ -93,8 +93,6 @@ class Communicator(abc.ABC):
     compresses = False
     """Whether bf16 messages are sent compressed (`compression`). The same on every rank; set by the caller, while
     nothing is under way."""
-    messages = disordered = 0
-    """Messages to be compressed so far, and those of them that compression did not make shorter."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group

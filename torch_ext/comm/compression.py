@@ -6,14 +6,14 @@ follows uncompressed (`rest`). Both ends agree on compression beforehand (`Commu
 
 import ctypes
 import functools
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from torch_ext.native import constants, library
+from torch_ext.native import library
 from torch_ext.native.adamw_args import TensorArgument, argument
+from torch_ext.policy import policy_struct
 from torch_ext.policy.policy import Policy
 
 _LEAST = 4096  # elements; what is shorter takes as long as an empty message
@@ -56,22 +56,16 @@ def end_of(values: Tensor, rest: int) -> Tensor:
     return whole[whole.numel() - rest :]
 
 
-def is_certain(policy: Policy) -> bool:
-    """Whether messages are compressed whatever the wire's speed is."""
-    return bool(policy.grad_comm_compression == "on")
-
-
-def limit(policy: Policy) -> float:
-    """Messages are compressed where the wire carries less than so many Gbit/s: 0 is never, inf always."""
-    return _LIMITS[policy.grad_comm_compression]
-
-
-_LIMITS = {"auto": constants.COMPRESS_BELOW_MBPS / 1000, "off": 0.0, "on": math.inf}
+def decided(policy: Policy, link_gbps: float | None) -> bool:
+    """Whether messages are compressed over links that carry so many Gbit/s; None: that is not known."""
+    choices = next(row.choices for row in policy_struct.rows() if row.name == "grad_comm_compression")
+    compresses = library.function("tx_compresses", ctypes.c_int32, ctypes.c_double, restype=ctypes.c_int32, brief=True)
+    return bool(compresses(choices.index(policy.grad_comm_compression), link_gbps or 0.0))
 
 
 def refuse(policy: Policy, possible: bool) -> None:
     """ValueError where compression is certain and not possible."""
-    if is_certain(policy) and not possible:
+    if policy.grad_comm_compression == "on" and not possible:
         raise ValueError(
             "grad_comm_compression='on': messages are compressed on the host, over gloo; 'auto' and 'off' are legal "
             "here, and mean no compression"

@@ -183,8 +183,6 @@ class PeerMessages(Communicator):
             yield PendingSend(message, group_calls.send(message.bytes, self.group, peer, tag))
             with self._lock:
                 self.bytes_sent += rest
-                self.messages += 1
-                self.disordered += rest > 0
             if rest:
                 yield group_calls.send(compression.end_of(wire.data, rest), self.group, peer, tag)
 

@@ -75,6 +75,12 @@ def broadcast(tensor: Tensor, group: Any, label: str) -> None:
     _finished(dist.broadcast, group, label, tensor, group_src=0)
 
 
+def broadcast_from(tensor: Tensor, sender: int, group: Any, label: str) -> Call:
+    """sender: a rank in the group."""
+    with translated(group, label):
+        return Call(dist.broadcast(tensor, group=group, group_src=sender, async_op=True), group, label)
+
+
 def all_gather(into: list[Tensor], own: Tensor, group: Any, label: str) -> Call:
     return _started(dist.all_gather, group, label, into, own)
 
@@ -83,8 +89,12 @@ def all_gather_into_tensor(into: Tensor, own: Tensor, group: Any, label: str) ->
     return _started(dist.all_gather_into_tensor, group, label, into, own)
 
 
-def all_to_all_single(into: Tensor, sent: Tensor, group: Any, label: str) -> Call:
-    return _started(dist.all_to_all_single, group, label, into, sent)
+def all_to_all_single(
+    into: Tensor, sent: Tensor, group: Any, label: str, sizes: tuple[list[int], list[int]] | None = None
+) -> Call:
+    """sizes: how many elements of `into` come from each rank, and how many of `sent` go to each; None: equal parts."""
+    of_into, of_sent = (None, None) if sizes is None else sizes
+    return _started(dist.all_to_all_single, group, label, into, sent, of_into, of_sent)
 
 
 def new_group(ranks: Iterable[int], timeout: datetime.timedelta, beside: Any, label: str) -> Any:

@@ -58,12 +58,16 @@ class AdamWArguments(library.Struct):
         setattr(self, name, ctypes.addressof(array) if wanted else None)
 
     def point_states(self, rows: Sequence[Sequence[Tensor | None]]) -> None:
-        """The state of each parameter, in the order of a row of `slices` of adamw_flat_."""
-        for name, tensors in zip(_STATES, zip(*rows, strict=True), strict=True):
+        """The state of each parameter, in the order of a row of `slices` of adamw_flat_, whose last columns may be left
+        out."""
+        for name, tensors in zip(_STATES, zip(*rows, strict=True), strict=False):
             self.point(name, tensors)
 
 
-_STATES = ("exp_avgs", "exp_avg_sqs", "masters", "scales", "steps", "checksums")
+_STATES = (
+    *("exp_avgs", "exp_avg_sqs", "masters", "scales", "steps", "checksums"),
+    *("changed", "moved", "distances", "emas", "healths", "ema_lows"),
+)
 
 
 @functools.cache

@@ -23,11 +23,12 @@ def refuse(
     on_external_write: str,
     stateless: bool,
     offloaded: bool,
+    measures: bool,
     grad_scale: Any,
 ) -> None:
     """RuntimeError for a value that replays would keep though it is meant to change (an lr that is a number, any other
     hyper-parameter that is a tensor), and for what waits for the device. stateless: there is no state yet. offloaded:
-    some of it is on the host."""
+    some of it is on the host. measures: the step was asked to."""
     begin = "the step is being captured into a CUDA graph, and "
     if stateless:
         raise RuntimeError(
@@ -35,6 +36,11 @@ def refuse(
         )
     if offloaded:
         raise RuntimeError(f"{begin}part of it runs on the host; offload_fraction=0 is legal there")
+    if measures:
+        raise RuntimeError(
+            f"{begin}measure_health() is for one step, while every replay would add its own: take the measured step "
+            "without the graph"
+        )
     if on_external_write == "error":
         raise RuntimeError(
             f"{begin}on_external_write='error' waits for the device; 'resync' and 'ignore' are legal there"

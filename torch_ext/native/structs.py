@@ -40,6 +40,9 @@ _TYPES: dict[str, Any] = {
 }
 """By the words of tx_struct_field; pointers that are not here and are to no mirror are addresses."""
 
+_ELEMENTS: dict[str, Any] = {"char[]": ctypes.c_char, "uint64[]": ctypes.c_uint64}
+"""Of arrays."""
+
 _MIRRORS: dict[str, type[library.Struct]] = {}
 
 
@@ -78,8 +81,9 @@ def mirror(c_name: str, *, addresses: bool = False, **functions: Any) -> Callabl
 
 def _type_of(field: _Field, addresses: bool) -> Any:
     name = field.type.decode()
-    if name == "char[]":
-        return ctypes.c_char * field.bytes
+    if name.endswith("[]"):
+        element = _ELEMENTS[name]
+        return element * (field.bytes // ctypes.sizeof(element))
     if addresses and name.endswith("*"):
         return ctypes.c_void_p
     if (pointee := _MIRRORS.get(name.removesuffix(" *"))) is not None:

@@ -219,6 +219,7 @@ class OffloadPlan:
         if "params" in self._kinds:  # a graph that has kept a weight for its backward is refused by autograd
             plain = [p for p in self._params if not local_shard.is_dtensor(p) and not p.is_inference()]
             torch.autograd.graph.increment_version(plain)
+        self._tell_weights_moved(away=True)
 
     def finish_onload(self) -> None:
         """The memory has its content again: it may be used."""
@@ -228,6 +229,11 @@ class OffloadPlan:
         if "grads" in self._kinds:
             for reducer in self._reducers:
                 torch.autograd.graph.increment_version(reducer.gradient_memory())
+        self._tell_weights_moved(away=False)
+
+    def _tell_weights_moved(self, away: bool) -> None:
+        if "params" in self._kinds and isinstance(self._optimizer, Adam):
+            self._optimizer.weights_moved(self._params, away)
 
 
 def _models_of(model: Models) -> list[nn.Module]:

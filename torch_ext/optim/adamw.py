@@ -10,8 +10,9 @@ from torch import Tensor
 
 from torch_ext.native.untraced import untraced
 from torch_ext.optim import arguments, master_sync
-from torch_ext.optim.optimizer_base import OptimizerBase
+from torch_ext.optim.health import MeasuringOptimizer
 from torch_ext.optim.state import save
+from torch_ext.optim.state.averaging import Averaging
 from torch_ext.params import hyper_parameters, param_groups, reducer_registry
 from torch_ext.params.hyper_parameters import BETAS, DECAY, EPS, LR, NO_DECAY, start
 from torch_ext.params.keep_32bit import Kept, Selection
@@ -19,7 +20,7 @@ from torch_ext.params.param_groups import Params, of_the_innermost
 from torch_ext.params.policy_choice import PolicyLike, States, policy_for
 
 
-class Adam(OptimizerBase):
+class Adam(MeasuringOptimizer):
     """Adam (Kingma & Ba 2015) with torch.optim.Adam's arguments and state_dict, in the dtypes of a policy.
 
     decoupled_weight_decay: True: AdamW's, whose other arguments these are; only weight_decay is 0 where it is not said.
@@ -51,6 +52,10 @@ class Adam(OptimizerBase):
         skip_nonfinite: bool = False,
         on_external_write: str = "resync",
         offload_fraction: float = 0.0,
+        step_in_backward: bool = False,
+        ema_decay: float | None = None,
+        ema_dtype: torch.dtype | str = torch.bfloat16,
+        ema_every: int = 1,
     ) -> None:
         params = param_groups.taken(params)
         policy = policy_for(params, policy, states, min_8bit_size)
@@ -73,7 +78,10 @@ class Adam(OptimizerBase):
             "seed": seed,
         }
         kept = Selection(keep_32bit, "keep_32bit")
-        super().__init__(params, defaults, policy, skip_nonfinite, on_external_write, offload_fraction, kept)
+        self.averaging = Averaging.of(ema_decay, ema_dtype, ema_every)
+        super().__init__(
+            params, defaults, policy, skip_nonfinite, on_external_write, offload_fraction, kept, step_in_backward
+        )
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -84,7 +92,9 @@ class Adam(OptimizerBase):
         Parameters without a gradient are left alone. Raises RuntimeError where a gradient or a parameter is not what
         the operator takes, naming it; nothing has been written then.
         """
-        loss = None
+        loss, release = None, self._release
+        if release is not None:
+            release.refuse_step(closure)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -92,7 +102,9 @@ class Adam(OptimizerBase):
                 owner.before_step()
         self._masters_may_change("step()")
         with torch.no_grad():
-            self._stepper.step()
+            self._stepper.step(released=release is not None and release.stepped)
+        if release is not None:
+            release.finish()
         return loss
 
     @of_the_innermost
@@ -100,6 +112,8 @@ class Adam(OptimizerBase):
         """As torch's, shards of gradients included. A clip coefficient that no step has applied is forgotten."""
         self._stepper.drop_gradients()
         super().zero_grad(set_to_none)
+        if self._release is not None:
+            self._release.finish()
 
     def skipped_steps(self) -> int:
         """Steps left out because a gradient was not finite, since the optimizer was made. Waits for the device."""
@@ -116,7 +130,7 @@ class Adam(OptimizerBase):
     @property
     def unscales_in_step(self) -> bool:
         """Whether policy.grad_scaler() leaves gradients as they are until the step; not with fused=False."""
-        return self.defaults["fused"] is not False
+        return self.defaults.get("fused") is not False
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -124,7 +138,9 @@ class Adam(OptimizerBase):
 
         As of torch's optimizers with fused=True. And where its unscale_ refuses to: of gradients in fp16.
         """
-        fused = self.defaults["fused"]
+        if self._release is not None:
+            return True  # so that step() is asked, and refuses
+        fused = self.defaults.get("fused")
         if fused is not None:
             return bool(fused)
         trained = [p for p in self._states.everyone() if p.requires_grad]
@@ -133,10 +149,6 @@ class Adam(OptimizerBase):
     def _present_grads(self) -> list[Tensor]:
         """The gradients that a step would read now."""
         return [g for g in self.current_shards(self._states.everyone()).grads() if g is not None]
-
-    def stepped_in_backward(self) -> bool:
-        """Whether something was stepped in backward, and step() is still to come."""
-        return self._stepper.stepped_in_backward()
 
     # -- masters ------------------------------------------------------------------------------------------------------
 
@@ -178,11 +190,11 @@ class Adam(OptimizerBase):
         """
         self._masters_may_change("master_weights()")
         with torch.no_grad(), master_sync.opened(self._states, self._stepper) as masters:
-            self._open = True
+            self._open = "master_weights(): parameters are their masters there"
             try:
                 yield masters
             finally:
-                self._open = False
+                self._open = ""
 
     @untraced
     @of_the_innermost
@@ -193,10 +205,6 @@ class Adam(OptimizerBase):
         be read, not written.
         """
         return save.masters(self, self._logical_state_dict("master_state_dict()"))
-
-    def _masters_may_change(self, doing: str) -> None:
-        self._refuse_open(doing)
-        self._consolidated = None
 
 
 class AdamW(Adam):
@@ -264,7 +272,23 @@ class AdamW(Adam):
         Whole parameters, or this rank's parts of them: the largest first, as long as they fit, so that the share is off
         by half of the smallest one left out at most; 0 and 1 are exact. The weights, and everything this optimizer
         returns and takes, are the same for every fraction; what lies on the host is not in `opt.state`, which has its
-        step only. With step_in_backward buckets of which a part is on the host are left to step().
+        step only. Where a policy steps buckets in backward, those of which a part is on the host are left to step().
+    step_in_backward: True: a parameter is stepped as soon as its gradient is ready, within backward, and the gradient
+        is freed (gradient release): no more gradients exist at a time than the largest ones. step() then steps what is
+        left, and counts as the step for schedulers; the weights are the same, bit for bit. What needs all gradients
+        before the first is stepped is refused: clipping, a loss scale, skip_nonfinite, closures, and a second backward
+        before step() or zero_grad(); offload_fraction as well. After a backward that raised, step() and the next
+        backward say which parameters were stepped: load a checkpoint, or call zero_grad() to keep that and go on.
+        Where a model is parallelized its policy decides (override_ddp_config={"step_in_backward": True}), and
+        contradicting it is refused.
+    ema_decay: in [0, 1): keeps an average of the masters (of fp32 weights: of these), which each step moves towards
+        them by 1 - ema_decay of what is missing, in the same pass. None: there is none. It begins as what the first
+        step makes of the weights, as torch.optim.swa_utils.AveragedModel's. `ema_weights()` swaps it into the model,
+        `ema_state_dict()` hands it out; it is in state_dict() as "ema_param". For parameters on the CPU, or stepped
+        there (offload_fraction).
+    ema_dtype: torch.bfloat16, rounded by dithering; "24bit": with 8 more bits; or torch.float32. 2, 3 or 4 bytes per
+        parameter.
+    ema_every: only every so many steps, with ema_decay as it is.
     """
 
     _decoupled = True

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torch_ext.native import ops
 from torch_ext.optim.state import param_form
+from torch_ext.optim.state.averaging import Averaging
 from torch_ext.optim.state.param_state import AllGatherTarget, ParamState, named, refuse_grad
 from torch_ext.optim.state.write_check import FixedMemory
 from torch_ext.params.param_groups import HyperparameterTable
@@ -37,10 +38,12 @@ class DeviceStep:
         grads: Sequence[Tensor],
         gathers: Sequence[AllGatherTarget],
         order: Sequence[AllGatherTarget],
+        averaging: Averaging,
     ) -> None:
         """grads, gathers: of each member. order: of all gathers, some of which may have no member here."""
         self.members = members
-        stepped = [m.weight for m in members]
+        self._stepped = stepped = [m.weight for m in members]
+        self._averaging = averaging.decay, averaging.every
         self._layouts = list(map(dense.dense_or_empty, stepped))
         self._copied = [(w, layout) for w, layout in zip(stepped, self._layouts, strict=True) if layout is not w]
         self.weights = list(map(dense.flat, self._layouts))
@@ -60,6 +63,7 @@ class DeviceStep:
         self, slices: Tensor, meta: Tensor, gathers: Sequence[AllGatherTarget], order: Sequence[AllGatherTarget]
     ) -> list[StepBatch]:
         """One for each bucket that is gathered after its step, so that gathers overlap with the steps of later ones."""
+        self._slices, self._meta = slices, meta
         if all(gather is None for gather in order):
             return [StepBatch(None, self.weights, slices, meta, None, param_form.signature(self.weights))]
         rows: dict[AllGatherTarget, list[int]] = {gather: [] for gather in order}
@@ -67,13 +71,12 @@ class DeviceStep:
             rows[gather].append(i)
         # What nobody gathers is the first of `order`: it may be refused and stepped again when it has been laid out
         # anew, which is too late once a bucket is being gathered.
-        batches = []
-        for gather, chosen in rows.items():
-            weights = [self.weights[i] for i in chosen]
-            batches.append(
-                StepBatch(chosen, weights, slices[chosen], meta[chosen], gather, param_form.signature(weights))
-            )
-        return batches
+        return [self.batch_of(chosen, gather) for gather, chosen in rows.items()]
+
+    def batch_of(self, rows: list[int], gather: AllGatherTarget = None) -> StepBatch:
+        """Some members. gather: see StepBatch."""
+        weights = [self.weights[i] for i in rows]
+        return StepBatch(rows, weights, self._slices[rows], self._meta[rows], gather, param_form.signature(weights))
 
     def load_copies(self) -> None:
         """Of weights that aren't dense: they are stepped as contiguous copies."""
@@ -93,6 +96,15 @@ class DeviceStep:
             refuse_grad(member, grad)
         return list(map(dense.in_order_of, self._layouts, grads))
 
+    def in_place(self, row: int) -> bool:
+        """Whether the member is stepped where it is, not as a copy."""
+        return self._layouts[row] is self._stepped[row]
+
+    def laid_out(self, row: int, grad: Tensor) -> Tensor:
+        """A gradient of the member in the memory order of what it steps. RuntimeError where it does not fit."""
+        refuse_grad(self.members[row], grad)
+        return dense.in_order_of(self._layouts[row], grad)
+
     def run(
         self,
         batch: StepBatch,
@@ -110,19 +122,26 @@ class DeviceStep:
         fixed = (self._states, batch.slices, hyper.lrs, hyper.groups, batch.meta)
         try:
             ops.call_unversioned(
-                "adamw_flat_", batch.weights, grads, *fixed, *scalars, *hyper.shared, external, batch.signature
+                "adamw_flat_",
+                *(batch.weights, grads, *fixed, *scalars, *hyper.shared, external, batch.signature),
+                *self._averaging,
             )
         except RuntimeError as refusal:
             rows = range(len(self.members)) if batch.rows is None else batch.rows
             raise RuntimeError(named(str(refusal), [self.members[i].name for i in rows])) from None
 
 
+_LEAST_COLUMNS = 6  # of `slices`, as every step has them
+
+
 def memories(rows: list[list[Tensor | None]]) -> tuple[list[Tensor], Tensor]:
-    """Whole memories, each once, and where in them the (dense) tensors of each row lie: int64 [rows, 3 each]."""
+    """Whole memories, each once, and where in them the (dense) tensors of each row lie: int64 [rows, 3 each]. Columns
+    at the end that no row has are left out."""
     found: list[Tensor] = []
     known: dict[tuple[int, torch.dtype], int] = {}
     slices: list[list[int]] = []
-    for row in rows:
+    columns = max((i + 1 for row in rows for i, t in enumerate(row) if t is not None), default=0)
+    for row in (row[: max(columns, _LEAST_COLUMNS)] for row in rows):
         slices.append([])
         for t in row:
             if t is None or t.numel() == 0:

@@ -1,6 +1,7 @@
 """Gradients as the step will read them: their norm, the coefficient that clips them, the scale of the loss."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ class GradScaling:
 
     def __init__(self, states: OptimizerStates, in_backward: StepInBackward) -> None:
         self._states, self._in_backward = states, in_backward
+        self.refuse_clipping: Callable[[], None] | None = None
+        """RuntimeError, where gradients are stepped before they can be clipped."""
         self.clipping: Clipping | None = None
         self.clipped_in_place = False
         """By torch's functions, since the last step or zero_grad."""
@@ -36,6 +39,8 @@ class GradScaling:
         return self._states.groups
 
     def gradients_were_clipped(self) -> None:
+        if self.refuse_clipping is not None:
+            self.refuse_clipping()
         self.clipped_in_place = True
 
     # -- what torch.amp.GradScaler sets on the optimizer for one step
@@ -74,6 +79,8 @@ class GradScaling:
     def clip(self, max_norm: float) -> Clipping:
         """Measures the gradients; the next step multiplies by the coefficient. `torch_ext.clip_grad_norm_` calls it."""
         self._in_backward.refuse_clipping()
+        if self.refuse_clipping is not None:
+            self.refuse_clipping()
         everyone = self._states.everyone()
         for owner in reducer_registry.owners_of(everyone):
             owner.before_step()

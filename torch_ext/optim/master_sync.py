@@ -27,7 +27,7 @@ def resync(states: OptimizerStates, stepper: Stepper, force: bool) -> int:
     members = states.members(everyone, having) if stepped is None else stepped
     changed = int(masters.resync(members, force).sum())
     if plan is None or stepped is None:
-        _mark_synced(states, stepper, members)
+        mark_synced(states, stepper, members)
     else:
         plan.mark_synced(masters=True)
     return changed
@@ -42,7 +42,7 @@ def seed(states: OptimizerStates, stepper: Stepper, state_dict: Mapping[str, Any
     ]
     members = states.members(everyone, having)
     changed = master_weights.seed(members, _keys(states, having), state_dict)
-    _mark_synced(states, stepper, members)
+    mark_synced(states, stepper, members)
     return changed
 
 
@@ -58,14 +58,14 @@ def opened(states: OptimizerStates, stepper: Stepper) -> Iterator[dict[str | int
         with master_weights.opened(members, _keys(states, trained)) as found:
             yield found
     finally:
-        _mark_synced(states, stepper, with_master)
+        mark_synced(states, stepper, with_master)
 
 
 def _keys(states: OptimizerStates, wanted: list[bool]) -> list[str | int]:
     return [key for key, want in zip(param_groups.keys(states.groups), wanted, strict=True) if want]
 
 
-def _mark_synced(states: OptimizerStates, stepper: Stepper, members: list[ParamState]) -> None:
+def mark_synced(states: OptimizerStates, stepper: Stepper, members: list[ParamState]) -> None:
     """Their masters round to their weights."""
     stepper.drop_plan()
     states.synced.update({m.param: SyncedVersion.of(m) for m in members if m.kinds.master == "master_param"})

@@ -1,7 +1,7 @@
 """What is trained: parameters and their groups, where this rank's parts of them lie, and their stored state."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -9,8 +9,11 @@ from torch import Tensor
 
 from torch_ext.optim.cpu_offload.host_states import HostStates
 from torch_ext.optim.state import access, agreement, codec, param_form
+from torch_ext.optim.state.averaging import Averaging
+from torch_ext.optim.state.measurement import Measurement
 from torch_ext.optim.state.param_state import ParamState
-from torch_ext.optim.state.state_dtypes import StateDtypes
+from torch_ext.optim.state.state_dtypes import StateDtypes, first_moment
+from torch_ext.optim.state.weight_changes import Watcher, WeightChanges
 from torch_ext.optim.state.write_check import SyncedVersion
 from torch_ext.params import hyper_parameters, local_shard, param_groups, shard_map
 from torch_ext.policy.policy import Policy
@@ -26,6 +29,12 @@ class Settings(Protocol):
     param_groups: list[dict[str, Any]]
     state: Any
     compared_ranks: bool
+    averaging: Averaging
+
+    @property
+    def adamw_groups(self) -> list[dict[str, Any]]:
+        """The groups as AdamW's: with its hyper-parameters."""
+        ...
 
 
 class OptimizerStates:
@@ -41,6 +50,12 @@ class OptimizerStates:
         others (which skip the same step once more). int64 [2, 2], beside the parameters."""
         self.synced: dict[Tensor, SyncedVersion] = {}
         """Of fp32 masters: what is known without the plan of the last step, which knows better."""
+        self.changes: WeightChanges | None = None
+        """What steps say of the weights that they change, where somebody publishes these."""
+        self.measurement: Measurement | None = None
+        """Of the next step, where it is to measure itself."""
+        self.measured: Measurement | None = None
+        """Of the last step that did."""
         self._forms = forms  # of the parameters that have state
         self._shards: shard_map.ShardMap | None = None
 
@@ -57,6 +72,12 @@ class OptimizerStates:
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
         return self.optimizer.state
+
+    @property
+    def watcher(self) -> Watcher | None:
+        """Who publishes the weights."""
+        known = None if self.changes is None else self.changes.watcher
+        return None if known is None else known()
 
     # -- parameters
 
@@ -101,7 +122,7 @@ class OptimizerStates:
 
     def is_made(self, p: Tensor) -> bool:
         """Whether p has more state than its step."""
-        return "exp_avg" in self.at_rest(p)
+        return first_moment(self.at_rest(p)) is not None
 
     def any_made(self) -> bool:
         return any(map(self.is_made, self.everyone()))
@@ -109,12 +130,13 @@ class OptimizerStates:
     def on_host(self, everyone: list[Tensor]) -> list[bool]:
         """Which parameters are stepped on the host."""
         shards, kept = self.current_shards(everyone), param_groups.kept_32bit(self.groups)
+        matrices = param_groups.are_matrices(self.groups)
 
         def size(i: int) -> int:
             p = everyone[i]
             if not p.requires_grad and not self.is_made(p):
                 return 0
-            kinds = StateDtypes.of(self.optimizer.policy, p.dtype, p.numel(), kept[i])
+            kinds = self._kinds(p, kept[i], matrices[i], "")
             return kinds.nbytes(shards.of(i).weight.numel())
 
         return self.host.choose(len(everyone), size)
@@ -123,7 +145,7 @@ class OptimizerStates:
     def members(self, everyone: list[Tensor], wanted: list[bool]) -> list[ParamState]:
         """The wanted parameters, with state that is made where it is missing."""
         names, ids = param_groups.names(self.groups), param_groups.ids(self.groups)
-        kept = param_groups.kept_32bit(self.groups)
+        kept, matrices = param_groups.kept_32bit(self.groups), param_groups.are_matrices(self.groups)
         group_of = [g for g, group in enumerate(self.groups) for _ in group["params"]]
         chosen = [i for i, want in enumerate(wanted) if want]
         shards = self.current_shards(everyone)
@@ -137,33 +159,36 @@ class OptimizerStates:
                 everyone[i],
                 local[i],
                 self.host.entry(self.state, everyone[i], on_host[i]),
-                StateDtypes.of(self.optimizer.policy, everyone[i].dtype, everyone[i].numel(), kept[i]),
+                self._kinds(everyone[i], kept[i], matrices[i], names[i]),
                 ids[i],
                 group_of[i],
                 names[i],
                 on_host[i],
+                self.changes_of(everyone[i], local[i].weight, on_host[i]),
+                self._row(everyone[i], local[i].weight, on_host[i]),
             )
             for i in chosen
         ]
-        for m in self._complete(members):
+        for m in _complete(members):
             if m.kinds.master == "master_param":
                 self.synced[m.param] = SyncedVersion.of(m)
         self.note_forms([m.param for m in members])
         return members
 
-    def _complete(self, members: list[ParamState]) -> list[ParamState]:
-        """Makes what their states lack; returns those that lacked something."""
-        made: list[ParamState] = []
-        for host in (False, True):  # not in one memory, which may leave the device (see offloading/offload.py)
-            missing = [m for m in members if m.host == host and not m.kinds.complete(m.state)]
-            for m, new in zip(missing, codec.make([(m.beside, m.kinds) for m in missing]), strict=True):
-                m.state.update({key: value for key, value in new.items() if key not in m.state})
-            made += missing
-        for m in members:
-            if "step" not in m.state:
-                m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.weight.device)
-            codec.follow_param(m.weight.detach(), m.state, m.kinds, m.name)
-        return made
+    def changes_of(self, p: Tensor, weight: Tensor, host: bool) -> dict[str, Tensor]:
+        """What steps say of this weight, the part of p that this rank steps. host: it is stepped there."""
+        device = torch.device("cpu") if host else weight.device
+        return {} if self.changes is None else self.changes.beside(p, weight.numel(), device)
+
+    def _row(self, p: Tensor, weight: Tensor, host: bool) -> Tensor | None:
+        if self.measurement is None:
+            return None
+        return self.measurement.row(p, torch.device("cpu") if host else weight.device)
+
+    def _kinds(self, p: Tensor, kept: bool, matrix: bool, name: str) -> StateDtypes:
+        optimizer = self.optimizer
+        kinds = StateDtypes.of(optimizer.policy, p.dtype, p.numel(), kept, matrix)
+        return kinds.averaged(optimizer.averaging.dtype, p.dtype, name)
 
     def make_all(self) -> None:
         """The state of everything that is trained, as far as there is none. Moves no weight and no counter."""
@@ -179,6 +204,8 @@ class OptimizerStates:
         for gone in [p for p in self.state if isinstance(p, Tensor) and p not in present]:
             dict.pop(self.state, gone)
         self.host.keep_only(present)
+        if self.changes is not None:
+            self.changes.keep_only(present)
         self.synced = {p: synced for p, synced in self.synced.items() if p in present}
         self._forms = {p: form for p, form in self._forms.items() if p in present}
 
@@ -205,7 +232,7 @@ class OptimizerStates:
     def note_forms(self, params: Iterable[Tensor]) -> None:
         """Their states are right for them as they are now; where a pickle says what they are for, for that."""
         for p in params:
-            moment, form = self.at_rest(p).get("exp_avg"), self._forms.get(p)
+            moment, form = first_moment(self.at_rest(p)), self._forms.get(p)
             if moment is None:
                 self._forms.pop(p, None)
             elif form is not None and form.exp_avg is None:
@@ -214,16 +241,39 @@ class OptimizerStates:
                 self._forms[p] = param_form.form_of(p, moment)
 
 
-def refuse_group(groups: list[dict[str, Any]], group: dict[str, Any], where: str, policy: Policy) -> None:
-    """Raises where the optimizer of these groups, of which this one is new, cannot train it. where: for messages."""
+def _complete(members: list[ParamState]) -> list[ParamState]:
+    """Makes what their states lack; returns those that lacked something."""
+    made: list[ParamState] = []
+    for host in (False, True):  # not in one memory, which may leave the device (see offloading/offload.py)
+        missing = [m for m in members if m.host == host and not m.kinds.complete(m.state)]
+        for m, new in zip(missing, codec.make([(m.beside, m.kinds) for m in missing]), strict=True):
+            m.state.update({key: value for key, value in new.items() if key not in m.state})
+        made += missing
+    for m in members:
+        if "step" not in m.state:
+            m.state["step"] = torch.zeros((), dtype=torch.float32, device=m.weight.device)
+        codec.follow_param(m.weight.detach(), m.state, m.kinds, m.name)
+    return made
+
+
+def refuse_group(
+    groups: list[dict[str, Any]],
+    group: dict[str, Any],
+    where: str,
+    policy: Policy,
+    averaging: Averaging,
+    refuse: Callable[[dict[str, Any], str], None],
+) -> None:
+    """Raises where the optimizer of these groups, of which this one is new, cannot train it. where: for messages.
+    refuse: raises for hyper-parameters that no group of it may have."""
     hyper_parameters.refuse_keys(group, where)
-    hyper_parameters.refuse(group, where)
+    refuse(group, where)
     hyper_parameters.refuse_differing(group, groups[0], where)
     everyone, names = param_groups.everyone(groups), param_groups.names(groups)
     trained = [(p, name) for p, name in zip(everyone, names, strict=True) if p.requires_grad]
     for p, name in trained:
         dense.refuse_param(local_shard.tensor_of(p), name)
-        StateDtypes.of(policy, p.dtype, p.numel(), False)
+        StateDtypes.of(policy, p.dtype, p.numel(), False).averaged(averaging.dtype, p.dtype, name)
     devices = {p.device: name for p, name in trained}
     if len(devices) > 1:
         places = " and ".join(f"{name} on {device}" for device, name in devices.items())

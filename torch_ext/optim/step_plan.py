@@ -22,6 +22,8 @@ from torch_ext.params.shard_map import ShardMap
 
 if TYPE_CHECKING:
     from torch_ext.optim.cpu_offload.host_step import HostPlan
+    from torch_ext.optim.muon.matrix_step import MatrixStep
+    from torch_ext.optim.optimizer_states import Settings
 
 State = dict[Tensor, dict[str, Any]]
 
@@ -39,23 +41,30 @@ class StepPlan:
         host: "HostPlan | None",
         state: State,
         synced: Mapping[Tensor, SyncedVersion],
+        optimizer: "Settings",
     ) -> None:
         """shards: of all parameters. active: which of these take part. members, grads, gathers: of those. host: the
         step of those that are stepped there. state: opt.state. synced: what is known of masters."""
         self._shards, self.active, self.members, self.host = shards, active, members, host
         self.params = [m.param for m in members]
-        own = [not m.host for m in members]
+        own = [not m.host and not m.kinds.matrix for m in members]
+        self._matrices = [m.kinds.matrix for m in members]
+        self.gathered_late = {gather for gather, is_one in zip(gathers, self._matrices, strict=True) if is_one}
+        """Buckets with matrices of Muon's: their weights are gathered when these are stepped, too."""
+        self.matrices = _matrix_step(list(compress(members, self._matrices)), optimizer)
         self.device = DeviceStep(
             list(compress(members, own)),
             list(compress(grads, own)),
             list(compress(gathers, own)),
             gathers_in_order(gathers),
+            optimizer.averaging,
         )
         self.writes = WriteCheck(members, synced)
         self._state, self._values = state, _values_of(state)
         self._forms = [(p.dtype, p.shape) for p in self.params]
         # Of the others the operator sees dtype and shape itself, and refuses what is not contiguous any more.
-        self._unseen = [m.param for m in (*self.device.viewed, *(host.members if host is not None else ()))]
+        others = (*(host.members if host is not None else ()), *compress(members, self._matrices))
+        self._unseen = [m.param for m in (*self.device.viewed, *others)]
         self._unseen_forms = [(p.dtype, p.shape, p.stride()) for p in self._unseen]
 
     def fits(self, shards: ShardMap, active: list[bool], state: State) -> bool:
@@ -66,6 +75,7 @@ class StepPlan:
             and self.device.weight_memory.holds()
             and (not self._unseen or [(p.dtype, p.shape, p.stride()) for p in self._unseen] == self._unseen_forms)
             and (self.host is None or self.host.memory.holds())
+            and (self.matrices is None or self.matrices.memory.holds())
             and (not access.exposed(state) or self._holds(state))
         )
 
@@ -86,8 +96,19 @@ class StepPlan:
         return list(compress(self.members, compress(wanted, self.active)))
 
     def on_device(self, grads: list[Tensor]) -> list[Tensor]:
-        """Of all members' gradients, those that are stepped on the device."""
-        return grads if self.host is None else [g for m, g in zip(self.members, grads, strict=True) if not m.host]
+        """Of all members' gradients, those that are stepped by AdamW on the device."""
+        if self.host is None and self.matrices is None:
+            return grads
+        return [g for m, g in zip(self.members, grads, strict=True) if not m.host and not m.kinds.matrix]
+
+    def of_matrices(self, grads: list[Tensor]) -> list[Tensor]:
+        """Those that are stepped by Muon."""
+        return list(compress(grads, self._matrices))
+
+    def refuse_matrices(self, message: str) -> None:
+        """RuntimeError where some are stepped by Muon."""
+        if self.matrices is not None:
+            raise RuntimeError(message)
 
     def on_host(self, grads: list[Tensor]) -> list[Tensor]:
         """The others."""
@@ -106,6 +127,14 @@ class StepPlan:
         """From here on masters are known to round to the weights. masters: an operator wrote to them that counts their
         versions up; steps do not."""
         self.writes.mark_synced(masters or access.exposed(self._state))
+
+
+def _matrix_step(members: list[ParamState], optimizer: "Settings") -> "MatrixStep | None":
+    if not members:
+        return None
+    from torch_ext.optim.muon.matrix_step import MatrixStep
+
+    return MatrixStep(members, optimizer)
 
 
 def _values_of(state: State) -> list[Any]:

@@ -1,5 +1,6 @@
 """One run of a plan: what step() does when it knows what to step."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch_ext.native import constants
 from torch_ext.optim.device_step import StepBatch
 from torch_ext.optim.state import masters
+from torch_ext.optim.state.param_state import AllGatherTarget
 from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.step_plan import StepPlan
 from torch_ext.params.param_groups import HyperparameterTable
@@ -51,10 +53,20 @@ class StepRun:
             check_signals(plan, self._counts, self._on_external_write)
             plan.device.load_copies()
             self._on_device = plan.device.lay_out(plan.on_device(self._grads), always=lay_out)
+            matrices = (
+                None
+                if plan.matrices is None
+                else plan.matrices.begin(
+                    plan.of_matrices(self._grads), self._hyper.shared, self._scalars, self._on_external_write
+                )
+            )
             if self._on_external_write == "error":
                 self._check_weights()
             self._step(in_backward)
             plan.device.store_copies()
+            if matrices is not None:
+                matrices.run(self._counts, counted=self._row > 0)
+                self._gather([batch.gather for batch in plan.device.batches if batch.gather in plan.gathered_late])
         finally:
             if plan.host is not None:
                 plan.host.end()
@@ -84,8 +96,8 @@ class StepRun:
                 self._step_on_device(batch, in_backward)
             else:
                 host.step(batch.gather)
-            if batch.gather is not None:  # weights are gathered while later batches are stepped
-                owner, bucket = batch.gather
+            if batch.gather is not None and batch.gather not in self._plan.gathered_late:
+                owner, bucket = batch.gather  # weights are gathered while later batches are stepped
                 self._gathers.append(owner.gather(bucket))
         for work in self._gathers:
             work.result()
@@ -93,6 +105,10 @@ class StepRun:
         if host is not None:
             self._counts[1, 1] += host.resynced
             self._counts[0, 0] += int(host.skipped and self._row == 0)
+
+    def _gather(self, targets: Sequence[AllGatherTarget]) -> None:
+        for work in [owner.gather(bucket) for owner, bucket in filter(None, targets)]:
+            work.result()
 
     def _step_on_device(self, batch: StepBatch, in_backward: StepInBackward) -> None:
         if batch.gather not in in_backward:

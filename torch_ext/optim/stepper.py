@@ -11,6 +11,7 @@ from torch_ext.comm import group_calls
 from torch_ext.native import graph_capture
 from torch_ext.optim.grad_scaling import GradScaling
 from torch_ext.optim.optimizer_states import OptimizerStates
+from torch_ext.optim.released_step import ReleasedStep
 from torch_ext.optim.state import masters
 from torch_ext.optim.state.param_state import gather_of
 from torch_ext.optim.step_in_backward import StepInBackward
@@ -29,9 +30,9 @@ class Stepper:
         self._hyper: tuple[list[Any], param_groups.HyperparameterTable] | None = None
         self._warned = False
 
-    def step(self) -> None:
-        """Steps the parameters that have a gradient. RuntimeError, before anything is written, where a gradient or a
-        parameter is not what the operator takes."""
+    def step(self, released: bool = False) -> None:
+        """Steps the parameters that have a gradient; released: others were stepped, and have none. RuntimeError, before
+        anything is written, where a gradient or a parameter is not what the operator takes."""
         states, scaling = self._states, self._scaling
         everyone = states.everyone()
         shards = states.current_shards(everyone)
@@ -40,9 +41,12 @@ class Stepper:
         active = [g is not None for g in grads]
         present = cast(list[Tensor], grads) if all(active) else [g for g in grads if g is not None]
         if not present:
-            self._warn_of_orphans(len(everyone))
+            if released and self.plan is not None:
+                self._take_measurement(self.plan)
+            elif not released:
+                self._warn_of_orphans(len(everyone))
             return
-        self._refuse_capture(everyone)
+        _refuse_capture(states, everyone)
         hyper = self.current_hyper()
         clipping = scaling.current_clipping(shards, present, active)
         if self._in_backward:
@@ -50,10 +54,18 @@ class Stepper:
             self._in_backward.refuse_otherwise(fits, clipping is not None or scaling.unscales())
         plan = self._run(shards, active, present, hyper, scaling.scalars(clipping))
         if plan is not None:
+            self._take_measurement(plan)
             scaling.clipped_in_place = False
             if clipping is not None:
                 clipping.used = True
                 clipping.warn_if_skipped(plan.members, present)
+
+    def _take_measurement(self, plan: StepPlan) -> None:
+        states = self._states
+        if states.measurement is not None:
+            states.measured, states.measurement = states.measurement, None
+            states.measured.taken([m.state["step"] for m in plan.members])
+            self.drop_plan()  # whose arguments are those of a step that measures
 
     def _run(
         self,
@@ -68,6 +80,8 @@ class Stepper:
         plan = self.plan
         if plan is None or not plan.fits(shards, active, states.state):
             plan = self._make_plan(shards, active, grads)
+        if plan is not None and plan.matrices is not None:
+            plan.matrices.check_gradients(plan.of_matrices(grads), scalars[2])
         for again in (False, True):
             if plan is None:
                 return None
@@ -93,22 +107,9 @@ class Stepper:
                 stacklevel=4,
             )
 
-    def _refuse_capture(self, everyone: list[Tensor]) -> None:
-        """RuntimeError for what cannot be captured into a CUDA graph, where this is."""
-        states = self._states
-        if graph_capture.is_capturing(states.counts.device):
-            graph_capture.refuse(
-                states.groups,
-                states.counts.device,
-                on_external_write=states.optimizer.on_external_write,
-                stateless=not states.any_made(),
-                offloaded=any(states.on_host(everyone)),
-                grad_scale=vars(states.optimizer).get("grad_scale"),
-            )
-
     def current_hyper(self) -> param_groups.HyperparameterTable:
         """The groups as the operator takes them."""
-        groups, device = self._states.groups, self._states.counts.device
+        groups, device = self._states.optimizer.adamw_groups, self._states.counts.device
         key = param_groups.key_of(groups, device)
         if self._hyper is None or self._hyper[0] != key:
             self._hyper = (key, param_groups.hyper(groups, device))
@@ -119,22 +120,28 @@ class Stepper:
     def _make_plan(self, shards: ShardMap, active: list[bool], grads: list[Tensor]) -> StepPlan | None:
         """State included; None for a step that is inert."""
         states = self._states
-        self.drop_plan()
-        states.drop_gone(shards.params)
         # DCP calls step with lr 0 and zero gradients to have state made: that is no step (a counter at 1 would make the
         # first real update 1.34 times too small).
         first = not states.any_made() and all(float(g["lr"]) == 0 for g in states.groups)
-        inert = first and _all_zero(shards, active, grads)
-        members = states.members(shards.params, active)
-        if not inert:
-            states.agree(members)
-        if inert:
+        if first and _all_zero(shards, active, grads):
+            self.drop_plan()
+            states.drop_gone(shards.params)
+            states.members(shards.params, active)
             states.synced.clear()  # whatever is written before the first step shall be noticed
             return None
+        return self._planned(shards, active, grads)
+
+    def _planned(self, shards: ShardMap, active: list[bool], grads: list[Tensor]) -> StepPlan:
+        states = self._states
+        self.drop_plan()
+        states.drop_gone(shards.params)
+        members = states.members(shards.params, active)
+        states.agree(members)
         owners = [owner for owner, there in zip(shards.owners, active, strict=True) if there]
         gathers = [gather_of(member, owner) for member, owner in zip(members, owners, strict=True)]
-        host = states.host.plan(members, gathers)
-        self.plan = StepPlan(shards, active, members, grads, gathers, host, states.state, states.synced)
+        host = states.host.plan(members, gathers, states.optimizer.averaging)
+        known = (states.state, states.synced, states.optimizer)
+        self.plan = StepPlan(shards, active, members, grads, gathers, host, *known)
         for owner in set(owners):
             if owner is not None:
                 owner.offer(self)
@@ -152,7 +159,31 @@ class Stepper:
         fits = plan is not None and plan.fits(shards, plan.active, self._states.state) and plan.same_forms()
         return plan if fits else None
 
-    # -- in backward (see reducer_registry.BucketStepper)
+    # -- in backward
+
+    def begin_release(self, before: ReleasedStep | None) -> ReleasedStep:
+        """A backward begins that steps all that is trained, with what groups say now. before: of the last one."""
+        states, plan = self._states, self.plan
+        everyone = states.everyone()
+        shards, active = states.current_shards(everyone), [p.requires_grad for p in everyone]
+        _refuse_capture(states, everyone)
+        if states.watcher is not None:
+            states.watcher.before_stepping()
+        if plan is None or not plan.fits(shards, active, states.state) or not plan.same_forms():
+            plan = self._planned(shards, active, [p for p in everyone if p.requires_grad])
+        mode = states.optimizer.on_external_write
+        self._check_writes(plan, mode)
+        step = before if before is not None and before.plan is plan else ReleasedStep(plan)
+        step.begin(self.current_hyper(), states.counts[1], masters.MODES[mode])
+        return step
+
+    def _check_writes(self, plan: StepPlan, mode: str) -> None:
+        with torch.no_grad():
+            check_signals(plan, self._states.counts, mode)
+            if mode == "error":
+                masters.refuse_modified([m for m in plan.device.members if m.kinds.master])
+
+    # -- see reducer_registry.BucketStepper
 
     def begin_stepping(self, owner: reducer_registry.GradientReducer) -> Callable[[int], None] | None:
         """Buckets are stepped as their sums are ready, with what groups say now; step() gathers."""
@@ -168,12 +199,13 @@ class Stepper:
         plan = self.standing_plan()
         if plan is None or not all(plan.active):
             return None
-        self._refuse_capture(states.everyone())
+        plan.refuse_matrices(
+            "step_in_backward=True steps bucket by bucket, and Muon whole matrices, when all of a gradient is there: "
+            "leave out step_in_backward"
+        )
+        _refuse_capture(states, states.everyone())
         external = masters.MODES[optimizer.on_external_write]
-        with torch.no_grad():
-            check_signals(plan, states.counts, optimizer.on_external_write)
-            if optimizer.on_external_write == "error":
-                masters.refuse_modified([m for m in plan.device.members if m.kinds.master])
+        self._check_writes(plan, optimizer.on_external_write)
         return self._in_backward.begin(owner, plan, self.current_hyper(), states.counts[1], external)
 
     def refuse_backward(self) -> None:
@@ -195,6 +227,20 @@ class Stepper:
             self._in_backward.end(self.plan)
         for owner in owners:
             owner.zero_grad(everyone)
+
+
+def _refuse_capture(states: OptimizerStates, everyone: list[Tensor]) -> None:
+    """RuntimeError for what cannot be captured into a CUDA graph, where this is."""
+    if graph_capture.is_capturing(states.counts.device):
+        graph_capture.refuse(
+            states.groups,
+            states.counts.device,
+            on_external_write=states.optimizer.on_external_write,
+            stateless=not states.any_made(),
+            offloaded=any(states.on_host(everyone)),
+            measures=states.measurement is not None,
+            grad_scale=vars(states.optimizer).get("grad_scale"),
+        )
 
 
 def _all_zero(shards: ShardMap, active: list[bool], grads: list[Tensor]) -> bool:

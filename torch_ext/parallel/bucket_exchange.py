@@ -2,7 +2,6 @@
 csrc/torch_ext_cycle.h) between a strategy that holds the gradients and a communicator that moves them.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -14,13 +13,12 @@ from torch_ext.comm.communicator import IN_FLIGHT, MAX_BUCKETS, Work, tag
 from torch_ext.comm.init_sync import agree
 from torch_ext.comm.wire import WireBuffer
 from torch_ext.grads.stats import ALL_FINITE, Watch, first_nonfinite
-from torch_ext.parallel.bucket_joining import BucketJoining
 from torch_ext.parallel.bucket_plan import BucketPlan
 from torch_ext.parallel.cycle import (
     GRAD_IN_PLACE,
     GRAD_NONE,
     GRAD_OTHER,
-    RECOVERING,
+    IF_SENT,
     REDUCING,
     STEP_WHEN_REDUCED,
     Action,
@@ -34,9 +32,6 @@ from torch_ext.parallel.strategies.strategy import ShardingStrategy
 Replan: TypeAlias = Callable[[Sequence[int]], BucketPlan]
 """From a permutation of the parameters, in the order of placement, to a plan."""
 
-_DISORDERED = 1 / 8
-"""Compression is given up where it made more of the messages than this no shorter."""
-
 
 class Settings(NamedTuple):
     """What parallelize was told, the same on every rank."""
@@ -44,10 +39,6 @@ class Settings(NamedTuple):
     check_for_nan: bool
     find_unused_parameters: bool
     step_in_backward: bool
-    coalesce: bool
-    """Whether neighbouring buckets may be sent as one."""
-    compress_below: float
-    """Gbit/s; where the wire is slower, messages are compressed."""
     replan: Replan
     """The plan for another order of the parameters."""
     may_replan: Callable[[], bool]
@@ -66,19 +57,12 @@ class BucketExchange(Exchange):
         self._settings, self._on_laid_out_anew = settings, on_laid_out_anew
         self._bytes_of_cycle, self._bytes_of_gathers, self._bytes_before = 0, 0, 0
         self._number, self._gathers = number, 0
-        world_size = self.communicator.world_size
-        self._measures = world_size > 1 and not self.communicator.deferring
-        self._compress_below = 0.0
-        if self._measures and self.communicator.can_compress:
-            # What is sent for each byte of a bucket: parts, and where all ranks get the sum those of it, too.
-            self._compress_below = settings.compress_below / ((1 - 1 / world_size) * (1 if strategy.sharded else 2))
-        if math.isinf(self._compress_below):
-            self.communicator.compresses, self._compress_below = True, 0.0
-        self.reorders = strategy.can_rebuild and world_size > 1 and len(strategy.plan.buckets) > 1
+        self.communicator.compresses = self.communicator.can_compress and strategy.plan.messages.compressed
+        self.reorders = strategy.can_rebuild and self.communicator.world_size > 1 and len(strategy.plan.buckets) > 1
         """The first cycle that reduces shows the order of gradients: its buckets are sent at its end, laid out anew."""
         self.versions: list[int] = []
         """Of the gradients, when the last cycle ended."""
-        self._follow_plan()
+        self._labels: dict[range, str] = {}
         self.cycle = self._cycle_of_plan()
         self._reset([])
 
@@ -87,7 +71,6 @@ class BucketExchange(Exchange):
         self._bucket_steps = bucket_steps
         self._handles: list[Work] = []  # by message
         self._read_reports: Callable[[], list[torch.Tensor]] | None = None  # which are under way
-        self._sent_at_once = False  # all buckets were kept until the end
         self._watch = Watch()
 
     def _cycle_of_plan(self, replaces: Cycle | None = None) -> Cycle:
@@ -99,7 +82,6 @@ class BucketExchange(Exchange):
             world_size,
             IN_FLIGHT,
             check_for_nan=self._settings.check_for_nan,
-            times=self.coalescing.enabled,
             find_unused=self._settings.find_unused_parameters,
             scales_sums=self.strategy.divide_factor != world_size,
         )
@@ -111,18 +93,8 @@ class BucketExchange(Exchange):
             reorder=self.reorders,
             replaces=replaces,
         )
-        made.set_messages(self.coalescing.ends)
+        made.set_messages(self.strategy.plan.messages.ends)
         return made
-
-    def _follow_plan(self) -> None:
-        self.coalescing = BucketJoining(
-            self.strategy.plan,
-            self._settings.coalesce and self._measures,
-            self._compress_below,
-            self.communicator.compresses,
-            self.strategy.sharded,
-        )
-        self._labels: dict[range, str] = {}
 
     @property
     def wire_bytes(self) -> int:
@@ -134,7 +106,6 @@ class BucketExchange(Exchange):
         self.strategy.begin_backward(self.cycle.phase == REDUCING)
         self._bytes_before = self.communicator.bytes_sent
         self._reset(bucket_steps)
-        self.coalescing.reset()
 
     def kind_of_grad(self, i: int) -> int:
         """What lies in `.grad` of parameter i."""
@@ -167,11 +138,9 @@ class BucketExchange(Exchange):
     # -- what the cycle asks for (`CycleDriver.run`) --------------------------------------------------------------
 
     def do_check(self, action: Action) -> None:
-        self.coalescing.complete()
-        if self._settings.check_for_nan:
-            grads = self.strategy.grads(action.first)
-            self.communicator.ordering.wait_producers()
-            self._watch.check([grad for _, grad in grads], [i for i, _ in grads])
+        grads = self.strategy.grads(action.first)
+        self.communicator.ordering.wait_producers()
+        self._watch.check([grad for _, grad in grads], [i for i, _ in grads])
 
     def do_send(self, action: Action) -> None:
         buckets, cycle = range(action.first, action.end), self.cycle.number
@@ -182,7 +151,7 @@ class BucketExchange(Exchange):
         self._handles.append(self.guarded(send))
 
     def do_wait(self, action: Action) -> None:
-        if action.message < len(self._handles):  # else it was interrupted before it was sent
+        if not action.flags & IF_SENT or action.message < len(self._handles):
             self.guarded(self._handles[action.message].result)
 
     def do_inspect(self, action: Action) -> None:
@@ -191,27 +160,21 @@ class BucketExchange(Exchange):
             self.strategy.prepare(i, flags)
 
     def do_order(self, _action: Action) -> None:
-        self._sent_at_once, self.reorders = True, False
+        self.reorders = False
         self.guarded(self._rebuild_buckets)
 
     def do_report(self, _action: Action) -> None:
         if self._settings.check_for_nan:
             self.communicator.ordering.wait_producers()
         trainable = [p.requires_grad for p in self.params]
-        report = self.cycle.report(self._watch.first(), trainable, self._words())
+        report = self.cycle.report(self._watch.first(), trainable)
         cycle = self.cycle.number
         number, label = tag(self._number, cycle, MAX_BUCKETS), f"end of gradient cycle {cycle}"
         self._read_reports = self.guarded(lambda: self.communicator.all_gather_bytes(report, tag=number, label=label))
 
     def do_read(self, _action: Action) -> None:
-        if self.cycle.phase != RECOVERING and not self._sent_at_once:
-            self.coalescing.ended()
         assert self._read_reports is not None
-        words = self.cycle.read(self.guarded(self._read_reports), self._words_sent)
-        if self.coalescing.learn(words):
-            self.cycle.set_messages(self.coalescing.ends)
-            if self._compress_below > 0:
-                self.communicator.compresses = self.coalescing.compresses
+        self.cycle.read(self.guarded(self._read_reports))
 
     def do_install(self, _action: Action) -> None:
         self.communicator.ordering.forget_producers()
@@ -245,15 +208,8 @@ class BucketExchange(Exchange):
             self.weights = ParamBuffers(self.params, plan)
         self.strategy = self.strategy.rebuilt(plan)
         self._on_laid_out_anew()
-        self._follow_plan()
+        self._labels = {}
         self.cycle = self._cycle_of_plan(replaces=self.cycle)
-
-    def _words(self) -> torch.Tensor:
-        # Once it is so it stays so: messages are counted only as long as they are compressed.
-        disordered = self.communicator.disordered > self.communicator.messages * _DISORDERED
-        words = self.coalescing.words(disordered)
-        self._words_sent = words.numel()
-        return words
 
 
 class _WeightGather:

@@ -5,7 +5,7 @@ import functools
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch_ext.comm.communicator import Part
 from torch_ext.comm.wire import ParamSlice
 from torch_ext.native import constants, library, structs
 from torch_ext.native import dtypes as native_dtypes
+from torch_ext.parallel import message_plan
+from torch_ext.parallel.message_plan import Messages, PlannedBucket
 from torch_ext.policy.policy import Policy
 
 
@@ -59,21 +61,6 @@ class PlannedParameter:
 
 
 @dataclass(frozen=True)
-class PlannedBucket:
-    """Elements [start, start + numel) of its buffer are sent together; the first `used` of them belong to parameters.
-
-    `start` and `numel` are multiples of 128 times the number of ranks.
-    """
-
-    buffer: int
-    start: int
-    numel: int
-    used: int
-    main_grads_dtype: torch.dtype
-    grad_comm_dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class BucketPlan:
     """What `plan_buckets` returns: parameters in registration order, buckets in the order in which they fill."""
 
@@ -81,6 +68,12 @@ class BucketPlan:
     buckets: tuple[PlannedBucket, ...]
     world_size: int
     fingerprint: int
+    messages: Messages = Messages()
+    """Which buckets travel together, whether compressed, and the speed of the link that decided it."""
+
+    def over_link(self, policy: Policy, link_gbps: float | None, strategy: str) -> "BucketPlan":
+        """This plan where a rank's link carries so many Gbit/s (None: not known)."""
+        return replace(self, messages=message_plan.decide(self.buckets, self.world_size, policy, link_gbps, strategy))
 
     @property
     def buffers(self) -> tuple[tuple[PlannedBucket, ...], ...]:
@@ -116,7 +109,7 @@ class BucketPlan:
             for j in self.in_bucket(i):
                 p = self.parameters[j]
                 lines.append(f"  [{p.start}, {p.start + p.numel}) {p.name} {list(p.shape)} {_short(p.param_dtype)}")
-        return lines
+        return lines + self.messages.lines()
 
 
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
@@ -138,7 +131,9 @@ def plan_buckets(
         once.
     policy: of `load_policy`; its dtypes, bucket_size (elements), overlap_grad_reduce and
         pad_buckets_for_high_nccl_busbw. Where bucket_size is None the cap follows the buffer's bytes on the wire and
-        the number of ranks (tx_layout_args). Without overlap there is one bucket for each buffer.
+        the number of ranks (tx_layout_args). Without overlap there is one bucket for each buffer. With its link_gbps,
+        data_parallel_sharding_strategy and grad_comm_compression `messages` says what travels together and how, over
+        gloo; without link_gbps `parallelize` measures it, and each bucket is a message here.
     world_size: ranks that share the buckets.
     order: a permutation of the positions, who is placed first; None: reverse registration order.
 
@@ -146,6 +141,11 @@ def plan_buckets(
     128 times the number of ranks. Raises ValueError or TypeError for what is not legal.
     """
     made = CLayout(params_or_numels, policy, world_size, order)
+    return plan_of(made, world_size).over_link(policy, policy.link_gbps, policy.data_parallel_sharding_strategy)
+
+
+def plan_of(made: "CLayout", world_size: int) -> BucketPlan:
+    """The layout, before anything is known of the link."""
     parameters = tuple(
         PlannedParameter(name, tuple(t.shape), t.numel(), *dtypes, place.buffer, place.bucket, place.start)
         for (name, t), dtypes, place in zip(made.named, made.dtypes, made.places, strict=False)

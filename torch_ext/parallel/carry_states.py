@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_ext.comm.init_sync import broadcast
 from torch_ext.optim.adamw import Adam
 from torch_ext.optim.state import access, codec, load, save
-from torch_ext.optim.state.state_dtypes import StateDtypes
+from torch_ext.optim.state.state_dtypes import StateDtypes, first_moment
 from torch_ext.optim.state.stateful import params_of
 from torch_ext.params import local_shard, param_groups, reducer_registry
 from torch_ext.policy.policy import Policy
@@ -52,7 +52,7 @@ class CarriedStates:
         mine = {id(p) for p in model.parameters()}
         self._entries: dict[int, _Entry] = {}
         for p in params_of(optimizer):
-            if "exp_avg" not in p.stored or id(p.param) not in mine:
+            if first_moment(p.stored) is None or id(p.param) not in mine:
                 continue
             _refuse_converted(p.local.weight, p.stored, p.kinds, p.name)
             logical = save.entry_of(p)
@@ -70,9 +70,9 @@ class CarriedStates:
             for e in self._entries.values()
         ]
 
-    @staticmethod
-    def _kinds(entry: _Entry, policy: Policy) -> StateDtypes:
-        return StateDtypes.of(policy, entry.param.dtype, entry.param.numel(), entry.kept)
+    def _kinds(self, entry: _Entry, policy: Policy) -> StateDtypes:
+        kinds = StateDtypes.of(policy, entry.param.dtype, entry.param.numel(), entry.kept)
+        return kinds.averaged(self.optimizer.averaging.dtype, entry.param.dtype, entry.name)
 
     def refuse(self, policy: Policy, before: Policy | None, ranks: frozenset[int]) -> None:
         """ValueError where the states cannot become those of the policy, or of these ranks. before: the policy of the
@@ -114,7 +114,7 @@ class CarriedStates:
         return (p for i, p in enumerate(everyone) if i not in self._entries and self.optimizer.stored_state(p))
 
     def _unchanged(self, p: Tensor, at_rest: Mapping[str, Any]) -> load.EncodedEntry:
-        lies_here = "exp_avg" in access.peek(self.optimizer.state, p) or "exp_avg" not in at_rest
+        lies_here = first_moment(access.peek(self.optimizer.state, p)) is not None or first_moment(at_rest) is None
         return load.EncodedEntry(dict(at_rest), not lies_here)  # a step moves it, if it is to lie elsewhere
 
     def _converted(
@@ -182,9 +182,8 @@ def carried(
 
 
 def _refuse_converted(weight: Tensor, at_rest: Mapping[str, Any], kinds: StateDtypes, name: str) -> None:
-    expected = {"exp_avg": kinds.exp_avg, "exp_avg_sq": kinds.exp_avg_sq}
     fits = kinds.complete(at_rest) and all(
-        at_rest[key].dtype == dtype and at_rest[key].shape == weight.shape for key, dtype in expected.items()
+        at_rest[key].dtype == dtype and at_rest[key].shape == weight.shape for key, dtype in kinds.moments.items()
     )
     if not fits:
         raise ValueError(

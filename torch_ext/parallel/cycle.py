@@ -3,6 +3,7 @@ out. No decision about gradients between and during backwards is made in Python.
 
 import ctypes
 import enum
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ IDLE, ACCUMULATING, REDUCING, CLOSING, RECOVERING = range(5)
 """tx_cycle_phase."""
 
 STEP_WHEN_REDUCED = DISCARD = 1
+IF_SENT = 2
 """Flags of SEND and of WAIT."""
 
 
@@ -37,9 +39,6 @@ class Prepare(enum.IntFlag):
 DO = ("", "check", "send", "inspect", "order", "report", "wait", "read", "install", "raise", "recovered")
 """tx_cycle_do: the names of the driver's methods (`CycleDriver`)."""
 _RAISE = DO.index("raise")
-
-_WORDS_AT = 16
-"""Where a report's own words begin."""
 
 _Pointer, _Int64, _Int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _Int64s = ctypes.POINTER(_Int64)
@@ -71,7 +70,6 @@ class Options(NamedTuple):
     world: int
     slots: int
     check_for_nan: bool = False
-    times: bool = False
     find_unused: bool = False
     scales_sums: bool = False
 
@@ -97,7 +95,71 @@ def _made(args: _Args, replaces: "Cycle | None") -> tuple[Any, int]:
     return memory, found.value
 
 
-class Cycle:
+class CycleState:
+    """What a machine knows."""
+
+    pointer: int
+    n: int
+    _n_buckets: int
+    _phase: Callable[[int], int]
+
+    @property
+    def phase(self) -> int:
+        return int(self._phase(self.pointer))
+
+    @property
+    def number(self) -> int:
+        """Of the cycle that is under way, or comes next."""
+        return int(_call("number", restype=_Int64)(self.pointer))
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be reduced any more."""
+        return self._text("failure") or None
+
+    @property
+    def partly_stepped(self) -> bool:
+        """Whether a backward raised when some of its buckets had been stepped."""
+        return bool(_call("partly_stepped")(self.pointer))
+
+    @property
+    def order(self) -> list[int]:
+        """The parameters, as their gradients were ready in the first cycle that reduced."""
+        at = _call("order", restype=_Pointer)(self.pointer)
+        return list((_Int64 * self.n).from_address(at)) if self.n else []
+
+    @property
+    def completed_by(self) -> list[int]:
+        """The parameters whose gradients completed buckets, when that happened last."""
+        at = _call("completed_by", restype=_Pointer)(self.pointer)
+        known = (_Int64 * self._n_buckets).from_address(at) if at else ()
+        return [i for i in known if i >= 0]
+
+    def anywhere(self) -> list[bool]:
+        """Whether a rank has a gradient, after a cycle; by parameter."""
+        return list(map(bool, bytes(self._bytes("anywhere"))))
+
+    def left(self) -> list[bool]:
+        """Whether every rank has what an earlier reduction left, and got no gradient since."""
+        return list(map(bool, bytes(self._bytes("left"))))
+
+    def nonfinite(self) -> list[int]:
+        """Parameters that the check for NaN named, until zero_grad."""
+        return [i for i, named in enumerate(self._bytes("nonfinite")) if named]
+
+    def is_finite(self, i: int) -> None:
+        """It was looked at again."""
+        self._bytes("nonfinite")[i] = 0
+
+    def _bytes(self, name: str) -> Any:
+        at = _call(name, restype=_Pointer)(self.pointer)
+        return (ctypes.c_uint8 * self.n).from_address(at)
+
+    def _text(self, name: str) -> str:
+        return (_call(name, restype=ctypes.c_char_p)(self.pointer) or b"").decode("utf-8", "replace")
+
+
+class Cycle(CycleState):
     """A machine in memory of this object. Positions i are those of `names`."""
 
     def __init__(
@@ -138,8 +200,8 @@ class Cycle:
         self._memory, self.pointer = _made(args, replaces)
         self.action = Action()
         self._action_at = ctypes.addressof(self.action)
-        # Of the calls per gradient, bound once.
-        self._ready, self._next = _call("ready", _Int64), _call("next", _Pointer)
+        # Of the calls that there are most of, bound once.
+        self._ready_several, self._next = _call("ready_several", _Pointer, _Int64), _call("next", _Pointer)
         self._done, self._phase = _call("done", _Int32, restype=None), _call("phase_of")
 
     # -- what happened
@@ -165,8 +227,12 @@ class Cycle:
 
     def ready(self, i: int) -> bool:
         """The gradient is ready; whether there is something to do."""
-        answer = self._ready(self.pointer, i)
-        return answer > 0 or (answer < 0 and self._answer(answer))
+        return self._answer(_call("ready", _Int64)(self.pointer, i))
+
+    def ready_several(self, positions: "array[int]") -> bool:
+        """These gradients (int64) are ready, in this order; whether there is something to do."""
+        at, n = positions.buffer_info()
+        return self._answer(self._ready_several(self.pointer, at, n))
 
     def given(self, bucket: int, numel: int, *, message: bool = True, last: bool = False) -> None:
         """torch hands over the gradients of a unit or bucket."""
@@ -225,71 +291,18 @@ class Cycle:
 
     # -- reports
 
-    def report(self, nonfinite: int, requires_grad: Sequence[bool], words: torch.Tensor) -> torch.Tensor:
-        """This rank's, uint8. nonfinite: a parameter, or -1. words: the caller's own, int64."""
-        size = _call("report_bytes", _Int64, restype=_Int64)(self.pointer, words.numel())
-        payload = torch.empty(size, dtype=torch.uint8)
-        write = _call("report", _Int64, ctypes.c_char_p, _Pointer, _Int64, _Pointer, restype=None)
-        write(self.pointer, nonfinite, bytes(requires_grad), words.data_ptr(), words.numel(), payload.data_ptr())
+    def report(self, nonfinite: int, requires_grad: Sequence[bool]) -> torch.Tensor:
+        """This rank's, uint8. nonfinite: a parameter, or -1."""
+        payload = torch.empty(_call("report_bytes", restype=_Int64)(self.pointer), dtype=torch.uint8)
+        write = _call("report", _Int64, ctypes.c_char_p, _Pointer, restype=None)
+        write(self.pointer, nonfinite, bytes(requires_grad), payload.data_ptr())
         return payload
 
-    def read(self, rows: Sequence[torch.Tensor], n_words: int = 0, held_back: bool = False) -> list[torch.Tensor]:
-        """Every rank's, by rank; returns their words."""
+    def read(self, rows: Sequence[torch.Tensor], held_back: bool = False) -> None:
+        """Every rank's, by rank."""
         pointers = (_Pointer * len(rows))(*(row.data_ptr() for row in rows))
         scratch = (_Pointer * len(rows))()
-        read = _call("read", _ByteRows, _ByteRows, _Int64, _Int32, restype=None)
-        read(self.pointer, pointers, scratch, n_words, held_back)
-        return [row[_WORDS_AT : _WORDS_AT + 8 * n_words].view(torch.int64) for row in rows]
-
-    # -- what it knows
-
-    @property
-    def phase(self) -> int:
-        return int(self._phase(self.pointer))
-
-    @property
-    def number(self) -> int:
-        """Of the cycle that is under way, or comes next."""
-        return int(_call("number", restype=_Int64)(self.pointer))
-
-    @property
-    def failure(self) -> str | None:
-        """Why nothing can be reduced any more."""
-        return self._text("failure") or None
-
-    @property
-    def partly_stepped(self) -> bool:
-        """Whether a backward raised when some of its buckets had been stepped."""
-        return bool(_call("partly_stepped")(self.pointer))
-
-    @property
-    def order(self) -> list[int]:
-        """The parameters, as their gradients were ready in the first cycle that reduced."""
-        at = _call("order", restype=_Pointer)(self.pointer)
-        return list((_Int64 * self.n).from_address(at)) if self.n else []
-
-    def anywhere(self) -> list[bool]:
-        """Whether a rank has a gradient, after a cycle; by parameter."""
-        return list(map(bool, self._bytes("anywhere")))
-
-    def left(self) -> list[bool]:
-        """Whether every rank has what an earlier reduction left, and got no gradient since."""
-        return list(map(bool, self._bytes("left")))
-
-    def nonfinite(self) -> list[int]:
-        """Parameters that the check for NaN named, until zero_grad."""
-        return [i for i, named in enumerate(self._bytes("nonfinite")) if named]
-
-    def is_finite(self, i: int) -> None:
-        """It was looked at again."""
-        self._bytes("nonfinite")[i] = 0
-
-    def _bytes(self, name: str) -> Any:
-        at = _call(name, restype=_Pointer)(self.pointer)
-        return (ctypes.c_uint8 * self.n).from_address(at)
-
-    def _text(self, name: str) -> str:
-        return (_call(name, restype=ctypes.c_char_p)(self.pointer) or b"").decode("utf-8", "replace")
+        _call("read", _ByteRows, _ByteRows, _Int32, restype=None)(self.pointer, pointers, scratch, held_back)
 
     def _flags(self, positions: Iterable[int]) -> bytes:
         flags = bytearray(self.n)

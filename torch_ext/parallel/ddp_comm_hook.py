@@ -14,7 +14,7 @@ from torch_ext.comm.lost_ranks import announce_error, withdraw_error
 from torch_ext.grads.errors import names_of
 from torch_ext.grads.stats import Watch
 from torch_ext.parallel.bucket_plan import trainable
-from torch_ext.parallel.cycle import DDP_HOOK, DISCARD, IDLE, Action, Cycle, CycleDriver, Options
+from torch_ext.parallel.cycle import DDP_HOOK, DISCARD, IDLE, IF_SENT, Action, Cycle, CycleDriver, Options
 from torch_ext.parallel.ddp_connection import Connection
 from torch_ext.parallel.hook_steps import Guard
 from torch_ext.parallel.in_use import instances
@@ -133,7 +133,7 @@ class CommHook(CycleDriver):
     def do_report(self, _action: Action) -> None:
         assert self._connection is not None
         self._connection.communicator.ordering.wait_producers()  # with the streams of the earlier checks
-        report = self.cycle.report(self._watch.first(), [], torch.empty(0, dtype=torch.int64))
+        report = self.cycle.report(self._watch.first(), [])
         self._read_reports = self._connection.exchange(report, self.cycle.number)
 
     def do_read(self, _action: Action) -> None:
@@ -150,6 +150,8 @@ class CommHook(CycleDriver):
 
     def do_wait(self, action: Action) -> None:
         """Results are asked for when the last bucket has left: until then backward goes on."""
+        if action.flags & IF_SENT and action.message >= len(self._pending):
+            return
         pending = self._pending[action.message]
         if action.flags & DISCARD:
             pending.work.result()
@@ -234,8 +236,9 @@ def register_comm_hook(
     gradient_divide_factor (None: the number of ranks) and rounded once to the dtype in which sums are gathered
     (grad_gather_dtype; the wire's, and bf16 beside an 8-bit wire): the bits of `parallelize` with no_shard, whatever
     DDP's buckets are.
-    Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part. grad_comm_compression: "on"
-    alone compresses; the wire is not measured. transport: as in `parallelize`.
+    Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part.
+    The link is not measured: grad_comm_compression "auto" compresses where link_gbps says that it is slow. transport:
+    as in `parallelize`.
 
     A copy of the model (deepcopy, AveragedModel, torch.save) has a copy of the hook's state, but, as with torch's
     hooks, reduces as DDP does without one until a hook is registered on it, too.

@@ -53,14 +53,14 @@ class Connection:
             fingerprint=0 if plan is None else plan.fingerprint,
             lines=[
                 f"divide by {self._divide_factor}, NaN check {policy.check_for_nan_in_grad}, sums gathered in "
-                f"{policy.grad_gather_dtype}, transport {transport}, "
-                f"compression {policy.grad_comm_compression}, gradient cycle {cycle}",
+                f"{policy.grad_gather_dtype}, transport {transport}, compression {policy.grad_comm_compression}, "
+                f"link of {policy.link_gbps} Gbit/s, gradient cycle {cycle}",
                 *([] if plan is None else plan.lines()),
             ],
             failure=failure,
         )
         assert plan is not None
-        self.communicator.compresses = compression.is_certain(policy)
+        self.communicator.compresses = self.communicator.can_compress and compression.decided(policy, policy.link_gbps)
         self._ids = param_groups.ids_of(self.names)
         self._gather_dtype = policy.grad_gather_dtype
         self._wire_dtypes = [p.grad_comm_dtype for p in plan.parameters]

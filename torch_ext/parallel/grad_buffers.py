@@ -43,6 +43,9 @@ class GradBuffers:
         ]
         self.buckets = [self.flats[b.buffer][b.start : b.start + b.numel] for b in plan.buckets]
         self._views = [self._view(i) for i in range(len(params))]
+        self._found = False  # every view is where it was made
+        self._begins: tuple[int, ...] = ()  # of the flats, when these were the views' addresses:
+        self._addresses: list[int] = []
         self._bytes = [p.start * self.flats[p.buffer].element_size() for p in plan.parameters]
         widen(params, plan)
 
@@ -70,6 +73,34 @@ class GradBuffers:
             self._views[i] = self._view(i)
         return self._views[i]
 
+    def find(self) -> None:
+        """Looks where the views are: until it is called again they stay there."""
+        begins = tuple(flat.data_ptr() for flat in self.flats)
+        if begins != self._begins:
+            self._begins = begins
+            where = zip(self.plan.parameters, self._bytes, strict=True)
+            self._addresses = [begins[p.buffer] + at if p.numel else 0 for p, at in where]
+        self._found = list(map(torch.Tensor.data_ptr, self._views)) == self._addresses
+
+    def take_all(self, positions: Sequence[int]) -> None:
+        """`take` of each, since the last `find`."""
+        if not self._found:
+            for i in positions:
+                self.take(i)
+            return
+        views, taken = [], []
+        for i in positions:
+            grad, view = self.params[i].grad, self._views[i]
+            if grad is not view:
+                taken.append(self._whole(i, grad))
+                views.append(view)
+        if not taken:
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(views, taken)
+        for i in positions:
+            self.params[i].grad = self._views[i]
+
     def take(self, i: int) -> None:
         """Makes `.grad` of parameter i, whatever it is, the content of the buffer, and the view `.grad`.
 
@@ -80,15 +111,24 @@ class GradBuffers:
         grad = param.grad
         if grad is view:
             return
-        planned = self.plan.parameters[i]
+        view.copy_(self._whole(i, grad))  # which is not recorded
+        param.grad = view
+
+    def _whole(self, i: int, grad: torch.Tensor | None) -> torch.Tensor:
+        """A gradient of parameter i, to be copied; RuntimeError where it is sparse."""
         assert grad is not None
         if grad.layout != torch.strided:
             raise RuntimeError(
-                f"parameter {planned.name!r} has a sparse gradient; buckets are dense: build the layer with "
-                "sparse=False"
+                f"parameter {self.plan.parameters[i].name!r} has a sparse gradient; buckets are dense: build the layer "
+                "with sparse=False"
             )
-        view.copy_(grad.detach() if grad.requires_grad else grad)  # neither is recorded
-        param.grad = view
+        return grad.detach() if grad.requires_grad else grad
+
+    def install_all(self, wanted: Sequence[bool]) -> None:
+        """`install` of each that is wanted."""
+        for i, (param, view, want) in enumerate(zip(self.params, self._views, wanted, strict=True)):
+            if want and (not self._found or param.grad is not view):
+                self.install(i)
 
     def install(self, i: int) -> None:
         """Makes the view `.grad` of parameter i: the buffer holds its gradient."""

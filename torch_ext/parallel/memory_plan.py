@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torch_ext.comm import compression
 from torch_ext.comm.communicator import IN_FLIGHT
 from torch_ext.native import dtypes as native_dtypes
 from torch_ext.native import library, structs
-from torch_ext.optim.state.state_dtypes import MASTERS, StateDtypes
-from torch_ext.parallel.bucket_plan import CLayout
+from torch_ext.optim.state.averaging import Averaging
+from torch_ext.optim.state.state_dtypes import EMA, EMA_PLANES, MASTERS, StateDtypes
+from torch_ext.parallel import message_plan
+from torch_ext.parallel.bucket_plan import CLayout, plan_of
 from torch_ext.parallel.strategies import table
 from torch_ext.params.keep_32bit import Selection
 from torch_ext.policy.policy import Policy
@@ -46,6 +47,8 @@ class MemoryPlan(NamedTuple):
     steps: int
     transient: int
     moving: int
+    emas: int
+    changes: int
     total: int
     peak: int
 
@@ -77,20 +80,26 @@ def plan_memory(
     frozen_bytes: int = 0,
     slots: bool = False,
     keep_32bit: Sequence[str] = (),
+    ema_dtype: "torch.dtype | str | None" = None,
+    publisher: bool = False,
+    exact: bool = False,
 ) -> list[MemoryPlan]:
     """The memory of each chosen strategy (None: of all), for the layout of `plan_buckets`, whose arguments these are.
+    With the policy's link_gbps buckets that travel together are counted as they will; without, as the largest that may.
 
     units: what optim_grads_params gathers at a time; None: every parameter by itself, which is the least that it can.
     frozen_bytes: of parameters that are not trained. slots: for buckets on GPUs, sent from slots that are kept (`Slots`
-    in comm/streams.py). keep_32bit: names and patterns, as the optimizer's argument. Raises ValueError or TypeError for
-    what is not legal.
+    in comm/streams.py). keep_32bit: names and patterns, as the optimizer's argument. ema_dtype: as the optimizer's
+    argument, with an ema_decay; None: there is no average. publisher: a WeightPublisher is made, counted for the
+    weights that are trained; exact: with exact=True. Raises ValueError or TypeError for what is not legal.
     """
     layout = CLayout(params_or_numels, policy, world_size)
     if units is None:
         units = [Unit(name, tensor.numel(), tensor.numel(), tensor.dtype) for name, tensor in layout.named]
     kept = Selection(keep_32bit, "keep_32bit").flags([t for _, t in layout.named], [n for n, _ in layout.named], True)
     forms = [(tensor.dtype, tensor.numel(), keep) for (_, tensor), keep in zip(layout.named, kept, strict=True)]
-    kinds = {form: _state_of(policy, *form) for form in set(forms)}
+    kinds = {form: _state_of(policy, *form, ema_dtype) for form in set(forms)}
+    averages = Averaging.of(0.0 if ema_dtype else None, ema_dtype or torch.float32, 1)
     args = _MemoryArgs(
         size=ctypes.sizeof(_MemoryArgs),
         layout=ctypes.pointer(layout.args),
@@ -103,24 +112,39 @@ def plan_memory(
         frozen_bytes=frozen_bytes,
         in_flight=IN_FLIGHT,
         slots=slots,
-        compressed=compression.is_certain(policy),
         gather_dtype=0 if policy.grad_gather_dtype is None else native_dtypes.code_of(policy.grad_gather_dtype),
+        publishes=publisher,
+        distances=exact,
+        **_ema_arguments(averages),
     )
     plan = library.function("tx_memory_plan", ctypes.POINTER(_MemoryArgs), ctypes.POINTER(_Memory))
-    plans = []
+    plans, buckets = [], plan_of(layout, world_size).buckets
     for strategy in table.strategies() if chosen is None else chosen:
         if strategy not in table.strategies():
             raise ValueError(f"strategy is {strategy!r}; legal are {', '.join(table.strategies())}")
         args.strategy = table.strategies().index(strategy)
+        messages = message_plan.decide(buckets, world_size, policy, policy.link_gbps, strategy)
+        args.compressed = messages.compressed
+        if messages.link_gbps is not None:
+            args.ends = (ctypes.c_int64 * len(messages.ends))(*messages.ends)
+            args.n_messages = len(messages.ends)
         memory = _Memory()
         plan(ctypes.byref(args), ctypes.byref(memory))
         plans.append(MemoryPlan(strategy, *(getattr(memory, part) for part in _PARTS)))
     return plans
 
 
-def _state_of(policy: Policy, dtype: torch.dtype, numel: int, keep_32bit: bool) -> _MemoryState:
-    kinds = StateDtypes.of(policy, dtype, numel, keep_32bit)
+def _ema_arguments(averages: Averaging) -> dict[str, int]:
+    if averages.dtype is None:
+        return {}
+    planes = {EMA: averages.dtype} if isinstance(averages.dtype, torch.dtype) else EMA_PLANES
+    return {"ema_dtype": native_dtypes.code_of(next(iter(planes.values()))) or 0, "ema_lows": len(planes) - 1}
+
+
+def _state_of(policy: Policy, dtype: torch.dtype, numel: int, keep_32bit: bool, ema: Any) -> _MemoryState:
+    kinds = StateDtypes.of(policy, dtype, numel, keep_32bit).averaged(ema, dtype, "a parameter")
     master = 0 if kinds.master is None else native_dtypes.code_of(MASTERS[kinds.master])
+    assert kinds.exp_avg_sq is not None  # not of Muon's
     return _MemoryState(native_dtypes.code_of(kinds.exp_avg), native_dtypes.code_of(kinds.exp_avg_sq), master)
 
 

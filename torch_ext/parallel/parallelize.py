@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from torch_ext.comm import compression
+from torch_ext.comm import compression, link
 from torch_ext.comm.communicator import Communicator, divide_factor
 from torch_ext.comm.factory import make_communicator
 from torch_ext.comm.init_sync import agree, broadcast
 from torch_ext.comm.nccl_transport import refuse
-from torch_ext.parallel import carry_states, parallel_module, torch_patches
+from torch_ext.parallel import carry_states, message_plan, parallel_module, torch_patches
 from torch_ext.parallel import parallelize_checks as checks
 from torch_ext.parallel.bucket_exchange import Settings
 from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets, trainable
@@ -62,7 +62,8 @@ def parallelize(
 
     model: on one device. Weights and buffers become rank 0's; later changes of buffers stay local.
     policy: of `load_policy`; besides dtypes: bucket_size, overlap_grad_reduce, check_for_nan_in_grad, step_in_backward,
-        grad_comm_compression (optim_grads_params measures no wire: "on" alone compresses).
+        link_gbps (None: ranks measure their link here where something depends on it: which buckets travel together,
+        and grad_comm_compression "auto"; optim_grads_params does not measure).
     strategy: its name or number; None: the policy's data_parallel_sharding_strategy.
         no_shard (0): `.grad`, a view of a flat main_grads_dtype buffer, is the mean over the ranks after backward,
             rounded once to grad_gather_dtype (None: the wire's, bf16 beside an 8-bit wire), the same bits everywhere.
@@ -160,7 +161,7 @@ class _Call:
             f"unused parameters {self.find_unused_parameters}, "
             f"NaN check {policy.check_for_nan_in_grad}, sums gathered in {policy.grad_gather_dtype}, "
             f"step in backward {policy.step_in_backward}, compression {policy.grad_comm_compression}, "
-            f"transport {self.transport}"
+            f"link of {policy.link_gbps} Gbit/s, transport {self.transport}"
         )
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         shown = [f"{name} {list(t.shape)} {t.dtype}, trainable {t.requires_grad}" for name, t in tensors]
@@ -190,21 +191,29 @@ class _Call:
         broadcast(tensors, self.communicator.group, "parallelize: rank 0's weights and buffers")
         return self._bucket_reducer(self.plan, number)
 
+    def _link_gbps(self, plan: BucketPlan, number: int) -> float | None:
+        """As given, or measured; None where nothing depends on it: devices that defer what is sent have a message for
+        each bucket."""
+        policy, communicator = self.policy, self.communicator
+        if communicator.deferring or not message_plan.depends_on_link(plan.buckets, communicator.world_size, policy):
+            return None
+        return policy.link_gbps or link.measure(communicator, number, "parallelize")
+
     def _bucket_reducer(self, plan: BucketPlan, number: int) -> BucketReducer:
         policy, named = self.policy, trainable(self.model)
         world_size, replicated = self.communicator.world_size, self.strategy == "no_shard"
+        link_gbps, name = self._link_gbps(plan, number), self.strategy
         ids = param_groups.ids_of([name for name, _ in named])
         params = [p for _, p in named]
         settings = Settings(
             check_for_nan=policy.check_for_nan_in_grad,
             find_unused_parameters=self.find_unused_parameters,
             step_in_backward=policy.step_in_backward,
-            coalesce=policy.bucket_size is None,
-            compress_below=compression.limit(policy),
-            replan=lambda order: plan_buckets(named, policy, world_size, order=order),
+            replan=lambda order: plan_buckets(named, policy, world_size, order=order).over_link(
+                policy, link_gbps, name
+            ),
             may_replan=lambda: replicated or not checks.any_optimizer_has_state(named),
         )
-        strategy = STRATEGIES[self.strategy](
-            params, plan, self.communicator, ids, self.divide_factor, policy.grad_gather_dtype
-        )
+        plan = plan.over_link(policy, link_gbps, name)
+        strategy = STRATEGIES[name](params, plan, self.communicator, ids, self.divide_factor, policy.grad_gather_dtype)
         return BucketReducer(strategy, number, settings)

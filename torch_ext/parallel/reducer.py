@@ -4,39 +4,31 @@ cycle (`parallel/bucket_exchange.py`), and what optimizers ask is answered.
 The end of backward waits for the sums, so that everything after `loss.backward()` sees them.
 """
 
+import operator
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from torch_ext.comm.communicator import Work
-from torch_ext.grads.errors import refuse_busy
+from torch_ext.grads.backward_end import BackwardEnd, hook, queue_backward_end, weak_method
 from torch_ext.parallel.bucket_exchange import BucketExchange, Settings
-from torch_ext.parallel.bucket_plan import BucketPlan
+from torch_ext.parallel.bucket_gradients import BucketGradients
 from torch_ext.parallel.bucket_steppers import BucketSteppers
 from torch_ext.parallel.cycle import ACCUMULATING, GRAD_NONE, IDLE, REDUCING
-from torch_ext.parallel.reducer_base import (
-    BackwardEnd,
-    ReducerBase,
-    hook,
-    queue_backward_end,
-    tensors_with_graph,
-    weak_method,
-)
+from torch_ext.parallel.noted_gradients import NotedGradients
+from torch_ext.parallel.reducer_base import tensors_with_graph
 from torch_ext.parallel.strategies.strategy import ShardingStrategy
 from torch_ext.params import reducer_registry
-from torch_ext.params.local_shard import LocalShard
 from torch_ext.tensors import offload_guard
 
 
-class BucketReducer(ReducerBase):
+class BucketReducer(BucketGradients):
     """Of one model's parameters, whose gradients lie where its strategy says (`parallel/strategies/strategy.py`)."""
-
-    exchange: BucketExchange
 
     def __init__(self, strategy: ShardingStrategy, number: int, settings: Settings) -> None:
         """number: of `agree`."""
@@ -44,21 +36,17 @@ class BucketReducer(ReducerBase):
         self.exchange = BucketExchange(strategy, number, settings, weak_method(self._laid_out_anew))
         self.require_grad_sync = True
         self._steppers = BucketSteppers(settings.step_in_backward)
+        self.steps_in_backward = settings.step_in_backward
+        self._dtypes = [p.param_dtype for p in strategy.plan.parameters]
+        self._noted = NotedGradients(self.params, weak_method(self.grad_ready), hook(self._grads_ready))
         if strategy.adds_to_sums:
-            self._hooks += [p.register_hook(hook(self.before_accumulate, i)) for i, p in enumerate(self.params)]
+            self._hooks += [p.register_hook(self._before_hook(i)) for i, p in enumerate(self.params)]
         self._tasks: dict[int, weakref.ref[BackwardEnd]] = {}  # backwards that have not ended, the outermost first
         self._begun = -1  # the task in which the last gradient was ready
+        self._expected: bool | None = None  # of a backward that will bring gradients: whether it reduces them
 
     def _laid_out_anew(self) -> None:
         reducer_registry.laid_out_anew(self)
-
-    @property
-    def strategy(self) -> ShardingStrategy:
-        return self.exchange.strategy
-
-    @property
-    def plan(self) -> BucketPlan:
-        return self.strategy.plan
 
     def close(self) -> None:
         """Leaves the parameters as they were before, without gradients."""
@@ -69,6 +57,7 @@ class BucketReducer(ReducerBase):
                 stacklevel=3,
             )
         self.detach()
+        self._noted.remove()
         self.strategy.release()
         if self.exchange.weights is not None:
             self.exchange.weights.release()
@@ -96,70 +85,45 @@ class BucketReducer(ReducerBase):
         self.refuse_gone("step()")
         self.cycle.check_step(i for i in range(len(self.params)) if self.strategy.unreduced(i))
 
-    # -- for optimizers: see reducer_registry.GradientReducer ----------------------------------------------------------
-
-    @property
-    def sharded(self) -> bool:
-        return self.strategy.sharded
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        return self.exchange.communicator.ranks
-
-    def local(self, param: torch.Tensor) -> LocalShard:
-        i, weights = self._position[id(param)], self.exchange.weights
-        if weights is None:
-            return LocalShard(param, 0, (), None)
-        return weights.local(i, self.strategy.owned.get(i), self.exchange.communicator.group)
-
-    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        i = self._position[id(param)]
-        self._check_dtype(i)
-        return self.strategy.grad(i)
-
-    def part(self, param: torch.Tensor) -> torch.Tensor:
-        return self.strategy.part(self._position[id(param)])
-
-    def offer(self, stepper: reducer_registry.BucketStepper) -> None:
-        self._steppers.add(stepper)
-
-    def stats(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        with_grads = sum(self.strategy.grad(i) is not None for i in range(len(self.params)))
-        if self.strategy.versions() != self.exchange.versions or len(params) != with_grads:
-            return None
-        return self.strategy.stats.clone()
-
-    def gather(self, bucket: int) -> Work:
-        return self.exchange.gather(bucket)
-
-    def refuse_moving(self, doing: str, weights: bool) -> None:
-        self.finish_failed_backward()
-        refuse_busy(doing, self.forwards_running, bool(self._tasks) or self.cycle.phase != IDLE)
-        self._steppers.refuse_moving(doing)
-        if weights and self.exchange.weights is not None:
-            self.exchange.weights.refuse_lent(doing)
-
-    def gradient_memory(self) -> Sequence[torch.Tensor]:
-        return self.strategy.memory
-
-    def gradients_released(self) -> None:
-        self.cycle.zero(range(len(self.params)))
-
-    def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
-        self.finish_failed_backward()  # or sums under way would be written to what is zero now
-        positions = self._positions(params)
-        self.strategy.zero(positions)
-        self.cycle.zero(positions)
-
     # -- during backward ------------------------------------------------------------------------------------------
 
-    def grad_ready(self, i: int) -> None:
+    def grad_ready(self, param: torch.Tensor) -> None:
+        """Autograd has accumulated into its `.grad`."""
         self._begin_backward()
-        self._check_dtype(i)
-        self.strategy.grad_ready(i)
-        self.exchange.communicator.ordering.record_producer()
-        if self.cycle.ready(i):
+        self._told([*self._noted.take(), param])
+        if not self.exchange.communicator.deferring:  # else each gradient's stream is asked for
+            self._noted.note()
+
+    def _grads_ready(self) -> None:
+        """And into those that are noted."""
+        self._begin_backward()
+        self._told(self._noted.take())
+
+    def _told(self, params: list[torch.Tensor]) -> None:
+        if not params:
+            return
+        try:
+            positions = array("q", map(self._position.__getitem__, map(id, params)))
+            if list(map(_dtype_of, params)) != list(map(self._dtypes.__getitem__, positions)):
+                for i in positions:
+                    self._check_dtype(i)
+            self.strategy.grads_ready(positions)
+            self.exchange.communicator.ordering.record_producer()
+            something = self.cycle.ready_several(positions)
+        except BaseException:
+            self._noted.put_back(params)
+            raise
+        if something:
             self.exchange.run()
+
+    def _before_hook(self, i: int) -> Callable[[torch.Tensor], None]:
+        before, noted = weak_method(self.before_accumulate), self._noted
+
+        def call(_grad: torch.Tensor) -> None:
+            if not noted.bare:
+                before(i)
+
+        return call
 
     def before_accumulate(self, i: int) -> None:
         """Autograd is about to accumulate into `.grad` of parameter i, or (torch.autograd.grad) to return its
@@ -178,20 +142,30 @@ class BucketReducer(ReducerBase):
         """Of a forward: a backward through these tensors begins there, as reentrant checkpoints may hold every
         parameter."""
         for output in tensors_with_graph(outputs):
-            output.register_hook(hook(self.enter_graph_task))
+            output.register_hook(hook(self._output_reached))
+
+    def _output_reached(self) -> None:
+        """A backward came through the model's output, before its first gradient is ready."""
+        self.enter_graph_task()
+        if self.cycle.phase == IDLE and self._expected is None:
+            self._expected = self.require_grad_sync if any(map(_accumulates, self.params)) else None
 
     def _begin_backward(self) -> None:
         task = torch._C._current_graph_task_id()
         if task == self._begun:
             return
         self.enter_graph_task()
-        self._begun = task
+        self._begun, self._expected = task, None
         if self.cycle.phase != IDLE:
             return
         self.cycle.refuse_failed()
         # Under no_sync() shards are reduced, too, but more is to come.
         completes = self.require_grad_sync and not self.exchange.reorders
         self.exchange.begin(self.require_grad_sync, self._steppers.begin(self, completes))
+        if self.strategy.adds_to_sums and not self.strategy.sets_aside:
+            self._noted.bare = (
+                sum(grad is not None for grad in map(_grad_of, self.params)) <= 1
+            )  # the one that is ready
 
     def enter_graph_task(self) -> None:
         """In a graph task that may bring gradients: it is known from here on, and so is its end."""
@@ -200,34 +174,45 @@ class BucketReducer(ReducerBase):
             return
         offload_guard.refuse_gradients(self.params, "backward")
         self.finish_failed_backward()
-        self._tasks[task] = queue_backward_end(self.backward_ended, task)
+        self._tasks[task] = queue_backward_end(self.backward_ended, task, gone=weak_method(self._backward_gone))
 
     def finish_failed_backward(self) -> None:
         """If the last backward raised: waits for what it sent, as the other ranks sent it too, and discards it."""
         ended = not self._tasks and self.cycle.phase == IDLE
         if ended or (self._tasks and all(end() is not None for end in self._tasks.values())):
             return
+        self._backward_gone()
         self._tasks.clear()
-        self._begun = -1
-        # It may have accumulated into a `.grad` of which `grad_ready` was not told.
+        expected, self._begun, self._expected = self._expected, -1, None
+        if expected and self.cycle.phase == IDLE and not self.failed:
+            self.exchange.begin(True, [])  # on other ranks gradients were ready: it counts everywhere
+        # It may have accumulated into a `.grad` of which the cycle was not told.
         self.cycle.died(self.strategy.modified_since(self.exchange.versions))
         self.exchange.run()  # an interrupt of it leaves the rest for the next time
 
-    def _check_dtype(self, i: int) -> None:
-        dtype, planned = self.params[i].dtype, self.plan.parameters[i].param_dtype
-        if dtype != planned:
-            raise RuntimeError(
-                f"parameter {self.names[i]!r} became {dtype} after parallelize planned its gradients for {planned}: "
-                "convert the model first, or call parallelize again"
-            )
+    def _backward_gone(self, _end: object = None) -> None:
+        """A backward raised."""
+        self._noted.tell()
+        if all(end() is None for end in self._tasks.values()):
+            self.strategy.discard([self._position[id(p)] for p in self._noted.take()])
 
     # -- at its end -----------------------------------------------------------------------------------------------
 
     def backward_ended(self, task: int) -> None:
         """Of one graph task; a nested one (reentrant checkpointing) leaves the end to the outermost."""
+        self._told(self._noted.take())
         self._tasks.pop(task, None)
-        if not self._tasks and self.cycle.phase in (ACCUMULATING, REDUCING) and self.cycle.end():
+        if not self._tasks:
+            self._expected = None
+        if self._tasks or self.cycle.phase not in (ACCUMULATING, REDUCING):
+            return
+        self._noted.tell()
+        if self.cycle.end():
             self.exchange.run()
+            self._noted.completed(self.cycle.completed_by)
+
+
+_dtype_of, _grad_of = operator.attrgetter("dtype"), operator.attrgetter("grad")
 
 
 def _accumulates(param: torch.Tensor) -> bool:

@@ -26,8 +26,8 @@ _FLAGS = ("amsgrad", "differentiable", "maximize", "decoupled_weight_decay", "fo
 # torch's defaults, in signatures; each a float of its own, since it is recognised by its identity: what somebody else
 # passes, of the same value, was given. (A class of its own would not be what introspection and YAML know as a float.)
 LR, BETAS, EPS = float("1e-3"), (float("0.9"), float("0.999")), float("1e-8")
-NO_DECAY, DECAY = float("0"), float("1e-2")
-_DEFAULTS = (LR, *BETAS, EPS, NO_DECAY, DECAY)
+NO_DECAY, DECAY, MUON_DECAY = float("0"), float("1e-2"), float("0.1")
+_DEFAULTS = (LR, *BETAS, EPS, NO_DECAY, DECAY, MUON_DECAY)
 
 
 def start(given: Any, policy: Policy, key: str) -> Any:

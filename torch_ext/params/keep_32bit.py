@@ -141,14 +141,17 @@ def refuse_unused(selection: Selection, groups: Iterable[dict[str, Any]]) -> Non
     selection.flags(params, names, complete=True)
 
 
+_OWN = ("keep_32bit", "matrices")
+"""Lists beside a group's parameters that are the optimizer's own, like the policy."""
+
+
 def without(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For a state_dict: like the policy, it is the optimizer's own."""
-    return [{key: value for key, value in group.items() if key != "keep_32bit"} for group in groups]
+    """For a state_dict: without what is the optimizer's own."""
+    return [{key: value for key, value in group.items() if key not in _OWN} for group in groups]
 
 
 def with_own(saved: Iterable[Mapping[str, Any]], own: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Saved groups as this optimizer's."""
     return [
-        group | ({"keep_32bit": mine["keep_32bit"]} if "keep_32bit" in mine else {})
-        for group, mine in zip(without(saved), own, strict=True)
+        group | {key: mine[key] for key in _OWN if key in mine} for group, mine in zip(without(saved), own, strict=True)
     ]

@@ -63,6 +63,17 @@ def _offset(p: Any, weight: Tensor) -> int:
     return int(begin[0]) * (p.numel() // p.shape[0])
 
 
+def runs_of_dtensor(p: Any) -> "list[tuple[int, int]] | None":
+    """Of a DTensor that is cut on its first dimension over one dimension of the mesh, the elements [begin, end) that
+    each of its ranks has (torch.chunk's parts); None of others."""
+    cut = [dim for dim, placement in enumerate(p.placements) if not placement.is_replicate()]
+    if len(cut) != 1 or not p.placements[cut[0]].is_shard(0):
+        return None
+    ranks, rows = p.device_mesh.size(cut[0]), p.shape[0]
+    each, columns = -(-rows // ranks), p.numel() // max(rows, 1)
+    return [(min(rank * each, rows) * columns, min((rank + 1) * each, rows) * columns) for rank in range(ranks)]
+
+
 def origin(p: Any) -> tuple[int, ...]:
     """Where a DTensor's local tensor begins in it, by dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

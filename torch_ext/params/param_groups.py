@@ -79,16 +79,26 @@ def ids_of(names: Iterable[str]) -> list[int]:
 def kept_32bit(groups: list[Group]) -> list[bool]:
     """Whether each parameter's moments are kept in fp32 (`keep_32bit`). ValueError for a group whose parameters were
     changed without the list beside them."""
-    found: list[bool] = []
+    return _beside(groups, "keep_32bit", False)
+
+
+def are_matrices(groups: list[Group]) -> list[bool]:
+    """Whether each parameter is stepped by Muon (optim/muon/matrix_forms.py). ValueError as `kept_32bit`'s."""
+    return [form is not None for form in _beside(groups, "matrices", None)]
+
+
+def _beside(groups: list[Group], key: str, absent: Any) -> list[Any]:
+    """What a list in each group says of its parameters; absent: where there is no list."""
+    found: list[Any] = []
     for g, group in enumerate(groups):
         n = len(group["params"])
-        flags = group.get("keep_32bit") or [False] * n
-        if len(flags) != n:
+        values = group.get(key) or [absent] * n
+        if len(values) != n:
             raise ValueError(
-                f"group {g} has {n} parameters, and its 'keep_32bit' is of {len(flags)}: where the list of parameters "
+                f"group {g} has {n} parameters, and its {key!r} is of {len(values)}: where the list of parameters "
                 "is changed, the list beside it changes, too"
             )
-        found += flags
+        found += values
     return found
 
 

@@ -36,6 +36,8 @@ class GradientReducer(abc.ABC):
     """Of the model, nested or in several threads."""
     layout = 0
     """Counts changes of the parameters' layout."""
+    steps_in_backward = False
+    """Whether optimizers step buckets before their step() is called (step_in_backward of its policy)."""
 
     @property
     def failed(self) -> bool:
@@ -51,6 +53,12 @@ class GradientReducer(abc.ABC):
     @abc.abstractmethod
     def ranks(self) -> frozenset[int]:
         """The global ranks over which gradients are reduced."""
+
+    @property
+    def replicas(self) -> "torch.distributed.ProcessGroup | None":
+        """The process group whose ranks all have the whole gradient of each parameter, the same; None: of other
+        reducers."""
+        return None
 
     @abc.abstractmethod
     def finish_failed_backward(self) -> None:
@@ -68,6 +76,11 @@ class GradientReducer(abc.ABC):
     @abc.abstractmethod
     def local(self, param: torch.Tensor) -> LocalShard:
         """What this rank steps of the parameter; RuntimeError where the parameter left its buffer."""
+
+    def runs(self, param: torch.Tensor) -> "list[tuple[int, int]]":
+        """Of each rank of the group of `local(param)` the elements [begin, end) of the parameter that it steps, in
+        memory order. Only of reducers that cut parameters into flat parts."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:

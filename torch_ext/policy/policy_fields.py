@@ -86,3 +86,4 @@ class PolicyFields:
         "One word for how the optimizer's states are stored; None: the dtypes above say so one by one."
     )
     min_8bit_size = Field[int]("Parameters with fewer elements keep fp32 moments beside others of 8 bits.")
+    link_gbps = Field[float | None]("What a rank's link carries, in Gbit/s; None: ranks measure it when they agree.")

@@ -45,6 +45,18 @@ def copy(pairs: Iterable[tuple[Tensor, Tensor]], *, fresh: bool = False) -> None
     _copy_on_host(on_host, fresh)
 
 
+def copy_and_wait(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """`copy` between devices and pinned host memory, done when this returns: the copies of a device are queued one
+    behind the other, and the host waits for the last one of each."""
+    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    for target, source in pairs:
+        by_device.setdefault(source.device if target.is_cpu else target.device, []).append((target, source))
+    for queued in by_device.values():
+        copy(queued[:-1])
+        target, source = queued[-1]
+        target.copy_(source)
+
+
 def synchronize(devices: Iterable[torch.device]) -> None:
     """Waits until everything that these devices were told to do is done."""
     for device in devices:

@@ -47,6 +47,11 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, everyone: Iterable[Tensor
     refuse_params(everyone, doing)
 
 
+def is_away(optimizer: torch.optim.Optimizer, everyone: Iterable[Tensor]) -> bool:
+    """Whether `refuse_optimizer` would refuse."""
+    return optimizer in optimizers or bool(params and any(p in params for p in everyone))
+
+
 def present(t: Tensor, what: str) -> Tensor:
     """The tensor; RuntimeError where its memory is offloaded. what: begins the message."""
     if is_released(t):

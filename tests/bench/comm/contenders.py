@@ -179,6 +179,7 @@ OURS: dict[str, Make] = {
     "no_shard fp8": partial(_ours, strategy="no_shard", wire="fp8", gather="fp8"),
     "no_shard fp8, bf16 sums": partial(_ours, strategy="no_shard", wire="fp8"),
     "optim bf16": partial(_ours, strategy="optim", wire="bf16"),
+    "optim bf16, as it is": partial(_ours, strategy="optim", wire="bf16", compression="off"),
     "optim fp8": partial(_ours, strategy="optim", wire="fp8"),
     "optim_grads_params bf16": partial(_ours, strategy="optim_grads_params", wire="bf16"),
 }

@@ -13,6 +13,7 @@ from torch_ext.native import library
 from torch_ext.optim.cpu_offload.copies import Buffers, copies_of
 from torch_ext.optim.cpu_offload.host_step import HostPlan
 from torch_ext.optim.state import access
+from torch_ext.optim.state.averaging import Averaging
 from torch_ext.optim.state.param_state import AllGatherTarget, ParamState
 
 
@@ -76,7 +77,9 @@ class HostStates:
 
     # -- the step
 
-    def plan(self, members: Sequence[ParamState], gathers: Sequence[AllGatherTarget]) -> HostPlan | None:
+    def plan(
+        self, members: Sequence[ParamState], gathers: Sequence[AllGatherTarget], averaging: Averaging
+    ) -> HostPlan | None:
         """The step of those of the members that lie here; None: none does."""
         chosen = [(m, gather) for m, gather in zip(members, gathers, strict=True) if m.host]
         if not chosen:
@@ -84,7 +87,7 @@ class HostStates:
         device = chosen[0][0].weight.device
         if self._buffers is None or self._buffers.device != device:
             self._buffers = Buffers(copies_of(device), device)
-        return HostPlan([m for m, _ in chosen], [gather for _, gather in chosen], self._buffers)
+        return HostPlan([m for m, _ in chosen], [gather for _, gather in chosen], self._buffers, averaging)
 
 
 def choose(sizes: Sequence[int], fraction: float) -> list[bool]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch_ext.optim.cpu_offload.copies import Buffers
 from torch_ext.optim.cpu_offload.staged_call import Call, Counters, Settings
 from torch_ext.optim.cpu_offload.weight_sample import sample_of
+from torch_ext.optim.state.averaging import Averaging
 from torch_ext.optim.state.param_state import AllGatherTarget, ParamState, named, refuse_grad
 from torch_ext.optim.state.write_check import FixedMemory
 from torch_ext.params.param_groups import HyperparameterTable
@@ -29,7 +30,13 @@ from torch_ext.tensors import dense
 
 
 class HostPlan:
-    def __init__(self, members: Sequence[ParamState], gathers: Sequence[AllGatherTarget], buffers: Buffers) -> None:
+    def __init__(
+        self,
+        members: Sequence[ParamState],
+        gathers: Sequence[AllGatherTarget],
+        buffers: Buffers,
+        averaging: Averaging,
+    ) -> None:
         """gathers: of each member, the bucket that is gathered after its step."""
         self.members = list(members)
         self._buffers, self._copies = buffers, buffers.copies
@@ -42,7 +49,7 @@ class HostPlan:
         self._of: dict[AllGatherTarget, list[int]] = {}
         for i, gather in enumerate(gathers):
             self._of.setdefault(gather, []).append(i)
-        self._counters = Counters()
+        self._counters, self._averaging = Counters(), averaging
         self._calls = {gather: self._call(chosen) for gather, chosen in self._of.items()}
         self._sample = sample_of([m for m in members if m.kinds.master == "master_param"], buffers)
         self._grads: list[Tensor] = []  # during a step, as what follows
@@ -52,7 +59,7 @@ class HostPlan:
         members = [self.members[i] for i in chosen]
         meta = [[m.id, m.local.offset, m.group] for m in members]
         weights = [dense.flat(self._layouts[i]) for i in chosen]
-        return Call(weights, [m.stored() for m in members], meta, self._counters)
+        return Call(weights, [m.stored() for m in members], meta, self._counters, self._averaging)
 
     @property
     def resynced(self) -> int:

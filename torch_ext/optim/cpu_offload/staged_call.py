@@ -14,6 +14,7 @@ from torch_ext.native import adamw_args, library
 from torch_ext.native.adamw_args import AdamWArguments
 from torch_ext.optim.cpu_offload import staged_args
 from torch_ext.optim.cpu_offload.copies import Buffers
+from torch_ext.optim.state.averaging import Averaging
 
 
 class Counters:
@@ -49,7 +50,12 @@ class Settings(NamedTuple):
 
 class Call:
     def __init__(
-        self, weights: list[Tensor], rows: list[list[Tensor | None]], meta: list[list[int]], counters: Counters
+        self,
+        weights: list[Tensor],
+        rows: list[list[Tensor | None]],
+        meta: list[list[int]],
+        counters: Counters,
+        averaging: Averaging,
     ) -> None:
         """weights: dense memory, wherever it is; rows: the state of each (ParamState.stored), on the host; meta: rows
         of tx_meta. All must stay where they are."""
@@ -62,6 +68,7 @@ class Call:
         to.params, to.grads = ctypes.addressof(self._params), ctypes.addressof(self._grads)
         to.meta = self._meta.data_ptr()
         to.skipped, to.resynced = counters.arguments
+        to.ema_decay, to.ema_every = averaging.decay, averaging.every
         self._staging = staged_args.Staging(ctypes.sizeof(staged_args.Staging))
 
     def prepare(self, grads: Sequence[Tensor], settings: Settings) -> None:

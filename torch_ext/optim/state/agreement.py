@@ -1,5 +1,6 @@
-"""Ranks that cut states over themselves compare what they keep of each parameter, once, before the first step: parts
-of different kinds would make no whole state, and no checkpoint."""
+"""Ranks that reduce gradients together compare what they keep of each parameter, once, before the first step: where
+states are cut, parts of different kinds would make no whole state, and no checkpoint; where they are not, the ranks'
+weights would part without a word."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,20 +10,26 @@ from torch import Tensor
 
 from torch_ext.comm import group_calls
 from torch_ext.native import dtypes
+from torch_ext.optim.state import averaging
 from torch_ext.optim.state.param_state import ParamState
 from torch_ext.optim.state.state_dtypes import MASTERS, StateDtypes
 from torch_ext.params import reducer_registry
+
+_KINDS = 4  # numbers of a parameter
 
 _CALL = "step(): what each rank keeps as optimizer state"
 
 
 def refuse_differing(members: Sequence[ParamState]) -> None:
     """RuntimeError on every rank, naming a parameter, a rank and what it keeps, where the ranks differ. Collective over
-    the groups of those that are cut by a reducer of ours, whose gradients are there on all ranks or on none."""
+    the groups of reducers of ours, whose gradients are there on all ranks or on none."""
     by_groups: dict[tuple[torch.distributed.ProcessGroup, ...], list[ParamState]] = {}
     for member in members:
-        if member.local.groups and reducer_registry.owner_of(member.param) is not None:
-            by_groups.setdefault(tuple(member.local.groups), []).append(member)
+        if (owner := reducer_registry.owner_of(member.param)) is None:
+            continue
+        groups = tuple(member.local.groups) or tuple(filter(None, [owner.replicas]))
+        if groups:
+            by_groups.setdefault(groups, []).append(member)
     for groups, cut in by_groups.items():
         codes = [code for member in cut for code in _codes(member.kinds)]
         digest = hashlib.sha256(repr((codes, [m.name for m in cut])).encode()).digest()[:8]
@@ -37,12 +44,15 @@ def refuse_differing(members: Sequence[ParamState]) -> None:
             _refuse(cut, _gathered(mine.new_tensor(codes), group), group)
 
 
-def _codes(kinds: StateDtypes) -> tuple[int, int, int]:
+_EMAS = (None, *averaging.DTYPES)
+
+
+def _codes(kinds: StateDtypes) -> tuple[int, int, int, int]:
     master = None if kinds.master is None else MASTERS[kinds.master]
     exp_avg, exp_avg_sq, of_master = (
         0 if d is None else dtypes.code_of(d) or 0 for d in (kinds.exp_avg, kinds.exp_avg_sq, master)
     )
-    return exp_avg, exp_avg_sq, of_master
+    return exp_avg, exp_avg_sq, of_master, _EMAS.index(kinds.ema)
 
 
 def _gathered(mine: Tensor, group: torch.distributed.ProcessGroup) -> list[Tensor]:
@@ -54,7 +64,7 @@ def _gathered(mine: Tensor, group: torch.distributed.ProcessGroup) -> list[Tenso
 def _refuse(cut: Sequence[ParamState], rows: Sequence[Tensor], group: torch.distributed.ProcessGroup) -> None:
     ranks = torch.distributed.get_process_group_ranks(group)
     for i, member in enumerate(cut):
-        kept = [tuple(row[3 * i : 3 * i + 3].tolist()) for row in rows]
+        kept = [tuple(row[_KINDS * i : _KINDS * i + _KINDS].tolist()) for row in rows]
         for rank, other in zip(ranks, kept, strict=True):
             if other != kept[0]:
                 raise RuntimeError(
@@ -65,5 +75,7 @@ def _refuse(cut: Sequence[ParamState], rows: Sequence[Tensor], group: torch.dist
 
 
 def _described(codes: tuple[int, ...]) -> str:
-    exp_avg, exp_avg_sq, master = (dtypes.name_of(dtypes.dtype_of(code)) for code in codes)
-    return f"exp_avg in {exp_avg}, exp_avg_sq in {exp_avg_sq}, {f'masters in {master}' if master else 'no master'}"
+    exp_avg, exp_avg_sq, master = (dtypes.name_of(dtypes.dtype_of(code)) for code in codes[:3])
+    average = f", averages in {_EMAS[codes[3]]}" if codes[3] else ""
+    kept = f"masters in {master}" if master else "no master"
+    return f"exp_avg in {exp_avg}, exp_avg_sq in {exp_avg_sq}, {kept}{average}"

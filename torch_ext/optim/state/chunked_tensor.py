@@ -116,13 +116,13 @@ class ChunkTensor(DecodingTensor):
 
     def decoded(self) -> Tensor:
         """Contiguous."""
-        values = self.handle.source.read(*self._range())
+        values = self.handle.source.read(*self.stored_range())
         copied = dense.unpooled(self._chunk.sizes, self.dtype, self.device)
         if copied.numel():
             copied.copy_(values.as_strided(self._chunk.sizes, self.handle.run.strides(), values.storage_offset()))
         return copied
 
-    def _range(self) -> tuple[int, int]:
+    def stored_range(self) -> tuple[int, int]:
         """Of the source's elements, from the chunk's first to its last; others may lie between them."""
         run, chunk = self.handle.run, self._chunk
         strides = run.strides()
@@ -138,7 +138,7 @@ class ChunkTensor(DecodingTensor):
             raise ValueError(f"{what}: values of shape {tuple(values.shape)} for {tuple(self.shape)}")
         if not values.numel():
             return
-        (first, last), order = self._range(), run.order
+        (first, last), order = self.stored_range(), run.order
         if last - first == values.numel():
             source.write(first, values.permute(order).reshape(-1))
             return

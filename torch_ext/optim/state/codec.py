@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 
 from torch_ext.native import constants, ops
-from torch_ext.optim.state.state_dtypes import FORMATS, GRAIN, MASTERS, StateDtypes
+from torch_ext.optim.state.state_dtypes import EMA, EMA_PLANES, FORMATS, GRAIN, MASTERS, StateDtypes
 from torch_ext.tensors import dense
 
 _NO_COUNT = torch.empty(0, dtype=torch.int64)
 
 
 def make(wanted: Sequence[tuple[Tensor, StateDtypes]]) -> list[dict[str, Tensor]]:
-    """Zero moments, and the weight as its own master, without the step: the stored state of each parameter.
+    """Zero moments, and the weight as its own master and average, without the step: the stored state of each parameter.
 
     Those of small parameters share their memory (see `dense`).
     """
     parts = [_parts(p, kinds) for p, kinds in wanted]
     # Key by key, so that the tensors of one key follow each other in memory: the operator's checks take them as one.
-    keys = ("exp_avg", "exp_avg_sq", "scales", *MASTERS, "checksum")
+    keys = (*FORMATS, "scales", *MASTERS, EMA, *EMA_PLANES, "checksum")
     present = [(i, key) for key in keys for i, part in enumerate(parts) if key in part]
     states: list[dict[str, Tensor]] = [{} for _ in wanted]
     for (i, key), made in zip(present, dense.zeros_like([parts[i][key] for i, key in present]), strict=True):
@@ -30,6 +30,8 @@ def make(wanted: Sequence[tuple[Tensor, StateDtypes]]) -> list[dict[str, Tensor]
             state["master_param"].copy_(p)  # a remainder of 0 is exactly the weight
         if kinds.master:
             renew_checksum(dense.in_order_of(state[kinds.master], p.detach()), state, kinds)
+        if kinds.ema is not None:
+            encode(p, state, kinds, EMA, p.detach())
     return states
 
 
@@ -58,7 +60,7 @@ def follow_param(p: Tensor, state: dict[str, Any], kinds: StateDtypes, name: str
     contiguous = not dense.is_dense(p)
     if all(state[key].is_contiguous() if contiguous else dense.same_order(state[key], p) for key in shaped):
         return
-    p = p.to(state["exp_avg"].device)  # the state may be on the host
+    p = p.to(state[kinds.first].device)  # the state may be on the host
     (moved,) = make([(p, kinds)])
     for key in kinds.logical():
         encode(p, moved, kinds, key, decode(p, state, kinds, key))
@@ -95,11 +97,12 @@ def state_slice(state: Mapping[str, Any], kinds: StateDtypes, begin: int, end: i
 
 def _scale_rows(state: Mapping[str, Tensor], kinds: StateDtypes) -> Tensor:
     """`scales` by block-scaled moment (a view)."""
-    return state["scales"].view(kinds.scale_rows, -(-state["exp_avg"].numel() // constants.BLOCK))
+    return state["scales"].view(kinds.scale_rows, -(-state[kinds.first].numel() // constants.BLOCK))
 
 
-def _scales_of(state: Mapping[str, Tensor], kinds: StateDtypes, moment: str) -> Tensor:
-    return _scale_rows(state, kinds)[int(moment == "exp_avg_sq" and kinds.scaled("exp_avg"))]
+def scales_of(state: Mapping[str, Tensor], kinds: StateDtypes, moment: str) -> Tensor:
+    """Of a block-scaled moment (a view)."""
+    return _scale_rows(state, kinds)[kinds.scaled.index(moment)]
 
 
 def _cast(source: Tensor, target: Tensor, source_scales: list[Tensor], target_scales: list[Tensor], form: int) -> None:
@@ -116,8 +119,10 @@ def decode(p: Tensor, state: Mapping[str, Any], kinds: StateDtypes, key: str) ->
         return state[key]
     if key in FORMATS:
         value = dense.unpooled_like(state[key], torch.float32)
-        _cast(dense.flat(state[key]), dense.flat(value), [_scales_of(state, kinds, key)], [], FORMATS[key])
+        _cast(dense.flat(state[key]), dense.flat(value), [scales_of(state, kinds, key)], [], FORMATS[key])
         return value
+    if key == EMA:
+        return _joined(state["ema_upper"], state["ema_lower"])
     stored = state["master_remainder"]
     weight = dense.in_order_of(stored, p.detach().to(stored.device))
     master = dense.unpooled_like(stored, torch.float32)
@@ -144,7 +149,9 @@ def encode(p: Tensor, state: Mapping[str, Tensor], kinds: StateDtypes, key: str,
         state[key].copy_(value)
     elif key in FORMATS:
         wide = dense.in_order_of(state[key], value.to(device=p.device, dtype=torch.float32))
-        _cast(wide, dense.flat(state[key]), [], [_scales_of(state, kinds, key)], FORMATS[key])
+        _cast(wide, dense.flat(state[key]), [], [scales_of(state, kinds, key)], FORMATS[key])
+    elif key == EMA:
+        _split(value.to(device=state["ema_upper"].device, dtype=torch.float32), state["ema_upper"], state["ema_lower"])
     else:
         remainder = state["master_remainder"]
         wide = dense.in_order_of(remainder, value.to(device=p.device, dtype=torch.float32))
@@ -152,3 +159,17 @@ def encode(p: Tensor, state: Mapping[str, Tensor], kinds: StateDtypes, key: str,
         weight = torch.empty(wide.shape, dtype=p.dtype, device=p.device)
         ops.call("master_encode_", [wide], [weight], [dense.flat(remainder)])
         renew_checksum(weight, state, kinds)
+
+
+def _joined(upper: Tensor, lower: Tensor) -> Tensor:
+    """fp32 of 24 bits in two planes."""
+    bits = upper.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    return bits.bitwise_or_(lower.to(torch.int32).bitwise_left_shift_(8)).view(torch.float32)
+
+
+def _split(value: Tensor, upper: Tensor, lower: Tensor) -> None:
+    """The other way, to nearest, ties to even; what was joined stays as it is."""
+    bits = value.view(torch.int32)
+    rounded = torch.where(torch.isfinite(value), bits + 0x7F + ((bits >> 8) & 1), bits)
+    upper.copy_((rounded >> 16).to(torch.int16).view(torch.bfloat16))
+    lower.copy_((rounded >> 8) & 0xFF)

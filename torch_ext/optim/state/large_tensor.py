@@ -57,6 +57,15 @@ def consolidated(t: Tensor, cuts: Sequence[int], what: str) -> Tensor:
     return made
 
 
+def like(t: LargeTensor, copied: Tensor) -> Tensor:
+    """A dense tensor of the same elements as t, which is saved as t is."""
+    made = copied.as_subclass(type(t))
+    made.handle = _handle_of(copied, t.handle.what)
+    if isinstance(t, ConsolidatedTensor) and isinstance(made, ConsolidatedTensor):
+        made._cuts = t._cuts
+    return made
+
+
 def _handle_of(t: Tensor, what: str) -> StateHandle:
     run = Run(tuple(t.shape), order_of(t.shape, t.stride()), 0, t.numel())
     return StateHandle(PlainState(dense.flat(t).view(-1)), run, (0,) * t.ndim, what)

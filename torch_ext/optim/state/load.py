@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_ext.comm import group_calls
 from torch_ext.optim.state import codec, load_checks
 from torch_ext.optim.state.sources import ranges, same_values, source_of
+from torch_ext.optim.state.state_dtypes import EMA, StateDtypes
 from torch_ext.optim.state.state_tensor import StateTensor
 from torch_ext.optim.state.stateful import StatefulOptimizer, StatefulParam, first_names, params_of
 from torch_ext.params import keep_32bit, local_shard
@@ -48,6 +49,10 @@ class _Losses:
         """The parameter has no master, and the saved one is more than its weight can hold."""
         self.seeded: list[str] = []
         """The parameter has a master, and none was saved."""
+        self.unaveraged: list[str] = []
+        """The optimizer keeps an average of the parameter, and none was saved."""
+        self.averaged: list[str] = []
+        """The other way round."""
 
     def warn(self) -> None:
         """One warning, where there is something to say."""
@@ -59,6 +64,10 @@ class _Losses:
             said.append(f"master_param of {first_names(self.dropped)} is dropped: the policy keeps the weight only")
         if self.seeded:
             said.append(f"there is no master_param of {first_names(self.seeded)}: the weight is its master from now on")
+        if self.unaveraged:
+            said.append(f"there is no ema_param of {first_names(self.unaveraged)}: the average begins with the master")
+        if self.averaged:
+            said.append(f"ema_param of {first_names(self.averaged)} is dropped: there is no ema_decay")
         if said:
             warnings.warn(f"torch_ext: of the loaded state {'; '.join(said)}", stacklevel=2)
 
@@ -105,7 +114,7 @@ def _own_state(target: _Target, entry: Mapping[str, Any]) -> dict[str, Any] | No
     kinds, own = target.p.kinds, target.p.stored
     if set(entry) != {"step", *kinds.logical()} or not kinds.complete(own):
         return None
-    if own["exp_avg"].device != target.weight.device:
+    if own[kinds.first].device != target.weight.device:
         return None
     for key, encoded in kinds.logical().items():
         value = local_shard.tensor_of(entry[key])
@@ -131,6 +140,10 @@ def _encode(target: _Target, entry: Mapping[str, Any], state: dict[str, Tensor],
     """Into state as it was made, one key at a time. A master that is missing stays the weight."""
     p, weight, kinds = target.p, target.weight, target.p.kinds
     for key in kinds.logical():
+        if key not in entry and key == EMA:
+            losses.unaveraged.append(p.name)
+            codec.encode(weight, state, kinds, key, _master_of(weight, state, kinds))
+            continue
         if key not in entry:
             losses.seeded.append(p.name)
             continue
@@ -138,10 +151,16 @@ def _encode(target: _Target, entry: Mapping[str, Any], state: dict[str, Tensor],
         codec.encode(weight, state, kinds, key, value)
         if _is_rounded(target, state, key, value):
             losses.rounded[key].append(p.name)
+    if kinds.ema is None and EMA in entry:
+        losses.averaged.append(p.name)
     if kinds.master is None and "master_param" in entry:
         given = load_checks.local_ranges(entry["master_param"])
         if not all(same_values(values, values.to(weight.dtype)) for _, values in given):
             losses.dropped.append(p.name)
+
+
+def _master_of(weight: Tensor, state: dict[str, Tensor], kinds: StateDtypes) -> Tensor:
+    return codec.decode(weight, state, kinds, "master_param") if kinds.master else weight
 
 
 def part(p: Any, local: local_shard.LocalShard, value: Any) -> Tensor:
@@ -174,6 +193,6 @@ def _is_rounded(target: _Target, state: dict[str, Tensor], key: str, value: Tens
             return False
     elif state[key].dtype in (value.dtype, torch.float32):
         return False
-    flat = dense.in_order_of(state[key], value).view(-1)
+    flat = dense.in_order_of(state[kinds.first], value).view(-1)
     read = ranges(source_of(target.weight, state, kinds, key))
     return not all(same_values(values, flat[begin : begin + values.numel()]) for begin, values in read)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_ext.grads.errors import names_of
 from torch_ext.optim.state.sources import PlainState, ranges
-from torch_ext.optim.state.state_dtypes import LOGICAL
+from torch_ext.optim.state.state_dtypes import EMA, LOGICAL
 from torch_ext.optim.state.state_tensor import StateTensor
 from torch_ext.optim.state.stateful import StatefulOptimizer, StatefulParam
 from torch_ext.params import hyper_parameters, local_shard, param_groups
@@ -32,7 +32,7 @@ def param_keys(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> list
     filled = [optimizer.defaults | group for group in saved]
     for i, group in enumerate(filled):
         where = f"loaded state dict, group {i}: "
-        hyper_parameters.refuse(group, where)
+        optimizer.refuse_hyper(group, where)
         hyper_parameters.refuse_differing(group, filled[0], where)
     keys = list(chain.from_iterable(g["params"] for g in saved))
     for index in state_dict["state"]:
@@ -74,7 +74,9 @@ def checked_entry(p: StatefulParam, given: Mapping[str, Any]) -> dict[str, Any]:
     where = f"loaded state dict, state of {p.name}"
     entry = _without_empty(p, given, where)
     dense.refuse_param(local_shard.tensor_of(p.param), p.name)
-    _refuse_keys(entry, where)
+    if p.kinds.matrix:  # torch.optim.Muon counts no steps
+        entry.setdefault("step", 0.0)
+    _refuse_keys(p, entry, where)
     _refuse_values(p.param, entry, where)
     _refuse_cut_otherwise(p, entry, where)
     _refuse_master(p, entry, where)
@@ -93,12 +95,20 @@ def _without_empty(p: StatefulParam, given: Mapping[str, Any], where: str) -> di
     return found
 
 
-def _refuse_keys(entry: Mapping[str, Any], where: str) -> None:
-    for key in LOGICAL[:3]:
+def _refuse_keys(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None:
+    legal = ("step", *p.kinds.moments)
+    kind = "a matrix of Muon's" if p.kinds.matrix else "an Adam"
+    for key in legal:
         if key not in entry:
             raise ValueError(
-                f"{where} has no {key!r}; the state of an Adam has {', '.join(LOGICAL[:3])} (and master_param), this "
+                f"{where} has no {key!r}; the state of {kind} has {', '.join(legal)} (and master_param), this "
                 f"one has {', '.join(map(str, entry)) or 'nothing'}"
+            )
+    for key in entry:
+        if key in LOGICAL and key not in (*legal, "master_param", EMA):
+            raise ValueError(
+                f"{where} has {key!r}; the state of {kind} has {', '.join(legal)} (and master_param). A parameter "
+                "whose algorithm changed needs a new optimizer, or a state that fits it"
             )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.native import ops
-from torch_ext.optim.state import codec, load
+from torch_ext.optim.state import codec, load, weight_changes
 from torch_ext.optim.state.param_state import gather_of, gathers_in_order
 from torch_ext.params import param_groups, reducer_registry
 from torch_ext.tensors import dense
@@ -104,6 +104,7 @@ def opened(members: Sequence["ParamState"], keys: Sequence[str | int]) -> Iterat
             m.param.data = weight
         converted = {m.param for m, master, _ in swapped if not _is_like(written[m.param], master)}
         for m, master in zip(members, wide, strict=True):
+            weight_changes.written(m.changes)
             if m.kinds.master and m.param not in converted:
                 _close(m, written.get(m.param, master))
         for handle in [owner.gather(bucket) for owner, bucket in filter(None, gathers_in_order(gathers))]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.native import constants, ops
+from torch_ext.optim.state import weight_changes
 from torch_ext.optim.state.param_state import ParamState
 from torch_ext.optim.state.state_dtypes import MASTERS
 from torch_ext.tensors import dense
@@ -33,6 +34,7 @@ def resync(members: Sequence[ParamState], force: bool = False) -> Tensor:
         _run(ops.call, "master_resync_", members, ("master_param",), changed)
         remainders = ("master_remainder",)
         _run(ops.call, "master_checksum_", members, remainders, changed, constants.CHECKSUM_RESYNC)  # renews them
+    _note_written(members, changed)
     renewed = MASTERS if force else ("master_param",)
     if not force and changed.device.type == "cpu":
         # Samples lie in pages of their own, a sixth of the time. Where none changed those are right that the last step
@@ -41,6 +43,14 @@ def resync(members: Sequence[ParamState], force: bool = False) -> Tensor:
     if members:
         _run(ops.call, "master_checksum_", members, renewed, _counts(members), constants.CHECKSUM_RENEW)
     return changed
+
+
+def _note_written(members: Sequence[ParamState], changed: Tensor) -> None:
+    """For who publishes weights. Waits for the device where somebody does."""
+    if any(m.changes for m in members):
+        for m, n in zip(members, changed.tolist(), strict=True):
+            if n:
+                weight_changes.written(m.changes)
 
 
 def modified(members: Sequence[ParamState]) -> Tensor:

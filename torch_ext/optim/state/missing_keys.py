@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from torch_ext.optim.state.stateful import first_names
 
 _PLANNER = "torch.distributed.checkpoint.default_planner"
@@ -26,6 +28,8 @@ _OPTION = re.compile(r"^(.*?)param_groups\.(.+)\.([^.]+)$")
 _OURS = ("moment_rounding", "weight_rounding", "seed", "param_id", "param_names")
 _NEWER = ("decoupled_weight_decay",)  # options of torch that a checkpoint of an older one lacks
 _MASTER = ".master_param"
+_MADE_OF_WEIGHTS = (_MASTER, ".ema_param")
+_MOMENTS = ("exp_avg", "momentum_buffer")  # of which one is saved with every state
 
 
 class MissingKeys(NamedTuple):
@@ -85,10 +89,10 @@ def missing_in(state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> Missi
         if option is not None and option[1] in roots:
             if option[3] in _OURS + _NEWER and any(k.startswith(f"{option[1]}param_groups.") for k in saved):
                 found.options.append(key)
-        elif key.endswith(_MASTER):
+        elif key.endswith(_MADE_OF_WEIGHTS):
             root = next((r for r in roots if key.startswith(f"{r}state.")), None)
-            entry = key.removesuffix(_MASTER)
-            if root is not None and f"{entry}.exp_avg" in saved:
+            entry = key.rpartition(".")[0]
+            if root is not None and any(f"{entry}.{moment}" in saved for moment in _MOMENTS):
                 name = _name(entry.removeprefix(f"{root}state."), root, state_dict)
                 found.masters[key] = None if name is None else _weights(name, root, state_dict[key], saved)
     return found
@@ -120,6 +124,37 @@ def _weights(name: str, root: str, master: Any, saved: Mapping[str, Any]) -> str
         if getattr(value, "size", None) == master.size() and value.properties.dtype.is_floating_point
     ]
     return found[0] if len(found) == 1 else None
+
+
+class _Properties(NamedTuple):
+    dtype: Any
+
+
+class _Described(NamedTuple):
+    """A tensor as the metadata of a checkpoint describes it."""
+
+    size: Any
+    properties: _Properties
+
+
+def weights_beside(state_dict: Mapping[str, Any]) -> dict[str, str]:
+    """The key of each master in a flattened state dict, with that of its weights, where they are in it."""
+    roots = {m[1] for m in map(_OPTION.match, state_dict) if m is not None and m[3] == "param_id"}
+    of_optimizer = tuple(f"{root}{part}" for root in roots for part in ("state.", "param_groups."))
+    weights = {
+        key: _Described(value.size(), _Properties(value.dtype))
+        for key, value in state_dict.items()
+        if isinstance(value, Tensor) and not key.startswith(of_optimizer)
+    }
+    found = {}
+    for key in state_dict:
+        root = next((r for r in roots if key.endswith(_MASTER) and key.startswith(f"{r}state.")), None)
+        if root is not None:
+            name = _name(key.removesuffix(_MASTER).removeprefix(f"{root}state."), root, state_dict)
+            source = None if name is None else _weights(name, root, state_dict[key], weights)
+            if source is not None:
+                found[key] = source
+    return found
 
 
 def _read_items(key: str, source: str, master: Any, metadata: Any) -> list[Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.native import dtypes, library
+from torch_ext.optim.state.state_dtypes import first_moment
 from torch_ext.params import local_shard
 
 MEANING = (
@@ -39,7 +40,7 @@ class Form(NamedTuple):
         return self.dtype == p.dtype and self.shape == p.shape and self.placements == _placements(p)
 
     def is_of(self, state: Mapping[str, Any]) -> bool:
-        moment = state.get("exp_avg")
+        moment = first_moment(state)
         return moment is not None and self.exp_avg is not None and self.exp_avg() is moment
 
 

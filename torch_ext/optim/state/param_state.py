@@ -1,12 +1,14 @@
 """One parameter with its stored state, as a step reads and writes it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
 import torch
 from torch import Tensor
 
+from torch_ext.optim.state import weight_changes
 from torch_ext.optim.state.state_dtypes import StateDtypes
 from torch_ext.params.local_shard import LocalShard, is_dtensor
 from torch_ext.tensors import dense
@@ -26,6 +28,8 @@ class ParamState(NamedTuple):
     group: int
     name: str  # for messages
     host: bool = False  # whether its state is on the host, and it is stepped there
+    changes: Mapping[str, Tensor] = MappingProxyType({})  # see `weight_changes`, where somebody publishes weights
+    health: Tensor | None = None  # where the next step measures itself
 
     @property
     def weight(self) -> Tensor:
@@ -57,7 +61,15 @@ class ParamState(NamedTuple):
     def stored(self) -> list[Tensor | None]:
         """Its state in the order of a row of `slices` of adamw_flat_."""
         keys = ("exp_avg", "exp_avg_sq", self.kinds.master, "scales", "step", "checksum")
-        return [self.state.get(key) if key else None for key in keys]
+        found = [self.state.get(key) if key else None for key in keys]
+        *changes, average, low, health = self.left_behind()
+        return [*found, *changes, average, health, low]
+
+    def left_behind(self) -> list[Tensor | None]:
+        """What a step leaves behind beside it, where somebody asked: changed, moved, distance, ema, ema_low, health."""
+        changes = [self.changes.get(key) for key in weight_changes.KEYS]
+        average = self.state.get("ema_param", self.state.get("ema_upper"))
+        return [*changes, average, self.state.get("ema_lower"), self.health]
 
 
 # The bucket whose weights are all-gathered after a step; None: the weights are not sharded.
@@ -90,9 +102,12 @@ def refuse_grad(member: ParamState, grad: Tensor) -> None:
         )
 
 
+_LISTS = "params|grads|exp_avgs|exp_avg_sqs|masters|scales|steps|meta|checksums|emas|ema_lows|healths"
+
+
 def named(message: str, names: Sequence[str]) -> str:
     """A message of the library about a call with these parameters, with the name of the one that it is about."""
-    found = re.search(r"\b(params|grads|exp_avgs|exp_avg_sqs|masters|scales|steps|meta|checksums)\[(\d+)\]", message)
+    found = re.search(rf"\b({_LISTS})\[(\d+)\]", message)
     if found is None or int(found[2]) >= len(names):
         return message
     return f"{message} (index {found[2]} is {names[int(found[2])]})"

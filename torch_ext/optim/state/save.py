@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_ext.comm import group_calls
 from torch_ext.optim.state import codec, large_tensor, missing_keys
 from torch_ext.optim.state.sources import PlainState, Source, ranges, source_of
+from torch_ext.optim.state.state_dtypes import EMA, first_moment
 from torch_ext.optim.state.state_tensor import StateTensor
 from torch_ext.optim.state.stateful import StatefulOptimizer, StatefulParam, params_of
 from torch_ext.params import keep_32bit, local_shard, param_groups
@@ -20,7 +21,7 @@ def logical(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[st
     missing_keys.patch_planner()  # who loads into it may have imported the planner since
     params = params_of(optimizer)
     with torch.no_grad():
-        found: dict[Any, Any] = {p.index: entry_of(p) for p in params if "exp_avg" in p.stored}
+        found: dict[Any, Any] = {p.index: entry_of(p) for p in params if first_moment(p.stored) is not None}
     indices = {p.index for p in params}
     rest = {key: value for key, value in state_dict["state"].items() if key not in indices}
     own_groups = keep_32bit.without(state_dict["param_groups"])
@@ -34,7 +35,7 @@ def entry_of(p: StatefulParam) -> dict[str, Any]:
     memory of its own, where it copies it (deepcopy, async_save), and small states of ours share theirs.
     """
     weight = p.local.weight.detach()
-    same_order = p.cut or dense.same_order(p.stored["exp_avg"], weight)
+    same_order = p.cut or dense.same_order(p.stored[p.kinds.first], weight)
     entry = {"step": p.stored["step"]}
     for key, encoded in p.kinds.logical().items():
         what = f"{key} of {p.name}"
@@ -75,6 +76,15 @@ def masters(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[An
             weight = p.local.weight.detach()
             master = _state_tensor(p, PlainState(weight), p.name) if p.cut else p.param.detach()
         found[key] = master
+    return found
+
+
+def averages(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[Any, Any]:
+    """The average of each parameter in a logical state_dict, in fp32; the weight where it is not trained."""
+    found: dict[Any, Any] = {}
+    for p, key in zip(params_of(optimizer), param_groups.keys(optimizer.param_groups), strict=True):
+        average = state_dict["state"].get(p.index, {}).get(EMA, p.param.detach())
+        found[key] = average if average.dtype == torch.float32 else average.to(torch.float32)
     return found
 
 

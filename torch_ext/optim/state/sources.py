@@ -79,15 +79,20 @@ class EncodedState:
         self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # by grain: values, and which of them were written
 
     @property
+    def pending(self) -> bool:
+        """Whether some of what was written is not in the stored state yet."""
+        return bool(self._pending)
+
+    @property
     def device(self) -> torch.device:
-        return self.state["exp_avg"].device  # maybe the host, where the weight is not
+        return self.state[self.kinds.first].device  # maybe the host, where the weight is not
 
     @property
     def numel(self) -> int:
         return self.weight.numel()
 
     def _slice(self, begin: int, end: int) -> tuple[Tensor, dict[str, Tensor]]:
-        present(self.state["exp_avg"], _WHAT)
+        present(self.state[self.kinds.first], _WHAT)
         weight = dense.flat(present(self.weight, _WHAT)).view(-1)[begin:end].to(self.device)
         return weight, codec.state_slice(self.state, self.kinds, begin, end)
 

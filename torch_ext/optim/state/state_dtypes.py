@@ -5,13 +5,19 @@ stored (`opt.state[p]`), as the operators read and write it    logical (`state_d
   exp_avg           policy dtype, shape of p                     exp_avg       fp32 where block-scaled, else as stored
   exp_avg_sq        policy dtype, shape of p; its square root    exp_avg_sq    likewise
                     where it is block-scaled
+  momentum_buffer   exp_avg's dtype, shape of p: of Muon's       momentum_buffer  likewise
+                    matrices, instead of both
   scales            uint8, where a moment is block-scaled (fp16, uint8): a byte for each block of 128 elements of
                     exp_avg, then of exp_avg_sq
   master_param      fp32, shape of p                             master_param  fp32
   master_remainder  int16, shape of p                            master_param  fp32, exactly (weight, remainder)
+  ema_param         bf16 or fp32, shape of p: the average    ema_param     as stored
+  ema_upper         bf16, shape of p: the upper 16 of 24 bits    ema_param     fp32
+  ema_lower         uint8, shape of p: the 8 bits that follow
   checksum          int64, beside a master: checksums of the weights, which show that they were modified outside the
                     optimizer
-At most one of the masters exists. Decoding (stored to logical) and encoding again gives the same bytes.
+At most one of the masters exists, and one kind of average. Decoding (stored to logical) and encoding again gives the
+same bytes.
 """
 
 import ctypes
@@ -24,9 +30,14 @@ from torch_ext.native import constants, dtypes, library
 from torch_ext.policy.policy import Policy
 
 # Of each moment where it is block-scaled.
-FORMATS = {"exp_avg": constants.FORMAT_SIGNED, "exp_avg_sq": constants.FORMAT_SQRT}
+FORMATS = {
+    "exp_avg": constants.FORMAT_SIGNED,
+    "exp_avg_sq": constants.FORMAT_SQRT,
+    "momentum_buffer": constants.FORMAT_MOMENTUM,
+}
 MASTERS = {"master_param": torch.float32, "master_remainder": torch.int16}  # as stored
-LOGICAL = ("step", "exp_avg", "exp_avg_sq", "master_param")
+EMA, EMA_PLANES = "ema_param", {"ema_upper": torch.bfloat16, "ema_lower": torch.uint8}
+LOGICAL = ("step", *FORMATS, "master_param", EMA)
 _CHECKSUMED = {"master_param": constants.SAMPLED, "master_remainder": constants.CHECKSUM}  # weights per checksum
 GRAIN = _CHECKSUMED["master_remainder"]
 """Elements that are encoded together: a slice of a stored state begins at a multiple of it."""
@@ -36,13 +47,17 @@ class StateDtypes(NamedTuple):
     """What the stored state of a parameter is made of."""
 
     exp_avg: torch.dtype
-    exp_avg_sq: torch.dtype
+    exp_avg_sq: torch.dtype | None  # None: of a matrix of Muon's, whose momentum_buffer has exp_avg's dtype
     master: str | None  # the key of its master: "master_param", "master_remainder"
+    ema: "torch.dtype | str | None" = None  # of the average of its masters, where there is one; "24bit": two planes
 
     @classmethod
-    def of(cls, policy: Policy, dtype: torch.dtype, numel: int, keep_32bit: bool) -> "StateDtypes":
+    def of(
+        cls, policy: Policy, dtype: torch.dtype, numel: int, keep_32bit: bool, matrix: bool = False
+    ) -> "StateDtypes":
         """Of a parameter in `dtype` with `numel` elements on all ranks together. keep_32bit: its moments are fp32,
-        whatever the policy says. Raises ValueError for settings that the optimizer refuses."""
+        whatever the policy says. matrix: it is stepped by Muon. Raises ValueError for settings that the optimizer
+        refuses."""
         row = policy.row(dtype)
         if row.main_params_dtype not in (None, torch.float32):
             raise ValueError(
@@ -53,21 +68,53 @@ class StateDtypes(NamedTuple):
         if dtype != torch.float32 and row.main_params_dtype is not None:
             remainder = row.store_param_remainders and dtype == torch.bfloat16
             master = "master_remainder" if remainder else "master_param"
-        return cls(*_moments(row, numel, keep_32bit), master)
+        exp_avg, exp_avg_sq = _moments(row, numel, keep_32bit)
+        return cls(exp_avg, None if matrix else exp_avg_sq, master)
 
-    def scaled(self, moment: str) -> bool:
-        """Whether a moment is block-scaled."""
-        return getattr(self, moment) in (torch.float16, torch.uint8)
+    @property
+    def matrix(self) -> bool:
+        """Whether it is stepped by Muon."""
+        return self.exp_avg_sq is None
+
+    @property
+    def moments(self) -> dict[str, torch.dtype]:
+        """By key."""
+        if self.exp_avg_sq is None:
+            return {"momentum_buffer": self.exp_avg}
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+    @property
+    def first(self) -> str:
+        """The key of the first moment, which every state that is made has."""
+        return "exp_avg" if self.exp_avg_sq is not None else "momentum_buffer"
+
+    @property
+    def scaled(self) -> list[str]:
+        """The moments that are block-scaled."""
+        return [key for key, dtype in self.moments.items() if dtype in (torch.float16, torch.uint8)]
+
+    def averaged(self, ema: "torch.dtype | str | None", dtype: torch.dtype, name: str) -> "StateDtypes":
+        """With an average in `ema`, of a parameter in `dtype`. ValueError where there is nothing to average."""
+        if ema is not None and self.master is None and dtype != torch.float32:
+            raise ValueError(
+                f"ema_decay: {name} is in {dtype} without a master, and an average needs more than 16 bits of what it "
+                "averages: leave main_params_dtype alone (a master), train in float32, or leave ema_decay out"
+            )
+        return self._replace(ema=ema)
 
     @property
     def scale_rows(self) -> int:
         """How many moments are."""
-        return sum(map(self.scaled, FORMATS))
+        return len(self.scaled)
 
     def shaped(self) -> dict[str, torch.dtype]:
         """The stored tensors of the parameter's shape."""
-        moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return moments | ({self.master: MASTERS[self.master]} if self.master else {})
+        return self.moments | ({self.master: MASTERS[self.master]} if self.master else {}) | self._averages()
+
+    def _averages(self) -> dict[str, torch.dtype]:
+        if self.ema is None:
+            return {}
+        return {EMA: self.ema} if isinstance(self.ema, torch.dtype) else EMA_PLANES
 
     def blockwise(self, numel: int) -> dict[str, tuple[int, torch.dtype]]:
         """The stored tensors with an element for so many of the parameter's `numel`: how many, and their dtype."""
@@ -80,8 +127,10 @@ class StateDtypes(NamedTuple):
 
     def logical(self) -> dict[str, bool]:
         """The keys of the logical state but the step, and whether each is stored in another form."""
-        found = {moment: self.scaled(moment) for moment in FORMATS}
-        return found | ({"master_param": self.master != "master_param"} if self.master else {})
+        scaled = self.scaled
+        found = {moment: moment in scaled for moment in self.moments}
+        found |= {"master_param": self.master != "master_param"} if self.master else {}
+        return found | ({} if self.ema is None else {EMA: not isinstance(self.ema, torch.dtype)})
 
     def complete(self, state: Mapping[str, Any]) -> bool:
         """Whether a stored state has been made: all of it, or nothing but the step."""
@@ -91,6 +140,12 @@ class StateDtypes(NamedTuple):
         """Bytes of the stored state of a parameter of `numel` elements, without the step."""
         blockwise = sum(count * dtype.itemsize for count, dtype in self.blockwise(numel).values())
         return blockwise + numel * sum(dtype.itemsize for dtype in self.shaped().values())
+
+
+def first_moment(state: Mapping[str, Any]) -> Any:
+    """Of a stored state; None of one that was not made."""
+    moment = state.get("exp_avg")
+    return state.get("momentum_buffer") if moment is None else moment
 
 
 def _moments(row: Policy, numel: int, keep_32bit: bool) -> tuple[torch.dtype, torch.dtype]:

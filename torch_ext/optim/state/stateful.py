@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from torch_ext.optim.state.averaging import Averaging
 from torch_ext.optim.state.state_dtypes import StateDtypes
 from torch_ext.params import local_shard, param_groups
 from torch_ext.params.shard_map import ShardMap
@@ -16,6 +17,7 @@ class StatefulOptimizer(Protocol):
     """An optimizer whose stored state may be encoded, cut over the ranks, or on the host."""
 
     policy: Policy
+    averaging: Averaging
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
 
@@ -27,6 +29,10 @@ class StatefulOptimizer(Protocol):
         """The state of p as the operators read it (see `state_dtypes`), wherever it lies; empty where there is none."""
         ...
 
+    def refuse_hyper(self, group: dict[str, Any], where: str) -> None:
+        """Raises for hyper-parameters that no group may have."""
+        ...
+
     def on_host(self, everyone: list[Tensor]) -> list[bool]:
         """Which parameters are stepped on the host (offload_fraction)."""
         ...
@@ -36,8 +42,10 @@ class StatefulParam:
     """A parameter of an optimizer, and its state. Each property is found when it is first used: the policy may have no
     dtypes for a parameter without state."""
 
-    def __init__(self, optimizer: StatefulOptimizer, shards: ShardMap, index: int, name: str, kept: bool) -> None:
-        self._optimizer, self._shards, self.index, self.kept = optimizer, shards, index, kept
+    def __init__(
+        self, optimizer: StatefulOptimizer, shards: ShardMap, index: int, name: str, kept: bool, matrix: bool
+    ) -> None:
+        self._optimizer, self._shards, self.index, self.kept, self._matrix = optimizer, shards, index, kept, matrix
         self.param: Any = shards.params[index]
         self.name = name
         """For messages."""
@@ -48,7 +56,8 @@ class StatefulParam:
 
     @cached_property
     def kinds(self) -> StateDtypes:
-        return StateDtypes.of(self._optimizer.policy, self.param.dtype, self.param.numel(), self.kept)
+        kinds = StateDtypes.of(self._optimizer.policy, self.param.dtype, self.param.numel(), self.kept, self._matrix)
+        return kinds.averaged(self._optimizer.averaging.dtype, self.param.dtype, self.name)
 
     @cached_property
     def stored(self) -> Mapping[str, Any]:
@@ -63,8 +72,11 @@ def params_of(optimizer: StatefulOptimizer) -> list[StatefulParam]:
     """All parameters, in the order of their indices in a state_dict."""
     groups = optimizer.param_groups
     names, kept = param_groups.names(groups), param_groups.kept_32bit(groups)
+    matrices = param_groups.are_matrices(groups)
     shards = optimizer.current_shards(param_groups.everyone(groups))
-    return [StatefulParam(optimizer, shards, index, name, kept[index]) for index, name in enumerate(names)]
+    return [
+        StatefulParam(optimizer, shards, index, name, kept[index], matrices[index]) for index, name in enumerate(names)
+    ]
 
 
 def first_names(names: Sequence[str], limit: int = 4) -> str:

@@ -1,4 +1,4 @@
-"""torch.optim.Adam and AdamW load a state of ours without its masters, which their steps do not update.
+"""torch.optim.Adam, AdamW and Muon load a state of ours without its masters, which their steps do not update.
 
 They would load every key, cast to the parameter's dtype, and save it again: an outdated copy of the weights.
 """
@@ -13,18 +13,25 @@ _PATCHED = "_torch_ext_patched"
 
 
 def drop_masters() -> None:
-    """Patches torch.optim.Adam.__setstate__. May be called again."""
-    theirs = torch.optim.Adam.__setstate__
+    """Patches __setstate__ of torch.optim.Adam and Muon. May be called again."""
+    # Subclasses may have masters of their own.
+    _patch(torch.optim.Adam, (torch.optim.Adam, torch.optim.AdamW), ("master_param", "ema_param"))
+    _patch(torch.optim.Muon, (torch.optim.Muon,), ("master_param", "ema_param", "step"))
+
+
+def _patch(owner: type[torch.optim.Optimizer], kinds: tuple[type, ...], dropped: tuple[str, ...]) -> None:
+    theirs = owner.__setstate__
     if hasattr(theirs, _PATCHED):
         return
 
     @functools.wraps(theirs)
-    def __setstate__(self: torch.optim.Adam, state: dict[str, Any]) -> None:
-        if type(self) in (torch.optim.Adam, torch.optim.AdamW):  # subclasses may have masters of their own
+    def __setstate__(self: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        if type(self) in kinds:
             for param, entry in state.get("state", {}).items():
                 if isinstance(param, Tensor) and isinstance(entry, dict):
-                    entry.pop("master_param", None)
+                    for key in dropped:
+                        entry.pop(key, None)
         theirs(self, state)
 
     setattr(__setstate__, _PATCHED, True)
-    torch.optim.Adam.__setstate__ = __setstate__  # type: ignore[method-assign]
+    owner.__setstate__ = __setstate__  # type: ignore[method-assign]

@@ -21,19 +21,13 @@ import torch.distributed as dist
 
 from torch_ext.comm.communicator import Communicator, Work
 from torch_ext.comm.streams import Stream
+from torch_ext.grads.backward_end import BackwardEnd, hook, queue_backward_end, weak_method
 from torch_ext.grads.errors import refuse_busy
 from torch_ext.parallel.cycle import IDLE
 from torch_ext.parallel.fsdp.param_gather import ParamGather
 from torch_ext.parallel.fsdp.reduce_scatter import UnitPlan
 from torch_ext.parallel.fsdp.unit_exchange import Given, UnitExchange
-from torch_ext.parallel.reducer_base import (
-    BackwardEnd,
-    ReducerBase,
-    hook,
-    queue_backward_end,
-    tensors_with_graph,
-    weak_method,
-)
+from torch_ext.parallel.reducer_base import ReducerBase, tensors_with_graph
 from torch_ext.params import local_shard
 from torch_ext.params.local_shard import LocalShard, tensor_of
 from torch_ext.tensors import offload_guard
@@ -57,11 +51,13 @@ class FSDPReducer(ReducerBase):
         find_unused_parameters: bool,
     ) -> None:
         """named: the trainable parameters, sharded; unit_of: the unit that each is in, for dtypes and messages.
-
         control: between all ranks that hold parts of the model. number: of `agree`. divide_factor: sums are divided by
         it; None: by the number of ranks that a unit is sharded and replicated over.
         """
         super().__init__([p for _, p in named], [n for n, _ in named])
+        self._hooks += [
+            p.register_post_accumulate_grad_hook(hook(self.grad_ready, i)) for i, p in enumerate(self.params)
+        ]
         self.units = list(units)
         options = divide_factor, check_for_nan, find_unused_parameters
         self.exchange = UnitExchange(self.params, self.names, self.units, unit_of, control, number, *options)
@@ -74,8 +70,7 @@ class FSDPReducer(ReducerBase):
         guarded = partial(_guarded, weakref.ref(self.exchange))
         zeros = self._find_unused and hasattr(units[0][0], "set_reduce_scatter_unused_params")
         self.weights = ParamGather(self.params, units, self.exchange.communicators, prefetch, zeros, guarded)
-        finish = hook(self.finish_failed_backward)
-        self._hooks.append(model.register_forward_pre_hook(finish, prepend=True))
+        self._hooks.append(model.register_forward_pre_hook(hook(self.finish_failed_backward), prepend=True))
         # Before FSDP2's hooks of the same tensors: what is refused then has changed nothing yet.
         self._hooks.append(model.register_forward_hook(weak_method(self._guard_outputs), prepend=True))
         self._hooks.append(model.register_forward_hook(weak_method(self._register_outputs)))
@@ -135,9 +130,6 @@ class FSDPReducer(ReducerBase):
 
     def gradient_memory(self) -> Sequence[torch.Tensor]:
         return self.exchange.shards.memory
-
-    def gradients_released(self) -> None:
-        self.cycle.zero(range(len(self.params)))
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
         self.finish_failed_backward()

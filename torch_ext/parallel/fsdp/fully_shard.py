@@ -66,7 +66,7 @@ def shard_fully(
     state get them. control: over the group; number: of `agree`; divide_factor: see FSDPReducer.
     """
     group = control.group
-    control.compresses = compression.is_certain(policy)  # how fast the wire is, is not measured here
+    control.compresses = control.can_compress and compression.decided(policy, policy.link_gbps)  # not measured here
     own = not fsdp_modules(model)
     _same_weights(model, group)
     if own:

@@ -14,7 +14,7 @@ from torch_ext.comm.streams import Stream
 from torch_ext.comm.wire import WireBuffer, reduce_chunks
 from torch_ext.grads.errors import names_of
 from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
-from torch_ext.parallel.cycle import DISCARD, UNITS, Action, Cycle, Exchange, Options
+from torch_ext.parallel.cycle import DISCARD, IF_SENT, UNITS, Action, Cycle, Exchange, Options
 from torch_ext.parallel.fsdp.grad_shards import GradShards
 from torch_ext.parallel.fsdp.reduce_scatter import REDUCE, Reduction, UnitCommunicators, UnitPlan, wire_of
 
@@ -156,7 +156,7 @@ class UnitExchange(Exchange):
         return replicated
 
     def do_wait(self, action: Action) -> None:
-        if action.message >= len(self._messages):  # it was interrupted before it was sent
+        if action.flags & IF_SENT and action.message >= len(self._messages):
             return
         reduction = self._messages[action.message]
         if action.flags & DISCARD:
@@ -166,8 +166,8 @@ class UnitExchange(Exchange):
 
     def do_report(self, _action: Action) -> None:
         nonfinite = next((n for r in self._reductions if (n := r.first_nonfinite()) != ALL_FINITE), ALL_FINITE)
-        trainable, no_words = [p.requires_grad for p in self.params], torch.empty(0, dtype=torch.int64)
-        report, cycle = self.cycle.report(nonfinite, trainable, no_words), self.cycle.number
+        report = self.cycle.report(nonfinite, [p.requires_grad for p in self.params])
+        cycle = self.cycle.number
         number, label = self.communicators.report_tag(cycle), f"end of gradient cycle {cycle}{self._frozen_since()}"
         control = self.communicators.control
         self._read_reports = self.guarded(lambda: control.all_gather_bytes(report, tag=number, label=label))

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from torch_ext.comm.communicator import PackFn, Part, Work
-from torch_ext.comm.wire import WireBuffer, reduce_chunks
+from torch_ext.comm.wire import ParamSlice, WireBuffer, reduce_chunks
 from torch_ext.parallel.cycle import OPTIM_GRADS, Prepare
 from torch_ext.parallel.grad_buffers import restore, widen
 from torch_ext.parallel.strategies.strategy import ShardingStrategy
@@ -59,7 +59,11 @@ class ShardedGradients(ShardingStrategy):
                 f"parameter {self.plan.parameters[i].name!r} has a sparse gradient; buckets are dense: build the layer "
                 "with sparse=False"
             )
-        self._held[i] = grad.detach()
+        self._held[i] = grad.detach() if grad.requires_grad else grad
+
+    def discard(self, positions: Sequence[int]) -> None:
+        for i in positions:
+            self.params[i].grad = None
 
     def prepare(self, i: int, flags: int) -> None:
         if flags & Prepare.TAKE:  # assigned between two backwards
@@ -73,7 +77,7 @@ class ShardedGradients(ShardingStrategy):
     ) -> Work:
         members = [p for p in self._members_of(buckets) if p.param in self._held]
         flats = {i: dense.in_order_of(self.params[i], self._held.pop(i)) for i in {p.param for p in members}}
-        values = [flats[p.param].view(-1)[p.first : p.first + p.numel] for p in members]
+        values = [_piece(flats[p.param], p) for p in members]
         flats.clear()
 
         def pack_bucket() -> tuple[WireBuffer, None]:
@@ -136,3 +140,8 @@ class ShardedGradients(ShardingStrategy):
 
     def release(self) -> None:
         restore(self.params, self.plan)
+
+
+def _piece(flat: torch.Tensor, piece: ParamSlice) -> torch.Tensor:
+    """Of a contiguous gradient."""
+    return flat if piece.numel == flat.numel() else flat.view(-1)[piece.first : piece.first + piece.numel]

@@ -10,7 +10,7 @@ Note [strategies]
 
 In all three the sum is fp32, in rank order; what the optimizer reads is in main_grads_dtype.
 
-Neighbouring buckets may be sent as one (`parallel/bucket_joining.py`). Under no_shard they are simply one bucket: it
+Neighbouring buckets may be sent as one (`parallel/message_plan.py`). Under no_shard they are simply one bucket: it
 does not matter who adds up which part of a sum that all ranks get. Under the others a rank owns its part of each
 bucket, so the message is packed apart, with each rank's parts side by side.
 """
@@ -100,6 +100,15 @@ class ShardingStrategy(abc.ABC):
     @abc.abstractmethod
     def grad_ready(self, i: int) -> None:
         """`.grad` of parameter i is this rank's whole gradient."""
+
+    def grads_ready(self, positions: Sequence[int]) -> None:
+        """`grad_ready` of each."""
+        for i in positions:
+            self.grad_ready(i)
+
+    @abc.abstractmethod
+    def discard(self, positions: Sequence[int]) -> None:
+        """`.grad` of these parameters came from a backward that raised before `grads_ready` was told."""
 
     @abc.abstractmethod
     def prepare(self, i: int, flags: int) -> None:
@@ -203,6 +212,16 @@ class BufferedStrategy(ShardingStrategy):
     def grad_ready(self, i: int) -> None:
         self.buffers.take(i)
 
+    def begin_backward(self, reducing: bool) -> None:
+        super().begin_backward(reducing)
+        self.buffers.find()
+
+    def grads_ready(self, positions: Sequence[int]) -> None:
+        self.buffers.take_all(positions)
+
+    def discard(self, positions: Sequence[int]) -> None:
+        """`modified_since` tells of them."""
+
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
         return [(p.param, self.buffers.view(p.param)) for p in self.members[b]]
 
@@ -236,9 +255,7 @@ class BufferedStrategy(ShardingStrategy):
     def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
         # Sums are written without autograd's knowledge.
         torch.autograd.graph.increment_version(self.buffers.flats)
-        for i, has_one in enumerate(anywhere):
-            if has_one:
-                self.buffers.install(i)
+        self.buffers.install_all(anywhere)
 
     def modified_since(self, versions: list[int]) -> list[int]:
         changed = self.versions() != versions

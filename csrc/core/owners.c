@@ -1,0 +1,168 @@
+/* Which rank does what, where work comes in pieces of known size: the better plan of two, each of which takes the
+ * largest piece first. One gives it to the rank that has least so far (LPT, Graham 1969); the other to the first rank
+ * on which it fits below a bound that is searched for (MULTIFIT, Coffman, Garey and Johnson 1978), which is better
+ * where a rank has few pieces. */
+#include <math.h>
+
+#include "csrc/core/hash.h"
+#include "csrc/core/status.h"
+
+typedef struct piece {
+  double size;
+  int64_t index;
+} piece;
+
+/* What the caller's room holds. */
+typedef struct plan {
+  int64_t n, ranks;
+  piece *pieces; /* the largest first; of equal ones the first */
+  double *loads;
+  int32_t *owners; /* of pieces */
+} plan;
+
+/* Bounds that are tried: the twelfth is 1/4096 of the first ones' distance from the last. */
+#define BOUNDS 12
+/* A plan so near to what none can be below is not looked for a better one. */
+#define NEAR 1.005
+
+int64_t tx_plan_owners_bytes(int64_t n, int64_t ranks) {
+  const int64_t most = INT64_C(1) << 40;
+  if (n < 0 || n > most || ranks < 1 || ranks > INT32_MAX) return 0;
+  return n * (int64_t)sizeof(piece) + ranks * (int64_t)sizeof(double) + n * (int64_t)sizeof(int32_t);
+}
+
+static int comes_before(piece a, piece b) {
+  return a.size != b.size ? a.size > b.size : a.index < b.index;
+}
+
+/* The piece at `at` goes down to where it belongs, in a heap of n with the last on top. */
+static void sift(piece *pieces, int64_t at, int64_t n) {
+  const piece moved = pieces[at];
+  for (int64_t child = 2 * at + 1; child < n; child = 2 * at + 1) {
+    if (child + 1 < n && comes_before(pieces[child], pieces[child + 1])) child++;
+    if (!comes_before(moved, pieces[child])) break;
+    pieces[at] = pieces[child];
+    at = child;
+  }
+  pieces[at] = moved;
+}
+
+/* Not qsort, which may allocate. */
+static void sort(piece *pieces, int64_t n) {
+  for (int64_t i = n / 2 - 1; i >= 0; i--)
+    sift(pieces, i, n);
+  for (int64_t end = n - 1; end > 0; end--) {
+    const piece last = pieces[0];
+    pieces[0] = pieces[end];
+    pieces[end] = last;
+    sift(pieces, 0, end);
+  }
+}
+
+static double most_of(const plan *p) {
+  double most = 0.0;
+  for (int64_t r = 0; r < p->ranks; r++)
+    most = p->loads[r] > most ? p->loads[r] : most;
+  return most;
+}
+
+static void give(plan *p, int64_t i, int64_t rank) {
+  p->loads[rank] += p->pieces[i].size;
+  p->owners[i] = (int32_t)rank;
+}
+
+/* Each piece to who has least so far. */
+static void by_least(plan *p) {
+  memset(p->loads, 0, (size_t)p->ranks * sizeof *p->loads);
+  for (int64_t i = 0; i < p->n; i++) {
+    int64_t least = 0;
+    for (int64_t r = 1; r < p->ranks; r++)
+      if (p->loads[r] < p->loads[least]) least = r;
+    give(p, i, least);
+  }
+}
+
+/* Each piece to the first rank that has no more than `bound` then. Returns whether that is one for each. */
+static int by_first_fit(plan *p, double bound) {
+  memset(p->loads, 0, (size_t)p->ranks * sizeof *p->loads);
+  for (int64_t i = 0; i < p->n; i++) {
+    int64_t rank = 0;
+    while (rank < p->ranks && p->loads[rank] + p->pieces[i].size > bound)
+      rank++;
+    if (rank == p->ranks) return 0;
+    give(p, i, rank);
+  }
+  return 1;
+}
+
+/* What no plan's largest load is below: the mean, the largest piece, and the k + 1 least of the k * ranks + 1 largest
+ * pieces, of which one rank has k + 1. */
+static double least_bound(const plan *p) {
+  double sum = 0.0, bound = p->n ? p->pieces[0].size : 0.0;
+  for (int64_t i = 0; i < p->n; i++)
+    sum += p->pieces[i].size;
+  if (sum / (double)p->ranks > bound) bound = sum / (double)p->ranks;
+  for (int64_t k = 1; k * p->ranks < p->n; k++) {
+    double together = 0.0;
+    for (int64_t i = k * p->ranks - k; i <= k * p->ranks; i++)
+      together += i < 0 ? 0.0 : p->pieces[i].size;
+    bound = together > bound ? together : bound;
+  }
+  return bound;
+}
+
+/* As they were given. */
+static void put_owners(const plan *p, int32_t *owners) {
+  for (int64_t i = 0; i < p->n; i++)
+    owners[p->pieces[i].index] = p->owners[i];
+}
+
+static int64_t fingerprint_of(int64_t n, const double *sizes, int64_t ranks, const int32_t *owners) {
+  uint64_t hash = tx_hash_int(tx_hash_int(tx_hash_begin(), n), ranks);
+  for (int64_t i = 0; i < n; i++) {
+    int64_t bits;
+    memcpy(&bits, &sizes[i], sizeof bits);
+    hash = tx_hash_int(tx_hash_int(hash, bits), owners[i]);
+  }
+  return (int64_t)(tx_hash_end(hash) >> 1);
+}
+
+static tx_status check(int64_t n, const double *sizes, int64_t ranks, const void *room, const int32_t *owners,
+                       tx_error *error) {
+  if (tx_plan_owners_bytes(n, ranks) == 0 || !room || (uintptr_t)room % sizeof(int64_t) ||
+      (n > 0 && (!sizes || !owners))) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_plan_owners: %lld pieces for %lld ranks, room at %p",
+                   (long long)n, (long long)ranks, room);
+  }
+  for (int64_t i = 0; i < n; i++) {
+    if (!isfinite(sizes[i]) || sizes[i] < 0)
+      return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "sizes[%lld] is %g; a finite number >= 0 is legal", (long long)i,
+                     sizes[i]);
+  }
+  return TX_OK;
+}
+
+tx_status tx_plan_owners(int64_t n, const double *sizes, int64_t ranks, void *room, int32_t *owners,
+                         int64_t *fingerprint, tx_error *error) {
+  TX_FORWARD(check(n, sizes, ranks, room, owners, error));
+  plan p = {.n = n, .ranks = ranks, .pieces = room};
+  p.loads = (double *)(p.pieces + n);
+  p.owners = (int32_t *)(p.loads + ranks);
+  for (int64_t i = 0; i < n; i++)
+    p.pieces[i] = (piece){sizes[i], i};
+  sort(p.pieces, n);
+  by_least(&p);
+  put_owners(&p, owners);
+  double low = least_bound(&p), high = most_of(&p);
+  for (int i = 0; i < BOUNDS && high > NEAR * low; i++) {
+    const double bound = low + (high - low) / 2.0;
+    if (by_first_fit(&p, bound)) {
+      put_owners(&p, owners);
+      high = most_of(&p);
+    } else {
+      low = bound; /* of this way to plan, not of every one */
+    }
+  }
+  if (fingerprint) *fingerprint = fingerprint_of(n, sizes, ranks, owners);
+  return TX_OK;
+}

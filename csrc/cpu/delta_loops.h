@@ -1,0 +1,77 @@
+/* The streams of a segment of a delta (TX_DELTA_SEGMENT weights of a run), as the loops write and read them. What a
+ * segment looks like in bytes: csrc/core/delta_segment.h. */
+#ifndef TX_CPU_DELTA_LOOPS_H
+#define TX_CPU_DELTA_LOOPS_H
+
+#include "csrc/core/delta_segment.h"
+#include "csrc/cpu/element.h"
+#include "csrc/math/delta_bits.h"
+#include "csrc/math/delta_rungs.h"
+
+#define TX_DELTA_WORDS (TX_DELTA_BLOCK / 64)
+
+/* Positions are gaps between those that changed, across the edges of blocks. */
+typedef struct tx_delta_stream {
+  tx_bit_writer writer;
+  tx_rice rice;
+  uint32_t left; /* passed since the last one */
+} tx_delta_stream;
+
+typedef struct tx_delta_source {
+  tx_bit_reader reader;
+  tx_rice rice;
+  uint32_t left; /* to be passed before the next one */
+} tx_delta_source;
+
+/* A segment to be encoded. Pointers are to its first weight. */
+typedef struct tx_delta_encoder {
+  const void *weights;
+  const uint8_t *changed;
+  const void *moved; /* NULL unless TX_DELTA_BOUNDED; finite where something changed in blocks that are not dense */
+  const uint8_t *distances; /* NULL unless TX_DELTA_EXACT */
+  int64_t n;
+  int64_t at;       /* in the run */
+  uint64_t touched; /* added to */
+  tx_dtype dtype;
+  uint32_t flags;                                  /* tx_delta_flags */
+  uint32_t dense;                                  /* bit b: block b is passed over */
+  int32_t bound;                                   /* of the block before */
+  tx_delta_stream positions[TX_DELTA_CLASSES + 1]; /* the last: of the unsure ones */
+  tx_bit_writer bounds, values;
+  tx_rice far[TX_DELTA_CLASSES + 1]; /* of distances, in each class */
+  const tx_delta_rungs *rungs;
+} tx_delta_encoder;
+
+typedef struct tx_delta_decoder {
+  tx_dtype dtype;
+  uint32_t flags;
+  uint32_t dense;
+  int32_t bound;
+  tx_delta_source positions[TX_DELTA_CLASSES + 1];
+  tx_bit_reader bounds, values;
+  tx_rice far[TX_DELTA_CLASSES + 1];
+  const tx_delta_rungs *rungs; /* of the dtype and TX_DELTA_RETURNS */
+} tx_delta_decoder;
+
+/* What changes in a block. */
+typedef struct tx_delta_changes {
+  uint16_t at[TX_DELTA_BLOCK];
+  uint32_t weight[TX_DELTA_BLOCK];
+} tx_delta_changes;
+
+typedef void (*tx_delta_encode_loop)(tx_delta_encoder *encoder);
+
+/* The next block, of n weights; dense ones are the caller's. held: NULL, or a byte of each weight: 0 where the receiver
+ * does not have it (and the flags have TX_DELTA_SLICEABLE). Returns how many of those that are held change. Any bytes
+ * decode to something. */
+typedef int32_t (*tx_delta_decode_loop)(tx_delta_decoder *decoder, const void *old, const uint8_t *held, int64_t n,
+                                        tx_delta_changes *changes);
+
+/* n bits, the rest of the last word 0. */
+TX_FN void tx_delta_load_bits(const uint8_t *from, int64_t n, uint64_t to[TX_DELTA_WORDS]) {
+  to[n > 0 ? (n - 1) / 64 : 0] = 0;
+  memcpy(to, from, (size_t)((n + 7) / 8));
+  if (n % 64) to[n / 64] &= (UINT64_C(1) << (n % 64)) - 1u;
+}
+
+#endif

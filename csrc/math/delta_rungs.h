@@ -1,0 +1,111 @@
+/* Lengths of codes of values (Note [Windows]) by table.
+ *
+ * How many steps of its dtype a weight moves at most depends on how far its exponent is from the bound's alone: on the
+ * `rung` bound - 16 * exponent. So does everything that follows from it, but for weights that are as small as the bound
+ * and the smallest exponents. Weights of one rung whose significand is
+ *   below `low`              may have been a power of two smaller, where there are twice as many steps: `low_bits`
+ *   in [low, high)           `bits`
+ *   from `high` on           may become a power of two larger: `high_bits`
+ * Lengths at the top of an exponent are those at the bottom of the next one, since twice a number of steps is as long
+ * as that and one more. So a window has two lengths at most where there are no codes of a single bit: `bits` from `low`
+ * on and `low_bits` below. */
+#ifndef TX_MATH_DELTA_RUNGS_H
+#define TX_MATH_DELTA_RUNGS_H
+
+#include "csrc/math/delta_value.h"
+
+typedef struct tx_delta_rung {
+  int32_t low, high; /* high = -1: not by table */
+  int32_t steps;
+  uint8_t bits, high_bits, low_bits;
+  uint8_t one;  /* `bits` is 1 */
+  uint8_t deep; /* the next smaller exponent's rung has no table */
+} tx_delta_rung;
+
+#define TX_DELTA_RUNGS (16 * 26)
+typedef struct tx_delta_rungs {
+  tx_delta_rung rung[TX_DELTA_RUNGS];
+  int32_t first; /* the rung of the first entry; all below are like it */
+  int32_t returns;
+  tx_dtype dtype;
+} tx_delta_rungs;
+
+static inline void tx_delta_rungs_make(tx_delta_rungs *t, const tx_dtype dtype, int returns) {
+  const int32_t m = tx_delta_mantissa(dtype);
+  const int32_t exponent = 128 - tx_delta_rebias(dtype); /* any that is in the midst */
+  t->first = -16 * (m + 2);
+  t->dtype = dtype;
+  t->returns = returns;
+  for (int32_t i = 0; i < TX_DELTA_RUNGS; i++) {
+    const int32_t bound = t->first + i + 16 * (exponent + tx_delta_rebias(dtype));
+    const int64_t steps = tx_delta_steps(exponent, bound, dtype);
+    tx_delta_rung *rung = &t->rung[i];
+    *rung = (tx_delta_rung){.low = 0, .high = -1};
+    if (!tx_delta_is_narrow(2 * steps, dtype)) continue;
+    rung->steps = (int32_t)steps;
+    rung->one = steps == 1 && !returns;
+    rung->low = (int32_t)(2 * steps + 2);
+    rung->high = (int32_t)((INT64_C(1) << m) - (rung->one ? steps + 2 : 0));
+    rung->high_bits = (uint8_t)tx_delta_length(2 * steps);
+    rung->bits = rung->one ? 1 : rung->high_bits;
+    const int64_t below = tx_delta_steps(exponent - 1, bound, dtype);
+    rung->low_bits = (uint8_t)tx_delta_length(2 * below + 1);
+    rung->deep = !tx_delta_is_narrow(2 * below, dtype);
+  }
+}
+
+TX_FN const tx_delta_rung *tx_delta_rung_of(const tx_delta_rungs *t, int32_t exponent, int32_t bound,
+                                            const tx_dtype dtype) {
+  const int32_t at = bound - 16 * (exponent + tx_delta_rebias(dtype)) - t->first;
+  return &t->rung[at < 0 ? 0 : at < TX_DELTA_RUNGS ? at : TX_DELTA_RUNGS - 1];
+}
+
+/* tx_delta_bits, of the dtype and `returns` that the table is of. */
+TX_FN int32_t tx_delta_rung_bits(const tx_delta_rungs *t, uint32_t bits, int32_t bound, const tx_dtype dtype) {
+  const int32_t m = tx_delta_mantissa(dtype);
+  const uint32_t size = tx_delta_size_of(bits, dtype);
+  const int32_t e = (int32_t)(size >> m), significand = (int32_t)(size & ((1u << m) - 1u));
+  const tx_delta_rung *rung = tx_delta_rung_of(t, e, bound, dtype);
+  if (e < 2 || rung->high < 0) return tx_delta_bits(bits, bound, t->returns, dtype);
+  const int32_t most = significand < rung->high ? rung->bits : rung->high_bits;
+  return significand < rung->low ? rung->low_bits : most;
+}
+
+/* tx_delta_search. */
+TX_FN tx_delta_found tx_delta_rung_find(const tx_delta_rungs *t, uint32_t old, int32_t bound, uint64_t next,
+                                        const tx_dtype dtype) {
+  const int32_t m = tx_delta_mantissa(dtype);
+  const uint32_t size = tx_delta_size_of(old, dtype);
+  const int32_t e = (int32_t)(size >> m), significand = (int32_t)(size & ((1u << m) - 1u));
+  const tx_delta_rung *rung = tx_delta_rung_of(t, e, bound, dtype);
+  const int32_t steps = rung->steps;
+  const int edge = significand < rung->low + steps;
+  if (e < 3 || rung->high < 0 || (edge && (rung->one | rung->deep)) ||
+      (rung->one && significand + 2 * steps + 3 > 1 << m)) {
+    return tx_delta_search(old, bound, next, t->returns, dtype);
+  }
+  const int64_t at = tx_delta_ordered(old, dtype);
+  if (rung->one) {
+    const int64_t up = ((at + 1) >> 1 & 1) == (int64_t)(next & 1u);
+    return (tx_delta_found){tx_delta_unordered(at + 2 * up - 1, dtype), 1};
+  }
+  /* Sizes, in which the window is the same for both signs: the code of a negative weight is of its complement. */
+  const int32_t n = rung->bits;
+  const int64_t mask = (INT64_C(1) << n) - 1;
+  const int64_t flip = old == size ? 0 : -1;
+  const int64_t first = tx_delta_sent((int64_t)next & mask, n) ^ flip;
+  const int64_t high = (int64_t)size + steps;
+  int64_t found = high - ((high - first) & mask);
+  int32_t bits = n;
+  if (edge && found < (int64_t)size - significand + rung->low) {
+    const int32_t more = rung->low_bits;
+    const int64_t wide = (INT64_C(1) << more) - 1;
+    const int64_t below = tx_delta_sent((int64_t)next & wide, more) ^ flip;
+    found = high - ((high - below) & wide);
+    bits = more;
+  }
+  const uint32_t sign = old == size ? 0 : 1u << (tx_delta_width(dtype) - 1);
+  return (tx_delta_found){(uint32_t)found | sign, bits};
+}
+
+#endif

@@ -1,0 +1,61 @@
+/* What a measured step adds up of a parameter: integers, so that no thread, chunk or rank changes a bit.
+ *
+ * A row of TX_HEALTH_LEN: the sum of squares of updates and that of weights, each in TX_HEALTH_BINS integers; counts;
+ * the largest weight. A block's sum of squares is an fp32 of 24 bits of mantissa; it goes into the bin of its exponent,
+ * 8 exponents to a bin, as an integer below 2^31: 2^32 blocks fit. */
+#ifndef TX_MATH_HEALTH_H
+#define TX_MATH_HEALTH_H
+
+#include "csrc/math/numeric.h"
+#include "csrc/torch_ext.h"
+
+#define TX_HEALTH_BINS 32
+enum {
+  TX_HEALTH_UPDATES = 0,
+  TX_HEALTH_WEIGHTS = TX_HEALTH_BINS,
+  TX_HEALTH_MOVED = 2 * TX_HEALTH_BINS, /* weights whose bits changed */
+  TX_HEALTH_BELOW,                      /* updates below half an ulp of their weight */
+  TX_HEALTH_ELEMENTS,
+  TX_HEALTH_ENDLESS, /* blocks whose sums are not finite, which are in no bin */
+  TX_HEALTH_LARGEST  /* the fp32 pattern of the largest weight: to be compared, not added */
+};
+
+/* What a block's sum of squares, >= 0, adds to which of its bins; bin -1: it is not finite. */
+typedef struct tx_health_share {
+  int64_t amount;
+  int32_t bin;
+} tx_health_share;
+TX_FN tx_health_share tx_health_share_of(float sum) {
+  const uint32_t bits = tx_bits_from_f32(sum), exponent = bits >> 23;
+  const uint32_t mantissa = (bits & 0x7fffffu) | (exponent ? 0x800000u : 0u), field = exponent ? exponent : 1u;
+  const tx_health_share share = {(int64_t)mantissa << (field & 7u), exponent >= 255u ? -1 : (int32_t)(field >> 3)};
+  return share;
+}
+
+/* Adds it to the bins that begin at `bins`. */
+TX_FN void tx_health_add(int64_t *row, int32_t bins, float sum) {
+  const tx_health_share share = tx_health_share_of(sum);
+  if (share.bin < 0) {
+    row[TX_HEALTH_ENDLESS]++;
+  } else {
+    row[bins + share.bin] += share.amount;
+  }
+}
+
+/* The sum of bins; 2^(field - 150) is worth 1 in the mantissa. */
+TX_FN double tx_health_sum(const int64_t *bins) {
+  double sum = 0.0;
+  for (int32_t i = TX_HEALTH_BINS - 1; i >= 0; --i)
+    sum += (double)bins[i] * ((double)tx_exp2i(4 * i - 75) * (double)tx_exp2i(4 * i - 75));
+  return sum;
+}
+
+/* The pattern of half an ulp of a weight in `param`, of the fp32 pattern `bits` of its master. */
+TX_FN int32_t tx_half_ulp_bits(uint32_t bits, const tx_dtype param) {
+  const int32_t digits = param == TX_BF16 ? 8 : param == TX_F16 ? 11 : 24;
+  const int32_t least = param == TX_F16 ? 113 : 1 + digits; /* subnormals have the ulp of the least normal */
+  const int32_t exponent = (int32_t)((bits >> 23) & 0xffu);
+  return ((exponent < least ? least : exponent) - digits) << 23;
+}
+
+#endif

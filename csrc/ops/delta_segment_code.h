@@ -1,0 +1,52 @@
+/* One segment of a run of a delta: from weights to bytes, and from bytes to what reads its blocks. */
+#ifndef TX_OPS_DELTA_SEGMENT_CODE_H
+#define TX_OPS_DELTA_SEGMENT_CODE_H
+
+#include "csrc/cpu/kernels.h"
+#include "csrc/torch_ext_delta.h"
+
+/* Memory of a task that encodes. */
+typedef struct tx_delta_scratch {
+  tx_delta_encoder encoder;
+  tx_delta_rungs rungs[2];
+  uint8_t *streams[TX_DELTA_STREAMS];
+  uint8_t *dense; /* weights of dense blocks */
+  uint8_t *out;   /* the segment */
+  int64_t out_bytes;
+  uint8_t *memory;
+} tx_delta_scratch;
+
+/* 0: no memory. numel: of the longest segment. */
+int tx_delta_scratch_make(tx_delta_scratch *scratch, int64_t numel);
+void tx_delta_scratch_free(tx_delta_scratch *scratch);
+
+typedef struct tx_delta_segment_done {
+  int64_t bytes;   /* in scratch->out; 0: nothing changed */
+  int64_t changed; /* weights; all of a dense block */
+  uint64_t touched;
+} tx_delta_segment_done;
+
+/* How a run is to be encoded. */
+typedef struct tx_delta_way {
+  int sliceable, returns;
+} tx_delta_way;
+
+/* Weights [begin, begin + numel) of a run. written: bit b says that somebody else wrote to block b of the segment. */
+tx_status tx_delta_segment_encode(tx_delta_scratch *scratch, const tx_delta_run *run, int64_t begin, int64_t numel,
+                                  uint32_t written, tx_delta_way way, tx_delta_segment_done *done, tx_error *error);
+
+/* Lengths of codes for this dtype and TX_DELTA_RETURNS, made where they are of others. rungs: `first` 0 at first. */
+const tx_delta_rungs *tx_delta_rungs_of(tx_delta_rungs rungs[2], tx_dtype dtype, uint32_t flags);
+
+/* The decoder of a segment that was taken apart. */
+tx_delta_decoder tx_delta_decoder_of(const tx_delta_segment *segment, int64_t numel, tx_dtype dtype,
+                                     tx_delta_rungs rungs[2]);
+
+/* Checksums of 1024 weights each, into ceil(numel / TX_CHECKSUM) entries. room: NULL for 16-bit weights, else twice as
+ * many entries. */
+void tx_delta_sums(const void *weights, int64_t numel, tx_dtype dtype, uint64_t *sums);
+
+/* What blocks' checksums add to the sum of all weights. first: the index of the first of them in the run. */
+uint64_t tx_delta_sum_of(const uint64_t *sums, int64_t n, int64_t first);
+
+#endif

@@ -1,0 +1,89 @@
+/* A parameter of a call as the step's kernels know it. Included by adamw.cu. */
+#ifndef TX_CUDA_ADAMW_ENTRY_H
+#define TX_CUDA_ADAMW_ENTRY_H
+
+#include "cuda/adamw_table.h"
+#include "cuda/vectors.h"
+
+extern "C" {
+#include "csrc/ops/operator_checks.h"
+#include "csrc/ops/tensor.h"
+}
+
+namespace {
+
+/* NULL for none. */
+void *data_of(tx_tensor tensor) {
+  return tensor.numel ? tensor.data : NULL;
+}
+
+int weight_of(const tx_adamw_args *a, int64_t i) {
+  const tx_tensor master = tx_at_or_none(a->masters, i);
+  return tx_combo_weight((tx_dtype)a->params[i].dtype, master.numel ? (tx_dtype)master.dtype : TX_NONE);
+}
+
+/* An alignment of whole vectors is as good as any. */
+bool has_aligned_vectors(tx_tensor tensor) {
+  const int64_t bytes = TX_VECTOR * tx_element_size((tx_dtype)tensor.dtype);
+  return tensor.numel == 0 || (int64_t)tx_alignment_of(tensor.data) >= (bytes < 16 ? bytes : 16);
+}
+
+void describe(tx_plain_entry &e, const tx_adamw_args *a, int64_t i) {
+  const tx_tensor param = a->params[i], grad = a->grads[i], m = a->exp_avgs[i], v = a->exp_avg_sqs[i];
+  const tx_tensor master = tx_at_or_none(a->masters, i);
+  const tx_meta meta = tx_meta_of(a->meta, i);
+  e.numel = param.numel;
+  e.param = param.data;
+  e.grad = grad.data;
+  e.exp_avg = m.data;
+  e.exp_avg_sq = v.data;
+  e.master = data_of(master);
+  e.scales = (uint8_t *)data_of(tx_at_or_none(a->scales, i));
+  e.checksums = data_of(tx_at_or_none(a->checksums, i));
+  e.step = a->steps[i].data;
+  e.id = meta.id;
+  e.start = (uint32_t)meta.start;
+  e.group = 0;
+  e.weight = (uint8_t)weight_of(a, i);
+  e.aligned = has_aligned_vectors(param) && has_aligned_vectors(grad) && has_aligned_vectors(m) &&
+              has_aligned_vectors(v) && has_aligned_vectors(master);
+  e.grad_dtype = (uint8_t)grad.dtype;
+  e.exp_avg_dtype = (uint8_t)m.dtype;
+  e.exp_avg_sq_dtype = (uint8_t)v.dtype;
+  e.param_alignment = (uint8_t)tx_alignment_of(param.data);
+  e.grad_alignment = (uint8_t)tx_alignment_of(grad.data);
+  e.exp_avg_alignment = (uint8_t)tx_alignment_of(m.data);
+  e.exp_avg_sq_alignment = (uint8_t)tx_alignment_of(v.data);
+  e.master_alignment = (uint8_t)tx_alignment_of(e.master);
+}
+
+/* Whether the step is to leave anything of parameter i behind. */
+bool has_extras(const tx_adamw_args *a, int64_t i) {
+  return tx_at_or_none(a->changed, i).numel || tx_at_or_none(a->emas, i).numel || tx_at_or_none(a->healths, i).numel;
+}
+
+void describe(tx_extras_entry &e, const tx_adamw_args *a, int64_t i) {
+  const tx_tensor ema = tx_at_or_none(a->emas, i), lows = tx_at_or_none(a->ema_lows, i);
+  describe(static_cast<tx_plain_entry &>(e), a, i);
+  tx_entry_extras &x = e.extras;
+  x.changed = (uint8_t *)data_of(tx_at_or_none(a->changed, i));
+  x.moved = data_of(tx_at_or_none(a->moved, i));
+  x.distances = (uint8_t *)data_of(tx_at_or_none(a->distances, i));
+  x.ema = data_of(ema);
+  x.ema_lows = (uint8_t *)data_of(lows);
+  x.health = (unsigned long long *)data_of(tx_at_or_none(a->healths, i));
+  x.ema_dtype = (uint8_t)ema.dtype;
+  x.ema_alignment = (uint8_t)tx_alignment_of(x.ema);
+  x.ema_lows_alignment = (uint8_t)tx_alignment_of(x.ema_lows);
+}
+
+/* What of a call only some launches know. */
+void describe(tx_plain_common &, const tx_adamw_args *) {}
+void describe(tx_extras_common &c, const tx_adamw_args *a) {
+  c.ema_every = a->ema_every;
+  c.ema_weight = (float)(1.0 - a->ema_decay);
+}
+
+}  // namespace
+
+#endif

@@ -1,0 +1,98 @@
+/* What the step leaves behind beside states, where the launch is one of those that do (adamw_table.h): a warp's round
+ * at a time, between what was stepped and its being written, from registers. Elsewhere these functions are empty.
+ * Included by adamw_tensor.h. */
+#ifndef TX_CUDA_ADAMW_EXTRAS_H
+#define TX_CUDA_ADAMW_EXTRAS_H
+
+#include "cuda/adamw_streams.h"
+#include "cuda/adamw_suspects.h"
+#include "cuda/adamw_table.h"
+#if TX_STEP_EXTRAS
+#include "cuda/extras_changes.h"
+#include "cuda/extras_ema.h"
+#include "cuda/extras_health.h"
+#else
+#include "cuda/extras_weights.h"
+#endif
+
+namespace {
+
+constexpr bool kHasExtras = TX_STEP_EXTRAS != 0;
+
+#if TX_STEP_EXTRAS
+
+/* Kept while the warp's tensor stays the same. */
+struct extras_of_tensor {
+  tx_ema_turn turn;
+};
+
+/* Suspects of a launch that had masters which became their weights, as bits: nobody knows how far any of their weights
+ * went, which is written when no block adds to it any more. */
+__device__ uint32_t taken_over[TX_TICKETS + TX_CAPTURED_TICKETS][kSuspectWords];
+
+/* Every lane of the warp calls these, and those below. */
+__device__ __forceinline__ void begin_extras() {
+  tx_health_begin();
+}
+
+/* tensor: -1 for none. */
+__device__ __forceinline__ void leave_extras(const tx_step_table &t, int32_t tensor) {
+  if (tensor >= 0 && t.entries[tensor].extras.health) tx_health_flush(t.entries[tensor].extras.health);
+}
+
+__device__ __forceinline__ void enter_extras(extras_of_tensor &w, const tx_step_table &t, const tx_step_entry &e,
+                                             int64_t step) {
+  if (e.extras.ema) w.turn = tx_ema_turn_at(t.common.seed, e.id, step, t.common.ema_every, e.start);
+}
+
+__device__ __forceinline__ void note_taken_over(const tx_step_table &t, int32_t tensor) {
+  if (tx_lane_id() == 0) (void)atomicOr(&taken_over[t.common.ticket][tensor / 32], 1u << (tensor % 32));
+}
+
+/* By the launch's last block, all of its threads. */
+__device__ __forceinline__ void mark_taken_over(const tx_step_table &t) {
+  if (!t.common.looks) return;
+  uint32_t *const bits = taken_over[t.common.ticket];
+  for (int32_t i = 0; i < t.n; i++) {
+    const tx_step_entry &e = t.entries[i];
+    if (!e.extras.moved || (((const volatile uint32_t *)bits)[i / 32] >> (i % 32) & 1u) == 0u) continue;
+    for (int64_t block = threadIdx.x; block * TX_BLOCK < e.numel; block += blockDim.x)
+      tx_write_value((char *)e.extras.moved + 2 * block, TX_MOVED_ANYHOW);
+  }
+  __syncthreads();
+  if (threadIdx.x < kSuspectWords) bits[threadIdx.x] = 0u;
+}
+
+/* A round of weights that were `before` and are to be `now`. written: to the tile, by somebody else. */
+__device__ __forceinline__ void note_vector(const tx_step_table &t, const tx_step_entry &e, const extras_of_tensor &w,
+                                            const tx_here &here, bool written, const tx_vector_weights &before,
+                                            const tx_vector_weights &now, const tx_dtype param, const tx_dtype master) {
+  const tx_entry_extras &x = e.extras;
+  if (x.changed || x.health) {
+    const tx_vector_change change = tx_change_of(before, now, here.count, param, master);
+    if (x.changed) tx_note_change(x, here, change, written);
+    if (x.distances) tx_note_distances(x.distances, here, before, now, param, master);
+    if (x.health) tx_health_take(before, now, here.count, change.bits, param, master);
+  }
+  if (x.ema && w.turn.averages) tx_average_vector(x, here, w.turn, t.common.ema_weight, now, param, master);
+}
+
+#else
+
+struct extras_of_tensor {};
+
+__device__ __forceinline__ void begin_extras() {}
+__device__ __forceinline__ void leave_extras(const tx_step_table &, int32_t) {}
+__device__ __forceinline__ void enter_extras(extras_of_tensor &, const tx_step_table &, const tx_step_entry &,
+                                             int64_t) {}
+__device__ __forceinline__ void note_taken_over(const tx_step_table &, int32_t) {}
+__device__ __forceinline__ void mark_taken_over(const tx_step_table &) {}
+__device__ __forceinline__ void note_vector(const tx_step_table &, const tx_step_entry &, const extras_of_tensor &,
+                                            const tx_here &, bool, const tx_vector_weights &, const tx_vector_weights &,
+                                            const tx_dtype, const tx_dtype) {}
+
+#endif
+
+}  // namespace
+
+#endif

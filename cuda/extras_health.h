@@ -1,0 +1,125 @@
+/* Sums of a measured step: tx_adamw_args.healths.
+ *
+ * A block's sums of squares are those of the CPU's sixteen lanes, bit for bit: element i of the block in lane i % 16,
+ * one after another, and then the lanes by halves. A warp's lane has eight neighbours instead, so the eight lanes that
+ * lie two apart exchange theirs first, as a matrix is transposed. What blocks have is added in integers: bin i of the
+ * warp's is lane i's, and goes into the tensor's row when the warp leaves the tensor. */
+#ifndef TX_CUDA_EXTRAS_HEALTH_H
+#define TX_CUDA_EXTRAS_HEALTH_H
+
+#include "csrc/math/health.h"
+#include "cuda/extras_weights.h"
+#include "cuda/last_block.h"
+#include "cuda/launch.h"
+#include "cuda/resync_vector.h"
+
+static_assert(TX_HEALTH_BINS == TX_WARP, "each lane has a bin");
+
+/* Of one thread, in shared memory, since registers are few. Nobody else looks at it. */
+struct tx_health_sums {
+  int64_t updates, weights; /* of the lane's bin */
+  int32_t moved, below, elements, endless;
+  int32_t largest; /* the pattern of the largest weight */
+};
+static __device__ __forceinline__ tx_health_sums &tx_my_health() {
+  __shared__ tx_health_sums sums[TX_BLOCK_THREADS];
+  return sums[threadIdx.x];
+}
+
+static __device__ __forceinline__ void tx_health_begin() {
+  tx_my_health() = tx_health_sums{};
+}
+
+/* x of lanes 2 k + b, k < 8: afterwards lane 2 k + b has in x[i] what lane 2 i + b had in x[k]. Every lane of the warp
+ * calls it. */
+static __device__ __forceinline__ void tx_transpose(float (&x)[TX_VECTOR]) {
+#pragma unroll
+  for (int half = TX_VECTOR / 2; half > 0; half /= 2) {
+    const bool upper = (tx_lane_id() & (uint32_t)(2 * half)) != 0u;
+#pragma unroll
+    for (int i = 0; i < TX_VECTOR; i++) {
+      if ((i & half) != 0) continue;
+      const float theirs = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + half], 2 * half);
+      x[i] = upper ? theirs : x[i];
+      x[i + half] = upper ? x[i + half] : theirs;
+    }
+  }
+}
+
+/* A block's sum of squares, in all of its lanes; they end with other values in x. Every lane of the warp calls it. */
+static __device__ __forceinline__ float tx_block_squares(float (&x)[TX_VECTOR]) {
+  tx_transpose(x);
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < TX_VECTOR; i++)
+    sum += x[i] * x[i];
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1); /* lanes 8 of the CPU's apart */
+#pragma unroll
+  for (int by = 8; by > 1; by /= 2)
+    sum += __shfl_xor_sync(0xffffffffu, sum, by); /* 4, 2 and 1 */
+  return sum;
+}
+
+/* The sums of a round's two blocks into the lane's bin. */
+static __device__ __forceinline__ void tx_health_bin(int64_t &bin, int32_t &endless, float sum) {
+#pragma unroll
+  for (int from = 0; from < TX_WARP; from += TX_BLOCK_LANES) {
+    const tx_health_share share = tx_health_share_of(__shfl_sync(0xffffffffu, sum, from));
+    bin += share.bin == (int32_t)tx_lane_id() ? share.amount : 0;
+    endless += share.bin < 0 && tx_lane_id() == 0u ? 1 : 0;
+  }
+}
+
+/* A round. changed: bits of those of the lane's that did. Every lane of the warp calls it. */
+static __device__ __forceinline__ void tx_health_take(const tx_vector_weights &before, const tx_vector_weights &now,
+                                                      int32_t count, uint32_t changed, const tx_dtype param,
+                                                      const tx_dtype master) {
+  tx_health_sums &mine = tx_my_health();
+  float updates[TX_VECTOR], weights[TX_VECTOR];
+  int32_t below = 0, largest = mine.largest, endless = 0;
+#pragma unroll
+  for (int i = 0; i < TX_VECTOR; i++) {
+    const uint32_t bits = tx_master_bits(now, i, param, master);
+    const bool there = i < count;
+    weights[i] = there ? tx_f32_from_bits(bits) : 0.0f;
+    updates[i] = there ? tx_f32_from_bits(bits) - tx_f32_from_bits(tx_master_bits(before, i, param, master)) : 0.0f;
+    below += there && tx_magnitude_bits(updates[i]) < tx_half_ulp_bits(bits, param) ? 1 : 0;
+    const int32_t size = tx_magnitude_bits(weights[i]);
+    largest = size > largest ? size : largest;
+  }
+  mine.moved += __popc(changed);
+  mine.below += below;
+  mine.elements += count;
+  mine.largest = largest;
+  tx_health_bin(mine.updates, endless, tx_block_squares(updates));
+  tx_health_bin(mine.weights, endless, tx_block_squares(weights));
+  mine.endless += endless;
+}
+
+/* What the warp has gathered into a tensor's row, and begins anew. Every lane calls it. */
+static __device__ __forceinline__ void tx_health_flush(unsigned long long *row) {
+  tx_health_sums &mine = tx_my_health();
+  const uint32_t lane = tx_lane_id();
+  if (mine.updates != 0) tx_add_i64(&row[TX_HEALTH_UPDATES + lane], mine.updates);
+  if (mine.weights != 0) tx_add_i64(&row[TX_HEALTH_WEIGHTS + lane], mine.weights);
+  const int32_t counts[] = {mine.moved, mine.below, mine.elements, mine.endless};
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const int32_t sum = tx_warp_sum(counts[k]);
+    if (lane == 0 && sum != 0) tx_add_i64(&row[TX_HEALTH_MOVED + k], sum);
+  }
+  int32_t largest = mine.largest;
+#pragma unroll
+  for (int by = 1; by < TX_WARP; by *= 2) {
+    const int32_t other = __shfl_xor_sync(0xffffffffu, largest, by);
+    largest = other > largest ? other : largest;
+  }
+  if (lane == 0) (void)atomicMax(&row[TX_HEALTH_LARGEST], (unsigned long long)largest);
+  tx_health_begin();
+}
+
+static_assert(TX_HEALTH_BELOW == TX_HEALTH_MOVED + 1 && TX_HEALTH_ELEMENTS == TX_HEALTH_MOVED + 2 &&
+                  TX_HEALTH_ENDLESS == TX_HEALTH_MOVED + 3,
+              "counts follow one another as above");
+
+#endif

@@ -1,0 +1,64 @@
+"""What the simulator predicts of `bench comm`'s model at 1 Gbit/s, against what it takes there."""
+
+import torch
+from torch import nn
+
+from bench.comm import comm_rows, launcher
+from bench.comm.contenders import FULL, Stack
+from bench.comm.networks import LINKS, Unavailable, network
+from bench.comm.rank import Job, Question
+from bench.cost.simulator import Case, Cluster, Link, Model, predict
+from torch_ext.policy.loader import load_policy
+
+_LINK, _LIMIT = "1 Gbit/s", 500.0
+_PAYLOAD = 1448 / 1514
+"""Of a packet: the rest is its frame."""
+
+# Measured before, on their own: a message costs a processor that is not busy half a millisecond, and 32 MB are added up
+# in 4 ms.
+_LATENCY, _POST, _SUM = 1e-4, 5e-4, 8e9
+
+STRATEGIES = {
+    "no_shard bf16, as it is": "no_shard",
+    "optim bf16, as it is": "optim",
+    "optim_grads_params bf16": "optim_grads_params",
+}
+"""Contender -> strategy."""
+
+
+def compare(rounds: int) -> list[str]:
+    """A line for each number of ranks, computation and strategy. The least of `rounds` counts, as load adds."""
+    lines = ["N, ms slept in backward, strategy: ms predicted, measured; ratio"]
+    for ranks in (2, 4):
+        try:
+            with network(_LINK, ranks) as places:
+                jobs = [Job("timing", ["alone", *STRATEGIES], rounds, seconds) for seconds in (0.0, 0.15)]
+                question = Question(ranks, places[0].interface, FULL, 0, jobs)
+                answers, why = launcher.ask(question, places, _LIMIT)
+        except Unavailable as unavailable:
+            return [*lines, f"N = {ranks}: {unavailable}"]
+        for job, of_ranks in zip(jobs, answers, strict=False):
+            found = comm_rows.found(_LINK, of_ranks, False)
+            least = {who: min(seconds) for who, seconds in found.seconds.items()}
+            lines += [
+                f"{ranks}, {job.compute * 1e3:.0f}, {strategy}: {predicted * 1e3:.1f}, {least[who] * 1e3:.1f}; "
+                f"{predicted / least[who]:.2f}"
+                for who, strategy in STRATEGIES.items()
+                if who in least
+                for predicted in [seconds_of(strategy, ranks, least["alone"])]
+            ]
+        lines += [why] * bool(why)
+    return lines
+
+
+def seconds_of(strategy: str, ranks: int, compute: float) -> float:
+    """Predicted of a step whose computation takes so many seconds, all of it in backward."""
+    link = LINKS[_LINK]
+    assert link is not None
+    wire = Link(_LATENCY, link.bits_per_second / 8 * _PAYLOAD)
+    cluster = Cluster(1, wire, wire, post_seconds=_POST, sum_bytes_per_second=_SUM)
+    shapes: nn.Module = Stack(FULL, [], 0.0).to(torch.bfloat16)
+    policy = load_policy(shapes, override_ddp_config={"grad_comm_compression": "off"})
+    model = Model.of(shapes, policy)._replace(backward_seconds=compute)
+    (cost,) = predict([Case(cluster, model, strategy, ranks)])
+    return cost.seconds

@@ -1,0 +1,124 @@
+"""The row of the benchmark about Muon: its passes over memory, its step, and torch.optim.Muon's."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+import torch_ext
+from bench import optimizer_configs, timing, workload
+from bench.figures import Bar
+from bench.row import Bench
+from bench.workload import Shapes
+from torch_ext.native import ops
+from torch_ext.optim.muon import newton_schulz
+from torch_ext.optim.muon.product_rate import faster_dtype
+from torch_ext.tensors import dense
+
+_LARGEST = 8192  # a matrix with a larger dimension is an embedding
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+def matrices(model: Shapes) -> Shapes:
+    """One of each shape that Muon steps: those of one block."""
+    return list(dict.fromkeys(shape for shape in model if len(shape) == 2 and max(shape) <= _LARGEST))
+
+
+class Passes:
+    """Both operators on one flat matrix: bf16 weights beside fp32 masters, bf16 momentum and updates."""
+
+    # read: gradient, momentum, update, master; written: momentum, work, master, weight
+    bytes_read, bytes_written = 2 + 2 + 2 + 4, 2 + 2 + 4 + 2
+
+    def __init__(self, params: int, seed: int) -> None:
+        (self.p,) = workload.make([(params,)], torch.bfloat16, seed)
+        self.weight, self.master = self.p.detach(), self.p.detach().float()
+        self.momentum, self.work = torch.zeros_like(self.weight), torch.empty_like(self.weight)
+        self.checksum = torch.zeros(-(-params // 4096), dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64)
+        ops.call_unversioned("master_checksum_", [self.weight], [self.master], [self.checksum], none, 2)
+        self.step, self.parts = torch.zeros(1), torch.zeros(1, 2, dtype=torch.int64)
+        self.rates = torch.tensor([[1e-3, 1e-4]], dtype=torch.float64)
+
+    def momentum_pass(self) -> None:
+        none, grad = torch.empty(0, dtype=torch.int64), self.p.grad
+        ops.call_unversioned(
+            "muon_momentum_",
+            *([grad], [self.momentum], [], [self.work], [self.step], none),
+            *(dense.NONE, dense.NONE, 0.95, True, 0, 1),
+        )
+
+    def update_pass(self) -> None:
+        none = torch.empty(0, dtype=torch.int64)
+        ops.call_unversioned(
+            "muon_update_",
+            *([self.weight], [self.work], [self.master], [self.checksum], [self.step], none, self.parts, self.rates),
+            *(none, [], [], [], [], [], [], 0, 1, 1),
+        )
+
+    def both(self) -> None:
+        self.momentum_pass()
+        self.update_pass()
+
+
+def muon(bench: Bench) -> None:
+    _passes(bench)
+    _steps(bench)
+
+
+def _passes(bench: Bench) -> None:
+    passes = Passes(bench.params, bench.seed)
+    contenders: dict[str, Callable[[], object]] = {
+        "both": passes.both,
+        "momentum": passes.momentum_pass,
+        "update": passes.update_pass,
+        "wall": optimizer_configs.wall(Passes.bytes_read + Passes.bytes_written, bench.params),
+    }
+    times = bench.run("muon, passes", contenders, bench.rounds)
+    ms = {f"{name} ms": 1e3 * statistics.median(times[name]) for name in contenders}
+    value = timing.ratio(times, "wall", "both")
+    bench.add("muon", "both passes, bf16 momentum: share of the wall", value, Bar(0.85, 0.93), ms)
+
+
+def _step(shapes: Shapes, seed: int, **options: object) -> Callable[[], object]:
+    params = workload.make(shapes, torch.bfloat16, seed)
+    return torch_ext.Muon(params, lr=1e-3, **options).step  # type: ignore[arg-type]
+
+
+def _products(shapes: Shapes, kind: str, dtype: torch.dtype) -> Callable[[], object]:
+    """As many operations as an orthogonalisation of each takes, in square products of torch's."""
+    calls = []
+    for rows, columns in shapes:
+        n = min(rows, columns)
+        operations = newton_schulz.operations(rows, columns, 5, kind, dtype)
+        a, out = torch.ones(n, n, dtype=dtype), torch.empty(n, n, dtype=dtype)
+        calls.append((round(operations / (2 * n**3)), a, out))
+
+    def run() -> None:
+        for times, a, out in calls:
+            for _ in range(times):
+                torch.mm(a, a, out=out)
+
+    return run
+
+
+def _steps(bench: Bench) -> None:
+    shapes, rounds = matrices(bench.model), max(1, min(bench.rounds, 5))
+    faster = torch.float32 if faster_dtype(torch.device("cpu")) == "float32" else torch.bfloat16
+    theirs = torch.optim.Muon(workload.make(shapes, torch.bfloat16, bench.seed), lr=1e-3).step
+    contenders: dict[str, Callable[[], object]] = {
+        "torch": theirs,
+        "bf16 products": _step(shapes, bench.seed, ns_dtype=torch.bfloat16),
+        "by choice": _step(shapes, bench.seed, ns="auto", ns_dtype=faster),
+        "products alone": _products(shapes, "auto", faster),
+    }
+    times = bench.run("muon, steps", contenders, rounds)
+    n = workload.numel(shapes)
+    ms = {f"{name} ms": 1e3 * statistics.median(times[name]) for name in contenders}
+    said = f"{len(shapes)} matrices of {n} elements"
+    bench.add("muon", f"torch.optim.Muon / ours, bf16 products, {said}", timing.ratio(times, "torch", "bf16 products"),
+              Bar(1.2, 1.5), ms)  # fmt: skip
+    bench.add("muon", f"torch.optim.Muon / ours, auto in {_NAMES[faster]}", timing.ratio(times, "torch", "by choice"),
+              Bar(2.5, 3.0))  # fmt: skip
+    bench.add("muon", f"step / its products alone at torch.mm's rate, auto in {_NAMES[faster]}",
+              timing.ratio(times, "by choice", "products alone"), Bar(1.15, 1.05, True))  # fmt: skip

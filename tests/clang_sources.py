@@ -1,0 +1,64 @@
+"""The library's C sources, with the flags that the build gives each of them, for tests that compile them with clang."""
+
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+ROOT = pathlib.Path(__file__).parent.parent
+CLANG = shutil.which("clang")
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def starlark(path: str) -> dict[str, Any]:
+    """The constants of a .bzl file, which are Python's too."""
+    names: dict[str, Any] = {}
+    exec((ROOT / path).read_text(), names)
+    return names
+
+
+ISAS: dict[str, list[str]] = starlark("bazel/isa.bzl")["ISAS"][platform.machine()]
+
+
+class Source(NamedTuple):
+    path: str
+    """From the repository's root."""
+    flags: list[str]
+
+    @property
+    def name(self) -> str:
+        isa = [flag.removeprefix("-DTX_ISA=") for flag in self.flags if flag.startswith("-DTX_ISA=")]
+        return "-".join([pathlib.Path(self.path).stem, *isa])
+
+
+def library_sources(folders: list[str]) -> list[Source]:
+    """Of the library, with the flags that the build gives each of them, but for optimisation."""
+    flags = starlark("bazel/copts.bzl")["C_OPTS"]
+    paths = sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).glob("*.c"))
+    assert paths
+    return [
+        Source(path, [*flags, *more])
+        for path in paths
+        for more in (
+            [["-DTX_ISA=" + isa, *of_isa] for isa, of_isa in ISAS.items()] if path.endswith("kernels_isa.c") else [[]]
+        )
+    ]
+
+
+def clang(*arguments: str) -> None:
+    """AssertionError, with what clang says, where it fails."""
+    command = [str(CLANG), "-fPIC", "-I.", "-Icsrc", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
+
+
+def in_parallel(work: Callable[[_Item], _Result], items: list[_Item]) -> list[_Result]:
+    """As many at a time as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(work, items))

@@ -1,0 +1,73 @@
+// csrc/core/link: the speed of a link from how long rounds took, and whether bytes are worth compressing.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "csrc/torch_ext_advanced.h"
+
+namespace {
+
+constexpr int64_t kMs = 1000 * 1000;
+using Times = std::vector<int64_t>;  // TX_LINK_ROUNDS of each rank
+
+TEST(Link, parts_are_4_MiB_together_and_long_enough) {
+  EXPECT_EQ(tx_link_part_bytes(2), 4 << 20);
+  EXPECT_EQ(tx_link_part_bytes(3), 2 << 20);
+  EXPECT_EQ(tx_link_part_bytes(65), 64 << 10);
+  EXPECT_EQ(tx_link_part_bytes(66), 64 << 10) << "never less";
+  EXPECT_EQ(tx_link_part_bytes(4096), 64 << 10);
+  EXPECT_EQ(tx_link_part_bytes(4) % TX_BLOCK, 0);
+  for (const int64_t world : {int64_t{1}, int64_t{0}, int64_t{-5}, INT64_MIN})
+    EXPECT_EQ(tx_link_part_bytes(world), 0);
+}
+
+TEST(Link, the_quickest_round_counts_as_the_slowest_rank_saw_it) {
+  const double one_ms = 8.0 * (4 << 20) / static_cast<double>(kMs);  // Gbit/s
+  const Times same = {kMs, kMs, kMs, kMs, kMs, kMs};
+  static_assert(TX_LINK_ROUNDS == 6, "as many as here");
+  Times times = same;
+  times.insert(times.end(), same.begin(), same.end());
+  EXPECT_DOUBLE_EQ(tx_link_gbps(times.data(), 2), one_ms);
+  times[0] = 1;
+  times[6] = 1;
+  EXPECT_DOUBLE_EQ(tx_link_gbps(times.data(), 2), one_ms) << "the first one is the warm-up";
+  times[3] = kMs / 2;
+  EXPECT_DOUBLE_EQ(tx_link_gbps(times.data(), 2), one_ms) << "the other rank saw the same round take longer";
+  times[9] = kMs / 4;
+  EXPECT_DOUBLE_EQ(tx_link_gbps(times.data(), 2), 2 * one_ms);
+  for (const size_t other : {1, 2, 4, 5, 7, 8, 10, 11})
+    times[other] = 900 * kMs;
+  EXPECT_DOUBLE_EQ(tx_link_gbps(times.data(), 2), 2 * one_ms) << "whatever disturbs the others";
+}
+
+TEST(Link, all_that_a_rank_sends_counts) {
+  const Times times(5 * TX_LINK_ROUNDS, kMs);
+  for (const int64_t world : {2, 3, 5}) {
+    const auto sent = static_cast<double>(tx_link_part_bytes(world) * (world - 1));
+    EXPECT_DOUBLE_EQ(tx_link_gbps(times.data(), world), 8 * sent / static_cast<double>(kMs));
+  }
+}
+
+TEST(Link, what_nobody_can_know_is_not_known) {
+  const Times nothing(2 * TX_LINK_ROUNDS, 0), backwards(2 * TX_LINK_ROUNDS, -kMs);
+  EXPECT_EQ(tx_link_gbps(nothing.data(), 2), 0);
+  EXPECT_EQ(tx_link_gbps(backwards.data(), 2), 0);
+  EXPECT_EQ(tx_link_gbps(nothing.data(), 1), 0);
+  EXPECT_EQ(tx_link_gbps(nullptr, 2), 0);
+}
+
+TEST(Link, bytes_are_compressed_where_one_asks_for_it_or_the_link_is_slow) {
+  const double limit = TX_COMPRESS_BELOW_MBPS / 1000.0;
+  const double below = std::nextafter(limit, 0), inf = std::numeric_limits<double>::infinity();
+  for (const double gbps : {0.0, 0.001, below, limit, inf, static_cast<double>(NAN), -1.0}) {
+    EXPECT_EQ(tx_compresses(TX_COMPRESSION_ON, gbps), 1);
+    EXPECT_EQ(tx_compresses(TX_COMPRESSION_OFF, gbps), 0);
+    EXPECT_EQ(tx_compresses(TX_COMPRESSION_AUTO, gbps), gbps == 0.001 || gbps == below) << gbps;
+    EXPECT_EQ(tx_compresses(7, gbps), 0);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,443 @@
+// Deltas of weights: every bit arrives, whatever happened to weights and messages on the way, and what cannot be
+// applied is named before anything is written.
+#include <string>
+
+#include "csrc/core/delta_bytes.h"
+#include "tests/core/delta_trainer.h"
+#include "tests/core/threads.h"
+
+namespace {
+
+const std::vector<Param> kModel = {{"a.bias", 1, TX_BF16},   {"b.norm", 300, TX_BF16},   {"c.weight", 20011, TX_BF16},
+                                   {"d.half", 9000, TX_F16}, {"e.single", 5000, TX_F32}, {"f.empty", 0, TX_BF16}};
+const std::vector<Param> kSmall = {{"v", 700, TX_BF16}, {"w", 90, TX_F32}};
+
+struct Way {
+  const char *name;
+  bool exact, checks, sliceable;
+};
+constexpr Way kWays[] = {{"bounds", false, true, false},
+                         {"exact", true, true, false},
+                         {"sliceable", false, false, true},
+                         {"exact and sliceable", true, false, true}};
+
+TEST(Delta, EveryBitArrives) {
+  for (const Way &way : kWays) {
+    for (const float lr : {1e-6f, 1e-5f, 3e-4f, 1e-2f, 1.0f}) {
+      SCOPED_TRACE(std::string(way.name) + " at " + std::to_string(lr));
+      Trainer trainer(kModel, 3, 7, way.exact, way.checks, way.sliceable);
+      Engine engine(trainer);
+      for (const int steps : {1, 0, 4, 1, 16}) {
+        for (int i = 0; i < steps; i++)
+          trainer.Step(lr);
+        ASSERT_EQ(engine.Apply(trainer.Encode(), way.checks ? TX_DELTA_FULL : TX_DELTA_TOUCHED), TX_OK)
+            << engine.error.message;
+        ASSERT_TRUE(engine.Equals(trainer)) << steps;
+      }
+      EXPECT_EQ(tx_delta_version(engine.receiver), 5);
+    }
+  }
+}
+
+TEST(Delta, LargeRunsHaveManySegmentsAndThreadsChangeNoBit) {
+  const std::vector<Param> model = {{"w", 500000, TX_BF16}};
+  Trainer one(model, 2, 3), four(model, 2, 3);
+  Engine engine(one);
+  const Threads threads(4);
+  for (const float lr : {1e-6f, 1e-4f}) {
+    one.Step(lr);
+    four.Step(lr);
+    const std::vector<Bytes> parts = one.Encode();
+    EXPECT_EQ(parts, four.Encode(TX_DELTA_CHANGES, threads.parallel()));
+    ASSERT_EQ(engine.Apply(parts, TX_DELTA_FULL, threads.parallel()), TX_OK) << engine.error.message;
+    EXPECT_TRUE(engine.Equals(one));
+  }
+}
+
+TEST(Delta, InstructionSetsMakeTheSameBytes) {
+  std::vector<Bytes> first;
+  for (int32_t i = 0; tx_isa_name(i); i++) {
+    ASSERT_EQ(tx_isa_select(tx_isa_name(i), nullptr), TX_OK);
+    std::vector<Bytes> all;
+    for (const Way &way : kWays) {
+      Trainer trainer(kModel, 2, 5, way.exact, way.checks, way.sliceable);
+      Engine engine(trainer);
+      for (const float lr : {1e-5f, 1e-3f}) {
+        trainer.Step(lr);
+        trainer.Step(lr);
+        for (Bytes &part : trainer.Encode())
+          all.push_back(std::move(part));
+        ASSERT_EQ(engine.Apply({all.end() - 2, all.end()}), TX_OK) << engine.error.message;
+        ASSERT_TRUE(engine.Equals(trainer));
+      }
+    }
+    if (i == 0) first = all;
+    EXPECT_EQ(all, first) << tx_isa_name(i);
+  }
+  ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
+}
+
+TEST(Delta, FullMessagesBeginAndMergedOnesAreAppliedAsOne) {
+  Trainer trainer(kModel, 3, 11);
+  Engine follower(trainer), late(trainer, false);
+  trainer.Step(1e-5f);
+  ASSERT_EQ(follower.Apply(trainer.Encode()), TX_OK);
+  std::vector<Bytes> list = trainer.Encode(TX_DELTA_WHOLE);
+  const Bytes joined = list[0];
+  for (int v = 0; v < 3; v++) {
+    trainer.Step(1e-5f);
+    trainer.Step(1e-5f);
+    for (Bytes &part : trainer.Encode())
+      list.push_back(std::move(part));
+  }
+  std::vector<tx_tensor> tensors;
+  for (const Bytes &m : list)
+    tensors.push_back(AsTensor(m));
+  tx_delta_message merged = {};
+  tx_error error;
+  ASSERT_EQ(tx_delta_merge(static_cast<int64_t>(tensors.size()), tensors.data(), &merged, &error), TX_OK)
+      << error.message;
+  const auto *data = static_cast<const uint8_t *>(merged.data);
+  ASSERT_EQ(late.Apply({Bytes(data, data + merged.bytes)}, TX_DELTA_FULL), TX_OK) << late.error.message;
+  tx_delta_free(&merged);
+  EXPECT_TRUE(late.Equals(trainer));
+  EXPECT_EQ(tx_delta_version(late.receiver), 4);
+  EXPECT_EQ(follower.Apply({list.begin() + 3, list.end()}), TX_OK) << follower.error.message;
+  EXPECT_TRUE(follower.Equals(trainer));
+
+  tx_delta_info info = TX_DELTA_INFO_INIT;
+  ASSERT_EQ(tx_delta_info_of(AsTensor(joined), &info, &error), TX_OK);
+  EXPECT_EQ(info.kind, TX_DELTA_WHOLE);
+  EXPECT_EQ(info.last_version, 1);
+  ASSERT_EQ(info.n_params, 6);
+  tx_delta_param param;
+  ASSERT_EQ(tx_delta_param_of(AsTensor(joined), 2, &param, &error), TX_OK);
+  EXPECT_STREQ(param.name, "c.weight");
+  EXPECT_EQ(param.numel, 20011);
+}
+
+TEST(Delta, WhatSomebodyElseWroteTravelsToo) {
+  Trainer trainer(kModel, 2, 13);
+  Engine engine(trainer);
+  trainer.Step(1e-7f);
+  Shard &unseen = trainer.shards()[1][1];
+  unseen.Overwrite(0.5f);
+  unseen.changed.assign(unseen.changed.size(), 0);
+  ASSERT_EQ(engine.Apply(trainer.Encode(), TX_DELTA_FULL), TX_OK) << engine.error.message;
+  EXPECT_TRUE(engine.Equals(trainer));
+
+  trainer.Step(1e-7f);
+  Shard &shard = trainer.shards()[0][2];  // a resync, of which the step knows
+  shard.Overwrite(0.25f);
+  std::fill(shard.moved.begin(), shard.moved.end(), static_cast<uint16_t>(0x7f80));
+  std::fill(shard.changed.begin(), shard.changed.end(), static_cast<uint8_t>(0xff));
+  ASSERT_EQ(engine.Apply(trainer.Encode(), TX_DELTA_FULL), TX_OK) << engine.error.message;
+  EXPECT_TRUE(engine.Equals(trainer));
+}
+
+// A distance that saturated stays "further", wherever the weight went afterwards.
+TEST(Delta, WhatCameBackFromFarIsTakenAsItIs) {
+  Trainer trainer({{"w", 9000, TX_BF16}}, 1, 61, true);
+  Engine engine(trainer);
+  Shard &shard = trainer.shards()[0][0];
+  const Bytes was = shard.weights;
+  const std::vector<float> masters = shard.masters;
+  trainer.Step(1e-4f);
+  trainer.Step(1e-4f);
+  shard.weights = was;
+  shard.masters = masters;
+  for (size_t i = 0; i < shard.distances.size(); i++)
+    shard.distances[i] = 0x88;
+  ASSERT_EQ(engine.Apply(trainer.Encode(), TX_DELTA_FULL), TX_OK) << engine.error.message;
+  EXPECT_TRUE(engine.Equals(trainer));
+}
+
+TEST(Delta, WeightsThatSomebodyChangedInTheEngineAreNamed) {
+  Trainer trainer(kModel, 2, 17);
+  Engine engine(trainer);
+  trainer.Step(1e-5f);
+  const std::vector<Bytes> parts = trainer.Encode();
+  engine.weights[2][2000] ^= 0x10;  // of an element that hardly changes
+  const std::vector<Bytes> before = engine.weights;
+  EXPECT_EQ(engine.Apply(parts, TX_DELTA_FULL), TX_ERROR_MISMATCH);
+  EXPECT_NE(std::string(engine.error.message).find("c.weight"), std::string::npos) << engine.error.message;
+  EXPECT_EQ(engine.weights, before);
+  std::fill(engine.weights[2].begin(), engine.weights[2].end(), 0x11);
+  EXPECT_EQ(engine.Apply(parts, TX_DELTA_TOUCHED), TX_ERROR_MISMATCH);
+  EXPECT_EQ(tx_delta_version(engine.receiver), 0);
+}
+
+TEST(Delta, WhatDoesNotFollowIsNamed) {
+  Trainer trainer(kSmall, 2, 19), stranger(kSmall, 2, 23), other({{"v", 701, TX_BF16}}, 2, 23);
+  Engine engine(trainer);
+  std::vector<std::vector<Bytes>> versions;
+  for (int v = 0; v < 4; v++) {
+    trainer.Step(1e-5f);
+    versions.push_back(trainer.Encode());
+  }
+  stranger.Step(1e-5f);
+  other.Step(1e-5f);
+  const std::vector<Bytes> foreign = stranger.Encode();
+  const auto fails = [&](const std::vector<Bytes> &messages, tx_status status, const char *says) {
+    const std::vector<Bytes> before = engine.weights;
+    EXPECT_EQ(engine.Apply(messages), status) << engine.error.message;
+    EXPECT_NE(std::string(engine.error.message).find(says), std::string::npos) << engine.error.message;
+    EXPECT_EQ(engine.weights, before);
+  };
+  fails(versions[1], TX_ERROR_BAD_STATE, "lost");
+  fails({versions[0][0]}, TX_ERROR_BAD_STATE, "part 1 of 2 of version 1 is missing");
+  fails({versions[0][0], versions[1][1]}, TX_ERROR_BAD_STATE, "is missing");
+  fails({versions[0][0], versions[0][0], versions[0][1]}, TX_ERROR_BAD_STATE, "twice");
+  fails({versions[0][0], foreign[1]}, TX_ERROR_MISMATCH, "chain");
+  fails(other.Encode(), TX_ERROR_MISMATCH, "another model");
+  fails({}, TX_ERROR_INVALID_ARGUMENT, "at least one");
+  fails({Bytes{}}, TX_ERROR_INVALID_ARGUMENT, "no part of a delta");
+  ASSERT_EQ(engine.Apply(versions[0]), TX_OK);
+  fails(versions[0], TX_ERROR_BAD_STATE, "already");
+  fails(foreign, TX_ERROR_MISMATCH, "chain");
+  fails(versions[3], TX_ERROR_BAD_STATE, "lost");
+  ASSERT_EQ(engine.Apply({versions[2][1], versions[1][0], versions[2][0], versions[1][1]}), TX_OK);
+  ASSERT_EQ(engine.Apply(versions[3]), TX_OK);
+  EXPECT_TRUE(engine.Equals(trainer));
+}
+
+TEST(Delta, AChainWithAnotherHistoryIsNamed) {
+  Trainer trainer(kSmall, 1, 29);
+  Engine engine(trainer);
+  trainer.Step(1e-5f);
+  const tx_delta_chain before = trainer.chain(0);
+  ASSERT_EQ(engine.Apply(trainer.Encode()), TX_OK);
+  trainer.chain(0) = before;  // a trainer that went back, and took another way
+  trainer.Step(1e-4f);
+  (void)trainer.Encode();
+  trainer.Step(1e-4f);
+  EXPECT_EQ(engine.Apply(trainer.Encode()), TX_ERROR_MISMATCH);
+  EXPECT_NE(std::string(engine.error.message).find("history"), std::string::npos) << engine.error.message;
+}
+
+TEST(Delta, AnyDamagedByteIsFound) {
+  Trainer trainer(kSmall, 1, 31);
+  Engine engine(trainer);
+  trainer.Step(1e-4f);
+  const Bytes good = trainer.Encode()[0];
+  const std::vector<Bytes> before = engine.weights;
+  for (size_t i = 0; i < good.size(); i++) {
+    Bytes bad = good;
+    bad[i] ^= static_cast<uint8_t>(1u << i % 8);
+    const tx_status status = engine.Apply({bad});
+    ASSERT_TRUE(status == TX_ERROR_INVALID_ARGUMENT || status == TX_ERROR_UNAVAILABLE) << i << engine.error.message;
+    bad = Bytes(good.begin(), good.begin() + static_cast<std::ptrdiff_t>(i));
+    ASSERT_EQ(engine.Apply({bad}), TX_ERROR_INVALID_ARGUMENT) << i;
+  }
+  EXPECT_EQ(engine.weights, before);
+  EXPECT_EQ(engine.Apply({good}), TX_OK);
+}
+
+// Bytes of the body changed, and the checksum made right: whoever does that may write weights, and nothing else.
+TEST(Delta, ForgedBytesWriteNothingElse) {
+  for (const Way &way : kWays) {
+    Trainer trainer(kSmall, 1, 37, way.exact, way.checks, way.sliceable);
+    trainer.Step(1e-4f);
+    trainer.Step(1e-4f);
+    const Bytes good = trainer.Encode()[0];
+    std::mt19937 gen(1);
+    int refused = 0;
+    for (int t = 0; t < 3000; t++) {
+      Engine engine(trainer);
+      Bytes bad = good;
+      for (uint32_t k = 0; k <= gen() % 3; k++)
+        bad[8 + gen() % (bad.size() - 16)] = static_cast<uint8_t>(gen());
+      const uint64_t sum = tx_xxh64(bad.data(), static_cast<int64_t>(bad.size()) - 8);
+      std::memcpy(bad.data() + bad.size() - 8, &sum, 8);
+      const std::vector<Bytes> before = engine.weights;
+      if (engine.Apply({bad}) == TX_OK) continue;
+      refused++;
+      ASSERT_EQ(engine.weights, before);
+    }
+    EXPECT_GT(refused, 1000) << way.name;
+  }
+}
+
+TEST(Delta, AThousandVersionsOfWhichOneInAHundredGoesWrong) {
+  Trainer trainer({{"v", 3000, TX_BF16}, {"w", 500, TX_BF16}}, 2, 41);
+  Engine engine(trainer);
+  std::mt19937 gen(2);
+  std::vector<Bytes> last;
+  for (int v = 0; v < 1000; v++) {
+    trainer.Step(1e-5f);
+    std::vector<Bytes> parts = trainer.Encode();
+    const bool wrong = gen() % 100 == 0 && v > 0;
+    if (wrong) {
+      std::vector<Bytes> sent = parts;
+      switch (gen() % 4) {
+        case 0:  // lost, and the next one comes
+          trainer.Step(1e-5f);
+          sent = trainer.Encode();
+          break;
+        case 1:
+          sent = last;
+          break;
+        case 2:
+          sent = {parts[0], last[1]};
+          break;
+        default:
+          sent[gen() % 2][gen() % sent[0].size() % sent[1].size()] ^= 4;
+          break;
+      }
+      const std::vector<Bytes> before = engine.weights;
+      ASSERT_NE(engine.Apply(sent), TX_OK) << v;
+      ASSERT_GT(std::string(engine.error.message).size(), 20u);
+      ASSERT_EQ(engine.weights, before);
+      ASSERT_EQ(engine.Apply(trainer.Encode(TX_DELTA_WHOLE), TX_DELTA_FULL), TX_OK) << engine.error.message;
+    } else {
+      ASSERT_EQ(engine.Apply(parts, v % 10 ? TX_DELTA_TOUCHED : TX_DELTA_FULL), TX_OK) << v << engine.error.message;
+    }
+    last = parts;
+    ASSERT_TRUE(engine.Equals(trainer)) << v;
+  }
+  EXPECT_TRUE(engine.Equals(trainer));
+}
+
+// -- pieces ----------------------------------------------------------------------------------------------------------
+
+TEST(Delta, WeightsGoIntoFusedSlicedAndTransposedTensors) {
+  constexpr int64_t kRows = 96, kColumns = 130;
+  const std::vector<Param> model = {
+      {"k", kRows * kColumns, TX_BF16}, {"q", kRows * kColumns, TX_BF16}, {"t", kRows * kColumns, TX_BF16}};
+  for (const bool exact : {false, true}) {
+    Trainer trainer(model, 2, 43, exact, false, true);
+    const std::vector<tx_delta_param> table = Table(model);
+    const std::vector<Bytes> was = {trainer.Weights(0), trainer.Weights(1), trainer.Weights(2)};
+    std::vector<uint16_t> fused(2 * kRows * kColumns / 2), turned(kRows * kColumns);
+    const int64_t half = kColumns / 2;
+    std::vector<tx_delta_piece> pieces;  // q and k: their second half of columns, one above the other; t: transposed
+    for (int64_t p = 0; p < 2; p++) {
+      pieces.push_back({p, 0, kRows, half, kColumns, nullptr, 0, 0});
+      pieces.push_back({p, half, kRows, half, kColumns, fused.data() + p * kRows * half, half, 1});
+    }
+    pieces.push_back({2, 0, kRows, kColumns, kColumns, turned.data(), 1, kRows});
+    const auto expect = [&](const std::vector<Bytes> &now, bool set) {
+      for (int64_t r = 0; r < kRows; r++) {
+        for (int64_t c = 0; c < kColumns; c++) {
+          for (size_t p = 0; p < 3; p++) {
+            if (p < 2 && c < half) continue;
+            uint16_t &at = p < 2 ? fused[static_cast<size_t>((static_cast<int64_t>(p) * kRows + r) * half + c - half)]
+                                 : turned[static_cast<size_t>(c * kRows + r)];
+            const auto value = static_cast<uint16_t>(GetWeight(now[p], r * kColumns + c, TX_BF16));
+            if (set) at = value;
+            ASSERT_EQ(at, value) << p << " " << r << " " << c;
+          }
+        }
+      }
+    };
+    expect(was, true);
+    tx_delta_receiver *receiver = nullptr;
+    tx_error error;
+    ASSERT_EQ(tx_delta_open(3, table.data(), static_cast<int64_t>(pieces.size()), pieces.data(), &receiver, &error),
+              TX_OK)
+        << error.message;
+    for (const float lr : {1e-5f, 1e-3f, 1e-1f}) {
+      trainer.Step(lr);
+      const std::vector<Bytes> parts = trainer.Encode();
+      const tx_tensor tensors[] = {AsTensor(parts[0]), AsTensor(parts[1])};
+      ASSERT_EQ(tx_delta_apply(receiver, 2, tensors, TX_DELTA_TOUCHED, nullptr, &error), TX_OK) << error.message;
+      expect({trainer.Weights(0), trainer.Weights(1), trainer.Weights(2)}, false);
+    }
+    tx_delta_close(receiver);
+  }
+}
+
+TEST(Delta, PiecesThatCoverTwiceOrNotAtAllAreNamed) {
+  const tx_delta_param table[] = {{"a", 100, TX_BF16, 0}, {"b", 100, TX_BF16, 0}};
+  std::vector<uint16_t> memory(400);
+  uint16_t *m = memory.data();
+  struct Case {
+    std::vector<tx_delta_piece> pieces;
+    tx_status status;
+    const char *says;
+  };
+  const tx_delta_piece b = {1, 0, 1, 100, 0, m + 200, 0, 1};
+  const Case cases[] = {
+      {{{0, 0, 1, 100, 0, m, 0, 1}, b}, TX_OK, ""},
+      {{{0, 0, 1, 99, 0, m, 0, 1}, b}, TX_ERROR_SHAPE, "\"a\": element 99 of 100 is in no piece"},
+      {{{0, 0, 1, 100, 0, m, 0, 1}}, TX_ERROR_SHAPE, "\"b\""},
+      {{{0, 0, 1, 101, 0, m, 0, 1}, b}, TX_ERROR_SHAPE, "within its 100"},
+      {{{0, 0, 1, 60, 0, m, 0, 1}, {0, 59, 1, 41, 0, m + 60, 0, 1}, b}, TX_ERROR_OVERLAP, "element 59 is in two"},
+      {{{0, 0, 1, 100, 0, m + 101, 0, 1}, b}, TX_ERROR_OVERLAP, "same memory"},
+      {{{0, 0, 10, 10, 10, m, 20, 1}, b}, TX_OK, ""},
+      {{{0, 0, 10, 10, 10, m, 20, 2}, b}, TX_OK, ""},
+      {{{0, 0, 10, 10, 10, m, 9, 1}, b}, TX_ERROR_OVERLAP, "same memory"},
+      {{{0, 0, 10, 10, 10, m, 1, 10}, b}, TX_OK, ""},
+      {{{0, 0, 10, 10, 10, m, 20, 1}, {1, 0, 10, 10, 10, m + 10, 20, 1}}, TX_OK, ""},
+      {{{0, 0, 10, 10, 10, m, 20, 1}, {1, 0, 10, 10, 10, m + 9, 20, 1}}, TX_ERROR_OVERLAP, "same memory"},
+      {{{0, 0, 2, 50, 40, m, 50, 1}, b}, TX_ERROR_SHAPE, "do not overlap"},
+      {{{2, 0, 1, 100, 0, m, 0, 1}, b}, TX_ERROR_INVALID_ARGUMENT, "parameter 2"},
+  };
+  for (const Case &c : cases) {
+    tx_delta_receiver *receiver = nullptr;
+    tx_error error = {};
+    EXPECT_EQ(tx_delta_open(2, table, static_cast<int64_t>(c.pieces.size()), c.pieces.data(), &receiver, &error),
+              c.status)
+        << c.says << error.message;
+    EXPECT_NE(std::string(error.message).find(c.says), std::string::npos) << error.message;
+    tx_delta_close(receiver);
+  }
+}
+
+TEST(Delta, SlicesNeedAPublisherThatMakesThem) {
+  const std::vector<Param> model = {{"w", 10000, TX_BF16}};
+  Trainer trainer(model, 1, 47);
+  const std::vector<tx_delta_param> table = Table(model);
+  Bytes weights = trainer.Weights(0);
+  const tx_delta_piece pieces[] = {{0, 0, 1, 5000, 0, weights.data(), 0, 1}, {0, 5000, 1, 5000, 0, nullptr, 0, 0}};
+  tx_delta_receiver *receiver = nullptr;
+  tx_error error;
+  ASSERT_EQ(tx_delta_open(1, table.data(), 2, pieces, &receiver, &error), TX_OK);
+  trainer.Step(1e-5f);
+  const std::vector<Bytes> parts = trainer.Encode();
+  const tx_tensor tensor = AsTensor(parts[0]);
+  EXPECT_EQ(tx_delta_apply(receiver, 1, &tensor, TX_DELTA_TOUCHED, nullptr, &error), TX_ERROR_MISMATCH);
+  EXPECT_NE(std::string(error.message).find("sliceable"), std::string::npos) << error.message;
+  EXPECT_EQ(tx_delta_apply(receiver, 1, &tensor, TX_DELTA_FULL, nullptr, &error), TX_ERROR_BAD_STATE);
+  tx_delta_close(receiver);
+}
+
+// -- publisher -------------------------------------------------------------------------------------------------------
+
+TEST(Delta, APublisherThatCannotIsToldWhy) {
+  Trainer trainer(kSmall, 1, 53);
+  std::vector<tx_delta_param> table = Table(kSmall);
+  std::vector<tx_delta_run> runs = trainer.Runs(0);
+  tx_delta_encode_args args = TX_DELTA_ENCODE_ARGS_INIT;
+  args.n_params = 2;
+  args.params = table.data();
+  args.n_runs = 2;
+  args.runs = runs.data();
+  tx_delta_message message = {};
+  tx_error error;
+  const auto fails = [&](tx_status status, const char *says) {
+    EXPECT_EQ(tx_delta_encode(&args, &trainer.chain(0), nullptr, &message, &error), status);
+    EXPECT_NE(std::string(error.message).find(says), std::string::npos) << error.message;
+    EXPECT_EQ(message.data, nullptr);
+    EXPECT_EQ(trainer.chain(0).version, 0);
+  };
+  table[1].numel++;
+  fails(TX_ERROR_MISMATCH, "not the chain's");
+  table[1].numel--;
+  std::swap(runs[0], runs[1]);
+  fails(TX_ERROR_OVERLAP, "overlaps");
+  std::swap(runs[0], runs[1]);
+  runs[0].offset = 1;
+  fails(TX_ERROR_SHAPE, "within its 700");
+  runs[0].offset = 0;
+  runs[0].changed.numel--;
+  fails(TX_ERROR_SHAPE, "changed");
+  runs[0].changed.numel++;
+  args.kind = TX_DELTA_WHOLE;
+  trainer.Step(1e-3f);
+  fails(TX_ERROR_BAD_STATE, "has changed since version 0");
+  args.size = 8;
+  fails(TX_ERROR_INVALID_ARGUMENT, "args.size");
+}
+
+}  // namespace

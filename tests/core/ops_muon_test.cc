@@ -1,0 +1,780 @@
+// tx_muon_momentum, tx_muon_update and what Muon decides, against arithmetic in double that shares nothing with
+// csrc/math.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "csrc/torch_ext.h"
+#include "tests/core/same_bits.h"
+
+extern "C" {
+#include "csrc/math/block_scale.h"
+#include "csrc/math/remainder.h"
+}
+
+namespace {
+
+constexpr int64_t kNumels[] = {1, 130, 5000, 0, 20000};
+
+int64_t Size(tx_dtype dtype) {
+  return dtype == TX_F32 ? 4 : dtype == TX_U8 ? 1 : dtype == TX_F64 || dtype == TX_I64 ? 8 : 2;
+}
+
+double Get(tx_dtype dtype, const uint8_t *data, int64_t i) {
+  uint16_t half;
+  float single;
+  std::memcpy(&half, data + (Size(dtype) == 2 ? 2 * i : 0), 2);
+  if (dtype == TX_BF16) return tx_f32_from_bf16(half);
+  if (dtype == TX_F16) return tx_f32_from_f16(half);
+  std::memcpy(&single, data + 4 * i, 4);
+  return single;
+}
+
+// A list of tensors with memory of their own.
+struct List {
+  std::vector<std::vector<uint8_t>> memory;
+  std::vector<tx_tensor> tensors;
+
+  void Add(tx_dtype dtype, int64_t numel) {
+    memory.emplace_back(static_cast<size_t>(Size(dtype) * numel + 8));
+    tensors.push_back({nullptr, numel, dtype, 0});
+  }
+  const tx_tensor *Tensors() {
+    for (size_t i = 0; i < tensors.size(); i++)
+      tensors[i].data = memory[i].data();
+    return tensors.data();
+  }
+  double At(size_t tensor, int64_t i) const { return Get(tensors[tensor].dtype, memory[tensor].data(), i); }
+  void Put(size_t tensor, int64_t i, double value) {
+    uint8_t *data = memory[tensor].data();
+    const float single = static_cast<float>(value);
+    uint16_t half = tx_bf16_from_f32(single);
+    if (tensors[tensor].dtype == TX_F16) half = tx_f16_from_f32(single);
+    if (tensors[tensor].dtype == TX_F32) {
+      std::memcpy(data + 4 * i, &single, 4);
+    } else {
+      std::memcpy(data + 2 * i, &half, 2);
+    }
+  }
+  void Fill(int seed, double scale) {
+    std::mt19937 random(static_cast<uint32_t>(seed));
+    std::normal_distribution<double> normal(0.0, scale);
+    for (size_t t = 0; t < tensors.size(); t++)
+      for (int64_t i = 0; i < tensors[t].numel; i++)
+        Put(t, i, normal(random));
+  }
+};
+
+// Matrices that begin anywhere, in blocks and tiles too.
+std::vector<tx_muon_part> Parts() {
+  std::vector<tx_muon_part> parts;
+  int64_t tensor = 0;
+  for (int64_t numel : kNumels) {
+    for (int64_t begin : {int64_t{0}, numel / 7, numel / 2, numel - 1})
+      if (numel && (parts.empty() || parts.back().tensor != tensor || parts.back().begin < begin))
+        parts.push_back({tensor, begin});
+    tensor++;
+  }
+  return parts;
+}
+
+int64_t EndOf(const std::vector<tx_muon_part> &parts, size_t part) {
+  const int64_t tensor = parts[part].tensor;
+  return part + 1 < parts.size() && parts[part + 1].tensor == tensor ? parts[part + 1].begin : kNumels[tensor];
+}
+
+// What the works of a call become, in order.
+struct Momentum {
+  List grads, momentums, scales, works, steps;
+  tx_muon_momentum_args args = TX_MUON_MOMENTUM_ARGS_INIT;
+
+  Momentum(tx_dtype grad, tx_dtype momentum, tx_dtype work) {
+    for (int64_t numel : kNumels) {
+      grads.Add(grad, numel);
+      momentums.Add(momentum, numel);
+      scales.Add(TX_U8, momentum == TX_U8 || momentum == TX_F16 ? (numel + TX_BLOCK - 1) / TX_BLOCK : 0);
+      works.Add(work, numel);
+      steps.Add(TX_F32, 1);
+    }
+    grads.Fill(1, 1e-2);
+  }
+  const tx_muon_momentum_args *Args() {
+    args.n = static_cast<int64_t>(std::size(kNumels));
+    args.grads = grads.Tensors();
+    args.momentums = momentums.Tensors();
+    args.scales = scales.Tensors();
+    args.works = works.Tensors();
+    args.steps = steps.Tensors();
+    return &args;
+  }
+  // Two steps, and everything that they wrote.
+  Outputs Run(const Caller &call) {
+    Outputs found;
+    for (int step = 0; step < 2; step++) {
+      grads.Fill(2 + step, 1e-2);
+      for (size_t i = 0; i < std::size(kNumels); i++)
+        steps.Put(i, 0, step);
+      Args();
+      call([&](const tx_parallel *parallel, tx_error *error) { return tx_muon_momentum(&args, parallel, error); });
+      for (const List *list : {&momentums, &scales, &works})
+        found.insert(found.end(), list->memory.begin(), list->memory.end());
+    }
+    return found;
+  }
+};
+
+struct Form {
+  tx_dtype grad, momentum, work;
+};
+constexpr Form kForms[] = {
+    {TX_F32, TX_F32, TX_F32}, {TX_BF16, TX_BF16, TX_BF16}, {TX_F16, TX_U8, TX_F32}, {TX_BF16, TX_F16, TX_BF16}};
+
+class EveryForm : public testing::TestWithParam<Form> {};
+
+TEST_P(EveryForm, MomentumHasTheSameBitsEverywhere) {
+  ExpectSameBits(
+      [](const Caller &call) { return Momentum(GetParam().grad, GetParam().momentum, GetParam().work).Run(call); });
+}
+INSTANTIATE_TEST_SUITE_P(Muon, EveryForm, testing::ValuesIn(kForms));
+
+// torch.optim.Muon's formula, three steps in fp32; every momentum, clip and scale.
+TEST(Momentum, FollowsTheFloat64Oracle) {
+  for (double momentum : {0.0, 0.3, 0.95, 1.0}) {
+    for (int nesterov : {0, 1}) {
+      Momentum m(TX_F32, TX_F32, TX_F32);
+      float clip = 0.5f, scale = 8.0f;
+      m.args.momentum = momentum;
+      m.args.nesterov = nesterov;
+      m.args.clip_coef = {&clip, 1, TX_F32, 0};
+      m.args.grad_scale = {&scale, 1, TX_F32, 0};
+      std::vector<std::vector<double>> averages, largest; /* largest: that an element had so far */
+      for (int64_t numel : kNumels) {
+        averages.emplace_back(static_cast<size_t>(numel));
+        largest.emplace_back(static_cast<size_t>(numel));
+      }
+      for (int step = 0; step < 3; step++) {
+        m.grads.Fill(50 + step, 1.0);
+        tx_error error;
+        ASSERT_EQ(tx_muon_momentum(m.Args(), nullptr, &error), TX_OK) << error.message;
+        for (size_t t = 0; t < std::size(kNumels); t++) {
+          for (int64_t i = 0; i < kNumels[t]; i++) {
+            const double g = m.grads.At(t, i) * clip / scale, old = averages[t][static_cast<size_t>(i)];
+            const double average = momentum * old + (1 - momentum) * g;
+            const double u = nesterov ? momentum * average + (1 - momentum) * g : average;
+            averages[t][static_cast<size_t>(i)] = average;
+            double &most = largest[t][static_cast<size_t>(i)];
+            most = std::max(most, std::fabs(g));
+            ASSERT_LE(std::fabs(m.momentums.At(t, i) - average), most * std::ldexp(4.0, -23));
+            ASSERT_LE(std::fabs(m.works.At(t, i) - u), most * std::ldexp(6.0, -23));
+          }
+        }
+      }
+    }
+  }
+}
+
+// In 8 bits the average of 1000 gradients that are mostly noise, dithered, stays near the one in double; e4m3 is at 12
+// %.
+TEST(Momentum, EightBitsKeepTheDirection) {
+  Momentum m(TX_F32, TX_U8, TX_F32);
+  const size_t t = 4;
+  std::mt19937 random(7);
+  std::normal_distribution<double> normal(0.0, 1.0);
+  std::vector<double> signal(static_cast<size_t>(kNumels[t])), average(signal.size());
+  for (double &s : signal)
+    s = 0.1 * normal(random);
+  for (int step = 0; step < 1000; step++) {
+    for (size_t i = 0; i < signal.size(); i++) {
+      m.grads.Put(t, static_cast<int64_t>(i), signal[i] + normal(random));
+      average[i] = 0.95 * average[i] + 0.05 * m.grads.At(t, static_cast<int64_t>(i));
+    }
+    m.steps.Put(t, 0, step);
+    ASSERT_EQ(tx_muon_momentum(m.Args(), nullptr, nullptr), TX_OK);
+  }
+  double error = 0.0, size = 0.0;
+  for (size_t i = 0; i < average.size(); i++) {
+    const tx_block_scale scale = tx_scale_decode(tx_block_e3m4(), m.scales.memory[t][i / TX_BLOCK]);
+    const double stored = tx_block_value(tx_block_e3m4(), m.momentums.memory[t][i], scale);
+    error += (stored - average[i]) * (stored - average[i]);
+    size += average[i] * average[i];
+  }
+  RecordProperty("error", std::to_string(std::sqrt(error / size)));
+  EXPECT_LE(std::sqrt(error / size), 0.07);
+}
+
+TEST(Momentum, NoFiniteGradientMakesAStateNonFinite) {
+  for (tx_dtype momentum : {TX_F32, TX_BF16, TX_F16, TX_U8}) {
+    Momentum m(TX_F32, momentum, TX_F32);
+    for (double most : {3.4e38, -3.4e38}) {
+      for (size_t t = 0; t < std::size(kNumels); t++)
+        for (int64_t i = 0; i < kNumels[t]; i++)
+          m.grads.Put(t, i, i % 2 ? most : -most);
+      ASSERT_EQ(tx_muon_momentum(m.Args(), nullptr, nullptr), TX_OK);
+      for (size_t t = 0; t < std::size(kNumels); t++)
+        for (int64_t i = 0; i < kNumels[t]; i++)
+          ASSERT_TRUE(std::isfinite(m.works.At(t, i)));
+    }
+  }
+}
+
+// Also where loops take whole tiles as if there were none: every element of a non-finite gradient is met.
+TEST(Momentum, NonFiniteGradientsAreNonFiniteResultsAndOthersAreTheirs) {
+  for (double wrong : {std::numeric_limits<double>::infinity(), std::nan("")}) {
+    for (int64_t at : {int64_t{0}, int64_t{31}, int64_t{3000}, int64_t{4999}}) {
+      Momentum plain(TX_BF16, TX_BF16, TX_BF16), m = plain;
+      m.grads.Put(2, at, wrong);
+      ASSERT_EQ(tx_muon_momentum(plain.Args(), nullptr, nullptr), TX_OK);
+      ASSERT_EQ(tx_muon_momentum(m.Args(), nullptr, nullptr), TX_OK);
+      for (size_t t = 0; t < std::size(kNumels); t++) {
+        for (int64_t i = 0; i < kNumels[t]; i++) {
+          if (t == 2 && i == at) {
+            ASSERT_FALSE(std::isfinite(m.works.At(t, i)) || std::isfinite(m.momentums.At(t, i)));
+          } else {
+            ASSERT_EQ(m.works.At(t, i), plain.works.At(t, i));
+            ASSERT_EQ(m.momentums.At(t, i), plain.momentums.At(t, i));
+          }
+        }
+      }
+    }
+  }
+}
+
+// A momentum that somebody loaded, next to what fp32 holds, beside elements whose size is nothing.
+TEST(Momentum, LargeStatesStayWhatTheyAre) {
+  Momentum wide(TX_BF16, TX_F32, TX_BF16), narrow(TX_BF16, TX_BF16, TX_BF16);
+  for (int64_t i = 0; i < 5000; i++) {
+    const double value = i % 3 ? 3e38 : 1e-40;
+    narrow.momentums.Put(2, i, value);
+    wide.momentums.Put(2, i, narrow.momentums.At(2, i));
+  }
+  ASSERT_EQ(tx_muon_momentum(wide.Args(), nullptr, nullptr), TX_OK);
+  ASSERT_EQ(tx_muon_momentum(narrow.Args(), nullptr, nullptr), TX_OK);
+  for (int64_t i = 0; i < 5000; i++) {
+    ASSERT_TRUE(std::isfinite(narrow.momentums.At(2, i)));
+    ASSERT_EQ(narrow.works.At(2, i), wide.works.At(2, i)) << i;
+  }
+}
+
+void ExpectRefused(tx_status found, tx_status status, const tx_error &error, const char *word) {
+  EXPECT_EQ(found, status) << error.message;
+  EXPECT_NE(std::string(error.message).find(word), std::string::npos) << error.message;
+}
+
+// -- update -----------------------------------------------------------------------------------------------------------
+
+struct Update {
+  List params, updates, masters, checksums, steps;
+  List changed, moved, distances, emas, ema_lows, healths;
+  std::vector<tx_muon_part> parts = Parts();
+  std::vector<tx_muon_rate> rates;
+  int64_t resynced = 0;
+  tx_muon_update_args args = TX_MUON_UPDATE_ARGS_INIT;
+
+  Update(tx_dtype param, tx_dtype master, tx_dtype update, bool checked = true) {
+    for (int64_t numel : kNumels) {
+      params.Add(param, numel);
+      updates.Add(update, numel);
+      masters.Add(master == TX_NONE ? TX_F32 : master, master == TX_NONE ? 0 : numel);
+      const int64_t weights = master == TX_I16 ? TX_CHECKSUM : TX_SAMPLED;
+      checksums.Add(TX_I64, master == TX_NONE || !checked ? 0 : (numel + weights - 1) / weights);
+      steps.Add(TX_F32, 1);
+    }
+    params.Fill(3, 1.0);
+    updates.Fill(4, 0.1);
+    for (size_t t = 0; master == TX_F32 && t < std::size(kNumels); t++)
+      for (int64_t i = 0; i < kNumels[t]; i++)
+        masters.Put(t, i, params.At(t, i));
+    for (size_t p = 0; p < parts.size(); p++)
+      rates.push_back({0.02 * (1.0 + 0.1 * static_cast<double>(p)), 1e-3 / (1.0 + static_cast<double>(p))});
+    Args();
+    args.on_external_write = TX_EXTERNAL_RESYNC;
+    if (master == TX_NONE) return;
+    EXPECT_EQ(tx_master_checksum(args.n, args.params, masters.Tensors(), checksums.Tensors(), TX_CHECKSUM_RENEW,
+                                 {nullptr, 0, TX_NONE, 0}, nullptr, nullptr),
+              TX_OK);
+  }
+  const tx_muon_update_args *Args() {
+    args.n = static_cast<int64_t>(std::size(kNumels));
+    args.params = params.Tensors();
+    args.updates = updates.Tensors();
+    args.masters = masters.Tensors();
+    args.checksums = checksums.Tensors();
+    args.steps = steps.Tensors();
+    args.n_parts = static_cast<int64_t>(parts.size());
+    args.parts = parts.data();
+    args.rates = rates.data();
+    args.resynced = {&resynced, 1, TX_I64, 0};
+    return &args;
+  }
+  double Weight(size_t t, int64_t i) const {
+    if (masters.tensors[t].numel == 0) return params.At(t, i);
+    if (masters.tensors[t].dtype == TX_F32) return masters.At(t, i);
+    uint16_t weight;
+    int16_t remainder;
+    std::memcpy(&weight, params.memory[t].data() + 2 * i, 2);
+    std::memcpy(&remainder, masters.memory[t].data() + 2 * i, 2);
+    return tx_remainder_decode(weight, remainder);
+  }
+  // Asks for all that a step leaves behind; averages in bf16 with 8 bits more, or in fp32.
+  void Ask(tx_dtype ema) {
+    for (int64_t numel : kNumels) {
+      changed.Add(TX_U8, (numel + 7) / 8);
+      moved.Add(TX_BF16, (numel + TX_BLOCK - 1) / TX_BLOCK);
+      distances.Add(TX_U8, (numel + 1) / 2);
+      emas.Add(ema, numel);
+      ema_lows.Add(TX_U8, ema == TX_BF16 ? numel : 0);
+      healths.Add(TX_I64, TX_HEALTH_LEN);
+    }
+    args.ema_decay = 0.75;
+  }
+  const tx_muon_update_args *Asking() {
+    Args();
+    args.changed = changed.Tensors();
+    args.moved = moved.Tensors();
+    args.distances = distances.Tensors();
+    args.emas = emas.Tensors();
+    args.ema_lows = ema_lows.Tensors();
+    args.healths = healths.Tensors();
+    return &args;
+  }
+  Outputs Written() const {
+    Outputs found;
+    for (const List *list :
+         {&params, &masters, &checksums, &steps, &changed, &moved, &distances, &emas, &ema_lows, &healths})
+      found.insert(found.end(), list->memory.begin(), list->memory.end());
+    return found;
+  }
+};
+
+struct Weights {
+  tx_dtype param, master, update;
+};
+constexpr Weights kWeights[] = {{TX_F32, TX_NONE, TX_F32}, {TX_BF16, TX_NONE, TX_BF16}, {TX_BF16, TX_F32, TX_BF16},
+                                {TX_BF16, TX_I16, TX_F32}, {TX_F16, TX_NONE, TX_BF16},  {TX_F16, TX_F32, TX_F32}};
+
+class EveryWeight : public testing::TestWithParam<Weights> {};
+
+TEST_P(EveryWeight, UpdateHasTheSameBitsEverywhere) {
+  ExpectSameBits([](const Caller &call) {
+    Update u(GetParam().param, GetParam().master, GetParam().update);
+    for (int step = 0; step < 2; step++) {
+      u.Args();
+      call([&](const tx_parallel *parallel, tx_error *error) { return tx_muon_update(&u.args, parallel, error); });
+      if (GetParam().master != TX_NONE && step == 0) u.params.Put(4, 40, 7.0); /* somebody else writes */
+    }
+    return u.Written();
+  });
+}
+
+// Two ulp of fp32 at the largest of the weight, the update and their difference; of a weight in 16 bits without a
+// master less than one of its own.
+TEST_P(EveryWeight, UpdateFollowsTheFloat64Oracle) {
+  Update u(GetParam().param, GetParam().master, GetParam().update);
+  const Update before = u;
+  ASSERT_EQ(tx_muon_update(u.Args(), nullptr, nullptr), TX_OK);
+  const bool exact = GetParam().master != TX_NONE || GetParam().param == TX_F32;
+  const int bits = exact ? 23 : GetParam().param == TX_BF16 ? 7 : 10;
+  double worst = 0.0;
+  for (size_t p = 0; p < u.parts.size(); p++) {
+    const auto t = static_cast<size_t>(u.parts[p].tensor);
+    for (int64_t i = u.parts[p].begin; i < EndOf(u.parts, p); i++) {
+      const double old = before.Weight(t, i);
+      const double update = u.rates[p].lr * u.updates.At(t, i), want = old - (update + u.rates[p].decay * old);
+      const double largest = std::max({std::fabs(want), std::fabs(old), std::fabs(update)});
+      const double ulp = std::ldexp(1.0, std::max(bits == 23 ? -126 : -14, std::ilogb(largest)) - bits);
+      const double error = std::fabs(u.Weight(t, i) - want) / ulp;
+      ASSERT_LE(error, exact ? 2.0 : 1.01) << t << " " << i;
+      worst = std::max(worst, error);
+    }
+    EXPECT_EQ(u.steps.At(t, 0), 1.0);
+  }
+  RecordProperty("worst_ulp", std::to_string(worst));
+}
+
+// Beside a master the weight is its nearest-even rounding.
+TEST_P(EveryWeight, WeightIsItsMasterRounded) {
+  if (GetParam().master != TX_F32) GTEST_SKIP() << "no fp32 master";
+  Update u(GetParam().param, GetParam().master, GetParam().update);
+  ASSERT_EQ(tx_muon_update(u.Args(), nullptr, nullptr), TX_OK);
+  for (size_t t = 0; t < std::size(kNumels); t++) {
+    for (int64_t i = 0; i < kNumels[t]; i++) {
+      const float master = static_cast<float>(u.masters.At(t, i));
+      const float rounded = GetParam().param == TX_BF16 ? tx_f32_from_bf16(tx_bf16_from_f32(master))
+                                                        : tx_f32_from_f16(tx_f16_from_f32(master));
+      ASSERT_EQ(u.params.At(t, i), rounded);
+    }
+  }
+}
+
+TEST_P(EveryWeight, AWriteOfSomebodyElseIsWhatTheWeightIs) {
+  if (GetParam().master == TX_NONE) GTEST_SKIP() << "no master";
+  Update u(GetParam().param, GetParam().master, GetParam().update);
+  ASSERT_EQ(tx_muon_update(u.Args(), nullptr, nullptr), TX_OK);
+  EXPECT_EQ(u.resynced, 0);
+  u.params.Put(2, 3, 7.0); /* in the sample beside fp32 masters, too */
+  Update checked = u;
+  checked.args.on_external_write = TX_EXTERNAL_CHECK;
+  tx_error error;
+  EXPECT_EQ(tx_muon_update(checked.Args(), nullptr, &error), TX_ERROR_BAD_STATE);
+  EXPECT_NE(std::string(error.message).find("params[2]"), std::string::npos) << error.message;
+  EXPECT_TRUE(checked.Written() == u.Written());
+  const double update = u.updates.At(2, 3);
+  ASSERT_EQ(tx_muon_update(u.Args(), nullptr, nullptr), TX_OK);
+  EXPECT_EQ(u.resynced, GetParam().master == TX_I16 ? TX_CHECKSUM : 1);
+  size_t part = 0;
+  while (u.parts[part].tensor != 2)
+    part++;
+  EXPECT_NEAR(u.Weight(2, 3), 7.0 - (u.rates[part].lr * update + u.rates[part].decay * 7.0), 1e-6);
+}
+
+TEST_P(EveryWeight, WhatItLeavesBehindHasTheSameBitsEverywhere) {
+  if (GetParam().master == TX_NONE && GetParam().param != TX_F32) GTEST_SKIP() << "no average of these";
+  for (tx_dtype ema : {TX_BF16, TX_F32}) {
+    ExpectSameBits([ema](const Caller &call) {
+      Update u(GetParam().param, GetParam().master, GetParam().update);
+      u.Ask(ema);
+      for (int step = 0; step < 3; step++) {
+        u.Asking();
+        call([&](const tx_parallel *parallel, tx_error *error) { return tx_muon_update(&u.args, parallel, error); });
+        if (GetParam().master != TX_NONE && step == 1) u.params.Put(4, 40, 7.0); /* somebody else writes */
+      }
+      return u.Written();
+    });
+  }
+}
+
+// Against weights and masters before and after, and the weights are those of a step that nobody asks anything.
+TEST_P(EveryWeight, WhatItLeavesBehindIsWhatHappened) {
+  if (GetParam().master == TX_NONE && GetParam().param != TX_F32) GTEST_SKIP() << "no average of these";
+  Update u(GetParam().param, GetParam().master, GetParam().update);
+  Update plain = u;
+  u.Ask(TX_F32);
+  std::vector<std::vector<double>> average(std::size(kNumels));
+  for (int step = 0; step < 2; step++) {
+    u.updates.Fill(10 + step, 0.01);
+    plain.updates.Fill(10 + step, 0.01);
+    for (List *list : {&u.changed, &u.moved, &u.healths})
+      for (std::vector<uint8_t> &memory : list->memory)
+        std::fill(memory.begin(), memory.end(), uint8_t{0});
+    const Update before = u;
+    ASSERT_EQ(tx_muon_update(u.Asking(), nullptr, nullptr), TX_OK);
+    ASSERT_EQ(tx_muon_update(plain.Args(), nullptr, nullptr), TX_OK);
+    EXPECT_TRUE(u.params.memory == plain.params.memory);
+    EXPECT_TRUE(u.masters.memory == plain.masters.memory);
+    for (size_t t = 0; t < std::size(kNumels); t++) {
+      average[t].resize(static_cast<size_t>(kNumels[t]));
+      double updates = 0.0, weights = 0.0;
+      int64_t changes = 0;
+      for (int64_t i = 0; i < kNumels[t]; i++) {
+        const double was = before.Weight(t, i), is = u.Weight(t, i);
+        const bool changed = u.params.At(t, i) != before.params.At(t, i);
+        ASSERT_EQ((u.changed.memory[t][static_cast<size_t>(i / 8)] >> (i % 8) & 1) != 0, changed) << t << " " << i;
+        ASSERT_GE(u.moved.At(t, i / TX_BLOCK), static_cast<double>(static_cast<float>(std::fabs(is - was))));
+        double &kept = average[t][static_cast<size_t>(i)];
+        kept = step == 0 ? is : kept + 0.25 * (is - kept);
+        ASSERT_NEAR(u.emas.At(t, i), kept, 1e-6 * std::max(1.0, std::fabs(kept)));
+        changes += changed ? 1 : 0;
+        updates += (is - was) * (is - was);
+        weights += is * is;
+      }
+      tx_health health = TX_HEALTH_INIT;
+      const auto n = static_cast<double>(kNumels[t]);
+      ASSERT_EQ(tx_health_of(u.healths.Tensors()[t], &health, nullptr), TX_OK);
+      ASSERT_EQ(health.elements, kNumels[t]);
+      if (kNumels[t] == 0) continue;
+      EXPECT_NEAR(health.update_rms, std::sqrt(updates / n), 1e-4 * std::sqrt(updates / n));
+      EXPECT_NEAR(health.weight_rms, std::sqrt(weights / n), 1e-5 * std::sqrt(weights / n));
+      EXPECT_DOUBLE_EQ(health.moved, static_cast<double>(changes) / n);
+    }
+  }
+}
+
+TEST_P(EveryWeight, BlocksThatSomebodyWroteWentAnywhere) {
+  if (GetParam().master == TX_NONE) GTEST_SKIP() << "no master";
+  Update u(GetParam().param, GetParam().master, GetParam().update);
+  u.Ask(TX_F32);
+  ASSERT_EQ(tx_muon_update(u.Asking(), nullptr, nullptr), TX_OK);
+  EXPECT_TRUE(std::isfinite(u.moved.At(2, 0)));
+  u.params.Put(2, 3, 7.0);
+  ASSERT_EQ(tx_muon_update(u.Asking(), nullptr, nullptr), TX_OK);
+  EXPECT_TRUE(std::isinf(u.moved.At(2, 0)));
+  EXPECT_TRUE(std::isfinite(u.moved.At(4, 0)));
+}
+INSTANTIATE_TEST_SUITE_P(Muon, EveryWeight, testing::ValuesIn(kWeights));
+
+TEST(Refused, WhatCannotBeLeftBehind) {
+  tx_error error = {};
+  Update alone(TX_BF16, TX_NONE, TX_F32);
+  alone.Ask(TX_F32);
+  ExpectRefused(tx_muon_update(alone.Asking(), nullptr, &error), TX_ERROR_DTYPE, error, "emas[0]");
+  Update decay(TX_F32, TX_NONE, TX_F32);
+  decay.Ask(TX_F32);
+  decay.args.ema_decay = 1.0;
+  ExpectRefused(tx_muon_update(decay.Asking(), nullptr, &error), TX_ERROR_ILLEGAL_VALUE, error, "ema_decay");
+  Update few(TX_F32, TX_NONE, TX_F32);
+  few.Ask(TX_F32);
+  few.changed.tensors[2].numel--;
+  ExpectRefused(tx_muon_update(few.Asking(), nullptr, &error), TX_ERROR_SHAPE, error, "changed[2]");
+}
+
+// -- what is refused --------------------------------------------------------------------------------------------------
+
+TEST(Refused, PartsThatAreNoMatrices) {
+  const std::vector<std::vector<tx_muon_part>> wrong = {
+      {}, {{0, 0}, {1, 1}}, {{0, 0}, {1, 0}, {1, 0}}, {{0, 0}, {1, 0}, {2, 5000}}, {{1, 0}, {0, 0}}, {{7, 0}}};
+  for (const std::vector<tx_muon_part> &parts : wrong) {
+    Update u(TX_F32, TX_NONE, TX_F32);
+    u.parts = parts;
+    const Update before = u;
+    tx_error error = {};
+    ExpectRefused(tx_muon_update(u.Args(), nullptr, &error), TX_ERROR_SHAPE, error, "parts");
+    EXPECT_TRUE(u.Written() == before.Written());
+  }
+}
+
+TEST(Refused, NumbersAndDtypes) {
+  tx_error error = {};
+  for (double momentum : {-0.1, 1.1, std::nan("")}) {
+    Momentum m(TX_F32, TX_F32, TX_F32);
+    m.args.momentum = momentum;
+    ExpectRefused(tx_muon_momentum(m.Args(), nullptr, &error), TX_ERROR_ILLEGAL_VALUE, error, "momentum");
+  }
+  Momentum half(TX_F32, TX_F32, TX_F16);
+  ExpectRefused(tx_muon_momentum(half.Args(), nullptr, &error), TX_ERROR_DTYPE, error, "works[0]");
+  Update beside(TX_BF16, TX_F32, TX_F32);
+  beside.params.tensors[1].dtype = TX_F32;
+  beside.params.memory[1].resize(4 * 130 + 8);
+  ExpectRefused(tx_muon_update(beside.Args(), nullptr, &error), TX_ERROR_DTYPE, error, "params[1]");
+  Update rate(TX_F32, TX_NONE, TX_F32);
+  rate.rates[2].lr = std::nan("");
+  ExpectRefused(tx_muon_update(rate.Args(), nullptr, &error), TX_ERROR_ILLEGAL_VALUE, error, "rates[2]");
+}
+
+TEST(Refused, HyperParameters) {
+  const tx_muon_group legal = {0.02, 0.1, 0.95, 3.4445, -4.7750, 2.0315, 1e-7, 5};
+  tx_error error = {};
+  EXPECT_EQ(tx_muon_check_group(&legal, "group 0: ", &error), TX_OK) << error.message;
+  const struct {
+    const char *word;
+    tx_muon_group group;
+  } wrong[] = {
+      {"lr", {-1, 0.1, 0.95, 3.4445, -4.7750, 2.0315, 1e-7, 5}},
+      {"weight_decay", {1, INFINITY, 0.95, 3.4445, -4.7750, 2.0315, 1e-7, 5}},
+      {"momentum", {1, 0.1, 1.5, 3.4445, -4.7750, 2.0315, 1e-7, 5}},
+      {"eps", {1, 0.1, 0.95, 3.4445, -4.7750, 2.0315, NAN, 5}},
+      {"ns_steps", {1, 0.1, 0.95, 3.4445, -4.7750, 2.0315, 1e-7, 100}},
+      {"ns_steps", {1, 0.1, 0.95, 3.4445, -4.7750, 2.0315, 1e-7, 0}},
+      {"ns_coefficients", {1, 0.1, 0.95, 30.0, 4.7750, 2.0315, 1e-7, 5}},
+      {"ns_coefficients", {1, 0.1, 0.95, NAN, 4.7750, 2.0315, 1e-7, 5}},
+  };
+  for (const auto &w : wrong)
+    ExpectRefused(tx_muon_check_group(&w.group, "group 3: ", &error), TX_ERROR_ILLEGAL_VALUE, error,
+                  (std::string("group 3: ") + w.word).c_str());
+}
+
+// -- decisions --------------------------------------------------------------------------------------------------------
+
+// In units of r^3, of 4:1, 3:1 and squares; five steps.
+TEST(Decisions, OperationsOfBothIterations) {
+  const double unit = 64.0 * 64 * 64;
+  EXPECT_EQ(tx_muon_operations(256, 64, 5, TX_MUON_STANDARD, 0), 90 * unit);
+  EXPECT_EQ(tx_muon_operations(64, 256, 5, TX_MUON_GRAM, 0), 50 * unit);
+  EXPECT_EQ(tx_muon_operations(192, 64, 5, TX_MUON_STANDARD, 0), 70 * unit);
+  EXPECT_EQ(tx_muon_operations(64, 192, 5, TX_MUON_GRAM, 0), 46 * unit);
+  EXPECT_EQ(tx_muon_operations(64, 64, 5, TX_MUON_AUTO, 0), 30 * unit);
+  EXPECT_EQ(tx_muon_operations(64, 256, 5, TX_MUON_AUTO, 0), 50 * unit);
+  EXPECT_EQ(tx_muon_operations(64, 256, 5, TX_MUON_GRAM, 2), (4 * 8 + 2 * (5 + 2 * 3 + 3)) * unit);
+  EXPECT_EQ(tx_muon_operations(64, 64, 0, TX_MUON_GRAM, 0), 0.0);
+}
+
+// Shapes of well-known models: layers, and the matrices of each.
+struct Model {
+  const char *name;
+  int64_t layers;
+  std::vector<std::pair<int64_t, int64_t>> matrices;
+};
+
+const Model kModels[] = {
+    {"GPT-2 XL", 48, {{4800, 1600}, {1600, 1600}, {6400, 1600}, {1600, 6400}}},
+    {"Qwen3 8B",
+     36,
+     {{4096, 4096}, {1024, 4096}, {1024, 4096}, {4096, 4096}, {12288, 4096}, {12288, 4096}, {4096, 12288}}},
+    {"DeepSeek V2 Lite", 26,
+     [] {
+       std::vector<std::pair<int64_t, int64_t>> m = {{3072, 2048}, {576, 2048}, {4096, 512}, {2048, 2048}};
+       for (int expert = 0; expert < 66; expert++)
+         for (std::pair<int64_t, int64_t> shape : {std::pair{1408, 2048}, std::pair{1408, 2048}, std::pair{2048, 1408}})
+           m.push_back(shape);
+       return m;
+     }()},
+};
+
+std::vector<double> SizesOf(const Model &model) {
+  std::vector<double> sizes;
+  for (int64_t layer = 0; layer < model.layers; layer++)
+    for (const auto &[rows, columns] : model.matrices)
+      sizes.push_back(tx_muon_operations(rows, columns, 5, TX_MUON_AUTO, 0));
+  return sizes;
+}
+
+tx_status Plan(const std::vector<double> &sizes, int64_t ranks, std::vector<int32_t> *owners, int64_t *fingerprint,
+               tx_error *error = nullptr) {
+  const auto n = static_cast<int64_t>(sizes.size());
+  std::vector<int64_t> room(static_cast<size_t>(std::max(int64_t{0}, tx_plan_owners_bytes(n, ranks)) / 8 + 1));
+  owners->assign(sizes.size(), -1);
+  return tx_plan_owners(n, sizes.data(), ranks, room.data(), owners->data(), fingerprint, error);
+}
+
+double MostOf(const std::vector<double> &sizes, const std::vector<int32_t> &owners, int64_t ranks) {
+  std::vector<double> loads(static_cast<size_t>(ranks));
+  for (size_t i = 0; i < sizes.size(); i++)
+    loads.at(static_cast<size_t>(owners[i])) += sizes[i];
+  return *std::max_element(loads.begin(), loads.end());
+}
+
+// Ranks that pieces need of which none may have more than `most`, at least: Martello and Toth's bound (1990). Pieces
+// above most - k share a rank with none of k and more; those above half of it are alone of their kind.
+int64_t RanksNeeded(const std::vector<double> &sizes, double most) {
+  int64_t needed = 0;
+  std::vector<double> limits = sizes;
+  std::sort(limits.begin(), limits.end());
+  limits.erase(std::unique(limits.begin(), limits.end()), limits.end());
+  for (double k : limits) {
+    if (k > most / 2) break;
+    int64_t alone = 0, halves = 0;
+    double room = 0.0, rest = 0.0;
+    for (double size : sizes) {
+      if (size > most - k) {
+        alone++;
+      } else if (size > most / 2) {
+        halves++;
+        room += most - size;
+      } else if (size >= k) {
+        rest += size;
+      }
+    }
+    const double over = std::ceil((rest - room) / most - 1e-9);
+    needed = std::max(needed, alone + halves + std::max<int64_t>(0, static_cast<int64_t>(over)));
+  }
+  return needed;
+}
+
+// What no plan's largest load is below.
+double LeastMost(const std::vector<double> &sizes, int64_t ranks, double known) {
+  double total = 0.0, low = 0.0, high = known;
+  for (double size : sizes) {
+    total += size;
+    low = std::max(low, size);
+  }
+  low = std::max(low, total / static_cast<double>(ranks));
+  for (int i = 0; i < 20 && high > low * (1 + 1e-6); i++) {
+    const double middle = low + (high - low) / 2;
+    (RanksNeeded(sizes, middle) > ranks ? low : high) = middle;
+  }
+  return low;
+}
+
+// Over as many ranks as machines have, next to what no plan is below; of this it is known to be too low where a rank
+// has two or three pieces. Not above the plan that gives each piece to who has least, on any number of ranks.
+TEST(Owners, AreBalancedOnRealLayouts) {
+  for (const Model &model : kModels) {
+    const std::vector<double> sizes = SizesOf(model);
+    std::vector<double> descending = sizes;
+    std::sort(descending.rbegin(), descending.rend());
+    double total = 0.0;
+    int tried = 0;
+    for (double size : sizes)
+      total += size;
+    for (int64_t ranks = 1; ranks <= 128; ranks++) {
+      if (sizes.size() > 1000 && ranks % 16 && ranks > 4) continue;
+      std::vector<int32_t> owners, again;
+      int64_t fingerprint = 0, other = 0;
+      ASSERT_EQ(Plan(sizes, ranks, &owners, &fingerprint), TX_OK);
+      ASSERT_EQ(Plan(sizes, ranks, &again, &other), TX_OK);
+      EXPECT_EQ(owners, again);
+      EXPECT_EQ(fingerprint, other);
+      const double most = MostOf(sizes, owners, ranks);
+      std::vector<double> loads(static_cast<size_t>(ranks));
+      for (double size : descending)
+        *std::min_element(loads.begin(), loads.end()) += size;
+      EXPECT_LE(most, *std::max_element(loads.begin(), loads.end()) * (1 + 1e-12)) << model.name << " over " << ranks;
+      if (descending[0] * 8 * static_cast<double>(ranks) <= total) {
+        EXPECT_LE(most / (total / static_cast<double>(ranks)), 1.10) << model.name << " over " << ranks;
+        tried++;
+      }
+      if (ranks & (ranks - 1)) continue;
+      EXPECT_LE(most, 1.09 * LeastMost(sizes, ranks, most)) << model.name << " over " << ranks;
+    }
+    EXPECT_GT(tried, 0) << model.name;
+  }
+}
+
+// Layouts of which it is known what they can be: two large ones and a small one do not fit, whoever plans.
+TEST(Owners, TakeTheBetterPlanWhereARankHasFewPieces) {
+  const struct {
+    size_t model;
+    int64_t ranks;
+    double most; /* over the mean */
+  } known[] = {{0, 64, 1.046}, {0, 88, 1.042}, {0, 128, 1.394}, {1, 40, 1.025}, {1, 80, 1.029}, {1, 128, 1.355}};
+  for (const auto &k : known) {
+    const std::vector<double> sizes = SizesOf(kModels[k.model]);
+    double total = 0.0;
+    for (double size : sizes)
+      total += size;
+    std::vector<int32_t> owners;
+    ASSERT_EQ(Plan(sizes, k.ranks, &owners, nullptr), TX_OK);
+    EXPECT_LE(MostOf(sizes, owners, k.ranks) / (total / static_cast<double>(k.ranks)), k.most) << k.ranks;
+  }
+}
+
+TEST(Owners, TakeAnyNumberOfPieces) {
+  std::mt19937 random(3);
+  std::uniform_real_distribution<double> uniform(0.0, 1.0);
+  for (int64_t n : {0, 1, 2, 3, 7, 100})
+    for (int64_t ranks : {1, 2, 5, 200}) {
+      std::vector<double> sizes(static_cast<size_t>(n));
+      for (double &size : sizes)
+        size = uniform(random) < 0.2 ? 0.0 : uniform(random);
+      std::vector<int32_t> owners;
+      ASSERT_EQ(Plan(sizes, ranks, &owners, nullptr), TX_OK);
+      for (int32_t owner : owners)
+        EXPECT_TRUE(owner >= 0 && owner < ranks) << owner;
+    }
+}
+
+TEST(Owners, FingerprintTellsPlansApart) {
+  const std::vector<double> sizes = {5, 4, 3, 3};
+  std::vector<int32_t> owners;
+  int64_t a, b, c;
+  ASSERT_EQ(Plan(sizes, 2, &owners, &a), TX_OK);
+  EXPECT_EQ(owners, (std::vector<int32_t>{0, 1, 1, 0}));
+  ASSERT_EQ(Plan(sizes, 3, &owners, &b), TX_OK);
+  ASSERT_EQ(Plan({5, 4, 3, 2}, 2, &owners, &c), TX_OK);
+  EXPECT_NE(a, b);
+  EXPECT_NE(a, c);
+  tx_error error;
+  ExpectRefused(Plan({1, -1}, 2, &owners, nullptr, &error), TX_ERROR_ILLEGAL_VALUE, error, "sizes[1]");
+  ExpectRefused(Plan(sizes, 0, &owners, nullptr, &error), TX_ERROR_INVALID_ARGUMENT, error, "0 ranks");
+  EXPECT_EQ(tx_plan_owners_bytes(-1, 2), 0);
+  EXPECT_EQ(tx_plan_owners_bytes(INT64_MAX, 2), 0);
+  int64_t room[32];
+  ExpectRefused(tx_plan_owners(4, sizes.data(), 2, nullptr, owners.data(), nullptr, &error), TX_ERROR_INVALID_ARGUMENT,
+                error, "room");
+  ExpectRefused(tx_plan_owners(4, sizes.data(), 2, reinterpret_cast<char *>(room) + 4, owners.data(), nullptr, &error),
+                TX_ERROR_INVALID_ARGUMENT, error, "room");
+}
+
+TEST(Decisions, LearningRateOfAShape) {
+  EXPECT_EQ(tx_muon_lr_ratio(4, 1, 0), 2.0);
+  EXPECT_EQ(tx_muon_lr_ratio(1, 4, 0), 1.0);
+  EXPECT_EQ(tx_muon_lr_ratio(1, 4, 1), 0.4);
+  EXPECT_EQ(tx_muon_lr_ratio(100, 4, 1), 2.0);
+}
+
+}  // namespace

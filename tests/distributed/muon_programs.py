@@ -1,0 +1,107 @@
+"""Random models and settings for Muon, trained with gradients that are the same on every rank."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from gradients import BF16, FP32, Given, bits
+
+import torch_ext
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+class Program(NamedTuple):
+    shapes: list[tuple[int, ...]]
+    dtype: torch.dtype
+    config: dict[str, Any]  # of the policy's buckets
+    options: dict[str, Any]  # of the optimizer
+    max_norm: float | None  # of a clip
+    seed: int
+
+    @classmethod
+    def of(cls, seed: int) -> "Program":
+        r = random.Random(seed)
+        shapes: list[tuple[int, ...]] = [(r.randint(1, 40), r.randint(1, 40)) for _ in range(r.randint(1, 4))]
+        shapes += r.sample([(3, 8, 12), (6, 4, 3, 3), (7,), (130,), (1, 5), (24, 10)], 3)
+        r.shuffle(shapes)
+        dtype = r.choice([FP32, BF16, BF16])
+        options: dict[str, Any] = {
+            "lr": 0.05,
+            "states": r.choice([None, "bf16", "bf16_remainder", "8bit"]) if dtype is BF16 else None,
+            "ns": r.choice(["standard", "gram", "auto"]),
+            "ns_dtype": r.choice([FP32, FP32, BF16]),
+            "momentum": r.choice([0.8, 0.95]),
+            "nesterov": r.random() < 0.7,
+            "adjust_lr_fn": r.choice([None, "match_rms_adamw"]),
+        }
+        if seed % 2:
+            options |= {"ema_decay": 0.9, "ema_dtype": random.Random(seed).choice([BF16, "24bit", FP32])}
+        if (24, 10) in shapes:
+            options["split"] = {f"p{shapes.index((24, 10))}": r.choice([2, (5, 19)])}
+        config = {"bucket_size": r.choice([300, 2000, 10**6])}
+        if r.random() < 0.3:
+            config["grad_comm_dtype"] = FP32
+        return cls(shapes, dtype, config, options, r.choice([None, 0.5]), seed)
+
+    def fits(self, strategy: str) -> bool:
+        """Whether its bits are promised: FSDP2 cuts inside the blocks that have one scale in 8 bits."""
+        return strategy != "optim_grads_params" or self.options["states"] != "8bit"
+
+    def made(self, strategy: str | None) -> tuple[Any, torch_ext.Muon]:
+        """strategy: None: of one process."""
+        model: Any = Given(self.shapes, self.dtype)
+        weights = torch.Generator().manual_seed(self.seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=weights))
+        policy = torch_ext.load_policy(model, override_ddp_config=self.config)
+        if strategy is not None:
+            torch_ext.parallelize(model, policy, strategy=strategy)
+        return model, torch_ext.Muon(model.named_parameters(), policy=policy, **self.options)
+
+    def trained(self, model: Any, optimizer: torch_ext.Muon, steps: range) -> dict[str, Any]:
+        """`everything` after these steps."""
+        for step in steps:
+            generator = torch.Generator().manual_seed(1000 * self.seed + step)
+            # bf16 values: the mean over any number of ranks has the same bits.
+            gradients = [torch.randn(shape, generator=generator).bfloat16().to(self.dtype) for shape in self.shapes]
+            model(gradients).backward()
+            if self.max_norm is not None:
+                torch_ext.clip_grad_norm_(optimizer, self.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(model, optimizer)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """Inside, the operations of each product of matrices are listed."""
+    made: list[int] = []
+    theirs = torch.addmm
+
+    def addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+        made.append(2 * a.shape[0] * a.shape[1] * b.shape[1])
+        return theirs(c, a, b, **options)
+
+    torch.addmm = addmm  # type: ignore[assignment]
+    try:
+        yield made
+    finally:
+        torch.addmm = theirs  # type: ignore[assignment]
+
+
+def everything(model: Any, optimizer: torch_ext.Muon) -> dict[str, Any]:
+    """The bits of weights and logical states, on every rank. Collective."""
+    found: dict[str, Any] = {}
+    for name, p in model.named_parameters():
+        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        found[f"{name}: weight"] = bits([whole])
+    consolidated = optimizer.consolidate_state_dict(to=None)
+    assert consolidated is not None
+    optimizer.state_dict()  # that it hands the same out once more is not what is tested here
+    for index, entry in consolidated["state"].items():
+        found |= {f"p{index}: {key}": bits([value.clone()]) for key, value in entry.items()}
+    return found

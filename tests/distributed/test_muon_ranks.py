@@ -1,0 +1,318 @@
+"""Muon under every strategy: each matrix is orthogonalised by one rank of the world, and weights and states have the
+bits of one process."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from gradients import BF16, FP32, Given, bits
+from muon_programs import STRATEGIES, Program, counted, everything
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import torch_ext
+
+SHARDED = STRATEGIES[1:]
+SHAPES: list[Any] = [(48, 16), (16, 32), (24, 24), (3, 8, 12), (7,)]
+
+# -- the bits of one process ------------------------------------------------------------------------------------------
+
+
+def _programs(rank: int, world: int, seeds: list[int], strategies: tuple[str | None, ...]) -> dict[Any, Any]:
+    torch.set_num_threads(1)
+    found: dict[Any, Any] = {}
+    for seed in seeds:
+        program = Program.of(seed)
+        for strategy in strategies:
+            if strategy is None or program.fits(strategy):
+                with counted() as made:
+                    model, optimizer = program.made(strategy)
+                    found[seed, strategy] = program.trained(model, optimizer, range(3)), sum(made)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[Any, Any]:
+    """By seed: the bits of one process, and its operations."""
+    return {seed: found for (seed, _), found in ranks.run(1, _programs, list(range(9)), (None,))[0].items()}
+
+
+@pytest.mark.parametrize(("world", "seeds"), [(1, [0]), (2, [0, 1, 2, 3, 4]), (3, [5, 6]), (4, [7, 8])])
+def test_random_programs_have_the_bits_of_one_process(world: int, seeds: list[int], alone: Any) -> None:
+    found = ranks.run(world, _programs, seeds, STRATEGIES)
+    for seed, strategy in found[0]:
+        expected, operations = alone[seed]
+        for of_rank, _ in (one[seed, strategy] for one in found):
+            differing = [key for key in expected if of_rank[key] != expected[key]]
+            assert not differing, (strategy, differing, Program.of(seed))
+        made = [one[seed, strategy][1] for one in found]
+        assert sum(made) == operations > 0, "each matrix once in the world"
+
+
+# -- one world of each strategy ----------------------------------------------------------------------------------------
+
+
+def _local(model: Any) -> dict[str, list[bytes]]:
+    return {name: bits([p.to_local() if hasattr(p, "to_local") else p]) for name, p in model.named_parameters()}
+
+
+def _made(strategy: str, dtype: torch.dtype = FP32, backward: bool = False, **options: Any) -> tuple[Any, Any]:
+    model: Any = Given(SHAPES, dtype)
+    policy = torch_ext.load_policy(model, override_ddp_config={"step_in_backward": backward})
+    torch_ext.parallelize(model, policy, strategy=strategy)
+    return model, torch_ext.Muon(model.named_parameters(), **{"ns_dtype": FP32} | options)
+
+
+def _ones(dtype: torch.dtype = FP32) -> list[torch.Tensor]:
+    return [torch.ones(shape, dtype=dtype) for shape in SHAPES]
+
+
+def _bytes(rank: int, strategy: str) -> int:
+    """That this rank sends for its matrices in one step."""
+    sent: list[int] = []
+    theirs = dist.all_to_all_single
+
+    def counting(into: Any, given: Any, of_into: Any, of_given: Any, **options: Any) -> Any:
+        sent.append(sum(n for to, n in enumerate(of_given) if to != rank) * given.element_size())
+        return theirs(into, given, of_into, of_given, **options)
+
+    model, optimizer = _made(strategy, BF16)
+    model(_ones(BF16)).backward()
+    dist.all_to_all_single = counting  # type: ignore[assignment]
+    optimizer.step()
+    dist.all_to_all_single = theirs
+    return sum(sent)
+
+
+def _measured(rank: int, strategy: str) -> str:
+    model, optimizer = _made(strategy, ns_dtype=None)
+    model(_ones()).backward()
+    optimizer.step()
+    return optimizer.param_groups[0]["ns_dtype"]
+
+
+def _refused(model: Any, optimizer: Any, gradients: list[torch.Tensor], keeps: str | None = None) -> str:
+    """The message of a step that changes nothing; keeps: of that parameter."""
+    before = _local(model)
+    try:
+        model(gradients).backward()
+        optimizer.step()
+    except RuntimeError as refusal:
+        after = _local(model)
+        assert after == before if keeps is None else after[keeps] == before[keeps]
+        return str(refusal)
+    return ""
+
+
+def _differing(rank: int, strategy: str) -> str:
+    return _refused(*_made(strategy, split={"p0": 2} if rank else None), _ones())
+
+
+def _nonfinite(rank: int, strategy: str) -> str:
+    gradients = _ones()
+    gradients[1][0, 0] = torch.nan
+    return _refused(*_made(strategy), gradients)
+
+
+def _products(rank: int, strategy: str) -> str:
+    theirs = torch.addmm
+
+    def broken(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
+        theirs(c, a, b, out=out, **options)
+        return out.fill_(torch.nan) if out.shape == SHAPES[1] else out
+
+    torch.addmm = broken  # type: ignore[assignment]
+    found = _refused(*_made(strategy), _ones(), keeps="p1")
+    torch.addmm = theirs
+    return found
+
+
+def _in_backward(rank: int, strategy: str) -> str:
+    if strategy not in ("optim", "optim_grads"):
+        return ""
+    model, optimizer = _made(strategy, backward=True)
+    model(_ones()).backward()  # the first backward makes states, the second would step
+    optimizer.step()
+    optimizer.zero_grad()
+    return _refused(model, optimizer, _ones())
+
+
+_BODIES = (_bytes, _measured, _differing, _nonfinite, _products, _in_backward)
+
+
+def _all_bodies(rank: int, world: int, strategy: str) -> list[Any]:
+    return [body(rank, strategy) for body in _BODIES]
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def answers(request: pytest.FixtureRequest) -> tuple[str, dict[Any, list[Any]]]:
+    """The strategy, and by body what the ranks answered."""
+    found = ranks.run(2, _all_bodies, request.param)
+    return request.param, dict(zip(_BODIES, zip(*found, strict=True), strict=True))
+
+
+def test_two_bytes_to_the_owner_and_two_back(answers: Any) -> None:
+    strategy, of = answers
+    elements = sum(torch.Size(shape).numel() for shape in SHAPES if len(shape) > 1)
+    assert (sum(of[_bytes]) > 0) == (strategy in SHARDED)
+    assert sum(of[_bytes]) <= 4 * elements
+
+
+def test_ranks_agree_on_the_dtype_of_products(answers: Any) -> None:
+    first, second = answers[1][_measured]
+    assert first == second
+    assert first in ("float32", "bfloat16")
+
+
+def test_plans_that_differ_are_refused_on_every_rank(answers: Any) -> None:
+    for message in answers[1][_differing]:
+        assert "the plans differ: rank 0 has 6 matrices, and rank 1 7" in message
+
+
+def test_a_gradient_that_is_not_finite_is_named_on_every_rank(answers: Any) -> None:
+    for message in answers[1][_nonfinite]:
+        assert "p1" in message and "not finite" in message
+
+
+def test_products_that_are_not_finite_are_named_on_every_rank(answers: Any) -> None:
+    for message in answers[1][_products]:
+        assert "p1" in message and "products of its Newton-Schulz iteration are not finite" in message
+
+
+def test_stepping_in_backward_is_refused(answers: Any) -> None:
+    strategy, of = answers
+    for message in of[_in_backward]:
+        assert (strategy in ("optim", "optim_grads")) == ("Muon whole matrices" in message), message
+
+
+def _cut_otherwise(rank: int, world: int) -> list[str]:
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for placement in (Shard(1), Replicate()):
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [placement]))
+        optimizer = torch_ext.Muon([("weight", p)], ns_dtype=FP32)
+        p.grad = distribute_tensor(torch.ones(8, 6), mesh, [placement])
+        try:
+            optimizer.step()
+            found.append("")
+        except RuntimeError as refusal:
+            found.append(str(refusal))
+    return found
+
+
+def test_dtensors_that_are_cut_otherwise_are_named() -> None:
+    for message, of_replicas in ranks.run(2, _cut_otherwise):
+        assert "'weight' is cut over ranks with placements (Shard(dim=1),)" in message and "Shard(0)" in message
+        assert not of_replicas
+
+
+def _replicated_shards(rank: int, world: int) -> tuple[dict[str, Any], int]:
+    """Two replicas of two shards."""
+    torch.set_num_threads(1)
+    model: Any = Given(SHAPES, BF16)
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+    if world > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    optimizer = torch_ext.Muon(model.named_parameters(), lr=0.05, ns_dtype=FP32, states="bf16_remainder")
+    with counted() as made:
+        for step in range(3):
+            for i, p in enumerate(model.parameters()):
+                whole = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i)).bfloat16()
+                p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if world > 1 else whole
+            optimizer.step()
+    return everything(model, optimizer), sum(made)
+
+
+def test_replicated_shards_have_the_bits_of_one_process() -> None:
+    """Each replica orthogonalises every matrix once."""
+    ((alone, operations),) = ranks.run(1, _replicated_shards)
+    found = ranks.run(4, _replicated_shards)
+    for of_rank, _ in found:
+        assert of_rank == alone
+    assert [found[0][1] + found[1][1], found[2][1] + found[3][1]] == [operations, operations]
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+SAVED = Program.of(0)._replace(
+    shapes=[(30, 20), (7,), (3, 8, 12), (17, 33)],
+    dtype=BF16,
+    config={"bucket_size": 900},
+    options={"lr": 0.05, "states": "bf16_remainder", "ns": "auto", "ns_dtype": FP32},
+)
+
+
+def _saves(rank: int, world: int, strategy: str, folder: str) -> None:
+    model, optimizer = SAVED.made(strategy)
+    SAVED.trained(model, optimizer, range(2))
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    whole = optimizer.consolidate_state_dict(to=0)
+    weights = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
+    if rank == 0:
+        torch.save({"model": weights, "optimizer": whole}, f"{folder}/whole.pt")
+
+
+def _loads(rank: int, world: int, strategy: str | None, folder: str | None) -> list[Any]:
+    """What two more steps make of it; folder: None: of four steps."""
+    torch.set_num_threads(1)
+    model, optimizer = SAVED.made(strategy)
+    if folder is None:
+        return [SAVED.trained(model, optimizer, range(4))]
+    state, optimizer_state = get_state_dict(model, optimizer)
+    checkpoint = {"model": state, "optimizer": optimizer_state}
+    dcp.load(checkpoint, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=checkpoint["optimizer"])
+    found = [SAVED.trained(model, optimizer, range(2, 4))]
+    if strategy != "optim_grads_params":  # into which torch loads whole weights by another function
+        saved = torch.load(f"{folder}/whole.pt", weights_only=True)
+        model, optimizer = SAVED.made(strategy)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        found.append(SAVED.trained(model, optimizer, range(2, 4)))
+    return found
+
+
+def test_what_one_world_saved_others_go_on_with(tmp_path: pathlib.Path) -> None:
+    ((expected,),) = ranks.run(1, _loads, None, None)
+    strategies = ("optim", "optim_grads_params", "optim_grads")
+    for saving, loading, world in zip(strategies, (*strategies[1:], "no_shard"), (3, 2, 2), strict=True):
+        folder = tmp_path / saving
+        ranks.run(2, _saves, saving, str(folder))
+        for found in ranks.run(world, _loads, loading, str(folder)):
+            assert all(one == expected for one in found), (saving, loading)
+
+
+def _from_torchs(rank: int, world: int, strategy: str) -> bool:
+    shapes = [shape for shape in SAVED.shapes if len(shape) == 2]
+    program = SAVED._replace(shapes=shapes, dtype=FP32, options={"ns_dtype": FP32})
+    model, optimizer = program.made(strategy)
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in program.made(None)[0].parameters()]
+    torchs = torch.optim.Muon(theirs, lr=0.03, momentum=0.7)
+    for p in theirs:
+        p.grad = torch.ones_like(p)
+    torchs.step()
+    names = [name for name, _ in model.named_parameters()]
+    optimizer.load_state_dict(torchs.state_dict())
+    assert optimizer.param_groups[0]["momentum"] == 0.7
+    whole = optimizer.consolidate_state_dict(to=None)
+    assert whole is not None
+    for i in range(len(names)):
+        assert torch.equal(whole["state"][i]["momentum_buffer"], torchs.state[theirs[i]]["momentum_buffer"])
+    back = torch.optim.Muon(theirs)
+    back.load_state_dict(whole)
+    return bits([s["momentum_buffer"] for s in back.state.values()]) == bits(
+        [s["momentum_buffer"] for s in torchs.state.values()]
+    )
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_states_from_and_into_torchs(strategy: str) -> None:
+    assert all(ranks.run(2, _from_torchs, strategy))

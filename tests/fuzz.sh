@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Every C entry that takes outside bytes or numbers, under clang's libFuzzer and sanitizers for so many seconds in all;
+# one line for each target at the end, exit status 1 where something was found. Further arguments: --targets, --seed,
+# --keep (python tests/fuzz --help).
+#
+#     bash tests/fuzz.sh 600
+set -euo pipefail
+cd "$(dirname "$0")/.."
+seconds=${1:?usage: bash tests/fuzz.sh SECONDS [--targets TARGET ...] [--seed S] [--keep]}
+shift
+more_requirements=() more_programs=(clang)
+fuzzer='/usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a'
+wished_packages=("$fuzzer=libclang-rt-dev")
+. bazel/setup.sh
+exec "$TORCH_EXT_PYTHON" tests/fuzz "$seconds" "$@"

@@ -1,0 +1,40 @@
+"""python tests/fuzz SECONDS [--targets dtype policy ...] [--seed S] [--keep]: all fuzz targets for so many seconds, two
+at a time. One line for each at the end; exit status 1 where something was found, which is printed with its input."""
+
+import argparse
+import pathlib
+import sys
+import tempfile
+
+_HERE = pathlib.Path(__file__).absolute().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent)]
+
+import fuzzing  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python tests/fuzz", description=__doc__)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("--targets", nargs="+", choices=fuzzing.targets(), default=fuzzing.targets(), metavar="TARGET")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", action="store_true", help="inputs that lead to other lines go into tests/fuzz/corpus")
+    arguments = parser.parse_args()
+    if why_not := fuzzing.why_not():
+        print(f"fuzz: nothing was run: {why_not}", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="torch_ext_fuzz.") as name:
+        folder = pathlib.Path(name)
+        programs = fuzzing.build(folder, arguments.targets)
+        found = fuzzing.run_all(programs, arguments.seconds, folder, arguments.seed)
+        for one in found.values():
+            if one.problem:
+                print(f"{one.target}:\n{one.problem}")
+            elif arguments.keep:
+                fuzzing.keep(one.target, programs[one.target], folder / f"{one.target}.grown")
+        for one in found.values():
+            print(f"{one.target:14} {one.runs:9} inputs: {'FOUND, see above' if one.problem else 'nothing found'}")
+    return int(any(one.problem for one in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

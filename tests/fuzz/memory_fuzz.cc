@@ -1,0 +1,147 @@
+// Bytes of a rank, of layouts that were planned and of what is said to be one; and what the exchange decides by numbers
+// that other ranks measured.
+#include "tests/fuzz/layout_input.h"
+
+namespace {
+
+// A plan, of which a few numbers may be other ones.
+struct Plan {
+  fuzz::Layout layout;
+  std::vector<tx_layout_place> places;
+  std::vector<tx_layout_bucket> buckets;
+  tx_layout_summary summary = {};
+  bool is_planned;
+
+  explicit Plan(fuzz::Input *input) : layout(input, 250), places(layout.params.size()), buckets(layout.params.size()) {
+    is_planned = tx_layout_plan(&layout.args, places.data(), buckets.data(), static_cast<int64_t>(buckets.size()),
+                                &summary, nullptr) == TX_OK;
+  }
+  void MakeOdd(fuzz::Input *input) {
+    if (buckets.empty()) return;
+    tx_layout_bucket &b = buckets[input->Below(static_cast<uint32_t>(buckets.size()))];
+    int64_t *const kNumbers[] = {&b.buffer,   &b.offset,         &b.size,           &b.used,
+                                 &b.n_params, &places[0].buffer, &summary.n_buckets};
+    *input->Of(kNumbers) = input->I64();
+    if (summary.n_buckets > static_cast<int64_t>(buckets.size())) summary.n_buckets = -1;
+  }
+};
+
+void Bytes(fuzz::Input *input) {
+  static const int32_t kMoments[] = {TX_BF16, TX_F32, TX_U8, TX_F16}, kMasters[] = {TX_NONE, TX_F32, TX_I16};
+  Plan plan(input);
+  if (!plan.is_planned) return;
+  if (input->Odd(8)) plan.MakeOdd(input);
+  const int32_t master = input->Of(kMasters);
+  std::vector<tx_memory_state> states;
+  for (size_t i = 0; i < plan.places.size(); i++) {
+    states.push_back({input->Of(kMoments), input->Of(kMoments), input->Odd(32) ? input->I32() : master, 0});
+  }
+  std::vector<tx_memory_unit> units(input->Below(4));
+  for (tx_memory_unit &unit : units) {
+    const int64_t numel = input->I64();
+    unit = {numel, input->Odd(4) ? input->I64() : numel, input->Of(kMoments), TX_F32, input->Of(kMoments), 0};
+  }
+  tx_memory_args args = TX_MEMORY_ARGS_INIT;
+  args.layout = &plan.layout.args;
+  args.places = plan.places.data();
+  args.buckets = plan.buckets.data();
+  args.n_buckets = plan.summary.n_buckets;
+  args.states = states.data();
+  args.n_units = static_cast<int64_t>(units.size());
+  args.units = units.data();
+  args.frozen_bytes = input->I64();
+  args.in_flight = input->Odd(4) ? input->I64() : 1 + input->Below(4);
+  args.strategy = input->Odd(32) ? input->I32() : static_cast<int32_t>(input->Below(4));
+  args.gather_dtype = input->Odd(32) ? input->I32() : input->Odd(2) ? TX_BF16 : TX_NONE;
+  args.slots = static_cast<int32_t>(input->Below(2));
+  args.compressed = static_cast<int32_t>(input->Below(2));
+  args.ema_dtype = input->Odd(8) ? input->I32() : input->Odd(2) ? TX_BF16 : TX_NONE;
+  args.ema_lows = static_cast<int32_t>(input->Below(2));
+  args.publishes = static_cast<int32_t>(input->Below(2));
+  args.distances = static_cast<int32_t>(input->Below(2));
+  std::vector<int64_t> messages;
+  for (int64_t b = 1; b <= plan.summary.n_buckets; b++)
+    if (b == plan.summary.n_buckets || input->Odd(2)) messages.push_back(input->Odd(64) ? input->I64() : b);
+  if (input->Odd(3)) args.ends = messages.data();
+  args.n_messages = input->Odd(64) ? -1 : static_cast<int64_t>(messages.size());
+  fuzz::Memory memory(input);
+  const tx_tensor room = memory.Take(static_cast<int64_t>(sizeof(tx_memory)), TX_U8);
+  if (fuzz::Answer(&memory, [&](tx_error *error) {
+        return tx_memory_plan(&args, static_cast<tx_memory *>(room.data), error);
+      }) != TX_OK) {
+    return;
+  }
+  tx_memory found;
+  std::memcpy(&found, room.data, sizeof found);
+  CHECK(found.params >= 0 && found.grads >= 0 && found.masters >= 0 && found.moments >= 0 && found.scales >= 0);
+  CHECK(found.transient >= 0 && found.moving >= 0 && found.steps >= 0);
+  CHECK(found.emas >= 0 && found.changes >= 0);
+  CHECK(found.total == found.params + found.grads + found.masters + found.moments + found.scales + found.steps +
+                           found.emas + found.changes);
+  CHECK(found.peak >= found.total);
+}
+
+// Messages over a link, and its speed.
+void Messages(fuzz::Input *input) {
+  const size_t n = input->Below(7);
+  std::vector<int64_t> bytes(n), buffer(n);
+  for (size_t b = 0; b < n; b++) {
+    bytes[b] = input->Odd(16) ? input->I64() : int64_t{1000} * input->Below(9000);
+    buffer[b] = b == 0 ? 0 : buffer[b - 1] + input->Odd(4);
+  }
+  tx_coalesce_args args = TX_COALESCE_ARGS_INIT;
+  args.n_buckets = static_cast<int64_t>(n);
+  args.bytes = bytes.data();
+  args.buffer = buffer.data();
+  args.world = input->Odd(16) ? input->I64() : 1 + input->Below(3);
+  args.link_gbps = input->Odd(4) ? input->F64() : 0.1 * input->Byte();
+  args.compressed = static_cast<int32_t>(input->Below(2));
+  args.sharded = static_cast<int32_t>(input->Below(2));
+  fuzz::Memory memory(input);
+  const tx_tensor ends = memory.Take(args.n_buckets, TX_I64), n_messages = memory.I64s(1);
+  if (fuzz::Answer(&memory, [&](tx_error *error) {
+        return tx_coalesce(&args, static_cast<int64_t *>(ends.data), static_cast<int64_t *>(n_messages.data), error);
+      }) == TX_OK) {
+    int64_t messages, before = 0;
+    std::memcpy(&messages, n_messages.data, sizeof messages);
+    CHECK(messages <= args.n_buckets);
+    for (int64_t m = 0; m < messages; m++) {
+      int64_t end;
+      std::memcpy(&end, static_cast<char *>(ends.data) + 8 * m, sizeof end);
+      CHECK(end > before && end <= args.n_buckets);
+      for (int64_t b = before + 1; b < end; b++)
+        CHECK(buffer[static_cast<size_t>(b)] == buffer[static_cast<size_t>(b - 1)]);
+      before = end;
+    }
+    CHECK(before == args.n_buckets);
+  }
+  CHECK((tx_compresses(input->I32(), args.link_gbps) & ~1) == 0);
+  const int64_t part = tx_link_part_bytes(args.world);
+  CHECK(part >= 0 && part % TX_BLOCK == 0);
+  std::vector<int64_t> took(3 * TX_LINK_ROUNDS);
+  for (int64_t &t : took)
+    t = input->Odd(16) ? input->I64() : int64_t{200} * input->Byte();
+  CHECK(tx_link_gbps(took.data(), 1 + input->Below(3)) >= 0);
+}
+
+void Rules(fuzz::Input *input) {
+  const int64_t bytes = input->I64();
+  CHECK(tx_coalesce_most(bytes, static_cast<int32_t>(input->Below(2)), static_cast<int32_t>(input->Below(2))) <=
+        TX_COALESCE_BYTES);
+  const int32_t answers[] = {tx_coalesce_whole(bytes), tx_trades(input->I64(), input->I64(), input->I64())};
+  for (const int32_t answer : answers)
+    CHECK(answer == 0 || answer == 1);
+  const auto gather = static_cast<tx_dtype>(input->I32()), wire = static_cast<tx_dtype>(input->I32());
+  CHECK(gather == TX_NONE || tx_gather_dtype(gather, wire) == gather);
+  const int64_t compressed = tx_compressed_bytes(input->I64());
+  CHECK(compressed >= 0);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+  fuzz::Input input(data, size);
+  void (*const kDecisions[])(fuzz::Input *) = {Bytes, Messages, Rules};
+  input.Of(kDecisions)(&input);
+  return 0;
+}

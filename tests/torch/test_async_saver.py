@@ -1,0 +1,97 @@
+"""AsyncSaver: what is saved is the state at the call, training goes on, and errors come out by name."""
+
+import collections
+import pathlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+from training import POLICIES, everything, params_of, policy_of, train
+
+import torch_ext
+
+
+def optimizer_of(name: str, seed: int = 0) -> torch_ext.AdamW:
+    return torch_ext.AdamW(params_of(name, seed=seed), lr=1e-2, policy=policy_of(name))
+
+
+def checkpoint_of(optimizer: torch_ext.AdamW, step: int) -> dict[str, Any]:
+    weights = {str(i): p.detach() for i, p in enumerate(optimizer.param_groups[0]["params"])}
+    return {"model": weights, "optimizer": optimizer.state_dict(), "step": step}
+
+
+def resumed(name: str, saved: Any) -> torch_ext.AdamW:
+    optimizer = optimizer_of(name, seed=1)
+    with torch.no_grad():
+        for p, weight in zip(optimizer.param_groups[0]["params"], saved["model"].values(), strict=True):
+            p.copy_(weight)
+    optimizer.load_state_dict(saved["optimizer"])
+    return optimizer
+
+
+class Late:
+    """Who writes it waits until it is told."""
+
+    def __init__(self) -> None:
+        self.stepped = threading.Event()
+
+    def __deepcopy__(self, memo: Any) -> "Late":
+        return self
+
+    def __reduce__(self) -> Any:
+        assert self.stepped.wait(30)
+        return collections.OrderedDict, ()
+
+
+@pytest.mark.parametrize("states", ["logical", "at_rest"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_is_saved_is_the_state_at_the_call(name: str, states: str, tmp_path: pathlib.Path) -> None:
+    optimizer = optimizer_of(name)
+    train(optimizer, range(2))
+    with torch_ext.AsyncSaver(states=states) as saver:
+        for step in range(2, 5):
+            before = everything(optimizer)
+            late = Late()
+            saver.save({"late": late} | checkpoint_of(optimizer, step), tmp_path / f"{step}")
+            train(optimizer, range(step, step + 1))
+            late.stepped.set()
+            saver.wait()
+            loaded = torch_ext.load(tmp_path / f"{step}")
+            assert loaded["step"] == step
+            assert everything(resumed(name, loaded)) == before
+
+
+def test_memory_is_taken_once_and_is_what_the_state_takes(tmp_path: pathlib.Path) -> None:
+    optimizer = torch_ext.AdamW(params_of("8bit", [(512, 512), (300, 128)]), lr=1e-2, policy=policy_of("8bit"))
+    train(optimizer, range(1))
+    saver = torch_ext.AsyncSaver(states="at_rest")
+    taken = []
+    for step in range(3):
+        saver.save(checkpoint_of(optimizer, step), tmp_path / "file")
+        saver.wait()
+        taken.append(saver.nbytes)
+    numel = 512 * 512 + 300 * 128
+    assert taken[0] == taken[1] == taken[2] < 6.1 * numel, "weights 2, remainders 2, codes 2, scales"
+    saver.close()
+    assert saver.nbytes == 0
+    with pytest.raises(RuntimeError, match="after close"):
+        saver.save({}, tmp_path / "file")
+    saver.close()
+
+
+def test_errors_come_out_by_name_at_the_next_call(tmp_path: pathlib.Path) -> None:
+    saver = torch_ext.AsyncSaver()
+    saver.save({"a": torch.ones(3)}, tmp_path / "good")
+    saver.save({"a": torch.ones(3)}, tmp_path / "no folder" / "bad")
+    with pytest.raises(RuntimeError, match=r"saving .*no folder/bad failed: FileNotFoundError") as caught:
+        saver.save({"a": torch.zeros(3)}, tmp_path / "good")
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    assert torch.equal(torch_ext.load(tmp_path / "good")["a"], torch.ones(3)), "the refused save was not begun"
+    saver.save({"a": torch.zeros(3)}, tmp_path / "good")
+    saver.save({"a": torch.ones(3)}, tmp_path / "no folder" / "bad")
+    with pytest.raises(RuntimeError, match="no folder/bad failed"):
+        saver.close()
+    assert torch.equal(torch_ext.load(tmp_path / "good")["a"], torch.zeros(3))
+    with pytest.raises(ValueError, match="'at_rest' are legal"):
+        torch_ext.AsyncSaver(states="8bit")

@@ -1,0 +1,188 @@
+"""The average of masters that an optimizer keeps: its numbers, swapped in, saved and loaded, refused."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import swa_utils
+
+import torch_ext
+
+BF16, F32 = torch.bfloat16, torch.float32
+STATES = [(BF16, "bf16"), (BF16, "bf16_remainder"), (BF16, "8bit"), (F32, "fp32"), (torch.float16, "bf16")]
+
+
+def model_in(dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.ReLU(), torch.nn.Linear(70, 5)).to(dtype)
+
+
+def optimizer_of(model: torch.nn.Module, states: str | None = None, **options: Any) -> torch_ext.AdamW:
+    given: dict[str, Any] = {"lr": 1e-2, "ema_decay": 0.9} | options
+    return torch_ext.AdamW(model.named_parameters(), states=states, **given)  # type: ignore[arg-type]
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    model(torch.randn(8, 40, generator=generator).to(dtype)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def bits_equal(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def clones(named: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: value.detach().clone() for key, value in named.items()}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_fp32_is_what_swa_utils_keeps(every: int) -> None:
+    model = model_in(F32)
+    optimizer = optimizer_of(model, ema_decay=0.97, ema_dtype=F32, ema_every=every)
+    theirs = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.97))
+    for i in range(30):
+        step(model, optimizer, i)
+        if (i + 1) % every == 0:
+            theirs.update_parameters(model)
+    wanted = dict(theirs.module.named_parameters())
+    for name, average in optimizer.ema_state_dict().items():
+        torch.testing.assert_close(average, wanted[str(name)].detach(), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype, states", STATES)
+@pytest.mark.parametrize("ema_dtype, most", [(BF16, 0.02), ("24bit", 1e-4), (F32, 1e-6)])
+def test_it_is_the_average_of_masters(dtype: torch.dtype, states: str, ema_dtype: Any, most: float) -> None:
+    model = model_in(dtype)
+    optimizer = optimizer_of(model, states, ema_dtype=ema_dtype)
+    wanted: dict[Any, Any] = {}
+    for i in range(20):
+        step(model, optimizer, i)
+        found = {key: value.double() for key, value in optimizer.master_state_dict().items()}
+        wanted = {key: value if i == 0 else wanted[key] + 0.1 * (value - wanted[key]) for key, value in found.items()}
+    averages = optimizer.ema_state_dict()
+    assert averages.keys() == wanted.keys()
+    for key, average in averages.items():
+        assert average.dtype == F32
+        assert float((average - wanted[key]).norm() / wanted[key].norm()) < most
+
+
+def test_an_average_changes_no_bit_of_the_step() -> None:
+    with_average, without = model_in(BF16), model_in(BF16)
+    a, b = optimizer_of(with_average, "8bit"), optimizer_of(without, "8bit", ema_decay=None)
+    for i in range(5):
+        step(with_average, a, i)
+        step(without, b, i)
+    assert bits_equal(with_average.state_dict(), without.state_dict())
+
+
+@pytest.mark.parametrize("dtype, states", STATES)
+def test_weights_are_averages_inside_and_what_they_were_afterwards(dtype: torch.dtype, states: str) -> None:
+    model = model_in(dtype)
+    optimizer = optimizer_of(model, states, ema_dtype="24bit")
+    for i in range(5):
+        step(model, optimizer, i)
+    before, averages = clones(model.state_dict()), optimizer.ema_state_dict()
+    masters = clones(optimizer.master_state_dict())
+    with pytest.raises(KeyError), optimizer.ema_weights():
+        assert bits_equal(model.state_dict(), {key: value.to(dtype) for key, value in averages.items()})
+        with pytest.raises(RuntimeError, match=r"step\(\) within ema_weights\(\)"):
+            optimizer.step()
+        raise KeyError("of the user")
+    assert bits_equal(model.state_dict(), before)
+    step(model, optimizer, 9)
+    assert optimizer.external_writes() == 0
+    again = model_in(dtype)
+    other = optimizer_of(again, states, ema_dtype="24bit")
+    for i in (0, 1, 2, 3, 4, 9):
+        step(again, other, i)
+    assert bits_equal(again.state_dict(), model.state_dict())
+    assert not bits_equal(masters, optimizer.master_state_dict())
+
+
+def test_before_the_first_step_it_is_the_weights() -> None:
+    model = model_in(BF16)
+    optimizer = optimizer_of(model)
+    assert bits_equal(optimizer.ema_state_dict(), {key: p.detach().float() for key, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("ema_dtype", [BF16, "24bit", F32])
+@pytest.mark.parametrize("way", ["state_dict", "torch.save", "pickle", "deepcopy"])
+def test_a_saved_average_goes_on_bit_for_bit(ema_dtype: Any, way: str) -> None:
+    model = model_in(BF16)
+    optimizer = optimizer_of(model, "8bit", ema_dtype=ema_dtype)
+    for i in range(3):
+        step(model, optimizer, i)
+    twin, other = (
+        copy.deepcopy((model, optimizer)) if way == "deepcopy" else pickle.loads(pickle.dumps((model, optimizer)))
+    )
+    if way in ("state_dict", "torch.save"):
+        saved = copy.deepcopy(optimizer.state_dict())
+        if way == "torch.save":
+            torch.save(saved, file := io.BytesIO())
+            file.seek(0)
+            saved = torch.load(file)
+        other = optimizer_of(twin, "8bit", ema_dtype=ema_dtype)
+        other.load_state_dict(saved)
+    for i in range(3, 6):
+        step(model, optimizer, i)
+        step(twin, other, i)
+    assert bits_equal(optimizer.ema_state_dict(), other.ema_state_dict())
+
+
+def test_a_checkpoint_without_an_average_begins_one_and_one_too_many_is_dropped() -> None:
+    model = model_in(BF16)
+    without = optimizer_of(model, "bf16", ema_decay=None)
+    for i in range(3):
+        step(model, without, i)
+    optimizer = optimizer_of(model, "bf16", ema_dtype=F32)
+    with pytest.warns(UserWarning, match="there is no ema_param of '0.weight'.*the average begins with the master"):
+        optimizer.load_state_dict(without.state_dict())
+    assert bits_equal(optimizer.ema_state_dict(), without.master_state_dict())
+    with pytest.warns(UserWarning, match="ema_param of .* is dropped: there is no ema_decay"):
+        without.load_state_dict(optimizer.state_dict())
+    theirs = torch.optim.AdamW(model.parameters())
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all("ema_param" not in entry for entry in theirs.state.values())
+
+
+def test_states_on_the_host_average_as_others() -> None:
+    models = [model_in(BF16) for _ in range(2)]
+    optimizers = [
+        optimizer_of(m, "bf16_remainder", offload_fraction=f) for m, f in zip(models, (0.0, 1.0), strict=True)
+    ]
+    for i in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step(model, optimizer, i)
+    assert bits_equal(optimizers[0].ema_state_dict(), optimizers[1].ema_state_dict())
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"ema_dtype": torch.float8_e4m3fn}, "ema_dtype is torch.float8_e4m3fn; torch.bfloat16, '24bit'"),
+    ({"ema_dtype": "bf16"}, "ema_dtype is 'bf16'"),
+    ({"ema_decay": 1.0}, r"ema_decay is 1.0; a number in \[0, 1\)"),
+    ({"ema_decay": "0.9"}, "ema_decay is '0.9'"),
+    ({"ema_every": 0}, "ema_every is 0; a whole number from 1 on"),
+    ({"policy": {"main_params_dtype": None}}, "ema_decay: '0.weight' is in torch.bfloat16 without a master"),
+]
+
+
+@pytest.mark.parametrize("options, says", WRONG, ids=lambda value: str(value)[:40])
+def test_what_is_not_legal_is_refused_by_name(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        optimizer_of(model_in(BF16), **options)
+
+
+def test_without_ema_decay_there_is_none() -> None:
+    optimizer = optimizer_of(model_in(BF16), ema_decay=None)
+    with pytest.raises(
+        RuntimeError, match=r"ema_state_dict\(\): there is no average; make the optimizer with ema_decay"
+    ):
+        optimizer.ema_state_dict()
+    with pytest.raises(RuntimeError, match=r"ema_weights\(\): there is no average"), optimizer.ema_weights():
+        pass

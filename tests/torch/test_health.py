@@ -1,0 +1,155 @@
+"""What a step says of itself when it is asked: numbers, table, warnings; and that others are as they were."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import torch_ext
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def trained(dtype: torch.dtype = BF16, **options: Any) -> tuple[torch.nn.Linear, torch_ext.AdamW]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 70).to(dtype)
+    return model, torch_ext.AdamW(model.named_parameters(), **({"lr": 1e-3} | options))
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    x = torch.randn(8, 300, generator=torch.Generator().manual_seed(1))
+    model(x.to(next(model.parameters()).dtype)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("dtype, states", [(BF16, "bf16"), (BF16, "8bit"), (F32, "fp32"), (torch.float16, "bf16")])
+def test_numbers_are_those_of_masters_before_and_after(dtype: torch.dtype, states: Any, fraction: float) -> None:
+    model, optimizer = trained(dtype, states=states, offload_fraction=fraction)
+    step(model, optimizer)
+    before = {key: value.double().clone() for key, value in optimizer.master_state_dict().items()}
+    weights = {key: value.detach().clone() for key, value in model.named_parameters()}
+    optimizer.measure_health()
+    step(model, optimizer)
+    after = {key: value.double().clone() for key, value in optimizer.master_state_dict().items()}
+    found = optimizer.health()
+    assert found.step == 2 and [p.name for p in found.params] == ["weight", "bias"]
+    for p in found.params:
+        update, weight = after[p.name] - before[p.name], after[p.name]
+        assert p.elements == weight.numel()
+        assert p.update_ratio == pytest.approx(float(update.norm() / weight.norm()), rel=1e-5)
+        assert p.largest_weight == float(weight.abs().max())
+        moved = model.get_parameter(p.name).detach() != weights[p.name]
+        assert p.moved == float(moved.double().mean())
+        digits = {BF16: 8, torch.float16: 11, F32: 24}[dtype]
+        exponent = torch.frexp(weight).exponent - 1
+        below = update.abs() < torch.ldexp(torch.ones_like(weight), exponent.clamp(min=-14) - digits)
+        if dtype != torch.float16 or float(weight.abs().min()) > 2**-14:
+            below = update.abs() < torch.ldexp(torch.ones_like(weight), exponent - digits)
+        assert p.below_half_ulp == float(below.double().mean())
+
+
+def test_it_prints_a_table_and_gives_numbers_to_loggers() -> None:
+    model, optimizer = trained()
+    optimizer.measure_health()
+    step(model, optimizer)
+    found = optimizer.health()
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["step", "1", "update/weight", "moved", "<", "ulp/2", "largest"]
+    assert lines[1].startswith("weight") and lines[2].startswith("bias")
+    logged = found.as_dict()
+    assert set(logged) == {
+        f"health/{key}/{name}"
+        for key in ("update_ratio", "moved", "below_half_ulp", "largest_weight")
+        for name in ("weight", "bias")
+    }
+    assert all(type(value) is float for value in logged.values())
+    assert found.warnings == []
+
+
+def test_only_the_next_step_measures_and_no_bit_is_another() -> None:
+    (a, measured), (b, plain) = trained(states="8bit"), trained(states="8bit")
+    for i in range(4):
+        if i == 1:
+            measured.measure_health()
+        step(a, measured)
+        step(b, plain)
+    assert measured.health().step == 2
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def _warnings(model: torch.nn.Module, optimizer: torch_ext.AdamW, steps: int = 0) -> str:
+    for _ in range(steps):
+        step(model, optimizer)
+    optimizer.measure_health()
+    step(model, optimizer)
+    health = optimizer.health()
+    assert [f"! {text}" for text in health.warnings] == [t for t in str(health).splitlines() if t.startswith("! ")]
+    return "\n".join(health.warnings)
+
+
+def test_a_warning_of_updates_that_are_large() -> None:
+    said = (
+        r"weight: the update is [\d.]+% of the weights \(0.01 to 1 % is usual\): a smaller learning rate, or warm-up, "
+    )
+    assert re.search(said + "may be better", _warnings(*trained(lr=10.0)))
+
+
+def test_a_warning_of_what_does_not_change() -> None:
+    found = _warnings(*trained(lr=0.0), steps=1)
+    assert "weight: nothing changed: its gradient is zero, or its learning rate" in found.splitlines()
+
+
+@pytest.mark.parametrize("rounding, warns", [("nearest", True), ("dithered", False)])
+def test_a_warning_of_updates_that_are_lost(rounding: str, warns: bool) -> None:
+    found = _warnings(*trained(lr=1e-5, policy={"main_params_dtype": None}, weight_rounding=rounding))
+    said = r"weight: \d+% of the weights are too coarse for their updates, which are lost: give it masters, or "
+    assert bool(re.search(said + "weight_rounding='dithered'", found)) is warns
+
+
+def test_a_warning_of_weights_that_are_not_finite() -> None:
+    model, optimizer = trained(F32)
+    with torch.no_grad():
+        model.weight[0, 0] = 1e30
+    assert "weight: a weight is not finite, or too large to be squared" in _warnings(model, optimizer).splitlines()
+
+
+def test_a_warning_of_weights_near_the_end_of_float16() -> None:
+    model, optimizer = trained(torch.float16)
+    with torch.no_grad():
+        model.bias[0] = 20_000
+    assert re.fullmatch(r"bias: its largest weight is 2e\+04; float16 ends at 65504", _warnings(model, optimizer))
+
+
+def test_steps_in_backward_measure_themselves() -> None:
+    found = []
+    for in_backward in (False, True):
+        model, optimizer = trained(step_in_backward=in_backward)
+        step(model, optimizer)
+        optimizer.measure_health()
+        step(model, optimizer)
+        step(model, optimizer)
+        found.append((optimizer.health().as_dict(), optimizer.health().step))
+    assert found[0] == found[1] and found[0][1] == 2
+
+
+def test_matrices_of_muon_are_named_as_not_measured() -> None:
+    model, _ = trained()
+    optimizer = torch_ext.Muon(model)
+    optimizer.measure_health()
+    step(model, optimizer)
+    health = optimizer.health()
+    assert [p.name for p in health.params] == ["bias"] and health.not_measured == ("weight",)
+    assert "weight: not measured, Muon steps it" in str(health).splitlines()
+    assert health.warnings == []
+
+
+def test_nothing_measured_is_an_error_that_says_what_to_do() -> None:
+    model, optimizer = trained()
+    with pytest.raises(RuntimeError, match=r"no step was asked to measure; call measure_health\(\)"):
+        optimizer.health()
+    optimizer.measure_health()
+    with pytest.raises(RuntimeError, match=r"no step came since measure_health\(\)"):
+        optimizer.health()

@@ -1,0 +1,666 @@
+"""torch_ext.Muon against torch.optim.Muon's formula in float64, and against torch.optim.Muon itself."""
+
+import copy
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import torch_ext
+
+F32, BF16 = torch.float32, torch.bfloat16
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STATES = ("fp32", "bf16", "bf16_remainder", "8bit")
+
+
+def orthogonalised(u: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """torch.optim.Muon's iteration in float64."""
+    a, b, c = coefficients
+    x = u.double() / u.double().norm().clamp(min=eps)
+    x = x.T if x.shape[0] > x.shape[1] else x
+    for _ in range(steps):
+        g = x @ x.T
+        x = a * x + (b * g + c * g @ g) @ x
+    return x.T if u.shape[0] > u.shape[1] else x
+
+
+class Oracle:
+    """Muon of one list of matrices in float64."""
+
+    def __init__(self, params: list[Tensor], **options: Any) -> None:
+        self.p, self.m = [p.detach().double().clone() for p in params], [torch.zeros(p.shape).double() for p in params]
+        self.o = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": None} | options
+
+    def step(self, grads: list[Tensor]) -> None:
+        o = self.o
+        for p, m, grad in zip(self.p, self.m, grads, strict=True):
+            g = grad.double()
+            m.mul_(o["momentum"]).add_(g, alpha=1 - o["momentum"])
+            u = o["momentum"] * m + (1 - o["momentum"]) * g if o["nesterov"] else m
+            rows, columns = p.shape
+            ratio = math.sqrt(max(1, rows / columns))
+            if o["adjust_lr_fn"] == "match_rms_adamw":
+                ratio = 0.2 * math.sqrt(max(rows, columns))
+            x = orthogonalised(u, o.get("ns_coefficients", COEFFICIENTS), o.get("ns_steps", 5), o.get("eps", 1e-7))
+            p.mul_(1 - o["lr"] * o["weight_decay"]).sub_(o["lr"] * ratio * x)
+
+
+def filled(params: list[nn.Parameter], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    return [p.grad for p in params if p.grad is not None]
+
+
+def matrices(shapes: list[tuple[int, ...]], dtype: torch.dtype = F32, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def bits(tensors: Any) -> list[bytes]:
+    return [bytes(t.detach().contiguous().view(-1).view(torch.uint8).tolist()) for t in tensors]
+
+
+# -- the formula ------------------------------------------------------------------------------------------------------
+
+
+def program(seed: int) -> dict[str, Any]:
+    r = random.Random(seed)
+    return {
+        "lr": 10 ** r.uniform(-3, -1),
+        "weight_decay": r.choice([0.0, 0.1]),
+        "momentum": r.choice([0.0, 0.4, 0.9, 0.95]),
+        "nesterov": r.random() < 0.7,
+        "ns_steps": r.randint(1, 7),
+        "eps": r.choice([1e-7, 1e-3]),
+        "adjust_lr_fn": r.choice([None, "original", "match_rms_adamw"]),
+        "ns": r.choice(["standard", "gram", "auto"]),
+        "shapes": [(r.randint(1, 70), r.randint(1, 70)) for _ in range(r.randint(1, 4))],
+    }
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_fp32_follows_the_formula_in_float64(seed: int) -> None:
+    options = program(seed)
+    params = matrices(options.pop("shapes"), seed=seed)
+    of_ours = {key: options[key] for key in options if key != "ns"}
+    oracle, ours = Oracle(params, **of_ours), torch_ext.Muon(params, **options, ns_dtype=F32)
+    before = copy.deepcopy(oracle.p)
+    for step in range(4):
+        oracle.step(filled(params, 100 * seed + step))
+        ours.step()
+    for p, want, old in zip(params, oracle.p, before, strict=True):
+        assert float((p.detach() - want).norm() / (want - old).norm()) < 1e-3, options
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_no_farther_from_the_formula_than_torchs(dtype: torch.dtype) -> None:
+    """With bf16 products, as torch's are."""
+    shapes = [(48, 48), (96, 32), (32, 96)]
+    ours_p, theirs_p = matrices(shapes, dtype), matrices(shapes, dtype)
+    ours = torch_ext.Muon(ours_p, lr=0.02, ns_dtype=BF16)
+    theirs = torch.optim.Muon(theirs_p, lr=0.02)
+    oracle = Oracle(ours_p, lr=0.02)
+    for step in range(8):
+        oracle.step(filled(ours_p, step))
+        filled(theirs_p, step)
+        ours.step()
+        theirs.step()
+    masters = ours.master_state_dict()
+    for i, (want, their) in enumerate(zip(oracle.p, theirs_p, strict=True)):
+        error, theirs_error = float((masters[i] - want).norm()), float((their.detach() - want).norm())
+        assert error < 1.1 * theirs_error
+        assert error < 0.02 * float(want.norm())
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("seed", range(2))
+def test_every_state_follows_the_direction(states: Any, seed: int) -> None:
+    params = matrices([(64, 48), (40, 130)], BF16, seed)
+    ours, oracle = torch_ext.Muon(params, lr=0.01, states=states, ns_dtype=F32, seed=seed), Oracle(params, lr=0.01)
+    before = copy.deepcopy(oracle.p)
+    for step in range(12):
+        oracle.step(filled(params, 1000 * seed + step))
+        ours.step()
+    for i, (want, old) in enumerate(zip(oracle.p, before, strict=True)):
+        moved, wanted = ours.master_state_dict()[i] - old, want - old
+        assert float((moved - wanted).norm() / wanted.norm()) < (0.1 if states == "8bit" else 0.02)
+    stored = ours.state[params[0]]
+    assert stored["momentum_buffer"].dtype == {"fp32": F32, "8bit": torch.uint8}.get(states, BF16)
+
+
+@pytest.mark.parametrize("ns_dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", [(16, 16), (24, 96), (130, 33), (1, 7), (7, 1)])
+def test_gram_and_standard_are_one_function(shape: tuple[int, int], ns_dtype: torch.dtype) -> None:
+    found = []
+    for ns in ("standard", "gram", "auto"):
+        params = matrices([shape])
+        optimizer = torch_ext.Muon(params, lr=1.0, weight_decay=0.0, ns=ns, ns_dtype=ns_dtype)
+        before = params[0].detach().clone()
+        filled(params, 1)
+        optimizer.step()
+        found.append((before - params[0]).double())
+    want = orthogonalised(params[0].grad, COEFFICIENTS, 5, 1e-7) * math.sqrt(max(1, shape[0] / shape[1]))  # type: ignore[arg-type]
+    for moved in found:
+        assert float((moved.detach() - want.detach()).norm() / want.norm().detach()) < (
+            1e-4 if ns_dtype is F32 else 0.05
+        )
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e18])
+def test_gradients_of_any_size(scale: float) -> None:
+    """Squares of the largest and the least would leave fp32's range."""
+    params = matrices([(20, 30)])
+    optimizer = torch_ext.Muon(params, lr=1.0, weight_decay=0.0, eps=0.0, ns_dtype=F32)
+    before = params[0].detach().clone()
+    (grad,) = filled(params, 1)
+    want = orthogonalised(grad, COEFFICIENTS, 5, 0.0)
+    grad.mul_(scale)
+    optimizer.step()
+    moved = (before - params[0]).double()
+    assert float((moved - want).norm().detach() / want.norm()) < 1e-4
+
+
+def test_a_zero_gradient_only_decays() -> None:
+    params = matrices([(20, 30)])
+    before = params[0].detach().clone()
+    params[0].grad = torch.zeros(20, 30)
+    torch_ext.Muon(params, lr=0.5, ns_dtype=F32).step()
+    torch.testing.assert_close(params[0].detach(), before * 0.95)
+
+
+# -- which matrices ---------------------------------------------------------------------------------------------------
+
+
+def test_stacks_splits_and_convolutions_are_their_matrices() -> None:
+    """Bit for bit those of parameters of their own."""
+    whole = [(3, 24, 16), (36, 20), (12, 8, 3, 3), (2, 30, 12)]
+    parts = [(24, 16)] * 3 + [(12, 20)] * 3 + [(12, 72)] + [(20, 12), (10, 12)] * 2
+    together, apart = matrices(whole), matrices(parts)
+    flat = torch.cat([p.detach().view(-1) for p in together])
+    with torch.no_grad():
+        for p, values in zip(apart, flat.split([p.numel() for p in apart]), strict=True):
+            p.copy_(values.view(p.shape))
+    names = ["experts", "qkv", "conv", "gate_up"]
+    ours = torch_ext.Muon(
+        zip(names, together, strict=True), lr=0.1, split={"qkv": 3, "gate*": (20, 10)}, ns="auto", ns_dtype=F32
+    )
+    theirs = torch_ext.Muon(apart, lr=0.1, ns="auto", ns_dtype=F32)
+    for step in range(3):
+        grads = torch.cat([g.view(-1) for g in filled(together, step)])
+        for p, values in zip(apart, grads.split([p.numel() for p in apart]), strict=True):
+            p.grad = values.view(p.shape).clone()
+        ours.step()
+        theirs.step()
+    got, want = (torch.cat([p.detach().view(-1) for p in params]) for params in (together, apart))
+    assert torch.equal(got, want)
+
+
+def test_channels_last_convolutions() -> None:
+    plain, last = matrices([(12, 8, 3, 3)]), matrices([(12, 8, 3, 3)])
+    last[0].data = last[0].data.to(memory_format=torch.channels_last)
+    for params in (plain, last):
+        optimizer = torch_ext.Muon(params, lr=0.1, ns_dtype=F32)
+        filled(params, 3)
+        optimizer.step()
+    torch.testing.assert_close(plain[0], last[0], rtol=1e-5, atol=1e-6)
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.body = nn.Linear(16, 16)
+        self.conv = nn.Conv1d(16, 16, 3)
+        self.head = nn.Linear(16, 20, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def of_muon(optimizer: torch_ext.Muon) -> set[str]:
+    optimizer.state_dict()
+    return {
+        name
+        for group in optimizer.param_groups
+        for name, p in zip(group["param_names"], group["params"], strict=True)
+        if "momentum_buffer" in optimizer.state[p]
+    }
+
+
+def test_embeddings_and_heads_are_adamws() -> None:
+    assert of_muon(torch_ext.Muon(Tied())) == {"body.weight", "conv.weight"}
+    assert of_muon(torch_ext.Muon(Tied(tied=False))) == {"body.weight", "conv.weight"}
+    named = Tied(tied=False)
+    assert of_muon(torch_ext.Muon(named.named_parameters(), adamw_params="head")) == {"body.weight", "conv.weight"}
+    assert of_muon(torch_ext.Muon(named.named_parameters())) == {"body.weight", "conv.weight", "head.weight"}
+
+
+def test_the_rest_is_adamws_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    model, alone = Tied(), Tied()
+    alone.load_state_dict(model.state_dict())
+    mixed = torch_ext.Muon(model, lr=0.02, weight_decay=0.3, ns_dtype=F32, adamw={"lr": 1e-3, "betas": (0.8, 0.9)})
+    of_adamw = {name: p for name, p in alone.named_parameters() if name not in ("body.weight", "conv.weight")}
+    adamw = torch_ext.AdamW(of_adamw.items(), lr=1e-3, weight_decay=0.3, betas=(0.8, 0.9))
+    for step in range(3):
+        for group in (*mixed.param_groups, *adamw.param_groups):
+            group["lr"] *= 0.5  # as schedulers do
+        filled(list(model.parameters()), step)
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            q.grad = None if p.grad is None else p.grad.clone()
+        mixed.step()
+        adamw.step()
+    for name, q in of_adamw.items():
+        assert torch.equal(dict(model.named_parameters())[name], q), name
+
+
+def test_groups_choose_and_keep_their_order() -> None:
+    a, b, c, d = matrices([(8, 8), (8,), (8, 6), (8, 4)])
+    optimizer = torch_ext.Muon(
+        [
+            {"params": [a, b], "lr": 0.5},
+            {"params": [c], "algorithm": "adamw", "lr": 1e-3, "betas": (0.7, 0.8), "eps": 1e-5},
+            {"params": [d], "algorithm": "muon"},
+        ],
+        ns_dtype=F32,
+    )
+    saved = optimizer.state_dict()
+    assert [g["params"] for g in saved["param_groups"]] == [[0, 1], [2], [3]]
+    assert [sorted(saved["state"][i]) for i in range(4)] == [
+        ["momentum_buffer", "step"],
+        ["exp_avg", "exp_avg_sq", "step"],
+        ["exp_avg", "exp_avg_sq", "step"],
+        ["momentum_buffer", "step"],
+    ]
+    rows = optimizer.adamw_groups
+    assert (rows[1]["lr"], rows[1]["betas"], rows[1]["eps"]) == (1e-3, (0.7, 0.8), 1e-5)
+    assert (rows[0]["lr"], rows[0]["eps"]) == (0.5, 1e-8)
+    assert list(optimizer.master_state_dict()) == [0, 1, 2, 3]
+
+
+# -- saving and loading -----------------------------------------------------------------------------------------------
+
+
+def trained(dtype: torch.dtype, states: Any, steps: int, params: Any = None) -> tuple[list[nn.Parameter], Any]:
+    params = params or matrices([(40, 30), (30,), (3, 10, 12)], dtype)
+    optimizer = torch_ext.Muon(params, lr=0.05, states=states, ns_dtype=F32)
+    for step in range(steps):
+        filled(params, step)
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("how", ["state_dict", "torch.save", "deepcopy"])
+def test_a_resumed_run_has_the_bits(states: Any, how: str, tmp_path: Any) -> None:
+    params, optimizer = trained(BF16, states, 3)
+    if how == "deepcopy":
+        resumed, again = copy.deepcopy((params, optimizer))
+    else:
+        resumed = [nn.Parameter(p.detach().clone()) for p in params]
+        again = torch_ext.Muon(resumed, lr=0.05, states=states, ns_dtype=F32)
+        saved = optimizer.state_dict()
+        if how == "torch.save":
+            torch.save(saved, tmp_path / "saved.pt")
+            saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+        again.load_state_dict(saved)
+    for step in range(3, 6):
+        for p, o in ((params, optimizer), (resumed, again)):
+            filled(p, step)
+            o.step()
+    assert bits(params) == bits(resumed)
+    masters, theirs = optimizer.master_state_dict(), again.master_state_dict()
+    assert bits(masters.values()) == bits(theirs.values())
+
+
+def test_checkpoints_from_and_into_torchs() -> None:
+    shapes = [(24, 16), (16, 40)]
+    theirs_p = matrices(shapes)
+    theirs = torch.optim.Muon(theirs_p, lr=0.02, momentum=0.8)
+    for step in range(3):
+        filled(theirs_p, step)
+        theirs.step()
+    ours_p = [nn.Parameter(p.detach().clone()) for p in theirs_p]
+    ours = torch_ext.Muon(ours_p, ns_dtype=F32)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["momentum"] == 0.8
+    for p, q in zip(ours_p, theirs_p, strict=True):
+        assert torch.equal(ours.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"])
+    back_p = [nn.Parameter(p.detach().clone()) for p in ours_p]
+    back = torch.optim.Muon(back_p)
+    back.load_state_dict(ours.state_dict())
+    for (a, p), (b, q) in (((theirs, theirs_p), (back, back_p)),):
+        filled(p, 7)
+        filled(q, 7)
+        a.step()
+        b.step()
+        assert bits(p) == bits(q)
+
+
+def test_torchs_muon_keeps_no_stale_master() -> None:
+    params, ours = trained(BF16, "bf16", 2, matrices([(8, 8)], BF16))
+    theirs = torch.optim.Muon(params)
+    theirs.load_state_dict(ours.state_dict())
+    assert set(theirs.state[params[0]]) == {"momentum_buffer"}
+
+
+def test_a_changed_algorithm_is_named() -> None:
+    params = matrices([(8, 8), (8, 6)])
+    muon, adamw = torch_ext.Muon(params), torch_ext.AdamW(params)
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*exp_avg"):
+        muon.load_state_dict(adamw.state_dict())
+    with pytest.raises(ValueError, match="parameter 0 of group 0"):
+        adamw.load_state_dict(muon.state_dict() | {"param_groups": adamw.state_dict()["param_groups"]})
+    assert not any("exp_avg" in muon.state[p] for p in params)
+
+
+def test_state_is_made_inert() -> None:
+    params = matrices([(8, 8), (8,)])
+    before = bits(params)
+    optimizer = torch_ext.Muon(params, lr=0.0)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert bits(params) == before
+    assert float(optimizer.state[params[0]]["step"]) == 0
+
+
+def test_the_dtype_of_products_is_saved() -> None:
+    params = matrices([(8, 8)])
+    optimizer = torch_ext.Muon(params)
+    assert optimizer.param_groups[0]["ns_dtype"] is None
+    filled(params, 0)
+    optimizer.step()
+    chosen = optimizer.state_dict()["param_groups"][0]["ns_dtype"]
+    assert chosen in ("float32", "bfloat16")
+    other = torch_ext.Muon(matrices([(8, 8)]), ns_dtype=BF16 if chosen == "float32" else F32)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["ns_dtype"] == chosen
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_files_folders_and_offload_keep_the_bits(states: Any, tmp_path: Any) -> None:
+    def made() -> tuple[nn.Module, torch_ext.Muon]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)).bfloat16()
+        return model, torch_ext.Muon(model, lr=0.05, states=states, ns_dtype=F32)
+
+    def trains(model: nn.Module, optimizer: torch_ext.Muon, steps: range) -> list[bytes]:
+        for step in steps:
+            filled(list(model.parameters()), step)
+            optimizer.step()
+        return bits(model.parameters())
+
+    model, optimizer = made()
+    trains(model, optimizer, range(3))
+    weights = copy.deepcopy(model.state_dict())
+    torch_ext.save({"optimizer": optimizer.state_dict()}, tmp_path / "file.pt")
+    dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path / "folder", no_dist=True)
+    torch_ext.offload(model, optimizer)
+    torch_ext.onload(model, optimizer)
+    want = trains(model, optimizer, range(3, 5))
+
+    from_file, of_file = made()
+    from_file.load_state_dict(weights)
+    of_file.load_state_dict(torch_ext.load(tmp_path / "file.pt")["optimizer"])
+    assert trains(from_file, of_file, range(3, 5)) == want
+    from_folder, of_folder = made()
+    from_folder.load_state_dict(weights)
+    found = {"optim": get_optimizer_state_dict(from_folder, of_folder)}
+    dcp.load(found, checkpoint_id=tmp_path / "folder", no_dist=True)
+    set_optimizer_state_dict(from_folder, of_folder, found["optim"])
+    assert trains(from_folder, of_folder, range(3, 5)) == want
+
+
+# -- masters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("states", ["bf16", "bf16_remainder", "8bit"])
+@pytest.mark.parametrize("how", ["copy_", "data", "numpy"])
+def test_a_weight_that_was_written_counts(states: Any, how: str) -> None:
+    params, optimizer = trained(BF16, states, 2, matrices([(64, 64)], BF16))
+    new = torch.randn(64, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
+    with torch.no_grad():
+        if how == "copy_":
+            params[0].copy_(new)
+        elif how == "data":
+            params[0].data = new.clone()
+        else:
+            params[0].data.view(torch.int16).numpy()[:] = new.view(torch.int16).numpy()
+    filled(params, 9)
+    optimizer.step()
+    assert optimizer.external_writes() > 0
+    assert float((params[0].float() - new.float()).abs().max()) < 0.5  # of an update of 0.05
+    assert float((optimizer.master_state_dict()[0] - params[0].float()).abs().max()) < 0.05
+
+
+def test_error_on_external_write_changes_nothing() -> None:
+    params = matrices([(64, 64), (5,)], BF16)
+    optimizer = torch_ext.Muon(params, on_external_write="error", ns_dtype=F32)
+    filled(params, 0)
+    optimizer.step()
+    with torch.no_grad():
+        params[0].mul_(2)
+    before = bits(params), bits([optimizer.state[params[0]]["momentum_buffer"]])
+    with pytest.raises(RuntimeError, match="parameter 0 of group 0"):
+        optimizer.step()
+    assert (bits(params), bits([optimizer.state[params[0]]["momentum_buffer"]])) == before
+
+
+# -- in a loop --------------------------------------------------------------------------------------------------------
+
+
+def test_clipping_reaches_the_momentum() -> None:
+    one, two = matrices([(16, 12), (7,)]), matrices([(16, 12), (7,)])
+    a, b = torch_ext.Muon(one, ns_dtype=F32), torch_ext.Muon(two, ns_dtype=F32)
+    for step in range(3):
+        filled(one, step)
+        filled(two, step)
+        norm = torch_ext.clip_grad_norm_(a, 1.0)
+        theirs = torch.nn.utils.clip_grad_norm_(two, 1.0)
+        torch.testing.assert_close(norm, theirs)
+        a.step()
+        b.step()
+    torch.testing.assert_close(a.state[one[0]]["momentum_buffer"], b.state[two[0]]["momentum_buffer"])
+    torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("shapes", [[(16, 12), (7,)], [(16, 12)]])
+def test_a_loss_scale_is_divided_out_in_the_step(shapes: Any) -> None:
+    """As a GradScaler has it, which sets these two for one step."""
+    params, plain = matrices(shapes), matrices(shapes)
+    optimizer, other = torch_ext.Muon(params, ns_dtype=F32), torch_ext.Muon(plain, ns_dtype=F32)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+    for step in range(2):
+        for grad in filled(params, step):
+            grad.mul_(1024.0)
+        filled(plain, step)
+        optimizer.step()
+        other.step()
+    assert bits(params) == bits(plain)
+    optimizer.found_inf.fill_(1.0)  # type: ignore[attr-defined]
+    before = bits(params), bits([optimizer.state[params[0]]["momentum_buffer"]])
+    optimizer.step()
+    assert (bits(params), bits([optimizer.state[params[0]]["momentum_buffer"]])) == before
+    assert optimizer.skipped_steps() == 1
+
+
+def test_torchs_grad_scaler() -> None:
+    params, plain = matrices([(16, 12)]), matrices([(16, 12)])
+    optimizer, other = torch_ext.Muon(params, ns_dtype=F32), torch_ext.Muon(plain, ns_dtype=F32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for p, loss_scale in ((params, scaler), (plain, None)):
+        loss = p[0].square().sum()
+        (loss if loss_scale is None else loss_scale.scale(loss)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    other.step()
+    assert bits(params) == bits(plain)
+
+
+@pytest.mark.parametrize("shapes", [[(16, 12), (7,)], [(16, 12)]])
+def test_nonfinite_gradients(shapes: Any) -> None:
+    params = matrices(shapes)
+    for options, refused in (({}, True), ({"skip_nonfinite": True}, False)):
+        optimizer = torch_ext.Muon(params, ns_dtype=F32, **options)
+        filled(params, 0)
+        optimizer.step()
+        before = bits(params), bits([optimizer.state[params[0]]["momentum_buffer"]])
+        params[0].grad[3, 3] = float("nan")  # type: ignore[index]
+        if refused:
+            with pytest.raises(RuntimeError, match="gradient of parameter 0 of group 0 is not finite"):
+                optimizer.step()
+        else:
+            with pytest.warns(RuntimeWarning, match="a step was skipped"):
+                optimizer.step()
+            assert optimizer.skipped_steps() == 1
+        assert (bits(params), bits([optimizer.state[params[0]]["momentum_buffer"]])) == before
+
+
+@pytest.mark.parametrize("kind", ["StepLR", "OneCycleLR", "CosineAnnealingLR"])
+def test_learning_rate_schedulers(kind: str) -> None:
+    params, theirs_p = matrices([(16, 12)]), matrices([(16, 12)])
+    made = []
+    for cls, p in ((torch_ext.Muon, params), (torch.optim.Muon, theirs_p)):
+        optimizer = cls(p, lr=0.02)
+        scheduler: Any = {
+            "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
+            "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+            "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+        }[kind](optimizer)
+        for step in range(6):
+            filled(p, step)
+            optimizer.step()
+            scheduler.step()
+        made.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+    assert made[0] == made[1]
+    assert float((params[0] - theirs_p[0]).detach().norm() / theirs_p[0].detach().norm()) < 0.02
+
+
+def test_lr_as_a_tensor() -> None:
+    params, plain = matrices([(16, 12), (4,)]), matrices([(16, 12), (4,)])
+    lr = torch.tensor(0.02)
+    a, b = torch_ext.Muon(params, lr=lr, ns_dtype=F32), torch_ext.Muon(plain, lr=float(lr), ns_dtype=F32)
+    for step in range(2):
+        filled(params, step)
+        filled(plain, step)
+        a.step()
+        b.step()
+    torch.testing.assert_close(params, plain)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[str, Any, type[Exception], str]] = [
+    (
+        "1-D in a muon group",
+        lambda: [{"params": matrices([(4,)]), "algorithm": "muon"}],
+        ValueError,
+        "algorithm is 'muon'",
+    ),
+    ("algorithm", lambda: [{"params": matrices([(4, 4)]), "algorithm": "sgd"}], ValueError, "'sgd'"),
+    ("foreach in a group", lambda: [{"params": matrices([(4, 4)]), "foreach": True}], ValueError, "foreach"),
+    ("fused in a group", lambda: [{"params": matrices([(4, 4)]), "fused": True}], ValueError, "fused"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "text"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
+def test_groups_that_are_refused(make: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        torch_ext.Muon(make())
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"foreach": True}, TypeError, "no argument 'foreach'"),
+        ({"fused": True}, TypeError, "no argument 'fused'"),
+        ({"lr": -1.0}, ValueError, "lr is -1"),
+        ({"lr": "1e-3"}, TypeError, "lr is '1e-3'"),
+        ({"momentum": 1.5}, ValueError, "momentum is 1.5"),
+        ({"ns_steps": 0}, ValueError, "ns_steps is 0"),
+        ({"ns_steps": 2.5}, TypeError, "ns_steps is 2.5"),
+        ({"ns_coefficients": (1.0, 2.0)}, ValueError, "three numbers"),
+        ({"ns_coefficients": (30.0, 5.0, 5.0)}, ValueError, "singular value"),
+        ({"adjust_lr_fn": "other"}, ValueError, "match_rms_adamw"),
+        ({"ns": "other"}, ValueError, "'gram'"),
+        ({"ns_dtype": torch.float16}, ValueError, "torch.bfloat16"),
+        ({"adamw": {"beta": 0.9}}, ValueError, "'beta'"),
+        ({"adamw": {"lr": 1e-3}, "lr": 0.0}, ValueError, "ratio"),
+        ({"adamw": {"betas": (0.9, 1.0)}}, ValueError, r"AdamW's betas\[1\]"),
+        ({"split": {"a": 3}}, ValueError, "split of 'a' is 3.*8 rows"),
+        ({"split": {"a": (5, 4)}}, ValueError, r"\(5, 4\).*8 rows"),
+        ({"split": {"zzz": 2}}, ValueError, "'zzz'"),
+        ({"adamw_params": "zzz"}, ValueError, "'zzz'"),
+        ({"policy": {"optimizer": "adam"}}, ValueError, "Muon"),
+    ],
+    ids=str,
+)
+def test_arguments_that_are_refused(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        torch_ext.Muon(zip("ab", matrices([(8, 6), (8,)]), strict=True), **options)
+
+
+def test_a_parameter_in_two_groups_is_named() -> None:
+    model = Tied()
+    with pytest.raises(ValueError, match="'head.weight'.*'embed.weight'"):
+        torch_ext.Muon(
+            [
+                {"params": [("embed.weight", model.embed.weight)]},
+                {"params": [("head.weight", model.head.weight)]},
+            ]
+        )
+
+
+def test_a_group_that_was_changed_is_refused_before_the_step() -> None:
+    params = matrices([(8, 8), (8,)])
+    optimizer = torch_ext.Muon(params, ns_dtype=F32)
+    filled(params, 0)
+    optimizer.step()
+    before = bits(params)
+    optimizer.param_groups[0]["momentum"] = 2.0
+    with pytest.raises(ValueError, match=r"group 0: momentum is 2\.0"):
+        optimizer.step()
+    assert bits(params) == before
+
+
+def test_memory_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = matrices([(8, 8), (64, 64)])
+    optimizer = torch_ext.Muon(zip("ab", params, strict=True), ns_dtype=F32)
+    filled(params, 0)
+    before, empty = bits(params), torch.empty
+
+    def bounded(*sizes: Any, **options: Any) -> Tensor:
+        if sizes == (4096,):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", bounded)
+    with pytest.raises(MemoryError, match="'b'"):
+        optimizer.step()
+    assert bits(params) == before
+
+
+def test_sparse_and_differing_gradients_are_named() -> None:
+    params = matrices([(8, 8)])
+    optimizer = torch_ext.Muon(params, ns_dtype=F32)
+    params[0].grad = torch.zeros(8, 8).to_sparse()
+    with pytest.raises(RuntimeError, match="parameter 0 of group 0 is sparse"):
+        optimizer.step()
+
+
+def test_rows_that_do_not_follow_each_other_are_named() -> None:
+    params = [nn.Parameter(torch.randn(8, 6).T)]
+    optimizer = torch_ext.Muon(params, ns_dtype=F32)
+    filled(params, 0)
+    with pytest.raises(RuntimeError, match="parameter 0 of group 0 has strides"):
+        optimizer.step()

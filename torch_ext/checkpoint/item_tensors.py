@@ -1,0 +1,142 @@
+"""The tensors of a folder's items, of either form."""
+
+import io
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from torch_ext.checkpoint import record
+from torch_ext.optim.state import at_rest
+
+_KEPT = 2  # weights that are kept, since masters of one follow each other
+_HEAD = 1 << 12  # bytes that are read to look for a header
+
+
+class _Part(NamedTuple):
+    """What of an item's tensor is at some place."""
+
+    index: Any
+    offsets: tuple[int, ...]  # of the overlap, in the tensor of the checkpoint
+    sizes: tuple[int, ...]
+    begin: tuple[int, ...]  # of the item
+
+
+class ItemTensors:
+    """Reads them. `stream_of`: of an item's index, its file and a stream of its bytes alone."""
+
+    def __init__(self, metadata: Any, stream_of: Callable[[Any], tuple[Path, IO[bytes]]]) -> None:
+        self._metadata, self._stream_of = metadata, stream_of
+        self._weights: OrderedDict[Any, Tensor] = OrderedDict()
+
+    def weights_of(self, index: Any) -> list[Any]:
+        """The items that a tensor is stored beside. ValueError where one is missing, or its header is damaged."""
+        file, stream = self._stream_of(index)
+        try:
+            found = header_of(stream)
+            return [] if found is None or found.place is None else [part.index for part in self._parts(found.place)]
+        except ValueError as error:
+            raise ValueError(f"{file}: {index.fqn!r} cannot be read ({error})") from error
+
+    def read(self, index: Any) -> Tensor:
+        """On the host. ValueError, naming file and key, where it cannot be read."""
+        return self._read(index, self._weight_at)
+
+    def assigned(self, index: Any, target: Tensor) -> bool:
+        """Whether the item is what `target` has in memory, all of it, and was put there. Else see `read`."""
+        file, stream = self._stream_of(index)
+        try:
+            found = header_of(stream)
+            if found is None or found.form != "scaled" or found.shape != tuple(target.shape):
+                return False
+            if not hasattr(target, "handle") or found.strides != target.handle.run.strides():
+                return False
+            return at_rest.assigned(target, record.scaled(found, _all_of(stream)))
+        except ValueError as error:
+            raise ValueError(f"{file}: {index.fqn!r} cannot be read ({error})") from error
+
+    def _read(self, index: Any, weight_at: record.WeightAt) -> Tensor:
+        file, stream = self._stream_of(index)
+        try:
+            found = header_of(stream)
+            if found is None:
+                return torch.load(stream, map_location="cpu", weights_only=True)
+            return record.unpack(found, _all_of(stream), weight_at)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # for data that is no tensor's, torch raises any kind of error
+            raise ValueError(f"{file}: {index.fqn!r} cannot be read ({error})") from error
+
+    def _weight_at(self, place: record.Place) -> Tensor:
+        made = None
+        for part in self._parts(place):
+            values = self._weight(part.index)
+            for dim, (offset, size, begin) in enumerate(zip(part.offsets, part.sizes, part.begin, strict=True)):
+                values = values.narrow(dim, offset - begin, size)
+            if part.sizes == place.sizes:
+                return values
+            made = torch.empty(place.sizes, dtype=values.dtype) if made is None else made
+            into = made
+            for dim, (offset, size, begin) in enumerate(zip(part.offsets, part.sizes, place.offsets, strict=True)):
+                into = into.narrow(dim, offset - begin, size)
+            into.copy_(values)
+        assert made is not None
+        return made
+
+    def _weight(self, index: Any) -> Tensor:
+        if index not in self._weights:
+            while len(self._weights) >= _KEPT:
+                self._weights.popitem(last=False)
+            self._weights[index] = self._read(index, _no_weight)
+        self._weights.move_to_end(index)
+        return self._weights[index]
+
+    def _parts(self, place: record.Place) -> list[_Part]:
+        """ValueError where the checkpoint does not have all of it."""
+        described = self._metadata.state_dict_metadata.get(place.key)
+        parts = list(_overlaps(place, getattr(described, "chunks", ())))
+        if sum(torch.Size(part.sizes).numel() for part in parts) != torch.Size(place.sizes).numel():
+            raise ValueError(f"{place.key!r}, which it is stored beside, is not in the checkpoint")
+        return parts
+
+
+def _overlaps(place: record.Place, chunks: Any) -> Iterator[_Part]:
+    for chunk in chunks:
+        if len(chunk.offsets) != len(place.offsets):
+            continue
+        offsets = tuple(map(max, place.offsets, chunk.offsets))
+        ends = [
+            min(a + n, b + m) for a, n, b, m in zip(place.offsets, place.sizes, chunk.offsets, chunk.sizes, strict=True)
+        ]
+        sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+        if all(size > 0 for size in sizes):
+            yield _Part(MetadataIndex(place.key, chunk.offsets), offsets, sizes, tuple(chunk.offsets))
+
+
+def _no_weight(place: record.Place) -> Tensor:
+    raise ValueError(f"it is stored beside {place.key!r}, and is a weight itself")
+
+
+def _all_of(stream: IO[bytes]) -> Tensor:
+    """In one read, where it is one of a file."""
+    raw = bytearray(stream.seek(0, io.SEEK_END))
+    stream.seek(0)
+    at = 0
+    while at < len(raw) and (more := stream.readinto(memoryview(raw)[at:])):  # type: ignore[attr-defined]
+        at += more
+    return torch.frombuffer(raw, dtype=torch.uint8)
+
+
+def header_of(stream: IO[bytes]) -> record.Record | None:
+    """None where the item is not at rest."""
+    stream.seek(0)
+    raw = stream.read(_HEAD)
+    if not record.is_record(raw):
+        stream.seek(0)
+        return None
+    missing = record.head_bytes(raw) - len(raw)
+    return record.parse(raw + stream.read(missing) if missing > 0 else raw)

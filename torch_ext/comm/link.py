@@ -1,0 +1,34 @@
+"""The speed of a rank's link, measured once, when ranks agree on what they will exchange (tx_link_gbps of C)."""
+
+import ctypes
+import time
+
+import torch
+
+from torch_ext.comm.communicator import MAX_BUCKETS, Communicator, tag
+from torch_ext.comm.wire import WireBuffer
+from torch_ext.native import constants, library
+
+_CYCLE = 15  # of the tags: another than the first ones
+
+
+def measure(communicator: Communicator, number: int, caller: str) -> float | None:
+    """Gbit/s that a rank sends to all others together, and receives; None where that cannot be told. Every rank calls
+    it, when nothing is under way, and gets the same. number: of `agree`.
+
+    It takes a quarter of a second at 1 Gbit/s, about 24 MiB from each rank, in at most 64 KiB a rank or 8 MiB of
+    memory. RuntimeError names ranks that are lost.
+    """
+    world_size = communicator.world_size
+    part = library.function("tx_link_part_bytes", ctypes.c_int64, restype=ctypes.c_int64, brief=True)(world_size)
+    buffer = WireBuffer.of(torch.zeros(part * world_size, dtype=torch.uint8, device=communicator.device))
+    label, took = f"{caller}: measuring the link", []
+    for i in range(constants.LINK_ROUNDS):
+        begin = time.monotonic_ns()
+        communicator.all_gather_into_buffer(buffer, tag=tag(number, _CYCLE, i), label=label).result()
+        took.append(time.monotonic_ns() - begin)
+    told = torch.tensor(took).view(torch.uint8)
+    rows = communicator.all_gather_bytes(told, tag=tag(number, _CYCLE, MAX_BUCKETS), label=label)()
+    times = torch.cat(rows).view(torch.int64)
+    gbps = library.function("tx_link_gbps", ctypes.c_void_p, ctypes.c_int64, restype=ctypes.c_double, brief=True)
+    return gbps(times.data_ptr(), world_size) or None

@@ -1,0 +1,74 @@
+"""Tensors in as few bytes as their exponents take, and back: tx_planes_encode and tx_planes_decode
+(csrc/torch_ext_advanced.h).
+
+Tensors are on the host and contiguous. The interpreter's lock is let go meanwhile.
+"""
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext.native import dtypes, library, structs
+from torch_ext.native.adamw_args import TensorArgument
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.uint8)
+"""Of values that can be encoded."""
+
+
+@structs.mirror("tx_planes")
+class _Planes(library.Struct):
+    numel: int
+    bytes: int
+    n_blocks: int
+    dtype: int
+
+
+class Message(NamedTuple):
+    """What the header of a message says."""
+
+    dtype: torch.dtype
+    numel: int
+    blocks: int
+
+
+def _c(t: Tensor) -> TensorArgument:
+    assert t.is_contiguous() and t.device.type == "cpu"
+    return TensorArgument(t.data_ptr(), t.numel(), dtypes.code_of(t.dtype) or 0)
+
+
+def bound(dtype: torch.dtype, numel: int) -> int:
+    """Bytes that always suffice for a message."""
+    found = library.function("tx_planes_bound", ctypes.c_int32, ctypes.c_int64, restype=ctypes.c_int64, brief=True)
+    return int(found(dtypes.code_of(dtype), numel))
+
+
+def encode(values: Tensor) -> Tensor:
+    """The message, uint8, in memory of its own size."""
+    out, length = torch.empty(bound(values.dtype, values.numel()), dtype=torch.uint8), ctypes.c_int64()
+    call = library.function("tx_planes_encode", TensorArgument, TensorArgument, ctypes.c_void_p)
+    call(_c(values), _c(out), ctypes.byref(length))
+    return out[: length.value].clone()
+
+
+def read(message: Tensor) -> Message:
+    """RuntimeError where the message is damaged, truncated or none; its blocks are not looked at."""
+    found: Any = _Planes(size=ctypes.sizeof(_Planes))
+    library.function("tx_planes_read", TensorArgument, ctypes.c_void_p)(_c(message), ctypes.byref(found))
+    dtype = dtypes.dtype_of(found.dtype)
+    assert dtype is not None
+    return Message(dtype, found.numel, found.n_blocks)
+
+
+def check(message: Tensor) -> None:
+    """RuntimeError, naming the block, where one has another checksum."""
+    call = library.function("tx_planes_check", TensorArgument, ctypes.c_int64, ctypes.c_int64)
+    call(_c(message), 0, read(message).blocks)
+
+
+def decode(message: Tensor, begin: int, values: Tensor) -> None:
+    """Elements from `begin` on into `values`. RuntimeError where the message is damaged, ValueError where it does not
+    have them."""
+    call = library.function("tx_planes_decode_range", TensorArgument, ctypes.c_int64, TensorArgument)
+    call(_c(message), begin, _c(values))

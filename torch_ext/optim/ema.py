@@ -1,0 +1,86 @@
+"""The average of its masters that an optimizer keeps: handed out, and swapped into the model."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ext.native.untraced import untraced
+from torch_ext.optim import master_sync
+from torch_ext.optim.optimizer_base import OptimizerBase
+from torch_ext.optim.optimizer_states import OptimizerStates
+from torch_ext.optim.state import codec, masters, save
+from torch_ext.optim.state.param_state import ParamState, gather_of, gathers_in_order
+from torch_ext.optim.state.state_dtypes import EMA
+from torch_ext.optim.stepper import Stepper
+from torch_ext.params import reducer_registry
+from torch_ext.params.param_groups import of_the_innermost
+
+
+class AveragingOptimizer(OptimizerBase):
+    """With ema_decay: what torch.optim.swa_utils.AveragedModel keeps beside the model."""
+
+    @of_the_innermost
+    @contextlib.contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """The model's weights are the averages, rounded to nearest, while the block runs (under no_grad): to evaluate
+        or save it.
+
+            with opt.ema_weights():
+                evaluate(model)
+
+        Afterwards they are what they were, bit for bit, also where the block raises; what was written to them inside is
+        lost. Takes memory for one more copy of this rank's weights. Where parameters are cut over the ranks every rank
+        enters, and entering and leaving are collective. A step inside is a RuntimeError, and so is a call without
+        ema_decay.
+        """
+        self._refuse_without_average("ema_weights()")
+        with torch.no_grad(), _swapped(self._states, self._stepper):
+            self._open = "ema_weights(): parameters are their averages there"
+            try:
+                yield
+            finally:
+                self._open = ""
+
+    @untraced
+    @of_the_innermost
+    def ema_state_dict(self) -> dict[str | int, Any]:
+        """The average of each parameter in fp32, with the keys of `master_state_dict()`: parameter names, or positions
+        where the optimizer does not know names. Tensors as those of `state_dict()`, to be read, not written. Before the
+        first step it is the weights. RuntimeError without ema_decay."""
+        self._refuse_without_average("ema_state_dict()")
+        return save.averages(self, self._logical_state_dict("ema_state_dict()"))
+
+    def _refuse_without_average(self, doing: str) -> None:
+        self._refuse_open(doing)
+        if self.averaging.dtype is None:
+            raise RuntimeError(f"{doing}: there is no average; make the optimizer with ema_decay=0.9999, say")
+
+
+@contextlib.contextmanager
+def _swapped(states: OptimizerStates, stepper: Stepper) -> Iterator[None]:
+    everyone = states.everyone()
+    members = states.members(everyone, [p.requires_grad for p in everyone])
+    with_master = [m for m in members if m.kinds.master]
+    masters.resync(with_master)
+    weights = [m.weight.detach().clone() for m in members]
+    try:
+        _write(members, [codec.decode(m.weight, m.state, m.kinds, EMA) for m in members])
+        yield
+    finally:
+        _write(members, weights)
+        master_sync.mark_synced(states, stepper, with_master)
+
+
+def _write(members: list[ParamState], values: list[Tensor]) -> None:
+    """To the weights that this rank steps, and from there to the ranks that have copies of them."""
+    gathers = [gather_of(m, reducer_registry.owner_of(m.param)) for m in members]
+    for owner in dict.fromkeys(owner for owner, _ in filter(None, gathers)):
+        owner.refuse_gone("ema_weights()")
+    for m, value in zip(members, values, strict=True):
+        m.weight.detach().copy_(value)
+    for handle in [owner.gather(bucket) for owner, bucket in filter(None, gathers_in_order(gathers))]:
+        handle.result()
+    torch.autograd.graph.increment_version([m.param for m in members])

@@ -1,0 +1,98 @@
+"""Asking one step to measure itself, and reading what it found."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_ext.comm import group_calls
+from torch_ext.native import constants
+from torch_ext.optim.ema import AveragingOptimizer
+from torch_ext.optim.health_report import Health, ParamHealth
+from torch_ext.optim.optimizer_states import OptimizerStates
+from torch_ext.optim.state.measurement import Measurement
+from torch_ext.optim.state.state_dtypes import StateDtypes
+from torch_ext.params import param_groups
+from torch_ext.params.param_groups import of_the_innermost
+
+_CALL = "health()"
+
+
+class MeasuringOptimizer(AveragingOptimizer):
+    """Other steps cost nothing more."""
+
+    @of_the_innermost
+    def measure_health(self) -> None:
+        """The next step measures itself, for `health()`; on every rank alike. Not one that is captured into a
+        CUDA graph."""
+        self._states.measurement = Measurement()
+        self._stepper.drop_plan()
+
+    @of_the_innermost
+    def health(self) -> Health:
+        """What the step after `measure_health()` found of each parameter: rms(update) / rms(weight), the share of
+        weights that moved, that of updates below half an ulp of their weight, and the largest weight.
+
+        Of whole parameters: where they are cut over ranks this is collective, as clip_grad_norm_, and every rank gets
+        the same. Muon's matrices are not measured: `not_measured` has their names. RuntimeError where no step was asked
+        to measure, or none came since.
+        """
+        measured = self._states.measured
+        if measured is None:
+            asked = self._states.measurement is not None
+            raise RuntimeError(
+                f"{_CALL}: {'no step came since measure_health()' if asked else 'no step was asked to measure'}; call "
+                "measure_health(), take a step, and then health()"
+            )
+        return Health(_read(self._states, measured), measured.step, _not_measured(self._states))
+
+
+def _not_measured(states: OptimizerStates) -> list[str]:
+    """Names of what is trained by Muon."""
+    keys, matrices = param_groups.keys(states.groups), param_groups.are_matrices(states.groups)
+    rows = zip(states.everyone(), keys, matrices, strict=True)
+    return [str(key) for p, key, is_one in rows if is_one and p.requires_grad]
+
+
+def _read(states: OptimizerStates, measured: Measurement) -> list[ParamHealth]:
+    everyone = states.everyone()
+    shards = states.current_shards(everyone)
+    keys, kept = param_groups.keys(states.groups), param_groups.kept_32bit(states.groups)
+    chosen = [i for i, p in enumerate(everyone) if p.requires_grad]
+    rows = [measured.rows.get(everyone[i]) for i in chosen]
+    table = _on_host(rows)
+    by_groups: dict[tuple[torch.distributed.ProcessGroup, ...], list[int]] = {}
+    for at, i in enumerate(chosen):
+        if groups := tuple(shards.of(i).groups):
+            by_groups.setdefault(groups, []).append(at)
+    for groups, members in by_groups.items():
+        table[members] = _summed(table[members], groups, everyone[chosen[members[0]]].device)
+    policy = states.optimizer.policy
+    roundings = [group["weight_rounding"] for group in states.groups for _ in group["params"]]
+    found = []
+    for at, i in enumerate(chosen):
+        p, row = everyone[i], table[at]
+        kinds = StateDtypes.of(policy, p.dtype, p.numel(), kept[i])
+        keeps = kinds.master is not None or p.dtype == torch.float32 or roundings[i] != "nearest"
+        one = ParamHealth.of(str(keys[i]), row, keeps, p.dtype == torch.float16)
+        if one.elements:
+            found.append(one)
+    return found
+
+
+def _on_host(rows: Sequence[Tensor | None]) -> Tensor:
+    """Zeros where there is none."""
+    table = torch.zeros((len(rows), constants.HEALTH_LEN), dtype=torch.int64)
+    for device in dict.fromkeys(row.device for row in rows if row is not None):
+        there = [(at, row) for at, row in enumerate(rows) if row is not None and row.device == device]
+        table[[at for at, _ in there]] = torch.stack([row for _, row in there]).cpu()
+    return table
+
+
+def _summed(rows: Tensor, groups: Sequence[torch.distributed.ProcessGroup], device: torch.device) -> Tensor:
+    """Of all ranks: integers, of which all are added but the last, the pattern of the largest weight."""
+    sums, largest = rows[:, :-1].contiguous().to(device), rows[:, -1].contiguous().to(device)
+    for group in groups:
+        group_calls.all_reduce(sums, group, _CALL)
+        group_calls.all_reduce(largest, group, _CALL, torch.distributed.ReduceOp.MAX)
+    return torch.cat([sums, largest[:, None]], 1).cpu()

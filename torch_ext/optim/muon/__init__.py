@@ -1,0 +1,1 @@
+"""Muon: what steps whole matrices, beside AdamW's fused step."""

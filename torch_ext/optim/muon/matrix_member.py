@@ -1,0 +1,145 @@
+"""A parameter of Muon's, with its two passes over memory: momentum, and update."""
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext.native import library, ops
+from torch_ext.optim.muon import hyper, newton_schulz
+from torch_ext.optim.muon.matrix_forms import Matrix, MatrixForm, matrices
+from torch_ext.optim.muon.sharing import Sharing
+from torch_ext.optim.state.param_state import ParamState, named
+from torch_ext.tensors import dense
+
+
+class StepScalars(NamedTuple):
+    """What is the same for all parameters of one step."""
+
+    seed: int
+    moment_rounding: int
+    weight_rounding: int
+    grad_scale: Tensor  # fp32, one element or none
+    clip_coef: Tensor  # likewise
+    external: int  # tx_external_write
+    resynced: Tensor  # int64, one element: is added to
+    averaging: tuple[float, int]  # ema_decay, ema_every
+
+
+class Piece(NamedTuple):
+    """What this rank has of one of a parameter's matrices."""
+
+    matrix: int
+    begin: int  # in this rank's elements of the parameter
+    end: int
+
+
+class MatrixMember:
+    """Kept from step to step."""
+
+    def __init__(
+        self,
+        state: ParamState,
+        group: dict[str, Any],
+        form: MatrixForm,
+        wire: torch.dtype | None,
+        sharing: Sharing | None,
+    ) -> None:
+        """group: of the optimizer. wire: the dtype in which gradients travel. sharing: see `sharing_of`."""
+        self.state, self.group, self.sharing, self._wire = state, group, sharing, wire
+        self.weight = dense.flat(state.weight.detach()).view(-1)
+        self.matrices: list[Matrix] = matrices(state.param.shape, form)
+        offset, n = state.local.offset, self.weight.numel()
+        runs = ((m.begin - offset, m.begin - offset + m.numel) for m in self.matrices)
+        clipped = ((i, max(begin, 0), min(end, n)) for i, (begin, end) in enumerate(runs))
+        self.pieces = [Piece(i, begin, end) for i, begin, end in clipped if begin < end]
+        self._parts = torch.tensor([(0, p.begin) for p in self.pieces], dtype=torch.int64).reshape(-1, 2)
+        self._meta = torch.tensor([(state.id, offset, 0)], dtype=torch.int64)
+
+    @property
+    def name(self) -> str:
+        return self.state.name
+
+    @property
+    def largest(self) -> Matrix:
+        return max(self.matrices, key=lambda m: m.numel)
+
+    @property
+    def widest(self) -> int:
+        """The most that the smaller dimension of one of its matrices is."""
+        return max(min(m.rows, m.columns) for m in self.matrices)
+
+    @property
+    def ns_dtype(self) -> torch.dtype:
+        """Of the products."""
+        return hyper.NS_DTYPES[self.group["ns_dtype"]]
+
+    @property
+    def travels(self) -> torch.dtype:
+        """In which momentum goes to the products and the update comes back, rounded to it in every world, so that each
+        has the same bits."""
+        return torch.bfloat16 if torch.bfloat16 in (self._wire, self.ns_dtype) else torch.float32
+
+    def iteration(self) -> newton_schulz.Iteration:
+        group = self.group
+        a, b, c = map(float, group["ns_coefficients"])
+        return newton_schulz.Iteration((a, b, c), int(group["ns_steps"]), float(group["eps"]), group["ns"])
+
+    def operations(self) -> list[float]:
+        """Of each matrix."""
+        iteration, dtype = self.iteration(), self.ns_dtype
+        return [
+            newton_schulz.operations(m.rows, m.columns, iteration.steps, iteration.kind, dtype) for m in self.matrices
+        ]
+
+    def momentum(self, grad: Tensor, scalars: StepScalars, into: Tensor) -> Tensor:
+        """Steps the momentum; `into` becomes what is to be orthogonalised of this rank's elements, and is returned."""
+        ops.call_unversioned(
+            "muon_momentum_",
+            *([grad], self._flat("momentum_buffer"), self._flat("scales"), [into], [self.state.state["step"]]),
+            *(self._meta, scalars.grad_scale, scalars.clip_coef),
+            *(float(self.group["momentum"]), bool(self.group["nesterov"]), scalars.seed, scalars.moment_rounding),
+        )
+        return into
+
+    def update(self, update: Tensor, scalars: StepScalars) -> None:
+        """Steps weights and masters, and counts the step."""
+        ops.call_unversioned(
+            "muon_update_",
+            *([self.weight], [update], self._flat(self.state.kinds.master), self._flat("checksum")),
+            *([self.state.state["step"]], self._meta, self._parts, self._rates(), scalars.resynced),
+            *(*self._left_behind(), scalars.seed, scalars.weight_rounding, scalars.external, *scalars.averaging),
+        )
+
+    def _flat(self, key: str | None) -> list[Tensor]:
+        """A stored state as the operators take it: none where there is none."""
+        value = self.state.state.get(key) if key else None
+        return [] if value is None else [dense.flat(value).view(-1)]
+
+    def _left_behind(self) -> list[list[Tensor]]:
+        """changed, moved, distances, emas, ema_lows and healths of muon_update_."""
+        found = self.state.left_behind()
+        return [[] if one is None else [dense.flat(one).view(-1)] for one in found]
+
+    def _rates(self) -> Tensor:
+        """tx_muon_rate of each piece."""
+        lr, decay = float(self.group["lr"]), float(self.group["weight_decay"])
+        match = int(self.group["adjust_lr_fn"] == "match_rms_adamw")
+        ratio_of = library.function(
+            "tx_muon_lr_ratio", ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, restype=ctypes.c_double, brief=True
+        )
+        of_pieces = (self.matrices[p.matrix] for p in self.pieces)
+        rows = [(lr * ratio_of(m.rows, m.columns, match), lr * decay) for m in of_pieces]
+        return torch.tensor(rows, dtype=torch.float64).reshape(-1, 2)
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Inside, a RuntimeError names the parameter."""
+        try:
+            yield
+        except RuntimeError as refusal:
+            text = named(str(refusal).replace("grads[0]", "params[0]"), [self.name])
+            raise RuntimeError(f"{self.name}: {text}; its weights are as they were") from None

@@ -1,0 +1,179 @@
+"""The step of Muon's matrices: what is refused, and who does what."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext.grads import stats as grads_stats
+from torch_ext.optim.muon import hyper, product_rate, sharing
+from torch_ext.optim.muon.cut_matrices import CutRun, Round, cut_matrices, rounds_of
+from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
+from torch_ext.optim.muon.owners import Owners, agreed_smallest
+from torch_ext.optim.muon.products import Products
+from torch_ext.optim.muon.whole_matrices import ReplicatedRun, step_alone
+from torch_ext.optim.state import masters
+from torch_ext.optim.state.param_state import ParamState, refuse_grad
+from torch_ext.optim.state.write_check import FixedMemory
+from torch_ext.tensors import dense
+
+if TYPE_CHECKING:
+    from torch_ext.optim.optimizer_states import Settings
+
+
+class _GroupPlan(NamedTuple):
+    """Of the matrices that the ranks of one process group share."""
+
+    owners: Owners
+    first: dict[MatrixMember, int]  # the number of each parameter's first matrix
+    rounds: list[Round]  # of those that are cut
+
+
+class MatrixStep:
+    """Kept from step to step, as a `StepPlan` is."""
+
+    def __init__(self, members: Sequence[ParamState], optimizer: "Settings") -> None:
+        """RuntimeError, naming the parameter, for what Muon cannot step."""
+        groups = optimizer.param_groups
+        forms = {p: form for group in groups for p, form in zip(group["params"], group["matrices"], strict=True)}
+        for m in members:
+            sharing.refuse(m, forms[m.param])
+        self._members = [
+            MatrixMember(
+                m,
+                groups[m.group],
+                forms[m.param],
+                optimizer.policy.row(m.param.dtype).grad_comm_dtype,
+                sharing.sharing_of(m),
+            )
+            for m in members
+        ]
+        self._checked: dict[int, list[Any]] = {}  # by group: values that were found legal
+        self.memory = FixedMemory([m.place for m in members])
+        self._groups = list(dict.fromkeys(m.sharing.group for m in self._members if m.sharing is not None))
+        self._plans: dict[Any, _GroupPlan] = {}  # by process group; made by the first step
+        self._agreed: dict[Any, Owners] = vars(optimizer).setdefault("_owners_agreed", {})
+        self._products = Products()
+        self._averaging = optimizer.averaging.decay, optimizer.averaging.every
+
+    def check_gradients(self, grads: Sequence[Tensor], found_inf: Tensor) -> None:
+        """Once in a step, before anything of it is done: RuntimeError for gradients that no step takes, and, where
+        nobody else knows (found_inf is empty), for those that are not finite. Collective where matrices are cut."""
+        for m, grad in zip(self._members, grads, strict=True):
+            refuse_grad(m.state, grad)
+        if found_inf.numel():
+            return
+        stats, first_bad = grads_stats.of(self._in_order(grads), grads[0].device)
+        first = int(first_bad) if int(stats[grads_stats.NONFINITE]) else grads_stats.NOBODY
+        for group in dict.fromkeys(m.sharing.group for m in self._members if m.sharing and m.sharing.runs is not None):
+            first = agreed_smallest(first, group, "whether gradients are finite")
+        if first != grads_stats.NOBODY:
+            raise RuntimeError(
+                f"the gradient of {self._members[first].name} is not finite: one such element makes a whole matrix of "
+                "Muon's so. Nothing was stepped. skip_nonfinite=True leaves such steps out, and counts them"
+            )
+
+    def _in_order(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        return [dense.in_order_of(m.state.weight, g).view(-1) for m, g in zip(self._members, grads, strict=True)]
+
+    def begin(
+        self,
+        grads: Sequence[Tensor],
+        shared: tuple[int, int, int],
+        scalars: Sequence[Tensor],
+        on_external_write: str,
+    ) -> "MatrixRun":
+        """Everything that may be refused is: RuntimeError or MemoryError, naming the parameter; nothing has been
+        written then. shared: seed, moment_rounding, weight_rounding. scalars: grad_scale, clip_coef, found_inf."""
+        grad_scale, clip_coef, found_inf = scalars
+        skipped = found_inf.numel() > 0 and float(found_inf) != 0
+        if on_external_write == "error":
+            masters.refuse_modified([m.state for m in self._members if m.state.kinds.master])
+        self._check_groups()
+        self._products.reserve(self._members)
+        self._make_plans()
+        by_member = dict(zip(self._members, self._in_order(grads), strict=True))
+        external = masters.MODES[on_external_write]
+        options = StepScalars(*shared, grad_scale, clip_coef, external, found_inf, self._averaging)
+        return MatrixRun(self._plans, self._products, by_member, options, skipped)
+
+    def _check_groups(self) -> None:
+        """ValueError or TypeError for what somebody changed in them to what is not legal."""
+        for index, group in {m.state.group: m.group for m in self._members}.items():
+            if group["ns_dtype"] is None:
+                group["ns_dtype"] = self._faster_dtype()
+            values = [float(group[key]) if key == "lr" else group[key] for key in hyper.OF_MATRICES]
+            if self._checked.get(index) != values:
+                hyper.refuse(group, f"group {index}: ")
+                self._checked[index] = values
+
+    def _faster_dtype(self) -> str:
+        """The same on all ranks. Collective."""
+        distributed = torch.distributed
+        alone = not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
+        if not self._groups and not alone:
+            raise ValueError(
+                "ns_dtype=None measures the processor's rates, and ranks that are not known to this optimizer may "
+                "measure others: ns_dtype=torch.float32 or torch.bfloat16 is legal here"
+            )
+        code = list(hyper.NS_DTYPES).index(product_rate.faster_dtype(self._members[0].weight.device))
+        for group in self._groups:
+            code = agreed_smallest(code, group, "the dtype of Muon's products")
+        return list(hyper.NS_DTYPES)[code]
+
+    def _make_plans(self) -> None:
+        """The first call is collective."""
+        for group in self._groups if not self._plans else ():
+            sizes: list[float] = []
+            first = {}
+            members = [m for m in self._members if m.sharing is not None and m.sharing.group is group]
+            for m in members:
+                first[m] = len(sizes)
+                sizes += m.operations()
+            owners = self._planned(sizes, group)
+            cut = [
+                one for m in members if m.sharing and m.sharing.runs is not None for one in cut_matrices(m, first[m])
+            ]
+            self._plans[group] = _GroupPlan(owners, first, rounds_of(cut, owners))
+
+    def _planned(self, sizes: list[float], group: Any) -> Owners:
+        """Once per set of matrices: a rank that makes its plan anew, as others do not, asks nobody."""
+        key = (group, *sizes)
+        if key not in self._agreed:
+            self._agreed[key] = Owners(sizes, group)
+        return self._agreed[key]
+
+
+class MatrixRun:
+    """One step of them, which nothing refuses any more."""
+
+    def __init__(
+        self,
+        plans: dict[Any, _GroupPlan],
+        products: Products,
+        grads: dict[MatrixMember, Tensor],
+        scalars: StepScalars,
+        skipped: bool,
+    ) -> None:
+        self._plans, self._products, self._grads = plans, products, grads
+        self._scalars, self._skipped = scalars, skipped
+
+    def run(self, counts: Tensor, counted: bool) -> None:
+        """counts: `OptimizerStates.counts`. counted: a step that is skipped was counted already."""
+        if self._skipped:
+            counts[0, 0] += int(not counted)
+            return
+        scalars = self._scalars._replace(resynced=counts[1, 1:])
+        replicated = ReplicatedRun(self._products, scalars)
+        for member, grad in self._grads.items():
+            if member.sharing is None:
+                step_alone(member, grad, self._products, scalars)
+            elif member.sharing.runs is None:
+                plan = self._plans[member.sharing.group]
+                replicated.start(member, grad, plan.owners, plan.first[member])
+        for group, plan in self._plans.items():
+            cut = {m: g for m, g in self._grads.items() if m.sharing and m.sharing.group is group and m.sharing.runs}
+            if plan.rounds:
+                CutRun(plan.rounds, plan.owners, self._products, cut, scalars).run()
+        replicated.finish()

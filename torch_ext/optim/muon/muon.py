@@ -1,0 +1,169 @@
+"""Muon: whole matrices by their orthogonalised momentum, everything else of a model by AdamW, in one optimizer."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_ext.optim import arguments
+from torch_ext.optim.adamw import Adam
+from torch_ext.optim.muon import hyper
+from torch_ext.optim.muon.matrix_forms import Chooser, Split
+from torch_ext.optim.optimizer_base import OptimizerBase
+from torch_ext.optim.state.averaging import Averaging
+from torch_ext.params import hyper_parameters, param_groups
+from torch_ext.params.hyper_parameters import LR, MUON_DECAY, start
+from torch_ext.params.keep_32bit import Kept, Selection
+from torch_ext.params.param_groups import Params
+from torch_ext.params.policy_choice import PolicyLike, States, policy_for
+
+
+class Muon(Adam):
+    """Muon (Jordan et al. 2024) with torch.optim.Muon's arguments and state_dict, in the dtypes of a policy, and AdamW
+    for what is no matrix.
+
+    First torch's arguments:
+
+    params: a model; or an iterable of parameters, of (name, parameter) pairs, or of groups (dicts with "params"), on
+        the CPU. Matrices are Muon's, everything else is AdamW's. Of three dimensions a parameter is a batch of matrices
+        (a stack of experts, each orthogonalised by itself), of more, and where it belongs to a convolution, one matrix
+        of its first dimension by all others. The weights of nn.Embedding and nn.EmbeddingBag are AdamW's, heads that
+        are tied to them, too; and, where a model is given, the output layer that its get_output_embeddings() returns.
+        A group may say algorithm="muon" (then all of it must be matrices), or algorithm="adamw", with its own lr,
+        betas, eps and weight_decay.
+    lr: of both. A tensor of one element is legal.
+    weight_decay: decoupled, of both.
+    momentum: the decay of the average of the gradient, in [0, 1].
+    nesterov: whether the update looks one step ahead.
+    ns_coefficients: a, b and c of the step of the Newton-Schulz iteration, a X + b (X X^T) X + c (X X^T)^2 X.
+    eps: the least that a matrix's norm is taken for.
+    ns_steps: how many of these steps.
+    adjust_lr_fn: what lr is multiplied by for a matrix: "original" (or None), sqrt(max(1, rows / columns));
+        "match_rms_adamw", 0.2 sqrt(max(rows, columns)), which makes updates as large as AdamW's, whose lr and
+        weight_decay can be kept then.
+
+    And those beyond torch's, by keyword only:
+
+    ns: "standard" iterates on the matrix; "gram" on its Gram matrix, of the smaller dimension, which takes fewer
+        operations where one dimension is the larger (5/9 for 4:1) and more for squares; "auto": whichever takes fewer
+        for the matrix at hand. Both are the same function of the matrix, but for rounding.
+    ns_dtype: torch.float32 or torch.bfloat16: of the products. None: the one in which this processor multiplies faster,
+        measured once, in the first step; it stands in the groups, and so in the state_dict. torch.optim.Muon's is bf16.
+    adamw: of what is AdamW's, where it differs: {"lr", "betas", "eps", "weight_decay"}. Under schedulers its lr keeps
+        its ratio to the group's. Not for groups with algorithm="adamw".
+    adamw_params: matrices that are AdamW's: names (of parameters or of modules around them; *, ? and [] as in file
+        names), modules, or types of modules; one, or several in a list.
+    split: by name or pattern, which matrices are several, one below the other (fused query, key and value; gate and
+        up): {"*qkv*": 3} for equal ones, {"*qkv*": (768, 128, 128)} by rows. Each is orthogonalised by itself.
+    states, min_8bit_size, keep_32bit, policy, moment_rounding, weight_rounding, seed, skip_nonfinite,
+    on_external_write, ema_decay, ema_dtype, ema_every: as torch_ext.AdamW's. The momentum of matrices has exp_avg's
+        dtype: 2 bytes per parameter with states="bf16_remainder", 1.01 with states="8bit".
+
+    An update is rounded to the policy's grad_comm_dtype where that is bf16, with one process as with many. A gradient
+    of a matrix that is not finite is a RuntimeError before anything is written, unless a clip, a loss scale or
+    skip_nonfinite has the step left out.
+    """
+
+    _decoupled = True
+    _chooser: Chooser
+
+    @arguments.constructor
+    def __init__(
+        self,
+        params: Params | nn.Module,
+        lr: float | Tensor = LR,
+        weight_decay: float = MUON_DECAY,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns: str = "standard",
+        ns_dtype: torch.dtype | str | None = None,
+        adamw: Mapping[str, Any] | None = None,
+        adamw_params: Kept | Iterable[Kept] = (),
+        split: Mapping[str, Split] | None = None,
+        states: States | None = None,
+        min_8bit_size: int = 0,
+        keep_32bit: Kept | Iterable[Kept] = (),
+        policy: PolicyLike | None = None,
+        moment_rounding: str | None = None,
+        weight_rounding: str | None = None,
+        seed: int = 0,
+        skip_nonfinite: bool = False,
+        on_external_write: str = "resync",
+        ema_decay: float | None = None,
+        ema_dtype: torch.dtype | str = torch.bfloat16,
+        ema_every: int = 1,
+    ) -> None:
+        self._chooser = Chooser(adamw_params, split, params if isinstance(params, nn.Module) else None)
+        if isinstance(params, nn.Module):
+            params = params.named_parameters()
+        params = param_groups.taken(params)
+        policy = policy_for(params, policy, states, min_8bit_size)
+        hyper_parameters.refuse_optimizer(policy, ("muon",), type(self).__name__)
+        lr = start(lr, policy, "lr")
+        defaults = {
+            "lr": lr,
+            "weight_decay": start(weight_decay, policy, "weight_decay"),
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "algorithm": None,
+            "ns": ns,
+            "ns_dtype": hyper.dtype_name(ns_dtype),
+            **hyper.adamw_defaults(adamw, lr),
+            "moment_rounding": policy.moment_rounding if moment_rounding is None else moment_rounding,
+            "weight_rounding": policy.weight_rounding if weight_rounding is None else weight_rounding,
+            "seed": seed,
+        }
+        kept = Selection(keep_32bit, "keep_32bit")
+        self.averaging = Averaging.of(ema_decay, ema_dtype, ema_every)
+        OptimizerBase.__init__(self, params, defaults, policy, skip_nonfinite, on_external_write, 0.0, kept)
+        self._chooser.refuse_unused(self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As AdamW's. And refused: a parameter that another group has, one that is no matrix in a group that says
+        algorithm="muon", and a split that does not fit."""
+        before = len(self.param_groups)
+        param_group = hyper.own_group(param_group)
+        _refuse_shared(param_group, self.param_groups)
+        super().add_param_group(param_group)
+        group = self.param_groups[before]
+        try:
+            group["matrices"] = self._chooser.forms(group, f"group {before}: ")
+        except Exception:
+            del self.param_groups[before]
+            raise
+
+    @property
+    def adamw_groups(self) -> list[dict[str, Any]]:
+        """The groups as AdamW's: with its hyper-parameters."""
+        return [hyper.as_adamw(group) for group in self.param_groups]
+
+    def refuse_hyper(self, group: dict[str, Any], where: str) -> None:
+        """Raises for hyper-parameters that no group may have. where: for messages."""
+        hyper.refuse(group, where)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_chooser": self._chooser}
+
+
+def _refuse_shared(group: Any, groups: list[dict[str, Any]]) -> None:
+    """ValueError, naming both, for a parameter that another group has: a tied weight is stepped once."""
+    members = group.get("params", ()) if isinstance(group, dict) else ()
+    if not isinstance(members, list | tuple):
+        return
+    known = dict(zip(map(id, param_groups.everyone(groups)), param_groups.names(groups), strict=True))
+    for i, member in enumerate(members):
+        name, p = (repr(member[0]), member[1]) if isinstance(member, tuple) else (f"parameter {i}", member)
+        if id(p) in known:
+            raise ValueError(
+                f"group {len(groups)}: {name} is {known[id(p)]}, which another group has: pass tied weights once"
+            )

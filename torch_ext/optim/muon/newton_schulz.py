@@ -1,0 +1,136 @@
+"""Newton-Schulz iterations: about the nearest matrix with orthonormal rows or columns, by matrix products alone.
+
+A step takes each singular value s of X to a s + b s^3 + c s^5: X' = Q X with Q = a + b G + c G^2, G = X X^T.
+
+Note: Gram Newton-Schulz (Dao AI Lab, 2026). All Q are polynomials of the first G, so they commute, and the product of
+all steps is P X with P = Q_n ... Q_1. The iteration needs the small square matrices alone: G' = Q G Q, P' = Q P. What
+rounding adds to G's small eigenvalues, which are the squares of X's singular values, grows from step to step: with
+products in bf16 the iteration begins anew from P X after RESTART steps.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext.native import library
+from torch_ext.optim.muon.hyper import ITERATIONS
+
+RESTART = {torch.float32: 0, torch.bfloat16: 2}
+"""Steps of the Gram iteration after which it begins anew; 0: never."""
+
+NON_FINITE = "the products of its Newton-Schulz iteration are not finite"
+
+_TAME = 2.0**40  # norms up to it, and from its reciprocal on, are squared in fp32 without harm
+
+
+class NonFiniteProducts(RuntimeError):
+    """Of a matrix and a norm that are finite, which no legal iteration makes."""
+
+
+class Iteration(NamedTuple):
+    """How the matrices of a parameter are orthogonalised."""
+
+    coefficients: tuple[float, float, float]
+    steps: int
+    eps: float  # norms are at least that
+    kind: str  # of ITERATIONS
+
+
+@functools.cache
+def operations(rows: int, columns: int, steps: int, kind: str, dtype: torch.dtype) -> float:
+    """Multiplications and additions of all products (tx_muon_operations)."""
+    int64 = ctypes.c_int64
+    count: Callable[..., float] = library.function(
+        "tx_muon_operations", int64, int64, int64, ctypes.c_int32, int64, restype=ctypes.c_double, brief=True
+    )
+    return count(rows, columns, steps, ITERATIONS.index(kind), RESTART[dtype])
+
+
+def takes_gram(shape: torch.Size, iteration: Iteration, dtype: torch.dtype) -> bool:
+    """Whether a matrix of this shape takes the Gram iteration: "auto" takes what has fewer operations."""
+    if iteration.kind != "auto":
+        return iteration.kind == "gram"
+    rows, columns = shape
+    gram, standard = (operations(rows, columns, iteration.steps, kind, dtype) for kind in ("gram", "standard"))
+    return gram < standard
+
+
+class Workspace:
+    """Memory of the square matrices, from one orthogonalisation to the next."""
+
+    def __init__(self, largest: int, dtype: torch.dtype) -> None:
+        """largest: the most that the smaller dimension of a matrix is."""
+        self._memory = [torch.empty(largest * largest, dtype=dtype) for _ in range(4)]
+
+    def squares(self, n: int) -> list[Tensor]:
+        return [memory[: n * n].view(n, n) for memory in self._memory]
+
+
+def orthogonalise(x: Tensor, other: Tensor, norm: float, iteration: Iteration, workspace: Workspace) -> Tensor:
+    """x, which is overwritten, orthogonalised: in x or in `other`, whichever is returned.
+
+    x, other: of one shape and dtype, contiguous. norm: x's, the root of the sum of squares. NonFiniteProducts
+    where one is not finite.
+    """
+    if norm == 0.0:
+        return x.zero_()
+    scale = 1.0 / max(norm, iteration.eps)
+    if not 1 / _TAME <= scale <= _TAME:
+        x.mul_(scale)
+        scale = 1.0
+    squares = workspace.squares(min(x.shape))
+    gram = takes_gram(x.shape, iteration, x.dtype)
+    found, last = (_by_gram if gram else _by_matrix)(x, other, scale, iteration, squares)
+    if not bool(torch.isfinite(last.sum(dtype=torch.float32))):
+        raise NonFiniteProducts(NON_FINITE)
+    return found
+
+
+def _gram_of(x: Tensor, scale: float, out: Tensor) -> None:
+    """(scale x) (scale x)^T, or the other way round, whichever is smaller."""
+    a, b = (x, x.T) if x.shape[0] <= x.shape[1] else (x.T, x)
+    torch.addmm(out, a, b, beta=0, alpha=scale * scale, out=out)
+
+
+def _multiplied(x: Tensor, square: Tensor, out: Tensor, keep: float, scale: float) -> None:
+    """out = keep x + scale square x, or x square where x has more rows: the square is symmetric."""
+    a, b = (square, x) if x.shape[0] <= x.shape[1] else (x, square)
+    torch.addmm(x if keep else out, a, b, beta=keep, alpha=scale, out=out)
+
+
+def _by_matrix(x: Tensor, other: Tensor, scale: float, iteration: Iteration, squares: list[Tensor]) -> Any:
+    (a, b, c), (g, z) = iteration.coefficients, squares[:2]
+    for _ in range(iteration.steps):
+        _gram_of(x, scale, g)
+        torch.addmm(g, g, g, beta=b, alpha=c, out=z)
+        _multiplied(x, z, other, a * scale, scale)
+        x, other, scale = other, x, 1.0
+    return x, z
+
+
+def _by_gram(x: Tensor, other: Tensor, scale: float, iteration: Iteration, squares: list[Tensor]) -> Any:
+    (a, b, c), (g, z, p, t) = iteration.coefficients, squares
+    for steps in _rounds(iteration.steps, RESTART[x.dtype]):
+        _gram_of(x, scale, g)
+        for k in range(steps):
+            torch.addmm(g, g, g, beta=b, alpha=c, out=z)  # Q = a + Z
+            if k < steps - 1:
+                torch.addmm(g, z, g, beta=a, out=t)
+                torch.addmm(t, t, z, beta=a, out=g)
+            if k == 0:
+                p.copy_(z)
+                p.diagonal().add_(a)
+            else:
+                torch.addmm(p, z, p, beta=a, out=t)
+                p, t = t, p
+        _multiplied(x, p, other, 0.0, scale)
+        x, other, scale = other, x, 1.0
+    return x, p
+
+
+def _rounds(steps: int, restart: int) -> list[int]:
+    return [restart, steps - restart] if 0 < restart < steps else [steps]

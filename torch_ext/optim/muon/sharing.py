@@ -1,0 +1,73 @@
+"""How a parameter of Muon's lies on the ranks: whole on one, the same on all of them, or cut over them."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ext.optim.muon.matrix_forms import MatrixForm
+from torch_ext.optim.state.param_state import ParamState
+from torch_ext.params import local_shard, reducer_registry
+from torch_ext.params.local_shard import is_cut, is_dtensor
+from torch_ext.tensors import dense
+
+
+class Sharing(NamedTuple):
+    """The ranks that share the work on its matrices."""
+
+    group: torch.distributed.ProcessGroup
+    runs: tuple[tuple[int, int], ...] | None
+    """The elements [begin, end) of the parameter that each of them has, in memory order; None: all have all of it."""
+
+
+def sharing_of(m: ParamState) -> Sharing | None:
+    """None: this rank has all of it, and does everything itself. RuntimeError, naming the parameter, where it is cut in
+    a way that Muon does not know."""
+    reducer = reducer_registry.owner_of(m.param)
+    if is_dtensor(m.param):
+        return _of_dtensor(m)
+    if is_cut(m.param, m.local):
+        assert reducer is not None
+        (group,) = m.local.groups
+        return Sharing(group, tuple(reducer.runs(m.param))) if group.size() > 1 else None
+    replicas = None if reducer is None else reducer.replicas
+    return Sharing(replicas, None) if replicas is not None and replicas.size() > 1 else None
+
+
+def _of_dtensor(m: ParamState) -> Sharing | None:
+    groups = [group for group in m.local.groups if group.size() > 1]
+    if not groups:
+        return None
+    runs = local_shard.runs_of_dtensor(m.param)
+    if len(groups) > 1 or runs is None or not _is(runs[groups[0].rank()], m):
+        raise RuntimeError(
+            f"{m.name} is cut over ranks with placements {tuple(m.param.placements)}, and Muon puts matrices together "  # type: ignore[attr-defined]
+            "that are cut by their rows over one dimension of the mesh: Shard(0), as fully_shard does, is legal; or "
+            "give it to a group with algorithm='adamw'"
+        )
+    return Sharing(groups[0], tuple(runs))
+
+
+def _is(run: tuple[int, int], m: ParamState) -> bool:
+    """Whether it is what this rank has."""
+    begin, end = run
+    return end - begin == m.weight.numel() and (begin == end or begin == m.local.offset)
+
+
+def refuse(m: ParamState, form: MatrixForm) -> None:
+    """RuntimeError where Muon cannot step a parameter as it is now."""
+    if m.weight.device.type != "cpu":
+        raise RuntimeError(
+            f"{m.name} is on {m.weight.device}: Muon's passes have no kernels for GPUs yet; the CPU is legal"
+        )
+    whole = m.weight if is_dtensor(m.param) else m.param
+    if not (whole.is_contiguous() or (_is_matrix(whole, form) and dense.is_dense(whole[:1]))):
+        raise RuntimeError(
+            f"{m.name} has strides {tuple(whole.stride())}, and Muon takes rows that follow each other in memory: "
+            "make the parameter from a contiguous tensor"
+        )
+
+
+def _is_matrix(weight: Tensor, form: MatrixForm) -> bool:
+    """Whether it is one matrix whose rows follow each other, with their elements in any order (channels_last)."""
+    return (form.flattened or weight.dim() == 2) and weight.stride(0) * weight.shape[0] == weight.numel()

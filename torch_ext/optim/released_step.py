@@ -1,0 +1,46 @@
+"""A step of a few parameters at a time, in the order in which their gradients are ready (optim/gradient_release.py)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_ext.optim.device_step import StepBatch
+from torch_ext.optim.step_plan import StepPlan
+from torch_ext.params.param_groups import HyperparameterTable
+from torch_ext.tensors import dense
+
+
+class ReleasedStep:
+    """Of one plan, kept from backward to backward as long as that fits."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self._rows = {id(m.param): row for row, m in enumerate(plan.device.members)}
+        self._batches: dict[tuple[int, ...], StepBatch] = {}  # of those that were ready together so far
+
+    def begin(self, hyper: HyperparameterTable, counts: Tensor, external: int) -> None:
+        """A backward begins. counts, external: see `DeviceStep.run`."""
+        self._hyper, self._external = hyper, external
+        self._scalars = dense.NONE, dense.NONE, dense.NONE, counts
+
+    def run(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Steps those that can be stepped one by one, by their gradients; returns them. RuntimeError, naming the
+        parameter, where the operator does not take a gradient: none of these was stepped then."""
+        device = self.plan.device
+        found = [(row, p) for p in params if (row := self._rows.get(id(p))) is not None and device.in_place(row)]
+        rows = tuple(row for row, _ in found)
+        grads = [device.laid_out(row, _grad_of(p)) for row, p in found]
+        batch = self._batches.get(rows)
+        if batch is None:
+            batch = self._batches[rows] = device.batch_of(list(rows))
+        device.run(batch, grads, self._hyper, self._scalars, self._external)
+        stepped = [p for _, p in found]
+        torch.autograd.graph.increment_version(stepped)
+        return stepped
+
+
+def _grad_of(p: Tensor) -> Tensor:
+    grad = p.grad
+    assert grad is not None
+    return grad.detach() if grad.requires_grad else grad

@@ -1,0 +1,35 @@
+"""Which average of its masters an optimizer keeps: ema_decay, ema_dtype and ema_every."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+DTYPES = (torch.bfloat16, "24bit", torch.float32)
+
+
+class Averaging(NamedTuple):
+    """Every `every`-th step: average += (1 - decay) * (master - average)."""
+
+    dtype: "torch.dtype | str | None" = None
+    """What the average is stored in; None: there is none."""
+    decay: float = 0.0
+    every: int = 1
+
+    @classmethod
+    def of(cls, decay: Any, dtype: Any, every: Any) -> "Averaging":
+        """Of an optimizer's arguments. ValueError, naming the argument, for what is not legal."""
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"ema_dtype is {dtype!r}; torch.bfloat16, '24bit' (bfloat16 and 8 more bits) and torch.float32 are "
+                "legal: an average at a decay of 0.999 moves by less than 8-bit numbers are apart"
+            )
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"ema_every is {every!r}; a whole number from 1 on is legal")
+        if decay is None:
+            return cls()
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+            raise ValueError(f"ema_decay is {decay!r}; a number in [0, 1), 0.9999 say, or None (no average) is legal")
+        return cls(dtype, float(decay), every)
+
+
+NONE = Averaging()

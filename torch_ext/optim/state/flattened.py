@@ -1,0 +1,43 @@
+"""Flattened state dicts (StateDictOptions(flatten_optimizer_state_dict=True)) of states that are encoded at rest.
+
+Note: keys of flattened state dicts. Loading one, torch asks opt.state[p] for the names of its entries and takes those
+from the dict. It holds logical states, and what is stored has other names: a remainder where the logical state has a
+master. So torch's function is given the logical names, in the place of an optimizer of ours.
+"""
+
+import functools
+import sys
+from typing import Any
+
+from torch_ext.optim.state.state_dtypes import first_moment
+from torch_ext.optim.state.stateful import StatefulOptimizer, params_of
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+_FUNCTION = "_unflatten_optim_state_dict"
+_PATCHED = "_torch_ext_patched"
+
+
+class _LogicalKeys:
+    """What of an optimizer torch's function reads."""
+
+    def __init__(self, optimizer: StatefulOptimizer) -> None:
+        self.param_groups = optimizer.param_groups
+        self.state = {
+            p.param: ("step", *p.kinds.logical()) if first_moment(p.stored) is not None else tuple(p.stored)
+            for p in params_of(optimizer)
+        }
+
+
+def patch() -> None:
+    """Torch's function, where its module has been imported. May be called again."""
+    module = sys.modules.get(_MODULE)
+    theirs = getattr(module, _FUNCTION, None)
+    if theirs is None or hasattr(theirs, _PATCHED):
+        return
+
+    @functools.wraps(theirs)
+    def _unflatten_optim_state_dict(optim: Any, *arguments: Any, **options: Any) -> Any:
+        return theirs(_LogicalKeys(optim) if hasattr(optim, "stored_state") else optim, *arguments, **options)
+
+    setattr(_unflatten_optim_state_dict, _PATCHED, True)
+    setattr(module, _FUNCTION, _unflatten_optim_state_dict)

@@ -1,0 +1,96 @@
+"""Patches as differences between the bytes of whole tensors: what files of slime (SGLang) and SkyRL hold."""
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torch_ext.weight_sync import weight_patch
+from torch_ext.weight_sync.weight_patch import WeightPatch
+
+Buffer: TypeAlias = Any  # what bytes() takes; Python 3.12 has a name for it
+Compress: TypeAlias = Callable[[Buffer], bytes]
+Digest: TypeAlias = Callable[[Buffer], str]
+
+_ENCODINGS = ("xor", "overwrite")
+
+
+class ByteDiff(NamedTuple):
+    """The new version of one tensor, as the difference from the old one."""
+
+    name: str
+    payload: Tensor  # uint8, compressed
+    digest: str  # of all bytes of the new version
+    old: Tensor  # the tensor itself: dtype and shape
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return self.old.numel() * self.old.element_size()
+
+
+def diffs(
+    patches: Iterable[WeightPatch], base: Mapping[str, Tensor], encoding: str, compress: Compress, digest: Digest
+) -> list[ByteDiff]:
+    """Of every tensor of which a bit changed; afterwards base is the new version. Where this raises, it is the old."""
+    if encoding not in _ENCODINGS:
+        raise ValueError(f"encoding is {encoding!r}; {' and '.join(map(repr, _ENCODINGS))} are legal")
+    patches = list(patches)
+    weight_patch.refuse(patches)
+    weight_patch.refuse_unlike(patches, base, "base")
+    found: list[ByteDiff] = []
+    with torch.no_grad(), _undone_if_it_raises(patches, base) as undo:
+        for name, parts in weight_patch.by_name(patches).items():
+            flat = base[name].detach().view(-1)
+            indices = torch.cat([part.indices.long().cpu() for part in parts])
+            if indices.unique().numel() != indices.numel():
+                raise ValueError(f"patches have elements of {name} twice; pass the parts of one version, each once")
+            old = flat[indices]
+            undo.append((flat, indices, old))
+            flat[indices] = torch.cat([part.values.cpu() for part in parts])
+            diff = _bytes_that_differ(flat, indices, old)
+            if not bool(diff.any()):
+                continue
+            encoded = diff if encoding == "xor" else _overwritten(name, flat, diff)
+            payload = torch.frombuffer(bytearray(compress(_buffer(encoded))), dtype=torch.uint8)
+            found.append(ByteDiff(name, payload, digest(_buffer(flat.view(torch.uint8))), base[name]))
+    return found
+
+
+@contextmanager
+def _undone_if_it_raises(
+    patches: Sequence[WeightPatch], base: Mapping[str, Tensor]
+) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+    """What was written, to be put back: memory, positions, old values."""
+    undo: list[tuple[Tensor, Tensor, Tensor]] = []
+    try:
+        yield undo
+    except BaseException:
+        for flat, indices, old in undo:
+            flat[indices] = old
+        raise
+
+
+def _bytes_that_differ(flat: Tensor, indices: Tensor, old: Tensor) -> Tensor:
+    """old ^ new, a byte for each of the tensor's; only positions that were patched are looked at."""
+    width = flat.element_size()
+    diff = torch.zeros(flat.numel(), width, dtype=torch.uint8)
+    diff[indices] = flat[indices].view(torch.uint8).view(-1, width) ^ old.view(torch.uint8).view(-1, width)
+    return diff.view(-1)
+
+
+def _overwritten(name: str, flat: Tensor, diff: Tensor) -> Tensor:
+    """The number of bytes that changed, their positions (little-endian, 4 bytes each), and what they are now."""
+    if diff.numel() > 1 << 32:
+        raise ValueError(f"{name} has {diff.numel()} bytes; 'overwrite' counts them in 32 bits: use 'xor'")
+    positions = diff.nonzero().view(-1)
+    head = torch.cat([torch.tensor([positions.numel()]), positions]).to(torch.uint32)
+    return torch.cat([head.view(torch.uint8), flat.view(torch.uint8)[positions]])
+
+
+def _buffer(data: Tensor) -> Buffer:
+    """The memory of a contiguous tensor of bytes on the host, to be read at once."""
+    return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")

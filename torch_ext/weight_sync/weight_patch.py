@@ -1,0 +1,85 @@
+"""What changed in one parameter as positions and values, the form that most engines have in common."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_INT32 = 1 << 31
+
+
+class WeightPatch(NamedTuple):
+    """New values of some elements of one parameter: what `WeightPublisher.publish_patches` returns.
+
+    Its fields are those that vLLM's sparse weight transfer reads: a list of patches can be given to its `send_weights`.
+
+    name: of the parameter, as in `model.named_parameters()`.
+    indices: which elements: their positions in the flattened parameter, ascending, each once. int32, or int64 for
+        parameters of 2**31 elements and more; one dimension, on the parameter's device.
+    values: the bits that they have now: the parameter's dtype, as many as indices.
+    full_shape: the parameter's, of which this may be one rank's part.
+    """
+
+    name: str
+    indices: Tensor
+    values: Tensor
+    full_shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.full_shape)
+
+
+def index_dtype(numel: int) -> torch.dtype:
+    """Of positions in a parameter with so many elements."""
+    return torch.int32 if numel < _INT32 else torch.int64
+
+
+def refuse(patches: Iterable[WeightPatch]) -> None:
+    """ValueError or TypeError, naming the parameter, for a patch whose fields do not fit each other. Looks at the
+    positions: waits for a device."""
+    for patch in patches:
+        name, indices, values, _ = patch
+        if indices.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"the patch of {name} has indices in {indices.dtype}; int32 and int64 are legal")
+        if indices.dim() != 1 or values.shape != indices.shape:
+            raise ValueError(
+                f"the patch of {name} has indices of shape {tuple(indices.shape)} and values of shape "
+                f"{tuple(values.shape)}; one dimension and equal lengths are legal"
+            )
+        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < patch.numel:
+            raise ValueError(
+                f"the patch of {name} has positions from {int(indices.min())} to {int(indices.max())}; the parameter "
+                f"of shape {tuple(patch.full_shape)} has 0 to {patch.numel - 1}"
+            )
+
+
+def refuse_unlike(patches: Iterable[WeightPatch], weights: Mapping[str, Tensor], what: str) -> None:
+    """ValueError or TypeError, naming the parameter, where the weights to patch are not of the patches' shapes and
+    dtypes, contiguous on the host. what: the argument's name, for messages."""
+    for patch in patches:
+        name = patch.name
+        if name not in weights:
+            raise ValueError(f"{what} has no {name!r}; it takes the whole weights of every parameter in patches")
+        own = weights[name]
+        if own.dtype != patch.values.dtype:
+            raise TypeError(f"{what}[{name!r}] is {own.dtype} and its patch {patch.values.dtype}; they must be equal")
+        if tuple(own.shape) != tuple(patch.full_shape):
+            raise ValueError(
+                f"{what}[{name!r}] has shape {tuple(own.shape)} and the parameter {tuple(patch.full_shape)}; pass the "
+                "whole parameter"
+            )
+        if own.device.type != "cpu" or not own.is_contiguous():
+            raise ValueError(f"{what}[{name!r}] must be contiguous on the host; it is on {own.device}")
+
+
+def by_name(patches: Iterable[WeightPatch]) -> dict[str, list[WeightPatch]]:
+    """Those with something in them: of each parameter the parts of all ranks that are here."""
+    found: dict[str, list[WeightPatch]] = {}
+    for patch in patches:
+        if patch.indices.numel():
+            found.setdefault(patch.name, []).append(patch)
+    return found
