@@ -135,17 +135,6 @@ def test_steps_in_backward_measure_themselves() -> None:
     assert found[0] == found[1] and found[0][1] == 2
 
 
-def test_matrices_of_muon_are_named_as_not_measured() -> None:
-    model, _ = trained()
-    optimizer = torch_ext.Muon(model)
-    optimizer.measure_health()
-    step(model, optimizer)
-    health = optimizer.health()
-    assert [p.name for p in health.params] == ["bias"] and health.not_measured == ("weight",)
-    assert "weight: not measured, Muon steps it" in str(health).splitlines()
-    assert health.warnings == []
-
-
 def test_nothing_measured_is_an_error_that_says_what_to_do() -> None:
     model, optimizer = trained()
     with pytest.raises(RuntimeError, match=r"no step was asked to measure; call measure_health\(\)"):

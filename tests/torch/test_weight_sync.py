@@ -78,7 +78,7 @@ def test_what_a_publisher_keeps(exact: bool, frozen: str) -> None:
 
     def held() -> int:
         gc.collect()
-        tensors = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.device.type == "cpu"]
+        tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu"]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 

@@ -34,8 +34,7 @@ class MeasuringOptimizer(AveragingOptimizer):
         weights that moved, that of updates below half an ulp of their weight, and the largest weight.
 
         Of whole parameters: where they are cut over ranks this is collective, as clip_grad_norm_, and every rank gets
-        the same. Muon's matrices are not measured: `not_measured` has their names. RuntimeError where no step was asked
-        to measure, or none came since.
+        the same. RuntimeError where no step was asked to measure, or none came since.
         """
         measured = self._states.measured
         if measured is None:
@@ -44,14 +43,7 @@ class MeasuringOptimizer(AveragingOptimizer):
                 f"{_CALL}: {'no step came since measure_health()' if asked else 'no step was asked to measure'}; call "
                 "measure_health(), take a step, and then health()"
             )
-        return Health(_read(self._states, measured), measured.step, _not_measured(self._states))
-
-
-def _not_measured(states: OptimizerStates) -> list[str]:
-    """Names of what is trained by Muon."""
-    keys, matrices = param_groups.keys(states.groups), param_groups.are_matrices(states.groups)
-    rows = zip(states.everyone(), keys, matrices, strict=True)
-    return [str(key) for p, key, is_one in rows if is_one and p.requires_grad]
+        return Health(_read(self._states, measured), measured.step)
 
 
 def _read(states: OptimizerStates, measured: Measurement) -> list[ParamHealth]:

@@ -87,10 +87,8 @@ _COLUMNS = ("update/weight", "moved", "< ulp/2", "largest")
 class Health:
     """A measured step: `print` it, put `as_dict()` into TensorBoard or wandb, read `warnings`."""
 
-    def __init__(self, params: Sequence[ParamHealth], step: int, not_measured: Sequence[str] = ()) -> None:
+    def __init__(self, params: Sequence[ParamHealth], step: int) -> None:
         self.params, self.step = tuple(params), step
-        self.not_measured = tuple(not_measured)
-        """Names of what is trained otherwise than by AdamW: Muon's matrices."""
 
     @property
     def warnings(self) -> list[str]:
@@ -110,7 +108,6 @@ class Health:
         table += [(*row, f"{p.largest_weight:.3g}") for row, p in zip(rows, self.params, strict=True)]
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
-        lines += [f"{name}: not measured, Muon steps it" for name in self.not_measured]
         return "\n".join([*lines, *(f"! {text}" for text in self.warnings)])
 
     __repr__ = __str__

@@ -30,8 +30,8 @@ class WeightPublisher:
 
     model: whose parameters are published, by their names, all of them: also those that nobody trains. Buffers are not.
         Contiguous, in bfloat16, float16 or float32.
-    optimizer: torch_ext.AdamW, Adam or AdamW8bit, of the model, under any strategy and FSDP2, with states on the
-        device or the host; or Muon, of whose matrices blocks of 8192 weights travel whole.
+    optimizer: torch_ext.AdamW, Adam, AdamW8bit or Muon, of the model, under any strategy and FSDP2, with states on
+        the device or the host.
     exact: also notes how far each 16-bit weight went, up to 7 steps of its dtype, in half a byte for each parameter,
         for smaller deltas after many steps.
     sliceable: deltas are coded so that engines can hold slices of parameters (`WeightSlice`), in about a tenth more.
