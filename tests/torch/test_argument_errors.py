@@ -92,7 +92,7 @@ WRONG = [
     Wrong("adamw_", "unknown_rounding", put(15, 7), ("moment_rounding", "7", "stochastic")),
     Wrong("adamw_", "a_code_beyond_32_bits", put(16, 2**32 + 1), ("weight_rounding", "stochastic")),
     Wrong("cast_", "a_code_below_32_bits", put(6, -(2**40)), ("rounding", "stochastic")),
-    Wrong("cast_", "unknown_format", put(5, 2), ("format", "square root")),
+    Wrong("cast_", "unknown_format", put(5, 3), ("format", "square root")),
     Wrong("grad_norm_", "max_norm_of_0", put(2, 0.0), ("max_norm", "> 0")),
     Wrong("grad_norm_", "negative_max_norm", put(2, -1.0), ("max_norm", "-1")),
     Wrong("grad_norm_", "nan_max_norm", put(2, math.nan), ("max_norm", "nan")),
