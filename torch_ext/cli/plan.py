@@ -50,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="of the parameters; bf16, or what the model is in, unless given")
     parser.add_argument("--world-size", type=_count, default=1, metavar="RANKS")
     parser.add_argument(
-        "--slots",
-        action="store_true",
-        help="for GPUs: buckets are sent from slots that are kept, on NCCL of either transport",
+        "--slots", action="store_true", help="for GPUs: buckets are sent from slots that are kept, on NCCL's transports"
     )
     parser.add_argument(
         "--strategy",

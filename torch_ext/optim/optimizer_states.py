@@ -136,8 +136,7 @@ class OptimizerStates:
             p = everyone[i]
             if not p.requires_grad and not self.is_made(p):
                 return 0
-            kinds = self._kinds(p, kept[i], matrices[i], "")
-            return kinds.nbytes(shards.of(i).weight.numel())
+            return self._kinds(p, kept[i], matrices[i], "").nbytes(shards.of(i).weight.numel())
 
         return self.host.choose(len(everyone), size)
 
@@ -181,9 +180,8 @@ class OptimizerStates:
         return {} if self.changes is None else self.changes.beside(p, weight.numel(), device)
 
     def _row(self, p: Tensor, weight: Tensor, host: bool) -> Tensor | None:
-        if self.measurement is None:
-            return None
-        return self.measurement.row(p, torch.device("cpu") if host else weight.device)
+        device = torch.device("cpu") if host else weight.device
+        return None if self.measurement is None else self.measurement.row(p, device)
 
     def _kinds(self, p: Tensor, kept: bool, matrix: bool, name: str) -> StateDtypes:
         optimizer = self.optimizer

@@ -43,8 +43,9 @@ class Stepper:
         if not present:
             if released and self.plan is not None:
                 self._take_measurement(self.plan)
-            elif not released:
-                self._warn_of_orphans(len(everyone))
+            elif not released and not self._warned:
+                self._warned = True
+                _warn_of_orphans(len(everyone))
             return
         _refuse_capture(states, everyone)
         hyper = self.current_hyper()
@@ -95,17 +96,6 @@ class Stepper:
                     raise RuntimeError(str(refusal)) from None
                 plan = self._make_plan(shards, active, grads)
         return plan
-
-    def _warn_of_orphans(self, params: int) -> None:
-        """A module that loads with assign=True, or is made anew, has other parameters: nobody trains these."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"torch_ext: step() found no gradient for any of {params} parameters, so nothing was "
-                "stepped. If the model's parameters were replaced after this optimizer was made "
-                "(load_state_dict(assign=True), to_empty(), a copy of the model), make it from the new ones",
-                stacklevel=4,
-            )
 
     def current_hyper(self) -> param_groups.HyperparameterTable:
         """The groups as the operator takes them."""
@@ -227,6 +217,16 @@ class Stepper:
             self._in_backward.end(self.plan)
         for owner in owners:
             owner.zero_grad(everyone)
+
+
+def _warn_of_orphans(params: int) -> None:
+    """A module that loads with assign=True, or is made anew, has other parameters: nobody trains these."""
+    warnings.warn(
+        f"torch_ext: step() found no gradient for any of {params} parameters, so nothing was stepped. If the model's "
+        "parameters were replaced after this optimizer was made (load_state_dict(assign=True), to_empty(), a copy of "
+        "the model), make it from the new ones",
+        stacklevel=4,
+    )
 
 
 def _refuse_capture(states: OptimizerStates, everyone: list[Tensor]) -> None:

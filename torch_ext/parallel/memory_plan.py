@@ -123,15 +123,18 @@ def plan_memory(
         if strategy not in table.strategies():
             raise ValueError(f"strategy is {strategy!r}; legal are {', '.join(table.strategies())}")
         args.strategy = table.strategies().index(strategy)
-        messages = message_plan.decide(buckets, world_size, policy, policy.link_gbps, strategy)
-        args.compressed = messages.compressed
-        if messages.link_gbps is not None:
-            args.ends = (ctypes.c_int64 * len(messages.ends))(*messages.ends)
-            args.n_messages = len(messages.ends)
+        _travel_in(message_plan.decide(buckets, world_size, policy, policy.link_gbps, strategy), args)
         memory = _Memory()
         plan(ctypes.byref(args), ctypes.byref(memory))
         plans.append(MemoryPlan(strategy, *(getattr(memory, part) for part in _PARTS)))
     return plans
+
+
+def _travel_in(messages: message_plan.Messages, args: _MemoryArgs) -> None:
+    args.compressed = messages.compressed
+    if messages.link_gbps is not None:
+        args.ends = (ctypes.c_int64 * len(messages.ends))(*messages.ends)
+        args.n_messages = len(messages.ends)
 
 
 def _ema_arguments(averages: Averaging) -> dict[str, int]:
