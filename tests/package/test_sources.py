@@ -114,6 +114,20 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not left, "these are in a circle, or above one"
 
 
+MOST_LINES: dict[type[ast.AST], int] = {ast.ClassDef: 200, ast.FunctionDef: 60, ast.AsyncFunctionDef: 60}
+
+
+def test_classes_and_functions_are_short() -> None:
+    too_long = [
+        f"{name}.{node.name}: {lines} lines"
+        for name, path in python_modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES[type(node)]
+    ]
+    assert not too_long
+
+
 def test_packages_are_listed_from_the_bottom() -> None:
     order = list(PACKAGES)
     assert [name for name, below in PACKAGES.items() if below & set(order[order.index(name) :])] == []
