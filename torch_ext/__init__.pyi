@@ -8,6 +8,8 @@ from torch_ext.checkpoint.dcp import CheckpointReader as CheckpointReader
 from torch_ext.checkpoint.dcp import CheckpointWriter as CheckpointWriter
 from torch_ext.checkpoint.files import load as load
 from torch_ext.checkpoint.files import save as save
+from torch_ext.checkpoint.incremental import IncrementalWeights as IncrementalWeights
+from torch_ext.checkpoint.load_weights import load_weights as load_weights
 from torch_ext.diagnosis.diagnose import diagnose as diagnose
 from torch_ext.diagnosis.findings import DiagnosisError as DiagnosisError
 from torch_ext.diagnosis.findings import Finding as Finding

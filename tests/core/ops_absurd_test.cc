@@ -303,12 +303,14 @@ TEST(AbsurdNumbers, TensorsAreCastCompressedAndCopiedOrRefused) {
     cast.step = random.I64();
     cast.format = random.OneIn(8) ? random.I32() : static_cast<int32_t>(random.Below(2));
     cast.rounding = random.OneIn(8) ? random.I32() : static_cast<int32_t>(random.Below(3));
-    const uint32_t which = random.Below(4);
+    const uint32_t which = random.Below(5);
+    const int64_t negative = -1 - (random.I64() & INT64_MAX);
     int64_t rest;
     done += Answered(memory, random, [&](const tx_parallel *parallel, tx_error *error) {
       if (which == 0) return tx_compress(values[0], message[0], &rest, error);
       if (which == 1) return tx_expand(message[0], values[0], &rest, error);
-      if (which == 2) tx_copy(memory.bytes.data(), memory.bytes.data() + 64, -1 - (random.I64() & INT64_MAX));
+      if (which == 2) tx_copy(memory.bytes.data(), memory.bytes.data() + 64, negative);
+      if (which == 3) tx_copy_nontemporal(memory.bytes.data(), memory.bytes.data() + 64, negative);
       return tx_cast(&cast, parallel, error);
     });
     ASSERT_FALSE(HasFailure()) << i;

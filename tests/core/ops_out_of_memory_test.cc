@@ -257,6 +257,13 @@ const Operation kOperations[] = {
          return TX_OK;
        });
      }},
+    {"copy_nontemporal", "tx_copy_nontemporal", false,
+     [](Model &m, Attempt &a) {
+       return a([&](const tx_parallel *) {
+         tx_copy_nontemporal(m.room.data(), m.room.data() + 6 * kNumel, 6 * kNumel);
+         return TX_OK;
+       });
+     }},
     {"muon_momentum", "tx_muon_momentum", true, MuonMomentum},
     {"muon_update", "tx_muon_update", true, [](Model &m, Attempt &a) { return MuonUpdate(m, TX_EXTERNAL_IGNORE, a); }},
     {"resyncing_muon_update", "tx_muon_update", true,

@@ -61,7 +61,7 @@ PACKAGES = {
     "optim": {"comm", "grads", "native", "params", "policy", "tensors"},
     "parallel": {"comm", "grads", "native", "optim", "params", "policy", "tensors"},
     "amp": {"comm", "grads", "native", "optim", "params", "policy", "tensors"},
-    "checkpoint": {"native", "optim", "params", "tensors"},
+    "checkpoint": {"native", "optim", "params", "tensors", "weight_sync"},
     "offloading": {"native", "optim", "parallel", "params", "tensors"},
     "weight_sync": {"comm", "grads", "native", "optim", "params", "tensors"},
     "integrations": {"optim", "params"},

@@ -1,15 +1,19 @@
-"""tx_copy: what is asked for and not a byte beside it."""
+"""tx_copy and tx_copy_nontemporal: what is asked for and not a byte beside it."""
 
 from ctypes import c_int64, c_void_p
 
 import c_api
+import pytest
 import torch
 
+SIZES = [*range(0, 200), *range(1000, 1200), 4096, 5000, 8191]
 
-def test_copies_of_every_size_at_every_address() -> None:
-    copy = c_api.function("tx_copy", c_void_p, c_void_p, c_int64, restype=None)
+
+@pytest.mark.parametrize("name", ["tx_copy", "tx_copy_nontemporal"])
+def test_copies_of_every_size_at_every_address(name: str) -> None:
+    copy = c_api.function(name, c_void_p, c_void_p, c_int64, restype=None)
     source = torch.randint(1, 256, (9000,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    for nbytes in [*range(0, 200), *range(1000, 1200), 4096, 5000, 8191]:
+    for nbytes in SIZES:
         for at, to in ((0, 0), (1, 3), (63, 64), (7, 200)):
             target = torch.zeros(9000, dtype=torch.uint8)
             copy(target.data_ptr() + to, source.data_ptr() + at, nbytes)

@@ -15,7 +15,7 @@ from torch_ext.optim.state.large_tensor import LargeTensor
 from torch_ext.optim.state.sources import EncodedState, PlainState
 from torch_ext.optim.state.state_tensor import StateTensor
 from torch_ext.params import local_shard
-from torch_ext.tensors import dense
+from torch_ext.tensors import dense, host_copies
 
 
 class Buffers:
@@ -24,8 +24,11 @@ class Buffers:
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
         self._used = 0
-        self._copies: dict[Any, Tensor] = {}
-        self._originals: list[Tensor] = []  # so that no other gets the address of one while the copy is made
+        self._copies: dict[Any, Tensor] = {}  # by the memory that they are of
+        self._found: dict[int, Tensor] = {}  # the same by the ids of the tensors, which is quicker
+        self._originals: list[Tensor] = []  # so that no other gets the id or the address of one before it is copied
+        self._fresh: list[tuple[Tensor, Tensor]] = []  # to be copied: into memory that was allocated just now
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # and into other memory
 
     @property
     def nbytes(self) -> int:
@@ -37,12 +40,14 @@ class Buffers:
         try:
             with torch.no_grad():
                 copied = _mapped(obj, self._of_value)
+                host_copies.copy(self._fresh, fresh=True)
+                host_copies.copy(self._pairs)
             if any(t.is_cuda for t in self._originals):
                 torch.cuda.synchronize()
             return copied
         finally:
             del self._kept[self._used :]
-            self._copies, self._originals = {}, []
+            self._copies, self._found, self._originals, self._fresh, self._pairs = {}, {}, [], [], []
 
     def _of_value(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -77,13 +82,20 @@ class Buffers:
         return StateTensor(t.handle._replace(source=EncodedState(weight, state, source.kinds, source.key)))
 
     def _of_plain(self, t: Tensor) -> Tensor:
-        """Each memory once."""
+        """Each memory once. It is copied when all of them are known."""
+        found = self._found.get(id(t))
+        if found is None:
+            self._originals.append(t)
+            found = self._found[id(t)] = self._of_memory(t)
+        return found
+
+    def _of_memory(self, t: Tensor) -> Tensor:
         if not dense.is_dense(t):
             t = t.contiguous()
+            self._originals.append(t)
         key = t.data_ptr(), t.dtype, t.shape, t.stride()
         if not t.numel() or key not in self._copies:
-            self._originals.append(t)
-            self._copies[key] = self._buffer(t).copy_(t, non_blocking=True)
+            self._copies[key] = self._buffer(t)
         return self._copies[key]
 
     def _buffer(self, t: Tensor) -> Tensor:
@@ -91,9 +103,11 @@ class Buffers:
         at = self._used
         self._used += 1
         if at < len(self._kept) and dense.same_order(self._kept[at], t) and self._kept[at].dtype == t.dtype:
-            return self._kept[at]
-        made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, pin_memory=t.is_cuda)
-        self._kept[at:] = [made]
+            made, pairs = self._kept[at], self._pairs
+        else:
+            made, pairs = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, pin_memory=t.is_cuda), self._fresh
+            self._kept[at:] = [made]
+        pairs.append((dense.flat(made), dense.flat(t)))
         return made
 
 

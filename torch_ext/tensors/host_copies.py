@@ -18,6 +18,7 @@ CHUNK = 1 << 22
 """Bytes that a thread copies at a time. Threads take the next chunk when they are done with one, of whichever pair: a
 parallel region for each pair would wait for its slowest thread every time."""
 
+_BRIEF = 1 << 15  # bytes that are copied sooner than another thread gives the interpreter's lock back
 _PAGE = 1 << 12
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: Linux >= 5.14; others refuse it, and pages are faulted in one by one
 _madvise = ctypes.CDLL(None).madvise
@@ -72,13 +73,14 @@ def _copy_on_host(pairs: list[tuple[Tensor, Tensor]], fresh: bool) -> None:
         for begin in range(0, target.nbytes, step)
     ]
     turn = itertools.count()
+    copies = _copy_bytes("tx_copy" if fresh else "tx_copy_nontemporal"), _copy_bytes("tx_copy", brief=True)
 
     def work() -> None:
         while (i := next(turn)) < len(chunks):
             target, source, nbytes = chunks[i]
             if fresh:
                 _populate(target, nbytes)
-            _copy_bytes()(target, source, nbytes)
+            copies[nbytes <= _BRIEF](target, source, nbytes)
 
     numel = sum(nbytes for *_, nbytes in chunks)
     others = min(torch.get_num_threads(), -(-numel // step)) - 1
@@ -100,8 +102,8 @@ def _populate(address: int, nbytes: int) -> None:
 
 
 @functools.cache
-def _copy_bytes() -> Callable[[int, int, int], None]:
-    """The library's copy on the calling thread: takes the addresses of the target and of the source, and the bytes. It
-    runs without the interpreter's lock and does not wait for torch's pool."""
+def _copy_bytes(name: str, brief: bool = False) -> Callable[[int, int, int], None]:
+    """A copy of the library's on the calling thread: takes the addresses of the target and of the source, and the
+    bytes. It does not wait for torch's pool. brief: with the interpreter's lock, as `library.function` says."""
     pointer, nbytes = ctypes.c_void_p, ctypes.c_int64
-    return library.function("tx_copy", pointer, pointer, nbytes, restype=None)
+    return library.function(name, pointer, pointer, nbytes, restype=None, brief=brief)
