@@ -11,6 +11,7 @@ import pathlib
 import pickle
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -104,6 +105,12 @@ class Kills:
         return int, ()
 
 
+def _record_before_its_begin(data: bytes) -> bytes:
+    """The archive's end says that its directory begins further on, so that all records would begin further back."""
+    at = data.rindex(b"PK\6\6") + 48  # where it begins
+    return data[:at] + struct.pack("<Q", struct.unpack_from("<Q", data, at)[0] + 4096) + data[at + 8 :]
+
+
 def _flipped(data: bytes) -> bytes:
     at = data.index(torch.arange(1000.0).numpy().tobytes()) + 2000
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
@@ -114,6 +121,7 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "half of it": lambda data: data[: len(data) // 2],
     "all but a byte": lambda data: data[:-1],
     "a flipped bit": _flipped,
+    "a record before its begin": _record_before_its_begin,
     "text": lambda data: b"a checkpoint",
     "another pickle": lambda data: pickle.dumps({"a": print}),
     "an archive of something else": lambda data: _zip(),

@@ -1,5 +1,6 @@
 """The zip archives that torch.save writes: their records' checksums, which torch.load does not compare."""
 
+import errno
 import zipfile
 from typing import IO
 
@@ -11,8 +12,13 @@ def damaged_record(stream: IO[bytes]) -> str | None:
     stream, which is at its beginning, is of an older format. Raises any kind of error where the archive is damaged."""
     if stream.read(len(_ZIP)) != _ZIP:
         return None
-    with zipfile.ZipFile(stream) as archive:
-        return archive.testzip()
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            return archive.testzip()
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise zipfile.BadZipFile("its directory has places before the file begins") from error
 
 
 def summary(error: Exception) -> str:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_ext.checkpoint import at_rest_file, record
+from torch_ext.checkpoint import at_rest_file, record, weight_files
 from torch_ext.checkpoint.archive import damaged_record, summary
+from torch_ext.checkpoint.load_weights import read
 
 
 class Row(NamedTuple):
@@ -17,7 +18,7 @@ class Row(NamedTuple):
 
     key: str
     form: str
-    """ "logical", the forms of `record`, "object"."""
+    """ "logical", the forms of `record`, "object"; of incremental weights "full", "delta"."""
     dtype: str
     stored: str
     shape: tuple[int, ...]
@@ -43,7 +44,8 @@ def contents_of(path: str | os.PathLike[str], check: bool = True) -> Contents:
     """
     path = Path(path)
     if path.is_dir():
-        return _of_folder(path, check)
+        of_weights = any(map(weight_files.chain_in, os.listdir(path)))
+        return _of_weights(path) if of_weights else _of_folder(path, check)
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError:
@@ -95,6 +97,25 @@ def _of_records(packed: dict[str, Any]) -> Iterator[Row]:
 def _at_rest(key: str, found: record.Record, nbytes: int) -> Row:
     plain = prod(found.shape) * found.dtype.itemsize
     return Row(key, found.form, _name(found.dtype), found.stored, found.shape, plain, nbytes)
+
+
+def _of_weights(path: Path) -> Contents:
+    """What IncrementalWeights saved, of all runs; each file is a row, and is read."""
+    rows, damage = [], []
+    names = os.listdir(path)
+    for chain in weight_files.chains_of(names):
+        for file in sorted(chain.files.values(), key=lambda file: (file.version, file.part)):
+            nbytes = (path / file.name).stat().st_size
+            rows.append(Row(file.name, file.form, "", "", (), nbytes, nbytes))
+            try:
+                read(path, file)
+            except ValueError as error:
+                damage.append(str(error))
+    try:
+        weight_files.version_in(path, names)
+    except ValueError as error:
+        damage.append(str(error))
+    return Contents(rows, damage, True, sum(row.nbytes for row in rows))
 
 
 def _of_folder(path: Path, check: bool) -> Contents:

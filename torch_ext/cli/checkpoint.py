@@ -12,11 +12,17 @@ _FORMS = {
     "scaled": "at rest: codes and scales",
     "beside": "at rest: what its weight lacks",
     "object": "no tensor",
+    "full": "all weights of a version",
+    "delta": "what changed since the version before",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="of torch_ext.save or torch.save, or a folder of checkpoints")
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help="of torch_ext.save or torch.save, or a folder of checkpoints or of IncrementalWeights",
+    )
     parser.add_argument("--no-check", action="store_true", help="compares no checksums, which reads everything")
     parser.add_argument("--json", action="store_true", help="the same as JSON, for other programs")
     parser.set_defaults(refuse=parser.error)
