@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext.checkpoint import record
+from torch_ext.checkpoint import record, record_header
 from torch_ext.optim.state import at_rest
 from torch_ext.optim.state.chunked_tensor import DecodingTensor
 from torch_ext.optim.state.large_tensor import LargeTensor
@@ -104,7 +104,7 @@ def _record(t: Tensor, compress: bool, found: list[_Found], weights: dict[Any, l
         t = t.detach().as_subclass(Tensor)
     index = _weight_of(t, found, weights)
     weight = None if index is None else found[index].tensor.detach().cpu()
-    place = None if index is None else record.Place(str(index), (0,) * t.ndim, tuple(t.shape))
+    place = None if index is None else record_header.Place(str(index), (0,) * t.ndim, tuple(t.shape))
     pieces = record.pack(t, compress, weight, place)
     return torch.cat([torch.frombuffer(bytearray(piece), dtype=torch.uint8) for piece in pieces if len(piece)])
 
@@ -143,10 +143,10 @@ def unpack(packed: dict[str, Any]) -> Any:
             made[index] = _unpacked(records[index], names[index], weight_at)
         return made[index]
 
-    def weight_at(place: record.Place) -> Tensor:
+    def weight_at(place: record_header.Place) -> Tensor:
         if not place.key.isdecimal() or int(place.key) >= len(records):
             raise ValueError(f"it is stored beside tensor {place.key!r}, which is not there")
-        if record.parse(head_of(records[int(place.key)].cpu())).place is not None:
+        if record_header.parse(head_of(records[int(place.key)].cpu())).place is not None:
             raise ValueError(f"it is stored beside {names[int(place.key)]!r}, which is no weight")
         return tensor(int(place.key)).cpu()
 
@@ -156,15 +156,15 @@ def unpack(packed: dict[str, Any]) -> Any:
 def _unpacked(raw: Tensor, name: str, weight_at: record.WeightAt) -> Tensor:
     try:
         on_host = raw.cpu()
-        return record.unpack(record.parse(head_of(on_host)), on_host, weight_at).to(raw.device)
+        return record.unpack(record_header.parse(head_of(on_host)), on_host, weight_at).to(raw.device)
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from error
 
 
 def head_of(raw: Tensor) -> bytes:
-    """Of a record, all that `record.parse` reads."""
+    """Of a record, all that `record_header.parse` reads."""
     begin = raw[:64].numpy().tobytes()
-    return raw[: record.head_bytes(begin)].numpy().tobytes()
+    return raw[: record_header.head_bytes(begin)].numpy().tobytes()
 
 
 def _filled(obj: Any, tensor: Callable[[int], Tensor]) -> Any:
@@ -180,10 +180,10 @@ def _filled(obj: Any, tensor: Callable[[int], Tensor]) -> Any:
     return obj
 
 
-def described(packed: dict[str, Any]) -> Iterator[tuple[str, record.Record]]:
+def described(packed: dict[str, Any]) -> Iterator[tuple[str, record_header.Record]]:
     """Each tensor's name and its record's header."""
     for name, raw in zip(packed["names"], packed["records"], strict=True):
-        yield name, record.parse(head_of(raw))
+        yield name, record_header.parse(head_of(raw))
 
 
 def names_of(obj: Any) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_ext.checkpoint import at_rest_file, record, weight_files
+from torch_ext.checkpoint import at_rest_file, record, record_header, weight_files
 from torch_ext.checkpoint.archive import damaged_record, summary
 from torch_ext.checkpoint.load_weights import read
 
@@ -69,7 +69,7 @@ def _damage_in(path: Path, loaded: Any) -> list[str]:
     if at_rest_file.is_packed(loaded):
         for name, raw in zip(loaded["names"], loaded["records"], strict=True):
             try:
-                record.check(record.parse(at_rest_file.head_of(raw)), raw)
+                record.check(record_header.parse(at_rest_file.head_of(raw)), raw)
             except ValueError as error:
                 found.append(f"{name!r}: {error}")
     return found
@@ -94,7 +94,7 @@ def _of_records(packed: dict[str, Any]) -> Iterator[Row]:
         yield _at_rest(name, found, found.nbytes)
 
 
-def _at_rest(key: str, found: record.Record, nbytes: int) -> Row:
+def _at_rest(key: str, found: record_header.Record, nbytes: int) -> Row:
     plain = prod(found.shape) * found.dtype.itemsize
     return Row(key, found.form, _name(found.dtype), found.stored, found.shape, plain, nbytes)
 

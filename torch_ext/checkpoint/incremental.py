@@ -21,9 +21,9 @@ class IncrementalWeights:
         ...             # any number of steps
         weights.save()  # after the same step on all ranks
 
-    folder: is made; all ranks have the same one. Each writes its part, and nothing is sent between them. Whenever any of
-        them is killed, the last version of which all parts are there can be loaded. Chains of former publishers, and
-        files that no later version needs, go when a version with all weights is complete.
+    folder: is made; all ranks have the same one. Each writes its part, and nothing is sent between them. Whenever any
+        of them is killed, the last version of which all parts are there can be loaded. Chains of former publishers,
+        and files that no later version needs, go when a version with all weights is complete.
     publisher: of the model. It may serve engines, too: see `save`.
     full_every: of so many versions one has all weights. Loading reads that and the deltas behind it.
 

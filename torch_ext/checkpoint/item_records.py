@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ext.checkpoint import record
+from torch_ext.checkpoint import record, record_header
 from torch_ext.optim.state import missing_keys
 from torch_ext.params import local_shard
 
@@ -50,12 +50,12 @@ class ItemRecords:
             weight = None if place is None else self._weight_at(place)
             return record.pack(data.detach(), self._compress, weight, place)
 
-    def _place(self, item: Any) -> record.Place | None:
+    def _place(self, item: Any) -> record_header.Place | None:
         """Of the weight beside a master."""
         key, chunk = self._beside.get(item.index.fqn), item.tensor_data.chunk
-        return None if key is None else record.Place(key, tuple(chunk.offsets), tuple(chunk.sizes))
+        return None if key is None else record_header.Place(key, tuple(chunk.offsets), tuple(chunk.sizes))
 
-    def _weight_at(self, place: record.Place) -> Tensor | None:
+    def _weight_at(self, place: record_header.Place) -> Tensor | None:
         """None where this rank does not have all of it."""
         weight = self._state_dict[place.key].detach()
         origin = local_shard.origin(weight) if local_shard.is_dtensor(weight) else (0,) * weight.ndim

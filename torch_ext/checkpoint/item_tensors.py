@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from torch_ext.checkpoint import record
+from torch_ext.checkpoint import record, record_header
 from torch_ext.optim.state import at_rest
 
 _KEPT = 2  # weights that are kept, since masters of one follow each other
@@ -71,7 +71,7 @@ class ItemTensors:
         except Exception as error:  # for data that is no tensor's, torch raises any kind of error
             raise ValueError(f"{file}: {index.fqn!r} cannot be read ({error})") from error
 
-    def _weight_at(self, place: record.Place) -> Tensor:
+    def _weight_at(self, place: record_header.Place) -> Tensor:
         made = None
         for part in self._parts(place):
             values = self._weight(part.index)
@@ -95,7 +95,7 @@ class ItemTensors:
         self._weights.move_to_end(index)
         return self._weights[index]
 
-    def _parts(self, place: record.Place) -> list[_Part]:
+    def _parts(self, place: record_header.Place) -> list[_Part]:
         """ValueError where the checkpoint does not have all of it."""
         described = self._metadata.state_dict_metadata.get(place.key)
         parts = list(_overlaps(place, getattr(described, "chunks", ())))
@@ -104,7 +104,7 @@ class ItemTensors:
         return parts
 
 
-def _overlaps(place: record.Place, chunks: Any) -> Iterator[_Part]:
+def _overlaps(place: record_header.Place, chunks: Any) -> Iterator[_Part]:
     for chunk in chunks:
         if len(chunk.offsets) != len(place.offsets):
             continue
@@ -117,7 +117,7 @@ def _overlaps(place: record.Place, chunks: Any) -> Iterator[_Part]:
             yield _Part(MetadataIndex(place.key, chunk.offsets), offsets, sizes, tuple(chunk.offsets))
 
 
-def _no_weight(place: record.Place) -> Tensor:
+def _no_weight(place: record_header.Place) -> Tensor:
     raise ValueError(f"it is stored beside {place.key!r}, and is a weight itself")
 
 
@@ -131,12 +131,12 @@ def _all_of(stream: IO[bytes]) -> Tensor:
     return torch.frombuffer(raw, dtype=torch.uint8)
 
 
-def header_of(stream: IO[bytes]) -> record.Record | None:
+def header_of(stream: IO[bytes]) -> record_header.Record | None:
     """None where the item is not at rest."""
     stream.seek(0)
     raw = stream.read(_HEAD)
-    if not record.is_record(raw):
+    if not record_header.is_record(raw):
         stream.seek(0)
         return None
-    missing = record.head_bytes(raw) - len(raw)
-    return record.parse(raw + stream.read(missing) if missing > 0 else raw)
+    missing = record_header.head_bytes(raw) - len(raw)
+    return record_header.parse(raw + stream.read(missing) if missing > 0 else raw)

@@ -3,8 +3,8 @@
 Note: no file is ever changed, and each is there under its name when all of it is durable. A rank writes its part of a
 version, all of its weights ("full") or what changed ("delta"), without a word to the others: a version is there when
 the parts of all ranks are. A chain is what one publisher says; the file of its run, which part 0 writes before its
-first part, puts the chains that came to the folder in order. So a job that is killed anywhere leaves a version less, and
-whoever reads sees from the names what is missing because somebody removed it: a delta without the file before it.
+first part, puts the chains that came to the folder in order. So a job that is killed anywhere leaves a version less,
+and whoever reads sees from the names what is missing because somebody removed it: a delta without the file before it.
 """
 
 import re
@@ -115,8 +115,8 @@ class Version(NamedTuple):
 def version_in(folder: Path, names: Iterable[str], number: int | None = None) -> Version:
     """Of this number, or the last one that is whole, of the newest run that has one.
 
-    FileNotFoundError where there are no incremental weights. ValueError, naming it, where a file is missing that a later
-    one needs, or that this version needs.
+    FileNotFoundError where there are no incremental weights. ValueError, naming it, where a file is missing that a
+    later one needs, or that this version needs.
     """
     chains = chains_of(names)
     if not chains:
