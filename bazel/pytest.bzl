@@ -43,3 +43,25 @@ def _pytest(name, members, data, threads, tags):
         timeout = "long",
         deps = ["//:torch_ext", "//tests:helpers", "//tests/bench:measures"],
     )
+
+def sanitized_pytest(name, members, data = []):
+    """Tests of the folder in one process, by tests/sanitized_main.py. Not part of `//...`: they need --config=asan.
+
+    Args:
+      name: of the py_test.
+      members: names of the tests.
+      data: what they read besides.
+    """
+    files = [member + ".py" for member in members]
+    native.py_test(
+        name = name,
+        srcs = files + ["//tests:pytest_main.py", "//tests:sanitized_main.py"] +
+               native.glob(["*.py"], exclude = ["test_*.py"]),
+        args = ["$(rootpath %s)" % file for file in files],
+        data = data,
+        env = {"OMP_NUM_THREADS": "2"},
+        main = "//tests:sanitized_main.py",
+        tags = ["manual"],
+        timeout = "long",
+        deps = ["//:torch_ext", "//tests:helpers", "//tests/bench:measures"],
+    )

@@ -23,7 +23,7 @@ class _Frozen:
         gc.freeze()
 
 
-def main() -> int:
+def main(*plugins: object) -> int:
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:  # without an origin it is a folder of that name, such as tests/torch
         sys.exit(
@@ -32,7 +32,7 @@ def main() -> int:
     options = ["--rootdir", _ROOT, "-c", os.path.join(_ROOT, "pyproject.toml"), "-p", "no:cacheprovider"]
     if "XML_OUTPUT_FILE" in os.environ:
         options.append("--junitxml=" + os.environ["XML_OUTPUT_FILE"])
-    return pytest.main(options + sys.argv[1:], plugins=[_Frozen()])
+    return pytest.main(options + sys.argv[1:], plugins=[_Frozen(), *plugins])
 
 
 if __name__ == "__main__":

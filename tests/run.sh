@@ -27,8 +27,8 @@ run_tests() {
 bazel query @cuda_toolkit//:nvcc >/dev/null 2>&1 || say "CUDA targets skipped: nvcc not found."
 say "building and testing; the first time takes minutes"
 run_tests . tests //...
-say "the tests of C and CUDA sources again, under the address and undefined-behaviour sanitizers"
-run_tests . sanitizers --config=asan //tests/core/... //tests/cuda/...
+say "the tests of C and CUDA sources again, and some under torch, under the address and undefined-behaviour sanitizers"
+run_tests . sanitizers --config=asan //tests/core/... //tests/cuda/... //tests/torch:sanitized
 say "several callers and threads, under the thread sanitizer"
 run_tests . threads --config=tsan //tests/core:threads
 if command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null; then

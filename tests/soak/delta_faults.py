@@ -61,7 +61,8 @@ class Case:
 class Trainer:
     """The same weights at every version, whenever it is made."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Any, group: Any = None) -> None:
+        """case: of this module, or another's that has such fields."""
         self.draw = torch.Generator().manual_seed(case.seed)
         self.model = nn.Module()
         for name, size in (("large", case.elements), ("small", 7), ("norm", 130)):
@@ -72,7 +73,7 @@ class Trainer:
         self.model.register_parameter("frozen", nn.Parameter(torch.ones(40), requires_grad=False))
         self.optimizer = torch_ext.AdamW(self.model.named_parameters(), lr=1e-4)
         self.publisher = torch_ext.WeightPublisher(
-            self.model, self.optimizer, exact=case.exact, sliceable=case.sliceable
+            self.model, self.optimizer, exact=case.exact, sliceable=case.sliceable, process_group=group
         )
 
     def weights(self) -> dict[str, Tensor]:
@@ -85,7 +86,7 @@ class Trainer:
         self.optimizer.step()
 
 
-def versions(case: Case) -> list[dict[str, Tensor]]:
+def versions(case: Any) -> list[dict[str, Tensor]]:
     """The weights of each."""
     trainer = Trainer(case)
     found = [trainer.weights()]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-from soak import delta_faults, grad_programs, rank_faults, save_faults, step_programs, worlds
+from soak import delta_faults, grad_programs, rank_faults, save_faults, step_programs, weight_faults, worlds
 from soak.outcome import Outcome, Tally
 from soak.worlds import World
 
@@ -74,6 +74,17 @@ class DeltaFaults:
         return delta_faults.judge(case, world)
 
 
+class WeightFaults:
+    def kinds(self) -> dict[str, str]:
+        return weight_faults.KINDS
+
+    def start(self, kind: str, number: int, folder: pathlib.Path) -> tuple[Any, World]:
+        return weight_faults.start(kind, number, folder)
+
+    def judge(self, case: Any, world: World) -> Outcome:
+        return weight_faults.judge(case, world)
+
+
 _PROGRAMS = {
     "program": "random training programs of 1 to 3 ranks, whose gradients are plain torch's bit for bit",
     "step_program": "random training programs of one process, whose weights are plain torch's",
@@ -103,7 +114,7 @@ class Programs:
         return outcome
 
 
-_FAMILIES: list[Family] = [RankFaults(), SaveFaults(), DeltaFaults(), Programs()]
+_FAMILIES: list[Family] = [RankFaults(), SaveFaults(), DeltaFaults(), WeightFaults(), Programs()]
 _OF_KIND: dict[str, Family] = {kind: family for family in _FAMILIES for kind in family.kinds()}
 
 

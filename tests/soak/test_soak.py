@@ -32,6 +32,8 @@ PARTS = {
             "kill_publish",
             "kill_apply",
             "flip_delta",
+            "kill_weights",
+            "flip_weights",
         ],
         3,
     ),
@@ -43,6 +45,7 @@ PARTS = {
 # What was found, and is mended.
 FOUND = {
     "rank 0 fails like the others and ends, and with it the store in which they look for each other": "alone:1000005",
+    "a file whose directory says that its records begin before it": "flip_file:11000171",
 }
 
 

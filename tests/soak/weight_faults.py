@@ -1,0 +1,182 @@
+"""Faults of incremental weights: ranks that are killed while they save, files in which bits flip. Whatever happens, the
+last version of which all parts are there is loaded bit for bit, and what is damaged is refused by the file's name."""
+
+import os
+import pathlib
+import random
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from soak import delta_faults, worlds
+from soak.outcome import Outcome, Report
+from soak.worlds import Died, Line, Raised, World
+from torch import Tensor
+
+import torch_ext
+
+KINDS = {
+    "kill_weights": "kill -9 in IncrementalWeights.save, 1 to 3 ranks",
+    "flip_weights": "bit flips and truncations of each file of incremental weights",
+}
+_VERSIONS = 5
+_FLIPS = 25
+"""Of one run, each of which is counted."""
+_BOUND = 40.0
+"""Seconds until a version is there, on a busy machine."""
+_TIMEOUT = 20.0
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    seed: int
+    size: int
+    elements: int
+    exact: bool
+    sliceable: bool
+    full_every: int
+    together: bool
+    """Ranks wait for each other at each version."""
+    victim: int
+    version: int
+    """In which it is killed."""
+    delay: float
+    """Seconds after the begin of that."""
+
+    @classmethod
+    def of(cls, kind: str, number: int) -> "Case":
+        draw = random.Random(f"{kind} {number}")
+        size = draw.choice([1, 1, 2, 3]) if kind == "kill_weights" else 1
+        return cls(
+            kind,
+            draw.randrange(1 << 30),
+            size,
+            draw.choice([300, 20_000, 300_000] if kind == "kill_weights" else [300, 3_000]),
+            draw.random() < 0.5,
+            draw.random() < 0.3,
+            draw.choice([2, 3, 100]),
+            draw.random() < 0.7,
+            draw.randrange(size),
+            draw.randrange(1, _VERSIONS + 1),
+            draw.random() ** 2 * 0.02,
+        )
+
+
+def _saver(case: Case, trainer: delta_faults.Trainer, folder: pathlib.Path) -> torch_ext.IncrementalWeights:
+    return torch_ext.IncrementalWeights(folder, trainer.publisher, full_every=case.full_every)
+
+
+def loaded(folder: pathlib.Path, like: dict[str, Tensor], version: int | None = None) -> tuple[int, dict[str, Tensor]]:
+    tensors = {name: torch.full_like(t, 7.0) for name, t in like.items()}
+    return torch_ext.load_weights(folder, tensors, version=version), tensors
+
+
+# -- what processes do
+
+
+def _saves(rank: int, _size: int, group: Any, line: Line, case: Case, folder: pathlib.Path) -> Report:
+    """Until one is killed. All ranks have the same weights, which they divide."""
+    trainer = delta_faults.Trainer(case, group)
+    saver = _saver(case, trainer, folder)
+    for version in range(1, _VERSIONS + 1):
+        if case.together and group is not None:
+            dist.barrier(group)
+        trainer.step()
+        line.tell(("begun", version))
+        if rank == case.victim and version == case.version:
+            line.strike((case.delay, signal.SIGKILL))
+        saver.save()
+        line.tell(("done", version))
+    return Report()
+
+
+def _flips(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path) -> Report:
+    trainer, report, draw = delta_faults.Trainer(case), Report(runs=_FLIPS), random.Random(case.seed)
+    saver = _saver(case, trainer, folder)
+    for _ in range(_VERSIONS):
+        trainer.step()
+        saver.save()
+    files = sorted(file for file in folder.iterdir() if file.stat().st_size)
+    for _ in range(_FLIPS):
+        file = draw.choice(files)
+        whole = file.read_bytes()
+        at, cut = draw.randrange(len(whole)), draw.random() < 0.2
+        flipped = whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :]
+        file.write_bytes(whole[:at] if cut else flipped)
+        what = f"{file.name} {'cut at' if cut else 'with a flipped bit in byte'} {at} of {len(whole)}"
+        try:
+            loaded(folder, trainer.weights())
+            report.silent.append(f"{what} was loaded")
+        except ValueError as error:
+            if str(file) not in str(error):
+                report.unnamed.append(f"{what}: {error}")
+        file.write_bytes(whole)
+    if not delta_faults.same(loaded(folder, trainer.weights())[1], trainer.weights()):
+        report.silent.append("the files, whole again, make other weights")
+    return report
+
+
+# -- what is right
+
+
+def _left(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path, done: int) -> str:
+    """What is wrong with what killed ranks left, done: the version that surely is there; and with the next job."""
+    truth = delta_faults.versions(case)
+    try:
+        version, tensors = loaded(folder, truth[0])
+    except (ValueError, FileNotFoundError) as error:
+        version, tensors = 0, {}
+        if done:
+            return f"version {done} was there, and nothing loads: {error}"
+    if version < done:
+        return f"version {done} was there, and {version} is loaded"
+    if version and not delta_faults.same(tensors, truth[version]):
+        return f"version {version} is loaded with other weights"
+    for name in os.listdir(folder):  # long ago
+        os.utime(folder / name, (1, 1))
+    trainer = delta_faults.Trainer(case)
+    saver = _saver(case, trainer, folder)
+    for own in range(1, 4):
+        trainer.step()
+        saver.save()
+        version, tensors = loaded(folder, truth[0])
+        if version != own or not delta_faults.same(tensors, trainer.weights()):
+            return f"the next job saved its version {own}, and {version} is loaded"
+    wanted = 1 + {2: 2, 3: 1, 100: 3}[case.full_every]
+    return "" if len(names := os.listdir(folder)) == wanted else f"what the killed job left stays: {sorted(names)}"
+
+
+def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
+    case = Case.of(kind, number)
+    (folder / "place").mkdir()
+    body = _saves if kind == "kill_weights" else _flips
+    timeout = _TIMEOUT if case.size > 1 else 0.0
+    world = worlds.start(case.size, body, (case, folder / "place"), folder, timeout=timeout)
+    world.bound(_BOUND)
+    world.on_told = lambda world, rank: world.bound(_BOUND)
+    if kind == "kill_weights":
+        world.on_end = world.kill  # the job ends with the rank
+    return case, world
+
+
+def judge(case: Case, world: World) -> Outcome:
+    outcome = Outcome()
+    for rank, answer in enumerate(world.answers):
+        if answer is None:
+            outcome.hung.append(f"rank {rank} did not end")
+        elif isinstance(answer, Raised) and case.kind != "kill_weights":
+            outcome.crashed.append(answer.trace)
+        elif isinstance(answer, Died) and case.kind != "kill_weights":
+            outcome.crashed.append(f"rank {rank} ended with status {answer.status}")
+        elif isinstance(answer, Report):
+            outcome.add(answer)
+    if case.kind == "kill_weights" and not outcome.hung:
+        done = min(max((v for what, v in rank.told if what == "done"), default=0) for rank in world.ranks)
+        place = world.log.parent / "place"
+        outcome.silent += filter(None, [str(worlds.call(_left, (case, place, done), world.log.parent))])
+        last = world.ranks[case.victim].told[-1:]
+        outcome.runs = int(last == [("begun", case.version)])  # else it was between two saves
+    return outcome
