@@ -18,7 +18,7 @@ import pytest_main
 PRELOADED = "TX_ASAN_PRELOADED"
 WHY_NOT = "TX_ASAN_WHY_NOT"
 
-# Python and torch keep memory until the process ends; a request for more than there is returns NULL, as it does without.
+# Python and torch keep memory until the process ends; a request for too much returns NULL, as it does without.
 OPTIONS = "detect_leaks=0:allocator_may_return_null=1:detect_odr_violation=0:quarantine_size_mb=64"
 
 

@@ -1,8 +1,9 @@
-"""Checkpoints at rest: python -m bench.at_rest_rows sizes | codec | pause | dcp.
+"""Checkpoints at rest: python -m bench.at_rest_rows sizes | codec | pause | dcp | increments.
 
 sizes   bytes on disk per parameter, weights included, of the trained GPT of examples/gpt
 codec   GB/s of bf16 weights that one thread encodes and decodes, by instruction set
 pause   seconds that AsyncSaver.save takes, against a copy of the state; of steps while it writes, against others
+increments  bytes on disk per parameter of IncrementalWeights, a version after so many steps, against all weights
 dcp     seconds of saving and loading through torch.distributed.checkpoint, against logical states
 
 What is compared is measured in turns, and the least of each is shown.
@@ -55,19 +56,51 @@ def optimizer_of(model: nn.Module, states: Any, **options: Any) -> torch_ext.Ada
 
 def trained(states: str, steps: int) -> tuple[nn.Module, torch_ext.AdamW]:
     sys.path.insert(0, str(_EXAMPLE))
-    example, example_text = map(importlib.import_module, ("model", "text"))
-
+    example = importlib.import_module("model")
     torch.manual_seed(0)
     config = example.Config(layers=4, heads=4, width=256, context=128)
     model = example.GPT(config).to(torch.bfloat16)
     optimizer = optimizer_of(model, states, lr=1e-3, weight_decay=0.1)
+    _trained_further(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def _trained_further(model: nn.Module, optimizer: torch_ext.AdamW, begin: int, steps: int) -> None:
+    example_text = importlib.import_module("text")
     corpus = example_text.corpus("code").training
-    for step in range(steps):
-        read = example_text.batch(corpus, config.context, 4, seed=0, step=step, rank=0, world=1)
+    for step in range(begin, begin + steps):
+        read = example_text.batch(corpus, 128, 4, seed=0, step=step, rank=0, world=1)
         model(read).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model, optimizer
+
+
+def increments(states: str, steps: int) -> Iterator[str]:
+    """The learning rates of pretraining, of fine-tuning and of reinforcement learning."""
+    model, optimizer = trained(states, steps)
+    numel = sum(p.numel() for p in model.parameters())
+    for lr in (1e-3, 1e-5, 1e-6):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for apart in (1, 10):
+            with tempfile.TemporaryDirectory() as folder:
+                whole = Path(folder) / "whole"
+                saver = torch_ext.IncrementalWeights(
+                    Path(folder) / "weights", torch_ext.WeightPublisher(model, optimizer)
+                )
+                for version in range(4):
+                    _trained_further(model, optimizer, steps + version * apart, apart)
+                    saver.save()
+                torch_ext.save({"model": model.state_dict()}, whole, states="at_rest")
+                found = {form: [] for form in ("full", "delta")}  # type: dict[str, list[int]]
+                for file in (Path(folder) / "weights").iterdir():
+                    found.get(file.suffix[1:], []).append(file.stat().st_size)
+                full, delta = (sum(each) / len(each) / numel for each in found.values())
+                at_rest = whole.stat().st_size / numel
+            yield (
+                f"{states}, lr {lr:g}, {apart} steps apart: {delta:.4f} bytes per parameter, all weights {full:.3f}, "
+                f"torch_ext.save of them {at_rest:.3f}"
+            )
 
 
 def sizes(steps: int) -> Iterator[str]:
@@ -184,7 +217,7 @@ def dcp(states: str, rounds: int) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["sizes", "codec", "pause", "dcp"])
+    parser.add_argument("what", choices=["sizes", "codec", "pause", "dcp", "increments"])
     parser.add_argument("--states", choices=STATES, default="8bit")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=3)
@@ -192,6 +225,7 @@ def main() -> None:
     rows = {
         "sizes": lambda: sizes(options.steps),
         "codec": codec,
+        "increments": lambda: increments(options.states, options.steps),
         "pause": lambda: pause(options.states, options.rounds),
         "dcp": lambda: dcp(options.states, options.rounds),
     }
