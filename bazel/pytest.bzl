@@ -63,5 +63,5 @@ def sanitized_pytest(name, members, data = []):
         main = "//tests:sanitized_main.py",
         tags = ["manual"],
         timeout = "long",
-        deps = ["//:torch_ext", "//tests:helpers", "//tests/bench:measures"],
+        deps = ["//:torch_ext_on_host", "//tests:helpers"],
     )

@@ -44,9 +44,8 @@ def why_not() -> str:
     """Why this cannot be done here; "" where it can."""
     if not libraries():
         return "gcc has no libasan.so here"
-    from torch_ext.native import library
-
-    if b"__asan_init" not in pathlib.Path(library.library_path()).read_bytes():
+    library = pathlib.Path(__file__).absolute().parents[1] / "libtorch_ext.so"  # in Bazel's runfiles
+    if not library.exists() or b"__asan_init" not in library.read_bytes():
         return "libtorch_ext.so was built without the sanitizers: bazel test --config=asan"
     done = subprocess.run(
         [sys.executable, "-c", "import torch"], env=os.environ | environment(), capture_output=True, text=True

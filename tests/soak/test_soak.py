@@ -4,11 +4,15 @@ import functools
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 from soak.outcome import Outcome, Tally
+
+import torch_ext
 
 _SOAK = pathlib.Path(__file__).parent
 
@@ -49,12 +53,43 @@ FOUND = {
 }
 
 
+class Mutant(NamedTuple):
+    """In `file` of the package, `old` becomes `new`."""
+
+    file: str
+    old: str
+    new: str
+
+
+# Kinds -> a bug that each of them finds.
+MUTANTS = {
+    ("kill_file", "kill_background"): Mutant(
+        "files.py",
+        "file = _begin(folder, _stem(folder, name), former)",
+        "file = _begin(folder, _stem(folder, name), former) if former is None else NewFile(path, None)",
+    ),
+    ("kill_folder", "kill_async"): Mutant("folder.py", "not in alive and not current(name)]", "not in alive]"),
+    ("flip_file",): Mutant("archive.py", "return archive.testzip()", "return None"),
+    ("flip_folder",): Mutant("folder_items.py", "if left or crc != wanted:", "if left:"),
+    ("disk_full",): Mutant("new_file.py", "self._error = self._error or error", "pass"),
+    ("two_jobs",): Mutant("folder.py", "if folder_lock.has(folder, save_id):", "if True:"),
+    ("kill_weights",): Mutant("incremental.py", "full = own.newest_full()", "full = max(own.files)[0]"),
+    ("flip_weights",): Mutant("load_weights.py", "if held != file or", "if False and"),
+}
+
+
+def run(*options: str, package: str = "") -> "subprocess.CompletedProcess[str]":
+    """In a process of its own: ranks fork from one that has no threads. package: a folder with another torch_ext."""
+    command = [sys.executable, str(_SOAK), "--seconds", "240", *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": package}, check=False
+    )
+
+
 @functools.cache
 def soak(*options: str) -> str:
-    """What it printed; AssertionError where it found something. In a process of its own: ranks fork from one that has
-    no threads."""
-    command = [sys.executable, str(_SOAK), "--seconds", "240", *options]
-    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}, check=False)
+    """What it printed; AssertionError where it found something."""
+    found = run(*options)
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
 
@@ -99,3 +134,18 @@ def test_what_is_left_out_is_said_and_counted() -> None:
 @pytest.mark.parametrize("what", FOUND)
 def test_what_was_found_stays_mended(what: str) -> None:
     assert faultless(soak("--replay", FOUND[what], "--runs", "2")) == [FOUND[what].split(":")[0]]
+
+
+@pytest.mark.parametrize("kinds", MUTANTS, ids="-".join)
+def test_each_kind_of_save_finds_the_bug_that_is_put_in(kinds: tuple[str, ...], tmp_path: pathlib.Path) -> None:
+    mutant, package = MUTANTS[kinds], pathlib.Path(torch_ext.__file__).parent
+    shutil.copytree(package, tmp_path / "torch_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "libtorch_ext.so").symlink_to(torch_ext.library_path())
+    file = tmp_path / "torch_ext" / "checkpoint" / mutant.file
+    text = file.read_text()
+    assert text.count(mutant.old) == 1, f"{mutant.file} has the mutant's line no more: follow the change"
+    file.write_text(text.replace(mutant.old, mutant.new))
+    for kind in kinds:
+        printed = run("--seed", "5", "--runs", "24", "--kinds", kind, package=str(tmp_path)).stdout
+        if not skipped(printed):
+            assert re.search(rf"^{kind} .* runs: ", printed, re.M) and faultless(printed) == [], printed
