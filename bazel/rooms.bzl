@@ -73,3 +73,63 @@ def core_tests(deps, by_prefix, sweeps = [], data_by_prefix = {}, copts = []):
             timeout = "long",
             deps = deps + more + ["@googletest//:gtest_main"],
         )
+
+def mutated_source(name, source, old, new):
+    """A C file with a bug: its text `old`, a basic regular expression for sed, is `new`. An error where it is not there.
+
+    Args:
+      name: of the genrule; the file is NAME.c.
+      source: label of the C file.
+      old: what is replaced.
+      new: by what.
+    """
+    native.genrule(
+        name = name,
+        testonly = True,
+        srcs = [source],
+        outs = [name + ".c"],
+        cmd = "sed 's/%s/%s/' $< >$@ && ! cmp -s $< $@" % (old.replace("$", "$$"), new),
+    )
+
+def mutant_test(name, test, source, old, new, finds, deps, tags = []):
+    """Passes where a test of the folder fails with a bug in the library, and says what the bug is.
+
+    Args:
+      name: of the test.
+      test: the test, without ".cc".
+      source: see mutated_source.
+      old: see mutated_source.
+      new: see mutated_source.
+      finds: what the test prints then, a basic regular expression.
+      deps: of the test.
+      tags: of this test.
+    """
+    mutated_source(name + "_mutant", source, old, new)
+    native.cc_library(
+        name = name + "_source",
+        testonly = True,
+        srcs = [name + "_mutant.c"],
+        copts = C_OPTS,
+        alwayslink = True,
+        linkstatic = True,
+        tags = ["manual"],
+        deps = deps,
+    )
+    native.cc_binary(
+        name = name + "_program",
+        testonly = True,
+        srcs = [test + ".cc"] + native.glob(["*.h", "*.inc"]),
+        copts = TEST_OPTS,
+        # The mutant comes before the rooms.
+        linkopts = ["-Wl,--allow-multiple-definition"],
+        linkstatic = True,
+        tags = ["manual"],
+        deps = [name + "_source"] + deps + ["@googletest//:gtest_main"],
+    )
+    native.sh_test(
+        name = name,
+        srcs = ["finds.sh"],
+        args = ["$(rootpath %s_program)" % name, "'%s'" % finds],
+        data = [name + "_program"],
+        tags = tags,
+    )

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# PROGRAM TEXT: passes where the program fails and prints the text, a basic regular expression.
+set -uo pipefail
+if printed=$("$1" 2>&1); then
+  echo "$1 did not fail: the bug that was put in is not found"
+  exit 1
+fi
+grep -q -- "$2" <<<"$printed" || { echo "$printed"; echo "$1 failed without saying: $2"; exit 1; }
