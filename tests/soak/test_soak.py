@@ -71,10 +71,12 @@ MUTANTS = {
     ("kill_folder", "kill_async"): Mutant("folder.py", "not in alive and not current(name)]", "not in alive]"),
     ("flip_file",): Mutant("archive.py", "return archive.testzip()", "return None"),
     ("flip_folder",): Mutant("folder_items.py", "if left or crc != wanted:", "if left:"),
-    ("disk_full",): Mutant("new_file.py", "self._error = self._error or error", "pass"),
-    ("two_jobs",): Mutant("folder.py", "if folder_lock.has(folder, save_id):", "if True:"),
+    ("disk_full",): Mutant("new_file.py", "if not isinstance(error, OSError) or error.errno not in _FULL:", "if True:"),
+    ("two_jobs",): Mutant(
+        "files.py", "except BlockingIOError:\n            return", "except BlockingIOError:\n            pass"
+    ),
     ("kill_weights",): Mutant("incremental.py", "full = own.newest_full()", "full = max(own.files)[0]"),
-    ("flip_weights",): Mutant("load_weights.py", "if held != file or", "if False and"),
+    ("flip_weights",): Mutant("load_weights.py", 'ValueError(f"{path}: {error}")', "ValueError(str(error))"),
 }
 
 
