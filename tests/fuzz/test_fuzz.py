@@ -47,7 +47,7 @@ MUTANTS = {
         'check_same_numel("remainders", masters, "masters"',
     ),
     "memory": Mutant("csrc/core/memory.c", "? INT64_MAX : sum;", "? sum : sum;"),
-    "muon": Mutant("csrc/ops/muon_check.c", "if (at >= params[i].numel || (begin", "if ((begin"),
+    "muon": Mutant("csrc/ops/muon_check.c", "if (scales.numel == wanted &&", "if (scales.numel >= wanted - 1 &&"),
     "nccl_compare": Mutant(
         "csrc/nccl/nccl_log.c", "(operation - 1) % TX_NCCL_RECORDS", "operation % (TX_NCCL_RECORDS + 1)"
     ),
