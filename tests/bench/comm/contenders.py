@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_ext.optim.adamw import AdamW
+from torch_ext.parallel.ddp_comm_hook import CommHook, register_comm_hook
 from torch_ext.parallel.parallelize import parallelize
 from torch_ext.policy.loader import load_policy
 
@@ -159,6 +160,27 @@ def _ours(task: Task, strategy: str, wire: str, gather: str | None = None, compr
     return Loop(model, AdamW(model.parameters(), lr=_LR, policy=policy) if sharded else None)
 
 
+class _HookLoop(Loop):
+    """Whose reduction's bytes the hook counts."""
+
+    def __init__(self, ddp: DistributedDataParallel, hook: CommHook) -> None:
+        super().__init__(ddp)
+        self._hook = hook
+
+    @property
+    def wire_bytes(self) -> int:
+        return self._hook.wire_bytes()
+
+
+def _hook(task: Task, compression: str | None = None) -> Loop:
+    """Stock DistributedDataParallel with our reduction in it."""
+    ddp = DistributedDataParallel(task.model(torch.bfloat16), process_group=task.group)
+    policy = load_policy(
+        ddp.module, override_ddp_config={"grad_comm_dtype": "bf16", "grad_comm_compression": compression}
+    )
+    return _HookLoop(ddp, register_comm_hook(ddp, policy))
+
+
 Make = Callable[[Task], Loop]
 
 BUCKETS = {f"DDP bf16, {megabytes} MB": megabytes for megabytes in (1, 2, 4, 8, 25)}
@@ -176,6 +198,9 @@ OURS: dict[str, Make] = {
     "no_shard bf16, as it is": partial(_ours, strategy="no_shard", wire="bf16", compression="off"),
     "no_shard bf16, compressed": partial(_ours, strategy="no_shard", wire="bf16", compression="on"),
     "optim bf16, compressed": partial(_ours, strategy="optim", wire="bf16", compression="on"),
+    "hook bf16": _hook,
+    "hook bf16, as it is": partial(_hook, compression="off"),
+    "hook bf16, compressed": partial(_hook, compression="on"),
     "no_shard fp8": partial(_ours, strategy="no_shard", wire="fp8", gather="fp8"),
     "no_shard fp8, bf16 sums": partial(_ours, strategy="no_shard", wire="fp8"),
     "optim bf16": partial(_ours, strategy="optim", wire="bf16"),
