@@ -122,6 +122,13 @@ class Loop:
         return None if count is None else int(count())
 
 
+def _own_group() -> dist.ProcessGroup:
+    """Of this rank alone; every rank calls it."""
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def _alone(task: Task) -> Loop:
     return Loop(task.model(torch.bfloat16))
 
@@ -149,13 +156,20 @@ def _fsdp2(task: Task) -> Loop:
     return Loop(model, torch.optim.AdamW(model.parameters(), lr=_LR, fused=True))
 
 
-def _ours(task: Task, strategy: str, wire: str, gather: str | None = None, compression: str | None = None) -> Loop:
-    """gather: what no_shard gathers its sums in; compression: of the policy; None: the default. Where
-    the state is sharded the step is part of it."""
+def _ours(
+    task: Task,
+    strategy: str,
+    wire: str,
+    gather: str | None = None,
+    compression: str | None = None,
+    one_rank: bool = False,
+) -> Loop:
+    """gather: what no_shard gathers its sums in; compression: of the policy; None: the default. one_rank: each rank
+    exchanges with nobody. Where the state is sharded the step is part of it."""
     model = task.model(torch.bfloat16)
     ddp = {"grad_comm_dtype": wire, "grad_gather_dtype": gather, "grad_comm_compression": compression}
     policy = load_policy(model, override_ddp_config=ddp)
-    parallelize(model, policy, strategy=strategy, process_group=task.group)
+    parallelize(model, policy, strategy=strategy, process_group=_own_group() if one_rank else task.group)
     sharded = strategy != "no_shard"
     return Loop(model, AdamW(model.parameters(), lr=_LR, policy=policy) if sharded else None)
 
@@ -208,4 +222,10 @@ OURS: dict[str, Make] = {
     "optim fp8": partial(_ours, strategy="optim", wire="fp8"),
     "optim_grads_params bf16": partial(_ours, strategy="optim_grads_params", wire="bf16"),
 }
-CONTENDERS = {**PEERS, **OURS}
+ONE_RANK: dict[str, Make] = {
+    f"{strategy}, one rank": partial(_ours, strategy=strategy, wire="bf16", one_rank=True)
+    for strategy in ("no_shard", "optim", "optim_grads_params")
+}
+"""A rank's own work, all ranks at a time: they share the processors."""
+
+CONTENDERS = {**PEERS, **OURS, **ONE_RANK}
