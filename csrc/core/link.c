@@ -6,8 +6,8 @@
 /* Bytes that a rank sends in a round, and what is the least to each other one: shorter messages are all overhead. */
 static const int64_t kSent = INT64_C(4) << 20, kLeast = INT64_C(64) << 10;
 
-/* Of a round, at most all but this part was spent waiting for processors. */
-enum { kWaitedMost = 16 };
+/* Of a round, at most all but a sixteenth was spent waiting for processors. */
+enum { kLeastPart = 16 };
 
 int64_t tx_link_part_bytes(int64_t world) {
   if (world < 2) return 0;
@@ -22,7 +22,7 @@ static int64_t slowest(const int64_t *took, const int64_t *waited, int64_t world
     const int64_t all = took[rank * TX_LINK_ROUNDS + round];
     const int64_t idle = less_waited && waited ? waited[rank * TX_LINK_ROUNDS + round] : 0;
     /* Threads wait beside each other, and beside the wire: not all of it can have counted. */
-    const int64_t least = all / kWaitedMost, net = idle <= 0 ? all : idle < all - least ? all - idle : least;
+    const int64_t least = all / kLeastPart, net = idle <= 0 ? all : idle < all - least ? all - idle : least;
     if (net > most) most = net;
   }
   return most;
@@ -40,7 +40,7 @@ double tx_link_gbps(const int64_t *took, const int64_t *waited, int64_t world) {
       nets[at] = nets[at - 1];
     nets[at] = net;
   }
-  const int64_t median = nets[ROUNDS / 2], found = median < quickest ? median : quickest;
+  const int64_t median = nets[ROUNDS / 2], found = median > 0 && median < quickest ? median : quickest;
   return found > 0 ? 8.0 * (double)tx_link_part_bytes(world) * (double)(world - 1) / (double)found : 0;
 }
 

@@ -104,6 +104,8 @@ TEST(Link, not_all_of_a_round_was_waiting) {
   waited.assign(waited.size(), -kMs);
   EXPECT_DOUBLE_EQ(tx_link_gbps(took.data(), waited.data(), 2), one_ms / 16) << "not known";
   waited.assign(waited.size(), INT64_MAX);
+  took.assign(took.size(), 15);
+  EXPECT_EQ(tx_link_gbps(took.data(), waited.data(), 2), tx_link_gbps(took.data(), nullptr, 2)) << "nothing is left";
   took.assign(took.size(), INT64_MIN);
   EXPECT_EQ(tx_link_gbps(took.data(), waited.data(), 2), 0);
 }
