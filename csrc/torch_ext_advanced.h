@@ -164,17 +164,20 @@ TX_API tx_dtype tx_gather_dtype(tx_dtype grad_gather_dtype, tx_dtype wire_dtype)
  * is given (link_gbps of the policy) or measured once, before the first gradient: so layout and memory are known then.
  *
  * Measured is a full exchange of TX_LINK_ROUNDS rounds: in each of them every rank sends tx_link_part_bytes to every
- * other one, one round after the other. The first one is the warm-up. A round takes as long as on its slowest rank; the
- * quickest one counts, since whatever disturbs a round makes it longer. */
+ * other one, one round after the other. The first one is the warm-up. A round takes as long as on its slowest rank.
+ * Whatever disturbs a round makes it longer, so the quickest one counts; or, where every one was disturbed, the median
+ * of what remains without the time that the rank's threads waited for processors: on starved processors messages of a
+ * few milliseconds are never undisturbed. */
 #define TX_LINK_ROUNDS 6
 
 /* About 4 MiB from each rank in all, never less than 64 KiB to another; a multiple of TX_BLOCK. 0 for less than two
  * ranks. */
 TX_API int64_t tx_link_part_bytes(int64_t world);
 
-/* Gbit/s that a rank sent, and received. nanoseconds: world rows of TX_LINK_ROUNDS. 0, not known, where a round took no
- * time, and for less than two ranks or NULL. */
-TX_API double tx_link_gbps(const int64_t *nanoseconds, int64_t world);
+/* Gbit/s that a rank sent, and received. took: nanoseconds, world rows of TX_LINK_ROUNDS. waited: of them, ready but
+ * without a processor, the sum over a rank's threads; 0 where that is not known; NULL: nowhere. 0, not known, where a
+ * round took no time, and for less than two ranks or NULL. */
+TX_API double tx_link_gbps(const int64_t *took, const int64_t *waited, int64_t world);
 
 /* The rate of the link below which grad_comm_compression "auto" compresses, in Mbit/s. */
 #define TX_COMPRESS_BELOW_MBPS 2500
@@ -223,6 +226,14 @@ typedef struct tx_coalesce_args {
  * ms is one message. A rank sends its parts of a bucket to the others, and where all want the sum (not sharded) the
  * sums, too. */
 TX_API tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error);
+
+/* How many messages a bucket is cut into that somebody else made (DistributedDataParallel's, of 25 MB), whose sum all
+ * ranks want: none is longer than joined buckets may be (tx_coalesce_most, 16 ms), nor shorter than 256 KiB, so that one
+ * is packed and another one added up while a third one travels. 1 where the link is not known (0), and for less than two
+ * ranks.
+ *
+ * bytes: of the bucket, as it is sent. */
+TX_API int64_t tx_coalesce_cuts(int64_t bytes, int64_t world, double link_gbps, int32_t compressed);
 
 /* Whether the ranks of a sum that all of them want whole send each other whole buckets, which each then adds up, and
  * not their parts, and the sums of these back: two ranks, where it is no more bytes. One trip takes the place of two

@@ -13,6 +13,9 @@ static const double kWorth = 2.5e3, kShortest = 10e3, kLongest = 16e3;
 /* Microseconds of a whole buffer: there is too little to hide behind backward for more than one message. */
 static const double kAtOnce = 5e3;
 
+/* Bytes of a message that a bucket is cut into, at least: shorter ones are all overhead. */
+static const double kLeastCut = 256 << 10;
+
 static tx_status check(const tx_coalesce_args *args, const int64_t *ends, const int64_t *n_messages, tx_error *error) {
   if (!args || args->size != sizeof *args || !n_messages) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
@@ -72,6 +75,14 @@ static double most(const tx_coalesce_args *args, int64_t all, double each) {
   if (!args->compressed && tx_coalesce_whole(all) && (double)all * each <= kAtOnce) return (double)all;
   const double limit = (double)tx_coalesce_most(all, args->sharded, args->compressed);
   return limit * each > kLongest ? kLongest / each : limit;
+}
+
+int64_t tx_coalesce_cuts(int64_t bytes, int64_t world, double link_gbps, int32_t compressed) {
+  if (bytes < 1 || world < 2 || !(link_gbps > 0)) return 1;
+  const tx_coalesce_args args = {.world = world, .link_gbps = link_gbps, .compressed = compressed};
+  const double limit = most(&args, bytes, each_byte(&args));
+  const double found = (double)bytes / (limit > kLeastCut ? limit : kLeastCut);
+  return (int64_t)found + (found > (double)(int64_t)found);
 }
 
 tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error) {

@@ -210,8 +210,9 @@ TEST(AbsurdNumbers, BucketsAreCoalescedOrRefused) {
     }
     (void)tx_compresses(random.I32(), random.F64());
     (void)tx_link_part_bytes(random.I64());
-    const std::vector<int64_t> took = numbers(ranks * TX_LINK_ROUNDS);
-    EXPECT_GE(tx_link_gbps(took.data(), ranks), 0);
+    const std::vector<int64_t> took = numbers(ranks * TX_LINK_ROUNDS), waited = numbers(ranks * TX_LINK_ROUNDS);
+    EXPECT_GE(tx_link_gbps(took.data(), waited.data(), ranks), 0);
+    EXPECT_GE(tx_coalesce_cuts(random.I64(), random.I64(), random.F64(), random.I32()), 1);
     (void)tx_coalesce_most(random.I64(), random.I32(), random.I32());
     (void)tx_coalesce_whole(random.I64());
     (void)tx_trades(random.I64(), random.I64(), random.I64());

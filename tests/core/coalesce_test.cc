@@ -238,4 +238,31 @@ TEST(Coalesce, says_what_is_not_legal) {
   EXPECT_EQ(tx_coalesce(&args, ends, &n, nullptr), TX_OK);
 }
 
+TEST(Cuts, a_bucket_that_somebody_else_made) {
+  const int64_t bucket = 25 << 20;
+  struct {
+    const char *what;
+    int64_t bytes, world;
+    double link_gbps;
+    int32_t compressed;
+    int64_t cuts;
+  } const cases[] = {
+      {"not known", bucket, 2, 0, 0, 1},
+      {"one rank", bucket, 1, 1, 0, 1},
+      {"nothing", 0, 2, 1, 0, 1},
+      {"none is longer than a quarter", bucket, 2, 1000, 0, 4},
+      {"or 16 ms", bucket, 2, 1, 0, 14},
+      {"of which four ranks need more", bucket, 4, 1, 0, 20},
+      {"compressed ones need memory of their own", bucket, 2, 1000, 1, 14},
+      {"none is shorter than 256 KiB", bucket, 2, 1e-6, 0, 100},
+      {"little is sent at once where the link is fast", 6 << 20, 2, 1000, 0, 1},
+      {"and in parts where it is not", 6 << 20, 2, 10, 0, 2},
+      {"as short as it is", 1000, 4, 1e-6, 1, 1},
+  };
+  for (const auto &c : cases)
+    EXPECT_EQ(tx_coalesce_cuts(c.bytes, c.world, c.link_gbps, c.compressed), c.cuts) << c.what;
+  EXPECT_EQ(tx_coalesce_cuts(bucket, 2, kInf, 0), 4);
+  EXPECT_EQ(tx_coalesce_cuts(bucket, 2, std::numeric_limits<double>::quiet_NaN(), 0), 1);
+}
+
 }  // namespace

@@ -239,6 +239,7 @@ std::vector<Op> MakeProgram(const Case &given, const Plan &plan) {
       AddGradients(given, plan, &ops);
     }
     ops.push_back({Op::kStep, 0, 0});
+    if (given.model.step_seconds > 0) ops.push_back({Op::kCompute, given.model.step_seconds, 0});
     const bool gathers = (given.kind == TX_CYCLE_OPTIM || given.kind == TX_CYCLE_OPTIM_GRADS) && given.world > 1;
     for (int start = 1; start >= 0 && gathers; start--)
       for (size_t b = 0; b < plan.buckets.size(); b++)
@@ -272,7 +273,7 @@ Cost World::Run() {
     cost.in_flight_bytes = std::max(cost.in_flight_bytes, rank->most_in_flight);
   }
   const Rank &first = *ranks[0];
-  cost.compute_seconds = given.model.forward_seconds + given.model.backward_seconds;
+  cost.compute_seconds = given.model.forward_seconds + given.model.backward_seconds + given.model.step_seconds;
   cost.gradient_bytes = in_last(first, &Rank::Sent::gradient_bytes);
   cost.weight_bytes = in_last(first, &Rank::Sent::weight_bytes);
   cost.report_bytes = in_last(first, &Rank::Sent::report_bytes);

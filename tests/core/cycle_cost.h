@@ -41,6 +41,7 @@ struct Model {
   int32_t param_dtype = TX_BF16, grad_dtype = TX_BF16, wire_dtype = TX_BF16;
   int32_t gather_dtype = TX_NONE;                    // of the policy
   double forward_seconds = 0, backward_seconds = 0;  // spread over the parameters by their elements
+  double step_seconds = 0;                           // of the optimizer, on what a rank steps
 };
 
 enum class How {

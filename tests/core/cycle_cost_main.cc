@@ -3,7 +3,7 @@
 //
 //     cluster RANKS_PER_NODE WITHIN BETWEEN NODE_BYTES_PER_SECOND POST_SECONDS SUM_BYTES_PER_SECOND
 //         (WITHIN, BETWEEN: LATENCY BYTES_PER_SECOND MESSAGE_SECONDS, of the cases below; on one line)
-//     model PARAM_DTYPE GRAD_DTYPE WIRE_DTYPE GATHER_DTYPE FORWARD_SECONDS BACKWARD_SECONDS
+//     model PARAM_DTYPE GRAD_DTYPE WIRE_DTYPE GATHER_DTYPE FORWARD_SECONDS BACKWARD_SECONDS STEP_SECONDS
 //     param NUMEL ROWS UNIT BUCKET        of that model, in registration order
 //     case KIND HOW WORLD CAP CHECK_FOR_NAN       numbers of tx_cycle_kind and cycle_cost::How; CAP 0: the default
 #include <cinttypes>
@@ -50,7 +50,8 @@ bool Read(const std::string &line, cycle_cost::Case *one) {
   } else if (word == "model") {
     cycle_cost::Model &m = one->model;
     m.params.clear();
-    in >> m.param_dtype >> m.grad_dtype >> m.wire_dtype >> m.gather_dtype >> m.forward_seconds >> m.backward_seconds;
+    in >> m.param_dtype >> m.grad_dtype >> m.wire_dtype >> m.gather_dtype >> m.forward_seconds >> m.backward_seconds >>
+        m.step_seconds;
   } else if (word == "param") {
     cycle_cost::Param param;
     in >> param.numel >> param.rows >> param.unit >> param.bucket;

@@ -93,6 +93,18 @@ TEST(CycleCost, WhatBackwardCoversIsNotPaid) {
   EXPECT_GT(covered.seconds, covered.compute_seconds) << "the last bucket is not covered";
 }
 
+TEST(CycleCost, NothingCoversTheOptimizersWork) {
+  for (int kind = 0; kind < 5; kind++) {
+    Case one = Many(kind, How::kAllToAll, 8);
+    const Cost before = Predict(one);
+    one.model.step_seconds = 0.5;
+    const Cost with = Predict(one);
+    EXPECT_NEAR(with.seconds, before.seconds + 0.5, 1e-9) << kind;
+    EXPECT_NEAR(with.compute_seconds, before.compute_seconds + 0.5, 1e-9) << kind;
+    EXPECT_EQ(with.bytes(), before.bytes()) << kind;
+  }
+}
+
 TEST(CycleCost, AnInjectionLimitIsANodesNotARanks) {
   Case free = Many(TX_CYCLE_NO_SHARD, How::kAllToAll, 16);
   free.model.forward_seconds = free.model.backward_seconds = 0;

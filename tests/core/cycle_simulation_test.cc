@@ -2,10 +2,13 @@
 // shrunk; `bazel run //tests/core:cycle_hunt SEED SEED+1` replays one.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <iostream>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "tests/core/cycle_world.h"
 
@@ -71,15 +74,26 @@ void RunOne(uint64_t seed, Coverage *coverage) {
 #ifdef TX_SLOW
 constexpr uint64_t kPrograms = 6000;
 #else
-constexpr uint64_t kPrograms = 400000;
+constexpr uint64_t kPrograms = 800000;
 #endif
+constexpr uint64_t kThreads = 2;
 
 TEST(CycleSimulation, ProgramsOfFixedSeedsAndOfFreshOnes) {
-  Coverage coverage;
   const auto fresh = static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count()) >> 10;
-  for (uint64_t k = 0; k < kPrograms && !HasFailure(); k++) {
-    RunOne(k, &coverage);
-    if (k % 4 == 0) RunOne(fresh + k, &coverage);
+  std::array<Coverage, kThreads> seen;
+  std::vector<std::thread> threads;
+  for (uint64_t t = 0; t < kThreads; t++) {
+    threads.emplace_back([&seen, fresh, t] {
+      for (uint64_t k = t; k < kPrograms && !HasFailure(); k += kThreads) {
+        RunOne(k, &seen[t]);
+        if (k % 8 < kThreads) RunOne(fresh + k, &seen[t]);
+      }
+    });
+  }
+  Coverage coverage;
+  for (uint64_t t = 0; t < kThreads; t++) {
+    threads[t].join();
+    coverage += seen[t];
   }
   std::cout << coverage.programs << " programs: " << coverage.steps_taken << " steps, " << coverage.refused_steps
             << " refused; " << coverage.verdicts << " verdicts, " << coverage.failures << " failures; "
@@ -115,7 +129,7 @@ TEST(CycleSimulation, LargeWorlds) {
       spec.steps_of_program.push_back({Do::kBackward, true, {3, 2, 1, 0}});
       spec.steps_of_program.push_back({Do::kStep, false, {}});
     }
-    if (kind != TX_CYCLE_DDP_HOOK) spec.faults = {{Ill::kUnused, -1, 0, 1}};
+    if (kind != TX_CYCLE_DDP_HOOK) spec.faults = {{Ill::kUnused, -1, 0, 1}, {Ill::kFrozen, -1, 2, 2}};
     Coverage coverage;
     EXPECT_EQ(cycle_world::Run(spec, &coverage), "") << Text(spec);
     EXPECT_EQ(coverage.steps_taken, 2 * world);

@@ -60,6 +60,25 @@ std::string World::Go() {
   return "";
 }
 
+Coverage &Coverage::operator+=(const Coverage &other) {
+  const auto add = [](auto *to, const auto &from) {
+    for (size_t phase = 0; phase < from.size(); phase++)
+      for (size_t k = 0; k < from[phase].size(); k++)
+        (*to)[phase][k] += from[phase][k];
+  };
+  add(&events, other.events);
+  add(&actions, other.actions);
+  add(&transitions, other.transitions);
+  programs += other.programs;
+  steps_taken += other.steps_taken;
+  cycles_compared += other.cycles_compared;
+  sums_compared += other.sums_compared;
+  verdicts += other.verdicts;
+  failures += other.failures;
+  refused_steps += other.refused_steps;
+  return *this;
+}
+
 std::string Run(const Spec &spec, Coverage *coverage) {
   coverage->programs++;
   try {

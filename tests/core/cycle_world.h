@@ -82,6 +82,8 @@ struct Coverage {
   std::array<std::array<int64_t, 5>, 5> transitions{};   // [phase][phase]
   int64_t programs = 0, steps_taken = 0, cycles_compared = 0, sums_compared = 0, verdicts = 0, failures = 0;
   int64_t refused_steps = 0;
+
+  Coverage &operator+=(const Coverage &other);
 };
 
 // Runs it. Returns what was wrong, or "".

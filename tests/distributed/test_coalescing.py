@@ -13,7 +13,7 @@ from torch import distributed as dist
 import torch_ext
 from torch_ext.comm import factory, link
 from torch_ext.comm.communicator import IN_FLIGHT
-from torch_ext.parallel import message_plan, parallel_module, parallelize
+from torch_ext.parallel import message_plan, parallel_module
 
 SHAPES: list[Any] = [(300,), (5, 77), (300,), (1000,)] * 4  # each is a bucket by itself
 CYCLES = 3
@@ -179,7 +179,7 @@ def _as_planned(rank: int, world: int) -> None:
         measured.append(1)
         return 8.0
 
-    parallelize.link.measure = measure
+    message_plan.link.measure = measure
     for strategy, options, asks in (
         ("no_shard", {"link_gbps": 8}, False),
         ("no_shard", {}, True),

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import ranks
 import torch
 from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ext
+from torch_ext.parallel import ddp_connection
 
 SHAPES = [(4,), (200,), (3,), (500,)]
 WAYS: dict[str, dict[str, Any]] = {
@@ -85,6 +86,33 @@ def _as_no_shard(rank: int, world: int, dtypes: Any) -> None:
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 def test_bits_are_those_of_no_shard_whatever_ddps_buckets_are(world: int, dtypes: Any) -> None:
     ranks.run(world, _as_no_shard, dtypes)
+
+
+LONG = [(300_001,), (3,), (129, 7), (700_000,)]
+
+
+def _cut(rank: int, world: int, wire: str, dtype: torch.dtype) -> None:
+    """A slow link cuts buckets in the middle of parameters, and compresses what is bf16."""
+    found, messages = [], []
+    for gbps in (1000, 0.1):
+        model = DistributedDataParallel(Given(LONG, dtype))
+        state = torch_ext.register_comm_hook(model, policy(dtype, wire=wire, link_gbps=gbps))
+        for step in range(2):
+            model.zero_grad()
+            model(noise(step, rank, LONG)).backward()
+        found.append(bits([p.grad for p in model.parameters()]))
+        assert state._connection is not None
+        messages.append(state._connection.messages)
+    assert found[0] == found[1]
+    assert messages[0] <= 2 < 4 <= messages[1], messages
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("wire", "dtype"), [("fp32", FP32), ("bf16", BF16), ("fp8", FP32)], ids=["fp32", "bf16", "fp8"]
+)
+def test_bits_are_the_same_wherever_buckets_are_cut(world: int, wire: str, dtype: torch.dtype) -> None:
+    ranks.run(world, _cut, wire, dtype)
 
 
 def _gathers_differ(rank: int, world: int) -> str:
@@ -195,36 +223,45 @@ def test_another_model_in_the_same_backward_goes_on() -> None:
 # -- a rank that is lost, or fails alone --------------------------------------------------------------------------
 
 
-class _NoMemory(TorchDispatchMode):
-    """The second bucket cannot be packed."""
+@contextlib.contextmanager
+def _no_memory(where: str) -> Iterator[None]:
+    """For the second bucket, while the hook runs or on the thread that packs it."""
+    owner: Any
+    owner, name = {"hook": (ddp_connection, "_aligned"), "packing": (ddp_connection._DDPBucketMean, "pack")}[where]
+    before, calls = getattr(owner, name), []
 
-    packed = 0
+    def raises(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) > 1:
+            raise MemoryError("no memory for the bucket")
+        return before(*args)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.torch_ext.bucket_pack_.default:
-            self.packed += 1
-            if self.packed == 2:
-                raise MemoryError("no memory for the bucket")
-        return func(*args, **(kwargs or {}))
+    setattr(owner, name, raises)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
-def _fails_in_the_hook(rank: int, world: int) -> list[str]:
+def _fails_in_the_hook(rank: int, world: int, where: str) -> list[str]:
     model = _hooked()
     model(noise(0, rank, SHAPES)).backward()
     messages = []
-    no_memory = _NoMemory() if rank == 1 else contextlib.nullcontext()
     for _ in range(3):
         model.zero_grad()
         loss = model(noise(1, rank, SHAPES))
-        with pytest.raises((RuntimeError, MemoryError)) as raised, no_memory:
+        with pytest.raises((RuntimeError, MemoryError)) as raised, contextlib.ExitStack() as stack:
+            if rank == 1:
+                stack.enter_context(_no_memory(where))
             loss.backward()
         messages.append(str(raised.value))
     assert messages[1:] == [f"gradients cannot be reduced any more: {messages[0]}"] * 2
     return messages
 
 
-def test_an_error_inside_the_hook_is_the_message_and_so_it_stays() -> None:
-    first, second = ranks.run(2, _fails_in_the_hook, timeout=3)
+@pytest.mark.parametrize("where", ["hook", "packing"])
+def test_an_error_inside_the_hook_is_the_message_and_so_it_stays(where: str) -> None:
+    first, second = ranks.run(2, _fails_in_the_hook, where, timeout=3)
     assert second[0] == "no memory for the bucket"
     assert "rank 1 did not respond" in first[0] and "gradients of cycle 1, DDP bucket 1 ('p2' ... 'p1')" in first[0]
 

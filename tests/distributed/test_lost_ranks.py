@@ -147,6 +147,36 @@ def test_a_rank_in_another_world_is_told_who_did_not_come() -> None:
     assert "parallelize: comparing the ranks' plans: rank" in third and "did not respond" in third
 
 
+# -- the store ends ------------------------------------------------------------------------------------------------
+
+
+def _rank_0_keeps_the_store(rank: int, world: int, behind: float) -> None:
+    """And ends as soon as it was told who is lost, while rank 2, so many seconds behind, is still asking."""
+    host, port = "127.0.0.1", [0]
+    store = dist.TCPStore(host, 0, world, True, wait_for_workers=False) if rank == 0 else None
+    if store is not None:
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    store = store or dist.TCPStore(host, port[0], world, False)
+    dist.barrier()
+    dist.destroy_process_group()
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    if rank == 1:
+        time.sleep(3 * TIMEOUT)
+        os._exit(0)
+    time.sleep(behind * (rank == 2))
+    _parallel("optim")
+
+
+@pytest.mark.parametrize("behind", [0.0, 0.3])
+def test_a_lost_rank_is_named_where_the_store_ends_with_the_first_that_was_told(behind: float) -> None:
+    first, _, third = ranks.outcomes(3, _rank_0_keeps_the_store, behind)
+    for answer in (first, third):
+        assert isinstance(answer, Raised)
+        assert "parallelize: comparing the ranks' plans: rank 1 did not respond" in answer.message
+
+
 # -- an exception on one rank -------------------------------------------------------------------------------------
 
 

@@ -118,10 +118,16 @@ void Messages(fuzz::Input *input) {
   CHECK((tx_compresses(input->I32(), args.link_gbps) & ~1) == 0);
   const int64_t part = tx_link_part_bytes(args.world);
   CHECK(part >= 0 && part % TX_BLOCK == 0);
-  std::vector<int64_t> took(3 * TX_LINK_ROUNDS);
-  for (int64_t &t : took)
-    t = input->Odd(16) ? input->I64() : int64_t{200} * input->Byte();
-  CHECK(tx_link_gbps(took.data(), 1 + input->Below(3)) >= 0);
+  std::vector<int64_t> took(3 * TX_LINK_ROUNDS), waited(took);
+  for (std::vector<int64_t> *times : {&took, &waited}) {
+    for (int64_t &t : *times)
+      t = input->Odd(16) ? input->I64() : int64_t{200} * input->Byte();
+  }
+  const int64_t ranks = 1 + input->Below(3);
+  const double gbps = tx_link_gbps(took.data(), waited.data(), ranks);
+  CHECK(gbps >= tx_link_gbps(took.data(), nullptr, ranks));
+  const int64_t bucket = input->I64(), cuts = tx_coalesce_cuts(bucket, args.world, args.link_gbps, args.compressed);
+  CHECK(cuts >= 1 && (cuts == 1 || bucket / (cuts - 1) >= 256 << 10));
 }
 
 void Rules(fuzz::Input *input) {

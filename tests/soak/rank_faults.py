@@ -90,6 +90,7 @@ class Case:
 class Report:
     """A rank's answer."""
 
+    parallelized: bool = False
     steps: int = 0
     """That it claims to have completed."""
     wrong: int = -1
@@ -153,6 +154,7 @@ def train(rank: int, size: int, group: Any, line: Line, case: Case) -> Report:
     try:
         _begins(line, case, rank, -1)
         trainer = Trainer(case, group)
+        report.parallelized = True
         for batch in range(STEPS):
             begin = time.monotonic()
             if _survives(trainer, case, rank, size, batch, line):
@@ -261,6 +263,9 @@ def _judge_report(case: Case, rank: int, who: str, report: Report, outcome: Outc
         wanted = STEPS - (case.kind == "everywhere" or (case.kind == "alone" and rank == case.victim))
         if report.steps < wanted and case.kind != "interrupt_all":
             outcome.silent.append(f"{who}: {report.steps} steps of {wanted}, and no error")
+        return
+    if case.step >= 0 and not report.parallelized:  # of ranks that a starved machine keeps a time-out apart
+        outcome.crashed.append(f"{who}: an error before anything was done: {report.error}")
         return
     if case.kind in ("pause", "everywhere"):
         outcome.crashed.append(f"{who}: an error where there is nothing wrong: {report.error}")

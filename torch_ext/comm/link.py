@@ -1,6 +1,8 @@
 """The speed of a rank's link, measured once, when ranks agree on what they will exchange (tx_link_gbps of C)."""
 
+import contextlib
 import ctypes
+import os
 import time
 
 import torch
@@ -22,13 +24,26 @@ def measure(communicator: Communicator, number: int, caller: str) -> float | Non
     world_size = communicator.world_size
     part = library.function("tx_link_part_bytes", ctypes.c_int64, restype=ctypes.c_int64, brief=True)(world_size)
     buffer = WireBuffer.of(torch.zeros(part * world_size, dtype=torch.uint8, device=communicator.device))
-    label, took = f"{caller}: measuring the link", []
+    label, took, waited = f"{caller}: measuring the link", [], []
     for i in range(constants.LINK_ROUNDS):
-        begin = time.monotonic_ns()
+        before, begin = _waits_for_processors(), time.monotonic_ns()
         communicator.all_gather_into_buffer(buffer, tag=tag(number, _CYCLE, i), label=label).result()
         took.append(time.monotonic_ns() - begin)
-    told = torch.tensor(took).view(torch.uint8)
+        waited.append(sum(now - before.get(thread, now) for thread, now in _waits_for_processors().items()))
+    told = torch.tensor(took + waited).view(torch.uint8)
     rows = communicator.all_gather_bytes(told, tag=tag(number, _CYCLE, MAX_BUCKETS), label=label)()
-    times = torch.cat(rows).view(torch.int64)
-    gbps = library.function("tx_link_gbps", ctypes.c_void_p, ctypes.c_int64, restype=ctypes.c_double, brief=True)
-    return gbps(times.data_ptr(), world_size) or None
+    all_took, all_waited = torch.cat(rows).view(torch.int64).view(world_size, 2, -1).transpose(0, 1).contiguous()
+    arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    gbps = library.function("tx_link_gbps", *arguments, restype=ctypes.c_double, brief=True)
+    return gbps(all_took.data_ptr(), all_waited.data_ptr(), world_size) or None
+
+
+def _waits_for_processors() -> dict[str, int]:
+    """Nanoseconds that each thread of this process was ready, but without a processor; empty where the kernel does not
+    tell (other than Linux's)."""
+    waits = {}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/schedstat") as file:
+                waits[thread] = int(file.read().split()[1])
+    return waits

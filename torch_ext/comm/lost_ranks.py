@@ -7,8 +7,12 @@ died. So a rank in which a collective fails first writes a record into the group
 it misses), then closes its connections, so that nobody waits for it until the timeout. Ranks with a record are alive.
 Each failing rank reads the records of those it misses, and of those that they miss, for a few seconds; missed ranks
 without a record are lost. The verdict is kept as long as the group: none works again after a failure.
+
+The store mostly ends with rank 0's process, which may have heard all it wants before others have. So that rank adds to
+its record whom it found lost, and stays a moment for the others to read it; where the store ends, that is the verdict.
 """
 
+import contextlib
 import datetime
 import json
 import re
@@ -32,6 +36,8 @@ _BROKEN, _LATE = 2.0, 10.0
 which follows the record at once; after a timeout, which may have begun later on other ranks."""
 
 _PERIOD = 0.02
+_STAYS = 0.5
+"""Seconds, at most a quarter of the inquiry's, that rank 0 stays after it."""
 
 ABANDONED: list[object] = []
 """Posted messages for which nobody waits: gloo may still write into their memory, so it is never freed."""
@@ -44,6 +50,8 @@ class _FailureRecord(NamedTuple):
     """The call in which it failed."""
     missing: tuple[int, ...]
     """Whose messages are missing: ranks in the group."""
+    lost: tuple[int, ...] | None = None
+    """Of rank 0, when its inquiry was over."""
 
 
 class _Verdict(NamedTuple):
@@ -159,18 +167,20 @@ def _find_out(group: Any, label: str, reason: str, missing: set[int]) -> _Verdic
     known = missing or _broken(group, rank, others)
     if known == others and not missing:
         known = set()  # a timeout: gloo has closed all of them
-    inquiry = _Inquiry(group, rank, _FailureRecord(label, tuple(sorted(known or others))))
+    keeper = next((r for r in range(size) if of_job[r] == 0), rank)  # in whose process the store is, as a rule
+    inquiry = _Inquiry(group, rank, _FailureRecord(label, tuple(sorted(known or others))), keeper)
     seconds = min(_LATE if "imed out" in reason else _BROKEN, timeout_of(group, _HOST) / 2)
     inquiry.run(lambda: _close(group, rank, others), seconds)
     lost = inquiry.unresponsive()
-    if inquiry.store_ended:
-        # Its process, rank 0's as a rule, ended; of the others without a record nothing is known.
-        lost = {r for r in others if of_job[r] == 0} - inquiry.records.keys()
+    if inquiry.store_ended:  # of the others without a record nothing is known
+        lost = set(inquiry.records[keeper].lost or ()) if keeper in inquiry.records else {keeper} & others
     elif not inquiry.answered:
         lost = known
         if 0 in (of_job[r] for r in lost):  # whose process keeps the store, as a rule
             lost = {r for r in lost if of_job[r] == 0}
-    heard = {of_job[r]: record.label for r, record in inquiry.records.items()} if not lost else {}
+    if rank == keeper and size > 2:
+        inquiry.conclude(lost, min(_STAYS, seconds / 4))
+    heard = {of_job[r]: record.label for r, record in inquiry.records.items() if r in inquiry.missed() and not lost}
     return _Verdict(reason, tuple(sorted(of_job[r] for r in lost)), heard)
 
 
@@ -224,13 +234,14 @@ class _Inquiry:
     """Writes this rank's record into the store and reads those of missed ranks, on a thread of its own: a store whose
     process hangs never answers."""
 
-    def __init__(self, group: Any, rank: int, record: _FailureRecord) -> None:
+    def __init__(self, group: Any, rank: int, record: _FailureRecord, keeper: int = -1) -> None:
+        """keeper: the rank whose conclusion counts where the store ends."""
         self.records: dict[int, _FailureRecord] = {}
         self.answered = False
         """Whether the store answered."""
         self.store_ended = False
         """Whether it did no longer, before the inquiry was over."""
-        self._group, self._rank, self._record = group, rank, record
+        self._group, self._rank, self._record, self._keeper = group, rank, record, keeper
         self._written = threading.Event()
 
     def run(self, on_written: Callable[[], None], seconds: float) -> None:
@@ -242,14 +253,33 @@ class _Inquiry:
         on_written()
         thread.join(max(0.0, deadline - time.monotonic()) + 10 * _PERIOD)
 
-    def unresponsive(self) -> set[int]:
-        """Ranks without a record that are missed by this rank, or by one whose record was read."""
+    def conclude(self, lost: set[int], seconds: float) -> None:
+        """Adds to this rank's record, and stays so many seconds."""
+        record, deadline = self._record._replace(lost=tuple(sorted(lost))), time.monotonic() + seconds
+        thread = threading.Thread(target=self._write, args=(record,), name="torch_ext inquiry", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        time.sleep(max(0.0, deadline - time.monotonic()))
+
+    def _write(self, record: _FailureRecord) -> None:
+        with contextlib.suppress(Exception):  # the store is gone
+            _store_of(self._group).set(_KEY.format(self._rank), json.dumps(record))
+
+    def _asks_keeper(self) -> bool:
+        return self._keeper not in (-1, self._rank) and getattr(self.records.get(self._keeper), "lost", None) is None
+
+    def missed(self) -> set[int]:
+        """By this rank, or by one that it misses and whose record was read."""
         records = dict(self.records)
         missed, new = set[int](), set(self._record.missing)
         while new:
             missed |= new
             new = {other for r in new if r in records for other in records[r].missing} - missed
-        return missed - records.keys() - {self._rank}
+        return missed
+
+    def unresponsive(self) -> set[int]:
+        """Missed ranks without a record."""
+        return self.missed() - self.records.keys() - {self._rank}
 
     def _run(self, deadline: float) -> None:
         try:
@@ -257,10 +287,9 @@ class _Inquiry:
             store.set(_KEY.format(self._rank), json.dumps(self._record))
             self._written.set()
             while True:
-                for r in sorted(self.unresponsive()):
+                for r in sorted(self.unresponsive() | ({self._keeper} if self._asks_keeper() else set())):
                     if store.check([_KEY.format(r)]):
-                        label, missing = json.loads(store.get(_KEY.format(r)))
-                        self.records[r] = _FailureRecord(label, tuple(missing))
+                        self.records[r] = _FailureRecord(*json.loads(store.get(_KEY.format(r))))
                 self.answered = True
                 if not self.unresponsive() or time.monotonic() > deadline:
                     return

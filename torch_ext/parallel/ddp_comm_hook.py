@@ -26,9 +26,14 @@ Reduced: TypeAlias = "torch.futures.Future[torch.Tensor]"
 class _Pending(NamedTuple):
     """A bucket under way, and what DDP waits for: its buffer, once the mean is in it."""
 
-    work: Work
+    works: list[Work]
+    """Of its messages, which end in order."""
     buffer: torch.Tensor
     future: Reduced
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.result()
 
 
 class CommHook(CycleDriver):
@@ -142,11 +147,11 @@ class CommHook(CycleDriver):
 
     def do_send(self, _action: Action) -> None:
         assert self._connection is not None and self._bucket is not None
-        work, buffer = self._connection.reduce(self._bucket, self.cycle.number), self._bucket.buffer()
-        pending = _Pending(work, buffer, _future_of(buffer))
+        works, buffer = self._connection.reduce(self._bucket, self.cycle.number), self._bucket.buffer()
+        pending = _Pending(works, buffer, _future_of(buffer))
         self._pending.append(pending)
-        if isinstance(work, concurrent.futures.Future):
-            work.add_done_callback(lambda _: self._complete(pending))
+        if isinstance(works[-1], concurrent.futures.Future):
+            works[-1].add_done_callback(lambda _: self._complete(pending))
 
     def do_wait(self, action: Action) -> None:
         """Results are asked for when the last bucket has left: until then backward goes on."""
@@ -154,8 +159,8 @@ class CommHook(CycleDriver):
             return
         pending = self._pending[action.message]
         if action.flags & DISCARD:
-            pending.work.result()
-        elif not isinstance(pending.work, concurrent.futures.Future):
+            pending.wait()
+        elif not isinstance(pending.works[-1], concurrent.futures.Future):
             self._complete(pending)
 
     def do_install(self, _action: Action) -> None:
@@ -167,7 +172,7 @@ class CommHook(CycleDriver):
     def _complete(self, pending: _Pending) -> None:
         """The future never fails: DDP would take the stored exception for a tensor, and say so. Any thread."""
         try:
-            pending.work.result()
+            pending.wait()
         except Exception as error:
             self._error = self._error or error
             self._lost = True
@@ -237,8 +242,9 @@ def register_comm_hook(
     (grad_gather_dtype; the wire's, and bf16 beside an 8-bit wire): the bits of `parallelize` with no_shard, whatever
     DDP's buckets are.
     Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part.
-    The link is not measured: grad_comm_compression "auto" compresses where link_gbps says that it is slow. transport:
-    as in `parallelize`.
+    Each of DDP's buckets travels as several messages where that is quicker, and compressed where the link is slow
+    (grad_comm_compression); how fast it is the ranks measure here, as `parallelize` does, or link_gbps says.
+    transport: as in `parallelize`.
 
     A copy of the model (deepcopy, AveragedModel, torch.save) has a copy of the hook's state, but, as with torch's
     hooks, reduces as DDP does without one until a hook is registered on it, too.

@@ -1,5 +1,7 @@
 """What the ranks agreed on for one DistributedDataParallel, and how its buckets are reduced."""
 
+import ctypes
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,11 +15,29 @@ from torch_ext.comm.init_sync import agree
 from torch_ext.comm.lost_ranks import refuse as refuse_group
 from torch_ext.comm.nccl_transport import refuse
 from torch_ext.comm.wire import BLOCK, ParamSlice, RoundingSeeds, WireBuffer, gather_dtype, pack
-from torch_ext.native import ops
+from torch_ext.native import library, ops
+from torch_ext.parallel import message_plan
 from torch_ext.parallel.bucket_mean import BucketMean
 from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets, trainable
+from torch_ext.parallel.bucket_plan import slices as slices_in
 from torch_ext.params import param_groups
 from torch_ext.policy.policy import Policy
+
+
+@functools.cache
+def _cuts() -> Callable[[int, int, float, bool], int]:
+    arguments = (ctypes.c_int64, ctypes.c_int64, ctypes.c_double, ctypes.c_int32)
+    return library.function("tx_coalesce_cuts", *arguments, restype=ctypes.c_int64, brief=True)
+
+
+def _depends_on_link(plan: BucketPlan, policy: Policy) -> bool:
+    """Whether buckets are compressed, or what DDP may put into one is cut, on some link."""
+    whole = sum(WireBuffer.size_of(b.numel, b.grad_comm_dtype) for b in plan.buckets)
+    slow = 1e-9
+    return (
+        message_plan.depends_on_link(plan.buckets, plan.world_size, policy)
+        or _cuts()(whole, plan.world_size, slow, False) > 1
+    )
 
 
 class Connection:
@@ -60,11 +80,16 @@ class Connection:
             failure=failure,
         )
         assert plan is not None
-        self.communicator.compresses = self.communicator.can_compress and compression.decided(policy, policy.link_gbps)
+        self.link_gbps = message_plan.link_gbps(
+            _depends_on_link(plan, policy), policy, self.communicator, self._number, "register_comm_hook"
+        )
+        self.communicator.compresses = self.communicator.can_compress and compression.decided(policy, self.link_gbps)
         self._ids = param_groups.ids_of(self.names)
         self._gather_dtype = policy.grad_gather_dtype
         self._wire_dtypes = [p.grad_comm_dtype for p in plan.parameters]
         self._bytes_before = self.communicator.bytes_sent
+        self.messages = 0
+        """That were sent in this backward."""
 
     @property
     def wire_bytes(self) -> int:
@@ -73,35 +98,51 @@ class Connection:
 
     def begin(self) -> None:
         """A backward begins."""
-        self._bytes_before = self.communicator.bytes_sent
+        self._bytes_before, self.messages = self.communicator.bytes_sent, 0
 
     def positions(self, bucket: dist.GradBucket) -> list[int]:
         """Of a bucket's parameters."""
         return [self.position[p] for p in bucket.parameters()]
 
-    def reduce(self, bucket: dist.GradBucket, cycle: int) -> Work:
-        """Starts to make DDP's bucket the mean of all ranks'."""
+    def reduce(self, bucket: dist.GradBucket, cycle: int) -> list[Work]:
+        """Starts to make DDP's bucket the mean of all ranks': the messages that it is cut into, which end in order. The
+        bucket is read and written until they have."""
         members = self.positions(bucket)
         # DDP's bucket has one dtype, so its parameters have one on the wire. Each begins a block of its own there, so
-        # that nothing depends on which of them DDP put together.
+        # that nothing depends on which of them DDP put together, or on where that is cut.
         numels = [p.numel() for p in bucket.parameters()]
-        values = bucket.buffer().split(numels)
-        slices, numel = _aligned(members, numels, BLOCK * self.communicator.world_size)
-        wire = WireBuffer.empty(numel, self._wire_dtypes[members[0]], values[0].device)
-        pack(values, slices, self._ids, wire, RoundingSeeds.of_parts(self.communicator.rank, cycle))
-        mean = _DDPBucketMean(slices, self._ids, self._divide_factor, cycle)
-        mean.values = values
-        dtype = gather_dtype(self._gather_dtype, wire.data.dtype)
-        mean.gathered = wire if dtype == wire.data.dtype else WireBuffer.empty(numel, dtype, values[0].device)
+        values = dict(zip(members, bucket.buffer().split(numels), strict=True))
+        unit, dtype = BLOCK * self.communicator.world_size, self._wire_dtypes[members[0]]
+        placed, numel = _aligned(members, numels, unit)
+        most = self._most(numel, dtype, unit)
         first, last = self.names[members[0]], self.names[members[-1]]
-        return self.communicator.reduce_scatter(
-            wire,
-            mean.reduce,
-            result=mean.gathered,
-            tag=tag(self._number, cycle, bucket.index()),
-            label=f"gradients of cycle {cycle}, DDP bucket {bucket.index()} ({first!r} ... {last!r})",
-            on_complete=mean.unpack,
-        )
+        label = f"gradients of cycle {cycle}, DDP bucket {bucket.index()} ({first!r} ... {last!r})"
+        works = []
+        for begin in range(0, numel, most):
+            end = min(begin + most, numel)
+            slices = slices_in(placed, [(begin, end)]) if most < numel else placed
+            mean = _DDPBucketMean(slices, self._ids, self._divide_factor, cycle)
+            mean.values = [values[s.param][s.first : s.first + s.numel] for s in slices]
+            seeds = RoundingSeeds.of_parts(self.communicator.rank, cycle)
+            works.append(
+                self.communicator.reduce_scatter(
+                    functools.partial(mean.pack, end - begin, dtype, self._gather_dtype, seeds),
+                    mean.reduce,
+                    tag=tag(self._number, cycle, self.messages % MAX_BUCKETS),
+                    label=label,
+                    on_complete=mean.unpack,
+                )
+            )
+            self.messages += 1
+        return works
+
+    def _most(self, numel: int, dtype: torch.dtype, unit: int) -> int:
+        """Elements of a bucket's message, at most: a multiple of `unit`."""
+        communicator = self.communicator
+        compressed = communicator.compresses and compression.size(numel, dtype)
+        nbytes = compressed or WireBuffer.size_of(numel, dtype)
+        n = _cuts()(nbytes, communicator.world_size, self.link_gbps or 0.0, bool(compressed))
+        return -(-numel // (n * unit)) * unit
 
     def exchange(self, report: torch.Tensor, cycle: int) -> Callable[[], list[torch.Tensor]]:
         """Starts to gather each rank's report; what waits for it."""
@@ -111,7 +152,18 @@ class Connection:
 
 class _DDPBucketMean(BucketMean):
     values: Sequence[torch.Tensor]
-    """The bucket's gradients, in DDP's memory."""
+    """The gradients of its slices, in DDP's memory."""
+
+    def pack(
+        self, numel: int, dtype: torch.dtype, gathered: torch.dtype | None, seeds: RoundingSeeds
+    ) -> tuple[WireBuffer, WireBuffer]:
+        """A PackFn of so many elements. gathered: the policy's grad_gather_dtype. Any thread."""
+        device = self.values[0].device
+        wire = WireBuffer.empty(numel, dtype, device)
+        pack(self.values, self.slices, self._ids, wire, seeds)
+        gathered = gather_dtype(gathered, dtype)
+        self.gathered = wire if gathered == dtype else WireBuffer.empty(numel, gathered, device)
+        return wire, self.gathered
 
     def unpack(self) -> None:
         """All parts are gathered. Any thread."""

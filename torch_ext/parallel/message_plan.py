@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from torch_ext.comm import compression
+from torch_ext.comm import compression, link
+from torch_ext.comm.communicator import Communicator
 from torch_ext.comm.wire import WireBuffer
 from torch_ext.native import library, structs
 from torch_ext.policy.policy import Policy
@@ -52,6 +53,15 @@ class Messages(NamedTuple):
         joined = [f"{first} to {end - 1}" for first, end in runs if end - first > 1]
         how = f"buckets {', '.join(joined)} travel together" if joined else "each bucket is a message"
         return [f"link of {self.link_gbps:.3g} Gbit/s: {how}{', compressed' * self.compressed}"]
+
+
+def link_gbps(depends: bool, policy: Policy, communicator: Communicator, number: int, caller: str) -> float | None:
+    """What a rank's link carries, in Gbit/s, the same on every rank, each of which calls it: as the policy has it, or
+    measured. None where nothing depends on it: devices that defer what is sent have a message for each bucket. depends:
+    the same on every rank. number: of `agree`."""
+    if communicator.deferring or not depends:
+        return None
+    return policy.link_gbps or link.measure(communicator, number, caller)
 
 
 def depends_on_link(buckets: Sequence[PlannedBucket], world_size: int, policy: Policy) -> bool:

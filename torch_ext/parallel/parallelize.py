@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from torch_ext.comm import compression, link
+from torch_ext.comm import compression
 from torch_ext.comm.communicator import Communicator, divide_factor
 from torch_ext.comm.factory import make_communicator
 from torch_ext.comm.init_sync import agree, broadcast
@@ -191,18 +191,12 @@ class _Call:
         broadcast(tensors, self.communicator.group, "parallelize: rank 0's weights and buffers")
         return self._bucket_reducer(self.plan, number)
 
-    def _link_gbps(self, plan: BucketPlan, number: int) -> float | None:
-        """As given, or measured; None where nothing depends on it: devices that defer what is sent have a message for
-        each bucket."""
-        policy, communicator = self.policy, self.communicator
-        if communicator.deferring or not message_plan.depends_on_link(plan.buckets, communicator.world_size, policy):
-            return None
-        return policy.link_gbps or link.measure(communicator, number, "parallelize")
-
     def _bucket_reducer(self, plan: BucketPlan, number: int) -> BucketReducer:
         policy, named = self.policy, trainable(self.model)
         world_size, replicated = self.communicator.world_size, self.strategy == "no_shard"
-        link_gbps, name = self._link_gbps(plan, number), self.strategy
+        name = self.strategy  # the plan that is made later keeps no more
+        depends = message_plan.depends_on_link(plan.buckets, world_size, policy)
+        link_gbps = message_plan.link_gbps(depends, policy, self.communicator, number, "parallelize")
         ids = param_groups.ids_of([name for name, _ in named])
         params = [p for _, p in named]
         settings = Settings(

@@ -170,6 +170,15 @@ ROWS: dict[str, Row] = {
             Versus("no_shard fp8, bf16 sums", _BF16),
         ),
     ),
+    "hook": Row(
+        *_ONE_GIGABIT,
+        _time,
+        (
+            Versus("hook bf16", _BF16, _less(1.0, 0.85)),
+            Versus("hook bf16, as it is", _BF16),
+            Versus("hook bf16, compressed", _BF16),
+        ),
+    ),
     "ddp_fp32": Row(*_ONE_GIGABIT, _time, (Versus("no_shard bf16", _FP32, _less(0.57, 0.52)),)),
     "zero": Row(
         *_ONE_GIGABIT,
@@ -195,7 +204,11 @@ ROWS: dict[str, Row] = {
         ("loopback",),
         (2,),
         _time,
-        (Versus("no_shard bf16", _BF16, _less(1.05, 0.90)), Versus("no_shard bf16, compressed", _BF16)),
+        (
+            Versus("no_shard bf16", _BF16, _less(1.05, 0.90)),
+            Versus("no_shard bf16, compressed", _BF16),
+            Versus("hook bf16", _BF16),
+        ),
     ),
     "ten": Row(
         ("10 Gbit/s",),

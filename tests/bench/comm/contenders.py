@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_ext.optim.adamw import AdamW
+from torch_ext.parallel.ddp_comm_hook import CommHook, register_comm_hook
 from torch_ext.parallel.parallelize import parallelize
 from torch_ext.policy.loader import load_policy
 
@@ -121,6 +122,13 @@ class Loop:
         return None if count is None else int(count())
 
 
+def _own_group() -> dist.ProcessGroup:
+    """Of this rank alone; every rank calls it."""
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def _alone(task: Task) -> Loop:
     return Loop(task.model(torch.bfloat16))
 
@@ -148,15 +156,43 @@ def _fsdp2(task: Task) -> Loop:
     return Loop(model, torch.optim.AdamW(model.parameters(), lr=_LR, fused=True))
 
 
-def _ours(task: Task, strategy: str, wire: str, gather: str | None = None, compression: str | None = None) -> Loop:
-    """gather: what no_shard gathers its sums in; compression: of the policy; None: the default. Where
-    the state is sharded the step is part of it."""
+def _ours(
+    task: Task,
+    strategy: str,
+    wire: str,
+    gather: str | None = None,
+    compression: str | None = None,
+    one_rank: bool = False,
+) -> Loop:
+    """gather: what no_shard gathers its sums in; compression: of the policy; None: the default. one_rank: each rank
+    exchanges with nobody. Where the state is sharded the step is part of it."""
     model = task.model(torch.bfloat16)
     ddp = {"grad_comm_dtype": wire, "grad_gather_dtype": gather, "grad_comm_compression": compression}
     policy = load_policy(model, override_ddp_config=ddp)
-    parallelize(model, policy, strategy=strategy, process_group=task.group)
+    parallelize(model, policy, strategy=strategy, process_group=_own_group() if one_rank else task.group)
     sharded = strategy != "no_shard"
     return Loop(model, AdamW(model.parameters(), lr=_LR, policy=policy) if sharded else None)
+
+
+class _HookLoop(Loop):
+    """Whose reduction's bytes the hook counts."""
+
+    def __init__(self, ddp: DistributedDataParallel, hook: CommHook) -> None:
+        super().__init__(ddp)
+        self._hook = hook
+
+    @property
+    def wire_bytes(self) -> int:
+        return self._hook.wire_bytes()
+
+
+def _hook(task: Task, compression: str | None = None) -> Loop:
+    """Stock DistributedDataParallel with our reduction in it."""
+    ddp = DistributedDataParallel(task.model(torch.bfloat16), process_group=task.group)
+    policy = load_policy(
+        ddp.module, override_ddp_config={"grad_comm_dtype": "bf16", "grad_comm_compression": compression}
+    )
+    return _HookLoop(ddp, register_comm_hook(ddp, policy))
 
 
 Make = Callable[[Task], Loop]
@@ -176,6 +212,9 @@ OURS: dict[str, Make] = {
     "no_shard bf16, as it is": partial(_ours, strategy="no_shard", wire="bf16", compression="off"),
     "no_shard bf16, compressed": partial(_ours, strategy="no_shard", wire="bf16", compression="on"),
     "optim bf16, compressed": partial(_ours, strategy="optim", wire="bf16", compression="on"),
+    "hook bf16": _hook,
+    "hook bf16, as it is": partial(_hook, compression="off"),
+    "hook bf16, compressed": partial(_hook, compression="on"),
     "no_shard fp8": partial(_ours, strategy="no_shard", wire="fp8", gather="fp8"),
     "no_shard fp8, bf16 sums": partial(_ours, strategy="no_shard", wire="fp8"),
     "optim bf16": partial(_ours, strategy="optim", wire="bf16"),
@@ -183,4 +222,10 @@ OURS: dict[str, Make] = {
     "optim fp8": partial(_ours, strategy="optim", wire="fp8"),
     "optim_grads_params bf16": partial(_ours, strategy="optim_grads_params", wire="bf16"),
 }
-CONTENDERS = {**PEERS, **OURS}
+ONE_RANK: dict[str, Make] = {
+    f"{strategy}, one rank": partial(_ours, strategy=strategy, wire="bf16", one_rank=True)
+    for strategy in ("no_shard", "optim", "optim_grads_params")
+}
+"""A rank's own work, all ranks at a time: they share the processors."""
+
+CONTENDERS = {**PEERS, **OURS, **ONE_RANK}

@@ -1,10 +1,13 @@
 """What the simulator predicts of `bench comm`'s model at 1 Gbit/s, against what it takes there."""
 
+import os
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
 from bench.comm import comm_rows, launcher
-from bench.comm.contenders import FULL, Stack
+from bench.comm.contenders import FULL, ONE_RANK, Stack
 from bench.comm.networks import LINKS, Unavailable, network
 from bench.comm.rank import Job, Question
 from bench.cost.simulator import Case, Cluster, Link, Model, predict
@@ -32,7 +35,7 @@ def compare(rounds: int) -> list[str]:
     for ranks in (2, 4):
         try:
             with network(_LINK, ranks) as places:
-                jobs = [Job("timing", ["alone", *STRATEGIES], rounds, seconds) for seconds in (0.0, 0.15)]
+                jobs = [Job("timing", ["alone", *STRATEGIES, *ONE_RANK], rounds, seconds) for seconds in (0.0, 0.15)]
                 question = Question(ranks, places[0].interface, FULL, 0, jobs)
                 answers, why = launcher.ask(question, places, _LIMIT)
         except Unavailable as unavailable:
@@ -45,20 +48,39 @@ def compare(rounds: int) -> list[str]:
                 f"{predicted / least[who]:.2f}"
                 for who, strategy in STRATEGIES.items()
                 if who in least
-                for predicted in [seconds_of(strategy, ranks, least["alone"])]
+                for predicted in [seconds_of(strategy, ranks, _work(least, strategy, ranks))]
             ]
         lines += [why] * bool(why)
     return lines
 
 
-def seconds_of(strategy: str, ranks: int, compute: float) -> float:
-    """Predicted of a step whose computation takes so many seconds, all of it in backward."""
+class Work(NamedTuple):
+    """Seconds that a rank's processor needs for a step beside the exchange."""
+
+    backward: float  # with the forward, of which there is hardly any
+    step: float
+
+
+def _work(least: dict[str, float], strategy: str, ranks: int) -> Work:
+    """From steps of one rank, while the others did the same: what `optim` takes more than a step without exchange and
+    optimizer is the optimizer, of which a rank of several has a part; what FSDP2 takes beyond that are its copies."""
+    alone, optim = least["alone"], least["optim, one rank"]
+    if strategy == "no_shard":
+        return Work(least["no_shard, one rank"], 0.0)
+    step = max(0.0, optim - max(alone, least["no_shard, one rank"]))
+    whole = least[f"{strategy}, one rank"]
+    return Work(max(alone, whole - step), step / ranks)
+
+
+def seconds_of(strategy: str, ranks: int, work: Work) -> float:
+    """Predicted of a step."""
     link = LINKS[_LINK]
     assert link is not None
     wire = Link(_LATENCY, link.bits_per_second / 8 * _PAYLOAD)
-    cluster = Cluster(1, wire, wire, post_seconds=_POST, sum_bytes_per_second=_SUM)
+    shared = max(1.0, ranks / (os.cpu_count() or 1))  # processors
+    cluster = Cluster(1, wire, wire, post_seconds=_POST * shared, sum_bytes_per_second=_SUM / shared)
     shapes: nn.Module = Stack(FULL, [], 0.0).to(torch.bfloat16)
     policy = load_policy(shapes, override_ddp_config={"grad_comm_compression": "off"})
-    model = Model.of(shapes, policy)._replace(backward_seconds=compute)
+    model = Model.of(shapes, policy)._replace(backward_seconds=work.backward, step_seconds=work.step)
     (cost,) = predict([Case(cluster, model, strategy, ranks)])
     return cost.seconds

@@ -64,6 +64,7 @@ class Model(NamedTuple):
     policy: Policy
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    step_seconds: float = 0.0  # of the optimizer, on what a rank steps
 
     @property
     def numel(self) -> int:
@@ -171,7 +172,7 @@ def _lines(case: Case) -> str:
     ]
     lines = [
         ("cluster", *of_cluster),
-        ("model", *codes, model.forward_seconds, model.backward_seconds),
+        ("model", *codes, model.forward_seconds, model.backward_seconds, model.step_seconds),
         *(("param", *param) for param in model.params),
         ("case", *of_case),
     ]
