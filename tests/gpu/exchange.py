@@ -187,4 +187,4 @@ if DEVICE.type == "cpu" and "TORCH_EXT_NCCL" in os.environ:
 def transport_of_world() -> nccl_transport.NcclTransport:
     """A communicator of our own between all ranks."""
     assert dist.group.WORLD is not None
-    return nccl_transport.transport_of(dist.group.WORLD, DEVICE, streams_of(DEVICE))
+    return nccl_transport.transport_of(dist.group.WORLD, DEVICE, streams_of(DEVICE), False)
