@@ -89,8 +89,8 @@ class Watchdog:
 
 
 class NcclTransport:
-    """See the module's docstring. One for each process group (and create_all_gather_group), so that all communicators of
-    a model have one order."""
+    """See the module's docstring. One for each process group and create_all_gather_group: all communicators of a model
+    have one order."""
 
     def __init__(
         self,
