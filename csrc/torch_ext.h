@@ -600,6 +600,7 @@ typedef struct tx_policy {
 #define TX_ROW(type, name, sides, initial, legal) TX_MEMBER_##type(name)
 #include "policy.def"
 #undef TX_ROW
+  int32_t reserved; /* 0; there so that the number of 4-byte fields is even */
 } tx_policy;
 #undef TX_MEMBER_F64
 #undef TX_MEMBER_I64

@@ -495,11 +495,15 @@ typedef struct tx_nccl_comm_args {
   const char *id; /* TX_NCCL_ID_BYTES bytes */
   int32_t rank, n_ranks;
   double timeout_seconds;
-  int32_t copy_engines; /* 1: copy engines move windows, where NCCL can (2.28), so that no SM does */
-  int32_t reserved;     /* 0 */
+  int32_t copy_engines;    /* 1: copy engines move windows, where NCCL can (2.28), so that no SM does */
+  int32_t multiprocessors; /* of the device; beside gather_id each communicator's kernels use a quarter of them at most,
+                              so that both always fit. 0: NCCL decides alone */
+  const char *gather_id;   /* NULL, or another id: all-gathers have a communicator of their own, made, checked, aborted
+                              and ended with the first one, and wait for no all-to-all that was issued before them.
+                              NCCL keeps twice the memory for itself */
 } tx_nccl_comm_args;
 #define TX_NCCL_COMM_ARGS_INIT \
-  { sizeof(tx_nccl_comm_args), NULL, NULL, 0, 0, 600.0, 0, 0 }
+  { sizeof(tx_nccl_comm_args), NULL, NULL, 0, 0, 600.0, 0, 0, NULL }
 
 /* On the current CUDA device; returns when every rank has come. NULL in *comm where it fails. */
 TX_API tx_status tx_nccl_comm_new(const tx_nccl_comm_args *args, tx_nccl_comm **comm, tx_error *error);
@@ -520,7 +524,7 @@ typedef struct tx_nccl_message {
 } tx_nccl_message;
 
 /* n messages as one operation, issued to `stream` (cudaStream_t). bucket: its name, for messages and records; the same
- * on all ranks. */
+ * on all ranks. With a gather_id each of the two kinds has a stream of its own, always the same. */
 TX_API tx_status tx_nccl_all_to_all(tx_nccl_comm *comm, const char *bucket, int64_t n, const tx_nccl_message *messages,
                                     void *stream, tx_error *error);
 TX_API tx_status tx_nccl_all_gather(tx_nccl_comm *comm, const char *bucket, int64_t n, const tx_nccl_message *messages,
@@ -531,11 +535,12 @@ TX_API tx_status tx_nccl_all_gather(tx_nccl_comm *comm, const char *bucket, int6
 typedef struct tx_nccl_memory {
   uint64_t size;
   int64_t bytes;
-  void *data;   /* aligned to 4096 bytes */
-  void *window; /* NULL: it is none */
+  void *data;          /* aligned to 4096 bytes */
+  void *window;        /* NULL: it is none */
+  void *gather_window; /* of the gathers' communicator; NULL: it is none */
 } tx_nccl_memory;
 #define TX_NCCL_MEMORY_INIT \
-  { sizeof(tx_nccl_memory), 0, NULL, NULL }
+  { sizeof(tx_nccl_memory), 0, NULL, NULL, NULL }
 TX_API tx_status tx_nccl_memory_new(tx_nccl_comm *comm, tx_nccl_memory *memory, tx_error *error);
 TX_API void tx_nccl_memory_free(tx_nccl_comm *comm, tx_nccl_memory *memory);
 

@@ -48,7 +48,9 @@ static tx_status mark(void *ctx, int32_t up, int64_t slot, tx_error *error) {
   TX_FORWARD(mark_of(copy_ops, up, slot, &mark, error));
   TX_FORWARD(enter(copy_ops, &before, error));
   cudaError_t answer = cudaSuccess;
-  if (!*mark) answer = cudaEventCreateWithFlags(mark, cudaEventDisableTiming);
+  /* Who waits for it sleeps: a copy takes long beside a wake-up, and the core is another thread's or rank's meanwhile.
+   */
+  if (!*mark) answer = cudaEventCreateWithFlags(mark, cudaEventDisableTiming | cudaEventBlockingSync);
   if (answer == cudaSuccess) answer = cudaEventRecord(*mark, copy_ops->streams[up ? TX_UP : TX_DOWN]);
   return leave(copy_ops, before, tx_cuda_answered(answer, "recording an event", error));
 }

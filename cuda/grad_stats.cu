@@ -24,24 +24,38 @@ struct common {
 };
 typedef tx_table<common, entry> table;
 
+/* Returns whether an element of the rounds is not finite. */
+template <tx_dtype DTYPE>
+__device__ __forceinline__ bool add_squares(tx_warp_stats *stats, const tx_raw (&raw)[kRounds]) {
+  if constexpr (DTYPE == TX_F32) {
+    double partial[kRounds];
+    float x[TX_VECTOR];
+#pragma unroll
+    for (int round = 0; round < kRounds; round++) {
+      tx_plain_floats(x, raw[round], DTYPE);
+      partial[round] = tx_partial_squares(x);
+    }
+    return tx_add_partials(stats, partial);
+  } else {
+    double early[2], late[2];
+    tx_partials_of_halves<DTYPE>(early, raw[0], raw[1]);
+    tx_partials_of_halves<DTYPE>(late, raw[2], raw[3]);
+    return tx_add_partials_of_halves(stats, {early[0], early[1], late[0], late[1]});
+  }
+}
+
 /* Returns whether an element of the tile is not finite. */
 template <tx_dtype DTYPE>
 __device__ __forceinline__ bool add_tile(tx_warp_stats *stats, const entry &e, const tx_tile &tile) {
   constexpr int kBytes = DTYPE == TX_F32 ? 4 : 2;
   tx_raw raw[kRounds];
   float x[TX_VECTOR];
-  double partial[kRounds];
 #pragma unroll
   for (int round = 0; round < kRounds; round++) {
     const tx_share share = tx_share_of_tile(tile.count, round, tx_lane_id());
     tx_read_raw(raw[round], e.grad, kBytes, e.alignment, tile.begin + share.first, share.count);
   }
-#pragma unroll
-  for (int round = 0; round < kRounds; round++) {
-    tx_plain_floats(x, raw[round], DTYPE);
-    partial[round] = tx_partial_squares(x);
-  }
-  if (!tx_add_partials(stats, partial)) return false;
+  if (!add_squares<DTYPE>(stats, raw)) return false;
 #pragma unroll
   for (int round = 0; round < kRounds; round++) {
     tx_plain_floats(x, raw[round], DTYPE);

@@ -48,6 +48,26 @@ static __device__ __forceinline__ double tx_partial_squares(const float (&x)[TX_
   return one[0];
 }
 
+/* Adds the sums of ROUNDS rounds' blocks to the warp's limbs. A block's sum is in four lanes, STRIDE apart, each of
+ * which has one of its three parts to give, or nothing: so a lane asks for where a sum begins, and then for the part
+ * that is its own limb's. Returns whether a block has an element that is not finite; its sum is left out then. */
+template <int ROUNDS, int STRIDE>
+static __device__ __forceinline__ bool tx_add_sums(tx_warp_stats *stats, double sum) {
+  const tx_exact_parts parts = tx_exact_split(sum);
+  const uint32_t copy = tx_lane_id() / STRIDE % 4u;
+  const uint32_t given = copy == 0u ? parts.part[0] : copy == 1u ? parts.part[1] : copy == 2u ? parts.part[2] : 0u;
+#pragma unroll
+  for (int i = 0; i < 2 * ROUNDS; i++) {
+    /* the first lane that has the sum of block i % 2 of round i / 2 */
+    const int round = i / 2, half = STRIDE == 2 ? 8 : 2;
+    const int from = 16 * (i % 2) + (ROUNDS == 4 ? half * (round % 2) + round / 2 : round);
+    const uint32_t limb = tx_lane_id() - (uint32_t)__shfl_sync(0xffffffffu, parts.first, from);
+    const uint32_t value = __shfl_sync(0xffffffffu, given, from + STRIDE * (int)(limb % 4u));
+    stats->limb += limb < 4u ? (int64_t)value : 0;
+  }
+  return __any_sync(0xffffffffu, parts.first < 0) != 0;
+}
+
 /* The sums of the blocks of ROUNDS (1, 2 or 4) rounds from their partial sums, added to the warp's. Returns whether a
  * block has an element that is not finite; its sum is left out then. Every lane of the warp calls it. */
 template <int ROUNDS>
@@ -68,19 +88,78 @@ static __device__ __forceinline__ bool tx_add_partials(tx_warp_stats *stats, con
   }
   sum += __shfl_xor_sync(0xffffffffu, sum, 4);
   sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-  const tx_exact_parts parts = tx_exact_split(sum);
+  return tx_add_sums<ROUNDS, 2>(stats, sum);
+}
+
+/* -- of 16-bit elements: words of two travel before anything is computed of them ------------------------------------
+ */
+
+/* Exchanges with the lane that differs in `bit`: of its own 2 N words a lane keeps N, the lower ones where its own bit
+ * is 0; behind them come the other lane's of the same places. */
+template <int N>
+static __device__ __forceinline__ void tx_trade_words(uint32_t (&kept)[2 * N], const uint32_t (&words)[2 * N],
+                                                      uint32_t bit) {
+  const bool upper = (tx_lane_id() & bit) != 0u;
 #pragma unroll
-  for (int i = 0; i < 2 * ROUNDS; i++) {
-    /* a lane that has the sum of block i % 2 of round i / 2 */
-    const int round = i / 2, from = 16 * (i % 2) + (ROUNDS == 4 ? 8 * (round % 2) + round / 2 : round);
-    const int32_t limb = (int32_t)tx_lane_id() - __shfl_sync(0xffffffffu, parts.first, from);
-#pragma unroll
-    for (int part = 0; part < 3; part++) {
-      const uint32_t value = __shfl_sync(0xffffffffu, parts.part[part], from);
-      stats->limb += limb == part ? (int64_t)value : 0;
-    }
+  for (int i = 0; i < N; i++) {
+    kept[i] = upper ? words[N + i] : words[i];
+    kept[N + i] = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[N + i], (int)bit);
   }
-  return __any_sync(0xffffffffu, parts.first < 0) != 0;
+}
+
+/* The value of a stored number, for its square: which NaN it is does not matter. */
+template <tx_dtype DTYPE>
+static __device__ __forceinline__ float tx_float_to_square(uint32_t word, int half) {
+  const uint16_t bits = (uint16_t)tx_half(word, half);
+  if constexpr (DTYPE == TX_BF16) {
+    return tx_f32_from_bf16(bits);
+  } else {
+#if defined(__CUDA_ARCH__)
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits)); /* exact, of subnormals, too */
+    return x;
+#else
+    return tx_f32_from_f16(bits);
+#endif
+  }
+}
+
+/* The first three folds of two rounds, in one lane: from lanes 8, 4 and 2 away come the words that are 64, 32 and 16
+ * elements apart. partial: of a word's two elements, of the round that the lane's bit 1 says. Lane bits 3 and 2 are
+ * the word's number in its lane, bit 0 the lane's. */
+template <tx_dtype DTYPE>
+static __device__ __forceinline__ void tx_partials_of_halves(double (&partial)[2], const tx_raw &first,
+                                                             const tx_raw &second) {
+  uint32_t both[8], mine[8];
+#pragma unroll
+  for (int round = 0; round < 2; round++) {
+    const tx_raw &raw = round ? second : first;
+    uint32_t four[4], kept[4];
+    tx_trade_words<2>(four, {raw[0], raw[1], raw[2], raw[3]}, 8u);
+    tx_trade_words<2>(kept, {four[0], four[2], four[1], four[3]}, 4u);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      both[4 * round + i] = kept[i];
+  }
+  tx_trade_words<4>(mine, both, 2u);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    double x[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      x[i] = tx_square(tx_float_to_square<DTYPE>(mine[i], half));
+    partial[half] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+  }
+}
+
+/* tx_add_partials of four rounds, of rounds 0 and 1, then of rounds 2 and 3. */
+static __device__ __forceinline__ bool tx_add_partials_of_halves(tx_warp_stats *stats, const double (&partial)[4]) {
+  double two[2], one[1];
+  tx_fold_halves(two, partial, 1u);
+  tx_fold_halves(one, two, 8u);
+  double sum = one[0] + __shfl_xor_sync(0xffffffffu, one[0], 4);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 8);
+  return tx_add_sums<4, 4>(stats, sum);
 }
 
 static __device__ __forceinline__ int32_t tx_count_non_finite(const float (&x)[TX_VECTOR]) {

@@ -25,12 +25,12 @@ static const unsigned char kCoerced[TX_POLICY_FIELDS] = {
 };
 
 /* No padding: what is compared, hashed or mirrored is the fields and nothing else. */
-_Static_assert(sizeof(tx_policy) == sizeof(uint64_t)
+_Static_assert(sizeof(tx_policy) == sizeof(uint64_t) + sizeof(((tx_policy *)0)->reserved)
 #define TX_ROW(type, name, sides, initial, legal) +sizeof(((tx_policy *)0)->name)
 #include "csrc/policy.def"
 #undef TX_ROW
                    ,
-               "policy.def: widest fields first, an even number of 4-byte fields");
+               "policy.def: widest fields first; reserved: an even number of 4-byte fields");
 
 tx_policy tx_policy_defaults(void) {
 #define NO_F64 ((double)NAN)

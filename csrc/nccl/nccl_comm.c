@@ -4,6 +4,7 @@
 #include "csrc/nccl/nccl_comm.h"
 
 #include <sched.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,12 +30,27 @@ static void nap(long *nanoseconds) {
   if (*nanoseconds < 1000000) *nanoseconds *= 2;
 }
 
+static bool is_alive(const tx_nccl_comm *comm) {
+  return comm->comms[TX_NCCL_REDUCTIONS] != NULL;
+}
+
+/* Under the lock. */
+static ncclComm_t *used_for(tx_nccl_comm *comm, int which) {
+  return &comm->comms[which < comm->n_comms ? which : TX_NCCL_REDUCTIONS];
+}
+
 /* Under the lock. */
 static void kill_comm(tx_nccl_comm *comm, const char *why) {
-  if (!comm->comm) return;
+  const tx_nccl_table *call = &comm->library->call;
+  if (!is_alive(comm)) return;
   (void)snprintf(comm->why, sizeof comm->why, "%s", why);
-  (void)comm->library->call.ncclCommAbort(comm->comm);
-  comm->comm = NULL;
+  const bool together = comm->comms[TX_NCCL_GATHERS] != NULL; /* Note [gathers of their own] */
+  if (together) (void)call->ncclGroupStart();
+  for (int i = 0; i < comm->n_comms; i++) {
+    if (comm->comms[i]) (void)call->ncclCommAbort(comm->comms[i]);
+    comm->comms[i] = NULL;
+  }
+  if (together) (void)call->ncclGroupEnd();
 }
 
 static tx_status refuse_dead(const tx_nccl_comm *comm, const char *what, tx_error *error) {
@@ -50,16 +66,16 @@ static tx_status abort_with(tx_nccl_comm *comm, tx_error *error, const char *mes
   return tx_fail(error, TX_ERROR_UNAVAILABLE, "%s", message);
 }
 
-static tx_status fail_with(tx_nccl_comm *comm, int result, const char *what, tx_error *error) {
+static tx_status fail_with(tx_nccl_comm *comm, int which, int result, const char *what, tx_error *error) {
   const tx_nccl_table *call = &comm->library->call;
   char message[768];
   (void)snprintf(message, sizeof message, "%s on rank %d of %d: NCCL says: %s (%s)", what, comm->rank, comm->n_ranks,
-                 call->ncclGetErrorString(result), call->ncclGetLastError(comm->comm));
+                 call->ncclGetErrorString(result), call->ncclGetLastError(*used_for(comm, which)));
   return abort_with(comm, error, message);
 }
 
 /* Until NCCL has done what it began. */
-static tx_status settle(tx_nccl_comm *comm, int result, const char *what, tx_error *error) {
+static tx_status settle(tx_nccl_comm *comm, int which, int result, const char *what, tx_error *error) {
   const double begin = now(), deadline = begin + comm->timeout_seconds;
   tx_status status = TX_OK;
   long nanoseconds = 1000;
@@ -78,18 +94,19 @@ static tx_status settle(tx_nccl_comm *comm, int result, const char *what, tx_err
       nap(&nanoseconds);
     }
     (void)pthread_mutex_lock(&comm->lock);
-    if (!comm->comm) return refuse_dead(comm, what, error);
+    if (!is_alive(comm)) return refuse_dead(comm, what, error);
     int state = TX_NCCL_IN_PROGRESS;
-    const int asked = comm->library->call.ncclCommGetAsyncError(comm->comm, &state);
+    const int asked = comm->library->call.ncclCommGetAsyncError(*used_for(comm, which), &state);
     result = asked != TX_NCCL_SUCCESS ? asked : state;
   }
-  if (result != TX_NCCL_SUCCESS) status = fail_with(comm, result, what, error);
+  if (result != TX_NCCL_SUCCESS) status = fail_with(comm, which, result, what, error);
   return status;
 }
 
-tx_status tx_nccl_run(tx_nccl_comm *comm, tx_nccl_step step, void *arg, const char *what, tx_error *error) {
+tx_status tx_nccl_run(tx_nccl_comm *comm, int which, tx_nccl_step step, void *arg, const char *what, tx_error *error) {
   (void)pthread_mutex_lock(&comm->lock);
-  const tx_status status = comm->comm ? settle(comm, step(comm, arg), what, error) : refuse_dead(comm, what, error);
+  const tx_status status = is_alive(comm) ? settle(comm, which, step(comm, *used_for(comm, which), arg), what, error)
+                                          : refuse_dead(comm, what, error);
   (void)pthread_mutex_unlock(&comm->lock);
   return status;
 }
@@ -108,13 +125,15 @@ static tx_status check_args(const tx_nccl_comm_args *args, tx_nccl_comm **comm, 
   return TX_OK;
 }
 
-static int begin(tx_nccl_comm *comm, const tx_nccl_comm_args *args) {
+static int begin(tx_nccl_comm *comm, int which, const tx_nccl_comm_args *args) {
   tx_nccl_config config = TX_NCCL_CONFIG_INIT;
   config.blocking = 0;
   if (args->copy_engines && comm->library->version >= TX_NCCL_CODE(2, 28)) config.cta_policy = TX_NCCL_CTA_POLICY_ZERO;
+  if (args->gather_id && args->multiprocessors > 0)
+    config.max_ctas = args->multiprocessors < 4 ? 1 : args->multiprocessors / 4; /* Note [gathers of their own] */
   tx_nccl_id id;
-  memcpy(id.internal, args->id, sizeof id.internal);
-  return comm->library->call.ncclCommInitRankConfig(&comm->comm, args->n_ranks, id, args->rank, &config);
+  memcpy(id.internal, which == TX_NCCL_GATHERS ? args->gather_id : args->id, sizeof id.internal);
+  return comm->library->call.ncclCommInitRankConfig(&comm->comms[which], args->n_ranks, id, args->rank, &config);
 }
 
 tx_status tx_nccl_comm_new(const tx_nccl_comm_args *args, tx_nccl_comm **comm, tx_error *error) {
@@ -126,9 +145,13 @@ tx_status tx_nccl_comm_new(const tx_nccl_comm_args *args, tx_nccl_comm **comm, t
   made->rank = args->rank;
   made->n_ranks = args->n_ranks;
   made->timeout_seconds = args->timeout_seconds;
+  made->n_comms = args->gather_id ? 2 : 1;
   (void)pthread_mutex_init(&made->lock, NULL);
   (void)pthread_mutex_lock(&made->lock);
-  const tx_status status = settle(made, begin(made, args), "making a communicator", error);
+  tx_status status = TX_OK;
+  for (int i = 0; i < made->n_comms && status == TX_OK; i++)
+    status =
+        settle(made, i, begin(made, i, args), i ? "making the gathers' communicator" : "making a communicator", error);
   (void)pthread_mutex_unlock(&made->lock);
   if (status != TX_OK) {
     tx_nccl_comm_free(made);
@@ -138,15 +161,17 @@ tx_status tx_nccl_comm_new(const tx_nccl_comm_args *args, tx_nccl_comm **comm, t
   return TX_OK;
 }
 
-static int finalize(tx_nccl_comm *comm, void *arg) {
+static int finalize(tx_nccl_comm *comm, ncclComm_t used, void *arg) {
   (void)arg;
-  return comm->library->call.ncclCommFinalize(comm->comm);
+  return comm->library->call.ncclCommFinalize(used);
 }
 
 void tx_nccl_comm_free(tx_nccl_comm *comm) {
   if (!comm) return;
-  if (comm->comm && tx_nccl_run(comm, finalize, NULL, "ending a communicator", NULL) == TX_OK)
-    (void)comm->library->call.ncclCommDestroy(comm->comm);
+  for (int i = 0; i < comm->n_comms && is_alive(comm); i++)
+    (void)tx_nccl_run(comm, i, finalize, NULL, "ending a communicator", NULL); /* where it fails, all are aborted */
+  for (int i = 0; i < comm->n_comms; i++)
+    if (comm->comms[i]) (void)comm->library->call.ncclCommDestroy(comm->comms[i]);
   (void)pthread_mutex_destroy(&comm->lock);
   free(comm);
 }
@@ -158,14 +183,16 @@ void tx_nccl_comm_abort(tx_nccl_comm *comm, const char *why) {
   (void)pthread_mutex_unlock(&comm->lock);
 }
 
-static int nothing(tx_nccl_comm *comm, void *arg) {
+static int nothing(tx_nccl_comm *comm, ncclComm_t used, void *arg) {
   (void)arg;
   int state = TX_NCCL_SUCCESS;
-  const int asked = comm->library->call.ncclCommGetAsyncError(comm->comm, &state);
+  const int asked = comm->library->call.ncclCommGetAsyncError(used, &state);
   return asked != TX_NCCL_SUCCESS ? asked : state;
 }
 
 tx_status tx_nccl_comm_check(tx_nccl_comm *comm, tx_error *error) {
   if (!comm) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_nccl_comm_check: comm is NULL");
-  return tx_nccl_run(comm, nothing, NULL, "communication under way", error);
+  for (int i = 0; i < comm->n_comms; i++)
+    TX_FORWARD(tx_nccl_run(comm, i, nothing, NULL, "communication under way", error));
+  return TX_OK;
 }

@@ -45,6 +45,8 @@ struct Id {
 int slow_polls, init_result = kSuccess, async_error = kSuccess, group_result = kSuccess, issue_result = kSuccess;
 int aborts, destroys, finalizes, windows, memories, groups;
 long ids;
+int error_of, failing_id;  // of which communicators; 0: of all
+std::string calls;         // of communicators, a line each; a communicator is the number of its id
 std::map<std::string, std::shared_ptr<Clique>> cliques;
 
 }  // namespace
@@ -52,14 +54,19 @@ std::map<std::string, std::shared_ptr<Clique>> cliques;
 struct ncclComm {
   std::shared_ptr<Clique> clique;
   int rank, n_ranks, polls;
-  bool finalizing;
+  int id;
 };
 
 namespace {
 
 thread_local Operation group;
 thread_local ncclComm *group_comm;
+thread_local void *group_stream;
 thread_local bool in_group;
+
+void note(const char *what, const ncclComm *comm, const std::string &more = "") {
+  calls += std::string(what) + " " + std::to_string(comm->id) + more + "\n";
+}
 
 // Under the lock: whatever all ranks have issued happens.
 void progress(Clique &clique) {
@@ -90,6 +97,7 @@ bool took(int result) {
 
 void end_group() {
   if (!group_comm) return;
+  note("group", group_comm, " stream " + std::to_string(reinterpret_cast<size_t>(group_stream)));
   Clique &clique = *group_comm->clique;
   clique.queues[group_comm->rank].push_back(group);
   group = {};
@@ -107,6 +115,18 @@ void fake_nccl_reset() {
   init_result = async_error = group_result = issue_result = kSuccess;
   aborts = destroys = finalizes = windows = memories = groups = 0;
   cliques.clear();
+  error_of = failing_id = 0;
+  calls.clear();
+}
+// The number of the only communicators whose init_result or async_error it is.
+void fake_nccl_errors_of(int id) {
+  std::lock_guard<std::mutex> hold(lock);
+  error_of = failing_id = id;
+}
+// "init 1 ctas 33", "group 2 stream 7", "window 1", "abort 1 grouped", "finalize 1", "destroy 1" so far.
+const char *fake_nccl_calls() {
+  std::lock_guard<std::mutex> hold(lock);
+  return strdup(calls.c_str());
 }
 void fake_nccl_slow_init(int polls) {
   slow_polls = polls;
@@ -140,6 +160,16 @@ int fake_nccl_wait(int operations) {
                           [&] { return !cliques.empty() && cliques.begin()->second->done >= operations; });
 }
 
+// The same of every clique.
+int fake_nccl_wait_all(int operations) {
+  std::unique_lock<std::mutex> hold(lock);
+  return changed.wait_for(hold, std::chrono::seconds(20), [&] {
+    for (const auto &[name, clique] : cliques)
+      if (clique->done < operations) return false;
+    return true;
+  });
+}
+
 int ncclGetVersion(int *version) {
   *version = FAKE_NCCL_VERSION;
   return kSuccess;
@@ -162,41 +192,47 @@ int ncclCommInitRankConfig(ncclComm **comm, int n_ranks, Id id, int rank, void *
   struct {
     size_t size;
     unsigned magic, version;
-    int blocking;
+    int blocking, cga, min_ctas, max_ctas;
   } head;
   memcpy(&head, config, sizeof head);
   if (head.magic != 0xcafebeef || head.blocking != 0) return kInvalidArgument;
-  if (init_result != kSuccess) return init_result;
+  const int number = id.internal[0] ? atoi(id.internal + 3) : 0;
+  if (init_result != kSuccess && (!failing_id || failing_id == number)) return init_result;
   std::shared_ptr<Clique> &clique = cliques[std::string(id.internal)];
   if (!clique) clique = std::make_shared<Clique>();
   clique->n_ranks = n_ranks;
   clique->came++;
-  *comm = new ncclComm{clique, rank, n_ranks, slow_polls, false};
+  *comm = new ncclComm{clique, rank, n_ranks, slow_polls, number};
+  note("init", *comm, head.max_ctas > 0 ? " ctas " + std::to_string(head.max_ctas) : "");
   return kInProgress;
 }
 int ncclCommGetAsyncError(ncclComm *comm, int *result) {
   std::lock_guard<std::mutex> hold(lock);
   if (comm->polls > 0) comm->polls--;
   const bool waits = comm->polls > 0 || comm->clique->came < comm->n_ranks;
-  *result = async_error != kSuccess ? async_error : waits ? kInProgress : kSuccess;
+  const bool fails = async_error != kSuccess && (!error_of || error_of == comm->id);
+  *result = fails ? async_error : waits ? kInProgress : kSuccess;
   return kSuccess;
 }
 #ifndef FAKE_NCCL_LACKS
-int ncclCommFinalize(ncclComm *) {
+int ncclCommFinalize(ncclComm *comm) {
   std::lock_guard<std::mutex> hold(lock);
   finalizes++;
+  note("finalize", comm);
   return kInProgress;
 }
 #endif
 int ncclCommDestroy(ncclComm *comm) {
   std::lock_guard<std::mutex> hold(lock);
   destroys++;
+  note("destroy", comm);
   delete comm;
   return kSuccess;
 }
 int ncclCommAbort(ncclComm *comm) {
   std::lock_guard<std::mutex> hold(lock);
   aborts++;
+  note("abort", comm, in_group ? " grouped" : "");
   delete comm;
   return kSuccess;
 }
@@ -212,15 +248,17 @@ int ncclGroupEnd() {
   end_group();
   return group_result;
 }
-int ncclSend(const void *data, size_t count, int dtype, int peer, ncclComm *comm, void *) {
-  if (dtype != 1 || !in_group) return kInvalidArgument;
+int ncclSend(const void *data, size_t count, int dtype, int peer, ncclComm *comm, void *stream) {
+  if (dtype != 1 || !in_group || (group_comm && group_comm != comm)) return kInvalidArgument;
   group_comm = comm;
+  group_stream = stream;
   group.sends.push_back({static_cast<const char *>(data), nullptr, count, peer});
   return issue_result;
 }
-int ncclRecv(void *data, size_t count, int dtype, int peer, ncclComm *comm, void *) {
-  if (dtype != 1 || !in_group) return kInvalidArgument;
+int ncclRecv(void *data, size_t count, int dtype, int peer, ncclComm *comm, void *stream) {
+  if (dtype != 1 || !in_group || (group_comm && group_comm != comm)) return kInvalidArgument;
   group_comm = comm;
+  group_stream = stream;
   group.receives.push_back({nullptr, static_cast<char *>(data), count, peer});
   return issue_result;
 }
@@ -246,10 +284,11 @@ int ncclMemFree(void *memory) {
   return kSuccess;
 }
 #if FAKE_NCCL_VERSION >= 22700
-int ncclCommWindowRegister(ncclComm *, void *memory, size_t, void **window, int flags) {
+int ncclCommWindowRegister(ncclComm *comm, void *memory, size_t, void **window, int flags) {
   std::lock_guard<std::mutex> hold(lock);
   if (flags != 1 || *window) return kInvalidArgument;
   windows++;
+  note("window", comm);
   *window = memory;
   return kInProgress;
 }

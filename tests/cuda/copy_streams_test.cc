@@ -62,6 +62,7 @@ TEST_F(CopyStreams, TheStepHasTheBitsOfTheStepInPlace) {
           ASSERT_EQ(here[i].State(), there[i].State()) << Name(c) << " parameter " << i << " step " << step;
       }
       EXPECT_GT(emulated::world.events, 0);
+      EXPECT_EQ(emulated::world.spinning_events, 0) << "ranks share a host's cores";
       tx_cuda_copies_free(&copy_ops);
       EXPECT_EQ(emulated::world.events, 0);
       tx_cuda_copies_free(&copy_ops);

@@ -58,6 +58,7 @@ class FakeStreams(Streams):
         self.used: set[str] = set()
         self._current = ["compute"]
         self._made = 0
+        self._groups: list[Any] = []
         self._clocks: dict[str, Clock] = {"compute": {"compute": 0}}
         self._memories: dict[int, _Memory] = {}
         self._freed: dict[str, list[_Access]] = {}  # accesses to memory that its stream may hand out again
@@ -78,6 +79,12 @@ class FakeStreams(Streams):
             yield
         finally:
             self._current.pop()
+
+    def of_group(self, group: Any) -> str:
+        """On which the group's collectives run."""
+        if group not in self._groups:
+            self._groups.append(group)
+        return f"group {self._groups.index(group)}"
 
     def event(self) -> list[Clock]:
         return []
@@ -100,8 +107,15 @@ class FakeStreams(Streams):
     def device(self) -> Any:
         return contextlib.nullcontext()
 
+    def multiprocessors(self) -> int:
+        return 132
+
     def polling(self) -> Any:
         return contextlib.nullcontext()
+
+    def knows(self, stream: str, other: str) -> bool:
+        """Whether the stream follows everything that was given to the other one."""
+        return self._clock(stream).get(other, 0) >= self._clock(other)[other]
 
     # -- the model
 
@@ -112,6 +126,11 @@ class FakeStreams(Streams):
         clock = self._clock(stream)
         for other, time in passed.items():
             clock[other] = max(clock.get(other, 0), time)
+
+    def foreign(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory that no allocator of torch's made, and none hands out again."""
+        self._memories[tensor.untyped_storage()._cdata] = _Memory(tensor, "nobody")
+        return tensor
 
     def touch(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str) -> None:
         """The current stream is given an operator."""
@@ -210,7 +229,7 @@ def _on_stream_of_group(streams: FakeStreams, kind: str, run: Any) -> Any:
     def collective(into: torch.Tensor, sent: torch.Tensor, *sizes: Any, group: Any, async_op: bool) -> _Work:
         before, after = streams.event(), streams.event()
         streams.record(before, streams.current())
-        with streams.on(f"group {dist.get_rank(group)}"):
+        with streams.on(streams.of_group(group)):
             streams.wait(streams.current(), before)
             streams.touch([sent], [into], kind)
             run(into, sent.clone(), *sizes, group=group)

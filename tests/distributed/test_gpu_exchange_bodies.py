@@ -15,8 +15,8 @@ import torch_ext
 TESTS = pathlib.Path(os.path.abspath(__file__)).parents[1]
 FILE = TESTS / "gpu/test_gpu_exchange.py"
 
-# One training of each strategy and transport, and everything else but the processes that end in some way.
-CHOSEN = "bf16-main-fp32 or changes_nothing or memory_of or under_way or just_ends or hangs or missing"
+# Two trainings of each strategy and transport, and everything else but the processes that end in some way.
+CHOSEN = "bf16-main-fp32 or of_their_own or changes_nothing or memory_of or under_way or just_ends or hangs or missing"
 
 
 @pytest.fixture(scope="module")
@@ -46,4 +46,4 @@ def test_the_bodies_pass_without_a_gpu(nccl: str) -> None:
     assert ran.returncode == 0 and counts is not None, ran.stdout + ran.stderr
     strategies, transports = 5, 2
     skipped = 2  # those that need something late
-    assert int(counts[1]) == 2 * strategies * transports + 4 and int(counts[2]) == skipped, ran.stdout
+    assert int(counts[1]) == 3 * strategies * transports + 4 and int(counts[2]) == skipped, ran.stdout

@@ -3,16 +3,13 @@ the engine through a communicator of its own, what ranks say that parted, and wh
 
 import contextlib
 import datetime
-import os
-import pathlib
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import happens_before
+import pretended_nccl
 import pytest
 import ranks
 import strategies
@@ -27,52 +24,11 @@ from torch_ext.comm import collectives, communicator, factory, nccl_transport, p
 from torch_ext.native import cuda_library, graph_capture, nccl
 from torch_ext.parallel import ddp_connection, parallelize, parallelize_checks
 
-SOURCE = pathlib.Path(__file__).parent.parent / "core/fake_nccl.cc"
-VARIANTS = {"newest": [], "plain": ["-DFAKE_NCCL_VERSION=22105"], "old": ["-DFAKE_NCCL_VERSION=21803"]}
-
 
 @pytest.fixture(scope="module")
 def fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The path of each variant."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler to build the pretended NCCL with")
-    folder, made = tmp_path_factory.mktemp("nccl"), {}
-    for name, options in VARIANTS.items():
-        made[name] = str(folder / f"{name}.so")
-        subprocess.run([compiler, "-std=c++20", "-fPIC", "-shared", *options, "-o", made[name], SOURCE], check=True)
-    return made
-
-
-def _with(path: str) -> None:
-    os.environ[nccl.PATH_VARIABLE] = path
-    nccl.find.cache_clear()
-
-
-def _note_accesses(streams: FakeStreams, patch: pytest.MonkeyPatch) -> None:
-    """NCCL reads and writes behind torch's back: what it is given is noted for the stream that it is given to."""
-    transport = nccl_transport.NcclTransport
-    given: list[Any] = []
-    plain = {kind: getattr(transport, kind) for kind in ("all_to_all", "all_gather", "_issue")}
-
-    def all_to_all(self: Any, into: Any, sent: Any, what: str) -> Any:
-        given[:] = [sent, into]
-        return plain["all_to_all"](self, into, sent, what)
-
-    def all_gather(self: Any, whole: Any, rank: int, what: str) -> Any:
-        given[:] = [[], whole]
-        return plain["all_gather"](self, whole, rank, what)
-
-    def issue(self: Any, call: Any, messages: Any, what: str) -> Any:
-        def noted(what: str, messages: Any, stream: int) -> None:
-            with streams.on(self._stream):
-                streams.touch(*given, what)
-            call(what, messages, stream)
-
-        return plain["_issue"](self, noted, messages, what)
-
-    for kind, function in {"all_to_all": all_to_all, "all_gather": all_gather, "_issue": issue}.items():
-        patch.setattr(transport, kind, function)
+    return pretended_nccl.built(tmp_path_factory.mktemp("nccl"))
 
 
 def _pretend_streams(patch: pytest.MonkeyPatch, streams_of: Callable[[torch.device], Any]) -> None:
@@ -81,7 +37,7 @@ def _pretend_streams(patch: pytest.MonkeyPatch, streams_of: Callable[[torch.devi
 
 
 def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = False) -> list[str]:
-    _with(path)
+    pretended_nccl.use(path)
     over, streams = factory.make_communicator, FakeStreams()
     made: list[Any] = []
     plain = nccl.Comm.__init__
@@ -89,13 +45,11 @@ def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = Fal
     for name, dtypes in streamed.DTYPES.items():
         expected = streamed.trained(rank, strategy, dtypes)
         with pytest.MonkeyPatch.context() as patch, happens_before.pretended(streams):
-            _note_accesses(streams, patch)
+            pretended_nccl.note_accesses(streams, patch)
             if breaks:
                 patch.setattr(nccl_transport._Issued, "wait", lambda self: None)
             for module in (parallelize, ddp_connection):
-                patch.setattr(
-                    module, "make_communicator", lambda group, device, transport="": over(group, device, "nccl")
-                )
+                patch.setattr(module, "make_communicator", lambda group, device, *_: over(group, device, "nccl"))
             assert streamed.trained(rank, strategy, dtypes) == expected, name
     (comm,) = made
     assert comm.digest()[0] > 50 and comm._memories, "one for each process group; memory of slots is NCCL's"
@@ -115,7 +69,7 @@ def test_a_sum_that_does_not_wait_for_nccl_is_noticed(fakes: dict[str, str]) -> 
 
 def _parted(rank: int, world: int, path: str) -> str:
     """Each rank's communicator has itself alone, which says the same of what it issues."""
-    _with(path)
+    pretended_nccl.use(path)
     made = nccl.Comm
     patch = pytest.MonkeyPatch()
     patch.setattr(nccl, "Comm", lambda _id, _rank, _world, timeout: made(nccl.unique_id(), 0, 1, timeout))
@@ -148,7 +102,7 @@ class _Hanging(FakeStreams):
 
 
 def _watched(rank: int, world: int, path: str) -> None:
-    _with(path)
+    pretended_nccl.use(path)
     for streams, now, ends in ((FakeStreams(), 1e9, False), (_Hanging(), 6.0, False), (_Hanging(), 8.0, True)):
         comm = nccl.Comm(nccl.unique_id(), 0, 1, 5.0)
         dog = nccl_transport.Watchdog(streams, comm, 7.0)
@@ -191,7 +145,7 @@ class _Blind(FakeStreams):
 
 def _blind(rank: int, world: int, path: str) -> tuple[str, list[str]]:
     """What one that never sees anything says, and what the others end with."""
-    _with(path)
+    pretended_nccl.use(path)
     said = []
     patch = pytest.MonkeyPatch()
     patch.setattr(nccl_transport.Watchdog, "PERIOD", 0.01)
@@ -228,7 +182,7 @@ class _Broken(FakeStreams):
 
 
 def _failed(rank: int, world: int, path: str) -> str:
-    _with(path)
+    pretended_nccl.use(path)
     pytest.MonkeyPatch().setattr(nccl_transport.Watchdog, "PERIOD", 0.01)
     comm, streams = nccl.Comm(nccl.unique_id(), 0, 1, 5.0), _Broken()
     dog = nccl_transport.Watchdog(streams, comm, 7.0)
@@ -249,7 +203,7 @@ def test_a_watchdog_that_fails_says_so(fakes: dict[str, str]) -> None:
 
 
 def _captured(rank: int, world: int, path: str) -> list[int]:
-    _with(path)
+    pretended_nccl.use(path)
     patch = pytest.MonkeyPatch()
     _pretend_streams(patch, lambda device: _Hanging())
     exchange: Any = factory.make_communicator(dist.group.WORLD, torch.device("cpu"), "nccl")
@@ -267,7 +221,7 @@ def test_nobody_waits_for_what_is_captured(fakes: dict[str, str]) -> None:
 
 
 def _as_long_as_the_group(rank: int, world: int, path: str) -> tuple[float, str]:
-    _with(path)
+    pretended_nccl.use(path)
     made, waits = nccl.Comm, []
     patch = pytest.MonkeyPatch()
     patch.setattr(
@@ -356,7 +310,7 @@ def test_a_model_is_where_the_operators_are(
 
 
 def _described(rank: int, world: int, path: str) -> list[tuple[str, str]]:
-    _with(path)
+    pretended_nccl.use(path)
     return nccl.describe()
 
 

@@ -57,6 +57,8 @@ class Case(NamedTuple):
     unused: bool = False
     clips: bool = True
     backward_reshards: bool = True
+    apart: bool = False
+    """All-gathers have a group of their own."""
 
 
 def _model(case: Case, chosen: Any) -> Any:
@@ -74,7 +76,9 @@ def _model(case: Case, chosen: Any) -> Any:
 
 def trained(rank: int, case: Case) -> list[bytes]:
     """The weights after the case's steps."""
-    chosen = policy(*case.dtypes, bucket_size=300, check_for_nan_in_grad=case.check_for_nan)
+    chosen = policy(
+        *case.dtypes, bucket_size=300, check_for_nan_in_grad=case.check_for_nan, create_all_gather_group=case.apart
+    )
     model = _model(case, chosen)
     optimizer = torch_ext.AdamW(model.parameters(), lr=0.01, policy=chosen)
     shapes = [(3,), *(shape for block in case.blocks for shape in block)]
@@ -117,9 +121,12 @@ _SIX: list[list[Any]] = [[(64, 5), (7,)]] * 6
 def test_memory_that_travels_as_fsdp2_allocated_it_is_not_reused_too_early() -> None:
     _check(
         {
-            f"{name}, resharded after forward {reshard}": Case(_SIX, dtypes, reshard)
+            f"{name}, resharded after forward {reshard}, gathers apart {apart}": Case(
+                _SIX, dtypes, reshard, apart=apart
+            )
             for name, dtypes in DTYPES.items()
             for reshard in (False, True)
+            for apart in (False, True)
         }
     )
 
@@ -141,6 +148,7 @@ def _random_case(seed: int) -> Case:
         unused=rng.random() < 0.3,
         clips=rng.random() < 0.5,
         backward_reshards=rng.random() < 0.8,
+        apart=rng.random() < 0.4,
     )
 
 

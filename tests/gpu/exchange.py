@@ -84,7 +84,7 @@ def sleeping_streams() -> Iterator[None]:
             yield
 
     def late_issue(self: Any, *arguments: Any) -> Any:
-        with on(self._streams, self._stream):
+        with on(self._streams, arguments[-1]):
             sleep(DEVICE)
         return issue(self, *arguments)
 
@@ -126,9 +126,11 @@ def weights(model: Any) -> list[bytes]:
     return bits([p.detach().cpu() for p in whole])
 
 
-def trained(strategy: str, dtypes: Any, device: torch.device, transport: str = "torch", steps: int = 3) -> list[bytes]:
-    """The weights after some steps."""
-    model, optimizer = made(strategy, dtypes, device, transport)
+def trained(
+    strategy: str, dtypes: Any, device: torch.device, transport: str = "torch", steps: int = 3, **options: Any
+) -> list[bytes]:
+    """The weights after some steps. options: of the policy."""
+    model, optimizer = made(strategy, dtypes, device, transport, **options)
     for i in range(steps):
         step(model, optimizer, i, dtypes, device)
     return weights(model)
@@ -187,4 +189,4 @@ if DEVICE.type == "cpu" and "TORCH_EXT_NCCL" in os.environ:
 def transport_of_world() -> nccl_transport.NcclTransport:
     """A communicator of our own between all ranks."""
     assert dist.group.WORLD is not None
-    return nccl_transport.transport_of(dist.group.WORLD, DEVICE, streams_of(DEVICE))
+    return nccl_transport.transport_of(dist.group.WORLD, DEVICE, streams_of(DEVICE), False)

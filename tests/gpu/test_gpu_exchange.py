@@ -45,6 +45,16 @@ def test_a_training_has_the_bits_of_gloo(strategy: str, transport: str, dtypes: 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gathers_of_their_own_have_the_bits_of_gloo(strategy: str, transport: str) -> None:
+    dtypes = DTYPES["bf16-main-fp32"]
+    expected = exchange.trained(strategy, dtypes, CPU)
+    with exchange.sleeping_streams():
+        found = exchange.trained(strategy, dtypes, DEVICE, transport, create_all_gather_group=True)
+    assert found == expected
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_of_one_rank_it_changes_nothing(strategy: str, transport: str) -> None:
     plain = exchange.plainly(DTYPES["fp32"], DEVICE)
     assert exchange.trained(strategy, DTYPES["fp32"], DEVICE, transport) == plain

@@ -248,7 +248,7 @@ def _text(options: argparse.Namespace) -> str:
         publisher=options.publisher is not None,
         exact=options.publisher == "exact",
     )
-    notes = _notes(asked, plans, options.slots)
+    notes = [*_notes(asked, plans, options.slots), *_note_of_gathers(policy)]
     return "\n".join([*_facts(asked, policy, layout), "", *_table(plans), "", *notes])
 
 
@@ -308,6 +308,14 @@ def _notes(asked: _Asked, plans: Sequence[MemoryPlan], slots: bool) -> Iterator[
     elif _FULL in of:
         units, bound = ("parameters", ", a lower bound") if asked.units is None else ("units", "")
         yield f"transient of {_FULL}{bound}: the two largest {units}, gathered, and their gradients on their way."
+
+
+def _note_of_gathers(policy: Policy) -> Iterator[str]:
+    if policy.create_all_gather_group:
+        yield (
+            "create_all_gather_group: NCCL keeps the memory of a second communicator, which is not in it either: some "
+            "hundred MB on each rank (docs/gpus.md)."
+        )
 
 
 def _size(nbytes: int) -> str:

@@ -21,7 +21,7 @@ from torch_ext.comm.communicator import Communicator, Part, ReduceRequest, Work
 from torch_ext.comm.gloo import GlooCommunicator
 from torch_ext.comm.process_group import backend, timeout_of
 from torch_ext.comm.streams import Event, Slot, Slots
-from torch_ext.comm.transport import TorchTransport, Transport, TransportWork
+from torch_ext.comm.transport import Transport, TransportWork
 from torch_ext.comm.wire import WireBuffer
 
 
@@ -95,12 +95,9 @@ def _wait(works: list[TransportWork]) -> None:
 class CollectiveCommunicator(Communicator):
     """See the module's docstring."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, transport: Transport | None = None, in_place: bool = False
-    ) -> None:
-        """transport: None: the group itself. in_place: see TorchTransport."""
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, transport: Transport) -> None:
         super().__init__(group, device)
-        self.transport = TorchTransport(group, device, in_place) if transport is None else transport
+        self.transport = transport
         self.slots = Slots(self.ordering.streams, self.transport.allocate)
         self.events: list[Event] = []  # free ones
         self._borrowed: dict[int, Slot] = {}  # by address

@@ -88,6 +88,8 @@ class Communicator(abc.ABC):
     """
 
     transport_name = "torch"
+    create_all_gather_group = False
+    """Whether all-gathers have a communicator of their own beneath this one; the policy's."""
     can_compress = False
     """Whether `compresses` may be set."""
     compresses = False

@@ -97,10 +97,20 @@ def all_to_all_single(
     return _started(dist.all_to_all_single, group, label, into, sent, of_into, of_sent)
 
 
-def new_group(ranks: Iterable[int], timeout: datetime.timedelta, beside: Any, label: str) -> Any:
-    """A gloo group of these global ranks, which are those of the group `beside`; they alone call it."""
+def new_group(
+    ranks: Iterable[int],
+    timeout: datetime.timedelta,
+    beside: Any,
+    label: str,
+    backend: str = "gloo",
+    pg_options: Any = None,
+) -> Any:
+    """A group of these global ranks, which are those of the group `beside`; they alone call it. backend, pg_options: as
+    torch's."""
     with translated(beside, label):
-        return dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
+        return dist.new_group(
+            list(ranks), timeout, backend=backend, pg_options=pg_options, use_local_synchronization=True
+        )
 
 
 def _started(call: Callable[..., Any], group: Any, label: str, *args: Any) -> Call:

@@ -4,6 +4,9 @@ Made at the first bucket, when every rank has agreed on what will be exchanged. 
 (CollectiveCommunicator) carry a digest of what was issued: ranks that issued different collectives get an error that
 names the bucket, instead of waiting for each other. What does not end in time is aborted by a watchdog, and the next
 call raises: nothing else would notice, since no host waits.
+
+With create_all_gather_group all-gathers have a second communicator and stream of their own, see Note [gathers of their
+own] in csrc/nccl/nccl_comm.h; both are made, recorded and aborted as one.
 """
 
 import ctypes
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from torch_ext.comm import collectives
 from torch_ext.comm.communicator import AGREEMENT_TAG, Communicator
 from torch_ext.comm.process_group import timeout_of
-from torch_ext.comm.streams import Event, Streams
+from torch_ext.comm.streams import Event, Stream, Streams
 from torch_ext.comm.transport import TransportWork
 from torch_ext.native import graph_capture, nccl
 
@@ -86,24 +89,40 @@ class Watchdog:
 
 
 class NcclTransport:
-    """See the module's docstring. One for each process group, so that all its communicators have one order."""
+    """See the module's docstring. One for each process group and create_all_gather_group: all communicators of a model
+    have one order."""
 
-    def __init__(self, control: Communicator, device: torch.device, streams: Streams, timeout: float) -> None:
-        """control: between the same ranks' hosts. timeout: seconds after which a missing rank is an error."""
+    def __init__(
+        self,
+        control: Communicator,
+        device: torch.device,
+        streams: Streams,
+        timeout: float,
+        create_all_gather_group: bool = False,
+    ) -> None:
+        """control: between the same ranks' hosts. timeout: seconds after which a missing rank is an error.
+        create_all_gather_group: of the policy."""
         self._control, self._device, self._streams, self._timeout = control, device, streams, timeout
         self._stream = streams.new()
+        self._gather_stream = streams.new() if create_all_gather_group else None
         self._before = streams.event()
         self._comm: nccl.Comm | None = None
         self._watchdog: Watchdog | None = None
 
     def _made(self) -> nccl.Comm:
         if self._comm is None:
-            mine = nccl.unique_id() if self._control.rank == 0 else bytes(nccl.ID_BYTES)
+            wanted = 1 if self._gather_stream is None else 2
+            makes = self._control.rank == 0
+            mine = b"".join(nccl.unique_id() if makes else bytes(nccl.ID_BYTES) for _ in range(wanted))
             payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
             ids = self._control.all_gather_bytes(payload, tag=AGREEMENT_TAG, label="the communicator's id")()
+            found = bytes(ids[0].tolist())
+            gathers: dict[str, Any] = {}
+            if self._gather_stream is not None:
+                gathers = {"gather_id": found[nccl.ID_BYTES :], "multiprocessors": self._streams.multiprocessors()}
             with self._streams.device():
                 self._comm = nccl.Comm(
-                    bytes(ids[0].tolist()), self._control.rank, self._control.world_size, self._timeout
+                    found[: nccl.ID_BYTES], self._control.rank, self._control.world_size, self._timeout, **gathers
                 )
             self._watchdog = Watchdog(self._streams, self._comm, self._timeout)
             self._watchdog.start()
@@ -115,24 +134,28 @@ class NcclTransport:
             nccl.Message(s.data_ptr(), i.data_ptr(), s.nbytes // self._control.world_size)
             for i, s in zip(into, sent, strict=True)
         ]
-        return self._issue(self._made().all_to_all, messages, label)
+        return self._issue(self._made().all_to_all, messages, label, self._stream)
 
     def all_gather(self, whole: Sequence[torch.Tensor], rank: int, label: str) -> list[TransportWork]:
         messages = []
         for message in whole:
             part = message.nbytes // self._control.world_size
             messages.append(nccl.Message(message.data_ptr() + rank * part, message.data_ptr(), part))
-        return self._issue(self._made().all_gather, messages, label)
+        return self._issue(self._made().all_gather, messages, label, self._gather_stream or self._stream)
 
     def _issue(
-        self, call: Callable[[str, Sequence[nccl.Message], int], None], messages: Sequence[nccl.Message], label: str
+        self,
+        call: Callable[[str, Sequence[nccl.Message], int], None],
+        messages: Sequence[nccl.Message],
+        label: str,
+        stream: Stream,
     ) -> list[TransportWork]:
         assert self._watchdog is not None
         self._streams.record(self._before, self._streams.current())
-        self._streams.wait(self._stream, self._before)
-        call(label, messages, self._streams.pointer(self._stream))
+        self._streams.wait(stream, self._before)
+        call(label, messages, self._streams.pointer(stream))
         issued = _Issued(self._streams, self._streams.event(), label, time.monotonic())
-        self._streams.record(issued.event, self._stream)
+        self._streams.record(issued.event, stream)
         if not graph_capture.is_capturing(self._device):  # a captured event is the graph's, and never asked for
             self._watchdog.watch(issued)
         return [issued]
@@ -182,15 +205,19 @@ def _close(comm: nccl.Comm, watchdog: Watchdog) -> None:
     comm.abort("its process group is gone")
 
 
-_transports: "weakref.WeakKeyDictionary[dist.ProcessGroup, NcclTransport]" = weakref.WeakKeyDictionary()
+_transports: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, NcclTransport]]" = weakref.WeakKeyDictionary()
 
 
-def transport_of(group: dist.ProcessGroup, device: torch.device, streams: Streams) -> NcclTransport:
-    if group not in _transports:
-        _transports[group] = NcclTransport(
-            collectives.control_communicator(group, device), device, streams, timeout_of(group, device)
+def transport_of(
+    group: dist.ProcessGroup, device: torch.device, streams: Streams, create_all_gather_group: bool
+) -> NcclTransport:
+    made = _transports.setdefault(group, {})
+    if create_all_gather_group not in made:
+        control = collectives.control_communicator(group, device)
+        made[create_all_gather_group] = NcclTransport(
+            control, device, streams, timeout_of(group, device), create_all_gather_group
         )
-    return _transports[group]
+    return made[create_all_gather_group]
 
 
 def refuse(name: str, device: torch.device) -> None:

@@ -67,6 +67,10 @@ class Streams(abc.ABC):
         """Makes it the current device inside."""
 
     @abc.abstractmethod
+    def multiprocessors(self) -> int:
+        """How many the device has; 0: none to speak of."""
+
+    @abc.abstractmethod
     def polling(self) -> AbstractContextManager[Any]:
         """Inside, the thread queries events, and nothing else: it makes no context on another device, and ends no other
         thread's capture of a graph."""
@@ -103,6 +107,9 @@ class HostStreams(Streams):
 
     def device(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def multiprocessors(self) -> int:
+        return 0
 
     def polling(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -141,6 +148,9 @@ class CudaStreams(Streams):
 
     def device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device)
+
+    def multiprocessors(self) -> int:
+        return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
 
     @contextmanager
     def polling(self) -> Iterator[None]:

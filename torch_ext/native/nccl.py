@@ -82,8 +82,17 @@ def describe() -> list[tuple[str, str]]:
 class Comm:
     """One rank's communicator. Used by one thread at a time, but for `check` and `abort`."""
 
-    def __init__(self, unique_id: bytes, rank: int, world_size: int, timeout: float) -> None:
-        """Waits for every rank; timeout: for how many seconds, here and whenever NCCL is slow to take an operation."""
+    def __init__(
+        self,
+        unique_id: bytes,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        gather_id: bytes | None = None,
+        multiprocessors: int = 0,
+    ) -> None:
+        """Waits for every rank; timeout: for how many seconds, here and whenever NCCL is slow to take an operation.
+        gather_id, multiprocessors: of all-gathers with a communicator of their own (tx_nccl_comm_args)."""
         arguments = CommArgs(
             size=ctypes.sizeof(CommArgs),
             library=find().handle,
@@ -92,9 +101,14 @@ class Comm:
             n_ranks=world_size,
             timeout_seconds=timeout,
             copy_engines=1,
+            multiprocessors=multiprocessors,
+            gather_id=None,
         )
         kept = ctypes.create_string_buffer(unique_id, ID_BYTES)
         arguments.id = ctypes.cast(kept, ctypes.c_char_p)
+        if gather_id is not None:
+            kept_gather = ctypes.create_string_buffer(gather_id, ID_BYTES)
+            arguments.gather_id = ctypes.cast(kept_gather, ctypes.c_char_p)
         self._handle = ctypes.c_void_p()
         _function("tx_nccl_comm_new", ctypes.POINTER(CommArgs), ctypes.POINTER(ctypes.c_void_p))(
             arguments, self._handle

@@ -54,7 +54,7 @@ class Connection:
         device = named[0][1].device
         refuse_group(ddp.process_group, "register_comm_hook")
         self.communicator = make_communicator(
-            ddp.process_group, device, transport if device.type == "cuda" else "torch"
+            ddp.process_group, device, transport if device.type == "cuda" else "torch", policy.create_all_gather_group
         )
         plan: BucketPlan | None = None
         failure: Exception | None = None
@@ -74,7 +74,8 @@ class Connection:
             lines=[
                 f"divide by {self._divide_factor}, NaN check {policy.check_for_nan_in_grad}, sums gathered in "
                 f"{policy.grad_gather_dtype}, transport {transport}, compression {policy.grad_comm_compression}, "
-                f"link of {policy.link_gbps} Gbit/s, gradient cycle {cycle}",
+                f"link of {policy.link_gbps} Gbit/s, a group for all-gathers {policy.create_all_gather_group}, "
+                f"gradient cycle {cycle}",
                 *([] if plan is None else plan.lines()),
             ],
             failure=failure,

@@ -63,7 +63,7 @@ def parallelize(
     model: on one device. Weights and buffers become rank 0's; later changes of buffers stay local.
     policy: of `load_policy`; besides dtypes: bucket_size, overlap_grad_reduce, check_for_nan_in_grad, step_in_backward,
         link_gbps (None: ranks measure their link here where something depends on it: which buckets travel together,
-        and grad_comm_compression "auto"; optim_grads_params does not measure).
+        and grad_comm_compression "auto"; optim_grads_params does not measure), create_all_gather_group (between GPUs).
     strategy: its name or number; None: the policy's data_parallel_sharding_strategy.
         no_shard (0): `.grad`, a view of a flat main_grads_dtype buffer, is the mean over the ranks after backward,
             rounded once to grad_gather_dtype (None: the wire's, bf16 beside an 8-bit wire), the same bits everywhere.
@@ -116,7 +116,7 @@ class _Call:
         # A model on no real device is an error, which all ranks are told about.
         self.device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.communicator: Communicator = make_communicator(
-            group, self.device, transport if self.device.type == "cuda" else "torch"
+            group, self.device, transport if self.device.type == "cuda" else "torch", policy.create_all_gather_group
         )
         # Of `prepare`:
         self.strategy, self.divide_factor = "", 0.0
@@ -161,7 +161,8 @@ class _Call:
             f"unused parameters {self.find_unused_parameters}, "
             f"NaN check {policy.check_for_nan_in_grad}, sums gathered in {policy.grad_gather_dtype}, "
             f"step in backward {policy.step_in_backward}, compression {policy.grad_comm_compression}, "
-            f"link of {policy.link_gbps} Gbit/s, transport {self.transport}"
+            f"link of {policy.link_gbps} Gbit/s, transport {self.transport}, "
+            f"a group for all-gathers {policy.create_all_gather_group}"
         )
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         shown = [f"{name} {list(t.shape)} {t.dtype}, trainable {t.requires_grad}" for name, t in tensors]

@@ -87,3 +87,4 @@ class PolicyFields:
     )
     min_8bit_size = Field[int]("Parameters with fewer elements keep fp32 moments beside others of 8 bits.")
     link_gbps = Field[float | None]("What a rank's link carries, in Gbit/s; None: ranks measure it when they agree.")
+    create_all_gather_group = Field[bool]("Whether all-gathers between GPUs have a communicator of their own.")

@@ -83,8 +83,9 @@ struct World {
   cudaError_t left = cudaSuccess;      // the last error, until it is asked for
   cudaError_t no_image = cudaSuccess;  // what looking up a kernel says
   bool capturing = false;
-  bool late = false;  // copies are made when somebody waits for an event after them
-  int events = 0;     // that are there
+  bool late = false;        // copies are made when somebody waits for an event after them
+  int events = 0;           // that are there
+  int spinning_events = 0;  // made so that whoever waits for one spins
   int launches = 0;
   int synchronisations = 0;
   int occupancy_queries = 0;
@@ -246,7 +247,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
-enum { cudaEventDisableTiming = 2 };
+enum { cudaEventBlockingSync = 1, cudaEventDisableTiming = 2 };
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);

@@ -431,11 +431,12 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
   }
   return world.sticky;
 }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
   emulated::Context();
   *event = new CUevent_st;
   const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
   world.events++;
+  world.spinning_events += (flags & cudaEventBlockingSync) == 0 ? 1 : 0;
   return world.sticky;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {

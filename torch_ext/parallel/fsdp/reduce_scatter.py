@@ -84,7 +84,7 @@ class Reduction:
 
 GATHER, REDUCE = "gather", "reduce"
 """Purposes: each has a communicator, and streams, of its own. Over one group both share NCCL's, and so its stream: a
-gather waits for the reductions that were started before it."""
+gather waits for the reductions that were started before it, unless the policy says create_all_gather_group."""
 
 
 class UnitCommunicators:
@@ -98,7 +98,9 @@ class UnitCommunicators:
 
     def of(self, group: dist.ProcessGroup, purpose: str) -> Communicator:
         if (group, purpose) not in self._made:
-            made = make_communicator(group, self.control.device, self.control.transport_name)
+            made = make_communicator(
+                group, self.control.device, self.control.transport_name, self.control.create_all_gather_group
+            )
             made.compresses = self.control.compresses
             self._made[group, purpose] = made
         return self._made[group, purpose]
