@@ -117,6 +117,15 @@ typedef struct tx_delta_run {
  * runs: n of them. */
 TX_API tx_status tx_delta_renew(int64_t n_runs, const tx_delta_run *runs, const tx_parallel *parallel, tx_error *error);
 
+/* What a step cannot tell: somebody else wrote to weights beside fp32 masters. The bounds of blocks of which a weight
+ * is not its master, rounded to the nearest, become infinity, so that they go whole; to be called before
+ * tx_delta_encode, and, as the next step rounds them anew, after it, too, where it found some. NaNs count as alike, and
+ * so do zeros.
+ *
+ * weights: BF16 or F16, of any numel. masters: F32, as many. moved: as tx_delta_run's. *marked: how many blocks. */
+TX_API tx_status tx_delta_mark(tx_tensor weights, tx_tensor masters, tx_tensor moved, const tx_parallel *parallel,
+                               int64_t *marked, tx_error *error);
+
 /* A message in memory of the library. */
 typedef struct tx_delta_message {
   void *data;

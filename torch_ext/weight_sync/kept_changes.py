@@ -178,9 +178,9 @@ class KeptChanges:
         """Inside, they travel; see `silent_writes`."""
         members = self._members()
         self._writes.mark(members)
-        silent_writes.mark(members)
+        written = silent_writes.mark(members)
         yield
-        silent_writes.mark(members)
+        silent_writes.mark(written)  # nobody wrote to them meanwhile
         self._note_writes()
         self._settle()
         self._steps = 0
