@@ -1,6 +1,6 @@
-"""Versions of weights of which one in a hundred is lost, repeated, comes too early, or is damaged: python
-tests/weight_versions.py --versions 100000 [--seed S]. After each, the engine has the bits of the version that it says it
-is at; whatever went wrong was refused by its name.
+"""Versions of weights of which one in a hundred is lost, repeated, comes too early, is damaged, or another trainer's:
+python tests/weight_versions.py --versions 100000 [--seed S]. After each, the engine has the bits of the version that it
+says it is at; whatever went wrong was refused by its name.
 """
 
 import argparse

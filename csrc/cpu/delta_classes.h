@@ -172,10 +172,8 @@ TX_FN void tx_delta_masks(const void *weights, int64_t numel, const tx_delta_edg
 
 /* -- places in a class ------------------------------------------------------------------------------------------- */
 
-/* Of a class, how many weights are in the words before each; more than there are behind the last one. */
-typedef uint16_t tx_delta_counts[TX_DELTA_WORDS + TX_DELTA_AHEAD];
-
-/* Returns how many there are in all. */
+/* before: of a class, how many weights are in the words before each; more than there are behind the last one. Returns
+ * how many there are in all. */
 TX_FN uint32_t tx_delta_count(const uint64_t *mask, int64_t n, uint16_t *before) {
   uint32_t ones = 0;
   int64_t w = 0;
@@ -196,14 +194,7 @@ TX_FN uint32_t tx_delta_place(const uint64_t *mask, const uint16_t *before, int6
 
 /* The word of the weight before which so many of the class come; not before word w. */
 TX_FN int64_t tx_delta_word_of(const uint16_t *before, uint32_t place, int64_t w) {
-#if defined(__AVX512BW__)
-  const __m512i wanted = _mm512_set1_epi16((int16_t)place);
-  int32_t upto = 0;
-  for (int32_t i = 0; i < TX_DELTA_WORDS; i += 32)
-    upto += __builtin_popcount(_mm512_cmple_epi16_mask(_mm512_loadu_si512(before + i), wanted));
-  (void)w;
-  return upto - 1;
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
   const __m256i wanted = _mm256_set1_epi16((int16_t)place);
   for (;; w += 16) {
     const __m256i past = _mm256_cmpgt_epi16(_mm256_loadu_si256((const __m256i *)(before + w + 1)), wanted);

@@ -27,25 +27,28 @@ TX_FN void tx_delta_drop_returned(const uint8_t *distances, int64_t begin, int64
 
 /* The code of the largest bound of those blocks of TX_BLOCK in which something changed; 0: nothing did. */
 TX_FN int32_t tx_delta_sub_bound(const tx_delta_encoder *e, int64_t begin, int64_t n) {
-  uint16_t most = 0;
-  for (int64_t i = begin / TX_BLOCK; i < (begin + n + TX_BLOCK - 1) / TX_BLOCK; i++) {
-    uint64_t touched[2] = {0, 0};
-    const int64_t bytes = (e->n - i * TX_BLOCK + 7) / 8;
-    if (bytes >= 16) {
-      memcpy(touched, e->changed + i * (TX_BLOCK / 8), 16);
+  const int64_t last = (begin + n + TX_BLOCK - 1) / TX_BLOCK, whole = e->n / TX_BLOCK;
+  int32_t most = 0;
+  for (int64_t i = begin / TX_BLOCK; i < last; i++) {
+    const uint8_t *from = e->changed + i * (TX_BLOCK / 8);
+    uint64_t low = 0, high = 0;
+    if (i < whole) {
+      memcpy(&low, from, sizeof low);
+      memcpy(&high, from + 8, sizeof high);
     } else {
-      memcpy(touched, e->changed + i * (TX_BLOCK / 8), (size_t)bytes);
+      for (int64_t k = 0; 8 * k < e->n - i * TX_BLOCK; k++)
+        low |= from[k];
     }
-    const uint16_t size = ((const tx_mem_u16 *)e->moved)[i] & 0x7fff;
-    const uint16_t of = touched[0] | touched[1] ? (size ? size : 1) : 0;
+    const int32_t size = ((const tx_mem_u16 *)e->moved)[i] & 0x7fff;
+    const int32_t of = low | high ? (size ? size : 1) : 0;
     most = of > most ? of : most;
   }
-  return most ? tx_delta_bound_code(most) : 0;
+  return most ? tx_delta_bound_code((uint16_t)most) : 0;
 }
 
-TX_FN int32_t tx_delta_put_bound(tx_delta_encoder *e, int64_t begin, int64_t n) {
+/* found: tx_delta_sub_bound of the block. */
+TX_FN int32_t tx_delta_put_bound(tx_delta_encoder *e, int32_t found) {
   if (!(e->flags & TX_DELTA_BOUNDED)) return 0;
-  const int32_t found = tx_delta_sub_bound(e, begin, n);
   const int32_t bound = found ? found : e->bound;
   const int32_t up = bound - e->bound;
   tx_put_rice(&e->bounds, (uint32_t)(up < 0 ? -2 * up - 1 : 2 * up), 2);
@@ -271,17 +274,16 @@ TX_FN void tx_delta_put_values(tx_delta_encoder *e, int64_t begin, int64_t n, in
 
 /* -- segments -------------------------------------------------------------------------------------------------- */
 
-/* Which classes changed by more than half, judged by a word of every 16. The bound is that of the block. */
-TX_FN void tx_delta_choose_flips(tx_delta_encoder *e, const tx_dtype dtype) {
+/* Which classes changed by more than half, judged by a word of every 16. bounds: of the blocks, 0 where nothing did. */
+TX_FN void tx_delta_choose_flips(tx_delta_encoder *e, const int32_t bounds[TX_DELTA_BLOCKS], const tx_dtype dtype) {
   const int32_t classes = tx_delta_classes(e->flags);
   int64_t seen[TX_DELTA_CLASSES] = {0};
   for (int64_t b = 0; b * TX_DELTA_BLOCK < e->n; b++) {
     const int64_t begin = b * TX_DELTA_BLOCK;
     const int64_t n = e->n - begin < TX_DELTA_BLOCK ? e->n - begin : TX_DELTA_BLOCK;
     if (e->dense >> b & 1u) continue;
-    const int32_t bound = classes > 1 ? tx_delta_sub_bound(e, begin, n) : 0;
-    if (classes > 1 && !bound) continue;
-    const tx_delta_edges edges = tx_delta_edges_of(e->flags, bound, dtype);
+    if (classes > 1 && !bounds[b]) continue;
+    const tx_delta_edges edges = tx_delta_edges_of(e->flags, bounds[b], dtype);
     for (int64_t w = 0; 64 * w + 64 <= n; w += 16) {
       uint64_t masks[TX_DELTA_CLASSES] = {~UINT64_C(0)}, changed;
       memcpy(&changed, e->changed + begin / 8 + 8 * w, sizeof changed);
@@ -296,7 +298,12 @@ TX_FN void tx_delta_choose_flips(tx_delta_encoder *e, const tx_dtype dtype) {
 }
 
 TX_FN void tx_delta_encode_blocks(tx_delta_encoder *e, const tx_dtype dtype) {
-  tx_delta_choose_flips(e, dtype);
+  int32_t bounds[TX_DELTA_BLOCKS] = {0};
+  for (int64_t b = 0; e->flags & TX_DELTA_BOUNDED && b * TX_DELTA_BLOCK < e->n; b++) {
+    const int64_t begin = b * TX_DELTA_BLOCK, left = e->n - begin;
+    if (!(e->dense >> b & 1u)) bounds[b] = tx_delta_sub_bound(e, begin, left < TX_DELTA_BLOCK ? left : TX_DELTA_BLOCK);
+  }
+  tx_delta_choose_flips(e, bounds, dtype);
   for (int64_t b = 0; b * TX_DELTA_BLOCK < e->n; b++) {
     if (e->dense >> b & 1u) continue;
     const int64_t begin = b * TX_DELTA_BLOCK;
@@ -305,7 +312,7 @@ TX_FN void tx_delta_encode_blocks(tx_delta_encoder *e, const tx_dtype dtype) {
     tx_delta_load_bits(e->changed + begin / 8, n, block->changed);
     if (e->flags & TX_DELTA_EXACT) tx_delta_drop_returned(e->distances, begin, n, block->changed);
     const int32_t hits = tx_delta_list(block->changed, n, block->at);
-    const int32_t bound = tx_delta_put_bound(e, begin, n);
+    const int32_t bound = tx_delta_put_bound(e, bounds[b]);
     tx_delta_put_positions(e, begin, n, hits, bound, dtype);
     tx_delta_put_values(e, begin, n, hits, bound, dtype);
   }

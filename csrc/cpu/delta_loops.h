@@ -9,7 +9,7 @@
 #include "csrc/math/delta_rungs.h"
 
 #define TX_DELTA_WORDS (TX_DELTA_BLOCK / 64)
-#define TX_DELTA_AHEAD 32 /* words that are looked at together, past those of a block */
+#define TX_DELTA_AHEAD 16 /* words that are looked at together, past those of a block */
 #define TX_DELTA_LISTED (TX_DELTA_BLOCK + 2)
 
 /* A block on its way, in memory of its task. */
