@@ -153,7 +153,7 @@ TX_FN void tx_delta_masks_by(const void *weights, int64_t numel, const tx_delta_
       from = memcpy(padded, from, (size_t)(2 * (numel - 64 * w)));
     }
     for (int64_t i = 0; i < ahead; i += 64)
-      __builtin_prefetch(from + 2 * TX_DELTA_BLOCK + i);
+      __builtin_prefetch(from + 2 * TX_DELTA_BLOCK + i, 0, 2);
     tx_delta_masks_of(from, rest, edges, n, found);
     for (int32_t c = 0; c <= n; c++)
       masks[c][w] = found[c];

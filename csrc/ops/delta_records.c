@@ -46,14 +46,14 @@ void tx_delta_records_free(tx_delta_records *records) {
   free(records->memory);
 }
 
-#define AHEAD 24 /* weights, so that their lines are on the way */
+#define AHEAD 64 /* weights, so that their lines are on the way */
 
 void tx_delta_record_write(const tx_delta_piece *pieces, int64_t n_pieces, int64_t begin, int64_t n, int64_t item,
                            const uint16_t *at, const uint32_t *weight, int32_t n_at) {
   char *memory = tx_delta_together(pieces, n_pieces, begin, n, item);
   for (int32_t i = 0; i < n_at; i++) {
     char *to = memory ? memory + at[i] * item : tx_delta_find_element(pieces, n_pieces, begin + at[i], item);
-    if (memory && i + AHEAD < n_at) __builtin_prefetch(memory + at[i + AHEAD] * item, 1);
+    if (memory && i + AHEAD < n_at) __builtin_prefetch(memory + at[i + AHEAD] * item, 0, 2);
     if (!to) continue;
     if (item == 2) {
       const uint16_t half = (uint16_t)weight[i];

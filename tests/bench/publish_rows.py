@@ -41,18 +41,24 @@ def publisher(bench: Bench) -> None:
         del kept
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def deltas(bench: Bench) -> None:
     """One step at 1e-6, published and applied, on one thread.
 
     encode and apply: tx_delta_encode and tx_delta_apply, without what one read of all weights takes, which is measured
     beside them: both need the weights, for their checksums, and as what positions depend on. publish: all of publish(),
     which compares the weights with their masters, too: what somebody else wrote to them travels."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         _deltas(bench)
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _Stopwatch:
