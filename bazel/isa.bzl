@@ -8,8 +8,8 @@ ISAS = {
     "x86_64": {
         "base": [],
         "avx2": ["-mavx2", "-mf16c", "-mfma"],
-        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"],
-        "avx512bf16": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mprefer-vector-width=512"],
+        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mbmi2", "-mprefer-vector-width=512"],
+        "avx512bf16": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mbmi2", "-mavx512bf16", "-mprefer-vector-width=512"],
     },
     "aarch64": {
         # Every processor has NEON: base is what its loops are compared with.

@@ -117,6 +117,15 @@ typedef struct tx_delta_run {
  * runs: n of them. */
 TX_API tx_status tx_delta_renew(int64_t n_runs, const tx_delta_run *runs, const tx_parallel *parallel, tx_error *error);
 
+/* What a step cannot tell: somebody else wrote to weights beside fp32 masters. The bounds of blocks of which a weight
+ * is not its master, rounded to the nearest, become infinity, so that they go whole; to be called before
+ * tx_delta_encode, and, as the next step rounds them anew, after it, too, where it found some. NaNs count as alike, and
+ * so do zeros.
+ *
+ * weights: BF16 or F16, of any numel. masters: F32, as many. moved: as tx_delta_run's. *marked: how many blocks. */
+TX_API tx_status tx_delta_mark(tx_tensor weights, tx_tensor masters, tx_tensor moved, const tx_parallel *parallel,
+                               int64_t *marked, tx_error *error);
+
 /* A message in memory of the library. */
 typedef struct tx_delta_message {
   void *data;
@@ -241,15 +250,18 @@ TX_API void tx_delta_chain_id(const tx_delta_receiver *receiver, uint64_t *id);
 
 /* How much is looked at before the first byte is written. Both find every damage to the message. */
 typedef enum tx_delta_verify {
-  TX_DELTA_TOUCHED = 0, /* the weights that change are what they should be afterwards */
-  TX_DELTA_FULL = 1     /* all weights are: reads all of them. Needs a publisher that keeps checksums, and a receiver
-                           that holds everything */
+  /* The weights that change are what they should be afterwards. Reads the weights of those 131072 in a row (of a run)
+   * in which one changes, once: where the changes are depends on how large the old weights are. */
+  TX_DELTA_TOUCHED = 0,
+  TX_DELTA_FULL = 1 /* all weights are: reads all of them. Needs a publisher that keeps checksums, and a receiver
+                       that holds everything */
 } tx_delta_verify;
 
 /* Brings the weights to the last version in the messages, in place. messages: n tensors of U8, in any order: all parts
  * of one version, or of several that follow each other, single or merged. Everything is checked before the first byte
  * is written; after an error nothing has changed, and the receiver is at the version it was at. verify:
- * tx_delta_verify.
+ * tx_delta_verify. Meanwhile it takes 6 bytes for each weight that changes, a quarter of the receiver's weights at most
+ * (what has no room there is decoded twice), and some for each segment and thread.
  *
  * TX_ERROR_INVALID_ARGUMENT  not a message, cut off, damaged, or fields that contradict each other
  * TX_ERROR_UNAVAILABLE       a format that this library does not know

@@ -71,13 +71,22 @@ TX_FN tx_delta_zone tx_delta_zone_of(int64_t edge, int32_t bound, const tx_dtype
 }
 
 /* One bit of each of 64 weights of 16 bits for each edge: whether its size is at least that. */
-TX_FN void tx_delta_compare(const void *weights, const tx_delta_edges *edges, uint64_t above[TX_DELTA_CLASSES - 1]) {
-#if defined(__AVX2__)
+TX_FN void tx_delta_compare(const void *weights, const tx_delta_edges *edges, const int32_t n,
+                            uint64_t above[TX_DELTA_CLASSES - 1]) {
+#if defined(__AVX512BW__)
+  const __m512i sizes = _mm512_set1_epi16(0x7fff);
+  const __m512i low = _mm512_and_si512(_mm512_loadu_si512(weights), sizes);
+  const __m512i high = _mm512_and_si512(_mm512_loadu_si512((const char *)weights + 64), sizes);
+  for (int32_t c = 0; c < n; c++) {
+    const __m512i edge = _mm512_set1_epi16((int16_t)edges->edge[c]);
+    above[c] = (uint64_t)_mm512_cmpge_epi16_mask(low, edge) | (uint64_t)_mm512_cmpge_epi16_mask(high, edge) << 32;
+  }
+#elif defined(__AVX2__)
   const __m256i sizes = _mm256_set1_epi16(0x7fff);
   __m256i x[4];
   for (int32_t i = 0; i < 4; i++)
     x[i] = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)((const char *)weights + 32 * i)), sizes);
-  for (int32_t c = 0; c < edges->n; c++) {
+  for (int32_t c = 0; c < n; c++) {
     const __m256i below = _mm256_set1_epi16((int16_t)(edges->edge[c] - 1));
     uint64_t found = 0;
     for (int32_t i = 0; i < 2; i++) {
@@ -93,7 +102,7 @@ TX_FN void tx_delta_compare(const void *weights, const tx_delta_edges *edges, ui
   __m128i x[8];
   for (int32_t i = 0; i < 8; i++)
     x[i] = _mm_and_si128(_mm_loadu_si128((const __m128i *)((const char *)weights + 16 * i)), sizes);
-  for (int32_t c = 0; c < edges->n; c++) {
+  for (int32_t c = 0; c < n; c++) {
     const __m128i below = _mm_set1_epi16((int16_t)(edges->edge[c] - 1));
     uint64_t found = 0;
     for (int32_t i = 0; i < 4; i++) {
@@ -103,7 +112,7 @@ TX_FN void tx_delta_compare(const void *weights, const tx_delta_edges *edges, ui
     above[c] = found;
   }
 #else
-  for (int32_t c = 0; c < edges->n; c++) {
+  for (int32_t c = 0; c < n; c++) {
     uint64_t found = 0;
     for (int32_t i = 0; i < 8; i++) {
       uint64_t bytes = 0;
@@ -116,46 +125,105 @@ TX_FN void tx_delta_compare(const void *weights, const tx_delta_edges *edges, ui
 #endif
 }
 
-/* The classes of 64 weights, of which those of `rest` are looked at: a mask for each. */
-TX_FN void tx_delta_masks_of(const void *weights, uint64_t rest, const tx_delta_edges *edges,
+/* The classes of 64 weights, of which those of `rest` are looked at: a mask for each. n: of edges. */
+TX_FN void tx_delta_masks_of(const void *weights, uint64_t rest, const tx_delta_edges *edges, const int32_t n,
                              uint64_t masks[TX_DELTA_CLASSES]) {
   uint64_t above[TX_DELTA_CLASSES - 1];
-  tx_delta_compare(weights, edges, above);
-  for (int32_t c = edges->n; c > 0; c--) {
+  tx_delta_compare(weights, edges, n, above);
+  for (int32_t c = n; c > 0; c--) {
     masks[c] = above[c - 1] & rest;
     rest &= ~above[c - 1];
   }
   masks[0] = rest;
 }
 
-/* masks[c][w]: those of weights [64 w, 64 w + 64) that are in class c. */
-TX_FN void tx_delta_masks(const void *weights, int64_t n, const tx_delta_edges *edges,
-                          uint64_t masks[TX_DELTA_CLASSES][TX_DELTA_WORDS]) {
-  uint64_t found[TX_DELTA_CLASSES];
-  int64_t w = 0;
-  for (; 64 * w + 64 <= n; w++) {
-    tx_delta_masks_of((const char *)weights + 128 * w, ~UINT64_C(0), edges, found);
-    for (int32_t c = 0; c <= edges->n; c++)
-      masks[c][w] = found[c];
-  }
-  if (64 * w == n) return;
-  uint16_t padded[64] = {0};
-  memcpy(padded, (const char *)weights + 128 * w, (size_t)(2 * (n - 64 * w)));
-  tx_delta_masks_of(padded, (UINT64_C(1) << (n - 64 * w)) - 1u, edges, found);
-  for (int32_t c = 0; c <= edges->n; c++)
-    masks[c][w] = found[c];
-}
-
-/* A row of the masks for each class. */
+/* A row of the masks for each class: [c][w]: those of weights [64 w, 64 w + 64) that are in class c. */
 typedef uint64_t tx_delta_mask[TX_DELTA_WORDS];
 
-/* The class of one of the block's weights, of `classes`; TX_DELTA_CLASSES: it is unsure; 0 without masks. */
-TX_FN int32_t tx_delta_class_in(const tx_delta_mask *masks, int32_t classes, int64_t w, uint64_t bit) {
-  if (!masks) return 0;
-  int32_t c = 0;
-  while (c < classes && !(masks[c][w] & bit))
-    c++;
-  return c < classes ? c : TX_DELTA_CLASSES;
+TX_FN void tx_delta_masks_by(const void *weights, int64_t numel, const tx_delta_edges *edges, const int32_t n,
+                             const int64_t ahead, tx_delta_mask *masks) {
+  uint64_t found[TX_DELTA_CLASSES];
+  for (int64_t w = 0; 64 * w < numel; w++) {
+    const char *from = (const char *)weights + 128 * w;
+    uint64_t rest = ~UINT64_C(0);
+    uint16_t padded[64];
+    if (numel - 64 * w < 64) {
+      rest = (UINT64_C(1) << (numel - 64 * w)) - 1u;
+      memset(padded, 0, sizeof padded);
+      from = memcpy(padded, from, (size_t)(2 * (numel - 64 * w)));
+    }
+    for (int64_t i = 0; i < ahead; i += 64)
+      __builtin_prefetch(from + 2 * TX_DELTA_BLOCK + i, 0, 2);
+    tx_delta_masks_of(from, rest, edges, n, found);
+    for (int32_t c = 0; c <= n; c++)
+      masks[c][w] = found[c];
+  }
+}
+
+/* ahead: 128 where the next block is asked for from memory, 0 where it is at hand. */
+TX_FN void tx_delta_masks(const void *weights, int64_t numel, const tx_delta_edges *edges, const int64_t ahead,
+                          tx_delta_mask *masks) {
+  if (edges->n == 1) {
+    tx_delta_masks_by(weights, numel, edges, 1, ahead, masks);
+  } else {
+    tx_delta_masks_by(weights, numel, edges, TX_DELTA_CLASSES - 1, ahead, masks);
+  }
+}
+
+/* -- places in a class ------------------------------------------------------------------------------------------- */
+
+/* before: of a class, how many weights are in the words before each; more than there are behind the last one. Returns
+ * how many there are in all. */
+TX_FN uint32_t tx_delta_count(const uint64_t *mask, int64_t n, uint16_t *before) {
+  uint32_t ones = 0;
+  int64_t w = 0;
+  for (; 64 * w < n; w++) {
+    before[w] = (uint16_t)ones;
+    ones += (uint32_t)__builtin_popcountll(mask[w]);
+  }
+  for (; w < TX_DELTA_WORDS + TX_DELTA_AHEAD; w++)
+    before[w] = INT16_MAX;
+  return ones;
+}
+
+/* How many of the class come before weight `at`. */
+TX_FN uint32_t tx_delta_place(const uint64_t *mask, const uint16_t *before, int64_t at) {
+  const uint64_t under = (UINT64_C(1) << (at & 63)) - 1u;
+  return before[at >> 6] + (uint32_t)__builtin_popcountll(mask[at >> 6] & under);
+}
+
+/* The word of the weight before which so many of the class come; not before word w. */
+TX_FN int64_t tx_delta_word_of(const uint16_t *before, uint32_t place, int64_t w) {
+#if defined(__AVX2__)
+  const __m256i wanted = _mm256_set1_epi16((int16_t)place);
+  for (;; w += 16) {
+    const __m256i past = _mm256_cmpgt_epi16(_mm256_loadu_si256((const __m256i *)(before + w + 1)), wanted);
+    const uint32_t found = (uint32_t)_mm256_movemask_epi8(past);
+    if (found) return w + __builtin_ctz(found) / 2;
+  }
+#else
+  while (before[w + 1] <= place)
+    w++;
+  return w;
+#endif
+}
+
+/* The positions of all ones of a block: how many. There is space for two more. */
+TX_FN int32_t tx_delta_list(const uint64_t *bits, int64_t n, uint16_t *at) {
+  const uint64_t some = UINT64_C(1) << 63;
+  int32_t found = 0;
+  for (int64_t w = 0; 64 * w < n; w++) {
+    const int32_t ones = __builtin_popcountll(bits[w]);
+    uint64_t hits = bits[w], next = hits & (hits - 1u);
+    at[found] = (uint16_t)(64 * w + __builtin_ctzll(hits | some)); /* most words have two at most */
+    at[found + 1] = (uint16_t)(64 * w + __builtin_ctzll(next | some));
+    for (int32_t i = 2; i < ones; i++) {
+      next &= next - 1u;
+      at[found + i] = (uint16_t)(64 * w + __builtin_ctzll(next));
+    }
+    found += ones;
+  }
+  return found;
 }
 
 #endif

@@ -1,15 +1,23 @@
 /* The streams of a segment into changed weights. Included by kernels_isa.c only. Readers are copied while a loop runs
- * (csrc/cpu/delta_encode.h). */
+ * (csrc/cpu/delta_encode.h).
+ *
+ * Note [Decoding a block]. What is coded one after the other (gaps, values) runs in loops of its own, without a branch
+ * that depends on the weights: gaps give places in a class, these set bits, and the list of all bits gives the old
+ * weights beside which values are read. */
 #ifndef TX_CPU_DELTA_DECODE_H
 #define TX_CPU_DELTA_DECODE_H
 
+#include "csrc/cpu/delta_batch.h"
 #include "csrc/cpu/delta_classes.h"
 
 /* -- positions ------------------------------------------------------------------------------------------------- */
 
-/* The bit of a word that has n ones below it, of which there are more: its byte by the sums of bytes, its place there
- * by the sums of bits. */
-TX_FN uint64_t tx_delta_select(uint64_t word, uint32_t n) {
+/* Which bit of a word has n ones below it; there are more: its byte by the sums of bytes, its place there by the sums
+ * of bits. */
+TX_FN int32_t tx_delta_select(uint64_t word, uint32_t n) {
+#if defined(__AVX512BW__) && defined(__BMI2__) /* older processors with BMI2 are slow at it */
+  return __builtin_ctzll(_pdep_u64(UINT64_C(1) << n, word));
+#else
   const uint64_t ones = UINT64_C(0x0101010101010101);
   uint64_t sums = word - (word >> 1 & (ones * 0x55));
   sums = (sums & (ones * 0x33)) + (sums >> 2 & (ones * 0x33));
@@ -20,56 +28,61 @@ TX_FN uint64_t tx_delta_select(uint64_t word, uint32_t n) {
   uint64_t bits = (word >> byte & 0xff) * ones & UINT64_C(0x8040201008040201);
   bits = (((bits + (ones * 0x7f)) | bits) >> 7 & ones) * ones; /* byte i: ones in bits 0 ... i */
   const uint64_t under = ((ones * 0x80 | (ones * (n - before))) - bits) & (ones * 0x80); /* no more than n - before */
-  return UINT64_C(1) << byte << ((under >> 7) * ones >> 56);
+  return byte + (int32_t)((under >> 7) * ones >> 56);
+#endif
 }
 
-TX_FN void tx_delta_take_class(tx_delta_source *source, int64_t n, const uint64_t *mask, uint64_t flip,
+/* Sets the bits of a class's positions, or of those that are none. */
+TX_FN void tx_delta_take_class(tx_delta_source *source, int64_t n, const uint64_t *mask, uint16_t *before, int flipped,
                                uint64_t *changed) {
-  tx_delta_source s = *source;
-  for (int64_t w = 0; 64 * w < n; w++) {
-    const uint32_t ones = (uint32_t)__builtin_popcountll(mask[w]);
-    uint64_t hits = 0;
-    while (s.left < ones) {
-      hits |= tx_delta_select(mask[w], s.left);
-      s.left += 1u + tx_rice_take(&s.reader, &s.rice);
-    }
-    s.left -= ones;
-    changed[w] |= hits ^ (flip & mask[w]);
+  const uint32_t ones = tx_delta_count(mask, n, before);
+  uint64_t others[TX_DELTA_WORDS];
+  uint64_t *hits = changed;
+  if (flipped) hits = memset(others, 0, sizeof others);
+  tx_bit_window window = tx_window_of(&source->reader);
+  tx_rice rice = source->rice;
+  uint32_t left = source->left;
+  int64_t w = 0;
+  while (left < ones) {
+    w = tx_delta_word_of(before, left, w);
+    hits[w] |= UINT64_C(1) << tx_delta_select(mask[w], left - before[w]);
+    left += 1u + tx_rice_take_from(&window, &rice);
   }
-  *source = s;
+  *source = (tx_delta_source){tx_window_end(&window), rice, left - ones};
+  for (int64_t i = 0; flipped && 64 * i < n; i++)
+    changed[i] |= others[i] ^ mask[i];
 }
 
 TX_FN void tx_delta_take_all(tx_delta_source *source, int64_t n, uint64_t flip, uint64_t *changed) {
-  tx_delta_source s = *source;
-  int64_t at = s.left;
+  tx_bit_window window = tx_window_of(&source->reader);
+  tx_rice rice = source->rice;
+  int64_t at = source->left;
   while (at < n) {
     changed[at >> 6] |= UINT64_C(1) << (at & 63);
-    at += 1 + (int64_t)tx_rice_take(&s.reader, &s.rice);
+    at += 1 + (int64_t)tx_rice_take_from(&window, &rice);
   }
-  s.left = (uint32_t)(at - n);
-  *source = s;
+  *source = (tx_delta_source){tx_window_end(&window), rice, (uint32_t)(at - n)};
   for (int64_t w = 0; flip && 64 * w < n; w++)
     changed[w] ^= n - 64 * w < 64 ? (UINT64_C(1) << (n - 64 * w)) - 1u : ~UINT64_C(0);
 }
 
-/* changed: 0 before. */
-TX_FN void tx_delta_take_positions(tx_delta_decoder *d, const void *old, int64_t n, int32_t bound,
-                                   uint64_t changed[TX_DELTA_WORDS], tx_delta_mask *masks, const tx_dtype dtype) {
-  const int32_t classes = tx_delta_classes(d->flags);
+/* The bits of those that changed, and of those among them that are in no class. */
+TX_FN void tx_delta_take_positions(tx_delta_decoder *d, const void *old, int64_t n, const tx_delta_edges *edges) {
+  tx_delta_block *b = d->block;
+  const int32_t classes = edges->n + 1;
+  memset(b->changed, 0, sizeof b->changed);
   if (classes == 1) {
-    tx_delta_take_all(&d->positions[0], n, tx_delta_is_flipped(d->flags, 0) ? ~UINT64_C(0) : 0, changed);
+    tx_delta_take_all(&d->positions[0], n, tx_delta_is_flipped(d->flags, 0) ? ~UINT64_C(0) : 0, b->changed);
     return;
   }
-  const tx_delta_edges edges = tx_delta_edges_of(d->flags, bound, dtype);
-  tx_delta_masks(old, n, &edges, masks);
-  tx_delta_take_all(&d->positions[TX_DELTA_CLASSES], n, 0, changed);
-  for (int64_t w = 0; 64 * w < n; w++) {
-    for (int32_t c = 0; changed[w] && c < classes; c++)
-      masks[c][w] &= ~changed[w];
-  }
+  tx_delta_masks(old, n, edges, 128, b->masks);
+  tx_delta_take_all(&d->positions[TX_DELTA_CLASSES], n, 0, b->changed);
+  memcpy(b->unsure, b->changed, sizeof b->unsure);
   for (int32_t c = 0; c < classes; c++) {
-    const uint64_t flip = tx_delta_is_flipped(d->flags, c) ? ~UINT64_C(0) : 0;
-    tx_delta_take_class(&d->positions[c], n, masks[c], flip, changed);
+    for (int64_t w = 0; 64 * w < n; w++)
+      b->masks[c][w] &= ~b->unsure[w];
+    const int flipped = tx_delta_is_flipped(d->flags, c);
+    tx_delta_take_class(&d->positions[c], n, b->masks[c], b->before, flipped, b->changed);
   }
 }
 
@@ -111,42 +124,102 @@ TX_FN uint32_t tx_delta_take_value(tx_bit_reader *r, tx_rice *distance, const tx
   return found.weight;
 }
 
-TX_FN int32_t tx_delta_take_values(tx_delta_decoder *d, const void *old, const uint8_t *held, int64_t n, int32_t bound,
-                                   const uint64_t changed[TX_DELTA_WORDS], tx_delta_mask *masks, tx_delta_changes *out,
-                                   const tx_dtype dtype) {
-  const int64_t grain = tx_delta_grain(d->flags);
-  const int32_t classes = tx_delta_classes(d->flags);
-  const int exact = (d->flags & TX_DELTA_EXACT) != 0;
-  tx_bit_reader values = d->values, bounds = d->bounds;
-  int32_t sub = bound, found = 0;
-  int64_t upto = grain < TX_DELTA_BLOCK && bound ? 0 : n;
-  for (int64_t w = 0; 64 * w < n; w++) {
-    for (uint64_t hits = changed[w]; hits; hits &= hits - 1u) {
-      const int64_t at = 64 * w + __builtin_ctzll(hits);
-      if (at >= upto) {
-        upto = at / grain * grain + grain;
-        sub = tx_delta_clamp_bound((int64_t)bound - tx_take_rice(&bounds, 2));
+/* The class by whose mean distances are coded. */
+TX_FN int32_t tx_delta_class_of(const tx_delta_block *b, int64_t at, uint32_t old, const tx_delta_edges *edges,
+                                const tx_dtype dtype) {
+  if (!edges->n) return 0;
+  if (b->unsure[at >> 6] >> (at & 63) & 1u) return TX_DELTA_CLASSES;
+  return tx_delta_class(tx_delta_size_of(old, dtype), edges);
+}
+
+/* The bound of each weight in a list, by the grain. */
+typedef struct tx_delta_bounds_in {
+  tx_bit_reader reader;
+  int64_t grain, upto;
+  int32_t bound, sub;
+} tx_delta_bounds_in;
+
+TX_FN int32_t tx_delta_next_bound(tx_delta_bounds_in *in, int64_t at) {
+  if (at >= in->upto) {
+    in->upto = at / in->grain * in->grain + in->grain;
+    in->sub = tx_delta_clamp_bound((int64_t)in->bound - tx_take_rice(&in->reader, 2));
+  }
+  return in->sub;
+}
+
+/* Values that are bits of weights, a batch after the other. */
+TX_FN void tx_delta_take_batches(tx_delta_decoder *d, const void *old, int32_t hits, tx_delta_bounds_in *in,
+                                 tx_delta_changes out, const tx_dtype dtype) {
+  const uint16_t *at = d->block->at;
+  tx_bit_reader values = d->values;
+  tx_delta_batch b;
+  uint64_t touched = 0;
+  for (int32_t done = 0, many = 0; done < hits; done += many) {
+    many = hits - done < TX_DELTA_BATCH ? hits - done : TX_DELTA_BATCH;
+    for (int32_t k = 0; k < many; k++) {
+      b.weight[k] = tx_delta_weight(old, at[done + k], dtype);
+      b.bound[k] = tx_delta_next_bound(in, at[done + k]);
+    }
+    tx_delta_batch_lengths(&b, d->rungs, many, dtype);
+    for (int32_t k = 0; k < many; k++) {
+      const uint64_t next = tx_peek_bits(&values);
+      values.at += (uint64_t)b.length[k];
+      b.code[k] = (uint32_t)next;
+      if (__builtin_expect(b.length[k] == 0, 0)) {
+        const tx_delta_found found = tx_delta_rung_find(d->rungs, b.weight[k], b.bound[k], next, dtype);
+        values.at += (uint64_t)found.bits;
+        b.code[k] = found.weight;
       }
-      const int32_t class_of = exact ? tx_delta_class_in(masks, classes, w, hits & (0u - hits)) : 0;
-      const int has = !held || held[at];
-      const uint32_t was = tx_delta_weight(old, at, dtype);
-      out->at[found] = (uint16_t)at;
-      out->weight[found] = tx_delta_take_value(&values, &d->far[class_of], d, was, has, sub, dtype);
-      found += has;
+    }
+    tx_delta_batch_decode(&b, many);
+    for (int32_t k = 0; k < many; k++) {
+      out.at[done + k] = at[done + k];
+      out.weight[done + k] = b.code[k];
+      touched += tx_delta_touch(d->at + at[done + k], b.code[k]);
     }
   }
   d->values = values;
-  d->bounds = bounds;
+  d->touched += touched;
+}
+
+TX_FN int32_t tx_delta_take_values(tx_delta_decoder *d, const void *old, const uint8_t *held, int64_t n, int32_t bound,
+                                   const tx_delta_edges *edges, tx_delta_changes out, const tx_dtype dtype) {
+  const int64_t grain = tx_delta_grain(d->flags);
+  const int exact = (d->flags & TX_DELTA_EXACT) != 0;
+  const tx_delta_block *b = d->block;
+  const int32_t hits = tx_delta_list(b->changed, n, d->block->at);
+  tx_delta_bounds_in in = {d->bounds, grain, grain < TX_DELTA_BLOCK && bound ? 0 : n, bound, bound};
+  if (hits > out.room) return -1;
+  if (dtype != TX_F32 && !(d->flags & (TX_DELTA_EXACT | TX_DELTA_SLICEABLE))) {
+    tx_delta_take_batches(d, old, hits, &in, out, dtype);
+    d->bounds = in.reader;
+    return hits;
+  }
+  tx_bit_reader values = d->values;
+  int32_t found = 0;
+  for (int32_t i = 0; i < hits; i++) {
+    const int64_t at = b->at[i];
+    const int32_t sub = tx_delta_next_bound(&in, at);
+    const int has = !held || held[at];
+    const uint32_t was = tx_delta_weight(old, at, dtype);
+    const int32_t class_of = exact ? tx_delta_class_of(b, at, was, edges, dtype) : 0;
+    const uint32_t weight = tx_delta_take_value(&values, &d->far[class_of], d, was, has, sub, dtype);
+    out.at[found] = (uint16_t)at;
+    out.weight[found] = weight;
+    found += has;
+    d->touched += has ? tx_delta_touch(d->at + at, weight) : 0;
+  }
+  d->values = values;
+  d->bounds = in.reader;
   return found;
 }
 
 TX_FN int32_t tx_delta_decode_as(tx_delta_decoder *d, const void *old, const uint8_t *held, int64_t n,
-                                 tx_delta_changes *out, const tx_dtype dtype) {
-  uint64_t changed[TX_DELTA_WORDS] = {0}, masks[TX_DELTA_CLASSES][TX_DELTA_WORDS];
+                                 tx_delta_changes out, const tx_dtype dtype) {
   const int32_t bound = tx_delta_take_bound(d);
-  tx_delta_take_positions(d, old, n, bound, changed, masks, dtype);
-  tx_delta_mask *of = tx_delta_classes(d->flags) == 1 ? NULL : masks;
-  return tx_delta_take_values(d, old, held, n, bound, changed, of, out, dtype);
+  const tx_delta_edges edges = tx_delta_edges_of(d->flags, bound, dtype);
+  tx_delta_take_positions(d, old, n, &edges);
+  return tx_delta_take_values(d, old, held, n, bound, &edges, out, dtype);
 }
 
 #endif

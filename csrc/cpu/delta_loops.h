@@ -9,6 +9,19 @@
 #include "csrc/math/delta_rungs.h"
 
 #define TX_DELTA_WORDS (TX_DELTA_BLOCK / 64)
+#define TX_DELTA_AHEAD 16 /* words that are looked at together, past those of a block */
+#define TX_DELTA_LISTED (TX_DELTA_BLOCK + 2)
+
+/* A block on its way, in memory of its task. */
+typedef struct tx_delta_block {
+  uint64_t changed[TX_DELTA_WORDS], unsure[TX_DELTA_WORDS];
+  uint64_t masks[TX_DELTA_CLASSES][TX_DELTA_WORDS]; /* of each class */
+  uint16_t before[TX_DELTA_WORDS + TX_DELTA_AHEAD]; /* of one */
+  uint16_t at[TX_DELTA_LISTED];                     /* of those that changed */
+  uint8_t class_of[TX_DELTA_BLOCK];                 /* TX_DELTA_CLASSES: unsure */
+  int32_t n_of[TX_DELTA_CLASSES];
+  uint16_t at_of[TX_DELTA_CLASSES][TX_DELTA_LISTED]; /* of those that changed, in each class */
+} tx_delta_block;
 
 /* Positions are gaps between those that changed, across the edges of blocks. */
 typedef struct tx_delta_stream {
@@ -40,6 +53,7 @@ typedef struct tx_delta_encoder {
   tx_bit_writer bounds, values;
   tx_rice far[TX_DELTA_CLASSES + 1]; /* of distances, in each class */
   const tx_delta_rungs *rungs;
+  tx_delta_block *block;
 } tx_delta_encoder;
 
 typedef struct tx_delta_decoder {
@@ -51,21 +65,32 @@ typedef struct tx_delta_decoder {
   tx_bit_reader bounds, values;
   tx_rice far[TX_DELTA_CLASSES + 1];
   const tx_delta_rungs *rungs; /* of the dtype and TX_DELTA_RETURNS */
+  tx_delta_block *block;
+  int64_t at;       /* of the next block, in the run: the caller's */
+  uint64_t touched; /* added to */
 } tx_delta_decoder;
 
-/* What changes in a block. */
+/* What changes in a block: space for `room` weights. */
 typedef struct tx_delta_changes {
-  uint16_t at[TX_DELTA_BLOCK];
-  uint32_t weight[TX_DELTA_BLOCK];
+  uint16_t *at;
+  uint32_t *weight;
+  int64_t room;
 } tx_delta_changes;
 
 typedef void (*tx_delta_encode_loop)(tx_delta_encoder *encoder);
 
 /* The next block, of n weights; dense ones are the caller's. held: NULL, or a byte of each weight: 0 where the receiver
- * does not have it (and the flags have TX_DELTA_SLICEABLE). Returns how many of those that are held change. Any bytes
- * decode to something. */
+ * does not have it (and the flags have TX_DELTA_SLICEABLE). Returns how many of those that are held change; -1: more
+ * than there is room. Any bytes decode to something. */
 typedef int32_t (*tx_delta_decode_loop)(tx_delta_decoder *decoder, const void *old, const uint8_t *held, int64_t n,
-                                        tx_delta_changes *changes);
+                                        tx_delta_changes changes);
+
+/* Of two rows of n <= TX_TILE weights of 16 bits a bit for each TX_BLOCK in which a weight is another one. NaNs are
+ * alike, and so are zeros. */
+typedef uint32_t (*tx_delta_differ_loop)(const void *weights, const void *others, int64_t n, tx_dtype dtype);
+
+/* How many of n bits are set. */
+typedef int64_t (*tx_delta_ones_loop)(const uint8_t *bits, int64_t n);
 
 /* n bits, the rest of the last word 0. */
 TX_FN void tx_delta_load_bits(const uint8_t *from, int64_t n, uint64_t to[TX_DELTA_WORDS]) {

@@ -187,6 +187,8 @@ typedef struct tx_kernels {
   tx_muon_update_loop muon_update;
   tx_delta_encode_loop delta_encode;
   tx_delta_decode_loop delta_decode;
+  tx_delta_ones_loop delta_ones;
+  tx_delta_differ_loop delta_differ;
 } tx_kernels;
 
 /* The table in use; never NULL. */

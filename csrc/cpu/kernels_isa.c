@@ -42,4 +42,6 @@ const tx_kernels TX_JOIN(tx_kernels_, TX_ISA) = {
     .muon_update = tx_muon_update_run,
     .delta_encode = tx_delta_encode_run,
     .delta_decode = tx_delta_decode_run,
+    .delta_ones = tx_delta_ones_run,
+    .delta_differ = tx_delta_differ_run,
 };

@@ -20,7 +20,7 @@ TX_FN void tx_put_bits(tx_bit_writer *w, uint64_t value, int32_t n) {
   memcpy(w->at, &w->bits, sizeof w->bits);
   const int32_t whole = w->n >> 3;
   w->at += whole;
-  w->bits = whole == 8 ? 0 : w->bits >> (8 * whole);
+  w->bits >>= 8 * whole;
   w->n &= 7;
 }
 /* The end of what was written, the last byte filled with zeros. */
@@ -52,6 +52,41 @@ TX_FN uint64_t tx_take_bits(tx_bit_reader *r, int32_t n) {
   return bits;
 }
 
+/* The same in registers: what is taken next waits for no load. */
+typedef struct tx_bit_window {
+  const uint8_t *data;
+  uint64_t bytes;
+  uint64_t byte; /* the next that is read */
+  uint64_t bits; /* n of them, and above these nothing but what comes next */
+  int32_t n;
+} tx_bit_window;
+
+/* 56 bits and more are there afterwards. */
+TX_FN void tx_window_fill(tx_bit_window *w) {
+  uint64_t next = 0;
+  if (w->byte + 8 <= w->bytes) {
+    memcpy(&next, w->data + w->byte, sizeof next);
+  } else if (w->byte < w->bytes) {
+    memcpy(&next, w->data + w->byte, w->bytes - w->byte);
+  }
+  w->bits |= next << w->n;
+  w->byte += (uint64_t)(63 - w->n) >> 3;
+  w->n |= 56;
+}
+TX_FN void tx_window_drop(tx_bit_window *w, int32_t n) {
+  w->bits >>= n;
+  w->n -= n;
+}
+TX_FN tx_bit_window tx_window_of(const tx_bit_reader *r) {
+  tx_bit_window w = {r->data, r->bytes, r->at >> 3, 0, 0};
+  tx_window_fill(&w);
+  tx_window_drop(&w, (int32_t)(r->at & 7));
+  return w;
+}
+TX_FN tx_bit_reader tx_window_end(const tx_bit_window *w) {
+  return (tx_bit_reader){w->data, w->bytes, 8 * w->byte - (uint64_t)w->n};
+}
+
 /* A quotient that would be longer stands for a number of TX_RICE_RAW bits as it is. */
 #define TX_RICE_LONGEST 24
 #define TX_RICE_RAW 20
@@ -66,14 +101,21 @@ TX_FN void tx_put_rice(tx_bit_writer *w, uint32_t value, int32_t r) {
     tx_put_bits(w, value, TX_RICE_RAW);
   }
 }
-TX_FN uint32_t tx_take_rice(tx_bit_reader *reader, int32_t r) {
-  const uint64_t next = tx_peek_bits(reader);
+/* The number that `next` begins with, and how many bits it has. */
+TX_FN uint32_t tx_rice_in(uint64_t next, int32_t r, int32_t *bits) {
   const uint32_t quotient = (uint32_t)__builtin_ctzll(~next | UINT64_C(1) << TX_RICE_LONGEST);
-  const int32_t skipped = (int32_t)quotient + (quotient < TX_RICE_LONGEST);
-  const int32_t n = quotient < TX_RICE_LONGEST ? r : TX_RICE_RAW;
-  const uint32_t rest = (uint32_t)(next >> skipped & ((UINT64_C(1) << n) - 1u));
-  reader->at += (uint64_t)(skipped + n);
-  return quotient < TX_RICE_LONGEST ? quotient << r | rest : rest;
+  if (__builtin_expect(quotient == TX_RICE_LONGEST, 0)) {
+    *bits = TX_RICE_LONGEST + TX_RICE_RAW;
+    return (uint32_t)(next >> TX_RICE_LONGEST & ((UINT64_C(1) << TX_RICE_RAW) - 1u));
+  }
+  *bits = (int32_t)quotient + 1 + r;
+  return quotient << r | (uint32_t)(next >> 1 >> quotient & ((UINT64_C(1) << r) - 1u));
+}
+TX_FN uint32_t tx_take_rice(tx_bit_reader *reader, int32_t r) {
+  int32_t bits;
+  const uint32_t value = tx_rice_in(tx_peek_bits(reader), r, &bits);
+  reader->at += (uint64_t)bits;
+  return value;
 }
 
 /* What Rice codes follow. The mean is renewed after every TX_RICE_GROUP numbers, not after each: the next number could
@@ -108,6 +150,14 @@ TX_FN void tx_rice_put(tx_bit_writer *w, tx_rice *s, uint32_t value) {
 }
 TX_FN uint32_t tx_rice_take(tx_bit_reader *reader, tx_rice *s) {
   const uint32_t value = tx_take_rice(reader, s->r);
+  tx_rice_follow(s, value);
+  return value;
+}
+TX_FN uint32_t tx_rice_take_from(tx_bit_window *window, tx_rice *s) {
+  int32_t bits;
+  tx_window_fill(window);
+  const uint32_t value = tx_rice_in(window->bits, s->r, &bits);
+  tx_window_drop(window, bits);
   tx_rice_follow(s, value);
   return value;
 }

@@ -159,9 +159,8 @@ TX_FN int32_t tx_delta_bits(uint32_t bits, int32_t bound, int returns, const tx_
 
 /* The low `n` bits of an ordered integer in the order in which they are sent, and the other way. */
 TX_FN uint32_t tx_delta_sent(int64_t ordered, int32_t n) {
-  const uint32_t low = (uint32_t)((uint64_t)ordered & ((UINT64_C(1) << n) - 1u));
-  const uint32_t swapped = (uint32_t)(((uint64_t)ordered >> 1 & 1u) | ((uint64_t)ordered & 1u) << 1);
-  return n == 1 ? swapped & 1u : (low & ~3u) | swapped;
+  const uint32_t low = (uint32_t)ordered;
+  return ((low & ~3u) | (low >> 1 & 1u) | (low & 1u) << 1) & (uint32_t)((UINT64_C(1) << n) - 1u);
 }
 
 typedef struct tx_delta_found {

@@ -1,6 +1,8 @@
 /* tx_delta_apply: weights to the next version, in place.
  *
- * Everything is decoded twice: the first time to see whether it is what it should be, the second time to be written. */
+ * Note [Two passes]. The first one decodes everything to see whether it is what it should be, the second one writes.
+ * What the first one found is kept for the second (tx_delta_records), where it is a segment of one version and not much
+ * beside the weights; all else is decoded again. */
 #include <inttypes.h>
 #include <stdlib.h>
 
@@ -9,6 +11,7 @@
 #include "csrc/ops/delta_dense.h"
 #include "csrc/ops/delta_parts.h"
 #include "csrc/ops/delta_receiver.h"
+#include "csrc/ops/delta_records.h"
 #include "csrc/ops/delta_segment_code.h"
 #include "csrc/ops/delta_tasks.h"
 #include "csrc/ops/parallel.h"
@@ -19,6 +22,7 @@ typedef struct version_state {
   tx_delta_decoder decoder;
   tx_planes_message dense;
   int64_t dense_at; /* elements of dense blocks that were passed */
+  int64_t left;     /* weights that may still change */
 } version_state;
 
 typedef struct apply_room {
@@ -27,13 +31,16 @@ typedef struct apply_room {
   uint8_t held[TX_DELTA_BLOCK];
   tx_delta_dense_room dense;
   tx_delta_rungs rungs[2];
-  tx_delta_changes changes;
+  tx_delta_block block;
+  uint16_t at[TX_DELTA_BLOCK];
+  uint32_t weight[TX_DELTA_BLOCK];
 } apply_room;
 
 typedef struct apply_work {
   const tx_delta_receiver *receiver;
   tx_delta_plan *plan;
   apply_room *rooms;
+  tx_delta_records records;
   int full, writes;
 } apply_work;
 
@@ -51,17 +58,6 @@ static void put_weight(void *to, uint32_t weight, int64_t item) {
   memcpy(to, &weight, (size_t)item);
 }
 
-/* One weight of the block, in the copy or in memory. */
-static void set_weight(const block_view *v, int copied, int64_t at, uint32_t weight) {
-  if (copied) put_weight((char *)v->content + at * v->item, weight, v->item);
-}
-
-static void write_weight(const block_view *v, int64_t at, uint32_t weight) {
-  char *to =
-      v->memory ? v->memory + at * v->item : tx_delta_find_element(v->pieces, v->n_pieces, v->begin + at, v->item);
-  if (to) put_weight(to, weight, v->item);
-}
-
 static uint32_t get_weight(const void *from, int64_t at, int64_t item) {
   uint32_t weight = 0;
   memcpy(&weight, (const char *)from + at * item, (size_t)item);
@@ -75,7 +71,9 @@ static void write_block(const block_view *v, const void *content) {
     return;
   }
   for (int64_t i = 0; i < v->n; i++) {
-    if (v->held[i]) write_weight(v, i, get_weight(content, i, v->item));
+    if (!v->held[i]) continue;
+    char *to = tx_delta_find_element(v->pieces, v->n_pieces, v->begin + i, v->item);
+    put_weight(to, get_weight(content, i, v->item), v->item);
   }
 }
 
@@ -104,9 +102,26 @@ static block_view view_block(const apply_work *w, apply_room *room, const tx_del
   return v;
 }
 
+/* Changed weights of a block that is no dense one. record: where they are kept; NULL: in the room. */
+static tx_status decode_block(const apply_work *w, apply_room *room, version_state *s, const block_view *v, int copied,
+                              tx_delta_record *record, int64_t block) {
+  if (v->n_held < v->n && !(s->segment.flags & TX_DELTA_SLICEABLE)) return TX_ERROR_MISMATCH;
+  const int64_t used = s->segment.changed - s->left, most = s->left < v->n ? s->left : v->n;
+  const tx_delta_changes to = {record ? record->at + used : room->at, record ? record->weight + used : room->weight,
+                               most};
+  const int32_t n = tx_kernels_selected()->delta_decode(&s->decoder, v->content, v->held, v->n, to);
+  if (n < 0) return TX_ERROR_INVALID_ARGUMENT;
+  s->left -= n;
+  if (record) record->n_of[block] = n;
+  for (int32_t i = 0; i < n && copied; i++)
+    put_weight((char *)v->content + to.at[i] * v->item, to.weight[i], v->item);
+  if (w->writes && !copied) tx_delta_record_write(v->pieces, v->n_pieces, v->begin, v->n, v->item, to.at, to.weight, n);
+  return TX_OK;
+}
+
 /* One version of one block. copied: the block is in the room, and becomes what it is at this version. */
-static tx_status change_block(const apply_work *w, apply_room *room, version_state *s, tx_delta_change *c, int64_t at,
-                              const block_view *v, int copied) {
+static tx_status change_block(const apply_work *w, apply_room *room, version_state *s, const tx_delta_change *c,
+                              int64_t at, const block_view *v, int copied, tx_delta_record *record) {
   if (s->segment.dense >> (at / TX_DELTA_BLOCK) & 1u) {
     const void *dense = tx_delta_dense_at(&room->dense, &s->dense, s->dense_at, v->n);
     if (!dense) return TX_ERROR_INVALID_ARGUMENT;
@@ -115,17 +130,8 @@ static tx_status change_block(const apply_work *w, apply_room *room, version_sta
     if (w->writes && !copied) write_block(v, dense);
     return TX_OK;
   }
-  if (v->n_held < v->n && !(s->segment.flags & TX_DELTA_SLICEABLE)) return TX_ERROR_MISMATCH;
-  const int32_t n = tx_kernels_selected()->delta_decode(&s->decoder, v->content, v->held, v->n, &room->changes);
-  uint64_t touched = 0;
-  for (int32_t i = 0; i < n; i++)
-    touched += tx_delta_touch(c->in_run + at + room->changes.at[i], room->changes.weight[i]);
-  c->touched += touched;
-  for (int32_t i = 0; i < n && copied; i++)
-    set_weight(v, copied, room->changes.at[i], room->changes.weight[i]);
-  for (int32_t i = 0; i < n && w->writes && !copied; i++)
-    write_weight(v, room->changes.at[i], room->changes.weight[i]);
-  return TX_OK;
+  s->decoder.at = c->in_run + at;
+  return decode_block(w, room, s, v, copied, record, at / TX_DELTA_BLOCK);
 }
 
 static void sum_block(tx_delta_change *c, int64_t at, const block_view *v, tx_dtype dtype) {
@@ -143,7 +149,8 @@ static tx_status begin_group(const apply_work *w, apply_room *room, const tx_del
     memset(s, 0, sizeof *s);
     if (c->n_bytes == 0) continue;
     if (!tx_delta_segment_read(c->bytes, c->n_bytes, c->numel, dtype, &s->segment)) return TX_ERROR_INVALID_ARGUMENT;
-    s->decoder = tx_delta_decoder_of(&s->segment, c->numel, dtype, room->rungs);
+    s->decoder = tx_delta_decoder_of(&s->segment, c->numel, dtype, room->rungs, &room->block);
+    s->left = s->segment.changed;
     const int64_t dense = tx_delta_dense_numel(s->segment.dense, c->numel);
     const int whole = w->plan->runs[c->run].part->kind == TX_DELTA_WHOLE;
     if (whole && dense != c->numel) return TX_ERROR_INVALID_ARGUMENT;
@@ -169,13 +176,48 @@ static int is_held(const tx_delta_receiver *r, const tx_delta_change *c) {
   return 0;
 }
 
+/* The changes of a group to one block after the other. record: NULL, or that of the one change. */
+static void change_blocks(const apply_work *w, apply_room *room, tx_delta_change *changes, int64_t n,
+                          tx_delta_record *record) {
+  const tx_dtype dtype = (tx_dtype)w->receiver->params[changes->param].dtype;
+  const int copies = n > 1 || w->full;
+  for (int64_t at = 0; at < changes->numel && changes->status == TX_OK; at += TX_DELTA_BLOCK) {
+    const block_view v = view_block(w, room, changes, at, copies);
+    const int copied = copies || (!v.memory && !record);
+    for (int64_t i = 0; i < n && changes->status == TX_OK; i++) {
+      changes[i].partly |= v.n_held < v.n;
+      if (changes[i].n_bytes) {
+        changes->status = change_block(w, room, &room->states[i], &changes[i], at, &v, copied, record);
+      }
+      if (w->full) sum_block(&changes[i], at, &v, dtype);
+    }
+    if (w->writes && changes->status == TX_OK && copied) write_block(&v, v.content);
+  }
+}
+
+static void write_record(const tx_delta_receiver *r, const tx_delta_change *c, const tx_delta_record *record) {
+  const int64_t first = r->first_piece[c->param], n_pieces = r->first_piece[c->param + 1] - first;
+  int64_t done = 0;
+  for (int64_t at = 0; at < c->numel; at += TX_DELTA_BLOCK) {
+    const int64_t n = c->numel - at < TX_DELTA_BLOCK ? c->numel - at : TX_DELTA_BLOCK;
+    const int32_t n_at = record->n_of[at / TX_DELTA_BLOCK];
+    tx_delta_record_write(r->pieces + first, n_pieces, c->at + at, n,
+                          tx_delta_item((tx_dtype)r->params[c->param].dtype), record->at + done, record->weight + done,
+                          n_at);
+    done += n_at;
+  }
+}
+
 static void apply_group(void *ctx, int64_t task, int64_t g) {
   apply_work *w = ctx;
   apply_room *room = &w->rooms[task];
   tx_delta_change *changes = w->plan->changes + w->plan->groups[g];
   const int64_t n = w->plan->groups[g + 1] - w->plan->groups[g];
-  const tx_dtype dtype = (tx_dtype)w->receiver->params[changes->param].dtype;
-  const int copies = n > 1 || w->full;
+  tx_delta_record *record = w->records.of_group[g].at ? &w->records.of_group[g] : NULL;
+  if (w->writes && record) {
+    write_record(w->receiver, changes, record);
+    return;
+  }
   for (int64_t i = 0; i < n; i++)
     changes[i].touched = changes[i].full = 0;
   if (!is_held(w->receiver, changes)) {
@@ -184,17 +226,9 @@ static void apply_group(void *ctx, int64_t task, int64_t g) {
     return;
   }
   changes->status = begin_group(w, room, changes, n);
-  for (int64_t at = 0; at < changes->numel && changes->status == TX_OK; at += TX_DELTA_BLOCK) {
-    const block_view v = view_block(w, room, changes, at, copies);
-    for (int64_t i = 0; i < n && changes->status == TX_OK; i++) {
-      changes[i].partly |= v.n_held < v.n;
-      if (changes[i].n_bytes) {
-        changes->status = change_block(w, room, &room->states[i], &changes[i], at, &v, copies || !v.memory);
-      }
-      if (w->full) sum_block(&changes[i], at, &v, dtype);
-    }
-    if (w->writes && changes->status == TX_OK && (copies || !v.memory)) write_block(&v, v.content);
-  }
+  change_blocks(w, room, changes, n, record);
+  for (int64_t i = 0; i < n; i++)
+    changes[i].touched = room->states[i].decoder.touched;
 }
 
 /* What the first pass found. */
@@ -269,7 +303,7 @@ static tx_status run_plan(tx_delta_receiver *r, tx_delta_plan *plan, int full, c
   w.rooms = malloc((size_t)(tasks + 1) * sizeof *w.rooms);
   version_state *states = malloc((size_t)((tasks + 1) * each) * sizeof *states);
   tx_status status = TX_OK;
-  if (!w.rooms || !states)
+  if (!w.rooms || !states || !tx_delta_records_make(&w.records, r, plan))
     status = tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to apply with %" PRId64 " threads", tasks);
   for (int64_t t = 0; status == TX_OK && t < tasks; t++) {
     apply_room *room = &w.rooms[t];
@@ -286,6 +320,7 @@ static tx_status run_plan(tx_delta_receiver *r, tx_delta_plan *plan, int full, c
     w.full = 0;
     tx_delta_each(parallel, plan->n_groups, apply_group, &w);
   }
+  tx_delta_records_free(&w.records);
   free(states);
   free(w.rooms);
   return status;

@@ -72,24 +72,20 @@ typedef struct encode_work {
   _Atomic int failed;
 } encode_work;
 
-static int is_zero(const uint8_t *bytes, int64_t n) {
-  int any = 0;
-  for (int64_t i = 0; i < n; i++)
-    any |= bytes[i];
-  return !any;
-}
-
 /* Whether n weights from `at` on (of the run) that are others than they were may be so for a write of which no changed
  * bit tells: there is none among all of them, or among those of one bound that is not known. */
 static int may_be_written(const tx_delta_run *run, int64_t at, int64_t n) {
   if (!run->changed.numel) return 1;
   const uint8_t *changed = (const uint8_t *)run->changed.data;
-  if (is_zero(changed + at / 8, (n + 7) / 8)) return 1;
-  for (int64_t i = at; run->moved.numel && i < at + n; i += TX_BLOCK) {
+  if (tx_delta_is_zero(changed + at / 8, (n + 7) / 8)) return 1;
+  if (!run->moved.numel) return 0;
+  const char *moved_here = (const char *)run->moved.data + 2 * (at / TX_BLOCK);
+  if (!tx_delta_any_unknown(moved_here, (n + TX_BLOCK - 1) / TX_BLOCK)) return 0;
+  for (int64_t i = at; i < at + n; i += TX_BLOCK) {
     const int64_t left = at + n - i < TX_BLOCK ? at + n - i : TX_BLOCK;
     uint16_t moved;
     memcpy(&moved, (const char *)run->moved.data + 2 * (i / TX_BLOCK), sizeof moved);
-    if (tx_delta_bound_code(moved) > TX_DELTA_BOUND_MOST && is_zero(changed + i / 8, (left + 7) / 8)) return 1;
+    if (tx_delta_bound_code(moved) > TX_DELTA_BOUND_MOST && tx_delta_is_zero(changed + i / 8, (left + 7) / 8)) return 1;
   }
   return 0;
 }
@@ -121,7 +117,7 @@ static void encode_item(void *ctx, int64_t task, int64_t i) {
   if (item->sums) written = compare_sums(item, w->whole);
   if (w->whole) {
     const uint8_t *changed = run.changed.numel ? (const uint8_t *)run.changed.data + item->begin / 8 : NULL;
-    item->pending = written != 0 || (changed && !is_zero(changed, (item->numel + 7) / 8));
+    item->pending = written != 0 || (changed && !tx_delta_is_zero(changed, (item->numel + 7) / 8));
     run.changed = run.moved = run.distances = tx_none();
   }
   tx_delta_scratch *scratch = &w->scratch[task];

@@ -54,28 +54,13 @@ const tx_delta_rungs *tx_delta_rungs_of(tx_delta_rungs rungs[2], tx_dtype dtype,
   return of;
 }
 
-static int64_t ones_in(const uint8_t *bits, int64_t n) {
-  uint64_t words[TX_DELTA_WORDS] = {0};
-  tx_delta_load_bits(bits, n, words);
-  int64_t found = 0;
-  for (int64_t w = 0; 64 * w < n; w++)
-    found += __builtin_popcountll(words[w]);
-  return found;
-}
-
-static int any_in(const uint8_t *bytes, int64_t n) {
-  int found = 0;
-  for (int64_t i = 0; i < n; i++)
-    found |= bytes[i];
-  return found;
-}
-
 /* Whether a bound of the block, where something changed, is none. */
 static int is_boundless(const tx_delta_encoder *e, int64_t begin, int64_t n) {
+  if (!tx_delta_any_unknown((const char *)e->moved + 2 * (begin / TX_BLOCK), (n + TX_BLOCK - 1) / TX_BLOCK)) return 0;
   for (int64_t at = begin; at < begin + n; at += TX_BLOCK) {
     const int64_t left = begin + n - at < TX_BLOCK ? begin + n - at : TX_BLOCK;
     if (tx_delta_bound_code(((const tx_mem_u16 *)e->moved)[at / TX_BLOCK]) > TX_DELTA_BOUND_MOST &&
-        any_in(e->changed + at / 8, (left + 7) / 8)) {
+        !tx_delta_is_zero(e->changed + at / 8, (left + 7) / 8)) {
       return 1;
     }
   }
@@ -104,7 +89,7 @@ static int64_t choose_blocks(tx_delta_encoder *e, uint32_t written, const tx_del
   for (int64_t b = 0; b * TX_DELTA_BLOCK < e->n; b++) {
     const int64_t begin = b * TX_DELTA_BLOCK;
     const int64_t n = e->n - begin < TX_DELTA_BLOCK ? e->n - begin : TX_DELTA_BLOCK;
-    const int64_t ones = e->changed ? ones_in(e->changed + begin / 8, n) : n;
+    const int64_t ones = e->changed ? tx_kernels_selected()->delta_ones(e->changed + begin / 8, n) : n;
     const int blind = !e->changed || (ones > 0 && !(e->flags & (TX_DELTA_BOUNDED | TX_DELTA_EXACT)));
     if (blind || written >> b & 1u ||
         (ones > 0 && e->flags & TX_DELTA_BOUNDED &&
@@ -209,8 +194,11 @@ tx_status tx_delta_segment_encode(tx_delta_scratch *scratch, const tx_delta_run 
                                   uint32_t written, tx_delta_way way, tx_delta_segment_done *done, tx_error *error) {
   const int64_t size = tx_element_size(run->weights.dtype);
   tx_delta_encoder *e = &scratch->encoder;
-  *e = (tx_delta_encoder){
-      .weights = (const char *)run->weights.data + begin * size, .n = numel, .at = begin, .dtype = run->weights.dtype};
+  *e = (tx_delta_encoder){.weights = (const char *)run->weights.data + begin * size,
+                          .n = numel,
+                          .at = begin,
+                          .dtype = run->weights.dtype,
+                          .block = &scratch->block};
   if (run->changed.numel) e->changed = (const uint8_t *)run->changed.data + begin / 8;
   if (run->moved.numel) e->moved = (const char *)run->moved.data + 2 * (begin / TX_BLOCK);
   if (run->distances.numel) e->distances = (const uint8_t *)run->distances.data + begin / 2;
@@ -239,8 +227,9 @@ tx_status tx_delta_segment_encode(tx_delta_scratch *scratch, const tx_delta_run 
 }
 
 tx_delta_decoder tx_delta_decoder_of(const tx_delta_segment *segment, int64_t numel, tx_dtype dtype,
-                                     tx_delta_rungs rungs[2]) {
+                                     tx_delta_rungs rungs[2], tx_delta_block *block) {
   tx_delta_decoder d = {.dtype = dtype,
+                        .block = block,
                         .flags = segment->flags,
                         .dense = segment->dense,
                         .bound = segment->bound,

@@ -2,12 +2,14 @@
 #ifndef TX_OPS_DELTA_SEGMENT_CODE_H
 #define TX_OPS_DELTA_SEGMENT_CODE_H
 
+#include "csrc/core/delta_bytes.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/torch_ext_delta.h"
 
 /* Memory of a task that encodes. */
 typedef struct tx_delta_scratch {
   tx_delta_encoder encoder;
+  tx_delta_block block;
   tx_delta_rungs rungs[2];
   uint8_t *streams[TX_DELTA_STREAMS];
   uint8_t *dense; /* weights of dense blocks */
@@ -38,9 +40,36 @@ tx_status tx_delta_segment_encode(tx_delta_scratch *scratch, const tx_delta_run 
 /* Lengths of codes for this dtype and TX_DELTA_RETURNS, made where they are of others. rungs: `first` 0 at first. */
 const tx_delta_rungs *tx_delta_rungs_of(tx_delta_rungs rungs[2], tx_dtype dtype, uint32_t flags);
 
-/* The decoder of a segment that was taken apart. */
+/* Whether n bytes are 0. */
+static inline int tx_delta_is_zero(const uint8_t *bytes, int64_t n) {
+  int64_t at = 0;
+  for (; at + 8 <= n; at += 8) {
+    if (tx_get_u64(bytes + at)) return 0;
+  }
+  for (; at < n; at++) {
+    if (bytes[at]) return 0;
+  }
+  return 1;
+}
+
+/* Whether one of n bounds (bf16) may be none: those of which tx_delta_bound_code makes no code, infinity, NaN, are. */
+static inline int tx_delta_any_unknown(const void *moved, int64_t n) {
+  const uint64_t each = UINT64_C(0x0001000100010001), sizes = each * 0x7fff, past = each * (0x8000 - 0x7f79);
+  uint64_t any = 0;
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4)
+    any |= (tx_get_u64((const uint8_t *)moved + 2 * i) & sizes) + past;
+  for (; i < n; i++) {
+    uint16_t bound;
+    memcpy(&bound, (const uint8_t *)moved + 2 * i, sizeof bound);
+    any |= (bound & 0x7fffu) + (0x8000u - 0x7f79u);
+  }
+  return (any & each * 0x8000) != 0;
+}
+
+/* The decoder of a segment that was taken apart; block: memory for it. */
 tx_delta_decoder tx_delta_decoder_of(const tx_delta_segment *segment, int64_t numel, tx_dtype dtype,
-                                     tx_delta_rungs rungs[2]);
+                                     tx_delta_rungs rungs[2], tx_delta_block *block);
 
 /* Checksums of 1024 weights each, into ceil(numel / TX_CHECKSUM) entries. room: NULL for 16-bit weights, else twice as
  * many entries. */

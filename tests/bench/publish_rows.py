@@ -1,7 +1,9 @@
 """What it costs to publish weights: the step that notes what it changes, and deltas made and applied."""
 
+import contextlib
 import statistics
 import time
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -9,10 +11,13 @@ from bench import optimizer_configs, timing
 from bench.figures import Bar
 from bench.optimizer_configs import CONFIGURATIONS, Training
 from bench.row import Bench
+from torch_ext.weight_sync import delta_library
 from torch_ext.weight_sync.publisher import WeightPublisher
 from torch_ext.weight_sync.subscriber import WeightSubscriber
 
 _STEP = Bar(1.08, 1.03, lower_is_better=True)
+_ENCODE = Bar(12, 5, lower_is_better=True)
+_APPLY = Bar(15, 6, lower_is_better=True)
 _LR = 1e-6
 
 
@@ -36,15 +41,46 @@ def publisher(bench: Bench) -> None:
         del kept
 
 
-def deltas(bench: Bench) -> None:
-    """One step at 1e-6, published and applied, on one thread. Making a delta reads all weights and masters: what
-    somebody else wrote to them travels, too."""
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        _deltas(bench)
+        yield
     finally:
         torch.set_num_threads(threads)
+
+
+def deltas(bench: Bench) -> None:
+    """One step at 1e-6, published and applied, on one thread.
+
+    encode and apply: tx_delta_encode and tx_delta_apply, without what one read of all weights takes, which is measured
+    beside them: both need the weights, for their checksums, and as what positions depend on. publish: all of publish(),
+    which compares the weights with their masters, too: what somebody else wrote to them travels."""
+    with one_thread():
+        _deltas(bench)
+
+
+class _Stopwatch:
+    """Seconds of the library's calls for deltas, by their names."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        plain = delta_library.call
+
+        def timed(name: str, *arguments: object) -> None:
+            begin = time.perf_counter()
+            plain(name, *arguments)
+            self.seconds[name] = time.perf_counter() - begin
+
+        delta_library.call = timed
+        try:
+            yield
+        finally:
+            delta_library.call = plain
 
 
 def _deltas(bench: Bench) -> None:
@@ -55,23 +91,36 @@ def _deltas(bench: Bench) -> None:
     model = _Model(training)
     source = WeightPublisher(model, training.optimizer)
     subscriber = WeightSubscriber({name: p.detach().clone() for name, p in model.named_parameters()})
-    found: dict[str, list[float]] = {"publish": [], "apply": [], "changed": [], "bytes": []}
-    for _ in range(bench.rounds + 1):  # the first one touches memory
-        before = [p.detach().clone() for p in model.parameters()]
-        training.step()
+    rounds = [_publish_once(model, training.step, source, subscriber) for _ in range(bench.rounds + 1)]
+    del rounds[0]  # it touches memory
+    median = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+    beside = {"changed": median["changed"] / bench.params, "bits": 8 * median["bytes"] / bench.params}
+    for what, bar in (("encode", _ENCODE), ("apply", _APPLY)):
+        ns = [1e9 * (one[what] - one["read"]) / max(one["changed"], 1) for one in rounds]
+        read = {"read": 1e9 * median["read"] / max(median["changed"], 1)}
+        bench.add(
+            "deltas", f"{what}, without a read of the weights: ns per changed weight", timing.spread(ns), bar, read
+        )
+    ns = [1e9 * one["publish"] / max(one["changed"], 1) for one in rounds]
+    bench.add("deltas", "publish: ns per changed weight", timing.spread(ns), None, beside)
+
+
+def _publish_once(
+    model: torch.nn.Module, step: Callable[[], object], source: WeightPublisher, subscriber: WeightSubscriber
+) -> dict[str, float]:
+    """Seconds of a version, the weights that it changes, and its bytes."""
+    before = [p.detach().clone() for p in model.parameters()]
+    step()
+    watch = _Stopwatch()
+    with watch.running():
         begin = time.perf_counter()
         delta = source.publish()
-        middle = time.perf_counter()
+        publish = time.perf_counter() - begin
         subscriber.apply(delta)
-        end = time.perf_counter()
-        changed = sum(int((p != old).sum()) for p, old in zip(model.parameters(), before, strict=True))
-        for key, value in (("publish", middle - begin), ("apply", end - middle), ("changed", changed)):
-            found[key].append(value)
-        found["bytes"].append(len(delta))
-    beside = {
-        "changed": statistics.median(found["changed"][1:]) / bench.params,
-        "bits": 8 * statistics.median(found["bytes"][1:]) / bench.params,
-    }
-    for what in ("publish", "apply"):
-        ns = [1e9 * t / max(n, 1) for t, n in zip(found[what][1:], found["changed"][1:], strict=True)]
-        bench.add("deltas", f"{what}: ns per changed weight", timing.spread(ns), None, beside)
+    changed = sum(int((p != old).sum()) for p, old in zip(model.parameters(), before, strict=True))
+    words = [p.detach().view(torch.int16).view(-1)[: p.numel() // 4 * 4].view(torch.int64) for p in model.parameters()]
+    begin = time.perf_counter()
+    for part in words:
+        part.sum()
+    read = time.perf_counter() - begin
+    return watch.seconds | {"publish": publish, "read": read, "changed": changed, "bytes": len(delta)}

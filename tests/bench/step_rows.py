@@ -13,6 +13,7 @@ from bench import (
     busy_core,
     muon_rows,
     optimizer_configs,
+    payload_rows,
     publish_rows,
     resident_memory,
     state_rows,
@@ -218,6 +219,6 @@ def memory(bench: Bench) -> None:
 _STEPS = (wall, gpt2, peers, small, neighbour, memory)
 _STATE = (state_rows.external, state_rows.offload, state_rows.host, state_rows.checkpoint)
 _BACKWARD = (backward_rows.gradients, backward_rows.release)
-_PUBLISH = (publish_rows.publisher, publish_rows.deltas)
+_PUBLISH = (publish_rows.publisher, publish_rows.deltas, payload_rows.payload)
 _OTHERS = (*_BACKWARD, *_PUBLISH, muon_rows.muon)
 ROWS: dict[str, Callable[[Bench], None]] = {row.__name__: row for row in (*_STEPS, *_STATE, *_OTHERS)}

@@ -440,4 +440,69 @@ TEST(Delta, APublisherThatCannotIsToldWhy) {
   fails(TX_ERROR_INVALID_ARGUMENT, "args.size");
 }
 
+// Of random weights beside masters, a few of them others, on every instruction set: the blocks that a loop of one
+// weight at a time finds.
+TEST(Delta, BlocksThatAreNotTheirMastersAreMarked) {
+  const Threads threads(3);
+  std::mt19937 gen(67);
+  for (int32_t isa = 0; tx_isa_name(isa); isa++) {
+    ASSERT_EQ(tx_isa_select(tx_isa_name(isa), nullptr), TX_OK);
+    for (int t = 0; t < 60; t++) {
+      const tx_dtype dtype = t % 2 ? TX_F16 : TX_BF16;
+      const int64_t n = t % 3 == 2 ? 65536 + gen() % 9000 : gen() % 3000;
+      std::vector<float> masters(static_cast<size_t>(n));
+      Bytes weights(static_cast<size_t>(2 * n));
+      for (int64_t i = 0; i < n; i++) {
+        masters[static_cast<size_t>(i)] = std::ldexp(static_cast<float>(gen()) - 2e9f, -static_cast<int>(gen() % 70));
+        if (gen() % 50 == 0) masters[static_cast<size_t>(i)] = gen() % 2 ? NAN : 0.0f;
+        SetWeight(&weights, i, dtype, Round(masters[static_cast<size_t>(i)], dtype));
+      }
+      std::vector<uint16_t> moved(static_cast<size_t>((n + TX_BLOCK - 1) / TX_BLOCK), 0x3a00), wanted = moved;
+      int64_t blocks = 0;
+      for (uint32_t k = gen() % 5; n > 0 && k > 0; k--) {
+        const int64_t at = gen() % n;
+        const uint32_t was = GetWeight(weights, at, dtype), sizes = 0x7fff,
+                       infinity = dtype == TX_F16 ? 0x7c00 : 0x7f80;
+        const uint32_t now = was ^ (gen() % 3 ? 1u << gen() % 16 : 0x8001u);
+        SetWeight(&weights, at, dtype, now);
+        const uint32_t mine = Round(masters[static_cast<size_t>(at)], dtype);
+        const bool alike =
+            now == mine || ((now | mine) & sizes) == 0 || ((now & sizes) > infinity && (mine & sizes) > infinity);
+        uint16_t &bound = wanted[static_cast<size_t>(at / TX_BLOCK)];
+        if (alike || bound == 0x7f80) continue;
+        bound = 0x7f80;
+        blocks++;
+      }
+      tx_error error;
+      int64_t marked = -1;
+      ASSERT_EQ(tx_delta_mark({weights.data(), n, dtype, 0}, {masters.data(), n, TX_F32, 0},
+                              {moved.data(), static_cast<int64_t>(moved.size()), TX_BF16, 0},
+                              t % 4 ? nullptr : threads.parallel(), &marked, &error),
+                TX_OK)
+          << error.message;
+      ASSERT_EQ(moved, wanted) << t;
+      ASSERT_EQ(marked, blocks) << t;
+    }
+  }
+  ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
+}
+
+TEST(Delta, MarkRefusesWhatItCannotCompare) {
+  uint16_t weights[300] = {0}, moved[3] = {0};
+  float masters[300] = {0};
+  int64_t marked;
+  tx_error error;
+  const tx_tensor w = {weights, 300, TX_BF16, 0}, m = {masters, 300, TX_F32, 0}, b = {moved, 3, TX_BF16, 0};
+  const auto mark = [&](tx_tensor x, tx_tensor y, tx_tensor z) {
+    return tx_delta_mark(x, y, z, nullptr, &marked, &error);
+  };
+  EXPECT_EQ(mark(w, m, b), TX_OK) << error.message;
+  EXPECT_EQ(mark(m, m, b), TX_ERROR_DTYPE);
+  EXPECT_NE(std::string(error.message).find("bf16 and fp16"), std::string::npos) << error.message;
+  EXPECT_EQ(mark(w, {masters, 299, TX_F32, 0}, b), TX_ERROR_SHAPE);
+  EXPECT_EQ(mark(w, m, {moved, 2, TX_BF16, 0}), TX_ERROR_SHAPE);
+  EXPECT_EQ(mark(w, w, b), TX_ERROR_DTYPE);
+  EXPECT_EQ(tx_delta_mark(w, m, b, nullptr, nullptr, &error), TX_ERROR_INVALID_ARGUMENT);
+}
+
 }  // namespace

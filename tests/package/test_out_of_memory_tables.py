@@ -19,6 +19,7 @@ REASONS = {
     "tx_delta_chain_id": "reads a receiver, and cannot fail",
     "tx_delta_version": "reads a receiver, and cannot fail",
     "tx_delta_close": "cannot fail",
+    "tx_delta_mark": "asks for no memory",
     "tx_delta_free": "cannot fail",
     "tx_health_of": "is arithmetic",
     "tx_planes_bound": "is arithmetic, and cannot fail",

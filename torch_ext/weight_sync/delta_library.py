@@ -126,6 +126,7 @@ def _address(one: Any) -> Any:
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "chain_begin": (_Int64, _Pointer, _Pointer, _Int32, _Int32, _Pointer),
+    "mark": (TensorArgument, TensorArgument, TensorArgument, _Pointer, _Pointer),
     "renew": (_Int64, _Pointer, _Pointer),
     "encode": (_Pointer, _Pointer, _Pointer, _Pointer),
     "merge": (_Int64, _Pointer, _Pointer),

@@ -87,15 +87,18 @@ class KeptChanges:
         self._steps += 1
         self._captured |= graph_capture.is_capturing(self._model.device)
 
-    def refuse_changed(self, doing: str) -> None:
-        """RuntimeError where steps tell somebody else, or this rank has other parts than when this was made."""
+    def refuse_changed(self, doing: str) -> list[HeldWeights]:
+        """RuntimeError where steps tell somebody else, or this rank has other parts than when this was made; else these
+        parts, as they are now."""
         if self._optimizer._states.changes is not self._changes:
             raise RuntimeError(f"{doing}: another WeightPublisher was made of this optimizer; use that one")
-        if [(h.name, h.offset, h.weights.numel()) for h in self._held()] != self._layout:
+        parts = self._held()
+        if [(h.name, h.offset, h.weights.numel()) for h in parts] != self._layout:
             raise RuntimeError(
                 f"{doing}: the model is cut otherwise than when the WeightPublisher was made (parallelize, "
                 "fully_shard?); make a new one"
             )
+        return parts
 
     def _held(self) -> list[HeldWeights]:
         """In the order of the table. What nobody trains, or did not when this was made, is in short runs."""
@@ -113,12 +116,13 @@ class KeptChanges:
         everyone = states.everyone()
         return states.members(everyone, [states.is_made(p) for p in everyone])
 
-    def _runs(self) -> list[_Run]:
+    def _runs(self, parts: list[HeldWeights] | None = None) -> list[_Run]:
+        """parts: what refuse_changed found, in the same call."""
         states = self._optimizer._states
         everyone = states.everyone()
         host = dict(zip(everyone, states.on_host(everyone), strict=True))
         found, unchanging = [], self._unchanging()
-        for h in self._held():
+        for h in self._held() if parts is None else parts:
             begin, end = h.begin, h.begin + h.weights.numel()
             if h.name not in unchanging:
                 kept = states.changes_of(h.param, h.local, host[h.param])
@@ -178,9 +182,9 @@ class KeptChanges:
         """Inside, they travel; see `silent_writes`."""
         members = self._members()
         self._writes.mark(members)
-        silent_writes.mark(members)
+        written = silent_writes.mark(members)
         yield
-        silent_writes.mark(members)
+        silent_writes.mark(written)  # nobody wrote to them meanwhile
         self._note_writes()
         self._settle()
         self._steps = 0
@@ -193,10 +197,10 @@ class KeptChanges:
     # -- for the library
 
     @contextmanager
-    def on_host(self) -> Iterator[Any]:
+    def on_host(self, parts: list[HeldWeights] | None = None) -> Iterator[Any]:
         """An array of tx_delta_run, which may be written to: what it says is taken over, where the library did not
         refuse it."""
-        runs = self._runs()
+        runs = self._runs(parts)
         kept = [t for run in runs for t in run.kept.values()]
         copies = self._stage.bring([*kept, *(run.held.weights for run in runs)])
         left = iter(copies)

@@ -8,49 +8,68 @@ published. Blocks of which no step changed a bit need none of it: they are compa
 published.
 """
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_ext.native import constants, ops
+from torch_ext.native import adamw_args, constants, ops
+from torch_ext.optim.cpu_offload.staged_args import threads
 from torch_ext.optim.state import weight_changes
 from torch_ext.optim.state.param_state import ParamState
 from torch_ext.tensors import dense
+from torch_ext.weight_sync import delta_library
 
 _AT_A_TIME = 1 << 20  # elements that are compared
 _BLOCKS = constants.CHECKSUM // constants.BLOCK
 
 
-def mark(members: Sequence[ParamState]) -> None:
-    """Makes `moved` infinite where a weight with a master is not what the last step left."""
+def mark(members: Sequence[ParamState]) -> list[ParamState]:
+    """Makes `moved` infinite where a weight with a master is not what the last step left. Returns those of which there
+    are such weights, as far as that is known without waiting for a device."""
+    found = []
     for m in members:
-        if m.changes and m.kinds.master == "master_remainder":
-            _mark_by_checksum(m)
-        elif m.changes and m.kinds.master == "master_param":
-            _mark_by_master(m)
+        if m.changes and m.kinds.master == "master_remainder" and _mark_by_checksum(m):
+            found.append(m)
+        elif m.changes and m.kinds.master == "master_param" and _mark_by_master(m):
+            found.append(m)
+    return found
 
 
-def _mark_by_checksum(m: ParamState) -> None:
+def _mark_by_checksum(m: ParamState) -> bool:
     now = torch.zeros_like(m.state["checksum"])
     weight = dense.in_order_of(m.master, m.beside)
     none = torch.empty(0, dtype=torch.int64, device=now.device)
     ops.call("master_checksum_", [weight], [dense.flat(m.master)], [now], none, constants.CHECKSUM_RENEW)
-    stale = (now != m.state["checksum"]).repeat_interleave(_BLOCKS)
+    stale = now != m.state["checksum"]
+    if stale.is_cpu and not bool(stale.any()):
+        return False
     moved = m.changes["moved"]
-    moved.masked_fill_(stale[: moved.numel()], torch.inf)
+    moved.masked_fill_(stale.repeat_interleave(_BLOCKS)[: moved.numel()], torch.inf)
+    return True
 
 
-def _mark_by_master(m: ParamState) -> None:
+def _mark_by_master(m: ParamState) -> bool:
     weight, master = dense.flat(m.beside).view(-1), dense.flat(m.master).view(-1)
     moved = m.changes["moved"]
+    if weight.is_cpu:
+        return _mark_on_host(weight, master, moved)
     for begin in range(0, weight.numel(), _AT_A_TIME):
         part = weight[begin : begin + _AT_A_TIME]
         rounded = master[begin : begin + _AT_A_TIME].to(weight.dtype)
         differ = (part != rounded) & ~(part.isnan() & rounded.isnan())
-        if not differ.is_cpu or bool(differ.any()):  # a device is not waited for
-            _mark_blocks(moved[begin // constants.BLOCK :], differ)
+        _mark_blocks(moved[begin // constants.BLOCK :], differ)
+    return True
+
+
+def _mark_on_host(weight: Tensor, master: Tensor, moved: Tensor) -> bool:
+    marked = ctypes.c_int64()
+    given = [adamw_args.argument(t) for t in (weight, master, moved)]
+    if weight.numel():
+        delta_library.call("mark", *given, threads(), ctypes.addressof(marked))
+    return marked.value > 0
 
 
 def _mark_blocks(moved: Tensor, differ: Tensor) -> None:
