@@ -63,10 +63,17 @@ TX_FN int tx_avx512_watch_is_quiet(tx_avx512_watch watch) {
   return (watch.untied == 0xffffffffu) & (watch.ordinary == 0xffffu);
 }
 
+/* What was read and is written: weights as words of two, and the masters of the first and of the second of each. */
+typedef struct tx_avx512_stepped {
+  __m512i weights, stored;
+  __m512 before[2], now[2];
+} tx_avx512_stepped;
+
 /* The words param[0 ... 15] and remainder[0 ... 15], of which kept_param and kept_remainder become copies. tile: from
  * their moments on. */
-TX_FN void tx_avx512_weights(const tx_avx512_constants *c, void *param, void *remainder, tx_avx512_moment_tile tile,
-                             tx_avx512_watch *watch, uint32_t *kept_param, uint32_t *kept_remainder) {
+TX_FN tx_avx512_stepped tx_avx512_weights(const tx_avx512_constants *c, void *param, void *remainder,
+                                          tx_avx512_moment_tile tile, tx_avx512_watch *watch, uint32_t *kept_param,
+                                          uint32_t *kept_remainder) {
   const __m512i tie = _mm512_set1_epi16((short)0x8000), half = _mm512_set1_epi32(0x8000);
   const __m512i weights = _mm512_loadu_si512(param), read = _mm512_loadu_si512(remainder);
   _mm512_store_si512(kept_param, weights);
@@ -88,10 +95,12 @@ TX_FN void tx_avx512_weights(const tx_avx512_constants *c, void *param, void *re
     x[k] = _mm512_sub_ps(p[k], x[k]);
   const __m512i first = tx_avx512_bits(x[0]), second = tx_avx512_bits(x[1]);
   const __m512i written = tx_avx512_join_lower(first, second);
-  _mm512_storeu_si512(param, tx_avx512_join_upper(_mm512_add_epi32(first, half), _mm512_add_epi32(second, half)));
+  const __m512i stored = tx_avx512_join_upper(_mm512_add_epi32(first, half), _mm512_add_epi32(second, half));
+  _mm512_storeu_si512(param, stored);
   _mm512_storeu_si512(remainder, written);
   watch->ordinary = _mm512_mask_cmp_ps_mask(watch->ordinary, x[0], x[1], _CMP_ORD_Q);
   watch->untied = _mm512_mask_cmpneq_epi16_mask(watch->untied, written, tie);
+  return (tx_avx512_stepped){weights, stored, {p[0], p[1]}, {x[0], x[1]}};
 }
 
 #endif

@@ -56,21 +56,31 @@ static __attribute__((noinline)) void tx_avx512_weights_again(const tx_adamw_con
   }
 }
 
-/* Weights. */
+/* Weights. finding: TX_FIND_NOTHING, or one of the others. */
 TX_FN void tx_avx512_second(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
-                            const tx_step_streams *streams, int32_t block, const tx_avx512_block *b) {
+                            const tx_step_streams *streams, int32_t block, const tx_avx512_block *b,
+                            const int32_t finding) {
   const tx_step_streams s = tx_avx512_on(streams, block);
   tx_avx512_watch watch = tx_avx512_watch_begin();
+  tx_avx512_found here = tx_avx512_found_begin();
   tx_avx512_kept kept;
   tx_prefetch_at(s.param, TX_CHECKSUM, TX_AVX512_GROUP * TX_BLOCK, TX_BLOCK, TX_BF16);
 #pragma GCC unroll 4
   for (int32_t at = 0; at < TX_BLOCK_PAIRS; at += 16) {
     const tx_avx512_moment_tile tile = {&b->m[0][at], &b->root[0][at], TX_BLOCK_PAIRS};
-    tx_avx512_weights(&w->step, (char *)s.param + 4 * at, (char *)s.master + 4 * at, tile, &watch, &kept.param[at],
-                      &kept.remainder[at]);
+    const tx_avx512_stepped stepped =
+        tx_avx512_weights(&w->step, (char *)s.param + 4 * at, (char *)s.master + 4 * at, tile, &watch, &kept.param[at],
+                          &kept.remainder[at]);
+    if (finding != TX_FIND_NOTHING) tx_avx512_find(&here, stepped, at / 16, finding);
   }
-  if (__builtin_expect(!tx_avx512_watch_is_quiet(watch), 0)) tx_avx512_weights_again(c, streams, block, b, &kept);
-  if (s.extras) tx_note_stepped(s, (tx_weights){kept.param, kept.remainder}, 0, TX_BLOCK, TX_BF16, TX_I16);
+  const int quiet = tx_avx512_watch_is_quiet(watch);
+  if (__builtin_expect(!quiet, 0)) tx_avx512_weights_again(c, streams, block, b, &kept);
+  if (quiet && finding != TX_FIND_NOTHING) {
+    const tx_found found = tx_avx512_found_end(&here, finding);
+    tx_note_found(&found, s.extras, s.begin);
+  } else if (s.extras) {
+    tx_note_stepped(s, (tx_weights){kept.param, kept.remainder}, 0, TX_BLOCK, TX_BF16, TX_I16);
+  }
 }
 
 /* Codes that were not made as others are: of a block of zeros, or one that is not finite, or whose codes are to be
@@ -134,6 +144,32 @@ static __attribute__((noinline)) void tx_avx512_begin(const tx_adamw_constants *
 
 _Static_assert(TX_CHECKSUM == TX_AVX512_GROUP * TX_BLOCK, "a checksum is of a group");
 
+/* The weights of a group. */
+static __attribute__((noinline)) void tx_avx512_group_changed(const tx_adamw_constants *c,
+                                                              const tx_avx512_block_constants *w,
+                                                              const tx_avx512_group *g) {
+  for (int32_t i = 0; i < g->count; i++)
+    tx_avx512_second(c, w, &g->s, i, &g->blocks[i], TX_FIND_CHANGED);
+}
+static __attribute__((noinline)) void tx_avx512_group_measured(const tx_adamw_constants *c,
+                                                               const tx_avx512_block_constants *w,
+                                                               const tx_avx512_group *g) {
+  for (int32_t i = 0; i < g->count; i++)
+    tx_avx512_second(c, w, &g->s, i, &g->blocks[i], TX_FIND_MEASURED);
+}
+TX_FN void tx_avx512_group_weights(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
+                                   const tx_avx512_group *g) {
+  const int32_t finding = tx_finding_of(g->s.extras);
+  if (finding == TX_FIND_CHANGED) {
+    tx_avx512_group_changed(c, w, g);
+  } else if (finding == TX_FIND_MEASURED) {
+    tx_avx512_group_measured(c, w, g);
+  } else {
+    for (int32_t i = 0; i < g->count; i++)
+      tx_avx512_second(c, w, &g->s, i, &g->blocks[i], TX_FIND_NOTHING);
+  }
+}
+
 TX_FN void tx_avx512_step(const tx_adamw_constants *c, const tx_step_streams *s, int32_t blocks) {
   const tx_avx512_block_constants w = tx_avx512_block_constants_of(c);
   tx_avx512_group g;
@@ -141,8 +177,7 @@ TX_FN void tx_avx512_step(const tx_adamw_constants *c, const tx_step_streams *s,
     const tx_step_streams further = tx_avx512_on(s, at);
     tx_avx512_begin(c, &w, &further, blocks - at, &g);
     if (s->checksums) tx_compare_checksum(*s, (int64_t)at * TX_BLOCK);
-    for (int32_t i = 0; i < g.count; i++)
-      tx_avx512_second(c, &w, &g.s, i, &g.blocks[i]);
+    tx_avx512_group_weights(c, &w, &g);
     if (s->checksums) tx_renew_checksum(*s, (int64_t)at * TX_BLOCK);
     for (int32_t i = 0; i < g.count; i++)
       tx_avx512_third(&w, &g.s, i, &g.blocks[i], &g.m, &g.root, g.narrow[i]);

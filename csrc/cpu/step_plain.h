@@ -9,6 +9,7 @@
 /* Loops written for AVX-512 beside the plain ones. */
 #if defined(__AVX512BW__) && defined(__AVX512DQ__)
 #define TX_HAS_AVX512 1
+#include "csrc/cpu/avx512_found.h"
 #include "csrc/cpu/avx512_weights.h"
 #else
 #define TX_HAS_AVX512 0
@@ -237,17 +238,50 @@ TX_FN void tx_prefetch_remainders(tx_step_streams s, int32_t pair) {
 
 /* The fast way. Returns whether nothing rare was met. */
 #if TX_HAS_AVX512
+TX_FN tx_avx512_stepped tx_step_group_remainders(const tx_avx512_constants *c, tx_step_streams s, int32_t at,
+                                                 int32_t group, const tx_step_tile *tile, tx_avx512_watch *watch,
+                                                 tx_kept *kept) {
+  const tx_avx512_moment_tile moments = {&tile->m[0][group], &tile->root[0][group], TX_STEP_TILE / 2};
+  tx_prefetch_remainders(s, at + group);
+  return tx_avx512_weights(c, (tx_mem_u32 *)s.param + at + group, (tx_mem_u32 *)s.master + at + group, moments, watch,
+                           &kept->param[group], &kept->remainder[group]);
+}
 TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
                                   const tx_step_tile *tile, tx_kept *kept) {
   const tx_avx512_constants wide = tx_avx512_constants_of(&c);
   tx_avx512_watch watch = tx_avx512_watch_begin();
-  for (int32_t group = 0; group < pairs; group += TX_GROUP) {
-    const tx_avx512_moment_tile moments = {&tile->m[0][group], &tile->root[0][group], TX_STEP_TILE / 2};
-    tx_prefetch_remainders(s, at + group);
-    tx_avx512_weights(&wide, (tx_mem_u32 *)s.param + at + group, (tx_mem_u32 *)s.master + at + group, moments, &watch,
-                      &kept->param[group], &kept->remainder[group]);
+  for (int32_t group = 0; group < pairs; group += TX_GROUP)
+    (void)tx_step_group_remainders(&wide, s, at, group, tile, &watch, kept);
+  return tx_avx512_watch_is_quiet(watch);
+}
+
+/* The same of whole blocks, which says what it finds. */
+TX_FN int tx_step_tile_finding(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                               const tx_step_tile *tile, tx_kept *kept, tx_found *found, const int32_t finding) {
+  const tx_avx512_constants wide = tx_avx512_constants_of(&c);
+  tx_avx512_watch watch = tx_avx512_watch_begin();
+  for (int32_t block = 0; block < pairs; block += TX_BLOCK / 2) {
+    tx_avx512_found here = tx_avx512_found_begin();
+#pragma GCC unroll 4
+    for (int32_t run = 0; run < TX_BLOCK / 32; run++) {
+      const int32_t group = block + run * TX_GROUP;
+      tx_avx512_find(&here, tx_step_group_remainders(&wide, s, at, group, tile, &watch, kept), run, finding);
+    }
+    found[2 * block / TX_BLOCK] = tx_avx512_found_end(&here, finding);
   }
   return tx_avx512_watch_is_quiet(watch);
+}
+
+/* By themselves: in the loops' function they would take registers from them. */
+static __attribute__((noinline)) int tx_step_tile_changed(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                          int32_t at, int32_t pairs, const tx_step_tile *tile,
+                                                          tx_kept *kept, tx_found *found) {
+  return tx_step_tile_finding(*c, *s, at, pairs, tile, kept, found, TX_FIND_CHANGED);
+}
+static __attribute__((noinline)) int tx_step_tile_measured(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                           int32_t at, int32_t pairs, const tx_step_tile *tile,
+                                                           tx_kept *kept, tx_found *found) {
+  return tx_step_tile_finding(*c, *s, at, pairs, tile, kept, found, TX_FIND_MEASURED);
 }
 #else
 TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
@@ -270,6 +304,20 @@ TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32
 TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
                                    const tx_step_tile *tile) {
   tx_kept kept;
+#if TX_HAS_AVX512
+  const int32_t finding = tx_finding_of(s.extras);
+  if (finding != TX_FIND_NOTHING) {
+    tx_found found[TX_STEP_TILE / TX_BLOCK];
+    const int quiet = finding == TX_FIND_CHANGED ? tx_step_tile_changed(&c, &s, at, pairs, tile, &kept, found)
+                                                 : tx_step_tile_measured(&c, &s, at, pairs, tile, &kept, found);
+    if (__builtin_expect(quiet, 1)) {
+      for (int32_t i = 0; i < 2 * pairs; i += TX_BLOCK)
+        tx_note_found(&found[i / TX_BLOCK], s.extras, s.begin + 2 * (int64_t)at + i);
+      return;
+    }
+    tx_step_pair_weights_again(&c, &s, at, pairs, tile, &kept);
+  } else
+#endif
   if (__builtin_expect(!tx_step_tile_remainders(c, s, at, pairs, tile, &kept), 0))
     tx_step_pair_weights_again(&c, &s, at, pairs, tile, &kept);
   if (s.extras)
