@@ -36,14 +36,14 @@ TX_FN int32_t tx_avx512_below(const __m512 updates[2], const __m512 weights[2]) 
 }
 
 /* Run 0 ... 3 of the block; found: TX_FIND_CHANGED or TX_FIND_MEASURED. */
-TX_FN void tx_avx512_find(tx_avx512_found *to, tx_avx512_stepped s, const int32_t run, const int32_t finding) {
+TX_FN void tx_avx512_find(tx_avx512_found *to, tx_avx512_stepped s, const int32_t run, const int32_t finds) {
   __m512 updates[2];
   to->changed[run] = _mm512_cmpneq_epi16_mask(s.weights, s.stored);
   for (int k = 0; k < 2; k++) {
     updates[k] = _mm512_sub_ps(s.now[k], s.before[k]);
     to->moved = tx_avx512_farther(to->moved, updates[k]);
   }
-  if (finding != TX_FIND_MEASURED) return;
+  if (finds != TX_FIND_MEASURED) return;
   for (int k = 0; k < 2; k++) {
     __m512 *const u = &to->updates[run / 2][k], *const w = &to->weights[run / 2][k];
     *u = _mm512_add_ps(*u, _mm512_mul_ps(updates[k], updates[k]));
@@ -71,12 +71,12 @@ TX_FN int32_t tx_avx512_size(__m512 sizes) {
   return _mm512_reduce_max_epi32(_mm512_and_si512(tx_avx512_bits(sizes), _mm512_set1_epi32(0x7fffffff)));
 }
 
-TX_FN tx_found tx_avx512_found_end(const tx_avx512_found *found, const int32_t finding) {
+TX_FN tx_found tx_avx512_found_end(const tx_avx512_found *found, const int32_t finds) {
   tx_found f;
   for (int32_t k = 0; k < TX_BLOCK / 64; k++)
     f.changed[k] = (uint64_t)found->changed[2 * k] | (uint64_t)found->changed[2 * k + 1] << 32;
   f.moved = tx_avx512_size(found->moved);
-  if (finding != TX_FIND_MEASURED) return f;
+  if (finds != TX_FIND_MEASURED) return f;
   tx_avx512_sums(found, &f.measured.updates, &f.measured.weights);
   f.measured.below = found->below;
   f.measured.largest = tx_avx512_size(found->largest);

@@ -56,10 +56,10 @@ static __attribute__((noinline)) void tx_avx512_weights_again(const tx_adamw_con
   }
 }
 
-/* Weights. finding: TX_FIND_NOTHING, or one of the others. */
+/* Weights. finds: TX_FIND_NOTHING, or one of the others. */
 TX_FN void tx_avx512_second(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
                             const tx_step_streams *streams, int32_t block, const tx_avx512_block *b,
-                            const int32_t finding) {
+                            const int32_t finds) {
   const tx_step_streams s = tx_avx512_on(streams, block);
   tx_avx512_watch watch = tx_avx512_watch_begin();
   tx_avx512_found here = tx_avx512_found_begin();
@@ -71,12 +71,12 @@ TX_FN void tx_avx512_second(const tx_adamw_constants *c, const tx_avx512_block_c
     const tx_avx512_stepped stepped =
         tx_avx512_weights(&w->step, (char *)s.param + 4 * at, (char *)s.master + 4 * at, tile, &watch, &kept.param[at],
                           &kept.remainder[at]);
-    if (finding != TX_FIND_NOTHING) tx_avx512_find(&here, stepped, at / 16, finding);
+    if (finds != TX_FIND_NOTHING) tx_avx512_find(&here, stepped, at / 16, finds);
   }
   const int quiet = tx_avx512_watch_is_quiet(watch);
   if (__builtin_expect(!quiet, 0)) tx_avx512_weights_again(c, streams, block, b, &kept);
-  if (quiet && finding != TX_FIND_NOTHING) {
-    const tx_found found = tx_avx512_found_end(&here, finding);
+  if (quiet && finds != TX_FIND_NOTHING) {
+    const tx_found found = tx_avx512_found_end(&here, finds);
     tx_note_found(&found, s.extras, s.begin);
   } else if (s.extras) {
     tx_note_stepped(s, (tx_weights){kept.param, kept.remainder}, 0, TX_BLOCK, TX_BF16, TX_I16);
@@ -159,10 +159,10 @@ static __attribute__((noinline)) void tx_avx512_group_measured(const tx_adamw_co
 }
 TX_FN void tx_avx512_group_weights(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
                                    const tx_avx512_group *g) {
-  const int32_t finding = tx_finding_of(g->s.extras);
-  if (finding == TX_FIND_CHANGED) {
+  const int32_t finds = tx_finds(g->s.extras);
+  if (finds == TX_FIND_CHANGED) {
     tx_avx512_group_changed(c, w, g);
-  } else if (finding == TX_FIND_MEASURED) {
+  } else if (finds == TX_FIND_MEASURED) {
     tx_avx512_group_measured(c, w, g);
   } else {
     for (int32_t i = 0; i < g->count; i++)

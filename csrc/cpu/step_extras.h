@@ -5,27 +5,7 @@
 
 #include "csrc/cpu/step_changes.h"
 #include "csrc/cpu/step_ema.h"
-#include "csrc/cpu/step_health.h"
-
-/* What is found of a whole block while it is stepped. */
-typedef struct tx_found {
-  uint64_t changed[TX_BLOCK / 64]; /* bits of the weights that did */
-  int32_t moved;                   /* the pattern of the most that a master went */
-  tx_measured measured;
-} tx_found;
-
-/* What a loop looks for: nothing, what changed, or that and what is measured. */
-enum { TX_FIND_NOTHING, TX_FIND_CHANGED, TX_FIND_MEASURED };
-TX_FN int32_t tx_finding_of(const tx_step_extras *e) {
-  if (!e || e->distance || e->ema || !(e->changed || e->health)) return TX_FIND_NOTHING;
-  return e->health ? TX_FIND_MEASURED : TX_FIND_CHANGED;
-}
-
-/* What was found of the block at element `at` of the piece. */
-TX_FN void tx_note_found(const tx_found *found, const tx_step_extras *e, int64_t at) {
-  if (e->changed) tx_note_changed(found->changed, TX_BLOCK, found->moved, e, at);
-  if (e->health) tx_note_measured(e->health, TX_BLOCK, found->changed, found->measured);
-}
+#include "csrc/cpu/step_found.h"
 
 /* One block of n <= TX_BLOCK weights, from element `at` of the piece on. */
 TX_FN void tx_note_block(tx_weights before, tx_weights now, int64_t n, const tx_step_extras *e, int64_t at,
