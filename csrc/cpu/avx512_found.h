@@ -4,7 +4,7 @@
 #define TX_CPU_AVX512_FOUND_H
 
 #include "csrc/cpu/avx512_weights.h"
-#include "csrc/cpu/step_extras.h"
+#include "csrc/cpu/step_streams.h"
 
 /* Of a block, while its four runs of 32 elements are stepped. */
 typedef struct tx_avx512_found {
@@ -71,16 +71,19 @@ TX_FN int32_t tx_avx512_size(__m512 sizes) {
   return _mm512_reduce_max_epi32(_mm512_and_si512(tx_avx512_bits(sizes), _mm512_set1_epi32(0x7fffffff)));
 }
 
-TX_FN tx_found tx_avx512_found_end(const tx_avx512_found *found, const int32_t finds) {
-  tx_found f;
+/* Of the block at s. */
+TX_FN void tx_avx512_note_found(const tx_avx512_found *found, tx_step_streams s, const int32_t finds) {
+  tx_found f = {{0, 0}, 0, {0.0f, 0.0f, 0, 0}};
   for (int32_t k = 0; k < TX_BLOCK / 64; k++)
     f.changed[k] = (uint64_t)found->changed[2 * k] | (uint64_t)found->changed[2 * k + 1] << 32;
   f.moved = tx_avx512_size(found->moved);
-  if (finds != TX_FIND_MEASURED) return f;
-  tx_avx512_sums(found, &f.measured.updates, &f.measured.weights);
-  f.measured.below = found->below;
-  f.measured.largest = tx_avx512_size(found->largest);
-  return f;
+  if (finds == TX_FIND_MEASURED) {
+    tx_avx512_sums(found, &f.measured.updates, &f.measured.weights);
+    f.measured.below = found->below;
+    f.measured.largest = tx_avx512_size(found->largest);
+  }
+  tx_note_found(&f, s.extras, s.begin);
+  if (s.extras->ema) tx_note_averages(s, 0, TX_BLOCK, TX_BF16, TX_I16);
 }
 
 #endif

@@ -17,7 +17,7 @@ typedef struct tx_found {
 /* What a loop looks for: nothing, what changed, or that and what is measured. */
 enum { TX_FIND_NOTHING, TX_FIND_CHANGED, TX_FIND_MEASURED };
 TX_FN int32_t tx_finds(const tx_step_extras *e) {
-  if (!e || e->distance || e->ema || !(e->changed || e->health)) return TX_FIND_NOTHING;
+  if (!e || e->distance || !(e->changed || e->health)) return TX_FIND_NOTHING;
   return e->health ? TX_FIND_MEASURED : TX_FIND_CHANGED;
 }
 

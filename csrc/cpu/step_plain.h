@@ -9,8 +9,7 @@
 /* Loops written for AVX-512 beside the plain ones. */
 #if defined(__AVX512BW__) && defined(__AVX512DQ__)
 #define TX_HAS_AVX512 1
-#include "csrc/cpu/avx512_found.h"
-#include "csrc/cpu/avx512_weights.h"
+#include "csrc/cpu/avx512_block.h"
 #else
 #define TX_HAS_AVX512 0
 #endif
@@ -273,39 +272,61 @@ TX_FN void tx_prefetch_remainders(tx_step_streams s, int32_t pair) {
 
 /* The fast way. Returns whether nothing rare was met. */
 #if TX_HAS_AVX512
-TX_FN tx_avx512_stepped tx_step_group_remainders(const tx_avx512_constants *c, tx_step_streams s, int32_t at,
-                                                 int32_t group, const tx_step_tile *tile, tx_avx512_watch *watch,
-                                                 tx_kept *kept) {
-  const tx_avx512_moment_tile moments = {&tile->m[0][group], &tile->root[0][group], TX_STEP_TILE / 2};
-  tx_prefetch_remainders(s, at + group);
-  return tx_avx512_weights(c, (tx_mem_u32 *)s.param + at + group, (tx_mem_u32 *)s.master + at + group, moments, watch,
-                           &kept->param[group], &kept->remainder[group]);
-}
 TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
                                   const tx_step_tile *tile, tx_kept *kept) {
   const tx_avx512_constants wide = tx_avx512_constants_of(&c);
   tx_avx512_watch watch = tx_avx512_watch_begin();
-  for (int32_t group = 0; group < pairs; group += TX_GROUP)
-    (void)tx_step_group_remainders(&wide, s, at, group, tile, &watch, kept);
+  for (int32_t group = 0; group < pairs; group += TX_GROUP) {
+    const tx_avx512_moment_tile moments = {&tile->m[0][group], &tile->root[0][group], TX_STEP_TILE / 2};
+    tx_prefetch_remainders(s, at + group);
+    (void)tx_avx512_weights(&wide, (tx_mem_u32 *)s.param + at + group, (tx_mem_u32 *)s.master + at + group, moments,
+                            &watch, &kept->param[group], &kept->remainder[group]);
+  }
   return tx_avx512_watch_is_quiet(watch);
 }
 
-/* The same of whole blocks, which says what it finds. */
-TX_FN int tx_step_tile_finding(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
-                               const tx_step_tile *tile, tx_kept *kept, tx_tile_found *found, const int32_t finds) {
-  const tx_avx512_constants wide = tx_avx512_constants_of(&c);
-  tx_avx512_watch watch = tx_avx512_watch_begin();
-  for (int32_t block = 0; block < pairs; block += TX_BLOCK / 2) {
-    tx_avx512_found here = tx_avx512_found_begin();
-#pragma GCC unroll 4
-    for (int32_t run = 0; run < TX_BLOCK / 32; run++) {
-      const int32_t group = block + run * TX_GROUP;
-      tx_avx512_find(&here, tx_step_group_remainders(&wide, s, at, group, tile, &watch, kept), run, finds);
-    }
-    found->blocks[2 * block / TX_BLOCK] = tx_avx512_found_end(&here, finds);
+/* The same of whole blocks, and a task beside it. */
+TX_FN void tx_avx512_tile(const tx_adamw_constants *c, const tx_step_streams *s, int32_t at, int32_t pairs,
+                          const tx_step_tile *tile, const int32_t task) {
+  const tx_avx512_constants wide = tx_avx512_constants_of(c);
+  for (int32_t pair = 0; pair < pairs; pair += TX_BLOCK / 2) {
+    const tx_avx512_moment_tile moments = {&tile->m[0][pair], &tile->root[0][pair], TX_STEP_TILE / 2};
+    tx_step_streams block = *s;
+    block.param = (tx_mem_u32 *)s->param + at + pair;
+    block.master = (tx_mem_u32 *)s->master + at + pair;
+    block.begin += 2 * (int64_t)(at + pair);
+    for (int32_t group = 0; group < TX_BLOCK / 2; group += TX_GROUP)
+      tx_prefetch_remainders(block, group);
+    tx_avx512_block_weights(c, &wide, block, moments, task);
   }
-  found->all = tx_avx512_watch_is_quiet(watch);
-  return found->all;
+}
+
+/* A function for each task: in the loops' function, each would take registers from it. */
+typedef void (*tx_avx512_tile_loop)(const tx_adamw_constants *c, const tx_step_streams *s, int32_t at, int32_t pairs,
+                                    const tx_step_tile *tile);
+#define TX_TILE_LOOP_(task)                                                                                         \
+  static __attribute__((noinline)) void tx_avx512_tile_##task(const tx_adamw_constants *c, const tx_step_streams *s, \
+                                                              int32_t at, int32_t pairs, const tx_step_tile *tile) { \
+    tx_avx512_tile(c, s, at, pairs, tile, TX_##task);                                                               \
+  }
+TX_FOR_EACH_AVX512_TASK(TX_TILE_LOOP_)
+#undef TX_TILE_LOOP_
+#define TX_TILE_ENTRY_(task) [TX_##task] = tx_avx512_tile_##task,
+static const tx_avx512_tile_loop tx_avx512_tile_loops[TX_AVX512_TASKS] = {TX_FOR_EACH_AVX512_TASK(TX_TILE_ENTRY_)};
+#undef TX_TILE_ENTRY_
+
+TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                   const tx_step_tile *tile) {
+  const int32_t task = tx_avx512_task(s.extras);
+  tx_kept kept;
+  if (task != TX_FIND_NOTHING) {
+    tx_avx512_tile_loops[task](&c, &s, at, pairs, tile);
+    return;
+  }
+  if (__builtin_expect(!tx_step_tile_remainders(c, s, at, pairs, tile, &kept), 0))
+    tx_step_pair_weights_again(&c, &s, at, pairs, tile, &kept);
+  if (s.extras)
+    tx_note_stepped(s, (tx_weights){kept.param, kept.remainder}, 2 * (int64_t)at, 2 * pairs, TX_BF16, TX_I16);
 }
 #else
 TX_FN int tx_step_tile_finding(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
@@ -337,7 +358,6 @@ TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32
                                   const tx_step_tile *tile, tx_kept *kept) {
   return tx_step_tile_finding(c, s, at, pairs, tile, kept, NULL, TX_FIND_NOTHING);
 }
-#endif
 
 static __attribute__((noinline)) int tx_step_tile_changed(const tx_adamw_constants *c, const tx_step_streams *s,
                                                           int32_t at, int32_t pairs, const tx_step_tile *tile,
@@ -363,6 +383,7 @@ TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int3
   if (s.extras)
     tx_note_tile(s, &found, (tx_weights){kept.param, kept.remainder}, 2 * (int64_t)at, 2 * pairs, TX_BF16, TX_I16);
 }
+#endif
 
 /* Weights that are not read: they may go past the caches, by way of the first level. */
 TX_FN void tx_step_master_tile(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
