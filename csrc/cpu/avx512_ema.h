@@ -8,8 +8,7 @@
 #include "csrc/cpu/step_extras.h"
 
 /* What a loop does beside stepping weights. */
-#define TX_FOR_EACH_AVX512_TASK(X) \
-  X(FIND_CHANGED) X(FIND_MEASURED) X(AVERAGE_BF16) X(AVERAGE_24) X(AVERAGE_F32)
+#define TX_FOR_EACH_AVX512_TASK(X) X(FIND_CHANGED) X(FIND_MEASURED) X(AVERAGE_BF16) X(AVERAGE_24) X(AVERAGE_F32)
 enum { TX_AVERAGE_BF16 = TX_FIND_MEASURED + 1, TX_AVERAGE_24, TX_AVERAGE_F32, TX_AVX512_TASKS };
 
 /* Of a block, until it is known that nothing in it is rare: the upper halves of averages as words of two, or the fp32
@@ -82,11 +81,10 @@ TX_FN void tx_avx512_average_24(tx_avx512_averages *a, const void *emas, const u
   const __m512i low =
       _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(lows + 32 * run))); /* of both */
   /* upper | (low & mask) */
-  const __m512 old[2] = {
-      tx_avx512_f32(
-          _mm512_ternarylogic_epi32(_mm512_slli_epi32(read, 16), _mm512_slli_epi32(low, 8), first_byte, 0xf8)),
-      tx_avx512_f32(_mm512_ternarylogic_epi32(
-          _mm512_and_si512(read, _mm512_set1_epi32((int32_t)0xffff0000)), low, second_byte, 0xf8))};
+  const __m512 old[2] = {tx_avx512_f32(_mm512_ternarylogic_epi32(_mm512_slli_epi32(read, 16), _mm512_slli_epi32(low, 8),
+                                                                 first_byte, 0xf8)),
+                         tx_avx512_f32(_mm512_ternarylogic_epi32(
+                             _mm512_and_si512(read, _mm512_set1_epi32((int32_t)0xffff0000)), low, second_byte, 0xf8))};
   __m512i bits[2];
   for (int k = 0; k < 2; k++) {
     const __m512 change = tx_avx512_ema_change(weight, old[k], now[k]), sum = _mm512_add_ps(old[k], change);
@@ -97,18 +95,15 @@ TX_FN void tx_avx512_average_24(tx_avx512_averages *a, const void *emas, const u
   }
   a->upper[run][0] = tx_avx512_join_upper(bits[0], bits[1]);
   /* (first >> 8 & 0xff) | (second & 0xff00) */
-  const __m512i both =
-      _mm512_ternarylogic_epi32(_mm512_srli_epi32(bits[0], 8), bits[1], _mm512_set1_epi32(0xff), 0xe4);
+  const __m512i both = _mm512_ternarylogic_epi32(_mm512_srli_epi32(bits[0], 8), bits[1], _mm512_set1_epi32(0xff), 0xe4);
   a->low[run] = _mm512_cvtepi32_epi16(both);
 }
 
-/* Elements 2 * p and 2 * p + 1 of a run, in the order of memory: halves of 16. */
+/* tx_ema_next, in the order of memory. */
 TX_FN void tx_avx512_average_f32(tx_avx512_averages *a, const void *emas, __m512 weight, const int32_t run,
                                  const __m512 now[2]) {
-  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i second = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
   for (int h = 0; h < 2; h++) {
-    const __m512 to = _mm512_permutex2var_ps(now[0], h == 0 ? first : second, now[1]);
+    const __m512 to = tx_avx512_zip(now, h);
     const __m512 old = _mm512_loadu_ps((const char *)emas + 128 * run + 64 * h);
     a->upper[run][h] = tx_avx512_bits(_mm512_add_ps(old, tx_avx512_ema_change(weight, old, to)));
   }
@@ -136,8 +131,7 @@ TX_FN void tx_avx512_store_averages(const tx_avx512_averages *a, const tx_step_e
   for (int32_t run = 0; run < TX_BLOCK / 32; run++) {
     for (int32_t h = 0; h < (task == TX_AVERAGE_F32 ? 2 : 1); h++)
       _mm512_storeu_si512(emas + (task == TX_AVERAGE_F32 ? 128 : 64) * run + 64 * h, a->upper[run][h]);
-    if (task == TX_AVERAGE_24)
-      _mm256_storeu_si256((__m256i *)(void *)(e->ema_low + at + 32 * run), a->low[run]);
+    if (task == TX_AVERAGE_24) _mm256_storeu_si256((__m256i *)(void *)(e->ema_low + at + 32 * run), a->low[run]);
   }
 }
 

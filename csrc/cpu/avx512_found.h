@@ -1,4 +1,4 @@
-/* What a loop for AVX-512 finds of the weights beside remainders that it steps, from registers: tx_changes_of and
+/* What a loop for AVX-512 finds of the bf16 weights beside masters that it steps, from registers: tx_changes_of and
  * tx_measure_block of a block of which the watch found nothing rare. Included by step_plain.h. */
 #ifndef TX_CPU_AVX512_FOUND_H
 #define TX_CPU_AVX512_FOUND_H
@@ -25,7 +25,8 @@ TX_FN __m512 tx_avx512_farther(__m512 a, __m512 b) {
   return _mm512_range_ps(a, b, 0xb);
 }
 
-/* Which updates are below half an ulp of their weight: numbers are below a power of two where their upper halves are. */
+/* Which updates are below half an ulp of their weight: numbers are below a power of two where their upper halves are.
+ */
 TX_FN int32_t tx_avx512_below(const __m512 updates[2], const __m512 weights[2]) {
   const __m512i least = _mm512_set1_epi16((1 + 8) << 7), digits = _mm512_set1_epi16(8 << 7);
   const __m512i update = tx_avx512_join_upper(tx_avx512_bits(updates[0]), tx_avx512_bits(updates[1]));
@@ -72,7 +73,8 @@ TX_FN int32_t tx_avx512_size(__m512 sizes) {
 }
 
 /* Of the block at s. */
-TX_FN void tx_avx512_note_found(const tx_avx512_found *found, tx_step_streams s, const int32_t finds) {
+TX_FN void tx_avx512_note_found(const tx_avx512_found *found, tx_step_streams s, const tx_dtype master,
+                                const int32_t finds) {
   tx_found f = {{0, 0}, 0, {0.0f, 0.0f, 0, 0}};
   for (int32_t k = 0; k < TX_BLOCK / 64; k++)
     f.changed[k] = (uint64_t)found->changed[2 * k] | (uint64_t)found->changed[2 * k + 1] << 32;
@@ -83,7 +85,7 @@ TX_FN void tx_avx512_note_found(const tx_avx512_found *found, tx_step_streams s,
     f.measured.largest = tx_avx512_size(found->largest);
   }
   tx_note_found(&f, s.extras, s.begin);
-  if (s.extras->ema) tx_note_averages(s, 0, TX_BLOCK, TX_BF16, TX_I16);
+  if (s.extras->ema) tx_note_averages(s, 0, TX_BLOCK, TX_BF16, master);
 }
 
 #endif

@@ -43,7 +43,7 @@ TX_FN void tx_avx512_second(const tx_adamw_constants *c, const tx_avx512_block_c
   const tx_step_streams s = tx_avx512_on(streams, block);
   const tx_avx512_moment_tile tile = {b->m[0], b->root[0], TX_BLOCK_PAIRS};
   tx_prefetch_at(s.param, TX_CHECKSUM, TX_AVX512_GROUP * TX_BLOCK, TX_BLOCK, TX_BF16);
-  tx_avx512_block_weights(c, &w->step, s, tile, task);
+  tx_avx512_block_weights(c, &w->step, s, tile, TX_I16, task);
 }
 
 /* Codes that were not made as others are: of a block of zeros, or one that is not finite, or whose codes are to be
@@ -110,11 +110,11 @@ _Static_assert(TX_CHECKSUM == TX_AVX512_GROUP * TX_BLOCK, "a checksum is of a gr
 /* The weights of a group. A function for each task: in one, each would take registers from the others. */
 typedef void (*tx_avx512_group_loop)(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
                                      const tx_avx512_group *g);
-#define TX_GROUP_LOOP_(task)                                                                                        \
-  static __attribute__((noinline)) void tx_avx512_group_##task(                                                     \
-      const tx_adamw_constants *c, const tx_avx512_block_constants *w, const tx_avx512_group *g) {                  \
-    for (int32_t i = 0; i < g->count; i++)                                                                          \
-      tx_avx512_second(c, w, &g->s, i, &g->blocks[i], TX_##task);                                                   \
+#define TX_GROUP_LOOP_(task)                                                                       \
+  static __attribute__((noinline)) void tx_avx512_group_##task(                                    \
+      const tx_adamw_constants *c, const tx_avx512_block_constants *w, const tx_avx512_group *g) { \
+    for (int32_t i = 0; i < g->count; i++)                                                         \
+      tx_avx512_second(c, w, &g->s, i, &g->blocks[i], TX_##task);                                  \
   }
 TX_FOR_EACH_AVX512_TASK(TX_GROUP_LOOP_)
 #undef TX_GROUP_LOOP_

@@ -21,19 +21,19 @@ TX_FN void tx_note_block(tx_weights before, tx_weights now, int64_t n, const tx_
  * all that is asked for; averages alone. */
 typedef void (*tx_note_loop)(tx_weights before, tx_weights now, int64_t n, const tx_step_extras *e, int64_t at);
 typedef void (*tx_average_loop)(tx_weights now, int64_t n, const tx_step_extras *e, int64_t at);
-#define TX_NOTE_LOOP_(index, P, M, ...)                                                                 \
-  static __attribute__((noinline)) void tx_average_##P##_##M(tx_weights now, int64_t n, const tx_step_extras *e, \
-                                                             int64_t at) {                                       \
-    for (int64_t i = 0; i < n; i += TX_BLOCK)                                                                    \
-      tx_average_block(tx_weights_at(now, i, TX_##P, TX_##M), n - i < TX_BLOCK ? n - i : TX_BLOCK, e, at + i,    \
-                       TX_##P, TX_##M);                                                                          \
-  }                                                                                                              \
-  static __attribute__((noinline)) void tx_note_##P##_##M(tx_weights before, tx_weights now, int64_t n, \
-                                                          const tx_step_extras *e, int64_t at) {        \
-    for (int64_t i = 0; (e->changed || e->health) && i < n; i += TX_BLOCK)                                                           \
-      tx_note_block(tx_weights_at(before, i, TX_##P, TX_##M), tx_weights_at(now, i, TX_##P, TX_##M),    \
-                    n - i < TX_BLOCK ? n - i : TX_BLOCK, e, at + i, TX_##P, TX_##M);                    \
-    if (e->ema) tx_average_##P##_##M(now, n, e, at);                                                    \
+#define TX_NOTE_LOOP_(index, P, M, ...)                                                                               \
+  static __attribute__((noinline)) void tx_average_##P##_##M(tx_weights now, int64_t n, const tx_step_extras *e,      \
+                                                             int64_t at) {                                            \
+    for (int64_t i = 0; i < n; i += TX_BLOCK)                                                                         \
+      tx_average_block(tx_weights_at(now, i, TX_##P, TX_##M), n - i < TX_BLOCK ? n - i : TX_BLOCK, e, at + i, TX_##P, \
+                       TX_##M);                                                                                       \
+  }                                                                                                                   \
+  static __attribute__((noinline)) void tx_note_##P##_##M(tx_weights before, tx_weights now, int64_t n,               \
+                                                          const tx_step_extras *e, int64_t at) {                      \
+    for (int64_t i = 0; (e->changed || e->health) && i < n; i += TX_BLOCK)                                            \
+      tx_note_block(tx_weights_at(before, i, TX_##P, TX_##M), tx_weights_at(now, i, TX_##P, TX_##M),                  \
+                    n - i < TX_BLOCK ? n - i : TX_BLOCK, e, at + i, TX_##P, TX_##M);                                  \
+    if (e->ema) tx_average_##P##_##M(now, n, e, at);                                                                  \
   }
 TX_FOR_EACH_WEIGHT(TX_NOTE_LOOP_)
 #undef TX_NOTE_LOOP_

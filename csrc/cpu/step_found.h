@@ -1,5 +1,5 @@
-/* What a loop that steps weights finds of them meanwhile, when old and new ones are in registers: what step_changes.h and
- * step_health.h say of them from copies, bit for bit. Read again from the first-level cache, they took a third of a
+/* What a loop that steps weights finds of them meanwhile, when old and new ones are in registers: what step_changes.h
+ * and step_health.h say of them from copies, bit for bit. Read again from the first-level cache, they took a third of a
  * step; here most of it is done while the loop waits for the divider. Included by step_extras.h. */
 #ifndef TX_CPU_STEP_FOUND_H
 #define TX_CPU_STEP_FOUND_H

@@ -189,6 +189,44 @@ TX_FN void tx_step_pair_weights(tx_adamw_constants c, tx_step_streams s, int32_t
   tx_step_pairs_finding(c, s, at, pairs, tile, NULL, param, master, TX_FIND_NOTHING);
 }
 
+#if TX_HAS_AVX512
+/* Whole blocks beside masters, and a task beside stepping them. */
+TX_FN void tx_avx512_tile(const tx_adamw_constants *c, const tx_step_streams *s, int32_t at, int32_t pairs,
+                          const tx_step_tile *tile, const tx_dtype master, const int32_t task) {
+  const tx_avx512_constants wide = tx_avx512_constants_of(c);
+  for (int32_t pair = 0; pair < pairs; pair += TX_BLOCK / 2) {
+    const tx_avx512_moment_tile moments = {&tile->m[0][pair], &tile->root[0][pair], TX_STEP_TILE / 2};
+    const int64_t element = 2 * (int64_t)(at + pair);
+    tx_step_streams block = *s;
+    block.param = (char *)s->param + 2 * element;
+    block.master = (char *)s->master + (master == TX_F32 ? 4 : 2) * element;
+    block.begin += element;
+    if (master != TX_F32 || !s->stream_store)
+      tx_prefetch(block.param, master == TX_F32 ? 0 : TX_CHECKSUM, TX_BLOCK, TX_BF16);
+    tx_prefetch(block.master, 0, TX_BLOCK, master);
+    tx_avx512_block_weights(c, &wide, block, moments, master, task);
+  }
+}
+
+/* A function for each task: in the loops' function, each would take registers from it. */
+typedef void (*tx_avx512_tile_loop)(const tx_adamw_constants *c, const tx_step_streams *s, int32_t at, int32_t pairs,
+                                    const tx_step_tile *tile);
+#define TX_TILE_LOOP_OF_(master, task)                                                                              \
+  static __attribute__((noinline)) void tx_avx512_tile_##master##_##task(                                           \
+      const tx_adamw_constants *c, const tx_step_streams *s, int32_t at, int32_t pairs, const tx_step_tile *tile) { \
+    tx_avx512_tile(c, s, at, pairs, tile, TX_##master, TX_##task);                                                  \
+  }
+#define TX_TILE_LOOP_(task) TX_TILE_LOOP_OF_(I16, task) TX_TILE_LOOP_OF_(F32, task)
+TX_FOR_EACH_AVX512_TASK(TX_TILE_LOOP_)
+#undef TX_TILE_LOOP_
+#undef TX_TILE_LOOP_OF_
+#define TX_TILE_I16_(task) [TX_##task] = tx_avx512_tile_I16_##task,
+#define TX_TILE_F32_(task) [TX_##task] = tx_avx512_tile_F32_##task,
+static const tx_avx512_tile_loop tx_avx512_tile_loops[2][TX_AVX512_TASKS] = {{TX_FOR_EACH_AVX512_TASK(TX_TILE_I16_)},
+                                                                             {TX_FOR_EACH_AVX512_TASK(TX_TILE_F32_)}};
+#undef TX_TILE_I16_
+#undef TX_TILE_F32_
+#else
 /* Of fp32 masters. By themselves: in the loops' function they would take registers from them. */
 static __attribute__((noinline)) void tx_step_masters_changed(const tx_adamw_constants *c, const tx_step_streams *s,
                                                               int32_t pairs, const tx_step_tile *tile,
@@ -200,6 +238,7 @@ static __attribute__((noinline)) void tx_step_masters_measured(const tx_adamw_co
                                                                tx_tile_found *found) {
   tx_step_pairs_finding(*c, *s, 0, pairs, tile, found, TX_BF16, TX_F32, TX_FIND_MEASURED);
 }
+#endif
 
 /* -- weights beside remainders ------------------------------------------------------------------------------------ */
 
@@ -285,42 +324,12 @@ TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32
   return tx_avx512_watch_is_quiet(watch);
 }
 
-/* The same of whole blocks, and a task beside it. */
-TX_FN void tx_avx512_tile(const tx_adamw_constants *c, const tx_step_streams *s, int32_t at, int32_t pairs,
-                          const tx_step_tile *tile, const int32_t task) {
-  const tx_avx512_constants wide = tx_avx512_constants_of(c);
-  for (int32_t pair = 0; pair < pairs; pair += TX_BLOCK / 2) {
-    const tx_avx512_moment_tile moments = {&tile->m[0][pair], &tile->root[0][pair], TX_STEP_TILE / 2};
-    tx_step_streams block = *s;
-    block.param = (tx_mem_u32 *)s->param + at + pair;
-    block.master = (tx_mem_u32 *)s->master + at + pair;
-    block.begin += 2 * (int64_t)(at + pair);
-    for (int32_t group = 0; group < TX_BLOCK / 2; group += TX_GROUP)
-      tx_prefetch_remainders(block, group);
-    tx_avx512_block_weights(c, &wide, block, moments, task);
-  }
-}
-
-/* A function for each task: in the loops' function, each would take registers from it. */
-typedef void (*tx_avx512_tile_loop)(const tx_adamw_constants *c, const tx_step_streams *s, int32_t at, int32_t pairs,
-                                    const tx_step_tile *tile);
-#define TX_TILE_LOOP_(task)                                                                                         \
-  static __attribute__((noinline)) void tx_avx512_tile_##task(const tx_adamw_constants *c, const tx_step_streams *s, \
-                                                              int32_t at, int32_t pairs, const tx_step_tile *tile) { \
-    tx_avx512_tile(c, s, at, pairs, tile, TX_##task);                                                               \
-  }
-TX_FOR_EACH_AVX512_TASK(TX_TILE_LOOP_)
-#undef TX_TILE_LOOP_
-#define TX_TILE_ENTRY_(task) [TX_##task] = tx_avx512_tile_##task,
-static const tx_avx512_tile_loop tx_avx512_tile_loops[TX_AVX512_TASKS] = {TX_FOR_EACH_AVX512_TASK(TX_TILE_ENTRY_)};
-#undef TX_TILE_ENTRY_
-
 TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
                                    const tx_step_tile *tile) {
   const int32_t task = tx_avx512_task(s.extras);
   tx_kept kept;
   if (task != TX_FIND_NOTHING) {
-    tx_avx512_tile_loops[task](&c, &s, at, pairs, tile);
+    tx_avx512_tile_loops[0][task](&c, &s, at, pairs, tile);
     return;
   }
   if (__builtin_expect(!tx_step_tile_remainders(c, s, at, pairs, tile, &kept), 0))
@@ -343,8 +352,8 @@ TX_FN int tx_step_tile_finding(tx_adamw_constants c, tx_step_streams s, int32_t 
     for (int32_t j = 0; j < TX_GROUP; j++) {
       const int32_t i = group + j;
       const float m[2] = {tile->m[0][i], tile->m[1][i]}, root[2] = {tile->root[0][i], tile->root[1][i]};
-      const tx_stepped_pair pair = tx_step_remainders(c, &param[i], &remainder[i], m, root, &watch, j, &kept->param[i],
-                                                      &kept->remainder[i]);
+      const tx_stepped_pair pair =
+          tx_step_remainders(c, &param[i], &remainder[i], m, root, &watch, j, &kept->param[i], &kept->remainder[i]);
       tx_find_pair(&finding, pair, in_block + j, half, j, 0, 2, finds);
     }
     if (finds != TX_FIND_NOTHING && in_block + TX_GROUP == TX_BLOCK / 2)
@@ -385,25 +394,6 @@ TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int3
 }
 #endif
 
-/* Weights that are not read: they may go past the caches, by way of the first level. */
-TX_FN void tx_step_master_tile(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
-                               const tx_step_tile *tile, tx_tile_found *found, const tx_dtype param) {
-  const int32_t finds = tx_finds(s.extras);
-  uint32_t rounded[TX_STEP_TILE / 2] __attribute__((aligned(TX_CACHE_LINE)));
-  void *const weights = (char *)s.param + 4 * (int64_t)at;
-  s.param = s.stream_store ? rounded : weights;
-  s.master = (char *)s.master + 8 * (int64_t)at;
-  if (finds == TX_FIND_NOTHING) {
-    tx_step_pair_weights(c, s, 0, pairs, tile, param, TX_F32);
-  } else if (finds == TX_FIND_CHANGED) {
-    tx_step_masters_changed(&c, &s, pairs, tile, found);
-  } else {
-    tx_step_masters_measured(&c, &s, pairs, tile, found);
-  }
-  tx_round_weights(s, 0, 2 * pairs, TX_F32);
-  if (s.stream_store) tx_store_nontemporal(rounded, weights, 4 * (int64_t)pairs);
-}
-
 /* What is weights and masters of a tile before it is stepped. */
 typedef struct tx_step_copy {
   uint32_t words[TX_STEP_TILE];
@@ -423,6 +413,48 @@ TX_FN tx_weights tx_keep_weights(tx_step_streams s, int64_t at, int32_t n, tx_st
   return kept;
 }
 
+/* Weights and masters of a tile at s, and what is asked for beside them. */
+TX_FN void tx_step_masters(tx_adamw_constants c, tx_step_streams s, int32_t pairs, const tx_step_tile *tile,
+                           const tx_dtype param) {
+#if TX_HAS_AVX512
+  const int32_t task = tx_avx512_task(s.extras);
+  if (task != TX_FIND_NOTHING) {
+    tx_avx512_tile_loops[1][task](&c, &s, 0, pairs, tile);
+    return;
+  }
+#endif
+  tx_step_copy copy;
+  tx_tile_found found;
+  found.all = 0;
+  const tx_weights before = tx_keep_weights(s, 0, 2 * pairs, &copy, param, TX_F32);
+#if TX_HAS_AVX512
+  tx_step_pair_weights(c, s, 0, pairs, tile, param, TX_F32);
+#else
+  const int32_t finds = tx_finds(s.extras);
+  if (finds == TX_FIND_NOTHING) {
+    tx_step_pair_weights(c, s, 0, pairs, tile, param, TX_F32);
+  } else if (finds == TX_FIND_CHANGED) {
+    tx_step_masters_changed(&c, &s, pairs, tile, &found);
+  } else {
+    tx_step_masters_measured(&c, &s, pairs, tile, &found);
+  }
+#endif
+  tx_round_weights(s, 0, 2 * pairs, TX_F32);
+  if (s.extras) tx_note_tile(s, &found, before, 0, 2 * pairs, param, TX_F32);
+}
+
+/* Weights that are not read: they may go past the caches, by way of the first level. */
+TX_FN void tx_step_master_tile(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                               const tx_step_tile *tile, const tx_dtype param) {
+  uint32_t rounded[TX_STEP_TILE / 2] __attribute__((aligned(TX_CACHE_LINE)));
+  void *const weights = (char *)s.param + 4 * (int64_t)at;
+  s.param = s.stream_store ? rounded : weights;
+  s.master = (char *)s.master + 8 * (int64_t)at;
+  s.begin += 2 * (int64_t)at;
+  tx_step_masters(c, s, pairs, tile, param);
+  if (s.stream_store) tx_store_nontemporal(rounded, weights, 4 * (int64_t)pairs);
+}
+
 /* n: a multiple of 2 * TX_GROUP, and of TX_CHECKSUM where there are checksums. */
 TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
                          const tx_dtype master, const tx_dtype grad, const tx_dtype moment) {
@@ -436,18 +468,16 @@ TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, con
     const int ordinary = __builtin_expect(within, 1) ? tx_step_pair_moments(c, s, at, pairs, &tile, grad, moment, 1)
                                                      : tx_step_pair_moments_any(&c, &s, at, pairs, &tile, grad, moment);
     if (moment == TX_BF16 && __builtin_expect(!ordinary, 0)) tx_round_moments(s, at, pairs, &tile);
-    tx_step_copy before;
-    tx_tile_found found;
-    found.all = 0;
-    const tx_weights kept = tx_keep_weights(s, 2 * at, 2 * pairs, &before, param, master);
     if (master == TX_I16) {
       tx_step_pair_remainders(c, s, at, pairs, &tile);
     } else if (master == TX_F32) {
-      tx_step_master_tile(c, s, at, pairs, &tile, &found, param);
+      tx_step_master_tile(c, s, at, pairs, &tile, param);
     } else {
+      tx_step_copy copy;
+      const tx_weights before = tx_keep_weights(s, 2 * at, 2 * pairs, &copy, param, master);
       tx_step_pair_weights(c, s, at, pairs, &tile, param, master);
+      if (s.extras) tx_note_stepped(s, before, 2 * (int64_t)at, 2 * pairs, param, master);
     }
-    if (master != TX_I16 && s.extras) tx_note_tile(s, &found, kept, 2 * (int64_t)at, 2 * pairs, param, master);
     if (checksumed && 2 * (at + pairs) % TX_CHECKSUM == 0) tx_renew_checksum(s, 2 * (at + pairs) - TX_CHECKSUM);
   }
 }
