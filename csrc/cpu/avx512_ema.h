@@ -25,9 +25,10 @@ TX_FN tx_avx512_averages tx_avx512_averages_begin(void) {
   return a;
 }
 
-TX_FN __mmask16 tx_avx512_within(__mmask16 mask, __m512 x, float most) {
-  const __m512i size = _mm512_and_si512(tx_avx512_bits(x), _mm512_set1_epi32(0x7fffffff));
-  return _mm512_mask_cmp_epi32_mask(mask, size, _mm512_set1_epi32((int32_t)tx_bits_from_f32(most)), _MM_CMPINT_LE);
+/* Of which lanes a size is at most `most`, and neither x is NaN: under the mask of those before. size >= 0. */
+TX_FN __mmask16 tx_avx512_within(__mmask16 mask, __m512 size, float most, const __m512 x[2]) {
+  mask = _mm512_mask_cmp_ps_mask(mask, size, _mm512_set1_ps(most), _CMP_LE_OQ);
+  return _mm512_mask_cmp_ps_mask(mask, x[0], x[1], _CMP_ORD_Q);
 }
 
 /* tx_ema_change. */
@@ -46,12 +47,13 @@ TX_FN void tx_avx512_average_bf16(tx_avx512_averages *a, const void *emas, __m51
   const __m512i read = _mm512_loadu_si512((const char *)emas + 64 * run);
   const __m512 old[2] = {tx_avx512_f32(_mm512_slli_epi32(read, 16)),
                          tx_avx512_f32(_mm512_and_si512(read, _mm512_set1_epi32((int32_t)0xffff0000)))};
+  __m512 sum[2];
   __m512i bits[2];
   for (int k = 0; k < 2; k++) {
-    const __m512 sum = _mm512_add_ps(old[k], tx_avx512_ema_change(weight, old[k], now[k]));
-    a->ordinary = tx_avx512_within(a->ordinary, sum, 0x1.fep127f);
-    bits[k] = _mm512_add_epi32(tx_avx512_bits(sum), _mm512_srli_epi32(tx_avx512_threshold(u, run, k), 16));
+    sum[k] = _mm512_add_ps(old[k], tx_avx512_ema_change(weight, old[k], now[k]));
+    bits[k] = _mm512_add_epi32(tx_avx512_bits(sum[k]), _mm512_srli_epi32(tx_avx512_threshold(u, run, k), 16));
   }
+  a->ordinary = tx_avx512_within(a->ordinary, tx_avx512_farther(sum[0], sum[1]), 0x1.fep127f, sum);
   a->upper[run][0] = tx_avx512_join_upper(bits[0], bits[1]);
 }
 
@@ -68,10 +70,8 @@ TX_FN __m512i tx_avx512_round_24(__m512 old, __m512 change, __m512 sum, __m512i 
   const __mmask16 is_large = _mm512_cmp_epi32_mask(exponent, _mm512_set1_epi32(39 << 23), _MM_CMPINT_NLT);
   const __m512i scale = _mm512_maskz_sub_epi32(is_large, _mm512_set1_epi32((int32_t)(293u << 23)), exponent);
   const __m512i missing = _mm512_cvttps_epi32(_mm512_mul_ps(tx_avx512_f32(away), tx_avx512_f32(scale)));
-  const __m512i kept = _mm512_srli_epi32(_mm512_slli_epi32(bits, 24), 8);
-  const __m512i ulps =
-      _mm512_srai_epi32(_mm512_add_epi32(_mm512_add_epi32(kept, missing), _mm512_srli_epi32(u, 8)), 24);
-  return _mm512_add_epi32(bits, _mm512_slli_epi32(ulps, 8));
+  const __m512i parts = _mm512_srai_epi32(_mm512_add_epi32(missing, _mm512_srli_epi32(u, 8)), 16);
+  return _mm512_add_epi32(bits, parts);
 }
 
 TX_FN void tx_avx512_average_24(tx_avx512_averages *a, const void *emas, const uint8_t *lows, __m512 weight, __m512i u,
@@ -85,14 +85,15 @@ TX_FN void tx_avx512_average_24(tx_avx512_averages *a, const void *emas, const u
                                                                  first_byte, 0xf8)),
                          tx_avx512_f32(_mm512_ternarylogic_epi32(
                              _mm512_and_si512(read, _mm512_set1_epi32((int32_t)0xffff0000)), low, second_byte, 0xf8))};
+  __m512 sum[2], size[2];
   __m512i bits[2];
   for (int k = 0; k < 2; k++) {
-    const __m512 change = tx_avx512_ema_change(weight, old[k], now[k]), sum = _mm512_add_ps(old[k], change);
-    /* neither the sums of the error overflow */
-    a->ordinary = tx_avx512_within(a->ordinary, old[k], 0x1p126f);
-    a->ordinary = tx_avx512_within(a->ordinary, sum, 0x1p126f);
-    bits[k] = tx_avx512_round_24(old[k], change, sum, tx_avx512_threshold(u, run, k));
+    const __m512 change = tx_avx512_ema_change(weight, old[k], now[k]);
+    sum[k] = _mm512_add_ps(old[k], change);
+    size[k] = tx_avx512_farther(old[k], sum[k]); /* sums of the error do not overflow either */
+    bits[k] = tx_avx512_round_24(old[k], change, sum[k], tx_avx512_threshold(u, run, k));
   }
+  a->ordinary = tx_avx512_within(a->ordinary, tx_avx512_farther(size[0], size[1]), 0x1p126f, sum);
   a->upper[run][0] = tx_avx512_join_upper(bits[0], bits[1]);
   /* (first >> 8 & 0xff) | (second & 0xff00) */
   const __m512i both = _mm512_ternarylogic_epi32(_mm512_srli_epi32(bits[0], 8), bits[1], _mm512_set1_epi32(0xff), 0xe4);

@@ -20,11 +20,6 @@ TX_FN tx_avx512_found tx_avx512_found_begin(void) {
   return found;
 }
 
-/* The larger size of the two; neither is NaN. */
-TX_FN __m512 tx_avx512_farther(__m512 a, __m512 b) {
-  return _mm512_range_ps(a, b, 0xb);
-}
-
 /* Which updates are below half an ulp of their weight: numbers are below a power of two where their upper halves are.
  */
 TX_FN int32_t tx_avx512_below(const __m512 updates[2], const __m512 weights[2]) {

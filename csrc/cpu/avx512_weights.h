@@ -16,6 +16,11 @@ TX_FN __m512i tx_avx512_bits(__m512 x) {
   return _mm512_castps_si512(x);
 }
 
+/* The larger size of the two; NaN is passed over. */
+TX_FN __m512 tx_avx512_farther(__m512 a, __m512 b) {
+  return _mm512_range_ps(a, b, 0xb);
+}
+
 /* Upper halves of words to where lower halves are, and the other way: bytes of each lane for a shuffle. */
 #define TX_AVX512_DOWN _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302)
 #define TX_AVX512_UP _mm512_set4_epi32(0x0d0c0d0c, 0x09080908, 0x05040504, 0x01000100)

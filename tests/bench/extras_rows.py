@@ -25,9 +25,7 @@ def ema(bench: Bench) -> None:
             _ema_of(bench, configuration, alone.step, name, dtype, configuration.traffic + traffic)
 
 
-def _ema_of(
-    bench: Bench, configuration: Configuration, alone: Any, name: str, dtype: Any, traffic: float
-) -> None:
+def _ema_of(bench: Bench, configuration: Configuration, alone: Any, name: str, dtype: Any, traffic: float) -> None:
     averaging = optimizer_configs.ours(configuration, bench.flat, bench.seed, ema_decay=0.999, ema_dtype=dtype)
     contenders = {"alone": alone, "with": averaging.step, "wall": optimizer_configs.wall(traffic, bench.params)}
     times = bench.run(f"ema, {configuration.name}, {name}", contenders, bench.rounds)
