@@ -1,9 +1,10 @@
 /* Sums of a measured step: tx_adamw_args.healths.
  *
- * A block's sums of squares are those of the CPU's sixteen lanes, bit for bit: element i of the block in lane i % 16,
- * one after another, and then the lanes by halves. A warp's lane has eight neighbours instead, so the eight lanes that
- * lie two apart exchange theirs first, as a matrix is transposed. What blocks have is added in integers: bin i of the
- * warp's is lane i's, and goes into the tensor's row when the warp leaves the tensor. */
+ * A block's sums of squares are the CPU's, bit for bit (csrc/cpu/step_health.h): squares 32 elements apart are added,
+ * then 64 apart, neighbours, and what is 16, 8, 4 and 2 apart. A lane has eight neighbours; in the first two it hands
+ * half of what it has to the other lane and keeps the sums of the rest. What blocks have is added in integers: bin i of
+ * the warp's is lane i's, and goes into the tensor's row when the warp leaves the tensor.
+ */
 #ifndef TX_CUDA_EXTRAS_HEALTH_H
 #define TX_CUDA_EXTRAS_HEALTH_H
 
@@ -30,33 +31,30 @@ static __device__ __forceinline__ void tx_health_begin() {
   tx_my_health() = tx_health_sums{};
 }
 
-/* x of lanes 2 k + b, k < 8: afterwards lane 2 k + b has in x[i] what lane 2 i + b had in x[k]. Every lane of the warp
- * calls it. */
-static __device__ __forceinline__ void tx_transpose(float (&x)[TX_VECTOR]) {
+/* The first `half` of x, or the second ones in lanes whose number has the bit `by`, each with the same of the lane that
+ * lies so far. Every lane of the warp calls it. */
+template <int half>
+static __device__ __forceinline__ void tx_add_halves(float (&x)[TX_VECTOR], int by) {
+  const bool upper = (tx_lane_id() & (uint32_t)by) != 0u;
 #pragma unroll
-  for (int half = TX_VECTOR / 2; half > 0; half /= 2) {
-    const bool upper = (tx_lane_id() & (uint32_t)(2 * half)) != 0u;
-#pragma unroll
-    for (int i = 0; i < TX_VECTOR; i++) {
-      if ((i & half) != 0) continue;
-      const float theirs = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + half], 2 * half);
-      x[i] = upper ? theirs : x[i];
-      x[i + half] = upper ? x[i + half] : theirs;
-    }
+  for (int i = 0; i < half; i++) {
+    const float theirs = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + half], by);
+    x[i] = (upper ? x[i + half] : x[i]) + theirs;
   }
 }
 
 /* A block's sum of squares, in all of its lanes; they end with other values in x. Every lane of the warp calls it. */
 static __device__ __forceinline__ float tx_block_squares(float (&x)[TX_VECTOR]) {
-  tx_transpose(x);
-  float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++)
-    sum += x[i] * x[i];
-  sum += __shfl_xor_sync(0xffffffffu, sum, 1); /* lanes 8 of the CPU's apart */
+    x[i] *= x[i];
+  tx_add_halves<4>(x, 4); /* elements 32 apart */
+  tx_add_halves<2>(x, 8); /* 64 */
+  float sum = x[0] + x[1];
+  const int apart[] = {2, 1, 4, 8}; /* 16, 8, and of what lanes kept 4 and 2 */
 #pragma unroll
-  for (int by = 8; by > 1; by /= 2)
-    sum += __shfl_xor_sync(0xffffffffu, sum, by); /* 4, 2 and 1 */
+  for (int i = 0; i < 4; i++)
+    sum += __shfl_xor_sync(0xffffffffu, sum, apart[i]);
   return sum;
 }
 

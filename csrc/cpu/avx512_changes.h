@@ -19,12 +19,6 @@ TX_FN __m512i tx_avx512_larger(__m512i largest, __m512 before, __m512 now) {
   return _mm512_max_epi32(largest, size);
 }
 
-/* What rounds to nearest even where the lower half is cut off. */
-TX_FN __m512i tx_avx512_nearest_upper(__m512 x) {
-  const __m512i bits = tx_avx512_bits(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-}
-
 /* fp32 masters. */
 TX_FN tx_avx512_change tx_avx512_compare_F32(const void *before, const void *now) {
   tx_avx512_change found;

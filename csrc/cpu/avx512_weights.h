@@ -16,6 +16,11 @@ TX_FN __m512i tx_avx512_bits(__m512 x) {
   return _mm512_castps_si512(x);
 }
 
+/* The larger size of the two; NaN is passed over. */
+TX_FN __m512 tx_avx512_farther(__m512 a, __m512 b) {
+  return _mm512_range_ps(a, b, 0xb);
+}
+
 /* Upper halves of words to where lower halves are, and the other way: bytes of each lane for a shuffle. */
 #define TX_AVX512_DOWN _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302)
 #define TX_AVX512_UP _mm512_set4_epi32(0x0d0c0d0c, 0x09080908, 0x05040504, 0x01000100)
@@ -63,10 +68,30 @@ TX_FN int tx_avx512_watch_is_quiet(tx_avx512_watch watch) {
   return (watch.untied == 0xffffffffu) & (watch.ordinary == 0xffffu);
 }
 
+/* What was read and is written: weights as words of two, and the masters of the first and of the second of each. */
+typedef struct tx_avx512_stepped {
+  __m512i weights, stored;
+  __m512 before[2], now[2];
+} tx_avx512_stepped;
+
+/* tx_adamw_update of masters p of the first, and of the second, of each word's pair. */
+TX_FN void tx_avx512_update(const tx_avx512_constants *c, tx_avx512_moment_tile tile, const __m512 p[2], __m512 x[2]) {
+  /* breadth first: what waits in the processor's scheduler is what bounds it */
+  for (int k = 0; k < 2; k++)
+    x[k] = _mm512_mul_ps(_mm512_load_ps(tile.root + k * tile.stride), c->rsqrt_bc2);
+  for (int k = 0; k < 2; k++)
+    x[k] = _mm512_div_ps(_mm512_load_ps(tile.m + k * tile.stride), _mm512_add_ps(x[k], c->eps));
+  for (int k = 0; k < 2; k++)
+    x[k] = _mm512_add_ps(_mm512_mul_ps(c->step_size, x[k]), _mm512_mul_ps(c->decay, p[k]));
+  for (int k = 0; k < 2; k++)
+    x[k] = _mm512_sub_ps(p[k], x[k]);
+}
+
 /* The words param[0 ... 15] and remainder[0 ... 15], of which kept_param and kept_remainder become copies. tile: from
  * their moments on. */
-TX_FN void tx_avx512_weights(const tx_avx512_constants *c, void *param, void *remainder, tx_avx512_moment_tile tile,
-                             tx_avx512_watch *watch, uint32_t *kept_param, uint32_t *kept_remainder) {
+TX_FN tx_avx512_stepped tx_avx512_weights(const tx_avx512_constants *c, void *param, void *remainder,
+                                          tx_avx512_moment_tile tile, tx_avx512_watch *watch, uint32_t *kept_param,
+                                          uint32_t *kept_remainder) {
   const __m512i tie = _mm512_set1_epi16((short)0x8000), half = _mm512_set1_epi32(0x8000);
   const __m512i weights = _mm512_loadu_si512(param), read = _mm512_loadu_si512(remainder);
   _mm512_store_si512(kept_param, weights);
@@ -77,21 +102,48 @@ TX_FN void tx_avx512_weights(const tx_avx512_constants *c, void *param, void *re
   const __m512 p[2] = {tx_avx512_f32(tx_avx512_join_lower(read, uppers)),
                        tx_avx512_f32(tx_avx512_join_upper(read, uppers))};
   __m512 x[2];
-  /* breadth first: what waits in the processor's scheduler is what bounds it */
-  for (int k = 0; k < 2; k++)
-    x[k] = _mm512_mul_ps(_mm512_load_ps(tile.root + k * tile.stride), c->rsqrt_bc2);
-  for (int k = 0; k < 2; k++)
-    x[k] = _mm512_div_ps(_mm512_load_ps(tile.m + k * tile.stride), _mm512_add_ps(x[k], c->eps));
-  for (int k = 0; k < 2; k++)
-    x[k] = _mm512_add_ps(_mm512_mul_ps(c->step_size, x[k]), _mm512_mul_ps(c->decay, p[k]));
-  for (int k = 0; k < 2; k++)
-    x[k] = _mm512_sub_ps(p[k], x[k]);
+  tx_avx512_update(c, tile, p, x);
   const __m512i first = tx_avx512_bits(x[0]), second = tx_avx512_bits(x[1]);
   const __m512i written = tx_avx512_join_lower(first, second);
-  _mm512_storeu_si512(param, tx_avx512_join_upper(_mm512_add_epi32(first, half), _mm512_add_epi32(second, half)));
+  const __m512i stored = tx_avx512_join_upper(_mm512_add_epi32(first, half), _mm512_add_epi32(second, half));
+  _mm512_storeu_si512(param, stored);
   _mm512_storeu_si512(remainder, written);
   watch->ordinary = _mm512_mask_cmp_ps_mask(watch->ordinary, x[0], x[1], _CMP_ORD_Q);
   watch->untied = _mm512_mask_cmpneq_epi16_mask(watch->untied, written, tie);
+  return (tx_avx512_stepped){weights, stored, {p[0], p[1]}, {x[0], x[1]}};
+}
+
+/* Pairs as they lie in memory, of the first and the second of each: half h of the 32 elements. */
+TX_FN __m512 tx_avx512_zip(const __m512 x[2], const int h) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  return _mm512_permutex2var_ps(x[0], h == 0 ? low : high, x[1]);
+}
+
+/* What rounds to nearest even where the lower half is cut off. */
+TX_FN __m512i tx_avx512_nearest_upper(__m512 x) {
+  const __m512i bits = tx_avx512_bits(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+}
+
+/* The same of 32 fp32 masters, of which `kept` becomes a copy. */
+TX_FN tx_avx512_stepped tx_avx512_masters(const tx_avx512_constants *c, void *param, void *master,
+                                          tx_avx512_moment_tile tile, tx_avx512_watch *watch, float *kept) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  const __m512 low = _mm512_loadu_ps(master), high = _mm512_loadu_ps((const char *)master + 64);
+  _mm512_store_ps(kept, low);
+  _mm512_store_ps(kept + 16, high);
+  const __m512 p[2] = {_mm512_permutex2var_ps(low, even, high), _mm512_permutex2var_ps(low, odd, high)};
+  __m512 x[2];
+  tx_avx512_update(c, tile, p, x);
+  _mm512_storeu_ps(master, tx_avx512_zip(x, 0));
+  _mm512_storeu_ps((char *)master + 64, tx_avx512_zip(x, 1));
+  const __m512i weights = tx_avx512_join_upper(tx_avx512_nearest_upper(p[0]), tx_avx512_nearest_upper(p[1]));
+  const __m512i stored = tx_avx512_join_upper(tx_avx512_nearest_upper(x[0]), tx_avx512_nearest_upper(x[1]));
+  _mm512_storeu_si512(param, stored);
+  watch->ordinary = _mm512_mask_cmp_ps_mask(watch->ordinary, x[0], x[1], _CMP_ORD_Q);
+  return (tx_avx512_stepped){weights, stored, {p[0], p[1]}, {x[0], x[1]}};
 }
 
 #endif

@@ -30,6 +30,7 @@ TX_FN void tx_step_quad_weights(tx_adamw_constants c, tx_step_streams s, const t
 /* How many blocks go through each loop before the next: what a loop needs to begin is then little beside its work, and
  * a block's plan, which takes long to come out of its last results, is there when its codes are made. */
 #define TX_BLOCKS_AT_ONCE 4
+_Static_assert(TX_BLOCKS_AT_ONCE <= TX_FOUND_BLOCKS, "what is found has room for them");
 
 /* Of each of them: its moments, and the words that the fast way beside remainders read (step_plain.h). */
 typedef struct tx_step_block {
@@ -37,12 +38,17 @@ typedef struct tx_step_block {
   uint32_t param[2][TX_QUADS], remainder[2][TX_QUADS];
 } tx_step_block;
 
-TX_FN void tx_step_quad_remainder(tx_adamw_constants c, tx_step_streams s, int32_t w, const int h, tx_step_block *b,
-                                  tx_watch *watch) {
+#define TX_QUAD_LANES (TX_HEALTH_LANES / 4)
+
+TX_FN void tx_step_quad_remainder(tx_adamw_constants c, tx_step_streams s, int32_t run, int32_t j, const int h,
+                                  tx_step_block *b, tx_watch *watch, tx_finding *finding, const int32_t finds) {
+  const int32_t w = run + j;
   const float m[2] = {b->m.x[2 * h][w], b->m.x[2 * h + 1][w]};
   const float root[2] = {b->root.x[2 * h][w], b->root.x[2 * h + 1][w]};
-  tx_step_remainders(c, (tx_mem_u32 *)s.param + 2 * w + h, (tx_mem_u32 *)s.master + 2 * w + h, m, root, watch, w,
-                     &b->param[h][w], &b->remainder[h][w]);
+  const tx_stepped_pair pair =
+      tx_step_remainders(c, (tx_mem_u32 *)s.param + 2 * w + h, (tx_mem_u32 *)s.master + 2 * w + h, m, root, watch, w,
+                         &b->param[h][w], &b->remainder[h][w]);
+  tx_find_pair(finding, pair, 2 * w + h, run / (TX_QUADS / 2), j, 2 * h, 4, finds);
 }
 
 static __attribute__((noinline)) void tx_step_quad_weights_again(const tx_adamw_constants *c, const tx_step_streams *s,
@@ -55,23 +61,53 @@ static __attribute__((noinline)) void tx_step_quad_weights_again(const tx_adamw_
 }
 
 TX_FN void tx_step_block_remainders(tx_adamw_constants c, tx_step_streams s, int32_t count, tx_step_block *blocks,
-                                    const tx_dtype grad) {
+                                    tx_tile_found *found, const tx_dtype grad, const int32_t finds) {
+  const int32_t lanes = finds == TX_FIND_NOTHING ? TX_QUADS : TX_QUAD_LANES;
   tx_watch watch = {{0}, {0}, {0}};
+  int all = 1;
   for (int32_t i = 0; i < count; i++) {
     const tx_step_streams at = tx_blocks_on(s, i, TX_BF16, TX_I16, grad);
+    tx_finding finding;
+    tx_find_begin(&finding, finds);
     tx_prefetch(at.param, TX_CHECKSUM, TX_BLOCK, TX_BF16);
     tx_prefetch(at.master, 0, TX_BLOCK, TX_I16);
-    TX_NO_ALIASES
-    for (int32_t w = 0; w < TX_QUADS; w++) {
-      tx_step_quad_remainder(c, at, w, 0, &blocks[i], &watch);
-      tx_step_quad_remainder(c, at, w, 1, &blocks[i], &watch);
+    for (int32_t run = 0; run < TX_QUADS; run += lanes) {
+      TX_NO_ALIASES
+      for (int32_t j = 0; j < lanes; j++) {
+        tx_step_quad_remainder(c, at, run, j, 0, &blocks[i], &watch, &finding, finds);
+        tx_step_quad_remainder(c, at, run, j, 1, &blocks[i], &watch, &finding, finds);
+      }
     }
+    if (finds != TX_FIND_NOTHING) all &= tx_find_end(&finding, &found->blocks[i], 4, finds);
   }
-  if (__builtin_expect(tx_watch_is_quiet(&watch), 1)) return;
+  const int quiet = tx_watch_is_quiet(&watch);
+  found->all = finds != TX_FIND_NOTHING && quiet && all;
+  if (__builtin_expect(quiet, 1)) return;
   for (int32_t i = 0; i < count; i++) {
     const tx_step_streams at = tx_blocks_on(s, i, TX_BF16, TX_I16, grad);
     tx_step_quad_weights_again(&c, &at, &blocks[i]);
   }
+}
+
+/* By itself: in the loops' function it would take registers from them. Returns the weights as they were, in the copy,
+ * where not all is found. */
+static __attribute__((noinline)) tx_weights tx_step_blocks_finding(const tx_adamw_constants *c,
+                                                                   const tx_step_streams *s, int32_t count,
+                                                                   tx_step_block *blocks, tx_tile_found *found,
+                                                                   tx_weights_copy *copy, tx_dtype grad,
+                                                                   int32_t finds) {
+  if (finds == TX_FIND_CHANGED) {
+    tx_step_block_remainders(*c, *s, count, blocks, found, grad, TX_FIND_CHANGED);
+  } else {
+    tx_step_block_remainders(*c, *s, count, blocks, found, grad, TX_FIND_MEASURED);
+  }
+  for (int32_t word = 0; !found->all && word < count * TX_BLOCK / 2; word++) {
+    const tx_step_block *const b = &blocks[word / (2 * TX_QUADS)];
+    const int32_t in_block = word % (2 * TX_QUADS);
+    tx_put_word(copy->weight, word, b->param[in_block % 2][in_block / 2]);
+    tx_put_word(copy->master, word, b->remainder[in_block % 2][in_block / 2]);
+  }
+  return (tx_weights){copy->weight, copy->master};
 }
 
 TX_FN void tx_step_block_weights(tx_adamw_constants c, tx_step_streams s, int32_t count, const tx_step_block *blocks,
@@ -105,14 +141,19 @@ TX_FN void tx_step_some_blocks(tx_adamw_constants c, tx_step_streams s, int32_t 
   }
   tx_weights_copy copy;
   tx_weights before = {NULL, NULL};
-  if (s.extras)
+  tx_tile_found found;
+  found.all = 0;
+  const int32_t finds = tx_finds(s.extras);
+  if (s.extras && (master != TX_I16 || finds == TX_FIND_NOTHING))
     before = tx_copy_weights(tx_stream_weights(s, 0, param, master), count * TX_BLOCK, param, master, &copy);
-  if (master == TX_I16) {
-    tx_step_block_remainders(c, s, count, blocks, grad);
-  } else {
+  if (master != TX_I16) {
     tx_step_block_weights(c, s, count, blocks, param, master, grad);
+  } else if (finds == TX_FIND_NOTHING) {
+    tx_step_block_remainders(c, s, count, blocks, &found, grad, TX_FIND_NOTHING);
+  } else {
+    before = tx_step_blocks_finding(&c, &s, count, blocks, &found, &copy, grad, finds);
   }
-  if (s.extras) tx_note_stepped(s, before, 0, count * TX_BLOCK, param, master);
+  if (s.extras) tx_note_tile(s, &found, before, 0, count * TX_BLOCK, param, master);
   for (int32_t i = 0; i < count; i++) {
     const tx_step_streams at = tx_blocks_on(s, i, param, master, grad);
     *at.exp_avg_scale = tx_store_quads(mf, m_amax[i], &blocks[i].m, at.exp_avg_u, at.exp_avg);

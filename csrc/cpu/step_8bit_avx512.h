@@ -36,41 +36,14 @@ TX_FN int tx_avx512_first(const tx_adamw_constants *c, const tx_avx512_block_con
   return 0;
 }
 
-/* The words of a block that were read. */
-typedef struct tx_avx512_kept {
-  uint32_t param[TX_BLOCK_PAIRS], remainder[TX_BLOCK_PAIRS];
-} __attribute__((aligned(64))) tx_avx512_kept;
-
-static __attribute__((noinline)) void tx_avx512_weights_again(const tx_adamw_constants *c,
-                                                              const tx_step_streams *streams, int32_t block,
-                                                              const tx_avx512_block *b, const tx_avx512_kept *kept) {
-  const tx_step_streams s = tx_avx512_on(streams, block);
-  memcpy(s.param, kept->param, sizeof kept->param);
-  memcpy(s.master, kept->remainder, sizeof kept->remainder);
-  TX_NO_ALIASES
-  for (int32_t i = 0; i < TX_BLOCK_PAIRS; i++) {
-    float p[2];
-    for (int k = 0; k < 2; k++)
-      p[k] = tx_adamw_update(*c, tx_weight_lane(s, i, k, TX_BF16, TX_I16), b->m[k][i], b->root[k][i]);
-    tx_store_weights(s, i, TX_BF16, TX_I16, p, 0);
-  }
-}
-
-/* Weights. */
+/* Weights; and one of tx_avx512_task's. */
 TX_FN void tx_avx512_second(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
-                            const tx_step_streams *streams, int32_t block, const tx_avx512_block *b) {
+                            const tx_step_streams *streams, int32_t block, const tx_avx512_block *b,
+                            const int32_t task) {
   const tx_step_streams s = tx_avx512_on(streams, block);
-  tx_avx512_watch watch = tx_avx512_watch_begin();
-  tx_avx512_kept kept;
+  const tx_avx512_moment_tile tile = {b->m[0], b->root[0], TX_BLOCK_PAIRS};
   tx_prefetch_at(s.param, TX_CHECKSUM, TX_AVX512_GROUP * TX_BLOCK, TX_BLOCK, TX_BF16);
-#pragma GCC unroll 4
-  for (int32_t at = 0; at < TX_BLOCK_PAIRS; at += 16) {
-    const tx_avx512_moment_tile tile = {&b->m[0][at], &b->root[0][at], TX_BLOCK_PAIRS};
-    tx_avx512_weights(&w->step, (char *)s.param + 4 * at, (char *)s.master + 4 * at, tile, &watch, &kept.param[at],
-                      &kept.remainder[at]);
-  }
-  if (__builtin_expect(!tx_avx512_watch_is_quiet(watch), 0)) tx_avx512_weights_again(c, streams, block, b, &kept);
-  if (s.extras) tx_note_stepped(s, (tx_weights){kept.param, kept.remainder}, 0, TX_BLOCK, TX_BF16, TX_I16);
+  tx_avx512_block_weights(c, &w->step, s, tile, TX_I16, task);
 }
 
 /* Codes that were not made as others are: of a block of zeros, or one that is not finite, or whose codes are to be
@@ -134,6 +107,33 @@ static __attribute__((noinline)) void tx_avx512_begin(const tx_adamw_constants *
 
 _Static_assert(TX_CHECKSUM == TX_AVX512_GROUP * TX_BLOCK, "a checksum is of a group");
 
+/* The weights of a group. A function for each task: in one, each would take registers from the others. */
+typedef void (*tx_avx512_group_loop)(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
+                                     const tx_avx512_group *g);
+#define TX_GROUP_LOOP_(task)                                                                       \
+  static __attribute__((noinline)) void tx_avx512_group_##task(                                    \
+      const tx_adamw_constants *c, const tx_avx512_block_constants *w, const tx_avx512_group *g) { \
+    for (int32_t i = 0; i < g->count; i++)                                                         \
+      tx_avx512_second(c, w, &g->s, i, &g->blocks[i], TX_##task);                                  \
+  }
+TX_FOR_EACH_AVX512_TASK(TX_GROUP_LOOP_)
+#undef TX_GROUP_LOOP_
+
+#define TX_GROUP_ENTRY_(task) [TX_##task] = tx_avx512_group_##task,
+static const tx_avx512_group_loop tx_avx512_group_loops[TX_AVX512_TASKS] = {TX_FOR_EACH_AVX512_TASK(TX_GROUP_ENTRY_)};
+#undef TX_GROUP_ENTRY_
+
+TX_FN void tx_avx512_group_weights(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
+                                   const tx_avx512_group *g) {
+  const int32_t task = tx_avx512_task(g->s.extras);
+  if (__builtin_expect(task != TX_FIND_NOTHING, 0)) {
+    tx_avx512_group_loops[task](c, w, g);
+  } else {
+    for (int32_t i = 0; i < g->count; i++)
+      tx_avx512_second(c, w, &g->s, i, &g->blocks[i], TX_FIND_NOTHING);
+  }
+}
+
 TX_FN void tx_avx512_step(const tx_adamw_constants *c, const tx_step_streams *s, int32_t blocks) {
   const tx_avx512_block_constants w = tx_avx512_block_constants_of(c);
   tx_avx512_group g;
@@ -141,8 +141,7 @@ TX_FN void tx_avx512_step(const tx_adamw_constants *c, const tx_step_streams *s,
     const tx_step_streams further = tx_avx512_on(s, at);
     tx_avx512_begin(c, &w, &further, blocks - at, &g);
     if (s->checksums) tx_compare_checksum(*s, (int64_t)at * TX_BLOCK);
-    for (int32_t i = 0; i < g.count; i++)
-      tx_avx512_second(c, &w, &g.s, i, &g.blocks[i]);
+    tx_avx512_group_weights(c, &w, &g);
     if (s->checksums) tx_renew_checksum(*s, (int64_t)at * TX_BLOCK);
     for (int32_t i = 0; i < g.count; i++)
       tx_avx512_third(&w, &g.s, i, &g.blocks[i], &g.m, &g.root, g.narrow[i]);

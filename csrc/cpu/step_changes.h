@@ -124,10 +124,9 @@ TX_FN int32_t tx_changes_of(tx_weights before, tx_weights now, int64_t n, uint64
   return largest;
 }
 
-/* What is kept of a block of n <= TX_BLOCK weights, from element `at` of the piece on. */
-TX_FN void tx_note_changes(tx_weights before, tx_weights now, int64_t n, const uint64_t bits[TX_BLOCK / 64],
-                           int32_t largest, const tx_step_extras *e, int64_t at, const tx_dtype param,
-                           const tx_dtype master) {
+/* Of n <= TX_BLOCK weights from element `at` of the piece on those changed that have a bit, and masters went so far. */
+TX_FN void tx_note_changed(const uint64_t bits[TX_BLOCK / 64], int64_t n, int32_t largest, const tx_step_extras *e,
+                           int64_t at) {
   uint64_t known[TX_BLOCK / 64] = {0};
   const size_t bytes = n == TX_BLOCK ? sizeof known : (size_t)(n + 7) / 8;
   memcpy(known, e->changed + at / 8, bytes);
@@ -138,7 +137,6 @@ TX_FN void tx_note_changes(tx_weights before, tx_weights now, int64_t n, const u
     tx_mem_u16 *const moved = (tx_mem_u16 *)e->moved + at / TX_BLOCK;
     *moved = tx_moved_on(*moved, largest);
   }
-  if (e->distance) tx_move_distances(before, now, n, e->distance + at / 2, param, master);
 }
 
 /* Somebody else wrote to n weights from element `at` of the piece on. */

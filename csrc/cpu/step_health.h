@@ -1,57 +1,93 @@
-/* Sums of a measured step: tx_adamw_args.healths. Included by step_extras.h. */
+/* Sums of a measured step: tx_adamw_args.healths. Included by step_found.h. */
 #ifndef TX_CPU_STEP_HEALTH_H
 #define TX_CPU_STEP_HEALTH_H
 
 #include "csrc/cpu/step_changes.h"
 #include "csrc/math/health.h"
 
-#define TX_HEALTH_LANES 16
+#define TX_HEALTH_LANES 32
 
-/* Lanes that a loop adds up side by side, element i in lane i % 16. */
-typedef struct tx_health_lanes {
-  float updates[TX_HEALTH_LANES], weights[TX_HEALTH_LANES];
-  int32_t below[TX_HEALTH_LANES], largest[TX_HEALTH_LANES];
-} tx_health_lanes;
+/* What a loop adds up of a block: the square of element i in lane i % 32 of half i / 64, so that a half's lane has two.
+ * Lanes of the two halves are added, then neighbours, then what is eight, four, two and one apart: an order that
+ * vectors of any length and words of several elements have alike. */
+typedef struct tx_health_squares {
+  float at[2][TX_HEALTH_LANES];
+} tx_health_squares;
 
-TX_FN float tx_lanes_sum(float *lanes) {
-  for (int32_t half = TX_HEALTH_LANES / 2; half > 0; half /= 2)
-    for (int32_t j = 0; j < half; j++)
-      lanes[j] += lanes[j + half];
-  return lanes[0];
+/* Where a loop over words of `per` elements has lane j: element k of each word, then the next k. */
+TX_FN int32_t tx_health_lane(int32_t j, const int32_t per) {
+  return j % per * (TX_HEALTH_LANES / per) + j / per;
 }
 
-/* Element i into lane j. */
-TX_FN void tx_health_take(tx_health_lanes *l, tx_weights before, tx_weights now, int64_t i, int32_t j,
-                          const tx_dtype param, const tx_dtype master) {
-  const uint32_t bits = tx_master_bits(now, i, param, master);
-  const float weight = tx_f32_from_bits(bits),
-              update = weight - tx_f32_from_bits(tx_master_bits(before, i, param, master));
-  const int32_t size = tx_magnitude_bits(weight);
-  l->updates[j] += update * update;
-  l->weights[j] += weight * weight;
-  l->below[j] += tx_magnitude_bits(update) < tx_half_ulp_bits(bits, param) ? 1 : 0;
-  l->largest[j] = size > l->largest[j] ? size : l->largest[j];
-}
-
-/* A block of n <= TX_BLOCK weights; changed: bits of those that did. */
-TX_FN void tx_measure_block(tx_weights before, tx_weights now, int64_t n, const uint64_t changed[TX_BLOCK / 64],
-                            int64_t *row, const tx_dtype param, const tx_dtype master) {
-  tx_health_lanes l = {{0}, {0}, {0}, {0}};
-  const int64_t whole = n / TX_HEALTH_LANES * TX_HEALTH_LANES;
-  for (int64_t i = 0; i < whole; i += TX_HEALTH_LANES)
-    for (int32_t j = 0; j < TX_HEALTH_LANES; j++)
-      tx_health_take(&l, before, now, i + j, j, param, master);
-  for (int64_t i = whole; i < n; i++)
-    tx_health_take(&l, before, now, i, (int32_t)(i - whole), param, master);
-  for (int32_t j = 0; j < TX_HEALTH_LANES; j++) {
-    row[TX_HEALTH_BELOW] += l.below[j];
-    if (l.largest[j] > row[TX_HEALTH_LARGEST]) row[TX_HEALTH_LARGEST] = l.largest[j];
+TX_FN float tx_squares_sum(const tx_health_squares *squares, const int32_t per) {
+  float sums[TX_HEALTH_LANES / 2];
+  for (int32_t p = 0; p < TX_HEALTH_LANES / 2; p++) {
+    const int32_t even = tx_health_lane(2 * p, per), odd = tx_health_lane(2 * p + 1, per);
+    sums[p] = (squares->at[0][even] + squares->at[1][even]) + (squares->at[0][odd] + squares->at[1][odd]);
   }
+  for (int32_t half = TX_HEALTH_LANES / 4; half > 0; half /= 2)
+    for (int32_t p = 0; p < half; p++)
+      sums[p] += sums[p + half];
+  return sums[0];
+}
+
+/* What is measured of a block. */
+typedef struct tx_measured {
+  float updates, weights; /* sums of squares */
+  int32_t below;          /* updates of less than half an ulp of their weight */
+  int32_t largest;        /* the pattern of the largest weight */
+} tx_measured;
+
+/* The same while it is added up; counts and the largest in as many lanes as there are words. */
+typedef struct tx_measuring {
+  tx_health_squares updates, weights;
+  int32_t below[TX_HEALTH_LANES], largest[TX_HEALTH_LANES];
+} tx_measuring;
+
+/* Element k of a word in lane j of the words, in half h of its block. now: of the number that the weight is rounded
+ * from. */
+TX_FN void tx_measure(tx_measuring *to, int32_t h, int32_t j, int32_t k, float update, float now, const tx_dtype param,
+                      const int32_t per) {
+  const int32_t lane = k * (TX_HEALTH_LANES / per) + j, size = tx_magnitude_bits(now);
+  to->updates.at[h][lane] += update * update;
+  to->weights.at[h][lane] += now * now;
+  to->below[j] += tx_magnitude_bits(update) < tx_half_ulp_bits(tx_bits_from_f32(now), param) ? 1 : 0;
+  to->largest[j] = size > to->largest[j] ? size : to->largest[j];
+}
+
+TX_FN tx_measured tx_measured_of(const tx_measuring *sums, const int32_t per) {
+  tx_measured found = {tx_squares_sum(&sums->updates, per), tx_squares_sum(&sums->weights, per), 0, 0};
+  for (int32_t j = 0; j < TX_HEALTH_LANES / per; j++) {
+    found.below += sums->below[j];
+    found.largest = sums->largest[j] > found.largest ? sums->largest[j] : found.largest;
+  }
+  return found;
+}
+
+/* Of n <= TX_BLOCK weights. */
+TX_FN tx_measured tx_measure_block(tx_weights before, tx_weights now, int64_t n, const tx_dtype param,
+                                   const tx_dtype master) {
+  tx_measuring sums = {{{{0}}}, {{{0}}}, {0}, {0}};
+  for (int64_t at = 0; at < n; at += TX_HEALTH_LANES) {
+    const int32_t count = n - at < TX_HEALTH_LANES ? (int32_t)(n - at) : TX_HEALTH_LANES;
+    for (int32_t j = 0; j < count; j++) {
+      const float to = tx_f32_from_bits(tx_master_bits(now, at + j, param, master));
+      const float from = tx_f32_from_bits(tx_master_bits(before, at + j, param, master));
+      tx_measure(&sums, (int32_t)at / (TX_BLOCK / 2), j, 0, to - from, to, param, 1);
+    }
+  }
+  return tx_measured_of(&sums, 1);
+}
+
+/* What was measured of n weights, of which those changed that have a bit. */
+TX_FN void tx_note_measured(int64_t *row, int64_t n, const uint64_t changed[TX_BLOCK / 64], tx_measured found) {
   for (int32_t k = 0; k < TX_BLOCK / 64; k++)
     row[TX_HEALTH_MOVED] += __builtin_popcountll(changed[k]);
+  row[TX_HEALTH_BELOW] += found.below;
   row[TX_HEALTH_ELEMENTS] += n;
-  tx_health_add(row, TX_HEALTH_UPDATES, tx_lanes_sum(l.updates));
-  tx_health_add(row, TX_HEALTH_WEIGHTS, tx_lanes_sum(l.weights));
+  if (found.largest > row[TX_HEALTH_LARGEST]) row[TX_HEALTH_LARGEST] = found.largest;
+  tx_health_add(row, TX_HEALTH_UPDATES, found.updates);
+  tx_health_add(row, TX_HEALTH_WEIGHTS, found.weights);
 }
 
 #endif

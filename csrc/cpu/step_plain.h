@@ -9,7 +9,7 @@
 /* Loops written for AVX-512 beside the plain ones. */
 #if defined(__AVX512BW__) && defined(__AVX512DQ__)
 #define TX_HAS_AVX512 1
-#include "csrc/cpu/avx512_weights.h"
+#include "csrc/cpu/avx512_block.h"
 #else
 #define TX_HAS_AVX512 0
 #endif
@@ -18,6 +18,7 @@
  * on. With both in one loop the many instructions that wait for a result of the divider fill the processor's scheduler,
  * and it runs at half its speed. Tiles are small against the first-level cache. */
 #define TX_STEP_TILE 256
+_Static_assert(TX_STEP_TILE <= TX_FOUND_BLOCKS * TX_BLOCK, "what is found has room for a tile's blocks");
 
 /* Unrounded results of the first loop; element 2 * i + k at [k][i]. */
 typedef struct tx_step_tile {
@@ -151,22 +152,93 @@ static __attribute__((noinline)) void tx_round_moments(tx_step_streams s, int32_
   }
 }
 
-TX_FN void tx_step_pair_weights(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
-                                const tx_step_tile *tile, const tx_dtype param, const tx_dtype master) {
+/* What is found of masters is `found` of their blocks, of which there are whole ones then. */
+TX_FN void tx_step_pairs_finding(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                 const tx_step_tile *tile, tx_tile_found *found, const tx_dtype param,
+                                 const tx_dtype master, const int32_t finds) {
+  tx_finding finding;
+  int all = 1;
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
+    const int32_t in_block = group % (TX_BLOCK / 2), half = in_block / (TX_BLOCK / 4);
+    if (in_block == 0) tx_find_begin(&finding, finds);
     const uint32_t u = tx_dithered(s.param_u, 2 * (uint32_t)(at + group));
     if (master != TX_F32 || !s.stream_store) tx_prefetch(s.param, 2 * (at + group), 2 * TX_GROUP, param);
     if (master != TX_NONE) tx_prefetch(s.master, 2 * (at + group), 2 * TX_GROUP, master);
     TX_NO_ALIASES
     for (int32_t j = 0; j < TX_GROUP; j++) {
       const int32_t i = group + j;
-      float p[2];
-      for (int k = 0; k < 2; k++)
-        p[k] = tx_adamw_update(c, tx_weight_lane(s, at + i, k, param, master), tile->m[k][i], tile->root[k][i]);
+      float before[2], p[2];
+      for (int k = 0; k < 2; k++) {
+        before[k] = tx_weight_lane(s, at + i, k, param, master);
+        p[k] = tx_adamw_update(c, before[k], tile->m[k][i], tile->root[k][i]);
+      }
       tx_store_weights(s, at + i, param, master, p, u + 2 * (uint32_t)j * TX_LATTICE_ELEMENT);
+      if (finds != TX_FIND_NOTHING) {
+        const tx_stepped_pair pair = {{before[0], before[1]}, {p[0], p[1]}, tx_masters_differ(before, p)};
+        tx_find_pair(&finding, pair, in_block + j, half, j, 0, 2, finds);
+      }
     }
+    if (finds != TX_FIND_NOTHING && in_block + TX_GROUP == TX_BLOCK / 2)
+      all &= tx_find_end(&finding, &found->blocks[2 * group / TX_BLOCK], 2, finds);
+  }
+  if (finds != TX_FIND_NOTHING) found->all = all;
+}
+
+TX_FN void tx_step_pair_weights(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                const tx_step_tile *tile, const tx_dtype param, const tx_dtype master) {
+  tx_step_pairs_finding(c, s, at, pairs, tile, NULL, param, master, TX_FIND_NOTHING);
+}
+
+#if TX_HAS_AVX512
+/* Whole blocks beside masters, and a task beside stepping them. */
+TX_FN void tx_avx512_tile(const tx_adamw_constants *c, const tx_step_streams *s, int32_t at, int32_t pairs,
+                          const tx_step_tile *tile, const tx_dtype master, const int32_t task) {
+  const tx_avx512_constants wide = tx_avx512_constants_of(c);
+  for (int32_t pair = 0; pair < pairs; pair += TX_BLOCK / 2) {
+    const tx_avx512_moment_tile moments = {&tile->m[0][pair], &tile->root[0][pair], TX_STEP_TILE / 2};
+    const int64_t element = 2 * (int64_t)(at + pair);
+    tx_step_streams block = *s;
+    block.param = (char *)s->param + 2 * element;
+    block.master = (char *)s->master + (master == TX_F32 ? 4 : 2) * element;
+    block.begin += element;
+    if (master != TX_F32 || !s->stream_store)
+      tx_prefetch(block.param, master == TX_F32 ? 0 : TX_CHECKSUM, TX_BLOCK, TX_BF16);
+    tx_prefetch(block.master, 0, TX_BLOCK, master);
+    tx_avx512_block_weights(c, &wide, block, moments, master, task);
   }
 }
+
+/* A function for each task: in the loops' function, each would take registers from it. */
+typedef void (*tx_avx512_tile_loop)(const tx_adamw_constants *c, const tx_step_streams *s, int32_t at, int32_t pairs,
+                                    const tx_step_tile *tile);
+#define TX_TILE_LOOP_OF_(master, task)                                                                              \
+  static __attribute__((noinline)) void tx_avx512_tile_##master##_##task(                                           \
+      const tx_adamw_constants *c, const tx_step_streams *s, int32_t at, int32_t pairs, const tx_step_tile *tile) { \
+    tx_avx512_tile(c, s, at, pairs, tile, TX_##master, TX_##task);                                                  \
+  }
+#define TX_TILE_LOOP_(task) TX_TILE_LOOP_OF_(I16, task) TX_TILE_LOOP_OF_(F32, task)
+TX_FOR_EACH_AVX512_TASK(TX_TILE_LOOP_)
+#undef TX_TILE_LOOP_
+#undef TX_TILE_LOOP_OF_
+#define TX_TILE_I16_(task) [TX_##task] = tx_avx512_tile_I16_##task,
+#define TX_TILE_F32_(task) [TX_##task] = tx_avx512_tile_F32_##task,
+static const tx_avx512_tile_loop tx_avx512_tile_loops[2][TX_AVX512_TASKS] = {{TX_FOR_EACH_AVX512_TASK(TX_TILE_I16_)},
+                                                                             {TX_FOR_EACH_AVX512_TASK(TX_TILE_F32_)}};
+#undef TX_TILE_I16_
+#undef TX_TILE_F32_
+#else
+/* Of fp32 masters. By themselves: in the loops' function they would take registers from them. */
+static __attribute__((noinline)) void tx_step_masters_changed(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                              int32_t pairs, const tx_step_tile *tile,
+                                                              tx_tile_found *found) {
+  tx_step_pairs_finding(*c, *s, 0, pairs, tile, found, TX_BF16, TX_F32, TX_FIND_CHANGED);
+}
+static __attribute__((noinline)) void tx_step_masters_measured(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                               int32_t pairs, const tx_step_tile *tile,
+                                                               tx_tile_found *found) {
+  tx_step_pairs_finding(*c, *s, 0, pairs, tile, found, TX_BF16, TX_F32, TX_FIND_MEASURED);
+}
+#endif
 
 /* -- weights beside remainders ------------------------------------------------------------------------------------ */
 
@@ -189,23 +261,25 @@ TX_FN uint32_t tx_ties(uint32_t word) {
 }
 
 /* The pair of words *param and *remainder, of which `kept` becomes a copy. */
-TX_FN void tx_step_remainders(tx_adamw_constants c, tx_mem_u32 *param, tx_mem_u32 *remainder, const float m[2],
-                              const float root[2], tx_watch *watch, int32_t lane, uint32_t *kept_param,
-                              uint32_t *kept_remainder) {
+TX_FN tx_stepped_pair tx_step_remainders(tx_adamw_constants c, tx_mem_u32 *param, tx_mem_u32 *remainder,
+                                         const float m[2], const float root[2], tx_watch *watch, int32_t lane,
+                                         uint32_t *kept_param, uint32_t *kept_remainder) {
   const uint32_t weights = *param, read = *remainder;
   *kept_param = weights;
   *kept_remainder = read;
   const uint32_t first = (weights << 16) + (uint32_t)((int32_t)(read << 16) >> 16);
   const uint32_t second = (weights & 0xffff0000u) + (uint32_t)((int32_t)read >> 16);
-  const float p0 = tx_adamw_update(c, tx_f32_from_bits(first), m[0], root[0]);
-  const float p1 = tx_adamw_update(c, tx_f32_from_bits(second), m[1], root[1]);
+  const float before0 = tx_f32_from_bits(first), before1 = tx_f32_from_bits(second);
+  const float p0 = tx_adamw_update(c, before0, m[0], root[0]), p1 = tx_adamw_update(c, before1, m[1], root[1]);
   const uint32_t bits0 = tx_bits_from_f32(p0), bits1 = tx_bits_from_f32(p1);
   const uint32_t written = tx_join_lower(bits0, bits1);
-  *param = tx_join_upper(bits0 + 0x8000u, bits1 + 0x8000u);
+  const uint32_t stored = tx_join_upper(bits0 + 0x8000u, bits1 + 0x8000u);
+  *param = stored;
   *remainder = written;
   watch->flipped[lane] |= (first ^ (weights << 16)) | (second ^ weights);
   watch->tied[lane] |= tx_ties(read) | tx_ties(written);
   watch->sum[lane] += p0 + p1;
+  return (tx_stepped_pair){{before0, before1}, {p0, p1}, weights ^ stored};
 }
 
 TX_FN int tx_watch_is_quiet(const tx_watch *watch) {
@@ -244,49 +318,81 @@ TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
     const tx_avx512_moment_tile moments = {&tile->m[0][group], &tile->root[0][group], TX_STEP_TILE / 2};
     tx_prefetch_remainders(s, at + group);
-    tx_avx512_weights(&wide, (tx_mem_u32 *)s.param + at + group, (tx_mem_u32 *)s.master + at + group, moments, &watch,
-                      &kept->param[group], &kept->remainder[group]);
+    (void)tx_avx512_weights(&wide, (tx_mem_u32 *)s.param + at + group, (tx_mem_u32 *)s.master + at + group, moments,
+                            &watch, &kept->param[group], &kept->remainder[group]);
   }
   return tx_avx512_watch_is_quiet(watch);
 }
-#else
-TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
-                                  const tx_step_tile *tile, tx_kept *kept) {
-  tx_watch watch = {{0}, {0}, {0}};
-  tx_mem_u32 *param = (tx_mem_u32 *)s.param + at, *remainder = (tx_mem_u32 *)s.master + at;
-  for (int32_t group = 0; group < pairs; group += TX_GROUP) {
-    tx_prefetch_remainders(s, at + group);
-    TX_NO_ALIASES
-    for (int32_t j = 0; j < TX_GROUP; j++) {
-      const int32_t i = group + j;
-      const float m[2] = {tile->m[0][i], tile->m[1][i]}, root[2] = {tile->root[0][i], tile->root[1][i]};
-      tx_step_remainders(c, &param[i], &remainder[i], m, root, &watch, j, &kept->param[i], &kept->remainder[i]);
-    }
-  }
-  return tx_watch_is_quiet(&watch);
-}
-#endif
 
 TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
                                    const tx_step_tile *tile) {
+  const int32_t task = tx_avx512_task(s.extras);
   tx_kept kept;
+  if (task != TX_FIND_NOTHING) {
+    tx_avx512_tile_loops[0][task](&c, &s, at, pairs, tile);
+    return;
+  }
   if (__builtin_expect(!tx_step_tile_remainders(c, s, at, pairs, tile, &kept), 0))
     tx_step_pair_weights_again(&c, &s, at, pairs, tile, &kept);
   if (s.extras)
     tx_note_stepped(s, (tx_weights){kept.param, kept.remainder}, 2 * (int64_t)at, 2 * pairs, TX_BF16, TX_I16);
 }
-
-/* Weights that are not read: they may go past the caches, by way of the first level. */
-TX_FN void tx_step_master_tile(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
-                               const tx_step_tile *tile, const tx_dtype param) {
-  uint32_t rounded[TX_STEP_TILE / 2] __attribute__((aligned(TX_CACHE_LINE)));
-  void *const weights = (char *)s.param + 4 * (int64_t)at;
-  s.param = s.stream_store ? rounded : weights;
-  s.master = (char *)s.master + 8 * (int64_t)at;
-  tx_step_pair_weights(c, s, 0, pairs, tile, param, TX_F32);
-  tx_round_weights(s, 0, 2 * pairs, TX_F32);
-  if (s.stream_store) tx_store_nontemporal(rounded, weights, 4 * (int64_t)pairs);
+#else
+TX_FN int tx_step_tile_finding(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                               const tx_step_tile *tile, tx_kept *kept, tx_tile_found *found, const int32_t finds) {
+  tx_watch watch = {{0}, {0}, {0}};
+  tx_mem_u32 *param = (tx_mem_u32 *)s.param + at, *remainder = (tx_mem_u32 *)s.master + at;
+  tx_finding finding;
+  int all = 1;
+  for (int32_t group = 0; group < pairs; group += TX_GROUP) {
+    const int32_t in_block = group % (TX_BLOCK / 2), half = in_block / (TX_BLOCK / 4);
+    if (in_block == 0) tx_find_begin(&finding, finds);
+    tx_prefetch_remainders(s, at + group);
+    TX_NO_ALIASES
+    for (int32_t j = 0; j < TX_GROUP; j++) {
+      const int32_t i = group + j;
+      const float m[2] = {tile->m[0][i], tile->m[1][i]}, root[2] = {tile->root[0][i], tile->root[1][i]};
+      const tx_stepped_pair pair =
+          tx_step_remainders(c, &param[i], &remainder[i], m, root, &watch, j, &kept->param[i], &kept->remainder[i]);
+      tx_find_pair(&finding, pair, in_block + j, half, j, 0, 2, finds);
+    }
+    if (finds != TX_FIND_NOTHING && in_block + TX_GROUP == TX_BLOCK / 2)
+      all &= tx_find_end(&finding, &found->blocks[2 * group / TX_BLOCK], 2, finds);
+  }
+  const int quiet = tx_watch_is_quiet(&watch);
+  if (finds != TX_FIND_NOTHING) found->all = quiet & all;
+  return quiet;
 }
+TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                  const tx_step_tile *tile, tx_kept *kept) {
+  return tx_step_tile_finding(c, s, at, pairs, tile, kept, NULL, TX_FIND_NOTHING);
+}
+
+static __attribute__((noinline)) int tx_step_tile_changed(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                          int32_t at, int32_t pairs, const tx_step_tile *tile,
+                                                          tx_kept *kept, tx_tile_found *found) {
+  return tx_step_tile_finding(*c, *s, at, pairs, tile, kept, found, TX_FIND_CHANGED);
+}
+static __attribute__((noinline)) int tx_step_tile_measured(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                           int32_t at, int32_t pairs, const tx_step_tile *tile,
+                                                           tx_kept *kept, tx_tile_found *found) {
+  return tx_step_tile_finding(*c, *s, at, pairs, tile, kept, found, TX_FIND_MEASURED);
+}
+
+TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                   const tx_step_tile *tile) {
+  const int32_t finds = tx_finds(s.extras);
+  tx_tile_found found;
+  tx_kept kept;
+  found.all = 0;
+  const int quiet = finds == TX_FIND_NOTHING   ? tx_step_tile_remainders(c, s, at, pairs, tile, &kept)
+                    : finds == TX_FIND_CHANGED ? tx_step_tile_changed(&c, &s, at, pairs, tile, &kept, &found)
+                                               : tx_step_tile_measured(&c, &s, at, pairs, tile, &kept, &found);
+  if (__builtin_expect(!quiet, 0)) tx_step_pair_weights_again(&c, &s, at, pairs, tile, &kept);
+  if (s.extras)
+    tx_note_tile(s, &found, (tx_weights){kept.param, kept.remainder}, 2 * (int64_t)at, 2 * pairs, TX_BF16, TX_I16);
+}
+#endif
 
 /* What is weights and masters of a tile before it is stepped. */
 typedef struct tx_step_copy {
@@ -307,6 +413,48 @@ TX_FN tx_weights tx_keep_weights(tx_step_streams s, int64_t at, int32_t n, tx_st
   return kept;
 }
 
+/* Weights and masters of a tile at s, and what is asked for beside them. */
+TX_FN void tx_step_masters(tx_adamw_constants c, tx_step_streams s, int32_t pairs, const tx_step_tile *tile,
+                           const tx_dtype param) {
+#if TX_HAS_AVX512
+  const int32_t task = tx_avx512_task(s.extras);
+  if (task != TX_FIND_NOTHING) {
+    tx_avx512_tile_loops[1][task](&c, &s, 0, pairs, tile);
+    return;
+  }
+#endif
+  tx_step_copy copy;
+  tx_tile_found found;
+  found.all = 0;
+  const tx_weights before = tx_keep_weights(s, 0, 2 * pairs, &copy, param, TX_F32);
+#if TX_HAS_AVX512
+  tx_step_pair_weights(c, s, 0, pairs, tile, param, TX_F32);
+#else
+  const int32_t finds = tx_finds(s.extras);
+  if (finds == TX_FIND_NOTHING) {
+    tx_step_pair_weights(c, s, 0, pairs, tile, param, TX_F32);
+  } else if (finds == TX_FIND_CHANGED) {
+    tx_step_masters_changed(&c, &s, pairs, tile, &found);
+  } else {
+    tx_step_masters_measured(&c, &s, pairs, tile, &found);
+  }
+#endif
+  tx_round_weights(s, 0, 2 * pairs, TX_F32);
+  if (s.extras) tx_note_tile(s, &found, before, 0, 2 * pairs, param, TX_F32);
+}
+
+/* Weights that are not read: they may go past the caches, by way of the first level. */
+TX_FN void tx_step_master_tile(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                               const tx_step_tile *tile, const tx_dtype param) {
+  uint32_t rounded[TX_STEP_TILE / 2] __attribute__((aligned(TX_CACHE_LINE)));
+  void *const weights = (char *)s.param + 4 * (int64_t)at;
+  s.param = s.stream_store ? rounded : weights;
+  s.master = (char *)s.master + 8 * (int64_t)at;
+  s.begin += 2 * (int64_t)at;
+  tx_step_masters(c, s, pairs, tile, param);
+  if (s.stream_store) tx_store_nontemporal(rounded, weights, 4 * (int64_t)pairs);
+}
+
 /* n: a multiple of 2 * TX_GROUP, and of TX_CHECKSUM where there are checksums. */
 TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, const tx_dtype param,
                          const tx_dtype master, const tx_dtype grad, const tx_dtype moment) {
@@ -320,16 +468,16 @@ TX_FN void tx_step_pairs(tx_adamw_constants c, tx_step_streams s, int32_t n, con
     const int ordinary = __builtin_expect(within, 1) ? tx_step_pair_moments(c, s, at, pairs, &tile, grad, moment, 1)
                                                      : tx_step_pair_moments_any(&c, &s, at, pairs, &tile, grad, moment);
     if (moment == TX_BF16 && __builtin_expect(!ordinary, 0)) tx_round_moments(s, at, pairs, &tile);
-    tx_step_copy before;
-    const tx_weights kept = tx_keep_weights(s, 2 * at, 2 * pairs, &before, param, master);
     if (master == TX_I16) {
       tx_step_pair_remainders(c, s, at, pairs, &tile);
     } else if (master == TX_F32) {
       tx_step_master_tile(c, s, at, pairs, &tile, param);
     } else {
+      tx_step_copy copy;
+      const tx_weights before = tx_keep_weights(s, 2 * at, 2 * pairs, &copy, param, master);
       tx_step_pair_weights(c, s, at, pairs, &tile, param, master);
+      if (s.extras) tx_note_stepped(s, before, 2 * (int64_t)at, 2 * pairs, param, master);
     }
-    if (master != TX_I16 && s.extras) tx_note_stepped(s, kept, 2 * (int64_t)at, 2 * pairs, param, master);
     if (checksumed && 2 * (at + pairs) % TX_CHECKSUM == 0) tx_renew_checksum(s, 2 * (at + pairs) - TX_CHECKSUM);
   }
 }
@@ -368,6 +516,42 @@ static __attribute__((noinline)) void tx_step_fp32_moments_any(const tx_adamw_co
   tx_step_fp32_moments(*c, *s, at, end, roots, 0, root, 0);
 }
 
+/* Weights of elements at ... end - 1. */
+TX_FN void tx_step_fp32_weights(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t end, const float *roots,
+                                tx_tile_found *found, const int32_t finds) {
+  tx_finding finding;
+  int all = 1;
+  for (int32_t group = at; group < end; group += 2 * TX_GROUP) {
+    const int32_t in_block = (group - at) % TX_BLOCK, half = in_block / (TX_BLOCK / 2);
+    if (in_block == 0) tx_find_begin(&finding, finds);
+    tx_prefetch(s.param, group, 2 * TX_GROUP, TX_F32);
+    TX_NO_ALIASES
+    for (int32_t j = 0; j < 2 * TX_GROUP; j++) {
+      const int32_t i = group + j;
+      const float m = tx_load(s.exp_avg, i, TX_F32), before = tx_load(s.param, i, TX_F32);
+      const float p = tx_adamw_update(c, before, m, roots[i - at]);
+      tx_store(s.param, i, TX_F32, p);
+      if (finds != TX_FIND_NOTHING) {
+        finding.differ[in_block + j] = tx_bits_from_f32(before) != tx_bits_from_f32(p);
+        tx_find(&finding, half, j, 0, before, p, TX_F32, 1, finds);
+      }
+    }
+    if (finds != TX_FIND_NOTHING && in_block + 2 * TX_GROUP == TX_BLOCK)
+      all &= tx_find_end(&finding, &found->blocks[(group - at) / TX_BLOCK], 1, finds);
+  }
+  if (finds != TX_FIND_NOTHING) found->all = all;
+}
+static __attribute__((noinline)) void tx_step_fp32_changed(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                           int32_t at, int32_t end, const float *roots,
+                                                           tx_tile_found *found) {
+  tx_step_fp32_weights(*c, *s, at, end, roots, found, TX_FIND_CHANGED);
+}
+static __attribute__((noinline)) void tx_step_fp32_measured(const tx_adamw_constants *c, const tx_step_streams *s,
+                                                            int32_t at, int32_t end, const float *roots,
+                                                            tx_tile_found *found) {
+  tx_step_fp32_weights(*c, *s, at, end, roots, found, TX_FIND_MEASURED);
+}
+
 /* Everything in fp32. usual: tx_adamw_is_usual, or 0; it changes no bit. root: exp_avg_sq leaves as its square root. n:
  * a multiple of 2 * TX_GROUP. */
 TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, const int usual, const int root) {
@@ -382,16 +566,17 @@ TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, cons
     }
     tx_step_copy before;
     const tx_weights kept = tx_keep_weights(s, at, end - at, &before, TX_F32, TX_NONE);
-    for (int32_t group = at; group < end; group += 2 * TX_GROUP) {
-      tx_prefetch(s.param, group, 2 * TX_GROUP, TX_F32);
-      TX_NO_ALIASES
-      for (int32_t j = 0; j < 2 * TX_GROUP; j++) {
-        const int32_t i = group + j;
-        const float m = tx_load(s.exp_avg, i, TX_F32);
-        tx_store(s.param, i, TX_F32, tx_adamw_update(c, tx_load(s.param, i, TX_F32), m, roots[i - at]));
-      }
+    const int32_t finds = tx_finds(s.extras);
+    tx_tile_found found;
+    found.all = 0;
+    if (finds == TX_FIND_NOTHING) {
+      tx_step_fp32_weights(c, s, at, end, roots, NULL, TX_FIND_NOTHING);
+    } else if (finds == TX_FIND_CHANGED) {
+      tx_step_fp32_changed(&c, &s, at, end, roots, &found);
+    } else {
+      tx_step_fp32_measured(&c, &s, at, end, roots, &found);
     }
-    if (s.extras) tx_note_stepped(s, kept, at, end - at, TX_F32, TX_NONE);
+    if (s.extras) tx_note_tile(s, &found, kept, at, end - at, TX_F32, TX_NONE);
   }
 }
 

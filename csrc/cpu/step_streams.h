@@ -37,6 +37,28 @@ TX_FN void tx_note_stepped(tx_step_streams s, tx_weights before, int64_t at, int
   tx_note_loops[tx_combo_weight(param, master)](before, now, n, s.extras, s.begin + at);
 }
 
+TX_FN void tx_note_averages(tx_step_streams s, int64_t at, int64_t n, const tx_dtype param, const tx_dtype master) {
+  const tx_weights now = tx_stream_weights(s, at, param, master);
+  tx_average_loops[tx_combo_weight(param, master)](now, n, s.extras, s.begin + at);
+}
+
+/* What was found of n elements from `at` on that are stepped; not `all`: copies say it, of weights as they were. */
+#define TX_FOUND_BLOCKS 4
+typedef struct tx_tile_found {
+  tx_found blocks[TX_FOUND_BLOCKS];
+  int all;
+} tx_tile_found;
+TX_FN void tx_note_tile(tx_step_streams s, const tx_tile_found *found, tx_weights before, int64_t at, int32_t n,
+                        const tx_dtype param, const tx_dtype master) {
+  if (__builtin_expect(!found->all, 0)) {
+    tx_note_stepped(s, before, at, n, param, master);
+    return;
+  }
+  for (int32_t i = 0; i < n / TX_BLOCK; i++)
+    tx_note_found(&found->blocks[i], s.extras, s.begin + at + i * TX_BLOCK);
+  if (s.extras->ema) tx_note_averages(s, at, n, param, master);
+}
+
 TX_FN float tx_weight_lane(tx_step_streams s, int32_t pair, const int k, const tx_dtype param, const tx_dtype master) {
   if (master == TX_NONE) return tx_load_lane(s.param, pair, k, param);
   if (master == TX_F32) return tx_load_lane(s.master, pair, k, TX_F32);

@@ -52,10 +52,9 @@ TX_FN int32_t tx_ema_missing(float sum, float error) {
 TX_FN uint32_t tx_ema_round_24(float ema, float change, uint32_t u) {
   const float sum = ema + change;
   const uint32_t bits = tx_bits_from_f32(tx_one_nan(sum));
-  const int32_t below = (int32_t)((bits & 0xffu) << 16) + tx_ema_missing(sum, tx_sum_error(ema, change, sum));
-  const int32_t ulps = (below + (int32_t)(u >> 8)) >> 24; /* -1, 0 or 1 of 24 bits */
-  const int32_t kept = tx_magnitude_bits(sum) >= TX_EMA_LARGEST ? 0 : ulps;
-  return bits + ((uint32_t)kept << 8);
+  /* in 256ths of an ulp of 24 bits, which the lower 8 of the pattern are: -1 to 255 */
+  const int32_t parts = (tx_ema_missing(sum, tx_sum_error(ema, change, sum)) + (int32_t)(u >> 8)) >> 16;
+  return bits + (uint32_t)(tx_magnitude_bits(sum) >= TX_EMA_LARGEST ? 0 : parts);
 }
 
 #endif

@@ -11,6 +11,7 @@ import torch
 from bench import (
     backward_rows,
     busy_core,
+    extras_rows,
     muon_rows,
     optimizer_configs,
     payload_rows,
@@ -220,5 +221,6 @@ _STEPS = (wall, gpt2, peers, small, neighbour, memory)
 _STATE = (state_rows.external, state_rows.offload, state_rows.host, state_rows.checkpoint)
 _BACKWARD = (backward_rows.gradients, backward_rows.release)
 _PUBLISH = (publish_rows.publisher, publish_rows.deltas, payload_rows.payload)
-_OTHERS = (*_BACKWARD, *_PUBLISH, muon_rows.muon)
+_EXTRAS = (extras_rows.ema, extras_rows.health)
+_OTHERS = (*_BACKWARD, *_PUBLISH, *_EXTRAS, muon_rows.muon)
 ROWS: dict[str, Callable[[Bench], None]] = {row.__name__: row for row in (*_STEPS, *_STATE, *_OTHERS)}

@@ -1,0 +1,88 @@
+/* What a loop that steps weights finds of them meanwhile, when old and new ones are in registers: what step_changes.h
+ * and step_health.h say of them from copies, bit for bit. Read again from the first-level cache, they took a third of a
+ * step; here most of it is done while the loop waits for the divider. Included by step_extras.h. */
+#ifndef TX_CPU_STEP_FOUND_H
+#define TX_CPU_STEP_FOUND_H
+
+#include "csrc/cpu/step_changes.h"
+#include "csrc/cpu/step_health.h"
+
+/* What is found of a whole block while it is stepped. */
+typedef struct tx_found {
+  uint64_t changed[TX_BLOCK / 64]; /* bits of the weights that did */
+  int32_t moved;                   /* the pattern of the most that a master went */
+  tx_measured measured;
+} tx_found;
+
+/* What a loop looks for: nothing, what changed, or that and what is measured. */
+enum { TX_FIND_NOTHING, TX_FIND_CHANGED, TX_FIND_MEASURED };
+TX_FN int32_t tx_finds(const tx_step_extras *e) {
+  if (!e || e->distance || !(e->changed || e->health)) return TX_FIND_NOTHING;
+  return e->health ? TX_FIND_MEASURED : TX_FIND_CHANGED;
+}
+
+/* What was found of the block at element `at` of the piece. */
+TX_FN void tx_note_found(const tx_found *found, const tx_step_extras *e, int64_t at) {
+  if (e->changed) tx_note_changed(found->changed, TX_BLOCK, found->moved, e, at);
+  if (e->health) tx_note_measured(e->health, TX_BLOCK, found->changed, found->measured);
+}
+
+/* What a loop over words of `per` elements finds of a block, in lanes: see tx_measuring. */
+typedef struct tx_finding {
+  uint16_t differ[TX_BLOCK]; /* not 0 where the weight changed */
+  int32_t moved[TX_HEALTH_LANES];
+  tx_measuring measured;
+} __attribute__((aligned(64))) tx_finding;
+
+TX_FN void tx_find_begin(tx_finding *f, const int32_t finds) {
+  if (finds != TX_FIND_NOTHING) memset(f->moved, 0, sizeof f->moved);
+  if (finds == TX_FIND_MEASURED) memset(&f->measured, 0, sizeof f->measured);
+}
+
+/* As tx_measure, where a master was and is. */
+TX_FN void tx_find(tx_finding *f, int32_t h, int32_t j, int32_t k, float before, float now, const tx_dtype param,
+                   const int32_t per, const int32_t finds) {
+  const float update = now - before;
+  const int32_t size = tx_magnitude_bits(update);
+  f->moved[j] = size > f->moved[j] ? size : f->moved[j];
+  if (finds == TX_FIND_MEASURED) tx_measure(&f->measured, h, j, k, update, now, param, per);
+}
+
+/* What a pair of masters was and is, and a word whose halves are not 0 where weights changed. */
+typedef struct tx_stepped_pair {
+  float before[2], now[2];
+  uint32_t differ;
+} tx_stepped_pair;
+
+/* Of bf16 weights beside fp32 masters that are no NaN. */
+TX_FN uint32_t tx_masters_differ(const float before[2], const float now[2]) {
+  uint32_t differ[2];
+  for (int k = 0; k < 2; k++) {
+    const uint32_t was = tx_bits_from_f32(before[k]), is = tx_bits_from_f32(now[k]);
+    differ[k] = (was + 0x7fffu + ((was >> 16) & 1u)) ^ (is + 0x7fffu + ((is >> 16) & 1u));
+  }
+  return (differ[0] >> 16) | (differ[1] & 0xffff0000u);
+}
+
+/* Pair i of the block, in its half h, which are elements k and k + 1 of a word of `per`, whose lane is j. */
+TX_FN void tx_find_pair(tx_finding *f, tx_stepped_pair pair, int32_t i, int32_t h, int32_t j, const int32_t k,
+                        const int32_t per, const int32_t finds) {
+  if (finds == TX_FIND_NOTHING) return;
+  ((tx_mem_u32 *)f->differ)[i] = pair.differ;
+  tx_find(f, h, j, k, pair.before[0], pair.now[0], TX_BF16, per, finds);
+  tx_find(f, h, j, k + 1, pair.before[1], pair.now[1], TX_BF16, per, finds);
+}
+
+/* Returns whether all numbers were finite; else *found is not right. */
+TX_FN int tx_find_end(const tx_finding *f, tx_found *found, const int32_t per, const int32_t finds) {
+  if (finds == TX_FIND_NOTHING) return 0;
+  found->moved = 0;
+  for (int32_t j = 0; j < TX_HEALTH_LANES / per; j++)
+    found->moved = f->moved[j] > found->moved ? f->moved[j] : found->moved;
+  for (int32_t k = 0; k < TX_BLOCK / 64; k++)
+    found->changed[k] = tx_bits_of_64(f->differ + 64 * k);
+  if (finds == TX_FIND_MEASURED) found->measured = tx_measured_of(&f->measured, per);
+  return found->moved < TX_F32_INF;
+}
+
+#endif
