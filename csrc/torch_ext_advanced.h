@@ -327,9 +327,9 @@ TX_API int64_t tx_muon_exchange_peak(const tx_muon_exchange_args *args, void *me
 
 /* What the optimizer keeps per element of a parameter. */
 typedef struct tx_memory_state {
-  int32_t exp_avg_dtype; /* F32, BF16; F16 and U8 with a scale byte per TX_BLOCK elements */
-  int32_t exp_avg_sq_dtype;
-  int32_t master_dtype; /* TX_NONE: the weights are their own masters; F32; I16: remainders */
+  int32_t exp_avg_dtype;    /* F32, BF16; F16 and U8 with a scale byte per TX_BLOCK elements */
+  int32_t exp_avg_sq_dtype; /* likewise; TX_NONE: a matrix of Muon's, whose momentum is exp_avg */
+  int32_t master_dtype;     /* TX_NONE: the weights are their own masters; F32; I16: remainders */
   int32_t reserved;
 } tx_memory_state;
 
@@ -364,6 +364,9 @@ typedef struct tx_memory_args {
   int32_t ema_lows;     /* 1: with 8 bits more beside BF16 (tx_adamw_args.ema_lows) */
   int32_t publishes;    /* 1: steps note what they change (changed, moved), beside checksums of it */
   int32_t distances;    /* 1: and how far, of weights in 16 bits (tx_adamw_args.distances) */
+  int64_t n_matrices;
+  const tx_muon_matrix *matrices; /* of Muon's, in the order in which they are stepped; their params are the layout's */
+  void *room;                     /* tx_memory_room_bytes, at a multiple of 8; NULL: there are no matrices */
 } tx_memory_args;
 #define TX_MEMORY_ARGS_INIT \
   { .size = sizeof(tx_memory_args), .in_flight = 1 }
@@ -384,9 +387,15 @@ typedef struct tx_memory {
   int64_t emas;      /* averages */
   int64_t changes; /* what a publisher of weights keeps: a bit for each weight, a bound for TX_BLOCK of them, a checksum
                       for TX_CHECKSUM, and where it is asked for a distance each (tx_delta_run) */
-  int64_t total;   /* of all but transient and moving */
-  int64_t peak;    /* total + transient; or params, grads and moving, before there are states, if that is more */
+  int64_t products; /* in which Muon's matrices are multiplied, kept from the first step on */
+  int64_t stepping; /* momentum and updates of Muon's on their way, in a step, at most */
+  int64_t total;    /* of all but transient, stepping and moving */
+  int64_t peak;     /* total + transient or stepping; or params, grads and moving, before there are states, if that is
+                       more */
 } tx_memory;
+
+/* Bytes that tx_memory_plan works in, where there are matrices; 0: there are none, or an argument is not legal. */
+TX_API int64_t tx_memory_room_bytes(const tx_memory_args *args);
 
 /* The memory of a training step under a strategy. In elements, where a buffer of the layout has T of them, padding
  * included, and a rank's share of it is S = T / world:
@@ -418,7 +427,12 @@ typedef struct tx_memory {
  * part of the weights that it publishes.
  *
  * moving is the weights where they are in buffers; under no_shard and optim the gradients, where there are buckets to
- * be laid out anew, if they are more; and under optim_grads_params the rest of the weights. */
+ * be laid out anew, if they are more; and under optim_grads_params the rest of the weights.
+ *
+ * products are, of each dtype that matrices are multiplied in, the largest of them, twice where one is not multiplied
+ * where its momentum lies (it travels in another dtype, or does not begin at a cache line), and four squares of the
+ * largest smaller dimension; on one rank also the largest parameter as it travels. stepping is nothing on one rank,
+ * all matrices as they travel under no_shard, and else that of the rank that holds most (tx_muon_exchange_peak). */
 TX_API tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 /* The step of matrices that are cut over ranks (tx_muon_exchange): who does what when, and what it takes. */
 #include "csrc/core/hash.h"
+#include "csrc/core/muon_memory.h"
 #include "csrc/core/status.h"
 #include "csrc/torch_ext_advanced.h"
 
@@ -156,13 +157,13 @@ static tx_status check(const tx_muon_exchange_args *args, tx_error *error) {
   return TX_OK;
 }
 
-static int64_t bytes_of(const tx_muon_exchange_args *args) {
+int64_t tx_muon_exchange_room(const tx_muon_exchange_args *args) {
   const int64_t numbers = args->n + args->world + 1 + args->n_params;
   return (int64_t)sizeof(tx_muon_exchange) + numbers * (int64_t)sizeof(int64_t) + (args->n_params + 3) / 4 * 8;
 }
 
 int64_t tx_muon_exchange_bytes(const tx_muon_exchange_args *args) {
-  return check(args, NULL) == TX_OK ? bytes_of(args) : 0;
+  return check(args, NULL) == TX_OK ? tx_muon_exchange_room(args) : 0;
 }
 
 /* Matrices by their owners, the number of rounds, and the last one of each parameter. */

@@ -68,7 +68,7 @@ TEST(MuonSimulation, LargeWorlds) {
         }
       }
       Coverage coverage;
-      EXPECT_EQ(Run(spec, &coverage), "") << world;
+      EXPECT_EQ(muon_world::Run(spec, &coverage), "") << world;
       EXPECT_EQ(coverage.multiplied, static_cast<int64_t>(spec.params.size()));
     }
   }
