@@ -49,7 +49,7 @@ class CutRun:
         self._own: dict[int, Tensor] = {}  # bytes of this rank's matrix
         self._going: dict[int, tuple[_Transfer, _Transfer]] = {}  # updates, and how the products went
         self._outcome = _MADE  # of the last products
-        self._error: Exception | None = None  # this rank's first
+        self._error: tuple[str, Exception] | None = None  # this rank's first, and of which parameter
 
     def run(self) -> None:
         """RuntimeError on every rank, naming the first parameter of which an owner's products were not finite or could
@@ -58,7 +58,8 @@ class CutRun:
             _DO[action.kind](self, action)
         failed = self._exchange.failed()
         if self._error is not None:
-            raise self._error
+            name, error = self._error
+            raise type(error)(f"{name}: {error}; its weights are as they were") from error
         if failed is not None:
             raise RuntimeError(f"{failed.member.name}: {self._why}; its weights are as they were")
 
@@ -82,13 +83,12 @@ class CutRun:
         one = self._exchange.own(action.round)
         assert one is not None
         try:
-            with one.member.named():
-                momentum = self._own[action.round].view(one.member.travels)
-                self._products.orthogonalise(one.member, one.matrix, momentum)
+            momentum = self._own[action.round].view(one.member.travels)
+            self._products.orthogonalise(one.member, one.matrix, momentum)
         except NonFiniteProducts:
             self._outcome = _NON_FINITE
-        except (RuntimeError, MemoryError) as error:  # the others wait for this rank
-            self._outcome, self._error = _NOT_MADE, self._error or error
+        except (RuntimeError, MemoryError) as error:  # raised at the end: the others wait for this rank
+            self._outcome, self._error = _NOT_MADE, self._error or (one.member.name, error)
 
     def _scatter(self, action: Action) -> None:
         """Starts the way of this rank's update to all who have parts of it."""
@@ -96,7 +96,7 @@ class CutRun:
         update = self._started("updates", self._own.pop(action.round), go, come)
         group, outcome = self._exchange.owners.group, torch.tensor([self._outcome], dtype=torch.uint8)
         outcomes = torch.empty(group.size(), dtype=torch.uint8)
-        call = group_calls.all_gather_into_tensor(outcomes, outcome, group, "step(): how Muon's products went")
+        call = group_calls.all_gather(list(outcomes.split(1)), outcome, group, "step(): how Muon's products went")
         self._going[action.round] = update, _Transfer(call, outcomes, outcome)
         self._outcome = _MADE
 
