@@ -68,8 +68,13 @@ TEST(MuonSimulation, LargeWorlds) {
         }
       }
       Coverage coverage;
+      int64_t elements = 0;
+      for (const Param &p : spec.params)
+        elements += p.ends.back();
       EXPECT_EQ(muon_world::Run(spec, &coverage), "") << world;
       EXPECT_EQ(coverage.multiplied, static_cast<int64_t>(spec.params.size()));
+      EXPECT_LE(coverage.sent, 4 * elements) << "2 bytes to the owner and 2 back";
+      EXPECT_GE(coverage.sent, 3 * elements) << "all but the owner's own part";
     }
   }
 }

@@ -300,8 +300,10 @@ class World {
         Wrong("ranks are in different collectives: ", other->kind, " of round ", other->round, " and ", given.kind,
               " of round ", given.round);
     }
-    here->of[static_cast<size_t>(rank->args.rank)] = std::move(given);
+    for (int64_t r = 0; r < spec_.world; r++)
+      coverage_->sent += r == rank->args.rank ? 0 : given.go[static_cast<size_t>(r)];
     Hold(rank, holds);
+    here->of[static_cast<size_t>(rank->args.rank)] = std::move(given);
     return {rank->started++, 0, holds};
   }
 

@@ -46,6 +46,7 @@ std::string Text(const Spec &spec);
 struct Coverage {
   std::array<int64_t, 9> actions{};  // [tx_muon_do]
   int64_t programs = 0, whole = 0, refused = 0, with_lost = 0, with_failed = 0, multiplied = 0, stepped = 0;
+  int64_t sent = 0;  // bytes to other ranks
 };
 
 // Runs it. Returns what was wrong, or "".

@@ -9,7 +9,7 @@ all of its matrices came back on all ranks, so that one whose products failed is
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class CutRun:
         self._coming: dict[int, _Transfer] = {}  # by round
         self._own: dict[int, Tensor] = {}  # bytes of this rank's matrix
         self._going: dict[int, tuple[_Transfer, _Transfer]] = {}  # updates, and how the products went
+        self._bytes: Any = {"dtype": torch.uint8, "device": exchange.members[0].device}
         self._outcome = _MADE  # of the last products
         self._error: tuple[str, Exception] | None = None  # this rank's first, and of which parameter
 
@@ -66,7 +67,7 @@ class CutRun:
     def _make(self, action: Action) -> None:
         member = self._exchange.members[action.param]
         with member.named():
-            into = torch.empty(member.weight.numel(), dtype=member.travels)
+            into = torch.empty(member.weight.numel(), dtype=member.travels, device=member.device)
             self._momenta[member] = member.momentum(self._grads[member], self._scalars, into)
 
     def _gather(self, action: Action) -> None:
@@ -94,8 +95,8 @@ class CutRun:
         """Starts the way of this rank's update to all who have parts of it."""
         come, go = self._exchange.sizes(action.round)
         update = self._started("updates", self._own.pop(action.round), go, come)
-        group, outcome = self._exchange.owners.group, torch.tensor([self._outcome], dtype=torch.uint8)
-        outcomes = torch.empty(group.size(), dtype=torch.uint8)
+        group, outcome = self._exchange.owners.group, torch.tensor([self._outcome], **self._bytes)
+        outcomes = torch.empty(group.size(), **self._bytes)
         call = group_calls.all_gather(list(outcomes.split(1)), outcome, group, "step(): how Muon's products went")
         self._going[action.round] = update, _Transfer(call, outcomes, outcome)
         self._outcome = _MADE
@@ -119,13 +120,13 @@ class CutRun:
         member = self._exchange.members[action.param]
         update = self._momenta.pop(member, None)
         with member.named():  # one of which this rank has nothing counts the step
-            member.update(torch.empty(0, dtype=member.travels) if update is None else update, self._scalars)
+            member.update(member.weight.new_empty(0, dtype=member.travels) if update is None else update, self._scalars)
 
     def _discard(self, action: Action) -> None:
         self._momenta.pop(self._exchange.members[action.param], None)
 
     def _started(self, what: str, sent: Tensor, come: list[int], go: list[int]) -> _Transfer:
-        into = torch.empty(sum(come), dtype=torch.uint8)
+        into = torch.empty(sum(come), **self._bytes)
         label = f"step(): {what} of Muon's matrices"
         group = self._exchange.owners.group
         return _Transfer(group_calls.all_to_all_single(into, sent, group, label, (come, go)), into, sent)
@@ -133,7 +134,7 @@ class CutRun:
     def _part(self, one: CutMatrix) -> Tensor:
         """This rank's bytes of a matrix: of its momentum, then of its update."""
         if one.own.start == one.own.stop:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, **self._bytes)
         return self._momenta[one.member][one.own].view(torch.uint8)
 
 

@@ -70,6 +70,10 @@ class MatrixMember:
         return self.state.name
 
     @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
     def largest(self) -> Matrix:
         return max(self.matrices, key=lambda m: m.numel)
 

@@ -68,7 +68,7 @@ class MatrixStep:
         stats, first_bad = grads_stats.of(self._in_order(grads), grads[0].device)
         first = int(first_bad) if int(stats[grads_stats.NONFINITE]) else grads_stats.NOBODY
         for group in dict.fromkeys(m.sharing.group for m in self._members if m.sharing and m.sharing.runs is not None):
-            first = agreed_smallest(first, group, "whether gradients are finite")
+            first = agreed_smallest(first, group, "whether gradients are finite", self._members[0].device)
         if first != grads_stats.NOBODY:
             raise RuntimeError(
                 f"the gradient of {self._members[first].name} is not finite: one such element makes a whole matrix of "
@@ -91,6 +91,7 @@ class MatrixStep:
         skipped = found_inf.numel() > 0 and float(found_inf) != 0
         if on_external_write == "error":
             masters.refuse_modified([m.state for m in self._members if m.state.kinds.master])
+        sharing.refuse_left_behind([m.state for m in self._members])
         self._check_groups()
         self._products.reserve(self._members)
         self._make_plans()
@@ -118,9 +119,12 @@ class MatrixStep:
                 "ns_dtype=None measures the processor's rates, and ranks that are not known to this optimizer may "
                 "measure others: ns_dtype=torch.float32 or torch.bfloat16 is legal here"
             )
-        code = list(hyper.NS_DTYPES).index(product_rate.faster_dtype(self._members[0].weight.device))
+        device = self._members[0].device
+        if device.type != "cpu":
+            return "bfloat16"  # all GPUs that there are kernels for multiply it several times as fast
+        code = list(hyper.NS_DTYPES).index(product_rate.faster_dtype(device))
         for group in self._groups:
-            code = agreed_smallest(code, group, "the dtype of Muon's products")
+            code = agreed_smallest(code, group, "the dtype of Muon's products", device)
         return list(hyper.NS_DTYPES)[code]
 
     def _make_plans(self) -> None:
@@ -141,7 +145,7 @@ class MatrixStep:
         key = (group, *sizes, *ids)
         if key not in self._agreed:
             matrices = [CMatrix.of(i, one, m.travels, m.ns_dtype) for i, m in enumerate(members) for one in m.matrices]
-            self._agreed[key] = Owners(sizes, matrices, ids, group)
+            self._agreed[key] = Owners(sizes, matrices, ids, group, members[0].device)
         return self._agreed[key]
 
 

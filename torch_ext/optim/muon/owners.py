@@ -49,10 +49,11 @@ class Owners:
         matrices: Sequence[CMatrix],
         ids: Sequence[int],
         group: torch.distributed.ProcessGroup,
+        device: torch.device,
     ) -> None:
-        """Of each matrix: its operations, what it is, and its parameter's id. Collective: RuntimeError on every rank
-        where they differ."""
-        self.group, self.rank = group, group.rank()
+        """Of each matrix: its operations, what it is, and its parameter's id. device: of what the group sends.
+        Collective: RuntimeError on every rank where they differ."""
+        self.group, self.rank, self._device = group, group.rank(), device
         self.of, plan = planned(sizes, group.size())
         """The rank in the group, by matrix."""
         n, int64, pointer = len(matrices), ctypes.c_int64, ctypes.c_void_p
@@ -62,7 +63,7 @@ class Owners:
         )
 
     def _refuse_differing(self, fingerprint: int) -> None:
-        mine = torch.tensor([fingerprint, len(self.of)])
+        mine = torch.tensor([fingerprint, len(self.of)], device=self._device)
         rows = [torch.empty_like(mine) for _ in range(self.group.size())]
         group_calls.all_gather(rows, mine, self.group, _CALL).wait()
         ranks = torch.distributed.get_process_group_ranks(self.group)
@@ -79,8 +80,8 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def agreed_smallest(number: int, group: torch.distributed.ProcessGroup, what: str) -> int:
-    """The smallest of the ranks' numbers. Collective."""
-    least = torch.tensor([number])
+def agreed_smallest(number: int, group: torch.distributed.ProcessGroup, what: str, device: torch.device) -> int:
+    """The smallest of the ranks' numbers. device: of what the group sends. Collective."""
+    least = torch.tensor([number], device=device)
     group_calls.all_reduce(least, group, f"step(): {what}", torch.distributed.ReduceOp.MIN)
     return int(least)

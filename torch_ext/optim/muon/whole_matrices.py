@@ -7,7 +7,6 @@ soon as they are made, so that updates travel beside the products of others; mom
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from torch_ext.comm import group_calls
@@ -59,7 +58,7 @@ class ReplicatedRun:
         """Momentum, the products of those that are this rank's, and the broadcasts. first: the number of its first
         matrix."""
         with member.named():
-            update = member.momentum(grad, self._scalars, torch.empty(grad.numel(), dtype=member.travels))
+            update = member.momentum(grad, self._scalars, grad.new_empty(grad.numel(), dtype=member.travels))
             calls = []
             for number, m in enumerate(member.matrices, first):
                 part = update[m.begin : m.begin + m.numel]
