@@ -240,13 +240,107 @@ TX_API int64_t tx_coalesce_cuts(int64_t bytes, int64_t world, double link_gbps, 
  * then. wire_bytes, sum_bytes: of a bucket as it is sent, and as its sum would be gathered. */
 TX_API int32_t tx_trades(int64_t world, int64_t wire_bytes, int64_t sum_bytes);
 
+/* -- matrices of Muon that are cut over ranks -------------------------------------------------------------------- */
+
+typedef struct tx_muon_matrix {
+  int64_t param; /* its parameter's number; a parameter's matrices follow each other */
+  int64_t begin; /* its first element in the parameter */
+  int64_t rows;
+  int64_t columns;
+  int32_t owner;    /* the rank that orthogonalises it (tx_plan_owners) */
+  int32_t travels;  /* F32 or BF16: of its momentum on the way to the owner, and of its update; one of a parameter */
+  int32_t products; /* F32 or BF16: that it is multiplied in */
+  int32_t reserved;
+} tx_muon_matrix;
+
+/* Elements [begin, end) of a parameter. */
+typedef struct tx_muon_run {
+  int64_t begin;
+  int64_t end;
+} tx_muon_run;
+
+typedef struct tx_muon_exchange_args {
+  uint64_t size;
+  int64_t n;
+  const tx_muon_matrix *matrices; /* n, of parameters that have elements, in the order in which they are stepped */
+  int64_t n_params;
+  const tx_muon_run *runs; /* n_params times world: what each rank has of each parameter */
+  int64_t world;
+  int64_t rank;
+} tx_muon_exchange_args;
+#define TX_MUON_EXCHANGE_ARGS_INIT \
+  { .size = sizeof(tx_muon_exchange_args), .world = 1 }
+
+/* What the caller is to do. */
+typedef enum tx_muon_do {
+  TX_MUON_DONE = 0,
+  TX_MUON_MOMENTUM = 1, /* of parameter `param`: the pass over this rank's elements, into memory of its own */
+  TX_MUON_GATHER = 2,   /* round: starts the way of all ranks' parts of the momentum to the owners */
+  TX_MUON_RECEIVE = 3,  /* round: waits for it; what was sent may go */
+  TX_MUON_MULTIPLY = 4, /* round: orthogonalises this rank's matrix where it was received */
+  TX_MUON_SCATTER = 5,  /* round: starts the way back, and that of a byte of each rank to all: whether that failed */
+  TX_MUON_INSTALL = 6,  /* round: waits for both, tells of what failed (tx_muon_exchange_fail), and puts the parts of
+                           the updates where the momentum was; what was sent and received may go */
+  TX_MUON_UPDATE = 7,   /* of parameter `param`: the pass over its weights; its memory may go */
+  TX_MUON_DISCARD = 8   /* of parameter `param`, one of whose matrices failed: its memory may go */
+} tx_muon_do;
+
+typedef struct tx_muon_action {
+  int32_t kind; /* tx_muon_do */
+  int32_t reserved;
+  int64_t param;
+  int64_t round;
+} tx_muon_action;
+
+typedef struct tx_muon_exchange tx_muon_exchange;
+
+/* The step of matrices that are cut over a group of ranks: what each rank does, in which order, as a machine without
+ * I/O. Rounds: in round k each rank orthogonalises one matrix at most, the k-th of those that it owns. An all-to-all
+ * brings it the ranks' parts, in their order, which is that of the elements; another one takes the parts of the updates
+ * back. Round k + 1's momentum travels beside round k's products, and so do round k - 1's updates. A parameter is
+ * stepped when all of its matrices came back, on the same number of rounds on all ranks, and if none of them failed:
+ * as a whole, or not at all.
+ *
+ * memory: tx_muon_exchange_bytes(args) bytes (0: args are not legal, and tx_muon_exchange_init says why), at a multiple
+ * of 8, the caller's; args' arrays must outlive it. */
+TX_API int64_t tx_muon_exchange_bytes(const tx_muon_exchange_args *args);
+TX_API tx_status tx_muon_exchange_init(void *memory, const tx_muon_exchange_args *args, tx_muon_exchange **exchange,
+                                       tx_error *error);
+
+/* The next action, when the last one was done. Not TX_MUON_DONE: returns 1. */
+TX_API int32_t tx_muon_exchange_next(tx_muon_exchange *exchange, tx_muon_action *action);
+
+/* The matrix that a rank orthogonalises in a round; -1: none. */
+TX_API int64_t tx_muon_exchange_matrix(const tx_muon_exchange *exchange, int64_t round, int64_t rank);
+
+/* What a rank has of a matrix, in elements of the parameter; begin == end: nothing. */
+TX_API tx_muon_run tx_muon_exchange_part(const tx_muon_exchange *exchange, int64_t matrix, int64_t rank);
+
+/* Bytes of a round's all-to-all. come: world entries, of this rank's matrix from each rank; go: of the other ranks'
+ * matrices to each. The way back has them the other way round. */
+TX_API void tx_muon_exchange_sizes(const tx_muon_exchange *exchange, int64_t round, int64_t *come, int64_t *go);
+
+/* At TX_MUON_INSTALL, of each matrix of the round whose products were not finite, or whose owner could not make them,
+ * on all ranks alike: its parameter is not stepped. */
+TX_API void tx_muon_exchange_fail(tx_muon_exchange *exchange, int64_t matrix);
+
+/* A number of a plan and of what it is of, for ranks to compare before the first message. plan: of tx_plan_owners. ids:
+ * n, of the matrices' parameters (tx_param_id). */
+TX_API int64_t tx_muon_fingerprint(int64_t plan, int64_t n, const tx_muon_matrix *matrices, const int64_t *ids);
+
+/* The first matrix that failed, the same on all ranks at TX_MUON_DONE; -1: none. */
+TX_API int64_t tx_muon_exchange_failed(const tx_muon_exchange *exchange);
+
+/* The most bytes that the caller holds at a time if it does what is said above. */
+TX_API int64_t tx_muon_exchange_peak(const tx_muon_exchange_args *args, void *memory);
+
 /* -- memory (bytes per rank) ------------------------------------------------------------------------------------ */
 
 /* What the optimizer keeps per element of a parameter. */
 typedef struct tx_memory_state {
-  int32_t exp_avg_dtype; /* F32, BF16; F16 and U8 with a scale byte per TX_BLOCK elements */
-  int32_t exp_avg_sq_dtype;
-  int32_t master_dtype; /* TX_NONE: the weights are their own masters; F32; I16: remainders */
+  int32_t exp_avg_dtype;    /* F32, BF16; F16 and U8 with a scale byte per TX_BLOCK elements */
+  int32_t exp_avg_sq_dtype; /* likewise; TX_NONE: a matrix of Muon's, whose momentum is exp_avg */
+  int32_t master_dtype;     /* TX_NONE: the weights are their own masters; F32; I16: remainders */
   int32_t reserved;
 } tx_memory_state;
 
@@ -281,6 +375,9 @@ typedef struct tx_memory_args {
   int32_t ema_lows;     /* 1: with 8 bits more beside BF16 (tx_adamw_args.ema_lows) */
   int32_t publishes;    /* 1: steps note what they change (changed, moved), beside checksums of it */
   int32_t distances;    /* 1: and how far, of weights in 16 bits (tx_adamw_args.distances) */
+  int64_t n_matrices;
+  const tx_muon_matrix *matrices; /* of Muon's, in the order in which they are stepped; their params are the layout's */
+  void *room;                     /* tx_memory_room_bytes, at a multiple of 8; NULL: there are no matrices */
 } tx_memory_args;
 #define TX_MEMORY_ARGS_INIT \
   { .size = sizeof(tx_memory_args), .in_flight = 1 }
@@ -301,9 +398,15 @@ typedef struct tx_memory {
   int64_t emas;      /* averages */
   int64_t changes; /* what a publisher of weights keeps: a bit for each weight, a bound for TX_BLOCK of them, a checksum
                       for TX_CHECKSUM, and where it is asked for a distance each (tx_delta_run) */
-  int64_t total;   /* of all but transient and moving */
-  int64_t peak;    /* total + transient; or params, grads and moving, before there are states, if that is more */
+  int64_t products; /* in which Muon's matrices are multiplied, kept from the first step on */
+  int64_t stepping; /* momentum and updates of Muon's on their way, in a step, at most */
+  int64_t total;    /* of all but transient, stepping and moving */
+  int64_t peak;     /* total + transient or stepping; or params, grads and moving, before there are states, if that is
+                       more */
 } tx_memory;
+
+/* Bytes that tx_memory_plan works in, where there are matrices; 0: there are none, or an argument is not legal. */
+TX_API int64_t tx_memory_room_bytes(const tx_memory_args *args);
 
 /* The memory of a training step under a strategy. In elements, where a buffer of the layout has T of them, padding
  * included, and a rank's share of it is S = T / world:
@@ -335,7 +438,12 @@ typedef struct tx_memory {
  * part of the weights that it publishes.
  *
  * moving is the weights where they are in buffers; under no_shard and optim the gradients, where there are buckets to
- * be laid out anew, if they are more; and under optim_grads_params the rest of the weights. */
+ * be laid out anew, if they are more; and under optim_grads_params the rest of the weights.
+ *
+ * products are, of each dtype that matrices are multiplied in, the largest of them, twice where one is not multiplied
+ * where its momentum lies (it travels in another dtype, or does not begin at a cache line), and four squares of the
+ * largest smaller dimension; on one rank also the largest parameter as it travels. stepping is nothing on one rank,
+ * all matrices as they travel under no_shard, and else that of the rank that holds most (tx_muon_exchange_peak). */
 TX_API tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------

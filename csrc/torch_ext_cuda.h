@@ -64,8 +64,9 @@ TX_API tx_status tx_cuda_check_device(int32_t device, tx_error *error);
  * which could end a capture of somebody else's while they are not relaxed. No context is made. */
 TX_API tx_status tx_cuda_exchange_capture_mode(int32_t *mode, tx_error *error);
 
-/* Bytes of workspace for n tensors, which are needed where masters have checksums: any by tx_cuda_adamw with
- * TX_EXTERNAL_CHECK, fp32 ones by tx_cuda_master_checksum (unless it renews). No other call needs any. */
+/* Bytes of workspace for n tensors, which are needed where masters have checksums: any by tx_cuda_adamw
+ * or tx_cuda_muon_update with TX_EXTERNAL_CHECK, fp32 ones by tx_cuda_master_checksum (unless it renews) and by
+ * tx_cuda_muon_update with TX_EXTERNAL_RESYNC. No other call needs any. */
 TX_API int64_t tx_cuda_workspace(int64_t n);
 
 /* The operators; see torch_ext.h. In a stream that is being captured, host values that change from step to step would
@@ -94,6 +95,10 @@ TX_API tx_status tx_cuda_master_resync(int64_t n, const tx_tensor *params, const
 TX_API tx_status tx_cuda_master_checksum(int64_t n, const tx_tensor *params, const tx_tensor *masters,
                                          const tx_tensor *checksums, int32_t mode, tx_tensor stale,
                                          const tx_cuda_call *call, tx_error *error);
+
+TX_API tx_status tx_cuda_muon_momentum(const tx_muon_momentum_args *args, const tx_cuda_call *call, tx_error *error);
+/* Without changed, emas and healths: TX_ERROR_UNAVAILABLE. */
+TX_API tx_status tx_cuda_muon_update(const tx_muon_update_args *args, const tx_cuda_call *call, tx_error *error);
 
 /* Copies for tx_adamw_offloaded between the host and the device, over two of its streams (cudaStream_t), one for each
  * way; slots: of all threads, >= 1. Host memory should be pinned, or copies wait. The caller lets `down` wait for what

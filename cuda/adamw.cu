@@ -1,6 +1,4 @@
 /* tx_cuda_adamw: which launches a call is. */
-#include <stdlib.h>
-
 #include "cuda/adamw_entry.h"
 #include "cuda/external_writes_notes.h"
 #include "cuda/last_block.h"
@@ -135,38 +133,15 @@ tx_status step_all(const tx_cuda_scope *scope, const tx_adamw_args *a, bool samp
   return TX_OK;
 }
 
-/* TX_EXTERNAL_CHECK: looks at everything, waits and says what was found. */
-tx_status check(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_external_lists &lists,
-                const tx_cuda_call *call, tx_error *error) {
-  tx_external_notes notes;
-  const size_t bytes = (size_t)a->n * sizeof(int64_t);
-  TX_FORWARD(tx_external_notes_begin(scope, call, a->n, &notes, error));
-  TX_FORWARD(tx_external_look_at_samples(scope, lists, &notes, TX_CHECKSUM_CHECK, error));
-  TX_FORWARD(
-      tx_resync_masters(scope, a->n, a->params, a->masters, TX_RESYNC_COUNT, notes.suspect, notes.counts, 1, error));
-  TX_FORWARD(tx_external_look_at_remainders(scope, lists, notes.counts, TX_CHECKSUM_CHECK, error));
-  int64_t *const counts = (int64_t *)malloc(bytes);
-  if (!counts) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to look at %lld params", (long long)a->n);
-  tx_status status = tx_cuda_answered(
-      cudaMemcpyAsync(counts, notes.counts, bytes, cudaMemcpyDeviceToHost, scope->stream), "copying counts", error);
-  if (status == TX_OK) status = tx_cuda_answered(cudaStreamSynchronize(scope->stream), "waiting for counts", error);
-  for (int64_t i = 0; status == TX_OK && i < a->n; i++)
-    if (counts[i]) status = tx_fail_written(i, counts[i], error);
-  free(counts);
-  return status;
-}
-
 tx_status run(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_cuda_call *call, tx_error *error) {
   const tx_external_lists lists = {a->n, a->params, a->masters, a->checksums};
-  const bool samples = tx_external_has_any(lists, TX_F32), all = tx_external_has_any(lists, TX_I16);
+  const bool samples = tx_external_has_any(lists, TX_F32);
   if (a->on_external_write == TX_EXTERNAL_CHECK) {
     if (scope->capturing)
       return tx_fail(error, TX_ERROR_BAD_STATE,
                      "on_external_write is 2 (check), which waits for the device, and the stream is being captured; 0 "
                      "(ignore) and 1 (resync) are legal there");
-    if (!samples && !all) return TX_OK;
-    TX_FORWARD(tx_external_check_workspace(call, a->n, "on_external_write = 2 (check)", error));
-    return check(scope, a, lists, call, error);
+    return tx_external_refuse_written(scope, lists, call, error);
   }
   if (scope->capturing && !a->lrs)
     return tx_fail(error, TX_ERROR_BAD_STATE,

@@ -1,4 +1,6 @@
 /* tx_cuda_master_checksum, and looking at checksums for a step. */
+#include <stdlib.h>
+
 #include "cuda/external_writes_notes.h"
 #include "cuda/last_block.h"
 #include "cuda/warp_checksum.h"
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) look_at_remainders(const __g
 }
 
 tx_status look(const tx_cuda_scope *scope, void (*kernel)(table), const tx_external_lists &lists,
-               unsigned long long *notes, tx_dtype master, int32_t mode, tx_error *error) {
+               unsigned long long *notes, int32_t each, tx_dtype master, int32_t mode, tx_error *error) {
   table t;
   const int64_t tile = master == TX_F32 ? TX_SAMPLED : TX_CHECKSUM;
   t.common = common{notes, mode, 0};
@@ -79,7 +81,7 @@ tx_status look(const tx_cuda_scope *scope, void (*kernel)(table), const tx_exter
                      param.data,
                      lists.masters[i].data,
                      lists.checksums[i].data,
-                     i,
+                     each ? i : 0,
                      (uint8_t)tx_alignment_of(param.data),
                      (uint8_t)tx_alignment_of(lists.masters[i].data)};
     if (tx_table_add(&t, e)) continue;
@@ -123,18 +125,16 @@ tx_status tx_external_notes_begin(const tx_cuda_scope *scope, const tx_cuda_call
 
 tx_status tx_external_look_at_samples(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                       const tx_external_notes *notes, int32_t mode, tx_error *error) {
-  return look(scope, look_at_samples, lists, notes ? notes->suspect : NULL, TX_F32, mode, error);
+  return look(scope, look_at_samples, lists, notes ? notes->suspect : NULL, 1, TX_F32, mode, error);
 }
 
 tx_status tx_external_look_at_remainders(const tx_cuda_scope *scope, const tx_external_lists &lists,
-                                         unsigned long long *counts, int32_t mode, tx_error *error) {
-  return look(scope, look_at_remainders, lists, counts, TX_I16, mode, error);
+                                         unsigned long long *counts, int32_t each, int32_t mode, tx_error *error) {
+  return look(scope, look_at_remainders, lists, counts, each, TX_I16, mode, error);
 }
 
-namespace {
-
-tx_status checksum(const tx_cuda_scope *scope, const tx_external_lists &lists, int32_t mode, unsigned long long *stale,
-                   const tx_cuda_call *call, tx_error *error) {
+tx_status tx_external_checksum(const tx_cuda_scope *scope, const tx_external_lists &lists, int32_t mode,
+                               unsigned long long *stale, int32_t each, const tx_cuda_call *call, tx_error *error) {
   if (mode == TX_CHECKSUM_RENEW) {
     TX_FORWARD(tx_external_look_at_samples(scope, lists, NULL, mode, error));
   } else if (tx_external_has_any(lists, TX_F32)) {
@@ -143,16 +143,36 @@ tx_status checksum(const tx_cuda_scope *scope, const tx_external_lists &lists, i
     TX_FORWARD(tx_external_notes_begin(scope, call, lists.n, &notes, error));
     TX_FORWARD(tx_external_look_at_samples(scope, lists, &notes, mode, error));
     TX_FORWARD(tx_resync_masters(scope, lists.n, lists.params, lists.masters,
-                                 mode == TX_CHECKSUM_CHECK ? TX_RESYNC_COUNT : TX_RESYNC_STALE, notes.suspect, stale, 1,
-                                 error));
+                                 mode == TX_CHECKSUM_CHECK ? TX_RESYNC_COUNT : TX_RESYNC_STALE, notes.suspect, stale,
+                                 each, error));
     /* Those that agree become what they are. */
     if (mode == TX_CHECKSUM_RESYNC)
       TX_FORWARD(tx_external_look_at_samples(scope, lists, NULL, TX_CHECKSUM_RENEW, error));
   }
-  return tx_external_look_at_remainders(scope, lists, stale, mode, error);
+  return tx_external_look_at_remainders(scope, lists, stale, each, mode, error);
 }
 
-}  // namespace
+tx_status tx_external_refuse_written(const tx_cuda_scope *scope, const tx_external_lists &lists,
+                                     const tx_cuda_call *call, tx_error *error) {
+  tx_external_notes notes;
+  const size_t bytes = (size_t)lists.n * sizeof(int64_t);
+  if (!tx_external_has_any(lists, TX_F32) && !tx_external_has_any(lists, TX_I16)) return TX_OK;
+  TX_FORWARD(tx_external_check_workspace(call, lists.n, "on_external_write = 2 (check)", error));
+  TX_FORWARD(tx_external_notes_begin(scope, call, lists.n, &notes, error));
+  TX_FORWARD(tx_external_look_at_samples(scope, lists, &notes, TX_CHECKSUM_CHECK, error));
+  TX_FORWARD(tx_resync_masters(scope, lists.n, lists.params, lists.masters, TX_RESYNC_COUNT, notes.suspect,
+                               notes.counts, 1, error));
+  TX_FORWARD(tx_external_look_at_remainders(scope, lists, notes.counts, 1, TX_CHECKSUM_CHECK, error));
+  int64_t *const counts = (int64_t *)malloc(bytes);
+  if (!counts) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to look at %lld params", (long long)lists.n);
+  tx_status status = tx_cuda_answered(
+      cudaMemcpyAsync(counts, notes.counts, bytes, cudaMemcpyDeviceToHost, scope->stream), "copying counts", error);
+  if (status == TX_OK) status = tx_cuda_answered(cudaStreamSynchronize(scope->stream), "waiting for counts", error);
+  for (int64_t i = 0; status == TX_OK && i < lists.n; i++)
+    if (counts[i]) status = tx_fail_written(i, counts[i], error);
+  free(counts);
+  return status;
+}
 
 tx_status tx_cuda_master_checksum(int64_t n, const tx_tensor *params, const tx_tensor *masters,
                                   const tx_tensor *checksums, int32_t mode, tx_tensor stale, const tx_cuda_call *call,
@@ -163,5 +183,5 @@ tx_status tx_cuda_master_checksum(int64_t n, const tx_tensor *params, const tx_t
   TX_FORWARD(tx_cuda_check_counter("stale", stale, error));
   TX_FORWARD(tx_cuda_enter(call, &scope, error));
   unsigned long long *const counts = stale.numel ? (unsigned long long *)stale.data : NULL;
-  return tx_cuda_leave(&scope, checksum(&scope, lists, mode, counts, call, error));
+  return tx_cuda_leave(&scope, tx_external_checksum(&scope, lists, mode, counts, 1, call, error));
 }

@@ -32,14 +32,23 @@ bool tx_external_has_any(const tx_external_lists &lists, tx_dtype master);
  * become theirs. */
 tx_status tx_external_look_at_samples(const tx_cuda_scope *scope, const tx_external_lists &lists,
                                       const tx_external_notes *notes, int32_t mode, tx_error *error);
-/* Checksums beside remainders. counts: int64 [n], added to; NULL: nobody counts. */
+/* Checksums beside remainders. counts: int64, added to: of each parameter [n], or (each = 0) of all together; NULL:
+ * nobody counts. */
 tx_status tx_external_look_at_remainders(const tx_cuda_scope *scope, const tx_external_lists &lists,
-                                         unsigned long long *counts, int32_t mode, tx_error *error);
+                                         unsigned long long *counts, int32_t each, int32_t mode, tx_error *error);
 
 /* tx_master_resync's pass. suspect: [n], parameters where it is 0 are passed over; NULL: none is. counts: of each
  * parameter [n], or (each = 0) of all together; NULL: nobody counts. */
 tx_status tx_resync_masters(const tx_cuda_scope *scope, int64_t n, const tx_tensor *params, const tx_tensor *masters,
                             int32_t mode, const unsigned long long *suspect, unsigned long long *counts, int32_t each,
                             tx_error *error);
+
+/* tx_master_checksum's work. stale, each: as counts, each above. */
+tx_status tx_external_checksum(const tx_cuda_scope *scope, const tx_external_lists &lists, int32_t mode,
+                               unsigned long long *stale, int32_t each, const tx_cuda_call *call, tx_error *error);
+
+/* TX_EXTERNAL_CHECK: looks at everything, waits and says what was found. Not in a stream that is being captured. */
+tx_status tx_external_refuse_written(const tx_cuda_scope *scope, const tx_external_lists &lists,
+                                     const tx_cuda_call *call, tx_error *error);
 
 #endif

@@ -2,6 +2,7 @@
 #include <inttypes.h>
 
 #include "csrc/core/dtype.h"
+#include "csrc/core/muon_memory.h"
 #include "csrc/core/status.h"
 #include "csrc/torch_ext_advanced.h"
 
@@ -34,7 +35,7 @@ static int is_moment(int32_t dtype) {
 
 static tx_status check_state(const tx_memory_args *args, int64_t i, tx_error *error) {
   const tx_memory_state *state = &args->states[i];
-  if (!is_moment(state->exp_avg_dtype) || !is_moment(state->exp_avg_sq_dtype)) {
+  if (!is_moment(state->exp_avg_dtype) || (!is_moment(state->exp_avg_sq_dtype) && state->exp_avg_sq_dtype != TX_NONE)) {
     return tx_fail(error, TX_ERROR_DTYPE,
                    "memory: states[%" PRId64 "] has moments in %s and %s; legal: fp32, bf16, fp16, uint8", i,
                    tx_dtype_name((tx_dtype)state->exp_avg_dtype), tx_dtype_name((tx_dtype)state->exp_avg_sq_dtype));
@@ -464,12 +465,13 @@ tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error
   sums.params = add(sums.params, 1, parts_of(args->frozen_bytes, world));
   sums.transient = add(transient(args), args->strategy < TX_OPTIM_GRADS, gradient);
   sums.changes = changes(args);
-  const int64_t parts[] = {sums.params, sums.grads, sums.masters, sums.moments,
-                           sums.scales, sums.steps, sums.emas,    sums.changes};
+  TX_FORWARD(tx_muon_memory(args, &sums.products, &sums.stepping, error));
+  const int64_t parts[] = {sums.params, sums.grads, sums.masters, sums.moments, sums.scales,
+                           sums.steps,  sums.emas,  sums.changes, sums.products};
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
     sums.total = add(sums.total, 1, parts[i]);
   const int64_t moment = add(add(add(sums.params, 1, sums.grads), 1, sums.steps), 1, sums.moving);
-  sums.peak = add(sums.total, 1, sums.transient);
+  sums.peak = add(sums.total, 1, sums.transient > sums.stepping ? sums.transient : sums.stepping);
   if (sums.peak < moment) sums.peak = moment;
   if (sums.peak == INT64_MAX) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "memory: more bytes than an int64 can count");

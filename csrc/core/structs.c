@@ -20,6 +20,7 @@
     POINTS_TO(tx_layout_param), POINTS_TO(tx_layout_args),                                       \
     POINTS_TO(tx_layout_place), POINTS_TO(tx_layout_bucket),                                     \
     POINTS_TO(tx_memory_state), POINTS_TO(tx_memory_unit),                                       \
+    POINTS_TO(tx_muon_matrix), POINTS_TO(tx_muon_run),                                           \
     POINTS_TO(tx_delta_param), POINTS_TO(tx_delta_run),                                          \
     default: "function")
 /* clang-format on */

@@ -56,7 +56,7 @@ static void momentum_piece(void *ctx, void *local, int64_t i, int64_t begin, int
 
 tx_status tx_muon_momentum(const tx_muon_momentum_args *args, const tx_parallel *parallel, tx_error *error) {
   TX_FORWARD(tx_check_parallel(parallel, error));
-  TX_FORWARD(tx_check_muon_momentum(args, error));
+  TX_FORWARD(tx_check_muon_momentum(args, 1, error));
   momentum_context context = {
       .args = args, .kernels = tx_kernels_selected(), .streams = leaves_caches(args->works, args->n)};
   const tx_fp_mode saved = tx_fp_enter();
@@ -164,7 +164,7 @@ static tx_status update_all(update_context *c, const tx_work_room *room, const t
 
 tx_status tx_muon_update(const tx_muon_update_args *args, const tx_parallel *parallel, tx_error *error) {
   TX_FORWARD(tx_check_parallel(parallel, error));
-  TX_FORWARD(tx_check_muon_update(args, error));
+  TX_FORWARD(tx_check_muon_update(args, 1, error));
   const size_t notice_bytes = tx_notice_bytes(args->n);
   tx_work_room room; /* before the first byte is written: nothing fails for lack of memory afterwards */
   TX_FORWARD(tx_work_room_make(&room, args->n, args->params, TX_SAMPLED, tx_threads_of(parallel),

@@ -43,13 +43,13 @@ static tx_status check_parts(int64_t n_parts, const tx_muon_part *parts, int64_t
                  (long long)part, (long long)parts[part].tensor, (long long)n);
 }
 
-static tx_status check_steps(const tx_tensor *steps, int64_t n, tx_error *error) {
+static tx_status check_steps(const tx_tensor *steps, int64_t n, int reads_values, tx_error *error) {
   for (int64_t i = 0; i < n; i++) {
     if (steps[i].numel != 1 || steps[i].dtype != TX_F32) {
       return tx_fail(error, TX_ERROR_SHAPE, "steps[%lld] is %lld elements of %s; one fp32 is legal", (long long)i,
                      (long long)steps[i].numel, tx_dtype_name(steps[i].dtype));
     }
-    TX_FORWARD(tx_check_step_value(steps[i], i, error));
+    if (reads_values) TX_FORWARD(tx_check_step_value(steps[i], i, error));
   }
   return TX_OK;
 }
@@ -90,7 +90,7 @@ static tx_status check_momentum(const tx_muon_momentum_args *a, int64_t i, tx_er
       (long long)i, (long long)scales.numel, tx_dtype_name(scales.dtype), (long long)wanted, TX_BLOCK);
 }
 
-tx_status tx_check_muon_momentum(const tx_muon_momentum_args *a, tx_error *error) {
+tx_status tx_check_muon_momentum(const tx_muon_momentum_args *a, int reads_values, tx_error *error) {
   TX_FORWARD(check_size(a ? a->size : 0, sizeof *a, "TX_MUON_MOMENTUM_ARGS_INIT", error));
   TX_FORWARD(tx_check_rounding("moment_rounding", a->moment_rounding, error));
   if (!(a->momentum >= 0.0 && a->momentum <= 1.0)) {
@@ -118,7 +118,7 @@ tx_status tx_check_muon_momentum(const tx_muon_momentum_args *a, tx_error *error
   TX_FORWARD(check_wide("works", a->works, a->n, error));
   for (int64_t i = 0; i < a->n; i++)
     TX_FORWARD(check_momentum(a, i, error));
-  TX_FORWARD(check_steps(a->steps, a->n, error));
+  TX_FORWARD(check_steps(a->steps, a->n, reads_values, error));
   TX_FORWARD(check_meta(a->meta, a->n, error));
   return tx_check_overlap(spans, n_spans, error);
 }
@@ -156,7 +156,7 @@ static tx_status check_rates(const tx_muon_update_args *a, tx_error *error) {
   return TX_OK;
 }
 
-tx_status tx_check_muon_update(const tx_muon_update_args *a, tx_error *error) {
+tx_status tx_check_muon_update(const tx_muon_update_args *a, int reads_values, tx_error *error) {
   TX_FORWARD(check_size(a ? a->size : 0, sizeof *a, "TX_MUON_UPDATE_ARGS_INIT", error));
   TX_FORWARD(tx_check_rounding("weight_rounding", a->weight_rounding, error));
   TX_FORWARD(tx_check_external("on_external_write", a->on_external_write, error));
@@ -180,7 +180,7 @@ tx_status tx_check_muon_update(const tx_muon_update_args *a, tx_error *error) {
     TX_FORWARD(check_weight(a, i, error));
     TX_FORWARD(tx_check_left_behind_of(&left, i, error));
   }
-  TX_FORWARD(check_steps(a->steps, a->n, error));
+  TX_FORWARD(check_steps(a->steps, a->n, reads_values, error));
   TX_FORWARD(check_meta(a->meta, a->n, error));
   TX_FORWARD(check_parts(a->n_parts, a->parts, a->n, a->params, error));
   TX_FORWARD(check_rates(a, error));

@@ -94,12 +94,6 @@ static tx_cuda_call call_of(const tx_target *target) {
   return call;
 }
 
-static tx_status fail_host_only(const char *operator_name, const tx_target *target, tx_error *error) {
-  return tx_fail(error, TX_ERROR_UNAVAILABLE,
-                 "%s has no kernel for GPUs yet, and got tensors on cuda:%d; tensors on the CPU are legal",
-                 operator_name, (int)target->device);
-}
-
 #define TX_ENTRY(entry, parameters, arguments)                                                 \
   static tx_status run_##entry(TX_LIST parameters, const tx_target *target, tx_error *error) { \
     const tx_cuda_call call = call_of(target);                                                 \
@@ -120,11 +114,6 @@ static tx_status fail_host_only(const char *operator_name, const tx_target *targ
     if (workspace) (void)target->abi->aoti_torch_delete_tensor_object(workspace);                   \
     let_go(guard);                                                                                  \
     return status;                                                                                  \
-  }
-#define TX_ENTRY_HOST(entry, parameters, arguments)                                            \
-  static tx_status run_##entry(TX_LIST parameters, const tx_target *target, tx_error *error) { \
-    (void)args;                                                                                \
-    return fail_host_only(#entry "_", target, error);                                          \
   }
 #include "csrc/torch/entries.def"
 

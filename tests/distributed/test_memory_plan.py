@@ -332,6 +332,20 @@ def test_plan_counts_averages_and_a_publisher(capsys: pytest.CaptureFixture[str]
     assert exact[5] == pytest.approx((9 / 64 + 1 / 512 + 1 / 2) * gib, abs=0.01) and len(exact) == 9
 
 
+def test_plan_counts_muons_matrices(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--model", f"{module}:stack", "--dtype", "bf16", "--world-size", "4", "--strategy", "no_shard", "optim"]
+    adamw, muon = plan(capsys, *size), plan(capsys, *size, "--muon", "--ns-dtype", "bfloat16")
+    assert re.search(r"scales, steps +products +total +transient +stepping +peak", muon) and "products" not in adamw
+    whole, cut = rows(muon)["no_shard"], rows(muon)["optim"]
+    mib = 1024 * 1024 / 2**20  # elements of a matrix
+    assert whole[3] == pytest.approx(rows(adamw)["no_shard"][3] / 2, abs=0.02), "one moment"
+    assert whole[5] == cut[5] == pytest.approx(5 * 2 * mib, abs=0.02), "the largest matrix, and four squares"
+    assert whole[8] == pytest.approx(8 * 2 * mib, abs=0.02), "all of them"
+    assert cut[8] < whole[8]
+    less = plan(capsys, *size, "--muon", "--adamw-params", "0", "1")
+    assert rows(less)["no_shard"][8] == pytest.approx(6 * 2 * mib, abs=0.02)
+
+
 def test_plan_counts_slots(capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--params", "64e6", "--world-size", "4", "--strategy", "optim", "--override", "bucket_size=250000"]
     of_buckets, of_slots = plan(capsys, *size), plan(capsys, *size, "--slots")
@@ -376,6 +390,9 @@ def build():
     model = torch.nn.Sequential(torch.nn.Linear(1 << 20, 1 << 10, bias=False), torch.nn.LayerNorm(1 << 10))
     model[0].requires_grad_(False)
     return model
+
+def stack():
+    return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)))
 
 class Zoo:
     frozen = staticmethod(lambda: build().requires_grad_(False))
@@ -446,6 +463,8 @@ def test_plan_leaves_out_full_sharding_where_it_refuses_the_model(
         pytest.param(["--params", "1", "--override", "exp_avg_dtyp=fp8"], "exp_avg_dtype", id="unknown key"),
         pytest.param(["--params", "1", "--override", "bucket_size=0"], "bucket_size=0 is not legal", id="bad value"),
         pytest.param(["--params", "1", "--override", "main_params_dtype=fp16"], "main_params_dtype", id="bad master"),
+        pytest.param(["--params", "1000", "--muon"], "--muon: shapes of matrices are needed", id="muon without shapes"),
+        pytest.param(["--params", "9", "--adamw-params", "head"], "--muon is missing", id="muon's word without it"),
         pytest.param(["--numels", "/nowhere/numels"], "/nowhere/numels", id="no file"),
         pytest.param(["--model", "build"], "MODULE:CALLABLE", id="no callable"),
         pytest.param(["--model", "nowhere:build"], "nowhere:build.*No module", id="no module"),

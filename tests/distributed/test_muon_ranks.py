@@ -133,6 +133,43 @@ def _products(rank: int, strategy: str) -> str:
     return found
 
 
+def _expert(rank: int, strategy: str) -> str:
+    """Products of some matrices of a stack are not finite: no rank steps any of it."""
+    theirs = torch.addmm
+
+    def broken(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
+        theirs(c, a, b, out=out, **options)
+        return out.fill_(torch.nan) if rank == 0 and out.shape == (8, 12) else out
+
+    torch.addmm = broken  # type: ignore[assignment]
+    found = _refused(*_made(strategy), _ones(), keeps="p3")
+    torch.addmm = theirs
+    return found
+
+
+def _no_memory(rank: int, strategy: str) -> str:
+    """The owner of a matrix raises; the others do not wait for it."""
+    theirs = torch.addmm
+
+    def broken(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
+        if out.shape == SHAPES[1]:
+            raise RuntimeError("no memory is left")
+        return theirs(c, a, b, out=out, **options)
+
+    torch.addmm = broken  # type: ignore[assignment]
+    found = _refused(*_made(strategy), _ones(), keeps="p1")
+    torch.addmm = theirs
+    return found
+
+
+def _same_shapes(rank: int, strategy: str) -> str:
+    """Each rank gives another one of two equal matrices to AdamW."""
+    model: Any = Given([(16, 16), (16, 16)], FP32)
+    torch_ext.parallelize(model, torch_ext.load_policy(model), strategy=strategy)
+    optimizer = torch_ext.Muon(model.named_parameters(), ns_dtype=FP32, adamw_params=f"p{rank}")
+    return _refused(model, optimizer, [torch.ones(16, 16)] * 2)
+
+
 def _in_backward(rank: int, strategy: str) -> str:
     if strategy not in ("optim", "optim_grads"):
         return ""
@@ -143,7 +180,10 @@ def _in_backward(rank: int, strategy: str) -> str:
     return _refused(model, optimizer, _ones())
 
 
-_BODIES = (_bytes, _measured, _differing, _nonfinite, _products, _in_backward)
+_BODIES = (
+    *(_bytes, _measured, _differing, _same_shapes, _nonfinite, _products, _expert, _no_memory),
+    _in_backward,
+)
 
 
 def _all_bodies(rank: int, world: int, strategy: str) -> list[Any]:
@@ -183,6 +223,22 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank(answers: Any) -> N
 def test_products_that_are_not_finite_are_named_on_every_rank(answers: Any) -> None:
     for message in answers[1][_products]:
         assert "p1" in message and "products of its Newton-Schulz iteration are not finite" in message
+
+
+def test_a_stack_is_stepped_as_a_whole_or_not_at_all(answers: Any) -> None:
+    for message in answers[1][_expert]:
+        assert "p3" in message and "its weights are as they were" in message
+
+
+def test_an_owner_that_raises_is_not_waited_for(answers: Any) -> None:
+    messages = answers[1][_no_memory]
+    assert sum("'p1': no memory is left; its weights are as they were" in message for message in messages) == 1
+    assert all("p1" in message and "its weights are as they were" in message for message in messages)
+
+
+def test_equal_shapes_of_other_parameters_are_refused(answers: Any) -> None:
+    for message in answers[1][_same_shapes]:
+        assert "of 'p0' rank 0 keeps exp_avg in fp32" in message and "must be the same on all ranks" in message
 
 
 def test_stepping_in_backward_is_refused(answers: Any) -> None:

@@ -47,7 +47,6 @@ TX_API int64_t tx_cuda_workspace(int64_t n) { return 24 * n; }
 #define TX_ENTRY_ALONE(entry, parameters, arguments) \
   TX_API tx_status tx_cuda_##entry(TX_LIST parameters, const tx_cuda_call *call, tx_error *error) { \
     note(#entry, call); return tx_##entry(TX_LIST arguments, error); }
-#define TX_ENTRY_HOST(entry, parameters, arguments)
 #include "csrc/torch/entries.def"
 /* The calling thread's part in captures. */
 static __thread int32_t capture_mode;

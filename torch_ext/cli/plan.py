@@ -13,6 +13,8 @@ from torch import nn
 from torch_ext.cli import named_function
 from torch_ext.comm.communicator import IN_FLIGHT
 from torch_ext.native import dtypes as native_dtypes
+from torch_ext.optim.muon import hyper
+from torch_ext.optim.muon.planned_matrices import MuonOptions
 from torch_ext.optim.state.state_dtypes import MASTERS, StateDtypes
 from torch_ext.parallel import bucket_plan, memory_plan
 from torch_ext.parallel.bucket_plan import BucketPlan, plan_buckets
@@ -87,6 +89,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="bits",
         choices=("bits", "exact"),
         help="with a WeightPublisher of the weights that are trained; exact: made with exact=True",
+    )
+    parser.add_argument(
+        "--muon",
+        action="store_true",
+        help="with --model: its matrices are stepped by torch_ext.Muon, everything else by AdamW",
+    )
+    parser.add_argument(
+        "--ns-dtype",
+        choices=hyper.NS_DTYPES,
+        help="with --muon: of its products; fp32, which needs more memory, unless given",
+    )
+    parser.add_argument(
+        "--adamw-params",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="with --muon: matrices that are AdamW's: names of them or of modules around them, or patterns",
     )
     parser.add_argument(
         "--override",
@@ -218,11 +238,24 @@ def _of_model(options: argparse.Namespace) -> _Asked:
     return _Asked(params, units, refusal, memory_plan.frozen_bytes(model), model, type(model).__name__)
 
 
+def _muon_of(options: argparse.Namespace, asked: _Asked) -> MuonOptions | None:
+    if not options.muon:
+        if options.ns_dtype or options.adamw_params:
+            raise ValueError("--ns-dtype and --adamw-params are of Muon's: --muon is missing")
+        return None
+    if not isinstance(asked.of_dtype, nn.Module):
+        raise ValueError("--muon: shapes of matrices are needed; --model is legal with it")
+    return MuonOptions(ns_dtype=options.ns_dtype, adamw_params=options.adamw_params, model=asked.of_dtype)
+
+
 # -- the table ----------------------------------------------------------------------------------------------------
 
 _COLUMNS = ("parameters", "gradients", "masters", "moments", "scales, steps")
-_ASKED = {"averages": "emas", "publisher": "changes"}  # columns that are there where one was asked for: parts of a plan
-_SUMS = ("total", "transient", "peak")
+_ASKED = {
+    "averages": "emas",
+    "publisher": "changes",
+    "products": "products",
+}  # columns that are there where one was asked for: parts of a plan
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -247,6 +280,7 @@ def _text(options: argparse.Namespace) -> str:
         ema_dtype=_EMA_DTYPES.get(options.ema_dtype),
         publisher=options.publisher is not None,
         exact=options.publisher == "exact",
+        muon=_muon_of(options, asked),
     )
     notes = [*_notes(asked, plans, options.slots), *_note_of_gathers(policy)]
     return "\n".join([*_facts(asked, policy, layout), "", *_table(plans), "", *notes])
@@ -272,10 +306,13 @@ def _plural(count: int, noun: str) -> str:
 def _table(plans: Sequence[MemoryPlan]) -> list[str]:
     unit, size = _unit_of(max(plan.peak for plan in plans))
     asked = {column: part for column, part in _ASKED.items() if any(getattr(plan, part) for plan in plans)}
-    rows: list[tuple[str, ...]] = [(unit, *_COLUMNS, *asked, *_SUMS)]
+    stepping = any(plan.stepping for plan in plans)
+    sums = ("total", "transient", *["stepping"] * stepping, "peak")
+    rows: list[tuple[str, ...]] = [(unit, *_COLUMNS, *asked, *sums)]
     for p in plans:
         kept = (p.params, p.grads, p.masters, p.moments, p.scales + p.steps)
-        cells = (*kept, *(getattr(p, part) for part in asked.values()), p.total, p.transient, p.peak)
+        way = (p.stepping,) if stepping else ()
+        cells = (*kept, *(getattr(p, part) for part in asked.values()), p.total, p.transient, *way, p.peak)
         rows.append((p.strategy, *(f"{cell / size:.2f}" for cell in cells)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -295,6 +332,10 @@ def _notes(asked: _Asked, plans: Sequence[MemoryPlan], slots: bool) -> Iterator[
         )
         joined = " (no_shard: or two messages of joined ones)" * ("no_shard" in of and not slots)
         yield f"transient: {how}{joined}."
+    if any(plan.products for plan in plans):
+        yield "products: in which Muon's matrices are multiplied, kept from the first step on."
+    if any(plan.stepping for plan in plans):
+        yield "stepping: momentum and updates of Muon's matrices, to their owners and back; not beside transient."
     moving = {strategy: plan.moving for strategy, plan in of.items() if plan.moving}
     if moving:
         sizes = ", ".join(f"{strategy} {_size(nbytes)}" for strategy, nbytes in moving.items())

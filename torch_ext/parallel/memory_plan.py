@@ -11,6 +11,8 @@ from torch import nn
 from torch_ext.comm.communicator import IN_FLIGHT
 from torch_ext.native import dtypes as native_dtypes
 from torch_ext.native import library, structs
+from torch_ext.optim.muon.owners import CMatrix
+from torch_ext.optim.muon.planned_matrices import MuonOptions, planned_matrices
 from torch_ext.optim.state.averaging import Averaging
 from torch_ext.optim.state.state_dtypes import EMA, EMA_PLANES, MASTERS, StateDtypes
 from torch_ext.parallel import message_plan
@@ -49,6 +51,8 @@ class MemoryPlan(NamedTuple):
     moving: int
     emas: int
     changes: int
+    products: int
+    stepping: int
     total: int
     peak: int
 
@@ -83,6 +87,7 @@ def plan_memory(
     ema_dtype: "torch.dtype | str | None" = None,
     publisher: bool = False,
     exact: bool = False,
+    muon: MuonOptions | None = None,
 ) -> list[MemoryPlan]:
     """The memory of each chosen strategy (None: of all), for the layout of `plan_buckets`, whose arguments these are.
     With the policy's link_gbps buckets that travel together are counted as they will; without, as the largest that may.
@@ -91,13 +96,19 @@ def plan_memory(
     frozen_bytes: of parameters that are not trained. slots: for buckets on GPUs, sent from slots that are kept (`Slots`
     in comm/streams.py). keep_32bit: names and patterns, as the optimizer's argument. ema_dtype: as the optimizer's
     argument, with an ema_decay; None: there is no average. publisher: a WeightPublisher is made, counted for the
-    weights that are trained; exact: with exact=True. Raises ValueError or TypeError for what is not legal.
+    weights that are trained; exact: with exact=True. muon: matrices are stepped by torch_ext.Muon with these arguments.
+    Raises ValueError or TypeError for what is not legal.
     """
     layout = CLayout(params_or_numels, policy, world_size)
     if units is None:
         units = [Unit(name, tensor.numel(), tensor.numel(), tensor.dtype) for name, tensor in layout.named]
     kept = Selection(keep_32bit, "keep_32bit").flags([t for _, t in layout.named], [n for n, _ in layout.named], True)
-    forms = [(tensor.dtype, tensor.numel(), keep) for (_, tensor), keep in zip(layout.named, kept, strict=True)]
+    matrices = None if muon is None else planned_matrices(layout.named, policy, world_size, muon)
+    of_muon = frozenset() if matrices is None else matrices.params
+    forms = [
+        (tensor.dtype, tensor.numel(), keep, i in of_muon)
+        for i, ((_, tensor), keep) in enumerate(zip(layout.named, kept, strict=True))
+    ]
     kinds = {form: _state_of(policy, *form, ema_dtype) for form in set(forms)}
     averages = Averaging.of(0.0 if ema_dtype else None, ema_dtype or torch.float32, 1)
     args = _MemoryArgs(
@@ -116,7 +127,10 @@ def plan_memory(
         publishes=publisher,
         distances=exact,
         **_ema_arguments(averages),
+        **({} if matrices is None else _matrix_arguments(matrices.rows)),
     )
+    room = _room_of(args)
+    args.room = ctypes.addressof(room)
     plan = library.function("tx_memory_plan", ctypes.POINTER(_MemoryArgs), ctypes.POINTER(_Memory))
     plans, buckets = [], plan_of(layout, world_size).buckets
     for strategy in table.strategies() if chosen is None else chosen:
@@ -144,11 +158,20 @@ def _ema_arguments(averages: Averaging) -> dict[str, int]:
     return {"ema_dtype": native_dtypes.code_of(next(iter(planes.values()))) or 0, "ema_lows": len(planes) - 1}
 
 
-def _state_of(policy: Policy, dtype: torch.dtype, numel: int, keep_32bit: bool, ema: Any) -> _MemoryState:
-    kinds = StateDtypes.of(policy, dtype, numel, keep_32bit).averaged(ema, dtype, "a parameter")
-    master = 0 if kinds.master is None else native_dtypes.code_of(MASTERS[kinds.master])
-    assert kinds.exp_avg_sq is not None  # not of Muon's
-    return _MemoryState(native_dtypes.code_of(kinds.exp_avg), native_dtypes.code_of(kinds.exp_avg_sq), master)
+def _matrix_arguments(rows: Sequence[CMatrix]) -> dict[str, Any]:
+    return {"n_matrices": len(rows), "matrices": (CMatrix * len(rows))(*rows)}
+
+
+def _room_of(args: _MemoryArgs) -> Any:
+    """What tx_memory_plan works in; kept alive by whoever keeps it."""
+    nbytes = library.function("tx_memory_room_bytes", ctypes.c_void_p, restype=ctypes.c_int64, brief=True)
+    return (ctypes.c_int64 * -(-nbytes(ctypes.byref(args)) // 8))()
+
+
+def _state_of(policy: Policy, dtype: torch.dtype, numel: int, keep_32bit: bool, matrix: bool, ema: Any) -> _MemoryState:
+    kinds = StateDtypes.of(policy, dtype, numel, keep_32bit, matrix).averaged(ema, dtype, "a parameter")
+    stored = (kinds.exp_avg, kinds.exp_avg_sq, None if kinds.master is None else MASTERS[kinds.master])
+    return _MemoryState(*(0 if one is None else native_dtypes.code_of(one) for one in stored))
 
 
 def _unit_of(policy: Policy, unit: Unit, units: Sequence[Unit]) -> _MemoryUnit:

@@ -37,6 +37,12 @@ class Piece(NamedTuple):
     end: int
 
 
+def travels_in(wire: torch.dtype | None, products: torch.dtype) -> torch.dtype:
+    """In which momentum goes to the products and the update comes back, rounded to it in every world, so that each has
+    the same bits. wire: of gradients."""
+    return torch.bfloat16 if torch.bfloat16 in (wire, products) else torch.float32
+
+
 class MatrixMember:
     """Kept from step to step."""
 
@@ -64,6 +70,10 @@ class MatrixMember:
         return self.state.name
 
     @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
     def largest(self) -> Matrix:
         return max(self.matrices, key=lambda m: m.numel)
 
@@ -79,9 +89,8 @@ class MatrixMember:
 
     @property
     def travels(self) -> torch.dtype:
-        """In which momentum goes to the products and the update comes back, rounded to it in every world, so that each
-        has the same bits."""
-        return torch.bfloat16 if torch.bfloat16 in (self._wire, self.ns_dtype) else torch.float32
+        """See `travels_in`."""
+        return travels_in(self._wire, self.ns_dtype)
 
     def iteration(self) -> newton_schulz.Iteration:
         group = self.group

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from torch_ext.grads import stats as grads_stats
 from torch_ext.optim.muon import hyper, product_rate, sharing
-from torch_ext.optim.muon.cut_matrices import CutRun, Round, cut_matrices, rounds_of
+from torch_ext.optim.muon.cut_matrices import CutRun
+from torch_ext.optim.muon.exchange import Exchange
 from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
-from torch_ext.optim.muon.owners import Owners, agreed_smallest
+from torch_ext.optim.muon.owners import CMatrix, Owners, agreed_smallest
 from torch_ext.optim.muon.products import Products
 from torch_ext.optim.muon.whole_matrices import ReplicatedRun, step_alone
 from torch_ext.optim.state import masters
@@ -27,7 +28,7 @@ class _GroupPlan(NamedTuple):
 
     owners: Owners
     first: dict[MatrixMember, int]  # the number of each parameter's first matrix
-    rounds: list[Round]  # of those that are cut
+    exchange: Exchange | None  # of those that are cut
 
 
 class MatrixStep:
@@ -67,7 +68,7 @@ class MatrixStep:
         stats, first_bad = grads_stats.of(self._in_order(grads), grads[0].device)
         first = int(first_bad) if int(stats[grads_stats.NONFINITE]) else grads_stats.NOBODY
         for group in dict.fromkeys(m.sharing.group for m in self._members if m.sharing and m.sharing.runs is not None):
-            first = agreed_smallest(first, group, "whether gradients are finite")
+            first = agreed_smallest(first, group, "whether gradients are finite", self._members[0].device)
         if first != grads_stats.NOBODY:
             raise RuntimeError(
                 f"the gradient of {self._members[first].name} is not finite: one such element makes a whole matrix of "
@@ -90,6 +91,7 @@ class MatrixStep:
         skipped = found_inf.numel() > 0 and float(found_inf) != 0
         if on_external_write == "error":
             masters.refuse_modified([m.state for m in self._members if m.state.kinds.master])
+        sharing.refuse_left_behind([m.state for m in self._members])
         self._check_groups()
         self._products.reserve(self._members)
         self._make_plans()
@@ -117,31 +119,33 @@ class MatrixStep:
                 "ns_dtype=None measures the processor's rates, and ranks that are not known to this optimizer may "
                 "measure others: ns_dtype=torch.float32 or torch.bfloat16 is legal here"
             )
-        code = list(hyper.NS_DTYPES).index(product_rate.faster_dtype(self._members[0].weight.device))
+        device = self._members[0].device
+        if device.type != "cpu":
+            return "bfloat16"  # all GPUs that there are kernels for multiply it several times as fast
+        code = list(hyper.NS_DTYPES).index(product_rate.faster_dtype(device))
         for group in self._groups:
-            code = agreed_smallest(code, group, "the dtype of Muon's products")
+            code = agreed_smallest(code, group, "the dtype of Muon's products", device)
         return list(hyper.NS_DTYPES)[code]
 
     def _make_plans(self) -> None:
         """The first call is collective."""
         for group in self._groups if not self._plans else ():
-            sizes: list[float] = []
-            first = {}
             members = [m for m in self._members if m.sharing is not None and m.sharing.group is group]
+            owners, first = self._planned(members, group), dict[MatrixMember, int]()
             for m in members:
-                first[m] = len(sizes)
-                sizes += m.operations()
-            owners = self._planned(sizes, group)
-            cut = [
-                one for m in members if m.sharing and m.sharing.runs is not None for one in cut_matrices(m, first[m])
-            ]
-            self._plans[group] = _GroupPlan(owners, first, rounds_of(cut, owners))
+                first[m] = sum(len(before.matrices) for before in first)
+            cut = [m for m in members if m.sharing and m.sharing.runs is not None]
+            owner_of = [owners.of[first[m] : first[m] + len(m.matrices)] for m in cut]
+            self._plans[group] = _GroupPlan(owners, first, Exchange(cut, owner_of, owners) if cut else None)
 
-    def _planned(self, sizes: list[float], group: Any) -> Owners:
+    def _planned(self, members: Sequence[MatrixMember], group: Any) -> Owners:
         """Once per set of matrices: a rank that makes its plan anew, as others do not, asks nobody."""
-        key = (group, *sizes)
+        sizes = [size for m in members for size in m.operations()]
+        ids = [m.state.id for m in members for _ in m.matrices]
+        key = (group, *sizes, *ids)
         if key not in self._agreed:
-            self._agreed[key] = Owners(sizes, group)
+            matrices = [CMatrix.of(i, one, m.travels, m.ns_dtype) for i, m in enumerate(members) for one in m.matrices]
+            self._agreed[key] = Owners(sizes, matrices, ids, group, members[0].device)
         return self._agreed[key]
 
 
@@ -174,6 +178,6 @@ class MatrixRun:
                 replicated.start(member, grad, plan.owners, plan.first[member])
         for group, plan in self._plans.items():
             cut = {m: g for m, g in self._grads.items() if m.sharing and m.sharing.group is group and m.sharing.runs}
-            if plan.rounds:
-                CutRun(plan.rounds, plan.owners, self._products, cut, scalars).run()
+            if plan.exchange is not None:
+                CutRun(plan.exchange, self._products, cut, scalars).run()
         replicated.finish()

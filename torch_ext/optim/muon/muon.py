@@ -25,8 +25,8 @@ class Muon(Adam):
 
     First torch's arguments:
 
-    params: a model; or an iterable of parameters, of (name, parameter) pairs, or of groups (dicts with "params"), on
-        the CPU. Matrices are Muon's, everything else is AdamW's. Of three dimensions a parameter is a batch of matrices
+    params: a model; or an iterable of parameters, of (name, parameter) pairs, or of groups (dicts with "params").
+        Matrices are Muon's, everything else is AdamW's. Of three dimensions a parameter is a batch of matrices
         (a stack of experts, each orthogonalised by itself), of more, and where it belongs to a convolution, one matrix
         of its first dimension by all others. The weights of nn.Embedding and nn.EmbeddingBag are AdamW's, heads that
         are tied to them, too; and, where a model is given, the output layer that its get_output_embeddings() returns.

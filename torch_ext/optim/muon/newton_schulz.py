@@ -62,9 +62,9 @@ def takes_gram(shape: torch.Size, iteration: Iteration, dtype: torch.dtype) -> b
 class Workspace:
     """Memory of the square matrices, from one orthogonalisation to the next."""
 
-    def __init__(self, largest: int, dtype: torch.dtype) -> None:
+    def __init__(self, largest: int, dtype: torch.dtype, device: torch.device) -> None:
         """largest: the most that the smaller dimension of a matrix is."""
-        self._memory = [torch.empty(largest * largest, dtype=dtype) for _ in range(4)]
+        self._memory = [torch.empty(largest * largest, dtype=dtype, device=device) for _ in range(4)]
 
     def squares(self, n: int) -> list[Tensor]:
         return [memory[: n * n].view(n, n) for memory in self._memory]

@@ -25,7 +25,7 @@ _CACHE_LINE = 64  # bytes
 def norm_of(x: Tensor) -> float:
     """The root of the sum of squares, whose bits depend on no thread; NaN where an element is not finite."""
     stats, _ = grads_stats.of([x], x.device)
-    norm, unused = torch.zeros((), dtype=torch.float64), torch.zeros(2)
+    norm, unused = x.new_zeros((), dtype=torch.float64), x.new_zeros(2, dtype=torch.float32)
     ops.call_unversioned("grad_norm_", stats, dense.NONE, math.inf, norm, unused[0], unused[1])
     return float(norm)
 
@@ -100,12 +100,12 @@ def _made(members: Sequence[MatrixMember], dtype: torch.dtype) -> _Memory:
     widest = max(members, key=lambda m: m.widest)
     alone = [m.weight.numel() * m.travels.itemsize for m in members if m.sharing is None]
     numel, square, nbytes = largest.largest.numel, widest.widest, max(alone, default=0)
-    copied = 0 if all(map(_in_place, members)) else numel
+    copied, device = 0 if all(map(_in_place, members)) else numel, members[0].device
     try:
         return _Memory(
-            torch.empty(nbytes, dtype=torch.uint8),
-            (torch.empty(copied, dtype=dtype), torch.empty(numel, dtype=dtype)),
-            newton_schulz.Workspace(square, dtype),
+            torch.empty(nbytes, dtype=torch.uint8, device=device),
+            (torch.empty(copied, dtype=dtype, device=device), torch.empty(numel, dtype=dtype, device=device)),
+            newton_schulz.Workspace(square, dtype, device),
         )
     except (RuntimeError, MemoryError):
         nbytes += (copied + numel + 4 * square * square) * dtype.itemsize

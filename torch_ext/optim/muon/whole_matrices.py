@@ -7,10 +7,10 @@ soon as they are made, so that updates travel beside the products of others; mom
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from torch_ext.comm import group_calls
+from torch_ext.optim.muon.matrix_forms import Matrix
 from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
 from torch_ext.optim.muon.newton_schulz import NON_FINITE, NonFiniteProducts
 from torch_ext.optim.muon.owners import Owners
@@ -52,25 +52,34 @@ class ReplicatedRun:
     def __init__(self, products: Products, scalars: StepScalars) -> None:
         self._products, self._scalars = products, scalars
         self._sent: list[_Sent] = []
+        self._error: Exception | None = None  # this rank's first
 
     def start(self, member: MatrixMember, grad: Tensor, owners: Owners, first: int) -> None:
         """Momentum, the products of those that are this rank's, and the broadcasts. first: the number of its first
         matrix."""
         with member.named():
-            update = member.momentum(grad, self._scalars, torch.empty(grad.numel(), dtype=member.travels))
+            update = member.momentum(grad, self._scalars, grad.new_empty(grad.numel(), dtype=member.travels))
             calls = []
             for number, m in enumerate(member.matrices, first):
                 part = update[m.begin : m.begin + m.numel]
                 if owners.of[number] == owners.rank:
-                    self._products.orthogonalise_or_mark(member, m, part)
+                    self._orthogonalise(member, m, part)
                 label = f"step(): the update of {member.name}"
                 calls.append(group_calls.broadcast_from(part, owners.of[number], owners.group, label))
         self._sent.append(_Sent(member, update, calls))
 
+    def _orthogonalise(self, member: MatrixMember, m: Matrix, part: Tensor) -> None:
+        """What fails is raised when all updates came: the others wait for this rank's."""
+        try:
+            self._products.orthogonalise_or_mark(member, m, part)
+        except (RuntimeError, MemoryError) as error:
+            part.fill_(math.nan)
+            self._error = self._error or type(error)(f"{member.name}: {error}; its weights are as they were")
+
     def finish(self) -> None:
-        """RuntimeError on every rank, naming the first parameter of which an owner's products were not finite; the
-        others are stepped."""
-        refused: RuntimeError | None = None
+        """RuntimeError on every rank, naming the first parameter of which an owner's products were not finite, or what
+        kept this one from making them; the others are stepped."""
+        refused = self._error
         for one in self._sent:
             try:
                 one.finish(self._scalars)

@@ -1,0 +1,128 @@
+/* What the step of Muon's matrices takes beside states: memory of the products, and what is on its way to their owners
+ * and back. */
+#include "csrc/core/muon_memory.h"
+
+#include "csrc/core/dtype.h"
+#include "csrc/core/status.h"
+
+/* Elements of all matrices, at most: their bytes, and a few times as many, are counted in an int64. */
+#define LARGEST (INT64_C(1) << 54)
+#define CACHE_LINE 64 /* bytes, where a matrix begins that is multiplied in place */
+
+static int64_t most(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
+
+static int64_t item_bytes(int32_t dtype) {
+  return dtype == TX_BF16 ? 2 : 4;
+}
+
+static int64_t numel_of(const tx_muon_matrix *m) {
+  return m->rows * m->columns;
+}
+
+/* Of the products in one dtype. */
+static int64_t products_in(const tx_memory_args *args, int32_t dtype) {
+  int64_t numel = 0, side = 0, whole = 0;
+  int copied = 0;
+  for (int64_t i = 0; i < args->n_matrices; i++) {
+    const tx_muon_matrix *m = &args->matrices[i];
+    if (m->products != dtype) continue;
+    numel = most(numel, numel_of(m));
+    side = most(side, m->rows < m->columns ? m->rows : m->columns);
+    copied |= m->travels != dtype || m->begin * item_bytes(dtype) % CACHE_LINE != 0;
+    whole = most(whole, (m->begin + numel_of(m)) * item_bytes(m->travels)); /* at its parameter's last matrix */
+  }
+  const int64_t elements = (1 + copied) * numel + 4 * side * side;
+  return elements * item_bytes(dtype) + (args->layout->world == 1 ? whole : 0);
+}
+
+/* What each rank has of a parameter. */
+static void cut(const tx_memory_args *args, int64_t i, tx_muon_run *runs) {
+  const tx_layout_param *p = &args->layout->params[i];
+  const int64_t world = args->layout->world;
+  if (args->strategy == TX_OPTIM_GRADS_PARAMS) { /* by rows, as torch.chunk */
+    const int64_t rows = p->shape[0], each = rows / world + (rows % world != 0), columns = p->numel / rows;
+    for (int64_t r = 0; r < world; r++) {
+      const int64_t begin = r * each < rows ? r * each : rows;
+      runs[r] = (tx_muon_run){begin * columns, (rows - begin < each ? rows : begin + each) * columns};
+    }
+    return;
+  }
+  const tx_layout_bucket *bucket = &args->buckets[args->places[i].bucket];
+  const int64_t start = bucket->offset - args->places[i].start, each = bucket->size / world;
+  for (int64_t r = 0; r < world; r++) {
+    const int64_t begin = most(0, start + r * each), end = most(0, start + (r + 1) * each);
+    runs[r] = (tx_muon_run){begin < p->numel ? begin : p->numel, end < p->numel ? end : p->numel};
+  }
+}
+
+static tx_status check(const tx_memory_args *args, tx_error *error) {
+  int64_t numel = 0;
+  for (int64_t i = 0; i < args->n_matrices; i++) {
+    const tx_muon_matrix *m = &args->matrices[i];
+    const tx_layout_param *p = m->param >= 0 && m->param < args->layout->n ? &args->layout->params[m->param] : NULL;
+    const int64_t b = p ? args->places[m->param].bucket : -1;
+    const int known = p && p->shape && p->ndim > 0 && p->shape[0] > 0 && b >= 0 && b < args->n_buckets;
+    const int fits = known && m->rows > 0 && m->columns > 0 && m->begin >= 0 && m->rows <= p->numel / m->columns &&
+                     m->begin <= p->numel - numel_of(m) && p->tied == -1 && (numel += numel_of(m)) <= LARGEST;
+    if (fits && (m->travels == TX_F32 || m->travels == TX_BF16) && (m->products == TX_F32 || m->products == TX_BF16))
+      continue;
+    return tx_fail(
+        error, TX_ERROR_INVALID_ARGUMENT,
+        "memory: matrices[%lld] is %lld x %lld from element %lld of parameter %lld; legal: within a parameter "
+        "of the layout whose shape is given, in fp32 or bf16",
+        (long long)i, (long long)m->rows, (long long)m->columns, (long long)m->begin, (long long)m->param);
+  }
+  return TX_OK;
+}
+
+static int64_t runs_bytes(const tx_memory_args *args) {
+  return args->layout->n * args->layout->world * (int64_t)sizeof(tx_muon_run);
+}
+
+static tx_muon_exchange_args exchange_of(const tx_memory_args *args) {
+  tx_muon_exchange_args found = TX_MUON_EXCHANGE_ARGS_INIT;
+  found.n = args->n_matrices;
+  found.matrices = args->matrices;
+  found.n_params = args->layout->n;
+  found.world = args->layout->world;
+  found.runs = args->room;
+  return found;
+}
+
+int64_t tx_memory_room_bytes(const tx_memory_args *args) {
+  const int64_t largest = INT64_C(1) << 40;
+  if (!args || args->size != sizeof *args || !args->layout || args->n_matrices < 1 || args->n_matrices > largest ||
+      args->layout->n < 1 || args->layout->world < 1 || args->layout->n > largest / args->layout->world)
+    return 0;
+  const tx_muon_exchange_args exchange = exchange_of(args);
+  return runs_bytes(args) + tx_muon_exchange_room(&exchange);
+}
+
+tx_status tx_muon_memory(const tx_memory_args *args, int64_t *products, int64_t *stepping, tx_error *error) {
+  *products = *stepping = 0;
+  if (args->n_matrices == 0) return TX_OK;
+  if (!args->matrices || !args->room || (uintptr_t)args->room % sizeof(int64_t) || tx_memory_room_bytes(args) == 0) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "memory: %lld matrices; legal: >= 0, with room (tx_memory_room_bytes) where there are some",
+                   (long long)args->n_matrices);
+  }
+  TX_FORWARD(check(args, error));
+  *products = products_in(args, TX_F32) + products_in(args, TX_BF16);
+  if (args->layout->world == 1) return TX_OK;
+  if (args->strategy == TX_NO_SHARD) {
+    for (int64_t i = 0; i < args->n_matrices; i++)
+      *stepping += numel_of(&args->matrices[i]) * item_bytes(args->matrices[i].travels);
+    return TX_OK;
+  }
+  tx_muon_exchange_args exchange = exchange_of(args);
+  for (int64_t i = 0; i < args->n_matrices; i++)
+    cut(args, args->matrices[i].param, (tx_muon_run *)args->room + args->matrices[i].param * exchange.world);
+  void *memory = (char *)args->room + runs_bytes(args);
+  tx_muon_exchange *unused;
+  TX_FORWARD(tx_muon_exchange_init(memory, &exchange, &unused, error));
+  for (; exchange.rank < exchange.world; exchange.rank++)
+    *stepping = most(*stepping, tx_muon_exchange_peak(&exchange, memory));
+  return TX_OK;
+}

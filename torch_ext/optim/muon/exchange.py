@@ -1,0 +1,133 @@
+"""The order of the step of cut matrices: csrc/core/muon_exchange.c's, in which also their memory is planned."""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from torch_ext.native import library, structs
+from torch_ext.optim.muon.matrix_forms import Matrix
+from torch_ext.optim.muon.matrix_member import MatrixMember
+from torch_ext.optim.muon.owners import CMatrix, Owners
+
+
+@structs.mirror("tx_muon_run")
+class _Run(library.Struct):
+    """Elements of a parameter."""
+
+
+@structs.mirror("tx_muon_exchange_args")
+class _Args(library.Struct):
+    """Matrices and ranks."""
+
+
+@structs.mirror("tx_muon_action")
+class Action(library.Struct):
+    """kind: one of Do."""
+
+
+class Do(IntEnum):
+    """tx_muon_do: what is done next."""
+
+    MOMENTUM = 1
+    GATHER = 2
+    RECEIVE = 3
+    MULTIPLY = 4
+    SCATTER = 5
+    INSTALL = 6
+    UPDATE = 7
+    DISCARD = 8
+
+
+class CutMatrix(NamedTuple):
+    """One of a parameter's matrices, as a rank has it."""
+
+    member: MatrixMember
+    matrix: Matrix
+    own: slice  # in this rank's elements of the parameter; an empty one: this rank has nothing of it
+
+
+class Exchange:
+    """Of the matrices that are cut over one process group; kept from step to step."""
+
+    def __init__(self, members: Sequence[MatrixMember], owner_of: Sequence[Sequence[int]], owners: Owners) -> None:
+        """members: in the order in which they are stepped. owner_of: of each, of its matrices."""
+        self.members, self.owners, self._world = list(members), owners, owners.group.size()
+        self._matrices = [cut for m in members for cut in _cut(m)]
+        rows = [
+            CMatrix.of(param, m, member.travels, member.ns_dtype, owner)
+            for param, (member, of) in enumerate(zip(members, owner_of, strict=True))
+            for m, owner in zip(member.matrices, of, strict=True)
+        ]
+        runs = [run for m in members if m.sharing is not None for run in m.sharing.runs or ()]
+        self._args = _Args(
+            size=ctypes.sizeof(_Args),
+            n=len(rows),
+            matrices=(CMatrix * max(1, len(rows)))(*rows),
+            n_params=len(members),
+            runs=(_Run * max(1, len(runs)))(*(_Run(*run) for run in runs)),
+            world=self._world,
+            rank=owners.rank,
+        )
+        bytes_of = library.function("tx_muon_exchange_bytes", ctypes.c_void_p, restype=ctypes.c_int64, brief=True)
+        self._memory = (ctypes.c_int64 * (bytes_of(ctypes.byref(self._args)) // 8))()
+        self._machine = ctypes.c_void_p()
+
+    def actions(self) -> Iterator[Action]:
+        """Of one step."""
+        pointer = ctypes.c_void_p
+        init = library.function("tx_muon_exchange_init", pointer, pointer, pointer)
+        follow = library.function("tx_muon_exchange_next", pointer, pointer, restype=ctypes.c_int32, brief=True)
+        init(self._memory, ctypes.byref(self._args), ctypes.byref(self._machine))
+        action = Action()
+        while follow(self._machine, ctypes.byref(action)):
+            yield action
+
+    def matrix(self, in_round: int, rank: int) -> CutMatrix | None:
+        """That a rank orthogonalises in a round."""
+        number = self._number(in_round, rank)
+        return None if number < 0 else self._matrices[number]
+
+    def of_owners(self, in_round: int) -> list[CutMatrix | None]:
+        """By rank."""
+        return [self.matrix(in_round, rank) for rank in range(self._world)]
+
+    def own(self, in_round: int) -> CutMatrix | None:
+        return self.matrix(in_round, self.owners.rank)
+
+    def sizes(self, in_round: int) -> tuple[list[int], list[int]]:
+        """Bytes that come from each rank, of this one's matrix; and that go to each, of theirs."""
+        int64 = ctypes.c_int64
+        come, go = (int64 * self._world)(), (int64 * self._world)()
+        found = library.function(
+            "tx_muon_exchange_sizes",
+            *(ctypes.c_void_p, int64, ctypes.c_void_p, ctypes.c_void_p),
+            restype=None,
+            brief=True,
+        )
+        found(self._machine, in_round, come, go)
+        return list(come), list(go)
+
+    def fail(self, in_round: int, rank: int) -> None:
+        """A rank's products of a round are none."""
+        call = library.function("tx_muon_exchange_fail", ctypes.c_void_p, ctypes.c_int64, restype=None, brief=True)
+        call(self._machine, self._number(in_round, rank))
+
+    def failed(self) -> CutMatrix | None:
+        """The first of them, the same on all ranks when the step was done."""
+        first = library.function("tx_muon_exchange_failed", ctypes.c_void_p, restype=ctypes.c_int64, brief=True)(
+            self._machine
+        )
+        return None if first < 0 else self._matrices[first]
+
+    def _number(self, in_round: int, rank: int) -> int:
+        int64 = ctypes.c_int64
+        found = library.function("tx_muon_exchange_matrix", ctypes.c_void_p, int64, int64, restype=int64, brief=True)(
+            self._machine, in_round, rank
+        )
+        return int(found)
+
+
+def _cut(member: MatrixMember) -> list[CutMatrix]:
+    own = {piece.matrix: slice(piece.begin, piece.end) for piece in member.pieces}
+    return [CutMatrix(member, m, own.get(i, slice(0, 0))) for i, m in enumerate(member.matrices)]

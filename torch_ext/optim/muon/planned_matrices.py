@@ -1,0 +1,62 @@
+"""Muon's matrices before there is an optimizer: for plans of memory."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torch_ext.optim.muon import hyper, newton_schulz
+from torch_ext.optim.muon.matrix_forms import Chooser, Matrix, Split, matrices
+from torch_ext.optim.muon.matrix_member import travels_in
+from torch_ext.optim.muon.owners import CMatrix, planned
+from torch_ext.params.keep_32bit import Kept
+from torch_ext.policy.policy import Policy
+
+
+class MuonOptions(NamedTuple):
+    """torch_ext.Muon's arguments that decide what its matrices need."""
+
+    ns: str = "standard"
+    ns_dtype: torch.dtype | str | None = None
+    """None: fp32, which needs more memory, as it is not known which is faster where this is planned for."""
+    ns_steps: int = 5
+    adamw_params: Kept | Iterable[Kept] = ()
+    split: Mapping[str, Split] | None = None
+    model: nn.Module | None = None
+    """Whose head is AdamW's."""
+
+
+class PlannedMatrices(NamedTuple):
+    rows: list[CMatrix]  # their params are positions in `named`
+    params: frozenset[int]
+
+
+def planned_matrices(
+    named: Sequence[tuple[str, Tensor]], policy: Policy, world_size: int, options: MuonOptions
+) -> PlannedMatrices:
+    """named: in registration order; one that is there twice counts once. ValueError where none is a matrix, and as
+    torch_ext.Muon raises."""
+    if options.ns not in hyper.ITERATIONS:
+        raise ValueError(f"ns is {options.ns!r}; {', '.join(map(repr, hyper.ITERATIONS))} are legal")
+    once = {id(tensor): i for i, (_, tensor) in reversed(list(enumerate(named)))}
+    chosen = sorted(once.values())
+    chooser = Chooser(options.adamw_params, options.split, options.model)
+    names, params = [named[i][0] for i in chosen], [named[i][1] for i in chosen]
+    group: dict[str, Any] = {"params": params, "param_names": names, "algorithm": None}
+    forms = chooser.forms(group, "")
+    chooser.refuse_unused([group])
+    products = hyper.NS_DTYPES[hyper.dtype_name(options.ns_dtype) or "float32"]
+    found: list[tuple[int, Matrix]] = []
+    for i, tensor, form in zip(chosen, params, forms, strict=True):
+        found += [(i, m) for m in matrices(tensor.shape, form)] if form is not None else []
+    if not found:
+        raise ValueError("no parameter is a matrix of Muon's: shapes are needed, of two dimensions or more")
+    sizes = [newton_schulz.operations(m.rows, m.columns, options.ns_steps, options.ns, products) for _, m in found]
+    owners, _ = planned(sizes, world_size)
+    wires = {i: policy.row(named[i][1].dtype).grad_comm_dtype for i, _ in found}
+    rows = [
+        CMatrix.of(i, m, travels_in(wires[i], products), products, owner)
+        for (i, m), owner in zip(found, owners, strict=True)
+    ]
+    return PlannedMatrices(rows, frozenset(i for i, _ in found))
