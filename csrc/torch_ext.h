@@ -389,9 +389,20 @@ typedef enum tx_muon_ns {
   TX_MUON_AUTO = 2      /* whichever takes fewer operations; the standard one where both take as many */
 } tx_muon_ns;
 
-/* The operations (multiplications and additions) of all products of one orthogonalisation. restart: after how many
+/* The operations (multiplications and additions) of all products of one orthogonalisation, symmetric ones in panels
+ * (tx_muon_panel). restart: after how many
  * steps the Gram iteration begins anew from the matrix, 0: never. 0 where an argument is not legal. */
 TX_API double tx_muon_operations(int64_t rows, int64_t columns, int64_t ns_steps, int32_t ns, int64_t restart);
+
+/* Rows of a panel of a symmetric product of n rows, all of whose factors are symmetric or each other's transposes: of
+ * each panel the columns from its first row on are multiplied out, and tx_muon_mirror has the rest. n: all at once. A
+ * multiple of 64 where it is less. 0 where n < 1. */
+TX_API int64_t tx_muon_panel(int64_t n);
+
+/* The elements to the left of the diagonal blocks of a matrix [n, n] become those on the other side: element (i, j), j
+ * below i / panel * panel, becomes (j, i). square: F32, BF16 or F16. */
+TX_API tx_status tx_muon_mirror(tx_tensor square, int64_t n, int64_t panel, const tx_parallel *parallel,
+                                tx_error *error);
 
 /* What lr is multiplied by for a matrix of this shape. match_rms_adamw: 0: sqrt(max(1, rows / columns)); 1: 0.2 *
  * sqrt(max(rows, columns)). */

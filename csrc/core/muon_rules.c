@@ -62,19 +62,46 @@ tx_status tx_muon_check_group(const tx_muon_group *group, const char *where, tx_
 
 /* -- operations --------------------------------------------------------------------------------------------------- */
 
-/* 2 n operations for each element of a product over n. Standard: of each step X X^T, its square, and what X is
- * multiplied by. Gram: of each step the square of G, Q G Q (two products, not in the last step of a round) and the
- * product of all Q so far (not in the first of a round); of each round X X^T and what X is multiplied by. */
-static double operations(double small, double large, double steps, int32_t ns, double restart) {
-  const double square = 2 * small * small * small, oblong = 2 * small * small * large;
-  if (ns == TX_MUON_STANDARD) return steps * (square + 2 * oblong);
+/* Fewer rows are multiplied at once: more products of less than this size take longer than they save. */
+#define PANELS_FROM 512
+/* Panels of a matrix. More of them save operations; each packs what it multiplies by anew. */
+#define PANELS 4
+/* Panels begin at cache lines, so that products have the same bits wherever a matrix lies. */
+#define PANEL_ROWS 64
+
+int64_t tx_muon_panel(int64_t n) {
+  if (n < 1) return 0;
+  if (n < PANELS_FROM) return n;
+  const int64_t blocks = n / (PANELS * PANEL_ROWS) + (n % (PANELS * PANEL_ROWS) != 0);
+  return blocks * PANEL_ROWS;
+}
+
+/* The part of a symmetric product of n rows that is multiplied out. */
+static double panel_share(int64_t n) {
+  double elements = 0.0;
+  const int64_t panel = tx_muon_panel(n);
+  for (int64_t row = 0; row < n; row += panel) {
+    const double rows = (double)(n - row < panel ? n - row : panel);
+    elements += rows * (double)(n - row);
+  }
+  return n > 0 ? elements / ((double)n * (double)n) : 1.0;
+}
+
+/* 2 n operations for each element of a product over n that is multiplied out. Standard: of each step X X^T, its square,
+ * and what X is multiplied by. Gram: of each step the square of G, Q G Q (two products, not in the last step of a
+ * round) and the product of all Q so far (not in the first of a round); of each round X X^T and what X is multiplied
+ * by. All but the last are symmetric. */
+static double operations(int64_t small, int64_t large, double steps, int32_t ns, double restart) {
+  const double n = (double)small, oblong = 2 * n * n * (double)large, share = panel_share(small);
+  const double square = share * (2 * n * n * n);
+  if (ns == TX_MUON_STANDARD) return steps * (square + share * oblong + oblong);
   const double rounds = restart > 0 ? 1 + (steps > restart) : 1;
-  return rounds * 2 * oblong + (steps + 2 * (steps - rounds) + (steps - rounds)) * square;
+  return rounds * (share * oblong + oblong) + (steps + 3 * (steps - rounds)) * square;
 }
 
 double tx_muon_operations(int64_t rows, int64_t columns, int64_t ns_steps, int32_t ns, int64_t restart) {
   if (rows < 0 || columns < 0 || ns_steps < 1 || ns < TX_MUON_STANDARD || ns > TX_MUON_AUTO || restart < 0) return 0.0;
-  const double small = (double)(rows < columns ? rows : columns), large = (double)(rows < columns ? columns : rows);
+  const int64_t small = rows < columns ? rows : columns, large = rows < columns ? columns : rows;
   const double standard = operations(small, large, (double)ns_steps, TX_MUON_STANDARD, 0);
   const double gram = operations(small, large, (double)ns_steps, TX_MUON_GRAM, (double)restart);
   if (ns == TX_MUON_AUTO) return gram < standard ? gram : standard;

@@ -1,4 +1,4 @@
-/* What tx_muon_momentum and tx_muon_update refuse. */
+/* What tx_muon_momentum, tx_muon_update and tx_muon_mirror refuse. */
 #include <math.h>
 
 #include "csrc/core/combos.h"
@@ -185,4 +185,15 @@ tx_status tx_check_muon_update(const tx_muon_update_args *a, int reads_values, t
   TX_FORWARD(check_parts(a->n_parts, a->parts, a->n, a->params, error));
   TX_FORWARD(check_rates(a, error));
   return tx_check_overlap(spans, n_spans, error);
+}
+
+tx_status tx_check_muon_mirror(tx_tensor square, int64_t n, int64_t panel, tx_error *error) {
+  const tx_span span = {"square", &square, 1, 1};
+  TX_FORWARD(tx_check_tensors(&span, 1, error));
+  if (n < 0 || n > INT32_MAX || square.numel != n * n) {
+    return tx_fail(error, TX_ERROR_SHAPE, "square has %lld elements, and n is %lld; n * n elements are legal",
+                   (long long)square.numel, (long long)n);
+  }
+  if (panel < 1) return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "panel is %lld; >= 1 is legal", (long long)panel);
+  return tx_check_plain("square", &square, 1, error);
 }

@@ -23,6 +23,7 @@ tx_status tx_check_cast(const tx_cast_args *args, tx_error *error);
 /* steps are in host memory. */
 tx_status tx_check_muon_momentum(const tx_muon_momentum_args *args, int reads_values, tx_error *error);
 tx_status tx_check_muon_update(const tx_muon_update_args *args, int reads_values, tx_error *error);
+tx_status tx_check_muon_mirror(tx_tensor square, int64_t n, int64_t panel, tx_error *error);
 
 tx_status tx_check_master_encode(int64_t n, const tx_tensor *masters, const tx_tensor *params,
                                  const tx_tensor *remainders, tx_error *error);

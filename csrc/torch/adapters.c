@@ -479,3 +479,12 @@ tx_status tx_adapt_muon_update(const tx_value *v, const tx_target *target, tx_er
   args.ema_every = v[EMA_EVERY].integer;
   return target->backend->muon_update(&args, target, error);
 }
+
+tx_status tx_adapt_muon_mirror(const tx_value *v, const tx_target *target, tx_error *error) {
+  enum { SQUARE, PANEL };
+  const tx_shape *shape = v[SQUARE].shapes;
+  if (v[SQUARE].tensors->numel && (shape->dim != 2 || shape->sizes[0] != shape->sizes[1]))
+    return tx_fail(error, TX_ERROR_SHAPE, "square must have shape [n, n]");
+  const int64_t n = v[SQUARE].tensors->numel ? shape->sizes[0] : 0;
+  return target->backend->muon_mirror(*v[SQUARE].tensors, n, v[PANEL].integer, target, error);
+}

@@ -94,6 +94,12 @@ static tx_cuda_call call_of(const tx_target *target) {
   return call;
 }
 
+static tx_status fail_host_only(const char *operator_name, const tx_target *target, tx_error *error) {
+  return tx_fail(error, TX_ERROR_UNAVAILABLE,
+                 "%s has no kernel for GPUs, and got tensors on cuda:%d; tensors on the CPU are legal", operator_name,
+                 (int)target->device);
+}
+
 #define TX_ENTRY(entry, parameters, arguments)                                                 \
   static tx_status run_##entry(TX_LIST parameters, const tx_target *target, tx_error *error) { \
     const tx_cuda_call call = call_of(target);                                                 \
@@ -115,7 +121,14 @@ static tx_cuda_call call_of(const tx_target *target) {
     let_go(guard);                                                                                  \
     return status;                                                                                  \
   }
+#define TX_ENTRY_HOST(entry, parameters, arguments)                                            \
+  static tx_status run_##entry(TX_LIST parameters, const tx_target *target, tx_error *error) { \
+    return fail_host_only(#entry "_", target, error);                                          \
+  }
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter" /* of what is refused */
 #include "csrc/torch/entries.def"
+#pragma GCC diagnostic pop
 
 static const tx_backend kBackend = {
 #define TX_ENTRY(entry, parameters, arguments) .entry = run_##entry,

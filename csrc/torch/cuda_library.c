@@ -26,6 +26,7 @@ static const struct {
   const char *name;
   size_t slot; /* offset of the pointer in tx_cuda_library */
 } kFunctions[] = {
+#define TX_ENTRY_HOST(entry, parameters, arguments)
 #define TX_ENTRY(entry, parameters, arguments) {"tx_cuda_" #entry, offsetof(tx_cuda_library, entry)},
 #include "csrc/torch/entries.def"
     {"tx_cuda_workspace", offsetof(tx_cuda_library, workspace)},

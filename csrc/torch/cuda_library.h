@@ -6,6 +6,7 @@
 
 /* One function pointer per entry. */
 typedef struct tx_cuda_library {
+#define TX_ENTRY_HOST(entry, parameters, arguments)
 #define TX_ENTRY(entry, parameters, arguments) __typeof__(tx_cuda_##entry) *entry;
 #include "csrc/torch/entries.def"
   __typeof__(tx_cuda_workspace) *workspace;

@@ -593,6 +593,69 @@ TEST(Decisions, OperationsOfBothIterations) {
   EXPECT_EQ(tx_muon_operations(64, 64, 0, TX_MUON_GRAM, 0), 0.0);
 }
 
+// Symmetric products in four panels are 10/16 of whole ones.
+TEST(Decisions, OperationsOfPanels) {
+  const double unit = 768.0 * 768 * 768, share = 10.0 / 16;
+  EXPECT_EQ(tx_muon_operations(768, 768, 5, TX_MUON_STANDARD, 0), 5 * (2 * share + 2 * share + 2) * unit);
+  EXPECT_EQ(tx_muon_operations(768, 3072, 5, TX_MUON_STANDARD, 0), 5 * (8 * share + 2 * share + 8) * unit);
+  EXPECT_EQ(tx_muon_operations(3072, 768, 5, TX_MUON_GRAM, 0), (8 + 8 * share + 2 * 17 * share) * unit);
+  for (int64_t n : {1, 63, 512, 513, 700, 4097, 100000}) {
+    const int64_t panel = tx_muon_panel(n);
+    ASSERT_GE(panel, 1) << n;
+    EXPECT_TRUE(panel == n || panel % 64 == 0) << n;
+    double whole = 0;
+    for (int64_t row = 0; row < n; row += panel)
+      whole += static_cast<double>(std::min(panel, n - row) * (n - row));
+    EXPECT_NEAR(tx_muon_operations(n, n, 1, TX_MUON_STANDARD, 0) / (2.0 * n * n * n),
+                1 + 2 * whole / (static_cast<double>(n) * n), 1e-12)
+        << n;
+  }
+  EXPECT_EQ(tx_muon_panel(0), 0);
+}
+
+// -- the other side of the diagonal -----------------------------------------------------------------------------------
+
+TEST(Mirror, MovesWhatIsAboveThePanels) {
+  std::mt19937 random(5);
+  for (int program = 0; program < 60; program++) {
+    const int64_t n = 1 + random() % 300, panel = 1 + random() % 320;
+    const bool wide = program % 2;
+    List square;
+    square.Add(wide ? TX_F32 : TX_BF16, n * n);
+    for (uint8_t &byte : square.memory[0])
+      byte = static_cast<uint8_t>(random());
+    const std::vector<uint8_t> before = square.memory[0];
+    const size_t size = wide ? 4 : 2;
+    const auto offset = [&](int64_t row, int64_t column) { return static_cast<size_t>(row * n + column) * size; };
+    const auto made = [&](const Caller &call) {
+      square.memory[0] = before;
+      call([&](const tx_parallel *parallel, tx_error *error) {
+        return tx_muon_mirror(square.Tensors()[0], n, panel, parallel, error);
+      });
+      return square.memory;
+    };
+    for (int64_t threads : {1, 3}) {
+      Threads pool(threads);
+      const std::vector<uint8_t> after = made(Caller(pool.parallel()))[0];
+      for (int64_t i = 0; i < n; i++)
+        for (int64_t j = 0; j < n; j++) {
+          const size_t from = j < i / panel * panel ? offset(j, i) : offset(i, j);
+          ASSERT_EQ(std::memcmp(&after[offset(i, j)], &before[from], size), 0) << n << ' ' << panel << ' ' << i;
+        }
+    }
+  }
+}
+
+TEST(Mirror, RefusesWhatIsNoSquare) {
+  List square;
+  square.Add(TX_F32, 9);
+  tx_error error = {};
+  ExpectRefused(tx_muon_mirror(square.Tensors()[0], 2, 1, nullptr, &error), TX_ERROR_SHAPE, error, "square");
+  ExpectRefused(tx_muon_mirror(square.Tensors()[0], 3, 0, nullptr, &error), TX_ERROR_ILLEGAL_VALUE, error, "panel");
+  square.tensors[0].dtype = TX_I32;
+  ExpectRefused(tx_muon_mirror(square.Tensors()[0], 3, 1, nullptr, &error), TX_ERROR_DTYPE, error, "square");
+}
+
 // Shapes of well-known models: layers, and the matrices of each.
 struct Model {
   const char *name;

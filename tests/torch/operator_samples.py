@@ -361,6 +361,8 @@ SAMPLES = [
     Sample("muon_update_", "bfloat16_with_masters", lambda: muon_update(BF16, F32, F32, external=1)),
     Sample("muon_update_", "bfloat16_with_remainders", lambda: muon_update(BF16, BF16, I16, external=1)),
     Sample("muon_update_", "leaving_changes_and_averages", lambda: muon_update(BF16, BF16, I16, 1, extras=True)),
+    Sample("muon_mirror_", "float32", lambda: [randoms([130 * 130], F32)[0].view(130, 130), 64]),
+    Sample("muon_mirror_", "bfloat16", lambda: [randoms([130 * 130], BF16)[0].view(130, 130), 64]),
 ]
 FIRST_SAMPLES = list({s.operator: s for s in reversed(SAMPLES)}.values())  # one of each operator
 
@@ -390,8 +392,10 @@ def bits(arguments: Sequence[Any]) -> list[bytes]:
     return [ctypes.string_at(s.data_ptr(), s.nbytes()) if s.nbytes() else b"" for s in storages]
 
 
+HOST_ONLY = ("muon_mirror_",)  # operators that no library for GPUs has
+DISPATCHED = [sample for sample in SAMPLES if sample.operator not in HOST_ONLY]
 NO_KERNEL = {("muon_update_", "leaving_changes_and_averages")}  # which the library for GPUs does not have yet
-ON_DEVICES = [sample for sample in SAMPLES if (sample.operator, sample.name) not in NO_KERNEL]
+ON_DEVICES = [sample for sample in DISPATCHED if (sample.operator, sample.name) not in NO_KERNEL]
 
 TABLES = {"groups", "meta", "slices", "offsets", "parts", "rates"}  # on the CPU wherever the other tensors are
 

@@ -68,7 +68,7 @@ def found(libraries: list[pathlib.Path]) -> dict[str, Any]:
     code = f"""
 stand_in = StandIn(*sys.argv[1:])
 found = {{"samples": {{}}}}
-for sample in operator_samples.SAMPLES:
+for sample in operator_samples.DISPATCHED:
     here, there = sample.make(), sample.make()
     before = len(stand_in.calls())
     operator_samples.overload(sample.operator)(*here)
@@ -95,6 +95,12 @@ found["step"] = refusal(lambda: ops.adamw_(*step))
 pack = moved("bucket_pack_", operator_samples.bucket_pack())
 pack[1] = as_cuda(pack[1])
 found["table"] = refusal(lambda: ops.bucket_pack_(*pack))
+hosts = dict.fromkeys(operator_samples.HOST_ONLY)
+for sample in operator_samples.SAMPLES:
+    if sample.operator in hosts:
+        there = moved(sample.operator, sample.make(), 1)
+        hosts[sample.operator] = refusal(lambda: operator_samples.overload(sample.operator)(*there))
+found["hosts"] = hosts
 assert len(stand_in.calls()) == before
 wrong = torch.zeros(3, dtype=torch.int16)
 found["wrong"] = [refusal(lambda: ops.bucket_accumulate_([x], [wrong])),
@@ -105,7 +111,7 @@ print(json.dumps(found))
     return seen
 
 
-ALL = [s.id for s in operator_samples.SAMPLES]
+ALL = [s.id for s in operator_samples.DISPATCHED]
 EMPTY = ("no_tensors", "nothing")  # calls without an element, which are on no device
 WORKING = [
     "adamw_flat_-only_a_check",
@@ -169,6 +175,14 @@ def test_a_table_on_a_gpu_is_named(found: dict[str, Any]) -> None:
     assert found["table"] == (
         "torch_ext::bucket_pack_: offsets is on cuda:0; it is a table, which is on the cpu wherever the other tensors "
         "are"
+    )
+
+
+@pytest.mark.parametrize("operator", operator_samples.HOST_ONLY)
+def test_an_operator_without_a_kernel_for_gpus_says_so(operator: str, found: dict[str, Any]) -> None:
+    assert found["hosts"][operator] == (
+        f"torch_ext::{operator}: {operator} has no kernel for GPUs, and got tensors on cuda:1; tensors on the CPU are "
+        "legal"
     )
 
 

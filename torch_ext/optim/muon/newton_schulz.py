@@ -6,6 +6,9 @@ Note: Gram Newton-Schulz (Dao AI Lab, 2026). All Q are polynomials of the first 
 all steps is P X with P = Q_n ... Q_1. The iteration needs the small square matrices alone: G' = Q G Q, P' = Q P. What
 rounding adds to G's small eigenvalues, which are the squares of X's singular values, grows from step to step: with
 products in bf16 the iteration begins anew from P X after RESTART steps.
+
+Note: symmetric products. X X^T and the products of polynomials of G are symmetric, so each is multiplied out in panels
+of rows, from its diagonal block on (tx_muon_panel), and the rest is copied from the other side of the diagonal.
 """
 
 import ctypes
@@ -16,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext.native import library
+from torch_ext.native import library, ops
 from torch_ext.optim.muon.hyper import ITERATIONS
 
-RESTART = {torch.float32: 0, torch.bfloat16: 2}
+RESTART = {torch.float32: 0, torch.bfloat16: 3}
 """Steps of the Gram iteration after which it begins anew; 0: never."""
 
 NON_FINITE = "the products of its Newton-Schulz iteration are not finite"
@@ -48,6 +51,13 @@ def operations(rows: int, columns: int, steps: int, kind: str, dtype: torch.dtyp
         "tx_muon_operations", int64, int64, int64, ctypes.c_int32, int64, restype=ctypes.c_double, brief=True
     )
     return count(rows, columns, steps, ITERATIONS.index(kind), RESTART[dtype])
+
+
+@functools.cache
+def panel_of(n: int) -> int:
+    """Rows of a panel of a symmetric product [n, n] (tx_muon_panel)."""
+    panel: Callable[..., int] = library.function("tx_muon_panel", ctypes.c_int64, restype=ctypes.c_int64, brief=True)
+    return panel(n)
 
 
 def takes_gram(shape: torch.Size, iteration: Iteration, dtype: torch.dtype) -> bool:
@@ -90,10 +100,24 @@ def orthogonalise(x: Tensor, other: Tensor, norm: float, iteration: Iteration, w
     return found
 
 
+def symmetric_product(
+    a: Tensor, b: Tensor, out: Tensor, beta: float = 0.0, added: Tensor | None = None, alpha: float = 1.0
+) -> None:
+    """out = beta added + alpha a b, of which it is known that it is symmetric."""
+    n = len(out)
+    panel = panel_of(n) if out.is_cpu else n  # muon_mirror_ has no kernel for GPUs
+    for row in range(0, n, panel):
+        into = out[row : row + panel, row:]
+        plus = into if added is None else added[row : row + panel, row:]
+        torch.addmm(plus, a[row : row + panel], b[:, row:], beta=beta, alpha=alpha, out=into)
+    if panel < n:
+        ops.call_unversioned("muon_mirror_", out, panel)
+
+
 def _gram_of(x: Tensor, scale: float, out: Tensor) -> None:
     """(scale x) (scale x)^T, or the other way round, whichever is smaller."""
     a, b = (x, x.T) if x.shape[0] <= x.shape[1] else (x.T, x)
-    torch.addmm(out, a, b, beta=0, alpha=scale * scale, out=out)
+    symmetric_product(a, b, out, alpha=scale * scale)
 
 
 def _multiplied(x: Tensor, square: Tensor, out: Tensor, keep: float, scale: float) -> None:
@@ -106,7 +130,7 @@ def _by_matrix(x: Tensor, other: Tensor, scale: float, iteration: Iteration, squ
     (a, b, c), (g, z) = iteration.coefficients, squares[:2]
     for _ in range(iteration.steps):
         _gram_of(x, scale, g)
-        torch.addmm(g, g, g, beta=b, alpha=c, out=z)
+        symmetric_product(g, g, z, b, g, c)
         _multiplied(x, z, other, a * scale, scale)
         x, other, scale = other, x, 1.0
     return x, z
@@ -117,15 +141,15 @@ def _by_gram(x: Tensor, other: Tensor, scale: float, iteration: Iteration, squar
     for steps in _rounds(iteration.steps, RESTART[x.dtype]):
         _gram_of(x, scale, g)
         for k in range(steps):
-            torch.addmm(g, g, g, beta=b, alpha=c, out=z)  # Q = a + Z
+            symmetric_product(g, g, z, b, g, c)  # Q = a + Z
             if k < steps - 1:
-                torch.addmm(g, z, g, beta=a, out=t)
-                torch.addmm(t, t, z, beta=a, out=g)
+                symmetric_product(g, z, t, a, g)
+                symmetric_product(t, z, g, a, t)
             if k == 0:
-                p.copy_(z)
+                p, z = z, p
                 p.diagonal().add_(a)
             else:
-                torch.addmm(p, z, p, beta=a, out=t)
+                symmetric_product(z, p, t, a, p)
                 p, t = t, p
         _multiplied(x, p, other, 0.0, scale)
         x, other, scale = other, x, 1.0
