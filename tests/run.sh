@@ -30,7 +30,7 @@ run_tests . tests //...
 say "the tests of C and CUDA sources again, and some under torch, under the address and undefined-behaviour sanitizers"
 run_tests . sanitizers --config=asan //tests/core/... //tests/cuda/... //tests/torch:sanitized
 say "several callers and threads, under the thread sanitizer"
-run_tests . threads --config=tsan //tests/core:threads //tests/core:finds_a_race
+run_tests . threads --config=tsan //tests/core:threads
 if command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null; then
   say "the arithmetic again for aarch64, in an emulator, and its wheel"
   run_tests . aarch64 --config=aarch64 //tests/core:portable //tests/package:test_release

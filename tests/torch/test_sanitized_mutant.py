@@ -14,7 +14,7 @@ CODE = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
 target, n, none = torch.zeros(1001), [], torch.empty(0)
-torch.ops.torch_ext.cast_([torch.ones(1001, dtype=torch.bfloat16)], [target], n, n, none)
+torch.ops.torch_ext.cast_([torch.ones(2048, dtype=torch.bfloat16)[:1001]], [target], n, n, none)
 print(target.sum().item())
 """
 

@@ -11,6 +11,8 @@ from torch_ext.checkpoint.new_file import STALE, NewFile, refuse_full, sync_fold
 from torch_ext.checkpoint.weight_files import PartFile
 from torch_ext.weight_sync.publisher import WeightPublisher
 
+_AGAIN = 4  # versions, of which one has all weights where a rank began anew by itself
+
 
 class IncrementalWeights:
     """A folder with the weights of a model in training: all of them now and then, and of each version between what
@@ -44,8 +46,8 @@ class IncrementalWeights:
         part: what publish() has just returned, where somebody calls it already; None: it is called here.
 
         Errors as of `publish`; OSError, with what was needed and what is free, where the disk is full;
-        RuntimeError, naming it, where another job has begun to save there. The versions before stay then; the next save
-        has all weights.
+        RuntimeError, naming it, where another job has begun to save there. The versions before stay then. The next
+        save of this rank has all weights, and at one of the next few versions that of every rank.
         """
         os.makedirs(self._folder, exist_ok=True)
         part = self._publisher.publish() if part is None else part
@@ -53,17 +55,17 @@ class IncrementalWeights:
         version, number, parts = int(info.last_version), int(info.part), int(info.parts)
         if info.n_parts != 1 or version != self._publisher.version or version == self._saved:
             raise ValueError(f"part is of version {version}; what publish() has just returned, and once, is legal")
-        follows = self._begin(chain, version, number)
-        whole = not follows or version % self._full_every == 0
+        known = self._begin(chain, version, number)
+        whole = known is None or version % self._full_every == 0 or (version % _AGAIN == 0 and known.begun_apart())
         file = PartFile(chain, version, number, parts, "full" if whole else "delta")
         self._write(file.name, self._publisher.full() if whole else part)
         self._saved = version
         self._clean(file)
         return part
 
-    def _begin(self, name: str, version: int, part: int) -> bool:
-        """Refuses to go on with a chain that is not the newest one; part 0 makes it that, once. Whether the version
-        before is there."""
+    def _begin(self, name: str, version: int, part: int) -> weight_files.Chain | None:
+        """Refuses to go on with a chain that is not the newest one; part 0 makes it that, once. What is there of it;
+        None where the version before is not."""
         chains = weight_files.chains_of(os.listdir(self._folder))
         newest = next((chain for chain in chains if chain.run), None)
         own = next((chain for chain in chains if chain.name == name), None)
@@ -76,7 +78,7 @@ class IncrementalWeights:
         if part == 0 and (newest is None or not self._begun):
             self._write(weight_files.run_name(name, 1 + (newest.run if newest else 0)), b"")
             self._begun = True
-        return own is not None and (version - 1, part) in own.files
+        return own if own is not None and (version - 1, part) in own.files else None
 
     def _write(self, name: str, data: bytes) -> None:
         path = self._folder / weight_files.unfinished(name)

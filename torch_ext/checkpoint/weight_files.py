@@ -59,6 +59,11 @@ class Chain(NamedTuple):
         versions = {version for version, _ in self.files if until is None or version <= until}
         return max((version for version in versions if self.complete(version, "full")), default=None)
 
+    def begun_apart(self) -> bool:
+        """Whether some ranks began anew, and the others did not at that version, or have not yet."""
+        newest = self.newest_full() or 0
+        return any(file.form == "full" and version > newest for (version, _), file in self.files.items())
+
     def last(self, full: int) -> int:
         """The last version that the one of this number and deltas make."""
         while self.complete(full + 1, "delta"):
