@@ -228,9 +228,9 @@ typedef struct tx_coalesce_args {
 TX_API tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error);
 
 /* How many messages a bucket is cut into that somebody else made (DistributedDataParallel's, of 25 MB), whose sum all
- * ranks want: none is longer than joined buckets may be (tx_coalesce_most, 16 ms), nor shorter than 256 KiB, so that one
- * is packed and another one added up while a third one travels. 1 where the link is not known (0), and for less than two
- * ranks.
+ * ranks want: none is longer than joined buckets may be (tx_coalesce_most, 16 ms), nor shorter than 256 KiB, so that
+ * one is packed and another one added up while a third one travels. 1 where the link is not known (0), and for less
+ * than two ranks.
  *
  * bytes: of the bucket, as it is sent. */
 TX_API int64_t tx_coalesce_cuts(int64_t bytes, int64_t world, double link_gbps, int32_t compressed);

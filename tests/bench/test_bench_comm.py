@@ -21,7 +21,7 @@ import torch.distributed as dist
 from bench import __main__ as command
 from bench.comm import comm_rows, launcher, networks
 from bench.comm.comm_rows import ROWS, Versus
-from bench.comm.contenders import CONTENDERS, OURS, QUICK, Size, Task
+from bench.comm.contenders import CONTENDERS, ONE_RANK, OURS, PEERS, QUICK, Size, Task
 from bench.comm.launcher import Answers
 from bench.comm.networks import LINKS, Place, Unavailable, network
 from bench.comm.rank import Answer, Job, Question
@@ -384,7 +384,7 @@ def test_contenders_do_the_work(tmp_path: pathlib.Path) -> None:
             process.join()
     (left, given, start), (other, other_given, _) = found[0], found[1]
     mean = [(torch.tensor(a) + torch.tensor(b)) / 2 for a, b in zip(given, other_given, strict=True)]
-    for name in CONTENDERS:
+    for name in PEERS | OURS:
         weights, grads = left[name]
         assert weights == other[name][0], name
         steps = "optim" in name or "ZeRO" in name or "FSDP" in name
@@ -395,7 +395,8 @@ def test_contenders_do_the_work(tmp_path: pathlib.Path) -> None:
             for grad, exact in zip(grads, mean, strict=True):
                 error = (torch.tensor(grad) - exact).norm() / exact.norm()
                 assert error < (0.05 if "fp8" in name else 0.005), name
-    assert left["alone"][1] != other["alone"][1]
+    for name in ("alone", *ONE_RANK):
+        assert left[name] != other[name], f"{name} exchanges nothing"
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from bench import __main__ as command
 from bench.cost import cost_pages, measured_cost
 from bench.cost.cost_sweep import _SECONDS, CLUSTERS, Row
+from bench.cost.measured_cost import Work
 from bench.cost.shapes import MODELS
 from bench.cost.simulator import KINDS, Case, Model, _ddp_buckets, predict
 from torch_ext.policy.loader import load_policy
@@ -59,9 +60,22 @@ def test_ddps_buckets_fill_in_reverse_order() -> None:
     assert sum(p.nbytes for p, b in zip(params, buckets, strict=True) if b == 1) >= 25 << 20
 
 
+def test_the_optimizers_work_is_divided_among_ranks_and_copies_are_not() -> None:
+    least = {
+        "alone": 0.010,
+        "no_shard, one rank": 0.012,
+        "optim, one rank": 0.020,
+        "optim_grads_params, one rank": 0.050,
+    }
+    assert measured_cost._work(least, "no_shard", 4) == Work(0.012, 0.0)
+    assert measured_cost._work(least, "optim", 4) == pytest.approx(Work(0.012, 0.002))
+    assert measured_cost._work(least, "optim_grads_params", 4) == pytest.approx(Work(0.042, 0.002))
+    assert measured_cost._work(dict.fromkeys(least, 0.1), "optim", 2) == Work(0.1, 0.0), "what noise made the same"
+
+
 def test_at_1_gbit_the_link_alone_takes_most_of_the_time() -> None:
     bytes_of_model = 2 * 9_480_288
     for ranks in (2, 4):
         least = 2 * (ranks - 1) / ranks * bytes_of_model * 8 / 1e9
-        assert least < measured_cost.seconds_of("no_shard", ranks, 0.0) < 1.2 * least
-    assert measured_cost.seconds_of("no_shard", 2, 0.15) < 0.18, "backward covers the rest"
+        assert least < measured_cost.seconds_of("no_shard", ranks, Work(0.0, 0.0)) < 1.2 * least
+    assert measured_cost.seconds_of("no_shard", 2, Work(0.15, 0.0)) < 0.18, "backward covers the rest"

@@ -12,7 +12,6 @@ from gradients import BF16, FP32, Given, bits, noise, on_all_ranks, policy
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_ext
-from torch_ext.parallel import ddp_connection
 
 SHAPES = [(4,), (200,), (3,), (500,)]
 WAYS: dict[str, dict[str, Any]] = {
@@ -223,24 +222,34 @@ def test_another_model_in_the_same_backward_goes_on() -> None:
 # -- a rank that is lost, or fails alone --------------------------------------------------------------------------
 
 
+def _no_memory(*_: Any) -> Any:
+    raise MemoryError("no memory for the bucket")
+
+
 @contextlib.contextmanager
-def _no_memory(where: str) -> Iterator[None]:
-    """For the second bucket, while the hook runs or on the thread that packs it."""
-    owner: Any
-    owner, name = {"hook": (ddp_connection, "_aligned"), "packing": (ddp_connection._DDPBucketMean, "pack")}[where]
-    before, calls = getattr(owner, name), []
+def _second_bucket_fails(model: Any, where: str) -> Iterator[None]:
+    """While the hook runs, or on the thread that packs it."""
+    ((_, state),) = model._comm_hooks
+    connection, calls = state._connection, []
+    reduce, communicator = connection.reduce, connection.communicator
+    reduce_scatter = communicator.reduce_scatter
 
-    def raises(*args: Any) -> Any:
+    def fails_in_hook(*args: Any) -> Any:
         calls.append(args)
-        if len(calls) > 1:
-            raise MemoryError("no memory for the bucket")
-        return before(*args)
+        return reduce(*args) if len(calls) < 2 else _no_memory()
 
-    setattr(owner, name, raises)
+    def fails_packing(pack: Any, *args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return reduce_scatter(pack if len(calls) < 2 else _no_memory, *args, **options)
+
+    if where == "hook":
+        connection.reduce = fails_in_hook
+    else:
+        communicator.reduce_scatter = fails_packing
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        connection.reduce, communicator.reduce_scatter = reduce, reduce_scatter
 
 
 def _fails_in_the_hook(rank: int, world: int, where: str) -> list[str]:
@@ -252,7 +261,7 @@ def _fails_in_the_hook(rank: int, world: int, where: str) -> list[str]:
         loss = model(noise(1, rank, SHAPES))
         with pytest.raises((RuntimeError, MemoryError)) as raised, contextlib.ExitStack() as stack:
             if rank == 1:
-                stack.enter_context(_no_memory(where))
+                stack.enter_context(_second_bucket_fails(model, where))
             loss.backward()
         messages.append(str(raised.value))
     assert messages[1:] == [f"gradients cannot be reduced any more: {messages[0]}"] * 2
