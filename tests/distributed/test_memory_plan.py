@@ -356,6 +356,12 @@ def test_plan_counts_slots(capsys: pytest.CaptureFixture[str]) -> None:
     assert "two slots of each size that buckets have" in of_slots and "two slots" not in of_buckets
 
 
+def test_the_second_communicator_s_memory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = plan(capsys, "--params", "1M", "--override", "create_all_gather_group=true")
+    assert "create_all_gather_group: NCCL keeps the memory of a second communicator, which is not in it either" in asked
+    assert "second communicator" not in plan(capsys, "--params", "1M")
+
+
 def test_plan_follows_dtype_overrides_and_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["exp_avg_dtype=fp8", "exp_avg_sq_dtype=fp8", "store_param_remainders=true", "grad_comm_dtype=fp8"]
     text = plan(capsys, "--params", "1e9", "--strategy", "0", "--override", *overrides)

@@ -2,14 +2,20 @@
 the engine through a communicator of its own, what ranks say that parted, and what is found and refused."""
 
 import contextlib
+import ctypes
 import datetime
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import happens_before
-import pretended_nccl
 import pytest
 import ranks
 import strategies
@@ -20,15 +26,65 @@ from gradients import Given, policy
 from happens_before import FakeStreams
 
 import torch_ext
-from torch_ext.comm import collectives, communicator, factory, nccl_transport, process_group
+from torch_ext.comm import collectives, communicator, factory, gather_group, nccl_transport, process_group
 from torch_ext.native import cuda_library, graph_capture, nccl
 from torch_ext.parallel import ddp_connection, parallelize, parallelize_checks
+
+SOURCE = pathlib.Path(__file__).parent.parent / "core/fake_nccl.cc"
+VARIANTS = {"newest": [], "plain": ["-DFAKE_NCCL_VERSION=22105"], "old": ["-DFAKE_NCCL_VERSION=21803"]}
+
+
+def _built(folder: pathlib.Path, *variants: str) -> dict[str, str]:
+    """The path of each variant."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to build the pretended NCCL with")
+    made = {}
+    for name in variants or VARIANTS:
+        made[name] = str(folder / f"{name}.so")
+        options = VARIANTS[name]
+        subprocess.run([compiler, "-std=c++20", "-fPIC", "-shared", *options, "-o", made[name], SOURCE], check=True)
+    return made
+
+
+def _use(path: str) -> None:
+    """For the rest of the process."""
+    os.environ[nccl.PATH_VARIABLE] = path
+    nccl.find.cache_clear()
+
+
+def _note_accesses(streams: FakeStreams, patch: pytest.MonkeyPatch) -> None:
+    """NCCL reads and writes behind torch's back: what it is given is noted for the stream that it is given to."""
+    transport = nccl_transport.NcclTransport
+    given: list[Any] = []
+    plain = {kind: getattr(transport, kind) for kind in ("all_to_all", "all_gather", "_issue")}
+
+    def all_to_all(self: Any, into: Any, sent: Any, what: str) -> Any:
+        given[:] = [sent, into]
+        return plain["all_to_all"](self, into, sent, what)
+
+    def all_gather(self: Any, whole: Any, rank: int, what: str) -> Any:
+        given[:] = [[], whole]
+        return plain["all_gather"](self, whole, rank, what)
+
+    def issue(self: Any, call: Any, messages: Any, what: str, stream: str) -> Any:
+        def noted(what: str, messages: Any, pointer: int) -> None:
+            with streams.on(stream):
+                streams.touch(*given, what)
+            call(what, messages, pointer)
+
+        return plain["_issue"](self, noted, messages, what, stream)
+
+    allocate = transport.allocate
+    for kind, function in {"all_to_all": all_to_all, "all_gather": all_gather, "_issue": issue}.items():
+        patch.setattr(transport, kind, function)
+    patch.setattr(transport, "allocate", lambda self, nbytes: streams.foreign(allocate(self, nbytes)))
 
 
 @pytest.fixture(scope="module")
 def fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The path of each variant."""
-    return pretended_nccl.built(tmp_path_factory.mktemp("nccl"))
+    return _built(tmp_path_factory.mktemp("nccl"))
 
 
 def _pretend_streams(patch: pytest.MonkeyPatch, streams_of: Callable[[torch.device], Any]) -> None:
@@ -37,7 +93,7 @@ def _pretend_streams(patch: pytest.MonkeyPatch, streams_of: Callable[[torch.devi
 
 
 def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = False) -> list[str]:
-    pretended_nccl.use(path)
+    _use(path)
     over, streams = factory.make_communicator, FakeStreams()
     made: list[Any] = []
     plain = nccl.Comm.__init__
@@ -45,7 +101,7 @@ def _through(rank: int, world: int, path: str, strategy: str, breaks: bool = Fal
     for name, dtypes in streamed.DTYPES.items():
         expected = streamed.trained(rank, strategy, dtypes)
         with pytest.MonkeyPatch.context() as patch, happens_before.pretended(streams):
-            pretended_nccl.note_accesses(streams, patch)
+            _note_accesses(streams, patch)
             if breaks:
                 patch.setattr(nccl_transport._Issued, "wait", lambda self: None)
             for module in (parallelize, ddp_connection):
@@ -69,7 +125,7 @@ def test_a_sum_that_does_not_wait_for_nccl_is_noticed(fakes: dict[str, str]) -> 
 
 def _parted(rank: int, world: int, path: str) -> str:
     """Each rank's communicator has itself alone, which says the same of what it issues."""
-    pretended_nccl.use(path)
+    _use(path)
     made = nccl.Comm
     patch = pytest.MonkeyPatch()
     patch.setattr(nccl, "Comm", lambda _id, _rank, _world, timeout: made(nccl.unique_id(), 0, 1, timeout))
@@ -102,7 +158,7 @@ class _Hanging(FakeStreams):
 
 
 def _watched(rank: int, world: int, path: str) -> None:
-    pretended_nccl.use(path)
+    _use(path)
     for streams, now, ends in ((FakeStreams(), 1e9, False), (_Hanging(), 6.0, False), (_Hanging(), 8.0, True)):
         comm = nccl.Comm(nccl.unique_id(), 0, 1, 5.0)
         dog = nccl_transport.Watchdog(streams, comm, 7.0)
@@ -145,7 +201,7 @@ class _Blind(FakeStreams):
 
 def _blind(rank: int, world: int, path: str) -> tuple[str, list[str]]:
     """What one that never sees anything says, and what the others end with."""
-    pretended_nccl.use(path)
+    _use(path)
     said = []
     patch = pytest.MonkeyPatch()
     patch.setattr(nccl_transport.Watchdog, "PERIOD", 0.01)
@@ -182,7 +238,7 @@ class _Broken(FakeStreams):
 
 
 def _failed(rank: int, world: int, path: str) -> str:
-    pretended_nccl.use(path)
+    _use(path)
     pytest.MonkeyPatch().setattr(nccl_transport.Watchdog, "PERIOD", 0.01)
     comm, streams = nccl.Comm(nccl.unique_id(), 0, 1, 5.0), _Broken()
     dog = nccl_transport.Watchdog(streams, comm, 7.0)
@@ -203,7 +259,7 @@ def test_a_watchdog_that_fails_says_so(fakes: dict[str, str]) -> None:
 
 
 def _captured(rank: int, world: int, path: str) -> list[int]:
-    pretended_nccl.use(path)
+    _use(path)
     patch = pytest.MonkeyPatch()
     _pretend_streams(patch, lambda device: _Hanging())
     exchange: Any = factory.make_communicator(dist.group.WORLD, torch.device("cpu"), "nccl")
@@ -221,7 +277,7 @@ def test_nobody_waits_for_what_is_captured(fakes: dict[str, str]) -> None:
 
 
 def _as_long_as_the_group(rank: int, world: int, path: str) -> tuple[float, str]:
-    pretended_nccl.use(path)
+    _use(path)
     made, waits = nccl.Comm, []
     patch = pytest.MonkeyPatch()
     patch.setattr(
@@ -310,7 +366,7 @@ def test_a_model_is_where_the_operators_are(
 
 
 def _described(rank: int, world: int, path: str) -> list[tuple[str, str]]:
-    pretended_nccl.use(path)
+    _use(path)
     return nccl.describe()
 
 
@@ -327,3 +383,213 @@ def test_info_says_what_was_found_or_why_nothing(fakes: dict[str, str], variant:
     path = fakes.get(variant, "/no/libnccl.so.2")
     ((found,),) = ranks.run(1, _described, path)
     assert found[0] == "NCCL" and found[1].startswith(says.format(path=path))
+
+
+# -- all-gathers with a communicator of their own (create_all_gather_group) --------------------------------------------
+
+
+def _apart(patch: pytest.MonkeyPatch, transport: str) -> None:
+    """Whoever makes a communicator makes it so; `streamed.trained` has a policy of its own."""
+    over = factory.make_communicator
+    for module in (parallelize, ddp_connection):
+        patch.setattr(module, "make_communicator", lambda group, device, *_: over(group, device, transport, True))
+
+
+def _trained(rank: int, world: int, transport: str, path: str, strategy: str) -> dict[str, Any]:
+    _use(path)
+    found: dict[str, Any] = {}
+    streams = FakeStreams()
+    for name, dtypes in streamed.DTYPES.items():
+        expected = streamed.trained(rank, strategy, dtypes)
+        with pytest.MonkeyPatch.context() as patch, happens_before.pretended(streams):
+            _note_accesses(streams, patch)
+            _apart(patch, transport)
+            assert streamed.trained(rank, strategy, dtypes) == expected, name
+        found[name] = streams.races
+        if transport == "torch":
+            assert {"group 0", "group 1"} <= streams.used, streams.used
+    return found
+
+
+@pytest.mark.parametrize("strategy", [*strategies.STRATEGIES, "ddp hook"])
+def test_a_training_over_two_groups_has_the_bits_of_gloo(strategy: str) -> None:
+    for found in ranks.run(2, _trained, "torch", "", strategy, limit=90.0):
+        assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("strategy", [*strategies.STRATEGIES, "ddp hook"])
+def test_a_training_over_two_communicators_has_the_bits_of_gloo(fakes: dict[str, str], strategy: str) -> None:
+    (found,) = ranks.run(1, _trained, "nccl", fakes["newest"], strategy, limit=90.0)
+    assert not any(found.values()), found
+
+
+def _order(rank: int, world: int, path: str, transport: str) -> list[bool]:
+    """Whether a gather that is started after a reduction follows it: without and with a communicator of its own."""
+    _use(path)
+    found = []
+    for apart in (False, True):
+        streams = FakeStreams()
+        with pytest.MonkeyPatch.context() as patch, happens_before.pretended(streams):
+            _note_accesses(streams, patch)
+            made: Any = factory.make_communicator(dist.group.WORLD, torch.device("cpu"), transport, apart)
+            n = 256 * world
+            sent, into, whole = (torch.zeros(n, dtype=torch.uint8) for _ in range(3))
+            with streams.on("reduces"):
+                made.transport.all_to_all([into], [sent], "gradients of bucket 1")
+            with streams.on("gathers"):
+                (work,) = made.transport.all_gather([whole], rank, "weights of bucket 0")
+                work.wait()
+            if transport == "nccl":
+                reductions = made.transport._stream
+            else:
+                reductions = streams.of_group(dist.group.WORLD)
+            found.append(streams.knows("gathers", reductions))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["torch", "nccl"])
+def test_a_gather_does_not_follow_a_reduction_that_was_started_before_it(fakes: dict[str, str], transport: str) -> None:
+    world = 2 if transport == "torch" else 1
+    assert ranks.run(world, _order, fakes["newest"], transport) == [[True, False]] * world
+
+
+def _without(rank: int, world: int, path: str) -> list[str]:
+    """Gathers that do not follow the step that wrote their weights."""
+    _use(path)
+    streams = FakeStreams()
+    wait = FakeStreams.wait
+
+    def deaf(self: Any, stream: str, event: Any) -> None:
+        if stream not in gathers:
+            wait(self, stream, event)
+
+    gathers: set[str] = set()
+    issue = nccl_transport.NcclTransport._issue
+
+    def issued(self: Any, *arguments: Any) -> Any:
+        gathers.add(self._gather_stream)
+        return issue(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, happens_before.pretended(streams):
+        patch.setattr(nccl_transport.NcclTransport, "_issue", issued)
+        _note_accesses(streams, patch)
+        patch.setattr(FakeStreams, "wait", deaf)
+        _apart(patch, "nccl")
+        streamed.trained(rank, "optim", streamed.DTYPES["fp32"])
+    return streams.races
+
+
+def test_a_gather_that_waits_for_nobody_is_noticed(fakes: dict[str, str]) -> None:
+    (races,) = ranks.run(1, _without, fakes["newest"])
+    assert any(race.startswith("weights of") and "does not follow" in race for race in races), races[:3]
+
+
+def _transport(streams: FakeStreams) -> Any:
+    assert dist.group.WORLD is not None
+    return nccl_transport.transport_of(dist.group.WORLD, torch.device("cpu"), streams, True)
+
+
+def _hangs(rank: int, world: int, path: str) -> list[str]:
+    """A gather that does not end is aborted with its label, and reductions are refused from then on."""
+    _use(path)
+    transport, said = _transport(_Hanging()), []
+    whole, into = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    transport.all_gather([whole], 0, "weights of bucket 3")
+    assert not transport._watchdog.poll(time.monotonic() + 1e6)
+    for again in (
+        lambda: transport.all_to_all([into], [whole], "gradients of bucket 0"),
+        lambda: transport.all_gather([whole], 0, "weights of bucket 4"),
+    ):
+        with pytest.raises(RuntimeError) as error:
+            again()
+        said.append(str(error.value))
+    return said
+
+
+def test_a_gather_that_hangs_takes_the_reductions_with_it(fakes: dict[str, str]) -> None:
+    ((of_reduction, of_gather),) = ranks.run(1, _hangs, fakes["newest"])
+    assert "gradients of bucket 0" in of_reduction and "weights of bucket 4" in of_gather
+    for text in (of_reduction, of_gather):
+        assert "weights of bucket 3 was not done after" in text
+
+
+def _second_refused(rank: int, world: int, path: str) -> str:
+    """NCCL makes the first communicator and refuses the second."""
+    _use(path)
+    made = nccl.unique_id
+    ids = iter(range(2))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(nccl, "unique_id", lambda: (next(ids), made())[1])
+    pretended = ctypes.CDLL(path)
+    number = int(made()[3:].rstrip(b"\0")) + 2  # the second of the two ids to come
+    pretended.fake_nccl_init_error(2)
+    pretended.fake_nccl_errors_of(number)
+    whole = torch.zeros(256, dtype=torch.uint8)
+    with pytest.raises(RuntimeError) as error:
+        _transport(FakeStreams()).all_gather([whole], 0, "weights of bucket 0")
+    counts = (ctypes.c_int * 6)()
+    pretended.fake_nccl_counts(counts)
+    assert counts[0] == 1, "the first was aborted"
+    return str(error.value)
+
+
+def test_a_second_communicator_that_is_refused_is_an_error_and_leaves_nothing(fakes: dict[str, str]) -> None:
+    (said,) = ranks.run(1, _second_refused, fakes["newest"])
+    assert "making the gathers' communicator on rank 0 of 1: NCCL says: unhandled system error" in said
+
+
+def test_a_process_ends_with_both_still_there(fakes: dict[str, str], tmp_path: pathlib.Path) -> None:
+    code = """
+import sys, torch, torch.distributed as dist
+import test_nccl
+from happens_before import FakeStreams
+test_nccl._use(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=0, world_size=1)
+transport = test_nccl._transport(FakeStreams())
+whole = torch.zeros(256, dtype=torch.uint8)
+transport.all_gather([whole], 0, "weights")
+transport.all_to_all([torch.zeros_like(whole)], [whole], "gradients")
+if sys.argv[3] == "destroyed":
+    dist.destroy_process_group()
+"""
+    here = [str(pathlib.Path(__file__).parent), *sys.path, os.getcwd()]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in here if p)}
+    for way in ("just ends", "destroyed"):
+        command = [sys.executable, "-c", code, fakes["newest"], str(tmp_path / way), way]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+        assert ran.returncode == 0 and not ran.stderr, ran.stderr
+
+
+def _groups(rank: int, world: int) -> None:
+    """One for each group, between its ranks, with its timeout; what another asks for is the same."""
+    halves = [dist.new_group([0, 2], datetime.timedelta(seconds=33)), dist.new_group([1, 3])]
+    mine = halves[rank % 2]
+    made = gather_group.gather_group_of(mine, torch.device("cpu"))
+    assert made is not mine and gather_group.gather_group_of(mine, torch.device("cpu")) is made
+    assert dist.get_process_group_ranks(made) == [rank % 2, rank % 2 + 2]
+    whole = torch.full((2,), float(rank))
+    dist.all_reduce(whole, group=made)
+    assert whole.tolist() == [2.0 * (rank % 2) + 2.0] * 2
+
+
+def test_one_group_of_gathers_for_each_group() -> None:
+    ranks.run(4, _groups)
+
+
+def test_torchs_nccl_is_told_how_many_blocks_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(config=SimpleNamespace(max_ctas=0))
+    pretended = SimpleNamespace(Options=lambda: made)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", pretended, raising=False)
+    monkeypatch.setattr(gather_group, "streams_of", lambda device: FakeStreams())
+    assert gather_group._options(torch.device("cuda", 0)) is made and made.config.max_ctas == 33
+
+
+def _differ(rank: int, world: int) -> str:
+    with pytest.raises(RuntimeError) as error:
+        torch_ext.parallelize(Given([4]), policy(create_all_gather_group=rank == 1))
+    return str(error.value)
+
+
+def test_ranks_that_differ_in_it_are_told() -> None:
+    for said in ranks.run(2, _differ):
+        assert "a group for all-gathers" in said
