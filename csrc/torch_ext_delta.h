@@ -5,6 +5,9 @@
  * header alone; libtorch_ext.so has the same functions. The habits (statuses, messages, struct sizes, tensors, threads)
  * are those of torch_ext.h. Memory is the host's.
  *
+ * What it costs: docs/weight_sync.md has bytes beside entropy and ns for each changed weight, and the commands that
+ * measure them (python tests/bench --rows payload deltas).
+ *
  * How it reads:
  *   1. What a delta is         versions, parts, chains
  *   2. Trainer                 what a publisher keeps, tx_delta_encode, tx_delta_merge
