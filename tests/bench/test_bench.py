@@ -55,6 +55,11 @@ def test_every_row_has_its_figures(ran: Ran) -> None:
     wanted += [isa for isa in ISAS if isa not in present]
     wanted += [f"{name}: 148 tensors, speed relative to one" for name in CONFIGURATIONS]
     wanted += [f"{name}: resident bytes per parameter" for name in ("bf16", "bf16_remainder", "8bit")]
+    averages = [f"average in {kind}: step with it / wall" for kind in ("bf16", "24bit", "fp32")]
+    wanted += [f"{name}, {average}" for name in CONFIGURATIONS for average in averages]
+    wanted += [
+        f"{name}: step that {does} / step" for name in CONFIGURATIONS for does in ("measures", "does not measure")
+    ]
     wanted += [f"offload + onload, {what}: fraction of a plain copy" for what in ("one tensor", "148 tensors")]
     wanted += [f"{name}, dcp, {what}: peak memory / state" for name in ("bf16", "8bit") for what in ("save", "load")]
     assert [what for what in wanted if what not in there] == []
