@@ -4,7 +4,7 @@
  *
  * How it reads:
  *   1. Planning      layout (which bucket a parameter is in), link and coalescing (which buckets are one message),
- * memory (bytes per rank)
+ *                    Muon's matrices that are cut over ranks (who does what when), memory (bytes per rank)
  *   2. Compression   bf16 messages in three quarters of their bytes; states and weights as small as they get
  *   3. Staging       the step of parameters that are not in host memory
  *   4. NCCL          buckets between GPUs over a communicator of our own

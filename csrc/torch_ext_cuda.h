@@ -64,8 +64,8 @@ TX_API tx_status tx_cuda_check_device(int32_t device, tx_error *error);
  * which could end a capture of somebody else's while they are not relaxed. No context is made. */
 TX_API tx_status tx_cuda_exchange_capture_mode(int32_t *mode, tx_error *error);
 
-/* Bytes of workspace for n tensors, which are needed where masters have checksums: any by tx_cuda_adamw
- * or tx_cuda_muon_update with TX_EXTERNAL_CHECK, fp32 ones by tx_cuda_master_checksum (unless it renews) and by
+/* Bytes of workspace for n tensors, which are needed where masters have checksums: any by tx_cuda_adamw and
+ * tx_cuda_muon_update with TX_EXTERNAL_CHECK, fp32 ones by tx_cuda_master_checksum (unless it renews) and by
  * tx_cuda_muon_update with TX_EXTERNAL_RESYNC. No other call needs any. */
 TX_API int64_t tx_cuda_workspace(int64_t n);
 

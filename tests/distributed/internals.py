@@ -1,5 +1,6 @@
-"""What several tests put into private modules, since no public name reaches it: sums that are late, and buckets that
-travel two by two whatever the link carries. Who imports this depends on private names (tests/package/test_sources.py).
+"""What several tests put into private modules, since no public name reaches it: sums and messages that are late, and
+buckets that travel two by two whatever the link carries. Who imports this depends on private names
+(tests/package/test_sources.py).
 """
 
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from torch_ext.comm import group_calls
 from torch_ext.comm.wire import reduce_chunks
 from torch_ext.parallel import bucket_mean, message_plan
 from torch_ext.parallel.strategies import optim, optim_grads
@@ -25,6 +27,17 @@ def before_sums(does: Callable[[], object], patch: pytest.MonkeyPatch | None = N
 
     for module in (bucket_mean, optim, optim_grads):
         patch.setattr(module, "reduce_chunks", add_up)
+
+
+def after_waiting(does: Callable[[], object]) -> None:
+    """`does` is called when a collective was waited for, in this process from here on."""
+    waits = group_calls.Call.wait
+
+    def wait(call: group_calls.Call) -> None:
+        waits(call)
+        does()
+
+    pytest.MonkeyPatch().setattr(group_calls.Call, "wait", wait)
 
 
 def join_pairs(patch: pytest.MonkeyPatch | None = None) -> None:

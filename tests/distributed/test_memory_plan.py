@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import internals
+import live_bytes
 import pytest
 import ranks
 import torch
@@ -22,6 +23,7 @@ from gradients import BF16, FP32, Given, noise, policy
 import torch_ext
 from bench import resident_memory
 from torch_ext import __main__ as command
+from torch_ext.optim.muon.planned_matrices import MuonOptions
 from torch_ext.parallel import bucket_plan, memory_plan, parallel_module
 from torch_ext.parallel.memory_plan import plan_memory
 from torch_ext.parallel.strategies.table import strategies as strategy_names
@@ -223,6 +225,89 @@ def test_the_peak_is_planned_within_5_percent(strategy: str, optimizer_config: A
     assert (plan.peak > plan.total + plan.transient) == (optimizer_config is LEAN)
     for peak in ranks.run(WORLD, _resident, strategy, optimizer_config, ddp_config):
         assert 0.95 * plan.peak <= peak <= 1.05 * plan.peak
+
+
+# -- matrices of Muon's -------------------------------------------------------------------------------------------
+
+MATRICES: list[Any] = [(7,), (300, 1000), (512,), (200, 512), (6, 64, 200), (130, 1000), (1000, 64)]
+SPLIT = {"p1": (100, 200)}
+NS_DTYPES = {"fp32": FP32, "bf16": BF16, "8bit": BF16}  # by the word for states
+SMALL = 8192
+"""Bytes of scalars, of tables of ids and of what ranks tell each other of a round."""
+
+
+def _muons_measured(rank: int, world: int, strategy: str, products: dict[str, int]) -> dict[str, tuple[int, int, int]]:
+    """By states: bytes of parameters, gradients and states; that are kept beside them; and at most in a later step."""
+    internals.after_waiting(lambda: time.sleep(0.005))  # until gloo's thread has let go of the message
+    found = {}
+    for states in NS_DTYPES:
+        kept, most = [], []
+        for _ in range(3):  # once in a while gloo keeps a message for good
+            model, optimizer = _of_muon(rank, strategy, states)
+            with live_bytes.LiveBytes() as first:
+                optimizer.step()
+            model(noise(1, rank, MATRICES, BF16))  # waits for the weights
+            kept.append(live_bytes.settled(first, products[states] + SMALL))
+            with live_bytes.LiveBytes() as later:
+                optimizer.step()
+            most.append(later.most)
+        params = list(model.parameters())
+        grads = [parallel_module.reducer_of(model).grad(p) for p in params]
+        tensors = [t for state in optimizer.state.values() for t in state.values()]
+        found[states] = sum(_storages(of) for of in (params, grads, tensors)), min(kept), min(most)
+    return found
+
+
+def _of_muon(rank: int, strategy: str, states: str) -> Any:
+    """A model and an optimizer with states, before its first step."""
+    model: Any = Given(MATRICES, BF16)
+    torch_ext.parallelize(model, _of_states(states), strategy=strategy)
+    options: dict[str, Any] = {"ns": "auto", "ns_dtype": NS_DTYPES[states], "split": SPLIT}
+    optimizer = torch_ext.Muon(model.named_parameters(), policy=_of_states(states), **options)
+    model(noise(1, rank, MATRICES, BF16)).backward()
+    optimizer.state_dict()
+    return model, optimizer
+
+
+def _of_states(states: str) -> torch_ext.Policy:
+    return torch_ext.load_policy(
+        BF16, override_optimizer_config={"states": states}, override_ddp_config={"bucket_size": 200_000}
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"), [*((strategy, 2) for strategy in strategy_names()), ("optim", 1), ("optim", 3)]
+)
+def test_the_plan_of_matrices_is_what_is_measured(strategy: str, world: int) -> None:
+    shapes = {f"p{i}": torch.empty(shape, dtype=BF16, device="meta") for i, shape in enumerate(MATRICES)}
+    plans = {}
+    for states, ns_dtype in NS_DTYPES.items():
+        muon = MuonOptions(ns="auto", ns_dtype=ns_dtype, split=SPLIT)
+        (plans[states],) = plan_memory(shapes, _of_states(states), world, [strategy], muon=muon)
+    found = ranks.run(world, _muons_measured, strategy, {states: plan.products for states, plan in plans.items()})
+    for states, plan in plans.items():
+        for allocated, kept, _ in (of_rank[states] for of_rank in found):
+            assert plan.total - plan.products == pytest.approx(allocated, rel=0.01), states
+            assert plan.products <= kept <= plan.products + SMALL, states
+        most = max(of_rank[states][2] for of_rank in found)
+        assert plan.stepping <= most <= plan.stepping + SMALL, states
+        assert (plan.stepping > 0) == (world > 1)
+        (by_adamw,) = plan_memory(shapes, _of_states(states), world, [strategy])
+        assert plan.moments < by_adamw.moments
+        assert plan.peak == max(plan.total + max(plan.transient, plan.stepping), plan.peak)
+
+
+def test_matrices_that_are_refused() -> None:
+    policy = _of_states("bf16")
+    with pytest.raises(ValueError, match="no parameter is a matrix of Muon's: shapes are needed"):
+        plan_memory([1000, 7], policy, 1, muon=MuonOptions())
+    shapes = {"p": torch.empty(30, 20, dtype=BF16, device="meta")}
+    with pytest.raises(ValueError, match="split of 'p' is 7"):
+        plan_memory(shapes, policy, 1, muon=MuonOptions(split={"p": 7}))
+    with pytest.raises(ValueError, match="adamw_params"):
+        plan_memory(shapes, policy, 1, muon=MuonOptions(adamw_params="head"))
+    with pytest.raises(ValueError, match="ns is 'cubic'"):
+        plan_memory(shapes, policy, 1, muon=MuonOptions(ns="cubic"))
 
 
 # -- models -------------------------------------------------------------------------------------------------------

@@ -117,7 +117,8 @@ WORKING = [
     "adamw_flat_-only_a_check",
     "master_checksum_-checked",
     "master_checksum_-renewed",
-]  # those with fp32 masters; a step that resyncs finds out on its way
+    "muon_update_-bfloat16_with_masters",
+]  # those with fp32 masters; AdamW's step that resyncs finds out on its way
 
 
 @pytest.mark.parametrize("sample", ALL)

@@ -78,6 +78,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="parameters that keep fp32 moments: names of them or of modules around them, or patterns ('*norm*')",
     )
+    _add_what_steps(parser)
+    parser.add_argument(
+        "--override",
+        nargs="+",
+        action="extend",
+        type=_override,
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the policy: exp_avg_dtype=fp8 store_param_remainders=true bucket_size=25000000 ...",
+    )
+    parser.set_defaults(refuse=parser.error)
+
+
+def _add_what_steps(parser: argparse.ArgumentParser) -> None:
+    """What a step keeps and needs beside states."""
     parser.add_argument(
         "--ema-dtype",
         choices=_EMA_DTYPES,
@@ -108,16 +123,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="with --muon: matrices that are AdamW's: names of them or of modules around them, or patterns",
     )
-    parser.add_argument(
-        "--override",
-        nargs="+",
-        action="extend",
-        type=_override,
-        default=[],
-        metavar="KEY=VALUE",
-        help="of the policy: exp_avg_dtype=fp8 store_param_remainders=true bucket_size=25000000 ...",
-    )
-    parser.set_defaults(refuse=parser.error)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -102,22 +102,14 @@ def plan_memory(
     layout = CLayout(params_or_numels, policy, world_size)
     if units is None:
         units = [Unit(name, tensor.numel(), tensor.numel(), tensor.dtype) for name, tensor in layout.named]
-    kept = Selection(keep_32bit, "keep_32bit").flags([t for _, t in layout.named], [n for n, _ in layout.named], True)
     matrices = None if muon is None else planned_matrices(layout.named, policy, world_size, muon)
-    of_muon = frozenset() if matrices is None else matrices.params
-    forms = [
-        (tensor.dtype, tensor.numel(), keep, i in of_muon)
-        for i, ((_, tensor), keep) in enumerate(zip(layout.named, kept, strict=True))
-    ]
-    kinds = {form: _state_of(policy, *form, ema_dtype) for form in set(forms)}
-    averages = Averaging.of(0.0 if ema_dtype else None, ema_dtype or torch.float32, 1)
     args = _MemoryArgs(
         size=ctypes.sizeof(_MemoryArgs),
         layout=ctypes.pointer(layout.args),
         places=layout.places,
         buckets=layout.buckets,
         n_buckets=layout.n_buckets,
-        states=(_MemoryState * max(1, len(layout.named)))(*(kinds[form] for form in forms)),
+        states=_states_of(layout, policy, keep_32bit, frozenset() if matrices is None else matrices.params, ema_dtype),
         n_units=len(units),
         units=(_MemoryUnit * max(1, len(units)))(*(_unit_of(policy, u, units) for u in units)),
         frozen_bytes=frozen_bytes,
@@ -126,8 +118,8 @@ def plan_memory(
         gather_dtype=0 if policy.grad_gather_dtype is None else native_dtypes.code_of(policy.grad_gather_dtype),
         publishes=publisher,
         distances=exact,
-        **_ema_arguments(averages),
-        **({} if matrices is None else _matrix_arguments(matrices.rows)),
+        **_ema_arguments(Averaging.of(0.0 if ema_dtype else None, ema_dtype or torch.float32, 1)),
+        **_matrix_arguments([] if matrices is None else matrices.rows),
     )
     room = _room_of(args)
     args.room = ctypes.addressof(room)
@@ -159,13 +151,24 @@ def _ema_arguments(averages: Averaging) -> dict[str, int]:
 
 
 def _matrix_arguments(rows: Sequence[CMatrix]) -> dict[str, Any]:
-    return {"n_matrices": len(rows), "matrices": (CMatrix * len(rows))(*rows)}
+    return {"n_matrices": len(rows), "matrices": (CMatrix * max(1, len(rows)))(*rows)}
 
 
 def _room_of(args: _MemoryArgs) -> Any:
     """What tx_memory_plan works in; kept alive by whoever keeps it."""
     nbytes = library.function("tx_memory_room_bytes", ctypes.c_void_p, restype=ctypes.c_int64, brief=True)
     return (ctypes.c_int64 * -(-nbytes(ctypes.byref(args)) // 8))()
+
+
+def _states_of(layout: CLayout, policy: Policy, keep_32bit: Sequence[str], of_muon: frozenset[int], ema: Any) -> Any:
+    """Of each parameter. of_muon: positions of those that Muon steps."""
+    kept = Selection(keep_32bit, "keep_32bit").flags([t for _, t in layout.named], [n for n, _ in layout.named], True)
+    forms = [
+        (tensor.dtype, tensor.numel(), keep, i in of_muon)
+        for i, ((_, tensor), keep) in enumerate(zip(layout.named, kept, strict=True))
+    ]
+    kinds = {form: _state_of(policy, *form, ema) for form in set(forms)}
+    return (_MemoryState * max(1, len(forms)))(*(kinds[form] for form in forms))
 
 
 def _state_of(policy: Policy, dtype: torch.dtype, numel: int, keep_32bit: bool, matrix: bool, ema: Any) -> _MemoryState:

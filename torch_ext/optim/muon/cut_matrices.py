@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.comm import group_calls
-from torch_ext.optim.muon.exchange import Action, CutMatrix, Do, Exchange
+from torch_ext.optim.muon.matrix_exchange import Action, CutMatrix, Do, Exchange
 from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
 from torch_ext.optim.muon.newton_schulz import NON_FINITE, NonFiniteProducts
 from torch_ext.optim.muon.products import Products

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_ext.grads import stats as grads_stats
 from torch_ext.optim.muon import hyper, product_rate, sharing
 from torch_ext.optim.muon.cut_matrices import CutRun
-from torch_ext.optim.muon.exchange import Exchange
+from torch_ext.optim.muon.matrix_exchange import Exchange
 from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
 from torch_ext.optim.muon.owners import CMatrix, Owners, agreed_smallest
 from torch_ext.optim.muon.products import Products
