@@ -100,7 +100,7 @@ def orthogonalise(x: Tensor, other: Tensor, norm: float, iteration: Iteration, w
     return found
 
 
-def symmetric_product(
+def _symmetric(
     a: Tensor, b: Tensor, out: Tensor, beta: float = 0.0, added: Tensor | None = None, alpha: float = 1.0
 ) -> None:
     """out = beta added + alpha a b, of which it is known that it is symmetric."""
@@ -117,7 +117,7 @@ def symmetric_product(
 def _gram_of(x: Tensor, scale: float, out: Tensor) -> None:
     """(scale x) (scale x)^T, or the other way round, whichever is smaller."""
     a, b = (x, x.T) if x.shape[0] <= x.shape[1] else (x.T, x)
-    symmetric_product(a, b, out, alpha=scale * scale)
+    _symmetric(a, b, out, alpha=scale * scale)
 
 
 def _multiplied(x: Tensor, square: Tensor, out: Tensor, keep: float, scale: float) -> None:
@@ -130,26 +130,26 @@ def _by_matrix(x: Tensor, other: Tensor, scale: float, iteration: Iteration, squ
     (a, b, c), (g, z) = iteration.coefficients, squares[:2]
     for _ in range(iteration.steps):
         _gram_of(x, scale, g)
-        symmetric_product(g, g, z, b, g, c)
+        _symmetric(g, g, z, b, g, c)
         _multiplied(x, z, other, a * scale, scale)
         x, other, scale = other, x, 1.0
     return x, z
 
 
 def _by_gram(x: Tensor, other: Tensor, scale: float, iteration: Iteration, squares: list[Tensor]) -> Any:
-    (a, b, c), (g, z, p, t) = iteration.coefficients, squares
+    (a, b, c), (g, q, p, t) = iteration.coefficients, squares
     for steps in _rounds(iteration.steps, RESTART[x.dtype]):
         _gram_of(x, scale, g)
         for k in range(steps):
-            symmetric_product(g, g, z, b, g, c)  # Q = a + Z
+            _symmetric(g, g, q, b, g, c)
+            q.diagonal().add_(a)
             if k < steps - 1:
-                symmetric_product(g, z, t, a, g)
-                symmetric_product(t, z, g, a, t)
+                _symmetric(g, q, t)
+                _symmetric(t, q, g)
             if k == 0:
-                p, z = z, p
-                p.diagonal().add_(a)
+                p, q = q, p
             else:
-                symmetric_product(z, p, t, a, p)
+                _symmetric(q, p, t)
                 p, t = t, p
         _multiplied(x, p, other, 0.0, scale)
         x, other, scale = other, x, 1.0
