@@ -58,7 +58,7 @@ def distance(found: Tensor, want: Tensor) -> float:
 def test_programs_of_any_size(seed: int) -> None:
     """Shapes around the least that is cut into panels, odd and even, tall and wide; any steps and coefficients."""
     r = random.Random(seed)
-    n = r.choice([1, 7, 64, 130, 511, 512, 513, r.randrange(512, 900), 64 * r.randrange(8, 13)])
+    n = r.choice([1, 7, 64, 130, 639, 640, 641, r.randrange(640, 900), 64 * r.randrange(10, 15)])
     k = max(n, int(n * r.choice([1, 1, 1.3, 2])))
     x = uniform(r.choice([(n, k), (k, n)]), BF16, seed)
     steps, kind = r.randrange(1, 4), r.choice(["standard", "gram", "auto"])
@@ -82,7 +82,7 @@ def memory_of_nan() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("kind", ["standard", "gram"])
-@pytest.mark.parametrize("shape", [(20, 33), (520, 1300), (1100, 513), (577, 577)])
+@pytest.mark.parametrize("shape", [(20, 33), (680, 1300), (1100, 641), (705, 705)])
 def test_what_memory_held_is_no_matter(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
     x = uniform(shape, BF16, 3)
     found = orthogonalised(x, ns=kind, ns_dtype=dtype)
@@ -92,7 +92,7 @@ def test_what_memory_held_is_no_matter(shape: tuple[int, int], kind: str, dtype:
 
 
 @pytest.mark.parametrize("decays", [False, True])
-@pytest.mark.parametrize("shape", [(768, 3072), (1500, 600), (700, 700)])
+@pytest.mark.parametrize("shape", [(768, 3072), (1500, 650), (700, 700)])
 def test_standard_is_as_exact_as_torchs(shape: tuple[int, int], decays: bool) -> None:
     """In bf16, also of matrices whose singular values are of many sizes."""
     x = (uniform(shape, F32, 1) * (torch.logspace(-3, 0, shape[1]) if decays else 1.0)).to(BF16)
