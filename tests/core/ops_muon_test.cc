@@ -593,9 +593,9 @@ TEST(Decisions, OperationsOfBothIterations) {
   EXPECT_EQ(tx_muon_operations(64, 64, 0, TX_MUON_GRAM, 0), 0.0);
 }
 
-// Symmetric products in three panels are 6/9 of whole ones.
+// Symmetric products in two panels are 3/4 of whole ones.
 TEST(Decisions, OperationsOfPanels) {
-  const double unit = 768.0 * 768 * 768, share = 6.0 / 9;
+  const double unit = 768.0 * 768 * 768, share = 3.0 / 4;
   EXPECT_DOUBLE_EQ(tx_muon_operations(768, 768, 5, TX_MUON_STANDARD, 0), 5 * (2 * share + 2 * share + 2) * unit);
   EXPECT_DOUBLE_EQ(tx_muon_operations(768, 3072, 5, TX_MUON_STANDARD, 0), 5 * (8 * share + 2 * share + 8) * unit);
   EXPECT_DOUBLE_EQ(tx_muon_operations(3072, 768, 5, TX_MUON_GRAM, 0), (8 + 8 * share + 2 * 17 * share) * unit);
