@@ -60,6 +60,11 @@ def panel_of(n: int) -> int:
     return panel(n)
 
 
+def _panel_of(n: int, like: Tensor) -> int:
+    """For memory beside `like`. On a GPU one panel: muon_mirror_ has no kernel there."""
+    return panel_of(n) if like.is_cpu else n
+
+
 def takes_gram(shape: torch.Size, iteration: Iteration, dtype: torch.dtype) -> bool:
     """Whether a matrix of this shape takes the Gram iteration: "auto" takes what has fewer operations."""
     if iteration.kind != "auto":
@@ -69,15 +74,41 @@ def takes_gram(shape: torch.Size, iteration: Iteration, dtype: torch.dtype) -> b
     return gram < standard
 
 
+class _Square(NamedTuple):
+    """A symmetric matrix and its panels: views, which are made once."""
+
+    whole: Tensor
+    rows: list[Tensor]
+    columns: list[Tensor]  # from a panel's first row on
+    upper: list[Tensor]  # a panel from its diagonal block on
+
+
+def _square(memory: Tensor, n: int) -> _Square:
+    whole, panel = memory[: n * n].view(n, n), _panel_of(n, memory)
+    rows, columns = _row_panels(whole, panel), _column_panels(whole, panel)
+    return _Square(whole, rows, columns, [whole[i : i + panel, i:] for i in range(0, n, panel)])
+
+
+def _row_panels(a: Tensor, panel: int) -> list[Tensor]:
+    return [a[i : i + panel] for i in range(0, len(a), panel)]
+
+
+def _column_panels(b: Tensor, panel: int) -> list[Tensor]:
+    return [b[:, i:] for i in range(0, b.shape[1], panel)]
+
+
 class Workspace:
     """Memory of the square matrices, from one orthogonalisation to the next."""
 
     def __init__(self, largest: int, dtype: torch.dtype, device: torch.device) -> None:
         """largest: the most that the smaller dimension of a matrix is."""
         self._memory = [torch.empty(largest * largest, dtype=dtype, device=device) for _ in range(4)]
+        self._squares: dict[int, list[_Square]] = {}
 
-    def squares(self, n: int) -> list[Tensor]:
-        return [memory[: n * n].view(n, n) for memory in self._memory]
+    def squares(self, n: int) -> list[_Square]:
+        if n not in self._squares:
+            self._squares[n] = [_square(memory, n) for memory in self._memory]
+        return self._squares[n]
 
 
 def orthogonalise(x: Tensor, other: Tensor, norm: float, iteration: Iteration, workspace: Workspace) -> Tensor:
@@ -100,24 +131,26 @@ def orthogonalise(x: Tensor, other: Tensor, norm: float, iteration: Iteration, w
     return found
 
 
-def symmetric_product(
-    a: Tensor, b: Tensor, out: Tensor, beta: float = 0.0, added: Tensor | None = None, alpha: float = 1.0
+def _symmetric(
+    rows: list[Tensor],
+    columns: list[Tensor],
+    out: _Square,
+    beta: float = 0.0,
+    added: _Square | None = None,
+    alpha: float = 1.0,
 ) -> None:
-    """out = beta added + alpha a b, of which it is known that it is symmetric."""
-    n = len(out)
-    panel = panel_of(n) if out.is_cpu else n  # muon_mirror_ has no kernel for GPUs
-    for row in range(0, n, panel):
-        into = out[row : row + panel, row:]
-        plus = into if added is None else added[row : row + panel, row:]
-        torch.addmm(plus, a[row : row + panel], b[:, row:], beta=beta, alpha=alpha, out=into)
-    if panel < n:
-        ops.call_unversioned("muon_mirror_", out, panel)
+    """out = beta added + alpha a b, of which it is known that it is symmetric, from panels of a and b."""
+    for a, b, into, plus in zip(rows, columns, out.upper, (added or out).upper, strict=True):
+        torch.addmm(plus, a, b, beta=beta, alpha=alpha, out=into)
+    if len(rows) > 1:
+        ops.call_unversioned("muon_mirror_", out.whole, len(rows[0]))
 
 
-def _gram_of(x: Tensor, scale: float, out: Tensor) -> None:
+def _gram_of(x: Tensor, scale: float, out: _Square) -> None:
     """(scale x) (scale x)^T, or the other way round, whichever is smaller."""
     a, b = (x, x.T) if x.shape[0] <= x.shape[1] else (x.T, x)
-    symmetric_product(a, b, out, alpha=scale * scale)
+    panel = _panel_of(len(a), x)
+    _symmetric(_row_panels(a, panel), _column_panels(b, panel), out, alpha=scale * scale)
 
 
 def _multiplied(x: Tensor, square: Tensor, out: Tensor, keep: float, scale: float) -> None:
@@ -126,34 +159,34 @@ def _multiplied(x: Tensor, square: Tensor, out: Tensor, keep: float, scale: floa
     torch.addmm(x if keep else out, a, b, beta=keep, alpha=scale, out=out)
 
 
-def _by_matrix(x: Tensor, other: Tensor, scale: float, iteration: Iteration, squares: list[Tensor]) -> Any:
+def _by_matrix(x: Tensor, other: Tensor, scale: float, iteration: Iteration, squares: list[_Square]) -> Any:
     (a, b, c), (g, z) = iteration.coefficients, squares[:2]
     for _ in range(iteration.steps):
         _gram_of(x, scale, g)
-        symmetric_product(g, g, z, b, g, c)
-        _multiplied(x, z, other, a * scale, scale)
+        _symmetric(g.rows, g.columns, z, b, g, c)
+        _multiplied(x, z.whole, other, a * scale, scale)
         x, other, scale = other, x, 1.0
-    return x, z
+    return x, z.whole
 
 
-def _by_gram(x: Tensor, other: Tensor, scale: float, iteration: Iteration, squares: list[Tensor]) -> Any:
-    (a, b, c), (g, z, p, t) = iteration.coefficients, squares
+def _by_gram(x: Tensor, other: Tensor, scale: float, iteration: Iteration, squares: list[_Square]) -> Any:
+    (a, b, c), (g, q, p, t) = iteration.coefficients, squares
     for steps in _rounds(iteration.steps, RESTART[x.dtype]):
         _gram_of(x, scale, g)
         for k in range(steps):
-            symmetric_product(g, g, z, b, g, c)  # Q = a + Z
+            _symmetric(g.rows, g.columns, q, b, g, c)
+            q.whole.diagonal().add_(a)
             if k < steps - 1:
-                symmetric_product(g, z, t, a, g)
-                symmetric_product(t, z, g, a, t)
+                _symmetric(g.rows, q.columns, t)
+                _symmetric(t.rows, q.columns, g)
             if k == 0:
-                p, z = z, p
-                p.diagonal().add_(a)
+                p, q = q, p
             else:
-                symmetric_product(z, p, t, a, p)
+                _symmetric(q.rows, p.columns, t)
                 p, t = t, p
-        _multiplied(x, p, other, 0.0, scale)
+        _multiplied(x, p.whole, other, 0.0, scale)
         x, other, scale = other, x, 1.0
-    return x, p
+    return x, p.whole
 
 
 def _rounds(steps: int, restart: int) -> list[int]:
