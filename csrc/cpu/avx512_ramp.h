@@ -4,6 +4,7 @@
 #define TX_CPU_AVX512_RAMP_H
 
 #include "csrc/math/dither.h"
+#include "csrc/torch_ext.h"
 
 /* tx_dithered(0, 2 * i + k) at [k][i]. */
 #define TX_RAMP_(i) (i) * (2 * TX_LATTICE_ELEMENT) + TX_AVX512_FIRST_

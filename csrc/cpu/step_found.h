@@ -54,16 +54,6 @@ typedef struct tx_stepped_pair {
   uint32_t differ;
 } tx_stepped_pair;
 
-/* Of bf16 weights beside fp32 masters that are no NaN. */
-TX_FN uint32_t tx_masters_differ(const float before[2], const float now[2]) {
-  uint32_t differ[2];
-  for (int k = 0; k < 2; k++) {
-    const uint32_t was = tx_bits_from_f32(before[k]), is = tx_bits_from_f32(now[k]);
-    differ[k] = (was + 0x7fffu + ((was >> 16) & 1u)) ^ (is + 0x7fffu + ((is >> 16) & 1u));
-  }
-  return (differ[0] >> 16) | (differ[1] & 0xffff0000u);
-}
-
 /* Pair i of the block, in its half h, which are elements k and k + 1 of a word of `per`, whose lane is j. */
 TX_FN void tx_find_pair(tx_finding *f, tx_stepped_pair pair, int32_t i, int32_t h, int32_t j, const int32_t k,
                         const int32_t per, const int32_t finds) {

@@ -152,41 +152,21 @@ static __attribute__((noinline)) void tx_round_moments(tx_step_streams s, int32_
   }
 }
 
-/* What is found of masters is `found` of their blocks, of which there are whole ones then. */
-TX_FN void tx_step_pairs_finding(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
-                                 const tx_step_tile *tile, tx_tile_found *found, const tx_dtype param,
-                                 const tx_dtype master, const int32_t finds) {
-  tx_finding finding;
-  int all = 1;
+TX_FN void tx_step_pair_weights(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
+                                const tx_step_tile *tile, const tx_dtype param, const tx_dtype master) {
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
-    const int32_t in_block = group % (TX_BLOCK / 2), half = in_block / (TX_BLOCK / 4);
-    if (in_block == 0) tx_find_begin(&finding, finds);
     const uint32_t u = tx_dithered(s.param_u, 2 * (uint32_t)(at + group));
     if (master != TX_F32 || !s.stream_store) tx_prefetch(s.param, 2 * (at + group), 2 * TX_GROUP, param);
     if (master != TX_NONE) tx_prefetch(s.master, 2 * (at + group), 2 * TX_GROUP, master);
     TX_NO_ALIASES
     for (int32_t j = 0; j < TX_GROUP; j++) {
       const int32_t i = group + j;
-      float before[2], p[2];
-      for (int k = 0; k < 2; k++) {
-        before[k] = tx_weight_lane(s, at + i, k, param, master);
-        p[k] = tx_adamw_update(c, before[k], tile->m[k][i], tile->root[k][i]);
-      }
+      float p[2];
+      for (int k = 0; k < 2; k++)
+        p[k] = tx_adamw_update(c, tx_weight_lane(s, at + i, k, param, master), tile->m[k][i], tile->root[k][i]);
       tx_store_weights(s, at + i, param, master, p, u + 2 * (uint32_t)j * TX_LATTICE_ELEMENT);
-      if (finds != TX_FIND_NOTHING) {
-        const tx_stepped_pair pair = {{before[0], before[1]}, {p[0], p[1]}, tx_masters_differ(before, p)};
-        tx_find_pair(&finding, pair, in_block + j, half, j, 0, 2, finds);
-      }
     }
-    if (finds != TX_FIND_NOTHING && in_block + TX_GROUP == TX_BLOCK / 2)
-      all &= tx_find_end(&finding, &found->blocks[2 * group / TX_BLOCK], 2, finds);
   }
-  if (finds != TX_FIND_NOTHING) found->all = all;
-}
-
-TX_FN void tx_step_pair_weights(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
-                                const tx_step_tile *tile, const tx_dtype param, const tx_dtype master) {
-  tx_step_pairs_finding(c, s, at, pairs, tile, NULL, param, master, TX_FIND_NOTHING);
 }
 
 #if TX_HAS_AVX512
@@ -226,18 +206,6 @@ static const tx_avx512_tile_loop tx_avx512_tile_loops[2][TX_AVX512_TASKS] = {{TX
                                                                              {TX_FOR_EACH_AVX512_TASK(TX_TILE_F32_)}};
 #undef TX_TILE_I16_
 #undef TX_TILE_F32_
-#else
-/* Of fp32 masters. By themselves: in the loops' function they would take registers from them. */
-static __attribute__((noinline)) void tx_step_masters_changed(const tx_adamw_constants *c, const tx_step_streams *s,
-                                                              int32_t pairs, const tx_step_tile *tile,
-                                                              tx_tile_found *found) {
-  tx_step_pairs_finding(*c, *s, 0, pairs, tile, found, TX_BF16, TX_F32, TX_FIND_CHANGED);
-}
-static __attribute__((noinline)) void tx_step_masters_measured(const tx_adamw_constants *c, const tx_step_streams *s,
-                                                               int32_t pairs, const tx_step_tile *tile,
-                                                               tx_tile_found *found) {
-  tx_step_pairs_finding(*c, *s, 0, pairs, tile, found, TX_BF16, TX_F32, TX_FIND_MEASURED);
-}
 #endif
 
 /* -- weights beside remainders ------------------------------------------------------------------------------------ */
@@ -424,23 +392,10 @@ TX_FN void tx_step_masters(tx_adamw_constants c, tx_step_streams s, int32_t pair
   }
 #endif
   tx_step_copy copy;
-  tx_tile_found found;
-  found.all = 0;
   const tx_weights before = tx_keep_weights(s, 0, 2 * pairs, &copy, param, TX_F32);
-#if TX_HAS_AVX512
   tx_step_pair_weights(c, s, 0, pairs, tile, param, TX_F32);
-#else
-  const int32_t finds = tx_finds(s.extras);
-  if (finds == TX_FIND_NOTHING) {
-    tx_step_pair_weights(c, s, 0, pairs, tile, param, TX_F32);
-  } else if (finds == TX_FIND_CHANGED) {
-    tx_step_masters_changed(&c, &s, pairs, tile, &found);
-  } else {
-    tx_step_masters_measured(&c, &s, pairs, tile, &found);
-  }
-#endif
   tx_round_weights(s, 0, 2 * pairs, TX_F32);
-  if (s.extras) tx_note_tile(s, &found, before, 0, 2 * pairs, param, TX_F32);
+  if (s.extras) tx_note_stepped(s, before, 0, 2 * pairs, param, TX_F32);
 }
 
 /* Weights that are not read: they may go past the caches, by way of the first level. */
@@ -546,12 +501,6 @@ static __attribute__((noinline)) void tx_step_fp32_changed(const tx_adamw_consta
                                                            tx_tile_found *found) {
   tx_step_fp32_weights(*c, *s, at, end, roots, found, TX_FIND_CHANGED);
 }
-static __attribute__((noinline)) void tx_step_fp32_measured(const tx_adamw_constants *c, const tx_step_streams *s,
-                                                            int32_t at, int32_t end, const float *roots,
-                                                            tx_tile_found *found) {
-  tx_step_fp32_weights(*c, *s, at, end, roots, found, TX_FIND_MEASURED);
-}
-
 /* Everything in fp32. usual: tx_adamw_is_usual, or 0; it changes no bit. root: exp_avg_sq leaves as its square root. n:
  * a multiple of 2 * TX_GROUP. */
 TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, const int usual, const int root) {
@@ -569,12 +518,10 @@ TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, cons
     const int32_t finds = tx_finds(s.extras);
     tx_tile_found found;
     found.all = 0;
-    if (finds == TX_FIND_NOTHING) {
-      tx_step_fp32_weights(c, s, at, end, roots, NULL, TX_FIND_NOTHING);
-    } else if (finds == TX_FIND_CHANGED) {
+    if (finds == TX_FIND_CHANGED) {
       tx_step_fp32_changed(&c, &s, at, end, roots, &found);
-    } else {
-      tx_step_fp32_measured(&c, &s, at, end, roots, &found);
+    } else { /* finding what is measured here gained nothing */
+      tx_step_fp32_weights(c, s, at, end, roots, NULL, TX_FIND_NOTHING);
     }
     if (s.extras) tx_note_tile(s, &found, kept, at, end - at, TX_F32, TX_NONE);
   }

@@ -86,7 +86,8 @@ TEST(PolicyFields, are_the_struct_in_order_without_gaps) {
     offset += field->bytes;
     names.insert(field->name);
   }
-  EXPECT_EQ(offset, static_cast<int64_t>(sizeof(tx_policy)));
+  EXPECT_EQ(offset, static_cast<int64_t>(offsetof(tx_policy, reserved)));
+  EXPECT_EQ(offset + static_cast<int64_t>(sizeof(int32_t)), static_cast<int64_t>(sizeof(tx_policy)));
   EXPECT_EQ(names.size(), static_cast<size_t>(TX_POLICY_FIELDS));
   EXPECT_EQ(tx_policy_field_at(TX_POLICY_FIELDS), nullptr);
   EXPECT_EQ(tx_policy_field_at(-1), nullptr);

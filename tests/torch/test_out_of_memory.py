@@ -67,7 +67,7 @@ CALLS = [
 ]
 
 # Those whose calls ask for none at all.
-FRUGAL = {"grad_norm_"}
+FRUGAL = {"grad_norm_", "muon_mirror_"}
 
 
 def addresses() -> tuple[int, int]:
