@@ -19,5 +19,9 @@ static const uint32_t tx_avx512_ramp[2][TX_BLOCK / 2] __attribute__((aligned(64)
     {TX_RAMP_64_},
 #undef TX_AVX512_FIRST_
 };
+#undef TX_RAMP_64_
+#undef TX_RAMP_16_
+#undef TX_RAMP_4_
+#undef TX_RAMP_
 
 #endif

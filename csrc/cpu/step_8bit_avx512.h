@@ -5,6 +5,7 @@
 #ifndef TX_CPU_STEP_8BIT_AVX512_H
 #define TX_CPU_STEP_8BIT_AVX512_H
 
+#include "csrc/cpu/avx512_block.h"
 #include "csrc/cpu/avx512_codes.h"
 
 /* Elements by which the moments are asked for ahead: a group and a half, since the two other loops lie between. Asked

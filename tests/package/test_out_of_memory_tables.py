@@ -22,6 +22,7 @@ REASONS = {
     "tx_delta_mark": "asks for no memory",
     "tx_delta_free": "cannot fail",
     "tx_health_of": "is arithmetic",
+    "tx_muon_mirror": "asks for no memory",
     "tx_planes_bound": "is arithmetic, and cannot fail",
     "tx_planes_read": "reads a header",
     "tx_operator_name": "returns static storage, and cannot fail",
