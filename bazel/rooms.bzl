@@ -132,4 +132,9 @@ def mutant_test(name, test, source, old, new, finds, deps, tags = []):
         args = ["$(rootpath %s_program)" % name, "'%s'" % finds],
         data = [name + "_program"],
         tags = tags,
+        # The library's functions come first there.
+        target_compatible_with = select({
+            "//bazel:sanitized": ["@platforms//:incompatible"],
+            "//conditions:default": [],
+        }),
     )
