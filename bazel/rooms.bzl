@@ -134,7 +134,7 @@ def mutant_test(name, test, source, old, new, finds, deps, tags = []):
         tags = tags,
         # The library's functions come first there.
         target_compatible_with = select({
-            "//bazel:sanitized": ["@platforms//:incompatible"],
+            "//bazel:sanitized": ["//bazel:nowhere"],
             "//conditions:default": [],
         }),
     )
