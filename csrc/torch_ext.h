@@ -390,8 +390,8 @@ typedef enum tx_muon_ns {
 } tx_muon_ns;
 
 /* The operations (multiplications and additions) of all products of one orthogonalisation, symmetric ones in panels
- * (tx_muon_panel). restart: after how many
- * steps the Gram iteration begins anew from the matrix, 0: never. 0 where an argument is not legal. */
+ * (tx_muon_panel). restart: after how many steps the Gram iteration begins anew from the matrix, 0: never. 0 where an
+ * argument is not legal. */
 TX_API double tx_muon_operations(int64_t rows, int64_t columns, int64_t ns_steps, int32_t ns, int64_t restart);
 
 /* Rows of a panel of a symmetric product of n rows, all of whose factors are symmetric or each other's transposes: of

@@ -8,9 +8,12 @@ own.
 
 import ctypes
 import functools
+import json
+import os
 import pathlib
 import shutil
 import subprocess
+import sys
 import warnings
 from typing import Any, NamedTuple
 
@@ -212,6 +215,18 @@ def _on(device_type: int, index: int, t: torch.Tensor) -> torch.Tensor:
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     tensor: torch.Tensor = torch._C._from_dlpack(new(ctypes.addressof(managed), b"dltensor", None))
     return tensor
+
+
+def seen_beside(folder: pathlib.Path, code: str) -> dict[str, Any]:
+    """What a process of its own printed as JSON that ran the code; its arguments are StandIn's, made in the folder."""
+    library = cuda_library(folder)
+    arguments = [library, libtorch_cuda(folder), device_guards(folder)]
+    environment = dict(os.environ) | {"TORCH_EXT_CUDA_LIBRARY": str(library)}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr
+    seen: dict[str, Any] = json.loads(result.stdout)
+    return seen
 
 
 class Call(NamedTuple):

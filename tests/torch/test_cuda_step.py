@@ -4,11 +4,7 @@ On a stand-in (see gpu_stand_in.py) whose arithmetic is the CPU's: bits, devices
 not.
 """
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import gpu_stand_in
@@ -56,15 +52,7 @@ def same(a, b):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process with the stand-in saw."""
-    folder = tmp_path_factory.mktemp("stand_in")
-    library = gpu_stand_in.cuda_library(folder)
-    arguments = [library, gpu_stand_in.libtorch_cuda(folder), gpu_stand_in.device_guards(folder)]
-    environment = dict(os.environ) | {"TORCH_EXT_CUDA_LIBRARY": str(library)}
-    command = [sys.executable, "-c", BEGIN + RUN, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert result.returncode == 0, result.stderr
-    seen: dict[str, Any] = json.loads(result.stdout)
-    return seen
+    return gpu_stand_in.seen_beside(tmp_path_factory.mktemp("stand_in"), BEGIN + RUN)
 
 
 # name -> how the optimizer is made (d: the device), and what happens before each step (opt, i)
