@@ -14,6 +14,7 @@ import torch
 
 import torch_ext
 from torch_ext.native import constants, library, ops
+from torch_ext.optim.muon.matrix_exchange import Do
 from torch_ext.parallel import cycle
 from torch_ext.policy import policy_struct
 from torch_ext.policy.policy_fields import Field, PolicyFields
@@ -116,6 +117,12 @@ def test_numbers_of_the_cycle_agree_with_the_header(tmp_path: pathlib.Path) -> N
     assert {name: int(value) for name, value in printed(tmp_path, lines)} == ours
     header = (HEADERS / "torch_ext_cycle.h").read_text()
     assert set(re.findall(r"^  TX_(\w+) = ", header, re.MULTILINE)) <= set(ours)
+
+
+def test_what_the_exchange_of_matrices_does_next_is_the_headers() -> None:
+    (body,) = re.findall(r"enum tx_muon_do \{(.*?)\}", (HEADERS / "torch_ext_advanced.h").read_text(), re.DOTALL)
+    header = {name: int(number) for name, number in re.findall(r"\bTX_MUON_(\w+) = (\d+)", body)}
+    assert header == {"DONE": 0} | {do.name: do.value for do in Do}
 
 
 def test_every_number_of_an_enum_is_there() -> None:
