@@ -193,8 +193,8 @@ TX_API int32_t tx_compresses(int32_t choice, double link_gbps);
  *
  * sharded (0 or 1): each rank owns a part of each bucket, not of the message, which is therefore made in memory of its
  * own: no more than TX_COALESCE_SMALL then. compressed (0 or 1): buffer_bytes are compressed ones, of which three
- * tenths of all that are the most, so that two messages and what they are expanded into take no more memory than
- * buckets that are joined as they are. */
+ * tenths of all that are the most, so that two messages and what they are expanded into take about as much memory as
+ * buckets that are joined as they are (a fifth more with two ranks, of whose bucket a half is received). */
 #define TX_COALESCE_BYTES (INT64_C(8) << 20)
 #define TX_COALESCE_SMALL (INT64_C(4) << 20)
 TX_API int64_t tx_coalesce_most(int64_t buffer_bytes, int32_t sharded, int32_t compressed);
@@ -236,8 +236,9 @@ TX_API tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_
 TX_API int64_t tx_coalesce_cuts(int64_t bytes, int64_t world, double link_gbps, int32_t compressed);
 
 /* Whether the ranks of a sum that all of them want whole send each other whole buckets, which each then adds up, and
- * not their parts, and the sums of these back: two ranks, where it is no more bytes. One trip takes the place of two
- * then. wire_bytes, sum_bytes: of a bucket as it is sent, and as its sum would be gathered. */
+ * not their parts, and the sums of these back: two ranks, where it is fewer bytes (fp8 whose sums are bf16). For as
+ * many bytes one trip in place of two gains nothing that was measured, and adding up all of a bucket costs. wire_bytes,
+ * sum_bytes: of a bucket as it is sent, and as its sum would be gathered. */
 TX_API int32_t tx_trades(int64_t world, int64_t wire_bytes, int64_t sum_bytes);
 
 /* -- matrices of Muon that are cut over ranks -------------------------------------------------------------------- */

@@ -20,6 +20,9 @@
  * finite. From the same reports every rank comes to the same verdict, in the same words. RECOVERING waits for what a
  * backward that raised has sent, as the other ranks sent it too.
  *
+ * Between backwards a step writes weights, bucket by bucket, and gathers of them begin (tx_cycle_stepping); they are
+ * waited for in its end, and where that is interrupted, before the next forward.
+ *
  * What a machine is asked in the wrong state it refuses by name; after a failure of the exchange (tx_cycle_fail) it
  * refuses every backward and step with the text of that failure.
  *
@@ -147,23 +150,36 @@ TX_API void tx_cycle_fail(tx_cycle *cycle, const char *text);
 
 /* Before a step reads gradients. grads: [n_params], 1 where a gradient is this rank's own if one was ready since the
  * last reduction (NULL: none is). Returns 0, or -1: the exchange failed, a backward has not ended, one raised when sums
- * had been added, gradients are not finite (tx_cycle_nonfinite), or no rank has reduced them. */
+ * had been added, gradients are not finite (tx_cycle_nonfinite), no rank has reduced them, or the last step's weights
+ * have not come. */
 TX_API tx_cycle_answer tx_cycle_check_step(tx_cycle *cycle, const uint8_t *grads);
+
+/* A step is about to write the first weight or state. One that raises, or is interrupted, before tx_cycle_stepped
+ * leaves weights of two steps, on this rank alone: where there are others, the next tx_cycle_begin or tx_cycle_check_step fails for good and
+ * says so (tx_cycle_partly_stepped). */
+TX_API void tx_cycle_stepping(tx_cycle *cycle);
+
+/* The gather of a bucket's weights has begun: TX_DO_WEIGHTS comes for each, in this order. Returns its `message`. */
+TX_API int64_t tx_cycle_gathering(tx_cycle *cycle);
+
+/* The step has written everything and begun all gathers, or was refused before it wrote. */
+TX_API void tx_cycle_stepped(tx_cycle *cycle);
 
 /* -- actions: what to do ------------------------------------------------------------------------------------------ */
 
 typedef enum tx_cycle_do {
   TX_DO_NOTHING = 0,
-  TX_DO_CHECK = 1,     /* bucket `first` is complete: look for gradients that are not finite */
-  TX_DO_SEND = 2,      /* buckets [first, end) as message `message`; flags: TX_SEND_STEP */
-  TX_DO_INSPECT = 3,   /* parameter `first` got no gradient: tx_cycle_missing, and what that returns */
-  TX_DO_ORDER = 4,     /* exchange tx_cycle_order; where another plan is better, tx_cycle_rebuild instead of done */
-  TX_DO_REPORT = 5,    /* exchange what tx_cycle_report writes: only start to */
-  TX_DO_WAIT = 6,      /* for message `message`; flags: TX_WAIT_DISCARD, TX_WAIT_IF_SENT */
-  TX_DO_READ = 7,      /* wait for the reports, and give them to tx_cycle_read */
-  TX_DO_INSTALL = 8,   /* the sums are there: tx_cycle_anywhere and tx_cycle_left say of which parameters */
-  TX_DO_RAISE = 9,     /* `text`: the verdict, the same on every rank. Needs no tx_cycle_done */
-  TX_DO_RECOVERED = 10 /* nothing of the backward that died is under way any more */
+  TX_DO_CHECK = 1,      /* bucket `first` is complete: look for gradients that are not finite */
+  TX_DO_SEND = 2,       /* buckets [first, end) as message `message`; flags: TX_SEND_STEP */
+  TX_DO_INSPECT = 3,    /* parameter `first` got no gradient: tx_cycle_missing, and what that returns */
+  TX_DO_ORDER = 4,      /* exchange tx_cycle_order; where another plan is better, tx_cycle_rebuild instead of done */
+  TX_DO_REPORT = 5,     /* exchange what tx_cycle_report writes: only start to */
+  TX_DO_WAIT = 6,       /* for message `message`; flags: TX_WAIT_DISCARD, TX_WAIT_IF_SENT */
+  TX_DO_READ = 7,       /* wait for the reports, and give them to tx_cycle_read */
+  TX_DO_INSTALL = 8,    /* the sums are there: tx_cycle_anywhere and tx_cycle_left say of which parameters */
+  TX_DO_RAISE = 9,      /* `text`: the verdict, the same on every rank. Needs no tx_cycle_done */
+  TX_DO_RECOVERED = 10, /* nothing of the backward that died is under way any more */
+  TX_DO_WEIGHTS = 11    /* wait for weights that are gathered: the `message`-th since all had come. Between backwards */
 } tx_cycle_do;
 
 #define TX_SEND_STEP 1    /* each bucket is stepped as soon as this rank's part of it is reduced */
@@ -223,7 +239,7 @@ TX_API int64_t tx_cycle_sent(const tx_cycle *cycle);
 /* NULL, or why nothing can be reduced any more. */
 TX_API const char *tx_cycle_failure(const tx_cycle *cycle);
 
-/* 1 where that is a backward that raised when some of its buckets had been stepped. */
+/* 1 where that is a backward that raised when some of its buckets had been stepped, or a step that did not end. */
 TX_API int32_t tx_cycle_partly_stepped(const tx_cycle *cycle);
 
 /* Of the last call that returned -1. */

@@ -160,16 +160,15 @@ tx_status tx_cycle_rebuild(void *memory, int64_t bytes, const tx_cycle_args *arg
 
 /* -- events ------------------------------------------------------------------------------------------------------- */
 
-static int has_failed(const tx_cycle *c) {
-  return c->failure[0] != '\0';
-}
-
 static int is_param(const tx_cycle *c, int64_t i) {
   return i >= 0 && i < c->args.n_params;
 }
 
 tx_cycle_answer tx_cycle_begin(tx_cycle *c, int32_t sync, int32_t steps) {
-  if (has_failed(c)) return tx_cycle_refuse(c, "gradients cannot be reduced any more: %s", c->failure);
+  tx_cycle_notice_unfinished_step(c);
+  if (tx_cycle_has_failed(c)) return tx_cycle_refuse(c, "gradients cannot be reduced any more: %s", c->failure);
+  if (c->n_gathered < c->n_gathers)
+    return tx_cycle_refuse(c, "a backward begins before the last step's weights are there");
   if (c->phase != TX_PHASE_IDLE) return tx_cycle_refuse(c, "a backward begins in another that has not ended");
   c->phase = sync || c->row->every_backward ? TX_PHASE_REDUCING : TX_PHASE_ACCUMULATING;
   c->steps_in_backward = steps && c->phase == TX_PHASE_REDUCING && !c->may_reorder;
@@ -277,12 +276,12 @@ int32_t tx_cycle_missing(tx_cycle *c, int64_t i, int32_t grad, int32_t requires_
 }
 
 void tx_cycle_fail(tx_cycle *c, const char *text) {
-  if (!has_failed(c)) (void)snprintf(c->failure, sizeof c->failure, "%s", text && text[0] ? text : "an error");
+  if (!tx_cycle_has_failed(c)) (void)snprintf(c->failure, sizeof c->failure, "%s", text && text[0] ? text : "an error");
 }
 
 /* A backward that ends in an error cannot be undone where its first buckets were stepped. */
 static void notice_partly_stepped(tx_cycle *c) {
-  if (!c->steps_in_backward || c->n_messages == 0 || has_failed(c)) return;
+  if (!c->steps_in_backward || c->n_messages == 0 || tx_cycle_has_failed(c)) return;
   tx_cycle_fail(c, kPartlyStepped);
   c->partly_stepped = 1;
 }
@@ -313,42 +312,6 @@ void tx_cycle_zero(tx_cycle *c, const int64_t *params, int64_t n) {
   for (int64_t k = 0; k < n; k++) {
     if (is_param(c, params[k])) c->state[params[k]] = c->broken[params[k]] = c->nonfinite[params[k]] = 0;
   }
-}
-
-tx_cycle_answer tx_cycle_check_step(tx_cycle *c, const uint8_t *grads) {
-  if (has_failed(c)) return tx_cycle_refuse(c, "step() after an exchange that failed: %s", c->failure);
-  if (c->phase != TX_PHASE_IDLE) return tx_cycle_refuse(c, "step() during a backward: call it after that");
-  int64_t unreduced = -1;
-  int broken = 0, nonfinite = 0;
-  for (int64_t i = c->args.n_params; i-- > 0;) {
-    broken |= c->broken[i];
-    nonfinite |= c->nonfinite[i];
-    if (grads && grads[i] && (c->state[i] || c->row->every_backward)) unreduced = i;
-  }
-  if (broken) {
-    return tx_cycle_refuse(c,
-                           "step() after a backward that raised when some of its sums were added already: call "
-                           "zero_grad() and repeat the micro-batches");
-  }
-  if (nonfinite) {
-    char names[TX_CYCLE_TEXT / 2];
-    tx_text text = tx_text_in(names, sizeof names);
-    tx_cycle_add_names(&text, c, c->nonfinite);
-    return tx_cycle_refuse(c,
-                           "step() with gradients that have NaN or Inf (%s and perhaps others), as backward said "
-                           "(check_for_nan_in_grad): call zero_grad() first",
-                           names);
-  }
-  if (unreduced >= 0) {
-    return tx_cycle_refuse(
-        c,
-        "step() with gradients that no rank has reduced (parameter '%s' and perhaps others): the last backward ran "
-        "under no_sync(), or raised, or `.grad` was assigned where gradients are sharded. Leave no_sync() for the last "
-        "micro-batch, or call zero_grad() to drop them.",
-        c->args.names[unreduced]);
-  }
-  c->n_steps++;
-  return 0;
 }
 
 /* -- actions ------------------------------------------------------------------------------------------------------ */
@@ -446,12 +409,13 @@ static int32_t next_in_step(tx_cycle *c) {
     case TX_STEP_READ_FIRST:
       return c->row->reports == TX_REPORTS_FIRST ? hand_out(c, TX_DO_READ, 0) : TX_DO_NOTHING;
     case TX_STEP_WAIT:
-      if (has_failed(c) && c->verdict[0]) return TX_DO_NOTHING; /* others did not send the same */
+      if (tx_cycle_has_failed(c) && c->verdict[0]) return TX_DO_NOTHING; /* others did not send the same */
       return c->n_answered < c->n_messages ? wait_for_oldest(c, 0) : TX_DO_NOTHING;
     case TX_STEP_READ:
       return c->row->reports == TX_REPORTS_LAST ? hand_out(c, TX_DO_READ, 0) : TX_DO_NOTHING;
     default:
-      if (c->step == TX_STEP_INSTALL && !(has_failed(c) && c->verdict[0])) return hand_out(c, TX_DO_INSTALL, 0);
+      if (c->step == TX_STEP_INSTALL && !(tx_cycle_has_failed(c) && c->verdict[0]))
+        return hand_out(c, TX_DO_INSTALL, 0);
       return TX_DO_NOTHING;
   }
 }
@@ -476,7 +440,7 @@ static int32_t next_of_last(tx_cycle *c) {
 }
 
 static int32_t next_of_recovering(tx_cycle *c) {
-  if (!has_failed(c)) {
+  if (!tx_cycle_has_failed(c)) {
     const int32_t unsure = c->n_answered == c->unacknowledged ? TX_WAIT_IF_SENT : 0;
     if (c->n_answered < c->n_messages) return wait_for_oldest(c, TX_WAIT_DISCARD | unsure);
     if (c->reported == 1) return hand_out(c, TX_DO_READ, 0);
@@ -496,10 +460,16 @@ static int32_t next_of_recovering(tx_cycle *c) {
   return hand_out(c, TX_DO_RECOVERED, 0);
 }
 
+/* Between backwards: weights that a step left to be gathered, in the order in which that began. */
+static void next_of_stepping(tx_cycle *c) {
+  if (c->n_gathered == c->n_gathers || tx_cycle_has_failed(c)) return;
+  c->current = (tx_cycle_action){.kind = TX_DO_WEIGHTS, .message = c->n_gathered};
+}
+
 /* After a failure of the exchange nothing more of this backward is sent or waited for, until it has died. */
 static int is_stuck(const tx_cycle *c) {
   const int sends = c->phase == TX_PHASE_REDUCING || (c->phase == TX_PHASE_CLOSING && c->step < TX_STEP_INSTALL);
-  return sends && has_failed(c) && !c->verdict[0];
+  return sends && tx_cycle_has_failed(c) && !c->verdict[0];
 }
 
 int32_t tx_cycle_next(tx_cycle *c, tx_cycle_action *action) {
@@ -519,6 +489,9 @@ int32_t tx_cycle_next(tx_cycle *c, tx_cycle_action *action) {
         break;
       case TX_PHASE_RECOVERING:
         next_of_recovering(c);
+        break;
+      case TX_PHASE_IDLE:
+        next_of_stepping(c);
         break;
       default:
         break;
@@ -561,6 +534,9 @@ void tx_cycle_done(tx_cycle *c, int32_t answered) {
     case TX_DO_INSTALL:
       c->step++;
       break;
+    case TX_DO_WEIGHTS:
+      c->n_gathered++;
+      break;
     default:
       break;
   }
@@ -589,7 +565,7 @@ int64_t tx_cycle_sent(const tx_cycle *c) {
 }
 
 const char *tx_cycle_failure(const tx_cycle *c) {
-  return has_failed(c) ? c->failure : NULL;
+  return tx_cycle_has_failed(c) ? c->failure : NULL;
 }
 
 int32_t tx_cycle_partly_stepped(const tx_cycle *c) {

@@ -1,4 +1,5 @@
-/* The inside of a machine of torch_ext_cycle.h: cycle.c has its states, cycle_report.c what ranks tell each other. */
+/* The inside of a machine of torch_ext_cycle.h: cycle.c has its states, cycle_step.c what it knows of steps,
+ * cycle_report.c what ranks tell each other. */
 #ifndef TX_CORE_CYCLE_H
 #define TX_CORE_CYCLE_H
 
@@ -59,6 +60,7 @@ struct tx_cycle {
   int32_t reported;  /* this backward's report: 1 it is exchanged, 2 every rank's was read */
   int32_t held_back; /* see tx_cycle_read */
   int32_t is_last;   /* what was given is the last of this backward */
+  int32_t stepping;  /* a step writes weights */
   int64_t number;
   int64_t n_steps;        /* that were legal: ranks that reduce together have stepped equally often */
   int64_t cursor;         /* of TX_STEP_INSPECT */
@@ -71,6 +73,8 @@ struct tx_cycle {
   int64_t n_answered;     /* waited for */
   int64_t unacknowledged; /* the message whose TX_DO_SEND was handed out when the backward died, or -1 */
   int64_t slots_taken;
+  int64_t n_gathers;  /* of weights, that steps have begun since all of them had come */
+  int64_t n_gathered; /* that have come */
   tx_tracker *tracker;
   int64_t *buffer_of; /* [n_buckets] */
   int64_t *units;     /* [n_buckets] of TX_CYCLE_UNITS: what was reduced, see cycle_report.c */
@@ -93,6 +97,13 @@ struct tx_cycle {
 
 /* The cycle below, steps above, in the first word of a report. */
 #define TX_CYCLE_STEP (INT64_C(1) << 32)
+
+static inline int tx_cycle_has_failed(const tx_cycle *c) {
+  return c->failure[0] != '\0';
+}
+
+/* A step that wrote some weights and never the others (tx_cycle_stepping) is a failure for good. */
+void tx_cycle_notice_unfinished_step(tx_cycle *c);
 
 /* A refused event: its text, and -1. */
 int32_t tx_cycle_refuse(tx_cycle *c, const char *format, ...) __attribute__((format(printf, 2, 3)));

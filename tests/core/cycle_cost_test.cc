@@ -46,10 +46,13 @@ Case Many(int kind, How how, int world) {
 }
 
 TEST(CycleCost, OneMessageOnALink) {
-  // Two ranks send each other the bucket, and beside it a report of 16 bytes and one for the parameter.
-  const Cost cost = Predict(One(TX_CYCLE_NO_SHARD, 2));
-  const double bytes = 2 * 128 * 1024;
-  EXPECT_EQ(cost.gradient_bytes, 2 * 128 * 1024);
+  // Two ranks send each other the bucket in fp8, whose sums would be bf16, and beside it a report of 16 bytes and one
+  // for the parameter.
+  Case one = One(TX_CYCLE_NO_SHARD, 2);
+  one.model.wire_dtype = TX_U8;
+  const Cost cost = Predict(one);
+  const double bytes = 129 * 1024;
+  EXPECT_EQ(cost.gradient_bytes, 129 * 1024);
   EXPECT_EQ(cost.report_bytes, 17);
   EXPECT_EQ(cost.messages, 2);
   EXPECT_NEAR(cost.seconds, kLatency + (bytes + 17) / kSpeed, 1e-9);

@@ -101,6 +101,7 @@ bool Rank::Wait(const tx_cycle_action &action) {
     waits_++;
   }
   int64_t tag = action.kind == TX_DO_READ ? report_tag_ : order_tag_;
+  if (action.kind == TX_DO_WEIGHTS) tag = gather_tags_[static_cast<size_t>(action.message)];
   if (action.kind == TX_DO_WAIT || action.kind == TX_DO_SEND) {
     if (action.message >= static_cast<int64_t>(messages_.size()))
       throw Wrong{"a message is waited for before it is sent"};
@@ -123,12 +124,12 @@ bool Rank::Wait(const tx_cycle_action &action) {
 }
 
 // What the machine asks for: by tx_cycle_do.
-const Rank::Doing Rank::kDoing[] = {nullptr,          &Rank::DoCheck,  &Rank::DoSend,     &Rank::DoInspect,
-                                    &Rank::DoOrder,   &Rank::DoReport, &Rank::DoWait,     &Rank::DoRead,
-                                    &Rank::DoInstall, &Rank::DoRaise,  &Rank::DoRecovered};
+const Rank::Doing Rank::kDoing[] = {nullptr,          &Rank::DoCheck,  &Rank::DoSend,      &Rank::DoInspect,
+                                    &Rank::DoOrder,   &Rank::DoReport, &Rank::DoWait,      &Rank::DoRead,
+                                    &Rank::DoInstall, &Rank::DoRaise,  &Rank::DoRecovered, &Rank::DoWeights};
 
 void Rank::Act(const tx_cycle_action &action) {
-  if (action.kind <= TX_DO_NOTHING || action.kind > TX_DO_RECOVERED) throw Wrong{"an unknown action"};
+  if (action.kind <= TX_DO_NOTHING || action.kind > TX_DO_WEIGHTS) throw Wrong{"an unknown action"};
   const auto phase = static_cast<size_t>(tx_cycle_phase_of(cycle));
   world->coverage->actions[phase][static_cast<size_t>(action.kind)]++;
   CountTransition();
@@ -280,6 +281,61 @@ bool Rank::DoRecovered(const tx_cycle_action &) {
   return true;
 }
 
+bool Rank::DoWeights(const tx_cycle_action &action) {
+  if (action.message != static_cast<int64_t>(n_come_) || n_come_ >= gather_tags_.size()) {
+    throw Wrong{"gathered weights are not waited for in their order"};
+  }
+  if (!Wait(action)) return false;
+  n_come_++;
+  tx_cycle_done(cycle, 0);
+  return true;
+}
+
+// A step that is legal: it writes bucket by bucket, and each is gathered where ranks own parts of it.
+void Rank::StartStep() {
+  Count(kStepping);
+  tx_cycle_stepping(cycle);
+  next_weight_ = 0;
+  at_ = At::kStepping;
+}
+
+bool Rank::NextWeight() {
+  const int kind = world->spec.kind;
+  int64_t buckets = 0;
+  for (const int64_t bucket : bucket_of_)
+    buckets = std::max(buckets, bucket + 1);
+  if (Suffers(Ill::kInterruptStep, next_weight_)) {
+    Throw();
+    return true;
+  }
+  if (next_weight_ == buckets) {
+    Count(kStepped);
+    tx_cycle_stepped(cycle);
+    at_ = At::kEnding;  // the gathers are waited for
+    return true;
+  }
+  for (size_t i = 0; i < bucket_of_.size(); i++)
+    if (bucket_of_[i] == next_weight_) weights_[i] = n_steps_;
+  if (kind == TX_CYCLE_OPTIM || kind == TX_CYCLE_OPTIM_GRADS) {
+    if (world->group_failed) return Fail("a rank was lost"), true;
+    if (n_come_ == gather_tags_.size()) gather_tags_.clear(), n_come_ = 0;
+    gather_tags_.push_back(-1 - (plan_ * 100 + n_steps_) * 100 - next_weight_);
+    Exchange *e = nullptr;
+    Post(gather_tags_.back(), &e);
+    if (tx_cycle_gathering(cycle) + 1 != static_cast<int64_t>(gather_tags_.size())) throw Wrong{"gathers are numbered otherwise"};
+  }
+  next_weight_++;
+  return true;
+}
+
+// Before a forward: every weight is the last step's, and has come from its owner.
+void Rank::CheckWeights() const {
+  if (tx_cycle_failure(cycle) || world->spec.world == 1) return;
+  for (const int64_t step : weights_)
+    if (step != n_steps_) throw Wrong{"a forward uses weights of two steps"};
+  if (n_come_ < gather_tags_.size()) throw Wrong{"a forward uses weights that have not come"};
+}
+
 // parallelize again: the ranks agree, then each has another machine, which begins at 0.
 void Rank::StartPlan() {
   if (world->group_failed) return NextOp();  // it raises
@@ -303,6 +359,9 @@ bool Rank::Plan() {
   plan_++;
   phase_seen_ = TX_PHASE_IDLE;
   n_steps_ = 0;
+  std::fill(weights_.begin(), weights_.end(), 0);  // rank 0's
+  gather_tags_.clear();
+  n_come_ = 0;
   const bool other = plan_ % 2 && !spec.rebuilt_bucket_of.empty();
   Build(other ? &spec.rebuilt_bucket_of : &spec.bucket_of, other ? &spec.rebuilt_buffer_of : &spec.buffer_of, nullptr);
   NextOp();

@@ -203,7 +203,8 @@ void Rank::CheckStep() {
   const int step = program[static_cast<size_t>(pc)];
   verdict_of_cycle[-1000 - step] = refused ? "refused" : "stepped";
   CompareWithOracle(world->expected[static_cast<size_t>(step)], refused);
-  NextOp();
+  if (refused) return NextOp();
+  StartStep();
 }
 
 void Rank::CompareWithOracle(const Expected &expected, bool refused) {

@@ -27,10 +27,11 @@ void AddFaults(std::mt19937_64 &random, Spec *spec) {
   const auto draw = [&](int n) { return static_cast<int>(random() % static_cast<uint64_t>(std::max(n, 1))); };
   const int n = draw(3) + (draw(3) == 0 ? 1 : 0);
   for (int k = 0; k < n; k++) {
-    static const Ill kPlanned[] = {Ill::kRaise,   Ill::kNonfinite, Ill::kUnused,   Ill::kFrozen,
-                                   Ill::kSkipped, Ill::kInterrupt, Ill::kLost,     Ill::kStalled,
-                                   Ill::kDropped, Ill::kAssigned,  Ill::kHeldBack, Ill::kRaiseInHook};
-    Ill what = kPlanned[draw(12)];
+    static const Ill kPlanned[] = {Ill::kRaise,        Ill::kNonfinite, Ill::kUnused,   Ill::kFrozen,
+                                   Ill::kSkipped,      Ill::kInterrupt, Ill::kLost,     Ill::kStalled,
+                                   Ill::kDropped,      Ill::kAssigned,  Ill::kHeldBack, Ill::kRaiseInHook,
+                                   Ill::kInterruptStep};
+    Ill what = kPlanned[draw(13)];
     if (spec->kind >= TX_CYCLE_UNITS && what == Ill::kRaiseInHook) what = Ill::kRaise;
     if (spec->kind == TX_CYCLE_DDP_HOOK &&
         (what == Ill::kUnused || what == Ill::kFrozen || what == Ill::kAssigned || what == Ill::kDropped)) {
@@ -102,8 +103,9 @@ Spec Generate(uint64_t seed) {
 
 std::string Text(const Spec &spec) {
   static const char *const kKinds[] = {"no_shard", "optim", "optim_grads", "units", "ddp_hook"};
-  static const char *const kIlls[] = {"raise", "nonfinite", "unused",  "frozen",   "skipped",   "interrupt",
-                                      "lost",  "stalled",   "dropped", "assigned", "held back", "raise in a hook"};
+  static const char *const kIlls[] = {
+      "raise",   "nonfinite", "unused",   "frozen",    "skipped",          "interrupt",      "lost",
+      "stalled", "dropped",   "assigned", "held back", "interrupt a step", "raise in a hook"};
   std::ostringstream out;
   out << "seed " << spec.seed << ": " << kKinds[spec.kind] << ", " << spec.world << " ranks, buckets of parameters";
   for (int64_t b : spec.bucket_of)
@@ -162,7 +164,9 @@ std::vector<Expected> Oracle(const Spec &spec) {
     bool skipped = false;
     for (const Fault &fault : spec.faults) {
       const bool all = fault.rank < 0 || spec.world == 1;
-      if (fault.what == Ill::kInterrupt || fault.what == Ill::kLost || fault.what == Ill::kStalled) return found;
+      if (fault.what == Ill::kInterrupt || fault.what == Ill::kInterruptStep || fault.what == Ill::kLost ||
+          fault.what == Ill::kStalled)
+        return found;
       if (fault.step != s) continue;
       if (fault.what == Ill::kSkipped && !all) return found;
       skipped |= fault.what == Ill::kSkipped;

@@ -17,6 +17,7 @@ Rank::Rank(World *w, int r) : world(w), rank(r) {
   }
   grads.resize(n);
   broken_.assign(n, 0);
+  weights_.assign(n, 0);
   Build(&spec.bucket_of, &spec.buffer_of, nullptr);
   if (spec.ends.size() == spec.buffer_of.size() && spec.kind <= TX_CYCLE_OPTIM_GRADS) {
     tx_cycle_set_messages(cycle, spec.ends.data());
@@ -163,8 +164,10 @@ void Rank::StartOp() {
   const bool failed = tx_cycle_failure(cycle) != nullptr;
   const bool refused = tx_cycle_begin(cycle, step.sync, world->spec.steps) < 0;
   if (failed) CheckToldOfFailure(refused);
+  if (!refused) CheckWeights();
   if (refused) {
-    if (!failed) throw Wrong{std::string("a backward is refused: ") + tx_cycle_refusal(cycle)};
+    if (!failed && !tx_cycle_partly_stepped(cycle))
+      throw Wrong{std::string("a backward is refused: ") + tx_cycle_refusal(cycle)};
     in_backward_ = false;
     NextOp();
   }
@@ -270,10 +273,13 @@ bool Rank::Move() {
       dead_ = false;
       at_ = At::kRecovering;
     } else {
+      const int at = pc;
+      if (!Drain()) return !waiting || pc != at;  // what a step that was interrupted left to be waited for
       StartOp();
       return true;
     }
   }
+  if (at_ == At::kStepping) return NextWeight();
   const int was = pc;
   if (!Drain()) return !waiting || pc != was;
   switch (at_) {

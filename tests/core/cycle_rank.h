@@ -94,7 +94,7 @@ class Rank {
   tx_cycle *cycle = nullptr;
 
  private:
-  enum class At { kOpStart, kRecovering, kBegin, kGrads, kEnding, kChecking, kPlanning, kOpEnd };
+  enum class At { kOpStart, kRecovering, kBegin, kGrads, kEnding, kStepping, kChecking, kPlanning, kOpEnd };
   bool Drain();  // true: no action is left
   // Each does one action. False: it has to wait, or raised.
   using Doing = bool (Rank::*)(const tx_cycle_action &action);
@@ -110,6 +110,10 @@ class Rank {
   bool DoInstall(const tx_cycle_action &action);
   bool DoRaise(const tx_cycle_action &action);
   bool DoRecovered(const tx_cycle_action &action);
+  bool DoWeights(const tx_cycle_action &action);
+  void StartStep();
+  bool NextWeight();
+  void CheckWeights() const;
   void Build(const std::vector<int64_t> *bucket_of, const std::vector<int64_t> *buffer_of, const tx_cycle *replaces);
   void CheckUnit(int64_t unit);
   bool Wait(const tx_cycle_action &action);
@@ -158,6 +162,10 @@ class Rank {
   std::vector<Message> messages_;
   std::vector<uint8_t> broken_;
   int64_t report_tag_ = 0, order_tag_ = 0;
+  std::vector<int64_t> weights_;      // by parameter: the step that wrote it last, on the rank that steps it
+  std::vector<int64_t> gather_tags_;  // that are under way, or were since all had come
+  size_t n_come_ = 0;                 // of them
+  int next_weight_ = 0;               // bucket of the step
   std::vector<int64_t> bucket_of_;
   bool has_raised_ = false;
   int64_t n_steps_ = 0;
@@ -205,6 +213,7 @@ class World {
         case Ill::kStalled:
           asymmetric = true;
           break;
+        case Ill::kInterruptStep:
         case Ill::kInterrupt:  // who is interrupted in which wait differs from rank to rank
           asymmetric |= spec.world > 1;
           break;

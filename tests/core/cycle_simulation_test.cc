@@ -17,27 +17,27 @@ using namespace cycle_world;
 namespace {
 
 const char *const kPhases[] = {"idle", "accumulating", "reducing", "closing", "recovering"};
-const char *const kEventNames[] = {"begin",   "accumulate", "ready", "given", "end", "missing",
-                                   "recover", "zero",       "fail",  "step",  "read"};
-const char *const kActions[] = {"nothing", "check", "send",    "inspect", "order",    "report",
-                                "wait",    "read",  "install", "raise",   "recovered"};
+const char *const kEventNames[] = {"begin", "accumulate", "ready", "given", "end",      "missing", "recover",
+                                   "zero",  "fail",       "step",  "read",  "stepping", "stepped"};
+const char *const kActions[] = {"nothing", "check", "send",    "inspect", "order",     "report",
+                                "wait",    "read",  "install", "raise",   "recovered", "weights"};
 
 // [phase][event]: what a program can make happen.
 const bool kLegalEvents[5][kEvents] = {
-    // begin accumulate ready given end missing recover zero fail step read
-    {1, 0, 0, 0, 0, 0, 1, 1, 0, 1, 0},  // idle
-    {0, 1, 1, 0, 1, 0, 1, 0, 0, 0, 0},  // accumulating
-    {0, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1},  // reducing; read: DDP's hook
-    {0, 0, 0, 0, 0, 1, 1, 0, 1, 0, 1},  // closing
-    {0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 1},  // recovering
+    // begin accumulate ready given end missing recover zero fail step read stepping stepped
+    {1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1},  // idle; fail: weights do not come
+    {0, 1, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0},  // accumulating
+    {0, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, 0, 0},  // reducing; read: DDP's hook
+    {0, 0, 0, 0, 0, 1, 1, 0, 1, 0, 1, 0, 0},  // closing
+    {0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0},  // recovering
 };
-const bool kLegalActions[5][11] = {
-    // nothing check send inspect order report wait read install raise recovered
-    {0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1},  // a verdict, or a recovery, ends in idle
-    {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},  //
-    {0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0},  //
-    {0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0},  //
-    {0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0},
+const bool kLegalActions[5][12] = {
+    // nothing check send inspect order report wait read install raise recovered weights
+    {0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1},  // a verdict, or a recovery, ends in idle
+    {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},  //
+    {0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0},  //
+    {0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0},  //
+    {0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0},
 };
 
 const bool kLegalTransitions[5][5] = {

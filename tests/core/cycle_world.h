@@ -33,18 +33,19 @@ struct Step {
 };
 
 enum class Ill {
-  kRaise,       // backward `step` raises when `at` of its gradients are ready
-  kNonfinite,   // of parameter `at` in backward `step`
-  kUnused,      // parameter `at` gets no gradient in backward `step`
-  kFrozen,      // parameter `at` from step `step` on
-  kSkipped,     // step `step` is left out
-  kInterrupt,   // Ctrl-C in the `at`-th wait
-  kLost,        // kill -9 at the `at`-th move of this rank
-  kStalled,     // SIGSTOP there, until the others have given up
-  kDropped,     // `.grad` of parameter `at` becomes None before step `step`
-  kAssigned,    // `.grad` of parameter `at` becomes a tensor of the user's before step `step`
-  kHeldBack,    // this rank's network is slow
-  kRaiseInHook  // a hook of the user's raises, when `.grad` of parameter `at` was accumulated and ours not called
+  kRaise,          // backward `step` raises when `at` of its gradients are ready
+  kNonfinite,      // of parameter `at` in backward `step`
+  kUnused,         // parameter `at` gets no gradient in backward `step`
+  kFrozen,         // parameter `at` from step `step` on
+  kSkipped,        // step `step` is left out
+  kInterrupt,      // Ctrl-C in the `at`-th wait
+  kLost,           // kill -9 at the `at`-th move of this rank
+  kStalled,        // SIGSTOP there, until the others have given up
+  kDropped,        // `.grad` of parameter `at` becomes None before step `step`
+  kAssigned,       // `.grad` of parameter `at` becomes a tensor of the user's before step `step`
+  kHeldBack,       // this rank's network is slow
+  kInterruptStep,  // Ctrl-C in step `step`, when `at` buckets were written
+  kRaiseInHook     // a hook of the user's raises, when `.grad` of parameter `at` was accumulated and ours not called
 };
 
 struct Fault {
@@ -74,11 +75,26 @@ std::string Text(const Spec &spec);
 
 // -- what was seen ---------------------------------------------------------------------------------------------------
 
-enum Event { kBegin, kAccumulate, kReady, kGiven, kEnd, kMissing, kDied, kZero, kFail, kCheckStep, kRead, kEvents };
+enum Event {
+  kBegin,
+  kAccumulate,
+  kReady,
+  kGiven,
+  kEnd,
+  kMissing,
+  kDied,
+  kZero,
+  kFail,
+  kCheckStep,
+  kRead,
+  kStepping,
+  kStepped,
+  kEvents
+};
 
 struct Coverage {
   std::array<std::array<int64_t, kEvents>, 5> events{};  // [phase][event]
-  std::array<std::array<int64_t, 11>, 5> actions{};      // [phase][tx_cycle_do]
+  std::array<std::array<int64_t, 12>, 5> actions{};      // [phase][tx_cycle_do]
   std::array<std::array<int64_t, 5>, 5> transitions{};   // [phase][phase]
   int64_t programs = 0, steps_taken = 0, cycles_compared = 0, sums_compared = 0, verdicts = 0, failures = 0;
   int64_t refused_steps = 0;

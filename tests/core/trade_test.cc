@@ -14,14 +14,14 @@ struct Case {
 };
 
 const Case kCases[] = {
-    {"two_in_one_dtype", 2, 256, 256, 1}, {"sums_in_more_bytes", 2, 129, 256, 1},  {"sums_in_fewer", 2, 256, 129, 0},
-    {"by_a_single_byte", 2, 257, 256, 0}, {"an_empty_bucket", 2, 0, 0, 1},         {"one_rank", 1, 256, 256, 0},
+    {"two_in_one_dtype", 2, 256, 256, 0}, {"sums_in_more_bytes", 2, 129, 256, 1},  {"sums_in_fewer", 2, 256, 129, 0},
+    {"by_a_single_byte", 2, 255, 256, 1}, {"an_empty_bucket", 2, 0, 0, 0},         {"one_rank", 1, 256, 256, 0},
     {"three_ranks", 3, 256, 256, 0},      {"four_that_sum_wider", 4, 129, 256, 0},
 };
 
 class Trades : public testing::TestWithParam<Case> {};
 
-TEST_P(Trades, WhereTwoRanksSendNoMoreBytes) {
+TEST_P(Trades, WhereTwoRanksSendFewerBytes) {
   const Case &c = GetParam();
   EXPECT_EQ(tx_trades(c.world, c.wire, c.sum), c.trades);
 }

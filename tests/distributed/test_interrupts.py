@@ -100,14 +100,14 @@ LATE = [0.0, 0.3, 0.6]  # seconds, by rank: rank 0 waits for two others
 
 
 @contextlib.contextmanager
-def _interrupted(rank: int, waiting_for: str) -> Iterator[None]:
+def interrupted(rank: int, waiting_for: str) -> Iterator[None]:
     """Rank 0, on the user's thread, by a Ctrl-C that came while it waited for the first of two messages."""
     if rank != 0:
         yield
         return
     wait = gloo_p2p.wait_all
 
-    def interrupted(works: Any, exchange: Any, what: str) -> None:
+    def waits_once(works: Any, exchange: Any, what: str) -> None:
         if threading.current_thread() is not threading.main_thread() or waiting_for not in what:
             wait(works, exchange, what)
             return
@@ -115,7 +115,7 @@ def _interrupted(rank: int, waiting_for: str) -> Iterator[None]:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo_p2p, "wait_all", interrupted)
+        patch.setattr(gloo_p2p, "wait_all", waits_once)
         with pytest.raises(KeyboardInterrupt):
             yield
 
@@ -136,9 +136,9 @@ def _sums_are_late(rank: int, world: int, strategy: str) -> None:
         model.zero_grad()
     with pytest.MonkeyPatch.context() as patch:
         internals.before_sums(lambda: time.sleep(LATE[rank]), patch)
-        with _interrupted(rank, "gradients of cycle 2"):
+        with interrupted(rank, "gradients of cycle 2"):
             model(noise(2, rank, shapes)).backward()
-        with _interrupted(rank, "gradients of cycle 2"):
+        with interrupted(rank, "gradients of cycle 2"):
             model.zero_grad()
         model.zero_grad()
         # The first sum that comes is not to be taken for this backward's, nor written into its gradient.
@@ -198,7 +198,7 @@ def _reports_are_late(rank: int, world: int, strategy: str) -> None:
             last = late * 2  # of backward
             if step == 2:
                 last.register_hook(lambda _: time.sleep(LATE[rank]))
-            with _interrupted(rank, "end of gradient cycle 2") if step == 2 else contextlib.nullcontext():
+            with interrupted(rank, "end of gradient cycle 2") if step == 2 else contextlib.nullcontext():
                 (model(noise(step, rank, SHAPES)) + last.sum()).backward()
             if step != 2:
                 assert _is_mean(model, step, world)
@@ -222,7 +222,7 @@ def _sharded(rank: int, world: int) -> tuple[Any, torch.Tensor, float]:
 def _weights_are_late(rank: int, world: int) -> None:
     model, inputs, wanted = _sharded(rank, world)
     time.sleep(LATE[rank])
-    with _interrupted(rank, "weights of"):
+    with interrupted(rank, "weights of"):
         found = model(inputs).sum()
     if rank == 0:
         found = model(inputs).sum()

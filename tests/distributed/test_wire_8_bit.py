@@ -104,10 +104,10 @@ _CODED = 1 + 1 / 128  # bytes of an element, its part of a scale included
 @pytest.mark.parametrize(
     ("strategy", "wire", "gather", "there", "back", "traded"),
     [
-        pytest.param("no_shard", "bf16", None, 2, 2, True, id="no_shard, bf16"),
+        pytest.param("no_shard", "bf16", None, 2, 2, False, id="no_shard, bf16"),
         pytest.param("no_shard", "bf16", "fp8", 2, _CODED, False, id="no_shard, bf16, gathered in fp8"),
         pytest.param("no_shard", "fp8", None, _CODED, 2, True, id="no_shard, fp8, gathered in bf16"),
-        pytest.param("no_shard", "fp8", "fp8", _CODED, _CODED, True, id="no_shard, fp8, gathered in fp8"),
+        pytest.param("no_shard", "fp8", "fp8", _CODED, _CODED, False, id="no_shard, fp8, gathered in fp8"),
         pytest.param("optim", "fp8", None, _CODED, 0, False, id="optim, fp8 (weights are gathered by the step)"),
     ],
 )
@@ -115,7 +115,7 @@ _CODED = 1 + 1 / 128  # bytes of an element, its part of a scale included
 def test_bytes_on_the_wire(
     world: int, strategy: str, wire: str, gather: str | None, there: float, back: float, traded: bool
 ) -> None:
-    """there, back: of an element. Two ranks trade wires instead of sums where that is no more."""
+    """there, back: of an element. Two ranks trade wires instead of sums where that is less."""
     share = (2 * there if traded and world == 2 else there + back) / 8
     for answer in ranks.run(world, _bytes_sent, strategy, wire, gather):
         assert share <= answer < share + 0.001, "a report of some bytes comes with every cycle"

@@ -79,7 +79,7 @@ struct Machine {
 void Machine::Event() {
   const std::vector<uint8_t> flags = Flags();
   const int64_t param = Param(), bucket = Param();
-  switch (input->Below(12)) {
+  switch (input->Below(13)) {
     case 0:
     case 1:
       Answered(tx_cycle_begin(cycle, static_cast<int32_t>(input->Below(2)), static_cast<int32_t>(input->Below(2))));
@@ -115,6 +115,12 @@ void Machine::Event() {
       break;
     case 10:
       Answered(tx_cycle_check_step(cycle, input->Odd(2) ? flags.data() : nullptr));
+      break;
+    case 11:
+      tx_cycle_stepping(cycle);
+      for (uint32_t n = input->Below(4); n > 0; n--)
+        tx_cycle_gathering(cycle);
+      if (!input->Odd(8)) tx_cycle_stepped(cycle);
       break;
     default:
       tx_cycle_set_messages(cycle, flags.data());
@@ -185,7 +191,7 @@ void Machine::Acts() {
   for (int n = 0; n < 200; n++) {
     tx_cycle_action action, again;
     const int32_t kind = tx_cycle_next(cycle, &action);
-    CHECK(kind == action.kind && kind >= TX_DO_NOTHING && kind <= TX_DO_RECOVERED);
+    CHECK(kind == action.kind && kind >= TX_DO_NOTHING && kind <= TX_DO_WEIGHTS);
     if (kind == TX_DO_NOTHING) return;
     if (kind != TX_DO_RAISE) {
       CHECK(tx_cycle_next(cycle, &again) == kind && again.first == action.first && again.message == action.message);

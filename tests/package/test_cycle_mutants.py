@@ -90,7 +90,9 @@ MUTANTS = {
     ),
     "the first cycle's order is sent every time": mutant("      c->may_reorder = 0;\n      break;", "      break;"),
     "a step is legal after a failure for good": mutant(
-        'if (has_failed(c)) return tx_cycle_refuse(c, "step() after an exchange that failed: %s", c->failure);', ""
+        'if (tx_cycle_has_failed(c)) return tx_cycle_refuse(c, "step() after',
+        'if (0) return tx_cycle_refuse(c, "step() after',
+        "cycle_step.c",
     ),
     "buckets are sent before the ranks agree on their order": mutant(
         "        } else if (!c->may_reorder) {", "        } else {"
@@ -99,7 +101,16 @@ MUTANTS = {
         "return c->row->reports == TX_REPORTS_LAST ?", "return c->row->reports == TX_REPORTS_LAST && c->args.kind ?"
     ),
     "gradients of a no_sync micro-batch are stepped": mutant(
-        "if (grads && grads[i] && (c->state[i]", "if (grads && grads[i] && (0"
+        "if (grads && grads[i] && (c->state[i]", "if (grads && grads[i] && (0", "cycle_step.c"
+    ),
+    "a step that was interrupted half-way is forgotten": mutant(
+        "  tx_cycle_fail(c, kUnfinished);\n", "  (void)kUnfinished;\n", "cycle_step.c"
+    ),
+    "weights that an interrupted step gathers are not waited for": mutant(
+        "if (c->n_gathered == c->n_gathers || tx_cycle_has_failed(c)) return;", "if (c->number >= 0) return;"
+    ),
+    "gathers of the next step take the place of those that have not come": mutant(
+        "if (c->n_gathered == c->n_gathers) c->n_gathered", "if (c->n_gathers > 1) c->n_gathered", "cycle_step.c"
     ),
 }
 
@@ -107,7 +118,8 @@ MUTANTS = {
 @pytest.fixture(scope="module")
 def simulator(tmp_path_factory: pytest.TempPathFactory) -> Simulator:
     parts = ("program", "rank", "driver", "gradients", "world", "hunt")
-    made = Simulator("cycle", tmp_path_factory.mktemp("cycle"), parts, ("cycle.c", "cycle_report.c", "tracker.c"))
+    core = ("cycle.c", "cycle_step.c", "cycle_report.c", "tracker.c")
+    made = Simulator("cycle", tmp_path_factory.mktemp("cycle"), parts, core)
     made.compile_core("status.c", "text.c")
     return made
 

@@ -19,8 +19,8 @@ Three worker threads per communicator keep backward free of waiting:
 A bucket takes slots_needed of IN_FLIGHT slots; the others are queued, and started by the thread that ends an earlier
 one. So memory to receive into is bounded, and used again by the next bucket.
 
-Two ranks that both want the sum send each other whole buckets where that is no more bytes (tx_trades): each adds up all
-of it, in one trip instead of two. The bits are the same: a sum is a function of the chunks in rank order.
+Two ranks that both want the sum send each other whole buckets where that is fewer bytes (tx_trades): each adds up all
+of it. The bits are the same: a sum is a function of the chunks in rank order.
 
 Compressed messages (`comm/compression.py`) need memory of their own until they are expanded, or sent. To bound it, the
 "gather" thread ends every compressed bucket, and at most IN_FLIGHT compressed all-gathers of weights are under way.
@@ -111,9 +111,6 @@ class _Reduction(PendingTransfer):
             try:
                 self.wait_for(self.arrivals)
                 assert self.request is not None and self.received is not None
-                if self.part == WHOLE:  # the sum may lie where the wire does
-                    self.wait_for(self.sends)
-                    self.sends = []
                 self.request.reduce_fn(self.chunks, self.part)
                 self.communicator.memory.give_back(self.received)
                 self.chunks, self.arrivals, self.received, self.request = [], [], None, None

@@ -12,6 +12,7 @@ from torch_ext.optim.state import masters
 from torch_ext.optim.state.param_state import AllGatherTarget
 from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.step_plan import StepPlan
+from torch_ext.optim.step_progress import StepProgress
 from torch_ext.params.param_groups import HyperparameterTable
 from torch_ext.tensors import dense
 
@@ -32,10 +33,11 @@ class StepRun:
         scalars: tuple[Tensor, Tensor, Tensor],
         counts: Tensor,
         on_external_write: str,
+        progress: StepProgress,
     ) -> None:
         """grads: of the plan's members. scalars: grad_scale, clip_coef, found_inf. counts: `OptimizerStates.counts`."""
         self._plan, self._grads, self._hyper, self._scalars = plan, grads, hyper, scalars
-        self._counts, self._on_external_write = counts, on_external_write
+        self._counts, self._on_external_write, self._progress = counts, on_external_write, progress
         self._external = masters.MODES[on_external_write]
         self._on_device: list[Tensor] = []  # the gradients, as the operator takes them
         self._row = 0  # of the counters: a step that is skipped is counted once
@@ -65,6 +67,7 @@ class StepRun:
             self._step(in_backward)
             plan.device.store_copies()
             if matrices is not None:
+                self._progress.wrote = True
                 matrices.run(self._counts, counted=self._row > 0)
                 self._gather([batch.gather for batch in plan.device.batches if batch.gather in plan.gathered_late])
         finally:
@@ -72,6 +75,9 @@ class StepRun:
                 plan.host.end()
         torch.autograd.graph.increment_version(plan.params)
         plan.mark_synced()
+        self._progress.written()
+        for work in self._gathers:
+            work.result()
 
     def _check_weights(self) -> None:
         """RuntimeError where checksums say that weights were modified outside the optimizer; nothing is stepped."""
@@ -95,28 +101,27 @@ class StepRun:
             if host is None:
                 self._step_on_device(batch, in_backward)
             else:
+                self._progress.wrote = True
                 host.step(batch.gather)
             if batch.gather is not None and batch.gather not in self._plan.gathered_late:
-                owner, bucket = batch.gather  # weights are gathered while later batches are stepped
-                self._gathers.append(owner.gather(bucket))
-        for work in self._gathers:
-            work.result()
+                self._gather([batch.gather])  # while later batches are stepped
         in_backward.clear()
         if host is not None:
             self._counts[1, 1] += host.resynced
             self._counts[0, 0] += int(host.skipped and self._row == 0)
 
     def _gather(self, targets: Sequence[AllGatherTarget]) -> None:
-        for work in [owner.gather(bucket) for owner, bucket in filter(None, targets)]:
-            work.result()
+        self._gathers += [owner.gather(bucket) for owner, bucket in filter(None, targets)]
 
     def _step_on_device(self, batch: StepBatch, in_backward: StepInBackward) -> None:
         if batch.gather not in in_backward:
+            first, self._progress.wrote = not self._progress.wrote, True
             try:
                 self._call(batch, self._counts[self._row], self._external)
             except RuntimeError as refusal:
                 if self._row or self._gathers:  # what was stepped already must not be stepped once more
                     raise
+                self._progress.wrote = not first
                 raise ArgumentsRefused(str(refusal)) from None
         if batch.weights:
             self._row = 1

@@ -16,6 +16,7 @@ from torch_ext.optim.state import masters
 from torch_ext.optim.state.param_state import gather_of
 from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.step_plan import StepPlan
+from torch_ext.optim.step_progress import StepProgress
 from torch_ext.optim.step_run import ArgumentsRefused, StepRun, check_signals
 from torch_ext.params import param_groups, reducer_registry
 from torch_ext.params.shard_map import ShardMap
@@ -83,18 +84,24 @@ class Stepper:
             plan = self._make_plan(shards, active, grads)
         if plan is not None and plan.matrices is not None:
             plan.matrices.check_gradients(plan.of_matrices(grads), scalars[2])
-        for again in (False, True):
-            if plan is None:
-                return None
-            run = StepRun(plan, grads, hyper, scalars, states.counts, states.optimizer.on_external_write)
-            try:
-                run.run(self._in_backward, lay_out=again)
-                break
-            except ArgumentsRefused as refusal:
-                # Once more: parameters or gradients may only lie differently than they did so far.
-                if again:
-                    raise RuntimeError(str(refusal)) from None
-                plan = self._make_plan(shards, active, grads)
+        progress = StepProgress(shards.reducers())
+        try:
+            for again in (False, True):
+                if plan is None:
+                    progress.written()
+                    return None
+                run = StepRun(plan, grads, hyper, scalars, states.counts, states.optimizer.on_external_write, progress)
+                try:
+                    run.run(self._in_backward, lay_out=again)
+                    break
+                except ArgumentsRefused as refusal:
+                    # Once more: parameters or gradients may only lie differently than they did so far.
+                    if again:
+                        raise RuntimeError(str(refusal)) from None
+                    plan = self._make_plan(shards, active, grads)
+        except Exception:
+            progress.refused()
+            raise
         return plan
 
     def current_hyper(self) -> param_groups.HyperparameterTable:

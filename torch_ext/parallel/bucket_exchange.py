@@ -57,6 +57,7 @@ class BucketExchange(Exchange):
         self._settings, self._on_laid_out_anew = settings, on_laid_out_anew
         self._bytes_of_cycle, self._bytes_of_gathers, self._bytes_before = 0, 0, 0
         self._number, self._gathers = number, 0
+        self._weight_gathers: list[Work] = []  # by message
         self.communicator.compresses = self.communicator.can_compress and strategy.plan.messages.compressed
         self.reorders = strategy.can_rebuild and self.communicator.world_size > 1 and len(strategy.plan.buckets) > 1
         """The first cycle that reduces shows the order of gradients: its buckets are sent at its end, laid out anew."""
@@ -132,8 +133,20 @@ class BucketExchange(Exchange):
             label=f"weights of {self._label(range(bucket, bucket + 1))}",
         )
         handle = self.guarded(start)
+        del self._weight_gathers[self.cycle.gathering() :]
+        self._weight_gathers.append(handle)
         self._bytes_of_gathers += self.communicator.bytes_sent - before
-        return _WeightGather(self, handle)
+        return _WeightGather(self)
+
+    def finish_weights(self) -> None:
+        """Waits for weights that are being gathered: those that a step which was interrupted did not wait for."""
+        if self._weight_gathers:
+            self.cycle.refuse_failed()
+            self.run()
+            self._weight_gathers.clear()
+
+    def do_weights(self, action: Action) -> None:
+        self.guarded(self._weight_gathers[action.message].result)
 
     # -- what the cycle asks for (`CycleDriver.run`) --------------------------------------------------------------
 
@@ -213,13 +226,14 @@ class BucketExchange(Exchange):
 
 
 class _WeightGather:
-    """A bucket of weights that is being gathered: a failure of it is the exchange's."""
+    """A bucket of weights that is being gathered."""
 
-    def __init__(self, exchange: BucketExchange, handle: Work) -> None:
-        self._exchange, self._handle = exchange, handle
+    def __init__(self, exchange: BucketExchange) -> None:
+        self._exchange = exchange
 
     def result(self) -> None:
-        self._exchange.guarded(self._handle.result)
+        """Waits for all that are. RuntimeError, also again, where they do not come."""
+        self._exchange.finish_weights()
 
 
 def _step_buckets(steps: Sequence[Callable[[int], None]], buckets: range) -> None:

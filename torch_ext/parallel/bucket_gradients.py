@@ -79,8 +79,12 @@ class BucketGradients(ReducerBase):
     def gather(self, bucket: int) -> Work:
         return self.exchange.gather(bucket)
 
+    def finish_weights(self) -> None:
+        self.exchange.finish_weights()
+
     def refuse_moving(self, doing: str, weights: bool) -> None:
         self.finish_failed_backward()
+        self.finish_weights()
         refuse_busy(doing, self.forwards_running, bool(self._tasks) or self.cycle.phase != IDLE)
         self._steppers.refuse_moving(doing)
         if weights and self.exchange.weights is not None:

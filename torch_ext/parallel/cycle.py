@@ -36,7 +36,7 @@ class Prepare(enum.IntFlag):
     TAKE = 32
 
 
-DO = ("", "check", "send", "inspect", "order", "report", "wait", "read", "install", "raise", "recovered")
+DO = ("", "check", "send", "inspect", "order", "report", "wait", "read", "install", "raise", "recovered", "weights")
 """tx_cycle_do: the names of the driver's methods (`CycleDriver`)."""
 _RAISE = DO.index("raise")
 
@@ -268,6 +268,20 @@ class Cycle(CycleState):
         """Before a step. grads: whose gradients are this rank's own if one was ready since the last reduction.
         RuntimeError where they must not be stepped."""
         self._answer(_call("check_step", ctypes.c_char_p)(self.pointer, self._flags(grads)))
+
+    def stepping(self) -> None:
+        """A step is about to write. One that raises before `stepped` is a failure for good, told by the next `begin` or
+        `check_step`."""
+        _call("stepping", restype=None)(self.pointer)
+
+    def gathering(self) -> int:
+        """The gather of a bucket's weights has begun; "weights" comes for each, in this order. Returns its message."""
+        message: int = _call("gathering", restype=_Int64)(self.pointer)
+        return message
+
+    def stepped(self) -> None:
+        """The step has written everything and begun all gathers, or was refused before it wrote."""
+        _call("stepped", restype=None)(self.pointer)
 
     def set_messages(self, ends: Iterable[int]) -> None:
         """Which buckets are sent as one, from the next backward on: each message's end, exclusive."""

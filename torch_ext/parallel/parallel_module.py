@@ -60,6 +60,7 @@ class ParallelModule(torch.nn.Module):
         trains = torch.is_grad_enabled()
         if trains:
             attached.check(self)
+        attached.reducer.finish_weights()
         attached.reducer.forwards_running += 1
         try:
             outputs = super().__call__(*args, **kwargs)

@@ -81,6 +81,7 @@ class BucketReducer(BucketGradients):
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where they are still this rank's own."""
         self.finish_failed_backward()
+        self.finish_weights()
         self.exchange.check_again()
         self.refuse_gone("step()")
         self.cycle.check_step(i for i in range(len(self.params)) if self.strategy.unreduced(i))
@@ -173,6 +174,7 @@ class BucketReducer(BucketGradients):
         if task in self._tasks:
             return
         offload_guard.refuse_gradients(self.params, "backward")
+        self.finish_weights()
         self.finish_failed_backward()
         self._tasks[task] = queue_backward_end(self.backward_ended, task, gone=weak_method(self._backward_gone))
 

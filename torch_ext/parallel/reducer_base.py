@@ -48,6 +48,12 @@ class ReducerBase(reducer_registry.GradientReducer):
         """Sent in the last cycle that ended, and for the weights gathered since."""
         return self.exchange.wire_bytes
 
+    def step_begins(self) -> None:
+        self.cycle.stepping()
+
+    def step_written(self) -> None:
+        self.cycle.stepped()
+
     def gradients_released(self) -> None:
         self.cycle.zero(range(len(self.params)))
 

@@ -68,6 +68,19 @@ class GradientReducer(abc.ABC):
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where it must not."""
 
+    def step_begins(self) -> None:
+        """An optimizer is about to write weights: until `step_written`, a step that raises, or is interrupted, has
+        parted this rank from the others, which the next backward or step says."""
+        return  # not every reducer has other ranks
+
+    def step_written(self) -> None:
+        """All of them are written, or none, as the step was refused."""
+        return
+
+    def finish_weights(self) -> None:
+        """Waits for weights that a step which was interrupted left to come."""
+        return  # not every reducer gathers weights
+
     def refuse_gone(self, doing: str) -> None:
         """RuntimeError where stepped weights could not be gathered any more: the process group was destroyed, or has
         failed."""

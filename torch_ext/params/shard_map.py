@@ -34,7 +34,12 @@ class ShardMap:
         self.cut = any(o is not None and not is_dtensor(p) for p, o in zip(params, self.owners, strict=True))
         """Whether this rank steps flat parts of some."""
         self._tensors = self._local_tensors()
+        self._reducers = {weakref.ref(o) for o in set(owners) if o is not None}
         self._ranks = {o.ranks for o in set(owners) if o is not None}
+
+    def reducers(self) -> list[GradientReducer]:
+        """Of the parameters' gradients."""
+        return [reducer for ref in self._reducers if (reducer := ref()) is not None]
 
     def refuse_mixed(self) -> None:
         """RuntimeError where gradients are reduced over different sets of ranks: their norms would differ by rank."""
