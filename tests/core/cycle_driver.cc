@@ -269,6 +269,9 @@ bool Rank::DoRaise(const tx_cycle_action &action) {
 bool Rank::DoRecovered(const tx_cycle_action &) {
   Count(kDied);
   tx_cycle_broken(cycle, broken_.data());
+  partly_summed_ |= world->spec.kind == TX_CYCLE_OPTIM_GRADS && !messages_.empty();
+  for (const uint8_t broken : broken_)
+    partly_summed_ |= broken != 0;
   if (report_posted_ && !tx_cycle_failure(cycle)) throw Wrong{"a report is never read"};
   for (Gradient &g : grads) {
     if (g.travels && !tx_cycle_failure(cycle)) throw Wrong{"recovered while a gradient travels"};
@@ -322,7 +325,8 @@ bool Rank::NextWeight() {
     gather_tags_.push_back(-1 - (plan_ * 100 + n_steps_) * 100 - next_weight_);
     Exchange *e = nullptr;
     Post(gather_tags_.back(), &e);
-    if (tx_cycle_gathering(cycle) + 1 != static_cast<int64_t>(gather_tags_.size())) throw Wrong{"gathers are numbered otherwise"};
+    if (tx_cycle_gathering(cycle) + 1 != static_cast<int64_t>(gather_tags_.size()))
+      throw Wrong{"gathers are numbered otherwise"};
   }
   next_weight_++;
   return true;

@@ -169,7 +169,7 @@ void Rank::ZeroGrad() {
     g.earlier.reset();
     g.copy.reset();
   }
-  mixes_steps_ = false;
+  mixes_steps_ = partly_summed_ = false;
   Count(kZero);
   tx_cycle_zero(cycle, all.data(), static_cast<int64_t>(all.size()));
 }
@@ -186,6 +186,7 @@ void Rank::CheckStep() {
   if (!refused) {
     world->coverage->steps_taken++;
     n_steps_++;
+    if (partly_summed_) throw Wrong{"sums of a backward that raised are stepped"};
     if (mixes_steps_) throw Wrong{"gradients after different numbers of steps are summed, and stepped"};
     for (const Gradient &g : grads) {
       if (g.has_own && spec.kind <= TX_CYCLE_OPTIM) throw Wrong{"a gradient of this rank alone is stepped"};

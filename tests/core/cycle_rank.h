@@ -172,6 +172,7 @@ class Rank {
   int64_t plan_ = 0;
   int32_t phase_seen_ = TX_PHASE_IDLE;
   bool mixes_steps_ = false;
+  bool partly_summed_ = false;  // a backward that raised has added sums to shards
   bool sending_waits_ = false;
   friend class World;
 };

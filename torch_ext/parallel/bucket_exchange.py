@@ -139,9 +139,9 @@ class BucketExchange(Exchange):
         return _WeightGather(self)
 
     def finish_weights(self) -> None:
-        """Waits for weights that are being gathered: those that a step which was interrupted did not wait for."""
-        if self._weight_gathers:
-            self.cycle.refuse_failed()
+        """Waits for weights that are being gathered: those that a step which was interrupted did not wait for. Not after
+        a failure, which every step and backward says."""
+        if self._weight_gathers and self.cycle.failure is None:
             self.run()
             self._weight_gathers.clear()
 
@@ -234,6 +234,7 @@ class _WeightGather:
     def result(self) -> None:
         """Waits for all that are. RuntimeError, also again, where they do not come."""
         self._exchange.finish_weights()
+        self._exchange.cycle.refuse_failed()
 
 
 def _step_buckets(steps: Sequence[Callable[[int], None]], buckets: range) -> None:
