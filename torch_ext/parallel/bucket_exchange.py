@@ -139,8 +139,8 @@ class BucketExchange(Exchange):
         return _WeightGather(self)
 
     def finish_weights(self) -> None:
-        """Waits for weights that are being gathered: those that a step which was interrupted did not wait for. Not after
-        a failure, which every step and backward says."""
+        """Waits for weights that are being gathered: those that a step which was interrupted did not wait for. Not
+        after a failure, which every step and backward says."""
         if self._weight_gathers and self.cycle.failure is None:
             self.run()
             self._weight_gathers.clear()
