@@ -1,15 +1,14 @@
 // Our declarations of DLPack's table against the header that torch brings, field by field. Nothing is linked to torch.
-#include "csrc/torch/dlpack.h"
-
 #include <ATen/dlpack.h>
 
 #include <cstddef>
 #include <type_traits>
 
+#include "csrc/torch/dlpack.h"
 #include "gtest/gtest.h"
 
-#define TX_SAME(ours, our_field, theirs, their_field)                                                 \
-  static_assert( offsetof(ours, our_field) == offsetof(theirs, their_field), #our_field ": elsewhere"); \
+#define TX_SAME(ours, our_field, theirs, their_field)                                                  \
+  static_assert(offsetof(ours, our_field) == offsetof(theirs, their_field), #our_field ": elsewhere"); \
   static_assert(sizeof(ours::our_field) == sizeof(theirs::their_field), #our_field ": of another size")
 
 TX_SAME(tx_dl_tensor, data, DLTensor, data);

@@ -34,7 +34,7 @@ def _nobody_listens() -> bool:
 
 
 @functools.cache
-def _caller() -> Callable[..., int] | None:
+def caller() -> Callable[..., int] | None:
     """tx_torch_call, or None: this torch, or this process, shows C no tensors."""
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
@@ -57,7 +57,7 @@ def run(row: int, name: str, arguments: Sequence[Any]) -> bool:
 
     arguments: a tuple. RuntimeError as the operator's.
     """
-    call = _caller()
+    call = caller()
     if call is None or not _nobody_listens():
         return False
     taken, error = ctypes.c_int32(), library.Error()
