@@ -44,7 +44,7 @@ def writes_unnoticed(_opt: Any, p: Any, _chance: random.Random) -> None:
 
 
 def transposes(_opt: Any, p: Any, _chance: random.Random) -> None:
-    p.grad = p.grad.t().contiguous().t() if p.dim() == 2 else p.grad
+    p.grad = p.grad.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def negates(_opt: Any, p: Any, _chance: random.Random) -> None:
@@ -64,8 +64,7 @@ def is_of_no_dtype(_opt: Any, p: Any, _chance: random.Random) -> None:
 
 
 def is_sparse(_opt: Any, p: Any, _chance: random.Random) -> None:
-    if p.dim():
-        p.grad = p.grad.to_sparse()
+    p.grad = p.grad.to_sparse()
 
 
 def converts(_opt: Any, p: Any, _chance: random.Random) -> None:
@@ -114,19 +113,25 @@ EVENTS: list[Callable[[Any, Any, random.Random], None]] = [
     *(schedules, clips, reloads, exposes, hands_a_subclass),
 ]
 
+SUITS: dict[Any, Callable[[Tensor], bool]] = {
+    transposes: lambda p: p.dim() > 1,
+    is_sparse: lambda p: p.dim() > 0,
+    negates: lambda p: p.numel() == 1,  # of more elements it is not contiguous
+}
+
 
 def played(seed: int, states: Any, dtype: torch.dtype) -> list[Any]:
     """What a program did: the message of each step that was refused, and all bits at its end."""
     chance = random.Random(seed)
     opt = torch_ext.AdamW(params(dtype), lr=1e-2, states=states, weight_decay=0.1)
     seen: list[Any] = []
-    for _ in range(12):
+    for _ in range(30):
         gradients(opt, chance)
         have = [p for p in opt.param_groups[0]["params"] if p.grad is not None and p.numel()]
-        for event in chance.sample(EVENTS, chance.choice([0, 0, 1, 2])):
-            if have:
+        for event in chance.sample(EVENTS, chance.choice([0, 1, 1, 2])):
+            if suited := list(filter(SUITS.get(event, torch.is_tensor), have)):
                 try:
-                    event(opt, chance.choice(have), chance)
+                    event(opt, chance.choice(suited), chance)
                 except (RuntimeError, TypeError, ValueError) as refusal:
                     seen.append(str(refusal))
         try:
@@ -134,6 +139,8 @@ def played(seed: int, states: Any, dtype: torch.dtype) -> list[Any]:
         except (RuntimeError, TypeError, ValueError) as refusal:
             seen.append(str(refusal))
         opt.zero_grad()
+        for p in opt.param_groups[0]["params"]:
+            p.data = p.data.to(dtype)
     for p in opt.param_groups[0]["params"]:
         tensors = [p.detach(), *(v for v in opt.state.get(p, {}).values() if isinstance(v, Tensor))]
         seen += [t.reshape(-1).view(torch.uint8).tolist() if t.numel() else [] for t in tensors]
