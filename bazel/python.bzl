@@ -37,11 +37,13 @@ toolchain(
 )
 """
 
-# torch's own headers, for C++ that compares our declarations with them. Only those it takes to include the shims.
+# torch's own headers, for C++ that compares our declarations with them. Only those that it takes to include the shims
+# and DLPack.
 _HEADERS = """
 cc_library(
     name = "torch_headers",
     hdrs = glob([
+        "include/ATen/dlpack.h",
         "include/c10/**/*.h",
         "include/torch/csrc/inductor/aoti_torch/**/*.h",
         "include/torch/csrc/stable/**/*.h",

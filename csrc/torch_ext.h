@@ -852,6 +852,14 @@ TX_API tx_status tx_torch_register(tx_error *error);
  */
 TX_API tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error);
 
+/* For the Python package, which holds Python's lock in both: operators called past torch's dispatcher. objects: how
+ * Python's objects are read, once; exchange is what the capsule torch.Tensor.__dlpack_c_exchange_api__ holds, types are
+ * the classes of tensors that may be read so. TX_ERROR_UNAVAILABLE where they cannot be. call: operator i of the table
+ * below with a tuple of all its arguments; other threads have Python's lock while it runs. *taken is 0, and nothing has
+ * happened, where torch's dispatcher has to be asked. */
+TX_API tx_status tx_torch_objects(const void *exchange, void *const *types, int64_t n_types, tx_error *error);
+TX_API tx_status tx_torch_call(int32_t i, void *arguments, int32_t *taken, tx_error *error);
+
 /* Where libtorch_ext_cuda.so is, which has the operators for tensors on GPUs: beside this library, or what the
  * environment variable TORCH_EXT_CUDA_LIBRARY names. It is loaded by this call or by the first operator that meets a
  * tensor on a GPU, and never otherwise. path: `size` bytes, gets a NUL-terminated name. TX_ERROR_UNAVAILABLE says where

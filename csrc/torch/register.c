@@ -4,6 +4,7 @@
 
 #include "csrc/core/status.h"
 #include "csrc/torch/adapters.h"
+#include "csrc/torch/objects.h"
 #include "csrc/torch/torch_pool.h"
 
 #define TX_NAMESPACE "torch_ext"
@@ -59,10 +60,14 @@ static tx_status run_on_cuda(int32_t row, const tx_stack *stack, tx_error *error
   return kOperators[row].adapter(stack->values, &target, error);
 }
 
+static tx_status run_where_it_is(int32_t row, const tx_stack *stack, tx_error *error) {
+  return stack->on_cuda ? run_on_cuda(row, stack, error) : run_on_cpu(row, stack, error);
+}
+
 static tx_status run_operator(int32_t row, const StableIValue *slots, tx_error *error) {
   tx_stack stack;
   tx_status status = tx_stack_read(&stack, &abi, parsed[row].arguments, parsed[row].n, slots, error);
-  if (status == TX_OK) status = stack.on_cuda ? run_on_cuda(row, &stack, error) : run_on_cpu(row, &stack, error);
+  if (status == TX_OK) status = run_where_it_is(row, &stack, error);
   tx_stack_release(&stack, slots);
   return status;
 }
@@ -143,6 +148,28 @@ tx_status tx_torch_register(tx_error *error) {
     if (!registered) give_back(&definitions);
   }
   (void)pthread_mutex_unlock(&mutex);
+  return status;
+}
+
+/* -- past torch's dispatcher
+ * ------------------------------------------------------------------------------------------------------ */
+
+static tx_objects objects; /* written once, by tx_torch_objects */
+
+tx_status tx_torch_objects(const void *exchange, void *const *types, int64_t n_types, tx_error *error) {
+  return tx_objects_resolve(&objects, exchange, types, n_types, error);
+}
+
+tx_status tx_torch_call(int32_t i, void *arguments, int32_t *taken, tx_error *error) {
+  tx_stack stack;
+  tx_status status = TX_OK;
+  *taken = tx_objects_read(&objects, &stack, parsed[i].arguments, parsed[i].n, arguments);
+  if (*taken) { /* as torch's dispatcher: other threads of Python go on meanwhile */
+    void *thread = objects.PyEval_SaveThread();
+    status = run_where_it_is(i, &stack, error);
+    objects.PyEval_RestoreThread(thread);
+  }
+  tx_stack_free(&stack);
   return status;
 }
 

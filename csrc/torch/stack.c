@@ -144,9 +144,7 @@ static tx_status read_tensor(const tx_torch_abi *abi, const tx_argument *argumen
   return TX_OK;
 }
 
-/* Lengths of all lists, and one piece of memory for all tensors of the call. */
-static tx_status allocate(tx_stack *stack, const StableIValue *slots, tx_error *error) {
-  int64_t total = 0;
+static tx_status read_lengths(tx_stack *stack, const StableIValue *slots, tx_error *error) {
   for (int32_t a = 0; a < stack->n; a++) {
     tx_value *value = &stack->values[a];
     *value = (tx_value){.argument = &stack->arguments[a]};
@@ -157,8 +155,14 @@ static tx_status allocate(tx_stack *stack, const StableIValue *slots, tx_error *
         return tx_fail(error, TX_ERROR_UNAVAILABLE, "torch could not tell the length of %s", value->argument->name);
       value->n = (int64_t)length;
     }
-    total += value->n;
   }
+  return TX_OK;
+}
+
+tx_status tx_stack_make_room(tx_stack *stack, tx_error *error) {
+  int64_t total = 0;
+  for (int32_t a = 0; a < stack->n; a++)
+    total += stack->values[a].n;
   const size_t bytes = (size_t)total * (sizeof(tx_tensor) + sizeof(tx_shape));
   unsigned char *memory = stack->small;
   if (bytes > sizeof stack->small) {
@@ -176,13 +180,19 @@ static tx_status allocate(tx_stack *stack, const StableIValue *slots, tx_error *
   return TX_OK;
 }
 
+void tx_stack_free(tx_stack *stack) {
+  free(stack->heap);
+  stack->heap = NULL;
+}
+
 tx_status tx_stack_read(tx_stack *stack, const tx_torch_abi *abi, const tx_argument *arguments, int32_t n,
                         const StableIValue *slots, tx_error *error) {
   stack->abi = abi;
   stack->arguments = arguments;
   stack->n = n;
   stack->heap = NULL;
-  TX_FORWARD(allocate(stack, slots, error));
+  TX_FORWARD(read_lengths(stack, slots, error));
+  TX_FORWARD(tx_stack_make_room(stack, error));
   seen_device seen = {0};
   for (int32_t a = 0; a < n; a++) {
     tx_value *value = &stack->values[a];
@@ -232,6 +242,5 @@ void tx_stack_release(tx_stack *stack, const StableIValue *slots) {
     }
     (void)abi->torch_delete_list(slot_list(slots[a]));
   }
-  free(stack->heap);
-  stack->heap = NULL;
+  tx_stack_free(stack);
 }

@@ -43,6 +43,12 @@ typedef struct tx_stack {
 tx_status tx_stack_read(tx_stack *stack, const tx_torch_abi *abi, const tx_argument *arguments, int32_t n,
                         const StableIValue *slots, tx_error *error);
 
+/* One piece of memory for all tensors of a call, whose values have their argument and their length. */
+tx_status tx_stack_make_room(tx_stack *stack, tx_error *error);
+
+/* Gives that memory back. */
+void tx_stack_free(tx_stack *stack);
+
 /* Frees what the kernel was handed (every tensor, every list) and the stack's own memory. */
 void tx_stack_release(tx_stack *stack, const StableIValue *slots);
 

@@ -29,6 +29,7 @@ from bench.optimizer_configs import CONFIGURATIONS, Configuration, Stepper
 from bench.row import Bench
 from bench.timing import Spread
 from bench.workload import Shapes
+from torch_ext.native import direct_call
 
 # -- wall: the share of the bound, which is the memory or, where that is slower, the kernel in the first-level cache, on
 # as many threads at once ----------------------------------------------------------------------------------------------
@@ -159,23 +160,43 @@ _SMALL: Shapes = [(64,)] * 1000
 _SMALL_STEPS = 10  # in one timing, which would be short of a millisecond otherwise
 
 
+def _several(step: Callable[[], None]) -> Callable[[], None]:
+    def steps() -> None:
+        for _ in range(_SMALL_STEPS):
+            step()
+
+    return steps
+
+
 def small(bench: Bench) -> None:
     theirs = bench_peers.torch_fused(_SMALL, seed=bench.seed, dtype=torch.float32)
     own = optimizer_configs.ours(CONFIGURATIONS["fp32"], _SMALL, bench.seed)
-
-    def several(step: Callable[[], None]) -> Callable[[], None]:
-        def steps() -> None:
-            for _ in range(_SMALL_STEPS):
-                step()
-
-        return steps
-
-    contenders: dict[str, Callable[[], object]] = {"torch fused": several(theirs.step), "ours": several(own.step)}
+    contenders: dict[str, Callable[[], object]] = {"torch fused": _several(theirs.step), "ours": _several(own.step)}
     times = bench.run("small", contenders, bench.rounds)
     us = {who: statistics.median(times[who]) / _SMALL_STEPS / len(_SMALL) * 1e6 for who in contenders}
     beside = {"ours, us a tensor": us["ours"], "torch fused, us a tensor": us["torch fused"]}
     value = timing.ratio(times, "torch fused", "ours")
     bench.add("small", "1000 tensors of 64, fp32: torch fused / ours", value, Bar(2.5, 4.0), beside)
+    for name in ("fp32", "bf16"):
+        _dispatched(bench, name)
+
+
+def _dispatched(bench: Bench, name: str) -> None:
+    """GPT-2's tensors with so few elements that a step is all but the arithmetic."""
+    own = optimizer_configs.ours(CONFIGURATIONS[name], workload.gpt2(2, 3, 2), bench.seed)
+
+    def dispatched() -> None:
+        run, direct_call.run = direct_call.run, lambda *_: False
+        try:
+            own.step()
+        finally:
+            direct_call.run = run
+
+    contenders: dict[str, Callable[[], object]] = {"dispatched": _several(dispatched), "ours": _several(own.step)}
+    times = bench.run(f"small, {name}", contenders, bench.rounds)
+    beside = {"us a step": statistics.median(times["ours"]) / _SMALL_STEPS * 1e6}
+    what = f"{name}: 148 tensors of 2 to 16: through torch's dispatcher / past it"
+    bench.add("small", what, timing.ratio(times, "dispatched", "ours"), Bar(1.05, 1.2), beside)
 
 
 # -- neighbour: the longest of many steps while another process keeps one core busy ------------------------------------

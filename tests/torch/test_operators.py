@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import math
+import sys
 from typing import Any
 
 import operator_samples as samples
@@ -10,8 +11,12 @@ import pytest
 import torch
 from operator_samples import BF16, F16, F32, F64, I16, I64, U8, bits, copy, none, one, overload, run
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import torch_ext.native.direct_call
 import torch_ext.native.ops
+from torch_ext import AdamW
 
 ops = torch.ops.torch_ext
 
@@ -490,3 +495,119 @@ def test_errors_in_many_threads_at_once() -> None:
 
 def test_pointer_size_is_as_the_stack_reader_assumes() -> None:
     assert ctypes.sizeof(ctypes.c_void_p) == 8
+
+
+# -- which calls go past torch's dispatcher ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each call, whether it was."""
+    if torch_ext.native.direct_call.caller() is None:
+        pytest.skip("this torch shows C no tensors")
+    calls: list[bool] = []
+    run = torch_ext.native.direct_call.run
+
+    def counted(*arguments: Any) -> bool:
+        calls.append(run(*arguments))
+        return calls[-1]
+
+    monkeypatch.setattr(torch_ext.native.direct_call, "run", counted)
+    return calls
+
+
+def accumulate(grad: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(grad.shape)
+    torch_ext.native.ops.call("bucket_accumulate_", [total], [grad])
+    return total
+
+
+def test_a_step_is(direct: list[bool]) -> None:
+    opt = AdamW([torch.nn.Parameter(torch.ones(n)) for n in (1, 300)], lr=1e-2)
+    for _ in range(2):
+        for p in opt.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        direct.clear()
+        opt.step()
+    assert direct == [True]
+
+
+class Sees(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class SeesFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Sees, SeesFunctions])
+def test_modes_see_the_operator(kind: Any, direct: list[bool]) -> None:
+    with kind() as mode:
+        assert accumulate(torch.ones(3)).tolist() == [1, 1, 1]
+    assert any("bucket_accumulate_" in name for name in mode.seen)
+    assert direct == [False]
+
+
+def test_the_profiler_sees_it(direct: list[bool]) -> None:
+    with torch.profiler.profile() as profile:
+        accumulate(torch.ones(3))
+    assert "torch_ext::bucket_accumulate_" in {event.name for event in profile.events()}
+    assert direct == [False]
+
+
+class Logging(torch.Tensor):
+    seen: list[str] = []
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        cls.seen.append(str(func))
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_tensor_that_overrides_operators_sees_it(direct: list[bool]) -> None:
+    assert accumulate(torch.ones(3).as_subclass(Logging)).tolist() == [1, 1, 1]
+    assert "torch_ext.bucket_accumulate_.default" in Logging.seen
+    assert direct == [False]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3,)])
+def test_a_negated_gradient_has_its_sign(shape: tuple[int, ...], direct: list[bool]) -> None:
+    """As autograd leaves it where a parameter is the imaginary part of something conjugated."""
+    negated = torch.complex(torch.zeros(shape), torch.full(shape, 2.0)).conj().imag
+    assert negated.is_neg()
+    total = accumulate(negated)
+    assert total.flatten().tolist() == [-2.0] * total.numel()
+    assert direct == [False]
+
+
+def test_no_object_is_kept_or_lost(direct: list[bool]) -> None:
+    grad, total = torch.ones(1), torch.zeros(1)
+    objects = [torch.Tensor, grad, total]
+    before = [sys.getrefcount(o) for o in objects]
+    for _ in range(1000):
+        torch_ext.native.ops.call_unversioned("bucket_accumulate_", [total], [grad])
+        with pytest.raises(RuntimeError):
+            torch_ext.native.ops.call_unversioned("bucket_accumulate_", [total], [grad, grad])
+    assert direct[0] is True
+    assert all(abs(sys.getrefcount(o) - n) < 50 for o, n in zip(objects, before, strict=True))
+
+
+def test_left_out_arguments_and_no_lists_are_torchs(direct: list[bool]) -> None:
+    with pytest.raises(RuntimeError):
+        torch_ext.native.ops.call_unversioned("bucket_accumulate_", [torch.ones(1)])
+    with pytest.raises((RuntimeError, TypeError)):
+        torch_ext.native.ops.call_unversioned("bucket_accumulate_", 3, [torch.ones(1)])
+    assert direct == [False, False]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_ext.native import library
+from torch_ext.native import direct_call, library
 
 NAMESPACE = "torch_ext"
 
@@ -62,6 +62,7 @@ _ADINPLACE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class _Operator(NamedTuple):
+    row: int  # of C's table
     overload: Any  # torch._ops.OpOverload
     written: tuple[int, ...]  # positions of the arguments that the schema marks as written
 
@@ -72,7 +73,7 @@ def _register() -> tuple[dict[str, _Operator], list[torch.library.Library]]:
     fakes = torch.library.Library(NAMESPACE, "FRAGMENT")
     kernels = torch.library.Library(NAMESPACE, "IMPL")
     table: dict[str, _Operator] = {}
-    for name in library.operators():
+    for row, name in enumerate(library.operators()):
         torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(name), lib=fakes)
         # These operators update leaf parameters, and have no derivative: autograd is skipped.
         kernels.impl(name, torch.library.fallthrough_kernel, "Autograd")
@@ -81,7 +82,7 @@ def _register() -> tuple[dict[str, _Operator], list[torch.library.Library]]:
         written = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
         if written:
             kernels.impl(name, _versioned(overload, written), "ADInplaceOrView", with_keyset=True)
-        table[name] = _Operator(overload, written)
+        table[name] = _Operator(row, overload, written)
     return table, [fakes, kernels]
 
 
@@ -93,19 +94,21 @@ def call(name: str, *arguments: Any) -> None:
 
     Raises RuntimeError with the library's message, after which nothing was written.
     """
-    overload, positions = _operator(name)
+    row, overload, positions = _operator(name)
     written = _written(overload, positions, arguments)
-    with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):  # a third faster than the kernel that does the same
-        overload(*arguments)
+    if not direct_call.run(row, name, arguments):
+        with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):  # a third faster than the kernel that does the same
+            overload(*arguments)
     torch.autograd.graph.increment_version(written)
 
 
 def call_unversioned(name: str, *arguments: Any) -> None:
     """As `call`, but increments no version counter: for operators that only count here, and for callers that increment
     versions themselves."""
-    overload = _operator(name).overload
-    with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):
-        overload(*arguments)
+    row, overload, _ = _operator(name)
+    if not direct_call.run(row, name, arguments):
+        with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):
+            overload(*arguments)
 
 
 def _operator(name: str) -> _Operator:

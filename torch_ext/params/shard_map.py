@@ -1,5 +1,6 @@
 """Which parts of an optimizer's parameters this rank steps, and where their gradients are."""
 
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -58,13 +59,15 @@ class ShardMap:
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Whether parameters, layouts and DTensors' memory are unchanged. Other models may be made and deleted at any
         time, by the garbage collector, too: then `generation` changes, and the layouts of these parameters do not."""
-        if len(params) != len(self.params) or not all(a is b for a, b in zip(params, self.params, strict=True)):
+        if len(params) != len(self.params) or not all(map(operator.is_, params, self.params)):
             return False
         generation = reducer_registry.generation
         if generation != self._generation:
             if _layouts(list(map(reducer_registry.owner_of, params))) != self._layouts:
                 return False
             self._generation = generation
+        if not self._tensors:
+            return True
         return list(map(Tensor.data_ptr, self._local_tensors())) == list(map(Tensor.data_ptr, self._tensors))
 
     def of(self, i: int) -> LocalShard:

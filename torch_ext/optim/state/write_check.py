@@ -60,6 +60,7 @@ class WriteCheck:
         self._places = [m.place for m in self._members]
         self._masters = [m.master for m in self._members]
         self._counted_twice = any(map(is_dtensor, self._params))
+        self._asked: list[int] | None = None  # the addresses that `modified` saw last
         self.mark_synced(masters=True)
         for i, m in enumerate(self._members):
             last = synced.get(m.param)
@@ -71,6 +72,7 @@ class WriteCheck:
         versions, addresses, master_versions = self._versions_now(), self._addresses_now(), self._master_versions
         if masters:
             master_versions = self._master_versions_now()
+        self._asked = addresses
         now, known = (versions, addresses, master_versions), (self._versions, self._addresses, self._master_versions)
         if now == known:
             return []
@@ -79,8 +81,10 @@ class WriteCheck:
 
     def mark_synced(self, masters: bool) -> None:
         """From here on the masters are known to round to the weights. masters: they may have been written by what
-        counts their versions up; steps do not."""
-        self._versions, self._addresses = self._versions_now(), self._addresses_now()
+        counts their versions up; steps do not. Addresses are those that the step asked about: one that changed since
+        is a signal."""
+        asked, self._asked = self._asked, None
+        self._versions, self._addresses = self._versions_now(), self._addresses_now() if asked is None else asked
         if masters:
             self._master_versions = self._master_versions_now()
 
