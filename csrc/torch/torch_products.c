@@ -1,0 +1,162 @@
+/* Muon's matrix products by torch: its addmm, called without Python.
+ *
+ * Note: lanes. torch multiplies matrices of these sizes in bf16 on one thread, whatever others there are. Matrices do
+ * not need each other, so each thread has its own: inside a region of torch's pool every product is made by the thread
+ * that asks for it. One matrix alone is multiplied in such a region, too: how many threads torch would have may be seen
+ * in a product's bits. */
+#include "csrc/torch/torch_products.h"
+
+#include "csrc/core/muon_iteration.h"
+#include "csrc/core/status.h"
+#include "csrc/math/numeric.h"
+
+typedef struct work {
+  const tx_torch_abi *abi;
+  const tx_parallel *pool; /* NULL: everything on this thread */
+  tx_muon_job *job;
+  tx_muon_iteration iteration;
+  void *memory[TX_MUON_OPERANDS];
+  int64_t small;
+} work;
+
+static int64_t rows_of(const work *w, int32_t operand) {
+  return operand < TX_MUON_SQUARES ? w->iteration.rows : w->small;
+}
+
+static int64_t columns_of(const work *w, int32_t operand) {
+  return operand < TX_MUON_SQUARES ? w->iteration.columns : w->small;
+}
+
+/* Rows and columns of an operand, or of what it is transposed; NULL: torch has no memory for a tensor. */
+typedef struct block {
+  int32_t operand, transposed;
+  int64_t row, rows, column, columns;
+} block;
+
+static AtenTensorHandle view_of(const work *w, const block *b) {
+  const int64_t stride = columns_of(w, b->operand);
+  const int64_t strides[2] = {b->transposed ? 1 : stride, b->transposed ? stride : 1};
+  const int64_t sizes[2] = {b->rows, b->columns};
+  char *data = w->memory[b->operand];
+  data += (b->row * strides[0] + b->column * strides[1]) * (w->job->dtype == TX_BF16 ? 2 : 4);
+  const int32_t dtype =
+      w->job->dtype == TX_BF16 ? w->abi->aoti_torch_dtype_bfloat16() : w->abi->aoti_torch_dtype_float32();
+  AtenTensorHandle view = NULL;
+  if (w->abi->aoti_torch_create_tensor_from_blob(data, 2, sizes, strides, 0, dtype,
+                                                 w->abi->aoti_torch_device_type_cpu(), -1, &view))
+    return NULL;
+  return view;
+}
+
+static int add_product(const work *w, const tx_muon_product *p) {
+  const int64_t over = p->left_transposed ? rows_of(w, p->left) : columns_of(w, p->left);
+  const block blocks[4] = {
+      {p->out, 0, p->row, p->rows, p->column, p->columns},
+      {p->added, 0, p->row, p->rows, p->column, p->columns},
+      {p->left, p->left_transposed, p->row, p->rows, 0, over},
+      {p->right, p->right_transposed, 0, over, p->column, p->columns},
+  };
+  AtenTensorHandle views[4];
+  int failed = 0;
+  for (int i = 0; i < 4; i++) {
+    views[i] = view_of(w, &blocks[i]);
+    failed |= !views[i];
+  }
+  failed = failed || w->abi->aoti_torch_cpu_addmm_out(views[0], views[1], views[2], views[3], p->beta, p->alpha) != 0;
+  for (int i = 0; i < 4; i++) {
+    if (views[i]) (void)w->abi->aoti_torch_delete_tensor_object(views[i]);
+  }
+  return failed;
+}
+
+static void shift(const work *w, const tx_muon_product *p) {
+  for (int64_t i = 0; i < w->small; i++) {
+    if (w->job->dtype == TX_BF16) {
+      uint16_t *at = (uint16_t *)w->memory[p->out] + i * (w->small + 1);
+      *at = tx_bf16_from_f32(tx_f32_from_bf16(*at) + (float)p->alpha);
+    } else {
+      ((float *)w->memory[p->out])[i * (w->small + 1)] += (float)p->alpha;
+    }
+  }
+}
+
+static int make(void *ctx, const tx_muon_product *p) {
+  const work *w = ctx;
+  if (p->kind == TX_MUON_ADD_PRODUCT) return add_product(w, p);
+  if (p->kind == TX_MUON_SHIFTED) {
+    shift(w, p);
+    return 0;
+  }
+  const tx_tensor square = {w->memory[p->out], w->small * w->small, (tx_dtype)w->job->dtype, 0};
+  return tx_muon_mirror(square, w->small, w->iteration.panel, w->pool, NULL) != TX_OK;
+}
+
+/* A product of which an element is not finite has one in each later product. */
+static int is_finite(const work *w, int32_t operand) {
+  const int64_t n = w->small * w->small;
+  uint32_t found = 0;
+  if (w->job->dtype == TX_BF16) {
+    const uint16_t *bits = w->memory[operand];
+    for (int64_t i = 0; i < n; i++)
+      found |= (bits[i] & 0x7f80u) == 0x7f80u;
+  } else {
+    const uint32_t *bits = w->memory[operand];
+    for (int64_t i = 0; i < n; i++)
+      found |= (bits[i] & 0x7f800000u) == 0x7f800000u;
+  }
+  return !found;
+}
+
+static void orthogonalise(const tx_torch_abi *abi, const tx_parallel *pool, tx_muon_job *job) {
+  work w = {.abi = abi,
+            .pool = pool,
+            .job = job,
+            .iteration = tx_muon_chosen(job->iteration),
+            .memory = {job->x, job->other, job->g, job->q, job->p, job->t}};
+  w.small = w.iteration.rows < w.iteration.columns ? w.iteration.rows : w.iteration.columns;
+  const tx_muon_made made = tx_muon_iterate(&w.iteration, make, &w);
+  job->found = made.found;
+  job->outcome = TX_MUON_REFUSED;
+  if (!made.stopped) job->outcome = is_finite(&w, made.last) ? TX_MUON_ORTHOGONAL : TX_MUON_NOT_FINITE;
+}
+
+typedef struct region {
+  const tx_torch_abi *abi;
+  tx_muon_job *jobs;
+  int64_t n;
+} region;
+
+static void orthogonalise_beside(void *arg, int64_t i) {
+  const region *r = arg;
+  if (i < r->n && r->jobs[i].alone) orthogonalise(r->abi, NULL, &r->jobs[i]);
+}
+
+static tx_status check(const tx_muon_job *jobs, int64_t n, tx_error *error) {
+  if (n < 0 || (n > 0 && !jobs))
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_torch_orthogonalise: %lld jobs", (long long)n);
+  for (int64_t i = 0; i < n; i++) {
+    const tx_muon_job *j = &jobs[i];
+    if (tx_muon_is_iteration(j->iteration) && j->x && j->other && j->g && j->q && j->p && j->t &&
+        (j->dtype == TX_F32 || j->dtype == TX_BF16))
+      continue;
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_torch_orthogonalise: jobs[%lld] must have a legal iteration, memory of all operands, and be "
+                   "of fp32 or bf16",
+                   (long long)i);
+  }
+  return TX_OK;
+}
+
+tx_status tx_torch_orthogonalise_with(const tx_torch_abi *abi, const tx_parallel *pool, tx_muon_job *jobs, int64_t n,
+                                      tx_error *error) {
+  TX_FORWARD(check(jobs, n, error));
+  int64_t beside = 0;
+  for (int64_t i = 0; i < n; i++)
+    beside += jobs[i].alone != 0;
+  region r = {abi, jobs, n};
+  if (beside > 0) pool->run(pool->ctx, n > 1 ? n : 2, orthogonalise_beside, &r); /* of two tasks it makes a region */
+  for (int64_t i = 0; i < n; i++) {
+    if (!jobs[i].alone) orthogonalise(abi, pool, &jobs[i]);
+  }
+  return TX_OK;
+}
