@@ -385,16 +385,8 @@ TX_API int64_t tx_muon_products(const tx_muon_iteration *iteration, tx_muon_prod
  * on nothing but a matrix and the threads. */
 TX_API int64_t tx_muon_lanes(int64_t rows, int64_t columns, int32_t dtype, int64_t threads);
 
-/* One matrix that torch multiplies on the CPU. */
-typedef struct tx_muon_job {
-  const tx_muon_iteration *iteration;
-  void *x, *other;     /* rows * columns elements; each of these at a cache line */
-  void *g, *q, *p, *t; /* squares of the smaller dimension */
-  int32_t dtype;       /* F32 or BF16 */
-  int32_t alone;       /* 1: by one thread, beside others; 0: by all threads, when those are done */
-  int32_t found;       /* written: where the result is, X or OTHER */
-  int32_t outcome;     /* written: tx_muon_outcome */
-} tx_muon_job;
+/* Matrices that each of these threads has, at most, before weights are updated: threads end at about the same time. */
+#define TX_MUON_PER_LANE 3
 
 typedef enum tx_muon_outcome {
   TX_MUON_ORTHOGONAL = 0,
@@ -402,8 +394,27 @@ typedef enum tx_muon_outcome {
   TX_MUON_REFUSED = 2 /* torch could not multiply, for lack of memory as a rule */
 } tx_muon_outcome;
 
-/* Orthogonalises each, by torch's products. What fails is told by `outcome`; the others are made. */
-TX_API tx_status tx_torch_orthogonalise(tx_muon_job *jobs, int64_t n, tx_error *error);
+/* One matrix that torch multiplies on the CPU. */
+typedef struct tx_muon_job {
+  const tx_muon_iteration *iteration;
+  void *x;         /* rows * columns elements, at a cache line; become the result */
+  int32_t dtype;   /* F32 or BF16 */
+  int32_t alone;   /* 1: by one thread, beside others; 0: by all threads, when those are done */
+  int32_t outcome; /* written: tx_muon_outcome */
+  int32_t reserved;
+} tx_muon_job;
+
+/* Of one matrix at a time, for the largest, each at a cache line. */
+typedef struct tx_muon_workspace {
+  void *other;         /* as many elements as the matrix has */
+  void *g, *q, *p, *t; /* squares of its smaller dimension */
+} tx_muon_workspace;
+
+/* Orthogonalises each, by torch's products, in the order in which threads are free: the largest are to be first. As
+ * many at a time as there are workspaces; those that all threads multiply take the first of these. What fails is told
+ * by `outcome`; the others are made. */
+TX_API tx_status tx_torch_orthogonalise(tx_muon_job *jobs, int64_t n, const tx_muon_workspace *workspaces,
+                                        int64_t n_workspaces, tx_error *error);
 
 /* -- memory (bytes per rank) ------------------------------------------------------------------------------------ */
 
@@ -514,8 +525,8 @@ TX_API int64_t tx_memory_room_bytes(const tx_memory_args *args);
  *
  * products are, of each dtype that matrices are multiplied in, the largest of them, twice where one is not multiplied
  * where its momentum lies (it travels in another dtype, or does not begin at a cache line), and four squares of the
- * largest smaller dimension; on one rank also the largest parameter as it travels. All of it is there as often as
- * matrices are multiplied at a time, or as there are matrices, if they are fewer. stepping is nothing on one rank,
+ * largest smaller dimension, as often as matrices are multiplied at a time (tx_muon_lanes); on one rank also the
+ * largest parameter as it travels, TX_MUON_PER_LANE times as often. stepping is nothing on one rank,
  * all matrices as they travel under no_shard, and else that of the rank that holds most (tx_muon_exchange_peak). */
 TX_API tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error);
 

@@ -51,7 +51,8 @@ static int64_t products_in(const tx_memory_args *args, int32_t dtype) {
   const int alone = args->layout->world == 1, cut = !alone && args->strategy != TX_NO_SHARD;
   const int64_t lanes = cut ? 0 : beside.n < args->threads ? beside.n : args->threads;
   const int64_t others = lanes > 1 ? (lanes - 1) * workspace(&beside, all.copied, dtype) : 0;
-  const int64_t momenta = lanes > 1 ? lanes * ((beside.whole + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE) : 0;
+  const int64_t slots = beside.n < args->threads * TX_MUON_PER_LANE ? beside.n : args->threads * TX_MUON_PER_LANE;
+  const int64_t momenta = lanes > 1 ? slots * ((beside.whole + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE) : 0;
   return workspace(&all, all.copied, dtype) + others + (alone ? most(all.whole, momenta) : 0);
 }
 

@@ -157,10 +157,11 @@ tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error) {
   return TX_OK;
 }
 
-tx_status tx_torch_orthogonalise(tx_muon_job *jobs, int64_t n, tx_error *error) {
+tx_status tx_torch_orthogonalise(tx_muon_job *jobs, int64_t n, const tx_muon_workspace *workspaces,
+                                 int64_t n_workspaces, tx_error *error) {
   tx_parallel pool;
   TX_FORWARD(tx_torch_parallel(&pool, error));
-  return tx_torch_orthogonalise_with(&abi, &pool, jobs, n, error);
+  return tx_torch_orthogonalise_with(&abi, &pool, jobs, n, workspaces, n_workspaces, error);
 }
 
 /* torch.ops.load_library(path) only loads the file: this makes it register. Where it cannot, the caller of

@@ -6,6 +6,8 @@
  * in a product's bits. */
 #include "csrc/torch/torch_products.h"
 
+#include <string.h>
+
 #include "csrc/core/muon_iteration.h"
 #include "csrc/core/status.h"
 #include "csrc/math/numeric.h"
@@ -107,56 +109,71 @@ static int is_finite(const work *w, int32_t operand) {
   return !found;
 }
 
-static void orthogonalise(const tx_torch_abi *abi, const tx_parallel *pool, tx_muon_job *job) {
+static void orthogonalise(const tx_torch_abi *abi, const tx_parallel *pool, tx_muon_job *job,
+                          const tx_muon_workspace *in) {
   work w = {.abi = abi,
             .pool = pool,
             .job = job,
             .iteration = tx_muon_chosen(job->iteration),
-            .memory = {job->x, job->other, job->g, job->q, job->p, job->t}};
+            .memory = {job->x, in->other, in->g, in->q, in->p, in->t}};
   w.small = w.iteration.rows < w.iteration.columns ? w.iteration.rows : w.iteration.columns;
   const tx_muon_made made = tx_muon_iterate(&w.iteration, make, &w);
-  job->found = made.found;
   job->outcome = TX_MUON_REFUSED;
-  if (!made.stopped) job->outcome = is_finite(&w, made.last) ? TX_MUON_ORTHOGONAL : TX_MUON_NOT_FINITE;
+  if (made.stopped) return;
+  job->outcome = is_finite(&w, made.last) ? TX_MUON_ORTHOGONAL : TX_MUON_NOT_FINITE;
+  const size_t elements = (size_t)(w.iteration.rows * w.iteration.columns);
+  if (made.found == TX_MUON_OTHER) memcpy(job->x, in->other, elements * (job->dtype == TX_BF16 ? 2 : 4));
 }
 
 typedef struct region {
   const tx_torch_abi *abi;
   tx_muon_job *jobs;
   int64_t n;
+  const tx_muon_workspace *workspaces;
+  int64_t n_workspaces;
+  int64_t next; /* atomic */
 } region;
 
-static void orthogonalise_beside(void *arg, int64_t i) {
-  const region *r = arg;
-  if (i < r->n && r->jobs[i].alone) orthogonalise(r->abi, NULL, &r->jobs[i]);
+static void orthogonalise_beside(void *arg, int64_t lane) {
+  region *r = arg;
+  if (lane >= r->n_workspaces) return;
+  for (int64_t i; (i = __atomic_fetch_add(&r->next, 1, __ATOMIC_RELAXED)) < r->n;) {
+    if (r->jobs[i].alone) orthogonalise(r->abi, NULL, &r->jobs[i], &r->workspaces[lane]);
+  }
 }
 
-static tx_status check(const tx_muon_job *jobs, int64_t n, tx_error *error) {
-  if (n < 0 || (n > 0 && !jobs))
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_torch_orthogonalise: %lld jobs", (long long)n);
-  for (int64_t i = 0; i < n; i++) {
+static int is_workspace(const tx_muon_workspace *w) {
+  return w->other && w->g && w->q && w->p && w->t;
+}
+
+static tx_status check(const tx_muon_job *jobs, int64_t n, const tx_muon_workspace *workspaces, int64_t n_workspaces,
+                       tx_error *error) {
+  int legal = n >= 0 && (n == 0 || jobs) && workspaces && n_workspaces >= 1;
+  for (int64_t i = 0; legal && i < n_workspaces; i++)
+    legal = is_workspace(&workspaces[i]);
+  for (int64_t i = 0; legal && i < n; i++) {
     const tx_muon_job *j = &jobs[i];
-    if (tx_muon_is_iteration(j->iteration) && j->x && j->other && j->g && j->q && j->p && j->t &&
-        (j->dtype == TX_F32 || j->dtype == TX_BF16))
-      continue;
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
-                   "tx_torch_orthogonalise: jobs[%lld] must have a legal iteration, memory of all operands, and be "
-                   "of fp32 or bf16",
-                   (long long)i);
+    legal = tx_muon_is_iteration(j->iteration) && j->x && (j->dtype == TX_F32 || j->dtype == TX_BF16);
   }
-  return TX_OK;
+  if (legal) return TX_OK;
+  return tx_fail(
+      error, TX_ERROR_INVALID_ARGUMENT,
+      "tx_torch_orthogonalise: %lld jobs in %lld workspaces; jobs of fp32 or bf16 with a legal iteration and "
+      "memory, and one workspace at least with memory of all operands are legal",
+      (long long)n, (long long)n_workspaces);
 }
 
 tx_status tx_torch_orthogonalise_with(const tx_torch_abi *abi, const tx_parallel *pool, tx_muon_job *jobs, int64_t n,
-                                      tx_error *error) {
-  TX_FORWARD(check(jobs, n, error));
+                                      const tx_muon_workspace *workspaces, int64_t n_workspaces, tx_error *error) {
+  TX_FORWARD(check(jobs, n, workspaces, n_workspaces, error));
   int64_t beside = 0;
   for (int64_t i = 0; i < n; i++)
     beside += jobs[i].alone != 0;
-  region r = {abi, jobs, n};
-  if (beside > 0) pool->run(pool->ctx, n > 1 ? n : 2, orthogonalise_beside, &r); /* of two tasks it makes a region */
+  region r = {abi, jobs, n, workspaces, n_workspaces, 0};
+  const int64_t lanes = n_workspaces < 2 ? 2 : n_workspaces; /* of two tasks torch's pool makes a region */
+  if (beside > 0) pool->run(pool->ctx, lanes, orthogonalise_beside, &r);
   for (int64_t i = 0; i < n; i++) {
-    if (!jobs[i].alone) orthogonalise(abi, pool, &jobs[i]);
+    if (!jobs[i].alone) orthogonalise(abi, pool, &jobs[i], workspaces);
   }
   return TX_OK;
 }

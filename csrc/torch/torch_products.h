@@ -7,6 +7,6 @@
 
 /* tx_torch_orthogonalise, by these. pool: of this torch. */
 tx_status tx_torch_orthogonalise_with(const tx_torch_abi *abi, const tx_parallel *pool, tx_muon_job *jobs, int64_t n,
-                                      tx_error *error);
+                                      const tx_muon_workspace *workspaces, int64_t n_workspaces, tx_error *error);
 
 #endif

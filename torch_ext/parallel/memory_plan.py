@@ -151,7 +151,11 @@ def _ema_arguments(averages: Averaging) -> dict[str, int]:
 
 
 def _matrix_arguments(rows: Sequence[CMatrix]) -> dict[str, Any]:
-    return {"threads": torch.get_num_threads(), "n_matrices": len(rows), "matrices": (CMatrix * max(1, len(rows)))(*rows)}
+    return {
+        "threads": torch.get_num_threads(),
+        "n_matrices": len(rows),
+        "matrices": (CMatrix * max(1, len(rows)))(*rows),
+    }
 
 
 def _room_of(args: _MemoryArgs) -> Any:

@@ -85,13 +85,11 @@ class CutRun:
         one = self._exchange.own(action.round)
         assert one is not None
         momentum = self._own[action.round].view(one.member.travels)
-        for part, found in self._products.orthogonalised([Part(one.member, one.matrix, momentum)]):
-            if not isinstance(found, Exception):
-                part.install(found)
-            elif isinstance(found, NonFiniteProducts):
+        for _, failure in self._products.orthogonalise([Part(one.member, one.matrix, momentum)]):
+            if isinstance(failure, NonFiniteProducts):
                 self._outcome = _NON_FINITE
-            else:  # raised at the end: the others wait for this rank
-                self._outcome, self._error = _NOT_MADE, self._error or (one.member, found)
+            elif failure is not None:  # raised at the end: the others wait for this rank
+                self._outcome, self._error = _NOT_MADE, self._error or (one.member, failure)
 
     def _scatter(self, action: Action) -> None:
         """Starts the way of this rank's update to all who have parts of it."""

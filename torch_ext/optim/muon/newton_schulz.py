@@ -6,13 +6,13 @@ On the CPU they are made from C, too (tx_torch_orthogonalise), several matrices 
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_ext.native import constants, library, structs
 from torch_ext.native import dtypes as native_dtypes
-from torch_ext.native import library, structs
 from torch_ext.optim.muon.hyper import ITERATIONS
 
 RESTART = {torch.float32: 0, torch.bfloat16: 3}
@@ -22,9 +22,6 @@ NON_FINITE = "the products of its Newton-Schulz iteration are not finite"
 
 _TAME = 2.0**40  # norms up to it, and from its reciprocal on, are squared in fp32 without harm
 _REFUSED = "torch could not multiply its matrices, for lack of memory as a rule"
-
-_ADD_PRODUCT, _MIRRORED = 1, 2  # tx_muon_product_kind
-_NOT_FINITE, _NOT_MADE = 1, 2  # tx_muon_outcome
 
 
 class NonFiniteProducts(RuntimeError):
@@ -55,6 +52,11 @@ class _Job(library.Struct):
     """One matrix."""
 
 
+@structs.mirror("tx_muon_workspace")
+class _Workspace(library.Struct):
+    """Addresses."""
+
+
 @functools.cache
 def operations(rows: int, columns: int, steps: int, kind: str, dtype: torch.dtype) -> float:
     """Multiplications and additions of all products (tx_muon_operations)."""
@@ -76,21 +78,23 @@ def lanes(rows: int, columns: int, dtype: torch.dtype, threads: int) -> int:
 
 
 class Workspace:
-    """Memory of one matrix's squares, from one orthogonalisation to the next."""
+    """Memory beside one matrix, from one orthogonalisation to the next."""
 
-    def __init__(self, largest: int, dtype: torch.dtype, device: torch.device) -> None:
-        """largest: the most that the smaller dimension of a matrix is."""
-        self.squares = [torch.empty(largest * largest, dtype=dtype, device=device) for _ in range(4)]
+    def __init__(self, numel: int, side: int, dtype: torch.dtype, device: torch.device) -> None:
+        """The most elements, and the largest smaller dimension, of a matrix."""
+        self.other = torch.empty(numel, dtype=dtype, device=device)
+        self.squares = [torch.empty(side * side, dtype=dtype, device=device) for _ in range(4)]
+
+    def addresses(self) -> _Workspace:
+        return _Workspace(*(t.data_ptr() for t in (self.other, *self.squares)))
 
 
 class Task(NamedTuple):
     """A matrix to be orthogonalised."""
 
-    x: Tensor  # is overwritten
-    other: Tensor  # of its shape and dtype; both are contiguous
-    norm: float  # x's, the root of the sum of squares
+    x: Tensor  # contiguous; becomes the result
+    norm: float  # the root of the sum of squares
     iteration: Iteration
-    workspace: Workspace
     alone: bool  # multiplied by one thread, beside others
 
     def scaled(self, panel: int) -> _Iteration:
@@ -104,54 +108,54 @@ class Task(NamedTuple):
         return _Iteration(rows, columns, self.iteration.steps, restart, panel, a, b, c, scale, kind)
 
 
-def orthogonalise(tasks: Sequence[Task]) -> list[Tensor | Exception]:
-    """Of each what it became, in its x or its other; or why it did not: NonFiniteProducts, or RuntimeError where torch
-    had no memory. Those with `alone` are multiplied at the same time, before the rest."""
+def orthogonalise(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> list[Exception | None]:
+    """Of each why it was not: NonFiniteProducts, or RuntimeError where torch had no memory. Those with `alone` are
+    multiplied first, as many at a time as there are workspaces; on a GPU all are multiplied one after the other."""
     for task in tasks:
         if task.norm == 0.0:
             task.x.zero_()
     given = [task for task in tasks if task.norm != 0.0]
-    made = iter(_on_cpu(given) if all(task.x.is_cpu for task in given) else [_by_torch(task) for task in given])
-    return [task.x if task.norm == 0.0 else next(made) for task in tasks]
+    on_cpu = all(task.x.is_cpu for task in given)
+    made = iter(_on_cpu(given, workspaces) if on_cpu else [_by_torch(task, workspaces[0]) for task in given])
+    return [None if task.norm == 0.0 else next(made) for task in tasks]
 
 
-def _on_cpu(tasks: Sequence[Task]) -> list[Tensor | Exception]:
+def _on_cpu(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> list[Exception | None]:
     iterations = [task.scaled(0) for task in tasks]
-    rows = (
-        _Job(
-            ctypes.addressof(iteration),
-            *(t.data_ptr() for t in (task.x, task.other, *task.workspace.squares)),
-            *(native_dtypes.code_of(task.x.dtype), task.alone),
+    jobs = (_Job * max(1, len(tasks)))(
+        *(
+            _Job(ctypes.addressof(iteration), task.x.data_ptr(), native_dtypes.code_of(task.x.dtype), task.alone)
+            for task, iteration in zip(tasks, iterations, strict=True)
         )
-        for task, iteration in zip(tasks, iterations, strict=True)
     )
-    jobs = (_Job * max(1, len(tasks)))(*rows)
-    library.function("tx_torch_orthogonalise", ctypes.c_void_p, ctypes.c_int64)(jobs, len(tasks))
-    return [_result(task, job) for task, job in zip(tasks, jobs, strict=False)]
+    memory = (_Workspace * len(workspaces))(*(one.addresses() for one in workspaces))
+    pointer, int64 = ctypes.c_void_p, ctypes.c_int64
+    make = library.function("tx_torch_orthogonalise", pointer, int64, pointer, int64)
+    make(jobs, len(tasks), memory, len(workspaces))
+    return [_failure(job.outcome) for job in jobs[: len(tasks)]]
 
 
-def _result(task: Task, job: Any) -> Tensor | Exception:
-    if job.outcome == _NOT_FINITE:
-        return NonFiniteProducts(NON_FINITE)
-    if job.outcome == _NOT_MADE:
-        return RuntimeError(_REFUSED)
-    return task.other if job.found else task.x
+def _failure(outcome: int) -> Exception | None:
+    if outcome == constants.MUON_ORTHOGONAL:
+        return None
+    return NonFiniteProducts(NON_FINITE) if outcome == constants.MUON_NOT_FINITE else RuntimeError(_REFUSED)
 
 
-def _by_torch(task: Task) -> Tensor | Exception:
-    n = min(task.x.shape)
-    iteration, memory = task.scaled(n), [task.x, task.other, *(s[: n * n].view(n, n) for s in task.workspace.squares)]
+def _by_torch(task: Task, workspace: Workspace) -> Exception | None:
+    n, other = min(task.x.shape), workspace.other[: task.x.numel()].view_as(task.x)
+    iteration, memory = task.scaled(n), [task.x, other, *(s[: n * n].view(n, n) for s in workspace.squares)]
+    pointer = ctypes.c_void_p
     find: Callable[..., int] = library.function(
-        "tx_muon_products", *[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2, restype=ctypes.c_int64
+        "tx_muon_products", pointer, pointer, ctypes.c_int64, pointer, pointer, restype=ctypes.c_int64
     )
     found, last = ctypes.c_int32(), ctypes.c_int32()
     ends = ctypes.byref(found), ctypes.byref(last)
     products = (_Product * find(ctypes.byref(iteration), None, 0, *ends))()
     find(ctypes.byref(iteration), products, len(products), *ends)
     for p in products:
-        assert p.kind != _MIRRORED  # of one panel there is nothing to be copied
+        assert p.kind != constants.MUON_MIRRORED  # of one panel there is nothing to be copied
         out = memory[p.out]
-        if p.kind != _ADD_PRODUCT:
+        if p.kind == constants.MUON_SHIFTED:
             out.diagonal().add_(p.alpha)
             continue
         left, right = memory[p.left], memory[p.right]
@@ -159,4 +163,6 @@ def _by_torch(task: Task) -> Tensor | Exception:
         torch.addmm(memory[p.added], left, right, beta=p.beta, alpha=p.alpha, out=out)
     if not bool(torch.isfinite(memory[last.value].sum(dtype=torch.float32))):
         return NonFiniteProducts(NON_FINITE)
-    return memory[found.value]
+    if found.value:
+        task.x.copy_(other)
+    return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.grads import stats as grads_stats
-from torch_ext.native import ops
+from torch_ext.native import constants, ops
 from torch_ext.optim.muon import newton_schulz
 from torch_ext.optim.muon.matrix_forms import Matrix
 from torch_ext.optim.muon.matrix_member import MatrixMember
@@ -35,19 +35,7 @@ class Part(NamedTuple):
 
     member: MatrixMember
     matrix: Matrix
-    momentum: Tensor  # flat, in the dtype that travels; is overwritten
-
-    def install(self, found: Tensor) -> None:
-        """What it became, where its momentum was."""
-        if found.data_ptr() != self.momentum.data_ptr():
-            self.momentum.copy_(found)
-
-
-class _Lane(NamedTuple):
-    """Memory of one matrix's products."""
-
-    matrices: tuple[Tensor, Tensor]  # the first only where one is not multiplied in place
-    squares: newton_schulz.Workspace
+    momentum: Tensor  # flat, in the dtype that travels; becomes the update
 
 
 class _Memory(NamedTuple):
@@ -55,7 +43,8 @@ class _Memory(NamedTuple):
 
     momentum: Tensor  # bytes: of parameters that this rank has to itself
     slot: int  # bytes from one of these to the next
-    lanes: list[_Lane]  # of matrices that are multiplied at a time; others take the first
+    copies: list[Tensor]  # of matrices that are not multiplied in place, for each workspace
+    workspaces: list[newton_schulz.Workspace]  # for matrices that are multiplied at a time; others take the first
 
 
 class Products:
@@ -74,20 +63,20 @@ class Products:
             return
         self._memory.clear()
         for dtype in dict.fromkeys(made_for[1]):
-            self._memory[dtype] = _made([m for m in members if m.ns_dtype is dtype], dtype, threads)
+            self._memory[dtype] = _reserved([m for m in members if m.ns_dtype is dtype], dtype, threads)
         self._threads, self._made_for = threads, made_for
 
     def windows(self, members: Sequence[MatrixMember]) -> Iterator[list[MatrixMember]]:
-        """Members, of those that no other rank shares, whose momentum is made at a time: as many as give each lane a
-        matrix, those with most operations first, so that lanes are busy to the end."""
+        """Members, of those that no other rank shares, whose momentum is made at a time: so many that each lane has
+        matrices, those with most operations first, so that lanes end at about the same time."""
         window: list[MatrixMember] = []
         for m in sorted(members, key=lambda m: -max(m.operations())):
-            beside = len(self._memory[m.ns_dtype].lanes) if self._is_beside(m) else 1
-            if window and (beside < 2 or window[0].ns_dtype is not m.ns_dtype):
+            most = self._at_a_time(m) if self._is_beside(m) else 1
+            if window and (most == 1 or window[0].ns_dtype is not m.ns_dtype):
                 yield window
                 window = []
             window.append(m)
-            if beside < 2 or len(window) == beside or sum(len(one.matrices) for one in window) % beside == 0:
+            if sum(len(one.matrices) for one in window) >= most:
                 yield window
                 window = []
         if window:
@@ -99,42 +88,40 @@ class Products:
         begin = in_window * memory.slot
         return memory.momentum[begin : begin + n * member.travels.itemsize].view(member.travels)
 
-    def orthogonalised(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Tensor | Exception]]:
-        """Each with its update, flat and in the dtype that travels, where the momentum was or in memory of these
-        products, valid until the next one; or with why there is none: NonFiniteProducts, or what kept it from being
-        made. Takes as many parts at a time as are multiplied at a time, when the first of them is asked for."""
+    def orthogonalise(self, parts: Iterable[Part], per_lane: int = 1) -> Iterator[tuple[Part, Exception | None]]:
+        """Each when it is an update, or with why it is none: NonFiniteProducts, or what kept it from being made. Takes
+        as many parts at once as are multiplied at a time, times per_lane, when the first of them is asked for."""
         batch: list[Part] = []
         for part in parts:
-            room = len(self._memory[part.member.ns_dtype].lanes) if self._is_lane(part) else 1
+            lanes = len(self._memory[part.member.ns_dtype].workspaces) if self._is_lane(part) else 1
+            room = lanes * (per_lane if lanes > 1 and _in_place(part.member) else 1)
             if batch and (len(batch) >= room or batch[0].member.ns_dtype is not part.member.ns_dtype):
-                yield from self._made_of(batch)
+                yield from self._made(batch)
                 batch = []
             batch.append(part)
-            if len(batch) >= room:
-                yield from self._made_of(batch)
-                batch = []
         if batch:
-            yield from self._made_of(batch)
+            yield from self._made(batch)
 
-    def _made_of(self, batch: list[Part]) -> list[tuple[Part, Tensor | Exception]]:
+    def _made(self, batch: list[Part]) -> list[tuple[Part, Exception | None]]:
+        memory = self._memory[batch[0].member.ns_dtype]
         try:
-            lanes = self._memory[batch[0].member.ns_dtype].lanes
-            tasks = [self._task(part, lane) for part, lane in zip(batch, lanes, strict=False)]
-            found = newton_schulz.orthogonalise(tasks)
+            tasks = [self._task(part, memory.copies[i % len(memory.copies)]) for i, part in enumerate(batch)]
+            failures = newton_schulz.orthogonalise(tasks, memory.workspaces)
         except (RuntimeError, MemoryError) as error:
             return [(part, error) for part in batch]
-        return [(part, _as_travels(part, one)) for part, one in zip(batch, found, strict=True)]
+        for part, task in zip(batch, tasks, strict=True):
+            if task.x.data_ptr() != part.momentum.data_ptr():
+                part.momentum.copy_(task.x.view(-1))
+        return list(zip(batch, failures, strict=True))
 
-    def _task(self, part: Part, lane: _Lane) -> newton_schulz.Task:
-        member, m = part.member, part.matrix
-        first, other = (one[: m.numel] for one in lane.matrices)
-        x, shape = part.momentum, (m.rows, m.columns)
-        if not _is_aligned(x, member.ns_dtype):
-            x = first.copy_(x)
-        alone = self._is_lane(part)
-        return newton_schulz.Task(
-            x.view(shape), other.view(shape), norm_of(x), member.iteration(), lane.squares, alone
-        )
+    def _task(self, part: Part, copy: Tensor) -> newton_schulz.Task:
+        m, x = part.matrix, part.momentum
+        if not _is_aligned(x, part.member.ns_dtype):
+            x = copy[: m.numel].copy_(x)
+        return newton_schulz.Task(x.view(m.rows, m.columns), norm_of(x), part.member.iteration(), self._is_lane(part))
+
+    def _at_a_time(self, member: MatrixMember) -> int:
+        return len(self._memory[member.ns_dtype].workspaces) * constants.MUON_PER_LANE
 
     def _is_lane(self, part: Part) -> bool:
         m = part.matrix
@@ -142,12 +129,6 @@ class Products:
 
     def _is_beside(self, member: MatrixMember) -> bool:
         return all(newton_schulz.lanes(m.rows, m.columns, member.ns_dtype, self._threads) for m in member.matrices)
-
-
-def _as_travels(part: Part, found: Tensor | Exception) -> Tensor | Exception:
-    if isinstance(found, Exception):
-        return found
-    return found.view(-1) if found.dtype is part.momentum.dtype else part.momentum.copy_(found.view(-1))
 
 
 def _is_aligned(part: Tensor, dtype: torch.dtype) -> bool:
@@ -160,27 +141,31 @@ def _in_place(member: MatrixMember) -> bool:
     return member.travels is member.ns_dtype and not any(m.begin * itemsize % _CACHE_LINE for m in member.matrices)
 
 
-def _made(members: Sequence[MatrixMember], dtype: torch.dtype, threads: int) -> _Memory:
+def _reserved(members: Sequence[MatrixMember], dtype: torch.dtype, threads: int) -> _Memory:
     """As csrc/core/muon_memory.c counts it."""
     everything = [(m, one) for m in members for one in m.matrices]
     beside = [(m, one) for m, one in everything if newton_schulz.lanes(one.rows, one.columns, dtype, threads)]
-    shared_out = [one for one in beside if one[0].sharing is None or one[0].sharing.runs is None]
-    lanes, copied, device = min(threads, len(shared_out)), not all(map(_in_place, members)), members[0].device
-    alone = [m for m in members if m.sharing is None]
-    slot = -(-max((_bytes(m) for m, _ in beside if m.sharing is None), default=0) // _CACHE_LINE) * _CACHE_LINE
-    nbytes = max([*map(_bytes, alone), lanes * slot if lanes > 1 else 0])
-    sizes = [_size(everything), *(_size(shared_out) for _ in range(lanes - 1))]
+    not_cut = [(m, one) for m, one in beside if m.sharing is None or m.sharing.runs is None]
+    whole = [_bytes(m) for m in members if m.sharing is None]
+    slots = [-(-_bytes(m) // _CACHE_LINE) * _CACHE_LINE for m, _ in beside if m.sharing is None]
+    sizes = [_size(everything), *(_size(not_cut) for _ in range(min(threads, len(not_cut)) - 1))]
+    slot, n_slots = max(slots, default=0), min(len(slots), threads * constants.MUON_PER_LANE)
+    nbytes, copied = max([*whole, slot * n_slots if len(sizes) > 1 else 0]), not all(map(_in_place, members))
+    device = members[0].device
     try:
         return _Memory(
-            torch.empty(nbytes, dtype=torch.uint8, device=device), slot, [_lane(*s, copied, dtype, device) for s in sizes]
+            torch.empty(nbytes, dtype=torch.uint8, device=device),
+            slot,
+            [torch.empty(numel if copied else 0, dtype=dtype, device=device) for numel, _ in sizes],
+            [newton_schulz.Workspace(numel, side, dtype, device) for numel, side in sizes],
         )
     except (RuntimeError, MemoryError):
         nbytes += sum((1 + copied) * numel + 4 * side * side for numel, side in sizes) * dtype.itemsize
-        largest = max(members, key=lambda m: m.largest.numel)
+        largest, widest = max(members, key=lambda m: m.largest.numel), max(members, key=lambda m: m.widest)
         raise MemoryError(
-            f"no memory for the products of Muon's matrices: {nbytes} bytes, {lanes or 1} times for the "
-            f"{sizes[0][0]} elements of a matrix of {largest.name} and squares of {sizes[0][1]} of "
-            f"{max(members, key=lambda m: m.widest).name}; nothing was stepped. Give these to AdamW, or split them"
+            f"no memory for the products of Muon's matrices: {nbytes} bytes, for the {largest.largest.numel} elements "
+            f"of a matrix of {largest.name} and squares of {widest.widest} of {widest.name}, {len(sizes)} at a time; "
+            "nothing was stepped. Give these to AdamW, or split them"
         ) from None
 
 
@@ -191,8 +176,3 @@ def _bytes(member: MatrixMember) -> int:
 def _size(matrices: Sequence[tuple[MatrixMember, Matrix]]) -> tuple[int, int]:
     """Elements of the largest, and the largest smaller dimension."""
     return max(m.numel for _, m in matrices), max(min(m.rows, m.columns) for _, m in matrices)
-
-
-def _lane(numel: int, side: int, copied: bool, dtype: torch.dtype, device: torch.device) -> _Lane:
-    first, other = (torch.empty(n, dtype=dtype, device=device) for n in (numel if copied else 0, numel))
-    return _Lane((first, other), newton_schulz.Workspace(side, dtype, device))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torch_ext.comm import group_calls
+from torch_ext.native import constants
 from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
 from torch_ext.optim.muon.newton_schulz import NON_FINITE, NonFiniteProducts
 from torch_ext.optim.muon.owners import Owners
@@ -27,16 +28,12 @@ def step_alone(grads: dict[MatrixMember, Tensor], products: Products, scalars: S
             with member.named():
                 updates[member] = member.momentum(grads[member], scalars, products.momentum_of(member, i))
         parts = (_part(member, i, updates[member]) for member in window for i in range(len(member.matrices)))
-        for part, found in products.orthogonalised(parts):
-            if isinstance(found, Exception):
-                failed.setdefault(part.member, found)
-            elif len(part.member.matrices) > 1:
-                part.install(found)
-            else:
-                _update(part.member, found, scalars)
-        for member in window:
-            if len(member.matrices) > 1 and member not in failed:
-                _update(member, updates[member], scalars)
+        for part, failure in products.orthogonalise(parts, constants.MUON_PER_LANE):
+            if failure is not None:
+                failed.setdefault(part.member, failure)
+        for member, update in updates.items():
+            if member not in failed:
+                _update(member, update, scalars)
     for member in grads:
         if member in failed:
             raise failure_of(member, failed[member])
@@ -96,12 +93,12 @@ class ReplicatedRun:
 
     def start(self, params: Sequence[Replicated]) -> None:
         """Momentum, the products of those that are this rank's, and the broadcasts."""
-        own = self._products.orthogonalised(self._own(params))
+        own = self._products.orthogonalise(self._own(params))
         for one in params:
             member, update, calls = one.member, self._update_of(one), []
             for i, m in enumerate(member.matrices):
                 if one.owns(i):
-                    self._install(*next(own))
+                    self._mark(*next(own))
                 part, label = update[m.begin : m.begin + m.numel], f"step(): the update of {member.name}"
                 calls.append(group_calls.broadcast_from(part, one.owners.of[one.first + i], one.owners.group, label))
             self._sent.append(_Sent(member, update, calls))
@@ -121,14 +118,13 @@ class ReplicatedRun:
                 self._updates[member] = member.momentum(one.grad, self._scalars, into)
         return self._updates[member]
 
-    def _install(self, part: Part, found: Tensor | Exception) -> None:
+    def _mark(self, part: Part, failure: Exception | None) -> None:
         """What fails is raised when all updates came: the others wait for this rank's. They learn it by a NaN."""
-        if not isinstance(found, Exception):
-            part.install(found)
+        if failure is None:
             return
         part.momentum.fill_(math.nan)
-        if not isinstance(found, NonFiniteProducts):
-            self._error = self._error or failure_of(part.member, found)
+        if not isinstance(failure, NonFiniteProducts):
+            self._error = self._error or failure_of(part.member, failure)
 
     def finish(self) -> None:
         """RuntimeError on every rank, naming the first parameter of which an owner's products were not finite, or what
