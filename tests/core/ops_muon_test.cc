@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "csrc/torch_ext.h"
+#include "csrc/torch_ext_advanced.h"
 #include "tests/core/same_bits.h"
 
 extern "C" {
@@ -581,6 +582,40 @@ TEST(Refused, HyperParameters) {
 // -- decisions --------------------------------------------------------------------------------------------------------
 
 // In units of r^3, of 4:1, 3:1 and squares; five steps.
+TEST(MuonProducts, AreCountedWhereThereIsRoom) {
+  const tx_muon_iteration iteration = {700, 900, 5, 3, 0, 3.4, -4.7, 2.0, 0.5, TX_MUON_GRAM, 0};
+  int32_t found = -1, last = -1;
+  const int64_t n = tx_muon_products(&iteration, nullptr, 0, &found, &last);
+  ASSERT_GT(n, 0);
+  EXPECT_EQ(found, TX_MUON_X);  // of two rounds, back where it was
+  EXPECT_GE(last, TX_MUON_SQUARES);
+  std::vector<tx_muon_product> products(static_cast<size_t>(n) + 1);
+  products.back().kind = 77;
+  EXPECT_EQ(tx_muon_products(&iteration, products.data(), n, &found, &last), n);
+  EXPECT_EQ(products.back().kind, 77);
+  double operations = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const tx_muon_product &p = products[static_cast<size_t>(i)];
+    if (p.kind != TX_MUON_ADD_PRODUCT) continue;
+    const bool of_x = p.left < TX_MUON_SQUARES && p.right < TX_MUON_SQUARES;
+    operations += 2.0 * (of_x ? 900 : 700) * static_cast<double>(p.rows) * static_cast<double>(p.columns);
+  }
+  EXPECT_EQ(operations, tx_muon_operations(700, 900, 5, TX_MUON_GRAM, 3));
+  tx_muon_iteration illegal = iteration;
+  illegal.steps = 0;
+  EXPECT_EQ(tx_muon_products(&illegal, products.data(), n, &found, &last), 0);
+  EXPECT_EQ(tx_muon_products(&iteration, nullptr, 1, &found, &last), 0);
+}
+
+TEST(MuonProducts, OfBf16HaveAThreadEach) {
+  EXPECT_EQ(tx_muon_lanes(768, 3072, TX_BF16, 2), 2);
+  EXPECT_EQ(tx_muon_lanes(768, 3072, TX_BF16, 1), 0);
+  EXPECT_EQ(tx_muon_lanes(768, 3072, TX_F32, 2), 0);
+  EXPECT_EQ(tx_muon_lanes(4096, 2048, TX_BF16, 4), 4);
+  EXPECT_EQ(tx_muon_lanes(4096, 2049, TX_BF16, 4), 0);
+  EXPECT_EQ(tx_muon_lanes(768, 768, TX_BF16, 64), 0);
+}
+
 TEST(Decisions, OperationsOfBothIterations) {
   const double unit = 64.0 * 64 * 64;
   EXPECT_EQ(tx_muon_operations(256, 64, 5, TX_MUON_STANDARD, 0), 90 * unit);

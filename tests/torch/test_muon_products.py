@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_ext
+from torch_ext.optim.muon import newton_schulz
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -107,3 +108,56 @@ def test_gram_of_oblong_matrices(decays: bool, dtype: torch.dtype, most: float) 
     """Of what "auto" has it for; docs/muon.md states 1.9 % and 2.3 % in bf16."""
     x = (uniform((768, 3072), F32, 1) * (torch.logspace(-3, 0, 3072) if decays else 1.0)).to(BF16)
     assert distance(orthogonalised(x, ns="gram", ns_dtype=dtype), exact(x)) < most
+
+
+def tasks(seed: int, threads: int) -> tuple[list[newton_schulz.Task], list[newton_schulz.Workspace]]:
+    """Matrices of any size, kind and dtype, with the same elements for the same seed, in memory for one of them."""
+    r = random.Random(seed)
+    dtype, found = r.choice([F32, BF16]), []
+    for i in range(r.randrange(1, 8)):
+        shape = r.randrange(1, 300), r.randrange(1, 300)
+        x = torch.zeros(shape, dtype=dtype) if r.random() < 0.1 else uniform(shape, dtype, 100 * seed + i)
+        iteration = newton_schulz.Iteration(
+            COEFFICIENTS, r.randrange(1, 7), 1e-7, r.choice(["standard", "gram", "auto"])
+        )
+        alone = newton_schulz.lanes(*shape, dtype, threads) > 0
+        found.append(newton_schulz.Task(x, float(x.double().norm()), iteration, alone))
+    sizes = max(t.x.numel() for t in found), max(min(t.x.shape) for t in found), dtype, torch.device("cpu")
+    return found, [newton_schulz.Workspace(*sizes) for _ in range(r.randrange(1, 4))]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_bits_depend_on_no_other_matrix(seed: int) -> None:
+    """Whatever else is multiplied beside a matrix, and on which thread: on two threads, as on this one alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together, memory = tasks(seed, 2)
+        assert newton_schulz.orthogonalise(together, memory) == [None] * len(together)
+        for one, other in zip(together, tasks(seed, 2)[0], strict=True):
+            assert newton_schulz.orthogonalise([other], memory) == [None]
+            assert torch.equal(one.x, other.x)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_torch_follows_the_same_products(seed: int) -> None:
+    """As on a GPU, where Python calls what C decides."""
+    from_c, memory = tasks(seed, 1)
+    newton_schulz.orthogonalise(from_c, memory)
+    for one, other in zip(from_c, tasks(seed, 1)[0], strict=True):
+        if other.norm:
+            assert newton_schulz._by_torch(other, memory[0]) is None
+        assert torch.equal(one.x, other.x)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_what_is_not_finite_is_told_of_its_matrix(dtype: torch.dtype, alone: bool) -> None:
+    iteration = newton_schulz.Iteration(COEFFICIENTS, 5, 0.0, "standard")
+    xs = [uniform((30, 40), dtype, i) for i in range(3)]
+    xs[1][3, 4] = torch.inf
+    workspaces = [newton_schulz.Workspace(1200, 30, dtype, torch.device("cpu")) for _ in range(2)]
+    found = newton_schulz.orthogonalise([newton_schulz.Task(x, 3.0, iteration, alone) for x in xs], workspaces)
+    assert [type(one) for one in found] == [type(None), newton_schulz.NonFiniteProducts, type(None)]

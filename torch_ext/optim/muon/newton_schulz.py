@@ -156,7 +156,7 @@ def _by_torch(task: Task, workspace: Workspace) -> Exception | None:
         assert p.kind != constants.MUON_MIRRORED  # of one panel there is nothing to be copied
         out = memory[p.out]
         if p.kind == constants.MUON_SHIFTED:
-            out.diagonal().add_(p.alpha)
+            out.diagonal().copy_(out.diagonal().float() + p.alpha)  # add_ would round alpha to bf16 before
             continue
         left, right = memory[p.left], memory[p.right]
         left, right = left.T if p.left_transposed else left, right.T if p.right_transposed else right
