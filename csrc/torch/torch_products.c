@@ -10,7 +10,7 @@
 
 #include "csrc/core/muon_iteration.h"
 #include "csrc/core/status.h"
-#include "csrc/math/numeric.h"
+#include "csrc/ops/muon_square.h"
 
 typedef struct work {
   const tx_torch_abi *abi;
@@ -71,42 +71,17 @@ static int add_product(const work *w, const tx_muon_product *p) {
   return failed;
 }
 
-static void shift(const work *w, const tx_muon_product *p) {
-  for (int64_t i = 0; i < w->small; i++) {
-    if (w->job->dtype == TX_BF16) {
-      uint16_t *at = (uint16_t *)w->memory[p->out] + i * (w->small + 1);
-      *at = tx_bf16_from_f32(tx_f32_from_bf16(*at) + (float)p->alpha);
-    } else {
-      ((float *)w->memory[p->out])[i * (w->small + 1)] += (float)p->alpha;
-    }
-  }
+static tx_tensor square_of(const work *w, int32_t operand) {
+  return (tx_tensor){w->memory[operand], w->small * w->small, (tx_dtype)w->job->dtype, 0};
 }
 
 static int make(void *ctx, const tx_muon_product *p) {
   const work *w = ctx;
   if (p->kind == TX_MUON_ADD_PRODUCT) return add_product(w, p);
-  if (p->kind == TX_MUON_SHIFTED) {
-    shift(w, p);
-    return 0;
-  }
-  const tx_tensor square = {w->memory[p->out], w->small * w->small, (tx_dtype)w->job->dtype, 0};
-  return tx_muon_mirror(square, w->small, w->iteration.panel, w->pool, NULL) != TX_OK;
-}
-
-/* A product of which an element is not finite has one in each later product. */
-static int is_finite(const work *w, int32_t operand) {
-  const int64_t n = w->small * w->small;
-  uint32_t found = 0;
-  if (w->job->dtype == TX_BF16) {
-    const uint16_t *bits = w->memory[operand];
-    for (int64_t i = 0; i < n; i++)
-      found |= (bits[i] & 0x7f80u) == 0x7f80u;
-  } else {
-    const uint32_t *bits = w->memory[operand];
-    for (int64_t i = 0; i < n; i++)
-      found |= (bits[i] & 0x7f800000u) == 0x7f800000u;
-  }
-  return !found;
+  if (p->kind == TX_MUON_MIRRORED)
+    return tx_muon_mirror(square_of(w, p->out), w->small, w->iteration.panel, w->pool, NULL) != TX_OK;
+  tx_muon_shift(square_of(w, p->out), w->small, p->alpha);
+  return 0;
 }
 
 static void orthogonalise(const tx_torch_abi *abi, const tx_parallel *pool, tx_muon_job *job,
@@ -120,7 +95,7 @@ static void orthogonalise(const tx_torch_abi *abi, const tx_parallel *pool, tx_m
   const tx_muon_made made = tx_muon_iterate(&w.iteration, make, &w);
   job->outcome = TX_MUON_REFUSED;
   if (made.stopped) return;
-  job->outcome = is_finite(&w, made.last) ? TX_MUON_ORTHOGONAL : TX_MUON_NOT_FINITE;
+  job->outcome = tx_muon_is_finite(square_of(&w, made.last)) ? TX_MUON_ORTHOGONAL : TX_MUON_NOT_FINITE;
   const size_t elements = (size_t)(w.iteration.rows * w.iteration.columns);
   if (made.found == TX_MUON_OTHER) memcpy(job->x, in->other, elements * (job->dtype == TX_BF16 ? 2 : 4));
 }

@@ -30,6 +30,7 @@ REASONS = {
     "tx_signature": "is arithmetic, and cannot fail",
     "tx_torch_register": "asks torch alone for memory",
     "tx_torch_parallel": "hands out what was found",
+    "tx_torch_orthogonalise": "asks torch alone for memory",
     "tx_torch_cuda_library": "asks the dynamic linker alone for memory",
 }
 

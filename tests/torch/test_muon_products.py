@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import torch_ext
-from torch_ext.optim.muon import newton_schulz
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -102,62 +101,34 @@ def test_standard_is_as_exact_as_torchs(shape: tuple[int, int], decays: bool) ->
     assert distance(orthogonalised(x, ns_dtype=BF16), want) < 1.1 * theirs
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(F32, 1e-4), (BF16, 0.025)])
+@pytest.mark.parametrize(("dtype", "most"), [(F32, 1e-4), (BF16, 0.02)])
 @pytest.mark.parametrize("decays", [False, True])
 def test_gram_of_oblong_matrices(decays: bool, dtype: torch.dtype, most: float) -> None:
-    """Of what "auto" has it for; docs/muon.md states 1.9 % and 2.3 % in bf16."""
+    """Of what "auto" has it for; docs/muon.md states 1.4 % and 1.8 % in bf16."""
     x = (uniform((768, 3072), F32, 1) * (torch.logspace(-3, 0, 3072) if decays else 1.0)).to(BF16)
     assert distance(orthogonalised(x, ns="gram", ns_dtype=dtype), exact(x)) < most
 
 
-def tasks(seed: int, threads: int) -> tuple[list[newton_schulz.Task], list[newton_schulz.Workspace]]:
-    """Matrices of any size, kind and dtype, with the same elements for the same seed, in memory for one of them."""
-    r = random.Random(seed)
-    dtype, found = r.choice([F32, BF16]), []
-    for i in range(r.randrange(1, 8)):
-        shape = r.randrange(1, 300), r.randrange(1, 300)
-        x = torch.zeros(shape, dtype=dtype) if r.random() < 0.1 else uniform(shape, dtype, 100 * seed + i)
-        iteration = newton_schulz.Iteration(
-            COEFFICIENTS, r.randrange(1, 7), 1e-7, r.choice(["standard", "gram", "auto"])
-        )
-        alone = newton_schulz.lanes(*shape, dtype, threads) > 0
-        found.append(newton_schulz.Task(x, float(x.double().norm()), iteration, alone))
-    sizes = max(t.x.numel() for t in found), max(min(t.x.shape) for t in found), dtype, torch.device("cpu")
-    return found, [newton_schulz.Workspace(*sizes) for _ in range(r.randrange(1, 4))]
-
-
 @pytest.mark.parametrize("seed", range(16))
 def test_bits_depend_on_no_other_matrix(seed: int) -> None:
-    """Whatever else is multiplied beside a matrix, and on which thread: on two threads, as on this one alone."""
+    """Whatever else is multiplied beside a matrix, and on which thread: on two threads, as if it were the only one."""
+    r = random.Random(seed)
+    shapes = [(r.randrange(1, 300), r.randrange(1, 300)) for _ in range(r.randrange(2, 10))]
+    shapes += [(660, 700)] if seed % 8 == 0 else [(3, r.randrange(1, 40), 24)]
+    options = {"ns_dtype": r.choice([BF16, BF16, F32]), "ns": r.choice(["standard", "gram", "auto"])}
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
+
+    def stepped(numbers: list[int]) -> list[Tensor]:
+        params = [nn.Parameter(uniform(shapes[i], F32, 100 + i)) for i in numbers]
+        for i, p in zip(numbers, params, strict=True):
+            p.grad = uniform(shapes[i], F32, 200 + i)
+        torch_ext.Muon([(f"p{i}", p) for i, p in zip(numbers, params, strict=True)], lr=0.1, **options).step()
+        return params
+
     try:
-        together, memory = tasks(seed, 2)
-        assert newton_schulz.orthogonalise(together, memory) == [None] * len(together)
-        for one, other in zip(together, tasks(seed, 2)[0], strict=True):
-            assert newton_schulz.orthogonalise([other], memory) == [None]
-            assert torch.equal(one.x, other.x)
+        together = stepped(list(range(len(shapes))))
+        for i, p in enumerate(together):
+            assert torch.equal(p, *stepped([i])), shapes[i]
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_torch_follows_the_same_products(seed: int) -> None:
-    """As on a GPU, where Python calls what C decides."""
-    from_c, memory = tasks(seed, 1)
-    newton_schulz.orthogonalise(from_c, memory)
-    for one, other in zip(from_c, tasks(seed, 1)[0], strict=True):
-        if other.norm:
-            assert newton_schulz._by_torch(other, memory[0]) is None
-        assert torch.equal(one.x, other.x)
-
-
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_what_is_not_finite_is_told_of_its_matrix(dtype: torch.dtype, alone: bool) -> None:
-    iteration = newton_schulz.Iteration(COEFFICIENTS, 5, 0.0, "standard")
-    xs = [uniform((30, 40), dtype, i) for i in range(3)]
-    xs[1][3, 4] = torch.inf
-    workspaces = [newton_schulz.Workspace(1200, 30, dtype, torch.device("cpu")) for _ in range(2)]
-    found = newton_schulz.orthogonalise([newton_schulz.Task(x, 3.0, iteration, alone) for x in xs], workspaces)
-    assert [type(one) for one in found] == [type(None), newton_schulz.NonFiniteProducts, type(None)]
