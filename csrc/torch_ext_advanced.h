@@ -335,6 +335,88 @@ TX_API int64_t tx_muon_exchange_failed(const tx_muon_exchange *exchange);
 /* The most bytes that the caller holds at a time if it does what is said above. */
 TX_API int64_t tx_muon_exchange_peak(const tx_muon_exchange_args *args, void *memory);
 
+/* -- products of Muon's iterations ------------------------------------------------------------------------------- */
+
+/* How one matrix is orthogonalised: a singular value s becomes a s + b s^3 + c s^5 in each of `steps` steps. */
+typedef struct tx_muon_iteration {
+  int64_t rows;
+  int64_t columns;
+  int64_t steps;
+  int64_t restart; /* as tx_muon_operations */
+  int64_t panel;   /* of symmetric products; 0: tx_muon_panel of the smaller dimension */
+  double a, b, c;
+  double scale; /* of the matrix, before the first step */
+  int32_t ns;   /* tx_muon_ns */
+  int32_t reserved;
+} tx_muon_iteration;
+
+/* What products are of: the matrix, another of its shape, and squares of its smaller dimension. */
+typedef enum tx_muon_operand {
+  TX_MUON_X = 0,
+  TX_MUON_OTHER = 1,
+  TX_MUON_SQUARES = 2, /* the first of four */
+  TX_MUON_OPERANDS = 6
+} tx_muon_operand;
+
+typedef enum tx_muon_product_kind {
+  TX_MUON_ADD_PRODUCT =
+      1,                /* rows [row, row + rows) of columns [column, column + columns) of `out` become beta times
+                           those of `added` and alpha times those of left * right. beta 0: nothing of added is read */
+  TX_MUON_MIRRORED = 2, /* out: tx_muon_mirror */
+  TX_MUON_SHIFTED = 3   /* alpha is added to the diagonal of `out` */
+} tx_muon_product_kind;
+
+typedef struct tx_muon_product {
+  int32_t kind;                    /* tx_muon_product_kind */
+  int32_t out, added, left, right; /* tx_muon_operand */
+  int32_t left_transposed, right_transposed;
+  int32_t reserved;
+  int64_t row, rows, column, columns;
+  double beta, alpha;
+} tx_muon_product;
+
+/* All products of an iteration, in their order: writes `room` of them at most, and returns how many there are; 0 where
+ * an argument is not legal. found, last: X or OTHER, where the result is, and the square that it was multiplied by
+ * last, which is finite if the result is. */
+TX_API int64_t tx_muon_products(const tx_muon_iteration *iteration, tx_muon_product *products, int64_t room,
+                                int32_t *found, int32_t *last);
+
+/* How many matrices are multiplied at a time, each by one thread, on a processor with so many threads; 0: one after the
+ * other, each by all threads. dtype: of the products. Other threads than one may give other bits, so that this depends
+ * on nothing but a matrix and the threads. */
+TX_API int64_t tx_muon_lanes(int64_t rows, int64_t columns, int32_t dtype, int64_t threads);
+
+/* Matrices that each of these threads has, at most, before weights are updated: threads end at about the same time. */
+#define TX_MUON_PER_LANE 3
+
+typedef enum tx_muon_outcome {
+  TX_MUON_ORTHOGONAL = 0,
+  TX_MUON_NOT_FINITE = 1,
+  TX_MUON_REFUSED = 2 /* torch could not multiply, for lack of memory as a rule */
+} tx_muon_outcome;
+
+/* One matrix that torch multiplies on the CPU. */
+typedef struct tx_muon_job {
+  const tx_muon_iteration *iteration;
+  void *x;         /* rows * columns elements, at a cache line; become the result */
+  int32_t dtype;   /* F32 or BF16 */
+  int32_t alone;   /* 1: by one thread, beside others; 0: by all threads, when those are done */
+  int32_t outcome; /* written: tx_muon_outcome */
+  int32_t reserved;
+} tx_muon_job;
+
+/* Of one matrix at a time, for the largest, each at a cache line. */
+typedef struct tx_muon_workspace {
+  void *other;         /* as many elements as the matrix has */
+  void *g, *q, *p, *t; /* squares of its smaller dimension */
+} tx_muon_workspace;
+
+/* Orthogonalises each, by torch's products, in the order in which threads are free: the largest are to be first. As
+ * many at a time as there are workspaces; those that all threads multiply take the first of these. What fails is told
+ * by `outcome`; the others are made. */
+TX_API tx_status tx_torch_orthogonalise(tx_muon_job *jobs, int64_t n, const tx_muon_workspace *workspaces,
+                                        int64_t n_workspaces, tx_error *error);
+
 /* -- memory (bytes per rank) ------------------------------------------------------------------------------------ */
 
 /* What the optimizer keeps per element of a parameter. */
@@ -376,12 +458,13 @@ typedef struct tx_memory_args {
   int32_t ema_lows;     /* 1: with 8 bits more beside BF16 (tx_adamw_args.ema_lows) */
   int32_t publishes;    /* 1: steps note what they change (changed, moved), beside checksums of it */
   int32_t distances;    /* 1: and how far, of weights in 16 bits (tx_adamw_args.distances) */
+  int64_t threads;      /* of a rank's processor: matrices that are multiplied at a time (tx_muon_lanes); >= 1 */
   int64_t n_matrices;
   const tx_muon_matrix *matrices; /* of Muon's, in the order in which they are stepped; their params are the layout's */
   void *room;                     /* tx_memory_room_bytes, at a multiple of 8; NULL: there are no matrices */
 } tx_memory_args;
 #define TX_MEMORY_ARGS_INIT \
-  { .size = sizeof(tx_memory_args), .in_flight = 1 }
+  { .size = sizeof(tx_memory_args), .in_flight = 1, .threads = 1 }
 
 /* Bytes of one rank. Activations, buffers of modules, what allocators and transports keep for themselves, and checksums
  * (8 bytes for TX_CHECKSUM or TX_SAMPLED weights) are not in it. Where moments differ within a buffer that is cut, the
@@ -443,7 +526,8 @@ TX_API int64_t tx_memory_room_bytes(const tx_memory_args *args);
  *
  * products are, of each dtype that matrices are multiplied in, the largest of them, twice where one is not multiplied
  * where its momentum lies (it travels in another dtype, or does not begin at a cache line), and four squares of the
- * largest smaller dimension; on one rank also the largest parameter as it travels. stepping is nothing on one rank,
+ * largest smaller dimension, as often as matrices are multiplied at a time (tx_muon_lanes); on one rank also the
+ * largest parameter as it travels, TX_MUON_PER_LANE times as often. stepping is nothing on one rank,
  * all matrices as they travel under no_shard, and else that of the rank that holds most (tx_muon_exchange_peak). */
 TX_API tx_status tx_memory_plan(const tx_memory_args *args, tx_memory *memory, tx_error *error);
 

@@ -21,20 +21,39 @@ static int64_t numel_of(const tx_muon_matrix *m) {
   return m->rows * m->columns;
 }
 
-/* Of the products in one dtype. */
-static int64_t products_in(const tx_memory_args *args, int32_t dtype) {
-  int64_t numel = 0, side = 0, whole = 0;
-  int copied = 0;
+typedef struct extent {
+  int64_t n, numel, side; /* matrices, elements of the largest, its smaller dimension */
+  int64_t whole;          /* bytes of the largest parameter, up to its last matrix of these, as it travels */
+  int copied;
+} extent;
+
+/* Of the matrices with products in one dtype; lanes: of those that are multiplied beside others. */
+static extent extent_of(const tx_memory_args *args, int32_t dtype, int lanes) {
+  extent e = {0};
   for (int64_t i = 0; i < args->n_matrices; i++) {
     const tx_muon_matrix *m = &args->matrices[i];
-    if (m->products != dtype) continue;
-    numel = most(numel, numel_of(m));
-    side = most(side, m->rows < m->columns ? m->rows : m->columns);
-    copied |= m->travels != dtype || m->begin * item_bytes(dtype) % CACHE_LINE != 0;
-    whole = most(whole, (m->begin + numel_of(m)) * item_bytes(m->travels)); /* at its parameter's last matrix */
+    if (m->products != dtype || (lanes && !tx_muon_lanes(m->rows, m->columns, dtype, args->threads))) continue;
+    e.n++;
+    e.numel = most(e.numel, numel_of(m));
+    e.side = most(e.side, m->rows < m->columns ? m->rows : m->columns);
+    e.copied |= m->travels != dtype || m->begin * item_bytes(dtype) % CACHE_LINE != 0;
+    e.whole = most(e.whole, (m->begin + numel_of(m)) * item_bytes(m->travels));
   }
-  const int64_t elements = (1 + copied) * numel + 4 * side * side;
-  return elements * item_bytes(dtype) + (args->layout->world == 1 ? whole : 0);
+  return e;
+}
+
+static int64_t workspace(const extent *e, int copied, int32_t dtype) {
+  return ((1 + copied) * e->numel + 4 * e->side * e->side) * item_bytes(dtype);
+}
+
+static int64_t products_in(const tx_memory_args *args, int32_t dtype) {
+  const extent all = extent_of(args, dtype, 0), beside = extent_of(args, dtype, 1);
+  const int alone = args->layout->world == 1, cut = !alone && args->strategy != TX_NO_SHARD;
+  const int64_t lanes = cut ? 0 : beside.n < args->threads ? beside.n : args->threads;
+  const int64_t others = lanes > 1 ? (lanes - 1) * workspace(&beside, all.copied, dtype) : 0;
+  const int64_t slots = beside.n < args->threads * TX_MUON_PER_LANE ? beside.n : args->threads * TX_MUON_PER_LANE;
+  const int64_t momenta = lanes > 1 ? slots * ((beside.whole + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE) : 0;
+  return workspace(&all, all.copied, dtype) + others + (alone ? most(all.whole, momenta) : 0);
 }
 
 /* What each rank has of a parameter. */
@@ -103,6 +122,10 @@ int64_t tx_memory_room_bytes(const tx_memory_args *args) {
 tx_status tx_muon_memory(const tx_memory_args *args, int64_t *products, int64_t *stepping, tx_error *error) {
   *products = *stepping = 0;
   if (args->n_matrices == 0) return TX_OK;
+  if (args->threads < 1) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "memory: threads is %lld; >= 1 is legal",
+                   (long long)args->threads);
+  }
   if (!args->matrices || !args->room || (uintptr_t)args->room % sizeof(int64_t) || tx_memory_room_bytes(args) == 0) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
                    "memory: %lld matrices; legal: >= 0, with room (tx_memory_room_bytes) where there are some",

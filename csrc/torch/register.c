@@ -6,6 +6,7 @@
 #include "csrc/torch/adapters.h"
 #include "csrc/torch/objects.h"
 #include "csrc/torch/torch_pool.h"
+#include "csrc/torch/torch_products.h"
 
 #define TX_NAMESPACE "torch_ext"
 
@@ -181,6 +182,13 @@ tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error) {
     return tx_fail(error, TX_ERROR_BAD_STATE, "torch's threads are not known yet; call tx_torch_register first");
   *parallel = tx_torch_pool(&abi);
   return TX_OK;
+}
+
+tx_status tx_torch_orthogonalise(tx_muon_job *jobs, int64_t n, const tx_muon_workspace *workspaces,
+                                 int64_t n_workspaces, tx_error *error) {
+  tx_parallel pool;
+  TX_FORWARD(tx_torch_parallel(&pool, error));
+  return tx_torch_orthogonalise_with(&abi, &pool, jobs, n, workspaces, n_workspaces, error);
 }
 
 /* torch.ops.load_library(path) only loads the file: this makes it register. Where it cannot, the caller of

@@ -773,6 +773,7 @@ struct Matrices {
                                           {1, 0, 4, 50, 1, TX_BF16, TX_F32, 0},
                                           {1, 200, 4, 50, 1, TX_BF16, TX_F32, 0}};
   std::vector<int64_t> room;
+  int64_t threads = 1;
   Case c = {"", {Param(600), Param(400)}, State(TX_BF16, TX_NONE, TX_NONE), 2, 100, TX_NO_SHARD, {}, {Unit(1000)}};
 
   tx_status Plan(tx_strategy strategy, int64_t world, tx_memory *memory, tx_error *error) {
@@ -785,6 +786,7 @@ struct Matrices {
     Question question(c);
     question.args.n_matrices = static_cast<int64_t>(matrices.size());
     question.args.matrices = matrices.data();
+    question.args.threads = threads;
     room.resize(static_cast<size_t>(tx_memory_room_bytes(&question.args) / 8));
     question.args.room = room.data();
     return tx_memory_plan(&question.args, memory, error);
@@ -822,6 +824,32 @@ TEST(MemoryOfMatrices, PartByPart) {
   ASSERT_EQ(m.Plan(TX_OPTIM, 2, &memory, &error), TX_OK) << error.message;
   EXPECT_GT(memory.stepping, 0);
   EXPECT_EQ(memory.peak, memory.total + std::max(memory.transient, memory.stepping));
+}
+
+// In bf16 on two threads two matrices at a time, where they are not cut over ranks.
+TEST(MemoryOfMatrices, OfLanes) {
+  Matrices m;
+  for (tx_muon_matrix &one : m.matrices)
+    one.products = TX_BF16;
+  m.matrices[2].begin = 192;  // at a cache line
+  m.matrices[1].columns = m.matrices[2].columns = 48;
+  tx_memory memory;
+  tx_error error;
+  const int64_t products = 600 * 2 + 4 * 6 * 6 * 2;
+  ASSERT_EQ(m.Plan(TX_NO_SHARD, 1, &memory, &error), TX_OK) << error.message;
+  EXPECT_EQ(memory.products, products + 600 * 2);
+  m.threads = 2;
+  ASSERT_EQ(m.Plan(TX_NO_SHARD, 1, &memory, &error), TX_OK) << error.message;
+  EXPECT_EQ(memory.products, 2 * products + 3 * 1216);  // of three matrices, at cache lines
+  m.threads = 5;                                        // as of one: these have products to themselves
+  ASSERT_EQ(m.Plan(TX_NO_SHARD, 1, &memory, &error), TX_OK) << error.message;
+  EXPECT_EQ(memory.products, products + 600 * 2);
+  m.threads = 3;
+  ASSERT_EQ(m.Plan(TX_NO_SHARD, 2, &memory, &error), TX_OK) << error.message;
+  EXPECT_EQ(memory.products, 3 * products);
+  m.threads = 0;
+  EXPECT_EQ(m.Plan(TX_NO_SHARD, 1, &memory, &error), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(error.message).find("threads is 0"), std::string::npos) << error.message;
 }
 
 TEST(MemoryOfMatrices, IllegalOnes) {

@@ -5,6 +5,7 @@
 #include "csrc/torch/torch_abi.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/c/shim.h>
 
 #include <cstring>

@@ -2,13 +2,14 @@
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from gradients import BF16, FP32, Given, bits
 
 import torch_ext
+from torch_ext.optim.muon import newton_schulz
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -20,6 +21,7 @@ class Program(NamedTuple):
     options: dict[str, Any]  # of the optimizer
     max_norm: float | None  # of a clip
     seed: int
+    threads: int = 1  # on two of them matrices in bf16 are multiplied beside each other
 
     @classmethod
     def of(cls, seed: int) -> "Program":
@@ -46,7 +48,7 @@ class Program(NamedTuple):
         config = {"bucket_size": r.choice([300, 2000, 10**6])}
         if r.random() < 0.3:
             config["grad_comm_dtype"] = FP32
-        return cls(shapes, dtype, config, options, r.choice([None, 0.5]), seed)
+        return cls(shapes, dtype, config, options, r.choice([None, 0.5]), seed, r.choice([1, 2]))
 
     def fits(self, strategy: str) -> bool:
         """Whether its bits are promised: FSDP2 cuts inside the blocks that have one scale in 8 bits."""
@@ -79,20 +81,33 @@ class Program(NamedTuple):
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[list[int]]:
-    """Inside, the operations of each product of matrices are listed."""
-    made: list[int] = []
-    theirs = torch.addmm
+def before_products(look: Callable[[newton_schulz.Task], None]) -> Iterator[None]:
+    """Inside, every matrix of these ranks is shown before its products are made. What `look` raises, they raise."""
+    theirs = newton_schulz.orthogonalise
 
-    def addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
-        made.append(2 * a.shape[0] * a.shape[1] * b.shape[1])
-        return theirs(c, a, b, **options)
+    def orthogonalise(tasks: Any, workspaces: Any) -> Any:
+        for task in tasks:
+            look(task)
+        return theirs(tasks, workspaces)
 
-    torch.addmm = addmm  # type: ignore[assignment]
+    newton_schulz.orthogonalise = orthogonalise
     try:
-        yield made
+        yield
     finally:
-        torch.addmm = theirs  # type: ignore[assignment]
+        newton_schulz.orthogonalise = theirs
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[float]]:
+    """Inside, the operations of each matrix's products are listed."""
+    made: list[float] = []
+
+    def count(task: newton_schulz.Task) -> None:
+        rows, columns = task.x.shape
+        made.append(newton_schulz.operations(rows, columns, task.iteration.steps, task.iteration.kind, task.x.dtype))
+
+    with before_products(count):
+        yield made
 
 
 def everything(model: Any, optimizer: torch_ext.Muon) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gradients import BF16, FP32, Given, bits
-from muon_programs import STRATEGIES, Program, counted, everything
+from muon_programs import STRATEGIES, Program, before_products, counted, everything
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,10 +25,10 @@ SHAPES: list[Any] = [(48, 16), (16, 32), (24, 24), (3, 8, 12), (7,)]
 
 
 def _programs(rank: int, world: int, seeds: list[int], strategies: tuple[str | None, ...]) -> dict[Any, Any]:
-    torch.set_num_threads(1)
     found: dict[Any, Any] = {}
     for seed in seeds:
         program = Program.of(seed)
+        torch.set_num_threads(program.threads)
         for strategy in strategies:
             if strategy is None or program.fits(strategy):
                 with counted() as made:
@@ -121,45 +121,34 @@ def _nonfinite(rank: int, strategy: str) -> str:
 
 
 def _products(rank: int, strategy: str) -> str:
-    theirs = torch.addmm
+    def breaks(task: Any) -> None:
+        if task.x.shape == SHAPES[1]:
+            task.x.fill_(torch.nan)
 
-    def broken(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
-        theirs(c, a, b, out=out, **options)
-        return out.fill_(torch.nan) if out.shape == SHAPES[1] else out
-
-    torch.addmm = broken  # type: ignore[assignment]
-    found = _refused(*_made(strategy), _ones(), keeps="p1")
-    torch.addmm = theirs
-    return found
+    with before_products(breaks):
+        return _refused(*_made(strategy), _ones(), keeps="p1")
 
 
 def _expert(rank: int, strategy: str) -> str:
     """Products of some matrices of a stack are not finite: no rank steps any of it."""
-    theirs = torch.addmm
 
-    def broken(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
-        theirs(c, a, b, out=out, **options)
-        return out.fill_(torch.nan) if rank == 0 and out.shape == (8, 12) else out
+    def breaks(task: Any) -> None:
+        if rank == 0 and task.x.shape == (8, 12):
+            task.x.fill_(torch.nan)
 
-    torch.addmm = broken  # type: ignore[assignment]
-    found = _refused(*_made(strategy), _ones(), keeps="p3")
-    torch.addmm = theirs
-    return found
+    with before_products(breaks):
+        return _refused(*_made(strategy), _ones(), keeps="p3")
 
 
 def _no_memory(rank: int, strategy: str) -> str:
     """The owner of a matrix raises; the others do not wait for it."""
-    theirs = torch.addmm
 
-    def broken(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
-        if out.shape == SHAPES[1]:
+    def breaks(task: Any) -> None:
+        if task.x.shape == SHAPES[1]:
             raise RuntimeError("no memory is left")
-        return theirs(c, a, b, out=out, **options)
 
-    torch.addmm = broken  # type: ignore[assignment]
-    found = _refused(*_made(strategy), _ones(), keeps="p1")
-    torch.addmm = theirs
-    return found
+    with before_products(breaks):
+        return _refused(*_made(strategy), _ones(), keeps="p1")
 
 
 def _same_shapes(rank: int, strategy: str) -> str:

@@ -41,7 +41,7 @@ MUTANTS = {
 @pytest.fixture(scope="module")
 def simulator(tmp_path_factory: pytest.TempPathFactory) -> Simulator:
     made = Simulator("muon", tmp_path_factory.mktemp("muon"), ("world", "hunt"), (_EXCHANGE, "owners.c"))
-    made.compile_core("status.c", "text.c", "muon_rules.c")
+    made.compile_core("status.c", "text.c", "muon_rules.c", "muon_iteration.c")
     return made
 
 

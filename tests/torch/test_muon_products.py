@@ -101,9 +101,34 @@ def test_standard_is_as_exact_as_torchs(shape: tuple[int, int], decays: bool) ->
     assert distance(orthogonalised(x, ns_dtype=BF16), want) < 1.1 * theirs
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(F32, 1e-4), (BF16, 0.025)])
+@pytest.mark.parametrize(("dtype", "most"), [(F32, 1e-4), (BF16, 0.02)])
 @pytest.mark.parametrize("decays", [False, True])
 def test_gram_of_oblong_matrices(decays: bool, dtype: torch.dtype, most: float) -> None:
-    """Of what "auto" has it for; docs/muon.md states 1.9 % and 2.3 % in bf16."""
+    """Of what "auto" has it for; docs/muon.md states 1.4 % and 1.8 % in bf16."""
     x = (uniform((768, 3072), F32, 1) * (torch.logspace(-3, 0, 3072) if decays else 1.0)).to(BF16)
     assert distance(orthogonalised(x, ns="gram", ns_dtype=dtype), exact(x)) < most
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_bits_depend_on_no_other_matrix(seed: int) -> None:
+    """Whatever else is multiplied beside a matrix, and on which thread: on two threads, as if it were the only one."""
+    r = random.Random(seed)
+    shapes = [(r.randrange(1, 300), r.randrange(1, 300)) for _ in range(r.randrange(2, 10))]
+    shapes += [(660, 700)] if seed % 8 == 0 else [(3, r.randrange(1, 40), 24)]
+    options = {"ns_dtype": r.choice([BF16, BF16, F32]), "ns": r.choice(["standard", "gram", "auto"])}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+
+    def stepped(numbers: list[int]) -> list[Tensor]:
+        params = [nn.Parameter(uniform(shapes[i], F32, 100 + i)) for i in numbers]
+        for i, p in zip(numbers, params, strict=True):
+            p.grad = uniform(shapes[i], F32, 200 + i)
+        torch_ext.Muon([(f"p{i}", p) for i, p in zip(numbers, params, strict=True)], lr=0.1, **options).step()
+        return params
+
+    try:
+        together = stepped(list(range(len(shapes))))
+        for i, p in enumerate(together):
+            assert torch.equal(p, *stepped([i])), shapes[i]
+    finally:
+        torch.set_num_threads(threads)

@@ -23,6 +23,11 @@ LINK_ROUNDS = 6
 PLANES_BLOCK = 65536
 """Elements of a block that is coded, and has a checksum."""
 
+MUON_ADD_PRODUCT, MUON_MIRRORED, MUON_SHIFTED = 1, 2, 3
+MUON_ORTHOGONAL, MUON_NOT_FINITE, MUON_REFUSED = range(3)
+MUON_PER_LANE = 3
+"""Matrices that a thread multiplies by itself, one after the other, before weights are updated."""
+
 EXTERNAL_IGNORE, EXTERNAL_RESYNC, EXTERNAL_CHECK = 0, 1, 2
 CHECKSUM_CHECK, CHECKSUM_RESYNC, CHECKSUM_RENEW = 0, 1, 2
 CHECKSUM, SAMPLED = 1024, 4096

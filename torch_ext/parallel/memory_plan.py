@@ -119,7 +119,7 @@ def plan_memory(
         publishes=publisher,
         distances=exact,
         **_ema_arguments(Averaging.of(0.0 if ema_dtype else None, ema_dtype or torch.float32, 1)),
-        **_matrix_arguments([] if matrices is None else matrices.rows),
+        **_matrix_arguments([] if matrices is None else matrices.rows, None if muon is None else muon.threads),
     )
     room = _room_of(args)
     args.room = ctypes.addressof(room)
@@ -150,8 +150,9 @@ def _ema_arguments(averages: Averaging) -> dict[str, int]:
     return {"ema_dtype": native_dtypes.code_of(next(iter(planes.values()))) or 0, "ema_lows": len(planes) - 1}
 
 
-def _matrix_arguments(rows: Sequence[CMatrix]) -> dict[str, Any]:
-    return {"n_matrices": len(rows), "matrices": (CMatrix * max(1, len(rows)))(*rows)}
+def _matrix_arguments(rows: Sequence[CMatrix], threads: int | None) -> dict[str, Any]:
+    matrices = (CMatrix * max(1, len(rows)))(*rows)
+    return {"threads": threads or torch.get_num_threads(), "n_matrices": len(rows), "matrices": matrices}
 
 
 def _room_of(args: _MemoryArgs) -> Any:

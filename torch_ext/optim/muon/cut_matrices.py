@@ -18,7 +18,8 @@ from torch_ext.comm import group_calls
 from torch_ext.optim.muon.matrix_exchange import Action, CutMatrix, Do, Exchange
 from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
 from torch_ext.optim.muon.newton_schulz import NON_FINITE, NonFiniteProducts
-from torch_ext.optim.muon.products import Products
+from torch_ext.optim.muon.products import Part, Products
+from torch_ext.optim.muon.whole_matrices import failure_of
 
 # What ranks tell each other of their products in a round.
 _MADE, _NON_FINITE, _NOT_MADE = range(3)
@@ -50,7 +51,7 @@ class CutRun:
         self._going: dict[int, tuple[_Transfer, _Transfer]] = {}  # updates, and how the products went
         self._bytes: Any = {"dtype": torch.uint8, "device": exchange.members[0].device}
         self._outcome = _MADE  # of the last products
-        self._error: tuple[str, Exception] | None = None  # this rank's first, and of which parameter
+        self._error: tuple[MatrixMember, Exception] | None = None  # this rank's first, and of which parameter
 
     def run(self) -> None:
         """RuntimeError on every rank, naming the first parameter of which an owner's products were not finite or could
@@ -59,10 +60,10 @@ class CutRun:
             _DO[action.kind](self, action)
         failed = self._exchange.failed()
         if self._error is not None:
-            name, error = self._error
-            raise type(error)(f"{name}: {error}; its weights are as they were") from error
+            member, error = self._error
+            raise failure_of(member, error) from error
         if failed is not None:
-            raise RuntimeError(f"{failed.member.name}: {self._why}; its weights are as they were")
+            raise failure_of(failed.member, RuntimeError(self._why))
 
     def _make(self, action: Action) -> None:
         member = self._exchange.members[action.param]
@@ -83,13 +84,12 @@ class CutRun:
         """This rank's matrix of the round, in place."""
         one = self._exchange.own(action.round)
         assert one is not None
-        try:
-            momentum = self._own[action.round].view(one.member.travels)
-            self._products.orthogonalise(one.member, one.matrix, momentum)
-        except NonFiniteProducts:
-            self._outcome = _NON_FINITE
-        except (RuntimeError, MemoryError) as error:  # raised at the end: the others wait for this rank
-            self._outcome, self._error = _NOT_MADE, self._error or (one.member.name, error)
+        momentum = self._own[action.round].view(one.member.travels)
+        for _, failure in self._products.orthogonalise([Part(one.member, one.matrix, momentum)]):
+            if isinstance(failure, NonFiniteProducts):
+                self._outcome = _NON_FINITE
+            elif failure is not None:  # raised at the end: the others wait for this rank
+                self._outcome, self._error = _NOT_MADE, self._error or (one.member, failure)
 
     def _scatter(self, action: Action) -> None:
         """Starts the way of this rank's update to all who have parts of it."""

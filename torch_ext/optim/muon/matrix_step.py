@@ -13,7 +13,7 @@ from torch_ext.optim.muon.matrix_exchange import Exchange
 from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
 from torch_ext.optim.muon.owners import CMatrix, Owners, agreed_smallest
 from torch_ext.optim.muon.products import Products
-from torch_ext.optim.muon.whole_matrices import ReplicatedRun, step_alone
+from torch_ext.optim.muon.whole_matrices import Replicated, ReplicatedRun, step_alone
 from torch_ext.optim.state import masters
 from torch_ext.optim.state.param_state import ParamState, refuse_grad
 from torch_ext.optim.state.write_check import FixedMemory
@@ -170,14 +170,17 @@ class MatrixRun:
             return
         scalars = self._scalars._replace(resynced=counts[1, 1:])
         replicated = ReplicatedRun(self._products, scalars)
-        for member, grad in self._grads.items():
-            if member.sharing is None:
-                step_alone(member, grad, self._products, scalars)
-            elif member.sharing.runs is None:
-                plan = self._plans[member.sharing.group]
-                replicated.start(member, grad, plan.owners, plan.first[member])
+        replicated.start(
+            [
+                Replicated(member, grad, plan.owners, plan.first[member])
+                for member, grad in self._grads.items()
+                if member.sharing is not None and member.sharing.runs is None
+                for plan in (self._plans[member.sharing.group],)
+            ]
+        )
         for group, plan in self._plans.items():
             cut = {m: g for m, g in self._grads.items() if m.sharing and m.sharing.group is group and m.sharing.runs}
             if plan.exchange is not None:
                 CutRun(plan.exchange, self._products, cut, scalars).run()
         replicated.finish()
+        step_alone({m: g for m, g in self._grads.items() if m.sharing is None}, self._products, scalars)

@@ -25,6 +25,8 @@ class MuonOptions(NamedTuple):
     split: Mapping[str, Split] | None = None
     model: nn.Module | None = None
     """Whose head is AdamW's."""
+    threads: int | None = None
+    """Of torch on each rank; None: as many as torch has here."""
 
 
 class PlannedMatrices(NamedTuple):

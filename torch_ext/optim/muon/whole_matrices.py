@@ -5,27 +5,52 @@ soon as they are made, so that updates travel beside the products of others; mom
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from torch_ext.comm import group_calls
-from torch_ext.optim.muon.matrix_forms import Matrix
+from torch_ext.native import constants
 from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
 from torch_ext.optim.muon.newton_schulz import NON_FINITE, NonFiniteProducts
 from torch_ext.optim.muon.owners import Owners
-from torch_ext.optim.muon.products import Products
+from torch_ext.optim.muon.products import Part, Products
 
 
-def step_alone(member: MatrixMember, grad: Tensor, products: Products, scalars: StepScalars) -> None:
-    """Of a parameter that no other rank shares. RuntimeError, naming it, where a product is not finite."""
+def step_alone(grads: dict[MatrixMember, Tensor], products: Products, scalars: StepScalars) -> None:
+    """Of parameters that no other rank shares. RuntimeError, naming the first of which a product is not finite or could
+    not be made; the others are stepped."""
+    failed: dict[MatrixMember, Exception] = {}
+    for window in products.windows(list(grads)):
+        updates: dict[MatrixMember, Tensor] = {}
+        for i, member in enumerate(window):
+            with member.named():
+                updates[member] = member.momentum(grads[member], scalars, products.momentum_of(member, i))
+        parts = (_part(member, i, updates[member]) for member in window for i in range(len(member.matrices)))
+        for part, failure in products.orthogonalise(parts, constants.MUON_PER_LANE):
+            if failure is not None:
+                failed.setdefault(part.member, failure)
+        for member, update in updates.items():
+            if member not in failed:
+                _update(member, update, scalars)
+    for member in grads:
+        if member in failed:
+            raise failure_of(member, failed[member])
+
+
+def failure_of(member: MatrixMember, error: Exception) -> Exception:
+    """What is raised of a parameter that was not stepped."""
+    return type(error)(f"{member.name}: {error}; its weights are as they were, and other parameters are stepped")
+
+
+def _part(member: MatrixMember, i: int, momentum: Tensor) -> Part:
+    m = member.matrices[i]
+    return Part(member, m, momentum[m.begin : m.begin + m.numel])
+
+
+def _update(member: MatrixMember, update: Tensor, scalars: StepScalars) -> None:
     with member.named():
-        update = member.momentum(grad, scalars, products.momentum_of(member))
-        if len(member.matrices) == 1:
-            update = products.orthogonalised(member, member.matrices[0], update)
-        else:
-            for m in member.matrices:
-                products.orthogonalise(member, m, update[m.begin : m.begin + m.numel])
         member.update(update, scalars)
 
 
@@ -40,10 +65,21 @@ class _Sent:
         for call in self._calls:
             call.wait()
         member = self._member
-        with member.named():
-            if any(math.isnan(float(self._update[m.begin])) for m in member.matrices):
-                raise NonFiniteProducts(NON_FINITE)
-            member.update(self._update, scalars)
+        if any(math.isnan(float(self._update[m.begin])) for m in member.matrices):
+            raise failure_of(member, NonFiniteProducts(NON_FINITE))
+        _update(member, self._update, scalars)
+
+
+class Replicated(NamedTuple):
+    """A parameter that all ranks of a group have."""
+
+    member: MatrixMember
+    grad: Tensor
+    owners: Owners
+    first: int  # the number of its first matrix
+
+    def owns(self, matrix: int) -> bool:
+        return self.owners.of[self.first + matrix] == self.owners.rank
 
 
 class ReplicatedRun:
@@ -51,30 +87,44 @@ class ReplicatedRun:
 
     def __init__(self, products: Products, scalars: StepScalars) -> None:
         self._products, self._scalars = products, scalars
+        self._updates: dict[MatrixMember, Tensor] = {}
         self._sent: list[_Sent] = []
         self._error: Exception | None = None  # this rank's first
 
-    def start(self, member: MatrixMember, grad: Tensor, owners: Owners, first: int) -> None:
-        """Momentum, the products of those that are this rank's, and the broadcasts. first: the number of its first
-        matrix."""
-        with member.named():
-            update = member.momentum(grad, self._scalars, grad.new_empty(grad.numel(), dtype=member.travels))
-            calls = []
-            for number, m in enumerate(member.matrices, first):
-                part = update[m.begin : m.begin + m.numel]
-                if owners.of[number] == owners.rank:
-                    self._orthogonalise(member, m, part)
-                label = f"step(): the update of {member.name}"
-                calls.append(group_calls.broadcast_from(part, owners.of[number], owners.group, label))
-        self._sent.append(_Sent(member, update, calls))
+    def start(self, params: Sequence[Replicated]) -> None:
+        """Momentum, the products of those that are this rank's, and the broadcasts."""
+        own = self._products.orthogonalise(self._own(params))
+        for one in params:
+            member, update, calls = one.member, self._update_of(one), []
+            for i, m in enumerate(member.matrices):
+                if one.owns(i):
+                    self._mark(*next(own))
+                part, label = update[m.begin : m.begin + m.numel], f"step(): the update of {member.name}"
+                calls.append(group_calls.broadcast_from(part, one.owners.of[one.first + i], one.owners.group, label))
+            self._sent.append(_Sent(member, update, calls))
 
-    def _orthogonalise(self, member: MatrixMember, m: Matrix, part: Tensor) -> None:
-        """What fails is raised when all updates came: the others wait for this rank's."""
-        try:
-            self._products.orthogonalise_or_mark(member, m, part)
-        except (RuntimeError, MemoryError) as error:
-            part.fill_(math.nan)
-            self._error = self._error or type(error)(f"{member.name}: {error}; its weights are as they were")
+    def _own(self, params: Iterable[Replicated]) -> Iterator[Part]:
+        for one in params:
+            for i in range(len(one.member.matrices)):
+                if one.owns(i):
+                    yield _part(one.member, i, self._update_of(one))
+
+    def _update_of(self, one: Replicated) -> Tensor:
+        """Momentum, which becomes the update: made when it is first asked for."""
+        member = one.member
+        if member not in self._updates:
+            into = one.grad.new_empty(one.grad.numel(), dtype=member.travels)
+            with member.named():
+                self._updates[member] = member.momentum(one.grad, self._scalars, into)
+        return self._updates[member]
+
+    def _mark(self, part: Part, failure: Exception | None) -> None:
+        """What fails is raised when all updates came: the others wait for this rank's. They learn it by a NaN."""
+        if failure is None:
+            return
+        part.momentum.fill_(math.nan)
+        if not isinstance(failure, NonFiniteProducts):
+            self._error = self._error or failure_of(part.member, failure)
 
     def finish(self) -> None:
         """RuntimeError on every rank, naming the first parameter of which an owner's products were not finite, or what
