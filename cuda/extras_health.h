@@ -1,9 +1,9 @@
 /* Sums of a measured step: tx_adamw_args.healths.
  *
- * A block's sums of squares are the CPU's, bit for bit (csrc/cpu/step_health.h): squares 32 elements apart are added,
- * then 64 apart, neighbours, and what is 16, 8, 4 and 2 apart. A lane has eight neighbours; in the first two it hands
- * half of what it has to the other lane and keeps the sums of the rest. What blocks have is added in integers: bin i of
- * the warp's is lane i's, and goes into the tensor's row when the warp leaves the tensor.
+ * A block's sums of squares are the CPU's, bit for bit (csrc/cpu/step_health.h): those of elements 32 apart, one after
+ * the other; of neighbours; and of what is 16, 8, 4 and 2 apart. A lane has eight neighbours; it trades them for two of
+ * each of the lanes whose elements are 32 apart. What blocks have is added in integers: bin i of the warp's is lane
+ * i's, and goes into the tensor's row when the warp leaves the tensor.
  */
 #ifndef TX_CUDA_EXTRAS_HEALTH_H
 #define TX_CUDA_EXTRAS_HEALTH_H
@@ -31,26 +31,37 @@ static __device__ __forceinline__ void tx_health_begin() {
   tx_my_health() = tx_health_sums{};
 }
 
-/* The first `half` of x, or the second ones in lanes whose number has the bit `by`, each with the same of the lane that
- * lies so far. Every lane of the warp calls it. */
-template <int half>
-static __device__ __forceinline__ void tx_add_halves(float (&x)[TX_VECTOR], int by) {
+/* x, which is `runs` runs of elements: of each the first half, or the second in lanes whose number has the bit `by`,
+ * and the same half of the other lane's. Runs of the lane without the bit come first. Every lane of the warp calls it.
+ */
+template <int runs>
+static __device__ __forceinline__ void tx_trade_halves(float (&x)[TX_VECTOR], int by) {
+  constexpr int half = TX_VECTOR / runs / 2;
   const bool upper = (tx_lane_id() & (uint32_t)by) != 0u;
+  float first[TX_VECTOR / 2], second[TX_VECTOR / 2];
 #pragma unroll
-  for (int i = 0; i < half; i++) {
-    const float theirs = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + half], by);
-    x[i] = (upper ? x[i + half] : x[i]) + theirs;
+  for (int i = 0; i < TX_VECTOR / 2; i++) {
+    const float low = x[i / half * 2 * half + i % half], high = x[i / half * 2 * half + half + i % half];
+    const float mine = upper ? high : low, theirs = __shfl_xor_sync(0xffffffffu, upper ? low : high, by);
+    first[i] = upper ? theirs : mine;
+    second[i] = upper ? mine : theirs;
+  }
+#pragma unroll
+  for (int i = 0; i < TX_VECTOR / 2; i++) {
+    x[i] = first[i];
+    x[i + TX_VECTOR / 2] = second[i];
   }
 }
 
 /* A block's sum of squares, in all of its lanes; they end with other values in x. Every lane of the warp calls it. */
 static __device__ __forceinline__ float tx_block_squares(float (&x)[TX_VECTOR]) {
+  tx_trade_halves<1>(x, 4); /* elements 32 apart */
+  tx_trade_halves<2>(x, 8); /* 64 */
+  float sums[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++)
-    x[i] *= x[i];
-  tx_add_halves<4>(x, 4); /* elements 32 apart */
-  tx_add_halves<2>(x, 8); /* 64 */
-  float sum = x[0] + x[1];
+    sums[i % 2] = tx_square_added(sums[i % 2], x[i]);
+  float sum = sums[0] + sums[1];
   const int apart[] = {2, 1, 4, 8}; /* 16, 8, and of what lanes kept 4 and 2 */
 #pragma unroll
   for (int i = 0; i < 4; i++)

@@ -36,29 +36,41 @@ static __attribute__((noinline)) void tx_avx512_weights_again(const tx_adamw_con
   }
 }
 
-/* The block at s, of whose extras the task is tx_avx512_task's. tile: from its moments on. */
+/* Elements by which fp32 masters are asked for ahead: a tile and a half. One tile ahead, as other streams are, they
+ * came late where something is done beside the step: a twentieth of it on Sapphire Rapids. */
+#define TX_AVX512_MASTERS_AHEAD 384
+
+/* The block at s, of whose extras the task is tx_avx512_task's. tile: from its moments on. asked: quotients of its
+ * first run; of the next block's, with moments from `ahead` on, when it returns. */
 TX_FN void tx_avx512_block_weights(const tx_adamw_constants *c, const tx_avx512_constants *wide, tx_step_streams s,
-                                   tx_avx512_moment_tile tile, const tx_dtype master, const int32_t task) {
-  const int finds = task == TX_FIND_CHANGED || task == TX_FIND_MEASURED, averages = task > TX_FIND_MEASURED;
+                                   tx_avx512_moment_tile tile, tx_avx512_quotients *asked,
+                                   const tx_avx512_moment_tile *ahead, const tx_dtype master, const int32_t task) {
+  const int32_t finds = task <= TX_FIND_BOTH ? task : TX_FIND_NOTHING;
+  const int averages = task > TX_FIND_BOTH;
   tx_avx512_watch watch = tx_avx512_watch_begin();
-  tx_avx512_found found = tx_avx512_found_begin();
+  tx_avx512_found found = tx_avx512_found_begin(s.measured, finds);
   tx_avx512_averages averaged = tx_avx512_averages_begin();
   tx_avx512_kept kept;
 #pragma GCC unroll 4
   for (int32_t run = 0; run < TX_BLOCK / 32; run++) {
-    const tx_avx512_moment_tile moments = {tile.m + 16 * run, tile.root + 16 * run, tile.stride};
+    const tx_avx512_moment_tile further = tx_avx512_moments_on(tile, 16 * (run + 1));
+    if (master == TX_F32 && run % 2 == 0) tx_prefetch_at(s.master, 32 * run, TX_AVX512_MASTERS_AHEAD, 64, TX_F32);
+    const tx_avx512_quotients q = tx_avx512_take(wide, asked, run + 1 < TX_BLOCK / 32 ? &further : ahead);
     const tx_avx512_stepped stepped =
-        master == TX_F32 ? tx_avx512_masters(wide, (char *)s.param + 64 * run, (char *)s.master + 128 * run, moments,
-                                             &watch, &kept.master[32 * run])
-                         : tx_avx512_weights(wide, (char *)s.param + 64 * run, (char *)s.master + 64 * run, moments,
-                                             &watch, &kept.param[16 * run], &kept.remainder[16 * run]);
-    if (finds) tx_avx512_find(&found, stepped, run, task);
+        master == TX_F32 ? tx_avx512_masters(wide, (char *)s.param + 64 * run, (char *)s.master + 128 * run, q,
+                                             &kept.master[32 * run])
+                         : tx_avx512_weights(wide, (char *)s.param + 64 * run, (char *)s.master + 64 * run, q, &watch,
+                                             &kept.param[16 * run], &kept.remainder[16 * run]);
+    if (!(finds & TX_FIND_MEASURED)) tx_avx512_watch_numbers(&watch, stepped.now);
+    if (finds) tx_avx512_find(&found, stepped, run, TX_BF16, finds);
     if (averages) tx_avx512_average(&averaged, s.extras, s.begin, run, stepped.now, task);
   }
+  if (finds & TX_FIND_MEASURED) tx_avx512_watch_numbers(&watch, found.weights); /* NaN where a square was */
   const int quiet = tx_avx512_watch_is_quiet(watch);
   if (__builtin_expect(!quiet, 0)) tx_avx512_weights_again(c, s, tile, &kept, master);
   if (quiet && finds) {
-    tx_avx512_note_found(&found, s, master, task);
+    tx_avx512_note_found(&found, s.extras, s.begin, s.measured, TX_BF16, finds);
+    if (s.extras->ema) tx_note_averages(s, 0, TX_BLOCK, TX_BF16, master);
   } else if (quiet && averages && averaged.ordinary == 0xffffu) {
     tx_avx512_store_averages(&averaged, s.extras, s.begin, task);
   } else if (s.extras) {

@@ -8,8 +8,9 @@
 #include "csrc/cpu/step_extras.h"
 
 /* What a loop does beside stepping weights. */
-#define TX_FOR_EACH_AVX512_TASK(X) X(FIND_CHANGED) X(FIND_MEASURED) X(AVERAGE_BF16) X(AVERAGE_24) X(AVERAGE_F32)
-enum { TX_AVERAGE_BF16 = TX_FIND_MEASURED + 1, TX_AVERAGE_24, TX_AVERAGE_F32, TX_AVX512_TASKS };
+#define TX_FOR_EACH_AVX512_FIND(X) X(FIND_CHANGED) X(FIND_MEASURED) X(FIND_BOTH)
+#define TX_FOR_EACH_AVX512_TASK(X) TX_FOR_EACH_AVX512_FIND(X) X(AVERAGE_BF16) X(AVERAGE_24) X(AVERAGE_F32)
+enum { TX_AVERAGE_BF16 = TX_FIND_BOTH + 1, TX_AVERAGE_24, TX_AVERAGE_F32, TX_AVX512_TASKS };
 
 /* Of a block, until it is known that nothing in it is rare: the upper halves of averages as words of two, or the fp32
  * averages of either half of a run's elements; the bytes below them. */

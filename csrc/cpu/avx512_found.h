@@ -1,86 +1,92 @@
-/* What a loop for AVX-512 finds of the bf16 weights beside masters that it steps, from registers: tx_changes_of and
- * tx_measure_block of a block of which the watch found nothing rare. Included by step_plain.h. */
+/* What a loop for AVX-512 finds of the weights that it steps, from registers: tx_changes_of and tx_measure_block of a
+ * block of which the watch found nothing rare. Included by avx512_block.h. */
 #ifndef TX_CPU_AVX512_FOUND_H
 #define TX_CPU_AVX512_FOUND_H
 
-#include "csrc/cpu/avx512_weights.h"
+#include "csrc/cpu/avx512_measured.h"
 #include "csrc/cpu/step_streams.h"
 
-/* Of a block, while its four runs of 32 elements are stepped. */
+/* Of a block, while its four runs of 32 elements are stepped; what is measured is added to the blocks' before. */
 typedef struct tx_avx512_found {
   __mmask32 changed[TX_BLOCK / 32];
-  __m512 moved, largest;
-  __m512 updates[2][2], weights[2][2]; /* tx_health_squares: of half h, element 2 * p + k of a run in [h][k][p] */
-  int32_t below;
+  __m512 farthest;               /* that a master went */
+  __m512 updates[2], weights[2]; /* tx_health_squares of the block: of a run's elements that are stepped[k] */
+  __m512i moved, below;
+  __m512 largest;
 } tx_avx512_found;
 
-TX_FN tx_avx512_found tx_avx512_found_begin(void) {
+TX_FN tx_avx512_found tx_avx512_found_begin(const tx_measured_blocks *measured, const int32_t finds) {
   const __m512 none = _mm512_setzero_ps();
-  const tx_avx512_found found = {{0}, none, none, {{none}}, {{none}}, 0};
+  const __m512i zero = _mm512_setzero_si512();
+  tx_avx512_found found = {{0}, none, {none, none}, {none, none}, zero, zero, none};
+  if (finds & TX_FIND_MEASURED) {
+    found.moved = measured->moved;
+    found.below = measured->below;
+    found.largest = measured->largest;
+  }
   return found;
 }
 
-/* Which updates are below half an ulp of their weight: numbers are below a power of two where their upper halves are.
- */
-TX_FN int32_t tx_avx512_below(const __m512 updates[2], const __m512 weights[2]) {
-  const __m512i least = _mm512_set1_epi16((1 + 8) << 7), digits = _mm512_set1_epi16(8 << 7);
+/* Which updates are below half an ulp of their weight, by upper halves: those whose exponent, 1 and `digits` together
+ * are not above the weight's pattern, and those whose exponent is 0. */
+TX_FN __mmask32 tx_avx512_below(const __m512 updates[2], __m512i weights, const tx_dtype param) {
+  const int32_t digits = param == TX_BF16 ? 8 : 24;
   const __m512i update = tx_avx512_join_upper(tx_avx512_bits(updates[0]), tx_avx512_bits(updates[1]));
-  const __m512i weight = tx_avx512_join_upper(tx_avx512_bits(weights[0]), tx_avx512_bits(weights[1]));
-  const __m512i exponent = _mm512_max_epi16(_mm512_and_si512(weight, _mm512_set1_epi16(0x7f80)), least);
-  const __m512i size = _mm512_and_si512(update, _mm512_set1_epi16(0x7fff));
-  return __builtin_popcount(_mm512_cmplt_epi16_mask(size, _mm512_sub_epi16(exponent, digits)));
+  const __m512i exponent = _mm512_and_si512(update, _mm512_set1_epi16(0x7f80));
+  const __m512i weight = _mm512_and_si512(weights, _mm512_set1_epi16(0x7fff));
+  const __m512i most = _mm512_subs_epu16(weight, _mm512_set1_epi16((short)((1 + digits) << 7)));
+  return _mm512_cmple_epu16_mask(exponent, most);
 }
 
-/* Run 0 ... 3 of the block; found: TX_FIND_CHANGED or TX_FIND_MEASURED. */
-TX_FN void tx_avx512_find(tx_avx512_found *to, tx_avx512_stepped s, const int32_t run, const int32_t finds) {
+TX_FN __m512i tx_avx512_count_up(__m512i counts, __mmask32 which) {
+  return _mm512_mask_sub_epi16(counts, which, counts, _mm512_set1_epi16(-1));
+}
+
+/* Keeps the compiler from moving what was found of a run behind the block's last division, where nothing else is left
+ * to do meanwhile. */
+TX_FN void tx_avx512_find_here(tx_avx512_found *to) {
+  __asm__ volatile("" : "+v"(to->updates[0]), "+v"(to->updates[1]), "+v"(to->weights[0]), "+v"(to->weights[1]));
+  __asm__ volatile("" : "+v"(to->moved), "+v"(to->below), "+v"(to->largest));
+}
+
+/* Run 0 ... 3 of the block; finds: as tx_finds. */
+TX_FN void tx_avx512_find(tx_avx512_found *to, tx_avx512_stepped s, const int32_t run, const tx_dtype param,
+                          const int32_t finds) {
   __m512 updates[2];
-  to->changed[run] = _mm512_cmpneq_epi16_mask(s.weights, s.stored);
-  for (int k = 0; k < 2; k++) {
+  for (int k = 0; k < 2; k++)
     updates[k] = _mm512_sub_ps(s.now[k], s.before[k]);
-    to->moved = tx_avx512_farther(to->moved, updates[k]);
+  if (finds & TX_FIND_CHANGED) {
+    to->changed[run] = s.changed;
+    for (int k = 0; k < 2; k++)
+      to->farthest = tx_avx512_farther(to->farthest, updates[k]);
   }
-  if (finds != TX_FIND_MEASURED) return;
+  if (!(finds & TX_FIND_MEASURED)) return;
   for (int k = 0; k < 2; k++) {
-    __m512 *const u = &to->updates[run / 2][k], *const w = &to->weights[run / 2][k];
-    *u = _mm512_add_ps(*u, _mm512_mul_ps(updates[k], updates[k]));
-    *w = _mm512_add_ps(*w, _mm512_mul_ps(s.now[k], s.now[k]));
+    to->updates[k] = _mm512_fmadd_ps(updates[k], updates[k], to->updates[k]);
+    to->weights[k] = _mm512_fmadd_ps(s.now[k], s.now[k], to->weights[k]);
     to->largest = tx_avx512_farther(to->largest, s.now[k]);
   }
-  to->below += tx_avx512_below(updates, s.now);
+  to->moved = tx_avx512_count_up(to->moved, s.changed);
+  to->below = tx_avx512_count_up(to->below, tx_avx512_below(updates, s.upper, param));
+  tx_avx512_find_here(to);
 }
 
-/* tx_squares_sum of each. */
-TX_FN void tx_avx512_sums(const tx_avx512_found *found, float *updates, float *weights) {
-  const __m512 u = _mm512_add_ps(_mm512_add_ps(found->updates[0][0], found->updates[1][0]),
-                                 _mm512_add_ps(found->updates[0][1], found->updates[1][1]));
-  const __m512 w = _mm512_add_ps(_mm512_add_ps(found->weights[0][0], found->weights[1][0]),
-                                 _mm512_add_ps(found->weights[0][1], found->weights[1][1]));
-  __m512 x = _mm512_add_ps(_mm512_shuffle_f32x4(u, w, 0x44), _mm512_shuffle_f32x4(u, w, 0xee)); /* 8 apart */
-  x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));                                       /* 4 */
-  x = _mm512_add_ps(x, _mm512_permute_ps(x, 0x4e));
-  x = _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
-  *updates = _mm512_cvtss_f32(x);
-  *weights = _mm_cvtss_f32(_mm512_extractf32x4_ps(x, 2));
-}
-
-TX_FN int32_t tx_avx512_size(__m512 sizes) {
-  return _mm512_reduce_max_epi32(_mm512_and_si512(tx_avx512_bits(sizes), _mm512_set1_epi32(0x7fffffff)));
-}
-
-/* Of the block at s. */
-TX_FN void tx_avx512_note_found(const tx_avx512_found *found, tx_step_streams s, const tx_dtype master,
-                                const int32_t finds) {
-  tx_found f = {{0, 0}, 0, {0.0f, 0.0f, 0, 0}};
-  for (int32_t k = 0; k < TX_BLOCK / 64; k++)
-    f.changed[k] = (uint64_t)found->changed[2 * k] | (uint64_t)found->changed[2 * k + 1] << 32;
-  f.moved = tx_avx512_size(found->moved);
-  if (finds == TX_FIND_MEASURED) {
-    tx_avx512_sums(found, &f.measured.updates, &f.measured.weights);
-    f.measured.below = found->below;
-    f.measured.largest = tx_avx512_size(found->largest);
+/* Of the block at element `at` of the piece. */
+TX_FN void tx_avx512_note_found(const tx_avx512_found *found, const tx_step_extras *e, int64_t at,
+                                tx_measured_blocks *measured, const tx_dtype param, const int32_t finds) {
+  if (finds & TX_FIND_CHANGED) {
+    uint64_t changed[TX_BLOCK / 64];
+    for (int32_t k = 0; k < TX_BLOCK / 64; k++)
+      changed[k] = (uint64_t)found->changed[2 * k] | (uint64_t)found->changed[2 * k + 1] << 32;
+    const __m512i size = _mm512_and_si512(tx_avx512_bits(found->farthest), _mm512_set1_epi32(0x7fffffff));
+    tx_note_changed(changed, TX_BLOCK, _mm512_reduce_max_epi32(size), e, at);
   }
-  tx_note_found(&f, s.extras, s.begin);
-  if (s.extras->ema) tx_note_averages(s, 0, TX_BLOCK, TX_BF16, master);
+  if (!(finds & TX_FIND_MEASURED)) return;
+  measured->squares[measured->blocks++] = tx_avx512_squares(found->updates, found->weights, param);
+  measured->moved = found->moved;
+  measured->below = found->below;
+  measured->largest = found->largest;
+  if (measured->blocks == TX_AVX512_MEASURED) tx_avx512_add_measured(measured, e->health);
 }
 
 #endif

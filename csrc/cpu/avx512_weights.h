@@ -49,12 +49,16 @@ TX_FN tx_avx512_constants tx_avx512_constants_of(const tx_adamw_constants *c) {
   return w;
 }
 
-/* Unrounded moments of a run of elements: of element 2 * i + k at [k * stride + i]. */
+/* Unrounded moments of a run of elements: of element 2 * i + k, or of fp32 weights 16 * k + i, at [k * stride + i]. */
 typedef struct tx_avx512_moment_tile {
   const float *m, *root;
   int32_t stride;
 } tx_avx512_moment_tile;
+TX_FN tx_avx512_moment_tile tx_avx512_moments_on(tx_avx512_moment_tile t, int32_t by) {
+  return (tx_avx512_moment_tile){t.m + by, t.root + by, t.stride};
+}
 
+/* Ties are watched for where weights are stepped, NaN by who has them stepped. */
 typedef struct tx_avx512_watch {
   __mmask32 untied;   /* no remainder of these was -32768, as read or as written */
   __mmask16 ordinary; /* no master of these was NaN; one whose sign is not its weight's has a NaN's pattern */
@@ -64,35 +68,59 @@ TX_FN tx_avx512_watch tx_avx512_watch_begin(void) {
   const tx_avx512_watch watch = {0xffffffffu, 0xffffu};
   return watch;
 }
+/* Masters of the first and of the second of some pairs. */
+TX_FN void tx_avx512_watch_numbers(tx_avx512_watch *watch, const __m512 x[2]) {
+  watch->ordinary = _mm512_mask_cmp_ps_mask(watch->ordinary, x[0], x[1], _CMP_ORD_Q);
+}
 TX_FN int tx_avx512_watch_is_quiet(tx_avx512_watch watch) {
   return (watch.untied == 0xffffffffu) & (watch.ordinary == 0xffffu);
 }
 
-/* What was read and is written: weights as words of two, and the masters of the first and of the second of each. */
+/* Of 32 elements that are stepped: which weights changed; the masters of the first and of the second of each pair, and
+ * the words of upper halves that they have now. */
 typedef struct tx_avx512_stepped {
-  __m512i weights, stored;
+  __mmask32 changed;
   __m512 before[2], now[2];
+  __m512i upper;
 } tx_avx512_stepped;
 
-/* tx_adamw_update of masters p of the first, and of the second, of each word's pair. */
-TX_FN void tx_avx512_update(const tx_avx512_constants *c, tx_avx512_moment_tile tile, const __m512 p[2], __m512 x[2]) {
+/* The quotients of tx_adamw_update, of the first, and of the second, of each word's pair. */
+typedef struct tx_avx512_quotients {
+  __m512 of[2];
+} tx_avx512_quotients;
+TX_FN tx_avx512_quotients tx_avx512_divide(const tx_avx512_constants *c, tx_avx512_moment_tile tile) {
   /* breadth first: what waits in the processor's scheduler is what bounds it */
+  tx_avx512_quotients q;
   for (int k = 0; k < 2; k++)
-    x[k] = _mm512_mul_ps(_mm512_load_ps(tile.root + k * tile.stride), c->rsqrt_bc2);
+    q.of[k] = _mm512_mul_ps(_mm512_loadu_ps(tile.root + k * tile.stride), c->rsqrt_bc2);
   for (int k = 0; k < 2; k++)
-    x[k] = _mm512_div_ps(_mm512_load_ps(tile.m + k * tile.stride), _mm512_add_ps(x[k], c->eps));
+    q.of[k] = _mm512_div_ps(_mm512_loadu_ps(tile.m + k * tile.stride), _mm512_add_ps(q.of[k], c->eps));
+  return q;
+}
+
+/* The quotients that were asked for last. Those of `ahead`, unless it is NULL, are asked for: the divider is at work on
+ * them while something else is done with these. */
+TX_FN tx_avx512_quotients tx_avx512_take(const tx_avx512_constants *c, tx_avx512_quotients *asked,
+                                         const tx_avx512_moment_tile *ahead) {
+  const tx_avx512_quotients q = *asked;
+  if (ahead) *asked = tx_avx512_divide(c, *ahead);
+  __asm__ volatile("" : "+v"(asked->of[0]), "+v"(asked->of[1])); /* now, not where they are used */
+  return q;
+}
+
+/* tx_adamw_moved of masters p. */
+TX_FN void tx_avx512_move(const tx_avx512_constants *c, tx_avx512_quotients q, const __m512 p[2], __m512 x[2]) {
   for (int k = 0; k < 2; k++)
-    x[k] = _mm512_add_ps(_mm512_mul_ps(c->step_size, x[k]), _mm512_mul_ps(c->decay, p[k]));
+    x[k] = _mm512_add_ps(_mm512_mul_ps(c->step_size, q.of[k]), _mm512_mul_ps(c->decay, p[k]));
   for (int k = 0; k < 2; k++)
     x[k] = _mm512_sub_ps(p[k], x[k]);
 }
 
-/* The words param[0 ... 15] and remainder[0 ... 15], of which kept_param and kept_remainder become copies. tile: from
- * their moments on. */
+/* The words param[0 ... 15] and remainder[0 ... 15], of which kept_param and kept_remainder become copies. */
 TX_FN tx_avx512_stepped tx_avx512_weights(const tx_avx512_constants *c, void *param, void *remainder,
-                                          tx_avx512_moment_tile tile, tx_avx512_watch *watch, uint32_t *kept_param,
+                                          tx_avx512_quotients q, tx_avx512_watch *watch, uint32_t *kept_param,
                                           uint32_t *kept_remainder) {
-  const __m512i tie = _mm512_set1_epi16((short)0x8000), half = _mm512_set1_epi32(0x8000);
+  const __m512i tie = _mm512_set1_epi16((short)0x8000);
   const __m512i weights = _mm512_loadu_si512(param), read = _mm512_loadu_si512(remainder);
   _mm512_store_si512(kept_param, weights);
   _mm512_store_si512(kept_remainder, read);
@@ -102,15 +130,21 @@ TX_FN tx_avx512_stepped tx_avx512_weights(const tx_avx512_constants *c, void *pa
   const __m512 p[2] = {tx_avx512_f32(tx_avx512_join_lower(read, uppers)),
                        tx_avx512_f32(tx_avx512_join_upper(read, uppers))};
   __m512 x[2];
-  tx_avx512_update(c, tile, p, x);
+  tx_avx512_move(c, q, p, x);
   const __m512i first = tx_avx512_bits(x[0]), second = tx_avx512_bits(x[1]);
-  const __m512i written = tx_avx512_join_lower(first, second);
-  const __m512i stored = tx_avx512_join_upper(_mm512_add_epi32(first, half), _mm512_add_epi32(second, half));
+  const __m512i written = tx_avx512_join_lower(first, second), upper = tx_avx512_join_upper(first, second);
+  const __m512i stored = _mm512_add_epi16(upper, _mm512_srli_epi16(written, 15));
   _mm512_storeu_si512(param, stored);
   _mm512_storeu_si512(remainder, written);
-  watch->ordinary = _mm512_mask_cmp_ps_mask(watch->ordinary, x[0], x[1], _CMP_ORD_Q);
   watch->untied = _mm512_mask_cmpneq_epi16_mask(watch->untied, written, tie);
-  return (tx_avx512_stepped){weights, stored, {p[0], p[1]}, {x[0], x[1]}};
+  return (tx_avx512_stepped){_mm512_cmpneq_epi16_mask(weights, stored), {p[0], p[1]}, {x[0], x[1]}, upper};
+}
+
+/* Of numbers as they lie in memory, those of the first, or of the second (k), of each pair. */
+TX_FN __m512 tx_avx512_unzip(__m512 low, __m512 high, const int k) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  return _mm512_permutex2var_ps(low, k == 0 ? even : odd, high);
 }
 
 /* Pairs as they lie in memory, of the first and the second of each: half h of the 32 elements. */
@@ -126,24 +160,32 @@ TX_FN __m512i tx_avx512_nearest_upper(__m512 x) {
   return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
 }
 
+/* The nearest even of masters that are no NaN, whose halves as words of two these are: up where the lower half is more
+ * than 0x8000, counting one for an odd upper half. */
+TX_FN __m512i tx_avx512_nearest(__m512i lower, __m512i upper) {
+  const __m512i rest = _mm512_adds_epu16(lower, _mm512_and_si512(upper, _mm512_set1_epi16(1)));
+  const __mmask32 up = _mm512_cmpgt_epu16_mask(rest, _mm512_set1_epi16((short)0x8000));
+  return _mm512_mask_sub_epi16(upper, up, upper, _mm512_set1_epi16(-1));
+}
+
 /* The same of 32 fp32 masters, of which `kept` becomes a copy. */
 TX_FN tx_avx512_stepped tx_avx512_masters(const tx_avx512_constants *c, void *param, void *master,
-                                          tx_avx512_moment_tile tile, tx_avx512_watch *watch, float *kept) {
-  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+                                          tx_avx512_quotients q, float *kept) {
   const __m512 low = _mm512_loadu_ps(master), high = _mm512_loadu_ps((const char *)master + 64);
   _mm512_store_ps(kept, low);
   _mm512_store_ps(kept + 16, high);
-  const __m512 p[2] = {_mm512_permutex2var_ps(low, even, high), _mm512_permutex2var_ps(low, odd, high)};
+  const __m512 p[2] = {tx_avx512_unzip(low, high, 0), tx_avx512_unzip(low, high, 1)};
   __m512 x[2];
-  tx_avx512_update(c, tile, p, x);
+  tx_avx512_move(c, q, p, x);
   _mm512_storeu_ps(master, tx_avx512_zip(x, 0));
   _mm512_storeu_ps((char *)master + 64, tx_avx512_zip(x, 1));
-  const __m512i weights = tx_avx512_join_upper(tx_avx512_nearest_upper(p[0]), tx_avx512_nearest_upper(p[1]));
-  const __m512i stored = tx_avx512_join_upper(tx_avx512_nearest_upper(x[0]), tx_avx512_nearest_upper(x[1]));
+  const __m512i a = tx_avx512_bits(p[0]), b = tx_avx512_bits(p[1]);
+  const __m512i weights = tx_avx512_nearest(tx_avx512_join_lower(a, b), tx_avx512_join_upper(a, b));
+  const __m512i first = tx_avx512_bits(x[0]), second = tx_avx512_bits(x[1]);
+  const __m512i upper = tx_avx512_join_upper(first, second);
+  const __m512i stored = tx_avx512_nearest(tx_avx512_join_lower(first, second), upper);
   _mm512_storeu_si512(param, stored);
-  watch->ordinary = _mm512_mask_cmp_ps_mask(watch->ordinary, x[0], x[1], _CMP_ORD_Q);
-  return (tx_avx512_stepped){weights, stored, {p[0], p[1]}, {x[0], x[1]}};
+  return (tx_avx512_stepped){_mm512_cmpneq_epi16_mask(weights, stored), {p[0], p[1]}, {x[0], x[1]}, upper};
 }
 
 #endif

@@ -304,7 +304,10 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
   const int64_t tile = route.staged ? TX_TILE : a->n;
   const int own = !route.staged && a->checksums && a->master_dtype == TX_I16; /* the instance knows checksums */
   const int stream_store = TX_HAS_NONTEMPORAL && a->stream_store && (uintptr_t)a->param % TX_CACHE_LINE == 0;
+  const int measures = TX_HAS_AVX512 && !route.staged && a->extras && a->extras->health;
   int64_t stale = 0;
+  tx_measured_blocks measured;
+  if (measures) tx_measured_begin(&measured);
   float g_tile[TX_TILE], m_tile[TX_TILE], v_tile[TX_TILE], p_tile[TX_TILE];
   const int64_t sizes[5] = {
       route.grad.load ? 4 : route.grad.element_size, route.param.load ? 4 : route.param.element_size, master_size,
@@ -331,7 +334,8 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
                          .stale = a->resyncs ? &stale : NULL,
                          .stream_store = stream_store,
                          .extras = route.staged ? NULL : a->extras,
-                         .begin = at};
+                         .begin = at,
+                         .measured = measures ? &measured : NULL};
     const void *stepped = s.param;
     tx_step_run(&route, a->constants, s, sizes, (int32_t)n, blocks);
     if (stream_store) tx_end_nontemporal();
@@ -341,6 +345,7 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
     (void)tx_checksum_tile(a, at + blocks, n - blocks, TX_CHECKSUM_RENEW);
     if (rest.n > 0) tx_note_rest(a, &rest);
   }
+  if (measures) tx_measured_end(&measured, a->extras->health);
   if (a->checksums && a->master_dtype == TX_F32) {
     (void)tx_sample_blocks(a->param, a->checksums, a->n, a->whole, TX_CHECKSUM_RENEW, 0);
   }

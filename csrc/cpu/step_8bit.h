@@ -48,7 +48,7 @@ TX_FN void tx_step_quad_remainder(tx_adamw_constants c, tx_step_streams s, int32
   const tx_stepped_pair pair =
       tx_step_remainders(c, (tx_mem_u32 *)s.param + 2 * w + h, (tx_mem_u32 *)s.master + 2 * w + h, m, root, watch, w,
                          &b->param[h][w], &b->remainder[h][w]);
-  tx_find_pair(finding, pair, 2 * w + h, run / (TX_QUADS / 2), j, 2 * h, 4, finds);
+  tx_find_pair(finding, pair, 2 * w + h, j, 2 * h, 4, finds);
 }
 
 static __attribute__((noinline)) void tx_step_quad_weights_again(const tx_adamw_constants *c, const tx_step_streams *s,
@@ -99,7 +99,7 @@ static __attribute__((noinline)) tx_weights tx_step_blocks_finding(const tx_adam
   if (finds == TX_FIND_CHANGED) {
     tx_step_block_remainders(*c, *s, count, blocks, found, grad, TX_FIND_CHANGED);
   } else {
-    tx_step_block_remainders(*c, *s, count, blocks, found, grad, TX_FIND_MEASURED);
+    tx_step_block_remainders(*c, *s, count, blocks, found, grad, TX_FIND_BOTH);
   }
   for (int32_t word = 0; !found->all && word < count * TX_BLOCK / 2; word++) {
     const tx_step_block *const b = &blocks[word / (2 * TX_QUADS)];

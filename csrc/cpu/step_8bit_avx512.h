@@ -37,14 +37,18 @@ TX_FN int tx_avx512_first(const tx_adamw_constants *c, const tx_avx512_block_con
   return 0;
 }
 
-/* Weights; and one of tx_avx512_task's. */
+TX_FN tx_avx512_moment_tile tx_avx512_moments_of(const tx_avx512_block *b) {
+  return (tx_avx512_moment_tile){b->m[0], b->root[0], TX_BLOCK_PAIRS};
+}
+
+/* Weights; and one of tx_avx512_task's. asked: as tx_avx512_block_weights'; ahead: the next block, or NULL. */
 TX_FN void tx_avx512_second(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
                             const tx_step_streams *streams, int32_t block, const tx_avx512_block *b,
-                            const int32_t task) {
+                            tx_avx512_quotients *asked, const tx_avx512_block *ahead, const int32_t task) {
   const tx_step_streams s = tx_avx512_on(streams, block);
-  const tx_avx512_moment_tile tile = {b->m[0], b->root[0], TX_BLOCK_PAIRS};
+  const tx_avx512_moment_tile further = ahead ? tx_avx512_moments_of(ahead) : tx_avx512_moments_of(b);
   tx_prefetch_at(s.param, TX_CHECKSUM, TX_AVX512_GROUP * TX_BLOCK, TX_BLOCK, TX_BF16);
-  tx_avx512_block_weights(c, &w->step, s, tile, TX_I16, task);
+  tx_avx512_block_weights(c, &w->step, s, tx_avx512_moments_of(b), asked, ahead ? &further : NULL, TX_I16, task);
 }
 
 /* Codes that were not made as others are: of a block of zeros, or one that is not finite, or whose codes are to be
@@ -108,14 +112,20 @@ static __attribute__((noinline)) void tx_avx512_begin(const tx_adamw_constants *
 
 _Static_assert(TX_CHECKSUM == TX_AVX512_GROUP * TX_BLOCK, "a checksum is of a group");
 
+TX_FN void tx_avx512_group_task(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
+                                const tx_avx512_group *g, const int32_t task) {
+  tx_avx512_quotients asked = tx_avx512_divide(&w->step, tx_avx512_moments_of(g->blocks));
+  for (int32_t i = 0; i < g->count; i++)
+    tx_avx512_second(c, w, &g->s, i, &g->blocks[i], &asked, i + 1 < g->count ? &g->blocks[i + 1] : NULL, task);
+}
+
 /* The weights of a group. A function for each task: in one, each would take registers from the others. */
 typedef void (*tx_avx512_group_loop)(const tx_adamw_constants *c, const tx_avx512_block_constants *w,
                                      const tx_avx512_group *g);
 #define TX_GROUP_LOOP_(task)                                                                       \
   static __attribute__((noinline)) void tx_avx512_group_##task(                                    \
       const tx_adamw_constants *c, const tx_avx512_block_constants *w, const tx_avx512_group *g) { \
-    for (int32_t i = 0; i < g->count; i++)                                                         \
-      tx_avx512_second(c, w, &g->s, i, &g->blocks[i], TX_##task);                                  \
+    tx_avx512_group_task(c, w, g, TX_##task);                                                      \
   }
 TX_FOR_EACH_AVX512_TASK(TX_GROUP_LOOP_)
 #undef TX_GROUP_LOOP_
@@ -130,8 +140,7 @@ TX_FN void tx_avx512_group_weights(const tx_adamw_constants *c, const tx_avx512_
   if (__builtin_expect(task != TX_FIND_NOTHING, 0)) {
     tx_avx512_group_loops[task](c, w, g);
   } else {
-    for (int32_t i = 0; i < g->count; i++)
-      tx_avx512_second(c, w, &g->s, i, &g->blocks[i], TX_FIND_NOTHING);
+    tx_avx512_group_task(c, w, g, TX_FIND_NOTHING);
   }
 }
 

@@ -14,11 +14,11 @@ typedef struct tx_found {
   tx_measured measured;
 } tx_found;
 
-/* What a loop looks for: nothing, what changed, or that and what is measured. */
-enum { TX_FIND_NOTHING, TX_FIND_CHANGED, TX_FIND_MEASURED };
+/* What a loop looks for, as bits. Loops whose finds are tx_finding look for what changed whenever they look. */
+enum { TX_FIND_NOTHING, TX_FIND_CHANGED, TX_FIND_MEASURED, TX_FIND_BOTH };
 TX_FN int32_t tx_finds(const tx_step_extras *e) {
-  if (!e || e->distance || !(e->changed || e->health)) return TX_FIND_NOTHING;
-  return e->health ? TX_FIND_MEASURED : TX_FIND_CHANGED;
+  if (!e || e->distance) return TX_FIND_NOTHING;
+  return (e->changed ? TX_FIND_CHANGED : 0) | (e->health ? TX_FIND_MEASURED : 0);
 }
 
 /* What was found of the block at element `at` of the piece. */
@@ -36,16 +36,16 @@ typedef struct tx_finding {
 
 TX_FN void tx_find_begin(tx_finding *f, const int32_t finds) {
   if (finds != TX_FIND_NOTHING) memset(f->moved, 0, sizeof f->moved);
-  if (finds == TX_FIND_MEASURED) memset(&f->measured, 0, sizeof f->measured);
+  if (finds & TX_FIND_MEASURED) memset(&f->measured, 0, sizeof f->measured);
 }
 
 /* As tx_measure, where a master was and is. */
-TX_FN void tx_find(tx_finding *f, int32_t h, int32_t j, int32_t k, float before, float now, const tx_dtype param,
+TX_FN void tx_find(tx_finding *f, int32_t j, int32_t k, float before, float now, const tx_dtype param,
                    const int32_t per, const int32_t finds) {
   const float update = now - before;
   const int32_t size = tx_magnitude_bits(update);
   f->moved[j] = size > f->moved[j] ? size : f->moved[j];
-  if (finds == TX_FIND_MEASURED) tx_measure(&f->measured, h, j, k, update, now, param, per);
+  if (finds & TX_FIND_MEASURED) tx_measure(&f->measured, j, k, update, now, param, per);
 }
 
 /* What a pair of masters was and is, and a word whose halves are not 0 where weights changed. */
@@ -54,13 +54,13 @@ typedef struct tx_stepped_pair {
   uint32_t differ;
 } tx_stepped_pair;
 
-/* Pair i of the block, in its half h, which are elements k and k + 1 of a word of `per`, whose lane is j. */
-TX_FN void tx_find_pair(tx_finding *f, tx_stepped_pair pair, int32_t i, int32_t h, int32_t j, const int32_t k,
-                        const int32_t per, const int32_t finds) {
+/* Pair i of the block, which are elements k and k + 1 of a word of `per`, whose lane is j. */
+TX_FN void tx_find_pair(tx_finding *f, tx_stepped_pair pair, int32_t i, int32_t j, const int32_t k, const int32_t per,
+                        const int32_t finds) {
   if (finds == TX_FIND_NOTHING) return;
   ((tx_mem_u32 *)f->differ)[i] = pair.differ;
-  tx_find(f, h, j, k, pair.before[0], pair.now[0], TX_BF16, per, finds);
-  tx_find(f, h, j, k + 1, pair.before[1], pair.now[1], TX_BF16, per, finds);
+  tx_find(f, j, k, pair.before[0], pair.now[0], TX_BF16, per, finds);
+  tx_find(f, j, k + 1, pair.before[1], pair.now[1], TX_BF16, per, finds);
 }
 
 /* Returns whether all numbers were finite; else *found is not right. */
@@ -71,7 +71,7 @@ TX_FN int tx_find_end(const tx_finding *f, tx_found *found, const int32_t per, c
     found->moved = f->moved[j] > found->moved ? f->moved[j] : found->moved;
   for (int32_t k = 0; k < TX_BLOCK / 64; k++)
     found->changed[k] = tx_bits_of_64(f->differ + 64 * k);
-  if (finds == TX_FIND_MEASURED) found->measured = tx_measured_of(&f->measured, per);
+  if (finds & TX_FIND_MEASURED) found->measured = tx_measured_of(&f->measured, per);
   return found->moved < TX_F32_INF;
 }
 

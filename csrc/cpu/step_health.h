@@ -7,11 +7,11 @@
 
 #define TX_HEALTH_LANES 32
 
-/* What a loop adds up of a block: the square of element i in lane i % 32 of half i / 64, so that a half's lane has two.
- * Lanes of the two halves are added, then neighbours, then what is eight, four, two and one apart: an order that
- * vectors of any length and words of several elements have alike. */
+/* What a loop adds up of a block: the square of element i in lane i % 32, in the order of elements, each sum rounded
+ * once. Then neighbours are added, and what is 16, 8, 4 and 2 lanes apart: an order that vectors of any length and
+ * words of several elements have alike. */
 typedef struct tx_health_squares {
-  float at[2][TX_HEALTH_LANES];
+  float at[TX_HEALTH_LANES];
 } tx_health_squares;
 
 /* Where a loop over words of `per` elements has lane j: element k of each word, then the next k. */
@@ -23,7 +23,7 @@ TX_FN float tx_squares_sum(const tx_health_squares *squares, const int32_t per) 
   float sums[TX_HEALTH_LANES / 2];
   for (int32_t p = 0; p < TX_HEALTH_LANES / 2; p++) {
     const int32_t even = tx_health_lane(2 * p, per), odd = tx_health_lane(2 * p + 1, per);
-    sums[p] = (squares->at[0][even] + squares->at[1][even]) + (squares->at[0][odd] + squares->at[1][odd]);
+    sums[p] = squares->at[even] + squares->at[odd];
   }
   for (int32_t half = TX_HEALTH_LANES / 4; half > 0; half /= 2)
     for (int32_t p = 0; p < half; p++)
@@ -44,13 +44,12 @@ typedef struct tx_measuring {
   int32_t below[TX_HEALTH_LANES], largest[TX_HEALTH_LANES];
 } tx_measuring;
 
-/* Element k of a word in lane j of the words, in half h of its block. now: of the number that the weight is rounded
- * from. */
-TX_FN void tx_measure(tx_measuring *to, int32_t h, int32_t j, int32_t k, float update, float now, const tx_dtype param,
+/* Element k of a word in lane j of the words. now: of the number that the weight is rounded from. */
+TX_FN void tx_measure(tx_measuring *to, int32_t j, int32_t k, float update, float now, const tx_dtype param,
                       const int32_t per) {
   const int32_t lane = k * (TX_HEALTH_LANES / per) + j, size = tx_magnitude_bits(now);
-  to->updates.at[h][lane] += update * update;
-  to->weights.at[h][lane] += now * now;
+  to->updates.at[lane] = tx_square_added(to->updates.at[lane], update);
+  to->weights.at[lane] = tx_square_added(to->weights.at[lane], now);
   to->below[j] += tx_magnitude_bits(update) < tx_half_ulp_bits(tx_bits_from_f32(now), param) ? 1 : 0;
   to->largest[j] = size > to->largest[j] ? size : to->largest[j];
 }
@@ -67,13 +66,13 @@ TX_FN tx_measured tx_measured_of(const tx_measuring *sums, const int32_t per) {
 /* Of n <= TX_BLOCK weights. */
 TX_FN tx_measured tx_measure_block(tx_weights before, tx_weights now, int64_t n, const tx_dtype param,
                                    const tx_dtype master) {
-  tx_measuring sums = {{{{0}}}, {{{0}}}, {0}, {0}};
+  tx_measuring sums = {{{0}}, {{0}}, {0}, {0}};
   for (int64_t at = 0; at < n; at += TX_HEALTH_LANES) {
     const int32_t count = n - at < TX_HEALTH_LANES ? (int32_t)(n - at) : TX_HEALTH_LANES;
     for (int32_t j = 0; j < count; j++) {
       const float to = tx_f32_from_bits(tx_master_bits(now, at + j, param, master));
       const float from = tx_f32_from_bits(tx_master_bits(before, at + j, param, master));
-      tx_measure(&sums, (int32_t)at / (TX_BLOCK / 2), j, 0, to - from, to, param, 1);
+      tx_measure(&sums, j, 0, to - from, to, param, 1);
     }
   }
   return tx_measured_of(&sums, 1);

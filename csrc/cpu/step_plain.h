@@ -12,6 +12,16 @@
 #include "csrc/cpu/avx512_block.h"
 #else
 #define TX_HAS_AVX512 0
+/* Other loops have nothing to keep from one block to the next. */
+typedef struct tx_measured_blocks {
+  char none;
+} tx_measured_blocks;
+TX_FN void tx_measured_begin(tx_measured_blocks *m) {
+  (void)m;
+}
+TX_FN void tx_measured_end(tx_measured_blocks *m, int64_t *row) {
+  (void)m, (void)row;
+}
 #endif
 
 /* The step goes over a tile twice: a loop for the moments up to the square root, one for the weights from the division
@@ -174,8 +184,11 @@ TX_FN void tx_step_pair_weights(tx_adamw_constants c, tx_step_streams s, int32_t
 TX_FN void tx_avx512_tile(const tx_adamw_constants *c, const tx_step_streams *s, int32_t at, int32_t pairs,
                           const tx_step_tile *tile, const tx_dtype master, const int32_t task) {
   const tx_avx512_constants wide = tx_avx512_constants_of(c);
+  const tx_avx512_moment_tile first = {tile->m[0], tile->root[0], TX_STEP_TILE / 2};
+  tx_avx512_quotients asked = tx_avx512_divide(&wide, first);
   for (int32_t pair = 0; pair < pairs; pair += TX_BLOCK / 2) {
-    const tx_avx512_moment_tile moments = {&tile->m[0][pair], &tile->root[0][pair], TX_STEP_TILE / 2};
+    const tx_avx512_moment_tile moments = tx_avx512_moments_on(first, pair);
+    const tx_avx512_moment_tile further = tx_avx512_moments_on(moments, TX_BLOCK / 2);
     const int64_t element = 2 * (int64_t)(at + pair);
     tx_step_streams block = *s;
     block.param = (char *)s->param + 2 * element;
@@ -183,8 +196,9 @@ TX_FN void tx_avx512_tile(const tx_adamw_constants *c, const tx_step_streams *s,
     block.begin += element;
     if (master != TX_F32 || !s->stream_store)
       tx_prefetch(block.param, master == TX_F32 ? 0 : TX_CHECKSUM, TX_BLOCK, TX_BF16);
-    tx_prefetch(block.master, 0, TX_BLOCK, master);
-    tx_avx512_block_weights(c, &wide, block, moments, master, task);
+    if (master != TX_F32) tx_prefetch(block.master, 0, TX_BLOCK, master);
+    tx_avx512_block_weights(c, &wide, block, moments, &asked, pair + TX_BLOCK / 2 < pairs ? &further : NULL, master,
+                            task);
   }
 }
 
@@ -286,8 +300,10 @@ TX_FN int tx_step_tile_remainders(tx_adamw_constants c, tx_step_streams s, int32
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
     const tx_avx512_moment_tile moments = {&tile->m[0][group], &tile->root[0][group], TX_STEP_TILE / 2};
     tx_prefetch_remainders(s, at + group);
-    (void)tx_avx512_weights(&wide, (tx_mem_u32 *)s.param + at + group, (tx_mem_u32 *)s.master + at + group, moments,
-                            &watch, &kept->param[group], &kept->remainder[group]);
+    const tx_avx512_stepped stepped =
+        tx_avx512_weights(&wide, (tx_mem_u32 *)s.param + at + group, (tx_mem_u32 *)s.master + at + group,
+                          tx_avx512_divide(&wide, moments), &watch, &kept->param[group], &kept->remainder[group]);
+    tx_avx512_watch_numbers(&watch, stepped.now);
   }
   return tx_avx512_watch_is_quiet(watch);
 }
@@ -313,7 +329,7 @@ TX_FN int tx_step_tile_finding(tx_adamw_constants c, tx_step_streams s, int32_t 
   tx_finding finding;
   int all = 1;
   for (int32_t group = 0; group < pairs; group += TX_GROUP) {
-    const int32_t in_block = group % (TX_BLOCK / 2), half = in_block / (TX_BLOCK / 4);
+    const int32_t in_block = group % (TX_BLOCK / 2);
     if (in_block == 0) tx_find_begin(&finding, finds);
     tx_prefetch_remainders(s, at + group);
     TX_NO_ALIASES
@@ -322,7 +338,7 @@ TX_FN int tx_step_tile_finding(tx_adamw_constants c, tx_step_streams s, int32_t 
       const float m[2] = {tile->m[0][i], tile->m[1][i]}, root[2] = {tile->root[0][i], tile->root[1][i]};
       const tx_stepped_pair pair =
           tx_step_remainders(c, &param[i], &remainder[i], m, root, &watch, j, &kept->param[i], &kept->remainder[i]);
-      tx_find_pair(&finding, pair, in_block + j, half, j, 0, 2, finds);
+      tx_find_pair(&finding, pair, in_block + j, j, 0, 2, finds);
     }
     if (finds != TX_FIND_NOTHING && in_block + TX_GROUP == TX_BLOCK / 2)
       all &= tx_find_end(&finding, &found->blocks[2 * group / TX_BLOCK], 2, finds);
@@ -344,7 +360,7 @@ static __attribute__((noinline)) int tx_step_tile_changed(const tx_adamw_constan
 static __attribute__((noinline)) int tx_step_tile_measured(const tx_adamw_constants *c, const tx_step_streams *s,
                                                            int32_t at, int32_t pairs, const tx_step_tile *tile,
                                                            tx_kept *kept, tx_tile_found *found) {
-  return tx_step_tile_finding(*c, *s, at, pairs, tile, kept, found, TX_FIND_MEASURED);
+  return tx_step_tile_finding(*c, *s, at, pairs, tile, kept, found, TX_FIND_BOTH);
 }
 
 TX_FN void tx_step_pair_remainders(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t pairs,
@@ -477,7 +493,7 @@ TX_FN void tx_step_fp32_weights(tx_adamw_constants c, tx_step_streams s, int32_t
   tx_finding finding;
   int all = 1;
   for (int32_t group = at; group < end; group += 2 * TX_GROUP) {
-    const int32_t in_block = (group - at) % TX_BLOCK, half = in_block / (TX_BLOCK / 2);
+    const int32_t in_block = (group - at) % TX_BLOCK;
     if (in_block == 0) tx_find_begin(&finding, finds);
     tx_prefetch(s.param, group, 2 * TX_GROUP, TX_F32);
     TX_NO_ALIASES
@@ -488,7 +504,7 @@ TX_FN void tx_step_fp32_weights(tx_adamw_constants c, tx_step_streams s, int32_t
       tx_store(s.param, i, TX_F32, p);
       if (finds != TX_FIND_NOTHING) {
         finding.differ[in_block + j] = tx_bits_from_f32(before) != tx_bits_from_f32(p);
-        tx_find(&finding, half, j, 0, before, p, TX_F32, 1, finds);
+        tx_find(&finding, j, 0, before, p, TX_F32, 1, finds);
       }
     }
     if (finds != TX_FIND_NOTHING && in_block + 2 * TX_GROUP == TX_BLOCK)
@@ -496,11 +512,41 @@ TX_FN void tx_step_fp32_weights(tx_adamw_constants c, tx_step_streams s, int32_t
   }
   if (finds != TX_FIND_NOTHING) found->all = all;
 }
+#if !TX_HAS_AVX512
 static __attribute__((noinline)) void tx_step_fp32_changed(const tx_adamw_constants *c, const tx_step_streams *s,
                                                            int32_t at, int32_t end, const float *roots,
                                                            tx_tile_found *found) {
   tx_step_fp32_weights(*c, *s, at, end, roots, found, TX_FIND_CHANGED);
 }
+#endif
+
+#if TX_HAS_AVX512
+#include "csrc/cpu/avx512_singles.h"
+#endif
+
+/* Weights of elements at ... end - 1, and what is asked for beside them. */
+TX_FN void tx_step_fp32_tile(tx_adamw_constants c, tx_step_streams s, int32_t at, int32_t end, const float *roots) {
+  const int32_t finds = tx_finds(s.extras);
+#if TX_HAS_AVX512
+  if (finds != TX_FIND_NOTHING) {
+    tx_avx512_singles_loops[finds](&c, &s, at, end, roots);
+    return;
+  }
+#endif
+  tx_step_copy before;
+  const tx_weights kept = tx_keep_weights(s, at, end - at, &before, TX_F32, TX_NONE);
+#if !TX_HAS_AVX512
+  if (finds == TX_FIND_CHANGED) { /* finding what is measured here gained nothing */
+    tx_tile_found found;
+    tx_step_fp32_changed(&c, &s, at, end, roots, &found);
+    tx_note_tile(s, &found, kept, at, end - at, TX_F32, TX_NONE);
+    return;
+  }
+#endif
+  tx_step_fp32_weights(c, s, at, end, roots, NULL, TX_FIND_NOTHING);
+  if (s.extras) tx_note_stepped(s, kept, at, end - at, TX_F32, TX_NONE);
+}
+
 /* Everything in fp32. usual: tx_adamw_is_usual, or 0; it changes no bit. root: exp_avg_sq leaves as its square root. n:
  * a multiple of 2 * TX_GROUP. */
 TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, const int usual, const int root) {
@@ -513,17 +559,7 @@ TX_FN void tx_step_fp32(tx_adamw_constants c, tx_step_streams s, int32_t n, cons
     } else {
       tx_step_fp32_moments_any(&c, &s, at, end, roots, root);
     }
-    tx_step_copy before;
-    const tx_weights kept = tx_keep_weights(s, at, end - at, &before, TX_F32, TX_NONE);
-    const int32_t finds = tx_finds(s.extras);
-    tx_tile_found found;
-    found.all = 0;
-    if (finds == TX_FIND_CHANGED) {
-      tx_step_fp32_changed(&c, &s, at, end, roots, &found);
-    } else { /* finding what is measured here gained nothing */
-      tx_step_fp32_weights(c, s, at, end, roots, NULL, TX_FIND_NOTHING);
-    }
-    if (s.extras) tx_note_tile(s, &found, kept, at, end - at, TX_F32, TX_NONE);
+    tx_step_fp32_tile(c, s, at, end, roots);
   }
 }
 

@@ -20,9 +20,10 @@ typedef struct tx_step_streams {
   uint32_t param_u, exp_avg_u, exp_avg_sq_u;
   void *checksums; /* beside remainders, of whole blocks of TX_CHECKSUM weights; NULL: the instance has none to renew */
   int64_t *stale;  /* NULL: it does not compare them first */
-  int stream_store;             /* weights beside fp32 masters are stored so; they begin at a cache line */
-  const tx_step_extras *extras; /* of whole blocks; NULL: nobody asked */
-  int64_t begin;                /* the piece's element at which the streams begin, where there are extras */
+  int stream_store;                    /* weights beside fp32 masters are stored so; they begin at a cache line */
+  const tx_step_extras *extras;        /* of whole blocks; NULL: nobody asked */
+  int64_t begin;                       /* the piece's element at which the streams begin, where there are extras */
+  struct tx_measured_blocks *measured; /* of the piece; NULL: nobody asked, or no loop is for AVX-512 */
 } tx_step_streams;
 
 /* Weights and masters from element `at` of the streams on. */

@@ -6,6 +6,8 @@
 #ifndef TX_MATH_HEALTH_H
 #define TX_MATH_HEALTH_H
 
+#include <math.h>
+
 #include "csrc/math/numeric.h"
 #include "csrc/torch_ext.h"
 
@@ -19,6 +21,25 @@ enum {
   TX_HEALTH_ENDLESS, /* blocks whose sums are not finite, which are in no bin */
   TX_HEALTH_LARGEST  /* the fp32 pattern of the largest weight: to be compared, not added */
 };
+
+/* sum + x * x, rounded once; sum >= 0. */
+TX_FN float tx_square_added(float sum, float x) {
+#if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)
+  return fmaf(x, x, sum);
+#else
+  /* The product is exact. What the sum in double is off by is exact, too, and makes its last bit odd, so that fp32 is
+   * rounded to as if the sum were exact (Boldo & Melquiond 2008). */
+  const double square = (double)x * (double)x, from = (double)sum, to = square + from;
+  const double of_from = to - square, off = (square - (to - of_from)) + (from - of_from);
+  uint64_t bits;
+  memcpy(&bits, &to, sizeof bits);
+  const uint64_t odd = bits & 1u, up = off > 0.0 ? 1u : 0u, down = off < 0.0 ? 1u : 0u;
+  bits = odd ? bits : bits + up - down;
+  double rounded;
+  memcpy(&rounded, &bits, sizeof rounded);
+  return (float)rounded;
+#endif
+}
 
 /* What a block's sum of squares, >= 0, adds to which of its bins; bin -1: it is not finite. */
 typedef struct tx_health_share {

@@ -1,12 +1,18 @@
 // What a measured step of tx_adamw says of itself: against sums in double over weights before and after it.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
 
 #include "tests/core/adamw_call.h"
+#include "tests/core/extreme.h"
 #include "tests/core/same_bits.h"
+
+extern "C" {
+#include "csrc/math/health.h"
+}
 
 namespace {
 
@@ -82,6 +88,23 @@ INSTANTIATE_TEST_SUITE_P(Rows, EveryRow,
                                          Combo{TX_F16, TX_F32, TX_F16, TX_F16, TX_F16},
                                          Combo{TX_BF16, TX_NONE, TX_BF16, TX_BF16, TX_BF16}),
                          [](const auto &info) { return Name(info.param); });
+
+// Where the processor has no such instruction, and it is made of sums in double: among these squares that lie just
+// between two numbers, beside sums that say which way they are rounded and are lost in double.
+TEST(StepHealth, ASquareIsAddedAsByFma) {
+  extreme::Random random(1);
+  const auto pattern = [&random](uint32_t mantissa, int exponent) {
+    return tx_f32_from_bits((random.Below(1u << 23) & mantissa) | static_cast<uint32_t>(exponent) << 23);
+  };
+  for (int turn = 0; turn < 1000000; turn++) {
+    const uint32_t few = turn % 2 ? 0x7ff800u : 0x7fffffu; /* half of the squares lie between two numbers */
+    const float x = pattern(few, static_cast<int>(random.Below(255)));
+    const int near = 2 * std::max(std::ilogb(x), -200) + 127 + static_cast<int>(random.Below(100)) - 80;
+    const float sum = pattern(0x7fffffu, std::min(std::max(near, 0), 254));
+    const float found = tx_square_added(sum, x), expected = std::fma(x, x, sum);
+    ASSERT_EQ(tx_bits_from_f32(found), tx_bits_from_f32(expected)) << x << ' ' << sum;
+  }
+}
 
 // From the least squares to those that overflow, which are named, not added.
 TEST(StepHealth, SumsOfAnySize) {
