@@ -49,7 +49,7 @@ TX_FN void tx_delta_put_codes(tx_bit_writer *writer, tx_delta_codes *c, int32_t 
 typedef struct tx_delta_batch {
   uint32_t weight[TX_DELTA_BATCH];
   int32_t bound[TX_DELTA_BATCH];
-  tx_delta_codes codes;          /* a length without what is sent before it; 0: not by table */
+  tx_delta_codes codes;           /* a length without what is sent before it; 0: not by table */
   uint32_t steps[TX_DELTA_BATCH]; /* for decoding */
 } tx_delta_batch;
 
@@ -67,9 +67,10 @@ TX_FN int tx_delta_batch_encode(tx_delta_batch *b, const tx_delta_rungs *t, int3
   for (int32_t k = 0; k < n; k++) {
     const uint32_t bits = b->weight[k], size = bits & 0x7fffu, significand = size & ((1u << m) - 1u);
     const int32_t e = (int32_t)(size >> m), at = tx_delta_rung_at(t, e, b->bound[k], dtype);
-    const uint32_t edges = t->edges[at], lengths = t->lengths[at];
-    const uint32_t most = significand < edges >> 16 ? lengths : lengths >> 8;
-    const uint32_t length = (significand < (edges & 0xffffu) ? lengths >> 16 : most) & 0xffu;
+    const uint32_t lengths = t->lengths[at], steps = lengths >> 24;
+    const uint32_t high = (1u << m) - ((lengths & 0xffu) == 1 ? steps + 2 : 0);
+    const uint32_t most = significand < high ? lengths : lengths >> 8;
+    const uint32_t length = (significand < 2 * steps + 2 ? lengths >> 16 : most) & 0xffu;
     const uint32_t ordered = bits & 0x8000u ? ~size : size;
     const uint32_t sent = (ordered & ~3u) | (ordered >> 1 & 1u) | (ordered & 1u) << 1;
     b->codes.length[k] = e < 2 ? 0 : (int32_t)length;
@@ -86,7 +87,7 @@ TX_FN void tx_delta_batch_lengths(tx_delta_batch *b, const tx_delta_rungs *t, in
     const uint32_t size = b->weight[k] & 0x7fffu, significand = size & ((1u << m) - 1u);
     const int32_t e = (int32_t)(size >> m), at = tx_delta_rung_at(t, e, b->bound[k], dtype);
     const uint32_t lengths = t->lengths[at], steps = lengths >> 24, length = lengths & 0xffu;
-    const uint32_t low = (t->edges[at] & 0xffffu) + steps; /* of any further the window has no other lengths */
+    const uint32_t low = 3 * steps + 2; /* of any further the window has no other lengths */
     const uint32_t end = (1u << m) - (length == 1 ? 2 * steps + 2 : 0);
     const uint32_t found = significand - low < end - low ? length : 0;
     b->codes.length[k] = e < 3 ? 0 : (int32_t)found;
@@ -97,7 +98,8 @@ TX_FN void tx_delta_batch_lengths(tx_delta_batch *b, const tx_delta_rungs *t, in
 /* Weights in the place of their codes, where they have lengths: as tx_delta_rung_find. */
 TX_FN void tx_delta_batch_decode(tx_delta_batch *b, int32_t n) {
   for (int32_t k = 0; k < n; k++) {
-    const uint32_t old = b->weight[k], size = old & 0x7fffu, next = b->codes.code[k], length = (uint32_t)b->codes.length[k];
+    const uint32_t old = b->weight[k], size = old & 0x7fffu, next = b->codes.code[k],
+                   length = (uint32_t)b->codes.length[k];
     const uint32_t flip = old & 0x8000u ? ~0u : 0u, one = length == 1;
     const uint32_t mask = (1u << (length + one)) - 1u;
     const uint32_t single = (next & 1u) << 1 | ((size ^ flip ^ 1u) & 1u);

@@ -156,7 +156,7 @@ TX_FN void tx_delta_split(const uint64_t *above, uint64_t rest, const int32_t n,
   masks[0] = rest;
 }
 
-/* A word's masks. */
+/* A word's masks. ones: those of each class in the words before; and in this one afterwards. */
 TX_FN void tx_delta_mask_word(const void *weights, uint64_t rest, const tx_delta_limits *limits, const int32_t n,
                               int64_t w, tx_delta_block *b, uint32_t *ones) {
   uint64_t above[TX_DELTA_CLASSES - 1], found[TX_DELTA_CLASSES];
@@ -164,13 +164,14 @@ TX_FN void tx_delta_mask_word(const void *weights, uint64_t rest, const tx_delta
   tx_delta_split(above, rest, n, found);
   for (int32_t c = 0; c <= n; c++) {
     b->masks[c][w] = found[c];
+    b->before[c][w] = (uint16_t)ones[c];
     ones[c] += (uint32_t)__builtin_popcountll(found[c]);
   }
 }
 
 /* The classes of weights but those that are unsure. ones: how many are in each. */
 TX_FN void tx_delta_masks(const void *weights, int64_t numel, const tx_delta_edges *edges, const int32_t n,
-                              tx_delta_block *b, tx_delta_ahead *ahead, uint32_t *ones) {
+                          tx_delta_block *b, tx_delta_ahead *ahead, uint32_t *ones) {
   const tx_delta_limits limits = tx_delta_limits_of(edges);
   uint32_t found[TX_DELTA_CLASSES] = {0};
   const char *from = weights;
@@ -183,6 +184,11 @@ TX_FN void tx_delta_masks(const void *weights, int64_t numel, const tx_delta_edg
     uint16_t padded[64] = {0};
     memcpy(padded, from, (size_t)(2 * (numel - 64 * w)));
     tx_delta_mask_word(padded, ~b->unsure[w] & ((UINT64_C(1) << (numel - 64 * w)) - 1u), &limits, n, w, b, found);
+    w++;
+  }
+  for (int32_t c = 0; c <= n; c++) { /* nothing is past the last word */
+    for (int32_t i = 0; i < TX_DELTA_PAST; i++)
+      b->before[c][w + i] = INT16_MAX;
   }
   memcpy(ones, found, sizeof found);
 }

@@ -14,21 +14,57 @@
 
 /* -- positions ------------------------------------------------------------------------------------------------- */
 
+#if !defined(__BMI2__)
+/* Sets the bits, of a block, of a class's places that come after gaps. */
+TX_FN void tx_delta_take_class(tx_delta_source *source, const uint64_t *mask, const uint16_t *before, uint32_t ones,
+                               uint64_t *bits) {
+  tx_bit_window window = tx_window_of(&source->reader);
+  tx_rice rice = source->rice;
+  uint32_t left = source->left;
+  int64_t w = 0;
+  while (left < ones) {
+    w = tx_delta_word_of(before, left, w);
+    bits[w] |= UINT64_C(1) << tx_delta_select(mask[w], left - before[w]);
+    left += 1u + tx_rice_take_from(&window, &rice);
+  }
+  *source = (tx_delta_source){tx_window_end(&window), rice, left - ones};
+}
+
+TX_FN int32_t tx_delta_take_each(tx_delta_decoder *d, int64_t n, const uint32_t *ones, const int32_t classes,
+                                 tx_delta_ahead *ahead) {
+  tx_delta_block *b = d->block;
+  memcpy(b->changed, b->unsure, sizeof b->changed);
+  for (int32_t c = 0; c < classes; c++) {
+    const int flipped = tx_delta_is_flipped(d->flags, c);
+    uint64_t *bits = flipped ? memset(b->packed[c], 0, sizeof b->packed[c]) : b->changed;
+    tx_delta_take_class(&d->positions[c], b->masks[c], b->before[c], ones[c], bits);
+    for (int64_t w = 0; flipped && 64 * w < n; w++)
+      b->changed[w] |= bits[w] ^ b->masks[c][w];
+  }
+  return tx_delta_list(b->changed, n, b->at, ahead);
+}
+#else
+TX_FN int32_t tx_delta_take_each(tx_delta_decoder *d, int64_t n, const uint32_t *ones, const int32_t classes,
+                                 tx_delta_ahead *ahead) {
+  uint64_t flips[TX_DELTA_CLASSES];
+  for (int32_t c = 0; c < classes; c++) {
+    flips[c] = tx_delta_is_flipped(d->flags, c) ? ~UINT64_C(0) : 0;
+    memset(d->block->packed[c], 0, sizeof(uint64_t) * (ones[c] / 64 + 2));
+    tx_delta_take_gaps(&d->positions[c], ones[c], d->block->packed[c]);
+  }
+  return tx_delta_unpack(d->block, n, flips, classes, ahead);
+}
+#endif
+
 /* Lists those that changed: how many. */
 TX_FN int32_t tx_delta_take_classes(tx_delta_decoder *d, const void *old, int64_t n, const tx_delta_edges *edges,
                                     const int32_t n_edges, tx_delta_ahead *ahead) {
   tx_delta_block *b = d->block;
   uint32_t ones[TX_DELTA_CLASSES];
-  uint64_t flips[TX_DELTA_CLASSES];
   memset(b->unsure, 0, sizeof b->unsure);
   tx_delta_take_gaps(&d->positions[TX_DELTA_CLASSES], (uint32_t)n, b->unsure);
   tx_delta_masks(old, n, edges, n_edges, b, ahead, ones);
-  for (int32_t c = 0; c <= n_edges; c++) {
-    flips[c] = tx_delta_is_flipped(d->flags, c) ? ~UINT64_C(0) : 0;
-    memset(b->packed[c], 0, 8 * (ones[c] / 64 + 2));
-    tx_delta_take_gaps(&d->positions[c], ones[c], b->packed[c]);
-  }
-  return tx_delta_unpack(b, n, flips, n_edges + 1, ahead);
+  return tx_delta_take_each(d, n, ones, n_edges + 1, ahead);
 }
 
 TX_FN int32_t tx_delta_take_positions(tx_delta_decoder *d, const void *old, int64_t n, const tx_delta_edges *edges,

@@ -51,31 +51,17 @@ TX_FN void tx_delta_move_resolved(tx_delta_block *b, int32_t hits, const tx_delt
   }
 }
 
-/* Those in no class, by their positions in the block. */
-TX_FN void tx_delta_put_unsure(tx_delta_encoder *e, int64_t n, int32_t hits) {
-  tx_delta_block *b = e->block;
-  const int32_t unsure = tx_delta_of_class(b->at, b->class_of, hits, TX_DELTA_CLASSES, b->places);
-  memset(b->unsure, 0, sizeof b->unsure);
-  for (int32_t k = 0; k < unsure; k++)
-    b->unsure[b->places[k] >> 6] |= UINT64_C(1) << (b->places[k] & 63);
-  tx_delta_put_gaps(&e->positions[TX_DELTA_CLASSES], b->places, unsure, (uint32_t)n);
-}
-
 /* Those of a class, or where it is flipped those that did not change. */
-TX_FN void tx_delta_put_class(tx_delta_encoder *e, int32_t c, int64_t n, int32_t hits, tx_delta_ahead *ahead) {
+TX_FN void tx_delta_put_class(tx_delta_encoder *e, int32_t c, int64_t n, int32_t n_of, uint32_t ones) {
   tx_delta_block *b = e->block;
-  const uint64_t last = b->before[(n - 1) >> 6] >> (16 * c) & 0xffff;
-  const uint32_t ones = (uint32_t)last + (uint32_t)__builtin_popcountll(b->masks[c][(n - 1) >> 6]);
-  int32_t n_of;
+  uint16_t *list = b->listed[c];
   if (tx_delta_is_flipped(e->flags, c)) {
     for (int64_t w = 0; 64 * w < n; w++)
       b->packed[c][w] = b->masks[c][w] & ~b->changed[w];
-    n_of = tx_delta_list(b->packed[c], n, b->places, ahead);
-  } else {
-    n_of = tx_delta_of_class(b->at, b->class_of, hits, (uint32_t)c, b->places);
+    n_of = tx_delta_list_few(b->packed[c], n, list);
   }
-  tx_delta_places(b, c, b->places, n_of);
-  tx_delta_put_gaps(&e->positions[c], b->places, n_of, ones);
+  tx_delta_places(b, c, list, n_of);
+  tx_delta_put_gaps(&e->positions[c], list, n_of, ones);
 }
 
 TX_FN void tx_delta_put_classes(tx_delta_encoder *e, int64_t begin, int64_t n, int32_t hits, int32_t bound,
@@ -85,16 +71,22 @@ TX_FN void tx_delta_put_classes(tx_delta_encoder *e, int64_t begin, int64_t n, i
   const tx_delta_limits limits = tx_delta_zones_of(&edges, bound, dtype);
   const int exact = (e->flags & TX_DELTA_EXACT) != 0;
   uint32_t ones[TX_DELTA_CLASSES];
+  int32_t n_of[TX_DELTA_CLASSES + 1];
   for (int32_t k = 0; k < hits; k++)
     b->now[k] = ((const tx_mem_u16 *)e->weights)[begin + b->at[k]];
   tx_delta_classes_now(b->now, hits, &limits, n_edges, b->class_of);
   if (exact) tx_delta_resolve(e, begin, hits, &edges, dtype);
-  tx_delta_put_unsure(e, n, hits);
+  tx_delta_sort(b, hits, n_of);
+  const uint16_t *unsure = b->listed[TX_DELTA_CLASSES];
+  memset(b->unsure, 0, sizeof b->unsure);
+  for (int32_t k = 0; k < n_of[TX_DELTA_CLASSES]; k++)
+    b->unsure[unsure[k] >> 6] |= UINT64_C(1) << (unsure[k] & 63);
+  tx_delta_put_gaps(&e->positions[TX_DELTA_CLASSES], unsure, n_of[TX_DELTA_CLASSES], (uint32_t)n);
   tx_delta_masks((const char *)e->weights + 2 * begin, n, &edges, n_edges, b, ahead, ones);
   if (exact) tx_delta_move_resolved(b, hits, &edges);
-  tx_delta_count(b, n, n_edges);
+  if (exact) tx_delta_count(b, n, n_edges, ones);
   for (int32_t c = 0; c <= n_edges; c++)
-    tx_delta_put_class(e, c, n, hits, ahead);
+    tx_delta_put_class(e, c, n, n_of[c], ones[c]);
 }
 
 TX_FN void tx_delta_put_positions(tx_delta_encoder *e, int64_t begin, int64_t n, int32_t hits, int32_t bound,
@@ -110,8 +102,8 @@ TX_FN void tx_delta_put_positions(tx_delta_encoder *e, int64_t begin, int64_t n,
   } else {
     for (int64_t w = 0; 64 * w < n; w++)
       b->packed[0][w] = ~b->changed[w] & (n - 64 * w < 64 ? (UINT64_C(1) << (n - 64 * w)) - 1u : ~UINT64_C(0));
-    const int32_t others = tx_delta_list(b->packed[0], n, b->places, ahead);
-    tx_delta_put_gaps(&e->positions[0], b->places, others, (uint32_t)n);
+    const int32_t others = tx_delta_list(b->packed[0], n, b->listed[0], ahead);
+    tx_delta_put_gaps(&e->positions[0], b->listed[0], others, (uint32_t)n);
   }
 }
 
@@ -225,6 +217,8 @@ TX_FN void tx_delta_encode_block(tx_delta_encoder *e, int64_t begin, int64_t n, 
   tx_delta_ahead ahead = {next, e->ahead ? next + n * size : next};
   tx_delta_block *b = e->block;
   int32_t bounds[TX_DELTA_BLOCK / TX_BLOCK];
+  for (int64_t i = 0; e->ahead && i < n / 8; i += 64)
+    __builtin_prefetch(e->changed + (begin + e->ahead) / 8 + i, 0, 2);
   tx_delta_load_bits(e->changed + begin / 8, n, b->changed);
   if (e->flags & TX_DELTA_EXACT) tx_delta_drop_returned(e->distances, begin, n, b->changed);
   const int32_t hits = tx_delta_list(b->changed, n, b->at, &ahead);

@@ -6,22 +6,28 @@
 
 /* How Rice codes of n numbers have them: r of each, and the mean that follows. */
 TX_FN tx_rice tx_delta_remainders(tx_rice s, const uint32_t *numbers, int32_t n, int32_t *remainders) {
-  for (int32_t k = 0; k < n;) {
-    const int32_t many = s.left < n - k ? s.left : n - k;
-    for (int32_t i = 0; i < TX_RICE_GROUP; i++) /* there is space */
+  int32_t k = 0;
+  for (int32_t i = 0; i < TX_RICE_GROUP && s.left < TX_RICE_GROUP && k < n; i++, k++) { /* of a group begun before */
+    remainders[k] = s.r;
+    tx_rice_follow(&s, numbers[k]);
+  }
+  for (; k + TX_RICE_GROUP <= n; k += TX_RICE_GROUP) {
+    for (int32_t i = 0; i < TX_RICE_GROUP; i++) {
       remainders[k + i] = s.r;
-    for (int32_t i = 0; i < many; i++)
       s.sum += numbers[k + i];
-    k += many;
-    s.left -= many;
-    if (s.left == 0) s = tx_rice_renewed(s);
+    }
+    s = tx_rice_renewed(s);
+  }
+  for (; k < n; k++) {
+    remainders[k] = s.r;
+    tx_rice_follow(&s, numbers[k]);
   }
   return s;
 }
 
 /* n numbers, which are for tx_rice_put one after the other. */
 TX_FN void tx_delta_put_numbers(tx_bit_writer *w, tx_rice *rice, const uint32_t *numbers, int32_t n) {
-  int32_t remainders[TX_DELTA_BATCH + TX_RICE_GROUP];
+  int32_t remainders[TX_DELTA_BATCH];
   tx_delta_codes codes;
   const tx_rice after = tx_delta_remainders(*rice, numbers, n, remainders);
   int32_t long_ones = 0;

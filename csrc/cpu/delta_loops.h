@@ -14,14 +14,14 @@
 
 /* A block on its way, in memory of its task. */
 typedef struct tx_delta_block {
-  uint64_t changed[TX_DELTA_WORDS], unsure[TX_DELTA_WORDS]; /* unsure: those among them that are in no class */
-  uint64_t masks[TX_DELTA_CLASSES][TX_DELTA_WORDS];         /* of each class */
-  uint64_t packed[TX_DELTA_CLASSES][TX_DELTA_WORDS + 2];    /* which weights of each changed */
-  uint64_t before[TX_DELTA_WORDS]; /* how many of each class, in 16 bits, are in the words before */
-  uint16_t at[TX_DELTA_LISTED];    /* of those that changed */
-  uint16_t now[TX_DELTA_LISTED];   /* what they are, of 16 bits */
-  uint16_t class_of[TX_DELTA_LISTED]; /* TX_DELTA_CLASSES: unsure */
-  uint16_t places[TX_DELTA_LISTED];   /* of those of one class among all of it */
+  uint64_t changed[TX_DELTA_WORDS], unsure[TX_DELTA_WORDS];          /* unsure: those among them that are in no class */
+  uint64_t masks[TX_DELTA_CLASSES][TX_DELTA_WORDS];                  /* of each class */
+  uint16_t before[TX_DELTA_CLASSES][TX_DELTA_WORDS + TX_DELTA_PAST]; /* how many of it are in the words before each */
+  uint64_t packed[TX_DELTA_CLASSES][TX_DELTA_WORDS + 2];             /* which weights of each changed, or did not */
+  uint16_t at[TX_DELTA_LISTED];                                      /* of those that changed */
+  uint16_t now[TX_DELTA_LISTED];                                     /* what they are, of 16 bits */
+  uint16_t class_of[TX_DELTA_LISTED];                                /* TX_DELTA_CLASSES: unsure */
+  uint16_t listed[TX_DELTA_CLASSES + 1][TX_DELTA_LISTED];            /* of those that changed, in each class */
 } tx_delta_block;
 
 /* Memory that is read after this block. A core waits for what it reads at once, and reads one line after the other

@@ -1,9 +1,8 @@
 /* Positions in a block, and the places that they are in their class. Included by kernels_isa.c only.
  *
  * Note [Places]. Positions are counted in each class by itself. Who sends a place counts the ones of the class's mask
- * before it. Who receives places makes bits of them, which are next to each other ("packed") as the class's weights are
- * apart in the block: processors have an instruction that spreads 64 of them; those that have none go from one set bit
- * to the next. */
+ * before it. Who receives places makes bits of them, which lie next to each other ("packed") and are spread over the
+ * mask by an instruction, 64 at a time; where there is none, each place is looked for. */
 #ifndef TX_CPU_DELTA_PLACES_H
 #define TX_CPU_DELTA_PLACES_H
 
@@ -13,74 +12,49 @@
 
 #include "csrc/cpu/delta_loops.h"
 
-/* Which bit of a word has n ones below it; there are more: its byte by the sums of bytes, its place there by the sums
- * of bits. */
-TX_FN int32_t tx_delta_select(uint64_t word, uint32_t n) {
-  const uint64_t ones = UINT64_C(0x0101010101010101);
-  uint64_t sums = word - (word >> 1 & (ones * 0x55));
-  sums = (sums & (ones * 0x33)) + (sums >> 2 & (ones * 0x33));
-  sums = ((sums + (sums >> 4)) & (ones * 0x0f)) * ones;                      /* byte i: ones in bytes 0 ... i */
-  const uint64_t past = ((ones * 0x80 | (ones * n)) - sums) & (ones * 0x80); /* byte i: it has no more than n */
-  const int32_t byte = (int32_t)((past >> 7) * ones >> 56) * 8;
-  const uint64_t before = sums << 8 >> byte & 0xff;
-  uint64_t bits = (word >> byte & 0xff) * ones & UINT64_C(0x8040201008040201);
-  bits = (((bits + (ones * 0x7f)) | bits) >> 7 & ones) * ones; /* byte i: ones in bits 0 ... i */
-  const uint64_t under = ((ones * 0x80 | (ones * (n - before))) - bits) & (ones * 0x80); /* no more than n - before */
-  return byte + (int32_t)((under >> 7) * ones >> 56);
-}
-
-/* Bits, the first at the mask's first one, and so on; those past its ones are nothing. */
-TX_FN uint64_t tx_delta_apart_of(uint64_t bits, uint64_t mask) {
-#if defined(__BMI2__)
-  return _pdep_u64(bits, mask);
-#else
-  const int32_t n = __builtin_popcountll(mask);
-  uint64_t found = 0;
-  for (uint64_t left = n < 64 ? bits & ((UINT64_C(1) << n) - 1u) : bits; left; left &= left - 1u)
-    found |= UINT64_C(1) << tx_delta_select(mask, (uint32_t)__builtin_ctzll(left));
-  return found;
-#endif
-}
-
-/* Those of a list whose class is this one: how many. */
-TX_FN int32_t tx_delta_of_class(const uint16_t *list, const uint16_t *class_of, int32_t n, uint32_t c, uint16_t *to) {
-  int32_t found = 0;
+/* Lists by class those that changed; n_of: how many are in each, and unsure. */
+TX_FN void tx_delta_sort(tx_delta_block *b, int32_t n, int32_t n_of[TX_DELTA_CLASSES + 1]) {
+  for (int32_t c = 0; c <= TX_DELTA_CLASSES; c++)
+    n_of[c] = 0;
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-  const __m256i wanted = _mm256_set1_epi16((int16_t)c);
   for (int32_t k = 0; k < n; k += 16) {
-    uint32_t of = _mm256_cmpeq_epi16_mask(_mm256_loadu_si256((const __m256i *)(class_of + k)), wanted);
-    if (n - k < 16) of &= (1u << (n - k)) - 1u;
-    const __m512i at = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(list + k)));
-    const __m512i those = _mm512_maskz_compress_epi32((__mmask16)of, at);
-    _mm256_storeu_si256((__m256i *)(to + found), _mm512_cvtepi32_epi16(those));
-    found += __builtin_popcount(of);
+    const uint32_t there = n - k < 16 ? (1u << (n - k)) - 1u : 0xffff;
+    const __m256i class_of = _mm256_loadu_si256((const __m256i *)(b->class_of + k));
+    const __m512i at = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(b->at + k)));
+    for (int32_t c = 0; c <= TX_DELTA_CLASSES; c++) {
+      const uint32_t of = _mm256_cmpeq_epi16_mask(class_of, _mm256_set1_epi16((int16_t)c)) & there;
+      const __m512i those = _mm512_maskz_compress_epi32((__mmask16)of, at);
+      _mm256_storeu_si256((__m256i *)(b->listed[c] + n_of[c]), _mm512_cvtepi32_epi16(those));
+      n_of[c] += __builtin_popcount(of);
+    }
   }
 #else
   for (int32_t k = 0; k < n; k++) {
-    to[found] = list[k];
-    found += class_of[k] == c;
+    const int32_t c = b->class_of[k];
+    b->listed[c][n_of[c]++] = b->at[k];
   }
 #endif
-  return found;
 }
 
-/* How many of each of n + 1 classes come before each word. */
-TX_FN void tx_delta_count(tx_delta_block *b, int64_t numel, const int32_t n) {
-  uint64_t before = 0;
-  for (int64_t w = 0; 64 * w < numel; w++) {
-    b->before[w] = before;
-    for (int32_t c = 0; c <= n; c++)
-      before += (uint64_t)__builtin_popcountll(b->masks[c][w]) << (16 * c);
+/* Counts the ones of n + 1 masks anew. */
+TX_FN void tx_delta_count(tx_delta_block *b, int64_t numel, const int32_t n, uint32_t *ones) {
+  for (int32_t c = 0; c <= n; c++) {
+    ones[c] = 0;
+    for (int64_t w = 0; 64 * w < numel; w++) {
+      b->before[c][w] = (uint16_t)ones[c];
+      ones[c] += (uint32_t)__builtin_popcountll(b->masks[c][w]);
+    }
   }
 }
 
 /* The places of n of a class in it, in the place of their positions in the block. */
 TX_FN void tx_delta_places(const tx_delta_block *b, int32_t c, uint16_t *list, int32_t n) {
   const uint64_t *mask = b->masks[c];
+  const uint16_t *before = b->before[c];
   for (int32_t k = 0; k < n; k++) {
     const uint32_t at = list[k], w = at >> 6;
     const uint64_t under = mask[w] & ((UINT64_C(1) << (at & 63)) - 1u);
-    list[k] = (uint16_t)((b->before[w] >> (16 * c)) + (uint64_t)__builtin_popcountll(under));
+    list[k] = (uint16_t)(before[w] + (uint32_t)__builtin_popcountll(under));
   }
 }
 
@@ -109,9 +83,21 @@ TX_FN int32_t tx_delta_list(const uint64_t *bits, int64_t n, uint16_t *at, tx_de
   return found;
 }
 
-/* The positions of what changed in a block, in n classes and outside of them; and its bits. flips: of each class. */
+/* The same where most words have none. */
+TX_FN int32_t tx_delta_list_few(const uint64_t *bits, int64_t n, uint16_t *at) {
+  int32_t found = 0;
+  for (int64_t w = 0; 64 * w < n; w++) {
+    for (uint64_t hits = bits[w]; hits; hits &= hits - 1u)
+      at[found++] = (uint16_t)(64 * w + __builtin_ctzll(hits));
+  }
+  return found;
+}
+
+#if defined(__BMI2__) /* and not where processors are slow at it, as older ones are */
+
+/* The positions of what changed in a block, in n classes and outside of them. flips: of each class. */
 TX_FN int32_t tx_delta_unpack(tx_delta_block *b, int64_t numel, const uint64_t *flips, const int32_t n,
-                               tx_delta_ahead *ahead) {
+                              tx_delta_ahead *ahead) {
   uint64_t at[TX_DELTA_CLASSES] = {0};
   int32_t found = 0;
   for (int64_t w = 0; 64 * w < numel; w++) {
@@ -120,7 +106,7 @@ TX_FN int32_t tx_delta_unpack(tx_delta_block *b, int64_t numel, const uint64_t *
     for (int32_t c = 0; c < n; c++) {
       const uint64_t *from = b->packed[c] + (at[c] >> 6), mask = b->masks[c][w];
       const uint64_t part = from[0] >> (at[c] & 63) | from[1] << 1 << (~at[c] & 63);
-      word |= tx_delta_apart_of(part ^ flips[c], mask);
+      word |= _pdep_u64(part ^ flips[c], mask);
       at[c] += (uint64_t)__builtin_popcountll(mask);
     }
     const int32_t ones = __builtin_popcountll(word);
@@ -129,5 +115,41 @@ TX_FN int32_t tx_delta_unpack(tx_delta_block *b, int64_t numel, const uint64_t *
   }
   return found;
 }
+
+#else
+
+/* Which bit of a word has n ones below it; there are more: its byte by the sums of bytes, its place there by the sums
+ * of bits. */
+TX_FN int32_t tx_delta_select(uint64_t word, uint32_t n) {
+  const uint64_t ones = UINT64_C(0x0101010101010101);
+  uint64_t sums = word - (word >> 1 & (ones * 0x55));
+  sums = (sums & (ones * 0x33)) + (sums >> 2 & (ones * 0x33));
+  sums = ((sums + (sums >> 4)) & (ones * 0x0f)) * ones;                      /* byte i: ones in bytes 0 ... i */
+  const uint64_t past = ((ones * 0x80 | (ones * n)) - sums) & (ones * 0x80); /* byte i: it has no more than n */
+  const int32_t byte = (int32_t)((past >> 7) * ones >> 56) * 8;
+  const uint64_t before = sums << 8 >> byte & 0xff;
+  uint64_t bits = (word >> byte & 0xff) * ones & UINT64_C(0x8040201008040201);
+  bits = (((bits + (ones * 0x7f)) | bits) >> 7 & ones) * ones; /* byte i: ones in bits 0 ... i */
+  const uint64_t under = ((ones * 0x80 | (ones * (n - before))) - bits) & (ones * 0x80); /* no more than n - before */
+  return byte + (int32_t)((under >> 7) * ones >> 56);
+}
+
+/* The word of the weight before which so many of the class come; not before word w. */
+TX_FN int64_t tx_delta_word_of(const uint16_t *before, uint32_t place, int64_t w) {
+#if defined(__AVX2__)
+  const __m256i wanted = _mm256_set1_epi16((int16_t)place);
+  for (;; w += 16) {
+    const __m256i past = _mm256_cmpgt_epi16(_mm256_loadu_si256((const __m256i *)(before + w + 1)), wanted);
+    const uint32_t found = (uint32_t)_mm256_movemask_epi8(past);
+    if (found) return w + __builtin_ctz(found) / 2;
+  }
+#else
+  while (before[w + 1] <= place)
+    w++;
+  return w;
+#endif
+}
+
+#endif
 
 #endif

@@ -26,10 +26,9 @@ typedef struct tx_delta_rung {
 #define TX_DELTA_RUNGS (16 * 26)
 typedef struct tx_delta_rungs {
   tx_delta_rung rung[TX_DELTA_RUNGS];
-  /* The same of 16-bit weights, for loops that look up many: `low` and, from bit 16 on, `high`; `bits`, from bit 8 on
-   * `high_bits`, from bit 16 on `low_bits`, from bit 24 on `steps` where such a loop finds weights, too (else 0). All
-   * 0: not by table. */
-  uint32_t edges[TX_DELTA_RUNGS], lengths[TX_DELTA_RUNGS];
+  /* The same of 16-bit weights, for loops that look up many: `bits`, from bit 8 on `high_bits`, from bit 16 on
+   * `low_bits`, from bit 24 on `steps`, of which `low` and `high` follow. 0: not by table. */
+  uint32_t lengths[TX_DELTA_RUNGS];
   int32_t first; /* the rung of the first entry; all below are like it */
   int32_t returns;
   tx_dtype dtype;
@@ -41,7 +40,6 @@ static inline void tx_delta_rungs_make(tx_delta_rungs *t, const tx_dtype dtype, 
   t->first = -16 * (m + 2);
   t->dtype = dtype;
   t->returns = returns;
-  memset(t->edges, 0, sizeof t->edges);
   memset(t->lengths, 0, sizeof t->lengths);
   for (int32_t i = 0; i < TX_DELTA_RUNGS; i++) {
     const int32_t bound = t->first + i + 16 * (exponent + tx_delta_rebias(dtype));
@@ -60,9 +58,8 @@ static inline void tx_delta_rungs_make(tx_delta_rungs *t, const tx_dtype dtype, 
     const int deep = !tx_delta_is_narrow(2 * below, dtype); /* the next smaller exponent's rung has no table */
     rung->quick = deep ? (int32_t)(rung->low + steps) : 0;
     if (dtype == TX_F32) continue;
-    t->edges[i] = (uint32_t)rung->low | (uint32_t)rung->high << 16;
-    t->lengths[i] = rung->bits | (uint32_t)rung->high_bits << 8 | (uint32_t)rung->low_bits << 16 |
-                    (uint32_t)(steps < 256 ? steps : 0) << 24;
+    t->lengths[i] =
+        rung->bits | (uint32_t)rung->high_bits << 8 | (uint32_t)rung->low_bits << 16 | (uint32_t)steps << 24;
   }
 }
 
