@@ -68,10 +68,10 @@ TX_FN int32_t tx_delta_take_classes(tx_delta_decoder *d, const void *old, int64_
 }
 
 TX_FN int32_t tx_delta_take_positions(tx_delta_decoder *d, const void *old, int64_t n, const tx_delta_edges *edges,
-                                      tx_delta_ahead *ahead) {
+                                      tx_delta_ahead *ahead, const tx_dtype dtype) {
   tx_delta_block *b = d->block;
-  if (edges->n == 1) return tx_delta_take_classes(d, old, n, edges, 1, ahead);
-  if (edges->n > 1) return tx_delta_take_classes(d, old, n, edges, TX_DELTA_CLASSES - 1, ahead);
+  if (dtype != TX_F32 && edges->n == 1) return tx_delta_take_classes(d, old, n, edges, 1, ahead);
+  if (dtype != TX_F32 && edges->n > 1) return tx_delta_take_classes(d, old, n, edges, TX_DELTA_CLASSES - 1, ahead);
   memset(b->changed, 0, sizeof b->changed);
   tx_delta_take_gaps(&d->positions[0], (uint32_t)n, b->changed);
   for (int64_t w = 0; tx_delta_is_flipped(d->flags, 0) && 64 * w < n; w++)
@@ -205,7 +205,7 @@ TX_FN int32_t tx_delta_decode_as(tx_delta_decoder *d, const void *old, const uin
   const tx_delta_edges edges = tx_delta_edges_of(d->flags, bound, dtype);
   const char *next = (const char *)old + n * (dtype == TX_F32 ? 4 : 2);
   tx_delta_ahead ahead = {next, next + (next - (const char *)old)};
-  const int32_t hits = tx_delta_take_positions(d, old, n, &edges, &ahead);
+  const int32_t hits = tx_delta_take_positions(d, old, n, &edges, &ahead, dtype);
   const int32_t found = tx_delta_take_values(d, old, held, n, hits, bound, &ahead, out, dtype);
   while (ahead.at < ahead.end)
     tx_delta_fetch(&ahead);

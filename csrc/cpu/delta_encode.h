@@ -93,9 +93,9 @@ TX_FN void tx_delta_put_positions(tx_delta_encoder *e, int64_t begin, int64_t n,
                                   tx_delta_ahead *ahead, const tx_dtype dtype) {
   tx_delta_block *b = e->block;
   const int32_t classes = tx_delta_classes(e->flags);
-  if (classes == 2) {
+  if (dtype != TX_F32 && classes == 2) {
     tx_delta_put_classes(e, begin, n, hits, bound, ahead, 1, dtype);
-  } else if (classes > 2) {
+  } else if (dtype != TX_F32 && classes > 2) {
     tx_delta_put_classes(e, begin, n, hits, bound, ahead, TX_DELTA_CLASSES - 1, dtype);
   } else if (!tx_delta_is_flipped(e->flags, 0)) {
     tx_delta_put_gaps(&e->positions[0], b->at, hits, (uint32_t)n);

@@ -50,7 +50,8 @@ TX_FN void tx_delta_put_numbers(tx_bit_writer *w, tx_rice *rice, const uint32_t 
 }
 
 /* Gaps before n_at of n places. */
-TX_FN void tx_delta_put_gaps(tx_delta_stream *stream, const uint16_t *at, int32_t n_at, uint32_t n) {
+static __attribute__((noinline, unused)) void tx_delta_put_gaps(tx_delta_stream *stream, const uint16_t *at,
+                                                                int32_t n_at, uint32_t n) {
   uint32_t gaps[TX_DELTA_BATCH];
   tx_delta_stream s = *stream;
   uint32_t next = 0u - s.left;
@@ -68,7 +69,7 @@ TX_FN void tx_delta_put_gaps(tx_delta_stream *stream, const uint16_t *at, int32_
 
 /* Sets the bits of n places that come after gaps. What the next gap waits for is in registers, and short: the window
  * is of the complement, so that the quotient is the number of its trailing zeros. */
-TX_FN void tx_delta_take_gaps(tx_delta_source *source, uint32_t n, uint64_t *bits) {
+static __attribute__((noinline, unused)) void tx_delta_take_gaps(tx_delta_source *source, uint32_t n, uint64_t *bits) {
   tx_bit_window window = tx_window_of(&source->reader);
   tx_rice rice = source->rice;
   uint32_t at = source->left;

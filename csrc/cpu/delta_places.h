@@ -98,16 +98,15 @@ TX_FN int32_t tx_delta_list_few(const uint64_t *bits, int64_t n, uint16_t *at) {
 /* The positions of what changed in a block, in n classes and outside of them. flips: of each class. */
 TX_FN int32_t tx_delta_unpack(tx_delta_block *b, int64_t numel, const uint64_t *flips, const int32_t n,
                               tx_delta_ahead *ahead) {
-  uint64_t at[TX_DELTA_CLASSES] = {0};
   int32_t found = 0;
   for (int64_t w = 0; 64 * w < numel; w++) {
     uint64_t word = b->unsure[w];
     tx_delta_fetch(ahead);
     for (int32_t c = 0; c < n; c++) {
-      const uint64_t *from = b->packed[c] + (at[c] >> 6), mask = b->masks[c][w];
-      const uint64_t part = from[0] >> (at[c] & 63) | from[1] << 1 << (~at[c] & 63);
-      word |= _pdep_u64(part ^ flips[c], mask);
-      at[c] += (uint64_t)__builtin_popcountll(mask);
+      const uint32_t at = b->before[c][w];
+      const uint64_t *from = b->packed[c] + (at >> 6);
+      const uint64_t part = from[0] >> (at & 63) | from[1] << 1 << (~at & 63);
+      word |= _pdep_u64(part ^ flips[c], b->masks[c][w]);
     }
     const int32_t ones = __builtin_popcountll(word);
     tx_delta_list_word(word, ones, 64 * w, b->at + found);
