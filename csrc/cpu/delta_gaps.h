@@ -1,4 +1,5 @@
-/* Gaps between positions in Rice codes, and back. Included by kernels_isa.c only. */
+/* Gaps between positions in Rice codes, and back: functions, as a copy for each class would be more code than processors
+ * keep at hand. Included by kernels_isa.c only. */
 #ifndef TX_CPU_DELTA_GAPS_H
 #define TX_CPU_DELTA_GAPS_H
 
@@ -67,8 +68,7 @@ static __attribute__((noinline, unused)) void tx_delta_put_gaps(tx_delta_stream 
   *stream = s;
 }
 
-/* Sets the bits of n places that come after gaps. What the next gap waits for is in registers, and short: the window
- * is of the complement, so that the quotient is the number of its trailing zeros. */
+/* Sets the bits of n places that come after gaps. */
 static __attribute__((noinline, unused)) void tx_delta_take_gaps(tx_delta_source *source, uint32_t n, uint64_t *bits) {
   tx_bit_window window = tx_window_of(&source->reader);
   tx_rice rice = source->rice;
