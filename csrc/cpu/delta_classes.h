@@ -70,16 +70,15 @@ TX_FN tx_delta_zone tx_delta_zone_of(int64_t edge, int32_t bound, const tx_dtype
   return (tx_delta_zone){(uint32_t)(low > 0 ? low : 0), (uint32_t)(high - (low > 0 ? low : 0))};
 }
 
-/* One bit of each of 64 weights of 16 bits for each edge: whether its size is at least that. */
-TX_FN void tx_delta_compare(const void *weights, const tx_delta_edges *edges, const int32_t n,
-                            uint64_t above[TX_DELTA_CLASSES - 1]) {
+/* One bit of each of 64 weights of 16 bits for each of n limits: whether its size is above that. */
+TX_FN void tx_delta_compare(const void *weights, const int16_t *limits, const int32_t n, uint64_t *above) {
 #if defined(__AVX512BW__)
   const __m512i sizes = _mm512_set1_epi16(0x7fff);
   const __m512i low = _mm512_and_si512(_mm512_loadu_si512(weights), sizes);
   const __m512i high = _mm512_and_si512(_mm512_loadu_si512((const char *)weights + 64), sizes);
   for (int32_t c = 0; c < n; c++) {
-    const __m512i edge = _mm512_set1_epi16((int16_t)edges->edge[c]);
-    above[c] = (uint64_t)_mm512_cmpge_epi16_mask(low, edge) | (uint64_t)_mm512_cmpge_epi16_mask(high, edge) << 32;
+    const __m512i limit = _mm512_set1_epi16(limits[c]);
+    above[c] = (uint64_t)_mm512_cmpgt_epi16_mask(low, limit) | (uint64_t)_mm512_cmpgt_epi16_mask(high, limit) << 32;
   }
 #elif defined(__AVX2__)
   const __m256i sizes = _mm256_set1_epi16(0x7fff);
@@ -87,11 +86,11 @@ TX_FN void tx_delta_compare(const void *weights, const tx_delta_edges *edges, co
   for (int32_t i = 0; i < 4; i++)
     x[i] = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)((const char *)weights + 32 * i)), sizes);
   for (int32_t c = 0; c < n; c++) {
-    const __m256i below = _mm256_set1_epi16((int16_t)(edges->edge[c] - 1));
+    const __m256i limit = _mm256_set1_epi16(limits[c]);
     uint64_t found = 0;
     for (int32_t i = 0; i < 2; i++) {
       const __m256i bytes =
-          _mm256_packs_epi16(_mm256_cmpgt_epi16(x[2 * i], below), _mm256_cmpgt_epi16(x[2 * i + 1], below));
+          _mm256_packs_epi16(_mm256_cmpgt_epi16(x[2 * i], limit), _mm256_cmpgt_epi16(x[2 * i + 1], limit));
       const __m256i ordered = _mm256_permute4x64_epi64(bytes, 0xd8);
       found |= (uint64_t)(uint32_t)_mm256_movemask_epi8(ordered) << (32 * i);
     }
@@ -103,10 +102,10 @@ TX_FN void tx_delta_compare(const void *weights, const tx_delta_edges *edges, co
   for (int32_t i = 0; i < 8; i++)
     x[i] = _mm_and_si128(_mm_loadu_si128((const __m128i *)((const char *)weights + 16 * i)), sizes);
   for (int32_t c = 0; c < n; c++) {
-    const __m128i below = _mm_set1_epi16((int16_t)(edges->edge[c] - 1));
+    const __m128i limit = _mm_set1_epi16(limits[c]);
     uint64_t found = 0;
     for (int32_t i = 0; i < 4; i++) {
-      const __m128i bytes = _mm_packs_epi16(_mm_cmpgt_epi16(x[2 * i], below), _mm_cmpgt_epi16(x[2 * i + 1], below));
+      const __m128i bytes = _mm_packs_epi16(_mm_cmpgt_epi16(x[2 * i], limit), _mm_cmpgt_epi16(x[2 * i + 1], limit));
       found |= (uint64_t)(uint32_t)_mm_movemask_epi8(bytes) << (16 * i);
     }
     above[c] = found;
@@ -117,7 +116,7 @@ TX_FN void tx_delta_compare(const void *weights, const tx_delta_edges *edges, co
     for (int32_t i = 0; i < 8; i++) {
       uint64_t bytes = 0;
       for (int32_t j = 0; j < 8; j++)
-        bytes |= (uint64_t)((((const tx_mem_u16 *)weights)[8 * i + j] & 0x7fff) >= edges->edge[c]) << (8 * j);
+        bytes |= (uint64_t)((((const tx_mem_u16 *)weights)[8 * i + j] & 0x7fff) > limits[c]) << (8 * j);
       found |= (bytes * UINT64_C(0x0102040810204080) >> 56) << (8 * i);
     }
     above[c] = found;
@@ -125,11 +124,31 @@ TX_FN void tx_delta_compare(const void *weights, const tx_delta_edges *edges, co
 #endif
 }
 
-/* The classes of 64 weights, of which those of `rest` are looked at: a mask for each. n: of edges. */
-TX_FN void tx_delta_masks_of(const void *weights, uint64_t rest, const tx_delta_edges *edges, const int32_t n,
-                             uint64_t masks[TX_DELTA_CLASSES]) {
-  uint64_t above[TX_DELTA_CLASSES - 1];
-  tx_delta_compare(weights, edges, n, above);
+/* What is below edges, and below and at the end of the zones around them. */
+typedef struct tx_delta_limits {
+  int16_t below[TX_DELTA_CLASSES - 1], zone[TX_DELTA_CLASSES - 1], zone_last[TX_DELTA_CLASSES - 1];
+} tx_delta_limits;
+
+TX_FN tx_delta_limits tx_delta_limits_of(const tx_delta_edges *edges) {
+  tx_delta_limits limits = {{0}, {0}, {0}};
+  for (int32_t c = 0; c < edges->n; c++)
+    limits.below[c] = (int16_t)(edges->edge[c] - 1);
+  return limits;
+}
+
+TX_FN tx_delta_limits tx_delta_zones_of(const tx_delta_edges *edges, int32_t bound, const tx_dtype dtype) {
+  tx_delta_limits limits = tx_delta_limits_of(edges);
+  for (int32_t c = 0; c < edges->n; c++) {
+    const tx_delta_zone zone = tx_delta_zone_of(edges->edge[c], bound, dtype);
+    const uint32_t last = zone.low + zone.span - 1;
+    limits.zone[c] = (int16_t)((int32_t)zone.low - 1);
+    limits.zone_last[c] = (int16_t)(last < INT16_MAX ? last : INT16_MAX);
+  }
+  return limits;
+}
+
+/* Weights in classes: of 64 of them, of which those of `rest` are looked at, a mask for each. above: of the n edges. */
+TX_FN void tx_delta_split(const uint64_t *above, uint64_t rest, const int32_t n, uint64_t masks[TX_DELTA_CLASSES]) {
   for (int32_t c = n; c > 0; c--) {
     masks[c] = above[c - 1] & rest;
     rest &= ~above[c - 1];
@@ -137,92 +156,64 @@ TX_FN void tx_delta_masks_of(const void *weights, uint64_t rest, const tx_delta_
   masks[0] = rest;
 }
 
-/* A row of the masks for each class: [c][w]: those of weights [64 w, 64 w + 64) that are in class c. */
-typedef uint64_t tx_delta_mask[TX_DELTA_WORDS];
-
-TX_FN void tx_delta_masks_by(const void *weights, int64_t numel, const tx_delta_edges *edges, const int32_t n,
-                             const int64_t ahead, tx_delta_mask *masks) {
-  uint64_t found[TX_DELTA_CLASSES];
-  for (int64_t w = 0; 64 * w < numel; w++) {
-    const char *from = (const char *)weights + 128 * w;
-    uint64_t rest = ~UINT64_C(0);
-    uint16_t padded[64];
-    if (numel - 64 * w < 64) {
-      rest = (UINT64_C(1) << (numel - 64 * w)) - 1u;
-      memset(padded, 0, sizeof padded);
-      from = memcpy(padded, from, (size_t)(2 * (numel - 64 * w)));
-    }
-    for (int64_t i = 0; i < ahead; i += 64)
-      __builtin_prefetch(from + 2 * TX_DELTA_BLOCK + i, 0, 2);
-    tx_delta_masks_of(from, rest, edges, n, found);
-    for (int32_t c = 0; c <= n; c++)
-      masks[c][w] = found[c];
+/* A word's masks. ones: those of each class in the words before; and in this one afterwards. */
+TX_FN void tx_delta_mask_word(const void *weights, uint64_t rest, const tx_delta_limits *limits, const int32_t n,
+                              int64_t w, tx_delta_block *b, uint32_t *ones) {
+  uint64_t above[TX_DELTA_CLASSES - 1], found[TX_DELTA_CLASSES];
+  tx_delta_compare(weights, limits->below, n, above);
+  tx_delta_split(above, rest, n, found);
+  for (int32_t c = 0; c <= n; c++) {
+    b->masks[c][w] = found[c];
+    b->before[c][w] = (uint16_t)ones[c];
+    ones[c] += (uint32_t)__builtin_popcountll(found[c]);
   }
 }
 
-/* ahead: 128 where the next block is asked for from memory, 0 where it is at hand. */
-TX_FN void tx_delta_masks(const void *weights, int64_t numel, const tx_delta_edges *edges, const int64_t ahead,
-                          tx_delta_mask *masks) {
-  if (edges->n == 1) {
-    tx_delta_masks_by(weights, numel, edges, 1, ahead, masks);
-  } else {
-    tx_delta_masks_by(weights, numel, edges, TX_DELTA_CLASSES - 1, ahead, masks);
-  }
-}
-
-/* -- places in a class ------------------------------------------------------------------------------------------- */
-
-/* before: of a class, how many weights are in the words before each; more than there are behind the last one. Returns
- * how many there are in all. */
-TX_FN uint32_t tx_delta_count(const uint64_t *mask, int64_t n, uint16_t *before) {
-  uint32_t ones = 0;
+/* The classes of weights but those that are unsure. ones: how many are in each. */
+TX_FN void tx_delta_masks(const void *weights, int64_t numel, const tx_delta_edges *edges, const int32_t n,
+                          tx_delta_block *b, tx_delta_ahead *ahead, uint32_t *ones) {
+  const tx_delta_limits limits = tx_delta_limits_of(edges);
+  uint32_t found[TX_DELTA_CLASSES] = {0};
+  const char *from = weights;
   int64_t w = 0;
-  for (; 64 * w < n; w++) {
-    before[w] = (uint16_t)ones;
-    ones += (uint32_t)__builtin_popcountll(mask[w]);
+  for (; 64 * w + 64 <= numel; w++, from += 128) {
+    if (w % 2) tx_delta_fetch(ahead);
+    tx_delta_mask_word(from, ~b->unsure[w], &limits, n, w, b, found);
   }
-  for (; w < TX_DELTA_WORDS + TX_DELTA_AHEAD; w++)
-    before[w] = INT16_MAX;
-  return ones;
-}
-
-/* How many of the class come before weight `at`. */
-TX_FN uint32_t tx_delta_place(const uint64_t *mask, const uint16_t *before, int64_t at) {
-  const uint64_t under = (UINT64_C(1) << (at & 63)) - 1u;
-  return before[at >> 6] + (uint32_t)__builtin_popcountll(mask[at >> 6] & under);
-}
-
-/* The word of the weight before which so many of the class come; not before word w. */
-TX_FN int64_t tx_delta_word_of(const uint16_t *before, uint32_t place, int64_t w) {
-#if defined(__AVX2__)
-  const __m256i wanted = _mm256_set1_epi16((int16_t)place);
-  for (;; w += 16) {
-    const __m256i past = _mm256_cmpgt_epi16(_mm256_loadu_si256((const __m256i *)(before + w + 1)), wanted);
-    const uint32_t found = (uint32_t)_mm256_movemask_epi8(past);
-    if (found) return w + __builtin_ctz(found) / 2;
-  }
-#else
-  while (before[w + 1] <= place)
+  if (64 * w < numel) {
+    uint16_t padded[64] = {0};
+    memcpy(padded, from, (size_t)(2 * (numel - 64 * w)));
+    tx_delta_mask_word(padded, ~b->unsure[w] & ((UINT64_C(1) << (numel - 64 * w)) - 1u), &limits, n, w, b, found);
     w++;
-  return w;
-#endif
+  }
+  for (int32_t c = 0; c <= n; c++) { /* nothing is past the last word */
+    for (int32_t i = 0; i < TX_DELTA_PAST; i++)
+      b->before[c][w + i] = INT16_MAX;
+  }
+  memcpy(ones, found, sizeof found);
 }
 
-/* The positions of all ones of a block: how many. There is space for two more. */
-TX_FN int32_t tx_delta_list(const uint64_t *bits, int64_t n, uint16_t *at) {
-  const uint64_t some = UINT64_C(1) << 63;
-  int32_t found = 0;
-  for (int64_t w = 0; 64 * w < n; w++) {
-    const int32_t ones = __builtin_popcountll(bits[w]);
-    uint64_t hits = bits[w], next = hits & (hits - 1u);
-    at[found] = (uint16_t)(64 * w + __builtin_ctzll(hits | some)); /* most words have two at most */
-    at[found + 1] = (uint16_t)(64 * w + __builtin_ctzll(next | some));
-    for (int32_t i = 2; i < ones; i++) {
-      next &= next - 1u;
-      at[found + i] = (uint16_t)(64 * w + __builtin_ctzll(next));
+/* Classes of n weights by what they are now; TX_DELTA_CLASSES of those that may have been in another one. */
+TX_FN void tx_delta_classes_now(const uint16_t *now, int32_t n, const tx_delta_limits *limits, const int32_t n_edges,
+                                uint16_t *class_of) {
+  for (int32_t k = 0; k < n; k++) {
+    const int16_t size = (int16_t)(now[k] & 0x7fff);
+    int16_t found = 0, near = 0;
+    for (int32_t c = 0; c < n_edges; c++) {
+      found = (int16_t)(found + (size > limits->below[c]));
+      near = (int16_t)(near | (size > limits->zone[c] && size <= limits->zone_last[c]));
     }
-    found += ones;
+    class_of[k] = (uint16_t)(near ? TX_DELTA_CLASSES : found);
   }
+}
+
+/* The class, of so many, of one that changed; TX_DELTA_CLASSES: it is unsure. */
+TX_FN int32_t tx_delta_class_at(const tx_delta_block *b, int64_t at, int32_t classes) {
+  const int64_t w = at >> 6, i = at & 63;
+  int32_t found = 0;
+  if (b->unsure[w] >> i & 1u) return TX_DELTA_CLASSES;
+  for (int32_t c = 1; c < classes; c++)
+    found += (int32_t)(b->masks[c][w] >> i & 1u) * c;
   return found;
 }
 

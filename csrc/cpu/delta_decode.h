@@ -9,81 +9,74 @@
 
 #include "csrc/cpu/delta_batch.h"
 #include "csrc/cpu/delta_classes.h"
+#include "csrc/cpu/delta_gaps.h"
+#include "csrc/cpu/delta_places.h"
 
 /* -- positions ------------------------------------------------------------------------------------------------- */
 
-/* Which bit of a word has n ones below it; there are more: its byte by the sums of bytes, its place there by the sums
- * of bits. */
-TX_FN int32_t tx_delta_select(uint64_t word, uint32_t n) {
-#if defined(__AVX512BW__) && defined(__BMI2__) /* older processors with BMI2 are slow at it */
-  return __builtin_ctzll(_pdep_u64(UINT64_C(1) << n, word));
-#else
-  const uint64_t ones = UINT64_C(0x0101010101010101);
-  uint64_t sums = word - (word >> 1 & (ones * 0x55));
-  sums = (sums & (ones * 0x33)) + (sums >> 2 & (ones * 0x33));
-  sums = ((sums + (sums >> 4)) & (ones * 0x0f)) * ones;                      /* byte i: ones in bytes 0 ... i */
-  const uint64_t past = ((ones * 0x80 | (ones * n)) - sums) & (ones * 0x80); /* byte i: it has no more than n */
-  const int32_t byte = (int32_t)((past >> 7) * ones >> 56) * 8;
-  const uint64_t before = sums << 8 >> byte & 0xff;
-  uint64_t bits = (word >> byte & 0xff) * ones & UINT64_C(0x8040201008040201);
-  bits = (((bits + (ones * 0x7f)) | bits) >> 7 & ones) * ones; /* byte i: ones in bits 0 ... i */
-  const uint64_t under = ((ones * 0x80 | (ones * (n - before))) - bits) & (ones * 0x80); /* no more than n - before */
-  return byte + (int32_t)((under >> 7) * ones >> 56);
-#endif
-}
-
-/* Sets the bits of a class's positions, or of those that are none. */
-TX_FN void tx_delta_take_class(tx_delta_source *source, int64_t n, const uint64_t *mask, uint16_t *before, int flipped,
-                               uint64_t *changed) {
-  const uint32_t ones = tx_delta_count(mask, n, before);
-  uint64_t others[TX_DELTA_WORDS];
-  uint64_t *hits = changed;
-  if (flipped) hits = memset(others, 0, sizeof others);
+#if !defined(__BMI2__)
+/* Sets the bits, of a block, of a class's places that come after gaps. */
+TX_FN void tx_delta_take_class(tx_delta_source *source, const uint64_t *mask, const uint16_t *before, uint32_t ones,
+                               uint64_t *bits) {
   tx_bit_window window = tx_window_of(&source->reader);
   tx_rice rice = source->rice;
   uint32_t left = source->left;
   int64_t w = 0;
   while (left < ones) {
     w = tx_delta_word_of(before, left, w);
-    hits[w] |= UINT64_C(1) << tx_delta_select(mask[w], left - before[w]);
+    bits[w] |= UINT64_C(1) << tx_delta_select(mask[w], left - before[w]);
     left += 1u + tx_rice_take_from(&window, &rice);
   }
   *source = (tx_delta_source){tx_window_end(&window), rice, left - ones};
-  for (int64_t i = 0; flipped && 64 * i < n; i++)
-    changed[i] |= others[i] ^ mask[i];
 }
 
-TX_FN void tx_delta_take_all(tx_delta_source *source, int64_t n, uint64_t flip, uint64_t *changed) {
-  tx_bit_window window = tx_window_of(&source->reader);
-  tx_rice rice = source->rice;
-  int64_t at = source->left;
-  while (at < n) {
-    changed[at >> 6] |= UINT64_C(1) << (at & 63);
-    at += 1 + (int64_t)tx_rice_take_from(&window, &rice);
-  }
-  *source = (tx_delta_source){tx_window_end(&window), rice, (uint32_t)(at - n)};
-  for (int64_t w = 0; flip && 64 * w < n; w++)
-    changed[w] ^= n - 64 * w < 64 ? (UINT64_C(1) << (n - 64 * w)) - 1u : ~UINT64_C(0);
-}
-
-/* The bits of those that changed, and of those among them that are in no class. */
-TX_FN void tx_delta_take_positions(tx_delta_decoder *d, const void *old, int64_t n, const tx_delta_edges *edges) {
+TX_FN int32_t tx_delta_take_each(tx_delta_decoder *d, int64_t n, const uint32_t *ones, const int32_t classes,
+                                 tx_delta_ahead *ahead) {
   tx_delta_block *b = d->block;
-  const int32_t classes = edges->n + 1;
-  memset(b->changed, 0, sizeof b->changed);
-  if (classes == 1) {
-    tx_delta_take_all(&d->positions[0], n, tx_delta_is_flipped(d->flags, 0) ? ~UINT64_C(0) : 0, b->changed);
-    return;
-  }
-  tx_delta_masks(old, n, edges, 128, b->masks);
-  tx_delta_take_all(&d->positions[TX_DELTA_CLASSES], n, 0, b->changed);
-  memcpy(b->unsure, b->changed, sizeof b->unsure);
+  memcpy(b->changed, b->unsure, sizeof b->changed);
   for (int32_t c = 0; c < classes; c++) {
-    for (int64_t w = 0; 64 * w < n; w++)
-      b->masks[c][w] &= ~b->unsure[w];
     const int flipped = tx_delta_is_flipped(d->flags, c);
-    tx_delta_take_class(&d->positions[c], n, b->masks[c], b->before, flipped, b->changed);
+    uint64_t *bits = flipped ? memset(b->packed[c], 0, sizeof b->packed[c]) : b->changed;
+    tx_delta_take_class(&d->positions[c], b->masks[c], b->before[c], ones[c], bits);
+    for (int64_t w = 0; flipped && 64 * w < n; w++)
+      b->changed[w] |= bits[w] ^ b->masks[c][w];
   }
+  return tx_delta_list(b->changed, n, b->at, ahead);
+}
+#else
+TX_FN int32_t tx_delta_take_each(tx_delta_decoder *d, int64_t n, const uint32_t *ones, const int32_t classes,
+                                 tx_delta_ahead *ahead) {
+  uint64_t flips[TX_DELTA_CLASSES];
+  for (int32_t c = 0; c < classes; c++) {
+    flips[c] = tx_delta_is_flipped(d->flags, c) ? ~UINT64_C(0) : 0;
+    memset(d->block->packed[c], 0, sizeof(uint64_t) * (ones[c] / 64 + 2));
+    tx_delta_take_gaps(&d->positions[c], ones[c], d->block->packed[c]);
+  }
+  return tx_delta_unpack(d->block, n, flips, classes, ahead);
+}
+#endif
+
+/* Lists those that changed: how many. */
+TX_FN int32_t tx_delta_take_classes(tx_delta_decoder *d, const void *old, int64_t n, const tx_delta_edges *edges,
+                                    const int32_t n_edges, tx_delta_ahead *ahead) {
+  tx_delta_block *b = d->block;
+  uint32_t ones[TX_DELTA_CLASSES];
+  memset(b->unsure, 0, sizeof b->unsure);
+  tx_delta_take_gaps(&d->positions[TX_DELTA_CLASSES], (uint32_t)n, b->unsure);
+  tx_delta_masks(old, n, edges, n_edges, b, ahead, ones);
+  return tx_delta_take_each(d, n, ones, n_edges + 1, ahead);
+}
+
+TX_FN int32_t tx_delta_take_positions(tx_delta_decoder *d, const void *old, int64_t n, const tx_delta_edges *edges,
+                                      tx_delta_ahead *ahead, const tx_dtype dtype) {
+  tx_delta_block *b = d->block;
+  if (dtype != TX_F32 && edges->n == 1) return tx_delta_take_classes(d, old, n, edges, 1, ahead);
+  if (dtype != TX_F32 && edges->n > 1) return tx_delta_take_classes(d, old, n, edges, TX_DELTA_CLASSES - 1, ahead);
+  memset(b->changed, 0, sizeof b->changed);
+  tx_delta_take_gaps(&d->positions[0], (uint32_t)n, b->changed);
+  for (int64_t w = 0; tx_delta_is_flipped(d->flags, 0) && 64 * w < n; w++)
+    b->changed[w] ^= n - 64 * w < 64 ? (UINT64_C(1) << (n - 64 * w)) - 1u : ~UINT64_C(0);
+  return tx_delta_list(b->changed, n, b->at, ahead);
 }
 
 /* -- values ---------------------------------------------------------------------------------------------------- */
@@ -124,14 +117,6 @@ TX_FN uint32_t tx_delta_take_value(tx_bit_reader *r, tx_rice *distance, const tx
   return found.weight;
 }
 
-/* The class by whose mean distances are coded. */
-TX_FN int32_t tx_delta_class_of(const tx_delta_block *b, int64_t at, uint32_t old, const tx_delta_edges *edges,
-                                const tx_dtype dtype) {
-  if (!edges->n) return 0;
-  if (b->unsure[at >> 6] >> (at & 63) & 1u) return TX_DELTA_CLASSES;
-  return tx_delta_class(tx_delta_size_of(old, dtype), edges);
-}
-
 /* The bound of each weight in a list, by the grain. */
 typedef struct tx_delta_bounds_in {
   tx_bit_reader reader;
@@ -149,7 +134,7 @@ TX_FN int32_t tx_delta_next_bound(tx_delta_bounds_in *in, int64_t at) {
 
 /* Values that are bits of weights, a batch after the other. */
 TX_FN void tx_delta_take_batches(tx_delta_decoder *d, const void *old, int32_t hits, tx_delta_bounds_in *in,
-                                 tx_delta_changes out, const tx_dtype dtype) {
+                                 tx_delta_ahead *ahead, tx_delta_changes out, const tx_dtype dtype) {
   const uint16_t *at = d->block->at;
   tx_bit_reader values = d->values;
   tx_delta_batch b;
@@ -163,35 +148,35 @@ TX_FN void tx_delta_take_batches(tx_delta_decoder *d, const void *old, int32_t h
     tx_delta_batch_lengths(&b, d->rungs, many, dtype);
     for (int32_t k = 0; k < many; k++) {
       const uint64_t next = tx_peek_bits(&values);
-      values.at += (uint64_t)b.length[k];
-      b.code[k] = (uint32_t)next;
-      if (__builtin_expect(b.length[k] == 0, 0)) {
+      tx_delta_fetch(ahead);
+      values.at += (uint64_t)b.codes.length[k];
+      b.codes.code[k] = (uint32_t)next;
+      if (__builtin_expect(b.codes.length[k] == 0, 0)) {
         const tx_delta_found found = tx_delta_rung_find(d->rungs, b.weight[k], b.bound[k], next, dtype);
         values.at += (uint64_t)found.bits;
-        b.code[k] = found.weight;
+        b.codes.code[k] = found.weight;
       }
     }
     tx_delta_batch_decode(&b, many);
     for (int32_t k = 0; k < many; k++) {
       out.at[done + k] = at[done + k];
-      out.weight[done + k] = b.code[k];
-      touched += tx_delta_touch(d->at + at[done + k], b.code[k]);
+      out.weight[done + k] = b.codes.code[k];
+      touched += tx_delta_touch(d->at + at[done + k], b.codes.code[k]);
     }
   }
   d->values = values;
   d->touched += touched;
 }
 
-TX_FN int32_t tx_delta_take_values(tx_delta_decoder *d, const void *old, const uint8_t *held, int64_t n, int32_t bound,
-                                   const tx_delta_edges *edges, tx_delta_changes out, const tx_dtype dtype) {
+TX_FN int32_t tx_delta_take_values(tx_delta_decoder *d, const void *old, const uint8_t *held, int64_t n, int32_t hits,
+                                   int32_t bound, tx_delta_ahead *ahead, tx_delta_changes out, const tx_dtype dtype) {
   const int64_t grain = tx_delta_grain(d->flags);
-  const int exact = (d->flags & TX_DELTA_EXACT) != 0;
+  const int32_t classes = d->flags & TX_DELTA_EXACT ? tx_delta_classes(d->flags) : 1;
   const tx_delta_block *b = d->block;
-  const int32_t hits = tx_delta_list(b->changed, n, d->block->at);
   tx_delta_bounds_in in = {d->bounds, grain, grain < TX_DELTA_BLOCK && bound ? 0 : n, bound, bound};
   if (hits > out.room) return -1;
   if (dtype != TX_F32 && !(d->flags & (TX_DELTA_EXACT | TX_DELTA_SLICEABLE))) {
-    tx_delta_take_batches(d, old, hits, &in, out, dtype);
+    tx_delta_take_batches(d, old, hits, &in, ahead, out, dtype);
     d->bounds = in.reader;
     return hits;
   }
@@ -202,7 +187,7 @@ TX_FN int32_t tx_delta_take_values(tx_delta_decoder *d, const void *old, const u
     const int32_t sub = tx_delta_next_bound(&in, at);
     const int has = !held || held[at];
     const uint32_t was = tx_delta_weight(old, at, dtype);
-    const int32_t class_of = exact ? tx_delta_class_of(b, at, was, edges, dtype) : 0;
+    const int32_t class_of = classes > 1 ? tx_delta_class_at(b, at, classes) : 0;
     const uint32_t weight = tx_delta_take_value(&values, &d->far[class_of], d, was, has, sub, dtype);
     out.at[found] = (uint16_t)at;
     out.weight[found] = weight;
@@ -218,8 +203,13 @@ TX_FN int32_t tx_delta_decode_as(tx_delta_decoder *d, const void *old, const uin
                                  tx_delta_changes out, const tx_dtype dtype) {
   const int32_t bound = tx_delta_take_bound(d);
   const tx_delta_edges edges = tx_delta_edges_of(d->flags, bound, dtype);
-  tx_delta_take_positions(d, old, n, &edges);
-  return tx_delta_take_values(d, old, held, n, bound, &edges, out, dtype);
+  const char *next = (const char *)old + n * (dtype == TX_F32 ? 4 : 2);
+  tx_delta_ahead ahead = {next, next + (next - (const char *)old)};
+  const int32_t hits = tx_delta_take_positions(d, old, n, &edges, &ahead, dtype);
+  const int32_t found = tx_delta_take_values(d, old, held, n, hits, bound, &ahead, out, dtype);
+  while (ahead.at < ahead.end)
+    tx_delta_fetch(&ahead);
+  return found;
 }
 
 #endif

@@ -4,7 +4,10 @@
 #define TX_CPU_DELTA_ENCODE_H
 
 #include "csrc/cpu/delta_batch.h"
+#include "csrc/cpu/delta_bounds.h"
 #include "csrc/cpu/delta_classes.h"
+#include "csrc/cpu/delta_gaps.h"
+#include "csrc/cpu/delta_places.h"
 
 /* The distance of a weight, -8 ... 7. */
 TX_FN int32_t tx_delta_distance(const uint8_t *distances, int64_t i) {
@@ -23,160 +26,84 @@ TX_FN void tx_delta_drop_returned(const uint8_t *distances, int64_t begin, int64
   }
 }
 
-/* -- bounds ---------------------------------------------------------------------------------------------------- */
-
-/* The code of the largest bound of those blocks of TX_BLOCK in which something changed; 0: nothing did. */
-TX_FN int32_t tx_delta_sub_bound(const tx_delta_encoder *e, int64_t begin, int64_t n) {
-  const int64_t last = (begin + n + TX_BLOCK - 1) / TX_BLOCK, whole = e->n / TX_BLOCK;
-  int32_t most = 0;
-  for (int64_t i = begin / TX_BLOCK; i < last; i++) {
-    const uint8_t *from = e->changed + i * (TX_BLOCK / 8);
-    uint64_t low = 0, high = 0;
-    if (i < whole) {
-      memcpy(&low, from, sizeof low);
-      memcpy(&high, from + 8, sizeof high);
-    } else {
-      for (int64_t k = 0; 8 * k < e->n - i * TX_BLOCK; k++)
-        low |= from[k];
-    }
-    const int32_t size = ((const tx_mem_u16 *)e->moved)[i] & 0x7fff;
-    const int32_t of = low | high ? (size ? size : 1) : 0;
-    most = of > most ? of : most;
-  }
-  return most ? tx_delta_bound_code((uint16_t)most) : 0;
-}
-
-/* found: tx_delta_sub_bound of the block. */
-TX_FN int32_t tx_delta_put_bound(tx_delta_encoder *e, int32_t found) {
-  if (!(e->flags & TX_DELTA_BOUNDED)) return 0;
-  const int32_t bound = found ? found : e->bound;
-  const int32_t up = bound - e->bound;
-  tx_put_rice(&e->bounds, (uint32_t)(up < 0 ? -2 * up - 1 : 2 * up), 2);
-  e->bound = bound;
-  return bound;
-}
-
 /* -- positions ------------------------------------------------------------------------------------------------- */
 
-#define TX_DELTA_NEAR 0x80
-
-/* Of each weight that changed its class as it is now, and TX_DELTA_NEAR where it may have been in another one. */
-TX_FN void tx_delta_find_classes(const tx_delta_encoder *e, int64_t begin, int32_t hits, const tx_delta_edges *edges,
-                                 int32_t bound, const int32_t n_edges, const tx_dtype dtype) {
+/* The classes of those next to an edge where distances say in which they were. */
+TX_FN void tx_delta_resolve(const tx_delta_encoder *e, int64_t begin, int32_t hits, const tx_delta_edges *edges,
+                            const tx_dtype dtype) {
   tx_delta_block *b = e->block;
-  uint32_t size[TX_DELTA_BATCH], low[TX_DELTA_CLASSES - 1], span[TX_DELTA_CLASSES - 1], edge[TX_DELTA_CLASSES - 1];
-  for (int32_t i = 0; i < n_edges; i++) {
-    const tx_delta_zone zone = tx_delta_zone_of(edges->edge[i], bound, dtype);
-    low[i] = zone.low;
-    span[i] = zone.span;
-    edge[i] = (uint32_t)edges->edge[i];
-  }
-  for (int32_t done = 0, many = 0; done < hits; done += many) {
-    many = hits - done < TX_DELTA_BATCH ? hits - done : TX_DELTA_BATCH;
-    for (int32_t k = 0; k < many; k++)
-      size[k] = tx_delta_size_of(tx_delta_weight(e->weights, begin + b->at[done + k], dtype), dtype);
-    for (int32_t k = 0; k < many; k++) {
-      uint32_t class_of = 0, near = 0;
-      for (int32_t i = 0; i < n_edges; i++) {
-        class_of += size[k] >= edge[i];
-        near |= size[k] - low[i] < span[i];
-      }
-      b->class_of[done + k] = (uint8_t)(class_of | near * TX_DELTA_NEAR);
-    }
-  }
-}
-
-/* Lists those that changed by their classes. Those that were in another one than they are, as distances say, change
- * places in the masks; positions of those of which nothing says it go out, and they leave the masks. */
-TX_FN void tx_delta_put_unsure(tx_delta_encoder *e, int64_t begin, int64_t n, int32_t hits, const tx_delta_edges *edges,
-                               const tx_dtype dtype) {
-  tx_delta_block *b = e->block;
-  tx_delta_stream s = e->positions[TX_DELTA_CLASSES];
-  int32_t n_of[TX_DELTA_CLASSES] = {0};
-  int64_t last = -1;
   for (int32_t k = 0; k < hits; k++) {
-    const int64_t at = b->at[k];
-    int32_t class_of = b->class_of[k];
-    if (class_of & TX_DELTA_NEAR) {
-      class_of ^= TX_DELTA_NEAR;
-      const int32_t d = e->flags & TX_DELTA_EXACT ? tx_delta_distance(e->distances, begin + at) : -8;
-      b->masks[class_of][at >> 6] &= ~(UINT64_C(1) << (at & 63));
-      if (d == -8) {
-        tx_rice_put(&s.writer, &s.rice, s.left + (uint32_t)(at - last - 1));
-        s.left = 0;
-        last = at;
-        b->class_of[k] = TX_DELTA_CLASSES;
-        continue;
-      }
-      const int64_t now = tx_delta_ordered(tx_delta_weight(e->weights, begin + at, dtype), dtype);
-      class_of = tx_delta_class(tx_delta_size_of(tx_delta_unordered(now - d, dtype), dtype), edges);
-      b->masks[class_of][at >> 6] |= UINT64_C(1) << (at & 63);
-      b->class_of[k] = (uint8_t)class_of;
-    }
-    b->at_of[class_of][n_of[class_of]++] = (uint16_t)at;
+    const int32_t d = b->class_of[k] == TX_DELTA_CLASSES ? tx_delta_distance(e->distances, begin + b->at[k]) : -8;
+    if (d == -8) continue;
+    const uint32_t old = tx_delta_unordered(tx_delta_ordered(b->now[k], dtype) - d, dtype);
+    b->class_of[k] = (uint16_t)tx_delta_class(tx_delta_size_of(old, dtype), edges);
   }
-  s.left += (uint32_t)(n - last - 1);
-  e->positions[TX_DELTA_CLASSES] = s;
-  memcpy(b->n_of, n_of, sizeof n_of);
 }
 
-/* Gaps between the places of n_at of the class's weights. */
-TX_FN void tx_delta_put_class(tx_delta_stream *stream, int64_t n, const uint64_t *mask, uint16_t *before,
-                              const uint16_t *at, int32_t n_at) {
-  const uint32_t ones = tx_delta_count(mask, n, before);
-  tx_delta_stream s = *stream;
-  uint32_t next = 0u - s.left;
-  for (int32_t k = 0; k < n_at; k++) {
-    const uint32_t place = tx_delta_place(mask, before, at[k]);
-    tx_rice_put(&s.writer, &s.rice, place - next);
-    next = place + 1;
+/* Moves them from the masks of the classes that they are in now to those in which they were. */
+TX_FN void tx_delta_move_resolved(tx_delta_block *b, int32_t hits, const tx_delta_edges *edges) {
+  for (int32_t k = 0; k < hits; k++) {
+    const int32_t was = b->class_of[k], now = tx_delta_class(b->now[k] & 0x7fff, edges);
+    if (was == now || was == TX_DELTA_CLASSES) continue;
+    const uint64_t bit = UINT64_C(1) << (b->at[k] & 63);
+    b->masks[now][b->at[k] >> 6] ^= bit;
+    b->masks[was][b->at[k] >> 6] ^= bit;
   }
-  s.left = ones - next;
-  *stream = s;
 }
 
-/* The same for a single class of all. */
-TX_FN void tx_delta_put_all(tx_delta_stream *stream, int64_t n, const uint16_t *at, int32_t n_at) {
-  tx_delta_stream s = *stream;
-  uint32_t next = 0u - s.left;
-  for (int32_t k = 0; k < n_at; k++) {
-    tx_rice_put(&s.writer, &s.rice, at[k] - next);
-    next = at[k] + 1u;
+/* Those of a class, or where it is flipped those that did not change. */
+TX_FN void tx_delta_put_class(tx_delta_encoder *e, int32_t c, int64_t n, int32_t n_of, uint32_t ones) {
+  tx_delta_block *b = e->block;
+  uint16_t *list = b->listed[c];
+  if (tx_delta_is_flipped(e->flags, c)) {
+    for (int64_t w = 0; 64 * w < n; w++)
+      b->packed[c][w] = b->masks[c][w] & ~b->changed[w];
+    n_of = tx_delta_list_few(b->packed[c], n, list);
   }
-  s.left = (uint32_t)n - next;
-  *stream = s;
+  tx_delta_places(b, c, list, n_of);
+  tx_delta_put_gaps(&e->positions[c], list, n_of, ones);
+}
+
+TX_FN void tx_delta_put_classes(tx_delta_encoder *e, int64_t begin, int64_t n, int32_t hits, int32_t bound,
+                                tx_delta_ahead *ahead, const int32_t n_edges, const tx_dtype dtype) {
+  tx_delta_block *b = e->block;
+  const tx_delta_edges edges = tx_delta_edges_of(e->flags, bound, dtype);
+  const tx_delta_limits limits = tx_delta_zones_of(&edges, bound, dtype);
+  const int exact = (e->flags & TX_DELTA_EXACT) != 0;
+  uint32_t ones[TX_DELTA_CLASSES];
+  int32_t n_of[TX_DELTA_CLASSES + 1];
+  for (int32_t k = 0; k < hits; k++)
+    b->now[k] = ((const tx_mem_u16 *)e->weights)[begin + b->at[k]];
+  tx_delta_classes_now(b->now, hits, &limits, n_edges, b->class_of);
+  if (exact) tx_delta_resolve(e, begin, hits, &edges, dtype);
+  tx_delta_sort(b, hits, n_of);
+  const uint16_t *unsure = b->listed[TX_DELTA_CLASSES];
+  memset(b->unsure, 0, sizeof b->unsure);
+  for (int32_t k = 0; k < n_of[TX_DELTA_CLASSES]; k++)
+    b->unsure[unsure[k] >> 6] |= UINT64_C(1) << (unsure[k] & 63);
+  tx_delta_put_gaps(&e->positions[TX_DELTA_CLASSES], unsure, n_of[TX_DELTA_CLASSES], (uint32_t)n);
+  tx_delta_masks((const char *)e->weights + 2 * begin, n, &edges, n_edges, b, ahead, ones);
+  if (exact) tx_delta_move_resolved(b, hits, &edges);
+  if (exact) tx_delta_count(b, n, n_edges, ones);
+  for (int32_t c = 0; c <= n_edges; c++)
+    tx_delta_put_class(e, c, n, n_of[c], ones[c]);
 }
 
 TX_FN void tx_delta_put_positions(tx_delta_encoder *e, int64_t begin, int64_t n, int32_t hits, int32_t bound,
-                                  const tx_dtype dtype) {
-  const int32_t classes = tx_delta_classes(e->flags);
+                                  tx_delta_ahead *ahead, const tx_dtype dtype) {
   tx_delta_block *b = e->block;
-  uint64_t others[TX_DELTA_WORDS];
-  if (classes == 1) {
-    if (!tx_delta_is_flipped(e->flags, 0)) {
-      tx_delta_put_all(&e->positions[0], n, b->at, hits);
-      return;
-    }
-    for (int64_t w = 0; 64 * w < n; w++)
-      others[w] = ~b->changed[w] & (n - 64 * w < 64 ? (UINT64_C(1) << (n - 64 * w)) - 1u : ~UINT64_C(0));
-    tx_delta_put_all(&e->positions[0], n, b->at_of[0], tx_delta_list(others, n, b->at_of[0]));
-    return;
-  }
-  const tx_delta_edges edges = tx_delta_edges_of(e->flags, bound, dtype);
-  tx_delta_masks((const char *)e->weights + 2 * begin, n, &edges, 0, b->masks);
-  if (edges.n == 1) {
-    tx_delta_find_classes(e, begin, hits, &edges, bound, 1, dtype);
+  const int32_t classes = tx_delta_classes(e->flags);
+  if (dtype != TX_F32 && classes == 2) {
+    tx_delta_put_classes(e, begin, n, hits, bound, ahead, 1, dtype);
+  } else if (dtype != TX_F32 && classes > 2) {
+    tx_delta_put_classes(e, begin, n, hits, bound, ahead, TX_DELTA_CLASSES - 1, dtype);
+  } else if (!tx_delta_is_flipped(e->flags, 0)) {
+    tx_delta_put_gaps(&e->positions[0], b->at, hits, (uint32_t)n);
   } else {
-    tx_delta_find_classes(e, begin, hits, &edges, bound, TX_DELTA_CLASSES - 1, dtype);
-  }
-  tx_delta_put_unsure(e, begin, n, hits, &edges, dtype);
-  for (int32_t c = 0; c < classes; c++) {
-    if (tx_delta_is_flipped(e->flags, c)) {
-      for (int64_t w = 0; 64 * w < n; w++)
-        others[w] = b->masks[c][w] & ~b->changed[w];
-      b->n_of[c] = tx_delta_list(others, n, b->at_of[c]);
-    }
-    tx_delta_put_class(&e->positions[c], n, b->masks[c], b->before, b->at_of[c], b->n_of[c]);
+    for (int64_t w = 0; 64 * w < n; w++)
+      b->packed[0][w] = ~b->changed[w] & (n - 64 * w < 64 ? (UINT64_C(1) << (n - 64 * w)) - 1u : ~UINT64_C(0));
+    const int32_t others = tx_delta_list(b->packed[0], n, b->listed[0], ahead);
+    tx_delta_put_gaps(&e->positions[0], b->listed[0], others, (uint32_t)n);
   }
 }
 
@@ -201,74 +128,56 @@ TX_FN void tx_delta_put_value(tx_bit_writer *w, tx_rice *far, const tx_delta_enc
   tx_put_bits(w, tx_delta_sent(tx_delta_ordered(bits, dtype), n), n);
 }
 
-/* The bound of each weight in a list, by the grain; those that are not their block's go out. */
-typedef struct tx_delta_bounds_out {
-  tx_bit_writer writer;
-  int64_t grain, upto;
-  int32_t bound, sub;
-} tx_delta_bounds_out;
-
-TX_FN int32_t tx_delta_bound_at(const tx_delta_encoder *e, tx_delta_bounds_out *out, int64_t begin, int64_t n,
-                                int64_t at) {
-  if (at >= out->upto) {
-    const int64_t from = at / out->grain * out->grain;
-    out->upto = from + out->grain;
-    out->sub = tx_delta_sub_bound(e, begin + from, (out->upto < n ? out->upto : n) - from);
-    tx_put_rice(&out->writer, (uint32_t)(out->bound - out->sub), 2);
-  }
-  return out->sub;
-}
-
 /* Values that are bits of weights, a batch after the other. */
-TX_FN void tx_delta_put_batches(tx_delta_encoder *e, int64_t begin, int64_t n, int32_t hits, tx_delta_bounds_out *out,
-                                const tx_dtype dtype) {
-  const uint16_t *at = e->block->at;
+TX_FN void tx_delta_put_batches(tx_delta_encoder *e, int64_t begin, int32_t hits, const int32_t *bounds,
+                                tx_delta_ahead *ahead, const tx_dtype dtype) {
+  const tx_delta_block *from = e->block;
   tx_bit_writer values = e->values;
   tx_delta_batch b;
   uint64_t hash = 0;
   for (int32_t done = 0, many = 0; done < hits; done += many) {
+    const uint16_t *at = from->at + done;
     many = hits - done < TX_DELTA_BATCH ? hits - done : TX_DELTA_BATCH;
+    for (int32_t k = 0; k < many / 2; k++)
+      tx_delta_fetch(ahead);
     for (int32_t k = 0; k < many; k++) {
-      b.weight[k] = tx_delta_weight(e->weights, begin + at[done + k], dtype);
-      b.bound[k] = tx_delta_bound_at(e, out, begin, n, at[done + k]);
+      b.weight[k] = from->now[done + k];
+      b.bound[k] = bounds[at[k] / TX_BLOCK];
     }
-    tx_delta_batch_encode(&b, e->rungs, many, dtype);
-    for (int32_t k = 0; k < many; k++) {
-      if (__builtin_expect(b.length[k] == 0, 0)) {
-        b.length[k] = tx_delta_rung_bits(e->rungs, b.weight[k], b.bound[k], dtype);
-        b.code[k] = tx_delta_sent(tx_delta_ordered(b.weight[k], dtype), b.length[k]);
+    if (!tx_delta_batch_encode(&b, e->rungs, many, dtype)) {
+      for (int32_t k = 0; k < many; k++) {
+        if (b.codes.length[k]) continue;
+        b.codes.length[k] = tx_delta_rung_bits(e->rungs, b.weight[k], b.bound[k], dtype);
+        b.codes.code[k] = tx_delta_sent(tx_delta_ordered(b.weight[k], dtype), b.codes.length[k]);
       }
-      tx_put_bits(&values, b.code[k], b.length[k]);
     }
+    tx_delta_put_codes(&values, &b.codes, many);
     for (int32_t k = 0; k < many; k++)
-      hash += tx_delta_touch(e->at + begin + at[done + k], b.weight[k]);
+      hash += tx_delta_touch(e->at + begin + at[k], b.weight[k]);
   }
   e->values = values;
   e->touched += hash;
 }
 
-TX_FN void tx_delta_put_values(tx_delta_encoder *e, int64_t begin, int64_t n, int32_t hits, int32_t bound,
-                               const tx_dtype dtype) {
-  const int64_t grain = tx_delta_grain(e->flags);
-  const int by_class = e->flags & TX_DELTA_EXACT && tx_delta_classes(e->flags) > 1;
+/* bounds: of each TX_BLOCK. */
+TX_FN void tx_delta_put_values(tx_delta_encoder *e, int64_t begin, int32_t hits, const int32_t *bounds,
+                               tx_delta_ahead *ahead, const tx_dtype dtype) {
+  const int32_t classes = e->flags & TX_DELTA_EXACT ? tx_delta_classes(e->flags) : 1;
   const tx_delta_block *b = e->block;
-  tx_delta_bounds_out out = {e->bounds, grain, grain < TX_DELTA_BLOCK && bound ? 0 : n, bound, bound};
   if (dtype != TX_F32 && !(e->flags & (TX_DELTA_EXACT | TX_DELTA_SLICEABLE))) {
-    tx_delta_put_batches(e, begin, n, hits, &out, dtype);
-    e->bounds = out.writer;
+    tx_delta_put_batches(e, begin, hits, bounds, ahead, dtype);
     return;
   }
   tx_bit_writer values = e->values;
   uint64_t hash = 0;
   for (int32_t k = 0; k < hits; k++) {
     const int64_t at = b->at[k];
-    const int32_t sub = tx_delta_bound_at(e, &out, begin, n, at);
     const uint32_t bits = tx_delta_weight(e->weights, begin + at, dtype);
-    tx_delta_put_value(&values, &e->far[by_class ? b->class_of[k] : 0], e, bits, begin + at, sub, dtype);
+    tx_delta_put_value(&values, &e->far[classes > 1 ? b->class_of[k] : 0], e, bits, begin + at, bounds[at / TX_BLOCK],
+                       dtype);
     hash += tx_delta_touch(e->at + begin + at, bits);
   }
   e->values = values;
-  e->bounds = out.writer;
   e->touched += hash;
 }
 
@@ -284,11 +193,14 @@ TX_FN void tx_delta_choose_flips(tx_delta_encoder *e, const int32_t bounds[TX_DE
     if (e->dense >> b & 1u) continue;
     if (classes > 1 && !bounds[b]) continue;
     const tx_delta_edges edges = tx_delta_edges_of(e->flags, bounds[b], dtype);
+    const tx_delta_limits limits = tx_delta_limits_of(&edges);
     for (int64_t w = 0; 64 * w + 64 <= n; w += 16) {
-      uint64_t masks[TX_DELTA_CLASSES] = {~UINT64_C(0)}, changed;
+      uint64_t masks[TX_DELTA_CLASSES] = {~UINT64_C(0)}, above[TX_DELTA_CLASSES - 1], changed;
       memcpy(&changed, e->changed + begin / 8 + 8 * w, sizeof changed);
-      if (classes > 1)
-        tx_delta_masks_of((const char *)e->weights + 2 * (begin + 64 * w), masks[0], &edges, edges.n, masks);
+      if (classes > 1) {
+        tx_delta_compare((const char *)e->weights + 2 * (begin + 64 * w), limits.below, edges.n, above);
+        tx_delta_split(above, ~UINT64_C(0), edges.n, masks);
+      }
       for (int32_t c = 0; c < classes; c++)
         seen[c] += 2 * __builtin_popcountll(masks[c] & changed) - __builtin_popcountll(masks[c]);
     }
@@ -297,24 +209,39 @@ TX_FN void tx_delta_choose_flips(tx_delta_encoder *e, const int32_t bounds[TX_DE
     e->flags |= seen[c] > 0 ? (uint32_t)TX_DELTA_FLIPPED << c : 0;
 }
 
+/* moved: tx_delta_moved_of the segment; bound: the code of its largest. */
+TX_FN void tx_delta_encode_block(tx_delta_encoder *e, int64_t begin, int64_t n, const uint16_t *moved, int32_t found,
+                                 const tx_dtype dtype) {
+  const int64_t size = dtype == TX_F32 ? 4 : 2;
+  const char *next = (const char *)e->weights + (begin + e->ahead) * size;
+  tx_delta_ahead ahead = {next, e->ahead ? next + n * size : next};
+  tx_delta_block *b = e->block;
+  int32_t bounds[TX_DELTA_BLOCK / TX_BLOCK];
+  for (int64_t i = 0; e->ahead && i < n / 8; i += 64)
+    __builtin_prefetch(e->changed + (begin + e->ahead) / 8 + i, 0, 2);
+  tx_delta_load_bits(e->changed + begin / 8, n, b->changed);
+  if (e->flags & TX_DELTA_EXACT) tx_delta_drop_returned(e->distances, begin, n, b->changed);
+  const int32_t hits = tx_delta_list(b->changed, n, b->at, &ahead);
+  const int32_t bound = tx_delta_put_bound(e, found);
+  tx_delta_put_bounds(e, moved + begin / TX_BLOCK, n, bound, bounds);
+  tx_delta_put_positions(e, begin, n, hits, bound, &ahead, dtype);
+  tx_delta_put_values(e, begin, hits, bounds, &ahead, dtype);
+  while (ahead.at < ahead.end)
+    tx_delta_fetch(&ahead);
+}
+
 TX_FN void tx_delta_encode_blocks(tx_delta_encoder *e, const tx_dtype dtype) {
   int32_t bounds[TX_DELTA_BLOCKS] = {0};
-  for (int64_t b = 0; e->flags & TX_DELTA_BOUNDED && b * TX_DELTA_BLOCK < e->n; b++) {
-    const int64_t begin = b * TX_DELTA_BLOCK, left = e->n - begin;
-    if (!(e->dense >> b & 1u)) bounds[b] = tx_delta_sub_bound(e, begin, left < TX_DELTA_BLOCK ? left : TX_DELTA_BLOCK);
+  uint16_t moved[TX_DELTA_SEGMENT / TX_BLOCK] = {0};
+  if (e->flags & TX_DELTA_BOUNDED) tx_delta_moved_of(e, moved);
+  for (int64_t b = 0; b * TX_DELTA_BLOCK < e->n; b++) {
+    if (!(e->dense >> b & 1u)) bounds[b] = tx_delta_bound_of(moved + b * (TX_DELTA_BLOCK / TX_BLOCK), TX_DELTA_BLOCK);
   }
   tx_delta_choose_flips(e, bounds, dtype);
   for (int64_t b = 0; b * TX_DELTA_BLOCK < e->n; b++) {
+    const int64_t begin = b * TX_DELTA_BLOCK, left = e->n - begin;
     if (e->dense >> b & 1u) continue;
-    const int64_t begin = b * TX_DELTA_BLOCK;
-    const int64_t n = e->n - begin < TX_DELTA_BLOCK ? e->n - begin : TX_DELTA_BLOCK;
-    tx_delta_block *block = e->block;
-    tx_delta_load_bits(e->changed + begin / 8, n, block->changed);
-    if (e->flags & TX_DELTA_EXACT) tx_delta_drop_returned(e->distances, begin, n, block->changed);
-    const int32_t hits = tx_delta_list(block->changed, n, block->at);
-    const int32_t bound = tx_delta_put_bound(e, bounds[b]);
-    tx_delta_put_positions(e, begin, n, hits, bound, dtype);
-    tx_delta_put_values(e, begin, n, hits, bound, dtype);
+    tx_delta_encode_block(e, begin, left < TX_DELTA_BLOCK ? left : TX_DELTA_BLOCK, moved, bounds[b], dtype);
   }
   for (int32_t c = 0; c <= TX_DELTA_CLASSES; c++) {
     tx_delta_stream *s = &e->positions[c];

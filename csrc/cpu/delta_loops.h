@@ -9,19 +9,32 @@
 #include "csrc/math/delta_rungs.h"
 
 #define TX_DELTA_WORDS (TX_DELTA_BLOCK / 64)
-#define TX_DELTA_AHEAD 16 /* words that are looked at together, past those of a block */
-#define TX_DELTA_LISTED (TX_DELTA_BLOCK + 2)
+#define TX_DELTA_PAST 16 /* that lists are read and written past their ends */
+#define TX_DELTA_LISTED (TX_DELTA_BLOCK + TX_DELTA_PAST)
 
 /* A block on its way, in memory of its task. */
 typedef struct tx_delta_block {
-  uint64_t changed[TX_DELTA_WORDS], unsure[TX_DELTA_WORDS];
-  uint64_t masks[TX_DELTA_CLASSES][TX_DELTA_WORDS]; /* of each class */
-  uint16_t before[TX_DELTA_WORDS + TX_DELTA_AHEAD]; /* of one */
-  uint16_t at[TX_DELTA_LISTED];                     /* of those that changed */
-  uint8_t class_of[TX_DELTA_BLOCK];                 /* TX_DELTA_CLASSES: unsure */
-  int32_t n_of[TX_DELTA_CLASSES];
-  uint16_t at_of[TX_DELTA_CLASSES][TX_DELTA_LISTED]; /* of those that changed, in each class */
+  uint64_t changed[TX_DELTA_WORDS], unsure[TX_DELTA_WORDS];          /* unsure: those among them that are in no class */
+  uint64_t masks[TX_DELTA_CLASSES][TX_DELTA_WORDS];                  /* of each class */
+  uint16_t before[TX_DELTA_CLASSES][TX_DELTA_WORDS + TX_DELTA_PAST]; /* how many of it are in the words before each */
+  uint64_t packed[TX_DELTA_CLASSES][TX_DELTA_WORDS + 2];             /* which weights of each changed, or did not */
+  uint16_t at[TX_DELTA_LISTED];                                      /* of those that changed */
+  uint16_t now[TX_DELTA_LISTED];                                     /* what they are, of 16 bits */
+  uint16_t class_of[TX_DELTA_LISTED];                                /* TX_DELTA_CLASSES: unsure */
+  uint16_t listed[TX_DELTA_CLASSES + 1][TX_DELTA_LISTED];            /* of those that changed, in each class */
 } tx_delta_block;
+
+/* Memory that is read after this block. A core waits for what it reads at once, and reads one line after the other
+ * while it codes. */
+typedef struct tx_delta_ahead {
+  const char *at, *end;
+} tx_delta_ahead;
+
+TX_FN void tx_delta_fetch(tx_delta_ahead *a) {
+  if (a->at >= a->end) return;
+  __builtin_prefetch(a->at, 0, 2);
+  a->at += 64;
+}
 
 /* Positions are gaps between those that changed, across the edges of blocks. */
 typedef struct tx_delta_stream {
@@ -54,6 +67,7 @@ typedef struct tx_delta_encoder {
   tx_rice far[TX_DELTA_CLASSES + 1]; /* of distances, in each class */
   const tx_delta_rungs *rungs;
   tx_delta_block *block;
+  int64_t ahead; /* weights to those that this thread encodes next; 0: none */
 } tx_delta_encoder;
 
 typedef struct tx_delta_decoder {

@@ -137,11 +137,12 @@ TX_FN int32_t tx_rice_of(uint32_t mean) {
 TX_FN tx_rice tx_rice_begin(uint32_t mean) {
   return (tx_rice){mean, 0, TX_RICE_GROUP, tx_rice_of(mean)};
 }
+TX_FN tx_rice tx_rice_renewed(tx_rice s) {
+  return tx_rice_begin(s.mean + s.sum - s.mean / (32 / TX_RICE_GROUP));
+}
 TX_FN void tx_rice_follow(tx_rice *s, uint32_t value) {
   s->sum += value;
-  if (--s->left) return;
-  s->mean += s->sum - s->mean / (32 / TX_RICE_GROUP);
-  *s = tx_rice_begin(s->mean);
+  if (--s->left == 0) *s = tx_rice_renewed(*s);
 }
 
 TX_FN void tx_rice_put(tx_bit_writer *w, tx_rice *s, uint32_t value) {

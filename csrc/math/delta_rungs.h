@@ -19,18 +19,16 @@ typedef struct tx_delta_rung {
   int32_t steps;
   uint8_t bits, high_bits, low_bits;
   uint8_t one; /* `bits` is 1 */
-  /* Of weights whose significand is in [quick, quick + span) windows have no lengths but these two. */
+  /* From this significand on, `bits` and one of the others are all that there is in a window. */
   int32_t quick;
-  uint32_t span;
 } tx_delta_rung;
 
 #define TX_DELTA_RUNGS (16 * 26)
 typedef struct tx_delta_rungs {
   tx_delta_rung rung[TX_DELTA_RUNGS];
-  /* The same of 16-bit weights, for loops that look up many: `low` and, from bit 16 on, `high`; `bits`, from bit 8 on
-   * `high_bits`, from bit 16 on `low_bits`, from bit 24 on `steps` where such a loop finds weights, too (else 0). All
-   * 0: not by table. */
-  uint32_t edges[TX_DELTA_RUNGS], lengths[TX_DELTA_RUNGS];
+  /* The same of 16-bit weights, for loops that look up many: `bits`, from bit 8 on `high_bits`, from bit 16 on
+   * `low_bits`, from bit 24 on `steps`, of which `low` and `high` follow. 0: not by table. */
+  uint32_t lengths[TX_DELTA_RUNGS];
   int32_t first; /* the rung of the first entry; all below are like it */
   int32_t returns;
   tx_dtype dtype;
@@ -42,7 +40,6 @@ static inline void tx_delta_rungs_make(tx_delta_rungs *t, const tx_dtype dtype, 
   t->first = -16 * (m + 2);
   t->dtype = dtype;
   t->returns = returns;
-  memset(t->edges, 0, sizeof t->edges);
   memset(t->lengths, 0, sizeof t->lengths);
   for (int32_t i = 0; i < TX_DELTA_RUNGS; i++) {
     const int32_t bound = t->first + i + 16 * (exponent + tx_delta_rebias(dtype));
@@ -59,13 +56,10 @@ static inline void tx_delta_rungs_make(tx_delta_rungs *t, const tx_dtype dtype, 
     const int64_t below = tx_delta_steps(exponent - 1, bound, dtype);
     rung->low_bits = (uint8_t)tx_delta_length(2 * below + 1);
     const int deep = !tx_delta_is_narrow(2 * below, dtype); /* the next smaller exponent's rung has no table */
-    rung->quick = rung->one || deep ? (int32_t)(rung->low + steps) : 0;
-    const int32_t end = (1 << m) - (rung->one ? (int32_t)(2 * steps + 2) : 0);
-    rung->span = rung->quick < end ? (uint32_t)(end - rung->quick) : 0;
+    rung->quick = deep ? (int32_t)(rung->low + steps) : 0;
     if (dtype == TX_F32) continue;
-    t->edges[i] = (uint32_t)rung->low | (uint32_t)rung->high << 16;
-    t->lengths[i] = rung->bits | (uint32_t)rung->high_bits << 8 | (uint32_t)rung->low_bits << 16 |
-                    (uint32_t)(steps < 256 ? steps : 0) << 24;
+    t->lengths[i] =
+        rung->bits | (uint32_t)rung->high_bits << 8 | (uint32_t)rung->low_bits << 16 | (uint32_t)steps << 24;
   }
 }
 
@@ -86,21 +80,6 @@ TX_FN int32_t tx_delta_rung_bits(const tx_delta_rungs *t, uint32_t bits, int32_t
   return significand < rung->low ? rung->low_bits : most;
 }
 
-/* The same as tx_delta_search, weight by weight: for windows of a few. */
-static __attribute__((noinline, unused)) tx_delta_found tx_delta_rung_walk(const tx_delta_rungs *t, uint32_t old,
-                                                                           int32_t bound, uint64_t next,
-                                                                           const tx_dtype dtype) {
-  const tx_delta_range window = tx_delta_window(old, bound, dtype);
-  const int64_t at = tx_delta_ordered(old, dtype);
-  for (int64_t v = window.low; v <= window.high; v++) {
-    const uint32_t weight = tx_delta_unordered(v, dtype);
-    const int32_t bits = tx_delta_rung_bits(t, weight, bound, dtype);
-    if (v != at && tx_delta_sent(v, bits) == (next & ((UINT64_C(1) << bits) - 1u)))
-      return (tx_delta_found){weight, bits};
-  }
-  return (tx_delta_found){old, 1};
-}
-
 /* tx_delta_search. */
 TX_FN tx_delta_found tx_delta_rung_find(const tx_delta_rungs *t, uint32_t old, int32_t bound, uint64_t next,
                                         const tx_dtype dtype) {
@@ -108,27 +87,21 @@ TX_FN tx_delta_found tx_delta_rung_find(const tx_delta_rungs *t, uint32_t old, i
   const uint32_t size = tx_delta_size_of(old, dtype);
   const int32_t e = (int32_t)(size >> m), significand = (int32_t)(size & ((1u << m) - 1u));
   const tx_delta_rung *rung = tx_delta_rung_of(t, e, bound, dtype);
-  if (__builtin_expect(e < 3 || (uint32_t)(significand - rung->quick) >= rung->span, 0)) {
-    return e < 3 || !rung->one ? tx_delta_search(old, bound, next, t->returns, dtype)
-                               : tx_delta_rung_walk(t, old, bound, next, dtype);
-  }
+  if (__builtin_expect(e < 3 || rung->high < 0 || significand < rung->quick, 0))
+    return tx_delta_search(old, bound, next, t->returns, dtype);
   /* Sizes, in which the window is the same for both signs: the code of a negative weight is of its complement. A code
    * of one bit is the second lowest; the lowest is the other one than the old weight's. */
-  const int64_t flip = old == size ? 0 : -1;
+  const int64_t flip = old == size ? 0 : -1, high = (int64_t)size + rung->steps;
   const int64_t single = (int64_t)(next & 1u) << 1 | (((int64_t)size ^ flip ^ 1) & 1);
   int32_t bits = rung->bits;
   const int64_t mask = (INT64_C(1) << (bits + rung->one)) - 1;
-  const int64_t sent = ((int64_t)next & mask & ~INT64_C(3)) | (int64_t)((next >> 1 & 1u) | (next & 1u) << 1);
-  const int64_t first = (rung->one ? single : sent) ^ flip;
-  const int64_t high = (int64_t)size + rung->steps;
+  const int64_t first = (rung->one ? single : tx_delta_sent((int64_t)next & mask, bits)) ^ flip;
   int64_t found = high - ((high - first) & mask);
-  const int32_t low = rung->low;
-  if (significand < low + rung->steps && found < (int64_t)size - significand + low) {
-    const int32_t more = rung->low_bits;
-    const int64_t wide = (INT64_C(1) << more) - 1;
-    const int64_t below = tx_delta_sent((int64_t)next & wide, more) ^ flip;
-    found = high - ((high - below) & wide);
-    bits = more;
+  const int64_t in_exponent = found - (int64_t)size + significand;
+  if (in_exponent < rung->low || in_exponent >= rung->high) { /* what has another length is another one */
+    bits = in_exponent < rung->low ? rung->low_bits : rung->high_bits;
+    const int64_t wide = (INT64_C(1) << bits) - 1;
+    found = high - ((high - (tx_delta_sent((int64_t)next & wide, bits) ^ flip)) & wide);
   }
   const uint32_t sign = old == size ? 0 : 1u << (tx_delta_width(dtype) - 1);
   return (tx_delta_found){(uint32_t)found | sign, bits};

@@ -159,8 +159,10 @@ static tx_status cut_runs(encode_work *w, int64_t n_runs, const tx_delta_run *ru
   w->sums = malloc((size_t)(blocks ? blocks : 1) * sizeof *w->sums);
   w->scratch = calloc((size_t)(w->n_tasks ? w->n_tasks : 1), sizeof *w->scratch);
   int there = w->items && w->sums && w->scratch;
-  for (int64_t t = 0; there && !w->sums_only && t < w->n_tasks; t++)
+  for (int64_t t = 0; there && !w->sums_only && t < w->n_tasks; t++) {
     there = tx_delta_scratch_make(&w->scratch[t], longest);
+    w->scratch[t].ahead = w->n_tasks * TX_DELTA_SEGMENT;
+  }
   if (!there) {
     return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to encode %" PRId64 " segments", w->n_items);
   }

@@ -48,12 +48,27 @@ void tx_delta_records_free(tx_delta_records *records) {
 
 #define AHEAD 64 /* weights, so that their lines are on the way */
 
+/* Where all are together and of 16 bits, which most are. */
+static void write_halves(uint16_t *to, const uint16_t *at, const uint32_t *weight, int32_t n_at) {
+  const int32_t ahead = n_at < AHEAD ? n_at : AHEAD;
+  for (int32_t i = 0; i < ahead; i++)
+    __builtin_prefetch(to + at[i], 1, 3);
+  for (int32_t i = 0; i < n_at; i++) {
+    const int32_t next = i + AHEAD < n_at ? i + AHEAD : n_at - 1;
+    __builtin_prefetch(to + at[next], 1, 3);
+    to[at[i]] = (uint16_t)weight[i];
+  }
+}
+
 void tx_delta_record_write(const tx_delta_piece *pieces, int64_t n_pieces, int64_t begin, int64_t n, int64_t item,
                            const uint16_t *at, const uint32_t *weight, int32_t n_at) {
   char *memory = tx_delta_together(pieces, n_pieces, begin, n, item);
+  if (memory && item == 2 && (uintptr_t)memory % 2 == 0) {
+    write_halves((uint16_t *)memory, at, weight, n_at);
+    return;
+  }
   for (int32_t i = 0; i < n_at; i++) {
     char *to = memory ? memory + at[i] * item : tx_delta_find_element(pieces, n_pieces, begin + at[i], item);
-    if (memory && i + AHEAD < n_at) __builtin_prefetch(memory + at[i + AHEAD] * item, 0, 2);
     if (!to) continue;
     if (item == 2) {
       const uint16_t half = (uint16_t)weight[i];

@@ -198,7 +198,8 @@ tx_status tx_delta_segment_encode(tx_delta_scratch *scratch, const tx_delta_run 
                           .n = numel,
                           .at = begin,
                           .dtype = run->weights.dtype,
-                          .block = &scratch->block};
+                          .block = &scratch->block,
+                          .ahead = begin + scratch->ahead < run->weights.numel ? scratch->ahead : 0};
   if (run->changed.numel) e->changed = (const uint8_t *)run->changed.data + begin / 8;
   if (run->moved.numel) e->moved = (const char *)run->moved.data + 2 * (begin / TX_BLOCK);
   if (run->distances.numel) e->distances = (const uint8_t *)run->distances.data + begin / 2;

@@ -16,6 +16,7 @@ typedef struct tx_delta_scratch {
   uint8_t *out;   /* the segment */
   int64_t out_bytes;
   uint8_t *memory;
+  int64_t ahead; /* weights from a segment to the next one of the task, about */
 } tx_delta_scratch;
 
 /* 0: no memory. numel: of the longest segment. */

@@ -77,6 +77,35 @@ TEST(Delta, InstructionSetsMakeTheSameBytes) {
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
 }
 
+// Gaps of which each may be as long as any, behind many that are short: their codes are of all lengths there are.
+TEST(Delta, GapsOfAnyLengthArrive) {
+  for (int32_t isa = 0; tx_isa_name(isa); isa++) {
+    ASSERT_EQ(tx_isa_select(tx_isa_name(isa), nullptr), TX_OK);
+    for (uint64_t seed = 0; seed < 8; seed++) {
+      Trainer trainer({{"w", 400001, seed % 2 ? TX_F16 : TX_BF16}}, 1, seed, seed % 4 == 3);
+      Engine engine(trainer);
+      Shard &shard = trainer.shards()[0][0];
+      std::uniform_real_distribution<float> octaves(0, 17);
+      for (int64_t at = 0, left = 0; at < shard.numel(); left--) {
+        const float was = shard.masters[static_cast<size_t>(at)];
+        const uint32_t next = GetWeight(shard.weights, at, shard.dtype) ^ 1u;
+        const float is = shard.dtype == TX_F16 ? tx_f32_from_f16(static_cast<uint16_t>(next))
+                                               : tx_f32_from_bf16(static_cast<uint16_t>(next));
+        shard.masters[static_cast<size_t>(at)] = is;
+        SetWeight(&shard.weights, at, shard.dtype, next);
+        shard.changed[static_cast<size_t>(at / 8)] |= static_cast<uint8_t>(1 << at % 8);
+        shard.AddBound(at / TX_BLOCK, std::fabs(is - was));
+        if (left < 0) left = static_cast<int64_t>(std::exp2(octaves(trainer.gen()) / 2)); /* short ones follow */
+        at += left > 0 ? 1 + at % 3 : static_cast<int64_t>(std::exp2(octaves(trainer.gen())));
+      }
+      shard.KeepDistances();
+      ASSERT_EQ(engine.Apply(trainer.Encode(), TX_DELTA_FULL), TX_OK) << seed << ": " << engine.error.message;
+      ASSERT_TRUE(engine.Equals(trainer)) << seed;
+    }
+  }
+  ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
+}
+
 TEST(Delta, FullMessagesBeginAndMergedOnesAreAppliedAsOne) {
   Trainer trainer(kModel, 3, 11);
   Engine follower(trainer), late(trainer, false);

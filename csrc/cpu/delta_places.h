@@ -1,0 +1,154 @@
+/* Positions in a block, and the places that they are in their class. Included by kernels_isa.c only.
+ *
+ * Note [Places]. Positions are counted in each class by itself. Who sends a place counts the ones of the class's mask
+ * before it. Who receives places makes bits of them, which lie next to each other ("packed") and are spread over the
+ * mask by an instruction, 64 at a time; where there is none, each place is looked for. */
+#ifndef TX_CPU_DELTA_PLACES_H
+#define TX_CPU_DELTA_PLACES_H
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "csrc/cpu/delta_loops.h"
+
+/* Lists by class those that changed; n_of: how many are in each, and unsure. */
+TX_FN void tx_delta_sort(tx_delta_block *b, int32_t n, int32_t n_of[TX_DELTA_CLASSES + 1]) {
+  for (int32_t c = 0; c <= TX_DELTA_CLASSES; c++)
+    n_of[c] = 0;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  for (int32_t k = 0; k < n; k += 16) {
+    const uint32_t there = n - k < 16 ? (1u << (n - k)) - 1u : 0xffff;
+    const __m256i class_of = _mm256_loadu_si256((const __m256i *)(b->class_of + k));
+    const __m512i at = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(b->at + k)));
+    for (int32_t c = 0; c <= TX_DELTA_CLASSES; c++) {
+      const uint32_t of = _mm256_cmpeq_epi16_mask(class_of, _mm256_set1_epi16((int16_t)c)) & there;
+      const __m512i those = _mm512_maskz_compress_epi32((__mmask16)of, at);
+      _mm256_storeu_si256((__m256i *)(b->listed[c] + n_of[c]), _mm512_cvtepi32_epi16(those));
+      n_of[c] += __builtin_popcount(of);
+    }
+  }
+#else
+  for (int32_t k = 0; k < n; k++) {
+    const int32_t c = b->class_of[k];
+    b->listed[c][n_of[c]++] = b->at[k];
+  }
+#endif
+}
+
+/* Counts the ones of n + 1 masks anew. */
+TX_FN void tx_delta_count(tx_delta_block *b, int64_t numel, const int32_t n, uint32_t *ones) {
+  for (int32_t c = 0; c <= n; c++) {
+    ones[c] = 0;
+    for (int64_t w = 0; 64 * w < numel; w++) {
+      b->before[c][w] = (uint16_t)ones[c];
+      ones[c] += (uint32_t)__builtin_popcountll(b->masks[c][w]);
+    }
+  }
+}
+
+/* The places of n of a class in it, in the place of their positions in the block. */
+TX_FN void tx_delta_places(const tx_delta_block *b, int32_t c, uint16_t *list, int32_t n) {
+  const uint64_t *mask = b->masks[c];
+  const uint16_t *before = b->before[c];
+  for (int32_t k = 0; k < n; k++) {
+    const uint32_t at = list[k], w = at >> 6;
+    const uint64_t under = mask[w] & ((UINT64_C(1) << (at & 63)) - 1u);
+    list[k] = (uint16_t)(before[w] + (uint32_t)__builtin_popcountll(under));
+  }
+}
+
+/* Lists the positions of a word's ones, of which there are so many. There is space for 3 more. */
+TX_FN void tx_delta_list_word(uint64_t word, int32_t ones, int64_t first, uint16_t *at) {
+  const uint64_t some = UINT64_C(1) << 63;
+  uint64_t hits = word, second = hits & (hits - 1u), left = second & (second - 1u);
+  at[0] = (uint16_t)(first + __builtin_ctzll(hits | some)); /* most words have no more: no branch */
+  at[1] = (uint16_t)(first + __builtin_ctzll(second | some));
+  at[2] = (uint16_t)(first + __builtin_ctzll(left | some));
+  for (int32_t i = 3; i < ones; i++) {
+    left &= left - 1u;
+    at[i] = (uint16_t)(first + __builtin_ctzll(left));
+  }
+}
+
+/* The positions of all ones of a block: how many. */
+TX_FN int32_t tx_delta_list(const uint64_t *bits, int64_t n, uint16_t *at, tx_delta_ahead *ahead) {
+  int32_t found = 0;
+  for (int64_t w = 0; 64 * w < n; w++) {
+    if (w % 2) tx_delta_fetch(ahead);
+    const int32_t ones = __builtin_popcountll(bits[w]);
+    tx_delta_list_word(bits[w], ones, 64 * w, at + found);
+    found += ones;
+  }
+  return found;
+}
+
+/* The same where most words have none. */
+TX_FN int32_t tx_delta_list_few(const uint64_t *bits, int64_t n, uint16_t *at) {
+  int32_t found = 0;
+  for (int64_t w = 0; 64 * w < n; w++) {
+    for (uint64_t hits = bits[w]; hits; hits &= hits - 1u)
+      at[found++] = (uint16_t)(64 * w + __builtin_ctzll(hits));
+  }
+  return found;
+}
+
+#if defined(__BMI2__) /* and not where processors are slow at it, as older ones are */
+
+/* The positions of what changed in a block, in n classes and outside of them. flips: of each class. */
+TX_FN int32_t tx_delta_unpack(tx_delta_block *b, int64_t numel, const uint64_t *flips, const int32_t n,
+                              tx_delta_ahead *ahead) {
+  int32_t found = 0;
+  for (int64_t w = 0; 64 * w < numel; w++) {
+    uint64_t word = b->unsure[w];
+    tx_delta_fetch(ahead);
+    for (int32_t c = 0; c < n; c++) {
+      const uint32_t at = b->before[c][w];
+      const uint64_t *from = b->packed[c] + (at >> 6);
+      const uint64_t part = from[0] >> (at & 63) | from[1] << 1 << (~at & 63);
+      word |= _pdep_u64(part ^ flips[c], b->masks[c][w]);
+    }
+    const int32_t ones = __builtin_popcountll(word);
+    tx_delta_list_word(word, ones, 64 * w, b->at + found);
+    found += ones;
+  }
+  return found;
+}
+
+#else
+
+/* Which bit of a word has n ones below it; there are more: its byte by the sums of bytes, its place there by the sums
+ * of bits. */
+TX_FN int32_t tx_delta_select(uint64_t word, uint32_t n) {
+  const uint64_t ones = UINT64_C(0x0101010101010101);
+  uint64_t sums = word - (word >> 1 & (ones * 0x55));
+  sums = (sums & (ones * 0x33)) + (sums >> 2 & (ones * 0x33));
+  sums = ((sums + (sums >> 4)) & (ones * 0x0f)) * ones;                      /* byte i: ones in bytes 0 ... i */
+  const uint64_t past = ((ones * 0x80 | (ones * n)) - sums) & (ones * 0x80); /* byte i: it has no more than n */
+  const int32_t byte = (int32_t)((past >> 7) * ones >> 56) * 8;
+  const uint64_t before = sums << 8 >> byte & 0xff;
+  uint64_t bits = (word >> byte & 0xff) * ones & UINT64_C(0x8040201008040201);
+  bits = (((bits + (ones * 0x7f)) | bits) >> 7 & ones) * ones; /* byte i: ones in bits 0 ... i */
+  const uint64_t under = ((ones * 0x80 | (ones * (n - before))) - bits) & (ones * 0x80); /* no more than n - before */
+  return byte + (int32_t)((under >> 7) * ones >> 56);
+}
+
+/* The word of the weight before which so many of the class come; not before word w. */
+TX_FN int64_t tx_delta_word_of(const uint16_t *before, uint32_t place, int64_t w) {
+#if defined(__AVX2__)
+  const __m256i wanted = _mm256_set1_epi16((int16_t)place);
+  for (;; w += 16) {
+    const __m256i past = _mm256_cmpgt_epi16(_mm256_loadu_si256((const __m256i *)(before + w + 1)), wanted);
+    const uint32_t found = (uint32_t)_mm256_movemask_epi8(past);
+    if (found) return w + __builtin_ctz(found) / 2;
+  }
+#else
+  while (before[w + 1] <= place)
+    w++;
+  return w;
+#endif
+}
+
+#endif
+
+#endif
