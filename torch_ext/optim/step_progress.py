@@ -20,7 +20,9 @@ class StepProgress:
         for reducer in self._reducers:
             reducer.step_written()
 
-    def refused(self) -> None:
-        """The step raised."""
-        if not self.wrote:
+    def __enter__(self) -> "StepProgress":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or (issubclass(kind, Exception) and not self.wrote):
             self.written()

@@ -84,11 +84,9 @@ class Stepper:
             plan = self._make_plan(shards, active, grads)
         if plan is not None and plan.matrices is not None:
             plan.matrices.check_gradients(plan.of_matrices(grads), scalars[2])
-        progress = StepProgress(shards.reducers())
-        try:
+        with StepProgress(shards.reducers()) as progress:
             for again in (False, True):
                 if plan is None:
-                    progress.written()
                     return None
                 run = StepRun(plan, grads, hyper, scalars, states.counts, states.optimizer.on_external_write, progress)
                 try:
@@ -99,9 +97,6 @@ class Stepper:
                     if again:
                         raise RuntimeError(str(refusal)) from None
                     plan = self._make_plan(shards, active, grads)
-        except Exception:
-            progress.refused()
-            raise
         return plan
 
     def current_hyper(self) -> param_groups.HyperparameterTable:
