@@ -140,6 +140,27 @@ def _expert(rank: int, strategy: str) -> str:
         return _refused(*_made(strategy), _ones(), keeps="p3")
 
 
+def _goes_on(rank: int, strategy: str) -> tuple[list[bytes], list[bytes]]:
+    """The weights as forwards see them after a step in which products were not finite, and after the next one."""
+
+    def breaks(task: Any) -> None:
+        if task.x.shape == SHAPES[1]:
+            task.x.fill_(torch.nan)
+
+    def whole() -> list[bytes]:
+        return bits([p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()])
+
+    model, optimizer = _made(strategy)
+    model(_ones()).backward()
+    with before_products(breaks), pytest.raises(RuntimeError, match="p1"):
+        optimizer.step()
+    optimizer.zero_grad()
+    first = whole()
+    model(_ones()).backward()
+    optimizer.step()
+    return first, whole()
+
+
 def _no_memory(rank: int, strategy: str) -> str:
     """The owner of a matrix raises; the others do not wait for it."""
 
@@ -170,7 +191,7 @@ def _in_backward(rank: int, strategy: str) -> str:
 
 
 _BODIES = (
-    *(_bytes, _measured, _differing, _same_shapes, _nonfinite, _products, _expert, _no_memory),
+    *(_bytes, _measured, _differing, _same_shapes, _nonfinite, _products, _expert, _goes_on, _no_memory),
     _in_backward,
 )
 
@@ -212,6 +233,12 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank(answers: Any) -> N
 def test_products_that_are_not_finite_are_named_on_every_rank(answers: Any) -> None:
     for message in answers[1][_products]:
         assert "p1" in message and "products of its Newton-Schulz iteration are not finite" in message
+
+
+def test_training_goes_on_with_the_same_weights_everywhere_where_products_were_not_finite(answers: Any) -> None:
+    (first, second), other = answers[1][_goes_on]
+    assert other == (first, second)
+    assert all(a != b for a, b in zip(first, second, strict=True))
 
 
 def test_a_stack_is_stepped_as_a_whole_or_not_at_all(answers: Any) -> None:

@@ -1,8 +1,12 @@
-"""Which reducers are told that a step begins and that it has written everything."""
+"""What a step tells: reducers, that it begins and that it has written everything; who called it, that it has not."""
 
 from collections.abc import Sequence
 
 from torch_ext.params.reducer_registry import GradientReducer
+
+
+class NotStepped(RuntimeError):
+    """Some parameters were not stepped, the same on every rank, which all know: the others were."""
 
 
 class StepProgress:

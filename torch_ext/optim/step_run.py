@@ -12,7 +12,7 @@ from torch_ext.optim.state import masters
 from torch_ext.optim.state.param_state import AllGatherTarget
 from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.step_plan import StepPlan
-from torch_ext.optim.step_progress import StepProgress
+from torch_ext.optim.step_progress import NotStepped, StepProgress
 from torch_ext.params.param_groups import HyperparameterTable
 from torch_ext.tensors import dense
 
@@ -47,6 +47,7 @@ class StepRun:
         """Steps everything that `in_backward` has not stepped; weights are on all ranks afterwards. lay_out: gradients
         may lie in any memory order. Raises ArgumentsRefused, or RuntimeError where something was stepped already."""
         plan = self._plan
+        not_stepped: NotStepped | None = None
         try:
             if plan.host is not None:
                 sample = self._on_external_write != "ignore"
@@ -68,7 +69,10 @@ class StepRun:
             plan.device.store_copies()
             if matrices is not None:
                 self._progress.wrote = True
-                matrices.run(self._counts, counted=self._row > 0)
+                try:
+                    matrices.run(self._counts, counted=self._row > 0)
+                except NotStepped as failure:
+                    not_stepped = failure  # the others' weights go to all ranks
                 self._gather([batch.gather for batch in plan.device.batches if batch.gather in plan.gathered_late])
         finally:
             if plan.host is not None:
@@ -78,6 +82,8 @@ class StepRun:
         self._progress.written()
         for work in self._gathers:
             work.result()
+        if not_stepped is not None:
+            raise not_stepped
 
     def _check_weights(self) -> None:
         """RuntimeError where checksums say that weights were modified outside the optimizer; nothing is stepped."""

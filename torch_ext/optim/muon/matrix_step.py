@@ -1,6 +1,7 @@
 """The step of Muon's matrices: what is refused, and who does what."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch_ext.optim.muon.whole_matrices import Replicated, ReplicatedRun, step_
 from torch_ext.optim.state import masters
 from torch_ext.optim.state.param_state import ParamState, refuse_grad
 from torch_ext.optim.state.write_check import FixedMemory
+from torch_ext.optim.step_progress import NotStepped
 from torch_ext.tensors import dense
 
 if TYPE_CHECKING:
@@ -29,6 +31,18 @@ class _GroupPlan(NamedTuple):
     owners: Owners
     first: dict[MatrixMember, int]  # the number of each parameter's first matrix
     exchange: Exchange | None  # of those that are cut
+
+
+def _all_of(runs: Sequence[Callable[[], None]]) -> None:
+    """Each, whatever others did not step."""
+    first: NotStepped | None = None
+    for run in runs:
+        try:
+            run()
+        except NotStepped as failure:
+            first = first or failure
+    if first is not None:
+        raise first
 
 
 class MatrixStep:
@@ -164,7 +178,8 @@ class MatrixRun:
         self._scalars, self._skipped = scalars, skipped
 
     def run(self, counts: Tensor, counted: bool) -> None:
-        """counts: `OptimizerStates.counts`. counted: a step that is skipped was counted already."""
+        """counts: `OptimizerStates.counts`. counted: a step that is skipped was counted already. NotStepped: of the
+        first parameter that was not."""
         if self._skipped:
             counts[0, 0] += int(not counted)
             return
@@ -178,9 +193,10 @@ class MatrixRun:
                 for plan in (self._plans[member.sharing.group],)
             ]
         )
+        runs: list[Callable[[], None]] = []
         for group, plan in self._plans.items():
             cut = {m: g for m, g in self._grads.items() if m.sharing and m.sharing.group is group and m.sharing.runs}
             if plan.exchange is not None:
-                CutRun(plan.exchange, self._products, cut, scalars).run()
-        replicated.finish()
-        step_alone({m: g for m, g in self._grads.items() if m.sharing is None}, self._products, scalars)
+                runs.append(CutRun(plan.exchange, self._products, cut, scalars).run)
+        alone = {m: g for m, g in self._grads.items() if m.sharing is None}
+        _all_of([*runs, replicated.finish, partial(step_alone, alone, self._products, scalars)])

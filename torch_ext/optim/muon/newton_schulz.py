@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_ext.native import constants, library, structs
 from torch_ext.native import dtypes as native_dtypes
 from torch_ext.optim.muon.hyper import ITERATIONS
+from torch_ext.optim.step_progress import NotStepped
 
 RESTART = {torch.float32: 0, torch.bfloat16: 3}
 """Steps of the Gram iteration after which it begins anew; 0: never."""
@@ -24,7 +25,7 @@ _TAME = 2.0**40  # norms up to it, and from its reciprocal on, are squared in fp
 _REFUSED = "torch could not multiply its matrices, for lack of memory as a rule"
 
 
-class NonFiniteProducts(RuntimeError):
+class NonFiniteProducts(NotStepped):
     """Of a matrix and a norm that are finite, which no legal iteration makes."""
 
 

@@ -16,6 +16,7 @@ from torch_ext.optim.muon.matrix_member import MatrixMember, StepScalars
 from torch_ext.optim.muon.newton_schulz import NON_FINITE, NonFiniteProducts
 from torch_ext.optim.muon.owners import Owners
 from torch_ext.optim.muon.products import Part, Products
+from torch_ext.optim.step_progress import NotStepped
 
 
 def step_alone(grads: dict[MatrixMember, Tensor], products: Products, scalars: StepScalars) -> None:
@@ -39,9 +40,10 @@ def step_alone(grads: dict[MatrixMember, Tensor], products: Products, scalars: S
             raise failure_of(member, failed[member])
 
 
-def failure_of(member: MatrixMember, error: Exception) -> Exception:
+def failure_of(member: MatrixMember, error: Exception) -> NotStepped:
     """What is raised of a parameter that was not stepped."""
-    return type(error)(f"{member.name}: {error}; its weights are as they were, and other parameters are stepped")
+    kind = NonFiniteProducts if isinstance(error, NonFiniteProducts) else NotStepped
+    return kind(f"{member.name}: {error}; its weights are as they were, and other parameters are stepped")
 
 
 def _part(member: MatrixMember, i: int, momentum: Tensor) -> Part:
