@@ -155,8 +155,8 @@ TX_API void tx_cycle_fail(tx_cycle *cycle, const char *text);
 TX_API tx_cycle_answer tx_cycle_check_step(tx_cycle *cycle, const uint8_t *grads);
 
 /* A step is about to write the first weight or state. One that raises, or is interrupted, before tx_cycle_stepped
- * leaves weights of two steps, on this rank alone: where there are others, the next tx_cycle_begin or tx_cycle_check_step fails for good and
- * says so (tx_cycle_partly_stepped). */
+ * leaves weights of two steps, on this rank alone: where there are others, the next tx_cycle_begin or
+ * tx_cycle_check_step fails for good and says so (tx_cycle_partly_stepped). */
 TX_API void tx_cycle_stepping(tx_cycle *cycle);
 
 /* The gather of a bucket's weights has begun: TX_DO_WEIGHTS comes for each, in this order. Returns its `message`. */
