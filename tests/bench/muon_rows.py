@@ -20,8 +20,8 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def matrices(model: Shapes) -> Shapes:
-    """One of each shape that Muon steps: those of one block."""
-    return list(dict.fromkeys(shape for shape in model if len(shape) == 2 and max(shape) <= _LARGEST))
+    """All that Muon steps."""
+    return [shape for shape in model if len(shape) == 2 and max(shape) <= _LARGEST]
 
 
 class Passes:
