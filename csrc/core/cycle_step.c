@@ -7,8 +7,7 @@
 
 static const char kUnfinished[] =
     "step() was interrupted, or raised, when it had perhaps stepped some of the parameters: this rank's weights are "
-    "not "
-    "the other ranks' any more. Load a checkpoint";
+    "not those of the other ranks any more. Load a checkpoint";
 
 void tx_cycle_notice_unfinished_step(tx_cycle *c) {
   if (!c->stepping || c->args.world == 1 || tx_cycle_has_failed(c)) return;

@@ -278,8 +278,11 @@ def _is_interrupted(rank: int, world: int, strategy: str) -> tuple[list[Any], li
     model.register_forward_pre_hook(lambda *_: seen.append(_weights(model)))
     for step in range(3):
         model([g.to(BF16) for g in noise(step, rank, SHAPES)]).backward()
+        time.sleep(LATE[rank] if step == 0 else 0)
         with _interrupted(rank, "weights of") if step == 0 else contextlib.nullcontext():
             optimizer.step()
+        if step == 0:  # as a loop that saves when it is interrupted
+            seen.append([w.clone() for w in model.state_dict().values()])
         optimizer.zero_grad()
     model([g.to(BF16) for g in noise(3, rank, SHAPES)])
     return [[w.view(torch.int16).tolist() for w in weights] for weights in seen], [str(world)]

@@ -91,8 +91,10 @@ class ParallelModule(torch.nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's. Under optim and optim_grads its tensors are the weights' memory, but have storages of their own:
         the version counters of the parameters do not count what is written to them."""
-        found = super().state_dict(*args, **kwargs)
         reducer = None if (attached := _attached.get(self)) is None else attached.reducer
+        if reducer is not None:
+            reducer.finish_weights()
+        found = super().state_dict(*args, **kwargs)
         if isinstance(reducer, BucketReducer) and reducer.exchange.weights is not None:
             reducer.exchange.weights.alone(found)
         return found
