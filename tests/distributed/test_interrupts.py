@@ -14,6 +14,7 @@ import ranks
 import strategies
 import torch
 from gradients import BF16, FP32, Given, noise, policy, whole_gradients
+from torch.nn.parallel import DistributedDataParallel
 from works import Work
 
 import torch_ext
@@ -264,6 +265,10 @@ def _model(strategy: str, dtypes: Any = None) -> Any:
     model: Any = Given(SHAPES, BF16)
     for i, dtype in (dtypes or {}).items():
         getattr(model, f"p{i}").data = getattr(model, f"p{i}").data.to(dtype)
+    if strategy == "DDP hook":
+        ddp = DistributedDataParallel(model)
+        torch_ext.register_comm_hook(ddp, policy(BF16))
+        return ddp
     return torch_ext.parallelize(model, policy(BF16, bucket_size=300), strategy=strategy)
 
 
@@ -314,17 +319,17 @@ def _half(rank: int, _world: int, strategy: str) -> list[str]:
             optimizer.step()
         except (KeyboardInterrupt, RuntimeError) as error:
             said.append(type(error).__name__)
-    optimizer.zero_grad()
-    for _ in range(2):
+    for again in ["step"] * (rank == 0) + ["backward"] * 2:
         try:
-            model(grads).backward()
+            optimizer.step() if again == "step" else model(grads).backward()
             said.append("goes on")
         except RuntimeError as error:
             said.append(str(error))
+        optimizer.zero_grad()
     return said
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", *SHARDED])
+@pytest.mark.parametrize("strategy", ["no_shard", *SHARDED, "DDP hook"])
 def test_a_rank_that_stepped_some_parameters_only_says_so_for_good(strategy: str) -> None:
     first, *others = ranks.run(2, _half, strategy, timeout=3.0)
     assert first[0] == "KeyboardInterrupt"
@@ -340,7 +345,7 @@ def _refused(rank: int, _world: int, strategy: str) -> bool:
         model([g.to(BF16) for g in noise(step, rank, SHAPES)]).backward()
         if step == 1:
             with torch.no_grad():
-                model.p0.add_(1)
+                next(model.parameters()).add_(1)
             with pytest.raises(RuntimeError):
                 optimizer.step()
             optimizer.resync_masters()
@@ -349,6 +354,6 @@ def _refused(rank: int, _world: int, strategy: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", *SHARDED])
+@pytest.mark.parametrize("strategy", ["no_shard", *SHARDED, "DDP hook"])
 def test_a_refused_step_is_no_failure(strategy: str) -> None:
     assert ranks.run(2, _refused, strategy) == [True, True]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torch_ext.params.reducer_registry import GradientReducer
+from torch_ext.params.reducer_registry import StepListener
 
 
 class NotStepped(RuntimeError):
@@ -11,18 +11,18 @@ class NotStepped(RuntimeError):
 
 class StepProgress:
     """Of one step. What raises in it before anything was written leaves every rank as it was; what raises, or
-    interrupts, later has parted this rank from the others, which its reducers remember."""
+    interrupts, later has parted this rank from the others, which they remember."""
 
-    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
-        self._reducers = reducers
+    def __init__(self, listeners: Sequence[StepListener]) -> None:
+        self._listeners = listeners
         self.wrote = False
-        for reducer in reducers:
-            reducer.step_begins()
+        for listener in listeners:
+            listener.step_begins()
 
     def written(self) -> None:
         """Everything, and all gathers have begun."""
-        for reducer in self._reducers:
-            reducer.step_written()
+        for listener in self._listeners:
+            listener.step_written()
 
     def __enter__(self) -> "StepProgress":
         return self

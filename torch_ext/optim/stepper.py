@@ -84,7 +84,7 @@ class Stepper:
             plan = self._make_plan(shards, active, grads)
         if plan is not None and plan.matrices is not None:
             plan.matrices.check_gradients(plan.of_matrices(grads), scalars[2])
-        with StepProgress(shards.reducers()) as progress:
+        with StepProgress(shards.listeners()) as progress:
             for again in (False, True):
                 if plan is None:
                     return None

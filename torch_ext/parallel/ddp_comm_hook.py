@@ -246,6 +246,9 @@ def register_comm_hook(
     (grad_comm_compression); how fast it is the ranks measure here, as `parallelize` does, or link_gbps says.
     transport: as in `parallelize`.
 
+    A step of this library's optimizers that was interrupted when some parameters were perhaps stepped is an error of
+    the next backward or step; those of torch.optim do not say.
+
     A copy of the model (deepcopy, AveragedModel, torch.save) has a copy of the hook's state, but, as with torch's
     hooks, reduces as DDP does without one until a hook is registered on it, too.
 

@@ -1,4 +1,5 @@
-"""No optimizer steps gradients of a DistributedDataParallel whose last backward with our hook raised."""
+"""Steps of a DistributedDataParallel with our hook: no optimizer steps gradients of a backward that raised, and a step
+of this library's optimizers that was interrupted half-way is remembered."""
 
 import weakref
 from collections.abc import Sequence
@@ -8,17 +9,18 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_ext.parallel.cycle import Cycle
-from torch_ext.params import param_groups
+from torch_ext.params import param_groups, reducer_registry
 
 
-class Guard:
-    """Knows what a hook's backwards left in the gradients of its parameters."""
+class Guard(reducer_registry.StepListener):
+    """Knows what a hook's backwards left in the gradients of its parameters, and whether their last step ended."""
 
     def __init__(self) -> None:
         self.cycle: Cycle | None = None
         """The hook's, once the ranks are connected."""
         self.failure: str | None = None
         """Why they could not be."""
+        self._stepping = False
         self._params: set[torch.Tensor] = set()
         # Parameters whose gradients no rank reduced, since one was not finite, these, and their versions.
         self._unreduced: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
@@ -29,6 +31,7 @@ class Guard:
         self._params = set(params)
         if _watching is None:
             _watching = register_optimizer_step_pre_hook(_before_step)
+        reducer_registry.listen(self, params)
         for other in [guard for guard in _alarmed if not self._params.isdisjoint(guard._params)]:
             _alarmed.discard(other)
 
@@ -39,9 +42,21 @@ class Guard:
         self._unreduced = [(p, weakref.ref(grad), grad._version) for p, grad in with_grads]
         _alarmed.add(self)
 
+    def step_begins(self) -> None:
+        if self.cycle is not None:
+            self.cycle.stepping()
+            self._stepping = True
+            _alarmed.add(self)  # an alarm before was not one, or the step would have been refused
+
+    def step_written(self) -> None:
+        if self.cycle is not None:
+            self.cycle.stepped()
+            self._stepping = False
+            _alarmed.discard(self)
+
     def refuse_step(self) -> None:
-        """RuntimeError where an exchange failed, or gradients are there of which backward said that they are not
-        finite."""
+        """RuntimeError where an exchange failed, the last step did not end, or gradients are there of which backward
+        said that they are not finite."""
         if self.cycle is None:
             raise RuntimeError(f"step() after an exchange that failed: {self.failure}")
         left = any(
@@ -50,7 +65,8 @@ class Guard:
         )
         if not left:
             self.cycle.zero(self.cycle.nonfinite())
-        if self.cycle.failure is not None or self.cycle.nonfinite():  # else the gradients are the user's own
+        # Else the gradients are the user's own.
+        if self._stepping or self.cycle.failure is not None or self.cycle.nonfinite():
             self.cycle.check_step()
 
     def has(self, params: set[torch.Tensor]) -> bool:

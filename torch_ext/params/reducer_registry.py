@@ -3,7 +3,7 @@
 import abc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +25,17 @@ class BucketStepper(Protocol):
 
     def stepped_in_backward(self) -> bool:
         """Whether something was stepped in backward, and step() was not called since."""
+
+
+class StepListener(Protocol):
+    """Is told of the steps of its parameters."""
+
+    def step_begins(self) -> None:
+        """An optimizer is about to write weights: until `step_written`, a step that raises, or is interrupted, has
+        parted this rank from the others, which the next backward or step says."""
+
+    def step_written(self) -> None:
+        """All of them are written, or none, as the step was refused."""
 
 
 class GradientReducer(abc.ABC):
@@ -69,12 +80,9 @@ class GradientReducer(abc.ABC):
         """An optimizer is about to read the gradients: RuntimeError where it must not."""
 
     def step_begins(self) -> None:
-        """An optimizer is about to write weights: until `step_written`, a step that raises, or is interrupted, has
-        parted this rank from the others, which the next backward or step says."""
         return  # not every reducer has other ranks
 
     def step_written(self) -> None:
-        """All of them are written, or none, as the step was refused."""
         return
 
     def finish_weights(self) -> None:
@@ -138,8 +146,49 @@ class GradientReducer(abc.ABC):
         """Drops the gradients of these parameters, except `.grad` itself."""
 
 
-# Not an attribute of the parameter, which would be pickled with it.
-_owners: "dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[GradientReducer]]]" = {}
+Known = TypeVar("Known")
+
+
+class _Registry(Generic[Known]):
+    """Of each parameter the object that reduces its gradient, or that asked for it; neither is kept alive. Not an
+    attribute of the parameter, which would be pickled with it."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Known]]] = {}
+
+    def add(self, known: Known, params: Iterable[torch.Tensor]) -> None:
+        """Until `remove`, or its end."""
+        _changed()
+        keys = []
+        for param in params:
+            self._entries[id(param)] = (weakref.ref(param), weakref.ref(known))
+            keys.append(id(param))
+        weakref.finalize(known, self._forget, keys, weakref.ref(known))
+
+    def remove(self, known: Known) -> None:
+        entries = list(self._entries.items())  # one may end, and be forgotten, meanwhile
+        self._forget([key for key, (_, ref) in entries if ref() is known], weakref.ref(known))
+
+    def _forget(self, keys: list[int], known: "weakref.ref[Known]") -> None:
+        _changed()
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None and entry[1]() in (None, known()):
+                del self._entries[key]
+
+    def of(self, param: torch.Tensor) -> Known | None:
+        entry = self._entries.get(id(param))
+        return entry[1]() if entry is not None and entry[0]() is param else None
+
+    def of_all(self, params: Iterable[torch.Tensor]) -> Iterator[Known]:
+        """Each once."""
+        seen: set[int] = set()
+        for param in params:
+            known = self.of(param)
+            if known is not None and id(known) not in seen:
+                seen.add(id(known))
+                yield known
+
 
 generation = 0
 """Changes whenever any parameter gets another reducer, or a reducer changes its layout. What an optimizer knows of
@@ -157,41 +206,17 @@ def laid_out_anew(owner: GradientReducer) -> None:
     _changed()
 
 
-def register(owner: GradientReducer, params: Iterable[torch.Tensor]) -> None:
-    """The owner reduces these parameters' gradients, until `unregister` or its end."""
-    _changed()
-    keys = []
-    for param in params:
-        _owners[id(param)] = (weakref.ref(param), weakref.ref(owner))
-        keys.append(id(param))
-    weakref.finalize(owner, _forget, keys, weakref.ref(owner))
+_owners = _Registry[GradientReducer]()
+register, unregister = _owners.add, _owners.remove
+owner_of, owners_of = _owners.of, _owners.of_all
+"""register(owner, params): the owner reduces their gradients, until unregister(owner) or its end. owner_of(param): the
+reducer of its gradient, or None; owners_of(params): each once."""
+
+_listeners = _Registry[StepListener]()
+listen = _listeners.add
+"""listen(listener, params): is told of their steps, until its end, as their reducers are."""
 
 
-def unregister(owner: GradientReducer) -> None:
-    """Forgets the owner's parameters."""
-    entries = list(_owners.items())  # an owner may end, and be forgotten, meanwhile
-    _forget([key for key, (_, known) in entries if known() is owner], weakref.ref(owner))
-
-
-def _forget(keys: "list[int]", owner: "weakref.ref[GradientReducer]") -> None:
-    _changed()
-    for key in keys:
-        entry = _owners.get(key)
-        if entry is not None and entry[1]() in (None, owner()):
-            del _owners[key]
-
-
-def owner_of(param: torch.Tensor) -> GradientReducer | None:
-    """The reducer of the parameter's gradient, or None."""
-    entry = _owners.get(id(param))
-    return entry[1]() if entry is not None and entry[0]() is param else None
-
-
-def owners_of(params: Iterable[torch.Tensor]) -> Iterator[GradientReducer]:
-    """Each owner once."""
-    seen: set[int] = set()
-    for param in params:
-        owner = owner_of(param)
-        if owner is not None and id(owner) not in seen:
-            seen.add(id(owner))
-            yield owner
+def step_listeners(params: Sequence[torch.Tensor]) -> "list[weakref.ref[StepListener]]":
+    """Reducers and others, each once."""
+    return [weakref.ref(known) for registry in (_owners, _listeners) for known in registry.of_all(params)]

@@ -11,7 +11,7 @@ from torch_ext.comm import group_calls
 from torch_ext.grads.norm import NormGroup
 from torch_ext.params import reducer_registry
 from torch_ext.params.local_shard import LocalShard, is_dtensor, of_dtensor, tensor_of
-from torch_ext.params.reducer_registry import GradientReducer
+from torch_ext.params.reducer_registry import GradientReducer, StepListener
 from torch_ext.tensors import offload_guard
 
 
@@ -35,12 +35,12 @@ class ShardMap:
         self.cut = any(o is not None and not is_dtensor(p) for p, o in zip(params, self.owners, strict=True))
         """Whether this rank steps flat parts of some."""
         self._tensors = self._local_tensors()
-        self._reducers = {weakref.ref(o) for o in set(owners) if o is not None}
+        self._listeners = reducer_registry.step_listeners(params)
         self._ranks = {o.ranks for o in set(owners) if o is not None}
 
-    def reducers(self) -> list[GradientReducer]:
-        """Of the parameters' gradients."""
-        return [reducer for ref in self._reducers if (reducer := ref()) is not None]
+    def listeners(self) -> list[StepListener]:
+        """What is told of a step of these parameters."""
+        return [listener for ref in self._listeners if (listener := ref()) is not None]
 
     def refuse_mixed(self) -> None:
         """RuntimeError where gradients are reduced over different sets of ranks: their norms would differ by rank."""
@@ -65,7 +65,7 @@ class ShardMap:
         if generation != self._generation:
             if _layouts(list(map(reducer_registry.owner_of, params))) != self._layouts:
                 return False
-            self._generation = generation
+            self._generation, self._listeners = generation, reducer_registry.step_listeners(params)
         if not self._tensors:
             return True
         return list(map(Tensor.data_ptr, self._local_tensors())) == list(map(Tensor.data_ptr, self._tensors))
