@@ -147,8 +147,9 @@ tx_status run(const tx_cuda_scope *scope, const tx_adamw_args *a, const tx_cuda_
     return tx_fail(error, TX_ERROR_BAD_STATE,
                    "the stream is being captured, and lr would stay what it is now in every replay; pass it as a "
                    "tensor in lrs");
+  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
   for (int64_t i = 0; i < a->n; i++)
-    if (has_extras(a, i)) return step_all<tx_extras_table>(scope, a, samples, error);
+    if (tx_has_extras(left, i)) return step_all<tx_extras_table>(scope, a, samples, error);
   return step_all<tx_plain_table>(scope, a, samples, error);
 }
 

@@ -3,6 +3,7 @@
 #define TX_CUDA_ADAMW_ENTRY_H
 
 #include "cuda/adamw_table.h"
+#include "cuda/extras_entry.h"
 #include "cuda/vectors.h"
 
 extern "C" {
@@ -57,24 +58,10 @@ void describe(tx_plain_entry &e, const tx_adamw_args *a, int64_t i) {
   e.master_alignment = (uint8_t)tx_alignment_of(e.master);
 }
 
-/* Whether the step is to leave anything of parameter i behind. */
-bool has_extras(const tx_adamw_args *a, int64_t i) {
-  return tx_at_or_none(a->changed, i).numel || tx_at_or_none(a->emas, i).numel || tx_at_or_none(a->healths, i).numel;
-}
-
 void describe(tx_extras_entry &e, const tx_adamw_args *a, int64_t i) {
-  const tx_tensor ema = tx_at_or_none(a->emas, i), lows = tx_at_or_none(a->ema_lows, i);
+  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
   describe(static_cast<tx_plain_entry &>(e), a, i);
-  tx_entry_extras &x = e.extras;
-  x.changed = (uint8_t *)data_of(tx_at_or_none(a->changed, i));
-  x.moved = data_of(tx_at_or_none(a->moved, i));
-  x.distances = (uint8_t *)data_of(tx_at_or_none(a->distances, i));
-  x.ema = data_of(ema);
-  x.ema_lows = (uint8_t *)data_of(lows);
-  x.health = (unsigned long long *)data_of(tx_at_or_none(a->healths, i));
-  x.ema_dtype = (uint8_t)ema.dtype;
-  x.ema_alignment = (uint8_t)tx_alignment_of(x.ema);
-  x.ema_lows_alignment = (uint8_t)tx_alignment_of(x.ema_lows);
+  e.extras = tx_extras_of(left, i, 0);
 }
 
 /* What of a call only some launches know. */

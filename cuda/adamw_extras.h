@@ -8,9 +8,7 @@
 #include "cuda/adamw_suspects.h"
 #include "cuda/adamw_table.h"
 #if TX_STEP_EXTRAS
-#include "cuda/extras_changes.h"
-#include "cuda/extras_ema.h"
-#include "cuda/extras_health.h"
+#include "cuda/extras_vector.h"
 #else
 #include "cuda/extras_weights.h"
 #endif
@@ -67,14 +65,7 @@ __device__ __forceinline__ void mark_taken_over(const tx_step_table &t) {
 __device__ __forceinline__ void note_vector(const tx_step_table &t, const tx_step_entry &e, const extras_of_tensor &w,
                                             const tx_here &here, bool written, const tx_vector_weights &before,
                                             const tx_vector_weights &now, const tx_dtype param, const tx_dtype master) {
-  const tx_entry_extras &x = e.extras;
-  if (x.changed || x.health) {
-    const tx_vector_change change = tx_change_of(before, now, here.count, param, master);
-    if (x.changed) tx_note_change(x, here, change, written);
-    if (x.distances) tx_note_distances(x.distances, here, before, now, param, master);
-    if (x.health) tx_health_take(before, now, here.count, change.bits, param, master);
-  }
-  if (x.ema && w.turn.averages) tx_average_vector(x, here, w.turn, t.common.ema_weight, now, param, master);
+  tx_leave_vector(e.extras, here, w.turn, t.common.ema_weight, written, before, now, param, master);
 }
 
 #else

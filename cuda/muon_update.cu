@@ -1,102 +1,29 @@
 /* Muon's second pass on the device; see tx_muon_update. A matrix is an entry of its own: it has its own rate, and may
  * begin anywhere. */
-#include "csrc/math/muon.h"
-#include "csrc/math/remainder.h"
-#include "cuda/device_scalars.h"
 #include "cuda/external_writes_notes.h"
-#include "cuda/launch.h"
-#include "cuda/vector_forms.h"
-
-extern "C" {
-#include "csrc/ops/operator_checks.h"
-#include "csrc/ops/tensor.h"
-}
+#include "cuda/extras_entry.h"
+#include "cuda/muon_entry.h"
 
 namespace {
 
-struct entry {
-  int64_t numel;
-  void *param, *master; /* NULL: there is none */
-  const void *update, *step;
-  int64_t id, start;
-  float lr, decay;
-  uint8_t param_dtype, master_dtype, update_dtype;
-  uint8_t param_alignment, master_alignment, update_alignment;
+struct entry : tx_muon_entry {
+  tx_muon_one_rate rate;
 };
-struct common {
-  uint64_t seed;
-  int32_t rounding;
-};
-typedef tx_table<common, entry> table;
-
-/* Masters that remainders and weights make. */
-__device__ __forceinline__ void join(float (&p)[TX_VECTOR], const entry &e, int64_t first, int32_t count) {
-  uint32_t weights[TX_VECTOR_WORDS(2)], remainders[TX_VECTOR_WORDS(2)];
-  tx_read_vector<2>(weights, (const char *)e.param + 2 * first, e.param_alignment, count);
-  tx_read_vector<2>(remainders, (const char *)e.master + 2 * first, e.master_alignment, count);
-#pragma unroll
-  for (int i = 0; i < TX_VECTOR; i++)
-    p[i] = tx_remainder_decode((uint16_t)tx_half(weights[i / 2], i % 2), (int16_t)tx_half(remainders[i / 2], i % 2));
-}
-
-__device__ __forceinline__ void split(const float (&p)[TX_VECTOR], const entry &e, int64_t first, int32_t count) {
-  uint16_t weights[TX_VECTOR], remainders[TX_VECTOR];
-#pragma unroll
-  for (int i = 0; i < TX_VECTOR; i++) {
-    const tx_remainder_halves halves = tx_remainder_split(p[i]);
-    weights[i] = (uint16_t)(halves.upper >> 16);
-    remainders[i] = (uint16_t)halves.lower;
-  }
-  tx_write_halves(weights, e.param, e.param_alignment, first, count);
-  tx_write_halves(remainders, e.master, e.master_alignment, first, count);
-}
-
-__device__ __forceinline__ void write_weights(const float (&p)[TX_VECTOR], const entry &e, const common &all,
-                                              int64_t first, int32_t count) {
-  tx_raw raw;
-  uint32_t u[TX_VECTOR] = {};
-  const int rounded = !e.master && e.param_dtype != TX_F32 && all.rounding != TX_NEAREST;
-  if (rounded) {
-    const int64_t step = (int64_t)tx_read_value<float>(e.step) + 1;
-    const tx_noise noise = tx_noise_at(all.seed, e.id, TX_LANE_PARAM, step, e.start);
-    tx_thresholds(u, noise, (uint32_t)first, 0, all.rounding);
-  }
-  if (e.param_dtype == TX_F32) {
-    tx_plain_raw(raw, p, u, 0, TX_F32);
-  } else if (e.param_dtype == TX_BF16) {
-    tx_plain_raw(raw, p, u, rounded, TX_BF16);
-  } else {
-    tx_plain_raw(raw, p, u, rounded, TX_F16);
-  }
-  tx_write_raw(raw, e.param, e.param_dtype == TX_F32 ? 4 : 2, e.param_alignment, first, count);
-}
-
-__device__ __forceinline__ void step_vector(const entry &e, const common &all, int64_t first, int32_t count) {
-  const bool joined = e.master_dtype == TX_I16, wide = e.master_dtype == TX_F32;
-  float o[TX_VECTOR], p[TX_VECTOR];
-  tx_read_floats(o, e.update, (tx_dtype)e.update_dtype, e.update_alignment, first, count);
-  if (joined) {
-    join(p, e, first, count);
-  } else if (wide) {
-    tx_read_floats(p, e.master, TX_F32, e.master_alignment, first, count);
-  } else {
-    tx_read_floats(p, e.param, (tx_dtype)e.param_dtype, e.param_alignment, first, count);
-  }
-#pragma unroll
-  for (int i = 0; i < TX_VECTOR; i++)
-    p[i] = tx_muon_step(e.lr, e.decay, p[i], o[i]);
-  if (joined) return split(p, e, first, count);
-  if (wide) tx_write_floats(p, e.master, TX_F32, e.master_alignment, first, count);
-  write_weights(p, e, all, first, count);
-}
+typedef tx_table<tx_muon_rounding, entry> table;
 
 __global__ void __launch_bounds__(TX_BLOCK_THREADS) update(const __grid_constant__ table t) {
   const int64_t tiles = tx_table_tiles(t);
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
     const tx_tile tile = tx_table_tile(t, number);
+    const entry &e = t.entries[tile.tensor];
     for (int32_t round = 0; round < tx_rounds(tile.count); round++) {
       const tx_share share = tx_share_of_tile(tile.count, round, tx_lane_id());
-      if (share.count > 0) step_vector(t.entries[tile.tensor], t.common, tile.begin + share.first, share.count);
+      const int64_t first = tile.begin + share.first;
+      tx_muon_stored was, is;
+      if (share.count <= 0) continue;
+      tx_muon_read(was, e, first, share.count);
+      tx_muon_step_vector(is, was, e, t.common, e.rate, first, share.count);
+      tx_muon_write(is, e, first, share.count);
     }
   }
 }
@@ -127,71 +54,45 @@ tx_status count_steps(const tx_cuda_scope *scope, const tx_muon_update_args *a, 
 
 /* -- the call ------------------------------------------------------------------------------------------------------ */
 
-/* The matrix of row k of parts. */
-entry entry_of(const tx_muon_update_args *a, int64_t k) {
-  const int64_t i = a->parts[k].tensor, begin = a->parts[k].begin;
-  const bool last = k + 1 == a->n_parts || a->parts[k + 1].tensor != i;
-  const tx_tensor master = tx_at_or_none(a->masters, i);
-  const tx_meta meta = tx_meta_of(a->meta, i);
-  entry e = {};
-  e.numel = (last ? a->params[i].numel : a->parts[k + 1].begin) - begin;
-  e.param = tx_advanced(a->params[i], begin);
-  e.master = master.numel ? tx_advanced(master, begin) : NULL;
-  e.update = tx_advanced(a->updates[i], begin);
-  e.step = a->steps[i].data;
-  e.id = meta.id;
-  e.start = tx_element_at(meta, begin);
-  e.lr = (float)a->rates[k].lr;
-  e.decay = (float)a->rates[k].decay;
-  e.param_dtype = (uint8_t)a->params[i].dtype;
-  e.master_dtype = (uint8_t)(master.numel ? master.dtype : TX_NONE);
-  e.update_dtype = (uint8_t)a->updates[i].dtype;
-  e.param_alignment = (uint8_t)tx_alignment_of(e.param);
-  e.master_alignment = (uint8_t)tx_alignment_of(e.master);
-  e.update_alignment = (uint8_t)tx_alignment_of(e.update);
-  return e;
-}
-
 tx_status step_all(const tx_cuda_scope *scope, const tx_muon_update_args *a, tx_error *error) {
   static const char name[] = "Muon's update";
   table t;
-  t.common = common{a->seed, a->weight_rounding};
+  t.common = tx_muon_rounding_of(a);
   tx_table_begin(&t, 4 * TX_ROUND);
   for (int64_t k = 0; k < a->n_parts; k++) {
-    const entry e = entry_of(a, k);
+    entry e = {};
+    static_cast<tx_muon_entry &>(e) =
+        tx_muon_entry_of(a, a->parts[k].tensor, a->parts[k].begin, tx_muon_part_end(a, k));
+    e.rate.rate = tx_muon_rate_at(a, k);
     if (tx_table_add(&t, e)) continue;
     TX_FORWARD(tx_cuda_launch(scope, update, t, name, error));
     tx_table_begin(&t, 4 * TX_ROUND);
     (void)tx_table_add(&t, e);
   }
-  TX_FORWARD(tx_cuda_launch(scope, update, t, name, error));
-  return count_steps(scope, a, error);
+  return tx_cuda_launch(scope, update, t, name, error);
 }
 
-/* No kernel of Muon's has these. */
-tx_status refuse_left_behind(const tx_muon_update_args *a, tx_error *error) {
-  for (int64_t i = 0; i < a->n; i++) {
-    if (!tx_at_or_none(a->changed, i).numel && !tx_at_or_none(a->emas, i).numel && !tx_at_or_none(a->healths, i).numel)
-      continue;
-    return tx_fail(error, TX_ERROR_UNAVAILABLE,
-                   "params[%lld] is to leave changes, an average or its health behind (changed, emas, healths), for "
-                   "which Muon's update has no kernel for GPUs yet; none is legal there",
-                   (long long)i);
-  }
-  return TX_OK;
+/* Weights that others wrote to, and the step. */
+tx_status step(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_external_lists &lists,
+               const tx_cuda_call *call, tx_error *error) {
+  unsigned long long *const resynced = (unsigned long long *)(a->resynced.numel ? a->resynced.data : NULL);
+  const tx_left_behind left = TX_LEFT_BEHIND_OF(a);
+  for (int64_t i = 0; i < a->n; i++)
+    if (tx_has_extras(left, i)) return tx_muon_step_noted(scope, a, call, error);
+  if (a->on_external_write == TX_EXTERNAL_RESYNC)
+    TX_FORWARD(tx_external_checksum(scope, lists, TX_CHECKSUM_RESYNC, resynced, 0, call, error));
+  return step_all(scope, a, error);
 }
 
 tx_status run(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call, tx_error *error) {
   const tx_external_lists lists = {a->n, a->params, a->masters, a->checksums};
-  unsigned long long *const resynced = (unsigned long long *)(a->resynced.numel ? a->resynced.data : NULL);
   if (scope->capturing)
     return tx_fail(error, TX_ERROR_BAD_STATE,
                    "the stream is being captured, and rates would stay what they are now in every replay; Muon's "
                    "update is not captured yet");
   if (a->on_external_write == TX_EXTERNAL_CHECK) return tx_external_refuse_written(scope, lists, call, error);
-  if (a->on_external_write == TX_EXTERNAL_RESYNC)
-    TX_FORWARD(tx_external_checksum(scope, lists, TX_CHECKSUM_RESYNC, resynced, 0, call, error));
-  TX_FORWARD(step_all(scope, a, error));
+  TX_FORWARD(step(scope, a, lists, call, error));
+  TX_FORWARD(count_steps(scope, a, error));
   return tx_external_checksum(scope, lists, TX_CHECKSUM_RENEW, NULL, 0, call, error);
 }
 
@@ -200,7 +101,6 @@ tx_status run(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx
 tx_status tx_cuda_muon_update(const tx_muon_update_args *args, const tx_cuda_call *call, tx_error *error) {
   tx_cuda_scope scope;
   TX_FORWARD(tx_check_muon_update(args, 0, error));
-  TX_FORWARD(refuse_left_behind(args, error));
   TX_FORWARD(tx_cuda_check_counter("resynced", args->resynced, error));
   TX_FORWARD(tx_cuda_enter(call, &scope, error));
   return tx_cuda_leave(&scope, run(&scope, args, call, error));

@@ -254,8 +254,8 @@ static int64_t tx_muon_update_run(const tx_muon_update_piece *a) {
   tx_weights before = {NULL, NULL};
   for (int64_t at = 0; at < a->n; at += TX_TILE) {
     const int64_t n = a->n - at < TX_TILE ? a->n - at : TX_TILE;
-    if (a->extras) before = tx_muon_before(a, at, n, &copy);
     if (in_place && tx_muon_in_part(&a->parts, &part, at, n) == n) {
+      if (a->extras) before = tx_muon_before(a, at, n, &copy);
       tx_muon_update_masters(a, &a->rates[part], at, n);
       if (a->extras) tx_muon_note(a, before, at, n);
       continue;
@@ -264,6 +264,7 @@ static int64_t tx_muon_update_run(const tx_muon_update_piece *a) {
     tx_muon_prefetch(param.memory + at * param.element_size, n * param.element_size, TX_MUON_AHEAD_UPDATE);
     if (a->master_dtype == TX_I16) tx_muon_prefetch((char *)a->master + at * 2, n * 2, TX_MUON_AHEAD_UPDATE);
     stale += tx_muon_look(a, at, n);
+    if (a->extras) before = tx_muon_before(a, at, n, &copy);
     tx_muon_update_tile(a, &param, &part, at, n);
     (void)tx_muon_checksums(a, at, n, TX_CHECKSUM_RENEW);
     if (a->extras) tx_muon_note(a, before, at, n);

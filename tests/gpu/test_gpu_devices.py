@@ -46,7 +46,7 @@ def several() -> None:
         pytest.skip("one GPU; two are needed")
 
 
-@pytest.mark.parametrize("sample", samples.ON_DEVICES, ids=lambda s: s.id)
+@pytest.mark.parametrize("sample", samples.DISPATCHED, ids=lambda s: s.id)
 def test_tensors_need_not_be_on_the_current_device(sample: samples.Sample) -> None:
     several()
     here = sample.make()

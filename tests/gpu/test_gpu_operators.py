@@ -39,7 +39,7 @@ def compare(operator: str, make: Callable[[], list[Any]], move: Callable[[torch.
 
 
 @pytest.mark.parametrize("move", [as_it_comes, off_by_one], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize("sample", samples.ON_DEVICES, ids=lambda s: s.id)
+@pytest.mark.parametrize("sample", samples.DISPATCHED, ids=lambda s: s.id)
 def test_a_call_has_the_cpus_bits(sample: Sample, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
     compare(sample.operator, sample.make, move)
 

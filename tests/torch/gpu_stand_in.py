@@ -217,6 +217,21 @@ def _on(device_type: int, index: int, t: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def without_pinned_memory() -> list[Any]:
+    """From now on, in this process: a torch for the CPU has none, and memory that is asked for so is not. Returns the
+    sizes that were."""
+    asked: list[Any] = []
+    made = torch.empty
+
+    def empty(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            asked.append(size)
+        return made(*size, **options)
+
+    torch.empty = empty  # type: ignore[assignment]
+    return asked
+
+
 def seen_beside(folder: pathlib.Path, code: str) -> dict[str, Any]:
     """What a process of its own printed as JSON that ran the code; its arguments are StandIn's, made in the folder."""
     library = cuda_library(folder)

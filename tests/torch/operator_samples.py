@@ -394,8 +394,6 @@ def bits(arguments: Sequence[Any]) -> list[bytes]:
 
 HOST_ONLY = ("muon_mirror_",)  # operators that no library for GPUs has
 DISPATCHED = [sample for sample in SAMPLES if sample.operator not in HOST_ONLY]
-NO_KERNEL = {("muon_update_", "leaving_changes_and_averages")}  # which the library for GPUs does not have yet
-ON_DEVICES = [sample for sample in DISPATCHED if (sample.operator, sample.name) not in NO_KERNEL]
 
 TABLES = {"groups", "meta", "slices", "offsets", "parts", "rates"}  # on the CPU wherever the other tensors are
 

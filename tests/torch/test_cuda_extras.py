@@ -17,19 +17,14 @@ RUN = f"""
 import json, os, sys
 sys.path[:0] = {[str(HELPERS), str(HELPERS.parent), str(gpu_stand_in.ROOT)]!r}
 import torch
-from gpu_stand_in import StandIn
+from gpu_stand_in import StandIn, without_pinned_memory
 stand_in = StandIn(*sys.argv[1:])
 import torch_ext
 from training import bits, policy_of
 from weight_sync import Engine, Layers
 
 os.urandom = lambda n: bytes(range(n))  # the name of a chain
-pinned = []
-def empty(*size, pin_memory=False, made=torch.empty, **options):
-    if pin_memory:  # a torch for the CPU has no such memory
-        pinned.append(size)
-    return made(*size, **options)
-torch.empty = empty
+pinned = without_pinned_memory()
 
 def made(policy, device, **options):
     model = Layers(policy).to(device)

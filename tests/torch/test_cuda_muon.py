@@ -1,8 +1,8 @@
 """Muon on a GPU, as Python drives it: the two passes by the library for GPUs, products by torch on the device, and what
-is not there yet is named before anything is written.
+a step leaves behind beside states.
 
-On a stand-in (see gpu_stand_in.py) whose arithmetic is the CPU's; tests/cuda/muon_test.cc shows that the passes' is
-that.
+On a stand-in (see gpu_stand_in.py) whose arithmetic is the CPU's; tests/cuda/muon_test.cc and muon_noted_test.cc show
+that the passes' is that.
 """
 
 import pathlib
@@ -14,10 +14,10 @@ import pytest
 HELPERS = pathlib.Path(gpu_stand_in.__file__).parent
 WORDS = ["fp32", "bf16", "bf16_remainder", "8bit"]
 RUN = f"""
-import json, sys
+import json, os, sys
 sys.path[:0] = {[str(HELPERS), str(gpu_stand_in.ROOT)]!r}
 import torch
-from gpu_stand_in import StandIn
+from gpu_stand_in import StandIn, without_pinned_memory
 stand_in = StandIn(*sys.argv[1:])
 import torch_ext
 torch.set_num_threads(1)
@@ -60,13 +60,35 @@ found["entries"] = sorted(entries)
 optimizer = made("cuda:1", ns_dtype=None)
 trained(optimizer, 1)
 found["dtype"] = optimizer.param_groups[0]["ns_dtype"]
-optimizer = made("cuda:1", ns_dtype=torch.float32, ema_decay=0.9)
-before = [p.detach().cpu().clone() for p in optimizer.param_groups[0]["params"]]
-try:
+
+without_pinned_memory()
+os.urandom = lambda n: bytes(range(n))  # the name of a chain
+
+class Model(torch.nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for i, shape in enumerate(SHAPES):
+            weight = torch.randn(shape, generator=generator).bfloat16().to(device)
+            self.register_parameter(f"p{{i}}", torch.nn.Parameter(weight))
+
+def left_behind(word, device):
+    model = Model(device)
+    options = {{"states": word, "ns_dtype": torch.float32, "split": {{"p3": 2}}, "ema_decay": 0.9}}
+    optimizer = torch_ext.Muon(model.named_parameters(), lr=0.05, **options)
+    publisher = torch_ext.WeightPublisher(model, optimizer)
+    trained(optimizer, 2)
+    optimizer.measure_health()
     trained(optimizer, 1)
-except RuntimeError as refusal:
-    found["refused"] = str(refusal)
-found["kept"] = all(map(torch.equal, before, [p.detach().cpu() for p in optimizer.param_groups[0]["params"]]))
+    average = {{str(k): t.cpu() for k, t in optimizer.ema_state_dict().items()}}
+    return bytes(publisher.publish()), average, optimizer.health().as_dict()
+
+for word in {WORDS!r}:
+    here, there = left_behind(word, "cpu"), left_behind(word, "cuda:1")
+    found[f"{{word}} delta"] = here[0] == there[0]
+    equal = [torch.equal(average, there[1][name]) for name, average in here[1].items()]
+    found[f"{{word}} average"] = len(equal) == len(SHAPES) and all(equal)
+    found[f"{{word}} health"] = here[2] == there[2] and len(there[2]) > len(SHAPES)
 print(json.dumps(found))
 """
 
@@ -91,6 +113,7 @@ def test_products_are_in_bf16_where_nobody_chose(found: dict[str, Any]) -> None:
     assert found["dtype"] == "bfloat16"
 
 
-def test_what_has_no_kernel_yet_is_named_and_nothing_is_written(found: dict[str, Any]) -> None:
-    assert "p0" in found["refused"] and "cuda:1" in found["refused"] and "ema_decay" in found["refused"]
-    assert found["kept"]
+@pytest.mark.parametrize("left", ["delta", "average", "health"])
+@pytest.mark.parametrize("word", WORDS)
+def test_what_a_step_leaves_behind_is_the_cpus(word: str, left: str, found: dict[str, Any]) -> None:
+    assert found[f"{word} {left}"]

@@ -105,7 +105,6 @@ class MatrixStep:
         skipped = found_inf.numel() > 0 and float(found_inf) != 0
         if on_external_write == "error":
             masters.refuse_modified([m.state for m in self._members if m.state.kinds.master])
-        sharing.refuse_left_behind([m.state for m in self._members])
         self._check_groups()
         self._products.reserve(self._members)
         self._make_plans()

@@ -1,6 +1,5 @@
 """How a parameter of Muon's lies on the ranks: whole on one, the same on all of them, or cut over them."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,17 +62,6 @@ def refuse(m: ParamState, form: MatrixForm) -> None:
             f"{m.name} has strides {tuple(whole.stride())}, and Muon takes rows that follow each other in memory: "
             "make the parameter from a contiguous tensor"
         )
-
-
-def refuse_left_behind(members: Sequence[ParamState]) -> None:
-    """RuntimeError for what the step on a GPU would leave behind."""
-    for m in members:
-        if m.weight.device.type != "cpu" and any(one is not None for one in m.left_behind()):
-            raise RuntimeError(
-                f"{m.name} is on {m.weight.device}, where Muon's update has no kernels yet that average (ema_decay), "
-                "measure (measure_health) or note what changed (WeightPublisher); nothing was stepped. On the CPU it "
-                "has, and so have groups with algorithm='adamw'"
-            )
 
 
 def _is_matrix(weight: Tensor, form: MatrixForm) -> bool:

@@ -1,0 +1,120 @@
+/* A lane's vector of weights in Muon's second pass: as it is stored, stepped, and rounded into what is stored. */
+#ifndef TX_CUDA_MUON_WEIGHTS_H
+#define TX_CUDA_MUON_WEIGHTS_H
+
+#include "csrc/math/muon.h"
+#include "csrc/math/remainder.h"
+#include "cuda/device_scalars.h"
+#include "cuda/vector_forms.h"
+
+/* Weights that lie one behind the other, with what steps them. */
+struct tx_muon_entry {
+  int64_t numel;
+  void *param, *master; /* NULL: there is none */
+  const void *update, *step;
+  int64_t id, start;
+  uint8_t param_dtype, master_dtype, update_dtype;
+  uint8_t param_alignment, master_alignment, update_alignment;
+};
+
+struct tx_muon_rounding {
+  uint64_t seed;
+  int32_t weights; /* tx_rounding of 16-bit ones without a master */
+};
+
+struct tx_muon_rate_f32 {
+  float lr, decay;
+};
+
+/* The same for a whole vector. */
+struct tx_muon_one_rate {
+  tx_muon_rate_f32 rate;
+  __device__ __forceinline__ tx_muon_rate_f32 of(int) const { return rate; }
+};
+
+/* The weight is not looked at beside an fp32 master. */
+struct tx_muon_stored {
+  tx_raw weight, master;
+};
+
+static __device__ __forceinline__ void tx_muon_read(tx_muon_stored &s, const tx_muon_entry &e, int64_t first,
+                                                    int32_t count) {
+  if (e.master_dtype != TX_F32)
+    tx_read_raw(s.weight, e.param, e.param_dtype == TX_F32 ? 4 : 2, e.param_alignment, first, count);
+  if (e.master) tx_read_raw(s.master, e.master, e.master_dtype == TX_F32 ? 4 : 2, e.master_alignment, first, count);
+}
+
+static __device__ __forceinline__ void tx_muon_write(const tx_muon_stored &s, const tx_muon_entry &e, int64_t first,
+                                                     int32_t count) {
+  tx_write_raw(s.weight, e.param, e.param_dtype == TX_F32 ? 4 : 2, e.param_alignment, first, count);
+  if (e.master) tx_write_raw(s.master, e.master, e.master_dtype == TX_F32 ? 4 : 2, e.master_alignment, first, count);
+}
+
+/* The numbers that weights are rounded from. */
+static __device__ __forceinline__ void tx_muon_values(float (&p)[TX_VECTOR], const tx_muon_stored &s,
+                                                      const tx_muon_entry &e) {
+  if (e.master_dtype == TX_I16) {
+#pragma unroll
+    for (int i = 0; i < TX_VECTOR; i++)
+      p[i] = tx_remainder_decode((uint16_t)tx_half(s.weight[i / 2], i % 2), (int16_t)tx_half(s.master[i / 2], i % 2));
+  } else if (e.master_dtype == TX_F32) {
+    tx_plain_floats(p, s.master, TX_F32);
+  } else if (e.param_dtype == TX_F32) {
+    tx_plain_floats(p, s.weight, TX_F32);
+  } else if (e.param_dtype == TX_BF16) {
+    tx_plain_floats(p, s.weight, TX_BF16);
+  } else {
+    tx_plain_floats(p, s.weight, TX_F16);
+  }
+}
+
+static __device__ __forceinline__ void tx_muon_split(tx_muon_stored &to, const float (&p)[TX_VECTOR]) {
+  uint32_t uppers[TX_VECTOR], lowers[TX_VECTOR];
+#pragma unroll
+  for (int i = 0; i < TX_VECTOR; i++) {
+    const tx_remainder_halves halves = tx_remainder_split(p[i]);
+    uppers[i] = halves.upper >> 16;
+    lowers[i] = (uint16_t)halves.lower;
+  }
+  tx_join_codes(to.weight, uppers, TX_BF16);
+  tx_join_codes(to.master, lowers, TX_BF16);
+}
+
+static __device__ __forceinline__ void tx_muon_store(tx_muon_stored &to, const float (&p)[TX_VECTOR],
+                                                     const tx_muon_entry &e, const tx_muon_rounding &rounding,
+                                                     int64_t first) {
+  uint32_t u[TX_VECTOR] = {};
+  const int rounded = !e.master && e.param_dtype != TX_F32 && rounding.weights != TX_NEAREST;
+  if (e.master_dtype == TX_I16) return tx_muon_split(to, p);
+  if (e.master_dtype == TX_F32) tx_plain_raw(to.master, p, u, 0, TX_F32);
+  if (rounded) {
+    const int64_t step = (int64_t)tx_read_value<float>(e.step) + 1;
+    const tx_noise noise = tx_noise_at(rounding.seed, e.id, TX_LANE_PARAM, step, e.start);
+    tx_thresholds(u, noise, (uint32_t)first, 0, rounding.weights);
+  }
+  if (e.param_dtype == TX_F32) {
+    tx_plain_raw(to.weight, p, u, 0, TX_F32);
+  } else if (e.param_dtype == TX_BF16) {
+    tx_plain_raw(to.weight, p, u, rounded, TX_BF16);
+  } else {
+    tx_plain_raw(to.weight, p, u, rounded, TX_F16);
+  }
+}
+
+/* Elements [first, first + count) of the entry, stepped. rates.of(i): of the i-th, asked for in their order. */
+template <class Rates>
+static __device__ __forceinline__ void tx_muon_step_vector(tx_muon_stored &to, const tx_muon_stored &from,
+                                                           const tx_muon_entry &e, const tx_muon_rounding &rounding,
+                                                           Rates &rates, int64_t first, int32_t count) {
+  float o[TX_VECTOR], p[TX_VECTOR];
+  tx_read_floats(o, e.update, (tx_dtype)e.update_dtype, e.update_alignment, first, count);
+  tx_muon_values(p, from, e);
+#pragma unroll
+  for (int i = 0; i < TX_VECTOR; i++) {
+    const tx_muon_rate_f32 rate = rates.of(i);
+    p[i] = tx_muon_step(rate.lr, rate.decay, p[i], o[i]);
+  }
+  tx_muon_store(to, p, e, rounding, first);
+}
+
+#endif
