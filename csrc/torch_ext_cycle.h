@@ -17,8 +17,8 @@
  * In REDUCING a bucket is sent as soon as its last gradient is ready, in ascending order. CLOSING inspects the
  * parameters that got no gradient, sends the rest, exchanges reports, waits for the sums, and installs them. A report
  * says what one rank knows and all must share: in which cycle it is, which gradients it had, whether one was not
- * finite. From the same reports every rank comes to the same verdict, in the same words. RECOVERING waits for what a
- * backward that raised has sent, as the other ranks sent it too.
+ * finite. From the same reports every rank comes to the same verdict, in the same words. RECOVERING sends
+ * what was complete when a backward raised, and waits for all that it has sent, as the other ranks sent it too.
  *
  * Between backwards a step writes weights, bucket by bucket, and gathers of them begin (tx_cycle_stepping); they are
  * waited for in its end, and where that is interrupted, before the next forward.
@@ -120,8 +120,9 @@ TX_API int32_t tx_cycle_accumulate(tx_cycle *cycle, int64_t param, int32_t grad)
 TX_API tx_cycle_answer tx_cycle_ready(tx_cycle *cycle, int64_t param);
 
 /* The same of several, in the order in which they were ready: for a driver to which a call per gradient is dear. It may
- * be told late of any of them, at the cost of overlap: what matters is that tx_cycle_completed_by's are not. Where one
- * is refused, those before it are ready. */
+ * be told late of any of them, at the cost of overlap: what matters is that tx_cycle_completed_by's are not, and that
+ * it is told of all that were ready before tx_cycle_died: ranks that raise at the same place have sent the same then.
+ * Where one is refused, those before it are ready. */
 TX_API tx_cycle_answer tx_cycle_ready_several(tx_cycle *cycle, const int64_t *params, int64_t n);
 
 /* torch hands over gradients (TX_CYCLE_UNITS, TX_CYCLE_DDP_HOOK): of a unit or bucket, `numel` elements. message: 0

@@ -439,8 +439,13 @@ static int32_t next_of_last(tx_cycle *c) {
   return next_of_closing(c);
 }
 
+/* What was complete when the backward died is sent before, as it was by ranks that were told of each gradient at once.
+ */
 static int32_t next_of_recovering(tx_cycle *c) {
   if (!tx_cycle_has_failed(c)) {
+    const int sends = !c->row->given && !c->may_reorder && c->unacknowledged < 0;
+    const int32_t kind = sends ? next_of_sending(c) : TX_DO_NOTHING;
+    if (kind) return kind;
     const int32_t unsure = c->n_answered == c->unacknowledged ? TX_WAIT_IF_SENT : 0;
     if (c->n_answered < c->n_messages) return wait_for_oldest(c, TX_WAIT_DISCARD | unsure);
     if (c->reported == 1) return hand_out(c, TX_DO_READ, 0);

@@ -93,6 +93,7 @@ Spec Generate(uint64_t seed) {
   if (planned && draw(4) == 0) Partition(random, spec.n_params, &spec.rebuilt_bucket_of, &spec.rebuilt_buffer_of);
   spec.steps = (spec.kind == TX_CYCLE_OPTIM || spec.kind == TX_CYCLE_OPTIM_GRADS) && draw(4) == 0;
   spec.replicated = spec.kind == TX_CYCLE_UNITS && draw(4) == 0;
+  spec.tells_late = planned && draw(3) == 0;
   spec.slots = spec.kind == TX_CYCLE_UNITS ? 2 : 4;
   for (size_t b = 0; b < spec.buffer_of.size(); b++)
     spec.ends.push_back(draw(3) > 0);
@@ -111,7 +112,8 @@ std::string Text(const Spec &spec) {
   for (int64_t b : spec.bucket_of)
     out << ' ' << b;
   out << "; nan " << spec.check_for_nan << " unused " << spec.find_unused << " reorder " << spec.reorder << " scales "
-      << spec.scales_sums << " steps " << spec.steps << " replicated " << spec.replicated << "\n ";
+      << spec.scales_sums << " steps " << spec.steps << " replicated " << spec.replicated << " late " << spec.tells_late
+      << "\n ";
   for (size_t s = 0; s < spec.steps_of_program.size(); s++) {
     const Step &step = spec.steps_of_program[s];
     out << ' ' << s << ':'

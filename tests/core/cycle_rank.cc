@@ -209,6 +209,14 @@ bool Rank::NextGiven() {
   return true;
 }
 
+// Of all gradients that are ready.
+void Rank::Tell() {
+  Count(kReady);
+  const auto n = static_cast<int64_t>(untold_.size());
+  if (tx_cycle_ready_several(cycle, untold_.data(), n) < 0) throw Wrong{tx_cycle_refusal(cycle)};
+  untold_.clear();
+}
+
 bool Rank::NextGradient() {
   const Spec &spec = world->spec;
   const Step &step = spec.steps_of_program[static_cast<size_t>(program[static_cast<size_t>(pc)])];
@@ -227,6 +235,7 @@ bool Rank::NextGradient() {
   }
   if (next_grad_ == step.order.size()) {
     at_ = At::kEnding;
+    Tell();
     Count(kEnd);
     if (tx_cycle_end(cycle) < 0) throw Wrong{tx_cycle_refusal(cycle)};
     return true;
@@ -238,8 +247,8 @@ bool Rank::NextGradient() {
     Throw();
     return true;
   }
-  Count(kReady);
-  if (tx_cycle_ready(cycle, i) < 0) throw Wrong{tx_cycle_refusal(cycle)};
+  untold_.push_back(i);
+  if (!spec.tells_late || (spec.seed >> (i * 3 + rank) % 31 & 3) == 0) Tell();
   return true;
 }
 
@@ -268,6 +277,7 @@ bool Rank::Move() {
       std::vector<uint8_t> modified;
       for (const Gradient &g : grads)
         modified.push_back(g.there);
+      if (!untold_.empty()) Tell();
       Count(kDied);
       tx_cycle_died(cycle, world->spec.kind <= TX_CYCLE_OPTIM ? modified.data() : nullptr);
       dead_ = false;

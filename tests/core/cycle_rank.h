@@ -121,6 +121,7 @@ class Rank {
   void StartOp();
   bool NextGradient();
   bool NextGiven();
+  void Tell();
   void Accumulate(int i);
   void Prepare(int64_t i, int32_t flags);
   int32_t KindOfGrad(int64_t i) const;
@@ -152,6 +153,7 @@ class Rank {
   At at_ = At::kOpStart;
   size_t next_grad_ = 0;
   int next_unit_ = 0;
+  std::vector<int64_t> untold_;   // ready, and the machine was not told
   std::vector<int> given_ready_;  // parameters of the unit that was handed over
   bool dead_ = false;             // the last backward raised
   bool in_backward_ = false;

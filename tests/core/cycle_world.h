@@ -64,6 +64,7 @@ struct Spec {
   std::vector<int64_t> rebuilt_bucket_of, rebuilt_buffer_of;  // empty: TX_DO_ORDER changes nothing
   std::vector<uint8_t> ends;                                  // which buckets are sent as one
   bool check_for_nan = true, find_unused = false, reorder = false, scales_sums = false, steps = false;
+  bool tells_late = false;  // each rank tells of most gradients together with a later one
   bool replicated = false;  // the driver waits for a unit before it goes on
   int slots = 4;
   std::vector<Step> steps_of_program;

@@ -77,6 +77,27 @@ def test_nothing_comes_into_gradients_that_others_zeroed(who: str) -> None:
     ranks.run(2, _zeroed_by_others, who)
 
 
+def _after_other_gradients(rank: int, world: int, strategy: str) -> None:
+    """Of a backward in which each rank had another one's gradient last, so that they are told of others at once."""
+    model = _parallel(strategy, find_unused_parameters=True)
+    first: list[Any] = _ones()
+    first[2 - rank] = None
+    model(first).backward()
+    model.zero_grad()
+    handle = model.p0.register_hook(_oops)
+    with pytest.raises(_Oops):
+        model(_ones()).backward()
+    handle.remove()
+    model.zero_grad()
+    model(_ones(1.0 + rank)).backward()
+    assert _is(model, _ones(1.5))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_raise_alike_have_sent_the_same(strategy: str) -> None:
+    ranks.run(2, _after_other_gradients, strategy, timeout=10.0)
+
+
 def _between_microbatches(model: Any, rank: int) -> None:
     with pytest.raises(_Oops), model.no_sync():
         model(_ones()).backward()

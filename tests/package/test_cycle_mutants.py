@@ -57,6 +57,9 @@ MUTANTS = {
     "a rank that stepped more often is not told": mutant(
         "c->n_steps % (TX_CYCLE_STEP / 4)", "0 * c->n_steps % (TX_CYCLE_STEP / 4)", "cycle_report.c"
     ),
+    "what was complete when a backward raised is not sent": mutant(
+        "const int sends = !c->row->given", "const int sends = 0 && !c->row->given"
+    ),
     # Others.
     "a bucket is sent when any is complete": mutant(
         "(t->remaining[t->next] > 0 && !t->finished)", "(t->remaining[t->next] > 1 && !t->finished)", "tracker.c"

@@ -14,8 +14,9 @@ class NotedGradients:
 
     A hook that runs Python for each gradient costs more than all that is done about it. So within a backward that is
     known, most gradients are only noted: their hook is `list.append`. The reducer is told of all that are noted by
-    those that completed a bucket in an earlier backward, each of which has a second hook, and at the end. A bucket that
-    another one completes is sent later than it could be, and that one has a second hook from then on.
+    those that completed a bucket in an earlier backward, each of which has a second hook, and at the end, also where
+    that is an exception. A bucket that another one completes is sent later than it could be, and that one has a second
+    hook from then on; where ranks had different gradients, these are others on each of them.
 
     What a parameter's hook calls is one object for all of them, whose function is exchanged: between backwards the
     reducer is told of each, as the first gradient is how it learns of a backward.

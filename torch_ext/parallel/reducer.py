@@ -101,8 +101,11 @@ class BucketReducer(BucketGradients):
         self._told(self._noted.take())
 
     def _told(self, params: list[torch.Tensor]) -> None:
-        if not params:
-            return
+        if params and self._are_ready(params):
+            self.exchange.run()
+
+    def _are_ready(self, params: list[torch.Tensor]) -> bool:
+        """Whether the exchange has something to do then."""
         try:
             positions = array("q", map(self._position.__getitem__, map(id, params)))
             if list(map(_dtype_of, params)) != list(map(self._dtypes.__getitem__, positions)):
@@ -110,12 +113,10 @@ class BucketReducer(BucketGradients):
                     self._check_dtype(i)
             self.strategy.grads_ready(positions)
             self.exchange.communicator.ordering.record_producer()
-            something = self.cycle.ready_several(positions)
+            return self.cycle.ready_several(positions)
         except BaseException:
             self._noted.put_back(params)
             raise
-        if something:
-            self.exchange.run()
 
     def _before_hook(self, i: int) -> Callable[[torch.Tensor], None]:
         before, noted = weak_method(self.before_accumulate), self._noted
@@ -193,9 +194,13 @@ class BucketReducer(BucketGradients):
         self.exchange.run()  # an interrupt of it leaves the rest for the next time
 
     def _backward_gone(self, _end: object = None) -> None:
-        """A backward raised."""
+        """A backward raised. What is noted is ready, as it is on ranks that were told of it at once."""
         self._noted.tell()
-        if all(end() is None for end in self._tasks.values()):
+        if any(end() is not None for end in self._tasks.values()) or not (noted := self._noted.take()):
+            return
+        try:
+            self._are_ready(noted)
+        except Exception:  # perhaps what backward raised; nobody can hear of it here
             self.strategy.discard([self._position[id(p)] for p in self._noted.take()])
 
     # -- at its end -----------------------------------------------------------------------------------------------
