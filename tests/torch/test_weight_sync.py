@@ -13,6 +13,7 @@ from training import POLICIES, bits, policy_of
 from weight_sync import Engine, Trainer, weights
 
 import torch_ext
+from torch_ext.weight_sync import delta_library
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -92,6 +93,37 @@ def test_what_a_publisher_keeps(exact: bool, frozen: str) -> None:
     if frozen:
         most += other.numel() / 128 + (1 << 20) * 9 / 64
     assert 0.9 * most < kept <= most + 4096
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "bf16_remainder", "8bit"])
+def test_how_often_publish_calls_the_library(states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often for many parameters as for few; and what moved meanwhile is looked at where it is."""
+    dtype = torch.float32 if states == "fp32" else BF16
+    model = nn.ModuleList(nn.Linear(3, 5) for _ in range(20)).to(dtype)
+    optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-2, states=states)
+    publisher, engine = torch_ext.WeightPublisher(model, optimizer), Engine(model)
+    called: list[str] = []
+    plain = delta_library.call
+
+    def counted(name: str, *arguments: Any) -> None:
+        called.append(name)
+        plain(name, *arguments)
+
+    monkeypatch.setattr(delta_library, "call", counted)
+    for version in range(6):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if version == 3:
+            model[7].weight.data = model[7].weight.data.clone()
+        optimizer.step()
+        if version == 4:
+            model[7].weight.detach().mul_(2)
+        called.clear()
+        delta = publisher.publish()
+        if version in (2, 5):
+            assert called == (["encode"] if states == "fp32" else ["mark", "encode"])
+        engine.subscriber.apply(delta, "full")
+        assert engine.differs(model) == []
 
 
 def test_frozen_weights_of_several_runs() -> None:

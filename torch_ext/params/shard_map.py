@@ -35,6 +35,8 @@ class ShardMap:
         self.cut = any(o is not None and not is_dtensor(p) for p, o in zip(params, self.owners, strict=True))
         """Whether this rank steps flat parts of some."""
         self._tensors = self._local_tensors()
+        self.whole = [p for p, is_one in zip(params, self._dtensors, strict=True) if not is_one]
+        """Those that are no DTensors."""
         self._reducers = {weakref.ref(o) for o in set(owners) if o is not None}
         self._ranks = {o.ranks for o in set(owners) if o is not None}
 

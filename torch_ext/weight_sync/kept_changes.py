@@ -14,6 +14,7 @@ from torch_ext.optim.cpu_offload.staged_args import threads
 from torch_ext.optim.optimizer_base import OptimizerBase
 from torch_ext.optim.state.param_state import ParamState
 from torch_ext.optim.state.weight_changes import KEYS, WeightChanges
+from torch_ext.params.shard_map import ShardMap
 from torch_ext.tensors import offload_guard
 from torch_ext.weight_sync import delta_library, silent_writes
 from torch_ext.weight_sync.held_weights import HeldWeights, held
@@ -35,6 +36,16 @@ class _Run(NamedTuple):
     """Of the weights as they were published, on the host."""
 
 
+class _Standing(NamedTuple):
+    """Valid as long as everything is where it was."""
+
+    seen: object
+    """What `_seen` was."""
+    runs: list[_Run]
+    rows: Any
+    """The runs as an array of tx_delta_run, where all of their memory is the host's."""
+
+
 class KeptChanges:
     def __init__(self, optimizer: OptimizerBase, model: ModelTable, part: int, parts: int, exact: bool) -> None:
         """part, parts: this rank among those of the model."""
@@ -46,7 +57,10 @@ class KeptChanges:
         self._checksums: dict[tuple[str, int], Tensor] = {}
         optimizer._states.changes = self._changes
         optimizer._stepper.drop_plan()
-        self._layout = [(h.name, h.offset, h.weights.numel()) for h in self._held()]
+        self._layout = _layout(self._held())
+        self._standing: _Standing | None = None
+        self._shards: ShardMap | None = None  # of the model's parameters
+        self._compared: silent_writes.Compared | None = None
         self._writes = silent_writes.WriteRecord()
         self._stage = HostStage()
         self._captured = False  # whether a step was, into a CUDA graph: replays tell nobody how many there were
@@ -87,18 +101,25 @@ class KeptChanges:
         self._steps += 1
         self._captured |= graph_capture.is_capturing(self._model.device)
 
-    def refuse_changed(self, doing: str) -> list[HeldWeights]:
-        """RuntimeError where steps tell somebody else, or this rank has other parts than when this was made; else these
-        parts, as they are now."""
+    def refuse_changed(self, doing: str) -> None:
+        """RuntimeError where steps tell somebody else, or this rank has other parts than when this was made."""
         if self._optimizer._states.changes is not self._changes:
             raise RuntimeError(f"{doing}: another WeightPublisher was made of this optimizer; use that one")
-        parts = self._held()
-        if [(h.name, h.offset, h.weights.numel()) for h in parts] != self._layout:
+        if not self._stands() and _layout(self._held()) != self._layout:
             raise RuntimeError(
                 f"{doing}: the model is cut otherwise than when the WeightPublisher was made (parallelize, "
                 "fully_shard?); make a new one"
             )
-        return parts
+
+    def _seen(self) -> object:
+        """Equal as long as parameters, what steps say of them, and which are stepped, stay as they are and where."""
+        states, params = self._optimizer._states, list(self._model.params.values())
+        if self._shards is None or not self._shards.fits(params):
+            self._shards = ShardMap(params)
+        everyone = states.everyone()
+        trained = [p.requires_grad or states.is_made(p) for p in everyone]
+        where = [(p.data_ptr(), p.is_contiguous()) for p in self._shards.whole]
+        return self._shards, where, list(map(id, everyone)), trained, states.on_host(everyone), self._changes.made
 
     def _held(self) -> list[HeldWeights]:
         """In the order of the table. What nobody trains, or did not when this was made, is in short runs."""
@@ -116,13 +137,23 @@ class KeptChanges:
         everyone = states.everyone()
         return states.members(everyone, [states.is_made(p) for p in everyone])
 
-    def _runs(self, parts: list[HeldWeights] | None = None) -> list[_Run]:
-        """parts: what refuse_changed found, in the same call."""
+    def _stands(self) -> bool:
+        return self._standing is not None and self._seen() == self._standing.seen
+
+    def _runs(self) -> list[_Run]:
+        if self._standing is None or not self._stands():
+            runs = self._made_runs()
+            here = all(t.is_cpu for run in runs for t in (run.held.weights, *run.kept.values()))
+            rows = _array([self._row(run, run.kept | {"weights": run.held.weights}) for run in runs]) if here else None
+            self._standing = _Standing(self._seen(), runs, rows)
+        return self._standing.runs
+
+    def _made_runs(self) -> list[_Run]:
         states = self._optimizer._states
         everyone = states.everyone()
         host = dict(zip(everyone, states.on_host(everyone), strict=True))
         found, unchanging = [], self._unchanging()
-        for h in self._held() if parts is None else parts:
+        for h in self._held():
             begin, end = h.begin, h.begin + h.weights.numel()
             if h.name not in unchanging:
                 kept = states.changes_of(h.param, h.local, host[h.param])
@@ -182,9 +213,11 @@ class KeptChanges:
         """Inside, they travel; see `silent_writes`."""
         members = self._members()
         self._writes.mark(members)
-        written = silent_writes.mark(members)
+        if self._compared is None or not self._compared.are(members):
+            self._compared = silent_writes.Compared(members)
+        written = self._compared.mark()
         yield
-        silent_writes.mark(written)  # nobody wrote to them meanwhile
+        silent_writes.Compared(written).mark()  # nobody wrote to them meanwhile
         self._note_writes()
         self._settle()
         self._steps = 0
@@ -197,16 +230,19 @@ class KeptChanges:
     # -- for the library
 
     @contextmanager
-    def on_host(self, parts: list[HeldWeights] | None = None) -> Iterator[Any]:
+    def on_host(self) -> Iterator[Any]:
         """An array of tx_delta_run, which may be written to: what it says is taken over, where the library did not
         refuse it."""
-        runs = self._runs(parts)
+        runs = self._runs()
+        if self._standing is not None and self._standing.rows is not None:
+            yield self._standing.rows
+            return
         kept = [t for run in runs for t in run.kept.values()]
         copies = self._stage.bring([*kept, *(run.held.weights for run in runs)])
         left = iter(copies)
         named = [{key: next(left) for key in run.kept} for run in runs]
         rows = [self._row(run, copy | {"weights": next(left)}) for run, copy in zip(runs, named, strict=True)]
-        yield (delta_library.DeltaRun * len(rows))(*rows)
+        yield _array(rows)
         self._stage.take_back(kept, copies[: len(kept)])
 
     def _row(self, run: _Run, on_host: dict[str, Tensor]) -> delta_library.DeltaRun:
@@ -227,6 +263,14 @@ class KeptChanges:
         for run in self._runs():
             found.setdefault(run.held.name, []).append(_patch(run))
         return [patch for name, p in self._model.params.items() for patch in found.get(name) or [_nothing(name, p)]]
+
+
+def _layout(parts: list[HeldWeights]) -> list[tuple[str, int, int]]:
+    return [(h.name, h.offset, h.weights.numel()) for h in parts]
+
+
+def _array(rows: list[delta_library.DeltaRun]) -> Any:
+    return (delta_library.DeltaRun * len(rows))(*rows)
 
 
 def _nothing(name: str, p: Tensor) -> WeightPatch:
