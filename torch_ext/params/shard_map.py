@@ -35,8 +35,6 @@ class ShardMap:
         self.cut = any(o is not None and not is_dtensor(p) for p, o in zip(params, self.owners, strict=True))
         """Whether this rank steps flat parts of some."""
         self._tensors = self._local_tensors()
-        self.whole = [p for p, is_one in zip(params, self._dtensors, strict=True) if not is_one]
-        """Those that are no DTensors."""
         self._reducers = {weakref.ref(o) for o in set(owners) if o is not None}
         self._ranks = {o.ranks for o in set(owners) if o is not None}
 
@@ -71,6 +69,13 @@ class ShardMap:
         if not self._tensors:
             return True
         return list(map(Tensor.data_ptr, self._local_tensors())) == list(map(Tensor.data_ptr, self._tensors))
+
+    def memory(self) -> list[tuple[int, bool]]:
+        """Where this rank's parts of all but DTensors are, and whether they are contiguous: `fits` does not ask."""
+        if self.plain:
+            return [(p.data_ptr(), p.is_contiguous()) for p in self.params]
+        parts = [self.of(i).weight for i, is_one in enumerate(self._dtensors) if not is_one]
+        return [(part.data_ptr(), part.is_contiguous()) for part in parts]
 
     def of(self, i: int) -> LocalShard:
         owner = self.owners[i]

@@ -14,6 +14,7 @@ from torch_ext.optim.cpu_offload.staged_args import threads
 from torch_ext.optim.optimizer_base import OptimizerBase
 from torch_ext.optim.state.param_state import ParamState
 from torch_ext.optim.state.weight_changes import KEYS, WeightChanges
+from torch_ext.optim.state.write_check import FixedMemory
 from torch_ext.params.shard_map import ShardMap
 from torch_ext.tensors import offload_guard
 from torch_ext.weight_sync import delta_library, silent_writes
@@ -42,6 +43,8 @@ class _Standing(NamedTuple):
     seen: object
     """What `_seen` was."""
     runs: list[_Run]
+    memory: FixedMemory
+    """Theirs: what is offloaded comes back to other addresses."""
     rows: Any
     """The runs as an array of tx_delta_run, where all of their memory is the host's."""
 
@@ -118,7 +121,7 @@ class KeptChanges:
             self._shards = ShardMap(params)
         everyone = states.everyone()
         trained = [p.requires_grad or states.is_made(p) for p in everyone]
-        where = [(p.data_ptr(), p.is_contiguous()) for p in self._shards.whole]
+        where = self._shards.memory()
         return self._shards, where, list(map(id, everyone)), trained, states.on_host(everyone), self._changes.made
 
     def _held(self) -> list[HeldWeights]:
@@ -138,14 +141,16 @@ class KeptChanges:
         return states.members(everyone, [states.is_made(p) for p in everyone])
 
     def _stands(self) -> bool:
-        return self._standing is not None and self._seen() == self._standing.seen
+        known = self._standing
+        return known is not None and self._seen() == known.seen and known.memory.holds()
 
     def _runs(self) -> list[_Run]:
         if self._standing is None or not self._stands():
             runs = self._made_runs()
-            here = all(t.is_cpu for run in runs for t in (run.held.weights, *run.kept.values()))
+            memory = [t for run in runs for t in (run.held.weights, *run.kept.values())]
+            here = all(t.is_cpu for t in memory)
             rows = _array([self._row(run, run.kept | {"weights": run.held.weights}) for run in runs]) if here else None
-            self._standing = _Standing(self._seen(), runs, rows)
+            self._standing = _Standing(self._seen(), runs, FixedMemory(memory), rows)
         return self._standing.runs
 
     def _made_runs(self) -> list[_Run]:

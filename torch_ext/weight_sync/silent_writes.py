@@ -39,7 +39,8 @@ class Compared:
         self._here = [m for m in found if m.changes["moved"].is_cpu]
         self._away = [m for m in found if not m.changes["moved"].is_cpu]
         self._given = [_compared(m) for m in self._here]  # among them may be copies
-        self._memory = FixedMemory([m.place for m in self._here])
+        given = [t for one in self._given for t in one if t is not None]
+        self._memory = FixedMemory([*(m.place for m in self._here), *given])
         rows = [DeltaWritten(*map(adamw_args.argument, given)) for given in self._given]
         self._rows = (DeltaWritten * len(rows))(*rows)
 
