@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
+from torch import nn
 from weight_sync import Trainer
 
 import torch_ext
-from torch_ext.weight_sync.weight_slice import name_and_shape, table_key
 
 
 def _versions(n: int) -> tuple[Trainer, list[bytes]]:
@@ -36,6 +36,16 @@ def test_of_deltas_full_ones_and_merged_ones() -> None:
     assert first.chain != torch_ext.delta_info(_versions(1)[1][0]).chain
 
 
+def test_names_that_look_like_shapes() -> None:
+    model = nn.Module()
+    named = {"w[3]": (3,), "w[": (2, 2), "[]": (), "w[4, 5]": (5, 4), "w": (0,)}
+    for name, shape in named.items():
+        model.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+    optimizer = torch_ext.AdamW(model.named_parameters())
+    full = torch_ext.WeightPublisher(model, optimizer).full()
+    assert torch_ext.delta_info(full).params == {name: (shape, torch.float32) for name, shape in named.items()}
+
+
 def test_of_any_bytes() -> None:
     trainer, deltas = _versions(1)
     draw = random.Random(3)
@@ -57,15 +67,3 @@ def test_of_any_bytes() -> None:
     later[8] = 200
     with pytest.raises(RuntimeError, match="has format 200 at byte 0; this library reads format 1"):
         torch_ext.delta_info(later)
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5, 7)])
-def test_keys_are_taken_apart(shape: tuple[int, ...]) -> None:
-    numel = torch.Size(shape).numel()
-    for name in ("layers.0.weight", "w[3]", "", "a\nb"):
-        assert name_and_shape(table_key(name, shape), numel) == (name, shape)
-
-
-@pytest.mark.parametrize("key", ["w", "w[7", "w[7, ]", "w[8]", "w[-7]", f"w[{'7' * 19}]", "w[٧]"])
-def test_keys_of_others_are_names(key: str) -> None:
-    assert name_and_shape(key, 7) == (key, (7,))
