@@ -18,29 +18,31 @@ class _Info(library.Struct):
 
 
 class DeltaInfo(NamedTuple):
-    """What `delta_info` returns."""
+    """What `delta_info` returns.
+
+    chain: the name of its chain of versions, which one publisher begins: 32 hexadecimal digits.
+    model: a fingerprint of the names, dtypes and sizes of the model's parameters: 16 hexadecimal digits.
+    version: that it brings weights to.
+    first_version: the first one in it, where several are merged. It goes on top of the one before, or, full, begins.
+    full: whether it begins with all weights, of first_version.
+    part, parts: of the first part in it, which it is, and of how many in every version: as many as the trainer has ranks.
+    n_parts: in it: 1, unless parts are merged.
+    changed: weights in it; of a block that goes whole all of them, changed or not.
+    bytes: its size.
+    params: shape and dtype of all parameters of the model, by name. Empty unless it is full or has version 1.
+    """
 
     chain: str
-    """The name of its chain of versions, of one publisher: 32 hexadecimal digits."""
     model: str
-    """A fingerprint of the names, dtypes and sizes of the model's parameters: 16 hexadecimal digits."""
     version: int
-    """That it brings weights to."""
     first_version: int
-    """The first one in it, where several are merged; it goes on top of the one before. With full, it begins there."""
     full: bool
-    """Whether it begins with all weights, of `first_version`."""
     part: int
-    """Of the first part in it: which of `parts`."""
     parts: int
-    """Of every version: as many as the trainer has ranks."""
     n_parts: int
-    """In it: 1, unless parts are merged."""
     changed: int
-    """Weights in it; of a block that goes whole all of them, changed or not."""
     bytes: int
     params: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    """Shapes and dtypes of all of the model's parameters, by name; empty unless it is full or has version 1."""
 
 
 def delta_info(delta: Bytes) -> DeltaInfo:
