@@ -25,7 +25,7 @@ class DeltaInfo(NamedTuple):
     version: that it brings weights to.
     first_version: the first one in it, where several are merged. It goes on top of the one before, or, full, begins.
     full: whether it begins with all weights, of first_version.
-    part, parts: of the first part in it, which it is, and of how many in every version: as many as the trainer has ranks.
+    part, parts: of the first part in it: which it is, and of how many, as many as the trainer has ranks.
     n_parts: in it: 1, unless parts are merged.
     changed: weights in it; of a block that goes whole all of them, changed or not.
     bytes: its size.
