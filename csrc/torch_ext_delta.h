@@ -120,14 +120,23 @@ typedef struct tx_delta_run {
  * runs: n of them. */
 TX_API tx_status tx_delta_renew(int64_t n_runs, const tx_delta_run *runs, const tx_parallel *parallel, tx_error *error);
 
-/* What a step cannot tell: somebody else wrote to weights beside fp32 masters. The bounds of blocks of which a weight
- * is not its master, rounded to the nearest, become infinity, so that they go whole; to be called before
- * tx_delta_encode, and, as the next step rounds them anew, after it, too, where it found some. NaNs count as alike, and
- * so do zeros.
- *
- * weights: BF16 or F16, of any numel. masters: F32, as many. moved: as tx_delta_run's. *marked: how many blocks. */
-TX_API tx_status tx_delta_mark(tx_tensor weights, tx_tensor masters, tx_tensor moved, const tx_parallel *parallel,
-                               int64_t *marked, tx_error *error);
+/* Weights of one tensor, and what tells whether somebody else wrote to them since the last step: masters, or the
+ * checksums that the step leaves beside remainders. */
+typedef struct tx_delta_written {
+  tx_tensor weights;   /* BF16 or F16, any numel */
+  tx_tensor masters;   /* F32, as many. None: checksums are there */
+  tx_tensor checksums; /* I64, ceil(numel / TX_CHECKSUM), of tx_adamw_args. None: masters are there */
+  tx_tensor moved;     /* as tx_delta_run's */
+  int64_t marked;      /* written: how many of moved became infinity */
+  int64_t first;       /* the library's */
+} tx_delta_written;
+
+/* What a step cannot tell: somebody else wrote to weights with masters. The bounds of blocks of which a weight is not
+ * its master, rounded to the nearest, or which have another checksum, become infinity, so that they go whole; to be
+ * called before tx_delta_encode, and, as the next step rounds them anew, after it, too, for those of which some were
+ * marked. NaNs count as alike, and so do zeros. those: n of them; everything is checked before the first bound is
+ * written. */
+TX_API tx_status tx_delta_mark(int64_t n, tx_delta_written *those, const tx_parallel *parallel, tx_error *error);
 
 /* A message in memory of the library. */
 typedef struct tx_delta_message {
@@ -205,8 +214,9 @@ typedef struct tx_delta_info {
  * TX_ERROR_UNAVAILABLE for a format that this library does not know. message: U8. */
 TX_API tx_status tx_delta_info_of(tx_tensor message, tx_delta_info *info, tx_error *error);
 
-/* Entry i of a message's table of parameters; the name points into the message. */
-TX_API tx_status tx_delta_param_of(tx_tensor message, int64_t i, tx_delta_param *param, tx_error *error);
+/* A message's table of parameters: all n_params of them, as tx_delta_info has it; names point into the message. Errors
+ * as tx_delta_info_of's, and TX_ERROR_INVALID_ARGUMENT for a table that is damaged; params is not to be used then. */
+TX_API tx_status tx_delta_params_of(tx_tensor message, int64_t n_params, tx_delta_param *params, tx_error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------
  * 4. Engine

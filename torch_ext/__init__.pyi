@@ -31,6 +31,8 @@ from torch_ext.parallel.parallel_module import sync_parameters as sync_parameter
 from torch_ext.parallel.parallelize import parallelize as parallelize
 from torch_ext.policy.loader import load_policy as load_policy
 from torch_ext.policy.policy import Policy as Policy
+from torch_ext.weight_sync.delta_info import DeltaInfo as DeltaInfo
+from torch_ext.weight_sync.delta_info import delta_info as delta_info
 from torch_ext.weight_sync.publisher import WeightPublisher as WeightPublisher
 from torch_ext.weight_sync.skyrl_format import SkyRLVersion as SkyRLVersion
 from torch_ext.weight_sync.skyrl_format import skyrl_version as skyrl_version

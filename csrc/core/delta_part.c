@@ -20,7 +20,7 @@ const char *tx_delta_id_text(const uint64_t *id, char *text) {
 static int is_plausible(const tx_delta_part *p, int64_t table) {
   return p->version >= (p->kind == TX_DELTA_WHOLE ? 0 : 1) && p->version < INT64_MAX && p->parts >= 1 && p->part >= 0 &&
          p->part < p->parts && p->changed >= 0 && table >= 0 &&
-         table <= p->n_bytes - TX_DELTA_HEADER - TX_DELTA_CHECKSUM_BYTES &&
+         table <= p->n_bytes - TX_DELTA_HEADER - TX_DELTA_CHECKSUM_BYTES && p->n_params <= table / 4 &&
          (p->kind == TX_DELTA_WHOLE || p->kind == TX_DELTA_CHANGES) && (p->id[0] || p->id[1]);
 }
 

@@ -51,6 +51,7 @@ TX_FN void tx_avx512_block_weights(const tx_adamw_constants *c, const tx_avx512_
   tx_avx512_found found = tx_avx512_found_begin(s.measured, finds);
   tx_avx512_averages averaged = tx_avx512_averages_begin();
   tx_avx512_kept kept;
+  __asm__("" : "+r"(s.param)); /* else gcc makes one vector of both pointers, behind all others at the same ports */
 #pragma GCC unroll 4
   for (int32_t run = 0; run < TX_BLOCK / 32; run++) {
     const tx_avx512_moment_tile further = tx_avx512_moments_on(tile, 16 * (run + 1));

@@ -6,23 +6,22 @@
 #include "csrc/cpu/avx512_measured.h"
 #include "csrc/cpu/step_streams.h"
 
-/* Of a block, while its four runs of 32 elements are stepped; what is measured is added to the blocks' before. */
+/* Of a block, while its four runs of 32 elements are stepped. */
 typedef struct tx_avx512_found {
   __mmask32 changed[TX_BLOCK / 32];
   __m512 farthest;               /* that a master went */
   __m512 updates[2], weights[2]; /* tx_health_squares of the block: of a run's elements that are stepped[k] */
-  __m512i moved, below;
-  __m512 largest;
+  __m512 largest;                /* of the piece */
+  __mmask32 *moved, *below;      /* of the runs */
 } tx_avx512_found;
 
-TX_FN tx_avx512_found tx_avx512_found_begin(const tx_measured_blocks *measured, const int32_t finds) {
+TX_FN tx_avx512_found tx_avx512_found_begin(tx_measured_blocks *measured, const int32_t finds) {
   const __m512 none = _mm512_setzero_ps();
-  const __m512i zero = _mm512_setzero_si512();
-  tx_avx512_found found = {{0}, none, {none, none}, {none, none}, zero, zero, none};
+  tx_avx512_found found = {{0}, none, {none, none}, {none, none}, none, NULL, NULL};
   if (finds & TX_FIND_MEASURED) {
-    found.moved = measured->moved;
-    found.below = measured->below;
     found.largest = measured->largest;
+    found.moved = &measured->moved[TX_BLOCK / 32 * measured->blocks];
+    found.below = &measured->below[TX_BLOCK / 32 * measured->blocks];
   }
   return found;
 }
@@ -38,15 +37,11 @@ TX_FN __mmask32 tx_avx512_below(const __m512 updates[2], __m512i weights, const 
   return _mm512_cmple_epu16_mask(exponent, most);
 }
 
-TX_FN __m512i tx_avx512_count_up(__m512i counts, __mmask32 which) {
-  return _mm512_mask_sub_epi16(counts, which, counts, _mm512_set1_epi16(-1));
-}
-
 /* Keeps the compiler from moving what was found of a run behind the block's last division, where nothing else is left
  * to do meanwhile. */
 TX_FN void tx_avx512_find_here(tx_avx512_found *to) {
   __asm__ volatile("" : "+v"(to->updates[0]), "+v"(to->updates[1]), "+v"(to->weights[0]), "+v"(to->weights[1]));
-  __asm__ volatile("" : "+v"(to->moved), "+v"(to->below), "+v"(to->largest));
+  __asm__ volatile("" : "+v"(to->largest));
 }
 
 /* Run 0 ... 3 of the block; finds: as tx_finds. */
@@ -66,8 +61,8 @@ TX_FN void tx_avx512_find(tx_avx512_found *to, tx_avx512_stepped s, const int32_
     to->weights[k] = _mm512_fmadd_ps(s.now[k], s.now[k], to->weights[k]);
     to->largest = tx_avx512_farther(to->largest, s.now[k]);
   }
-  to->moved = tx_avx512_count_up(to->moved, s.changed);
-  to->below = tx_avx512_count_up(to->below, tx_avx512_below(updates, s.upper, param));
+  _store_mask32(&to->moved[run], s.changed);
+  _store_mask32(&to->below[run], tx_avx512_below(updates, s.upper, param));
   tx_avx512_find_here(to);
 }
 
@@ -83,8 +78,6 @@ TX_FN void tx_avx512_note_found(const tx_avx512_found *found, const tx_step_extr
   }
   if (!(finds & TX_FIND_MEASURED)) return;
   measured->squares[measured->blocks++] = tx_avx512_squares(found->updates, found->weights, param);
-  measured->moved = found->moved;
-  measured->below = found->below;
   measured->largest = found->largest;
   if (measured->blocks == TX_AVX512_MEASURED) tx_avx512_add_measured(measured, e->health);
 }

@@ -7,22 +7,23 @@
 #include "csrc/cpu/step_health.h"
 
 #define TX_AVX512_MEASURED 8
+#define TX_AVX512_RUNS (TX_AVX512_MEASURED * TX_BLOCK / 32)
 
-/* Of the blocks since tx_avx512_add_measured, at most so many, and of their words of two elements. */
+/* Of the blocks since tx_avx512_add_measured, at most so many. Which weights moved, and which updates were below half
+ * an ulp, is stored as masks, which takes none of the ports that the step is bound by; so does counting them. */
 typedef struct tx_measured_blocks {
   __m512 squares[TX_AVX512_MEASURED]; /* of a block: lanes of tx_squares_sum, eight of updates, eight of weights */
-  __m512i moved, below;               /* counts, in 16 bits */
-  __m512 largest;                     /* of the piece */
+  __mmask32 moved[TX_AVX512_RUNS], below[TX_AVX512_RUNS];
+  __m512 largest;  /* of the piece */
+  __m512i amounts; /* of the piece, beside its row: of sums that went into bins of `bin` */
+  __m512i bin;
   int32_t blocks;
 } tx_measured_blocks;
 
-TX_FN void tx_avx512_measure_next(tx_measured_blocks *m) {
-  m->moved = m->below = _mm512_setzero_si512();
-  m->blocks = 0;
-}
 TX_FN void tx_measured_begin(tx_measured_blocks *m) {
-  tx_avx512_measure_next(m);
+  m->blocks = 0;
   m->largest = _mm512_setzero_ps();
+  m->amounts = m->bin = _mm512_setzero_si512();
 }
 
 /* Sums of neighbours among the lanes of tx_health_squares, which are those of pairs, or, of fp32 weights, halves. */
@@ -54,56 +55,72 @@ TX_FN __m512 tx_avx512_sums(const __m512 squares[TX_AVX512_MEASURED]) {
   return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
 }
 
-/* tx_health_add of each of these: the ordinary way, and where all of updates, and all of weights, go into one bin. */
-static __attribute__((noinline)) void tx_avx512_add_each(int64_t *row, __m512 sums) {
+/* Amounts that are beside the row, to the row. */
+TX_FN void tx_avx512_add_amounts(tx_measured_blocks *m, int64_t *row) {
+  int64_t amounts[8];
+  uint32_t bins[16];
+  _mm512_storeu_si512(amounts, m->amounts);
+  _mm512_storeu_si512(bins, m->bin);
+  row[TX_HEALTH_UPDATES + bins[0]] += (amounts[0] + amounts[1]) + (amounts[4] + amounts[5]);
+  row[TX_HEALTH_WEIGHTS + bins[4]] += (amounts[2] + amounts[3]) + (amounts[6] + amounts[7]);
+  m->amounts = _mm512_setzero_si512();
+}
+
+/* Numbers whose bins are not those beside the row. Those of the next ones will be, where all of these of updates, and
+ * all of weights, are of one that has neither the exponent 0 nor 255, of which others are made. */
+static __attribute__((noinline)) void tx_avx512_add_each(tx_measured_blocks *m, int64_t *row, __m512 sums) {
   float all[16];
   _mm512_storeu_ps(all, sums);
+  tx_avx512_add_amounts(m, row);
   for (int32_t i = 0; i < 16; i++)
     tx_health_add(row, i / 4 % 2 == 0 ? TX_HEALTH_UPDATES : TX_HEALTH_WEIGHTS, all[i]);
+  const __m512i bin = _mm512_srli_epi32(tx_avx512_bits(sums), 26);
+  const __m512i first = _mm512_shuffle_i32x4(_mm512_shuffle_epi32(bin, 0), _mm512_shuffle_epi32(bin, 0), 0x44);
+  const __mmask16 usual = _mm512_cmplt_epu32_mask(_mm512_sub_epi32(bin, _mm512_set1_epi32(1)), _mm512_set1_epi32(30));
+  m->bin = _mm512_maskz_mov_epi32(_mm512_mask_cmpeq_epi32_mask(usual, bin, first) == 0xffffu ? 0xffffu : 0, bin);
 }
-TX_FN void tx_avx512_add_sums(int64_t *row, __m512 sums) {
-  const __m512i exponent = _mm512_srli_epi32(tx_avx512_bits(sums), 23),
-                shift = _mm512_and_si512(exponent, _mm512_set1_epi32(7));
-  const __m512i bin = _mm512_srli_epi32(exponent, 3),
-                first = _mm512_shuffle_i32x4(_mm512_shuffle_epi32(bin, 0), _mm512_shuffle_epi32(bin, 0), 0x44);
-  /* of the exponents 0 and 255 others are made */
-  const __mmask16 usual =
-      _mm512_cmplt_epu32_mask(_mm512_sub_epi32(exponent, _mm512_set1_epi32(1)), _mm512_set1_epi32(254));
-  if (_mm512_mask_cmpeq_epi32_mask(usual, bin, first) != 0xffffu) {
-    tx_avx512_add_each(row, sums);
+
+/* tx_health_add of each of these. */
+TX_FN void tx_avx512_add_sums(tx_measured_blocks *m, int64_t *row, __m512 sums) {
+  const __m512i bits = tx_avx512_bits(sums);
+  const __mmask16 others = _mm512_cmpneq_epi32_mask(_mm512_srli_epi32(bits, 26), m->bin);
+  if (__builtin_expect(others != 0 || _mm512_cvtsi512_si32(m->bin) == 0, 0)) {
+    tx_avx512_add_each(m, row, sums);
     return;
   }
-  /* (bits & 0x7fffff) | 0x800000 */
+  /* ((bits & 0x7fffff) | 0x800000) << (exponent & 7) */
   const __m512i mantissa =
-      _mm512_ternarylogic_epi32(tx_avx512_bits(sums), _mm512_set1_epi32(0x7fffff), _mm512_set1_epi32(0x800000), 0xea);
-  const __m512i amounts = _mm512_sllv_epi32(mantissa, shift);
+      _mm512_ternarylogic_epi32(bits, _mm512_set1_epi32(0x7fffff), _mm512_set1_epi32(0x800000), 0xea);
+  const __m512i amounts =
+      _mm512_sllv_epi32(mantissa, _mm512_and_si512(_mm512_srli_epi32(bits, 23), _mm512_set1_epi32(7)));
   const __m512i pairs =
       _mm512_add_epi64(_mm512_srli_epi64(amounts, 32), _mm512_and_si512(amounts, _mm512_set1_epi64(0xffffffff)));
-  int64_t quarters[8];
-  uint32_t bins[16];
-  _mm512_storeu_si512(quarters, pairs);
-  _mm512_storeu_si512(bins, bin);
-  row[TX_HEALTH_UPDATES + bins[0]] += (quarters[0] + quarters[1]) + (quarters[4] + quarters[5]);
-  row[TX_HEALTH_WEIGHTS + bins[4]] += (quarters[2] + quarters[3]) + (quarters[6] + quarters[7]);
+  m->amounts = _mm512_add_epi64(m->amounts, pairs);
 }
 
-TX_FN int64_t tx_avx512_count(__m512i counts) {
-  return _mm512_reduce_add_epi32(_mm512_madd_epi16(counts, _mm512_set1_epi16(1)));
+TX_FN int64_t tx_avx512_count(const __mmask32 masks[TX_AVX512_RUNS], int32_t blocks) {
+  uint64_t words[TX_AVX512_RUNS / 2];
+  int64_t count = 0;
+  memcpy(words, masks, sizeof words);
+  for (int32_t i = 0; i < blocks * (TX_BLOCK / 64); i++)
+    count += __builtin_popcountll(words[i]);
+  return count;
 }
 
-/* What was measured since the last time, to the row. */
+/* What was measured since the last time, to the row, or beside it. */
 static __attribute__((noinline)) void tx_avx512_add_measured(tx_measured_blocks *m, int64_t *row) {
   for (int32_t i = m->blocks; i < TX_AVX512_MEASURED; i++)
     m->squares[i] = _mm512_setzero_ps();
-  tx_avx512_add_sums(row, tx_avx512_sums(m->squares));
-  row[TX_HEALTH_MOVED] += tx_avx512_count(m->moved);
-  row[TX_HEALTH_BELOW] += tx_avx512_count(m->below);
+  tx_avx512_add_sums(m, row, tx_avx512_sums(m->squares));
+  row[TX_HEALTH_MOVED] += tx_avx512_count(m->moved, m->blocks);
+  row[TX_HEALTH_BELOW] += tx_avx512_count(m->below, m->blocks);
   row[TX_HEALTH_ELEMENTS] += (int64_t)m->blocks * TX_BLOCK;
-  tx_avx512_measure_next(m);
+  m->blocks = 0;
 }
 
 TX_FN void tx_measured_end(tx_measured_blocks *m, int64_t *row) {
-  tx_avx512_add_measured(m, row);
+  if (m->blocks) tx_avx512_add_measured(m, row);
+  tx_avx512_add_amounts(m, row);
   const int64_t largest = _mm512_reduce_max_epi32(tx_avx512_bits(m->largest));
   if (largest > row[TX_HEALTH_LARGEST]) row[TX_HEALTH_LARGEST] = largest;
 }

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "csrc/core/status.h"
+#include "csrc/ops/check.h"
 #include "csrc/ops/delta_parts.h"
 
 static int64_t runs_that_change(const tx_delta_part *part) {
@@ -53,22 +54,23 @@ tx_status tx_delta_info_of(tx_tensor message, tx_delta_info *info, tx_error *err
   return status;
 }
 
-/* Entry i of a part's table. */
-static int table_entry(const tx_delta_part *part, int64_t i, tx_delta_param *param) {
+/* A part's table, of which there is room for n_params entries. */
+static int read_table(const tx_delta_part *part, tx_delta_param *params) {
   tx_bytes table = part->table;
-  for (int64_t at = 0; at <= i && !table.failed; at++) {
-    param->numel = tx_take_varint(&table);
+  for (int64_t i = 0; i < part->n_params; i++) {
+    tx_delta_param *p = &params[i];
+    *p = (tx_delta_param){.numel = tx_take_varint(&table)};
     const uint8_t *dtype = tx_take_bytes(&table, 1);
     const uint8_t *end = table.failed ? NULL : memchr(table.at, 0, (size_t)(table.end - table.at));
     if (!end || !dtype) return 0;
-    param->dtype = *dtype;
-    param->name = (const char *)tx_take_bytes(&table, end + 1 - table.at);
+    p->dtype = *dtype;
+    p->name = (const char *)tx_take_bytes(&table, end + 1 - table.at);
   }
-  return !table.failed;
+  return !table.failed && table.at == table.end;
 }
 
-tx_status tx_delta_param_of(tx_tensor message, int64_t i, tx_delta_param *param, tx_error *error) {
-  if (!param) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "param must not be NULL");
+tx_status tx_delta_params_of(tx_tensor message, int64_t n_params, tx_delta_param *params, tx_error *error) {
+  TX_FORWARD(tx_check_present("params", params, n_params, error));
   tx_delta_part *parts;
   int64_t n;
   TX_FORWARD(tx_delta_parts_read(&message, 1, &parts, &n, error));
@@ -76,14 +78,16 @@ tx_status tx_delta_param_of(tx_tensor message, int64_t i, tx_delta_param *param,
   const tx_delta_part *with = NULL;
   for (int64_t p = 0; p < n && !with; p++)
     with = parts[p].n_params ? &parts[p] : NULL;
-  tx_delta_param found = {0};
   tx_status status = TX_OK;
-  if (!with || i < 0 || i >= with->n_params || !table_entry(with, i, &found)) {
+  uint64_t model = 0;
+  if ((with ? with->n_params : 0) != n_params) {
     status = tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
-                     "the message's table has %" PRId64 " parameters, not one with index %" PRId64,
-                     with ? with->n_params : 0, i);
-  } else {
-    *param = found;
+                     "n_params is %" PRId64 "; the message's table has %" PRId64 " parameters", n_params,
+                     with ? with->n_params : 0);
+  } else if (with && (!read_table(with, params) || tx_delta_model(n_params, params, &model, NULL) != TX_OK ||
+                      model != with->model)) {
+    status = tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                     "the message's table of %" PRId64 " parameters is damaged, or of another model", n_params);
   }
   free(parts);
   return status;

@@ -1,6 +1,5 @@
-/* tx_delta_mark: weights that are not what their masters say. */
+/* tx_delta_mark: weights that are not what their masters, or the checksums of the last step, say. */
 #include <inttypes.h>
-#include <stdatomic.h>
 
 #include "csrc/core/status.h"
 #include "csrc/ops/delta_segment_code.h"
@@ -11,46 +10,92 @@
 #define PIECE (64 * TX_TILE) /* weights that a task takes at a time */
 
 typedef struct mark_work {
-  const tx_tensor *weights, *masters, *moved;
-  _Atomic int64_t marked;
+  tx_delta_written *those;
+  int64_t n;
 } mark_work;
 
-static void mark_piece(void *ctx, int64_t task, int64_t i) {
-  mark_work *w = ctx;
-  const tx_kernels *kernels = tx_kernels_selected();
-  const tx_dtype dtype = w->weights->dtype;
-  const int64_t n = w->weights->numel, end = n - i * PIECE < PIECE ? n : (i + 1) * PIECE;
-  const uint16_t unknown = 0x7f80;
+/* Bit b: block b of these weights differs from what is kept beside it. at: in the tensor, a multiple of TX_CHECKSUM;
+ * count <= TX_TILE. */
+static uint32_t differing(const tx_kernels *kernels, const tx_delta_written *of, int64_t at, int64_t count) {
+  const tx_dtype dtype = of->weights.dtype;
+  const char *weights = (const char *)of->weights.data + 2 * at;
   uint16_t rounded[TX_TILE];
-  (void)task;
-  for (int64_t at = i * PIECE; at < end; at += TX_TILE) {
-    const int64_t count = end - at < TX_TILE ? end - at : TX_TILE;
-    kernels->store[tx_form_plain(dtype)]((const float *)w->masters->data + at, count, rounded, NULL, (tx_noise){0}, 0,
-                                         TX_NEAREST);
-    uint32_t differ = kernels->delta_differ((const char *)w->weights->data + 2 * at, rounded, count, dtype);
-    for (; differ; differ &= differ - 1u) {
-      const int64_t block = at / TX_BLOCK + __builtin_ctz(differ);
-      memcpy((char *)w->moved->data + 2 * block, &unknown, sizeof unknown);
-      atomic_fetch_add(&w->marked, 1);
+  if (of->checksums.numel) {
+    void *kept = (char *)of->checksums.data + at / TX_CHECKSUM * 8;
+    const uint32_t all = (1u << ((count + TX_BLOCK - 1) / TX_BLOCK)) - 1u;
+    return kernels->checksum(weights, NULL, kept, count, TX_CHECKSUM_CHECK) ? all : 0;
+  }
+  kernels->store[tx_form_plain(dtype)]((const float *)of->masters.data + at, count, rounded, NULL, (tx_noise){0}, 0,
+                                       TX_NEAREST);
+  return kernels->delta_differ(weights, rounded, count, dtype);
+}
+_Static_assert(TX_TILE == TX_CHECKSUM, "a tile has one checksum");
+
+/* The tensor with piece i. */
+static tx_delta_written *with_piece(const mark_work *w, int64_t i) {
+  int64_t low = 0, high = w->n - 1;
+  while (low < high) {
+    const int64_t middle = high - (high - low) / 2;
+    if (w->those[middle].first <= i) {
+      low = middle;
+    } else {
+      high = middle - 1;
     }
   }
+  return &w->those[low];
 }
 
-tx_status tx_delta_mark(tx_tensor weights, tx_tensor masters, tx_tensor moved, const tx_parallel *parallel,
-                        int64_t *marked, tx_error *error) {
-  const tx_span spans[] = {{"weights", &weights, 1, 0}, {"masters", &masters, 1, 0}, {"moved", &moved, 1, 1}};
-  if (!marked) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "marked must not be NULL");
-  TX_FORWARD(tx_check_parallel(parallel, error));
-  TX_FORWARD(tx_check_tensors(spans, 3, error));
-  if (weights.dtype != TX_BF16 && weights.dtype != TX_F16) {
-    return tx_fail(error, TX_ERROR_DTYPE, "weights are %s; bf16 and fp16 are legal beside masters",
-                   tx_dtype_name(weights.dtype));
+static void mark_piece(void *ctx, int64_t task, int64_t i) {
+  const mark_work *w = ctx;
+  const tx_kernels *kernels = tx_kernels_selected();
+  tx_delta_written *of = with_piece(w, i);
+  const int64_t begin = (i - of->first) * PIECE, n = of->weights.numel, end = n - begin < PIECE ? n : begin + PIECE;
+  const uint16_t unknown = 0x7f80;
+  int64_t marked = 0;
+  (void)task;
+  for (int64_t at = begin; at < end; at += TX_TILE) {
+    uint32_t differ = differing(kernels, of, at, end - at < TX_TILE ? end - at : TX_TILE);
+    for (; differ; differ &= differ - 1u, marked++) {
+      const int64_t block = at / TX_BLOCK + __builtin_ctz(differ);
+      memcpy((char *)of->moved.data + 2 * block, &unknown, sizeof unknown);
+    }
   }
-  TX_FORWARD(tx_check_fixed("masters", masters, TX_F32, weights.numel, weights.numel > 0, error));
-  TX_FORWARD(
-      tx_check_fixed("moved", moved, TX_BF16, (weights.numel + TX_BLOCK - 1) / TX_BLOCK, weights.numel > 0, error));
-  mark_work w = {.weights = &weights, .masters = &masters, .moved = &moved};
-  tx_delta_each(parallel, (weights.numel + PIECE - 1) / PIECE, mark_piece, &w);
-  *marked = atomic_load(&w.marked);
+  if (marked) __atomic_fetch_add(&of->marked, marked, __ATOMIC_RELAXED);
+}
+
+static tx_status check_written(const tx_delta_written *of, int64_t i, tx_error *error) {
+  const tx_span spans[] = {{"weights", &of->weights, 1, 0},
+                           {"masters", &of->masters, 1, 0},
+                           {"checksums", &of->checksums, 1, 0},
+                           {"moved", &of->moved, 1, 1}};
+  const int64_t n = of->weights.numel;
+  TX_FORWARD(tx_check_tensors(spans, 4, error));
+  if (of->weights.dtype != TX_BF16 && of->weights.dtype != TX_F16) {
+    return tx_fail(error, TX_ERROR_DTYPE, "those[%" PRId64 "]: weights are %s; bf16 and fp16 are legal beside masters",
+                   i, tx_dtype_name(of->weights.dtype));
+  }
+  if (n > 0 && (of->masters.numel > 0) == (of->checksums.numel > 0)) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "those[%" PRId64 "] has %s masters and checksums; one of them is legal", i,
+                   of->masters.numel ? "both" : "neither");
+  }
+  TX_FORWARD(tx_check_fixed("masters", of->masters, TX_F32, n, 0, error));
+  TX_FORWARD(tx_check_fixed("checksums", of->checksums, TX_I64, (n + TX_CHECKSUM - 1) / TX_CHECKSUM, 0, error));
+  return tx_check_fixed("moved", of->moved, TX_BF16, (n + TX_BLOCK - 1) / TX_BLOCK, n > 0, error);
+}
+
+tx_status tx_delta_mark(int64_t n, tx_delta_written *those, const tx_parallel *parallel, tx_error *error) {
+  TX_FORWARD(tx_check_parallel(parallel, error));
+  TX_FORWARD(tx_check_present("those", those, n, error));
+  for (int64_t i = 0; i < n; i++)
+    TX_FORWARD(check_written(&those[i], i, error));
+  int64_t pieces = 0;
+  for (int64_t i = 0; i < n; i++) {
+    those[i].marked = 0;
+    those[i].first = pieces;
+    pieces += (those[i].weights.numel + PIECE - 1) / PIECE;
+  }
+  mark_work w = {those, n};
+  tx_delta_each(parallel, pieces, mark_piece, &w);
   return TX_OK;
 }

@@ -18,6 +18,7 @@ from torch_ext.weight_sync.subscriber import WeightSubscriber
 _STEP = Bar(1.08, 1.03, lower_is_better=True)
 _ENCODE = Bar(12, 5, lower_is_better=True)
 _APPLY = Bar(15, 6, lower_is_better=True)
+_EACH = Bar(20, 5, lower_is_better=True)
 _LR = 1e-6
 
 
@@ -103,6 +104,20 @@ def _deltas(bench: Bench) -> None:
         )
     ns = [1e9 * one["publish"] / max(one["changed"], 1) for one in rounds]
     bench.add("deltas", "publish: ns per changed weight", timing.spread(ns), None, beside)
+    bench.add("deltas", "publish of 1000 parameters of 64 weights: us each", _of_many(bench), _EACH)
+
+
+def _of_many(bench: Bench) -> timing.Spread:
+    """Microseconds for each of many small parameters, which is what one costs however small it is."""
+    training = optimizer_configs.ours(CONFIGURATIONS["bf16"], [(64,)] * 1000, bench.seed)
+    source = WeightPublisher(_Model(training), training.optimizer)
+    found = []
+    for _ in range(bench.rounds + 1):
+        training.step()
+        begin = time.thread_time()
+        source.publish()
+        found.append(1e6 * (time.thread_time() - begin) / 1000)
+    return timing.spread(found[1:])  # the first one looks where everything is
 
 
 def _publish_once(

@@ -128,10 +128,10 @@ const Row kRows[] = {
        tx_delta_info info = TX_DELTA_INFO_INIT;
        return a([&](const tx_parallel *) { return tx_delta_info_of(AsTensor(w.whole[0]), &info, nullptr); });
      }},
-    {"param", "tx_delta_param_of", true, Nothing,
+    {"params", "tx_delta_params_of", true, Nothing,
      [](World &w, Attempt &a) {
-       tx_delta_param param;
-       return a([&](const tx_parallel *) { return tx_delta_param_of(AsTensor(w.whole[0]), 1, &param, nullptr); });
+       tx_delta_param params[2];
+       return a([&](const tx_parallel *) { return tx_delta_params_of(AsTensor(w.whole[0]), 2, params, nullptr); });
      }},
     {"open", "tx_delta_open", true, Nothing,
      [](World &w, Attempt &a) {

@@ -1,8 +1,9 @@
 // Deltas of weights: every bit arrives, whatever happened to weights and messages on the way, and what cannot be
 // applied is named before anything is written.
+#include <cstring>
 #include <string>
 
-#include "csrc/core/delta_bytes.h"
+#include "csrc/core/delta_part.h"
 #include "tests/core/delta_trainer.h"
 #include "tests/core/threads.h"
 
@@ -139,10 +140,35 @@ TEST(Delta, FullMessagesBeginAndMergedOnesAreAppliedAsOne) {
   EXPECT_EQ(info.kind, TX_DELTA_WHOLE);
   EXPECT_EQ(info.last_version, 1);
   ASSERT_EQ(info.n_params, 6);
-  tx_delta_param param;
-  ASSERT_EQ(tx_delta_param_of(AsTensor(joined), 2, &param, &error), TX_OK);
-  EXPECT_STREQ(param.name, "c.weight");
-  EXPECT_EQ(param.numel, 20011);
+  tx_delta_param params[6];
+  ASSERT_EQ(tx_delta_params_of(AsTensor(joined), 6, params, &error), TX_OK) << error.message;
+  EXPECT_STREQ(params[2].name, "c.weight");
+  EXPECT_EQ(params[2].numel, 20011);
+  EXPECT_EQ(tx_delta_params_of(AsTensor(joined), 5, params, &error), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(tx_delta_params_of(AsTensor(list.back()), 0, nullptr, &error), TX_OK) << error.message;
+  EXPECT_EQ(tx_delta_params_of(AsTensor(joined), 6, nullptr, &error), TX_ERROR_INVALID_ARGUMENT);
+}
+
+TEST(Delta, ATableOfAnotherModelIsNone) {
+  Trainer trainer(kModel, 1, 12);
+  Bytes whole = trainer.Encode(TX_DELTA_WHOLE)[0];
+  const auto with_checksum = [&] {
+    const uint64_t sum = tx_xxh64(whole.data(), static_cast<int64_t>(whole.size()) - TX_DELTA_CHECKSUM_BYTES);
+    std::memcpy(whole.data() + whole.size() - TX_DELTA_CHECKSUM_BYTES, &sum, sizeof sum);
+  };
+  tx_delta_info info = TX_DELTA_INFO_INIT;
+  tx_error error;
+  for (size_t i = TX_DELTA_HEADER; i < TX_DELTA_HEADER + tx_get_u64(whole.data() + TX_DELTA_AT_TABLE); i++) {
+    whole[i] ^= 0x41;
+    with_checksum();
+    std::vector<tx_delta_param> params(6);
+    ASSERT_EQ(tx_delta_info_of(AsTensor(whole), &info, &error), TX_OK) << error.message;
+    EXPECT_EQ(tx_delta_params_of(AsTensor(whole), 6, params.data(), &error), TX_ERROR_INVALID_ARGUMENT) << i;
+    whole[i] ^= 0x41;
+  }
+  whole[TX_DELTA_AT_PARAMS + 3] = 0x7f; /* who made room for so many would have none left */
+  with_checksum();
+  EXPECT_EQ(tx_delta_info_of(AsTensor(whole), &info, &error), TX_ERROR_INVALID_ARGUMENT);
 }
 
 TEST(Delta, WhatSomebodyElseWroteTravelsToo) {
@@ -503,35 +529,83 @@ TEST(Delta, BlocksThatAreNotTheirMastersAreMarked) {
         blocks++;
       }
       tx_error error;
-      int64_t marked = -1;
-      ASSERT_EQ(tx_delta_mark({weights.data(), n, dtype, 0}, {masters.data(), n, TX_F32, 0},
-                              {moved.data(), static_cast<int64_t>(moved.size()), TX_BF16, 0},
-                              t % 4 ? nullptr : threads.parallel(), &marked, &error),
-                TX_OK)
-          << error.message;
+      tx_delta_written those[2] = {};
+      those[1].weights = {weights.data(), n, dtype, 0};
+      those[1].masters = {masters.data(), n, TX_F32, 0};
+      those[1].moved = {moved.data(), static_cast<int64_t>(moved.size()), TX_BF16, 0};
+      those[0].weights.dtype = dtype;
+      ASSERT_EQ(tx_delta_mark(2, those, t % 4 ? nullptr : threads.parallel(), &error), TX_OK) << error.message;
       ASSERT_EQ(moved, wanted) << t;
-      ASSERT_EQ(marked, blocks) << t;
+      ASSERT_EQ(those[1].marked, blocks) << t;
     }
   }
   ASSERT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
 }
 
+TEST(Delta, MarkKnowsWritesByChecksums) {
+  std::mt19937_64 gen(5);
+  const Threads threads(3);
+  for (int32_t t = 0; t < 60; t++) {
+    std::vector<std::vector<uint16_t>> weights, moved, wanted;
+    std::vector<std::vector<uint64_t>> sums;
+    std::vector<tx_delta_written> those(gen() % 5);
+    for (tx_delta_written &one : those) {
+      const int64_t n = t % 10 ? static_cast<int64_t>(gen() % 5000) : 200000;
+      std::vector<uint16_t> &w = weights.emplace_back(static_cast<size_t>(n));
+      for (uint16_t &value : w)
+        value = static_cast<uint16_t>(gen());
+      std::vector<uint64_t> &kept = sums.emplace_back(static_cast<size_t>((n + TX_CHECKSUM - 1) / TX_CHECKSUM));
+      tx_delta_run run = {};
+      run.weights = {w.data(), n, TX_BF16, 0};
+      run.checksums = {kept.data(), static_cast<int64_t>(kept.size()), TX_I64, 0};
+      ASSERT_EQ(tx_delta_renew(1, &run, nullptr, nullptr), TX_OK);
+      moved.emplace_back(static_cast<size_t>((n + TX_BLOCK - 1) / TX_BLOCK), static_cast<uint16_t>(0x3f80));
+      wanted.push_back(moved.back());
+      for (uint64_t k = gen() % 3; n > 0 && k > 0; k--) {
+        const int64_t at = static_cast<int64_t>(gen() % static_cast<uint64_t>(n)), first = at - at % TX_CHECKSUM;
+        w[static_cast<size_t>(at)] ^= static_cast<uint16_t>(1u << (k % 16));
+        for (int64_t i = first; i < std::min(first + TX_CHECKSUM, n); i++)
+          wanted.back()[static_cast<size_t>(i / TX_BLOCK)] = 0x7f80;
+      }
+      one = {};
+      one.weights = {w.data(), n, TX_BF16, 0};
+      one.checksums = {kept.data(), static_cast<int64_t>(kept.size()), TX_I64, 0};
+      one.moved = {moved.back().data(), static_cast<int64_t>(moved.back().size()), TX_BF16, 0};
+    }
+    tx_error error;
+    ASSERT_EQ(
+        tx_delta_mark(static_cast<int64_t>(those.size()), those.data(), t % 2 ? nullptr : threads.parallel(), &error),
+        TX_OK)
+        << error.message;
+    ASSERT_EQ(moved, wanted) << t;
+    for (size_t i = 0; i < those.size(); i++)
+      EXPECT_EQ(those[i].marked, std::count(wanted[i].begin(), wanted[i].end(), 0x7f80)) << t;
+  }
+}
+
 TEST(Delta, MarkRefusesWhatItCannotCompare) {
   uint16_t weights[300] = {0}, moved[3] = {0};
   float masters[300] = {0};
-  int64_t marked;
+  uint64_t sums[1] = {1};
   tx_error error;
   const tx_tensor w = {weights, 300, TX_BF16, 0}, m = {masters, 300, TX_F32, 0}, b = {moved, 3, TX_BF16, 0};
-  const auto mark = [&](tx_tensor x, tx_tensor y, tx_tensor z) {
-    return tx_delta_mark(x, y, z, nullptr, &marked, &error);
+  const tx_tensor c = {sums, 1, TX_I64, 0}, none = {nullptr, 0, TX_NONE, 0};
+  const auto mark = [&](tx_tensor x, tx_tensor y, tx_tensor z, tx_tensor sum) {
+    tx_delta_written those[] = {{w, none, c, b, 0, 0}, {x, y, sum, z, 0, 0}};
+    return tx_delta_mark(2, those, nullptr, &error);
   };
-  EXPECT_EQ(mark(w, m, b), TX_OK) << error.message;
-  EXPECT_EQ(mark(m, m, b), TX_ERROR_DTYPE);
-  EXPECT_NE(std::string(error.message).find("bf16 and fp16"), std::string::npos) << error.message;
-  EXPECT_EQ(mark(w, {masters, 299, TX_F32, 0}, b), TX_ERROR_SHAPE);
-  EXPECT_EQ(mark(w, m, {moved, 2, TX_BF16, 0}), TX_ERROR_SHAPE);
-  EXPECT_EQ(mark(w, w, b), TX_ERROR_DTYPE);
-  EXPECT_EQ(tx_delta_mark(w, m, b, nullptr, nullptr, &error), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(mark(m, m, b, none), TX_ERROR_DTYPE);
+  EXPECT_NE(std::string(error.message).find("those[1]: weights are fp32; bf16 and fp16"), std::string::npos)
+      << error.message;
+  EXPECT_EQ(mark(w, {masters, 299, TX_F32, 0}, b, none), TX_ERROR_SHAPE);
+  EXPECT_EQ(mark(w, m, {moved, 2, TX_BF16, 0}, none), TX_ERROR_SHAPE);
+  EXPECT_EQ(mark(w, none, b, {sums, 2, TX_I64, 0}), TX_ERROR_SHAPE);
+  EXPECT_EQ(mark(w, w, b, none), TX_ERROR_DTYPE);
+  EXPECT_EQ(mark(w, m, b, c), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(mark(w, none, b, none), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(moved[0] | moved[1] | moved[2], 0) << "nothing is written where something is refused";
+  EXPECT_EQ(tx_delta_mark(1, nullptr, nullptr, &error), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(mark(w, m, b, none), TX_OK) << error.message;
 }
 
 }  // namespace

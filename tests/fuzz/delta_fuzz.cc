@@ -100,10 +100,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   }
   const tx_tensor message = {bytes.data(), static_cast<int64_t>(bytes.size()), TX_U8, 0};
   tx_delta_info info = TX_DELTA_INFO_INIT;
-  tx_delta_param param;
   if (tx_delta_info_of(message, &info, nullptr) == TX_OK) {
-    for (int64_t i = 0; i < info.n_params && i < 4; i++)
-      (void)tx_delta_param_of(message, i, &param, nullptr);
+    std::vector<tx_delta_param> params(static_cast<size_t>(info.n_params));
+    if (tx_delta_params_of(message, info.n_params, params.data(), nullptr) == TX_OK) {
+      for (const tx_delta_param &param : params)
+        CHECK(std::strlen(param.name) > 0 && param.numel >= 0);
+    }
   }
   const std::vector<uint8_t> before[3] = {engine.memory[0], engine.memory[1], engine.memory[2]};
   tx_error error;

@@ -2,6 +2,7 @@
 
 import gc
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,36 @@ def test_what_a_publisher_keeps(exact: bool, frozen: str) -> None:
     if frozen:
         most += other.numel() / 128 + (1 << 20) * 9 / 64
     assert 0.9 * most < kept <= most + 4096
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "bf16_remainder", "8bit"])
+def test_what_a_parameter_more_costs(states: Any) -> None:
+    """A few of Python's calls, where everything is where it was the last time; it was 80."""
+
+    def calls(layers: int) -> int:
+        model = nn.ModuleList(nn.Linear(3, 5) for _ in range(layers)).to(torch.float32 if states == "fp32" else BF16)
+        optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-2, states=states)
+        publisher, engine, found = torch_ext.WeightPublisher(model, optimizer), Engine(model), 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal found
+            found += event == "call"
+
+        for version in range(5):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            if version == 2:
+                model[7].weight.data = model[7].weight.data.clone()
+            found = 0
+            sys.setprofile(count)
+            delta = publisher.publish()
+            sys.setprofile(None)
+            engine.subscriber.apply(delta, "full")
+            assert engine.differs(model) == []
+        return found
+
+    assert calls(60) - calls(20) <= 20 * 80
 
 
 def test_frozen_weights_of_several_runs() -> None:

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 from torch_ext.checkpoint import weight_files
-from torch_ext.checkpoint.load_weights import about
 from torch_ext.checkpoint.new_file import STALE, NewFile, refuse_full, sync_folder
 from torch_ext.checkpoint.weight_files import PartFile
+from torch_ext.weight_sync.delta_info import delta_info
 from torch_ext.weight_sync.publisher import WeightPublisher
 
 _AGAIN = 4  # versions, of which one has all weights where a rank began anew by itself
@@ -51,8 +51,8 @@ class IncrementalWeights:
         """
         os.makedirs(self._folder, exist_ok=True)
         part = self._publisher.publish() if part is None else part
-        chain, info = about(part)
-        version, number, parts = int(info.last_version), int(info.part), int(info.parts)
+        info = delta_info(part)
+        chain, version, number, parts = info.chain, info.version, info.part, info.parts
         if info.n_parts != 1 or version != self._publisher.version or version == self._saved:
             raise ValueError(f"part is of version {version}; what publish() has just returned, and once, is legal")
         known = self._begin(chain, version, number)

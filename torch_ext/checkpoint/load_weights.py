@@ -1,20 +1,16 @@
 """Reading what `IncrementalWeights` saved."""
 
-import ctypes
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from torch_ext.checkpoint import weight_files
 from torch_ext.checkpoint.weight_files import PartFile
-from torch_ext.weight_sync import delta_library
+from torch_ext.weight_sync.delta_info import delta_info
 from torch_ext.weight_sync.subscriber import WeightSubscriber
 from torch_ext.weight_sync.weight_slice import Place
-
-_FORMS = ("delta", "full")  # by tx_delta_kind
 
 
 def load_weights(
@@ -58,19 +54,10 @@ def read(folder: Path, file: PartFile) -> bytes:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     try:
-        chain, info = about(data)
+        info = delta_info(data)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{path}: {error}") from error
-    form = _FORMS[info.kind] if 0 <= info.kind < len(_FORMS) else f"kind {info.kind}"
-    held = PartFile(chain, info.last_version, info.part, info.parts, form)
-    if held != file or info.n_parts != 1 or info.first_version != info.last_version:
+    held = PartFile(info.chain, info.version, info.part, info.parts, "full" if info.full else "delta")
+    if held != file or info.n_parts != 1:
         raise ValueError(f"{path} is not what its name says: in it is what {held.name} has")
     return data
-
-
-def about(message: bytes) -> tuple[str, Any]:
-    """The name of its chain, and what else is known of it (tx_delta_info). ValueError where it is damaged."""
-    info: Any = delta_library.DeltaInfo(ctypes.sizeof(delta_library.DeltaInfo))
-    with delta_library.messages([message]) as (argument,):
-        delta_library.call("info_of", argument, info)
-    return "".join(f"{word:016x}" for word in info.id), info

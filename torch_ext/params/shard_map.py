@@ -70,6 +70,13 @@ class ShardMap:
             return True
         return list(map(Tensor.data_ptr, self._local_tensors())) == list(map(Tensor.data_ptr, self._tensors))
 
+    def memory(self) -> list[tuple[int, bool]]:
+        """Where this rank's parts of all but DTensors are, and whether they are contiguous: `fits` does not ask."""
+        if self.plain:
+            return [(p.data_ptr(), p.is_contiguous()) for p in self.params]
+        parts = [self.of(i).weight for i, is_one in enumerate(self._dtensors) if not is_one]
+        return [(part.data_ptr(), part.is_contiguous()) for part in parts]
+
     def of(self, i: int) -> LocalShard:
         owner = self.owners[i]
         if owner is not None:

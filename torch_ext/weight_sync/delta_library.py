@@ -39,6 +39,11 @@ class DeltaRun(library.Struct):
     """Elements of a parameter, and what the publisher keeps beside them."""
 
 
+@structs.mirror("tx_delta_written")
+class DeltaWritten(library.Struct):
+    """Weights, and what tells whether somebody else wrote to them."""
+
+
 @structs.mirror("tx_delta_message")
 class DeltaMessage(library.Struct):
     """Memory of the library."""
@@ -47,11 +52,6 @@ class DeltaMessage(library.Struct):
 @structs.mirror("tx_delta_encode_args")
 class DeltaEncodeArguments(library.Struct):
     """What tx_delta_encode makes."""
-
-
-@structs.mirror("tx_delta_info")
-class DeltaInfo(library.Struct):
-    """What is in a message."""
 
 
 def table(params: Sequence[tuple[str, int, torch.dtype]]) -> "ctypes.Array[DeltaParam]":
@@ -126,11 +126,12 @@ def _address(one: Any) -> Any:
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "chain_begin": (_Int64, _Pointer, _Pointer, _Int32, _Int32, _Pointer),
-    "mark": (TensorArgument, TensorArgument, TensorArgument, _Pointer, _Pointer),
+    "mark": (_Int64, _Pointer, _Pointer),
     "renew": (_Int64, _Pointer, _Pointer),
     "encode": (_Pointer, _Pointer, _Pointer, _Pointer),
     "merge": (_Int64, _Pointer, _Pointer),
     "info_of": (TensorArgument, _Pointer),
+    "params_of": (TensorArgument, _Int64, _Pointer),
     "open": (_Int64, _Pointer, _Int64, _Pointer, _Pointer),
     "apply": (_Pointer, _Int64, _Pointer, _Int32, _Pointer),
 }

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,40 +13,24 @@ from torch_ext.native import adamw_args, constants, graph_capture
 from torch_ext.optim.cpu_offload.staged_args import threads
 from torch_ext.optim.optimizer_base import OptimizerBase
 from torch_ext.optim.state.param_state import ParamState
-from torch_ext.optim.state.weight_changes import KEYS, WeightChanges
+from torch_ext.optim.state.weight_changes import WeightChanges
 from torch_ext.tensors import offload_guard
 from torch_ext.weight_sync import delta_library, silent_writes
-from torch_ext.weight_sync.held_weights import HeldWeights, held
 from torch_ext.weight_sync.host_stage import HostStage
 from torch_ext.weight_sync.model_table import ModelTable
+from torch_ext.weight_sync.published_runs import PublishedRuns, Run
 from torch_ext.weight_sync.weight_patch import WeightPatch, index_dtype
-
-_PER_ITEM = {"changed": 8, "moved": constants.BLOCK, "distance": 2}  # weights per element
-
-_SHORT = 1 << 20
-"""Weights of a run that no step changes: the zeros beside it are as many as its bits and bounds."""
-
-
-class _Run(NamedTuple):
-    held: HeldWeights
-    kept: dict[str, Tensor]
-    """The part of what steps say that is of these weights: views."""
-    checksums: Tensor
-    """Of the weights as they were published, on the host."""
 
 
 class KeptChanges:
     def __init__(self, optimizer: OptimizerBase, model: ModelTable, part: int, parts: int, exact: bool) -> None:
         """part, parts: this rank among those of the model."""
         self._optimizer, self._model = optimizer, model
-        self._part, self._parts = part, parts
         self._changes = WeightChanges(exact)
-        self._nothing: dict[str, Tensor] = {}  # what steps say of weights that none changes: zeros, for all of them
-        self._untrained = self._unchanging()
-        self._checksums: dict[tuple[str, int], Tensor] = {}
         optimizer._states.changes = self._changes
         optimizer._stepper.drop_plan()
-        self._layout = [(h.name, h.offset, h.weights.numel()) for h in self._held()]
+        self._runs = PublishedRuns(optimizer, model, self._changes, part, parts)
+        self._compared: silent_writes.Compared | None = None
         self._writes = silent_writes.WriteRecord()
         self._stage = HostStage()
         self._captured = False  # whether a step was, into a CUDA graph: replays tell nobody how many there were
@@ -87,25 +71,15 @@ class KeptChanges:
         self._steps += 1
         self._captured |= graph_capture.is_capturing(self._model.device)
 
-    def refuse_changed(self, doing: str) -> list[HeldWeights]:
-        """RuntimeError where steps tell somebody else, or this rank has other parts than when this was made; else these
-        parts, as they are now."""
+    def refuse_changed(self, doing: str) -> None:
+        """RuntimeError where steps tell somebody else, or this rank has other parts than when this was made."""
         if self._optimizer._states.changes is not self._changes:
             raise RuntimeError(f"{doing}: another WeightPublisher was made of this optimizer; use that one")
-        parts = self._held()
-        if [(h.name, h.offset, h.weights.numel()) for h in parts] != self._layout:
+        if self._runs.cut_anew():
             raise RuntimeError(
                 f"{doing}: the model is cut otherwise than when the WeightPublisher was made (parallelize, "
                 "fully_shard?); make a new one"
             )
-        return parts
-
-    def _held(self) -> list[HeldWeights]:
-        """In the order of the table. What nobody trains, or did not when this was made, is in short runs."""
-        found = []
-        for h in held(self._model.params, self._part, self._parts):
-            found += h.cut(_SHORT) if h.name in self._untrained else [h]
-        return sorted(found, key=lambda h: (self._model.order[h.name], h.offset))
 
     def _members(self) -> list[ParamState]:
         """Of the parameters that have state."""
@@ -116,49 +90,14 @@ class KeptChanges:
         everyone = states.everyone()
         return states.members(everyone, [states.is_made(p) for p in everyone])
 
-    def _runs(self, parts: list[HeldWeights] | None = None) -> list[_Run]:
-        """parts: what refuse_changed found, in the same call."""
-        states = self._optimizer._states
-        everyone = states.everyone()
-        host = dict(zip(everyone, states.on_host(everyone), strict=True))
-        found, unchanging = [], self._unchanging()
-        for h in self._held() if parts is None else parts:
-            begin, end = h.begin, h.begin + h.weights.numel()
-            if h.name not in unchanging:
-                kept = states.changes_of(h.param, h.local, host[h.param])
-            else:
-                begin, end, kept = 0, end - begin, self._unchanged(h.weights.numel())
-            views = {key: kept[key][begin // n : -(-end // n)] for key, n in _PER_ITEM.items() if key in kept}
-            found.append(_Run(h, views, self._checksum_of(h)))
-        return found
-
-    def _unchanging(self) -> set[str]:
-        """Parameters of which steps have nothing to say: not the optimizer's, or frozen and without state."""
-        states = self._optimizer._states
-        trained = {p for p in states.everyone() if p.requires_grad or states.is_made(p)}
-        return {name for name, p in self._model.params.items() if p not in trained}
-
-    def _unchanged(self, numel: int) -> dict[str, Tensor]:
-        """Of so many weights, or more. Nobody but renew writes to it, zeros."""
-        if not self._nothing or self._nothing["changed"].numel() * _PER_ITEM["changed"] < numel:
-            self._nothing = WeightChanges(False).beside(torch.empty(0), numel, torch.device("cpu"))
-        return self._nothing
-
-    def _checksum_of(self, h: HeldWeights) -> Tensor:
-        made = self._checksums.get((h.name, h.offset))
-        if made is None:
-            made = torch.zeros(-(-h.weights.numel() // constants.CHECKSUM), dtype=torch.int64)
-            self._checksums[h.name, h.offset] = made
-        return made
-
     def _mark_before_first_step(self) -> None:
         """Whoever makes a weight's state, the first step or a state_dict(), makes its master of it, so that nothing
         tells of writes before that. Until then it can be compared with what was published only."""
         fresh = {id(p) for p in self._fresh()}
         if not fresh:
             return
-        unchanging = self._unchanging()
-        for run in self._runs():
+        unchanging = self._runs.unchanging()
+        for run in self._runs.now():
             if id(run.held.param) in fresh and run.held.name not in unchanging:
                 moved = run.kept["moved"]
                 unknown = _differing(run).repeat_interleave(constants.CHECKSUM // constants.BLOCK)[: moved.numel()]
@@ -182,9 +121,11 @@ class KeptChanges:
         """Inside, they travel; see `silent_writes`."""
         members = self._members()
         self._writes.mark(members)
-        written = silent_writes.mark(members)
+        if self._compared is None or not self._compared.are(members):
+            self._compared = silent_writes.Compared(members)
+        written = self._compared.mark()
         yield
-        silent_writes.mark(written)  # nobody wrote to them meanwhile
+        silent_writes.Compared(written).mark()  # nobody wrote to them meanwhile
         self._note_writes()
         self._settle()
         self._steps = 0
@@ -197,23 +138,19 @@ class KeptChanges:
     # -- for the library
 
     @contextmanager
-    def on_host(self, parts: list[HeldWeights] | None = None) -> Iterator[Any]:
+    def on_host(self) -> Iterator[Any]:
         """An array of tx_delta_run, which may be written to: what it says is taken over, where the library did not
         refuse it."""
-        runs = self._runs(parts)
+        runs = self._runs.now()
+        if (rows := self._runs.rows_on_host()) is not None:
+            yield rows
+            return
         kept = [t for run in runs for t in run.kept.values()]
         copies = self._stage.bring([*kept, *(run.held.weights for run in runs)])
         left = iter(copies)
         named = [{key: next(left) for key in run.kept} for run in runs]
-        rows = [self._row(run, copy | {"weights": next(left)}) for run, copy in zip(runs, named, strict=True)]
-        yield (delta_library.DeltaRun * len(rows))(*rows)
+        yield self._runs.rows(runs, [copy | {"weights": next(left)} for copy in named])
         self._stage.take_back(kept, copies[: len(kept)])
-
-    def _row(self, run: _Run, on_host: dict[str, Tensor]) -> delta_library.DeltaRun:
-        kept = [adamw_args.argument(on_host.get(key)) for key in ("weights", *KEYS)]
-        return delta_library.DeltaRun(
-            self._model.order[run.held.name], run.held.offset, *kept, adamw_args.argument(run.checksums)
-        )
 
     def renew(self) -> None:
         """The weights as they are were published."""
@@ -224,7 +161,7 @@ class KeptChanges:
 
     def patches(self) -> list[WeightPatch]:
         found: dict[str, list[WeightPatch]] = {}
-        for run in self._runs():
+        for run in self._runs.now():
             found.setdefault(run.held.name, []).append(_patch(run))
         return [patch for name, p in self._model.params.items() for patch in found.get(name) or [_nothing(name, p)]]
 
@@ -234,7 +171,7 @@ def _nothing(name: str, p: Tensor) -> WeightPatch:
     return WeightPatch(name, none, torch.empty(0, dtype=p.dtype, device=p.device), tuple(p.shape))
 
 
-def _patch(run: _Run) -> WeightPatch:
+def _patch(run: Run) -> WeightPatch:
     """Every weight with a bit that changed, and whole blocks of which nobody knows."""
     h, (numel, device) = run.held, (run.held.weights.numel(), run.held.weights.device)
     bits = torch.arange(8, dtype=torch.uint8, device=device)
@@ -247,7 +184,7 @@ def _patch(run: _Run) -> WeightPatch:
     return WeightPatch(h.name, (at + h.offset).to(index_dtype(p.numel())), h.weights[at], tuple(p.shape))
 
 
-def _differing(run: _Run) -> Tensor:
+def _differing(run: Run) -> Tensor:
     """Of each block of a checksum, whether its weights are others than those that were published."""
     now, weights = torch.zeros_like(run.checksums), run.held.weights.cpu()
     none = adamw_args.argument(None)

@@ -33,7 +33,7 @@ class ModelTable:
     def refuse_changed(self, doing: str) -> None:
         """ValueError, naming it, where the model has other parameters now; RuntimeError where one is offloaded."""
         now = {name: (tuple(p.shape), p.dtype) for name, p in _params(self._model).items()}
-        for name in now.keys() | self._forms.keys():
+        for name in now.keys() | self._forms.keys() if now != self._forms else ():
             what = _difference(now.get(name), self._forms.get(name))
             if what:
                 raise ValueError(f"{doing}: {name!r} {what} since the WeightPublisher was made; make a new one")

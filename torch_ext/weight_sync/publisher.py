@@ -11,7 +11,6 @@ from torch_ext.optim.optimizer_base import OptimizerBase
 from torch_ext.params.param_groups import innermost
 from torch_ext.tensors import offload_guard
 from torch_ext.weight_sync import delta_library, trainer_ranks
-from torch_ext.weight_sync.held_weights import HeldWeights
 from torch_ext.weight_sync.kept_changes import KeptChanges
 from torch_ext.weight_sync.model_table import ModelTable
 from torch_ext.weight_sync.weight_patch import WeightPatch
@@ -92,18 +91,18 @@ class WeightPublisher:
         ValueError, naming it, where the model has other parameters than when the publisher was made. Nothing is
         published then.
         """
-        parts = self._refuse_now("publish()")
+        self._refuse_now("publish()")
         with torch.no_grad(), self._kept.silent_writes_marked():
-            return self._encode(_CHANGES, parts)
+            return self._encode(_CHANGES)
 
     def full(self) -> bytes:
         """This rank's part of all weights, as of `version`, for engines that join: directly after `publish`.
 
         Errors as of publish; and RuntimeError where weights changed since: publish first.
         """
-        parts = self._refuse_now("full()")
+        self._refuse_now("full()")
         with torch.no_grad():
-            return self._encode(_WHOLE, parts)
+            return self._encode(_WHOLE)
 
     def publish_patches(self) -> list[WeightPatch]:
         """In the place of `publish`: the next version as positions and values, for engines of others.
@@ -118,9 +117,9 @@ class WeightPublisher:
         self._chain.version += 1  # a subscriber that has not seen this version shall say so
         return patches
 
-    def _encode(self, kind: int, parts: list[HeldWeights]) -> bytes:
+    def _encode(self, kind: int) -> bytes:
         message = delta_library.DeltaMessage()
-        with self._kept.on_host(parts) as runs:
+        with self._kept.on_host() as runs:
             table = self._model.table
             args = delta_library.DeltaEncodeArguments(ctypes.sizeof(delta_library.DeltaEncodeArguments))
             args.n_params, args.params = len(table), table
@@ -130,12 +129,12 @@ class WeightPublisher:
             delta_library.call("encode", args, self._chain, threads(), message)
         return delta_library.taken(message)
 
-    def _refuse_now(self, doing: str) -> list[HeldWeights]:
-        """What this rank publishes, where it can now."""
+    def _refuse_now(self, doing: str) -> None:
+        """RuntimeError or ValueError where this rank cannot publish now."""
         self._refuse_between(doing)
         self._model.refuse_changed(doing)
         offload_guard.refuse_states(self._optimizer, doing)
-        return self._kept.refuse_changed(doing)
+        self._kept.refuse_changed(doing)
 
     def _refuse_between(self, doing: str) -> None:
         """RuntimeError where weights are not those between two steps."""

@@ -10,7 +10,7 @@ published.
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,57 +19,69 @@ from torch_ext.native import adamw_args, constants, ops
 from torch_ext.optim.cpu_offload.staged_args import threads
 from torch_ext.optim.state import weight_changes
 from torch_ext.optim.state.param_state import ParamState
+from torch_ext.optim.state.write_check import FixedMemory
 from torch_ext.tensors import dense
 from torch_ext.weight_sync import delta_library
+from torch_ext.weight_sync.delta_library import DeltaWritten
 
 _AT_A_TIME = 1 << 20  # elements that are compared
 _BLOCKS = constants.CHECKSUM // constants.BLOCK
+_MARKED = slice(DeltaWritten.marked.offset // 8, None, ctypes.sizeof(DeltaWritten) // 8)  # of the words of an array
 
 
-def mark(members: Sequence[ParamState]) -> list[ParamState]:
-    """Makes `moved` infinite where a weight with a master is not what the last step left. Returns those of which there
-    are such weights, as far as that is known without waiting for a device."""
-    found = []
-    for m in members:
-        if m.changes and m.kinds.master == "master_remainder" and _mark_by_checksum(m):
-            found.append(m)
-        elif m.changes and m.kinds.master == "master_param" and _mark_by_master(m):
-            found.append(m)
-    return found
+class Compared:
+    """The weights with masters among those of some members. On the host one call of the library compares them all."""
+
+    def __init__(self, members: Sequence[ParamState]) -> None:
+        self._members = members
+        beside = ("master_remainder", "master_param")
+        found = [m for m in members if m.changes and m.kinds.master in beside and m.weight.numel()]
+        self._here = [m for m in found if m.changes["moved"].is_cpu]
+        self._away = [m for m in found if not m.changes["moved"].is_cpu]
+        self._given = [_compared(m) for m in self._here]  # among them may be copies
+        given = [t for one in self._given for t in one if t is not None]
+        self._memory = FixedMemory([*(m.place for m in self._here), *given])
+        rows = [DeltaWritten(*map(adamw_args.argument, given)) for given in self._given]
+        self._rows = (DeltaWritten * len(rows))(*rows)
+
+    def are(self, members: Sequence[ParamState]) -> bool:
+        """Whether it was made of these, and they are where they were."""
+        return members is self._members and all(m.weight.is_cpu for m in self._here) and self._memory.holds()
+
+    def mark(self) -> list[ParamState]:
+        """Makes `moved` infinite where a weight is not what the last step left. Returns those of which there are such
+        weights, as far as that is known without waiting for a device."""
+        if not self._here:
+            return list(filter(_mark_on_device, self._away))
+        delta_library.call("mark", len(self._rows), self._rows, threads())
+        marked = torch.frombuffer(self._rows, dtype=torch.int64)[_MARKED].nonzero().view(-1).tolist()
+        return [self._here[i] for i in marked] + list(filter(_mark_on_device, self._away))
 
 
-def _mark_by_checksum(m: ParamState) -> bool:
-    now = torch.zeros_like(m.state["checksum"])
-    weight = dense.in_order_of(m.master, m.beside)
-    none = torch.empty(0, dtype=torch.int64, device=now.device)
-    ops.call("master_checksum_", [weight], [dense.flat(m.master)], [now], none, constants.CHECKSUM_RENEW)
-    stale = now != m.state["checksum"]
-    if stale.is_cpu and not bool(stale.any()):
-        return False
+def _compared(m: ParamState) -> list[Tensor | None]:
+    """As DeltaWritten has them: weights, masters, checksums, moved."""
+    if m.kinds.master == "master_param":
+        return [dense.flat(m.beside), dense.flat(m.master), None, m.changes["moved"]]
+    return [dense.in_order_of(m.master, m.beside), None, m.state["checksum"], m.changes["moved"]]
+
+
+def _mark_on_device(m: ParamState) -> bool:
     moved = m.changes["moved"]
-    moved.masked_fill_(stale.repeat_interleave(_BLOCKS)[: moved.numel()], torch.inf)
-    return True
-
-
-def _mark_by_master(m: ParamState) -> bool:
+    if m.kinds.master == "master_remainder":
+        now = torch.zeros_like(m.state["checksum"])
+        none = torch.empty(0, dtype=torch.int64, device=now.device)
+        weight = dense.in_order_of(m.master, m.beside)
+        ops.call("master_checksum_", [weight], [dense.flat(m.master)], [now], none, constants.CHECKSUM_RENEW)
+        stale = now != m.state["checksum"]
+        moved.masked_fill_(stale.repeat_interleave(_BLOCKS)[: moved.numel()], torch.inf)
+        return True
     weight, master = dense.flat(m.beside).view(-1), dense.flat(m.master).view(-1)
-    moved = m.changes["moved"]
-    if weight.is_cpu:
-        return _mark_on_host(weight, master, moved)
     for begin in range(0, weight.numel(), _AT_A_TIME):
         part = weight[begin : begin + _AT_A_TIME]
         rounded = master[begin : begin + _AT_A_TIME].to(weight.dtype)
         differ = (part != rounded) & ~(part.isnan() & rounded.isnan())
         _mark_blocks(moved[begin // constants.BLOCK :], differ)
     return True
-
-
-def _mark_on_host(weight: Tensor, master: Tensor, moved: Tensor) -> bool:
-    marked = ctypes.c_int64()
-    given = [adamw_args.argument(t) for t in (weight, master, moved)]
-    if weight.numel():
-        delta_library.call("mark", *given, threads(), ctypes.addressof(marked))
-    return marked.value > 0
 
 
 def _mark_blocks(moved: Tensor, differ: Tensor) -> None:
@@ -104,18 +116,21 @@ class WriteRecord:
     def __init__(self) -> None:
         self._known: dict[Tensor, _Seen] = {}
         self._away: dict[Tensor, _Seen] = {}
+        self._watched: tuple[Any, list[tuple[Tensor, Tensor]]] = (None, [])  # of which members, and as _Seen has them
 
     def mark(self, members: Sequence[ParamState]) -> None:
         """Makes `moved` infinite where torch has written to a weight, or moved it, since `note`."""
-        for m in members:
+        for m in members if self._known else ():
             seen = self._known.get(m.param)
-            if seen is not None and seen.differs(_Seen.of(m.param, m.place)):
+            if seen is not None and seen.differs(_Seen.of(m.param, m.param if seen.place is seen.param else m.place)):
                 weight_changes.written(m.changes)
 
     def note(self, members: Sequence[ParamState], ignoring: bool) -> None:
         """ignoring: on_external_write="ignore"."""
-        watched = (m for m in members if ignoring or m.kinds.master is None)
-        self._known = {m.param: _Seen.of(m.param, m.place) for m in watched}
+        of = (members, ignoring)
+        if self._watched[0] is None or self._watched[0][0] is not members or self._watched[0][1] != ignoring:
+            self._watched = of, [(m.param, m.place) for m in members if ignoring or m.kinds.master is None]
+        self._known = {p: _Seen.of(p, place) for p, place in self._watched[1]}
 
     def moved(self, params: Iterable[Tensor], away: bool) -> None:
         """These were offloaded (away), or are back with their content, at other addresses: that is no write."""

@@ -1,6 +1,7 @@
 """Which elements of an engine's tensors are which elements of the trainer's parameters."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from typing import NamedTuple, TypeAlias
@@ -54,6 +55,13 @@ def table_key(name: str, shape: Sequence[int]) -> str:
     """What stands in the table of parameters for a name. A table has numbers of elements only: an engine with the
     transposed matrix would take the trainer's bytes for its own."""
     return f"{name}[{', '.join(map(str, shape))}]"
+
+
+def name_and_shape(key: str, numel: int) -> tuple[str, tuple[int, ...]]:
+    """What table_key made a key of; of any other one itself, as the name of so many elements in a row."""
+    found = re.fullmatch(r"(.*)\[([0-9]{1,18}(?:, [0-9]{1,18})*)?\]", key, re.DOTALL)
+    shape = tuple(map(int, found[2].split(", "))) if found and found[2] else ()
+    return (found[1], shape) if found and math.prod(shape) == numel else (key, (numel,))
 
 
 class Placed(NamedTuple):

@@ -43,6 +43,8 @@ class WeightChanges:
         """exact: distances, too."""
         self._exact = exact
         self._of: dict[Tensor, dict[str, Tensor]] = {}
+        self.made = 0
+        """How often something was made, or dropped."""
         self.watcher: weakref.ref[Watcher] | None = None
         """Who publishes them."""
 
@@ -59,12 +61,14 @@ class WeightChanges:
             if kept is not None:
                 made["moved"].fill_(torch.inf)
         self._of[param] = made
+        self.made += 1
         return made
 
     def keep_only(self, params: set[Tensor]) -> None:
         """Drops what is kept of all other parameters."""
         for gone in [p for p in self._of if p not in params]:
             del self._of[gone]
+            self.made += 1
 
 
 def _zeros(numel: int, device: torch.device, exact: bool) -> dict[str, Tensor]:
