@@ -1,10 +1,10 @@
 /* Muon's second pass on the device; see tx_muon_update. A matrix is an entry of its own: it has its own rate, and may
  * begin anywhere. */
 #include "csrc/math/muon.h"
-#include "csrc/math/remainder.h"
 #include "cuda/device_scalars.h"
 #include "cuda/external_writes_notes.h"
 #include "cuda/launch.h"
+#include "cuda/remainder_vector.h"
 #include "cuda/vector_forms.h"
 
 extern "C" {
@@ -30,25 +30,8 @@ struct common {
 typedef tx_table<common, entry> table;
 
 /* Masters that remainders and weights make. */
-__device__ __forceinline__ void join(float (&p)[TX_VECTOR], const entry &e, int64_t first, int32_t count) {
-  uint32_t weights[TX_VECTOR_WORDS(2)], remainders[TX_VECTOR_WORDS(2)];
-  tx_read_vector<2>(weights, (const char *)e.param + 2 * first, e.param_alignment, count);
-  tx_read_vector<2>(remainders, (const char *)e.master + 2 * first, e.master_alignment, count);
-#pragma unroll
-  for (int i = 0; i < TX_VECTOR; i++)
-    p[i] = tx_remainder_decode((uint16_t)tx_half(weights[i / 2], i % 2), (int16_t)tx_half(remainders[i / 2], i % 2));
-}
-
-__device__ __forceinline__ void split(const float (&p)[TX_VECTOR], const entry &e, int64_t first, int32_t count) {
-  uint16_t weights[TX_VECTOR], remainders[TX_VECTOR];
-#pragma unroll
-  for (int i = 0; i < TX_VECTOR; i++) {
-    const tx_remainder_halves halves = tx_remainder_split(p[i]);
-    weights[i] = (uint16_t)(halves.upper >> 16);
-    remainders[i] = (uint16_t)halves.lower;
-  }
-  tx_write_halves(weights, e.param, e.param_alignment, first, count);
-  tx_write_halves(remainders, e.master, e.master_alignment, first, count);
+__device__ __forceinline__ tx_split_masters split_masters(const entry &e) {
+  return {e.param, e.master, e.param_alignment, e.master_alignment};
 }
 
 __device__ __forceinline__ void write_weights(const float (&p)[TX_VECTOR], const entry &e, const common &all,
@@ -76,7 +59,7 @@ __device__ __forceinline__ void step_vector(const entry &e, const common &all, i
   float o[TX_VECTOR], p[TX_VECTOR];
   tx_read_floats(o, e.update, (tx_dtype)e.update_dtype, e.update_alignment, first, count);
   if (joined) {
-    join(p, e, first, count);
+    tx_read_split(p, split_masters(e), first, count);
   } else if (wide) {
     tx_read_floats(p, e.master, TX_F32, e.master_alignment, first, count);
   } else {
@@ -85,20 +68,13 @@ __device__ __forceinline__ void step_vector(const entry &e, const common &all, i
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++)
     p[i] = tx_muon_step(e.lr, e.decay, p[i], o[i]);
-  if (joined) return split(p, e, first, count);
+  if (joined) return tx_write_split(p, split_masters(e), first, count);
   if (wide) tx_write_floats(p, e.master, TX_F32, e.master_alignment, first, count);
   write_weights(p, e, all, first, count);
 }
 
 __global__ void __launch_bounds__(TX_BLOCK_THREADS) update(const __grid_constant__ table t) {
-  const int64_t tiles = tx_table_tiles(t);
-  for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
-    const tx_tile tile = tx_table_tile(t, number);
-    for (int32_t round = 0; round < tx_rounds(tile.count); round++) {
-      const tx_share share = tx_share_of_tile(tile.count, round, tx_lane_id());
-      if (share.count > 0) step_vector(t.entries[tile.tensor], t.common, tile.begin + share.first, share.count);
-    }
-  }
+  tx_each_vector(t, [&](const entry &e, int64_t first, int32_t count) { step_vector(e, t.common, first, count); });
 }
 
 /* -- counting steps, when everybody has read them ----------------------------------------------------------------- */
@@ -156,15 +132,10 @@ tx_status step_all(const tx_cuda_scope *scope, const tx_muon_update_args *a, tx_
   static const char name[] = "Muon's update";
   table t;
   t.common = common{a->seed, a->weight_rounding};
-  tx_table_begin(&t, 4 * TX_ROUND);
-  for (int64_t k = 0; k < a->n_parts; k++) {
-    const entry e = entry_of(a, k);
-    if (tx_table_add(&t, e)) continue;
-    TX_FORWARD(tx_cuda_launch(scope, update, t, name, error));
-    tx_table_begin(&t, 4 * TX_ROUND);
-    (void)tx_table_add(&t, e);
-  }
-  TX_FORWARD(tx_cuda_launch(scope, update, t, name, error));
+  const auto launch = [&] { return tx_cuda_launch(scope, update, t, name, error); };
+  TX_FORWARD(tx_table_fill(
+      &t, 4 * TX_ROUND, a->n_parts, [&](int64_t k) { return entry_of(a, k); }, launch));
+  TX_FORWARD(launch());
   return count_steps(scope, a, error);
 }
 
