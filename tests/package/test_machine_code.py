@@ -81,6 +81,16 @@ def test_a_step_keeps_within_its_registers_and_instructions(name: str, kernels: 
     assert measured.asked == limits.asked, "every stream that is read, and no other"
 
 
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_every_kernel_can_be_launched(architecture: str, names: list[str]) -> None:
+    """What the emulator takes and a device refuses: no code for it, or more registers or shared memory than a block of
+    256 threads gets, of which every kernel's two run on a processor."""
+    usage = sass.usage(architecture)
+    assert sorted(usage) == sorted(names)
+    for name, kernel in usage.items():
+        assert kernel["REG"] * 256 * 2 <= 65536 and kernel["SHARED"] <= 48 << 10, (name, kernel)
+
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_whole_vectors_move_in_16_bytes(name: str, kernels: dict[str, Kernel]) -> None:
     """A round reads all of its streams at once, the widest way that their bytes allow."""

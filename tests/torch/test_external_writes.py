@@ -186,6 +186,32 @@ def test_a_weight_that_is_stepped_through_a_view_is_stepped_where_it_lies_now(na
     assert bits(moved) == bits(stays) != bits(original)
 
 
+def test_a_weight_that_moves_is_a_write_and_costs_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator refuses it once, and steps then, by the same plan; later steps call it once each."""
+    model, optimizer = made("bf16")
+    plan = optimizer._stepper.plan
+    assert plan is not None
+    run, calls = plan.device.run, list[object]()
+
+    def counted(*arguments: object) -> None:
+        calls.append(arguments)
+        run(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(plan.device, "run", counted)
+    for elements in (0, model.weights[0].numel() + model.weights[2].numel()):
+        before = optimizer.external_writes()
+        for p in (model.weights[0], model.weights[2]):
+            p.data = p.data.clone() + bool(elements)
+        expected = [bits(p) for p in model.parameters()]
+        for refused in (1, 0):
+            calls.clear()
+            quiet_step(model, optimizer)
+            assert len(calls) == 1 + refused
+        assert optimizer.external_writes() - before == elements
+        assert [bits(p) for p in model.parameters()] == expected
+        assert optimizer._stepper.plan is plan
+
+
 def test_D7_a_master_that_is_written_in_a_state_dict_gives_way_to_its_weight() -> None:
     """As torch.distributed.checkpoint.load does, where nobody loads the model: no weight moves."""
     model, optimizer = made("bf16")
