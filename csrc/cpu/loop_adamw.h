@@ -216,48 +216,24 @@ static void tx_advance(tx_step_streams *s, const int64_t sizes[5], int64_t n) {
   s->begin += n;
 }
 
-/* n bytes, and zeros behind them up to `width`; and back. to, then from: at a multiple of 64. */
-#if TX_HAS_AVX512
-/* Of 64 bytes that n are left from. */
-TX_FN __mmask64 tx_bytes_left(int64_t n) {
-  return n >= 64 ? ~UINT64_C(0) : (UINT64_C(1) << n) - 1;
-}
-static void tx_pad(char *to, const char *from, int64_t n, int64_t width) {
-  int64_t at = 0;
-  for (; at < n; at += 64) /* in registers: what is stored in parts and loaded as a whole has to wait */
-    _mm512_store_si512(to + at, _mm512_maskz_loadu_epi8(tx_bytes_left(n - at), from + at));
-  for (; at < width; at += 64)
-    _mm512_store_si512(to + at, _mm512_setzero_si512());
-}
-static void tx_unpad(char *to, const char *from, int64_t n) {
-  for (int64_t at = 0; at < n; at += 64)
-    _mm512_mask_storeu_epi8(to + at, tx_bytes_left(n - at), _mm512_load_si512(from + at));
-}
-#else
-static void tx_pad(char *to, const char *from, int64_t n, int64_t width) {
-  memset(to, 0, (size_t)width);
-  memcpy(to, from, (size_t)n);
-}
-static void tx_unpad(char *to, const char *from, int64_t n) {
-  memcpy(to, from, (size_t)n);
-}
-#endif
-
 /* The last n elements of the streams by way of padded copies: the instance takes `width` > n. */
 static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants *c, tx_step_streams *s,
                            const int64_t sizes[5], int32_t n) {
-  _Alignas(64) char padded[5][TX_BLOCK * sizeof(float)];
+  char padded[5][TX_BLOCK * sizeof(float)];
   void *const streams[5] = {(void *)(uintptr_t)s->grad, s->param, s->master, s->exp_avg, s->exp_avg_sq};
   s->grad = padded[0];
   s->param = padded[1];
   s->master = s->master ? padded[2] : NULL;
   s->exp_avg = padded[3];
   s->exp_avg_sq = padded[4];
-  for (int i = 0; i < 5; i++)
-    if (streams[i]) tx_pad(padded[i], streams[i], n * sizes[i], route->width * sizes[i]);
+  for (int i = 0; i < 5; i++) {
+    if (!streams[i]) continue;
+    memset(padded[i], 0, (size_t)(route->width * sizes[i])); /* all of it would take as long as stepping it */
+    memcpy(padded[i], streams[i], (size_t)(n * sizes[i]));
+  }
   route->instance(c, s, route->width);
   for (int i = 1; i < 5; i++)
-    if (streams[i]) tx_unpad(streams[i], padded[i], n * sizes[i]);
+    if (streams[i]) memcpy(streams[i], padded[i], (size_t)(n * sizes[i]));
 }
 
 /* The checksums of n weights that no instance looks at itself. */

@@ -130,13 +130,13 @@ class StepPlan:
         known = {id(m) for m in found}
         return found + [m for m in self.host.stale() if id(m) not in known]
 
-    def mark_synced(self, masters: bool = False) -> None:
-        """From here on masters are known to round to the weights: after a step; or, masters, after an operator wrote to
-        them that counts their versions up, which steps do not."""
+    def mark_synced(self, masters: bool = False, counted: bool = False) -> None:
+        """From here on masters are known to round to the weights. masters: an operator wrote to them that counts their
+        versions up; steps do not. counted: since `modified` looked, each weight's version was counted up once."""
         if masters:
             self.note_moved()
-        counted = not masters and not self._unseen  # else other writes count, too
-        self.writes.mark_synced(masters or access.exposed(self._state), counted)
+        # Of weights that are stepped as views or copies, or elsewhere, other writes count, too.
+        self.writes.mark_synced(masters or access.exposed(self._state), counted and not self._unseen)
 
 
 def _matrix_step(members: list[ParamState], optimizer: "Settings") -> "MatrixStep | None":

@@ -78,7 +78,7 @@ class StepRun:
             if plan.host is not None:
                 plan.host.end()
         torch.autograd.graph.increment_version(plan.params)
-        plan.mark_synced()
+        plan.mark_synced(counted=True)
         self._progress.written()
         for work in self._gathers:
             work.result()

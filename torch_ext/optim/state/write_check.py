@@ -95,7 +95,7 @@ class WriteCheck:
     def mark_synced(self, masters: bool, counted: bool = False) -> None:
         """From here on the masters are known to round to the weights. masters: they may have been written by what
         counts their versions up; steps do not. counted: since `modified` looked, a step has counted each weight's
-        version up, once, and nothing else of ours has."""
+        version up, once, and nothing else of ours has any."""
         seen, self._seen = self._seen, None
         self._versions = [v + 1 for v in seen] if counted and seen is not None else self._versions_now()
         if masters:
