@@ -249,6 +249,9 @@ typedef struct tx_adamw_args {
   const tx_tensor *healths;
   double ema_decay;  /* ema += (1 - ema_decay) * (master - ema), in fp32, to 16 or 24 bits by dithering; in [0, 1) */
   int64_t ema_every; /* of the steps whose number is a multiple of it, >= 1; in the first of these ema = master */
+  void *order; /* int32, order_bytes of them or NULL: where one call notes in which order its tensors lie in memory, so
+                  that the next, of tensors that lie alike, checks in less time; 0 at first. Of one call at a time */
+  int64_t order_bytes; /* 64 for each parameter are enough */
 } tx_adamw_args;
 #define TX_ADAMW_ARGS_INIT \
   { .size = sizeof(tx_adamw_args), .moment_rounding = TX_DITHERED, .weight_rounding = TX_DITHERED, .ema_every = 1 }
@@ -855,10 +858,11 @@ TX_API tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error);
 /* For the Python package, which holds Python's lock in both: operators called past torch's dispatcher. objects: how
  * Python's objects are read, once; exchange is what the capsule torch.Tensor.__dlpack_c_exchange_api__ holds, types are
  * the classes of tensors that may be read so. TX_ERROR_UNAVAILABLE where they cannot be. call: operator i of the table
- * below with a tuple of all its arguments; other threads have Python's lock while it runs. *taken is 0, and nothing has
- * happened, where torch's dispatcher has to be asked. */
+ * below with a tuple of all its arguments; other threads have Python's lock while it runs. order, order_bytes: as in
+ * tx_adamw_args. *taken is 0, and nothing has happened, where torch's dispatcher has to be asked. */
 TX_API tx_status tx_torch_objects(const void *exchange, void *const *types, int64_t n_types, tx_error *error);
-TX_API tx_status tx_torch_call(int32_t i, void *arguments, int32_t *taken, tx_error *error);
+TX_API tx_status tx_torch_call(int32_t i, void *arguments, void *order, int64_t order_bytes, int32_t *taken,
+                               tx_error *error);
 
 /* Where libtorch_ext_cuda.so is, which has the operators for tensors on GPUs: beside this library, or what the
  * environment variable TORCH_EXT_CUDA_LIBRARY names. It is loaded by this call or by the first operator that meets a
@@ -871,9 +875,9 @@ TX_API tx_status tx_torch_cuda_library(char *path, int64_t size, tx_error *error
 TX_API const char *tx_operator_name(int32_t i);
 TX_API const char *tx_operator_schema(int32_t i);
 
-/* What a list of tensors is, as one number that adamw_flat_ compares with what it gets: of each tensor in turn its
- * tx_dtype, the number of its dimensions (-1 where it has no elements) and its sizes (where it has some). Never 0.
- * words: n of them, host. */
+/* What a list of tensors is, or where, as one number that adamw_flat_ compares with what it gets. signature: of each
+ * tensor in turn its tx_dtype, the number of its dimensions (-1 where it has no elements) and its sizes (where it has
+ * some). addresses: of each tensor its address (0 where it has no elements). Never 0. words: n of them, host. */
 TX_API int64_t tx_signature(int64_t n, const int64_t *words);
 
 #ifdef __cplusplus

@@ -86,7 +86,7 @@ __device__ __forceinline__ void store(float (&x)[TX_VECTOR], const reduction<CHU
 template <int32_t CHUNKS>
 __global__ void __launch_bounds__(TX_BLOCK_THREADS) reduce(const __grid_constant__ reduction<CHUNKS> r) {
   const int64_t tiles = tx_table_tiles(r);
-  tx_warp_stats stats = {0, 0};
+  tx_warp_stats stats = {};
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
     const int64_t begin = number * TX_ROUND, left = r.numel - begin;
     const tx_share share = tx_share_of_tile((int32_t)(left < TX_ROUND ? left : TX_ROUND), 0, tx_lane_id());
@@ -105,8 +105,9 @@ __global__ void __launch_bounds__(TX_BLOCK_THREADS) reduce(const __grid_constant
 #pragma unroll
     for (int i = 0; i < TX_VECTOR; i++)
       x[i] = i < share.count ? x[i] : 0.0f;
-    const double partial[1] = {tx_partial_squares(x)};
-    if (tx_add_partials(&stats, partial)) stats.non_finite += tx_count_non_finite(x);
+    const double sum = tx_squares_of_lanes(x);
+    const bool brings = tx_lane_id() % TX_BLOCK_LANES < TX_WINDOW; /* a window of the 16 lanes that have it */
+    if (tx_add_sum(&stats, brings ? sum : 0.0)) stats.non_finite += tx_count_non_finite(x);
   }
   if (r.stats) tx_add_block_stats(stats, r.stats, r.ticket);
 }

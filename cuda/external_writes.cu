@@ -73,23 +73,20 @@ tx_status look(const tx_cuda_scope *scope, void (*kernel)(table), const tx_exter
   table t;
   const int64_t tile = master == TX_F32 ? TX_SAMPLED : TX_CHECKSUM;
   t.common = common{notes, mode, 0};
-  tx_table_begin(&t, tile);
-  for (int64_t i = 0; i < lists.n; i++) {
-    if (!tx_external_has(lists, i, master)) continue;
+  const auto launch = [&] { return tx_cuda_launch(scope, kernel, t, "looking at checksums", error); };
+  const auto entry_of = [&](int64_t i) {
+    if (!tx_external_has(lists, i, master)) return entry{};
     const tx_tensor param = lists.params[i];
-    const entry e = {param.numel,
-                     param.data,
-                     lists.masters[i].data,
-                     lists.checksums[i].data,
-                     each ? i : 0,
-                     (uint8_t)tx_alignment_of(param.data),
-                     (uint8_t)tx_alignment_of(lists.masters[i].data)};
-    if (tx_table_add(&t, e)) continue;
-    TX_FORWARD(tx_cuda_launch(scope, kernel, t, "looking at checksums", error));
-    tx_table_begin(&t, tile);
-    (void)tx_table_add(&t, e);
-  }
-  return tx_cuda_launch(scope, kernel, t, "looking at checksums", error);
+    return entry{param.numel,
+                 param.data,
+                 lists.masters[i].data,
+                 lists.checksums[i].data,
+                 each ? i : 0,
+                 (uint8_t)tx_alignment_of(param.data),
+                 (uint8_t)tx_alignment_of(lists.masters[i].data)};
+  };
+  TX_FORWARD(tx_table_fill(&t, tile, lists.n, entry_of, launch));
+  return launch();
 }
 
 }  // namespace

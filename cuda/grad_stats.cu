@@ -7,9 +7,6 @@ extern "C" {
 
 namespace {
 
-/* Rounds of a tile, all of which are read before the first is looked at. */
-constexpr int kRounds = 4;
-
 struct entry {
   int64_t numel;
   const void *grad;
@@ -24,40 +21,20 @@ struct common {
 };
 typedef tx_table<common, entry> table;
 
-/* Returns whether an element of the rounds is not finite. */
-template <tx_dtype DTYPE>
-__device__ __forceinline__ bool add_squares(tx_warp_stats *stats, const tx_raw (&raw)[kRounds]) {
-  if constexpr (DTYPE == TX_F32) {
-    double partial[kRounds];
-    float x[TX_VECTOR];
-#pragma unroll
-    for (int round = 0; round < kRounds; round++) {
-      tx_plain_floats(x, raw[round], DTYPE);
-      partial[round] = tx_partial_squares(x);
-    }
-    return tx_add_partials(stats, partial);
-  } else {
-    double early[2], late[2];
-    tx_partials_of_halves<DTYPE>(early, raw[0], raw[1]);
-    tx_partials_of_halves<DTYPE>(late, raw[2], raw[3]);
-    return tx_add_partials_of_halves(stats, {early[0], early[1], late[0], late[1]});
-  }
-}
-
 /* Returns whether an element of the tile is not finite. */
 template <tx_dtype DTYPE>
 __device__ __forceinline__ bool add_tile(tx_warp_stats *stats, const entry &e, const tx_tile &tile) {
   constexpr int kBytes = DTYPE == TX_F32 ? 4 : 2;
-  tx_raw raw[kRounds];
+  tx_raw raw[TX_QUARTERS]; /* all of which are read before the first is looked at */
   float x[TX_VECTOR];
 #pragma unroll
-  for (int round = 0; round < kRounds; round++) {
-    const tx_share share = tx_share_of_tile(tile.count, round, tx_lane_id());
+  for (int round = 0; round < TX_QUARTERS; round++) {
+    const tx_share share = tx_share_of_block(tile.count, round, tx_lane_id());
     tx_read_raw(raw[round], e.grad, kBytes, e.alignment, tile.begin + share.first, share.count);
   }
-  if (!add_squares<DTYPE>(stats, raw)) return false;
+  if (!tx_add_sum(stats, tx_squares_of_quarters<DTYPE>(raw))) return false;
 #pragma unroll
-  for (int round = 0; round < kRounds; round++) {
+  for (int round = 0; round < TX_QUARTERS; round++) {
     tx_plain_floats(x, raw[round], DTYPE);
     stats->non_finite += tx_count_non_finite(x);
   }
@@ -66,7 +43,7 @@ __device__ __forceinline__ bool add_tile(tx_warp_stats *stats, const entry &e, c
 
 __global__ void __launch_bounds__(TX_BLOCK_THREADS) grad_stats(const __grid_constant__ table t) {
   const int64_t tiles = tx_table_tiles(t);
-  tx_warp_stats stats = {0, 0};
+  tx_warp_stats stats = {};
   for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
     const tx_tile tile = tx_table_tile(t, number);
     const entry &e = t.entries[tile.tensor];
@@ -88,17 +65,14 @@ tx_status run(const tx_cuda_scope *scope, int64_t n, const tx_tensor *grads, tx_
   const char *name = "gathering statistics of gradients";
   table t;
   t.common = {(int64_t *)stats.data, first_bad.numel ? (long long *)first_bad.data : nullptr, -1};
-  tx_table_begin(&t, kRounds * TX_ROUND);
-  for (int64_t i = 0; i < n; i++) {
-    const entry e = {grads[i].numel, grads[i].data, i, tx_alignment_of(grads[i].data), grads[i].dtype};
-    if (tx_table_add(&t, e)) continue;
-    TX_FORWARD(tx_cuda_launch(scope, grad_stats, t, name, error));
-    tx_table_begin(&t, kRounds * TX_ROUND);
-    (void)tx_table_add(&t, e);
-  }
+  const auto launch = [&] { return tx_cuda_launch(scope, grad_stats, t, name, error); };
+  const auto entry_of = [&](int64_t i) {
+    return entry{grads[i].numel, grads[i].data, i, tx_alignment_of(grads[i].data), grads[i].dtype};
+  };
+  TX_FORWARD(tx_table_fill(&t, TX_QUARTERS * TX_ROUND, n, entry_of, launch));
   if (tx_table_tiles(t) == 0) return tx_cuda_launch_one(scope, carry, t.common.stats, TX_WARP, name, error);
   t.common.ticket = tx_take_ticket(scope);
-  return tx_cuda_launch(scope, grad_stats, t, name, error);
+  return launch();
 }
 
 }  // namespace

@@ -60,12 +60,22 @@ typedef struct tx_share {
   int32_t count;
 } tx_share;
 
-TX_FN tx_share tx_share_of_tile(int32_t tile_count, int32_t round, uint32_t lane) {
-  tx_share share;
-  share.first = round * TX_ROUND + (int32_t)lane * TX_VECTOR;
-  const int32_t left = tile_count - share.first;
-  share.count = left < 0 ? 0 : left < TX_VECTOR ? left : TX_VECTOR;
+TX_FN tx_share tx_share_from(int32_t tile_count, int32_t first) {
+  const int32_t left = tile_count - first;
+  const tx_share share = {first, left < 0 ? 0 : left < TX_VECTOR ? left : TX_VECTOR};
   return share;
+}
+TX_FN tx_share tx_share_of_tile(int32_t tile_count, int32_t round, uint32_t lane) {
+  return tx_share_from(tile_count, round * TX_ROUND + (int32_t)lane * TX_VECTOR);
+}
+
+/* The same of a tile of TX_QUARTERS rounds, in another order: a lane has a quarter of one block, whose elements are
+ * 32 (TX_QUARTER) apart from round to round, and four neighbouring lanes all of it. */
+#define TX_QUARTERS 4
+#define TX_QUARTER (TX_QUARTERS * TX_VECTOR)
+TX_FN tx_share tx_share_of_block(int32_t tile_count, int32_t round, uint32_t lane) {
+  const int32_t block = (int32_t)(lane / TX_QUARTERS), at = (int32_t)(lane % TX_QUARTERS);
+  return tx_share_from(tile_count, (block * TX_QUARTERS + round) * TX_QUARTER + at * TX_VECTOR);
 }
 
 /* Rounds of a tile; the same for all lanes, so that all of them come to every shuffle. */

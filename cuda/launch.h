@@ -81,6 +81,22 @@ static tx_status tx_cuda_launch_sized(const tx_cuda_scope *scope, void (*kernel)
   return tx_cuda_launch(scope, kernel_for_few, small, name, error);
 }
 
+/* Fills tables with entry_of(0), ... entry_of(n - 1), those without elements left out, and launches each that is full
+ * but the last, which is the caller's. launch: of *table. */
+template <class Common, class Entry, class EntryOf, class Launch>
+static tx_status tx_table_fill(tx_table<Common, Entry> *table, int64_t tile, int64_t n, const EntryOf &entry_of,
+                               const Launch &launch) {
+  tx_table_begin(table, tile);
+  for (int64_t i = 0; i < n; i++) {
+    const Entry entry = entry_of(i);
+    if (tx_table_add(table, entry)) continue;
+    TX_FORWARD(launch());
+    tx_table_begin(table, tile);
+    (void)tx_table_add(table, entry);
+  }
+  return TX_OK;
+}
+
 /* The tiles of the calling warp: for (int64_t tile = tx_first_tile(); tile < tiles; tile += tx_tile_step()). */
 static __device__ __forceinline__ int64_t tx_first_tile() {
   return (int64_t)blockIdx.x * (blockDim.x / TX_WARP) + threadIdx.x / TX_WARP;
@@ -90,6 +106,19 @@ static __device__ __forceinline__ int64_t tx_tile_step() {
 }
 static __device__ __forceinline__ uint32_t tx_lane_id() {
   return threadIdx.x % TX_WARP;
+}
+
+/* body(entry, first, count) for every vector of the calling lane that has elements. */
+template <class Table, class Body>
+static __device__ __forceinline__ void tx_each_vector(const Table &t, const Body &body) {
+  const int64_t tiles = tx_table_tiles(t);
+  for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
+    const tx_tile tile = tx_table_tile(t, number);
+    for (int32_t round = 0; round < tx_rounds(tile.count); round++) {
+      const tx_share share = tx_share_of_tile(tile.count, round, tx_lane_id());
+      if (share.count > 0) body(t.entries[tile.tensor], tile.begin + share.first, share.count);
+    }
+  }
 }
 
 #endif

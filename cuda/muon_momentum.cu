@@ -134,15 +134,10 @@ tx_status run(const tx_cuda_scope *scope, const tx_muon_momentum_args *a, tx_err
   table t;
   t.common =
       common{data_of(a->grad_scale), data_of(a->clip_coef), a->momentum, a->seed, a->nesterov, a->moment_rounding};
-  tx_table_begin(&t, 4 * TX_ROUND);
-  for (int64_t i = 0; i < a->n; i++) {
-    const entry e = entry_of(a, i);
-    if (tx_table_add(&t, e)) continue;
-    TX_FORWARD(tx_cuda_launch(scope, momentum, t, name, error));
-    tx_table_begin(&t, 4 * TX_ROUND);
-    (void)tx_table_add(&t, e);
-  }
-  return tx_cuda_launch(scope, momentum, t, name, error);
+  const auto launch = [&] { return tx_cuda_launch(scope, momentum, t, name, error); };
+  TX_FORWARD(tx_table_fill(
+      &t, 4 * TX_ROUND, a->n, [&](int64_t i) { return entry_of(a, i); }, launch));
+  return launch();
 }
 
 }  // namespace

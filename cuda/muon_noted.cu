@@ -148,17 +148,13 @@ tx_status mark_all(const tx_cuda_scope *scope, const tx_muon_update_args *a, con
   static const char name[] = "marking what others wrote";
   bounds_table t;
   t.common = counter{resynced};
-  tx_table_begin(&t, TX_ROUND);
-  for (int64_t i = 0; i < a->n; i++) {
+  const auto launch = [&] { return tx_cuda_launch(scope, mark_moved, t, name, error); };
+  const auto bounds_of = [&](int64_t i) {
     const tx_tensor moved = tx_at_or_none(a->moved, i);
-    const bounds b = {(a->params[i].numel + TX_BLOCK - 1) / TX_BLOCK, moved.numel ? moved.data : NULL,
-                      notes.counts + i};
-    if (tx_table_add(&t, b)) continue;
-    TX_FORWARD(tx_cuda_launch(scope, mark_moved, t, name, error));
-    tx_table_begin(&t, TX_ROUND);
-    (void)tx_table_add(&t, b);
-  }
-  return tx_cuda_launch(scope, mark_moved, t, name, error);
+    return bounds{(a->params[i].numel + TX_BLOCK - 1) / TX_BLOCK, moved.numel ? moved.data : NULL, notes.counts + i};
+  };
+  TX_FORWARD(tx_table_fill(&t, TX_ROUND, a->n, bounds_of, launch));
+  return launch();
 }
 
 tx_status take_over(const tx_cuda_scope *scope, const tx_muon_update_args *a, const tx_cuda_call *call,

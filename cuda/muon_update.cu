@@ -12,20 +12,12 @@ struct entry : tx_muon_entry {
 typedef tx_table<tx_muon_rounding, entry> table;
 
 __global__ void __launch_bounds__(TX_BLOCK_THREADS) update(const __grid_constant__ table t) {
-  const int64_t tiles = tx_table_tiles(t);
-  for (int64_t number = tx_first_tile(); number < tiles; number += tx_tile_step()) {
-    const tx_tile tile = tx_table_tile(t, number);
-    const entry &e = t.entries[tile.tensor];
-    for (int32_t round = 0; round < tx_rounds(tile.count); round++) {
-      const tx_share share = tx_share_of_tile(tile.count, round, tx_lane_id());
-      const int64_t first = tile.begin + share.first;
-      tx_muon_stored was, is;
-      if (share.count <= 0) continue;
-      tx_muon_read(was, e, first, share.count);
-      tx_muon_step_vector(is, was, e, t.common, e.rate, first, share.count);
-      tx_muon_write(is, e, first, share.count);
-    }
-  }
+  tx_each_vector(t, [&](const entry &e, int64_t first, int32_t count) {
+    tx_muon_stored was, is;
+    tx_muon_read(was, e, first, count);
+    tx_muon_step_vector(is, was, e, t.common, e.rate, first, count);
+    tx_muon_write(is, e, first, count);
+  });
 }
 
 /* -- counting steps, when everybody has read them ----------------------------------------------------------------- */
@@ -58,18 +50,16 @@ tx_status step_all(const tx_cuda_scope *scope, const tx_muon_update_args *a, tx_
   static const char name[] = "Muon's update";
   table t;
   t.common = tx_muon_rounding_of(a);
-  tx_table_begin(&t, 4 * TX_ROUND);
-  for (int64_t k = 0; k < a->n_parts; k++) {
+  const auto launch = [&] { return tx_cuda_launch(scope, update, t, name, error); };
+  const auto entry_of = [&](int64_t k) {
     entry e = {};
     static_cast<tx_muon_entry &>(e) =
         tx_muon_entry_of(a, a->parts[k].tensor, a->parts[k].begin, tx_muon_part_end(a, k));
     e.rate.rate = tx_muon_rate_at(a, k);
-    if (tx_table_add(&t, e)) continue;
-    TX_FORWARD(tx_cuda_launch(scope, update, t, name, error));
-    tx_table_begin(&t, 4 * TX_ROUND);
-    (void)tx_table_add(&t, e);
-  }
-  return tx_cuda_launch(scope, update, t, name, error);
+    return e;
+  };
+  TX_FORWARD(tx_table_fill(&t, 4 * TX_ROUND, a->n_parts, entry_of, launch));
+  return launch();
 }
 
 /* Weights that others wrote to, and the step. */

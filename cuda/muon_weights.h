@@ -3,9 +3,8 @@
 #define TX_CUDA_MUON_WEIGHTS_H
 
 #include "csrc/math/muon.h"
-#include "csrc/math/remainder.h"
 #include "cuda/device_scalars.h"
-#include "cuda/vector_forms.h"
+#include "cuda/remainder_vector.h"
 
 /* Weights that lie one behind the other, with what steps them. */
 struct tx_muon_entry {
@@ -54,9 +53,7 @@ static __device__ __forceinline__ void tx_muon_write(const tx_muon_stored &s, co
 static __device__ __forceinline__ void tx_muon_values(float (&p)[TX_VECTOR], const tx_muon_stored &s,
                                                       const tx_muon_entry &e) {
   if (e.master_dtype == TX_I16) {
-#pragma unroll
-    for (int i = 0; i < TX_VECTOR; i++)
-      p[i] = tx_remainder_decode((uint16_t)tx_half(s.weight[i / 2], i % 2), (int16_t)tx_half(s.master[i / 2], i % 2));
+    tx_join_split(p, s.weight, s.master);
   } else if (e.master_dtype == TX_F32) {
     tx_plain_floats(p, s.master, TX_F32);
   } else if (e.param_dtype == TX_F32) {
@@ -68,24 +65,12 @@ static __device__ __forceinline__ void tx_muon_values(float (&p)[TX_VECTOR], con
   }
 }
 
-static __device__ __forceinline__ void tx_muon_split(tx_muon_stored &to, const float (&p)[TX_VECTOR]) {
-  uint32_t uppers[TX_VECTOR], lowers[TX_VECTOR];
-#pragma unroll
-  for (int i = 0; i < TX_VECTOR; i++) {
-    const tx_remainder_halves halves = tx_remainder_split(p[i]);
-    uppers[i] = halves.upper >> 16;
-    lowers[i] = (uint16_t)halves.lower;
-  }
-  tx_join_codes(to.weight, uppers, TX_BF16);
-  tx_join_codes(to.master, lowers, TX_BF16);
-}
-
 static __device__ __forceinline__ void tx_muon_store(tx_muon_stored &to, const float (&p)[TX_VECTOR],
                                                      const tx_muon_entry &e, const tx_muon_rounding &rounding,
                                                      int64_t first) {
   uint32_t u[TX_VECTOR] = {};
   const int rounded = !e.master && e.param_dtype != TX_F32 && rounding.weights != TX_NEAREST;
-  if (e.master_dtype == TX_I16) return tx_muon_split(to, p);
+  if (e.master_dtype == TX_I16) return tx_split(to.weight, to.master, p);
   if (e.master_dtype == TX_F32) tx_plain_raw(to.master, p, u, 0, TX_F32);
   if (rounded) {
     const int64_t step = (int64_t)tx_read_value<float>(e.step) + 1;

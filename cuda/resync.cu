@@ -68,23 +68,20 @@ tx_status tx_resync_masters(const tx_cuda_scope *scope, int64_t n, const tx_tens
                             tx_error *error) {
   table t;
   t.common = common{suspect, counts, each, mode};
-  tx_table_begin(&t, 4 * TX_ROUND);
-  for (int64_t i = 0; i < n; i++) {
-    if (masters[i].numel == 0 || (suspect && masters[i].dtype != TX_F32)) continue;
-    const entry e = {params[i].numel,
-                     params[i].data,
-                     masters[i].data,
-                     i,
-                     (uint8_t)params[i].dtype,
-                     (uint8_t)masters[i].dtype,
-                     (uint8_t)tx_alignment_of(params[i].data),
-                     (uint8_t)tx_alignment_of(masters[i].data)};
-    if (tx_table_add(&t, e)) continue;
-    TX_FORWARD(tx_cuda_launch(scope, resync, t, "resyncing masters", error));
-    tx_table_begin(&t, 4 * TX_ROUND);
-    (void)tx_table_add(&t, e);
-  }
-  return tx_cuda_launch(scope, resync, t, "resyncing masters", error);
+  const auto launch = [&] { return tx_cuda_launch(scope, resync, t, "resyncing masters", error); };
+  const auto entry_of = [&](int64_t i) {
+    if (masters[i].numel == 0 || (suspect && masters[i].dtype != TX_F32)) return entry{};
+    return entry{params[i].numel,
+                 params[i].data,
+                 masters[i].data,
+                 i,
+                 (uint8_t)params[i].dtype,
+                 (uint8_t)masters[i].dtype,
+                 (uint8_t)tx_alignment_of(params[i].data),
+                 (uint8_t)tx_alignment_of(masters[i].data)};
+  };
+  TX_FORWARD(tx_table_fill(&t, 4 * TX_ROUND, n, entry_of, launch));
+  return launch();
 }
 
 tx_status tx_cuda_master_resync(int64_t n, const tx_tensor *params, const tx_tensor *masters, int32_t mode,

@@ -116,8 +116,9 @@ static void tx_stage_out(const tx_stage *s, int64_t at, int64_t n, const float *
   }
 }
 
-static tx_stage tx_in_place(const void *memory, tx_dtype dtype) {
-  return (tx_stage){.memory = (char *)(uintptr_t)memory, .element_size = tx_lane_bytes(dtype)};
+static void tx_in_place(tx_stage *stage, const void *memory, tx_dtype dtype) {
+  stage->memory = (char *)(uintptr_t)memory;
+  stage->element_size = tx_lane_bytes(dtype);
 }
 
 static tx_stage tx_staged(const void *memory, uint8_t *scales, tx_dtype dtype, tx_format format, tx_noise noise,
@@ -168,12 +169,13 @@ static void tx_stage_weight(const tx_adamw_piece *a, tx_adamw_route *route) {
   route->steps_master = a->master_dtype == TX_F32;
 }
 
-static tx_adamw_route tx_route(const tx_adamw_piece *a) {
-  tx_adamw_route route = {.width = 2 * TX_GROUP};
-  route.grad = tx_in_place(a->grad, a->grad_dtype);
-  route.param = tx_in_place(a->param, a->param_dtype);
-  route.exp_avg = tx_in_place(a->exp_avg, a->exp_avg_dtype);
-  route.exp_avg_sq = tx_in_place(a->exp_avg_sq, a->exp_avg_sq_dtype);
+/* *route: zeros. It is filled in where it is: what is stored in words and then copied in vectors has to wait. */
+static void tx_route(const tx_adamw_piece *a, tx_adamw_route *route) {
+  route->width = 2 * TX_GROUP;
+  tx_in_place(&route->grad, a->grad, a->grad_dtype);
+  tx_in_place(&route->param, a->param, a->param_dtype);
+  tx_in_place(&route->exp_avg, a->exp_avg, a->exp_avg_dtype);
+  tx_in_place(&route->exp_avg_sq, a->exp_avg_sq, a->exp_avg_sq_dtype);
 
   const int dithered = a->moment_rounding == TX_DITHERED || a->exp_avg_dtype == TX_F32;
   int moment = a->exp_avg_dtype == a->exp_avg_sq_dtype && dithered ? tx_loop_moment(a->exp_avg_dtype) : -1;
@@ -183,21 +185,20 @@ static tx_adamw_route tx_route(const tx_adamw_piece *a) {
   const int rounds = a->master_dtype == TX_NONE && a->param_dtype != TX_F32;
   int weight =
       fp32_only || (rounds && a->weight_rounding != TX_DITHERED) ? -1 : tx_loop_weight(a->param_dtype, a->master_dtype);
-  if (fp32_only || moment < 0) tx_stage_moments(a, &route);
-  if (grad < 0) tx_stage_grad(a, &route);
-  if (weight < 0) tx_stage_weight(a, &route);
-  route.staged = route.grad.store || route.param.store || route.exp_avg.store || route.exp_avg_sq.store;
+  if (fp32_only || moment < 0) tx_stage_moments(a, route);
+  if (grad < 0) tx_stage_grad(a, route);
+  if (weight < 0) tx_stage_weight(a, route);
+  route->staged = route->grad.store || route->param.store || route->exp_avg.store || route->exp_avg_sq.store;
   if (fp32_only) {
-    route.instance = a->exp_avg_sq_scale ? tx_step_staged_root : tx_step_staged;
-    return route;
+    route->instance = a->exp_avg_sq_scale ? tx_step_staged_root : tx_step_staged;
+    return;
   }
   /* what has no row in place comes as fp32 */
   if (moment < 0) moment = tx_loop_moment(TX_F32);
   if (grad < 0) grad = tx_loop_grad(TX_F32);
   if (weight < 0) weight = tx_loop_weight(TX_F32, TX_NONE);
-  route.instance = tx_step_instances[weight][grad][moment];
-  if (moment == tx_loop_moment(TX_U8)) route.width = TX_BLOCK;
-  return route;
+  route->instance = tx_step_instances[weight][grad][moment];
+  if (moment == tx_loop_moment(TX_U8)) route->width = TX_BLOCK;
 }
 
 /* The streams `n` elements further on; n: a multiple of TX_BLOCK where there are scales. */
@@ -215,20 +216,22 @@ static void tx_advance(tx_step_streams *s, const int64_t sizes[5], int64_t n) {
   s->begin += n;
 }
 
-/* n elements of the streams by way of padded copies: the instance takes `width` > n. */
-static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants *c, const tx_step_streams *s,
+/* The last n elements of the streams by way of padded copies: the instance takes `width` > n. */
+static void tx_step_padded(const tx_adamw_route *route, const tx_adamw_constants *c, tx_step_streams *s,
                            const int64_t sizes[5], int32_t n) {
-  char padded[5][TX_BLOCK * sizeof(float)] = {{0}};
+  char padded[5][TX_BLOCK * sizeof(float)];
   void *const streams[5] = {(void *)(uintptr_t)s->grad, s->param, s->master, s->exp_avg, s->exp_avg_sq};
-  tx_step_streams copy = *s;
-  copy.grad = padded[0];
-  copy.param = padded[1];
-  copy.master = s->master ? padded[2] : NULL;
-  copy.exp_avg = padded[3];
-  copy.exp_avg_sq = padded[4];
-  for (int i = 0; i < 5; i++)
-    if (streams[i]) memcpy(padded[i], streams[i], (size_t)(n * sizes[i]));
-  route->instance(c, &copy, route->width);
+  s->grad = padded[0];
+  s->param = padded[1];
+  s->master = s->master ? padded[2] : NULL;
+  s->exp_avg = padded[3];
+  s->exp_avg_sq = padded[4];
+  for (int i = 0; i < 5; i++) {
+    if (!streams[i]) continue;
+    memset(padded[i], 0, (size_t)(route->width * sizes[i])); /* all of it would take as long as stepping it */
+    memcpy(padded[i], streams[i], (size_t)(n * sizes[i]));
+  }
+  route->instance(c, s, route->width);
   for (int i = 1; i < 5; i++)
     if (streams[i]) memcpy(streams[i], padded[i], (size_t)(n * sizes[i]));
 }
@@ -273,33 +276,35 @@ static void tx_note_rest(const tx_adamw_piece *a, const tx_rest *rest) {
   tx_note_loops[tx_combo_weight(a->param_dtype, a->master_dtype)](rest->before, now, rest->n, a->extras, rest->at);
 }
 
-/* n elements that the streams have: whole checksums first, then whole blocks where they are noted. */
-static void tx_step_run(const tx_adamw_route *route, const tx_adamw_constants *c, tx_step_streams s,
+/* The n elements that the streams have: whole checksums first, then whole blocks where they are noted. */
+static void tx_step_run(const tx_adamw_route *route, const tx_adamw_constants *c, tx_step_streams *s,
                         const int64_t sizes[5], int32_t n, int32_t checksummed) {
-  const int32_t noted = s.extras ? n / TX_BLOCK * TX_BLOCK : checksummed;
+  const int32_t noted = s->extras ? n / TX_BLOCK * TX_BLOCK : checksummed;
   const int32_t ends[] = {checksummed, noted};
   int32_t done = 0;
   for (int i = 0; i < 2; i++) {
     if (ends[i] <= done) continue;
-    if (i == 1) s.checksums = NULL;
-    route->instance(c, &s, ends[i] - done);
-    tx_advance(&s, sizes, ends[i] - done);
+    if (i == 1) s->checksums = NULL;
+    route->instance(c, s, ends[i] - done);
+    tx_advance(s, sizes, ends[i] - done);
     done = ends[i];
   }
-  s.checksums = NULL;
-  s.extras = NULL;
+  s->checksums = NULL;
+  s->extras = NULL;
   const int32_t rest = n - done, whole = rest / route->width * route->width;
-  if (whole > 0) route->instance(c, &s, whole);
-  if (whole < rest) {
-    tx_advance(&s, sizes, whole);
-    s.stream_store = 0; /* copies are not at a line's begin */
-    tx_step_padded(route, c, &s, sizes, rest - whole);
+  if (whole > 0) {
+    route->instance(c, s, whole);
+    tx_advance(s, sizes, whole);
   }
+  if (whole == rest) return;
+  s->stream_store = 0; /* copies are not at a line's begin */
+  tx_step_padded(route, c, s, sizes, rest - whole);
 }
 
 /* One piece, of any legal combination. */
 static int64_t tx_adamw_run(const tx_adamw_piece *a) {
-  const tx_adamw_route route = tx_route(a);
+  tx_adamw_route route = {0};
+  tx_route(a, &route);
   const int64_t master_size = tx_lane_bytes(a->master_dtype);
   const int64_t tile = route.staged ? TX_TILE : a->n;
   const int own = !route.staged && a->checksums && a->master_dtype == TX_I16; /* the instance knows checksums */
@@ -316,7 +321,8 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
     const int64_t n = a->n - at < tile ? a->n - at : tile;
     void *master = a->master ? (char *)a->master + at * master_size : NULL;
     const int32_t blocks = own ? (int32_t)(n / TX_CHECKSUM * TX_CHECKSUM) : 0;
-    tx_rest rest = {.at = at + (route.staged ? 0 : n / TX_BLOCK * TX_BLOCK)};
+    tx_rest rest; /* no zeros, as its copy is of 8 KB */
+    rest.at = at + (route.staged ? 0 : n / TX_BLOCK * TX_BLOCK);
     rest.n = a->extras ? at + n - rest.at : 0;
     if (rest.n > 0) tx_keep_rest(a, &rest);
     stale += tx_look_at_tile(a, at + blocks, n - blocks);
@@ -337,7 +343,7 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
                          .begin = at,
                          .measured = measures ? &measured : NULL};
     const void *stepped = s.param;
-    tx_step_run(&route, a->constants, s, sizes, (int32_t)n, blocks);
+    tx_step_run(&route, a->constants, &s, sizes, (int32_t)n, blocks);
     if (stream_store) tx_end_nontemporal();
     tx_stage_out(&route.exp_avg, at, n, m_tile);
     tx_stage_out(&route.exp_avg_sq, at, n, v_tile);

@@ -220,5 +220,6 @@ tx_status tx_check_adamw(const tx_adamw_args *a, int reads_values, tx_error *err
   TX_FORWARD(tx_check_same_numel("exp_avg_sqs", a->exp_avg_sqs, "params", a->params, a->n, error));
   for (int64_t i = 0; i < a->n; i++)
     TX_FORWARD(check_tensor(a, i, reads_values, error));
-  return tx_check_overlap(spans, n_spans, error);
+  const tx_order order = {a->order, a->order ? a->order_bytes / (int64_t)sizeof(int32_t) : 0};
+  return tx_check_overlap_noted(spans, n_spans, &order, error);
 }

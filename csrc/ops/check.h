@@ -19,6 +19,14 @@ tx_status tx_check_tensors(const tx_span *spans, int64_t n_spans, tx_error *erro
  * where lists are in address order. */
 tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error);
 
+/* The same, where the caller keeps the order in which memory lies: the next call, of memory that lies alike, is O(n).
+ * places: room of them, fewer are of no use; whatever is in them is legal. */
+typedef struct tx_order {
+  int32_t *places;
+  int64_t room;
+} tx_order;
+tx_status tx_check_overlap_noted(const tx_span *spans, int64_t n_spans, const tx_order *order, tx_error *error);
+
 /* The same, but for one entry of a list, which is passed over; NULL: none. */
 tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, tx_error *error);
 

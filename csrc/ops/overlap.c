@@ -6,10 +6,12 @@
 
 typedef struct range {
   uintptr_t begin, end;
-  int32_t span;
-  int32_t writes;
+  int16_t span, writes;
+  int32_t place; /* as it was collected */
   int64_t index;
 } range;
+
+static const tx_order kNotNoted = {NULL, 0};
 
 enum { FEW = 8 }; /* tensors that are looked at without memory of their own: those of tx_compress, and of one cast */
 
@@ -62,16 +64,38 @@ static int64_t collect(const tx_span *spans, int64_t n_spans, const tx_tensor *l
       if (join && n > first && ranges[n - 1].end == begin) {
         ranges[n - 1].end = end;
       } else {
-        ranges[n++] = (range){begin, end, (int32_t)s, spans[s].writes, i};
+        ranges[n] = (range){begin, end, (int16_t)s, (int16_t)spans[s].writes, (int32_t)n, i};
+        n++;
       }
     }
   }
   return n;
 }
 
-/* Sorts the ranges, for which memory has room twice, and looks for two that share memory that is written. */
-static int find_overlap(range *memory, int64_t n, range found[2]) {
-  const range *r = n ? sort(memory, memory + n, n) : memory;
+/* Whether ranges ascend in this order, which then has each of them once: so they are put into `to`. */
+static int ascends(const range *from, range *to, int64_t n, const tx_order *order) {
+  if (n > order->room) return 0;
+  for (int64_t k = 0; k < n; k++) {
+    const int32_t place = order->places[k];
+    if (place < 0 || place >= n) return 0;
+    to[k] = from[place];
+    if (k && to[k].begin <= to[k - 1].begin) return 0;
+  }
+  return 1;
+}
+
+/* The ranges in ascending order, which is noted. memory has room for them twice. */
+static const range *sorted(range *memory, int64_t n, const tx_order *order) {
+  if (ascends(memory, memory + n, n, order)) return memory + n;
+  const range *r = sort(memory, memory + n, n);
+  for (int64_t k = 0; k < n && n <= order->room; k++)
+    order->places[k] = r[k].place;
+  return r;
+}
+
+/* Looks for two ranges that share memory that is written. */
+static int find_overlap(range *memory, int64_t n, const tx_order *order, range found[2]) {
+  const range *r = n ? sorted(memory, n, order) : memory;
   const range *written = NULL, *any = NULL; /* of those so far, the one that reaches furthest */
   for (int64_t i = 0; i < n; i++) {
     const range *before = r[i].writes ? any : written;
@@ -86,11 +110,8 @@ static int find_overlap(range *memory, int64_t n, range found[2]) {
   return 0;
 }
 
-tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error) {
-  return tx_check_overlap_but(spans, n_spans, NULL, error);
-}
-
-tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, tx_error *error) {
+static tx_status check(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, const tx_order *order,
+                       tx_error *error) {
   int64_t capacity = 0;
   for (int64_t s = 0; s < n_spans; s++)
     capacity += spans[s].tensors ? spans[s].n : 0;
@@ -101,8 +122,8 @@ tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_t
   /* States kept flat are a few ranges when joined. Where there is overlap, once more without: to name the tensors. */
   range found[2];
   tx_status status = TX_OK;
-  if (find_overlap(memory, collect(spans, n_spans, left_out, 1, memory), found) &&
-      find_overlap(memory, collect(spans, n_spans, left_out, 0, memory), found)) {
+  if (find_overlap(memory, collect(spans, n_spans, left_out, 1, memory), order, found) &&
+      find_overlap(memory, collect(spans, n_spans, left_out, 0, memory), &kNotNoted, found)) {
     status = tx_fail(error, TX_ERROR_OVERLAP,
                      "%s[%lld] and %s[%lld] share memory; each tensor that is written needs memory of its own",
                      spans[found[0].span].name, (long long)found[0].index, spans[found[1].span].name,
@@ -110,4 +131,16 @@ tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_t
   }
   if (memory != few) free(memory);
   return status;
+}
+
+tx_status tx_check_overlap(const tx_span *spans, int64_t n_spans, tx_error *error) {
+  return check(spans, n_spans, NULL, &kNotNoted, error);
+}
+
+tx_status tx_check_overlap_but(const tx_span *spans, int64_t n_spans, const tx_tensor *left_out, tx_error *error) {
+  return check(spans, n_spans, left_out, &kNotNoted, error);
+}
+
+tx_status tx_check_overlap_noted(const tx_span *spans, int64_t n_spans, const tx_order *order, tx_error *error) {
+  return check(spans, n_spans, NULL, order, error);
 }

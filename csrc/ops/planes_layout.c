@@ -5,24 +5,15 @@
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
 #include "csrc/cpu/kernels.h"
+#include "csrc/ops/check.h"
 
 static const char kMagic[8] = {'T', 'X', 'P', 'L', 'A', 'N', 'E', 'S'};
 static const uint32_t kVersion = 1;
 
 int64_t tx_planes_width(int32_t dtype, int *rotate) {
   *rotate = dtype == TX_F32 || dtype == TX_BF16 || dtype == TX_F16;
-  switch (dtype) {
-    case TX_F32:
-      return 4;
-    case TX_BF16:
-    case TX_F16:
-    case TX_I16:
-      return 2;
-    case TX_U8:
-      return 1;
-    default:
-      return 0;
-  }
+  const int64_t bytes = tx_element_size((tx_dtype)dtype);
+  return bytes <= (int64_t)sizeof(uint32_t) ? bytes : 0;
 }
 
 int64_t tx_planes_head_bytes(int64_t numel) {

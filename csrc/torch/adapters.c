@@ -168,11 +168,16 @@ static uint64_t signed_with(uint64_t signature, int64_t word) {
 
 #define NO_WORDS UINT64_C(0xCBF29CE484222325)
 
+/* Never 0, which asks for nothing. */
+static int64_t closed(uint64_t signature) {
+  return (int64_t)(signature ? signature : 1);
+}
+
 int64_t tx_signature(int64_t n, const int64_t *words) {
   uint64_t signature = NO_WORDS;
   for (int64_t i = 0; i < n; i++)
     signature = signed_with(signature, words[i]);
-  return (int64_t)(signature ? signature : 1);
+  return closed(signature);
 }
 
 static int64_t signature_of(const tx_value *list) {
@@ -185,7 +190,20 @@ static int64_t signature_of(const tx_value *list) {
     for (int64_t d = 0; any && d < shape->dim; d++)
       signature = signed_with(signature, shape->sizes[d]);
   }
-  return (int64_t)(signature ? signature : 1);
+  return closed(signature);
+}
+
+/* Whether params are what Python made its tables for: words of tx_signature for each; 0: not asked. */
+static tx_status check_signatures(const tx_value *params, int64_t forms, int64_t addresses, tx_error *error) {
+  if (forms && forms != signature_of(params))
+    return tx_fail(error, TX_ERROR_SHAPE,
+                   "params have other dtypes or shapes than those that slices were made for (signature)");
+  uint64_t signature = NO_WORDS;
+  for (int64_t i = 0; addresses && i < params->n; i++)
+    signature = signed_with(signature, (int64_t)(intptr_t)params->tensors[i].data);
+  if (addresses && addresses != closed(signature))
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "params lie elsewhere than they did (addresses)");
+  return TX_OK;
 }
 
 /* A row of `slices` of adamw_flat_ is one of these for each kind of state. */
@@ -230,12 +248,21 @@ static tx_status cut_slices(const tx_value *states, const slice *slices, int64_t
 }
 
 tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_target *target, tx_error *error) {
-  enum { PARAMS, GRADS, STATES, SLICES, TAIL, ON_EXTERNAL_WRITE = TAIL + ADAMW_TAIL, SIGNATURE, EMA_DECAY, EMA_EVERY };
+  enum {
+    PARAMS,
+    GRADS,
+    STATES,
+    SLICES,
+    TAIL,
+    ON_EXTERNAL_WRITE = TAIL + ADAMW_TAIL,
+    SIGNATURE,
+    EMA_DECAY,
+    EMA_EVERY,
+    ADDRESSES
+  };
   tx_adamw_args args = TX_ADAMW_ARGS_INIT;
   const int64_t n = v[PARAMS].n;
-  if (v[SIGNATURE].integer && v[SIGNATURE].integer != signature_of(&v[PARAMS]))
-    return tx_fail(error, TX_ERROR_SHAPE,
-                   "params have other dtypes or shapes than those that slices were made for (signature)");
+  TX_FORWARD(check_signatures(&v[PARAMS], v[SIGNATURE].integer, v[ADDRESSES].integer, error));
   TX_FORWARD(paired(&v[PARAMS], &v[GRADS], error));
   const tx_shape *shape = v[SLICES].shapes;
   const int64_t columns = shape->dim == 2 ? shape->sizes[1] : 0;
@@ -271,6 +298,8 @@ tx_status tx_adapt_adamw_flat(const tx_value *v, const tx_target *target, tx_err
     args.healths = present & 1u << HEALTH ? tensors + HEALTH * n : NULL;
     args.ema_decay = v[EMA_DECAY].real;
     args.ema_every = v[EMA_EVERY].integer;
+    args.order = target->order;
+    args.order_bytes = target->order_bytes;
     status = target->backend->adamw(&args, target, error);
   }
   free(tensors);

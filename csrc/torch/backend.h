@@ -18,6 +18,8 @@ typedef struct tx_backend {
 /* Where a call runs. */
 struct tx_target {
   const tx_backend *backend;
+  void *order; /* as in tx_adamw_args */
+  int64_t order_bytes;
   const tx_parallel *parallel; /* the CPU's */
   const tx_torch_abi *abi;     /* from here on: a GPU's */
   const struct tx_cuda_library *library;

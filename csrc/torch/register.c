@@ -49,16 +49,21 @@ static struct {
   int32_t n;
 } parsed[TX_N_OPERATORS];
 
+static tx_status run_on(tx_target target, int32_t row, const tx_stack *stack, tx_error *error) {
+  target.order = stack->order;
+  target.order_bytes = stack->order_bytes;
+  return kOperators[row].adapter(stack->values, &target, error);
+}
+
 static tx_status run_on_cpu(int32_t row, const tx_stack *stack, tx_error *error) {
   const tx_parallel pool = tx_torch_pool(&abi);
-  const tx_target target = tx_cpu_target(&pool);
-  return kOperators[row].adapter(stack->values, &target, error);
+  return run_on(tx_cpu_target(&pool), row, stack, error);
 }
 
 static tx_status run_on_cuda(int32_t row, const tx_stack *stack, tx_error *error) {
   tx_target target;
   TX_FORWARD(tx_cuda_target(&abi, stack->device, &target, error));
-  return kOperators[row].adapter(stack->values, &target, error);
+  return run_on(target, row, stack, error);
 }
 
 static tx_status run_where_it_is(int32_t row, const tx_stack *stack, tx_error *error) {
@@ -161,8 +166,10 @@ tx_status tx_torch_objects(const void *exchange, void *const *types, int64_t n_t
   return tx_objects_resolve(&objects, exchange, types, n_types, error);
 }
 
-tx_status tx_torch_call(int32_t i, void *arguments, int32_t *taken, tx_error *error) {
+tx_status tx_torch_call(int32_t i, void *arguments, void *order, int64_t order_bytes, int32_t *taken, tx_error *error) {
   tx_stack stack;
+  stack.order = order;
+  stack.order_bytes = order_bytes;
   tx_status status = TX_OK;
   *taken = tx_objects_read(&objects, &stack, parsed[i].arguments, parsed[i].n, arguments);
   if (*taken) { /* as torch's dispatcher: other threads of Python go on meanwhile */

@@ -29,7 +29,9 @@ typedef struct tx_stack {
   const tx_torch_abi *abi;
   const tx_argument *arguments;
   int32_t n;
-  void *heap;   /* NULL while `small` is enough */
+  void *heap;  /* NULL while `small` is enough */
+  void *order; /* as in tx_adamw_args, of a call past the dispatcher */
+  int64_t order_bytes;
   bool on_cuda; /* where the tensors are: on the CPU, or on the GPU `device` */
   int32_t device;
   tx_value values[TX_MAX_ARGUMENTS];

@@ -19,16 +19,18 @@ struct Common {};
 using Table = tx_table<Common, Entry>;
 
 // Every (block, thread, iteration) of a launch of `warps` warps; how often each element of each tensor was visited.
-std::vector<std::vector<int>> Visits(const Table &table, int64_t warps) {
+using Share = tx_share (*)(int32_t tile_count, int32_t round, uint32_t lane);
+
+std::vector<std::vector<int>> Visits(const Table &table, int64_t warps, Share share_of, int32_t rounds) {
   std::vector<std::vector<int>> visits;
   for (int32_t i = 0; i < table.n; i++)
     visits.emplace_back(static_cast<size_t>(table.entries[i].numel), 0);
   for (int64_t warp = 0; warp < warps; warp++) {
     for (int64_t number = warp; number < tx_table_tiles(table); number += warps) {
       const tx_tile tile = tx_table_tile(table, number);
-      for (int32_t round = 0; round < tx_rounds(tile.count); round++) {
+      for (int32_t round = 0; round < (rounds ? rounds : tx_rounds(tile.count)); round++) {
         for (uint32_t lane = 0; lane < TX_WARP; lane++) {
-          const tx_share share = tx_share_of_tile(tile.count, round, lane);
+          const tx_share share = share_of(tile.count, round, lane);
           for (int32_t i = 0; i < share.count; i++)
             visits[static_cast<size_t>(tile.tensor)].at(static_cast<size_t>(tile.begin + share.first + i))++;
         }
@@ -43,9 +45,13 @@ void ExpectOnce(const std::vector<int64_t> &numels, int64_t tile, int64_t warps)
   tx_table_begin(&table, tile);
   for (const int64_t numel : numels)
     ASSERT_TRUE(tx_table_add(&table, Entry(numel)));
-  for (const auto &tensor : Visits(table, warps))
-    for (size_t i = 0; i < tensor.size(); i++)
-      ASSERT_EQ(tensor[i], 1) << "element " << i << " of " << tensor.size() << ", tile " << tile << ", warps " << warps;
+  std::vector<std::vector<std::vector<int>>> orders = {Visits(table, warps, tx_share_of_tile, 0)};
+  if (tile == TX_QUARTERS * TX_ROUND) orders.push_back(Visits(table, warps, tx_share_of_block, TX_QUARTERS));
+  for (const auto &visits : orders)
+    for (const auto &tensor : visits)
+      for (size_t i = 0; i < tensor.size(); i++)
+        ASSERT_EQ(tensor[i], 1) << "element " << i << " of " << tensor.size() << ", tile " << tile << ", warps "
+                                << warps;
 }
 
 class EveryTile : public testing::TestWithParam<int64_t> {};

@@ -1,5 +1,6 @@
 // tx_cuda_grad_stats and tx_cuda_grad_norm against the CPU's, bit for bit, whatever the grid.
 #include <limits>
+#include <random>
 
 #include "tests/cuda/both.h"
 
@@ -97,6 +98,28 @@ TEST(GradStats, ExtremesAreExact) {
                                                                           std::vector<float>(5000, tiny)}) {
     std::vector<Array> arrays;
     arrays.emplace_back(TX_F32, values);
+    ExpectSameStats(arrays);
+  }
+}
+
+// Sums come into windows of limbs, which move: upwards, downwards, back and forth, past zeros and past what is not
+// finite.
+TEST_P(EveryPlain, BlocksOfAnySizeBesideEachOther) {
+  const float sizes[] = {0.0f, 1e-7f, 1.0f, 3e4f}, far[] = {0.0f, 1e-37f, 1e-18f, 1e-9f, 1.0f, 1e15f, 1e30f};
+  const bool narrow = std::get<0>(GetParam()) == TX_F16;
+  for (uint32_t seed = 0; seed < 4; seed++) {
+    std::mt19937 random(seed);
+    std::vector<Array> arrays;
+    for (const int64_t n : {128, 1024, 5000, 70000}) {
+      Array &array = arrays.emplace_back(std::get<0>(GetParam()), n, std::get<1>(GetParam()));
+      const uint32_t run = seed ? 1u << (3 * seed) : 1u; /* blocks of one size */
+      float size = 0;
+      for (int64_t i = 0; i < n; i++) {
+        if (i % (128 * run) == 0) size = narrow ? sizes[random() % 4] : far[random() % 7];
+        array.Set(i, size * (1.0f + static_cast<float>(random() % 64) / 64.0f));
+      }
+      if (seed == 3) array.Set(n / 2, kInf);
+    }
     ExpectSameStats(arrays);
   }
 }

@@ -60,18 +60,18 @@ def _path() -> str:
     return os.pathsep.join([os.environ.get("PATH", ""), *_folders()])
 
 
-def cuobjdump(*arguments: str) -> str:
+def cuobjdump(*arguments: str, architecture: str = "sm_90") -> str:
     """What it says of the library."""
     library = next(path for path in LIBRARIES if path.exists())
-    command = [str(shutil.which("cuobjdump", path=_path())), "-arch", "sm_90", *arguments, str(library)]
+    command = [str(shutil.which("cuobjdump", path=_path())), "-arch", architecture, *arguments, str(library)]
     return subprocess.run(
         command, check=True, capture_output=True, text=True, env=os.environ | {"PATH": _path()}
     ).stdout
 
 
-def usage() -> dict[str, dict[str, int]]:
+def usage(architecture: str = "sm_90") -> dict[str, dict[str, int]]:
     """Mangled name of every kernel -> REG, STACK ..."""
-    found = re.findall(r"Function (\S*):\s+(REG:.*)", cuobjdump("--dump-resource-usage"))
+    found = re.findall(r"Function (\S*):\s+(REG:.*)", cuobjdump("--dump-resource-usage", architecture=architecture))
     return {name: {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", fields)} for name, fields in found}
 
 

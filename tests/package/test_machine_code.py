@@ -81,6 +81,16 @@ def test_a_step_keeps_within_its_registers_and_instructions(name: str, kernels: 
     assert measured.asked == limits.asked, "every stream that is read, and no other"
 
 
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_every_kernel_can_be_launched(architecture: str, names: list[str]) -> None:
+    """What the emulator takes and a device refuses: no code for it, or more registers or shared memory than a block of
+    256 threads gets, of which every kernel's two run on a processor."""
+    usage = sass.usage(architecture)
+    assert sorted(usage) == sorted(names)
+    for name, kernel in usage.items():
+        assert kernel["REG"] * 256 * 2 <= 65536 and kernel["SHARED"] <= 48 << 10, (name, kernel)
+
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_whole_vectors_move_in_16_bytes(name: str, kernels: dict[str, Kernel]) -> None:
     """A round reads all of its streams at once, the widest way that their bytes allow."""
@@ -112,7 +122,7 @@ ROUNDS = {
     "bf16_remainder": Round(18, 54),
     "8bit": Round(14 + 4 / 32, 72),
 }
-STATS = {"fp32": Round(4, 15), "bf16": Round(2, 14.2), "fp16": Round(2, 14.2)}
+STATS = {"fp32": Round(4, 9.6), "bf16": Round(2, 10.8), "fp16": Round(2, 10.8)}
 
 
 def slots(bytes_per_element: float, gpu: str) -> float:
@@ -138,18 +148,21 @@ def test_a_step_needs_fewer_instructions_than_memory_leaves_time_for(name: str, 
 
 @pytest.mark.parametrize("name", STATS)
 def test_a_clip_s_statistics_stay_within_their_instructions(name: str, stats: Kernel) -> None:
-    """Four rounds at a time, for each dtype of gradients in a loop of its own: a way that reads as many bytes and has
-    each of its loads once. Of the two of 16 bits, whose conversions differ, the longer one counts for both. Three
-    blocks of 256 threads run on a processor with up to 80 registers."""
+    """Four rounds at a time, for each dtype of gradients in a loop of its own: a way that reads as many bytes, has each
+    of its loads once, and shifts a sum's bits to their limbs, which it need not where a sum is zero. Of the two of 16
+    bits, whose conversions differ, the longer one counts for both. Memory is the wall of all. Three blocks of 256
+    threads run on a processor with up to 80 registers."""
     assert stats.registers <= 80 and stats.stack == 0
     code, reads = stats.code, 32 * (4 if name == "fp32" else 2)
     ways = {}
     for begin in (i for i, one in enumerate(code) if one.operation.startswith("LDG.E.128")):
-        loads = [i for i in sass.way_round(code, begin, reads=reads) if code[i].name == "LDG"]
+        way = sass.way_round(code, begin, reads=reads, passes=lambda one: one.operation == "SHF.L.U32")
+        loads = [i for i in way if code[i].name == "LDG"]
         if loads and 16 * len(set(loads)) == reads:
-            ways[min(loads)] = len(sass.way_round(code, begin, reads=reads)) / 32
+            ways[min(loads)] = len(way) / 32
     found = min(ways.values()) if name == "fp32" else max(ways.values())
-    assert len(ways) >= (1 if name == "fp32" else 2) and 10 < found <= STATS[name].limit
+    assert len(ways) >= (1 if name == "fp32" else 2) and 8 < found <= STATS[name].limit
+    assert found < 0.9 * slots(STATS[name].bytes, "H200")
 
 
 def test_the_shortest_way_round_a_loop() -> None:

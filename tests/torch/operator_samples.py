@@ -125,7 +125,7 @@ def adamw_flat(external: int = 0, leaves: bool = False, **options: Any) -> list[
             end += t.numel()
         states.append(torch.cat([torch.full((1,), 7, dtype=tensors[0].dtype), *tensors]) if tensors else none())
     table = torch.tensor(rows, dtype=I64).reshape(-1, 3 * len(kinds))
-    return [params, grads, states, table, *rest, external, signature_of(params), 0.0, 1]
+    return [params, grads, states, table, *rest, external, signature_of(params), 0.0, 1, 0]
 
 
 def signature_of(params: Sequence[torch.Tensor]) -> int:

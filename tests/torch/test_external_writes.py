@@ -186,6 +186,56 @@ def test_a_weight_that_is_stepped_through_a_view_is_stepped_where_it_lies_now(na
     assert bits(moved) == bits(stays) != bits(original)
 
 
+@pytest.mark.parametrize("released", [False, True])
+def test_a_weight_without_a_gradient_is_watched(released: bool) -> None:
+    """Its version is all that tells of one element between the samples, and no step counted it up."""
+    model = Model("bf16")
+    optimizer = torch_ext.AdamW(
+        model.parameters(), lr=0.0, weight_decay=0.0, policy=policy_of("bf16"), step_in_backward=released
+    )
+    first, second, *_ = model.parameters()
+
+    def step(*params: Tensor) -> None:
+        torch.stack([(p * 0.5).sum().float() for p in params]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(first, second)
+    for written, other in ((second, first), (first, second)) * 2:
+        step(other)
+        with torch.no_grad():
+            written.view(-1)[33].add_(1)  # once
+        expected = bits(written)
+        step(first, second)
+        assert bits(written) == expected
+
+
+def test_a_weight_that_moves_is_a_write_and_costs_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator refuses it once, and steps then, by the same plan; later steps call it once each."""
+    model, optimizer = made("bf16")
+    plan = optimizer._stepper.plan
+    assert plan is not None
+    run, calls = plan.device.run, list[object]()
+
+    def counted(*arguments: object) -> None:
+        calls.append(arguments)
+        run(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(plan.device, "run", counted)
+    for elements in (0, model.weights[0].numel() + model.weights[2].numel()):
+        before = optimizer.external_writes()
+        for p in (model.weights[0], model.weights[2]):
+            p.data = p.data.clone() + bool(elements)
+        expected = [bits(p) for p in model.parameters()]
+        for refused in (1, 0):
+            calls.clear()
+            quiet_step(model, optimizer)
+            assert len(calls) == 1 + refused
+        assert optimizer.external_writes() - before == elements
+        assert [bits(p) for p in model.parameters()] == expected
+        assert optimizer._stepper.plan is plan
+
+
 def test_D7_a_master_that_is_written_in_a_state_dict_gives_way_to_its_weight() -> None:
     """As torch.distributed.checkpoint.load does, where nobody loads the model: no weight moves."""
     model, optimizer = made("bf16")

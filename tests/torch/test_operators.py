@@ -532,6 +532,26 @@ def test_a_step_is(direct: list[bool]) -> None:
     assert direct == [True]
 
 
+@pytest.mark.parametrize("place", [0, -1, 5, 2**31 - 1])
+def test_the_order_of_memory_is_noted_and_may_be_nonsense(place: int, direct: list[bool]) -> None:
+    """Refused is what overlaps, whatever was noted; and what is right is noted again."""
+    arguments = samples.adamw_flat()
+    expected = run("adamw_flat_", copy(arguments))
+    order = torch_ext.native.direct_call.order_for(len(arguments[0]))
+    for _ in range(2):
+        for i in range(len(order)):
+            order[i] = place
+        stepped = copy(arguments)
+        torch_ext.native.ops.call_unversioned("adamw_flat_", *stepped, order=order)
+        assert bits(stepped) == bits(expected)
+        noted = [i for i in order if i != place]
+        assert place in range(len(order)) or (sorted(noted) == list(range(len(noted))) and len(noted) > 2)
+    stepped[1][1] = stepped[0][1].detach()
+    with pytest.raises(RuntimeError, match="share memory"):
+        torch_ext.native.ops.call_unversioned("adamw_flat_", *stepped, order=order)
+    assert direct == [True] * 2
+
+
 class Sees(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ tensors of other classes; and so does a call that C does not take, whose error t
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,19 +48,29 @@ def caller() -> Callable[..., int] | None:
         prepare(exchange, types, len(_PLAIN))
     except (RuntimeError, ValueError):
         return None
-    of = (ctypes.c_int32, ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p)
+    pointer = ctypes.c_void_p
+    of = (ctypes.c_int32, ctypes.py_object, pointer, ctypes.c_int64, pointer, pointer)
     return library.function("tx_torch_call", *of, restype=ctypes.c_int32, brief=True)
 
 
-def run(row: int, name: str, arguments: Sequence[Any]) -> bool:
+Order: TypeAlias = "ctypes.Array[ctypes.c_int32]"
+"""See tx_adamw_args.order."""
+
+
+def order_for(params: int) -> Order:
+    return (ctypes.c_int32 * (16 * params))()
+
+
+def run(row: int, name: str, arguments: Sequence[Any], order: "Order | None" = None) -> bool:
     """Whether the operator, which is that row of C's table, was run; else torch's dispatcher has to be asked.
 
-    arguments: a tuple. RuntimeError as the operator's.
+    arguments: a tuple. order: of calls of this one. RuntimeError as the operator's.
     """
     call = caller()
     if call is None or not _nobody_listens():
         return False
     taken, error = ctypes.c_int32(), library.Error()
-    if call(row, arguments, ctypes.byref(taken), ctypes.byref(error)):
+    nbytes = 0 if order is None else ctypes.sizeof(order)
+    if call(row, arguments, order, nbytes, ctypes.byref(taken), ctypes.byref(error)):
         raise RuntimeError(f"torch_ext::{name}: {error.text}")
     return bool(taken.value)

@@ -102,11 +102,11 @@ def call(name: str, *arguments: Any) -> None:
     torch.autograd.graph.increment_version(written)
 
 
-def call_unversioned(name: str, *arguments: Any) -> None:
+def call_unversioned(name: str, *arguments: Any, order: "direct_call.Order | None" = None) -> None:
     """As `call`, but increments no version counter: for operators that only count here, and for callers that increment
-    versions themselves."""
+    versions themselves. order: see `direct_call.run`."""
     row, overload, _ = _operator(name)
-    if not direct_call.run(row, name, arguments):
+    if not direct_call.run(row, name, arguments, order):
         with torch._C._ExcludeDispatchKeyGuard(_ADINPLACE):
             overload(*arguments)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ext.native import ops
+from torch_ext.native import direct_call, ops
 from torch_ext.optim.state import param_form
 from torch_ext.optim.state.averaging import Averaging
 from torch_ext.optim.state.param_state import AllGatherTarget, ParamState, named, refuse_grad
@@ -24,9 +24,17 @@ class StepBatch(NamedTuple):
     meta: Tensor
     gather: AllGatherTarget  # the bucket whose weights are gathered afterwards
     signature: int  # of the weights, as they are to be
+    order: direct_call.Order  # in which everything lies
 
     def of(self, grads: list[Tensor]) -> list[Tensor]:
         return grads if self.rows is None else [grads[i] for i in self.rows]
+
+
+def _batch(
+    rows: list[int] | None, weights: list[Tensor], slices: Tensor, meta: Tensor, gather: AllGatherTarget = None
+) -> StepBatch:
+    signature, order = param_form.signature(weights), direct_call.order_for(len(weights))
+    return StepBatch(rows, weights, slices, meta, gather, signature, order)
 
 
 class DeviceStep:
@@ -52,8 +60,9 @@ class DeviceStep:
         self.state_memory = FixedMemory([t for row in at_rest for t in row if t is not None])
         meta = torch.tensor([(m.id, m.local.offset, m.group) for m in members], dtype=torch.int64).reshape(-1, 3)
         self.batches = self._batches(slices, meta, gathers, order)
+        self.sign_addresses()
         # The operator sees where a parameter lies, and how; not of one that is passed as a view, or as a copy.
-        own = [weight is m.param for m, weight in zip(members, self.weights, strict=True)]
+        own = [w is m.param and g is None for m, w, g in zip(members, self.weights, gathers, strict=True)]
         self.viewed = [m for m, is_own in zip(members, own, strict=True) if not is_own]
         self.weight_memory = FixedMemory([m.place for m in self.viewed])
         plain = all(w is p and g.is_contiguous() for w, p, g in zip(self.weights, stepped, grads, strict=True))
@@ -65,7 +74,7 @@ class DeviceStep:
         """One for each bucket that is gathered after its step, so that gathers overlap with the steps of later ones."""
         self._slices, self._meta = slices, meta
         if all(gather is None for gather in order):
-            return [StepBatch(None, self.weights, slices, meta, None, param_form.signature(self.weights))]
+            return [_batch(None, self.weights, slices, meta)]
         rows: dict[AllGatherTarget, list[int]] = {gather: [] for gather in order}
         for i, gather in enumerate(gathers):
             rows[gather].append(i)
@@ -76,7 +85,13 @@ class DeviceStep:
     def batch_of(self, rows: list[int], gather: AllGatherTarget = None) -> StepBatch:
         """Some members. gather: see StepBatch."""
         weights = [self.weights[i] for i in rows]
-        return StepBatch(rows, weights, self._slices[rows], self._meta[rows], gather, param_form.signature(weights))
+        return _batch(rows, weights, self._slices[rows], self._meta[rows], gather)
+
+    def sign_addresses(self) -> None:
+        """Steps are refused where weights beside fp32 masters, but those that are gathered, lie elsewhere than now."""
+        watched = any(m.kinds.master == "master_param" for m in self.members)
+        own = [batch.weights for batch in self.batches if batch.gather is None]
+        self._addresses = param_form.address_signature(own[0]) if watched and own else 0
 
     def load_copies(self) -> None:
         """Of weights that aren't dense: they are stepped as contiguous copies."""
@@ -112,19 +127,23 @@ class DeviceStep:
         hyper: HyperparameterTable,
         scalars: Sequence[Tensor],
         external: int,
+        in_place: bool = False,
     ) -> None:
         """The operator. grads: of the batch. scalars: grad_scale, clip_coef, found_inf, and two counters (see
-        `OptimizerStates.counts`). external: tx_external_write. Counts no version up: the caller does, of the
-        parameters, when the last batch was stepped. RuntimeError, naming the parameter, where the operator takes an
-        argument not: nothing is written then."""
+        `OptimizerStates.counts`). external: tx_external_write. in_place: see `sign_addresses`. Counts no version up:
+        the caller does, of the parameters, when the last batch was stepped. RuntimeError, naming the parameter, where
+        the operator takes an argument not: nothing is written then."""
         if not batch.weights:
             return
+        addresses = self._addresses if in_place and batch.gather is None else 0
         fixed = (self._states, batch.slices, hyper.lrs, hyper.groups, batch.meta)
         try:
             ops.call_unversioned(
                 "adamw_flat_",
                 *(batch.weights, grads, *fixed, *scalars, *hyper.shared, external, batch.signature),
                 *self._averaging,
+                addresses,
+                order=batch.order,
             )
         except RuntimeError as refusal:
             rows = range(len(self.members)) if batch.rows is None else batch.rows

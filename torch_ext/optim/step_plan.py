@@ -114,6 +114,13 @@ class StepPlan:
         """The others."""
         return [g for m, g in zip(self.members, grads, strict=True) if m.host]
 
+    def note_moved(self) -> bool:
+        """Whether weights with an fp32 master lie elsewhere than they did, which `modified` then tells."""
+        if not self.writes.note_moved():
+            return False
+        self.device.sign_addresses()
+        return True
+
     def modified(self) -> list[ParamState]:
         """Members with an fp32 master of which weight or master may have been modified outside the optimizer since
         they were last in sync. Beside remainders the step's operator compares all weights with their checksums."""
@@ -123,10 +130,13 @@ class StepPlan:
         known = {id(m) for m in found}
         return found + [m for m in self.host.stale() if id(m) not in known]
 
-    def mark_synced(self, masters: bool = False) -> None:
+    def mark_synced(self, masters: bool = False, counted: bool = False) -> None:
         """From here on masters are known to round to the weights. masters: an operator wrote to them that counts their
-        versions up; steps do not."""
-        self.writes.mark_synced(masters or access.exposed(self._state))
+        versions up; steps do not. counted: since `modified` looked, each weight's version was counted up once."""
+        if masters:
+            self.note_moved()
+        # Of weights that are stepped as views or copies, or elsewhere, other writes count, too.
+        self.writes.mark_synced(masters or access.exposed(self._state), counted and not self._unseen)
 
 
 def _matrix_step(members: list[ParamState], optimizer: "Settings") -> "MatrixStep | None":

@@ -78,7 +78,7 @@ class StepRun:
             if plan.host is not None:
                 plan.host.end()
         torch.autograd.graph.increment_version(plan.params)
-        plan.mark_synced()
+        plan.mark_synced(counted=True)
         self._progress.written()
         for work in self._gathers:
             work.result()
@@ -133,7 +133,7 @@ class StepRun:
             self._row = 1
 
     def _call(self, batch: StepBatch, counts: Tensor, external: int) -> None:
-        self._plan.device.run(batch, batch.of(self._on_device), self._hyper, (*self._scalars, counts), external)
+        self._plan.device.run(batch, batch.of(self._on_device), self._hyper, (*self._scalars, counts), external, True)
 
 
 def check_signals(plan: StepPlan, counts: Tensor, on_external_write: str) -> None:

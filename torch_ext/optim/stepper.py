@@ -84,19 +84,19 @@ class Stepper:
             plan = self._make_plan(shards, active, grads)
         if plan is not None and plan.matrices is not None:
             plan.matrices.check_gradients(plan.of_matrices(grads), scalars[2])
+        remade = False
         with StepProgress(shards.listeners()) as progress:
-            for again in (False, True):
-                if plan is None:
-                    return None
+            while plan is not None:
                 run = StepRun(plan, grads, hyper, scalars, states.counts, states.optimizer.on_external_write, progress)
                 try:
-                    run.run(self._in_backward, lay_out=again)
+                    run.run(self._in_backward, lay_out=remade)
                     break
                 except ArgumentsRefused as refusal:
-                    # Once more: parameters or gradients may only lie differently than they did so far.
-                    if again:
+                    # Once more: parameters or gradients may only lie elsewhere, or differently, than they did so far.
+                    if remade:
                         raise RuntimeError(str(refusal)) from None
-                    plan = self._make_plan(shards, active, grads)
+                    if not plan.note_moved():
+                        plan, remade = self._make_plan(shards, active, grads), True
         return plan
 
     def current_hyper(self) -> param_groups.HyperparameterTable:
@@ -171,6 +171,7 @@ class Stepper:
 
     def _check_writes(self, plan: StepPlan, mode: str) -> None:
         with torch.no_grad():
+            plan.note_moved()
             check_signals(plan, self._states.counts, mode)
             if mode == "error":
                 masters.refuse_modified([m for m in plan.device.members if m.kinds.master])

@@ -64,10 +64,19 @@ def refuse_converted(converted: Iterable[tuple[str, Tensor, Form]]) -> None:
 
 
 def signature(tensors: Sequence[Tensor]) -> int:
-    """What adamw_flat_ compares its parameters with (tx_signature)."""
-    int64 = ctypes.c_int64
+    """What adamw_flat_ compares the dtypes and shapes of its parameters with."""
     words: list[int] = []
     for t in tensors:
         words += (dtypes.code_of(t.dtype) or 0, *((t.dim(), *t.shape) if t.numel() else (-1,)))
+    return _signature_of(words)
+
+
+def address_signature(tensors: Sequence[Tensor]) -> int:
+    """What it compares their addresses with."""
+    return _signature_of([t.data_ptr() if t.numel() else 0 for t in tensors])
+
+
+def _signature_of(words: list[int]) -> int:
+    int64 = ctypes.c_int64
     of_words = library.function("tx_signature", int64, ctypes.POINTER(int64), restype=int64, brief=True)
     return int(of_words(len(words), (int64 * len(words))(*words)))

@@ -2,7 +2,7 @@
 
 Note: three signals, all of them a promise (DESIGN, Masters), and each alone sees what the others do not:
 - the version counter of the parameter: whatever torch writes in place;
-- its address: `p.data = other`, which counts no version up;
+- its address: `p.data = other`, which counts no version up; the operator compares it, or the plan is made anew;
 - its master's identity and version counter: a master that was replaced, or written, in opt.state or a state_dict.
 Writes that leave none of these traces (`p.data.copy_`, numpy) change the checksums of the weights, which the step
 compares itself; beside remainders these are of all weights, so that nothing is watched there. A signal leads to the
@@ -30,6 +30,9 @@ class FixedMemory:
         """Whether all of them are where they were."""
         with dense.as_plain():
             return list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+
+
+_NEVER = -1  # a version that no tensor has
 
 
 class SyncedVersion(NamedTuple):
@@ -60,31 +63,41 @@ class WriteCheck:
         self._places = [m.place for m in self._members]
         self._masters = [m.master for m in self._members]
         self._counted_twice = any(map(is_dtensor, self._params))
-        self._asked: list[int] | None = None  # the addresses that `modified` saw last
+        self._seen: list[int] | None = None  # the versions that `modified` saw last
+        self._addresses = self._addresses_now()
         self.mark_synced(masters=True)
         for i, m in enumerate(self._members):
             last = synced.get(m.param)
             if last is None or not last.holds(m):
-                self._versions[i] = -1  # which no tensor has
+                self._versions[i] = _NEVER
 
     def modified(self, masters: bool) -> list[ParamState]:
         """Members whose weight or master may have been modified since `mark_synced`. masters: somebody got at these."""
-        versions, addresses, master_versions = self._versions_now(), self._addresses_now(), self._master_versions
-        if masters:
-            master_versions = self._master_versions_now()
-        self._asked = addresses
-        now, known = (versions, addresses, master_versions), (self._versions, self._addresses, self._master_versions)
-        if now == known:
+        self._seen = versions = self._versions_now()
+        master_versions = self._master_versions_now() if masters else self._master_versions
+        if (versions, master_versions) == (self._versions, self._master_versions):
             return []
-        pairs = zip(self._members, zip(*now, strict=True), zip(*known, strict=True), strict=True)
-        return [member for member, here, there in pairs if here != there]
+        now, known = (
+            zip(versions, master_versions, strict=True),
+            zip(self._versions, self._master_versions, strict=True),
+        )
+        return [member for member, here, there in zip(self._members, now, known, strict=True) if here != there]
 
-    def mark_synced(self, masters: bool) -> None:
+    def note_moved(self) -> bool:
+        """Whether weights lie elsewhere than they did, which is a signal: `modified` names them."""
+        addresses, known = self._addresses_now(), self._addresses
+        self._addresses = addresses
+        for i, (here, there) in enumerate(zip(addresses, known, strict=True)):
+            if here != there:
+                self._versions[i] = _NEVER
+        return addresses != known
+
+    def mark_synced(self, masters: bool, counted: bool = False) -> None:
         """From here on the masters are known to round to the weights. masters: they may have been written by what
-        counts their versions up; steps do not. Addresses are those that the step asked about: one that changed since
-        is a signal."""
-        asked, self._asked = self._asked, None
-        self._versions, self._addresses = self._versions_now(), self._addresses_now() if asked is None else asked
+        counts their versions up; steps do not. counted: since `modified` looked, a step has counted each weight's
+        version up, once, and nothing else of ours has any."""
+        seen, self._seen = self._seen, None
+        self._versions = [v + 1 for v in seen] if counted and seen is not None else self._versions_now()
         if masters:
             self._master_versions = self._master_versions_now()
 
