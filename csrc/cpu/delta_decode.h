@@ -52,7 +52,8 @@ TX_FN int32_t tx_delta_take_each(tx_delta_decoder *d, int64_t n, const uint32_t 
     memset(d->block->packed[c], 0, sizeof(uint64_t) * (ones[c] / 64 + 2));
     tx_delta_take_gaps(&d->positions[c], ones[c], d->block->packed[c]);
   }
-  return tx_delta_unpack(d->block, n, flips, classes, ahead);
+  tx_delta_unpack(d->block, n, flips, classes, ahead);
+  return tx_delta_list(d->block->changed, n, d->block->at, ahead);
 }
 #endif
 
@@ -132,31 +133,49 @@ TX_FN int32_t tx_delta_next_bound(tx_delta_bounds_in *in, int64_t at) {
   return in->sub;
 }
 
+/* What the n weights of a batch became, without what their lengths say where these are known. */
+TX_FN void tx_delta_take_codes(tx_bit_reader *values, tx_delta_batch *b, const tx_delta_rungs *rungs, int32_t n,
+                               tx_delta_ahead *ahead, const tx_dtype dtype) {
+  uint8_t last[2 * TX_DELTA_BATCH + 16]; /* bits of 16 for each, and those that a load has besides */
+  const uint64_t begin = values->at >> 3, left = values->bytes > begin ? values->bytes - begin : 0;
+  const uint8_t *from = values->data + begin;
+  uint64_t at = values->at & 7;
+  if (left < sizeof last) {
+    memset(last, 0, sizeof last);
+    if (left) memcpy(last, from, left);
+    from = last;
+  }
+  for (int32_t k = 0; k < n; k++) {
+    uint64_t next;
+    memcpy(&next, from + (at >> 3), sizeof next);
+    next >>= at & 7;
+    if (k % 4 == 0) tx_delta_fetch(ahead);
+    at += (uint64_t)b->codes.length[k];
+    b->codes.code[k] = (uint32_t)next;
+    if (__builtin_expect(b->codes.length[k] == 0, 0)) {
+      const tx_delta_found found = tx_delta_rung_find(rungs, b->weight[k], b->bound[k], next, dtype);
+      at += (uint64_t)found.bits;
+      b->codes.code[k] = found.weight;
+    }
+  }
+  values->at = 8 * begin + at;
+}
+
 /* Values that are bits of weights, a batch after the other. */
-TX_FN void tx_delta_take_batches(tx_delta_decoder *d, const void *old, int32_t hits, tx_delta_bounds_in *in,
+TX_FN void tx_delta_take_batches(tx_delta_decoder *d, const void *old, int64_t n, int32_t hits, tx_delta_bounds_in *in,
                                  tx_delta_ahead *ahead, tx_delta_changes out, const tx_dtype dtype) {
   const uint16_t *at = d->block->at;
   tx_bit_reader values = d->values;
   tx_delta_batch b;
   uint64_t touched = 0;
+  tx_delta_batch_begin(&b);
   for (int32_t done = 0, many = 0; done < hits; done += many) {
     many = hits - done < TX_DELTA_BATCH ? hits - done : TX_DELTA_BATCH;
-    for (int32_t k = 0; k < many; k++) {
-      b.weight[k] = tx_delta_weight(old, at[done + k], dtype);
+    tx_delta_gather(old, n, at + done, many, b.weight);
+    for (int32_t k = 0; k < many; k++)
       b.bound[k] = tx_delta_next_bound(in, at[done + k]);
-    }
     tx_delta_batch_lengths(&b, d->rungs, many, dtype);
-    for (int32_t k = 0; k < many; k++) {
-      const uint64_t next = tx_peek_bits(&values);
-      tx_delta_fetch(ahead);
-      values.at += (uint64_t)b.codes.length[k];
-      b.codes.code[k] = (uint32_t)next;
-      if (__builtin_expect(b.codes.length[k] == 0, 0)) {
-        const tx_delta_found found = tx_delta_rung_find(d->rungs, b.weight[k], b.bound[k], next, dtype);
-        values.at += (uint64_t)found.bits;
-        b.codes.code[k] = found.weight;
-      }
-    }
+    tx_delta_take_codes(&values, &b, d->rungs, many, ahead, dtype);
     tx_delta_batch_decode(&b, many);
     for (int32_t k = 0; k < many; k++) {
       out.at[done + k] = at[done + k];
@@ -176,7 +195,7 @@ TX_FN int32_t tx_delta_take_values(tx_delta_decoder *d, const void *old, const u
   tx_delta_bounds_in in = {d->bounds, grain, grain < TX_DELTA_BLOCK && bound ? 0 : n, bound, bound};
   if (hits > out.room) return -1;
   if (dtype != TX_F32 && !(d->flags & (TX_DELTA_EXACT | TX_DELTA_SLICEABLE))) {
-    tx_delta_take_batches(d, old, hits, &in, ahead, out, dtype);
+    tx_delta_take_batches(d, old, n, hits, &in, ahead, out, dtype);
     d->bounds = in.reader;
     return hits;
   }
