@@ -50,7 +50,7 @@ TX_FN int32_t tx_delta_take_each(tx_delta_decoder *d, int64_t n, const uint32_t 
   for (int32_t c = 0; c < classes; c++) {
     flips[c] = tx_delta_is_flipped(d->flags, c) ? ~UINT64_C(0) : 0;
     memset(d->block->packed[c], 0, sizeof(uint64_t) * (ones[c] / 64 + 2));
-    tx_delta_take_gaps(&d->positions[c], ones[c], d->block->packed[c]);
+    tx_delta_take_gaps(&d->positions[c], ones[c], d->block->packed[c], ahead);
   }
   tx_delta_unpack(d->block, n, flips, classes, ahead);
   return tx_delta_list(d->block->changed, n, d->block->at, ahead);
@@ -63,7 +63,7 @@ TX_FN int32_t tx_delta_take_classes(tx_delta_decoder *d, const void *old, int64_
   tx_delta_block *b = d->block;
   uint32_t ones[TX_DELTA_CLASSES];
   memset(b->unsure, 0, sizeof b->unsure);
-  tx_delta_take_gaps(&d->positions[TX_DELTA_CLASSES], (uint32_t)n, b->unsure);
+  tx_delta_take_gaps(&d->positions[TX_DELTA_CLASSES], (uint32_t)n, b->unsure, ahead);
   tx_delta_masks(old, n, edges, n_edges, b, ahead, ones);
   return tx_delta_take_each(d, n, ones, n_edges + 1, ahead);
 }
@@ -74,7 +74,7 @@ TX_FN int32_t tx_delta_take_positions(tx_delta_decoder *d, const void *old, int6
   if (dtype != TX_F32 && edges->n == 1) return tx_delta_take_classes(d, old, n, edges, 1, ahead);
   if (dtype != TX_F32 && edges->n > 1) return tx_delta_take_classes(d, old, n, edges, TX_DELTA_CLASSES - 1, ahead);
   memset(b->changed, 0, sizeof b->changed);
-  tx_delta_take_gaps(&d->positions[0], (uint32_t)n, b->changed);
+  tx_delta_take_gaps(&d->positions[0], (uint32_t)n, b->changed, ahead);
   for (int64_t w = 0; tx_delta_is_flipped(d->flags, 0) && 64 * w < n; w++)
     b->changed[w] ^= n - 64 * w < 64 ? (UINT64_C(1) << (n - 64 * w)) - 1u : ~UINT64_C(0);
   return tx_delta_list(b->changed, n, b->at, ahead);

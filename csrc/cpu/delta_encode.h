@@ -61,7 +61,7 @@ TX_FN void tx_delta_put_class(tx_delta_encoder *e, int32_t c, int64_t n, int32_t
       b->packed[c][w] = b->masks[c][w] & ~b->changed[w];
     n_of = tx_delta_list_few(b->packed[c], n, list);
   }
-  tx_delta_places(b, c, list, n_of);
+  tx_delta_places(b, c, list, n_of, ahead);
   tx_delta_put_gaps(&e->positions[c], list, n_of, ones, ahead);
 }
 

@@ -90,7 +90,8 @@ TX_FN void tx_delta_four_in(uint64_t next, const int32_t r, uint32_t numbers[4],
 }
 
 /* Sets the bits of n places that come after gaps. */
-static __attribute__((noinline, unused)) void tx_delta_take_gaps(tx_delta_source *source, uint32_t n, uint64_t *bits) {
+static __attribute__((noinline, unused)) void tx_delta_take_gaps(tx_delta_source *source, uint32_t n, uint64_t *bits,
+                                                                 tx_delta_ahead *ahead) {
   tx_bit_window window = tx_window_of(&source->reader);
   tx_rice rice = source->rice;
   uint32_t at = source->left;
@@ -100,6 +101,7 @@ static __attribute__((noinline, unused)) void tx_delta_take_gaps(tx_delta_source
     do {
       uint32_t gaps[4];
       int32_t ends[4], alone, taken = 1;
+      tx_delta_fetch(ahead);
       tx_window_fill(&window);
       tx_delta_four_in(window.bits, rice.r, gaps, ends);
       const uint32_t second = at + 1u + gaps[0], third = second + 1u + gaps[1], fourth = third + 1u + gaps[2];

@@ -48,10 +48,11 @@ TX_FN void tx_delta_count(tx_delta_block *b, int64_t numel, const int32_t n, uin
 }
 
 /* The places of n of a class in it, in the place of their positions in the block. */
-TX_FN void tx_delta_places(const tx_delta_block *b, int32_t c, uint16_t *list, int32_t n) {
+TX_FN void tx_delta_places(const tx_delta_block *b, int32_t c, uint16_t *list, int32_t n, tx_delta_ahead *ahead) {
   const uint64_t *mask = b->masks[c];
   const uint16_t *before = b->before[c];
   for (int32_t k = 0; k < n; k++) {
+    if (k % 4 == 0) tx_delta_fetch(ahead);
     const uint32_t at = list[k], w = at >> 6;
     const uint64_t under = mask[w] & ((UINT64_C(1) << (at & 63)) - 1u);
     list[k] = (uint16_t)(before[w] + (uint32_t)__builtin_popcountll(under));
@@ -151,8 +152,8 @@ TX_FN int32_t tx_delta_list(const uint64_t *bits, int64_t n, uint16_t *at, tx_de
   const int32_t words = (int32_t)((n + 63) / 64);
   int32_t found = 0;
   for (int32_t w = 0; w < words; w += 8) {
-    for (int32_t i = 0; i < 4; i++)
-      tx_delta_fetch(ahead);
+    tx_delta_fetch(ahead);
+    tx_delta_fetch(ahead);
     found += tx_delta_list_words(bits + w, words - w < 8 ? words - w : 8, 64 * w, at + found);
   }
   return found;
@@ -175,7 +176,7 @@ TX_FN void tx_delta_unpack(tx_delta_block *b, int64_t numel, const uint64_t *fli
                            tx_delta_ahead *ahead) {
   for (int64_t w = 0; 64 * w < numel; w++) {
     uint64_t word = b->unsure[w];
-    tx_delta_fetch(ahead);
+    if (w % 2) tx_delta_fetch(ahead);
     for (int32_t c = 0; c < n; c++) {
       const uint32_t at = b->before[c][w];
       const uint64_t *from = b->packed[c] + (at >> 6);
