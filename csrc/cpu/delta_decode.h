@@ -46,13 +46,15 @@ TX_FN int32_t tx_delta_take_each(tx_delta_decoder *d, int64_t n, const uint32_t 
 #else
 TX_FN int32_t tx_delta_take_each(tx_delta_decoder *d, int64_t n, const uint32_t *ones, const int32_t classes,
                                  tx_delta_ahead *ahead) {
-  uint64_t flips[TX_DELTA_CLASSES];
   for (int32_t c = 0; c < classes; c++) {
-    flips[c] = tx_delta_is_flipped(d->flags, c) ? ~UINT64_C(0) : 0;
-    memset(d->block->packed[c], 0, sizeof(uint64_t) * (ones[c] / 64 + 2));
-    tx_delta_take_gaps(&d->positions[c], ones[c], d->block->packed[c], ahead);
+    uint64_t *packed = d->block->packed[c];
+    const uint32_t words = ones[c] / 64 + 2;
+    memset(packed, 0, sizeof *packed * words);
+    tx_delta_take_gaps(&d->positions[c], ones[c], packed, ahead);
+    for (uint32_t w = 0; w < words && tx_delta_is_flipped(d->flags, c); w++)
+      packed[w] = ~packed[w];
   }
-  tx_delta_unpack(d->block, n, flips, classes, ahead);
+  tx_delta_unpack(d->block, n, classes, ahead);
   return tx_delta_list(d->block->changed, n, d->block->at, ahead);
 }
 #endif

@@ -171,19 +171,50 @@ TX_FN int32_t tx_delta_list_few(const uint64_t *bits, int64_t n, uint16_t *at) {
 
 #if defined(__BMI2__) /* and not where processors are slow at it, as older ones are */
 
-/* What changed in a block, in n classes and outside of them, into `changed`. flips: of each class. */
-TX_FN void tx_delta_unpack(tx_delta_block *b, int64_t numel, const uint64_t *flips, const int32_t n,
-                           tx_delta_ahead *ahead) {
+/* Whether no word has more than 57 of any of the n first classes: so many bits are in one load, wherever they begin. */
+TX_FN int tx_delta_is_sparse(const tx_delta_block *b, int64_t numel, const int32_t n) {
+  const int64_t last = (numel - 1) / 64;
+  uint16_t most = 0;
+  for (int32_t c = 0; c < n; c++) {
+    const uint16_t of_last = (uint16_t)__builtin_popcountll(b->masks[c][last]);
+    most = of_last > most ? of_last : most;
+    for (int64_t w = 0; w < last; w++) {
+      const uint16_t here = (uint16_t)(b->before[c][w + 1] - b->before[c][w]);
+      most = here > most ? here : most;
+    }
+  }
+  return most <= 57;
+}
+
+/* What changed in a block, in n classes and outside of them, into `changed`. The first `sparse` of them are. */
+TX_FN void tx_delta_unpack_as(tx_delta_block *b, int64_t numel, const int32_t n, const int32_t sparse,
+                              tx_delta_ahead *ahead) {
   for (int64_t w = 0; 64 * w < numel; w++) {
     uint64_t word = b->unsure[w];
     if (w % 2) tx_delta_fetch(ahead);
     for (int32_t c = 0; c < n; c++) {
       const uint32_t at = b->before[c][w];
-      const uint64_t *from = b->packed[c] + (at >> 6);
-      const uint64_t part = from[0] >> (at & 63) | from[1] << 1 << (~at & 63);
-      word |= _pdep_u64(part ^ flips[c], b->masks[c][w]);
+      uint64_t part, rest;
+      if (c < sparse) {
+        memcpy(&part, (const char *)b->packed[c] + (at >> 3), sizeof part);
+        part >>= at & 7;
+      } else {
+        memcpy(&part, b->packed[c] + (at >> 6), sizeof part);
+        memcpy(&rest, b->packed[c] + (at >> 6) + 1, sizeof rest);
+        part = part >> (at & 63) | rest << 1 << (~at & 63);
+      }
+      word |= _pdep_u64(part, b->masks[c][w]);
     }
     b->changed[w] = word;
+  }
+}
+
+/* All but the class of the largest weights are sparse, mostly. */
+TX_FN void tx_delta_unpack(tx_delta_block *b, int64_t numel, const int32_t n, tx_delta_ahead *ahead) {
+  if (tx_delta_is_sparse(b, numel, n - 1)) {
+    tx_delta_unpack_as(b, numel, n, n - 1, ahead);
+  } else {
+    tx_delta_unpack_as(b, numel, n, 0, ahead);
   }
 }
 
