@@ -37,6 +37,11 @@ TX_FN uint64_t tx_delta_lacking(const int32_t *length) {
     const __m512i x = _mm512_loadu_si512(length + 16 * k);
     found |= (uint64_t)_mm512_testn_epi32_mask(x, x) << (16 * k);
   }
+#elif defined(__SSE2__)
+  for (int32_t k = 0; k < 16; k++) {
+    const __m128i x = _mm_cmpeq_epi32(_mm_loadu_si128((const __m128i *)(length + 4 * k)), _mm_setzero_si128());
+    found |= (uint64_t)(uint32_t)_mm_movemask_ps(_mm_castsi128_ps(x)) << (4 * k);
+  }
 #else
   for (int32_t k = 0; k < 64; k++)
     found |= (uint64_t)(length[k] == 0) << k;
@@ -104,6 +109,7 @@ TX_FN void tx_delta_look_up(const uint32_t *table, const int32_t *entries, int32
 /* Of n weights of 16 bits, a block's, those at so many places. to: has space for a whole vector. */
 TX_FN void tx_delta_gather(const void *weights, int64_t n, const uint16_t *at, int32_t n_at, uint32_t *to) {
   int32_t k = 0;
+  (void)n;
 #if defined(__AVX512F__)
   for (; n % 2 == 0 && k < n_at; k += 16) { /* with the one beside it, where both are of the block */
     const __mmask16 there = (__mmask16)(n_at - k < 16 ? (1u << (n_at - k)) - 1u : 0xffffu);
