@@ -140,12 +140,13 @@ TX_FN void tx_delta_take_codes(tx_bit_reader *values, tx_delta_batch *b, const t
                                tx_delta_ahead *ahead, const tx_dtype dtype) {
   uint8_t last[2 * TX_DELTA_BATCH + 16]; /* bits of 16 for each, and those that a load has besides */
   const uint64_t begin = values->at >> 3, left = values->bytes > begin ? values->bytes - begin : 0;
-  const uint8_t *from = values->data + begin;
+  const uint8_t *from = last;
   uint64_t at = values->at & 7;
-  if (left < sizeof last) {
+  if (left >= sizeof last) {
+    from = values->data + begin;
+  } else {
     memset(last, 0, sizeof last);
-    if (left) memcpy(last, from, left);
-    from = last;
+    if (left) memcpy(last, values->data + begin, left);
   }
   for (int32_t k = 0; k < n; k++) {
     uint64_t next;
