@@ -3,38 +3,70 @@
  * Note [Batches]. How long a weight's code is, and which weight it stands for, are sums and look-ups that depend on no
  * other weight: loops over arrays, which the compiler makes vectors of. Only taking bits from a stream, or putting them
  * there, is one after the other, and does nothing else. What tables (csrc/math/delta_rungs.h) do not have has length 0
- * here, and is done weight by weight. */
+ * here, and is done weight by weight. Vectors have the last numbers too, however many these are: arrays have space for
+ * a whole one, and what comes out past the end is nothing. */
 #ifndef TX_CPU_DELTA_BATCH_H
 #define TX_CPU_DELTA_BATCH_H
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include "csrc/cpu/delta_loops.h"
 
 #define TX_DELTA_BATCH 128
+#define TX_DELTA_LANES 16
+
+/* n numbers and what fills their last vector. */
+TX_FN int32_t tx_delta_whole(int32_t n) {
+  return (n + TX_DELTA_LANES - 1) & -TX_DELTA_LANES;
+}
 
 /* Codes that follow each other. */
 typedef struct tx_delta_codes {
-  uint32_t code[TX_DELTA_BATCH + 4];
-  int32_t length[TX_DELTA_BATCH + 4];
+  uint32_t code[TX_DELTA_BATCH + TX_DELTA_LANES];
+  int32_t length[TX_DELTA_BATCH + TX_DELTA_LANES];
 } tx_delta_codes;
 #define TX_DELTA_CODE_LONGEST 28
 
+/* Which of 64 lengths are 0. */
+TX_FN uint64_t tx_delta_lacking(const int32_t *length) {
+  uint64_t found = 0;
+#if defined(__AVX512F__)
+  for (int32_t k = 0; k < 4; k++) {
+    const __m512i x = _mm512_loadu_si512(length + 16 * k);
+    found |= (uint64_t)_mm512_testn_epi32_mask(x, x) << (16 * k);
+  }
+#elif defined(__SSE2__)
+  for (int32_t k = 0; k < 16; k++) {
+    const __m128i x = _mm_cmpeq_epi32(_mm_loadu_si128((const __m128i *)(length + 4 * k)), _mm_setzero_si128());
+    found |= (uint64_t)(uint32_t)_mm_movemask_ps(_mm_castsi128_ps(x)) << (4 * k);
+  }
+#else
+  for (int32_t k = 0; k < 64; k++)
+    found |= (uint64_t)(length[k] == 0) << k;
+#endif
+  return found;
+}
+
 /* Puts n codes, of TX_DELTA_CODE_LONGEST bits at most. Pairs, and pairs of pairs, are made many at a time. */
-TX_FN void tx_delta_put_codes(tx_bit_writer *writer, tx_delta_codes *c, int32_t n) {
-  uint64_t pair[TX_DELTA_BATCH / 2 + 2], four[TX_DELTA_BATCH / 4 + 1];
-  int32_t length[TX_DELTA_BATCH / 2 + 2], all[TX_DELTA_BATCH / 4 + 1];
+TX_FN void tx_delta_put_codes(tx_bit_writer *writer, tx_delta_codes *c, int32_t n, tx_delta_ahead *ahead) {
+  uint64_t pair[TX_DELTA_BATCH / 2 + TX_DELTA_LANES], four[TX_DELTA_BATCH / 4 + TX_DELTA_LANES];
+  int32_t length[TX_DELTA_BATCH / 2 + TX_DELTA_LANES], all[TX_DELTA_BATCH / 4 + TX_DELTA_LANES];
   tx_bit_writer w = *writer;
-  for (int32_t k = n; k < n + 4; k++)
-    c->code[k] = 0, c->length[k] = 0;
-  const int32_t fours = (n + 3) / 4;
-  for (int32_t k = 0; k < 2 * fours; k++) {
+  memset(c->code + n, 0, TX_DELTA_LANES * sizeof *c->code);
+  memset(c->length + n, 0, TX_DELTA_LANES * sizeof *c->length);
+  const int32_t fours = (n + 3) / 4, whole = tx_delta_whole(n);
+  for (int32_t k = 0; k < whole / 2; k++) {
     pair[k] = c->code[2 * k] | (uint64_t)c->code[2 * k + 1] << c->length[2 * k];
     length[k] = c->length[2 * k] + c->length[2 * k + 1];
   }
-  for (int32_t k = 0; k < fours; k++) {
+  for (int32_t k = 0; k < whole / 4; k++) {
     four[k] = pair[2 * k] | pair[2 * k + 1] << length[2 * k];
     all[k] = length[2 * k] + length[2 * k + 1];
   }
   for (int32_t k = 0; k < fours; k++) {
+    tx_delta_fetch(ahead);
     if (__builtin_expect(all[k] <= 56, 1)) {
       tx_put_bits(&w, four[k], all[k]);
     } else {
@@ -51,7 +83,47 @@ typedef struct tx_delta_batch {
   int32_t bound[TX_DELTA_BATCH];
   tx_delta_codes codes;           /* a length without what is sent before it; 0: not by table */
   uint32_t steps[TX_DELTA_BATCH]; /* for decoding */
+  int32_t entry[TX_DELTA_BATCH];  /* of tables */
+  uint32_t lengths[TX_DELTA_BATCH];
 } tx_delta_batch;
+
+TX_FN void tx_delta_batch_begin(tx_delta_batch *b) {
+  memset(b->weight, 0, sizeof b->weight); /* past the end of what is in them there is something */
+  memset(b->bound, 0, sizeof b->bound);
+}
+
+/* n entries of a table, and zeros in the rest of the last vector. gcc makes single loads of such a loop. */
+TX_FN void tx_delta_look_up(const uint32_t *table, const int32_t *entries, int32_t n, uint32_t *found) {
+  int32_t k = 0;
+#if defined(__AVX512F__)
+  for (; k < n; k += 16) {
+    const __mmask16 there = (__mmask16)(n - k < 16 ? (1u << (n - k)) - 1u : 0xffffu);
+    const __m512i places = _mm512_loadu_si512(entries + k);
+    _mm512_storeu_si512(found + k, _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, places, table, 4));
+  }
+#endif
+  for (; k < tx_delta_whole(n); k++)
+    found[k] = k < n ? table[entries[k]] : 0;
+}
+
+/* Of n weights of 16 bits, a block's, those at so many places. to: has space for a whole vector. */
+TX_FN void tx_delta_gather(const void *weights, int64_t n, const uint16_t *at, int32_t n_at, uint32_t *to) {
+  int32_t k = 0;
+  (void)n;
+#if defined(__AVX512F__)
+  for (; n % 2 == 0 && k < n_at; k += 16) { /* with the one beside it, where both are of the block */
+    const __mmask16 there = (__mmask16)(n_at - k < 16 ? (1u << (n_at - k)) - 1u : 0xffffu);
+    const __m512i places = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(at + k)));
+    const __m512i pairs =
+        _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, _mm512_srli_epi32(places, 1), weights, 4);
+    const __m512i shifts = _mm512_slli_epi32(_mm512_and_si512(places, _mm512_set1_epi32(1)), 4);
+    const __m512i found = _mm512_and_si512(_mm512_srlv_epi32(pairs, shifts), _mm512_set1_epi32(0xffff));
+    _mm512_storeu_si512(to + k, found);
+  }
+#endif
+  for (; k < n_at; k++)
+    to[k] = ((const tx_mem_u16 *)weights)[at[k]];
+}
 
 /* The entry of the tables. */
 TX_FN int32_t tx_delta_rung_at(const tx_delta_rungs *t, int32_t exponent, int32_t bound, const tx_dtype dtype) {
@@ -60,14 +132,25 @@ TX_FN int32_t tx_delta_rung_at(const tx_delta_rungs *t, int32_t exponent, int32_
   return least < TX_DELTA_RUNGS ? least : TX_DELTA_RUNGS - 1;
 }
 
-/* Lengths and codes of n new weights; whether these are all by table. */
-TX_FN int tx_delta_batch_encode(tx_delta_batch *b, const tx_delta_rungs *t, int32_t n, const tx_dtype dtype) {
+/* What the table of lengths has of each. */
+TX_FN void tx_delta_batch_rungs(tx_delta_batch *b, const tx_delta_rungs *t, int32_t n, const tx_dtype dtype) {
+  const int32_t whole = tx_delta_whole(n);
+  for (int32_t k = 0; k < whole; k++) {
+    const int32_t e = (int32_t)((b->weight[k] & 0x7fffu) >> tx_delta_mantissa(dtype));
+    b->entry[k] = tx_delta_rung_at(t, e, b->bound[k], dtype);
+  }
+  tx_delta_look_up(t->lengths, b->entry, n, b->lengths);
+}
+
+/* Lengths and codes of n new weights. */
+TX_FN void tx_delta_batch_encode(tx_delta_batch *b, const tx_delta_rungs *t, int32_t n, const tx_dtype dtype) {
   const int32_t m = tx_delta_mantissa(dtype);
-  int32_t others = 0;
-  for (int32_t k = 0; k < n; k++) {
+  const int32_t whole = tx_delta_whole(n);
+  tx_delta_batch_rungs(b, t, n, dtype);
+  for (int32_t k = 0; k < whole; k++) {
     const uint32_t bits = b->weight[k], size = bits & 0x7fffu, significand = size & ((1u << m) - 1u);
-    const int32_t e = (int32_t)(size >> m), at = tx_delta_rung_at(t, e, b->bound[k], dtype);
-    const uint32_t lengths = t->lengths[at], steps = lengths >> 24;
+    const int32_t e = (int32_t)(size >> m);
+    const uint32_t lengths = b->lengths[k], steps = lengths >> 24;
     const uint32_t high = (1u << m) - ((lengths & 0xffu) == 1 ? steps + 2 : 0);
     const uint32_t most = significand < high ? lengths : lengths >> 8;
     const uint32_t length = (significand < 2 * steps + 2 ? lengths >> 16 : most) & 0xffu;
@@ -75,21 +158,34 @@ TX_FN int tx_delta_batch_encode(tx_delta_batch *b, const tx_delta_rungs *t, int3
     const uint32_t sent = (ordered & ~3u) | (ordered >> 1 & 1u) | (ordered & 1u) << 1;
     b->codes.length[k] = e < 2 ? 0 : (int32_t)length;
     b->codes.code[k] = sent & ((1u << length) - 1u);
-    others |= b->codes.length[k] == 0;
   }
-  return !others;
+  for (int32_t from = 0; from < n; from += 64) {
+    const uint64_t there = n - from < 64 ? (UINT64_C(1) << (n - from)) - 1u : ~UINT64_C(0);
+    for (uint64_t others = tx_delta_lacking(b->codes.length + from) & there; others; others &= others - 1u) {
+      const int32_t k = from + __builtin_ctzll(others);
+      b->codes.length[k] = tx_delta_rung_bits(t, b->weight[k], b->bound[k], dtype);
+      b->codes.code[k] = tx_delta_sent(tx_delta_ordered(b->weight[k], dtype), b->codes.length[k]);
+    }
+  }
 }
 
 /* Lengths of the codes of what n old weights became, where these don't depend on that. */
 TX_FN void tx_delta_batch_lengths(tx_delta_batch *b, const tx_delta_rungs *t, int32_t n, const tx_dtype dtype) {
   const int32_t m = tx_delta_mantissa(dtype);
-  for (int32_t k = 0; k < n; k++) {
+  const int32_t whole = tx_delta_whole(n);
+  tx_delta_batch_rungs(b, t, n, dtype);
+  for (int32_t k = 0; k < whole; k++) {
     const uint32_t size = b->weight[k] & 0x7fffu, significand = size & ((1u << m) - 1u);
-    const int32_t e = (int32_t)(size >> m), at = tx_delta_rung_at(t, e, b->bound[k], dtype);
-    const uint32_t lengths = t->lengths[at], steps = lengths >> 24, length = lengths & 0xffu;
-    const uint32_t low = 3 * steps + 2; /* of any further the window has no other lengths */
-    const uint32_t end = (1u << m) - (length == 1 ? 2 * steps + 2 : 0);
-    const uint32_t found = significand - low < end - low ? length : 0;
+    const int32_t e = (int32_t)(size >> m);
+    const uint32_t lengths = b->lengths[k], steps = lengths >> 24, length = lengths & 0xffu;
+    const uint32_t low_bits = lengths >> 16 & 0xffu, high_bits = lengths >> 8 & 0xffu;
+    /* A window has one length where all of it is below the rung's `low`, or from there on and below `high`, or (where
+     * that is another one) from `high` on. What is below that of a rung without a table has none here. */
+    const uint32_t low = 2 * steps + 2, high = (1u << m) - (length == 1 ? steps + 2 : 0);
+    const uint32_t under = low_bits <= (uint32_t)m - 2 ? low_bits : 0;
+    uint32_t found = significand >= low + steps ? length : 0;
+    found = significand + steps >= high && length == 1 ? (significand >= high + steps ? high_bits : 0) : found;
+    found = significand + steps < low ? under : found;
     b->codes.length[k] = e < 3 ? 0 : (int32_t)found;
     b->steps[k] = steps;
   }
@@ -97,7 +193,8 @@ TX_FN void tx_delta_batch_lengths(tx_delta_batch *b, const tx_delta_rungs *t, in
 
 /* Weights in the place of their codes, where they have lengths: as tx_delta_rung_find. */
 TX_FN void tx_delta_batch_decode(tx_delta_batch *b, int32_t n) {
-  for (int32_t k = 0; k < n; k++) {
+  const int32_t whole = tx_delta_whole(n);
+  for (int32_t k = 0; k < whole; k++) {
     const uint32_t old = b->weight[k], size = old & 0x7fffu, next = b->codes.code[k],
                    length = (uint32_t)b->codes.length[k];
     const uint32_t flip = old & 0x8000u ? ~0u : 0u, one = length == 1;

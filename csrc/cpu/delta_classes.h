@@ -70,6 +70,15 @@ TX_FN tx_delta_zone tx_delta_zone_of(int64_t edge, int32_t bound, const tx_dtype
   return (tx_delta_zone){(uint32_t)(low > 0 ? low : 0), (uint32_t)(high - (low > 0 ? low : 0))};
 }
 
+#if defined(__AVX512BW__)
+/* Out of the mask registers, in which gcc would go on: all that is done there waits for one port. */
+TX_FN uint64_t tx_delta_unmasked(__mmask32 mask) {
+  uint64_t bits = mask;
+  __asm__("" : "+r"(bits));
+  return bits;
+}
+#endif
+
 /* One bit of each of 64 weights of 16 bits for each of n limits: whether its size is above that. */
 TX_FN void tx_delta_compare(const void *weights, const int16_t *limits, const int32_t n, uint64_t *above) {
 #if defined(__AVX512BW__)
@@ -78,7 +87,8 @@ TX_FN void tx_delta_compare(const void *weights, const int16_t *limits, const in
   const __m512i high = _mm512_and_si512(_mm512_loadu_si512((const char *)weights + 64), sizes);
   for (int32_t c = 0; c < n; c++) {
     const __m512i limit = _mm512_set1_epi16(limits[c]);
-    above[c] = (uint64_t)_mm512_cmpgt_epi16_mask(low, limit) | (uint64_t)_mm512_cmpgt_epi16_mask(high, limit) << 32;
+    above[c] = tx_delta_unmasked(_mm512_cmpgt_epi16_mask(low, limit)) |
+               tx_delta_unmasked(_mm512_cmpgt_epi16_mask(high, limit)) << 32;
   }
 #elif defined(__AVX2__)
   const __m256i sizes = _mm256_set1_epi16(0x7fff);
@@ -147,13 +157,14 @@ TX_FN tx_delta_limits tx_delta_zones_of(const tx_delta_edges *edges, int32_t bou
   return limits;
 }
 
-/* Weights in classes: of 64 of them, of which those of `rest` are looked at, a mask for each. above: of the n edges. */
+/* Weights in classes: of 64 of them, of which those of `rest` are looked at, a mask for each. above: of the n edges;
+ * what is above one is above those before it. */
 TX_FN void tx_delta_split(const uint64_t *above, uint64_t rest, const int32_t n, uint64_t masks[TX_DELTA_CLASSES]) {
-  for (int32_t c = n; c > 0; c--) {
-    masks[c] = above[c - 1] & rest;
-    rest &= ~above[c - 1];
-  }
   masks[0] = rest;
+  for (int32_t c = 1; c <= n; c++) {
+    masks[c] = above[c - 1] & rest;
+    masks[c - 1] ^= masks[c];
+  }
 }
 
 /* A word's masks. ones: those of each class in the words before; and in this one afterwards. */
@@ -169,6 +180,8 @@ TX_FN void tx_delta_mask_word(const void *weights, uint64_t rest, const tx_delta
   }
 }
 
+#define TX_DELTA_NEAR 1024 /* bytes, from the second cache into the first */
+
 /* The classes of weights but those that are unsure. ones: how many are in each. */
 TX_FN void tx_delta_masks(const void *weights, int64_t numel, const tx_delta_edges *edges, const int32_t n,
                           tx_delta_block *b, tx_delta_ahead *ahead, uint32_t *ones) {
@@ -178,6 +191,8 @@ TX_FN void tx_delta_masks(const void *weights, int64_t numel, const tx_delta_edg
   int64_t w = 0;
   for (; 64 * w + 64 <= numel; w++, from += 128) {
     if (w % 2) tx_delta_fetch(ahead);
+    __builtin_prefetch(from + TX_DELTA_NEAR, 0, 3);
+    __builtin_prefetch(from + TX_DELTA_NEAR + 64, 0, 3);
     tx_delta_mask_word(from, ~b->unsure[w], &limits, n, w, b, found);
   }
   if (64 * w < numel) {
@@ -194,14 +209,14 @@ TX_FN void tx_delta_masks(const void *weights, int64_t numel, const tx_delta_edg
 }
 
 /* Classes of n weights by what they are now; TX_DELTA_CLASSES of those that may have been in another one. */
-TX_FN void tx_delta_classes_now(const uint16_t *now, int32_t n, const tx_delta_limits *limits, const int32_t n_edges,
+TX_FN void tx_delta_classes_now(const uint32_t *now, int32_t n, const tx_delta_limits *limits, const int32_t n_edges,
                                 uint16_t *class_of) {
   for (int32_t k = 0; k < n; k++) {
-    const int16_t size = (int16_t)(now[k] & 0x7fff);
-    int16_t found = 0, near = 0;
+    const int32_t size = (int32_t)(now[k] & 0x7fff);
+    int32_t found = 0, near = 0;
     for (int32_t c = 0; c < n_edges; c++) {
-      found = (int16_t)(found + (size > limits->below[c]));
-      near = (int16_t)(near | (size > limits->zone[c] && size <= limits->zone_last[c]));
+      found += size > limits->below[c];
+      near |= size > limits->zone[c] && size <= limits->zone_last[c];
     }
     class_of[k] = (uint16_t)(near ? TX_DELTA_CLASSES : found);
   }

@@ -46,13 +46,16 @@ TX_FN int32_t tx_delta_take_each(tx_delta_decoder *d, int64_t n, const uint32_t 
 #else
 TX_FN int32_t tx_delta_take_each(tx_delta_decoder *d, int64_t n, const uint32_t *ones, const int32_t classes,
                                  tx_delta_ahead *ahead) {
-  uint64_t flips[TX_DELTA_CLASSES];
   for (int32_t c = 0; c < classes; c++) {
-    flips[c] = tx_delta_is_flipped(d->flags, c) ? ~UINT64_C(0) : 0;
-    memset(d->block->packed[c], 0, sizeof(uint64_t) * (ones[c] / 64 + 2));
-    tx_delta_take_gaps(&d->positions[c], ones[c], d->block->packed[c]);
+    uint64_t *packed = d->block->packed[c];
+    const uint32_t words = ones[c] / 64 + 2;
+    memset(packed, 0, sizeof *packed * words);
+    tx_delta_take_gaps(&d->positions[c], ones[c], packed, ahead);
+    for (uint32_t w = 0; w < words && tx_delta_is_flipped(d->flags, c); w++)
+      packed[w] = ~packed[w];
   }
-  return tx_delta_unpack(d->block, n, flips, classes, ahead);
+  tx_delta_unpack(d->block, n, classes, ahead);
+  return tx_delta_list(d->block->changed, n, d->block->at, ahead);
 }
 #endif
 
@@ -62,7 +65,7 @@ TX_FN int32_t tx_delta_take_classes(tx_delta_decoder *d, const void *old, int64_
   tx_delta_block *b = d->block;
   uint32_t ones[TX_DELTA_CLASSES];
   memset(b->unsure, 0, sizeof b->unsure);
-  tx_delta_take_gaps(&d->positions[TX_DELTA_CLASSES], (uint32_t)n, b->unsure);
+  tx_delta_take_gaps(&d->positions[TX_DELTA_CLASSES], (uint32_t)n, b->unsure, ahead);
   tx_delta_masks(old, n, edges, n_edges, b, ahead, ones);
   return tx_delta_take_each(d, n, ones, n_edges + 1, ahead);
 }
@@ -73,7 +76,7 @@ TX_FN int32_t tx_delta_take_positions(tx_delta_decoder *d, const void *old, int6
   if (dtype != TX_F32 && edges->n == 1) return tx_delta_take_classes(d, old, n, edges, 1, ahead);
   if (dtype != TX_F32 && edges->n > 1) return tx_delta_take_classes(d, old, n, edges, TX_DELTA_CLASSES - 1, ahead);
   memset(b->changed, 0, sizeof b->changed);
-  tx_delta_take_gaps(&d->positions[0], (uint32_t)n, b->changed);
+  tx_delta_take_gaps(&d->positions[0], (uint32_t)n, b->changed, ahead);
   for (int64_t w = 0; tx_delta_is_flipped(d->flags, 0) && 64 * w < n; w++)
     b->changed[w] ^= n - 64 * w < 64 ? (UINT64_C(1) << (n - 64 * w)) - 1u : ~UINT64_C(0);
   return tx_delta_list(b->changed, n, b->at, ahead);
@@ -132,31 +135,50 @@ TX_FN int32_t tx_delta_next_bound(tx_delta_bounds_in *in, int64_t at) {
   return in->sub;
 }
 
+/* What the n weights of a batch became, without what their lengths say where these are known. */
+TX_FN void tx_delta_take_codes(tx_bit_reader *values, tx_delta_batch *b, const tx_delta_rungs *rungs, int32_t n,
+                               tx_delta_ahead *ahead, const tx_dtype dtype) {
+  uint8_t last[2 * TX_DELTA_BATCH + 16]; /* bits of 16 for each, and those that a load has besides */
+  const uint64_t begin = values->at >> 3, left = values->bytes > begin ? values->bytes - begin : 0;
+  const uint8_t *from = last;
+  uint64_t at = values->at & 7;
+  if (left >= sizeof last) {
+    from = values->data + begin;
+  } else {
+    memset(last, 0, sizeof last);
+    if (left) memcpy(last, values->data + begin, left);
+  }
+  for (int32_t k = 0; k < n; k++) {
+    uint64_t next;
+    memcpy(&next, from + (at >> 3), sizeof next);
+    next >>= at & 7;
+    if (k % 4 == 0) tx_delta_fetch(ahead);
+    at += (uint64_t)b->codes.length[k];
+    b->codes.code[k] = (uint32_t)next;
+    if (__builtin_expect(b->codes.length[k] == 0, 0)) {
+      const tx_delta_found found = tx_delta_rung_find(rungs, b->weight[k], b->bound[k], next, dtype);
+      at += (uint64_t)found.bits;
+      b->codes.code[k] = found.weight;
+    }
+  }
+  values->at = 8 * begin + at;
+}
+
 /* Values that are bits of weights, a batch after the other. */
-TX_FN void tx_delta_take_batches(tx_delta_decoder *d, const void *old, int32_t hits, tx_delta_bounds_in *in,
+TX_FN void tx_delta_take_batches(tx_delta_decoder *d, const void *old, int64_t n, int32_t hits, tx_delta_bounds_in *in,
                                  tx_delta_ahead *ahead, tx_delta_changes out, const tx_dtype dtype) {
   const uint16_t *at = d->block->at;
   tx_bit_reader values = d->values;
   tx_delta_batch b;
   uint64_t touched = 0;
+  tx_delta_batch_begin(&b);
   for (int32_t done = 0, many = 0; done < hits; done += many) {
     many = hits - done < TX_DELTA_BATCH ? hits - done : TX_DELTA_BATCH;
-    for (int32_t k = 0; k < many; k++) {
-      b.weight[k] = tx_delta_weight(old, at[done + k], dtype);
+    tx_delta_gather(old, n, at + done, many, b.weight);
+    for (int32_t k = 0; k < many; k++)
       b.bound[k] = tx_delta_next_bound(in, at[done + k]);
-    }
     tx_delta_batch_lengths(&b, d->rungs, many, dtype);
-    for (int32_t k = 0; k < many; k++) {
-      const uint64_t next = tx_peek_bits(&values);
-      tx_delta_fetch(ahead);
-      values.at += (uint64_t)b.codes.length[k];
-      b.codes.code[k] = (uint32_t)next;
-      if (__builtin_expect(b.codes.length[k] == 0, 0)) {
-        const tx_delta_found found = tx_delta_rung_find(d->rungs, b.weight[k], b.bound[k], next, dtype);
-        values.at += (uint64_t)found.bits;
-        b.codes.code[k] = found.weight;
-      }
-    }
+    tx_delta_take_codes(&values, &b, d->rungs, many, ahead, dtype);
     tx_delta_batch_decode(&b, many);
     for (int32_t k = 0; k < many; k++) {
       out.at[done + k] = at[done + k];
@@ -176,7 +198,7 @@ TX_FN int32_t tx_delta_take_values(tx_delta_decoder *d, const void *old, const u
   tx_delta_bounds_in in = {d->bounds, grain, grain < TX_DELTA_BLOCK && bound ? 0 : n, bound, bound};
   if (hits > out.room) return -1;
   if (dtype != TX_F32 && !(d->flags & (TX_DELTA_EXACT | TX_DELTA_SLICEABLE))) {
-    tx_delta_take_batches(d, old, hits, &in, ahead, out, dtype);
+    tx_delta_take_batches(d, old, n, hits, &in, ahead, out, dtype);
     d->bounds = in.reader;
     return hits;
   }

@@ -52,7 +52,8 @@ TX_FN void tx_delta_move_resolved(tx_delta_block *b, int32_t hits, const tx_delt
 }
 
 /* Those of a class, or where it is flipped those that did not change. */
-TX_FN void tx_delta_put_class(tx_delta_encoder *e, int32_t c, int64_t n, int32_t n_of, uint32_t ones) {
+TX_FN void tx_delta_put_class(tx_delta_encoder *e, int32_t c, int64_t n, int32_t n_of, uint32_t ones,
+                              tx_delta_ahead *ahead) {
   tx_delta_block *b = e->block;
   uint16_t *list = b->listed[c];
   if (tx_delta_is_flipped(e->flags, c)) {
@@ -60,8 +61,8 @@ TX_FN void tx_delta_put_class(tx_delta_encoder *e, int32_t c, int64_t n, int32_t
       b->packed[c][w] = b->masks[c][w] & ~b->changed[w];
     n_of = tx_delta_list_few(b->packed[c], n, list);
   }
-  tx_delta_places(b, c, list, n_of);
-  tx_delta_put_gaps(&e->positions[c], list, n_of, ones);
+  tx_delta_places(b, c, list, n_of, ahead);
+  tx_delta_put_gaps(&e->positions[c], list, n_of, ones, ahead);
 }
 
 TX_FN void tx_delta_put_classes(tx_delta_encoder *e, int64_t begin, int64_t n, int32_t hits, int32_t bound,
@@ -72,8 +73,7 @@ TX_FN void tx_delta_put_classes(tx_delta_encoder *e, int64_t begin, int64_t n, i
   const int exact = (e->flags & TX_DELTA_EXACT) != 0;
   uint32_t ones[TX_DELTA_CLASSES];
   int32_t n_of[TX_DELTA_CLASSES + 1];
-  for (int32_t k = 0; k < hits; k++)
-    b->now[k] = ((const tx_mem_u16 *)e->weights)[begin + b->at[k]];
+  tx_delta_gather((const char *)e->weights + 2 * begin, n, b->at, hits, b->now);
   tx_delta_classes_now(b->now, hits, &limits, n_edges, b->class_of);
   if (exact) tx_delta_resolve(e, begin, hits, &edges, dtype);
   tx_delta_sort(b, hits, n_of);
@@ -81,12 +81,12 @@ TX_FN void tx_delta_put_classes(tx_delta_encoder *e, int64_t begin, int64_t n, i
   memset(b->unsure, 0, sizeof b->unsure);
   for (int32_t k = 0; k < n_of[TX_DELTA_CLASSES]; k++)
     b->unsure[unsure[k] >> 6] |= UINT64_C(1) << (unsure[k] & 63);
-  tx_delta_put_gaps(&e->positions[TX_DELTA_CLASSES], unsure, n_of[TX_DELTA_CLASSES], (uint32_t)n);
+  tx_delta_put_gaps(&e->positions[TX_DELTA_CLASSES], unsure, n_of[TX_DELTA_CLASSES], (uint32_t)n, ahead);
   tx_delta_masks((const char *)e->weights + 2 * begin, n, &edges, n_edges, b, ahead, ones);
   if (exact) tx_delta_move_resolved(b, hits, &edges);
   if (exact) tx_delta_count(b, n, n_edges, ones);
   for (int32_t c = 0; c <= n_edges; c++)
-    tx_delta_put_class(e, c, n, n_of[c], ones[c]);
+    tx_delta_put_class(e, c, n, n_of[c], ones[c], ahead);
 }
 
 TX_FN void tx_delta_put_positions(tx_delta_encoder *e, int64_t begin, int64_t n, int32_t hits, int32_t bound,
@@ -98,12 +98,12 @@ TX_FN void tx_delta_put_positions(tx_delta_encoder *e, int64_t begin, int64_t n,
   } else if (dtype != TX_F32 && classes > 2) {
     tx_delta_put_classes(e, begin, n, hits, bound, ahead, TX_DELTA_CLASSES - 1, dtype);
   } else if (!tx_delta_is_flipped(e->flags, 0)) {
-    tx_delta_put_gaps(&e->positions[0], b->at, hits, (uint32_t)n);
+    tx_delta_put_gaps(&e->positions[0], b->at, hits, (uint32_t)n, ahead);
   } else {
     for (int64_t w = 0; 64 * w < n; w++)
       b->packed[0][w] = ~b->changed[w] & (n - 64 * w < 64 ? (UINT64_C(1) << (n - 64 * w)) - 1u : ~UINT64_C(0));
     const int32_t others = tx_delta_list(b->packed[0], n, b->listed[0], ahead);
-    tx_delta_put_gaps(&e->positions[0], b->listed[0], others, (uint32_t)n);
+    tx_delta_put_gaps(&e->positions[0], b->listed[0], others, (uint32_t)n, ahead);
   }
 }
 
@@ -135,23 +135,16 @@ TX_FN void tx_delta_put_batches(tx_delta_encoder *e, int64_t begin, int32_t hits
   tx_bit_writer values = e->values;
   tx_delta_batch b;
   uint64_t hash = 0;
+  tx_delta_batch_begin(&b);
   for (int32_t done = 0, many = 0; done < hits; done += many) {
     const uint16_t *at = from->at + done;
     many = hits - done < TX_DELTA_BATCH ? hits - done : TX_DELTA_BATCH;
-    for (int32_t k = 0; k < many / 2; k++)
-      tx_delta_fetch(ahead);
-    for (int32_t k = 0; k < many; k++) {
-      b.weight[k] = from->now[done + k];
-      b.bound[k] = bounds[at[k] / TX_BLOCK];
-    }
-    if (!tx_delta_batch_encode(&b, e->rungs, many, dtype)) {
-      for (int32_t k = 0; k < many; k++) {
-        if (b.codes.length[k]) continue;
-        b.codes.length[k] = tx_delta_rung_bits(e->rungs, b.weight[k], b.bound[k], dtype);
-        b.codes.code[k] = tx_delta_sent(tx_delta_ordered(b.weight[k], dtype), b.codes.length[k]);
-      }
-    }
-    tx_delta_put_codes(&values, &b.codes, many);
+    memcpy(b.weight, from->now + done, (size_t)many * sizeof *b.weight);
+    for (int32_t k = 0; k < tx_delta_whole(many); k++)
+      b.entry[k] = at[k] / TX_BLOCK;
+    tx_delta_look_up((const uint32_t *)bounds, b.entry, many, (uint32_t *)b.bound);
+    tx_delta_batch_encode(&b, e->rungs, many, dtype);
+    tx_delta_put_codes(&values, &b.codes, many, ahead);
     for (int32_t k = 0; k < many; k++)
       hash += tx_delta_touch(e->at + begin + at[k], b.weight[k]);
   }

@@ -19,7 +19,7 @@ typedef struct tx_delta_block {
   uint16_t before[TX_DELTA_CLASSES][TX_DELTA_WORDS + TX_DELTA_PAST]; /* how many of it are in the words before each */
   uint64_t packed[TX_DELTA_CLASSES][TX_DELTA_WORDS + 2];             /* which weights of each changed, or did not */
   uint16_t at[TX_DELTA_LISTED];                                      /* of those that changed */
-  uint16_t now[TX_DELTA_LISTED];                                     /* what they are, of 16 bits */
+  uint32_t now[TX_DELTA_LISTED];                                     /* what they are, of 16 bits */
   uint16_t class_of[TX_DELTA_LISTED];                                /* TX_DELTA_CLASSES: unsure */
   uint16_t listed[TX_DELTA_CLASSES + 1][TX_DELTA_LISTED];            /* of those that changed, in each class */
 } tx_delta_block;

@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-#include "csrc/cpu/delta_loops.h"
+#include "csrc/cpu/delta_list.h"
 
 /* Lists by class those that changed; n_of: how many are in each, and unsure. */
 TX_FN void tx_delta_sort(tx_delta_block *b, int32_t n, int32_t n_of[TX_DELTA_CLASSES + 1]) {
@@ -48,71 +48,64 @@ TX_FN void tx_delta_count(tx_delta_block *b, int64_t numel, const int32_t n, uin
 }
 
 /* The places of n of a class in it, in the place of their positions in the block. */
-TX_FN void tx_delta_places(const tx_delta_block *b, int32_t c, uint16_t *list, int32_t n) {
+TX_FN void tx_delta_places(const tx_delta_block *b, int32_t c, uint16_t *list, int32_t n, tx_delta_ahead *ahead) {
   const uint64_t *mask = b->masks[c];
   const uint16_t *before = b->before[c];
   for (int32_t k = 0; k < n; k++) {
+    if (k % 4 == 0) tx_delta_fetch(ahead);
     const uint32_t at = list[k], w = at >> 6;
     const uint64_t under = mask[w] & ((UINT64_C(1) << (at & 63)) - 1u);
     list[k] = (uint16_t)(before[w] + (uint32_t)__builtin_popcountll(under));
   }
 }
 
-/* Lists the positions of a word's ones, of which there are so many. There is space for 3 more. */
-TX_FN void tx_delta_list_word(uint64_t word, int32_t ones, int64_t first, uint16_t *at) {
-  const uint64_t some = UINT64_C(1) << 63;
-  uint64_t hits = word, second = hits & (hits - 1u), left = second & (second - 1u);
-  at[0] = (uint16_t)(first + __builtin_ctzll(hits | some)); /* most words have no more: no branch */
-  at[1] = (uint16_t)(first + __builtin_ctzll(second | some));
-  at[2] = (uint16_t)(first + __builtin_ctzll(left | some));
-  for (int32_t i = 3; i < ones; i++) {
-    left &= left - 1u;
-    at[i] = (uint16_t)(first + __builtin_ctzll(left));
-  }
-}
-
-/* The positions of all ones of a block: how many. */
-TX_FN int32_t tx_delta_list(const uint64_t *bits, int64_t n, uint16_t *at, tx_delta_ahead *ahead) {
-  int32_t found = 0;
-  for (int64_t w = 0; 64 * w < n; w++) {
-    if (w % 2) tx_delta_fetch(ahead);
-    const int32_t ones = __builtin_popcountll(bits[w]);
-    tx_delta_list_word(bits[w], ones, 64 * w, at + found);
-    found += ones;
-  }
-  return found;
-}
-
-/* The same where most words have none. */
-TX_FN int32_t tx_delta_list_few(const uint64_t *bits, int64_t n, uint16_t *at) {
-  int32_t found = 0;
-  for (int64_t w = 0; 64 * w < n; w++) {
-    for (uint64_t hits = bits[w]; hits; hits &= hits - 1u)
-      at[found++] = (uint16_t)(64 * w + __builtin_ctzll(hits));
-  }
-  return found;
-}
-
 #if defined(__BMI2__) /* and not where processors are slow at it, as older ones are */
 
-/* The positions of what changed in a block, in n classes and outside of them. flips: of each class. */
-TX_FN int32_t tx_delta_unpack(tx_delta_block *b, int64_t numel, const uint64_t *flips, const int32_t n,
+/* Whether no word has more than 57 of any of the n first classes: so many bits are in one load, wherever they begin. */
+TX_FN int tx_delta_is_sparse(const tx_delta_block *b, int64_t numel, const int32_t n) {
+  const int64_t last = (numel - 1) / 64;
+  uint16_t most = 0;
+  for (int32_t c = 0; c < n; c++) {
+    const uint16_t of_last = (uint16_t)__builtin_popcountll(b->masks[c][last]);
+    most = of_last > most ? of_last : most;
+    for (int64_t w = 0; w < last; w++) {
+      const uint16_t here = (uint16_t)(b->before[c][w + 1] - b->before[c][w]);
+      most = here > most ? here : most;
+    }
+  }
+  return most <= 57;
+}
+
+/* What changed in a block, in n classes and outside of them, into `changed`. The first `sparse` of them are. */
+TX_FN void tx_delta_unpack_as(tx_delta_block *b, int64_t numel, const int32_t n, const int32_t sparse,
                               tx_delta_ahead *ahead) {
-  int32_t found = 0;
   for (int64_t w = 0; 64 * w < numel; w++) {
     uint64_t word = b->unsure[w];
-    tx_delta_fetch(ahead);
+    if (w % 2) tx_delta_fetch(ahead);
     for (int32_t c = 0; c < n; c++) {
       const uint32_t at = b->before[c][w];
-      const uint64_t *from = b->packed[c] + (at >> 6);
-      const uint64_t part = from[0] >> (at & 63) | from[1] << 1 << (~at & 63);
-      word |= _pdep_u64(part ^ flips[c], b->masks[c][w]);
+      uint64_t part, rest;
+      if (c < sparse) {
+        memcpy(&part, (const char *)b->packed[c] + (at >> 3), sizeof part);
+        part >>= at & 7;
+      } else {
+        memcpy(&part, b->packed[c] + (at >> 6), sizeof part);
+        memcpy(&rest, b->packed[c] + (at >> 6) + 1, sizeof rest);
+        part = part >> (at & 63) | rest << 1 << (~at & 63);
+      }
+      word |= _pdep_u64(part, b->masks[c][w]);
     }
-    const int32_t ones = __builtin_popcountll(word);
-    tx_delta_list_word(word, ones, 64 * w, b->at + found);
-    found += ones;
+    b->changed[w] = word;
   }
-  return found;
+}
+
+/* All but the class of the largest weights are sparse, mostly. */
+TX_FN void tx_delta_unpack(tx_delta_block *b, int64_t numel, const int32_t n, tx_delta_ahead *ahead) {
+  if (tx_delta_is_sparse(b, numel, n - 1)) {
+    tx_delta_unpack_as(b, numel, n, n - 1, ahead);
+  } else {
+    tx_delta_unpack_as(b, numel, n, 0, ahead);
+  }
 }
 
 #else

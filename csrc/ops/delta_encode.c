@@ -380,8 +380,8 @@ tx_status tx_delta_encode(const tx_delta_encode_args *args, tx_delta_chain *chai
   if (status == TX_OK) {
     *message = made;
     if (!whole) {
-      tx_delta_part part;
-      (void)tx_delta_part_read("part", made.data, 0, made.bytes, &part, NULL);
+      const uint8_t *end = (const uint8_t *)made.data + made.bytes;
+      const tx_delta_part part = {.link = chain->link, .checksum = tx_get_u64(end - TX_DELTA_CHECKSUM_BYTES)};
       chain->link = tx_delta_link(&part);
       chain->version++;
       renew_runs(&w, args->n_runs, args->runs);

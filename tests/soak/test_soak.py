@@ -64,19 +64,44 @@ class Mutant(NamedTuple):
 # Kinds -> a bug that each of them finds.
 MUTANTS = {
     ("kill_file", "kill_background"): Mutant(
-        "files.py",
+        "checkpoint/files.py",
         "file = _begin(folder, _stem(folder, name), former)",
         "file = _begin(folder, _stem(folder, name), former) if former is None else NewFile(path, None)",
     ),
-    ("kill_folder", "kill_async"): Mutant("folder.py", "not in alive and not current(name)]", "not in alive]"),
-    ("flip_file",): Mutant("archive.py", "return archive.testzip()", "return None"),
-    ("flip_folder",): Mutant("folder_items.py", "if left or crc != wanted:", "if left:"),
-    ("disk_full",): Mutant("new_file.py", "if not isinstance(error, OSError) or error.errno not in _FULL:", "if True:"),
-    ("two_jobs",): Mutant(
-        "files.py", "except BlockingIOError:\n            return", "except BlockingIOError:\n            pass"
+    ("kill_folder", "kill_async"): Mutant(
+        "checkpoint/folder.py", "not in alive and not current(name)]", "not in alive]"
     ),
-    ("kill_weights",): Mutant("incremental.py", "full = own.newest_full()", "full = max(own.files)[0]"),
-    ("flip_weights",): Mutant("load_weights.py", 'ValueError(f"{path}: {error}")', "ValueError(str(error))"),
+    ("flip_file",): Mutant("checkpoint/archive.py", "return archive.testzip()", "return None"),
+    ("flip_folder",): Mutant("checkpoint/folder_items.py", "if left or crc != wanted:", "if left:"),
+    ("disk_full",): Mutant(
+        "checkpoint/new_file.py", "if not isinstance(error, OSError) or error.errno not in _FULL:", "if True:"
+    ),
+    ("two_jobs",): Mutant(
+        "checkpoint/files.py",
+        "except BlockingIOError:\n            return",
+        "except BlockingIOError:\n            pass",
+    ),
+    ("kill_weights",): Mutant("checkpoint/incremental.py", "full = own.newest_full()", "full = max(own.files)[0]"),
+    ("flip_weights",): Mutant("checkpoint/load_weights.py", 'ValueError(f"{path}: {error}")', "ValueError(str(error))"),
+    # Chains of one name.
+    ("kill_publish",): Mutant("weight_sync/trainer_ranks.py", "os.urandom(16)", "bytes(range(16))"),
+    # Weights that are nothing while they are brought to the next version.
+    ("kill_apply",): Mutant(
+        "weight_sync/subscriber.py",
+        "        self._tensors.refuse_changed()\n",
+        "        self._tensors.refuse_changed()\n"
+        "        kept = {name: t.clone() for name, t in self._tensors.named.items()}\n"
+        "        for t in self._tensors.named.values():\n"
+        "            t.zero_()\n"
+        "        __import__('time').sleep(0.003)\n"
+        "        for name, t in self._tensors.named.items():\n"
+        "            t.copy_(kept[name])\n",
+    ),
+    ("flip_delta",): Mutant(
+        "weight_sync/subscriber.py",
+        "with delta_library.messages(list(parts)) as messages,",
+        "with __import__('contextlib').suppress(ValueError), delta_library.messages(list(parts)) as messages,",
+    ),
 }
 
 
@@ -139,11 +164,11 @@ def test_what_was_found_stays_mended(what: str) -> None:
 
 
 @pytest.mark.parametrize("kinds", MUTANTS, ids="-".join)
-def test_each_kind_of_save_finds_the_bug_that_is_put_in(kinds: tuple[str, ...], tmp_path: pathlib.Path) -> None:
+def test_each_kind_finds_the_bug_that_is_put_in(kinds: tuple[str, ...], tmp_path: pathlib.Path) -> None:
     mutant, package = MUTANTS[kinds], pathlib.Path(torch_ext.__file__).parent
     shutil.copytree(package, tmp_path / "torch_ext", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "libtorch_ext.so").symlink_to(torch_ext.library_path())
-    file = tmp_path / "torch_ext" / "checkpoint" / mutant.file
+    file = tmp_path / "torch_ext" / mutant.file
     text = file.read_text()
     assert text.count(mutant.old) == 1, f"{mutant.file} has the mutant's line no more: follow the change"
     file.write_text(text.replace(mutant.old, mutant.new))
