@@ -70,7 +70,7 @@ static __device__ __forceinline__ void tx_muon_store(tx_muon_stored &to, const f
                                                      int64_t first) {
   uint32_t u[TX_VECTOR] = {};
   const int rounded = !e.master && e.param_dtype != TX_F32 && rounding.weights != TX_NEAREST;
-  if (e.master_dtype == TX_I16) return tx_split(to.weight, to.master, p);
+  if (e.master_dtype == TX_I16) return tx_split_floats(to.weight, to.master, p);
   if (e.master_dtype == TX_F32) tx_plain_raw(to.master, p, u, 0, TX_F32);
   if (rounded) {
     const int64_t step = (int64_t)tx_read_value<float>(e.step) + 1;

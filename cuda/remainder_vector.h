@@ -12,7 +12,8 @@ static __device__ __forceinline__ void tx_join_split(float (&x)[TX_VECTOR], cons
     x[i] = tx_remainder_decode((uint16_t)tx_half(weights[i / 2], i % 2), (int16_t)tx_half(remainders[i / 2], i % 2));
 }
 
-static __device__ __forceinline__ void tx_split(tx_raw &weights, tx_raw &remainders, const float (&x)[TX_VECTOR]) {
+static __device__ __forceinline__ void tx_split_floats(tx_raw &weights, tx_raw &remainders,
+                                                       const float (&x)[TX_VECTOR]) {
   uint32_t uppers[TX_VECTOR], lowers[TX_VECTOR];
 #pragma unroll
   for (int i = 0; i < TX_VECTOR; i++) {
@@ -40,7 +41,7 @@ static __device__ __forceinline__ void tx_read_split(float (&x)[TX_VECTOR], cons
 static __device__ __forceinline__ void tx_write_split(const float (&x)[TX_VECTOR], const tx_split_masters &m,
                                                       int64_t first, int32_t count) {
   tx_raw weights, remainders;
-  tx_split(weights, remainders, x);
+  tx_split_floats(weights, remainders, x);
   tx_write_raw(weights, m.weights, 2, m.weights_alignment, first, count);
   tx_write_raw(remainders, m.remainders, 2, m.remainders_alignment, first, count);
 }
