@@ -37,7 +37,7 @@ const bool kLegalActions[5][12] = {
     {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},  //
     {0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0},  //
     {0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0},  //
-    {0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0},
+    {0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0},  // what was complete when the backward died
 };
 
 const bool kLegalTransitions[5][5] = {
