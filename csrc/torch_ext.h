@@ -249,8 +249,9 @@ typedef struct tx_adamw_args {
   const tx_tensor *healths;
   double ema_decay;  /* ema += (1 - ema_decay) * (master - ema), in fp32, to 16 or 24 bits by dithering; in [0, 1) */
   int64_t ema_every; /* of the steps whose number is a multiple of it, >= 1; in the first of these ema = master */
-  void *order; /* int32, order_bytes of them or NULL: where one call notes in which order its tensors lie in memory, so
-                  that the next, of tensors that lie alike, checks in less time; 0 at first. Of one call at a time */
+  void *order; /* int32, order_bytes bytes, zeros at first; or NULL. One call notes in it in which order its tensors lie
+                  in memory, so that the next, of tensors that lie alike, checks them in less time. Any content is
+                  legal; of one call at a time */
   int64_t order_bytes; /* 64 for each parameter are enough */
 } tx_adamw_args;
 #define TX_ADAMW_ARGS_INIT \

@@ -17,8 +17,8 @@
  * In REDUCING a bucket is sent as soon as its last gradient is ready, in ascending order. CLOSING inspects the
  * parameters that got no gradient, sends the rest, exchanges reports, waits for the sums, and installs them. A report
  * says what one rank knows and all must share: in which cycle it is, which gradients it had, whether one was not
- * finite. From the same reports every rank comes to the same verdict, in the same words. RECOVERING sends
- * what was complete when a backward raised, and waits for all that it has sent, as the other ranks sent it too.
+ * finite. From the same reports every rank comes to the same verdict, in the same words. RECOVERING sends what was
+ * complete when a backward raised, and waits for all that it has sent, as the other ranks sent it too.
  *
  * Between backwards a step writes weights, bucket by bucket, and gathers of them begin (tx_cycle_stepping); they are
  * waited for in its end, and where that is interrupted, before the next forward.

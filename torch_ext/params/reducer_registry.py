@@ -38,7 +38,7 @@ class StepListener(Protocol):
         """All of them are written, or none, as the step was refused."""
 
 
-class GradientReducer(abc.ABC):
+class GradientReducer(StepListener, abc.ABC):
     """Reduces the gradients of a model's parameters, and decides which part of each this rank steps."""
 
     params: Sequence[torch.nn.Parameter]
@@ -78,12 +78,6 @@ class GradientReducer(abc.ABC):
     @abc.abstractmethod
     def before_step(self) -> None:
         """An optimizer is about to read the gradients: RuntimeError where it must not."""
-
-    def step_begins(self) -> None:
-        return  # not every reducer has other ranks
-
-    def step_written(self) -> None:
-        return
 
     def finish_weights(self) -> None:
         """Waits for weights that a step which was interrupted left to come."""
