@@ -393,18 +393,20 @@ typedef enum tx_muon_ns {
   TX_MUON_AUTO = 2      /* whichever takes fewer operations; the standard one where both take as many */
 } tx_muon_ns;
 
-/* The operations (multiplications and additions) of all products of one orthogonalisation, symmetric ones in panels
- * (tx_muon_panel). restart: after how many steps the Gram iteration begins anew from the matrix, 0: never. 0 where an
- * argument is not legal. */
-TX_API double tx_muon_operations(int64_t rows, int64_t columns, int64_t ns_steps, int32_t ns, int64_t restart);
+/* The operations (multiplications and additions) of all products of one orthogonalisation. restart: after how many
+ * steps the Gram iteration begins anew from the matrix, 0: never. panel: of symmetric products, 0: as one thread makes
+ * them where there are no tiles, on whichever machine this runs. 0 where an argument is not legal. */
+TX_API double tx_muon_operations(int64_t rows, int64_t columns, int64_t ns_steps, int32_t ns, int64_t restart,
+                                 int64_t panel);
 
-/* Rows of a panel of a symmetric product of n rows, all of whose factors are symmetric or each other's transposes: of
- * each panel the columns from its first row on are multiplied out, and tx_muon_mirror has the rest. n: all at once. A
- * multiple of 64 where it is less. 0 where n < 1. */
-TX_API int64_t tx_muon_panel(int64_t n);
+/* Columns of a panel of a symmetric product of n columns, all of whose factors are symmetric or each other's
+ * transposes: of each panel the rows from its first column on are multiplied out, and tx_muon_mirror has the rest.
+ * threads: that make one product. tiles: whether the processor multiplies bf16 in tiles (tx_isa_has_tiles). n: all at
+ * once. A multiple of 64 where it is less. 0 where n < 1. */
+TX_API int64_t tx_muon_panel(int64_t n, int32_t dtype, int64_t threads, int32_t tiles);
 
-/* The elements to the left of the diagonal blocks of a matrix [n, n] become those on the other side: element (i, j), j
- * below i / panel * panel, becomes (j, i). square: F32, BF16 or F16. */
+/* The elements to the right of the diagonal blocks of a matrix [n, n] become those on the other side: element (i, j), i
+ * below j / panel * panel, becomes (j, i). square: F32, BF16 or F16. */
 TX_API tx_status tx_muon_mirror(tx_tensor square, int64_t n, int64_t panel, const tx_parallel *parallel,
                                 tx_error *error);
 
@@ -553,6 +555,9 @@ TX_API tx_status tx_master_checksum(int64_t n, const tx_tensor *params, const tx
 TX_API const char *tx_isa_name(int32_t i);
 TX_API const char *tx_isa_selected(void);
 TX_API tx_status tx_isa_select(const char *name, tx_error *error);
+
+/* Whether the processor multiplies matrices of bf16 in tiles (AMX), whichever loops run. */
+TX_API int32_t tx_isa_has_tiles(void);
 
 /* ---------------------------------------------------------------------------------------------------------------
  * 3. Decisions

@@ -343,7 +343,7 @@ typedef struct tx_muon_iteration {
   int64_t columns;
   int64_t steps;
   int64_t restart; /* as tx_muon_operations */
-  int64_t panel;   /* of symmetric products; 0: tx_muon_panel of the smaller dimension */
+  int64_t panel;   /* of symmetric products; 0: left to who makes or counts them (tx_muon_panel) */
   double a, b, c;
   double scale; /* of the matrix, before the first step */
   int32_t ns;   /* tx_muon_ns */

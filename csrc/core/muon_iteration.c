@@ -8,8 +8,8 @@
  * with products in bf16 the iteration begins anew from P X after `restart` steps.
  *
  * Note: symmetric products. X X^T and the products of polynomials of G are symmetric, so each is multiplied out in
- * panels of rows, from its diagonal block on (tx_muon_panel), and the rest is copied from the other side of the
- * diagonal. */
+ * panels of columns, from its diagonal block down (tx_muon_panel), and the rest is copied from the other side of the
+ * diagonal. Of columns, because torch packs the right factor, of which each panel then has its own columns. */
 #include "csrc/core/muon_iteration.h"
 
 #include <stddef.h>
@@ -35,10 +35,10 @@ static void hand_out(run *r, const tx_muon_product *product) {
 static void symmetric(run *r, tx_muon_product of) {
   const int64_t n = r->small, panel = r->it->panel;
   of.kind = TX_MUON_ADD_PRODUCT;
-  for (int64_t row = 0; row < n; row += panel) {
-    of.row = of.column = row;
-    of.rows = n - row < panel ? n - row : panel;
-    of.columns = n - row;
+  for (int64_t column = 0; column < n; column += panel) {
+    of.row = of.column = column;
+    of.rows = n - column;
+    of.columns = n - column < panel ? n - column : panel;
     hand_out(r, &of);
   }
   if (panel < n) {
@@ -177,7 +177,7 @@ static double count_of(tx_muon_iteration it, int32_t ns) {
 
 tx_muon_iteration tx_muon_chosen(const tx_muon_iteration *iteration) {
   tx_muon_iteration it = *iteration;
-  if (it.panel == 0) it.panel = tx_muon_panel(it.rows < it.columns ? it.rows : it.columns);
+  if (it.panel == 0) it.panel = tx_muon_panel(it.rows < it.columns ? it.rows : it.columns, TX_F32, 1, 0);
   if (it.ns != TX_MUON_AUTO) return it;
   it.ns = count_of(it, TX_MUON_GRAM) < count_of(it, TX_MUON_STANDARD) ? TX_MUON_GRAM : TX_MUON_STANDARD;
   return it;

@@ -18,7 +18,7 @@ tx_muon_made tx_muon_iterate(const tx_muon_iteration *iteration, tx_muon_make ma
 /* Whether it is legal. */
 int tx_muon_is_iteration(const tx_muon_iteration *iteration);
 
-/* With the panel, and which iteration, that are left to choose. */
+/* With the panel, alike on every machine, and which iteration, where these are left to choose. */
 tx_muon_iteration tx_muon_chosen(const tx_muon_iteration *iteration);
 
 /* Operations of all products; 0: not legal. */

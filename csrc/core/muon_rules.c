@@ -63,24 +63,34 @@ tx_status tx_muon_check_group(const tx_muon_group *group, const char *where, tx_
 
 /* -- operations --------------------------------------------------------------------------------------------------- */
 
-/* Fewer rows are multiplied at once, and there are no more panels than these, which would save operations: each packs
- * what it multiplies by anew. Of GPT-2 small's matrices, on one thread, standard in bf16 where a processor multiplies
- * tiles (AMX), and Gram in fp32: whole products 181 and 566 ms, two panels 169 and 486, three 197 and 460. */
-#define PANELS_FROM 640
+/* How narrow panels may be before what they save is lost again, to packing their factors and to smaller blocks in the
+ * caches. Made by one thread, matrices of 256 to 2048 rows take as long in panels of 64 to 192 columns, within a few
+ * percent, and 6 to 15 % less than in panels of 384 (Zen 5, bf16 and fp32); processors that multiply tiles have packed
+ * more by then. Several threads share out the columns of a panel, so it stays wide. */
+#define NARROW 128
+#define NARROW_FROM 256
+#define TILED 384
+#define WIDE_FROM 640
 #define PANELS 2
 /* Panels begin at cache lines, so that products have the same bits wherever a matrix lies. */
-#define PANEL_ROWS 64
+#define PANEL_COLUMNS 64
 
-int64_t tx_muon_panel(int64_t n) {
-  if (n < 1) return 0;
-  if (n < PANELS_FROM) return n;
-  const int64_t blocks = n / (PANELS * PANEL_ROWS) + (n % (PANELS * PANEL_ROWS) != 0);
-  return blocks * PANEL_ROWS;
+/* The width of so many panels, the last of which may be narrower. */
+static int64_t even_panel(int64_t n, int64_t panels) {
+  const int64_t columns = panels * PANEL_COLUMNS;
+  return (n / columns + (n % columns != 0)) * PANEL_COLUMNS;
 }
 
-double tx_muon_operations(int64_t rows, int64_t columns, int64_t ns_steps, int32_t ns, int64_t restart) {
+int64_t tx_muon_panel(int64_t n, int32_t dtype, int64_t threads, int32_t tiles) {
+  if (n < 1) return 0;
+  if (threads <= 1 && !(tiles && dtype == TX_BF16)) return n < NARROW_FROM ? n : NARROW;
+  if (n < WIDE_FROM) return n;
+  return even_panel(n, threads <= 1 ? n / TILED + (n % TILED != 0) : PANELS);
+}
+
+double tx_muon_operations(int64_t rows, int64_t columns, int64_t ns_steps, int32_t ns, int64_t restart, int64_t panel) {
   const tx_muon_iteration iteration = {
-      .rows = rows, .columns = columns, .steps = ns_steps, .restart = restart, .scale = 1.0, .ns = ns};
+      .rows = rows, .columns = columns, .steps = ns_steps, .restart = restart, .panel = panel, .scale = 1.0, .ns = ns};
   return tx_muon_count(&iteration);
 }
 

@@ -20,6 +20,16 @@ static int has_f16c(void) {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
 }
+
+/* AMX-BF16, which clang 14 does not know, either. */
+int32_t tx_isa_has_tiles(void) {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);
+}
+#else
+int32_t tx_isa_has_tiles(void) {
+  return 0;
+}
 #endif
 
 /* Row i of those that this processor has; NULL past the end. */

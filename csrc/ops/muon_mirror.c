@@ -56,7 +56,7 @@ static inline void transpose_32(const uint32_t *from, uint32_t *to, int64_t stri
   ROW_OUT(0), ROW_OUT(1), ROW_OUT(2), ROW_OUT(3);
 }
 
-/* Rows [row, row + rows) of columns [column, column + columns), from those of the transposed matrix. */
+/* Rows [row, row + rows) of columns [column, column + columns), to those of the transposed matrix. */
 #define MIRROR_BLOCK(bits, side)                                                                                \
   static void mirror_block_##bits(uint##bits##_t *square, int64_t n, int64_t row, int64_t rows, int64_t column, \
                                   int64_t columns) {                                                            \
@@ -64,14 +64,14 @@ static inline void transpose_32(const uint32_t *from, uint32_t *to, int64_t stri
     for (; i + (side) <= rows; i += (side)) {                                                                   \
       int64_t j = 0;                                                                                            \
       for (; j + (side) <= columns; j += (side))                                                                \
-        transpose_##bits(square + (column + j) * n + row + i, square + (row + i) * n + column + j, n);          \
+        transpose_##bits(square + (row + i) * n + column + j, square + (column + j) * n + row + i, n);          \
       for (int64_t k = i; k < i + (side); k++)                                                                  \
         for (int64_t l = j; l < columns; l++)                                                                   \
-          square[(row + k) * n + column + l] = square[(column + l) * n + row + k];                              \
+          square[(column + l) * n + row + k] = square[(row + k) * n + column + l];                              \
     }                                                                                                           \
     for (; i < rows; i++)                                                                                       \
       for (int64_t j = 0; j < columns; j++)                                                                     \
-        square[(row + i) * n + column + j] = square[(column + j) * n + row + i];                                \
+        square[(column + j) * n + row + i] = square[(row + i) * n + column + j];                                \
   }
 MIRROR_BLOCK(16, 8)
 MIRROR_BLOCK(32, 4)

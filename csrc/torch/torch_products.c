@@ -11,6 +11,7 @@
 #include "csrc/core/muon_iteration.h"
 #include "csrc/core/status.h"
 #include "csrc/ops/muon_square.h"
+#include "csrc/ops/parallel.h"
 
 typedef struct work {
   const tx_torch_abi *abi;
@@ -84,6 +85,7 @@ static int make(void *ctx, const tx_muon_product *p) {
   return 0;
 }
 
+/* Which iteration, every machine decides alike; the panels are those in which this one is fastest. */
 static void orthogonalise(const tx_torch_abi *abi, const tx_parallel *pool, tx_muon_job *job,
                           const tx_muon_workspace *in) {
   work w = {.abi = abi,
@@ -92,6 +94,8 @@ static void orthogonalise(const tx_torch_abi *abi, const tx_parallel *pool, tx_m
             .iteration = tx_muon_chosen(job->iteration),
             .memory = {job->x, in->other, in->g, in->q, in->p, in->t}};
   w.small = w.iteration.rows < w.iteration.columns ? w.iteration.rows : w.iteration.columns;
+  if (job->iteration->panel == 0)
+    w.iteration.panel = tx_muon_panel(w.small, job->dtype, pool ? tx_threads_of(pool) : 1, tx_isa_has_tiles());
   const tx_muon_made made = tx_muon_iterate(&w.iteration, make, &w);
   job->outcome = TX_MUON_REFUSED;
   if (made.stopped) return;

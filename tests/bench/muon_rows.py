@@ -1,5 +1,6 @@
 """The row of the benchmark about Muon: its passes over memory, its step, and torch.optim.Muon's."""
 
+import ctypes
 import statistics
 from collections.abc import Callable
 
@@ -10,7 +11,8 @@ from bench import optimizer_configs, timing, workload
 from bench.figures import Bar
 from bench.row import Bench
 from bench.workload import Shapes
-from torch_ext.native import ops
+from torch_ext.native import dtypes as native_dtypes
+from torch_ext.native import library, ops
 from torch_ext.optim.muon import newton_schulz
 from torch_ext.optim.muon.product_rate import faster_dtype
 from torch_ext.tensors import dense
@@ -85,6 +87,16 @@ def _step(shapes: Shapes, seed: int, **options: object) -> Callable[[], object]:
     return torch_ext.Muon(params, lr=1e-3, **options).step  # type: ignore[arg-type]
 
 
+def _panel(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """In which this machine makes symmetric products of such a matrix."""
+    threads = torch.get_num_threads()
+    of_one = 1 if newton_schulz.lanes(rows, columns, dtype, threads) else threads
+    int32, int64 = ctypes.c_int32, ctypes.c_int64
+    width: Callable[..., int] = library.function("tx_muon_panel", int64, int32, int64, int32, restype=int64)
+    tiles: Callable[..., int] = library.function("tx_isa_has_tiles", restype=int32)
+    return width(min(rows, columns), native_dtypes.code_of(dtype), of_one, tiles())
+
+
 def _limit(shapes: Shapes, kind: str, dtype: torch.dtype) -> Callable[[], object]:
     """As many operations as an orthogonalisation of each takes, in square products of torch's, and the bytes of both
     passes."""
@@ -92,7 +104,8 @@ def _limit(shapes: Shapes, kind: str, dtype: torch.dtype) -> Callable[[], object
     operations: dict[int, float] = {}  # by the smaller dimension
     for rows, columns in shapes:
         n = min(rows, columns)
-        operations[n] = operations.get(n, 0.0) + newton_schulz.operations(rows, columns, 5, kind, dtype)
+        panel = _panel(rows, columns, dtype)
+        operations[n] = operations.get(n, 0.0) + newton_schulz.operations(rows, columns, 5, kind, dtype, panel)
     calls = [
         (round(total / (2 * n**3)), torch.ones(n, n, dtype=dtype), torch.empty(n, n, dtype=dtype))
         for n, total in operations.items()

@@ -31,7 +31,7 @@ TEST(MuonProducts, AreCountedWhereThereIsRoom) {
     const bool of_x = p.left < TX_MUON_SQUARES && p.right < TX_MUON_SQUARES;
     operations += 2.0 * (of_x ? 900 : 700) * static_cast<double>(p.rows) * static_cast<double>(p.columns);
   }
-  EXPECT_EQ(operations, tx_muon_operations(700, 900, 5, TX_MUON_GRAM, 3));
+  EXPECT_EQ(operations, tx_muon_operations(700, 900, 5, TX_MUON_GRAM, 3, 0));
   tx_muon_iteration illegal = iteration;
   illegal.steps = 0;
   EXPECT_EQ(tx_muon_products(&illegal, products.data(), n, &found, &last), 0);
@@ -50,35 +50,68 @@ TEST(MuonProducts, OfBf16HaveAThreadEach) {
 // In units of r^3, of 4:1, 3:1 and squares; five steps.
 TEST(Decisions, OperationsOfBothIterations) {
   const double unit = 64.0 * 64 * 64;
-  EXPECT_EQ(tx_muon_operations(256, 64, 5, TX_MUON_STANDARD, 0), 90 * unit);
-  EXPECT_EQ(tx_muon_operations(64, 256, 5, TX_MUON_GRAM, 0), 50 * unit);
-  EXPECT_EQ(tx_muon_operations(192, 64, 5, TX_MUON_STANDARD, 0), 70 * unit);
-  EXPECT_EQ(tx_muon_operations(64, 192, 5, TX_MUON_GRAM, 0), 46 * unit);
-  EXPECT_EQ(tx_muon_operations(64, 64, 5, TX_MUON_AUTO, 0), 30 * unit);
-  EXPECT_EQ(tx_muon_operations(64, 256, 5, TX_MUON_AUTO, 0), 50 * unit);
-  EXPECT_EQ(tx_muon_operations(64, 256, 5, TX_MUON_GRAM, 2), (4 * 8 + 2 * (5 + 2 * 3 + 3)) * unit);
-  EXPECT_EQ(tx_muon_operations(64, 64, 0, TX_MUON_GRAM, 0), 0.0);
+  const auto operations = [](int64_t rows, int64_t columns, int64_t steps, int32_t ns, int64_t restart) {
+    return tx_muon_operations(rows, columns, steps, ns, restart, 0);
+  };
+  EXPECT_EQ(operations(256, 64, 5, TX_MUON_STANDARD, 0), 90 * unit);
+  EXPECT_EQ(operations(64, 256, 5, TX_MUON_GRAM, 0), 50 * unit);
+  EXPECT_EQ(operations(192, 64, 5, TX_MUON_STANDARD, 0), 70 * unit);
+  EXPECT_EQ(operations(64, 192, 5, TX_MUON_GRAM, 0), 46 * unit);
+  EXPECT_EQ(operations(64, 64, 5, TX_MUON_AUTO, 0), 30 * unit);
+  EXPECT_EQ(operations(64, 256, 5, TX_MUON_AUTO, 0), 50 * unit);
+  EXPECT_EQ(operations(64, 256, 5, TX_MUON_GRAM, 2), (4 * 8 + 2 * (5 + 2 * 3 + 3)) * unit);
+  EXPECT_EQ(operations(64, 64, 0, TX_MUON_GRAM, 0), 0.0);
 }
 
-// Symmetric products in two panels are 3/4 of whole ones.
+// Symmetric products in two panels are 3/4 of whole ones, in six 7/12.
 TEST(Decisions, OperationsOfPanels) {
-  const double unit = 768.0 * 768 * 768, share = 3.0 / 4;
-  EXPECT_DOUBLE_EQ(tx_muon_operations(768, 768, 5, TX_MUON_STANDARD, 0), 5 * (2 * share + 2 * share + 2) * unit);
-  EXPECT_DOUBLE_EQ(tx_muon_operations(768, 3072, 5, TX_MUON_STANDARD, 0), 5 * (8 * share + 2 * share + 8) * unit);
-  EXPECT_DOUBLE_EQ(tx_muon_operations(3072, 768, 5, TX_MUON_GRAM, 0), (8 + 8 * share + 2 * 17 * share) * unit);
-  EXPECT_EQ(tx_muon_panel(639), 639);
-  for (int64_t n : {1, 63, 640, 641, 700, 4097, 100000}) {
-    const int64_t panel = tx_muon_panel(n);
-    ASSERT_GE(panel, 1) << n;
-    EXPECT_TRUE(panel == n || panel % 64 == 0) << n;
-    double whole = 0;
-    for (int64_t row = 0; row < n; row += panel)
-      whole += static_cast<double>(std::min(panel, n - row) * (n - row));
-    EXPECT_NEAR(tx_muon_operations(n, n, 1, TX_MUON_STANDARD, 0) / (2.0 * n * n * n),
-                1 + 2 * whole / (static_cast<double>(n) * n), 1e-12)
-        << n;
+  const double unit = 768.0 * 768 * 768;
+  for (const auto &[panel, share] : {std::pair{768, 1.0}, std::pair{384, 3.0 / 4}, std::pair{0, 7.0 / 12}}) {
+    const auto operations = [&](int64_t rows, int64_t columns, int32_t ns) {
+      return tx_muon_operations(rows, columns, 5, ns, 0, panel);
+    };
+    EXPECT_DOUBLE_EQ(operations(768, 768, TX_MUON_STANDARD), 5 * (2 * share + 2 * share + 2) * unit);
+    EXPECT_DOUBLE_EQ(operations(768, 3072, TX_MUON_STANDARD), 5 * (8 * share + 2 * share + 8) * unit);
+    EXPECT_DOUBLE_EQ(operations(3072, 768, TX_MUON_GRAM), (8 + 8 * share + 2 * 17 * share) * unit);
   }
-  EXPECT_EQ(tx_muon_panel(0), 0);
+}
+
+TEST(Decisions, Panels) {
+  struct {
+    int64_t n;
+    int32_t dtype;
+    int64_t threads;
+    int32_t tiles;
+    int64_t panel;
+  } const rows[] = {
+      {0, TX_F32, 1, 0, 0},        {255, TX_BF16, 1, 0, 255},   {256, TX_BF16, 1, 0, 128},  {768, TX_F32, 1, 1, 128},
+      {639, TX_BF16, 1, 1, 639},   {768, TX_BF16, 1, 1, 384},   {1024, TX_BF16, 1, 1, 384}, {2048, TX_BF16, 1, 1, 384},
+      {1153, TX_BF16, 1, 1, 320},  {639, TX_F32, 2, 0, 639},    {640, TX_F32, 2, 0, 320},   {700, TX_BF16, 8, 1, 384},
+      {4097, TX_BF16, 8, 0, 2112}, {100000, TX_F32, 1, 0, 128},
+  };
+  for (const auto &row : rows) {
+    EXPECT_EQ(tx_muon_panel(row.n, row.dtype, row.threads, row.tiles), row.panel) << row.n << ' ' << row.threads;
+  }
+}
+
+// Of every panel that there may be, what is multiplied out and what is mirrored cover the square.
+TEST(Decisions, PanelsCoverSquares) {
+  for (int64_t n : {1, 63, 255, 256, 640, 641, 700, 4097}) {
+    for (int64_t threads : {1, 2}) {
+      for (int32_t tiles : {0, 1}) {
+        const int64_t panel = tx_muon_panel(n, TX_BF16, threads, tiles);
+        ASSERT_GE(panel, 1) << n;
+        EXPECT_TRUE(panel == n || panel % 64 == 0) << n;
+        double whole = 0;
+        for (int64_t column = 0; column < n; column += panel)
+          whole += static_cast<double>(std::min(panel, n - column) * (n - column));
+        const double squared = static_cast<double>(n) * static_cast<double>(n);
+        EXPECT_NEAR(tx_muon_operations(n, n, 1, TX_MUON_STANDARD, 0, panel) / (2 * squared * static_cast<double>(n)),
+                    1 + 2 * whole / squared, 1e-12)
+            << n;
+      }
+    }
+  }
 }
 
 // Shapes of well-known models: layers, and the matrices of each.
@@ -107,7 +140,7 @@ std::vector<double> SizesOf(const Model &model) {
   std::vector<double> sizes;
   for (int64_t layer = 0; layer < model.layers; layer++)
     for (const auto &[rows, columns] : model.matrices)
-      sizes.push_back(tx_muon_operations(rows, columns, 5, TX_MUON_AUTO, 0));
+      sizes.push_back(tx_muon_operations(rows, columns, 5, TX_MUON_AUTO, 0, 0));
   return sizes;
 }
 

@@ -140,7 +140,7 @@ class World {
       int64_t begin = 0;
       for (const auto &[rows, columns] : param.matrices) {
         rank->matrices.push_back({n_params, begin, rows, columns, 0, param.travels, param.travels, 0});
-        sizes.push_back(tx_muon_operations(rows, columns, 5, TX_MUON_AUTO, 0));
+        sizes.push_back(tx_muon_operations(rows, columns, 5, TX_MUON_AUTO, 0, 0));
         ids.push_back(static_cast<int64_t>(p) + 1000);
         begin += rows * columns;
       }

@@ -11,7 +11,7 @@
 
 namespace {
 
-TEST(Mirror, MovesWhatIsAboveThePanels) {
+TEST(Mirror, MovesWhatIsBelowThePanels) {
   std::mt19937 random(5);
   for (int program = 0; program < 60; program++) {
     const int64_t n = 1 + random() % 300, panel = 1 + random() % 320;
@@ -34,7 +34,7 @@ TEST(Mirror, MovesWhatIsAboveThePanels) {
       const std::vector<uint8_t> after = made(Caller(pool.parallel()))[0];
       for (int64_t i = 0; i < n; i++)
         for (int64_t j = 0; j < n; j++) {
-          const size_t from = j < i / panel * panel ? offset(j, i) : offset(i, j);
+          const size_t from = i < j / panel * panel ? offset(j, i) : offset(i, j);
           ASSERT_EQ(std::memcmp(&after[offset(i, j)], &before[from], size), 0) << n << ' ' << panel << ' ' << i;
         }
     }

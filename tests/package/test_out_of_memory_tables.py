@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 REASONS = {
     "tx_isa_name": "returns static storage, and cannot fail",
     "tx_isa_selected": "returns static storage, and cannot fail",
+    "tx_isa_has_tiles": "asks the processor, and cannot fail",
     "tx_nccl_close": "cannot fail",
     "tx_nccl_comm_free": "cannot fail",
     "tx_nccl_comm_abort": "cannot fail",

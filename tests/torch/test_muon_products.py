@@ -26,8 +26,8 @@ def test_mirrored(seed: int) -> None:
     panel = r.choice([1, 3, 64, 128, r.randrange(1, n + 1), n, n + 5])
     square = uniform((n, n), dtype, seed)
     want = square.clone()
-    for row in range(panel, n, panel):
-        want[row : row + panel, :row] = square[:row, row : row + panel].T
+    for begin in range(panel, n, panel):
+        want[:begin, begin : begin + panel] = square[begin : begin + panel, :begin].T
     torch.ops.torch_ext.muon_mirror_(square, panel)
     assert torch.equal(square, want)
 

@@ -59,13 +59,14 @@ class _Workspace(library.Struct):
 
 
 @functools.cache
-def operations(rows: int, columns: int, steps: int, kind: str, dtype: torch.dtype) -> float:
-    """Multiplications and additions of all products (tx_muon_operations)."""
+def operations(rows: int, columns: int, steps: int, kind: str, dtype: torch.dtype, panel: int = 0) -> float:
+    """Multiplications and additions of all products (tx_muon_operations), the same on every machine unless the panel of
+    symmetric products is given."""
     int64 = ctypes.c_int64
     count: Callable[..., float] = library.function(
-        "tx_muon_operations", int64, int64, int64, ctypes.c_int32, int64, restype=ctypes.c_double, brief=True
+        "tx_muon_operations", int64, int64, int64, ctypes.c_int32, int64, int64, restype=ctypes.c_double, brief=True
     )
-    return count(rows, columns, steps, ITERATIONS.index(kind), RESTART[dtype])
+    return count(rows, columns, steps, ITERATIONS.index(kind), RESTART[dtype], panel)
 
 
 @functools.cache
