@@ -133,6 +133,29 @@ tx_status check_device(int32_t device, tx_error *error) {
   return TX_OK;
 }
 
+/* Note: a kernel is loaded when it is first asked for or launched. While somebody captures a graph in torch's mode,
+ * "global", that may end the capture, of another thread's stream, too, unless the thread is relaxed about it; so it is
+ * while a call is at work. A load puts nothing into the stream. */
+tx_status relax(cudaStreamCaptureMode *before, tx_error *error) {
+  *before = cudaStreamCaptureModeRelaxed;
+  return tx_cuda_answered(cudaThreadExchangeStreamCaptureMode(before), "exchanging the capture mode", error);
+}
+
+/* mode: what relax found. */
+void put_mode_back(cudaStreamCaptureMode mode) {
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+}
+
+/* Of the device that is current. */
+tx_status look_for_kernels(tx_error *error) {
+  cudaFuncAttributes attributes;
+  cudaStreamCaptureMode mode;
+  TX_FORWARD(relax(&mode, error));
+  const cudaError_t image = cudaFuncGetAttributes(&attributes, image_probe);
+  put_mode_back(mode);
+  return tx_cuda_answered(image, "looking for this library's kernels on the device", error);
+}
+
 }  // namespace
 
 uint32_t tx_cuda_version(void) {
@@ -176,10 +199,9 @@ tx_status tx_cuda_check_device(int32_t device, tx_error *error) {
   TX_FORWARD(check_device(device, error));
   TX_FORWARD(check_nothing_left(error));
   TX_FORWARD(tx_cuda_make_current(device, &before, error));
-  cudaFuncAttributes attributes;
-  const cudaError_t image = cudaFuncGetAttributes(&attributes, image_probe);
+  const tx_status status = look_for_kernels(error);
   tx_cuda_put_back(device, before);
-  return tx_cuda_answered(image, "looking for this library's kernels on the device", error);
+  return status;
 }
 
 tx_status tx_cuda_enter(const tx_cuda_call *call, tx_cuda_scope *scope, tx_error *error) {
@@ -194,14 +216,19 @@ tx_status tx_cuda_enter(const tx_cuda_call *call, tx_cuda_scope *scope, tx_error
   scope->device = call->device;
   scope->processors = fit[call->device].load(std::memory_order_relaxed);
   scope->capturing = 0;
-  const tx_status status =
-      tx_cuda_answered(cudaStreamIsCapturing(scope->stream, &capture), "looking at the stream", error);
+  tx_status status = relax(&scope->mode, error);
+  if (status != TX_OK) {
+    tx_cuda_put_back(scope->device, scope->before);
+    return status;
+  }
+  status = tx_cuda_answered(cudaStreamIsCapturing(scope->stream, &capture), "looking at the stream", error);
   if (status != TX_OK) return tx_cuda_leave(scope, status);
   scope->capturing = capture != cudaStreamCaptureStatusNone;
   return TX_OK;
 }
 
 tx_status tx_cuda_leave(const tx_cuda_scope *scope, tx_status status) {
+  put_mode_back(scope->mode);
   tx_cuda_put_back(scope->device, scope->before);
   return status;
 }

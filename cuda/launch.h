@@ -17,9 +17,10 @@ extern "C" {
 typedef struct tx_cuda_scope {
   cudaStream_t stream;
   int32_t device;
-  int32_t before;     /* the device that was current */
-  int32_t processors; /* of the device */
-  int32_t capturing;  /* the stream is being captured */
+  int32_t before;             /* the device that was current */
+  int32_t processors;         /* of the device */
+  int32_t capturing;          /* the stream is being captured */
+  cudaStreamCaptureMode mode; /* of the thread, before */
 } tx_cuda_scope;
 
 /* Checks the call, its device and that no earlier work left an error; makes the device current. Ended by tx_cuda_leave

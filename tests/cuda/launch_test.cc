@@ -91,6 +91,22 @@ TEST_F(Launch, TheCaptureModeOfAThreadIsExchanged) {
   EXPECT_EQ(emulated::world.contexts, 0u);
 }
 
+// Kernels are loaded when they are first asked for, which ends other threads' captures, and this one's, unless the
+// thread is relaxed about it. It is put back as it was, after failures, too.
+TEST_F(Launch, AKernelIsFirstLoadedWithinACapture) {
+  emulated::world.capturing = true;
+  EXPECT_EQ(tx_cuda_check_device(0, &error_), TX_OK) << Message();
+  EXPECT_EQ(Accumulate(), TX_OK) << Message();
+  EXPECT_EQ(main_.Get(0), 3.0f);
+  EXPECT_EQ(emulated::CaptureMode(), cudaStreamCaptureModeGlobal);
+  emulated::world.sticky = cudaErrorIllegalAddress;
+  EXPECT_EQ(Accumulate(), TX_ERROR_BAD_STATE);
+  emulated::world.sticky = cudaSuccess;
+  emulated::world.no_image = cudaErrorNoKernelImageForDevice;
+  EXPECT_EQ(tx_cuda_check_device(0, &error_), TX_ERROR_UNAVAILABLE);
+  EXPECT_EQ(emulated::CaptureMode(), cudaStreamCaptureModeGlobal);
+}
+
 TEST_F(Launch, ItIsAskedOnceForEachDeviceHowManyBlocksRunOnIt) {
   for (const int processors : {2, 3}) {
     for (int call = 0; call < 3; call++) {

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <set>
 #include <string>
 #include <thread>
 #include <type_traits>
@@ -56,7 +57,8 @@ enum {
   cudaErrorMisalignedAddress = 716,
   cudaErrorInvalidAddressSpace = 717,
   cudaErrorInvalidPc = 718,
-  cudaErrorLaunchFailure = 719
+  cudaErrorLaunchFailure = 719,
+  cudaErrorStreamCaptureUnsupported = 900
 };
 typedef struct CUstream_st *cudaStream_t;
 typedef struct CUevent_st *cudaEvent_t;
@@ -82,10 +84,11 @@ struct World {
   cudaError_t sticky = cudaSuccess;    // left behind by somebody else's work
   cudaError_t left = cudaSuccess;      // the last error, until it is asked for
   cudaError_t no_image = cudaSuccess;  // what looking up a kernel says
-  bool capturing = false;
-  bool late = false;        // copies are made when somebody waits for an event after them
-  int events = 0;           // that are there
-  int spinning_events = 0;  // made so that whoever waits for one spins
+  bool capturing = false;              // some stream is, in the mode "global"
+  std::set<const void *> loaded;       // kernels
+  bool late = false;                   // copies are made when somebody waits for an event after them
+  int events = 0;                      // that are there
+  int spinning_events = 0;             // made so that whoever waits for one spins
   int launches = 0;
   int synchronisations = 0;
   int occupancy_queries = 0;
@@ -98,6 +101,8 @@ extern World world;
 bool HasContext(int device);
 // The calling thread's.
 int CaptureMode();
+// A kernel is loaded when it is first asked for, which only a relaxed thread may do while somebody captures.
+cudaError_t Load(const void *kernel);
 // A device of so many processors becomes the current one. What is known of a device does not change, so each kind of
 // them has an ordinal of its own, from 16 on.
 void Use(int processors, int blocks_per_processor);
@@ -256,8 +261,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream);
 
 template <class T>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, T *) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, T *kernel) {
   emulated::Context();
+  const cudaError_t loaded = emulated::Load(reinterpret_cast<const void *>(kernel));
+  if (loaded != cudaSuccess) return loaded;
   attributes->numRegs = 64;
   return emulated::world.no_image;
 }
@@ -267,8 +274,10 @@ cudaError_t cudaGetSymbolAddress(void **address, T &symbol) {
   return cudaSuccess;
 }
 template <class T>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T, int, size_t) {
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T kernel, int, size_t) {
   emulated::Context();
+  const cudaError_t loaded = emulated::Load(reinterpret_cast<const void *>(kernel));
+  if (loaded != cudaSuccess) return loaded;
   emulated::world.occupancy_queries++;
   *blocks = emulated::world.blocks_per_processor;
   return cudaSuccess;
@@ -278,6 +287,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
                                const std::remove_reference_t<Parameters> &...arguments) {
   emulated::Context();
   if (emulated::world.sticky != cudaSuccess) return emulated::world.sticky;
+  const cudaError_t loaded = emulated::Load(reinterpret_cast<const void *>(kernel));
+  if (loaded != cudaSuccess) return loaded;
   emulated::world.launches++;
   emulated::world.blocks = config->gridDim.x;
   const int64_t bytes = (static_cast<int64_t>(sizeof arguments) + ... + 0);

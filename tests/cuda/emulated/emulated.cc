@@ -345,6 +345,13 @@ void emulated::Context() {
 int emulated::CaptureMode() {
   return capture_mode;
 }
+cudaError_t emulated::Load(const void *kernel) {
+  const std::lock_guard<std::recursive_mutex> lock(world_mutex);
+  if (world.capturing && capture_mode != cudaStreamCaptureModeRelaxed && world.loaded.count(kernel) == 0)
+    return cudaErrorStreamCaptureUnsupported;
+  world.loaded.insert(kernel);
+  return cudaSuccess;
+}
 
 cudaError_t cudaGetDevice(int *device) {
   *device = *Current();
