@@ -1,5 +1,8 @@
 """clip and step captured into a CUDA graph and replayed, against the same steps one by one."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from test_gpu_training import DEVICE, POLICIES, assert_same, optimizer, set_grads, train
@@ -87,3 +90,19 @@ def test_a_capture_that_looks_for_writes_by_waiting_is_refused() -> None:
     fill(opt, grads, WARM_UP)
     with pytest.raises(RuntimeError, match="on_external_write='error' waits"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         opt.step()
+
+
+FIRST_IN_A_CAPTURE = """
+import torch, torch_ext
+main, grad = torch.ones(5000, device="cuda"), torch.full((5000,), 2.0, dtype=torch.bfloat16, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    torch.ops.torch_ext.bucket_accumulate_([main], [grad])
+graph.replay()
+assert bool((main == 3).all()), main
+"""
+
+
+def test_a_kernel_may_first_be_loaded_within_a_capture() -> None:
+    ran = subprocess.run([sys.executable, "-c", FIRST_IN_A_CAPTURE], capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
