@@ -7,8 +7,8 @@
 #include "csrc/ops/operator_checks.h"
 #include "csrc/ops/parallel.h"
 
-/* Elements of 16 and 32 bits are moved in squares that fit vectors of 16 bytes, which every processor has; a cache line
- * of each row at a time, so that a line is read from memory once. */
+/* Elements of 16 and 32 bits are moved in squares that fit vectors of 16 bytes, which every processor has, within
+ * blocks of a cache line of each row. */
 #define LINE_BYTES 64
 /* Rows that are a task's; and what is too little to share among threads, in elements. */
 #define TASK_ROWS 64
@@ -32,9 +32,9 @@ typedef uint32_t v4 __attribute__((vector_size(16)));
   to[2 * (i) + 1] = __builtin_shufflevector(from[i], from[(i) + 2], 2, 6, 3, 7)
 
 #define ROW_IN(i) memcpy(&rows[i], from + (i)*stride, sizeof rows[i])
-#define ROW_OUT(i) memcpy(to + (i)*stride, &next[i], sizeof next[i])
+#define ROW_OUT(i) memcpy(to + (i)*LINE_BYTES / (int64_t)sizeof *to, &next[i], sizeof next[i])
 
-/* 8 x 8 elements of 16 bits: interleaved three times. */
+/* 8 x 8 elements of 16 bits, to rows of a cache line: interleaved three times. */
 static inline void transpose_16(const uint16_t *from, uint16_t *to, int64_t stride) {
   v8 rows[8], next[8];
   ROW_IN(0), ROW_IN(1), ROW_IN(2), ROW_IN(3), ROW_IN(4), ROW_IN(5), ROW_IN(6), ROW_IN(7);
@@ -56,22 +56,41 @@ static inline void transpose_32(const uint32_t *from, uint32_t *to, int64_t stri
   ROW_OUT(0), ROW_OUT(1), ROW_OUT(2), ROW_OUT(3);
 }
 
-/* Rows [row, row + rows) of columns [column, column + columns), to those of the transposed matrix. */
-#define MIRROR_BLOCK(bits, side)                                                                                \
-  static void mirror_block_##bits(uint##bits##_t *square, int64_t n, int64_t row, int64_t rows, int64_t column, \
-                                  int64_t columns) {                                                            \
-    int64_t i = 0;                                                                                              \
-    for (; i + (side) <= rows; i += (side)) {                                                                   \
-      int64_t j = 0;                                                                                            \
-      for (; j + (side) <= columns; j += (side))                                                                \
-        transpose_##bits(square + (row + i) * n + column + j, square + (column + j) * n + row + i, n);          \
-      for (int64_t k = i; k < i + (side); k++)                                                                  \
-        for (int64_t l = j; l < columns; l++)                                                                   \
-          square[(column + l) * n + row + k] = square[(row + k) * n + column + l];                              \
-    }                                                                                                           \
-    for (; i < rows; i++)                                                                                       \
-      for (int64_t j = 0; j < columns; j++)                                                                     \
-        square[(column + j) * n + row + i] = square[(row + i) * n + column + j];                                \
+/* Between rows and columns, so that each cache line of the matrix is written once, whole: where rows are a power of two
+ * apart, the lines of a block are in each other's way, and one that is written in parts comes as many times (4 to 10
+ * times as long for 1024 and 2048 columns, 0.09 of a product in bf16). */
+typedef union block {
+  uint16_t bits_16[LINE_BYTES * LINE_BYTES / 4];
+  uint32_t bits_32[LINE_BYTES * LINE_BYTES / 16];
+} block;
+
+/* A number of bytes that the compiler knows is a few moves, not a call. */
+static inline void copy_line(void *to, const void *from, size_t bytes) {
+  if (bytes == LINE_BYTES) {
+    memcpy(to, from, LINE_BYTES);
+  } else {
+    memcpy(to, from, bytes);
+  }
+}
+
+/* Rows [row, row + rows) of columns [column, column + columns), a cache line of each at most, to those of the
+ * transposed matrix. part: where fewer are rounded up. */
+#define MIRROR_BLOCK(bits, side)                                                                             \
+  static void mirror_block_##bits(block *part, uint##bits##_t *square, int64_t n, int64_t row, int64_t rows, \
+                                  int64_t column, int64_t columns) {                                         \
+    enum { LINE = LINE_BYTES / sizeof *square };                                                             \
+    block to;                                                                                                \
+    const uint##bits##_t *from = square + row * n + column;                                                  \
+    const int whole = rows == LINE && columns == LINE;                                                       \
+    for (int64_t i = 0; i < rows && !whole; i++)                                                             \
+      memcpy(part->bits_##bits + i * LINE, from + i * n, (size_t)columns * sizeof *square);                  \
+    const int64_t stride = whole ? n : LINE;                                                                 \
+    if (!whole) from = part->bits_##bits;                                                                    \
+    for (int i = 0; i < LINE; i += (side))                                                                   \
+      for (int j = 0; j < LINE; j += (side))                                                                 \
+        transpose_##bits(from + i * stride + j, to.bits_##bits + j * LINE + i, stride);                      \
+    for (int64_t j = 0; j < columns; j++)                                                                    \
+      copy_line(square + (column + j) * n + row, to.bits_##bits + j * LINE, (size_t)rows * sizeof *square);  \
   }
 MIRROR_BLOCK(16, 8)
 MIRROR_BLOCK(32, 4)
@@ -88,14 +107,15 @@ static int64_t least(int64_t a, int64_t b) {
 /* Rows [row, end) of one panel, up to the columns of its diagonal block. */
 static void mirror_rows(const mirror *m, int64_t row, int64_t end) {
   const int64_t columns = row / m->panel * m->panel, line = LINE_BYTES / m->bytes;
+  block part = {{0}};
   for (; row < end; row += line) {
     const int64_t rows = least(line, end - row);
     for (int64_t column = 0; column < columns; column += line) {
       const int64_t wide = least(line, columns - column);
       if (m->bytes == 2) {
-        mirror_block_16(m->square, m->n, row, rows, column, wide);
+        mirror_block_16(&part, m->square, m->n, row, rows, column, wide);
       } else {
-        mirror_block_32(m->square, m->n, row, rows, column, wide);
+        mirror_block_32(&part, m->square, m->n, row, rows, column, wide);
       }
     }
   }
