@@ -140,6 +140,8 @@ def cuda_library(folder: pathlib.Path, version: str = "tx_version()", more: str 
 
 
 def libtorch_cuda(folder: pathlib.Path) -> pathlib.Path:
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is built for CUDA, and its own libtorch_cuda.so would be asked; one for CPUs is needed")
     return compile_library(folder, "libtorch_cuda.so", _LIBTORCH_CUDA)
 
 
