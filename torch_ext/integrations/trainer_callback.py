@@ -2,11 +2,11 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from torch_ext.integrations import kept_average
-from torch_ext.native.warn import warn
 from torch_ext.optim.ema import AveragingOptimizer
 
 _CALL = "trainer_ema_callback"
@@ -92,7 +92,8 @@ class _Events:
             finally:
                 state.best_model_checkpoint = best
         else:
-            warn(
+            warnings.warn(
                 f"{best} has no averages, in a folder {_FOLDER!r}: it was saved without {_CALL}. The model has its "
-                "weights in training"
+                "weights in training",
+                stacklevel=2,
             )
