@@ -1,6 +1,7 @@
 """The global gradient norm, summed over the ranks that hold parts of gradients, and the clip coefficient."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,6 @@ from torch_ext.comm import group_calls
 from torch_ext.grads import stats as grads_stats
 from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
 from torch_ext.native import ops
-from torch_ext.native.warn import warn
 from torch_ext.tensors import dense
 
 _MARK = "_torch_ext_clipping"
@@ -86,7 +86,7 @@ class Clipping:
             if first >= len(members):  # the statistics came with a reduction, which does not name
                 first = first_nonfinite(grads)
             who = f"the gradient of {members[first].name}" if first != ALL_FINITE else "the norm of the gradients"
-            warn(f"a step was skipped: {who} is not finite", RuntimeWarning)
+            warnings.warn(f"torch_ext: a step was skipped: {who} is not finite", RuntimeWarning, stacklevel=2)
 
 
 def measure(
