@@ -120,7 +120,7 @@ def _summed(runs: Sequence[Tensor], parts: Sequence[NormGroup], device: torch.de
         own = part.stats
         if own is None:
             own, first = grads_stats.of([runs[i] for i in part.positions], device)
-            positions = torch.tensor([*part.positions, grads_stats.NOBODY]).to(device, non_blocking=True)
+            positions = torch.tensor([*part.positions, grads_stats.NOBODY], device="cpu").to(device, non_blocking=True)
             position = positions[first.clamp(max=len(part.positions))]
             first_bad = torch.minimum(first_bad, position)
         for group in part.groups:

@@ -76,7 +76,7 @@ class OptimizerBase(SavedOptimizer):
         self.step_in_backward = bool(step_in_backward)
         self.policy, self.skip_nonfinite, self.on_external_write = policy, skip_nonfinite, on_external_write
         self._keep_32bit = kept
-        self._assemble(HostStates(offload_fraction), torch.zeros(2, 2, dtype=torch.int64), {})
+        self._assemble(HostStates(offload_fraction), torch.zeros(2, 2, dtype=torch.int64, device="cpu"), {})
         self.refuse_hyper(defaults, "")
         super().__init__(params, defaults)
         keep_32bit.refuse_unused(kept, self.param_groups)

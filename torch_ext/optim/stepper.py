@@ -248,7 +248,7 @@ def _refuse_capture(states: OptimizerStates, everyone: list[Tensor]) -> None:
 
 def _all_zero(shards: ShardMap, active: list[bool], grads: list[Tensor]) -> bool:
     """On every rank that holds a part of them."""
-    something = torch.zeros(1)
+    something = torch.zeros(1, device="cpu")
     if any(bool(g.any()) for g in grads):
         something.fill_(1)
     something = something.to(grads[0].device)

@@ -239,7 +239,7 @@ def hyper(groups: list[Group], device: torch.device) -> HyperparameterTable:
         refuse_kinds(g, f"group {i}: ")
         refuse_differing(g, groups[0], f"group {i}: ")
         rows.append(row_of(g, waits=False))
-    table = torch.tensor(rows, dtype=torch.float64)
+    table = torch.tensor(rows, dtype=torch.float64, device="cpu")
     check_rows()(table.data_ptr(), len(rows), None)
     lrs: list[Tensor] = []
     if any(_is_passed(g["lr"], device) for g in groups):

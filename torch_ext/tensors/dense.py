@@ -15,7 +15,7 @@ from torch import Tensor
 TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 # "This one has none", inside a list or for a single argument.
-NONE = torch.empty(0)
+NONE = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 _CACHE_LINE = 64  # bytes
