@@ -176,11 +176,11 @@ def _refuse_members(everything: list[Any]) -> None:
 
 
 def dtype_of_most(params: Params) -> torch.dtype:
-    """Of most trainable elements. params: `taken`."""
+    """Of most trainable elements; of most elements where all are frozen. params: `taken`."""
     elements: Counter[torch.dtype] = Counter()
-    for p in _tensors_in(params):
-        if p.requires_grad and p.dtype in dense.TRAINED:
-            elements[p.dtype] += max(p.numel(), 1)
+    legal = [p for p in _tensors_in(params) if p.dtype in dense.TRAINED]
+    for p in [p for p in legal if p.requires_grad] or legal:
+        elements[p.dtype] += max(p.numel(), 1)
     return elements.most_common(1)[0][0] if elements else torch.float32
 
 
