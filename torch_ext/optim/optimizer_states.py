@@ -112,6 +112,8 @@ class OptimizerStates:
                 entry = access.entry(self.state, p)
                 if "step" in entry:
                     step.fill_(float(entry["step"]))
+                else:
+                    self.host.drop(p)  # of which somebody dropped the part in opt.state
                 entry["step"] = step
 
     # -- state

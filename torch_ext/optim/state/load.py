@@ -74,6 +74,9 @@ class _Losses:
 
 def encode_for_load(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Checks everything, then logical -> stored. Changes nothing of the optimizer."""
+    # Reading optimizer.state[p] of a torch.optim.Optimizer leaves {} there, which is no state.
+    stated = {key: entry for key, entry in state_dict.get("state", {}).items() if entry != {}}
+    state_dict = state_dict | ({"state": stated} if "state" in state_dict else {})
     targets = _targets(optimizer, state_dict)
     entries = {key: load_checks.checked_entry(targets[key].p, given) for key, given in state_dict["state"].items()}
     losses = _Losses()
