@@ -183,6 +183,10 @@ ONE_PER_OPTIMIZER = {
     "skip_nonfinite": True,
     "on_external_write": "error",
     "offload_fraction": 0.5,
+    "step_in_backward": True,
+    "ema_decay": 0.9,
+    "ema_dtype": torch.float32,
+    "ema_every": 2,
 }
 
 

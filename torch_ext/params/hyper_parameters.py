@@ -19,7 +19,10 @@ ROUNDINGS = {"nearest": constants.NEAREST, "dithered": constants.DITHERED, "stoc
 # One value for all groups: the operator takes one of each per call.
 SHARED = ("seed", "moment_rounding", "weight_rounding")
 # Arguments of the constructor that no group has.
-_OF_THE_OPTIMIZER = ("policy", "states", "min_8bit_size", "skip_nonfinite", "on_external_write", "offload_fraction")
+_OF_THE_OPTIMIZER = (
+    *("policy", "states", "min_8bit_size", "skip_nonfinite", "on_external_write", "offload_fraction"),
+    *("step_in_backward", "ema_decay", "ema_dtype", "ema_every"),
+)
 _FLAGS = ("amsgrad", "differentiable", "maximize", "decoupled_weight_decay", "foreach", "capturable", "fused")
 
 

@@ -105,7 +105,13 @@ def _refuse_keys(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None
                 f"one has {', '.join(map(str, entry)) or 'nothing'}"
             )
     for key in entry:
-        if key in LOGICAL and key not in (*legal, "master_param", EMA):
+        if key == "max_exp_avg_sq":
+            raise ValueError(
+                f"{where} was saved with amsgrad=True, which torch_ext does not have; resume with torch.optim"
+            )
+        if key not in LOGICAL:
+            raise ValueError(f"{where} has {key!r}; the state of {kind} has {', '.join(legal)} (and master_param)")
+        if key not in (*legal, "master_param", EMA):
             raise ValueError(
                 f"{where} has {key!r}; the state of {kind} has {', '.join(legal)} (and master_param). A parameter "
                 "whose algorithm changed needs a new optimizer, or a state that fits it"
@@ -114,12 +120,6 @@ def _refuse_keys(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None
 
 def _refuse_values(param: Any, entry: Mapping[str, Any], where: str) -> None:
     for key, value in entry.items():
-        if key == "max_exp_avg_sq":
-            raise ValueError(
-                f"{where} was saved with amsgrad=True, which torch_ext does not have; resume with torch.optim"
-            )
-        if key not in LOGICAL:
-            raise ValueError(f"{where} has {key!r}; the state of an Adam has {', '.join(LOGICAL)}")
         if key == "step":
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point():
