@@ -611,7 +611,12 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("fused in a group", lambda: [{"params": matrices([(4, 4)]), "fused": True}], ValueError, "fused"),
     ("ema_decay in a group", lambda: [{"params": matrices([(4, 4)]), "ema_decay": 0.9}], ValueError, "ema_decay="),
     *(
-        (f"{key} in a group", lambda key=key: [{"params": matrices([(4, 4)]), key: {}}], ValueError, f"pass {key}= to")
+        (
+            f"{key} in a group",
+            lambda key=key: [{"params": matrices([(4, 4)]), key: {}}],
+            ValueError,
+            f"pass {key}= to the",
+        )
         for key in ("adamw", "adamw_params", "split")
     ),
 ]

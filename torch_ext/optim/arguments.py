@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
 from torch_ext.native import constants
+from torch_ext.params.hyper_parameters import ONE_PER_OPTIMIZER
 from torch_ext.policy.policy_struct import rows
 
 P = ParamSpec("P")
@@ -120,6 +121,7 @@ def _called(signature: inspect.Signature, own: Callable[..., None]) -> Callable[
         refuse_unknown(signature, options, type(self).__name__)
         given = _bound(signature, self, args, options)
         given.apply_defaults()
+        self._given = {key: given.arguments[key] for key in ONE_PER_OPTIMIZER if key in given.arguments}
         own(*given.args, **given.kwargs)
 
     called.__signature__ = signature  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """An optimizer of ours as a torch.optim.Optimizer: its parts, its groups, pickling."""
 
+import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +55,7 @@ class OptimizerBase(SavedOptimizer):
     _keep_32bit: keep_32bit.Selection | None = None  # for groups that are added; None: of an older pickle
     step_in_backward = False  # of an older pickle
     _release: GradientRelease | None = None
+    _given: Mapping[str, Any] = types.MappingProxyType({})  # arguments of the constructor; a copy does not know them
     compared_ranks = False  # whether the ranks have compared what they keep (state/agreement.py)
 
     def __init__(
@@ -111,7 +113,8 @@ class OptimizerBase(SavedOptimizer):
             super().add_param_group(param_group)
         group = self.param_groups[before]
         try:
-            refuse_group(self.param_groups, group, f"group {before}: ", self.policy, self.averaging, self.refuse_hyper)
+            own = self.policy, self.averaging, self.refuse_hyper, self._given
+            refuse_group(self.param_groups, group, f"group {before}: ", *own)
             keep_32bit.fill(group, self._keep_32bit, f"group {before}: ")
         except Exception:
             del self.param_groups[before]

@@ -70,9 +70,10 @@ class HostStates:
         self._states[p] = at_rest
         return {"step": at_rest["step"]}
 
-    def drop(self, p: Tensor) -> None:
-        """Drops the state of p."""
-        self._states.pop(p, None)
+    def follow(self, p: Tensor, entry: Mapping[str, Any]) -> None:
+        """Drops the state of p where somebody dropped what opt.state has of it. entry: p's there."""
+        if "step" not in entry:
+            self._states.pop(p, None)
 
     def clear(self) -> None:
         """Drops all states: others are loaded."""

@@ -24,7 +24,6 @@ OF_MATRICES = (
 """The keys that the step of a matrix reads; the first are torch.optim.Muon's arguments."""
 
 _ADAMW = ("lr", "betas", "eps", "weight_decay")
-_OF_THE_OPTIMIZER = ("adamw", "adamw_params", "split")
 _NOT_OURS = ("foreach", "fused", "amsgrad", "maximize", "capturable", "differentiable")
 
 
@@ -142,12 +141,6 @@ def own_group(group: Group, defaults: Group) -> Group:
     if not isinstance(group, dict):
         return group  # torch says what is wrong
     group = dict(group)
-    for key in _OF_THE_OPTIMIZER:
-        if key in group:
-            raise ValueError(
-                f"{key!r} is one per optimizer, not per group: pass {key}= to the constructor. A group with "
-                "algorithm='adamw' is AdamW's, and has its own lr, betas, eps and weight_decay"
-            )
     if "ns_dtype" in group:
         group["ns_dtype"] = dtype_name(group["ns_dtype"])
     if "betas" in group:  # not as `betas`: schedulers that cycle momentum would take it for that
