@@ -1,7 +1,6 @@
 """The global gradient norm, summed over the ranks that hold parts of gradients, and the clip coefficient."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch_ext.comm import group_calls
 from torch_ext.grads import stats as grads_stats
 from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
-from torch_ext.native import ops
+from torch_ext.native import ops, warning
 from torch_ext.tensors import dense
 
 _MARK = "_torch_ext_clipping"
@@ -86,7 +85,7 @@ class Clipping:
             if first >= len(members):  # the statistics came with a reduction, which does not name
                 first = first_nonfinite(grads)
             who = f"the gradient of {members[first].name}" if first != ALL_FINITE else "the norm of the gradients"
-            warnings.warn(f"torch_ext: a step was skipped: {who} is not finite", RuntimeWarning, stacklevel=2)
+            warning.warn(f"a step was skipped: {who} is not finite", RuntimeWarning)
 
 
 def measure(

@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
-from torch_ext.native import dtypes, library
+from torch_ext.native import dtypes, library, warning
 from torch_ext.params.hyper_parameters import (
     ROUNDINGS,
     Group,
@@ -114,10 +113,9 @@ def fill(group: Group, defaults: dict[str, Any], decoupled: bool | None) -> None
     # "name" or "position". Saved, so that a resumed run rounds as before, whether it knows names or not.
     group.setdefault("param_id", "name" if "param_names" in group else "position")
     if group["param_id"] == "name" and "param_names" not in group:
-        warnings.warn(
-            "torch_ext: the loaded state was rounded by parameter names, which this optimizer does not know: it "
-            "rounds by position from now on. Make it from model.named_parameters() to go on as before",
-            stacklevel=2,
+        warning.warn(
+            "the loaded state was rounded by parameter names, which this optimizer does not know: it "
+            "rounds by position from now on. Make it from model.named_parameters() to go on as before"
         )
         group["param_id"] = "position"
     if decoupled is not None:
