@@ -31,8 +31,8 @@ class NormGroup(NamedTuple):
 class Clipping:
     """The norm and clip coefficient of a set of gradients; one-element tensors on their device.
 
-    Valid for these gradients as they are now. The first of them carries a mark (ids are reused, and the next backward
-    makes new tensors); version counters tell that none was modified.
+    Valid for these gradients as they are now. Each carries a mark (ids are reused, and the next backward makes new
+    tensors); version counters tell that none was modified.
     """
 
     def __init__(
@@ -51,20 +51,22 @@ class Clipping:
         self.only_measured = only_measured  # no limit: nothing is lost where gradients are modified afterwards
         self.stats = stats  # of all ranks; see measure
         self.used = False
-        self._versions: list[int] = []
+        self._versions: dict[int, int] = {}  # by id
 
     def attach(self, grads: Sequence[Tensor]) -> None:
         """Marks the gradients that this belongs to."""
-        self._versions = [g._version for g in grads]
-        if grads:
-            setattr(grads[0], _MARK, self)
+        self._versions = {id(g): g._version for g in grads}
+        for g in grads:
+            setattr(g, _MARK, self)
 
     def belongs_to(self, grads: Sequence[Tensor]) -> bool:
-        """Whether these are the gradients: False for others or used ones, RuntimeError where any was modified."""
-        if not grads or getattr(grads[0], _MARK, None) is not self:
+        """Whether these are the gradients, or some of them: the others were dropped, which leaves these clipped. False
+        for others or used ones, RuntimeError where any was modified or replaced."""
+        marked = [getattr(g, _MARK, None) is self for g in grads]
+        if not any(marked):
             return False
-        if [g._version for g in grads] == self._versions:
-            return True
+        if all(marked) and all(self._versions[id(g)] == g._version for g in grads):
+            return len(grads) == len(self._versions) or not self.only_measured
         if self.used or self.only_measured:
             return False
         raise RuntimeError(
@@ -82,7 +84,8 @@ class Clipping:
         """Warns which gradient made the step be skipped, where that is known without waiting for a device."""
         if self.found_inf.device.type == "cpu" and self.found_inf.item() != 0:
             first = int(self.first_bad.item())
-            if first >= len(members):  # the statistics came with a reduction, which does not name
+            # The statistics came with a reduction, which does not name, or of gradients that were dropped since.
+            if first >= len(members) or len(members) < len(self._versions):
                 first = first_nonfinite(grads)
             who = f"the gradient of {members[first].name}" if first != ALL_FINITE else "the norm of the gradients"
             warning.warn(f"a step was skipped: {who} is not finite", RuntimeWarning)
