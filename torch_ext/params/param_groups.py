@@ -176,7 +176,7 @@ def _refuse_members(everything: list[Any]) -> None:
 def dtype_of_most(params: Params) -> torch.dtype:
     """Of most trainable elements; of most elements where all are frozen. params: `taken`."""
     elements: Counter[torch.dtype] = Counter()
-    legal = [p for p in _tensors_in(params) if p.dtype in dense.TRAINED]
+    legal = [p for p in _tensors_in(params) if p.dtype in dense.TRAINED and not torch.nn.parameter.is_lazy(p)]
     for p in [p for p in legal if p.requires_grad] or legal:
         elements[p.dtype] += max(p.numel(), 1)
     return elements.most_common(1)[0][0] if elements else torch.float32

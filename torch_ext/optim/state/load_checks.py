@@ -11,7 +11,7 @@ from torch_ext.grads.errors import names_of
 from torch_ext.optim.state.sources import PlainState, ranges
 from torch_ext.optim.state.state_dtypes import EMA, LOGICAL
 from torch_ext.optim.state.state_tensor import StateTensor
-from torch_ext.optim.state.stateful import StatefulOptimizer, StatefulParam
+from torch_ext.optim.state.stateful import StatefulOptimizer, StatefulParam, first_names
 from torch_ext.params import hyper_parameters, local_shard, param_groups
 from torch_ext.tensors import dense
 
@@ -20,7 +20,8 @@ def param_keys(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> list
     """The key of the loaded state of each parameter. ValueError unless groups and keys are the optimizer's."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise ValueError(f"this is no optimizer's state_dict: of {key!r} there is none in {list(state_dict)}")
+            found = first_names(list(map(repr, state_dict))) or "nothing"
+            raise ValueError(f"this is no optimizer's state_dict: it has no {key!r}, but {found}")
     saved, own = state_dict["param_groups"], optimizer.param_groups
     _refuse_other_names(saved, own)
     lengths, saved_lengths = ([len(g["params"]) for g in groups] for groups in (own, saved))
