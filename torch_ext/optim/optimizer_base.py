@@ -155,7 +155,9 @@ class OptimizerBase(SavedOptimizer):
             exposed = not loaded or (len(before) > 0 and access.exposed(before))
             self.state = access.TrackedState.of(entries, exposed, make=self._make_first_state)
         self._assemble(host, counts, dict(state.get("_forms", {})))  # a load has none: for parameters as they are
-        self._states.changes = None if known is None else known.changes  # whose publisher goes on
+        if known is not None:  # whose publisher goes on, and what was asked of the next step
+            self._states.changes, self._states.measurement = known.changes, known.measurement
+            self._states.measured = known.measured
         self._states.note_forms(self._states.everyone())
         for group in self.param_groups:
             param_groups.fill(group, self.defaults, self._decoupled)
