@@ -266,3 +266,21 @@ def test_public_names_are_not_taken_for_private_ones() -> None:
     assert not private_names(
         "import torch_ext\nfrom torch_ext import AdamW\ntorch_ext.AdamW(x)\ntorch.ops.torch_ext.cast_"
     )
+
+
+_MAKERS = ("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand")
+MAKERS = {*_MAKERS, "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
+
+
+@pytest.mark.parametrize("module", python_modules())
+def test_tensors_are_made_on_a_device_that_is_named(module: str) -> None:
+    """Else they are made where users make theirs, after torch.set_default_device("cuda"): C would be given addresses on
+    a GPU, and host copies would be no host copies (tests/torch/test_default_device.py)."""
+    nameless = [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(python_modules()[module].read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKERS
+        if ast.unparse(node.func.value) == "torch"
+        if not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+    assert not nameless

@@ -1,6 +1,7 @@
 """The norm of all gradients and clipping by it (semantics.md, G2)."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -188,6 +189,40 @@ def test_gradients_written_between_clip_and_step_are_an_error() -> None:
     assert everything(optimizer) == before
     optimizer.zero_grad()
     stepped(optimizer)
+
+
+def replaced(p: Any) -> None:
+    """As who adds noise after a clip."""
+    p.grad = p.grad + 0.25
+
+
+@pytest.mark.parametrize("at", [0, 3, -1])
+def test_gradients_replaced_between_clip_and_step_are_an_error(at: int) -> None:
+    optimizer = optimizer_of()
+    set_grads(params(optimizer), 0)
+    torch_ext.clip_grad_norm_(optimizer, 0.5)
+    replaced(params(optimizer)[at])
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match="Clip last"):
+        optimizer.step()
+    assert everything(optimizer) == before
+    optimizer.zero_grad()
+    stepped(optimizer)
+
+
+@pytest.mark.parametrize("dropped", [(0,), (3,), (0, 1, 2), (5, 7)])
+def test_gradients_dropped_between_clip_and_step_leave_the_others_clipped(dropped: tuple[int, ...]) -> None:
+    """As of torch's in-place clip, of which the coefficient is there already."""
+    ours, theirs = optimizer_of(), optimizer_of()
+    for optimizer in (ours, theirs):
+        for step in range(3):
+            set_grads(params(optimizer), step)
+            torch_ext.clip_grad_norm_(optimizer if optimizer is ours else params(optimizer), 0.5 / (1 + step))
+            for i in dropped:
+                params(optimizer)[i].grad = None
+            optimizer.step()
+    for p, q in zip(params(ours), params(theirs), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-6)
 
 
 BAD = {

@@ -152,6 +152,20 @@ def test_norms_of_which_nothing_moves_though_all_else_does() -> None:
     assert torch.equal(before, model[1].weight)
 
 
+def test_lost_updates_of_our_muon_are_those_of_adamw_where_it_steps_as_adamw() -> None:
+    shares = []
+    for kind in (torch_ext.Muon, torch_ext.AdamW):
+        vectors = [nn.Parameter(torch.linspace(0.001, 1, 4000).bfloat16())]
+        model = nn.ParameterList(vectors)
+        policy: Any = {"main_params_dtype": None}
+        optimizer: Any = kind(vectors, lr=1e-3, weight_decay=0.1, policy=policy, weight_rounding="nearest")
+        for step in range(3):
+            vectors[0].grad = torch.randn(4000, generator=torch.Generator().manual_seed(step)).bfloat16()
+            optimizer.step()
+        shares.append(only(torch_ext.diagnose(model, optimizer), "lost_updates").figure)
+    assert shares[0] == shares[1] > 0.2
+
+
 def test_the_share_of_lost_updates_is_what_the_next_step_leaves() -> None:
     """Against torch's own step, with a gradient that leaves the moments where they are: g = m, g^2 = v."""
     model = nn.Linear(64, 64, bias=False).to(BF16)

@@ -387,6 +387,7 @@ POLICIES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp16": (torch.float16, {}),
     "fp16 moments": (torch.float16, {"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"}),
     "no master": (BF16, {"main_params_dtype": None}),
+    "8 bits beside fp32": (FP32, {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}),
     "8-bit second moment": (BF16, {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}),
 }
 
@@ -409,6 +410,22 @@ def test_our_optimizer_in_all_its_states(name: str) -> None:
     assert_healthy(other_model, other)
     train(other_model, other)
     assert_healthy(other_model, other)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_our_muon_in_all_its_states(name: str) -> None:
+    """Whose groups have what AdamW steps, too, scalars among it."""
+    dtype, config = POLICIES[name]
+    model = model_of(dtype)
+    model.register_parameter("scale", nn.Parameter(torch.ones((), dtype=dtype)))
+    options: dict[str, Any] = {"weight_rounding": "dithered"} if name == "no master" else {}
+    optimizer = torch_ext.Muon(model, policy=config, ns_dtype=FP32, adamw={"betas": (0.9, 0.95)}, **options)
+    for _ in range(3):
+        assert_healthy(model, optimizer)
+        train(model, optimizer)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    assert_healthy(model, optimizer)
 
 
 def test_our_optimizer_before_its_first_step_with_part_of_it_on_the_host() -> None:

@@ -111,6 +111,22 @@ def test_before_the_first_step_it_is_the_weights() -> None:
     assert bits_equal(optimizer.ema_state_dict(), {key: p.detach().float() for key, p in model.named_parameters()})
 
 
+@pytest.mark.parametrize(("dtype", "states"), STATES)
+def test_it_is_the_weights_that_were_loaded_since_its_state_was_made(dtype: torch.dtype, states: str) -> None:
+    """Frameworks ask for a state_dict before anything is trained, and load the model afterwards."""
+    model = model_in(dtype)
+    optimizer = optimizer_of(model, states)
+    optimizer.state_dict()
+    loaded = {key: torch.full_like(p, 0.5) for key, p in model.named_parameters()}
+    model.load_state_dict(loaded)
+    assert bits_equal(clones(optimizer.ema_state_dict()), {key: p.float() for key, p in loaded.items()})
+    with optimizer.ema_weights():
+        assert bits_equal(dict(model.named_parameters()), loaded)
+    step(model, optimizer, 0)
+    averages = clones(optimizer.ema_state_dict())
+    assert all(torch.allclose(averages[key], p.float(), rtol=0, atol=0.02) for key, p in model.named_parameters())
+
+
 @pytest.mark.parametrize("ema_dtype", [BF16, "24bit", F32])
 @pytest.mark.parametrize("way", ["state_dict", "torch.save", "pickle", "deepcopy"])
 def test_a_saved_average_goes_on_bit_for_bit(ema_dtype: Any, way: str) -> None:

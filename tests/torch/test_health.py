@@ -1,5 +1,6 @@
 """What a step says of itself when it is asked: numbers, table, warnings; and that others are as they were."""
 
+import copy
 import re
 from typing import Any
 
@@ -121,6 +122,21 @@ def test_a_warning_of_weights_near_the_end_of_float16() -> None:
     with torch.no_grad():
         model.bias[0] = 20_000
     assert re.fullmatch(r"bias: its largest weight is 2e\+04; float16 ends at 65504", _warnings(model, optimizer))
+
+
+@pytest.mark.parametrize("first", ["load", "step"])
+def test_a_load_forgets_neither_what_was_asked_nor_what_was_measured(first: str) -> None:
+    model = torch.nn.Linear(8, 8).bfloat16()
+    optimizer = torch_ext.AdamW(model.parameters())
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.measure_health()
+    for action in sorted(("load", "step"), reverse=first == "step"):
+        if action == "load":
+            optimizer.load_state_dict(saved)
+        else:
+            model(torch.ones(2, 8).bfloat16()).sum().backward()
+            optimizer.step()
+    assert optimizer.health().step == 1
 
 
 def test_steps_in_backward_measure_themselves() -> None:

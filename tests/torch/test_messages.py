@@ -13,6 +13,7 @@ import torch_ext
 MODEL = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
 AdamW: Any = torch_ext.AdamW
 AdamW8bit: Any = torch_ext.AdamW8bit
+Muon: Any = torch_ext.Muon
 
 
 def one() -> list[nn.Parameter]:
@@ -31,6 +32,7 @@ def unknown(name: str, instead: str, kind: str = "AdamW") -> str:
 
 WORDS = "states='fp32', 'bf16', 'bf16_remainder' or '8bit' says how the optimizer's states are stored"
 CLIP = "call torch_ext.clip_grad_norm_(optimizer, max_norm) before step(), or pass policy={'clip_grad': max_norm}"
+OF_ADAMW = "adamw={'lr': ..., 'betas': ..., 'eps': ..., 'weight_decay': ...} says it of what AdamW steps"
 LEGAL_STATES = "legal: none, fp32, bf16, bf16_remainder, 8bit"
 LEGAL_STRATEGIES = "legal: no_shard, optim, optim_grads, optim_grads_params"
 LEGAL_POLICY = "what torch_ext.load_policy returns, a mapping of its keys, or a callable that returns one, is legal"
@@ -356,6 +358,38 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "override_ddp_config: data_parallel_sharding_strategy='FSDP' is not legal: FSDP is optim_grads_params here; "
         + LEGAL_STRATEGIES,
+    ),
+    # others
+    "a lazy module": (
+        lambda: AdamW(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(8)).parameters()),
+        ValueError,
+        "parameter 2 of group 0 is a parameter of a lazy module, which has no shape yet: call the model with a batch, "
+        "and make the optimizer then",
+    ),
+    "a path is loaded": (
+        lambda: AdamW(one()).load_state_dict("checkpoint.pt"),
+        TypeError,
+        "load_state_dict() was given a str: what state_dict() returned, or torch.load of its file, is legal",
+    ),
+    "a model's state is loaded": (
+        lambda: AdamW(one()).load_state_dict(MODEL.state_dict()),
+        ValueError,
+        "this is no optimizer's state_dict: it has no 'state', but '0.weight', '0.bias', '1.weight', '1.bias'",
+    ),
+    "an empty state is loaded": (
+        lambda: AdamW(one()).load_state_dict({}),
+        ValueError,
+        "this is no optimizer's state_dict: it has no 'state', but nothing",
+    ),
+    "betas of Muon": (
+        lambda: Muon(one(), betas=(0.9, 0.95)),
+        TypeError,
+        unknown("betas", OF_ADAMW, "Muon"),
+    ),
+    "adamw_lr of Muon": (
+        lambda: Muon(one(), adamw_lr=1e-3),
+        TypeError,
+        unknown("adamw_lr", OF_ADAMW, "Muon"),
     ),
     "a model is clipped": (
         lambda: torch_ext.clip_grad_norm_(MODEL, 1.0),  # type: ignore[arg-type]

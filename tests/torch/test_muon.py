@@ -286,6 +286,45 @@ def test_groups_choose_and_keep_their_order() -> None:
     assert list(optimizer.master_state_dict()) == [0, 1, 2, 3]
 
 
+def test_groups_may_be_changed_between_steps_by_torchs_keys() -> None:
+    """betas of any group, and what a group of AdamW's has: as in torch.optim.AdamW's."""
+    a, b, c = matrices([(8, 8), (8,), (8, 6)])
+    optimizer = torch_ext.Muon(
+        [{"params": [a, b]}, {"params": [c], "algorithm": "adamw", "lr": 1e-3}],
+        ns_dtype=F32,
+        adamw={"betas": (0.7, 0.8), "eps": 1e-5},
+    )
+    assert [(g["betas"], g["eps"]) for g in optimizer.adamw_groups] == [((0.7, 0.8), 1e-5)] * 2
+    copied = nn.Parameter(c.detach().clone())
+    adamw = torch.optim.AdamW([copied], lr=1e-3, betas=(0.7, 0.8), eps=1e-5, weight_decay=0.1, foreach=False)
+    changes: list[dict[str, Any]] = [{}, {"betas": (0.5, 0.6)}, {"eps": 0.1}, {"lr": 0.01, "weight_decay": 0.5}, {}]
+    for step, change in enumerate(changes):
+        filled([a, b, c], step)
+        copied.grad = c.grad.clone()
+        optimizer.param_groups[1].update(change)
+        adamw.param_groups[0].update(change)
+        if step == 3:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.step()
+        adamw.step()
+        assert torch.allclose(c, copied, rtol=0, atol=1e-6), step
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "adamw"), ("adamw", "muon"), (None, "muon")])
+def test_an_algorithm_that_is_changed_between_steps_is_refused(before: Any, after: Any) -> None:
+    params = matrices([(8, 8), (8,)])
+    optimizer = torch_ext.Muon([{"params": params, "algorithm": before}], ns_dtype=F32)
+    filled(params, 0)
+    optimizer.step()
+    now = bits(params)
+    optimizer.param_groups[0]["algorithm"] = after
+    with pytest.raises(ValueError, match=f"group 0: algorithm is '{after}' now; it is read when a group is added"):
+        optimizer.step()
+    assert bits(params) == now
+    optimizer.param_groups[0]["algorithm"] = before
+    optimizer.step()
+
+
 # -- saving and loading -----------------------------------------------------------------------------------------------
 
 
@@ -570,6 +609,16 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("algorithm", lambda: [{"params": matrices([(4, 4)]), "algorithm": "sgd"}], ValueError, "'sgd'"),
     ("foreach in a group", lambda: [{"params": matrices([(4, 4)]), "foreach": True}], ValueError, "foreach"),
     ("fused in a group", lambda: [{"params": matrices([(4, 4)]), "fused": True}], ValueError, "fused"),
+    ("ema_decay in a group", lambda: [{"params": matrices([(4, 4)]), "ema_decay": 0.9}], ValueError, "ema_decay="),
+    *(
+        (
+            f"{key} in a group",
+            lambda key=key: [{"params": matrices([(4, 4)]), key: {}}],
+            ValueError,
+            f"pass {key}= to the",
+        )
+        for key in ("adamw", "adamw_params", "split")
+    ),
 ]
 
 

@@ -301,7 +301,7 @@ def test_pinned_memory_is_asked_for_where_there_is_an_accelerator(monkeypatch: p
     asked = []
     monkeypatch.setattr(torch, "empty", lambda *a, **k: asked.append((a, k)))
     host_copies.allocate(4096, pinned=True)
-    assert asked == [((4096,), {"dtype": torch.uint8, "pin_memory": True})]
+    assert asked == [((4096,), {"dtype": torch.uint8, "pin_memory": True, "device": "cpu"})]
 
 
 def test_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,27 @@ ONE_PER_OPTIMIZER = {
     "skip_nonfinite": True,
     "on_external_write": "error",
     "offload_fraction": 0.5,
+    "step_in_backward": True,
+    "ema_decay": 0.9,
+    "ema_dtype": torch.float32,
+    "ema_every": 2,
+    "states": "8bit",
+    "min_8bit_size": 16,
 }
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As implementations of SAM are: the groups have every argument of the optimizer that is wrapped."""
+
+    def __init__(self, params: Any, base: Any, **options: Any) -> None:
+        super().__init__(params, {"rho": 0.05, **options})
+        self.base = base(self.param_groups, **options)
+
+
+@pytest.mark.parametrize("key", ONE_PER_OPTIMIZER)
+def test_what_the_constructor_was_given_may_stand_in_groups_of_a_wrapper(key: str) -> None:
+    options = {"lr": 0.1, key: ONE_PER_OPTIMIZER[key]} | ({"ema_decay": 0.9} if key.startswith("ema") else {})
+    Wrapper([one()], torch_ext.AdamW, **options)
 
 
 @pytest.mark.parametrize("added", [False, True], ids=["constructor", "add_param_group"])

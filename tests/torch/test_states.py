@@ -91,6 +91,19 @@ def test_a_word_decides_what_is_stored(dtype: torch.dtype, word: Any, kind: Any)
     assert optimizer.policy.states == word
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_layers_that_are_frozen_still_are_of_their_dtype(dtype: torch.dtype) -> None:
+    """An optimizer may be made before anything of it is thawed."""
+    for word, expected in ORACLE[dtype].items():
+        if expected is not None:
+            model = Model(dtype).requires_grad_(False)
+            optimizer = torch_ext.AdamW(model.parameters(), states=word)  # type: ignore[arg-type]
+            assert optimizer.policy.param_dtype is dtype
+            model.requires_grad_(True)
+            train(optimizer, range(1))
+            assert {stored(optimizer, p) for p in model.parameters()} == {(expected[0], expected[0], expected[1])}
+
+
 @pytest.mark.parametrize("word", WORDS)
 def test_a_word_trains_the_bits_of_its_keys(word: Any) -> None:
     def trained(**options: Any) -> list[bytes]:

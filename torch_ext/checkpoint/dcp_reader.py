@@ -5,7 +5,6 @@ import dataclasses
 import io
 import os
 import resource
-import warnings
 import zlib
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +17,7 @@ from torch.futures import Future
 
 from torch_ext.checkpoint import folder_items, folder_metadata
 from torch_ext.checkpoint.item_tensors import ItemTensors
+from torch_ext.native import warning
 from torch_ext.optim.state import missing_keys
 
 _TRIES = 20  # to find the files of a checkpoint that other saves replace meanwhile
@@ -88,10 +88,9 @@ class CheckpointReader(FileSystemReader):
         if is_coordinator and not all(
             hasattr(info, folder_metadata.CHECKSUM) for info in metadata.storage_data.values()
         ):
-            warnings.warn(
+            warning.warn(
                 f"{self.path} bears no checksums: torch or an earlier torch_ext saved it. What torch.save checks of "
-                "tensors is checked; other damage to it cannot be noticed. Saved by CheckpointWriter it has them",
-                stacklevel=2,
+                "tensors is checked; other damage to it cannot be noticed. Saved by CheckpointWriter it has them"
             )
 
     def prepare_local_plan(self, plan: Any) -> Any:

@@ -79,7 +79,7 @@ class ItemTensors:
                 values = values.narrow(dim, offset - begin, size)
             if part.sizes == place.sizes:
                 return values
-            made = torch.empty(place.sizes, dtype=values.dtype) if made is None else made
+            made = torch.empty(place.sizes, dtype=values.dtype, device="cpu") if made is None else made
             into = made
             for dim, (offset, size, begin) in enumerate(zip(part.offsets, part.sizes, place.offsets, strict=True)):
                 into = into.narrow(dim, offset - begin, size)

@@ -129,7 +129,7 @@ def _values(part: Part, raw: Tensor) -> Tensor:
     try:
         if (message := planes.read(raw))[:2] != (part.dtype, part.numel):
             raise ValueError(f"it has {message.numel} elements in {message.dtype}")
-        values = torch.empty(part.numel, dtype=part.dtype)
+        values = torch.empty(part.numel, dtype=part.dtype, device="cpu")
         planes.decode(raw, 0, values)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
@@ -149,7 +149,7 @@ def _beside(found: Record, parts: Sequence[Tensor], weight_at: WeightAt) -> Tens
     weight = weight_at(found.place)
     if weight.dtype != torch.bfloat16 or tuple(weight.shape) != found.shape:
         raise ValueError(f"{found.place.key!r}, which it is stored beside, is {weight.dtype} {tuple(weight.shape)}")
-    like = torch.empty_strided(found.shape, found.strides, dtype=weight.dtype)
+    like = torch.empty_strided(found.shape, found.strides, dtype=weight.dtype, device="cpu")
     of = _line(dense.in_order_of(like, weight.cpu()))
     if _crc(of) != found.weight_crc:
         raise ValueError(f"{found.place.key!r}, which it is stored beside, is not what it was when this was saved")

@@ -105,7 +105,10 @@ class Buffers:
         if at < len(self._kept) and dense.same_order(self._kept[at], t) and self._kept[at].dtype == t.dtype:
             made, pairs = self._kept[at], self._pairs
         else:
-            made, pairs = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, pin_memory=t.is_cuda), self._fresh
+            made, pairs = (
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, pin_memory=t.is_cuda, device="cpu"),
+                self._fresh,
+            )
             self._kept[at:] = [made]
         pairs.append((dense.flat(made), dense.flat(t)))
         return made

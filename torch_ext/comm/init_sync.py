@@ -44,7 +44,8 @@ def agree(
         0,
     ]
     rows = [
-        row.view(torch.int64).tolist() for row in _gather(communicator, torch.tensor(words).view(torch.uint8), caller)
+        row.view(torch.int64).tolist()
+        for row in _gather(communicator, torch.tensor(words, device="cpu").view(torch.uint8), caller)
     ]
     _reducers_made = 1 + max(row[5] for row in rows)
     if not any(row[2] for row in rows) and all(row[:5] == rows[0][:5] for row in rows):
@@ -87,7 +88,8 @@ def _gather(communicator: Communicator, payload: torch.Tensor, caller: str) -> l
 def _gather_texts(communicator: Communicator, text: str, caller: str) -> list[str]:
     data = text.encode("utf-8", "replace")
     sizes = [
-        int(row.view(torch.int64)) for row in _gather(communicator, torch.tensor([len(data)]).view(torch.uint8), caller)
+        int(row.view(torch.int64))
+        for row in _gather(communicator, torch.tensor([len(data)], device="cpu").view(torch.uint8), caller)
     ]
     padded = torch.frombuffer(bytearray(data.ljust(max(1, *sizes), b"\0")), dtype=torch.uint8)
     rows = _gather(communicator, padded, caller)

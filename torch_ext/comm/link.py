@@ -30,7 +30,7 @@ def measure(communicator: Communicator, number: int, caller: str) -> float | Non
         communicator.all_gather_into_buffer(buffer, tag=tag(number, _CYCLE, i), label=label).result()
         took.append(time.monotonic_ns() - begin)
         waited.append(sum(now - before.get(thread, now) for thread, now in _waits_for_processors().items()))
-    told = torch.tensor(took + waited).view(torch.uint8)
+    told = torch.tensor(took + waited, device="cpu").view(torch.uint8)
     rows = communicator.all_gather_bytes(told, tag=tag(number, _CYCLE, MAX_BUCKETS), label=label)()
     all_took, all_waited = torch.cat(rows).view(torch.int64).view(world_size, 2, -1).transpose(0, 1).contiguous()
     arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)

@@ -209,7 +209,7 @@ def _posted(group: Any, peer: int) -> Any:
     try:
         if backend(group, _HOST) != "gloo":
             return True
-        message = torch.empty(1, dtype=torch.uint8)
+        message = torch.empty(1, dtype=torch.uint8, device="cpu")
         work = group.recv([message], peer, _CLOSING)
         ABANDONED.append((message, work))
         return work

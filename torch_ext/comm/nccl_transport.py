@@ -172,7 +172,7 @@ class NcclTransport:
     def digest(self) -> torch.Tensor:
         """uint8 [16]: equal on all ranks that have issued the same."""
         words = (0, 0) if self._comm is None else self._comm.digest()
-        return torch.tensor(words, dtype=torch.int64).view(torch.uint8)
+        return torch.tensor(words, dtype=torch.int64, device="cpu").view(torch.uint8)
 
     def explain(self, tag: int) -> None:
         """Raises RuntimeError: in what the ranks differ. Every rank calls it; the communicator is aborted."""

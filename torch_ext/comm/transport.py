@@ -79,7 +79,7 @@ class TorchTransport:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def digest(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def explain(self, tag: int) -> None:
         raise AssertionError("empty digests do not differ")

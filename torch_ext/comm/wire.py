@@ -119,14 +119,14 @@ def pack(
     the index in it, never on the bucket: the bits are the same for every bucket size.
     """
     if not wire.coded:
-        offsets = torch.tensor([p.at for p in pieces], dtype=torch.int64)
+        offsets = torch.tensor([p.at for p in pieces], dtype=torch.int64, device="cpu")
         ops.call("bucket_pack_", list(values), offsets, wire.data, wire.scales)
         return
     wire.data.zero_()
     wire.scales.zero_()
     codes = [wire.data[p.at : p.at + p.numel] for p in pieces]
     scales = [wire.scales[p.at // BLOCK : -(-(p.at + p.numel) // BLOCK)] for p in pieces]
-    meta = torch.tensor([[ids[p.param], p.first, 0] for p in pieces], dtype=torch.int64).reshape(-1, 3)
+    meta = torch.tensor([[ids[p.param], p.first, 0] for p in pieces], dtype=torch.int64, device="cpu").reshape(-1, 3)
     ops.call(
         "cast_",
         list(values),
@@ -143,7 +143,7 @@ def pack(
 
 def unpack(wire: WireBuffer, tensor: Tensor) -> None:
     """The whole of the wire into a flat tensor of as many elements, rounded to nearest."""
-    begin = torch.zeros(1, dtype=torch.int64)
+    begin = torch.zeros(1, dtype=torch.int64, device="cpu")
     ops.call("bucket_unpack_", wire.data, wire.scales, begin, [tensor])
 
 

@@ -58,7 +58,7 @@ def _stalled(t: Trained) -> tuple[float, torch.dtype | None]:
 def stalls(dtype: torch.dtype, beta2: float) -> float:
     """The share of the numbers between two powers of two that, times beta2, round to themselves."""
     n = 1 << _BITS[dtype]
-    numbers = 1 + torch.arange(n, dtype=torch.float32) / n
+    numbers = 1 + torch.arange(n, dtype=torch.float32, device="cpu") / n
     return float(((numbers * beta2).to(dtype).float() == numbers).double().mean())
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_ext.diagnosis import master_copies, optimizer_layers
 from torch_ext.diagnosis.master_copies import Copy
 from torch_ext.diagnosis.model_parameters import ModelParameters, is_narrow, readable
+from torch_ext.optim.muon import hyper
 from torch_ext.optim.optimizer_base import OptimizerBase
 from torch_ext.optim.state.state_dtypes import StateDtypes
 from torch_ext.params import local_shard
@@ -39,7 +40,8 @@ class Trained(NamedTuple):
         """What its state is made of, in an optimizer of this package."""
         kept = self.group.get("keep_32bit") or ()
         flags = [flag for p, flag in zip(self.group["params"], kept, strict=False) if p is self.param]
-        return StateDtypes.of(self.optimizer.policy, self.param.dtype, self.param.numel(), any(flags))
+        matrix = "ns_steps" in self.group
+        return StateDtypes.of(self.optimizer.policy, self.param.dtype, self.param.numel(), any(flags), matrix)
 
     @property
     def narrow(self) -> bool:
@@ -155,13 +157,21 @@ class _Finder:
         keeps = master_copies.keeps_precision(state, group, optimizer)
         if self._has_master(root, 8) or _makes_master(optimizer, p, state):
             keeps = "a master"
-        weight = local if root is p else readable(root)
-        return Trained(self._model.names_in(root), p, root, weight, local, group, state, optimizer, keeps)
+        weight, own = local if root is p else readable(root), _own_group(group, p)
+        return Trained(self._model.names_in(root), p, root, weight, local, own, state, optimizer, keeps)
 
     def _has_master(self, weight: Tensor, depth: int) -> bool:
         """Whether a copy, or a copy of one, has more bits than 16."""
         found = self._copied.get(id(weight), []) if depth else []
         return any(one.dtype.itemsize > 2 or self._has_master(one, depth - 1) for one in found)
+
+
+def _own_group(group: Mapping[str, Any], p: Tensor) -> Mapping[str, Any]:
+    """What a group says of p: in torch_ext.Muon's, what is no matrix is AdamW's."""
+    forms = zip(group["params"], group.get("matrices") or (), strict=False)
+    if all(q is not p or form is not None for q, form in forms):
+        return group
+    return {key: group[key] for key in group if key not in hyper.OF_MATRICES} | hyper.as_adamw(dict(group))
 
 
 def _makes_master(optimizer: Any, p: Tensor, state: Mapping[str, Any]) -> bool:

@@ -1,7 +1,6 @@
 """The global gradient norm, summed over the ranks that hold parts of gradients, and the clip coefficient."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch_ext.comm import group_calls
 from torch_ext.grads import stats as grads_stats
 from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
-from torch_ext.native import ops
+from torch_ext.native import ops, warning
 from torch_ext.tensors import dense
 
 _MARK = "_torch_ext_clipping"
@@ -32,8 +31,8 @@ class NormGroup(NamedTuple):
 class Clipping:
     """The norm and clip coefficient of a set of gradients; one-element tensors on their device.
 
-    Valid for these gradients as they are now. The first of them carries a mark (ids are reused, and the next backward
-    makes new tensors); version counters tell that none was modified.
+    Valid for these gradients as they are now. Each carries a mark (ids are reused, and the next backward makes new
+    tensors); version counters tell that none was modified.
     """
 
     def __init__(
@@ -52,20 +51,22 @@ class Clipping:
         self.only_measured = only_measured  # no limit: nothing is lost where gradients are modified afterwards
         self.stats = stats  # of all ranks; see measure
         self.used = False
-        self._versions: list[int] = []
+        self._versions: dict[int, int] = {}  # by id
 
     def attach(self, grads: Sequence[Tensor]) -> None:
         """Marks the gradients that this belongs to."""
-        self._versions = [g._version for g in grads]
-        if grads:
-            setattr(grads[0], _MARK, self)
+        self._versions = {id(g): g._version for g in grads}
+        for g in grads:
+            setattr(g, _MARK, self)
 
     def belongs_to(self, grads: Sequence[Tensor]) -> bool:
-        """Whether these are the gradients: False for others or used ones, RuntimeError where any was modified."""
-        if not grads or getattr(grads[0], _MARK, None) is not self:
+        """Whether these are the gradients, or some of them: the others were dropped, which leaves these clipped. False
+        for others or used ones, RuntimeError where any was modified or replaced."""
+        marked = [getattr(g, _MARK, None) is self for g in grads]
+        if not any(marked):
             return False
-        if [g._version for g in grads] == self._versions:
-            return True
+        if all(marked) and all(self._versions[id(g)] == g._version for g in grads):
+            return len(grads) == len(self._versions) or not self.only_measured
         if self.used or self.only_measured:
             return False
         raise RuntimeError(
@@ -83,10 +84,11 @@ class Clipping:
         """Warns which gradient made the step be skipped, where that is known without waiting for a device."""
         if self.found_inf.device.type == "cpu" and self.found_inf.item() != 0:
             first = int(self.first_bad.item())
-            if first >= len(members):  # the statistics came with a reduction, which does not name
+            # The statistics came with a reduction, which does not name, or of gradients that were dropped since.
+            if first >= len(members) or len(members) < len(self._versions):
                 first = first_nonfinite(grads)
             who = f"the gradient of {members[first].name}" if first != ALL_FINITE else "the norm of the gradients"
-            warnings.warn(f"torch_ext: a step was skipped: {who} is not finite", RuntimeWarning, stacklevel=2)
+            warning.warn(f"a step was skipped: {who} is not finite", RuntimeWarning)
 
 
 def measure(
@@ -120,7 +122,7 @@ def _summed(runs: Sequence[Tensor], parts: Sequence[NormGroup], device: torch.de
         own = part.stats
         if own is None:
             own, first = grads_stats.of([runs[i] for i in part.positions], device)
-            positions = torch.tensor([*part.positions, grads_stats.NOBODY]).to(device, non_blocking=True)
+            positions = torch.tensor([*part.positions, grads_stats.NOBODY], device="cpu").to(device, non_blocking=True)
             position = positions[first.clamp(max=len(part.positions))]
             first_bad = torch.minimum(first_bad, position)
         for group in part.groups:

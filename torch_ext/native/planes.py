@@ -46,7 +46,7 @@ def bound(dtype: torch.dtype, numel: int) -> int:
 
 def encode(values: Tensor) -> Tensor:
     """The message, uint8, in memory of its own size."""
-    out, length = torch.empty(bound(values.dtype, values.numel()), dtype=torch.uint8), ctypes.c_int64()
+    out, length = torch.empty(bound(values.dtype, values.numel()), dtype=torch.uint8, device="cpu"), ctypes.c_int64()
     call = library.function("tx_planes_encode", TensorArgument, TensorArgument, ctypes.c_void_p)
     call(_c(values), _c(out), ctypes.byref(length))
     return out[: length.value].clone()

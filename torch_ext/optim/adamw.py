@@ -200,6 +200,7 @@ class Adam(MeasuringOptimizer):
     @of_the_innermost
     def master_state_dict(self) -> dict[str | int, Any]:
         """What is trained, in full precision: of each parameter the fp32 master, or the weight where it is its own.
+        Masters as the last step left them: after a write to weights call `resync_masters()` first.
 
         By parameter name; by position where the optimizer does not know names. Tensors as those of `state_dict()`, to
         be read, not written.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
 from torch_ext.native import constants
+from torch_ext.params.hyper_parameters import ONE_PER_OPTIMIZER
 from torch_ext.policy.policy_struct import rows
 
 P = ParamSpec("P")
@@ -19,6 +20,8 @@ _OFFLOAD = "offload_fraction=1.0 keeps all states on the host, and steps there"
 _MASTERS = f"16-bit weights have masters unless policy={{'main_params_dtype': None}} says otherwise; {_STATES}"
 _CLASS = "torch_ext.AdamW decouples weight decay, torch_ext.Adam does not (decoupled_weight_decay=False)"
 
+_OF_ADAMW = "adamw={'lr': ..., 'betas': ..., 'eps': ..., 'weight_decay': ...} says it of what AdamW steps"
+
 _ELSEWHERE = {
     # what people expect
     **dict.fromkeys(("state_dtype", "states_dtype", "state_dtypes", "optim_dtype", "dtype", "state"), _STATES),
@@ -28,6 +31,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("wd", "decay", "l2"), "it is weight_decay here, as in torch.optim"),
     **dict.fromkeys(("clip_grad", "grad_clip", "max_norm", "max_grad_norm", "clip_grad_norm"), _CLIP),
     **dict.fromkeys(("momentum", "nesterov"), "the first of betas is Adam's momentum"),
+    **dict.fromkeys(("betas", "adamw_betas", "adamw_lr", "adamw_eps", "adamw_weight_decay", "adamw_wd"), _OF_ADAMW),
     "named_parameters": "params takes model.named_parameters()",
     # bitsandbytes
     "optim_bits": _8BIT,
@@ -120,6 +124,7 @@ def _called(signature: inspect.Signature, own: Callable[..., None]) -> Callable[
         refuse_unknown(signature, options, type(self).__name__)
         given = _bound(signature, self, args, options)
         given.apply_defaults()
+        self._given = {key: given.arguments[key] for key in ONE_PER_OPTIMIZER if key in given.arguments}
         own(*given.args, **given.kwargs)
 
     called.__signature__ = signature  # type: ignore[attr-defined]

@@ -58,7 +58,9 @@ class DeviceStep:
         at_rest = [m.stored() for m in members]
         self._states, slices = memories(at_rest)
         self.state_memory = FixedMemory([t for row in at_rest for t in row if t is not None])
-        meta = torch.tensor([(m.id, m.local.offset, m.group) for m in members], dtype=torch.int64).reshape(-1, 3)
+        meta = torch.tensor(
+            [(m.id, m.local.offset, m.group) for m in members], dtype=torch.int64, device="cpu"
+        ).reshape(-1, 3)
         self.batches = self._batches(slices, meta, gathers, order)
         self.sign_addresses()
         # The operator sees where a parameter lies, and how; not of one that is passed as a view, or as a copy.
@@ -171,4 +173,4 @@ def memories(rows: list[list[Tensor | None]]) -> tuple[list[Tensor], Tensor]:
             if index == len(found):
                 found.append(t.detach().as_strided((storage.nbytes() // t.element_size(),), (1,), 0))
             slices[-1] += (index, int(t.storage_offset()), t.numel())
-    return found, torch.tensor(slices, dtype=torch.int64).reshape(len(rows), -1 if rows else 0)
+    return found, torch.tensor(slices, dtype=torch.int64, device="cpu").reshape(len(rows), -1 if rows else 0)

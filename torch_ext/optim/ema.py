@@ -67,7 +67,8 @@ def _swapped(states: OptimizerStates, stepper: Stepper) -> Iterator[None]:
     masters.resync(with_master)
     weights = [m.weight.detach().clone() for m in members]
     try:
-        _write(members, [codec.decode(m.weight, m.state, m.kinds, EMA) for m in members])
+        averaged = [m for m in members if float(m.state["step"])]  # the first step begins it, whatever is there
+        _write(averaged, [codec.decode(m.weight, m.state, m.kinds, EMA) for m in averaged])
         yield
     finally:
         _write(members, weights)

@@ -74,7 +74,7 @@ def _read(states: OptimizerStates, measured: Measurement) -> list[ParamHealth]:
 
 def _on_host(rows: Sequence[Tensor | None]) -> Tensor:
     """Zeros where there is none."""
-    table = torch.zeros((len(rows), constants.HEALTH_LEN), dtype=torch.int64)
+    table = torch.zeros((len(rows), constants.HEALTH_LEN), dtype=torch.int64, device="cpu")
     for device in dict.fromkeys(row.device for row in rows if row is not None):
         there = [(at, row) for at, row in enumerate(rows) if row is not None and row.device == device]
         table[[at for at, _ in there]] = torch.stack([row for _, row in there]).cpu()

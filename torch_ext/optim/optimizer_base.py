@@ -1,7 +1,8 @@
 """An optimizer of ours as a torch.optim.Optimizer: its parts, its groups, pickling."""
 
+import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +55,7 @@ class OptimizerBase(SavedOptimizer):
     _keep_32bit: keep_32bit.Selection | None = None  # for groups that are added; None: of an older pickle
     step_in_backward = False  # of an older pickle
     _release: GradientRelease | None = None
+    _given: Mapping[str, Any] = types.MappingProxyType({})  # arguments of the constructor; a copy does not know them
     compared_ranks = False  # whether the ranks have compared what they keep (state/agreement.py)
 
     def __init__(
@@ -76,7 +78,7 @@ class OptimizerBase(SavedOptimizer):
         self.step_in_backward = bool(step_in_backward)
         self.policy, self.skip_nonfinite, self.on_external_write = policy, skip_nonfinite, on_external_write
         self._keep_32bit = kept
-        self._assemble(HostStates(offload_fraction), torch.zeros(2, 2, dtype=torch.int64), {})
+        self._assemble(HostStates(offload_fraction), torch.zeros(2, 2, dtype=torch.int64, device="cpu"), {})
         self.refuse_hyper(defaults, "")
         super().__init__(params, defaults)
         keep_32bit.refuse_unused(kept, self.param_groups)
@@ -111,7 +113,8 @@ class OptimizerBase(SavedOptimizer):
             super().add_param_group(param_group)
         group = self.param_groups[before]
         try:
-            refuse_group(self.param_groups, group, f"group {before}: ", self.policy, self.averaging, self.refuse_hyper)
+            own = self.policy, self.averaging, self.refuse_hyper, self._given
+            refuse_group(self.param_groups, group, f"group {before}: ", *own)
             keep_32bit.fill(group, self._keep_32bit, f"group {before}: ")
         except Exception:
             del self.param_groups[before]
@@ -152,7 +155,9 @@ class OptimizerBase(SavedOptimizer):
             exposed = not loaded or (len(before) > 0 and access.exposed(before))
             self.state = access.TrackedState.of(entries, exposed, make=self._make_first_state)
         self._assemble(host, counts, dict(state.get("_forms", {})))  # a load has none: for parameters as they are
-        self._states.changes = None if known is None else known.changes  # whose publisher goes on
+        if known is not None:  # whose publisher goes on, and what was asked of the next step
+            self._states.changes, self._states.measurement = known.changes, known.measurement
+            self._states.measured = known.measured
         self._states.note_forms(self._states.everyone())
         for group in self.param_groups:
             param_groups.fill(group, self.defaults, self._decoupled)

@@ -110,8 +110,8 @@ class OptimizerStates:
             steps = torch.zeros(len(counted), dtype=torch.float32, device=counted[0].device).unbind()
             for p, step in zip(counted, (one.as_subclass(dense.SharingTensor) for one in steps), strict=True):
                 entry = access.entry(self.state, p)
-                if "step" in entry:
-                    step.fill_(float(entry["step"]))
+                self.host.follow(p, entry)
+                step.fill_(float(entry.get("step", 0)))
                 entry["step"] = step
 
     # -- state
@@ -261,10 +261,11 @@ def refuse_group(
     policy: Policy,
     averaging: Averaging,
     refuse: Callable[[dict[str, Any], str], None],
+    given: Mapping[str, Any],
 ) -> None:
     """Raises where the optimizer of these groups, of which this one is new, cannot train it. where: for messages.
-    refuse: raises for hyper-parameters that no group of it may have."""
-    hyper_parameters.refuse_keys(group, where)
+    refuse: raises for hyper-parameters that no group of it may have. given: to the constructor."""
+    hyper_parameters.refuse_keys(group, where, given)
     refuse(group, where)
     hyper_parameters.refuse_differing(group, groups[0], where)
     everyone, names = param_groups.everyone(groups), param_groups.names(groups)

@@ -83,6 +83,11 @@ class SavedOptimizer(torch.optim.Optimizer):
         anything has changed.
         """
         self._refuse_open("load_state_dict()")
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"load_state_dict() was given a {type(state_dict).__name__}: what state_dict() returned, or torch.load "
+                "of its file, is legal"
+            )
         handle = self.register_load_state_dict_pre_hook(cast(Any, load.encode_for_load))  # after everybody else's
         try:
             super().load_state_dict(state_dict)

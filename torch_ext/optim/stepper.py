@@ -1,6 +1,5 @@
 """The step of an optimizer: in step(), in backward, on the device and on the host."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.comm import group_calls
-from torch_ext.native import graph_capture
+from torch_ext.native import graph_capture, warning
 from torch_ext.optim.grad_scaling import GradScaling
 from torch_ext.optim.optimizer_states import OptimizerStates
 from torch_ext.optim.released_step import ReleasedStep
@@ -224,11 +223,10 @@ class Stepper:
 
 def _warn_of_orphans(params: int) -> None:
     """A module that loads with assign=True, or is made anew, has other parameters: nobody trains these."""
-    warnings.warn(
-        f"torch_ext: step() found no gradient for any of {params} parameters, so nothing was stepped. If the model's "
+    warning.warn(
+        f"step() found no gradient for any of {params} parameters, so nothing was stepped. If the model's "
         "parameters were replaced after this optimizer was made (load_state_dict(assign=True), to_empty(), a copy of "
-        "the model), make it from the new ones",
-        stacklevel=4,
+        "the model), make it from the new ones"
     )
 
 
@@ -248,7 +246,7 @@ def _refuse_capture(states: OptimizerStates, everyone: list[Tensor]) -> None:
 
 def _all_zero(shards: ShardMap, active: list[bool], grads: list[Tensor]) -> bool:
     """On every rank that holds a part of them."""
-    something = torch.zeros(1)
+    something = torch.zeros(1, device="cpu")
     if any(bool(g.any()) for g in grads):
         something.fill_(1)
     something = something.to(grads[0].device)

@@ -206,7 +206,7 @@ class BucketExchange(Exchange):
 
     def _rebuild_buckets(self) -> None:
         """Lays the buckets out in the order in which rank 0's gradients were ready, if that is not the planned one."""
-        words = torch.tensor([self._settings.may_replan(), *self.cycle.order], dtype=torch.int64)
+        words = torch.tensor([self._settings.may_replan(), *self.cycle.order], dtype=torch.int64, device="cpu")
         cycle = self.cycle.number
         number, label = tag(self._number, cycle, MAX_BUCKETS), f"the order of gradients in cycle {cycle}"
         gathered = self.communicator.all_gather_bytes(words.view(torch.uint8), tag=number, label=label)()

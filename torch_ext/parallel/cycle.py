@@ -307,7 +307,7 @@ class Cycle(CycleState):
 
     def report(self, nonfinite: int, requires_grad: Sequence[bool]) -> torch.Tensor:
         """This rank's, uint8. nonfinite: a parameter, or -1."""
-        payload = torch.empty(_call("report_bytes", restype=_Int64)(self.pointer), dtype=torch.uint8)
+        payload = torch.empty(_call("report_bytes", restype=_Int64)(self.pointer), dtype=torch.uint8, device="cpu")
         write = _call("report", _Int64, ctypes.c_char_p, _Pointer, restype=None)
         write(self.pointer, nonfinite, bytes(requires_grad), payload.data_ptr())
         return payload

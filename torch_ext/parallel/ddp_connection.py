@@ -168,7 +168,7 @@ class _DDPBucketMean(BucketMean):
 
     def unpack(self) -> None:
         """All parts are gathered. Any thread."""
-        begins = torch.tensor([p.at for p in self.slices], dtype=torch.int64)
+        begins = torch.tensor([p.at for p in self.slices], dtype=torch.int64, device="cpu")
         ops.call("bucket_unpack_", self.gathered.data, self.gathered.scales, begins, list(self.values))
 
 

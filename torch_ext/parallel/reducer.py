@@ -5,7 +5,6 @@ The end of backward waits for the sums, so that everything after `loss.backward(
 """
 
 import operator
-import warnings
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from torch_ext.grads.backward_end import BackwardEnd, hook, queue_backward_end, weak_method
+from torch_ext.native import warning
 from torch_ext.parallel.bucket_exchange import BucketExchange, Settings
 from torch_ext.parallel.bucket_gradients import BucketGradients
 from torch_ext.parallel.bucket_steppers import BucketSteppers
@@ -51,10 +51,9 @@ class BucketReducer(BucketGradients):
     def close(self) -> None:
         """Leaves the parameters as they were before, without gradients."""
         if self.cycle.partly_stepped:
-            warnings.warn(
-                f"torch_ext: parallelize again, after {self.cycle.failure}, unless one was loaded since: rank 0's "
-                "weights become those of every rank",
-                stacklevel=3,
+            warning.warn(
+                f"parallelize again, after {self.cycle.failure}, unless one was loaded since: rank 0's "
+                "weights become those of every rank"
             )
         self.detach()
         self._noted.remove()

@@ -18,8 +18,14 @@ Group: TypeAlias = dict[str, Any]
 ROUNDINGS = {"nearest": constants.NEAREST, "dithered": constants.DITHERED, "stochastic": constants.STOCHASTIC}
 # One value for all groups: the operator takes one of each per call.
 SHARED = ("seed", "moment_rounding", "weight_rounding")
-# Arguments of the constructor that no group has.
-_OF_THE_OPTIMIZER = ("policy", "states", "min_8bit_size", "skip_nonfinite", "on_external_write", "offload_fraction")
+ONE_PER_OPTIMIZER = (
+    *("policy", "states", "min_8bit_size", "skip_nonfinite", "on_external_write", "offload_fraction"),
+    *("step_in_backward", "ema_decay", "ema_dtype", "ema_every", "adamw", "split"),
+)
+"""Arguments of the constructor that no group has. And `adamw_params`, which may be modules."""
+_IN_THE_PLACE_OF = dict.fromkeys(
+    ("adamw", "adamw_params"), "; a group with algorithm='adamw' has its own lr, betas, eps and weight_decay"
+)
 _FLAGS = ("amsgrad", "differentiable", "maximize", "decoupled_weight_decay", "foreach", "capturable", "fused")
 
 
@@ -58,13 +64,14 @@ def refuse_optimizer(policy: Policy, legal: tuple[str, ...], kind: str) -> None:
         )
 
 
-def refuse_keys(group: Group, where: str) -> None:
-    """ValueError for an argument of the constructor in a group, where nobody would look at it."""
-    for key in _OF_THE_OPTIMIZER:
-        if key in group:
+def refuse_keys(group: Group, where: str, given: Mapping[str, Any]) -> None:
+    """ValueError for an argument of the constructor in a group, where nobody would look at it. given: to the
+    constructor; its own values stand in the groups of an optimizer that wraps this one (SAM's, say)."""
+    for key in (*ONE_PER_OPTIMIZER, "adamw_params"):
+        if key in group and not (key in given and (group[key] is given[key] or group[key] == given[key])):
             raise ValueError(
                 f"{where}{key!r} is one per optimizer, not per group: pass {key}= to the constructor, and make a "
-                "second optimizer for parameters that need another"
+                f"second optimizer for parameters that need another{_IN_THE_PLACE_OF.get(key, '')}"
             )
 
 

@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
-from torch_ext.native import dtypes, library
+from torch_ext.native import dtypes, library, warning
 from torch_ext.params.hyper_parameters import (
     ROUNDINGS,
     Group,
@@ -114,10 +113,9 @@ def fill(group: Group, defaults: dict[str, Any], decoupled: bool | None) -> None
     # "name" or "position". Saved, so that a resumed run rounds as before, whether it knows names or not.
     group.setdefault("param_id", "name" if "param_names" in group else "position")
     if group["param_id"] == "name" and "param_names" not in group:
-        warnings.warn(
-            "torch_ext: the loaded state was rounded by parameter names, which this optimizer does not know: it "
-            "rounds by position from now on. Make it from model.named_parameters() to go on as before",
-            stacklevel=2,
+        warning.warn(
+            "the loaded state was rounded by parameter names, which this optimizer does not know: it "
+            "rounds by position from now on. Make it from model.named_parameters() to go on as before"
         )
         group["param_id"] = "position"
     if decoupled is not None:
@@ -176,11 +174,11 @@ def _refuse_members(everything: list[Any]) -> None:
 
 
 def dtype_of_most(params: Params) -> torch.dtype:
-    """Of most trainable elements. params: `taken`."""
+    """Of most trainable elements; of most elements where all are frozen. params: `taken`."""
     elements: Counter[torch.dtype] = Counter()
-    for p in _tensors_in(params):
-        if p.requires_grad and p.dtype in dense.TRAINED:
-            elements[p.dtype] += max(p.numel(), 1)
+    legal = [p for p in _tensors_in(params) if p.dtype in dense.TRAINED and not torch.nn.parameter.is_lazy(p)]
+    for p in [p for p in legal if p.requires_grad] or legal:
+        elements[p.dtype] += max(p.numel(), 1)
     return elements.most_common(1)[0][0] if elements else torch.float32
 
 
@@ -239,7 +237,7 @@ def hyper(groups: list[Group], device: torch.device) -> HyperparameterTable:
         refuse_kinds(g, f"group {i}: ")
         refuse_differing(g, groups[0], f"group {i}: ")
         rows.append(row_of(g, waits=False))
-    table = torch.tensor(rows, dtype=torch.float64)
+    table = torch.tensor(rows, dtype=torch.float64, device="cpu")
     check_rows()(table.data_ptr(), len(rows), None)
     lrs: list[Tensor] = []
     if any(_is_passed(g["lr"], device) for g in groups):

@@ -4,13 +4,12 @@ All decisions are made in C (tx_policy_resolve). Python finds the model's dtype 
 """
 
 import ctypes
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 
-from torch_ext.native import constants, dtypes, library
+from torch_ext.native import constants, dtypes, library, warning
 from torch_ext.policy import policy_source
 from torch_ext.policy.policy import Policy
 from torch_ext.policy.policy_struct import (
@@ -112,11 +111,10 @@ def _settings(what: str, mapping: Mapping[str, Any] | None, keep: list[Any]) -> 
     if not isinstance(mapping, Mapping):
         raise TypeError(f"{what} is a {type(mapping).__name__}; a mapping is legal")
     if _FORMER_COMPRESSION in mapping:
-        warnings.warn(
+        warning.warn(
             f"{what}: {_FORMER_COMPRESSION} is now grad_comm_compression, which is 'off' (formerly 0), 'on' (formerly "
             "inf) or 'auto' (any other number)",
             FutureWarning,
-            stacklevel=4,
         )
     array = (_Setting * len(mapping))(*(_setting(what, key, value) for key, value in mapping.items()))
     keep.append(array)

@@ -15,7 +15,7 @@ from torch import Tensor
 TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 # "This one has none", inside a list or for a single argument.
-NONE = torch.empty(0)
+NONE = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 _CACHE_LINE = 64  # bytes
@@ -109,6 +109,11 @@ def contiguous(values: Tensor) -> Tensor:
 
 def refuse_param(p: Tensor, name: str) -> None:
     """Raises where an optimizer of ours cannot train p; the message says what to do instead."""
+    if torch.nn.parameter.is_lazy(p):
+        raise ValueError(
+            f"{name} is a parameter of a lazy module, which has no shape yet: call the model with a batch, and make "
+            "the optimizer then"
+        )
     if hasattr(type(p), "__tensor_flatten__"):
         raise TypeError(
             f"{name} is a {type(p).__name__}, a tensor that wraps others; pass the local tensors that it holds"

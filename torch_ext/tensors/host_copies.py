@@ -27,7 +27,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 def allocate(nbytes: int, pinned: bool) -> Tensor:
     """Host memory, uint8 [nbytes], uninitialised. pinned: for copies from and to an accelerator."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned, device="cpu")
 
 
 def copy(pairs: Iterable[tuple[Tensor, Tensor]], *, fresh: bool = False) -> None:

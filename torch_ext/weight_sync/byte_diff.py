@@ -77,7 +77,7 @@ def _undone_if_it_raises(
 def _bytes_that_differ(flat: Tensor, indices: Tensor, old: Tensor) -> Tensor:
     """old ^ new, a byte for each of the tensor's; only positions that were patched are looked at."""
     width = flat.element_size()
-    diff = torch.zeros(flat.numel(), width, dtype=torch.uint8)
+    diff = torch.zeros(flat.numel(), width, dtype=torch.uint8, device="cpu")
     diff[indices] = flat[indices].view(torch.uint8).view(-1, width) ^ old.view(torch.uint8).view(-1, width)
     return diff.view(-1)
 
@@ -87,7 +87,7 @@ def _overwritten(name: str, flat: Tensor, diff: Tensor) -> Tensor:
     if diff.numel() > 1 << 32:
         raise ValueError(f"{name} has {diff.numel()} bytes; 'overwrite' counts them in 32 bits: use 'xor'")
     positions = diff.nonzero().view(-1)
-    head = torch.cat([torch.tensor([positions.numel()]), positions]).to(torch.uint32)
+    head = torch.cat([torch.tensor([positions.numel()], device="cpu"), positions]).to(torch.uint32)
     return torch.cat([head.view(torch.uint8), flat.view(torch.uint8)[positions]])
 
 

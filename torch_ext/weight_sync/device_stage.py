@@ -28,7 +28,7 @@ class _Staged:
 
     def sums(self) -> Tensor:
         """A checksum for each 1024 elements, in memory order."""
-        found = torch.zeros(-(-self.flat_here.numel() // constants.CHECKSUM), dtype=torch.int64)
+        found = torch.zeros(-(-self.flat_here.numel() // constants.CHECKSUM), dtype=torch.int64, device="cpu")
         none = adamw_args.argument(None)
         arguments = adamw_args.argument(self.flat_here), none, none, none, adamw_args.argument(found)
         delta_library.call("renew", 1, delta_library.DeltaRun(0, 0, *arguments), threads())

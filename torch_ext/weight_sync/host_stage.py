@@ -14,7 +14,7 @@ class HostStage:
     """Copies of all tensors together, over the current stream of their device, for one wait each way."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def bring(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each on the host: itself where it is there, else a copy, until the next call. tensors: contiguous."""

@@ -126,13 +126,13 @@ class PublishedRuns:
     def _unchanged(self, numel: int) -> dict[str, Tensor]:
         """Of so many weights, or more. Nobody but renew writes to it, zeros."""
         if not self._nothing or self._nothing["changed"].numel() * _PER_ITEM["changed"] < numel:
-            self._nothing = WeightChanges(False).beside(torch.empty(0), numel, torch.device("cpu"))
+            self._nothing = WeightChanges(False).beside(torch.empty(0, device="cpu"), numel, torch.device("cpu"))
         return self._nothing
 
     def _checksum_of(self, h: HeldWeights) -> Tensor:
         made = self._checksums.get((h.name, h.offset))
         if made is None:
-            made = torch.zeros(-(-h.weights.numel() // constants.CHECKSUM), dtype=torch.int64)
+            made = torch.zeros(-(-h.weights.numel() // constants.CHECKSUM), dtype=torch.int64, device="cpu")
             self._checksums[h.name, h.offset] = made
         return made
 

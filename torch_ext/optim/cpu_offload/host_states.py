@@ -1,12 +1,14 @@
 """The states and masters that lie on the host while the parameters are on a device (`offload_fraction`).
 
-There is one master of each of these parameters, here; opt.state has the step only. Weights are the device's.
+There is one master of each of these parameters, here; opt.state has the step only, and without it (after
+opt.state.clear(), say) there is no state. Weights are the device's.
 """
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_ext.native import library
@@ -41,20 +43,22 @@ class HostStates:
     def peek(self, p: Tensor, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """The stored state of p, wherever it is. entry: p's of opt.state."""
         held = self._states.get(p)
-        return entry if held is None else {**held, **entry}
+        return entry if held is None or "step" not in entry else {**held, **entry}
 
     def entry(self, state: dict[Tensor, dict[str, Any]], p: Tensor, here: bool) -> dict[str, Any]:
         """The stored state of p, moved to the host (`here`) or to the parameter's device if it is elsewhere."""
         entry = access.entry(state, p)
         if not here:
-            for key, value in self._states.pop(p, {}).items():
-                entry[key] = value.to(p.device)
+            held = self._states.pop(p, {})
+            entry.update({key: value.to(p.device) for key, value in held.items()} if "step" in entry else {})
             return entry
         held = self._states.setdefault(p, {})
+        if "step" not in entry:  # there is no state, or somebody dropped it
+            held.clear()
+            entry["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         for key in [key for key in entry if key != "step"]:
             held[key] = entry.pop(key).cpu()
-        if "step" in entry:
-            entry["step"] = held["step"] = entry["step"].cpu()
+        entry["step"] = held["step"] = entry["step"].cpu()
         return held
 
     def tensors(self) -> Iterator[Tensor]:
@@ -65,6 +69,11 @@ class HostStates:
         """Keeps a state that was loaded; returns what opt.state has of it."""
         self._states[p] = at_rest
         return {"step": at_rest["step"]}
+
+    def follow(self, p: Tensor, entry: Mapping[str, Any]) -> None:
+        """Drops the state of p where somebody dropped what opt.state has of it. entry: p's there."""
+        if "step" not in entry:
+            self._states.pop(p, None)
 
     def clear(self) -> None:
         """Drops all states: others are loaded."""

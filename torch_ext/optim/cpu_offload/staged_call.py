@@ -60,7 +60,7 @@ class Call:
         """weights: dense memory, wherever it is; rows: the state of each (ParamState.stored), on the host; meta: rows
         of tx_meta. All must stay where they are."""
         self._held, self._weights = rows, weights
-        self._meta = torch.tensor(meta, dtype=torch.int64)
+        self._meta = torch.tensor(meta, dtype=torch.int64, device="cpu")
         self._arguments = to = AdamWArguments(len(rows))
         to.point_states(rows)
         self._params = (adamw_args.TensorArgument * len(rows))(*map(adamw_args.elsewhere, weights))

@@ -36,7 +36,7 @@ class CopiedSample:
             memory[at : at + t.nbytes].view(t.dtype).view(t.shape)
             for t, at in zip(self._on_device, offsets, strict=True)
         ]
-        self._stale = torch.zeros(len(offsets), dtype=torch.int64)
+        self._stale = torch.zeros(len(offsets), dtype=torch.int64, device="cpu")
         self._copied: Any = None
 
     def take(self) -> None:
@@ -64,7 +64,7 @@ class ChecksumSample:
         self._masters = [dense.flat(m.master) for m in members]
         self._weights = self._flat()
         self._checksums = [m.state["checksum"] for m in members]
-        self._stale = torch.zeros(len(members), dtype=torch.int64)
+        self._stale = torch.zeros(len(members), dtype=torch.int64, device="cpu")
 
     def _flat(self) -> list[Tensor]:
         return [dense.in_order_of(m.master, m.weight.detach()) for m in self._members]

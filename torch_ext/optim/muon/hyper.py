@@ -73,12 +73,13 @@ def _refuse_kinds(group: Group, where: str) -> None:
 
 
 def as_adamw(group: Group) -> Group:
-    """What AdamW is told of a group: of the parameters that are no matrices of Muon's."""
-    lr, ratio, decay = group["lr"], group["adamw_lr_ratio"], group["adamw_weight_decay"]
+    """What AdamW is told of a group: of the parameters that are no matrices of Muon's. `betas` were put there since the
+    group was made."""
+    lr, ratio, decay, eps = (group[key] for key in ("lr", "adamw_lr_ratio", "adamw_weight_decay", "adamw_eps"))
     return {
         "lr": lr if ratio == 1.0 else lr * ratio,
-        "betas": group["adamw_betas"],
-        "eps": group["adamw_eps"],
+        "betas": group["betas"] if "betas" in group else group["adamw_betas"],
+        "eps": group["eps"] if eps is None else eps,
         "weight_decay": group["weight_decay"] if decay is None else decay,
         "amsgrad": False,
         "differentiable": False,
@@ -88,6 +89,17 @@ def as_adamw(group: Group) -> Group:
         "moment_rounding": group["moment_rounding"],
         "weight_rounding": group["weight_rounding"],
     }
+
+
+def refuse_another_algorithm(group: Group, where: str) -> None:
+    """ValueError where `algorithm` is no longer what the parameters of the group were divided by."""
+    algorithm, forms = group["algorithm"], list(zip(group["params"], group.get("matrices") or (), strict=False))
+    of_adamw = [p for p, form in forms if form is None and p.numel()]
+    if algorithm == "adamw" and any(form is not None for _, form in forms) or algorithm == "muon" and of_adamw:
+        raise ValueError(
+            f"{where}algorithm is {algorithm!r} now; it is read when a group is added, and its parameters keep what "
+            "they were added with: make a new optimizer, or put it back"
+        )
 
 
 def dtype_name(ns_dtype: Any) -> str | None:
@@ -123,7 +135,7 @@ def adamw_defaults(given: Mapping[str, Any] | None, lr: Any) -> dict[str, Any]:
     }
 
 
-def own_group(group: Group) -> Group:
+def own_group(group: Group, defaults: Group) -> Group:
     """A group as it was given, with what it says of AdamW in its keys: one with algorithm='adamw' is AdamW's, with its
     own lr, betas, eps and weight_decay."""
     if not isinstance(group, dict):
@@ -134,8 +146,8 @@ def own_group(group: Group) -> Group:
     if "betas" in group:  # not as `betas`: schedulers that cycle momentum would take it for that
         group["adamw_betas"] = group.pop("betas")
     if group.get("algorithm") == "adamw":
-        if "eps" in group:
-            group["adamw_eps"] = group.pop("eps")
+        group.setdefault("eps", defaults["adamw_eps"])
+        group["adamw_eps"] = None  # eps is
         if "lr" in group:
             group.setdefault("adamw_lr_ratio", 1.0)
         if "weight_decay" in group:

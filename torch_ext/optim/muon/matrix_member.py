@@ -62,8 +62,8 @@ class MatrixMember:
         runs = ((m.begin - offset, m.begin - offset + m.numel) for m in self.matrices)
         clipped = ((i, max(begin, 0), min(end, n)) for i, (begin, end) in enumerate(runs))
         self.pieces = [Piece(i, begin, end) for i, begin, end in clipped if begin < end]
-        self._parts = torch.tensor([(0, p.begin) for p in self.pieces], dtype=torch.int64).reshape(-1, 2)
-        self._meta = torch.tensor([(state.id, offset, 0)], dtype=torch.int64)
+        self._parts = torch.tensor([(0, p.begin) for p in self.pieces], dtype=torch.int64, device="cpu").reshape(-1, 2)
+        self._meta = torch.tensor([(state.id, offset, 0)], dtype=torch.int64, device="cpu")
 
     @property
     def name(self) -> str:
@@ -142,7 +142,7 @@ class MatrixMember:
         )
         of_pieces = (self.matrices[p.matrix] for p in self.pieces)
         rows = [(lr * ratio_of(m.rows, m.columns, match), lr * decay) for m in of_pieces]
-        return torch.tensor(rows, dtype=torch.float64).reshape(-1, 2)
+        return torch.tensor(rows, dtype=torch.float64, device="cpu").reshape(-1, 2)
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:

@@ -132,7 +132,7 @@ class Muon(Adam):
         """As AdamW's. And refused: a parameter that another group has, one that is no matrix in a group that says
         algorithm="muon", and a split that does not fit."""
         before = len(self.param_groups)
-        param_group = hyper.own_group(param_group)
+        param_group = hyper.own_group(param_group, self.defaults)
         _refuse_shared(param_group, self.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[before]
@@ -145,6 +145,8 @@ class Muon(Adam):
     @property
     def adamw_groups(self) -> list[dict[str, Any]]:
         """The groups as AdamW's: with its hyper-parameters."""
+        for i, group in enumerate(self.param_groups):
+            hyper.refuse_another_algorithm(group, f"group {i}: ")
         return [hyper.as_adamw(group) for group in self.param_groups]
 
     def refuse_hyper(self, group: dict[str, Any], where: str) -> None:

@@ -81,7 +81,7 @@ def _own_blocks(t: Tensor) -> Scaled | None:
 
 def decoded(found: Scaled, numel: int) -> Tensor:
     """So many elements, fp32 and flat. RuntimeError or TypeError where codes and scales are not of each other."""
-    values = torch.empty(found.codes.numel(), dtype=torch.float32)
+    values = torch.empty(found.codes.numel(), dtype=torch.float32, device="cpu")
     options = (dense.NONE, found.format, constants.NEAREST, 0, 0)
     ops.call("cast_", [found.codes], [values], [found.scales], [], *options)
     return values[found.skip : found.skip + numel]
@@ -102,7 +102,7 @@ def beside(master: Tensor, weight: Tensor) -> Remainder | None:
     """Both flat; None where many elements do not round to their weights."""
     rounded, remainder = weight.clone(), torch.empty_like(master, dtype=torch.int16)
     ops.call("master_encode_", [master], [rounded], [remainder])
-    none = torch.empty(0, dtype=torch.int64)
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
     made = master_of(weight, Remainder(remainder, none, none.to(torch.int32)))
     others = (made.view(torch.int32) != master.view(torch.int32)).nonzero().view(-1)
     if others.numel() > master.numel() // 64:

@@ -10,7 +10,7 @@ from torch_ext.native import constants, ops
 from torch_ext.optim.state.state_dtypes import EMA, EMA_PLANES, FORMATS, GRAIN, MASTERS, StateDtypes
 from torch_ext.tensors import dense
 
-_NO_COUNT = torch.empty(0, dtype=torch.int64)
+_NO_COUNT = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def make(wanted: Sequence[tuple[Tensor, StateDtypes]]) -> list[dict[str, Tensor]]:

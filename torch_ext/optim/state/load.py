@@ -6,7 +6,6 @@ that it does not know it passes on. So the hook, which runs after all others, ch
 torch an EncodedEntry for each parameter; the optimizer's __setstate__ takes the stored state out of them.
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.comm import group_calls
+from torch_ext.native import warning
 from torch_ext.optim.state import codec, load_checks
 from torch_ext.optim.state.sources import ranges, same_values, source_of
 from torch_ext.optim.state.state_dtypes import EMA, StateDtypes
@@ -69,11 +69,14 @@ class _Losses:
         if self.averaged:
             said.append(f"ema_param of {first_names(self.averaged)} is dropped: there is no ema_decay")
         if said:
-            warnings.warn(f"torch_ext: of the loaded state {'; '.join(said)}", stacklevel=2)
+            warning.warn(f"of the loaded state {'; '.join(said)}")
 
 
 def encode_for_load(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Checks everything, then logical -> stored. Changes nothing of the optimizer."""
+    # Reading optimizer.state[p] of a torch.optim.Optimizer leaves {} there, which is no state.
+    stated = {key: entry for key, entry in state_dict.get("state", {}).items() if entry != {}}
+    state_dict = state_dict | ({"state": stated} if "state" in state_dict else {})
     targets = _targets(optimizer, state_dict)
     entries = {key: load_checks.checked_entry(targets[key].p, given) for key, given in state_dict["state"].items()}
     losses = _Losses()

@@ -11,7 +11,7 @@ from torch_ext.grads.errors import names_of
 from torch_ext.optim.state.sources import PlainState, ranges
 from torch_ext.optim.state.state_dtypes import EMA, LOGICAL
 from torch_ext.optim.state.state_tensor import StateTensor
-from torch_ext.optim.state.stateful import StatefulOptimizer, StatefulParam
+from torch_ext.optim.state.stateful import StatefulOptimizer, StatefulParam, first_names
 from torch_ext.params import hyper_parameters, local_shard, param_groups
 from torch_ext.tensors import dense
 
@@ -20,7 +20,8 @@ def param_keys(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> list
     """The key of the loaded state of each parameter. ValueError unless groups and keys are the optimizer's."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise ValueError(f"this is no optimizer's state_dict: of {key!r} there is none in {list(state_dict)}")
+            found = first_names(list(map(repr, state_dict))) or "nothing"
+            raise ValueError(f"this is no optimizer's state_dict: it has no {key!r}, but {found}")
     saved, own = state_dict["param_groups"], optimizer.param_groups
     _refuse_other_names(saved, own)
     lengths, saved_lengths = ([len(g["params"]) for g in groups] for groups in (own, saved))
@@ -105,7 +106,13 @@ def _refuse_keys(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None
                 f"one has {', '.join(map(str, entry)) or 'nothing'}"
             )
     for key in entry:
-        if key in LOGICAL and key not in (*legal, "master_param", EMA):
+        if key == "max_exp_avg_sq":
+            raise ValueError(
+                f"{where} was saved with amsgrad=True, which torch_ext does not have; resume with torch.optim"
+            )
+        if key not in LOGICAL:
+            raise ValueError(f"{where} has {key!r}; the state of {kind} has {', '.join(legal)} (and master_param)")
+        if key not in (*legal, "master_param", EMA):
             raise ValueError(
                 f"{where} has {key!r}; the state of {kind} has {', '.join(legal)} (and master_param). A parameter "
                 "whose algorithm changed needs a new optimizer, or a state that fits it"
@@ -114,12 +121,6 @@ def _refuse_keys(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None
 
 def _refuse_values(param: Any, entry: Mapping[str, Any], where: str) -> None:
     for key, value in entry.items():
-        if key == "max_exp_avg_sq":
-            raise ValueError(
-                f"{where} was saved with amsgrad=True, which torch_ext does not have; resume with torch.optim"
-            )
-        if key not in LOGICAL:
-            raise ValueError(f"{where} has {key!r}; the state of an Adam has {', '.join(LOGICAL)}")
         if key == "step":
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point():

@@ -89,7 +89,7 @@ def _row(m: ParamState) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _counts(members: Sequence[ParamState]) -> Tensor:
-    return torch.zeros(len(members), dtype=torch.int64, device=members[0].weight.device if members else None)
+    return torch.zeros(len(members), dtype=torch.int64, device=members[0].weight.device if members else "cpu")
 
 
 def refuse_modified(members: Sequence[ParamState]) -> None:

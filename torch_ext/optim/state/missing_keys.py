@@ -12,12 +12,12 @@ import dataclasses
 import functools
 import re
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torch_ext.native import warning
 from torch_ext.optim.state.stateful import first_names
 
 _PLANNER = "torch.distributed.checkpoint.default_planner"
@@ -190,4 +190,4 @@ def _warn(missing: MissingKeys) -> None:
     said = [f"the checkpoint has no {_quoted(made)}: made from the weights in it"] if made else []
     said += [f"the checkpoint has no {_quoted(left)}: the weight is its master from the next step on"] if left else []
     if said:
-        warnings.warn(f"torch_ext: {'; '.join(said)}", stacklevel=2)
+        warning.warn("; ".join(said))
