@@ -324,8 +324,8 @@ static int64_t tx_adamw_run(const tx_adamw_piece *a) {
     tx_rest rest; /* no zeros, as its copy is of 8 KB */
     rest.at = at + (route.staged ? 0 : n / TX_BLOCK * TX_BLOCK);
     rest.n = a->extras ? at + n - rest.at : 0;
-    if (rest.n > 0) tx_keep_rest(a, &rest);
     stale += tx_look_at_tile(a, at + blocks, n - blocks);
+    if (rest.n > 0) tx_keep_rest(a, &rest); /* as the step finds them: what others wrote is taken over */
     tx_step_streams s = {.grad = tx_stage_in(&route.grad, at, n, g_tile),
                          .param = route.steps_master ? master : tx_stage_in(&route.param, at, n, p_tile),
                          .master = route.steps_master || route.param.remainders ? NULL : master,

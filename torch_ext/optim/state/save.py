@@ -76,20 +76,19 @@ def masters(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[An
     return found
 
 
+def _weight_of(p: StatefulParam) -> Any:
+    """Cut as state is."""
+    return _state_tensor(p, PlainState(p.local.weight.detach()), p.name) if p.cut else p.param.detach()
+
+
 def averages(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[Any, Any]:
-    """The average of each parameter in a logical state_dict, in fp32; the weight where it was not stepped: weights may
-    have been loaded since its state was made."""
+    """The average of each parameter in a logical state_dict, in fp32; the weight where none has begun."""
     found: dict[Any, Any] = {}
     for p, key in zip(params_of(optimizer), param_groups.keys(optimizer.param_groups), strict=True):
         entry = state_dict["state"].get(p.index, {})
-        average = entry[EMA] if EMA in entry and float(entry["step"]) else _weight_of(p)
+        average = entry[EMA] if EMA in entry and optimizer.averaging.begun(entry) else _weight_of(p)
         found[key] = average if average.dtype == torch.float32 else average.to(torch.float32)
     return found
-
-
-def _weight_of(p: StatefulParam) -> Any:
-    """Cut as its state is."""
-    return _state_tensor(p, PlainState(p.local.weight.detach()), p.name) if p.cut else p.param.detach()
 
 
 def consolidated(optimizer: StatefulOptimizer, state_dict: dict[str, Any], to: int | None) -> dict[str, Any] | None:
