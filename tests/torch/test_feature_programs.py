@@ -1,0 +1,17 @@
+"""Random histories of one process in which features meet (tests/feature_programs.py). FEATURE_PROGRAMS=1000 runs as
+many more of them; a seed that failed once stays in SEEDS."""
+
+import os
+
+import feature_programs
+import pytest
+
+SEEDS = [*range(12)]
+MORE = int(os.environ.get("FEATURE_PROGRAMS", "0"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", [*SEEDS, *range(10_000, 10_000 + MORE)])
+def test_features_change_no_bit_and_say_what_is_so(seed: int) -> None:
+    program = feature_programs.Program(seed)
+    program.run(program.acts(30))
