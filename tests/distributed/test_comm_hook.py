@@ -222,6 +222,32 @@ def test_another_model_in_the_same_backward_goes_on() -> None:
 # -- a rank that is lost, or fails alone --------------------------------------------------------------------------
 
 
+def _opened(rank: int, world: int, way: str) -> None:
+    model = DistributedDataParallel(Given(SHAPES, BF16), bucket_cap_mb=0.0001, **WAYS.get(way, {}))
+    if way != "without our hook":
+        torch_ext.register_comm_hook(model, policy(BF16))
+    optimizer = torch_ext.AdamW(model.named_parameters(), lr=1e-2)
+    for step in range(4):
+        loss = model(noise(step, rank, SHAPES, BF16))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            del loss
+        with optimizer.master_weights() as masters:
+            for p, master in zip(model.parameters(), masters.values(), strict=True):
+                assert p.dtype == FP32 and torch.equal(p, master)
+                p.mul_(0.75)
+        assert all(each == bits(list(model.parameters())) for each in on_all_ranks(bits(list(model.parameters())))), (
+            step
+        )
+
+
+@pytest.mark.parametrize("way", ["without our hook", "plain", "gradient_as_bucket_view"])
+def test_gradients_are_reduced_after_parameters_were_their_masters(way: str) -> None:
+    ranks.run(2, _opened, way)
+
+
 def _no_memory(*_: Any) -> Any:
     raise MemoryError("no memory for the bucket")
 

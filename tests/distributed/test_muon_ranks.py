@@ -1,6 +1,7 @@
 """Muon under every strategy: each matrix is orthogonalised by one rank of the world, and weights and states have the
 bits of one process."""
 
+import contextlib
 import pathlib
 from typing import Any
 
@@ -9,7 +10,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gradients import BF16, FP32, Given, bits
+from gradients import BF16, FP32, Given, bits, noise, on_all_ranks
 from muon_programs import STRATEGIES, Program, before_products, counted, everything
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -190,9 +191,36 @@ def _in_backward(rank: int, strategy: str) -> str:
     return _refused(model, optimizer, _ones())
 
 
+def _followed(rank: int, strategy: str) -> list[Any]:
+    """What a measured step says in which products of one matrix were not finite, and what the next one says then; an
+    engine that follows both as one version."""
+
+    def breaks(task: Any) -> None:
+        if task.x.shape == SHAPES[1]:
+            task.x.fill_(torch.nan)
+
+    model, optimizer = _made(strategy, BF16, lr=1e-3)
+    publisher = torch_ext.WeightPublisher(model, optimizer)
+    engine = {name: p.detach().clone() for name, p in Given(SHAPES, BF16).named_parameters()}
+    subscriber, measured = torch_ext.WeightSubscriber(engine), []
+    for step in range(4):
+        optimizer.measure_health()
+        for fails in (True, False):
+            model(noise(2 * step + fails, rank, SHAPES, BF16)).backward()
+            with before_products(breaks if fails else lambda task: None):
+                with pytest.raises(RuntimeError, match="p1") if fails else contextlib.nullcontext():
+                    optimizer.step()
+            optimizer.zero_grad()
+            measured.append([p.elements for p in optimizer.health().params])
+        subscriber.apply(on_all_ranks(publisher.publish()), "full")
+        weights = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+        assert bits(list(engine.values())) == bits(weights)
+    return measured
+
+
 _BODIES = (
     *(_bytes, _measured, _differing, _same_shapes, _nonfinite, _products, _expert, _goes_on, _no_memory),
-    _in_backward,
+    *(_in_backward, _followed),
 )
 
 
@@ -239,6 +267,11 @@ def test_training_goes_on_with_the_same_weights_everywhere_where_products_were_n
     (first, second), other = answers[1][_goes_on]
     assert other == (first, second)
     assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+def test_a_step_in_which_products_were_not_finite_is_measured_once_and_published(answers: Any) -> None:
+    elements = [768, 576, 288, 7]  # not of p1
+    assert answers[1][_followed] == ([elements] * 8, [elements] * 8)
 
 
 def test_a_stack_is_stepped_as_a_whole_or_not_at_all(answers: Any) -> None:

@@ -335,3 +335,52 @@ def _argument(rank: int, world: int) -> None:
 
 def test_the_argument_of_an_optimizer_beside_a_policy() -> None:
     ranks.run(2, _argument)
+
+
+# -- between a backward that steps and step() --------------------------------------------------------------------------
+
+
+def _between(rank: int, world: int) -> None:
+    """What would make another plan is refused by name, and training goes on as if nobody had asked."""
+    for strategy in ("optim", "optim_grads"):
+        (model, optimizer), (plain, other) = (_made(strategy, True, ema_decay=0.9) for _ in range(2))
+        for step in range(4):
+            for each, by in ((model, optimizer), (plain, other)):
+                _backward(each, rank, step)
+                if each is model and step > 0:
+                    for call in (optimizer.measure_health, optimizer.master_weights, optimizer.ema_weights):
+                        words = rf"{call.__name__}\(\) after a backward that stepped .* call step\(\) first"
+                        with pytest.raises(RuntimeError, match=words):
+                            call().__enter__()
+                by.step()
+                by.zero_grad()
+        assert bits(list(model.parameters())) == bits(list(plain.parameters()))
+
+
+def test_what_is_refused_between_backward_and_step() -> None:
+    ranks.run(2, _between)
+
+
+def _dropped(rank: int, world: int) -> None:
+    """What backward stepped is kept where gradients are dropped: a step, and published as one."""
+    model, optimizer = _made("optim", True)
+    publisher = torch_ext.WeightPublisher(model, optimizer)
+    engine = {name: p.detach().clone() for name, p in model.named_parameters()}
+    subscriber = torch_ext.WeightSubscriber(engine)
+    for step in range(6):
+        _backward(model, rank, 2 * step)
+        if step == 0:
+            optimizer.step()  # which makes states: only later ones are stepped in backward
+        assert optimizer.stepped_in_backward() == (step > 0)
+        optimizer.zero_grad()
+        _backward(model, rank, 2 * step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        parts: list[Any] = [None] * world
+        torch.distributed.all_gather_object(parts, publisher.publish())
+        subscriber.apply(parts, "full")
+        assert bits(list(engine.values())) == bits(list(model.parameters()))
+
+
+def test_gradients_that_are_dropped_after_they_were_applied() -> None:
+    ranks.run(2, _dropped)

@@ -186,3 +186,63 @@ def test_without_ema_decay_there_is_none() -> None:
         optimizer.ema_state_dict()
     with pytest.raises(RuntimeError, match=r"ema_weights\(\): there is no average"), optimizer.ema_weights():
         pass
+
+
+# -- where it meets something else -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_before_it_begins_it_is_the_weights_as_they_are(states: str, every: int) -> None:
+    """Whoever asked for a state_dict() has made the state, of weights that are loaded only then."""
+    model = model_in(BF16)
+    optimizer = optimizer_of(model, states, ema_every=every)
+    optimizer.state_dict()
+    for done in range(every):
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+        wanted = clones(model.state_dict())
+        assert bits_equal(optimizer.ema_state_dict(), {key: value.float() for key, value in wanted.items()})
+        with optimizer.ema_weights():
+            assert bits_equal(model.state_dict(), wanted)
+        step(model, optimizer, done)
+    masters = optimizer.master_state_dict()
+    for key, average in optimizer.ema_state_dict().items():
+        torch.testing.assert_close(average, masters[key], rtol=2**-7, atol=0)
+
+
+def test_what_is_frozen_has_its_average_inside_as_in_the_state_dict() -> None:
+    model = model_in(BF16)
+    optimizer = optimizer_of(model, "bf16_remainder", ema_dtype=F32)
+    for i in range(3):
+        step(model, optimizer, i)
+    weight = next(model.parameters()).requires_grad_(False)
+    averages = optimizer.ema_state_dict()
+    assert not torch.equal(averages["0.weight"].to(BF16), weight)
+    with optimizer.ema_weights():
+        assert bits_equal(model.state_dict(), {key: value.to(BF16) for key, value in averages.items()})
+
+
+@pytest.mark.parametrize("states", ["bf16", "bf16_remainder"])
+@pytest.mark.parametrize("how", ["resync", "error", "ignore"])
+def test_a_write_before_a_swap_is_what_it_is_without(how: str, states: str) -> None:
+    """Named, counted, or overwritten by the next step."""
+    found = []
+    for swaps in (False, True):
+        model = model_in(BF16)
+        optimizer = optimizer_of(model, states, on_external_write=how)
+        step(model, optimizer, 0)
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+        if swaps:
+            with optimizer.ema_weights():
+                pass
+        said = ""
+        try:
+            step(model, optimizer, 1)
+        except RuntimeError as error:
+            said = str(error)
+        assert ("on_external_write='error': '0.weight'" in said) == (how == "error")
+        found.append((said, optimizer.external_writes(), clones(model.state_dict())))
+    assert found[0][:2] == found[1][:2] and bits_equal(found[0][2], found[1][2])
+    assert (found[0][1] > 0) == (how == "resync")

@@ -546,6 +546,46 @@ def test_opened_masters_are_closed_before_anything_else(what: str) -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_opening_masters_notices_a_write_as_a_step_does(name: str) -> None:
+    model, optimizer = made(name, on_external_write="error")
+    model.weights[1].data.mul_(1.5)
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match=r"'weights.1' \(\d+ elements\) no longer"), optimizer.master_weights():
+        pass
+    assert everything(optimizer) == before
+    model, optimizer = made(name)
+    model.weights[1].data.mul_(1.5)
+    with optimizer.master_weights():
+        pass
+    assert optimizer.external_writes() > 0
+
+
+def test_opened_masters_overwrite_a_write_that_is_ignored() -> None:
+    (model, ignoring), (_, plain) = made("bf16", on_external_write="ignore"), made("bf16")
+    model.weights[1].data.mul_(1.5)
+    with ignoring.master_weights():
+        pass
+    assert everything(ignoring) == everything(plain)
+
+
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_opening_masters_leaves_hooks_of_gradients_where_they_are(name: str) -> None:
+    """Torch makes another node that accumulates a gradient where `.data` gets another dtype. DistributedDataParallel
+    and others put their hooks there."""
+    model, optimizer = made(name)
+    called = []
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
+    for node in nodes:
+        node.register_hook(lambda *_: called.append(1))
+    with optimizer.master_weights():
+        assert all(p.dtype == torch.float32 and type(p) is nn.Parameter for p in model.parameters())
+        model.weights[0].mul_(0.5)
+    torch.stack([p.float().sum() for p in model.parameters()]).sum().backward()
+    assert len(called) == len(nodes)
+    assert all(p.dtype == model.weights[0].dtype for p in model.parameters())
+
+
 def test_average_of_masters_is_finer_than_that_of_weights() -> None:
     model, optimizer = made("bf16", lr=1e-4)
     ema = {key: value.clone() for key, value in optimizer.master_state_dict().items()}

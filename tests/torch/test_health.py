@@ -1,5 +1,6 @@
 """What a step says of itself when it is asked: numbers, table, warnings; and that others are as they were."""
 
+import copy
 import re
 from typing import Any
 
@@ -142,3 +143,71 @@ def test_nothing_measured_is_an_error_that_says_what_to_do() -> None:
     optimizer.measure_health()
     with pytest.raises(RuntimeError, match=r"no step came since measure_health\(\)"):
         optimizer.health()
+
+
+# -- where it meets something else -------------------------------------------------------------------------------------
+
+
+def _elements(optimizer: torch_ext.AdamW) -> dict[str, int]:
+    return {p.name: p.elements for p in optimizer.health().params}
+
+
+@pytest.mark.parametrize("numel", [1, 5, 130, 1024, 1025, 3000])
+@pytest.mark.parametrize("states", ["bf16", "bf16_remainder", "8bit"])
+def test_what_others_wrote_is_no_update(states: Any, numel: int) -> None:
+    """Remainders of a block that was written to are dropped before the step, of a tail, too."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(numel).to(BF16))
+    optimizer = torch_ext.AdamW([("p", p)], lr=1e-5, states=states)
+    for measured in (False, True):
+        if measured:
+            p.data.mul_(1.25)
+            before = p.detach().double()
+            optimizer.measure_health()
+        p.grad = torch.randn(numel).to(BF16)
+        optimizer.step()
+    update = optimizer.master_state_dict()["p"].double() - before
+    assert optimizer.health().params[0].update_rms == pytest.approx(float(update.square().mean().sqrt()), rel=1e-3)
+
+
+def test_a_backward_that_stepped_and_whose_gradients_are_dropped_is_measured_once() -> None:
+    model, optimizer = trained(step_in_backward=True)
+    step(model, optimizer)
+    optimizer.measure_health()
+    model(torch.randn(8, 300).to(BF16)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"measure_health\(\) after a backward that stepped some weights already"):
+        optimizer.measure_health()
+    optimizer.zero_grad()
+    assert _elements(optimizer) == {"weight": 21000, "bias": 70} and optimizer.health().step == 2
+    step(model, optimizer)
+    assert optimizer.health().step == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*a step was skipped")
+def test_a_step_that_is_left_out_says_so() -> None:
+    model, optimizer = trained(skip_nonfinite=True)
+    step(model, optimizer)
+    optimizer.measure_health()
+    model.weight.grad = torch.full_like(model.weight, torch.inf)
+    optimizer.step()
+    said = "nothing was measured: the step was left out, since a gradient was not finite"
+    assert optimizer.health().params == () and optimizer.health().warnings == [said]
+
+
+def test_what_is_frozen_after_the_step_was_measured() -> None:
+    model, optimizer = trained()
+    optimizer.measure_health()
+    step(model, optimizer)
+    model.weight.requires_grad_(False)
+    assert _elements(optimizer) == {"weight": 21000, "bias": 70}
+
+
+def test_a_state_that_is_loaded_forgets_no_question_and_no_answer() -> None:
+    model, optimizer = trained()
+    step(model, optimizer)
+    optimizer.measure_health()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(model, optimizer)
+    assert optimizer.health().step == 2
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert _elements(optimizer) == {"weight": 21000, "bias": 70}

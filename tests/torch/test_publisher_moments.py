@@ -1,5 +1,6 @@
 """When weights are published: between whole steps and nowhere else, whatever else an optimizer does meanwhile."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -280,6 +281,52 @@ def test_a_write_before_somebody_makes_the_state(policy: str, late: bool) -> Non
     trainer.optimizer.state_dict()
     trainer.step()
     following.takes()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("how", ["model first", "model last", "masters of a state_dict", "in place"])
+@pytest.mark.parametrize("policy", ["bf16", "bf16_remainder", "8bit", "fp16", "fp32"])
+def test_weights_and_masters_that_are_both_loaded(policy: str, how: str, steps: int) -> None:
+    """They agree with each other, and with nothing that was published."""
+    trainer = Trainer(policy, lr=1e-4)
+    model, optimizer = trainer.model, trainer.optimizer
+    following = Following(model, trainer.publisher)
+    trainer.step()
+    following.takes()
+    weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    trainer.step(5)
+    following.takes()
+    trainer.step()
+    if how != "model last":
+        model.load_state_dict(weights)
+    if how == "masters of a state_dict":
+        optimizer.resync_masters(state_dict=weights)
+    elif how == "in place":  # as torch.distributed.checkpoint.load does
+        for index, entry in optimizer.state_dict()["state"].items():
+            for key, value in entry.items():
+                value.copy_(state["state"][index][key])
+    else:
+        optimizer.load_state_dict(state)
+    if how == "model last":
+        model.load_state_dict(weights)
+    trainer.step(steps)
+    following.takes()
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16_remainder", "fp32"])
+def test_a_backward_that_stepped_and_whose_gradients_were_dropped_is_a_step(policy: str) -> None:
+    """Two of them may have moved a weight further than one."""
+    net = Net(POLICIES[policy][0])
+    options: Any = {"policy": policy_of(policy), "step_in_backward": True}
+    optimizer = torch_ext.AdamW(net.named_parameters(), lr=1e-3, **options)
+    following = Following(net, torch_ext.WeightPublisher(net, optimizer))
+    for step in range(4):
+        net.backward(2 * step)
+        optimizer.zero_grad()
+        net.backward(2 * step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        following.takes()
 
 
 def test_a_silent_write_without_a_master_is_found_by_the_engine() -> None:

@@ -113,6 +113,8 @@ class Adam(MeasuringOptimizer):
         self._stepper.drop_gradients()
         super().zero_grad(set_to_none)
         if self._release is not None:
+            if self._release.stepped:
+                self._stepper.stepped_so_far()
             self._release.finish()
 
     def skipped_steps(self) -> int:
@@ -188,6 +190,7 @@ class Adam(MeasuringOptimizer):
         what is written there is taken over as well. Where parameters are cut every rank enters, and leaving is
         collective. A step inside is a RuntimeError.
         """
+        self.refuse_between("master_weights()")
         self._masters_may_change("master_weights()")
         with torch.no_grad(), master_sync.opened(self._states, self._stepper) as masters:
             self._open = "master_weights(): parameters are their masters there"

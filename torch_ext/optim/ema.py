@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from torch_ext.native.untraced import untraced
-from torch_ext.optim import master_sync
 from torch_ext.optim.optimizer_base import OptimizerBase
 from torch_ext.optim.optimizer_states import OptimizerStates
-from torch_ext.optim.state import codec, masters, save
+from torch_ext.optim.state import codec, save
+from torch_ext.optim.state.averaging import Averaging
 from torch_ext.optim.state.param_state import ParamState, gather_of, gathers_in_order
 from torch_ext.optim.state.state_dtypes import EMA
-from torch_ext.optim.stepper import Stepper
 from torch_ext.params import reducer_registry
 from torch_ext.params.param_groups import of_the_innermost
 
@@ -37,7 +36,8 @@ class AveragingOptimizer(OptimizerBase):
         ema_decay.
         """
         self._refuse_without_average("ema_weights()")
-        with torch.no_grad(), _swapped(self._states, self._stepper):
+        self.refuse_between("ema_weights()")
+        with torch.no_grad(), _swapped(self._states):
             self._open = "ema_weights(): parameters are their averages there"
             try:
                 yield
@@ -49,7 +49,7 @@ class AveragingOptimizer(OptimizerBase):
     def ema_state_dict(self) -> dict[str | int, Any]:
         """The average of each parameter in fp32, with the keys of `master_state_dict()`: parameter names, or positions
         where the optimizer does not know names. Tensors as those of `state_dict()`, to be read, not written. Before the
-        first step it is the weights. RuntimeError without ema_decay."""
+        first step (of those that ema_every counts) it is the weights. RuntimeError without ema_decay."""
         self._refuse_without_average("ema_state_dict()")
         return save.averages(self, self._logical_state_dict("ema_state_dict()"))
 
@@ -60,18 +60,20 @@ class AveragingOptimizer(OptimizerBase):
 
 
 @contextlib.contextmanager
-def _swapped(states: OptimizerStates, stepper: Stepper) -> Iterator[None]:
+def _swapped(states: OptimizerStates) -> Iterator[None]:
     everyone = states.everyone()
-    members = states.members(everyone, [p.requires_grad for p in everyone])
-    with_master = [m for m in members if m.kinds.master]
-    masters.resync(with_master)
+    members = states.members(everyone, [p.requires_grad or states.is_made(p) for p in everyone])
     weights = [m.weight.detach().clone() for m in members]
     try:
-        _write(members, [codec.decode(m.weight, m.state, m.kinds, EMA) for m in members])
+        _write(members, [_average_of(m, states.optimizer.averaging) for m in members])
         yield
     finally:
-        _write(members, weights)
-        master_sync.mark_synced(states, stepper, with_master)
+        _write(members, weights)  # the next step compares them with their masters, and finds what it would have found
+
+
+def _average_of(m: ParamState, averaging: Averaging) -> Tensor:
+    """The weight itself before the first step that makes one."""
+    return codec.decode(m.weight, m.state, m.kinds, EMA) if averaging.begun(m.state) else m.weight.detach()
 
 
 def _write(members: list[ParamState], values: list[Tensor]) -> None:

@@ -25,7 +25,8 @@ class MeasuringOptimizer(AveragingOptimizer):
     def measure_health(self) -> None:
         """The next step measures itself, for `health()`; on every rank alike. Not one that is captured into a
         CUDA graph."""
-        self._states.measurement = Measurement()
+        self.refuse_between("measure_health()")
+        self._states.measuring.next = Measurement()
         self._stepper.drop_plan()
 
     @of_the_innermost
@@ -36,9 +37,9 @@ class MeasuringOptimizer(AveragingOptimizer):
         Of whole parameters: where they are cut over ranks this is collective, as clip_grad_norm_, and every rank gets
         the same. RuntimeError where no step was asked to measure, or none came since.
         """
-        measured = self._states.measured
+        measured = self._states.measuring.last
         if measured is None:
-            asked = self._states.measurement is not None
+            asked = self._states.measuring.next is not None
             raise RuntimeError(
                 f"{_CALL}: {'no step came since measure_health()' if asked else 'no step was asked to measure'}; call "
                 "measure_health(), take a step, and then health()"
@@ -50,25 +51,22 @@ def _read(states: OptimizerStates, measured: Measurement) -> list[ParamHealth]:
     everyone = states.everyone()
     shards = states.current_shards(everyone)
     keys, kept = param_groups.keys(states.groups), param_groups.kept_32bit(states.groups)
-    chosen = [i for i, p in enumerate(everyone) if p.requires_grad]
-    rows = [measured.rows.get(everyone[i]) for i in chosen]
-    table = _on_host(rows)
+    table = _on_host([measured.rows.get(p) for p in everyone])
     by_groups: dict[tuple[torch.distributed.ProcessGroup, ...], list[int]] = {}
-    for at, i in enumerate(chosen):
+    for i in range(len(everyone)):
         if groups := tuple(shards.of(i).groups):
-            by_groups.setdefault(groups, []).append(at)
+            by_groups.setdefault(groups, []).append(i)
     for groups, members in by_groups.items():
-        table[members] = _summed(table[members], groups, everyone[chosen[members[0]]].device)
+        table[members] = _summed(table[members], groups, everyone[members[0]].device)
     policy = states.optimizer.policy
     roundings = [group["weight_rounding"] for group in states.groups for _ in group["params"]]
     found = []
-    for at, i in enumerate(chosen):
-        p, row = everyone[i], table[at]
+    for i, (p, row) in enumerate(zip(everyone, table, strict=True)):
+        if not row.any():  # no step took it
+            continue
         kinds = StateDtypes.of(policy, p.dtype, p.numel(), kept[i])
         keeps = kinds.master is not None or p.dtype == torch.float32 or roundings[i] != "nearest"
-        one = ParamHealth.of(str(keys[i]), row, keeps, p.dtype == torch.float16)
-        if one.elements:
-            found.append(one)
+        found.append(ParamHealth.of(str(keys[i]), row, keeps, p.dtype == torch.float16))
     return found
 
 

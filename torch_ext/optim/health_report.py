@@ -93,6 +93,8 @@ class Health:
     @property
     def warnings(self) -> list[str]:
         """What is worth one, in words; empty where all is well."""
+        if not self.params:
+            return ["nothing was measured: the step was left out, since a gradient was not finite"]
         return [text for p in self.params for text in p.warnings()]
 
     def as_dict(self, prefix: str = "health/") -> dict[str, float]:

@@ -25,7 +25,11 @@ def resync(states: OptimizerStates, stepper: Stepper, force: bool) -> int:
     if plan is None:
         states.refuse_converted(zip(param_groups.names(states.groups), everyone, strict=True))
     members = states.members(everyone, having) if stepped is None else stepped
+    if (watcher := states.watcher) is not None:
+        watcher.before_stepping()
     changed = int(masters.resync(members, force).sum())
+    if watcher is not None:
+        watcher.after_backward()
     if plan is None or stepped is None:
         mark_synced(states, stepper, members)
     else:
@@ -53,12 +57,21 @@ def opened(states: OptimizerStates, stepper: Stepper) -> Iterator[dict[str | int
     trained = [p.requires_grad for p in everyone]
     members = states.members(everyone, trained)
     with_master = [m for m in members if m.kinds.master]
-    masters.resync(with_master)
+    _notice_writes(states, with_master)
     try:
         with master_weights.opened(members, _keys(states, trained)) as found:
             yield found
     finally:
         mark_synced(states, stepper, with_master)
+
+
+def _notice_writes(states: OptimizerStates, members: list[ParamState]) -> None:
+    """As a step would, which masters that are weights for a while hide them from."""
+    how = states.optimizer.on_external_write
+    if how == "error":
+        masters.refuse_modified(members)
+    elif how == "resync":
+        states.counts[1, 1] += masters.resync(members).sum()
 
 
 def _keys(states: OptimizerStates, wanted: list[bool]) -> list[str | int]:

@@ -14,7 +14,7 @@ from torch_ext.optim import torch_clip_functions
 from torch_ext.optim.cpu_offload.host_states import HostStates
 from torch_ext.optim.grad_scaling import GradScaling
 from torch_ext.optim.gradient_release import GradientRelease, refuse_settings
-from torch_ext.optim.optimizer_states import OptimizerStates, refuse_group
+from torch_ext.optim.optimizer_states import OptimizerStates, go_on_from, refuse_group
 from torch_ext.optim.saved_optimizer import SavedOptimizer
 from torch_ext.optim.state import access, flattened, load
 from torch_ext.optim.step_in_backward import StepInBackward
@@ -152,7 +152,8 @@ class OptimizerBase(SavedOptimizer):
             exposed = not loaded or (len(before) > 0 and access.exposed(before))
             self.state = access.TrackedState.of(entries, exposed, make=self._make_first_state)
         self._assemble(host, counts, dict(state.get("_forms", {})))  # a load has none: for parameters as they are
-        self._states.changes = None if known is None else known.changes  # whose publisher goes on
+        if known is not None:
+            go_on_from(known, self._states)
         self._states.note_forms(self._states.everyone())
         for group in self.param_groups:
             param_groups.fill(group, self.defaults, self._decoupled)
@@ -175,6 +176,11 @@ class OptimizerBase(SavedOptimizer):
     def stepped_in_backward(self) -> bool:
         """Whether something was stepped in backward, and step() is still to come."""
         return self._stepper.stepped_in_backward() or (self._release is not None and self._release.stepped)
+
+    def refuse_between(self, doing: str) -> None:
+        """RuntimeError after a backward that stepped, before step()."""
+        if self.stepped_in_backward():
+            raise RuntimeError(f"{doing} after a backward that stepped some weights already: call step() first")
 
     # -- what offloading asks (see offloading/offload.py) --------------------------------------------------------------
 

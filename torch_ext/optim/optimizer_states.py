@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_ext.optim.cpu_offload.host_states import HostStates
 from torch_ext.optim.state import access, agreement, codec, param_form
 from torch_ext.optim.state.averaging import Averaging
-from torch_ext.optim.state.measurement import Measurement
+from torch_ext.optim.state.measurement import Measuring
 from torch_ext.optim.state.param_state import ParamState
 from torch_ext.optim.state.state_dtypes import StateDtypes, first_moment
 from torch_ext.optim.state.weight_changes import Watcher, WeightChanges
@@ -52,10 +52,7 @@ class OptimizerStates:
         """Of fp32 masters: what is known without the plan of the last step, which knows better."""
         self.changes: WeightChanges | None = None
         """What steps say of the weights that they change, where somebody publishes these."""
-        self.measurement: Measurement | None = None
-        """Of the next step, where it is to measure itself."""
-        self.measured: Measurement | None = None
-        """Of the last step that did."""
+        self.measuring = Measuring()
         self._forms = forms  # of the parameters that have state
         self._shards: shard_map.ShardMap | None = None
 
@@ -181,7 +178,7 @@ class OptimizerStates:
 
     def _row(self, p: Tensor, weight: Tensor, host: bool) -> Tensor | None:
         device = torch.device("cpu") if host else weight.device
-        return None if self.measurement is None else self.measurement.row(p, device)
+        return None if self.measuring.next is None else self.measuring.next.row(p, device)
 
     def _kinds(self, p: Tensor, kept: bool, matrix: bool, name: str) -> StateDtypes:
         optimizer = self.optimizer
@@ -237,6 +234,13 @@ class OptimizerStates:
                 self._forms[p] = form._replace(exp_avg=weakref.ref(moment))
             else:
                 self._forms[p] = param_form.form_of(p, moment)
+
+
+def go_on_from(known: OptimizerStates, states: OptimizerStates) -> None:
+    """Takes over what others asked of the optimizer, when states are loaded into it: to publish, to measure."""
+    states.changes, states.measuring = known.changes, known.measuring
+    if states.changes is not None:
+        states.changes.all_written()
 
 
 def _complete(members: list[ParamState]) -> list[ParamState]:

@@ -1,7 +1,8 @@
 """The step of an optimizer: in step(), in backward, on the device and on the host."""
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch_ext.comm import group_calls
 from torch_ext.native import graph_capture
 from torch_ext.optim.grad_scaling import GradScaling
-from torch_ext.optim.optimizer_states import OptimizerStates
+from torch_ext.optim.optimizer_states import OptimizerStates, Settings
 from torch_ext.optim.released_step import ReleasedStep
 from torch_ext.optim.state import masters
 from torch_ext.optim.state.param_state import gather_of
@@ -42,9 +43,9 @@ class Stepper:
         active = [g is not None for g in grads]
         present = cast(list[Tensor], grads) if all(active) else [g for g in grads if g is not None]
         if not present:
-            if released and self.plan is not None:
-                self._take_measurement(self.plan)
-            elif not released and not self._warned:
+            if released:
+                self._end_measurement()
+            elif not self._warned:
                 self._warned = True
                 _warn_of_orphans(len(everyone))
             return
@@ -56,17 +57,23 @@ class Stepper:
             self._in_backward.refuse_otherwise(fits, clipping is not None or scaling.unscales())
         plan = self._run(shards, active, present, hyper, scaling.scalars(clipping))
         if plan is not None:
-            self._take_measurement(plan)
+            self._end_measurement()
             scaling.clipped_in_place = False
             if clipping is not None:
                 clipping.used = True
                 clipping.warn_if_skipped(plan.members, present)
 
-    def _take_measurement(self, plan: StepPlan) -> None:
-        states = self._states
-        if states.measurement is not None:
-            states.measured, states.measurement = states.measurement, None
-            states.measured.taken([m.state["step"] for m in plan.members])
+    def stepped_so_far(self) -> None:
+        """Some were stepped, and no step() comes that would end as others do: that was a step."""
+        self._end_measurement()
+        if (watcher := self._states.watcher) is not None:
+            watcher.stepped()
+
+    def _end_measurement(self) -> None:
+        """The plan was run: if it measured, it is not to do so once more."""
+        measuring = self._states.measuring
+        if self.plan is not None and measuring.next is not None:
+            measuring.end([m.state["step"] for m in self.plan.members])
             self.drop_plan()  # whose arguments are those of a step that measures
 
     def _run(
@@ -89,7 +96,8 @@ class Stepper:
             while plan is not None:
                 run = StepRun(plan, grads, hyper, scalars, states.counts, states.optimizer.on_external_write, progress)
                 try:
-                    run.run(self._in_backward, lay_out=remade)
+                    with _told(self, progress):
+                        run.run(self._in_backward, lay_out=remade)
                     break
                 except ArgumentsRefused as refusal:
                     # Once more: parameters or gradients may only lie elsewhere, or differently, than they did so far.
@@ -182,13 +190,7 @@ class Stepper:
         """Buckets are stepped as their sums are ready, with what groups say now; step() gathers."""
         states = self._states
         optimizer = states.optimizer
-        if optimizer.skip_nonfinite:
-            raise RuntimeError("step_in_backward=True steps before skip_nonfinite=True can look: leave out one of them")
-        if optimizer.policy.clip_grad:
-            raise RuntimeError(
-                f"step_in_backward=True steps before the norm is known, and the optimizer's policy has "
-                f"clip_grad={optimizer.policy.clip_grad}: leave out one of them"
-            )
+        _refuse_settings(optimizer)
         plan = self.standing_plan()
         if plan is None or not all(plan.active):
             return None
@@ -218,8 +220,31 @@ class Stepper:
             self._in_backward.clear()
         elif self._in_backward and self.plan is not None:
             self._in_backward.end(self.plan)
+            self.stepped_so_far()
         for owner in owners:
             owner.zero_grad(everyone)
+
+
+@contextlib.contextmanager
+def _told(stepper: Stepper, progress: StepProgress) -> Iterator[None]:
+    """Whoever publishes or measures learns of a step that raises when it has stepped something."""
+    try:
+        yield
+    except BaseException:
+        if progress.wrote:
+            stepper.stepped_so_far()
+        raise
+
+
+def _refuse_settings(optimizer: Settings) -> None:
+    """RuntimeError for what contradicts the step_in_backward of a model that was parallelized."""
+    if optimizer.skip_nonfinite:
+        raise RuntimeError("step_in_backward=True steps before skip_nonfinite=True can look: leave out one of them")
+    if optimizer.policy.clip_grad:
+        raise RuntimeError(
+            f"step_in_backward=True steps before the norm is known, and the optimizer's policy has "
+            f"clip_grad={optimizer.policy.clip_grad}: leave out one of them"
+        )
 
 
 def _warn_of_orphans(params: int) -> None:
@@ -241,7 +266,7 @@ def _refuse_capture(states: OptimizerStates, everyone: list[Tensor]) -> None:
             on_external_write=states.optimizer.on_external_write,
             stateless=not states.any_made(),
             offloaded=any(states.on_host(everyone)),
-            measures=states.measurement is not None,
+            measures=states.measuring.next is not None,
             grad_scale=vars(states.optimizer).get("grad_scale"),
         )
 

@@ -41,7 +41,7 @@ class KeptChanges:
     def _follow_steps(self, optimizer: OptimizerBase) -> None:
         self._note_writes()
         self._settle()
-        before, after = hook(self.before_stepping), hook(self._stepped_once)
+        before, after = hook(self.before_stepping), hook(self.stepped)
         for handle in (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)):
             weakref.finalize(self, handle.remove)
         self._changes.watcher = weakref.ref(self)
@@ -56,6 +56,12 @@ class KeptChanges:
         self._note_writes()
         self._settle()
 
+    def stepped(self) -> None:
+        self._note_writes()
+        self._settle()
+        self._steps += 1
+        self._captured |= graph_capture.is_capturing(self._model.device)
+
     def weights_move(self) -> None:
         if not offload_guard.is_away(self._optimizer, self._model.params.values()):
             self._writes.mark(self._members())
@@ -64,12 +70,6 @@ class KeptChanges:
         self._writes.moved(params, away)
 
     # -- what steps and others did
-
-    def _stepped_once(self) -> None:
-        self._note_writes()
-        self._settle()
-        self._steps += 1
-        self._captured |= graph_capture.is_capturing(self._model.device)
 
     def refuse_changed(self, doing: str) -> None:
         """RuntimeError where steps tell somebody else, or this rank has other parts than when this was made."""

@@ -142,8 +142,7 @@ class WeightPublisher:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"{doing} during a backward, which may step: call it between steps")
         self._optimizer._refuse_open(doing)
-        if self._optimizer.stepped_in_backward():
-            raise RuntimeError(f"{doing} after a backward that stepped some weights already: call step() first")
+        self._optimizer.refuse_between(doing)
 
     def _refuse_capture(self, doing: str) -> None:
         if graph_capture.is_capturing(self._model.device):

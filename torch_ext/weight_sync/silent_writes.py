@@ -110,16 +110,54 @@ class _Seen(NamedTuple):
         return (self.version, self.address) != (other.version, other.address)
 
 
+class StoredMasters:
+    """Masters, and checksums beside remainders, with their version counters: steps count none up, but who writes to
+    tensors of a state_dict() does. Weights may have been written to match."""
+
+    def __init__(self) -> None:
+        self._of: Sequence[ParamState] | None = None
+        self._stored: list[tuple[ParamState, Tensor]] = []
+        self._versions: list[int] = []
+
+    def note(self, members: Sequence[ParamState]) -> None:
+        if self._of is not members:
+            self._of, self._stored = members, _stored(members)
+        self._versions = _versions(self._stored)
+
+    def mark(self, members: Sequence[ParamState]) -> None:
+        """Makes `moved` infinite where there are others than `note` saw, or these were written to."""
+        if self._of is members and _versions(self._stored) == self._versions:
+            return
+        known = {m.param: (t, version) for (m, t), version in zip(self._stored, self._versions, strict=True)}
+        now = _stored(members)
+        for (m, t), version in zip(now, _versions(now), strict=True):
+            before, last = known.get(m.param, (t, version))
+            if before is not t or last != version:
+                weight_changes.written(m.changes)
+
+
+def _stored(members: Sequence[ParamState]) -> list[tuple[ParamState, Tensor]]:
+    keys = {"master_param": "master_param", "master_remainder": "checksum"}
+    return [(m, m.state[keys[m.kinds.master]]) for m in members if m.kinds.master]
+
+
+def _versions(stored: Sequence[tuple[ParamState, Tensor]]) -> list[int]:
+    with dense.as_plain():
+        return [t._version for _, t in stored]
+
+
 class WriteRecord:
     """Of weights that no step compares with anything: their version counters and addresses after the last step."""
 
     def __init__(self) -> None:
+        self._masters = StoredMasters()
         self._known: dict[Tensor, _Seen] = {}
         self._away: dict[Tensor, _Seen] = {}
         self._watched: tuple[Any, list[tuple[Tensor, Tensor]]] = (None, [])  # of which members, and as _Seen has them
 
     def mark(self, members: Sequence[ParamState]) -> None:
-        """Makes `moved` infinite where torch has written to a weight, or moved it, since `note`."""
+        """Makes `moved` infinite where torch has written to a weight, or moved it, since `note`; or to its master."""
+        self._masters.mark(members)
         for m in members if self._known else ():
             seen = self._known.get(m.param)
             if seen is not None and seen.differs(_Seen.of(m.param, m.param if seen.place is seen.param else m.place)):
@@ -127,6 +165,7 @@ class WriteRecord:
 
     def note(self, members: Sequence[ParamState], ignoring: bool) -> None:
         """ignoring: on_external_write="ignore"."""
+        self._masters.note(members)
         of = (members, ignoring)
         if self._watched[0] is None or self._watched[0][0] is not members or self._watched[0][1] != ignoring:
             self._watched = of, [(m.param, m.place) for m in members if ignoring or m.kinds.master is None]

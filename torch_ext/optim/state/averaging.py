@@ -1,5 +1,6 @@
 """Which average of its masters an optimizer keeps: ema_decay, ema_dtype and ema_every."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,10 @@ class Averaging(NamedTuple):
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise ValueError(f"ema_decay is {decay!r}; a number in [0, 1), 0.9999 say, or None (no average) is legal")
         return cls(dtype, float(decay), every)
+
+    def begun(self, state: Mapping[str, Any]) -> bool:
+        """Whether a step has made an average of the parameter with this state. Waits for its device."""
+        return float(state.get("step", 0)) >= self.every
 
 
 NONE = Averaging()

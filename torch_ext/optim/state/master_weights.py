@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_ext.native import ops
 from torch_ext.optim.state import codec, load, weight_changes
+from torch_ext.optim.state.other_memory import OtherMemory
 from torch_ext.optim.state.param_state import gather_of, gathers_in_order
 from torch_ext.params import param_groups, reducer_registry
 from torch_ext.tensors import dense
@@ -43,6 +44,8 @@ def seed(members: Sequence["ParamState"], keys: Sequence[str | int], state_dict:
     wanted = [_value_of(m, values[name]) for m, name in zip(members, names, strict=True)]
     for m, master in zip(members, wanted, strict=True):
         _refuse_other(m, master)
+    for m in members:
+        weight_changes.written(m.changes)  # their checksums will say that they are as the last step left them
     return sum(_install(m, master) for m, master in zip(members, wanted, strict=True))
 
 
@@ -93,15 +96,14 @@ def opened(members: Sequence["ParamState"], keys: Sequence[str | int]) -> Iterat
     for owner in dict.fromkeys(owner for owner, _ in filter(None, gathers)):
         owner.refuse_gone("master_weights()")
     wide = [_opened(m) for m in members]
-    swapped = [(m, master, m.param.data) for m, master in zip(members, wide, strict=True) if _swaps(m)]
-    for m, master, _ in swapped:
-        m.param.data = master
+    swapped: list[tuple[ParamState, Tensor, OtherMemory]] = []
     try:
+        for m, master in zip(members, wide, strict=True):
+            if _swaps(m):
+                swapped.append((m, master, OtherMemory(m.param, master)))
         yield dict(zip(keys, wide, strict=True))
     finally:
-        written = {m.param: m.param.data for m, _, _ in swapped}
-        for m, _, weight in swapped:
-            m.param.data = weight
+        written = {m.param: memory.leave() for m, _, memory in swapped}
         converted = {m.param for m, master, _ in swapped if not _is_like(written[m.param], master)}
         for m, master in zip(members, wide, strict=True):
             weight_changes.written(m.changes)

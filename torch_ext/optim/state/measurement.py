@@ -29,3 +29,19 @@ class Measurement:
     def row(self, param: Tensor, device: torch.device) -> Tensor:
         """Zeros for the step to add to, beside the parameter's state."""
         return self.rows.setdefault(param, torch.zeros(constants.HEALTH_LEN, dtype=torch.int64, device=device))
+
+
+class Measuring:
+    """What was asked of steps, and what came of it."""
+
+    def __init__(self) -> None:
+        self.next: Measurement | None = None
+        """Of the next step, where it is to measure itself."""
+        self.last: Measurement | None = None
+        """Of the last step that did."""
+
+    def end(self, steps: Sequence[Tensor]) -> None:
+        """The next step was taken, by parameters whose steps have these numbers: none is to measure itself any more."""
+        self.last, self.next = self.next, None
+        if self.last is not None:
+            self.last.taken(steps)

@@ -72,18 +72,21 @@ def masters(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[An
     found: dict[Any, Any] = {}
     for p, key in zip(params_of(optimizer), param_groups.keys(optimizer.param_groups), strict=True):
         master = state_dict["state"].get(p.index, {}).get("master_param")
-        if master is None:
-            weight = p.local.weight.detach()
-            master = _state_tensor(p, PlainState(weight), p.name) if p.cut else p.param.detach()
-        found[key] = master
+        found[key] = _weight_of(p) if master is None else master
     return found
 
 
+def _weight_of(p: StatefulParam) -> Tensor:
+    """Cut as state is."""
+    return _state_tensor(p, PlainState(p.local.weight.detach()), p.name) if p.cut else p.param.detach()
+
+
 def averages(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[Any, Any]:
-    """The average of each parameter in a logical state_dict, in fp32; the weight where it is not trained."""
+    """The average of each parameter in a logical state_dict, in fp32; the weight where none has begun."""
     found: dict[Any, Any] = {}
     for p, key in zip(params_of(optimizer), param_groups.keys(optimizer.param_groups), strict=True):
-        average = state_dict["state"].get(p.index, {}).get(EMA, p.param.detach())
+        entry = state_dict["state"].get(p.index, {})
+        average = entry[EMA] if EMA in entry and optimizer.averaging.begun(entry) else _weight_of(p)
         found[key] = average if average.dtype == torch.float32 else average.to(torch.float32)
     return found
 

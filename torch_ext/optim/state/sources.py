@@ -140,6 +140,8 @@ class EncodedState:
         weight, state = self._slice(begin, end)
         values = values.to(device=self.device, dtype=self.dtype)
         codec.encode(weight, state, self.kinds, self.key, values)
+        if self.key == "master_param":  # by which a publisher knows of it: what is written are slices
+            torch.autograd.graph.increment_version([self.state["checksum"]])
         if self.key in FORMATS:  # a master beside its weight is as good as exact
             self.lossy = self.lossy or not same_values(values, self.read(begin, end))
 

@@ -29,6 +29,9 @@ class Watcher(Protocol):
     def after_backward(self) -> None:
         """It ended."""
 
+    def stepped(self) -> None:
+        """Steps were taken that step() does not tell of: it raised, or what a backward stepped is kept without it."""
+
     def weights_move(self) -> None:
         """Weights may be about to leave their memory, or to come back."""
 
@@ -63,6 +66,11 @@ class WeightChanges:
         self._of[param] = made
         self.made += 1
         return made
+
+    def all_written(self) -> None:
+        """Other states were loaded, which are right for weights that no step has left."""
+        for kept in self._of.values():
+            written(kept)
 
     def keep_only(self, params: set[Tensor]) -> None:
         """Drops what is kept of all other parameters."""
