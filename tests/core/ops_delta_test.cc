@@ -190,6 +190,19 @@ TEST(Delta, WhatSomebodyElseWroteTravelsToo) {
   EXPECT_TRUE(engine.Equals(trainer));
 }
 
+// Bounds and distances say nothing of a run of which nobody noted what changed.
+TEST(Delta, ARunWithoutChangedBitsGoesWhole) {
+  for (const bool exact : {false, true}) {
+    Trainer trainer(kModel, 2, 67, exact);
+    Engine engine(trainer);
+    for (Shard &shard : trainer.shards()[0])
+      shard.has_changed = false;
+    trainer.Step(1e-5f);
+    ASSERT_EQ(engine.Apply(trainer.Encode(), TX_DELTA_FULL), TX_OK) << engine.error.message;
+    EXPECT_TRUE(engine.Equals(trainer)) << exact;
+  }
+}
+
 // A distance that saturated stays "further", wherever the weight went afterwards.
 TEST(Delta, WhatCameBackFromFarIsTakenAsItIs) {
   Trainer trainer({{"w", 9000, TX_BF16}}, 1, 61, true);
