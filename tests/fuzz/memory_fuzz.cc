@@ -19,7 +19,7 @@ struct Plan {
   void MakeOdd(fuzz::Input *input) {
     if (buckets.empty()) return;
     tx_layout_bucket &b = buckets[input->Below(static_cast<uint32_t>(buckets.size()))];
-    int64_t *const kNumbers[] = {&b.buffer,        &b.offset,        &b.size,          &b.used,          &b.n_params,
+    int64_t *const kNumbers[] = {&b.buffer,         &b.offset,         &b.size,          &b.used,           &b.n_params,
                                  &places[0].buffer, &places[0].bucket, &places[0].start, &summary.n_buckets};
     *input->Of(kNumbers) = input->I64();
     if (summary.n_buckets > static_cast<int64_t>(buckets.size())) summary.n_buckets = -1;
@@ -39,11 +39,12 @@ struct Matrices {
       const int64_t n = input->Odd(3) && param.numel % 2 == 0 ? 2 : 1, rows = param.numel / n;
       const int32_t travels = input->Of(kDtypes), products = input->Of(kDtypes);
       for (int64_t i = 0; i < n; i++) {
-        const auto owner = static_cast<int32_t>(input->Below(static_cast<uint32_t>(args->layout->world < 99 ? args->layout->world : 99)));
+        const auto owner = static_cast<int32_t>(
+            input->Below(static_cast<uint32_t>(args->layout->world < 99 ? args->layout->world : 99)));
         all.push_back({p, i * rows, rows, 1, owner, travels, products, 0});
       }
     }
-    if (all.empty()) return;
+    if (all.empty() || args->layout->world > 64) return; /* each rank's step is looked at */
     if (input->Odd(16)) {
       tx_muon_matrix &m = all[input->Below(static_cast<uint32_t>(all.size()))];
       int64_t *const kNumbers[] = {&m.param, &m.begin, &m.rows, &m.columns};
