@@ -16,7 +16,7 @@ static int64_t segments_of(int64_t numel) {
   return (numel + TX_DELTA_SEGMENT - 1) / TX_DELTA_SEGMENT;
 }
 
-static tx_status check_run(const tx_delta_run *run, int64_t i, tx_error *error) {
+static tx_status check_run_alone(const tx_delta_run *run, tx_error *error) {
   const int64_t n = run->weights.numel;
   const tx_span spans[] = {{"weights", &run->weights, 1, 0},
                            {"changed", &run->changed, 1, 1},
@@ -26,8 +26,7 @@ static tx_status check_run(const tx_delta_run *run, int64_t i, tx_error *error) 
   TX_FORWARD(tx_check_tensors(spans, 5, error));
   if (run->offset < 0 ||
       (run->weights.dtype != TX_BF16 && run->weights.dtype != TX_F16 && run->weights.dtype != TX_F32)) {
-    return tx_fail(error, TX_ERROR_DTYPE,
-                   "runs[%" PRId64 "]: %s weights at offset %" PRId64 "; bf16, fp16, fp32 are legal, from 0 on", i,
+    return tx_fail(error, TX_ERROR_DTYPE, "%s weights at offset %" PRId64 "; bf16, fp16, fp32 are legal, from 0 on",
                    tx_dtype_name(run->weights.dtype), run->offset);
   }
   TX_FORWARD(tx_check_fixed("changed", run->changed, TX_U8, (n + 7) / 8, 0, error));
@@ -35,10 +34,32 @@ static tx_status check_run(const tx_delta_run *run, int64_t i, tx_error *error) 
   TX_FORWARD(tx_check_fixed("distances", run->distances, TX_U8, (n + 1) / 2, 0, error));
   TX_FORWARD(tx_check_fixed("checksums", run->checksums, TX_I64, (n + TX_CHECKSUM - 1) / TX_CHECKSUM, 0, error));
   if (run->distances.numel && run->weights.dtype == TX_F32) {
-    return tx_fail(error, TX_ERROR_DTYPE,
-                   "runs[%" PRId64 "] has distances beside fp32 weights; bf16 and fp16 are legal", i);
+    return tx_fail(error, TX_ERROR_DTYPE, "distances beside fp32 weights; bf16 and fp16 are legal");
   }
   return TX_OK;
+}
+
+static tx_status check_run(const tx_delta_run *run, int64_t i, tx_error *error) {
+  return tx_fail_of("runs", i, check_run_alone(run, error), error);
+}
+
+/* What runs keep is written, each to memory of its own. */
+static tx_status check_memory(int64_t n_runs, const tx_delta_run *runs, tx_error *error) {
+  tx_tensor *all = malloc((size_t)(5 * n_runs + 1) * sizeof *all);
+  if (!all) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to check %" PRId64 " runs", n_runs);
+  const tx_span spans[] = {{"weights of runs", all, n_runs, 0},
+                           {"changed of runs", all + n_runs, n_runs, 1},
+                           {"moved of runs", all + 2 * n_runs, n_runs, 1},
+                           {"distances of runs", all + 3 * n_runs, n_runs, 1},
+                           {"checksums of runs", all + 4 * n_runs, n_runs, 1}};
+  for (int64_t r = 0; r < n_runs; r++) {
+    const tx_tensor of[] = {runs[r].weights, runs[r].changed, runs[r].moved, runs[r].distances, runs[r].checksums};
+    for (int64_t k = 0; k < 5; k++)
+      all[k * n_runs + r] = of[k];
+  }
+  const tx_status status = tx_check_overlap(spans, 5, error);
+  free(all);
+  return status;
 }
 
 static void renew_run(const tx_delta_run *run, const uint64_t *sums) {
@@ -195,6 +216,7 @@ tx_status tx_delta_renew(int64_t n_runs, const tx_delta_run *runs, const tx_para
   TX_FORWARD(tx_check_present("runs", runs, n_runs, error));
   for (int64_t r = 0; r < n_runs; r++)
     TX_FORWARD(check_run(&runs[r], r, error));
+  TX_FORWARD(check_memory(n_runs, runs, error));
   encode_work w = {.sums_only = 1};
   const tx_status status = cut_runs(&w, n_runs, runs, tx_threads_of(parallel), error);
   if (status == TX_OK) {
@@ -252,7 +274,7 @@ static tx_status check_args(const tx_delta_encode_args *a, const tx_delta_chain 
                      p->name, r);
     }
   }
-  return TX_OK;
+  return a->kind == TX_DELTA_CHANGES ? check_memory(a->n_runs, a->runs, error) : TX_OK;
 }
 
 /* A run as it is in the part; to NULL: how many bytes. */

@@ -498,9 +498,14 @@ TEST(Delta, APublisherThatCannotIsToldWhy) {
   runs[0].offset = 1;
   fails(TX_ERROR_SHAPE, "within its 700");
   runs[0].offset = 0;
-  runs[0].changed.numel--;
-  fails(TX_ERROR_SHAPE, "changed");
-  runs[0].changed.numel++;
+  runs[1].changed.numel--;
+  fails(TX_ERROR_SHAPE, "runs[1]: changed has");
+  runs[1].changed.numel++;
+  void *const moved = runs[1].moved.data;
+  runs[1].moved.data = runs[0].weights.data;
+  fails(TX_ERROR_OVERLAP, "weights of runs[0] and moved of runs[1] share memory");
+  EXPECT_EQ(tx_delta_renew(2, runs.data(), nullptr, &error), TX_ERROR_OVERLAP);
+  runs[1].moved.data = moved;
   args.kind = TX_DELTA_WHOLE;
   trainer.Step(1e-3f);
   fails(TX_ERROR_BAD_STATE, "has changed since version 0");
@@ -613,7 +618,9 @@ TEST(Delta, MarkRefusesWhatItCannotCompare) {
   EXPECT_EQ(mark(w, {masters, 299, TX_F32, 0}, b, none), TX_ERROR_SHAPE);
   EXPECT_EQ(mark(w, m, {moved, 2, TX_BF16, 0}, none), TX_ERROR_SHAPE);
   EXPECT_EQ(mark(w, none, b, {sums, 2, TX_I64, 0}), TX_ERROR_SHAPE);
+  EXPECT_NE(std::string(error.message).find("those[1]: checksums has 2"), std::string::npos) << error.message;
   EXPECT_EQ(mark(w, w, b, none), TX_ERROR_DTYPE);
+  EXPECT_EQ(mark(w, m, {weights + 7, 3, TX_BF16, 0}, none), TX_ERROR_OVERLAP);
   EXPECT_EQ(mark(w, m, b, c), TX_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(mark(w, none, b, none), TX_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(moved[0] | moved[1] | moved[2], 0) << "nothing is written where something is refused";
