@@ -220,6 +220,38 @@ TEST(Delta, WhatCameBackFromFarIsTakenAsItIs) {
   EXPECT_TRUE(engine.Equals(trainer));
 }
 
+// Where a bound is as large as what is infinite, weights may have been on the other side of any edge of their classes.
+TEST(Delta, WhatWasInfiniteComesBackToAnything) {
+  struct Far {
+    tx_dtype dtype;
+    float infinite, most;  // what a weight is rounded to infinity from, and the largest that it comes back to
+  };
+  for (const Far &far : {Far{TX_F16, 1e5f, 3e4f}, Far{TX_BF16, 3.4e38f, 1.1e37f}}) {
+    for (const bool exact : {false, true}) {
+      Trainer trainer({{"w", 9000, far.dtype}}, 1, 71, exact);
+      Engine engine(trainer);
+      Shard &shard = trainer.shards()[0][0];
+      const auto move = [&](int64_t i, float x) {
+        float &master = shard.masters[static_cast<size_t>(i)];
+        shard.AddBound(i / TX_BLOCK, std::fabs(x - master));
+        master = x;
+        SetWeight(&shard.weights, i, far.dtype, Round(x, far.dtype));
+        shard.changed[static_cast<size_t>(i / 8)] |= static_cast<uint8_t>(1 << i % 8);
+      };
+      const float to[] = {far.most, -far.most / 30, far.most / 1e3f, 0.0f, far.most / 2, 1e-3f};
+      for (const float x : {far.infinite, 0.0f}) {
+        for (int64_t i = 1; i < 6; i++)
+          move(1000 * i, x > 0 ? (i % 2 ? x : -x) : to[i]);
+        for (int64_t i = 325; i < 8600; i += 50)
+          move(i, x > 0 ? 1.0f : -1.0f);
+        shard.KeepDistances();
+        ASSERT_EQ(engine.Apply(trainer.Encode(), TX_DELTA_FULL), TX_OK) << engine.error.message;
+        EXPECT_TRUE(engine.Equals(trainer)) << exact;
+      }
+    }
+  }
+}
+
 TEST(Delta, WeightsThatSomebodyChangedInTheEngineAreNamed) {
   Trainer trainer(kModel, 2, 17);
   Engine engine(trainer);
