@@ -36,30 +36,11 @@ static tx_status check_run_alone(const tx_delta_run *run, tx_error *error) {
   if (run->distances.numel && run->weights.dtype == TX_F32) {
     return tx_fail(error, TX_ERROR_DTYPE, "distances beside fp32 weights; bf16 and fp16 are legal");
   }
-  return TX_OK;
+  return tx_check_overlap(spans, 5, error); /* frozen ones may keep the same as others */
 }
 
 static tx_status check_run(const tx_delta_run *run, int64_t i, tx_error *error) {
   return tx_fail_of("runs", i, check_run_alone(run, error), error);
-}
-
-/* What runs keep is written, each to memory of its own. */
-static tx_status check_memory(int64_t n_runs, const tx_delta_run *runs, tx_error *error) {
-  tx_tensor *all = malloc((size_t)(5 * n_runs + 1) * sizeof *all);
-  if (!all) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to check %" PRId64 " runs", n_runs);
-  const tx_span spans[] = {{"weights of runs", all, n_runs, 0},
-                           {"changed of runs", all + n_runs, n_runs, 1},
-                           {"moved of runs", all + 2 * n_runs, n_runs, 1},
-                           {"distances of runs", all + 3 * n_runs, n_runs, 1},
-                           {"checksums of runs", all + 4 * n_runs, n_runs, 1}};
-  for (int64_t r = 0; r < n_runs; r++) {
-    const tx_tensor of[] = {runs[r].weights, runs[r].changed, runs[r].moved, runs[r].distances, runs[r].checksums};
-    for (int64_t k = 0; k < 5; k++)
-      all[k * n_runs + r] = of[k];
-  }
-  const tx_status status = tx_check_overlap(spans, 5, error);
-  free(all);
-  return status;
 }
 
 static void renew_run(const tx_delta_run *run, const uint64_t *sums) {
@@ -216,7 +197,6 @@ tx_status tx_delta_renew(int64_t n_runs, const tx_delta_run *runs, const tx_para
   TX_FORWARD(tx_check_present("runs", runs, n_runs, error));
   for (int64_t r = 0; r < n_runs; r++)
     TX_FORWARD(check_run(&runs[r], r, error));
-  TX_FORWARD(check_memory(n_runs, runs, error));
   encode_work w = {.sums_only = 1};
   const tx_status status = cut_runs(&w, n_runs, runs, tx_threads_of(parallel), error);
   if (status == TX_OK) {
@@ -274,7 +254,7 @@ static tx_status check_args(const tx_delta_encode_args *a, const tx_delta_chain 
                      p->name, r);
     }
   }
-  return a->kind == TX_DELTA_CHANGES ? check_memory(a->n_runs, a->runs, error) : TX_OK;
+  return TX_OK;
 }
 
 /* A run as it is in the part; to NULL: how many bytes. */

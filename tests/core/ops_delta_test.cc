@@ -534,8 +534,8 @@ TEST(Delta, APublisherThatCannotIsToldWhy) {
   fails(TX_ERROR_SHAPE, "runs[1]: changed has");
   runs[1].changed.numel++;
   void *const moved = runs[1].moved.data;
-  runs[1].moved.data = runs[0].weights.data;
-  fails(TX_ERROR_OVERLAP, "weights of runs[0] and moved of runs[1] share memory");
+  runs[1].moved.data = runs[1].weights.data;
+  fails(TX_ERROR_OVERLAP, "runs[1]: weights[0] and moved[0] share memory");
   EXPECT_EQ(tx_delta_renew(2, runs.data(), nullptr, &error), TX_ERROR_OVERLAP);
   runs[1].moved.data = moved;
   args.kind = TX_DELTA_WHOLE;
