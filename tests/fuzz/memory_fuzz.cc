@@ -1,5 +1,7 @@
 // Bytes of a rank, of layouts that were planned and of what is said to be one; and what the exchange decides by numbers
 // that other ranks measured.
+#include <cmath>
+
 #include "tests/fuzz/layout_input.h"
 
 namespace {
@@ -168,6 +170,48 @@ void Messages(fuzz::Input *input) {
   CHECK(cuts >= 1 && (cuts == 1 || bucket / (cuts - 1) >= 256 << 10));
 }
 
+// What Muon's matrices cost, and who has them.
+void Owners(fuzz::Input *input) {
+  const int64_t rows = input->I64(), columns = input->I64(), steps = input->I64(), restart = input->I64();
+  const double least = tx_muon_operations(rows, columns, steps, TX_MUON_AUTO, restart);
+  CHECK(least >= 0);
+  for (const int32_t ns : {TX_MUON_STANDARD, TX_MUON_GRAM})
+    CHECK(least <= tx_muon_operations(rows, columns, steps, ns, restart));
+  const int64_t panel = tx_muon_panel(rows);
+  CHECK(rows < 1 ? panel == 0 : panel == rows || (panel < rows && panel % 64 == 0));
+  CHECK(tx_muon_lr_ratio(1 + input->Below(9), 1 + input->Below(9), static_cast<int32_t>(input->Below(2))) > 0);
+  double numbers[7];
+  for (double &number : numbers)
+    number = input->F64();
+  const tx_muon_group group = {numbers[0], numbers[1], numbers[2], numbers[3],
+                               numbers[4], numbers[5], numbers[6], input->I64()};
+  tx_error error;
+  CHECK(tx_muon_check_group(&group, "groups[0]", &error) == TX_OK || fuzz::IsSentence(error));
+
+  const int64_t n = input->Odd(16) ? input->I64() : input->Below(40);
+  const int64_t ranks = input->Odd(16) ? input->I64() : 1 + input->Below(9);
+  const int64_t bytes = tx_plan_owners_bytes(n, ranks);
+  CHECK(bytes >= 0);
+  if (n < 0 || n > 5000 || bytes > 1 << 20) return;
+  std::vector<double> sizes;
+  for (int64_t i = 0; i < n; i++)
+    sizes.push_back(input->Odd(4) ? input->F64() : input->Byte());
+  fuzz::Memory memory(input);
+  const tx_tensor owners = memory.Take(n, TX_I32), fingerprint = memory.I64s(1);
+  std::vector<int64_t> room(static_cast<size_t>(bytes / 8 + 1));
+  if (fuzz::Answer(&memory, [&](tx_error *why) {
+        return tx_plan_owners(n, sizes.data(), ranks, room.data(), static_cast<int32_t *>(owners.data),
+                              static_cast<int64_t *>(fingerprint.data), why);
+      }) != TX_OK) {
+    return;
+  }
+  for (int64_t i = 0; i < n; i++) {
+    int32_t owner;
+    std::memcpy(&owner, static_cast<char *>(owners.data) + 4 * i, sizeof owner);
+    CHECK(owner >= 0 && owner < ranks && std::isfinite(sizes[static_cast<size_t>(i)]));
+  }
+}
+
 void Rules(fuzz::Input *input) {
   const int64_t bytes = input->I64();
   CHECK(tx_coalesce_most(bytes, static_cast<int32_t>(input->Below(2)), static_cast<int32_t>(input->Below(2))) <=
@@ -179,6 +223,7 @@ void Rules(fuzz::Input *input) {
   CHECK(gather == TX_NONE || tx_gather_dtype(gather, wire) == gather);
   const int64_t compressed = tx_compressed_bytes(input->I64());
   CHECK(compressed >= 0);
+  Owners(input);
 }
 
 }  // namespace
