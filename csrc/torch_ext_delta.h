@@ -102,7 +102,7 @@ TX_API tx_status tx_delta_chain_begin(int64_t n_params, const tx_delta_param *pa
  *              either way. None: they are not kept. F32 weights have none
  *   checksums  I64, ceil(numel / TX_CHECKSUM), of the weights of the last version. Blocks whose checksum is another
  *              one, and which have no changed bit, or no bound and no changed bit in a TX_BLOCK, were written by
- * somebody else, and go whole. None: such writes are not seen, and receivers cannot verify TX_DELTA_FULL
+ *              somebody else, and go whole. None: such writes are not seen, and receivers cannot verify TX_DELTA_FULL
  *
  * The ordered integer of a weight: its bits as a signed integer where its sign is +, else minus the bits without the
  * sign, minus 1; so neighbouring floats differ by 1, and -0 is next to +0. */
@@ -177,8 +177,9 @@ typedef struct tx_delta_encode_args {
  * collective: that all ranks publish after the same step is seen where parts are applied.
  *
  * TX_ERROR_MISMATCH: the table is not the chain's (a parameter was added). TX_ERROR_SHAPE, TX_ERROR_DTYPE: a run or
- * what is kept beside it. TX_ERROR_OVERLAP: runs that overlap, or are not in order. TX_ERROR_OUT_OF_MEMORY: and the
- * chain and the runs are as before, as they are after every other error. */
+ * what is kept beside it. TX_ERROR_OVERLAP: runs that overlap, or are not in order; a run that keeps
+ * two things in one memory. TX_ERROR_OUT_OF_MEMORY: and the chain and the runs are as before, as they are after every
+ * other error. */
 TX_API tx_status tx_delta_encode(const tx_delta_encode_args *args, tx_delta_chain *chain, const tx_parallel *parallel,
                                  tx_delta_message *message, tx_error *error);
 

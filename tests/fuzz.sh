@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every C entry that takes outside bytes or numbers, under clang's libFuzzer and sanitizers for so many seconds in all;
+# C entries that take outside bytes or numbers, under clang's libFuzzer and sanitizers for so many seconds in all;
 # one line for each target at the end, exit status 1 where something was found. Further arguments: --targets, --seed,
 # --keep (python tests/fuzz --help).
 #

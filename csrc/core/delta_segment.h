@@ -2,8 +2,8 @@
  * TX_DELTA_BLOCK. A segment in bytes (numbers are varints but where a size is given):
  *
  *   flags              2 bytes, tx_delta_flags
- *   changed            weights in the blocks that are not dense: a start for the means of gaps, and no more change
- * there dense              where TX_DELTA_DENSE: 2 bytes, bit b says that block b is; then the bytes of their weights
+ *   changed            weights in the blocks that are not dense: a start for the means of gaps; no more change there
+ *   dense              where TX_DELTA_DENSE: 2 bytes, bit b says that block b is; then the bytes of their weights
  *   bound              where TX_DELTA_BOUNDED: 2 bytes, the code of the first block's bound
  *   sizes              of each stream but the last one
  *   streams            positions of each class, of those that are unsure (with several classes), bounds (where

@@ -51,7 +51,7 @@ static int64_t products_in(const tx_memory_args *args, int32_t dtype) {
   const int alone = args->layout->world == 1, cut = !alone && args->strategy != TX_NO_SHARD;
   const int64_t lanes = cut ? 0 : beside.n < args->threads ? beside.n : args->threads;
   const int64_t others = lanes > 1 ? (lanes - 1) * workspace(&beside, all.copied, dtype) : 0;
-  const int64_t slots = beside.n < args->threads * TX_MUON_PER_LANE ? beside.n : args->threads * TX_MUON_PER_LANE;
+  const int64_t slots = beside.n < lanes * TX_MUON_PER_LANE ? beside.n : lanes * TX_MUON_PER_LANE;
   const int64_t momenta = lanes > 1 ? slots * ((beside.whole + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE) : 0;
   return workspace(&all, all.copied, dtype) + others + (alone ? most(all.whole, momenta) : 0);
 }
@@ -76,13 +76,22 @@ static void cut(const tx_memory_args *args, int64_t i, tx_muon_run *runs) {
   }
 }
 
+/* Whether parameter i lies within the bucket that it is said to be in. */
+static int is_placed(const tx_memory_args *args, int64_t i) {
+  const tx_layout_place *place = &args->places[i];
+  if (place->bucket < 0 || place->bucket >= args->n_buckets) return 0;
+  const tx_layout_bucket *bucket = &args->buckets[place->bucket];
+  int64_t at, left; /* elements of the bucket before it, and from it on */
+  return !__builtin_sub_overflow(place->start, bucket->offset, &at) && at >= 0 &&
+         !__builtin_sub_overflow(bucket->size, at, &left) && args->layout->params[i].numel <= left;
+}
+
 static tx_status check(const tx_memory_args *args, tx_error *error) {
   int64_t numel = 0;
   for (int64_t i = 0; i < args->n_matrices; i++) {
     const tx_muon_matrix *m = &args->matrices[i];
     const tx_layout_param *p = m->param >= 0 && m->param < args->layout->n ? &args->layout->params[m->param] : NULL;
-    const int64_t b = p ? args->places[m->param].bucket : -1;
-    const int known = p && p->shape && p->ndim > 0 && p->shape[0] > 0 && b >= 0 && b < args->n_buckets;
+    const int known = p && p->shape && p->ndim > 0 && p->shape[0] > 0 && is_placed(args, m->param);
     const int fits = known && m->rows > 0 && m->columns > 0 && m->begin >= 0 && m->rows <= p->numel / m->columns &&
                      m->begin <= p->numel - numel_of(m) && p->tied == -1 && (numel += numel_of(m)) <= LARGEST;
     if (fits && (m->travels == TX_F32 || m->travels == TX_BF16) && (m->products == TX_F32 || m->products == TX_BF16))

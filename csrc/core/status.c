@@ -13,6 +13,12 @@ tx_status tx_fail(tx_error *error, tx_status status, const char *format, ...) {
   return status;
 }
 
+tx_status tx_fail_of(const char *name, int64_t i, tx_status status, tx_error *error) {
+  if (status == TX_OK || !error) return status;
+  const tx_error of_entry = *error;
+  return tx_fail(error, status, "%s[%lld]: %s", name, (long long)i, of_entry.message);
+}
+
 const char *tx_status_name(tx_status status) {
   switch (status) {
 #define TX_STATUS_CASE(name) \

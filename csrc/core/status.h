@@ -8,6 +8,9 @@
  * `return tx_fail(error, TX_ERROR_SHAPE, "...")`. Long messages are cut, never overrun. */
 tx_status tx_fail(tx_error *error, tx_status status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
+/* `status`; where that is a failure its message begins with "name[i]: ". */
+tx_status tx_fail_of(const char *name, int64_t i, tx_status status, tx_error *error);
+
 /* Returns from the calling function when `expression` is not TX_OK. */
 #define TX_FORWARD(expression)                    \
   do {                                            \

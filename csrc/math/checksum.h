@@ -1,9 +1,11 @@
 /* Checksums: 64-bit checksums of 16-bit weights, by which a step knows whether somebody else wrote to them.
  *
  * The weights of a block, padded with zeros, are vectors of TX_CHECKSUM_LANES 32-bit words. Each lane has the sum of
- * its words and the sum of its partial sums, in which the order of the words counts (Fletcher 1982), modulo 2^32: sum =
- * w[0] + ... + w[V-1],   order = V w[0] + (V - 1) w[1] + ... + w[V-1] and the checksum is the sum of 64-bit words that
- * two neighbouring lanes make together. */
+ * its words and the sum of its partial sums, in which the order of the words counts (Fletcher 1982), modulo 2^32:
+ *
+ *   sum = w[0] + ... + w[V-1],   order = V w[0] + (V - 1) w[1] + ... + w[V-1]
+ *
+ * and the checksum is the sum of 64-bit words that two neighbouring lanes make together. */
 #ifndef TX_MATH_CHECKSUM_H
 #define TX_MATH_CHECKSUM_H
 

@@ -31,13 +31,4 @@ TX_FN double tx_sum_squares_full(const float *x) {
   return (leaf[0] + leaf[2]) + (leaf[1] + leaf[3]);
 }
 
-/* x: n elements, 0 <= n <= 128. */
-TX_FN double tx_sum_squares(const float *x, int32_t n) {
-  float padded[TX_REDUCE_BLOCK] = {0};
-  if (n == TX_REDUCE_BLOCK) return tx_sum_squares_full(x);
-  for (int32_t j = 0; j < n; ++j)
-    padded[j] = x[j];
-  return tx_sum_squares_full(padded);
-}
-
 #endif

@@ -188,10 +188,8 @@ tx_status tx_check_adamw(const tx_adamw_args *a, int reads_values, tx_error *err
   TX_FORWARD(tx_check_rounding("weight_rounding", a->weight_rounding, error));
   TX_FORWARD(tx_check_external("on_external_write", a->on_external_write, error));
   if (a->n > 0 && !(a->params && a->grads && a->exp_avgs && a->exp_avg_sqs && a->steps)) {
-    return tx_fail(
-        error, TX_ERROR_INVALID_ARGUMENT,
-        "params, grads, exp_avgs, exp_avg_sqs and steps are needed; only masters, scales, lrs and meta may be "
-        "NULL");
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "params, grads, exp_avgs, exp_avg_sqs and steps are needed; the others may be NULL");
   }
   const tx_span spans[] = {
       {"params", a->params, a->n, 1},       {"grads", a->grads, a->n, 0},

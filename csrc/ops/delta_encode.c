@@ -16,7 +16,7 @@ static int64_t segments_of(int64_t numel) {
   return (numel + TX_DELTA_SEGMENT - 1) / TX_DELTA_SEGMENT;
 }
 
-static tx_status check_run(const tx_delta_run *run, int64_t i, tx_error *error) {
+static tx_status check_run_alone(const tx_delta_run *run, tx_error *error) {
   const int64_t n = run->weights.numel;
   const tx_span spans[] = {{"weights", &run->weights, 1, 0},
                            {"changed", &run->changed, 1, 1},
@@ -26,8 +26,7 @@ static tx_status check_run(const tx_delta_run *run, int64_t i, tx_error *error) 
   TX_FORWARD(tx_check_tensors(spans, 5, error));
   if (run->offset < 0 ||
       (run->weights.dtype != TX_BF16 && run->weights.dtype != TX_F16 && run->weights.dtype != TX_F32)) {
-    return tx_fail(error, TX_ERROR_DTYPE,
-                   "runs[%" PRId64 "]: %s weights at offset %" PRId64 "; bf16, fp16, fp32 are legal, from 0 on", i,
+    return tx_fail(error, TX_ERROR_DTYPE, "%s weights at offset %" PRId64 "; bf16, fp16, fp32 are legal, from 0 on",
                    tx_dtype_name(run->weights.dtype), run->offset);
   }
   TX_FORWARD(tx_check_fixed("changed", run->changed, TX_U8, (n + 7) / 8, 0, error));
@@ -35,10 +34,13 @@ static tx_status check_run(const tx_delta_run *run, int64_t i, tx_error *error) 
   TX_FORWARD(tx_check_fixed("distances", run->distances, TX_U8, (n + 1) / 2, 0, error));
   TX_FORWARD(tx_check_fixed("checksums", run->checksums, TX_I64, (n + TX_CHECKSUM - 1) / TX_CHECKSUM, 0, error));
   if (run->distances.numel && run->weights.dtype == TX_F32) {
-    return tx_fail(error, TX_ERROR_DTYPE,
-                   "runs[%" PRId64 "] has distances beside fp32 weights; bf16 and fp16 are legal", i);
+    return tx_fail(error, TX_ERROR_DTYPE, "distances beside fp32 weights; bf16 and fp16 are legal");
   }
-  return TX_OK;
+  return tx_check_overlap(spans, 5, error); /* frozen ones may keep the same as others */
+}
+
+static tx_status check_run(const tx_delta_run *run, int64_t i, tx_error *error) {
+  return tx_fail_of("runs", i, check_run_alone(run, error), error);
 }
 
 static void renew_run(const tx_delta_run *run, const uint64_t *sums) {

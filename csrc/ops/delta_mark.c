@@ -63,7 +63,7 @@ static void mark_piece(void *ctx, int64_t task, int64_t i) {
   if (marked) __atomic_fetch_add(&of->marked, marked, __ATOMIC_RELAXED);
 }
 
-static tx_status check_written(const tx_delta_written *of, int64_t i, tx_error *error) {
+static tx_status check_written(const tx_delta_written *of, tx_error *error) {
   const tx_span spans[] = {{"weights", &of->weights, 1, 0},
                            {"masters", &of->masters, 1, 0},
                            {"checksums", &of->checksums, 1, 0},
@@ -71,24 +71,24 @@ static tx_status check_written(const tx_delta_written *of, int64_t i, tx_error *
   const int64_t n = of->weights.numel;
   TX_FORWARD(tx_check_tensors(spans, 4, error));
   if (of->weights.dtype != TX_BF16 && of->weights.dtype != TX_F16) {
-    return tx_fail(error, TX_ERROR_DTYPE, "those[%" PRId64 "]: weights are %s; bf16 and fp16 are legal beside masters",
-                   i, tx_dtype_name(of->weights.dtype));
+    return tx_fail(error, TX_ERROR_DTYPE, "weights are %s; bf16 and fp16 are legal beside masters",
+                   tx_dtype_name(of->weights.dtype));
   }
   if (n > 0 && (of->masters.numel > 0) == (of->checksums.numel > 0)) {
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
-                   "those[%" PRId64 "] has %s masters and checksums; one of them is legal", i,
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s masters and checksums; one of them is legal",
                    of->masters.numel ? "both" : "neither");
   }
   TX_FORWARD(tx_check_fixed("masters", of->masters, TX_F32, n, 0, error));
   TX_FORWARD(tx_check_fixed("checksums", of->checksums, TX_I64, (n + TX_CHECKSUM - 1) / TX_CHECKSUM, 0, error));
-  return tx_check_fixed("moved", of->moved, TX_BF16, (n + TX_BLOCK - 1) / TX_BLOCK, n > 0, error);
+  TX_FORWARD(tx_check_fixed("moved", of->moved, TX_BF16, (n + TX_BLOCK - 1) / TX_BLOCK, n > 0, error));
+  return tx_check_overlap(spans, 4, error);
 }
 
 tx_status tx_delta_mark(int64_t n, tx_delta_written *those, const tx_parallel *parallel, tx_error *error) {
   TX_FORWARD(tx_check_parallel(parallel, error));
   TX_FORWARD(tx_check_present("those", those, n, error));
   for (int64_t i = 0; i < n; i++)
-    TX_FORWARD(check_written(&those[i], i, error));
+    TX_FORWARD(tx_fail_of("those", i, check_written(&those[i], error), error));
   int64_t pieces = 0;
   for (int64_t i = 0; i < n; i++) {
     those[i].marked = 0;

@@ -200,9 +200,11 @@ tx_status tx_delta_segment_encode(tx_delta_scratch *scratch, const tx_delta_run 
                           .dtype = run->weights.dtype,
                           .block = &scratch->block,
                           .ahead = begin + scratch->ahead < run->weights.numel ? scratch->ahead : 0};
-  if (run->changed.numel) e->changed = (const uint8_t *)run->changed.data + begin / 8;
-  if (run->moved.numel) e->moved = (const char *)run->moved.data + 2 * (begin / TX_BLOCK);
-  if (run->distances.numel) e->distances = (const uint8_t *)run->distances.data + begin / 2;
+  if (run->changed.numel) { /* else all is dense, and what else is kept says nothing */
+    e->changed = (const uint8_t *)run->changed.data + begin / 8;
+    if (run->moved.numel) e->moved = (const char *)run->moved.data + 2 * (begin / TX_BLOCK);
+    if (run->distances.numel) e->distances = (const uint8_t *)run->distances.data + begin / 2;
+  }
   e->flags = (e->moved ? TX_DELTA_BOUNDED : 0u) | (e->distances ? TX_DELTA_EXACT : 0u);
   const int64_t changed = choose_blocks(e, written, tx_delta_rungs_of(scratch->rungs, e->dtype, TX_DELTA_RETURNS));
   *done = (tx_delta_segment_done){0};

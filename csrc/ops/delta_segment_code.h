@@ -72,8 +72,7 @@ static inline int tx_delta_any_unknown(const void *moved, int64_t n) {
 tx_delta_decoder tx_delta_decoder_of(const tx_delta_segment *segment, int64_t numel, tx_dtype dtype,
                                      tx_delta_rungs rungs[2], tx_delta_block *block);
 
-/* Checksums of 1024 weights each, into ceil(numel / TX_CHECKSUM) entries. room: NULL for 16-bit weights, else twice as
- * many entries. */
+/* Checksums of 1024 weights each, into ceil(numel / TX_CHECKSUM) entries. */
 void tx_delta_sums(const void *weights, int64_t numel, tx_dtype dtype, uint64_t *sums);
 
 /* What blocks' checksums add to the sum of all weights. first: the index of the first of them in the run. */

@@ -49,7 +49,6 @@ tx_status tx_master_decode(int64_t n, const tx_tensor *params, const tx_tensor *
 
 /* -- resync --------------------------------------------------------------------------------------------------- */
 
-/* The row of TX_FOR_EACH_WEIGHT; -1: there is none, or it has no master. */
 typedef struct resync_context {
   const tx_kernels *kernels;
   const tx_tensor *params, *masters;

@@ -3,6 +3,7 @@
 
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
+#include "csrc/cpu/element.h"
 #include "csrc/ops/check.h"
 #include "csrc/ops/operator_checks.h"
 #include "csrc/ops/parallel.h"
@@ -35,7 +36,7 @@ typedef uint32_t v4 __attribute__((vector_size(16)));
 #define ROW_OUT(i) memcpy(to + (i)*LINE_BYTES / (int64_t)sizeof *to, &next[i], sizeof next[i])
 
 /* 8 x 8 elements of 16 bits, to rows of a cache line: interleaved three times. */
-static inline void transpose_16(const uint16_t *from, uint16_t *to, int64_t stride) {
+static inline void transpose_16(const tx_mem_u16 *from, uint16_t *to, int64_t stride) {
   v8 rows[8], next[8];
   ROW_IN(0), ROW_IN(1), ROW_IN(2), ROW_IN(3), ROW_IN(4), ROW_IN(5), ROW_IN(6), ROW_IN(7);
   INTERLEAVE_ALL_8(next, rows);
@@ -45,7 +46,7 @@ static inline void transpose_16(const uint16_t *from, uint16_t *to, int64_t stri
 }
 
 /* 4 x 4 elements of 32 bits: twice. */
-static inline void transpose_32(const uint32_t *from, uint32_t *to, int64_t stride) {
+static inline void transpose_32(const tx_mem_u32 *from, uint32_t *to, int64_t stride) {
   v4 rows[4], next[4];
   ROW_IN(0), ROW_IN(1), ROW_IN(2), ROW_IN(3);
   INTERLEAVE_4(next, rows, 0);
@@ -76,11 +77,11 @@ static inline void copy_line(void *to, const void *from, size_t bytes) {
 /* Rows [row, row + rows) of columns [column, column + columns), a cache line of each at most, to those of the
  * transposed matrix. part: where fewer are rounded up. */
 #define MIRROR_BLOCK(bits, side)                                                                             \
-  static void mirror_block_##bits(block *part, uint##bits##_t *square, int64_t n, int64_t row, int64_t rows, \
+  static void mirror_block_##bits(block *part, tx_mem_u##bits *square, int64_t n, int64_t row, int64_t rows, \
                                   int64_t column, int64_t columns) {                                         \
     enum { LINE = LINE_BYTES / sizeof *square };                                                             \
     block to;                                                                                                \
-    const uint##bits##_t *from = square + row * n + column;                                                  \
+    const tx_mem_u##bits *from = square + row * n + column;                                                  \
     const int whole = rows == LINE && columns == LINE;                                                       \
     for (int64_t i = 0; i < rows && !whole; i++)                                                             \
       memcpy(part->bits_##bits + i * LINE, from + i * n, (size_t)columns * sizeof *square);                  \

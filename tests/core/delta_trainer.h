@@ -59,6 +59,7 @@ struct Shard {
   Bytes weights, last, changed, distances;
   std::vector<uint16_t> moved;
   std::vector<int64_t> checksums;
+  bool has_changed = true;  // whether its publisher keeps bits
 
   Shard(int64_t of, int64_t at, int64_t n, tx_dtype type, std::mt19937_64 *gen) : param(of), offset(at), dtype(type) {
     std::normal_distribution<float> normal(0.0f, 0.02f);
@@ -121,7 +122,7 @@ struct Shard {
     run.param = param;
     run.offset = offset;
     run.weights = {weights.data(), numel(), dtype, 0};
-    run.changed = {changed.data(), n(changed), TX_U8, 0};
+    if (has_changed) run.changed = {changed.data(), n(changed), TX_U8, 0};
     run.moved = {moved.data(), n(moved), TX_BF16, 0};
     if (exact && dtype != TX_F32) run.distances = {distances.data(), n(distances), TX_U8, 0};
     if (checks) run.checksums = {checksums.data(), n(checksums), TX_I64, 0};

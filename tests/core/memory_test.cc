@@ -774,6 +774,7 @@ struct Matrices {
                                           {1, 200, 4, 50, 1, TX_BF16, TX_F32, 0}};
   std::vector<int64_t> room;
   int64_t threads = 1;
+  int64_t start_of_last = -1; /* where it is not where tx_layout_plan has it */
   Case c = {"", {Param(600), Param(400)}, State(TX_BF16, TX_NONE, TX_NONE), 2, 100, TX_NO_SHARD, {}, {Unit(1000)}};
 
   tx_status Plan(tx_strategy strategy, int64_t world, tx_memory *memory, tx_error *error) {
@@ -787,6 +788,7 @@ struct Matrices {
     question.args.n_matrices = static_cast<int64_t>(matrices.size());
     question.args.matrices = matrices.data();
     question.args.threads = threads;
+    if (start_of_last != -1) question.places[1].start = start_of_last;
     room.resize(static_cast<size_t>(tx_memory_room_bytes(&question.args) / 8));
     question.args.room = room.data();
     return tx_memory_plan(&question.args, memory, error);
@@ -867,13 +869,27 @@ TEST(MemoryOfMatrices, IllegalOnes) {
   EXPECT_NE(refused([](auto &m) { m[0].owner = 2; }).find("of rank 2"), std::string::npos);
   EXPECT_NE(refused([](auto &m) { m[0].columns = INT64_MAX; }).find("matrices[0]"), std::string::npos);
   Matrices m;
+  m.threads = INT64_MAX;  // no number of threads is too large
+  tx_memory memory;
+  EXPECT_EQ(m.Plan(TX_NO_SHARD, 1, &memory, nullptr), TX_OK);
   Question question(m.c);
   question.args.n_matrices = 3;
   question.args.matrices = m.matrices.data();
-  tx_memory memory;
   tx_error error;
   EXPECT_EQ(tx_memory_plan(&question.args, &memory, &error), TX_ERROR_INVALID_ARGUMENT);
   EXPECT_NE(std::string(error.message).find("room"), std::string::npos) << error.message;
+}
+
+// Places are what tx_layout_plan makes, or are refused: a matrix is cut where its parameter lies.
+TEST(MemoryOfMatrices, OfParametersOutsideOfTheirBucket) {
+  for (const int64_t start : {INT64_MIN, int64_t{-128}, int64_t{1} << 40, INT64_MAX}) {
+    Matrices m;
+    m.start_of_last = start;
+    tx_memory memory;
+    tx_error error = {};
+    EXPECT_EQ(m.Plan(TX_OPTIM, 2, &memory, &error), TX_ERROR_INVALID_ARGUMENT) << start;
+    EXPECT_NE(std::string(error.message).find("matrices[1]"), std::string::npos) << error.message;
+  }
 }
 
 }  // namespace

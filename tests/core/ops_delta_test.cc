@@ -190,6 +190,19 @@ TEST(Delta, WhatSomebodyElseWroteTravelsToo) {
   EXPECT_TRUE(engine.Equals(trainer));
 }
 
+// Bounds and distances say nothing of a run of which nobody noted what changed.
+TEST(Delta, ARunWithoutChangedBitsGoesWhole) {
+  for (const bool exact : {false, true}) {
+    Trainer trainer(kModel, 2, 67, exact);
+    Engine engine(trainer);
+    for (Shard &shard : trainer.shards()[0])
+      shard.has_changed = false;
+    trainer.Step(1e-5f);
+    ASSERT_EQ(engine.Apply(trainer.Encode(), TX_DELTA_FULL), TX_OK) << engine.error.message;
+    EXPECT_TRUE(engine.Equals(trainer)) << exact;
+  }
+}
+
 // A distance that saturated stays "further", wherever the weight went afterwards.
 TEST(Delta, WhatCameBackFromFarIsTakenAsItIs) {
   Trainer trainer({{"w", 9000, TX_BF16}}, 1, 61, true);
@@ -205,6 +218,38 @@ TEST(Delta, WhatCameBackFromFarIsTakenAsItIs) {
     shard.distances[i] = 0x88;
   ASSERT_EQ(engine.Apply(trainer.Encode(), TX_DELTA_FULL), TX_OK) << engine.error.message;
   EXPECT_TRUE(engine.Equals(trainer));
+}
+
+// Where a bound is as large as what is infinite, weights may have been on the other side of any edge of their classes.
+TEST(Delta, WhatWasInfiniteComesBackToAnything) {
+  struct Far {
+    tx_dtype dtype;
+    float infinite, most;  // what a weight is rounded to infinity from, and the largest that it comes back to
+  };
+  for (const Far &far : {Far{TX_F16, 1e5f, 3e4f}, Far{TX_BF16, 3.4e38f, 1.1e37f}}) {
+    for (const bool exact : {false, true}) {
+      Trainer trainer({{"w", 9000, far.dtype}}, 1, 71, exact);
+      Engine engine(trainer);
+      Shard &shard = trainer.shards()[0][0];
+      const auto move = [&](int64_t i, float x) {
+        float &master = shard.masters[static_cast<size_t>(i)];
+        shard.AddBound(i / TX_BLOCK, std::fabs(x - master));
+        master = x;
+        SetWeight(&shard.weights, i, far.dtype, Round(x, far.dtype));
+        shard.changed[static_cast<size_t>(i / 8)] |= static_cast<uint8_t>(1 << i % 8);
+      };
+      const float to[] = {far.most, -far.most / 30, far.most / 1e3f, 0.0f, far.most / 2, 1e-3f};
+      for (const float x : {far.infinite, 0.0f}) {
+        for (int64_t i = 1; i < 6; i++)
+          move(1000 * i, x > 0 ? (i % 2 ? x : -x) : to[i]);
+        for (int64_t i = 325; i < 8600; i += 50)
+          move(i, x > 0 ? 1.0f : -1.0f);
+        shard.KeepDistances();
+        ASSERT_EQ(engine.Apply(trainer.Encode(), TX_DELTA_FULL), TX_OK) << engine.error.message;
+        EXPECT_TRUE(engine.Equals(trainer)) << exact;
+      }
+    }
+  }
 }
 
 TEST(Delta, WeightsThatSomebodyChangedInTheEngineAreNamed) {
@@ -485,9 +530,14 @@ TEST(Delta, APublisherThatCannotIsToldWhy) {
   runs[0].offset = 1;
   fails(TX_ERROR_SHAPE, "within its 700");
   runs[0].offset = 0;
-  runs[0].changed.numel--;
-  fails(TX_ERROR_SHAPE, "changed");
-  runs[0].changed.numel++;
+  runs[1].changed.numel--;
+  fails(TX_ERROR_SHAPE, "runs[1]: changed has");
+  runs[1].changed.numel++;
+  void *const moved = runs[1].moved.data;
+  runs[1].moved.data = runs[1].weights.data;
+  fails(TX_ERROR_OVERLAP, "runs[1]: weights[0] and moved[0] share memory");
+  EXPECT_EQ(tx_delta_renew(2, runs.data(), nullptr, &error), TX_ERROR_OVERLAP);
+  runs[1].moved.data = moved;
   args.kind = TX_DELTA_WHOLE;
   trainer.Step(1e-3f);
   fails(TX_ERROR_BAD_STATE, "has changed since version 0");
@@ -600,7 +650,9 @@ TEST(Delta, MarkRefusesWhatItCannotCompare) {
   EXPECT_EQ(mark(w, {masters, 299, TX_F32, 0}, b, none), TX_ERROR_SHAPE);
   EXPECT_EQ(mark(w, m, {moved, 2, TX_BF16, 0}, none), TX_ERROR_SHAPE);
   EXPECT_EQ(mark(w, none, b, {sums, 2, TX_I64, 0}), TX_ERROR_SHAPE);
+  EXPECT_NE(std::string(error.message).find("those[1]: checksums has 2"), std::string::npos) << error.message;
   EXPECT_EQ(mark(w, w, b, none), TX_ERROR_DTYPE);
+  EXPECT_EQ(mark(w, m, {weights + 7, 3, TX_BF16, 0}, none), TX_ERROR_OVERLAP);
   EXPECT_EQ(mark(w, m, b, c), TX_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(mark(w, none, b, none), TX_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(moved[0] | moved[1] | moved[2], 0) << "nothing is written where something is refused";

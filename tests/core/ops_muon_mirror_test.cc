@@ -16,14 +16,16 @@ TEST(Mirror, MovesWhatIsBelowThePanels) {
   for (int program = 0; program < 60; program++) {
     const int64_t n = 1 + random() % 300, panel = 1 + random() % 320;
     const bool wide = program % 2;
-    const size_t size = wide ? 4 : 2;
-    std::vector<uint8_t> before(static_cast<size_t>(n * n) * size), memory;
+    const size_t size = wide ? 4 : 2, first = program % 3;  // elements lie at any address
+    std::vector<uint8_t> before(first + static_cast<size_t>(n * n) * size), memory;
     for (uint8_t &byte : before)
       byte = static_cast<uint8_t>(random());
-    const auto offset = [&](int64_t row, int64_t column) { return static_cast<size_t>(row * n + column) * size; };
+    const auto offset = [&](int64_t row, int64_t column) {
+      return first + static_cast<size_t>(row * n + column) * size;
+    };
     const auto made = [&](const Caller &call) {
       memory = before;
-      const tx_tensor square = {memory.data(), n * n, wide ? TX_F32 : TX_BF16, 0};
+      const tx_tensor square = {memory.data() + first, n * n, wide ? TX_F32 : TX_BF16, 0};
       call([&](const tx_parallel *parallel, tx_error *error) {
         return tx_muon_mirror(square, n, panel, parallel, error);
       });

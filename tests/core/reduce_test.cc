@@ -43,17 +43,6 @@ TEST(Reduce, IsWithinSevenRoundingsOfTheExactSum) {
   }
 }
 
-TEST(Reduce, AShortBlockIsTheBlockPaddedWithZeros) {
-  std::mt19937 random(3);
-  const std::vector<float> x = Random(random, 5);
-  for (int32_t n = 0; n <= TX_REDUCE_BLOCK; ++n) {
-    std::vector<float> padded(x.begin(), x.begin() + n);
-    padded.resize(TX_REDUCE_BLOCK, 0.0f);
-    ASSERT_EQ(tx_sum_squares(x.data(), n), tx_sum_squares_full(padded.data())) << n;
-  }
-  EXPECT_EQ(tx_sum_squares(x.data(), 0), 0.0);
-}
-
 TEST(Reduce, IsNotFiniteExactlyWhereAnElementIsNot) {
   const std::vector<float> largest(TX_REDUCE_BLOCK, 0x1.fffffep127f);
   const double sum = tx_sum_squares_full(largest.data());

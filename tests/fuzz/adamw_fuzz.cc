@@ -1,5 +1,7 @@
-// The step: any dtypes, sizes, hyper-parameters and table of places, and what two parameters have in common.
+// The step: any dtypes, sizes, hyper-parameters and table of places, what it leaves behind, and what two parameters
+// have in common.
 #include "tests/fuzz/adamw_input.h"
+#include "tests/fuzz/extras_input.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   fuzz::Input input(data, size);
@@ -12,6 +14,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     *tensors[input.Below(static_cast<uint32_t>(tensors.size()))] = call.params[0];
   }
   const tx_adamw_args *args = call.Args(&input);
+  fuzz::Extras extras(&input, &memory, call.params, call.masters);
+  extras.Lend(&call.args);
   tx_error error = {};
   const tx_status legal = tx_adamw_check(args, &error);
   const tx_status status = fuzz::Operate(

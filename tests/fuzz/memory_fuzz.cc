@@ -1,5 +1,7 @@
 // Bytes of a rank, of layouts that were planned and of what is said to be one; and what the exchange decides by numbers
 // that other ranks measured.
+#include <cmath>
+
 #include "tests/fuzz/layout_input.h"
 
 namespace {
@@ -19,10 +21,47 @@ struct Plan {
   void MakeOdd(fuzz::Input *input) {
     if (buckets.empty()) return;
     tx_layout_bucket &b = buckets[input->Below(static_cast<uint32_t>(buckets.size()))];
-    int64_t *const kNumbers[] = {&b.buffer,   &b.offset,         &b.size,           &b.used,
-                                 &b.n_params, &places[0].buffer, &summary.n_buckets};
+    int64_t *const kNumbers[] = {&b.buffer,         &b.offset,         &b.size,          &b.used,           &b.n_params,
+                                 &places[0].buffer, &places[0].bucket, &places[0].start, &summary.n_buckets};
     *input->Of(kNumbers) = input->I64();
     if (summary.n_buckets > static_cast<int64_t>(buckets.size())) summary.n_buckets = -1;
+  }
+};
+
+// Muon's matrices: whole parameters, or halves of them, of which a few numbers may be other ones; and their room.
+struct Matrices {
+  std::vector<tx_muon_matrix> all;
+  std::vector<int64_t> room;
+
+  Matrices(fuzz::Input *input, tx_memory_args *args) {
+    static const int32_t kDtypes[] = {TX_BF16, TX_F32};
+    for (int64_t p = 0; p < args->layout->n; p++) {
+      const tx_layout_param &param = args->layout->params[p];
+      if (!input->Odd(2) || !param.shape || param.tied != -1) continue;
+      const int64_t n = input->Odd(3) && param.numel % 2 == 0 ? 2 : 1, rows = param.numel / n;
+      const int32_t travels = input->Of(kDtypes), products = input->Of(kDtypes);
+      for (int64_t i = 0; i < n; i++) {
+        const auto owner = static_cast<int32_t>(
+            input->Below(static_cast<uint32_t>(args->layout->world < 99 ? args->layout->world : 99)));
+        all.push_back({p, i * rows, rows, 1, owner, travels, products, 0});
+      }
+    }
+    if (all.empty() || args->layout->world > 64) return; /* each rank's step is looked at */
+    if (input->Odd(16)) {
+      tx_muon_matrix &m = all[input->Below(static_cast<uint32_t>(all.size()))];
+      int64_t *const kNumbers[] = {&m.param, &m.begin, &m.rows, &m.columns};
+      int32_t *const kCodes[] = {&m.owner, &m.travels, &m.products};
+      if (input->Odd(2)) *input->Of(kNumbers) = input->I64();
+      if (input->Odd(2)) *input->Of(kCodes) = input->I32();
+    }
+    args->threads = input->Odd(16) ? input->I64() : 1 + input->Below(5);
+    args->n_matrices = input->Odd(32) ? input->I64() : static_cast<int64_t>(all.size());
+    args->matrices = all.data();
+    const int64_t bytes = tx_memory_room_bytes(args);
+    CHECK(bytes >= 0 && bytes % 8 == 0);
+    if (args->n_matrices > static_cast<int64_t>(all.size()) || bytes > 1 << 20) args->n_matrices = 0;
+    room.resize(args->n_matrices > 0 ? static_cast<size_t>(bytes / 8) : 0);
+    args->room = room.data();
   }
 };
 
@@ -64,6 +103,7 @@ void Bytes(fuzz::Input *input) {
     if (b == plan.summary.n_buckets || input->Odd(2)) messages.push_back(input->Odd(64) ? input->I64() : b);
   if (input->Odd(3)) args.ends = messages.data();
   args.n_messages = input->Odd(64) ? -1 : static_cast<int64_t>(messages.size());
+  const Matrices matrices(input, &args);
   fuzz::Memory memory(input);
   const tx_tensor room = memory.Take(static_cast<int64_t>(sizeof(tx_memory)), TX_U8);
   if (fuzz::Answer(&memory, [&](tx_error *error) {
@@ -75,9 +115,9 @@ void Bytes(fuzz::Input *input) {
   std::memcpy(&found, room.data, sizeof found);
   CHECK(found.params >= 0 && found.grads >= 0 && found.masters >= 0 && found.moments >= 0 && found.scales >= 0);
   CHECK(found.transient >= 0 && found.moving >= 0 && found.steps >= 0);
-  CHECK(found.emas >= 0 && found.changes >= 0);
+  CHECK(found.emas >= 0 && found.changes >= 0 && found.products >= 0 && found.stepping >= 0);
   CHECK(found.total == found.params + found.grads + found.masters + found.moments + found.scales + found.steps +
-                           found.emas + found.changes);
+                           found.emas + found.changes + found.products);
   CHECK(found.peak >= found.total);
 }
 
@@ -130,6 +170,48 @@ void Messages(fuzz::Input *input) {
   CHECK(cuts >= 1 && (cuts == 1 || bucket / (cuts - 1) >= 256 << 10));
 }
 
+// What Muon's matrices cost, and who has them.
+void Owners(fuzz::Input *input) {
+  const int64_t rows = input->I64(), columns = input->I64(), steps = input->I64(), restart = input->I64();
+  const double least = tx_muon_operations(rows, columns, steps, TX_MUON_AUTO, restart);
+  CHECK(least >= 0);
+  for (const int32_t ns : {TX_MUON_STANDARD, TX_MUON_GRAM})
+    CHECK(least <= tx_muon_operations(rows, columns, steps, ns, restart));
+  const int64_t panel = tx_muon_panel(rows);
+  CHECK(rows < 1 ? panel == 0 : panel == rows || (panel < rows && panel % 64 == 0));
+  CHECK(tx_muon_lr_ratio(1 + input->Below(9), 1 + input->Below(9), static_cast<int32_t>(input->Below(2))) > 0);
+  double numbers[7];
+  for (double &number : numbers)
+    number = input->F64();
+  const tx_muon_group group = {numbers[0], numbers[1], numbers[2], numbers[3],
+                               numbers[4], numbers[5], numbers[6], input->I64()};
+  tx_error error;
+  CHECK(tx_muon_check_group(&group, "groups[0]", &error) == TX_OK || fuzz::IsSentence(error));
+
+  const int64_t n = input->Odd(16) ? input->I64() : input->Below(40);
+  const int64_t ranks = input->Odd(16) ? input->I64() : 1 + input->Below(9);
+  const int64_t bytes = tx_plan_owners_bytes(n, ranks);
+  CHECK(bytes >= 0);
+  if (n < 0 || n > 5000 || bytes > 1 << 20) return;
+  std::vector<double> sizes;
+  for (int64_t i = 0; i < n; i++)
+    sizes.push_back(input->Odd(4) ? input->F64() : input->Byte());
+  fuzz::Memory memory(input);
+  const tx_tensor owners = memory.Take(n, TX_I32), fingerprint = memory.I64s(1);
+  std::vector<int64_t> room(static_cast<size_t>(bytes / 8 + 1));
+  if (fuzz::Answer(&memory, [&](tx_error *why) {
+        return tx_plan_owners(n, sizes.data(), ranks, room.data(), static_cast<int32_t *>(owners.data),
+                              static_cast<int64_t *>(fingerprint.data), why);
+      }) != TX_OK) {
+    return;
+  }
+  for (int64_t i = 0; i < n; i++) {
+    int32_t owner;
+    std::memcpy(&owner, static_cast<char *>(owners.data) + 4 * i, sizeof owner);
+    CHECK(owner >= 0 && owner < ranks && std::isfinite(sizes[static_cast<size_t>(i)]));
+  }
+}
+
 void Rules(fuzz::Input *input) {
   const int64_t bytes = input->I64();
   CHECK(tx_coalesce_most(bytes, static_cast<int32_t>(input->Below(2)), static_cast<int32_t>(input->Below(2))) <=
@@ -141,6 +223,7 @@ void Rules(fuzz::Input *input) {
   CHECK(gather == TX_NONE || tx_gather_dtype(gather, wire) == gather);
   const int64_t compressed = tx_compressed_bytes(input->I64());
   CHECK(compressed >= 0);
+  Owners(input);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-// Muon's two passes: any dtypes, sizes, tables of matrices and rates, and what two parameters have in common.
-#include "tests/fuzz/operate.h"
+// Muon's two passes: any dtypes, sizes, tables of matrices and rates, what they leave behind, and what two parameters
+// have in common.
+#include "tests/fuzz/extras_input.h"
 
 namespace {
 
@@ -119,6 +120,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     *tensors[input.Below(static_cast<uint32_t>(tensors.size()))] = call.params[0];
   }
   const bool updates = input.Below(2) > 0;
+  fuzz::Extras extras(&input, &memory, call.params, call.masters);
+  extras.Lend(&call.update);
   fuzz::Operate(&input, &memory, [&](const tx_parallel *parallel, tx_error *error) {
     return updates ? tx_muon_update(&call.update, parallel, error) : tx_muon_momentum(&call.momentum, parallel, error);
   });

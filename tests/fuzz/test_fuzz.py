@@ -52,6 +52,7 @@ MUTANTS = {
         "csrc/nccl/nccl_log.c", "(operation - 1) % TX_NCCL_RECORDS", "operation % (TX_NCCL_RECORDS + 1)"
     ),
     "planes": Mutant("csrc/ops/planes_layout.c", " || tx_planes_head_bytes(numel) > message.numel)", ")"),
+    "publish": Mutant("csrc/ops/delta_segment_code.c", "> TX_DELTA_BOUND_MOST &&", "> TX_DELTA_BOUND_MOST + 1 &&"),
     "policy": Mutant("csrc/core/policy_fields.c", "x >= low : x > low", "x >= low : x >= low"),
     "staged": Mutant("csrc/ops/staged.c", "if (comes_down(a, p.tensor))", "if (comes_down(a, 0))"),
     "stats": Mutant(
