@@ -337,7 +337,8 @@ TX_API int64_t tx_muon_exchange_peak(const tx_muon_exchange_args *args, void *me
 
 /* -- products of Muon's iterations ------------------------------------------------------------------------------- */
 
-/* How one matrix is orthogonalised: a singular value s becomes a s + b s^3 + c s^5 in each of `steps` steps. */
+/* How one matrix, divided by its norm, is orthogonalised: a singular value s becomes a s + b s^3 + c s^5 in each of
+ * `steps` steps. */
 typedef struct tx_muon_iteration {
   int64_t rows;
   int64_t columns;
@@ -345,8 +346,7 @@ typedef struct tx_muon_iteration {
   int64_t restart; /* as tx_muon_operations */
   int64_t panel;   /* of symmetric products; 0: left to who makes or counts them (tx_muon_panel) */
   double a, b, c;
-  double scale; /* of the matrix, before the first step */
-  int32_t ns;   /* tx_muon_ns */
+  int32_t ns; /* tx_muon_ns */
   int32_t reserved;
 } tx_muon_iteration;
 

@@ -9,7 +9,10 @@
  *
  * Note: symmetric products. X X^T and the products of polynomials of G are symmetric, so each is multiplied out in
  * panels of columns, from its diagonal block down (tx_muon_panel), and the rest is copied from the other side of the
- * diagonal. Of columns, because torch packs the right factor, of which each panel then has its own columns. */
+ * diagonal. Of columns, because torch packs the right factor, of which each panel then has its own columns.
+ *
+ * Note: factors. torch has code made for each beta, which takes as long as half a product of 768 in bf16, and keeps it:
+ * betas are the coefficients, whatever the matrix. So it is the caller who divides it by its norm. */
 #include "csrc/core/muon_iteration.h"
 
 #include <stddef.h>
@@ -24,7 +27,6 @@ typedef struct run {
   int wide; /* whether rows are no more than columns */
   int stopped;
   int32_t x, other; /* which is which, now */
-  double scale;     /* of x */
 } run;
 
 static void hand_out(run *r, const tx_muon_product *product) {
@@ -57,7 +59,7 @@ static void polynomial(run *r, int32_t q, int32_t g) {
   symmetric(r, (tx_muon_product){.out = q, .added = g, .left = g, .right = g, .beta = it->b, .alpha = it->c});
 }
 
-/* g = (scale x) (scale x)^T, or the other way round, whichever is smaller. */
+/* g = x x^T, or the other way round, whichever is smaller. */
 static void gram_of_x(run *r, int32_t g) {
   symmetric(r, (tx_muon_product){.out = g,
                                  .added = g,
@@ -65,10 +67,10 @@ static void gram_of_x(run *r, int32_t g) {
                                  .right = r->x,
                                  .left_transposed = !r->wide,
                                  .right_transposed = r->wide,
-                                 .alpha = r->scale * r->scale});
+                                 .alpha = 1.0});
 }
 
-/* x becomes keep x + scale square x, or with x square where it has more rows: the square is symmetric. */
+/* x becomes keep x + square x, or with x square where it has more rows: the square is symmetric. */
 static void multiply_x(run *r, int32_t by, double keep) {
   const tx_muon_product product = {.kind = TX_MUON_ADD_PRODUCT,
                                    .out = r->other,
@@ -77,13 +79,12 @@ static void multiply_x(run *r, int32_t by, double keep) {
                                    .right = r->wide ? r->x : by,
                                    .rows = r->it->rows,
                                    .columns = r->it->columns,
-                                   .beta = keep * r->scale,
-                                   .alpha = r->scale};
+                                   .beta = keep,
+                                   .alpha = 1.0};
   hand_out(r, &product);
   const int32_t made = r->other;
   r->other = r->x;
   r->x = made;
-  r->scale = 1.0;
 }
 
 static int32_t by_matrix(run *r) {
@@ -137,8 +138,7 @@ tx_muon_made tx_muon_iterate(const tx_muon_iteration *it, tx_muon_make make, voi
            .small = wide ? it->rows : it->columns,
            .wide = wide,
            .x = TX_MUON_X,
-           .other = TX_MUON_OTHER,
-           .scale = it->scale};
+           .other = TX_MUON_OTHER};
   const int32_t last = it->ns == TX_MUON_GRAM ? by_gram(&r) : by_matrix(&r);
   return (tx_muon_made){r.x, last, r.stopped};
 }

@@ -90,7 +90,7 @@ int64_t tx_muon_panel(int64_t n, int32_t dtype, int64_t threads, int32_t tiles) 
 
 double tx_muon_operations(int64_t rows, int64_t columns, int64_t ns_steps, int32_t ns, int64_t restart, int64_t panel) {
   const tx_muon_iteration iteration = {
-      .rows = rows, .columns = columns, .steps = ns_steps, .restart = restart, .panel = panel, .scale = 1.0, .ns = ns};
+      .rows = rows, .columns = columns, .steps = ns_steps, .restart = restart, .panel = panel, .ns = ns};
   return tx_muon_count(&iteration);
 }
 

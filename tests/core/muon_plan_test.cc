@@ -14,7 +14,7 @@
 namespace {
 
 TEST(MuonProducts, AreCountedWhereThereIsRoom) {
-  const tx_muon_iteration iteration = {700, 900, 5, 3, 0, 3.4, -4.7, 2.0, 0.5, TX_MUON_GRAM, 0};
+  const tx_muon_iteration iteration = {700, 900, 5, 3, 0, 3.4, -4.7, 2.0, TX_MUON_GRAM, 0};
   int32_t found = -1, last = -1;
   const int64_t n = tx_muon_products(&iteration, nullptr, 0, &found, &last);
   ASSERT_GT(n, 0);

@@ -21,7 +21,6 @@ RESTART = {torch.float32: 0, torch.bfloat16: 3}
 
 NON_FINITE = "the products of its Newton-Schulz iteration are not finite"
 
-_TAME = 2.0**40  # norms up to it, and from its reciprocal on, are squared in fp32 without harm
 _REFUSED = "torch could not multiply its matrices, for lack of memory as a rule"
 
 
@@ -99,15 +98,12 @@ class Task(NamedTuple):
     iteration: Iteration
     alone: bool  # multiplied by one thread, beside others
 
-    def scaled(self, panel: int) -> _Iteration:
-        """In C's words. x is scaled where a scale would not do."""
-        scale = 1.0 / max(self.norm, self.iteration.eps)
-        if not 1 / _TAME <= scale <= _TAME:
-            self.x.mul_(scale)
-            scale = 1.0
+    def begin(self, panel: int) -> _Iteration:
+        """Divides x by its norm, as torch.optim.Muon does; the rest in C's words."""
+        self.x.mul_(1.0 / max(self.norm, self.iteration.eps))
         (a, b, c), (rows, columns) = self.iteration.coefficients, self.x.shape
         kind, restart = ITERATIONS.index(self.iteration.kind), RESTART[self.x.dtype]
-        return _Iteration(rows, columns, self.iteration.steps, restart, panel, a, b, c, scale, kind)
+        return _Iteration(rows, columns, self.iteration.steps, restart, panel, a, b, c, kind)
 
 
 def orthogonalise(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> list[Exception | None]:
@@ -123,7 +119,7 @@ def orthogonalise(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> lis
 
 
 def _on_cpu(tasks: Sequence[Task], workspaces: Sequence[Workspace]) -> list[Exception | None]:
-    iterations = [task.scaled(0) for task in tasks]
+    iterations = [task.begin(0) for task in tasks]
     jobs = (_Job * max(1, len(tasks)))(
         *(
             _Job(ctypes.addressof(iteration), task.x.data_ptr(), native_dtypes.code_of(task.x.dtype), task.alone)
@@ -145,7 +141,7 @@ def _failure(outcome: int) -> Exception | None:
 
 def _by_torch(task: Task, workspace: Workspace) -> Exception | None:
     n, other = min(task.x.shape), workspace.other[: task.x.numel()].view_as(task.x)
-    iteration, memory = task.scaled(n), [task.x, other, *(s[: n * n].view(n, n) for s in workspace.squares)]
+    iteration, memory = task.begin(n), [task.x, other, *(s[: n * n].view(n, n) for s in workspace.squares)]
     pointer = ctypes.c_void_p
     find: Callable[..., int] = library.function(
         "tx_muon_products", pointer, pointer, ctypes.c_int64, pointer, pointer, restype=ctypes.c_int64
