@@ -319,3 +319,33 @@ def test_random_groups_are_of_many_kinds() -> None:
         held: Iterator[Any] = itertools.chain(params, later)
         kinds.update(f"group: {type(g['params']).__name__}" for g in held if isinstance(g, dict))
     assert len(kinds) >= 16, kinds
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in range(3):
+        for p in params:
+            p.grad = torch.linspace(-1.0, 2.0, p.numel()) * (step + 1)
+        optimizer.step()
+    return [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("way", ["as it was made", "copied", "loaded into itself", "loaded from Adam"])
+def test_a_group_of_adamw_may_have_adams_weight_decay(way: str) -> None:
+    """As torch's; a load does not change which, as it does not of another class."""
+    found = {}
+    for kind, adam in ((torch.optim.AdamW, torch.optim.Adam), (torch_ext.AdamW, torch_ext.Adam)):
+        both = [torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))]
+        groups = [{"params": both[:1], "decoupled_weight_decay": False}, {"params": both[1:]}]
+        optimizer = kind(groups, lr=0.1, weight_decay=0.5)
+        if way == "copied" and kind is torch_ext.AdamW:  # torch's forgets it
+            optimizer = copy.deepcopy(optimizer)
+        if way.startswith("loaded") and kind is torch_ext.AdamW:
+            other = adam([{"params": [p]} for p in both], lr=0.1, weight_decay=0.5)
+            optimizer.load_state_dict((other if way.endswith("Adam") else optimizer).state_dict())
+        assert [g["decoupled_weight_decay"] for g in optimizer.param_groups] == [False, True]
+        found[kind] = stepped(optimizer)
+    for ours, theirs in zip(found[torch_ext.AdamW], found[torch.optim.AdamW], strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+    with pytest.raises(ValueError, match="decoupled_weight_decay is False in a group: Muon decouples it"):
+        torch_ext.Muon([{"params": [torch.nn.Parameter(torch.ones(5, 5))], "decoupled_weight_decay": False}])

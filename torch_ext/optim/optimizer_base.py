@@ -48,7 +48,7 @@ class OptimizerBase(SavedOptimizer):
     others there. What a pickle does not keep is made anew (`_assemble`).
     """
 
-    _decoupled: bool | None = None  # None: the group says
+    _decoupled: bool | None = None  # whether groups decouple weight decay unless they say; None: as what is loaded says
 
     _scaling: GradScaling
     _stepper: Stepper
@@ -119,7 +119,7 @@ class OptimizerBase(SavedOptimizer):
         except Exception:
             del self.param_groups[before]
             raise
-        param_groups.fill(group, {}, self._decoupled)
+        param_groups.fill(group, {}, None)
         self._states.make_steps(group)
         if self._release is not None:
             self._release.follow(group["params"])
@@ -143,6 +143,8 @@ class OptimizerBase(SavedOptimizer):
         known = None if "_host" in state else self._states
         host = state["_host"] if known is None else known.host
         counts = state["_counts"] if known is None else known.counts
+        groups = state["param_groups"] if known is None else self.param_groups  # before a load, whose may be Adam's
+        decoupled = [self._decoupled and group.get("decoupled_weight_decay", True) for group in groups]
         loaded = all(isinstance(value, load.EncodedEntry) for value in entries.values())
         if loaded and len(before):
             host.clear()
@@ -158,8 +160,8 @@ class OptimizerBase(SavedOptimizer):
         if known is not None:
             go_on_from(known, self._states)
         self._states.note_forms(self._states.everyone())
-        for group in self.param_groups:
-            param_groups.fill(group, self.defaults, self._decoupled)
+        for group, own in zip(self.param_groups, decoupled, strict=True):
+            param_groups.fill(group, self.defaults, own)
             self._states.make_steps(group)
         if self._release is not None:
             self._release.follow(self._states.everyone(), copied=True)

@@ -141,6 +141,8 @@ def own_group(group: Group, defaults: Group) -> Group:
     if not isinstance(group, dict):
         return group  # torch says what is wrong
     group = dict(group)
+    if not group.get("decoupled_weight_decay", True):
+        raise ValueError("decoupled_weight_decay is False in a group: Muon decouples it; leave it out")
     if "ns_dtype" in group:
         group["ns_dtype"] = dtype_name(group["ns_dtype"])
     if "betas" in group:  # not as `betas`: schedulers that cycle momentum would take it for that
