@@ -49,7 +49,7 @@ extern "C" {
  * Every part carries the checksum of its own bytes and the link that the part of the same rank had one version earlier,
  * so that what is lost, repeated, reordered, damaged or from elsewhere is noticed before anything is written. That is
  * against accidents. Messages are not authenticated: who can forge one can write any weights (but nothing else: every
- * field is checked, and what is allocated is bounded by the receiver's own tensors).
+ * field is checked, and what is allocated is bounded by the receiver's own tensors and the bytes that came).
  *
  * The bytes depend on the weights, on what the publisher kept and on how the parameters are cut into runs; on no
  * instruction set, number of threads or chunk. They are little-endian on every machine.
