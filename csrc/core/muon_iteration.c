@@ -153,24 +153,36 @@ int tx_muon_is_iteration(const tx_muon_iteration *it) {
 
 typedef struct counted {
   const tx_muon_iteration *it;
+  int64_t panel;
   double operations;
 } counted;
+
+/* Elements of a square of n that are multiplied out in panels. */
+static int64_t covered(int64_t n, int64_t panel) {
+  const int64_t whole = n / panel, rest = n % panel;
+  return panel * (whole * n - panel * (whole * (whole - 1) / 2)) + rest * rest;
+}
 
 /* 2 n operations for each element of a product over n. */
 static int count(void *ctx, const tx_muon_product *product) {
   counted *c = ctx;
   if (product->kind != TX_MUON_ADD_PRODUCT) return 0;
   const int64_t rows = c->it->rows, columns = c->it->columns;
-  const int64_t over = product->left >= TX_MUON_SQUARES || product->right >= TX_MUON_SQUARES
-                           ? (rows < columns ? rows : columns)
-                           : (rows < columns ? columns : rows);
-  c->operations += 2.0 * (double)over * (double)product->rows * (double)product->columns;
+  const int64_t small = rows < columns ? rows : columns, large = rows < columns ? columns : rows;
+  const int64_t over = product->left >= TX_MUON_SQUARES || product->right >= TX_MUON_SQUARES ? small : large;
+  const int symmetrical = product->out >= TX_MUON_SQUARES;
+  const double elements =
+      symmetrical ? (double)covered(small, c->panel) : (double)product->rows * (double)product->columns;
+  c->operations += 2.0 * (double)over * elements;
   return 0;
 }
 
+/* Symmetric products are handed out whole: millions of columns have thousands of panels. */
 static double count_of(tx_muon_iteration it, int32_t ns) {
+  const int64_t small = it.rows < it.columns ? it.rows : it.columns;
+  counted c = {.it = &it, .panel = it.panel < small ? it.panel : small};
   it.ns = ns;
-  counted c = {.it = &it};
+  it.panel = small;
   (void)tx_muon_iterate(&it, count, &c);
   return c.operations;
 }

@@ -173,12 +173,15 @@ void Messages(fuzz::Input *input) {
 // What Muon's matrices cost, and who has them.
 void Owners(fuzz::Input *input) {
   const int64_t rows = input->I64(), columns = input->I64(), steps = input->I64(), restart = input->I64();
-  const double least = tx_muon_operations(rows, columns, steps, TX_MUON_AUTO, restart);
-  CHECK(least >= 0);
-  for (const int32_t ns : {TX_MUON_STANDARD, TX_MUON_GRAM})
-    CHECK(least <= tx_muon_operations(rows, columns, steps, ns, restart));
-  const int64_t panel = tx_muon_panel(rows);
+  const auto dtype = static_cast<int32_t>(input->Below(4)), tiles = static_cast<int32_t>(input->Below(2));
+  const int64_t panel = tx_muon_panel(rows, dtype, input->I64(), tiles);
   CHECK(rows < 1 ? panel == 0 : panel == rows || (panel < rows && panel % 64 == 0));
+  for (const int64_t of : {int64_t{0}, panel, input->I64()}) {
+    const double least = tx_muon_operations(rows, columns, steps, TX_MUON_AUTO, restart, of);
+    CHECK(least >= 0);
+    for (const int32_t ns : {TX_MUON_STANDARD, TX_MUON_GRAM})
+      CHECK(least <= tx_muon_operations(rows, columns, steps, ns, restart, of));
+  }
   CHECK(tx_muon_lr_ratio(1 + input->Below(9), 1 + input->Below(9), static_cast<int32_t>(input->Below(2))) > 0);
   double numbers[7];
   for (double &number : numbers)
