@@ -65,7 +65,7 @@ class Clipping:
         marked = [getattr(g, _MARK, None) is self for g in grads]
         if not any(marked):
             return False
-        if all(marked) and all(self._versions[id(g)] == g._version for g in grads):
+        if all(marked) and all(self._versions.get(id(g)) == g._version for g in grads):
             return len(grads) == len(self._versions) or not self.only_measured
         if self.used or self.only_measured:
             return False
