@@ -177,9 +177,8 @@ typedef struct tx_delta_encode_args {
  * collective: that all ranks publish after the same step is seen where parts are applied.
  *
  * TX_ERROR_MISMATCH: the table is not the chain's (a parameter was added). TX_ERROR_SHAPE, TX_ERROR_DTYPE: a run or
- * what is kept beside it. TX_ERROR_OVERLAP: runs that overlap, or are not in order; a run that keeps
- * two things in one memory. TX_ERROR_OUT_OF_MEMORY: and the chain and the runs are as before, as they are after every
- * other error. */
+ * what is kept beside it. TX_ERROR_OVERLAP: runs that overlap, or are not in order; a run that keeps two things in one
+ * memory. TX_ERROR_OUT_OF_MEMORY: and the chain and the runs are as before, as they are after every other error. */
 TX_API tx_status tx_delta_encode(const tx_delta_encode_args *args, tx_delta_chain *chain, const tx_parallel *parallel,
                                  tx_delta_message *message, tx_error *error);
 

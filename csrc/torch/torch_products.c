@@ -1,6 +1,7 @@
 /* Muon's matrix products by torch: its addmm, called without Python.
  *
- * Note: lanes. torch multiplies matrices of these sizes in bf16 on one thread, whatever others there are. Matrices do
+ * Note: lanes. Where the processor multiplies in tiles (AMX) torch multiplies matrices of these sizes in bf16 on one
+ * thread, whatever others there are; elsewhere threads that share a product are a few percent slower. Matrices do
  * not need each other, so each thread has its own: inside a region of torch's pool every product is made by the thread
  * that asks for it. One matrix alone is multiplied in such a region, too: how many threads torch would have may be seen
  * in a product's bits. */

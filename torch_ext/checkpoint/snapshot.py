@@ -105,11 +105,8 @@ class Buffers:
         if at < len(self._kept) and dense.same_order(self._kept[at], t) and self._kept[at].dtype == t.dtype:
             made, pairs = self._kept[at], self._pairs
         else:
-            made, pairs = (
-                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, pin_memory=t.is_cuda, device="cpu"),
-                self._fresh,
-            )
-            self._kept[at:] = [made]
+            made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, pin_memory=t.is_cuda, device="cpu")
+            self._kept[at:], pairs = [made], self._fresh
         pairs.append((dense.flat(made), dense.flat(t)))
         return made
 

@@ -154,7 +154,7 @@ class GradientRelease:
             self._step.plan.mark_synced()
             self._ended = True
             if self._states.watcher is not None:
-                self._states.watcher.after_backward()
+                self._states.watcher.after_writing()
 
     # -- between backwards
 

@@ -26,10 +26,10 @@ def resync(states: OptimizerStates, stepper: Stepper, force: bool) -> int:
         states.refuse_converted(zip(param_groups.names(states.groups), everyone, strict=True))
     members = states.members(everyone, having) if stepped is None else stepped
     if (watcher := states.watcher) is not None:
-        watcher.before_stepping()
+        watcher.before_writing()
     changed = int(masters.resync(members, force).sum())
     if watcher is not None:
-        watcher.after_backward()
+        watcher.after_writing()
     if plan is None or stepped is None:
         mark_synced(states, stepper, members)
     else:

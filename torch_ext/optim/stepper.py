@@ -167,7 +167,7 @@ class Stepper:
         shards, active = states.current_shards(everyone), [p.requires_grad for p in everyone]
         _refuse_capture(states, everyone)
         if states.watcher is not None:
-            states.watcher.before_stepping()
+            states.watcher.before_writing()
         if plan is None or not plan.fits(shards, active, states.state) or not plan.same_forms():
             plan = self._planned(shards, active, [p for p in everyone if p.requires_grad])
         mode = states.optimizer.on_external_write

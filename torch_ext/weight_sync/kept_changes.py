@@ -41,18 +41,18 @@ class KeptChanges:
     def _follow_steps(self, optimizer: OptimizerBase) -> None:
         self._note_writes()
         self._settle()
-        before, after = hook(self.before_stepping), hook(self.stepped)
+        before, after = hook(self.before_writing), hook(self.stepped)
         for handle in (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)):
             weakref.finalize(self, handle.remove)
         self._changes.watcher = weakref.ref(self)
 
     # -- see weight_changes.Watcher
 
-    def before_stepping(self) -> None:
+    def before_writing(self) -> None:
         self._writes.mark(self._members())
         self._mark_before_first_step()
 
-    def after_backward(self) -> None:
+    def after_writing(self) -> None:
         self._note_writes()
         self._settle()
 

@@ -23,11 +23,12 @@ KEYS = ("changed", "moved", "distance")
 class Watcher(Protocol):
     """Who is told what the hooks of step() do not tell."""
 
-    def before_stepping(self) -> None:
-        """A backward begins that steps parameters as their gradients are ready."""
+    def before_writing(self) -> None:
+        """Weights or masters are about to be written outside of step(): in a backward that steps parameters as their
+        gradients are ready, or by resync_masters()."""
 
-    def after_backward(self) -> None:
-        """It ended."""
+    def after_writing(self) -> None:
+        """They were."""
 
     def stepped(self) -> None:
         """Steps were taken that step() does not tell of: it raised, or what a backward stepped is kept without it."""
