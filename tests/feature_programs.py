@@ -150,6 +150,9 @@ class Program(Compared):
                 raise AssertionError(history) from error
 
     def do(self, act: Act) -> None:
+        if "on_external_write" in self.config.options:  # which is of writes after states were made: now, in both
+            for trainer in (self.a, self.b):
+                trainer.optimizer.state_dict()
         if act.what in FEATURES:
             getattr(self, act.what)(act.seed)
         else:

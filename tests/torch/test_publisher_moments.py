@@ -344,6 +344,36 @@ def test_a_silent_write_without_a_master_is_found_by_the_engine() -> None:
     assert engine.differs(trainer.model) == []
 
 
+@pytest.mark.parametrize("left_out", ["frozen", "without a gradient"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16_remainder"])
+def test_a_write_to_a_parameter_that_the_last_step_left_alone(policy: str, left_out: str) -> None:
+    net = Net(torch.float32 if policy == "fp32" else BF16)
+    optimizer = torch_ext.AdamW(net.parameters(), lr=1e-4, states=policy)
+    following = Following(net, torch_ext.WeightPublisher(net, optimizer))
+    for step in range(2):  # both into one version
+        net.backward(step)
+        if step == 1:
+            net.up.weight.grad = None
+            net.up.weight.requires_grad_(left_out != "frozen")
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        net.up.weight.mul_(1.25)
+    following.takes()
+
+
+def test_a_forced_resync_tells_of_a_write_that_leaves_remainders_as_they_were() -> None:
+    net = Net()
+    optimizer = torch_ext.AdamW(net.parameters(), lr=1e-4, states="bf16_remainder")
+    optimizer.state_dict()  # remainders of zeros
+    following = Following(net, torch_ext.WeightPublisher(net, optimizer))
+    net.down.bias.data[3] = 7
+    optimizer.resync_masters(force=True)
+    net.backward(0)
+    optimizer.step()
+    following.takes()
+
+
 # -- other optimizers and publishers -----------------------------------------------------------------------------------
 
 

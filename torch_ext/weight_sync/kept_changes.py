@@ -82,13 +82,14 @@ class KeptChanges:
             )
 
     def _members(self) -> list[ParamState]:
-        """Of the parameters that have state."""
-        plan = self._optimizer._stepper.standing_plan()
-        if plan is not None:
-            return plan.members
-        states = self._optimizer._states
-        everyone = states.everyone()
-        return states.members(everyone, [states.is_made(p) for p in everyone])
+        """Of the parameters that have state: also of those that the last step left alone, frozen or without a gradient,
+        whose weights may be written meanwhile."""
+        states, plan = self._optimizer._states, self._optimizer._stepper.standing_plan()
+        everyone, stepped = states.everyone(), [] if plan is None else plan.members
+        if len(stepped) == len(everyone):
+            return stepped
+        known = {m.param for m in stepped}
+        return stepped + states.members(everyone, [p not in known and states.is_made(p) for p in everyone])
 
     def _mark_before_first_step(self) -> None:
         """Whoever makes a weight's state, the first step or a state_dict(), makes its master of it, so that nothing

@@ -29,6 +29,8 @@ def resync(members: Sequence[ParamState], force: bool = False) -> Tensor:
     """
     changed = _counts(members)
     if force:
+        if any(m.changes for m in members):  # a written weight may have the remainder that it would get
+            _note_written(members, modified(members))
         _run(ops.call, "master_resync_", members, MASTERS, changed, True)
     else:
         _run(ops.call, "master_resync_", members, ("master_param",), changed)
