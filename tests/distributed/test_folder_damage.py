@@ -2,6 +2,7 @@
 saved is loaded bit for bit. Whatever they hold, nothing of it is executed."""
 
 import collections
+import enum
 import os
 import pathlib
 import pickle
@@ -225,6 +226,16 @@ def test_torch_reads_the_folders_too(tmp_path: pathlib.Path) -> None:
     assert bits(target) == bits(state(1))
 
 
+def test_a_folder_that_python_3_11_0_to_3_11_3_saved_loads(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They pickle a member of an enum as an attribute of its class (Debian 12's Python is one)."""
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    save(state(1), tmp_path / "folder")
+    assert b"getattr" in (tmp_path / "folder/.metadata").read_bytes()
+    assert bits(load_into(blank(state(1)), tmp_path / "folder")) == bits(state(1))
+
+
 class Acts:
     """Makes a folder when somebody executes its pickle."""
 
@@ -266,6 +277,16 @@ def in_metadata(change: Callable[[Any, Acts], Any]) -> Callable[[pathlib.Path, A
     return put
 
 
+class Attribute:
+    """What an attribute of a class is in a pickle."""
+
+    def __init__(self, *what: Any) -> None:
+        self.what = what
+
+    def __reduce__(self) -> Any:
+        return getattr, self.what
+
+
 def _planner_data(metadata: Any, acts: Acts) -> Any:
     metadata.planner_data["b"] = acts
     return metadata
@@ -282,6 +303,8 @@ HOSTILE: dict[str, Callable[[pathlib.Path, Acts], None]] = {
     "instead of metadata": in_metadata(lambda metadata, acts: acts),
     "in the planner's metadata": in_metadata(_planner_data),
     "in the storage's metadata": in_metadata(_state),
+    "an attribute": in_metadata(lambda metadata, acts: Attribute(metadata, "planner_data")),
+    "an attribute of a class": in_metadata(lambda metadata, acts: Attribute(type(metadata), "__init__")),
 }
 
 

@@ -74,6 +74,12 @@ def parse(raw: bytes, *, weights_only: bool = True) -> Metadata:
     return found
 
 
+_EXECUTES = (
+    "holds a {}, and reading one may execute whatever the file says: weights_only=False does, where you trust who "
+    "wrote it"
+)
+
+
 class _Refused(ValueError):
     """A ValueError whose message is complete."""
 
@@ -105,10 +111,7 @@ class _Unpickler(pickle.Unpickler):
             return self._classes[module, name]
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
-        raise _Refused(
-            f"holds a {module}.{name}, and reading one may execute whatever the file says: weights_only=False does, "
-            "where you trust who wrote it"
-        )
+        raise _Refused(_EXECUTES.format(f"{module}.{name}"))
 
     def persistent_load(self, pid: Any) -> Any:
         raise _Refused("refers to objects outside of it, which no checkpoint's metadata does")
@@ -188,15 +191,23 @@ def _properties(given: _StandIn) -> TensorProperties:
     return TensorProperties(dtype, requires_grad=bool(requires_grad), pin_memory=bool(pinned))
 
 
+def _member(given: _StandIn) -> None:
+    """`getattr(enum, "NAME")`, as Python 3.11.0 to 3.11.3 pickles a member of an enum: the memory format's."""
+    if len(given.args) != 2 or getattr(given.args[0], "make", None) is not _MAKERS[_MEMORY_FORMAT]:
+        raise _Refused(_EXECUTES.format("builtins.getattr"))
+
+
 def _posix_path(given: _StandIn) -> str:
     return str(pathlib.PurePath(*given.args))
 
 
+_MEMORY_FORMAT = (TensorProperties.__module__, "_MEM_FORMAT_ENCODING")
 _MAKERS: dict[tuple[str, str], Callable[[Any], Any]] = {
     **{(cls.__module__, cls.__name__): functools.partial(_dataclass, cls) for cls in _FIELDS},
     (_StorageInfo.__module__, "_StorageInfo"): _storage_info,
     (TensorProperties.__module__, "TensorProperties"): _properties,
-    (TensorProperties.__module__, "_MEM_FORMAT_ENCODING"): lambda given: None,
+    _MEMORY_FORMAT: lambda given: None,
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): lambda given: None,
     ("pathlib", "PosixPath"): _posix_path,
