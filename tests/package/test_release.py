@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from typing import Any
 
 import package_files
 import pytest
@@ -92,8 +93,9 @@ def test_both_say_the_same_of_themselves(wheel: pathlib.Path, sdist: pathlib.Pat
 
 def test_the_source_distribution_has_all_that_it_is_made_of(sdist: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Without git: a source distribution that is made of it again is the same, byte for byte."""
+    options: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 has it
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # 3.11.4 has it
+        archive.extractall(tmp_path, **options)
     tree = tmp_path / f"torch_ext-{VERSION}"
     code = (
         "import sys; sys.path.insert(0, 'bazel'); import build_backend; print(build_backend.build_sdist(sys.argv[1]))"
