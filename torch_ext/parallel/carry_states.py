@@ -29,6 +29,7 @@ class _Entry(NamedTuple):
     param: Tensor
     name: str
     kept: bool  # keep_32bit
+    matrix: bool  # Muon's
     like: Tensor  # of the whole parameter's shape and memory order
     local: local_shard.LocalShard
     cut: bool
@@ -58,7 +59,7 @@ class CarriedStates:
             logical = save.entry_of(p)
             owned = reducer_registry.owner_of(p.param) is not None
             self._entries[p.index] = _Entry(
-                p.param, p.name, p.kept, p.param.detach(), p.local, p.cut, owned, p.stored, logical
+                p.param, p.name, p.kept, p.kinds.matrix, p.param.detach(), p.local, p.cut, owned, p.stored, logical
             )
 
     def lines(self) -> list[str]:
@@ -71,7 +72,7 @@ class CarriedStates:
         ]
 
     def _kinds(self, entry: _Entry, policy: Policy) -> StateDtypes:
-        kinds = StateDtypes.of(policy, entry.param.dtype, entry.param.numel(), entry.kept)
+        kinds = StateDtypes.of(policy, entry.param.dtype, entry.param.numel(), entry.kept, entry.matrix)
         return kinds.averaged(self.optimizer.averaging.dtype, entry.param.dtype, entry.name)
 
     def refuse(self, policy: Policy, before: Policy | None, ranks: frozenset[int]) -> None:

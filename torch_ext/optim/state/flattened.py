@@ -2,7 +2,8 @@
 
 Note: keys of flattened state dicts. Loading one, torch asks opt.state[p] for the names of its entries and takes those
 from the dict. It holds logical states, and what is stored has other names: a remainder where the logical state has a
-master. So torch's function is given the logical names, in the place of an optimizer of ours.
+master; so with a group's lists that are not saved. So torch's function is given the names in the dict, in the place of
+an optimizer of ours.
 """
 
 import functools
@@ -11,6 +12,7 @@ from typing import Any
 
 from torch_ext.optim.state.state_dtypes import first_moment
 from torch_ext.optim.state.stateful import StatefulOptimizer, params_of
+from torch_ext.params import keep_32bit
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _FUNCTION = "_unflatten_optim_state_dict"
@@ -21,7 +23,7 @@ class _LogicalKeys:
     """What of an optimizer torch's function reads."""
 
     def __init__(self, optimizer: StatefulOptimizer) -> None:
-        self.param_groups = optimizer.param_groups
+        self.param_groups = keep_32bit.without(optimizer.param_groups)
         self.state = {
             p.param: ("step", *p.kinds.logical()) if first_moment(p.stored) is not None else tuple(p.stored)
             for p in params_of(optimizer)

@@ -1,0 +1,354 @@
+"""Random jobs that are saved, end, and go on as another world under another strategy (test_elastic_programs.py).
+
+A program is a model, the groups and options of an optimizer, and steps, drawn from a seed; its gradients are the same
+on every rank, so that one process that never stopped has the bits of every world that goes on.
+"""
+
+import pathlib
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from gradients import BF16, FP16, FP32, bits
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+import torch_ext
+
+FSDP2 = "optim_grads_params"
+OURS = ["no_shard", "optim", "optim_grads"]
+STRATEGIES = [*OURS, FSDP2, "ddp"]
+SHAPES: list[tuple[int, ...]] = [
+    (24, 10),
+    (130,),
+    (700,),
+    (1,),
+    (16, 130),
+    (3, 8, 12),
+    (6, 4, 3, 3),
+    (17, 33),
+    (128,),
+    (5, 256),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype, generator: torch.Generator) -> None:
+        super().__init__()
+        for i, shape in enumerate(shapes):
+            self.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+
+    def forward(self, grads: dict[str, Tensor]) -> Tensor:
+        terms = [(p * grads[name]).sum().float() for name, p in self.named_parameters() if p.requires_grad]
+        return torch.stack([torch.zeros(()), *terms]).sum()
+
+
+class Blocks(nn.Module):
+    """Parameters whose gradients are given, in units for FSDP2."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, grads: list[dict[str, Tensor]]) -> Tensor:
+        return torch.stack([block(of_block) for block, of_block in zip(self.blocks, grads, strict=True)]).sum()
+
+
+class Segment(NamedTuple):
+    strategy: str | None
+    steps: range
+    way: str
+    """How the next segment gets what this one has."""
+    fraction: float
+    """Of the states that are on the host."""
+    along: str | None
+    """The strategy to which the model and its states are taken before the last step."""
+
+
+class Program(NamedTuple):
+    seed: int
+    worlds: tuple[int, ...]
+    blocks: list[list[tuple[int, ...]]]
+    frozen: set[str]
+    dtype: torch.dtype
+    kind: type
+    settings: dict[str, Any]
+    options: dict[str, Any]
+    groups: list[dict[str, Any]]
+    segments: list[Segment]
+    acts: list[str]
+
+    @classmethod
+    def of(cls, seed: int, worlds: tuple[int, ...]) -> "Program":
+        draw = random.Random(seed)
+        blocks = [[draw.choice(SHAPES) for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(1, 3))]
+        names = [f"blocks.{b}.p{i}" for b, shapes in enumerate(blocks) for i in range(len(shapes))]
+        frozen = {name for name in names[1:] if draw.random() < 0.12}
+        dtype = draw.choice([BF16, BF16, BF16, FP32, FP16])
+        kind = draw.choice([torch_ext.AdamW, torch_ext.AdamW, torch_ext.Muon])
+        options: dict[str, Any] = {"states": draw.choice(["fp32", "bf16"])}
+        if dtype == BF16:
+            options["states"] = draw.choice(["bf16", "fp32", "bf16_remainder", "bf16_remainder", "8bit"])
+        if kind is torch_ext.Muon:
+            options["ns_dtype"] = FP32
+        else:
+            options["skip_nonfinite"] = draw.random() < 0.5
+        if draw.random() < 0.3:
+            options["keep_32bit"] = draw.sample(names, draw.randint(1, len(names)))
+        if draw.random() < 0.5:
+            options |= {"ema_decay": draw.choice([0.5, 0.9]), "ema_every": draw.choice([1, 2])}
+            options["ema_dtype"] = draw.choice([BF16, "24bit", FP32])
+        settings = {"bucket_size": draw.choice([300, 2000, 10**6]), "grad_comm_dtype": draw.choice([FP32, dtype])}
+        if settings["grad_comm_dtype"] == FP16:
+            settings["grad_comm_dtype"] = FP32
+        strategies = [s for s in STRATEGIES if s != "ddp" or kind is torch_ext.AdamW]
+        strategies = [s for s in strategies if s != FSDP2 or options["states"] != "8bit"]
+        segments, at = [], 0
+        for world in worlds:
+            steps = draw.randint(1, 3)
+            strategy = draw.choice([None, *strategies] if world == 1 else strategies)
+            ways = [way for way in WAYS if way != "full" or strategy not in OURS]  # refused by name where they are cut
+            along = draw.choice([None, None, *OURS]) if strategy in OURS else None
+            fraction = draw.choice([0.0, 0.0, 0.5, 1.0])
+            segments.append(Segment(strategy, range(at, at + steps), draw.choice(ways), fraction, along))
+            at += steps
+        acts = [draw.choice(["step", "step", "step", "clip", "lr", "write", "skip"]) for _ in range(at)]
+        illegal = set() if options.get("skip_nonfinite") else {"skip"}
+        if any("in place" in segment.way for segment in segments):
+            illegal.add("lr")  # a number is not loaded in place
+        acts = ["step" if act in illegal else act for act in acts]
+        return cls(
+            seed,
+            worlds,
+            blocks,
+            frozen,
+            dtype,
+            kind,
+            settings,
+            options,
+            _groups(draw, names, blocks, kind),
+            segments,
+            acts,
+        )
+
+    def made(self, strategy: str | None, fraction: float = 0.0) -> tuple[Any, Any, Any]:
+        """The model as it is trained, the one in it, and its optimizer."""
+        generator = torch.Generator().manual_seed(self.seed)
+        plain = Blocks([Block(shapes, self.dtype, generator) for shapes in self.blocks])
+        for name, p in plain.named_parameters():
+            p.requires_grad_(name not in self.frozen)
+        policy = torch_ext.load_policy(self.dtype, override_ddp_config=self.settings)
+        model: Any = plain
+        if strategy == "ddp":
+            model = nn.parallel.DistributedDataParallel(plain)
+            torch_ext.register_comm_hook(model, policy)
+        elif strategy is not None:
+            if strategy == FSDP2 and self.seed % 2:
+                for block in plain.blocks:
+                    torch.distributed.fsdp.fully_shard(block)
+                torch.distributed.fsdp.fully_shard(plain)
+            torch_ext.parallelize(plain, policy, strategy=strategy)
+        params = dict(plain.named_parameters())
+        groups = [g | {"params": [(n, params[n]) for n in g["params"] if n in params]} for g in self.groups]
+        options = self.options | ({"offload_fraction": fraction} if self.kind is torch_ext.AdamW else {})
+        return model, plain, self.kind([g for g in groups if g["params"]], policy=policy, **options)
+
+    def train(self, model: Any, plain: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            act = self.acts[step]
+            model(self.grads(step, act == "skip")).backward()
+            if act == "clip":
+                torch_ext.clip_grad_norm_(optimizer, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if act == "lr":
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.75
+            if act == "write":
+                with torch.no_grad():
+                    list(plain.parameters())[step % len(list(plain.parameters()))].mul_(1.25)
+
+    def grads(self, step: int, endless: bool) -> list[dict[str, Tensor]]:
+        """bf16 values: their mean over any number of ranks has the same bits."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + step)
+        grads = [
+            {
+                f"p{i}": torch.randn(shape, generator=generator).bfloat16().to(self.dtype)
+                for i, shape in enumerate(shapes)
+            }
+            for shapes in self.blocks
+        ]
+        if endless:
+            grads[0]["p0"].view(-1)[0] = torch.inf
+        return grads
+
+
+def _groups(
+    draw: random.Random, names: list[str], blocks: list[list[tuple[int, ...]]], kind: type
+) -> list[dict[str, Any]]:
+    rest = names[:]
+    draw.shuffle(rest)
+    groups: list[dict[str, Any]] = []
+    while rest:
+        n = draw.randint(1, len(rest))
+        group: dict[str, Any] = {"params": rest[:n], "lr": 10.0 ** draw.randint(-3, -1)}
+        if draw.random() < 0.5:
+            group["weight_decay"] = draw.choice([0.0, 0.2])
+        if kind is torch_ext.AdamW and draw.random() < 0.5:
+            group |= {"betas": draw.choice([(0.8, 0.9), (0.95, 0.999)]), "eps": draw.choice([1e-6, 1e-12])}
+        if kind is torch_ext.Muon and draw.random() < 0.3:
+            group["algorithm"] = "adamw"
+        groups.append(group)
+        rest = rest[n:]
+    return groups
+
+
+# -- ways -------------------------------------------------------------------------------------------------------------
+
+
+def _states(model: Any, optimizer: Any, **options: Any) -> dict[str, Any]:
+    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(**options) if options else None)
+    return {"model": weights, "optimizer": states}
+
+
+def _to_folder(writer: Any, **options: Any) -> Callable[..., None]:
+    def save(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
+        dcp.save(_states(model, optimizer, **options), storage_writer=writer(folder), no_dist=not dist.is_initialized())
+
+    return save
+
+
+def _from_folder(reader: Any, **options: Any) -> Callable[..., None]:
+    def load(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
+        state = _states(model, optimizer, **options)
+        dcp.load(state, storage_reader=reader(folder), no_dist=not dist.is_initialized())
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(**options) if options else None,
+        )
+
+    return load
+
+
+def _in_place(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
+    dcp.load(_states(model, optimizer), storage_reader=torch_ext.CheckpointReader(folder))
+
+
+def _whole(states: str) -> Callable[..., None]:
+    def save(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
+        whole = optimizer.consolidate_state_dict(to=0)
+        weights = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in plain.state_dict().items()}
+        if dist.get_rank() == 0:
+            torch_ext.save({"model": weights, "optimizer": whole}, f"{folder}/whole.pt", states=states)
+
+    return save
+
+
+def _from_whole(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
+    saved = torch_ext.load(f"{folder}/whole.pt")
+    set_model_state_dict(plain, saved["model"], options=StateDictOptions(full_state_dict=True))
+    optimizer.load_state_dict(saved["optimizer"])
+
+
+def _full(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
+    state = _states(model, optimizer, full_state_dict=True, cpu_offload=True)
+    if dist.get_rank() == 0:
+        torch.save(state, f"{folder}/full.pt")
+
+
+def _from_full(model: Any, plain: Any, optimizer: Any, folder: str) -> None:
+    saved = torch.load(f"{folder}/full.pt", weights_only=True)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=saved["model"],
+        optim_state_dict=saved["optimizer"],
+        options=StateDictOptions(full_state_dict=True),
+    )
+
+
+def _at_rest(folder: str) -> Any:
+    return torch_ext.CheckpointWriter(folder, states="at_rest")
+
+
+WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
+    "torch's folder": (_to_folder(dcp.FileSystemWriter), _from_folder(dcp.FileSystemReader)),
+    "ours from torch's": (_to_folder(dcp.FileSystemWriter), _from_folder(torch_ext.CheckpointReader)),
+    "folder": (_to_folder(torch_ext.CheckpointWriter), _from_folder(torch_ext.CheckpointReader)),
+    "torch's from ours": (_to_folder(torch_ext.CheckpointWriter), _from_folder(dcp.FileSystemReader)),
+    "at rest": (_to_folder(_at_rest), _from_folder(torch_ext.CheckpointReader)),
+    "in place": (_to_folder(torch_ext.CheckpointWriter), _in_place),
+    "at rest, in place": (_to_folder(_at_rest), _in_place),
+    "flattened": (
+        _to_folder(torch_ext.CheckpointWriter, flatten_optimizer_state_dict=True),
+        _from_folder(torch_ext.CheckpointReader, flatten_optimizer_state_dict=True),
+    ),
+    "whole": (_whole("logical"), _from_whole),
+    "whole, at rest": (_whole("at_rest"), _from_whole),
+    "full": (_full, _from_full),
+}
+
+
+def everything(plain: Any, optimizer: Any) -> dict[str, Any]:
+    """The bits of weights and logical states, and the groups, on every rank. Collective."""
+    found: dict[str, Any] = {}
+    for name, p in plain.named_parameters():
+        found[f"{name}: weight"] = bits([p.full_tensor() if hasattr(p, "full_tensor") else p])
+    whole = optimizer.consolidate_state_dict(to=None)
+    optimizer.state_dict()  # that it hands the same out once more is not what is tested here
+    for index, entry in whole["state"].items():
+        found |= {f"{index}: {key}": bits([value.clone()]) for key, value in entry.items()}
+    for i, group in enumerate(whole["param_groups"]):
+        for key, value in group.items():
+            found[f"group {i}: {key}"] = repr(list(value) if isinstance(value, tuple) else value)
+    return found
+
+
+def alone(rank: int, world: int, seeds: list[int], worlds: tuple[int, ...]) -> list[list[dict[str, Any]]]:
+    """`everything` at the end of each segment, of one process that never stopped."""
+    torch.set_num_threads(1)
+    found = []
+    for seed in seeds:
+        program = Program.of(seed, worlds)
+        model, plain, optimizer = program.made(None)
+        ends = []
+        for segment in program.segments:
+            program.train(model, plain, optimizer, segment.steps)
+            ends.append(everything(plain, optimizer))
+        found.append(ends)
+    return found
+
+
+def segments(rank: int, world: int, seeds: list[int], worlds: tuple[int, ...], at: int, folder: str) -> list[Any]:
+    """Segment `at` of each program: what `everything` is at its end, or what it raised."""
+    torch.set_num_threads(1)
+    found: list[Any] = []
+    for seed in seeds:
+        program = Program.of(seed, worlds)
+        segment = program.segments[at]
+        model, plain, optimizer = program.made(segment.strategy, segment.fraction)
+        if at:
+            WAYS[program.segments[at - 1].way][1](model, plain, optimizer, f"{folder}/{seed}-{at - 1}")
+        program.train(model, plain, optimizer, segment.steps[:-1])
+        if segment.along is not None:
+            policy = torch_ext.load_policy(program.dtype, override_ddp_config=program.settings)
+            torch_ext.parallelize(plain, policy, strategy=segment.along, optimizer=optimizer)
+        program.train(model, plain, optimizer, segment.steps[-1:])
+        found.append(everything(plain, optimizer))
+        if at + 1 < len(worlds):
+            place = pathlib.Path(f"{folder}/{seed}-{at}")
+            place.mkdir(exist_ok=True)
+            WAYS[segment.way][0](model, plain, optimizer, str(place))
+            dist.barrier()
+    return found
