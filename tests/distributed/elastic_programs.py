@@ -6,7 +6,7 @@ on every rank, so that one process that never stopped has the bits of every worl
 
 import pathlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -71,13 +71,16 @@ class Segment(NamedTuple):
     """Of the states that are on the host."""
     along: str | None
     """The strategy to which the model and its states are taken before the last step."""
+    frozen: frozenset[str]
+    flips: frozenset[str]
+    """What is frozen, or trained again, then."""
 
 
 class Program(NamedTuple):
     seed: int
     worlds: tuple[int, ...]
     blocks: list[list[tuple[int, ...]]]
-    frozen: set[str]
+    tied: bool
     dtype: torch.dtype
     kind: type
     settings: dict[str, Any]
@@ -91,78 +94,63 @@ class Program(NamedTuple):
         draw = random.Random(seed)
         blocks = [[draw.choice(SHAPES) for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(1, 3))]
         names = [f"blocks.{b}.p{i}" for b, shapes in enumerate(blocks) for i in range(len(shapes))]
-        frozen = {name for name in names[1:] if draw.random() < 0.12}
+        tied = len(blocks) > 1 and draw.random() < 0.15
+        if tied:
+            blocks[-1][0] = blocks[0][0]
+            names.remove(f"blocks.{len(blocks) - 1}.p0")
         dtype = draw.choice([BF16, BF16, BF16, FP32, FP16])
         kind = draw.choice([torch_ext.AdamW, torch_ext.AdamW, torch_ext.Muon])
-        options: dict[str, Any] = {"states": draw.choice(["fp32", "bf16"])}
-        if dtype == BF16:
-            options["states"] = draw.choice(["bf16", "fp32", "bf16_remainder", "bf16_remainder", "8bit"])
-        if kind is torch_ext.Muon:
-            options["ns_dtype"] = FP32
-        else:
-            options["skip_nonfinite"] = draw.random() < 0.5
-        if draw.random() < 0.3:
-            options["keep_32bit"] = draw.sample(names, draw.randint(1, len(names)))
-        if draw.random() < 0.5:
-            options |= {"ema_decay": draw.choice([0.5, 0.9]), "ema_every": draw.choice([1, 2])}
-            options["ema_dtype"] = draw.choice([BF16, "24bit", FP32])
-        settings = {"bucket_size": draw.choice([300, 2000, 10**6]), "grad_comm_dtype": draw.choice([FP32, dtype])}
-        if settings["grad_comm_dtype"] == FP16:
-            settings["grad_comm_dtype"] = FP32
+        options = _options(draw, names, dtype, kind)
+        settings = {"bucket_size": draw.choice([300, 2000, 10**6])}
+        settings["grad_comm_dtype"] = draw.choice([FP32, FP32 if dtype == FP16 else dtype])
         strategies = [s for s in STRATEGIES if s != "ddp" or kind is torch_ext.AdamW]
-        strategies = [s for s in strategies if s != FSDP2 or options["states"] != "8bit"]
-        segments, at = [], 0
-        for world in worlds:
-            steps = draw.randint(1, 3)
-            strategy = draw.choice([None, *strategies] if world == 1 else strategies)
-            ways = [way for way in WAYS if way != "full" or strategy not in OURS]  # refused by name where they are cut
-            along = draw.choice([None, None, *OURS]) if strategy in OURS else None
-            fraction = draw.choice([0.0, 0.0, 0.5, 1.0])
-            segments.append(Segment(strategy, range(at, at + steps), draw.choice(ways), fraction, along))
-            at += steps
-        acts = [draw.choice(["step", "step", "step", "clip", "lr", "write", "skip"]) for _ in range(at)]
+        strategies = [s for s in strategies if s != FSDP2 or not tied and options["states"] != "8bit"]
+        segments = list(_segments(draw, names, worlds, strategies))
         illegal = set() if options.get("skip_nonfinite") else {"skip"}
         if any("in place" in segment.way for segment in segments):
             illegal.add("lr")  # a number is not loaded in place
+        acts = [
+            draw.choice(["step", "step", "step", "clip", "lr", "write", "skip"]) for _ in range(segments[-1].steps.stop)
+        ]
         acts = ["step" if act in illegal else act for act in acts]
-        return cls(
-            seed,
-            worlds,
-            blocks,
-            frozen,
-            dtype,
-            kind,
-            settings,
-            options,
-            _groups(draw, names, blocks, kind),
-            segments,
-            acts,
-        )
+        groups = _groups(draw, names, kind)
+        return cls(seed, worlds, blocks, tied, dtype, kind, settings, options, groups, segments, acts)
 
-    def made(self, strategy: str | None, fraction: float = 0.0) -> tuple[Any, Any, Any]:
+    def made(self, segment: Segment, strategy: str | None) -> tuple[Any, Any, Any]:
         """The model as it is trained, the one in it, and its optimizer."""
         generator = torch.Generator().manual_seed(self.seed)
         plain = Blocks([Block(shapes, self.dtype, generator) for shapes in self.blocks])
+        if self.tied:
+            plain.blocks[-1].p0 = plain.blocks[0].p0
         for name, p in plain.named_parameters():
-            p.requires_grad_(name not in self.frozen)
+            p.requires_grad_(name not in segment.frozen)
         policy = torch_ext.load_policy(self.dtype, override_ddp_config=self.settings)
         model: Any = plain
         if strategy == "ddp":
             model = nn.parallel.DistributedDataParallel(plain)
             torch_ext.register_comm_hook(model, policy)
         elif strategy is not None:
-            if strategy == FSDP2 and self.seed % 2:
+            if strategy == FSDP2 and self.seed % 2 and self.dtype != FP16:  # in which FSDP2 would sum
                 for block in plain.blocks:
                     torch.distributed.fsdp.fully_shard(block)
                 torch.distributed.fsdp.fully_shard(plain)
             torch_ext.parallelize(plain, policy, strategy=strategy)
         params = dict(plain.named_parameters())
         groups = [g | {"params": [(n, params[n]) for n in g["params"] if n in params]} for g in self.groups]
-        options = self.options | ({"offload_fraction": fraction} if self.kind is torch_ext.AdamW else {})
+        options = self.options | (
+            {"offload_fraction": segment.fraction} if strategy is not None and self.kind is torch_ext.AdamW else {}
+        )
         return model, plain, self.kind([g for g in groups if g["params"]], policy=policy, **options)
 
-    def train(self, model: Any, plain: Any, optimizer: Any, steps: range) -> None:
-        for step in steps:
+    def train(self, segment: Segment, model: Any, plain: Any, optimizer: Any, along: bool) -> None:
+        """along: whether the model is data parallel, and taken along."""
+        for step in segment.steps:
+            if step == segment.steps[-1]:
+                for name, p in plain.named_parameters():
+                    p.requires_grad_(p.requires_grad != (name in segment.flips))
+                if along and segment.along is not None:
+                    policy = torch_ext.load_policy(self.dtype, override_ddp_config=self.settings)
+                    torch_ext.parallelize(plain, policy, strategy=segment.along, optimizer=optimizer)
             act = self.acts[step]
             model(self.grads(step, act == "skip")).backward()
             if act == "clip":
@@ -191,9 +179,42 @@ class Program(NamedTuple):
         return grads
 
 
-def _groups(
-    draw: random.Random, names: list[str], blocks: list[list[tuple[int, ...]]], kind: type
-) -> list[dict[str, Any]]:
+def _options(draw: random.Random, names: list[str], dtype: torch.dtype, kind: type) -> dict[str, Any]:
+    options: dict[str, Any] = {"states": draw.choice(["fp32", "bf16"])}
+    if dtype == BF16:
+        options["states"] = draw.choice(["bf16", "fp32", "bf16_remainder", "bf16_remainder", "8bit"])
+    if kind is torch_ext.Muon:
+        options["ns_dtype"] = FP32
+    else:
+        options["skip_nonfinite"] = draw.random() < 0.5
+    if draw.random() < 0.3:
+        options["keep_32bit"] = draw.sample(names, draw.randint(1, len(names)))
+    if draw.random() < 0.5:
+        options |= {"ema_decay": draw.choice([0.5, 0.9]), "ema_every": draw.choice([1, 2])}
+        options["ema_dtype"] = draw.choice([BF16, "24bit", FP32])
+    return options
+
+
+def _segments(
+    draw: random.Random, names: list[str], worlds: tuple[int, ...], strategies: list[str]
+) -> Iterator[Segment]:
+    at, frozen = 0, frozenset(name for name in names[1:] if draw.random() < 0.12)
+    ended: set[str] = set()
+    for world in worlds:
+        steps = range(at, at := at + draw.randint(1, 3))
+        strategy = draw.choice([None, *strategies] if world == 1 else strategies)
+        ways = [way for way in WAYS if way != "full" or strategy not in OURS]  # refused by name where they are cut
+        along, flips = None, frozenset[str]()
+        if strategy in OURS:
+            along = draw.choice([None, None, *OURS])
+        if along is not None and draw.random() < 0.5:
+            flips = frozenset(name for name in names[1:] if draw.random() < 0.3 and name not in ended)
+            ended |= flips - frozen  # torch's get_state_dict leaves their states out
+        yield Segment(strategy, steps, draw.choice(ways), draw.choice([0.0, 0.0, 0.5, 1.0]), along, frozen, flips)
+        frozen ^= flips
+
+
+def _groups(draw: random.Random, names: list[str], kind: type) -> list[dict[str, Any]]:
     rest = names[:]
     draw.shuffle(rest)
     groups: list[dict[str, Any]] = []
@@ -307,7 +328,8 @@ def everything(plain: Any, optimizer: Any) -> dict[str, Any]:
         found[f"{name}: weight"] = bits([p.full_tensor() if hasattr(p, "full_tensor") else p])
     whole = optimizer.consolidate_state_dict(to=None)
     optimizer.state_dict()  # that it hands the same out once more is not what is tested here
-    for index, entry in whole["state"].items():
+    trained = [p.requires_grad for group in optimizer.param_groups for p in group["params"]]
+    for index, entry in ((i, entry) for i, entry in whole["state"].items() if trained[i]):
         found |= {f"{index}: {key}": bits([value.clone()]) for key, value in entry.items()}
     for i, group in enumerate(whole["param_groups"]):
         for key, value in group.items():
@@ -321,10 +343,10 @@ def alone(rank: int, world: int, seeds: list[int], worlds: tuple[int, ...]) -> l
     found = []
     for seed in seeds:
         program = Program.of(seed, worlds)
-        model, plain, optimizer = program.made(None)
+        model, plain, optimizer = program.made(program.segments[0], None)
         ends = []
         for segment in program.segments:
-            program.train(model, plain, optimizer, segment.steps)
+            program.train(segment, model, plain, optimizer, False)
             ends.append(everything(plain, optimizer))
         found.append(ends)
     return found
@@ -337,14 +359,10 @@ def segments(rank: int, world: int, seeds: list[int], worlds: tuple[int, ...], a
     for seed in seeds:
         program = Program.of(seed, worlds)
         segment = program.segments[at]
-        model, plain, optimizer = program.made(segment.strategy, segment.fraction)
+        model, plain, optimizer = program.made(segment, segment.strategy)
         if at:
             WAYS[program.segments[at - 1].way][1](model, plain, optimizer, f"{folder}/{seed}-{at - 1}")
-        program.train(model, plain, optimizer, segment.steps[:-1])
-        if segment.along is not None:
-            policy = torch_ext.load_policy(program.dtype, override_ddp_config=program.settings)
-            torch_ext.parallelize(plain, policy, strategy=segment.along, optimizer=optimizer)
-        program.train(model, plain, optimizer, segment.steps[-1:])
+        program.train(segment, model, plain, optimizer, True)
         found.append(everything(plain, optimizer))
         if at + 1 < len(worlds):
             place = pathlib.Path(f"{folder}/{seed}-{at}")
