@@ -1,0 +1,150 @@
+"""Random engines: a trainer's parameters cut into boxes that lie anywhere in the tensors of an engine, in any order of
+memory. WEIGHT_LAYOUTS=1000 tries as many more; a seed that failed once stays in SEEDS."""
+
+import math
+import os
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_ext
+from torch_ext import WeightSlice
+
+SEEDS = [*range(40)]
+MORE = int(os.environ.get("WEIGHT_LAYOUTS", "0"))
+Box = tuple[tuple[int, int], ...]
+
+
+def _boxes(draw: random.Random, box: Box, depth: int = 3) -> Iterator[Box]:
+    """Parts of a box, by cuts from edge to edge."""
+    cuttable = [d for d, (begin, end) in enumerate(box) if end - begin > 1]
+    if depth == 0 or not cuttable or draw.random() < 0.4:
+        yield box
+        return
+    dim = draw.choice(cuttable)
+    begin, end = box[dim]
+    at = draw.randint(begin + 1, end - 1)
+    for part in ((begin, at), (at, end)):
+        yield from _boxes(draw, (*box[:dim], part, *box[dim + 1 :]), depth - 1)
+
+
+def _laid_out(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape in some order of memory, maybe with gaps in it."""
+    order = list(range(len(shape)))
+    draw.shuffle(order)
+    gaps = [draw.choice([0, 0, 0, 3]) for _ in shape]
+    whole = torch.zeros([shape[d] + gaps[d] for d in order], dtype=dtype)
+    begins = [draw.randint(0, gap) for gap in gaps]
+    return whole.permute([order.index(d) for d in range(len(shape))])[
+        tuple(slice(begin, begin + size) for begin, size in zip(begins, shape, strict=True))
+    ]
+
+
+class Part(NamedTuple):
+    """A box of a parameter, and the shape in which it lies in an engine's tensor."""
+
+    param: str
+    box: Box
+    transposed: bool
+
+    @property
+    def of(self) -> tuple[slice, ...]:
+        return tuple(slice(begin, end) for begin, end in self.box)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = [end - begin for begin, end in self.box]
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else tuple(shape)
+
+
+class Engine:
+    """Tensors, a mapping, and what is where."""
+
+    def __init__(self, draw: random.Random, params: dict[str, Tensor]) -> None:
+        self.draw, self.params = draw, params
+        self.tensors: dict[str, Tensor] = {}
+        self.mapping: dict[str, Any] = {}
+        self.views: list[tuple[str, tuple[slice, ...], Tensor]] = []
+        parts = [part for name in params for part in self._parts(name)]
+        self.sliceable = sum(math.prod(part.shape) for part in parts) < sum(p.numel() for p in params.values())
+        fused: dict[Any, list[Part]] = {}
+        for i, part in enumerate(parts):
+            fused.setdefault(part.shape[1:] if draw.random() < 0.5 else i, []).append(part)
+        for i, together in enumerate(fused.values()):
+            self._place(f"t{i}", together)
+        for name, p in params.items():
+            self.mapping.setdefault(name, torch.empty(p.shape, dtype=p.dtype, device="meta"))
+        self.copy()
+
+    def _parts(self, name: str) -> list[Part]:
+        """What the engine has of a parameter."""
+        box = tuple((0, size) for size in self.params[name].shape)
+        boxes = [box] if self.draw.random() < 0.3 else _boxes(self.draw, box)
+        transposes = len(box) > 1 and self.draw.random() < 0.5
+        return [Part(name, b, transposes and self.draw.random() < 0.7) for b in boxes if self.draw.random() < 0.9]
+
+    def _place(self, tensor: str, parts: list[Part]) -> None:
+        """One below the other; of one shape as a stack, maybe."""
+        dtype, first = next(iter(self.params.values())).dtype, parts[0].shape
+        stacked = all(part.shape == first for part in parts) and self.draw.random() < 0.5
+        rows = len(parts) if stacked else sum(part.shape[0] for part in parts)
+        t = _laid_out(self.draw, (rows, *first) if stacked else (rows, *first[1:]), dtype)
+        self.tensors[tensor], begin = t, 0
+        for i, part in enumerate(parts):
+            end = begin + part.shape[0]
+            at: Any = i if stacked else slice(begin, end)
+            view = t[at].transpose(-1, -2) if part.transposed else t[at]
+            self.views.append((part.param, part.of, view))
+            one = WeightSlice(tensor, at, part.of, tuple(self.params[part.param].shape), part.transposed)
+            self.mapping.setdefault(part.param, []).append(one)
+            begin = end
+
+    def copy(self) -> None:
+        for name, of, view in self.views:
+            view.copy_(self.params[name][of])
+
+    def differing(self) -> list[tuple[str, tuple[slice, ...]]]:
+        return [(name, of) for name, of, view in self.views if not _same_bits(view, self.params[name][of])]
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    kind = torch.int16 if a.element_size() == 2 else torch.int32
+    return torch.equal(a.contiguous().view(-1).view(kind), b.contiguous().view(-1).view(kind))
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, *range(10_000, 10_000 + MORE)])
+def test_engines_of_any_layout_follow(seed: int) -> None:
+    draw = random.Random(seed)
+    dtype = draw.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
+    torch.manual_seed(seed)
+    model = nn.ParameterDict()
+    for i in range(draw.randint(1, 4)):
+        shape = draw.choice([(1,), (2000,), (33, 70), (130, 129), (4, 17, 20), (3, 5, 7, 6), (1, 300), (300, 1)])
+        model[f"p{i}"] = nn.Parameter(torch.randn(shape).to(dtype))
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    optimizer = torch_ext.AdamW(model.named_parameters(), lr=draw.choice([1e-6, 1e-3]))
+    engine = Engine(draw, params)
+    exact = draw.random() < 0.3
+    publisher = torch_ext.WeightPublisher(model, optimizer, exact=exact, sliceable=engine.sliceable)
+    if not engine.tensors:
+        return  # nothing of any parameter
+    verify: list[Any] = ["touched"] if engine.sliceable else ["touched", "full"]
+    subscriber = torch_ext.WeightSubscriber(engine.tensors, engine.mapping)
+    for _ in range(4):
+        for _ in range(draw.randint(0, 3)):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape).to(dtype)
+            optimizer.step()
+        if draw.random() < 0.4:
+            with torch.no_grad():
+                draw.choice(list(model.parameters())).mul_(1.5)
+        subscriber.apply(publisher.publish(), draw.choice(verify))
+        assert not engine.differing()
+    for t in engine.tensors.values():
+        t.zero_()
+    torch_ext.WeightSubscriber(engine.tensors, engine.mapping).apply(publisher.full(), verify[-1])
+    assert not engine.differing()
