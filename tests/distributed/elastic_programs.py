@@ -94,11 +94,12 @@ class Program(NamedTuple):
         draw = random.Random(seed)
         blocks = [[draw.choice(SHAPES) for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(1, 3))]
         names = [f"blocks.{b}.p{i}" for b, shapes in enumerate(blocks) for i in range(len(shapes))]
-        tied = len(blocks) > 1 and draw.random() < 0.15
+        dtype = draw.choice([BF16, BF16, BF16, FP32, FP16])
+        # Main gradients of an fp16 model are fp32, in which those of tied weights are added, and alone they are fp16.
+        tied = len(blocks) > 1 and dtype != FP16 and draw.random() < 0.15
         if tied:
             blocks[-1][0] = blocks[0][0]
             names.remove(f"blocks.{len(blocks) - 1}.p0")
-        dtype = draw.choice([BF16, BF16, BF16, FP32, FP16])
         kind = draw.choice([torch_ext.AdamW, torch_ext.AdamW, torch_ext.Muon])
         options = _options(draw, names, dtype, kind)
         settings = {"bucket_size": draw.choice([300, 2000, 10**6])}
