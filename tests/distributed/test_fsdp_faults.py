@@ -296,6 +296,42 @@ def _fail(*_: Any) -> None:
     raise KeyError
 
 
+def _forward_raises(rank: int, world: int, reshard: Any, kept: int) -> None:
+    """A unit keeps its weights after a forward, or all of them over fewer ranks: so it does after one that raised.
+    kept: quarters of them."""
+    model = Blocks(FP32)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model)
+    torch_ext.parallelize(model, policy(FP32), strategy="optim_grads_params")
+    block = model.blocks[1]
+    shard = block.p0
+
+    def here() -> int:
+        p: Any = block.p0
+        return 4 * (p.to_local() if hasattr(p, "to_local") else p).numel() // p.numel()
+
+    with torch.no_grad():
+        model(_grads(rank, 1))
+        assert here() == kept
+        handle = block.register_forward_pre_hook(_fail)  # behind FSDP2's
+        for _ in range(2):
+            with pytest.raises(KeyError):
+                model(_grads(rank, 1))
+            assert torch_ext.sync_parameters(model) and torch_ext.sync_parameters(model)
+            assert block.p0 is shard, "what is stale after a step is dropped"
+        handle.remove()
+        model(_grads(rank, 1))
+        assert here() == kept
+
+
+@pytest.mark.parametrize(
+    ("reshard", "kept"), [(True, 1), (False, 4), (2, 2)], ids=["sharded", "whole", "over two ranks"]
+)
+def test_a_unit_is_kept_as_before_after_a_forward_that_raised(reshard: Any, kept: int) -> None:
+    ranks.run(4, _forward_raises, reshard, kept)
+
+
 def _whole_gradients(rank: int, world: int, then: str) -> None:
     """Those that FSDP2 has not reduced: parallelize leaves the user's, and again drops them as it does shards."""
     model: Any = Blocks()

@@ -269,7 +269,11 @@ def _tensors_of(owner: Owner, kind: str) -> Iterator[tuple[str, Tensor]]:
 def _reshard(models: Iterable[nn.Module]) -> None:
     """Frees the whole weights that FSDP2 has gathered: the modules have their shards again."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
-        for module in (m for model in models for m in model.modules()):
-            if isinstance(module, fsdp.FSDPModule):
-                module.reshard()
+    if fsdp is None:
+        return
+    ours: set[nn.Module] = set()  # which are resharded after a forward that raised, too
+    for module in (m for model in models for m in model.modules()):
+        if parallel_module.sync_parameters(module):
+            ours.update(module.modules())
+        elif isinstance(module, fsdp.FSDPModule) and module not in ours:
+            module.reshard()

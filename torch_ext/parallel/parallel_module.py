@@ -35,8 +35,11 @@ class Attached:
         """RuntimeError where a parameter is not the one whose gradient the reducer reduces."""
         for params, key, param, trainable in self._entries:
             now = params.get(key)
-            if now is not None and local_shard.is_dtensor(param) and not local_shard.is_dtensor(now):
-                continue  # FSDP2 puts the whole parameter there while it is gathered
+            if now is not None and now is not param and local_shard.is_dtensor(param):
+                if not local_shard.is_dtensor(now):
+                    continue  # FSDP2 puts the whole parameter there while it is gathered
+                self.reducer.sync_parameters()  # and one over fewer ranks where reshard_after_forward is their number
+                now = params.get(key)
             if (trainable and now is not param) or (not trainable and now is not None and now.requires_grad):
                 names = [n for n, p in module.named_parameters(remove_duplicate=False) if p is now] or [key]
                 how = "was thawed" if now is param else "is another tensor now (load_state_dict(assign=True)?)"

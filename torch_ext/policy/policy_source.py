@@ -33,15 +33,20 @@ def precisions(model: nn.Module) -> dict[int, Precision]:
 
 
 def fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's parameter groups: what is gathered together. torch has no public function for them."""
+    """FSDP2's parameter groups: what is gathered together."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is sharded
     if fsdp is None:
         return
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # newer torch: several
-            yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
+            yield from fsdp_param_groups_of(module)
+
+
+def fsdp_param_groups_of(module: Any) -> Iterator[Any]:
+    """Those of one FSDPModule. torch has no public function for them."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # newer torch: several
+    yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
 
 
 class Source(NamedTuple):

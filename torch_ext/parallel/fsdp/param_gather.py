@@ -14,10 +14,22 @@ from torch_ext.comm.communicator import Work
 from torch_ext.comm.wire import WireBuffer
 from torch_ext.parallel.fsdp.reduce_scatter import GATHER, UnitCommunicators, UnitPlan
 from torch_ext.params import local_shard
+from torch_ext.policy import policy_source
 from torch_ext.tensors import offload_guard
 
 Place: TypeAlias = tuple[weakref.ref[nn.Module], str]
 """Where a parameter is: a module, which is not kept alive, and the name there."""
+
+
+def _reshard_after_failed_forward(module: Any) -> None:
+    """For FSDP2 a forward that raised still runs, after which a unit keeps all its weights, or all of them over fewer
+    ranks, where reshard_after_forward says so."""
+    groups = list(policy_source.fsdp_param_groups_of(module))
+    kept = [group.post_forward_mesh_info for group in groups]
+    module.set_reshard_after_forward(True, recurse=False)
+    module.reshard()
+    for group, mesh_info in zip(groups, kept, strict=True):
+        group.post_forward_mesh_info = mesh_info
 
 
 class Used:
@@ -180,13 +192,11 @@ class ParamGather:
         behind: they would be stale after a step."""
         self.drop_gathered()
         for i in range(len(self._modules)):
-            if (module := self._module(i)) is not None:
+            module = self._module(i)
+            if module is not None and self._is_unsharded(i):
                 module.reshard()
                 if self._is_unsharded(i):
-                    # For FSDP2 a forward that raised still runs, after which the root's unit would stay unsharded.
-                    module.set_reshard_after_forward(True, recurse=False)
-                    module.reshard()
-                    module.set_reshard_after_forward(False, recurse=False)
+                    _reshard_after_failed_forward(module)
 
     def _is_unsharded(self, unit: int) -> bool:
         """Looks at one parameter: a unit is unsharded as a whole."""

@@ -1,0 +1,19 @@
+"""Random training loops under every strategy (loop_programs.py) train the bits of one process. LOOP_PROGRAMS=100 runs
+as many more; a seed that failed once stays in SEEDS."""
+
+import os
+
+import loop_programs
+import pytest
+import ranks
+
+SEEDS = [*range(8), 10_010]
+MORE = int(os.environ.get("LOOP_PROGRAMS", "0"))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("strategy", [*loop_programs.OURS, loop_programs.FSDP2, "ddp"])
+def test_loops_train_the_bits_of_one_process(strategy: str, world: int) -> None:
+    seeds = [*SEEDS, *range(10_000, 10_000 + MORE)]
+    for wrong in ranks.run(world, loop_programs.on_ranks, strategy, seeds, limit=60.0 + 3 * MORE, timeout=20):
+        assert not wrong, "\n".join(wrong)
