@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from folders import bits, blank, load_into, loaded, names, save, state, while_metadata_is_read
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 import torch_ext
 
@@ -233,6 +234,29 @@ def test_a_folder_that_python_3_11_0_to_3_11_3_saved_loads(
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
     save(state(1), tmp_path / "folder")
     assert b"getattr" in (tmp_path / "folder/.metadata").read_bytes()
+    assert bits(load_into(blank(state(1)), tmp_path / "folder")) == bits(state(1))
+
+
+def _as_torch_saves(later: tuple[Any, ...]) -> Callable[[TensorProperties], tuple[Any, ...]]:
+    now = TensorProperties.__getstate__
+    return lambda properties: (*now(properties)[:5], *later)  # type: ignore[misc]
+
+
+# What is behind the five fields that every torch saves of a tensor's properties.
+OF_TORCH: dict[str, tuple[Any, ...]] = {
+    "2.10": (),
+    "2.15, without strides": (None,),
+    "2.15": ((3, 1),),
+    "a later one": ((3, 1), None, "more"),
+}
+
+
+@pytest.mark.parametrize("later", OF_TORCH.values(), ids=OF_TORCH)
+def test_a_folder_that_another_torch_saved_loads(
+    later: tuple[Any, ...], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TensorProperties, "__getstate__", _as_torch_saves(later))
+    save(state(1), tmp_path / "folder")
     assert bits(load_into(blank(state(1)), tmp_path / "folder")) == bits(state(1))
 
 

@@ -292,6 +292,25 @@ def test_training_goes_on_after_an_exception(where: str, then: str, main: torch.
         assert answer == "" if RECOVERS else "torch >= 2.13" in answer
 
 
+def _drops(rank: int, world: int) -> str:
+    reset = FSDPModule.reset_iter_state
+
+    def drop(module: Any) -> None:
+        reset(module)
+        for param in module.parameters():
+            param.grad = None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPModule, "reset_iter_state", drop)
+        return _goes_on(rank, world, "step", FP32, "at once")
+
+
+@needs_recovery
+def test_gradients_outlive_a_recovery_in_which_fsdp2_drops_them() -> None:
+    """As it does from torch 2.15 on."""
+    assert ranks.run(2, _drops) == ["", ""]
+
+
 def _fail(*_: Any) -> None:
     raise KeyError
 

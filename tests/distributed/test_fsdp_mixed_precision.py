@@ -7,7 +7,7 @@ import ranks
 import torch
 from gradients import BF16, FP16, FP32, bits
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import torch_ext
 
@@ -88,6 +88,49 @@ def _decided(rank: int, world: int) -> None:
 
 def test_the_policy_follows_param_dtype() -> None:
     ranks.run(WORLD, _decided)
+
+
+def _without_policies_of_groups(rank: int, world: int) -> None:
+    for case, (make, expected) in CASES.items():
+        model = make()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                state: Any = module._get_fsdp_state()
+                for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+                    vars(group).pop("mp_policy", None)
+        policy = torch_ext.load_policy(model)
+        assert (policy.param_dtype, policy.shard_dtype) == (expected[0], expected[-1]), case
+
+
+def test_each_parameter_knows_what_it_is_computed_in() -> None:
+    """torch 2.15's groups have no mp_policy; parameters have one in every torch."""
+    ranks.run(WORLD, _without_policies_of_groups)
+
+
+def _norms_in_fp32(rank: int, world: int) -> tuple[int, int]:
+    """Bytes of the wire with norms that are computed in fp32, and with all of it."""
+    sent = []
+    for in_fp32 in (lambda p: p.ndim == 1, lambda p: True):
+        precision = _bf16(param_dtype_override_fn=lambda p, in_fp32=in_fp32: FP32 if in_fp32(p) else None)
+        model = _sharded(FP32, precision, precision)
+        policy = torch_ext.load_policy(model)
+        assert policy.param_dtype == (FP32 if in_fp32(model[0][1].weight) else BF16)
+        torch_ext.parallelize(model, policy, strategy="optim_grads_params")
+        with torch.autocast("cpu", BF16):
+            _gradients(model, 0, rank)
+        assert all(p.grad.dtype == FP32 for p in model.parameters())
+        sent.append(model.wire_bytes())
+    return sent[0], sent[1]
+
+
+@pytest.mark.skipif(
+    "param_dtype_override_fn" not in MixedPrecisionPolicy.__dataclass_fields__,
+    reason=f"param_dtype_override_fn came with torch 2.15, this is {torch.__version__}",
+)
+def test_what_a_unit_computes_in_fp32_decides_its_wire() -> None:
+    norms, everything = (sum(sent) for sent in zip(*ranks.run(WORLD, _norms_in_fp32), strict=True))
+    gathered = 2 * (2 * 2 * 32 * 32 + 32 * 4)  # for forward, and those of the inner units once more for backward
+    assert everything - norms == gathered, "two bytes more for the weights, but not for their gradients"
 
 
 def _overridden(rank: int, world: int) -> None:

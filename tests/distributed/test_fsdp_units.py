@@ -7,7 +7,7 @@ import ranks
 import torch
 from gradients import BF16, FP16, FP32, policy
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import torch_ext
 from torch_ext.parallel.fsdp import fsdp_units
@@ -205,3 +205,24 @@ def _sharded(rank: int, world: int) -> list[str]:
 
 def test_parallelize_makes_these_units() -> None:
     assert ranks.run(2, _sharded) == [["", *(f"layers.{i}" for i in range(5))]] * 2
+
+
+def _reduced(rank: int, world: int) -> list[Any]:
+    given: list[Any] = []
+    fully_shard = fsdp_units.fully_shard
+
+    def seen(modules: Any, *, mp_policy: MixedPrecisionPolicy, **options: Any) -> Any:
+        given.append((mp_policy.param_dtype, mp_policy.reduce_dtype))
+        return fully_shard(modules, mp_policy=mp_policy, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp_units, "fully_shard", seen)
+        for model, computed in ((FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16), (FP16, FP16)):
+            torch_ext.parallelize(_linear(4, model), policy(computed), strategy="optim_grads_params")
+    return given
+
+
+def test_gradients_are_handed_over_as_backward_makes_them() -> None:
+    """By name: what no reduce_dtype means changed with torch 2.15. fp16 is widened."""
+    expected = [(FP32, FP32), (BF16, BF16), (FP16, FP32), (None, None), (None, FP32)]
+    assert ranks.run(2, _reduced) == [expected] * 2

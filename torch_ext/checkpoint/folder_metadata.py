@@ -186,9 +186,14 @@ def _size(given: _StandIn) -> torch.Size:
 
 
 def _properties(given: _StandIn) -> TensorProperties:
-    dtype, _, requires_grad, _, pinned = given.state  # the layout and the memory format have no meaning any more
+    """torch 2.15 put the strides behind what it had saved before; what a later one puts there means nothing to this."""
+    dtype, _, requires_grad, _, pinned, *later = given.state  # layout and memory format have no meaning any more
     _refuse_other("TensorProperties.dtype", dtype, torch.dtype)
-    return TensorProperties(dtype, requires_grad=bool(requires_grad), pin_memory=bool(pinned))
+    found = TensorProperties(dtype, requires_grad=bool(requires_grad), pin_memory=bool(pinned))
+    if later and hasattr(found, "strides"):
+        _refuse_other("TensorProperties.strides", later[0], tuple | None)
+        found.strides = later[0]
+    return found
 
 
 def _member(given: _StandIn) -> None:

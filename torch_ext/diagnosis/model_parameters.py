@@ -72,8 +72,8 @@ class ModelParameters:
         for model in self.models:
             for group in policy_source.fsdp_param_groups(model):
                 for param in group.fsdp_params:
-                    if group.mp_policy.param_dtype is not None:
-                        yield from self._cast([param.sharded_param], group.mp_policy.param_dtype)
+                    if param.mp_policy.param_dtype is not None:
+                        yield from self._cast([param.sharded_param], param.mp_policy.param_dtype)
             for module in model.modules():  # FSDP's first version
                 dtype = getattr(getattr(module, "mixed_precision", None), "param_dtype", None)
                 if isinstance(dtype, torch.dtype):

@@ -41,7 +41,7 @@ def in_use(target: "weakref.ref[Any]") -> bool:
     known = {id(members), id(dead), id(members[0])}
     begin = 0
     while begin < len(members):
-        newer = members[begin:]
+        newer = tuple(members[begin:])  # of a list, *newer would be a tuple that Python 3.13 finds among the referrers
         begin = len(members)
         known.add(id(newer))
         found = gc.get_referrers(*newer)

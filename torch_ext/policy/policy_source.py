@@ -26,7 +26,7 @@ def precisions(model: nn.Module) -> dict[int, Precision]:
     for group in fsdp_param_groups(model):
         for param in group.fsdp_params:
             own = param.sharded_param.dtype
-            precision = Precision(group.mp_policy.param_dtype or own, own)
+            precision = Precision(param.mp_policy.param_dtype or own, own)
             for tensor in (param.sharded_param, getattr(param, "_unsharded_param", None)):
                 found[id(tensor)] = precision
     return found

@@ -221,6 +221,7 @@ class FSDPReducer(ReducerBase):
                     "model anew"
                 )
                 raise RuntimeError(self.cycle.failure)
+            self.exchange.shards.attach_grads()  # torch >= 2.15 dropped them
 
     def backward_ended(self) -> None:
         """Agrees with the other ranks on what was reduced, waits for the sums, adds them to the shards."""

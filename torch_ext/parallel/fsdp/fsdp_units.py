@@ -45,9 +45,10 @@ def shard(units: Sequence[FSDPUnit], policy: Policy, group: dist.ProcessGroup, d
     narrow = policy.param_dtype if most and most[0][0] == torch.float32 else None
     for unit in units:
         compute = narrow if unit.dtype in (None, torch.float32) else None
-        # The reduce-scatter has a wire of its own: gradients are handed to it as backward made them. But fp16 is
-        # widened, since FSDP2 would scale it in fp16, before and after the sum.
-        reduced = torch.float32 if torch.float16 in (compute, unit.dtype) else None
+        # The reduce-scatter has a wire of its own: gradients are handed to it as backward made them (None would mean
+        # the shards' dtype from torch 2.15 on). But fp16 is widened, since FSDP2 would scale it in fp16, before and
+        # after the sum.
+        reduced = torch.float32 if torch.float16 in (compute, unit.dtype) else compute
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced)
         fully_shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], mesh=mesh, mp_policy=precision)
 

@@ -131,9 +131,11 @@ def _plan_units(
     plans = []
     for i, modules in enumerate(units):
         params = of_unit.get(i, [])
-        first = next((p for p in params if p.requires_grad), None)
-        dtype = policy.param_dtype if first is None else first.dtype
-        row = policy.row(dtype, computed=precisions[id(first)].computed if id(first) in precisions else None)
+        trained = [p for p in params if p.requires_grad]
+        dtype = trained[0].dtype if trained else policy.param_dtype
+        # From torch 2.15 on, a user's param_dtype_override_fn may leave some of a unit wide: so is what they share.
+        computed = [precisions[id(p)].computed for p in trained if id(p) in precisions]
+        row = policy.row(dtype, computed=max(computed, key=lambda each: each.itemsize, default=None))
         main = row.main_grads_dtype or dtype
         replicas = max((_replicas(p) for p in params), default=1)
         name = " ... ".join(dict.fromkeys(names[m] for m in (modules[0], modules[-1])))
