@@ -194,6 +194,20 @@ def test_what_is_not_legal_is_refused_by_name(options: dict[str, Any], says: str
         optimizer_of(model_in(BF16), **options)
 
 
+@pytest.mark.parametrize("kind", [torch_ext.AdamW, torch_ext.Adam, torch_ext.Muon, torch_ext.AdamW8bit])
+@pytest.mark.parametrize(
+    "options", [{"ema_dtype": F32}, {"ema_dtype": BF16}, {"ema_every": 4}, {"ema_every": 1}], ids=str
+)
+def test_how_to_keep_an_average_that_is_not_kept_is_refused(kind: Any, options: dict[str, Any]) -> None:
+    """As torch.optim.SGD refuses nesterov=True without momentum."""
+    (key,) = options
+    named = list(model_in(BF16).named_parameters())
+    with pytest.raises(ValueError, match=f"^{key}=.* without ema_decay keeps no average"):
+        kind(named, **options)
+    with pytest.raises(ValueError, match=f"group 0: '{key}' is one per optimizer, not per group"):
+        kind([{"params": [p for _, p in named], **options}])
+
+
 def test_without_ema_decay_there_is_none() -> None:
     optimizer = optimizer_of(model_in(BF16), ema_decay=None)
     with pytest.raises(
