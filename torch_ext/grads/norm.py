@@ -43,6 +43,7 @@ class Clipping:
         first_bad: Tensor,
         only_measured: bool,
         stats: Tensor,
+        unscaled: bool,
     ) -> None:
         self.norm = norm
         self.clip_coef = clip_coef
@@ -50,6 +51,7 @@ class Clipping:
         self.first_bad = first_bad  # int64 [1]: index of the first gradient that is not finite
         self.only_measured = only_measured  # no limit: nothing is lost where gradients are modified afterwards
         self.stats = stats  # of all ranks; see measure
+        self._unscaled = unscaled  # by a loss scale that was known then
         self.used = False
         self._versions: dict[int, int] = {}  # by id
 
@@ -74,6 +76,15 @@ class Clipping:
             "them any more. Clip last, or in place with clip_grad_norm_(parameters, ...); optimizer.zero_grad() "
             "forgets a clip"
         )
+
+    def refuse_scale(self, grad_scale: Tensor) -> None:
+        """RuntimeError where a limit was set for gradients that a loss scale, known now only, has made larger."""
+        if grad_scale.numel() and not (self._unscaled or self.only_measured):
+            raise RuntimeError(
+                "clip_grad_norm_(optimizer, ...) came before scaler.unscale_(optimizer): its norm is of gradients that "
+                "are still multiplied by the loss scale. Call unscale_ first, then clip (fp16 gradients want "
+                "policy.grad_scaler() for that); optimizer.zero_grad() forgets a clip"
+            )
 
     def limited(self, max_norm: float, grad_scale: Tensor) -> "Clipping":
         """What `measure` would return for the same gradients, without reading them again."""
@@ -112,7 +123,7 @@ def measure(
 def _decided(stats: Tensor, first_bad: Tensor, max_norm: float, grad_scale: Tensor) -> Clipping:
     norm, clip_coef, found_inf = (torch.zeros((), dtype=torch.float32, device=stats.device) for _ in range(3))
     ops.call("grad_norm_", stats, grad_scale, max_norm, norm, clip_coef, found_inf)
-    return Clipping(norm, clip_coef, found_inf, first_bad, max_norm == math.inf, stats)
+    return Clipping(norm, clip_coef, found_inf, first_bad, max_norm == math.inf, stats, grad_scale.numel() > 0)
 
 
 def _summed(runs: Sequence[Tensor], parts: Sequence[NormGroup], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -102,6 +102,7 @@ class GradScaling:
         optimizer, clipping = self._states.optimizer, self.clipping
         limit = None if self.clipped_in_place else optimizer.policy.clip_grad or None
         if clipping is not None and clipping.belongs_to(grads):
+            clipping.refuse_scale(self._scalar("grad_scale"))
             if limit is None or not clipping.only_measured:
                 return clipping
             return clipping.limited(limit, self._scalar("grad_scale"))
