@@ -218,6 +218,33 @@ def test_without_ema_decay_there_is_none() -> None:
         pass
 
 
+COPIES: dict[str, Any] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda both: pickle.loads(pickle.dumps(both)),
+    "torch.save": lambda both: torch.save(both, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("opened", ["ema_weights", "master_weights"])
+@pytest.mark.parametrize("states", ["bf16", "bf16_remainder", "8bit"])
+def test_optimizers_are_not_copied_where_weights_are_others(states: str, opened: str, way: str) -> None:
+    """Nothing is saved inside: the copy's weights would be averages beside masters that they are not, or masters whose
+    dtype is not the weights'."""
+    model = model_in(BF16)
+    optimizer = optimizer_of(model, states)
+    for i in range(3):
+        step(model, optimizer, i)
+    before = clones(optimizer.master_state_dict())
+    with getattr(optimizer, opened)():
+        alone = copy.deepcopy(model)  # which is what a context is for
+        with pytest.raises(RuntimeError, match=rf"an optimizer is pickled or copied within {opened}\(\)"):
+            COPIES[way]((model, optimizer))
+    assert [p.dtype for p in alone.parameters()] == [BF16 if opened == "ema_weights" else F32] * 4
+    COPIES[way]((model, optimizer))
+    assert bits_equal(optimizer.master_state_dict(), before)
+
+
 # -- where it meets something else -------------------------------------------------------------------------------------
 
 
