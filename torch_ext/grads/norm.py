@@ -1,13 +1,14 @@
 """The global gradient norm, summed over the ranks that hold parts of gradients, and the clip coefficient."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_ext.comm import group_calls
+from torch_ext.grads import errors
 from torch_ext.grads import stats as grads_stats
 from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
 from torch_ext.native import ops, warning
@@ -103,16 +104,21 @@ class Clipping:
 
 
 def measure(
-    grads: Sequence[Tensor], max_norm: float, grad_scale: Tensor, parts: Sequence[NormGroup] | None = None
+    grads: Sequence[Tensor],
+    max_norm: float,
+    grad_scale: Tensor,
+    parts: Sequence[NormGroup] | None = None,
+    name_of: Callable[[int], str] = "gradient {}".format,
 ) -> Clipping:
     """One pass over the gradients (F32, BF16 or F16 in any memory order, on one device).
 
     grad_scale: fp32, one element or none: the gradients are that many times too large. parts: where some of them are
-    parts of gradients that other ranks hold the rest of; then a collective call. None: each is whole.
+    parts of gradients that other ranks hold the rest of; then a collective call. None: each is whole. name_of: one of
+    them, for messages.
     """
     for i, grad in enumerate(grads):
         if grad.layout is not torch.strided:
-            raise RuntimeError(f"gradient {i} is sparse ({grad.layout}); build the embedding with sparse=False")
+            errors.refuse_sparse(grad, name_of(i))
     with torch.no_grad():
         device = grads[0].device if grads else torch.device("cpu")
         runs = [dense.contiguous(g.detach()) for g in grads]
