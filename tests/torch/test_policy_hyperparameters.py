@@ -79,8 +79,9 @@ def test_what_muon_has_adamw_step_starts_from_the_policy(key: str, case: str) ->
     options, group, told = OF_MUONS_ADAMW[case]
     set_to = {"weight_decay": 0.1} | {key: EXPLICIT[key]}  # both optimizers have a default of their own for it
     policy = torch_ext.load_policy(torch.float32, override_optimizer_config=set_to)
-    both = torch_ext.Muon([{"params": [one()]} | group], policy=policy, **options), torch_ext.AdamW(
-        [one()], policy=policy, **told
+    both = (
+        torch_ext.Muon([{"params": [one()]} | group], policy=policy, **options),
+        torch_ext.AdamW([one()], policy=policy, **told),
     )
     for step in range(3):
         for optimizer in both:

@@ -47,7 +47,6 @@ class Attached:
                     "such a change, with optimizer= where an optimizer has state"
                 )
 
-
     def _refuse_ddp(self, module: torch.nn.Module) -> None:
         """Of one that was there before `parallelize`; torch_patches.py refuses those that come after it."""
         outer = getattr(DistributedDataParallel, "_active_ddp_module", None)  # whose forward this is a part of
