@@ -1,5 +1,5 @@
 """docs/errors.md as a contract: who does what its second column says meets the message of the first. Rows of data
-parallelism are in tests/distributed/test_errors_page.py, which needs ranks."""
+parallelism are in tests/distributed/test_errors_page_ranks.py, which needs ranks."""
 
 import contextlib
 import io
@@ -359,8 +359,8 @@ OFFLOADING: list[tuple[str, Callable[[], Any]]] = [
 ELSEWHERE = {
     "are on several devices": "needs two devices: tests/torch/test_cuda_step.py",
     "there is no state yet, which every replay would make anew": "needs a GPU: tests/torch/test_cuda_step.py",
-    "is cut over the ranks": "tests/distributed/test_errors_page.py",
-    "gradients with NaN or Inf before communication": "tests/distributed/test_errors_page.py",
+    "is cut over the ranks": "tests/distributed/test_errors_page_ranks.py",
+    "gradients with NaN or Inf before communication": "tests/distributed/test_errors_page_ranks.py",
     "install the wheel": "needs a package that is not built: tests/package/test_import.py",
     "this build has no CUDA library": "needs such a build: tests/torch/test_info.py",
 }

@@ -402,9 +402,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step_in_backward of Muon": (
         lambda: Muon(one(), step_in_backward=True),
         TypeError,
-        unknown(
-            "step_in_backward", "Muon steps whole matrices, when all of a gradient is there; leave it out", "Muon"
-        ),
+        unknown("step_in_backward", "Muon steps whole matrices, when all of a gradient is there; leave it out", "Muon"),
     ),
     "offload_fraction of Muon": (
         lambda: Muon(one(), offload_fraction=0.5),
