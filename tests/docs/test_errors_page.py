@@ -2,6 +2,7 @@
 parallelism are in tests/distributed/test_errors_page_ranks.py, which needs ranks."""
 
 import contextlib
+import copy
 import io
 import pathlib
 from collections.abc import Callable
@@ -348,12 +349,20 @@ def memory_that_numpy_holds() -> None:
     del held
 
 
+def memory_that_numpy_held_once() -> None:
+    trained, optimizer = stepped(torch.float32)
+    trained[0].weight.detach().numpy()
+    torch_ext.offload(trained, optimizer)
+
+
 OFFLOADING: list[tuple[str, Callable[[], Any]]] = [
     ("are offloaded;", while_offloaded(lambda trained, optimizer: trained(torch.ones(2, 16, dtype=BF16)))),
     ("are offloaded;", while_offloaded(lambda trained, optimizer: optimizer.step())),
     ("are offloaded;", while_offloaded(lambda trained, optimizer: optimizer.state_dict())),
     ("are offloaded;", while_offloaded(lambda trained, optimizer: torch.save(optimizer, io.BytesIO()))),
     ("cannot release", memory_that_numpy_holds),
+    ("cannot release", memory_that_numpy_held_once),
+    ("are offloaded;", while_offloaded(lambda trained, optimizer: copy.deepcopy(trained))),
 ]
 
 ELSEWHERE = {

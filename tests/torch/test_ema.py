@@ -245,6 +245,26 @@ def test_optimizers_are_not_copied_where_weights_are_others(states: str, opened:
     assert bits_equal(optimizer.master_state_dict(), before)
 
 
+@pytest.mark.parametrize("every", [2, 3])
+def test_steps_of_a_parameter_are_those_in_which_it_has_a_gradient(every: int) -> None:
+    """Each is as an optimizer of its own, which has no other steps."""
+    gradients = [(1, 1, 0, 1, 0, 0, 1), (1, 0, 1, 1, 1, 0, 1), (0, 0, 0, 1, 1, 1, 1)]  # by parameter, by step
+    params = [torch.nn.Parameter(torch.ones(5)) for _ in gradients]
+    options: dict[str, Any] = {"lr": 0.1, "ema_decay": 0.5, "ema_every": every, "ema_dtype": F32}
+    together = torch_ext.AdamW(params, **options)
+    for at in range(7):
+        for p, those in zip(params, gradients, strict=True):
+            p.grad = torch.full((5,), 1.0 + at) if those[at] else None
+        together.step()
+    for i, those in enumerate(gradients):
+        p = torch.nn.Parameter(torch.ones(5))
+        alone = torch_ext.AdamW([p], **options)
+        for at in (at for at in range(7) if those[at]):
+            p.grad = torch.full((5,), 1.0 + at)
+            alone.step()
+        assert torch.equal(together.ema_state_dict()[i], alone.ema_state_dict()[0])
+
+
 # -- where it meets something else -------------------------------------------------------------------------------------
 
 

@@ -294,7 +294,8 @@ class AdamW(Adam):
         `ema_state_dict()` hands it out; it is in state_dict() as "ema_param".
     ema_dtype: torch.bfloat16 (or None), rounded by dithering; "24bit": with 8 more bits; or torch.float32. 2, 3 or 4
         bytes per parameter. Refused without ema_decay, as ema_every is.
-    ema_every: only every so many steps, with ema_decay as it is. None: every step.
+    ema_every: only every so many steps of a parameter (those in which it has a gradient), with ema_decay as it is.
+        None: every step.
     """
 
     _decoupled = True
