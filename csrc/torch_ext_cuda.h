@@ -97,7 +97,6 @@ TX_API tx_status tx_cuda_master_checksum(int64_t n, const tx_tensor *params, con
                                          const tx_cuda_call *call, tx_error *error);
 
 TX_API tx_status tx_cuda_muon_momentum(const tx_muon_momentum_args *args, const tx_cuda_call *call, tx_error *error);
-/* Without changed, emas and healths: TX_ERROR_UNAVAILABLE. */
 TX_API tx_status tx_cuda_muon_update(const tx_muon_update_args *args, const tx_cuda_call *call, tx_error *error);
 
 /* Copies for tx_adamw_offloaded between the host and the device, over two of its streams (cudaStream_t), one for each

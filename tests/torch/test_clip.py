@@ -258,3 +258,18 @@ def test_gradients_of_any_layout(layout: str) -> None:
     p.grad = grads[layout]
     optimizer = torch_ext.AdamW([p])
     assert torch_ext.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(p.grad.norm().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": {"clip_grad": 1.0}}, {"skip_nonfinite": True}], ids=str)
+def test_a_sparse_gradient_is_named_by_who_reads_it_first(options: dict[str, Any]) -> None:
+    table, head = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2)
+    model = nn.ModuleDict({"unused": nn.Linear(2, 2), "head": head, "table": table})
+    optimizer = torch_ext.AdamW(model.named_parameters(), **options)
+    head(table(torch.tensor([1]))).sum().backward()
+    says = r"^the gradient of 'table.weight' is sparse \(torch.sparse_coo\): .* sparse=False"
+    with pytest.raises(RuntimeError, match=says):
+        torch_ext.clip_grad_norm_(optimizer, 1.0)
+    with pytest.raises(RuntimeError, match=says):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"^gradient 2 is sparse"):  # nobody knows their names
+        torch_ext.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)

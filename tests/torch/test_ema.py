@@ -194,6 +194,20 @@ def test_what_is_not_legal_is_refused_by_name(options: dict[str, Any], says: str
         optimizer_of(model_in(BF16), **options)
 
 
+@pytest.mark.parametrize("kind", [torch_ext.AdamW, torch_ext.Adam, torch_ext.Muon, torch_ext.AdamW8bit])
+@pytest.mark.parametrize(
+    "options", [{"ema_dtype": F32}, {"ema_dtype": BF16}, {"ema_every": 4}, {"ema_every": 1}], ids=str
+)
+def test_how_to_keep_an_average_that_is_not_kept_is_refused(kind: Any, options: dict[str, Any]) -> None:
+    """As torch.optim.SGD refuses nesterov=True without momentum."""
+    (key,) = options
+    named = list(model_in(BF16).named_parameters())
+    with pytest.raises(ValueError, match=f"^{key}=.* without ema_decay keeps no average"):
+        kind(named, **options)
+    with pytest.raises(ValueError, match=f"group 0: '{key}' is one per optimizer, not per group"):
+        kind([{"params": [p for _, p in named], **options}])
+
+
 def test_without_ema_decay_there_is_none() -> None:
     optimizer = optimizer_of(model_in(BF16), ema_decay=None)
     with pytest.raises(
@@ -202,6 +216,53 @@ def test_without_ema_decay_there_is_none() -> None:
         optimizer.ema_state_dict()
     with pytest.raises(RuntimeError, match=r"ema_weights\(\): there is no average"), optimizer.ema_weights():
         pass
+
+
+COPIES: dict[str, Any] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda both: pickle.loads(pickle.dumps(both)),
+    "torch.save": lambda both: torch.save(both, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("opened", ["ema_weights", "master_weights"])
+@pytest.mark.parametrize("states", ["bf16", "bf16_remainder", "8bit"])
+def test_optimizers_are_not_copied_where_weights_are_others(states: str, opened: str, way: str) -> None:
+    """Nothing is saved inside: the copy's weights would be averages beside masters that they are not, or masters whose
+    dtype is not the weights'."""
+    model = model_in(BF16)
+    optimizer = optimizer_of(model, states)
+    for i in range(3):
+        step(model, optimizer, i)
+    before = clones(optimizer.master_state_dict())
+    with getattr(optimizer, opened)():
+        alone = copy.deepcopy(model)  # which is what a context is for
+        with pytest.raises(RuntimeError, match=rf"an optimizer is pickled or copied within {opened}\(\)"):
+            COPIES[way]((model, optimizer))
+    assert [p.dtype for p in alone.parameters()] == [BF16 if opened == "ema_weights" else F32] * 4
+    COPIES[way]((model, optimizer))
+    assert bits_equal(optimizer.master_state_dict(), before)
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_steps_of_a_parameter_are_those_in_which_it_has_a_gradient(every: int) -> None:
+    """Each is as an optimizer of its own, which has no other steps."""
+    gradients = [(1, 1, 0, 1, 0, 0, 1), (1, 0, 1, 1, 1, 0, 1), (0, 0, 0, 1, 1, 1, 1)]  # by parameter, by step
+    params = [torch.nn.Parameter(torch.ones(5)) for _ in gradients]
+    options: dict[str, Any] = {"lr": 0.1, "ema_decay": 0.5, "ema_every": every, "ema_dtype": F32}
+    together = torch_ext.AdamW(params, **options)
+    for at in range(7):
+        for p, those in zip(params, gradients, strict=True):
+            p.grad = torch.full((5,), 1.0 + at) if those[at] else None
+        together.step()
+    for i, those in enumerate(gradients):
+        p = torch.nn.Parameter(torch.ones(5))
+        alone = torch_ext.AdamW([p], **options)
+        for at in (at for at in range(7) if those[at]):
+            p.grad = torch.full((5,), 1.0 + at)
+            alone.step()
+        assert torch.equal(together.ema_state_dict()[i], alone.ema_state_dict()[0])
 
 
 # -- where it meets something else -------------------------------------------------------------------------------------

@@ -390,6 +390,23 @@ def test_error_names_a_silent_write_and_changes_nothing(name: str) -> None:
     assert optimizer.external_writes() == 0
 
 
+@pytest.mark.parametrize("loud", [False, True], ids=["p.data", "p"])
+@pytest.mark.parametrize("name", ["bf16_remainder", "8bit"])
+def test_ignore_leaves_what_was_written_above_the_old_remainder(name: str, loud: bool) -> None:
+    """There is no other copy of the weight that could overwrite it."""
+    model, optimizer = made(name, on_external_write="ignore")
+    remainders = [optimizer.state[p]["master_remainder"].clone() for p in model.parameters()]
+    for p, value in zip(model.parameters(), others(model), strict=True):
+        (p.detach() if loud else p.data).copy_(value)
+    quiet_step(model, optimizer)
+    for p, value, remainder in zip(model.parameters(), others(model), remainders, strict=True):
+        assert torch.equal(p, value)
+        moved = optimizer.state[p]["master_remainder"].int() - remainder.int()
+        assert int(moved.abs().max()) <= 1, "where both together are a tie, which has another remainder"
+        assert int((moved != 0).sum()) <= 1
+    assert optimizer.external_writes() == 0
+
+
 def test_ignore_lets_the_master_overwrite_a_silent_write() -> None:
     (model, ignoring), (_, plain) = made("bf16", on_external_write="ignore"), made("bf16")
     for p in model.parameters():

@@ -381,6 +381,48 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "this is no optimizer's state_dict: it has no 'state', but nothing",
     ),
+    "states of AdamW8bit": (
+        lambda: torch_ext.AdamW8bit(one(), states="8bit"),  # type: ignore[call-arg]
+        TypeError,
+        unknown("states", "this class is states='8bit'; torch_ext.AdamW has the other words", "AdamW8bit"),
+    ),
+    "decoupled_weight_decay of AdamW": (
+        lambda: AdamW(one(), decoupled_weight_decay=False),
+        TypeError,
+        unknown(
+            "decoupled_weight_decay",
+            "torch_ext.AdamW decouples weight decay, torch_ext.Adam does not (decoupled_weight_decay=False)",
+        ),
+    ),
+    "strategy": (
+        lambda: AdamW(one(), strategy="optim"),
+        TypeError,
+        unknown("strategy", "torch_ext.parallelize(model, policy, strategy=...) takes it, before the optimizer steps"),
+    ),
+    "step_in_backward of Muon": (
+        lambda: Muon(one(), step_in_backward=True),
+        TypeError,
+        unknown("step_in_backward", "Muon steps whole matrices, when all of a gradient is there; leave it out", "Muon"),
+    ),
+    "offload_fraction of Muon": (
+        lambda: Muon(one(), offload_fraction=0.5),
+        TypeError,
+        unknown(
+            "offload_fraction",
+            "Muon's states stay on the device; torch_ext.offload(model, optimizer) takes them off it between steps",
+            "Muon",
+        ),
+    ),
+    "fused of Muon": (
+        lambda: Muon(one(), fused=True),
+        TypeError,
+        unknown("fused", "torch.optim.Muon has none either, and the step is always fused; leave it out", "Muon"),
+    ),
+    "maximize of Muon": (
+        lambda: Muon(one(), maximize=True),
+        TypeError,
+        unknown("maximize", "torch.optim.Muon has none either; minimize the negative loss", "Muon"),
+    ),
     "betas of Muon": (
         lambda: Muon(one(), betas=(0.9, 0.95)),
         TypeError,

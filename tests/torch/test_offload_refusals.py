@@ -1,7 +1,9 @@
 """B4, in one process: uses of what is offloaded, and calls that cannot be, are errors that change nothing."""
 
 import copy
+import io
 import pathlib
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +34,11 @@ USES: dict[str, tuple[str, Callable[[nn.Module, Any], object]]] = {
         "ps",
         lambda _, optimizer: optimizer.load_state_dict(trained()[1].state_dict()),
     ),
+    "a copy of the model": ("p", lambda model, _: copy.deepcopy(model)),
+    "a copy of a part of it": ("p", lambda model, _: copy.deepcopy(model.get_submodule("first"))),
+    "a copy of both": ("ps", lambda model, optimizer: copy.deepcopy((model, optimizer))),
+    "a pickle of the model": ("p", lambda model, _: pickle.dumps(model)),
+    "the model in a file": ("p", lambda model, _: torch.save(model, io.BytesIO())),
     "a copy of the optimizer": ("s", lambda _, optimizer: copy.copy(optimizer)),
     "resync_masters": ("ps", lambda _, optimizer: optimizer.resync_masters()),
 }

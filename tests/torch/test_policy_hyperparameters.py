@@ -61,6 +61,36 @@ def test_explicit_values_are_what_the_optimizer_starts_from(way: str, kind: str)
     assert torch.allclose(optimizer.param_groups[0]["params"][0], other.param_groups[0]["params"][0], rtol=0, atol=1e-7)
 
 
+# How Muon is told what AdamW steps: arguments, what the group says -> what AdamW would have been told.
+OF_MUONS_ADAMW: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "nothing": ({}, {}, {}),
+    "lr": ({"lr": 0.02}, {}, {"lr": 0.02}),
+    "adamw's betas": ({"adamw": {"betas": (0.5, 0.6)}}, {}, {"betas": (0.5, 0.6)}),
+    "adamw's eps": ({"adamw": {"eps": 1e-3}}, {}, {"eps": 1e-3}),
+    "torch's betas, given": ({"adamw": {"betas": (0.9, 0.999)}}, {}, {"betas": (0.9, 0.999)}),
+    "a group": ({}, {"betas": (0.7, 0.9), "algorithm": "adamw"}, {"betas": (0.7, 0.9)}),
+    "a group without": ({}, {"algorithm": "adamw"}, {}),
+}
+
+
+@pytest.mark.parametrize("case", OF_MUONS_ADAMW)
+@pytest.mark.parametrize("key", ["adam_beta1", "adam_beta2", "adam_eps", "lr", "weight_decay"])
+def test_what_muon_has_adamw_step_starts_from_the_policy(key: str, case: str) -> None:
+    options, group, told = OF_MUONS_ADAMW[case]
+    set_to = {"weight_decay": 0.1} | {key: EXPLICIT[key]}  # both optimizers have a default of their own for it
+    policy = torch_ext.load_policy(torch.float32, override_optimizer_config=set_to)
+    both = (
+        torch_ext.Muon([{"params": [one()]} | group], policy=policy, **options),
+        torch_ext.AdamW([one()], policy=policy, **told),
+    )
+    for step in range(3):
+        for optimizer in both:
+            set_grads(optimizer.param_groups[0]["params"], step)
+            optimizer.step()
+    weights = [optimizer.param_groups[0]["params"][0] for optimizer in both]
+    assert torch.equal(*weights)
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("policy", [None, torch.float32, torch.bfloat16], ids=["none", "fp32", "bf16"])
 def test_defaults_of_a_policy_leave_torchs(policy: Any, kind: str) -> None:

@@ -145,6 +145,29 @@ def test_G3_clip_between_unscale_and_step_knows_the_scale(dtype: torch.dtype) ->
     assert everything(optimizer) == everything(plain)
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "Muon"])
+@pytest.mark.parametrize("scaler", ["policy", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_G3_clip_of_gradients_that_are_still_scaled_is_refused(dtype: torch.dtype, scaler: str, kind: str) -> None:
+    """Their norm is so many times too large, and the step would divide by the scale once more."""
+    model, _ = model_and_optimizer(dtype)
+    optimizer: Any = getattr(torch_ext, kind)(model.named_parameters(), lr=0.1)
+    optimizer.defaults["fused"] = None if dtype == torch.float16 else True  # torch's leaves unscaling to the step then
+    chosen = scaler_of(initial_loss_scale=64.0) if scaler == "policy" else torch.amp.GradScaler("cpu", 64.0)
+    backward(model, chosen, 0)
+    torch_ext.clip_grad_norm_(optimizer, 0.1)
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match=r"before scaler\.unscale_\(optimizer\).*policy\.grad_scaler\(\)"):
+        chosen.step(optimizer)
+    assert everything(optimizer) == before
+    optimizer.zero_grad()
+    chosen.update()
+    backward(model, chosen, 1)
+    torch_ext.clip_grad_norm_(optimizer, math.inf)  # measures, whatever the norm is of
+    chosen.step(optimizer)
+    assert float(optimizer.state[model.weight]["step"]) == 1
+
+
 def test_G3_fp16_gradients_may_not_be_written_while_they_are_scaled() -> None:
     model, optimizer = model_and_optimizer()
     scaler = scaler_of()

@@ -2,12 +2,24 @@
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 FOREIGN_SCALER = (
     "torch.amp.GradScaler looks for overflow in `.grad`, but under a sharded strategy each rank steps other gradients, "
     "so that ranks would skip different steps: use policy.grad_scaler(), which agrees with the other ranks"
 )
 
 _SHOWN = 8
+
+
+def refuse_sparse(grad: Tensor, who: str) -> None:
+    """RuntimeError for a gradient that is not dense."""
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"{who} is sparse ({grad.layout}): torch_ext steps dense gradients; build the embedding with sparse=False, "
+            "or give this parameter to torch.optim.SparseAdam"
+        )
 
 
 def refuse_busy(doing: str, forwards_running: int, backward: bool) -> None:

@@ -1,13 +1,14 @@
 """The global gradient norm, summed over the ranks that hold parts of gradients, and the clip coefficient."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_ext.comm import group_calls
+from torch_ext.grads import errors
 from torch_ext.grads import stats as grads_stats
 from torch_ext.grads.stats import ALL_FINITE, first_nonfinite
 from torch_ext.native import ops, warning
@@ -43,6 +44,7 @@ class Clipping:
         first_bad: Tensor,
         only_measured: bool,
         stats: Tensor,
+        unscaled: bool,
     ) -> None:
         self.norm = norm
         self.clip_coef = clip_coef
@@ -50,6 +52,7 @@ class Clipping:
         self.first_bad = first_bad  # int64 [1]: index of the first gradient that is not finite
         self.only_measured = only_measured  # no limit: nothing is lost where gradients are modified afterwards
         self.stats = stats  # of all ranks; see measure
+        self._unscaled = unscaled  # by a loss scale that was known then
         self.used = False
         self._versions: dict[int, int] = {}  # by id
 
@@ -75,6 +78,15 @@ class Clipping:
             "forgets a clip"
         )
 
+    def refuse_scale(self, grad_scale: Tensor) -> None:
+        """RuntimeError where a limit was set for gradients that a loss scale, known now only, has made larger."""
+        if grad_scale.numel() and not (self._unscaled or self.only_measured):
+            raise RuntimeError(
+                "clip_grad_norm_(optimizer, ...) came before scaler.unscale_(optimizer): its norm is of gradients that "
+                "are still multiplied by the loss scale. Call unscale_ first, then clip (fp16 gradients want "
+                "policy.grad_scaler() for that); optimizer.zero_grad() forgets a clip"
+            )
+
     def limited(self, max_norm: float, grad_scale: Tensor) -> "Clipping":
         """What `measure` would return for the same gradients, without reading them again."""
         with torch.no_grad():
@@ -92,16 +104,21 @@ class Clipping:
 
 
 def measure(
-    grads: Sequence[Tensor], max_norm: float, grad_scale: Tensor, parts: Sequence[NormGroup] | None = None
+    grads: Sequence[Tensor],
+    max_norm: float,
+    grad_scale: Tensor,
+    parts: Sequence[NormGroup] | None = None,
+    name_of: Callable[[int], str] = "gradient {}".format,
 ) -> Clipping:
     """One pass over the gradients (F32, BF16 or F16 in any memory order, on one device).
 
     grad_scale: fp32, one element or none: the gradients are that many times too large. parts: where some of them are
-    parts of gradients that other ranks hold the rest of; then a collective call. None: each is whole.
+    parts of gradients that other ranks hold the rest of; then a collective call. None: each is whole. name_of: one of
+    them, for messages.
     """
     for i, grad in enumerate(grads):
         if grad.layout is not torch.strided:
-            raise RuntimeError(f"gradient {i} is sparse ({grad.layout}); build the embedding with sparse=False")
+            errors.refuse_sparse(grad, name_of(i))
     with torch.no_grad():
         device = grads[0].device if grads else torch.device("cpu")
         runs = [dense.contiguous(g.detach()) for g in grads]
@@ -112,7 +129,7 @@ def measure(
 def _decided(stats: Tensor, first_bad: Tensor, max_norm: float, grad_scale: Tensor) -> Clipping:
     norm, clip_coef, found_inf = (torch.zeros((), dtype=torch.float32, device=stats.device) for _ in range(3))
     ops.call("grad_norm_", stats, grad_scale, max_norm, norm, clip_coef, found_inf)
-    return Clipping(norm, clip_coef, found_inf, first_bad, max_norm == math.inf, stats)
+    return Clipping(norm, clip_coef, found_inf, first_bad, max_norm == math.inf, stats, grad_scale.numel() > 0)
 
 
 def _summed(runs: Sequence[Tensor], parts: Sequence[NormGroup], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_ext.params import local_shard
 from torch_ext.tensors import offload_guard
+
+_COPIES = "__reduce_ex__"  # what pickle and copy.deepcopy ask an object, not its class, for
 
 
 def install(hooks: ExitStack, owner: nn.Module | torch.optim.Optimizer, offloaded: set[str]) -> None:
@@ -45,6 +47,9 @@ def _install_on_model(hooks: ExitStack, model: nn.Module, offloaded: set[str]) -
             hooks.callback(module.register_forward_pre_hook(_refuse_module("forward"), prepend=True).remove)
             hooks.callback(module.register_state_dict_pre_hook(_refuse_module("state_dict()")).remove)
             hooks.callback(module.register_load_state_dict_pre_hook(_refuse_module("load_state_dict()")).remove)
+            # Before the class's, which would have torch read weights that are not there.
+            module.__dict__[_COPIES] = functools.partial(_refuse, "a copy or pickle", type(module).__name__)
+            hooks.callback(module.__dict__.pop, _COPIES, None)
     for p in model.parameters():
         if p.requires_grad and not local_shard.is_dtensor(p):  # those of DTensors FSDPReducer refuses
             hooks.callback(p.register_hook(_refuse_gradient).remove)
@@ -66,10 +71,11 @@ def _refuse_states(doing: str) -> Callable[..., None]:
 
 
 def _refuse_module(doing: str) -> Callable[..., NoReturn]:
-    def refuse(module: nn.Module, *_: Any) -> NoReturn:
-        raise RuntimeError(f"{doing} of {type(module).__name__}: its weights are offloaded; {offload_guard.REMEDY}")
+    return lambda module, *_: _refuse(doing, type(module).__name__)
 
-    return refuse
+
+def _refuse(doing: str, name: str, *_: object) -> NoReturn:
+    raise RuntimeError(f"{doing} of {name}: its weights are offloaded; {offload_guard.REMEDY}")
 
 
 def _refuse_gradient(_grad: Tensor) -> NoReturn:

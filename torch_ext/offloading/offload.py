@@ -57,10 +57,10 @@ def offload(
     processes. Not collective: each rank moves its own.
 
     What is offloaded already stays so; each kind may be moved by itself. While something is offloaded, a forward, a
-    backward, a step, a clip, and saving and loading by state_dict raise RuntimeError as far as they need it, naming
-    `onload`. Other code of yours must not touch these tensors, those of a state_dict that was handed out before among
-    them: reading one ends the process. A graph that was made before cannot be backpropagated through any more, not
-    after onload either.
+    backward, a step, a clip, a copy or pickle of the model, and saving and loading by state_dict raise RuntimeError as
+    far as they need it, naming `onload`. Other code of yours must not touch these tensors, those of a state_dict that
+    was handed out before among them: reading one ends the process. A graph that was made before cannot be
+    backpropagated through any more, not after onload either.
 
     Raises RuntimeError, and has changed nothing, for a backward, a forward or an exchange under way; for gradients that
     were stepped in backward and no step() since; within master_weights(); for memory that is not torch's alone

@@ -54,8 +54,8 @@ class Adam(MeasuringOptimizer):
         offload_fraction: float = 0.0,
         step_in_backward: bool = False,
         ema_decay: float | None = None,
-        ema_dtype: torch.dtype | str = torch.bfloat16,
-        ema_every: int = 1,
+        ema_dtype: torch.dtype | str | None = None,
+        ema_every: int | None = None,
     ) -> None:
         params = param_groups.taken(params)
         policy = policy_for(params, policy, states, min_8bit_size)
@@ -118,7 +118,9 @@ class Adam(MeasuringOptimizer):
             self._release.finish()
 
     def skipped_steps(self) -> int:
-        """Steps left out because a gradient was not finite, since the optimizer was made. Waits for the device."""
+        """Steps left out because a gradient was not finite, since the optimizer was made: by itself or by
+        policy.grad_scaler(). One for which torch.amp.GradScaler does not call step() is not counted. Waits for the
+        device."""
         return int(self._states.counts[0, 0])
 
     def external_writes(self) -> int:
@@ -265,12 +267,13 @@ class AdamW(Adam):
     skip_nonfinite: True: a step with a non-finite gradient is left out and counted, at the price of one more read of
         the gradients where nothing else has read them (a clip, a loss scale).
     on_external_write: what to do where a weight is not what its master rounds to, because it was modified outside the
-        optimizer: "resync" (the master becomes the weight), "error", or "ignore" (the master overwrites the weight). A
-        write is noticed by the parameter's version counter and address, by its master's identity and version counter,
-        and by what the weights are: beside fp32 masters in a sample of 32 in every 2048 elements, beside remainders in
-        all of them (there a block of 1024 is taken over at a time). What is not seen is a write through `p.data`, numpy
-        or a storage to fewer than 2048 neighbours beside fp32 masters: call `resync_masters()` after it. So it is the
-        weight that counts: masters are written within `master_weights()`.
+        optimizer: "resync" (the master becomes the weight), "error", or "ignore" (an fp32 master overwrites the weight;
+        beside a remainder the written weight stays, and the remainder below it). A write is noticed by the parameter's
+        version counter and address, by its master's identity and version counter, and by what the weights are: beside
+        fp32 masters in a sample of 32 in every 2048 elements, beside remainders in all of them (there a block of 1024
+        is taken over at a time). What is not seen is a write through `p.data`, numpy or a storage to fewer than 2048
+        neighbours beside fp32 masters: call `resync_masters()` after it. So it is the weight that counts: masters are
+        written within `master_weights()`.
     offload_fraction: in [0, 1]: the share of the bytes of states and masters that lies on the host, where its
         parameters are stepped while the device steps the others: gradients are copied down and weights up beside both.
         Whole parameters, or this rank's parts of them: the largest first, as long as they fit, so that the share is off
@@ -288,11 +291,11 @@ class AdamW(Adam):
     ema_decay: in [0, 1): keeps an average of the masters (of fp32 weights: of these), which each step moves towards
         them by 1 - ema_decay of what is missing, in the same pass. None: there is none. It begins as what the first
         step makes of the weights, as torch.optim.swa_utils.AveragedModel's. `ema_weights()` swaps it into the model,
-        `ema_state_dict()` hands it out; it is in state_dict() as "ema_param". For parameters on the CPU, or stepped
-        there (offload_fraction).
-    ema_dtype: torch.bfloat16, rounded by dithering; "24bit": with 8 more bits; or torch.float32. 2, 3 or 4 bytes per
-        parameter.
-    ema_every: only every so many steps, with ema_decay as it is.
+        `ema_state_dict()` hands it out; it is in state_dict() as "ema_param".
+    ema_dtype: torch.bfloat16 (or None), rounded by dithering; "24bit": with 8 more bits; or torch.float32. 2, 3 or 4
+        bytes per parameter. Refused without ema_decay, as ema_every is.
+    ema_every: only every so many steps of a parameter (those in which it has a gradient), with ema_decay as it is.
+        None: every step.
     """
 
     _decoupled = True

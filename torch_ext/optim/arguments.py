@@ -20,6 +20,7 @@ _OFFLOAD = "offload_fraction=1.0 keeps all states on the host, and steps there"
 _MASTERS = f"16-bit weights have masters unless policy={{'main_params_dtype': None}} says otherwise; {_STATES}"
 _CLASS = "torch_ext.AdamW decouples weight decay, torch_ext.Adam does not (decoupled_weight_decay=False)"
 
+_NOT_MUONS = "torch.optim.Muon has none either, and the step is always fused; leave it out"
 _OF_ADAMW = "adamw={'lr': ..., 'betas': ..., 'eps': ..., 'weight_decay': ...} says it of what AdamW steps"
 
 _ELSEWHERE = {
@@ -33,6 +34,16 @@ _ELSEWHERE = {
     **dict.fromkeys(("momentum", "nesterov"), "the first of betas is Adam's momentum"),
     **dict.fromkeys(("betas", "adamw_betas", "adamw_lr", "adamw_eps", "adamw_weight_decay", "adamw_wd"), _OF_ADAMW),
     "named_parameters": "params takes model.named_parameters()",
+    # other classes of ours have these, or other functions
+    "states": "this class is states='8bit'; torch_ext.AdamW has the other words",
+    "decoupled_weight_decay": _CLASS,
+    "strategy": "torch_ext.parallelize(model, policy, strategy=...) takes it, before the optimizer steps",
+    "step_in_backward": "Muon steps whole matrices, when all of a gradient is there; leave it out",
+    "offload_fraction": (
+        "Muon's states stay on the device; torch_ext.offload(model, optimizer) takes them off it between steps"
+    ),
+    **dict.fromkeys(("fused", "foreach", "capturable", "differentiable", "amsgrad"), _NOT_MUONS),
+    "maximize": "torch.optim.Muon has none either; minimize the negative loss",
     # bitsandbytes
     "optim_bits": _8BIT,
     "percentile_clipping": f"gradients are clipped by their norm: {_CLIP}",

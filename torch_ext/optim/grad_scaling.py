@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch_ext.grads.norm import Clipping, is_agreed, measure
 from torch_ext.native.untraced import untraced
 from torch_ext.optim.optimizer_states import OptimizerStates
 from torch_ext.optim.step_in_backward import StepInBackward
-from torch_ext.params import reducer_registry
+from torch_ext.params import param_groups, reducer_registry
 from torch_ext.params.shard_map import ShardMap
 from torch_ext.tensors import dense
 
@@ -94,7 +95,11 @@ class GradScaling:
     def _measure(self, shards: ShardMap, grads: list[Tensor], active: list[bool], max_norm: float) -> Clipping:
         shards.refuse_mixed()
         parts = None if shards.plain else shards.parts(active)
-        return measure(grads, max_norm, self._scalar("grad_scale"), parts)
+
+        def name_of(i: int) -> str:
+            return f"the gradient of {list(compress(param_groups.names(self._states.groups), active))[i]}"
+
+        return measure(grads, max_norm, self._scalar("grad_scale"), parts, name_of)
 
     def current_clipping(self, shards: ShardMap, grads: list[Tensor], active: list[bool]) -> Clipping | None:
         """The clipping that these gradients were given, that of the policy where nobody gave them one, or the check
@@ -102,6 +107,7 @@ class GradScaling:
         optimizer, clipping = self._states.optimizer, self.clipping
         limit = None if self.clipped_in_place else optimizer.policy.clip_grad or None
         if clipping is not None and clipping.belongs_to(grads):
+            clipping.refuse_scale(self._scalar("grad_scale"))
             if limit is None or not clipping.only_measured:
                 return clipping
             return clipping.limited(limit, self._scalar("grad_scale"))

@@ -131,7 +131,9 @@ class OptimizerBase(SavedOptimizer):
     # -- pickling -----------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        offload_guard.refuse_states(self, "an optimizer is pickled or copied")
+        doing = "an optimizer is pickled or copied"
+        self._refuse_open(doing)
+        offload_guard.refuse_states(self, doing)
         own = {key: self.__dict__[key] for key in _KEPT if key in self.__dict__}
         states = self._states
         parts = {"_counts": states.counts, "_host": states.host, "_forms": states.forms_to_keep()}

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from torch_ext.parallel.reducer import BucketReducer
 from torch_ext.params import local_shard
@@ -32,7 +33,8 @@ class Attached:
         ]
 
     def check(self, module: torch.nn.Module) -> None:
-        """RuntimeError where a parameter is not the one whose gradient the reducer reduces."""
+        """RuntimeError where a parameter is not the one whose gradient the reducer reduces, or not the only one to."""
+        self._refuse_ddp(module)
         for params, key, param, trainable in self._entries:
             now = params.get(key)
             if now is not None and now is not param and local_shard.is_dtensor(param):
@@ -46,6 +48,20 @@ class Attached:
                 raise RuntimeError(
                     f"parameter {names[0]!r} {how}, so nobody reduces its gradient: call parallelize again after "
                     "such a change, with optimizer= where an optimizer has state"
+                )
+
+    def _refuse_ddp(self, module: torch.nn.Module) -> None:
+        """Of one that was there before `parallelize`; torch_patches.py refuses those that come after it."""
+        outer = getattr(DistributedDataParallel, "_active_ddp_module", None)  # whose forward this is a part of
+        if outer is None:
+            return
+        reduced = set(map(id, outer._module_parameters))
+        for name, param in module.named_parameters():
+            if param.requires_grad and id(param) in reduced:
+                raise RuntimeError(
+                    f"parameter {name!r} of a model that was parallelized is in DistributedDataParallel, which reduces "
+                    "already: leave out parallelize and use torch_ext.register_comm_hook on it, or call the model "
+                    "without it"
                 )
 
 

@@ -133,8 +133,8 @@ def _refuse_flags(group: Group, where: str) -> None:
         )
     if group["differentiable"]:
         raise ValueError(
-            f"{where}differentiable=True is not supported: the step is one fused operator without a derivative; use "
-            "torch.optim.AdamW for a step that autograd sees"
+            f"{where}differentiable=True is not supported: leave it out, or use torch.optim.AdamW for a step that "
+            "autograd sees; this one is a fused operator without a derivative"
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_ext.native import library, structs
 from torch_ext.params import hyper_parameters
 from torch_ext.params.hyper_parameters import Group, is_number, items, refuse_text
+from torch_ext.policy.policy import Policy
 
 ALGORITHMS = (None, "muon", "adamw")
 ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
@@ -112,8 +113,9 @@ def dtype_name(ns_dtype: Any) -> str | None:
     raise ValueError(f"ns_dtype is {ns_dtype!r}; None, torch.float32 and torch.bfloat16 are legal")
 
 
-def adamw_defaults(given: Mapping[str, Any] | None, lr: Any) -> dict[str, Any]:
-    """The argument `adamw` as keys of a group. lr: Muon's, to which AdamW's keeps its ratio."""
+def adamw_defaults(given: Mapping[str, Any] | None, lr: Any, policy: Policy) -> dict[str, Any]:
+    """The argument `adamw` as keys of a group, and what the policy was set to where it does not say. lr: Muon's, to
+    which AdamW's keeps its ratio."""
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"adamw is a {type(given).__name__}; a mapping of {', '.join(_ADAMW)} is legal")
     given = dict(given or {})
@@ -128,8 +130,8 @@ def adamw_defaults(given: Mapping[str, Any] | None, lr: Any) -> dict[str, Any]:
             )
         ratio = float(given["lr"]) / float(lr)
     return {
-        "adamw_betas": given.get("betas", hyper_parameters.BETAS),
-        "adamw_eps": given.get("eps", hyper_parameters.EPS),
+        "adamw_betas": hyper_parameters.start_betas(given.get("betas", hyper_parameters.BETAS), policy),
+        "adamw_eps": hyper_parameters.start(given.get("eps", hyper_parameters.EPS), policy, "adam_eps"),
         "adamw_lr_ratio": ratio,
         "adamw_weight_decay": given.get("weight_decay"),
     }

@@ -96,8 +96,8 @@ class Muon(Adam):
         skip_nonfinite: bool = False,
         on_external_write: str = "resync",
         ema_decay: float | None = None,
-        ema_dtype: torch.dtype | str = torch.bfloat16,
-        ema_every: int = 1,
+        ema_dtype: torch.dtype | str | None = None,
+        ema_every: int | None = None,
     ) -> None:
         self._chooser = Chooser(adamw_params, split, params if isinstance(params, nn.Module) else None)
         if isinstance(params, nn.Module):
@@ -118,7 +118,7 @@ class Muon(Adam):
             "algorithm": None,
             "ns": ns,
             "ns_dtype": hyper.dtype_name(ns_dtype),
-            **hyper.adamw_defaults(adamw, lr),
+            **hyper.adamw_defaults(adamw, lr, policy),
             "moment_rounding": policy.moment_rounding if moment_rounding is None else moment_rounding,
             "weight_rounding": policy.weight_rounding if weight_rounding is None else weight_rounding,
             "seed": seed,

@@ -18,7 +18,17 @@ class Averaging(NamedTuple):
 
     @classmethod
     def of(cls, decay: Any, dtype: Any, every: Any) -> "Averaging":
-        """Of an optimizer's arguments. ValueError, naming the argument, for what is not legal."""
+        """Of an optimizer's arguments, None where nothing was said. ValueError, naming the argument, for what is not
+        legal, and for how to keep an average that is not kept."""
+        if decay is None:
+            for name, value in (("ema_dtype", dtype), ("ema_every", every)):
+                if value is not None:
+                    raise ValueError(
+                        f"{name}={value!r} without ema_decay keeps no average: pass ema_decay=0.9999, say, or leave "
+                        f"{name} out"
+                    )
+            return NONE
+        dtype, every = torch.bfloat16 if dtype is None else dtype, 1 if every is None else every
         if dtype not in DTYPES:
             raise ValueError(
                 f"ema_dtype is {dtype!r}; torch.bfloat16, '24bit' (bfloat16 and 8 more bits) and torch.float32 are "
@@ -26,8 +36,6 @@ class Averaging(NamedTuple):
             )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"ema_every is {every!r}; a whole number from 1 on is legal")
-        if decay is None:
-            return cls()
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise ValueError(f"ema_decay is {decay!r}; a number in [0, 1), 0.9999 say, or None (no average) is legal")
         return cls(dtype, float(decay), every)

@@ -33,6 +33,8 @@ def param_keys(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> list
     filled = [optimizer.defaults | group for group in saved]
     for i, group in enumerate(filled):
         where = f"loaded state dict, group {i}: "
+        if group.get("amsgrad"):
+            raise _of_amsgrad(f"loaded state dict, group {i}")
         optimizer.refuse_hyper(group, where)
         hyper_parameters.refuse_differing(group, filled[0], where)
     keys = list(chain.from_iterable(g["params"] for g in saved))
@@ -107,9 +109,7 @@ def _refuse_keys(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None
             )
     for key in entry:
         if key == "max_exp_avg_sq":
-            raise ValueError(
-                f"{where} was saved with amsgrad=True, which torch_ext does not have; resume with torch.optim"
-            )
+            raise _of_amsgrad(where)
         if key not in LOGICAL:
             raise ValueError(f"{where} has {key!r}; the state of {kind} has {', '.join(legal)} (and master_param)")
         if key not in (*legal, "master_param", EMA):
@@ -117,6 +117,10 @@ def _refuse_keys(p: StatefulParam, entry: Mapping[str, Any], where: str) -> None
                 f"{where} has {key!r}; the state of {kind} has {', '.join(legal)} (and master_param). A parameter "
                 "whose algorithm changed needs a new optimizer, or a state that fits it"
             )
+
+
+def _of_amsgrad(where: str) -> ValueError:
+    return ValueError(f"{where} was saved with amsgrad=True, which torch_ext does not have; resume with torch.optim")
 
 
 def _refuse_values(param: Any, entry: Mapping[str, Any], where: str) -> None:

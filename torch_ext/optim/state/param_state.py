@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
-import torch
 from torch import Tensor
 
+from torch_ext.grads import errors
 from torch_ext.optim.state import weight_changes
 from torch_ext.optim.state.state_dtypes import StateDtypes
 from torch_ext.params.local_shard import LocalShard, is_dtensor
@@ -88,11 +88,7 @@ def gathers_in_order(gathers: Sequence[AllGatherTarget]) -> list[AllGatherTarget
 
 def refuse_grad(member: ParamState, grad: Tensor) -> None:
     """RuntimeError for a gradient that no step takes."""
-    if grad.layout is not torch.strided:
-        raise RuntimeError(
-            f"the gradient of {member.name} is sparse ({grad.layout}): torch_ext steps dense gradients; build the "
-            "embedding with sparse=False, or give this parameter to torch.optim.SparseAdam"
-        )
+    errors.refuse_sparse(grad, f"the gradient of {member.name}")
     if grad.dtype not in dense.TRAINED:
         raise RuntimeError(f"the gradient of {member.name} is in {grad.dtype}; float32, bfloat16 and float16 are legal")
     if grad.shape != member.weight.shape:

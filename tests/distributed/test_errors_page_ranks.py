@@ -1,0 +1,251 @@
+"""docs/errors.md as a contract: who does what its second column says of several ranks meets the message of the first,
+on every rank. The other rows are in tests/docs/test_errors_page.py."""
+
+import io
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_ext
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "errors.md"
+
+
+def model(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)).to(dtype)
+
+
+def parallel(strategy: str, trained: nn.Module | None = None, **options: Any) -> tuple[Any, torch_ext.AdamW]:
+    """ddp: of the policy. Others: of parallelize."""
+    trained = model() if trained is None else trained
+    policy = torch_ext.load_policy(trained, override_ddp_config=options.pop("ddp", {}))
+    torch_ext.parallelize(trained, policy, strategy=strategy, **options)
+    return trained, torch_ext.AdamW([p for p in trained.parameters() if p.requires_grad], lr=1e-2, policy=policy)
+
+
+def backward(trained: nn.Module, factor: float = 1.0) -> None:
+    p = next(trained.parameters())
+    (trained(torch.ones(2, 16, dtype=p.dtype)).float().square().mean() * factor).backward()
+
+
+def train(trained: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        backward(trained)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def no_process_group(rank: int) -> None:
+    dist.destroy_process_group()
+    try:
+        parallel("no_shard")
+    finally:  # which whoever runs the ranks ends
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def another_model(rank: int) -> None:
+    parallel("optim", nn.Linear(16, 4 + rank).bfloat16())
+
+
+def another_policy(rank: int) -> None:
+    parallel("optim", ddp={"grad_comm_dtype": ("fp32", "bf16")[rank]})
+
+
+def a_loss_without_a_parameter(rank: int) -> None:
+    trained, _ = parallel("optim_grads")
+    trained[0](torch.ones(2, 16).bfloat16()).float().sum().backward()
+    trained[0](torch.ones(2, 16).bfloat16()).float().sum().backward()
+
+
+def frozen_on_one_rank(rank: int) -> None:
+    trained, _ = parallel("no_shard")
+    trained[0].bias.requires_grad_(rank == 0)
+    backward(trained)
+
+
+def parallelize_of_ddp(rank: int) -> None:
+    trained = model()
+    torch_ext.parallelize(nn.parallel.DistributedDataParallel(trained), torch_ext.load_policy(trained))
+
+
+def parallelize_in_ddp(strategy: str) -> Callable[[int], None]:
+    def cause(rank: int) -> None:
+        trained = model()
+        ddp = nn.parallel.DistributedDataParallel(trained)
+        parallel(strategy, trained)
+        backward(trained)  # of which DistributedDataParallel does not know
+        backward(ddp)
+
+    return cause
+
+
+def ddp_of_a_parallelized_model(rank: int) -> None:
+    trained, _ = parallel("optim")
+    nn.parallel.DistributedDataParallel(trained)
+
+
+def thawed(rank: int) -> None:
+    trained = model()
+    trained[0].weight.requires_grad_(False)
+    parallel("no_shard", trained)
+    trained[0].weight.requires_grad_(True)
+    backward(trained)
+
+
+def replaced(rank: int) -> None:
+    trained, _ = parallel("no_shard")
+    trained.load_state_dict({name: p.clone() for name, p in model().state_dict().items()}, assign=True)
+    backward(trained)
+
+
+def converted(strategy: str) -> Callable[[int], None]:
+    def cause(rank: int) -> None:
+        trained, optimizer = parallel(strategy)
+        trained.float()
+        train(trained, optimizer)
+
+    return cause
+
+
+def an_optimizer_with_state(rank: int) -> None:
+    trained = model()
+    optimizer = torch_ext.AdamW(trained.parameters())
+    train(trained, optimizer)
+    torch_ext.parallelize(trained, optimizer.policy, strategy="optim")
+
+
+def another_optimizer(strategy: str) -> Callable[[int], None]:
+    def cause(rank: int) -> None:
+        trained, _ = parallel(strategy)
+        train(trained, torch.optim.SGD(trained.parameters(), lr=0.1))
+
+    return cause
+
+
+def accumulation_where_backward_steps(strategy: str) -> Callable[[int], None]:
+    def cause(rank: int) -> None:
+        trained, optimizer = parallel(strategy, ddp={"step_in_backward": True})
+        train(trained, optimizer, 2)
+        backward(trained)
+        backward(trained)
+
+    return cause
+
+
+def accumulation_where_an_optimizer_steps_in_backward(rank: int) -> None:
+    trained = model()
+    optimizer = torch_ext.AdamW(trained.parameters(), step_in_backward=True)
+    train(trained, optimizer)
+    backward(trained)
+    backward(trained)
+
+
+def a_step_after_no_sync(strategy: str) -> Callable[[int], None]:
+    def cause(rank: int) -> None:
+        trained, optimizer = parallel(strategy)
+        with trained.no_sync():
+            train(trained, optimizer)
+
+    return cause
+
+
+def a_group_that_was_destroyed(rank: int) -> None:
+    group = dist.new_group()
+    trained, optimizer = parallel("optim", process_group=group)
+    train(trained, optimizer)
+    backward(trained)
+    dist.destroy_process_group(group)
+    torch_ext.clip_grad_norm_(optimizer, 1.0)
+
+
+def save_of_what_is_cut(strategy: str) -> Callable[[int], None]:
+    def cause(rank: int) -> None:
+        trained, optimizer = parallel(strategy)
+        train(trained, optimizer)
+        torch.save(optimizer.state_dict(), io.BytesIO())
+
+    return cause
+
+
+def gradients_with_nan(rank: int) -> None:
+    trained, _ = parallel("optim", ddp={"check_for_nan_in_grad": True})
+    backward(trained, float("nan") if rank else 1.0)
+
+
+CASES: list[tuple[str, Callable[[int], Any]]] = [
+    ("torch.distributed is not initialised", no_process_group),
+    ("Every rank must have the same model, policy and version of torch_ext", another_model),
+    ("Every rank must have the same model, policy and version of torch_ext", another_policy),
+    ("no gradient is ready for", a_loss_without_a_parameter),
+    ("the ranks train different parameters", frozen_on_one_rank),
+    ("is in DistributedDataParallel, which reduces already", parallelize_of_ddp),
+    *(
+        ("is in DistributedDataParallel, which reduces already", parallelize_in_ddp(strategy))
+        for strategy in ("no_shard", "optim", "optim_grads")
+    ),
+    ("DistributedDataParallel around a model that was parallelized", ddp_of_a_parallelized_model),
+    ("so nobody reduces its gradient: call parallelize again", thawed),
+    ("so nobody reduces its gradient: call parallelize again", replaced),
+    *(
+        ("after parallelize planned its gradients for", converted(strategy))
+        for strategy in ("no_shard", "optim", "optim_grads")
+    ),
+    ("an optimizer (", an_optimizer_with_state),
+    *(
+        (
+            "would step all of every parameter by gradients of which this rank has its part only",
+            another_optimizer(strategy),
+        )
+        for strategy in ("optim", "optim_grads")
+    ),
+    *(
+        ("a second backward before step()", accumulation_where_backward_steps(strategy))
+        for strategy in ("optim", "optim_grads")
+    ),
+    ("a second backward before step()", accumulation_where_an_optimizer_steps_in_backward),
+    *(
+        ("step() with gradients that no rank has reduced", a_step_after_no_sync(strategy))
+        for strategy in ("no_shard", "optim")
+    ),
+    ("its process group was destroyed", a_group_that_was_destroyed),
+    *(("is not legal", lambda rank, name=name: parallel(name)) for name in ("zero1", "ddp", "FSDP", "7")),
+    *(("is cut over the ranks", save_of_what_is_cut(strategy)) for strategy in ("optim", "optim_grads")),
+    ("gradients with NaN or Inf before communication", gradients_with_nan),
+]
+
+
+def _of_the_page() -> set[str]:
+    section = PAGE.read_text().split("\n## Data parallelism\n")[1].split("\n## ")[0]
+    return {part for part in re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)}
+
+
+def test_every_row_of_data_parallelism_has_a_case() -> None:
+    rows = _of_the_page()
+    assert len(rows) > 10
+    assert {part for part, _ in CASES} - rows == {
+        "is cut over the ranks",
+        "gradients with NaN or Inf before communication",
+    }
+    assert rows - {part for part, _ in CASES} == set()
+
+
+def _meets(rank: int, world: int, case: int) -> str:
+    try:
+        CASES[case][1](rank)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{i}-{part[:50]}" for i, (part, _) in enumerate(CASES)])
+def test_who_does_what_the_page_says_meets_its_message(case: int) -> None:
+    answers = ranks.run(2, _meets, case, timeout=10.0)
+    assert [CASES[case][0] in answer for answer in answers] == [True, True], answers
