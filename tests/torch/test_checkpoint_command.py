@@ -83,3 +83,15 @@ def test_what_is_no_checkpoint_is_said(tmp_path: pathlib.Path, capsys: pytest.Ca
         assert caught.value.code == 2 and name in capsys.readouterr().err
     torch.save({"weight": torch.ones(5)}, tmp_path / "torch's")
     assert main(["checkpoint", str(tmp_path / "torch's")]) == 0
+
+
+class _Own:
+    """An object of somebody's class."""
+
+
+def test_what_else_is_in_a_file_is_named(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch_ext.save({"weight": torch.ones(3), "own": _Own()}, tmp_path / "own.pt")
+    with pytest.raises(SystemExit):
+        main(["checkpoint", str(tmp_path / "own.pt")])
+    said = capsys.readouterr().err
+    assert "own.pt" in said and "_Own, which is neither a tensor nor a plain value" in said
