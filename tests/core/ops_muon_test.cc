@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <new>
 #include <random>
 #include <string>
 #include <vector>
@@ -16,6 +18,7 @@
 extern "C" {
 #include "csrc/math/block_scale.h"
 #include "csrc/math/remainder.h"
+#include "csrc/ops/step.h"
 }
 
 namespace {
@@ -36,9 +39,20 @@ double Get(tx_dtype dtype, const uint8_t *data, int64_t i) {
   return single;
 }
 
+// Memory that begins at a cache line: the loops may store past the caches there.
+template <typename T>
+struct AtLine : std::allocator<T> {
+  template <typename U>
+  struct rebind {
+    using other = AtLine<U>;
+  };
+  T *allocate(size_t n) { return static_cast<T *>(::operator new (n * sizeof(T), std::align_val_t{64})); }
+  void deallocate(T *at, size_t) { ::operator delete (at, std::align_val_t{64}); }
+};
+
 // A list of tensors with memory of their own.
 struct List {
-  std::vector<std::vector<uint8_t>> memory;
+  std::vector<std::vector<uint8_t, AtLine<uint8_t>>> memory;
   std::vector<tx_tensor> tensors;
 
   void Add(tx_dtype dtype, int64_t numel) {
@@ -49,6 +63,11 @@ struct List {
     for (size_t i = 0; i < tensors.size(); i++)
       tensors[i].data = memory[i].data();
     return tensors.data();
+  }
+  // The bytes of the first tensors, as many as there are sizes in kNumels.
+  void AppendTo(Outputs *found) const {
+    for (size_t t = 0; t < std::min(memory.size(), std::size(kNumels)); t++)
+      found->emplace_back(memory[t].begin(), memory[t].end());
   }
   double At(size_t tensor, int64_t i) const { return Get(tensors[tensor].dtype, memory[tensor].data(), i); }
   void Put(size_t tensor, int64_t i, double value) {
@@ -104,8 +123,15 @@ struct Momentum {
     }
     grads.Fill(1, 1e-2);
   }
+  // So much behind the others that what the call writes is not left in the caches.
+  void AddMore() {
+    for (List *list : {&grads, &momentums, &works})
+      list->Add(list->tensors[0].dtype, TX_STEP_CACHED);
+    scales.Add(TX_U8, scales.tensors[1].numel ? TX_STEP_CACHED / TX_BLOCK : 0);
+    steps.Add(TX_F32, 1);
+  }
   const tx_muon_momentum_args *Args() {
-    args.n = static_cast<int64_t>(std::size(kNumels));
+    args.n = static_cast<int64_t>(grads.tensors.size());
     args.grads = grads.Tensors();
     args.momentums = momentums.Tensors();
     args.scales = scales.Tensors();
@@ -123,7 +149,7 @@ struct Momentum {
       Args();
       call([&](const tx_parallel *parallel, tx_error *error) { return tx_muon_momentum(&args, parallel, error); });
       for (const List *list : {&momentums, &scales, &works})
-        found.insert(found.end(), list->memory.begin(), list->memory.end());
+        list->AppendTo(&found);
     }
     return found;
   }
@@ -132,14 +158,33 @@ struct Momentum {
 struct Form {
   tx_dtype grad, momentum, work;
 };
-constexpr Form kForms[] = {
-    {TX_F32, TX_F32, TX_F32}, {TX_BF16, TX_BF16, TX_BF16}, {TX_F16, TX_U8, TX_F32}, {TX_BF16, TX_F16, TX_BF16}};
+constexpr Form kForms[] = {{TX_F32, TX_F32, TX_F32},   {TX_BF16, TX_BF16, TX_BF16}, {TX_BF16, TX_BF16, TX_F32},
+                           {TX_BF16, TX_F32, TX_BF16}, {TX_F32, TX_BF16, TX_F32},   {TX_F16, TX_U8, TX_F32},
+                           {TX_BF16, TX_F16, TX_BF16}};
 
 class EveryForm : public testing::TestWithParam<Form> {};
 
 TEST_P(EveryForm, MomentumHasTheSameBitsEverywhere) {
-  ExpectSameBits(
-      [](const Caller &call) { return Momentum(GetParam().grad, GetParam().momentum, GetParam().work).Run(call); });
+  for (int nesterov : {0, 1}) {
+    ExpectSameBits([&](const Caller &call) {
+      Momentum m(GetParam().grad, GetParam().momentum, GetParam().work);
+      m.args.nesterov = nesterov;
+      return m.Run(call);
+    });
+  }
+}
+
+TEST_P(EveryForm, MomentumHasTheSameBitsPastTheCaches) {
+  for (int nesterov : {0, 1}) {
+    Outputs found[2];
+    for (int more : {0, 1}) {
+      Momentum m(GetParam().grad, GetParam().momentum, GetParam().work);
+      m.args.nesterov = nesterov;
+      if (more) m.AddMore();
+      found[more] = m.Run(Caller(nullptr));
+    }
+    EXPECT_TRUE(found[0] == found[1]) << "nesterov " << nesterov;
+  }
 }
 INSTANTIATE_TEST_SUITE_P(Muon, EveryForm, testing::ValuesIn(kForms));
 
@@ -294,8 +339,20 @@ struct Update {
                                  {nullptr, 0, TX_NONE, 0}, nullptr, nullptr),
               TX_OK);
   }
+  // See Momentum.
+  void AddMore() {
+    parts.push_back({static_cast<int64_t>(params.tensors.size()), 0});
+    rates.push_back(rates[0]);
+    const tx_tensor master = masters.tensors[0], checksum = checksums.tensors[0];
+    params.Add(params.tensors[0].dtype, TX_STEP_CACHED);
+    updates.Add(updates.tensors[0].dtype, TX_STEP_CACHED);
+    masters.Add(master.dtype, master.numel ? TX_STEP_CACHED : 0);
+    const int64_t weights = master.dtype == TX_I16 ? TX_CHECKSUM : TX_SAMPLED;
+    checksums.Add(TX_I64, checksum.numel ? TX_STEP_CACHED / weights : 0);
+    steps.Add(TX_F32, 1);
+  }
   const tx_muon_update_args *Args() {
-    args.n = static_cast<int64_t>(std::size(kNumels));
+    args.n = static_cast<int64_t>(params.tensors.size());
     args.params = params.Tensors();
     args.updates = updates.Tensors();
     args.masters = masters.Tensors();
@@ -342,7 +399,7 @@ struct Update {
     Outputs found;
     for (const List *list :
          {&params, &masters, &checksums, &steps, &changed, &moved, &distances, &emas, &ema_lows, &healths})
-      found.insert(found.end(), list->memory.begin(), list->memory.end());
+      list->AppendTo(&found);
     return found;
   }
 };
@@ -365,6 +422,20 @@ TEST_P(EveryWeight, UpdateHasTheSameBitsEverywhere) {
     }
     return u.Written();
   });
+}
+
+TEST_P(EveryWeight, UpdateHasTheSameBitsPastTheCaches) {
+  Outputs found[2];
+  for (int more : {0, 1}) {
+    Update u(GetParam().param, GetParam().master, GetParam().update);
+    if (more) u.AddMore();
+    for (int step = 0; step < 2; step++) {
+      tx_error error;
+      ASSERT_EQ(tx_muon_update(u.Args(), nullptr, &error), TX_OK) << error.message;
+    }
+    found[more] = u.Written();
+  }
+  EXPECT_TRUE(found[0] == found[1]);
 }
 
 // Two ulp of fp32 at the largest of the weight, the update and their difference; of a weight in 16 bits without a
@@ -455,7 +526,7 @@ TEST_P(EveryWeight, WhatItLeavesBehindIsWhatHappened) {
     u.updates.Fill(10 + step, 0.01);
     plain.updates.Fill(10 + step, 0.01);
     for (List *list : {&u.changed, &u.moved, &u.healths})
-      for (std::vector<uint8_t> &memory : list->memory)
+      for (auto &memory : list->memory)
         std::fill(memory.begin(), memory.end(), uint8_t{0});
     const Update before = u;
     ASSERT_EQ(tx_muon_update(u.Asking(), nullptr, nullptr), TX_OK);
