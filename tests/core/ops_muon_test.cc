@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <new>
@@ -483,10 +484,14 @@ TEST_P(EveryWeight, AWriteOfSomebodyElseIsWhatTheWeightIs) {
   Update u(GetParam().param, GetParam().master, GetParam().update);
   ASSERT_EQ(tx_muon_update(u.Args(), nullptr, nullptr), TX_OK);
   EXPECT_EQ(u.resynced, 0);
+  tx_error error;
+  Update as_it_was = u;
+  as_it_was.args.on_external_write = TX_EXTERNAL_CHECK;
+  EXPECT_EQ(tx_muon_update(as_it_was.Args(), nullptr, &error), TX_OK) << error.message;
+  EXPECT_TRUE(as_it_was.Written() == u.Written()) << "a check steps nothing";
   u.params.Put(2, 3, 7.0); /* in the sample beside fp32 masters, too */
   Update checked = u;
   checked.args.on_external_write = TX_EXTERNAL_CHECK;
-  tx_error error;
   EXPECT_EQ(tx_muon_update(checked.Args(), nullptr, &error), TX_ERROR_BAD_STATE);
   EXPECT_NE(std::string(error.message).find("params[2]"), std::string::npos) << error.message;
   EXPECT_TRUE(checked.Written() == u.Written());
@@ -604,6 +609,8 @@ TEST(Refused, PartsThatAreNoMatrices) {
   }
 }
 
+const tx_meta kNegative[] = {{}, {.start = -1}, {}, {}, {}};
+
 TEST(Refused, NumbersAndDtypes) {
   tx_error error = {};
   for (double momentum : {-0.1, 1.1, std::nan("")}) {
@@ -611,12 +618,54 @@ TEST(Refused, NumbersAndDtypes) {
     m.args.momentum = momentum;
     ExpectRefused(tx_muon_momentum(m.Args(), nullptr, &error), TX_ERROR_ILLEGAL_VALUE, error, "momentum");
   }
+  const struct {
+    tx_status status;
+    const char *word;
+    std::function<void(Momentum *)> change; /* of valid arguments, whose pointers are made before */
+  } momenta[] = {
+      {TX_ERROR_INVALID_ARGUMENT, "args.size", [](Momentum *m) { m->args.size = 8; }},
+      {TX_ERROR_ILLEGAL_VALUE, "nesterov is 2", [](Momentum *m) { m->args.nesterov = 2; }},
+      {TX_ERROR_SHAPE, "steps[1]", [](Momentum *m) { m->steps.tensors[1].numel = 2; }},
+      {TX_ERROR_SHAPE, "steps[1]", [](Momentum *m) { m->steps.tensors[1].dtype = TX_I64; }},
+      {TX_ERROR_DTYPE, "momentums[1]", [](Momentum *m) { m->momentums.tensors[1].dtype = TX_I16; }},
+      {TX_ERROR_SHAPE, "scales[1]", [](Momentum *m) { m->scales.tensors[1].numel = 1; }},
+      {TX_ERROR_SHAPE, "scales[1]", [](Momentum *m) { m->scales.tensors[1].dtype = TX_I16; }},
+      {TX_ERROR_ILLEGAL_VALUE, "meta[1]", [](Momentum *m) { m->args.meta = kNegative; }},
+  };
+  for (const auto &c : momenta) {
+    Momentum m(TX_F32, TX_U8, TX_F32);
+    m.Args();
+    c.change(&m);
+    ExpectRefused(tx_muon_momentum(&m.args, nullptr, &error), c.status, error, c.word);
+  }
+  ExpectRefused(tx_muon_momentum(nullptr, nullptr, &error), TX_ERROR_INVALID_ARGUMENT, error, "args.size");
+  ExpectRefused(tx_muon_update(nullptr, nullptr, &error), TX_ERROR_INVALID_ARGUMENT, error, "args.size");
   Momentum half(TX_F32, TX_F32, TX_F16);
   ExpectRefused(tx_muon_momentum(half.Args(), nullptr, &error), TX_ERROR_DTYPE, error, "works[0]");
   Update beside(TX_BF16, TX_F32, TX_F32);
   beside.params.tensors[1].dtype = TX_F32;
   beside.params.memory[1].resize(4 * 130 + 8);
   ExpectRefused(tx_muon_update(beside.Args(), nullptr, &error), TX_ERROR_DTYPE, error, "params[1]");
+  const struct {
+    tx_status status;
+    const char *word;
+    std::function<void(Update *)> change;
+  } updates[] = {
+      {TX_ERROR_INVALID_ARGUMENT, "args.size", [](Update *u) { u->args.size = 8; }},
+      {TX_ERROR_SHAPE, "masters[1]", [](Update *u) { u->masters.tensors[1].numel = 3; }},
+      {TX_ERROR_DTYPE, "params[1]", [](Update *u) { u->params.tensors[1].dtype = TX_F32; }},
+      {TX_ERROR_SHAPE, "parts", [](Update *u) { u->args.parts = nullptr; }},
+      {TX_ERROR_SHAPE, "parts", [](Update *u) { u->args.n_parts = -1; }},
+      {TX_ERROR_INVALID_ARGUMENT, "rates is NULL", [](Update *u) { u->args.rates = nullptr; }},
+      {TX_ERROR_ILLEGAL_VALUE, "rates[2]", [](Update *u) { u->rates[2].decay = -1; }},
+      {TX_ERROR_SHAPE, "is of tensor 9", [](Update *u) { u->parts.back().tensor = 9; }},
+  };
+  for (const auto &c : updates) {
+    Update u(TX_BF16, TX_I16, TX_F32);
+    u.Args();
+    c.change(&u);
+    ExpectRefused(tx_muon_update(&u.args, nullptr, &error), c.status, error, c.word);
+  }
   Update rate(TX_F32, TX_NONE, TX_F32);
   rate.rates[2].lr = std::nan("");
   ExpectRefused(tx_muon_update(rate.Args(), nullptr, &error), TX_ERROR_ILLEGAL_VALUE, error, "rates[2]");
