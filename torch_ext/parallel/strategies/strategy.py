@@ -142,9 +142,9 @@ class ShardingStrategy(abc.ABC):
     def grad(self, i: int) -> torch.Tensor | None:
         """What this rank's optimizer reads of parameter i: its own part, flat, maybe empty. None: no gradient."""
 
-    @abc.abstractmethod
     def part(self, i: int) -> torch.Tensor:
-        """The memory in which `grad` finds it, whether or not there is a gradient."""
+        """The memory in which `grad` finds it, whether or not there is a gradient. Only of sharded strategies."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def versions(self) -> list[int]:
