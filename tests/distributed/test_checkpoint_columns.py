@@ -44,7 +44,7 @@ def _weights() -> list[torch.Tensor]:
     return [torch.randn(shape, generator=draw).to(BF16) for shape in SHAPES]
 
 
-def _made(strategy: str, states: str) -> tuple[Any, Any]:
+def _made(strategy: str, states: Any) -> tuple[Any, Any]:
     model: Any = Given(SHAPES, BF16)
     with torch.no_grad():
         for p, weight in zip(model.parameters(), _weights(), strict=True):
