@@ -164,6 +164,39 @@ def test_ranks_agree_on_what_sums_are_gathered_in() -> None:
         assert "sums gathered in torch.float32" in message and "sums gathered in torch.bfloat16" in message
 
 
+def _uneven(rank: int, world: int, hooked: bool) -> list[list[float]]:
+    """Rank r has `world - r` batches; then all have one more."""
+    model = DistributedDataParallel(torch.nn.Linear(8, 5), bucket_cap_mb=0.0001)
+    if hooked:
+        torch_ext.register_comm_hook(model, policy(wire="fp32"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape))
+
+    def step(seed: int) -> None:
+        optimizer.zero_grad()
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * rank + seed))
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with model.join():
+        for seed in range(world - rank):
+            step(seed)
+    step(9)
+    return [p.detach().view(-1).tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_have_joined_reduce_zeros(world: int) -> None:
+    """DDP.join(), in which a rank without a batch calls the hook outside of a backward."""
+    found, expected = ranks.run(world, _uneven, True), ranks.run(world, _uneven, False)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == found[0]
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b))
+
+
 # -- not a number -------------------------------------------------------------------------------------------------
 
 
