@@ -69,6 +69,19 @@ static void add_ranks(tx_text *text, const tx_cycle *c, const uint8_t *const *st
   }
 }
 
+/* A verdict is a list of parameters and ranks, and what to do about them: for that there is room behind any list. */
+enum { REMEDY = 512 };
+
+static tx_text list_of(tx_cycle *c) {
+  return tx_text_in(c->verdict, sizeof c->verdict - REMEDY);
+}
+
+static void end_list(tx_cycle *c, const tx_text *list, const char *remedy) {
+  const int cut = list->length >= list->capacity;
+  tx_text text = {c->verdict, sizeof c->verdict, cut ? list->capacity - 1 : list->length};
+  tx_text_add(&text, "%s%s", cut ? " ..." : "", remedy);
+}
+
 static int64_t word_of(const uint8_t *report, int64_t k) {
   int64_t word;
   memcpy(&word, report + 8 * k, sizeof word);
@@ -98,7 +111,7 @@ static int judge_places(tx_cycle *c, const uint8_t *const *reports) {
 }
 
 static int judge_finite(tx_cycle *c, const uint8_t *const *reports) {
-  tx_text text = tx_text_in(c->verdict, sizeof c->verdict);
+  tx_text text = list_of(c);
   const char *separator = "gradients with NaN or Inf before communication (check_for_nan_in_grad): ";
   int found = 0;
   for (int r = 0; r < c->args.world; r++) {
@@ -109,12 +122,12 @@ static int judge_finite(tx_cycle *c, const uint8_t *const *reports) {
     separator = ", ";
     found = 1;
   }
-  if (found && c->row->tells_states) tx_text_add(&text, ". Nothing was stepped; call zero_grad() before going on.");
+  if (found) end_list(c, &text, c->row->tells_states ? ". Nothing was stepped; call zero_grad() before going on." : "");
   return found;
 }
 
 static int judge_trained(tx_cycle *c, const uint8_t *const *states) {
-  tx_text text = tx_text_in(c->verdict, sizeof c->verdict);
+  tx_text text = list_of(c);
   int64_t found = 0;
   for (int64_t i = 0; i < c->args.n_params; i++) {
     int any = 0, all = 1;
@@ -131,8 +144,8 @@ static int judge_trained(tx_cycle *c, const uint8_t *const *states) {
     add_ranks(&text, c, states, i, TX_STATE_FROZEN, 0);
   }
   if (!found) return 0;
-  if (found > SHOWN) tx_text_add(&text, " and %" PRId64 " more", found - SHOWN);
-  tx_text_add(&text, ". Call requires_grad_() on every rank alike, and zero_grad() before going on.");
+  if (found > SHOWN) tx_text_add(&text, "; and %" PRId64 " more parameters", found - SHOWN);
+  end_list(c, &text, ". Call requires_grad_() on every rank alike, and zero_grad() before going on.");
   return 1;
 }
 
@@ -154,7 +167,7 @@ static int add_missing(tx_text *text, tx_cycle *c, const uint8_t *const *states,
 }
 
 static int judge_missing(tx_cycle *c, const uint8_t *const *states) {
-  tx_text text = tx_text_in(c->verdict, sizeof c->verdict);
+  tx_text text = list_of(c);
   tx_text_add(&text, "no gradient is ready for ");
   int found = 0;
   if (c->row->names_by_rank) {
@@ -164,17 +177,16 @@ static int judge_missing(tx_cycle *c, const uint8_t *const *states) {
       tx_text_add(&text, "%s%s on rank %d", found ? "; " : "", c->refusal, r);
       found = 1;
     }
-    tx_text_add(&text,
-                ". The loss does not depend on the parameter, or it was replaced after parallelize, or "
-                "checkpointing runs with use_reentrant=True. If parameters may be unused, call "
-                "parallelize(..., find_unused_parameters=True): they then count as zero. Call zero_grad() before "
-                "going on.");
+    end_list(
+        c, &text,
+        ". The loss does not depend on the parameter, or it was replaced after parallelize, or checkpointing runs "
+        "with use_reentrant=True. If parameters may be unused, call parallelize(..., find_unused_parameters=True): "
+        "they then count as zero. Call zero_grad() before going on.");
   } else {
     found = add_missing(&text, c, states, 0, c->args.world);
-    tx_text_add(&text,
-                ". The loss does not depend on the parameter, or it was replaced after parallelize. If parameters "
-                "may be unused, call parallelize(..., find_unused_parameters=True). Call zero_grad() before "
-                "going on.");
+    end_list(c, &text,
+             ". The loss does not depend on the parameter, or it was replaced after parallelize. If parameters may be "
+             "unused, call parallelize(..., find_unused_parameters=True). Call zero_grad() before going on.");
   }
   if (!found) c->verdict[0] = '\0';
   return found;
@@ -187,17 +199,17 @@ static int judge_units(tx_cycle *c, const uint8_t *const *reports) {
     for (int r = 1; r < c->args.world; r++)
       differ |= word_of(reports[r], 2 + u) != word_of(reports[0], 2 + u);
     if (!differ) continue;
-    tx_text text = tx_text_in(c->verdict, sizeof c->verdict);
+    tx_text text = list_of(c);
     tx_text_add(&text, "the ranks reduced different gradients of %s (", c->args.units[u]);
     for (int r = 0; r < c->args.world; r++) {
       const int64_t word = word_of(reports[r], 2 + u);
       tx_text_add(&text, "%srank %d %" PRId64 " elements in %" PRId64 " reductions", r ? ", " : "", r,
                   word % TX_CYCLE_CALL, word / TX_CYCLE_CALL);
     }
-    tx_text_add(&text,
-                "): a parameter was used on some ranks only. With torch >= 2.13, parallelize(..., "
-                "find_unused_parameters=True) lets such parameters count as zero; this process group cannot be "
-                "used any more");
+    end_list(c, &text,
+             "): a parameter was used on some ranks only. With torch >= 2.13, parallelize(..., "
+             "find_unused_parameters=True) lets such parameters count as zero; this process group cannot be used any "
+             "more");
     return 1;
   }
   return 0;

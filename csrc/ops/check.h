@@ -44,11 +44,8 @@ tx_status tx_check_same_numel(const char *a_name, const tx_tensor *a, const char
 /* Each tensor that has elements is F32, BF16 or F16. */
 tx_status tx_check_plain(const char *name, const tx_tensor *tensors, int64_t n, tx_error *error);
 
-/* A tensor whose scales are given (none: it must be plain) has a form, and one uint8 of scale per block. An empty one
- * is fine in any dtype. index < 0: a single tensor, messages without an index. tx_check_wire is for data that travels:
- * plain, or U8 in TX_FORMAT_SIGNED. */
-tx_status tx_check_form(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,
-                        tx_format format, tx_error *error);
+/* Data that travels: plain or, where its scales are given, U8 in TX_FORMAT_SIGNED, and one uint8 of scale per block. An
+ * empty tensor is fine in any dtype. index < 0: a single tensor, messages without an index. */
 tx_status tx_check_wire(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,
                         tx_error *error);
 

@@ -47,7 +47,8 @@ void tx_delta_scratch_free(tx_delta_scratch *scratch) {
   scratch->memory = NULL;
 }
 
-const tx_delta_rungs *tx_delta_rungs_of(tx_delta_rungs rungs[2], tx_dtype dtype, uint32_t flags) {
+/* Lengths of codes for this dtype and TX_DELTA_RETURNS, made where they are of others. rungs: `first` 0 at first. */
+static const tx_delta_rungs *rungs_of(tx_delta_rungs rungs[2], tx_dtype dtype, uint32_t flags) {
   const int returns = (flags & TX_DELTA_RETURNS) != 0;
   tx_delta_rungs *of = &rungs[returns];
   if (of->dtype != dtype || !of->first) tx_delta_rungs_make(of, dtype, returns);
@@ -206,7 +207,7 @@ tx_status tx_delta_segment_encode(tx_delta_scratch *scratch, const tx_delta_run 
     if (run->distances.numel) e->distances = (const uint8_t *)run->distances.data + begin / 2;
   }
   e->flags = (e->moved ? TX_DELTA_BOUNDED : 0u) | (e->distances ? TX_DELTA_EXACT : 0u);
-  const int64_t changed = choose_blocks(e, written, tx_delta_rungs_of(scratch->rungs, e->dtype, TX_DELTA_RETURNS));
+  const int64_t changed = choose_blocks(e, written, rungs_of(scratch->rungs, e->dtype, TX_DELTA_RETURNS));
   *done = (tx_delta_segment_done){0};
   if (changed == 0 && e->dense == 0) return TX_OK;
   e->flags = choose_flags(e, changed, way) | (e->dense ? TX_DELTA_DENSE : 0u);
@@ -221,7 +222,7 @@ tx_status tx_delta_segment_encode(tx_delta_scratch *scratch, const tx_delta_run 
     first = first ? first : TX_DELTA_BOUND_LEAST;
   }
   e->bound = first;
-  e->rungs = tx_delta_rungs_of(scratch->rungs, e->dtype, e->flags);
+  e->rungs = rungs_of(scratch->rungs, e->dtype, e->flags);
   begin_streams(scratch, changed);
   tx_kernels_selected()->delta_encode(e);
   TX_FORWARD(put_segment(scratch, changed, first, &done->bytes, error));
@@ -236,7 +237,7 @@ tx_delta_decoder tx_delta_decoder_of(const tx_delta_segment *segment, int64_t nu
                         .flags = segment->flags,
                         .dense = segment->dense,
                         .bound = segment->bound,
-                        .rungs = tx_delta_rungs_of(rungs, dtype, segment->flags)};
+                        .rungs = rungs_of(rungs, dtype, segment->flags)};
   for (int32_t s = 0; s < TX_DELTA_STREAMS; s++) {
     const tx_bit_reader reader = {segment->streams[s].data, (uint64_t)segment->streams[s].bytes, 0};
     if (s == TX_DELTA_BOUNDS) {

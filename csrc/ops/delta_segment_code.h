@@ -38,9 +38,6 @@ typedef struct tx_delta_way {
 tx_status tx_delta_segment_encode(tx_delta_scratch *scratch, const tx_delta_run *run, int64_t begin, int64_t numel,
                                   uint32_t written, tx_delta_way way, tx_delta_segment_done *done, tx_error *error);
 
-/* Lengths of codes for this dtype and TX_DELTA_RETURNS, made where they are of others. rungs: `first` 0 at first. */
-const tx_delta_rungs *tx_delta_rungs_of(tx_delta_rungs rungs[2], tx_dtype dtype, uint32_t flags);
-
 /* Whether n bytes are 0. */
 static inline int tx_delta_is_zero(const uint8_t *bytes, int64_t n) {
   int64_t at = 0;

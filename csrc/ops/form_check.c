@@ -15,18 +15,17 @@ tx_status tx_check_plain(const char *name, const tx_tensor *tensors, int64_t n, 
   return TX_OK;
 }
 
-/* forms: how many of forms.def's are legal, from the first; scaled_names: the scaled ones among them, for the message.
- */
+/* forms: how many of forms.def's are legal, from the first: TX_FORMS or TX_WIRES. */
 static tx_status check_form(const char *name, const char *scales_name, int64_t index, tx_tensor tensor,
-                            tx_tensor scales, tx_format format, int forms, const char *scaled_names, tx_error *error) {
+                            tx_tensor scales, tx_format format, int forms, tx_error *error) {
   if (tensor.numel == 0 && scales.numel == 0) return TX_OK;
   char at[24] = "";
   if (index >= 0) (void)snprintf(at, sizeof at, "[%lld]", (long long)index);
   const int form = tx_form_of(tensor, scales, format);
   if (form < 0 || form >= forms) {
     return tx_fail(error, TX_ERROR_DTYPE, "%s%s is %s %s scales; fp32, bf16 and fp16 are legal without, %s with %s%s",
-                   name, at, tx_dtype_name(tensor.dtype), scales.numel ? "with" : "without", scaled_names, scales_name,
-                   at);
+                   name, at, tx_dtype_name(tensor.dtype), scales.numel ? "with" : "without",
+                   forms == TX_FORMS ? "uint8 and fp16" : "uint8", scales_name, at);
   }
   const int64_t wanted = tx_form_is_scaled(form) ? tx_blocks(tensor.numel) : 0;
   if (scales.numel == wanted && (wanted == 0 || scales.dtype == TX_U8)) return TX_OK;
@@ -36,14 +35,9 @@ static tx_status check_form(const char *name, const char *scales_name, int64_t i
                  name, at);
 }
 
-tx_status tx_check_form(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,
-                        tx_format format, tx_error *error) {
-  return check_form(name, scales_name, index, tensor, scales, format, TX_FORMS, "uint8 and fp16", error);
-}
-
 tx_status tx_check_wire(const char *name, const char *scales_name, int64_t index, tx_tensor tensor, tx_tensor scales,
                         tx_error *error) {
-  return check_form(name, scales_name, index, tensor, scales, TX_FORMAT_SIGNED, TX_WIRES, "uint8", error);
+  return check_form(name, scales_name, index, tensor, scales, TX_FORMAT_SIGNED, TX_WIRES, error);
 }
 
 tx_status tx_check_cast(const tx_cast_args *a, tx_error *error) {
@@ -66,8 +60,9 @@ tx_status tx_check_cast(const tx_cast_args *a, tx_error *error) {
   TX_FORWARD(tx_check_same_numel("srcs", a->srcs, "dsts", a->dsts, a->n, error));
   for (int64_t i = 0; i < a->n; i++) {
     const tx_format format = (tx_format)a->format;
-    TX_FORWARD(tx_check_form("srcs", "src_scales", i, a->srcs[i], tx_at_or_none(a->src_scales, i), format, error));
-    TX_FORWARD(tx_check_form("dsts", "dst_scales", i, a->dsts[i], tx_at_or_none(a->dst_scales, i), format, error));
+    const tx_tensor src_scales = tx_at_or_none(a->src_scales, i), dst_scales = tx_at_or_none(a->dst_scales, i);
+    TX_FORWARD(check_form("srcs", "src_scales", i, a->srcs[i], src_scales, format, TX_FORMS, error));
+    TX_FORWARD(check_form("dsts", "dst_scales", i, a->dsts[i], dst_scales, format, TX_FORMS, error));
     if (tx_meta_of(a->meta, i).start < 0) {
       return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "meta[%lld] has start %lld; start >= 0 is legal", (long long)i,
                      (long long)a->meta[i].start);

@@ -218,6 +218,104 @@ TEST(Cycle, AfterAFailureNothingMoreOfTheBackwardIsSent) {
   EXPECT_EQ(tx_cycle_phase_of(machine.c), TX_PHASE_IDLE);
 }
 
+// A machine of one rank of `world`, at its end: what it says where the reports of all ranks are these.
+std::string VerdictOn(tx_cycle_args args, const std::function<void(Machine &, int32_t rank, uint8_t *report)> &write) {
+  Machine machine(args);
+  EXPECT_EQ(tx_cycle_begin(machine.c, 1, 0), 0);
+  const size_t bytes = static_cast<size_t>(tx_cycle_report_bytes(machine.c));
+  std::vector<uint8_t> own(bytes), all(bytes * static_cast<size_t>(args.world));
+  const std::vector<uint8_t> trained(static_cast<size_t>(args.n_params), 1);
+  tx_cycle_report(machine.c, -1, trained.data(), own.data());
+  std::vector<const uint8_t *> reports, states(static_cast<size_t>(args.world));
+  for (int32_t r = 0; r < args.world; r++) {
+    uint8_t *report = all.data() + static_cast<size_t>(r) * bytes;
+    std::memcpy(report, own.data(), bytes);
+    write(machine, r, report);
+    reports.push_back(report);
+  }
+  tx_cycle_read(machine.c, reports.data(), states.data(), 0);
+  tx_cycle_end(machine.c);
+  for (tx_cycle_action action; tx_cycle_next(machine.c, &action);) {
+    if (action.kind == TX_DO_RAISE) return action.text;
+    tx_cycle_done(machine.c, 0);
+  }
+  const char *failure = tx_cycle_failure(machine.c);
+  return failure ? failure : "";
+}
+
+std::vector<std::string> LongNames(int64_t n) {
+  std::vector<std::string> names;
+  for (int64_t i = 0; i < n; i++)
+    names.push_back("model.layers." + std::to_string(i) + ".mlp.down_proj.weight");
+  return names;
+}
+
+struct Wide {
+  std::vector<std::string> names;
+  std::vector<const char *> pointers;
+  std::vector<int64_t> zeros;
+  tx_cycle_args args;
+
+  Wide(int32_t kind, int32_t world, int64_t n) : names(LongNames(n)), zeros(names.size()), args(Args(kind)) {
+    for (const std::string &name : names)
+      pointers.push_back(name.c_str());
+    args.n_params = n;
+    args.n_buckets = 1;
+    args.world = world;
+    args.names = pointers.data();
+    args.bucket_of = args.buffer_of = zeros.data();
+  }
+};
+
+bool EndsWith(const std::string &text, const std::string &end) {
+  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+TEST(Cycle, WhatToDoIsSaidHoweverManyRanksAndNamesThereAre) {
+  for (const int32_t world : {1, 2, 64, 1024}) {
+    for (const int64_t n : {1, 8, 12}) {
+      Wide wide(TX_CYCLE_NO_SHARD, world, n);
+      const std::string at = std::to_string(world) + " ranks, " + std::to_string(n) + " parameters: ";
+      std::string said = VerdictOn(wide.args, [](Machine &, int32_t, uint8_t *) {});
+      EXPECT_EQ(said.find("no gradient is ready for 'model.layers.0.mlp.down_proj.weight'"), 0u) << at << said;
+      EXPECT_TRUE(EndsWith(said, "they then count as zero. Call zero_grad() before going on.")) << at << said;
+
+      said = VerdictOn(wide.args, [&](Machine &, int32_t rank, uint8_t *report) {
+        const int64_t first = rank % n;
+        std::memcpy(report + 8, &first, sizeof first);
+      });
+      EXPECT_EQ(said.find("gradients with NaN or Inf before communication"), 0u) << at << said;
+      EXPECT_TRUE(EndsWith(said, ". Nothing was stepped; call zero_grad() before going on.")) << at << said;
+
+      if (world == 1) continue;
+      said = VerdictOn(wide.args, [&](Machine &machine, int32_t rank, uint8_t *report) {
+        const std::vector<uint8_t> trained(static_cast<size_t>(n), rank != 1);
+        tx_cycle_report(machine.c, -1, trained.data(), report);
+      });
+      EXPECT_EQ(said.find("the ranks train different parameters: 'model.layers.0.mlp.down_proj.weight'"), 0u) << said;
+      EXPECT_TRUE(EndsWith(said, ". Call requires_grad_() on every rank alike, and zero_grad() before going on."))
+          << at << said;
+      EXPECT_EQ(said.find("; and 4 more parameters. ") != std::string::npos, world <= 64 && n == 12) << said;
+    }
+    if (world == 1) continue;
+    const std::string said =
+        VerdictOn(Wide(TX_CYCLE_UNITS, world, 2).args, [](Machine &, int32_t rank, uint8_t *report) {
+          const int64_t word = rank;
+          std::memcpy(report + 16, &word, sizeof word);
+        });
+    EXPECT_EQ(said.find("the ranks reduced different gradients of unit 'a' (rank 0 0 elements in 0 reductions, "), 0u);
+    EXPECT_TRUE(EndsWith(said, "this process group cannot be used any more")) << said;
+  }
+}
+
+TEST(Cycle, AReportOfAnotherCycleIsAnEndOfAllOfThem) {
+  const std::string said = VerdictOn(Wide(TX_CYCLE_OPTIM, 3, 2).args, [](Machine &, int32_t rank, uint8_t *report) {
+    const int64_t place = 7;
+    if (rank == 2) std::memcpy(report, &place, sizeof place);
+  });
+  EXPECT_EQ(said, "rank 2 is in gradient cycle 7 and rank 0 in 0");
+}
+
 TEST(Cycle, BadArgumentsAreTold) {
   std::vector<int64_t> memory(10000);
   tx_cycle *c = nullptr;
@@ -237,6 +335,21 @@ TEST(Cycle, BadArgumentsAreTold) {
   EXPECT_EQ(status([&](tx_cycle_args *a) { a->buffer_of = descending; }), TX_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(status([&](tx_cycle_args *a) { a->bucket_of = outside; }), TX_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(status([](tx_cycle_args *a) { a->n_params = -1; }), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(status([](tx_cycle_args *a) { a->bucket_of = nullptr; }), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(status([](tx_cycle_args *a) { a->buffer_of = nullptr; }), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(status([](tx_cycle_args *a) { a->kind = TX_CYCLE_UNITS, a->units = nullptr; }), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(status([](tx_cycle_args *a) { a->n_params = INT64_MAX; }), TX_ERROR_INVALID_ARGUMENT);
+  const tx_cycle_args args = Args(TX_CYCLE_OPTIM);
+  const int64_t bytes = static_cast<int64_t>(memory.size() * 8);
+  EXPECT_EQ(tx_cycle_init(nullptr, bytes, &args, &c, &error), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(tx_cycle_init(memory.data(), bytes, nullptr, &c, &error), TX_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(tx_cycle_init(memory.data(), bytes, &args, nullptr, &error), TX_ERROR_INVALID_ARGUMENT);
+  ASSERT_EQ(tx_cycle_init(memory.data(), bytes, &args, &c, &error), TX_OK);
+  std::vector<int64_t> other(10000);
+  tx_cycle *rebuilt = nullptr;
+  EXPECT_EQ(tx_cycle_rebuild(other.data(), bytes, &args, nullptr, &rebuilt, &error), TX_ERROR_BAD_STATE);
+  EXPECT_EQ(tx_cycle_rebuild(other.data(), bytes, &args, c, &rebuilt, &error), TX_ERROR_BAD_STATE);
+  EXPECT_EQ(rebuilt, nullptr);
 }
 
 // -- every event in every state that a small machine reaches

@@ -4,7 +4,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <memory>
+#include <new>
 #include <random>
 #include <string>
 #include <vector>
@@ -16,6 +19,7 @@
 extern "C" {
 #include "csrc/math/block_scale.h"
 #include "csrc/math/remainder.h"
+#include "csrc/ops/step.h"
 }
 
 namespace {
@@ -36,9 +40,20 @@ double Get(tx_dtype dtype, const uint8_t *data, int64_t i) {
   return single;
 }
 
+// Memory that begins at a cache line: the loops may store past the caches there.
+template <typename T>
+struct AtLine : std::allocator<T> {
+  template <typename U>
+  struct rebind {
+    using other = AtLine<U>;
+  };
+  T *allocate(size_t n) { return static_cast<T *>(::operator new (n * sizeof(T), std::align_val_t{64})); }
+  void deallocate(T *at, size_t) { ::operator delete (at, std::align_val_t{64}); }
+};
+
 // A list of tensors with memory of their own.
 struct List {
-  std::vector<std::vector<uint8_t>> memory;
+  std::vector<std::vector<uint8_t, AtLine<uint8_t>>> memory;
   std::vector<tx_tensor> tensors;
 
   void Add(tx_dtype dtype, int64_t numel) {
@@ -49,6 +64,11 @@ struct List {
     for (size_t i = 0; i < tensors.size(); i++)
       tensors[i].data = memory[i].data();
     return tensors.data();
+  }
+  // The bytes of the first tensors, as many as there are sizes in kNumels.
+  void AppendTo(Outputs *found) const {
+    for (size_t t = 0; t < std::min(memory.size(), std::size(kNumels)); t++)
+      found->emplace_back(memory[t].begin(), memory[t].end());
   }
   double At(size_t tensor, int64_t i) const { return Get(tensors[tensor].dtype, memory[tensor].data(), i); }
   void Put(size_t tensor, int64_t i, double value) {
@@ -104,8 +124,15 @@ struct Momentum {
     }
     grads.Fill(1, 1e-2);
   }
+  // So much behind the others that what the call writes is not left in the caches.
+  void AddMore() {
+    for (List *list : {&grads, &momentums, &works})
+      list->Add(list->tensors[0].dtype, TX_STEP_CACHED);
+    scales.Add(TX_U8, scales.tensors[1].numel ? TX_STEP_CACHED / TX_BLOCK : 0);
+    steps.Add(TX_F32, 1);
+  }
   const tx_muon_momentum_args *Args() {
-    args.n = static_cast<int64_t>(std::size(kNumels));
+    args.n = static_cast<int64_t>(grads.tensors.size());
     args.grads = grads.Tensors();
     args.momentums = momentums.Tensors();
     args.scales = scales.Tensors();
@@ -123,7 +150,7 @@ struct Momentum {
       Args();
       call([&](const tx_parallel *parallel, tx_error *error) { return tx_muon_momentum(&args, parallel, error); });
       for (const List *list : {&momentums, &scales, &works})
-        found.insert(found.end(), list->memory.begin(), list->memory.end());
+        list->AppendTo(&found);
     }
     return found;
   }
@@ -132,14 +159,33 @@ struct Momentum {
 struct Form {
   tx_dtype grad, momentum, work;
 };
-constexpr Form kForms[] = {
-    {TX_F32, TX_F32, TX_F32}, {TX_BF16, TX_BF16, TX_BF16}, {TX_F16, TX_U8, TX_F32}, {TX_BF16, TX_F16, TX_BF16}};
+constexpr Form kForms[] = {{TX_F32, TX_F32, TX_F32},   {TX_BF16, TX_BF16, TX_BF16}, {TX_BF16, TX_BF16, TX_F32},
+                           {TX_BF16, TX_F32, TX_BF16}, {TX_F32, TX_BF16, TX_F32},   {TX_F16, TX_U8, TX_F32},
+                           {TX_BF16, TX_F16, TX_BF16}};
 
 class EveryForm : public testing::TestWithParam<Form> {};
 
 TEST_P(EveryForm, MomentumHasTheSameBitsEverywhere) {
-  ExpectSameBits(
-      [](const Caller &call) { return Momentum(GetParam().grad, GetParam().momentum, GetParam().work).Run(call); });
+  for (int nesterov : {0, 1}) {
+    ExpectSameBits([&](const Caller &call) {
+      Momentum m(GetParam().grad, GetParam().momentum, GetParam().work);
+      m.args.nesterov = nesterov;
+      return m.Run(call);
+    });
+  }
+}
+
+TEST_P(EveryForm, MomentumHasTheSameBitsPastTheCaches) {
+  for (int nesterov : {0, 1}) {
+    Outputs found[2];
+    for (int more : {0, 1}) {
+      Momentum m(GetParam().grad, GetParam().momentum, GetParam().work);
+      m.args.nesterov = nesterov;
+      if (more) m.AddMore();
+      found[more] = m.Run(Caller(nullptr));
+    }
+    EXPECT_TRUE(found[0] == found[1]) << "nesterov " << nesterov;
+  }
 }
 INSTANTIATE_TEST_SUITE_P(Muon, EveryForm, testing::ValuesIn(kForms));
 
@@ -294,8 +340,20 @@ struct Update {
                                  {nullptr, 0, TX_NONE, 0}, nullptr, nullptr),
               TX_OK);
   }
+  // See Momentum.
+  void AddMore() {
+    parts.push_back({static_cast<int64_t>(params.tensors.size()), 0});
+    rates.push_back(rates[0]);
+    const tx_tensor master = masters.tensors[0], checksum = checksums.tensors[0];
+    params.Add(params.tensors[0].dtype, TX_STEP_CACHED);
+    updates.Add(updates.tensors[0].dtype, TX_STEP_CACHED);
+    masters.Add(master.dtype, master.numel ? TX_STEP_CACHED : 0);
+    const int64_t weights = master.dtype == TX_I16 ? TX_CHECKSUM : TX_SAMPLED;
+    checksums.Add(TX_I64, checksum.numel ? TX_STEP_CACHED / weights : 0);
+    steps.Add(TX_F32, 1);
+  }
   const tx_muon_update_args *Args() {
-    args.n = static_cast<int64_t>(std::size(kNumels));
+    args.n = static_cast<int64_t>(params.tensors.size());
     args.params = params.Tensors();
     args.updates = updates.Tensors();
     args.masters = masters.Tensors();
@@ -342,7 +400,7 @@ struct Update {
     Outputs found;
     for (const List *list :
          {&params, &masters, &checksums, &steps, &changed, &moved, &distances, &emas, &ema_lows, &healths})
-      found.insert(found.end(), list->memory.begin(), list->memory.end());
+      list->AppendTo(&found);
     return found;
   }
 };
@@ -365,6 +423,20 @@ TEST_P(EveryWeight, UpdateHasTheSameBitsEverywhere) {
     }
     return u.Written();
   });
+}
+
+TEST_P(EveryWeight, UpdateHasTheSameBitsPastTheCaches) {
+  Outputs found[2];
+  for (int more : {0, 1}) {
+    Update u(GetParam().param, GetParam().master, GetParam().update);
+    if (more) u.AddMore();
+    for (int step = 0; step < 2; step++) {
+      tx_error error;
+      ASSERT_EQ(tx_muon_update(u.Args(), nullptr, &error), TX_OK) << error.message;
+    }
+    found[more] = u.Written();
+  }
+  EXPECT_TRUE(found[0] == found[1]);
 }
 
 // Two ulp of fp32 at the largest of the weight, the update and their difference; of a weight in 16 bits without a
@@ -412,10 +484,14 @@ TEST_P(EveryWeight, AWriteOfSomebodyElseIsWhatTheWeightIs) {
   Update u(GetParam().param, GetParam().master, GetParam().update);
   ASSERT_EQ(tx_muon_update(u.Args(), nullptr, nullptr), TX_OK);
   EXPECT_EQ(u.resynced, 0);
+  tx_error error;
+  Update as_it_was = u;
+  as_it_was.args.on_external_write = TX_EXTERNAL_CHECK;
+  EXPECT_EQ(tx_muon_update(as_it_was.Args(), nullptr, &error), TX_OK) << error.message;
+  EXPECT_TRUE(as_it_was.Written() == u.Written()) << "a check steps nothing";
   u.params.Put(2, 3, 7.0); /* in the sample beside fp32 masters, too */
   Update checked = u;
   checked.args.on_external_write = TX_EXTERNAL_CHECK;
-  tx_error error;
   EXPECT_EQ(tx_muon_update(checked.Args(), nullptr, &error), TX_ERROR_BAD_STATE);
   EXPECT_NE(std::string(error.message).find("params[2]"), std::string::npos) << error.message;
   EXPECT_TRUE(checked.Written() == u.Written());
@@ -455,7 +531,7 @@ TEST_P(EveryWeight, WhatItLeavesBehindIsWhatHappened) {
     u.updates.Fill(10 + step, 0.01);
     plain.updates.Fill(10 + step, 0.01);
     for (List *list : {&u.changed, &u.moved, &u.healths})
-      for (std::vector<uint8_t> &memory : list->memory)
+      for (auto &memory : list->memory)
         std::fill(memory.begin(), memory.end(), uint8_t{0});
     const Update before = u;
     ASSERT_EQ(tx_muon_update(u.Asking(), nullptr, nullptr), TX_OK);
@@ -533,6 +609,8 @@ TEST(Refused, PartsThatAreNoMatrices) {
   }
 }
 
+const tx_meta kNegative[] = {{}, {.start = -1}, {}, {}, {}};
+
 TEST(Refused, NumbersAndDtypes) {
   tx_error error = {};
   for (double momentum : {-0.1, 1.1, std::nan("")}) {
@@ -540,12 +618,54 @@ TEST(Refused, NumbersAndDtypes) {
     m.args.momentum = momentum;
     ExpectRefused(tx_muon_momentum(m.Args(), nullptr, &error), TX_ERROR_ILLEGAL_VALUE, error, "momentum");
   }
+  const struct {
+    tx_status status;
+    const char *word;
+    std::function<void(Momentum *)> change; /* of valid arguments, whose pointers are made before */
+  } momenta[] = {
+      {TX_ERROR_INVALID_ARGUMENT, "args.size", [](Momentum *m) { m->args.size = 8; }},
+      {TX_ERROR_ILLEGAL_VALUE, "nesterov is 2", [](Momentum *m) { m->args.nesterov = 2; }},
+      {TX_ERROR_SHAPE, "steps[1]", [](Momentum *m) { m->steps.tensors[1].numel = 2; }},
+      {TX_ERROR_SHAPE, "steps[1]", [](Momentum *m) { m->steps.tensors[1].dtype = TX_I64; }},
+      {TX_ERROR_DTYPE, "momentums[1]", [](Momentum *m) { m->momentums.tensors[1].dtype = TX_I16; }},
+      {TX_ERROR_SHAPE, "scales[1]", [](Momentum *m) { m->scales.tensors[1].numel = 1; }},
+      {TX_ERROR_SHAPE, "scales[1]", [](Momentum *m) { m->scales.tensors[1].dtype = TX_I16; }},
+      {TX_ERROR_ILLEGAL_VALUE, "meta[1]", [](Momentum *m) { m->args.meta = kNegative; }},
+  };
+  for (const auto &c : momenta) {
+    Momentum m(TX_F32, TX_U8, TX_F32);
+    m.Args();
+    c.change(&m);
+    ExpectRefused(tx_muon_momentum(&m.args, nullptr, &error), c.status, error, c.word);
+  }
+  ExpectRefused(tx_muon_momentum(nullptr, nullptr, &error), TX_ERROR_INVALID_ARGUMENT, error, "args.size");
+  ExpectRefused(tx_muon_update(nullptr, nullptr, &error), TX_ERROR_INVALID_ARGUMENT, error, "args.size");
   Momentum half(TX_F32, TX_F32, TX_F16);
   ExpectRefused(tx_muon_momentum(half.Args(), nullptr, &error), TX_ERROR_DTYPE, error, "works[0]");
   Update beside(TX_BF16, TX_F32, TX_F32);
   beside.params.tensors[1].dtype = TX_F32;
   beside.params.memory[1].resize(4 * 130 + 8);
   ExpectRefused(tx_muon_update(beside.Args(), nullptr, &error), TX_ERROR_DTYPE, error, "params[1]");
+  const struct {
+    tx_status status;
+    const char *word;
+    std::function<void(Update *)> change;
+  } updates[] = {
+      {TX_ERROR_INVALID_ARGUMENT, "args.size", [](Update *u) { u->args.size = 8; }},
+      {TX_ERROR_SHAPE, "masters[1]", [](Update *u) { u->masters.tensors[1].numel = 3; }},
+      {TX_ERROR_DTYPE, "params[1]", [](Update *u) { u->params.tensors[1].dtype = TX_F32; }},
+      {TX_ERROR_SHAPE, "parts", [](Update *u) { u->args.parts = nullptr; }},
+      {TX_ERROR_SHAPE, "parts", [](Update *u) { u->args.n_parts = -1; }},
+      {TX_ERROR_INVALID_ARGUMENT, "rates is NULL", [](Update *u) { u->args.rates = nullptr; }},
+      {TX_ERROR_ILLEGAL_VALUE, "rates[2]", [](Update *u) { u->rates[2].decay = -1; }},
+      {TX_ERROR_SHAPE, "is of tensor 9", [](Update *u) { u->parts.back().tensor = 9; }},
+  };
+  for (const auto &c : updates) {
+    Update u(TX_BF16, TX_I16, TX_F32);
+    u.Args();
+    c.change(&u);
+    ExpectRefused(tx_muon_update(&u.args, nullptr, &error), c.status, error, c.word);
+  }
   Update rate(TX_F32, TX_NONE, TX_F32);
   rate.rates[2].lr = std::nan("");
   ExpectRefused(tx_muon_update(rate.Args(), nullptr, &error), TX_ERROR_ILLEGAL_VALUE, error, "rates[2]");

@@ -69,15 +69,15 @@ def _trained(model: Any, rank: int) -> list[list[bytes]]:
     return found
 
 
-def _as_no_shard(rank: int, world: int, dtypes: Any) -> None:
+def _as_no_shard(rank: int, world: int, dtypes: Any, **options: Any) -> None:
     dtype, main, wire, gather = dtypes
     chosen = policy(dtype, main, wire, grad_gather_dtype=gather)
-    expected = _trained(torch_ext.parallelize(_of_all_kinds(dtype), chosen, strategy="no_shard"), rank)
+    expected = _trained(torch_ext.parallelize(_of_all_kinds(dtype), chosen, strategy="no_shard", **options), rank)
     for transport in ("point to point", "collectives"):
         group = ranks.group_with_collectives() if transport == "collectives" else None
         for cap_mb in (25, 0.002, 0.00001):
             model = DistributedDataParallel(_of_all_kinds(dtype), process_group=group, bucket_cap_mb=cap_mb)
-            torch_ext.register_comm_hook(model, chosen)
+            torch_ext.register_comm_hook(model, chosen, **options)
             assert _trained(model, rank) == expected, f"{transport}, DDP's buckets of {cap_mb} MB"
 
 
@@ -85,6 +85,44 @@ def _as_no_shard(rank: int, world: int, dtypes: Any) -> None:
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 def test_bits_are_those_of_no_shard_whatever_ddps_buckets_are(world: int, dtypes: Any) -> None:
     ranks.run(world, _as_no_shard, dtypes)
+
+
+def _divided(rank: int, world: int, dtypes: Any, factor: float) -> None:
+    _as_no_shard(rank, world, dtypes, gradient_divide_factor=factor)
+    model = DistributedDataParallel(Given(SHAPES))
+    torch_ext.register_comm_hook(model, policy(wire="fp32"), gradient_divide_factor=factor)
+    grads = [noise(0, each, SHAPES) for each in range(world)]
+    model(grads[rank]).backward()
+    for p, of_ranks in zip(model.parameters(), zip(*grads, strict=True), strict=True):
+        torch.testing.assert_close(p.grad, torch.stack(of_ranks).sum(0) / factor)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.75, 6.0])
+@pytest.mark.parametrize("dtypes", [DTYPES["fp8"], DTYPES["bf16, gathered in fp32"]], ids=["fp8", "bf16"])
+def test_sums_are_divided_by_the_factor_as_no_shard_divides_them(dtypes: Any, factor: float) -> None:
+    ranks.run(2, _divided, dtypes, factor)
+
+
+def _refused_factor(rank: int, world: int, factors: list[float]) -> str:
+    model = DistributedDataParallel(Given(SHAPES))
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        torch_ext.register_comm_hook(model, policy(), gradient_divide_factor=factors[rank])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        pytest.param([2.0, 0.0], ["gradient_divide_factor is 0.0; a finite number > 0 is legal"], id="zero"),
+        pytest.param([float("nan"), 2.0], ["gradient_divide_factor is nan"], id="no number"),
+        pytest.param([2.0, 1.0], ["divide by 2.0", "divide by 1.0"], id="different ones"),
+    ],
+)
+def test_a_factor_that_is_not_legal_or_not_equal_is_refused_on_every_rank(
+    factors: list[float], words: list[str]
+) -> None:
+    for message in ranks.run(2, _refused_factor, factors):
+        assert all(word in message for word in words), message
 
 
 LONG = [(300_001,), (3,), (129, 7), (700_000,)]
@@ -124,6 +162,39 @@ def _gathers_differ(rank: int, world: int) -> str:
 def test_ranks_agree_on_what_sums_are_gathered_in() -> None:
     for message in ranks.run(2, _gathers_differ):
         assert "sums gathered in torch.float32" in message and "sums gathered in torch.bfloat16" in message
+
+
+def _uneven(rank: int, world: int, hooked: bool) -> list[list[float]]:
+    """Rank r has `world - r` batches; then all have one more."""
+    model = DistributedDataParallel(torch.nn.Linear(8, 5), bucket_cap_mb=0.0001)
+    if hooked:
+        torch_ext.register_comm_hook(model, policy(wire="fp32"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape))
+
+    def step(seed: int) -> None:
+        optimizer.zero_grad()
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * rank + seed))
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with model.join():
+        for seed in range(world - rank):
+            step(seed)
+    step(9)
+    return [p.detach().view(-1).tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_have_joined_reduce_zeros(world: int) -> None:
+    """DDP.join(), in which a rank without a batch calls the hook outside of a backward."""
+    found, expected = ranks.run(world, _uneven, True), ranks.run(world, _uneven, False)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == found[0]
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b))
 
 
 # -- not a number -------------------------------------------------------------------------------------------------

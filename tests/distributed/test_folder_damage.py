@@ -220,6 +220,53 @@ def test_what_torch_checks_of_a_folder_without_checksums_is_checked(tmp_path: pa
     assert bits(load_into(target, tmp_path / "old", check=False)) != bits(OLD)
 
 
+@pytest.mark.parametrize("states", ["logical", "at_rest"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_a_sparse_tensor_is_refused_and_not_left_as_it_was(
+    layout: torch.layout, states: str, tmp_path: pathlib.Path
+) -> None:
+    """torch's own writer does not take one, and copying into one that is loaded changes nothing."""
+    save(state(1), tmp_path / "folder")
+    mask = torch.eye(30).to_sparse(layout=layout)
+    writer = torch_ext.CheckpointWriter(tmp_path / "folder", states=states)
+    with pytest.raises(CheckpointException, match=rf"TypeError: 'model\.mask' is a tensor in {layout}; dense"):
+        dcp.save(state(2) | {"model": {"mask": mask}}, storage_writer=writer, no_dist=True)
+    assert loaded(tmp_path / "folder") == bits(state(1))
+    target: Any = {"model": state(2)["model"], "optimizer": {"exp_avg": torch.zeros(3, 50).to_sparse(layout=layout)}}
+    with pytest.raises(CheckpointException, match=rf"ValueError: 'optimizer\.exp_avg' is a tensor in {layout}; dense"):
+        load_into(target, tmp_path / "folder")
+    assert bits(target["model"]) == bits(state(2)["model"])
+
+
+@pytest.mark.parametrize("states", ["logical", "at_rest"])
+def test_tensors_of_all_kinds_come_back(states: str, tmp_path: pathlib.Path) -> None:
+    values = torch.arange(30_000.0)
+    kinds = {
+        "strided": values.view(100, 300)[:, ::3],
+        "transposed": values.view(100, 300).t(),
+        "quantized": torch.quantize_per_tensor(values[:300], 1.5, 3, torch.quint8),
+        "empty": torch.empty(0, 5),
+        "number": torch.tensor(7.5),
+        "complex": torch.complex(values[:80], values[80:160]),
+        "bool": values[:200] > 77,
+        "float8": (values[:200] / 9).to(torch.float8_e4m3fn),
+        "unsigned": values[:300].to(torch.int32).to(torch.uint16),
+    }
+    writer = torch_ext.CheckpointWriter(tmp_path / "folder", states=states)
+    dcp.save(dict(kinds), storage_writer=writer, no_dist=True)
+    target = {key: t.clone() for key, t in kinds.items()}
+    for key in target.keys() - {"quantized"}:
+        target[key].zero_()
+    target["quantized"].copy_(torch.zeros(300))
+    load_into(target, tmp_path / "folder")
+    for key, t in kinds.items():
+        found = target[key]
+        assert found.stride() == t.clone().stride(), key
+        if t.is_quantized:
+            found, t = found.int_repr(), t.int_repr()
+        assert torch.equal(found.reshape(-1).view(torch.uint8), t.reshape(-1).contiguous().view(torch.uint8)), key
+
+
 def test_torch_reads_the_folders_too(tmp_path: pathlib.Path) -> None:
     save(state(1), tmp_path / "folder")
     target = blank(state(1))

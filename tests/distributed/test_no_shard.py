@@ -167,6 +167,31 @@ def _other_shapes(rank: int, world: int) -> None:
     assert model.scalar.grad.item() == 1.5 and model.empty.grad.shape == (0, 3) and model.frozen.grad is None
 
 
+def _converted(rank: int, world: int) -> None:
+    """Of a convolution, whose gradients model.to() lays out anew, in the middle of accumulation."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 5, 3)))
+    model, plain = models
+    torch_ext.parallelize(model, policy(FP32))
+    for step in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        for backward in range(2):
+            x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + backward))
+            model(x).square().mean().backward()
+            plain(x).square().mean().backward()
+            if step == 1 and backward == 0:
+                model.to(memory_format=torch.channels_last)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_e3_a_gradient_that_a_conversion_moved_comes_back() -> None:
+    ranks.run(2, _converted)
+
+
 def test_tied_frozen_empty_scalar_and_transposed_parameters() -> None:
     ranks.run(2, _other_shapes)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from training import POLICIES, everything, params_of, policy_of, train
+from training import POLICIES, SHAPES, everything, params_of, policy_of, train
 
 import torch_ext
 
 
-def optimizer_of(name: str, seed: int = 0) -> torch_ext.AdamW:
-    return torch_ext.AdamW(params_of(name, seed=seed), lr=1e-2, policy=policy_of(name))
+def optimizer_of(name: str, seed: int = 0, shapes: Any = SHAPES) -> torch_ext.AdamW:
+    return torch_ext.AdamW(params_of(name, shapes, seed), lr=1e-2, policy=policy_of(name))
 
 
 def checkpoint_of(optimizer: torch_ext.AdamW, step: int) -> dict[str, Any]:
@@ -21,8 +21,8 @@ def checkpoint_of(optimizer: torch_ext.AdamW, step: int) -> dict[str, Any]:
     return {"model": weights, "optimizer": optimizer.state_dict(), "step": step}
 
 
-def resumed(name: str, saved: Any) -> torch_ext.AdamW:
-    optimizer = optimizer_of(name, seed=1)
+def resumed(name: str, saved: Any, shapes: Any = SHAPES) -> torch_ext.AdamW:
+    optimizer = optimizer_of(name, 1, shapes)
     with torch.no_grad():
         for p, weight in zip(optimizer.param_groups[0]["params"], saved["model"].values(), strict=True):
             p.copy_(weight)
@@ -44,10 +44,15 @@ class Late:
         return collections.OrderedDict, ()
 
 
+LARGE = [(700, 400), (3,)]
+"""The first has more elements than torch.distributed.checkpoint is given at a time."""
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("states", ["logical", "at_rest"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_is_saved_is_the_state_at_the_call(name: str, states: str, tmp_path: pathlib.Path) -> None:
-    optimizer = optimizer_of(name)
+def test_what_is_saved_is_the_state_at_the_call(name: str, states: str, shapes: Any, tmp_path: pathlib.Path) -> None:
+    optimizer = optimizer_of(name, shapes=shapes)
     train(optimizer, range(2))
     with torch_ext.AsyncSaver(states=states) as saver:
         for step in range(2, 5):
@@ -59,7 +64,37 @@ def test_what_is_saved_is_the_state_at_the_call(name: str, states: str, tmp_path
             saver.wait()
             loaded = torch_ext.load(tmp_path / f"{step}")
             assert loaded["step"] == step
-            assert everything(resumed(name, loaded)) == before
+            assert everything(resumed(name, loaded, shapes)) == before
+
+
+@pytest.mark.parametrize("states", ["logical", "at_rest"])
+def test_tensors_of_all_kinds_are_what_they_were_at_the_call(states: str, tmp_path: pathlib.Path) -> None:
+    values = torch.arange(30_000.0)
+    kinds = {
+        "strided": values.clone().view(100, 300)[:, ::3],
+        "transposed": values.clone().view(100, 300).t(),
+        "expanded": values[:1].clone().expand(70),
+        "sparse": torch.eye(80).to_sparse(),
+        "empty": torch.empty(0, 5),
+        "number": torch.tensor(7),
+    }
+    tied = {"one": kinds["transposed"], "two": [kinds["transposed"], ({"three": kinds["transposed"]},)]}
+    before = {key: t.to_dense().clone() for key, t in kinds.items()}
+    with torch_ext.AsyncSaver(states=states) as saver:
+        for _ in range(2):
+            late = Late()
+            saver.save({"late": late, "kinds": kinds, "tied": tied}, tmp_path / "file")
+            for key in ("strided", "transposed", "number"):
+                kinds[key].zero_()
+            late.stepped.set()
+            saver.wait()
+            loaded = torch_ext.load(tmp_path / "file")
+            three = loaded["tied"]["two"][1][0]["three"]
+            assert loaded["tied"]["one"].data_ptr() == three.data_ptr() == loaded["kinds"]["transposed"].data_ptr()
+            for key, t in before.items():
+                assert torch.equal(loaded["kinds"][key].to_dense(), t), key
+                if key in ("strided", "transposed", "number"):
+                    kinds[key].copy_(t)
 
 
 def test_memory_is_taken_once_and_is_what_the_state_takes(tmp_path: pathlib.Path) -> None:

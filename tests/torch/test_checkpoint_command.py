@@ -4,6 +4,7 @@ import json
 import pathlib
 import runpy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,3 +84,61 @@ def test_what_is_no_checkpoint_is_said(tmp_path: pathlib.Path, capsys: pytest.Ca
         assert caught.value.code == 2 and name in capsys.readouterr().err
     torch.save({"weight": torch.ones(5)}, tmp_path / "torch's")
     assert main(["checkpoint", str(tmp_path / "torch's")]) == 0
+
+
+def _publishes(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Versions 1 to 5, of which 3 is whole: the files of 3, 4 and 5 are left."""
+    params = {"weight": params_of("bf16", [(64, 128)])[0]}
+    optimizer = torch_ext.AdamW(params.items(), lr=1e-2, policy=policy_of("bf16"))
+    model = torch.nn.ParameterDict(params)
+    weights = torch_ext.IncrementalWeights(folder, torch_ext.WeightPublisher(model, optimizer), full_every=3)
+    for step in range(5):
+        train(optimizer, range(step, step + 1))
+        weights.save()
+    return sorted(path for path in folder.iterdir() if path.suffix in (".full", ".delta"))
+
+
+DAMAGE: dict[str, Callable[[list[pathlib.Path]], tuple[int, str]]] = {
+    "none": lambda files: (0, "checksums: all are right"),
+    "a byte of a version": lambda files: (1, f"damaged: {_flipped(files[1])}"),
+    "a version": lambda files: (1, f"damaged: {_gone(files[1])} is missing"),
+    "what the others build on": lambda files: (1, f"damaged: {_gone(files[0]).with_suffix('')}."),
+}
+
+
+def _flipped(path: pathlib.Path) -> pathlib.Path:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def _gone(path: pathlib.Path) -> pathlib.Path:
+    path.unlink()
+    return path
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_incremental_weights_are_listed_and_read(
+    what: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = _publishes(tmp_path)
+    code, said = DAMAGE[what](files)
+    assert main(["checkpoint", str(tmp_path)]) == code
+    printed = capsys.readouterr().out
+    assert said in printed and all(path.name in printed for path in files if path.exists()), printed
+    assert main(["checkpoint", str(tmp_path), "--json"]) == code
+    rows = json.loads(capsys.readouterr().out)["tensors"]
+    assert [(row["key"], row["form"]) for row in rows] == [(p.name, p.suffix[1:]) for p in files if p.exists()]
+
+
+class _Own:
+    """An object of somebody's class."""
+
+
+def test_what_else_is_in_a_file_is_named(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch_ext.save({"weight": torch.ones(3), "own": _Own()}, tmp_path / "own.pt")
+    with pytest.raises(SystemExit):
+        main(["checkpoint", str(tmp_path / "own.pt")])
+    said = capsys.readouterr().err
+    assert "own.pt" in said and "_Own, which is neither a tensor nor a plain value" in said

@@ -148,6 +148,62 @@ def test_files_that_are_no_whole_checkpoint_are_refused_by_name(how: str, tmp_pa
         torch_ext.load(tmp_path / "none.pt")
 
 
+class _Own:
+    """An object of somebody's class."""
+
+
+@pytest.mark.parametrize("states", ["logical", "at_rest"])
+def test_a_whole_file_with_objects_in_it_is_not_called_damaged(states: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    torch_ext.save({"weight": torch.ones(100), "own": _Own()}, path, states=states)
+    with pytest.raises(ValueError, match="not made of tensors and plain values alone") as raised:
+        torch_ext.load(path)
+    message = str(raised.value)
+    assert str(path) in message and "_Own" in message and "add_safe_globals" in message
+    assert "damaged" not in message and "\x1b" not in message
+    with torch.serialization.safe_globals([_Own]):
+        assert isinstance(torch_ext.load(path)["own"], _Own)
+
+
+def _nowhere(storage: Any, location: str) -> Any:
+    raise KeyError(location)
+
+
+@pytest.mark.parametrize("states", ["logical", "at_rest"])
+@pytest.mark.parametrize("to", ["cuda:99", {"cpu": "cuda:99"}, _nowhere], ids=["a device", "a mapping", "a function"])
+def test_a_whole_file_that_cannot_be_on_a_device_is_not_called_damaged(
+    to: Any, states: str, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "checkpoint.pt"
+    torch_ext.save({"weight": torch.ones(100)}, path, states=states)
+    with pytest.raises(RuntimeError, match="cannot be loaded with map_location") as raised:
+        torch_ext.load(path, map_location=to)
+    message = str(raised.value)
+    assert str(path) in message and repr(to) in message and "damaged" not in message
+    path.write_bytes(_without_a_record(path.read_bytes()))
+    with pytest.raises(ValueError, match="is no checkpoint that can be loaded"):
+        torch_ext.load(path, map_location=to, check=False)
+
+
+def _without_a_record(data: bytes) -> bytes:
+    return data.replace(b"/data/0", b"/data/x")
+
+
+@pytest.mark.parametrize("to", ["cpu", torch.device("cpu"), {"cpu": "cpu"}, "meta"], ids=str)
+@pytest.mark.parametrize("states", ["logical", "at_rest"])
+def test_map_location_is_torchs(states: str, to: Any, tmp_path: pathlib.Path) -> None:
+    path, saved = tmp_path / "checkpoint.pt", torch.arange(100.0)
+    torch_ext.save({"weight": saved, "small": saved[:3].clone()}, path, states=states)
+    if states == "at_rest" and to == "meta":
+        with pytest.raises(ValueError, match="states at rest, which are decoded as they are read: map_location='meta'"):
+            torch_ext.load(path, map_location=to)
+        return
+    loaded = torch_ext.load(path, map_location=to)
+    for name, value in (("weight", saved), ("small", saved[:3])):
+        assert loaded[name].shape == value.shape and loaded[name].dtype == value.dtype
+        assert loaded[name].is_meta if to == "meta" else torch.equal(loaded[name], value)
+
+
 def test_a_file_keeps_its_mode_and_attributes(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "checkpoint.pt"
     for mode in (0o600, 0o640, 0o666, 0o755):

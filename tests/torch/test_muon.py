@@ -286,6 +286,35 @@ def test_groups_choose_and_keep_their_order() -> None:
     assert list(optimizer.master_state_dict()) == [0, 1, 2, 3]
 
 
+def test_what_a_group_says_of_itself_comes_before_the_arguments() -> None:
+    """Each group's parameters have the bits that an optimizer of their own gives them."""
+    shapes: list[Any] = [(48, 16), (48, 16), (16, 8), (8,)]
+    together, apart = matrices(shapes), matrices(shapes)
+    of_adamw = {"lr": 1e-3, "weight_decay": 0.0}
+    optimizer = torch_ext.Muon(
+        [
+            {"params": together[:1], "ns_dtype": BF16, "weight_decay": 0.3},
+            {"params": together[1:2], "ns_dtype": "float32", "ns": "standard"},
+            {"params": together[2:], "algorithm": "adamw", **of_adamw},
+        ],
+        lr=0.02,
+        adamw={"weight_decay": 0.5, "betas": (0.8, 0.9)},
+    )
+    others = [
+        torch_ext.Muon(apart[:1], lr=0.02, ns_dtype=BF16, weight_decay=0.3),
+        torch_ext.Muon(apart[1:2], lr=0.02, ns_dtype=F32, ns="standard"),
+        torch_ext.AdamW(apart[2:], betas=(0.8, 0.9), **of_adamw),
+    ]
+    for step in range(3):
+        filled(together, step)
+        for p, q in zip(together, apart, strict=True):
+            q.grad = None if p.grad is None else p.grad.clone()
+        optimizer.step()
+        for other in others:
+            other.step()
+    assert bits(together) == bits(apart)
+
+
 def test_groups_may_be_changed_between_steps_by_torchs_keys() -> None:
     """betas of any group, and what a group of AdamW's has: as in torch.optim.AdamW's."""
     a, b, c = matrices([(8, 8), (8,), (8, 6)])
@@ -644,6 +673,10 @@ def test_groups_that_are_refused(make: Any, kind: type[Exception], text: str) ->
         ({"ns": "other"}, ValueError, "'gram'"),
         ({"ns_dtype": torch.float16}, ValueError, "torch.bfloat16"),
         ({"adamw": {"beta": 0.9}}, ValueError, "'beta'"),
+        ({"adamw": 0.9}, TypeError, "adamw is a float; a mapping of"),
+        ({"lr": torch.ones(2)}, ValueError, "lr is a tensor of 2 elements; one is legal"),
+        ({"split": [2]}, TypeError, "split is a list; a mapping of"),
+        ({"split": {"a": "44"}}, ValueError, "split of 'a' is '44'"),
         ({"adamw": {"lr": 1e-3}, "lr": 0.0}, ValueError, "ratio"),
         ({"adamw": {"betas": (0.9, 1.0)}}, ValueError, r"AdamW's betas\[1\]"),
         ({"split": {"a": 3}}, ValueError, "split of 'a' is 3.*8 rows"),

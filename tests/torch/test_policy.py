@@ -298,6 +298,9 @@ def test_policy_is_frozen_plain_and_copyable() -> None:
     policy = torch_ext.load_policy(torch.bfloat16, override_optimizer_config={"store_param_remainders": True})
     with pytest.raises(AttributeError, match="load_policy"):
         policy.lr = 1.0
+    with pytest.raises(AttributeError, match="frozen"):
+        del policy.lr
+    assert repr(policy).startswith("Policy(") and "store_param_remainders=True" in repr(policy)
     with pytest.raises(AttributeError, match="exp_avg_dtype"):
         _ = policy.exp_avg_dtyp
     assert pickle.loads(pickle.dumps(policy)) == policy == copy.deepcopy(policy)

@@ -439,6 +439,16 @@ def test_setters_and_new_scale() -> None:
     assert scaler.get_scale() == 4096
     scaler.update(8.0)
     assert scaler.get_scale() == 8
+    scaler.set_backoff_factor(0.25)
+    for overflow in range(scaler.state_dict()["hysteresis"]):
+        assert scaler.get_scale() == 8, overflow
+        backward(model, scaler, 1)
+        next(model.parameters()).grad[0] = float("inf")
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match=r"before unscale_\(\) and step\(\), or after update"):
+            copy.deepcopy(scaler)
+        scaler.update()
+    assert scaler.get_scale() == 2 and copy.deepcopy(scaler).state_dict()["backoff_factor"] == 0.25
     for call in (
         lambda: scaler.set_backoff_factor(1.5),
         lambda: scaler.set_growth_factor(0.5),

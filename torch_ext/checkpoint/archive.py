@@ -1,6 +1,7 @@
 """The zip archives that torch.save writes: their records' checksums, which torch.load does not compare."""
 
 import errno
+import re
 import zipfile
 from typing import IO
 
@@ -22,5 +23,13 @@ def damaged_record(stream: IO[bytes]) -> str | None:
 
 
 def summary(error: Exception) -> str:
-    """The first line of its message."""
+    """The first line of its message, or what `foreign_class` finds in it."""
+    if (found := foreign_class(error)) is not None:
+        return f"it holds {found}, which is neither a tensor nor a plain value"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def foreign_class(error: Exception) -> str | None:
+    """What torch.load(weights_only=True) refused to make an object of; None for any other error of it."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    return named[1] if named else None

@@ -26,7 +26,7 @@ from torch_ext.checkpoint.background import yield_to_others
 from torch_ext.checkpoint.dcp_reader import CheckpointReader as CheckpointReader
 from torch_ext.checkpoint.files import refuse_form
 from torch_ext.checkpoint.folder_items import end_of
-from torch_ext.checkpoint.item_records import ItemRecords
+from torch_ext.checkpoint.item_records import ItemRecords, refuse_layout
 from torch_ext.checkpoint.new_file import NewFile, refuse_full, sync_folder
 from torch_ext.checkpoint.snapshot import Buffers
 
@@ -112,6 +112,7 @@ class CheckpointWriter(FileSystemWriter):
             file.write(data.getbuffer())
             file.check()
         else:
+            refuse_layout(data, item.index.fqn, TypeError)
             data = data.detach().cpu()
             if data.untyped_storage().nbytes() != data.nbytes:
                 data = data.clone()  # torch.save writes the whole storage of a view

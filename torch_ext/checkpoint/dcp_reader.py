@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
 from torch_ext.checkpoint import folder_items, folder_metadata
+from torch_ext.checkpoint.item_records import refuse_layout
 from torch_ext.checkpoint.item_tensors import ItemTensors
 from torch_ext.native import warning
 from torch_ext.optim.state import missing_keys
@@ -109,6 +110,9 @@ class CheckpointReader(FileSystemReader):
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         try:
+            for item in plan.items:
+                if item.type != LoadItemType.BYTE_IO:
+                    refuse_layout(planner.resolve_tensor(item), item.storage_index.fqn, ValueError)
             self._check_items(plan.items)  # of which a planner may have given this rank more than it asked for
             for item in plan.items:
                 self._read(item, planner)

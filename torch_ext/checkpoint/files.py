@@ -8,12 +8,14 @@ import os
 import re
 import secrets
 import stat
+import zipfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from torch_ext.checkpoint import at_rest_file
-from torch_ext.checkpoint.archive import damaged_record, summary
+from torch_ext.checkpoint.archive import damaged_record, foreign_class, summary
 from torch_ext.checkpoint.new_file import STALE, NewFile, refuse_full, sync_folder
 
 _UNFINISHED = ".unfinished"
@@ -150,23 +152,57 @@ def _remove_if_abandoned(other: str, mine: str) -> None:
 
 def load(path: str | os.PathLike[str], *, map_location: Any = None, mmap: bool = False, check: bool = True) -> Any:
     """torch.load of the tensors and plain values (weights_only=True) in the file `path`, which may have its states at
-    rest. ValueError, naming it, and the tensor where one is damaged, where it is truncated, damaged or no checkpoint;
-    FileNotFoundError where there is none.
+    rest. ValueError, naming it, and the tensor where one is damaged, where it is truncated, damaged or no checkpoint,
+    and where it holds objects of other classes; RuntimeError where the file is whole and map_location, or the device
+    that it was saved from, is none that its tensors can be on; FileNotFoundError where there is none.
 
-    map_location, mmap: torch.load's.
+    map_location, mmap: torch.load's. States at rest are decoded as they are read, so that they cannot be on "meta".
     check: reads the file once before, and compares its checksums, which torch writes and does not look at.
     """
     path = os.fspath(path)
+    if check:
+        with _says_which(path), open(path, "rb") as file:
+            if (damaged := damaged_record(file)) is not None:
+                raise ValueError(f"its record {damaged!r}{_tensor_in(path, damaged)} has another checksum")
+    loaded = _read(path, map_location, mmap)
+    if not at_rest_file.is_packed(loaded):
+        return loaded
+    if str(map_location) == "meta":
+        raise ValueError(
+            f"{path} has states at rest, which are decoded as they are read: map_location='meta' is for logical ones"
+        )
+    with _says_which(path):
+        return at_rest_file.unpack(loaded)
+
+
+def _read(path: str, map_location: Any, mmap: bool) -> Any:
     try:
-        if check:
-            with open(path, "rb") as file:
-                if (damaged := damaged_record(file)) is not None:
-                    raise ValueError(f"its record {damaged!r}{_tensor_in(path, damaged)} has another checksum")
-        loaded = torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
-        return at_rest_file.unpack(loaded) if at_rest_file.is_packed(loaded) else loaded
-    except (OSError, MemoryError):
+        return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+    except (OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # for data that is not torch.save's, torch raises any kind of error
+        archive = zipfile.is_zipfile(path)
+        if archive and (found := foreign_class(error)) is not None:
+            raise ValueError(
+                f"{path} is not made of tensors and plain values alone, and reading it may execute whatever the file "
+                f"says ({found}). Where you trust who wrote it, name its classes by "
+                "torch.serialization.add_safe_globals"
+            ) from error
+        with _says_which(path):
+            torch.load(path, map_location="cpu", mmap=archive, weights_only=True)
+        raise RuntimeError(
+            f"{path} cannot be loaded with map_location={map_location!r}, mmap={mmap}: {summary(error)}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _says_which(path: str) -> Iterator[None]:
+    """ValueError, naming the file, for whatever is raised about its content."""
+    try:
+        yield
+    except (OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
         raise ValueError(
             f"{path} ({os.path.getsize(path)} bytes) is no checkpoint that can be loaded: truncated, damaged, or not "
             f"saved by torch.save ({summary(error)})"

@@ -1,7 +1,6 @@
 """The items of a checkpoint's data files: whether they are what was saved."""
 
 import io
-import re
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import IO, Any
 
 import torch
 
-from torch_ext.checkpoint.archive import damaged_record, summary
+from torch_ext.checkpoint.archive import damaged_record, foreign_class, summary
 from torch_ext.checkpoint.folder_metadata import CHECKSUM
 
 _END = b"torch_ext saved this as "  # the last bytes of a file: this and its name, which has the rank and the save
@@ -108,10 +107,9 @@ def without_code(raw: bytes, file: Path, key: str) -> bytes:
     except (OSError, MemoryError):
         raise
     except Exception as error:  # for data that is not torch.save's, torch raises any kind of error
-        named = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
             f"{file}: {key!r} is not made of tensors and plain values alone, and reading it may execute whatever the "
-            f"file says ({named[1] if named else summary(error)}). Where you trust who wrote it, pass "
+            f"file says ({foreign_class(error) or summary(error)}). Where you trust who wrote it, pass "
             "CheckpointReader(path, weights_only=False), or name its classes by torch.serialization.add_safe_globals"
         ) from error
     stream = io.BytesIO()

@@ -42,7 +42,8 @@ class ItemRecords:
             data = self._planner.resolve_data(item)
             if item.tensor_data is None:
                 return [data.getbuffer()]
-            if data.layout is not torch.strided or data.is_quantized:
+            refuse_layout(data, item.index.fqn, TypeError)
+            if data.is_quantized:
                 stream = io.BytesIO()
                 torch.save(data.detach().cpu(), stream)
                 return [stream.getbuffer()]
@@ -66,3 +67,10 @@ class ItemRecords:
                 return None
             weight = weight.narrow(dim, begin, size)
         return weight.cpu()
+
+
+def refuse_layout(t: Tensor, key: str, kind: type[Exception]) -> None:
+    """Of this kind, for a tensor that is not dense: torch.distributed.checkpoint copies into what is detached from a
+    tensor, which leaves a sparse one as it was."""
+    if t.layout is not torch.strided:
+        raise kind(f"{key!r} is a tensor in {t.layout}; dense (strided) ones are legal: use to_dense()")

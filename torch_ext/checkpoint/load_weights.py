@@ -38,7 +38,7 @@ def load_weights(
         try:
             messages.append(read(path, file))
         except ValueError as error:
-            raise ValueError(f"{error}{weight_files.without(path, names, file)}") from error
+            raise ValueError(f"{error}{weight_files.without(names, file)}") from error
     try:
         WeightSubscriber(tensors, mapping).apply(messages)
     except (ValueError, RuntimeError) as error:

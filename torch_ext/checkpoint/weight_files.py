@@ -151,6 +151,6 @@ def _else(chain: Chain, version: int) -> str:
     return "" if full is None else f"; version {min(chain.last(full), version - 1)} can be loaded (version=)"
 
 
-def without(folder: Path, names: Iterable[str], file: PartFile) -> str:
+def without(names: Iterable[str], file: PartFile) -> str:
     """The same, of one that is damaged."""
     return next((_else(chain, file.version) for chain in chains_of(names) if chain.name == file.chain), "")

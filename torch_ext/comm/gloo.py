@@ -148,10 +148,6 @@ class _Reduction(PendingTransfer):
         else:
             self._wait_for_sums()
 
-    def done(self) -> bool:
-        """Whether `result` would not wait."""
-        return self.completed.done() if self.completed is not None else self.reduced.done() and self.is_completed()
-
 
 class GlooCommunicator(PeerMessages):
     """See Note [gloo's order and threads]."""

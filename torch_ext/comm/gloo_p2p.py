@@ -248,6 +248,3 @@ class PendingTransfer:
         # withdrawn, and completes by itself what it has.
         if self.recvs or self.sends:
             abandoned.append((self.recvs, self.sends, self.shards))
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for _, work in (*self.recvs, *self.sends))

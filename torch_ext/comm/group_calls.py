@@ -26,9 +26,6 @@ class Call:
         with translated(self._group, self._label):
             self._work.wait()
 
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
-
 
 @contextmanager
 def translated(group: Any, label: str) -> Iterator[None]:

@@ -77,10 +77,6 @@ class WireBuffer(NamedTuple):
         scales = self.scales[begin // BLOCK : end // BLOCK] if self.coded else self.scales
         return WireBuffer(self.data[begin:end], scales)
 
-    def like(self) -> "WireBuffer":
-        """Uninitialised memory of the same size."""
-        return WireBuffer(torch.empty_like(self.data), torch.empty_like(self.scales))
-
     def messages(self) -> list[Tensor]:
         """What is sent and received, as bytes, in this order."""
         return [self.data.view(torch.uint8), self.scales] if self.coded else [self.data.view(torch.uint8)]

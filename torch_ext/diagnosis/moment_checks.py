@@ -61,7 +61,7 @@ def _no_state(reading: Reading) -> Iterator[Finding]:
     waiting: list[Trained] = []
     for t in reading.trained:
         fresh = not has_moments(t) and not t.state.get("step")
-        if fresh and _requires_grad(t) and _keeps_momentum(t) and id(t.group) in stepped and _own_state(reading, t):
+        if fresh and _requires_grad(t) and _keeps_momentum(t) and id(t.group) in stepped and _own_state(t):
             waiting.append(t)
     for severity, chosen, said in (
         ("warning", [t for t in waiting if t.param.grad is None], "get no gradient, or a load left their state out"),
@@ -78,7 +78,7 @@ def _no_state(reading: Reading) -> Iterator[Finding]:
             )
 
 
-def _own_state(reading: Reading, t: Trained) -> bool:
+def _own_state(t: Trained) -> bool:
     """Whether the state of a parameter would be found: not behind a class that keeps it elsewhere."""
     return isinstance(getattr(t.optimizer, "state", None), dict)
 

@@ -1,6 +1,7 @@
 """Lightning: the average that the optimizer keeps, in validation, in checkpoints and after the end."""
 
 import contextlib
+import functools
 import importlib
 import sys
 from typing import Any
@@ -40,13 +41,10 @@ def _callback_class() -> type:
     raise ModuleNotFoundError(f"{_CALL}(): neither of {', '.join(_NAMES)} is installed")
 
 
-_classes: dict[type, type] = {}  # by the framework's own
-
-
+@functools.cache
 def _class(base: type) -> type:
-    if base not in _classes:
-        _classes[base] = type("EmaCallback", (_Hooks, base), {"__module__": __name__})
-    return _classes[base]
+    """base: the framework's own."""
+    return type("EmaCallback", (_Hooks, base), {"__module__": __name__})
 
 
 class _Hooks:

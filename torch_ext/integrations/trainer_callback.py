@@ -1,6 +1,7 @@
 """Hugging Face's Trainer: the average that the optimizer keeps, in evaluation, in checkpoints and after the end."""
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -35,13 +36,10 @@ def trainer_ema_callback(trainer: Any) -> Any:
     return _class(TrainerCallback)(trainer)
 
 
-_classes: dict[type, type] = {}  # by the framework's own
-
-
+@functools.cache
 def _class(base: type) -> type:
-    if base not in _classes:
-        _classes[base] = type("EmaCallback", (_Events, base), {"__module__": __name__})
-    return _classes[base]
+    """base: the framework's own."""
+    return type("EmaCallback", (_Events, base), {"__module__": __name__})
 
 
 class _Events:

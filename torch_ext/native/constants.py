@@ -20,9 +20,6 @@ HEALTH_LEN = 69
 LINK_ROUNDS = 6
 """Of the measurement of a link."""
 
-PLANES_BLOCK = 65536
-"""Elements of a block that is coded, and has a checksum."""
-
 MUON_ADD_PRODUCT, MUON_MIRRORED, MUON_SHIFTED = 1, 2, 3
 MUON_ORTHOGONAL, MUON_NOT_FINITE, MUON_REFUSED = range(3)
 MUON_PER_LANE = 3

@@ -26,6 +26,17 @@ def restore(params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
             param.grad_dtype = param.dtype
 
 
+def dense_gradient(plan: BucketPlan, i: int, grad: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of parameter i, which is there, to be copied. RuntimeError where it is sparse."""
+    assert grad is not None
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"parameter {plan.parameters[i].name!r} has a sparse gradient; buckets are dense: build the layer with "
+            "sparse=False"
+        )
+    return grad.detach() if grad.requires_grad else grad
+
+
 class GradBuffers:
     """One flat tensor in main_grads_dtype for each buffer of the plan.
 
@@ -92,7 +103,7 @@ class GradBuffers:
         for i in positions:
             grad, view = self.params[i].grad, self._views[i]
             if grad is not view:
-                taken.append(self._whole(i, grad))
+                taken.append(dense_gradient(self.plan, i, grad))
                 views.append(view)
         if not taken:
             return
@@ -111,18 +122,8 @@ class GradBuffers:
         grad = param.grad
         if grad is view:
             return
-        view.copy_(self._whole(i, grad))  # which is not recorded
+        view.copy_(dense_gradient(self.plan, i, grad))  # which is not recorded
         param.grad = view
-
-    def _whole(self, i: int, grad: torch.Tensor | None) -> torch.Tensor:
-        """A gradient of parameter i, to be copied; RuntimeError where it is sparse."""
-        assert grad is not None
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"parameter {self.plan.parameters[i].name!r} has a sparse gradient; buckets are dense: build the layer "
-                "with sparse=False"
-            )
-        return grad.detach() if grad.requires_grad else grad
 
     def install_all(self, wanted: Sequence[bool]) -> None:
         """`install` of each that is wanted."""

@@ -87,7 +87,8 @@ class ShardMap:
 
     def grads(self) -> list[Tensor | None]:
         """The gradient of each parameter's local part; None where it has none. RuntimeError where something is
-        offloaded."""
+        offloaded. A gradient that is not sharded as its DTensor becomes one that is, in `.grad`: what is written to it,
+        or said of it, is to hold for the step."""
         offload_guard.refuse_gradients(self.params, "a clip, an unscale or a step")
         if self.plain:
             return [p.grad for p in self.params]
@@ -102,7 +103,8 @@ class ShardMap:
             return grad
         if tuple(grad.placements) != tuple(param.placements):  # type: ignore[attr-defined]
             with group_calls.translated_over(grad.device_mesh, "a gradient that is not sharded as its parameter is"):
-                grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+                grad = grad.detach().redistribute(placements=param.placements)  # type: ignore[attr-defined]
+            param.grad = grad
         return tensor_of(grad)  # the same object every time, by which clipping identifies gradients
 
     def parts(self, present: Sequence[bool]) -> list[NormGroup]:

@@ -30,9 +30,6 @@ class Field(Generic[T]):
     def __set__(self, instance: object, value: Never) -> NoReturn:
         raise AttributeError(f"a policy is frozen: give {self._name!r} to load_policy as an override")
 
-    def __delete__(self, instance: object) -> NoReturn:
-        raise AttributeError("a policy is frozen")
-
 
 class PolicyFields:
     """What a policy decides, under Megatron-LM's names."""

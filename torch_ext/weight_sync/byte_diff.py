@@ -1,7 +1,7 @@
 """Patches as differences between the bytes of whole tensors: what files of slime (SGLang) and SkyRL hold."""
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,7 +42,7 @@ def diffs(
     weight_patch.refuse(patches)
     weight_patch.refuse_unlike(patches, base, "base")
     found: list[ByteDiff] = []
-    with torch.no_grad(), _undone_if_it_raises(patches, base) as undo:
+    with torch.no_grad(), _undone_if_it_raises() as undo:
         for name, parts in weight_patch.by_name(patches).items():
             flat = base[name].detach().view(-1)
             indices = torch.cat([part.indices.long().cpu() for part in parts])
@@ -61,9 +61,7 @@ def diffs(
 
 
 @contextmanager
-def _undone_if_it_raises(
-    patches: Sequence[WeightPatch], base: Mapping[str, Tensor]
-) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+def _undone_if_it_raises() -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
     """What was written, to be put back: memory, positions, old values."""
     undo: list[tuple[Tensor, Tensor, Tensor]] = []
     try:

@@ -76,9 +76,6 @@ class NoShard(BufferedStrategy):
     def grad(self, i: int) -> torch.Tensor | None:
         return self.params[i].grad
 
-    def part(self, i: int) -> torch.Tensor:
-        return self.buffers.view(i)
-
 
 class _Bucket(BucketMean):
     """Buckets that are sent as one."""

@@ -8,7 +8,7 @@ import torch
 from torch_ext.comm.communicator import PackFn, Part, Work
 from torch_ext.comm.wire import ParamSlice, WireBuffer, reduce_chunks
 from torch_ext.parallel.cycle import OPTIM_GRADS, Prepare
-from torch_ext.parallel.grad_buffers import restore, widen
+from torch_ext.parallel.grad_buffers import dense_gradient, restore, widen
 from torch_ext.parallel.strategies.strategy import ShardingStrategy
 from torch_ext.tensors import dense
 from torch_ext.tensors.storage import is_released
@@ -19,7 +19,6 @@ class ShardedGradients(ShardingStrategy):
 
     kind = OPTIM_GRADS
     can_rebuild = False  # all gradients would have to exist at a time
-    every_backward = True
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -53,13 +52,7 @@ class ShardedGradients(ShardingStrategy):
     def grad_ready(self, i: int) -> None:
         param = self.params[i]
         grad, param.grad = param.grad, None
-        assert grad is not None
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"parameter {self.plan.parameters[i].name!r} has a sparse gradient; buckets are dense: build the layer "
-                "with sparse=False"
-            )
-        self._held[i] = grad.detach() if grad.requires_grad else grad
+        self._held[i] = dense_gradient(self.plan, i, grad)
 
     def discard(self, positions: Sequence[int]) -> None:
         for i in positions:
@@ -114,9 +107,6 @@ class ShardedGradients(ShardingStrategy):
         torch.autograd.graph.increment_version(self.shards)
         self._holding = True
         self._present = [a or b for a, b in zip(self._present, anywhere, strict=True)]
-
-    def unreduced(self, i: int) -> bool:
-        return self.params[i].grad is not None  # assigned by the user
 
     def grad(self, i: int) -> torch.Tensor | None:
         return self._views[i] if self._present[i] else None

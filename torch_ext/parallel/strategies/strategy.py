@@ -36,8 +36,6 @@ class ShardingStrategy(abc.ABC):
     """Whether each rank steps its own parts of the parameters only."""
     can_rebuild = True
     """Whether gradients that are not sent yet can be laid out by another plan (`rebuilt`)."""
-    every_backward = False
-    """Whether every backward reduces, those under no_sync() too."""
 
     def __init__(
         self,
@@ -136,17 +134,17 @@ class ShardingStrategy(abc.ABC):
         """Parameters that may have a gradient that is this rank's own. versions: of the gradients, when none had."""
         return []
 
-    @abc.abstractmethod
     def unreduced(self, i: int) -> bool:
         """Whether parameter i has a gradient that is this rank's own, if one was ready since the last reduction."""
+        return self.params[i].grad is not None
 
     @abc.abstractmethod
     def grad(self, i: int) -> torch.Tensor | None:
         """What this rank's optimizer reads of parameter i: its own part, flat, maybe empty. None: no gradient."""
 
-    @abc.abstractmethod
     def part(self, i: int) -> torch.Tensor:
-        """The memory in which `grad` finds it, whether or not there is a gradient."""
+        """The memory in which `grad` finds it, whether or not there is a gradient. Only of sharded strategies."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def versions(self) -> list[int]:
@@ -260,9 +258,6 @@ class BufferedStrategy(ShardingStrategy):
     def modified_since(self, versions: list[int]) -> list[int]:
         changed = self.versions() != versions
         return [i for i, p in enumerate(self.params) if p.grad is not None and (changed or not self.buffers.holds(i))]
-
-    def unreduced(self, i: int) -> bool:
-        return self.params[i].grad is not None
 
     def versions(self) -> list[int]:
         return [flat._version for flat in self.memory]
