@@ -54,8 +54,8 @@ class Adam(MeasuringOptimizer):
         offload_fraction: float = 0.0,
         step_in_backward: bool = False,
         ema_decay: float | None = None,
-        ema_dtype: torch.dtype | str | None = None,
-        ema_every: int | None = None,
+        ema_dtype: torch.dtype | str = torch.bfloat16,
+        ema_every: int = 1,
     ) -> None:
         params = param_groups.taken(params)
         policy = policy_for(params, policy, states, min_8bit_size)
@@ -292,10 +292,9 @@ class AdamW(Adam):
         them by 1 - ema_decay of what is missing, in the same pass. None: there is none. It begins as what the first
         step makes of the weights, as torch.optim.swa_utils.AveragedModel's. `ema_weights()` swaps it into the model,
         `ema_state_dict()` hands it out; it is in state_dict() as "ema_param".
-    ema_dtype: torch.bfloat16 (or None), rounded by dithering; "24bit": with 8 more bits; or torch.float32. 2, 3 or 4
-        bytes per parameter. Refused without ema_decay, as ema_every is.
+    ema_dtype: torch.bfloat16, rounded by dithering; "24bit": with 8 more bits; or torch.float32. 2, 3 or 4 bytes per
+        parameter. Another than the default is refused without ema_decay, as another ema_every is.
     ema_every: only every so many steps of a parameter (those in which it has a gradient), with ema_decay as it is.
-        None: every step.
     """
 
     _decoupled = True

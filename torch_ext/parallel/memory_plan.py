@@ -118,7 +118,7 @@ def plan_memory(
         gather_dtype=0 if policy.grad_gather_dtype is None else native_dtypes.code_of(policy.grad_gather_dtype),
         publishes=publisher,
         distances=exact,
-        **_ema_arguments(Averaging.of(0.0 if ema_dtype else None, ema_dtype, None)),
+        **_ema_arguments(Averaging.of(0.0 if ema_dtype else None, ema_dtype or torch.bfloat16, 1)),
         **_matrix_arguments([] if matrices is None else matrices.rows, None if muon is None else muon.threads),
     )
     room = _room_of(args)

@@ -96,8 +96,8 @@ class Muon(Adam):
         skip_nonfinite: bool = False,
         on_external_write: str = "resync",
         ema_decay: float | None = None,
-        ema_dtype: torch.dtype | str | None = None,
-        ema_every: int | None = None,
+        ema_dtype: torch.dtype | str = torch.bfloat16,
+        ema_every: int = 1,
     ) -> None:
         self._chooser = Chooser(adamw_params, split, params if isinstance(params, nn.Module) else None)
         if isinstance(params, nn.Module):

@@ -18,17 +18,16 @@ class Averaging(NamedTuple):
 
     @classmethod
     def of(cls, decay: Any, dtype: Any, every: Any) -> "Averaging":
-        """Of an optimizer's arguments, None where nothing was said. ValueError, naming the argument, for what is not
-        legal, and for how to keep an average that is not kept."""
+        """Of an optimizer's arguments. ValueError, naming the argument, for what is not legal, and for how to keep an
+        average that is not kept."""
         if decay is None:
-            for name, value in (("ema_dtype", dtype), ("ema_every", every)):
-                if value is not None:
+            for name, value, default in (("ema_dtype", dtype, torch.bfloat16), ("ema_every", every, 1)):
+                if value != default:
                     raise ValueError(
                         f"{name}={value!r} without ema_decay keeps no average: pass ema_decay=0.9999, say, or leave "
                         f"{name} out"
                     )
             return NONE
-        dtype, every = torch.bfloat16 if dtype is None else dtype, 1 if every is None else every
         if dtype not in DTYPES:
             raise ValueError(
                 f"ema_dtype is {dtype!r}; torch.bfloat16, '24bit' (bfloat16 and 8 more bits) and torch.float32 are "
