@@ -10,6 +10,7 @@ import torch
 from training import POLICIES, SHAPES, everything, params_of, policy_of, train
 
 import torch_ext
+from torch_ext.checkpoint import files
 
 
 def optimizer_of(name: str, seed: int = 0, shapes: Any = SHAPES) -> torch_ext.AdamW:
@@ -113,6 +114,23 @@ def test_memory_is_taken_once_and_is_what_the_state_takes(tmp_path: pathlib.Path
     with pytest.raises(RuntimeError, match="after close"):
         saver.save({}, tmp_path / "file")
     saver.close()
+
+
+def test_a_relative_path_is_from_where_the_call_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    moved, save = threading.Event(), files.save
+
+    def later(*arguments: Any, **options: Any) -> None:
+        moved.wait()
+        save(*arguments, **options)
+
+    monkeypatch.setattr(files, "save", later)
+    monkeypatch.chdir(tmp_path)
+    with torch_ext.AsyncSaver() as saver:
+        saver.save({"a": 1}, "checkpoint.pt")
+        monkeypatch.chdir("elsewhere")
+        moved.set()
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["checkpoint.pt"]
 
 
 def test_errors_come_out_by_name_at_the_next_call(tmp_path: pathlib.Path) -> None:

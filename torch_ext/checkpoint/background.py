@@ -48,7 +48,7 @@ class AsyncSaver:
         if self._closed:
             raise RuntimeError("AsyncSaver.save() after close(): make another one")
         self.wait()
-        copied, path = self._buffers.take(obj), os.fspath(path)
+        copied, path = self._buffers.take(obj), os.path.abspath(path)  # the thread may find another working directory
         # no daemon: a program that ends waits for its last checkpoint
         self._thread = threading.Thread(target=self._write, args=(copied, path), name=f"torch_ext saves {path}")
         self._thread.start()
