@@ -234,9 +234,6 @@ TX_API int32_t tx_cycle_phase_of(const tx_cycle *cycle);
 /* The number of the cycle that is under way, or comes next. */
 TX_API int64_t tx_cycle_number(const tx_cycle *cycle);
 
-/* Buckets that were sent in the last backward. */
-TX_API int64_t tx_cycle_sent(const tx_cycle *cycle);
-
 /* NULL, or why nothing can be reduced any more. */
 TX_API const char *tx_cycle_failure(const tx_cycle *cycle);
 

@@ -565,10 +565,6 @@ int64_t tx_cycle_number(const tx_cycle *c) {
   return c->number;
 }
 
-int64_t tx_cycle_sent(const tx_cycle *c) {
-  return c->sent;
-}
-
 const char *tx_cycle_failure(const tx_cycle *c) {
   return tx_cycle_has_failed(c) ? c->failure : NULL;
 }

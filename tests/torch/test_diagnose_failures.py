@@ -470,6 +470,61 @@ def test_codes_of_8_bits_are_read() -> None:
     assert shares[0] == pytest.approx(shares[1], abs=0.05) and 0.1 < shares[1] < 0.9  # type: ignore[operator]
 
 
+class _ScaledMoments(theirs.FusedAdam):
+    """Transformer Engine's with fp16 moments: stored times a scale, which it keeps, and divides by on request."""
+
+    def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        return self.state[param][name].float() / 512
+
+
+def _in_32_bits(model: Any, m: torch.Tensor, v: torch.Tensor) -> Any:
+    """bitsandbytes' of a parameter that is too small for 8 bits."""
+    optimizer = theirs.EightBitAdam(model.parameters(), lr=1e-3)
+    optimizer.state[model.weight] = {"step": 100, "state1": m, "state2": v}
+    return optimizer
+
+
+def _in_one_block(model: Any, m: torch.Tensor, v: torch.Tensor) -> Any:
+    """bitsandbytes' without blocks: one greatest magnitude."""
+    optimizer = theirs.EightBitAdam(model.parameters(), lr=1e-3)
+    state: dict[str, Any] = {"step": 100}
+    for n, values, low in (("1", m, -1.0), ("2", v, 0.0)):
+        table = torch.linspace(low, 1, 256)
+        state[f"max{n}"], state[f"qmap{n}"] = values.abs().max().view(1), table
+        state[f"state{n}"] = ((values / values.abs().max())[..., None] - table).abs().argmin(-1).to(torch.uint8)
+    optimizer.state[model.weight] = state
+    return optimizer
+
+
+def _scaled(model: Any, m: torch.Tensor, v: torch.Tensor) -> Any:
+    optimizer = _ScaledMoments(model.parameters(), lr=1e-3)
+    optimizer.param_groups[0]["step"] = 100
+    optimizer.state[model.weight] = {"exp_avg": (m * 512).half(), "exp_avg_sq": (v * 512).half()}
+    return optimizer
+
+
+@pytest.mark.parametrize("form", [_in_32_bits, _in_one_block, _scaled])
+def test_moments_are_read_in_the_form_that_others_store_them_in(form: Any) -> None:
+    model = nn.Linear(40, 40, bias=False).to(BF16)
+    m, v = torch.randn(40, 40) * 0.1, torch.rand(40, 40) * 0.01 + 0.01
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    plain.state[model.weight] = {"step": torch.tensor(100.0), "exp_avg": m, "exp_avg_sq": v}
+    shares = [only(torch_ext.diagnose(model, o), "lost_updates").figure for o in (form(model, m, v), plain)]
+    assert shares[0] == pytest.approx(shares[1], abs=0.05) and 0.1 < shares[1] < 0.9  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("key", ["kahan_comp", "compensation"])
+def test_a_compensation_beside_the_weight_keeps_updates(key: str) -> None:
+    model = nn.Linear(40, 40, bias=False).to(BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    model.weight.grad = torch.randn_like(model.weight)
+    optimizer.step()
+    found = kinds(torch_ext.diagnose(model, optimizer))
+    assert "lost_updates" in found
+    optimizer.state[model.weight][key] = torch.zeros_like(model.weight)
+    assert kinds(torch_ext.diagnose(model, optimizer)) == found - {"lost_updates"}
+
+
 @pytest.mark.parametrize("rounding, named", [("nearest", {"lost_updates"}), ("dithered", set()), ("stochastic", set())])
 def test_our_weights_without_masters(rounding: str, named: set[str]) -> None:
     """Dither keeps what rounding to nearest loses."""
