@@ -1,6 +1,7 @@
 """AsyncSaver: what is saved is the state at the call, training goes on, and errors come out by name."""
 
 import collections
+import os
 import pathlib
 import threading
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from training import POLICIES, SHAPES, everything, params_of, policy_of, train
 
 import torch_ext
-from torch_ext.checkpoint import files
 
 
 def optimizer_of(name: str, seed: int = 0, shapes: Any = SHAPES) -> torch_ext.AdamW:
@@ -118,18 +118,16 @@ def test_memory_is_taken_once_and_is_what_the_state_takes(tmp_path: pathlib.Path
 
 def test_a_relative_path_is_from_where_the_call_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
-    moved, save = threading.Event(), files.save
-
-    def later(*arguments: Any, **options: Any) -> None:
-        moved.wait()
-        save(*arguments, **options)
-
-    monkeypatch.setattr(files, "save", later)
     monkeypatch.chdir(tmp_path)
-    with torch_ext.AsyncSaver() as saver:
+    start = threading.Thread.start
+
+    def start_elsewhere(thread: threading.Thread) -> None:
+        os.chdir("elsewhere")
+        start(thread)
+
+    with torch_ext.AsyncSaver() as saver, monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_elsewhere)
         saver.save({"a": 1}, "checkpoint.pt")
-        monkeypatch.chdir("elsewhere")
-        moved.set()
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["checkpoint.pt"]
 
 
