@@ -1,39 +1,17 @@
 """The sources are formatted and lint-free, by the tools and settings that are in the repository."""
 
 import os
-import pathlib
-import shutil
 import subprocess
-import sys
 
 import pytest
+from checked_sources import ROOT, python_sources, sources, tool
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 C_SUFFIXES = {".c", ".h", ".cc", ".cu"}
-
-
-def tool(name: str) -> str:
-    """The program beside the interpreter (requirements.txt installs all of them there), else on the PATH."""
-    beside = pathlib.Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if not found:
-        pytest.skip(f"{name} is not installed")
-    return found
 
 
 def check(*command: str) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-def sources(folders: list[str], suffixes: set[str]) -> list[str]:
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
-    assert files
-    return sorted(str(path.relative_to(ROOT)) for path in files)
-
-
-def python_sources() -> list[str]:
-    return sources(["bazel", "docs", "examples", "tests", "torch_ext"], {".py"})
 
 
 def test_clang_format() -> None:
