@@ -307,6 +307,20 @@ def test_a_folder_that_another_torch_saved_loads(
     assert bits(load_into(blank(state(1)), tmp_path / "folder")) == bits(state(1))
 
 
+def test_an_older_torch_that_does_not_say_why_is_accompanied_by_a_warning(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 2.13 torch's loader makes "metadata is None" of whatever read_metadata raises."""
+    save(state(1), tmp_path / "folder")
+    without_its_last_line(tmp_path / "folder", tmp_path, random.Random(0))
+    for version, warned in (("2.10.0", True), ("2.12.1+cu128", True), ("2.13.0", False), ("2.15.0a0", False)):
+        monkeypatch.setattr(torch, "__version__", version)
+        with warnings.catch_warnings(record=True) as said, pytest.raises(CheckpointException):
+            warnings.simplefilter("always")
+            load_into(blank(state(1)), tmp_path / "folder")
+        assert warned == any("/.metadata is truncated or damaged" in str(one.message) for one in said), version
+
+
 class Acts:
     """Makes a folder when somebody executes its pickle."""
 

@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -68,6 +69,8 @@ class CheckpointReader(FileSystemReader):
             try:
                 metadata = folder_metadata.parse(raw, weights_only=self.weights_only)
             except ValueError as error:
+                if torch.torch_version.TorchVersion(torch.__version__) < (2, 13):  # raises "metadata is None" for it
+                    warning.warn(f"{file} {error}")
                 raise ValueError(f"{file} {error}") from error
             before, raw = raw, file.read_bytes()
             if raw == before or all((file.parent / name).exists() for name in _files_of(metadata)):
