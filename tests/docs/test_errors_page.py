@@ -306,6 +306,16 @@ def an_object_of_ones_own(folder: pathlib.Path) -> None:
     dcp.load({"x": Own()}, storage_reader=torch_ext.CheckpointReader(folder / "folder"), no_dist=True)
 
 
+def a_file_of_ones_own(folder: pathlib.Path) -> None:
+    torch.save({"x": Own()}, folder / "file.pt")
+    torch_ext.load(folder / "file.pt")
+
+
+def a_device_that_is_not_here(folder: pathlib.Path) -> None:
+    torch.save({"x": torch.ones(3)}, folder / "file.pt")
+    torch_ext.load(folder / "file.pt", map_location="cuda:99")
+
+
 def a_state_of_amsgrad(_folder: pathlib.Path) -> None:
     trained = model(torch.float32)
     theirs = torch.optim.AdamW(trained.parameters(), amsgrad=True)
@@ -326,6 +336,8 @@ CHECKPOINTS: list[tuple[str, Callable[[pathlib.Path], Any]]] = [
     ("is damaged:", weights_of_other_bytes),
     ("loaded state dict is of another architecture", a_state_of_another_model),
     ("is not made of tensors and plain values alone", an_object_of_ones_own),
+    ("is not made of tensors and plain values alone", a_file_of_ones_own),
+    ("cannot be loaded with map_location=", a_device_that_is_not_here),
     ("was saved with amsgrad=True", a_state_of_amsgrad),
 ]
 
