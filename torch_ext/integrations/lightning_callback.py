@@ -1,7 +1,6 @@
 """Lightning: the average that the optimizer keeps, in validation, in checkpoints and after the end."""
 
 import contextlib
-import functools
 import importlib
 import sys
 from typing import Any
@@ -41,10 +40,13 @@ def _callback_class() -> type:
     raise ModuleNotFoundError(f"{_CALL}(): neither of {', '.join(_NAMES)} is installed")
 
 
-@functools.cache
+_classes: dict[type, type] = {}  # by the framework's own
+
+
 def _class(base: type) -> type:
-    """base: the framework's own."""
-    return type("EmaCallback", (_Hooks, base), {"__module__": __name__})
+    if base not in _classes:
+        _classes[base] = type("EmaCallback", (_Hooks, base), {"__module__": __name__})
+    return _classes[base]
 
 
 class _Hooks:

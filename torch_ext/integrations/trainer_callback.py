@@ -1,7 +1,6 @@
 """Hugging Face's Trainer: the average that the optimizer keeps, in evaluation, in checkpoints and after the end."""
 
 import contextlib
-import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -36,10 +35,13 @@ def trainer_ema_callback(trainer: Any) -> Any:
     return _class(TrainerCallback)(trainer)
 
 
-@functools.cache
+_classes: dict[type, type] = {}  # by the framework's own
+
+
 def _class(base: type) -> type:
-    """base: the framework's own."""
-    return type("EmaCallback", (_Events, base), {"__module__": __name__})
+    if base not in _classes:
+        _classes[base] = type("EmaCallback", (_Events, base), {"__module__": __name__})
+    return _classes[base]
 
 
 class _Events:
