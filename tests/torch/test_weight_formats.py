@@ -207,4 +207,8 @@ def test_what_no_format_can_say() -> None:
         torch_ext.slime_version([PATCH, PATCH], base, 1, compress=zlib.compress, digest=str)
     with pytest.raises(ValueError, match="encoding is 'add'; 'xor' and 'overwrite'"):
         torch_ext.slime_version([PATCH], base, 1, encoding="add", compress=zlib.compress, digest=str)
+    with pytest.raises(ValueError, match="checksum_format is 'md5'; 'xxh3-128' and 'blake3' and 'adler32' are legal"):
+        torch_ext.slime_version([PATCH], base, 1, checksum_format="md5", compress=zlib.compress, digest=str)
+    with pytest.raises(ValueError, match="checksum_algorithm is 'adler32'; 'xxh3-128' and 'sha256' are legal"):
+        torch_ext.skyrl_version([PATCH], base, 1, checksum_algorithm="adler32", compress=zlib.compress, digest=str)
     assert not base["w"].any()

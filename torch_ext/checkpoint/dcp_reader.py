@@ -69,7 +69,7 @@ class CheckpointReader(FileSystemReader):
             try:
                 metadata = folder_metadata.parse(raw, weights_only=self.weights_only)
             except ValueError as error:
-                if torch.torch_version.TorchVersion(torch.__version__) < (2, 13):  # raises "metadata is None" for it
+                if torch.torch_version.TorchVersion(torch.__version__) < "2.13":  # raises "metadata is None" for it
                     warning.warn(f"{file} {error}")
                 raise ValueError(f"{file} {error}") from error
             before, raw = raw, file.read_bytes()

@@ -1,7 +1,7 @@
 """Patches as differences between the bytes of whole tensors: what files of slime (SGLang) and SkyRL hold."""
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,12 +32,17 @@ class ByteDiff(NamedTuple):
         return self.old.numel() * self.old.element_size()
 
 
+def refuse_other(what: str, value: object, legal: Sequence[str]) -> None:
+    """ValueError for a word that the file's readers do not know."""
+    if value not in legal:
+        raise ValueError(f"{what} is {value!r}; {' and '.join(map(repr, legal))} are legal")
+
+
 def diffs(
     patches: Iterable[WeightPatch], base: Mapping[str, Tensor], encoding: str, compress: Compress, digest: Digest
 ) -> list[ByteDiff]:
     """Of every tensor of which a bit changed; afterwards base is the new version. Where this raises, it is the old."""
-    if encoding not in _ENCODINGS:
-        raise ValueError(f"encoding is {encoding!r}; {' and '.join(map(repr, _ENCODINGS))} are legal")
+    refuse_other("encoding", encoding, _ENCODINGS)
     patches = list(patches)
     weight_patch.refuse(patches)
     weight_patch.refuse_unlike(patches, base, "base")

@@ -43,8 +43,10 @@ def skyrl_version(
     checksum_algorithm: "xxh3-128" or "sha256", written beside each digest.
     payload_file: the file's name, without a folder.
 
-    ValueError or TypeError, naming the parameter, where patches and base do not fit each other.
+    ValueError for another algorithm; ValueError or TypeError, naming the parameter, where patches and base do not fit
+    each other.
     """
+    byte_diff.refuse_other("checksum_algorithm", checksum_algorithm, ("xxh3-128", "sha256"))
     found = byte_diff.diffs(patches, base, "xor", compress, digest)
     manifest = {
         "version": version,

@@ -46,8 +46,10 @@ def slime_version(
         `lambda data: f"{zlib.adler32(data):08x}"` for "adler32".
     checksum_format: "xxh3-128", "blake3" or "adler32", written into the index.
 
-    ValueError or TypeError, naming the parameter, where patches and base do not fit each other.
+    ValueError for other words; ValueError or TypeError, naming the parameter, where patches and base do not fit each
+    other.
     """
+    byte_diff.refuse_other("checksum_format", checksum_format, ("xxh3-128", "blake3", "adler32"))
     found = byte_diff.diffs(patches, base, encoding, compress, digest)
     index = {
         "version": f"{version:06d}",
