@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gradients import BF16, FP16, FP32, bits
+from gradients import BF16, FP16, FP32
+from muon_programs import everything
+from strategies import STRATEGIES as OURS
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,20 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 import torch_ext
 
 FSDP2 = "optim_grads_params"
-OURS = ["no_shard", "optim", "optim_grads"]
-STRATEGIES = [*OURS, FSDP2, "ddp"]
-SHAPES: list[tuple[int, ...]] = [
-    (24, 10),
-    (130,),
-    (700,),
-    (1,),
-    (16, 130),
-    (3, 8, 12),
-    (6, 4, 3, 3),
-    (17, 33),
-    (128,),
-    (5, 256),
-]
+SHAPES: list[tuple[int, ...]] = [(24, 10), (130,), (700,), (1,), (16, 130), (3, 8, 12), (6, 4, 3, 3), (17, 33), (128,)]
 
 
 class Block(nn.Module):
@@ -104,7 +93,7 @@ class Program(NamedTuple):
         options = _options(draw, names, dtype, kind)
         settings = {"bucket_size": draw.choice([300, 2000, 10**6])}
         settings["grad_comm_dtype"] = draw.choice([FP32, FP32 if dtype == FP16 else dtype])
-        strategies = [s for s in STRATEGIES if s != "ddp" or kind is torch_ext.AdamW]
+        strategies = [s for s in (*OURS, FSDP2, "ddp") if s != "ddp" or kind is torch_ext.AdamW]
         strategies = [s for s in strategies if s != FSDP2 or not tied and options["states"] != "8bit"]
         segments = list(_segments(draw, names, worlds, strategies))
         illegal = set() if options.get("skip_nonfinite") else {"skip"}
@@ -322,24 +311,20 @@ WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
 }
 
 
-def everything(plain: Any, optimizer: Any) -> dict[str, Any]:
-    """The bits of weights and logical states, and the groups, on every rank. Collective."""
-    found: dict[str, Any] = {}
-    for name, p in plain.named_parameters():
-        found[f"{name}: weight"] = bits([p.full_tensor() if hasattr(p, "full_tensor") else p])
-    whole = optimizer.consolidate_state_dict(to=None)
-    optimizer.state_dict()  # that it hands the same out once more is not what is tested here
-    trained = [p.requires_grad for group in optimizer.param_groups for p in group["params"]]
-    for index, entry in ((i, entry) for i, entry in whole["state"].items() if trained[i]):
-        found |= {f"{index}: {key}": bits([value.clone()]) for key, value in entry.items()}
-    for i, group in enumerate(whole["param_groups"]):
+def found_of(plain: Any, optimizer: Any) -> dict[str, Any]:
+    """The bits of weights and of the logical states of what is trained, and the groups, on every rank. Collective."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    frozen = tuple(f"p{i}: " for i, p in enumerate(params) if not p.requires_grad)
+    found = {key: value for key, value in everything(plain, optimizer).items() if not key.startswith(frozen)}
+    for i, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            found[f"group {i}: {key}"] = repr(list(value) if isinstance(value, tuple) else value)
+            if key != "params":
+                found[f"group {i}: {key}"] = repr(list(value) if isinstance(value, tuple) else value)
     return found
 
 
 def alone(rank: int, world: int, seeds: list[int], worlds: tuple[int, ...]) -> list[list[dict[str, Any]]]:
-    """`everything` at the end of each segment, of one process that never stopped."""
+    """`found_of` at the end of each segment, of one process that never stopped."""
     torch.set_num_threads(1)
     found = []
     for seed in seeds:
@@ -348,13 +333,13 @@ def alone(rank: int, world: int, seeds: list[int], worlds: tuple[int, ...]) -> l
         ends = []
         for segment in program.segments:
             program.train(segment, model, plain, optimizer, False)
-            ends.append(everything(plain, optimizer))
+            ends.append(found_of(plain, optimizer))
         found.append(ends)
     return found
 
 
 def segments(rank: int, world: int, seeds: list[int], worlds: tuple[int, ...], at: int, folder: str) -> list[Any]:
-    """Segment `at` of each program: what `everything` is at its end, or what it raised."""
+    """Segment `at` of each program: what `found_of` is at its end, or what it raised."""
     torch.set_num_threads(1)
     found: list[Any] = []
     for seed in seeds:
@@ -364,7 +349,7 @@ def segments(rank: int, world: int, seeds: list[int], worlds: tuple[int, ...], a
         if at:
             WAYS[program.segments[at - 1].way][1](model, plain, optimizer, f"{folder}/{seed}-{at - 1}")
         program.train(segment, model, plain, optimizer, True)
-        found.append(everything(plain, optimizer))
+        found.append(found_of(plain, optimizer))
         if at + 1 < len(worlds):
             place = pathlib.Path(f"{folder}/{seed}-{at}")
             place.mkdir(exist_ok=True)

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import torch_ext
 
 FSDP2 = "optim_grads_params"
-OURS = ["no_shard", "optim", "optim_grads"]
 SHAPES: list[tuple[int, ...]] = [(24, 10), (130,), (700,), (1,), (16, 130), (3, 8, 12), (17, 33), (5, 256), (2, 3)]
 
 
@@ -180,15 +179,15 @@ class Loop:
         return self.model.sync() if last else self.model.no_sync()
 
     def given(self, seed: int, stops: str = "") -> dict[str, Any]:
-        return self._given(self.program.tree, random.Random(seed), stops, True)
+        return self._given(self.program.tree, random.Random(seed), stops)
 
-    def _given(self, tree: list[Any], draw: random.Random, stops: str, used: bool) -> dict[str, Any]:
+    def _given(self, tree: list[Any], draw: random.Random, stops: str = "") -> dict[str, Any]:
         """What a block is given: the same on every rank, but for the numbers."""
         grads = {f"p{i}": self._grad(shape, draw.randrange(1 << 30)) for i, shape in enumerate(tree[0])}
         again, twice, unused = draw.random() < 0.25, draw.random() < 0.1, draw.random() < 0.3
         if self.program.strategy == "ddp" and self.program.unused:
             again = twice = False  # which DistributedDataParallel refuses
-        inner = [self._given(one, draw, "", True) for one in tree[1]]
+        inner = [self._given(one, draw) for one in tree[1]]
         times = 0 if unused and self.program.unused else 2 if twice else 1
         for one in inner[-1:]:
             one["stops"] = stops == "forward"

@@ -4,24 +4,14 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 
-import pytest
+from checked_sources import ROOT, tool
 
 import torch_ext
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 USER_CODE, MISTAKES = (ROOT / "tests/package" / name for name in ("typed_user_code.py", "typed_mistakes.py"))
-
-
-def tool(name: str) -> str:
-    beside = pathlib.Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if not found:
-        pytest.skip(f"{name} is not installed")
-    return found
 
 
 def run(*command: str, **environment: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from feature_trainer import same_bits
 from torch import Tensor, nn
 
 import torch_ext
@@ -108,12 +109,7 @@ class Engine:
             view.copy_(self.params[name][of])
 
     def differing(self) -> list[tuple[str, tuple[slice, ...]]]:
-        return [(name, of) for name, of, view in self.views if not _same_bits(view, self.params[name][of])]
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    kind = torch.int16 if a.element_size() == 2 else torch.int32
-    return torch.equal(a.contiguous().view(-1).view(kind), b.contiguous().view(-1).view(kind))
+        return [(name, of) for name, of, view in self.views if not same_bits(view, self.params[name][of])]
 
 
 @pytest.mark.parametrize("seed", [*SEEDS, *range(10_000, 10_000 + MORE)])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_ext.params import local_shard
-from torch_ext.policy import policy_source
+from torch_ext.policy import fsdp_groups
 from torch_ext.tensors import storage
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -70,7 +70,7 @@ class ModelParameters:
     def wanted_precision(self) -> Iterator[tuple[str, torch.dtype]]:
         """The parameters that a mixed-precision policy of FSDP2 or FSDP casts for forward and backward, and to what."""
         for model in self.models:
-            for group in policy_source.fsdp_param_groups(model):
+            for group in fsdp_groups.in_model(model):
                 for param in group.fsdp_params:
                     if param.mp_policy.param_dtype is not None:
                         yield from self._cast([param.sharded_param], param.mp_policy.param_dtype)
@@ -89,7 +89,7 @@ def _sharded_params(models: Sequence[nn.Module]) -> dict[int, Tensor]:
     """FSDP2's unsharded parameter (its id), which the module has between forward and backward -> the sharded one."""
     found: dict[int, Tensor] = {}
     for model in models:
-        for group in policy_source.fsdp_param_groups(model):
+        for group in fsdp_groups.in_model(model):
             for param in group.fsdp_params:
                 gathered = getattr(param, "_unsharded_param", None)
                 if gathered is not None:

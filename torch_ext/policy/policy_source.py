@@ -1,14 +1,13 @@
 """What load_policy is given as a model: its dtype, and what FSDP2's MixedPrecisionPolicy computes in."""
 
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torch_ext.native import dtypes
+from torch_ext.policy import fsdp_groups
 
 
 class Precision(NamedTuple):
@@ -23,30 +22,13 @@ class Precision(NamedTuple):
 def precisions(model: nn.Module) -> dict[int, Precision]:
     """Of the parameters that FSDP2 shards, by the ids of their sharded and unsharded tensors."""
     found: dict[int, Precision] = {}
-    for group in fsdp_param_groups(model):
+    for group in fsdp_groups.in_model(model):
         for param in group.fsdp_params:
             own = param.sharded_param.dtype
             precision = Precision(param.mp_policy.param_dtype or own, own)
             for tensor in (param.sharded_param, getattr(param, "_unsharded_param", None)):
                 found[id(tensor)] = precision
     return found
-
-
-def fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's parameter groups: what is gathered together."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is sharded
-    if fsdp is None:
-        return
-    for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            yield from fsdp_param_groups_of(module)
-
-
-def fsdp_param_groups_of(module: Any) -> Iterator[Any]:
-    """Those of one FSDPModule. torch has no public function for them."""
-    state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # newer torch: several
-    yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
 
 
 class Source(NamedTuple):

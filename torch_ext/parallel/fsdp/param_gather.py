@@ -14,7 +14,7 @@ from torch_ext.comm.communicator import Work
 from torch_ext.comm.wire import WireBuffer
 from torch_ext.parallel.fsdp.reduce_scatter import GATHER, UnitCommunicators, UnitPlan
 from torch_ext.params import local_shard
-from torch_ext.policy import policy_source
+from torch_ext.policy import fsdp_groups
 from torch_ext.tensors import offload_guard
 
 Place: TypeAlias = tuple[weakref.ref[nn.Module], str]
@@ -24,7 +24,7 @@ Place: TypeAlias = tuple[weakref.ref[nn.Module], str]
 def _reshard_after_failed_forward(module: Any) -> None:
     """For FSDP2 a forward that raised still runs, after which a unit keeps all its weights, or all of them over fewer
     ranks, where reshard_after_forward says so."""
-    groups = list(policy_source.fsdp_param_groups_of(module))
+    groups = list(fsdp_groups.of_module(module))
     kept = [group.post_forward_mesh_info for group in groups]
     module.set_reshard_after_forward(True, recurse=False)
     module.reshard()
