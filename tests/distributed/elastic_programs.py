@@ -80,7 +80,7 @@ class Program(NamedTuple):
 
     @classmethod
     def of(cls, seed: int, worlds: tuple[int, ...]) -> "Program":
-        draw = random.Random(seed)
+        draw = random.Random(f"{seed} {worlds}")
         blocks = [[draw.choice(SHAPES) for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(1, 3))]
         names = [f"blocks.{b}.p{i}" for b, shapes in enumerate(blocks) for i in range(len(shapes))]
         dtype = draw.choice([BF16, BF16, BF16, FP32, FP16])
