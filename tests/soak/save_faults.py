@@ -1,8 +1,6 @@
 """Faults of checkpoints: saves that are killed, files in which bits flip, disks that are full, two jobs in one folder.
 Whatever happens, the last complete checkpoint loads, and what is damaged is refused by file and key."""
 
-import ctypes
-import os
 import pathlib
 import random
 import re
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from soak import worlds
+from soak import small_disk, worlds
 from soak.outcome import Outcome, Report
 from soak.worlds import Died, Line, Raised, World
 from torch.distributed.checkpoint.api import CheckpointException
@@ -254,50 +252,25 @@ def _key_at(place: Place, file: pathlib.Path, at: int) -> str:
     return next((i.fqn for i in inside if stored[i].offset <= at < stored[i].offset + stored[i].length), "")
 
 
-_NEW_MOUNTS, _PRIVATE = 0x00020000, 1 << 18 | 1 << 14  # CLONE_NEWNS; MS_PRIVATE | MS_REC
-
-
-def _mount(folder: pathlib.Path, nbytes: int) -> str:
-    """A tmpfs that goes with this process; why not, where it may not."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    options = f"size={nbytes}".encode()
-    if (
-        libc.unshare(_NEW_MOUNTS)
-        or libc.mount(b"none", b"/", None, ctypes.c_ulong(_PRIVATE), None)
-        or libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), options)
-    ):
-        return f"no tmpfs may be mounted: {os.strerror(ctypes.get_errno())}"
-    return ""
-
-
 def _fills(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path) -> Report:
     place, report = Place(case, folder / "place"), Report()
     draw = random.Random(case.seed)
-    if skipped := _mount(folder / "place", 22 * case.elements + 500_000):
+    if skipped := small_disk.mount(folder / "place", 22 * case.elements + 500_000):
         return Report(skipped=skipped)
     place.save(1)
-    left = draw.randrange(11 * case.elements + 30_000)
-    filler = folder / "place" / "filler"
-    filler.write_bytes(bytes(max(0, _free(place.path.parent) - left)))
     allowed = {1}
-    try:
-        place.save(2)
-        allowed = {2}
-    except (OSError, CheckpointException) as error:
-        if not re.search(r"needs? (more than )?\d+ bytes", _text(error)):
-            report.unnamed.append(f"a full disk: {_text(error)}")
-    if (found := place.load())["step"] not in allowed or not same(found, place.state(found["step"])):
-        report.silent.append(f"after a save to a full disk state {found['step']} is loaded, and not {allowed}")
-    filler.unlink()
+    with small_disk.filled(folder / "place" / "filler", draw.randrange(11 * case.elements + 30_000)):
+        try:
+            place.save(2)
+            allowed = {2}
+        except (OSError, CheckpointException) as error:
+            if not re.search(r"needs? (more than )?\d+ bytes", _text(error)):
+                report.unnamed.append(f"a full disk: {_text(error)}")
+        if (found := place.load())["step"] not in allowed or not same(found, place.state(found["step"])):
+            report.silent.append(f"after a save to a full disk state {found['step']} is loaded, and not {allowed}")
     if wrong := place.holds(allowed):
         report.silent.append(wrong)
     return report
-
-
-def _free(folder: pathlib.Path) -> int:
-    """Bytes that are free."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
 
 
 # -- what is done to them, and what is right

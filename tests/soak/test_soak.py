@@ -38,6 +38,7 @@ PARTS = {
             "flip_delta",
             "kill_weights",
             "flip_weights",
+            "fill_weights",
         ],
         3,
     ),
@@ -45,6 +46,8 @@ PARTS = {
     "programs of one process": (["step_program"], 30),
 }
 
+
+FULL_DISKS = ["disk_full", "fill_weights"]
 
 # What was found, and is mended.
 FOUND = {
@@ -82,6 +85,10 @@ MUTANTS = {
         "except BlockingIOError:\n            pass",
     ),
     ("kill_weights",): Mutant("checkpoint/incremental.py", "full = own.newest_full()", "full = max(own.files)[0]"),
+    # What changed since a version that is not there.
+    ("fill_weights",): Mutant(
+        "checkpoint/incremental.py", "if own is not None and (version - 1, part) in own.files", "if own"
+    ),
     ("flip_weights",): Mutant("checkpoint/load_weights.py", 'ValueError(f"{path}: {error}")', "ValueError(str(error))"),
     # Chains of one name.
     ("kill_publish",): Mutant("weight_sync/trainer_ranks.py", "os.urandom(16)", "bytes(range(16))"),
@@ -140,12 +147,13 @@ def skipped(printed: str) -> dict[str, str]:
 def test_a_part_of_the_soak(name: str) -> None:
     printed = part(name)
     assert faultless(printed) == PARTS[name][0]
-    assert skipped(printed).keys() <= {"disk_full"}
+    assert skipped(printed).keys() <= set(FULL_DISKS)
 
 
-def test_disks_were_full() -> None:
+@pytest.mark.parametrize("kind", FULL_DISKS)
+def test_disks_were_full(kind: str) -> None:
     """A skip that is counted, where no tmpfs may be mounted."""
-    if reason := skipped(part("faults of saves, and of weights that travel")).get("disk_full"):
+    if reason := skipped(part("faults of saves, and of weights that travel")).get(kind):
         pytest.skip(f"the soak's full disks: {reason}")
 
 

@@ -1,16 +1,18 @@
-"""Faults of incremental weights: ranks that are killed while they save, files in which bits flip. Whatever happens, the
-last version of which all parts are there is loaded bit for bit, and what is damaged is refused by the file's name."""
+"""Faults of incremental weights: ranks that are killed while they save, files in which bits flip, disks that are full.
+Whatever happens, the last version of which all parts are there is loaded bit for bit, and what is damaged is refused by
+the file's name."""
 
 import os
 import pathlib
 import random
+import re
 import signal
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from soak import delta_faults, worlds
+from soak import delta_faults, small_disk, worlds
 from soak.outcome import Outcome, Report
 from soak.worlds import Died, Line, Raised, World
 from torch import Tensor
@@ -20,10 +22,13 @@ import torch_ext
 KINDS = {
     "kill_weights": "kill -9 in IncrementalWeights.save, 1 to 3 ranks",
     "flip_weights": "bit flips and truncations of each file of incremental weights",
+    "fill_weights": "IncrementalWeights.save to a small tmpfs",
 }
 _VERSIONS = 5
 _FLIPS = 25
 """Of one run, each of which is counted."""
+_FILLS = 8
+"""Versions of one run, each of which is counted."""
 _BOUND = 40.0
 """Seconds until a version is there, on a busy machine."""
 _TIMEOUT = 20.0
@@ -54,7 +59,7 @@ class Case:
             kind,
             draw.randrange(1 << 30),
             size,
-            draw.choice([300, 20_000, 300_000] if kind == "kill_weights" else [300, 3_000]),
+            draw.choice([300, 3_000] if kind == "flip_weights" else [300, 20_000, 300_000]),
             draw.random() < 0.5,
             draw.random() < 0.3,
             draw.choice([2, 3, 100]),
@@ -119,6 +124,43 @@ def _flips(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: 
     return report
 
 
+def _fills(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path) -> Report:
+    """At most versions there is room for a part of what is saved, or for all of it."""
+    trainer, report, draw = delta_faults.Trainer(case), Report(runs=_FILLS), random.Random(case.seed)
+    whole = 2 * case.elements + 20_000
+    if skipped := small_disk.mount(folder, (case.full_every + 3) * whole):
+        return Report(skipped=skipped)
+    saver, there = _saver(case, trainer, folder / "weights"), (0, trainer.weights())
+    for version in range(1, _FILLS + 1):
+        trainer.step()
+        left = draw.randrange(draw.choice([5_000, whole])) if draw.random() < 0.8 else small_disk.free(folder)
+        with small_disk.filled(folder / "filler", left):
+            try:
+                saver.save()
+                there = (version, trainer.weights())
+            except OSError as error:
+                if not re.search(r"needs \d+ bytes, and \d+ bytes are free", str(error)):
+                    report.unnamed.append(f"version {version}: {error}")
+            report.silent += filter(None, [_other(folder / "weights", *there)])
+    trainer.step()
+    saver.save()
+    report.silent += filter(None, [_other(folder / "weights", _FILLS + 1, trainer.weights())])
+    if len(names := os.listdir(folder / "weights")) > 1 + case.full_every:
+        report.silent.append(f"files that no version needs stay: {sorted(names)}")
+    return report
+
+
+def _other(folder: pathlib.Path, version: int, weights: dict[str, Tensor]) -> str:
+    """What is wrong, where version 0 is none."""
+    try:
+        found, tensors = loaded(folder, weights)
+    except (ValueError, FileNotFoundError) as error:
+        return f"version {version} was saved, and nothing loads: {error}" if version else ""
+    if found != version:
+        return f"version {version} was saved last, and {found} is loaded"
+    return "" if delta_faults.same(tensors, weights) else f"version {version} is loaded with other weights"
+
+
 # -- what is right
 
 
@@ -152,7 +194,7 @@ def _left(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: p
 def start(kind: str, number: int, folder: pathlib.Path) -> tuple[Case, World]:
     case = Case.of(kind, number)
     (folder / "place").mkdir()
-    body = _saves if kind == "kill_weights" else _flips
+    body = {"kill_weights": _saves, "flip_weights": _flips, "fill_weights": _fills}[kind]
     timeout = _TIMEOUT if case.size > 1 else 0.0
     world = worlds.start(case.size, body, (case, folder / "place"), folder, timeout=timeout)
     world.bound(_BOUND)
