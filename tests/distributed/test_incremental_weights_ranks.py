@@ -3,6 +3,7 @@
 import errno
 import os
 import pathlib
+import re
 import shutil
 from typing import Any
 from unittest import mock
@@ -85,7 +86,8 @@ def test_what_a_rank_did_not_write_is_no_version_and_what_is_gone_is_named(tmp_p
         else:
             with pytest.raises(ValueError, match="missing") as caught:
                 loaded(bad, truth[-1])
-            assert name.split(".run")[0].replace(".full", "") in str(caught.value)
+            assert re.sub(r"\.(run\d+|full|delta)$", "", name) in str(caught.value)
+            assert name.endswith((".full", ".delta")) == ("of2.*" in str(caught.value))
         shutil.rmtree(bad)
     shutil.copytree(good, bad)  # rank 1 was killed, and rank 0 went on for a version
     for name in os.listdir(bad):

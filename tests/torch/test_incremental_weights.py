@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -109,7 +110,7 @@ def test_each_version_since_the_last_full_one_loads(tmp_path: pathlib.Path) -> N
     assert loaded(tmp_path)[0] == 8
     with pytest.raises(ValueError, match=r"no version until 5"):
         loaded(tmp_path, 5)
-    with pytest.raises(ValueError, match=r"version 9 is not there: .*00000009.0of1.delta is missing"):
+    with pytest.raises(ValueError, match=r"version 9 is not there: .*00000009.0of1\.\* is missing"):
         loaded(tmp_path, 9)
     with pytest.raises(FileNotFoundError, match="no weights that"):
         loaded(tmp_path.parent)
@@ -158,7 +159,7 @@ def test_files_that_are_gone_are_named(tmp_path: pathlib.Path) -> None:
         else:
             with pytest.raises(ValueError, match="missing") as caught:
                 loaded(tmp_path / "bad")
-            assert name.replace("full", "delta").removesuffix("000001") in str(caught.value).replace("full", "delta")
+            assert re.sub("(000001|full|delta)$", "*", name) in str(caught.value)
         shutil.rmtree(tmp_path / "bad")
 
 

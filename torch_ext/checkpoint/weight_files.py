@@ -17,6 +17,9 @@ _PART = re.compile(_CHAIN + r"\.(?P<version>\d{8,18})\.(?P<part>\d{1,9})of(?P<pa
 _RUN = re.compile(_CHAIN + r"\.run(?P<run>\d{6,18})")
 _UNFINISHED = re.compile(_CHAIN + r"\..*\.unfinished")
 
+# The form of a file that is not there: nobody can tell.
+_EITHER = "*"
+
 
 class PartFile(NamedTuple):
     """One rank's part of a version."""
@@ -75,11 +78,11 @@ class Chain(NamedTuple):
         return [self.files[version, part] for version in range(full, last + 1) for part in range(self.parts)]
 
     def lost(self, since: int) -> PartFile | None:
-        """A file of a version from `since` on that a later one needs, and that is not there."""
+        """A file of a version from `since` on that a later one needs, and that is not there, of either form."""
         for version, part in sorted(self.files):
             file = self.files[version, part]
             if file.form == "delta" and version > since and (version - 1, part) not in self.files:
-                return file._replace(version=version - 1)
+                return file._replace(version=version - 1, form=_EITHER)
         return None
 
 
@@ -137,7 +140,7 @@ def version_in(folder: Path, names: Iterable[str], number: int | None = None) ->
         last = chain.last(full)
         if number is not None and last < number:
             absent = next(p for p in range(chain.parts) if (last + 1, p) not in chain.files)
-            file = PartFile(chain.name, last + 1, absent, chain.parts, "delta")
+            file = PartFile(chain.name, last + 1, absent, chain.parts, _EITHER)
             raise ValueError(f"version {number} is not there: {folder / file.name} is missing{_else(chain, last + 1)}")
         last = last if number is None else number
         return Version(last, full, chain.of(full, last))
