@@ -1,5 +1,6 @@
 """step_in_backward: each bucket is stepped as soon as its sum is there, with the bits of a step at the end."""
 
+import copy
 import gc
 import time
 import warnings
@@ -355,6 +356,34 @@ def _between(rank: int, world: int) -> None:
                 by.step()
                 by.zero_grad()
         assert bits(list(model.parameters())) == bits(list(plain.parameters()))
+
+
+def _loads_between(rank: int, world: int, then: str) -> None:
+    """What is loaded there would be stepped once more by the gradients that backward applied already."""
+    model, optimizer = _made("optim", True)
+    counts, saved = [], {}
+    for step in range(5):
+        _backward(model, rank, step)
+        if step == 3:
+            kept = bits([*model.parameters(), *(entry["exp_avg"] for entry in optimizer.state.values())])
+            words = r"load_state_dict\(\) after a backward that stepped .* call step\(\) or zero_grad\(\) first"
+            with pytest.raises(RuntimeError, match=words):
+                optimizer.load_state_dict(saved)
+            assert bits([*model.parameters(), *(entry["exp_avg"] for entry in optimizer.state.values())]) == kept
+            getattr(optimizer, then)()
+            optimizer.load_state_dict(saved)
+        else:
+            optimizer.step()
+        if step == 1:
+            saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.zero_grad()
+        counts.append({int(entry["step"]) for entry in optimizer.state.values()})
+    assert counts == [{1}, {2}, {3}, {2}, {3}]
+
+
+@pytest.mark.parametrize("then", ["step", "zero_grad"])
+def test_loading_between_backward_and_step(then: str) -> None:
+    ranks.run(2, _loads_between, then)
 
 
 def test_what_is_refused_between_backward_and_step() -> None:

@@ -51,7 +51,6 @@ class OptimizerBase(SavedOptimizer):
     _decoupled: bool | None = None  # whether groups decouple weight decay unless they say; None: as what is loaded says
 
     _scaling: GradScaling
-    _stepper: Stepper
     _keep_32bit: keep_32bit.Selection | None = None  # for groups that are added; None: of an older pickle
     step_in_backward = False  # of an older pickle
     _release: GradientRelease | None = None

@@ -10,6 +10,7 @@ from torch_ext.native.untraced import untraced
 from torch_ext.optim.optimizer_states import OptimizerStates
 from torch_ext.optim.state import load, save
 from torch_ext.optim.state.averaging import NONE, Averaging
+from torch_ext.optim.stepper import Stepper
 from torch_ext.params import hyper_parameters
 from torch_ext.params.param_groups import of_the_innermost
 from torch_ext.params.shard_map import ShardMap
@@ -22,6 +23,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     policy: Policy
     averaging: Averaging = NONE
     _states: OptimizerStates
+    _stepper: Stepper
     _open: str  # within master_weights() or ema_weights(), and what parameters are there
     _consolidated: dict[str, Any] | None  # handed out by the next state_dict(), until masters change
 
@@ -80,9 +82,13 @@ class SavedOptimizer(torch.optim.Optimizer):
         keeps less of than was saved, and masters that were missing, are named in one warning. Moves no weight: a master
         that does not round to its weight at the next step becomes the weight (see on_external_write), so model and
         optimizer may be loaded in any order. Raises ValueError or TypeError, naming the parameter and the key, before
-        anything has changed.
+        anything has changed; RuntimeError after a backward that stepped buckets (a policy's step_in_backward).
         """
         self._refuse_open("load_state_dict()")
+        if self._stepper.stepped_in_backward():
+            raise RuntimeError(
+                "load_state_dict() after a backward that stepped some weights already: call step() or zero_grad() first"
+            )
         if not isinstance(state_dict, Mapping):
             raise TypeError(
                 f"load_state_dict() was given a {type(state_dict).__name__}: what state_dict() returned, or torch.load "
