@@ -1,5 +1,5 @@
 /* The bf16 weights of a block beside masters on a processor with AVX-512, and what a loop does with them meanwhile.
- * Included by step_plain.h. */
+ * Included by step_avx512.h. */
 #ifndef TX_CPU_AVX512_BLOCK_H
 #define TX_CPU_AVX512_BLOCK_H
 

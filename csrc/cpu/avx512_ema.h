@@ -1,5 +1,5 @@
 /* The average of masters on a processor with AVX-512, from registers of the loop that steps them: what
- * tx_average_some does of a block, where no average is NaN, Inf or nearly that. Included by step_plain.h. */
+ * tx_average_some does of a block, where no average is NaN, Inf or nearly that. Included by avx512_block.h. */
 #ifndef TX_CPU_AVX512_EMA_H
 #define TX_CPU_AVX512_EMA_H
 

@@ -1,5 +1,5 @@
 /* fp32 weights that are stepped on a processor with AVX-512 where somebody asks what becomes of them; else the plain
- * loop is as quick. Included by step_plain.h. */
+ * loop is as quick. Included by step_fp32.h. */
 #ifndef TX_CPU_AVX512_SINGLES_H
 #define TX_CPU_AVX512_SINGLES_H
 

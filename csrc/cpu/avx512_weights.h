@@ -1,6 +1,6 @@
 /* Weights beside remainders on a processor with AVX-512: what tx_step_remainders does, 32 at a time as words of two, so
  * that nothing crosses lanes. One byte shuffle under a mask takes the place of a shift and a selection, and what is
- * rare is watched for by comparisons under the mask of the earlier ones. Included by step_plain.h. */
+ * rare is watched for by comparisons under the mask of the earlier ones. Included by avx512_changes.h. */
 #ifndef TX_CPU_AVX512_WEIGHTS_H
 #define TX_CPU_AVX512_WEIGHTS_H
 

@@ -9,6 +9,7 @@
 #include "csrc/cpu/loop_checksum.h"
 #include "csrc/cpu/loop_master.h"
 #include "csrc/cpu/step_8bit.h"
+#include "csrc/cpu/step_fp32.h"
 #include "csrc/cpu/step_plain.h"
 #if TX_HAS_AVX512
 #include "csrc/cpu/step_8bit_avx512.h"
