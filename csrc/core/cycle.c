@@ -1,4 +1,4 @@
-/* The machine of torch_ext_cycle.h: Note [the cycle] there. */
+/* The machine of torch_ext_cycle.h, Note [the cycle] there: its memory, what it is told, and what it knows. */
 #include "csrc/core/cycle.h"
 
 #include <inttypes.h>
@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "csrc/core/status.h"
-#include "csrc/core/text.h"
 
 static const tx_cycle_row kRows[] = {
     [TX_CYCLE_NO_SHARD] = {.reports = TX_REPORTS_LAST, .in_grad = 1, .tells_states = 1, .names_by_rank = 1},
@@ -29,10 +28,6 @@ static const tx_cycle_row kRows[] = {
 };
 enum { N_KINDS = sizeof kRows / sizeof kRows[0] };
 
-static const char kPartlyStepped[] =
-    "a backward raised when some of its buckets had been stepped already (step_in_backward=True): weights are partly "
-    "those of the next step. Load a checkpoint";
-
 int32_t tx_cycle_refuse(tx_cycle *c, const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
@@ -43,18 +38,13 @@ int32_t tx_cycle_refuse(tx_cycle *c, const char *format, ...) {
 
 /* -- memory ------------------------------------------------------------------------------------------------------- */
 
-static int64_t ring_of(const tx_cycle_args *args) {
-  const int64_t most = args->n_buckets > args->slots ? args->n_buckets : args->slots;
-  return most > 0 ? most : 1;
-}
-
 int64_t tx_cycle_bytes(const tx_cycle_args *args) {
   const int64_t limit = INT64_MAX / 256;
   if (!args || args->n_params > limit || args->n_buckets > limit || args->slots > limit) return -1;
   const int64_t tracker = tx_tracker_bytes(args->n_params, args->n_buckets);
   if (tracker < 0) return -1;
   const int64_t words = args->n_params + 2 * args->n_buckets;
-  const int64_t bytes = 6 * args->n_params + args->n_buckets + 4 * ring_of(args);
+  const int64_t bytes = 6 * args->n_params + args->n_buckets + 4 * tx_cycle_ring(args);
   return (int64_t)sizeof(tx_cycle) + 8 * words + tracker + (bytes + 7) / 8 * 8;
 }
 
@@ -111,7 +101,7 @@ tx_status tx_cycle_init(void *memory, int64_t bytes, const tx_cycle_args *args, 
   c->buffer_of = words + n + buckets;
   void *tracker = words + n + 2 * buckets;
   c->slots = (int32_t *)((char *)tracker + tx_tracker_bytes(n, buckets));
-  c->ends = (uint8_t *)(c->slots + ring_of(args));
+  c->ends = (uint8_t *)(c->slots + tx_cycle_ring(args));
   c->state = c->ends + buckets;
   c->already = c->state + n;
   c->broken = c->already + n;
@@ -279,13 +269,6 @@ void tx_cycle_fail(tx_cycle *c, const char *text) {
   if (!tx_cycle_has_failed(c)) (void)snprintf(c->failure, sizeof c->failure, "%s", text && text[0] ? text : "an error");
 }
 
-/* A backward that ends in an error cannot be undone where its first buckets were stepped. */
-static void notice_partly_stepped(tx_cycle *c) {
-  if (!c->steps_in_backward || c->n_messages == 0 || tx_cycle_has_failed(c)) return;
-  tx_cycle_fail(c, kPartlyStepped);
-  c->partly_stepped = 1;
-}
-
 void tx_cycle_died(tx_cycle *c, const uint8_t *modified) {
   /* Whether it was sent, the driver alone knows. */
   if (c->current.kind == TX_DO_SEND) c->unacknowledged = c->current.message;
@@ -293,7 +276,7 @@ void tx_cycle_died(tx_cycle *c, const uint8_t *modified) {
   if (c->phase == TX_PHASE_RECOVERING) return;
   if (c->phase == TX_PHASE_CLOSING && c->step >= TX_STEP_INSTALL) {
     /* All sums are there: they are installed. What the others were told this rank learns before it steps. */
-    if (c->verdict[0]) notice_partly_stepped(c);
+    if (c->verdict[0]) tx_cycle_notice_partly_stepped(c);
     c->verdict[0] = '\0';
     return;
   }
@@ -311,247 +294,6 @@ void tx_cycle_broken(tx_cycle *c, const uint8_t *params) {
 void tx_cycle_zero(tx_cycle *c, const int64_t *params, int64_t n) {
   for (int64_t k = 0; k < n; k++) {
     if (is_param(c, params[k])) c->state[params[k]] = c->broken[params[k]] = c->nonfinite[params[k]] = 0;
-  }
-}
-
-/* -- actions ------------------------------------------------------------------------------------------------------ */
-
-static int32_t hand_out(tx_cycle *c, int32_t kind, int64_t first) {
-  c->current = (tx_cycle_action){.kind = kind, .first = first};
-  return kind;
-}
-
-static int32_t wait_for_oldest(tx_cycle *c, int32_t flags) {
-  c->current = (tx_cycle_action){.kind = TX_DO_WAIT, .message = c->n_answered, .flags = flags};
-  return TX_DO_WAIT;
-}
-
-/* Of the slots: joined buckets need more memory. */
-static int64_t slots_of(const tx_cycle *c, int64_t first, int64_t end) {
-  const int64_t all = c->args.slots, n = c->args.n_buckets;
-  if (c->row->given || end - first == 1) return 1;
-  const int whole = (first == 0 || c->buffer_of[first - 1] != c->buffer_of[first]) &&
-                    (end == n || c->buffer_of[end] != c->buffer_of[first]);
-  return whole ? all : all / 2 > 0 ? all / 2 : 1;
-}
-
-static int32_t send(tx_cycle *c, int64_t first, int64_t end) {
-  const int64_t slots = slots_of(c, first, end);
-  if (c->row->bounded && c->n_answered < c->n_messages && c->slots_taken + slots > c->args.slots) {
-    return wait_for_oldest(c, 0);
-  }
-  c->slots[c->n_messages % ring_of(&c->args)] = (int32_t)slots;
-  c->slots_taken += slots;
-  c->current = (tx_cycle_action){.kind = TX_DO_SEND,
-                                 .first = first,
-                                 .end = end,
-                                 .message = c->n_messages++,
-                                 .flags = c->steps_in_backward ? TX_SEND_STEP : 0};
-  if (c->row->given) {
-    c->given = -1;
-  } else {
-    c->sent = end;
-  }
-  return TX_DO_SEND;
-}
-
-/* What was handed over, or the buckets that are complete. */
-static int32_t next_of_sending(tx_cycle *c) {
-  if (c->checking >= 0) return hand_out(c, TX_DO_CHECK, c->checking);
-  if (c->row->given) return c->given < 0 ? TX_DO_NOTHING : send(c, c->given, c->given + 1);
-  for (;;) {
-    if (c->complete > c->sent && c->ends[c->complete - 1]) return send(c, c->sent, c->complete);
-    const int64_t bucket = tx_tracker_next(c->tracker);
-    if (bucket < 0) return TX_DO_NOTHING;
-    c->complete = bucket + 1;
-    if (c->args.check_for_nan) return hand_out(c, TX_DO_CHECK, c->checking = bucket);
-  }
-}
-
-static int32_t next_of_inspecting(tx_cycle *c) {
-  for (; c->cursor < c->args.n_params; c->cursor++) {
-    if (!tx_tracker_is_ready(c->tracker, c->cursor)) return hand_out(c, TX_DO_INSPECT, c->cursor);
-  }
-  tx_tracker_finish(c->tracker);
-  memcpy(c->order, tx_tracker_order(c->tracker), (size_t)c->args.n_params * sizeof *c->order);
-  return TX_DO_NOTHING;
-}
-
-/* The sums are there, or worth nothing: the next backward is another cycle. */
-static void end_cycle(tx_cycle *c) {
-  const size_t n = (size_t)c->args.n_params;
-  c->number++;
-  if (n > 0) memset(c->state, 0, n);
-  if (n > 0) memset(c->already, 1, n);
-  if (c->args.n_buckets > 0) memset(c->units, 0, (size_t)c->args.n_buckets * sizeof *c->units);
-}
-
-static int32_t raise_verdict(tx_cycle *c) {
-  c->phase = TX_PHASE_IDLE;
-  if (!c->verdict[0]) return TX_DO_NOTHING;
-  notice_partly_stepped(c);
-  c->current = (tx_cycle_action){.kind = TX_DO_RAISE, .text = c->verdict};
-  return TX_DO_RAISE;
-}
-
-/* One step of CLOSING; TX_DO_NOTHING where that has nothing (more) to do. */
-static int32_t next_in_step(tx_cycle *c) {
-  const int before_last = c->row->reports == TX_REPORTS_BEFORE_LAST;
-  switch (c->step) {
-    case TX_STEP_INSPECT:
-      return next_of_inspecting(c);
-    case TX_STEP_ORDER:
-      return c->may_reorder ? hand_out(c, TX_DO_ORDER, 0) : TX_DO_NOTHING;
-    case TX_STEP_SEND:
-      return c->verdict[0] ? TX_DO_NOTHING : next_of_sending(c);
-    case TX_STEP_REPORT:
-      return before_last ? TX_DO_NOTHING : hand_out(c, TX_DO_REPORT, 0);
-    case TX_STEP_READ_FIRST:
-      return c->row->reports == TX_REPORTS_FIRST ? hand_out(c, TX_DO_READ, 0) : TX_DO_NOTHING;
-    case TX_STEP_WAIT:
-      if (tx_cycle_has_failed(c) && c->verdict[0]) return TX_DO_NOTHING; /* others did not send the same */
-      return c->n_answered < c->n_messages ? wait_for_oldest(c, 0) : TX_DO_NOTHING;
-    case TX_STEP_READ:
-      return c->row->reports == TX_REPORTS_LAST ? hand_out(c, TX_DO_READ, 0) : TX_DO_NOTHING;
-    default:
-      if (c->step == TX_STEP_INSTALL && !(tx_cycle_has_failed(c) && c->verdict[0]))
-        return hand_out(c, TX_DO_INSTALL, 0);
-      return TX_DO_NOTHING;
-  }
-}
-
-static int32_t next_of_closing(tx_cycle *c) {
-  for (; c->step < TX_STEP_VERDICT; c->step++) {
-    const int32_t kind = next_in_step(c);
-    if (kind) return kind;
-    if (c->step == TX_STEP_READ) end_cycle(c);
-  }
-  return raise_verdict(c);
-}
-
-/* A hook's reports are exchanged when its last bucket is complete, before it is sent. */
-static int32_t next_of_last(tx_cycle *c) {
-  if (c->checking >= 0) return next_of_sending(c);
-  if (c->args.check_for_nan && !c->reported) return hand_out(c, TX_DO_REPORT, 0);
-  if (c->args.check_for_nan && c->reported == 1) return hand_out(c, TX_DO_READ, 0);
-  c->phase = TX_PHASE_CLOSING;
-  c->step = TX_STEP_SEND;
-  return next_of_closing(c);
-}
-
-/* What was complete when the backward died is sent before, as it was by ranks that were told of each gradient at once.
- */
-static int32_t next_of_recovering(tx_cycle *c) {
-  if (!tx_cycle_has_failed(c)) {
-    const int sends = !c->row->given && !c->may_reorder && c->unacknowledged < 0;
-    const int32_t kind = sends ? next_of_sending(c) : TX_DO_NOTHING;
-    if (kind) return kind;
-    const int32_t unsure = c->n_answered == c->unacknowledged ? TX_WAIT_IF_SENT : 0;
-    if (c->n_answered < c->n_messages) return wait_for_oldest(c, TX_WAIT_DISCARD | unsure);
-    if (c->reported == 1) return hand_out(c, TX_DO_READ, 0);
-  }
-  const int64_t n = c->args.n_params;
-  if (c->row->every_backward && n > 0) {
-    memset(c->state, 0, (size_t)n);
-    if (c->n_messages > 0 && !c->row->given) memset(c->broken, 1, (size_t)n);
-  }
-  if (c->args.n_buckets > 0) memset(c->units, 0, (size_t)c->args.n_buckets * sizeof *c->units);
-  notice_partly_stepped(c);
-  for (int64_t i = 0; i < n && !c->row->given; i++)
-    c->already[i] |= tx_tracker_bucket(c->tracker, i) < c->sent; /* buckets are sent in ascending order */
-  c->number++;
-  c->verdict[0] = '\0';
-  c->phase = TX_PHASE_IDLE;
-  return hand_out(c, TX_DO_RECOVERED, 0);
-}
-
-/* Between backwards: weights that a step left to be gathered, in the order in which that began. */
-static void next_of_stepping(tx_cycle *c) {
-  if (c->n_gathered == c->n_gathers || tx_cycle_has_failed(c)) return;
-  c->current = (tx_cycle_action){.kind = TX_DO_WEIGHTS, .message = c->n_gathered};
-}
-
-/* After a failure of the exchange nothing more of this backward is sent or waited for, until it has died. */
-static int is_stuck(const tx_cycle *c) {
-  const int sends = c->phase == TX_PHASE_REDUCING || (c->phase == TX_PHASE_CLOSING && c->step < TX_STEP_INSTALL);
-  return sends && tx_cycle_has_failed(c) && !c->verdict[0];
-}
-
-int32_t tx_cycle_next(tx_cycle *c, tx_cycle_action *action) {
-  if (c->current.kind == TX_DO_RAISE) c->current.kind = TX_DO_NOTHING;
-  if (is_stuck(c)) c->current.kind = TX_DO_NOTHING;
-  if (c->current.kind == TX_DO_NOTHING && !is_stuck(c)) {
-    switch (c->phase) {
-      case TX_PHASE_REDUCING:
-        if (c->is_last) {
-          next_of_last(c);
-        } else if (!c->may_reorder) {
-          next_of_sending(c);
-        }
-        break;
-      case TX_PHASE_CLOSING:
-        next_of_closing(c);
-        break;
-      case TX_PHASE_RECOVERING:
-        next_of_recovering(c);
-        break;
-      case TX_PHASE_IDLE:
-        next_of_stepping(c);
-        break;
-      default:
-        break;
-    }
-  }
-  *action = c->current;
-  return c->current.kind;
-}
-
-void tx_cycle_done(tx_cycle *c, int32_t answered) {
-  switch (c->current.kind) {
-    case TX_DO_CHECK:
-      c->checking = -1;
-      break;
-    case TX_DO_SEND:
-      if (answered && c->n_answered == c->n_messages - 1) {
-        c->slots_taken -= c->slots[c->n_answered++ % ring_of(&c->args)];
-      }
-      break;
-    case TX_DO_INSPECT:
-      c->cursor++;
-      break;
-    case TX_DO_ORDER:
-      c->may_reorder = 0;
-      break;
-    case TX_DO_REPORT:
-      c->reported = 1;
-      if (c->phase == TX_PHASE_CLOSING) c->step++;
-      break;
-    case TX_DO_WAIT:
-      c->slots_taken -= c->slots[c->n_answered++ % ring_of(&c->args)];
-      break;
-    case TX_DO_READ:
-      c->reported = 2;
-      if (c->phase == TX_PHASE_CLOSING) {
-        if (c->step == TX_STEP_READ) end_cycle(c);
-        c->step++;
-      }
-      break;
-    case TX_DO_INSTALL:
-      c->step++;
-      break;
-    case TX_DO_WEIGHTS:
-      c->n_gathered++;
-      break;
-    default:
-      break;
-  }
-  c->current.kind = TX_DO_NOTHING;
-}
-
-void tx_cycle_set_messages(tx_cycle *c, const uint8_t *ends) {
-  for (int64_t b = 0; b < c->args.n_buckets; b++) {
-    const int last = b + 1 == c->args.n_buckets || c->row->given || c->buffer_of[b] != c->buffer_of[b + 1];
-    c->ends[b] = ends[b] || last;
   }
 }
 

@@ -1,5 +1,5 @@
-/* The inside of a machine of torch_ext_cycle.h: cycle.c has its states, cycle_step.c what it knows of steps,
- * cycle_report.c what ranks tell each other. */
+/* The inside of a machine of torch_ext_cycle.h: cycle.c has its memory and what it is told, cycle_actions.c what it
+ * asks for, cycle_step.c what it knows of steps, cycle_report.c what ranks tell each other. */
 #ifndef TX_CORE_CYCLE_H
 #define TX_CORE_CYCLE_H
 
@@ -101,6 +101,15 @@ struct tx_cycle {
 static inline int tx_cycle_has_failed(const tx_cycle *c) {
   return c->failure[0] != '\0';
 }
+
+/* Messages that may be under way: a ring of so many. */
+static inline int64_t tx_cycle_ring(const tx_cycle_args *args) {
+  const int64_t most = args->n_buckets > args->slots ? args->n_buckets : args->slots;
+  return most > 0 ? most : 1;
+}
+
+/* A backward that ends in an error cannot be undone where its first buckets were stepped. */
+void tx_cycle_notice_partly_stepped(tx_cycle *c);
 
 /* A step that wrote some weights and never the others (tx_cycle_stepping) is a failure for good. */
 void tx_cycle_notice_unfinished_step(tx_cycle *c);

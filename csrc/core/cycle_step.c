@@ -5,6 +5,10 @@
 #include "csrc/core/cycle.h"
 #include "csrc/core/text.h"
 
+static const char kPartlyStepped[] =
+    "a backward raised when some of its buckets had been stepped already (step_in_backward=True): weights are partly "
+    "those of the next step. Load a checkpoint";
+
 static const char kUnfinished[] =
     "step() was interrupted, or raised, when it had perhaps stepped some of the parameters: this rank's weights are "
     "not those of the other ranks any more. Load a checkpoint";
@@ -13,6 +17,12 @@ void tx_cycle_notice_unfinished_step(tx_cycle *c) {
   if (!c->stepping || c->args.world == 1 || tx_cycle_has_failed(c)) return;
   c->stepping = 0;
   tx_cycle_fail(c, kUnfinished);
+  c->partly_stepped = 1;
+}
+
+void tx_cycle_notice_partly_stepped(tx_cycle *c) {
+  if (!c->steps_in_backward || c->n_messages == 0 || tx_cycle_has_failed(c)) return;
+  tx_cycle_fail(c, kPartlyStepped);
   c->partly_stepped = 1;
 }
 
