@@ -194,12 +194,12 @@ class Adam(MeasuringOptimizer):
         """
         self.refuse_between("master_weights()")
         self._masters_may_change("master_weights()")
-        with torch.no_grad(), master_sync.opened(self._states, self._stepper) as masters:
-            self._open = "master_weights(): parameters are their masters there"
-            try:
+        self._open = "master_weights(): parameters are their masters there"
+        try:
+            with torch.no_grad(), master_sync.opened(self._states, self._stepper) as masters:
                 yield masters
-            finally:
-                self._open = ""
+        finally:
+            self._open = ""
 
     @untraced
     @of_the_innermost

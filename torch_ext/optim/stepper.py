@@ -16,7 +16,7 @@ from torch_ext.optim.state import masters
 from torch_ext.optim.state.param_state import gather_of
 from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.step_plan import StepPlan
-from torch_ext.optim.step_progress import StepProgress
+from torch_ext.optim.step_progress import NotStepped, StepProgress
 from torch_ext.optim.step_run import ArgumentsRefused, StepRun, check_signals
 from torch_ext.params import param_groups, reducer_registry
 from torch_ext.params.shard_map import ShardMap
@@ -30,6 +30,8 @@ class Stepper:
         self.plan: StepPlan | None = None
         self._hyper: tuple[list[Any], param_groups.HyperparameterTable] | None = None
         self._warned = False
+        self._unfinished = False
+        """Whether a step stepped some parameters, and was interrupted, or raised, before it had stepped the others."""
 
     def step(self, released: bool = False) -> None:
         """Steps the parameters that have a gradient; released: others were stepped, and have none. RuntimeError, before
@@ -49,6 +51,7 @@ class Stepper:
                 _warn_of_orphans(len(everyone))
             return
         _refuse_capture(states, everyone)
+        self._refuse_unfinished("step()")
         hyper = self.current_hyper()
         clipping = scaling.current_clipping(shards, present, active)
         if self._in_backward:
@@ -67,6 +70,11 @@ class Stepper:
         self._end_measurement()
         if (watcher := self._states.watcher) is not None:
             watcher.stepped()
+
+    def note_unfinished(self, progress: StepProgress, error: BaseException) -> None:
+        """A step that wrote something raised the error."""
+        known = progress.wrote_all or isinstance(error, NotStepped)  # whose message says what was stepped
+        self._unfinished = not known and self.plan is not None and self.plan.in_parts
 
     def _end_measurement(self) -> None:
         """The plan was run: if it measured, it is not to do so once more."""
@@ -105,6 +113,14 @@ class Stepper:
                     if not plan.note_moved():
                         plan, remade = self._make_plan(shards, active, grads), True
         return plan
+
+    def _refuse_unfinished(self, doing: str) -> None:
+        if self._unfinished:
+            raise RuntimeError(
+                f"{doing} after one that was interrupted, or raised, when it had perhaps stepped some of the "
+                "parameters and not the others: load a checkpoint of model and optimizer, or call zero_grad(), which "
+                "keeps what was stepped and drops the gradients"
+            )
 
     def current_hyper(self) -> param_groups.HyperparameterTable:
         """The groups as the operator takes them."""
@@ -166,6 +182,7 @@ class Stepper:
         everyone = states.everyone()
         shards, active = states.current_shards(everyone), [p.requires_grad for p in everyone]
         _refuse_capture(states, everyone)
+        self._refuse_unfinished("a backward that steps")
         if states.watcher is not None:
             states.watcher.before_writing()
         if plan is None or not plan.fits(shards, active, states.state) or not plan.same_forms():
@@ -211,6 +228,7 @@ class Stepper:
     def drop_gradients(self) -> None:
         """zero_grad(): what backward stepped stays stepped, on every rank."""
         self._scaling.forget()
+        self._unfinished = False
         everyone = self._states.everyone()
         owners = list(reducer_registry.owners_of(everyone))
         for owner in owners:
@@ -229,8 +247,9 @@ def _told(stepper: Stepper, progress: StepProgress) -> Iterator[None]:
     """Whoever publishes or measures learns of a step that raises when it has stepped something."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if progress.wrote:
+            stepper.note_unfinished(progress, error)
             stepper.stepped_so_far()
         raise
 
