@@ -78,6 +78,9 @@ def _bits(t: Tensor) -> bytes:
 class Training:
     """Two steps of it are done; the same ones whenever it is made."""
 
+    saved: Any = None
+    late: Any = None
+
     def __init__(self, kind: str) -> None:
         dtype, options, publishes, muon, gaps = KINDS[kind]
         generator = torch.Generator().manual_seed(0)
@@ -163,12 +166,12 @@ def _saved(training: Training) -> None:
     file = io.BytesIO()
     torch.save(training.optimizer.state_dict(), file)
     file.seek(0)
-    training.saved = torch.load(file)  # type: ignore[attr-defined]
+    training.saved = torch.load(file)
     training.train()
 
 
 def _late(training: Training) -> None:
-    training.late = nn.Parameter(torch.ones(7, dtype=training.model.p0.dtype))  # type: ignore[attr-defined]
+    training.late = nn.Parameter(torch.ones(7, dtype=training.model.p0.dtype))
 
 
 def _offload(training: Training) -> None:

@@ -148,6 +148,7 @@ class OptimizerBase(SavedOptimizer):
         """Of a pickle, a copy, or what load_state_dict and parallelize make of states (`load.EncodedEntry`)."""
         before, entries = self.__dict__.get("state", {}), state["state"]
         known = None if "_host" in state else self._states
+        self._half_loaded = known is not None
         host = state["_host"] if known is None else known.host
         counts = state["_counts"] if known is None else known.counts
         groups = state["param_groups"] if known is None else self.param_groups  # before a load, whose may be Adam's
@@ -172,6 +173,7 @@ class OptimizerBase(SavedOptimizer):
             self._states.make_steps(group)
         if self._release is not None:
             self._release.follow(self._states.everyone(), copied=True)
+        self._half_loaded = False
 
     def _make_first_state(self) -> None:  # of an optimizer that has nothing but steps
         flattened.patch()  # torch.distributed.checkpoint asks for state before it loads some
