@@ -111,6 +111,7 @@ class Adam(MeasuringOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, shards of gradients included. A clip coefficient that no step has applied is forgotten."""
         self._stepper.drop_gradients()
+        self._stepper.unfinished.forget()
         super().zero_grad(set_to_none)
         if self._release is not None:
             if self._release.stepped:

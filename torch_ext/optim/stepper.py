@@ -16,8 +16,9 @@ from torch_ext.optim.state import masters
 from torch_ext.optim.state.param_state import gather_of
 from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.step_plan import StepPlan
-from torch_ext.optim.step_progress import NotStepped, StepProgress
+from torch_ext.optim.step_progress import StepProgress
 from torch_ext.optim.step_run import ArgumentsRefused, StepRun, check_signals
+from torch_ext.optim.unfinished_step import UnfinishedStep
 from torch_ext.params import param_groups, reducer_registry
 from torch_ext.params.shard_map import ShardMap
 
@@ -29,9 +30,7 @@ class Stepper:
         self._states, self._scaling, self._in_backward = states, scaling, in_backward
         self.plan: StepPlan | None = None
         self._hyper: tuple[list[Any], param_groups.HyperparameterTable] | None = None
-        self._warned = False
-        self._unfinished = False
-        """Whether a step stepped some parameters, and was interrupted, or raised, before it had stepped the others."""
+        self._warned, self.unfinished = False, UnfinishedStep()
 
     def step(self, released: bool = False) -> None:
         """Steps the parameters that have a gradient; released: others were stepped, and have none. RuntimeError, before
@@ -51,7 +50,7 @@ class Stepper:
                 _warn_of_orphans(len(everyone))
             return
         _refuse_capture(states, everyone)
-        self._refuse_unfinished("step()")
+        self.unfinished.refuse("step()")
         hyper = self.current_hyper()
         clipping = scaling.current_clipping(shards, present, active)
         if self._in_backward:
@@ -71,11 +70,6 @@ class Stepper:
         if (watcher := self._states.watcher) is not None:
             watcher.stepped()
 
-    def note_unfinished(self, progress: StepProgress, error: BaseException) -> None:
-        """A step that wrote something raised the error."""
-        known = progress.wrote_all or isinstance(error, NotStepped)  # whose message says what was stepped
-        self._unfinished = not known and self.plan is not None and self.plan.in_parts
-
     def _end_measurement(self) -> None:
         """The plan was run: if it measured, it is not to do so once more."""
         measuring = self._states.measuring
@@ -93,12 +87,11 @@ class Stepper:
     ) -> StepPlan | None:
         """The plan that was run; None for a step that is inert."""
         states = self._states
-        plan = self.plan
+        plan, remade = self.plan, False
         if plan is None or not plan.fits(shards, active, states.state):
             plan = self._make_plan(shards, active, grads)
         if plan is not None and plan.matrices is not None:
             plan.matrices.check_gradients(plan.of_matrices(grads), scalars[2])
-        remade = False
         with StepProgress(shards.listeners()) as progress:
             while plan is not None:
                 run = StepRun(plan, grads, hyper, scalars, states.counts, states.optimizer.on_external_write, progress)
@@ -113,14 +106,6 @@ class Stepper:
                     if not plan.note_moved():
                         plan, remade = self._make_plan(shards, active, grads), True
         return plan
-
-    def _refuse_unfinished(self, doing: str) -> None:
-        if self._unfinished:
-            raise RuntimeError(
-                f"{doing} after one that was interrupted, or raised, when it had perhaps stepped some of the "
-                "parameters and not the others: load a checkpoint of model and optimizer, or call zero_grad(), which "
-                "keeps what was stepped and drops the gradients"
-            )
 
     def current_hyper(self) -> param_groups.HyperparameterTable:
         """The groups as the operator takes them."""
@@ -182,7 +167,6 @@ class Stepper:
         everyone = states.everyone()
         shards, active = states.current_shards(everyone), [p.requires_grad for p in everyone]
         _refuse_capture(states, everyone)
-        self._refuse_unfinished("a backward that steps")
         if states.watcher is not None:
             states.watcher.before_writing()
         if plan is None or not plan.fits(shards, active, states.state) or not plan.same_forms():
@@ -228,7 +212,6 @@ class Stepper:
     def drop_gradients(self) -> None:
         """zero_grad(): what backward stepped stays stepped, on every rank."""
         self._scaling.forget()
-        self._unfinished = False
         everyone = self._states.everyone()
         owners = list(reducer_registry.owners_of(everyone))
         for owner in owners:
@@ -249,7 +232,7 @@ def _told(stepper: Stepper, progress: StepProgress) -> Iterator[None]:
         yield
     except BaseException as error:
         if progress.wrote:
-            stepper.note_unfinished(progress, error)
+            stepper.unfinished.note(stepper.plan, progress, error)
             stepper.stepped_so_far()
         raise
 
