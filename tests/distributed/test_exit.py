@@ -1,11 +1,13 @@
 """A process that ends by an exception, with buckets on their way, ends as Python says: by its traceback and status
 1."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 
 PROGRAM = """
 import datetime, sys, time
@@ -30,8 +32,19 @@ for i, p in enumerate(model.parameters()):
 model(noise(2, rank, shapes)).backward()
 """
 
+# What runs at exit after everything that torch_ext has registered there: the interpreter is torn down from here on.
+THREADS_LEFT = """
+import atexit, sys, threading
+atexit.register(lambda: print(*(t.name for t in threading.enumerate() if "torch_ext" in t.name), file=sys.stderr))
+"""
+# Rank 0 is alive, and has sent nothing when rank 1 ends.
+LATE = PROGRAM.replace("1 / 0)", "time.sleep(100) if rank == 0 else 1 / 0)").replace("36 if", "39 if")
+SHORT_GRACE = "from torch_ext.comm import worker; worker._GRACE = 1.0\n"
 
-def test_an_uncaught_exception_ends_a_process_in_order() -> None:
+
+@contextlib.contextmanager
+def _started(program: str) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Two ranks."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ,
@@ -42,7 +55,7 @@ def test_an_uncaught_exception_ends_a_process_in_order() -> None:
         store = str(pathlib.Path(folder) / "store")
         started = [
             subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(rank), store],
+                [sys.executable, "-c", program, str(rank), store],
                 env=environment,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -50,10 +63,25 @@ def test_an_uncaught_exception_ends_a_process_in_order() -> None:
             for rank in range(2)
         ]
         try:
-            messages = [process.communicate(timeout=60.0)[1] for process in started]
+            yield started
         finally:
             for process in started:
                 process.kill()
-                process.wait()
-    assert [process.returncode for process in started] == [1, 1], messages
+                process.communicate()
+
+
+def test_an_uncaught_exception_ends_a_process_in_order() -> None:
+    with _started(PROGRAM) as started:
+        messages = [process.communicate(timeout=60.0)[1] for process in started]
+        assert [process.returncode for process in started] == [1, 1], messages
     assert all("ZeroDivisionError" in message.splitlines()[-1] for message in messages)
+
+
+def test_no_thread_waits_for_others_when_the_interpreter_is_torn_down() -> None:
+    """It would come back from C++ then, be unwound by force, and abort the process: if the other rank ended meanwhile,
+    say."""
+    with _started(THREADS_LEFT + SHORT_GRACE + LATE) as (_, second):
+        message = second.communicate(timeout=60.0)[1]
+        assert second.returncode == 1, message
+    assert "ZeroDivisionError" in message.splitlines()[-2], message
+    assert message.splitlines()[-1] == "", message

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import io
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +201,22 @@ def a_backward_that_raised() -> None:
     optimizer.step()
 
 
+def an_interrupted_step() -> None:
+    trained = model()
+    optimizer = AdamW(trained.parameters(), offload_fraction=0.5)
+    backward(trained)
+
+    def interrupt(frame: Any, event: str, _arg: object) -> None:
+        if event == "call" and frame.f_code.co_name == "step" and "cpu_offload" in frame.f_code.co_filename:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.step()
+
+
 STEPS: list[tuple[str, Callable[[], Any]]] = [
     ("is sparse (", a_sparse_embedding),
     ("is sparse (", a_clip_of_a_sparse_gradient),
@@ -223,6 +240,7 @@ STEPS: list[tuple[str, Callable[[], Any]]] = [
     ("fp16 gradients were written between unscale_() and step()", another_clip_function_under_fp16),
     ("applied and freed before the norm of all is known", a_clip_where_backward_steps),
     ("after a backward that raised when it had stepped", a_backward_that_raised),
+    ("after one that was interrupted, or raised, when it had perhaps stepped", an_interrupted_step),
 ]
 
 

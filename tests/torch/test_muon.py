@@ -746,3 +746,10 @@ def test_rows_that_do_not_follow_each_other_are_named() -> None:
     filled(params, 0)
     with pytest.raises(RuntimeError, match="parameter 0 of group 0 has strides"):
         optimizer.step()
+
+
+def test_a_group_that_is_refused_leaves_nothing() -> None:
+    optimizer = torch_ext.Muon([nn.Parameter(torch.randn(8, 8))], ns_dtype=F32)
+    with pytest.raises(ValueError, match="Muon steps matrices"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.randn(5))], "algorithm": "muon"})
+    assert len(optimizer.state_dict()["state"]) == 1

@@ -35,6 +35,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from torch_ext.comm import lost_ranks
 from torch_ext.comm.communicator import IN_FLIGHT, WHOLE, Part, ReduceRequest
 from torch_ext.comm.gloo_p2p import MemoryPool, PeerMessages, PendingTransfer, Works
 from torch_ext.comm.lost_ranks import ABANDONED, refuse_failed
@@ -156,9 +157,10 @@ class GlooCommunicator(PeerMessages):
         super().__init__(group, device)
         self.can_compress = device.type == "cpu"
         self.memory = MemoryPool()
-        self._posting = WorkerThread("torch_ext post")
-        self._reducing = WorkerThread("torch_ext reduce")
-        self._completing = WorkerThread("torch_ext gather")
+        give_up = functools.partial(lost_ranks.leave, group)
+        self._posting = WorkerThread("torch_ext post", give_up)
+        self._reducing = WorkerThread("torch_ext reduce", give_up)
+        self._completing = WorkerThread("torch_ext gather", give_up)
         self._slots_taken = 0
         self._queue: deque[_Reduction] = deque()
         self._compressed_gathers: deque[_AllGather] = deque()

@@ -155,6 +155,13 @@ def _reason(error: BaseException) -> str:
     return re.sub(r"^\[[^\]]*\] ", "", first).split(". This is typically")[0] or type(error).__name__
 
 
+def leave(group: Any) -> None:
+    """This process ends: whatever waits for other ranks ends by an error, and asks nobody why."""
+    _verdicts.setdefault(group, _Verdict("this process ends", (), {}))
+    rank, size, _ = _ranks_of(group)
+    _close(group, rank, set(range(size)) - {rank})
+
+
 def is_failure(error: BaseException) -> bool:
     """Whether a back end's error is about other ranks, rather than about an argument."""
     text = str(error)

@@ -25,12 +25,13 @@ class WorkerThread:
     """A daemon thread, started with the first task and ended with this object. Tasks must not raise.
 
     A daemon, because a thread that waits for a dead peer must not keep the interpreter from exiting, by which the other
-    ranks learn of it. But the exit waits for it a while: a thread that returns from C++ while the interpreter is torn
-    down is unwound by force, which aborts the process.
+    ranks learn of it. But the exit waits for it a while, and then has it give up: a thread that returns from C++ while
+    the interpreter is torn down is unwound by force, which aborts the process.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, give_up: Callable[[], None]) -> None:
+        """give_up: makes waits in tasks end, by errors; called at exit. Must not hold this object."""
+        self._name, self._give_up = name, give_up
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -49,9 +50,20 @@ class WorkerThread:
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
 
+    def give_up(self) -> None:
+        """Where the thread did not end."""
+        if self._thread is not None and self._thread.is_alive():
+            self._give_up()
+
 
 @atexit.register
 def _end_all() -> None:
+    workers = list(_workers)
     deadline = time.monotonic() + _GRACE
-    for worker in list(_workers):
+    for worker in workers:
+        worker.end(deadline)
+    for worker in workers:
+        worker.give_up()
+    deadline = time.monotonic() + _GRACE
+    for worker in workers:
         worker.end(deadline)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,11 @@ from torch_ext.tensors import offload_guard
 _COPIES = "__reduce_ex__"  # what pickle and copy.deepcopy ask an object, not its class, for
 
 
-def install(hooks: ExitStack, owner: nn.Module | torch.optim.Optimizer, offloaded: set[str]) -> None:
+Live: TypeAlias = list[None]
+"""Empty: a hook that an interrupt kept from being removed refuses nothing."""
+
+
+def install(hooks: ExitStack, owner: nn.Module | torch.optim.Optimizer, offloaded: set[str], live: Live) -> None:
     """offloaded: "params" and "grads" of a model, "states" of an optimizer; may be empty. Closing `hooks` removes what
     was installed before."""
     if offloaded:
@@ -23,7 +27,19 @@ def install(hooks: ExitStack, owner: nn.Module | torch.optim.Optimizer, offloade
     if isinstance(owner, torch.optim.Optimizer):
         _install_on_optimizer(hooks, owner, bool(offloaded))
     elif offloaded:
-        _install_on_model(hooks, owner, offloaded)
+        _install_on_model(hooks, owner, offloaded, live)
+
+
+def forget(owner: nn.Module | torch.optim.Optimizer) -> None:
+    """What closing `hooks` undoes and no `Live` does, where an interrupt came meanwhile."""
+    if isinstance(owner, torch.optim.Optimizer):
+        offload_guard.optimizers.discard(owner)
+        return
+    for p in owner.parameters():
+        offload_guard.params.pop(p, None)
+        offload_guard.grads.pop(p, None)
+    for module in owner.modules():
+        module.__dict__.pop(_COPIES, None)
 
 
 def _install_on_optimizer(hooks: ExitStack, optimizer: torch.optim.Optimizer, offloaded: bool) -> None:
@@ -35,7 +51,8 @@ def _install_on_optimizer(hooks: ExitStack, optimizer: torch.optim.Optimizer, of
     hooks.callback(optimizer.register_load_state_dict_pre_hook(_refuse_states("load_state_dict()")).remove)
 
 
-def _install_on_model(hooks: ExitStack, model: nn.Module, offloaded: set[str]) -> None:
+def _install_on_model(hooks: ExitStack, model: nn.Module, offloaded: set[str], live: Live) -> None:
+    refuse = functools.partial(_refuse_module, live)
     for kind, names in (("params", offload_guard.params), ("grads", offload_guard.grads)):
         if kind in offloaded:
             for name, p in model.named_parameters():
@@ -44,15 +61,15 @@ def _install_on_model(hooks: ExitStack, model: nn.Module, offloaded: set[str]) -
     if "params" in offloaded:
         for module in model.modules():
             # First, before FSDP2 gathers weights.
-            hooks.callback(module.register_forward_pre_hook(_refuse_module("forward"), prepend=True).remove)
-            hooks.callback(module.register_state_dict_pre_hook(_refuse_module("state_dict()")).remove)
-            hooks.callback(module.register_load_state_dict_pre_hook(_refuse_module("load_state_dict()")).remove)
+            hooks.callback(module.register_forward_pre_hook(refuse("forward"), prepend=True).remove)
+            hooks.callback(module.register_state_dict_pre_hook(refuse("state_dict()")).remove)
+            hooks.callback(module.register_load_state_dict_pre_hook(refuse("load_state_dict()")).remove)
             # Before the class's, which would have torch read weights that are not there.
             module.__dict__[_COPIES] = functools.partial(_refuse, "a copy or pickle", type(module).__name__)
             hooks.callback(module.__dict__.pop, _COPIES, None)
     for p in model.parameters():
         if p.requires_grad and not local_shard.is_dtensor(p):  # those of DTensors FSDPReducer refuses
-            hooks.callback(p.register_hook(_refuse_gradient).remove)
+            hooks.callback(p.register_hook(functools.partial(_refuse_gradient, live)).remove)
 
 
 @functools.cache
@@ -70,13 +87,18 @@ def _refuse_states(doing: str) -> Callable[..., None]:
     return lambda optimizer, *_: offload_guard.refuse_states(optimizer, doing)
 
 
-def _refuse_module(doing: str) -> Callable[..., NoReturn]:
-    return lambda module, *_: _refuse(doing, type(module).__name__)
+def _refuse_module(live: Live, doing: str) -> Callable[..., None]:
+    def refuse(module: nn.Module, *_: object) -> None:
+        if live:
+            _refuse(doing, type(module).__name__)
+
+    return refuse
 
 
 def _refuse(doing: str, name: str, *_: object) -> NoReturn:
     raise RuntimeError(f"{doing} of {name}: its weights are offloaded; {offload_guard.REMEDY}")
 
 
-def _refuse_gradient(_grad: Tensor) -> NoReturn:
-    raise RuntimeError(f"backward: weights or gradients are offloaded; {offload_guard.REMEDY}")
+def _refuse_gradient(live: Live, _grad: Tensor) -> None:
+    if live:
+        raise RuntimeError(f"backward: weights or gradients are offloaded; {offload_guard.REMEDY}")

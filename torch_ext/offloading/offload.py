@@ -6,7 +6,7 @@ that flat buffers consist of, and every other tensor in it stay the objects that
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TypeAlias
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torch_ext.offloading import hooks, transfer
-from torch_ext.offloading.transfer import Move, Offloaded, Released, StorageTransfer
+from torch_ext.offloading.transfer import Move, Offloaded, Piece, Released, StorageTransfer
 from torch_ext.optim.adamw import Adam
 from torch_ext.optim.state import access
 from torch_ext.parallel import parallel_module
@@ -71,8 +71,12 @@ def offload(
     plan.refuse_shared_weights()
     moves = plan.moves()
     storage.refuse_fixed(memory for _, memories in moves for memory in memories)
-    transfer.offload_all(moves, plan.devices)
-    plan.finish_offload()
+    stored = transfer.store_all(moves, plan.devices)
+    try:
+        plan.finish_offload(moves, stored)
+    except BaseException:  # an interrupt: what is freed is known as that
+        plan.finish_offload(moves, stored)
+        raise
 
 
 def onload(
@@ -93,8 +97,13 @@ def onload(
     plan = OffloadPlan("onload", model, optimizer, {"params": params, "grads": grads, "states": states})
     if params:
         plan.refuse_shared_weights()
-    transfer.onload_all(plan.offloaded(), plan.devices)
-    plan.finish_onload()
+    transfers = plan.offloaded()
+    transfer.restore_all(transfers, plan.devices)
+    try:
+        plan.finish_onload(transfers)
+    except BaseException:  # an interrupt: what is there again is known as that
+        plan.finish_onload(transfers)
+        raise
 
 
 class _Record:
@@ -109,11 +118,15 @@ class _Record:
         )
         self.offloaded: set[str] = set()
         self._hooks = ExitStack()
+        self._live: hooks.Live = []
 
     def hook(self, owner: Owner) -> None:
         """Replaces the hooks by those that fit what is offloaded now."""
+        self._live.clear()
         self._hooks.close()
-        hooks.install(self._hooks, owner, self.offloaded)
+        hooks.forget(owner)
+        self._live = [None]
+        hooks.install(self._hooks, owner, self.offloaded, self._live)
 
 
 _records: "weakref.WeakKeyDictionary[Owner, _Record]" = weakref.WeakKeyDictionary()
@@ -204,8 +217,9 @@ class OffloadPlan:
             if kind in self._kinds & record.offloaded
         ]
 
-    def finish_offload(self) -> None:
-        """The memory was released: from here on its use is refused."""
+    def finish_offload(self, moves: Sequence[Move], stored: Sequence[list[Piece]]) -> None:
+        """Memory that was stored is released: from here on its use is refused. May be called again."""
+        transfer.release_all(moves, stored)
         if isinstance(self._optimizer, Adam):
             self._optimizer.memory_released("grads" in self._kinds)
         for owner, record in self._records:
@@ -221,8 +235,10 @@ class OffloadPlan:
             torch.autograd.graph.increment_version(plain)
         self._tell_weights_moved(away=True)
 
-    def finish_onload(self) -> None:
-        """The memory has its content again: it may be used."""
+    def finish_onload(self, transfers: Iterable[StorageTransfer]) -> None:
+        """The memory has its content again: it may be used. May be called again."""
+        for one in transfers:
+            one.finish()
         for owner, record in self._records:
             record.offloaded -= self._kinds
             record.hook(owner)

@@ -109,28 +109,28 @@ def allocate(pieces: Iterable[Piece]) -> None:
 Move: TypeAlias = tuple[StorageTransfer, list[Memory]]
 
 
-def offload_all(moves: Sequence[Move], devices: Iterable[torch.device]) -> None:
-    """Raises RuntimeError, and has changed nothing, where there is not enough host memory or a copy fails."""
+def store_all(moves: Sequence[Move], devices: Iterable[torch.device]) -> list[list[Piece]]:
+    """Copies, and frees nothing; returns what each transfer will have offloaded. Raises RuntimeError where there is not
+    enough host memory or a copy fails."""
     stored: list[list[Piece]] = []
     try:
         for transfer, memories in moves:
-            stored.append(transfer.store(memories))
+            stored.append([*transfer.pieces, *transfer.store(memories)])
         host_copies.synchronize(devices)
-        for pieces in stored:
-            free(pieces)
     except BaseException as error:
-        for (transfer, _), pieces in zip(moves, stored, strict=False):
-            freed = [piece for piece in pieces if piece.memory.storage.nbytes() == 0]
-            allocate(freed)
-            transfer.restore(freed)
-        host_copies.synchronize(devices)
         _raise("offload", error, (m for _, memories in moves for m in memories), "and nothing has moved")
         raise
+    return stored
+
+
+def release_all(moves: Sequence[Move], stored: Sequence[list[Piece]]) -> None:
+    """Frees what `store_all` returned. May be called again, where it was interrupted."""
     for (transfer, _), pieces in zip(moves, stored, strict=True):
-        transfer.pieces += pieces
+        transfer.pieces = pieces
+        free(pieces)
 
 
-def onload_all(transfers: Sequence[StorageTransfer], devices: Iterable[torch.device]) -> None:
+def restore_all(transfers: Sequence[StorageTransfer], devices: Iterable[torch.device]) -> None:
     """Raises RuntimeError, with everything still offloaded, where the device has not enough memory or a copy fails."""
     try:
         for transfer in transfers:
@@ -147,8 +147,6 @@ def onload_all(transfers: Sequence[StorageTransfer], devices: Iterable[torch.dev
         )
         _raise("onload", error, (piece.memory for transfer in transfers for piece in transfer.pieces), outcome)
         raise
-    for transfer in transfers:
-        transfer.finish()
 
 
 def _raise(doing: str, error: BaseException, memories: Iterable[Memory], outcome: str) -> None:

@@ -111,6 +111,7 @@ class Adam(MeasuringOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, shards of gradients included. A clip coefficient that no step has applied is forgotten."""
         self._stepper.drop_gradients()
+        self._stepper.unfinished.forget()
         super().zero_grad(set_to_none)
         if self._release is not None:
             if self._release.stepped:
@@ -194,12 +195,12 @@ class Adam(MeasuringOptimizer):
         """
         self.refuse_between("master_weights()")
         self._masters_may_change("master_weights()")
-        with torch.no_grad(), master_sync.opened(self._states, self._stepper) as masters:
-            self._open = "master_weights(): parameters are their masters there"
-            try:
+        self._open = "master_weights(): parameters are their masters there"
+        try:
+            with torch.no_grad(), master_sync.opened(self._states, self._stepper) as masters:
                 yield masters
-            finally:
-                self._open = ""
+        finally:
+            self._open = ""
 
     @untraced
     @of_the_innermost

@@ -95,6 +95,11 @@ class DeviceStep:
         own = [batch.weights for batch in self.batches if batch.gather is None]
         self._addresses = param_form.address_signature(own[0]) if watched and own else 0
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether one call of the operator is not all of a step."""
+        return len(self.batches) > 1 or bool(self._copied)
+
     def load_copies(self) -> None:
         """Of weights that aren't dense: they are stepped as contiguous copies."""
         for weight, copy in self._copied:

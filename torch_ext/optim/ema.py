@@ -12,9 +12,9 @@ from torch_ext.optim.optimizer_base import OptimizerBase
 from torch_ext.optim.optimizer_states import OptimizerStates
 from torch_ext.optim.state import codec, save
 from torch_ext.optim.state.averaging import Averaging
-from torch_ext.optim.state.param_state import ParamState, gather_of, gathers_in_order
+from torch_ext.optim.state.gathers import Gathers
+from torch_ext.optim.state.param_state import ParamState
 from torch_ext.optim.state.state_dtypes import EMA
-from torch_ext.params import reducer_registry
 from torch_ext.params.param_groups import of_the_innermost
 
 
@@ -37,12 +37,12 @@ class AveragingOptimizer(OptimizerBase):
         """
         self._refuse_without_average("ema_weights()")
         self.refuse_between("ema_weights()")
-        with torch.no_grad(), _swapped(self._states):
-            self._open = "ema_weights(): parameters are their averages there"
-            try:
+        self._open = "ema_weights(): parameters are their averages there"
+        try:
+            with torch.no_grad(), _swapped(self._states):
                 yield
-            finally:
-                self._open = ""
+        finally:
+            self._open = ""
 
     @untraced
     @of_the_innermost
@@ -64,11 +64,16 @@ def _swapped(states: OptimizerStates) -> Iterator[None]:
     everyone = states.everyone()
     members = states.members(everyone, [p.requires_grad or states.is_made(p) for p in everyone])
     weights = [m.weight.detach().clone() for m in members]
+    there, back = (Gathers(members, "ema_weights()") for _ in range(2))
     try:
-        _write(members, [_average_of(m, states.optimizer.averaging) for m in members])
+        _write(members, [_average_of(m, states.optimizer.averaging) for m in members], there)
         yield
-    finally:
-        _write(members, weights)  # the next step compares them with their masters, and finds what it would have found
+    finally:  # the next step compares them with their masters, and finds what it would have found
+        try:
+            _write(members, weights, back)
+        except BaseException:  # an interrupt shall not leave averages in the model
+            _write(members, weights, back)
+            raise
 
 
 def _average_of(m: ParamState, averaging: Averaging) -> Tensor:
@@ -76,13 +81,9 @@ def _average_of(m: ParamState, averaging: Averaging) -> Tensor:
     return codec.decode(m.weight, m.state, m.kinds, EMA) if averaging.begun(m.state) else m.weight.detach()
 
 
-def _write(members: list[ParamState], values: list[Tensor]) -> None:
+def _write(members: list[ParamState], values: list[Tensor], gathers: Gathers) -> None:
     """To the weights that this rank steps, and from there to the ranks that have copies of them."""
-    gathers = [gather_of(m, reducer_registry.owner_of(m.param)) for m in members]
-    for owner in dict.fromkeys(owner for owner, _ in filter(None, gathers)):
-        owner.refuse_gone("ema_weights()")
     for m, value in zip(members, values, strict=True):
         m.weight.detach().copy_(value)
-    for handle in [owner.gather(bucket) for owner, bucket in filter(None, gathers_in_order(gathers))]:
-        handle.result()
+    gathers.run()
     torch.autograd.graph.increment_version([m.param for m in members])

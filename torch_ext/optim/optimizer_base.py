@@ -108,20 +108,25 @@ class OptimizerBase(SavedOptimizer):
         no numbers, or not legal ones; and arguments of the constructor that a group cannot have, `policy` among them.
         """
         before = len(self.param_groups)
-        with _refused_twice():
-            super().add_param_group(param_group)
-        group = self.param_groups[before]
         try:
+            with _refused_twice():
+                super().add_param_group(param_group)
+            group = self.param_groups[before]
             own = self.policy, self.averaging, self.refuse_hyper, self._given
             refuse_group(self.param_groups, group, f"group {before}: ", *own)
             keep_32bit.fill(group, self._keep_32bit, f"group {before}: ")
-        except Exception:
-            del self.param_groups[before]
+            param_groups.fill(group, {}, None)
+            self._states.make_steps(group)
+        except BaseException:
+            self._drop_groups(before)
             raise
-        param_groups.fill(group, {}, None)
-        self._states.make_steps(group)
         if self._release is not None:
             self._release.follow(group["params"])
+
+    def _drop_groups(self, first: int) -> None:
+        """Those that were added, and then refused or interrupted."""
+        del self.param_groups[first:]
+        self._states.drop_gone(self._states.everyone())
 
     def _masters_may_change(self, doing: str) -> None:
         self._refuse_open(doing)
@@ -142,6 +147,7 @@ class OptimizerBase(SavedOptimizer):
         """Of a pickle, a copy, or what load_state_dict and parallelize make of states (`load.EncodedEntry`)."""
         before, entries = self.__dict__.get("state", {}), state["state"]
         known = None if "_host" in state else self._states
+        self._half_loaded = known is not None
         host = state["_host"] if known is None else known.host
         counts = state["_counts"] if known is None else known.counts
         groups = state["param_groups"] if known is None else self.param_groups  # before a load, whose may be Adam's
@@ -166,6 +172,7 @@ class OptimizerBase(SavedOptimizer):
             self._states.make_steps(group)
         if self._release is not None:
             self._release.follow(self._states.everyone(), copied=True)
+        self._half_loaded = False
 
     def _make_first_state(self) -> None:  # of an optimizer that has nothing but steps
         flattened.patch()  # torch.distributed.checkpoint asks for state before it loads some

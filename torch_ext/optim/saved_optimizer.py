@@ -25,6 +25,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     _states: OptimizerStates
     _stepper: Stepper
     _open: str  # within master_weights() or ema_weights(), and what parameters are there
+    _half_loaded = False  # while a load writes
     _consolidated: dict[str, Any] | None  # handed out by the next state_dict(), until masters change
 
     @untraced
@@ -84,7 +85,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         optimizer may be loaded in any order. Raises ValueError or TypeError, naming the parameter and the key, before
         anything has changed; RuntimeError after a backward that stepped buckets (a policy's step_in_backward).
         """
-        self._refuse_open("load_state_dict()")
+        self._refuse_within("load_state_dict()")
         if self._stepper.stepped_in_backward():
             raise RuntimeError(
                 "load_state_dict() after a backward that stepped some weights already: call step() or zero_grad() first"
@@ -101,6 +102,14 @@ class SavedOptimizer(torch.optim.Optimizer):
             handle.remove()
 
     def _refuse_open(self, doing: str) -> None:
+        self._refuse_within(doing)
+        if self._half_loaded:
+            raise RuntimeError(
+                f"{doing} after a load_state_dict() that was interrupted when it had perhaps loaded some of the state: "
+                "load it again"
+            )
+
+    def _refuse_within(self, doing: str) -> None:
         if self._open:
             raise RuntimeError(f"{doing} within {self._open}; leave it first")
 

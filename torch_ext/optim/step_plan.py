@@ -84,6 +84,11 @@ class StepPlan:
         same = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
         return same and self.device.state_memory.holds()
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether a step is several calls of the library, between which it may be interrupted."""
+        return self.host is not None or self.matrices is not None or self.device.in_parts
+
     def same_forms(self) -> bool:
         """Whether every parameter has the dtype and the shape that it had when the plan was made. A step need not ask:
         the operator does."""

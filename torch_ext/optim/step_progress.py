@@ -16,6 +16,7 @@ class StepProgress:
     def __init__(self, listeners: Sequence[StepListener]) -> None:
         self._listeners = listeners
         self.wrote = False
+        self.wrote_all = False
         for listener in listeners:
             listener.step_begins()
 

@@ -77,6 +77,7 @@ class StepRun:
         finally:
             if plan.host is not None:
                 plan.host.end()
+        self._progress.wrote_all = True
         torch.autograd.graph.increment_version(plan.params)
         plan.mark_synced(counted=True)
         self._progress.written()

@@ -18,6 +18,7 @@ from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.optim.step_plan import StepPlan
 from torch_ext.optim.step_progress import StepProgress
 from torch_ext.optim.step_run import ArgumentsRefused, StepRun, check_signals
+from torch_ext.optim.unfinished_step import UnfinishedStep
 from torch_ext.params import param_groups, reducer_registry
 from torch_ext.params.shard_map import ShardMap
 
@@ -29,7 +30,7 @@ class Stepper:
         self._states, self._scaling, self._in_backward = states, scaling, in_backward
         self.plan: StepPlan | None = None
         self._hyper: tuple[list[Any], param_groups.HyperparameterTable] | None = None
-        self._warned = False
+        self._warned, self.unfinished = False, UnfinishedStep()
 
     def step(self, released: bool = False) -> None:
         """Steps the parameters that have a gradient; released: others were stepped, and have none. RuntimeError, before
@@ -49,6 +50,7 @@ class Stepper:
                 _warn_of_orphans(len(everyone))
             return
         _refuse_capture(states, everyone)
+        self.unfinished.refuse("step()")
         hyper = self.current_hyper()
         clipping = scaling.current_clipping(shards, present, active)
         if self._in_backward:
@@ -85,12 +87,11 @@ class Stepper:
     ) -> StepPlan | None:
         """The plan that was run; None for a step that is inert."""
         states = self._states
-        plan = self.plan
+        plan, remade = self.plan, False
         if plan is None or not plan.fits(shards, active, states.state):
             plan = self._make_plan(shards, active, grads)
         if plan is not None and plan.matrices is not None:
             plan.matrices.check_gradients(plan.of_matrices(grads), scalars[2])
-        remade = False
         with StepProgress(shards.listeners()) as progress:
             while plan is not None:
                 run = StepRun(plan, grads, hyper, scalars, states.counts, states.optimizer.on_external_write, progress)
@@ -229,8 +230,9 @@ def _told(stepper: Stepper, progress: StepProgress) -> Iterator[None]:
     """Whoever publishes or measures learns of a step that raises when it has stepped something."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if progress.wrote:
+            stepper.unfinished.note(stepper.plan, progress, error)
             stepper.stepped_so_far()
         raise
 

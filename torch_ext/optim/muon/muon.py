@@ -134,12 +134,12 @@ class Muon(Adam):
         before = len(self.param_groups)
         param_group = hyper.own_group(param_group, self.defaults)
         _refuse_shared(param_group, self.param_groups)
-        super().add_param_group(param_group)
-        group = self.param_groups[before]
         try:
+            super().add_param_group(param_group)
+            group = self.param_groups[before]
             group["matrices"] = self._chooser.forms(group, f"group {before}: ")
-        except Exception:
-            del self.param_groups[before]
+        except BaseException:
+            self._drop_groups(before)
             raise
 
     @property

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torch_ext.native import ops
 from torch_ext.optim.state import codec, load, weight_changes
+from torch_ext.optim.state.gathers import Gathers
 from torch_ext.optim.state.other_memory import OtherMemory
-from torch_ext.optim.state.param_state import gather_of, gathers_in_order
-from torch_ext.params import param_groups, reducer_registry
+from torch_ext.params import param_groups
 from torch_ext.tensors import dense
 
 if TYPE_CHECKING:
@@ -92,27 +92,37 @@ def _install(m: "ParamState", master: Tensor) -> int:
 @contextlib.contextmanager
 def opened(members: Sequence["ParamState"], keys: Sequence[str | int]) -> Iterator[dict[str | int, Tensor]]:
     """See Adam.master_weights. members: all that are trained, masters in agreement with weights. keys: of each."""
-    gathers = [gather_of(m, reducer_registry.owner_of(m.param)) for m in members]
-    for owner in dict.fromkeys(owner for owner, _ in filter(None, gathers)):
-        owner.refuse_gone("master_weights()")
+    gathers = Gathers(members, "master_weights()")
     wide = [_opened(m) for m in members]
-    swapped: list[tuple[ParamState, Tensor, OtherMemory]] = []
+    swapped = {m.param: OtherMemory(m.param, master) for m, master in zip(members, wide, strict=True) if _swaps(m)}
     try:
-        for m, master in zip(members, wide, strict=True):
-            if _swaps(m):
-                swapped.append((m, master, OtherMemory(m.param, master)))
+        for memory in swapped.values():
+            memory.enter()
         yield dict(zip(keys, wide, strict=True))
     finally:
-        written = {m.param: memory.leave() for m, _, memory in swapped}
-        converted = {m.param for m, master, _ in swapped if not _is_like(written[m.param], master)}
-        for m, master in zip(members, wide, strict=True):
-            weight_changes.written(m.changes)
-            if m.kinds.master and m.param not in converted:
-                _close(m, written.get(m.param, master))
-        for handle in [owner.gather(bucket) for owner, bucket in filter(None, gathers_in_order(gathers))]:
-            handle.result()
-        torch.autograd.graph.increment_version([m.param for m in members])
-        _refuse_conversions((m.name, written[m.param], master) for m, master, _ in swapped if m.param in converted)
+        try:
+            _leave(members, wide, swapped, gathers)
+        except BaseException:  # an interrupt shall not leave masters in the model
+            _leave(members, wide, swapped, gathers)
+            raise
+
+
+def _leave(
+    members: Sequence["ParamState"], wide: Sequence[Tensor], swapped: Mapping[Tensor, OtherMemory], gathers: Gathers
+) -> None:
+    """May be called again, where it was interrupted."""
+    written = {param: memory.leave() for param, memory in swapped.items()}
+    converted: list[tuple[str, Tensor, Tensor]] = []
+    for m, master in zip(members, wide, strict=True):
+        weight_changes.written(m.changes)
+        value = written.get(m.param, master)
+        if not _is_like(value, master):
+            converted.append((m.name, value, master))
+        elif m.kinds.master:
+            _close(m, value)
+    gathers.run()
+    torch.autograd.graph.increment_version([m.param for m in members])
+    _refuse_conversions(converted)
 
 
 def _is_like(value: Tensor, master: Tensor) -> bool:

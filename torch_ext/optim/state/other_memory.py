@@ -16,25 +16,35 @@ _MARK = "torch_ext: asked whether it stays"
 
 
 class OtherMemory:
-    """From here to `leave` the parameter is `other`."""
+    """From `enter` to `leave` the parameter is `other`."""
 
     def __init__(self, param: Tensor, other: Tensor) -> None:
-        self._param, self._weight = param, param.data
+        self._param, self._weight, self._other = param, param.data, other
         self._behind: Tensor | None = None
-        if _is_held(param):
-            self._behind = other.detach().requires_grad_(param.requires_grad)
-            torch._C._swap_tensor_impl(param, self._behind)
+        self._written: Tensor | None = None
+
+    def enter(self) -> None:
+        if _is_held(self._param):
+            self._behind = self._other.detach().requires_grad_(self._param.requires_grad)
+            torch._C._swap_tensor_impl(self._param, self._behind)
         else:
-            param.data = other
+            self._param.data = self._other
 
     def leave(self) -> Tensor:
-        """The parameter is what it was; returns what it was meanwhile."""
-        written = self._param.data
+        """The parameter is what it was; returns what it was meanwhile. Once more, after an interrupt: the same."""
+        if self._written is None:
+            self._written = self._other if self._is_itself() else self._param.data
+        if self._is_itself():
+            return self._written
         if self._behind is not None:
             torch._C._swap_tensor_impl(self._param, self._behind)
         else:
             self._param.data = self._weight
-        return written
+        return self._written
+
+    def _is_itself(self) -> bool:
+        own = self._weight
+        return self._param.dtype == own.dtype and self._param.data_ptr() == own.data_ptr()
 
 
 def _is_held(param: Tensor) -> bool:

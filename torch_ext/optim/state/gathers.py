@@ -1,0 +1,31 @@
+"""Weights that were written go to the ranks that have copies of them."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch_ext.optim.state.param_state import ParamState, gather_of, gathers_in_order
+from torch_ext.params import reducer_registry
+
+if TYPE_CHECKING:
+    from torch_ext.comm.communicator import Work
+
+
+class Gathers:
+    """Of these parameters' buckets, each once."""
+
+    def __init__(self, members: Iterable[ParamState], doing: str) -> None:
+        """RuntimeError where the process group is gone. doing: begins the message."""
+        found = gathers_in_order([gather_of(m, reducer_registry.owner_of(m.param)) for m in members])
+        self._left = list(filter(None, found))
+        self._begun: list[Work] = []
+        for owner in dict.fromkeys(owner for owner, _ in self._left):
+            owner.refuse_gone(doing)
+
+    def run(self) -> None:
+        """Collective. Goes on where it was interrupted."""
+        while self._left:
+            owner, bucket = self._left[0]
+            self._begun.append(owner.gather(bucket))
+            del self._left[0]
+        for work in self._begun:
+            work.result()
