@@ -12,6 +12,13 @@
 
 #include "csrc/torch_ext_delta.h"
 
+#ifdef TX_SANITIZED
+// What is refused for lack of memory below is more than the sanitizer's malloc refuses by itself.
+extern "C" const char *__asan_default_options() {
+  return "allocator_may_return_null=1";
+}
+#endif
+
 namespace {
 
 using Bytes = std::vector<uint8_t>;
