@@ -69,7 +69,8 @@ typedef enum tx_status {
 } tx_status;
 
 /* A message buffer owned by the caller. The library writes a NUL-terminated English sentence into it when a call
- * fails and leaves it alone when it succeeds. */
+ * fails and leaves it alone when it succeeds. It is UTF-8 whatever it names: bytes of a name that are not, and what is
+ * left of a character where a long name is cut, become '?'. */
 typedef struct tx_error {
   char message[1024];
 } tx_error;

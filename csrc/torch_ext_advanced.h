@@ -674,7 +674,7 @@ typedef struct tx_nccl_about {
   char path[512];  /* of the file */
 } tx_nccl_about;
 #define TX_NCCL_ABOUT_INIT \
-  { sizeof(tx_nccl_about) }
+  { .size = sizeof(tx_nccl_about) }
 TX_API tx_status tx_nccl_about_this(const tx_nccl *library, tx_nccl_about *about, tx_error *error);
 
 /* What the ranks of one communicator have in common: one of them makes it (id: TX_NCCL_ID_BYTES bytes), the caller

@@ -51,7 +51,7 @@ typedef struct tx_cuda_about {
   char why_not[1024];     /* why no device can be used; empty where one can */
 } tx_cuda_about;
 #define TX_CUDA_ABOUT_INIT \
-  { sizeof(tx_cuda_about) }
+  { .size = sizeof(tx_cuda_about) }
 TX_API tx_status tx_cuda_about_this(tx_cuda_about *about, tx_error *error);
 
 /* Whether kernels of this library run on the device: TX_ERROR_UNAVAILABLE names the device's architecture and those

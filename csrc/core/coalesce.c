@@ -2,6 +2,7 @@
  */
 #include <inttypes.h>
 
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
 #include "csrc/torch_ext_advanced.h"
 
@@ -77,16 +78,22 @@ static double most(const tx_coalesce_args *args, int64_t all, double each) {
   return limit * each > kLongest ? kLongest / each : limit;
 }
 
-int64_t tx_coalesce_cuts(int64_t bytes, int64_t world, double link_gbps, int32_t compressed) {
-  if (bytes < 1 || world < 2 || !(link_gbps > 0)) return 1;
+static int64_t cuts(int64_t bytes, int64_t world, double link_gbps, int32_t compressed) {
   const tx_coalesce_args args = {.world = world, .link_gbps = link_gbps, .compressed = compressed};
   const double limit = most(&args, bytes, each_byte(&args));
   const double found = (double)bytes / (limit > kLeastCut ? limit : kLeastCut);
   return (int64_t)found + (found > (double)(int64_t)found);
 }
 
-tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error) {
-  TX_FORWARD(check(args, ends, n_messages, error));
+int64_t tx_coalesce_cuts(int64_t bytes, int64_t world, double link_gbps, int32_t compressed) {
+  if (bytes < 1 || world < 2 || !(link_gbps > 0)) return 1;
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile int64_t found = cuts(bytes, world, link_gbps, compressed);
+  tx_fp_leave(saved);
+  return found;
+}
+
+static void join(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages) {
   const int known = args->link_gbps > 0;
   const double each = known ? each_byte(args) : 0;
   double limit = 0;
@@ -101,5 +108,12 @@ tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_me
     }
     ends[(*n_messages)++] = first = end;
   }
+}
+
+tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error) {
+  TX_FORWARD(check(args, ends, n_messages, error));
+  const tx_fp_mode saved = tx_fp_enter();
+  join(args, ends, n_messages);
+  tx_fp_leave(saved);
   return TX_OK;
 }

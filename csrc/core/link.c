@@ -1,6 +1,7 @@
 /* How fast a rank's link is, and what follows from it alone. */
 #include <stddef.h>
 
+#include "csrc/core/fp_mode.h"
 #include "csrc/torch_ext_advanced.h"
 
 /* Bytes that a rank sends in a round, and what is the least to each other one: shorter messages are all overhead. */
@@ -28,6 +29,14 @@ static int64_t slowest(const int64_t *took, const int64_t *waited, int64_t world
   return most;
 }
 
+/* Of messages of so many bytes in nanoseconds > 0. */
+static double gbps_of(int64_t bytes, int64_t messages, int64_t nanoseconds) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile double gbps = 8.0 * (double)bytes * (double)messages / (double)nanoseconds;
+  tx_fp_leave(saved);
+  return gbps;
+}
+
 double tx_link_gbps(const int64_t *took, const int64_t *waited, int64_t world) {
   if (!took || world < 2) return 0;
   enum { ROUNDS = TX_LINK_ROUNDS - 1 };
@@ -41,7 +50,7 @@ double tx_link_gbps(const int64_t *took, const int64_t *waited, int64_t world) {
     nets[at] = net;
   }
   const int64_t median = nets[ROUNDS / 2], found = median > 0 && median < quickest ? median : quickest;
-  return found > 0 ? 8.0 * (double)tx_link_part_bytes(world) * (double)(world - 1) / (double)found : 0;
+  return found > 0 ? gbps_of(tx_link_part_bytes(world), world - 1, found) : 0;
 }
 
 int32_t tx_compresses(int32_t choice, double link_gbps) {

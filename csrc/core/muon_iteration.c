@@ -17,6 +17,8 @@
 
 #include <stddef.h>
 
+#include "csrc/core/fp_mode.h"
+
 #define MOST_STEPS 100
 
 typedef struct run {
@@ -191,7 +193,10 @@ tx_muon_iteration tx_muon_chosen(const tx_muon_iteration *iteration) {
   tx_muon_iteration it = *iteration;
   if (it.panel == 0) it.panel = tx_muon_panel(it.rows < it.columns ? it.rows : it.columns, TX_F32, 1, 0);
   if (it.ns != TX_MUON_AUTO) return it;
-  it.ns = count_of(it, TX_MUON_GRAM) < count_of(it, TX_MUON_STANDARD) ? TX_MUON_GRAM : TX_MUON_STANDARD;
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile double gram = count_of(it, TX_MUON_GRAM), standard = count_of(it, TX_MUON_STANDARD);
+  tx_fp_leave(saved);
+  it.ns = gram < standard ? TX_MUON_GRAM : TX_MUON_STANDARD;
   return it;
 }
 

@@ -3,6 +3,7 @@
 #include <math.h>
 #include <stdio.h>
 
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/muon_iteration.h"
 #include "csrc/core/status.h"
 #include "csrc/core/text.h"
@@ -54,7 +55,10 @@ tx_status tx_muon_check_group(const tx_muon_group *group, const char *where, tx_
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "%sns_steps is %lld; a number in [1, 100) is legal",
                    where ? where : "", (long long)group->ns_steps);
   }
-  if (largest_singular(c, group->ns_steps) <= MOST_SINGULAR) return TX_OK;
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile double largest = largest_singular(c, group->ns_steps);
+  tx_fp_leave(saved);
+  if (largest <= MOST_SINGULAR) return TX_OK;
   return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
                  "%sns_coefficients are (%g, %g, %g): with these some singular value leaves [0, %g] in %lld ns_steps; "
                  "coefficients that keep them bounded, as (3.4445, -4.775, 2.0315), are legal",
@@ -91,7 +95,10 @@ int64_t tx_muon_panel(int64_t n, int32_t dtype, int64_t threads, int32_t tiles) 
 double tx_muon_operations(int64_t rows, int64_t columns, int64_t ns_steps, int32_t ns, int64_t restart, int64_t panel) {
   const tx_muon_iteration iteration = {
       .rows = rows, .columns = columns, .steps = ns_steps, .restart = restart, .panel = panel, .ns = ns};
-  return tx_muon_count(&iteration);
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile double operations = tx_muon_count(&iteration);
+  tx_fp_leave(saved);
+  return operations;
 }
 
 /* Products of bf16 are made by one thread up to sizes where products and what is beside them leave the caches: on two
@@ -105,8 +112,15 @@ int64_t tx_muon_lanes(int64_t rows, int64_t columns, int32_t dtype, int64_t thre
   return dtype == TX_BF16 && small >= 1 && small <= LANE_ROWS && threads >= 2 && threads <= LANES ? threads : 0;
 }
 
-double tx_muon_lr_ratio(int64_t rows, int64_t columns, int32_t match_rms_adamw) {
+static double lr_ratio(int64_t rows, int64_t columns, int32_t match_rms_adamw) {
   const double most = (double)(rows > columns ? rows : columns);
   if (match_rms_adamw) return 0.2 * sqrt(most);
   return rows > columns && columns > 0 ? sqrt((double)rows / (double)columns) : 1.0;
+}
+
+double tx_muon_lr_ratio(int64_t rows, int64_t columns, int32_t match_rms_adamw) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile double ratio = lr_ratio(rows, columns, match_rms_adamw);
+  tx_fp_leave(saved);
+  return ratio;
 }

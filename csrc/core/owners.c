@@ -4,6 +4,7 @@
  * where a rank has few pieces. */
 #include <math.h>
 
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/hash.h"
 #include "csrc/core/status.h"
 
@@ -142,12 +143,8 @@ static tx_status check(int64_t n, const double *sizes, int64_t ranks, const void
   return TX_OK;
 }
 
-tx_status tx_plan_owners(int64_t n, const double *sizes, int64_t ranks, void *room, int32_t *owners,
-                         int64_t *fingerprint, tx_error *error) {
-  TX_FORWARD(check(n, sizes, ranks, room, owners, error));
-  plan p = {.n = n, .ranks = ranks, .pieces = room};
-  p.loads = (double *)(p.pieces + n);
-  p.owners = (int32_t *)(p.loads + ranks);
+static void find_owners(plan p, const double *sizes, int32_t *owners) {
+  const int64_t n = p.n;
   for (int64_t i = 0; i < n; i++)
     p.pieces[i] = (piece){sizes[i], i};
   sort(p.pieces, n);
@@ -163,6 +160,17 @@ tx_status tx_plan_owners(int64_t n, const double *sizes, int64_t ranks, void *ro
       low = bound; /* of this way to plan, not of every one */
     }
   }
+}
+
+tx_status tx_plan_owners(int64_t n, const double *sizes, int64_t ranks, void *room, int32_t *owners,
+                         int64_t *fingerprint, tx_error *error) {
+  TX_FORWARD(check(n, sizes, ranks, room, owners, error));
+  plan p = {.n = n, .ranks = ranks, .pieces = room};
+  p.loads = (double *)(p.pieces + n);
+  p.owners = (int32_t *)(p.loads + ranks);
+  const tx_fp_mode saved = tx_fp_enter();
+  find_owners(p, sizes, owners);
+  tx_fp_leave(saved);
   if (fingerprint) *fingerprint = fingerprint_of(n, sizes, ranks, owners);
   return TX_OK;
 }

@@ -1,10 +1,10 @@
 #include "csrc/core/policy_fields.h"
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "csrc/core/dtype.h"
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
 #include "csrc/core/suggest.h"
 
@@ -112,8 +112,8 @@ static int none_is_legal(int32_t field) {
 /* Whether x lies in "[0, 1)": the brackets say which ends belong to it. False for NaN. */
 static int is_in_interval(const char *interval, double x) {
   char *end;
-  const double low = strtod(interval + 1, &end);
-  const double high = strtod(end + 1, &end);
+  const double low = tx_text_number(interval + 1, &end);
+  const double high = tx_text_number(end + 1, &end);
   return (*interval == '[' ? x >= low : x > low) && (*end == ']' ? x <= high : x < high);
 }
 
@@ -309,26 +309,10 @@ static int read_enum(const tx_setting *setting, const char *legal, int32_t *valu
   return 1;
 }
 
-tx_status tx_policy_read(const tx_setting *setting, const char *where, int32_t side, tx_policy *values, int32_t *field,
-                         int *decided, tx_error *error) {
-  if (!setting->key) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s: a key is NULL", where);
-  if (setting->kind < TX_VALUE_NONE || setting->kind > TX_VALUE_DTYPE ||
-      (setting->kind == TX_VALUE_TEXT && !setting->text)) {
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s: %.64s has a value of no tx_value_kind (%d)", where,
-                   setting->key, (int)setting->kind);
-  }
-  const int32_t f = find_key(setting->key);
-  if (f == TX_POLICY_FIELDS || !(kFields[f].side & side)) return fail_key(setting->key, where, side, error);
-
+/* Writes the value into its field; 0 where it is not legal there. dtype: what the setting is, in a field of dtypes. */
+static int read_value(const tx_setting *setting, int32_t f, int is_none, tx_dtype dtype, tx_policy *values) {
   const tx_policy_field *row = &kFields[f];
   const char *legal = values_of(row->legal);
-  tx_dtype dtype = TX_NONE;
-  const int is_none = setting->kind == TX_VALUE_NONE ||
-                      (row->type == TX_FIELD_DTYPE && read_dtype(setting, &dtype) && dtype == TX_NONE); /* "auto" */
-  *field = f;
-  *decided = !is_none || none_is_legal(f);
-  if (!*decided) return TX_OK;
-
   int ok = 0;
   switch ((tx_field_type)row->type) {
     case TX_FIELD_F64: {
@@ -373,6 +357,31 @@ tx_status tx_policy_read(const tx_setting *setting, const char *where, int32_t s
       break;
     }
   }
+  return ok;
+}
+
+tx_status tx_policy_read(const tx_setting *setting, const char *where, int32_t side, tx_policy *values, int32_t *field,
+                         int *decided, tx_error *error) {
+  if (!setting->key) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s: a key is NULL", where);
+  if (setting->kind < TX_VALUE_NONE || setting->kind > TX_VALUE_DTYPE ||
+      (setting->kind == TX_VALUE_TEXT && !setting->text)) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s: %.64s has a value of no tx_value_kind (%d)", where,
+                   setting->key, (int)setting->kind);
+  }
+  const int32_t f = find_key(setting->key);
+  if (f == TX_POLICY_FIELDS || !(kFields[f].side & side)) return fail_key(setting->key, where, side, error);
+
+  const tx_policy_field *row = &kFields[f];
+  tx_dtype dtype = TX_NONE;
+  const int is_none = setting->kind == TX_VALUE_NONE ||
+                      (row->type == TX_FIELD_DTYPE && read_dtype(setting, &dtype) && dtype == TX_NONE); /* "auto" */
+  *field = f;
+  *decided = !is_none || none_is_legal(f);
+  if (!*decided) return TX_OK;
+
+  const tx_fp_mode saved = tx_fp_enter(); /* a subnormal is not 0, whatever the caller has set */
+  const volatile int ok = read_value(setting, f, is_none, dtype, values);
+  tx_fp_leave(saved);
   return ok ? TX_OK : fail_value(setting, where, f, error);
 }
 

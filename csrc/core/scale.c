@@ -1,6 +1,7 @@
 #include <float.h>
 #include <inttypes.h>
 
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
 
 /* The legal states; the comparisons are written so that NaN is none. */
@@ -43,13 +44,20 @@ tx_status tx_scale_from_policy(const tx_policy *policy, tx_scale *scale, tx_erro
   return TX_OK;
 }
 
+static double product_of(double scale, double factor) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile double product = scale * factor;
+  tx_fp_leave(saved);
+  return product;
+}
+
 tx_status tx_scale_update(tx_scale *s, int32_t found_inf, tx_error *error) {
   TX_FORWARD(check(s, error));
   if (found_inf) {
     s->clean_steps = 0;
     if (s->hysteresis_left > 0) s->hysteresis_left--;
     if (s->hysteresis_left == 0) {
-      const double lower = s->scale * s->backoff_factor;
+      const double lower = product_of(s->scale, s->backoff_factor);
       s->scale = lower > s->min_scale ? lower : s->min_scale;
     }
     return TX_OK;
@@ -57,7 +65,7 @@ tx_status tx_scale_update(tx_scale *s, int32_t found_inf, tx_error *error) {
   if (++s->clean_steps < s->growth_interval) return TX_OK;
   s->clean_steps = 0;
   s->hysteresis_left = s->hysteresis;
-  const double higher = s->scale * s->growth_factor;
+  const double higher = product_of(s->scale, s->growth_factor);
   if (higher <= FLT_MAX) s->scale = higher;
   return TX_OK;
 }

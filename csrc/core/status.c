@@ -1,14 +1,16 @@
 #include "csrc/core/status.h"
 
 #include <stdarg.h>
-#include <stdio.h>
+
+#include "csrc/core/text.h"
 
 tx_status tx_fail(tx_error *error, tx_status status, const char *format, ...) {
   if (error) {
     va_list arguments;
     va_start(arguments, format);
-    (void)vsnprintf(error->message, sizeof error->message, format, arguments);
+    (void)tx_text_vformat(error->message, sizeof error->message, format, arguments);
     va_end(arguments);
+    tx_text_mend(error->message);
   }
   return status;
 }

@@ -1,10 +1,75 @@
+#define _GNU_SOURCE /* uselocale */
 #include "csrc/core/text.h"
 
+#include <fenv.h>
+#include <locale.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* What the calling thread had set. */
+typedef struct callers {
+  locale_t plain; /* 0: there is no memory for one, and the caller's is used */
+  locale_t locale;
+  fenv_t mode; /* all of it: on x86_64 printf asks the x87 how to round */
+} callers;
+
+static callers set_aside(void) {
+  callers had = {.plain = newlocale(LC_ALL_MASK, "C", (locale_t)0)};
+  had.locale = uselocale(had.plain); /* 0 changes nothing */
+  (void)fegetenv(&had.mode);
+  (void)fesetenv(FE_DFL_ENV);
+  return had;
+}
+
+static void bring_back(const callers *had) {
+  (void)fesetenv(&had->mode);
+  (void)uselocale(had->locale);
+  if (had->plain) freelocale(had->plain);
+}
+
+int tx_text_vformat(char *data, size_t capacity, const char *format, va_list arguments) {
+  const callers had = set_aside();
+  const int length = vsnprintf(data, capacity, format, arguments);
+  bring_back(&had);
+  return length;
+}
+
+int tx_text_format(char *data, size_t capacity, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  const int length = tx_text_vformat(data, capacity, format, arguments);
+  va_end(arguments);
+  return length;
+}
+
+/* Bytes of the character at `at`; 0 where there is no whole one (RFC 3629). */
+static int character_bytes(const unsigned char *at) {
+  const unsigned char lead = at[0];
+  if (lead < 0x80) return 1;
+  if (lead < 0xc2 || lead > 0xf4) return 0;
+  const int bytes = lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
+  for (int i = 1; i < bytes; i++)
+    if ((at[i] & 0xc0) != 0x80) return 0; /* the end of the text, too */
+  const int is_longer_than_needed = (lead == 0xe0 && at[1] < 0xa0) || (lead == 0xf0 && at[1] < 0x90);
+  const int is_surrogate = lead == 0xed && at[1] > 0x9f, is_past_the_last = lead == 0xf4 && at[1] > 0x8f;
+  return is_longer_than_needed || is_surrogate || is_past_the_last ? 0 : bytes;
+}
+
+void tx_text_mend(char *text) {
+  for (int bytes; *text; text += bytes ? bytes : 1) {
+    bytes = character_bytes((const unsigned char *)text);
+    if (bytes == 0) *text = '?';
+  }
+}
+
+double tx_text_number(const char *text, char **end) {
+  const callers had = set_aside();
+  const volatile double number = strtod(text, end);
+  bring_back(&had);
+  return number;
+}
 
 tx_text tx_text_in(char *data, size_t capacity) {
   if (capacity > 0) data[0] = '\0';
@@ -16,15 +81,18 @@ void tx_text_add(tx_text *text, const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
   const int added =
-      vsnprintf(used < text->capacity ? text->data + used : NULL, text->capacity - used, format, arguments);
+      tx_text_vformat(used < text->capacity ? text->data + used : NULL, text->capacity - used, format, arguments);
   va_end(arguments);
   if (added > 0) text->length += (size_t)added;
 }
 
 void tx_text_add_float(tx_text *text, double number) {
   char digits[32];
-  (void)snprintf(digits, sizeof digits, "%.15g", isnan(number) ? (double)NAN : number);
-  if (strtod(digits, NULL) != number && !isnan(number)) (void)snprintf(digits, sizeof digits, "%.17g", number);
+  (void)tx_text_format(digits, sizeof digits, "%.15g", isnan(number) ? (double)NAN : number);
+  const double read = tx_text_number(digits, NULL);
+  /* By their bits: where subnormals count as 0, they are equal to it. */
+  if (memcmp(&read, &number, sizeof read) != 0 && !isnan(number))
+    (void)tx_text_format(digits, sizeof digits, "%.17g", number);
   tx_text_add(text, "%s%s", digits, digits[strspn(digits, "-0123456789")] ? "" : ".0");
 }
 

@@ -2,8 +2,21 @@
 #ifndef TX_CORE_TEXT_H
 #define TX_CORE_TEXT_H
 
+#include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+
+/* vsnprintf and snprintf as in the C locale, of numbers rounded to nearest, whatever the caller has set: a decimal
+ * point is a point. */
+int tx_text_vformat(char *data, size_t capacity, const char *format, va_list arguments)
+    __attribute__((format(printf, 3, 0)));
+int tx_text_format(char *data, size_t capacity, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+/* Each byte that is not part of a whole UTF-8 character becomes '?': names may be any bytes, and are cut anywhere. */
+void tx_text_mend(char *text);
+
+/* strtod in the same way. */
+double tx_text_number(const char *text, char **end);
 
 /* `length` counts what was asked for, as snprintf does; what does not fit into `capacity` bytes is cut. */
 typedef struct tx_text {

@@ -6,6 +6,9 @@
 #include "csrc/ops/operator_checks.h"
 #include "csrc/ops/tensor.h"
 
+/* The least number that is not finite as fp32: half an ulp above the largest, a tie that goes to the even one. */
+#define ROUNDS_TO_INFINITY 0x1.ffffffp127
+
 /* -- tensors and their ranges of a bucket ----------------------------------------------------------------------- */
 
 /* Bucket and scales belong together, and each range lies in the bucket, on a block edge where there are blocks. */
@@ -110,7 +113,7 @@ tx_status tx_check_bucket_reduce(const tx_bucket_reduce_args *a, tx_error *error
     return tx_fail(error, TX_ERROR_SHAPE, "chunks has %lld entries; at least 1 is legal, one for each rank",
                    (long long)a->n);
   }
-  if (!isfinite((float)a->scale)) {
+  if (!(fabs(a->scale) < ROUNDS_TO_INFINITY)) {
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "scale is %g; a finite fp32 is legal (1 / world_size for a mean)",
                    a->scale);
   }

@@ -54,10 +54,20 @@ static tx_status check_piece(const tx_delta_piece *p, int64_t n_params, const tx
   return TX_OK;
 }
 
-/* The pieces of one parameter cover each of its elements once. room: an interval for each row. */
+/* The pieces of one parameter cover each of its elements once. room: an interval for each row, or for each element
+ * where these are fewer. */
 static tx_status check_cover(const tx_delta_param *param, const tx_delta_piece *pieces, int64_t n, interval *room,
                              tx_error *error) {
   int64_t rows = 0;
+  for (int64_t i = 0; i < n; i++) {
+    rows += pieces[i].rows;
+    if (rows > param->numel) {
+      return tx_fail(error, TX_ERROR_OVERLAP,
+                     "\"%s\": its pieces have more rows than it has elements, %" PRId64 "; legal: each in one piece",
+                     param->name, param->numel);
+    }
+  }
+  rows = 0;
   for (int64_t i = 0; i < n; i++) {
     for (int64_t r = 0; r < pieces[i].rows; r++) {
       const uintptr_t begin = (uintptr_t)(pieces[i].first + r * pieces[i].step);
@@ -117,14 +127,16 @@ static int64_t memory_of(const tx_delta_piece *p, int64_t item, int64_t index, i
 /* No memory in two pieces, nor twice in one. First by what pieces span; where these overlap, or a piece has gaps or
  * folds, by all of its intervals. */
 static tx_status check_memory(const tx_delta_param *params, const tx_delta_piece *pieces, int64_t n, tx_error *error) {
+  const int64_t most = INT64_MAX / (int64_t)sizeof(interval);
   for (int whole = 1; whole >= 0; whole--) {
     int64_t many = 0, folds = 0;
     for (int64_t i = 0; i < n; i++) {
       if (!pieces[i].data) continue;
       many += memory_of(&pieces[i], 1, i, whole, NULL);
+      if (many > most) break;
       folds |= memory_of(&pieces[i], 1, i, 0, NULL) > 1;
     }
-    interval *list = malloc((size_t)(many ? many : 1) * sizeof *list);
+    interval *list = many > most ? NULL : malloc((size_t)(many ? many : 1) * sizeof *list);
     if (!list) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to compare %" PRId64 " pieces", n);
     int64_t found = 0, at = -1;
     for (int64_t i = 0; i < n; i++) {
@@ -154,6 +166,7 @@ tx_status tx_delta_pieces_check(int64_t n_params, const tx_delta_param *params, 
   int64_t most = 1;
   for (int64_t i = 0, rows = 0; i < n_pieces; i++) {
     rows = (i > 0 && pieces[i].param == pieces[i - 1].param ? rows : 0) + pieces[i].rows;
+    if (rows > params[pieces[i].param].numel) rows = params[pieces[i].param].numel; /* check_cover refuses more */
     most = rows > most ? rows : most;
   }
   interval *room = malloc((size_t)most * sizeof *room);

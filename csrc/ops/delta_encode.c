@@ -4,8 +4,8 @@
 #include <stdlib.h>
 
 #include "csrc/core/delta_part.h"
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
-#include "csrc/cpu/fp_mode.h"
 #include "csrc/math/delta_value.h"
 #include "csrc/ops/delta_segment_code.h"
 #include "csrc/ops/delta_tasks.h"

@@ -3,7 +3,7 @@
 
 #include <stdatomic.h>
 
-#include "csrc/cpu/fp_mode.h"
+#include "csrc/core/fp_mode.h"
 #include "csrc/ops/parallel.h"
 
 typedef struct shared_items {

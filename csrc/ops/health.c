@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
 #include "csrc/ops/tensor.h"
 
@@ -17,6 +18,7 @@ tx_status tx_health_of(tx_tensor health, tx_health *found, tx_error *error) {
   memcpy(row, health.data, sizeof row);
   *found = (tx_health){.size = sizeof *found, .elements = row[TX_HEALTH_ELEMENTS]};
   if (found->elements <= 0) return TX_OK;
+  const tx_fp_mode saved = tx_fp_enter();
   const double n = (double)found->elements;
   const int endless = row[TX_HEALTH_ENDLESS] != 0;
   found->update_rms = endless ? (double)NAN : sqrt(tx_health_sum(row + TX_HEALTH_UPDATES) / n);
@@ -24,5 +26,6 @@ tx_status tx_health_of(tx_tensor health, tx_health *found, tx_error *error) {
   found->moved = (double)row[TX_HEALTH_MOVED] / n;
   found->below = (double)row[TX_HEALTH_BELOW] / n;
   found->largest = (double)tx_f32_from_bits((uint32_t)row[TX_HEALTH_LARGEST]);
+  tx_fp_leave(saved);
   return TX_OK;
 }

@@ -1,6 +1,6 @@
 /* tx_muon_momentum and tx_muon_update: the two passes of Muon around the caller's matrix products. */
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
-#include "csrc/cpu/fp_mode.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/ops/external_writes.h"
 #include "csrc/ops/kept_extras.h"

@@ -3,8 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
-#include "csrc/cpu/fp_mode.h"
 
 static int64_t padded(const tx_work_units *u, int64_t i) {
   return (u->tensors[i].numel + u->alignment - 1) / u->alignment * u->alignment;

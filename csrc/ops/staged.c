@@ -2,8 +2,8 @@
  *
  * A thread brings a batch down into a slot of its own, steps it there and sends the weights up; with several slots the
  * next ones are on their way meanwhile. No thread waits for another before all batches are done. */
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
-#include "csrc/cpu/fp_mode.h"
 #include "csrc/ops/copy.h"
 #include "csrc/ops/operator_checks.h"
 #include "csrc/ops/step.h"

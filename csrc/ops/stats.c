@@ -1,8 +1,8 @@
 /* tx_grad_stats and tx_grad_norm: the global norm in integers, and what follows from it. */
 #include "csrc/ops/stats.h"
 
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
-#include "csrc/cpu/fp_mode.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/math/norm.h"
 #include "csrc/ops/operator_checks.h"

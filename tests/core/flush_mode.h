@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include "csrc/cpu/fp_mode.h"
+#include "csrc/core/fp_mode.h"
 
 #if defined(__x86_64__)
 // Sets the mode, calls, and expects the mode to be as it was set.

@@ -1,12 +1,14 @@
 // csrc/core/text, nearest: what messages are made of.
 #include <gtest/gtest.h>
 
+#include <random>
 #include <string>
 #include <vector>
 
 extern "C" {
 #include "csrc/core/suggest.h"
 #include "csrc/core/text.h"
+#include "csrc/torch_ext.h"
 }
 
 namespace {
@@ -67,6 +69,54 @@ TEST(Nearest, first_among_equals_and_none_of_nothing) {
   EXPECT_STREQ(tx_nearest("betx", names, 3), "beta");
   EXPECT_STREQ(tx_nearest("zta", names, 3), "zeta");
   EXPECT_EQ(tx_nearest("x", names, 0), nullptr);
+}
+
+// Every code point that a sequence of bytes may be, as RFC 3629 has them, made the other way round: from the number.
+std::string Encoded(uint32_t point) {
+  const auto last = [&](int shift) { return static_cast<char>(0x80 | (point >> shift & 0x3f)); };
+  if (point < 0x80) return {static_cast<char>(point)};
+  if (point < 0x800) return {static_cast<char>(0xc0 | point >> 6), last(0)};
+  if (point < 0x10000) return {static_cast<char>(0xe0 | point >> 12), last(6), last(0)};
+  return {static_cast<char>(0xf0 | point >> 18), last(12), last(6), last(0)};
+}
+
+TEST(Text, every_character_is_kept_and_every_part_of_one_is_not) {
+  for (uint32_t point = 1; point < 0x110000; point += point < 0x3000 ? 1 : 61) {
+    if (point >= 0xd800 && point < 0xe000) continue;
+    const std::string character = Encoded(point);
+    std::string text = "a" + character + "b";
+    tx_text_mend(text.data());
+    ASSERT_EQ(text, "a" + character + "b") << point;
+    for (size_t bytes = 1; bytes < character.size(); bytes++) {
+      std::string cut = character.substr(0, bytes) + "'" + character.substr(bytes);
+      tx_text_mend(cut.data());
+      ASSERT_EQ(cut, std::string(bytes, '?') + "'" + std::string(character.size() - bytes, '?')) << point;
+    }
+  }
+  for (const char *none : {"\xc0\x80", "\xc1\xbf", "\xe0\x9f\xbf", "\xed\xa0\x80", "\xed\xbf\xbf", "\xf0\x8f\xbf\xbf",
+                           "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xff", "\x80"}) {
+    std::string text = none;
+    tx_text_mend(text.data());
+    EXPECT_EQ(text, std::string(text.size(), '?'));
+  }
+}
+
+// Keys and values of any bytes, cut wherever messages cut them.
+TEST(Text, messages_are_utf8_whatever_they_name) {
+  std::mt19937 gen(1);
+  for (int round = 0; round < 3000; round++) {
+    std::string word;
+    for (uint32_t n = gen() % 1500; n > 0; n--)
+      word += gen() % 9 ? Encoded(1 + gen() % 0x2fff) : std::string(1, static_cast<char>(1 + gen() % 255));
+    word = ("word" + word).substr(gen() % 4, 1 + gen() % 1400);
+    tx_dtype dtype;
+    tx_error error = {};
+    ASSERT_NE(tx_dtype_coerce(gen() % 2 ? "main_grads_dtype" : word.c_str(), word.c_str(), &dtype, &error), TX_OK);
+    std::string mended = error.message;
+    ASSERT_GT(mended.size(), 10u);
+    tx_text_mend(mended.data());
+    ASSERT_EQ(mended, error.message) << round;
+  }
 }
 
 }  // namespace

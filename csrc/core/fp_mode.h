@@ -1,7 +1,9 @@
-/* The floating-point mode every kernel runs under: round to nearest, subnormals kept, exceptions masked.
- * torch.set_flush_denormal and other libraries change the mode per thread; bits must not depend on that. */
-#ifndef TX_CPU_FP_MODE_H
-#define TX_CPU_FP_MODE_H
+/* The floating-point mode that everything is computed under: round to nearest, subnormals kept, exceptions masked.
+ * torch.set_flush_denormal, fesetround and other libraries change the mode per thread; bits, plans and texts must not
+ * depend on that. A result that is returned by value is kept in a volatile until the mode is left, so that it is not
+ * computed after that. */
+#ifndef TX_CORE_FP_MODE_H
+#define TX_CORE_FP_MODE_H
 
 #include <stdint.h>
 
