@@ -101,7 +101,7 @@ def _publishes(folder: pathlib.Path) -> list[pathlib.Path]:
 DAMAGE: dict[str, Callable[[list[pathlib.Path]], tuple[int, str]]] = {
     "none": lambda files: (0, "checksums: all are right"),
     "a byte of a version": lambda files: (1, f"damaged: {_flipped(files[1])}"),
-    "a version": lambda files: (1, f"damaged: {_gone(files[1])} is missing"),
+    "a version": lambda files: (1, f"damaged: {_gone(files[1]).with_suffix('.*')} is missing"),
     "what the others build on": lambda files: (1, f"damaged: {_gone(files[0]).with_suffix('')}."),
 }
 
