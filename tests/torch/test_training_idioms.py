@@ -101,9 +101,16 @@ def settings_that_change_in_training(make: Make) -> list[float]:
     optimizer = make(model.parameters(), lr=1e-2)
 
     def change(step: int, _: float) -> None:
-        lr = torch.tensor(0.01 / (step + 1)) if step % 2 else 0.01
-        new = {"lr": lr, "betas": (0.9 - 0.01 * step, 0.95), "eps": 1e-8 * (step + 1), "weight_decay": 0.01 * step}
-        optimizer.param_groups[0].update(new)
+        """One at a time."""
+        k = step // 4 + 1
+        turns = [
+            ("lr", torch.tensor(0.01 * k)),
+            ("betas", (0.9 - 0.1 * k, 0.95)),
+            ("eps", 1e-3 * k),
+            ("weight_decay", 0.1 * k),
+        ]
+        key, value = turns[step % 4]
+        optimizer.param_groups[0][key] = value
 
     return trained(model, optimizer, range(12), change)
 
