@@ -31,9 +31,8 @@ enum { N_KINDS = sizeof kRows / sizeof kRows[0] };
 int32_t tx_cycle_refuse(tx_cycle *c, const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  (void)vsnprintf(c->refusal, sizeof c->refusal, format, arguments);
+  tx_text_message(c->refusal, sizeof c->refusal, format, arguments);
   va_end(arguments);
-  tx_text_mend(c->refusal);
   return -1;
 }
 

@@ -185,7 +185,9 @@ static double count_of(tx_muon_iteration it, int32_t ns) {
   counted c = {.it = &it, .panel = it.panel < small ? it.panel : small};
   it.ns = ns;
   it.panel = small;
+  const tx_fp_mode saved = tx_fp_enter();
   (void)tx_muon_iterate(&it, count, &c);
+  tx_fp_leave(saved);
   return c.operations;
 }
 
@@ -193,10 +195,7 @@ tx_muon_iteration tx_muon_chosen(const tx_muon_iteration *iteration) {
   tx_muon_iteration it = *iteration;
   if (it.panel == 0) it.panel = tx_muon_panel(it.rows < it.columns ? it.rows : it.columns, TX_F32, 1, 0);
   if (it.ns != TX_MUON_AUTO) return it;
-  const tx_fp_mode saved = tx_fp_enter();
-  const volatile double gram = count_of(it, TX_MUON_GRAM), standard = count_of(it, TX_MUON_STANDARD);
-  tx_fp_leave(saved);
-  it.ns = gram < standard ? TX_MUON_GRAM : TX_MUON_STANDARD;
+  it.ns = count_of(it, TX_MUON_GRAM) < count_of(it, TX_MUON_STANDARD) ? TX_MUON_GRAM : TX_MUON_STANDARD;
   return it;
 }
 

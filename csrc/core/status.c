@@ -8,9 +8,8 @@ tx_status tx_fail(tx_error *error, tx_status status, const char *format, ...) {
   if (error) {
     va_list arguments;
     va_start(arguments, format);
-    (void)tx_text_vformat(error->message, sizeof error->message, format, arguments);
+    tx_text_message(error->message, sizeof error->message, format, arguments);
     va_end(arguments);
-    tx_text_mend(error->message);
   }
   return status;
 }

@@ -64,6 +64,11 @@ void tx_text_mend(char *text) {
   }
 }
 
+void tx_text_message(char *data, size_t capacity, const char *format, va_list arguments) {
+  (void)tx_text_vformat(data, capacity, format, arguments);
+  tx_text_mend(data);
+}
+
 double tx_text_number(const char *text, char **end) {
   const callers had = set_aside();
   const volatile double number = strtod(text, end);

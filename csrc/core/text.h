@@ -15,6 +15,10 @@ int tx_text_format(char *data, size_t capacity, const char *format, ...) __attri
 /* Each byte that is not part of a whole UTF-8 character becomes '?': names may be any bytes, and are cut anywhere. */
 void tx_text_mend(char *text);
 
+/* A message: tx_text_vformat, mended. */
+void tx_text_message(char *data, size_t capacity, const char *format, va_list arguments)
+    __attribute__((format(printf, 3, 0)));
+
 /* strtod in the same way. */
 double tx_text_number(const char *text, char **end);
 

@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -350,52 +351,113 @@ void Policy(Answer *answer) {
   answer->Status(tx_scale_update(&scale, 0, &error), error);
 }
 
-void Plans(Answer *answer) {
+// Numbers with all digits of a double, and many of a size: sums of them are rounded, and which is the least depends on
+// that. Made once, on the plain thread.
+const std::vector<double> &Sizes() {
+  static const std::vector<double> sizes = [] {
+    std::vector<double> made;
+    for (int64_t i = 0; i < 400; i++)
+      made.push_back(static_cast<double>(1 + i * i % 11) / 3.0);
+    return made;
+  }();
+  return sizes;
+}
+
+void Owners(Answer *answer) {
   tx_error error = {};
-  tx_muon_group group = {0.02, 0.1, 0.95, 3.4445, -4.7750, 2.0315, 1e-7, 5};
-  for (int i = 0; i < 40; i++) {  // near the edge of what is legal, too
-    group.ns_a = 3.0 + i * 0.1;
-    answer->Status(tx_muon_check_group(&group, "group 0: ", &error), error);
+  for (int64_t n = 5; n <= static_cast<int64_t>(Sizes().size()); n += 5) {
+    for (int64_t ranks = 2; ranks < 9; ranks++) {
+      std::vector<int64_t> room(static_cast<size_t>(tx_plan_owners_bytes(n, ranks) / 8 + 1));
+      std::vector<int32_t> owners(static_cast<size_t>(n));
+      int64_t fingerprint = 0;
+      answer->Status(tx_plan_owners(n, Sizes().data(), ranks, room.data(), owners.data(), &fingerprint, &error), error);
+      answer->Add(owners), answer->Add(fingerprint);
+    }
   }
-  std::vector<double> sizes;
+}
+
+bool AreLegal(const tx_muon_group &group) {
+  return tx_muon_check_group(&group, nullptr, nullptr) == TX_OK;
+}
+
+// The coefficient of neighbours of which the one is legal and the other is not.
+double Edge(tx_muon_group group, double legal, double illegal) {
+  while (std::nextafter(legal, illegal) != illegal) {
+    group.ns_a = legal + (illegal - legal) / 2;
+    (AreLegal(group) ? legal : illegal) = group.ns_a;
+  }
+  return legal;
+}
+
+void Coefficients(Answer *answer) {
+  tx_muon_group group = {0.02, 0.1, 0.95, 3.4445, -4.7750, 2.0315, 1e-7, 5};
+  static const double edge = Edge(group, 3.4445, 10.0);
+  tx_error error = {};
+  group.ns_a = edge;
+  for (int i = 0; i < 40; i++) {
+    answer->Status(tx_muon_check_group(&group, "group 0: ", &error), error);
+    group.ns_a = std::nextafter(group.ns_a, i < 20 ? 10.0 : 0.0);
+  }
   for (int64_t i = 1; i < 90; i++) {
-    sizes.push_back(tx_muon_operations(64 + 37 * i, 1024, 5, TX_MUON_AUTO, 2, 0));
+    answer->Add(tx_muon_operations(64 + 37 * i, 1024, 5, TX_MUON_AUTO, 2, 0));
+    answer->Add(tx_muon_operations(1000003 + i, 10000019, 5, TX_MUON_AUTO, 2, 0));  // of more digits than a double
     answer->Add(tx_muon_lr_ratio(i * 7, 13, i & 1));
     answer->Add(tx_muon_panel(i * 61, TX_F32, 1, 0));
     answer->Add(tx_muon_lanes(i * 61, 512, TX_F32, 8));
-    answer->Add(tx_coalesce_cuts(i << 17, 1 + i % 9, 0.3 * static_cast<double>(i), i & 1));
   }
-  answer->Add(sizes);
-  for (size_t i = 0; i < sizes.size(); i++)
-    sizes[i] = sizes[i] / 3.0;
-  answer->Add(sizes.size());
-  for (double &size : sizes)
-    size = static_cast<double>(static_cast<int64_t>(size)) * 0x1.1p-3;
-  const auto n = static_cast<int64_t>(sizes.size());
-  std::vector<int64_t> room(static_cast<size_t>(tx_plan_owners_bytes(n, 7) / 8 + 1));
-  std::vector<int32_t> owners(sizes.size());
-  int64_t fingerprint = 0;
-  answer->Status(tx_plan_owners(n, sizes.data(), 7, room.data(), owners.data(), &fingerprint, &error), error);
-  answer->Add(owners), answer->Add(fingerprint);
+}
 
-  std::vector<int64_t> took, bytes, buffer;
+void Rates(Answer *answer) {
+  std::vector<int64_t> took;
   for (int64_t i = 0; i < 3 * TX_LINK_ROUNDS; i++)
     took.push_back(1000003 + 7919 * i);
   answer->Add(tx_link_gbps(took.data(), nullptr, 3));
-  for (int64_t i = 0; i < 50; i++)
-    bytes.push_back(40000 + 999 * i), buffer.push_back(i / 20);
-  for (const double gbps : {0.1, 0.7, 1.3, 10.1, 100.3, -1.5}) {
-    tx_coalesce_args args = TX_COALESCE_ARGS_INIT;
-    args.n_buckets = 50;
-    args.bytes = bytes.data();
-    args.buffer = buffer.data();
-    args.world = 3;
-    args.link_gbps = gbps;
-    std::vector<int64_t> ends(50);
-    int64_t messages = 0;
-    answer->Status(tx_coalesce(&args, ends.data(), &messages, &error), error);
-    answer->Add(ends), answer->Add(messages);
+  for (const double gbps : {0.1, 0.7, 1.3, 10.1, 100.3, -1.5})
     answer->Add(tx_compresses(TX_COMPRESSION_AUTO, gbps));
+}
+
+// A link on which messages of `bytes` take just as long as they may: whether one more byte fits depends on how that is
+// rounded.
+struct Link {
+  int64_t world, bytes;
+  double gbps;
+};
+
+// Made once, on the plain thread.
+const std::vector<Link> &Links() {
+  static const std::vector<Link> links = [] {
+    std::vector<Link> made;
+    for (int64_t world = 2; world < 10; world++)
+      for (int64_t bytes = 100000; bytes < 8000000; bytes += 100000) {
+        const double sent = 2.0 - 2.0 / static_cast<double>(world);
+        made.push_back({world, bytes, static_cast<double>(bytes) * sent * 8e-3 / 16e3});
+      }
+    return made;
+  }();
+  return links;
+}
+
+void Cuts(Answer *answer) {
+  tx_error error = {};
+  std::vector<int64_t> bytes, buffer;
+  for (int64_t i = 0; i < 50; i++)
+    buffer.push_back(i / 20);
+  for (const Link &link : Links()) {
+    for (int64_t i = 3; i < 12; i++)
+      answer->Add(tx_coalesce_cuts(i * link.bytes, link.world, link.gbps, 0));
+    for (const int64_t parts : {8, 16}) {
+      bytes.assign(50, link.bytes / parts);
+      tx_coalesce_args args = TX_COALESCE_ARGS_INIT;
+      args.n_buckets = 50;
+      args.bytes = bytes.data();
+      args.buffer = buffer.data();
+      args.world = link.world;
+      args.link_gbps = link.gbps;
+      std::vector<int64_t> ends(50);
+      int64_t messages = 0;
+      answer->Status(tx_coalesce(&args, ends.data(), &messages, &error), error);
+      answer->Add(ends), answer->Add(messages);
+    }
   }
   for (const double fraction : {0.1, 0.3, 0.7, 1.5}) {
     std::vector<int64_t> heap(50);
@@ -420,7 +482,10 @@ const Question kQuestions[] = {
     {"delta_bf16", Delta<TX_BF16>},
     {"delta_f16", Delta<TX_F16>},
     {"policy", Policy},
-    {"plans", Plans},
+    {"owners", Owners},
+    {"coefficients", Coefficients},
+    {"rates", Rates},
+    {"cuts", Cuts},
 };
 void PrintTo(const Question &question, std::ostream *out) {
   *out << question.id;

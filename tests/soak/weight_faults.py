@@ -125,7 +125,7 @@ def _flips(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: 
 
 
 def _fills(_rank: int, _size: int, _group: Any, _line: Any, case: Case, folder: pathlib.Path) -> Report:
-    """At most versions there is room for a part of what is saved, or for all of it."""
+    """Before most saves the disk is filled, up to room for a part of what is saved, or for all of it."""
     trainer, report, draw = delta_faults.Trainer(case), Report(runs=_FILLS), random.Random(case.seed)
     whole = 2 * case.elements + 20_000
     if skipped := small_disk.mount(folder, (case.full_every + 3) * whole):

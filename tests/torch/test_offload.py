@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torch_ext
 from bench import resident_memory
-from torch_ext.offloading import host_buffer
+from torch_ext.offloading import host_buffer, transfer
 from torch_ext.tensors import host_copies
 
 # -- what is brought back ----------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waited == devices[1:]
 
 
-@pytest.mark.parametrize("where", ["host memory for weights", "host memory for states"])
+@pytest.mark.parametrize("where", ["host memory for weights", "host memory for states", "after weights were freed"])
 def test_B4_offload_that_fails_has_changed_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
     before = everything(model, optimizer)
@@ -325,8 +325,12 @@ def test_B4_offload_that_fails_has_changed_nothing(where: str, monkeypatch: pyte
             raise MemoryError("no more")
         return real(*_)  # type: ignore[no-any-return]
 
-    real = host_copies.allocate
-    monkeypatch.setattr(host_copies, "allocate", failing)
+    if where == "after weights were freed":
+        real: Any = transfer.free
+        monkeypatch.setattr(transfer, "free", failing)
+    else:
+        real = host_copies.allocate
+        monkeypatch.setattr(host_copies, "allocate", failing)
     with pytest.raises(RuntimeError, match=r"offload of \d+ bytes failed, and nothing has moved: no more"):
         torch_ext.offload(model, optimizer)
     assert everything(model, optimizer) == before

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,15 @@ from torch_ext.tensors import offload_guard
 _COPIES = "__reduce_ex__"  # what pickle and copy.deepcopy ask an object, not its class, for
 
 
-Live: TypeAlias = list[None]
-"""Empty: a hook that an interrupt kept from being removed refuses nothing."""
+class Refusals:
+    """What the hooks of one `install` ask before they refuse: an interrupt may keep some of them from being removed."""
+
+    withdrawn = False
 
 
-def install(hooks: ExitStack, owner: nn.Module | torch.optim.Optimizer, offloaded: set[str], live: Live) -> None:
+def install(
+    hooks: ExitStack, owner: nn.Module | torch.optim.Optimizer, offloaded: set[str], refusals: Refusals
+) -> None:
     """offloaded: "params" and "grads" of a model, "states" of an optimizer; may be empty. Closing `hooks` removes what
     was installed before."""
     if offloaded:
@@ -27,11 +31,11 @@ def install(hooks: ExitStack, owner: nn.Module | torch.optim.Optimizer, offloade
     if isinstance(owner, torch.optim.Optimizer):
         _install_on_optimizer(hooks, owner, bool(offloaded))
     elif offloaded:
-        _install_on_model(hooks, owner, offloaded, live)
+        _install_on_model(hooks, owner, offloaded, refusals)
 
 
 def forget(owner: nn.Module | torch.optim.Optimizer) -> None:
-    """What closing `hooks` undoes and no `Live` does, where an interrupt came meanwhile."""
+    """Takes back what asks no `Refusals`, where an interrupt kept the closing of `hooks` from doing so."""
     if isinstance(owner, torch.optim.Optimizer):
         offload_guard.optimizers.discard(owner)
         return
@@ -51,8 +55,8 @@ def _install_on_optimizer(hooks: ExitStack, optimizer: torch.optim.Optimizer, of
     hooks.callback(optimizer.register_load_state_dict_pre_hook(_refuse_states("load_state_dict()")).remove)
 
 
-def _install_on_model(hooks: ExitStack, model: nn.Module, offloaded: set[str], live: Live) -> None:
-    refuse = functools.partial(_refuse_module, live)
+def _install_on_model(hooks: ExitStack, model: nn.Module, offloaded: set[str], refusals: Refusals) -> None:
+    refuse = functools.partial(_refuse_module, refusals)
     for kind, names in (("params", offload_guard.params), ("grads", offload_guard.grads)):
         if kind in offloaded:
             for name, p in model.named_parameters():
@@ -69,7 +73,7 @@ def _install_on_model(hooks: ExitStack, model: nn.Module, offloaded: set[str], l
             hooks.callback(module.__dict__.pop, _COPIES, None)
     for p in model.parameters():
         if p.requires_grad and not local_shard.is_dtensor(p):  # those of DTensors FSDPReducer refuses
-            hooks.callback(p.register_hook(functools.partial(_refuse_gradient, live)).remove)
+            hooks.callback(p.register_hook(functools.partial(_refuse_gradient, refusals)).remove)
 
 
 @functools.cache
@@ -87,9 +91,9 @@ def _refuse_states(doing: str) -> Callable[..., None]:
     return lambda optimizer, *_: offload_guard.refuse_states(optimizer, doing)
 
 
-def _refuse_module(live: Live, doing: str) -> Callable[..., None]:
+def _refuse_module(refusals: Refusals, doing: str) -> Callable[..., None]:
     def refuse(module: nn.Module, *_: object) -> None:
-        if live:
+        if not refusals.withdrawn:
             _refuse(doing, type(module).__name__)
 
     return refuse
@@ -99,6 +103,6 @@ def _refuse(doing: str, name: str, *_: object) -> NoReturn:
     raise RuntimeError(f"{doing} of {name}: its weights are offloaded; {offload_guard.REMEDY}")
 
 
-def _refuse_gradient(live: Live, _grad: Tensor) -> None:
-    if live:
+def _refuse_gradient(refusals: Refusals, _grad: Tensor) -> None:
+    if not refusals.withdrawn:
         raise RuntimeError(f"backward: weights or gradients are offloaded; {offload_guard.REMEDY}")

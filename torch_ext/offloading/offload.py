@@ -6,7 +6,7 @@ that flat buffers consist of, and every other tensor in it stay the objects that
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import TypeAlias
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from torch_ext.native.completion import complete
 from torch_ext.offloading import hooks, transfer
-from torch_ext.offloading.transfer import Move, Offloaded, Piece, Released, StorageTransfer
+from torch_ext.offloading.transfer import Move, Offloaded, Released, StorageTransfer
 from torch_ext.optim.adamw import Adam
 from torch_ext.optim.state import access
 from torch_ext.parallel import parallel_module
@@ -71,11 +72,12 @@ def offload(
     plan.refuse_shared_weights()
     moves = plan.moves()
     storage.refuse_fixed(memory for _, memories in moves for memory in memories)
-    stored = transfer.store_all(moves, plan.devices)
     try:
-        plan.finish_offload(moves, stored)
-    except BaseException:  # an interrupt: what is freed is known as that
-        plan.finish_offload(moves, stored)
+        transfer.offload_all(moves, plan.devices)
+        plan.finish_offload()
+    except BaseException:
+        if transfer.are_offloaded(moves):  # an interrupt came behind it
+            plan.finish_offload()
         raise
 
 
@@ -98,12 +100,8 @@ def onload(
     if params:
         plan.refuse_shared_weights()
     transfers = plan.offloaded()
-    transfer.restore_all(transfers, plan.devices)
-    try:
-        plan.finish_onload(transfers)
-    except BaseException:  # an interrupt: what is there again is known as that
-        plan.finish_onload(transfers)
-        raise
+    transfer.onload_all(transfers, plan.devices)
+    complete(lambda: plan.finish_onload(transfers))
 
 
 class _Record:
@@ -118,15 +116,15 @@ class _Record:
         )
         self.offloaded: set[str] = set()
         self._hooks = ExitStack()
-        self._live: hooks.Live = []
+        self._refusals = hooks.Refusals()
 
     def hook(self, owner: Owner) -> None:
         """Replaces the hooks by those that fit what is offloaded now."""
-        self._live.clear()
+        self._refusals.withdrawn = True
         self._hooks.close()
         hooks.forget(owner)
-        self._live = [None]
-        hooks.install(self._hooks, owner, self.offloaded, self._live)
+        self._refusals = hooks.Refusals()
+        hooks.install(self._hooks, owner, self.offloaded, self._refusals)
 
 
 _records: "weakref.WeakKeyDictionary[Owner, _Record]" = weakref.WeakKeyDictionary()
@@ -217,9 +215,8 @@ class OffloadPlan:
             if kind in self._kinds & record.offloaded
         ]
 
-    def finish_offload(self, moves: Sequence[Move], stored: Sequence[list[Piece]]) -> None:
-        """Memory that was stored is released: from here on its use is refused. May be called again."""
-        transfer.release_all(moves, stored)
+    def finish_offload(self) -> None:
+        """The memory was released: from here on its use is refused. May be called again."""
         if isinstance(self._optimizer, Adam):
             self._optimizer.memory_released("grads" in self._kinds)
         for owner, record in self._records:

@@ -109,28 +109,34 @@ def allocate(pieces: Iterable[Piece]) -> None:
 Move: TypeAlias = tuple[StorageTransfer, list[Memory]]
 
 
-def store_all(moves: Sequence[Move], devices: Iterable[torch.device]) -> list[list[Piece]]:
-    """Copies, and frees nothing; returns what each transfer will have offloaded. Raises RuntimeError where there is not
-    enough host memory or a copy fails."""
+def offload_all(moves: Sequence[Move], devices: Iterable[torch.device]) -> None:
+    """Raises RuntimeError, and has changed nothing, where there is not enough host memory or a copy fails."""
+    before = [transfer.pieces for transfer, _ in moves]
     stored: list[list[Piece]] = []
     try:
         for transfer, memories in moves:
-            stored.append([*transfer.pieces, *transfer.store(memories)])
+            stored.append(transfer.store(memories))
         host_copies.synchronize(devices)
+        for (transfer, _), pieces in zip(moves, stored, strict=True):
+            transfer.pieces = [*transfer.pieces, *pieces]
+            free(pieces)
     except BaseException as error:
+        for (transfer, _), pieces, earlier in zip(moves, stored, before, strict=False):
+            freed = [piece for piece in pieces if piece.memory.storage.nbytes() == 0]
+            allocate(freed)
+            transfer.restore(freed)
+            transfer.pieces = earlier
+        host_copies.synchronize(devices)
         _raise("offload", error, (m for _, memories in moves for m in memories), "and nothing has moved")
         raise
-    return stored
 
 
-def release_all(moves: Sequence[Move], stored: Sequence[list[Piece]]) -> None:
-    """Frees what `store_all` returned. May be called again, where it was interrupted."""
-    for (transfer, _), pieces in zip(moves, stored, strict=True):
-        transfer.pieces = pieces
-        free(pieces)
+def are_offloaded(moves: Sequence[Move]) -> bool:
+    """Whether `offload_all` was through."""
+    return all(memory.storage.nbytes() == 0 for _, memories in moves for memory in memories)
 
 
-def restore_all(transfers: Sequence[StorageTransfer], devices: Iterable[torch.device]) -> None:
+def onload_all(transfers: Sequence[StorageTransfer], devices: Iterable[torch.device]) -> None:
     """Raises RuntimeError, with everything still offloaded, where the device has not enough memory or a copy fails."""
     try:
         for transfer in transfers:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_ext.native.completion import complete
 from torch_ext.native.untraced import untraced
 from torch_ext.optim.optimizer_base import OptimizerBase
 from torch_ext.optim.optimizer_states import OptimizerStates
@@ -69,11 +70,7 @@ def _swapped(states: OptimizerStates) -> Iterator[None]:
         _write(members, [_average_of(m, states.optimizer.averaging) for m in members], there)
         yield
     finally:  # the next step compares them with their masters, and finds what it would have found
-        try:
-            _write(members, weights, back)
-        except BaseException:  # an interrupt shall not leave averages in the model
-            _write(members, weights, back)
-            raise
+        complete(lambda: _write(members, weights, back))
 
 
 def _average_of(m: ParamState, averaging: Averaging) -> Tensor:

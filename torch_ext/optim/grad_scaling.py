@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import compress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch_ext.optim.step_in_backward import StepInBackward
 from torch_ext.params import param_groups, reducer_registry
 from torch_ext.params.shard_map import ShardMap
 from torch_ext.tensors import dense
+
+Scalars: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Of a step: grad_scale, clip_coef, found_inf."""
 
 
 class GradScaling:
@@ -54,7 +57,7 @@ class GradScaling:
                 vars(self._states.optimizer).pop(name, None)
             raise RuntimeError(errors.FOREIGN_SCALER)
 
-    def scalars(self, clipping: Clipping | None) -> tuple[Tensor, Tensor, Tensor]:
+    def scalars(self, clipping: Clipping | None) -> Scalars:
         """grad_scale, clip_coef, found_inf; each an fp32 tensor of one element, or none."""
         grad_scale, found_inf = self._scalar("grad_scale"), self._scalar("found_inf")
         if clipping is None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torch_ext.native import constants
 from torch_ext.optim.device_step import StepBatch
+from torch_ext.optim.grad_scaling import Scalars
 from torch_ext.optim.state import masters
 from torch_ext.optim.state.param_state import AllGatherTarget
 from torch_ext.optim.step_in_backward import StepInBackward
@@ -30,12 +31,12 @@ class StepRun:
         plan: StepPlan,
         grads: list[Tensor],
         hyper: HyperparameterTable,
-        scalars: tuple[Tensor, Tensor, Tensor],
+        scalars: Scalars,
         counts: Tensor,
         on_external_write: str,
         progress: StepProgress,
     ) -> None:
-        """grads: of the plan's members. scalars: grad_scale, clip_coef, found_inf. counts: `OptimizerStates.counts`."""
+        """grads: of the plan's members. counts: `OptimizerStates.counts`."""
         self._plan, self._grads, self._hyper, self._scalars = plan, grads, hyper, scalars
         self._counts, self._on_external_write, self._progress = counts, on_external_write, progress
         self._external = masters.MODES[on_external_write]

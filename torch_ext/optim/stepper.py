@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_ext.comm import group_calls
 from torch_ext.native import graph_capture, warning
-from torch_ext.optim.grad_scaling import GradScaling
+from torch_ext.optim.grad_scaling import GradScaling, Scalars
 from torch_ext.optim.optimizer_states import OptimizerStates, Settings
 from torch_ext.optim.released_step import ReleasedStep
 from torch_ext.optim.state import masters
@@ -20,6 +20,7 @@ from torch_ext.optim.step_progress import StepProgress
 from torch_ext.optim.step_run import ArgumentsRefused, StepRun, check_signals
 from torch_ext.optim.unfinished_step import UnfinishedStep
 from torch_ext.params import param_groups, reducer_registry
+from torch_ext.params.param_groups import HyperparameterTable
 from torch_ext.params.shard_map import ShardMap
 
 
@@ -29,8 +30,9 @@ class Stepper:
     def __init__(self, states: OptimizerStates, scaling: GradScaling, in_backward: StepInBackward) -> None:
         self._states, self._scaling, self._in_backward = states, scaling, in_backward
         self.plan: StepPlan | None = None
-        self._hyper: tuple[list[Any], param_groups.HyperparameterTable] | None = None
-        self._warned, self.unfinished = False, UnfinishedStep()
+        self._hyper: tuple[list[Any], HyperparameterTable] | None = None
+        self._warned = False
+        self.unfinished = UnfinishedStep()
 
     def step(self, released: bool = False) -> None:
         """Steps the parameters that have a gradient; released: others were stepped, and have none. RuntimeError, before
@@ -78,20 +80,16 @@ class Stepper:
             self.drop_plan()  # whose arguments are those of a step that measures
 
     def _run(
-        self,
-        shards: ShardMap,
-        active: list[bool],
-        grads: list[Tensor],
-        hyper: param_groups.HyperparameterTable,
-        scalars: tuple[Tensor, Tensor, Tensor],
+        self, shards: ShardMap, active: list[bool], grads: list[Tensor], hyper: HyperparameterTable, scalars: Scalars
     ) -> StepPlan | None:
         """The plan that was run; None for a step that is inert."""
         states = self._states
-        plan, remade = self.plan, False
+        plan = self.plan
         if plan is None or not plan.fits(shards, active, states.state):
             plan = self._make_plan(shards, active, grads)
         if plan is not None and plan.matrices is not None:
             plan.matrices.check_gradients(plan.of_matrices(grads), scalars[2])
+        remade = False
         with StepProgress(shards.listeners()) as progress:
             while plan is not None:
                 run = StepRun(plan, grads, hyper, scalars, states.counts, states.optimizer.on_external_write, progress)
@@ -107,7 +105,7 @@ class Stepper:
                         plan, remade = self._make_plan(shards, active, grads), True
         return plan
 
-    def current_hyper(self) -> param_groups.HyperparameterTable:
+    def current_hyper(self) -> HyperparameterTable:
         """The groups as the operator takes them."""
         groups, device = self._states.optimizer.adamw_groups, self._states.counts.device
         key = param_groups.key_of(groups, device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_ext.native import ops
+from torch_ext.native.completion import complete
 from torch_ext.optim.state import codec, load, weight_changes
 from torch_ext.optim.state.gathers import Gathers
 from torch_ext.optim.state.other_memory import OtherMemory
@@ -100,11 +101,7 @@ def opened(members: Sequence["ParamState"], keys: Sequence[str | int]) -> Iterat
             memory.enter()
         yield dict(zip(keys, wide, strict=True))
     finally:
-        try:
-            _leave(members, wide, swapped, gathers)
-        except BaseException:  # an interrupt shall not leave masters in the model
-            _leave(members, wide, swapped, gathers)
-            raise
+        complete(lambda: _leave(members, wide, swapped, gathers))
 
 
 def _leave(
