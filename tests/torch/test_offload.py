@@ -313,19 +313,30 @@ def test_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waited == devices[1:]
 
 
-@pytest.mark.parametrize("where", ["host memory for weights", "host memory for states", "after weights were freed"])
+# Which of the calls fails, of those that allocate or free.
+FAILS = {
+    "host memory for weights": 1,
+    "host memory for states": 2,
+    "after weights were freed": 2,
+    "after weights and states were freed": 3,
+}
+
+
+@pytest.mark.parametrize("where", FAILS)
 def test_B4_offload_that_fails_has_changed_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
     before = everything(model, optimizer)
     calls = []
 
     def failing(*_: object) -> None:
         calls.append(where)
-        if where == "host memory for weights" or len(calls) == 2:
+        if len(calls) == FAILS[where]:
             raise MemoryError("no more")
         return real(*_)  # type: ignore[no-any-return]
 
-    if where == "after weights were freed":
+    if where.startswith("after"):
         real: Any = transfer.free
         monkeypatch.setattr(transfer, "free", failing)
     else:
@@ -334,6 +345,7 @@ def test_B4_offload_that_fails_has_changed_nothing(where: str, monkeypatch: pyte
     with pytest.raises(RuntimeError, match=r"offload of \d+ bytes failed, and nothing has moved: no more"):
         torch_ext.offload(model, optimizer)
     assert everything(model, optimizer) == before
+    assert all(p.grad is not None and torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
     monkeypatch.undo()
     expected, reference = trained()
     for net, stepper in ((model, optimizer), (expected, reference)):

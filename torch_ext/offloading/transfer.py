@@ -31,6 +31,8 @@ class Piece(NamedTuple):
 class StorageTransfer(abc.ABC):
     """Storages of one kind, of one model or optimizer, that are offloaded: `pieces`."""
 
+    keeps_content: bool
+
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
 
@@ -54,6 +56,8 @@ class StorageTransfer(abc.ABC):
 class Offloaded(StorageTransfer):
     """Storages whose content is kept in host memory, which stays allocated for the next time."""
 
+    keeps_content = True
+
     def __init__(self, pinned: bool) -> None:
         super().__init__()
         self._buffer = HostBuffer(pinned)
@@ -71,6 +75,8 @@ class Offloaded(StorageTransfer):
 class Released(StorageTransfer):
     """Storages of gradients, whose content is not kept. `.grad` is None meanwhile; afterwards it is the tensor that it
     was before, zero."""
+
+    keeps_content = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,10 +123,14 @@ def offload_all(moves: Sequence[Move], devices: Iterable[torch.device]) -> None:
         for transfer, memories in moves:
             stored.append(transfer.store(memories))
         host_copies.synchronize(devices)
-        for (transfer, _), pieces in zip(moves, stored, strict=True):
-            transfer.pieces = [*transfer.pieces, *pieces]
-            free(pieces)
+        for keeps_content in (True, False):  # what has none to be put back from goes last
+            for (transfer, _), pieces in zip(moves, stored, strict=True):
+                if transfer.keeps_content == keeps_content:
+                    transfer.pieces = [*transfer.pieces, *pieces]
+                    free(pieces)
     except BaseException as error:
+        if are_offloaded(moves):  # an interrupt behind the last one
+            raise
         for (transfer, _), pieces, earlier in zip(moves, stored, before, strict=False):
             freed = [piece for piece in pieces if piece.memory.storage.nbytes() == 0]
             allocate(freed)
