@@ -1,4 +1,4 @@
-"""The instruction sets that csrc/cpu/kernels_isa.c is compiled for on each processor, slowest first: name -> the
+"""The instruction sets that csrc/cpu/*kernels_isa.c are compiled for on each processor, slowest first: name -> the
 compiler's flags.
 
 The names are the rows of csrc/cpu/isa.def; a row whose name is not here does not link.

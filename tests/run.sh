@@ -40,6 +40,6 @@ else
 fi
 say "the C example again, from a workspace that depends on @torch_ext"
 # It compiles the library anew, and the loops, four times over, are most of that: here it is linking that counts.
-run_tests examples/c consumer --per_file_copt=/kernels_isa@-O1 //...
+run_tests examples/c consumer --per_file_copt=kernels_isa@-O1 //...
 (cd examples/c && bazel shutdown)
 "$TORCH_EXT_PYTHON" tests/tally.py "$logs"

@@ -1,4 +1,4 @@
-/* Codes of many 16-bit weights at a time. Included by kernels_isa.c only.
+/* Codes of many 16-bit weights at a time. Included by coding_kernels_isa.c only.
  *
  * Note [Batches]. How long a weight's code is, and which weight it stands for, are sums and look-ups that depend on no
  * other weight: loops over arrays, which the compiler makes vectors of. Only taking bits from a stream, or putting them

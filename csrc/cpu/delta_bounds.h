@@ -1,4 +1,4 @@
-/* Bounds on how far weights went, into their stream. Included by kernels_isa.c only. */
+/* Bounds on how far weights went, into their stream. Included by coding_kernels_isa.c only. */
 #ifndef TX_CPU_DELTA_BOUNDS_H
 #define TX_CPU_DELTA_BOUNDS_H
 

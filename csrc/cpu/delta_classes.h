@@ -1,4 +1,4 @@
-/* Classes of the weights of a block. Included by kernels_isa.c only.
+/* Classes of the weights of a block. Included by coding_kernels_isa.c only.
  *
  * Note [Classes]. Small weights change more often than large ones: they have smaller steps. So the weights of a block
  * are told apart by the size of the old one, compared with multiples of the bound on how far any of them has moved, and

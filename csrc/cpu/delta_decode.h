@@ -1,5 +1,5 @@
-/* The streams of a segment into changed weights. Included by kernels_isa.c only. Readers are copied while a loop runs
- * (csrc/cpu/delta_encode.h).
+/* The streams of a segment into changed weights. Included by coding_kernels_isa.c only. Readers are copied while a loop
+ * runs (csrc/cpu/delta_encode.h).
  *
  * Note [Decoding a block]. What is coded one after the other (gaps, values) runs in loops of its own, without a branch
  * that depends on the weights: gaps give places in a class, these set bits, and the list of all bits gives the old

@@ -1,5 +1,5 @@
-/* Changed weights into the streams of a segment. Included by kernels_isa.c only. Writers are copied while a loop runs:
- * what bytes are written to could be the encoder's own else, for all the compiler knows. */
+/* Changed weights into the streams of a segment. Included by coding_kernels_isa.c only. Writers are copied while a loop
+ * runs: what bytes are written to could be the encoder's own else, for all the compiler knows. */
 #ifndef TX_CPU_DELTA_ENCODE_H
 #define TX_CPU_DELTA_ENCODE_H
 

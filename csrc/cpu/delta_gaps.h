@@ -1,5 +1,5 @@
 /* Gaps between positions in Rice codes, and back: functions, as a copy for each class would be more code than
- * processors keep at hand. Included by kernels_isa.c only. */
+ * processors keep at hand. Included by coding_kernels_isa.c only. */
 #ifndef TX_CPU_DELTA_GAPS_H
 #define TX_CPU_DELTA_GAPS_H
 

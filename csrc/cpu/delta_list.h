@@ -1,4 +1,4 @@
-/* Lists of where the ones of a block's bits are. Included by kernels_isa.c only. */
+/* Lists of where the ones of a block's bits are. Included by coding_kernels_isa.c only. */
 #ifndef TX_CPU_DELTA_LIST_H
 #define TX_CPU_DELTA_LIST_H
 

@@ -99,6 +99,9 @@ typedef void (*tx_delta_encode_loop)(tx_delta_encoder *encoder);
 typedef int32_t (*tx_delta_decode_loop)(tx_delta_decoder *decoder, const void *old, const uint8_t *held, int64_t n,
                                         tx_delta_changes changes);
 
+/* n fp32 masters to what their weights of 16 bits are: nearest, ties to even. */
+typedef void (*tx_delta_round_loop)(const void *masters, int64_t n, void *rounded, tx_dtype dtype);
+
 /* Of two rows of n <= TX_TILE weights of 16 bits a bit for each TX_BLOCK in which a weight is another one. NaNs are
  * alike, and so are zeros. */
 typedef uint32_t (*tx_delta_differ_loop)(const void *weights, const void *others, int64_t n, tx_dtype dtype);

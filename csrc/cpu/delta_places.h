@@ -1,4 +1,4 @@
-/* Positions in a block, and the places that they are in their class. Included by kernels_isa.c only.
+/* Positions in a block, and the places that they are in their class. Included by coding_kernels_isa.c only.
  *
  * Note [Places]. Positions are counted in each class by itself. Who sends a place counts the ones of the class's mask
  * before it. Who receives places makes bits of them, which lie next to each other ("packed") and are spread over the

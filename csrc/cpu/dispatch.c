@@ -8,11 +8,20 @@
 #endif
 
 #include "csrc/core/status.h"
-#include "csrc/cpu/kernels.h"
+#include "csrc/cpu/isa.h"
 
-#define X(name, present) extern const tx_kernels tx_kernels_##name;
+typedef enum tx_isa_row {
+#define X(name, present) ROW_##name,
 #include "csrc/cpu/isa.def"
 #undef X
+  ROWS
+} tx_isa_row;
+
+static const char *const names[ROWS] = {
+#define X(name, present) #name,
+#include "csrc/cpu/isa.def"
+#undef X
+};
 
 #if defined(__x86_64__)
 /* clang 14's __builtin_cpu_supports does not know it. (That the system saves its registers, AVX2 says.) */
@@ -32,58 +41,63 @@ int32_t tx_isa_has_tiles(void) {
 }
 #endif
 
-/* Row i of those that this processor has; NULL past the end. */
-static const tx_kernels *present(int32_t i) {
+/* Row i of those that this processor has; -1 past the end. */
+static int32_t present(int32_t i) {
   int32_t at = 0;
 #define X(name, is_present) \
-  if ((is_present) && at++ == i) return &tx_kernels_##name;
+  if ((is_present) && at++ == i) return ROW_##name;
 #include "csrc/cpu/isa.def"
 #undef X
   (void)at;
-  return NULL;
+  return -1;
 }
 
-static const tx_kernels *by_name(const char *name) {
-  const tx_kernels *found = NULL;
-  for (int32_t i = 0; present(i); i++) {
-    if (!name || strcmp(name, present(i)->name) == 0) found = present(i);
+/* The fastest that is named so, or of all where that is NULL; -1: none is. */
+static int32_t by_name(const char *name) {
+  int32_t found = -1;
+  for (int32_t i = 0; present(i) >= 0; i++) {
+    if (!name || strcmp(name, names[present(i)]) == 0) found = present(i);
   }
   return found;
 }
 
-/* The library's only global state. NULL until first asked for. */
-static _Atomic(const tx_kernels *) selected;
+/* The library's only global state: a row, and 1; 0 until first asked for. */
+static _Atomic(int32_t) selected;
 
-const tx_kernels *tx_kernels_selected(void) {
-  const tx_kernels *kernels = atomic_load_explicit(&selected, memory_order_acquire);
-  if (kernels) return kernels;
-  kernels = by_name(getenv("TORCH_EXT_ISA"));
-  if (!kernels) kernels = by_name(NULL); /* tx_isa_select(NULL) reports a name that is unknown */
-  atomic_store_explicit(&selected, kernels, memory_order_release);
-  return kernels;
+static void select_row(int32_t row) {
+  atomic_store_explicit(&selected, row + 1, memory_order_relaxed);
+}
+
+int32_t tx_isa_row_selected(void) {
+  int32_t row = atomic_load_explicit(&selected, memory_order_relaxed) - 1;
+  if (row >= 0) return row;
+  row = by_name(getenv("TORCH_EXT_ISA"));
+  if (row < 0) row = by_name(NULL); /* tx_isa_select(NULL) reports a name that is unknown */
+  select_row(row);
+  return row;
 }
 
 const char *tx_isa_name(int32_t i) {
-  const tx_kernels *kernels = i < 0 ? NULL : present(i);
-  return kernels ? kernels->name : NULL;
+  const int32_t row = i < 0 ? -1 : present(i);
+  return row < 0 ? NULL : names[row];
 }
 
 const char *tx_isa_selected(void) {
-  return tx_kernels_selected()->name;
+  return names[tx_isa_row_selected()];
 }
 
 tx_status tx_isa_select(const char *name, tx_error *error) {
   const char *wanted = name ? name : getenv("TORCH_EXT_ISA");
-  const tx_kernels *kernels = by_name(wanted);
-  if (!kernels) {
+  const int32_t row = by_name(wanted);
+  if (row < 0) {
     char legal[128] = "";
-    for (int32_t i = 0; present(i); i++) {
+    for (int32_t i = 0; present(i) >= 0; i++) {
       if (i > 0) strcat(legal, ", ");
-      strcat(legal, present(i)->name);
+      strcat(legal, names[present(i)]);
     }
     return tx_fail(error, TX_ERROR_UNAVAILABLE, "instruction set \"%s\" is not available; this processor runs %s",
                    wanted, legal);
   }
-  atomic_store_explicit(&selected, kernels, memory_order_release);
+  select_row(row);
   return TX_OK;
 }

@@ -1,4 +1,4 @@
-/* The table of loops of one instruction set. kernels_isa.c fills one per row of isa.def; dispatch.c picks one.
+/* The table of loops of one instruction set. kernels_isa.c fills one per row of isa.def.
  *
  * A loop works on one piece: a run of elements that begins on a block edge of its tensor. It runs under tx_fp_enter's
  * mode, validates nothing, allocates nothing. */
@@ -10,11 +10,9 @@
 #include "csrc/core/combos.h"
 #include "csrc/core/compressed.h"
 #include "csrc/core/forms.h"
-#include "csrc/cpu/delta_loops.h"
 #include "csrc/math/adamw.h"
 #include "csrc/math/muon.h"
 #include "csrc/math/noise.h"
-#include "csrc/math/planes.h"
 #include "csrc/torch_ext.h"
 
 /* Of a piece, what tx_adamw_args asks the step to leave behind beside states; each NULL where nobody asked. */
@@ -100,29 +98,6 @@ typedef int64_t (*tx_compress_loop)(const void *values, const tx_compressed *to)
 /* The other way; each block's count of escapes is right. */
 typedef void (*tx_expand_loop)(const tx_compressed *from, void *values);
 
-/* n values of 1, 2 or 4 bytes to and from their planes, each of n bytes (csrc/math/planes.h). rotate: they are floats.
- */
-typedef void (*tx_split_loop)(const void *values, int64_t n, int rotate, uint8_t *const *planes);
-typedef void (*tx_merge_loop)(const uint8_t *const *planes, int64_t n, int rotate, void *values);
-
-/* Sets 256 counts to how often each symbol is there in runs of TX_COUNT_RUN, of which one begins at each multiple of
- * stride >= TX_COUNT_RUN. Returns how many were counted. */
-#define TX_COUNT_RUN 64
-typedef uint32_t (*tx_count_bytes_loop)(const uint8_t *symbols, int64_t n, int64_t stride, uint32_t *counts);
-/* Whether one of the n symbols is 0; the least and the greatest of the others, 255 and 0 where there is none. */
-typedef int (*tx_range_of_bytes_loop)(const uint8_t *symbols, int64_t n, uint8_t *least, uint8_t *greatest);
-/* A checksum of n bytes. */
-typedef uint32_t (*tx_planes_sum_loop)(const uint8_t *bytes, int64_t n);
-
-/* Encodes n symbols: words from `to` on, and TX_RANS_LANES states. Returns where the words end; NULL, where that would
- * be less than TX_RANS_ROW_BYTES before `limit`. What lies between the two may be written, too. */
-#define TX_RANS_ROW_BYTES (2 * TX_RANS_LANES + 32)
-typedef uint8_t *(*tx_rans_encode_loop)(const tx_rans_encoder *encoder, uint32_t *states, const uint8_t *symbols,
-                                        int64_t n, uint8_t *to, const uint8_t *limit);
-/* The other way, with the states that encoding ended with, each in [TX_RANS_LEAST, TX_RANS_LEAST << 16). Up to 32 bytes
- * from `end` on are read, too, and not used. 0: these words and states are not what n symbols were encoded to. */
-typedef int (*tx_rans_decode_loop)(const tx_rans_decoder *decoder, uint32_t *states, const uint8_t *begin,
-                                   const uint8_t *end, int64_t n, uint8_t *symbols);
 /* The matrices of a piece. */
 typedef struct tx_muon_parts {
   const tx_muon_part *first; /* that with the piece's first element */
@@ -163,7 +138,6 @@ typedef struct tx_muon_update_piece {
 typedef int64_t (*tx_muon_update_loop)(const tx_muon_update_piece *piece);
 
 typedef struct tx_kernels {
-  const char *name;
   tx_adamw_loop adamw;
   tx_load_loop load[TX_FORMS];
   tx_store_loop store[TX_FORMS];
@@ -176,19 +150,8 @@ typedef struct tx_kernels {
   tx_sample_loop sample;
   tx_compress_loop compress;
   tx_expand_loop expand;
-  tx_split_loop split[3]; /* by log2 of the bytes of a value */
-  tx_merge_loop merge[3];
-  tx_count_bytes_loop count_bytes;
-  tx_range_of_bytes_loop range_of_bytes;
-  tx_planes_sum_loop planes_sum;
-  tx_rans_encode_loop rans_encode;
-  tx_rans_decode_loop rans_decode;
   tx_muon_momentum_loop muon_momentum;
   tx_muon_update_loop muon_update;
-  tx_delta_encode_loop delta_encode;
-  tx_delta_decode_loop delta_decode;
-  tx_delta_ones_loop delta_ones;
-  tx_delta_differ_loop delta_differ;
 } tx_kernels;
 
 /* The table in use; never NULL. */

@@ -8,6 +8,7 @@
 #include "csrc/cpu/loop_cast.h"
 #include "csrc/cpu/loop_checksum.h"
 #include "csrc/cpu/loop_master.h"
+#include "csrc/cpu/loop_sample.h"
 #include "csrc/cpu/step_8bit.h"
 #include "csrc/cpu/step_fp32.h"
 #include "csrc/cpu/step_plain.h"

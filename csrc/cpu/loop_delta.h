@@ -1,9 +1,10 @@
-/* Segments of deltas, by the dtype of their weights. Included by kernels_isa.c only. */
+/* Segments of deltas, by the dtype of their weights. Included by coding_kernels_isa.c only. */
 #ifndef TX_CPU_LOOP_DELTA_H
 #define TX_CPU_LOOP_DELTA_H
 
 #include "csrc/cpu/delta_decode.h"
 #include "csrc/cpu/delta_encode.h"
+#include "csrc/cpu/round_bf16.h"
 
 static void tx_delta_encode_run(tx_delta_encoder *e) {
   switch (e->dtype) {
@@ -42,6 +43,15 @@ static int64_t tx_delta_ones_run(const uint8_t *bits, int64_t n) {
   uint64_t rest = 0;
   memcpy(&rest, bits + 8 * at, (size_t)((n - 64 * at + 7) / 8));
   return found + __builtin_popcountll(rest & ((UINT64_C(1) << (n - 64 * at)) - 1u));
+}
+
+static void tx_delta_round_run(const void *masters, int64_t n, void *rounded, tx_dtype dtype) {
+  if (dtype == TX_F16) {
+    for (int64_t i = 0; i < n; i++)
+      tx_store(rounded, i, TX_F16, tx_load(masters, i, TX_F32));
+  } else {
+    tx_nearest_bf16(masters, n, rounded);
+  }
 }
 
 static uint32_t tx_delta_differ_run(const void *weights, const void *others, int64_t n, tx_dtype dtype) {

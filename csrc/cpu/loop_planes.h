@@ -1,4 +1,4 @@
-/* Values into planes and back, and the entropy code of a plane. Included by kernels_isa.c only.
+/* Values into planes and back, and the entropy code of a plane. Included by coding_kernels_isa.c only.
  *
  * Vectors of states run in avx512_planes.h and avx2_planes.h; the rows here are the oracle of their bits, and what they
  * leave: a row that is not whole, and the last words, where a vector could read too far. */
@@ -7,7 +7,7 @@
 
 #include <string.h>
 
-#include "csrc/cpu/kernels.h"
+#include "csrc/cpu/planes_loops.h"
 #include "csrc/math/planes.h"
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__)

@@ -109,7 +109,7 @@ static tx_status decode_block(const apply_work *w, apply_room *room, version_sta
   const int64_t used = s->segment.changed - s->left, most = s->left < v->n ? s->left : v->n;
   const tx_delta_changes to = {record ? record->at + used : room->at, record ? record->weight + used : room->weight,
                                most};
-  const int32_t n = tx_kernels_selected()->delta_decode(&s->decoder, v->content, v->held, v->n, to);
+  const int32_t n = tx_coding_kernels_selected()->delta_decode(&s->decoder, v->content, v->held, v->n, to);
   if (n < 0) return TX_ERROR_INVALID_ARGUMENT;
   s->left -= n;
   if (record) record->n_of[block] = n;

@@ -16,7 +16,7 @@ typedef struct mark_work {
 
 /* Bit b: block b of these weights differs from what is kept beside it. at: in the tensor, a multiple of TX_CHECKSUM;
  * count <= TX_TILE. */
-static uint32_t differing(const tx_kernels *kernels, const tx_delta_written *of, int64_t at, int64_t count) {
+static uint32_t differing(const tx_coding_kernels *kernels, const tx_delta_written *of, int64_t at, int64_t count) {
   const tx_dtype dtype = of->weights.dtype;
   const char *weights = (const char *)of->weights.data + 2 * at;
   uint16_t rounded[TX_TILE];
@@ -25,8 +25,7 @@ static uint32_t differing(const tx_kernels *kernels, const tx_delta_written *of,
     const uint32_t all = (1u << ((count + TX_BLOCK - 1) / TX_BLOCK)) - 1u;
     return kernels->checksum(weights, NULL, kept, count, TX_CHECKSUM_CHECK) ? all : 0;
   }
-  kernels->store[tx_form_plain(dtype)]((const float *)of->masters.data + at, count, rounded, NULL, (tx_noise){0}, 0,
-                                       TX_NEAREST);
+  kernels->delta_round((const float *)of->masters.data + at, count, rounded, dtype);
   return kernels->delta_differ(weights, rounded, count, dtype);
 }
 _Static_assert(TX_TILE == TX_CHECKSUM, "a tile has one checksum");
@@ -47,7 +46,7 @@ static tx_delta_written *with_piece(const mark_work *w, int64_t i) {
 
 static void mark_piece(void *ctx, int64_t task, int64_t i) {
   const mark_work *w = ctx;
-  const tx_kernels *kernels = tx_kernels_selected();
+  const tx_coding_kernels *kernels = tx_coding_kernels_selected();
   tx_delta_written *of = with_piece(w, i);
   const int64_t begin = (i - of->first) * PIECE, n = of->weights.numel, end = n - begin < PIECE ? n : begin + PIECE;
   const uint16_t unknown = 0x7f80;

@@ -2,7 +2,7 @@
 #ifndef TX_OPS_DELTA_RECORDS_H
 #define TX_OPS_DELTA_RECORDS_H
 
-#include "csrc/cpu/kernels.h"
+#include "csrc/cpu/coding_kernels.h"
 #include "csrc/ops/delta_receiver.h"
 
 /* The weights that one segment changes, block after block. */

@@ -90,7 +90,7 @@ static int64_t choose_blocks(tx_delta_encoder *e, uint32_t written, const tx_del
   for (int64_t b = 0; b * TX_DELTA_BLOCK < e->n; b++) {
     const int64_t begin = b * TX_DELTA_BLOCK;
     const int64_t n = e->n - begin < TX_DELTA_BLOCK ? e->n - begin : TX_DELTA_BLOCK;
-    const int64_t ones = e->changed ? tx_kernels_selected()->delta_ones(e->changed + begin / 8, n) : n;
+    const int64_t ones = e->changed ? tx_coding_kernels_selected()->delta_ones(e->changed + begin / 8, n) : n;
     const int blind = !e->changed || (ones > 0 && !(e->flags & (TX_DELTA_BOUNDED | TX_DELTA_EXACT)));
     if (blind || written >> b & 1u ||
         (ones > 0 && e->flags & TX_DELTA_BOUNDED &&
@@ -224,7 +224,7 @@ tx_status tx_delta_segment_encode(tx_delta_scratch *scratch, const tx_delta_run 
   e->bound = first;
   e->rungs = rungs_of(scratch->rungs, e->dtype, e->flags);
   begin_streams(scratch, changed);
-  tx_kernels_selected()->delta_encode(e);
+  tx_coding_kernels_selected()->delta_encode(e);
   TX_FORWARD(put_segment(scratch, changed, first, &done->bytes, error));
   done->touched = e->touched;
   return TX_OK;
@@ -258,7 +258,7 @@ tx_delta_decoder tx_delta_decoder_of(const tx_delta_segment *segment, int64_t nu
 }
 
 void tx_delta_sums(const void *weights, int64_t numel, tx_dtype dtype, uint64_t *sums) {
-  const tx_kernels *kernels = tx_kernels_selected();
+  const tx_coding_kernels *kernels = tx_coding_kernels_selected();
   if (dtype != TX_F32) {
     (void)kernels->checksum(weights, NULL, sums, numel, TX_CHECKSUM_RENEW);
     return;

@@ -3,7 +3,7 @@
 #define TX_OPS_DELTA_SEGMENT_CODE_H
 
 #include "csrc/core/delta_bytes.h"
-#include "csrc/cpu/kernels.h"
+#include "csrc/cpu/coding_kernels.h"
 #include "csrc/torch_ext_delta.h"
 
 /* Memory of a task that encodes. */

@@ -59,7 +59,7 @@ tx_status tx_planes_encode(tx_tensor values, tx_tensor out, int64_t *bytes, tx_e
     const int64_t n = tx_planes_block_numel(values.numel, b);
     const char *from = (const char *)values.data + b * TX_PLANES_BLOCK * width;
     uint8_t *end = tx_planes_put(work, from, n, width, rotate, at);
-    const tx_planes_row row = {(uint32_t)(end - at), tx_kernels_selected()->planes_sum(at, end - at)};
+    const tx_planes_row row = {(uint32_t)(end - at), tx_coding_kernels_selected()->planes_sum(at, end - at)};
     memcpy(message + sizeof(tx_planes_header) + (size_t)b * sizeof row, &row, sizeof row);
     at = end;
   }
@@ -95,7 +95,7 @@ static tx_status check_blocks(const tx_planes_message *message, int64_t begin, i
   const uint8_t *at = message->bytes + offset_of(message, begin);
   for (int64_t b = begin; b < end; b++) {
     const tx_planes_row row = tx_planes_row_at(message->bytes, b);
-    if (tx_kernels_selected()->planes_sum(at, row.bytes) != row.checksum) {
+    if (tx_coding_kernels_selected()->planes_sum(at, row.bytes) != row.checksum) {
       return tx_fail(
           error, TX_ERROR_BAD_STATE,
           "message is damaged: block %lld, elements from %lld on in bytes from %lld on, has another checksum",

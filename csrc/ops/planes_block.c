@@ -25,7 +25,7 @@ static int pays(int64_t bytes, int64_t n) {
 
 /* Counts the symbols of a sample, or of all where there are few; returns how many were counted. */
 static uint32_t count(const uint8_t *plane, int64_t n, int64_t stride, uint32_t *counts) {
-  return tx_kernels_selected()->count_bytes(plane, n, n < 16 * stride ? SAMPLED : stride, counts);
+  return tx_coding_kernels_selected()->count_bytes(plane, n, n < 16 * stride ? SAMPLED : stride, counts);
 }
 
 /* Whether a plane may be worth coding that is likely to be noise. */
@@ -39,7 +39,7 @@ static int looks_worth(const uint8_t *plane, int64_t n) {
  * greatest other one. Returns the sum; 0: all bytes are the same. */
 static uint32_t count_all(const uint8_t *plane, int64_t n, uint32_t *counts) {
   uint8_t least, greatest;
-  const int zero = tx_kernels_selected()->range_of_bytes(plane, n, &least, &greatest);
+  const int zero = tx_coding_kernels_selected()->range_of_bytes(plane, n, &least, &greatest);
   if (zero ? greatest == 0 : least == greatest) return 0;
   uint32_t sum = count(plane, n, STRIDE, counts);
   for (int32_t s = 0; s < 256; s++) {
@@ -94,7 +94,8 @@ static uint8_t *put_coded(tx_planes_work *work, const uint8_t *plane, int64_t n,
   if (n < 2 * 256 + BITMAP_BYTES + STATES_BYTES + TX_RANS_ROW_BYTES) return NULL; /* where frequencies have room */
   uint8_t *words = put_frequencies(freq, to) + sizeof(uint32_t);
   tx_rans_encoder_of(freq, &work->encoder);
-  uint8_t *end = tx_kernels_selected()->rans_encode(&work->encoder, states, plane, n, words, limit - STATES_BYTES);
+  uint8_t *end =
+      tx_coding_kernels_selected()->rans_encode(&work->encoder, states, plane, n, words, limit - STATES_BYTES);
   if (!end) return NULL;
   const uint32_t length = (uint32_t)(end - words);
   memcpy(words - sizeof length, &length, sizeof length);
@@ -126,7 +127,7 @@ uint8_t *tx_planes_put(tx_planes_work *work, const void *values, int64_t n, int6
   uint8_t *planes[TX_PLANES_MOST];
   for (int64_t p = 0; p < width; p++)
     planes[p] = work->planes[p];
-  tx_kernels_selected()->split[log2_of(width)](values, n, rotate, planes);
+  tx_coding_kernels_selected()->split[log2_of(width)](values, n, rotate, planes);
   for (int64_t p = 0; p < width; p++)
     to = put_plane(work, planes[p], n, p == 0, to);
   return to;
@@ -147,7 +148,7 @@ static const uint8_t *get_coded(tx_planes_work *work, const uint8_t *from, const
     if (states[i] < TX_RANS_LEAST || states[i] >= TX_RANS_LEAST << 16) return NULL;
   }
   tx_rans_decoder_of(freq, &work->decoder);
-  const int whole = tx_kernels_selected()->rans_decode(&work->decoder, states, words, words + length, n, plane);
+  const int whole = tx_coding_kernels_selected()->rans_decode(&work->decoder, states, words, words + length, n, plane);
   return whole ? words + length + STATES_BYTES : NULL;
 }
 
@@ -177,6 +178,6 @@ int tx_planes_get(tx_planes_work *work, const uint8_t *from, int64_t bytes, int6
     if (!from) return 0;
   }
   if (from != end) return 0;
-  tx_kernels_selected()->merge[log2_of(width)](planes, n, rotate, values);
+  tx_coding_kernels_selected()->merge[log2_of(width)](planes, n, rotate, values);
   return 1;
 }

@@ -5,7 +5,7 @@
 #ifndef TX_OPS_PLANES_BLOCK_H
 #define TX_OPS_PLANES_BLOCK_H
 
-#include "csrc/cpu/kernels.h"
+#include "csrc/cpu/coding_kernels.h"
 #include "csrc/ops/planes_layout.h"
 
 /* What coding a block takes, from malloc. */

@@ -4,7 +4,7 @@
 
 #include "csrc/core/dtype.h"
 #include "csrc/core/status.h"
-#include "csrc/cpu/kernels.h"
+#include "csrc/cpu/coding_kernels.h"
 #include "csrc/ops/check.h"
 
 static const char kMagic[8] = {'T', 'X', 'P', 'L', 'A', 'N', 'E', 'S'};
@@ -23,8 +23,8 @@ int64_t tx_planes_head_bytes(int64_t numel) {
 /* Of the header and the rows, but for the header's own checksum. */
 static uint32_t head_checksum(const uint8_t *message, int64_t numel) {
   const int64_t before = (int64_t)offsetof(tx_planes_header, checksum), after = (int64_t)sizeof(tx_planes_header);
-  const uint32_t rows = tx_kernels_selected()->planes_sum(message + after, tx_planes_head_bytes(numel) - after);
-  return tx_kernels_selected()->planes_sum(message, before) ^ (rows << 1 | rows >> 31);
+  const uint32_t rows = tx_coding_kernels_selected()->planes_sum(message + after, tx_planes_head_bytes(numel) - after);
+  return tx_coding_kernels_selected()->planes_sum(message, before) ^ (rows << 1 | rows >> 31);
 }
 
 void tx_planes_seal(uint8_t *message, int32_t dtype, int64_t numel) {
