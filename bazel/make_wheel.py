@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--license", required=True)
     parser.add_argument("--readme", required=True)
     parser.add_argument("--libraries", required=True, nargs="+")
+    parser.add_argument("--headers", required=True, nargs="+", help="for torch_ext/include")
     parser.add_argument("--files", required=True, nargs="+", help="torch_ext/**")
     args = parser.parse_args()
 
@@ -68,6 +69,7 @@ def main() -> None:
     metadata = core_metadata.text(project, version, read(args.readme).decode())
     contents = {path[path.rindex("torch_ext/", 0, path.rindex("/") + 1) :]: read(path) for path in args.files}
     contents |= {f"torch_ext/{os.path.basename(path)}": read(path) for path in args.libraries}
+    contents |= {f"torch_ext/include/{os.path.basename(path)}": read(path) for path in args.headers}
     write(args.out, contents, version, metadata, read(args.license))
 
 

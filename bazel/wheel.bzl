@@ -7,13 +7,14 @@ _MACHINES = ["aarch64", "x86_64"]
 # glibc 2.34, which Debian 12, Ubuntu 22.04 and RHEL 9 have: what the libraries ask of it at most (a test looks).
 _PLATFORM = "manylinux_2_34"
 
-def wheel(name, package, libraries, license, readme, pyproject, version_header):
+def wheel(name, package, libraries, headers, license, readme, pyproject, version_header):
     """Makes torch_ext-VERSION-py3-none-PLATFORM.whl.
 
     Args:
       name: the target.
       package: the Python package's files.
-      libraries: a label: libtorch_ext.so, and libtorch_ext_cuda.so where it is built.
+      libraries: labels: libtorch_ext.so, libtorch_ext_cuda.so where it is built, and libtorch_ext_delta.so.
+      headers: a label: what C and C++ programs include, which goes into torch_ext/include.
       license: the license file.
       readme: the long description.
       pyproject: pyproject.toml, which has the metadata.
@@ -22,7 +23,7 @@ def wheel(name, package, libraries, license, readme, pyproject, version_header):
     for machine in _MACHINES:
         native.genrule(
             name = "%s_%s" % (name, machine),
-            srcs = package + [libraries, license, readme, pyproject, version_header],
+            srcs = package + libraries + [headers, license, readme, pyproject, version_header],
             outs = ["torch_ext-%s-py3-none-%s_%s.whl" % (VERSION, _PLATFORM, machine)],
             cmd = " ".join([
                 "$(execpath //bazel:make_wheel) --out=$@",
@@ -30,7 +31,9 @@ def wheel(name, package, libraries, license, readme, pyproject, version_header):
                 "--readme=$(execpath %s)" % readme,
                 "--pyproject=$(execpath %s)" % pyproject,
                 "--header=$(execpath %s)" % version_header,
-                "--libraries $(execpaths %s)" % libraries,
+                "--headers $(execpaths %s)" % headers,
+                "--libraries",
+            ] + ["$(execpaths %s)" % library for library in libraries] + [
                 "--files",
             ] + ["$(execpath %s)" % file for file in package]),
             # One of them is right for the machine at hand: `name`.

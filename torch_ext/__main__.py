@@ -1,11 +1,12 @@
 """python -m torch_ext: info, what was found on this machine; plan, the bytes of a model per rank; doctor, what silently
-loses updates; checkpoint, what is in one."""
+loses updates; checkpoint, what is in one; config, what a C compiler is told."""
 
 import argparse
 import sys
 from collections.abc import Callable
 
 from torch_ext.cli import checkpoint as cli_checkpoint
+from torch_ext.cli import config as cli_config
 from torch_ext.cli import doctor as cli_doctor
 from torch_ext.cli import info as cli_info
 from torch_ext.cli import plan as cli_plan
@@ -31,6 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     checkpoint = commands.add_parser("checkpoint", help="what is in a checkpoint, and whether it is whole")
     cli_checkpoint.add_arguments(checkpoint)
     checkpoint.set_defaults(run=cli_checkpoint.run)
+    config = commands.add_parser("config", help="what a C or C++ compiler is told to build with the library")
+    cli_config.add_arguments(config)
+    config.set_defaults(run=cli_config.run)
     options = parser.parse_args(arguments)
     run: Run = options.run
     return run(options)

@@ -4,8 +4,7 @@
 
 #include <immintrin.h>
 
-#include "csrc/cpu/kernels.h"
-#include "csrc/math/planes.h"
+#include "csrc/cpu/planes_loops.h"
 
 #define TX_RANS_VECTORS (TX_RANS_LANES / 8)
 

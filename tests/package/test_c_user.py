@@ -3,15 +3,18 @@ library, any compiler and any dialect."""
 
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 
+import package_files
 import pytest
 import torch  # noqa: F401  the package wants it first
-from package_files import ROOT
 
 import torch_ext
 
+ROOT = package_files.ROOT
 HEADERS = sorted(path.name for path in (ROOT / "csrc").glob("torch_ext*.h"))
 DIALECTS = {"gcc": ["c99", "c11", "c17"], "clang": ["c99", "c11", "c17"], "g++": ["c++98", "c++11", "c++17", "c++20"]}
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
@@ -56,13 +59,99 @@ def test_headers_compile_without_a_warning_in_any_dialect(
     compile_with(compiler, f"-std={dialect}", *WARNINGS, *quiet, f"-I{include}", "-fsyntax-only", str(source))
 
 
+# Each of examples/c and a line that it prints.
+EXAMPLES = {"fit": "fp32 masters", "follow": "version 5:"}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
-def test_the_example_is_built_from_the_headers_and_the_library_alone(
-    include: pathlib.Path, tmp_path: pathlib.Path, compiler: str
+def test_the_examples_are_built_from_the_headers_and_the_library_alone(
+    include: pathlib.Path, tmp_path: pathlib.Path, compiler: str, example: str
 ) -> None:
     shutil.copy(torch_ext.library_path(), tmp_path / "libtorch_ext.so")
     where = [f"-I{include}", f"-L{tmp_path}", "-ltorch_ext", f"-Wl,-rpath,{tmp_path}"]
-    compile_with(compiler, "-std=c11", str(ROOT / "examples/c/fit.c"), *where, "-lm", "-o", str(tmp_path / "fit"))
-    done = subprocess.run([tmp_path / "fit"], capture_output=True, text=True, check=False)
+    build_and_run(compiler, example, tmp_path, where)
+
+
+def test_every_example_is_built() -> None:
+    assert {path.stem for path in (ROOT / "examples/c").glob("*.c")} == EXAMPLES.keys()
+
+
+def build_and_run(compiler: str, example: str, folder: pathlib.Path, flags: list[str]) -> None:
+    program = folder / example
+    compile_with(compiler, "-std=c11", str(ROOT / f"examples/c/{example}.c"), *flags, "-lm", "-o", str(program))
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "fp32 masters" in done.stdout
+    assert EXAMPLES[example] in done.stdout
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Where the wheel is installed."""
+    folder = tmp_path_factory.mktemp("site with a space")
+    package_files.install(folder)
+    return folder
+
+
+def flags_of(site: pathlib.Path, *options: str) -> list[str]:
+    """What `python -m torch_ext config` prints there, as a shell takes it apart."""
+    run = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module('torch_ext', run_name='__main__')"
+    command = [sys.executable, "-I", "-c", run, str(site), "config", *options]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return shlex.split(done.stdout)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_examples_are_built_from_an_installed_wheel(
+    site: pathlib.Path, tmp_path: pathlib.Path, example: str
+) -> None:
+    flags = flags_of(site)
+    assert flags == flags_of(site, "--cflags") + flags_of(site, "--libs") == flags_of(site, "--cflags", "--libs")
+    assert flags[0] == f"-I{site}/torch_ext/include"
+    build_and_run("gcc", example, tmp_path, flags)
+
+
+# An inference engine that has nothing but the small library.
+ENGINE = """
+#include <stdio.h>
+#include "torch_ext_delta.h"
+
+int main(void) {
+  static unsigned short weights[8];
+  const tx_delta_param table[] = {{.name = "w", .numel = 8, .dtype = TX_BF16}};
+  const tx_delta_piece piece = {.rows = 1, .columns = 8, .data = weights, .column_stride = 1};
+  tx_delta_receiver *receiver = NULL;
+  tx_error error;
+  if (tx_delta_open(1, table, 1, &piece, &receiver, &error) != TX_OK) return 1;
+  printf("at version %d", (int)tx_delta_version(receiver));
+  tx_delta_close(receiver);
+  return 0;
+}
+"""
+
+
+def test_an_engine_links_to_the_small_library_of_an_installed_wheel(site: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "engine.c").write_text(ENGINE)
+    flags = [
+        "-std=c11",
+        *WARNINGS,
+        str(tmp_path / "engine.c"),
+        *flags_of(site, "--delta"),
+        "-o",
+        str(tmp_path / "engine"),
+    ]
+    compile_with("gcc", *flags)
+    done = subprocess.run([tmp_path / "engine"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "at version 0"), done.stderr
+    needed = subprocess.run(["readelf", "-d", tmp_path / "engine"], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"\[(libtorch\w*\.so)\]", needed) == ["libtorch_ext_delta.so"]
+
+
+@pytest.mark.parametrize(("option", "lacks"), [("--cflags", "torch_ext.h"), ("--delta", "libtorch_ext_delta.so")])
+def test_what_is_missing_is_named(site: pathlib.Path, tmp_path: pathlib.Path, option: str, lacks: str) -> None:
+    package = tmp_path / "torch_ext"
+    shutil.copytree(site / "torch_ext", package, ignore=shutil.ignore_patterns(lacks))
+    with pytest.raises(subprocess.CalledProcessError) as refusal:
+        flags_of(tmp_path, option)
+    assert refusal.value.returncode == 2
+    assert f"{lacks} is in none of {package}" in refusal.value.stderr

@@ -13,10 +13,9 @@ import torch_ext
 pytestmark = pytest.mark.skipif(CLANG is None, reason="clang is not installed (tests/run.sh installs it)")
 
 
-def test_what_needs_torch_or_nccl_and_the_example_compile_without_a_warning() -> None:
+def test_what_needs_torch_or_nccl_and_the_examples_compile_without_a_warning() -> None:
     """The other rooms, which a program in C needs, are compiled in earnest below."""
-    example = Source("examples/c/fit.c", starlark("bazel/copts.bzl")["C_OPTS"])
-    sources = [*library_sources(["csrc/torch", "csrc/nccl"]), example]
+    sources = library_sources(["csrc/torch", "csrc/nccl", "examples/c"])
     in_parallel(lambda source: clang(*source.flags, "-fsyntax-only", source.path), sources)
 
 

@@ -80,3 +80,10 @@ def test_it_applies_without_torch() -> None:
     command = [sys.executable, "-I", "-c", PROGRAM, str(LIBRARY)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == "applied\n", done.stderr
+
+
+def test_it_is_small() -> None:
+    """An engine carries no loops of steps: those are most of libtorch_ext.so."""
+    if not LIBRARY.exists():
+        pytest.skip(f"{LIBRARY.name} is not built")
+    assert LIBRARY.stat().st_size < 900_000

@@ -47,18 +47,18 @@ def test_holds_the_package_and_the_libraries(wheel: pathlib.Path) -> None:
         names = {name for name in archive.namelist() if name.startswith("torch_ext/")}
     found = [path for pattern in ("*.py", "*.pyi", "py.typed") for path in (ROOT / "torch_ext").rglob(pattern)]
     package = {str(path.relative_to(ROOT)) for path in found}
-    libraries = {"torch_ext/libtorch_ext.so"}
+    libraries = {"torch_ext/libtorch_ext.so", "torch_ext/libtorch_ext_delta.so"}
+    headers = {f"torch_ext/include/{path.name}" for path in (ROOT / "csrc").glob("torch_ext*.h")}
+    headers.add("torch_ext/include/policy.def")
     folders = (ROOT, ROOT / "bazel-bin")  # where Bazel runs it, by hand
     if any((folder / "cuda/libtorch_ext_cuda.so").exists() for folder in folders):  # where there is a CUDA toolkit
         libraries.add("torch_ext/libtorch_ext_cuda.so")
-    assert {"torch_ext/py.typed", "torch_ext/__init__.pyi"} < names == package | libraries
+    assert {"torch_ext/py.typed", "torch_ext/__init__.pyi"} < names == package | libraries | headers
 
 
-def test_installs_and_steps_from_an_empty_folder(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_installs_and_steps_from_an_empty_folder(tmp_path: pathlib.Path) -> None:
     target = tmp_path / "site"
-    install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(target), str(wheel)]
-    # -I ignores PYTHONPATH and the current folder, so that the repository's own package can't be meant.
-    subprocess.run([sys.executable, "-I", *install], check=True, cwd=tmp_path)
+    package_files.install(target)
     code = f"import sys; sys.path.insert(0, {str(target)!r})\n" + STEP
     result = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -95,7 +95,7 @@ def policies(model: nn.Module) -> str:
     if policy.data_parallel_sharding_strategy == "optim":
         return policy.row(torch.float32).preset
     dtypes: dict[str, Any] = torch_ext.coerce_dtypes({"exp_avg_dtype": "bf16"})
-    return f"{hash(policy)} {dtypes} {torch_ext.library_path()}"
+    return f"{hash(policy)} {dtypes} {torch_ext.library_path()} {torch_ext.get_include()}"
 
 
 def scaling(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:

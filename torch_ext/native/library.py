@@ -8,7 +8,7 @@ what a function does; a module that needs one declares it with `function` and mi
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch_ext.native import constants
@@ -30,14 +30,43 @@ def library_path() -> str:
 
     Raises ImportError where it was not built.
     """
-    for folder in _FOLDERS:
-        path = os.path.join(folder, FILE_NAME)
-        if os.path.isfile(path):
-            return path
+    return _built(FILE_NAME, "torch_ext")
+
+
+def delta_library_path() -> str:
+    """libtorch_ext_delta.so, which has the functions of torch_ext_delta.h alone: for inference engines.
+
+    Raises ImportError where it was not built.
+    """
+    return _built("libtorch_ext_delta.so", "libtorch_ext_delta.so")
+
+
+def _built(name: str, target: str) -> str:
+    if path := _find(name, _FOLDERS):
+        return path
     raise ImportError(
-        f"{FILE_NAME} is in none of {', '.join(_FOLDERS)}: build it with `bazel build //:torch_ext` "
+        f"{name} is in none of {', '.join(_FOLDERS)}: build it with `bazel build //:{target}` "
         "in the repository's root, or install the wheel (`bazel build //:wheel`)."
     )
+
+
+def _find(name: str, folders: Iterable[str]) -> str | None:
+    """The path of the first such file."""
+    paths = (os.path.join(folder, name) for folder in folders)
+    return next(filter(os.path.isfile, paths), None)
+
+
+def get_include() -> str:
+    """The folder with torch_ext.h and the other headers of the C interface, for a C or C++ compiler's -I.
+
+    `python -m torch_ext config --cflags --libs` prints it, and where the library is, as a compiler takes them.
+    Raises ImportError where it is not there.
+    """
+    root = os.path.dirname(_PACKAGE)
+    folders = (os.path.join(_PACKAGE, "include"), os.path.join(root, "csrc"))  # a wheel; the repository
+    if path := _find("torch_ext.h", folders):
+        return os.path.dirname(path)
+    raise ImportError(f"torch_ext.h is in none of {', '.join(folders)}: install the wheel anew.")
 
 
 class Struct(ctypes.Structure):

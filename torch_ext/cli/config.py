@@ -1,0 +1,36 @@
+"""python -m torch_ext config: what a C or C++ compiler is told to build a program with the library."""
+
+import argparse
+import os
+import shlex
+
+from torch_ext.native import library
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cflags", action="store_true", help="where the headers are")
+    parser.add_argument("--libs", action="store_true", help="where the library is, now and when the program runs")
+    parser.add_argument(
+        "--delta", action="store_true", help="libtorch_ext_delta.so: torch_ext_delta.h alone, for inference engines"
+    )
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints both where neither is asked for. Raises SystemExit(2), with a message, where they are not there."""
+    both = options.cflags == options.libs
+    words: list[str] = []
+    try:
+        if both or options.cflags:
+            words.append(f"-I{library.get_include()}")
+        if both or options.libs:
+            words += _libs(library.delta_library_path() if options.delta else library.library_path())
+    except ImportError as missing:
+        options.refuse(str(missing))
+    print(shlex.join(words))
+    return 0
+
+
+def _libs(path: str) -> list[str]:
+    folder, name = os.path.split(path)
+    return [f"-L{folder}", f"-l{name.removeprefix('lib').removesuffix('.so')}", f"-Wl,-rpath,{folder}"]
