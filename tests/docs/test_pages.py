@@ -122,7 +122,8 @@ def wrong_command(command: str) -> str | None:
 
 
 @each_page
-def test_commands_exist(page: Page) -> None:
+def test_commands_exist(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # where they are to be given
     refuse([f"{page.name} {wrong}" for command in commands(page) if (wrong := wrong_command(command))])
 
 
