@@ -5,7 +5,7 @@
 #include "csrc/core/status.h"
 
 /* The legal states; the comparisons are written so that NaN is none. */
-static tx_status check(const tx_scale *s, tx_error *error) {
+static tx_status check_fields(const tx_scale *s, tx_error *error) {
   if (!s || s->size != sizeof *s) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_scale: a scale must begin with TX_SCALE_INIT");
   }
@@ -26,6 +26,13 @@ static tx_status check(const tx_scale *s, tx_error *error) {
   return TX_OK;
 }
 
+static tx_status check(const tx_scale *s, tx_error *error) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile tx_status status = check_fields(s, error);
+  tx_fp_leave(saved);
+  return status;
+}
+
 tx_status tx_scale_from_policy(const tx_policy *policy, tx_scale *scale, tx_error *error) {
   if (!policy || policy->size != sizeof *policy || !scale || scale->size != sizeof *scale) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
@@ -44,11 +51,12 @@ tx_status tx_scale_from_policy(const tx_policy *policy, tx_scale *scale, tx_erro
   return TX_OK;
 }
 
-static double product_of(double scale, double factor) {
+/* What the scale becomes: multiplied by factor, where that is not below `low` and fp32 holds it. */
+static void multiply(tx_scale *s, double factor, double low) {
   const tx_fp_mode saved = tx_fp_enter();
-  const volatile double product = scale * factor;
+  const volatile double product = s->scale * factor;
+  if (product <= FLT_MAX) s->scale = product > low ? product : low;
   tx_fp_leave(saved);
-  return product;
 }
 
 tx_status tx_scale_update(tx_scale *s, int32_t found_inf, tx_error *error) {
@@ -56,16 +64,12 @@ tx_status tx_scale_update(tx_scale *s, int32_t found_inf, tx_error *error) {
   if (found_inf) {
     s->clean_steps = 0;
     if (s->hysteresis_left > 0) s->hysteresis_left--;
-    if (s->hysteresis_left == 0) {
-      const double lower = product_of(s->scale, s->backoff_factor);
-      s->scale = lower > s->min_scale ? lower : s->min_scale;
-    }
+    if (s->hysteresis_left == 0) multiply(s, s->backoff_factor, s->min_scale);
     return TX_OK;
   }
   if (++s->clean_steps < s->growth_interval) return TX_OK;
   s->clean_steps = 0;
   s->hysteresis_left = s->hysteresis;
-  const double higher = product_of(s->scale, s->growth_factor);
-  if (higher <= FLT_MAX) s->scale = higher;
+  multiply(s, s->growth_factor, s->min_scale);
   return TX_OK;
 }
