@@ -20,7 +20,11 @@
  * another version (tx_version) is refused by name before any other field is read. Counts are int64_t and count elements
  * unless a name says bytes. Pointers are borrowed for the duration of the call unless a comment says otherwise. The
  * library never prints, exits or aborts, and keeps no global state besides the table of kernels chosen for this
- * processor. */
+ * processor and what torch has of it.
+ *
+ * Threads. It has none of its own (tx_parallel). Any number of threads may call at a time, with memory that none of
+ * them writes meanwhile; a call takes less than 64 KiB of stack, on its thread and for each task. The floating-point
+ * mode and the locale of a thread may be any and stay as they are. Not for signal handlers: calls allocate memory. */
 #ifndef TORCH_EXT_H
 #define TORCH_EXT_H
 

@@ -1,6 +1,6 @@
-// What a caller's thread may be like: another rounding mode, subnormals flushed, a locale with a decimal comma, a small
-// stack, a forked child. Every function gives the same bits and the same words as on a plain thread, and leaves the
-// floating-point mode as it was.
+// What a caller's thread may be like: another rounding mode, subnormals flushed, exceptions that trap, a locale with a
+// decimal comma, a small stack, a forked child. Every function gives the same bits and the same words as on a plain
+// thread, and leaves the floating-point mode as it was.
 
 #include <fenv.h>
 #include <gtest/gtest.h>
@@ -196,7 +196,8 @@ void Statistics(Answer *answer) {
   tx_error error = {};
   const tx_tensor grad = Tensor(&grads, TX_F32);
   answer->Status(tx_grad_stats(1, &grad, Tensor(&stats, TX_I64), {}, nullptr, &error), error);
-  for (const double most : {0.1, 1e-300, 5.0, std::numeric_limits<double>::infinity(), -0.5}) {
+  for (const double most :
+       {0.1, 1e-300, 5.0, std::numeric_limits<double>::infinity(), -0.5, std::numeric_limits<double>::quiet_NaN()}) {
     answer->Status(tx_grad_norm(Tensor(&stats, TX_I64), Tensor(&divisor, TX_F32), most, Tensor(&norm, TX_F64),
                                 Tensor(&clip, TX_F32), Tensor(&found, TX_F32), &error),
                    error);
@@ -237,8 +238,10 @@ void Buckets(Answer *answer) {
   cast.dsts = &to;
   answer->Status(tx_cast(&cast, nullptr, &error), error);
   answer->Add(codes), answer->Add(scales), answer->Add(shard), answer->Add(other), answer->Add(half);
-  reduce.scale = 1e300;
-  answer->Status(tx_bucket_reduce(&reduce, nullptr, &error), error);
+  for (const double scale : {1e300, std::numeric_limits<double>::quiet_NaN()}) {
+    reduce.scale = scale;
+    answer->Status(tx_bucket_reduce(&reduce, nullptr, &error), error);
+  }
 }
 
 void Messages(Answer *answer) {
@@ -328,7 +331,7 @@ void Policy(Answer *answer) {
   char table[8192] = {};
   answer->Add(tx_policy_describe(&policy, origins.data(), table, sizeof table));
   answer->Add(std::string(table));
-  for (const double wrong : {-0.5, 1.25, 1e-320, 0.5, 1.0, 4.5e9}) {
+  for (const double wrong : {-0.5, 1.25, 1e-320, 0.5, 1.0, 4.5e9, std::numeric_limits<double>::quiet_NaN()}) {
     for (const char *key : {"lr", "adam_beta1", "loss_scale_growth_factor", "loss_scale_backoff_factor", "link_gbps",
                             "offload_fraction", "initial_loss_scale", "min_8bit_size"}) {
       settings[0].key = key;
@@ -467,10 +470,12 @@ void Cuts(Answer *answer) {
   }
 }
 
-// Numbers that are 0 for who flushes subnormals: whether they are legal, and what they lead to.
+// Numbers that are 0 for who flushes subnormals, and NaN, of which a comparison may be a trap: whether they are legal,
+// and what they lead to.
 constexpr double kTiny = std::numeric_limits<double>::denorm_min();
-constexpr double kTinies[] = {kTiny, -kTiny, 0x1p-1040, -0x1p-1040, 0.0};
-constexpr float kTinyFloats[] = {0x1p-149f, -0x1p-149f, 0x1p-130f, -0x1p-130f, 0.0f};
+constexpr double kTinies[] = {kTiny, -kTiny, 0x1p-1040, -0x1p-1040, 0.0, std::numeric_limits<double>::quiet_NaN()};
+constexpr float kTinyFloats[] = {0x1p-149f,  -0x1p-149f, 0x1p-130f,
+                                 -0x1p-130f, 0.0f,       std::numeric_limits<float>::quiet_NaN()};
 
 void TinySteps(Answer *answer) {
   const auto ask = [&](const tx_adamw_group &group, float step, float scale, float found, double decay, double lr) {
@@ -646,6 +651,19 @@ std::string Flushing(const Question &question) {
   return answer;
 }
 
+// Where an operation of numbers is not exact, or has NaN in it, the process gets a signal: so none is in the caller's
+// mode.
+std::string Trapping(const Question &question) {
+  constexpr int kAll = FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW | FE_UNDERFLOW | FE_INEXACT;
+  feclearexcept(FE_ALL_EXCEPT);
+  if (feenableexcept(kAll) == -1) return Ask(question);  // a processor that cannot (aarch64)
+  const std::string answer = Ask(question);
+  EXPECT_EQ(fegetexcept(), kAll);
+  fedisableexcept(kAll);
+  EXPECT_EQ(fetestexcept(FE_ALL_EXCEPT), 0);
+  return answer;
+}
+
 std::string DecimalComma(const Question &question) {
   const std::string folder = ::testing::TempDir();
   const std::string command = "cd '" + folder +
@@ -665,6 +683,13 @@ std::string DecimalComma(const Question &question) {
   return answer;
 }
 
+// What torch_ext.h says a call takes, and what the question itself does; sanitizers take more.
+#ifdef TX_SANITIZED
+constexpr size_t kStack = 128 << 10;
+#else
+constexpr size_t kStack = (64 + 16) << 10;
+#endif
+
 std::string SmallStack(const Question &question) {
   struct Job {
     const Question *question;
@@ -672,7 +697,7 @@ std::string SmallStack(const Question &question) {
   } job = {&question, ""};
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
-  EXPECT_EQ(pthread_attr_setstacksize(&attributes, size_t{128} << 10), 0);
+  EXPECT_EQ(pthread_attr_setstacksize(&attributes, kStack), 0);
   pthread_t thread;
   EXPECT_EQ(pthread_create(
                 &thread, &attributes,
@@ -723,6 +748,7 @@ const Environment kEnvironments[] = {
     {"rounds_down", Rounding<FE_DOWNWARD>},
     {"rounds_to_zero", Rounding<FE_TOWARDZERO>},
     {"flushes_subnormals", Flushing},
+    {"traps_exceptions", Trapping},
     {"decimal_comma", DecimalComma},
     {"small_stack", SmallStack},
     {"forked_child", Child},
