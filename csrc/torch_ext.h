@@ -254,9 +254,9 @@ typedef struct tx_adamw_args {
   const tx_tensor *healths;
   double ema_decay;  /* ema += (1 - ema_decay) * (master - ema), in fp32, to 16 or 24 bits by dithering; in [0, 1) */
   int64_t ema_every; /* of the steps whose number is a multiple of it, >= 1; in the first of these ema = master */
-  void *order; /* int32, order_bytes bytes, zeros at first; or NULL. One call notes in it in which order its tensors lie
-                  in memory, so that the next, of tensors that lie alike, checks them in less time. Any content is
-                  legal; of one call at a time */
+  void *order; /* int32, order_bytes bytes, zeros at first; or NULL. One call (one that is refused, and tx_adamw_check,
+                  too) notes in it in which order its tensors lie in memory, so that the next, of tensors that lie
+                  alike, checks them in less time. Any content is legal; of one call at a time */
   int64_t order_bytes; /* 64 for each parameter are enough */
 } tx_adamw_args;
 #define TX_ADAMW_ARGS_INIT \
@@ -280,8 +280,8 @@ typedef struct tx_health {
  * largest counts. *found: begun with TX_HEALTH_INIT. */
 TX_API tx_status tx_health_of(tx_tensor health, tx_health *found, tx_error *error);
 
-/* Whether tx_adamw, or tx_adamw_offloaded, would take these: refuses what they refuse of them. Writes nothing, and
- * reads steps and lrs only. For a step cut into several calls, none of which is to be refused when others are done. */
+/* Whether tx_adamw, or tx_adamw_offloaded, would take these: refuses what they refuse of them. Writes nothing but
+ * order, and reads steps and lrs only. For a step cut into several calls, none of which is to be refused when others are done. */
 TX_API tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error);
 
 /* Whether tx_adamw takes these hyper-parameters of n groups: lr, eps and weight_decay are finite and >= 0, the betas

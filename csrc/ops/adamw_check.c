@@ -63,9 +63,6 @@ tx_status tx_adamw_check_groups(const tx_adamw_group *groups, int64_t n, const c
 }
 
 static tx_status check_groups(const tx_adamw_args *a, int reads_values, tx_error *error) {
-  if (a->n_groups < 1 || !a->groups) {
-    return tx_fail(error, TX_ERROR_SHAPE, "groups has %lld rows; at least 1 is legal", (long long)a->n_groups);
-  }
   for (int64_t i = 0; i < a->n_groups; i++) {
     tx_adamw_group group = a->groups[i];
     if (a->lrs) {
@@ -198,6 +195,9 @@ static tx_status check(const tx_adamw_args *a, int reads_values, tx_error *error
   if (a->n > 0 && !(a->params && a->grads && a->exp_avgs && a->exp_avg_sqs && a->steps)) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
                    "params, grads, exp_avgs, exp_avg_sqs and steps are needed; the others may be NULL");
+  }
+  if (a->n_groups < 1 || !a->groups) {
+    return tx_fail(error, TX_ERROR_SHAPE, "groups has %lld rows; at least 1 is legal", (long long)a->n_groups);
   }
   const tx_span spans[] = {
       {"params", a->params, a->n, 1},       {"grads", a->grads, a->n, 0},
