@@ -54,34 +54,39 @@ inline std::string Spoil(Call *call, const Change **only) {
   return text;
 }
 
-inline void Check(const Function &function, uint32_t seed, Tally *tally) {
+// What is wrong with a call of this seed; "" where nothing is.
+inline std::string Check(const Function &function, uint32_t seed, Tally *tally) {
   Call call(seed);
   function.make(&call);
   const Change *only = nullptr;
   const std::string spoilt = Spoil(&call, &only);
-  SCOPED_TRACE(std::string(function.name) + ", seed " + std::to_string(seed) + ", " + spoilt);
+  const bool must = only && only->must;
   const Call::Bytes before = call.Copy();
   tx_error error;
   std::memset(&error, 0x5a, sizeof error);
   const tx_status status = RunOnce(&call, call.random.OneIn(2), &error);
   const Call::Bytes after = call.Copy();
   const std::string extra = call.extra;
-  EXPECT_TRUE(call.GuardsAreWhole()) << "writes outside of its arguments";
-  const bool must = only && only->must;
-  EXPECT_TRUE(status == TX_OK || !spoilt.empty()) << error.message;
-  EXPECT_TRUE(status != TX_OK || !must) << "is taken";
-  if (status == TX_OK) {
-    tally->taken++;
-    EXPECT_EQ(error.message[0], 0x5a) << "wrote a message";
-  } else {
-    tally->refused++;
-    EXPECT_LT(strnlen(error.message, sizeof error.message), sizeof error.message);
-    EXPECT_TRUE(before == after) << "a refused call changed something: " << error.message;
-    EXPECT_TRUE(!must || std::string(error.message).find(only->names) != std::string::npos) << error.message;
-  }
+  const bool ends = std::memchr(error.message, 0, sizeof error.message) != nullptr;
+  const std::string message = ends ? error.message : "";
+  (status == TX_OK ? tally->taken : tally->refused)++;
+  std::string wrong;
+  const auto expect = [&](bool holds, const char *what) {
+    if (!holds) wrong += std::string(what) + "; ";
+  };
+  expect(call.GuardsAreWhole(), "it writes outside of its arguments");
+  expect(status == TX_OK || !spoilt.empty(), "a legal call is refused");
+  expect(status != TX_OK || !must, "it is taken");
+  expect(status != TX_OK || !ends, "it is taken, with a message");
+  expect(status == TX_OK || !message.empty(), "it is refused without a message");
+  expect(status == TX_OK || before == after, "it is refused, and something has changed");
+  expect(status == TX_OK || !must || message.find(only->names) != std::string::npos,
+         "the message names something else");
   call.Restore(before);
-  EXPECT_EQ(RunOnce(&call, call.random.OneIn(2), nullptr), status) << "without a buffer for a message";
-  EXPECT_TRUE(call.HasNan() || (call.Copy() == after && call.extra == extra)) << "other bits the second time";
+  expect(RunOnce(&call, call.random.OneIn(2), nullptr) == status, "another status without a buffer for a message");
+  expect(call.HasNan() || (call.Copy() == after && call.extra == extra), "other bits the second time");
+  if (wrong.empty()) return "";
+  return std::string(function.name) + ", seed " + std::to_string(seed) + ", " + spoilt + "\n" + wrong + "\n" + message;
 }
 
 // environment: TX_API_PROGRAMS, how many seeds of each function; the first is TX_API_FIRST (1).
@@ -91,10 +96,10 @@ inline void CheckAll(const std::vector<Function> &functions, uint32_t programs) 
   const uint32_t n = asked ? static_cast<uint32_t>(std::atol(asked)) : programs;
   for (const Function &function : functions) {
     Tally tally;
-    for (uint32_t seed = first; seed < first + n; seed++) {
-      Check(function, seed, &tally);
-      if (::testing::Test::HasFailure()) return;
-    }
+    std::string wrong;
+    for (uint32_t seed = first; seed < first + n && wrong.empty(); seed++)
+      wrong = Check(function, seed, &tally);
+    EXPECT_EQ(wrong, "");
     EXPECT_GT(tally.taken, 0) << function.name;
   }
   EXPECT_EQ(tx_isa_select(nullptr, nullptr), TX_OK);
