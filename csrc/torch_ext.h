@@ -665,8 +665,9 @@ typedef enum tx_strategy {
   TX_OPTIM_GRADS_PARAMS = 3 /* parameters too */
 } tx_strategy;
 
-/* The name or the number of a strategy. TX_ERROR_ILLEGAL_VALUE for another, with the legal ones; where it is what
- * others call one of them ("zero2", "fsdp"), with its name here. `where` begins the message. */
+/* *strategy: the tx_strategy of this name ("optim"). TX_ERROR_ILLEGAL_VALUE for another, with the legal ones; where it
+ * is what others call one of them ("zero2", "fsdp"), with its name here. `where` begins the message, as it is
+ * ("strategy="). */
 TX_API tx_status tx_strategy_find(const char *where, const char *name, int32_t *strategy, tx_error *error);
 
 /* One word for the dtypes of all optimizer states; the values of `states`, which takes the name ("8bit") or the number.

@@ -9,19 +9,21 @@ static tx_status check_fields(const tx_scale *s, tx_error *error) {
   if (!s || s->size != sizeof *s) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_scale: a scale must begin with TX_SCALE_INIT");
   }
-#define REQUIRE(condition, field, format)                                                                      \
-  if (!(condition)) {                                                                                          \
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "loss scale: " #field "=" format " is not legal; legal: %s", \
-                   s->field, #condition);                                                                      \
+#define REQUIRE(condition, field, format, rule)                                                                   \
+  if (!(condition)) {                                                                                             \
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "loss scale: " #field "=" format " is not legal; legal: " rule, \
+                   s->field);                                                                                     \
   }
-  REQUIRE(s->growth_factor > 1 && s->growth_factor <= FLT_MAX, growth_factor, "%g")
-  REQUIRE(s->backoff_factor > 0 && s->backoff_factor < 1, backoff_factor, "%g")
-  REQUIRE(s->min_scale > 0 && s->min_scale <= FLT_MAX, min_scale, "%g")
-  REQUIRE(s->scale >= s->min_scale && s->scale <= FLT_MAX, scale, "%g")
-  REQUIRE(s->growth_interval >= 1, growth_interval, "%" PRId64)
-  REQUIRE(s->hysteresis >= 1, hysteresis, "%" PRId64)
-  REQUIRE(s->clean_steps >= 0 && s->clean_steps < s->growth_interval, clean_steps, "%" PRId64)
-  REQUIRE(s->hysteresis_left >= 0 && s->hysteresis_left <= s->hysteresis, hysteresis_left, "%" PRId64)
+  REQUIRE(s->growth_factor > 1 && s->growth_factor <= FLT_MAX, growth_factor, "%g", "> 1, finite as fp32")
+  REQUIRE(s->backoff_factor > 0 && s->backoff_factor < 1, backoff_factor, "%g", "in (0, 1)")
+  REQUIRE(s->min_scale > 0 && s->min_scale <= FLT_MAX, min_scale, "%g", "> 0, finite as fp32")
+  REQUIRE(s->scale >= s->min_scale && s->scale <= FLT_MAX, scale, "%g", ">= min_scale, finite as fp32")
+  REQUIRE(s->growth_interval >= 1, growth_interval, "%" PRId64, ">= 1")
+  REQUIRE(s->hysteresis >= 1, hysteresis, "%" PRId64, ">= 1")
+  REQUIRE(s->clean_steps >= 0 && s->clean_steps < s->growth_interval, clean_steps, "%" PRId64,
+          ">= 0, less than growth_interval")
+  REQUIRE(s->hysteresis_left >= 0 && s->hysteresis_left <= s->hysteresis, hysteresis_left, "%" PRId64,
+          ">= 0, at most hysteresis")
 #undef REQUIRE
   return TX_OK;
 }
