@@ -84,6 +84,8 @@ inline void BucketPack(Call *call) {
   args->scales = of.scales, args->step = call->random.I64(), args->seed = 5;
   args->rounding = static_cast<int32_t>(call->random.Below(3));
   call->OfList("grads", of.grads, of.n);
+  for (int64_t i = 0; i < of.n; i++)
+    call->Overlaps("share memory", &of.grads[i], &args->bucket);
   call->Of("bucket", &args->bucket), call->Of("scales", &args->scales);
   call->Size("size", &args->size);
   call->Never<int32_t>("rounding", &args->rounding, {-1, 3});
@@ -103,6 +105,9 @@ inline void BucketUnpack(Call *call) {
   const Bucket of(call);
   *a = {of.bucket, of.scales, of.n, of.offsets, of.grads};
   call->OfList("tensors", of.grads, of.n);
+  for (int64_t i = 0; i < of.n; i++)
+    call->Overlaps("share memory", &of.grads[i], &a->bucket),
+        call->Overlaps("share memory", &of.grads[i], &of.grads[0]);
   call->Of("bucket", &a->bucket), call->Of("scales", &a->scales);
   call->Never<int64_t>("n is", &a->n, {-1});
   if (of.n) call->Needed("tensors", &a->tensors), call->Needed("offsets", &a->offsets);
@@ -211,6 +216,13 @@ inline void Fill(Call *call, const char *name, const tx_tensor *list, int64_t i,
   call->Of(std::string(name) + "[" + std::to_string(i) + "]", t);
 }
 
+// One of which each pair is written.
+inline void Share(Call *call, const std::vector<const tx_tensor *> &lists, int64_t i) {
+  for (const tx_tensor *one : lists)
+    for (const tx_tensor *other : lists)
+      call->Overlaps("share memory", const_cast<tx_tensor *>(one) + i, other + i);
+}
+
 inline void BucketAccumulate(Call *call) {
   Lists *l = MakeLists(call, "main_grads", "grads", nullptr);
   for (int64_t i = 0; i < l->n; i++) {
@@ -228,6 +240,7 @@ inline void MasterEncode(Call *call) {
     const int64_t numel = Numel(call->random);
     Fill(call, "masters", l->a, i, numel, TX_F32), Fill(call, "params", l->b, i, numel, TX_BF16);
     Fill(call, "remainders", l->c, i, numel, TX_I16);
+    Share(call, {l->a, l->b, l->c}, i);
   }
   call->run = [=](tx_error *error) { return tx_master_encode(l->n, l->a, l->b, l->c, call->parallel, error); };
 }
@@ -238,6 +251,7 @@ inline void MasterDecode(Call *call) {
     const int64_t numel = Numel(call->random);
     Fill(call, "params", l->a, i, numel, TX_BF16), Fill(call, "remainders", l->b, i, numel, TX_I16);
     Fill(call, "masters", l->c, i, numel, TX_F32);
+    Share(call, {l->a, l->c}, i), Share(call, {l->b, l->c}, i);
   }
   call->run = [=](tx_error *error) { return tx_master_decode(l->n, l->a, l->b, l->c, call->parallel, error); };
 }
@@ -285,6 +299,7 @@ inline Message *MakeCompressed(Call *call) {
   const int64_t numel = TX_BLOCK * (1 + static_cast<int64_t>(call->random.Below(20)));
   *m = {call->Tensor(numel, TX_BF16), call->Tensor(tx_compressed_bytes(numel), TX_U8), call->New<int64_t>(), 0, 0};
   call->Of("values", &m->values), call->Of("message", &m->bytes);
+  call->Overlaps("share memory", &m->bytes, &m->values);
   call->Needed("rest", &m->number);
   return m;
 }
@@ -313,6 +328,8 @@ inline void PlanesEncode(Call *call) {
   *m = {call->Tensor(numel, dtype), {}, call->New<int64_t>(), 0, 0};
   m->bytes = call->Tensor(tx_planes_bound(dtype, numel), TX_U8);
   call->Of("values", &m->values), call->Of("out", &m->bytes);
+  call->Overlaps("share memory", &m->values, &m->bytes);
+  call->Must("out", "a byte less", [=] { m->bytes.numel--; });
   call->Needed("bytes", &m->number);
   char *data = static_cast<char *>(m->bytes.data);
   call->run = [=](tx_error *error) {

@@ -168,12 +168,15 @@ class Call {
     for (int64_t i = 0; i < n; i++)
       Of(names + "[" + std::to_string(i) + "]", list + i);
   }
-  // The one is where the other is, one byte further: written through the one, written or read through the other.
+  // The one is where the other is, and a byte further: written through the one, written or read through the other.
   void Overlaps(const std::string &names, tx_tensor *t, const tx_tensor *other) {
-    if (t == other || t->numel < 1 || other->numel < 2 || t->dtype != other->dtype || t->numel > other->numel) return;
+    int64_t item = 1, other_item = 1;
+    (void)tx_dtype_size(t->dtype, &item, nullptr);
+    (void)tx_dtype_size(other->dtype, &other_item, nullptr);
+    const int64_t left = other->numel * other_item - t->numel * item;
+    if (t == other || t->numel < 1 || left < 0) return;
     Must(names, "memory of another", [=] { t->data = other->data; });
-    if (t->numel < other->numel)
-      Must(names, "memory of another, one byte on", [=] { t->data = static_cast<uint8_t *>(other->data) + 1; });
+    if (left > 0) Must(names, "memory of another, a byte on", [=] { t->data = static_cast<char *>(other->data) + 1; });
   }
 
  private:

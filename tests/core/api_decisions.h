@@ -30,6 +30,7 @@ inline void DtypeCoerce(Call *call) {
   Words *w = MakeWords(call);
   call->Needed("key", &w->key), call->Needed("text", &w->text), call->Needed("dtype", &w->dtype);
   call->Must("exp_avg_dtype", "a word", [=] { w->text = "int64"; });
+  call->Must("main_params_dtype", "bf16", [=] { w->key = "main_params_dtype", w->text = "bf16"; });
   call->run = [=](tx_error *error) { return tx_dtype_coerce(w->key, w->text, w->dtype, error); };
 }
 inline void DtypeCheckKey(Call *call) {

@@ -284,6 +284,7 @@ inline void Open(Call *call) {
   call->Never<int64_t>("weight0", &pieces[0].first, {-1, 1, std::numeric_limits<int64_t>::max()});
   call->Never<int64_t>("weight0", &pieces[0].rows, {0, -1, 3});
   call->Never<int64_t>("weight0", &pieces[0].columns, {0, -1, std::numeric_limits<int64_t>::max()});
+  if (pieces[0].columns > 1) call->Never<int64_t>("weight0", &pieces[0].column_stride, {0});
   call->May("weight0", "without memory", [=] { pieces[0].data = nullptr; });
   call->Other<int64_t>("weight0", &pieces[0].column_stride, {0, 2, -1, std::numeric_limits<int64_t>::min()});
   call->run = [=](tx_error *error) {

@@ -109,7 +109,10 @@ inline void LayoutSlices(Call *call) {
   call->Never<int64_t>("slices", &a->n, {-1});
   call->Never<int64_t>("ranges", &a->n_ranges, {-1});
   call->Never<int64_t>("ranges[0]", &ranges[0].end, {-1, std::numeric_limits<int64_t>::min()});
-  if (n) call->Never<int64_t>("room", &a->capacity, {0});
+  int64_t needed = 0;
+  std::vector<tx_layout_slice> found(static_cast<size_t>(n + n_ranges));
+  EXPECT_EQ(tx_layout_slices(placed, n, ranges, n_ranges, found.data(), n + n_ranges, &needed, nullptr), TX_OK);
+  if (needed) call->Never<int64_t>("room", &a->capacity, {0, needed - 1});
   call->run = [=](tx_error *error) {
     return tx_layout_slices(a->placed, a->n, a->ranges, a->n_ranges, a->slices, a->capacity, a->n_slices, error);
   };

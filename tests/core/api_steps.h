@@ -127,7 +127,9 @@ inline tx_adamw_args *AdamwArgs(Call *call) {
     const int scaled = IsScaled(exp_avgs[i].dtype) + IsScaled(exp_avg_sqs[i].dtype);
     if (scaled) scales[i] = call->Tensor(scaled * Blocks(numel), TX_U8);
     call->Overlaps("grads", &grads[i], &weights.params[0]);
-    call->Overlaps("exp_avgs", &exp_avgs[i], &exp_avg_sqs[i]);
+    for (tx_tensor *one : {&grads[0], &exp_avgs[i], &exp_avg_sqs[i], &scales[i], &weights.masters[i]})
+      for (tx_tensor *written : {&exp_avgs[i], &exp_avg_sqs[i], &scales[i], &weights.masters[i], &weights.changed[i]})
+        call->Overlaps("share memory", one, written), call->Overlaps("share memory", written, one);
     weights.meta[i].group = random.Below(2);
     call->Never<int64_t>("meta[" + std::to_string(i) + "]", &weights.meta[i].group, {-1, 2});
   }
