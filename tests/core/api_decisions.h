@@ -8,7 +8,8 @@ namespace api {
 
 struct Words {
   const char *key, *text;
-  tx_dtype *dtype, code;
+  tx_dtype *dtype;
+  int32_t code;
   int32_t *number;
   int64_t *bytes;
 };
@@ -36,14 +37,14 @@ inline void DtypeCoerce(Call *call) {
 inline void DtypeCheckKey(Call *call) {
   Words *w = MakeWords(call);
   call->Needed("key", &w->key);
-  call->Never<tx_dtype>("exp_avg_dtype", &w->code, {TX_I64, static_cast<tx_dtype>(-1), static_cast<tx_dtype>(99)});
-  call->run = [=](tx_error *error) { return tx_dtype_check_key(w->key, w->code, error); };
+  call->Never<int32_t>("exp_avg_dtype", &w->code, {TX_I64, -1, 99});
+  call->run = [=](tx_error *error) { return tx_dtype_check_key(w->key, static_cast<tx_dtype>(w->code), error); };
 }
 inline void DtypeSize(Call *call) {
   Words *w = MakeWords(call);
   call->Needed("bytes", &w->bytes);
-  call->Never<tx_dtype>("dtype code", &w->code, {TX_NONE, static_cast<tx_dtype>(-1), static_cast<tx_dtype>(99)});
-  call->run = [=](tx_error *error) { return tx_dtype_size(w->code, w->bytes, error); };
+  call->Never<int32_t>("dtype code", &w->code, {TX_NONE, -1, 99});
+  call->run = [=](tx_error *error) { return tx_dtype_size(static_cast<tx_dtype>(w->code), w->bytes, error); };
 }
 inline void StrategyFind(Call *call) {
   Words *w = MakeWords(call);
@@ -68,7 +69,8 @@ struct Resolved {
   tx_policy *policy, *other;
   tx_origin *origins, *other_origins;
   int64_t n;
-  tx_dtype dtype, *exp_avg, *exp_avg_sq;
+  int32_t dtype;
+  tx_dtype *exp_avg, *exp_avg_sq;
   const tx_setting *list;
   int32_t keep;
 };
@@ -136,8 +138,10 @@ inline void PolicyRow(Call *call) {
   Resolved *r = MakePolicy(call, true);
   call->Needed("policy", &r->policy), call->Needed("origins", &r->origins), call->Needed("row", &r->other);
   call->Size("policy", &r->policy->size), call->Size("row", &r->other->size);
-  call->Never<tx_dtype>("dtype", &r->dtype, {TX_NONE, TX_I64, static_cast<tx_dtype>(99)});
-  call->run = [=](tx_error *error) { return tx_policy_row(r->policy, r->origins, r->dtype, r->other, error); };
+  call->Never<int32_t>("dtype", &r->dtype, {TX_NONE, TX_I64, 99});
+  call->run = [=](tx_error *error) {
+    return tx_policy_row(r->policy, r->origins, static_cast<tx_dtype>(r->dtype), r->other, error);
+  };
 }
 inline void PolicyWith(Call *call) {
   Resolved *r = MakePolicy(call, true);
