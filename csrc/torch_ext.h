@@ -20,7 +20,11 @@
  * another version (tx_version) is refused by name before any other field is read. Counts are int64_t and count elements
  * unless a name says bytes. Pointers are borrowed for the duration of the call unless a comment says otherwise. The
  * library never prints, exits or aborts, and keeps no global state besides the table of kernels chosen for this
- * processor. */
+ * processor and what torch has of it.
+ *
+ * Threads. It has none of its own (tx_parallel). Any number of threads may call at a time, with memory that none of
+ * them writes meanwhile; a call takes less than 64 KiB of stack, on its thread and for each task. The floating-point
+ * mode and the locale of a thread may be any and stay as they are. Not for signal handlers: calls allocate memory. */
 #ifndef TORCH_EXT_H
 #define TORCH_EXT_H
 
@@ -250,9 +254,9 @@ typedef struct tx_adamw_args {
   const tx_tensor *healths;
   double ema_decay;  /* ema += (1 - ema_decay) * (master - ema), in fp32, to 16 or 24 bits by dithering; in [0, 1) */
   int64_t ema_every; /* of the steps whose number is a multiple of it, >= 1; in the first of these ema = master */
-  void *order; /* int32, order_bytes bytes, zeros at first; or NULL. One call notes in it in which order its tensors lie
-                  in memory, so that the next, of tensors that lie alike, checks them in less time. Any content is
-                  legal; of one call at a time */
+  void *order; /* int32, order_bytes bytes, zeros at first; or NULL. One call (one that is refused, and tx_adamw_check,
+                  too) notes in it in which order its tensors lie in memory, so that the next, of tensors that lie
+                  alike, checks them in less time. Any content is legal; of one call at a time */
   int64_t order_bytes; /* 64 for each parameter are enough */
 } tx_adamw_args;
 #define TX_ADAMW_ARGS_INIT \
@@ -276,8 +280,8 @@ typedef struct tx_health {
  * largest counts. *found: begun with TX_HEALTH_INIT. */
 TX_API tx_status tx_health_of(tx_tensor health, tx_health *found, tx_error *error);
 
-/* Whether tx_adamw, or tx_adamw_offloaded, would take these: refuses what they refuse of them. Writes nothing, and
- * reads steps and lrs only. For a step cut into several calls, none of which is to be refused when others are done. */
+/* Whether tx_adamw, or tx_adamw_offloaded, would take these: refuses what they refuse of them. Writes nothing but
+ * order, and reads steps and lrs only. For a step cut into several calls, none of which is to be refused when others are done. */
 TX_API tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error);
 
 /* Whether tx_adamw takes these hyper-parameters of n groups: lr, eps and weight_decay are finite and >= 0, the betas
@@ -661,8 +665,9 @@ typedef enum tx_strategy {
   TX_OPTIM_GRADS_PARAMS = 3 /* parameters too */
 } tx_strategy;
 
-/* The name or the number of a strategy. TX_ERROR_ILLEGAL_VALUE for another, with the legal ones; where it is what
- * others call one of them ("zero2", "fsdp"), with its name here. `where` begins the message. */
+/* *strategy: the tx_strategy of this name ("optim"). TX_ERROR_ILLEGAL_VALUE for another, with the legal ones; where it
+ * is what others call one of them ("zero2", "fsdp"), with its name here. `where` begins the message, as it is
+ * ("strategy="). */
 TX_API tx_status tx_strategy_find(const char *where, const char *name, int32_t *strategy, tx_error *error);
 
 /* One word for the dtypes of all optimizer states; the values of `states`, which takes the name ("8bit") or the number.
@@ -797,8 +802,8 @@ TX_API tx_status tx_policy_resolve(const tx_policy_args *args, tx_policy *policy
 
 /* The policy for those parameters of the model that have another dtype (fp32 norms in a bf16 model): explicit values of
  * `policy` stay, all others are those of a model in `dtype`. Where that is shard_dtype, parameters in it are the
- * masters of what is computed in param_dtype, and all values stay. origins: those of `policy`, TX_POLICY_FIELDS
- * entries. */
+ * masters of what is computed in param_dtype, and all values stay. policy, origins (TX_POLICY_FIELDS entries): as
+ * tx_policy_resolve or tx_policy_with wrote them; they are not checked anew. */
 TX_API tx_status tx_policy_row(const tx_policy *policy, const tx_origin *origins, tx_dtype dtype, tx_policy *row,
                                tx_error *error);
 

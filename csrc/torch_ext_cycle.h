@@ -67,6 +67,8 @@ typedef struct tx_cycle_args {
   int32_t scales_sums;   /* no_shard: sums are divided by something else than the number of ranks */
   int32_t reserved;
 } tx_cycle_args;
+#define TX_CYCLE_ARGS_INIT \
+  { .size = sizeof(tx_cycle_args), .slots = 1, .world = 1 }
 
 /* The machine, in memory of the caller (aligned as for int64_t). */
 typedef struct tx_cycle tx_cycle;

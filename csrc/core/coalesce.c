@@ -86,14 +86,15 @@ static int64_t cuts(int64_t bytes, int64_t world, double link_gbps, int32_t comp
 }
 
 int64_t tx_coalesce_cuts(int64_t bytes, int64_t world, double link_gbps, int32_t compressed) {
-  if (bytes < 1 || world < 2 || !(link_gbps > 0)) return 1;
   const tx_fp_mode saved = tx_fp_enter();
-  const volatile int64_t found = cuts(bytes, world, link_gbps, compressed);
+  const volatile double gbps = link_gbps;
+  const volatile int64_t found = bytes < 1 || world < 2 || !(gbps > 0) ? 1 : cuts(bytes, world, gbps, compressed);
   tx_fp_leave(saved);
   return found;
 }
 
-static void join(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages) {
+static tx_status join(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error) {
+  TX_FORWARD(check(args, ends, n_messages, error));
   const int known = args->link_gbps > 0;
   const double each = known ? each_byte(args) : 0;
   double limit = 0;
@@ -108,12 +109,12 @@ static void join(const tx_coalesce_args *args, int64_t *ends, int64_t *n_message
     }
     ends[(*n_messages)++] = first = end;
   }
+  return TX_OK;
 }
 
 tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error) {
-  TX_FORWARD(check(args, ends, n_messages, error));
   const tx_fp_mode saved = tx_fp_enter();
-  join(args, ends, n_messages);
+  const volatile tx_status status = join(args, ends, n_messages, error);
   tx_fp_leave(saved);
-  return TX_OK;
+  return status;
 }

@@ -71,7 +71,8 @@ static tx_status check_args(const void *memory, int64_t bytes, const tx_cycle_ar
   const int given = kRows[args->kind].given;
   if ((args->n_params > 0 && (!args->names || (!given && !args->bucket_of))) ||
       (args->n_buckets > 0 && ((!given && !args->buffer_of) || (args->kind == TX_CYCLE_UNITS && !args->units)))) {
-    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_cycle_init: names, or the plan of kind %d, are NULL",
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
+                   "tx_cycle_init: names, or what kind %d needs of bucket_of, buffer_of and units, are NULL",
                    (int)args->kind);
   }
   for (int64_t b = 1; b < args->n_buckets && !given; b++) {

@@ -55,5 +55,9 @@ double tx_link_gbps(const int64_t *took, const int64_t *waited, int64_t world) {
 
 int32_t tx_compresses(int32_t choice, double link_gbps) {
   if (choice == TX_COMPRESSION_ON) return 1;
-  return choice == TX_COMPRESSION_AUTO && link_gbps > 0 && link_gbps * 1000 < TX_COMPRESS_BELOW_MBPS;
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile double gbps = link_gbps;
+  const volatile int32_t slow = gbps > 0 && gbps * 1000 < TX_COMPRESS_BELOW_MBPS;
+  tx_fp_leave(saved);
+  return choice == TX_COMPRESSION_AUTO && slow;
 }

@@ -41,7 +41,7 @@ static int is_size(double value) {
   return isfinite(value) && value >= 0;
 }
 
-tx_status tx_muon_check_group(const tx_muon_group *group, const char *where, tx_error *error) {
+static tx_status check_group(const tx_muon_group *group, const char *where, tx_error *error) {
   if (!group) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_muon_check_group: group is NULL");
   static const char size[] = "a finite number >= 0";
   const double c[3] = {group->ns_a, group->ns_b, group->ns_c};
@@ -54,14 +54,18 @@ tx_status tx_muon_check_group(const tx_muon_group *group, const char *where, tx_
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "%sns_steps is %lld; a number in [1, 100) is legal",
                    where ? where : "", (long long)group->ns_steps);
   }
-  const tx_fp_mode saved = tx_fp_enter();
-  const volatile double largest = largest_singular(c, group->ns_steps);
-  tx_fp_leave(saved);
-  if (largest <= MOST_SINGULAR) return TX_OK;
+  if (largest_singular(c, group->ns_steps) <= MOST_SINGULAR) return TX_OK;
   return tx_fail(error, TX_ERROR_ILLEGAL_VALUE,
                  "%sns_coefficients are (%g, %g, %g): with these some singular value leaves [0, %g] in %lld ns_steps; "
                  "coefficients that keep them bounded, as (3.4445, -4.775, 2.0315), are legal",
                  where ? where : "", c[0], c[1], c[2], MOST_SINGULAR, (long long)group->ns_steps);
+}
+
+tx_status tx_muon_check_group(const tx_muon_group *group, const char *where, tx_error *error) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile tx_status status = check_group(group, where, error);
+  tx_fp_leave(saved);
+  return status;
 }
 
 /* -- operations --------------------------------------------------------------------------------------------------- */

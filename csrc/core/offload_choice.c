@@ -2,6 +2,7 @@
 #include <inttypes.h>
 #include <math.h>
 
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
 #include "csrc/torch_ext_advanced.h"
 
@@ -24,8 +25,8 @@ static void sift(const int64_t *bytes, int64_t *heap, int64_t at, int64_t n) {
   }
 }
 
-tx_status tx_offload_choose(const int64_t *bytes, int64_t n, double fraction, int64_t *heap, int32_t *chosen,
-                            tx_error *error) {
+static tx_status choose(const int64_t *bytes, int64_t n, double fraction, int64_t *heap, int32_t *chosen,
+                        tx_error *error) {
   if (!(fraction >= 0 && fraction <= 1)) {
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "offload_fraction is %.17g; a number in [0, 1] is legal", fraction);
   }
@@ -69,4 +70,13 @@ tx_status tx_offload_choose(const int64_t *bytes, int64_t n, double fraction, in
     chosen[smallest] = 1;
   }
   return TX_OK;
+}
+
+tx_status tx_offload_choose(const int64_t *bytes, int64_t n, double fraction, int64_t *heap, int32_t *chosen,
+                            tx_error *error) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile double share = fraction;
+  const volatile tx_status status = choose(bytes, n, share, heap, chosen, error);
+  tx_fp_leave(saved);
+  return status;
 }

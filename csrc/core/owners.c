@@ -162,15 +162,21 @@ static void find_owners(plan p, const double *sizes, int32_t *owners) {
   }
 }
 
-tx_status tx_plan_owners(int64_t n, const double *sizes, int64_t ranks, void *room, int32_t *owners,
-                         int64_t *fingerprint, tx_error *error) {
+static tx_status plan_owners(int64_t n, const double *sizes, int64_t ranks, void *room, int32_t *owners,
+                             tx_error *error) {
   TX_FORWARD(check(n, sizes, ranks, room, owners, error));
   plan p = {.n = n, .ranks = ranks, .pieces = room};
   p.loads = (double *)(p.pieces + n);
   p.owners = (int32_t *)(p.loads + ranks);
-  const tx_fp_mode saved = tx_fp_enter();
   find_owners(p, sizes, owners);
-  tx_fp_leave(saved);
-  if (fingerprint) *fingerprint = fingerprint_of(n, sizes, ranks, owners);
   return TX_OK;
+}
+
+tx_status tx_plan_owners(int64_t n, const double *sizes, int64_t ranks, void *room, int32_t *owners,
+                         int64_t *fingerprint, tx_error *error) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile tx_status status = plan_owners(n, sizes, ranks, room, owners, error);
+  tx_fp_leave(saved);
+  if (status == TX_OK && fingerprint) *fingerprint = fingerprint_of(n, sizes, ranks, owners);
+  return status;
 }

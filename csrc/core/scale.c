@@ -5,25 +5,34 @@
 #include "csrc/core/status.h"
 
 /* The legal states; the comparisons are written so that NaN is none. */
-static tx_status check(const tx_scale *s, tx_error *error) {
+static tx_status check_fields(const tx_scale *s, tx_error *error) {
   if (!s || s->size != sizeof *s) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_scale: a scale must begin with TX_SCALE_INIT");
   }
-#define REQUIRE(condition, field, format)                                                                      \
-  if (!(condition)) {                                                                                          \
-    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "loss scale: " #field "=" format " is not legal; legal: %s", \
-                   s->field, #condition);                                                                      \
+#define REQUIRE(condition, field, format, rule)                                                                   \
+  if (!(condition)) {                                                                                             \
+    return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "loss scale: " #field "=" format " is not legal; legal: " rule, \
+                   s->field);                                                                                     \
   }
-  REQUIRE(s->growth_factor > 1 && s->growth_factor <= FLT_MAX, growth_factor, "%g")
-  REQUIRE(s->backoff_factor > 0 && s->backoff_factor < 1, backoff_factor, "%g")
-  REQUIRE(s->min_scale > 0 && s->min_scale <= FLT_MAX, min_scale, "%g")
-  REQUIRE(s->scale >= s->min_scale && s->scale <= FLT_MAX, scale, "%g")
-  REQUIRE(s->growth_interval >= 1, growth_interval, "%" PRId64)
-  REQUIRE(s->hysteresis >= 1, hysteresis, "%" PRId64)
-  REQUIRE(s->clean_steps >= 0 && s->clean_steps < s->growth_interval, clean_steps, "%" PRId64)
-  REQUIRE(s->hysteresis_left >= 0 && s->hysteresis_left <= s->hysteresis, hysteresis_left, "%" PRId64)
+  REQUIRE(s->growth_factor > 1 && s->growth_factor <= FLT_MAX, growth_factor, "%g", "> 1, finite as fp32")
+  REQUIRE(s->backoff_factor > 0 && s->backoff_factor < 1, backoff_factor, "%g", "in (0, 1)")
+  REQUIRE(s->min_scale > 0 && s->min_scale <= FLT_MAX, min_scale, "%g", "> 0, finite as fp32")
+  REQUIRE(s->scale >= s->min_scale && s->scale <= FLT_MAX, scale, "%g", ">= min_scale, finite as fp32")
+  REQUIRE(s->growth_interval >= 1, growth_interval, "%" PRId64, ">= 1")
+  REQUIRE(s->hysteresis >= 1, hysteresis, "%" PRId64, ">= 1")
+  REQUIRE(s->clean_steps >= 0 && s->clean_steps < s->growth_interval, clean_steps, "%" PRId64,
+          ">= 0, less than growth_interval")
+  REQUIRE(s->hysteresis_left >= 0 && s->hysteresis_left <= s->hysteresis, hysteresis_left, "%" PRId64,
+          ">= 0, at most hysteresis")
 #undef REQUIRE
   return TX_OK;
+}
+
+static tx_status check(const tx_scale *s, tx_error *error) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile tx_status status = check_fields(s, error);
+  tx_fp_leave(saved);
+  return status;
 }
 
 tx_status tx_scale_from_policy(const tx_policy *policy, tx_scale *scale, tx_error *error) {
@@ -44,11 +53,12 @@ tx_status tx_scale_from_policy(const tx_policy *policy, tx_scale *scale, tx_erro
   return TX_OK;
 }
 
-static double product_of(double scale, double factor) {
+/* What the scale becomes: multiplied by factor, where that is not below `low` and fp32 holds it. */
+static void multiply(tx_scale *s, double factor, double low) {
   const tx_fp_mode saved = tx_fp_enter();
-  const volatile double product = scale * factor;
+  const volatile double product = s->scale * factor;
+  if (product <= FLT_MAX) s->scale = product > low ? product : low;
   tx_fp_leave(saved);
-  return product;
 }
 
 tx_status tx_scale_update(tx_scale *s, int32_t found_inf, tx_error *error) {
@@ -56,16 +66,12 @@ tx_status tx_scale_update(tx_scale *s, int32_t found_inf, tx_error *error) {
   if (found_inf) {
     s->clean_steps = 0;
     if (s->hysteresis_left > 0) s->hysteresis_left--;
-    if (s->hysteresis_left == 0) {
-      const double lower = product_of(s->scale, s->backoff_factor);
-      s->scale = lower > s->min_scale ? lower : s->min_scale;
-    }
+    if (s->hysteresis_left == 0) multiply(s, s->backoff_factor, s->min_scale);
     return TX_OK;
   }
   if (++s->clean_steps < s->growth_interval) return TX_OK;
   s->clean_steps = 0;
   s->hysteresis_left = s->hysteresis;
-  const double higher = product_of(s->scale, s->growth_factor);
-  if (higher <= FLT_MAX) s->scale = higher;
+  multiply(s, s->growth_factor, s->min_scale);
   return TX_OK;
 }

@@ -5,6 +5,7 @@
 
 #include "csrc/core/combos.h"
 #include "csrc/core/dtype.h"
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
 #include "csrc/core/text.h"
 #include "csrc/ops/left_behind.h"
@@ -44,7 +45,7 @@ static tx_status check_group(const tx_adamw_group *group, int as_torch, const ch
   return TX_OK;
 }
 
-tx_status tx_adamw_check_groups(const tx_adamw_group *groups, int64_t n, const char *where, tx_error *error) {
+static tx_status check_each(const tx_adamw_group *groups, int64_t n, const char *where, tx_error *error) {
   if (n < 0 || (n > 0 && !groups)) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_adamw_check_groups: %lld groups at %p", (long long)n,
                    (const void *)groups);
@@ -54,10 +55,14 @@ tx_status tx_adamw_check_groups(const tx_adamw_group *groups, int64_t n, const c
   return TX_OK;
 }
 
+tx_status tx_adamw_check_groups(const tx_adamw_group *groups, int64_t n, const char *where, tx_error *error) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile tx_status status = check_each(groups, n, where, error);
+  tx_fp_leave(saved);
+  return status;
+}
+
 static tx_status check_groups(const tx_adamw_args *a, int reads_values, tx_error *error) {
-  if (a->n_groups < 1 || !a->groups) {
-    return tx_fail(error, TX_ERROR_SHAPE, "groups has %lld rows; at least 1 is legal", (long long)a->n_groups);
-  }
   for (int64_t i = 0; i < a->n_groups; i++) {
     tx_adamw_group group = a->groups[i];
     if (a->lrs) {
@@ -179,7 +184,7 @@ static tx_status check_tensor(const tx_adamw_args *a, int64_t i, int reads_value
   return TX_OK;
 }
 
-tx_status tx_check_adamw(const tx_adamw_args *a, int reads_values, tx_error *error) {
+static tx_status check(const tx_adamw_args *a, int reads_values, tx_error *error) {
   if (!a || a->size != sizeof *a) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "args.size is %llu; %llu is legal (use TX_ADAMW_ARGS_INIT)",
                    (unsigned long long)(a ? a->size : 0), (unsigned long long)sizeof *a);
@@ -190,6 +195,9 @@ tx_status tx_check_adamw(const tx_adamw_args *a, int reads_values, tx_error *err
   if (a->n > 0 && !(a->params && a->grads && a->exp_avgs && a->exp_avg_sqs && a->steps)) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
                    "params, grads, exp_avgs, exp_avg_sqs and steps are needed; the others may be NULL");
+  }
+  if (a->n_groups < 1 || !a->groups) {
+    return tx_fail(error, TX_ERROR_SHAPE, "groups has %lld rows; at least 1 is legal", (long long)a->n_groups);
   }
   const tx_span spans[] = {
       {"params", a->params, a->n, 1},       {"grads", a->grads, a->n, 0},
@@ -220,4 +228,11 @@ tx_status tx_check_adamw(const tx_adamw_args *a, int reads_values, tx_error *err
     TX_FORWARD(check_tensor(a, i, reads_values, error));
   const tx_order order = {a->order, a->order ? a->order_bytes / (int64_t)sizeof(int32_t) : 0};
   return tx_check_overlap_noted(spans, n_spans, &order, error);
+}
+
+tx_status tx_check_adamw(const tx_adamw_args *a, int reads_values, tx_error *error) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile tx_status status = check(a, reads_values, error);
+  tx_fp_leave(saved);
+  return status;
 }

@@ -124,17 +124,38 @@ static int64_t memory_of(const tx_delta_piece *p, int64_t item, int64_t index, i
   return many;
 }
 
-/* No memory in two pieces, nor twice in one. First by what pieces span; where these overlap, or a piece has gaps or
- * folds, by all of its intervals. */
+/* Whether two elements of a piece are in one place: rows and columns that are as far apart as a multiple of both
+ * strides. */
+static int folds(const tx_delta_piece *p) {
+  const int64_t rs = p->rows > 1 ? llabs(p->row_stride) : 1, cs = p->columns > 1 ? llabs(p->column_stride) : 1;
+  if (!rs || !cs) return 1;
+  int64_t common = rs;
+  for (int64_t rest = cs; rest;) {
+    const int64_t next = common % rest;
+    common = rest;
+    rest = next;
+  }
+  return cs / common < p->rows && rs / common < p->columns;
+}
+
+/* No memory twice in one piece, nor in two. First by what pieces span; where these overlap, by all of their intervals.
+ */
 static tx_status check_memory(const tx_delta_param *params, const tx_delta_piece *pieces, int64_t n, tx_error *error) {
+  for (int64_t i = 0; i < n; i++) {
+    if (pieces[i].data && folds(&pieces[i]))
+      return tx_fail(error, TX_ERROR_OVERLAP,
+                     "\"%s\": strides %" PRId64 " and %" PRId64 " of %" PRId64 " rows of %" PRId64
+                     " put several elements in one place; legal: each in its own",
+                     params[pieces[i].param].name, pieces[i].row_stride, pieces[i].column_stride, pieces[i].rows,
+                     pieces[i].columns);
+  }
   const int64_t most = INT64_MAX / (int64_t)sizeof(interval);
   for (int whole = 1; whole >= 0; whole--) {
-    int64_t many = 0, folds = 0;
+    int64_t many = 0;
     for (int64_t i = 0; i < n; i++) {
       if (!pieces[i].data) continue;
       many += memory_of(&pieces[i], 1, i, whole, NULL);
       if (many > most) break;
-      folds |= memory_of(&pieces[i], 1, i, 0, NULL) > 1;
     }
     interval *list = many > most ? NULL : malloc((size_t)(many ? many : 1) * sizeof *list);
     if (!list) return tx_fail(error, TX_ERROR_OUT_OF_MEMORY, "no memory to compare %" PRId64 " pieces", n);
@@ -148,7 +169,7 @@ static tx_status check_memory(const tx_delta_param *params, const tx_delta_piece
       at = list[k].begin < list[k - 1].end ? k : -1;
     const interval a = at > 0 ? list[at - 1] : (interval){0, 0, 0}, b = at > 0 ? list[at] : a;
     free(list);
-    if (at < 0 && !(whole && folds)) return TX_OK;
+    if (at < 0) return TX_OK;
     if (at > 0 && !whole) {
       return tx_fail(error, TX_ERROR_OVERLAP,
                      "\"%s\" and \"%s\" are written to the same memory; legal: each to its own",

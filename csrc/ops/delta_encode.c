@@ -215,11 +215,16 @@ static tx_status check_args(const tx_delta_encode_args *a, const tx_delta_chain 
         error, TX_ERROR_INVALID_ARGUMENT,
         "args.size or chain.size is not this library's; legal: TX_DELTA_ENCODE_ARGS_INIT, TX_DELTA_CHAIN_INIT");
   }
-  if (!chain->parts || chain->version < 0 || a->kind < TX_DELTA_CHANGES || a->kind > TX_DELTA_WHOLE) {
+  if (a->kind < TX_DELTA_CHANGES || a->kind > TX_DELTA_WHOLE) {
+    return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "kind is %d; legal: 0 (changes), 1 (whole)", a->kind);
+  }
+  /* Of what was saved and is damaged no receiver would take a message, and its changes would be gone. */
+  if (chain->part < 0 || chain->part >= chain->parts || chain->version < 0 || chain->version >= INT64_MAX - 1 ||
+      !(chain->id[0] || chain->id[1])) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
-                   "kind is %d, the chain has %d parts and version %" PRId64
-                   "; legal: 0 (changes), 1 (whole), after tx_delta_chain_begin",
-                   a->kind, chain->parts, chain->version);
+                   "the chain is at part %d of %d, version %" PRId64
+                   "; legal: as tx_delta_chain_begin or the last tx_delta_encode left it",
+                   chain->part, chain->parts, chain->version);
   }
   uint64_t model;
   TX_FORWARD(tx_delta_model(a->n_params, a->params, &model, error));

@@ -12,7 +12,8 @@ static tx_status read_message(const tx_tensor *messages, int64_t i, tx_delta_par
   char what[40];
   (void)snprintf(what, sizeof what, "message %" PRId64, i);
   const tx_tensor message = messages[i];
-  if (message.numel < 0 || (message.numel > 0 && !message.data) || message.dtype != TX_U8) {
+  if (message.numel < 0 || message.numel > INT64_C(1) << 56 || (message.numel > 0 && !message.data) ||
+      message.dtype != TX_U8) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 " %s; bytes (uint8) are legal", what,
                    message.numel, tx_dtype_name(message.dtype));
   }

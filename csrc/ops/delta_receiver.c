@@ -40,7 +40,8 @@ static int copy(tx_delta_receiver *r, const tx_delta_param *params, const tx_del
 
 tx_status tx_delta_open(int64_t n_params, const tx_delta_param *params, int64_t n_pieces, const tx_delta_piece *pieces,
                         tx_delta_receiver **receiver, tx_error *error) {
-  if (!receiver || n_pieces < 0 || (n_pieces > 0 && !pieces)) {
+  if (!receiver) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "receiver must not be NULL");
+  if (n_pieces < 0 || (n_pieces > 0 && !pieces)) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "there are %" PRId64 " pieces; legal: >= 0, and no array NULL",
                    n_pieces);
   }

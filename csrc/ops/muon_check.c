@@ -3,6 +3,7 @@
 
 #include "csrc/core/combos.h"
 #include "csrc/core/dtype.h"
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
 #include "csrc/ops/left_behind.h"
 #include "csrc/ops/operator_checks.h"
@@ -90,7 +91,7 @@ static tx_status check_momentum(const tx_muon_momentum_args *a, int64_t i, tx_er
       (long long)i, (long long)scales.numel, tx_dtype_name(scales.dtype), (long long)wanted, TX_BLOCK);
 }
 
-tx_status tx_check_muon_momentum(const tx_muon_momentum_args *a, int reads_values, tx_error *error) {
+static tx_status check_momentum_args(const tx_muon_momentum_args *a, int reads_values, tx_error *error) {
   TX_FORWARD(check_size(a ? a->size : 0, sizeof *a, "TX_MUON_MOMENTUM_ARGS_INIT", error));
   TX_FORWARD(tx_check_rounding("moment_rounding", a->moment_rounding, error));
   if (!(a->momentum >= 0.0 && a->momentum <= 1.0)) {
@@ -121,6 +122,13 @@ tx_status tx_check_muon_momentum(const tx_muon_momentum_args *a, int reads_value
   TX_FORWARD(check_steps(a->steps, a->n, reads_values, error));
   TX_FORWARD(check_meta(a->meta, a->n, error));
   return tx_check_overlap(spans, n_spans, error);
+}
+
+tx_status tx_check_muon_momentum(const tx_muon_momentum_args *a, int reads_values, tx_error *error) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile tx_status status = check_momentum_args(a, reads_values, error);
+  tx_fp_leave(saved);
+  return status;
 }
 
 /* -- update ------------------------------------------------------------------------------------------------------- */
@@ -156,7 +164,7 @@ static tx_status check_rates(const tx_muon_update_args *a, tx_error *error) {
   return TX_OK;
 }
 
-tx_status tx_check_muon_update(const tx_muon_update_args *a, int reads_values, tx_error *error) {
+static tx_status check_update_args(const tx_muon_update_args *a, int reads_values, tx_error *error) {
   TX_FORWARD(check_size(a ? a->size : 0, sizeof *a, "TX_MUON_UPDATE_ARGS_INIT", error));
   TX_FORWARD(tx_check_rounding("weight_rounding", a->weight_rounding, error));
   TX_FORWARD(tx_check_external("on_external_write", a->on_external_write, error));
@@ -185,6 +193,13 @@ tx_status tx_check_muon_update(const tx_muon_update_args *a, int reads_values, t
   TX_FORWARD(check_parts(a->n_parts, a->parts, a->n, a->params, error));
   TX_FORWARD(check_rates(a, error));
   return tx_check_overlap(spans, n_spans, error);
+}
+
+tx_status tx_check_muon_update(const tx_muon_update_args *a, int reads_values, tx_error *error) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile tx_status status = check_update_args(a, reads_values, error);
+  tx_fp_leave(saved);
+  return status;
 }
 
 tx_status tx_check_muon_mirror(tx_tensor square, int64_t n, int64_t panel, tx_error *error) {

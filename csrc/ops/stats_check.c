@@ -1,4 +1,5 @@
 /* What tx_grad_stats and tx_grad_norm refuse. */
+#include "csrc/core/fp_mode.h"
 #include "csrc/core/status.h"
 #include "csrc/ops/check.h"
 #include "csrc/ops/operator_checks.h"
@@ -14,6 +15,14 @@ tx_status tx_check_grad_stats(int64_t n, const tx_tensor *grads, tx_tensor stats
   return tx_check_overlap(spans, 3, error);
 }
 
+static int is_positive(double number) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile double there = number;
+  const volatile int positive = there > 0;
+  tx_fp_leave(saved);
+  return positive;
+}
+
 tx_status tx_check_grad_norm(tx_tensor stats, tx_tensor grad_scale, double max_norm, tx_tensor norm,
                              tx_tensor clip_coef, tx_tensor found_inf, tx_error *error) {
   const tx_span spans[] = {{"stats", &stats, 1, 0},
@@ -27,7 +36,7 @@ tx_status tx_check_grad_norm(tx_tensor stats, tx_tensor grad_scale, double max_n
   TX_FORWARD(tx_check_fixed("norm", norm, norm.dtype == TX_F64 ? TX_F64 : TX_F32, 1, 0, error));
   TX_FORWARD(tx_check_fixed("clip_coef", clip_coef, TX_F32, 1, 0, error));
   TX_FORWARD(tx_check_fixed("found_inf", found_inf, TX_F32, 1, 0, error));
-  if (!(max_norm > 0)) {
+  if (!is_positive(max_norm)) {
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "max_norm is %g; a number > 0 is legal, infinity for no clipping",
                    max_norm);
   }

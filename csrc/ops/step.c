@@ -3,6 +3,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "csrc/core/fp_mode.h"
 #include "csrc/math/dither_lag.h"
 #include "csrc/math/noise.h"
 #include "csrc/ops/kept_extras.h"
@@ -71,7 +72,7 @@ static void count(tx_tensor counter, int64_t by) {
   if (counter.numel) tx_add_count(counter, 0, by);
 }
 
-int tx_step_begin(const tx_adamw_args *args, tx_step *step) {
+static int begin(const tx_adamw_args *args, tx_step *step) {
   const double scale = (double)tx_get_f32(args->grad_scale, 1.0f), clip = (double)tx_get_f32(args->clip_coef, 1.0f);
   if (tx_get_f32(args->found_inf, 0.0f) != 0.0f || !isfinite(clip / scale)) {
     count(args->skipped, 1);
@@ -79,6 +80,13 @@ int tx_step_begin(const tx_adamw_args *args, tx_step *step) {
   }
   *step = (tx_step){args, tx_kernels_selected(), clip, scale, 0, 0};
   return 1;
+}
+
+int tx_step_begin(const tx_adamw_args *args, tx_step *step) {
+  const tx_fp_mode saved = tx_fp_enter();
+  const volatile int steps = begin(args, step);
+  tx_fp_leave(saved);
+  return steps;
 }
 
 void tx_step_merge(tx_step *step, const tx_step_local *local) {

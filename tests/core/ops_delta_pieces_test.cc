@@ -265,6 +265,42 @@ TEST(DeltaPieces, MoreRowsThanElementsAreRefused) {
   EXPECT_EQ(Open({{"weight", kMost, TX_BF16, 0}}, absurd, &error), TX_ERROR_OUT_OF_MEMORY) << error.message;
 }
 
+// Strides of a piece of so many elements that a list of them has no room anywhere.
+constexpr int64_t kColumns = kMost / 8;
+struct Strides {
+  const char *id;
+  int64_t rows, row_stride, column_stride;
+  tx_status status;
+};
+const Strides kStrides[] = {
+    {"columns_in_one_place", 1, 0, 0, TX_ERROR_OVERLAP},
+    {"rows_in_one_place", 2, 0, 1, TX_ERROR_OVERLAP},
+    {"rows_that_begin_within_another", 2, kColumns - 1, 1, TX_ERROR_OVERLAP},
+    {"rows_with_gaps_that_meet", 2, 2 * kColumns - 2, 2, TX_ERROR_OVERLAP},
+    {"columns_with_gaps", 1, 0, 2, TX_OK},
+    {"columns_with_gaps_reversed", 1, 0, -3, TX_OK},
+    {"rows_between_each_other", 2, 1, 2, TX_OK},
+    {"rows_with_gaps_that_do_not_meet", 2, 2 * kColumns - 1, 2, TX_OK},
+};
+void PrintTo(const Strides &strides, std::ostream *out) {
+  *out << strides.id;
+}
+
+class DeltaStridesTest : public ::testing::TestWithParam<Strides> {};
+
+TEST_P(DeltaStridesTest, AreJudgedWithoutAListOfElements) {
+  const Strides &s = GetParam();
+  uint16_t weight = 7;
+  tx_error error = {};
+  const tx_delta_piece piece = {0, 0, s.rows, kColumns, kColumns, &weight, s.row_stride, s.column_stride};
+  EXPECT_EQ(Open({{"weight", s.rows * kColumns, TX_BF16, 0}}, {piece}, &error), s.status) << error.message;
+  EXPECT_EQ(std::string(error.message).find("\"weight\"") == 0, s.status != TX_OK) << error.message;
+  EXPECT_EQ(weight, 7);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, DeltaStridesTest, ::testing::ValuesIn(kStrides),
+                         [](const auto &info) { return std::string(info.param.id); });
+
 TEST(DeltaPieces, MoreMemoryThanThereIsAddressesForIsRefused) {
   std::vector<std::string> names;
   std::vector<tx_delta_param> params;

@@ -1,6 +1,6 @@
-// What a caller's thread may be like: another rounding mode, subnormals flushed, a locale with a decimal comma, a small
-// stack, a forked child. Every function gives the same bits and the same words as on a plain thread, and leaves the
-// floating-point mode as it was.
+// What a caller's thread may be like: another rounding mode, subnormals flushed, exceptions that trap, a locale with a
+// decimal comma, a small stack, a forked child. Every function gives the same bits and the same words as on a plain
+// thread, and leaves the floating-point mode as it was.
 
 #include <fenv.h>
 #include <gtest/gtest.h>
@@ -196,7 +196,8 @@ void Statistics(Answer *answer) {
   tx_error error = {};
   const tx_tensor grad = Tensor(&grads, TX_F32);
   answer->Status(tx_grad_stats(1, &grad, Tensor(&stats, TX_I64), {}, nullptr, &error), error);
-  for (const double most : {0.1, 1e-300, 5.0, std::numeric_limits<double>::infinity(), -0.5}) {
+  for (const double most :
+       {0.1, 1e-300, 5.0, std::numeric_limits<double>::infinity(), -0.5, std::numeric_limits<double>::quiet_NaN()}) {
     answer->Status(tx_grad_norm(Tensor(&stats, TX_I64), Tensor(&divisor, TX_F32), most, Tensor(&norm, TX_F64),
                                 Tensor(&clip, TX_F32), Tensor(&found, TX_F32), &error),
                    error);
@@ -237,8 +238,10 @@ void Buckets(Answer *answer) {
   cast.dsts = &to;
   answer->Status(tx_cast(&cast, nullptr, &error), error);
   answer->Add(codes), answer->Add(scales), answer->Add(shard), answer->Add(other), answer->Add(half);
-  reduce.scale = 1e300;
-  answer->Status(tx_bucket_reduce(&reduce, nullptr, &error), error);
+  for (const double scale : {1e300, std::numeric_limits<double>::quiet_NaN()}) {
+    reduce.scale = scale;
+    answer->Status(tx_bucket_reduce(&reduce, nullptr, &error), error);
+  }
 }
 
 void Messages(Answer *answer) {
@@ -328,7 +331,7 @@ void Policy(Answer *answer) {
   char table[8192] = {};
   answer->Add(tx_policy_describe(&policy, origins.data(), table, sizeof table));
   answer->Add(std::string(table));
-  for (const double wrong : {-0.5, 1.25, 1e-320, 0.5, 1.0, 4.5e9}) {
+  for (const double wrong : {-0.5, 1.25, 1e-320, 0.5, 1.0, 4.5e9, std::numeric_limits<double>::quiet_NaN()}) {
     for (const char *key : {"lr", "adam_beta1", "loss_scale_growth_factor", "loss_scale_backoff_factor", "link_gbps",
                             "offload_fraction", "initial_loss_scale", "min_8bit_size"}) {
       settings[0].key = key;
@@ -467,6 +470,137 @@ void Cuts(Answer *answer) {
   }
 }
 
+// Numbers that are 0 for who flushes subnormals, and NaN, of which a comparison may be a trap: whether they are legal,
+// and what they lead to.
+constexpr double kTiny = std::numeric_limits<double>::denorm_min();
+constexpr double kTinies[] = {kTiny, -kTiny, 0x1p-1040, -0x1p-1040, 0.0, std::numeric_limits<double>::quiet_NaN()};
+constexpr float kTinyFloats[] = {0x1p-149f,  -0x1p-149f, 0x1p-130f,
+                                 -0x1p-130f, 0.0f,       std::numeric_limits<float>::quiet_NaN()};
+
+void TinySteps(Answer *answer) {
+  const auto ask = [&](const tx_adamw_group &group, float step, float scale, float found, double decay, double lr) {
+    std::vector<float> param(3, 1.0f), grad(3, 0x1p-126f), m(3), v(3), average(3), steps{step}, divisor{scale},
+        skip{found};
+    std::vector<double> rate{lr};
+    std::vector<int64_t> skipped{0};
+    const tx_tensor p = Tensor(&param, TX_F32), g = Tensor(&grad, TX_F32), avg = Tensor(&m, TX_F32),
+                    sq = Tensor(&v, TX_F32), count = Tensor(&steps, TX_F32), ema = Tensor(&average, TX_F32),
+                    rates = Tensor(&rate, TX_F64);
+    tx_adamw_args args = TX_ADAMW_ARGS_INIT;
+    args.n = args.n_groups = 1;
+    args.params = &p;
+    args.grads = &g;
+    args.exp_avgs = &avg;
+    args.exp_avg_sqs = &sq;
+    args.steps = &count;
+    args.groups = &group;
+    args.lrs = &rates;
+    args.grad_scale = Tensor(&divisor, TX_F32);
+    args.found_inf = Tensor(&skip, TX_F32);
+    args.skipped = Tensor(&skipped, TX_I64);
+    args.emas = &ema;
+    args.ema_decay = decay;
+    tx_error error = {};
+    answer->Status(tx_adamw_check(&args, &error), error);
+    answer->Status(tx_adamw(&args, nullptr, &error), error);
+    answer->Status(tx_adamw_check_groups(&group, 1, nullptr, &error), error);
+    answer->Add(param), answer->Add(m), answer->Add(v), answer->Add(average), answer->Add(steps), answer->Add(skipped);
+  };
+  const tx_adamw_group plain = {1e-3, 0.9, 0.999, 1e-8, 0.1, 0, 1};
+  double tx_adamw_group::*const kFields[] = {
+      &tx_adamw_group::lr,           &tx_adamw_group::beta1,    &tx_adamw_group::beta2,    &tx_adamw_group::eps,
+      &tx_adamw_group::weight_decay, &tx_adamw_group::maximize, &tx_adamw_group::decoupled};
+  for (const double tiny : kTinies) {
+    for (const auto field : kFields) {
+      tx_adamw_group group = plain;
+      group.*field = tiny;
+      ask(group, 0, 1, 0, 0.5, 1e-3);
+    }
+    ask(plain, 0, 1, 0, tiny, 1e-3);
+    ask(plain, 0, 1, 0, 0.5, tiny);
+  }
+  for (const float tiny : kTinyFloats)
+    ask(plain, tiny, 1, 0, 0.5, 1e-3), ask(plain, 0, tiny, 0, 0.5, 1e-3), ask(plain, 0, 1, tiny, 0.5, 1e-3);
+}
+
+void TinyMuon(Answer *answer) {
+  tx_error error = {};
+  std::vector<float> param(3, 1.0f), grad(3, 0x1p-126f), m(3), u(3), steps(1);
+  const tx_tensor p = Tensor(&param, TX_F32), g = Tensor(&grad, TX_F32), momentum = Tensor(&m, TX_F32),
+                  work = Tensor(&u, TX_F32), count = Tensor(&steps, TX_F32);
+  const tx_muon_part part = {0, 0};
+  const tx_muon_group group = {0.02, 0.1, 0.95, 3.4445, -4.7750, 2.0315, 1e-7, 5};
+  double tx_muon_group::*const kFields[] = {&tx_muon_group::lr, &tx_muon_group::weight_decay, &tx_muon_group::momentum,
+                                            &tx_muon_group::eps, &tx_muon_group::ns_c};
+  for (size_t i = 0; i < std::size(kTinies); i++) {
+    tx_muon_momentum_args first = TX_MUON_MOMENTUM_ARGS_INIT;
+    first.n = 1;
+    first.grads = &g;
+    first.momentums = &momentum;
+    first.works = &work;
+    first.steps = &count;
+    first.momentum = kTinies[i];
+    answer->Status(tx_muon_momentum(&first, nullptr, &error), error);
+    for (const bool decays : {false, true}) {
+      const tx_muon_rate rate = {decays ? 1e-3 : kTinies[i], decays ? kTinies[i] : 1e-3};
+      tx_muon_update_args second = TX_MUON_UPDATE_ARGS_INIT;
+      second.n = second.n_parts = 1;
+      second.params = &p;
+      second.updates = &work;
+      second.steps = &count;
+      second.parts = &part;
+      second.rates = &rate;
+      answer->Status(tx_muon_update(&second, nullptr, &error), error);
+    }
+    for (const auto field : kFields) {
+      tx_muon_group other = group;
+      other.*field = kTinies[i];
+      answer->Status(tx_muon_check_group(&other, nullptr, &error), error);
+    }
+    steps[0] = kTinyFloats[i];
+  }
+  answer->Add(param), answer->Add(m), answer->Add(u), answer->Add(steps);
+}
+
+void TinyDecisions(Answer *answer) {
+  tx_error error = {};
+  double tx_scale::*const kFields[] = {&tx_scale::growth_factor, &tx_scale::backoff_factor, &tx_scale::min_scale,
+                                       &tx_scale::scale};
+  std::vector<int64_t> stats(TX_STATS_LEN), bytes(9, 4000), buffer(9), ends(9), heap(9), room(100);
+  std::vector<int32_t> chosen(9), owners(9);
+  for (const double tiny : kTinies) {
+    for (const auto field : kFields) {
+      tx_scale scale = TX_SCALE_INIT;
+      scale.*field = tiny;
+      if (field == &tx_scale::min_scale) scale.scale = 0x1p-1030;
+      answer->Status(tx_scale_update(&scale, 1, &error), error);
+      answer->Status(tx_scale_update(&scale, 1, &error), error);
+      answer->Add(scale);
+    }
+    std::vector<float> norm{-1}, clip{-1}, found{-1}, divisor{3.0f};
+    answer->Status(tx_grad_norm(Tensor(&stats, TX_I64), Tensor(&divisor, TX_F32), tiny, Tensor(&norm, TX_F32),
+                                Tensor(&clip, TX_F32), Tensor(&found, TX_F32), &error),
+                   error);
+    answer->Add(norm), answer->Add(clip), answer->Add(found);
+    tx_coalesce_args args = TX_COALESCE_ARGS_INIT;
+    args.n_buckets = 9;
+    args.bytes = bytes.data();
+    args.buffer = buffer.data();
+    args.world = 2;
+    args.link_gbps = tiny;
+    int64_t messages = 0;
+    answer->Status(tx_coalesce(&args, ends.data(), &messages, &error), error);
+    answer->Add(messages);
+    answer->Add(tx_coalesce_cuts(1 << 20, 2, tiny, 0));
+    answer->Add(tx_compresses(TX_COMPRESSION_AUTO, tiny));
+    answer->Status(tx_offload_choose(bytes.data(), 9, tiny, heap.data(), chosen.data(), &error), error);
+    answer->Add(chosen);
+    const std::vector<double> sizes(9, tiny);
+    answer->Status(tx_plan_owners(9, sizes.data(), 2, room.data(), owners.data(), nullptr, &error), error);
+    answer->Add(owners);
+  }
+}
+
 struct Question {
   const char *id;
   void (*ask)(Answer *answer);
@@ -486,6 +620,9 @@ const Question kQuestions[] = {
     {"coefficients", Coefficients},
     {"rates", Rates},
     {"cuts", Cuts},
+    {"tiny_steps", TinySteps},
+    {"tiny_muon", TinyMuon},
+    {"tiny_decisions", TinyDecisions},
 };
 void PrintTo(const Question &question, std::ostream *out) {
   *out << question.id;
@@ -514,6 +651,19 @@ std::string Flushing(const Question &question) {
   return answer;
 }
 
+// Where an operation of numbers is not exact, or has NaN in it, the process gets a signal: so none is in the caller's
+// mode.
+std::string Trapping(const Question &question) {
+  constexpr int kAll = FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW | FE_UNDERFLOW | FE_INEXACT;
+  feclearexcept(FE_ALL_EXCEPT);
+  if (feenableexcept(kAll) == -1) return Ask(question);  // a processor that cannot (aarch64)
+  const std::string answer = Ask(question);
+  EXPECT_EQ(fegetexcept(), kAll);
+  fedisableexcept(kAll);
+  EXPECT_EQ(fetestexcept(FE_ALL_EXCEPT), 0);
+  return answer;
+}
+
 std::string DecimalComma(const Question &question) {
   const std::string folder = ::testing::TempDir();
   const std::string command = "cd '" + folder +
@@ -533,6 +683,13 @@ std::string DecimalComma(const Question &question) {
   return answer;
 }
 
+// What torch_ext.h says a call takes, and what the question itself does; sanitizers take more.
+#ifdef TX_SANITIZED
+constexpr size_t kStack = 128 << 10;
+#else
+constexpr size_t kStack = (64 + 16) << 10;
+#endif
+
 std::string SmallStack(const Question &question) {
   struct Job {
     const Question *question;
@@ -540,7 +697,7 @@ std::string SmallStack(const Question &question) {
   } job = {&question, ""};
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
-  EXPECT_EQ(pthread_attr_setstacksize(&attributes, size_t{128} << 10), 0);
+  EXPECT_EQ(pthread_attr_setstacksize(&attributes, kStack), 0);
   pthread_t thread;
   EXPECT_EQ(pthread_create(
                 &thread, &attributes,
@@ -591,6 +748,7 @@ const Environment kEnvironments[] = {
     {"rounds_down", Rounding<FE_DOWNWARD>},
     {"rounds_to_zero", Rounding<FE_TOWARDZERO>},
     {"flushes_subnormals", Flushing},
+    {"traps_exceptions", Trapping},
     {"decimal_comma", DecimalComma},
     {"small_stack", SmallStack},
     {"forked_child", Child},

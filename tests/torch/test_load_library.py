@@ -95,6 +95,14 @@ print(status, message)
     assert message.startswith("301 ") and "another copy of this library" in message
 
 
+def test_a_library_that_is_closed_again_stays_for_torch() -> None:
+    code = """
+import ctypes, sys, torch, _ctypes
+_ctypes.dlclose(ctypes.CDLL(sys.argv[1])._handle)
+"""
+    run(code + CALL, torch_ext.library_path())
+
+
 def test_a_registration_that_failed_half_way_leaves_nothing_behind() -> None:
     code = """
 import sys, torch
