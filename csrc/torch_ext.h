@@ -281,7 +281,8 @@ typedef struct tx_health {
 TX_API tx_status tx_health_of(tx_tensor health, tx_health *found, tx_error *error);
 
 /* Whether tx_adamw, or tx_adamw_offloaded, would take these: refuses what they refuse of them. Writes nothing but
- * order, and reads steps and lrs only. For a step cut into several calls, none of which is to be refused when others are done. */
+ * order, and reads steps and lrs only. For a step cut into several calls, none of which is to be refused when others
+ * are done. */
 TX_API tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error);
 
 /* Whether tx_adamw takes these hyper-parameters of n groups: lr, eps and weight_decay are finite and >= 0, the betas
