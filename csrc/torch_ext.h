@@ -219,8 +219,9 @@ typedef enum tx_external_write {
  *   emas         BF16, F32, or BF16 with the 8 bits that follow in ema_lows: an average of the masters (of the weights,
  *                where these are F32), as tx_adamw_args.ema_decay says
  *   ema_lows     U8, numel, beside emas of BF16 only, which are then the upper 16 of 24 bits, cut off
- *   healths      I64, TX_HEALTH_LEN: sums of the step are added to it (tx_health_of)
- * A non-zero found_inf makes the call write nothing at all except `skipped += 1`. */
+ *   healths      I64, TX_HEALTH_LEN, at a multiple of 8 bytes: sums of the step are added to it (tx_health_of)
+ * A non-zero found_inf makes the call write nothing at all except `skipped += 1`, and so does a clip_coef / grad_scale
+ * that is not finite. */
 typedef struct tx_adamw_args {
   uint64_t size;
   int64_t n;
@@ -237,7 +238,7 @@ typedef struct tx_adamw_args {
   const tx_meta *meta;  /* NULL: id = position, start = 0, group = 0 */
   tx_tensor grad_scale; /* F32, one element or none: gradients are divided by it (loss scale) */
   tx_tensor clip_coef;  /* F32, one element or none: gradients are multiplied by it */
-  tx_tensor found_inf;  /* F32, one element or none: non-zero skips the step */
+  tx_tensor found_inf;  /* F32, one element or none: non-zero, NaN too, skips the step */
   tx_tensor skipped;    /* I64, one element or none: counts the steps skipped */
   uint64_t seed;
   int32_t moment_rounding;    /* tx_rounding of exp_avg and exp_avg_sq */
@@ -281,7 +282,8 @@ typedef struct tx_health {
 TX_API tx_status tx_health_of(tx_tensor health, tx_health *found, tx_error *error);
 
 /* Whether tx_adamw, or tx_adamw_offloaded, would take these: refuses what they refuse of them. Writes nothing but
- * order, and reads steps and lrs only. For a step cut into several calls, none of which is to be refused when others are done. */
+ * order, and reads steps and lrs only. For a step cut into several calls, none of which is to be refused when others
+ * are done. */
 TX_API tx_status tx_adamw_check(const tx_adamw_args *args, tx_error *error);
 
 /* Whether tx_adamw takes these hyper-parameters of n groups: lr, eps and weight_decay are finite and >= 0, the betas
@@ -388,7 +390,7 @@ typedef struct tx_muon_group {
 /* Whether Muon takes them: lr, weight_decay and eps are finite and >= 0, momentum is in [0, 1], ns_steps in [1, 100),
  * and with these coefficients and as many steps no singular value from 0 to 1 leaves [0, 64], so that finite
  * matrices have finite products; else TX_ERROR_ILLEGAL_VALUE, with a message in torch.optim's words. where: how it
- * begins. */
+ * begins; may be NULL. */
 TX_API tx_status tx_muon_check_group(const tx_muon_group *group, const char *where, tx_error *error);
 
 /* Which iteration orthogonalises a matrix, and what for. */
@@ -556,7 +558,8 @@ TX_API tx_status tx_master_checksum(int64_t n, const tx_tensor *params, const tx
 
 /* The instruction sets this library was built for and this processor has, slowest first; index into it with i, NULL
  * past the end. tx_isa_select picks one by name ("base", ...; NULL: the fastest, or what TORCH_EXT_ISA says) for calls
- * that begin afterwards. */
+ * that begin afterwards, of all threads; TX_ERROR_UNAVAILABLE for a name that is none of them. A TORCH_EXT_ISA that is
+ * none is passed over until somebody asks for NULL. */
 TX_API const char *tx_isa_name(int32_t i);
 TX_API const char *tx_isa_selected(void);
 TX_API tx_status tx_isa_select(const char *name, tx_error *error);

@@ -176,9 +176,11 @@ typedef struct tx_delta_encode_args {
  * as after tx_delta_renew then (TX_DELTA_WHOLE changes nothing). message: written; the caller frees it. Local, no
  * collective: that all ranks publish after the same step is seen where parts are applied.
  *
+ * TX_ERROR_INVALID_ARGUMENT: a chain that is not as tx_delta_chain_begin or the last tx_delta_encode left it.
  * TX_ERROR_MISMATCH: the table is not the chain's (a parameter was added). TX_ERROR_SHAPE, TX_ERROR_DTYPE: a run or
  * what is kept beside it. TX_ERROR_OVERLAP: runs that overlap, or are not in order; a run that keeps two things in one
- * memory. TX_ERROR_OUT_OF_MEMORY: and the chain and the runs are as before, as they are after every other error. */
+ * memory. TX_ERROR_BAD_STATE: of TX_DELTA_WHOLE, runs that are not as the last publish left them.
+ * TX_ERROR_OUT_OF_MEMORY: and the chain and the runs are as before, as they are after every other error. */
 TX_API tx_status tx_delta_encode(const tx_delta_encode_args *args, tx_delta_chain *chain, const tx_parallel *parallel,
                                  tx_delta_message *message, tx_error *error);
 
@@ -245,13 +247,14 @@ typedef struct tx_delta_piece {
   int64_t column_stride;
 } tx_delta_piece;
 
-/* Weights of an engine and the version that they are at. */
+/* Weights of an engine and the version that they are at. One thread at a time. */
 typedef struct tx_delta_receiver tx_delta_receiver;
 
 /* A receiver of the table of parameters, whose weights are those of version 0 (or will be those of a full message).
  * pieces: n_pieces, in any order, copied; their memory must stay as long as the receiver. TX_ERROR_SHAPE: elements that
- * no piece covers, or pieces outside of their parameter. TX_ERROR_OVERLAP: elements, or memory, in two pieces. The
- * message names the parameter. The receiver is closed by tx_delta_close. */
+ * no piece covers, or pieces outside of their parameter. TX_ERROR_OVERLAP: elements, or memory, in two pieces, or
+ * memory twice in one (strides that fold it). The message names the parameter. The receiver is closed by
+ * tx_delta_close. */
 TX_API tx_status tx_delta_open(int64_t n_params, const tx_delta_param *params, int64_t n_pieces,
                                const tx_delta_piece *pieces, tx_delta_receiver **receiver, tx_error *error);
 /* NULL does nothing. */

@@ -197,7 +197,8 @@ static void plan_rounds(tx_muon_exchange *x) {
 tx_status tx_muon_exchange_init(void *memory, const tx_muon_exchange_args *args, tx_muon_exchange **exchange,
                                 tx_error *error) {
   TX_FORWARD(check(args, error));
-  if (!memory || (uintptr_t)memory % sizeof(int64_t) || !exchange)
+  if (!exchange) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_muon_exchange: exchange is NULL");
+  if (!memory || (uintptr_t)memory % sizeof(int64_t))
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_muon_exchange: memory at %p; a multiple of 8 is legal",
                    memory);
   tx_muon_exchange *x = memory;

@@ -145,7 +145,7 @@ static tx_status check_memory(const tx_delta_param *params, const tx_delta_piece
     if (pieces[i].data && folds(&pieces[i]))
       return tx_fail(error, TX_ERROR_OVERLAP,
                      "\"%s\": strides %" PRId64 " and %" PRId64 " of %" PRId64 " rows of %" PRId64
-                     " put several elements in one place; legal: each in its own",
+                     " write several elements to the same memory; legal: each to its own",
                      params[pieces[i].param].name, pieces[i].row_stride, pieces[i].column_stride, pieces[i].rows,
                      pieces[i].columns);
   }

@@ -126,6 +126,7 @@ tx_status tx_cuda_library_load(const tx_cuda_library **library, tx_error *error)
 
 tx_status tx_torch_cuda_library(char *path, int64_t size, tx_error *error) {
   const tx_cuda_library *library;
+  if (!path) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_torch_cuda_library: path is NULL");
   TX_FORWARD(tx_cuda_library_load(&library, error));
   if (size < 1 || strlen(loaded.path) >= (size_t)size)
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "no room for a path of %lld characters in %lld bytes",

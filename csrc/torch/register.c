@@ -182,6 +182,7 @@ tx_status tx_torch_call(int32_t i, void *arguments, void *order, int64_t order_b
 }
 
 tx_status tx_torch_parallel(tx_parallel *parallel, tx_error *error) {
+  if (!parallel) return tx_fail(error, TX_ERROR_INVALID_ARGUMENT, "tx_torch_parallel: parallel is NULL");
   (void)pthread_mutex_lock(&mutex);
   const bool ready = registered;
   (void)pthread_mutex_unlock(&mutex);

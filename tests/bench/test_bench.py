@@ -70,7 +70,9 @@ def test_figures_are_finite_and_between_their_extremes(ran: Ran) -> None:
     for figure in ran.found["figures"]:
         numbers = [figure["least"], figure["median"], figure["most"], *figure["beside"].values()]
         assert all(map(math.isfinite, numbers)), figure
-        assert 0 < figure["least"] <= figure["median"] <= figure["most"], figure
+        assert figure["least"] <= figure["median"] <= figure["most"], figure
+        # A difference of two times may be below zero where something else runs meanwhile.
+        assert figure["least"] > 0 or "without a read of the weights" in figure["what"], figure
 
 
 def test_machine_and_settings_come_first(ran: Ran) -> None:

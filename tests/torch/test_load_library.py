@@ -66,6 +66,17 @@ def test_without_torch_the_library_loads_and_says_what_is_missing() -> None:
     assert message.startswith("301 ") and "import torch first" in message
 
 
+@pytest.mark.parametrize("call", ["tx_torch_parallel(None", "tx_torch_cuda_library(None, ctypes.c_int64(9)"])
+def test_nowhere_to_write_is_refused(call: str) -> None:
+    code = f"""
+import sys, torch
+library, error = ctypes.CDLL(sys.argv[1]), Error()
+print(library.{call}, ctypes.byref(error)), error.message.decode())
+"""
+    message = run(REGISTER + code, torch_ext.library_path())
+    assert message.startswith("100 ") and "is NULL" in message
+
+
 def test_torch_imported_after_the_library() -> None:
     code = "library = ctypes.CDLL(sys.argv[1]); assert register(library)[0] == 301\n"
     code += "import torch; assert register(library) == (0, ''); assert register(library) == (0, '')\n"
