@@ -64,6 +64,10 @@ class DecodingTensor(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        dense.send_by_value(cls)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = cls.handlers.get(func)
