@@ -78,6 +78,13 @@ class DecodingTensor(Tensor):
         """The values, in memory of their own."""
         raise NotImplementedError
 
+    def storage(self) -> Any:
+        """Who reads memory himself, as safetensors does, learns what to do: he would find none, and write nothing."""
+        raise RuntimeError(
+            "this tensor of an optimizer's state has no memory of its own, since its values are decoded where they are "
+            "used; for libraries that read memory themselves, safetensors for instance, pass tensor.clone()"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Files hold plain tensors."""
         return self.decoded().__reduce_ex__(protocol)
