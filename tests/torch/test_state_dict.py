@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import frameworks
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -443,3 +444,18 @@ def test_masters_are_saved_by_safetensors_as_copies(name: str) -> None:
     if name in ("bf16_remainder", "8bit"):
         with pytest.raises(RuntimeError, match=r"has no memory of its own.*clone\(\)"):
             safetensors.save(masters)
+
+
+@pytest.mark.parametrize("name", ["bf16_remainder", "8bit"])
+def test_memory_of_encoded_masters_is_a_copy_or_refused(name: str) -> None:
+    """There is none: whoever read it regardless crashed, or read something else."""
+    optimizer = optimizer_of(name)
+    train(optimizer, range(2))
+    for master in optimizer.master_state_dict().values():
+        if master.numel():
+            values = master.clone()
+            assert torch.equal(torch.from_dlpack(master), values)
+            assert torch.equal(torch.from_numpy(np.from_dlpack(master).copy()), values)
+            assert not master.is_shared()
+            with pytest.raises(RuntimeError, match=r"has no memory of its own.*clone\(\)"):
+                master.share_memory_()

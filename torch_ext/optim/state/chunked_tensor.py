@@ -85,6 +85,12 @@ class DecodingTensor(Tensor):
             "used; for libraries that read memory themselves, safetensors for instance, pass tensor.clone()"
         )
 
+    share_memory_ = storage
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """The values: whoever asks for memory gets a copy, as by numpy()."""
+        return self.decoded().__dlpack__(**options)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Files hold plain tensors."""
         return self.decoded().__reduce_ex__(protocol)
