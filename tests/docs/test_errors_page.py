@@ -342,6 +342,12 @@ def a_state_of_amsgrad(_folder: pathlib.Path) -> None:
     AdamW(trained.parameters()).load_state_dict(theirs.state_dict())
 
 
+def masters_whose_memory_is_read(_folder: pathlib.Path) -> None:
+    """As safetensors' save_file does."""
+    _, optimizer = stepped(states="bf16_remainder")
+    next(iter(optimizer.master_state_dict().values())).storage()
+
+
 CHECKPOINTS: list[tuple[str, Callable[[pathlib.Path], Any]]] = [
     ("is no checkpoint that can be loaded", a_file_that_is_truncated),
     ("is no checkpoint that can be loaded", a_file_at_rest_that_is_truncated),
@@ -356,6 +362,7 @@ CHECKPOINTS: list[tuple[str, Callable[[pathlib.Path], Any]]] = [
     ("is not made of tensors and plain values alone", an_object_of_ones_own),
     ("is not made of tensors and plain values alone", a_file_of_ones_own),
     ("cannot be loaded with map_location=", a_device_that_is_not_here),
+    ("has no memory of its own, since its values are decoded", masters_whose_memory_is_read),
     ("was saved with amsgrad=True", a_state_of_amsgrad),
 ]
 

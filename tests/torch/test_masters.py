@@ -249,6 +249,25 @@ def test_error_says_which_parameter_and_leaves_everything() -> None:
     optimizer.step()
 
 
+def test_messages_name_a_few_of_many_parameters() -> None:
+    weights = [torch.nn.Parameter(torch.ones(3).bfloat16()) for _ in range(200)]
+    optimizer = torch_ext.AdamW(weights, on_external_write="error")
+    train(optimizer, range(1))
+    with (
+        pytest.raises(ValueError, match="parameter 3 of group 0 .* and 196 more. These have"),
+        optimizer.master_weights(),
+    ):
+        for p in weights:
+            p.data = p.data.double()
+    for p in weights:
+        p.data.mul_(2)
+    set_grads(weights, 1)
+    with pytest.raises(
+        RuntimeError, match="parameter 3 of group 0 .* and 196 more no longer what the master rounds to"
+    ):
+        optimizer.step()
+
+
 def test_ignore_lets_the_master_overwrite_the_weight() -> None:
     ignoring, plain = optimizer_of("bf16", on_external_write="ignore"), optimizer_of("bf16")
     for optimizer in (ignoring, plain):

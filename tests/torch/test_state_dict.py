@@ -5,6 +5,8 @@ import io
 from pathlib import Path
 from typing import Any
 
+import frameworks
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -424,3 +426,36 @@ def test_damaged_checkpoint_is_refused_and_nothing_changes(how: str) -> None:
     assert everything(optimizer) == before
     assert optimizer.param_groups[0]["lr"] == 1e-2
     train(optimizer, range(3, 4))
+
+
+# -- other libraries' files --------------------------------------------------------------------------------------------
+
+
+@frameworks.needs("safetensors")
+@pytest.mark.parametrize("name", WITH_MASTER)
+def test_masters_are_saved_by_safetensors_as_copies(name: str) -> None:
+    """It takes the memory of what it saves: of a tensor without it nothing."""
+    safetensors = frameworks.module("safetensors.torch")
+    optimizer = optimizer_of(name)
+    train(optimizer, range(2))
+    masters = {str(key): value for key, value in optimizer.master_state_dict().items()}
+    saved = safetensors.load(safetensors.save({key: value.clone() for key, value in masters.items()}))
+    assert {key: bits(value) for key, value in saved.items()} == {key: bits(m.clone()) for key, m in masters.items()}
+    if name in ("bf16_remainder", "8bit"):
+        with pytest.raises(RuntimeError, match=r"has no memory of its own.*clone\(\)"):
+            safetensors.save(masters)
+
+
+@pytest.mark.parametrize("name", ["bf16_remainder", "8bit"])
+def test_memory_of_encoded_masters_is_a_copy_or_refused(name: str) -> None:
+    """There is none: whoever read it regardless crashed, or read something else."""
+    optimizer = optimizer_of(name)
+    train(optimizer, range(2))
+    for master in optimizer.master_state_dict().values():
+        if master.numel():
+            values = master.clone()
+            assert torch.equal(torch.from_dlpack(master), values)
+            assert torch.equal(torch.from_numpy(np.from_dlpack(master).copy()), values)
+            assert not master.is_shared()
+            with pytest.raises(RuntimeError, match=r"has no memory of its own.*clone\(\)"):
+                master.share_memory_()

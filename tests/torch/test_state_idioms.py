@@ -29,7 +29,7 @@ class Program:
 
     def run(self, length: int) -> list[str]:
         resets = ["clear", "another", "pop", "delete", "empty", "zero"]
-        others = ["step", "step", "step", "read", "replicate", "pickled", "load", "restep"]
+        others = ["step", "step", "step", "read", "replicate", "pickled", "load", "restep", "replace"]
         trace = [self.random.choice(self.random.choice([resets, others, others])) for _ in range(length)]
         for action in trace:
             getattr(self, action)()
@@ -74,6 +74,16 @@ class Program:
         if float(state.get("step", 0)) > 0:
             state["step"] = torch.tensor(3.0)
 
+    def replace(self) -> None:
+        """By another parameter, which takes over the state or begins anew."""
+        i = self.random.randrange(len(self.params))
+        old, new = self.params[i], nn.Parameter(self.params[i].detach().clone())
+        (group,) = self.optimizer.param_groups
+        self.params[i] = group["params"][i] = new
+        state, takes_over = self.optimizer.state.pop(old, None), self.random.random() < 0.7
+        if state is not None and takes_over:
+            self.optimizer.state[new] = state
+
     def read(self) -> None:
         assert self.optimizer.state[self.one()].get("max_exp_avg_sq") is None
 
@@ -110,7 +120,7 @@ def test_states_that_are_dropped_or_written_are_what_torchs_are(block: int, frac
         assert steps == expected_steps, (seed, trace)
         for p, q in zip(weights, expected, strict=True):
             assert torch.allclose(p, q, rtol=0, atol=2e-5), (seed, trace)
-    assert len(kinds) == 12, kinds
+    assert len(kinds) == 13, kinds
 
 
 def test_a_state_that_somebody_read_before_there_was_one_loads() -> None:

@@ -298,6 +298,21 @@ def converted_there_and_back(make: Make) -> list[float]:
 
 
 @idiom
+def resized_in_training(make: Make) -> list[float]:
+    """As transformers' resize_token_embeddings: the same parameter with other data. Its state begins anew."""
+    model = net()
+    optimizer = make(model.parameters(), lr=1e-2)
+    losses = trained(model, optimizer, range(4))
+    last = model[2]
+    for p in (last.weight, last.bias):
+        p.data = torch.cat([p.data, p.data[:1]])
+        optimizer.state.pop(p)
+    model.append(nn.Linear(4, 3))
+    optimizer.add_param_group({"params": model[3].parameters()})
+    return losses + trained(model, optimizer, range(4, 9))
+
+
+@idiom
 def under_anomaly_detection(make: Make) -> list[float]:
     model = net()
     with torch.autograd.set_detect_anomaly(True, check_nan=True):

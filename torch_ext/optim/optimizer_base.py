@@ -140,6 +140,7 @@ class OptimizerBase(SavedOptimizer):
         offload_guard.refuse_states(self, doing)
         own = {key: self.__dict__[key] for key in _KEPT if key in self.__dict__}
         states = self._states
+        states.host.follow_moved(states.everyone(), self.state)
         parts = {"_counts": states.counts, "_host": states.host, "_forms": states.forms_to_keep()}
         return super().__getstate__() | own | parts
 

@@ -86,6 +86,7 @@ class OptimizerStates:
         offload_guard.refuse_optimizer(self.optimizer, everyone)  # type: ignore[arg-type]
         if self._shards is None or not self._shards.fits(everyone):
             self._shards = shard_map.ShardMap(everyone)
+            self.host.follow_moved(everyone, self.state)
             if not self.any_made():
                 self.follow_params()
         return self._shards
@@ -107,7 +108,7 @@ class OptimizerStates:
             steps = torch.zeros(len(counted), dtype=torch.float32, device=counted[0].device).unbind()
             for p, step in zip(counted, (one.as_subclass(dense.SharingTensor) for one in steps), strict=True):
                 entry = access.entry(self.state, p)
-                self.host.follow(p, entry)
+                self.host.follow(p, entry, step)
                 step.fill_(float(entry.get("step", 0)))
                 entry["step"] = step
 

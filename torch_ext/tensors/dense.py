@@ -3,10 +3,12 @@
 import contextlib
 import copy
 import mmap
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from math import prod
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -168,6 +170,12 @@ as_plain: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunc
 """Inside, torch does not ask each SharingTensor whether it overrides an operator, which costs more than running it."""
 
 
+def send_by_value(kind: type[Tensor]) -> None:
+    """Tensors of this very class, whose pickles are of temporary tensors, reach other processes as bytes: torch would
+    send a descriptor of the temporary one's shared memory, which is closed before a process that is spawned gets it."""
+    ForkingPickler.register(kind, lambda t: (pickle.loads, (pickle.dumps(t, pickle.HIGHEST_PROTOCOL),)))
+
+
 class SharingTensor(Tensor):
     """One of many that share a storage. Pickled (by torch.save, a queue of processes, Ray) it is its own elements and
     not the whole storage; those that are deep-copied together still share one."""
@@ -184,6 +192,9 @@ class SharingTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.as_subclass(Tensor))
+
+
+send_by_value(SharingTensor)
 
 
 def zeros_like(wanted: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:

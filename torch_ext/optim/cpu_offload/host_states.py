@@ -70,10 +70,23 @@ class HostStates:
         self._states[p] = at_rest
         return {"step": at_rest["step"]}
 
-    def follow(self, p: Tensor, entry: Mapping[str, Any]) -> None:
-        """Drops the state of p where somebody dropped what opt.state has of it. entry: p's there."""
+    def follow(self, p: Tensor, entry: Mapping[str, Any], step: Tensor) -> None:
+        """Drops the state of p where somebody dropped what opt.state has of it. entry: p's there, which will have this
+        step."""
         if "step" not in entry:
             self._states.pop(p, None)
+        elif p in self._states:
+            self._states[p]["step"] = step
+
+    def follow_moved(self, params: Sequence[Tensor], state: dict[Tensor, dict[str, Any]]) -> None:
+        """Where somebody gave the entry of a parameter that left to another one, as in state[new] = state.pop(old), the
+        rest of the state comes along: their step is one tensor."""
+        left = self._states.keys() - set(params)
+        owners = {id(self._states[p]["step"]): p for p in left if "step" in self._states[p]}
+        for p in params if owners else ():
+            step = access.peek(state, p).get("step")
+            if p not in self._states and id(step) in owners:
+                self._states[p] = self._states.pop(owners.pop(id(step)))
 
     def clear(self) -> None:
         """Drops all states: others are loaded."""

@@ -64,6 +64,10 @@ class DecodingTensor(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        dense.send_by_value(cls)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = cls.handlers.get(func)
@@ -73,6 +77,19 @@ class DecodingTensor(Tensor):
     def decoded(self) -> Tensor:
         """The values, in memory of their own."""
         raise NotImplementedError
+
+    def storage(self) -> Any:
+        """Who reads memory himself, as safetensors does, learns what to do: he would find none, and write nothing."""
+        raise RuntimeError(
+            "this tensor of an optimizer's state has no memory of its own, since its values are decoded where they are "
+            "used; for libraries that read memory themselves, safetensors for instance, pass tensor.clone()"
+        )
+
+    share_memory_ = storage
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """The values: whoever asks for memory gets a copy, as by numpy()."""
+        return self.decoded().__dlpack__(**options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Files hold plain tensors."""

@@ -12,6 +12,7 @@ from torch_ext.native.completion import complete
 from torch_ext.optim.state import codec, load, weight_changes
 from torch_ext.optim.state.gathers import Gathers
 from torch_ext.optim.state.other_memory import OtherMemory
+from torch_ext.optim.state.stateful import first_names
 from torch_ext.params import param_groups
 from torch_ext.tensors import dense
 
@@ -134,7 +135,7 @@ def _refuse_conversions(converted: Iterable[tuple[str, Tensor, Tensor]]) -> None
     ]
     if found:
         raise ValueError(
-            f"within master_weights() parameters were converted: {', '.join(found)}. These have the weights and "
+            f"within master_weights() parameters were converted: {first_names(found)}. These have the weights and "
             "masters that they had before it; what was done to others is kept"
         )
 

@@ -11,6 +11,7 @@ from torch_ext.native import constants, ops
 from torch_ext.optim.state import weight_changes
 from torch_ext.optim.state.param_state import ParamState
 from torch_ext.optim.state.state_dtypes import MASTERS
+from torch_ext.optim.state.stateful import first_names
 from torch_ext.tensors import dense
 
 # on_external_write -> what the step's operator does where checksums differ; before the step, "error" checks.
@@ -102,6 +103,6 @@ def refuse_modified(members: Sequence[ParamState]) -> None:
     found = [f"{m.name} ({n} elements)" for m, n in zip(members, counts, strict=True) if n]
     if found:
         raise RuntimeError(
-            f"on_external_write='error': {', '.join(found)} no longer what the master rounds to: modified outside the "
-            "optimizer since the last step. Call resync_masters() to take the weights over"
+            f"on_external_write='error': {first_names(found)} no longer what the master rounds to: modified outside "
+            "the optimizer since the last step. Call resync_masters() to take the weights over"
         )
