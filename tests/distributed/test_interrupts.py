@@ -2,6 +2,7 @@
 what was interrupted is waited for to its end."""
 
 import contextlib
+import re
 import threading
 import time
 import types
@@ -357,3 +358,38 @@ def _refused(rank: int, _world: int, strategy: str) -> bool:
 @pytest.mark.parametrize("strategy", ["no_shard", *SHARDED, "DDP hook"])
 def test_a_refused_step_is_no_failure(strategy: str) -> None:
     assert ranks.run(2, _refused, strategy) == [True, True]
+
+
+def _parallelized_after(_rank: int, world: int) -> list[str]:
+    """Two of them, after a step that was interrupted between its two parts."""
+    model: Any = Given(SHAPES, BF16)
+    optimizer = torch_ext.AdamW(model.named_parameters(), lr=0.1, offload_fraction=0.5)
+    run, said = device_step.DeviceStep.run, []
+
+    def once(self: Any, *args: Any) -> None:
+        run(self, *args)
+        raise KeyboardInterrupt
+
+    for patched in (False, True):
+        for p, grad in zip(model.parameters(), noise(0, 0, SHAPES, BF16), strict=True):
+            p.grad = grad
+        with pytest.MonkeyPatch.context() as patch:
+            if patched:
+                patch.setattr(device_step.DeviceStep, "run", once)
+            with pytest.raises(KeyboardInterrupt) if patched else contextlib.nullcontext():
+                optimizer.step()
+        model.zero_grad()
+    for _ in range(2):
+        try:
+            torch_ext.parallelize(model, policy(BF16), strategy="no_shard", optimizer=optimizer)
+            said.append("goes on")
+        except RuntimeError as error:
+            said.append(str(error))
+        optimizer.zero_grad()
+    return said
+
+
+def test_a_second_layout_does_not_hide_that_a_step_was_interrupted() -> None:
+    for first, then in ranks.run(2, _parallelized_after):
+        assert re.search(r"parallelize\(optimizer=...\) after a step\(\) that was interrupted, .* zero_grad\(\)", first)
+        assert then == "goes on"
