@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import mmap
+import multiprocessing.context
+import multiprocessing.reduction
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -184,6 +187,16 @@ class SharingTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.as_subclass(Tensor))
+
+
+def _for_another_process(t: Tensor) -> Any:
+    """As torch's tensors go through a queue. What a process is started with is the storage itself, as of these: nobody
+    would keep that of a copy until the process has opened it."""
+    starting = multiprocessing.context.get_spawning_popen() is not None
+    return reduce_tensor(t.as_subclass(Tensor) if starting else t.detach().clone())
+
+
+multiprocessing.reduction.ForkingPickler.register(SharingTensor, _for_another_process)
 
 
 def zeros_like(wanted: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
