@@ -75,5 +75,8 @@ int64_t tx_cycle_gathering(tx_cycle *c) {
 }
 
 void tx_cycle_stepped(tx_cycle *c) {
+  /* Counted as it was when it was checked: one that was interrupted before it wrote anything was never here. Ranks of a
+   * DistributedDataParallel may take fewer steps than others (its join()). */
+  if (c->stepping && c->args.kind != TX_CYCLE_DDP_HOOK) c->n_steps++;
   c->stepping = 0;
 }

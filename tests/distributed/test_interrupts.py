@@ -2,6 +2,7 @@
 what was interrupted is waited for to its end."""
 
 import contextlib
+import re
 import threading
 import time
 import types
@@ -19,7 +20,7 @@ from works import Work
 
 import torch_ext
 from torch_ext.comm import compression, gloo_p2p
-from torch_ext.optim import device_step
+from torch_ext.optim import device_step, stepper
 from torch_ext.parallel import parallel_module
 
 # -- without ranks ---------------------------------------------------------------------------------------------------
@@ -357,3 +358,65 @@ def _refused(rank: int, _world: int, strategy: str) -> bool:
 @pytest.mark.parametrize("strategy", ["no_shard", *SHARDED, "DDP hook"])
 def test_a_refused_step_is_no_failure(strategy: str) -> None:
     assert ranks.run(2, _refused, strategy) == [True, True]
+
+
+def _parallelized_after(_rank: int, world: int) -> list[str]:
+    """Two of them, after a step that was interrupted between its two parts."""
+    model: Any = Given(SHAPES, BF16)
+    optimizer = torch_ext.AdamW(model.named_parameters(), lr=0.1, offload_fraction=0.5)
+    run, said = device_step.DeviceStep.run, []
+
+    def once(self: Any, *args: Any) -> None:
+        run(self, *args)
+        raise KeyboardInterrupt
+
+    for patched in (False, True):
+        for p, grad in zip(model.parameters(), noise(0, 0, SHAPES, BF16), strict=True):
+            p.grad = grad
+        with pytest.MonkeyPatch.context() as patch:
+            if patched:
+                patch.setattr(device_step.DeviceStep, "run", once)
+            with pytest.raises(KeyboardInterrupt) if patched else contextlib.nullcontext():
+                optimizer.step()
+        model.zero_grad()
+    for _ in range(2):
+        try:
+            torch_ext.parallelize(model, policy(BF16), strategy="no_shard", optimizer=optimizer)
+            said.append("goes on")
+        except RuntimeError as error:
+            said.append(str(error))
+        optimizer.zero_grad()
+    return said
+
+
+def test_a_second_layout_does_not_hide_that_a_step_was_interrupted() -> None:
+    for first, then in ranks.run(2, _parallelized_after):
+        assert re.search(r"parallelize\(optimizer=...\) after a step\(\) that was interrupted, .* zero_grad\(\)", first)
+        assert then == "goes on"
+
+
+def _before_anything_is_written(rank: int, _world: int, strategy: str) -> list[str]:
+    """Rank 0 is interrupted in its second step."""
+    torch.manual_seed(0)
+    model: Any = torch_ext.parallelize(torch.nn.Linear(30, 20).to(BF16), policy(BF16), strategy=strategy)
+    optimizer, said = torch_ext.AdamW(model.parameters(), lr=0.1), []
+    for step in range(4):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0 and step == 1:
+                patch.setattr(stepper.Stepper, "current_hyper", lambda _: _raises(KeyboardInterrupt())())
+            for doing in (lambda: model(torch.ones(2, 30, dtype=BF16)).sum().backward(), optimizer.step):
+                try:
+                    doing()
+                    said.append("goes on")
+                except (KeyboardInterrupt, RuntimeError) as error:
+                    said.append(str(error) or "interrupted")
+        optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])  # under the others weights are missed
+def test_a_rank_that_was_interrupted_before_it_stepped_anything_is_told(strategy: str) -> None:
+    first, second = ranks.run(2, _before_anything_is_written, strategy)
+    assert first[:4] == ["goes on"] * 3 + ["interrupted"] and second[:4] == ["goes on"] * 4
+    for text in (*first[4:], *second[4:]):
+        assert "after other steps than rank" in text, (first, second)

@@ -35,7 +35,11 @@ class Interrupt:
         if self.count == self.at:
             sys.setprofile(None)
             self.where = f"{code.co_filename[len(_ROOT) + 1 :]}:{frame.f_lineno} in {code.co_name} ({event})"
-            raise KeyboardInterrupt
+            self.handler()
+
+    def handler(self) -> None:
+        """Of the signal."""
+        raise KeyboardInterrupt
 
     def __enter__(self) -> "Interrupt":
         sys.setprofile(self._event)

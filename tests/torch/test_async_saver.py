@@ -4,10 +4,12 @@ import collections
 import os
 import pathlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from interrupt_programs import Interrupt
 from training import POLICIES, SHAPES, everything, params_of, policy_of, train
 
 import torch_ext
@@ -146,3 +148,35 @@ def test_errors_come_out_by_name_at_the_next_call(tmp_path: pathlib.Path) -> Non
     assert torch.equal(torch_ext.load(tmp_path / "good")["a"], torch.zeros(3))
     with pytest.raises(ValueError, match="'at_rest' are legal"):
         torch_ext.AsyncSaver(states="8bit")
+
+
+class _Handler(Interrupt):
+    """Of a signal that comes while the saver saves: it saves as well."""
+
+    def __init__(self, at: int, saving: Callable[[], None]) -> None:
+        super().__init__(at)
+        self.handler = saving  # type: ignore[method-assign]
+
+
+def test_a_signal_handler_and_other_threads_may_save_meanwhile(tmp_path: pathlib.Path) -> None:
+    states = [{"a": torch.full((50, 50), float(i)), "b": torch.full((9,), float(i))} for i in range(2)]
+    saver = torch_ext.AsyncSaver()
+    with Interrupt() as points:
+        saver.save(states[0], tmp_path / "0")
+    for at in range(1, points.count + 1, 7):
+        with _Handler(at, lambda: saver.save(states[1], tmp_path / "1")):
+            saver.save(states[0], tmp_path / "0")
+        saver.wait()
+        for i, state in enumerate(states):
+            loaded = torch_ext.load(tmp_path / f"{i}")
+            assert all(torch.equal(loaded[key], state[key]) for key in state), at
+    large = [{"a": torch.full((300, 300), float(i))} for i in range(4)]
+    threads = [threading.Thread(target=saver.save, args=(large[i], tmp_path / f"{i}")) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    saver.close()
+    for i in range(4):
+        assert torch.equal(torch_ext.load(tmp_path / f"{i}")["a"], large[i]["a"]), i
+    assert saver.nbytes == 0

@@ -1,5 +1,6 @@
 """step_in_backward=True of an optimizer: the bits of a step after backward, and no gradients left to keep."""
 
+import contextlib
 import copy
 import pickle
 import random
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupt_programs import Interrupt
 from torch.utils.checkpoint import checkpoint
 
 import torch_ext
@@ -431,3 +433,33 @@ def test_a_backward_within_master_weights() -> None:
     with optimizer.master_weights(), torch.enable_grad():
         with pytest.raises(RuntimeError, match=r"within master_weights\(\)"):
             net.layers[1].weight.sum().backward()
+
+
+def _interrupted(at: int | None, width: int) -> tuple[dict[str, tuple[int, bytes]], int]:
+    """After two steps, and a third whose backward Ctrl-C ends at a point (0: nowhere; None: there is no third one): how
+    often each parameter was stepped, and its bits; and how many points there are."""
+    net, points = _net(width=width, layers=2), Interrupt(at or 0)
+    optimizer = torch_ext.AdamW(net.named_parameters(), lr=0.1, step_in_backward=True)
+    for seed in range(2 if at is None else 3):
+        loss = net(_inputs(seed, width=width))
+        with points if seed == 2 else contextlib.nullcontext(), contextlib.suppress(KeyboardInterrupt):
+            loss.backward()
+        with contextlib.suppress(RuntimeError):
+            optimizer.step()
+        optimizer.zero_grad()
+    names = [name for name, p in net.named_parameters() if p.requires_grad]
+    steps = [int(entry["step"]) for entry in optimizer.state_dict()["state"].values()]
+    bits = dict(zip((name for name, _ in net.named_parameters()), _bits(net), strict=True))
+    return {name: (step, bits[name]) for name, step in zip(names, steps, strict=True)}, points.count
+
+
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_nothing_is_stepped_twice_after_an_interrupt(width: int) -> None:
+    """Between the operator and the note that it is done, say."""
+    (before, _), (after, count) = _interrupted(None, width), _interrupted(0, width)
+    draw = random.Random(width)
+    points = [draw.randint(1, count) for _ in range(5)] + list(range(count - 40, count, 1 if width == SMALL else 4))
+    for at in points:
+        found, _ = _interrupted(at, width)
+        for name, entry in found.items():
+            assert entry in (before[name], after[name]), (at, name, entry[0])

@@ -92,3 +92,10 @@ def _check(kind: str, call: str, at: int) -> bool:
 def test_an_interrupt_anywhere(kind: str, call: str) -> None:
     points = _points(kind, call)
     assert sum(_check(kind, call, at) for at in points) > len(points) // 2
+
+
+def test_an_interrupt_at_the_end_of_a_load_into_muon() -> None:
+    """Where keys are taken out of groups that torch puts there."""
+    count = _expected("Muon", "load_state_dict")[0]
+    for at in range(count - 25, count + 1):
+        _check("Muon", "load_state_dict", at)

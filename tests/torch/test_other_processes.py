@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from training import POLICIES, everything, params_of, policy_of, train
@@ -34,6 +35,7 @@ OPTIMIZERS: dict[str, Callable[[], torch.optim.Optimizer]] = {
     "large, 8bit": lambda: larger(states="8bit"),
     "an average": lambda: larger(ema_decay=0.5, ema_dtype="24bit"),
     "on the host": lambda: larger(offload_fraction=0.5),
+    "step_in_backward=True": lambda: larger(step_in_backward=True),
     "Muon": matrices,
 }
 
@@ -52,13 +54,14 @@ def child(sent: list[tuple[Any, dict[str, Any]]], answers: Any) -> None:
     answers.put([goes_on(*each) for each in sent])
 
 
-def test_what_a_process_is_given_goes_on_there_bit_for_bit() -> None:
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_what_a_process_is_given_goes_on_there_bit_for_bit(method: str) -> None:
     optimizers = {name: make() for name, make in OPTIMIZERS.items()}
     for optimizer in optimizers.values():
         train(optimizer, BEFORE)
     sent = [(optimizer, optimizer.state_dict()) for optimizer in optimizers.values()]
     expected = [goes_on(*copy.deepcopy(each)) for each in sent]
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(method)
     answers = context.Queue()
     process = context.Process(target=child, args=(sent, answers))
     process.start()

@@ -1,5 +1,7 @@
 """What publishers and subscribers refuse, by the whole message: what, where, and what would be legal."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -154,3 +156,14 @@ def test_averages_that_cannot_be_kept() -> None:
         "ema_decay: 'weight' is in torch.bfloat16 without a master, and an average needs more than 16 bits of what it "
         "averages: leave main_params_dtype alone (a master), train in float32, or leave ema_decay out"
     )
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_would_use_memory_that_is_not_its_own(how: Callable[[Any], Any]) -> None:
+    """Of the library, which a subscriber's end frees."""
+    trainer = _trainer()
+    subscriber = torch_ext.WeightSubscriber(weights(Layers("bf16")))
+    assert "a WeightSubscriber cannot be copied or pickled: it writes to" in _message(
+        lambda: how(subscriber), TypeError
+    )
+    assert "cannot be copied or pickled: it notes what" in _message(lambda: how(trainer.publisher), TypeError)

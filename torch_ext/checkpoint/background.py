@@ -22,7 +22,8 @@ class AsyncSaver:
                     saver.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "checkpoint.pt")
 
     The state is copied into host memory, which is allocated by the first save and used again: what it takes at rest,
-    once. Training goes on when it is copied. A file is whole or the former one, whenever the process is killed.
+    once. Training goes on when it is copied. A file is whole or the former one, whenever the process is killed. Signal
+    handlers and other threads may save while a save is under way: they have memory of their own then.
 
     states, compress: as of `torch_ext.save`.
     """
@@ -30,15 +31,15 @@ class AsyncSaver:
     def __init__(self, *, states: str = "logical", compress: bool = True) -> None:
         files.refuse_form(states)
         self._states, self._compress = states, compress
-        self._buffers = Buffers()
-        self._thread: threading.Thread | None = None
+        self._free: list[Buffers] = []
+        self._running: list[tuple[threading.Thread, Buffers]] = []  # what is written from, and by whom
         self._failed: tuple[str, BaseException] | None = None
         self._closed = False
 
     @property
     def nbytes(self) -> int:
         """Of the host memory that it keeps."""
-        return self._buffers.nbytes
+        return sum(buffers.nbytes for buffers in (*self._free, *(buffers for _, buffers in self._running)))
 
     def save(self, obj: Any, path: str | os.PathLike[str]) -> None:
         """Saves `obj` to the file `path`. Comes back when it is copied; waits for the save before to end.
@@ -48,10 +49,16 @@ class AsyncSaver:
         if self._closed:
             raise RuntimeError("AsyncSaver.save() after close(): make another one")
         self.wait()
-        copied, path = self._buffers.take(obj), os.path.abspath(path)  # the thread may find another working directory
+        path = os.path.abspath(path)  # the thread may find another working directory
+        try:
+            buffers = self._free.pop()  # nobody else's until it is written
+        except IndexError:
+            buffers = Buffers()
+        copied = buffers.take(obj)
         # no daemon: a program that ends waits for its last checkpoint
-        self._thread = threading.Thread(target=self._write, args=(copied, path), name=f"torch_ext saves {path}")
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=(copied, path), name=f"torch_ext saves {path}")
+        thread.start()
+        self._running.append((thread, buffers))
 
     def _write(self, copied: Any, path: str) -> None:
         try:
@@ -63,9 +70,11 @@ class AsyncSaver:
     def wait(self) -> None:
         """Until the save is on the disk. RuntimeError, naming the file and caused by what was raised, where it failed;
         the former file is there then."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        for entry in list(self._running):
+            entry[0].join()
+            with contextlib.suppress(ValueError):  # another thread waited for it, too, and was quicker
+                self._running.remove(entry)
+                self._free = [entry[1]]
         if self._failed is not None:
             (path, error), self._failed = self._failed, None
             raise RuntimeError(f"saving {path} failed: {type(error).__name__}: {error}") from error
@@ -76,7 +85,7 @@ class AsyncSaver:
         try:
             self.wait()
         finally:
-            self._buffers = Buffers()
+            self._free = []
 
     def __enter__(self) -> "AsyncSaver":
         return self

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from torch_ext.comm import worker
 from torch_ext.comm.process_group import backend, timeout_of
 
 _HOST = torch.device("cpu")
@@ -144,9 +145,12 @@ def withdraw_error(group: Any) -> None:
     if group in _announced:
         _announced.discard(group)
         key = _KEY.format(_ranks_of(group)[0])
-        thread = threading.Thread(target=lambda: _store_of(group).delete_key(key), daemon=True)
-        thread.start()
-        thread.join(_BROKEN)
+        worker.ask(lambda: _delete(group, key)).join(_BROKEN)
+
+
+def _delete(group: Any, key: str) -> None:
+    with contextlib.suppress(Exception):  # the store is gone
+        _store_of(group).delete_key(key)
 
 
 def _reason(error: BaseException) -> str:
@@ -254,8 +258,7 @@ class _Inquiry:
     def run(self, on_written: Callable[[], None], seconds: float) -> None:
         """on_written: called as soon as this rank's record can be read. seconds: for the whole inquiry."""
         deadline = time.monotonic() + seconds
-        thread = threading.Thread(target=self._run, args=(deadline,), name="torch_ext inquiry", daemon=True)
-        thread.start()
+        thread = worker.ask(lambda: self._run(deadline))
         self._written.wait(seconds)
         on_written()
         thread.join(max(0.0, deadline - time.monotonic()) + 10 * _PERIOD)
@@ -263,9 +266,7 @@ class _Inquiry:
     def conclude(self, lost: set[int], seconds: float) -> None:
         """Adds to this rank's record, and stays so many seconds."""
         record, deadline = self._record._replace(lost=tuple(sorted(lost))), time.monotonic() + seconds
-        thread = threading.Thread(target=self._write, args=(record,), name="torch_ext inquiry", daemon=True)
-        thread.start()
-        thread.join(seconds)
+        worker.ask(lambda: self._write(record)).join(seconds)
         time.sleep(max(0.0, deadline - time.monotonic()))
 
     def _write(self, record: _FailureRecord) -> None:

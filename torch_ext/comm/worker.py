@@ -12,6 +12,7 @@ _Task = Callable[[], None]
 # Seconds for tasks that run when the interpreter exits, which end at once unless another rank is late.
 _GRACE = 5.0
 
+_asking: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 _workers: "weakref.WeakSet[WorkerThread]" = weakref.WeakSet()
 
 
@@ -56,12 +57,22 @@ class WorkerThread:
             self._give_up()
 
 
+def ask(question: _Task) -> threading.Thread:
+    """A thread that asks a store, which may never answer. A daemon for which the exit waits a while, as for workers."""
+    thread = threading.Thread(target=question, name="torch_ext inquiry", daemon=True)
+    thread.start()
+    _asking.add(thread)
+    return thread
+
+
 @atexit.register
 def _end_all() -> None:
     workers = list(_workers)
     deadline = time.monotonic() + _GRACE
     for worker in workers:
         worker.end(deadline)
+    for thread in list(_asking):
+        thread.join(max(0.0, deadline - time.monotonic()))
     for worker in workers:
         worker.give_up()
     deadline = time.monotonic() + _GRACE

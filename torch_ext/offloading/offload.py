@@ -73,11 +73,13 @@ def offload(
     moves = plan.moves()
     storage.refuse_fixed(memory for _, memories in moves for memory in memories)
     try:
-        transfer.offload_all(moves, plan.devices)
+        transfer.offload_all(moves, plan.devices, plan.refuse_use)
         plan.finish_offload()
     except BaseException:
         if transfer.are_offloaded(moves):  # an interrupt came behind it
             plan.finish_offload()
+        else:
+            complete(plan.allow_use)
         raise
 
 
@@ -156,6 +158,8 @@ class OffloadPlan:
         states = [] if self._optimizer is None else _tensors_of(self._optimizer, "states")
         self.devices = {t.device for _, t in (*self._weights, *states) if t.device.type not in _HOST}
         self._records = [(owner, _record_of(owner, pinned=bool(self.devices))) for owner in owners]
+        self._refused = False
+        self._offloaded_before = [set(record.offloaded) for _, record in self._records]
 
     def _refuse_in_use(self) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -215,15 +219,29 @@ class OffloadPlan:
             if kind in self._kinds & record.offloaded
         ]
 
+    def refuse_use(self) -> None:
+        """From here on: memory is about to be released, and a signal handler, say, may want to save what lies there."""
+        for owner, record in self._records:
+            record.offloaded |= self._kinds & record.transfers.keys()
+            record.hook(owner)
+        self._refused = True
+
+    def allow_use(self) -> None:
+        """Of what was not offloaded before: nothing was released after all. May be called again."""
+        self._refused = False
+        for (owner, record), before in zip(self._records, self._offloaded_before, strict=True):
+            record.offloaded = set(before)
+            record.hook(owner)
+
     def finish_offload(self) -> None:
-        """The memory was released: from here on its use is refused. May be called again."""
+        """The memory was released. May be called again."""
         if isinstance(self._optimizer, Adam):
             self._optimizer.memory_released("grads" in self._kinds)
         for owner, record in self._records:
-            record.offloaded |= self._kinds & record.transfers.keys()
             if "grads" in self._kinds and isinstance(owner, nn.Module):
                 record.grads.hide_grads(owner.parameters())
-            record.hook(owner)
+        if not self._refused:
+            self.refuse_use()
         if "grads" in self._kinds:
             for reducer in self._reducers:
                 reducer.gradients_released()

@@ -7,7 +7,7 @@
 """
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -115,7 +115,7 @@ def allocate(pieces: Iterable[Piece]) -> None:
 Move: TypeAlias = tuple[StorageTransfer, list[Memory]]
 
 
-def offload_all(moves: Sequence[Move], devices: Iterable[torch.device]) -> None:
+def offload_all(moves: Sequence[Move], devices: Iterable[torch.device], before_freeing: Callable[[], None]) -> None:
     """Raises RuntimeError, and has changed nothing, where there is not enough host memory or a copy fails."""
     before = [transfer.pieces for transfer, _ in moves]
     stored: list[list[Piece]] = []
@@ -123,6 +123,7 @@ def offload_all(moves: Sequence[Move], devices: Iterable[torch.device]) -> None:
         for transfer, memories in moves:
             stored.append(transfer.store(memories))
         host_copies.synchronize(devices)
+        before_freeing()
         for keeps_content in (True, False):  # what has none to be put back from goes last
             for (transfer, _), pieces in zip(moves, stored, strict=True):
                 if transfer.keeps_content == keeps_content:

@@ -131,7 +131,7 @@ class GradientRelease:
         optimizer = self._states.optimizer
         refuse_settings(optimizer.policy, optimizer.skip_nonfinite, 0)
         self._may_change("a backward that steps")
-        self._stepper.unfinished.refuse("a backward that steps")
+        self._stepper.unfinished.refuse("a backward that steps", "a step()")
         before = self._step
         self._clear()
         with torch.no_grad():
@@ -143,10 +143,16 @@ class GradientRelease:
     def _flush(self) -> None:
         pending, self._pending, self._numel = self._pending, [], 0
         assert self._step is not None
-        with torch.no_grad():
-            for p in self._step.run(pending):
-                p.grad = None
-                self._stepped.append(p)
+        params, before = self._step.steppable(pending), len(self._stepped)
+        self._stepped += params  # an interrupt finds them perhaps stepped, and step() must not do it once more
+        try:
+            with torch.no_grad():
+                self._step.run(params)
+        except Exception:
+            del self._stepped[before:]
+            raise
+        for p in params:
+            p.grad = None
 
     def _backward_ended(self, task: int) -> None:
         self._ends.pop(task, None)

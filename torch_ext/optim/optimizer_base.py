@@ -169,11 +169,15 @@ class OptimizerBase(SavedOptimizer):
             go_on_from(known, self._states)
         self._states.note_forms(self._states.everyone())
         for group, own in zip(self.param_groups, decoupled, strict=True):
-            param_groups.fill(group, self.defaults, own)
+            self._fill(group, own)
             self._states.make_steps(group)
         if self._release is not None:
             self._release.follow(self._states.everyone(), copied=True)
         self._half_loaded = False
+
+    def _fill(self, group: dict[str, Any], decoupled: bool | None) -> None:
+        """What a group lacks that was saved by another optimizer or version."""
+        param_groups.fill(group, self.defaults, decoupled)
 
     def _make_first_state(self) -> None:  # of an optimizer that has nothing but steps
         flattened.patch()  # torch.distributed.checkpoint asks for state before it loads some
@@ -195,6 +199,10 @@ class OptimizerBase(SavedOptimizer):
         """RuntimeError after a backward that stepped, before step()."""
         if self.stepped_in_backward():
             raise RuntimeError(f"{doing} after a backward that stepped some weights already: call step() first")
+
+    def refuse_unfinished(self, doing: str) -> None:
+        """RuntimeError after a step that was interrupted when it had perhaps stepped some parameters."""
+        self._stepper.unfinished.refuse(doing, "a step()")
 
     # -- what offloading asks (see offloading/offload.py) --------------------------------------------------------------
 

@@ -24,20 +24,21 @@ class ReleasedStep:
         self._hyper, self._external = hyper, external
         self._scalars = dense.NONE, dense.NONE, dense.NONE, counts
 
-    def run(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Steps those that can be stepped one by one, by their gradients; returns them. RuntimeError, naming the
-        parameter, where the operator does not take a gradient: none of these was stepped then."""
-        device = self.plan.device
-        found = [(row, p) for p in params if (row := self._rows.get(id(p))) is not None and device.in_place(row)]
-        rows = tuple(row for row, _ in found)
-        grads = [device.laid_out(row, _grad_of(p)) for row, p in found]
+    def steppable(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Those that can be stepped one by one."""
+        in_place = self.plan.device.in_place
+        return [p for p in params if (row := self._rows.get(id(p))) is not None and in_place(row)]
+
+    def run(self, params: Sequence[Tensor]) -> None:
+        """Steps them, by their gradients. RuntimeError, naming the parameter, where the operator does not take a
+        gradient: none of these was stepped then. params: of `steppable`."""
+        device, rows = self.plan.device, tuple(self._rows[id(p)] for p in params)
+        grads = [device.laid_out(row, _grad_of(p)) for row, p in zip(rows, params, strict=True)]
         batch = self._batches.get(rows)
         if batch is None:
             batch = self._batches[rows] = device.batch_of(list(rows))
         device.run(batch, grads, self._hyper, self._scalars, self._external)
-        stepped = [p for _, p in found]
-        torch.autograd.graph.increment_version(stepped)
-        return stepped
+        torch.autograd.graph.increment_version(params)
 
 
 def _grad_of(p: Tensor) -> Tensor:

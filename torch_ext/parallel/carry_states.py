@@ -49,6 +49,7 @@ class CarriedStates:
                 "parallelize(optimizer=...) between a backward that stepped (step_in_backward=True) and step(), which "
                 "brings the other ranks' weights: call step() first"
             )
+        optimizer.refuse_unfinished("parallelize(optimizer=...)")
         self.optimizer = optimizer
         mine = {id(p) for p in model.parameters()}
         self._entries: dict[int, _Entry] = {}

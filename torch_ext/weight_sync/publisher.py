@@ -73,6 +73,12 @@ class WeightPublisher:
         delta_library.call("chain_begin", len(table), table, words, self._ranks.part, self._ranks.parts, chain)
         return chain
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a WeightPublisher cannot be copied or pickled: it notes what the steps of its optimizer change. Make "
+            "another one from the other model and optimizer, which begins a new chain of versions with full()"
+        )
+
     @property
     def version(self) -> int:
         """Of what was published last; 0: nothing was, the weights are those that the publisher was made with."""

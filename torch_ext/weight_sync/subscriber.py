@@ -3,7 +3,7 @@
 import ctypes
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,6 +50,12 @@ class WeightSubscriber:
         address = receiver.value or 0
         weakref.finalize(self, delta_library.brief("close", None), address)
         return address
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a WeightSubscriber cannot be copied or pickled: it writes to the memory of its tensors, in this process. "
+            "Make another one from the other tensors, and begin with full()"
+        )
 
     @property
     def version(self) -> int:

@@ -153,11 +153,10 @@ class Muon(Adam):
         """Raises for hyper-parameters that no group may have. where: for messages."""
         hyper.refuse(group, where)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # which torch and Adam add to those that lack it
-            for key in ("differentiable", "decoupled_weight_decay"):
-                group.pop(key, None)
+    def _fill(self, group: dict[str, Any], decoupled: bool | None) -> None:
+        super()._fill(group, decoupled)
+        for key in ("differentiable", "decoupled_weight_decay"):  # which torch and Adam add to those that lack it
+            group.pop(key, None)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_chooser": self._chooser}
