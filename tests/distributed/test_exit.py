@@ -9,8 +9,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-import pytest
-
 PROGRAM = """
 import datetime, sys, time
 import torch.distributed as dist
@@ -87,26 +85,3 @@ def test_no_thread_waits_for_others_when_the_interpreter_is_torn_down() -> None:
         assert second.returncode == 1, message
     assert "ZeroDivisionError" in message.splitlines()[-2], message
     assert message.splitlines()[-1] == "", message
-
-
-# A store that answers when nobody waits for it any more.
-INQUIRIES = """
-import time
-from torch_ext.comm import lost_ranks
-
-class Store:
-    def check(self, keys): time.sleep(1)
-    set = delete_key = lambda self, *_: time.sleep(1)
-
-lost_ranks._store_of = lambda group: Store()
-lost_ranks._BROKEN = 0.1
-group = type("Group", (), {})()
-"""
-
-
-@pytest.mark.parametrize("call", ["failed(group, 'a call', RuntimeError())", "announce_error(group, 'a call')"])
-def test_no_thread_asks_a_store_when_the_interpreter_is_torn_down(call: str) -> None:
-    program = THREADS_LEFT + INQUIRIES + f"lost_ranks.{call}; lost_ranks.withdraw_error(group)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "\n")

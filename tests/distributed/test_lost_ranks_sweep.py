@@ -11,6 +11,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -275,3 +276,27 @@ def test_a_rank_that_dies_while_weights_travel_is_a_message_on_the_others(strate
         assert "weights of bucket" in first and ("did not respond" in first or "cannot be reached" in first)
         assert "step() after an exchange that failed: weights of bucket" in again
         assert "gradients cannot be reduced any more: weights of bucket" in backward
+
+
+# A store that answers when nobody waits for it any more.
+INQUIRIES = """
+import atexit, sys, threading, time
+atexit.register(lambda: print(*(t.name for t in threading.enumerate() if "torch_ext" in t.name), file=sys.stderr))
+from torch_ext.comm import lost_ranks
+
+class Store:
+    def check(self, keys): time.sleep(1)
+    set = delete_key = lambda self, *_: time.sleep(1)
+
+lost_ranks._store_of = lambda group: Store()
+lost_ranks._BROKEN = 0.1
+group = type("Group", (), {})()
+"""
+
+
+@pytest.mark.parametrize("call", ["failed(group, 'a call', RuntimeError())", "announce_error(group, 'a call')"])
+def test_no_thread_asks_a_store_when_the_interpreter_is_torn_down(call: str) -> None:
+    program = INQUIRIES + f"lost_ranks.{call}; lost_ranks.withdraw_error(group)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "\n")
