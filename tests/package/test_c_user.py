@@ -101,14 +101,12 @@ def flags_of(site: pathlib.Path, *options: str) -> list[str]:
     return shlex.split(done.stdout)
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_the_examples_are_built_from_an_installed_wheel(
-    site: pathlib.Path, tmp_path: pathlib.Path, example: str
-) -> None:
+def test_the_examples_are_built_from_an_installed_wheel(site: pathlib.Path, tmp_path: pathlib.Path) -> None:
     flags = flags_of(site)
-    assert flags == flags_of(site, "--cflags") + flags_of(site, "--libs") == flags_of(site, "--cflags", "--libs")
+    assert flags == flags_of(site, "--cflags") + flags_of(site, "--libs")
     assert flags[0] == f"-I{site}/torch_ext/include"
-    build_and_run("gcc", example, tmp_path, flags)
+    for example in EXAMPLES:
+        build_and_run("gcc", example, tmp_path, flags)
 
 
 # An inference engine that has nothing but the small library.
