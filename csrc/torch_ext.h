@@ -806,7 +806,7 @@ TX_API tx_status tx_policy_resolve(const tx_policy_args *args, tx_policy *policy
 /* The policy for those parameters of the model that have another dtype (fp32 norms in a bf16 model): explicit values of
  * `policy` stay, all others are those of a model in `dtype`. Where that is shard_dtype, parameters in it are the
  * masters of what is computed in param_dtype, and all values stay. policy, origins (TX_POLICY_FIELDS entries): as
- * tx_policy_resolve or tx_policy_with wrote them; they are not checked anew. */
+ * tx_policy_resolve or tx_policy_with wrote them; they are not checked anew but for states. */
 TX_API tx_status tx_policy_row(const tx_policy *policy, const tx_origin *origins, tx_dtype dtype, tx_policy *row,
                                tx_error *error);
 

@@ -124,12 +124,20 @@ static tx_policy_inputs inputs_of(const tx_policy *policy, const tx_origin *orig
   return in;
 }
 
+/* A policy that no function here wrote may have any number; this one is looked up in a table. */
+static tx_status check_states(const tx_policy *policy, const char *function, tx_error *error) {
+  if (policy->states >= TX_STATES_BY_KEY && policy->states <= TX_STATES_8BIT) return TX_OK;
+  return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "%s: the policy has states=%d; legal: 0 ... %d (%s)", function,
+                 (int)policy->states, (int)TX_STATES_8BIT, tx_policy_field_at(TX_POLICY_states)->legal);
+}
+
 tx_status tx_policy_row(const tx_policy *policy, const tx_origin *origins, tx_dtype dtype, tx_policy *row,
                         tx_error *error) {
   if (!policy || policy->size != sizeof *policy || !origins || !row || row->size != sizeof *row) {
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
                    "tx_policy_row: policy and row must begin with TX_POLICY_INIT, and origins must not be NULL");
   }
+  TX_FORWARD(check_states(policy, "tx_policy_row", error));
   const char *legal = tx_policy_field_at(TX_POLICY_param_dtype)->legal;
   if (!tx_dtype_is_known(dtype) || !tx_policy_dtype_is_legal(legal, dtype)) {
     return tx_fail(error, TX_ERROR_ILLEGAL_VALUE, "parameters of dtype %s have no policy; legal: %s",
@@ -153,6 +161,7 @@ tx_status tx_policy_with(const tx_policy *policy, const tx_origin *origins, cons
     return tx_fail(error, TX_ERROR_INVALID_ARGUMENT,
                    "tx_policy_with: policy and result must begin with TX_POLICY_INIT, and no origins may be NULL");
   }
+  TX_FORWARD(check_states(policy, "tx_policy_with", error));
   tx_policy_settings more = {0};
   TX_FORWARD(tx_policy_read_all(list, n, "the argument", TX_SIDE_OPTIMIZER, TX_SOURCE_OVERRIDE, &more, error));
   tx_policy_inputs in = inputs_of(policy, origins, (tx_dtype)policy->param_dtype);

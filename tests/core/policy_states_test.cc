@@ -342,4 +342,19 @@ TEST(PolicyMoments, small_and_kept_parameters_have_fp32) {
   EXPECT_EQ(tx_policy_moments(&r.policy, 0, 0, nullptr, &exp_avg_sq, nullptr), TX_ERROR_INVALID_ARGUMENT);
 }
 
+// A caller may have made it himself: what is looked up in a table is looked at.
+TEST(States, APolicyWithAnUnknownWordIsRefused) {
+  for (const int32_t states : {-1, 5, INT32_MIN, INT32_MAX}) {
+    Resolved r = Resolve("model=bf16");
+    r.policy.states = states;
+    tx_policy row = TX_POLICY_INIT;
+    tx_origin origins[TX_POLICY_FIELDS];
+    tx_error error = {};
+    EXPECT_EQ(tx_policy_row(&r.policy, r.origins, TX_BF16, &row, &error), TX_ERROR_ILLEGAL_VALUE);
+    EXPECT_NE(std::string(error.message).find("states=" + std::to_string(states)), std::string::npos) << error.message;
+    EXPECT_EQ(tx_policy_with(&r.policy, r.origins, nullptr, 0, &row, origins, &error), TX_ERROR_ILLEGAL_VALUE);
+    EXPECT_NE(std::string(error.message).find("tx_policy_with: the policy has states="), std::string::npos);
+  }
+}
+
 }  // namespace
