@@ -1,30 +1,56 @@
 #define _GNU_SOURCE /* uselocale */
 #include "csrc/core/text.h"
 
-#include <fenv.h>
 #include <locale.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "csrc/core/fp_mode.h"
+
+/* On x86_64 printf and strtod ask the x87 how to round, which nothing else here uses: its control word, as a program
+ * begins with it. (fesetenv, which sets this among others, takes longer than most texts.) */
+#if defined(__x86_64__)
+#define X87_PLAIN 0x037f
+static uint16_t x87_control(void) {
+  uint16_t control;
+  __asm__ volatile("fnstcw %0" : "=m"(control));
+  return control;
+}
+static void set_x87_control(uint16_t control) {
+  if (control != x87_control()) __asm__ volatile("fldcw %0" : : "m"(control));
+}
+#else
+#define X87_PLAIN 0
+static uint16_t x87_control(void) {
+  return X87_PLAIN;
+}
+static void set_x87_control(uint16_t control) {
+  (void)control;
+}
+#endif
+
 /* What the calling thread had set. */
 typedef struct callers {
   locale_t plain; /* 0: there is no memory for one, and the caller's is used */
   locale_t locale;
-  fenv_t mode; /* all of it: on x86_64 printf asks the x87 how to round */
+  tx_fp_mode mode;
+  uint16_t x87;
 } callers;
 
 static callers set_aside(void) {
   callers had = {.plain = newlocale(LC_ALL_MASK, "C", (locale_t)0)};
   had.locale = uselocale(had.plain); /* 0 changes nothing */
-  (void)fegetenv(&had.mode);
-  (void)fesetenv(FE_DFL_ENV);
+  had.x87 = x87_control();
+  set_x87_control(X87_PLAIN);
+  had.mode = tx_fp_enter();
   return had;
 }
 
 static void bring_back(const callers *had) {
-  (void)fesetenv(&had->mode);
+  tx_fp_leave(had->mode);
+  set_x87_control(had->x87);
   (void)uselocale(had->locale);
   if (had->plain) freelocale(had->plain);
 }
