@@ -4,12 +4,14 @@
 
 #include <fenv.h>
 #include <gtest/gtest.h>
+#include <limits.h>
 #include <locale.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -697,7 +699,8 @@ std::string SmallStack(const Question &question) {
   } job = {&question, ""};
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
-  EXPECT_EQ(pthread_attr_setstacksize(&attributes, kStack), 0);
+  // aarch64's threads have 128 KiB at least.
+  EXPECT_EQ(pthread_attr_setstacksize(&attributes, std::max(kStack, static_cast<size_t>(PTHREAD_STACK_MIN))), 0);
   pthread_t thread;
   EXPECT_EQ(pthread_create(
                 &thread, &attributes,
