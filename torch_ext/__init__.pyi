@@ -17,8 +17,8 @@ from torch_ext.diagnosis.findings import Report as Report
 from torch_ext.integrations.lightning_callback import lightning_ema_callback as lightning_ema_callback
 from torch_ext.integrations.trainer_callback import trainer_ema_callback as trainer_ema_callback
 from torch_ext.native.dtypes import coerce_dtypes as coerce_dtypes
-from torch_ext.native.library import get_include as get_include
-from torch_ext.native.library import library_path as library_path
+from torch_ext.native.paths import get_include as get_include
+from torch_ext.native.paths import library_path as library_path
 from torch_ext.offloading.offload import offload as offload
 from torch_ext.offloading.offload import onload as onload
 from torch_ext.optim.adamw import Adam as Adam

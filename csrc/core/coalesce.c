@@ -86,11 +86,8 @@ static int64_t cuts(int64_t bytes, int64_t world, double link_gbps, int32_t comp
 }
 
 int64_t tx_coalesce_cuts(int64_t bytes, int64_t world, double link_gbps, int32_t compressed) {
-  const tx_fp_mode saved = tx_fp_enter();
   const volatile double gbps = link_gbps;
-  const volatile int64_t found = bytes < 1 || world < 2 || !(gbps > 0) ? 1 : cuts(bytes, world, gbps, compressed);
-  tx_fp_leave(saved);
-  return found;
+  TX_RETURN_UNDER_FP_MODE(int64_t, bytes < 1 || world < 2 || !(gbps > 0) ? 1 : cuts(bytes, world, gbps, compressed));
 }
 
 static tx_status join(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error) {
@@ -113,8 +110,5 @@ static tx_status join(const tx_coalesce_args *args, int64_t *ends, int64_t *n_me
 }
 
 tx_status tx_coalesce(const tx_coalesce_args *args, int64_t *ends, int64_t *n_messages, tx_error *error) {
-  const tx_fp_mode saved = tx_fp_enter();
-  const volatile tx_status status = join(args, ends, n_messages, error);
-  tx_fp_leave(saved);
-  return status;
+  TX_RETURN_UNDER_FP_MODE(tx_status, join(args, ends, n_messages, error));
 }

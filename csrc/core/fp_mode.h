@@ -1,7 +1,6 @@
 /* The floating-point mode that everything is computed under: round to nearest, subnormals kept, exceptions masked.
  * torch.set_flush_denormal, fesetround and other libraries change the mode per thread; bits, plans and texts must not
- * depend on that. A result that is returned by value is kept in a volatile until the mode is left, so that it is not
- * computed after that. */
+ * depend on that. */
 #ifndef TX_CORE_FP_MODE_H
 #define TX_CORE_FP_MODE_H
 
@@ -33,5 +32,16 @@ static inline void tx_fp_leave(tx_fp_mode saved) {
 #else
 #error "say here how this processor sets its floating-point mode"
 #endif
+
+/* Returns what a call returns that runs under it. The result is kept in a volatile until the mode is left, so that it
+ * is not computed after that; a number that the caller's function was given goes in from a volatile, so that nothing is
+ * computed of it before. */
+#define TX_RETURN_UNDER_FP_MODE(type, call)  \
+  do {                                       \
+    const tx_fp_mode saved_ = tx_fp_enter(); \
+    const volatile type result_ = (call);    \
+    tx_fp_leave(saved_);                     \
+    return result_;                          \
+  } while (0)
 
 #endif

@@ -31,10 +31,7 @@ static int64_t slowest(const int64_t *took, const int64_t *waited, int64_t world
 
 /* Of messages of so many bytes in nanoseconds > 0. */
 static double gbps_of(int64_t bytes, int64_t messages, int64_t nanoseconds) {
-  const tx_fp_mode saved = tx_fp_enter();
-  const volatile double gbps = 8.0 * (double)bytes * (double)messages / (double)nanoseconds;
-  tx_fp_leave(saved);
-  return gbps;
+  TX_RETURN_UNDER_FP_MODE(double, 8.0 * (double)bytes * (double)messages / (double)nanoseconds);
 }
 
 double tx_link_gbps(const int64_t *took, const int64_t *waited, int64_t world) {

@@ -62,10 +62,7 @@ static tx_status check_group(const tx_muon_group *group, const char *where, tx_e
 }
 
 tx_status tx_muon_check_group(const tx_muon_group *group, const char *where, tx_error *error) {
-  const tx_fp_mode saved = tx_fp_enter();
-  const volatile tx_status status = check_group(group, where, error);
-  tx_fp_leave(saved);
-  return status;
+  TX_RETURN_UNDER_FP_MODE(tx_status, check_group(group, where, error));
 }
 
 /* -- operations --------------------------------------------------------------------------------------------------- */
@@ -119,8 +116,5 @@ static double lr_ratio(int64_t rows, int64_t columns, int32_t match_rms_adamw) {
 }
 
 double tx_muon_lr_ratio(int64_t rows, int64_t columns, int32_t match_rms_adamw) {
-  const tx_fp_mode saved = tx_fp_enter();
-  const volatile double ratio = lr_ratio(rows, columns, match_rms_adamw);
-  tx_fp_leave(saved);
-  return ratio;
+  TX_RETURN_UNDER_FP_MODE(double, lr_ratio(rows, columns, match_rms_adamw));
 }

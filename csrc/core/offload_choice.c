@@ -74,9 +74,6 @@ static tx_status choose(const int64_t *bytes, int64_t n, double fraction, int64_
 
 tx_status tx_offload_choose(const int64_t *bytes, int64_t n, double fraction, int64_t *heap, int32_t *chosen,
                             tx_error *error) {
-  const tx_fp_mode saved = tx_fp_enter();
   const volatile double share = fraction;
-  const volatile tx_status status = choose(bytes, n, share, heap, chosen, error);
-  tx_fp_leave(saved);
-  return status;
+  TX_RETURN_UNDER_FP_MODE(tx_status, choose(bytes, n, share, heap, chosen, error));
 }

@@ -29,10 +29,7 @@ static tx_status check_fields(const tx_scale *s, tx_error *error) {
 }
 
 static tx_status check(const tx_scale *s, tx_error *error) {
-  const tx_fp_mode saved = tx_fp_enter();
-  const volatile tx_status status = check_fields(s, error);
-  tx_fp_leave(saved);
-  return status;
+  TX_RETURN_UNDER_FP_MODE(tx_status, check_fields(s, error));
 }
 
 tx_status tx_scale_from_policy(const tx_policy *policy, tx_scale *scale, tx_error *error) {

@@ -1,6 +1,6 @@
 /* The loops that encode and decode, for one instruction set, as kernels_isa.c has the others. */
 #include "csrc/cpu/coding_kernels.h"
-#include "csrc/cpu/isa_names.h"
+#include "csrc/cpu/isa.h"
 #include "csrc/cpu/loop_checksum.h"
 #include "csrc/cpu/loop_delta.h"
 #include "csrc/cpu/loop_planes.h"

@@ -5,6 +5,11 @@
 
 #include <stdint.h>
 
+/* In files that are compiled once per instruction set, with -DTX_ISA=<name>: a name that ends in it. */
+#define TX_JOIN_(a, b) a##b
+#define TX_JOIN(a, b) TX_JOIN_(a, b)
+#define TX_OF_ISA(name) TX_JOIN(name, TX_ISA)
+
 /* The row of isa.def in use. */
 int32_t tx_isa_row_selected(void);
 

@@ -2,7 +2,7 @@
  * isa.def with -DTX_ISA=<name> and the flags of bazel/isa.bzl. Nothing here differs between them but what the compiler
  * makes of it.
  */
-#include "csrc/cpu/isa_names.h"
+#include "csrc/cpu/isa.h"
 #include "csrc/cpu/kernels.h"
 #include "csrc/cpu/loop_adamw.h"
 #include "csrc/cpu/loop_cast.h"

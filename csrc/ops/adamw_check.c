@@ -56,10 +56,7 @@ static tx_status check_each(const tx_adamw_group *groups, int64_t n, const char 
 }
 
 tx_status tx_adamw_check_groups(const tx_adamw_group *groups, int64_t n, const char *where, tx_error *error) {
-  const tx_fp_mode saved = tx_fp_enter();
-  const volatile tx_status status = check_each(groups, n, where, error);
-  tx_fp_leave(saved);
-  return status;
+  TX_RETURN_UNDER_FP_MODE(tx_status, check_each(groups, n, where, error));
 }
 
 static tx_status check_groups(const tx_adamw_args *a, int reads_values, tx_error *error) {
@@ -231,8 +228,5 @@ static tx_status check(const tx_adamw_args *a, int reads_values, tx_error *error
 }
 
 tx_status tx_check_adamw(const tx_adamw_args *a, int reads_values, tx_error *error) {
-  const tx_fp_mode saved = tx_fp_enter();
-  const volatile tx_status status = check(a, reads_values, error);
-  tx_fp_leave(saved);
-  return status;
+  TX_RETURN_UNDER_FP_MODE(tx_status, check(a, reads_values, error));
 }

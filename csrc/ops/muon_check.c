@@ -125,10 +125,7 @@ static tx_status check_momentum_args(const tx_muon_momentum_args *a, int reads_v
 }
 
 tx_status tx_check_muon_momentum(const tx_muon_momentum_args *a, int reads_values, tx_error *error) {
-  const tx_fp_mode saved = tx_fp_enter();
-  const volatile tx_status status = check_momentum_args(a, reads_values, error);
-  tx_fp_leave(saved);
-  return status;
+  TX_RETURN_UNDER_FP_MODE(tx_status, check_momentum_args(a, reads_values, error));
 }
 
 /* -- update ------------------------------------------------------------------------------------------------------- */
@@ -196,10 +193,7 @@ static tx_status check_update_args(const tx_muon_update_args *a, int reads_value
 }
 
 tx_status tx_check_muon_update(const tx_muon_update_args *a, int reads_values, tx_error *error) {
-  const tx_fp_mode saved = tx_fp_enter();
-  const volatile tx_status status = check_update_args(a, reads_values, error);
-  tx_fp_leave(saved);
-  return status;
+  TX_RETURN_UNDER_FP_MODE(tx_status, check_update_args(a, reads_values, error));
 }
 
 tx_status tx_check_muon_mirror(tx_tensor square, int64_t n, int64_t panel, tx_error *error) {

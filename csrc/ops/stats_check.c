@@ -16,11 +16,8 @@ tx_status tx_check_grad_stats(int64_t n, const tx_tensor *grads, tx_tensor stats
 }
 
 static int is_positive(double number) {
-  const tx_fp_mode saved = tx_fp_enter();
   const volatile double there = number;
-  const volatile int positive = there > 0;
-  tx_fp_leave(saved);
-  return positive;
+  TX_RETURN_UNDER_FP_MODE(int, there > 0);
 }
 
 tx_status tx_check_grad_norm(tx_tensor stats, tx_tensor grad_scale, double max_norm, tx_tensor norm,

@@ -83,10 +83,7 @@ static int begin(const tx_adamw_args *args, tx_step *step) {
 }
 
 int tx_step_begin(const tx_adamw_args *args, tx_step *step) {
-  const tx_fp_mode saved = tx_fp_enter();
-  const volatile int steps = begin(args, step);
-  tx_fp_leave(saved);
-  return steps;
+  TX_RETURN_UNDER_FP_MODE(int, begin(args, step));
 }
 
 void tx_step_merge(tx_step *step, const tx_step_local *local) {

@@ -55,32 +55,31 @@ static float uniform(void) {
   return (float)(state >> 40) * 0x1p-23f - 1.0f;
 }
 
+/* Rounds to bf16, or widens from it: tx_cast looks at the dtypes. */
+static int cast(tx_tensor from, tx_tensor to) {
+  tx_error error;
+  tx_cast_args args = TX_CAST_ARGS_INIT;
+  args.n = 1;
+  args.srcs = &from;
+  args.dsts = &to;
+  return failed(tx_cast(&args, NULL, &error), &error);
+}
+
 /* Random numbers of about `size` as bf16: a rounded gradient, or weights to begin with. */
 static int fill(uint16_t *to, float size) {
   static float wide[NUMEL];
   for (int i = 0; i < NUMEL; ++i) {
     wide[i] = size * uniform();
   }
-  const tx_tensor from = tensor_of(wide, NUMEL, TX_F32), rounded = tensor_of(to, NUMEL, TX_BF16);
-  tx_cast_args args = TX_CAST_ARGS_INIT;
-  args.n = 1;
-  args.srcs = &from;
-  args.dsts = &rounded;
-  tx_error error;
-  return failed(tx_cast(&args, NULL, &error), &error);
+  return cast(tensor_of(wide, NUMEL, TX_F32), tensor_of(to, NUMEL, TX_BF16));
 }
 
 /* Random weights, with masters that are the same numbers: version 0. */
 static int begin_training(tx_delta_chain *chain) {
-  const tx_tensor from = tensor_of(weights, NUMEL, TX_BF16), to = tensor_of(masters, NUMEL, TX_F32);
-  tx_cast_args args = TX_CAST_ARGS_INIT;
-  args.n = 1;
-  args.srcs = &from;
-  args.dsts = &to;
   const uint64_t id[2] = {0x5eed, 1}; /* two random words in real life */
   const tx_delta_run run = publisher_run();
   tx_error error;
-  return fill(weights, 0.05f) || failed(tx_cast(&args, NULL, &error), &error) ||
+  return fill(weights, 0.05f) || cast(run.weights, tensor_of(masters, NUMEL, TX_F32)) ||
          failed(tx_delta_chain_begin(1, table, id, 0, 1, chain, &error), &error) ||
          failed(tx_delta_renew(1, &run, NULL, &error), &error);
 }

@@ -240,7 +240,7 @@ STEPS: list[tuple[str, Callable[[], Any]]] = [
     ("fp16 gradients were written between unscale_() and step()", another_clip_function_under_fp16),
     ("applied and freed before the norm of all is known", a_clip_where_backward_steps),
     ("after a backward that raised when it had stepped", a_backward_that_raised),
-    ("that was interrupted, or raised, when it had perhaps stepped", an_interrupted_step),
+    ("after a step() that was interrupted, or raised, when it had perhaps stepped", an_interrupted_step),
 ]
 
 

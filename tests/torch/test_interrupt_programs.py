@@ -80,7 +80,7 @@ def _check(kind: str, call: str, at: int) -> bool:
         assert training.go_on() in [later[name] for name in possible or later], where
         return bool(where)
     with pytest.raises(
-        RuntimeError, match="after one that was interrupted, or raised, when it had perhaps stepped some"
+        RuntimeError, match=r"after a step\(\) that was interrupted, or raised, when it had perhaps stepped some"
     ):
         training.optimizer.step()
     assert _found(training) == found, where

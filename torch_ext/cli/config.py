@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 
-from torch_ext.native import library
+from torch_ext.native import paths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +22,9 @@ def run(options: argparse.Namespace) -> int:
     words: list[str] = []
     try:
         if both or options.cflags:
-            words.append(f"-I{library.get_include()}")
+            words.append(f"-I{paths.get_include()}")
         if both or options.libs:
-            words += _libs(library.delta_library_path() if options.delta else library.library_path())
+            words += _libs(paths.delta_library_path() if options.delta else paths.library_path())
     except ImportError as missing:
         options.refuse(str(missing))
     print(shlex.join(words))

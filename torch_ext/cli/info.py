@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torch_ext.native import cuda_library, library
+from torch_ext.native import cuda_library, library, paths
 from torch_ext.native import nccl as native_nccl
 
 
@@ -19,7 +19,7 @@ def text() -> str:
 
 def _facts() -> Iterator[tuple[str, str]]:
     yield "torch_ext", library.version()
-    yield "library", library.library_path()
+    yield "library", paths.library_path()
     yield "torch", f"{torch.__version__} ({'.'.join(torch.__path__)})"
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield "instruction sets", f"{', '.join(isas())}; in use: {selected_isa()}"

@@ -1,4 +1,4 @@
-"""Finds libtorch_ext.so, loads it, and calls its C functions.
+"""Loads libtorch_ext.so, and calls its C functions.
 
 The library is one file for every Python and every torch >= 2.10: plain C, called through ctypes. Nothing here knows
 what a function does; a module that needs one declares it with `function` and mirrors its structs with
@@ -7,66 +7,10 @@ what a function does; a module that needs one declares it with `function` and mi
 
 import ctypes
 import functools
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from torch_ext.native import constants
-
-FILE_NAME = "libtorch_ext.so"
-
-# The folder torch_ext. Not realpath: under Bazel the library lies beside the link.
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_FOLDERS = (
-    _PACKAGE,  # a wheel
-    os.path.dirname(_PACKAGE),  # Bazel's runfiles
-    os.path.join(os.path.dirname(_PACKAGE), "bazel-bin"),  # the repository after `bazel build //:torch_ext`
-)
-
-
-@functools.cache
-def library_path() -> str:
-    """The file that holds the operators, for `torch.ops.load_library(torch_ext.library_path())`.
-
-    Raises ImportError where it was not built.
-    """
-    return _built(FILE_NAME, "torch_ext")
-
-
-def delta_library_path() -> str:
-    """libtorch_ext_delta.so, which has the functions of torch_ext_delta.h alone: for inference engines.
-
-    Raises ImportError where it was not built.
-    """
-    return _built("libtorch_ext_delta.so", "libtorch_ext_delta.so")
-
-
-def _built(name: str, target: str) -> str:
-    if path := _find(name, _FOLDERS):
-        return path
-    raise ImportError(
-        f"{name} is in none of {', '.join(_FOLDERS)}: build it with `bazel build //:{target}` "
-        "in the repository's root, or install the wheel (`bazel build //:wheel`)."
-    )
-
-
-def _find(name: str, folders: Iterable[str]) -> str | None:
-    """The path of the first such file."""
-    paths = (os.path.join(folder, name) for folder in folders)
-    return next(filter(os.path.isfile, paths), None)
-
-
-def get_include() -> str:
-    """The folder with torch_ext.h and the other headers of the C interface, for a C or C++ compiler's -I.
-
-    `python -m torch_ext config --cflags --libs` prints it, and where the library is, as a compiler takes them.
-    Raises ImportError where it is not there.
-    """
-    root = os.path.dirname(_PACKAGE)
-    folders = (os.path.join(_PACKAGE, "include"), os.path.join(root, "csrc"))  # a wheel; the repository
-    if path := _find("torch_ext.h", folders):
-        return os.path.dirname(path)
-    raise ImportError(f"torch_ext.h is in none of {', '.join(folders)}: install the wheel anew.")
+from torch_ext.native import constants, paths
 
 
 class Struct(ctypes.Structure):
@@ -139,19 +83,19 @@ def function(name: str, *argtypes: Any, restype: Any = Status, brief: bool = Fal
 def other_build(name: str) -> ImportError:
     """What to raise where this package calls something that the library lacks."""
     return ImportError(
-        f"{library_path()} has no {name}: it was built from other sources than the package in {_PACKAGE}. Build it "
-        "again with `bazel build //:torch_ext`, or install the wheel anew."
+        f"{paths.library_path()} has no {name}: it was built from other sources than the package in {paths.PACKAGE}. "
+        "Build it again with `bazel build //:torch_ext`, or install the wheel anew."
     )
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(library_path())
+    return ctypes.CDLL(paths.library_path())
 
 
 @functools.cache
 def _library_with_lock() -> ctypes.PyDLL:
-    return ctypes.PyDLL(library_path())
+    return ctypes.PyDLL(paths.library_path())
 
 
 def register() -> None:

@@ -131,7 +131,7 @@ class GradientRelease:
         optimizer = self._states.optimizer
         refuse_settings(optimizer.policy, optimizer.skip_nonfinite, 0)
         self._may_change("a backward that steps")
-        self._stepper.unfinished.refuse("a backward that steps", "a step()")
+        self._stepper.unfinished.refuse("a backward that steps")
         before = self._step
         self._clear()
         with torch.no_grad():

@@ -202,7 +202,7 @@ class OptimizerBase(SavedOptimizer):
 
     def refuse_unfinished(self, doing: str) -> None:
         """RuntimeError after a step that was interrupted when it had perhaps stepped some parameters."""
-        self._stepper.unfinished.refuse(doing, "a step()")
+        self._stepper.unfinished.refuse(doing)
 
     # -- what offloading asks (see offloading/offload.py) --------------------------------------------------------------
 

@@ -18,11 +18,11 @@ class UnfinishedStep:
     def forget(self) -> None:
         self._is = False
 
-    def refuse(self, doing: str, after: str = "one") -> None:
+    def refuse(self, doing: str) -> None:
         """RuntimeError where there is one."""
         if self._is:
             raise RuntimeError(
-                f"{doing} after {after} that was interrupted, or raised, when it had perhaps stepped some of the "
+                f"{doing} after a step() that was interrupted, or raised, when it had perhaps stepped some of the "
                 "parameters and not the others: load a checkpoint of model and optimizer, or call zero_grad(), which "
                 "keeps what was stepped and drops the gradients"
             )

@@ -79,7 +79,7 @@ class DecodingTensor(Tensor):
         raise NotImplementedError
 
     def storage(self) -> Any:
-        """Who reads memory himself, as safetensors does, learns what to do: he would find none, and write nothing."""
+        """A library that reads memory itself, as safetensors does, would find none: its user is told what to do."""
         raise RuntimeError(
             "this tensor of an optimizer's state has no memory of its own, since its values are decoded where they are "
             "used; for libraries that read memory themselves, safetensors for instance, pass tensor.clone()"
