@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-HEADER = "csrc/torch_ext.h"
+HEADER = "csrc/torch_ext_types.h"
 
 
 def project(pyproject: str) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def project(pyproject: str) -> dict[str, Any]:
 
 
 def header_version(header: str) -> str:
-    """major.minor.patch, as TX_VERSION_* in the text of csrc/torch_ext.h say."""
+    """major.minor.patch, as TX_VERSION_* in the text of csrc/torch_ext_types.h say."""
     parts = dict(re.findall(r"#define TX_VERSION_(MAJOR|MINOR|PATCH) (\d+)", header))
     return ".".join(parts[part] for part in ("MAJOR", "MINOR", "PATCH"))
 

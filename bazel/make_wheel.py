@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, help="torch_ext-VERSION-TAG.whl")
     parser.add_argument("--pyproject", required=True)
-    parser.add_argument("--header", required=True, help="torch_ext.h, which has the version")
+    parser.add_argument("--header", required=True, help="torch_ext_types.h, which has the version")
     parser.add_argument("--license", required=True)
     parser.add_argument("--readme", required=True)
     parser.add_argument("--libraries", required=True, nargs="+")

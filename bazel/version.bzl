@@ -1,4 +1,4 @@
-"""@torch_ext_version//:version.bzl: VERSION, major.minor.patch, as csrc/torch_ext.h's TX_VERSION_* say."""
+"""@torch_ext_version//:version.bzl: VERSION, major.minor.patch, as csrc/torch_ext_types.h's TX_VERSION_* say."""
 
 def _version_of(header):
     number = {}
@@ -9,7 +9,7 @@ def _version_of(header):
     return ".".join([number[part] for part in ["MAJOR", "MINOR", "PATCH"]])
 
 def _torch_ext_version_impl(ctx):
-    version = _version_of(ctx.read(Label("//csrc:torch_ext.h")))
+    version = _version_of(ctx.read(Label("//csrc:torch_ext_types.h")))
     ctx.file("WORKSPACE", "workspace(name = %r)\n" % ctx.name)
     ctx.file("BUILD", "")
     ctx.file("version.bzl", '"""The version of torch_ext."""\n\nVERSION = %r\n' % version)

@@ -32,7 +32,7 @@
 #ifndef TORCH_EXT_CYCLE_H
 #define TORCH_EXT_CYCLE_H
 
-#include "torch_ext.h"
+#include "torch_ext_types.h"
 
 #ifdef __cplusplus
 extern "C" {

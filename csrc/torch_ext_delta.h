@@ -2,8 +2,8 @@
  * last time, without loss, in the fewest bytes.
  *
  * All of it is in libtorch_ext_delta.so, which needs no torch, no Python and no CUDA and exports the functions of this
- * header alone; libtorch_ext.so has the same functions. The habits (statuses, messages, struct sizes, tensors, threads)
- * are those of torch_ext.h. Memory is the host's.
+ * header and of torch_ext_types.h alone; libtorch_ext.so has the same functions. The habits
+ * (statuses, messages, struct sizes, tensors, threads) are those of torch_ext.h. Memory is the host's.
  *
  * What it costs: docs/weight_sync.md has bytes beside entropy and ns for each changed weight, and the commands that
  * measure them (python tests/bench --rows payload deltas).
@@ -32,7 +32,7 @@
 #ifndef TORCH_EXT_DELTA_H
 #define TORCH_EXT_DELTA_H
 
-#include "torch_ext.h"
+#include "torch_ext_types.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -10,9 +10,6 @@ const char *tx_dtype_choices(void);
 /* tx_dtype_parse without a message: 1 where the `length` bytes at `text` are a name, with *dtype written, else 0. */
 int tx_dtype_find(const char *text, size_t length, tx_dtype *dtype);
 
-/* tx_dtype_parse without a message: 1 where the `length` bytes at `text` are a name, with *dtype written, else 0. */
-int tx_dtype_find(const char *text, size_t length, tx_dtype *dtype);
-
 /* 1 where the code is TX_NONE or a row of dtypes.def. */
 int tx_dtype_is_known(int64_t code);
 

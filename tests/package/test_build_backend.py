@@ -17,7 +17,7 @@ import torch_ext
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 # What the hooks read of the sources; the rest is Bazel's.
-SOURCES = ["pyproject.toml", "README.md", "LICENSE", "csrc/torch_ext.h", "bazel", "torch_ext"]
+SOURCES = ["pyproject.toml", "README.md", "LICENSE", "csrc/torch_ext_types.h", "bazel", "torch_ext"]
 
 BAZEL = """#!/bin/sh
 echo "$* CUDA=$TORCH_EXT_CUDA" >>calls

@@ -17,23 +17,23 @@ def run(*command: str) -> str:
 
 
 class Library(NamedTuple):
-    headers: list[str]
+    headers: list[str]  # of csrc
     path: pathlib.Path
     function: str  # one that it has
 
 
 LIBRARIES = {
     "cpu": Library(
-        ["csrc/torch_ext.h", "csrc/torch_ext_advanced.h", "csrc/torch_ext_cycle.h", "csrc/torch_ext_delta.h"],
+        [path.name for path in (ROOT / "csrc").glob("torch_ext*.h") if path.name != "torch_ext_cuda.h"],
         pathlib.Path(torch_ext.library_path()),
         "tx_adamw",
     ),
     "delta": Library(
-        ["csrc/torch_ext_delta.h"],
+        ["torch_ext_delta.h", "torch_ext_types.h"],
         pathlib.Path(torch_ext.library_path()).with_name("libtorch_ext_delta.so"),
         "tx_delta_apply",
     ),
-    "cuda": Library(["csrc/torch_ext_cuda.h"], ROOT / "cuda/libtorch_ext_cuda.so", "tx_cuda_adamw"),
+    "cuda": Library(["torch_ext_cuda.h"], ROOT / "cuda/libtorch_ext_cuda.so", "tx_cuda_adamw"),
 }
 
 
@@ -47,7 +47,7 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 def declared(library: Library) -> set[str]:
     """The functions that the library's headers mark TX_API."""
-    header = "".join((ROOT / name).read_text() for name in library.headers)
+    header = "".join((ROOT / "csrc" / name).read_text() for name in library.headers)
     without_comments = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
     return set(re.findall(r"^TX_API\b[^;(]*?(tx_\w+)\(", without_comments, flags=re.MULTILINE))
 

@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cflags", action="store_true", help="where the headers are")
     parser.add_argument("--libs", action="store_true", help="where the library is, now and when the program runs")
     parser.add_argument(
-        "--delta", action="store_true", help="libtorch_ext_delta.so: torch_ext_delta.h alone, for inference engines"
+        "--delta", action="store_true", help="libtorch_ext_delta.so, for inference engines: torch_ext_delta.h alone"
     )
     parser.set_defaults(refuse=parser.error)
 

@@ -110,7 +110,7 @@ def register() -> None:
 
 
 def version() -> str:
-    """Of the library that is loaded, "major.minor.patch": csrc/torch_ext.h's TX_VERSION_*."""
+    """Of the library that is loaded, "major.minor.patch": csrc/torch_ext_types.h's TX_VERSION_*."""
     number = function("tx_version", restype=ctypes.c_uint32)()
     return f"{number >> 16}.{number >> 8 & 0xFF}.{number & 0xFF}"
 

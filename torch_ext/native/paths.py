@@ -23,7 +23,7 @@ def library_path() -> str:
 
 
 def delta_library_path() -> str:
-    """libtorch_ext_delta.so, which has the functions of torch_ext_delta.h alone: for inference engines.
+    """libtorch_ext_delta.so, which has the functions of torch_ext_delta.h and torch_ext_types.h alone: for engines.
 
     Raises ImportError where it was not built.
     """

@@ -40,7 +40,7 @@ def load_policy(
     override_optimizer_config: Overrides | None = None,
     override_ddp_config: Overrides | None = None,
 ) -> Policy:
-    """Decides every dtype from the model's; see csrc/torch_ext.h, tx_policy_resolve, for the rules.
+    """Decides every dtype from the model's; see csrc/torch_ext_policy.h, tx_policy_resolve, for the rules.
 
     model: a Module (the dtype of most of its trainable elements counts), a dtype or its name, None (bf16 unless a flag
         says otherwise), or any configuration object with `bf16` and `fp16` attributes (an absent one is False). Of fp32
