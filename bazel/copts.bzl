@@ -13,6 +13,7 @@ C_OPTS = ARITHMETIC + [
     "-Wall",
     "-Wextra",
     "-Wconversion",
+    "-Wredundant-decls",
     "-Werror",
     # aoti_torch_check throws a C++ exception through our frames.
     "-fexceptions",
@@ -27,6 +28,9 @@ KERNEL_OPTS = C_OPTS + [
     "-fno-thread-jumps",
     "--param=vect-epilogues-nomask=0",
 ]
+
+# The undefined-behaviour sanitizer, as .bazelrc has it for the library.
+UNDEFINED = ["-fsanitize=undefined", "-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all"]
 
 # Tests share inline arithmetic with the library, so they are compiled by the same rules.
 TEST_OPTS = ARITHMETIC + [

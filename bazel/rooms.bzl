@@ -1,6 +1,6 @@
 """The shape that every folder of C sources has: drop a file in and it is built."""
 
-load("//bazel:copts.bzl", "C_OPTS", "TEST_OPTS")
+load("//bazel:copts.bzl", "C_OPTS", "TEST_OPTS", "UNDEFINED")
 
 def room(name, deps = [], exclude = [], copts = C_OPTS, **kwargs):
     """All C files of the folder as one library; `sources` are the same files for the tests that read them.
@@ -34,12 +34,11 @@ def sources():
         srcs = native.glob(["**"], exclude = ["**/__pycache__/**", "**/.*/**"]),
     )
 
-# Most tests spend more on being compiled, checks included, than on running; sweeps are the other way round.
-_MOST_OPTS = select({
-    "//bazel:sanitized": ["-O0"],
-    "//conditions:default": ["-O1"],
-})
+# Most tests spend more on being compiled than on running; sweeps are the other way round. They go through csrc/math's
+# inline functions themselves, which the undefined-behaviour sanitizer is to see there, too.
+_MOST_OPTS = ["-O1"]
 _SWEEP_OPTS = select({
+    "//bazel:asan": ["-O1"] + UNDEFINED,
     "//bazel:sanitized": ["-O1"],
     "//conditions:default": ["-O2"],
 })
