@@ -12,7 +12,7 @@
 # the device dead is counted as failed, and the tests after it run in a new process. The other parts run one after the
 # other, each with a time limit. All of it ends within $TORCH_EXT_SECONDS (570 unless given), tests within two fifths of
 # that where another part follows; what no time is left for is skipped and counted. docs/gpu_first_run.md is a plan for
-# the first quarter of an hour.
+# the first 15 minutes.
 #
 # FOLDER has libtorch_ext.so, libtorch_ext_cuda.so there or in its folder cuda, and perhaps variants; bazel-bin unless
 # given. Python (python3, or $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: small benchmarks. --json FILE: counts,

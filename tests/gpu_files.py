@@ -71,7 +71,7 @@ class File:
                 lines = self._one_process()
                 began = sum("began" in line for line in lines)
                 collected = [line["collected"] for line in lines if "collected" in line]
-                if collected or self._processes == 1:  # what fails before there are tests has failed, and that is all
+                if collected or self._processes == 1:  # a file that cannot be imported has failed, and that is all
                     left = sum(collected) - began
                 fruitless = 0 if any(line.get("outcome") == "passed" for line in lines) else fruitless + 1
                 if not began and time.monotonic() < self._run.ends:
@@ -134,7 +134,7 @@ class File:
         elif began:
             why = f"{self.name}, after its last test: {why}"
             self._failed(self.name, why, log)
-        elif not ended and not (why == _TIME_IS_UP and self._processes > 1):
+        elif why != _TIME_IS_UP or self._processes == 1:
             why = f"{self.name}, before its tests: {why}"
             self._failed(self.name, why, log)
         self._write(process=status, seconds=round(seconds, 1), tests=len(began), why=why)
@@ -145,7 +145,9 @@ class File:
 
 
 def ending(status: int) -> str:
-    return f"it ended by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
+    if status < 0:
+        return f"it ended by signal {-status} ({signal.strsignal(-status)})"
+    return f"it ended with status {status}"
 
 
 @contextlib.contextmanager

@@ -48,10 +48,6 @@ class Journal:
         self._config.hook.pytest_deselected(items=dropped)
         self._write(collected=len(items))
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self._write(ended=report.nodeid, outcome="failed", seconds=0.0, text=report.longreprtext[-_LONGEST:])
-
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._reports = []
         self._write(began=nodeid)
