@@ -8,8 +8,8 @@
 #     bash tests/gpu.sh [PART...] [FOLDER]     there, in a copy of the tree: builds nothing, downloads nothing
 #
 # PARTs are --tests, --exchange, --benchmark, --variants and --sanitizer; all of them unless given. Files of tests run
-# side by side (gpu_files.py): a test that crashes, takes longer than $TORCH_EXT_TEST_SECONDS (60 unless given) or leaves
-# the device dead is counted as failed, and the tests after it run in a new process. The other parts run one after the
+# side by side (gpu_files.py). A test that crashes, hangs for $TORCH_EXT_TEST_SECONDS (60 unless given) or leaves the
+# device dead is counted as failed, and the tests after it run in a new process. The other parts run one after the
 # other, each with a time limit. All of it ends within $TORCH_EXT_SECONDS (570 unless given), tests within two fifths of
 # that where another part follows; what no time is left for is skipped and counted. docs/gpu_first_run.md is a plan for
 # the first 15 minutes.

@@ -17,6 +17,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,8 @@ _FRUITLESS = 5  # processes one after the other without a test that passed: the 
 _START = 2  # times the silence is allowed while a process starts
 _LEAST = 5  # seconds, with fewer of which none is begun
 _TIME_IS_UP = "its time was up"
+# In what faulthandler writes: some forty calls of pytest, which would leave no room for what a C library said before.
+_NOISE = re.compile(r'^  File ".*/(?:_pytest|pluggy|pytest)/.*\n|^Extension modules: .*\n', re.MULTILINE)
 
 
 @dataclasses.dataclass
@@ -140,8 +143,8 @@ class File:
         self._write(process=status, seconds=round(seconds, 1), tests=len(began), why=why)
 
     def _failed(self, name: str, why: str, log: pathlib.Path) -> None:
-        text = f"{why}; the end of the output:\n{log.read_text(errors='replace')[-_LONGEST:]}"
-        self._write(ended=name, outcome="failed", seconds=0.0, text=text)
+        text = _NOISE.sub("", log.read_text(errors="replace"))[-_LONGEST:]
+        self._write(ended=name, outcome="failed", seconds=0.0, text=f"{why}; the end of the output:\n{text}")
 
 
 def ending(status: int) -> str:

@@ -157,6 +157,14 @@ def test_why_a_file_was_begun_again_is_said(name: str, ran: Ran) -> None:
         assert re.search(says, why) and why in ran.text
 
 
+def test_the_calls_of_pytest_are_not_told(ran: Ran) -> None:
+    """Forty of them would leave no room for what a C library said."""
+    assert "_pytest" in ran.text
+    assert not re.search(
+        "_pytest|pluggy", ran.failures("crashes")["test_crashes"] + ran.failures("hangs")["test_hangs"]
+    )
+
+
 def test_skips_are_told_by_reason(ran: Ran) -> None:
     reasons = ran.part("fails")["skipped, by reason"]
     assert reasons["one GPU"] == 2 and reasons["no NCCL"] == 1
