@@ -7,10 +7,12 @@
 #     bash tests/gpu.sh --pack FOLDER     here: what is built, copied into FOLDER, which git is told to ignore
 #     bash tests/gpu.sh [PART...] [FOLDER]     there, in a copy of the tree: builds nothing, downloads nothing
 #
-# PARTs are --tests, --exchange, --benchmark, --variants and --sanitizer; all of them unless given. Each file of tests,
-# each of the others and each tool of the sanitizer is a process of its own with a time limit: what crashes or hangs is
-# counted as failed, and the rest still runs. All of it ends within $TORCH_EXT_SECONDS (570 unless given); a part for
-# which no time is left is skipped and counted. docs/gpu_first_run.md is a plan for the first half hour.
+# PARTs are --tests, --exchange, --benchmark, --variants and --sanitizer; all of them unless given. Files of tests run
+# side by side (gpu_files.py). A test that crashes, hangs for $TORCH_EXT_TEST_SECONDS (60 unless given) or leaves the
+# device dead is counted as failed, and the tests after it run in a new process. The other parts run one after the
+# other, each with a time limit. All of it ends within $TORCH_EXT_SECONDS (570 unless given), tests within two fifths of
+# that where another part follows; what no time is left for is skipped and counted. docs/gpu_first_run.md is a plan for
+# the first 15 minutes.
 #
 # FOLDER has libtorch_ext.so, libtorch_ext_cuda.so there or in its folder cuda, and perhaps variants; bazel-bin unless
 # given. Python (python3, or $TORCH_EXT_PYTHON) has torch and pytest. QUICK=1: small benchmarks. --json FILE: counts,
@@ -83,14 +85,16 @@ built=$(cd "$named" 2>/dev/null && pwd) || die "there is no folder $named: build
 python=${TORCH_EXT_PYTHON:-python3}
 work=$(mktemp -d "${TMPDIR:-/tmp}/torch_ext.XXXXXX")
 trap 'rm -rf "$work"' EXIT
-mkdir "$work/path" "$work/xml"
+mkdir "$work/path"
 ln -s "$root/torch_ext" "$work/path/torch_ext"
 ln -s "$built/libtorch_ext.so" "$work/path/"
 for library in "$built/libtorch_ext_cuda.so" "$built/cuda/libtorch_ext_cuda.so"; do
   [ ! -f "$library" ] || ln -sf "$library" "$work/path/"
 done
 export PYTHONPATH=$work/path:$root/tests/gpu:$root/tests/torch:$root/tests/distributed:$root/tests
-export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+unset PYTEST_ADDOPTS
+ulimit -c 0 # a process on a GPU has much memory to write down
 cd "$work/path" || exit 1 # python -m looks where it is first
 
 # -- counting ------------------------------------------------------------------------------------------------------
@@ -130,28 +134,32 @@ part() {
   local status=$?
   if [ "$status" = 125 ]; then skip "$2: no time is left"; else count "$status" "$2"; fi
 }
+# Counts, times and failures so far, where they are asked for.
+write_report() { [ -z "$json" ] || "$python" "$root/tests/gpu_report.py" report "$json" "$work" "$passed" "$failed" "$skipped"; }
 # Where the figures of $1 go, as arguments of the benchmark.
 figures() { [ -z "$json" ] || printf -- '--json\n%s\n' "$(dirname "$json")/$1.json"; }
 
 # -- the parts -----------------------------------------------------------------------------------------------------
 
-pytest=(-m pytest -q -ra -p no:cacheprovider -c /dev/null --rootdir "$root/tests/gpu" -o faulthandler_timeout=100)
-# The tests in file $2, in at most $1 seconds.
-test_file() {
-  local name status counts= file_passed file_failed file_skipped
-  name=$(basename "$2")
-  say "tests on the device: $name"
-  limited "$1" "$name" "$python" "${pytest[@]}" --junitxml="$work/xml/$name.xml" "$2"
-  status=$?
-  if [ "$status" = 125 ]; then
-    skip "$name: no time is left"
+# What C libraries print is not captured: it is the end of the output of a process that they end.
+pytest=("$python" -m pytest -q -ra --capture=sys -p no:cacheprovider -c /dev/null --rootdir "$root/tests/gpu")
+# The tests in the files $@, side by side.
+test_files() {
+  local file most=$((seconds - SECONDS)) processors status
+  if wanted benchmark || wanted variants || wanted sanitizer; then
+    [ "$most" -lt $((seconds * 2 / 5)) ] || most=$((seconds * 2 / 5))
+  fi
+  if [ "$most" -lt 5 ]; then
+    for file in "$@"; do skip "$(basename "$file"): no time is left"; done
     return
   fi
-  [ ! -f "$work/xml/$name.xml" ] || counts=$("$python" "$root/tests/gpu_report.py" counts "$work/xml/$name.xml")
-  read -r file_passed file_failed file_skipped <<<"$counts"
-  passed=$((passed + ${file_passed:-0})) failed=$((failed + ${file_failed:-0})) skipped=$((skipped + ${file_skipped:-0}))
-  # Whatever pytest says beside failed tests (1): it did not get to its end (128 and more: by a signal).
-  [ "$status" -le 1 ] && [ -n "$counts" ] || count "$status" "$name ended with status $status and"
+  say "tests on the device, for at most $most s: $(basename -a "$@" | tr '\n' ' ')"
+  processors=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
+  "$python" "$root/tests/gpu_files.py" --folder "$work" --seconds "$most" --silence "${TORCH_EXT_TEST_SECONDS:-60}" \
+    --processors "$processors" "$@" -- "${pytest[@]}"
+  status=$?
+  read -r passed failed skipped < <("$python" "$root/tests/gpu_report.py" counts "$work")
+  [ "$status" = 0 ] || count "$status" "what runs the files of tests"
 }
 
 sanitize() {
@@ -170,23 +178,26 @@ sanitize() {
   for tool in memcheck racecheck synccheck; do
     # Without torch's cache every tensor is an allocation of its own, and a step beyond one shows.
     part 180 "compute-sanitizer $tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" \
-      --error-exitcode 9 "$python" "${pytest[@]}" "$root/tests/gpu/test_gpu_operators.py" -k "a_call_has_the_cpus_bits"
+      --error-exitcode 9 "${pytest[@]}" -o faulthandler_timeout=100 "$root/tests/gpu/test_gpu_operators.py" -k "a_call_has_the_cpus_bits"
   done
 }
 
-"$python" -m torch_ext info || exit 1
-why=$("$python" -c '
+timeout 120 "$python" -m torch_ext info || exit 1
+why=$(timeout 120 "$python" -c '
 import torch
-print("" if torch.cuda.is_available() else "torch is built without CUDA" if not torch.backends.cuda.is_built() else "torch finds none")')
+print("" if torch.cuda.is_available() else "torch is built without CUDA" if not torch.backends.cuda.is_built() else "torch finds none")') || die "torch does not say whether there is a GPU"
 [ -z "$why" ] || say "no GPU ($why): everything is skipped"
 [ -n "$why" ] || nvidia-smi -L 2>/dev/null
 
+files=()
 for file in "$root"/tests/gpu/test_*.py; do
   case $(basename "$file") in
-  test_gpu_exchange.py) ! wanted exchange || test_file 300 "$file" ;;
-  *) ! wanted tests || test_file 150 "$file" ;;
+  test_gpu_exchange.py) ! wanted exchange || files+=("$file") ;;
+  *) ! wanted tests || files+=("$file") ;;
   esac
 done
+[ ${#files[@]} = 0 ] || test_files "${files[@]}"
+write_report # so far
 if [ -n "$why" ]; then
   ! wanted benchmark || skip "the benchmark: no GPU"
   ! wanted variants || skip "the variants: no GPU"
@@ -203,6 +214,6 @@ else
   fi
   ! wanted sanitizer || sanitize
 fi
-[ -z "$json" ] || "$python" "$root/tests/gpu_report.py" report "$json" "$work" "$passed" "$failed" "$skipped"
+write_report
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" = 0 ]

@@ -1,56 +1,74 @@
-"""What tests/gpu.sh counts and writes of its parts, from pytest's files.
+"""What tests/gpu.sh counts and writes of its parts, from what each left in a folder.
 
-python gpu_report.py counts FILE.xml                                   passed, failed and skipped tests
-python gpu_report.py report FILE.json FOLDER PASSED FAILED SKIPPED     of FOLDER/parts and FOLDER/xml
+python gpu_report.py counts FOLDER                                   of FOLDER/journals: passed, failed and skipped
+python gpu_report.py report FILE.json FOLDER PASSED FAILED SKIPPED   of FOLDER/parts and FOLDER/journals
+
+A journal is a file of tests: tests/gpu/journal.py says which lines the tests' processes write, tests/gpu_files.py which
+it adds.
 """
 
 import json
 import pathlib
 import sys
-import xml.etree.ElementTree as xml
 from typing import Any
 
-_LONGEST = 4000  # characters of a failure's text, whose end says what it was
+_SLOWEST = 5
 
 
-def counts(file: pathlib.Path) -> tuple[int, int, int]:
-    """Passed, failed, skipped."""
-    suites = list(xml.parse(file).getroot().iter("testsuite"))
-    keys = ("tests", "failures", "errors", "skipped")
-    total, failures, errors, skips = (sum(int(suite.get(key, 0)) for suite in suites) for key in keys)
-    return total - failures - errors - skips, failures + errors, skips
+def lines(journal: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
 
 
-def _cases(file: pathlib.Path) -> dict[str, Any]:
+def tally(journal: pathlib.Path) -> dict[str, Any]:
+    """How many tests passed, failed and were skipped, and what there is to say of them."""
+    numbers = {"passed": 0, "failed": 0, "skipped": 0}
     failures: dict[str, str] = {}
     skips: dict[str, int] = {}
-    for case in xml.parse(file).getroot().iter("testcase"):
-        for outcome in case:
-            if outcome.tag in ("failure", "error"):
-                failures[str(case.get("name"))] = (outcome.text or outcome.get("message") or "")[-_LONGEST:]
-            elif outcome.tag == "skipped":
-                why = str(outcome.get("message"))
-                skips[why] = skips.get(why, 0) + 1
-    return {"failures": failures, "skipped, by reason": skips}
+    seconds: dict[str, float] = {}
+    processes = []
+    for line in lines(journal):
+        if "ended" in line:
+            name = line["ended"].partition("::")[2] or line["ended"]
+            numbers[line["outcome"]] += 1
+            seconds[name] = line["seconds"]
+            if line["outcome"] == "failed":
+                failures[name] = line["text"]
+            elif line["outcome"] == "skipped":
+                skips[line["text"]] = skips.get(line["text"], 0) + 1
+        elif "left" in line:
+            numbers["skipped"] += line["left"]
+            skips[line["why"]] = skips.get(line["why"], 0) + line["left"]
+        elif "process" in line:
+            processes.append({"status": line["process"]} | {key: line[key] for key in ("seconds", "tests", "why")})
+    slowest = sorted(seconds, key=lambda name: -seconds[name])[:_SLOWEST]
+    return numbers | {
+        "seconds": round(sum(process["seconds"] for process in processes), 1),
+        "failures": failures,
+        "skipped, by reason": skips,
+        "slowest, in seconds": {name: seconds[name] for name in slowest},
+        "begun again": max(0, len(processes) - 1),
+        "processes": processes,
+    }
+
+
+def _tallies(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    return {journal.stem: tally(journal) for journal in sorted((folder / "journals").glob("*.jsonl"))}
 
 
 def report(folder: pathlib.Path, totals: list[int]) -> dict[str, Any]:
     """Everything, for a file of JSON."""
-    parts: dict[str, Any] = {}
+    parts: dict[str, Any] = _tallies(folder)
     noted = folder / "parts"
     for line in noted.read_text().splitlines() if noted.exists() else []:
         name, status, seconds = line.split("\t")
         parts[name] = {"status": int(status), "seconds": int(seconds)}
-    for file in sorted((folder / "xml").glob("*.xml")):
-        passed, failed, skipped = counts(file)
-        numbers = {"passed": passed, "failed": failed, "skipped": skipped}
-        parts.setdefault(file.stem, {}).update(numbers | _cases(file))
     return dict(zip(("passed", "failed", "skipped"), totals, strict=True)) | {"parts": parts}
 
 
 def main(what: str, *arguments: str) -> None:
     if what == "counts":
-        print(*counts(pathlib.Path(arguments[0])))
+        found = _tallies(pathlib.Path(arguments[0])).values()
+        print(*(sum(numbers[key] for numbers in found) for key in ("passed", "failed", "skipped")))
     else:
         file, folder, *totals = arguments
         written = report(pathlib.Path(folder), [int(number) for number in totals])
