@@ -188,8 +188,8 @@ if DEVICE.type == "cpu" and "TORCH_EXT_NCCL" in os.environ:
 
 
 def transport_of_world() -> nccl_transport.NcclTransport:
-    """A communicator of our own between all ranks. Skips the test where there is no GPU and torch has loaded an NCCL: it
-    comes before one that pretends."""
+    """A communicator of our own between all ranks. Skips the test where there is no GPU and torch has loaded an NCCL:
+    it comes before one that pretends."""
     if DEVICE.type == "cpu" and (found := nccl.find().path) != os.environ.get("TORCH_EXT_NCCL"):
         pytest.skip(f"torch has loaded {found}, which would be used without a GPU; a torch for CPUs is needed")
     assert dist.group.WORLD is not None
