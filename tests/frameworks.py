@@ -1,6 +1,7 @@
 """The frameworks of tests/requirements.txt: there, or a reason to skip that names them."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -8,6 +9,7 @@ import types
 from typing import Any
 
 import pytest
+from torch.torch_version import TorchVersion
 
 # Before one of them is imported: nothing is looked up in the network, no bar is drawn, nothing is reported.
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_DISABLE_TELEMETRY="1")
@@ -20,6 +22,13 @@ def needs(*modules: str) -> pytest.MarkDecorator:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     why = f"{', '.join(missing)} not installed (python -m pip install -r {_PINS.parent.name}/{_PINS.name})"
     return pytest.mark.skipif(bool(missing), reason=why)
+
+
+def older(module: str, version: str) -> bool:
+    """Whether what is installed comes before that version."""
+    if importlib.util.find_spec(module) is None:
+        return False
+    return TorchVersion(importlib.metadata.version(module)) < version
 
 
 def module(name: str) -> Any:

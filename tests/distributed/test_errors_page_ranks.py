@@ -44,6 +44,7 @@ def train(trained: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) 
 
 
 def no_process_group(rank: int) -> None:
+    dist.barrier()  # one that is gone at once leaves the others unconnected
     dist.destroy_process_group()
     try:
         parallel("no_shard")

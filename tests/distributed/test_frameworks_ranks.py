@@ -230,6 +230,10 @@ def _trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 @frameworks.needs("transformers", "accelerate")
+@pytest.mark.skipif(
+    frameworks.older("transformers", "5.20"),
+    reason="this transformers has ranks on CPUs load to cpu:0, which torch refuses: they cannot resume",
+)
 def test_D4_trainer_on_two_ranks_resumes_bit_for_bit(tmp_path: pathlib.Path) -> None:
     zero, one = ranks.run(WORLD, _trainer, str(tmp_path), limit=100)
     for way, (first, second) in zero.items():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import torch_ext
 
@@ -46,4 +47,6 @@ def test_the_bodies_pass_without_a_gpu(nccl: str) -> None:
     assert ran.returncode == 0 and counts is not None, ran.stdout + ran.stderr
     strategies, transports = 5, 2
     skipped = 2  # those that need something late
-    assert int(counts[1]) == 3 * strategies * transports + 4 and int(counts[2]) == skipped, ran.stdout
+    without = 2 if torch.version.cuda is not None else 0  # its own NCCL comes before the pretended one
+    assert int(counts[1]) == 3 * strategies * transports + 4 - without, ran.stdout
+    assert int(counts[2]) == skipped + without, ran.stdout

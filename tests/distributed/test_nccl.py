@@ -34,8 +34,19 @@ SOURCE = pathlib.Path(__file__).parent.parent / "core/fake_nccl.cc"
 VARIANTS = {"newest": [], "plain": ["-DFAKE_NCCL_VERSION=22105"], "old": ["-DFAKE_NCCL_VERSION=21803"]}
 
 
+def _loaded() -> bool:
+    """Whether torch has loaded an NCCL, as its builds for CUDA do: it comes before one that pretends."""
+    try:
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return True
+
+
 def _built(folder: pathlib.Path, *variants: str) -> dict[str, str]:
     """The path of each variant."""
+    if _loaded():
+        pytest.skip("this torch has loaded its own NCCL, which would be used; a torch for CPUs is needed")
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler to build the pretended NCCL with")

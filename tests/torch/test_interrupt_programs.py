@@ -99,3 +99,11 @@ def test_an_interrupt_at_the_end_of_a_load_into_muon() -> None:
     count = _expected("Muon", "load_state_dict")[0]
     for at in range(count - 25, count + 1):
         _check("Muon", "load_state_dict", at)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].publishes])
+def test_an_interrupt_while_a_load_makes_the_optimizers_parts_anew(kind: str) -> None:
+    """Publishers and measurements go on: what they asked for is in the new parts before these are the optimizer's."""
+    count = _expected(kind, "load_state_dict")[0]
+    for at in range(count - count // 10, count, 4):  # shorter than what there is to look at
+        _check(kind, "load_state_dict", at)

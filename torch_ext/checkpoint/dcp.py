@@ -109,7 +109,7 @@ class CheckpointWriter(FileSystemWriter):
         begin, file.crc32 = file.size, 0
         data = planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
-            file.write(data.getbuffer())
+            file.write(data.getvalue())  # see ItemRecords
             file.check()
         else:
             refuse_layout(data, item.index.fqn, TypeError)

@@ -41,12 +41,13 @@ class ItemRecords:
         with torch.no_grad():
             data = self._planner.resolve_data(item)
             if item.tensor_data is None:
-                return [data.getbuffer()]
+                # No copy. An error whose traceback holds a getbuffer() crashes Python 3.12.1's garbage collector.
+                return [data.getvalue()]
             refuse_layout(data, item.index.fqn, TypeError)
             if data.is_quantized:
                 stream = io.BytesIO()
                 torch.save(data.detach().cpu(), stream)
-                return [stream.getbuffer()]
+                return [stream.getvalue()]
             place = self._place(item) if data.dtype == torch.float32 else None
             weight = None if place is None else self._weight_at(place)
             return record.pack(data.detach(), self._compress, weight, place)

@@ -84,10 +84,15 @@ class OptimizerBase(SavedOptimizer):
         self.state = access.TrackedState.of(self.state, exposed=False, make=self._make_first_state)
         self._states.follow_params()
 
-    def _assemble(self, host: HostStates, counts: Tensor, forms: dict[Tensor, Any]) -> None:
-        """The parts, which know nothing yet but what a pickle keeps."""
+    def _assemble(
+        self, host: HostStates, counts: Tensor, forms: dict[Tensor, Any], known: OptimizerStates | None = None
+    ) -> None:
+        """The parts, which know nothing yet but what a pickle keeps. known: those that are replaced by a load."""
         in_backward = StepInBackward()
-        self._states = OptimizerStates(self, host, counts, forms)
+        states = OptimizerStates(self, host, counts, forms)
+        if known is not None:  # before they are ours: a load that is interrupted then is done again, from them
+            go_on_from(known, states)
+        self._states = states
         self._scaling = GradScaling(self._states, in_backward)
         self._stepper = Stepper(self._states, self._scaling, in_backward)
         self._open, self._consolidated = "", None
@@ -164,9 +169,8 @@ class OptimizerBase(SavedOptimizer):
             # What was loaded is ours alone, unless it was handed out by us before.
             exposed = not loaded or (len(before) > 0 and access.exposed(before))
             self.state = access.TrackedState.of(entries, exposed, make=self._make_first_state)
-        self._assemble(host, counts, dict(state.get("_forms", {})))  # a load has none: for parameters as they are
-        if known is not None:
-            go_on_from(known, self._states)
+        forms = dict(state.get("_forms", {}))  # a load has none: for parameters as they are
+        self._assemble(host, counts, forms, known)
         self._states.note_forms(self._states.everyone())
         for group, own in zip(self.param_groups, decoupled, strict=True):
             self._fill(group, own)
