@@ -26,8 +26,7 @@ run_tests() {
 
 bazel query @cuda_toolkit//:nvcc >/dev/null 2>&1 || say "CUDA targets skipped: nvcc not found."
 say "building and testing; the first time takes minutes"
-# Ranks wait for each other, and tests of timeouts for these: processors would be idle with one test for each.
-run_tests . tests --local_cpu_resources='HOST_CPUS*1.5' //...
+run_tests . tests //...
 say "the tests of C and CUDA sources again, and some under torch, under the address and undefined-behaviour sanitizers"
 run_tests . sanitizers --config=asan //tests/core/... //tests/cuda/... //tests/torch:sanitized
 say "several callers and threads, under the thread sanitizer"
