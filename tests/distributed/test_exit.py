@@ -40,6 +40,20 @@ atexit.register(lambda: print(*(t.name for t in threading.enumerate() if "torch_
 # Rank 0 is alive, and has sent nothing when rank 1 ends.
 LATE = PROGRAM.replace("1 / 0)", "time.sleep(100) if rank == 0 else 1 / 0)").replace("36 if", "39 if")
 SHORT_GRACE = "from torch_ext.comm import worker; worker._GRACE = 1.0\n"
+# Its threads, which were told to end, are on their way when the process ends: a busy machine lets them lie.
+MODEL_IS_GONE = (
+    """
+import time
+from torch_ext.comm import worker
+run = worker._run
+def late(tasks):
+    run(tasks)
+    time.sleep(0.5)
+worker._run = late
+"""
+    + PROGRAM.partition("for i, p in")[0]
+    + "del model, chosen\nimport gc; gc.collect()\ndist.destroy_process_group()\n"
+)
 
 
 @contextlib.contextmanager
@@ -85,3 +99,11 @@ def test_no_thread_waits_for_others_when_the_interpreter_is_torn_down() -> None:
         assert second.returncode == 1, message
     assert "ZeroDivisionError" in message.splitlines()[-2], message
     assert message.splitlines()[-1] == "", message
+
+
+def test_threads_of_a_model_that_is_gone_are_waited_for() -> None:
+    """They give back what the last message held, for which C++ lets Python's lock go and takes it again."""
+    with _started(THREADS_LEFT + MODEL_IS_GONE) as started:
+        messages = [process.communicate(timeout=60.0)[1] for process in started]
+        assert [process.returncode for process in started] == [0, 0], messages
+    assert messages == ["\n", "\n"]

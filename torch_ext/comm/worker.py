@@ -1,19 +1,30 @@
 """Threads that run tasks in order. A wait for the network blocks, but releases the GIL: backward goes on beside it."""
 
 import atexit
+import functools
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 _Task = Callable[[], None]
 
 # Seconds for tasks that run when the interpreter exits, which end at once unless another rank is late.
 _GRACE = 5.0
 
-_asking: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
-_workers: "weakref.WeakSet[WorkerThread]" = weakref.WeakSet()
+
+class _Ending(NamedTuple):
+    """How a thread is brought to its end."""
+
+    tell: Callable[[], None] | None = None  # that it ends behind the tasks given before
+    give_up: Callable[[], None] | None = None  # makes its waits end
+
+
+# Every thread that was started, until it is gone: one whose WorkerThread was deleted has still to let go of what its
+# last task held.
+_threads: "weakref.WeakKeyDictionary[threading.Thread, _Ending]" = weakref.WeakKeyDictionary()
 
 
 def _run(tasks: "queue.SimpleQueue[_Task | None]") -> None:
@@ -40,41 +51,35 @@ class WorkerThread:
         """Queues the task behind those given before."""
         if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(self._tasks,), name=self._name, daemon=True)
+            tell = functools.partial(self._tasks.put, None)
             self._thread.start()
-            weakref.finalize(self, self._tasks.put, None)
-            _workers.add(self)
+            weakref.finalize(self, tell)
+            _threads[self._thread] = _Ending(tell, self._give_up)
         self._tasks.put(task)
-
-    def end(self, deadline: float) -> None:
-        """Ends the thread behind the tasks given before; waits for it until the deadline (time.monotonic())."""
-        self._tasks.put(None)
-        if self._thread is not None:
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-
-    def give_up(self) -> None:
-        """Where the thread did not end."""
-        if self._thread is not None and self._thread.is_alive():
-            self._give_up()
 
 
 def ask(question: _Task) -> threading.Thread:
     """A thread that asks a store, which may never answer. A daemon for which the exit waits a while, as for workers."""
     thread = threading.Thread(target=question, name="torch_ext inquiry", daemon=True)
     thread.start()
-    _asking.add(thread)
+    _threads[thread] = _Ending()
     return thread
 
 
 @atexit.register
 def _end_all() -> None:
-    workers = list(_workers)
+    threads = dict(_threads)
+    for ending in threads.values():
+        if ending.tell is not None:
+            ending.tell()
+    _join(list(threads))
+    stuck = {thread: ending.give_up for thread, ending in threads.items() if ending.give_up and thread.is_alive()}
+    for give_up in stuck.values():
+        give_up()
+    _join(list(stuck))
+
+
+def _join(threads: list[threading.Thread]) -> None:
     deadline = time.monotonic() + _GRACE
-    for worker in workers:
-        worker.end(deadline)
-    for thread in list(_asking):
+    for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    for worker in workers:
-        worker.give_up()
-    deadline = time.monotonic() + _GRACE
-    for worker in workers:
-        worker.end(deadline)
