@@ -43,13 +43,12 @@ SHORT_GRACE = "from torch_ext.comm import worker; worker._GRACE = 1.0\n"
 # Its threads, which were told to end, are on their way when the process ends: a busy machine lets them lie.
 MODEL_IS_GONE = (
     """
-import time
-from torch_ext.comm import worker
-run = worker._run
-def late(tasks):
-    run(tasks)
-    time.sleep(0.5)
-worker._run = late
+import threading, time
+run = threading.Thread.run
+def late(thread):
+    run(thread)
+    time.sleep(0.5 if "torch_ext" in thread.name else 0)
+threading.Thread.run = late
 """
     + PROGRAM.partition("for i, p in")[0]
     + "del model, chosen\nimport gc; gc.collect()\ndist.destroy_process_group()\n"
