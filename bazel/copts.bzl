@@ -29,9 +29,6 @@ KERNEL_OPTS = C_OPTS + [
     "--param=vect-epilogues-nomask=0",
 ]
 
-# The undefined-behaviour sanitizer, as .bazelrc has it for the library.
-UNDEFINED = ["-fsanitize=undefined", "-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all"]
-
 # Tests share inline arithmetic with the library, so they are compiled by the same rules.
 TEST_OPTS = ARITHMETIC + [
     "-std=c++20",

@@ -1,6 +1,6 @@
 """The shape that every folder of C sources has: drop a file in and it is built."""
 
-load("//bazel:copts.bzl", "C_OPTS", "TEST_OPTS", "UNDEFINED")
+load("//bazel:copts.bzl", "C_OPTS", "TEST_OPTS")
 
 def room(name, deps = [], exclude = [], copts = C_OPTS, **kwargs):
     """All C files of the folder as one library; `sources` are the same files for the tests that read them.
@@ -34,30 +34,24 @@ def sources():
         srcs = native.glob(["**"], exclude = ["**/__pycache__/**", "**/.*/**"]),
     )
 
-# Most tests spend more on being compiled than on running; sweeps are the other way round. They go through csrc/math's
-# inline functions themselves, which the undefined-behaviour sanitizer is to see there, too.
+# Most tests spend more on being compiled than on running; sweeps, *_sweep_test.cc, are the other way round
+# (.bazelrc knows them by that name, too).
 _MOST_OPTS = ["-O1"]
 _SWEEP_OPTS = select({
-    "//bazel:asan": ["-O1"] + UNDEFINED,
     "//bazel:sanitized": ["-O1"],
     "//conditions:default": ["-O2"],
 })
 
-def core_tests(deps, by_prefix, sweeps = [], data_by_prefix = {}, copts = []):
+def core_tests(deps, by_prefix, data_by_prefix = {}, copts = []):
     """One GoogleTest target for each *_test.cc of the folder, linked with the rooms so that internals can be tested.
 
     Args:
       deps: of every test.
       by_prefix: how a test's name begins -> what it needs besides.
-      sweeps: names of the tests that go through all patterns and want an optimised loop.
       data_by_prefix: how a test's name begins -> the files that it opens.
       copts: of every test, besides.
     """
-    files = native.glob(["*_test.cc"])
-    for name in sweeps:
-        if name + ".cc" not in files:
-            fail("%s.cc is not there" % name)
-    for file in files:
+    for file in native.glob(["*_test.cc"]):
         name = file[:-len(".cc")]
         data = [each for prefix, opened in data_by_prefix.items() for each in opened if name.startswith(prefix)]
         more = [dep for prefix, labels in by_prefix.items() for dep in labels if name.startswith(prefix)]
@@ -65,7 +59,7 @@ def core_tests(deps, by_prefix, sweeps = [], data_by_prefix = {}, copts = []):
             name = name,
             srcs = [file] + native.glob(["*.h", "*.inc"]),
             data = data,
-            copts = TEST_OPTS + copts + (_SWEEP_OPTS if name in sweeps else _MOST_OPTS),
+            copts = TEST_OPTS + copts + (_SWEEP_OPTS if name.endswith("_sweep_test") else _MOST_OPTS),
             linkstatic = True,
             # alone, for it takes most of the memory
             tags = ["exclusive"] if "huge" in name else [],

@@ -3,9 +3,10 @@
  * The public C interface, for whoever trains; nothing is exported that is not in one of the public headers. It needs no
  * torch, no CUDA and no Python.
  *
- * This header is these four:
+ * This header is these:
  *   torch_ext_types.h          statuses, messages, dtypes, tensors, threads
  *   torch_ext_operators.h      the step, gradient statistics, buckets, casts, masters
+ *   torch_ext_muon.h           the same for Muon
  *   torch_ext_policy.h         every dtype from the model's (the loader); the loss scale
  *   torch_ext_bindings.h       the operators under torch.ops.torch_ext; structs for other languages
  *
@@ -31,6 +32,7 @@
 #define TORCH_EXT_H
 
 #include "torch_ext_bindings.h"
+#include "torch_ext_muon.h"
 #include "torch_ext_operators.h"
 #include "torch_ext_policy.h"
 #include "torch_ext_types.h"

@@ -5,7 +5,7 @@
  * This header is torch_ext.h and these:
  *   torch_ext_plan.h           which bucket a parameter is in, and which buckets are one message
  *   torch_ext_memory.h         bytes per rank
- *   torch_ext_muon.h           Muon's matrices that are cut over ranks: who does what when
+ *   torch_ext_muon_exchange.h  Muon's matrices that are cut over ranks: who does what when
  *   torch_ext_compress.h       bf16 messages in three quarters of their bytes; states and weights as small as they get
  *   torch_ext_staging.h        the step of parameters that are not in host memory
  *   torch_ext_nccl.h           buckets between GPUs over a communicator of our own
@@ -17,7 +17,7 @@
 #include "torch_ext.h"
 #include "torch_ext_compress.h"
 #include "torch_ext_memory.h"
-#include "torch_ext_muon.h"
+#include "torch_ext_muon_exchange.h"
 #include "torch_ext_nccl.h"
 #include "torch_ext_plan.h"
 #include "torch_ext_staging.h"

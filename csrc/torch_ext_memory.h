@@ -2,7 +2,7 @@
 #ifndef TORCH_EXT_MEMORY_H
 #define TORCH_EXT_MEMORY_H
 
-#include "torch_ext_muon.h"
+#include "torch_ext_muon_exchange.h"
 #include "torch_ext_plan.h"
 
 #ifdef __cplusplus

@@ -94,7 +94,7 @@ typedef struct tx_parallel {
 #define TX_PARALLEL_INIT \
   { sizeof(tx_parallel), 1, NULL, NULL }
 
-/* "None" in an int64_t that may be it. */
+/* What "None" is in an int64_t. */
 #define TX_NO_INT INT64_MIN
 
 /* -- dtypes (names, aliases, sizes: csrc/core/dtypes.def) ---------------------------------------------------------- */

@@ -13,15 +13,13 @@ from gradients import BF16, FP16, FP32, bits, gradients, noise, policy
 from ranks import Died, Raised
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from units import SHAPES, Blocks, accumulated, mean_of_ranks, shard_of
+from units import RECOVERS, SHAPES, UNUSED_COUNT_AS_ZERO, Blocks, accumulated, mean_of_ranks, shard_of
 
 import torch_ext
 from torch_ext.parallel.fsdp import unit_exchange
 
 FULLY = "optim_grads_params"
-RECOVERS = hasattr(FSDPModule, "reset_iter_state")
 needs_recovery = pytest.mark.skipif(not RECOVERS, reason="FSDP2 of torch < 2.13 cannot go on after such a backward")
-UNUSED_COUNT_AS_ZERO = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def _parallel(dtype: torch.dtype = FP32, main: Any = FP32, **options: Any) -> Any:

@@ -10,8 +10,9 @@ import ranks
 import torch
 from gradients import BF16, FP32, bits, policy
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from units import RECOVERS
 
 import torch_ext
 from torch_ext.optim.state import access
@@ -354,8 +355,8 @@ def test_B4_a_part_of_a_parallelized_model_is_refused() -> None:
 def _graph_from_before(rank: int, world: int, inner: bool) -> None:
     """inner: the loss is that of a part, of which parallelize sees no output."""
     for setup in ("none", *OURS):
-        if inner and setup == "optim_grads_params" and not hasattr(FSDPModule, "reset_iter_state"):
-            continue  # FSDP2 of torch < 2.13 cannot go on after a backward that raised in it
+        if inner and setup == "optim_grads_params" and not RECOVERS:
+            continue
         model, optimizer = made(setup, DTYPES["bf16"])
         one_step(model, optimizer, 0, rank)
         optimizer.zero_grad()

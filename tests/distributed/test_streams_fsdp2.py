@@ -13,8 +13,8 @@ from gradients import BF16, FP32, bits, noise, policy
 from happens_before import FakeStreams
 from streamed import DTYPES
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from units import Block
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from units import UNUSED_COUNT_AS_ZERO, Block
 
 import torch_ext
 from torch_ext.parallel.fsdp import fsdp_comm
@@ -112,8 +112,6 @@ def _check(cases: dict[str, Case], **limits: float) -> None:
     for found in ranks.run(2, _found, cases, **limits):
         assert {name: races[:4] for name, races in found.items() if races} == {}
 
-
-UNUSED_COUNT_AS_ZERO = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch >= 2.13
 
 # The first three found that the computation's memory was handed out again before it was sent.
 SEEDS = (14, 16, 28, *range(9))

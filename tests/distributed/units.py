@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from gradients import FP32, noise
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+RECOVERS = hasattr(FSDPModule, "reset_iter_state")
+"""Whether FSDP2 can go on after a backward that raised within it (torch >= 2.13)."""
+UNUSED_COUNT_AS_ZERO = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether it reduces units of which a parameter got no gradient (torch >= 2.13)."""
 
 BLOCKS: list[list[Any]] = [[(5, 3), (1,), (7,)], [(4, 4)], [(2,), (9, 2), (130,)]]
 """Rows that no number of ranks divides, and fewer rows than ranks."""

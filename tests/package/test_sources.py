@@ -133,21 +133,22 @@ def test_packages_are_listed_from_the_bottom() -> None:
     assert [name for name, below in PACKAGES.items() if below & set(order[order.index(name) :])] == []
 
 
-# What each public header includes: nothing of ours but public ones. torch_ext.h and torch_ext_advanced.h are sums.
+# What each public header includes: nothing of ours but public ones.
 HEADERS = {
     "torch_ext_types.h": {"stddef.h", "stdint.h"},
     "torch_ext_operators.h": {"torch_ext_types.h"},
     "torch_ext_policy.h": {"torch_ext_types.h", "policy.def"},
     "torch_ext_bindings.h": {"torch_ext_types.h"},
-    "torch_ext.h": {f"torch_ext_{part}.h" for part in ("types", "operators", "policy", "bindings")},
+    "torch_ext_muon.h": {"torch_ext_operators.h"},
+    "torch_ext.h": {f"torch_ext_{part}.h" for part in ("types", "operators", "muon", "policy", "bindings")},
     "torch_ext_plan.h": {"torch_ext_types.h"},
-    "torch_ext_muon.h": {"torch_ext_types.h"},
-    "torch_ext_memory.h": {"torch_ext_plan.h", "torch_ext_muon.h"},
+    "torch_ext_muon_exchange.h": {"torch_ext_types.h"},
+    "torch_ext_memory.h": {"torch_ext_plan.h", "torch_ext_muon_exchange.h"},
     "torch_ext_compress.h": {"torch_ext_types.h"},
     "torch_ext_staging.h": {"torch_ext_operators.h"},
     "torch_ext_nccl.h": {"torch_ext_types.h"},
     "torch_ext_advanced.h": {"torch_ext.h"}
-    | {f"torch_ext_{part}.h" for part in ("plan", "muon", "memory", "compress", "staging", "nccl")},
+    | {f"torch_ext_{part}.h" for part in ("plan", "muon_exchange", "memory", "compress", "staging", "nccl")},
     "torch_ext_cycle.h": {"torch_ext_types.h"},
     "torch_ext_delta.h": {"torch_ext_types.h"},
     "torch_ext_cuda.h": {"torch_ext_advanced.h"},

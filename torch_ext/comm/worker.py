@@ -68,7 +68,7 @@ def ask(question: _Task) -> threading.Thread:
 
 @atexit.register
 def _end_all() -> None:
-    threads = dict(_threads)
+    threads = {thread: _threads[thread] for thread in threading.enumerate() if thread in _threads}
     for ending in threads.values():
         if ending.tell is not None:
             ending.tell()
