@@ -2,8 +2,8 @@
  *
  * nvcc makes of sqrtf and of a division the sequences below, and beside each a test and a call for operands outside of
  * that range. Who knows the range of a whole vector asks once for all of it, and lets them run side by side. Results
- * are rounded to nearest, as sqrtf's and a division's (tests/cuda/fast_path_math_sweep_test.cc: from every estimate within
- * the error that PTX documents). On the host the estimates are exact to half a unit. */
+ * are rounded to nearest, as sqrtf's and a division's (tests/cuda/fast_path_math_sweep_test.cc: from every estimate
+ * within the error that PTX documents). On the host the estimates are exact to half a unit. */
 #ifndef TX_CUDA_FAST_PATH_MATH_H
 #define TX_CUDA_FAST_PATH_MATH_H
 
