@@ -1,5 +1,5 @@
-"""The exchange of one parallelized model's buckets: drives its gradient cycle (Note [the cycle] in
-csrc/torch_ext_cycle.h) between a strategy that holds the gradients and a communicator that moves them.
+"""The exchange of one parallelized model's buckets: runs the actions of its gradient cycle (Note [the cycle] in
+csrc/torch_ext_cycle.h). A strategy stores the gradients, a communicator sends them.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,48 +30,50 @@ from torch_ext.parallel.param_buffers import ParamBuffers
 from torch_ext.parallel.strategies.strategy import ShardingStrategy
 
 Replan: TypeAlias = Callable[[Sequence[int]], BucketPlan]
-"""From a permutation of the parameters, in the order of placement, to a plan."""
+"""Makes the plan for a permutation of the parameters, given in order of placement."""
 
 
 class Settings(NamedTuple):
-    """What parallelize was told, the same on every rank."""
+    """What `parallelize` decided from its arguments, equal on every rank."""
 
     check_for_nan: bool
     find_unused_parameters: bool
     step_in_backward: bool
     replan: Replan
-    """The plan for another order of the parameters."""
+    """Makes the plan for another order of the parameters."""
     may_replan: Callable[[], bool]
-    """Whether on this rank nothing depends on which part of a parameter it has."""
+    """Whether the layout may still change on this rank: nothing there, such as optimizer state, is cut by it."""
 
 
 class BucketExchange(Exchange):
-    """Of one reducer's parameters; positions i and buckets b are those of the plan."""
+    """Runs the gradient exchange for one reducer's parameters. `i` is a parameter's position in the plan, `b` a
+    bucket's."""
 
     def __init__(
-        self, strategy: ShardingStrategy, number: int, settings: Settings, on_laid_out_anew: Callable[[], None]
+        self, strategy: ShardingStrategy, number: int, settings: Settings, on_layout_change: Callable[[], None]
     ) -> None:
-        """number: of `agree`. on_laid_out_anew: called when the parameters have another layout."""
+        """number: from `agree`. on_layout_change: called after the parameters got another layout."""
         self.strategy, self.communicator, self.params = strategy, strategy.communicator, strategy.params
         self.weights = ParamBuffers(strategy.params, strategy.plan) if strategy.sharded else None
-        self._settings, self._on_laid_out_anew = settings, on_laid_out_anew
+        self._settings, self._on_layout_change = settings, on_layout_change
         self._bytes_of_cycle, self._bytes_of_gathers, self._bytes_before = 0, 0, 0
         self._number, self._gathers = number, 0
-        self._weight_gathers: list[Work] = []  # by message
+        self._weight_gathers: list[Work] = []  # since all had arrived, by message
         self.communicator.compresses = self.communicator.can_compress and strategy.plan.messages.compressed
         self.reorders = strategy.can_rebuild and self.communicator.world_size > 1 and len(strategy.plan.buckets) > 1
-        """The first cycle that reduces shows the order of gradients: its buckets are sent at its end, laid out anew."""
+        """Whether the next cycle that reduces only records the order in which gradients are ready: at its end the
+        buckets are rebuilt in this order, and then sent."""
         self.versions: list[int] = []
-        """Of the gradients, when the last cycle ended."""
+        """Version counters of the gradients at the end of the last cycle."""
         self._labels: dict[range, str] = {}
         self.cycle = self._cycle_of_plan()
         self._reset([])
 
     def _reset(self, bucket_steps: list[Callable[[int], None]]) -> None:
-        """Of one backward. bucket_steps: each steps a bucket that is reduced."""
+        """Clears what belongs to one backward. bucket_steps: functions that each step one reduced bucket."""
         self._bucket_steps = bucket_steps
         self._handles: list[Work] = []  # by message
-        self._read_reports: Callable[[], list[torch.Tensor]] | None = None  # which are under way
+        self._read_reports: Callable[[], list[torch.Tensor]] | None = None  # waits for the ranks' reports
         self._watch = Watch()
 
     def _cycle_of_plan(self, replaces: Cycle | None = None) -> Cycle:
@@ -102,21 +104,21 @@ class BucketExchange(Exchange):
         return self._bytes_of_cycle + self._bytes_of_gathers
 
     def begin(self, sync: bool, bucket_steps: list[Callable[[int], None]]) -> None:
-        """A backward begins. sync: not under no_sync(). bucket_steps: each steps a bucket that is reduced."""
+        """Starts a backward. sync: False under no_sync(). bucket_steps: functions that each step one reduced bucket."""
         self.cycle.begin(sync=sync, steps=bool(bucket_steps))
         self.strategy.begin_backward(self.cycle.phase == REDUCING)
         self._bytes_before = self.communicator.bytes_sent
         self._reset(bucket_steps)
 
     def kind_of_grad(self, i: int) -> int:
-        """What lies in `.grad` of parameter i."""
+        """Returns what `.grad` of parameter i is: GRAD_NONE, GRAD_IN_PLACE or GRAD_OTHER."""
         if self.params[i].grad is None:
             return GRAD_NONE
         return GRAD_IN_PLACE if self.strategy.in_place(i) else GRAD_OTHER
 
-    def check_again(self) -> None:
-        """Gradients that were not finite. The same on every rank: a mean that all ranks have is read again, a sharded
-        one stays suspect."""
+    def recheck_nonfinite(self) -> None:
+        """Clears the nonfinite mark of gradients that were dropped, or that are finite now. Every rank comes to the
+        same result: only a mean that all ranks have is read again, a sharded gradient keeps its mark."""
         for i in self.cycle.nonfinite():
             grad = self.strategy.grad(i)
             if grad is None or (not self.strategy.sharded and first_nonfinite([grad]) == ALL_FINITE):
@@ -139,8 +141,8 @@ class BucketExchange(Exchange):
         return _WeightGather(self)
 
     def finish_weights(self) -> None:
-        """Waits for weights that are being gathered: those that a step which was interrupted did not wait for. Not
-        after a failure, which every step and backward says."""
+        """Waits for all-gathers of weights that an interrupted step did not wait for. Does nothing after a failure:
+        every step and backward raises it anyway."""
         if self._weight_gathers and self.cycle.failure is None:
             self.run()
             self._weight_gathers.clear()
@@ -205,7 +207,8 @@ class BucketExchange(Exchange):
         return self._labels[buckets]
 
     def _rebuild_buckets(self) -> None:
-        """Lays the buckets out in the order in which rank 0's gradients were ready, if that is not the planned one."""
+        """Rebuilds the buckets in the order in which rank 0's gradients were ready, unless that gives the same plan or
+        a rank's `may_replan` forbids it."""
         words = torch.tensor([self._settings.may_replan(), *self.cycle.order], dtype=torch.int64, device="cpu")
         cycle = self.cycle.number
         number, label = tag(self._number, cycle, MAX_BUCKETS), f"the order of gradients in cycle {cycle}"
@@ -220,19 +223,19 @@ class BucketExchange(Exchange):
         if self.weights is not None:
             self.weights = ParamBuffers(self.params, plan)
         self.strategy = self.strategy.rebuilt(plan)
-        self._on_laid_out_anew()
+        self._on_layout_change()
         self._labels = {}
         self.cycle = self._cycle_of_plan(replaces=self.cycle)
 
 
 class _WeightGather:
-    """A bucket of weights that is being gathered."""
+    """Handle of an all-gather of one bucket's weights."""
 
     def __init__(self, exchange: BucketExchange) -> None:
         self._exchange = exchange
 
     def result(self) -> None:
-        """Waits for all that are. RuntimeError, also again, where they do not come."""
+        """Waits for all buckets' all-gathers. Raises RuntimeError, at every call, if one failed."""
         self._exchange.finish_weights()
         self._exchange.cycle.refuse_failed()
 

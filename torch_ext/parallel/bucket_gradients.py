@@ -1,4 +1,4 @@
-"""The gradients of a parallelized model as optimizers see them: see reducer_registry.GradientReducer."""
+"""What optimizers ask about the gradients of a parallelized model (reducer_registry.GradientReducer)."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -19,11 +19,11 @@ from torch_ext.params.local_shard import LocalShard
 
 
 class BucketGradients(ReducerBase):
-    """Answers what optimizers ask; what backward does is `reducer.BucketReducer`'s."""
+    """The optimizer's side of a reducer with buckets; its subclass `reducer.BucketReducer` has the backward's side."""
 
     exchange: BucketExchange
     _steppers: BucketSteppers
-    _tasks: "dict[int, weakref.ref[BackwardEnd]]"  # backwards that have not ended, the outermost first
+    _tasks: "dict[int, weakref.ref[BackwardEnd]]"  # by graph task: backwards under way, outermost first
 
     @property
     def strategy(self) -> ShardingStrategy:
@@ -94,7 +94,7 @@ class BucketGradients(ReducerBase):
         return self.strategy.memory
 
     def zero_grad(self, params: Iterable[torch.Tensor]) -> None:
-        self.finish_failed_backward()  # or sums under way would be written to what is zero now
+        self.finish_failed_backward()  # or sums under way would overwrite the zeros
         positions = self._positions(params)
         self.strategy.zero(positions)
         self.cycle.zero(positions)

@@ -1,4 +1,4 @@
-"""The mean of one bucket, which every rank gets whole: no_shard's, and those of DistributedDataParallel's buckets."""
+"""Computes the mean of one bucket, which every rank gets whole: for no_shard and DistributedDataParallel's buckets."""
 
 from collections.abc import Sequence
 
@@ -10,19 +10,20 @@ from torch_ext.parallel.bucket_plan import slices as slices_in
 
 
 class BucketMean:
-    """Each rank adds up one part and rounds it once to the dtype in which sums are gathered; the parts are gathered."""
+    """The mean of one bucket: each rank adds up one part and rounds it once to the dtype in which sums are gathered;
+    then the parts are all-gathered."""
 
     gathered: WireBuffer
-    """Where the ranks' parts are gathered; set before the first of them is added up."""
+    """The buffer into which the ranks' parts are gathered; set before `reduce` is called."""
 
     def __init__(self, slices: Sequence[ParamSlice], ids: Sequence[int], divide_factor: float, cycle: int) -> None:
-        """slices: of the parameters in the bucket. ids: of each parameter, for the thresholds of an 8-bit `gathered`.
-        cycle: its number, for the same."""
+        """slices: of the parameters in the bucket. ids, cycle: the parameters' ids and the cycle's number, for the
+        rounding thresholds of an 8-bit `gathered`."""
         self.slices, self._ids, self._cycle = slices, ids, cycle
         self._scale = 1.0 / divide_factor
 
     def reduce(self, chunks: Sequence[WireBuffer], part: Part) -> None:
-        """A ReduceFn: the chunks' mean into this part of `gathered`. Any thread."""
+        """ReduceFn: writes the chunks' mean into this part of `gathered`. Called on any thread."""
         own = self.gathered.part(*part)
         if not own.coded:
             reduce_chunks(chunks, own.data, self._scale)

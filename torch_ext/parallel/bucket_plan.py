@@ -1,4 +1,5 @@
-"""The bucket plan: which gradient lies where. The planner is C (tx_layout_plan); here it meets torch's tensors."""
+"""The bucket plan: which buffer, bucket and range each gradient has. C computes it (tx_layout_plan); this file converts
+torch's tensors and dtypes for it."""
 
 import ctypes
 import functools
@@ -22,32 +23,32 @@ from torch_ext.policy.policy import Policy
 
 @structs.mirror("tx_layout_param")
 class _Param(library.Struct):
-    """A parameter, as the planner needs it."""
+    """A parameter as the planner reads it."""
 
 
 @structs.mirror("tx_layout_args")
 class LayoutArgs(library.Struct):
-    """Parameters, ranks and the cap."""
+    """The planner's arguments: parameters, number of ranks, cap on a bucket's size."""
 
 
 @structs.mirror("tx_layout_place")
 class Place(library.Struct):
-    """Where a parameter is."""
+    """A parameter's place: its buffer, bucket and start."""
 
 
 @structs.mirror("tx_layout_bucket")
 class Bucket(library.Struct):
-    """A run of a buffer."""
+    """A bucket: a range of a buffer."""
 
 
 @structs.mirror("tx_layout_summary")
 class _Summary(library.Struct):
-    """How many buckets and buffers, and their fingerprint."""
+    """The number of buckets and of buffers, and the layout's fingerprint."""
 
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """A parameter's gradient: elements [start, start + numel) of buffer `buffer`, in bucket `bucket`."""
+    """Where a parameter's gradient is: elements [start, start + numel) of buffer `buffer`, in bucket `bucket`."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,17 +63,17 @@ class PlannedParameter:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What `plan_buckets` returns: parameters in registration order, buckets in the order in which they fill."""
+    """The layout that `plan_buckets` returns: parameters in registration order, buckets in the order of filling."""
 
     parameters: tuple[PlannedParameter, ...]
     buckets: tuple[PlannedBucket, ...]
     world_size: int
     fingerprint: int
     messages: Messages = Messages()
-    """Which buckets travel together, whether compressed, and the speed of the link that decided it."""
+    """Which buckets form one message, whether messages are compressed, and the link's speed that decided both."""
 
     def over_link(self, policy: Policy, link_gbps: float | None, strategy: str) -> "BucketPlan":
-        """This plan where a rank's link carries so many Gbit/s (None: not known)."""
+        """Returns this plan with the messages for a link of `link_gbps` Gbit/s per rank (None: not known)."""
         return replace(self, messages=message_plan.decide(self.buckets, self.world_size, policy, link_gbps, strategy))
 
     @property
@@ -82,7 +83,7 @@ class BucketPlan:
         return tuple(tuple(b for b in self.buckets if b.buffer == i) for i in range(n))
 
     def label(self, buckets: range) -> str:
-        """Names buckets in messages."""
+        """Returns a text that names these buckets in error messages."""
         members = [i for b in buckets for i in self.in_bucket(b)]
         first, last = self.parameters[members[0]].name, self.parameters[members[-1]].name
         which = f"bucket {buckets[0]}" if len(buckets) == 1 else f"buckets {buckets[0]} to {buckets[-1]}"
@@ -90,7 +91,7 @@ class BucketPlan:
         return f"{which} of {len(self.buckets)} ({names})"
 
     def in_bucket(self, bucket: int) -> list[int]:
-        """The positions of a bucket's parameters, by their place in it."""
+        """Returns the positions of a bucket's parameters, sorted by their start."""
         members = [i for i, p in enumerate(self.parameters) if p.bucket == bucket]
         return sorted(members, key=lambda i: self.parameters[i].start)
 
@@ -98,7 +99,7 @@ class BucketPlan:
         return "\n".join([f"layout {self.fingerprint:016x}", *self.lines()])
 
     def lines(self) -> list[str]:
-        """The layout for people, without its fingerprint."""
+        """Returns the layout as text, one line each, without its fingerprint."""
         lines = [f"{len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)} over {self.world_size} ranks"]
         for i, b in enumerate(self.buckets):
             padding = b.numel - b.used
@@ -113,7 +114,7 @@ class BucketPlan:
 
 
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters whose gradients are reduced, as `plan_buckets` takes them."""
+    """Returns the parameters that require a gradient, with their names, as `plan_buckets` takes them."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
@@ -124,28 +125,28 @@ def plan_buckets(
     *,
     order: Sequence[int] | None = None,
 ) -> BucketPlan:
-    """The layout that `parallelize` uses: pure arithmetic, no process group, nothing allocated.
+    """Returns the layout that `parallelize` uses. Pure arithmetic: no process group is needed, nothing is allocated.
 
     params_or_numels: in registration order, tensors, (name, tensor) pairs such as `model.named_parameters()`, or
         element counts (of the policy's param_dtype); or a mapping of names to either. A tensor given twice is placed
         once.
-    policy: of `load_policy`; its dtypes, bucket_size (elements), overlap_grad_reduce and
-        pad_buckets_for_high_nccl_busbw. Where bucket_size is None the cap follows the buffer's bytes on the wire and
-        the number of ranks (tx_layout_args). Without overlap there is one bucket for each buffer. With its link_gbps,
-        data_parallel_sharding_strategy and grad_comm_compression `messages` says what travels together and how, over
-        gloo; without link_gbps `parallelize` measures it, and each bucket is a message here.
-    world_size: ranks that share the buckets.
-    order: a permutation of the positions, who is placed first; None: reverse registration order.
+    policy: from `load_policy`; read are its dtypes, bucket_size (elements), overlap_grad_reduce and
+        pad_buckets_for_high_nccl_busbw. If bucket_size is None, the cap follows the buffer's bytes on the wire and the
+        number of ranks (tx_layout_args). Without overlap each buffer is one bucket. link_gbps,
+        data_parallel_sharding_strategy and grad_comm_compression decide `messages`: which buckets are sent together
+        over gloo, and whether compressed. Without link_gbps each bucket is a message here; `parallelize` measures it.
+    world_size: the number of ranks that share the buckets.
+    order: a permutation of the positions, the order of placement; None: reverse registration order.
 
-    Parameters that agree in dtypes and device share a flat buffer; starts are aligned to 128 elements, bucket ends to
-    128 times the number of ranks. Raises ValueError or TypeError for what is not legal.
+    Parameters with equal dtypes and device share a flat buffer. Starts are aligned to 128 elements, bucket ends to 128
+    times the number of ranks. Raises ValueError or TypeError for illegal arguments.
     """
     made = CLayout(params_or_numels, policy, world_size, order)
     return plan_of(made, world_size).over_link(policy, policy.link_gbps, policy.data_parallel_sharding_strategy)
 
 
 def plan_of(made: "CLayout", world_size: int) -> BucketPlan:
-    """The layout, before anything is known of the link."""
+    """Converts a C layout into a plan. The link's speed is not known yet, so `messages` is empty."""
     parameters = tuple(
         PlannedParameter(name, tuple(t.shape), t.numel(), *dtypes, place.buffer, place.bucket, place.start)
         for (name, t), dtypes, place in zip(made.named, made.dtypes, made.places, strict=False)
@@ -165,9 +166,9 @@ def plan_of(made: "CLayout", world_size: int) -> BucketPlan:
 
 
 class CLayout:
-    """What tx_layout_plan is given and what it writes, for whoever hands both on to another C function.
+    """The arguments and results of tx_layout_plan, in C's form: other C functions take them as they are.
 
-    The arrays have one entry at least. Arguments and errors are those of `plan_buckets`.
+    Each array has at least one entry. Arguments and errors are those of `plan_buckets`.
     """
 
     def __init__(
@@ -239,8 +240,8 @@ def _named(given: Any, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]
 
 
 def _dtypes_of(policy: Policy, name: str, tensor: torch.Tensor) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Of the parameter, of its gradient in the buffer, of its gradient on the wire (uint8: 8-bit blocks); what may be
-    what is the policy's to refuse."""
+    """Returns three dtypes: the parameter's, its gradient's in the buffer, its gradient's on the wire (uint8: 8-bit
+    blocks). The policy rejects illegal combinations."""
     try:
         row = policy.row(tensor.dtype)
     except ValueError as error:
@@ -260,8 +261,8 @@ def _slices() -> Callable[..., None]:
 
 
 def slices(placed: Sequence[ParamSlice], ranges: Sequence[tuple[int, int]]) -> list[ParamSlice]:
-    """What of placed slices lies in the ranges [begin, end), which lie side by side in the result; empty ones left out
-    (tx_layout_slices)."""
+    """Returns the parts of placed slices that are in the ranges [begin, end), empty parts left out. In the result each
+    range follows the one before it without a gap (tx_layout_slices)."""
     room = len(placed) + len(ranges)
     c_placed, c_ranges = (array("q", chain.from_iterable(rows)) for rows in (placed, ranges))
     found, n = (ctypes.c_int64 * (4 * room))(), ctypes.c_int64()
@@ -272,22 +273,23 @@ def slices(placed: Sequence[ParamSlice], ranges: Sequence[tuple[int, int]]) -> l
 
 
 def pieces(plan: BucketPlan, buckets: range, *ranges: tuple[int, int]) -> list[ParamSlice]:
-    """The runs of the buckets' parameters in the ranges [begin, end) of their buffer, by their place."""
+    """Returns the slices of the buckets' parameters that are in the ranges [begin, end) of their buffer, in the order
+    of their places."""
     members = (i for bucket in buckets for i in plan.in_bucket(bucket))
     return slices([ParamSlice(i, 0, plan.parameters[i].numel, plan.parameters[i].start) for i in members], ranges)
 
 
 def part_of(plan: BucketPlan, buckets: range, part: Part) -> tuple[int, int]:
-    """The elements [begin, end) of their buffer that a part of neighbouring buckets has (tx_layout_shard: parts are
-    equal)."""
+    """Returns the range [begin, end) of the buffer that one of the equal parts of these neighbouring buckets covers
+    (tx_layout_shard)."""
     start = plan.buckets[buckets[0]].start
     numel = sum(plan.buckets[b].numel for b in buckets) // part.of
     return start + numel * part.number, start + numel * (part.number + 1)
 
 
 def by_rank(plan: BucketPlan, buckets: range, world_size: int) -> list[ParamSlice]:
-    """The parameters' runs in a message of neighbouring buckets in which each rank's parts of them lie side by side:
-    one run for each part that a parameter reaches into."""
+    """Returns the slices of a message of neighbouring buckets, in rank order: each rank's parts of all these buckets
+    are contiguous in the message. A parameter has one slice for each part that it overlaps."""
     ranks = range(world_size)
     return pieces(
         plan, buckets, *(part_of(plan, range(b, b + 1), Part(rank, world_size)) for rank in ranks for b in buckets)

@@ -103,21 +103,21 @@ class CarriedStates:
         optimizer = self.optimizer
         everyone = param_groups.everyone(optimizer.param_groups)
         locals_, hosts = optimizer.current_shards(everyone), optimizer.on_host(everyone)
-        state: dict[Any, Any] = {p: self._unchanged(p, optimizer.stored_state(p)) for p in self._others()}
+        state: dict[Any, Any] = {p: self._unchanged(p, optimizer.stored_state(p)) for p in self._not_carried()}
         with dense.normal_tensors():
             for i in list(self._entries):
                 entry = self._entries.pop(i)  # its old state goes as soon as there is the new one
                 state[everyone[i]] = self._converted(entry, everyone[i], locals_.of(i), group, hosts[i])
         optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
 
-    def _others(self) -> Iterator[Tensor]:
+    def _not_carried(self) -> Iterator[Tensor]:
         """Parameters with a state that is not carried: a step, or everything of another model's."""
         everyone = param_groups.everyone(self.optimizer.param_groups)
         return (p for i, p in enumerate(everyone) if i not in self._entries and self.optimizer.stored_state(p))
 
     def _unchanged(self, p: Tensor, at_rest: Mapping[str, Any]) -> load.EncodedEntry:
-        lies_here = first_moment(access.peek(self.optimizer.state, p)) is not None or first_moment(at_rest) is None
-        return load.EncodedEntry(dict(at_rest), not lies_here)  # a step moves it, if it is to lie elsewhere
+        is_in_place = first_moment(access.peek(self.optimizer.state, p)) is not None or first_moment(at_rest) is None
+        return load.EncodedEntry(dict(at_rest), not is_in_place)  # a step moves it, if it is to lie elsewhere
 
     def _converted(
         self, entry: _Entry, p: Tensor, local: local_shard.LocalShard, group: dist.ProcessGroup, host: bool
@@ -130,14 +130,14 @@ class CarriedStates:
             if not entry.owned and not local_shard.is_dtensor(p):  # of which each rank has a shard of its own
                 _broadcast(list(entry.at_rest.values()), group, weight.device)
             return self._unchanged(p, entry.at_rest)
-        kinds, beside = self._kinds(entry, self.optimizer.policy), weight.cpu() if host else weight
-        (made,) = codec.make([(beside, kinds)])
+        kinds, weight_like = self._kinds(entry, self.optimizer.policy), weight.cpu() if host else weight
+        (made,) = codec.make([(weight_like, kinds)])
         for key in kinds.logical():
             whole = save.whole(entry.like, entry.local, entry.logical[key], None, entry.cut, _CALL)
             if not entry.owned:
                 whole = whole.detach().clone(memory_format=torch.preserve_format)
                 _broadcast([whole], group, weight.device)
-            codec.encode(beside, made, kinds, key, load.part(p, local, whole))
+            codec.encode(weight_like, made, kinds, key, load.part(p, local, whole))
         if not entry.owned:
             _broadcast([step], group, weight.device)
         return load.EncodedEntry({"step": step, **made}, host)

@@ -1,5 +1,8 @@
-"""The gradient cycle of the C library (csrc/torch_ext_cycle.h) and its driver: what happened goes in, what to do comes
-out. No decision about gradients between and during backwards is made in Python."""
+"""The gradient cycle: a state machine in the C library (csrc/torch_ext_cycle.h), and the driver that runs its actions.
+
+Python reports events (a gradient is ready, a backward ended) and executes the actions that the machine answers with
+(send a bucket, wait for a message). The machine alone decides what happens to gradients during and between backwards.
+"""
 
 import ctypes
 import enum
@@ -15,18 +18,18 @@ NO_SHARD, OPTIM, OPTIM_GRADS, UNITS, DDP_HOOK = range(5)
 """tx_cycle_kind."""
 
 GRAD_NONE, GRAD_IN_PLACE, GRAD_OTHER = range(3)
-"""tx_cycle_grad: what lies in `.grad`."""
+"""tx_cycle_grad: what `.grad` is."""
 
 IDLE, ACCUMULATING, REDUCING, CLOSING, RECOVERING = range(5)
 """tx_cycle_phase."""
 
 STEP_WHEN_REDUCED = DISCARD = 1
 IF_SENT = 2
-"""Flags of SEND and of WAIT."""
+"""Flags of the actions "send" (STEP_WHEN_REDUCED) and "wait" (DISCARD, IF_SENT)."""
 
 
 class Prepare(enum.IntFlag):
-    """tx_cycle_prepare: what is done with a gradient before it counts in the next sum, in this order."""
+    """tx_cycle_prepare: what to do with a gradient before it is added to the next sum, in the order of these bits."""
 
     COPY = 1
     MULTIPLY = 2
@@ -37,7 +40,7 @@ class Prepare(enum.IntFlag):
 
 
 DO = ("", "check", "send", "inspect", "order", "report", "wait", "read", "install", "raise", "recovered", "weights")
-"""tx_cycle_do: the names of the driver's methods (`CycleDriver`)."""
+"""tx_cycle_do: the actions; the driver's method for "check" is `do_check` (`CycleDriver`)."""
 _RAISE = DO.index("raise")
 
 _Pointer, _Int64, _Int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -47,12 +50,12 @@ _ByteRows = ctypes.POINTER(_Pointer)
 
 @structs.mirror("tx_cycle_args")
 class _Args(library.Struct):
-    """What is decided before the first gradient."""
+    """The arguments with which a machine is created."""
 
 
 @structs.mirror("tx_cycle_action")
 class Action(library.Struct):
-    """What to do now."""
+    """The action to run now."""
 
     first: int
     end: int
@@ -63,7 +66,7 @@ class Action(library.Struct):
 
 
 class Options(NamedTuple):
-    """Of tx_cycle_args, what does not depend on the plan."""
+    """The fields of tx_cycle_args that do not depend on the plan."""
 
     kind: int
     rank: int
@@ -75,12 +78,12 @@ class Options(NamedTuple):
 
 
 def _call(name: str, *argtypes: Any, restype: Any = _Int32) -> Callable[..., Any]:
-    """A function of the machine: it takes a microsecond, and its pointer first."""
+    """Returns a C function of the machine, which takes the machine's pointer first. brief: it takes a microsecond."""
     return library.function(f"tx_cycle_{name}", _Pointer, *argtypes, restype=restype, brief=True)
 
 
 def _made(args: _Args, replaces: "Cycle | None") -> tuple[Any, int]:
-    """A machine: its memory, and its address."""
+    """Creates a machine, or one that replaces another. Returns its memory, which the caller keeps, and its address."""
     arguments, found = ctypes.POINTER(_Args), _Pointer()
     size = library.function("tx_cycle_bytes", arguments, restype=_Int64)(ctypes.byref(args))
     memory = (_Int64 * (size // 8 + 1))()
@@ -96,7 +99,7 @@ def _made(args: _Args, replaces: "Cycle | None") -> tuple[Any, int]:
 
 
 class CycleState:
-    """What a machine knows."""
+    """Reads the state of a machine."""
 
     pointer: int
     n: int
@@ -109,46 +112,46 @@ class CycleState:
 
     @property
     def number(self) -> int:
-        """Of the cycle that is under way, or comes next."""
+        """The number of the cycle that is under way, or else of the next one."""
         return int(_call("number", restype=_Int64)(self.pointer))
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can be reduced any more."""
+        """Why nothing can be reduced any more; None while it can."""
         return self._text("failure") or None
 
     @property
     def partly_stepped(self) -> bool:
-        """Whether a backward raised when some of its buckets had been stepped."""
+        """Whether a step, or a backward that steps buckets, raised when it may have stepped some parameters."""
         return bool(_call("partly_stepped")(self.pointer))
 
     @property
     def order(self) -> list[int]:
-        """The parameters, as their gradients were ready in the first cycle that reduced."""
+        """All parameters, in the order in which their gradients were ready in the first cycle that reduced."""
         at = _call("order", restype=_Pointer)(self.pointer)
         return list((_Int64 * self.n).from_address(at)) if self.n else []
 
     @property
     def completed_by(self) -> list[int]:
-        """The parameters whose gradients completed buckets, when that happened last."""
+        """For each bucket, the parameter whose gradient completed it last time, or after a rebuild is expected to."""
         at = _call("completed_by", restype=_Pointer)(self.pointer)
         known = (_Int64 * self._n_buckets).from_address(at) if at else ()
         return [i for i in known if i >= 0]
 
     def anywhere(self) -> list[bool]:
-        """Whether a rank has a gradient, after a cycle; by parameter."""
+        """By parameter: whether any rank has a gradient, after the last cycle."""
         return list(map(bool, bytes(self._bytes("anywhere"))))
 
     def left(self) -> list[bool]:
-        """Whether every rank has what an earlier reduction left, and got no gradient since."""
+        """By parameter: whether all ranks still have an earlier reduction's result and got no gradient since."""
         return list(map(bool, bytes(self._bytes("left"))))
 
     def nonfinite(self) -> list[int]:
-        """Parameters that the check for NaN named, until zero_grad."""
+        """The parameters whose gradients the NaN check found not finite, until zero_grad."""
         return [i for i, named in enumerate(self._bytes("nonfinite")) if named]
 
     def is_finite(self, i: int) -> None:
-        """It was looked at again."""
+        """Removes parameter i from `nonfinite`: its gradient was checked again."""
         self._bytes("nonfinite")[i] = 0
 
     def _bytes(self, name: str) -> Any:
@@ -160,7 +163,7 @@ class CycleState:
 
 
 class Cycle(CycleState):
-    """A machine in memory of this object. Positions i are those of `names`."""
+    """One gradient cycle machine, in memory of this object. `i` is a parameter's position in `names`."""
 
     def __init__(
         self,
@@ -175,8 +178,9 @@ class Cycle(CycleState):
         cycle: int = 0,
         replaces: "Cycle | None" = None,
     ) -> None:
-        """bucket_of, buffer_of: of buckets that are planned; units: names of FSDP2's; n_buckets: of DDP's. reorder: the
-        first cycle that reduces shows the order. replaces: waits for ORDER to be done."""
+        """bucket_of, buffer_of: for planned buckets, each parameter's bucket and each bucket's buffer. units: the names
+        of FSDP2's units. n_buckets: for DDP's buckets. reorder: the first cycle that reduces asks for the action
+        "order" before it sends. cycle: the first cycle's number. replaces: a machine that waits in "order"."""
         self.options, self.names, self.n = options, names, len(names)
         self._n_buckets = len(buffer_of) or len(units) or n_buckets
         self._kept = (
@@ -200,7 +204,7 @@ class Cycle(CycleState):
         self._memory, self.pointer = _made(args, replaces)
         self.action = Action()
         self._action_at = ctypes.addressof(self.action)
-        # Of the calls that there are most of, bound once.
+        # The most frequent calls are looked up once.
         self._ready_several, self._next = _call("ready_several", _Pointer, _Int64), _call("next", _Pointer)
         self._done, self._phase = _call("done", _Int32, restype=None), _call("phase_of")
 
@@ -212,79 +216,83 @@ class Cycle(CycleState):
         return answer > 0
 
     def begin(self, *, sync: bool = True, steps: bool = False) -> None:
-        """A backward begins. RuntimeError where nothing can be reduced any more."""
+        """Event: a backward begins. Raises RuntimeError if nothing can be reduced any more."""
         self._answer(_call("begin", _Int32, _Int32)(self.pointer, sync, steps))
 
     def refuse_failed(self) -> None:
-        """RuntimeError where nothing can be reduced any more."""
+        """Raises RuntimeError if nothing can be reduced any more."""
         if (failure := self.failure) is not None:
             raise RuntimeError(f"gradients cannot be reduced any more: {failure}")
 
     def accumulate(self, i: int, grad: int) -> int:
-        """Autograd is about to accumulate into `.grad`, which is `grad`: Prepare."""
+        """Event: autograd is about to accumulate into `.grad`, which is of kind `grad`. Returns Prepare flags."""
         flags: int = _call("accumulate", _Int64, _Int32)(self.pointer, i, grad)
         return flags
 
     def ready(self, i: int) -> bool:
-        """The gradient is ready; whether there is something to do."""
+        """Event: the gradient of parameter i is ready. Returns whether there is an action to run."""
         return self._answer(_call("ready", _Int64)(self.pointer, i))
 
     def ready_several(self, positions: "array[int]") -> bool:
-        """These gradients (int64) are ready, in this order; whether there is something to do."""
+        """Event: these parameters' gradients became ready, in this order (int64). Returns whether there is an action to
+        run."""
         at, n = positions.buffer_info()
         return self._answer(self._ready_several(self.pointer, at, n))
 
     def given(self, bucket: int, numel: int, *, message: bool = True, last: bool = False) -> None:
-        """torch hands over the gradients of a unit or bucket."""
+        """Event: FSDP2 or DDP hands over the gradients of a unit or bucket. message: False if one rank has all of it,
+        so that nothing is sent. last: whether it is the backward's last one."""
         self._answer(_call("given", _Int64, _Int64, _Int32, _Int32)(self.pointer, bucket, numel, message, last))
 
     def end(self) -> bool:
-        """The backward has ended; whether there is something to do."""
+        """Event: the backward has ended. Returns whether there is an action to run."""
         return self._answer(_call("end")(self.pointer))
 
     def missing(self, i: int, grad: int, requires_grad: bool) -> int:
-        """The answer to `inspect`: Prepare."""
+        """Answers the action "inspect": parameter i, which got no gradient, has a `.grad` of this kind. Returns Prepare
+        flags."""
         flags: int = _call("missing", _Int64, _Int32, _Int32)(self.pointer, i, grad, requires_grad)
         return flags
 
     def died(self, modified: Iterable[int] = ()) -> None:
-        """The backward raised. modified: whose gradients may have been modified since the last cycle."""
+        """Event: the backward raised. modified: parameters whose gradients may have changed since the last cycle."""
         _call("died", ctypes.c_char_p, restype=None)(self.pointer, self._flags(modified))
 
     def broken(self, positions: Iterable[int]) -> None:
-        """Sums were added to their shards by a backward that raised."""
+        """Event: a backward that raised had added sums to these parameters' gradient shards."""
         _call("broken", ctypes.c_char_p, restype=None)(self.pointer, self._flags(positions))
 
     def zero(self, positions: Sequence[int]) -> None:
-        """zero_grad()."""
+        """Event: zero_grad() of these parameters."""
         numbers = (_Int64 * max(1, len(positions)))(*positions)
         _call("zero", _Int64s, _Int64, restype=None)(self.pointer, numbers, len(positions))
 
     def fail(self, text: str) -> None:
-        """The exchange has failed for good; the first text stays."""
+        """Event: the exchange has failed for good. Only the first text is kept."""
         _call("fail", ctypes.c_char_p, restype=None)(self.pointer, dtypes.c_text(text))
 
     def check_step(self, grads: Iterable[int] = ()) -> None:
-        """Before a step. grads: whose gradients are this rank's own if one was ready since the last reduction.
-        RuntimeError where they must not be stepped."""
+        """Called before a step; raises RuntimeError if the gradients must not be stepped. grads: the parameters whose
+        gradients are this rank's own (not reduced) if one was ready since the last reduction."""
         self._answer(_call("check_step", ctypes.c_char_p)(self.pointer, self._flags(grads)))
 
     def stepping(self) -> None:
-        """A step is about to write. One that raises before `stepped` is a failure for good, told by the next `begin` or
-        `check_step`."""
+        """Event: a step is about to write. If it raises before `stepped`, that is a failure for good, which the next
+        `begin` or `check_step` raises."""
         _call("stepping", restype=None)(self.pointer)
 
     def gathering(self) -> int:
-        """The gather of a bucket's weights has begun; "weights" comes for each, in this order. Returns its message."""
+        """Event: the all-gather of a bucket's weights was started. The action "weights" follows for each, in this
+        order. Returns the message's number."""
         message: int = _call("gathering", restype=_Int64)(self.pointer)
         return message
 
     def stepped(self) -> None:
-        """The step has written everything and begun all gathers, or was refused before it wrote."""
+        """Event: the step has written everything and started all all-gathers, or was rejected before it wrote."""
         _call("stepped", restype=None)(self.pointer)
 
     def set_messages(self, ends: Iterable[int]) -> None:
-        """Which buckets are sent as one, from the next backward on: each message's end, exclusive."""
+        """Sets which buckets form one message, from the next backward on. ends: each message's end, exclusive."""
         flags = bytearray(self._n_buckets + 1)
         for end in ends:
             flags[end - 1] = 1
@@ -293,27 +301,28 @@ class Cycle(CycleState):
     # -- what to do
 
     def next(self) -> str:
-        """What is to be done, of DO, with its details in `action`; "": nothing. RuntimeError: the verdict."""
+        """Returns the next action's name (of DO; "": none); its details are in `action`. Raises RuntimeError if the
+        ranks' reports say that this cycle failed."""
         kind = self._next(self.pointer, self._action_at)
         if kind == _RAISE:
             raise RuntimeError(self.action.text.decode())
         return DO[kind]
 
     def done(self, answered: bool = False) -> None:
-        """What `next` said is done."""
+        """The action from `next` was run. answered: for "send", whether the message has been waited for already."""
         self._done(self.pointer, answered)
 
     # -- reports
 
     def report(self, nonfinite: int, requires_grad: Sequence[bool]) -> torch.Tensor:
-        """This rank's, uint8. nonfinite: a parameter, or -1."""
+        """Returns this rank's report, uint8. nonfinite: the first parameter whose gradient is not finite, or -1."""
         payload = torch.empty(_call("report_bytes", restype=_Int64)(self.pointer), dtype=torch.uint8, device="cpu")
         write = _call("report", _Int64, ctypes.c_char_p, _Pointer, restype=None)
         write(self.pointer, nonfinite, bytes(requires_grad), payload.data_ptr())
         return payload
 
     def read(self, rows: Sequence[torch.Tensor], held_back: bool = False) -> None:
-        """Every rank's, by rank."""
+        """Reads the reports of all ranks, by rank. held_back: FSDP2 keeps some gradients for a later backward."""
         pointers = (_Pointer * len(rows))(*(row.data_ptr() for row in rows))
         scratch = (_Pointer * len(rows))()
         _call("read", _ByteRows, _ByteRows, _Int32, restype=None)(self.pointer, pointers, scratch, held_back)
@@ -326,20 +335,22 @@ class Cycle(CycleState):
 
 
 class CycleDriver:
-    """Does what a cycle asks for: methods do_check(action), do_send and so on, by the names of DO."""
+    """Runs a cycle's actions. Subclasses have a method for each: do_check(action), do_send(action), ... (see DO)."""
 
     cycle: Cycle
 
     def run(self) -> None:
-        """Until nothing is left to do. RuntimeError: the verdict of the ranks' reports, the same on every rank."""
+        """Runs actions until none is left. Raises the RuntimeError that the ranks' reports lead to, the same on every
+        rank."""
         while what := self.cycle.next():
             cycle = self.cycle
             answered = getattr(self, f"do_{what}")(cycle.action)
-            if cycle is self.cycle:  # else it was replaced, which says so as well
+            if cycle is self.cycle:  # a machine that was replaced (action "order") needs no `done`
                 cycle.done(bool(answered))
 
     def guarded(self, call: Callable[[], Any]) -> Any:
-        """Returns call(); a RuntimeError is remembered: the ranks have lost step, and no later message could tell."""
+        """Returns call(). A RuntimeError becomes the cycle's failure for good: the ranks are no longer at the same
+        message, and could not agree on anything by a later one."""
         try:
             return call()
         except RuntimeError as error:
@@ -348,9 +359,9 @@ class CycleDriver:
 
 
 class Exchange(CycleDriver):
-    """Of a reducer's gradients."""
+    """A driver that exchanges a reducer's gradients."""
 
     @property
     def wire_bytes(self) -> int:
-        """Sent in the last cycle that ended, and for the weights gathered since."""
+        """Bytes that this rank sent in the last completed cycle, and for all-gathers of weights since."""
         raise NotImplementedError

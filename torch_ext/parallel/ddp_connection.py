@@ -115,7 +115,7 @@ class Connection:
         values = dict(zip(members, bucket.buffer().split(numels), strict=True))
         unit, dtype = BLOCK * self.communicator.world_size, self._wire_dtypes[members[0]]
         placed, numel = _aligned(members, numels, unit)
-        most = self._most(numel, dtype, unit)
+        most = self._max_numel(numel, dtype, unit)
         first, last = self.names[members[0]], self.names[members[-1]]
         label = f"gradients of cycle {cycle}, DDP bucket {bucket.index()} ({first!r} ... {last!r})"
         works = []
@@ -137,7 +137,7 @@ class Connection:
             self.messages += 1
         return works
 
-    def _most(self, numel: int, dtype: torch.dtype, unit: int) -> int:
+    def _max_numel(self, numel: int, dtype: torch.dtype, unit: int) -> int:
         """Elements of a bucket's message, at most: a multiple of `unit`."""
         communicator = self.communicator
         compressed = communicator.compresses and compression.size(numel, dtype)

@@ -11,15 +11,15 @@ from torch_ext.tensors import dense
 
 
 def widen(params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
-    """From here on autograd makes gradients in main_grads_dtype, and adds up those of several uses of a parameter in
-    it."""
+    """Makes autograd produce gradients in main_grads_dtype, and accumulate in it when a parameter is used several
+    times."""
     for param, planned in zip(params, plan.parameters, strict=True):
         if planned.main_grads_dtype != planned.param_dtype:
             param.grad_dtype = planned.main_grads_dtype
 
 
 def restore(params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
-    """Undoes `widen`, and drops the gradients."""
+    """Undoes `widen` and drops the gradients."""
     for param, planned in zip(params, plan.parameters, strict=True):
         param.grad = None
         if planned.main_grads_dtype != planned.param_dtype:
@@ -27,7 +27,7 @@ def restore(params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
 
 
 def dense_gradient(plan: BucketPlan, i: int, grad: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of parameter i, which is there, to be copied. RuntimeError where it is sparse."""
+    """Returns `grad`, the gradient of parameter i (not None), detached. Raises RuntimeError if it is sparse."""
     assert grad is not None
     if grad.layout != torch.strided:
         raise RuntimeError(
@@ -38,10 +38,10 @@ def dense_gradient(plan: BucketPlan, i: int, grad: torch.Tensor | None) -> torch
 
 
 class GradBuffers:
-    """One flat tensor in main_grads_dtype for each buffer of the plan.
+    """The flat gradient buffers: one tensor in main_grads_dtype for each buffer of the plan.
 
-    `.grad` starts as None, as after zero_grad(), and becomes the view when the first gradient arrives. From then on
-    backward accumulates in place, and whoever clips or unscales `.grad` works on the buffer.
+    `.grad` starts as None, as after zero_grad(). When the first gradient arrives it becomes a view of the buffer. From
+    then on backward accumulates in place, and code that clips or unscales `.grad` changes the buffer.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
@@ -54,48 +54,49 @@ class GradBuffers:
         ]
         self.buckets = [self.flats[b.buffer][b.start : b.start + b.numel] for b in plan.buckets]
         self._views = [self._view(i) for i in range(len(params))]
-        self._found = False  # every view is where it was made
-        self._begins: tuple[int, ...] = ()  # of the flats, when these were the views' addresses:
-        self._addresses: list[int] = []
+        self._views_in_place = False  # whether every view was in its buffer at the last `find`
+        self._buffer_addresses: tuple[int, ...] = ()  # of `flats`, when _view_addresses were computed
+        self._view_addresses: list[int] = []
         self._bytes = [p.start * self.flats[p.buffer].element_size() for p in plan.parameters]
         widen(params, plan)
 
     def _view(self, i: int) -> torch.Tensor:
-        """In the memory order of the parameter, so that one index is one element in both."""
+        """Returns a view of the buffer for parameter i, in the parameter's memory order: equal indices in memory are
+        the same element."""
         p = self.plan.parameters[i]
         return dense.view_like(self.params[i], self.flats[p.buffer], p.start)
 
     def _moved(self, i: int) -> bool:
-        """Whether our view was given other memory, as model.to() does with every `.grad`."""
+        """Whether view i no longer is in its buffer: model.to() replaces the memory of every `.grad`."""
         view, planned = self._views[i], self.plan.parameters[i]
         return planned.numel > 0 and view.data_ptr() != self.flats[planned.buffer].data_ptr() + self._bytes[i]
 
     def is_ours(self, i: int) -> bool:
-        """Whether `.grad` of parameter i is the tensor that was made here, wherever it lies."""
+        """Whether `.grad` of parameter i is the view object created here, even if it has other memory by now."""
         return self.params[i].grad is self._views[i]
 
     def holds(self, i: int) -> bool:
-        """Whether `.grad` of parameter i is its view."""
+        """Whether `.grad` of parameter i is its view, in the buffer's memory."""
         return self.is_ours(i) and not self._moved(i)
 
     def view(self, i: int) -> torch.Tensor:
-        """The gradient of parameter i in its buffer, shaped like the parameter."""
+        """Returns the gradient of parameter i in its buffer, shaped like the parameter."""
         if self._moved(i):
             self._views[i] = self._view(i)
         return self._views[i]
 
     def find(self) -> None:
-        """Looks where the views are: until it is called again they stay there."""
+        """Checks whether all views are in their buffers; `take_all`, `install_all` rely on it until the next call."""
         begins = tuple(flat.data_ptr() for flat in self.flats)
-        if begins != self._begins:
-            self._begins = begins
+        if begins != self._buffer_addresses:
+            self._buffer_addresses = begins
             where = zip(self.plan.parameters, self._bytes, strict=True)
-            self._addresses = [begins[p.buffer] + at if p.numel else 0 for p, at in where]
-        self._found = list(map(torch.Tensor.data_ptr, self._views)) == self._addresses
+            self._view_addresses = [begins[p.buffer] + at if p.numel else 0 for p, at in where]
+        self._views_in_place = list(map(torch.Tensor.data_ptr, self._views)) == self._view_addresses
 
     def take_all(self, positions: Sequence[int]) -> None:
-        """`take` of each, since the last `find`."""
-        if not self._found:
+        """Calls `take` for each, in one copy where the last `find` allows it."""
+        if not self._views_in_place:
             for i in positions:
                 self.take(i)
             return
@@ -113,42 +114,42 @@ class GradBuffers:
             self.params[i].grad = self._views[i]
 
     def take(self, i: int) -> None:
-        """Makes `.grad` of parameter i, whatever it is, the content of the buffer, and the view `.grad`.
+        """Copies `.grad` of parameter i into the buffer, unless it is the view already, and makes the view `.grad`.
 
-        zero_grad(set_to_none=True), create_graph=True and assignments leave a `.grad` that is a tensor of its own. It
-        is the whole gradient, what was in the buffer before included or dropped, so it replaces the content.
+        After zero_grad(set_to_none=True), create_graph=True or an assignment, `.grad` is a tensor of its own. It is the
+        whole gradient: what the buffer held was either added to it or dropped. So it replaces the buffer's content.
         """
         param, view = self.params[i], self.view(i)
         grad = param.grad
         if grad is view:
             return
-        view.copy_(dense_gradient(self.plan, i, grad))  # which is not recorded
+        view.copy_(dense_gradient(self.plan, i, grad))  # neither requires grad: autograd records nothing
         param.grad = view
 
     def install_all(self, wanted: Sequence[bool]) -> None:
-        """`install` of each that is wanted."""
+        """Calls `install` for each parameter that is wanted."""
         for i, (param, view, want) in enumerate(zip(self.params, self._views, wanted, strict=True)):
-            if want and (not self._found or param.grad is not view):
+            if want and (not self._views_in_place or param.grad is not view):
                 self.install(i)
 
     def install(self, i: int) -> None:
-        """Makes the view `.grad` of parameter i: the buffer holds its gradient."""
+        """Makes the view, which holds the gradient of parameter i, its `.grad`."""
         view = self.view(i)
         if self.params[i].grad is not view:
             self.params[i].grad = view
 
     def drop(self, i: int) -> None:
-        """Zeroes what the buffer holds of a parameter that has no gradient."""
+        """Zeroes the view of parameter i, which has no gradient."""
         with torch.no_grad():
             self.view(i).zero_()
 
     def release(self) -> None:
-        """Leaves the parameters as they were before, without gradients."""
+        """Restores the parameters to plain ones without gradients."""
         restore(self.params, self.plan)
 
 
 class TemporaryBuckets:
-    """For each bucket at most one buffer that is sent and one that sums are gathered in, at a time."""
+    """Temporary memory of buckets: at most one buffer to send and one to gather sums into, per bucket at a time."""
 
     def __init__(self, communicator: Communicator) -> None:
         """communicator: lends the memory."""
@@ -156,11 +157,12 @@ class TemporaryBuckets:
         self._wires: dict[tuple[int, bool], WireBuffer] = {}
 
     def __len__(self) -> int:
-        """How many have not been given back."""
+        """Returns how many buffers are in use."""
         return len(self._wires)
 
     def take(self, bucket: int, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> WireBuffer:
-        """The bucket's memory, uninitialised. RuntimeError where it has one of another size or dtype, still in use."""
+        """Returns the bucket's buffer, uninitialised if it is new. Raises RuntimeError if the bucket still uses one of
+        another size or dtype."""
         wire = self._wires.get((bucket, gathered))
         if wire is None:
             wire = self._wires[bucket, gathered] = self._communicator.borrow(
@@ -174,7 +176,7 @@ class TemporaryBuckets:
         return wire
 
     def give_back(self, bucket: int, *, gathered: bool = False) -> None:
-        """Frees the bucket's memory, if it has any. Any thread."""
+        """Frees the bucket's buffer, if it has one. May be called on any thread."""
         wire = self._wires.pop((bucket, gathered), None)
         if wire is not None:
             self._communicator.give_back(wire)

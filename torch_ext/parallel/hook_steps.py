@@ -27,32 +27,32 @@ class Guard(reducer_registry.StepListener):
 
     def watch(self, params: Sequence[torch.Tensor]) -> None:
         """The hook's; they have no other one from now on."""
-        global _watching
+        global _step_hook
         self._params = set(params)
-        if _watching is None:
-            _watching = register_optimizer_step_pre_hook(_before_step)
+        if _step_hook is None:
+            _step_hook = register_optimizer_step_pre_hook(_before_step)
         reducer_registry.listen(self, params)
-        for other in [guard for guard in _alarmed if not self._params.isdisjoint(guard._params)]:
-            _alarmed.discard(other)
+        for other in [guard for guard in _alarmed_guards if not self._params.isdisjoint(guard._params)]:
+            _alarmed_guards.discard(other)
 
     def alarm(self) -> None:
         """A backward ended in an error: nothing can be reduced any more, or gradients are not finite on some rank, and
         none were reduced."""
         with_grads = [(p, p.grad) for p in self._params if p.grad is not None]
         self._unreduced = [(p, weakref.ref(grad), grad._version) for p, grad in with_grads]
-        _alarmed.add(self)
+        _alarmed_guards.add(self)
 
     def step_begins(self) -> None:
         if self.cycle is not None:
             self.cycle.stepping()
             self._stepping = True
-            _alarmed.add(self)  # an alarm before was not one, or the step would have been refused
+            _alarmed_guards.add(self)  # an alarm before was not one, or the step would have been refused
 
     def step_written(self) -> None:
         if self.cycle is not None:
             self.cycle.stepped()
             self._stepping = False
-            _alarmed.discard(self)
+            _alarmed_guards.discard(self)
 
     def refuse_step(self) -> None:
         """RuntimeError where an exchange failed, the last step did not end, or gradients are there of which backward
@@ -73,14 +73,14 @@ class Guard(reducer_registry.StepListener):
         return not params.isdisjoint(self._params)
 
 
-_alarmed: "weakref.WeakSet[Guard]" = weakref.WeakSet()
-_watching: Any = None
+_alarmed_guards: "weakref.WeakSet[Guard]" = weakref.WeakSet()
+_step_hook: Any = None
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    if not _alarmed:
+    if not _alarmed_guards:
         return
     params = set(param_groups.everyone(optimizer.param_groups))
-    for guard in list(_alarmed):
+    for guard in list(_alarmed_guards):
         if guard.has(params):
             guard.refuse_step()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_MANY = 300  # objects through which one is held; more are not searched
+_MAX_SEARCHED = 300  # objects through which one is held; more are not searched
 
 
 def instances(kind: type[T]) -> list[T]:
@@ -54,7 +54,7 @@ def in_use(target: "weakref.ref[Any]") -> bool:
                 if id(one) in running or _is_suspended(one):
                     return True
                 dead.append(one)
-            elif isinstance(one, types.ModuleType) or len(members) > _MANY:
+            elif isinstance(one, types.ModuleType) or len(members) > _MAX_SEARCHED:
                 return True
             else:
                 members.append(one)

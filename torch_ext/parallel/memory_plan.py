@@ -121,7 +121,7 @@ def plan_memory(
         **_ema_arguments(Averaging.of(0.0, ema_dtype, 1) if ema_dtype else NONE),
         **_matrix_arguments([] if matrices is None else matrices.rows, None if muon is None else muon.threads),
     )
-    room = _room_of(args)
+    room = _workspace_of(args)
     args.room = ctypes.addressof(room)
     plan = library.function("tx_memory_plan", ctypes.POINTER(_MemoryArgs), ctypes.POINTER(_Memory))
     plans, buckets = [], plan_of(layout, world_size).buckets
@@ -129,14 +129,14 @@ def plan_memory(
         if strategy not in table.strategies():
             raise ValueError(f"strategy is {strategy!r}; legal are {', '.join(table.strategies())}")
         args.strategy = table.strategies().index(strategy)
-        _travel_in(message_plan.decide(buckets, world_size, policy, policy.link_gbps, strategy), args)
+        _set_messages(message_plan.decide(buckets, world_size, policy, policy.link_gbps, strategy), args)
         memory = _Memory()
         plan(ctypes.byref(args), ctypes.byref(memory))
         plans.append(MemoryPlan(strategy, *(getattr(memory, part) for part in _PARTS)))
     return plans
 
 
-def _travel_in(messages: message_plan.Messages, args: _MemoryArgs) -> None:
+def _set_messages(messages: message_plan.Messages, args: _MemoryArgs) -> None:
     args.compressed = messages.compressed
     if messages.link_gbps is not None:
         args.ends = (ctypes.c_int64 * len(messages.ends))(*messages.ends)
@@ -155,17 +155,19 @@ def _matrix_arguments(rows: Sequence[CMatrix], threads: int | None) -> dict[str,
     return {"threads": threads or torch.get_num_threads(), "n_matrices": len(rows), "matrices": matrices}
 
 
-def _room_of(args: _MemoryArgs) -> Any:
+def _workspace_of(args: _MemoryArgs) -> Any:
     """What tx_memory_plan works in; kept alive by whoever keeps it."""
     nbytes = library.function("tx_memory_room_bytes", ctypes.c_void_p, restype=ctypes.c_int64, brief=True)
     return (ctypes.c_int64 * -(-nbytes(ctypes.byref(args)) // 8))()
 
 
-def _states_of(layout: CLayout, policy: Policy, keep_32bit: Sequence[str], of_muon: frozenset[int], ema: Any) -> Any:
+def _states_of(
+    layout: CLayout, policy: Policy, keep_32bit: Sequence[str], muon_positions: frozenset[int], ema: Any
+) -> Any:
     """Of each parameter. of_muon: positions of those that Muon steps."""
     kept = Selection(keep_32bit, "keep_32bit").flags([t for _, t in layout.named], [n for n, _ in layout.named], True)
     forms = [
-        (tensor.dtype, tensor.numel(), keep, i in of_muon)
+        (tensor.dtype, tensor.numel(), keep, i in muon_positions)
         for i, ((_, tensor), keep) in enumerate(zip(layout.named, kept, strict=True))
     ]
     kinds = {form: _state_of(policy, *form, ema) for form in set(forms)}

@@ -1,5 +1,5 @@
-"""What a link's speed decides about planned buckets: which neighbours travel as one message, and whether compressed
-(tx_coalesce, tx_compresses of C). Bits depend on none of it."""
+"""What the link's speed decides about planned buckets: which neighbours are sent as one message, and whether messages
+are compressed (tx_coalesce and tx_compresses in C). The gradients' bits depend on neither."""
 
 import ctypes
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch_ext.policy.policy import Policy
 
 @structs.mirror("tx_coalesce_args")
 class _Args(library.Struct):
-    """Buckets and the link."""
+    """The arguments of tx_coalesce: buckets and link."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Messages(NamedTuple):
     compressed: bool = False
     """Whether bf16 messages are compressed."""
     ends: tuple[int, ...] = ()
-    """The bucket after each message's last one."""
+    """For each message, the bucket after its last one."""
 
     def lines(self) -> list[str]:
-        """For people; nothing where nothing was decided."""
+        """Returns the decision as text; no line if nothing was decided."""
         if self.link_gbps is None:
             return []
         runs = zip((0, *self.ends), self.ends, strict=False)
@@ -56,16 +56,16 @@ class Messages(NamedTuple):
 
 
 def link_gbps(depends: bool, policy: Policy, communicator: Communicator, number: int, caller: str) -> float | None:
-    """What a rank's link carries, in Gbit/s, the same on every rank, each of which calls it: as the policy has it, or
-    measured. None where nothing depends on it: devices that defer what is sent have a message for each bucket. depends:
-    the same on every rank. number: of `agree`."""
+    """Returns what a rank's link carries, in Gbit/s: the policy's value, or one that is measured here. Every rank calls
+    it and gets the same. None if nothing depends on it: on devices that send in stream order each bucket is a message.
+    depends: equal on every rank. number: from `agree`."""
     if communicator.deferring or not depends:
         return None
     return policy.link_gbps or link.measure(communicator, number, caller)
 
 
 def depends_on_link(buckets: Sequence[PlannedBucket], world_size: int, policy: Policy) -> bool:
-    """Whether there is anything to decide."""
+    """Whether the messages of these buckets depend on the link's speed."""
     compresses = policy.grad_comm_compression == "auto" and any(
         compression.size(b.numel // world_size, b.grad_comm_dtype) for b in buckets
     )
@@ -75,12 +75,13 @@ def depends_on_link(buckets: Sequence[PlannedBucket], world_size: int, policy: P
 def decide(
     buckets: Sequence[PlannedBucket], world_size: int, policy: Policy, link_gbps: float | None, strategy: str
 ) -> Messages:
-    """link_gbps: of a rank; None: not known, so that each bucket is a message. strategy: its name."""
+    """Returns the messages for these buckets. link_gbps: per rank; None: not known, so that each bucket is a message.
+    strategy: its name."""
     n = len(buckets)
     if not depends_on_link(buckets, world_size, policy):
         link_gbps = None
     compressed = compression.decided(policy, link_gbps)
-    if link_gbps is None or policy.bucket_size is not None:  # a size that is given is kept
+    if link_gbps is None or policy.bucket_size is not None:  # a bucket_size set by the user is kept
         return Messages(link_gbps, compressed, tuple(range(1, n + 1)))
     numbers = ctypes.c_int64 * max(1, n)
     args = _Args(
@@ -100,6 +101,6 @@ def decide(
 
 
 def _size_of(bucket: PlannedBucket, compressed: bool) -> int:
-    """As it is sent."""
-    as_it_is = WireBuffer.size_of(bucket.numel, bucket.grad_comm_dtype)
-    return (compressed and compression.size(bucket.numel, bucket.grad_comm_dtype)) or as_it_is
+    """Returns the bytes of a bucket as it is sent."""
+    uncompressed = WireBuffer.size_of(bucket.numel, bucket.grad_comm_dtype)
+    return (compressed and compression.size(bucket.numel, bucket.grad_comm_dtype)) or uncompressed

@@ -1,4 +1,4 @@
-"""The class of a parallelized model, and the reducer that is attached to it."""
+"""The class that `parallelize` gives to a model, and the reducer attached to the model."""
 
 import copyreg
 import weakref
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Attached:
-    """What a parallelized module has besides its own: a reducer, and where its parameters were found."""
+    """What `parallelize` attached to a module: the reducer, and the parameters as they were in that call."""
 
     def __init__(
         self, reducer: "BucketReducer | FSDPReducer", module: torch.nn.Module, strategy: str, policy: Policy
     ) -> None:
         self.reducer, self.strategy, self.policy = reducer, strategy, policy
-        # The dict, the key and the parameter: parameters are replaced there (assign=True), or frozen and thawed.
+        # By dict and key, since load_state_dict(assign=True) replaces the parameter there; requires_grad may change.
         self._entries = [
             (owner._parameters, key, param, param.requires_grad)
             for owner in module.modules()
@@ -33,14 +33,16 @@ class Attached:
         ]
 
     def check(self, module: torch.nn.Module) -> None:
-        """RuntimeError where a parameter is not the one whose gradient the reducer reduces, or not the only one to."""
+        """Raises RuntimeError if a parameter was replaced or thawed since `parallelize`, so that no reducer reduces its
+        gradient, or if DistributedDataParallel reduces it, too."""
         self._refuse_ddp(module)
         for params, key, param, trainable in self._entries:
             now = params.get(key)
             if now is not None and now is not param and local_shard.is_dtensor(param):
                 if not local_shard.is_dtensor(now):
-                    continue  # FSDP2 puts the whole parameter there while it is gathered
-                self.reducer.sync_parameters()  # and one over fewer ranks where reshard_after_forward is their number
+                    continue  # while a unit is unsharded, FSDP2 puts the whole parameter here
+                # With an integer reshard_after_forward, FSDP2 leaves a DTensor over that many ranks: reshard it.
+                self.reducer.sync_parameters()
                 now = params.get(key)
             if (trainable and now is not param) or (not trainable and now is not None and now.requires_grad):
                 names = [n for n, p in module.named_parameters(remove_duplicate=False) if p is now] or [key]
@@ -51,8 +53,9 @@ class Attached:
                 )
 
     def _refuse_ddp(self, module: torch.nn.Module) -> None:
-        """Of one that was there before `parallelize`; torch_patches.py refuses those that come after it."""
-        outer = getattr(DistributedDataParallel, "_active_ddp_module", None)  # whose forward this is a part of
+        """Raises RuntimeError inside the forward of a DistributedDataParallel that has the model's parameters and is
+        older than `parallelize`. One that is created later is rejected in torch_patches.py."""
+        outer = getattr(DistributedDataParallel, "_active_ddp_module", None)  # whose forward is running
         if outer is None:
             return
         reduced = set(map(id, outer._module_parameters))
@@ -65,12 +68,13 @@ class Attached:
                 )
 
 
-# Not an attribute of the module, which would be pickled and copied with it.
+# Not an attribute of the module: that would be pickled and copied with the module.
 _attached: "weakref.WeakKeyDictionary[torch.nn.Module, Attached]" = weakref.WeakKeyDictionary()
 
 
 class ParallelModule(torch.nn.Module):
-    """What `parallelize` adds to a model's class, which keeps its name; pickle and deepcopy give the plain model."""
+    """Base class that `parallelize` adds to a model's class. The class keeps its name; pickle and deepcopy give a model
+    of the original class, without a reducer."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         attached = None if torch.compiler.is_compiling() else _attached.get(self)
@@ -90,37 +94,38 @@ class ParallelModule(torch.nn.Module):
         return outputs
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside accumulate without reducing; the next one outside reduces everything once.
+        """Backwards inside this context accumulate without reducing; the next one outside reduces everything once.
 
-        Unlike DistributedDataParallel's, only the backward has to be inside. Nests with `sync`, restores what was set.
+        Unlike DistributedDataParallel's, only the backward has to be inside. May be nested with `sync`; the previous
+        setting is restored.
         """
         return reducer_of(self).synchronizing(False)
 
     def sync(self) -> AbstractContextManager[None]:
-        """Backwards inside reduce, even inside `no_sync`. Nests, restores what was set."""
+        """Backwards inside this context reduce, even within `no_sync`. May be nested; restores the previous setting."""
         return reducer_of(self).synchronizing(True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, gradient shards included."""
+        """Like torch's zero_grad; drops the gradient shards, too."""
         attached = _attached.get(self)
         if attached is not None:
             attached.reducer.zero_grad(attached.reducer.params)
         super().zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's. Under optim and optim_grads its tensors are the weights' memory, but have storages of their own:
-        the version counters of the parameters do not count what is written to them."""
+        """Like torch's state_dict. Under optim and optim_grads its tensors share the weights' memory but have storages
+        of their own: a write to them does not change the parameters' version counters."""
         reducer = None if (attached := _attached.get(self)) is None else attached.reducer
         if reducer is not None:
             reducer.finish_weights()
         found = super().state_dict(*args, **kwargs)
         if isinstance(reducer, BucketReducer) and reducer.exchange.weights is not None:
-            reducer.exchange.weights.alone(found)
+            reducer.exchange.weights.give_own_storages(found)
         return found
 
     def wire_bytes(self) -> int:
-        """Bytes that this rank sent for the last reduction, all messages together, and for weights: those that steps
-        have gathered since (optim, optim_grads), or forward and backward since the reduction before (FSDP2)."""
+        """Bytes that this rank sent: for all messages of the last reduction, and for the all-gathers of weights, by
+        steps since then (optim, optim_grads) or by forward and backward since the reduction before it (FSDP2)."""
         return reducer_of(self).wire_bytes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -129,7 +134,7 @@ class ParallelModule(torch.nn.Module):
             return reduced
         plain = type(self).__bases__[1]
         arguments = tuple(plain if a is type(self) else a for a in reduced[1])
-        # pickle insists that copyreg.__newobj__ makes an object of the pickled one's class; this makes the same one.
+        # pickle rejects copyreg.__newobj__ with another class than the pickled object's; _reconstructor is not checked.
         if reduced[0] is copyreg.__newobj__ and len(arguments) == 1:  # type: ignore[attr-defined]
             return (copyreg._reconstructor, (plain, object, None), *reduced[2:])  # type: ignore[attr-defined]
         return (reduced[0], arguments, *reduced[2:])
@@ -139,7 +144,7 @@ _classes: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
 
 
 def _parallel_class(plain: type) -> type:
-    """One subclass per class, so that models of one class stay of one class."""
+    """Returns the parallel subclass of `plain`, always the same one: models of one class stay of one class."""
     made = _classes.get(plain)
     if made is None:
         names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
@@ -148,24 +153,24 @@ def _parallel_class(plain: type) -> type:
 
 
 def attach(model: torch.nn.Module, attached: Attached) -> None:
-    """From here on the model's forwards, backwards and state_dict involve its reducer."""
+    """Makes the model use the reducer from now on: in forward, backward, zero_grad and state_dict."""
     if not isinstance(model, ParallelModule):
         model.__class__ = _parallel_class(type(model))
     _attached[model] = attached
 
 
 def detach(model: torch.nn.Module) -> Attached | None:
-    """What an earlier `parallelize` attached, if anything; the model has no reducer from here on."""
+    """Removes and returns what an earlier `parallelize` attached, or None: the model has no reducer afterwards."""
     return _attached.pop(model, None)
 
 
 def attached_to(model: torch.nn.Module) -> Attached | None:
-    """None where the model is not parallelized, or is a copy of one that is."""
+    """Returns what `parallelize` attached; None if the model is not parallelized, or is a copy of one that is."""
     return _attached.get(model)
 
 
 def reducer_of(model: torch.nn.Module) -> "BucketReducer | FSDPReducer":
-    """RuntimeError where the model has none."""
+    """Returns the model's reducer. Raises RuntimeError if it has none."""
     attached = _attached.get(model)
     if attached is None:
         raise RuntimeError(
@@ -175,18 +180,18 @@ def reducer_of(model: torch.nn.Module) -> "BucketReducer | FSDPReducer":
 
 
 def reducers_in(model: torch.nn.Module) -> "list[BucketReducer | FSDPReducer]":
-    """Of the model and its modules, as far as they were parallelized."""
+    """Returns the reducers of the model and of its modules, for those that were parallelized."""
     return [attached.reducer for module in model.modules() if (attached := _attached.get(module)) is not None]
 
 
 def sync_parameters(chunks: torch.nn.Module | Iterable[torch.nn.Module]) -> bool:
-    """Call it on every rank after writing to the parameters of parallelized models (a load, an average, a swap).
+    """Makes the next forward see what was written to the parameters of parallelized models (a load, an average, a
+    swap). Call it on every rank after such a write.
 
-    chunks: a model, or its chunks (pipeline stages, say); every one is visited, and those that were not parallelized
-    are skipped. Under optim_grads_params whole weights that are still in memory are dropped, so that the next forward
-    gathers what the shards hold now; the other strategies have nothing that could be old. Returns whether any chunk
-    was synchronised.
+    chunks: a model, or its chunks (pipeline stages, say); those that were not parallelized are skipped. Under
+    optim_grads_params, unsharded weights that are still in memory are dropped, so that the next forward gathers the
+    shards again; under the other strategies nothing can be out of date. Returns whether any chunk was synchronised.
     """
     each = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
     attached = [_attached.get(chunk) for chunk in each]
-    return any([one is not None and one.reducer.sync_parameters() for one in attached])  # a list: no short circuit
+    return any([one is not None and one.reducer.sync_parameters() for one in attached])  # list: no short circuit

@@ -1,23 +1,24 @@
-"""`parallelize`: data parallelism in place.
+"""`parallelize`: makes a model data parallel, in place.
 
-Every rank checks its own arguments and describes what it is about to do; the ranks compare these descriptions; only
-then is anything changed. What is legal is in parallelize_checks.py, the model's class in parallel_module.py, the
-reducers in reducer.py and fsdp/fsdp_reducer.py.
+Every rank first checks its own arguments and describes, as text, what it is about to do. The ranks compare these
+descriptions, and change something only if they are equal. parallelize_checks.py has the checks, parallel_module.py the
+model's new class, reducer.py and fsdp/fsdp_reducer.py the reducers.
 
 Note: what other packages' code does to a parallelized model
 
-Where gradients are sharded, torch.nn.utils.clip_grad_norm_ and clip_grad_value_, which frameworks call, are sent to
-`clip_grad_norm_` and to the shards; what cannot be right there is refused by name: torch.amp.GradScaler, norms of other
-functions, DistributedDataParallel around the model (torch_patches.py).
+Frameworks call torch.nn.utils.clip_grad_norm_ and clip_grad_value_. Under a sharded strategy these calls are redirected
+to this library's `clip_grad_norm_` and to the gradient shards. What cannot work with sharded gradients raises an error
+that names it: torch.amp.GradScaler, norms by other functions, DistributedDataParallel around the model
+(torch_patches.py).
 
 Note: a second call
 
-It replaces what the first one did: after a layer was frozen or thawed in the middle of training, say, or for another
-strategy. Gradients are dropped. With optimizer= every state is bit for bit what it was, masters, steps and moments, cut
-as parameters are now; parameters that had none begin with zeros. The policy must give states the dtypes that they have.
-A parameter that was frozen keeps its state, whole on every rank (`del optimizer.state[p]` drops it). One tensor of one
-state at a time is whole in memory. Of parameters that were not reduced before, rank 0's states become everybody's, as
-weights do (carry_states.py).
+A second call replaces the first one's reducer: after a layer was frozen or thawed in mid-training, or for another
+strategy. Gradients are dropped. With optimizer=, all optimizer state (master weights, step counts, moments) keeps its
+bits and is cut as the parameters are cut now; parameters without state begin with zeros. The policy must ask for the
+dtypes that the state already has. A frozen parameter keeps its state, whole on every rank (`del optimizer.state[p]`
+drops it). At any time at most one tensor of one state is whole in memory. For parameters that were not reduced before
+this call, rank 0's optimizer state is copied to every rank, as its weights are (carry_states.py).
 """
 
 from collections.abc import Sequence
@@ -55,35 +56,35 @@ def parallelize(
     transport: str = "torch",
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
 ) -> torch.nn.Module:
-    """Makes the model data parallel, in place; returns the same object. Every rank of the group calls it.
+    """Makes the model data parallel, in place, and returns the same object. Every rank of the group must call it.
 
-    Gradients are reduced in buckets during backward: grad_comm_dtype on the wire, summed in fp32 in rank order, divided
-    by the number of ranks. The training loop stays as it is; `model.no_sync()` and `model.sync()` control accumulation.
+    Gradients are reduced in buckets during backward: sent in grad_comm_dtype, summed in fp32 in rank order, divided by
+    the number of ranks. The training loop stays as it is; `model.no_sync()` and `model.sync()` control accumulation.
 
-    model: on one device. Weights and buffers become rank 0's; later changes of buffers stay local.
-    policy: of `load_policy`; besides dtypes: bucket_size, overlap_grad_reduce, check_for_nan_in_grad, step_in_backward,
-        link_gbps (None: ranks measure their link here where something depends on it: which buckets travel together,
-        and grad_comm_compression "auto"; optim_grads_params does not measure), create_all_gather_group (between GPUs).
+    model: on one device. Rank 0's weights and buffers are copied to every rank; later changes of buffers stay local.
+    policy: from `load_policy`. Read besides dtypes: bucket_size, overlap_grad_reduce, check_for_nan_in_grad,
+        step_in_backward, create_all_gather_group (between GPUs), link_gbps. If link_gbps is None, the ranks measure
+        their link here if buckets per message or grad_comm_compression "auto" depend on it (not optim_grads_params).
     strategy: its name or number; None: the policy's data_parallel_sharding_strategy.
-        no_shard (0): `.grad`, a view of a flat main_grads_dtype buffer, is the mean over the ranks after backward,
-            rounded once to grad_gather_dtype (None: the wire's, bf16 beside an 8-bit wire), the same bits everywhere.
-        optim (1): this rank's parts of `.grad` hold the sum in main_grads_dtype, the rest what this rank computed.
-            torch_ext's optimizer steps these parts of the parameters, which become views of flat buffers, too, and
-            `step()` gathers the others'.
-        optim_grads (2): every backward adds its sum to a shard; `.grad` is None between backwards.
-        optim_grads_params (3): torch's FSDP2 with our reduce-scatter and optimizer; its units are chosen here unless
-            the model was `fully_shard`-ed before. Sums are added up in main_grads_dtype on the shard.
+        no_shard (0): after backward `.grad`, a view of a flat buffer in main_grads_dtype, is the mean over the ranks,
+            rounded once to grad_gather_dtype (None: the wire's dtype; bf16 with an 8-bit wire), equal on all ranks.
+        optim (1): `.grad` holds the sum, in main_grads_dtype, in this rank's part, and this rank's own gradient in the
+            rest. torch_ext's optimizer steps this rank's parts of the parameters, which become views of flat buffers,
+            too; `step()` all-gathers the other ranks' parts.
+        optim_grads (2): every backward adds its sum to a gradient shard; `.grad` is None between backwards.
+        optim_grads_params (3): torch's FSDP2 with our reduce-scatter and optimizer. A model without `fully_shard` gets
+            its units here. Sums are added to the gradient shard in main_grads_dtype.
     process_group: None: the default group.
-    find_unused_parameters: a parameter without a gradient counts as zero on that rank, and where no rank has one
-        `.grad` stays as it was; else it is an error, on every rank, that names it. Every rank's backward reaches some
-        parameter (as in DistributedDataParallel), or the other ranks wait for it.
+    find_unused_parameters: True: a parameter without a gradient counts as zero on that rank, and its `.grad` stays as
+        it was if no rank has one. False: that is an error on every rank, which names the parameter. Every rank's
+        backward must reach some parameter (as in DistributedDataParallel), or the other ranks wait for it.
     gradient_divide_factor: sums are divided by it in fp32; None: the number of ranks; 1: a sum.
     transport: between GPUs "torch", the process group with its watchdog and flight recorder, or "nccl", a communicator
         of this library's own (NCCL 2.19 or newer: torch's, else TORCH_EXT_NCCL's, the Python package's, the system's).
-    optimizer: one or several whose states are taken along, in a second call, too. Others that have state are refused.
+    optimizer: one or several whose state is kept, in a second call, too. Any other optimizer with state is an error.
 
-    Raises ValueError, TypeError or RuntimeError, on every rank, before anything is changed: for what is not legal here
-    or on another rank, and where the ranks' models or policies differ.
+    Raises ValueError, TypeError or RuntimeError on every rank, before anything is changed, if an argument is illegal
+    on some rank or if the ranks' models or policies differ.
     """
     group = checks.group_of(process_group)
     call = _Call(model, policy, group, find_unused_parameters, gradient_divide_factor, transport)
@@ -100,7 +101,8 @@ def parallelize(
 
 
 class _Call:
-    """One call of `parallelize` on one rank: prepared and described, then, where all ranks agree, carried out."""
+    """One call of `parallelize` on one rank: `prepare` checks and describes it, `agree` compares the ranks'
+    descriptions, `make_reducer` changes the model."""
 
     def __init__(
         self,
@@ -113,19 +115,19 @@ class _Call:
     ) -> None:
         self.model, self.policy, self.transport = model, policy, transport
         self.find_unused_parameters, self.given_factor = find_unused_parameters, given_factor
-        # A model on no real device is an error, which all ranks are told about.
+        # A model on the meta device is an error, but `prepare` has to find it: only then do all ranks hear of it.
         self.device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.communicator: Communicator = make_communicator(
             group, self.device, transport if self.device.type == "cuda" else "torch", policy.create_all_gather_group
         )
-        # Of `prepare`:
+        # Set by `prepare`:
         self.strategy, self.divide_factor = "", 0.0
         self.carried: list[carry_states.CarriedStates] = []
         self.plan: BucketPlan | None = None  # FSDP2 has none
-        self._layout: list[str] = []  # as text
+        self._layout: list[str] = []  # the layout as text, which the ranks compare
 
     def prepare(self, strategy: str | int | None, optimizer: object) -> Exception | None:
-        """Checks what was given on this rank. Changes nothing; returns what is wrong."""
+        """Checks the arguments on this rank and returns the error, or None. Changes nothing."""
         try:
             self._prepare(strategy, optimizer)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -146,7 +148,7 @@ class _Call:
         checks.check_model(model, self.strategy, given)
         checks.check_step_in_backward(policy, self.strategy, self.find_unused_parameters)
         if self.strategy == checks.FULLY_SHARDED:
-            from torch_ext.parallel.fsdp import fully_shard  # loads FSDP2, for those who use it
+            from torch_ext.parallel.fsdp import fully_shard  # imports torch's FSDP2: only where it is used
 
             self._layout = fully_shard.describe(model, policy, communicator.group)
         else:
@@ -154,7 +156,7 @@ class _Call:
             self._layout = self.plan.lines()
 
     def agree(self, failure: Exception | None) -> int:
-        """Raises on every rank where one has a failure or they differ; returns the reducer's number."""
+        """Returns the reducer's number, the same on all ranks. Raises on every rank if any rank failed or differs."""
         policy = self.policy
         options = (
             f"strategy {self.strategy}, divide by {self.divide_factor}, "
@@ -176,7 +178,7 @@ class _Call:
         )
 
     def make_reducer(self, number: int) -> "BucketReducer | FSDPReducer":
-        """Broadcasts rank 0's weights and buffers, and lays out the gradients. number: of `agree`."""
+        """Broadcasts rank 0's weights and buffers, then creates the reducer and its buffers. number: from `agree`."""
         if self.plan is None:
             from torch_ext.parallel.fsdp import fully_shard
 
@@ -195,7 +197,7 @@ class _Call:
     def _bucket_reducer(self, plan: BucketPlan, number: int) -> BucketReducer:
         policy, named = self.policy, trainable(self.model)
         world_size, replicated = self.communicator.world_size, self.strategy == "no_shard"
-        name = self.strategy  # the plan that is made later keeps no more
+        name = self.strategy  # a local: `replan` below must not keep this object alive
         depends = message_plan.depends_on_link(plan.buckets, world_size, policy)
         link_gbps = message_plan.link_gbps(depends, policy, self.communicator, number, "parallelize")
         ids = param_groups.ids_of([name for name, _ in named])

@@ -1,4 +1,4 @@
-"""Flat buffers of parameters: under a sharded strategy a rank steps its parts, and all-gathers write in place."""
+"""Flat buffers of parameters, for sharded strategies: a rank steps its parts, all-gathers write the rest in place."""
 
 from collections.abc import MutableMapping, Sequence
 from typing import Any
@@ -15,7 +15,8 @@ from torch_ext.tensors import dense
 
 
 class ParamBuffers:
-    """One flat tensor for each buffer of the plan, of which the parameters are views from here on, weights kept."""
+    """The flat parameter buffers: one tensor for each buffer of the plan. The constructor copies the weights there and
+    makes the parameters views of it."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter], plan: BucketPlan) -> None:
         self.params, self.plan = params, plan
@@ -33,14 +34,14 @@ class ParamBuffers:
             param.data = view
 
     def _holds(self, i: int) -> bool:
-        """Whether parameter i is its view. The buffer itself may move (share_memory()), and its views with it."""
+        """Whether parameter i still is in its buffer. If the buffer itself moves (share_memory()), so do its views."""
         param, planned = self.params[i], self.plan.parameters[i]
         flat = self.flats[planned.buffer]
         address = flat.data_ptr() + planned.start * flat.element_size()
         return not planned.numel or (param.dtype == planned.param_dtype and param.data_ptr() == address)
 
     def check(self, i: int) -> None:
-        """RuntimeError where parameter i no longer is its view."""
+        """Raises RuntimeError if parameter i no longer is in its buffer."""
         if not self._holds(i):
             raise RuntimeError(
                 f"parameter {self.plan.parameters[i].name!r} left the flat buffer that parallelize laid it into "
@@ -49,8 +50,8 @@ class ParamBuffers:
             )
 
     def local(self, i: int, owned: tuple[int, ParamSlice] | None, group: dist.ProcessGroup) -> LocalShard:
-        """What this rank steps of parameter i. owned: the bucket, and the run in this rank's part of it, if there is
-        one. RuntimeError where the parameter left its buffer."""
+        """Returns what this rank steps of parameter i. owned: the bucket and the slice in this rank's part of it; None
+        if this rank has nothing of it. Raises RuntimeError if the parameter left its buffer."""
         self.check(i)
         planned = self.plan.parameters[i]
         flat = self.flats[planned.buffer]
@@ -60,11 +61,11 @@ class ParamBuffers:
         begin = planned.start + piece.first
         return LocalShard(flat[begin : begin + piece.numel], piece.first, (group,), bucket)
 
-    def alone(self, state_dict: MutableMapping[str, Any]) -> None:
-        """Replaces detached parameters of these buffers by tensors of the same memory with storages of their own.
+    def give_own_storages(self, state_dict: MutableMapping[str, Any]) -> None:
+        """Replaces a state dict's views of these buffers by tensors with the same memory and storages of their own.
 
-        Of tensors in one storage, Accelerate saves one with a warning (as if they were tied), safetensors refuses to
-        save any, and torch.save saves the whole storage with each. Tied weights stay one tensor.
+        If tensors share one storage, Accelerate saves only one of them, with a warning (as if they were tied),
+        safetensors refuses to save any, and torch.save saves the whole storage with each. Tied weights stay one tensor.
         """
         flats = {flat.untyped_storage().data_ptr() for flat in self.flats if flat.numel()}
         made: dict[tuple[Any, ...], Tensor] = {}
@@ -78,7 +79,7 @@ class ParamBuffers:
         self._lent += (StorageWeakRef(value.untyped_storage()) for value in made.values())
 
     def refuse_lent(self, doing: str) -> None:
-        """RuntimeError where tensors of `alone` are still held: their memory must not be offloaded."""
+        """Raises RuntimeError if a tensor from `give_own_storages` still exists: its memory must not be offloaded."""
         if not all(one.expired() for one in self._lent):
             raise RuntimeError(
                 f"{doing} while a state_dict() of the model, or a tensor of it, is held somewhere: it is the weights' "

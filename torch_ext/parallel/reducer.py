@@ -1,7 +1,7 @@
-"""The reducer of one parallelized model with buckets: what autograd does to gradients becomes events of the gradient
-cycle (`parallel/bucket_exchange.py`), and what optimizers ask is answered.
+"""The reducer of one parallelized model whose gradients are in buckets (every strategy but FSDP2's). Autograd's hooks
+report to it; it turns them into events of the gradient cycle (`parallel/bucket_exchange.py`).
 
-The end of backward waits for the sums, so that everything after `loss.backward()` sees them.
+The end of backward waits for the sums, so that all code after `loss.backward()` sees reduced gradients.
 """
 
 import operator
@@ -28,28 +28,30 @@ from torch_ext.tensors import offload_guard
 
 
 class BucketReducer(BucketGradients):
-    """Of one model's parameters, whose gradients lie where its strategy says (`parallel/strategies/strategy.py`)."""
+    """Reduces the gradients of one model's parameters. The strategy (`parallel/strategies/strategy.py`) decides where
+    they are stored."""
 
     def __init__(self, strategy: ShardingStrategy, number: int, settings: Settings) -> None:
-        """number: of `agree`."""
+        """number: from `agree`."""
         super().__init__(strategy.params, [p.name for p in strategy.plan.parameters])
-        self.exchange = BucketExchange(strategy, number, settings, weak_method(self._laid_out_anew))
+        self.exchange = BucketExchange(strategy, number, settings, weak_method(self._layout_changed))
         self.require_grad_sync = True
         self._steppers = BucketSteppers(settings.step_in_backward)
         self.steps_in_backward = settings.step_in_backward
         self._dtypes = [p.param_dtype for p in strategy.plan.parameters]
         self._noted = NotedGradients(self.params, weak_method(self.grad_ready), hook(self._grads_ready))
-        if strategy.adds_to_sums:
+        if strategy.prepares_grads:
             self._hooks += [p.register_hook(self._before_hook(i)) for i, p in enumerate(self.params)]
-        self._tasks: dict[int, weakref.ref[BackwardEnd]] = {}  # backwards that have not ended, the outermost first
-        self._begun = -1  # the task in which the last gradient was ready
-        self._expected: bool | None = None  # of a backward that will bring gradients: whether it reduces them
+        self._tasks: dict[int, weakref.ref[BackwardEnd]] = {}  # by graph task: backwards under way, outermost first
+        self._current_task = -1  # the graph task in which the last gradient was ready
+        # Whether the backward that was entered, but has no gradient ready yet, will reduce; None: no such backward.
+        self._expected_sync: bool | None = None
 
-    def _laid_out_anew(self) -> None:
+    def _layout_changed(self) -> None:
         reducer_registry.laid_out_anew(self)
 
     def close(self) -> None:
-        """Leaves the parameters as they were before, without gradients."""
+        """Restores the parameters to plain ones without gradients, in memory of their own."""
         if self.cycle.partly_stepped:
             warning.warn(
                 f"parallelize again, after {self.cycle.failure}, unless one was loaded since: rank 0's "
@@ -63,7 +65,7 @@ class BucketReducer(BucketGradients):
 
     @contextmanager
     def synchronizing(self, enabled: bool) -> Iterator[None]:
-        """Backwards inside reduce, or do not; the setting before is restored."""
+        """Backwards inside this context reduce (enabled) or only accumulate; the previous setting is restored."""
         before, self.require_grad_sync = self.require_grad_sync, enabled
         try:
             yield
@@ -78,33 +80,33 @@ class BucketReducer(BucketGradients):
         self.exchange.communicator.refuse_gone(doing)
 
     def before_step(self) -> None:
-        """An optimizer is about to read the gradients: RuntimeError where they are still this rank's own."""
+        """Called before an optimizer reads the gradients. Raises RuntimeError if they are not reduced yet."""
         self.finish_failed_backward()
         self.finish_weights()
-        self.exchange.check_again()
+        self.exchange.recheck_nonfinite()
         self.refuse_gone("step()")
         self.cycle.check_step(i for i in range(len(self.params)) if self.strategy.unreduced(i))
 
     # -- during backward ------------------------------------------------------------------------------------------
 
     def grad_ready(self, param: torch.Tensor) -> None:
-        """Autograd has accumulated into its `.grad`."""
+        """Hook: autograd has accumulated into `.grad` of this parameter."""
         self._begin_backward()
-        self._told([*self._noted.take(), param])
-        if not self.exchange.communicator.deferring:  # else each gradient's stream is asked for
+        self._process_ready([*self._noted.take(), param])
+        if not self.exchange.communicator.deferring:  # a GPU's hooks must run: each records its gradient's stream
             self._noted.note()
 
     def _grads_ready(self) -> None:
-        """And into those that are noted."""
+        """Hook of parameters that complete a bucket: processes all gradients that were noted so far."""
         self._begin_backward()
-        self._told(self._noted.take())
+        self._process_ready(self._noted.take())
 
-    def _told(self, params: list[torch.Tensor]) -> None:
-        if params and self._are_ready(params):
+    def _process_ready(self, params: list[torch.Tensor]) -> None:
+        if params and self._mark_ready(params):
             self.exchange.run()
 
-    def _are_ready(self, params: list[torch.Tensor]) -> bool:
-        """Whether the exchange has something to do then."""
+    def _mark_ready(self, params: list[torch.Tensor]) -> bool:
+        """Tells strategy and cycle that these gradients are ready. Returns whether the cycle has an action to run."""
         try:
             positions = array("q", map(self._position.__getitem__, map(id, params)))
             if list(map(_dtype_of, params)) != list(map(self._dtypes.__getitem__, positions)):
@@ -121,16 +123,16 @@ class BucketReducer(BucketGradients):
         before, noted = weak_method(self.before_accumulate), self._noted
 
         def call(_grad: torch.Tensor) -> None:
-            if not noted.bare:
+            if not noted.started_without_grads:
                 before(i)
 
         return call
 
     def before_accumulate(self, i: int) -> None:
-        """Autograd is about to accumulate into `.grad` of parameter i, or (torch.autograd.grad) to return its
-        gradient."""
-        if self.params[i].grad is None and not self.strategy.sets_aside:
-            return  # nothing to be prepared
+        """Hook: autograd is about to accumulate into `.grad` of parameter i. It also runs when torch.autograd.grad is
+        about to return that gradient."""
+        if self.params[i].grad is None and not self.strategy.has_set_aside:
+            return
         grad = self.exchange.kind_of_grad(i)
         if grad != GRAD_NONE:
             if not _accumulates(self.params[i]):
@@ -140,36 +142,36 @@ class BucketReducer(BucketGradients):
             self.strategy.prepare(i, flags)
 
     def register_outputs(self, outputs: Any) -> None:
-        """Of a forward: a backward through these tensors begins there, as reentrant checkpoints may hold every
-        parameter."""
+        """Hooks a forward's outputs. With reentrant checkpoints every parameter's gradient may come from a nested
+        backward; these hooks let the reducer know the outer one first."""
         for output in tensors_with_graph(outputs):
             output.register_hook(hook(self._output_reached))
 
     def _output_reached(self) -> None:
-        """A backward came through the model's output, before its first gradient is ready."""
+        """Hook: a backward has reached the model's output; no gradient is ready yet."""
         self.enter_graph_task()
-        if self.cycle.phase == IDLE and self._expected is None:
-            self._expected = self.require_grad_sync if any(map(_accumulates, self.params)) else None
+        if self.cycle.phase == IDLE and self._expected_sync is None:
+            self._expected_sync = self.require_grad_sync if any(map(_accumulates, self.params)) else None
 
     def _begin_backward(self) -> None:
         task = torch._C._current_graph_task_id()
-        if task == self._begun:
+        if task == self._current_task:
             return
         self.enter_graph_task()
-        self._begun, self._expected = task, None
+        self._current_task, self._expected_sync = task, None
         if self.cycle.phase != IDLE:
             return
         self.cycle.refuse_failed()
-        # Under no_sync() shards are reduced, too, but more is to come.
+        # Sharded gradients are reduced under no_sync(), too, but more micro-batches follow: no step in this backward.
         completes = self.require_grad_sync and not self.exchange.reorders
         self.exchange.begin(self.require_grad_sync, self._steppers.begin(self, completes))
-        if self.strategy.adds_to_sums and not self.strategy.sets_aside:
-            self._noted.bare = (
+        if self.strategy.prepares_grads and not self.strategy.has_set_aside:
+            self._noted.started_without_grads = (
                 sum(grad is not None for grad in map(_grad_of, self.params)) <= 1
             )  # the one that is ready
 
     def enter_graph_task(self) -> None:
-        """In a graph task that may bring gradients: it is known from here on, and so is its end."""
+        """Registers the running graph task, which may produce gradients, and a callback at its end."""
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
@@ -179,37 +181,40 @@ class BucketReducer(BucketGradients):
         self._tasks[task] = queue_backward_end(self.backward_ended, task, gone=weak_method(self._backward_gone))
 
     def finish_failed_backward(self) -> None:
-        """If the last backward raised: waits for what it sent, as the other ranks sent it too, and discards it."""
+        """Recovers if the last backward raised: waits for the messages that it sent, which the other ranks sent, too,
+        and discards them. Does nothing otherwise."""
         ended = not self._tasks and self.cycle.phase == IDLE
         if ended or (self._tasks and all(end() is not None for end in self._tasks.values())):
             return
         self._backward_gone()
         self._tasks.clear()
-        expected, self._begun, self._expected = self._expected, -1, None
+        expected, self._current_task, self._expected_sync = self._expected_sync, -1, None
         if expected and self.cycle.phase == IDLE and not self.failed:
-            self.exchange.begin(True, [])  # on other ranks gradients were ready: it counts everywhere
-        # It may have accumulated into a `.grad` of which the cycle was not told.
+            # No gradient was ready here, but maybe on other ranks: all ranks must count the same cycles.
+            self.exchange.begin(True, [])
+        # The backward may have accumulated into a `.grad` without having told the cycle.
         self.cycle.died(self.strategy.modified_since(self.exchange.versions))
-        self.exchange.run()  # an interrupt of it leaves the rest for the next time
+        self.exchange.run()  # after an interrupt the next call goes on
 
     def _backward_gone(self, _end: object = None) -> None:
-        """A backward raised. What is noted is ready, as it is on ranks that were told of it at once."""
+        """Called when a backward raised. Marks the noted gradients as ready: on ranks that do not note, they are."""
         self._noted.tell()
         if any(end() is not None for end in self._tasks.values()) or not (noted := self._noted.take()):
             return
         try:
-            self._are_ready(noted)
-        except Exception:  # perhaps what backward raised; nobody can hear of it here
+            self._mark_ready(noted)
+        except Exception:  # perhaps the error that the backward raised; here it would reach no caller
             self.strategy.discard([self._position[id(p)] for p in self._noted.take()])
 
     # -- at its end -----------------------------------------------------------------------------------------------
 
     def backward_ended(self, task: int) -> None:
-        """Of one graph task; a nested one (reentrant checkpointing) leaves the end to the outermost."""
-        self._told(self._noted.take())
+        """Callback at the end of a graph task. Only the outermost one (reentrant checkpointing nests them) ends the
+        cycle's backward."""
+        self._process_ready(self._noted.take())
         self._tasks.pop(task, None)
         if not self._tasks:
-            self._expected = None
+            self._expected_sync = None
         if self._tasks or self.cycle.phase not in (ACCUMULATING, REDUCING):
             return
         self._noted.tell()
@@ -222,8 +227,8 @@ _dtype_of, _grad_of = operator.attrgetter("dtype"), operator.attrgetter("grad")
 
 
 def _accumulates(param: torch.Tensor) -> bool:
-    """Whether the running backward accumulates into `.grad`, as that of torch.autograd.grad does not."""
+    """Whether the running backward accumulates into `.grad`; torch.autograd.grad's does not."""
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(param).node)
-    except RuntimeError:  # torch's answer for a gradient that is returned
+    except RuntimeError:  # torch raises for a gradient that torch.autograd.grad returns
         return False

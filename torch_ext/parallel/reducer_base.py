@@ -1,6 +1,6 @@
-"""What the reducers of buckets and of FSDP2's units have in common: hooks, and what is remembered of failures.
+"""Base class of the two reducers, of buckets and of FSDP2's units: its hooks, positions of parameters and its cycle.
 
-Hooks hold their reducer weakly: parameters and modules must not keep it alive.
+Hooks refer to their reducer weakly: parameters and modules must not keep it alive.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,12 +14,12 @@ from torch_ext.params import reducer_registry
 
 
 def tensors_with_graph(outputs: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a forward's outputs through which a backward can come."""
+    """Returns the tensors among a forward's outputs that have a grad_fn: a backward can pass through them."""
     return (t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn is not None)
 
 
 class ReducerBase(reducer_registry.GradientReducer):
-    """Parameters are known by their positions i in `params`."""
+    """Reduces the gradients of `params`. `i` is a parameter's position in that list."""
 
     exchange: Exchange
 
@@ -30,7 +30,7 @@ class ReducerBase(reducer_registry.GradientReducer):
         reducer_registry.register(self, self.params)
 
     def detach(self) -> None:
-        """The parameters and modules forget this reducer."""
+        """Removes this reducer's hooks from parameters and modules, and its entries in the registry."""
         for handle in self._hooks:
             handle.remove()
         reducer_registry.unregister(self)
@@ -45,7 +45,7 @@ class ReducerBase(reducer_registry.GradientReducer):
 
     @property
     def wire_bytes(self) -> int:
-        """Sent in the last cycle that ended, and for the weights gathered since."""
+        """Bytes that this rank sent in the last completed cycle, and for all-gathers of weights since."""
         return self.exchange.wire_bytes
 
     def step_begins(self) -> None:
@@ -58,5 +58,5 @@ class ReducerBase(reducer_registry.GradientReducer):
         self.cycle.zero(range(len(self.params)))
 
     def _positions(self, params: Iterable[torch.Tensor]) -> list[int]:
-        """Of those that this reducer reduces."""
+        """Returns the positions of those parameters that this reducer has."""
         return [i for p in params if (i := self._position.get(id(p))) is not None]

@@ -43,11 +43,15 @@ def install(sharded: bool) -> None:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
         register_module_module_registration_hook(_refuse_ddp)
-        _patch(torch.optim.Optimizer, "zero_grad", functools.partial(_waiting, params_of=_params_of))
-        _patch(torch.nn.Module, "zero_grad", functools.partial(_waiting, params_of=torch.nn.Module.parameters))
+        _patch(torch.optim.Optimizer, "zero_grad", functools.partial(_wait_for_failed_backward, params_of=_params_of))
+        _patch(
+            torch.nn.Module,
+            "zero_grad",
+            functools.partial(_wait_for_failed_backward, params_of=torch.nn.Module.parameters),
+        )
     if sharded:
         torch_clip_functions.route()
-        _patch(torch.amp.GradScaler, "unscale_", _refusing)
+        _patch(torch.amp.GradScaler, "unscale_", _refuse_sharded)
 
 
 def _patch(owner: type, name: str, patched: Callable[[Function], Function]) -> None:
@@ -62,7 +66,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return param_groups.everyone(optimizer.param_groups)
 
 
-def _waiting(zero_grad: Function, params_of: Callable[[Any], Iterable[Tensor]]) -> Function:
+def _wait_for_failed_backward(zero_grad: Function, params_of: Callable[[Any], Iterable[Tensor]]) -> Function:
     def function(self: Any, set_to_none: bool = True) -> Any:
         if not set_to_none:
             for owner in reducer_registry.owners_of(params_of(self)):
@@ -72,7 +76,7 @@ def _waiting(zero_grad: Function, params_of: Callable[[Any], Iterable[Tensor]]) 
     return function
 
 
-def _refusing(unscale: Function) -> Function:
+def _refuse_sharded(unscale: Function) -> Function:
     def function(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Any:
         if scaler.is_enabled() and any(owner.sharded for owner in reducer_registry.owners_of(_params_of(optimizer))):
             raise RuntimeError(FOREIGN_SCALER)

@@ -174,7 +174,7 @@ class FSDPReducer(ReducerBase):
     def reduced(self, unit: UnitPlan, output: torch.Tensor) -> None:
         """FSDP2 has reduced a unit, all-reduce included, and makes gradients of the output next."""
         self.begin_backward()
-        self.exchange.given_back(unit, output)
+        self.exchange.unit_reduced(unit, output)
 
     def grad_ready(self, i: int) -> None:
         """FSDP2 made a gradient of a slice of the output, for the parameter's shard."""

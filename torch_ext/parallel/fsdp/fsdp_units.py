@@ -42,9 +42,9 @@ def shard(units: Sequence[FSDPUnit], policy: Policy, group: dist.ProcessGroup, d
     mesh = DeviceMesh.from_group(group, device.type)
     (model,) = units[-1].modules
     most = _dtypes(model.parameters(), set()).most_common(1)
-    narrow = policy.param_dtype if most and most[0][0] == torch.float32 else None
+    low_precision = policy.param_dtype if most and most[0][0] == torch.float32 else None
     for unit in units:
-        compute = narrow if unit.dtype in (None, torch.float32) else None
+        compute = low_precision if unit.dtype in (None, torch.float32) else None
         # The reduce-scatter has a wire of its own: gradients are handed to it as backward made them (None would mean
         # the shards' dtype from torch 2.15 on). But fp16 is widened, since FSDP2 would scale it in fp16, before and
         # after the sum.
@@ -63,11 +63,13 @@ def units_of(model: nn.Module, bucket_size: int | None) -> list[FSDPUnit]:
     units: list[FSDPUnit] = []
     for blocks in _containers(model):
         # A parameter that is shared with modules outside belongs to the unit that contains them all.
-        alone = [block for block in blocks if all(held[p] == n * times[block] for p, n in _holders(block).items())]
-        for run in _runs(alone, bucket_size):
-            units += _united([_split(block) for block in run])
+        self_contained = [
+            block for block in blocks if all(held[p] == n * times[block] for p, n in _holders(block).items())
+        ]
+        for run in _runs(self_contained, bucket_size):
+            units += _merge_units([_split(block) for block in run])
     taken = {id(p) for unit in units for module in unit.modules for p in module.parameters()}
-    return [*_once(units + _split(model, taken))]
+    return [*_without_duplicates(units + _split(model, taken))]
 
 
 def _runs(blocks: Sequence[nn.Module], bucket_size: int | None) -> list[Sequence[nn.Module]]:
@@ -82,7 +84,7 @@ def _runs(blocks: Sequence[nn.Module], bucket_size: int | None) -> list[Sequence
     return [blocks[begin:end] for begin, end in pairwise([0, *ends[:n_runs]])]
 
 
-def _united(blocks: Sequence[Sequence[FSDPUnit]]) -> list[FSDPUnit]:
+def _merge_units(blocks: Sequence[Sequence[FSDPUnit]]) -> list[FSDPUnit]:
     """Of blocks that share a unit, each split by dtypes: one unit for each dtype of their inner modules, then their
     own."""
     modules: dict[tuple[bool, torch.dtype | None], list[nn.Module]] = {}
@@ -95,7 +97,7 @@ def _united(blocks: Sequence[Sequence[FSDPUnit]]) -> list[FSDPUnit]:
     ]
 
 
-def _once(units: Sequence[FSDPUnit]) -> Iterator[FSDPUnit]:
+def _without_duplicates(units: Sequence[FSDPUnit]) -> Iterator[FSDPUnit]:
     """A module of another dtype that several modules share is found in each of them."""
     seen: set[nn.Module] = set()
     for unit in units:
@@ -135,10 +137,12 @@ def _split(module: nn.Module, taken: "frozenset[int] | set[int]" = frozenset()) 
     """The module as a unit, before it those of its modules that have another dtype: a unit has one."""
     own = _dtypes(module.parameters(recurse=False), taken) or _dtypes(module.parameters(), taken)
     dtype = own.most_common(1)[0][0] if own else None
-    return [*_others(module, dtype, taken), FSDPUnit([module], dtype)]
+    return [*_units_of_other_dtypes(module, dtype, taken), FSDPUnit([module], dtype)]
 
 
-def _others(module: nn.Module, dtype: torch.dtype | None, taken: "frozenset[int] | set[int]") -> Iterator[FSDPUnit]:
+def _units_of_other_dtypes(
+    module: nn.Module, dtype: torch.dtype | None, taken: "frozenset[int] | set[int]"
+) -> Iterator[FSDPUnit]:
     own = _dtypes(module.parameters(recurse=False), taken)
     if len(own) > 1:
         raise ValueError(
@@ -150,7 +154,7 @@ def _others(module: nn.Module, dtype: torch.dtype | None, taken: "frozenset[int]
         if set(inside) <= {dtype}:
             continue
         if _cannot_run(child):
-            yield from _others(child, dtype, taken)
+            yield from _units_of_other_dtypes(child, dtype, taken)
             continue
         *inner, unit = _split(child, taken)
         yield from inner

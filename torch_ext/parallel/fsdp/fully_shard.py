@@ -46,7 +46,7 @@ def describe(model: nn.Module, policy: Policy, group: dist.ProcessGroup) -> list
     _check_sharded(model, group)
     return [
         f"{unit}: {unit.main_grads_dtype} from {unit.grad_comm_dtype}, {unit.replicas} replicas"
-        for _, unit in _plan_units(model, policy, _of_user(model))
+        for _, unit in _plan_units(model, policy, _units_of_user(model))
     ]
 
 
@@ -76,7 +76,7 @@ def shard_fully(
         _replace_in_optimizers(before, dict(model.named_parameters()))
         modules = [[cast(FSDPModule, m) for m in unit.modules] for unit in [made[-1], *made[:-1]]]
     else:
-        modules = _of_user(model)
+        modules = _units_of_user(model)
     units = _plan_units(model, policy, modules)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     unit_of = _unit_of(modules)
@@ -107,7 +107,7 @@ def _install(
         module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def _of_user(model: nn.Module) -> list[list[FSDPModule]]:
+def _units_of_user(model: nn.Module) -> list[list[FSDPModule]]:
     """Of several modules that the user gave to fully_shard together, FSDP2 asks one; which, it does not tell."""
     return [[module] for _, module in fsdp_modules(model)]
 

@@ -32,7 +32,7 @@ def _reshard_after_failed_forward(module: Any) -> None:
         group.post_forward_mesh_info = mesh_info
 
 
-class Used:
+class UsedParams:
     """Which parameters got a gradient: hooks of the unsharded parameters, which the first forward shows, tell."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Used:
         position = {id(p): i for i, p in enumerate(params)}
         self._hooks: list[Any] = []
         for unit, of_unit in zip(units, places, strict=True):
-            known = [(module, name, position.get(_at(module, name))) for module, name in of_unit]
+            known = [(module, name, position.get(_param_id(module, name))) for module, name in of_unit]
             self._hooks += [module.register_forward_pre_hook(partial(self._watch, known)) for module in unit]
 
     def _watch(self, places: Sequence[tuple[weakref.ref[nn.Module], str, int | None]], *_: Any) -> None:
@@ -55,7 +55,7 @@ class Used:
                 continue
             if whole.requires_grad and whole is not self._params[i] and whole is not self._whole.get(i):
                 self._whole[i] = whole
-                self._hooks.append(whole.register_post_accumulate_grad_hook(partial(_reach, self._reached, i)))
+                self._hooks.append(whole.register_post_accumulate_grad_hook(partial(_mark_reached, self._reached, i)))
 
     def take(self, i: int) -> bool:
         """Whether it got a gradient since the last call. True where the unsharded parameter was never seen."""
@@ -72,16 +72,16 @@ class Used:
             hook.remove()
 
 
-def _at(module: weakref.ref[nn.Module], name: str) -> int:
+def _param_id(module: weakref.ref[nn.Module], name: str) -> int:
     owner = module()
     return id(None if owner is None else owner._parameters[name])
 
 
-def _reach(reached: set[int], i: int, _whole: torch.Tensor) -> None:
+def _mark_reached(reached: set[int], i: int, _whole: torch.Tensor) -> None:
     reached.add(i)
 
 
-class _Cleaning:
+class _GradCleaner:
     """Drops the gradients of unsharded parameters, which after a backward that raised FSDP2 would add to the next ones:
     a hook of a unit's module, after FSDP2's, which puts these parameters into it."""
 
@@ -128,12 +128,12 @@ class ParamGather:
         modules = [module for unit in units for module in unit]
         self._known = {id(p) for module in modules for p in module.parameters()}  # shards, and what is not sharded
         self._places = [[*_places(unit, {*modules})] for unit in units]
-        self.used = Used(params, units, self._places) if zeros else None
-        self._cleanings = [_Cleaning(module, self._known) for module in modules]
+        self.used = UsedParams(params, units, self._places) if zeros else None
+        self._grad_cleaners = [_GradCleaner(module, self._known) for module in modules]
 
     def close(self) -> None:
         """Gradients are dropped; those of unsharded parameters are out of reach until the next forward."""
-        for cleaning in self._cleanings:
+        for cleaning in self._grad_cleaners:
             cleaning.wanted = cleaning.last = True
         if self.used is not None:
             self.used.close()
@@ -216,7 +216,7 @@ class ParamGather:
 
     def recover(self) -> bool:
         """Makes FSDP2 forget a backward that raised; whether it can."""
-        for cleaning in self._cleanings:
+        for cleaning in self._grad_cleaners:
             cleaning.wanted = True
         if self.used is not None:
             self.used.forget()

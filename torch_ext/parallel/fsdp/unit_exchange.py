@@ -82,7 +82,7 @@ class UnitExchange(Exchange):
         self.cycle.given(given.unit.number, given.gradients.numel())
         self.run()
 
-    def given_back(self, unit: UnitPlan, output: torch.Tensor) -> None:
+    def unit_reduced(self, unit: UnitPlan, output: torch.Tensor) -> None:
         """FSDP2 has reduced a unit, all-reduce included."""
         last = self._reductions[-1] if self._reductions else None
         if last is None or last.output is not output:

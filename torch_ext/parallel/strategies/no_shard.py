@@ -1,4 +1,4 @@
-"""no_shard: nothing is cut over the ranks; every rank gets the mean gradient, rounded once to the wire dtype."""
+"""no_shard: nothing is sharded; every rank gets the mean gradient, rounded once to the dtype of gathered sums."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,13 +19,14 @@ class NoShard(BufferedStrategy):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        # What an earlier reduction left of parameters without a gradient in this cycle. It is sent all the same, as
-        # another rank may have one, and that rounds it.
+        # Copies of earlier means, for parameters without a gradient in this cycle. Their range is sent nevertheless,
+        # since another rank may have a gradient, and sending rounds the mean: `end_cycle` restores the copy.
         self._reduced_before: dict[int, torch.Tensor] = {}
 
     @property
-    def adds_to_sums(self) -> bool:
-        # The mean of equal gradients is the gradient.
+    def prepares_grads(self) -> bool:
+        # An earlier mean is equal on all ranks. If sums are divided by the number of ranks, the next mean contains it
+        # once without any preparation.
         return self.divide_factor != self.communicator.world_size
 
     def prepare(self, i: int, flags: int) -> None:
@@ -58,7 +59,7 @@ class NoShard(BufferedStrategy):
         )
 
     def gathered(self, buckets: range, wire: WireBuffer) -> WireBuffer:
-        """Where the ranks' parts of the sum are gathered."""
+        """Returns the buffer into which the ranks' parts of the sum are all-gathered. wire: the packed message."""
         main, dtype = self.main(buckets), gather_dtype(self.gather_dtype, wire.data.dtype)
         if dtype == wire.data.dtype:
             return wire
@@ -78,7 +79,7 @@ class NoShard(BufferedStrategy):
 
 
 class _Bucket(BucketMean):
-    """Buckets that are sent as one."""
+    """One message: a bucket, or neighbouring buckets that are sent together."""
 
     def __init__(self, strategy: NoShard, buckets: range, cycle: int) -> None:
         super().__init__(strategy.slices(buckets), strategy.ids, strategy.divide_factor, cycle)
@@ -86,13 +87,13 @@ class _Bucket(BucketMean):
         self.gathered = self._main = strategy.main(buckets)
 
     def pack(self) -> tuple[WireBuffer, WireBuffer]:
-        """A PackFn. Any thread."""
+        """PackFn: returns the message, and the buffer that sums are gathered into. Called on any thread."""
         wire = self._strategy.packed(self._buckets, self._cycle)
         self.gathered = self._strategy.gathered(self._buckets, wire)
         return wire, self.gathered
 
     def unpack(self) -> None:
-        """All parts are gathered. Any thread."""
+        """Called on any thread when all parts are gathered: copies them to the buffer, frees temporary memory."""
         if self.gathered.data is not self._main.data:
             unpack(self.gathered, self._main.data)
         self._strategy.temporary.give_back(self._buckets.start)

@@ -1,4 +1,4 @@
-"""optim: masters and moments are cut over the ranks; weights are gathered after the step."""
+"""optim: master weights and moments are sharded over the ranks; weights are all-gathered after the step."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,14 +12,14 @@ from torch_ext.parallel.strategies.strategy import BufferedStrategy
 
 
 class ShardedOptimizer(BufferedStrategy):
-    """optim: the sum goes straight into this rank's part of the buffer; the rest of it keeps the local gradient."""
+    """optim: the sum is written to this rank's part of the flat buffer; the rest keeps this rank's own gradient."""
 
     kind = OPTIM
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self._views = {i: self._owned_view(i) for i in range(len(self.params))}
-        self._earlier: dict[int, torch.Tensor] = {}  # sums of earlier cycles, to which the next ones are added
+        self._earlier_sums: dict[int, torch.Tensor] = {}  # sums of earlier cycles, added to the next ones
 
     def _owned_view(self, i: int) -> torch.Tensor:
         flat = self.buffers.flats[self.plan.parameters[i].buffer]
@@ -30,49 +30,49 @@ class ShardedOptimizer(BufferedStrategy):
         return flat[begin : begin + piece.numel]
 
     @property
-    def adds_to_sums(self) -> bool:
+    def prepares_grads(self) -> bool:
         return True
 
     @property
-    def sets_aside(self) -> bool:
-        return bool(self._earlier)
+    def has_set_aside(self) -> bool:
+        return bool(self._earlier_sums)
 
     def prepare(self, i: int, flags: int) -> None:
         if flags & Prepare.ZERO:
             self.buffers.drop(i)
         if flags & Prepare.SET_ASIDE:
-            # The rest of the buffer has this rank's own gradient, which is in that sum already.
+            # The rest of the buffer is this rank's own gradient, which that sum contains already.
             self.buffers.take(i)
-            self._earlier[i] = self._views[i].clone()
+            self._earlier_sums[i] = self._views[i].clone()
             self.buffers.drop(i)
         if flags & Prepare.FORGET:
-            self._earlier.pop(i, None)
+            self._earlier_sums.pop(i, None)
         if flags & Prepare.TAKE:
             self.grad_ready(i)
 
     def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
-        self._earlier.clear()  # not before: a device may read it until the sums were waited for
+        self._earlier_sums.clear()  # not earlier: a GPU may read them until the sums were waited for
         super().end_cycle(anywhere, reduced_before)
 
     def zero(self, params: Sequence[int]) -> None:
         for i in params:
-            self._earlier.pop(i, None)
+            self._earlier_sums.pop(i, None)
 
     def send(
         self, buckets: range, *, cycle: int, tag: int, label: str, on_reduced: Callable[[], None] | None = None
     ) -> Work:
         shards = [self._owned_part(b) for b in buckets]
         members = [p.param for b in buckets for p in self.members[b]]
-        earlier = {i: self._earlier[i] for i in members if i in self._earlier}
-        apart = len(buckets) > 1 or bool(earlier)  # the message is not the buffer
+        earlier = {i: self._earlier_sums[i] for i in members if i in self._earlier_sums}
+        needs_copy = len(buckets) > 1 or bool(earlier)  # the message cannot be the buffer itself
 
         def pack_bucket() -> tuple[WireBuffer, None]:
-            return self._joined(buckets, cycle) if apart else self.packed(buckets, cycle), None
+            return self._pack_joined(buckets, cycle) if needs_copy else self.packed(buckets, cycle), None
 
         def reduce_fn(chunks: Sequence[WireBuffer], _part: Part) -> None:
             if earlier:
                 for shard in shards:
-                    shard.fill_(-0.0)  # and not 0.0, to which the sum -0.0 cannot be added
+                    shard.fill_(-0.0)  # not 0.0: 0.0 + -0.0 is 0.0, and would lose the sum's sign
                 for i, total in earlier.items():
                     self._views[i].copy_(total)
             begin = 0
@@ -84,7 +84,7 @@ class ShardedOptimizer(BufferedStrategy):
                 on_reduced()
 
         planned = self.plan.buckets[buckets[0]]
-        in_place = not apart and planned.grad_comm_dtype == planned.main_grads_dtype
+        in_place = not needs_copy and planned.grad_comm_dtype == planned.main_grads_dtype
         on_complete = None if in_place else partial(self.temporary.give_back, buckets.start)
         return self.communicator.reduce_scatter(
             pack_bucket,
@@ -98,8 +98,8 @@ class ShardedOptimizer(BufferedStrategy):
     def _owned_part(self, b: int) -> torch.Tensor:
         return self.buffers.buckets[b].chunk(self.communicator.world_size)[self.communicator.rank]
 
-    def _joined(self, buckets: range, cycle: int) -> WireBuffer:
-        """Neighbours as one message."""
+    def _pack_joined(self, buckets: range, cycle: int) -> WireBuffer:
+        """Packs neighbouring buckets into one message."""
         flat = self.buffers.flats[self.plan.buckets[buckets[0]].buffer]
         members = self._members_of(buckets)
         begins = [self.plan.parameters[p.param].start + p.first for p in members]

@@ -1,4 +1,4 @@
-"""optim_grads: gradients are cut over the ranks, too, and reduced in every backward."""
+"""optim_grads: gradients are sharded over the ranks, too, and reduced in every backward."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,10 +15,10 @@ from torch_ext.tensors.storage import is_released
 
 
 class ShardedGradients(ShardingStrategy):
-    """optim_grads: every backward reduces; sums are added to this rank's shard; `.grad` is None between backwards."""
+    """optim_grads: every backward adds its sums to this rank's shard; `.grad` is None between backwards."""
 
     kind = OPTIM_GRADS
-    can_rebuild = False  # all gradients would have to exist at a time
+    can_rebuild = False  # a rebuild needs all gradients in memory at once
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -31,9 +31,9 @@ class ShardedGradients(ShardingStrategy):
         ]
         widen(self.params, self.plan)
         self._views = [self._owned_view(i) for i in range(len(self.params))]
-        self._present = [False] * len(self.params)  # has a gradient, on some rank
-        self._held: dict[int, torch.Tensor] = {}  # gradients of buckets that are not sent
-        self._holding = False  # whether the shards hold anything
+        self._present = [False] * len(self.params)  # whether some rank has a gradient
+        self._held: dict[int, torch.Tensor] = {}  # gradients of buckets that were not sent yet
+        self._shards_have_sums = False  # if not, the next sum overwrites the shards
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -41,7 +41,7 @@ class ShardedGradients(ShardingStrategy):
 
     def begin_backward(self, reducing: bool) -> None:
         super().begin_backward(reducing)
-        self._held.clear()  # what a backward that raised left behind
+        self._held.clear()  # gradients that a backward which raised left here
 
     def _owned_view(self, i: int) -> torch.Tensor:
         if i not in self.owned:
@@ -76,11 +76,11 @@ class ShardedGradients(ShardingStrategy):
         def pack_bucket() -> tuple[WireBuffer, None]:
             return self._wire_of(buckets, values, members, cycle), None
 
-        # Gradients are free as soon as they are packed, unless a device packs them later.
+        # Packing now frees the gradients now. A GPU packs later, in stream order.
         pack_fn: PackFn | WireBuffer = pack_bucket if self.communicator.deferring else pack_bucket()[0]
         if not self.communicator.deferring:
             values.clear()
-        accumulate, part = self._holding, self._owned_part(buckets)
+        accumulate, part = self._shards_have_sums, self._owned_part(buckets)
 
         def reduce_fn(chunks: Sequence[WireBuffer], _part: Part) -> None:
             reduce_chunks(chunks, part, self._scale(), accumulate=accumulate, stats=self.stats)
@@ -98,14 +98,14 @@ class ShardedGradients(ShardingStrategy):
         )
 
     def _owned_part(self, buckets: range) -> torch.Tensor:
-        """Of neighbours: one run, as nothing but this rank's parts lies in the shards."""
+        """Returns this rank's part of neighbouring buckets: one range, since a shard has only this rank's parts."""
         first, last = self.plan.buckets[buckets[0]], self.plan.buckets[buckets[-1]]
         ends = (at // self.communicator.world_size for at in (first.start, last.start + last.numel))
         return self.shards[first.buffer][slice(*ends)]
 
     def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
         torch.autograd.graph.increment_version(self.shards)
-        self._holding = True
+        self._shards_have_sums = True
         self._present = [a or b for a, b in zip(self._present, anywhere, strict=True)]
 
     def grad(self, i: int) -> torch.Tensor | None:
@@ -121,11 +121,11 @@ class ShardedGradients(ShardingStrategy):
         for i in params:
             self._present[i] = False
         if not any(self._present):
-            self._holding = False
+            self._shards_have_sums = False
             return
         with torch.no_grad():
             for i in params:
-                if not is_released(self._views[i]):  # else it is zero when it is there again
+                if not is_released(self._views[i]):  # offloaded memory is zero when it is allocated again
                     self._views[i].zero_()
 
     def release(self) -> None:
@@ -133,5 +133,5 @@ class ShardedGradients(ShardingStrategy):
 
 
 def _piece(flat: torch.Tensor, piece: ParamSlice) -> torch.Tensor:
-    """Of a contiguous gradient."""
+    """Returns the elements of a contiguous gradient that a slice covers."""
     return flat if piece.numel == flat.numel() else flat.view(-1)[piece.first : piece.first + piece.numel]

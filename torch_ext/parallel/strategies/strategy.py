@@ -1,18 +1,18 @@
-"""Where gradients lie between backward and step, and how a bucket of them is reduced: one class for each strategy.
+"""Where gradients are stored between backward and step, and how a bucket is reduced: one class for each strategy.
 
 Note [strategies]
 
 | | no_shard, optim | optim_grads |
 |---|---|---|
 | a ready gradient | `.grad`, a view of a flat unsharded buffer in main_grads_dtype | kept until its bucket is sent |
-| a bucket is sent | from the buffer, through a bucket of the wire's dtype where that differs | from such a bucket |
-| its sum | goes to every rank, rounded once (no_shard); into this rank's part of it (optim) | is added to the shard |
+| a bucket is sent | from the buffer, or from a temporary copy in the wire's dtype | from such a copy |
+| its sum | goes to every rank, rounded once (no_shard), or to this rank's part (optim) | is added to the shard |
 
-In all three the sum is fp32, in rank order; what the optimizer reads is in main_grads_dtype.
+Under all three the sum is computed in fp32, in rank order; the optimizer reads it in main_grads_dtype.
 
-Neighbouring buckets may be sent as one (`parallel/message_plan.py`). Under no_shard they are simply one bucket: it
-does not matter who adds up which part of a sum that all ranks get. Under the others a rank owns its part of each
-bucket, so the message is packed apart, with each rank's parts side by side.
+Neighbouring buckets may be sent as one message (`parallel/message_plan.py`). Under no_shard they are treated as one
+larger bucket: all ranks get the whole sum, so it does not matter which rank adds up which part. Under the sharded
+strategies a rank owns its part of each bucket, so the message is a copy in which each rank's parts are contiguous.
 """
 
 import abc
@@ -28,14 +28,15 @@ from torch_ext.parallel.grad_buffers import GradBuffers, TemporaryBuckets
 
 
 class ShardingStrategy(abc.ABC):
-    """The gradients of one reducer's parameters. Parameters i and buckets b are positions in the plan."""
+    """Stores and sends the gradients of one reducer's parameters. `i` is a parameter's position in the plan, `b` a
+    bucket's."""
 
     kind: int
-    """Its row of the gradient cycle (parallel/cycle.py)."""
+    """Its tx_cycle_kind (parallel/cycle.py)."""
     sharded = True
-    """Whether each rank steps its own parts of the parameters only."""
+    """Whether each rank steps only its own parts of the parameters."""
     can_rebuild = True
-    """Whether gradients that are not sent yet can be laid out by another plan (`rebuilt`)."""
+    """Whether gradients that were not sent yet can be moved to another plan's layout (`rebuilt`)."""
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class ShardingStrategy(abc.ABC):
         divide_factor: float,
         gather_dtype: torch.dtype | None,
     ) -> None:
-        """ids: of each parameter, for the thresholds of an 8-bit wire. gather_dtype: what no_shard gathers sums in;
-        None: bf16 beside an 8-bit wire, else the wire's dtype."""
+        """ids: each parameter's id, for the rounding thresholds of an 8-bit wire. gather_dtype: the dtype in which
+        no_shard all-gathers sums; None: bf16 with an 8-bit wire, else the wire's dtype."""
         self.params, self.plan, self.communicator, self.ids = params, plan, communicator, ids
         self.divide_factor, self.gather_dtype = divide_factor, gather_dtype
         self.temporary = TemporaryBuckets(communicator)
@@ -56,125 +57,129 @@ class ShardingStrategy(abc.ABC):
             for b, bucket in enumerate(plan.buckets)
         ]
         own = Part(communicator.rank, communicator.world_size)
-        self.owned: dict[int, tuple[int, ParamSlice]] = {}  # by parameter: the bucket, and the run in this rank's part
+        self.owned: dict[int, tuple[int, ParamSlice]] = {}  # by parameter: its bucket, its slice in this rank's part
         for b in range(len(plan.buckets)):
             for piece in pieces(plan, range(b, b + 1), part_of(plan, range(b, b + 1), own)):
                 self.owned[piece.param] = (b, piece)
         self._by_rank: dict[range, list[ParamSlice]] = {}
         self.stats = stats.zeros(communicator.device)
-        """Of what this rank's parts hold since the last reduction (sharded strategies)."""
+        """Gradient statistics (grad_stats_) of the sums in this rank's parts, since the last reduction (sharded
+        strategies)."""
 
     def rebuilt(self, plan: BucketPlan) -> "ShardingStrategy":
-        """This strategy with another plan for the same parameters, which takes over the gradients. Called where
-        `can_rebuild`; this object is not used afterwards."""
+        """Returns this strategy with another plan for the same parameters; it takes over the gradients. Only if
+        `can_rebuild`; this object must not be used afterwards."""
         raise NotImplementedError
 
     @property
     @abc.abstractmethod
     def memory(self) -> list[torch.Tensor]:
-        """The tensors in which gradients lie between backwards."""
+        """The tensors that hold the gradients between backwards."""
 
     @property
-    def adds_to_sums(self) -> bool:
+    def prepares_grads(self) -> bool:
         """Whether a gradient has to be prepared before the next one is accumulated into it."""
         return False
 
     @property
-    def sets_aside(self) -> bool:
-        """Whether some earlier sum is kept apart, to which the next one is added."""
+    def has_set_aside(self) -> bool:
+        """Whether an earlier sum is stored outside the buffer, to be added to the next one."""
         return False
 
     # -- during backward
 
     def begin_backward(self, reducing: bool) -> None:
-        """The first gradient of a backward is about to be ready. reducing: not under no_sync."""
+        """Called before the first gradient of a backward is ready. reducing: False under no_sync()."""
         if reducing:
             self.stats.zero_()
 
     def in_place(self, i: int) -> bool:
-        """Whether `.grad` of parameter i is where a reduction leaves it, not a tensor assigned by the user."""
+        """Whether `.grad` of parameter i is the tensor that holds the reduction's result, not one that was assigned."""
         return False
 
     @abc.abstractmethod
     def grad_ready(self, i: int) -> None:
-        """`.grad` of parameter i is this rank's whole gradient."""
+        """Called when `.grad` of parameter i is this rank's complete gradient."""
 
     def grads_ready(self, positions: Sequence[int]) -> None:
-        """`grad_ready` of each."""
+        """Calls `grad_ready` for each."""
         for i in positions:
             self.grad_ready(i)
 
     @abc.abstractmethod
     def discard(self, positions: Sequence[int]) -> None:
-        """`.grad` of these parameters came from a backward that raised before `grads_ready` was told."""
+        """Drops `.grad` of these parameters: their backward raised before `grads_ready` was called for them."""
 
     @abc.abstractmethod
     def prepare(self, i: int, flags: int) -> None:
-        """Of `.grad` of parameter i: what parallel/cycle.py's Prepare says, before it counts in the next sum."""
+        """Does with `.grad` of parameter i what the Prepare flags (parallel/cycle.py) say, before it is added to the
+        next sum."""
 
     @abc.abstractmethod
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
-        """This rank's gradients of a complete bucket, with their positions."""
+        """Returns this rank's gradients of a complete bucket, each with its parameter's position."""
 
     @abc.abstractmethod
     def send(
         self, buckets: range, *, cycle: int, tag: int, label: str, on_reduced: Callable[[], None] | None = None
     ) -> Work:
-        """Starts to reduce complete buckets, neighbours in one buffer, as one message. on_reduced: called when this
-        rank's parts hold the sums (sharded strategies); any thread."""
+        """Starts to reduce complete buckets, neighbours in one buffer, as one message. on_reduced: called on any thread
+        once this rank's parts hold the sums (sharded strategies)."""
 
     # -- between backwards
 
     @abc.abstractmethod
     def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
-        """A cycle ended without an error. anywhere: which parameters have a gradient on some rank; reduced_before:
-        which have on every rank what an earlier reduction left, and got no gradient since."""
+        """Called when a cycle ended without an error. By parameter, anywhere: whether some rank has a gradient;
+        reduced_before: whether all ranks still have an earlier reduction's result and got no gradient since."""
 
     def modified_since(self, versions: list[int]) -> list[int]:
-        """Parameters that may have a gradient that is this rank's own. versions: of the gradients, when none had."""
+        """Returns the parameters whose gradient may be this rank's own. versions: the version counters at a time when
+        no parameter had an own gradient."""
         return []
 
     def unreduced(self, i: int) -> bool:
-        """Whether parameter i has a gradient that is this rank's own, if one was ready since the last reduction."""
+        """Whether, if a gradient of parameter i was ready since the last reduction, it is still this rank's own."""
         return self.params[i].grad is not None
 
     @abc.abstractmethod
     def grad(self, i: int) -> torch.Tensor | None:
-        """What this rank's optimizer reads of parameter i: its own part, flat, maybe empty. None: no gradient."""
+        """Returns the gradient that this rank's optimizer reads for parameter i; under sharded strategies this rank's
+        part, flat, maybe empty. None: no gradient."""
 
     def part(self, i: int) -> torch.Tensor:
-        """The memory in which `grad` finds it, whether or not there is a gradient. Only of sharded strategies."""
+        """Returns the memory of `grad`'s result, whether or not there is a gradient. Sharded strategies only."""
         raise NotImplementedError
 
     @abc.abstractmethod
     def versions(self) -> list[int]:
-        """Version counters, which change when a gradient is modified."""
+        """Returns the version counters of `memory`; they change when a gradient is modified."""
 
     @abc.abstractmethod
     def zero(self, params: Sequence[int]) -> None:
-        """zero_grad() of these parameters; `.grad` itself is the caller's."""
+        """Handles zero_grad() of these parameters, except `.grad` itself, which the caller drops or zeroes."""
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Leaves the parameters as they were before, without gradients."""
+        """Restores the parameters to plain ones without gradients."""
 
     def _wire_of(
         self, buckets: range, values: Sequence[torch.Tensor], members: Sequence[ParamSlice], cycle: int
     ) -> WireBuffer:
-        """A temporary bucket in the wire's dtype with these values."""
+        """Packs these values into a temporary bucket in the wire's dtype, and returns it."""
         numel = sum(self.plan.buckets[b].numel for b in buckets)
         wire = self.temporary.take(buckets.start, numel, self.plan.buckets[buckets[0]].grad_comm_dtype)
         pack(values, members, self.ids, wire, RoundingSeeds.of_parts(self.communicator.rank, cycle))
         return wire
 
     def _members_of(self, buckets: range) -> list[ParamSlice]:
-        """Where the parameters' elements lie in the message that these buckets make."""
+        """Returns the slices of the parameters in the message that these buckets form, each rank's parts contiguous."""
         if buckets not in self._by_rank:
             self._by_rank[buckets] = by_rank(self.plan, buckets, self.communicator.world_size)
         return self._by_rank[buckets]
 
     def _slots_needed(self, buckets: range) -> int:
-        """Of the IN_FLIGHT slots: joined buckets need more memory."""
+        """Returns how many of the IN_FLIGHT slots a message of these buckets takes: joined buckets need more memory."""
         if len(buckets) == 1:
             return 1
         whole = len(buckets) == len(self.plan.buffers[self.plan.buckets[buckets[0]].buffer])
@@ -185,7 +190,7 @@ class ShardingStrategy(abc.ABC):
 
 
 class BufferedStrategy(ShardingStrategy):
-    """Gradients accumulate in flat, unsharded buffers of main_grads_dtype."""
+    """Base class of strategies whose gradients accumulate in flat, unsharded buffers in main_grads_dtype."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -218,13 +223,13 @@ class BufferedStrategy(ShardingStrategy):
         self.buffers.take_all(positions)
 
     def discard(self, positions: Sequence[int]) -> None:
-        """`modified_since` tells of them."""
+        """Does nothing: `modified_since` returns these parameters."""
 
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:
         return [(p.param, self.buffers.view(p.param)) for p in self.members[b]]
 
     def main(self, buckets: range) -> WireBuffer:
-        """Neighbours in the buffer: where gradients accumulate."""
+        """Returns the range of the buffer that these neighbouring buckets cover, where gradients accumulate."""
         main = self._mains.get(buckets)
         if main is None:
             first, last = self.plan.buckets[buckets[0]], self.plan.buckets[buckets[-1]]
@@ -233,7 +238,7 @@ class BufferedStrategy(ShardingStrategy):
         return main
 
     def slices(self, buckets: range) -> list[ParamSlice]:
-        """The parameters in `main`."""
+        """Returns the slices of the parameters in `main`."""
         if buckets not in self._slices:
             begin = self.plan.buckets[buckets[0]].start
             offsets = [(b, self.plan.buckets[b].start - begin) for b in buckets]
@@ -241,7 +246,7 @@ class BufferedStrategy(ShardingStrategy):
         return self._slices[buckets]
 
     def packed(self, buckets: range, cycle: int) -> WireBuffer:
-        """Neighbours as they travel: themselves, or a temporary bucket."""
+        """Returns neighbouring buckets as they are sent: their range of the buffer, or a temporary bucket."""
         planned, main = self.plan.buckets[buckets[0]], self.main(buckets).data
         if planned.grad_comm_dtype == planned.main_grads_dtype:
             return self.main(buckets)
@@ -251,7 +256,7 @@ class BufferedStrategy(ShardingStrategy):
         return self._wire_of(buckets, [main], [ParamSlice(0, 0, main.numel(), 0)], cycle)
 
     def end_cycle(self, anywhere: Sequence[bool], reduced_before: Sequence[bool]) -> None:
-        # Sums are written without autograd's knowledge.
+        # C wrote the sums, which no version counter counts.
         torch.autograd.graph.increment_version(self.buffers.flats)
         self.buffers.install_all(anywhere)
 
@@ -263,7 +268,7 @@ class BufferedStrategy(ShardingStrategy):
         return [flat._version for flat in self.memory]
 
     def zero(self, params: Sequence[int]) -> None:
-        """`.grad` is all there is."""
+        """Does nothing: there is no gradient besides `.grad`."""
 
     def release(self) -> None:
         self.buffers.release()

@@ -1,4 +1,4 @@
-"""The strategies of our own buckets by name."""
+"""The classes of the strategies that use our own buckets, and all strategies' names."""
 
 import ctypes
 
@@ -17,13 +17,13 @@ STRATEGIES: dict[str, type[ShardingStrategy]] = {
 
 
 def strategies() -> tuple[str, ...]:
-    """The names of all strategies, that of FSDP2 included; a strategy's number is its position."""
+    """Returns the names of all strategies, FSDP2's included; a strategy's number is its position."""
     choices = next(row.choices for row in policy_struct.rows() if row.name == "data_parallel_sharding_strategy")
     return tuple(filter(None, choices))
 
 
 def strategy_of(given: str | int) -> str:
-    """The strategy's name. ValueError, with the legal ones, where it has none."""
+    """Returns the name of a strategy given by name or number. Raises ValueError, with the legal ones, for any other."""
     names = strategies()
     if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(names):
         given = names[given]
