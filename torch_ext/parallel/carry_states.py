@@ -1,7 +1,7 @@
-"""Optimizers that `parallelize` takes along: their states follow the parameters from one layout into another.
+"""Converts the state of optimizers that are given to `parallelize` from the parameters' old layout to the new one.
 
-A state is a whole tensor while it is cut anew, one of one parameter at a time. What was not cut and is not now stays
-where it is.
+A sharded state is gathered to a whole tensor and then cut for the new layout, one state of one parameter at a time. A
+state that is cut in neither layout keeps its tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,29 +20,29 @@ from torch_ext.params import local_shard, param_groups, reducer_registry
 from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense
 
-_CALL = "parallelize(): the optimizer's states"  # for messages of lost ranks
+_CALL = "parallelize(): the optimizer's states"  # names the call in errors about lost ranks
 
 
 class _Entry(NamedTuple):
-    """The state of one parameter under the layout that ends."""
+    """The state of one parameter under the old layout."""
 
     param: Tensor
     name: str
     kept: bool  # keep_32bit
-    matrix: bool  # Muon's
-    like: Tensor  # of the whole parameter's shape and memory order
+    matrix: bool  # stepped by Muon
+    like: Tensor  # has the whole parameter's shape and memory order
     local: local_shard.LocalShard
     cut: bool
-    owned: bool  # whether it is the same on every rank already, or each rank has its part
-    at_rest: Mapping[str, Any]
-    logical: Mapping[str, Any]  # of this rank's part, decoded when it is read
+    owned: bool  # a reducer had the parameter: its state is equal on every rank already, or each rank has its part
+    at_rest: Mapping[str, Any]  # as stored
+    logical: Mapping[str, Any]  # this rank's part, decoded when it is read
 
 
 class CarriedStates:
-    """The states of an optimizer, between the end of one layout and the beginning of the next."""
+    """The states of one optimizer, on their way from the old layout to the new one."""
 
     def __init__(self, optimizer: Adam, model: torch.nn.Module) -> None:
-        """Changes nothing. RuntimeError where states cannot move now."""
+        """Reads the states and changes nothing. Raises RuntimeError if states must not be moved now."""
         optimizer.refuse_moving("parallelize(optimizer=...)")
         if optimizer.stepped_in_backward():
             raise RuntimeError(
@@ -64,7 +64,7 @@ class CarriedStates:
             )
 
     def lines(self) -> list[str]:
-        """What must be equal on all ranks, as text."""
+        """Returns, as text, what must be equal on all ranks."""
         return [
             f"optimizer with state of {e.name} after {int(e.at_rest['step'])} steps in {sorted(e.logical)}, "
             f"{_described(self._kinds(e, self.optimizer.policy))}, "
@@ -77,8 +77,8 @@ class CarriedStates:
         return kinds.averaged(self.optimizer.averaging.dtype, entry.param.dtype, entry.name)
 
     def refuse(self, policy: Policy, before: Policy | None, ranks: frozenset[int]) -> None:
-        """ValueError where the states cannot become those of the policy, or of these ranks. before: the policy of the
-        layout that ends, which the optimizer's states fit."""
+        """Raises ValueError if the new policy needs states in other dtypes, or if states are cut over other ranks.
+        before: the old layout's policy, which the states fit, too; None if there was no layout."""
         for entry in self._entries.values():
             own, wanted = self._kinds(entry, self.optimizer.policy), self._kinds(entry, policy)
             if wanted != own and (before is None or wanted != self._kinds(entry, before)):
@@ -96,8 +96,8 @@ class CarriedStates:
                 )
 
     def install(self, group: dist.ProcessGroup) -> None:
-        """The states in the layout that has begun; of parameters that were not reduced before, those of the group's
-        first rank, as the weights are. Collective."""
+        """Installs the states, converted to the new layout, in the optimizer. Collective. For parameters that had no
+        reducer, the first rank's states are copied to the group, as its weights are."""
         if not self._entries:
             return
         optimizer = self.optimizer
@@ -106,28 +106,28 @@ class CarriedStates:
         state: dict[Any, Any] = {p: self._unchanged(p, optimizer.stored_state(p)) for p in self._not_carried()}
         with dense.normal_tensors():
             for i in list(self._entries):
-                entry = self._entries.pop(i)  # its old state goes as soon as there is the new one
+                entry = self._entries.pop(i)  # popped: the old state is freed when the new one exists
                 state[everyone[i]] = self._converted(entry, everyone[i], locals_.of(i), group, hosts[i])
         optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
 
     def _not_carried(self) -> Iterator[Tensor]:
-        """Parameters with a state that is not carried: a step, or everything of another model's."""
+        """Returns the parameters whose state stays: it has no moments yet, or belongs to another model."""
         everyone = param_groups.everyone(self.optimizer.param_groups)
         return (p for i, p in enumerate(everyone) if i not in self._entries and self.optimizer.stored_state(p))
 
     def _unchanged(self, p: Tensor, at_rest: Mapping[str, Any]) -> load.EncodedEntry:
-        is_in_place = first_moment(access.peek(self.optimizer.state, p)) is not None or first_moment(at_rest) is None
-        return load.EncodedEntry(dict(at_rest), not is_in_place)  # a step moves it, if it is to lie elsewhere
+        in_state = first_moment(access.peek(self.optimizer.state, p)) is not None or first_moment(at_rest) is None
+        return load.EncodedEntry(dict(at_rest), not in_state)  # step() moves it if needed
 
     def _converted(
         self, entry: _Entry, p: Tensor, local: local_shard.LocalShard, group: dist.ProcessGroup, host: bool
     ) -> Any:
-        """The entry's state in the layout that has begun."""
+        """Returns an entry's state in the new layout. host: whether it is stored in the host's memory."""
         step = entry.at_rest["step"]
         weight = local.weight.detach()
         stays = not entry.cut and not local_shard.is_cut(p, local)
         if stays and local_shard.is_dtensor(p) == local_shard.is_dtensor(entry.like):
-            if not entry.owned and not local_shard.is_dtensor(p):  # of which each rank has a shard of its own
+            if not entry.owned and not local_shard.is_dtensor(p):  # else it is each rank's own shard
                 _broadcast(list(entry.at_rest.values()), group, weight.device)
             return self._unchanged(p, entry.at_rest)
         kinds, weight_like = self._kinds(entry, self.optimizer.policy), weight.cpu() if host else weight
@@ -144,7 +144,7 @@ class CarriedStates:
 
 
 def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """device: of the group's back end; some may lie on the host."""
+    """Broadcasts tensors in place, through copies on `device`, the back end's; some may be in host memory."""
     there = [t.to(device) for t in tensors]
     broadcast(there, group, _CALL)
     for t, sent in zip(tensors, there, strict=True):
@@ -160,10 +160,10 @@ def carried(
     strategy: str,
     ranks: frozenset[int],
 ) -> tuple[list[torch.optim.Optimizer], list[CarriedStates]]:
-    """The optimizers that a caller of parallelize gave, and the states of those that are ours. Changes nothing.
+    """Returns the optimizers that `parallelize` was given, and the states of those that are ours. Changes nothing.
 
-    before: strategy and policy of the layout that ends. TypeError, ValueError or RuntimeError where one cannot be taken
-    along.
+    before: the old layout's strategy and policy. Raises TypeError, ValueError or RuntimeError if an optimizer's state
+    cannot be converted.
     """
     optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given or [])
     found = []

@@ -24,10 +24,10 @@ Reduced: TypeAlias = "torch.futures.Future[torch.Tensor]"
 
 
 class _Pending(NamedTuple):
-    """A bucket under way, and what DDP waits for: its buffer, once the mean is in it."""
+    """A DDP bucket under way, and the future that DDP waits for: the buffer, once the mean is in it."""
 
     works: list[Work]
-    """Of its messages, which end in order."""
+    """The handles of the bucket's messages, which complete in this order."""
     buffer: torch.Tensor
     future: Reduced
 
@@ -37,11 +37,11 @@ class _Pending(NamedTuple):
 
 
 class CommHook(CycleDriver):
-    """One registered hook.
+    """The state of one registered hook.
 
-    As torch's own states of hooks it is copied and pickled with its model or alone. A copy has what was asked for and
-    the number of the cycle; DDP calls the hook of a copy after register_comm_hook only, torch's or ours. With torch's,
-    `ddp.register_comm_hook(copy, hook)`, its first backward connects the ranks.
+    Like the state of torch's own hooks it can be copied and pickled, with its model or alone. A copy keeps the settings
+    and the cycle's number. A copy of a DDP calls no hook until register_comm_hook, torch's or ours, was called on it.
+    With torch's, `ddp.register_comm_hook(copy, hook)`, the first backward connects the ranks.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class CommHook(CycleDriver):
         self._transport, self._number = state["transport"], state["cycle"]
         self._connection: Connection | None = None
         self._guard = Guard()
-        self._bucket: dist.GradBucket | None = None  # which DDP hands over
+        self._bucket: dist.GradBucket | None = None  # the one that DDP hands over now
         self._pending: list[_Pending] = []  # of this backward, by message
         self._watch = Watch()
-        self._read_reports: Callable[[], list[torch.Tensor]] | None = None  # which are under way
-        self._error: Exception | None = None  # which the end of this backward raises
-        self._lost = False  # a message failed, on whatever thread
+        self._read_reports: Callable[[], list[torch.Tensor]] | None = None  # waits for the ranks' reports
+        self._error: Exception | None = None  # raised at the end of this backward
+        self._lost = False  # whether a message failed, on any thread
 
     def _connect(self, ddp: DistributedDataParallel) -> Connection:
-        """Every rank, before its first bucket."""
+        """Connects the ranks; every rank calls it before its first bucket."""
         self._guard.watch([p for _, p in trainable(ddp.module)])
         found = Connection(ddp, self._policy, self._factor, self._transport, self._number)
         rank, world_size = found.communicator.rank, found.communicator.world_size
@@ -81,17 +81,17 @@ class CommHook(CycleDriver):
         return 0 if self._connection is None else self._connection.wire_bytes
 
     def frozen(self) -> list[str]:
-        """Parameters whose gradients DDP waits for, and for which there will be none."""
+        """Returns the parameters that DDP waits for but that get no gradient: they were frozen."""
         if self._connection is None:
             return []
         return [self._connection.names[i] for p, i in self._connection.position.items() if not p.requires_grad]
 
     def reduce(self, bucket: dist.GradBucket) -> Reduced:
-        """The hook: DDP's bucket becomes the sum over ranks divided by the factor, rounded once to the dtype of
-        gathered sums.
+        """The hook: replaces the content of DDP's bucket by the sum over the ranks, divided by the factor and rounded
+        once to the dtype of gathered sums.
 
-        It does not raise, after which DDP would take this reduction for unfinished for ever. What goes wrong is raised
-        when DDP has ended its part of the backward, so that the next one finds everything in order.
+        It never raises: after an exception DDP would consider this reduction unfinished for ever. Errors are raised
+        when DDP has finished its part of the backward, so that the next backward finds DDP in order.
         """
         sent = len(self._pending)
         try:
@@ -105,10 +105,10 @@ class CommHook(CycleDriver):
             self.run()
         except Exception as error:
             self._error = self._error or error
-            # Else the ranks are not at the same place any more, and no later message could tell.
             if self._connection is None:
                 self._guard.failure = str(error)
-            elif self.cycle.phase != IDLE:  # else it is the verdict
+            elif self.cycle.phase != IDLE:  # in IDLE the error is the verdict of the ranks' reports, equal on all
+                # The ranks are no longer at the same message, and could not agree on anything by a later one.
                 self.cycle.fail(str(error))
         self._bucket = None
         if len(self._pending) > sent:
@@ -123,12 +123,12 @@ class CommHook(CycleDriver):
     def _begin(self, connection: Connection) -> None:
         connection.begin()
         self._error = None
-        if self.cycle.phase != IDLE:  # of a backward that raised; the other ranks sent it too
+        if self.cycle.phase != IDLE:  # the last backward raised; the other ranks sent its messages, too
             self.cycle.died()
             self.run()
         self._pending, self._watch = [], Watch()
         self.cycle.begin()
-        # DDP reduces what is in `.grad`, once more where it was not zeroed.
+        # DDP reduces whatever is in `.grad`, an earlier result that was not zeroed included.
         self.cycle.zero(range(self.cycle.n))
 
     def do_check(self, _action: Action) -> None:
@@ -154,7 +154,7 @@ class CommHook(CycleDriver):
             works[-1].add_done_callback(lambda _: self._complete(pending))
 
     def do_wait(self, action: Action) -> None:
-        """Results are asked for when the last bucket has left: until then backward goes on."""
+        """Waits for a message; the cycle asks for it after the last bucket was sent, so that backward goes on."""
         if action.flags & IF_SENT and action.message >= len(self._pending):
             return
         pending = self._pending[action.message]
@@ -164,24 +164,25 @@ class CommHook(CycleDriver):
             self._complete(pending)
 
     def do_install(self, _action: Action) -> None:
-        """DDP does."""
+        """Does nothing: DDP itself puts the means into `.grad`."""
 
     def do_recovered(self, _action: Action) -> None:
         self._pending = []
 
     def _complete(self, pending: _Pending) -> None:
-        """The future never fails: DDP would take the stored exception for a tensor, and say so. Any thread."""
+        """Completes DDP's future when the messages are done. Called on any thread. The future never gets an exception:
+        DDP would take it for a tensor and raise a misleading error."""
         try:
             pending.wait()
         except Exception as error:
             self._error = self._error or error
             self._lost = True
-        pending.future.set_result(pending.buffer)  # on a device: when the current stream has waited for it
+        pending.future.set_result(pending.buffer)  # on a GPU: complete in the current stream's order
 
     def _end(self) -> None:
-        if torch._C._current_graph_task_id() == -1:  # join() sends in place of a backward
+        if torch._C._current_graph_task_id() == -1:  # join() calls the hook outside of any backward
             self._raise()
-        else:  # DDP queues its end next, so what that one queues comes after it
+        else:  # DDP queues its own end after this call: a callback that is queued by a callback runs after it
             Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(self._raise))
 
     def _raise(self) -> None:
@@ -199,8 +200,8 @@ def _future_of(buffer: torch.Tensor) -> Reduced:
 
 
 def _refuse_frozen(ddp: DistributedDataParallel, _inputs: Any) -> None:
-    """Before a forward of it. RuntimeError where DDP would wait for the gradient of a frozen parameter for ever, and
-    with it the other ranks, which are told."""
+    """Forward pre-hook. Raises RuntimeError if a parameter is frozen: DDP would wait for its gradient for ever, and the
+    other ranks with it. The error is announced to them."""
     state = next((s for _, s in ddp._comm_hooks if isinstance(s, CommHook)), None)
     if state is None or not torch.is_grad_enabled() or ddp.find_unused_parameters or ddp.static_graph:
         return
@@ -216,14 +217,14 @@ def _refuse_frozen(ddp: DistributedDataParallel, _inputs: Any) -> None:
 
 
 def _ddp_of(state: CommHook) -> DistributedDataParallel:
-    """Whose hook has this state: DDP tells the hook its buckets only."""
+    """Returns the DDP on which this state is registered: DDP passes only buckets to a hook, so it is searched for."""
     for ddp in instances(DistributedDataParallel):
         if any(known is state for _, known in getattr(ddp, "_comm_hooks", ())):
             return ddp
     raise RuntimeError("this hook's state is registered with no DistributedDataParallel: call its register_comm_hook")
 
 
-# DDP looks at the parameter's name and at the annotations.
+# DDP checks the name `bucket` and both annotations.
 def _hook(state: CommHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return state.reduce(bucket)
 
@@ -235,25 +236,25 @@ def register_comm_hook(
     gradient_divide_factor: float | None = None,
     transport: str = "torch",
 ) -> CommHook:
-    """Puts this library's reduction into stock DistributedDataParallel; every rank calls it, before the first backward.
+    """Makes a stock DistributedDataParallel reduce by this library. Every rank calls it before the first backward.
 
     Each of DDP's buckets is packed in the policy's grad_comm_dtype, sent, summed in fp32 in rank order, divided by
     gradient_divide_factor (None: the number of ranks) and rounded once to the dtype in which sums are gathered
-    (grad_gather_dtype; the wire's, and bf16 beside an 8-bit wire): the bits of `parallelize` with no_shard, whatever
-    DDP's buckets are.
-    Accumulation stays DDP's, in the parameters' dtype: main_grads_dtype plays no part.
-    Each of DDP's buckets travels as several messages where that is quicker, and compressed where the link is slow
-    (grad_comm_compression); how fast it is the ranks measure here, as `parallelize` does, or link_gbps says.
+    (grad_gather_dtype; None: the wire's dtype, or bf16 with an 8-bit wire). The result has the bits of `parallelize`
+    with no_shard, whatever DDP's buckets are.
+    DDP itself accumulates, in the parameters' dtype: main_grads_dtype has no effect.
+    Each of DDP's buckets is sent as several messages if that is faster, and compressed if the link is slow
+    (grad_comm_compression). The link's speed is link_gbps, or is measured here, as in `parallelize`.
     transport: as in `parallelize`.
 
-    A step of this library's optimizers that was interrupted when some parameters were perhaps stepped is an error of
-    the next backward or step; those of torch.optim do not say.
+    If a step of this library's optimizers was interrupted and may have stepped some parameters, the next backward or
+    step raises. Optimizers of torch.optim do not detect this.
 
-    A copy of the model (deepcopy, AveragedModel, torch.save) has a copy of the hook's state, but, as with torch's
-    hooks, reduces as DDP does without one until a hook is registered on it, too.
+    A copy of the model (deepcopy, AveragedModel, torch.save) has a copy of the hook's state. But, as with torch's
+    hooks, the copy reduces like DDP without a hook until one is registered on it, too.
 
     Returns the hook's state, whose wire_bytes() counts what this rank sent. Raises TypeError, ValueError or
-    RuntimeError, on every rank, for what is not legal or not equal on all ranks.
+    RuntimeError on every rank if an argument is illegal or differs between ranks.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""What the ranks agreed on for one DistributedDataParallel, and how its buckets are reduced."""
+"""Connects the ranks for one DistributedDataParallel: they agree on the settings, then its buckets are reduced."""
 
 import ctypes
 import functools
@@ -31,7 +31,7 @@ def _cuts() -> Callable[[int, int, float, bool], int]:
 
 
 def _depends_on_link(plan: BucketPlan, policy: Policy) -> bool:
-    """Whether buckets are compressed, or what DDP may put into one is cut, on some link."""
+    """Whether there is a link speed at which buckets are compressed, or a DDP bucket is cut into several messages."""
     whole = sum(WireBuffer.size_of(b.numel, b.grad_comm_dtype) for b in plan.buckets)
     slow = 1e-9
     return (
@@ -41,13 +41,14 @@ def _depends_on_link(plan: BucketPlan, policy: Policy) -> bool:
 
 
 class Connection:
-    """Everything is kept by parameter: DDP renumbers its buckets after the first backward."""
+    """The ranks' agreement for one DistributedDataParallel, and the reduction of its buckets. All data is stored by
+    parameter: DDP changes its buckets after the first backward."""
 
     def __init__(
         self, ddp: DistributedDataParallel, policy: Policy, given_factor: float | None, transport: str, cycle: int
     ) -> None:
-        """Collective. Raises TypeError, ValueError or RuntimeError, on every rank, for what is not legal or not equal
-        on all ranks. cycle: the number of gradient cycles before this one, for a copied hook."""
+        """Collective. Raises TypeError, ValueError or RuntimeError on every rank if an argument is illegal or differs
+        between ranks. cycle: how many gradient cycles a copied hook has had before."""
         named = trainable(ddp.module)
         self.names = [name for name, _ in named]
         self.position: dict[torch.Tensor, int] = {p: i for i, (_, p) in enumerate(named)}
@@ -90,7 +91,7 @@ class Connection:
         self._wire_dtypes = [p.grad_comm_dtype for p in plan.parameters]
         self._bytes_before = self.communicator.bytes_sent
         self.messages = 0
-        """That were sent in this backward."""
+        """How many messages were sent in this backward."""
 
     @property
     def wire_bytes(self) -> int:
@@ -98,19 +99,20 @@ class Connection:
         return self.communicator.bytes_sent - self._bytes_before
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Starts counting anew for a backward."""
         self._bytes_before, self.messages = self.communicator.bytes_sent, 0
 
     def positions(self, bucket: dist.GradBucket) -> list[int]:
-        """Of a bucket's parameters."""
+        """Returns the positions of a bucket's parameters."""
         return [self.position[p] for p in bucket.parameters()]
 
     def reduce(self, bucket: dist.GradBucket, cycle: int) -> list[Work]:
-        """Starts to make DDP's bucket the mean of all ranks': the messages that it is cut into, which end in order. The
-        bucket is read and written until they have."""
+        """Starts to replace DDP's bucket by the mean over the ranks. Returns the handles of the messages that it is cut
+        into, which complete in order. The bucket's memory is read and written until then."""
         members = self.positions(bucket)
-        # DDP's bucket has one dtype, so its parameters have one on the wire. Each begins a block of its own there, so
-        # that nothing depends on which of them DDP put together, or on where that is cut.
+        # A DDP bucket has one dtype, so all its parameters have the same wire dtype. In the message each parameter
+        # begins a block of its own: the bits depend neither on which parameters DDP put into one bucket nor on where
+        # the bucket is cut.
         numels = [p.numel() for p in bucket.parameters()]
         values = dict(zip(members, bucket.buffer().split(numels), strict=True))
         unit, dtype = BLOCK * self.communicator.world_size, self._wire_dtypes[members[0]]
@@ -138,7 +140,7 @@ class Connection:
         return works
 
     def _max_numel(self, numel: int, dtype: torch.dtype, unit: int) -> int:
-        """Elements of a bucket's message, at most: a multiple of `unit`."""
+        """Returns the most elements that one message of a bucket has, a multiple of `unit`."""
         communicator = self.communicator
         compressed = communicator.compresses and compression.size(numel, dtype)
         nbytes = compressed or WireBuffer.size_of(numel, dtype)
@@ -146,19 +148,21 @@ class Connection:
         return -(-numel // (n * unit)) * unit
 
     def exchange(self, report: torch.Tensor, cycle: int) -> Callable[[], list[torch.Tensor]]:
-        """Starts to gather each rank's report; what waits for it."""
+        """Starts to gather the ranks' reports. Returns a function that waits for them and returns them."""
         end = tag(self._number, cycle, MAX_BUCKETS)
         return self.communicator.all_gather_bytes(report, tag=end, label=f"end of gradient cycle {cycle}")
 
 
 class _DDPBucketMean(BucketMean):
+    """The mean of one message: a part of a DDP bucket."""
+
     values: Sequence[torch.Tensor]
     """The gradients of its slices, in DDP's memory."""
 
     def pack(
         self, numel: int, dtype: torch.dtype, gathered: torch.dtype | None, seeds: RoundingSeeds
     ) -> tuple[WireBuffer, WireBuffer]:
-        """A PackFn of so many elements. gathered: the policy's grad_gather_dtype. Any thread."""
+        """PackFn of a message of `numel` elements. gathered: the policy's grad_gather_dtype. Called on any thread."""
         device = self.values[0].device
         wire = WireBuffer.empty(numel, dtype, device)
         pack(self.values, self.slices, self._ids, wire, seeds)
@@ -167,13 +171,14 @@ class _DDPBucketMean(BucketMean):
         return wire, self.gathered
 
     def unpack(self) -> None:
-        """All parts are gathered. Any thread."""
+        """Called on any thread when all parts are gathered: copies them into DDP's bucket."""
         begins = torch.tensor([p.at for p in self.slices], dtype=torch.int64, device="cpu")
         ops.call("bucket_unpack_", self.gathered.data, self.gathered.scales, begins, list(self.values))
 
 
 def _aligned(params: Sequence[int], numels: Sequence[int], multiple: int) -> tuple[list[ParamSlice], int]:
-    """The parameters one behind the other, each from a multiple of 128 on, and how many elements that takes."""
+    """Places the parameters one after another, each at a multiple of 128. Returns the slices, and their total number of
+    elements rounded up to `multiple`."""
     slices, end = [], 0
     for param, numel in zip(params, numels, strict=True):
         slices.append(ParamSlice(param, 0, numel, end))
@@ -182,7 +187,7 @@ def _aligned(params: Sequence[int], numels: Sequence[int], multiple: int) -> tup
 
 
 def _refuse_sparse(module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-    """ValueError where DDP expects a sparse gradient: it looks at the same layers, once, when it is made."""
+    """Raises ValueError if a layer has sparse gradients. DDP checks the same layers when it is created."""
     names: dict[torch.Tensor, str] = {p: name for name, p in named}
     for layer in module.modules():
         if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse and layer.weight in names:

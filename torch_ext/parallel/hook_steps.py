@@ -1,5 +1,5 @@
-"""Steps of a DistributedDataParallel with our hook: no optimizer steps gradients of a backward that raised, and a step
-of this library's optimizers that was interrupted half-way is remembered."""
+"""Guards optimizer steps of a DistributedDataParallel with our hook. No optimizer may step gradients of a backward that
+raised. A step of this library's optimizers that was interrupted half-way is recorded."""
 
 import weakref
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from torch_ext.params import param_groups, reducer_registry
 
 
 class Guard(reducer_registry.StepListener):
-    """Knows what a hook's backwards left in the gradients of its parameters, and whether their last step ended."""
+    """Records for one hook whether its gradients must not be stepped, and whether the last step ended."""
 
     def __init__(self) -> None:
         self.cycle: Cycle | None = None
-        """The hook's, once the ranks are connected."""
+        """The hook's cycle, once the ranks are connected."""
         self.failure: str | None = None
-        """Why they could not be."""
+        """Why the ranks could not be connected."""
         self._stepping = False
         self._params: set[torch.Tensor] = set()
-        # Parameters whose gradients no rank reduced, since one was not finite, these, and their versions.
+        # After a backward that raised: parameter, gradient, and the gradient's version counter then.
         self._unreduced: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
 
     def watch(self, params: Sequence[torch.Tensor]) -> None:
-        """The hook's; they have no other one from now on."""
+        """Guards these parameters, the hook's. Guards of earlier hooks of the same parameters end."""
         global _step_hook
         self._params = set(params)
         if _step_hook is None:
@@ -36,8 +36,8 @@ class Guard(reducer_registry.StepListener):
             _alarmed_guards.discard(other)
 
     def alarm(self) -> None:
-        """A backward ended in an error: nothing can be reduced any more, or gradients are not finite on some rank, and
-        none were reduced."""
+        """Called when a backward ended in an error: either nothing can be reduced any more, or a gradient was not
+        finite on some rank, so that none was reduced."""
         with_grads = [(p, p.grad) for p in self._params if p.grad is not None]
         self._unreduced = [(p, weakref.ref(grad), grad._version) for p, grad in with_grads]
         _alarmed_guards.add(self)
@@ -46,7 +46,7 @@ class Guard(reducer_registry.StepListener):
         if self.cycle is not None:
             self.cycle.stepping()
             self._stepping = True
-            _alarmed_guards.add(self)  # an alarm before was not one, or the step would have been refused
+            _alarmed_guards.add(self)  # an earlier alarm is void: `refuse_step` let this step begin
 
     def step_written(self) -> None:
         if self.cycle is not None:
@@ -55,8 +55,8 @@ class Guard(reducer_registry.StepListener):
             _alarmed_guards.discard(self)
 
     def refuse_step(self) -> None:
-        """RuntimeError where an exchange failed, the last step did not end, or gradients are there of which backward
-        said that they are not finite."""
+        """Raises RuntimeError if an exchange failed, if the last step did not end, or if the gradients still are those
+        that backward found not finite."""
         if self.cycle is None:
             raise RuntimeError(f"step() after an exchange that failed: {self.failure}")
         left = any(
@@ -65,7 +65,7 @@ class Guard(reducer_registry.StepListener):
         )
         if not left:
             self.cycle.zero(self.cycle.nonfinite())
-        # Else the gradients are the user's own.
+        # Otherwise the user has dropped or changed all these gradients, and may step what is there now.
         if self._stepping or self.cycle.failure is not None or self.cycle.nonfinite():
             self.cycle.check_step()
 

@@ -1,7 +1,7 @@
-"""Which objects of a class there are, and whether anything but a stored traceback still refers to one.
+"""Finds all objects of a class, and whether anything but a stored traceback still refers to one.
 
-An error that is stored holds every frame that it passed through, and with them whatever these had in their variables:
-an optimizer that was deleted lives on there, although nobody can step it by mistake.
+A stored exception keeps every frame that it passed through, with the frames' variables. An optimizer that was deleted
+may live on in such a frame, although no code can step it any more.
 """
 
 import gc
@@ -13,25 +13,27 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_MAX_SEARCHED = 300  # objects through which one is held; more are not searched
+_MAX_SEARCHED = 300  # objects on the way to the one that is asked about; more are not searched
 
 
 def instances(kind: type[T]) -> list[T]:
-    """Note: searching the objects of the garbage collector
+    """Returns all existing objects of this class.
 
-    Optimizers and DistributedDataParallel refer to parameters and to hooks' states, not the other way round. torch has
-    no public hook for the construction of either, for a state_dict that is loaded into any optimizer, or by which a
-    hook's state learns who calls it. So these are searched for, where otherwise weights and states, or the ranks, would
-    disagree without an error: once in a call of parallelize, and in the first backward of a copied hook. A million
-    objects take 0.3 to 0.4 s.
+    Note: searching the objects of the garbage collector
+
+    Optimizers refer to parameters, and DistributedDataParallel to hooks' states, not the other way round. torch has no
+    public hook for their construction or for load_state_dict of any optimizer, and does not tell a hook's state which
+    DDP calls it. Without a search, weights and optimizer state, or the ranks, would disagree without an error. So the
+    garbage collector's objects are searched: once per call of parallelize, and in the first backward of a copied hook.
+    A million objects take 0.3 to 0.4 s.
     """
-    # type(): isinstance would call into lazy objects of other packages.
+    # type(): isinstance would run code of other packages' lazy objects.
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def in_use(target: "weakref.ref[Any]") -> bool:
-    """False where the object is gone, or nothing holds it but frames that have ended, directly or through objects that
-    only these hold; True where that cannot be known. Takes some tenths of a second.
+    """Whether running code may still reach the object; True if that is not certain. False if it is deleted, or if only
+    frames that have ended refer to it, directly or through other objects. Takes some tenths of a second.
     """
     members = [target()]
     if members[0] is None:
@@ -41,7 +43,7 @@ def in_use(target: "weakref.ref[Any]") -> bool:
     known = {id(members), id(dead), id(members[0])}
     begin = 0
     while begin < len(members):
-        newer = tuple(members[begin:])  # of a list, *newer would be a tuple that Python 3.13 finds among the referrers
+        newer = tuple(members[begin:])  # a tuple: `*list` would make one, which Python 3.13 finds as a referrer
         begin = len(members)
         known.add(id(newer))
         found = gc.get_referrers(*newer)
@@ -64,8 +66,8 @@ def in_use(target: "weakref.ref[Any]") -> bool:
 
 
 def _held_from_outside(members: list[Any], dead: list[Any]) -> bool:
-    """Whether one of the members has references that are none of the others' and of the dead frames': variables of
-    functions that run are not seen by the garbage collector, and neither is what C holds."""
+    """Whether a member has references besides those from other members and from dead frames. The garbage collector does
+    not see variables of running functions and references from C: reference counts reveal them."""
     probe = object()
     members.append(probe)
     del probe
@@ -93,6 +95,7 @@ def _running_frames() -> set[int]:
 
 
 def _is_suspended(frame: types.FrameType) -> bool:
-    """Whether a generator or a coroutine goes on with it (Python 3.11 and newer show its own variables only)."""
+    """Whether a generator or a coroutine goes on with this frame (Python 3.11 and newer show its own variables
+    only)."""
     kinds = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
     return any(isinstance(one, kinds) for one in gc.get_referrers(frame))

@@ -1,4 +1,5 @@
-"""Bytes per rank before anything is allocated. The arithmetic is C (tx_memory_plan); here it meets models."""
+"""Computes the bytes per rank of a training run before anything is allocated. C does the arithmetic (tx_memory_plan);
+this file describes models to it."""
 
 import ctypes
 from collections import Counter
@@ -24,21 +25,21 @@ from torch_ext.policy.policy import Policy
 
 @structs.mirror("tx_memory_state")
 class _MemoryState(library.Struct):
-    """A parameter's optimizer states."""
+    """The dtypes of a parameter's optimizer state."""
 
 
 @structs.mirror("tx_memory_unit")
 class _MemoryUnit(library.Struct):
-    """Parameters that are gathered together."""
+    """An FSDP2 unit: parameters that are gathered together."""
 
 
 @structs.mirror("tx_memory_args")
 class _MemoryArgs(library.Struct):
-    """A layout and a strategy."""
+    """The arguments of tx_memory_plan: a layout, a strategy, and what is stored for each parameter."""
 
 
 class MemoryPlan(NamedTuple):
-    """Bytes of one rank; csrc/torch_ext_advanced.h, tx_memory_plan, says what is in each."""
+    """Bytes of one rank under one strategy. tx_memory_plan in csrc/torch_ext_advanced.h explains each field."""
 
     strategy: str
     params: int
@@ -62,7 +63,7 @@ _PARTS = MemoryPlan._fields[1:]
 
 @structs.mirror("tx_memory")
 class _Memory(library.Struct):
-    """Bytes of one rank."""
+    """The result of tx_memory_plan: bytes of one rank."""
 
 
 class Unit(NamedTuple):
@@ -70,8 +71,8 @@ class Unit(NamedTuple):
 
     name: str
     numel: int
-    trained: int  # of them, with a gradient
-    dtype: torch.dtype  # of the parameters
+    trained: int  # how many of these elements get a gradient
+    dtype: torch.dtype  # the parameters'
 
 
 def plan_memory(
@@ -89,15 +90,15 @@ def plan_memory(
     exact: bool = False,
     muon: MuonOptions | None = None,
 ) -> list[MemoryPlan]:
-    """The memory of each chosen strategy (None: of all), for the layout of `plan_buckets`, whose arguments these are.
-    With the policy's link_gbps buckets that travel together are counted as they will; without, as the largest that may.
+    """Returns the memory of each chosen strategy (None: all), for the layout of `plan_buckets` with these arguments.
+    Messages of several buckets are counted as the policy's link_gbps makes them; without it, as large as they can get.
 
-    units: what optim_grads_params gathers at a time; None: every parameter by itself, which is the least that it can.
-    frozen_bytes: of parameters that are not trained. slots: for buckets on GPUs, sent from slots that are kept (`Slots`
-    in comm/streams.py). keep_32bit: names and patterns, as the optimizer's argument. ema_dtype: as the optimizer's
-    argument, with an ema_decay; None: there is no average. publisher: a WeightPublisher is made, counted for the
-    weights that are trained; exact: with exact=True. muon: matrices are stepped by torch_ext.Muon with these arguments.
-    Raises ValueError or TypeError for what is not legal.
+    units: what optim_grads_params gathers at a time; None: each parameter alone, which takes the least memory.
+    frozen_bytes: bytes of the frozen parameters. slots: buckets are on GPUs, sent from slots that stay allocated
+    (`Slots` in comm/streams.py). keep_32bit: the optimizer's argument, names and patterns. ema_dtype: the optimizer's
+    argument, if it has an ema_decay; None: no average. publisher: counts a WeightPublisher for the trained weights;
+    exact: one with exact=True. muon: torch_ext.Muon steps the matrices, with these arguments.
+    Raises ValueError or TypeError for illegal arguments.
     """
     layout = CLayout(params_or_numels, policy, world_size)
     if units is None:
@@ -156,18 +157,17 @@ def _matrix_arguments(rows: Sequence[CMatrix], threads: int | None) -> dict[str,
 
 
 def _workspace_of(args: _MemoryArgs) -> Any:
-    """What tx_memory_plan works in; kept alive by whoever keeps it."""
+    """Returns the workspace of tx_memory_plan. The caller keeps it alive."""
     nbytes = library.function("tx_memory_room_bytes", ctypes.c_void_p, restype=ctypes.c_int64, brief=True)
     return (ctypes.c_int64 * -(-nbytes(ctypes.byref(args)) // 8))()
 
 
-def _states_of(
-    layout: CLayout, policy: Policy, keep_32bit: Sequence[str], muon_positions: frozenset[int], ema: Any
-) -> Any:
-    """Of each parameter. of_muon: positions of those that Muon steps."""
+def _states_of(layout: CLayout, policy: Policy, keep_32bit: Sequence[str], of_muon: frozenset[int], ema: Any) -> Any:
+    """Returns each parameter's optimizer state dtypes, in C's form. of_muon: positions of the parameters that Muon
+    steps."""
     kept = Selection(keep_32bit, "keep_32bit").flags([t for _, t in layout.named], [n for n, _ in layout.named], True)
     forms = [
-        (tensor.dtype, tensor.numel(), keep, i in muon_positions)
+        (tensor.dtype, tensor.numel(), keep, i in of_muon)
         for i, ((_, tensor), keep) in enumerate(zip(layout.named, kept, strict=True))
     ]
     kinds = {form: _state_of(policy, *form, ema) for form in set(forms)}
@@ -181,7 +181,8 @@ def _state_of(policy: Policy, dtype: torch.dtype, numel: int, keep_32bit: bool, 
 
 
 def _unit_of(policy: Policy, unit: Unit, units: Sequence[Unit]) -> _MemoryUnit:
-    """The dtypes are those of `fsdp_units.shard` and of the wire of `parallel/fsdp/reduce_scatter.py`."""
+    """Returns a unit in C's form. Its dtypes must match those that `fsdp_units.shard` chooses, and the wire's dtype in
+    `parallel/fsdp/reduce_scatter.py`."""
     elements: Counter[torch.dtype] = Counter()
     for u in units:
         elements[u.dtype] += u.numel
@@ -201,11 +202,11 @@ def frozen_bytes(model: nn.Module) -> int:
 
 
 def units_of(model: nn.Module, bucket_size: int | None = None) -> list[Unit]:
-    """The units that `parallelize` gives to full sharding, frozen parameters included, inner ones first.
+    """Returns the units that `parallelize` makes for optim_grads_params, frozen parameters included, inner ones first.
 
-    bucket_size: the policy's. ValueError where full sharding refuses the model.
+    bucket_size: the policy's. Raises ValueError if the model cannot be sharded.
     """
-    from torch_ext.parallel.fsdp import fsdp_units  # loads torch's FSDP
+    from torch_ext.parallel.fsdp import fsdp_units  # imports torch's FSDP2: only where it is used
 
     names = {id(module): name for name, module in model.named_modules()}
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""What `parallelize` takes: each function raises, before anything is changed, for what is not legal."""
+"""The checks of `parallelize`'s arguments: each function raises for illegal ones, before anything is changed."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from torch_ext.policy.policy import Policy
 from torch_ext.tensors import dense, offload_guard
 
 FULLY_SHARDED = "optim_grads_params"
-"""The strategy of FSDP2, which keeps the parameters itself; the others are in STRATEGIES."""
+"""The strategy that uses FSDP2, which manages the parameters itself; the other strategies are in STRATEGIES."""
 
 _DEVICES = ("cpu", "cuda")
 
@@ -29,7 +29,7 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or the default one. RuntimeError where this rank cannot use it."""
+    """Returns the group, or the default one for None. Raises RuntimeError if this rank cannot use it."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised: call torch.distributed.init_process_group() first (under torchrun, "
@@ -43,7 +43,7 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def check_model(model: torch.nn.Module, strategy: str, carried: Sequence[torch.optim.Optimizer]) -> None:
-    """carried: the optimizers whose states are taken along."""
+    """Raises if the model cannot be parallelized by this strategy. carried: optimizers whose states are converted."""
     if isinstance(model, DistributedDataParallel):
         raise TypeError("the model is in DistributedDataParallel, which reduces already: use register_comm_hook on it")
     named = trainable(model)
@@ -55,7 +55,9 @@ def check_model(model: torch.nn.Module, strategy: str, carried: Sequence[torch.o
     check_devices([*model.named_parameters(), *model.named_buffers()])
     for name, param in named:
         _check_parameter(name, param, model, strategy)
-    if strategy in STRATEGIES and STRATEGIES[strategy].sharded:  # they would be torn apart, each laid out on its own
+    if (
+        strategy in STRATEGIES and STRATEGIES[strategy].sharded
+    ):  # else they would no longer overlap: each is copied to its own place
         dense.refuse_overlap([p for _, p in named], [repr(name) for name, _ in named])
     _check_optimizers(named, carried)
 
@@ -87,7 +89,8 @@ def check_devices(named: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 
 def check_step_in_backward(policy: Policy, strategy: str, find_unused_parameters: bool) -> None:
-    """ValueError for what would have to be known before the first bucket is stepped."""
+    """Raises ValueError if step_in_backward is combined with a setting whose outcome is known only after backward, when
+    buckets have been stepped."""
     if not policy.step_in_backward:
         return
     if strategy not in ("optim", "optim_grads"):
@@ -107,7 +110,7 @@ def check_step_in_backward(policy: Policy, strategy: str, find_unused_parameters
 
 
 def checked_plan(model: torch.nn.Module, policy: Policy, world_size: int) -> BucketPlan:
-    """ValueError where there are more buckets than messages can be numbered."""
+    """Returns the plan. Raises ValueError if it has more buckets than there are message numbers."""
     plan = plan_buckets(trainable(model), policy, world_size)
     if len(plan.buckets) > MAX_BUCKETS:
         raise ValueError(f"{len(plan.buckets)} buckets; at most {MAX_BUCKETS} are legal: raise bucket_size")
@@ -118,7 +121,7 @@ def checked_plan(model: torch.nn.Module, policy: Policy, world_size: int) -> Buc
 
 
 def any_optimizer_has_state(named: Named) -> bool:
-    """Whether an optimizer that can still be stepped has state for one of the parameters."""
+    """Whether an optimizer that is still in use has state for one of the parameters."""
     return _optimizer_with_state({id(p): name for name, p in named}, ()) is not None
 
 
@@ -134,10 +137,10 @@ def _check_optimizers(named: Named, carried: Sequence[torch.optim.Optimizer]) ->
 
 
 def _optimizer_with_state(names: Mapping[int, str], carried: Sequence[torch.optim.Optimizer]) -> tuple[str, int] | None:
-    """Of an optimizer in use, other than those carried, that has state for one of the parameters: its class, and the
-    parameter's id."""
+    """Searches for an optimizer that is in use, is not carried, and has state for one of the parameters. Returns the
+    name of its class and the parameter's id, or None."""
     known = set(map(id, carried))
-    # Weak references from here on: `in_use` asks what else holds the optimizer.
+    # Only weak references from here on: `in_use` looks for other references to the optimizer.
     for held in [weakref.ref(o) for o in instances(torch.optim.Optimizer) if id(o) not in known]:
         param = _param_with_state(held, names)
         if param and in_use(held):
@@ -146,13 +149,13 @@ def _optimizer_with_state(names: Mapping[int, str], carried: Sequence[torch.opti
 
 
 def _param_with_state(held: "weakref.ref[Any]", names: Mapping[int, str]) -> int:
-    """The id of a parameter of these of which the optimizer has state; 0: of none."""
+    """Returns the id of a parameter, one of `names`, for which the optimizer has state; 0 if there is none."""
     optimizer = held()
     state = getattr(optimizer, "state", None)
     if not isinstance(state, dict):
         return 0
     for param in param_groups.everyone(getattr(optimizer, "param_groups", [])):
-        # A step counter alone, at zero, is no state yet.
+        # A step count of zero alone does not count as state.
         of_param = dict(access.peek(state, param))
         if id(param) in names and (of_param.pop("step", 0) or of_param):
             return id(param)

@@ -168,7 +168,7 @@ class BucketReducer(BucketGradients):
         if self.strategy.prepares_grads and not self.strategy.has_set_aside:
             self._noted.started_without_grads = (
                 sum(grad is not None for grad in map(_grad_of, self.params)) <= 1
-            )  # the one that is ready
+            )  # 1: the gradient that is ready now
 
     def enter_graph_task(self) -> None:
         """Registers the running graph task, which may produce gradients, and a callback at its end."""

@@ -1,18 +1,19 @@
-"""Hooks and patches by which other packages' code does the right thing with models that were parallelized, or raises.
+"""Hooks and patches that make other packages' code work correctly with parallelized models, or raise an error.
 
 Note: what torch has a public hook for, and what it has not
 
-An optimizer's step (`register_optimizer_step_pre_hook`) and DistributedDataParallel around a model
-(`register_module_module_registration_hook`) have public hooks. Three things have none, and are patched for the process,
-from the first call of `parallelize` that needs it; parameters that no reducer of ours has are treated as before:
+torch has public hooks for an optimizer's step (`register_optimizer_step_pre_hook`) and for putting a model into
+DistributedDataParallel (`register_module_module_registration_hook`). Three things have no hook. They are patched for
+the whole process, from the first call of `parallelize` that needs it; nothing changes for parameters without a reducer
+of ours:
 
-- torch.nn.utils.clip_grad_norm_ and clip_grad_value_, sharded strategies (optim/torch_clip_functions.py): `.grad` is
-  None there, or this rank's own. A norm of it would differ from rank to rank, or be zero, and nothing would be clipped
-  without an error. Frameworks call these functions and take no others.
-- torch.amp.GradScaler.unscale_, sharded strategies: it would unscale what is in `.grad`, and step, or skip the step, by
-  what this rank found there. (Where torch_ext's optimizers unscale in their step, step() refuses this scaler itself.)
-- zero_grad(set_to_none=False) of optimizers and modules: sums that a backward which raised left under way would be
-  written to what is zero then, so it waits for them.
+- torch.nn.utils.clip_grad_norm_ and clip_grad_value_, under sharded strategies (optim/torch_clip_functions.py): `.grad`
+  is None there, or this rank's own gradient. Its norm would be zero, or differ between ranks, and clipping would
+  silently do nothing or the wrong thing. Frameworks call these functions and cannot be given others.
+- torch.amp.GradScaler.unscale_, under sharded strategies: it would unscale `.grad`, and step or skip by what this rank
+  alone found there. (If torch_ext's optimizers unscale in their step, step() itself rejects this scaler.)
+- zero_grad(set_to_none=False) of optimizers and modules: after a backward that raised, sums under way would overwrite
+  the zeros. So it waits for them first.
 """
 
 import functools
@@ -37,7 +38,7 @@ _installed = False
 
 
 def install(sharded: bool) -> None:
-    """From here on; sharded: what sharded strategies need, too. Calling it again changes nothing."""
+    """Installs hooks and patches; sharded: those of sharded strategies, too. A repeated call changes nothing."""
     global _installed
     if not _installed:
         _installed = True
@@ -86,7 +87,7 @@ def _refuse_sharded(unscale: Function) -> Function:
 
 
 def _refuse_ddp(outer: torch.nn.Module, _name: str, inner: torch.nn.Module | None) -> None:
-    """RuntimeError where gradients would be reduced twice."""
+    """Raises RuntimeError if DistributedDataParallel gets a parallelized model: gradients would be reduced twice."""
     if isinstance(outer, DistributedDataParallel) and inner is not None:
         for name, param in inner.named_parameters():
             if reducer_registry.owner_of(param) is not None:
@@ -99,7 +100,7 @@ def _refuse_ddp(outer: torch.nn.Module, _name: str, inner: torch.nn.Module | Non
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """args, kwargs: of step, the optimizer first. Returns others in their place, or None."""
+    """Step pre-hook. args, kwargs: those of step, the optimizer first. Returns replacements for them, or None."""
     owners = list(reducer_registry.owners_of(_params_of(optimizer)))
     if any(owner.sharded for owner in owners) and not isinstance(optimizer, Adam):
         raise RuntimeError(
@@ -111,11 +112,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         for owner in owners:
             owner.before_step()
         return None
-    if not owners or isinstance(optimizer, Adam):  # whose step calls before_step itself
+    if not owners or isinstance(optimizer, Adam):  # our optimizers' step calls before_step itself
         return None
 
     def checked() -> Any:
-        """The backward is in there: what was accumulated until now need not be reduced yet."""
+        """Runs the user's closure, then `before_step`: the backward is in the closure, so that gradients need not be
+        reduced before it."""
         loss = closure()
         for owner in owners:
             owner.before_step()

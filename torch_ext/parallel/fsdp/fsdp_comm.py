@@ -1,7 +1,7 @@
-"""What FSDP2 calls instead of its own collectives (set_custom_reduce_scatter, set_custom_all_gather).
+"""The collectives that FSDP2 calls instead of its own ones (set_custom_reduce_scatter, set_custom_all_gather).
 
-Both only start: FSDP2 waits for an all-gather where it needs the weights, so that the next unit's is under way while
-this one computes; reductions are waited for at the end of backward.
+Both only start their collective. FSDP2 waits for an all-gather when it needs the weights, so that one unit computes
+while the next unit's weights are gathered. Reduce-scatters are waited for at the end of backward.
 """
 
 from collections.abc import Sequence
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 class _Comm:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer that FSDP2 is about to use."""
+        """Called by FSDP2 for a buffer of one collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class ReduceScatter(_Comm):
-    """torch's protocol of the same name, for one unit."""
+    """The reduce-scatter of one unit, by torch's protocol of the same name."""
 
     def __init__(self, reducer: "FSDPReducer", unit: "UnitPlan") -> None:
         self._reducer, self._unit = reducer, unit
         self._allocated_on: set[Stream] = set()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        # The input is memory of the computation's stream, which no event of the calling stream covers, and FSDP2 frees
-        # it as soon as the call returns.
+        # FSDP2 allocates the input on the computation's stream and frees it as soon as __call__ returns. __call__ runs
+        # on another stream, whose events do not cover this one: so this one is recorded, too.
         self._allocated_on.add(self._reducer.exchange.communicators.current_stream())
         return super().allocate(size, dtype=dtype, device=device)
 
@@ -52,7 +52,7 @@ class ReduceScatter(_Comm):
 
 
 class AllGather(_Comm):
-    """torch's protocol of the same name, for one unit."""
+    """The all-gather of one unit's weights, by torch's protocol of the same name."""
 
     def __init__(self, weights: "ParamGather", unit: "UnitPlan") -> None:
         self._weights, self._unit = weights, unit
@@ -73,7 +73,7 @@ class AllGather(_Comm):
 
 
 class Gathering(dist.Work):
-    """Weights that are being gathered; FSDP2 waits for them, whether it asked for async_op or not."""
+    """Handle of an all-gather of weights. FSDP2 waits for it with and without async_op."""
 
     def __init__(self, weights: "ParamGather", unit: "UnitPlan", handle: Work) -> None:
         super().__init__()

@@ -1,13 +1,18 @@
-"""When the gradients of a model sharded by FSDP2 are reduced.
+"""The reducer of a model that is sharded by FSDP2.
 
 FSDP2 decides what is gathered and reduced, and when; this reducer does it. For each unit, backward calls, in this order
-and on one thread: `reduce_scatter`, which only starts, and leaves the output unwritten; `reduced` (the all-reduce
-hook); `grad_ready` for each parameter of the unit (the post-accumulate hook), which takes the gradient that FSDP2 made
-of that output out of `.grad`. At the end of backward the ranks tell each other what they reduced, then the sums are
-waited for and added to the gradient shards.
+and on one thread:
 
-With a replicated mesh dimension (HSDP), FSDP2 adds up the replicas itself, right after the reduce-scatter: then the
-output holds the sum, in fp32, before `reduce_scatter` returns.
+- `reduce_scatter`, which only starts it: the output is not written yet;
+- `reduced`, FSDP2's all-reduce hook;
+- `grad_ready` for each parameter of the unit, a post-accumulate hook. FSDP2 has set `.grad` from a slice of that
+  output; the hook takes it out of `.grad`.
+
+At the end of backward the ranks exchange reports of what they reduced, wait for the sums, and add them to the gradient
+shards.
+
+With a replicated mesh dimension (HSDP), FSDP2 itself adds up the replicas right after the reduce-scatter. So the output
+holds the sum, in fp32, before `reduce_scatter` returns.
 """
 
 import weakref
@@ -34,7 +39,7 @@ from torch_ext.tensors import offload_guard
 
 
 class FSDPReducer(ReducerBase):
-    """See the module's docstring."""
+    """Reduces the gradients that FSDP2 hands over (see the module's docstring)."""
 
     exchange: UnitExchange
 
@@ -50,9 +55,9 @@ class FSDPReducer(ReducerBase):
         check_for_nan: bool,
         find_unused_parameters: bool,
     ) -> None:
-        """named: the trainable parameters, sharded; unit_of: the unit that each is in, for dtypes and messages.
-        control: between all ranks that hold parts of the model. number: of `agree`. divide_factor: sums are divided by
-        it; None: by the number of ranks that a unit is sharded and replicated over.
+        """named: the trainable, sharded parameters. unit_of: each one's unit, for dtypes and messages. control: a
+        communicator of all ranks that have parts of the model. number: from `agree`. divide_factor: sums are divided
+        by it; None: by the number of ranks that a unit is sharded and replicated over.
         """
         super().__init__([p for _, p in named], [n for n, _ in named])
         self._hooks += [
@@ -66,18 +71,18 @@ class FSDPReducer(ReducerBase):
         self._end: weakref.ref[BackwardEnd] | None = None
 
     def attach(self, model: torch.nn.Module, units: Sequence[Sequence[torch.nn.Module]], prefetch: bool) -> ParamGather:
-        """units: the modules of each; prefetch: see ParamGather, which is `weights` from here on."""
+        """Hooks the model, creates and returns `weights`. units: each unit's modules; prefetch: see ParamGather."""
         guarded = partial(_guarded, weakref.ref(self.exchange))
         zeros = self._find_unused and hasattr(units[0][0], "set_reduce_scatter_unused_params")
         self.weights = ParamGather(self.params, units, self.exchange.communicators, prefetch, zeros, guarded)
         self._hooks.append(model.register_forward_pre_hook(hook(self.finish_failed_backward), prepend=True))
-        # Before FSDP2's hooks of the same tensors: what is refused then has changed nothing yet.
+        # Runs before FSDP2's hooks of the same tensors: an error here leaves FSDP2's state unchanged.
         self._hooks.append(model.register_forward_hook(weak_method(self._guard_outputs), prepend=True))
         self._hooks.append(model.register_forward_hook(weak_method(self._register_outputs)))
         return self.weights
 
     def close(self) -> None:
-        """Leaves the parameters as they were before, without gradients; the units' collectives are the caller's."""
+        """Removes hooks and gradients. The collectives installed in the units are left to the caller."""
         self.detach()
         self.zero_grad(self.params)
         for param in self.params:
@@ -87,7 +92,7 @@ class FSDPReducer(ReducerBase):
 
     @contextmanager
     def synchronizing(self, enabled: bool) -> Iterator[None]:
-        """No effect: where gradients are sharded, those not reduced could be kept nowhere (E8)."""
+        """No effect: there is no memory to accumulate unreduced gradients in (E8)."""
         yield
 
     # -- for optimizers: see reducer_registry.GradientReducer ----------------------------------------------------------
@@ -98,11 +103,11 @@ class FSDPReducer(ReducerBase):
 
     @property
     def sharded(self) -> bool:
-        """Whether a gradient is anywhere else than in `.grad`."""
+        """Whether some gradient is not in `.grad`."""
         return not all(map(self.exchange.shards.visible, range(len(self.params))))
 
     def before_step(self) -> None:
-        if not self.failed:  # else before waiting for what will not complete either
+        if not self.failed:  # after a failure, what is under way would not complete, either
             self.finish_failed_backward()
         for i in self.cycle.nonfinite():
             if self.exchange.shards.of(i) is None:
@@ -122,7 +127,7 @@ class FSDPReducer(ReducerBase):
         return self.exchange.shards.of(self._position[id(param)])
 
     def gather(self, bucket: int) -> Work:
-        raise NotImplementedError("FSDP2 gathers weights itself")  # no LocalShard of its has a bucket: nobody asks
+        raise NotImplementedError("FSDP2 gathers weights itself")  # never called: its LocalShards have no bucket
 
     def refuse_moving(self, doing: str, weights: bool) -> None:
         self.finish_failed_backward()
@@ -148,7 +153,7 @@ class FSDPReducer(ReducerBase):
         offload_guard.refuse_gradients(self.params, "backward")
 
     def _register_outputs(self, _module: Any, _inputs: Any, outputs: Any) -> None:
-        """A backward through these tensors begins there, as reentrant checkpoints may hold every parameter."""
+        """Hooks the outputs: with reentrant checkpoints, only they see the outer backward before the nested ones."""
         if self.weights is not None:
             self.weights.drop_gathered()
         for output in tensors_with_graph(outputs):
@@ -165,19 +170,19 @@ class FSDPReducer(ReducerBase):
         op: dist.ReduceOp,
         allocated_on: Iterable[Stream],
     ) -> None:
-        """given: [ranks, output's numel], flat: this rank's gradients of the unit, cut into every rank's shards.
-        allocated_on: the streams whose memory output and given are."""
+        """Starts a unit's reduce-scatter. given: this rank's gradients, flat, as [ranks, output's numel]: cut into the
+        ranks' shards. allocated_on: the streams on which output and given were allocated."""
         self.exchange.refuse(unit, output, op)
         self.begin_backward()
         self.exchange.give(Given(unit, output, given, group, tuple(allocated_on)))
 
     def reduced(self, unit: UnitPlan, output: torch.Tensor) -> None:
-        """FSDP2 has reduced a unit, all-reduce included, and makes gradients of the output next."""
+        """Hook: FSDP2 has reduced a unit, all-reduce included, and sets gradients from the output next."""
         self.begin_backward()
         self.exchange.unit_reduced(unit, output)
 
     def grad_ready(self, i: int) -> None:
-        """FSDP2 made a gradient of a slice of the output, for the parameter's shard."""
+        """Hook: FSDP2 has set `.grad` of the parameter's shard from a slice of the output."""
         grad: Any = self.params[i].grad
         self.params[i].grad = None
         current = self.exchange.current
@@ -198,17 +203,17 @@ class FSDPReducer(ReducerBase):
         if self._end is not None:
             return
         self.cycle.refuse_failed()
-        # After FSDP2's own, which reduces the units whose inputs need no gradient.
+        # Queued after FSDP2's own callback, which reduces units whose inputs need no gradient.
         self._end = queue_backward_end(self.backward_ended)
         self.exchange.begin()
-        self._refuse_offloaded()  # which is recovered from like any backward that raised
+        self._refuse_offloaded()  # if it raises, recovery is that of any failed backward
         if self.weights is not None:
             self.weights.prefetch_in_order()
         self.cycle.zero(self.exchange.shards.detach_grads())
 
     def finish_failed_backward(self) -> None:
-        """If the last backward raised: waits for what it sent, as the other ranks sent it too, and discards it; the
-        gradient shards are what they were before it."""
+        """Recovers if the last backward raised: waits for the messages that it sent, which the other ranks sent, too,
+        and discards them. Until zero_grad, no step may read shards to which sums had been added by then."""
         if self._end is not None and self._end() is not None:
             return
         self._end = None
@@ -224,13 +229,13 @@ class FSDPReducer(ReducerBase):
             self.exchange.shards.attach_grads()  # torch >= 2.15 dropped them
 
     def backward_ended(self) -> None:
-        """Agrees with the other ranks on what was reduced, waits for the sums, adds them to the shards."""
+        """Callback at the end of backward: exchanges reports, waits for the sums, adds them to the shards."""
         self.exchange.current = None
         self.exchange.shards.attach_grads()
         try:
-            if self.cycle.end():  # else a backward to inputs only, or without gradient synchronization
+            if self.cycle.end():  # False: only inputs needed gradients, or no gradient synchronization
                 self.exchange.run()
-        finally:  # an error that is stored would keep it
+        finally:  # a stored error would keep the BackwardEnd alive
             self._end = None
 
 

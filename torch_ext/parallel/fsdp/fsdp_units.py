@@ -1,7 +1,8 @@
-"""Which modules become units of FSDP2: parameters that are gathered together and whose gradients are reduced together.
+"""Chooses the modules that become FSDP2's units. A unit's parameters are gathered together, and their gradients reduced
+together.
 
-torch's fully_shard asks its caller for that. The rule here is the usual one, the blocks of the model's containers and
-then the rest as the root's unit; but small blocks that follow each other share a unit. A model that its user has
+torch's fully_shard leaves this choice to its caller. The rule here is the usual one: each block of the model's
+containers is a unit, the rest is the root's unit. But small neighbouring blocks share a unit. A model that its user has
 sharded already keeps the user's units.
 """
 
@@ -24,20 +25,22 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class FSDPUnit(NamedTuple):
+    """A unit to be: its modules, which fully_shard gets in one call."""
+
     modules: list[nn.Module]
     dtype: torch.dtype | None  # of their trainable parameters; None: they have none
 
 
 def fsdp_modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
-    """The model's sharded modules by name, the outermost first."""
+    """Returns the model's FSDP2 modules with their names, the outermost first."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
 def shard(units: Sequence[FSDPUnit], policy: Policy, group: dist.ProcessGroup, device: torch.device) -> None:
-    """fully_shard of each unit over the group; what a rank keeps of a weight is what the rank has of it.
+    """Calls fully_shard for each unit, over the group. Shards keep the bits that this rank's weights have.
 
-    Where most of a model is in fp32 and the policy is for bf16 or fp16, FSDP2 gathers and computes in that dtype, and
-    the fp32 shards are the masters.
+    If most of the model is in fp32 and the policy is for bf16 or fp16, FSDP2 gathers and computes in the policy's
+    dtype, and the fp32 shards are the master weights.
     """
     mesh = DeviceMesh.from_group(group, device.type)
     (model,) = units[-1].modules
@@ -45,35 +48,34 @@ def shard(units: Sequence[FSDPUnit], policy: Policy, group: dist.ProcessGroup, d
     low_precision = policy.param_dtype if most and most[0][0] == torch.float32 else None
     for unit in units:
         compute = low_precision if unit.dtype in (None, torch.float32) else None
-        # The reduce-scatter has a wire of its own: gradients are handed to it as backward made them (None would mean
-        # the shards' dtype from torch 2.15 on). But fp16 is widened, since FSDP2 would scale it in fp16, before and
-        # after the sum.
+        # Our reduce-scatter converts to the wire's dtype itself, so it should get gradients in the dtype of backward
+        # (from torch 2.15 on, None would mean the shards' dtype). But fp16 is widened to fp32, since FSDP2 would scale
+        # fp16 gradients in fp16, before and after the sum.
         reduced = torch.float32 if torch.float16 in (compute, unit.dtype) else compute
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced)
         fully_shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], mesh=mesh, mp_policy=precision)
 
 
 def units_of(model: nn.Module, bucket_size: int | None) -> list[FSDPUnit]:
-    """Inner ones first, the model last. bucket_size: the policy's, elements.
+    """Returns the units for the model: inner ones first, the model's own last. bucket_size: the policy's, in elements.
 
-    ValueError where a module itself has trainable parameters of several dtypes.
+    Raises ValueError if a module itself has trainable parameters of several dtypes.
     """
     held = _holders(model)
     times = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     units: list[FSDPUnit] = []
     for blocks in _containers(model):
-        # A parameter that is shared with modules outside belongs to the unit that contains them all.
-        self_contained = [
-            block for block in blocks if all(held[p] == n * times[block] for p, n in _holders(block).items())
-        ]
-        for run in _runs(self_contained, bucket_size):
+        # A block that shares a parameter with modules outside is no unit: that parameter belongs to an outer unit,
+        # which contains all of these modules.
+        unshared = [block for block in blocks if all(held[p] == n * times[block] for p, n in _holders(block).items())]
+        for run in _runs(unshared, bucket_size):
             units += _merge_units([_split(block) for block in run])
     taken = {id(p) for unit in units for module in unit.modules for p in module.parameters()}
     return [*_without_duplicates(units + _split(model, taken))]
 
 
 def _runs(blocks: Sequence[nn.Module], bucket_size: int | None) -> list[Sequence[nn.Module]]:
-    """Neighbours that share a unit (tx_fsdp_units)."""
+    """Groups neighbouring blocks that share a unit (tx_fsdp_units)."""
     n = len(blocks)
     numels = (ctypes.c_int64 * n)(*(sum(p.numel() for p in block.parameters()) for block in blocks))
     ends = (ctypes.c_int64 * n)()
@@ -85,8 +87,8 @@ def _runs(blocks: Sequence[nn.Module], bucket_size: int | None) -> list[Sequence
 
 
 def _merge_units(blocks: Sequence[Sequence[FSDPUnit]]) -> list[FSDPUnit]:
-    """Of blocks that share a unit, each split by dtypes: one unit for each dtype of their inner modules, then their
-    own."""
+    """Merges blocks that share a unit. Each block is given as its units of other dtypes and its own one, last. Returns
+    one unit for each dtype of the inner ones, then one for each dtype of the blocks themselves."""
     modules: dict[tuple[bool, torch.dtype | None], list[nn.Module]] = {}
     for *inner, whole in blocks:
         for unit in inner:
@@ -98,7 +100,7 @@ def _merge_units(blocks: Sequence[Sequence[FSDPUnit]]) -> list[FSDPUnit]:
 
 
 def _without_duplicates(units: Sequence[FSDPUnit]) -> Iterator[FSDPUnit]:
-    """A module of another dtype that several modules share is found in each of them."""
+    """Removes repeated modules: a module of another dtype that several modules share was found in each of them."""
     seen: set[nn.Module] = set()
     for unit in units:
         new = [m for m in dict.fromkeys(unit.modules) if m not in seen]
@@ -108,13 +110,14 @@ def _without_duplicates(units: Sequence[FSDPUnit]) -> Iterator[FSDPUnit]:
 
 
 def _holders(module: nn.Module) -> Counter[int]:
-    """In how many places each parameter is; those of a module that is in several places count for each of them."""
+    """Counts, by parameter id, the places where each parameter is used. A module that is used in several places counts
+    in each."""
     modules = (m for _, m in module.named_modules(remove_duplicate=False))
     return Counter(id(p) for m in modules for p in {*m._parameters.values()} if p is not None)
 
 
 def _containers(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Of each of the outermost containers, the children that hold parameters."""
+    """Yields, for each of the outermost containers, its children that have parameters."""
     if not isinstance(module, _CONTAINERS):
         for child in module.children():
             yield from _containers(child)
@@ -129,18 +132,19 @@ def _containers(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _cannot_run(module: nn.Module) -> bool:
-    """A container without a forward of its own, before which parameters could be gathered."""
+    """Whether the module is a container without a forward of its own, before which FSDP2 could gather parameters."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def _split(module: nn.Module, taken: "frozenset[int] | set[int]" = frozenset()) -> list[FSDPUnit]:
-    """The module as a unit, before it those of its modules that have another dtype: a unit has one."""
+    """Returns the module as a unit, last, and before it units of its inner modules that have another dtype, since a
+    unit has one dtype. taken: ids of parameters that other units have."""
     own = _dtypes(module.parameters(recurse=False), taken) or _dtypes(module.parameters(), taken)
     dtype = own.most_common(1)[0][0] if own else None
-    return [*_units_of_other_dtypes(module, dtype, taken), FSDPUnit([module], dtype)]
+    return [*_other_units(module, dtype, taken), FSDPUnit([module], dtype)]
 
 
-def _units_of_other_dtypes(
+def _other_units(
     module: nn.Module, dtype: torch.dtype | None, taken: "frozenset[int] | set[int]"
 ) -> Iterator[FSDPUnit]:
     own = _dtypes(module.parameters(recurse=False), taken)
@@ -154,7 +158,7 @@ def _units_of_other_dtypes(
         if set(inside) <= {dtype}:
             continue
         if _cannot_run(child):
-            yield from _units_of_other_dtypes(child, dtype, taken)
+            yield from _other_units(child, dtype, taken)
             continue
         *inner, unit = _split(child, taken)
         yield from inner
@@ -163,7 +167,7 @@ def _units_of_other_dtypes(
 
 
 def _dtypes(params: Iterator[nn.Parameter], taken: "frozenset[int] | set[int]") -> Counter[torch.dtype]:
-    """Of the trainable ones, by their numbers of elements."""
+    """Counts the elements of each dtype in the trainable parameters that no other unit has."""
     elements: Counter[torch.dtype] = Counter()
     for p in params:
         if p.requires_grad and id(p) not in taken:

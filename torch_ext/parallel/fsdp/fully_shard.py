@@ -1,4 +1,4 @@
-"""Strategy optim_grads_params: torch's FSDP2, with this library's collectives in it."""
+"""Strategy optim_grads_params: shards a model by torch's FSDP2 and installs this library's collectives in it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -26,9 +26,10 @@ from torch_ext.policy.policy import Policy
 
 
 def describe(model: nn.Module, policy: Policy, group: dist.ProcessGroup) -> list[str]:
-    """What must be equal on all ranks, as text. Changes nothing; only whole weights that a forward left go.
+    """Returns, as text, what must be equal on all ranks. Changes nothing, but frees unsharded weights that a forward
+    left in memory.
 
-    Raises ValueError or TypeError, naming the parameter or the module, for what FSDP2 or this library cannot shard.
+    Raises ValueError or TypeError, naming the parameter or module, for a model that FSDP2 or this library cannot shard.
     """
     for name, param in model.named_parameters():
         if param.requires_grad and param.numel() == 0:
@@ -59,11 +60,12 @@ def shard_fully(
     divide_factor: float | None,
     find_unused_parameters: bool,
 ) -> FSDPReducer:
-    """Shards the model, unless its user has done so, and puts this library's collectives into each of its units.
+    """Shards the model, unless its user has done so, and installs this library's collectives in each of its units.
 
-    After `describe` was found to be equal everywhere. Rank 0's weights and buffers are everybody's; of a model that is
-    sharded already, each shard is its first replica's. Parameters are other objects afterwards; optimizers without
-    state get them. control: over the group; number: of `agree`; divide_factor: see FSDPReducer.
+    Call it after all ranks had the same `describe`. Rank 0's weights and buffers are copied to all ranks; for a model
+    that is sharded already, the first replica's shards are copied to the other replicas. Sharding replaces the
+    parameters; optimizers without state get the new ones. control: a communicator over the group. number: from
+    `agree`. divide_factor: see FSDPReducer.
     """
     group = control.group
     control.compresses = control.can_compress and compression.decided(policy, policy.link_gbps)  # not measured here
@@ -108,12 +110,13 @@ def _install(
 
 
 def _units_of_user(model: nn.Module) -> list[list[FSDPModule]]:
-    """Of several modules that the user gave to fully_shard together, FSDP2 asks one; which, it does not tell."""
+    """Returns each FSDP2 module as a unit. If the user gave several modules to one fully_shard, FSDP2 uses the
+    collectives of one of them and does not tell which: so each gets its own."""
     return [[module] for _, module in fsdp_modules(model)]
 
 
 def _unit_of(units: Sequence[Sequence[FSDPModule]]) -> dict[int, int]:
-    """The unit of each parameter: of those whose modules hold it, the innermost."""
+    """Returns each parameter's unit, by the parameter's id: the innermost one whose modules contain it."""
     modules = [(i, cast(nn.Module, module)) for i, unit in enumerate(units) for module in unit]
     modules.sort(key=lambda one: -sum(1 for _ in one[1].modules()))
     return {id(p): i for i, module in modules for p in module.parameters()}
@@ -133,7 +136,8 @@ def _plan_units(
         params = of_unit.get(i, [])
         trained = [p for p in params if p.requires_grad]
         dtype = trained[0].dtype if trained else policy.param_dtype
-        # From torch 2.15 on, a user's param_dtype_override_fn may leave some of a unit wide: so is what they share.
+        # From torch 2.15 on, a user's param_dtype_override_fn may keep some of a unit's parameters in a wider dtype;
+        # the unit's messages, which all its parameters share, then have the widest.
         computed = [precisions[id(p)].computed for p in trained if id(p) in precisions]
         row = policy.row(dtype, computed=max(computed, key=lambda each: each.itemsize, default=None))
         main = row.main_grads_dtype or dtype
@@ -144,7 +148,8 @@ def _plan_units(
 
 
 def _replicas(param: Any) -> int:
-    """HSDP: the mesh's first dimension replicates and a later one shards. (Of others, tensor parallelism knows.)"""
+    """Returns how many replicas of each shard HSDP keeps, or 1. HSDP's mesh replicates over its first dimension and
+    shards over a later one. (Other replicated dimensions belong to tensor parallelism.)"""
     if not isinstance(param, DTensor) or len(param.placements) < 2 or not param.placements[0].is_replicate():
         return 1
     return int(param.device_mesh.size(0))
@@ -188,7 +193,7 @@ def _same_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _replace_in_optimizers(before: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
-    """Optimizers that were made before hold parameters that are no longer the model's."""
+    """Replaces parameters in existing optimizers: FSDP2 has given the model new ones."""
     for optimizer in instances(torch.optim.Optimizer):
         for group in getattr(optimizer, "param_groups", ()):
             params: Iterable[Any] = group["params"]

@@ -1,5 +1,6 @@
-"""The gradient shards of a model sharded by FSDP2, between backwards: in main_grads_dtype, each of its local tensor's
-shape. Where that is the parameter's dtype, `.grad` is a DTensor over the shard; else `.grad` is None.
+"""The gradient shards of a model sharded by FSDP2, between backwards. A shard is in main_grads_dtype and has the shape
+of the parameter's local tensor. If the parameter has this dtype, too, `.grad` is a DTensor over the shard; else `.grad`
+is None.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,22 +14,22 @@ from torch_ext.params.local_shard import tensor_of
 
 
 class GradShards:
-    """Positions i are those of the parameters."""
+    """The gradient shards of one reducer's parameters. `i` is a parameter's position."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter], units: Sequence[UnitPlan], unit_of: Sequence[int]) -> None:
         self.params, self.units, self._unit_of = params, units, list(unit_of)
         self._shards: dict[int, torch.Tensor] = {}
-        self._grads: dict[int, Any] = {}  # the DTensors
+        self._grads: dict[int, Any] = {}  # `.grad` of visible shards
         self.added: set[int] = set()
-        """Parameters whose sums of this backward are in the shards."""
-        self._new: set[int] = set()  # parameters whose shards are this backward's sums
+        """Parameters to whose shards this backward has added sums."""
+        self._new: set[int] = set()  # parameters that had no shard before this backward
 
     def visible(self, i: int) -> bool:
-        """Whether the shard can be `.grad`, which has the parameter's dtype."""
+        """Whether the shard of parameter i is also its `.grad`, which must have the parameter's dtype."""
         return self.params[i].dtype == self.units[self._unit_of[i]].main_grads_dtype
 
     def of(self, i: int) -> torch.Tensor | None:
-        """The gradient that a step reads, or None."""
+        """Returns the gradient that a step reads for parameter i, or None."""
         if not self.visible(i):
             return self._shards.get(i)
         grad = self.params[i].grad
@@ -36,16 +37,18 @@ class GradShards:
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """Where gradients lie."""
+        """The tensors that hold gradients."""
         return list(self._shards.values())
 
     def dtype_of_sums(self, unit: UnitPlan) -> torch.dtype:
-        """The first sum of a cycle becomes the shard; later ones are added to it, and not rounded before."""
+        """Returns the dtype for a unit's next sums. The first sum becomes the shard itself; later ones are added to it,
+        so they stay in fp32 until then."""
         first = not any(self._unit_of[i] == unit.number for i in self._shards)
         return unit.main_grads_dtype if first else torch.float32
 
     def belongs(self, i: int, unit: UnitPlan) -> None:
-        """The unit has parameter i: of several modules of one unit, FSDP2 uses the collectives of any."""
+        """Records that the unit contains parameter i. This is known only when FSDP2 reduces it: for several modules in
+        one unit, FSDP2 uses the collectives of any of them."""
         self._unit_of[i] = unit.number
 
     def forget(self, i: int) -> None:
@@ -53,8 +56,8 @@ class GradShards:
         self._grads.pop(i, None)
 
     def detach_grads(self) -> list[int]:
-        """A backward begins, in which FSDP2 would accumulate into `.grad` before the sums are written. A `.grad` that
-        the user assigned is taken over; returns the parameters whose `.grad` the user dropped."""
+        """Removes `.grad` at the begin of a backward: FSDP2 would accumulate into it before the sums are written. A
+        `.grad` that the user assigned becomes the shard. Returns the parameters whose `.grad` the user dropped."""
         self.added, self._new = set(), set()
         gone = []
         for i, param in enumerate(self.params):
@@ -78,18 +81,19 @@ class GradShards:
             self._shards[i] = local.to(self.units[self._unit_of[i]].main_grads_dtype)
 
     def drop_new(self, unused: Iterable[int]) -> None:
-        """Drops sums of zeros, of parameters that no rank used, where there was no gradient before."""
+        """Drops the shards of parameters that no rank used, which hold zeros, if they are new in this backward."""
         for i in self._new.intersection(unused):
             self.forget(i)
             self.params[i].grad = None
 
     def attach_grads(self) -> None:
-        """A backward ended: `.grad` of visible shards is there again."""
+        """Restores `.grad` of visible shards after a backward."""
         for i, grad in self._grads.items():
             self.params[i].grad = grad
 
     def add_sums(self, reduction: Reduction, guarded: Callable[[Callable[[], None]], None]) -> None:
-        """Waits for the sums, which become the shards or are added to them. guarded: calls its argument."""
+        """Waits for a reduction's sums, which become the shards or are added to them. guarded: calls its argument and
+        records a failure."""
         reduction.wait(guarded)
         if not reduction.slices and reduction.unit.replicas > 1:
             return  # FSDP2 keeps the sum back for a later backward (set_requires_all_reduce)
@@ -121,7 +125,7 @@ class GradShards:
             ops.call("bucket_accumulate_", [self._shards[i] for i, _ in values], [value for _, value in values])
 
     def _check_covered(self, reduction: Reduction) -> None:
-        """RuntimeError where FSDP2 reduces a parameter that this reducer does not know: it would get no gradient."""
+        """Raises RuntimeError if FSDP2 reduced a parameter that is not this reducer's: it would get no gradient."""
         end = 0
         for one in sorted(reduction.slices, key=lambda s: s.begin):
             if one.begin != end:
@@ -136,8 +140,8 @@ class GradShards:
 
 
 def _padded_numel(param: Any) -> int:
-    """Of the largest rank's shard, to which all are padded."""
-    # Those of tensor parallelism come after FSDP2's, and were made before it.
+    """Returns the numel of the largest rank's shard, to which FSDP2 pads all shards."""
+    # In `placements` tensor parallelism comes after FSDP2, but it cut the parameter first.
     sharding = [(i, placement) for i, placement in enumerate(param.placements) if not placement.is_replicate()]
     if not sharding:
         return int(tensor_of(param).numel())

@@ -1,4 +1,5 @@
-"""The weights of a model sharded by FSDP2: asynchronous all-gathers, and gathered weights that have become stale."""
+"""The weights of a model sharded by FSDP2: their asynchronous all-gathers, and dropping gathered weights that are out
+of date."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -18,12 +19,13 @@ from torch_ext.policy import fsdp_groups
 from torch_ext.tensors import offload_guard
 
 Place: TypeAlias = tuple[weakref.ref[nn.Module], str]
-"""Where a parameter is: a module, which is not kept alive, and the name there."""
+"""A parameter's place: the module, referred to weakly, and the parameter's name there."""
 
 
 def _reshard_after_failed_forward(module: Any) -> None:
-    """For FSDP2 a forward that raised still runs, after which a unit keeps all its weights, or all of them over fewer
-    ranks, where reshard_after_forward says so."""
+    """Reshards a module whose forward raised. FSDP2 takes that forward for still running, and reshard() then keeps the
+    unsharded weights, or shards them over fewer ranks, according to reshard_after_forward. So that setting is
+    overridden for this call."""
     groups = list(fsdp_groups.of_module(module))
     kept = [group.post_forward_mesh_info for group in groups]
     module.set_reshard_after_forward(True, recurse=False)
@@ -33,12 +35,13 @@ def _reshard_after_failed_forward(module: Any) -> None:
 
 
 class UsedParams:
-    """Which parameters got a gradient: hooks of the unsharded parameters, which the first forward shows, tell."""
+    """Records which parameters got a gradient, by hooks of the unsharded parameters, which exist from the first forward
+    on."""
 
     def __init__(
         self, params: Sequence[nn.Parameter], units: Sequence[Sequence[nn.Module]], places: Sequence[Sequence[Place]]
     ) -> None:
-        """params: the shards. units: the modules of each, and the places of its parameters."""
+        """params: the shards. units, places: each unit's modules, and the places of its parameters."""
         self._params = params
         self._whole: dict[int, torch.Tensor] = {}
         self._reached: set[int] = set()
@@ -49,7 +52,7 @@ class UsedParams:
             self._hooks += [module.register_forward_pre_hook(partial(self._watch, known)) for module in unit]
 
     def _watch(self, places: Sequence[tuple[weakref.ref[nn.Module], str, int | None]], *_: Any) -> None:
-        """Runs after FSDP2's hook, which puts unsharded parameters into a unit's modules."""
+        """Forward pre-hook, after FSDP2's one, which puts the unsharded parameters into a unit's modules."""
         for module, name, i in places:
             if i is None or (owner := module()) is None or (whole := owner._parameters.get(name)) is None:
                 continue
@@ -58,13 +61,13 @@ class UsedParams:
                 self._hooks.append(whole.register_post_accumulate_grad_hook(partial(_mark_reached, self._reached, i)))
 
     def take(self, i: int) -> bool:
-        """Whether it got a gradient since the last call. True where the unsharded parameter was never seen."""
+        """Whether parameter i got a gradient since the last call. True if its unsharded parameter was never seen."""
         reached = i in self._reached or i not in self._whole
         self._reached.discard(i)
         return reached
 
     def forget(self) -> None:
-        """Gradients that FSDP2 has not reduced are dropped."""
+        """Forgets the gradients of a failed backward, which FSDP2 has not reduced."""
         self._reached.clear()
 
     def close(self) -> None:
@@ -82,14 +85,15 @@ def _mark_reached(reached: set[int], i: int, _whole: torch.Tensor) -> None:
 
 
 class _GradCleaner:
-    """Drops the gradients of unsharded parameters, which after a backward that raised FSDP2 would add to the next ones:
-    a hook of a unit's module, after FSDP2's, which puts these parameters into it."""
+    """Forward pre-hook that drops the gradients of a unit's unsharded parameters when asked to. After a backward that
+    raised, FSDP2 would add these gradients to the next ones. Runs after FSDP2's hook, which puts the unsharded
+    parameters into the module."""
 
     def __init__(self, module: nn.Module, known: Set[int]) -> None:
-        """known: ids of all other parameters."""
+        """known: ids of the shards, and of parameters that FSDP2 does not shard: their gradients stay."""
         self.wanted = False
         self.last = False
-        """Whether the reducer is closed."""
+        """Whether this is the hook's last run: the reducer is closed."""
         self._known = known
         self._hook = module.register_forward_pre_hook(self)
 
@@ -104,7 +108,7 @@ class _GradCleaner:
 
 
 class ParamGather:
-    """Knows the units by their modules, which it does not keep alive."""
+    """Gathers the weights of FSDP2's units. Refers to their modules weakly."""
 
     def __init__(
         self,
@@ -115,43 +119,44 @@ class ParamGather:
         zeros: bool,
         guarded: Callable[[Callable[[], Any]], Any],
     ) -> None:
-        """params: the shards. units: the modules of each. prefetch: from the second forward on, each unit's weights
-        are gathered while the one before runs. zeros: FSDP2 reduces them for parameters without gradients. guarded:
-        calls its argument, and remembers a failure."""
+        """params: the shards. units: each unit's modules. prefetch: from the second forward on, a unit's weights are
+        gathered while the unit before it runs. zeros: whether FSDP2 reduces zeros for parameters without gradients.
+        guarded: calls its argument and records a failure."""
         self._params, self._communicators, self._guarded = params, communicators, guarded
         self._modules = [weakref.ref(unit[0]) for unit in units]
-        self._failure: str | None = None  # of a gather
+        self._failure: str | None = None  # the first error of an all-gather
         self._gathering: set[int] = set()  # units whose weights FSDP2 has not asked for yet
         self._order: list[int] | None = [] if prefetch else None  # of units in the first forward
         inside = {m for unit in units for module in unit for m in module.modules() if m is not module}
         self._roots = [i for i, unit in enumerate(units) if unit[0] not in inside]
         modules = [module for unit in units for module in unit]
-        self._known = {id(p) for module in modules for p in module.parameters()}  # shards, and what is not sharded
+        # The ids of the shards, and of parameters that FSDP2 does not shard.
+        self._known = {id(p) for module in modules for p in module.parameters()}
         self._places = [[*_places(unit, {*modules})] for unit in units]
         self.used = UsedParams(params, units, self._places) if zeros else None
         self._grad_cleaners = [_GradCleaner(module, self._known) for module in modules]
 
     def close(self) -> None:
-        """Gradients are dropped; those of unsharded parameters are out of reach until the next forward."""
+        """Drops the gradients of unsharded parameters at the next forward: before it they cannot be reached."""
         for cleaning in self._grad_cleaners:
             cleaning.wanted = cleaning.last = True
         if self.used is not None:
             self.used.close()
 
     def _module(self, unit: int) -> Any:
-        """An FSDPModule; None where it was deleted."""
+        """Returns the unit's first module, an FSDPModule; None if it was deleted."""
         return self._modules[unit]()
 
     def refuse_offloaded(self) -> None:
-        """RuntimeError where there are no shards to gather (see `offloading/offload.py`)."""
+        """Raises RuntimeError if the shards are offloaded (see `offloading/offload.py`)."""
         try:
             offload_guard.refuse_params(self._params, "FSDP2 gathers weights")
         except RuntimeError:
-            self.recover()  # FSDP2 is in the middle of a backward
+            self.recover()  # FSDP2 may be in the middle of a backward
             raise
 
     def all_gather(self, unit: UnitPlan, output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        """Starts to gather a unit's weights into `output`; part: this rank's, which may lie there already."""
+        """Starts to gather a unit's weights into `output`. part: this rank's weights, maybe a view of `output`."""
         if self._order is not None and unit.number not in self._order:
             self._order.append(unit.number)
         self._gathering.add(unit.number)
@@ -167,12 +172,12 @@ class ParamGather:
         return handle
 
     def gathered(self, unit: UnitPlan, handle: Work) -> None:
-        """FSDP2 waits for the unit's weights."""
+        """Waits for the unit's weights, which FSDP2 needs now."""
         self._gathering.discard(unit.number)
         self._try(handle.result)
 
     def _try(self, call: Callable[[], Any]) -> Any:
-        if self._failure is not None:  # FSDP2 would wait again, and take unwritten memory for weights
+        if self._failure is not None:  # FSDP2 would go on with memory that was not written
             raise RuntimeError(f"weights cannot be gathered any more: {self._failure}")
         try:
             return self._guarded(call)
@@ -181,15 +186,15 @@ class ParamGather:
             raise
 
     def drop_gathered(self) -> None:
-        """Weights gathered for a unit that did not run would be stale in the next forward."""
+        """Drops weights gathered for units that did not run: in the next forward they would be out of date."""
         for i in sorted(self._gathering):
             if (module := self._module(i)) is not None:
                 module.unshard()
                 module.reshard()
 
     def reshard(self) -> None:
-        """Drops gathered weights, also those under way, which an evaluation or a forward that raised may have left
-        behind: they would be stale after a step."""
+        """Drops all gathered weights, also those under way. An evaluation, or a forward that raised, may have left
+        them; after a step they would be out of date."""
         self.drop_gathered()
         for i in range(len(self._modules)):
             module = self._module(i)
@@ -199,23 +204,24 @@ class ParamGather:
                     _reshard_after_failed_forward(module)
 
     def _is_unsharded(self, unit: int) -> bool:
-        """Looks at one parameter: a unit is unsharded as a whole."""
+        """Whether the unit is unsharded. Checks one parameter: a unit is unsharded as a whole."""
         module, name = next(((module(), name) for module, name in self._places[unit]), (None, ""))
         return module is not None and id(module._parameters[name]) not in self._known
 
     def prefetch_in_order(self) -> None:
-        """From the second forward on, each unit's weights are gathered while the unit before it runs."""
+        """Sets up prefetching in the order of the first forward, once: from the next forward on, a unit's weights are
+        gathered while the unit before it runs."""
         order, self._order = self._order, None
         if order is None:
             return
-        root = 0  # runs first, also without weights of its own
+        root = 0  # runs first, even if it has no weights of its own
         for before, after in pairwise([root, *(i for i in order if i != root)]):
             first, second = self._module(before), self._module(after)
             if first is not None and second is not None:
                 first.set_modules_to_forward_prefetch([second])
 
     def recover(self) -> bool:
-        """Makes FSDP2 forget a backward that raised; whether it can."""
+        """Resets FSDP2's state after a backward that raised. Returns whether this torch can do that."""
         for cleaning in self._grad_cleaners:
             cleaning.wanted = True
         if self.used is not None:
@@ -231,7 +237,7 @@ class ParamGather:
 
 
 def _places(unit: Sequence[nn.Module], of_units: Set[nn.Module]) -> Iterator[Place]:
-    """The places of the unit's sharded parameters. of_units: all units' modules."""
+    """Yields the places of a unit's sharded parameters. of_units: all units' modules."""
     for module in unit:
         yield from ((weakref.ref(module), name) for name, p in module._parameters.items() if _is_sharded(p))
         yield from _places([child for child in module.children() if child not in of_units], of_units)

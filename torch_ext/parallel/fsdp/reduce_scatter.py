@@ -1,4 +1,4 @@
-"""The reduce-scatter of one unit of FSDP2: where its sum goes, which gradients lie in it, and over what it is sent."""
+"""The reduce-scatter of one FSDP2 unit: where its sum is written, which gradients it contains, its communicators."""
 
 import zlib
 from collections.abc import Callable
@@ -17,61 +17,63 @@ from torch_ext.native.constants import BLOCK
 
 
 class UnitPlan(NamedTuple):
-    """What is decided about a unit before its first gradient."""
+    """A unit's settings, fixed before its first gradient."""
 
     number: int
     name: str
     main_grads_dtype: torch.dtype
     grad_comm_dtype: torch.dtype
     replicas: int
-    """How many there are of each shard; more than one: FSDP2 itself adds up their gradients (HSDP)."""
+    """How many replicas of each shard there are. If several (HSDP), FSDP2 itself adds up their gradients."""
 
     def __str__(self) -> str:
         return unit_called(self.name)
 
 
 def unit_called(*names: str) -> str:
-    """A unit in messages, by its modules' names; the model's own is empty."""
+    """Returns the text that names a unit in error messages, from its modules' names; the root's name is empty."""
     return "the root's unit" if names == ("",) else f"unit {', '.join(map(repr, names))}"
 
 
 class Slice(NamedTuple):
-    """The gradient of one parameter's shard in a reduction, padded as all ranks' are."""
+    """The gradient of one parameter's shard in a reduction's output, padded to the largest rank's shard."""
 
     param: int
     begin: int
     grad: Any
-    """What FSDP2 made of it: a DTensor over the reduction's output, or over a copy in the parameter's dtype."""
+    """The `.grad` that FSDP2 set: a DTensor over the reduction's output, or over a copy in the parameter's dtype."""
 
 
 class Reduction:
-    """Begins when FSDP2 hands over a unit's gradients; the hooks that it calls next tell which these are."""
+    """One reduce-scatter of a unit, created when FSDP2 hands over the unit's gradients. The hooks that FSDP2 calls next
+    tell which parameters these belong to."""
 
     def __init__(self, unit: UnitPlan, output: Tensor, sums: Tensor, handle: Work | None) -> None:
-        """output: where FSDP2 expects the sum. sums: where it will be, flat, of output's numel; maybe output itself."""
+        """output: where FSDP2 expects the sum. sums: where it is written, flat, of output's numel; maybe output itself.
+        handle: to wait for the sum; None if it is written already."""
         self.unit, self.output, self.sums, self.handle = unit, output, sums, handle
         self.slices: list[Slice] = []
         self.is_added = False
-        """Whether the sums were added to the gradient shards."""
+        """Whether the sums have been added to the gradient shards."""
         self.suspect: Tensor | None = None
-        """What this rank passed in, [ranks, output's numel], where an element of it is not finite."""
+        """This rank's gradients, [ranks, output's numel], kept only if one of their elements is not finite."""
 
     def add(self, param: int, begin: int, grad: Any) -> None:
-        """The gradient of the parameter's shard begins there, according to FSDP2."""
+        """Records that, according to FSDP2, the gradient of the parameter's shard begins at element `begin`."""
         self.slices.append(Slice(param, begin, grad))
 
     def wait(self, guarded: Callable[[Callable[[], None]], None]) -> None:
-        """Until the sums are written. guarded: calls its argument."""
+        """Waits until the sums are written. guarded: calls its argument and records a failure."""
         if self.handle is not None:
             guarded(self.handle.result)
             self.handle = None
 
     def sum_of(self, one: Slice, shape: torch.Size) -> Tensor:
-        """A view."""
+        """Returns a view of the slice's sum in the shape of the shard."""
         return self.sums[one.begin : one.begin + shape.numel()].view(shape)
 
     def first_nonfinite(self) -> int:
-        """The parameter whose gradient on this rank is not finite, or ALL_FINITE."""
+        """Returns the first parameter whose gradient on this rank is not finite, or ALL_FINITE."""
         if self.suspect is None:
             return ALL_FINITE
         ordered = sorted(self.slices, key=lambda one: one.begin)
@@ -83,15 +85,16 @@ class Reduction:
 
 
 GATHER, REDUCE = "gather", "reduce"
-"""Purposes: each has a communicator, and streams, of its own. Over one group both share NCCL's, and so its stream: a
-gather waits for the reductions that were started before it, unless the policy says create_all_gather_group."""
+"""Purposes of communicators. Each has a communicator and streams of its own. But over one process group both use the
+same NCCL communicator and its stream: an all-gather then waits for the reductions started before it, unless the policy
+sets create_all_gather_group."""
 
 
 class UnitCommunicators:
     """The communicators of all units, by process group and purpose."""
 
     def __init__(self, control: Communicator, number: int) -> None:
-        """control: between all ranks that hold parts of the model. number: of `agree`."""
+        """control: a communicator of all ranks that have parts of the model. number: from `agree`."""
         self.control = control
         self._number = number
         self._made: dict[tuple[dist.ProcessGroup, str], Communicator] = {}
@@ -106,11 +109,12 @@ class UnitCommunicators:
         return self._made[group, purpose]
 
     def current_stream(self) -> Stream:
-        """Of the device: the stream on which memory is allocated now."""
+        """Returns the device's current stream, on which memory is allocated now."""
         return self.control.ordering.streams.current()
 
     def tag(self, cycle: int, purpose: str, unit: UnitPlan, nbytes: int) -> int:
-        """Depends on the size, too: a message of an unexpected size would end a gloo process."""
+        """Returns the tag of a unit's message. It depends on the size, too: if ranks disagreed about the size under one
+        tag, gloo would end the process."""
         return tag(self._number, cycle, zlib.crc32(f"{purpose} {unit.number} {nbytes}".encode()) % MAX_BUCKETS)
 
     def report_tag(self, cycle: int) -> int:
@@ -121,10 +125,10 @@ class UnitCommunicators:
 
 
 def wire_of(unit: UnitPlan, rows: torch.Tensor, rank: int, cycle: int) -> WireBuffer:
-    """A unit's gradients as they are sent: themselves, unless the wire's dtype is narrower. Of 8-bit codes, each rank's
-    part is padded to whole blocks.
+    """Returns a unit's gradients as they are sent: `rows` itself, or a copy if the wire's dtype is narrower. With 8-bit
+    codes, each rank's part is padded to whole blocks.
 
-    rows: [ranks, elements of a shard], contiguous. rank, cycle: for the thresholds of an 8-bit wire.
+    rows: [ranks, elements of a shard], contiguous. rank, cycle: for the rounding thresholds of an 8-bit wire.
     """
     world_size, numel = rows.shape
     dtype = unit.grad_comm_dtype

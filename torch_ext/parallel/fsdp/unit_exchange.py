@@ -1,5 +1,5 @@
-"""The exchange of a model that FSDP2 shards: drives its gradient cycle (Note [the cycle] in csrc/torch_ext_cycle.h)
-between the units' gradients that FSDP2 hands over, the shards that their sums are added to, and the communicators.
+"""The exchange of a model that FSDP2 shards: runs the actions of its gradient cycle (Note [the cycle] in
+csrc/torch_ext_cycle.h). FSDP2 hands over units' gradients; communicators reduce them; the sums are added to shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from torch_ext.parallel.cycle import DISCARD, IF_SENT, UNITS, Action, Cycle, Exc
 from torch_ext.parallel.fsdp.grad_shards import GradShards
 from torch_ext.parallel.fsdp.reduce_scatter import REDUCE, Reduction, UnitCommunicators, UnitPlan, wire_of
 
-# Units whose gradients are reduced at a time; those of more would pile up where computation is faster than the link. A
-# unit is large enough for one to keep the link busy while the next one is passed to it.
+# How many units' gradients are in flight at a time. More would pile up in memory if computation is faster than the
+# link; and a unit is large enough to keep the link busy while the next one is prepared.
 UNDER_WAY = 2
 
 
 class Given(NamedTuple):
-    """What FSDP2 hands over of a unit (`FSDPReducer.reduce_scatter`)."""
+    """The arguments with which FSDP2 hands over a unit's gradients (`FSDPReducer.reduce_scatter`)."""
 
     unit: UnitPlan
     output: torch.Tensor
@@ -34,7 +34,7 @@ class Given(NamedTuple):
 
 
 class UnitExchange(Exchange):
-    """Of one reducer's parameters."""
+    """Runs the gradient exchange for one FSDPReducer's parameters."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class UnitExchange(Exchange):
         check_for_nan: bool,
         find_unused: bool,
     ) -> None:
-        """As for FSDPReducer."""
+        """The arguments are those of FSDPReducer."""
         options = Options(UNITS, control.rank, control.world_size, UNDER_WAY, check_for_nan, find_unused=find_unused)
         self.cycle = Cycle(options, names, units=[str(unit) for unit in units])
         self.params, self.names = params, names
@@ -56,37 +56,37 @@ class UnitExchange(Exchange):
         self.shards = GradShards(params, units, unit_of)
         self._wire_bytes = 0
         self.current: Reduction | None = None
-        """Of whose sum FSDP2 makes gradients now."""
+        """The reduction from whose output FSDP2 is setting gradients now."""
         self._divide_factor, self._check_for_nan, self._find_unused = divide_factor, check_for_nan, find_unused
         self._bytes_before = self.communicators.bytes_sent()
         self._reset()
 
     def _reset(self) -> None:
-        self._given: Given | None = None  # and not sent yet
+        self._given: Given | None = None  # not sent yet
         self._reductions: list[Reduction] = []  # of this backward
-        self._messages: list[Reduction] = []  # of these, what was sent
-        self._read_reports: Callable[[], list[torch.Tensor]] | None = None  # which are under way
+        self._messages: list[Reduction] = []  # those of them that were sent, by message
+        self._read_reports: Callable[[], list[torch.Tensor]] | None = None  # waits for the ranks' reports
 
     @property
     def wire_bytes(self) -> int:
         return self._wire_bytes
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Starts a backward."""
         self.cycle.begin()
         self._reset()
 
     def give(self, given: Given) -> None:
-        """A unit's gradients: they are sent, once there is room."""
+        """Takes a unit's gradients and sends them, after waiting for earlier units if too many are in flight."""
         self.current, self._given = None, given
         self.cycle.given(given.unit.number, given.gradients.numel())
         self.run()
 
     def unit_reduced(self, unit: UnitPlan, output: torch.Tensor) -> None:
-        """FSDP2 has reduced a unit, all-reduce included."""
+        """FSDP2 has reduced a unit, all-reduce included, and sets gradients from output next."""
         last = self._reductions[-1] if self._reductions else None
         if last is None or last.output is not output:
-            # One rank has the whole unit: FSDP2 has no use for a reduce-scatter then.
+            # If one rank has the whole unit, FSDP2 calls no reduce-scatter.
             sums = torch.empty(output.numel(), dtype=self.shards.dtype_of_sums(unit), device=output.device)
             reduce_chunks([WireBuffer.of(output)], sums, self._scale(unit, 1))
             last = Reduction(unit, output, sums, None)
@@ -100,12 +100,12 @@ class UnitExchange(Exchange):
         self._reductions.append(reduction)
 
     def _frozen_since(self) -> str:
-        """For messages, where ranks may wait for each other because one reduces less."""
+        """Returns a text for error messages: a rank that froze parameters reduces less, and others may wait for it."""
         frozen = [name for name, p in zip(self.names, self.params, strict=True) if not p.requires_grad]
         return f", with {names_of(frozen, range(len(frozen)))} frozen since parallelize" if frozen else ""
 
     def refuse(self, unit: UnitPlan, output: torch.Tensor, op: dist.ReduceOp) -> None:
-        """RuntimeError where FSDP2 itself would scale or add up the sums."""
+        """Raises RuntimeError if FSDP2 itself would scale the sums, or add up replicas in less than fp32."""
         if op != dist.ReduceOp.AVG:
             raise RuntimeError(
                 f"{unit}: FSDP2 would scale the sum of its gradients itself, in {output.dtype} "
@@ -121,13 +121,13 @@ class UnitExchange(Exchange):
             )
 
     def _scale(self, unit: UnitPlan, shards: int) -> float:
-        # FSDP2 takes the mean over the replicas.
+        # FSDP2 divides by the number of replicas: it takes their mean.
         return 1.0 / shards if self._divide_factor is None else unit.replicas / self._divide_factor
 
     # -- what the cycle asks for (`CycleDriver.run`) --------------------------------------------------------------
 
     def do_send(self, action: Action) -> bool:
-        """Of what was given; whether the sums are there already."""
+        """Sends the given unit. Returns whether the sums are written already."""
         assert self._given is not None
         (unit, output, given, group, allocated_on), self._given = self._given, None
         cycle, communicator = self.cycle.number, self.communicators.of(group, REDUCE)
@@ -174,7 +174,7 @@ class UnitExchange(Exchange):
 
     def do_read(self, _action: Action) -> None:
         assert self._read_reports is not None
-        # What FSDP2 keeps back (set_requires_all_reduce) is reduced in a later backward.
+        # Gradients that FSDP2 keeps back (set_requires_all_reduce) are reduced in a later backward.
         self.cycle.read(self.guarded(self._read_reports), held_back=not all(r.slices for r in self._reductions))
 
     def do_install(self, _action: Action) -> None:
