@@ -34,7 +34,7 @@ Replan: TypeAlias = Callable[[Sequence[int]], BucketPlan]
 
 
 class Settings(NamedTuple):
-    """What `parallelize` decided from its arguments, equal on every rank."""
+    """The settings from `parallelize`, equal on every rank except for the result of `may_replan`."""
 
     check_for_nan: bool
     find_unused_parameters: bool
@@ -58,11 +58,11 @@ class BucketExchange(Exchange):
         self._settings, self._on_layout_change = settings, on_layout_change
         self._bytes_of_cycle, self._bytes_of_gathers, self._bytes_before = 0, 0, 0
         self._number, self._gathers = number, 0
-        self._weight_gathers: list[Work] = []  # since all had arrived, by message
+        self._weight_gathers: list[Work] = []  # by message, since all had arrived last
         self.communicator.compresses = self.communicator.can_compress and strategy.plan.messages.compressed
         self.reorders = strategy.can_rebuild and self.communicator.world_size > 1 and len(strategy.plan.buckets) > 1
-        """Whether the next cycle that reduces only records the order in which gradients are ready: at its end the
-        buckets are rebuilt in this order, and then sent."""
+        """Whether the next cycle that reduces sends nothing before its end: it records the order in which gradients are
+        ready, rebuilds the buckets in this order, and then sends them."""
         self.versions: list[int] = []
         """Version counters of the gradients at the end of the last cycle."""
         self._labels: dict[range, str] = {}
@@ -150,7 +150,7 @@ class BucketExchange(Exchange):
     def do_weights(self, action: Action) -> None:
         self.guarded(self._weight_gathers[action.message].result)
 
-    # -- what the cycle asks for (`CycleDriver.run`) --------------------------------------------------------------
+    # -- the cycle's actions (`CycleDriver.run`) ------------------------------------------------------------------
 
     def do_check(self, action: Action) -> None:
         grads = self.strategy.grads(action.first)

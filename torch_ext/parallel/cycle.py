@@ -71,7 +71,7 @@ class Options(NamedTuple):
     kind: int
     rank: int
     world: int
-    slots: int
+    slots: int  # messages in flight at a time
     check_for_nan: bool = False
     find_unused: bool = False
     scales_sums: bool = False
@@ -208,7 +208,7 @@ class Cycle(CycleState):
         self._ready_several, self._next = _call("ready_several", _Pointer, _Int64), _call("next", _Pointer)
         self._done, self._phase = _call("done", _Int32, restype=None), _call("phase_of")
 
-    # -- what happened
+    # -- events: what happened
 
     def _answer(self, answer: int) -> bool:
         if answer < 0:
@@ -298,7 +298,7 @@ class Cycle(CycleState):
             flags[end - 1] = 1
         _call("set_messages", ctypes.c_char_p, restype=None)(self.pointer, bytes(flags))
 
-    # -- what to do
+    # -- actions: what to do
 
     def next(self) -> str:
         """Returns the next action's name (of DO; "": none); its details are in `action`. Raises RuntimeError if the

@@ -137,7 +137,7 @@ class CommHook(CycleDriver):
 
     def do_report(self, _action: Action) -> None:
         assert self._connection is not None
-        self._connection.communicator.ordering.wait_producers()  # with the streams of the earlier checks
+        self._connection.communicator.ordering.wait_producers()  # the streams on which earlier buckets were checked
         report = self.cycle.report(self._watch.first(), [])
         self._read_reports = self._connection.exchange(report, self.cycle.number)
 

@@ -99,7 +99,7 @@ class Connection:
         return self.communicator.bytes_sent - self._bytes_before
 
     def begin(self) -> None:
-        """Starts counting anew for a backward."""
+        """Resets the counts of bytes and messages for a backward."""
         self._bytes_before, self.messages = self.communicator.bytes_sent, 0
 
     def positions(self, bucket: dist.GradBucket) -> list[int]:
@@ -157,7 +157,7 @@ class _DDPBucketMean(BucketMean):
     """The mean of one message: a part of a DDP bucket."""
 
     values: Sequence[torch.Tensor]
-    """The gradients of its slices, in DDP's memory."""
+    """The gradients of `slices`, in DDP's memory."""
 
     def pack(
         self, numel: int, dtype: torch.dtype, gathered: torch.dtype | None, seeds: RoundingSeeds

@@ -1,4 +1,4 @@
-"""Flat buffers of gradients, and the rule that a parameter's `.grad` is its view of one."""
+"""Flat gradient buffers, and the code that keeps each parameter's `.grad` a view of its buffer."""
 
 from collections.abc import Sequence
 
@@ -152,7 +152,7 @@ class TemporaryBuckets:
     """Temporary memory of buckets: at most one buffer to send and one to gather sums into, per bucket at a time."""
 
     def __init__(self, communicator: Communicator) -> None:
-        """communicator: lends the memory."""
+        """communicator: provides the memory."""
         self._communicator = communicator
         self._wires: dict[tuple[int, bool], WireBuffer] = {}
 

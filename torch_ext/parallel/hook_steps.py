@@ -26,7 +26,7 @@ class Guard(reducer_registry.StepListener):
         self._unreduced: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
 
     def watch(self, params: Sequence[torch.Tensor]) -> None:
-        """Guards these parameters, the hook's. Guards of earlier hooks of the same parameters end."""
+        """Guards the hook's parameters, and clears the alarms of guards that earlier hooks had for them."""
         global _step_hook
         self._params = set(params)
         if _step_hook is None:

@@ -67,7 +67,7 @@ class _Memory(library.Struct):
 
 
 class Unit(NamedTuple):
-    """Parameters of one dtype that full sharding gathers together."""
+    """A unit of optim_grads_params: parameters of one dtype that are gathered together."""
 
     name: str
     numel: int

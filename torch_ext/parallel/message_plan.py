@@ -22,7 +22,7 @@ class _Args(library.Struct):
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """Elements [start, start + numel) of its buffer are sent together; the first `used` of them belong to parameters.
+    """A bucket: elements [start, start + numel) of its buffer. The first `used` of them belong to parameters.
 
     `start` and `numel` are multiples of 128 times the number of ranks.
     """
@@ -36,10 +36,10 @@ class PlannedBucket:
 
 
 class Messages(NamedTuple):
-    """Of a plan's buckets, the same on every rank."""
+    """How a plan's buckets are sent, the same on every rank."""
 
     link_gbps: float | None = None
-    """What a rank's link carries, in Gbit/s; None: it is not known, or does not matter."""
+    """The speed of a rank's link, in Gbit/s; None: not known, or nothing depends on it."""
     compressed: bool = False
     """Whether bf16 messages are compressed."""
     ends: tuple[int, ...] = ()

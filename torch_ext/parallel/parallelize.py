@@ -64,7 +64,8 @@ def parallelize(
     model: on one device. Rank 0's weights and buffers are copied to every rank; later changes of buffers stay local.
     policy: from `load_policy`. Read besides dtypes: bucket_size, overlap_grad_reduce, check_for_nan_in_grad,
         step_in_backward, create_all_gather_group (between GPUs), link_gbps. If link_gbps is None, the ranks measure
-        their link here if buckets per message or grad_comm_compression "auto" depend on it (not optim_grads_params).
+        their link here if it decides how many buckets form a message, or grad_comm_compression "auto"
+        (optim_grads_params does not measure).
     strategy: its name or number; None: the policy's data_parallel_sharding_strategy.
         no_shard (0): after backward `.grad`, a view of a flat buffer in main_grads_dtype, is the mean over the ranks,
             rounded once to grad_gather_dtype (None: the wire's dtype; bf16 with an 8-bit wire), equal on all ranks.

@@ -80,7 +80,8 @@ class BucketReducer(BucketGradients):
         self.exchange.communicator.refuse_gone(doing)
 
     def before_step(self) -> None:
-        """Called before an optimizer reads the gradients. Raises RuntimeError if they are not reduced yet."""
+        """Called before an optimizer reads the gradients. Raises RuntimeError if it must not: they are not reduced yet,
+        not finite, or an exchange has failed."""
         self.finish_failed_backward()
         self.finish_weights()
         self.exchange.recheck_nonfinite()
@@ -206,7 +207,7 @@ class BucketReducer(BucketGradients):
         except Exception:  # perhaps the error that the backward raised; here it would reach no caller
             self.strategy.discard([self._position[id(p)] for p in self._noted.take()])
 
-    # -- at its end -----------------------------------------------------------------------------------------------
+    # -- at the end of backward -----------------------------------------------------------------------------------
 
     def backward_ended(self, task: int) -> None:
         """Callback at the end of a graph task. Only the outermost one (reentrant checkpointing nests them) ends the

@@ -198,7 +198,7 @@ class FSDPReducer(ReducerBase):
             self.cycle.ready(i)
 
     def begin_backward(self) -> None:
-        """Called whenever a backward may have begun."""
+        """Starts a cycle, unless one runs: called at each event that may be the first one of a backward."""
         self.finish_failed_backward()
         if self._end is not None:
             return

@@ -25,10 +25,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class FSDPUnit(NamedTuple):
-    """A unit to be: its modules, which fully_shard gets in one call."""
+    """A planned unit: the modules that fully_shard gets in one call, and their dtype."""
 
     modules: list[nn.Module]
-    dtype: torch.dtype | None  # of their trainable parameters; None: they have none
+    dtype: torch.dtype | None  # the trainable parameters'; None: there are none
 
 
 def fsdp_modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
@@ -87,8 +87,8 @@ def _runs(blocks: Sequence[nn.Module], bucket_size: int | None) -> list[Sequence
 
 
 def _merge_units(blocks: Sequence[Sequence[FSDPUnit]]) -> list[FSDPUnit]:
-    """Merges blocks that share a unit. Each block is given as its units of other dtypes and its own one, last. Returns
-    one unit for each dtype of the inner ones, then one for each dtype of the blocks themselves."""
+    """Merges blocks that share a unit, each given as the units that `_split` returned. Returns one unit for each dtype
+    of the inner units, then one for each dtype of the blocks' own units."""
     modules: dict[tuple[bool, torch.dtype | None], list[nn.Module]] = {}
     for *inner, whole in blocks:
         for unit in inner:
@@ -110,8 +110,8 @@ def _without_duplicates(units: Sequence[FSDPUnit]) -> Iterator[FSDPUnit]:
 
 
 def _holders(module: nn.Module) -> Counter[int]:
-    """Counts, by parameter id, the places where each parameter is used. A module that is used in several places counts
-    in each."""
+    """Counts, by parameter id, in how many modules each parameter is registered. A module that is registered in several
+    places counts in each."""
     modules = (m for _, m in module.named_modules(remove_duplicate=False))
     return Counter(id(p) for m in modules for p in {*m._parameters.values()} if p is not None)
 
@@ -137,8 +137,8 @@ def _cannot_run(module: nn.Module) -> bool:
 
 
 def _split(module: nn.Module, taken: "frozenset[int] | set[int]" = frozenset()) -> list[FSDPUnit]:
-    """Returns the module as a unit, last, and before it units of its inner modules that have another dtype, since a
-    unit has one dtype. taken: ids of parameters that other units have."""
+    """Returns the units for a module: first those of inner modules that have another dtype, since a unit has one dtype;
+    last the module's own. taken: ids of parameters that other units have."""
     own = _dtypes(module.parameters(recurse=False), taken) or _dtypes(module.parameters(), taken)
     dtype = own.most_common(1)[0][0] if own else None
     return [*_other_units(module, dtype, taken), FSDPUnit([module], dtype)]
@@ -147,6 +147,7 @@ def _split(module: nn.Module, taken: "frozenset[int] | set[int]" = frozenset()) 
 def _other_units(
     module: nn.Module, dtype: torch.dtype | None, taken: "frozenset[int] | set[int]"
 ) -> Iterator[FSDPUnit]:
+    """Yields the units of the module's inner modules that have trainable parameters of another dtype."""
     own = _dtypes(module.parameters(recurse=False), taken)
     if len(own) > 1:
         raise ValueError(

@@ -56,8 +56,8 @@ class GradShards:
         self._grads.pop(i, None)
 
     def detach_grads(self) -> list[int]:
-        """Removes `.grad` at the begin of a backward: FSDP2 would accumulate into it before the sums are written. A
-        `.grad` that the user assigned becomes the shard. Returns the parameters whose `.grad` the user dropped."""
+        """Removes `.grad` when a backward begins: FSDP2 would accumulate into it before the sums are written. A `.grad`
+        that the user assigned goes into the shard. Returns the parameters whose `.grad` the user dropped."""
         self.added, self._new = set(), set()
         gone = []
         for i, param in enumerate(self.params):
@@ -110,6 +110,7 @@ class GradShards:
         self.added.update(one.param for one in reduction.slices)
 
     def _first(self, one: Slice, value: torch.Tensor) -> None:
+        """Makes `value`, the sum of a slice, the shard of a parameter that has none."""
         self._new.add(one.param)
         if not self.visible(one.param):
             self._shards[one.param] = value.to(self.units[self._unit_of[one.param]].main_grads_dtype)

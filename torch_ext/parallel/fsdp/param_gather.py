@@ -43,7 +43,7 @@ class UsedParams:
     ) -> None:
         """params: the shards. units, places: each unit's modules, and the places of its parameters."""
         self._params = params
-        self._whole: dict[int, torch.Tensor] = {}
+        self._unsharded: dict[int, torch.Tensor] = {}
         self._reached: set[int] = set()
         position = {id(p): i for i, p in enumerate(params)}
         self._hooks: list[Any] = []
@@ -52,17 +52,17 @@ class UsedParams:
             self._hooks += [module.register_forward_pre_hook(partial(self._watch, known)) for module in unit]
 
     def _watch(self, places: Sequence[tuple[weakref.ref[nn.Module], str, int | None]], *_: Any) -> None:
-        """Forward pre-hook, after FSDP2's one, which puts the unsharded parameters into a unit's modules."""
+        """Forward pre-hook: hooks the unsharded parameters, which FSDP2's earlier pre-hook has put into the modules."""
         for module, name, i in places:
             if i is None or (owner := module()) is None or (whole := owner._parameters.get(name)) is None:
                 continue
-            if whole.requires_grad and whole is not self._params[i] and whole is not self._whole.get(i):
-                self._whole[i] = whole
+            if whole.requires_grad and whole is not self._params[i] and whole is not self._unsharded.get(i):
+                self._unsharded[i] = whole
                 self._hooks.append(whole.register_post_accumulate_grad_hook(partial(_mark_reached, self._reached, i)))
 
     def take(self, i: int) -> bool:
         """Whether parameter i got a gradient since the last call. True if its unsharded parameter was never seen."""
-        reached = i in self._reached or i not in self._whole
+        reached = i in self._reached or i not in self._unsharded
         self._reached.discard(i)
         return reached
 
@@ -80,20 +80,21 @@ def _param_id(module: weakref.ref[nn.Module], name: str) -> int:
     return id(None if owner is None else owner._parameters[name])
 
 
-def _mark_reached(reached: set[int], i: int, _whole: torch.Tensor) -> None:
+def _mark_reached(reached: set[int], i: int, _unsharded: torch.Tensor) -> None:
     reached.add(i)
 
 
 class _GradCleaner:
-    """Forward pre-hook that drops the gradients of a unit's unsharded parameters when asked to. After a backward that
-    raised, FSDP2 would add these gradients to the next ones. Runs after FSDP2's hook, which puts the unsharded
-    parameters into the module."""
+    """Forward pre-hook that drops the gradients of a unit's unsharded parameters, if `wanted`. After a backward that
+    raised, FSDP2 would add these gradients to the next ones. FSDP2's earlier pre-hook puts the unsharded parameters
+    into the module."""
 
     def __init__(self, module: nn.Module, known: Set[int]) -> None:
         """known: ids of the shards, and of parameters that FSDP2 does not shard: their gradients stay."""
         self.wanted = False
+        """Whether the next forward drops the gradients."""
         self.last = False
-        """Whether this is the hook's last run: the reducer is closed."""
+        """Whether the next forward removes this hook: the reducer is closed."""
         self._known = known
         self._hook = module.register_forward_pre_hook(self)
 
@@ -126,7 +127,7 @@ class ParamGather:
         self._modules = [weakref.ref(unit[0]) for unit in units]
         self._failure: str | None = None  # the first error of an all-gather
         self._gathering: set[int] = set()  # units whose weights FSDP2 has not asked for yet
-        self._order: list[int] | None = [] if prefetch else None  # of units in the first forward
+        self._order: list[int] | None = [] if prefetch else None  # the units, as the first forward gathers them
         inside = {m for unit in units for module in unit for m in module.modules() if m is not module}
         self._roots = [i for i, unit in enumerate(units) if unit[0] not in inside]
         modules = [module for unit in units for module in unit]
@@ -138,8 +139,8 @@ class ParamGather:
 
     def close(self) -> None:
         """Drops the gradients of unsharded parameters at the next forward: before it they cannot be reached."""
-        for cleaning in self._grad_cleaners:
-            cleaning.wanted = cleaning.last = True
+        for cleaner in self._grad_cleaners:
+            cleaner.wanted = cleaner.last = True
         if self.used is not None:
             self.used.close()
 
@@ -222,8 +223,8 @@ class ParamGather:
 
     def recover(self) -> bool:
         """Resets FSDP2's state after a backward that raised. Returns whether this torch can do that."""
-        for cleaning in self._grad_cleaners:
-            cleaning.wanted = True
+        for cleaner in self._grad_cleaners:
+            cleaner.wanted = True
         if self.used is not None:
             self.used.forget()
         if self._failure is not None:

@@ -63,7 +63,7 @@ class UnitExchange(Exchange):
 
     def _reset(self) -> None:
         self._given: Given | None = None  # not sent yet
-        self._reductions: list[Reduction] = []  # of this backward
+        self._reductions: list[Reduction] = []  # all of this backward
         self._messages: list[Reduction] = []  # those of them that were sent, by message
         self._read_reports: Callable[[], list[torch.Tensor]] | None = None  # waits for the ranks' reports
 
@@ -124,7 +124,7 @@ class UnitExchange(Exchange):
         # FSDP2 divides by the number of replicas: it takes their mean.
         return 1.0 / shards if self._divide_factor is None else unit.replicas / self._divide_factor
 
-    # -- what the cycle asks for (`CycleDriver.run`) --------------------------------------------------------------
+    # -- the cycle's actions (`CycleDriver.run`) ------------------------------------------------------------------
 
     def do_send(self, action: Action) -> bool:
         """Sends the given unit. Returns whether the sums are written already."""

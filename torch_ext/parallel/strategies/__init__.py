@@ -1,1 +1,1 @@
-"""What is sharded, as a table: no_shard, optim, optim_grads."""
+"""The strategies that use our own buckets: no_shard, optim, optim_grads."""

@@ -59,7 +59,7 @@ class ShardedGradients(ShardingStrategy):
             self.params[i].grad = None
 
     def prepare(self, i: int, flags: int) -> None:
-        if flags & Prepare.TAKE:  # assigned between two backwards
+        if flags & Prepare.TAKE:  # the user assigned `.grad` between two backwards
             self.grad_ready(i)
 
     def grads(self, b: int) -> list[tuple[int, torch.Tensor]]:

@@ -78,7 +78,7 @@ class ShardingStrategy(abc.ABC):
 
     @property
     def prepares_grads(self) -> bool:
-        """Whether a gradient has to be prepared before the next one is accumulated into it."""
+        """Whether an earlier sum in `.grad` has to be prepared before autograd accumulates into it."""
         return False
 
     @property
@@ -134,12 +134,12 @@ class ShardingStrategy(abc.ABC):
         reduced_before: whether all ranks still have an earlier reduction's result and got no gradient since."""
 
     def modified_since(self, versions: list[int]) -> list[int]:
-        """Returns the parameters whose gradient may be this rank's own. versions: the version counters at a time when
-        no parameter had an own gradient."""
+        """Returns the parameters whose gradient may be unreduced, this rank's own. versions: the version counters when
+        all gradients were reduced."""
         return []
 
     def unreduced(self, i: int) -> bool:
-        """Whether, if a gradient of parameter i was ready since the last reduction, it is still this rank's own."""
+        """Whether parameter i has a gradient that is unreduced if one became ready since the last reduction."""
         return self.params[i].grad is not None
 
     @abc.abstractmethod
