@@ -47,7 +47,7 @@ def contents_of(path: str | os.PathLike[str], check: bool = True) -> Contents:
     path = Path(path)
     if path.is_dir():
         of_weights = any(map(weight_files.chain_in, os.listdir(path)))
-        return _of_weights(path) if of_weights else _of_folder(path, check)
+        return _contents_of_weights(path) if of_weights else _contents_of_folder(path, check)
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError:
@@ -55,8 +55,8 @@ def contents_of(path: str | os.PathLike[str], check: bool = True) -> Contents:
     except Exception as error:  # torch may raise any error for data that torch.save did not write
         raise ValueError(f"{path} is no checkpoint that can be read ({summary(error)})") from error
     packed = at_rest_file.is_packed(loaded)
-    rows = list(_of_object(loaded["object"] if packed else loaded))
-    rows += list(_of_records(loaded)) if packed else []
+    rows = list(_rows_of_object(loaded["object"] if packed else loaded))
+    rows += list(_rows_of_records(loaded)) if packed else []
     return Contents(sorted(rows), _damage_in(path, loaded) if check else [], True, path.stat().st_size)
 
 
@@ -81,7 +81,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _of_object(obj: Any) -> Iterator[Row]:
+def _rows_of_object(obj: Any) -> Iterator[Row]:
     """Yields a row for each tensor that torch.save wrote as such."""
     for name, t in at_rest_file.tensors_of(obj):
         yield _logical(name, t.dtype, tuple(t.shape), t.nbytes)
@@ -91,7 +91,7 @@ def _logical(key: str, dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) 
     return Row(key, "logical", _name(dtype), _name(dtype), shape, prod(shape) * dtype.itemsize, nbytes)
 
 
-def _of_records(packed: dict[str, Any]) -> Iterator[Row]:
+def _rows_of_records(packed: dict[str, Any]) -> Iterator[Row]:
     for name, found in at_rest_file.described(packed):
         yield _at_rest(name, found, found.nbytes)
 
@@ -101,7 +101,7 @@ def _at_rest(key: str, found: record_header.Record, nbytes: int) -> Row:
     return Row(key, found.form, _name(found.dtype), found.stored, found.shape, plain, nbytes)
 
 
-def _of_weights(path: Path) -> Contents:
+def _contents_of_weights(path: Path) -> Contents:
     """Lists a folder of IncrementalWeights, with all of its runs. Each file is one row. Every file is read."""
     rows, damage = [], []
     names = os.listdir(path)
@@ -120,7 +120,7 @@ def _of_weights(path: Path) -> Contents:
     return Contents(rows, damage, True, sum(row.nbytes for row in rows))
 
 
-def _of_folder(path: Path, check: bool) -> Contents:
+def _contents_of_folder(path: Path, check: bool) -> Contents:
     from torch_ext.checkpoint import folder_items, folder_metadata
     from torch_ext.checkpoint.dcp_reader import CheckpointReader
     from torch_ext.checkpoint.item_tensors import header_of

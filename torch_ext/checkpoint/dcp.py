@@ -53,11 +53,11 @@ class CheckpointWriter(FileSystemWriter):
         self._at_rest, self._compress = states == "at_rest", compress
         self._begun: weakref.finalize | None = None  # withdraws the current save; only on the coordinator
         self._staged: Buffers | None = None  # the copy that the current asynchronous save writes
-        self._staging: list[Buffers] = []  # memory of a copy that has been written, for the next one
+        self._free_buffers: list[Buffers] = []  # memory of a copy that has been written, for the next one
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for async_save's process, in which the writer begins a save of its own."""
-        return self.__dict__ | {"_begun": None, "_staged": None, "_staging": []}
+        return self.__dict__ | {"_begun": None, "_staged": None, "_free_buffers": []}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._give_up()
@@ -91,7 +91,7 @@ class CheckpointWriter(FileSystemWriter):
             refuse_full(error, f"rank {self.rank or 0}'s file in {self.path}", needed, self.path)
             raise
         if self._staged is not None:
-            self._staging, self._staged = [self._staged], None
+            self._free_buffers, self._staged = [self._staged], None
         future: Future[list[WriteResult]] = Future()
         future.set_result(written)
         return future
@@ -159,7 +159,7 @@ class CheckpointWriter(FileSystemWriter):
         """Copies the state to host memory for an asynchronous save. State is copied in its stored form, which takes
         less than the data to be written. A later save of this writer, which may be to another checkpoint_id, uses the
         memory of its last copy again, if that has been written."""
-        buffers = self._staging.pop() if self._staging else Buffers()
+        buffers = self._free_buffers.pop() if self._free_buffers else Buffers()
         self._staged = buffers
         return buffers.take(state_dict)
 

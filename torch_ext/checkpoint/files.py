@@ -54,7 +54,7 @@ def save(obj: Any, path: str | os.PathLike[str], *, states: str = "logical", com
             torch.save(obj, there)
         return
     folder, name = os.path.split(path)
-    file = _begin(folder, _stem(folder, name), former)
+    file = _begin(folder, _unfinished_prefix(folder, name), former)
     try:
         with file:
             file.put(obj)
@@ -98,7 +98,7 @@ def _copy_attributes(path: str, former: os.stat_result, descriptor: int) -> None
                 os.setxattr(descriptor, name, os.getxattr(path, name))
 
 
-def _stem(folder: str, name: str) -> str:
+def _unfinished_prefix(folder: str, name: str) -> str:
     """Returns the prefix of the unfinished files' names. A long `name` is hashed to stay within the length limit."""
     rest = len(f"..{secrets.token_hex(8)}{_UNFINISHED}")
     if len(os.fsencode(name)) + rest > os.pathconf(folder, "PC_NAME_MAX"):
@@ -164,7 +164,7 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, mmap: bool =
     """
     path = os.fspath(path)
     if check:
-        with _says_which(path), open(path, "rb") as file:
+        with _naming_file(path), open(path, "rb") as file:
             if (damaged := damaged_record(file)) is not None:
                 raise ValueError(f"its record {damaged!r}{_tensor_in(path, damaged)} has another checksum")
     loaded = _read(path, map_location, mmap)
@@ -174,7 +174,7 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, mmap: bool =
         raise ValueError(
             f"{path} has states at rest, which are decoded as they are read: map_location='meta' is for logical ones"
         )
-    with _says_which(path):
+    with _naming_file(path):
         return at_rest_file.unpack(loaded)
 
 
@@ -191,7 +191,7 @@ def _read(path: str, map_location: Any, mmap: bool) -> Any:
                 f"says ({found}). Where you trust who wrote it, name its classes by "
                 "torch.serialization.add_safe_globals"
             ) from error
-        with _says_which(path):
+        with _naming_file(path):
             torch.load(path, map_location="cpu", mmap=archive, weights_only=True)
         raise RuntimeError(
             f"{path} cannot be loaded with map_location={map_location!r}, mmap={mmap}: {summary(error)}"
@@ -199,7 +199,7 @@ def _read(path: str, map_location: Any, mmap: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _says_which(path: str) -> Iterator[None]:
+def _naming_file(path: str) -> Iterator[None]:
     """Converts errors about the file's content, raised inside, to a ValueError with the file's name."""
     try:
         yield

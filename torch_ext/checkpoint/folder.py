@@ -87,7 +87,7 @@ def _clean(folder: Path, save_id: str) -> None:
     unfinished = {found: name for name in os.listdir(folder) if (found := _id_in(_UNFINISHED, name))}
     alive = set()
     for found, name in unfinished.items():
-        if found != save_id and not (_is_dead(folder, name, data, save_id) and _removed(folder / name)):
+        if found != save_id and not (_is_dead(folder, name, data, save_id) and _try_remove(folder / name)):
             alive.add(found)
     current = _names_of_current(folder)
     if current is None:  # it is unknown which files `.metadata` needs: remove only the files of dead saves
@@ -116,7 +116,7 @@ def _last_modified(folder: Path, names: Iterable[str]) -> float:
     return latest
 
 
-def _removed(path: Path) -> bool:
+def _try_remove(path: Path) -> bool:
     """Removes the file. Returns whether it existed and this call removed it."""
     try:
         os.unlink(path)
@@ -127,7 +127,7 @@ def _removed(path: Path) -> bool:
 
 def _remove(folder: Path, names: Iterable[str]) -> None:
     for name in names:
-        _removed(folder / name)
+        _try_remove(folder / name)
 
 
 def _read(path: Path) -> bytes:

@@ -201,7 +201,7 @@ def _properties(given: _StandIn) -> TensorProperties:
     return found
 
 
-def _member(given: _StandIn) -> None:
+def _memory_format_getattr(given: _StandIn) -> None:
     """Accepts `getattr(enum, "NAME")` for the memory format, which torch no longer uses; raises for any other getattr.
     Python 3.11.0 to 3.11.3 pickle a member of an enum that way."""
     if len(given.args) != 2 or getattr(given.args[0], "make", None) is not _MAKERS[_MEMORY_FORMAT]:
@@ -218,7 +218,7 @@ _MAKERS: dict[tuple[str, str], Callable[[Any], Any]] = {
     (_StorageInfo.__module__, "_StorageInfo"): _storage_info,
     (TensorProperties.__module__, "TensorProperties"): _properties,
     _MEMORY_FORMAT: lambda given: None,
-    ("builtins", "getattr"): _member,
+    ("builtins", "getattr"): _memory_format_getattr,
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): lambda given: None,
     ("pathlib", "PosixPath"): _posix_path,

@@ -11,7 +11,7 @@ from torch_ext.checkpoint.weight_files import PartFile
 from torch_ext.weight_sync.delta_info import delta_info
 from torch_ext.weight_sync.publisher import WeightPublisher
 
-_AGAIN = 4  # after one rank alone saved all its weights, the others do at the next version that is a multiple of this
+_REJOIN_EVERY = 4  # if some rank alone saved all its weights, all ranks do at the next multiple of this version number
 
 
 class IncrementalWeights:
@@ -56,7 +56,11 @@ class IncrementalWeights:
         if info.n_parts != 1 or version != self._publisher.version or version == self._saved:
             raise ValueError(f"part is of version {version}; what publish() has just returned, and once, is legal")
         known = self._begin(chain, version, number)
-        whole = known is None or version % self._full_every == 0 or (version % _AGAIN == 0 and known.begun_apart())
+        whole = (
+            known is None
+            or version % self._full_every == 0
+            or (version % _REJOIN_EVERY == 0 and known.full_on_some_ranks())
+        )
         file = PartFile(chain, version, number, parts, "full" if whole else "delta")
         self._write(file.name, self._publisher.full() if whole else part)
         self._saved = version

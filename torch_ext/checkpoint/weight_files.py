@@ -19,7 +19,7 @@ _RUN = re.compile(_CHAIN + r"\.run(?P<run>\d{6,18})")
 _UNFINISHED = re.compile(_CHAIN + r"\..*\.unfinished")
 
 # The form of a missing file, which is unknown.
-_EITHER = "*"
+_UNKNOWN_FORM = "*"
 
 
 class PartFile(NamedTuple):
@@ -66,7 +66,7 @@ class Chain(NamedTuple):
         versions = {version for version, _ in self.files if until is None or version <= until}
         return max((version for version in versions if self.complete(version, "full")), default=None)
 
-    def begun_apart(self) -> bool:
+    def full_on_some_ranks(self) -> bool:
         """Whether some rank has saved all its weights since the last version at which all ranks did."""
         newest = self.newest_full() or 0
         return any(file.form == "full" and version > newest for (version, _), file in self.files.items())
@@ -81,12 +81,12 @@ class Chain(NamedTuple):
         """Returns the files needed to build version `last` from version `full`."""
         return [self.files[version, part] for version in range(full, last + 1) for part in range(self.parts)]
 
-    def lost(self, since: int) -> PartFile | None:
+    def gap(self, since: int) -> PartFile | None:
         """Returns a missing file, of version `since` or later, that a later delta needs; None if none is missing."""
         for version, part in sorted(self.files):
             file = self.files[version, part]
             if file.form == "delta" and version > since and (version - 1, part) not in self.files:
-                return file._replace(version=version - 1, form=_EITHER)
+                return file._replace(version=version - 1, form=_UNKNOWN_FORM)
         return None
 
 
@@ -137,22 +137,26 @@ def version_in(folder: Path, names: Iterable[str], number: int | None = None) ->
         if chain.files and not chain.run:
             raise ValueError(f"{folder / run_name(chain.name, 1)[:-6]}*, which says when this chain began, is missing")
         full = chain.newest_full(number)
-        if (lost := chain.lost(full or 0)) is not None and (number is None or lost.version <= number):
-            raise ValueError(f"{folder / lost.name} is missing, and later files need it{_else(chain, lost.version)}")
+        if (gap := chain.gap(full or 0)) is not None and (number is None or gap.version <= number):
+            raise ValueError(
+                f"{folder / gap.name} is missing, and later files need it{_alternative(chain, gap.version)}"
+            )
         if full is None:
             continue
         last = chain.last(full)
         if number is not None and last < number:
             absent = next(p for p in range(chain.parts) if (last + 1, p) not in chain.files)
-            file = PartFile(chain.name, last + 1, absent, chain.parts, _EITHER)
-            raise ValueError(f"version {number} is not there: {folder / file.name} is missing{_else(chain, last + 1)}")
+            file = PartFile(chain.name, last + 1, absent, chain.parts, _UNKNOWN_FORM)
+            raise ValueError(
+                f"version {number} is not there: {folder / file.name} is missing{_alternative(chain, last + 1)}"
+            )
         last = last if number is None else number
         return Version(last, full, chain.of(full, last))
     which = "no version" if number is None else f"no version until {number}"
     raise ValueError(f"{folder} has {which} of which the parts of all ranks are there")
 
 
-def _else(chain: Chain, version: int) -> str:
+def _alternative(chain: Chain, version: int) -> str:
     """Returns text for a message: which version can be loaded if a file of this version cannot."""
     full = chain.newest_full(version - 1)
     return "" if full is None else f"; version {min(chain.last(full), version - 1)} can be loaded (version=)"
@@ -160,4 +164,4 @@ def _else(chain: Chain, version: int) -> str:
 
 def without(names: Iterable[str], file: PartFile) -> str:
     """Returns text for a message: which version can be loaded without this damaged file."""
-    return next((_else(chain, file.version) for chain in chains_of(names) if chain.name == file.chain), "")
+    return next((_alternative(chain, file.version) for chain in chains_of(names) if chain.name == file.chain), "")
