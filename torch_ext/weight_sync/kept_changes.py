@@ -96,9 +96,9 @@ class KeptChanges:
         return stepped + states.members(everyone, [p not in known and states.is_made(p) for p in everyone])
 
     def _mark_before_first_step(self) -> None:
-        """Marks blocks that were written before their parameter has state. The first step, or a state_dict(), creates
-        the master from the weight, and then a comparison with the master shows no earlier writes. Before that, the
-        weight can only be compared with the checksums of the published weights."""
+        """Marks blocks, of parameters without state, that were written since the last version. The first step, or a
+        state_dict(), creates the master from the weight; then a comparison with the master shows no earlier writes.
+        Until then the weight can only be compared with the checksums of the published weights."""
         fresh = {id(p) for p in self._fresh()}
         if not fresh:
             return

@@ -31,7 +31,8 @@ _MARKED = slice(DeltaWritten.marked.offset // 8, None, ctypes.sizeof(DeltaWritte
 
 
 class MasterComparison:
-    """Compares the weights of members that have masters with these masters. On the host, one library call does all."""
+    """Compares the weights of members with their fp32 masters or, for remainders, with the checksums that the step
+    left. On the host, one library call compares all of them."""
 
     def __init__(self, members: Sequence[ParamState]) -> None:
         self._members = members
@@ -46,7 +47,8 @@ class MasterComparison:
         self._rows = (DeltaWritten * len(rows))(*rows)
 
     def are(self, members: Sequence[ParamState]) -> bool:
-        """Whether this object was created for these members, and their memory has not moved."""
+        """Whether this object can compare these members: it was created for them, their memory has not moved, and it
+        holds no host copy of a weight on a device, which would be out of date."""
         return members is self._members and all(m.weight.is_cpu for m in self._in_host_memory) and self._memory.holds()
 
     def mark(self) -> list[ParamState]:
